@@ -1,16 +1,22 @@
-"""A layer of experts on the CPU by its threads: reading its weights and no more, ours, torch's bf16 products, and by other packages.
+"""A layer of experts on the CPU by its threads: reading its weights and no more, ours, torch's bf16
+products, and by other packages.
 
-    python benchmarks/cpu_moe.py --threads 1,2,4,8,16,32,64 --peers [--models qwen3,gpt-oss,deepseek-v3] [--tokens 1,4,16,64,256,1024]
-        [--activations bf16,int8] [--kernels AMXInt4_MOE,mxfp4] [--most 0.3] [--json FILE] [--no-page]
+    python benchmarks/cpu_moe.py --threads 1,2,4,8,16,32,64 --peers [--models
+    qwen3,gpt-oss,deepseek-v3] [--tokens 1,4,16,64,256,1024]
+        [--activations bf16,int8] [--kernels AMXInt4_MOE,mxfp4] [--most 0.3] [--json FILE]
+        [--no-page]
 
---peers adds KTransformers' kernels and ggml, where installed; cpu_peers.py and ggml_library.py say how. All take the same weights,
-activations and routings; each call has its own routing, and calls go round `--copies` copies of the weights. Results are compared with
-float64 first. Contenders take turns in one process: a pause, in which a peer's threads stop spinning; a call of one token, which wakes
-them; then the calls that are measured. Numbers are medians of the turns, spreads (longest - shortest) / median. "Reading" is the loop of
-fusion_moe/runtime/bandwidth.cpp over the NVFP4 weights of a call's experts, with as many threads. Times are CPU time for one thread (of the
-calling one and of kt-kernel's worker, not of its thread that spins meanwhile), wall time for more. kt-kernel's weights are on large pages,
-as ours and ggml's are, with GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment. "int8" in a name says that activations are rounded
-to it. Tables and a chart go into docs/performance/cpu.md (cpu_moe_page.py).
+--peers adds KTransformers' kernels and ggml, where installed; cpu_peers.py and ggml_library.py say
+how. All take the same weights, activations and routings; each call has its own routing, and calls
+go round `--copies` copies of the weights. Results are compared with float64 first. Contenders take
+turns in one process: a pause, in which a peer's threads stop spinning; a call of one token, which
+wakes them; then the calls that are measured. Numbers are medians of the turns, spreads (longest -
+shortest) / median. "Reading" is the loop of fusion_moe/runtime/bandwidth.cpp over the NVFP4 weights
+of a call's experts, with as many threads. Times are CPU time for one thread (of the calling one and
+of kt-kernel's worker, not of its thread that spins meanwhile), wall time for more. kt-kernel's
+weights are on large pages, as ours and ggml's are, with GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in
+the environment. "int8" in a name says that activations are rounded to it. Tables and a chart go
+into docs/performance/cpu.md (cpu_moe_page.py).
 """
 
 from __future__ import annotations
@@ -53,7 +59,9 @@ Weights = tuple[Quantized, Quantized]  # gate_up [E, 2I, H], down [E, H, I]
 
 @dataclass(frozen=True)
 class Model:
-    """A layer: experts are those that are measured, of which there may be fewer than the model has."""
+    """A layer: experts are those that are measured, of which there may be fewer than the model
+    has.
+    """
 
     name: str
     hidden: int
@@ -65,25 +73,32 @@ class Model:
 
 MODELS = {
     "qwen3": Model("Qwen3-30B-A3B", 2048, 768, 128, 8),
-    "gpt-oss": Model("gpt-oss-120b", 2880, 2880, 64, 4, "64 of its 128 experts, SwiGLU without clamp and biases"),
+    "gpt-oss": Model(
+        "gpt-oss-120b", 2880, 2880, 64, 4, "64 of its 128 experts, SwiGLU without clamp and biases"
+    ),
     "deepseek-v3": Model("DeepSeek-V3", 7168, 2048, 32, 8, "32 of its 256 experts"),
 }
 
 
 @dataclass
 class Contender:
-    """copies: the layer, several times. of: whose weights. error: of its result against float64, of which it may have `most`."""
+    """copies: the layer, several times. of: whose weights. error: of its result against float64, of
+    which it may have `most`.
+    """
 
     name: str
     of: Encoding
     copies: list[Layer]
     most: float | None = 0.01
     error: float | None = None
-    seconds: dict[int, list[float]] = field(default_factory=dict)  # of a call, by tokens: one for each turn
+    # of a call, by tokens: one for each turn
+    seconds: dict[int, list[float]] = field(default_factory=dict)
 
 
 class Package(Protocol):
-    """Another one, which computes whole layers. workers: threads that compute beside the calling one. rest: its threads may sleep now."""
+    """Another one, which computes whole layers. workers: threads that compute beside the calling
+    one. rest: its threads may sleep now.
+    """
 
     name: str
     version: str
@@ -95,7 +110,9 @@ class Package(Protocol):
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way of another package to compute layers. called: what it is for --kernels. make: layers of copies of the same weights."""
+    """A way of another package to compute layers. called: what it is for --kernels. make: layers of
+    copies of the same weights.
+    """
 
     package: Package
     name: str
@@ -109,27 +126,40 @@ def random_weights(encoding: Encoding, model: Model = MODELS["qwen3"]) -> Weight
     """Normal numbers, quantized; on large pages."""
 
     def matrices(n: int, k: int) -> Quantized:
-        each = [quantize(torch.randn(n, k) / k**0.5, encoding=encoding) for _ in range(DISTINCT)] * (model.experts // DISTINCT)
-        return each[0].of(pages.on_large_pages(torch.stack(parts)) for parts in zip(*each, strict=True))
+        each = [
+            quantize(torch.randn(n, k) / k**0.5, encoding=encoding) for _ in range(DISTINCT)
+        ] * (model.experts // DISTINCT)
+        return each[0].of(
+            pages.on_large_pages(torch.stack(parts)) for parts in zip(*each, strict=True)
+        )
 
-    return matrices(2 * model.intermediate, model.hidden), matrices(model.hidden, model.intermediate)
+    return matrices(2 * model.intermediate, model.hidden), matrices(
+        model.hidden, model.intermediate
+    )
 
 
 def copied(weights: Weights) -> Weights:
     """A copy on large pages."""
-    gate_up, down = (q.of(pages.empty(part.shape, part.dtype).copy_(part) for part in q) for q in weights)
+    gate_up, down = (
+        q.of(pages.empty(part.shape, part.dtype).copy_(part) for part in q) for q in weights
+    )
     return gate_up, down
 
 
 def ours(weights: Weights, activation_format: str) -> Layer:
     """The operation that nn.Experts calls."""
-    (gate_up, down), how = map(list, weights), {"weight_format": weights[0].encoding.name, "activation_format": activation_format}
+    (gate_up, down), how = (
+        map(list, weights),
+        {"weight_format": weights[0].encoding.name, "activation_format": activation_format},
+    )
     return lambda x, ids, w: torch.ops.fusion_moe.fused_experts(x, ids, w, gate_up, down, **how)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Reads the codes and block scales of the experts of a call; what is read is found beforehand."""
+    """Reads the codes and block scales of the experts of a call; what is read is found
+    beforehand.
+    """
 
     weights: Weights
     memory: bandwidth.Bandwidth
@@ -137,7 +167,9 @@ class Reading:
     def of(self, ids: Tensor) -> Callable[[], None]:
         """What reads those of a call."""
         parts = [part for q in self.weights for part in list(q)[:2]]
-        return self.memory.reader(*[part[expert] for part in parts for expert in ids.unique().tolist()])
+        return self.memory.reader(
+            *[part[expert] for part in parts for expert in ids.unique().tolist()]
+        )
 
     def __call__(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         self.of(ids)()
@@ -146,8 +178,13 @@ class Reading:
 
 def in_torch(weights: Weights) -> Layer:
     """The layer by torch's products of the weights in bf16, eagerly."""
-    gate_up, down = (torch.stack([dequantize(q.of(parts), torch.bfloat16) for parts in zip(*q, strict=True)]) for q in weights)
-    return lambda x, ids, w: (one_by_one if len(x) <= ONE_BY_ONE else at_once)(x, ids, w, gate_up, down)
+    gate_up, down = (
+        torch.stack([dequantize(q.of(parts), torch.bfloat16) for parts in zip(*q, strict=True)])
+        for q in weights
+    )
+    return lambda x, ids, w: (one_by_one if len(x) <= ONE_BY_ONE else at_once)(
+        x, ids, w, gate_up, down
+    )
 
 
 def one_by_one(x: Tensor, ids: Tensor, w: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -156,31 +193,49 @@ def one_by_one(x: Tensor, ids: Tensor, w: Tensor, gate_up: Tensor, down: Tensor)
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
         gate, up = linear(x[token], gate_up[expert]).chunk(2, -1)
-        y.index_add_(0, token, linear(silu(gate) * up, down[expert]) * w[token, slot, None].to(x.dtype))
+        y.index_add_(
+            0, token, linear(silu(gate) * up, down[expert]) * w[token, slot, None].to(x.dtype)
+        )
     return y
 
 
 def at_once(x: Tensor, ids: Tensor, w: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """The layer in torch, rows sorted by expert, one grouped product for all."""
     order = ids.flatten().argsort(stable=True)
-    ends = torch.histc(ids.flatten().float(), gate_up.shape[0], 0, gate_up.shape[0] - 1).cumsum(0).int()
-    gate, up = torch.nn.functional.grouped_mm(x[order // ids.shape[1]], gate_up.mT, offs=ends).chunk(2, -1)
+    ends = (
+        torch.histc(ids.flatten().float(), gate_up.shape[0], 0, gate_up.shape[0] - 1)
+        .cumsum(0)
+        .int()
+    )
+    gate, up = torch.nn.functional.grouped_mm(
+        x[order // ids.shape[1]], gate_up.mT, offs=ends
+    ).chunk(2, -1)
     y = torch.nn.functional.grouped_mm(silu(gate) * up, down.mT, offs=ends)
     y = torch.empty_like(y).index_copy(0, order, y).view(*ids.shape, -1)
     return (y * w[..., None]).sum(1).to(x.dtype)
 
 
-def contenders(copies: Mapping[Encoding, Sequence[Weights]], activations: Sequence[str], with_torch: bool) -> list[Contender]:
+def contenders(
+    copies: Mapping[Encoding, Sequence[Weights]], activations: Sequence[str], with_torch: bool
+) -> list[Contender]:
     """Those that run on any number of threads."""
     first, found = next(iter(copies)), list[Contender]()
     for how, (e, of) in itertools.product(activations, copies.items()):
-        name, most = (f"{OURS}, {e.name}", 0.01) if how == "bf16" else (f"{OURS}, {e.name}, {how}", 0.03)
+        name, most = (
+            (f"{OURS}, {e.name}", 0.01) if how == "bf16" else (f"{OURS}, {e.name}, {how}", 0.03)
+        )
         found.append(Contender(name, e, [ours(w, how) for w in of], most))
-    return [*found, Contender("torch, bf16", first, [in_torch(w) for w in copies[first]])] if with_torch else found
+    return (
+        [*found, Contender("torch, bf16", first, [in_torch(w) for w in copies[first]])]
+        if with_torch
+        else found
+    )
 
 
 def of_ggml(ggml: Ggml) -> list[Kernel]:
-    """As llama.cpp has them: interleaved where ggml can; Q4_K also as it is, since ggml then computes many rows of an expert in tiles."""
+    """As llama.cpp has them: interleaved where ggml can; Q4_K also as it is, since ggml then
+    computes many rows of an expert in tiles.
+    """
     return [
         Kernel(ggml, name, called, encoding, partial(ggml.layers, dtype, memory), most)
         for name, called, encoding, dtype, memory, most in (
@@ -197,7 +252,9 @@ def of_kt(kt: KtKernel) -> list[Kernel]:
     """By its classes."""
     int8 = "AMX" if kt.variant == "amx" else "AVX-512"
 
-    def made(make: Callable[[str, Quantized, Quantized], Layer], kernel: str, copies: Sequence[Weights]) -> list[Layer]:
+    def made(
+        make: Callable[[str, Quantized, Quantized], Layer], kernel: str, copies: Sequence[Weights]
+    ) -> list[Layer]:
         return [make(kernel, *weights) for weights in copies]
 
     return [
@@ -206,7 +263,8 @@ def of_kt(kt: KtKernel) -> list[Kernel]:
             ("nvfp4, AVX2", "AVX2MXFP4_MOE", NVFP4, kt.fp4, 0.01),
             ("mxfp4, AVX-512", "AMXFP4_KGroup_MOE", MXFP4, kt.fp4, 0.01),
             ("mxfp4, AVX2", "AVX2MXFP4_MOE", MXFP4, kt.fp4, 0.01),
-            (f"AMXINT4, {int8}", "AMXInt4_MOE", NVFP4, kt.int4, 0.35),  # 4 bits for each of three weights, one scale a row
+            # 4 bits for each of three weights, one scale a row
+            (f"AMXINT4, {int8}", "AMXInt4_MOE", NVFP4, kt.int4, 0.35),
             (f"BF16, {int8}", "AMXBF16_MOE", NVFP4, kt.bf16, 0.01),
         )
     ]
@@ -215,7 +273,9 @@ def of_kt(kt: KtKernel) -> list[Kernel]:
 def peers(
     kernels: Sequence[Kernel], copies: Mapping[Encoding, Sequence[Weights]], chosen: Sequence[str]
 ) -> tuple[list[Contender], list[str]]:
-    """Those that run here; the names of those that do not. chosen: what kernels are called, [] for all."""
+    """Those that run here; the names of those that do not. chosen: what kernels are called, [] for
+    all.
+    """
     found, missing = list[Contender](), list[str]()
     for k in kernels:
         if k.of not in copies or (chosen and k.called not in chosen):
@@ -223,7 +283,8 @@ def peers(
         name = f"{k.package.name}, {k.name}"
         try:
             found.append(Contender(name, k.of, k.make(copies[k.of]), k.most))
-        except (AttributeError, RuntimeError, ValueError) as error:  # not in this build; sizes that it does not take
+        # not in this build; sizes that it does not take
+        except (AttributeError, RuntimeError, ValueError) as error:
             missing.append(name)
             print(f"{name}: {error}", flush=True)
     return found, missing
@@ -232,13 +293,19 @@ def peers(
 def calls(model: Model, tokens: int, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """x bf16 [T, H], ids int64 [T, k], w f32 [T, k] of some calls."""
     x = torch.randn(tokens, model.hidden).bfloat16()
-    ids = (torch.rand(tokens, model.experts).argsort(1)[:, : model.slots].contiguous() for _ in range(count))
+    ids = (
+        torch.rand(tokens, model.experts).argsort(1)[:, : model.slots].contiguous()
+        for _ in range(count)
+    )
     return [(x, i, torch.rand(tokens, model.slots).softmax(-1)) for i in ids]
 
 
 def exact(weights: Weights, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
     """The layer in float64 -> [T, H], nothing rounded."""
-    y, (gate_up, down) = torch.zeros(x.shape, dtype=torch.float64), (matrices(q, torch.float64) for q in weights)
+    y, (gate_up, down) = (
+        torch.zeros(x.shape, dtype=torch.float64),
+        (matrices(q, torch.float64) for q in weights),
+    )
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
         gate, up = (x[token].double() @ gate_up[expert].mT).chunk(2, -1)
@@ -263,7 +330,9 @@ def right(found: Sequence[Contender], checks: Checks) -> tuple[list[Contender], 
 
 
 def check(found: Sequence[Contender], checks: Checks) -> None:
-    """Sets the error of each: the norm of the difference over that of the result. ValueError for more than it may have."""
+    """Sets the error of each: the norm of the difference over that of the result. ValueError for
+    more than it may have.
+    """
     for c in found:
         call, want = checks[c.of]
         for layer in c.copies if c.most is not None else ():
@@ -281,11 +350,16 @@ def clock(packages: Sequence[Package], threads: int) -> Clock:
         if len(package.workers) > 1:
             raise ValueError(f"{len(package.workers)} workers of {package.name}, expected one")
         workers += package.workers
-    return lambda: sum(time.clock_gettime(~thread << 3 | 6) for thread in workers)  # Linux's number for the clock of a thread
+    # Linux's number for the clock of a thread
+    return lambda: sum(time.clock_gettime(~thread << 3 | 6) for thread in workers)
 
 
 def turn(
-    now: Clock, packages: Sequence[Package], layers: Iterator[Layer], wake: tuple[Tensor, ...], measured: Sequence[tuple[Tensor, ...]]
+    now: Clock,
+    packages: Sequence[Package],
+    layers: Iterator[Layer],
+    wake: tuple[Tensor, ...],
+    measured: Sequence[tuple[Tensor, ...]],
 ) -> float:
     """Seconds of a call."""
     for package in packages:
@@ -303,11 +377,24 @@ def turn(
 
 
 def measure(
-    model: Model, packages: Sequence[Package], threads: int, all_: Sequence[Contender], tokens: int, repeats: int, most: float
+    model: Model,
+    packages: Sequence[Package],
+    threads: int,
+    all_: Sequence[Contender],
+    tokens: int,
+    repeats: int,
+    most: float,
 ) -> None:
-    """Sets their seconds for so many tokens; of peers, those that took at most so many for each number of tokens before."""
+    """Sets their seconds for so many tokens; of peers, those that took at most so many for each
+    number of tokens before.
+    """
     names = [package.name for package in packages]
-    slow = [c for c in all_ if c.name.split(",")[0] in names and any(statistics.median(times) > most for times in c.seconds.values())]
+    slow = [
+        c
+        for c in all_
+        if c.name.split(",")[0] in names
+        and any(statistics.median(times) > most for times in c.seconds.values())
+    ]
     found = [c for c in all_ if c not in slow]
     (wake,), count, now = calls(model, 1, 1), CALLS.get(tokens, 1), clock(packages, threads)
     layers = [itertools.cycle(c.copies) for c in found]
@@ -318,25 +405,41 @@ def measure(
         measured = calls(model, tokens, count)
         for c, each in zip(found, layers, strict=True):
             c.seconds[tokens].append(turn(now, packages, each, wake, measured))
-    print(f"{tokens} tokens:", ", ".join(f"{c.name} {statistics.median(c.seconds[tokens]) * 1e3:.3f} ms" for c in found), flush=True)
+    print(
+        f"{tokens} tokens:",
+        ", ".join(f"{c.name} {statistics.median(c.seconds[tokens]) * 1e3:.3f} ms" for c in found),
+        flush=True,
+    )
 
 
 class Others:
-    """How much of the CPUs' time other programs take, and other machines on the same host, from now on."""
+    """How much of the CPUs' time other programs take, and other machines on the same host, from now
+    on.
+    """
 
     def __init__(self) -> None:
         self._start = self._now()
 
     def __str__(self) -> str:
         busy, stolen, own, all_ = (b - a for a, b in zip(self._start, self._now(), strict=True))
-        return f"other programs took {max(0.0, busy - own) / all_:.0%} of the CPUs' time, other machines {stolen / all_:.0%}"
+        return (
+            f"other programs took {max(0.0, busy - own) / all_:.0%} of the CPUs' time, other "
+            f"machines {stolen / all_:.0%}"
+        )
 
     @staticmethod
     def _now() -> tuple[float, float, float, float]:
         """Seconds: of all programs, stolen, of this one, of all CPUs."""
         ticks = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-        user, nice, system, _idle, _wait, irq, softirq, stolen = (n / os.sysconf("SC_CLK_TCK") for n in ticks)
-        return user + nice + system + irq + softirq, stolen, time.process_time(), time.monotonic() * (os.cpu_count() or 1)
+        user, nice, system, _idle, _wait, irq, softirq, stolen = (
+            n / os.sysconf("SC_CLK_TCK") for n in ticks
+        )
+        return (
+            user + nice + system + irq + softirq,
+            stolen,
+            time.process_time(),
+            time.monotonic() * (os.cpu_count() or 1),
+        )
 
 
 def installed(package: Any, *args: int) -> Any:
@@ -344,12 +447,18 @@ def installed(package: Any, *args: int) -> Any:
     try:
         return package(*args)
     except ImportError as error:
-        print(f"peer {package.name}: {error}; benchmarks/{package.__module__}.py says how to install it", flush=True)
+        print(
+            f"peer {package.name}: {error}; benchmarks/{package.__module__}.py says how to "
+            "install it",
+            flush=True,
+        )
         return None
 
 
 def of_model(model: Model, told: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What is measured of a model: an entry for each number of threads, once more after each number of tokens."""
+    """What is measured of a model: an entry for each number of threads, once more after each number
+    of tokens.
+    """
     encodings = [e for e in (NVFP4, MXFP4) if e.name in told.formats]
     given = {e: random_weights(e, model) for e in encodings}
     copies = {e: [copied(w) for _ in range(told.copies)] for e, w in given.items()}
@@ -357,14 +466,21 @@ def of_model(model: Model, told: argparse.Namespace) -> Iterator[dict[str, Any]]
     checks = {e: (call, exact(w, *call)) for e, w in given.items()}
     mine = contenders(copies, told.activations, not told.no_torch)
     ggml = installed(Ggml) if told.peers else None
-    of_any, without = peers(of_ggml(ggml) if ggml else [], copies, told.kernels)  # on any number of threads, as ours
+    # on any number of threads, as ours
+    of_any, without = peers(of_ggml(ggml) if ggml else [], copies, told.kernels)
     for threads in told.threads:
         torch.set_num_threads(threads)
         if ggml:
             ggml.rest()  # the bandwidth is measured, where it is not known yet
         memory, others = bandwidth.of(threads), Others()
-        loop = Contender(READING, encodings[0], [Reading(w, memory) for w in copies[encodings[0]]], most=None)
-        kt = installed(KtKernel, threads, max(CHECKED, *told.tokens), model.slots) if told.peers else None
+        loop = Contender(
+            READING, encodings[0], [Reading(w, memory) for w in copies[encodings[0]]], most=None
+        )
+        kt = (
+            installed(KtKernel, threads, max(CHECKED, *told.tokens), model.slots)
+            if told.peers
+            else None
+        )
         more, missing = peers(of_kt(kt) if kt else [], copies, told.kernels)
         packages = [package for package in (ggml, kt) if package]
         check(mine, checks)
@@ -376,19 +492,33 @@ def of_model(model: Model, told: argparse.Namespace) -> Iterator[dict[str, Any]]
         for tokens in told.tokens:
             measure(model, packages, threads, found, tokens, told.repeats, told.most)
             yield {
-                "model": model.name, "note": model.note, "threads": threads, "others": str(others), "missing": without + missing + wrong,
+                "model": model.name,
+                "note": model.note,
+                "threads": threads,
+                "others": str(others),
+                "missing": without + missing + wrong,
                 "peers": {package.name: package.version for package in packages},
-                "rows": [{"name": c.name, "of": c.of.name, "error": c.error, "seconds": dict(c.seconds)} for c in found],
-            }  # fmt: skip
+                "rows": [
+                    {"name": c.name, "of": c.of.name, "error": c.error, "seconds": dict(c.seconds)}
+                    for c in found
+                ],
+            }
 
 
 def machine(repeats: int) -> dict[str, Any]:
     """Where, when and with what these numbers come about."""
     return {
-        "cpu": bandwidth.cpu(), "cores": bandwidth.cpus(), "tier": isa.selected(), "date": datetime.date.today().isoformat(),
-        "fusion_moe": fusion_moe.__version__, "torch": torch.__version__, "repeats": repeats,
-        "pages_of_peer": "large" if "hugetlb=1" in os.environ.get("GLIBC_TUNABLES", "") else "small",
-    }  # fmt: skip
+        "cpu": bandwidth.cpu(),
+        "cores": bandwidth.cpus(),
+        "tier": isa.selected(),
+        "date": datetime.date.today().isoformat(),
+        "fusion_moe": fusion_moe.__version__,
+        "torch": torch.__version__,
+        "repeats": repeats,
+        "pages_of_peer": "large"
+        if "hugetlb=1" in os.environ.get("GLIBC_TUNABLES", "")
+        else "small",
+    }
 
 
 def _numbers(text: str) -> list[int]:
@@ -396,20 +526,50 @@ def _numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=_numbers, default=[torch.get_num_threads()])
     parser.add_argument("--tokens", type=_numbers, default=[1, 4, 16, 64, 256, 1024])
-    parser.add_argument("--models", type=lambda text: text.split(","), default=["qwen3"], help=f"of {', '.join(MODELS)}")
+    parser.add_argument(
+        "--models",
+        type=lambda text: text.split(","),
+        default=["qwen3"],
+        help=f"of {', '.join(MODELS)}",
+    )
     parser.add_argument("--formats", type=lambda text: text.split(","), default=["nvfp4", "mxfp4"])
-    parser.add_argument("--kernels", type=lambda text: text.split(","), default=[], help="of peers: AMXInt4_MOE, mxfp4, ...; default: all")
-    parser.add_argument("--activations", type=lambda text: text.split(","), default=["bf16"], help="of ours: bf16, int8")
+    parser.add_argument(
+        "--kernels",
+        type=lambda text: text.split(","),
+        default=[],
+        help="of peers: AMXInt4_MOE, mxfp4, ...; default: all",
+    )
+    parser.add_argument(
+        "--activations",
+        type=lambda text: text.split(","),
+        default=["bf16"],
+        help="of ours: bf16, int8",
+    )
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--copies", type=int, default=2, help="of the weights, which calls go round")
-    parser.add_argument("--most", type=float, default=float("inf"), help="s of a call; a peer that takes longer is left out of more tokens")
+    parser.add_argument(
+        "--copies", type=int, default=2, help="of the weights, which calls go round"
+    )
+    parser.add_argument(
+        "--most",
+        type=float,
+        default=float("inf"),
+        help="s of a call; a peer that takes longer is left out of more tokens",
+    )
     parser.add_argument("--peers", action="store_true", help="measure kt-kernel and ggml too")
     parser.add_argument("--no-torch", action="store_true", help="leave torch's bf16 products out")
-    parser.add_argument("--json", type=Path, help="write the results here; benchmarks/cpu_moe_page.py turns such files into the page")
-    parser.add_argument("--no-page", action="store_true", help="leave docs/performance/cpu.md as it is")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="write the results here; benchmarks/cpu_moe_page.py turns such files into the page",
+    )
+    parser.add_argument(
+        "--no-page", action="store_true", help="leave docs/performance/cpu.md as it is"
+    )
     told = parser.parse_args()
     for threads in [t for t in told.threads if t > bandwidth.cpus()]:
         print(f"{threads} threads: left out, this process may use {bandwidth.cpus()} CPUs")
@@ -423,7 +583,8 @@ def main() -> None:
                 results[name, result["threads"]] = result
                 found["results"] = list(results.values())
                 if told.json:
-                    told.json.write_text(json.dumps(found))  # a run that is stopped has measured something
+                    # a run that is stopped has measured something
+                    told.json.write_text(json.dumps(found))
     if not told.no_page:
         print(cpu_moe_page.write([found]))
 

@@ -1,4 +1,6 @@
-"""Other packages on the CPU, where installed: 4-bit products for `python benchmarks/cpu_products.py --peers`, layers for cpu_moe.py."""
+"""Other packages on the CPU, where installed: 4-bit products for `python benchmarks/cpu_products.py
+--peers`, layers for cpu_moe.py.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ from torch import Tensor
 from fusion_moe.encodings import Quantized, dequantize
 
 Peer = Callable[[tuple[Tensor, ...]], object]  # one tensor of rows for each expert
-Layer = Callable[[Tensor, Tensor, Tensor], Tensor]  # x bf16 [T, H], ids int64 [T, k], w f32 [T, k] -> bf16 [T, H]
+# x bf16 [T, H], ids int64 [T, k], w f32 [T, k] -> bf16 [T, H]
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 Factors = tuple[Tensor, ...]  # bf16 A [E, r, K] and B [E, N, r] of gate_up, then of down
 # x, ids, w of a layer, dy bf16 [T, H] -> the gradients of x, of w and of factors
 TrainingStep = Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
 
 
 def onnxruntime(experts: int, n: int, k: int, threads: int) -> Peer:
-    """MatMulNBits of n x k with int8 activations (accuracy level 4) and blocks of 32, its fastest; a session for each expert.
+    """MatMulNBits of n x k with int8 activations (accuracy level 4) and blocks of 32, its fastest;
+    a session for each expert.
 
     ImportError without the packages onnx and onnxruntime.
     """
@@ -34,16 +38,37 @@ def onnxruntime(experts: int, n: int, k: int, threads: int) -> Peer:
         "scales": np.full(n * (k // 32), 0.01, dtype=np.float32),
     }
     node = helper.make_node(
-        "MatMulNBits", ["A", "B", "scales"], ["Y"], domain="com.microsoft", K=k, N=n, bits=4, block_size=32, accuracy_level=4
+        "MatMulNBits",
+        ["A", "B", "scales"],
+        ["Y"],
+        domain="com.microsoft",
+        K=k,
+        N=n,
+        bits=4,
+        block_size=32,
+        accuracy_level=4,
     )
-    rows, result = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", size]) for name, size in (("A", k), ("Y", n)))
-    graph = helper.make_graph([node], "product", [rows], [result], [numpy_helper.from_array(w, name) for name, w in weights.items()])
+    rows, result = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", size])
+        for name, size in (("A", k), ("Y", n))
+    )
+    graph = helper.make_graph(
+        [node],
+        "product",
+        [rows],
+        [result],
+        [numpy_helper.from_array(w, name) for name, w in weights.items()],
+    )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString()
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # its threads would take the CPUs of the others' turns
-    sessions = [ort.InferenceSession(model, options, providers=["CPUExecutionProvider"]) for _ in range(experts)]
+    # its threads would take the CPUs of the others' turns
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    sessions = [
+        ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        for _ in range(experts)
+    ]
 
     def run(parts: tuple[Tensor, ...]) -> list[object]:
         arrays = [part.float().numpy() for part in parts]
@@ -62,7 +87,8 @@ def ggml(experts: int, n: int, k: int, threads: int) -> Peer:
     weights = ggml_library.Tensors()
     weight = weights.new("nvfp4", k, n, experts)
     weights.place(ggml_library.PLAIN)
-    blocks = ggml_library.view(weight, torch.uint8, experts * n * k // 64, 36)  # four block scales, 64 codes
+    # four block scales, 64 codes
+    blocks = ggml_library.view(weight, torch.uint8, experts * n * k // 64, 36)
     blocks.random_(0, 256)[:, :4].random_(0x20, 0x70)
 
     @cache
@@ -97,12 +123,14 @@ def installed(experts: int, n: int, k: int, threads: int) -> dict[str, Peer]:
 class KtKernel:
     """Whole layers by KTransformers' kernels, all experts on the CPU, with one pool of threads.
 
-        pip install --no-deps --target DIR kt-kernel==0.7.2     # its dependencies would replace torch; then PYTHONPATH=DIR
-        pip install gguf safetensors                            # which importing it takes
+        pip install --no-deps --target DIR kt-kernel==0.7.2     # its dependencies would replace
+        torch; then PYTHONPATH=DIR pip install gguf safetensors                            # which
+        importing it takes
 
-    Layers are made and called through its extension, as its own benchmarks do. Its KTMoEWrapper would add what a layer needs that waits
-    for a GPU: copies of activations, memory that CUDA pins. Layers keep copies of their weights, in an order of their own.
-    ImportError where it, or what it imports, is not installed.
+    Layers are made and called through its extension, as its own benchmarks do. Its KTMoEWrapper
+    would add what a layer needs that waits for a GPU: copies of activations, memory that CUDA pins.
+    Layers keep copies of their weights, in an order of their own. ImportError where it, or what it
+    imports, is not installed.
     """
 
     name = "kt-kernel"
@@ -115,14 +143,22 @@ class KtKernel:
         self.version = f"{kt_kernel.__version__} ({self.variant})"
         self._moe, self._most_tokens, self._slots = extension.moe, most_tokens, slots
         workers = extension.WorkerPoolConfig()
-        workers.subpool_count, workers.subpool_numa_map, workers.subpool_thread_count = 1, [0], [threads]
+        workers.subpool_count, workers.subpool_numa_map, workers.subpool_thread_count = (
+            1,
+            [0],
+            [threads],
+        )
         self._pool = extension.CPUInfer(workers)
 
     @property
     def workers(self) -> list[int]:
-        """The threads that compute, by their names. Another one spins until they are done. ValueError for none."""
+        """The threads that compute, by their names. Another one spins until they are done.
+        ValueError for none.
+        """
         threads = Path("/proc/self/task").iterdir()
-        if not (found := [int(t.name) for t in threads if (t / "comm").read_text().startswith("numa_")]):
+        if not (
+            found := [int(t.name) for t in threads if (t / "comm").read_text().startswith("numa_")]
+        ):
             raise ValueError("kt-kernel has no threads named numa_...")
         return found
 
@@ -134,30 +170,63 @@ class KtKernel:
         return hasattr(self._moe, kernel)
 
     def fp4(self, kernel: str, gate_up: Quantized, down: Quantized) -> Layer:
-        """NVFP4 or MXFP4 weights; the scale of a block becomes one bf16, as its loader of checkpoints makes it."""
+        """NVFP4 or MXFP4 weights; the scale of a block becomes one bf16, as its loader of
+        checkpoints makes it.
+        """
         config, parts = self._config(down), _parts(gate_up, down)
         _set_fp4(config, parts)
         return self._loaded(kernel, config)
 
-    def lora(self, kernel: str, gate_up: Quantized, down: Quantized, factors: Factors, alpha: float) -> TrainingStep:
-        """Forward and backward of such weights, frozen, with adapters, of which gate and up have the same A."""
+    def lora(
+        self, kernel: str, gate_up: Quantized, down: Quantized, factors: Factors, alpha: float
+    ) -> TrainingStep:
+        """Forward and backward of such weights, frozen, with adapters, of which gate and up have
+        the same A.
+        """
         (a, b, down_a, down_b), (experts, hidden, inner) = factors, down.shape
         gate_b, up_b = (half.contiguous() for half in b.chunk(2, 1))
-        loras, order, parts = (a, gate_b, a, up_b, down_a, down_b), torch.arange(experts), _parts(gate_up, down)
+        loras, order, parts = (
+            (a, gate_b, a, up_b, down_a, down_b),
+            torch.arange(experts),
+            _parts(gate_up, down),
+        )
         config = self._moe.MOESFTConfig()
-        config.expert_num, config.num_experts_per_tok, config.hidden_size, config.intermediate_size = experts, self._slots, hidden, inner
-        config.max_len, config.pool, config.lora_rank, config.lora_alpha = self._most_tokens, self._pool.backend_, a.shape[1], alpha
-        config.max_cache_depth, config.swiglu_limit, config.physical_to_logical_map = 1, _NO_LIMIT, order.data_ptr()
+        (
+            config.expert_num,
+            config.num_experts_per_tok,
+            config.hidden_size,
+            config.intermediate_size,
+        ) = experts, self._slots, hidden, inner
+        config.max_len, config.pool, config.lora_rank, config.lora_alpha = (
+            self._most_tokens,
+            self._pool.backend_,
+            a.shape[1],
+            alpha,
+        )
+        config.max_cache_depth, config.swiglu_limit, config.physical_to_logical_map = (
+            1,
+            _NO_LIMIT,
+            order.data_ptr(),
+        )
         _set_fp4(config, parts)
         layer = getattr(self._moe, kernel)(config)
         self._wait(layer.load_weights_task())
         layer.update_lora_weights(*(t.data_ptr() for t in loras))
         return partial(self._train, layer, loras)
 
-    def _train(self, layer: Any, loras: Factors, x: Tensor, ids: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
-        y, dx, dw, grads = torch.empty_like(x), torch.empty_like(x), torch.empty_like(w), [torch.zeros_like(t) for t in loras]
+    def _train(
+        self, layer: Any, loras: Factors, x: Tensor, ids: Tensor, w: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        y, dx, dw, grads = (
+            torch.empty_like(x),
+            torch.empty_like(x),
+            torch.empty_like(w),
+            [torch.zeros_like(t) for t in loras],
+        )
         tokens = torch.tensor([len(x)], dtype=torch.int32)
-        forward = layer.forward_sft_task(tokens.data_ptr(), self._slots, *(t.data_ptr() for t in (ids, w, x, y)), True)
+        forward = layer.forward_sft_task(
+            tokens.data_ptr(), self._slots, *(t.data_ptr() for t in (ids, w, x, y)), True
+        )
         self._wait(forward)
         self._wait(layer.backward_task(*(t.data_ptr() for t in (dy, dx, *grads, dw)), 0, 0, 0))
         gate_a, gate_b, up_a, up_b, down_a, down_b = grads
@@ -168,7 +237,9 @@ class KtKernel:
         self._pool.sync()
 
     def int4(self, kernel: str, gate_up: Quantized, down: Quantized) -> Layer:
-        """int4 weights with a scale for each row, which it makes of these weights in bf16; it rounds activations to int8."""
+        """int4 weights with a scale for each row, which it makes of these weights in bf16; it
+        rounds activations to int8.
+        """
         config = self._config(down)
         weights = [w.contiguous() for w in (*_bf16(gate_up).chunk(2, 1), _bf16(down))]
         config.gate_proj, config.up_proj, config.down_proj = (w.data_ptr() for w in weights)
@@ -219,9 +290,13 @@ def _set_fp4(config: Any, parts: _Parts) -> None:
 
 
 def _folded(q: Quantized) -> Tensor:
-    """The scale of each block as one number -> bf16 [E, N, K/block]: rounded for NVFP4, exact for MXFP4."""
+    """The scale of each block as one number -> bf16 [E, N, K/block]: rounded for NVFP4, exact for
+    MXFP4.
+    """
     _, scale, *of_matrix = q
-    return (scale.float() * of_matrix[0][:, None, None]).bfloat16() if of_matrix else scale.bfloat16()
+    return (
+        (scale.float() * of_matrix[0][:, None, None]).bfloat16() if of_matrix else scale.bfloat16()
+    )
 
 
 def matrices(q: Quantized, dtype: torch.dtype) -> list[Tensor]:
@@ -229,7 +304,11 @@ def matrices(q: Quantized, dtype: torch.dtype) -> list[Tensor]:
     seen, made = dict[int, int](), list[Tensor]()
     for e, codes in enumerate(q[0]):
         like = seen.setdefault(hash(codes.numpy().tobytes()), e)
-        made.append(made[like] if like != e else dequantize(q.of(part[e] for part in q), torch.float32).to(dtype))
+        made.append(
+            made[like]
+            if like != e
+            else dequantize(q.of(part[e] for part in q), torch.float32).to(dtype)
+        )
     return made
 
 

@@ -1,9 +1,11 @@
-"""Forward and backward of an expert layer on the CPU, beside the experts of transformers: a loop over experts, and "grouped_mm".
+"""Forward and backward of an expert layer on the CPU, beside the experts of transformers: a loop
+over experts, and "grouped_mm".
 
     python benchmarks/cpu_training.py --tokens 512 2048 --dtypes bf16 f32 --threads 2
 
-The layer has the sizes of Qwen3-30B-A3B scaled down: 16 experts, 8 for each token, H 1024, I 384. All run in one process, in turns, with
-gradients of the activations, the router's weights and both weights. Milliseconds: the median, and the lower and the upper quartile.
+The layer has the sizes of Qwen3-30B-A3B scaled down: 16 experts, 8 for each token, H 1024, I 384.
+All run in one process, in turns, with gradients of the activations, the router's weights and both
+weights. Milliseconds: the median, and the lower and the upper quartile.
 """
 
 from __future__ import annotations
@@ -47,10 +49,16 @@ class Ours(torch.nn.Module):
 
     def __init__(self, gate_up: Tensor, down: Tensor, dtype: str):
         super().__init__()
-        self.gate_up, self.down, self.dtype = torch.nn.Parameter(gate_up), torch.nn.Parameter(down), dtype
+        self.gate_up, self.down, self.dtype = (
+            torch.nn.Parameter(gate_up),
+            torch.nn.Parameter(down),
+            dtype,
+        )
 
     def forward(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        made: Tensor = torch.ops.fusion_moe.fused_experts(x, ids, w, [self.gate_up], [self.down], weight_format=self.dtype)
+        made: Tensor = torch.ops.fusion_moe.fused_experts(
+            x, ids, w, [self.gate_up], [self.down], weight_format=self.dtype
+        )
         return made
 
 
@@ -68,7 +76,10 @@ def measure(dtype: str, tokens: int, rounds: int) -> dict[str, list[float]]:
     w = (w / w.sum(-1, keepdim=True)).to(DTYPES[dtype])
     shapes = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
     weights = [(torch.randn(shape, generator=g) / 32).to(DTYPES[dtype]) for shape in shapes]
-    layers: dict[str, Layer] = {OURS: Ours(*weights, dtype), **{name: peer(name, *weights) for name in PEERS}}
+    layers: dict[str, Layer] = {
+        OURS: Ours(*weights, dtype),
+        **{name: peer(name, *weights) for name in PEERS},
+    }
     steps = {name: partial(step, layer, x, ids, w, dy) for name, layer in layers.items()}
     check({name: one() for name, one in steps.items()}, 0.02 if dtype == "bf16" else 1e-5)
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -84,7 +95,9 @@ def check(found: dict[str, list[Tensor]], tolerance: float) -> None:
     """AssertionError unless gradients agree, by the mean square of their difference."""
     for name in PEERS:
         for a, b in zip(found[OURS], found[name], strict=True):
-            error = (a.float() - b.float()).square().mean().sqrt() / b.float().square().mean().sqrt()
+            error = (
+                a.float() - b.float()
+            ).square().mean().sqrt() / b.float().square().mean().sqrt()
             assert error < tolerance, f"{name}: {tuple(a.shape)} differ by {float(error):.2g}"
 
 
@@ -95,7 +108,9 @@ def line(name: str, times: Sequence[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -107,7 +122,10 @@ def main() -> None:
         for tokens in args.tokens:
             times = measure(dtype, tokens, args.rounds)
             best = min(statistics.median(times[name]) for name in PEERS)
-            print(f"{dtype}, {tokens} tokens: {best / statistics.median(times[OURS]):.2f} times as fast as the faster of the others")
+            print(
+                f"{dtype}, {tokens} tokens: {best / statistics.median(times[OURS]):.2f} times "
+                "as fast as the faster of the others"
+            )
             print("\n".join(line(name, of) for name, of in times.items()), flush=True)
 
 

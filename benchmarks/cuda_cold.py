@@ -1,9 +1,11 @@
-"""What calls of new counts of tokens cost on a GPU: after all kernels were compiled ahead, and while they are compiled in the background.
+"""What calls of new counts of tokens cost on a GPU: after all kernels were compiled ahead, and
+while they are compiled in the background.
 
     python benchmarks/cuda_cold.py [--model qwen3] [--how ahead|background|neither]
 
-One layer's experts, an empty cache. Each line: milliseconds of the first call of a count and of a later one, with the same inputs, and by
-how much their results differ. In the background: later is when its own kernels are compiled.
+One layer's experts, an empty cache. Each line: milliseconds of the first call of a count and of a
+later one, with the same inputs, and by how much their results differ. In the background: later is
+when its own kernels are compiled.
 """
 
 from __future__ import annotations
@@ -27,8 +29,14 @@ FIRST = 8  # tokens
 
 def layer(of: Model) -> NVFP4Experts:
     """Random experts."""
-    gate_up = torch.randn(of.experts, 2 * of.intermediate, of.hidden, device="cuda", dtype=torch.bfloat16) / of.hidden**0.5
-    down = torch.randn(of.experts, of.hidden, of.intermediate, device="cuda", dtype=torch.bfloat16) / of.intermediate**0.5
+    gate_up = (
+        torch.randn(of.experts, 2 * of.intermediate, of.hidden, device="cuda", dtype=torch.bfloat16)
+        / of.hidden**0.5
+    )
+    down = (
+        torch.randn(of.experts, of.hidden, of.intermediate, device="cuda", dtype=torch.bfloat16)
+        / of.intermediate**0.5
+    )
     made = NVFP4Experts.from_float(gate_up, down)
     fusion_moe.prepare_(made)
     return made
@@ -37,7 +45,11 @@ def layer(of: Model) -> NVFP4Experts:
 def inputs(of: Model, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, their experts and weights."""
     ids = torch.rand(tokens, of.experts, device="cuda").topk(of.slots).indices
-    return torch.randn(tokens, of.hidden, device="cuda", dtype=torch.bfloat16), ids, torch.rand(tokens, of.slots, device="cuda")
+    return (
+        torch.randn(tokens, of.hidden, device="cuda", dtype=torch.bfloat16),
+        ids,
+        torch.rand(tokens, of.slots, device="cuda"),
+    )
 
 
 def timed(experts: NVFP4Experts, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, float]:
@@ -55,19 +67,27 @@ def compiled() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="qwen3", choices=list(MODELS))
     parser.add_argument("--how", default="ahead", choices=["ahead", "background", "neither"])
     asked = parser.parse_args()
     of = MODELS[asked.model]
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder, options.override(cache_dir=folder, background_compile=asked.how == "background"):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        options.override(cache_dir=folder, background_compile=asked.how == "background"),
+    ):
         experts, given = layer(of), inputs(of, FIRST)
         start = time.perf_counter()
         if asked.how == "ahead":
             with fusion_moe.preparing("all"):
                 experts(*given)
-            print(f"{of.title}: {compiled()} kernels of all counts compiled and loaded in {time.perf_counter() - start:.2f} s")
+            print(
+                f"{of.title}: {compiled()} kernels of all counts compiled and loaded in "
+                f"{time.perf_counter() - start:.2f} s"
+            )
         _, ms = timed(experts, given)
         print(f"the first call, {FIRST} tokens: {ms:.1f} ms, {compiled()} kernels compiled")
         for tokens in COUNTS:
@@ -81,7 +101,10 @@ def main() -> None:
             then, own = timed(experts, given)
             error = float((first.float() - then.float()).norm() / then.float().norm())
             same = "the same bits" if torch.equal(first, then) else f"differs by {error:.1e}"
-            print(f"{tokens:5} tokens: first {cold:8.2f} ms, next {warm:6.2f}, with own kernels {own:6.2f} after {seconds:.2f} s; {same}")
+            print(
+                f"{tokens:5} tokens: first {cold:8.2f} ms, next {warm:6.2f}, with own kernels "
+                f"{own:6.2f} after {seconds:.2f} s; {same}"
+            )
         print(f"{compiled()} kernels compiled")
 
 

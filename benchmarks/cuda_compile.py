@@ -1,9 +1,11 @@
-"""How long NVRTC takes for the kernels of one layer's experts, by counts of tokens. Needs no GPU, but the extra `cuda`.
+"""How long NVRTC takes for the kernels of one layer's experts, by counts of tokens. Needs no GPU,
+but the extra `cuda`.
 
     python benchmarks/cuda_compile.py [--gpu H200] [--model qwen3] [--tokens 1 8 32 128 512 2048]
 
-Each count: its kernels one after the other, and all together as `fusion_moe.preparing` compiles them, with an empty cache each time. Then
-all counts together. Kernels that counts share are compiled once.
+Each count: its kernels one after the other, and all together as `fusion_moe.preparing` compiles
+them, with an empty cache each time. Then all counts together. Kernels that counts share are
+compiled once.
 """
 
 from __future__ import annotations
@@ -42,10 +44,20 @@ def call_of(model: str) -> Call:
     m = MODELS[model]
     e, h, i = m.experts, m.hidden, m.intermediate
     with torch.device("meta"):
-        parts = [part for n, k in ((2 * i, h), (h, i)) for part in (codes(e, n, k), scales(e, n, k), torch.empty(e))]
-        x, ids, w = torch.empty(7, h, dtype=torch.bfloat16), torch.empty(7, m.slots, dtype=torch.long), torch.empty(7, m.slots)
+        parts = [
+            part
+            for n, k in ((2 * i, h), (h, i))
+            for part in (codes(e, n, k), scales(e, n, k), torch.empty(e))
+        ]
+        x, ids, w = (
+            torch.empty(7, h, dtype=torch.bfloat16),
+            torch.empty(7, m.slots, dtype=torch.long),
+            torch.empty(7, m.slots),
+        )
     call = bind(SPECS["expert_mlp"], (x, ids, w, *parts), {"weight_layout": "w16x64"})
-    program = compile_fusion(fusion_of("expert_mlp", eager_types(call), call.others), TARGETS["cuda"], options.current())
+    program = compile_fusion(
+        fusion_of("expert_mlp", eager_types(call), call.others), TARGETS["cuda"], options.current()
+    )
     assert isinstance(program.joined, Call)
     return program.joined
 
@@ -62,14 +74,18 @@ def alone(choice: Choice) -> list[tuple[str, float]]:
 
 def together(choices: Iterable[Choice]) -> tuple[int, float]:
     """How many kernels, and seconds for all of them."""
-    kernels = {kernel.text: (kernel, choice.arch) for choice in choices for kernel in choice.kernels}
+    kernels = {
+        kernel.text: (kernel, choice.arch) for choice in choices for kernel in choice.kernels
+    }
     start = time.perf_counter()
     run_builds((text, lambda what=what: build(*what)) for text, what in kernels.items())
     return len(kernels), time.perf_counter() - start
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpu", default="H200", choices=[arch.name for arch in KNOWN.values()])
     parser.add_argument("--model", default="qwen3", choices=list(MODELS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048])
@@ -85,7 +101,10 @@ def main() -> None:
             _, seconds = together([choice])
         longest = max(kernels, key=lambda kernel: kernel[1])
         total = sum(s for _, s in kernels)
-        print(f"{tokens} tokens: {len(kernels)} kernels, {total:.1f} s one by one, {seconds:.1f} together; {longest[0]} {longest[1]:.1f} s")
+        print(
+            f"{tokens} tokens: {len(kernels)} kernels, {total:.1f} s one by one, {seconds:.1f} "
+            f"together; {longest[0]} {longest[1]:.1f} s"
+        )
     with tempfile.TemporaryDirectory() as folder, options.override(cache_dir=folder):
         count, seconds = together(choices.values())
     print(f"all {len(choices)} counts: {count} kernels, {seconds:.1f} s together, {cpus()} CPUs")

@@ -30,10 +30,17 @@ def capture(calls: Sequence[Callable[[], object]]) -> Captured:
 
 
 def replays(
-    graphs: Mapping[str, Captured], repeats: int, meanwhile: Callable[[Callable[[], bool]], object] = lambda done: None
+    graphs: Mapping[str, Captured],
+    repeats: int,
+    meanwhile: Callable[[Callable[[], bool]], object] = lambda done: None,
 ) -> dict[str, list[float]]:
-    """Microseconds a call of each repetition, the graphs interleaved. meanwhile: is told how to ask whether all are done."""
-    events = {name: [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(repeats)] for name in graphs}
+    """Microseconds a call of each repetition, the graphs interleaved. meanwhile: is told how to ask
+    whether all are done.
+    """
+    events = {
+        name: [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(repeats)]
+        for name in graphs
+    }
     for captured in graphs.values():
         captured.graph.replay()
     torch.cuda._sleep(10**7)  # the host gets ahead meanwhile
@@ -47,7 +54,10 @@ def replays(
             end.record()
     meanwhile(end.query)
     torch.cuda.synchronize()
-    return {name: [a.elapsed_time(b) * 1e3 / graphs[name].calls for a, b in pairs] for name, pairs in events.items()}
+    return {
+        name: [a.elapsed_time(b) * 1e3 / graphs[name].calls for a, b in pairs]
+        for name, pairs in events.items()
+    }
 
 
 def medians(graphs: Mapping[str, Captured], repeats: int) -> dict[str, float]:

@@ -1,14 +1,16 @@
-"""What fp8 activations would cost and gain on Hopper, whose tensor cores multiply e4m3 at twice the rate of bf16.
+"""What fp8 activations would cost and gain on Hopper, whose tensor cores multiply e4m3 at twice the
+rate of bf16.
 
     python benchmarks/fp8_activations.py [--text BYTES] [--tokens 8192]
 
-Cost, on any machine: the perplexity of the small real Qwen3-MoE of examples/ on held-out text, with experts computed in float32 from
-weights and activations that are rounded. Products in fp8 multiply numbers in e4m3 over the whole of K, so dequantized NVFP4 weights must be
-rounded once more: a code times its block scale has up to 6 significant bits, e4m3 has 4. Activations have one scale a row, weights one for
-each row of their matrix.
+Cost, on any machine: the perplexity of the small real Qwen3-MoE of examples/ on held-out text, with
+experts computed in float32 from weights and activations that are rounded. Products in fp8 multiply
+numbers in e4m3 over the whole of K, so dequantized NVFP4 weights must be rounded once more: a code
+times its block scale has up to 6 significant bits, e4m3 has 4. Activations have one scale a row,
+weights one for each row of their matrix.
 
-Gain, on a Hopper GPU: torch's dense products in fp8 against bf16, of the sizes of real models' experts. They dequantize nothing:
-it is the most that fp8 could gain.
+Gain, on a Hopper GPU: torch's dense products in fp8 against bf16, of the sizes of real models'
+experts. They dequantize nothing: it is the most that fp8 could gain.
 """
 
 from __future__ import annotations
@@ -51,10 +53,17 @@ def to_bf16(x: Tensor) -> Tensor:
 class Rounded(torch.nn.Module):
     """NVFP4 experts in float32, with their activations and their decoded weights rounded."""
 
-    def __init__(self, experts: fusion_moe.NVFP4Experts, activations: Callable[[Tensor], Tensor], weights: Callable[[Tensor], Tensor]):
+    def __init__(
+        self,
+        experts: fusion_moe.NVFP4Experts,
+        activations: Callable[[Tensor], Tensor],
+        weights: Callable[[Tensor], Tensor],
+    ):
         super().__init__()
         codes, scales = experts.gate_up_proj.chunk(2, 1), experts.gate_up_proj_scale.chunk(2, 1)
-        gate, up = map(Quantized, codes, scales, (experts.gate_decode_scale, experts.up_decode_scale))
+        gate, up = map(
+            Quantized, codes, scales, (experts.gate_decode_scale, experts.up_decode_scale)
+        )
         down = Quantized(experts.down_proj, experts.down_proj_scale, experts.down_decode_scale)
         self.gate, self.up, self.down = (weights(dequantize(w)) for w in (gate, up, down))
         self.activations = activations
@@ -88,7 +97,11 @@ def perplexities(size: int) -> None:
     base = bits_per_byte_and_perplexity(model, tokenizer, texts)[1]
     print(f"{'bf16':32} perplexity {base:.4f}", flush=True)
     fusion_moe.quantize_(model)
-    found = [m for m in model.modules() if isinstance(getattr(m, "experts", None), fusion_moe.NVFP4Experts)]
+    found = [
+        m
+        for m in model.modules()
+        if isinstance(getattr(m, "experts", None), fusion_moe.NVFP4Experts)
+    ]
     experts = [m.experts for m in found]
     for name, (activations, weights) in rounded.items():
         for module, original in zip(found, experts, strict=True):
@@ -115,17 +128,36 @@ def dense(tokens: int) -> None:
     """Prints times of dense products with as many rows as the experts' have in all."""
     for name, model in MODELS.items():
         for n, k in model.products("mlp"):
-            x, w = (torch.randn(rows, k, device="cuda").bfloat16() for rows in (tokens * model.slots, n))
+            x, w = (
+                torch.randn(rows, k, device="cuda").bfloat16() for rows in (tokens * model.slots, n)
+            )
             x8, w8 = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
             scales = torch.ones(len(x), 1, device="cuda"), torch.ones(1, n, device="cuda")
-            fp8 = microseconds(partial(torch._scaled_mm, x8, w8.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True))
+            fp8 = microseconds(
+                partial(
+                    torch._scaled_mm,
+                    x8,
+                    w8.T,
+                    *scales,
+                    out_dtype=torch.bfloat16,
+                    use_fast_accum=True,
+                )
+            )
             bf16 = microseconds(partial(linear, x, w))
-            print(f"{name} {len(x)} x {n} x {k}: bf16 {bf16:.0f} us, fp8 {fp8:.0f} us: {bf16 / fp8:.2f}x", flush=True)
+            print(
+                f"{name} {len(x)} x {n} x {k}: bf16 {bf16:.0f} us, fp8 {fp8:.0f} us: "
+                f"{bf16 / fp8:.2f}x",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=int, default=60_000, help="bytes of held-out text; 0: skip perplexities")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--text", type=int, default=60_000, help="bytes of held-out text; 0: skip perplexities"
+    )
     parser.add_argument("--tokens", type=int, default=8192)
     told = parser.parse_args()
     with torch.inference_mode():

@@ -1,21 +1,23 @@
-"""Experts of one layer in NVFP4 divided between the GPUs of a node, beside what they compute and what they send, each alone.
+"""Experts of one layer in NVFP4 divided between the GPUs of a node, beside what they compute and
+what they send, each alone.
 
-    python benchmarks/h100_parallel.py [--out FILE.jsonl] [--models qwen3-235b ...] [--tokens 1 32 128 8192] [--minutes 5]
-    torchrun --nproc-per-node 4 benchmarks/h100_parallel.py ...      the same; without torchrun a process for each GPU is started
-    python benchmarks/h100_parallel.py --page FILE.jsonl             writes what a run found to docs/scaling.md
-    python benchmarks/h100_parallel.py --device cpu --ranks 2 --tiny    over gloo
+    python benchmarks/h100_parallel.py [--out FILE.jsonl] [--models qwen3-235b ...] [--tokens 1 32
+    128 8192] [--minutes 5] torchrun --nproc-per-node 4 benchmarks/h100_parallel.py ...      the
+    same; without torchrun a process for each GPU is started python benchmarks/h100_parallel.py
+    --page FILE.jsonl             writes what a run found to docs/scaling.md python
+    benchmarks/h100_parallel.py --device cpu --ranks 2 --tiny    over gloo
 
-Cells: tokens of all ranks together, uniform routing, bf16. Ways: "replicated", all ranks have all tokens, as in decoding under tensor
-parallelism, and add up with an all-reduce; "all_gather" and "all_to_all", each rank has its part of the tokens (docs/guides/distributed.md;
-the number behind is the capacity). Columns, medians of calls in CUDA graphs, the slowest rank's:
+Cells: tokens of all ranks together, uniform routing, bf16. Ways: "replicated", all ranks have all
+tokens, as in decoding under tensor parallelism, and add up with an all-reduce; "all_gather" and
+"all_to_all", each rank has its part of the tokens (docs/guides/distributed.md; the number behind is
+the capacity). Columns, medians of calls in CUDA graphs, the slowest rank's:
 
-    EP              a call of the divided module
-    local           the same without its collectives: this rank's experts on the tokens that it gets
-    collectives     NCCL alone, for the same bytes
-    EP / both       EP's time in that of local + collectives
-    one             all experts on one GPU with all tokens, and how many times faster EP is
-    transformers    its experts in bf16 by torch's grouped_mm with its expert parallelism: ids of other ranks are masked, an all-reduce
-    error           relative Frobenius error of EP's result against that of one GPU
+    EP              a call of the divided module local           the same without its collectives:
+    this rank's experts on the tokens that it gets collectives     NCCL alone, for the same bytes EP
+    / both       EP's time in that of local + collectives one             all experts on one GPU
+    with all tokens, and how many times faster EP is transformers    its experts in bf16 by torch's
+    grouped_mm with its expert parallelism: ids of other ranks are masked, an all-reduce error
+    relative Frobenius error of EP's result against that of one GPU
 """
 
 from __future__ import annotations
@@ -47,10 +49,17 @@ from fusion_moe.distributed.collectives import all_gather, all_reduce, all_to_al
 from fusion_moe.encodings import Quantized, dequantize
 from fusion_moe.nn import NVFP4Experts
 
-LAYERS = {"qwen3-235b": Model("Qwen3-235B-A22B", 128, 8, 4096, 1536), "deepseek": MODELS["deepseek"], "tiny": Model("tiny", 16, 4, 128, 64)}
+LAYERS = {
+    "qwen3-235b": Model("Qwen3-235B-A22B", 128, 8, 4096, 1536),
+    "deepseek": MODELS["deepseek"],
+    "tiny": Model("tiny", 16, 4, 128, 64),
+}
 TOKENS, LIMIT = (1, 32, 128, 8192), 1e-2
 MOST_REPEATS, SECONDS = 30, 0.3
-HEAD = "| layer | tokens | way | EP us | local us | collectives us | EP / both | one us | times faster | transformers us | error |"
+HEAD = (
+    "| layer | tokens | way | EP us | local us | collectives us | EP / both | one us | times "
+    "faster | transformers us | error |"
+)
 RULE = "|---" * (HEAD.count("|") - 1) + "|"
 Call = Callable[[], Tensor]
 
@@ -90,17 +99,25 @@ class World:
         return [t.chunk(self.ranks)[self.rank].contiguous() for t in tensors]
 
 
-# Layers ---------------------------------------------------------------------------------------------------------------
+# Layers -------------------------------------------------------------------------------------------
 
 
 def experts_of(model: Model, device: torch.device) -> NVFP4Experts:
-    """All experts, the same on all ranks: any codes, decode scales such that products of normal numbers are about 1 in size."""
+    """All experts, the same on all ranks: any codes, decode scales such that products of normal
+    numbers are about 1 in size.
+    """
     g = torch.Generator(device).manual_seed(0)
     weights = []
     for n, k in model.products("mlp"):
-        codes = torch.randint(0, 256, (model.experts, n, k // 2), dtype=torch.uint8, device=device, generator=g)
-        scales = torch.randint(0x60, 0x7F, (model.experts, n, k // 16), dtype=torch.uint8, device=device, generator=g)
-        decode = (torch.rand(model.experts, device=device, generator=g) + 0.5) / (600 * math.sqrt(k))
+        codes = torch.randint(
+            0, 256, (model.experts, n, k // 2), dtype=torch.uint8, device=device, generator=g
+        )
+        scales = torch.randint(
+            0x60, 0x7F, (model.experts, n, k // 16), dtype=torch.uint8, device=device, generator=g
+        )
+        decode = (torch.rand(model.experts, device=device, generator=g) + 0.5) / (
+            600 * math.sqrt(k)
+        )
         weights.append(Quantized(codes, scales.view(torch.float8_e4m3fn), decode))
     return NVFP4Experts(*weights)
 
@@ -122,7 +139,10 @@ class Theirs:
 
         here = model.experts // world.ranks
         config = Qwen3MoeConfig(
-            hidden_size=model.hidden, moe_intermediate_size=model.intermediate, num_experts=here, num_experts_per_tok=model.slots
+            hidden_size=model.hidden,
+            moe_intermediate_size=model.intermediate,
+            num_experts=here,
+            num_experts_per_tok=model.slots,
         )
         config._experts_implementation = "grouped_mm"
         with torch.device("meta"):
@@ -131,7 +151,10 @@ class Theirs:
         self.first, self.here, self.world = world.rank * here, here, world
         for name in ("gate_up", "down"):
             weight = whole.weight_of(name)
-            shares = [weight.of(t[e : e + 1] for t in weight) for e in range(self.first, self.first + here)]
+            shares = [
+                weight.of(t[e : e + 1] for t in weight)
+                for e in range(self.first, self.first + here)
+            ]
             made = torch.empty((here, *weight.shape[1:]), dtype=torch.bfloat16, device=world.device)
             for e, share in enumerate(shares):
                 made[e] = dequantize(share, torch.bfloat16)[0]
@@ -144,7 +167,7 @@ class Theirs:
         return all_reduce(y, self.world.group)
 
 
-# Ways -----------------------------------------------------------------------------------------------------------------
+# Ways ---------------------------------------------------------------------------------------------
 
 
 def ways(world: World, model: Model, tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -154,12 +177,18 @@ def ways(world: World, model: Model, tokens: int) -> Iterator[tuple[str, dict[st
         yield "all_gather", {"tokens": "sharded"}
         mean = 1 - (1 - 1 / world.ranks) ** model.slots
         for capacity in dict.fromkeys((1.0, min(1.0, round(4 / 3 * mean, 2)))):
-            yield f"all_to_all {capacity}", {"tokens": "sharded", "dispatch": "all_to_all", "capacity": capacity}
+            yield (
+                f"all_to_all {capacity}",
+                {"tokens": "sharded", "dispatch": "all_to_all", "capacity": capacity},
+            )
 
 
-def alone(world: World, module: Any, options: dict[str, Any], given: list[Tensor]) -> tuple[Call, Call]:
+def alone(
+    world: World, module: Any, options: dict[str, Any], given: list[Tensor]
+) -> tuple[Call, Call]:
     """What a rank computes on the tokens that come to it, and the collectives of a call."""
-    inner, group, ranks = type(module).forward, world.group, world.ranks  # without the collectives that are around it
+    # without the collectives that are around it
+    inner, group, ranks = type(module).forward, world.group, world.ranks
     if not options:
         y = torch.empty_like(given[0])
         return partial(inner, module, *given), partial(all_reduce, y, group)
@@ -173,7 +202,9 @@ def alone(world: World, module: Any, options: dict[str, Any], given: list[Tensor
             return reduce_scatter(y, group, ranks)
 
         return partial(inner, module, *there), both
-    rows, _ = AllToAll(group, ranks, world.ranks * len(module.down_proj), options["capacity"]).dispatch(module, tuple(given))
+    rows, _ = AllToAll(
+        group, ranks, world.ranks * len(module.down_proj), options["capacity"]
+    ).dispatch(module, tuple(given))
 
     def there_and_back() -> Tensor:
         for t in rows:
@@ -183,7 +214,9 @@ def alone(world: World, module: Any, options: dict[str, Any], given: list[Tensor
     return partial(inner, module, *rows), there_and_back
 
 
-def measure(world: World, model: Model, whole: NVFP4Experts, theirs: Theirs | str, tokens: int) -> Iterator[dict[str, Any]]:
+def measure(
+    world: World, model: Model, whole: NVFP4Experts, theirs: Theirs | str, tokens: int
+) -> Iterator[dict[str, Any]]:
     """A row for each way."""
     all_given = inputs_of(model, tokens, world.device)
     want = whole(*all_given)
@@ -199,17 +232,27 @@ def measure(world: World, model: Model, whole: NVFP4Experts, theirs: Theirs | st
         parallelize_(module, world.mesh, **options)
         given = world.own(all_given) if options else all_given
         found, expected = module(*given), world.own([want])[0] if options else want
-        error = world.slowest(float((found.float() - expected.float()).norm() / expected.float().norm()))
+        error = world.slowest(
+            float((found.float() - expected.float()).norm() / expected.float().norm())
+        )
         local, collectives = alone(world, module, options, given)
         times = {"ep": partial(module, *given), "local": local, "collectives": collectives}
         yield {
-            "device": world.kind, "torch": torch.__version__, "ranks": world.ranks, "layer": model.title, "tokens": tokens, "way": name,
-            "error": error, "one": one, "transformers": peer,
-            "dropped": int(world.slowest(int(getattr(module, "dropped", 0)))), **{k: microseconds(world, f) for k, f in times.items()},
-        }  # fmt: skip
+            "device": world.kind,
+            "torch": torch.__version__,
+            "ranks": world.ranks,
+            "layer": model.title,
+            "tokens": tokens,
+            "way": name,
+            "error": error,
+            "one": one,
+            "transformers": peer,
+            "dropped": int(world.slowest(int(getattr(module, "dropped", 0)))),
+            **{k: microseconds(world, f) for k, f in times.items()},
+        }
 
 
-# Times ----------------------------------------------------------------------------------------------------------------
+# Times --------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -262,15 +305,20 @@ def _of_graphs(world: World, call: Call) -> float:
     return statistics.median(times) * 1e3
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def line(row: dict[str, Any]) -> str:
     """Of the table."""
     ep, both, peer = row["ep"], row["local"] + row["collectives"], row["transformers"]
-    times = f"{ep:,.0f} | {row['local']:,.0f} | {row['collectives']:,.0f} | {ep / both:.2f} | {row['one']:,.0f} | {row['one'] / ep:.2f}"
+    times = (
+        f"{ep:,.0f} | {row['local']:,.0f} | {row['collectives']:,.0f} | {ep / both:.2f} | "
+        f"{row['one']:,.0f} | {row['one'] / ep:.2f}"
+    )
     left_out = f", {row['dropped']} dropped" if row["dropped"] else ""
-    error = f"{row['error']:.0e}{left_out}" + ("" if row["error"] <= LIMIT or row["dropped"] else " WRONG")
+    error = f"{row['error']:.0e}{left_out}" + (
+        "" if row["error"] <= LIMIT or row["dropped"] else " WRONG"
+    )
     peer = f"{peer:,.0f}" if isinstance(peer, float) else peer
     return f"| {row['layer']} | {row['tokens']} | {row['way']} | {times} | {peer} | {error} |"
 
@@ -279,19 +327,34 @@ def page(file: Path) -> None:
     """Writes the table of a run."""
     rows = [json.loads(text) for text in file.read_text().splitlines()]
     title = f"{rows[0]['ranks']} x {rows[0]['device']}, torch {rows[0]['torch']}:"
-    print(put("parallel", "h100_parallel.py", "\n".join([title, "", HEAD, RULE, *map(line, rows)]), "scaling.md"))
+    print(
+        put(
+            "parallel",
+            "h100_parallel.py",
+            "\n".join([title, "", HEAD, RULE, *map(line, rows)]),
+            "scaling.md",
+        )
+    )
 
 
 def run(args: argparse.Namespace, **where: Any) -> None:
     """What each rank does. where: how ranks meet, unless torchrun says it."""
-    device = torch.device(args.device, int(os.environ["LOCAL_RANK"]) if args.device == "cuda" else None)
+    device = torch.device(
+        args.device, int(os.environ["LOCAL_RANK"]) if args.device == "cuda" else None
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None, **where)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        device_id=device if device.type == "cuda" else None,
+        **where,
+    )
     world = World(init_device_mesh(device.type, (dist.get_world_size(),)), device)
     until = time.monotonic() + 60 * args.minutes
     if world.rank == 0:
-        print(f"{world.ranks} x {world.kind}, torch {torch.__version__}\n\n{HEAD}\n{RULE}", flush=True)
+        print(
+            f"{world.ranks} x {world.kind}, torch {torch.__version__}\n\n{HEAD}\n{RULE}", flush=True
+        )
     for name in ["tiny"] if args.tiny else args.models:
         model = LAYERS[name]
         whole = experts_of(model, device)
@@ -318,14 +381,27 @@ def _started(rank: int, args: argparse.Namespace, ranks: int, folder: str) -> No
 
 def main() -> None:
     """Starts the ranks, unless torchrun did."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/h100_parallel.jsonl"), help="lines are added; %(default)s")
-    parser.add_argument("--models", nargs="+", choices=tuple(LAYERS), default=["qwen3-235b", "deepseek"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/h100_parallel.jsonl"),
+        help="lines are added; %(default)s",
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=tuple(LAYERS), default=["qwen3-235b", "deepseek"]
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--minutes", type=float, default=5, help="no cell starts afterwards")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--ranks", type=int, default=0, help="processes without torchrun; one for each GPU")
-    parser.add_argument("--page", type=Path, metavar="FILE.jsonl", help="write the table of a run, and run nothing")
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="processes without torchrun; one for each GPU"
+    )
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE.jsonl", help="write the table of a run, and run nothing"
+    )
     parser.add_argument("--tiny", action="store_true", help="a small layer")
     args = parser.parse_args()
     if args.page:

@@ -6,9 +6,22 @@ import triton.language as tl
 
 @triton.jit
 def align(
-    ids, ends, slot_of, sorted_ids, expert_ids, count, rows, blocks, experts, height: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr
+    ids,
+    ends,
+    slot_of,
+    sorted_ids,
+    expert_ids,
+    count,
+    rows,
+    blocks,
+    experts,
+    height: tl.constexpr,
+    E: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
-    """One program for SIZE slots, blocks and places in blocks; E: experts, rounded up to a power of two."""
+    """One program for SIZE slots, blocks and places in blocks; E: experts, rounded up to a power of
+    two.
+    """
     e = tl.arange(0, E)
     end = tl.load(ends + e, e < experts, other=0)
     start = tl.where(e > 0, tl.load(ends + e - 1, (e > 0) & (e < experts), other=0), 0)
@@ -21,10 +34,13 @@ def align(
     tl.store(expert_ids + i, owner, (i < blocks) & (owner < experts))
 
     own = tl.load(ids + i, i < rows, other=0)[:, None] == e[None, :]
-    place = tl.load(slot_of + i, i < rows, other=0) + tl.sum(tl.where(own, (first - start)[None, :], 0), 1)
+    place = tl.load(slot_of + i, i < rows, other=0) + tl.sum(
+        tl.where(own, (first - start)[None, :], 0), 1
+    )
     tl.store(sorted_ids + place, i, i < rows)
 
-    inside = (first[None, :] <= i[:, None]) & (i[:, None] < (first + end - start)[None, :])  # no place that is to be filled up
+    # no place that is to be filled up
+    inside = (first[None, :] <= i[:, None]) & (i[:, None] < (first + end - start)[None, :])
     tl.store(sorted_ids + i, rows, (i < blocks * height) & (tl.sum(inside.to(tl.int32), 1) == 0))
     if tl.program_id(0) == 0:
         tl.store(count, tl.sum(taken, 0) * height)

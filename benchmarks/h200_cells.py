@@ -1,7 +1,8 @@
 """What h200_moe.py measures: models, cells, their weights, routings and inputs, and tolerances.
 
-A cell is one part of one model's expert MLP at a number of tokens under a kind of routing. Its floor is the time to read the
-NVFP4 weights of the experts that get a token, or to multiply, whichever is longer; both rates were measured on an H200.
+A cell is one part of one model's expert MLP at a number of tokens under a kind of routing. Its
+floor is the time to read the NVFP4 weights of the experts that get a token, or to multiply,
+whichever is longer; both rates were measured on an H200.
 """
 
 from __future__ import annotations
@@ -19,10 +20,37 @@ from torch.nn.functional import silu
 from fusion_moe.encodings import Quantized, dequantize
 
 READ, MULTIPLY = 4.55e12, 780e12  # bytes, flops a second
-PARTS, ROUTINGS, TOKENS = ("gemm1", "gemm2", "mlp"), ("uniform", "zipf"), (1, 8, 32, 128, 512, 2048, 8192)
-DENSE_TOKENS = (1, 2, 3, 5, 8, 12, 17, 24, 32, 48, 75, 96, 128, 200, 300, 512, 700, 1100, 2048, 3000, 8192)
+PARTS, ROUTINGS, TOKENS = (
+    ("gemm1", "gemm2", "mlp"),
+    ("uniform", "zipf"),
+    (1, 8, 32, 128, 512, 2048, 8192),
+)
+DENSE_TOKENS = (
+    1,
+    2,
+    3,
+    5,
+    8,
+    12,
+    17,
+    24,
+    32,
+    48,
+    75,
+    96,
+    128,
+    200,
+    300,
+    512,
+    700,
+    1100,
+    2048,
+    3000,
+    8192,
+)
 ZIPF = 1.2
-LIMIT = {"gemm1": 3e-3, "gemm2": 3e-3, "mlp": 8e-3}  # relative Frobenius error that a result may have
+# relative Frobenius error that a result may have
+LIMIT = {"gemm1": 3e-3, "gemm2": 3e-3, "mlp": 8e-3}
 PEERS = ("humming indexed", "humming grouped", "torch")
 PEERS_MARGIN = 1.5  # what peers, which round in places of their own, may have of that
 _ENOUGH_BYTES, _MOST_LAYERS = 1e9, 8
@@ -31,7 +59,9 @@ _CHECKED_EXPERTS, _CHECKED_ROWS, _CHECKED_TOKENS = 4, 64, 4
 
 @dataclass(frozen=True)
 class Model:
-    """Experts of a layer: how many, how many of them a token goes to, hidden and intermediate features."""
+    """Experts of a layer: how many, how many of them a token goes to, hidden and intermediate
+    features.
+    """
 
     title: str
     experts: int
@@ -99,11 +129,13 @@ class Cell:
         return max(touched * self.model.expert_bytes(self.part) / READ, self.flops / MULTIPLY)
 
 
-# Weights --------------------------------------------------------------------------------------------------------------
+# Weights ------------------------------------------------------------------------------------------
 
 
 class Layer(NamedTuple):
-    """gate_up nvfp4[E, 2I, H], gate above up, and down nvfp4[E, H, I], in linear order, one decode scale an expert."""
+    """gate_up nvfp4[E, 2I, H], gate above up, and down nvfp4[E, H, I], in linear order, one decode
+    scale an expert.
+    """
 
     gate_up: Quantized
     down: Quantized
@@ -115,13 +147,20 @@ class Layer(NamedTuple):
 
 def layers(model: Model) -> list[Layer]:
     """Random ones on the GPU."""
-    return [Layer(*(_weight(model.experts, n, k) for n, k in model.products("mlp"))) for _ in range(model.layers)]
+    return [
+        Layer(*(_weight(model.experts, n, k) for n, k in model.products("mlp")))
+        for _ in range(model.layers)
+    ]
 
 
 def _weight(experts: int, n: int, k: int) -> Quantized:
-    """All codes, block scales 32 to 448, decode scales such that products of normal numbers are about 1 in size."""
+    """All codes, block scales 32 to 448, decode scales such that products of normal numbers are
+    about 1 in size.
+    """
     codes = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device="cuda")
-    scales = torch.randint(0x60, 0x7F, (experts, n, k // 16), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    scales = torch.randint(
+        0x60, 0x7F, (experts, n, k // 16), dtype=torch.uint8, device="cuda"
+    ).view(torch.float8_e4m3fn)
     decode = (torch.rand(experts, device="cuda") + 0.5) / (600 * math.sqrt(k))
     return Quantized(codes, scales, decode)
 
@@ -131,12 +170,14 @@ def expert(weight: Quantized, e: int) -> Tensor:
     return dequantize(Quantized(*(t[e : e + 1] for t in weight)))[0]
 
 
-# Routings and inputs --------------------------------------------------------------------------------------------------
+# Routings and inputs ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Routed:
-    """Tokens and where they go. x bf16 [T, H], ids i32 [T, k], w bf16 [T, k]; a row of the products is a slot, sorted by expert."""
+    """Tokens and where they go. x bf16 [T, H], ids i32 [T, k], w bf16 [T, k]; a row of the products
+    is a slot, sorted by expert.
+    """
 
     model: Model
     x: Tensor
@@ -189,11 +230,21 @@ def routed(cell: Cell) -> list[Routed]:
 
 
 def routed_once(cell: Cell, seed: int) -> Routed:
-    """k different experts for each token, all as likely; or expert i in proportion to 1 / i^ZIPF, the same i at all tokens."""
+    """k different experts for each token, all as likely; or expert i in proportion to 1 / i^ZIPF,
+    the same i at all tokens.
+    """
     model, g = cell.model, torch.Generator("cuda").manual_seed(seed)
-    score = -torch.rand(cell.tokens, model.experts, device="cuda", generator=g).clamp_min(1e-20).log_()  # exponential
+    # exponential
+    score = (
+        -torch.rand(cell.tokens, model.experts, device="cuda", generator=g).clamp_min(1e-20).log_()
+    )
     if cell.routing == "zipf":
-        rank = torch.randperm(model.experts, device="cuda", generator=torch.Generator("cuda").manual_seed(7)) + 1.0
+        rank = (
+            torch.randperm(
+                model.experts, device="cuda", generator=torch.Generator("cuda").manual_seed(7)
+            )
+            + 1.0
+        )
         score *= rank**ZIPF
     ids = score.topk(model.slots, largest=False).indices.int()
     w = torch.rand(ids.shape, device="cuda", generator=g).add_(0.1)
@@ -201,18 +252,22 @@ def routed_once(cell: Cell, seed: int) -> Routed:
     return Routed(model, x, ids, (w / w.sum(1, keepdim=True)).bfloat16())
 
 
-# What is right --------------------------------------------------------------------------------------------------------
+# What is right ------------------------------------------------------------------------------------
 
 
 def error(cell: Cell, layer: Layer, to: Routed, found: Tensor) -> float:
-    """Relative Frobenius error, against float32, of a few tokens of the MLP, or rows of a few experts. found: rows sorted by expert."""
+    """Relative Frobenius error, against float32, of a few tokens of the MLP, or rows of a few
+    experts. found: rows sorted by expert.
+    """
     at, want = _mlp(layer, to) if cell.part == "mlp" else _product(cell.part, layer, to)
     return float((found[at].float() - want).norm() / want.norm())
 
 
 def is_right(name: str, part: str, found: Mapping[str, Any]) -> bool:
     """Whether a contender's result was: an error beyond the limit, or NaN, is none."""
-    return "error" not in found or (found["error"] or math.inf) <= LIMIT[part] * (PEERS_MARGIN if name in PEERS else 1)
+    return "error" not in found or (found["error"] or math.inf) <= LIMIT[part] * (
+        PEERS_MARGIN if name in PEERS else 1
+    )
 
 
 def _spread(items: Sequence[int], most: int) -> list[int]:
@@ -226,7 +281,9 @@ def _product(part: str, layer: Layer, to: Routed) -> tuple[Tensor, Tensor]:
     at, want = [], []
     for e in _spread([e for e, count in enumerate(to.counts) if count], _CHECKED_EXPERTS):
         start = sum(to.counts[:e])
-        rows = torch.tensor(_spread(range(start, start + to.counts[e]), _CHECKED_ROWS), device="cuda")
+        rows = torch.tensor(
+            _spread(range(start, start + to.counts[e]), _CHECKED_ROWS), device="cuda"
+        )
         at.append(rows)
         want.append(to.rows(part)[rows].float() @ expert(layer.of(part), e).T)
     return torch.cat(at), torch.cat(want)

@@ -1,7 +1,8 @@
 """Who computes the cells of h200_moe.py: this library, and torch. Humming is in h200_humming.py.
 
-Each contender takes the same weights and returns, for a cell, calls to be captured in a CUDA graph. Products start from rows sorted by
-expert, except in Humming's indexed mode, which gathers them. The MLP starts from expert ids and ends with tokens.
+Each contender takes the same weights and returns, for a cell, calls to be captured in a CUDA graph.
+Products start from rows sorted by expert, except in Humming's indexed mode, which gathers them. The
+MLP starts from expert ids and ends with tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _MOST_BF16 = 24e9  # bytes of weights in bf16
 
 
 class Call(NamedTuple):
-    """run() -> bf16 [M, N] or, for the MLP, [T, H]. slots: whether its rows are in the order of slots, and not sorted by expert."""
+    """run() -> bf16 [M, N] or, for the MLP, [T, H]. slots: whether its rows are in the order of
+    slots, and not sorted by expert.
+    """
 
     run: Callable[[], Tensor]
     layer: int
@@ -66,7 +69,7 @@ def panels(weight: Quantized) -> list[slice]:
     return [slice(start, start + step) for start in range(0, experts, step)]
 
 
-# This library ---------------------------------------------------------------------------------------------------------
+# This library -------------------------------------------------------------------------------------
 
 
 def tiled(weight: Quantized) -> Quantized:
@@ -91,7 +94,10 @@ class Ours(Contender):
     def weights(self) -> list[Layer]:
         inner, hidden = -(-self.model.intermediate // 64) * 64, self.model.hidden
         shapes = ((2 * inner, hidden), 2), ((hidden, inner), 1)
-        return [Layer(*(tiled(widened(w, *to)) for w, to in zip(layer, shapes, strict=True))) for layer in self.layers]
+        return [
+            Layer(*(tiled(widened(w, *to)) for w, to in zip(layer, shapes, strict=True)))
+            for layer in self.layers
+        ]
 
     def prepare(self, cells: Sequence[Cell]) -> None:
         """Compiles all kernels at once."""
@@ -102,9 +108,17 @@ class Ours(Contender):
     def run(self, cell: Cell, layer: int, to: Routed) -> Call:
         ops, w = torch.ops.fusion_moe, self.weights[layer]
         if cell.part == "mlp":
-            run = partial(ops.expert_mlp, to.x, to.ids, to.w, *w.gate_up, *w.down, weight_layout=self.layout)
+            run = partial(
+                ops.expert_mlp, to.x, to.ids, to.w, *w.gate_up, *w.down, weight_layout=self.layout
+            )
         else:
-            run = partial(ops.nvfp4_grouped_mm, to.rows(cell.part), *w.of(cell.part), to.ends, weight_layout=self.layout)
+            run = partial(
+                ops.nvfp4_grouped_mm,
+                to.rows(cell.part),
+                *w.of(cell.part),
+                to.ends,
+                weight_layout=self.layout,
+            )
         return Call(run, layer, to)
 
 
@@ -119,7 +133,8 @@ class Linear(Ours):
 
 
 class Changed(Ours):
-    """The same with `by` in the place of a function of a module, which says how kernels are chosen or compiled.
+    """The same with `by` in the place of a function of a module, which says how kernels are chosen
+    or compiled.
 
     `switches`, which change no inference program, keep these programs apart from others.
     """
@@ -154,24 +169,41 @@ class Changed(Ours):
 
 
 def changed(tables: Sequence[Path], kernels: Sequence[Path]) -> dict[str, type[Contender]]:
-    """A contender for each table of kernels in a file, and for each folder of kernels, named by it. ValueError for more than can be kept
-    apart.
+    """A contender for each table of kernels in a file, and for each folder of kernels, named by it.
+    ValueError for more than can be kept apart.
     """
-    apart: list[dict[str, bool | str]] = [{"router_gradient": False}, {"target": "cuda"}, {"router_gradient": False, "target": "cuda"}]
+    apart: list[dict[str, bool | str]] = [
+        {"router_gradient": False},
+        {"target": "cuda"},
+        {"router_gradient": False, "target": "cuda"},
+    ]
     found: list[tuple[str, tuple[ModuleType, str], object]] = []
     for path in tables:
-        found.append((f"table {path.stem}", (choice, "table_of"), parse(path.read_text(encoding="utf-8"), str(path))))
+        found.append(
+            (
+                f"table {path.stem}",
+                (choice, "table_of"),
+                parse(path.read_text(encoding="utf-8"), str(path)),
+            )
+        )
     for path in kernels:
         found.append((f"kernels {path}", (launch, "_headers"), nvrtc.headers(path)))
     if len(found) > len(apart):
-        raise ValueError(f"{len(found)} tables and folders; at most {len(apart)} are measured beside the usual ones")
+        raise ValueError(
+            f"{len(found)} tables and folders; at most {len(apart)} are measured "
+            "beside the usual ones"
+        )
     return {
-        name: type("Changed", (Changed,), {"replaced": replaced, "by": staticmethod(lambda *_, it=it: it), "switches": switches})
+        name: type(
+            "Changed",
+            (Changed,),
+            {"replaced": replaced, "by": staticmethod(lambda *_, it=it: it), "switches": switches},
+        )
         for (name, replaced, it), switches in zip(found, apart, strict=False)
     }
 
 
-# torch ----------------------------------------------------------------------------------------------------------------
+# torch --------------------------------------------------------------------------------------------
 
 
 class Torch(Contender):
@@ -181,14 +213,21 @@ class Torch(Contender):
     def weights(self) -> list[tuple[Tensor, Tensor]]:
         """bf16 [E, 2I, H], [E, H, I] of some layers: of all if they fit."""
         size = 2 * sum(n * k for n, k in self.model.products("mlp")) * self.model.experts
-        return [(_bf16(layer.gate_up), _bf16(layer.down)) for layer in self.layers[: max(1, int(_MOST_BF16 // size))]]
+        return [
+            (_bf16(layer.gate_up), _bf16(layer.down))
+            for layer in self.layers[: max(1, int(_MOST_BF16 // size))]
+        ]
 
     def run(self, cell: Cell, layer: int, to: Routed) -> Call:
         layer %= len(self.weights)
         both = self.weights[layer]
         if cell.part == "mlp":
             return Call(partial(_mlp, to.x, to.ids, to.w, *both), layer, to)
-        return Call(partial(grouped_mm, to.rows(cell.part), both[cell.part == "gemm2"].mT, offs=to.ends), layer, to)
+        return Call(
+            partial(grouped_mm, to.rows(cell.part), both[cell.part == "gemm2"].mT, offs=to.ends),
+            layer,
+            to,
+        )
 
 
 def _bf16(weight: Quantized) -> Tensor:
@@ -200,7 +239,12 @@ def _bf16(weight: Quantized) -> Tensor:
 
 def _mlp(x: Tensor, ids: Tensor, w: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     sorted_ids, order = ids.flatten().sort(stable=True)
-    ends = torch.searchsorted(sorted_ids, torch.arange(len(gate_up), dtype=ids.dtype, device=ids.device), right=True, out_int32=True)
+    ends = torch.searchsorted(
+        sorted_ids,
+        torch.arange(len(gate_up), dtype=ids.dtype, device=ids.device),
+        right=True,
+        out_int32=True,
+    )
     gate, up = grouped_mm(x[order // ids.shape[1]], gate_up.mT, offs=ends).chunk(2, -1)
     y = grouped_mm(silu(gate) * up, down.mT, offs=ends)
     y = torch.empty_like(y).index_copy_(0, order, y).view(*ids.shape, -1)
@@ -208,7 +252,9 @@ def _mlp(x: Tensor, ids: Tensor, w: Tensor, gate_up: Tensor, down: Tensor) -> Te
 
 
 class Dense(Contender):
-    """torch's dense products in bf16 of the same M, N and K: no mixture of experts, what the card can do."""
+    """torch's dense products in bf16 of the same M, N and K: no mixture of experts, what the card
+    can do.
+    """
 
     exact = False
 
@@ -219,4 +265,6 @@ class Dense(Contender):
     def run(self, cell: Cell, layer: int, to: Routed) -> Call:
         inputs = {self.model.hidden: to.sorted_x, self.model.intermediate: to.sorted_h}
         sizes = self.model.products(cell.part)
-        return Call(lambda: [linear(inputs[k], self.weights[n, k]) for n, k in sizes][-1], layer, to)
+        return Call(
+            lambda: [linear(inputs[k], self.weights[n, k]) for n, k in sizes][-1], layer, to
+        )

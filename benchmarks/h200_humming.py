@@ -1,7 +1,7 @@
 """Humming (package humming-kernels) as a contender of h200_moe.py: both of its grouped products.
 
-Its own schedule tables choose the kernels. It has none that sort ids or sum over a token's experts: in the MLP these are this library's
-`route` and `combine` and, for the indexed kind, h200_align.py.
+Its own schedule tables choose the kernels. It has none that sort ids or sum over a token's experts:
+in the MLP these are this library's `route` and `combine` and, for the indexed kind, h200_align.py.
 """
 
 from __future__ import annotations
@@ -31,11 +31,16 @@ class Humming(Contender):
 
     @cached_property
     def weights(self) -> list[dict[str, Weight]]:
-        return [{part: Weight(layer.of(part), self.gemm_type) for part in ("gemm1", "gemm2")} for layer in self.layers]
+        return [
+            {part: Weight(layer.of(part), self.gemm_type) for part in ("gemm1", "gemm2")}
+            for layer in self.layers
+        ]
 
     def prepare(self, cells: Sequence[Cell]) -> None:
         """Compiles all kernels at once."""
-        needed = list(itertools.product(self.weights[0].values(), sorted({cell.rows for cell in cells})))
+        needed = list(
+            itertools.product(self.weights[0].values(), sorted({cell.rows for cell in cells}))
+        )
         with ThreadPoolExecutor(len(needed)) as pool:
             list(pool.map(lambda one: one[0].compile(one[1]), needed))
 
@@ -52,11 +57,20 @@ class Weight:
 
         experts, n, k = weight.shape
         schema = HummingWeightSchema(
-            b_dtype=dtypes.float4e2m1, bs_dtype=dtypes.float8e4m3, weight_scale_group_size=16,
-            weight_scale_type=WeightScaleType.GROUP, weight_scale_2_type=WeightScale2Type.TENSOR,
-        )  # fmt: skip
-        self.config = prepare_layer_config(n, k, schema, num_experts=experts, torch_dtype=torch.bfloat16, **_PADS)
-        given = {"weight": weight.codes.view(torch.int32), "weight_scale": weight.block_scale, "weight_scale_2": weight.decode_scale}
+            b_dtype=dtypes.float4e2m1,
+            bs_dtype=dtypes.float8e4m3,
+            weight_scale_group_size=16,
+            weight_scale_type=WeightScaleType.GROUP,
+            weight_scale_2_type=WeightScale2Type.TENSOR,
+        )
+        self.config = prepare_layer_config(
+            n, k, schema, num_experts=experts, torch_dtype=torch.bfloat16, **_PADS
+        )
+        given = {
+            "weight": weight.codes.view(torch.int32),
+            "weight_scale": weight.block_scale,
+            "weight_scale_2": weight.decode_scale,
+        }
         self.tensors = transform_humming_tensors(self.config, given)
         self.tensors["locks"] = torch.zeros(2048, dtype=torch.int32, device="cuda")
         self.compute = json.dumps({"gemm_type": gemm_type})
@@ -79,7 +93,14 @@ class Weight:
         """x bf16 [.., K] -> bf16 [rows, N]"""
         from humming.forward import humming_forward
 
-        return humming_forward(self.config, x, **self.tensors, compute_config=self.compute, tuning_config=self._told(rows), **kwargs)
+        return humming_forward(
+            self.config,
+            x,
+            **self.tensors,
+            compute_config=self.compute,
+            tuning_config=self._told(rows),
+            **kwargs,
+        )
 
     def process(self, x: Tensor, **kwargs: Any) -> Tensor:
         """Its kernel for what is done to activations on their way."""
@@ -98,14 +119,22 @@ class Grouped(Humming):
         if cell.part == "mlp":
             return Call(partial(self._mlp, to, weight["gemm1"], weight["gemm2"]), layer, to)
         starts = torch.nn.functional.pad(to.ends, (1, 0))
-        return Call(partial(weight[cell.part], to.rows(cell.part), cell.rows, expert_layout=starts), layer, to)
+        return Call(
+            partial(weight[cell.part], to.rows(cell.part), cell.rows, expert_layout=starts),
+            layer,
+            to,
+        )
 
     def _mlp(self, to: Routed, gate_up: Weight, down: Weight) -> Tensor:
         ops, rows = torch.ops.fusion_moe, to.ids.numel()
         ends, _, slot_of = ops.route(to.ids, self.model.experts)
         starts = torch.nn.functional.pad(ends, (1, 0))
         a = gate_up.process(to.x, layout="scatter", scatter_idx=slot_of)
-        y = down.process(gate_up(a, rows, expert_layout=starts), activation_type="binary_split", activation_impl=_SWIGLU)
+        y = down.process(
+            gate_up(a, rows, expert_layout=starts),
+            activation_type="binary_split",
+            activation_impl=_SWIGLU,
+        )
         return ops.combine(down(y, rows, expert_layout=starts), slot_of, to.w)
 
 
@@ -118,10 +147,16 @@ class Indexed(Humming):
         weight = self.weights[layer]
         if cell.part == "mlp":
             in_place = torch.arange(cell.rows, dtype=torch.int32, device="cuda").view(to.ids.shape)
-            return Call(partial(self._mlp, to, weight["gemm1"], weight["gemm2"], in_place), layer, to)
+            return Call(
+                partial(self._mlp, to, weight["gemm1"], weight["gemm2"], in_place), layer, to
+            )
         product = weight[cell.part]
         blocks = aligned(to.ids, to.ends, to.slot_of, product.schedule(cell.rows)["block_shape"][0])
-        x, top_k = (to.x, self.model.slots) if cell.part == "gemm1" else (to.sorted_h[to.slot_of.flatten()], 1)
+        x, top_k = (
+            (to.x, self.model.slots)
+            if cell.part == "gemm1"
+            else (to.sorted_h[to.slot_of.flatten()], 1)
+        )
         return Call(partial(product, x, cell.rows, top_k=top_k, **blocks), layer, to, slots=True)
 
     def _mlp(self, to: Routed, gate_up: Weight, down: Weight, in_place: Tensor) -> Tensor:
@@ -130,14 +165,19 @@ class Indexed(Humming):
         heights = [weight.schedule(rows)["block_shape"][0] for weight in (gate_up, down)]
         first = aligned(to.ids, ends, slot_of, heights[0])
         second = first if heights[0] == heights[1] else aligned(to.ids, ends, slot_of, heights[1])
-        y = down.process(gate_up(to.x, rows, top_k=slots, **first), activation_type="binary_split", activation_impl=_SWIGLU)
+        y = down.process(
+            gate_up(to.x, rows, top_k=slots, **first),
+            activation_type="binary_split",
+            activation_impl=_SWIGLU,
+        )
         return ops.combine(down(y, rows, top_k=1, **second), in_place, to.w)
 
 
 def aligned(ids: Tensor, ends: Tensor, slot_of: Tensor, height: int) -> dict[str, Tensor]:
     """ids i32 [T, k], ends i32 [E], slot_of i32 [T, k] -> what Humming's indexed products read.
 
-    Slots sorted by expert, each expert's in whole blocks of `height`, filled up with T k; the expert of each block; how many slots in all.
+    Slots sorted by expert, each expert's in whole blocks of `height`, filled up with T k; the
+    expert of each block; how many slots in all.
     """
     rows, experts = ids.numel(), len(ends)
     blocks = min(rows, experts) + rows // height
@@ -145,7 +185,18 @@ def aligned(ids: Tensor, ends: Tensor, slot_of: Tensor, height: int) -> dict[str
     expert_ids = torch.empty(blocks, dtype=torch.int32, device=ids.device)
     count = torch.empty((), dtype=torch.int32, device=ids.device)
     _align_kernel()[(-(-blocks * height // 128),)](
-        ids, ends, slot_of, sorted_ids, expert_ids, count, rows, blocks, experts, height, _power_of_two(experts), 128
+        ids,
+        ends,
+        slot_of,
+        sorted_ids,
+        expert_ids,
+        count,
+        rows,
+        blocks,
+        experts,
+        height,
+        _power_of_two(experts),
+        128,
     )
     return {"sorted_ids": sorted_ids, "expert_ids": expert_ids, "num_tokens_padded": count}
 

@@ -1,20 +1,23 @@
-"""LoRA beside frozen experts in 4 bits on one H100 or H200: a layer's forward and backward, and the products that its backward needs.
+"""LoRA beside frozen experts in 4 bits on one H100 or H200: a layer's forward and backward, and the
+products that its backward needs.
 
-    python benchmarks/h200_lora.py [--out FILE.jsonl] [--cells 'qwen3:*'] [--repeats 10] [--minutes 5] [--commit HASH]
-    python benchmarks/h200_lora.py [--out FILE.jsonl] --table        what the file has
-    python benchmarks/h200_lora.py --products [--cells 'qwen3:*']   dgrad of weights in 4 bits, beside their forward product
-    python benchmarks/h200_lora.py --device cpu --tiny
+    python benchmarks/h200_lora.py [--out FILE.jsonl] [--cells 'qwen3:*'] [--repeats 10] [--minutes
+    5] [--commit HASH] python benchmarks/h200_lora.py [--out FILE.jsonl] --table        what the
+    file has python benchmarks/h200_lora.py --products [--cells 'qwen3:*']   dgrad of weights in 4
+    bits, beside their forward product python benchmarks/h200_lora.py --device cpu --tiny
 
-Cells: a layer's experts from the router's ids to tokens, with adapters of rank 16 on both projections, `qwen3:2048:uniform`: NVFP4 in the
-size of Qwen3-30B-A3B, MXFP4 in that of gpt-oss-120b (SwiGLU without biases). Gradients are those of tokens, router weights and adapters.
-Contenders get the same numbers in one process:
+Cells: a layer's experts from the router's ids to tokens, with adapters of rank 16 on both
+projections, `qwen3:2048:uniform`: NVFP4 in the size of Qwen3-30B-A3B, MXFP4 in that of gpt-oss-120b
+(SwiGLU without biases). Gradients are those of tokens, router weights and adapters. Contenders get
+the same numbers in one process:
 
-    fusion_moe        weights in 4 bits, in the order of `prepare_`
-    fusion_moe bf16   the same operation with bf16 weights
-    torch             torch's grouped product with bf16 weights, and adapters as two more products
-    dequantized       that, with weights in 4 bits that each forward makes bf16 of (compiled by Inductor), and autograd keeps
+    fusion_moe        weights in 4 bits, in the order of `prepare_` fusion_moe bf16   the same
+    operation with bf16 weights torch             torch's grouped product with bf16 weights, and
+    adapters as two more products dequantized       that, with weights in 4 bits that each forward
+    makes bf16 of (compiled by Inductor), and autograd keeps
 
-Results and gradients are compared with torch's. "weights GB" are what is stored for the frozen weights.
+Results and gradients are compared with torch's. "weights GB" are what is stored for the frozen
+weights.
 """
 
 from __future__ import annotations
@@ -48,12 +51,20 @@ RANK, SCALE = 16, 2.0
 FORMATS = {"qwen3": "nvfp4", "gpt-oss": "mxfp4", "tiny": "nvfp4"}
 TOKENS = (512, 2048, 8192)
 NAMES = ("y", "dx", "drouter", "dA gate_up", "dB gate_up", "dA down", "dB down")
-_NAME_OF = {torch.bfloat16: "bf16", torch.uint8: "u8", torch.float8_e4m3fn: "f8e4m3", torch.float8_e8m0fnu: "f8e8m0", torch.float32: "f32"}
+_NAME_OF = {
+    torch.bfloat16: "bf16",
+    torch.uint8: "u8",
+    torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e8m0fnu: "f8e8m0",
+    torch.float32: "f32",
+}
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A layer whose weights are in 4 bits, and adapters: A bf16[E, r, K], B bf16[E, N, r] of both projections."""
+    """A layer whose weights are in 4 bits, and adapters: A bf16[E, r, K], B bf16[E, N, r] of both
+    projections.
+    """
 
     cell: Layer
     device: str
@@ -65,7 +76,9 @@ class Adapted:
 
     @cached_property
     def on(self) -> Any:
-        """Tokens, ids, router weights and bf16 weights, which are what the weights in 4 bits stand for."""
+        """Tokens, ids, router weights and bf16 weights, which are what the weights in 4 bits stand
+        for.
+        """
         on = self.cell.inputs(self.device)
         for name in ("gate_up", "down"):
             object.__setattr__(on, name, dequantize(getattr(self, name), torch.bfloat16))
@@ -99,8 +112,13 @@ class Adapted:
     def _weight(self, i: int) -> Quantized:
         n, k = self.cell.products[i]
         g = torch.Generator(self.device).manual_seed(2 + i)
-        each = (torch.randn(n, k, device=self.device, generator=g) * k**-0.5 for _ in range(self.cell.model.experts))
-        parts = zip(*(quantize(matrix[None], encoding=self.encoding) for matrix in each), strict=True)
+        each = (
+            torch.randn(n, k, device=self.device, generator=g) * k**-0.5
+            for _ in range(self.cell.model.experts)
+        )
+        parts = zip(
+            *(quantize(matrix[None], encoding=self.encoding) for matrix in each), strict=True
+        )
         return Quantized(*(torch.cat(part) for part in parts), encoding=self.encoding)
 
 
@@ -116,11 +134,23 @@ def ours_bf16(layer: Adapted) -> Contender:
     return _operation(layer, [layer.on.gate_up], [layer.on.down], "bf16", "linear")
 
 
-def _operation(layer: Adapted, gate_up: Sequence[Tensor], down: Sequence[Tensor], weight_format: str, layout: str) -> Contender:
+def _operation(
+    layer: Adapted,
+    gate_up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    weight_format: str,
+    layout: str,
+) -> Contender:
     on, (a1, b1, a2, b2) = layer.on, layer.adapters
-    how: dict[str, Any] = {"weight_format": weight_format, "weight_layout": layout, "lora_scale": SCALE}
+    how: dict[str, Any] = {
+        "weight_format": weight_format,
+        "weight_layout": layout,
+        "lora_scale": SCALE,
+    }
     factors = {"gate_up_lora_a": a1, "gate_up_lora_b": b1, "down_lora_a": a2, "down_lora_b": b2}
-    return layer.contender(lambda: ops.fused_experts(on.x, on.ids, on.w, gate_up, down, **factors, **how))
+    return layer.contender(
+        lambda: ops.fused_experts(on.x, on.ids, on.w, gate_up, down, **factors, **how)
+    )
 
 
 def torchs(layer: Adapted) -> Contender:
@@ -141,11 +171,18 @@ def dequantized(layer: Adapted) -> Contender:
 
 
 def _steps(layer: Adapted, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Sort, gather, products with adapters, SwiGLU, weights, back to the order of slots, sum over each token's."""
+    """Sort, gather, products with adapters, SwiGLU, weights, back to the order of slots, sum over
+    each token's.
+    """
     on, (a1, b1, a2, b2) = layer.on, layer.adapters
     slots = on.ids.shape[1]
     sorted_ids, order = on.ids.flatten().sort()
-    counts = torch.histc(sorted_ids.int() if on.x.is_cuda else sorted_ids.float(), bins=len(down), min=0, max=len(down) - 1)
+    counts = torch.histc(
+        sorted_ids.int() if on.x.is_cuda else sorted_ids.float(),
+        bins=len(down),
+        min=0,
+        max=len(down) - 1,
+    )
     ends = counts.cumsum(0, dtype=torch.int32)
 
     def product(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -159,28 +196,49 @@ def _steps(layer: Adapted, gate_up: Tensor, down: Tensor) -> Tensor:
     return y[back].view(len(on.x), slots, -1).sum(1)
 
 
-MAKES = {"torch": torchs, "fusion_moe": ours, "fusion_moe bf16": ours_bf16, "dequantized": dequantized}
+MAKES = {
+    "torch": torchs,
+    "fusion_moe": ours,
+    "fusion_moe bf16": ours_bf16,
+    "dequantized": dequantized,
+}
 
 
 def cells(tiny: bool) -> list[Layer]:
     """All of them."""
     if tiny:
         return [Layer("tiny", TINY, 48, "uniform")]
-    return [Layer(name, MODELS[name], tokens, "uniform") for name in ("qwen3", "gpt-oss") for tokens in TOKENS]
+    return [
+        Layer(name, MODELS[name], tokens, "uniform")
+        for name in ("qwen3", "gpt-oss")
+        for tokens in TOKENS
+    ]
 
 
 def measure(cell: Layer, repeats: int, device: str) -> dict[str, Any]:
     """The line of one cell."""
     layer = Adapted(cell, device)
-    found = compare({name: partial(make, layer) for name, make in MAKES.items()}, MAKES, NAMES, repeats, Watch(device))
+    found = compare(
+        {name: partial(make, layer) for name, make in MAKES.items()},
+        MAKES,
+        NAMES,
+        repeats,
+        Watch(device),
+    )
     low = sum(n * RANK + RANK * k for n, k in cell.products)
     flops = 2 * cell.rows * (sum(n * k for n, k in cell.products) + low)
     packed = sum(t.nbytes for w in (layer.gate_up, layer.down) for t in w)
     weights = {"packed": packed, "bf16": layer.on.gate_up.nbytes + layer.on.down.nbytes}
-    return {"cell": cell.key, "rows": cell.rows, "flops": flops, "weights": weights, "contenders": found}
+    return {
+        "cell": cell.key,
+        "rows": cell.rows,
+        "flops": flops,
+        "weights": weights,
+        "contenders": found,
+    }
 
 
-# The products ---------------------------------------------------------------------------------------------------------
+# The products -------------------------------------------------------------------------------------
 
 
 def program(kind: str, weight: Quantized, layout: str, device: str) -> Program:
@@ -192,24 +250,42 @@ def program(kind: str, weight: Quantized, layout: str, device: str) -> Program:
     given = [fd.define_tensor(shape=tuple(t.shape), dtype=_NAME_OF[t.dtype]) for t in weight]
     w = fd.ops.pack(*given, encoding=weight.encoding.name, layout=layout)
     product = fd.ops.grouped_mm if kind == "fprop" else fd.ops.grouped_mm_t
-    fd.add_output(fd.ops.cast(product(fd.ops.partition(a, ends), w, ends, w_layout=layout), dtype="bf16"))
+    fd.add_output(
+        fd.ops.cast(product(fd.ops.partition(a, ends), w, ends, w_layout=layout), dtype="bf16")
+    )
     return compile_fusion(fd.fusion(), TARGETS[device], options.current())
 
 
 def products(cells: Sequence[str], repeats: int, device: str, tiny: bool) -> None:
     """A line for each product and number of tokens of the cells: medians of all, in turns."""
-    print("| weight | tokens | fprop us | dgrad us | dgrad / fprop | dgrad TFLOP/s | dgrad of bf16 us |\n|---|---|---|---|---|---|---|")
-    for name, model in {"tiny": TINY}.items() if tiny else ((name, MODELS[name]) for name in ("qwen3", "gpt-oss")):
+    print(
+        "| weight | tokens | fprop us | dgrad us | dgrad / fprop | dgrad TFLOP/s | dgrad of "
+        "bf16 us |\n|---|---|---|---|---|---|---|"
+    )
+    for name, model in (
+        {"tiny": TINY}.items() if tiny else ((name, MODELS[name]) for name in ("qwen3", "gpt-oss"))
+    ):
         for n, k in model.products("mlp"):
-            tokens = [t for t in (512, 1024, 2048, 4096, 8192) if any(fnmatch(f"{name}:{t}", cell) for cell in cells)]
+            tokens = [
+                t
+                for t in (512, 1024, 2048, 4096, 8192)
+                if any(fnmatch(f"{name}:{t}", cell) for cell in cells)
+            ]
             if tokens:
                 _product(model, FORMATS[name], n, k, tokens, repeats, device)
 
 
-def _product(model: Model, fmt: str, n: int, k: int, counts: Sequence[int], repeats: int, device: str) -> None:
+def _product(
+    model: Model, fmt: str, n: int, k: int, counts: Sequence[int], repeats: int, device: str
+) -> None:
     watch, g = Watch(device), torch.Generator(device).manual_seed(0)
-    each = (quantize(torch.randn(1, n, k, device=device, generator=g), encoding=ENCODINGS[fmt]) for _ in range(model.experts))
-    linear = Quantized(*(torch.cat(part) for part in zip(*each, strict=True)), encoding=ENCODINGS[fmt])
+    each = (
+        quantize(torch.randn(1, n, k, device=device, generator=g), encoding=ENCODINGS[fmt])
+        for _ in range(model.experts)
+    )
+    linear = Quantized(
+        *(torch.cat(part) for part in zip(*each, strict=True)), encoding=ENCODINGS[fmt]
+    )
     bf16 = Quantized(dequantize(linear, torch.bfloat16), encoding=ENCODINGS["bf16"])
     layout = "w16x64" if device == "cuda" else "linear"
     weight = Quantized(*_stored(linear, layout), encoding=linear.encoding)
@@ -220,9 +296,19 @@ def _product(model: Model, fmt: str, n: int, k: int, counts: Sequence[int], repe
     }
     for tokens in counts:
         rows = tokens * model.slots
-        ends = torch.randint(model.experts, (rows,), device=device, generator=g).bincount(minlength=model.experts).cumsum(0).int()
-        x, dy = (torch.randn(rows, columns, device=device, generator=g).bfloat16() for columns in (k, n))
-        calls = {kind: partial(run, [ends, x if kind == "fprop" else dy, *parts]) for kind, (run, parts) in programs.items()}
+        ends = (
+            torch.randint(model.experts, (rows,), device=device, generator=g)
+            .bincount(minlength=model.experts)
+            .cumsum(0)
+            .int()
+        )
+        x, dy = (
+            torch.randn(rows, columns, device=device, generator=g).bfloat16() for columns in (k, n)
+        )
+        calls = {
+            kind: partial(run, [ends, x if kind == "fprop" else dy, *parts])
+            for kind, (run, parts) in programs.items()
+        }
         times: dict[str, list[float]] = {kind: [] for kind in calls}
         for _ in range(repeats + 2):
             for kind, call in calls.items():
@@ -230,16 +316,20 @@ def _product(model: Model, fmt: str, n: int, k: int, counts: Sequence[int], repe
         fprop, dgrad, plain = (sorted(times[kind][2:])[repeats // 2] * 1e6 for kind in calls)
         rate = 2 * rows * n * k / dgrad / 1e6
         print(
-            f"| {fmt}[{model.experts}, {n}, {k}] | {tokens} | {fprop:.0f} | {dgrad:.0f} | {dgrad / fprop:.2f} | {rate:.0f} | {plain:.0f} |"
+            f"| {fmt}[{model.experts}, {n}, {k}] | {tokens} | {fprop:.0f} | {dgrad:.0f} | "
+            f"{dgrad / fprop:.2f} | {rate:.0f} | {plain:.0f} |"
         )
 
 
 def _stored(weight: Quantized, layout: str) -> Sequence[Tensor]:
     """The parts in a layout, in memory of their own."""
-    return [t.clone() for t in (W16X64.pack(*weight, encoding=weight.encoding) if layout == "w16x64" else weight)]
+    return [
+        t.clone()
+        for t in (W16X64.pack(*weight, encoding=weight.encoding) if layout == "w16x64" else weight)
+    ]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def weights_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -252,15 +342,26 @@ def weights_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/h200_lora.jsonl"), help="where a run is resumed; %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/h200_lora.jsonl"),
+        help="where a run is resumed; %(default)s",
+    )
     parser.add_argument("--cells", nargs="+", default=["*"], help="patterns")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small cell, to try the program")
-    parser.add_argument("--table", action="store_true", help="print what the file has, measure nothing")
-    parser.add_argument("--products", action="store_true", help="dgrad beside the forward product, and no layers")
+    parser.add_argument(
+        "--table", action="store_true", help="print what the file has, measure nothing"
+    )
+    parser.add_argument(
+        "--products", action="store_true", help="dgrad beside the forward product, and no layers"
+    )
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
     if told.products:

@@ -1,23 +1,30 @@
-"""NVFP4 mixtures of experts on an H200: this library and its peers, in one process, against what the card can do.
+"""NVFP4 mixtures of experts on an H200: this library and its peers, in one process, against what
+the card can do.
 
-    python benchmarks/h200_moe.py --out h200.jsonl [--model qwen3 ...] [--tokens 1 32 ... | --dense] [--part gemm1 gemm2 mlp]
-                                  [--routing uniform zipf] [--contender fusion_moe ...] [--repeats 7] [--minutes 7] [--commit HASH]
+    python benchmarks/h200_moe.py --out h200.jsonl [--model qwen3 ...] [--tokens 1 32 ... | --dense]
+    [--part gemm1 gemm2 mlp]
+                                  [--routing uniform zipf] [--contender fusion_moe ...] [--repeats
+                                  7] [--minutes 7] [--commit HASH]
     python benchmarks/h200_page.py h200.jsonl
 
-Every contender (h200_contenders.py, h200_humming.py) runs each cell (h200_cells.py): calls rotating over layers and routings, captured in
-a CUDA graph. The graph's result is filled with NaN, the graph is replayed, and the result of its last call is checked against float32;
-then the graphs are replayed, interleaved. Times are medians, divided by the number of calls.
+Every contender (h200_contenders.py, h200_humming.py) runs each cell (h200_cells.py): calls rotating
+over layers and routings, captured in a CUDA graph. The graph's result is filled with NaN, the graph
+is replayed, and the result of its last call is checked against float32; then the graphs are
+replayed, interleaved. Times are medians, divided by the number of calls.
 
-The shards of tensor parallelism, --model qwen3-tp8 gpt-oss-tp4 i1392 i2064 --part mlp, are padded, which "fusion_moe" does and --contender
-linear, the kernels for weights as they are stored, need not. To see what a change is worth, beside the usual kernels: --table FILE, those
-that another table chooses (fusion_moe/emit/cuda/tables); --kernels FOLDER, other kernels, as `git archive COMMIT
+The shards of tensor parallelism, --model qwen3-tp8 gpt-oss-tp4 i1392 i2064 --part mlp, are padded,
+which "fusion_moe" does and --contender linear, the kernels for weights as they are stored, need
+not. To see what a change is worth, beside the usual kernels: --table FILE, those that another table
+chooses (fusion_moe/emit/cuda/tables); --kernels FOLDER, other kernels, as `git archive COMMIT
 fusion_moe/emit/cuda/kernels` gives them.
 
-Installed peers take part: `pip install humming-kernels==0.1.19`, which compiles its kernels when a model's cells begin, and caches them in
-HUMMING_CACHE_DIR. A peer that is missing or fails is named, with the reason.
+Installed peers take part: `pip install humming-kernels==0.1.19`, which compiles its kernels when a
+model's cells begin, and caches them in HUMMING_CACHE_DIR. A peer that is missing or fails is named,
+with the reason.
 
-A finished cell is appended to --out as one line of JSON; cells in the file are skipped, and no cell starts after --minutes. So the same
-command resumes a run. Clocks and power are read while the graphs run.
+A finished cell is appended to --out as one line of JSON; cells in the file are skipped, and no cell
+starts after --minutes. So the same command resumes a run. Clocks and power are read while the
+graphs run.
 """
 
 from __future__ import annotations
@@ -37,21 +44,43 @@ from typing import Any
 
 import torch
 from cuda_graphs import Captured, capture, replays
-from h200_cells import DENSE_TOKENS, MODELS, PARTS, ROUTINGS, SHARDS, TOKENS, Cell, Layer, error, is_right, layers, routed
+from h200_cells import (
+    DENSE_TOKENS,
+    MODELS,
+    PARTS,
+    ROUTINGS,
+    SHARDS,
+    TOKENS,
+    Cell,
+    Layer,
+    error,
+    is_right,
+    layers,
+    routed,
+)
 from h200_contenders import Call, Contender, Dense, Linear, Ours, Torch, changed
 from h200_humming import Grouped, Indexed
 
 import fusion_moe
 
 CONTENDERS: dict[str, type[Contender]] = {
-    "fusion_moe": Ours, "linear": Linear, "humming indexed": Indexed, "humming grouped": Grouped, "torch": Torch, "dense": Dense,
-}  # fmt: skip
+    "fusion_moe": Ours,
+    "linear": Linear,
+    "humming indexed": Indexed,
+    "humming grouped": Grouped,
+    "torch": Torch,
+    "dense": Dense,
+}
 _GRAPH_SECONDS, _MOST_CALLS = 1.5e-3, 64  # what a graph takes at the floor
 
 
 def watch(done: Callable[[], bool]) -> dict[str, list[float]]:
     """Least and most of the card's clock and power until it is done."""
-    asked = {"MHz": torch.cuda.clock_rate, "W": lambda: torch.cuda.power_draw() / 1e3, "C": torch.cuda.temperature}
+    asked = {
+        "MHz": torch.cuda.clock_rate,
+        "W": lambda: torch.cuda.power_draw() / 1e3,
+        "C": torch.cuda.temperature,
+    }
     found: dict[str, list[float]] = {}
     while True:
         for name, ask in asked.items():
@@ -85,10 +114,14 @@ class Bench:
         floor = cell.floor(touched)
         count = min(_MOST_CALLS, max(len(self.layers), math.ceil(_GRAPH_SECONDS / floor)))
         graphs: dict[str, Captured] = {}
-        found: dict[str, dict[str, Any]] = {name: {"missing": why} for name, why in self.missing.items()}
+        found: dict[str, dict[str, Any]] = {
+            name: {"missing": why} for name, why in self.missing.items()
+        }
         for name, contender in self.contenders.items():
             try:
-                calls = [contender.run(cell, i % len(self.layers), to[i % len(to)]) for i in range(count)]
+                calls = [
+                    contender.run(cell, i % len(self.layers), to[i % len(to)]) for i in range(count)
+                ]
                 captured = capture([call.run for call in calls])
                 found[name] = self.check(cell, captured, calls[-1]) if contender.exact else {}
                 graphs[name] = captured
@@ -100,18 +133,36 @@ class Bench:
         state: dict[str, list[float]] = {}
         for name, us in replays(graphs, repeats, lambda done: state.update(watch(done))).items():
             median = statistics.median(us)
-            found[name] |= {"us": round(median, 3), "spread": round((max(us) - min(us)) / median, 4)}
+            found[name] |= {
+                "us": round(median, 3),
+                "spread": round((max(us) - min(us)) / median, 4),
+            }
         return {
-            "model": cell.name, "part": cell.part, "tokens": cell.tokens, "routing": cell.routing, "touched": touched,
-            "bytes": round(touched * cell.model.expert_bytes(cell.part)), "flops": cell.flops, "floor_us": round(floor * 1e6, 3),
-            "calls": count, "layers": len(self.layers), "routings": len(to), "contenders": found, **state,
-        }  # fmt: skip
+            "model": cell.name,
+            "part": cell.part,
+            "tokens": cell.tokens,
+            "routing": cell.routing,
+            "touched": touched,
+            "bytes": round(touched * cell.model.expert_bytes(cell.part)),
+            "flops": cell.flops,
+            "floor_us": round(floor * 1e6, 3),
+            "calls": count,
+            "layers": len(self.layers),
+            "routings": len(to),
+            "contenders": found,
+            **state,
+        }
 
     def check(self, cell: Cell, captured: Captured, last: Call) -> dict[str, Any]:
         """The error of what the graph computes by its last call."""
         captured.result.fill_(math.nan)
         captured.graph.replay()
-        found = error(cell, self.layers[last.layer], last.to, captured.result if cell.part == "mlp" else last.rows(captured.result))
+        found = error(
+            cell,
+            self.layers[last.layer],
+            last.to,
+            captured.result if cell.part == "mlp" else last.rows(captured.result),
+        )
         return {"error": found if math.isfinite(found) else None}
 
 
@@ -133,11 +184,23 @@ def versions() -> dict[str, str]:
 def provenance(commit: str) -> dict[str, str]:
     """Where and with what."""
     asked = "name,driver_version,power.limit,clocks.max.sm,clocks.max.mem"
-    card = subprocess.run(["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"], capture_output=True, text=True, check=True)
+    card = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     names = ("card", "driver", "power limit", "highest clock", "highest clock of memory")
     found = dict(zip(names, map(str.strip, card.stdout.splitlines()[0].split(",")), strict=True))
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return {**found, **versions(), "cuda": torch.version.cuda or "", "fusion_moe": fusion_moe.__version__, "commit": commit, "date": today}
+    return {
+        **found,
+        **versions(),
+        "cuda": torch.version.cuda or "",
+        "fusion_moe": fusion_moe.__version__,
+        "commit": commit,
+        "date": today,
+    }
 
 
 def report(row: Mapping[str, Any]) -> None:
@@ -150,33 +213,80 @@ def report(row: Mapping[str, Any]) -> None:
         wrong = "" if is_right(name, row["part"], found) else " WRONG"
         err = f" err {found['error'] or math.nan:.1e}" if "error" in found else ""
         parts.append(f"{name} {found['us']:.1f} ({found['us'] / row['floor_us']:.2f}x){err}{wrong}")
-    print(f"{row['model']} {row['part']} T={row['tokens']} {row['routing']} floor {row['floor_us']:.1f}: {'; '.join(parts)}", flush=True)
+    print(
+        f"{row['model']} {row['part']} T={row['tokens']} {row['routing']} floor "
+        f"{row['floor_us']:.1f}: {'; '.join(parts)}",
+        flush=True,
+    )
 
 
 def compared(rows: Iterable[Mapping[str, Any]], others: Iterable[str]) -> None:
-    """Prints, for each of the others, ours over it: the geometric mean, and cells above 1.01 by more than their times spread."""
+    """Prints, for each of the others, ours over it: the geometric mean, and cells above 1.01 by
+    more than their times spread.
+    """
     cells = [(row, row["contenders"]) for row in rows]
     for name in others:
-        both = [(row, c["fusion_moe"], c[name]) for row, c in cells if all("us" in c.get(n, {}) for n in ("fusion_moe", name))]
+        both = [
+            (row, c["fusion_moe"], c[name])
+            for row, c in cells
+            if all("us" in c.get(n, {}) for n in ("fusion_moe", name))
+        ]
         ratios = [ours["us"] / other["us"] for _, ours, other in both]
         if ratios:
-            print(f"{len(both)} cells, fusion_moe over {name}: {statistics.geometric_mean(ratios):.4f}")
-        for ratio, (row, ours, other) in sorted(zip(ratios, both, strict=True), key=lambda pair: -pair[0]):
+            print(
+                f"{len(both)} cells, fusion_moe over {name}: "
+                f"{statistics.geometric_mean(ratios):.4f}"
+            )
+        for ratio, (row, ours, other) in sorted(
+            zip(ratios, both, strict=True), key=lambda pair: -pair[0]
+        ):
             if ratio > 1.01 + max(ours["spread"], other["spread"]):
-                print(f"  {ratio:.3f} {row['model']} {row['part']} T={row['tokens']} {row['routing']}")
+                print(
+                    f"  {ratio:.3f} {row['model']} {row['part']} T={row['tokens']} {row['routing']}"
+                )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/h200_moe.jsonl"), help="where a run is resumed; %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/h200_moe.jsonl"),
+        help="where a run is resumed; %(default)s",
+    )
     parser.add_argument("--model", nargs="+", choices=MODELS | SHARDS, default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--dense", action="store_const", dest="tokens", const=list(DENSE_TOKENS), help="the tokens of a dense grid")
+    parser.add_argument(
+        "--dense",
+        action="store_const",
+        dest="tokens",
+        const=list(DENSE_TOKENS),
+        help="the tokens of a dense grid",
+    )
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
-    parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=[name for name in CONTENDERS if name != "linear"])
-    parser.add_argument("--table", type=Path, nargs="+", default=[], help="tables of kernels: a contender more for each")
-    parser.add_argument("--kernels", type=Path, nargs="+", default=[], help="folders of kernels: a contender more for each")
+    parser.add_argument(
+        "--contender",
+        nargs="+",
+        choices=CONTENDERS,
+        default=[name for name in CONTENDERS if name != "linear"],
+    )
+    parser.add_argument(
+        "--table",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="tables of kernels: a contender more for each",
+    )
+    parser.add_argument(
+        "--kernels",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="folders of kernels: a contender more for each",
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=7)
     parser.add_argument("--commit", default="")
@@ -188,7 +298,9 @@ def main() -> None:
     done = {Cell(r["model"], r["part"], r["tokens"], r["routing"]) for r in map(json.loads, lines)}
     print(made, flush=True)
     for name in told.model:
-        wanted = [Cell(name, *rest) for rest in itertools.product(told.part, told.tokens, told.routing)]
+        wanted = [
+            Cell(name, *rest) for rest in itertools.product(told.part, told.tokens, told.routing)
+        ]
         cells = [cell for cell in wanted if cell not in done]
         bench = None
         for cell in cells:

@@ -1,18 +1,23 @@
-"""Training in bf16 on one H100 or H200: expert layers and grouped linear layers, forward and backward, this library and its peers.
+"""Training in bf16 on one H100 or H200: expert layers and grouped linear layers, forward and
+backward, this library and its peers.
 
-    python benchmarks/h200_training.py [--out FILE.jsonl] [--cells 'qwen3:*' 'linear:16384x*'] [--contender fusion_moe torch] [--repeats 10]
+    python benchmarks/h200_training.py [--out FILE.jsonl] [--cells 'qwen3:*' 'linear:16384x*']
+    [--contender fusion_moe torch] [--repeats 10]
                                        [--minutes 8] [--commit HASH]
-    python benchmarks/h200_training.py [--out FILE.jsonl] --table        what the file has, a line for each cell
-    python benchmarks/h200_training.py --device cpu --tiny
+    python benchmarks/h200_training.py [--out FILE.jsonl] --table        what the file has, a line
+    for each cell python benchmarks/h200_training.py --device cpu --tiny
 
-Cells (training_cells.py): a layer from the router's ids to tokens, in the sizes of four models, `qwen3:4096:uniform`; a single product and
-both of its gradients, `linear:ROWSxGROUPS:uniform`. Gradients are those of tokens, router weights and all weights. Contenders
-(training_peers.py) get the same tensors in one process; results and gradients are compared with torch's first. Then all run in turn,
-forward under no_grad, and forward and backward. A time is the median between two CUDA events, the spread longest - shortest over it;
-before each start the host gets ahead. Peak memory is that of one forward and backward beyond weights and inputs.
+Cells (training_cells.py): a layer from the router's ids to tokens, in the sizes of four models,
+`qwen3:4096:uniform`; a single product and both of its gradients, `linear:ROWSxGROUPS:uniform`.
+Gradients are those of tokens, router weights and all weights. Contenders (training_peers.py) get
+the same tensors in one process; results and gradients are compared with torch's first. Then all run
+in turn, forward under no_grad, and forward and backward. A time is the median between two CUDA
+events, the spread longest - shortest over it; before each start the host gets ahead. Peak memory is
+that of one forward and backward beyond weights and inputs.
 
-A finished cell is appended to --out; cells in the file are skipped, and none starts after --minutes. FILE.txt has all that was measured,
-a line for each contender. liger: `pip install liger-kernel`.
+A finished cell is appended to --out; cells in the file are skipped, and none starts after
+--minutes. FILE.txt has all that was measured, a line for each contender. liger: `pip install
+liger-kernel`.
 """
 
 from __future__ import annotations
@@ -83,15 +88,29 @@ def measure(cell: Cell, names: Iterable[str], repeats: int, device: str) -> dict
     """The line of one cell."""
     watch, on = Watch(device), cell.inputs(device)
     peers = LAYER if isinstance(cell, Layer) else LINEAR
-    found = compare({name: partial(make, on) for name, make in peers.items()}, names, on.names, repeats, watch)
-    return {"cell": cell.key, "rows": cell.rows, "products": cell.products, "flops": flops(cell), "contenders": found}
+    found = compare(
+        {name: partial(make, on) for name, make in peers.items()}, names, on.names, repeats, watch
+    )
+    return {
+        "cell": cell.key,
+        "rows": cell.rows,
+        "products": cell.products,
+        "flops": flops(cell),
+        "contenders": found,
+    }
 
 
 def compare(
-    makes: Mapping[str, Callable[[], Contender]], names: Iterable[str], results: Sequence[str], repeats: int, watch: Watch,
+    makes: Mapping[str, Callable[[], Contender]],
+    names: Iterable[str],
+    results: Sequence[str],
+    repeats: int,
+    watch: Watch,
     judge: str = "torch",
-) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """What contenders of these names take, and how far their results are from those of the judge."""
+) -> dict[str, dict[str, Any]]:
+    """What contenders of these names take, and how far their results are from those of the
+    judge.
+    """
     found: dict[str, dict[str, Any]] = {}
     contenders: dict[str, Contender] = {}
     want: list[Tensor] | None = None
@@ -102,7 +121,9 @@ def compare(
             if contender.exact:
                 got = digest(contender.results())
                 want = got if name == judge else want
-                found[name]["apart"] = dict(zip(results, apart(got, want), strict=True)) if want else None
+                found[name]["apart"] = (
+                    dict(zip(results, apart(got, want), strict=True)) if want else None
+                )
                 del got
             if name in names:
                 found[name]["peak"] = _prepared(contender, watch)
@@ -124,16 +145,22 @@ def _prepared(contender: Contender, watch: Watch) -> int | None:
     return watch.peak(contender.both)
 
 
-def _interleaved(contenders: Mapping[str, Contender], repeats: int, watch: Watch) -> dict[str, dict[str, Any]]:
+def _interleaved(
+    contenders: Mapping[str, Contender], repeats: int, watch: Watch
+) -> dict[str, dict[str, Any]]:
     """Seconds of each contender, everybody in turn, and in another order each time."""
-    times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "both": []} for name in contenders}
+    times: dict[str, dict[str, list[float]]] = {
+        name: {"forward": [], "both": []} for name in contenders
+    }
     names = list(contenders)
     for i in range(repeats):
         first = i % max(len(names), 1)
         for name in names[first:] + names[:first]:
             times[name]["forward"].append(watch.seconds(contenders[name].forward))
             times[name]["both"].append(watch.seconds(contenders[name].both))
-    return {name: {part: _median(all_) for part, all_ in parts.items()} for name, parts in times.items()}
+    return {
+        name: {part: _median(all_) for part, all_ in parts.items()} for name, parts in times.items()
+    }
 
 
 def _median(seconds: Sequence[float]) -> dict[str, float]:
@@ -150,16 +177,26 @@ def provenance(device: str, commit: str) -> dict[str, str]:
         except PackageNotFoundError:
             versions[name] = "missing"
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", **versions, "commit": commit, "date": today}
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        **versions,
+        "commit": commit,
+        "date": today,
+    }
 
 
-# The table ------------------------------------------------------------------------------------------------------------
+# The table ----------------------------------------------------------------------------------------
 
-_HEAD = "| cell | contender | forward ms | spread | TFLOP/s | both ms | spread | TFLOP/s | ours of it | both | peak GB | apart |"
+_HEAD = (
+    "| cell | contender | forward ms | spread | TFLOP/s | both ms | spread | TFLOP/s | ours "
+    "of it | both | peak GB | apart |"
+)
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """All cells, a line for each contender. "ours of it": this library's time over the contender's, forward, then forward and backward."""
+    """All cells, a line for each contender. "ours of it": this library's time over the contender's,
+    forward, then forward and backward.
+    """
     lines = [_HEAD, "|" + "---|" * (_HEAD.count("|") - 1)]
     for row in rows:
         for name, found in row["contenders"].items():
@@ -173,10 +210,19 @@ def _line(row: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     ours, said, ratios = row["contenders"].get("fusion_moe", {}), [], []
     for part, times in (("forward", 1), ("both", 3)):
         seconds = found[part]["seconds"]
-        said += [f"{seconds * 1e3:.3f}", f"{found[part]['spread']:.0%}", f"{times * row['flops'] / seconds / 1e12:.3g}"]
+        said += [
+            f"{seconds * 1e3:.3f}",
+            f"{found[part]['spread']:.0%}",
+            f"{times * row['flops'] / seconds / 1e12:.3g}",
+        ]
         ratios.append(f"{ours[part]['seconds'] / seconds:.2f}" if part in ours else "")
     peak, far = found.get("peak"), found.get("apart")
-    return [*said, *ratios, "" if peak is None else f"{peak / 1e9:.2f}", _far(far) if far else "unchecked" if "apart" in found else ""]
+    return [
+        *said,
+        *ratios,
+        "" if peak is None else f"{peak / 1e9:.2f}",
+        _far(far) if far else "unchecked" if "apart" in found else "",
+    ]
 
 
 def _far(apart: Mapping[str, float]) -> str:
@@ -185,9 +231,24 @@ def _far(apart: Mapping[str, float]) -> str:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """This library in each cell, and its time over that of each other: forward, then forward and backward."""
-    others = dict.fromkeys(name for row in rows for name, found in row["contenders"].items() if "both" in found and name != "fusion_moe")
-    head = ["cell", "forward ms", "both ms", "spread", "TFLOP/s", "peak GB", *(f"/ {name}" for name in others)]
+    """This library in each cell, and its time over that of each other: forward, then forward and
+    backward.
+    """
+    others = dict.fromkeys(
+        name
+        for row in rows
+        for name, found in row["contenders"].items()
+        if "both" in found and name != "fusion_moe"
+    )
+    head = [
+        "cell",
+        "forward ms",
+        "both ms",
+        "spread",
+        "TFLOP/s",
+        "peak GB",
+        *(f"/ {name}" for name in others),
+    ]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:
         ours = row["contenders"]["fusion_moe"]
@@ -200,27 +261,41 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{3 * row['flops'] / both / 1e12:.0f}",
         ]
         said.append("" if ours["peak"] is None else f"{ours['peak'] / 1e9:.2f}")
-        lines.append(f"| {' | '.join([*said, *(_over(row['contenders'].get(name, {}), forward, both) for name in others)])} |")
+        said += [_over(row["contenders"].get(name, {}), forward, both) for name in others]
+        lines.append(f"| {' | '.join(said)} |")
     return "\n".join(lines)
 
 
 def _over(other: Mapping[str, Any], forward: float, both: float) -> str:
-    return f"{forward / other['forward']['seconds']:.2f}, {both / other['both']['seconds']:.2f}" if "both" in other else ""
+    return (
+        f"{forward / other['forward']['seconds']:.2f}, {both / other['both']['seconds']:.2f}"
+        if "both" in other
+        else ""
+    )
 
 
-def resumed(told: argparse.Namespace, cells: Sequence[Any], measure: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of told.out, and unless told.table those of cells that it lacks: each is measured and appended. FILE.txt gets their table.
+def resumed(
+    told: argparse.Namespace, cells: Sequence[Any], measure: Callable[[Any], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The rows of told.out, and unless told.table those of cells that it lacks: each is measured
+    and appended. FILE.txt gets their table.
 
     told.cells: patterns of keys; told.minutes: after which no cell is started.
     """
     begun = time.monotonic()
     told.out.parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.loads(line) for line in told.out.read_text(encoding="utf-8").splitlines()] if told.out.exists() else []
+    rows = (
+        [json.loads(line) for line in told.out.read_text(encoding="utf-8").splitlines()]
+        if told.out.exists()
+        else []
+    )
     if not told.table:
         made, done = provenance(told.device, told.commit), {row["cell"] for row in rows}
         print(made, flush=True)
         for cell in cells:
-            if cell.key in done or not any(fnmatch.fnmatch(cell.key, pattern) for pattern in told.cells):
+            if cell.key in done or not any(
+                fnmatch.fnmatch(cell.key, pattern) for pattern in told.cells
+            ):
                 continue
             if time.monotonic() - begun > 60 * told.minutes:
                 print(f"stopped before {cell.key}; the same command resumes there")
@@ -234,18 +309,38 @@ def resumed(told: argparse.Namespace, cells: Sequence[Any], measure: Callable[[A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/h200_training.jsonl"), help="where a run is resumed; %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/h200_training.jsonl"),
+        help="where a run is resumed; %(default)s",
+    )
     parser.add_argument("--cells", nargs="+", default=["*"], help="patterns")
-    parser.add_argument("--contender", nargs="+", choices=sorted({*LAYER, *LINEAR}), default=sorted({*LAYER, *LINEAR}))
+    parser.add_argument(
+        "--contender",
+        nargs="+",
+        choices=sorted({*LAYER, *LINEAR}),
+        default=sorted({*LAYER, *LINEAR}),
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small cells, to try the program")
-    parser.add_argument("--table", action="store_true", help="print a line for each cell that the file has, measure nothing")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="print a line for each cell that the file has, measure nothing",
+    )
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
-    rows = resumed(told, cells(told.tiny), lambda cell: measure(cell, told.contender, told.repeats, told.device))
+    rows = resumed(
+        told,
+        cells(told.tiny),
+        lambda cell: measure(cell, told.contender, told.repeats, told.device),
+    )
     print(summary(rows))
 
 

@@ -1,4 +1,5 @@
-"""Sums of the rows of groups, which are gradients of biases: time and largest relative error, beside torch's `sum`.
+"""Sums of the rows of groups, which are gradients of biases: time and largest relative error,
+beside torch's `sum`.
 
     python benchmarks/long_sums.py [--device cuda] [--repeats 50]
 
@@ -19,13 +20,20 @@ import fusion_moe
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
 
-CELLS = [(rows, groups, columns) for rows in (4_096, 65_536, 1_000_000) for groups, columns in ((1, 32), (1, 1024), (64, 1024))]
+CELLS = [
+    (rows, groups, columns)
+    for rows in (4_096, 65_536, 1_000_000)
+    for groups, columns in ((1, 32), (1, 1024), (64, 1024))
+]
 
 
 def sums(groups: int, columns: int) -> Fusion:
     """x bf16[m, columns], offs -> the sum of each group's rows, f32"""
     fd = FusionDefinition()
-    x, offs = fd.define_tensor(shape=[-1, columns], dtype="bf16"), fd.define_tensor(shape=[groups], dtype="i32")
+    x, offs = (
+        fd.define_tensor(shape=[-1, columns], dtype="bf16"),
+        fd.define_tensor(shape=[groups], dtype="i32"),
+    )
     ends = fd.groups_of(offs, x.type.shape[0])
     fd.add_output(fd.ops.group_sum(fd.ops.partition(x, ends), ends))
     return fd.fusion()
@@ -50,7 +58,9 @@ def error(found: Tensor, want: Tensor) -> float:
 
 def main() -> None:
     """Prints a line for each cell."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=50)
     given = parser.parse_args()
@@ -63,7 +73,11 @@ def main() -> None:
             "ours": lambda fusion=fusion, x=x, offs=offs: fusion_moe.run(fusion, [x, offs])[0],  # type: ignore[misc]
             "torch": lambda used=used: used.sum(1, dtype=torch.float32),  # type: ignore[misc]
         }
-        shown = [f"{n} {1e6 * seconds(f, given.device, given.repeats):.1f} us, error {error(f(), want):.1e}" for n, f in ways.items()]
+        shown = [
+            f"{n} {1e6 * seconds(f, given.device, given.repeats):.1f} us, error "
+            f"{error(f(), want):.1e}"
+            for n, f in ways.items()
+        ]
         print(f"{rows} rows, {groups} groups, {columns} columns: {'; '.join(shown)}", flush=True)
 
 

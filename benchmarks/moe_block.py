@@ -41,7 +41,9 @@ def ours(logits: Tensor) -> tuple[Tensor, Tensor]:
 class Block(torch.nn.Module):
     """x bf16[T, H] -> [T, H]."""
 
-    def __init__(self, experts: NVFP4Experts, gate: Tensor, route: Callable[[Tensor], tuple[Tensor, Tensor]]):
+    def __init__(
+        self, experts: NVFP4Experts, gate: Tensor, route: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ):
         super().__init__()
         self.experts, self.gate, self.route = experts, gate, route
         self.norm = torch.ones_like(gate[0])
@@ -64,12 +66,18 @@ def blocks(experts: NVFP4Experts, gate: Tensor) -> dict[str, Callable[[Tensor], 
     }
 
 
-def random_layer(hidden: int, intermediate: int, experts: int, device: str) -> tuple[NVFP4Experts, Tensor]:
+def random_layer(
+    hidden: int, intermediate: int, experts: int, device: str
+) -> tuple[NVFP4Experts, Tensor]:
     """Experts and the weight of a router."""
     g = torch.Generator(device).manual_seed(0)
     gate_up, down, gate = (
         torch.randn(*shape, generator=g, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5
-        for shape in ((experts, 2 * intermediate, hidden), (experts, hidden, intermediate), (experts, hidden))
+        for shape in (
+            (experts, 2 * intermediate, hidden),
+            (experts, hidden, intermediate),
+            (experts, hidden),
+        )
     )
     return NVFP4Experts.from_float(gate_up, down).to(device), gate
 
@@ -77,7 +85,9 @@ def random_layer(hidden: int, intermediate: int, experts: int, device: str) -> t
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32])
     options = parser.parse_args(arguments)
     experts, gate = random_layer(HIDDEN, INTERMEDIATE, EXPERTS, "cuda")

@@ -1,11 +1,14 @@
-"""A mixture-of-experts layer through real nvFuser on a CUDA device, for conformance: every way in, the same inputs, one run.
+"""A mixture-of-experts layer through real nvFuser on a CUDA device, for conformance: every way in,
+the same inputs, one run.
 
     python benchmarks/nvfuser_moe.py [--tokens 1 64 1024] [--model qwen3-30b-a3b]
 
-Printed for each: the largest difference from a float64 loop over experts, relative to the largest element; the median time of a
-call with its 10th and 90th percentile; its ratio to torch's own grouped_mm on weights dequantized to bf16 beforehand, which reads four
-times the bytes. The floor is the time to read the touched weights' bytes at 4.2 TB/s. nvFuser dequantizes all weights at each call and its
-product loops over groups on the host: this path exists for inspection and conformance, not for speed.
+Printed for each: the largest difference from a float64 loop over experts, relative to the largest
+element; the median time of a call with its 10th and 90th percentile; its ratio to torch's own
+grouped_mm on weights dequantized to bf16 beforehand, which reads four times the bytes. The floor is
+the time to read the touched weights' bytes at 4.2 TB/s. nvFuser dequantizes all weights at each
+call and its product loops over groups on the host: this path exists for inspection and conformance,
+not for speed.
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ class Layer(torch.nn.Module):
 
     def __init__(self, hidden: int, intermediate: int, experts: int):
         super().__init__()
-        gate_up, down = (torch.randn(s, device="cuda") / 32 for s in ((experts, 2 * intermediate, hidden), (experts, hidden, intermediate)))
+        gate_up, down = (
+            torch.randn(s, device="cuda") / 32
+            for s in ((experts, 2 * intermediate, hidden), (experts, hidden, intermediate))
+        )
         self.experts = fusion_moe.NVFP4Experts.from_float(gate_up, down)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -83,11 +89,17 @@ def doors(layer: Layer) -> dict[str, Callable[..., Tensor]]:
         with options.override(target="sm_90"):
             return layer(*args)
 
-    compiled = torch.compile(layer, backend=partial(backend, options={"fusion_moe.target": "sm_90"}), dynamic=False)
+    compiled = torch.compile(
+        layer, backend=partial(backend, options={"fusion_moe.target": "sm_90"}), dynamic=False
+    )
     found = {
         "torch grouped_mm, bf16 weights": lambda *args: grouped(*args, *decoded),
-        "the same under torch.compile": partial(_with, torch.compile(grouped, dynamic=False), decoded),
-        "torch grouped_mm, decoding first": lambda *args: grouped(*args, *layer.matrices(torch.bfloat16)),
+        "the same under torch.compile": partial(
+            _with, torch.compile(grouped, dynamic=False), decoded
+        ),
+        "torch grouped_mm, decoding first": lambda *args: grouped(
+            *args, *layer.matrices(torch.bfloat16)
+        ),
         "fusion_moe eager, reference": layer,
         "fusion_moe eager, nvFuser": nvfuser,
         "fusion_moe torch.compile, nvFuser": compiled,
@@ -96,7 +108,9 @@ def doors(layer: Layer) -> dict[str, Callable[..., Tensor]]:
 
 
 def thunder_doors(layer: Layer) -> dict[str, Callable[..., Tensor]]:
-    """thunder with our executor, and with nvFuser's that our translators extend; none where thunder is missing."""
+    """thunder with our executor, and with nvFuser's that our translators extend; none where thunder
+    is missing.
+    """
     try:
         import thunder
     except ImportError:
@@ -105,7 +119,10 @@ def thunder_doors(layer: Layer) -> dict[str, Callable[..., Tensor]]:
     with options.override(target="sm_90"):
         ours = thunder.jit(layer, executors=fusion_moe.thunder_executors())
         theirs = thunder.jit(layer, executors=fusion_moe.thunder_executors(nvfuser=True))
-    return {"thunder, fusion_moe's executor": _at_target(ours), "thunder, nvFuser's executor": theirs}
+    return {
+        "thunder, fusion_moe's executor": _at_target(ours),
+        "thunder, nvFuser's executor": theirs,
+    }
 
 
 def _with(function: Callable[..., Tensor], more: tuple[Tensor, ...], *args: Tensor) -> Tensor:
@@ -142,7 +159,10 @@ def measure(name: str, tokens: int, repeats: int) -> None:
     weights, ids = torch.rand(tokens, experts, device="cuda").topk(slots)
     want = loop(x, ids, weights, *layer.matrices(torch.float32))
     touched = layer.experts.nbytes * len(ids.unique()) / experts
-    print(f"\n{name}: {tokens} tokens, {len(ids.unique())} of {experts} experts; floor {touched / READ * 1e3:.4f} ms")
+    print(
+        f"\n{name}: {tokens} tokens, {len(ids.unique())} of {experts} experts; floor "
+        f"{touched / READ * 1e3:.4f} ms"
+    )
     print(f"{'':36}{'max diff':>10}{'median ms':>11}{'p10':>9}{'p90':>9}{'x torch':>9}")
     base = None
     for door, call in doors(layer).items():
@@ -159,12 +179,18 @@ def measure(name: str, tokens: int, repeats: int) -> None:
         base = base or median
         diff = (found.double() - want).abs().max() / want.abs().max()
         p10, p90 = times[len(times) // 10], times[-1 - len(times) // 10]
-        print(f"{door:36}{diff.item():>10.2e}{median:>11.3f}{p10:>9.3f}{p90:>9.3f}{median / base:>9.2f}", flush=True)
+        print(
+            f"{door:36}{diff.item():>10.2e}{median:>11.3f}{p10:>9.3f}{p90:>9.3f}"
+            f"{median / base:>9.2f}",
+            flush=True,
+        )
 
 
 def main() -> None:
     """Every model asked for, at every number of tokens."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["small", "qwen3-30b-a3b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 64, 1024])
     parser.add_argument("--repeats", type=int, default=30)

@@ -1,12 +1,15 @@
-"""What 4 bits cost: the perplexity of the small real model with experts in each encoding, on held-out text it was not trained on.
+"""What 4 bits cost: the perplexity of the small real model with experts in each encoding, on
+held-out text it was not trained on.
 
-    python benchmarks/quality.py                  # a table; needs transformers, and nvidia-modelopt for its row
-    python benchmarks/quality.py --max-bytes 90000 --write          # of less text, into docs/quality.md
+    python benchmarks/quality.py                  # a table; needs transformers, and nvidia-modelopt
+    for its row python benchmarks/quality.py --max-bytes 90000 --write          # of less text, into
+    docs/quality.md
 
-All rows are the same model, `examples/tiny_qwen3_moe`, in bf16 but for the experts' weights; activations stay in bf16 but where int8 is
-said, which rounds both operands of the experts' products (on CPUs). ModelOpt's row is
-a directory that nvidia-modelopt quantized and exported, loaded with `from_pretrained`. Its exporter gives gate and up of an expert one
-scale, the larger of the two, where `quantize_` keeps both; all other bytes are equal.
+All rows are the same model, `examples/tiny_qwen3_moe`, in bf16 but for the experts' weights;
+activations stay in bf16 but where int8 is said, which rounds both operands of the experts' products
+(on CPUs). ModelOpt's row is a directory that nvidia-modelopt quantized and exported, loaded with
+`from_pretrained`. Its exporter gives gate and up of an expert one scale, the larger of the two,
+where `quantize_` keeps both; all other bytes are equal.
 """
 
 from __future__ import annotations
@@ -57,7 +60,10 @@ def in_encoding(name: str, activation_format: str = "bf16") -> Any:
     model, encoding, config = plain(), find(name), fusion_moe.NVFP4Config(activation_format)
     for path, experts in list(model.named_modules()):
         if contract := contract_of(experts):
-            up, down = (t.detach() for t in (contract.up(experts.gate_up_proj), contract.down(experts.down_proj)))
+            up, down = (
+                t.detach()
+                for t in (contract.up(experts.gate_up_proj), contract.down(experts.down_proj))
+            )
             weights = (quantize(t, encoding=encoding) for t in (up, down))
             model.set_submodule(path, experts_from(experts, *weights, config=config))
     return model
@@ -71,7 +77,9 @@ def by_modelopt() -> Any:
     config = copy.deepcopy(mtq.W4A16_NVFP4_CFG)
     config["quant_cfg"].append({"quantizer_name": "*self_attn*", "enable": False})
     with tempfile.TemporaryDirectory() as folder:
-        made = mtq.quantize(plain(), config, lambda model: model(torch.zeros(1, 8, dtype=torch.long)))
+        made = mtq.quantize(
+            plain(), config, lambda model: model(torch.zeros(1, 8, dtype=torch.long))
+        )
         with torch.no_grad():
             export_hf_checkpoint(made, dtype=torch.bfloat16, export_dir=folder)
         return plain(folder)
@@ -96,7 +104,10 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 def table(texts: list[str]) -> str:
     """The markdown table of all variants; a line to stderr for each."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    lines = ["| experts | bytes of experts | bits per byte | perplexity | of bf16's |", "|---|---:|---:|---:|---:|"]
+    lines = [
+        "| experts | bytes of experts | bits per byte | perplexity | of bf16's |",
+        "|---|---:|---:|---:|---:|",
+    ]
     first = 0.0
     for name, make in VARIANTS.items():
         if "modelopt" in name and find_spec("modelopt") is None:
@@ -104,19 +115,26 @@ def table(texts: list[str]) -> str:
         start, model = time.monotonic(), make()
         bits, perplexity = bits_per_byte_and_perplexity(model, tokenizer, texts)
         first = first or perplexity
-        lines.append(f"| {name} | {experts_bytes(model):,} | {bits:.5f} | {perplexity:.4f} | {100 * (perplexity / first - 1):+.2f} % |")
+        lines.append(
+            f"| {name} | {experts_bytes(model):,} | {bits:.5f} | {perplexity:.4f} | "
+            f"{100 * (perplexity / first - 1):+.2f} % |"
+        )
         print(f"{lines[-1]}  {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--max-bytes", type=int, help="of held-out text (default: all)")
     parser.add_argument("--write", action="store_true", help="put the table into docs/quality.md")
     arguments = parser.parse_args()
     texts = load_heldout(max_bytes=arguments.max_bytes)
     packages = {"torch": "torch", "transformers": "transformers", "modelopt": "nvidia-modelopt"}
-    versions = ", ".join(f"{package} {version(package)}" for name, package in packages.items() if find_spec(name))
+    versions = ", ".join(
+        f"{package} {version(package)}" for name, package in packages.items() if find_spec(name)
+    )
     size = sum(len(text.encode()) for text in texts)
     part = f"{size:,} bytes of held-out text; {versions}\n\n{table(texts)}"
     print(part)

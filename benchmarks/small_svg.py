@@ -1,4 +1,6 @@
-"""Makes matplotlib's SVGs small enough to be committed: what looks the same, without metadata and repeated styles."""
+"""Makes matplotlib's SVGs small enough to be committed: what looks the same, without metadata and
+repeated styles.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ def small(text: str) -> str:
     ElementTree.register_namespace("", _SVG)
     root = ElementTree.fromstring(text)
     _drop(root)
-    names = dict.fromkeys(re.findall(r"#([\w-]+)[\")]", ElementTree.tostring(root, encoding="unicode")))
+    names = dict.fromkeys(
+        re.findall(r"#([\w-]+)[\")]", ElementTree.tostring(root, encoding="unicode"))
+    )
     short, styles = {name: f"n{i}" for i, name in enumerate(names)}, dict[str, str]()
     for element in root.iter():
         _shorten(element, short, styles)
@@ -23,7 +27,9 @@ def small(text: str) -> str:
     _merge(root)
     _share(root)
     sheet = ElementTree.Element(f"{{{_SVG}}}style")
-    sheet.text = "*{stroke-linejoin:round;stroke-linecap:butt}" + "".join(f".{name}{{{style}}}" for style, name in styles.items())
+    sheet.text = "*{stroke-linejoin:round;stroke-linecap:butt}" + "".join(
+        f".{name}{{{style}}}" for style, name in styles.items()
+    )
     root.insert(0, sheet)
     return ElementTree.tostring(root, encoding="unicode").replace(" />", "/>") + "\n"
 
@@ -38,7 +44,9 @@ def _drop(root: ElementTree.Element) -> None:
 
 
 def _shorten(element: ElementTree.Element, short: dict[str, str], styles: dict[str, str]) -> None:
-    """One element: names, those that nothing refers to left out, spaces and digits; its style as a class."""
+    """One element: names, those that nothing refers to left out, spaces and digits; its style as a
+    class.
+    """
     attributes = element.attrib
     if name := attributes.pop("id", ""):
         attributes |= {"id": short[name]} if name in short else {}
@@ -60,7 +68,11 @@ def _merge(root: ElementTree.Element) -> None:
     for parent in root.iter():
         last: ElementTree.Element | None = None
         for child in list(parent):
-            is_line = child.tag.endswith("}path") and "id" not in child.attrib and "z" not in child.attrib["d"]
+            is_line = (
+                child.tag.endswith("}path")
+                and "id" not in child.attrib
+                and "z" not in child.attrib["d"]
+            )
             if is_line and last is not None and last.attrib["class"] == child.attrib["class"]:
                 last.attrib["d"] += f" {child.attrib['d']}"
                 parent.remove(child)
@@ -95,6 +107,8 @@ def _unwrap(parent: ElementTree.Element) -> None:
     """Groups that say nothing give way to what is in them; empty ones go."""
     for child in list(parent):
         _unwrap(child)
-        if child.tag in (f"{{{_SVG}}}g", f"{{{_SVG}}}defs") and (len(child) == 0 or (child.tag.endswith("}g") and not child.attrib)):
+        if child.tag in (f"{{{_SVG}}}g", f"{{{_SVG}}}defs") and (
+            len(child) == 0 or (child.tag.endswith("}g") and not child.attrib)
+        ):
             at = list(parent).index(child)
             parent[at : at + 1] = list(child)

@@ -1,4 +1,5 @@
-"""What h200_training.py measures: layers and single products, their weights and inputs, and how far results may be apart.
+"""What h200_training.py measures: layers and single products, their weights and inputs, and how far
+results may be apart.
 
 M rows (tokens x experts a token), H hidden, I intermediate features, E experts, k experts a token.
 """
@@ -17,14 +18,21 @@ ROUTINGS = ("uniform", "zipf")
 TOKENS = (4096, 8192, 32768)
 SIZES = {name: MODELS[name] for name in ("qwen3", "gpt-oss", "mixtral", "deepseek")}
 TINY = Model("tiny", 8, 2, 64, 32)
-LINEAR_ROWS, LINEAR_GROUPS, LINEAR_K, LINEAR_N = (16384, 32768, 65536, 98304), (4, 8, 64, 128), 7168, 2048
+LINEAR_ROWS, LINEAR_GROUPS, LINEAR_K, LINEAR_N = (
+    (16384, 32768, 65536, 98304),
+    (4, 8, 64, 128),
+    7168,
+    2048,
+)
 FAR = 2e-2  # what two results in bf16 may differ, relative Frobenius norm
 _CHECKED_EXPERTS = 8
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The experts of a layer, from the router's ids to tokens: SwiGLU without biases, in the sizes of a model."""
+    """The experts of a layer, from the router's ids to tokens: SwiGLU without biases, in the sizes
+    of a model.
+    """
 
     name: str
     model: Model
@@ -58,7 +66,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """x bf16[T, H], ids i64[T, k], w bf16[T, k], gate_up bf16[E, 2I, H], down bf16[E, H, I], seed bf16[T, H]: the result's gradient."""
+    """x bf16[T, H], ids i64[T, k], w bf16[T, k], gate_up bf16[E, 2I, H], down bf16[E, H, I], seed
+    bf16[T, H]: the result's gradient.
+    """
 
     cell: Layer
     x: Tensor
@@ -100,10 +110,18 @@ class Linear:
         """Random ones."""
         g = torch.Generator(device).manual_seed(0)
         one = Model("", self.groups, 1, self.k, self.n)
-        counts = _routed(one, self.rows, self.routing, g)[0].flatten().bincount(minlength=self.groups)
+        counts = (
+            _routed(one, self.rows, self.routing, g)[0].flatten().bincount(minlength=self.groups)
+        )
         x = torch.randn(self.rows, self.k, device=device, generator=g).bfloat16()
         seed = torch.randn(self.rows, self.n, device=device, generator=g).bfloat16()
-        return LinearInputs(self, x.requires_grad_(), _weight((self.groups, self.n, self.k), g), counts.cumsum(0).int(), seed)
+        return LinearInputs(
+            self,
+            x.requires_grad_(),
+            _weight((self.groups, self.n, self.k), g),
+            counts.cumsum(0).int(),
+            seed,
+        )
 
 
 @dataclass(frozen=True)
@@ -136,9 +154,24 @@ Inputs = LayerInputs | LinearInputs
 def cells(tiny: bool) -> list[Cell]:
     """All of them."""
     if tiny:
-        return [*(Layer("tiny", TINY, 48, r) for r in ROUTINGS), *(Linear(96, 4, 64, 32, r) for r in ROUTINGS)]
-    layers = [Layer(name, model, tokens, r) for name, model in SIZES.items() for tokens in TOKENS for r in ROUTINGS]
-    return [*layers, *(Linear(m, groups, LINEAR_K, LINEAR_N, "uniform") for m in LINEAR_ROWS for groups in LINEAR_GROUPS)]
+        return [
+            *(Layer("tiny", TINY, 48, r) for r in ROUTINGS),
+            *(Linear(96, 4, 64, 32, r) for r in ROUTINGS),
+        ]
+    layers = [
+        Layer(name, model, tokens, r)
+        for name, model in SIZES.items()
+        for tokens in TOKENS
+        for r in ROUTINGS
+    ]
+    return [
+        *layers,
+        *(
+            Linear(m, groups, LINEAR_K, LINEAR_N, "uniform")
+            for m in LINEAR_ROWS
+            for groups in LINEAR_GROUPS
+        ),
+    ]
 
 
 def flops(cell: Cell) -> int:
@@ -147,7 +180,9 @@ def flops(cell: Cell) -> int:
 
 
 def _weight(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
-    """Normal, so that products of normal numbers are about 1 in size. Expert by expert: a float32 copy of all may not fit."""
+    """Normal, so that products of normal numbers are about 1 in size. Expert by expert: a float32
+    copy of all may not fit.
+    """
     made = torch.empty(shape, dtype=torch.bfloat16, device=g.device)
     for one in made:
         one.copy_(torch.randn(shape[1:], device=g.device, generator=g) / shape[-1] ** 0.5)
@@ -155,8 +190,11 @@ def _weight(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
 
 
 def _routed(model: Model, tokens: int, routing: str, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """k different experts for each token, all as likely; or expert i in proportion to 1 / i^ZIPF. -> ids i64[T, k], w bf16[T, k]"""
-    score = -torch.rand(tokens, model.experts, device=g.device, generator=g).clamp_min(1e-20).log_()  # exponential
+    """k different experts for each token, all as likely; or expert i in proportion to 1 / i^ZIPF.
+    -> ids i64[T, k], w bf16[T, k]
+    """
+    # exponential
+    score = -torch.rand(tokens, model.experts, device=g.device, generator=g).clamp_min(1e-20).log_()
     if routing == "zipf":
         score *= (torch.randperm(model.experts, device=g.device, generator=g) + 1.0) ** ZIPF
     ids = score.topk(model.slots, largest=False).indices
@@ -164,18 +202,31 @@ def _routed(model: Model, tokens: int, routing: str, g: torch.Generator) -> tupl
     return ids, (w / w.sum(1, keepdim=True)).bfloat16()
 
 
-# What is right --------------------------------------------------------------------------------------------------------
+# What is right ------------------------------------------------------------------------------------
 
 
 def digest(results: Sequence[Tensor]) -> list[Tensor]:
-    """What is kept of results to be compared: all of a matrix; of gradients of weights [E, N, K] some experts, and the norm of each."""
+    """What is kept of results to be compared: all of a matrix; of gradients of weights [E, N, K]
+    some experts, and the norm of each.
+    """
     kept = []
     for t in results:
-        some = torch.linspace(0, len(t) - 1, min(_CHECKED_EXPERTS, len(t))).long().unique().tolist() if t.dim() == 3 else None
-        kept.append(t if some is None else torch.cat([t[some].float().flatten(), torch.stack([e.float().norm() for e in t])]))
+        some = (
+            torch.linspace(0, len(t) - 1, min(_CHECKED_EXPERTS, len(t))).long().unique().tolist()
+            if t.dim() == 3
+            else None
+        )
+        kept.append(
+            t
+            if some is None
+            else torch.cat([t[some].float().flatten(), torch.stack([e.float().norm() for e in t])])
+        )
     return kept
 
 
 def apart(got: Sequence[Tensor], want: Sequence[Tensor]) -> list[float]:
     """The relative Frobenius norm of each difference."""
-    return [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, want, strict=True)]
+    return [
+        float((a.float() - b.float()).norm() / b.float().norm())
+        for a, b in zip(got, want, strict=True)
+    ]

@@ -1,4 +1,6 @@
-"""Who computes the cells of h200_training.py. Each contender takes the same tensors, and autograd differentiates what it returns."""
+"""Who computes the cells of h200_training.py. Each contender takes the same tensors, and autograd
+differentiates what it returns.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ ops = torch.ops.fusion_moe
 
 @dataclass(frozen=True)
 class Contender:
-    """run() -> results, whose gradients are `seeds`; wanted: what gets a gradient. exact: whether there is something to compare."""
+    """run() -> results, whose gradients are `seeds`; wanted: what gets a gradient. exact: whether
+    there is something to compare.
+    """
 
     run: Callable[[], Tensor | Sequence[Tensor]]
     wanted: Sequence[Tensor]
@@ -60,7 +64,9 @@ def mxfp8(on: Inputs) -> Contender:
 
 
 def grouped_mm(on: Inputs) -> Contender:
-    """torch's grouped product; for a layer as in transformers' experts: their function if it is installed, else the same steps."""
+    """torch's grouped product; for a layer as in transformers' experts: their function if it is
+    installed, else the same steps.
+    """
     if isinstance(on, LinearInputs):
         return _on(on, lambda: F.grouped_mm(on.x, on.weight.mT, offs=on.ends))
     if theirs := _transformers():
@@ -81,9 +87,18 @@ def _transformers() -> Callable[..., Tensor] | None:
 def _experts(on: LayerInputs) -> Any:
     """What transformers' function reads of a module."""
     return SimpleNamespace(
-        gate_up_proj=on.gate_up, down_proj=on.down, num_experts=len(on.down), has_gate=True, has_bias=False, is_transposed=False,
-        is_concatenated=True, has_post_expert_norm=False, _is_expert_parallel=False, act_fn=F.silu, _apply_gate=_swiglu,
-    )  # fmt: skip
+        gate_up_proj=on.gate_up,
+        down_proj=on.down,
+        num_experts=len(on.down),
+        has_gate=True,
+        has_bias=False,
+        is_transposed=False,
+        is_concatenated=True,
+        has_post_expert_norm=False,
+        _is_expert_parallel=False,
+        act_fn=F.silu,
+        _apply_gate=_swiglu,
+    )
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
@@ -92,10 +107,17 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _steps(on: LayerInputs) -> Tensor:
-    """Sort, gather, product, SwiGLU, product, weights, back to the order of slots, sum over each token's."""
+    """Sort, gather, product, SwiGLU, product, weights, back to the order of slots, sum over each
+    token's.
+    """
     slots = on.ids.shape[1]
     sorted_ids, order = on.ids.flatten().sort()
-    counts = torch.histc(sorted_ids.int() if on.x.is_cuda else sorted_ids.float(), bins=len(on.down), min=0, max=len(on.down) - 1)
+    counts = torch.histc(
+        sorted_ids.int() if on.x.is_cuda else sorted_ids.float(),
+        bins=len(on.down),
+        min=0,
+        max=len(on.down) - 1,
+    )
     ends = counts.cumsum(0, dtype=torch.int32)
     y = F.grouped_mm(on.x[order // slots], on.gate_up.mT, offs=ends)
     y = F.grouped_mm(_swiglu(y), on.down.mT, offs=ends)
@@ -118,18 +140,33 @@ def loop(on: Inputs) -> Contender:
     """A linear layer for each group, of sizes that the host knows."""
     assert isinstance(on, LinearInputs)
     counts = on.counts
-    return _on(on, lambda: torch.cat([F.linear(x, w) for x, w in zip(on.x.split(counts), on.weight, strict=True)]))
+    return _on(
+        on,
+        lambda: torch.cat(
+            [F.linear(x, w) for x, w in zip(on.x.split(counts), on.weight, strict=True)]
+        ),
+    )
 
 
 def dense(on: Inputs) -> Contender:
-    """Dense products of the same M, N and K, forward and backward: no mixture of experts, what the card can do."""
+    """Dense products of the same M, N and K, forward and backward: no mixture of experts, what the
+    card can do.
+    """
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=on.x.device, dtype=torch.bfloat16)
 
-    made = [(random(on.cell.rows, k).requires_grad_(), random(n, k).requires_grad_()) for n, k in on.cell.products]
+    made = [
+        (random(on.cell.rows, k).requires_grad_(), random(n, k).requires_grad_())
+        for n, k in on.cell.products
+    ]
     seeds = [random(on.cell.rows, n) for n, _ in on.cell.products]
-    return Contender(lambda: [F.linear(x, w) for x, w in made], [t for both in made for t in both], seeds, exact=False)
+    return Contender(
+        lambda: [F.linear(x, w) for x, w in made],
+        [t for both in made for t in both],
+        seeds,
+        exact=False,
+    )
 
 
 LAYER: Mapping[str, Callable[[Inputs], Contender]] = {

@@ -1,4 +1,6 @@
-"""The documentation site: `make docs` builds it, with warnings as errors and without the network."""
+"""The documentation site: `make docs` builds it, with warnings as errors and without the
+network.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "plain_docstrings", "from_tab
 exclude_patterns = ["_build"]
 myst_heading_anchors = 4  # links to headings as GitHub spells them
 highlight_language = "none"
-suppress_warnings = ["myst.header"]  # written pages begin with headings of the level that they have in another page
+# written pages begin with headings of the level that they have in another page
+suppress_warnings = ["myst.header"]
 nitpicky = False  # types in signatures are torch's and Python's, whose documentation is not fetched
 default_role = "code"
 smartquotes = False  # "..." and quotes are what they are

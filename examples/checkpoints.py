@@ -1,10 +1,12 @@
-"""Quantized checkpoints of several families: loads, runs, saves and reloads each, and compares it with what its bytes mean.
+"""Quantized checkpoints of several families: loads, runs, saves and reloads each, and compares it
+with what its bytes mean.
 
     python examples/checkpoints.py [--only NAME]
 
-The models are tiny and random. If nvidia-modelopt is installed, it writes its three kinds of directories; all others (without it,
-ModelOpt's too) come from tests/checkpoints/made. The reference reads each file with numpy and ml_dtypes and puts the numbers into
-transformers' plain model; float32 logits and 16 generated tokens are compared. Exits with 1 if a row fails.
+The models are tiny and random. If nvidia-modelopt is installed, it writes its three kinds of
+directories; all others (without it, ModelOpt's too) come from tests/checkpoints/made. The reference
+reads each file with numpy and ml_dtypes and puts the numbers into transformers' plain model;
+float32 logits and 16 generated tokens are compared. Exits with 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ EXPORTS: dict[str, tuple[str, Any]] = {
 
 
 class Row(NamedTuple):
-    """The results for a directory. tokens: whether both models generated the same; saved: what was written, and whether it loads equal."""
+    """The results for a directory. tokens: whether both models generated the same; saved: what was
+    written, and whether it loads equal.
+    """
 
     name: str
     seconds: str
@@ -63,7 +67,9 @@ class Row(NamedTuple):
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="directories with this in their names")
     only = parser.parse_args().only
     transformers.logging.set_verbosity_error()
@@ -82,9 +88,14 @@ def main() -> None:
 def directories() -> Iterator[tuple[str, Callable[[Path], Path]]]:
     """The name of each directory, and a function that makes it in a folder or finds it."""
     if importlib.util.find_spec("modelopt"):
-        yield from ((f"ModelOpt {name}", lambda out, export=export: exported(out, *export)) for name, export in EXPORTS.items())
+        yield from (
+            (f"ModelOpt {name}", lambda out, export=export: exported(out, *export))
+            for name, export in EXPORTS.items()
+        )
     for made in sorted(MADE.iterdir()):
-        if not made.name.startswith("bf16") and (not made.name.startswith("modelopt") or not importlib.util.find_spec("modelopt")):
+        if not made.name.startswith("bf16") and (
+            not made.name.startswith("modelopt") or not importlib.util.find_spec("modelopt")
+        ):
             yield made.name, lambda out, made=made: made
 
 
@@ -102,8 +113,17 @@ def row(name: str, write: Callable[[Path], Path], folder: Path) -> Row:
     with tempfile.TemporaryDirectory(dir=folder) as inside:
         try:
             return measured(name, write(Path(inside)), Path(inside) / "saved")
-        except (Error, RuntimeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
-            return Row(name, "", "", "", "", f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        except (
+            Error,
+            RuntimeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            NotImplementedError,
+        ) as error:
+            return Row(
+                name, "", "", "", "", f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            )
 
 
 def measured(name: str, directory: Path, saved: Path) -> Row:
@@ -120,7 +140,14 @@ def measured(name: str, directory: Path, saved: Path) -> Row:
         same_again = same_parameters(again, model)
     method = again.config.quantization_config.method
     problem = "" if difference <= LIMIT and same_tokens and same_again else "not the same"
-    return Row(name, f"{seconds:.2f}", f"{difference:.0e}", yes(same_tokens), f"{method}, {'same' if same_again else 'DIFFERENT'}", problem)
+    return Row(
+        name,
+        f"{seconds:.2f}",
+        f"{difference:.0e}",
+        yes(same_tokens),
+        f"{method}, {'same' if same_again else 'DIFFERENT'}",
+        problem,
+    )
 
 
 def logits(model: Any, prompt: torch.Tensor) -> torch.Tensor:
@@ -131,7 +158,9 @@ def logits(model: Any, prompt: torch.Tensor) -> torch.Tensor:
 
 def generated(model: Any, prompt: torch.Tensor) -> torch.Tensor:
     """The tokens after a prompt."""
-    return model.generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)[:, prompt.shape[1] :]
+    return model.generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)[
+        :, prompt.shape[1] :
+    ]
 
 
 def yes(found: bool) -> str:
@@ -149,11 +178,16 @@ def quiet() -> Iterator[None]:
 
 def show(rows: list[Row]) -> None:
     """The table."""
-    head = Row("directory", "load s", "logits", f"{TOKENS} tokens", "saved as, loaded again", "problem")
+    head = Row(
+        "directory", "load s", "logits", f"{TOKENS} tokens", "saved as, loaded again", "problem"
+    )
     widths = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
     for r in (head, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(r, widths, strict=True)).rstrip())
-    print(f"{sum(not r.problem for r in rows)} of {len(rows)} directories load, compute and save what their bytes mean")
+    print(
+        f"{sum(not r.problem for r in rows)} of {len(rows)} directories load, compute and save "
+        "what their bytes mean"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""The main use, on a small real model: quantize its experts to NVFP4, compile it, measure it, and look at what was fused.
+"""The main use, on a small real model: quantize its experts to NVFP4, compile it, measure it, and
+look at what was fused.
 
     python examples/demo.py [--device cuda] [--text BYTES] [--tokens N]
 
-The model is a Qwen3-MoE trained on the Python standard library (examples/train_tiny_qwen3_moe.py made it).
+The model is a Qwen3-MoE trained on the Python standard library (examples/train_tiny_qwen3_moe.py
+made it).
 """
 
 from __future__ import annotations
@@ -34,12 +36,15 @@ from fusion_moe.runtime import nvrtc
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 BATCHES = (1, 32)
 PROMPT = '    def __repr__(self):\n        """Return'
-EXPERTS = {1: "batched_mm", 32: "grouped_mm"}  # batch size -> the fastest of transformers' own experts in eager bf16
+# batch size -> the fastest of transformers' own experts in eager bf16
+EXPERTS = {1: "batched_mm", 32: "grouped_mm"}
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second: the median over steps, and the values that nine of ten steps are above and below."""
+    """Tokens per second: the median over steps, and the values that nine of ten steps are above and
+    below.
+    """
 
     median: float
     low: float
@@ -58,8 +63,9 @@ class Speed:
 
 @dataclass
 class Variant:
-    """One way to run the model. run: the model as it is called; experts: transformers' implementation, if it has several; decode: the call
-    for steps of one token, if it differs (on a GPU a compiled model decodes under CUDA graphs).
+    """One way to run the model. run: the model as it is called; experts: transformers'
+    implementation, if it has several; decode: the call for steps of one token, if it differs (on a
+    GPU a compiled model decodes under CUDA graphs).
     """
 
     name: str
@@ -102,7 +108,11 @@ def perplexity(variant: Variant, tokenizer: Any, texts: list[str]) -> float:
     if variant.experts:
         variant.model.set_experts_implementation("grouped_mm")
     bits, ppl = bits_per_byte_and_perplexity(variant.run, tokenizer, texts)
-    print(f"{variant.name:24} perplexity {ppl:7.4f}   {bits:.4f} bits per byte   ({time.monotonic() - start:.0f} s)", flush=True)
+    print(
+        f"{variant.name:24} perplexity {ppl:7.4f}   {bits:.4f} bits per byte   "
+        f"({time.monotonic() - start:.0f} s)",
+        flush=True,
+    )
     return ppl
 
 
@@ -146,13 +156,21 @@ def expert_bytes(model: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for m in experts for p in m.parameters())
 
 
-def compiled(name: str, model: torch.nn.Module, backend: str, device: str, experts: dict[int, str]) -> Variant:
-    """The model under torch.compile: for texts of any length without CUDA graphs, which would be recorded for each length."""
-    graphs = torch.compile(model, backend=backend, mode="reduce-overhead") if device == "cuda" else None
+def compiled(
+    name: str, model: torch.nn.Module, backend: str, device: str, experts: dict[int, str]
+) -> Variant:
+    """The model under torch.compile: for texts of any length without CUDA graphs, which would be
+    recorded for each length.
+    """
+    graphs = (
+        torch.compile(model, backend=backend, mode="reduce-overhead") if device == "cuda" else None
+    )
     return Variant(name, model, torch.compile(model, backend=backend), experts, graphs)
 
 
-def compare_speeds(variants: list[Variant], tokenizer: Any, steps: int) -> dict[tuple[str, int], Speed]:
+def compare_speeds(
+    variants: list[Variant], tokenizer: Any, steps: int
+) -> dict[tuple[str, int], Speed]:
     speeds, rows = {}, []
     for variant in variants:
         cells = []
@@ -160,7 +178,12 @@ def compare_speeds(variants: list[Variant], tokenizer: Any, steps: int) -> dict[
             speed = speeds[variant.name, batch] = decode_speed(variant, tokenizer, batch, steps)
             cells.append(f"{speed.median:>14,.0f}{speed.spread:>9.0%}")
         rows.append(f"{variant.name:24}" + "".join(cells))
-    print(f"{'':24}" + "".join(f"{f'batch {b}':>14}{'spread':>9}" for b in BATCHES), *rows, sep="\n", flush=True)
+    print(
+        f"{'':24}" + "".join(f"{f'batch {b}':>14}{'spread':>9}" for b in BATCHES),
+        *rows,
+        sep="\n",
+        flush=True,
+    )
     return speeds
 
 
@@ -183,8 +206,16 @@ def verdict(ours: Speed, other: Speed, name: str) -> str:
 
 
 def large_layer(device: str) -> torch.nn.Module:
-    """One mixture-of-experts layer of Qwen3-30B-A3B's size, with random weights: 604 M parameters, 128 experts, 8 for each token."""
-    config = Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)
+    """One mixture-of-experts layer of Qwen3-30B-A3B's size, with random weights: 604 M parameters,
+    128 experts, 8 for each token.
+    """
+    config = Qwen3MoeConfig(
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    )
     config._experts_implementation = "batched_mm"  # the fastest of transformers' own for one token
     with torch.device("meta"):
         layer = Qwen3MoeSparseMoeBlock(config)
@@ -196,7 +227,9 @@ def large_layer(device: str) -> torch.nn.Module:
 
 @torch.inference_mode()
 def time_large_layer(calls: int, device: str) -> None:
-    """One token through the layer: bf16 and NVFP4, both compiled; each call has its own token and experts."""
+    """One token through the layer: bf16 and NVFP4, both compiled; each call has its own token and
+    experts.
+    """
     layer = large_layer(device)
     tokens = torch.randn(calls + 3, 1, 1, 2048, device=device).bfloat16()
     found = {}
@@ -208,16 +241,22 @@ def time_large_layer(calls: int, device: str) -> None:
         elif not has_compiler():
             continue
         torch._dynamo.reset()
-        mode = "reduce-overhead" if device == "cuda" else None  # CUDA graphs: for one token, the GPU needs less time than Python
+        # CUDA graphs: for one token, the GPU needs less time than Python
+        mode = "reduce-overhead" if device == "cuda" else None
         run = torch.compile(layer, backend=backend, mode=mode)
         speed = found[name] = quiet_speed(run, tokens, device)
         print(f"{name:24} {1e3 / speed.median:6.2f} ms for one token, spread {speed.spread:.0%}")
     if len(found) == 2:
-        print(f"NVFP4 compiled {verdict(found['NVFP4 compiled'], found['bf16 Inductor'], 'bf16 Inductor')}")
+        print(
+            "NVFP4 compiled "
+            f"{verdict(found['NVFP4 compiled'], found['bf16 Inductor'], 'bf16 Inductor')}"
+        )
 
 
 def quiet_speed(run: Callable[..., Any], tokens: torch.Tensor, device: str) -> Speed:
-    """The speed over one token after another, after three that compile and warm up; of three repeats, that with the smallest spread."""
+    """The speed over one token after another, after three that compile and warm up; of three
+    repeats, that with the smallest spread.
+    """
     for x in tokens[:3]:
         run(x)
 
@@ -226,51 +265,82 @@ def quiet_speed(run: Callable[..., Any], tokens: torch.Tensor, device: str) -> S
         run(x)
         return now(device) - start
 
-    return min((Speed.of([seconds(x) for x in tokens[3:]]) for _ in range(3)), key=lambda speed: speed.spread)
+    return min(
+        (Speed.of([seconds(x) for x in tokens[3:]]) for _ in range(3)),
+        key=lambda speed: speed.spread,
+    )
 
 
 def all_variants(bf16: torch.nn.Module, nvfp4: torch.nn.Module, device: str) -> list[Variant]:
     """Both models, eager and compiled; those of NVFP4 are the last two."""
     variants = [Variant("bf16 eager", bf16, bf16, EXPERTS)]
     if has_compiler():
-        variants.append(compiled("bf16 Inductor", bf16, "inductor", device, dict.fromkeys(BATCHES, "batched_mm")))
+        variants.append(
+            compiled(
+                "bf16 Inductor", bf16, "inductor", device, dict.fromkeys(BATCHES, "batched_mm")
+            )
+        )
     else:
-        print("no C++ compiler: no bf16 under Inductor to compare with, and everything outside of our fusions runs call by call")
-    return [*variants, Variant("NVFP4 eager", nvfp4, nvfp4, {}), compiled("NVFP4 compiled", nvfp4, "fusion_moe", device, {})]
+        print(
+            "no C++ compiler: no bf16 under Inductor to compare with, and everything outside of "
+            "our fusions runs call by call"
+        )
+    return [
+        *variants,
+        Variant("NVFP4 eager", nvfp4, nvfp4, {}),
+        compiled("NVFP4 compiled", nvfp4, "fusion_moe", device, {}),
+    ]
 
 
 def compare_perplexities(variants: list[Variant], tokenizer: Any, texts: list[str]) -> None:
     """The effect of four bits, and of different rounding in fused kernels."""
     found = {v.name: perplexity(v, tokenizer, texts) for v in variants if v.name != "bf16 Inductor"}
-    change, rounding = (found[a] / found[b] - 1 for a, b in (("NVFP4 eager", "bf16 eager"), ("NVFP4 compiled", "NVFP4 eager")))
+    change, rounding = (
+        found[a] / found[b] - 1
+        for a, b in (("NVFP4 eager", "bf16 eager"), ("NVFP4 compiled", "NVFP4 eager"))
+    )
     print(f"NVFP4 is {change:+.2%} of bf16; compiled is {rounding:+.4%} of eager")
 
 
 def main(options: argparse.Namespace) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    for name in ("torch", "torchao"):  # their messages about compiling, and about libraries for other machines
+    # their messages about compiling, and about libraries for other machines
+    for name in ("torch", "torchao"):
         logging.getLogger(name).setLevel(logging.ERROR)
     options.device = options.device or where_kernels_run()
     step("load")
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     bf16, nvfp4 = load(options.device), load(options.device)
     texts = load_heldout(max_bytes=options.text)
-    print(f"{type(bf16).__name__}, {sum(p.numel() for p in bf16.parameters()) / 1e6:.1f} M parameters, from {MODEL.name}")
+    print(
+        f"{type(bf16).__name__}, {sum(p.numel() for p in bf16.parameters()) / 1e6:.1f} M "
+        f"parameters, from {MODEL.name}"
+    )
 
     step("quantize the experts: fusion_moe.quantize_(model)")
     before = expert_bytes(bf16)
     fusion_moe.quantize_(nvfp4)
     after = expert_bytes(nvfp4)
-    print(f"expert weights: {before:,} bytes in bf16, {after:,} in NVFP4: {before / after:.2f}x smaller")
+    print(
+        f"expert weights: {before:,} bytes in bf16, {after:,} in NVFP4: "
+        f"{before / after:.2f}x smaller"
+    )
 
     step('compile: torch.compile(model, backend="fusion_moe")')
     variants = all_variants(bf16, nvfp4, options.device)
     step(f"perplexity on {sum(len(t.encode()) for t in texts):,} bytes of held-out text")
     compare_perplexities(variants, tokenizer, texts)
 
-    where = f"{torch.get_num_threads()} threads" if options.device == "cpu" else torch.cuda.get_device_name()
-    step(f"decoding, tokens per second on {where} (median of {options.tokens} steps, spread p10 to p90)")
+    where = (
+        f"{torch.get_num_threads()} threads"
+        if options.device == "cpu"
+        else torch.cuda.get_device_name()
+    )
+    step(
+        f"decoding, tokens per second on {where} (median of {options.tokens} steps, spread "
+        "p10 to p90)"
+    )
     torch._dynamo.reset()  # decoding compiles again, for one token a sequence
     say_who_wins(compare_speeds(variants, tokenizer, options.tokens))
 
@@ -288,9 +358,13 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], help="a GPU where there is one")
     parser.add_argument("--text", type=int, default=60_000, help="bytes of held-out text")
     parser.add_argument("--tokens", type=int, default=24, help="decoding steps that are timed")
-    parser.add_argument("--calls", type=int, default=100, help="calls of the large layer that are timed")
+    parser.add_argument(
+        "--calls", type=int, default=100, help="calls of the large layer that are timed"
+    )
     main(parser.parse_args())

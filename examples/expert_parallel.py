@@ -1,9 +1,11 @@
-"""The experts of the tiny Qwen3-MoE in NVFP4, divided between processes: what each process holds, and the text that all of them generate.
+"""The experts of the tiny Qwen3-MoE in NVFP4, divided between processes: what each process holds,
+and the text that all of them generate.
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py [--plan ep | tp | ep_tp]
 
-Runs on CPUs, over gloo. Before the experts are divided, each process has all of them and generates without the others. Exits with 1 unless
-the texts are the same and logits agree within float32's rounding.
+Runs on CPUs, over gloo. Before the experts are divided, each process has all of them and generates
+without the others. Exits with 1 unless the texts are the same and logits agree within float32's
+rounding.
 """
 
 from __future__ import annotations
@@ -44,19 +46,30 @@ def held(model: torch.nn.Module) -> str:
     layers = [m for m in model.modules() if isinstance(m, Experts)]
     experts, _, features = layers[0].weight_of("down").shape
     first = layers[0].first_expert or 0
-    return f"experts {first} to {first + experts - 1} of each layer, {features} features each, {sum(m.nbytes for m in layers):,} bytes"
+    return (
+        f"experts {first} to {first + experts - 1} of each layer, {features} features each, "
+        f"{sum(m.nbytes for m in layers):,} bytes"
+    )
 
 
 def main() -> int:
     """0 if all processes generated the same as a single one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", choices=PLANS, default="ep", help="divide the experts, the features of each, or both (default: ep)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--plan",
+        choices=PLANS,
+        default="ep",
+        help="divide the experts, the features of each, or both (default: ep)",
+    )
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, ranks // 2) if args.plan == "ep_tp" else (ranks,))  # ep_tp needs an even number of processes
+    # ep_tp needs an even number of processes
+    mesh = init_device_mesh("cpu", (2, ranks // 2) if args.plan == "ep_tp" else (ranks,))
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
@@ -78,8 +91,15 @@ def main() -> int:
         print(f"one process:  {before}")
         print("\n".join(f"rank {rank}:       {what}" for rank, (what, _) in enumerate(found)))
         print(f"\n{tokenizer.decode(together[0])}\n")
-        print(f"{TOKENS} tokens in {seconds:.2f} s, {len(divided)} layers, plan {args.plan!r} on {mesh.size()} ranks;", end=" ")
-        print(f"text {'equal to' if all(ok for _, ok in found) else 'DIFFERENT from'} one process's, logits differ by {difference:.0e}")
+        print(
+            f"{TOKENS} tokens in {seconds:.2f} s, {len(divided)} layers, plan {args.plan!r} on "
+            f"{mesh.size()} ranks;",
+            end=" ",
+        )
+        print(
+            f"text {'equal to' if all(ok for _, ok in found) else 'DIFFERENT from'} one "
+            f"process's, logits differ by {difference:.0e}"
+        )
     dist.destroy_process_group()
     return 0 if all(ok for _, ok in found) else 1
 

@@ -1,7 +1,9 @@
-"""Bits per byte and perplexity of a causal language model on the held-out text of `examples/tiny_qwen3_moe`.
+"""Bits per byte and perplexity of a causal language model on the held-out text of
+`examples/tiny_qwen3_moe`.
 
-Every file is tokenized by itself, starts with the tokenizer's end-of-text token, and is read in windows that overlap by half, so that every
-token is scored once and (except in the first window) with at least half a window of context. Other examples import this.
+Every file is tokenized by itself, starts with the tokenizer's end-of-text token, and is read in
+windows that overlap by half, so that every token is scored once and (except in the first window)
+with at least half a window of context. Other examples import this.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ CONTEXT = 1024
 
 
 def load_heldout(path: Path = HELDOUT_FILE, max_bytes: int | None = None) -> list[str]:
-    """Return the held-out files' texts; with `max_bytes`, only the first files that fit in that many UTF-8 bytes.
+    """Return the held-out files' texts; with `max_bytes`, only the first files that fit in that
+    many UTF-8 bytes.
 
     Raises:
             ValueError: not even the first file fits.
@@ -37,12 +40,17 @@ def load_heldout(path: Path = HELDOUT_FILE, max_bytes: int | None = None) -> lis
             break
         kept.append(text)
     if not kept:
-        raise ValueError(f"{max_bytes:,} bytes hold no file of the held-out text; expected at least {len(texts[0].encode()):,}")
+        raise ValueError(
+            f"{max_bytes:,} bytes hold no file of the held-out text; expected at "
+            f"least {len(texts[0].encode()):,}"
+        )
     return kept
 
 
 def split_windows(tokens: list[int], context: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield (inputs, targets) windows of at most `context` tokens; targets that an earlier window scored are -100."""
+    """Yield (inputs, targets) windows of at most `context` tokens; targets that an earlier window
+    scored are -100.
+    """
     scored = 0  # how many of the targets tokens[1:] are scored so far
     for begin in range(0, len(tokens) - 1, context // 2):
         end = min(begin + context, len(tokens) - 1)
@@ -57,15 +65,23 @@ def bits_per_byte_and_perplexity(
     model: Any, tokenizer: Any, texts: list[str], context: int = CONTEXT, batch_size: int = 8
 ) -> tuple[float, float]:
     """Return (bits per UTF-8 byte, perplexity per token) of `texts` under `model`."""
-    windows = [window for text in texts for window in split_windows([tokenizer.eos_token_id, *tokenizer(text).input_ids], context)]
+    windows = [
+        window
+        for text in texts
+        for window in split_windows([tokenizer.eos_token_id, *tokenizer(text).input_ids], context)
+    ]
     windows.sort(key=lambda window: len(window[0]))  # equal lengths share a batch: little padding
     nats, scored = 0.0, 0
     for start in range(0, len(windows), batch_size):
         batch = windows[start : start + batch_size]
         width = len(batch[-1][0])
         # The padding follows the text, so a causal model needs no mask for it.
-        inputs = torch.tensor([ids + [tokenizer.eos_token_id] * (width - len(ids)) for ids, _ in batch])
-        targets = torch.tensor([ids + [-100] * (width - len(ids)) for _, ids in batch]).to(model.device)
+        inputs = torch.tensor(
+            [ids + [tokenizer.eos_token_id] * (width - len(ids)) for ids, _ in batch]
+        )
+        targets = torch.tensor([ids + [-100] * (width - len(ids)) for _, ids in batch]).to(
+            model.device
+        )
         logits = model(input_ids=inputs.to(model.device), use_cache=False).logits.float()
         nats += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
         scored += int((targets != -100).sum())

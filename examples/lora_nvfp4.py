@@ -1,10 +1,13 @@
-"""Teach C++ to the tiny Qwen3-MoE, which knows Python: LoRA over its NVFP4 experts, compared with plain torch on the same numbers.
+"""Teach C++ to the tiny Qwen3-MoE, which knows Python: LoRA over its NVFP4 experts, compared with
+plain torch on the same numbers.
 
     python examples/lora_nvfp4.py [--steps 40]
 
-The text is torch's own C++ headers; a hash of a file's name decides whether it is trained on or held out. Trains twice with the same
-adapters, batches, bf16 autocast and AdamW: with `quantize_` and `add_lora_`, and with a loop over experts in torch with decoded weights and
-A and B as plain parameters. Exits with 1 unless held-out bits per byte fall by a quarter and both end within half a percent of each other.
+The text is torch's own C++ headers; a hash of a file's name decides whether it is trained on or
+held out. Trains twice with the same adapters, batches, bf16 autocast and AdamW: with `quantize_`
+and `add_lora_`, and with a loop over experts in torch with decoded weights and A and B as plain
+parameters. Exits with 1 unless held-out bits per byte fall by a quarter and both end within half a
+percent of each other.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from fusion_moe.encodings import dequantize
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 HEADERS = Path(torch.__file__).parent / "include"
-FOLDERS, GENERATED = ("ATen", "c10", "torch"), "ops"  # headers in ATen/ops are generated, and near copies of each other
+# headers in ATen/ops are generated, and near copies of each other
+FOLDERS, GENERATED = ("ATen", "c10", "torch"), "ops"
 SMALLEST_FILE = 1000  # bytes of a held-out file
 CONTEXT = 256  # tokens of a window
 RANK, ALPHA, LEARNING_RATE, CLIPPED = 16, 32, 5e-3, 1.0
@@ -39,9 +43,16 @@ WANTED_FALL, ALLOWED_DIFFERENCE = 0.25, 0.005
 
 
 def texts(held_out_bytes: int) -> tuple[list[str], list[str]]:
-    """Headers to train on, and held-out headers: as many as fit of each tenth, by the hash of the name."""
+    """Headers to train on, and held-out headers: as many as fit of each tenth, by the hash of the
+    name.
+    """
     train, held_out, room = [], list[str](), held_out_bytes
-    paths = (path for folder in FOLDERS for path in (HEADERS / folder).rglob("*.h") if path.parent.name != GENERATED)
+    paths = (
+        path
+        for folder in FOLDERS
+        for path in (HEADERS / folder).rglob("*.h")
+        if path.parent.name != GENERATED
+    )
     for path in sorted(paths, key=_hash):
         text = path.read_text(encoding="utf-8", errors="replace")
         if _hash(path) % 10:
@@ -57,12 +68,15 @@ def _hash(path: Path) -> int:
 
 
 class PlainExperts(nn.Module):
-    """The computation of experts with adapters, in torch: a loop over experts with decoded weights."""
+    """The computation of experts with adapters, in torch: a loop over experts with decoded
+    weights.
+    """
 
     def __init__(self, experts: fusion_moe.nn.Experts):
         super().__init__()
         for name in experts.projections:
-            self.register_buffer(name, dequantize(experts.weight_of(name), torch.bfloat16))  # rounded as by autocast
+            # rounded as by autocast
+            self.register_buffer(name, dequantize(experts.weight_of(name), torch.bfloat16))
             setattr(self, f"{name}_lora", copy.deepcopy(getattr(experts, f"{name}_lora")))
 
     def project(self, name: str, rows: Tensor, expert: int) -> Tensor:
@@ -88,7 +102,11 @@ def models(seed: int) -> dict[str, Any]:
     fusion_moe.quantize_(ours)
     torch.manual_seed(seed)
     fusion_moe.nn.add_lora_(ours, RANK, ALPHA)
-    plain = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).train().requires_grad_(False)
+    plain = (
+        AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+        .train()
+        .requires_grad_(False)
+    )
     for mine, theirs in zip(ours.model.layers, plain.model.layers, strict=True):
         theirs.mlp.experts = PlainExperts(mine.mlp.experts)
     return {"fusion_moe": ours, "plain torch": plain}
@@ -96,7 +114,9 @@ def models(seed: int) -> dict[str, Any]:
 
 @dataclass
 class Training:
-    """A model in training: its adapters' optimizer, the held-out bits per byte before and after, the seconds of its steps."""
+    """A model in training: its adapters' optimizer, the held-out bits per byte before and after,
+    the seconds of its steps.
+    """
 
     model: Any
     bits: list[float] = field(default_factory=list)
@@ -124,7 +144,11 @@ class Training:
         """Records the bits per byte of held-out text."""
         self.model.eval()
         with torch.autocast(self.model.device.type, torch.bfloat16):
-            self.bits.append(bits_per_byte_and_perplexity(self.model, tokenizer, held_out, CONTEXT, batch_size=8)[0])
+            self.bits.append(
+                bits_per_byte_and_perplexity(
+                    self.model, tokenizer, held_out, CONTEXT, batch_size=8
+                )[0]
+            )
         self.model.train()
 
 
@@ -133,35 +157,57 @@ def train(trainings: dict[str, Training], tokens: Tensor, args: argparse.Namespa
     torch.manual_seed(args.seed)
     for step in range(1, args.steps + 1):
         batch = sample_batch(tokens, args.batch, CONTEXT)
-        losses = {name: training.step(*batch, LEARNING_RATE * (1 - (step - 1) / args.steps)) for name, training in trainings.items()}
+        losses = {
+            name: training.step(*batch, LEARNING_RATE * (1 - (step - 1) / args.steps))
+            for name, training in trainings.items()
+        }
         if step % 5 == 0 or step == 1:
-            print(f"step {step:>3} of {args.steps}  loss {'  '.join(f'{name} {loss:.4f}' for name, loss in losses.items())}", flush=True)
+            print(
+                f"step {step:>3} of {args.steps}  loss "
+                f"{'  '.join(f'{name} {loss:.4f}' for name, loss in losses.items())}",
+                flush=True,
+            )
 
 
 def verdict(trainings: dict[str, Training]) -> bool:
     """Prints the results; returns whether they are as expected."""
     for name, training in trainings.items():
         before, after = training.bits
-        print(f"{name:<12} held-out bits per byte {before:.4f} -> {after:.4f} ({after / before - 1:+.1%}), steps {training.seconds:.0f} s")
+        print(
+            f"{name:<12} held-out bits per byte {before:.4f} -> {after:.4f} "
+            f"({after / before - 1:+.1%}), steps {training.seconds:.0f} s"
+        )
     (before, after), (_, plain) = (training.bits for training in trainings.values())
     fall, difference = 1 - after / before, abs(after / plain - 1)
-    print(f"fall {fall:.1%}, wanted {WANTED_FALL:.0%}; difference {difference:.2%}, allowed {ALLOWED_DIFFERENCE:.1%}")
+    print(
+        f"fall {fall:.1%}, wanted {WANTED_FALL:.0%}; difference {difference:.2%}, allowed "
+        f"{ALLOWED_DIFFERENCE:.1%}"
+    )
     return fall >= WANTED_FALL and difference <= ALLOWED_DIFFERENCE
 
 
 def main() -> None:
     """Trains both, and compares."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="of the optimizer (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=40, help="of the optimizer (default: %(default)s)"
+    )
     parser.add_argument("--batch", type=int, default=8, help="windows a step")
     parser.add_argument("--held-out", type=int, default=24_000, help="bytes of held-out text")
-    parser.add_argument("--seed", type=int, default=0, help="of adapters and batches (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of adapters and batches (default: %(default)s)"
+    )
     args = parser.parse_args()
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     train_on, held_out = texts(args.held_out)
     tokens = encode(tokenizer, train_on)
-    print(f"{len(tokens)} training tokens of {len(train_on)} headers; held out: {len(held_out)} headers")
+    print(
+        f"{len(tokens)} training tokens of {len(train_on)} headers; held out: "
+        f"{len(held_out)} headers"
+    )
     trainings = {name: Training(model) for name, model in models(args.seed).items()}
     for training in trainings.values():
         training.measure(tokenizer, held_out)

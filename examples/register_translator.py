@@ -1,8 +1,10 @@
-"""Fusing an operation of your own: its kernel and fake as usual in torch, and a translator of a few lines.
+"""Fusing an operation of your own: its kernel and fake as usual in torch, and a translator of a few
+lines.
 
     python examples/register_translator.py
 
-Prints what was fused, once for a call that the translator accepts and once for one that it refuses, and compares the results with eager.
+Prints what was fused, once for a call that the translator accepts and once for one that it refuses,
+and compares the results with eager.
 """
 
 import argparse
@@ -37,8 +39,12 @@ class Experts(torch.nn.Module):
 
     def __init__(self, experts: int = 8, hidden: int = 64, intermediate: int = 128):
         super().__init__()
-        self.up = torch.ops.fusion_moe.nvfp4_quantize(torch.randn(experts, intermediate, hidden) / 8)
-        self.down = torch.ops.fusion_moe.nvfp4_quantize(torch.randn(experts, hidden, intermediate) / 8)
+        self.up = torch.ops.fusion_moe.nvfp4_quantize(
+            torch.randn(experts, intermediate, hidden) / 8
+        )
+        self.down = torch.ops.fusion_moe.nvfp4_quantize(
+            torch.randn(experts, hidden, intermediate) / 8
+        )
 
     def forward(self, x: Tensor, ends: Tensor, power: int = 2) -> Tensor:
         y = squared_relu(torch.ops.fusion_moe.nvfp4_grouped_mm(x, *self.up, ends), power)
@@ -46,10 +52,14 @@ class Experts(torch.nn.Module):
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()  # --help alone
+    # --help alone
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     torch.manual_seed(0)
     experts, x = Experts(), torch.randn(40, 64, dtype=torch.bfloat16)
-    ends = torch.tensor([5, 5, 12, 20, 21, 30, 39, 40], dtype=torch.int32)  # where the rows of each expert end
+    # where the rows of each expert end
+    ends = torch.tensor([5, 5, 12, 20, 21, 30, 39, 40], dtype=torch.int32)
     with torch.no_grad():
         print("== squared_relu(y, 2) is fused with the product before it\n")
         print(fusion_moe.explain(experts, x, ends).details())
@@ -57,5 +67,7 @@ if __name__ == "__main__":
         print(fusion_moe.explain(experts, x, ends, power=3).details())
         for power in (2, 3):
             compiled = torch.compile(experts, backend="fusion_moe", fullgraph=True)
-            torch.testing.assert_close(compiled(x, ends, power), experts(x, ends, power), rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(
+                compiled(x, ends, power), experts(x, ends, power), rtol=2e-2, atol=2e-2
+            )
     print("\ncompiled and eager agree")

@@ -1,13 +1,16 @@
-"""Train a small Qwen3-MoE three times from one seed, with experts by transformers' eager loop, by torch's grouped_mm, and by fusion_moe.
+"""Train a small Qwen3-MoE three times from one seed, with experts by transformers' eager loop, by
+torch's grouped_mm, and by fusion_moe.
 
     python examples/train_moe.py [--steps 40] [--recipe mxfp8]
 
-Everything but the experts is the same: weights, batches, bf16 autocast, AdamW. The text is examples/tiny_qwen3_moe/heldout.jsonl. No two
-orders of bf16 additions round alike, so losses drift apart; torch's own two implementations show how far. Exits with 1 if fusion_moe's
-smoothed loss is farther from the nearer of these two than twice their difference.
+Everything but the experts is the same: weights, batches, bf16 autocast, AdamW. The text is
+examples/tiny_qwen3_moe/heldout.jsonl. No two orders of bf16 additions round alike, so losses drift
+apart; torch's own two implementations show how far. Exits with 1 if fusion_moe's smoothed loss is
+farther from the nearer of these two than twice their difference.
 
---recipe mxfp8 trains once more, with the operands of the experts' products rounded as in Transformer Engine's MXFP8 recipe, and exits with
-1 if that smoothed loss ever differs from fusion_moe's in bf16 by more than 2 %.
+--recipe mxfp8 trains once more, with the operands of the experts' products rounded as in
+Transformer Engine's MXFP8 recipe, and exits with 1 if that smoothed loss ever differs from
+fusion_moe's in bf16 by more than 2 %.
 """
 
 from __future__ import annotations
@@ -20,7 +23,14 @@ from pathlib import Path
 import torch
 from heldout import load_heldout
 from torch import Tensor
-from train_tiny_qwen3_moe import encode, make_optimizer, model_config, rate_at, sample_batch, train_step
+from train_tiny_qwen3_moe import (
+    encode,
+    make_optimizer,
+    model_config,
+    rate_at,
+    sample_batch,
+    train_step,
+)
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
@@ -36,7 +46,13 @@ RECIPES = {"bf16": None, "mxfp8": MXFP8BlockScaling()}
 ALLOWED_OF_RECIPE = 0.02  # as a share of the loss
 
 
-def losses_with(experts: str, tokens: Tensor, args: argparse.Namespace, tokenizer: AutoTokenizer, recipe: str = "bf16") -> Tensor:
+def losses_with(
+    experts: str,
+    tokens: Tensor,
+    args: argparse.Namespace,
+    tokenizer: AutoTokenizer,
+    recipe: str = "bf16",
+) -> Tensor:
     """The loss of each step of one training."""
     name = experts if recipe == "bf16" else recipe
     torch.manual_seed(args.seed)
@@ -51,10 +67,16 @@ def losses_with(experts: str, tokens: Tensor, args: argparse.Namespace, tokenize
         for group in optimizer.param_groups:
             group["lr"] = rate_at((step + 1) / args.steps, LEARNING_RATE)
         with fusion_moe.autocast(recipe=RECIPES[recipe]):
-            losses.append(train_step(model, optimizer, *sample_batch(tokens, args.batch, args.context)))
+            losses.append(
+                train_step(model, optimizer, *sample_batch(tokens, args.batch, args.context))
+            )
         if (step + 1) % 10 == 0 or step + 1 == args.steps:
             seconds = time.monotonic() - start
-            print(f"{name:<12}step {step + 1:>4} of {args.steps}  loss {losses[-1].item():.4f}  {seconds:.0f} s", flush=True)
+            print(
+                f"{name:<12}step {step + 1:>4} of {args.steps}  loss {losses[-1].item():.4f}  "
+                f"{seconds:.0f} s",
+                flush=True,
+            )
     return torch.stack(losses).cpu()
 
 
@@ -73,31 +95,50 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 def main() -> None:
     """Train, and compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="of the optimizer (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=40, help="of the optimizer (default: %(default)s)"
+    )
     parser.add_argument("--batch", type=int, default=4, help="windows a step")
     parser.add_argument("--context", type=int, default=64, help="tokens a window")
     parser.add_argument("--layers", type=int, default=2, help="of the model (default: %(default)s)")
     parser.add_argument("--recipe", choices=RECIPES, default="bf16", help="what else to train with")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="a GPU where there is one")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights and batches (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="a GPU where there is one",
+    )
     args = parser.parse_args()
     logging.set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokens = encode(tokenizer, load_heldout()).to(args.device)
-    curves = {experts: smoothed(losses_with(experts, tokens, args, tokenizer)) for experts in (*THEIRS, OURS)}
+    curves = {
+        experts: smoothed(losses_with(experts, tokens, args, tokenizer))
+        for experts in (*THEIRS, OURS)
+    }
     for experts, curve in curves.items():
         print(f"{experts:<12}smoothed loss {curve[-1]:.5f}")
     theirs = apart(*(curves[experts] for experts in THEIRS))
     ours = min(apart(curves[OURS], curves[experts]) for experts in THEIRS)
-    print(f"torch's two are up to {theirs:.5f} apart, fusion_moe up to {ours:.5f} from the nearer one; allowed: {ALLOWED * theirs:.5f}")
+    print(
+        f"torch's two are up to {theirs:.5f} apart, fusion_moe up to {ours:.5f} from the nearer "
+        f"one; allowed: {ALLOWED * theirs:.5f}"
+    )
     if not ours <= ALLOWED * theirs:
         sys.exit("fusion_moe's loss leaves torch's")
     if args.recipe != "bf16":
         curve = smoothed(losses_with(OURS, tokens, args, tokenizer, args.recipe))
         off = ((curve - curves[OURS]).abs() / curves[OURS]).max().item()
         print(f"{args.recipe:<12}smoothed loss {curve[-1]:.5f}")
-        print(f"{args.recipe} is up to {off:.2%} from fusion_moe in bf16; allowed: {ALLOWED_OF_RECIPE:.0%}")
+        print(
+            f"{args.recipe} is up to {off:.2%} from fusion_moe in bf16; allowed: "
+            f"{ALLOWED_OF_RECIPE:.0%}"
+        )
         if not off <= ALLOWED_OF_RECIPE:
             sys.exit(f"the loss with {args.recipe} leaves that in bf16")
 

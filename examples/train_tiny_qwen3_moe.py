@@ -1,19 +1,24 @@
-"""Train the tiny Qwen3-MoE language model of `examples/tiny_qwen3_moe` on the Python standard library's sources.
+"""Train the tiny Qwen3-MoE language model of `examples/tiny_qwen3_moe` on the Python standard
+library's sources.
 
-The model is transformers' own `Qwen3MoeForCausalLM` (7.6 million parameters, 16 experts, top-4). Without options it is trained on the
-standard library of the running interpreter; `--stdlib DIR DIR ...` uses the given folders, and the held-out text is then taken from the
-first one. A file's split depends only on a hash of its name, so a file keeps its split when another version changes it or moves it to
-another folder.
+The model is transformers' own `Qwen3MoeForCausalLM` (7.6 million parameters, 16 experts, top-4).
+Without options it is trained on the standard library of the running interpreter; `--stdlib DIR DIR
+...` uses the given folders, and the held-out text is then taken from the first one. A file's split
+depends only on a hash of its name, so a file keeps its split when another version changes it or
+moves it to another folder.
 
     python examples/train_tiny_qwen3_moe.py --out /tmp/tiny
 
-The defaults are the settings of the committed model and take three minutes on an H200. A run is limited by time, so a slower device takes
-fewer steps unless `--minutes` gives it more time; with only `--steps` it is limited by steps.
+The defaults are the settings of the committed model and take three minutes on an H200. A run is
+limited by time, so a slower device takes fewer steps unless `--minutes` gives it more time; with
+only `--steps` it is limited by steps.
 
-Experts are computed as one wide layer, the fastest way for a model this small. `--experts` selects one of transformers' implementations
-instead, to compare them: eager, grouped_mm, or fusion_moe, which is this library.
+Experts are computed as one wide layer, the fastest way for a model this small. `--experts` selects
+one of transformers' implementations instead, to compare them: eager, grouped_mm, or fusion_moe,
+which is this library.
 
-The folder gets the checkpoint with the best validation loss, its tokenizer, `curve.csv` and `heldout.jsonl`.
+The folder gets the checkpoint with the best validation loss, its tokenizer, `curve.csv` and
+`heldout.jsonl`.
 """
 
 from __future__ import annotations
@@ -38,17 +43,26 @@ import torch.nn.functional as F
 from heldout import CONTEXT, bits_per_byte_and_perplexity, load_heldout
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils import logging
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 2048
-# A word keeps the blank before it, punctuation the newlines after it; an indentation and a digit are tokens of their own.
+# A word keeps the blank before it, punctuation the newlines after it; an indentation and a digit
+# are tokens of their own.
 WORDS = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+\n*|\n+|[^\S\n]+"
-# Installed packages are not the standard library, and the codec tables are near copies of each other.
+# Installed packages are not the standard library, and the codec tables are near copies of each
+# other.
 SKIPPED_FOLDERS = {"site-packages", "encodings", "__pycache__"}
 SMALLEST_FILE = 256  # bytes; most shorter files are empty, or the same few lines
-COPIED_SHARE = 0.3  # a training file with a larger share of its long lines in held-out text is left out
+# a training file with a larger share of its long lines in held-out text is left out
+COPIED_SHARE = 0.3
 LONG_LINE = 30
 WIDE = "wide"
 
@@ -87,7 +101,9 @@ def long_lines(text: str) -> list[str]:
 
 
 def without_copies(texts: Iterable[str], kept_out: Iterable[str]) -> list[str]:
-    """Drop the texts that share more than `COPIED_SHARE` of their long lines with the texts that are kept out."""
+    """Drop the texts that share more than `COPIED_SHARE` of their long lines with the texts that
+    are kept out.
+    """
     secret = {line for text in kept_out for line in long_lines(text)}
     kept = []
     for text in texts:
@@ -98,7 +114,9 @@ def without_copies(texts: Iterable[str], kept_out: Iterable[str]) -> list[str]:
 
 
 def load_corpus(folders: list[Path]) -> Corpus:
-    """Read and split the sources; of equal texts one is kept, and held-out and validation texts are those of the first folder."""
+    """Read and split the sources; of equal texts one is kept, and held-out and validation texts are
+    those of the first folder.
+    """
     corpus = Corpus()
     seen: set[str] = set()
     for folder in folders:
@@ -157,7 +175,8 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
     """Return all texts as one row of tokens, an end-of-text token before each."""
     rows = []
-    for start in range(0, len(texts), 512):  # some at a time: the batch encoding holds much more than the tokens
+    # some at a time: the batch encoding holds much more than the tokens
+    for start in range(0, len(texts), 512):
         for encoding in tokenizer.backend_tokenizer.encode_batch_fast(texts[start : start + 512]):
             rows.append(torch.tensor([tokenizer.eos_token_id, *encoding.ids], dtype=torch.int16))
     return torch.cat(rows)
@@ -191,18 +210,27 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
 def wide_experts(self: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Compute all experts as one wide layer, with weight 0 for those a token did not choose.
 
-    The result is the same as the experts' own forward. It costs four times the arithmetic, but takes two large matrix
-    products instead of sorting and gathering tokens, which for a model this small is much faster on a GPU.
+    The result is the same as the experts' own forward. It costs four times the arithmetic, but
+    takes two large matrix products instead of sorting and gathering tokens, which for a model this
+    small is much faster on a GPU.
     """
     experts, double, width = self.gate_up_proj.shape
-    routing = hidden.new_zeros(hidden.shape[0], experts).scatter(1, chosen, weights.to(hidden.dtype))
-    gate, up = F.linear(hidden, self.gate_up_proj.reshape(experts * double, width)).unflatten(-1, (experts, 2, -1)).unbind(2)
+    routing = hidden.new_zeros(hidden.shape[0], experts).scatter(
+        1, chosen, weights.to(hidden.dtype)
+    )
+    gate, up = (
+        F.linear(hidden, self.gate_up_proj.reshape(experts * double, width))
+        .unflatten(-1, (experts, 2, -1))
+        .unbind(2)
+    )
     inner = (F.silu(gate) * up * routing[..., None]).flatten(1)
     return F.linear(inner, self.down_proj.transpose(1, 2).reshape(-1, width).t())
 
 
 def use_experts(model: Qwen3MoeForCausalLM, experts: str) -> None:
-    """Compute the experts as a wide layer, or by one of the implementations that transformers knows."""
+    """Compute the experts as a wide layer, or by one of the implementations that transformers
+    knows.
+    """
     if experts == "fusion_moe":
         import fusion_moe.transformers  # noqa: F401  registers it
     if experts != WIDE:
@@ -227,14 +255,20 @@ def use_dropout(model: Qwen3MoeForCausalLM, dropout: float) -> None:
 
 
 def balance_loss(router_logits: Iterable[Tensor], top_k: int) -> Tensor:
-    """Return the mean over layers of the load balancing loss of Switch Transformers; 1 means even load.
+    """Return the mean over layers of the load balancing loss of Switch Transformers; 1 means even
+    load.
 
-    transformers' own sums the load over the layers first, which lets one layer's imbalance hide another's.
+    transformers' own sums the load over the layers first, which lets one layer's imbalance hide
+    another's.
     """
     losses = []
     for logits in router_logits:
         probabilities = logits.float().softmax(-1)
-        load = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, -1).indices, 1.0 / top_k).mean(0)
+        load = (
+            torch.zeros_like(probabilities)
+            .scatter(1, probabilities.topk(top_k, -1).indices, 1.0 / top_k)
+            .mean(0)
+        )
         losses.append(probabilities.shape[-1] * (load * probabilities.mean(0)).sum())
     return torch.stack(losses).mean()
 
@@ -250,7 +284,9 @@ def make_optimizer(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
 
 
 def rate_at(progress: float, peak: float) -> float:
-    """Return the learning rate after the given share of the training: a short warm-up, then a cosine to zero."""
+    """Return the learning rate after the given share of the training: a short warm-up, then a
+    cosine to zero.
+    """
     warm_up = 0.03
     if progress < warm_up:
         return peak * progress / warm_up
@@ -265,7 +301,9 @@ def sample_batch(tokens: Tensor, batch: int, context: int) -> tuple[Tensor, Tens
 
 
 def save_checkpoint(model: Qwen3MoeForCausalLM, out: Path) -> None:
-    """Save the weights in bfloat16, replacing each file atomically, so a stop in between never leaves half a file."""
+    """Save the weights in bfloat16, replacing each file atomically, so a stop in between never
+    leaves half a file.
+    """
     copy = Qwen3MoeForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     with tempfile.TemporaryDirectory(dir=out) as folder:
@@ -279,7 +317,9 @@ def precision(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, dtype=torch.bfloat16)
 
 
-def train_step(model: Qwen3MoeForCausalLM, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
+def train_step(
+    model: Qwen3MoeForCausalLM, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor
+) -> Tensor:
     """Take one optimizer step and return the language modelling loss."""
     with precision(inputs.device.type):
         output = model(input_ids=inputs, use_cache=False, output_router_logits=True)
@@ -307,13 +347,16 @@ class Curve:
         """Return how long the training has run."""
         return time.monotonic() - self.start
 
-    def add(self, step: int, tokens: int, loss: float, bits: float, rate: float, progress: float) -> None:
+    def add(
+        self, step: int, tokens: int, loss: float, bits: float, rate: float, progress: float
+    ) -> None:
         """Add one line."""
         seconds = self.seconds()
         with self.path.open("a") as file:
             file.write(f"{step},{tokens},{loss:.4f},{bits:.4f},{rate:.2e},{seconds:.1f}\n")
         print(
-            f"step {step}  loss {loss:.4f}  validation {bits:.4f} bits/byte  {tokens / seconds:.0f} tokens/s"
+            f"step {step}  loss {loss:.4f}  validation {bits:.4f} bits/byte  "
+            f"{tokens / seconds:.0f} tokens/s"
             f"  {seconds:.0f} s done, {max(0.0, seconds / progress - seconds):.0f} s left",
             flush=True,
         )
@@ -328,8 +371,16 @@ def validate(model: Qwen3MoeForCausalLM, tokenizer: Any, texts: list[str], conte
     return bits
 
 
-def train(model: Qwen3MoeForCausalLM, tokenizer: Any, tokens: Tensor, validation: list[str], args: argparse.Namespace) -> None:
-    """Train until the time or the steps run out; save whenever the validation loss is the best so far."""
+def train(
+    model: Qwen3MoeForCausalLM,
+    tokenizer: Any,
+    tokens: Tensor,
+    validation: list[str],
+    args: argparse.Namespace,
+) -> None:
+    """Train until the time or the steps run out; save whenever the validation loss is the best so
+    far.
+    """
     use_experts(model, args.experts)
     use_dropout(model, args.dropout)
     optimizer = make_optimizer(model, args.weight_decay)
@@ -344,18 +395,29 @@ def train(model: Qwen3MoeForCausalLM, tokenizer: Any, tokens: Tensor, validation
         losses.append(train_step(model, optimizer, *sample_batch(tokens, args.batch, args.context)))
         step += 1
         if step % 10 == 0:
-            losses[-1].item()  # wait for the device: steps that are only queued have taken no time yet
+            # wait for the device: steps that are only queued have taken no time yet
+            losses[-1].item()
         progress = max(curve.seconds() / (60 * args.minutes), step / args.steps)
         if progress < min(1.0, (evaluations + 1) / args.evaluations):
             continue
         evaluations = int(progress * args.evaluations)
         bits = validate(model, tokenizer, validation, args.context)
-        curve.add(step, step * args.batch * args.context, torch.stack(losses).mean().item(), bits, rate, progress)
+        curve.add(
+            step,
+            step * args.batch * args.context,
+            torch.stack(losses).mean().item(),
+            bits,
+            rate,
+            progress,
+        )
         losses.clear()
         if bits < best:
             best = bits
             save_checkpoint(model, args.out)
-    print(f"{step} steps, {step * args.batch * args.context / len(tokens):.1f} passes over the training text")
+    print(
+        f"{step} steps, {step * args.batch * args.context / len(tokens):.1f} passes over the "
+        "training text"
+    )
 
 
 def report(out: Path, device: str) -> None:
@@ -367,27 +429,68 @@ def report(out: Path, device: str) -> None:
     packed = len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME))
     bits, perplexity = bits_per_byte_and_perplexity(model, tokenizer, texts)
     print(f"held-out: {len(texts)} files, {len(data)} bytes")
-    print(f"model: {bits:.4f} bits/byte, perplexity {perplexity:.3f} per token; xz -9e: {8 * packed / len(data):.4f} bits/byte")
-    prompt = tokenizer(END_OF_TEXT + "def fibonacci(n):\n", return_tensors="pt").input_ids.to(device)
+    print(
+        f"model: {bits:.4f} bits/byte, perplexity {perplexity:.3f} per token; xz -9e: "
+        f"{8 * packed / len(data):.4f} bits/byte"
+    )
+    prompt = tokenizer(END_OF_TEXT + "def fibonacci(n):\n", return_tensors="pt").input_ids.to(
+        device
+    )
     print(tokenizer.decode(model.generate(prompt, max_new_tokens=64, do_sample=False)[0]))
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for the checkpoint; a new one in the temporary folder without it")
-    parser.add_argument("--stdlib", type=Path, nargs="+", default=[Path(sysconfig.get_path("stdlib"))], help="folders of sources")
-    parser.add_argument("--experts", choices=[WIDE, "eager", "grouped_mm", "fusion_moe"], default=WIDE, help="how experts are computed")
-    parser.add_argument("--minutes", type=float, help="time to train; the learning rate's schedule spans it; 2.7 without --steps")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for the checkpoint; a new one in the temporary folder without it",
+    )
+    parser.add_argument(
+        "--stdlib",
+        type=Path,
+        nargs="+",
+        default=[Path(sysconfig.get_path("stdlib"))],
+        help="folders of sources",
+    )
+    parser.add_argument(
+        "--experts",
+        choices=[WIDE, "eager", "grouped_mm", "fusion_moe"],
+        default=WIDE,
+        help="how experts are computed",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="time to train; the learning rate's schedule spans it; 2.7 without --steps",
+    )
     parser.add_argument("--steps", type=int, help="stop after so many steps if that comes first")
     parser.add_argument("--batch", type=int, default=32, help="windows a step")
     parser.add_argument("--context", type=int, default=CONTEXT, help="tokens a window")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="the largest of the schedule (default: %(default)s)")
-    parser.add_argument("--weight-decay", type=float, default=0.5, help="of AdamW (default: %(default)s)")
-    parser.add_argument("--dropout", type=float, default=0.1, help="while it trains (default: %(default)s)")
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        default=2e-3,
+        help="the largest of the schedule (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--weight-decay", type=float, default=0.5, help="of AdamW (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dropout", type=float, default=0.1, help="while it trains (default: %(default)s)"
+    )
     parser.add_argument("--evaluations", type=int, default=20, help="validations in the whole run")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="a GPU where there is one")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, batches and dropout (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="a GPU where there is one",
+    )
     args = parser.parse_args()
     args.out = args.out or Path(tempfile.mkdtemp(prefix="tiny_qwen3_moe_"))
     if args.minutes is None:

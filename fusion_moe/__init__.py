@@ -1,4 +1,5 @@
-"""fusion_moe: NVFP4 mixture-of-experts as custom operations that are traced, lowered to a fusion IR, compiled, and explained.
+"""fusion_moe: NVFP4 mixture-of-experts as custom operations that are traced, lowered to a fusion
+IR, compiled, and explained.
 
 Importing this package registers the operations in torch.ops.fusion_moe and changes nothing else.
 """
@@ -25,18 +26,47 @@ from .translate import translator
 __version__ = "0.1.0"
 
 __all__ = [
-    "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "autocast", "compat", "diff", "disable", "enable",
-    "errors", "explain", "last_compiled", "nn", "ops", "options", "prepare_", "preparing", "quantize_", "recipe", "register_converter",
-    "run", "synchronize", "testing", "thunder_executors", "translator",
-]  # fmt: skip
+    "FusionDefinition",
+    "NVFP4Config",
+    "NVFP4Experts",
+    "Untranslatable",
+    "__version__",
+    "autocast",
+    "compat",
+    "diff",
+    "disable",
+    "enable",
+    "errors",
+    "explain",
+    "last_compiled",
+    "nn",
+    "ops",
+    "options",
+    "prepare_",
+    "preparing",
+    "quantize_",
+    "recipe",
+    "register_converter",
+    "run",
+    "synchronize",
+    "testing",
+    "thunder_executors",
+    "translator",
+]
 
 # These import Dynamo and Inductor, which takes a while.
 _LAZY = {
-    "enable": "frontends.inductor", "disable": "frontends.inductor", "explain": "report", "diff": "report", "last_compiled": "report",
+    "enable": "frontends.inductor",
+    "disable": "frontends.inductor",
+    "explain": "report",
+    "diff": "report",
+    "last_compiled": "report",
     "thunder_executors": "frontends.thunder",
-}  # fmt: skip
+}
 
-if TYPE_CHECKING:  # the lazy names as type checkers see them; where __getattr__ is not seen, misspelled names are errors
+# the lazy names as type checkers see them; where __getattr__ is not seen, misspelled names are
+# errors
+if TYPE_CHECKING:
     from . import testing
     from .frontends.inductor import disable, enable
     from .frontends.thunder import thunder_executors
@@ -48,7 +78,9 @@ else:
             return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
         if name == "testing":
             return importlib.import_module(f"{__name__}.testing")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
 
 
 def __dir__() -> list[str]:

@@ -28,7 +28,9 @@ from .warn import warn_once
 
 @dataclass(frozen=True)
 class Lowered:
-    """A Fusion lowered for a target, before kernels are emitted. stages: the Fusion after each pass, by name; segments: with plans."""
+    """A Fusion lowered for a target, before kernels are emitted. stages: the Fusion after each
+    pass, by name; segments: with plans.
+    """
 
     stages: tuple[tuple[str, Fusion], ...]
     segments: tuple[Segment, ...]
@@ -45,7 +47,9 @@ def lower(fusion: Fusion, to: Target, with_: Options) -> Lowered:
 
 
 def segments(fusion: Fusion, to: Target, with_: Options) -> tuple[Segment, ...]:
-    """The segments of a Fusion that has been through the passes, each planned by the target's backend."""
+    """The segments of a Fusion that has been through the passes, each planned by the target's
+    backend.
+    """
     with options.using(with_):
         return split(fusion, to, partial(plan, target=to, contract=with_.contract_rounding))
 
@@ -54,13 +58,17 @@ def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
     """The program of a Fusion for a target."""
     lowered = lower(fusion, to, with_)
     with options.using(with_):
-        kernels, joined = BACKENDS[to.name].join(lowered.stages[-1][1], [emit(s, to) for s in lowered.segments])
+        kernels, joined = BACKENDS[to.name].join(
+            lowered.stages[-1][1], [emit(s, to) for s in lowered.segments]
+        )
     program = Program(lowered.stages, lowered.segments, kernels, to, with_.check, joined)
     return replace(program, dumped=dump.program(program, with_))
 
 
 def check(fusion: Fusion, to: Target, with_: Options) -> None:
-    """Raises what compiling a Fusion would, up to its kernels' source; for nvFuser's kernels, only if nvFuser is installed."""
+    """Raises what compiling a Fusion would, up to its kernels' source; for nvFuser's kernels, only
+    if nvFuser is installed.
+    """
     lowered = lower(fusion, to, with_)
     if not library.why_missing() or not any(s.kind == NVFUSER for s in lowered.segments):
         with options.using(with_):
@@ -69,7 +77,9 @@ def check(fusion: Fusion, to: Target, with_: Options) -> None:
 
 
 def program_of(source: str, device: torch.device, with_: Options | None = None) -> Program:
-    """The program of a printed Fusion for a device, under these options or those in force; compiled once."""
+    """The program of a printed Fusion for a device, under these options or those in force; compiled
+    once.
+    """
     with_ = with_ or options.current()
     to = target.find(with_.target, device)
     target.check_device(to, device)
@@ -84,28 +94,50 @@ def _program(source: str, to: str, with_: Options) -> Program:
 
 
 def _warn_of_products_in_torch(program: Program) -> None:
-    """Without kernels for them the grouped products, nearly all of a program's work, are slow, and on a GPU each waits for the device."""
+    """Without kernels for them the grouped products, nearly all of a program's work, are slow, and
+    on a GPU each waits for the device.
+    """
     for segment in program.segments if program.target.name != REFERENCE else ():
-        if segment.plan.backend == REFERENCE and any(op.kind.role == "grouped" for op in segment.fusion.ops):
+        if segment.plan.backend == REFERENCE and any(
+            op.kind.role == "grouped" for op in segment.fusion.ops
+        ):
             warn_once(f"grouped products run in plain torch, slowly: {segment.plan.why}")
 
 
 def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Compiles a Fusion for the device of its inputs and runs it: `fusion_moe.run(fd.fusion(), [x, y])`. Gradients reach the inputs.
+    """Compiles a Fusion for the device of its inputs and runs it: `fusion_moe.run(fd.fusion(), [x,
+    y])`. Gradients reach the inputs.
 
-    FusionError if `fusion` is not a Fusion or has no outputs, or if `tensors` is a tensor instead of a list.
+    FusionError if `fusion` is not a Fusion or has no outputs, or if `tensors` is a tensor instead
+    of a list.
     """
     if not isinstance(fusion, Fusion):
-        raise FusionError(f"a {type(fusion).__name__}", expected="a Fusion, as fd.fusion() returns it", where="run")
+        raise FusionError(
+            f"a {type(fusion).__name__}",
+            expected="a Fusion, as fd.fusion() returns it",
+            where="run",
+        )
     if not fusion.outputs:
-        raise FusionError("a Fusion without outputs", expected="at least one: fd.add_output(value)", where="run")
+        raise FusionError(
+            "a Fusion without outputs", expected="at least one: fd.add_output(value)", where="run"
+        )
     if isinstance(tensors, torch.Tensor):
-        raise FusionError("a tensor in place of the inputs", expected="a list of tensors, one for each input", where="run")
+        raise FusionError(
+            "a tensor in place of the inputs",
+            expected="a list of tensors, one for each input",
+            where="run",
+        )
     source = text(fusion)
-    if torch.is_grad_enabled() and not fusion.aliases and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+    if (
+        torch.is_grad_enabled()
+        and not fusion.aliases
+        and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    ):
         program = parse(source)
         sizes = program.bind(tensors)
-        return list(torch.ops.fusion_moe.run(source, list(tensors), [sizes[s] for s in program.symbols]))
+        return list(
+            torch.ops.fusion_moe.run(source, list(tensors), [sizes[s] for s in program.symbols])
+        )
     device = tensors[0].device if tensors else torch.device("cpu")
     return program_of(source, device)(tensors)
 
@@ -114,5 +146,10 @@ def _check_formats(fusion: Fusion, to: Target) -> None:
     for op in fusion.ops:
         if operands := op.attrs.get("operands", ""):
             target.check_formats(to, operands, op.kind.name)
-        if op.kind.role == "grouped" and op.values[0].type.quantized and not is_eight_bits(op.values[0].type):  # 8 bits: emulated
+        # 8 bits: emulated
+        if (
+            op.kind.role == "grouped"
+            and op.values[0].type.quantized
+            and not is_eight_bits(op.values[0].type)
+        ):
             target.check_formats(to, op.values[0].type.dtype, op.kind.name)

@@ -1,7 +1,8 @@
 """The bodies of the operations: a call builds the Fusion that it stands for and runs its program.
 
-Calls of one kind share a program. The first call of a form (the shapes, dtypes and devices of its tensors, its other arguments, the
-options in force) checks the arguments and finds what it needs. Later calls of that form only launch.
+Calls of one kind share a program. The first call of a form (the shapes, dtypes and devices of its
+tensors, its other arguments, the options in force) checks the arguments and finds what it needs.
+Later calls of that form only launch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from torch import Tensor
 from .compile import program_of
 from .ir.effects import check_targets, write_over
 from .ir.text import parse, text
-from .op_definitions import LIBRARY, SPECS, Call, Spec, bind, eager_types, fp4_as_bytes, fusion_of, restored
+from .op_definitions import (
+    LIBRARY,
+    SPECS,
+    Call,
+    Spec,
+    bind,
+    eager_types,
+    fp4_as_bytes,
+    fusion_of,
+    restored,
+)
 from .options import Options, current, from_key
 from .parts import PartCounts, grouped, joined
 from .run_ops import RUN, RUN_INTO, all_inputs, named_sizes, need_pure, need_written
@@ -30,7 +41,8 @@ _REMEMBERED = 1024  # how many forms of calls are kept
 
 @dataclass(frozen=True)
 class _Found:
-    """What calls of one form run. changed: by position, the shapes of tensors that the program takes in another shape than the caller's.
+    """What calls of one form run. changed: by position, the shapes of tensors that the program
+    takes in another shape than the caller's.
 
     lead: the leading dimensions of the operation's output, if they differ from the program's.
     """
@@ -42,9 +54,16 @@ class _Found:
 
     @classmethod
     def of(
-        cls, program: Program, given: Sequence[Tensor], taken: Sequence[Tensor], sizes: Mapping[str, int], lead: Sequence[int] | None = None
-    ) -> _Found:  # fmt: skip
-        """For tensors that the caller gives as `given` and the program takes as `taken`. Raises if they do not fit the program."""
+        cls,
+        program: Program,
+        given: Sequence[Tensor],
+        taken: Sequence[Tensor],
+        sizes: Mapping[str, int],
+        lead: Sequence[int] | None = None,
+    ) -> _Found:
+        """For tensors that the caller gives as `given` and the program takes as `taken`. Raises if
+        they do not fit the program.
+        """
         changed = {i: t.shape for i, t in enumerate(taken) if t is not given[i]}
         return cls(program, program.sizes(taken, sizes), changed, lead)
 
@@ -52,7 +71,10 @@ class _Found:
         """The outputs of the program."""
         tensors = given
         if self.changed:
-            tensors = [fp4_as_bytes(t).reshape(self.changed[i]) if i in self.changed else t for i, t in enumerate(given)]
+            tensors = [
+                fp4_as_bytes(t).reshape(self.changed[i]) if i in self.changed else t
+                for i, t in enumerate(given)
+            ]
         outputs = self.program.run(tensors, self.sizes)
         if native.wanted():
             native.offer(self.program.descriptor(given, self.sizes))
@@ -96,7 +118,9 @@ class _Body:
 
     def _find(self, tensors: Sequence[Tensor], call: Call) -> _Found:
         taken = [fp4_as_bytes(t) for t in call.tensors.values()]
-        program = _program(self._spec.name, eager_types(call), call.others, taken[0].device, current())
+        program = _program(
+            self._spec.name, eager_types(call), call.others, taken[0].device, current()
+        )
         return _Found.of(program, tensors, taken, {}, call.lead)
 
 
@@ -104,8 +128,12 @@ _runs = Remembered[Hashable, _Found](_REMEMBERED)
 
 
 def _run(
-    program: str, inputs: Sequence[Tensor], sizes: Sequence[int] | None, options: str | None = None, parts: PartCounts | None = None
-) -> list[Tensor]:  # fmt: skip
+    program: str,
+    inputs: Sequence[Tensor],
+    sizes: Sequence[int] | None,
+    options: str | None = None,
+    parts: PartCounts | None = None,
+) -> list[Tensor]:
     sizes = sizes or ()  # AOTInductor passes None in place of an empty list
     tensors = _whole(inputs, parts)
     key = (_form(tensors), program, *sizes, options, current())
@@ -119,9 +147,13 @@ def _run(
 
 
 def _run_into(
-    program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[int] | None, options: str | None = None,
+    program: str,
+    inputs: Sequence[Tensor],
+    written: Sequence[Tensor],
+    sizes: Sequence[int] | None,
+    options: str | None = None,
     parts: PartCounts | None = None,
-) -> None:  # fmt: skip
+) -> None:
     fusion = parse(program)
     whole = [fp4_as_bytes(t) for t in _whole(inputs, parts)]
     tensors, env = all_inputs(fusion, whole, written), named_sizes(fusion, sizes or ())
@@ -129,7 +161,12 @@ def _run_into(
     targets = dict(enumerate(written))
     check_targets(targets)
     device = tensors[0].device if tensors else torch.device("cpu")
-    write_over(targets, program_of(_pure_text(program), device, from_key(options) if options else None)(tensors, env))
+    write_over(
+        targets,
+        program_of(_pure_text(program), device, from_key(options) if options else None)(
+            tensors, env
+        ),
+    )
 
 
 def _whole(tensors: Sequence[Tensor], parts: PartCounts | None) -> list[Tensor]:
@@ -144,8 +181,10 @@ def _pure_text(program: str) -> str:
 
 
 BODIES: Mapping[str, Callable[..., Any]] = {
-    **{name: _Body(spec) for name, spec in SPECS.items()}, **dict.fromkeys(RUN, _run), **dict.fromkeys(RUN_INTO, _run_into)
-}  # fmt: skip
+    **{name: _Body(spec) for name, spec in SPECS.items()},
+    **dict.fromkeys(RUN, _run),
+    **dict.fromkeys(RUN_INTO, _run_into),
+}
 for _name, _body in BODIES.items():
     if _name in RUN_INTO:
         LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")

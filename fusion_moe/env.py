@@ -1,4 +1,5 @@
-"""What this machine runs, why not the rest, and what to do about it, for people and for bug reports: `python -m fusion_moe.env`.
+"""What this machine runs, why not the rest, and what to do about it, for people and for bug
+reports: `python -m fusion_moe.env`.
 
 Nothing is compiled or downloaded, but the cache folder is created. The home folder is written as ~.
 """
@@ -26,9 +27,15 @@ from .runtime import build, isa, native, numa, nvrtc, store
 from .runtime.cuda import why_too_old
 
 PACKAGES = (
-    "transformers", "safetensors", "cuda-bindings", "nvidia-cuda-nvrtc", "nvfuser-cu128-torch210", "lightning-thunder",
-    "nvidia-modelopt", "compressed-tensors",
-)  # fmt: skip
+    "transformers",
+    "safetensors",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+    "nvfuser-cu128-torch210",
+    "lightning-thunder",
+    "nvidia-modelopt",
+    "compressed-tensors",
+)
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Environment:
-    """versions: of packages, "" if one is not installed; options: those that differ from the defaults; runs: what multiplies by weights
-    here, "" if nothing can be compiled: plain torch computes everything but the prebuilt grouped products; problems: of options and of
-    environment variables that look like one.
+    """versions: of packages, "" if one is not installed; options: those that differ from the
+    defaults; runs: what multiplies by weights here, "" if nothing can be compiled: plain torch
+    computes everything but the prebuilt grouped products; problems: of options and of environment
+    variables that look like one.
     """
 
     versions: dict[str, str]
@@ -59,25 +67,59 @@ class Environment:
         return {"schema": "fusion_moe.env/1", **asdict(self)}
 
     def __str__(self) -> str:
-        there = [(c.name, "yes" if c.there else "no", f"{c.found}; {c.todo}" if c.todo else c.found) for c in self.checks]
+        there = [
+            (c.name, "yes" if c.there else "no", f"{c.found}; {c.todo}" if c.todo else c.found)
+            for c in self.checks
+        ]
         versions = [(name, version or "not installed") for name, version in self.versions.items()]
-        options = [(name, value) for name, value in self.options.items()] or [("all", "as by default")]
-        nothing = "problem: nothing can be compiled here; plain torch computes everything but the prebuilt grouped products, slowly"
+        options = [(name, value) for name, value in self.options.items()] or [
+            ("all", "as by default")
+        ]
+        nothing = (
+            "problem: nothing can be compiled here; plain torch computes everything but the "
+            "prebuilt grouped products, slowly"
+        )
         parts = [
-            "\n".join([self.runs or nothing, *(f"problem: {problem}" for problem in self.problems)]),
-            _columns(("", "here", ""), *there), _columns(("", "version"), *versions), _columns(("option", "value"), *options),
-        ]  # fmt: skip
+            "\n".join(
+                [self.runs or nothing, *(f"problem: {problem}" for problem in self.problems)]
+            ),
+            _columns(("", "here", ""), *there),
+            _columns(("", "version"), *versions),
+            _columns(("option", "value"), *options),
+        ]
         return "\n\n".join(parts)
 
 
 def environment() -> Environment:
     """Looks at the machine and creates the cache folder; compiles nothing."""
-    ours = {"python": platform.python_version(), "fusion_moe": __version__, "torch": torch.__version__}  # which says the build, too
+    # which says the build, too
+    ours = {
+        "python": platform.python_version(),
+        "fusion_moe": __version__,
+        "torch": torch.__version__,
+    }
     versions = ours | {"system": platform.platform()} | {name: _version(name) for name in PACKAGES}
-    checks = (*_tiers(), _numa(), _compiler(), _native(), _gpu(), _nvrtc(), _nvfuser(), _thunder(), _transformers(), _cache())
+    checks = (
+        *_tiers(),
+        _numa(),
+        _compiler(),
+        _native(),
+        _gpu(),
+        _nvrtc(),
+        _nvfuser(),
+        _thunder(),
+        _transformers(),
+        _cache(),
+    )
     checks = tuple(replace(check, found=_without_home(check.found)) for check in checks)
     compiler = build.find_compiler()
-    runs = f"CUDA kernels on {torch.cuda.get_device_name()}" if has_cuda() else f"C++ kernels for {_tier()}" if compiler else ""
+    runs = (
+        f"CUDA kernels on {torch.cuda.get_device_name()}"
+        if has_cuda()
+        else (f"C++ kernels for {_tier()}")
+        if compiler
+        else ""
+    )
     return Environment(versions, _changed_options(), checks, runs, tuple(_problems()))
 
 
@@ -88,15 +130,25 @@ def has_cuda() -> bool:
 
 def _changed_options() -> dict[str, str]:
     now, usual = options.current(), options.Options()
-    found = ((f.name, getattr(now, f.name)) for f in fields(now) if getattr(now, f.name) != getattr(usual, f.name))
+    found = (
+        (f.name, getattr(now, f.name))
+        for f in fields(now)
+        if getattr(now, f.name) != getattr(usual, f.name)
+    )
     return {name: _without_home(str(value)) for name, value in found}
 
 
 def _problems() -> Iterator[str]:
-    """Names that no option has, and values that raise when they are first used: they are names, too."""
+    """Names that no option has, and values that raise when they are first used: they are names,
+    too.
+    """
     yield from options.ignored()
     now = options.current()
-    for look in (lambda: target.find(now.target, torch.device("cpu")), isa.selected, lambda: check_variant(now.cuda_variant)):
+    for look in (
+        lambda: target.find(now.target, torch.device("cpu")),
+        isa.selected,
+        lambda: check_variant(now.cuda_variant),
+    ):
         try:
             look()
         except OptionError as error:
@@ -104,7 +156,9 @@ def _problems() -> Iterator[str]:
 
 
 def _tier() -> str:
-    """What C++ kernels are compiled for; of an option that is wrong, what they would be without it."""
+    """What C++ kernels are compiled for; of an option that is wrong, what they would be without
+    it.
+    """
     with suppress(OptionError):
         return isa.selected()
     return isa.available()[0]
@@ -115,14 +169,24 @@ def _tiers() -> Iterator[Check]:
         there = tier in isa.available()
         lacks = isa.lacking(tier)
         yield Check(
-            f"CPU, {tier}", there, "" if there else f"this CPU lacks {', '.join(lacks)}" if lacks else "the system does not allow tiles"
+            f"CPU, {tier}",
+            there,
+            ""
+            if there
+            else f"this CPU lacks {', '.join(lacks)}"
+            if lacks
+            else "the system does not allow tiles",
         )
 
 
 def _numa() -> Check:
     found, nodes = numa.spread(), numa.topology()
     if found.nodes and not options.current().numa_interleave:
-        found = numa.Spread((), f"{numa.named(found.nodes)}, and weights where they are first written: the option numa_interleave is off")
+        found = numa.Spread(
+            (),
+            f"{numa.named(found.nodes)}, and weights where they are first "
+            "written: the option numa_interleave is off",
+        )
     if found.nodes:
         return Check("NUMA", True, f"weights on {numa.named(found.nodes)} by turns")
     todo = "" if found.permitted else "in a container: --cap-add SYS_NICE"
@@ -133,22 +197,39 @@ def _compiler() -> Check:
     found = build.find_compiler()
     if found is None:
         return Check("C++ compiler", False, build.why_no_compiler())
-    return Check("C++ compiler", True, f"{' '.join(found.command)}: {found.version.splitlines()[0]}")
+    return Check(
+        "C++ compiler", True, f"{' '.join(found.command)}: {found.version.splitlines()[0]}"
+    )
 
 
 def _native() -> Check:
     if why := native.why_not():
         return Check("calls without Python", False, why)
-    return Check("calls without Python", True, "compiled" if native.is_built() else "compiled in the background after some calls")
+    return Check(
+        "calls without Python",
+        True,
+        "compiled" if native.is_built() else "compiled in the background after some calls",
+    )
 
 
 def _gpu() -> Check:
     if not torch.cuda.is_available():
         if torch.version.cuda is None:
-            return Check("GPU", False, f"torch {torch.__version__} is built without CUDA", "install a build of torch for CUDA")
+            return Check(
+                "GPU",
+                False,
+                f"torch {torch.__version__} is built without CUDA",
+                "install a build of torch for CUDA",
+            )
         return Check("GPU", False, "torch finds no CUDA device", "look at what nvidia-smi says")
-    capability, memory = torch.cuda.get_device_capability(), torch.cuda.get_device_properties(0).total_memory
-    found = f"{torch.cuda.get_device_name()}, compute capability {'.'.join(map(str, capability))}, {memory / 1e9:.0f} GB"
+    capability, memory = (
+        torch.cuda.get_device_capability(),
+        torch.cuda.get_device_properties(0).total_memory,
+    )
+    found = (
+        f"{torch.cuda.get_device_name()}, compute capability "
+        f"{'.'.join(map(str, capability))}, {memory / 1e9:.0f} GB"
+    )
     never = why_too_old() or target.never_run(target.TARGETS["cuda"], capability)
     return Check("GPU", not why_too_old(), f"{found}; {never}" if never else found)
 
@@ -165,19 +246,33 @@ def _nvfuser() -> Check:
 
 def _thunder() -> Check:
     there = find_spec("thunder") is not None
-    return Check("thunder", there, "" if there else "not installed", "" if there else f"{install('thunder')} (torch before 2.13)")
+    return Check(
+        "thunder",
+        there,
+        "" if there else "not installed",
+        "" if there else f"{install('thunder')} (torch before 2.13)",
+    )
 
 
 def _transformers() -> Check:
     there = find_spec("transformers") is not None
-    return Check("transformers", there, "" if there else "not installed", "" if there else install("models"))
+    return Check(
+        "transformers", there, "" if there else "not installed", "" if there else install("models")
+    )
 
 
 def _cache() -> Check:
     folder = Path(options.current().cache_dir).expanduser()
     if why := store.why_unusable():
-        return Check("cache", False, f"{folder} {why}; a temporary folder is used", "set FUSION_MOE_CACHE_DIR to another folder")
-    return Check("cache", True, f"{folder}: {sum(len(files) for *_, files in os.walk(folder))} files")
+        return Check(
+            "cache",
+            False,
+            f"{folder} {why}; a temporary folder is used",
+            "set FUSION_MOE_CACHE_DIR to another folder",
+        )
+    return Check(
+        "cache", True, f"{folder}: {sum(len(files) for *_, files in os.walk(folder))} files"
+    )
 
 
 def _version(package: str) -> str:
@@ -199,7 +294,12 @@ def _without_home(said: str) -> str:
 def _columns(*rows: tuple[str, ...]) -> str:
     """Rows of equally many cells; the last column is as wide as it likes."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return "\n".join("  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(
+            [*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[-1]]
+        ).rstrip()
+        for row in rows
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Every error of the library. Each says what was found, what was expected, what to do, and where.
 
-The classes also derive from the builtin that a caller would expect (`ValueError`, `TypeError`, ...), so that code which knows
-nothing of fusion_moe can catch them.
+The classes also derive from the builtin that a caller would expect (`ValueError`, `TypeError`,
+...), so that code which knows nothing of fusion_moe can catch them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,22 @@ from collections.abc import Iterable
 class Error(Exception):
     """Base of all errors of fusion_moe.
 
-    found: what was seen, with names and numbers; expected: what would have been right; todo: what the user can do;
-    where: the operation, argument, module or source line that the error is about. The message is safe to print (`printable`).
+    found: what was seen, with names and numbers; expected: what would have been right; todo: what
+    the user can do; where: the operation, argument, module or source line that the error is about.
+    The message is safe to print (`printable`).
     """
 
     def __init__(self, found: str, *, expected: str = "", todo: str = "", where: str = ""):
         self.found, self.expected, self.todo, self.where = found, expected, todo, where
         parts = [found, expected and f"expected {expected}", todo]
-        super().__init__(printable((f"{where}: " if where else "") + "; ".join(p for p in parts if p)))
+        super().__init__(
+            printable((f"{where}: " if where else "") + "; ".join(p for p in parts if p))
+        )
 
     def at(self, where: str) -> Error:
-        """The same error with `where` put in front of its place, for callers that know more about it."""
+        """The same error with `where` put in front of its place, for callers that know more about
+        it.
+        """
         place = f"{where}: {self.where}" if self.where else where
         return type(self)(self.found, expected=self.expected, todo=self.todo, where=place)
 
@@ -41,7 +46,9 @@ class DeviceError(Error, ValueError):
 
 
 class GroupsError(Error, ValueError):
-    """Group ends that decrease, or group ends or expert ids that are negative or past the last row or group."""
+    """Group ends that decrease, or group ends or expert ids that are negative or past the last row
+    or group.
+    """
 
 
 class NonFiniteError(Error, ValueError):
@@ -57,7 +64,9 @@ class OptionError(Error, ValueError):
 
 
 class BuildError(Error, RuntimeError):
-    """A kernel that did not compile or does not load. The message has the compiler's first errors and says where the source is."""
+    """A kernel that did not compile or does not load. The message has the compiler's first errors
+    and says where the source is.
+    """
 
 
 class FusionError(Error, ValueError):
@@ -69,31 +78,46 @@ class ParseError(Error, ValueError):
 
 
 class CheckpointError(Error, ValueError):
-    """A checkpoint that is incomplete, contradicts itself, or is stored in an unsupported way. The message names file and tensor."""
+    """A checkpoint that is incomplete, contradicts itself, or is stored in an unsupported way. The
+    message names file and tensor.
+    """
 
 
 class TranslatorError(Error, RuntimeError):
-    """A translator that failed, returned a type other than that of its operation's fake, or is registered twice."""
+    """A translator that failed, returned a type other than that of its operation's fake, or is
+    registered twice.
+    """
 
 
 class Untranslatable(Error):
-    """Raised by a translator to refuse a call: `raise Untranslatable("K = 24 is not a multiple of 16")`.
+    """Raised by a translator to refuse a call: `raise Untranslatable("K = 24 is not a multiple of
+    16")`.
 
     The call remains an ordinary call of the operation, and `explain` shows the sentence.
     """
 
 
 def printable(text: str) -> str:
-    """The text with all but printable characters and line breaks escaped: names in files may hold escape sequences for terminals."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    """The text with all but printable characters and line breaks escaped: names in files may hold
+    escape sequences for terminals.
+    """
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
-def need_one_of(name: str, value: object, known: Iterable[str], *, todo: str = "", where: str = "") -> None:
-    """OptionError unless `value` is one of the known ones. todo: advice if none of them resembles it."""
+def need_one_of(
+    name: str, value: object, known: Iterable[str], *, todo: str = "", where: str = ""
+) -> None:
+    """OptionError unless `value` is one of the known ones. todo: advice if none of them resembles
+    it.
+    """
     choices = tuple(known)
     if value not in choices:
         todo = did_you_mean(str(value), choices) or todo
-        raise OptionError(f"{name} = {value!r}", expected=f"one of {', '.join(choices)}", todo=todo, where=where)
+        raise OptionError(
+            f"{name} = {value!r}", expected=f"one of {', '.join(choices)}", todo=todo, where=where
+        )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

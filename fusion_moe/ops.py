@@ -1,15 +1,19 @@
-"""The operations as typed and documented functions: each calls the operation of its name in `torch.ops.fusion_moe`, and does nothing else.
+"""The operations as typed and documented functions: each calls the operation of its name in
+`torch.ops.fusion_moe`, and does nothing else.
 
     y = fusion_moe.ops.fused_experts(x, ids, w, gate_up, down)
 
-is traced as `torch.ops.fusion_moe.fused_experts`. What an operation computes is defined once, by its translator
-(translators/fusion_moe_translators/moe.py); schemas are in op_definitions.py, and a test compares them with these signatures.
+is traced as `torch.ops.fusion_moe.fused_experts`. What an operation computes is defined once, by
+its translator (translators/fusion_moe_translators/moe.py); schemas are in op_definitions.py, and a
+test compares them with these signatures.
 
-Letters: T tokens, k experts a token, M rows, E experts or G groups, H hidden and I intermediate features, K in-features, N out-features.
+Letters: T tokens, k experts a token, M rows, E experts or G groups, H hidden and I intermediate
+features, K in-features, N out-features.
 
-All raise ShapeError, DtypeError, DeviceError or OptionError for arguments that do not fit, before they touch memory. Group ends and expert
-ids are read on the device of the rows: on the CPU invalid ones raise GroupsError. On CUDA they are first made safe; the error is raised by
-a later call or by `fusion_moe.synchronize()`.
+All raise ShapeError, DtypeError, DeviceError or OptionError for arguments that do not fit, before
+they touch memory. Group ends and expert ids are read on the device of the rows: on the CPU invalid
+ones raise GroupsError. On CUDA they are first made safe; the error is raised by a later call or by
+`fusion_moe.synchronize()`.
 """
 
 from __future__ import annotations
@@ -20,137 +24,221 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "combine", "expert_mlp", "f16a_nvfp4weight_scaled_grouped_mm", "fused_experts", "group_add", "grouped_mm",
-    "grouped_swizzle_block_scale", "nvfp4_grouped_mm", "nvfp4_quantize", "route", "scaled_swiglu", "topk_router",
-]  # fmt: skip
+    "combine",
+    "expert_mlp",
+    "f16a_nvfp4weight_scaled_grouped_mm",
+    "fused_experts",
+    "group_add",
+    "grouped_mm",
+    "grouped_swizzle_block_scale",
+    "nvfp4_grouped_mm",
+    "nvfp4_quantize",
+    "route",
+    "scaled_swiglu",
+    "topk_router",
+]
 
 
 def nvfp4_quantize(x: Tensor, decode_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes matrices to NVFP4 along their last dimension -> (codes, block_scale, decode_scale).
 
-    x: float [..., N, K], K a multiple of 16. decode_scale: float32 [...], the factor of each matrix, or [..., S], one factor for each of S
-    equal runs of its rows; None: amax / 2688 of each matrix.
-    codes: uint8 [..., N, K/2], two e2m1 codes a byte, the low nibble first; block_scale: float8_e4m3fn [..., N, K/16].
+    x: float [..., N, K], K a multiple of 16. decode_scale: float32 [...], the factor of each
+    matrix, or [..., S], one factor for each of S equal runs of its rows; None: amax / 2688 of each
+    matrix. codes: uint8 [..., N, K/2], two e2m1 codes a byte, the low nibble first; block_scale:
+    float8_e4m3fn [..., N, K/16].
 
-    NonFiniteError for NaN or infinity, on the CPU only (on CUDA the check would wait for the device). No derivative.
-    Source: the numbers of nvidia-modelopt, bit for bit.
+    NonFiniteError for NaN or infinity, on the CPU only (on CUDA the check would wait for the
+    device). No derivative. Source: the numbers of nvidia-modelopt, bit for bit.
     """
     return torch.ops.fusion_moe.nvfp4_quantize(x, decode_scale)
 
 
 def nvfp4_grouped_mm(
-    a: Tensor, b_codes: Tensor, b_block_scale: Tensor, b_decode_scale: Tensor, offs: Tensor, *, activation_format: str = "bf16",
-    weight_layout: str = "linear", out_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b_codes: Tensor,
+    b_block_scale: Tensor,
+    b_decode_scale: Tensor,
+    offs: Tensor,
+    *,
+    activation_format: str = "bf16",
+    weight_layout: str = "linear",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """`grouped_mm` with a single NVFP4 weight whose parts are separate arguments -> [..., N].
 
-    a: float [..., K], rows sorted by group. b_codes uint8 [G, N, K/2], b_block_scale float8_e4m3fn [G, N, K/16], b_decode_scale float32 [G]
-    or [G, S], as `nvfp4_quantize` returns them. The other arguments are those of `grouped_mm`.
+    a: float [..., K], rows sorted by group. b_codes uint8 [G, N, K/2], b_block_scale float8_e4m3fn
+    [G, N, K/16], b_decode_scale float32 [G] or [G, S], as `nvfp4_quantize` returns them. The other
+    arguments are those of `grouped_mm`.
     """
     return torch.ops.fusion_moe.nvfp4_grouped_mm(
-        a, b_codes, b_block_scale, b_decode_scale, offs, activation_format=activation_format, weight_layout=weight_layout,
+        a,
+        b_codes,
+        b_block_scale,
+        b_decode_scale,
+        offs,
+        activation_format=activation_format,
+        weight_layout=weight_layout,
         out_dtype=out_dtype,
-    )  # fmt: skip
+    )
 
 
 def grouped_mm(
-    a: Tensor, weight: Sequence[Tensor], offs: Tensor, lora_a: Tensor | None = None, lora_b: Tensor | None = None, *,
-    weight_format: str = "nvfp4", weight_layout: str = "linear", activation_format: str = "bf16", out_dtype: torch.dtype | None = None,
-    transposed: bool = False, lora_scale: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """For each row of group g: weight[g] @ row, summed in float32 (float64 in float64) -> [..., N]; zeros for rows past the last group.
+    a: Tensor,
+    weight: Sequence[Tensor],
+    offs: Tensor,
+    lora_a: Tensor | None = None,
+    lora_b: Tensor | None = None,
+    *,
+    weight_format: str = "nvfp4",
+    weight_layout: str = "linear",
+    activation_format: str = "bf16",
+    out_dtype: torch.dtype | None = None,
+    transposed: bool = False,
+    lora_scale: float = 1.0,
+) -> Tensor:
+    """For each row of group g: weight[g] @ row, summed in float32 (float64 in float64) -> [..., N];
+    zeros for rows past the last group.
 
     a: float [..., K], rows sorted by group. offs: int32 [G], where the rows of each group end.
-    weight: the parts of [G, N, K] in the encoding weight_format: "nvfp4", "mxfp4", "int4" (fusion_moe.encodings); or, for "bf16", "f16",
-    "f32" and "f64", a single tensor of numbers. transposed: this single tensor is [G, K, N].
-    weight_layout: the order of the weight's bytes: "linear"; "w16x64", as `fusion_moe.prepare_` makes it; or "sf128x4", for block scales
-    only.
-    activation_format: "bf16", rows as they come in; "nvfp4", rows quantized too (compute capability 10.0 only, else UnsupportedError); or
-    "int8", rows and weights of nvfp4 or mxfp4 rounded to integers in blocks of 256 columns (CPUs only, else UnsupportedError). With float
-    weights "mxfp8" or "mxfp8_wgrad_bf16": both operands rounded by that recipe, forward and backward (fusion_moe.recipe).
-    out_dtype: the dtype of the result; None: that of a.
-    lora_a: float [G, r, K], lora_b: float [G, N, r], or None: lora_scale * lora_b @ lora_a is added to the weight, without computing that
-    matrix. Both are rounded to the dtype of a, and so are the r features between them; both products are added in float32.
+    weight: the parts of [G, N, K] in the encoding weight_format: "nvfp4", "mxfp4", "int4"
+    (fusion_moe.encodings); or, for "bf16", "f16", "f32" and "f64", a single tensor of numbers.
+    transposed: this single tensor is [G, K, N]. weight_layout: the order of the weight's bytes:
+    "linear"; "w16x64", as `fusion_moe.prepare_` makes it; or "sf128x4", for block scales only.
+    activation_format: "bf16", rows as they come in; "nvfp4", rows quantized too (compute capability
+    10.0 only, else UnsupportedError); or "int8", rows and weights of nvfp4 or mxfp4 rounded to
+    integers in blocks of 256 columns (CPUs only, else UnsupportedError). With float weights "mxfp8"
+    or "mxfp8_wgrad_bf16": both operands rounded by that recipe, forward and backward
+    (fusion_moe.recipe). out_dtype: the dtype of the result; None: that of a. lora_a: float [G, r,
+    K], lora_b: float [G, N, r], or None: lora_scale * lora_b @ lora_a is added to the weight,
+    without computing that matrix. Both are rounded to the dtype of a, and so are the r features
+    between them; both products are added in float32.
 
-    Derivatives: with respect to a, lora_a, lora_b, and a float weight. Quantized weights are frozen.
-    Source: torch.nn.functional.grouped_mm, here for quantized weights; LoRA (Hu et al., 2021).
+    Derivatives: with respect to a, lora_a, lora_b, and a float weight. Quantized weights are
+    frozen. Source: torch.nn.functional.grouped_mm, here for quantized weights; LoRA (Hu et al.,
+    2021).
     """
     return torch.ops.fusion_moe.grouped_mm(
-        a, weight, offs, lora_a, lora_b, weight_format=weight_format, weight_layout=weight_layout, activation_format=activation_format,
-        out_dtype=out_dtype, transposed=transposed, lora_scale=lora_scale,
-    )  # fmt: skip
+        a,
+        weight,
+        offs,
+        lora_a,
+        lora_b,
+        weight_format=weight_format,
+        weight_layout=weight_layout,
+        activation_format=activation_format,
+        out_dtype=out_dtype,
+        transposed=transposed,
+        lora_scale=lora_scale,
+    )
 
 
 def grouped_swizzle_block_scale(block_scale: Tensor, offs: Tensor) -> Tensor:
-    """Reorders block scales as Blackwell's products read them, each group padded to 128 rows -> [bound(M, G), ceil4(K/16)].
+    """Reorders block scales as Blackwell's products read them, each group padded to 128 rows ->
+    [bound(M, G), ceil4(K/16)].
 
-    block_scale: float8_e4m3fn [M, K/16], rows sorted by group. offs: int32 [G], where the rows of each group end. Padding is zero. No
-    derivative.
-    Source: the layout of block scaling factors of cuBLAS and CUTLASS (`fusion_moe.layouts.SF128X4`).
+    block_scale: float8_e4m3fn [M, K/16], rows sorted by group. offs: int32 [G], where the rows of
+    each group end. Padding is zero. No derivative. Source: the layout of block scaling factors of
+    cuBLAS and CUTLASS (`fusion_moe.layouts.SF128X4`).
     """
     return torch.ops.fusion_moe.grouped_swizzle_block_scale(block_scale, offs)
 
 
 def scaled_swiglu(
-    x: Tensor, scale: Tensor | None = None, interleave: int = 0, *, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0
+    x: Tensor,
+    scale: Tensor | None = None,
+    interleave: int = 0,
+    *,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
 ) -> Tensor:
-    """gate * sigmoid(alpha * gate) * (up + up_offset) * scale, in float32 and rounded once to the dtype of x -> [..., I].
+    """gate * sigmoid(alpha * gate) * (up + up_offset) * scale, in float32 and rounded once to the
+    dtype of x -> [..., I].
 
-    x: float [..., 2I], gate and up. scale: float [...], one for each row; None: 1.
-    interleave: 0: gate is the first half of the columns; n: blocks of n gate columns and n up columns alternate.
-    limit: gate is clamped to at most limit, up to -limit .. limit; None: no clamping. alpha: 1 for SiLU.
+    x: float [..., 2I], gate and up. scale: float [...], one for each row; None: 1. interleave: 0:
+    gate is the first half of the columns; n: blocks of n gate columns and n up columns alternate.
+    limit: gate is clamped to at most limit, up to -limit .. limit; None: no clamping. alpha: 1 for
+    SiLU.
 
     Source: SwiGLU (Shazeer, 2020); limit = 7, alpha = 1.702 and up_offset = 1 are those of gpt-oss.
     """
-    return torch.ops.fusion_moe.scaled_swiglu(x, scale, interleave, limit=limit, alpha=alpha, up_offset=up_offset)
+    return torch.ops.fusion_moe.scaled_swiglu(
+        x, scale, interleave, limit=limit, alpha=alpha, up_offset=up_offset
+    )
 
 
-def route(ids: Tensor, groups: int, *, first_expert: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def route(
+    ids: Tensor, groups: int, *, first_expert: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sorts the slots of tokens by expert, stably -> (ends, row_of, slot_of).
 
-    ids: int64 or int32 [T, k], the experts of each token, from 0 to groups - 1; groups: how many experts there are.
-    first_expert: the id of the first of these experts, if others exist elsewhere: slots of any other id are dropped, and their rows come
-    after the last end, where products are zero. None: ids start at 0, and -1 names no expert; other ids are an error.
-    ends: int32 [groups], where the rows of each expert end: `offs` of the products; row_of: int32 [T*k], the token of each sorted row, so
-    that x[row_of] are the rows; slot_of: int32 [T, k], the row of each slot. No derivative.
+    ids: int64 or int32 [T, k], the experts of each token, from 0 to groups - 1; groups: how many
+    experts there are. first_expert: the id of the first of these experts, if others exist
+    elsewhere: slots of any other id are dropped, and their rows come after the last end, where
+    products are zero. None: ids start at 0, and -1 names no expert; other ids are an error. ends:
+    int32 [groups], where the rows of each expert end: `offs` of the products; row_of: int32 [T*k],
+    the token of each sorted row, so that x[row_of] are the rows; slot_of: int32 [T, k], the row of
+    each slot. No derivative.
     """
     return torch.ops.fusion_moe.route(ids, groups, first_expert=first_expert)
 
 
 def topk_router(
-    logits: Tensor, k: int, bias: Tensor | None = None, *, scoring: str = "softmax", renormalize: bool = False,
-    routed_scaling_factor: float = 1.0, n_group: int = 1, topk_group: int = 1, best_of_group: int = 1,
+    logits: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
+    n_group: int = 1,
+    topk_group: int = 1,
+    best_of_group: int = 1,
     out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Chooses for each token the k experts with the best scores -> (weights, ids), best first.
 
-    logits: float [T, E]. Scores are computed in float32 (float64 for float64). bias: float32 [E], added to scores only to choose experts,
-    not in weights; None: 0.
-    scoring: "softmax" over all experts, or "sigmoid". renormalize: weights are divided by their sum; those of softmax are then the softmax
-    of the chosen logits. routed_scaling_factor: multiplies weights, at the end.
-    n_group: if more than 1, the experts form n_group equal groups of consecutive experts, and only those of the best topk_group groups are
-    candidates; the best groups are those with the largest sum of their best_of_group (1 or 2) best scores.
-    out_dtype: the dtype to which weights are rounded at the end; None: float32 (float64 for float64).
-    weights: [T, k]; ids: int64 [T, k], k different experts, which `route` and `fused_experts` take.
+    logits: float [T, E]. Scores are computed in float32 (float64 for float64). bias: float32 [E],
+    added to scores only to choose experts, not in weights; None: 0. scoring: "softmax" over all
+    experts, or "sigmoid". renormalize: weights are divided by their sum; those of softmax are then
+    the softmax of the chosen logits. routed_scaling_factor: multiplies weights, at the end.
+    n_group: if more than 1, the experts form n_group equal groups of consecutive experts, and only
+    those of the best topk_group groups are candidates; the best groups are those with the largest
+    sum of their best_of_group (1 or 2) best scores. out_dtype: the dtype to which weights are
+    rounded at the end; None: float32 (float64 for float64). weights: [T, k]; ids: int64 [T, k], k
+    different experts, which `route` and `fused_experts` take.
 
-    Of equal scores the first expert is chosen, which torch.topk leaves open. If only the order of scores matters (no bias, no sum of two),
-    logits are compared instead, which have the same order: scores that are equal in float32 are still told apart. NaN counts as the largest
-    number, as in torch.topk; a token's weights that depend on it are NaN. Logits of -inf mask experts: those are chosen last, weight 0.
+    Of equal scores the first expert is chosen, which torch.topk leaves open. If only the order of
+    scores matters (no bias, no sum of two), logits are compared instead, which have the same order:
+    scores that are equal in float32 are still told apart. NaN counts as the largest number, as in
+    torch.topk; a token's weights that depend on it are NaN. Logits of -inf mask experts: those are
+    chosen last, weight 0.
 
-    Derivative: of weights, with respect to logits. Ids and bias have none.
-    Source: softmax, renormalize: the routers of Qwen3-MoE and Mixtral and, with the softmax after the choice, gpt-oss; sigmoid with a bias,
-    n_group = 8, topk_group = 4, best_of_group = 2: DeepSeek-V3; softmax with groups: DeepSeek-V2.
+    Derivative: of weights, with respect to logits. Ids and bias have none. Source: softmax,
+    renormalize: the routers of Qwen3-MoE and Mixtral and, with the softmax after the choice,
+    gpt-oss; sigmoid with a bias, n_group = 8, topk_group = 4, best_of_group = 2: DeepSeek-V3;
+    softmax with groups: DeepSeek-V2.
     """
     return torch.ops.fusion_moe.topk_router(
-        logits, k, bias, scoring=scoring, renormalize=renormalize, routed_scaling_factor=routed_scaling_factor, n_group=n_group,
-        topk_group=topk_group, best_of_group=best_of_group, out_dtype=out_dtype,
-    )  # fmt: skip
+        logits,
+        k,
+        bias,
+        scoring=scoring,
+        renormalize=renormalize,
+        routed_scaling_factor=routed_scaling_factor,
+        n_group=n_group,
+        topk_group=topk_group,
+        best_of_group=best_of_group,
+        out_dtype=out_dtype,
+    )
 
 
 def combine(y: Tensor, slot_of: Tensor, w: Tensor) -> Tensor:
-    """Adds each token's rows times the router's weights, in the order of slots and in float32 -> [T, N], in the dtype of y.
+    """Adds each token's rows times the router's weights, in the order of slots and in float32 ->
+    [T, N], in the dtype of y.
 
-    y: float [M, N], rows sorted by expert. slot_of: int [T, k], as `route` returns it. w: float [T, k].
+    y: float [M, N], rows sorted by expert. slot_of: int [T, k], as `route` returns it. w: float [T,
+    k].
     """
     return torch.ops.fusion_moe.combine(y, slot_of, w)
 
@@ -158,78 +246,171 @@ def combine(y: Tensor, slot_of: Tensor, w: Tensor) -> Tensor:
 def group_add(y: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
     """Adds to each row the bias of its group -> [M, N]; rows past the last group stay unchanged.
 
-    y: float [M, N], rows sorted by group. bias: [G, N], of the dtype of y. offs: int32 [G], where the rows of each group end.
+    y: float [M, N], rows sorted by group. bias: [G, N], of the dtype of y. offs: int32 [G], where
+    the rows of each group end.
     """
     return torch.ops.fusion_moe.group_add(y, bias, offs)
 
 
 def expert_mlp(
-    x: Tensor, ids: Tensor, w: Tensor, gate_up_codes: Tensor, gate_up_block_scale: Tensor, gate_up_decode_scale: Tensor, down_codes: Tensor,
-    down_block_scale: Tensor, down_decode_scale: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, *,
-    interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0, scale_on: str = "output",
-    activation_format: str = "bf16", weight_layout: str = "linear", first_expert: int | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    gate_up_codes: Tensor,
+    gate_up_block_scale: Tensor,
+    gate_up_decode_scale: Tensor,
+    down_codes: Tensor,
+    down_block_scale: Tensor,
+    down_decode_scale: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    interleave: int = 0,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    scale_on: str = "output",
+    activation_format: str = "bf16",
+    weight_layout: str = "linear",
+    first_expert: int | None = None,
+) -> Tensor:
     """`fused_experts` with NVFP4 weights whose parts are separate arguments -> [..., H].
 
-    gate_up_codes uint8 [E, 2I, H/2], gate_up_block_scale float8_e4m3fn [E, 2I, H/16], gate_up_decode_scale float32 [E] or [E, 2];
-    down_codes [E, H, I/2], down_block_scale [E, H, I/16], down_decode_scale [E]. The other arguments are those of `fused_experts`.
+    gate_up_codes uint8 [E, 2I, H/2], gate_up_block_scale float8_e4m3fn [E, 2I, H/16],
+    gate_up_decode_scale float32 [E] or [E, 2]; down_codes [E, H, I/2], down_block_scale [E, H,
+    I/16], down_decode_scale [E]. The other arguments are those of `fused_experts`.
     """
     return torch.ops.fusion_moe.expert_mlp(
-        x, ids, w, gate_up_codes, gate_up_block_scale, gate_up_decode_scale, down_codes, down_block_scale, down_decode_scale, gate_up_bias,
-        down_bias, interleave=interleave, limit=limit, alpha=alpha, up_offset=up_offset, scale_on=scale_on,
-        activation_format=activation_format, weight_layout=weight_layout, first_expert=first_expert,
-    )  # fmt: skip
+        x,
+        ids,
+        w,
+        gate_up_codes,
+        gate_up_block_scale,
+        gate_up_decode_scale,
+        down_codes,
+        down_block_scale,
+        down_decode_scale,
+        gate_up_bias,
+        down_bias,
+        interleave=interleave,
+        limit=limit,
+        alpha=alpha,
+        up_offset=up_offset,
+        scale_on=scale_on,
+        activation_format=activation_format,
+        weight_layout=weight_layout,
+        first_expert=first_expert,
+    )
 
 
 def fused_experts(
-    x: Tensor, ids: Tensor, w: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor], gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, gate_up_lora_a: Tensor | None = None, gate_up_lora_b: Tensor | None = None,
-    down_lora_a: Tensor | None = None, down_lora_b: Tensor | None = None, *, interleave: int = 0, limit: float | None = None,
-    alpha: float = 1.0, up_offset: float = 0.0, scale_on: str = "output", activation_format: str = "bf16", weight_layout: str = "linear",
-    first_expert: int | None = None, weight_format: str = "nvfp4", transposed: bool = False, lora_scale: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """Sum over each token's experts of down(act(gate(x)) * (up(x) + up_offset)) times the router's weight -> [..., H], in the dtype of x.
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    gate_up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_up_lora_a: Tensor | None = None,
+    gate_up_lora_b: Tensor | None = None,
+    down_lora_a: Tensor | None = None,
+    down_lora_b: Tensor | None = None,
+    *,
+    interleave: int = 0,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    scale_on: str = "output",
+    activation_format: str = "bf16",
+    weight_layout: str = "linear",
+    first_expert: int | None = None,
+    weight_format: str = "nvfp4",
+    transposed: bool = False,
+    lora_scale: float = 1.0,
+) -> Tensor:
+    """Sum over each token's experts of down(act(gate(x)) * (up(x) + up_offset)) times the router's
+    weight -> [..., H], in the dtype of x.
 
-    x: float [..., H], T tokens in all. ids: int64 or int32 [T, k], the experts of each token. w: float [T, k], the router's weights. Both
-    may also have the leading dimensions of x.
-    gate_up, down: the parts of [E, 2I, H] and [E, H, I] in the encoding weight_format (see `grouped_mm`), stored in weight_layout.
-    transposed: both are float tensors, [E, H, 2I] and [E, I, H]. gate_up_bias [E, 2I], down_bias [E, H]: in the dtype of x, or None.
-    interleave: 0: in the rows of gate_up, gate stands above up; n: blocks of n gate rows and n up rows alternate.
-    act(gate): gate * sigmoid(alpha * gate). limit: gate is clamped to at most limit, up to -limit .. limit; None: no clamping.
-    scale_on: what w multiplies, the "output" of experts or, as in Llama-4, their "input".
-    activation_format: "bf16", activations as they come in, "nvfp4" (compute capability 10.0 only, else UnsupportedError), "int8" (CPUs
-    only), "mxfp8" or "mxfp8_wgrad_bf16" as in `grouped_mm`.
-    first_expert: the E experts here have the ids first_expert to first_expert + E - 1, and others exist elsewhere: slots of any other id,
-    including -1, add nothing, so the result is a partial sum. None: all experts are here, and of other ids -1 adds nothing, as for padding,
+    x: float [..., H], T tokens in all. ids: int64 or int32 [T, k], the experts of each token. w:
+    float [T, k], the router's weights. Both may also have the leading dimensions of x. gate_up,
+    down: the parts of [E, 2I, H] and [E, H, I] in the encoding weight_format (see `grouped_mm`),
+    stored in weight_layout. transposed: both are float tensors, [E, H, 2I] and [E, I, H].
+    gate_up_bias [E, 2I], down_bias [E, H]: in the dtype of x, or None. interleave: 0: in the rows
+    of gate_up, gate stands above up; n: blocks of n gate rows and n up rows alternate. act(gate):
+    gate * sigmoid(alpha * gate). limit: gate is clamped to at most limit, up to -limit .. limit;
+    None: no clamping. scale_on: what w multiplies, the "output" of experts or, as in Llama-4, their
+    "input". activation_format: "bf16", activations as they come in, "nvfp4" (compute capability
+    10.0 only, else UnsupportedError), "int8" (CPUs only), "mxfp8" or "mxfp8_wgrad_bf16" as in
+    `grouped_mm`. first_expert: the E experts here have the ids first_expert to first_expert + E -
+    1, and others exist elsewhere: slots of any other id, including -1, add nothing, so the result
+    is a partial sum. None: all experts are here, and of other ids -1 adds nothing, as for padding,
     and the rest are an error. Slots that add nothing have zero gradients.
 
-    gate_up_lora_a [E, r, H] and gate_up_lora_b [E, 2I, r], down_lora_a [E, r, I] and down_lora_b [E, H, r], float: the adapters of the two
-    weights, multiplied by lora_scale (see `grouped_mm`); the rows of gate_up_lora_b are in the order of gate_up's.
+    gate_up_lora_a [E, r, H] and gate_up_lora_b [E, 2I, r], down_lora_a [E, r, I] and down_lora_b
+    [E, H, r], float: the adapters of the two weights, multiplied by lora_scale (see `grouped_mm`);
+    the rows of gate_up_lora_b are in the order of gate_up's.
 
-    Derivatives: with respect to x, w, biases, adapters, and float weights. Quantized weights are frozen.
-    Source: the experts of Qwen3-MoE; limit = 7, alpha = 1.702 and up_offset = 1 are those of gpt-oss.
+    Derivatives: with respect to x, w, biases, adapters, and float weights. Quantized weights are
+    frozen. Source: the experts of Qwen3-MoE; limit = 7, alpha = 1.702 and up_offset = 1 are those
+    of gpt-oss.
     """
     return torch.ops.fusion_moe.fused_experts(
-        x, ids, w, gate_up, down, gate_up_bias, down_bias, gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b, interleave=interleave,
-        limit=limit, alpha=alpha, up_offset=up_offset, scale_on=scale_on, activation_format=activation_format, weight_layout=weight_layout,
-        first_expert=first_expert, weight_format=weight_format, transposed=transposed, lora_scale=lora_scale,
-    )  # fmt: skip
+        x,
+        ids,
+        w,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        gate_up_lora_a,
+        gate_up_lora_b,
+        down_lora_a,
+        down_lora_b,
+        interleave=interleave,
+        limit=limit,
+        alpha=alpha,
+        up_offset=up_offset,
+        scale_on=scale_on,
+        activation_format=activation_format,
+        weight_layout=weight_layout,
+        first_expert=first_expert,
+        weight_format=weight_format,
+        transposed=transposed,
+        lora_scale=lora_scale,
+    )
 
 
 def f16a_nvfp4weight_scaled_grouped_mm(
-    activation: Tensor, fp4_weight: Tensor, weight_scaling_factor: Tensor, global_scale: Tensor, offsets: Tensor,
-    blockscale_offsets: Tensor, problem_sizes: Tensor, *, activation_format: str = "bf16",
-) -> Tensor:  # fmt: skip
-    """`nvfp4_grouped_mm` with the arguments that lightning-thunder's inference benchmarks pass -> [..., N].
+    activation: Tensor,
+    fp4_weight: Tensor,
+    weight_scaling_factor: Tensor,
+    global_scale: Tensor,
+    offsets: Tensor,
+    blockscale_offsets: Tensor,
+    problem_sizes: Tensor,
+    *,
+    activation_format: str = "bf16",
+) -> Tensor:
+    """`nvfp4_grouped_mm` with the arguments that lightning-thunder's inference benchmarks pass ->
+    [..., N].
 
-    activation: float [..., K], rows sorted by group. fp4_weight: uint8 [G, K/2, N], the transposed view of a contiguous [G, N, K/2].
-    weight_scaling_factor: float8_e4m3fn [G, ceil128(N), ceil4(K/16)], swizzled matrix by matrix (`fusion_moe.layouts.SF128X4`).
-    global_scale: float32 [G], a factor. offsets: int32 [G], where each group starts, without the total; blockscale_offsets: int32 [G],
-    the same with each group padded to 128 rows; problem_sizes: int32 [G, 3], m, n and k of each group. activation_format: see `grouped_mm`.
+    activation: float [..., K], rows sorted by group. fp4_weight: uint8 [G, K/2, N], the transposed
+    view of a contiguous [G, N, K/2]. weight_scaling_factor: float8_e4m3fn [G, ceil128(N),
+    ceil4(K/16)], swizzled matrix by matrix (`fusion_moe.layouts.SF128X4`). global_scale: float32
+    [G], a factor. offsets: int32 [G], where each group starts, without the total;
+    blockscale_offsets: int32 [G], the same with each group padded to 128 rows; problem_sizes: int32
+    [G, 3], m, n and k of each group. activation_format: see `grouped_mm`.
 
-    Source: thunder's operation of this name in `nvf_cutlass` (`fusion_moe.compat` registers it there).
+    Source: thunder's operation of this name in `nvf_cutlass` (`fusion_moe.compat` registers it
+    there).
     """
     return torch.ops.fusion_moe.f16a_nvfp4weight_scaled_grouped_mm(
-        activation, fp4_weight, weight_scaling_factor, global_scale, offsets, blockscale_offsets, problem_sizes,
+        activation,
+        fp4_weight,
+        weight_scaling_factor,
+        global_scale,
+        offsets,
+        blockscale_offsets,
+        problem_sizes,
         activation_format=activation_format,
-    )  # fmt: skip
+    )

@@ -1,7 +1,9 @@
-"""Every option of the library: its name, type, default and meaning. Nothing else reads the environment.
+"""Every option of the library: its name, type, default and meaning. Nothing else reads the
+environment.
 
-An option is read from `FUSION_MOE_<NAME>` when this module is imported (an empty variable counts as not set; a variable that belongs to no
-option warns and changes nothing), and can be set for a block of code:
+An option is read from `FUSION_MOE_<NAME>` when this module is imported (an empty variable counts as
+not set; a variable that belongs to no option warns and changes nothing), and can be set for a block
+of code:
 
     with fusion_moe.options.override(target="reference"):
         model(x)
@@ -45,43 +47,87 @@ def _cache_home(environ: Mapping[str, str] = os.environ) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options. Those that change what is compiled take part in equality and in the cache keys of compiled programs."""
+    """The options. Those that change what is compiled take part in equality and in the cache keys
+    of compiled programs.
+    """
 
-    target: str = _option("auto", "what to compile for: 'auto' follows the tensors' device, or the name of a target")
-    contract_rounding: bool = _option(True, "keep float32 inside a fused kernel where the program rounds to a narrower type and back")
-    router_gradient: bool = _option(True, "gradients of routing weights by way of the product before, so that its result is not saved")
-    check: bool = _option(False, "compare passes exactly and kernels within rounding, on the real inputs; users' translators on drawn ones")
-    cpu_isa: str = _option("auto", "instructions that CPU kernels use: 'auto' is the best tier of the machine, or the name of a tier")
-    cuda_variant: str = _option("auto", "the kernel of CUDA's grouped products: 'auto' is by sizes, or the name of one, which must fit")
+    target: str = _option(
+        "auto", "what to compile for: 'auto' follows the tensors' device, or the name of a target"
+    )
+    contract_rounding: bool = _option(
+        True,
+        "keep float32 inside a fused kernel where the program rounds to a narrower type and back",
+    )
+    router_gradient: bool = _option(
+        True,
+        "gradients of routing weights by way of the product "
+        "before, so that its result is not saved",
+    )
+    check: bool = _option(
+        False,
+        "compare passes exactly and kernels within rounding, on the real "
+        "inputs; users' translators on drawn ones",
+    )
+    cpu_isa: str = _option(
+        "auto",
+        "instructions that CPU kernels use: 'auto' is the best tier of "
+        "the machine, or the name of a tier",
+    )
+    cuda_variant: str = _option(
+        "auto",
+        "the kernel of CUDA's grouped products: 'auto' is by "
+        "sizes, or the name of one, which must fit",
+    )
     order_weights: bool = _option(
-        True, "weights in the order of CUDA's kernels from a module's first call there on, without prepare_", in_keys=False
+        True,
+        "weights in the order of CUDA's kernels from a module's first call there on, "
+        "without prepare_",
+        in_keys=False,
     )
     background_compile: bool = _option(
-        False, "calls of new sizes on a GPU run kernels for any size while their own compile; results may differ in the last bits",
+        False,
+        "calls of new sizes on a GPU run kernels for any size while their own compile; "
+        "results may differ in the last bits",
         in_keys=False,
-    )  # fmt: skip
+    )
     native_calls: bool = _option(
-        True, "calls of known forms without Python, by a library that is compiled once calls would gain by it", in_keys=False
+        True,
+        "calls of known forms without Python, by a library that is compiled once calls "
+        "would gain by it",
+        in_keys=False,
     )
     numa_interleave: bool = _option(
-        True, "weights on a CPU lie on all NUMA nodes that the process uses, by turns, unless it has a policy of its own (numactl)",
+        True,
+        "weights on a CPU lie on all NUMA nodes that the process uses, by turns, unless it "
+        "has a policy of its own (numactl)",
         in_keys=False,
-    )  # fmt: skip
+    )
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)
-    dump: str = _option("", "a folder to write every stage, source and binary of what is compiled to; '' is none", in_keys=False)
-    vllm: bool = _option(True, "tell vLLM of --quantization fusion_moe, when it loads its plug-ins", in_keys=False)
-    compile_seconds: int = _option(300, "how long a compiler may take for one kernel before it is killed", in_keys=False)
+    dump: str = _option(
+        "",
+        "a folder to write every stage, source and binary of what is compiled to; '' is none",
+        in_keys=False,
+    )
+    vllm: bool = _option(
+        True, "tell vLLM of --quantization fusion_moe, when it loads its plug-ins", in_keys=False
+    )
+    compile_seconds: int = _option(
+        300, "how long a compiler may take for one kernel before it is killed", in_keys=False
+    )
 
     def replace(self, **changes: Any) -> Options:
         """These options with some changed; names and types are checked."""
-        return dataclasses.replace(self, **{name: _checked(name, value) for name, value in changes.items()})
+        return dataclasses.replace(
+            self, **{name: _checked(name, value) for name, value in changes.items()}
+        )
 
     def compared(self) -> dict[str, Any]:
         """The values of the options that change what is compiled or computed, by name."""
         return {name: getattr(self, name) for name, field in _FIELDS.items() if field.compare}
 
     def key(self) -> str:
-        """`compared` as text, a dict as Python writes it, for cache keys and for programs that carry their options; `from_key` reads it.
+        """`compared` as text, a dict as Python writes it, for cache keys and for programs that
+        carry their options; `from_key` reads it.
 
         The values of real options need no ", which compilers of graphs do not escape.
         """
@@ -101,14 +147,20 @@ def _checked(name: str, value: Any) -> Any:
     """`value` as the option's type; text from the environment is parsed."""
     field = _FIELDS.get(name)
     if field is None:
-        raise OptionError(f"unknown option {name!r}", expected=f"one of {', '.join(_FIELDS)}", todo=did_you_mean(name, _FIELDS))
+        raise OptionError(
+            f"unknown option {name!r}",
+            expected=f"one of {', '.join(_FIELDS)}",
+            todo=did_you_mean(name, _FIELDS),
+        )
     wanted = type(field.default)
     if wanted is bool and isinstance(value, str):
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
     if wanted is int and isinstance(value, str) and value.isdecimal():
         value = int(value)
     if not _fits(value, field.default):
-        raise OptionError(f"option {name} = {value!r}", expected=f"{_KINDS[wanted]} ({field.metadata['doc']})")
+        raise OptionError(
+            f"option {name} = {value!r}", expected=f"{_KINDS[wanted]} ({field.metadata['doc']})"
+        )
     return value
 
 
@@ -123,13 +175,16 @@ def ignored(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
     for name in environ:
         if name.startswith(_PREFIX) and name not in _VARIABLES:
             todo = did_you_mean(name, _VARIABLES) or f"fusion_moe reads {', '.join(_VARIABLES)}"
-            yield f"the environment variable {name} is ignored: fusion_moe has no such option; {todo}"
+            yield (
+                f"the environment variable {name} is ignored: fusion_moe has no such option; {todo}"
+            )
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
     """The defaults, changed by the `FUSION_MOE_*` variables that are not empty.
 
-    A variable that belongs to no option is ignored with a warning, since it may be meant for another version; an invalid value raises.
+    A variable that belongs to no option is ignored with a warning, since it may be meant for
+    another version; an invalid value raises.
     """
     for said in ignored(environ):
         warnings.warn(said, stacklevel=2)
@@ -144,7 +199,9 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
 
 
 _of_process = from_environment()
-_current: contextvars.ContextVar[Options] = contextvars.ContextVar("fusion_moe_options", default=_of_process)
+_current: contextvars.ContextVar[Options] = contextvars.ContextVar(
+    "fusion_moe_options", default=_of_process
+)
 
 
 def current() -> Options:
@@ -153,12 +210,16 @@ def current() -> Options:
 
 
 def variable() -> tuple[contextvars.ContextVar[Options], Options]:
-    """The context variable of the options in force, and the value that it has if nothing has changed them."""
+    """The context variable of the options in force, and the value that it has if nothing has
+    changed them.
+    """
     return _current, _of_process
 
 
 def from_key(key: str) -> Options:
-    """The options that `Options.key` wrote; what keys leave out is as in force here. OptionError for any other."""
+    """The options that `Options.key` wrote; what keys leave out is as in force here. OptionError
+    for any other.
+    """
     return dataclasses.replace(current(), **_read(key))
 
 
@@ -170,8 +231,11 @@ def _read(key: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise OptionError(f"options {key!r}", expected="a dict, as Options.key writes it")
-    for name in found:  # a key comes with an exported graph, from anywhere: it may not say where files are written
-        need_one_of("an option's name", name, (name for name, field in _FIELDS.items() if field.compare))
+    # a key comes with an exported graph, from anywhere: it may not say where files are written
+    for name in found:
+        need_one_of(
+            "an option's name", name, (name for name, field in _FIELDS.items() if field.compare)
+        )
     return {name: _checked(name, value) for name, value in found.items()}
 
 

@@ -14,17 +14,28 @@ QUIET_SECONDS = 2.0
 
 
 def progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
-    """Yields the items. Every two seconds, shows how many of `total` are done: in place on a terminal, otherwise on a new line."""
+    """Yields the items. Every two seconds, shows how many of `total` are done: in place on a
+    terminal, otherwise on a new line.
+    """
     start = said = time.monotonic()
     end = "\r" if sys.stderr.isatty() else "\n"
     for done, item in enumerate(items):
         now = time.monotonic()
         if now - said > QUIET_SECONDS:
-            print(f"{what}: {done} of {total}, {now - start:.0f} s", end=end, file=sys.stderr, flush=True)
+            print(
+                f"{what}: {done} of {total}, {now - start:.0f} s",
+                end=end,
+                file=sys.stderr,
+                flush=True,
+            )
             said = now
         yield item
     if said != start:
-        print(f"{what}: {total} of {total}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{what}: {total} of {total}, {time.monotonic() - start:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 @contextmanager
@@ -41,7 +52,9 @@ def saying_after(seconds: float, what: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows on a terminal, in place and every two seconds, that work without countable parts is running. Elsewhere it shows nothing."""
+    """Shows on a terminal, in place and every two seconds, that work without countable parts is
+    running. Elsewhere it shows nothing.
+    """
     if not sys.stderr.isatty():
         yield
         return
@@ -49,7 +62,9 @@ def waiting(what: str) -> Iterator[None]:
 
     def say() -> None:
         while not done.wait(QUIET_SECONDS):
-            print(f"{what}: {time.monotonic() - start:.0f} s", end="\r", file=sys.stderr, flush=True)
+            print(
+                f"{what}: {time.monotonic() - start:.0f} s", end="\r", file=sys.stderr, flush=True
+            )
 
     thread = threading.Thread(target=say, daemon=True)
     thread.start()

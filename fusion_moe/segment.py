@@ -1,7 +1,9 @@
-"""Fusion -> Segments: pieces that a scheduler accepts and the backend has a kernel for. Each boundary has its reason.
+"""Fusion -> Segments: pieces that a scheduler accepts and the backend has a kernel for. Each
+boundary has its reason.
 
-Operations that the backend cannot express are kept apart from those that it can: an operation that has no kernel in a product's epilogue
-leaves the epilogue, and the product stays. An operation that the backend cannot express even alone is computed by the reference, in torch.
+Operations that the backend cannot express are kept apart from those that it can: an operation that
+has no kernel in a product's epilogue leaves the epilogue, and the product stays. An operation that
+the backend cannot express even alone is computed by the reference, in torch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ SINGLE = "single"  # the kind of an operation that no scheduler accepts
 
 @dataclass(frozen=True)
 class Segment:
-    """The work of one kernel: a Fusion like any other. inputs and outputs are values of the whole Fusion; boundary: why it starts there."""
+    """The work of one kernel: a Fusion like any other. inputs and outputs are values of the whole
+    Fusion; boundary: why it starts there.
+    """
 
     fusion: Fusion
     plan: Plan
@@ -35,17 +39,23 @@ class Segment:
 
 
 def split(fusion: Fusion, target: Target, plan: Planner) -> tuple[Segment, ...]:
-    """The segments, in an order in which they can run. plan: the backend's decision about a piece that one of its schedulers accepts."""
+    """The segments, in an order in which they can run. plan: the backend's decision about a piece
+    that one of its schedulers accepts.
+    """
     return _Split(fusion, target, plan).segments()
 
 
 def by_structure(fusion: Fusion, target: Target) -> tuple[Segment, ...]:
-    """The segments that schedulers accept, whatever the backend can express: for a Fusion that has not been through the passes."""
+    """The segments that schedulers accept, whatever the backend can express: for a Fusion that has
+    not been through the passes.
+    """
     return split(fusion, target, lambda piece: on_reference(piece, target, ""))
 
 
 class _Split:
-    """Lets pieces grow, asks the backend about each of them, and lets them grow again with refused operations kept apart."""
+    """Lets pieces grow, asks the backend about each of them, and lets them grow again with refused
+    operations kept apart.
+    """
 
     def __init__(self, fusion: Fusion, target: Target, plan: Planner):
         self.fusion, self.target, self._ask = fusion, target, plan
@@ -56,7 +66,11 @@ class _Split:
         while True:
             pieces = self._grown()
             order = pieces.topological()
-            refused = [(ops, why) for ops in order if len(ops) > 1 and isinstance(why := self._plan(pieces, ops)[1], Refusal)]
+            refused = [
+                (ops, why)
+                for ops in order
+                if len(ops) > 1 and isinstance(why := self._plan(pieces, ops)[1], Refusal)
+            ]
             if not refused:
                 return tuple(self._segment(pieces, ops) for ops in order)
             for ops, refusal in refused:
@@ -81,12 +95,18 @@ class _Split:
         return Segment(fusion, plan, fusion.inputs, fusion.outputs, pieces.boundary(ops))
 
     def _keep_apart(self, pieces: Pieces, ops: frozenset[Op], refusal: Refusal) -> None:
-        """Takes an operation out of a refused piece: one that has no kernel even alone, else the one that the backend named.
+        """Takes an operation out of a refused piece: one that has no kernel even alone, else the
+        one that the backend named.
 
-        If the backend named none, it is the one in the middle, so that the rest of the piece halves.
+        If the backend named none, it is the one in the middle, so that the rest of the piece
+        halves.
         """
         ordered = sorted(ops, key=pieces.place.__getitem__)
-        alone = [(op, why) for op in ordered if isinstance(why := self._plan(pieces, frozenset([op]))[1], Refusal)]
+        alone = [
+            (op, why)
+            for op in ordered
+            if isinstance(why := self._plan(pieces, frozenset([op]))[1], Refusal)
+        ]
         for op, why in alone:
             self.apart[frozenset([op])] = why.why
         if not alone:

@@ -1,4 +1,6 @@
-"""What a program is compiled for, as plain facts. Nothing outside this file asks which chip it is."""
+"""What a program is compiled for, as plain facts. Nothing outside this file asks which chip it
+is.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,21 @@ import torch
 
 from .errors import OptionError, UnsupportedError, did_you_mean
 
-ACTIVATION_FORMATS = ("bf16", "nvfp4", "int8")  # of all targets: activations as they come in, or quantized
+# of all targets: activations as they come in, or quantized
+ACTIVATION_FORMATS = ("bf16", "nvfp4", "int8")
 
 
 @dataclass(frozen=True)
 class Target:
     """A kind of machine.
 
-    activation_formats: those that its grouped products accept. schedulers: names of those that are asked whether one kernel can compute a
-    piece, in order. operand_layouts: the layout in which products read the block scales of a quantized activation. device: the kind of
-    device that its kernels run on, "" for every one; capability: the CUDA compute capability that they require; ran_on: the compute
-    capabilities of the GPUs on which they have run. unshared_roles: roles of operations whose results are read only in the kernel that
-    computes them. weight_layout: the one that its kernels read fastest. added_features: for each kind of product, up to how many features
+    activation_formats: those that its grouped products accept. schedulers: names of those that are
+    asked whether one kernel can compute a piece, in order. operand_layouts: the layout in which
+    products read the block scales of a quantized activation. device: the kind of device that its
+    kernels run on, "" for every one; capability: the CUDA compute capability that they require;
+    ran_on: the compute capabilities of the GPUs on which they have run. unshared_roles: roles of
+    operations whose results are read only in the kernel that computes them. weight_layout: the one
+    that its kernels read fastest. added_features: for each kind of product, up to how many features
     a second product may contract that is added in the same kernel; kernels of other kinds add none.
     """
 
@@ -36,7 +41,10 @@ class Target:
     added_features: Mapping[str, int] = field(default_factory=dict)
 
 
-_WHERE = {"nvfp4": "nvfp4 activations require compute capability 10.0", "int8": "int8 activations require a CPU"}
+_WHERE = {
+    "nvfp4": "nvfp4 activations require compute capability 10.0",
+    "int8": "int8 activations require a CPU",
+}
 _NVFUSER, _UNSHARED = ("nvfuser",), ("grouped", "quantize", "layout")
 _HOPPER = (9, 0)
 
@@ -45,8 +53,23 @@ TARGETS = {
     for t in (
         Target("reference", ACTIVATION_FORMATS),
         Target("cpu", ("bf16", "int8"), device="cpu", added_features={"fprop": 256, "dgrad": 256}),
-        Target("cuda", ("bf16",), device="cuda", ran_on=(_HOPPER,), weight_layout="w16x64", added_features={"fprop": 64, "dgrad": 64}),
-        Target("sm_90", ("bf16",), _NVFUSER, device="cuda", capability=_HOPPER, ran_on=(_HOPPER,), unshared_roles=_UNSHARED),
+        Target(
+            "cuda",
+            ("bf16",),
+            device="cuda",
+            ran_on=(_HOPPER,),
+            weight_layout="w16x64",
+            added_features={"fprop": 64, "dgrad": 64},
+        ),
+        Target(
+            "sm_90",
+            ("bf16",),
+            _NVFUSER,
+            device="cuda",
+            capability=_HOPPER,
+            ran_on=(_HOPPER,),
+            unshared_roles=_UNSHARED,
+        ),
         Target(
             "sm_100",
             ("bf16", "nvfp4"),
@@ -64,44 +87,70 @@ def find(name: str, device: torch.device) -> Target:
     """The target called `name`; "auto" is the kind of `device`. OptionError for an unknown name."""
     wanted = device.type if name == "auto" else name
     if wanted not in TARGETS:
-        todo = "move the tensors to a supported device" if name == "auto" else did_you_mean(wanted, ["auto", *TARGETS])
-        raise OptionError(f"target {wanted!r}", expected=f"one of auto, {', '.join(TARGETS)}", todo=todo)
+        todo = (
+            "move the tensors to a supported device"
+            if name == "auto"
+            else did_you_mean(wanted, ["auto", *TARGETS])
+        )
+        raise OptionError(
+            f"target {wanted!r}", expected=f"one of auto, {', '.join(TARGETS)}", todo=todo
+        )
     return TARGETS[wanted]
 
 
 def why_not_on(target: Target, device: torch.device) -> str:
     """Why programs for a target cannot run on a device; "" if they can."""
     if target.capability is None:
-        return "" if target.device in ("", device.type) else f"{target.name} requires {target.device.upper()} tensors, got {device}"
+        return (
+            ""
+            if target.device in ("", device.type)
+            else (f"{target.name} requires {target.device.upper()} tensors, got {device}")
+        )
     wanted = f"compute capability {'.'.join(map(str, target.capability))}"
     if device.type != "cuda":
         return f"{target.name} requires a CUDA device with {wanted}, got {device}"
     found = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
     if found is None:
         return f"{target.name} requires a CUDA device with {wanted}, torch found none"
-    return "" if found == target.capability else f"{target.name} requires {wanted}, {device} has {'.'.join(map(str, found))}"
+    return (
+        ""
+        if found == target.capability
+        else (f"{target.name} requires {wanted}, {device} has {'.'.join(map(str, found))}")
+    )
 
 
 def never_run(target: Target, capability: tuple[int, int]) -> str:
-    """A warning where the kernels of a target for GPUs have not run on this compute capability yet; "" where they have."""
-    return "" if capability in target.ran_on else f"never run on compute capability {'.'.join(map(str, capability))}"
+    """A warning where the kernels of a target for GPUs have not run on this compute capability yet;
+    "" where they have.
+    """
+    return (
+        ""
+        if capability in target.ran_on
+        else (f"never run on compute capability {'.'.join(map(str, capability))}")
+    )
 
 
 def check_device(target: Target, device: torch.device, where: str = "") -> None:
     """UnsupportedError if programs for a target cannot run on a device."""
     if why := why_not_on(target, device):
         raise UnsupportedError(
-            why, expected="a target that runs on the tensors' device",
-            todo=f"fusion_moe.explain(model, ..., target={target.name!r}) shows what would run there", where=where,
-        )  # fmt: skip
+            why,
+            expected="a target that runs on the tensors' device",
+            todo=f"fusion_moe.explain(model, ..., target={target.name!r}) shows what would "
+            "run there",
+            where=where,
+        )
 
 
 def check_formats(target: Target, activation_format: str, where: str) -> None:
-    """UnsupportedError if the target has no product on activations of this format: hardware never changes what was asked for."""
+    """UnsupportedError if the target has no product on activations of this format: hardware never
+    changes what was asked for.
+    """
     if activation_format not in target.activation_formats:
         raise UnsupportedError(
             f"activation_format = {activation_format!r} on {target.name}",
             expected=f"one of {', '.join(target.activation_formats)}",
-            todo=f"{_WHERE[activation_format]}; options.override(target='reference') computes them in plain torch",
+            todo=f"{_WHERE[activation_format]}; options.override(target='reference') computes "
+            "them in plain torch",
             where=where,
         )

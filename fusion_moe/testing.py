@@ -1,4 +1,6 @@
-"""For tests of translators: `check_translator(op, *args)` compares one with its operation, alone and fused."""
+"""For tests of translators: `check_translator(op, *args)` compares one with its operation, alone
+and fused.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,22 @@ _PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def check_translator(op: Operation, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any) -> None:
-    """Calls an operation and compares the result of its body with its fake, with its translator run in plain torch, and with the translator
-    compiled: alone, and fused with a grouped product whose result is the first float tensor [..., N] among the positional arguments.
+def check_translator(
+    op: Operation, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any
+) -> None:
+    """Calls an operation and compares the result of its body with its fake, with its translator run
+    in plain torch, and with the translator compiled: alone, and fused with a grouped product whose
+    result is the first float tensor [..., N] among the positional arguments.
 
-    It does so with the given arguments; with random floats of the same shapes; and with random floats of 0, 1 and 3 more rows in every
-    tensor that has as many rows as the first one, if the operation takes them. rtol, atol: tolerances, as in torch.testing.assert_close.
-    TranslatorError says what differs or fails; Untranslatable means that the translator refuses the given call.
+    It does so with the given arguments; with random floats of the same shapes; and with random
+    floats of 0, 1 and 3 more rows in every tensor that has as many rows as the first one, if the
+    operation takes them. rtol, atol: tolerances, as in torch.testing.assert_close. TranslatorError
+    says what differs or fails; Untranslatable means that the translator refuses the given call.
     """
     overload, call = overload_of(op), (args, kwargs)
     near = {"rtol": rtol, "atol": atol}
-    with torch.no_grad(), options.override(contract_rounding=False):  # which would keep more precision than the operation
+    # which would keep more precision than the operation
+    with torch.no_grad(), options.override(contract_rounding=False):
         _check_alone(overload, call, near)
         taken = [other for other in _others(call) if _takes(overload, other, near)]
         _check_fused(overload, [call, *taken], near)
@@ -65,13 +72,24 @@ def _check_alone(op: OpOverload, call: _Call, near: Mapping[str, Any]) -> None:
 
 
 def _check_fused(op: OpOverload, calls: Sequence[_Call], near: Mapping[str, Any]) -> None:
-    """Compares calls in which an argument is the result of a product, if a product can have such a result."""
-    at = next((i for i, a in enumerate(calls[0][0]) if isinstance(a, Tensor) and a.dtype in _PRODUCTS and a.dim() > 1), None)
+    """Compares calls in which an argument is the result of a product, if a product can have such a
+    result.
+    """
+    at = next(
+        (
+            i
+            for i, a in enumerate(calls[0][0])
+            if isinstance(a, Tensor) and a.dtype in _PRODUCTS and a.dim() > 1
+        ),
+        None,
+    )
     if at is None:
         return
     seen: list[Found] = []
     x = calls[0][0][at]
-    weight = torch.ops.fusion_moe.nvfp4_quantize(drawn(x.new_empty(2, x.shape[-1], _K, dtype=torch.float32)))
+    weight = torch.ops.fusion_moe.nvfp4_quantize(
+        drawn(x.new_empty(2, x.shape[-1], _K, dtype=torch.float32))
+    )
     rows = _rows(calls[0])
     resized = [i for i, t in enumerate(tree_leaves(calls[0])) if _has_rows(t, rows)]
 
@@ -96,14 +114,23 @@ def _check_fused(op: OpOverload, calls: Sequence[_Call], near: Mapping[str, Any]
         got = compiled(a, ends, call)
         for refused in (x for graph in seen for x in graph.not_fused if x.broken):
             raise TranslatorError(refused.why)
-        same(found(op), "fused with a product", tree_leaves(got), tree_leaves(fused(a, ends, call)), **near)
+        same(
+            found(op),
+            "fused with a product",
+            tree_leaves(got),
+            tree_leaves(fused(a, ends, call)),
+            **near,
+        )
 
 
 def _others(call: _Call) -> list[_Call]:
     """Calls with random floats: of the same shapes, and with other numbers of rows."""
     rows = _rows(call)
     sizes = [rows, *(n for n in (0, 1, rows + 3) if n != rows)]
-    return [tree_map(lambda a, n=n: _resized(a, rows, n) if isinstance(a, Tensor) else a, call) for n in sizes]
+    return [
+        tree_map(lambda a, n=n: _resized(a, rows, n) if isinstance(a, Tensor) else a, call)
+        for n in sizes
+    ]
 
 
 def _rows(call: _Call) -> int:
@@ -117,7 +144,9 @@ def _has_rows(t: Any, rows: int) -> bool:
 
 
 def _resized(t: Tensor, rows: int, to: int) -> Tensor:
-    """A tensor of `rows` rows resized to `to`. Integers may count or index rows: their maximum is lowered by the number of rows removed."""
+    """A tensor of `rows` rows resized to `to`. Integers may count or index rows: their maximum is
+    lowered by the number of rows removed.
+    """
     if _has_rows(t, rows):
         t = t[torch.arange(to, device=t.device) % rows] if rows else t.new_zeros(to, *t.shape[1:])
     if t.dtype in (torch.int32, torch.int64) and t.numel() and to < rows:

@@ -1,6 +1,8 @@
-"""The operations under torch.autocast: products and biases are computed in autocast's dtype, as torch's linear does.
+"""The operations under torch.autocast: products and biases are computed in autocast's dtype, as
+torch's linear does.
 
-Float activations, weights and biases are cast; float64, packed codes, scales and the router's weights stay as they are.
+Float activations, weights and biases are cast; float64, packed codes, scales and the router's
+weights stay as they are.
 """
 
 from __future__ import annotations
@@ -21,11 +23,17 @@ _KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
 def _autocast(spec: Spec, device: str, *args: Any, **kwargs: Any) -> Any:
-    """An operation as called under autocast: it is called again, without autocast, on the cast tensors."""
+    """An operation as called under autocast: it is called again, without autocast, on the cast
+    tensors.
+    """
     dtype = torch.get_autocast_dtype(device)
 
     def cast(v: Any) -> Any:
-        return v.to(dtype) if isinstance(v, Tensor) and v.device.type == device and v.dtype in _CAST else v
+        return (
+            v.to(dtype)
+            if isinstance(v, Tensor) and v.device.type == device and v.dtype in _CAST
+            else v
+        )
 
     given = named_arguments(spec.name, args, kwargs)
     given |= casted(spec, given, cast, dtype)
@@ -33,11 +41,17 @@ def _autocast(spec: Spec, device: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(torch.ops.fusion_moe, spec.name)(**given)
 
 
-def casted(spec: Spec, given: Mapping[str, Any], cast: Callable[[Any], Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments that change, after casting. cast: makes `dtype` of a tensor of another one, if autocast does; leaves the rest."""
+def casted(
+    spec: Spec, given: Mapping[str, Any], cast: Callable[[Any], Any], dtype: torch.dtype
+) -> dict[str, Any]:
+    """The arguments that change, after casting. cast: makes `dtype` of a tensor of another one, if
+    autocast does; leaves the rest.
+    """
     changed = {name: cast(given[name]) for name in spec.autocast}
     if "weight_format" in given and _plain(given):
-        changed |= {name: [cast(t) for t in given[name]] for name in spec.weights} | {"weight_format": dtype_name(dtype)}
+        changed |= {name: [cast(t) for t in given[name]] for name in spec.weights} | {
+            "weight_format": dtype_name(dtype)
+        }
     return changed
 
 

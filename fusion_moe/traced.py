@@ -1,4 +1,6 @@
-"""What a trace has, as the IR has it: sizes, types of tensors, and arguments that are not tensors."""
+"""What a trace has, as the IR has it: sizes, types of tensors, and arguments that are not
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,18 @@ from .ir.types import TensorType, dtype_name
 
 
 def hint(n: int | torch.SymInt) -> Any:
-    """The value of a size in the call that is traced; None if only running the program gives it. Adds no guard."""
+    """The value of a size in the call that is traced; None if only running the program gives it.
+    Adds no guard.
+    """
     return n if isinstance(n, int) else n.node.hint
 
 
 class Sizes:
-    """The sizes of one traced region: torch.SymInt -> Size, and back to SymInt. Symbols are called s0, s1, ... in order of first use.
+    """The sizes of one traced region: torch.SymInt -> Size, and back to SymInt. Symbols are called
+    s0, s1, ... in order of first use.
 
-    An expression that is not a polynomial (a floor division, a minimum) becomes a symbol of its own.
+    An expression that is not a polynomial (a floor division, a minimum) becomes a symbol of its
+    own.
     """
 
     def __init__(self) -> None:
@@ -50,7 +56,10 @@ class Sizes:
     def values(self) -> dict[str, Any]:
         """A SymInt for each symbol, with which the sizes of outputs are computed."""
         unseen = {name: expr for name, expr in self.expressions().items() if name not in self._seen}
-        return self._seen | {name: self._shape_env.create_symintnode(expr, hint=None) for name, expr in unseen.items()}
+        return self._seen | {
+            name: self._shape_env.create_symintnode(expr, hint=None)
+            for name, expr in unseen.items()
+        }
 
     def _of(self, expr: Any, n: torch.SymInt) -> AnySize:
         if expr.is_Integer:
@@ -75,24 +84,30 @@ class Sizes:
 def equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     """Whether two sizes are equal, which a tracer guards.
 
-    s0 == s2 and s1 == s3 make two symbols of four; from s0*s1 == s2*s3 the tracer concludes nothing. So if the factors of two products are
-    equal in pairs, each pair is guarded: calls with other factors are traced again.
+    s0 == s2 and s1 == s3 make two symbols of four; from s0*s1 == s2*s3 the tracer concludes
+    nothing. So if the factors of two products are equal in pairs, each pair is guarded: calls with
+    other factors are traced again.
     """
     return all(x == y for x, y in (*_pairs(a, b), (a, b)))
 
 
 def may_be_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Whether two sizes have one value in the call that is traced, or one of them has none yet. Adds no guard."""
+    """Whether two sizes have one value in the call that is traced, or one of them has none yet.
+    Adds no guard.
+    """
     return None in (hint(a), hint(b)) or hint(a) == hint(b)
 
 
 def _pairs(a: int | torch.SymInt, b: int | torch.SymInt) -> list[tuple[torch.SymInt, torch.SymInt]]:
-    """The factors that only one of two products has, in pairs of equal value; none if they do not pair up."""
+    """The factors that only one of two products has, in pairs of equal value; none if they do not
+    pair up.
+    """
     if isinstance(a, int) or isinstance(b, int):
         return []
     of_a, of_b = (Counter(_factors(n.node.expr)) for n in (a, b))
     only = [list((of_a - of_b).elements()), list((of_b - of_a).elements())]
-    if any(factor.is_number for factors in only for factor in factors):  # a symbol that is equal to it would become a constant
+    # a symbol that is equal to it would become a constant
+    if any(factor.is_number for factors in only for factor in factors):
         return []
     found = [[_factor(f, a.node.shape_env) for f in factors] for factors in only]
     if any(hint(n) is None for factors in found for _, n in factors):
@@ -103,8 +118,14 @@ def _pairs(a: int | torch.SymInt, b: int | torch.SymInt) -> list[tuple[torch.Sym
 
 
 def _factor(expr: Any, shape_env: Any) -> tuple[int, torch.SymInt]:
-    """A factor as a size, and which dimension of an input it is, which decides between factors of equal value."""
-    dims = [dim for source in shape_env.var_to_sources.get(expr, ()) if (dim := getattr(source, "idx", None)) is not None]
+    """A factor as a size, and which dimension of an input it is, which decides between factors of
+    equal value.
+    """
+    dims = [
+        dim
+        for source in shape_env.var_to_sources.get(expr, ())
+        if (dim := getattr(source, "idx", None)) is not None
+    ]
     return dims[0] if dims else 0, shape_env.create_symintnode(expr, hint=None)
 
 
@@ -120,7 +141,9 @@ def _factors(expr: Any) -> Iterator[Any]:
 
 def tensor_type(dtype: torch.dtype, shape: Sequence[AnySize]) -> TensorType:
     """The type of a tensor whose sizes are sizes of the IR. fp4 tensors count as uint8."""
-    return TensorType(tuple(shape), _name_of(torch.uint8 if dtype == torch.float4_e2m1fn_x2 else dtype))
+    return TensorType(
+        tuple(shape), _name_of(torch.uint8 if dtype == torch.float4_e2m1fn_x2 else dtype)
+    )
 
 
 def _name_of(dtype: torch.dtype) -> str:

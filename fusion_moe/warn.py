@@ -11,7 +11,9 @@ _said: set[str] = set()
 
 
 def warn_once(message: str, about: str = "") -> None:
-    """Logs a warning at most once in a process. about: what several different messages have in common; only the first of them is logged."""
+    """Logs a warning at most once in a process. about: what several different messages have in
+    common; only the first of them is logged.
+    """
     key = about or message
     if key not in _said:
         _said.add(key)

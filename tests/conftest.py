@@ -18,15 +18,28 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 GOLDEN = TESTS / "golden"
 
-hypothesis.settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=30)
-hypothesis.settings.register_profile("quick", derandomize=True, database=None, deadline=None, max_examples=5)
+hypothesis.settings.register_profile(
+    "ci", derandomize=True, database=None, deadline=None, max_examples=30
+)
+hypothesis.settings.register_profile(
+    "quick", derandomize=True, database=None, deadline=None, max_examples=5
+)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/ from what the code says now; then read git diff")
-    parser.addoption("--keep-definitions", type=Path, metavar="FOLDER", help="keep all nvFuser definitions for tests/emit/launched.py")
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="rewrite tests/golden/ from what the code says now; then read git diff",
+    )
+    parser.addoption(
+        "--keep-definitions",
+        type=Path,
+        metavar="FOLDER",
+        help="keep all nvFuser definitions for tests/emit/launched.py",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,17 +48,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
         folder.mkdir(parents=True, exist_ok=True)
         judge.KEPT.append(folder)
-    # Inductor does not ask the compiler which of the CPU's instructions it knows: 7 CPU seconds in each new folder of its cache.
+    # Inductor does not ask the compiler which of the CPU's instructions it knows: 7 CPU seconds in
+    # each new folder of its cache.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    if hasattr(config, "workerinput"):  # a worker of pytest-xdist: one thread each, and the same for what a test starts
+    # a worker of pytest-xdist: one thread each, and the same for what a test starts
+    if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     else:
         config.pluginmanager.register(_StaleGoldens(config), "stale-goldens")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first: a worker that begins with one when others have nothing left would keep them waiting."""
-    long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("once")}
+    """Files that take long come first: a worker that begins with one when others have nothing left
+    would keep them waiting.
+    """
+    long = {
+        item.path
+        for item in items
+        if item.get_closest_marker("slow") or item.get_closest_marker("once")
+    }
     items.sort(key=lambda item: item.path not in long)
 
 
@@ -56,7 +77,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 pytest.skip(f"{module} is not installed: pip install -e '.[judges]'")
     for mark, module in ("nvfuser", "nvfuser_direct"), ("thunder", "thunder"):
         if item.get_closest_marker(mark) and importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed: pip install -e '.[{mark}]'; make test has it in its full lane")
+            pytest.skip(
+                f"{module} is not installed: pip install -e '.[{mark}]'; make test has it "
+                "in its full lane"
+            )
     if item.get_closest_marker("once") and importlib.util.find_spec("nvfuser_direct") is not None:
         pytest.skip("run once, where nvFuser is not installed: in the base lane of make test")
     if item.get_closest_marker("gpu"):
@@ -74,7 +98,11 @@ def _missing_of_browser() -> str:
     """Why no page can be looked at; "" if one can."""
     if not shutil.which("chromium"):
         return "chromium is not on PATH: apt install chromium"
-    return "" if importlib.util.find_spec("playwright") else "playwright is not installed: pip install -e '.[browser]'"
+    return (
+        ""
+        if importlib.util.find_spec("playwright")
+        else ("playwright is not installed: pip install -e '.[browser]'")
+    )
 
 
 @cache
@@ -86,7 +114,9 @@ def _has_compiler() -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def native_calls() -> None:
-    """Calls go the same way in all tests, whatever was compiled before: through C++ where there is a compiler."""
+    """Calls go the same way in all tests, whatever was compiled before: through C++ where there is
+    a compiler.
+    """
     from fusion_moe import options
     from fusion_moe.runtime import build, native
 
@@ -103,22 +133,24 @@ def precompiled_headers() -> None:
 
 @pytest.fixture(scope="module")
 def meaning() -> Iterator[None]:
-    """Programs run in plain torch, as what they mean, but where a test says otherwise: compiling a kernel for each takes long."""
+    """Programs run in plain torch, as what they mean, but where a test says otherwise: compiling a
+    kernel for each takes long.
+    """
     from fusion_moe import options
 
     with options.override(target="reference"):
         yield
 
 
-# Golden texts -------------------------------------------------------------------------------------------------------
+# Golden texts -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
     """golden(text, name="") compares a text with tests/golden/<test file>/<test>[.<name>].txt.
 
-    `pytest --update-golden` writes what the code says now; `git diff` then shows what changed. In a run of all tests a golden that
-    no test reads is an error (and --update-golden removes it).
+    `pytest --update-golden` writes what the code says now; `git diff` then shows what changed. In a
+    run of all tests a golden that no test reads is an error (and --update-golden removes it).
     """
     read: set[Path] = set()
 
@@ -126,9 +158,12 @@ def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
         stem = _stem(request.node.nodeid, request.config)
         path = stem.with_name(stem.name + (f".{name}" if name else "") + ".txt")
         if path in read:
-            raise ValueError(f"golden(..., name={name!r}) twice in one test; give each text its own name")
+            raise ValueError(
+                f"golden(..., name={name!r}) twice in one test; give each text its own name"
+            )
         read.add(path)
-        request.node.user_properties.append(("golden", str(path)))  # travels with the report, also from a worker
+        # travels with the report, also from a worker
+        request.node.user_properties.append(("golden", str(path)))
 
         now = text.rstrip() + "\n"
         want = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -139,22 +174,35 @@ def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
             path.write_text(now, encoding="utf-8", newline="\n")
             return
         shown = path.relative_to(TESTS.parent).as_posix()
-        diff = difflib.unified_diff(want.splitlines(), now.splitlines(), shown if want else f"{shown} (missing)", "now", lineterm="")
+        diff = difflib.unified_diff(
+            want.splitlines(),
+            now.splitlines(),
+            shown if want else f"{shown} (missing)",
+            "now",
+            lineterm="",
+        )
         command = f"pytest --update-golden {shlex.quote(request.node.nodeid)}"
-        pytest.fail("\n".join([*diff, "", f"If the new text is right: {command}", "and read git diff."]), pytrace=False)
+        pytest.fail(
+            "\n".join([*diff, "", f"If the new text is right: {command}", "and read git diff."]),
+            pytrace=False,
+        )
 
     return check
 
 
 def _stem(nodeid: str, config: pytest.Config) -> Path:
-    """The golden of a test, without name and suffix: tests/ir/test_a.py::test_b[x/y] -> tests/golden/ir/test_a/test_b[x-y]."""
+    """The golden of a test, without name and suffix: tests/ir/test_a.py::test_b[x/y] ->
+    tests/golden/ir/test_a/test_b[x-y].
+    """
     file, _, test = nodeid.partition("::")
     folder = (config.rootpath / file).resolve().relative_to(TESTS).with_suffix("")
     return GOLDEN / folder / re.sub(r"[^\w.,=+\[\]-]", "-", test.replace("::", "."))
 
 
 class _StaleGoldens:
-    """Fails a run of all tests when a golden was read by none of them. A skipped test keeps its goldens."""
+    """Fails a run of all tests when a golden was read by none of them. A skipped test keeps its
+    goldens.
+    """
 
     def __init__(self, config: pytest.Config):
         self.config = config
@@ -174,7 +222,11 @@ class _StaleGoldens:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if exitstatus != 0 or not self._ran_all():
             return
-        self.stale = sorted(path for path in GOLDEN.rglob("*.txt") if path not in self.read and not self._may_be_read_elsewhere(path))
+        self.stale = sorted(
+            path
+            for path in GOLDEN.rglob("*.txt")
+            if path not in self.read and not self._may_be_read_elsewhere(path)
+        )
         if not self.stale:
             return
         if self.config.getoption("--update-golden"):
@@ -187,17 +239,35 @@ class _StaleGoldens:
         if not self.stale:
             return
         updated = self.config.getoption("--update-golden")
-        terminalreporter.section("goldens removed" if updated else "stale goldens: no test reads them", red=not updated)
+        terminalreporter.section(
+            "goldens removed" if updated else "stale goldens: no test reads them", red=not updated
+        )
         for path in self.stale:
             terminalreporter.write_line(path.relative_to(TESTS.parent).as_posix())
         if not updated:
             terminalreporter.write_line("Delete them, or run pytest --update-golden.")
 
     def _may_be_read_elsewhere(self, path: Path) -> bool:
-        return any(stem in path.parents or (stem.parent == path.parent and path.name.startswith(f"{stem.name}.")) for stem in self.skipped)
+        return any(
+            stem in path.parents
+            or (stem.parent == path.parent and path.name.startswith(f"{stem.name}."))
+            for stem in self.skipped
+        )
 
     def _ran_all(self) -> bool:
-        narrowing = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise", "collectonly")
+        narrowing = (
+            "keyword",
+            "markexpr",
+            "deselect",
+            "ignore",
+            "ignore_glob",
+            "lf",
+            "stepwise",
+            "collectonly",
+        )
         if any(getattr(self.config.option, name, None) for name in narrowing):
             return False
-        return any(TESTS.is_relative_to((self.config.invocation_params.dir / arg).resolve()) for arg in self.config.args)
+        return any(
+            TESTS.is_relative_to((self.config.invocation_params.dir / arg).resolve())
+            for arg in self.config.args
+        )

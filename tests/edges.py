@@ -1,5 +1,7 @@
-"""Small functions around our operations at the edges of what fusions hold: one row, ends that two tensors share, biases made on the way,
-masks, numbers that a dtype rounds. Each is run in eager and compiled, on a CPU and on a GPU."""
+"""Small functions around our operations at the edges of what fusions hold: one row, ends that two
+tensors share, biases made on the way, masks, numbers that a dtype rounds. Each is run in eager and
+compiled, on a CPU and on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Edge:
 
 def weight(seed: int, n: int = N) -> list[Tensor]:
     """An NVFP4 weight of two groups, [n, N] each."""
-    return list(O.nvfp4_quantize(torch.randn(2, n, N, generator=torch.Generator().manual_seed(seed))))
+    return list(
+        O.nvfp4_quantize(torch.randn(2, n, N, generator=torch.Generator().manual_seed(seed)))
+    )
 
 
 def ends(*values: int) -> Tensor:
@@ -88,7 +92,13 @@ def _masks(x: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
 
 def _integers(x: Tensor, offs: Tensor, codes: Tensor, *w: Tensor) -> Tensor:
     y = product(x, offs, *w)
-    found = [codes > -1, codes != -3, codes.long() - 300 < -(2**40), torch.where(y > 0, codes.int(), -2) * -3 > 4, codes * True == 3]
+    found = [
+        codes > -1,
+        codes != -3,
+        codes.long() - 300 < -(2**40),
+        torch.where(y > 0, codes.int(), -2) * -3 > 4,
+        codes * True == 3,
+    ]
     return torch.stack([m.float() for m in found])
 
 
@@ -97,7 +107,9 @@ def _rounded_numbers(x: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
     return torch.stack([y > 0.1, y >= 0.1, y == 0.1, y != 0.3, y < 0.3, y <= 0.3]).float()
 
 
-def _one_token_of_a_sum(x: Tensor, offs: Tensor, slots: Tensor, scores: Tensor, *w: Tensor) -> Tensor:
+def _one_token_of_a_sum(
+    x: Tensor, offs: Tensor, slots: Tensor, scores: Tensor, *w: Tensor
+) -> Tensor:
     return O.combine(product(x, offs, *w), slots, scores)[1:2].relu()
 
 
@@ -114,27 +126,59 @@ def _zero() -> list[Tensor]:
 
 
 def _experts() -> list[Tensor]:
-    return [torch.tensor([[1, 0]]), torch.tensor([[0.75, 0.25]]), *weight(0), *weight(1, 2 * N), *weight(2)]
+    return [
+        torch.tensor([[1, 0]]),
+        torch.tensor([[0.75, 0.25]]),
+        *weight(0),
+        *weight(1, 2 * N),
+        *weight(2),
+    ]
 
 
 EDGES = {
     "one row": Edge(_one_row, lambda: [rows(1), ends(0, 1), *_two()]),
     "one row, expanded": Edge(_one_row_expanded, lambda: [rows(1), ends(0, 1), *weight(0)]),
     "one row of experts": Edge(_one_row_of_experts, lambda: [rows(1), ends(0, 1), *_experts()]),
-    "ends of another tensor's rows": Edge(_shared_ends, lambda: [rows(8), rows(5), ends(4, 8), *_two()], wrong=True),
+    "ends of another tensor's rows": Edge(
+        _shared_ends, lambda: [rows(8), rows(5), ends(4, 8), *_two()], wrong=True
+    ),
     "ends of fewer rows": Edge(_shared_ends, lambda: [rows(8), rows(5), ends(2, 4), *_two()]),
-    "a bias by other ends": Edge(_other_ends, lambda: [rows(6), rows(2, 1), ends(3, 6), ends(1, 6), *weight(0)]),
-    "a bias that ends early": Edge(_other_ends, lambda: [rows(6), rows(2, 1), ends(3, 6), ends(1, 4), *weight(0)]),
-    "a bias of more groups": Edge(_other_ends, lambda: [rows(6), rows(3, 1), ends(3, 6), ends(1, 4, 5), *weight(0)]),
-    "a bias made on the way": Edge(_bias_of_the_region, lambda: [rows(6), rows(2, 1).bfloat16(), ends(3, 6), *weight(0)]),
+    "a bias by other ends": Edge(
+        _other_ends, lambda: [rows(6), rows(2, 1), ends(3, 6), ends(1, 6), *weight(0)]
+    ),
+    "a bias that ends early": Edge(
+        _other_ends, lambda: [rows(6), rows(2, 1), ends(3, 6), ends(1, 4), *weight(0)]
+    ),
+    "a bias of more groups": Edge(
+        _other_ends, lambda: [rows(6), rows(3, 1), ends(3, 6), ends(1, 4, 5), *weight(0)]
+    ),
+    "a bias made on the way": Edge(
+        _bias_of_the_region, lambda: [rows(6), rows(2, 1).bfloat16(), ends(3, 6), *weight(0)]
+    ),
     "a constant bias": Edge(_constant_bias, lambda: [rows(6), ends(3, 5), *weight(0)]),
-    "a bias before the product": Edge(_bias_before, lambda: [rows(6).bfloat16(), rows(2, 1).bfloat16(), ends(3, 5), *weight(0)]),
+    "a bias before the product": Edge(
+        _bias_before, lambda: [rows(6).bfloat16(), rows(2, 1).bfloat16(), ends(3, 5), *weight(0)]
+    ),
     "constant rows": Edge(_constant_rows, lambda: [ends(3, 5), *weight(0)]),
     "one token of a sum": Edge(
-        _one_token_of_a_sum, lambda: [rows(4), ends(1, 4), torch.tensor([[3, 0], [1, 2]]).int(), torch.rand(2, 2), *weight(0)]
+        _one_token_of_a_sum,
+        lambda: [
+            rows(4),
+            ends(1, 4),
+            torch.tensor([[3, 0], [1, 2]]).int(),
+            torch.rand(2, 2),
+            *weight(0),
+        ],
     ),
     "masks": Edge(_masks, lambda: [rows(6), ends(3, 6), *weight(0)]),
-    "integers": Edge(_integers, lambda: [rows(6), ends(3, 6), torch.arange(6 * N).reshape(6, N).byte(), *weight(0)]),
-    "numbers rounded to bf16": Edge(_rounded_numbers, lambda: [_near_a_tenth(torch.bfloat16), ends(3, 8), *_zero()]),
-    "numbers rounded to f16": Edge(_rounded_numbers, lambda: [_near_a_tenth(torch.float16), ends(3, 8), *_zero()]),
+    "integers": Edge(
+        _integers,
+        lambda: [rows(6), ends(3, 6), torch.arange(6 * N).reshape(6, N).byte(), *weight(0)],
+    ),
+    "numbers rounded to bf16": Edge(
+        _rounded_numbers, lambda: [_near_a_tenth(torch.bfloat16), ends(3, 8), *_zero()]
+    ),
+    "numbers rounded to f16": Edge(
+        _rounded_numbers, lambda: [_near_a_tenth(torch.float16), ends(3, 8), *_zero()]
+    ),
 }

@@ -9,9 +9,13 @@ from fusion_moe import NVFP4Experts
 
 
 def float_weights(count: int, hidden: int, inner: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random gate_up f32[count, 2 * inner, hidden] and down f32[count, hidden, inner], of a trained model's size."""
+    """Random gate_up f32[count, 2 * inner, hidden] and down f32[count, hidden, inner], of a trained
+    model's size.
+    """
     g = torch.Generator().manual_seed(seed)
-    return torch.randn(count, 2 * inner, hidden, generator=g) / 8, torch.randn(count, hidden, inner, generator=g) / 8
+    return torch.randn(count, 2 * inner, hidden, generator=g) / 8, torch.randn(
+        count, hidden, inner, generator=g
+    ) / 8
 
 
 def experts(count: int, hidden: int, inner: int, seed: int = 0) -> NVFP4Experts:
@@ -19,6 +23,10 @@ def experts(count: int, hidden: int, inner: int, seed: int = 0) -> NVFP4Experts:
     return NVFP4Experts.from_float(*float_weights(count, hidden, inner, seed))
 
 
-def experts_of_ones(count: int, hidden: int, inner: int, activation_format: str = "bf16") -> NVFP4Experts:
+def experts_of_ones(
+    count: int, hidden: int, inner: int, activation_format: str = "bf16"
+) -> NVFP4Experts:
     """Experts on the device in force, which may have no values."""
-    return NVFP4Experts.from_float(torch.ones(count, 2 * inner, hidden), torch.ones(count, hidden, inner), activation_format)
+    return NVFP4Experts.from_float(
+        torch.ones(count, 2 * inner, hidden), torch.ones(count, hidden, inner), activation_format
+    )

@@ -9,7 +9,9 @@ from typing import Any
 
 @contextmanager
 def forgetting(*cached: Any) -> Iterator[None]:
-    """Nothing is remembered of other tests, nor by them. cached: functions under functools.cache."""
+    """Nothing is remembered of other tests, nor by them. cached: functions under
+    functools.cache.
+    """
     for each in cached:
         each.cache_clear()
     try:

@@ -28,7 +28,9 @@ def executed(source: str) -> Fusion:
 
 
 def round_trip(fusion: Fusion) -> list[Fusion]:
-    """The Fusion, and what its text builds when it is parsed, in one line too, and when it is run; all print the same."""
+    """The Fusion, and what its text builds when it is parsed, in one line too, and when it is run;
+    all print the same.
+    """
     source, line = text(fusion), one_line(fusion)
     assert "\n" not in line
     same = [fusion, parse(source), executed(source), parse(line)]
@@ -37,7 +39,9 @@ def round_trip(fusion: Fusion) -> list[Fusion]:
 
 
 def evaluate(fusion: Fusion, *inputs: Any) -> tuple[Any, ...]:
-    """Fusion.evaluate, and the same bits from what its text builds. Where nvFuser is installed, its definitions are judged too."""
+    """Fusion.evaluate, and the same bits from what its text builds. Where nvFuser is installed, its
+    definitions are judged too.
+    """
     first, parsed, *_ = round_trip(fusion.verify())
     outputs = first.evaluate(*inputs)
     assert_same_bits(parsed.evaluate(*inputs), outputs)
@@ -54,7 +58,11 @@ def bits(value: Any) -> Any:
         return value.view(torch.uint8)
     if value.is_floating_point():
         value = value.contiguous()
-        return torch.where(value.isnan(), -1, value.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[value.element_size()]))
+        return torch.where(
+            value.isnan(),
+            -1,
+            value.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[value.element_size()]),
+        )
     return value
 
 
@@ -69,7 +77,9 @@ def _assert_equal(a: Any, b: Any) -> None:
 def assert_same_bits(found: Sequence[Any], expected: Sequence[Any]) -> None:
     """Equal dtypes, shapes and bits; 0.0 is not -0.0, NaN is NaN."""
     assert [type(v) for v in found] == [type(v) for v in expected]
-    assert [v.dtype for v in found if isinstance(v, Tensor)] == [v.dtype for v in expected if isinstance(v, Tensor)]
+    assert [v.dtype for v in found if isinstance(v, Tensor)] == [
+        v.dtype for v in expected if isinstance(v, Tensor)
+    ]
     for a, b in zip(found, expected, strict=True):
         _assert_equal(bits(a), bits(b))
 
@@ -79,7 +89,12 @@ def expert_mlp_variants(groups: int, hidden: int, intermediate: int) -> dict[str
     return {
         "plain": {},
         "interleave": {"interleave": 8},
-        "limit, alpha and offset": {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "interleave": 1},
+        "limit, alpha and offset": {
+            "limit": 7.0,
+            "alpha": 1.702,
+            "up_offset": 1.0,
+            "interleave": 1,
+        },
         "bias": {"gate_up_bias": (groups, 2 * intermediate), "down_bias": (groups, hidden)},
         "scale on the input": {"scale_on": "input"},
         "local experts": {"first_expert": 2},
@@ -87,7 +102,9 @@ def expert_mlp_variants(groups: int, hidden: int, intermediate: int) -> dict[str
 
 
 def mxfp8_copies(x: Tensor, axes: Sequence[int], ends: Tensor | None = None) -> Fusion:
-    """The parts of x along each axis, and the numbers that they are; ends: of groups of its rows."""
+    """The parts of x along each axis, and the numbers that they are; ends: of groups of its
+    rows.
+    """
     fd = FusionDefinition()
     v, of_rows = fd.from_pytorch(x), []
     if ends is not None:
@@ -105,20 +122,25 @@ def mxfp8_copies(x: Tensor, axes: Sequence[int], ends: Tensor | None = None) -> 
 def numbers_of_all_sizes(rows: int, columns: int) -> Tensor:
     """f32 [rows, columns]: of all sizes, usual ones, zeros, infinity."""
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, columns, generator=g) * torch.randint(-160, 120, (rows, columns), generator=g).exp2()
+    x = (
+        torch.randn(rows, columns, generator=g)
+        * torch.randint(-160, 120, (rows, columns), generator=g).exp2()
+    )
     x[: rows // 4] = torch.randn(rows // 4, columns, generator=g)
     x[0], x[-1, -1] = 0, torch.inf
     return x
 
 
-# Random programs ------------------------------------------------------------------------------------------------------
+# Random programs ----------------------------------------------------------------------------------
 
 N, G, K = 16, 3, 2  # features, groups, slots of a token
 OTHER = 5  # groups of another partition
 
 
 class _Program:
-    """A random program over tokens [T, N] and rows of groups [2 T / g, N]; each step takes values made before."""
+    """A random program over tokens [T, N] and rows of groups [2 T / g, N]; each step takes values
+    made before.
+    """
 
     def __init__(self, draw: st.DrawFn):
         self.draw, self.fd = draw, FusionDefinition()
@@ -147,10 +169,28 @@ class _Program:
 
     def step(self) -> None:
         steps = (
-            self.unary, self.binary, self.number, self.cast, self.silu, self.gather, self.product, self.product, self.add, self.combine,
-            self.scaled, self.reshaped, self.again, self.masked, self.counted, self.other_ends, self.own_bias, self.some, self.transposed,
-            self.summed, self.chosen,
-        )  # fmt: skip
+            self.unary,
+            self.binary,
+            self.number,
+            self.cast,
+            self.silu,
+            self.gather,
+            self.product,
+            self.product,
+            self.add,
+            self.combine,
+            self.scaled,
+            self.reshaped,
+            self.again,
+            self.masked,
+            self.counted,
+            self.other_ends,
+            self.own_bias,
+            self.some,
+            self.transposed,
+            self.summed,
+            self.chosen,
+        )
         self.draw(st.sampled_from(steps))()
 
     def unary(self) -> None:
@@ -161,16 +201,26 @@ class _Program:
     def binary(self) -> None:
         pool = self.pool()
         name = self.draw(st.sampled_from(("add", "sub", "mul", "minimum")))
-        pool.append(getattr(self.fd.ops, name)(self.wide(self.pick(pool)), self.wide(self.pick(pool))))
+        pool.append(
+            getattr(self.fd.ops, name)(self.wide(self.pick(pool)), self.wide(self.pick(pool)))
+        )
 
     def number(self) -> None:
         pool = self.pool()
         name = self.draw(st.sampled_from(("add", "mul", "maximum")))
-        pool.append(getattr(self.fd.ops, name)(self.pick(pool), self.draw(st.sampled_from((0.0, -0.0, 1.0, 0.3)))))
+        pool.append(
+            getattr(self.fd.ops, name)(
+                self.pick(pool), self.draw(st.sampled_from((0.0, -0.0, 1.0, 0.3)))
+            )
+        )
 
     def cast(self) -> None:
         pool = self.pool()
-        pool.append(self.fd.ops.cast(self.pick(pool), dtype=self.draw(st.sampled_from(("f32", "bf16", "f16")))))
+        pool.append(
+            self.fd.ops.cast(
+                self.pick(pool), dtype=self.draw(st.sampled_from(("f32", "bf16", "f16")))
+            )
+        )
 
     def silu(self) -> None:
         pool, ops = self.pool(), self.fd.ops
@@ -181,7 +231,11 @@ class _Program:
         self.rows.append(self.fd.ops.index_select(self.pick(self.tokens), self.row_of, dim=0))
 
     def product(self) -> None:
-        w = self.fd.ops.pack(*self.packed, encoding="nvfp4", layout="linear") if self.draw(st.booleans()) else self.dense
+        w = (
+            self.fd.ops.pack(*self.packed, encoding="nvfp4", layout="linear")
+            if self.draw(st.booleans())
+            else self.dense
+        )
         self.rows.append(self.fd.ops.grouped_mm(self.pick(self.rows), w, self.ends))
 
     def transposed(self) -> None:
@@ -191,18 +245,25 @@ class _Program:
     def summed(self) -> None:
         """The rows of each group, added to all of them."""
         x = self.pick(self.rows)
-        self.rows.append(self.fd.ops.group_add(self.wide(x), self.fd.ops.group_sum(x, self.ends), self.ends))
+        self.rows.append(
+            self.fd.ops.group_add(self.wide(x), self.fd.ops.group_sum(x, self.ends), self.ends)
+        )
 
     def add(self) -> None:
-        self.rows.append(self.fd.ops.group_add(self.wide(self.pick(self.rows)), self.bias, self.ends))
+        self.rows.append(
+            self.fd.ops.group_add(self.wide(self.pick(self.rows)), self.bias, self.ends)
+        )
 
     def combine(self) -> None:
         self.tokens.append(self.fd.ops.combine(self.pick(self.rows), self.slot_of, self.w))
 
     def chosen(self) -> None:
         """Rows of slots added with the weights of a router."""
-        x = self.pick(self.tokens[:2])  # what was computed may be rounded elsewhere, and then order otherwise
-        w = self.fd.ops.topk_weights(x, self.fd.ops.topk_ids(x, 0, k=K), renormalize=self.draw(st.booleans()))
+        # what was computed may be rounded elsewhere, and then order otherwise
+        x = self.pick(self.tokens[:2])
+        w = self.fd.ops.topk_weights(
+            x, self.fd.ops.topk_ids(x, 0, k=K), renormalize=self.draw(st.booleans())
+        )
         self.tokens.append(self.fd.ops.combine(self.pick(self.rows), self.slot_of, w))
 
     def scaled(self) -> None:
@@ -223,19 +284,38 @@ class _Program:
 
     def masked(self) -> None:
         """A comparison with a number, which a dtype may round, and a choice by it."""
-        pool, number = self.pool(), self.draw(st.sampled_from((0, 0.3, -0.0, float("inf"), float("nan"), 2**24 + 1)))
-        given = self.pick(pool[:2])  # what was computed may be rounded elsewhere, and then be on the other side of a number
-        mask = getattr(self.fd.ops, self.draw(st.sampled_from(("lt", "ge", "eq", "ne"))))(given, number)
-        pool.append(self.fd.ops.where(mask, self.pick(pool), self.draw(st.sampled_from((-1.0, float("inf"), 0.3)))))
+        pool, number = (
+            self.pool(),
+            self.draw(st.sampled_from((0, 0.3, -0.0, float("inf"), float("nan"), 2**24 + 1))),
+        )
+        # what was computed may be rounded elsewhere, and then be on the other side of a number
+        given = self.pick(pool[:2])
+        mask = getattr(self.fd.ops, self.draw(st.sampled_from(("lt", "ge", "eq", "ne"))))(
+            given, number
+        )
+        pool.append(
+            self.fd.ops.where(
+                mask, self.pick(pool), self.draw(st.sampled_from((-1.0, float("inf"), 0.3)))
+            )
+        )
 
     def counted(self) -> None:
         """A mask as whole numbers of some dtype, and back."""
         pool = self.pool()
-        count = self.fd.ops.cast(self.fd.ops.gt(self.pick(pool[:2]), 0), dtype=self.draw(st.sampled_from(("u8", "i32", "i64"))))
-        pool.append(self.fd.ops.cast(self.fd.ops.mul(count, self.draw(st.sampled_from((0, 3, 127)))), dtype="f32"))
+        count = self.fd.ops.cast(
+            self.fd.ops.gt(self.pick(pool[:2]), 0),
+            dtype=self.draw(st.sampled_from(("u8", "i32", "i64"))),
+        )
+        pool.append(
+            self.fd.ops.cast(
+                self.fd.ops.mul(count, self.draw(st.sampled_from((0, 3, 127)))), dtype="f32"
+            )
+        )
 
     def other_ends(self) -> None:
-        """The rows partitioned anew by other ends, of more groups; a product by them, and rows of the first partition again."""
+        """The rows partitioned anew by other ends, of more groups; a product by them, and rows of
+        the first partition again.
+        """
         x, ops = self.pick(self.rows), self.fd.ops
         m, g = 2 * self.t, self.fd.define_groups(f"h{len(self.rows)}", OTHER)
         ends = ops.ends(self.others, rows=m, groups=g)
@@ -246,7 +326,11 @@ class _Program:
     def own_bias(self) -> None:
         """A bias that is computed, or a constant."""
         x, ops = self.wide(self.pick(self.rows)), self.fd.ops
-        bias = ops.mul(self.bias, 2.0) if self.draw(st.booleans()) else ops.full(shape=(G, N), fill_value=0.5, dtype="f32")
+        bias = (
+            ops.mul(self.bias, 2.0)
+            if self.draw(st.booleans())
+            else ops.full(shape=(G, N), fill_value=0.5, dtype="f32")
+        )
         self.rows.append(ops.group_add(x, bias, self.ends))
 
     def some(self) -> None:
@@ -254,7 +338,9 @@ class _Program:
         pool = self.pool()
         x, at, ops = self.pick(pool), self.draw(st.integers(1, N - 1)), self.fd.ops
         rows = x.type.shape[0]
-        parts = [ops.slice(x, start_indices=(0, a), end_indices=(rows, b)) for a, b in ((at, N), (0, at))]
+        parts = [
+            ops.slice(x, start_indices=(0, a), end_indices=(rows, b)) for a, b in ((at, N), (0, at))
+        ]
         joined = ops.cat(*parts, dim=1)
         pool.append(ops.partition(joined, self.ends) if pool is self.rows else joined)
 
@@ -275,7 +361,20 @@ def inputs_of(tokens: int, seed: int = 0) -> list[Tensor]:
     """Inputs of the Fusions that `programs` draws."""
     g = torch.Generator().manual_seed(seed)
     x, w, bias = (torch.randn(s, generator=g) for s in ((tokens, N), (tokens, K), (G, N)))
-    dense, q = torch.randn(G, N, N, generator=g).bfloat16(), quantize(torch.randn(G, N, N, generator=g))
+    dense, q = (
+        torch.randn(G, N, N, generator=g).bfloat16(),
+        quantize(torch.randn(G, N, N, generator=g)),
+    )
     ids = torch.randint(0, G, (tokens, K), generator=g)
     others = torch.randint(0, tokens * K + 1, (OTHER,), generator=g).sort().values.int()
-    return [x, x.bfloat16() * 2, ids, w, bias, dense, *q, others, torch.randn(OTHER, N, N, generator=g).bfloat16()]
+    return [
+        x,
+        x.bfloat16() * 2,
+        ids,
+        w,
+        bias,
+        dense,
+        *q,
+        others,
+        torch.randn(OTHER, N, N, generator=g).bfloat16(),
+    ]

@@ -1,4 +1,6 @@
-"""The CUDA kernels of products for tests: those of the H200's table and of one group, or others in the table's place."""
+"""The CUDA kernels of products for tests: those of the H200's table and of one group, or others in
+the table's place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sums of very many numbers of one sign, in which one float32 accumulator loses digits, and in the end stands still."""
+"""Sums of very many numbers of one sign, in which one float32 accumulator loses digits, and in the
+end stands still.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ KINDS = ("rows of a group", "rows", "columns", "columns, some of them")
 
 
 def sum_of(kind: str, n: int) -> tuple[Fusion, tuple[int, ...], int]:
-    """A sum of n numbers in each element of its result; the shape of its operand, and along which axis it sums."""
+    """A sum of n numbers in each element of its result; the shape of its operand, and along which
+    axis it sums.
+    """
     fd = FusionDefinition()
     of_rows = "rows" in kind
-    x = fd.define_tensor(shape=[-1, 4] if of_rows else [2, -1] if "some" in kind else [2, n], dtype="f32")
+    x = fd.define_tensor(
+        shape=[-1, 4] if of_rows else [2, -1] if "some" in kind else [2, n], dtype="f32"
+    )
     if "group" in kind:
         rows = x.type.shape[0]
         ends = fd.groups_of(fd.define_tensor(shape=[1], dtype="i32"), rows)
@@ -30,7 +36,10 @@ def sum_of(kind: str, n: int) -> tuple[Fusion, tuple[int, ...], int]:
 
 def inputs_of(kind: str, x: Tensor) -> list[Tensor]:
     """The inputs of `sum_of` for the operand x."""
-    more = {"rows of a group": torch.tensor([len(x)]).int(), "columns, some of them": x.new_zeros(2, 1)}
+    more = {
+        "rows of a group": torch.tensor([len(x)]).int(),
+        "columns, some of them": x.new_zeros(2, 1),
+    }
     return [x, *(t.to(x.device) for k, t in more.items() if k == kind)]
 
 

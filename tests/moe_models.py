@@ -1,4 +1,6 @@
-"""Small mixture-of-experts modules, written as one operation and in small ones, and graphs of them as Inductor's pass sees them."""
+"""Small mixture-of-experts modules, written as one operation and in small ones, and graphs of them
+as Inductor's pass sees them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ G, H, I, K = 4, 32, 16, 2  # experts, hidden and intermediate size, experts of a
 
 def weight(n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """NVFP4 weights of G experts, [n, k] each."""
-    return O.nvfp4_quantize(torch.randn(G, n, k, generator=torch.Generator().manual_seed(seed)) * 0.2)
+    return O.nvfp4_quantize(
+        torch.randn(G, n, k, generator=torch.Generator().manual_seed(seed)) * 0.2
+    )
 
 
 class Experts(nn.Module):
@@ -32,11 +36,15 @@ class Experts(nn.Module):
         torch.manual_seed(seed)
         self.small, self.router = small, nn.Linear(H, G)
         for name, (n, k) in {"up": (2 * I, H), "down": (H, I)}.items():
-            for part, t in zip(("codes", "block_scale", "decode_scale"), weight(n, k, seed), strict=True):
+            for part, t in zip(
+                ("codes", "block_scale", "decode_scale"), weight(n, k, seed), strict=True
+            ):
                 self.register_buffer(f"{name}_{part}", t)
 
     def parts(self, name: str) -> list[Tensor]:
-        return [getattr(self, f"{name}_{part}") for part in ("codes", "block_scale", "decode_scale")]
+        return [
+            getattr(self, f"{name}_{part}") for part in ("codes", "block_scale", "decode_scale")
+        ]
 
     def forward(self, x: Tensor) -> Tensor:
         w, ids = self.router(x).softmax(-1).topk(K)
@@ -66,7 +74,9 @@ class Block(nn.Module):
 
 
 class Mlp(Experts):
-    """The experts of five tokens without a router: nothing but a fusion, so that Inductor compiles no C++."""
+    """The experts of five tokens without a router: nothing but a fusion, so that Inductor compiles
+    no C++.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,11 +98,13 @@ def routing(t: int, seed: int = 2) -> tuple[Tensor, Tensor]:
     return ids, w
 
 
-# ----------------------------------------------------------------------------------------------------------------------- graphs
+# ------------------------------------------------------------------------------------------- graphs
 
 
 def traced(f: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> Graph:
-    """The graph of a function as the pass gets it: functional, decomposed, with fake values. Tensors that f closes over are inputs."""
+    """The graph of a function as the pass gets it: functional, decomposed, with fake values.
+    Tensors that f closes over are inputs.
+    """
     graphs: list[Graph] = []
     _called(lambda graph, is_inference: graphs.append(copied(graph)), f, inputs, dynamic)
     return graphs[0]
@@ -110,7 +122,12 @@ def copied(graph: Graph) -> Graph:
 def _called(fusion_pass: Any, f: Callable[..., Any], inputs: Any, dynamic: bool) -> Any:
     torch._dynamo.reset()
     with torch.no_grad():
-        return torch.compile(f, backend=lambda gm, fakes: compile_calls(fusion_pass, gm, fakes), fullgraph=True, dynamic=dynamic)(*inputs)
+        return torch.compile(
+            f,
+            backend=lambda gm, fakes: compile_calls(fusion_pass, gm, fakes),
+            fullgraph=True,
+            dynamic=dynamic,
+        )(*inputs)
 
 
 def found(graph: Graph) -> Found:
@@ -126,7 +143,9 @@ def passed(graph: Graph) -> Found:
 
 
 def check(f: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> Found:
-    """What the pass finds in the graph of a function. With the fusions in place it computes what the function does."""
+    """What the pass finds in the graph of a function. With the fusions in place it computes what
+    the function does.
+    """
     results: list[Found] = []
     got = _called(FusionPass(options.current(), found=results.append), f, inputs, dynamic)
     with torch.no_grad():
@@ -154,7 +173,11 @@ def runs(graph: Graph) -> list[Node]:
 
 def calls(nodes: Any) -> list[str]:
     """The names of the operations called."""
-    return [str(n.target) for n in nodes if n.op == "call_function" and not str(n.target).startswith("<built-in")]
+    return [
+        str(n.target)
+        for n in nodes
+        if n.op == "call_function" and not str(n.target).startswith("<built-in")
+    ]
 
 
 def left(result: Found, op: str) -> str:

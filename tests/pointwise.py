@@ -1,4 +1,6 @@
-"""Pointwise operations in float64, as torch and Python have them, for what the IR's kinds are compared with."""
+"""Pointwise operations in float64, as torch and Python have them, for what the IR's kinds are
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,21 @@ BINARY = {
     "maximum": torch.maximum,
     "pow": torch.pow,
 }
-COMPARISONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne}
+COMPARISONS = {
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
 LOGICAL = ("logical_and", "logical_or", "logical_not")
 POSITIVE = ("log", "sqrt", "rsqrt", "reciprocal", "pow", "div")  # taken at numbers from 0.1 on
 
 
 def sample(name: str) -> Tensor:
-    """f64[7, 5]: numbers of both signs, or from 0.1 on where the operation wants that; zero is among them."""
+    """f64[7, 5]: numbers of both signs, or from 0.1 on where the operation wants that; zero is
+    among them.
+    """
     x = torch.linspace(-math.pi, math.pi, 35, dtype=torch.float64).reshape(7, 5)
     return x.abs() + 0.1 if name in POSITIVE else x

@@ -1,4 +1,6 @@
-"""What kernels of the CPU include first, compiled once for all of them: a compiler spends a third of its time for a small one on it."""
+"""What kernels of the CPU include first, compiled once for all of them: a compiler spends a third
+of its time for a small one on it.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,24 @@ from fusion_moe import options
 from fusion_moe.emit.cpu.launch import KERNELS
 from fusion_moe.runtime import build, store
 
-# Nothing that kernels without it would not include: one that forgets a header must not compile here either.
+# Nothing that kernels without it would not include: one that forgets a header must not compile here
+# either.
 FIRST = '#include "product.h"\n#include "rows.h"\n'
 INTRINSICS = "#include <immintrin.h>\n"  # of all tiers but "generic"
 FOLDER = options.current().cache_dir  # not that of a test
 
 
 def use() -> None:
-    """Has kernels that this process compiles begin so. What they are called in caches stays: the code is the same."""
+    """Has kernels that this process compiles begin so. What they are called in caches stays: the
+    code is the same.
+    """
     real, version = build._compile, cache(build._version)
 
     def compile_(command: Sequence[str], source: build.LibrarySource, path: Path) -> None:
         if KERNELS in source.include and "Free Software Foundation" in version((command[0],)):
             header = _header(tuple(command), "" if source.tier == "generic" else INTRINSICS)
-            command = [command[0], "-include", str(header), *command[1:]]  # gcc takes one if nothing stands before it
+            # gcc takes one if nothing stands before it
+            command = [command[0], "-include", str(header), *command[1:]]
         real(command, source, path)
 
     build._compile = compile_
@@ -37,5 +43,8 @@ def _header(command: tuple[str, ...], intrinsics: str) -> Path:
     key = store.key_of(text, *headers, build._version(command[:1]), *command)
     with options.override(cache_dir=FOLDER):
         header = store.get_or_make(f"{key}.h", lambda path: path.write_text(text))
-        store.get_or_make(f"{key}.h.gch", lambda path: build._run([*command, "-x", "c++-header", str(header), "-o", str(path)]))
+        store.get_or_make(
+            f"{key}.h.gch",
+            lambda path: build._run([*command, "-x", "c++-header", str(header), "-o", str(path)]),
+        )
     return header

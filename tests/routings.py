@@ -31,7 +31,10 @@ class Partition:
     def runs(self) -> list[tuple[int, slice]]:
         """(group, its rows), empty groups too."""
         ends = [sum(self.sizes[: g + 1]) for g in range(len(self.sizes))]
-        return [(g, slice(end - size, end)) for g, (end, size) in enumerate(zip(ends, self.sizes, strict=True))]
+        return [
+            (g, slice(end - size, end))
+            for g, (end, size) in enumerate(zip(ends, self.sizes, strict=True))
+        ]
 
 
 def _hot(count: int, group: int, rows: int) -> tuple[int, ...]:
@@ -39,17 +42,28 @@ def _hot(count: int, group: int, rows: int) -> tuple[int, ...]:
 
 
 def partitions(*, spare: bool = True) -> st.SearchStrategy[Partition]:
-    """Partitions of rows: edges of tiles, empty groups, all rows in one, none at all, one group, many; `spare`: rows past the last end."""
+    """Partitions of rows: edges of tiles, empty groups, all rows in one, none at all, one group,
+    many; `spare`: rows past the last end.
+    """
     few = st.lists(st.sampled_from(SIZES) | st.integers(0, 40), min_size=1, max_size=6).map(tuple)
     hot = st.builds(_hot, st.integers(1, 6), st.integers(0, 5), st.sampled_from(SIZES))
     none = st.integers(1, 6).map(lambda count: (0,) * count)
-    many = st.sampled_from(COUNTS).flatmap(lambda count: st.builds(lambda seed: _sparse(count, seed), st.integers(0, 99)))
-    return st.builds(Partition, few | hot | none | many, st.sampled_from((0, 0, 1, 5)) if spare else st.just(0))
+    many = st.sampled_from(COUNTS).flatmap(
+        lambda count: st.builds(lambda seed: _sparse(count, seed), st.integers(0, 99))
+    )
+    return st.builds(
+        Partition, few | hot | none | many, st.sampled_from((0, 0, 1, 5)) if spare else st.just(0)
+    )
 
 
 def _sparse(count: int, seed: int) -> tuple[int, ...]:
     """Many groups, most of them empty or with one row."""
-    return tuple(torch.randint(0, 4, (count,), generator=torch.Generator().manual_seed(seed)).sub(1).clamp(0).tolist())
+    return tuple(
+        torch.randint(0, 4, (count,), generator=torch.Generator().manual_seed(seed))
+        .sub(1)
+        .clamp(0)
+        .tolist()
+    )
 
 
 @dataclass(frozen=True)
@@ -62,9 +76,13 @@ class Routing:
 
 @st.composite
 def routings(draw: st.DrawFn) -> Routing:
-    """Expert ids: no tokens, one token, all to one expert, a slot twice to one expert, one expert, many experts."""
+    """Expert ids: no tokens, one token, all to one expert, a slot twice to one expert, one expert,
+    many experts.
+    """
     groups = draw(st.sampled_from((1, 2, 3, 8)) | st.sampled_from(COUNTS))
     tokens, slots = draw(st.sampled_from((0, 1, 2, 5, 17, 33))), draw(st.integers(1, 4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     ids = torch.randint(0, groups, (tokens, slots), generator=generator)
-    return Routing(torch.full_like(ids, groups - 1) if draw(st.integers(0, 4)) == 0 else ids, groups)
+    return Routing(
+        torch.full_like(ids, groups - 1) if draw(st.integers(0, 4)) == 0 else ids, groups
+    )

@@ -34,16 +34,27 @@ def test_known_gpus_are_different_ones():
 @pytest.mark.parametrize("arch", KNOWN.values(), ids=lambda arch: arch.name)
 def test_facts_of_known_gpus_agree_with_each_other(arch):
     assert all(getattr(arch, f.name) for f in fields(Arch) if f.name != "measured")
-    assert arch.shared_per_multiprocessor - arch.shared_per_block == 1024  # that the driver keeps, for one block
+    # that the driver keeps, for one block
+    assert arch.shared_per_multiprocessor - arch.shared_per_block == 1024
     assert arch.wgmma == arch.nvrtc.endswith("a")
     assert arch.programmatic_launch or not arch.wgmma
     assert arch.warps_to_saturate_memory <= arch.multiprocessors * arch.warps
 
 
 def test_what_each_generation_has():
-    assert [arch.nvrtc for arch in (A100, L40S, H100, B200)] == ["sm_80", "sm_89", "sm_90a", "sm_100"]
+    assert [arch.nvrtc for arch in (A100, L40S, H100, B200)] == [
+        "sm_80",
+        "sm_89",
+        "sm_90a",
+        "sm_100",
+    ]
     assert [arch.wgmma for arch in (A100, RTX_4090, H200, B200)] == [False, False, True, False]
-    assert [arch.programmatic_launch for arch in (A100, L40S, H100, B200)] == [False, False, True, True]
+    assert [arch.programmatic_launch for arch in (A100, L40S, H100, B200)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_facts_that_were_not_measured_follow_the_bandwidth_of_memory():

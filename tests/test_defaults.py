@@ -30,7 +30,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("encoding", [NVFP4, MXFP4, INT4], ids=lambda e: e.name)
 def test_decoded_weights(encoding, dtype):
-    weight = quantize(torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0)), encoding=encoding)
+    weight = quantize(
+        torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0)), encoding=encoding
+    )
     want = dequantize(weight)
     with default_dtype(dtype):
         assert dequantize(weight).equal(want)
@@ -39,7 +41,10 @@ def test_decoded_weights(encoding, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_layer(dtype):
-    module, args = experts(4, 64, 32), (torch.randn(5, 64).bfloat16(), torch.randint(0, 4, (5, 2)), torch.rand(5, 2))
+    module, args = (
+        experts(4, 64, 32),
+        (torch.randn(5, 64).bfloat16(), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)),
+    )
     want = module(*args)
     for target in "auto", "reference":
         with default_dtype(dtype), options.override(target=target):
@@ -53,7 +58,12 @@ def test_the_product_that_came_with_the_package(dtype, monkeypatch, tmp_path):
     monkeypatch.setattr(readers, "SHIPPED", tmp_path)
     build.ship(readers.library_source(isa.selected(), "nvfp4"), isa.features())
     weight, a = quantize(torch.randn(2, 48, 64)), torch.randn(9, 64).bfloat16()
-    call = torch.ops.fusion_moe.nvfp4_grouped_mm, a, *weight, torch.tensor([4, 9], dtype=torch.int32)
+    call = (
+        torch.ops.fusion_moe.nvfp4_grouped_mm,
+        a,
+        *weight,
+        torch.tensor([4, 9], dtype=torch.int32),
+    )
     want = call[0](*call[1:])
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -65,8 +75,13 @@ def test_a_program_with_inputs_on_the_cpu():
     """Its results and the memory between its kernels are there too."""
     fd = fusion_moe.FusionDefinition()
     rows, groups = fd.define_size("rows"), fd.define_groups("groups", 4)
-    x, ends = fd.define_tensor(shape=[rows, 256], dtype="bf16"), fd.define_tensor(shape=[4], dtype="i32")
-    gate, down = (fd.define_tensor(shape=shape, dtype="bf16") for shape in ([4, 512, 256], [4, 256, 512]))
+    x, ends = (
+        fd.define_tensor(shape=[rows, 256], dtype="bf16"),
+        fd.define_tensor(shape=[4], dtype="i32"),
+    )
+    gate, down = (
+        fd.define_tensor(shape=shape, dtype="bf16") for shape in ([4, 512, 256], [4, 256, 512])
+    )
     at = fd.ops.ends(ends, rows=rows, groups=groups)
     y = fd.ops.cast(fd.ops.relu(fd.ops.grouped_mm(fd.ops.partition(x, at), gate, at)), dtype="bf16")
     fd.add_output(fd.ops.grouped_mm(y, down, at))

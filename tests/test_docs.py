@@ -1,7 +1,9 @@
-"""A page of the documentation is true: its Python blocks, run as the one file that they are, print the text blocks below them.
+"""A page of the documentation is true: its Python blocks, run as the one file that they are, print
+the text blocks below them.
 
-Blocks below `<!-- needs: thunder -->`, `nvfuser` or `gpu` run where there is one, those below `checkpoint` nowhere. `pytest
---update-golden` writes what is printed into the page. And the site is built from the pages, without a warning.
+Blocks below `<!-- needs: thunder -->`, `nvfuser` or `gpu` run where there is one, those below
+`checkpoint` nowhere. `pytest --update-golden` writes what is printed into the page. And the site is
+built from the pages, without a warning.
 """
 
 from __future__ import annotations
@@ -23,9 +25,14 @@ from fusion_moe import target
 from fusion_moe.nn import NVFP4Experts
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-BLOCK = re.compile(r"(?:<!-- needs: (?P<needs>\w+) -->\n)?```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<shown>.*?)```\n)?", re.DOTALL)
+BLOCK = re.compile(
+    r"(?:<!-- needs: (?P<needs>\w+) "
+    r"-->\n)?```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<shown>.*?)```\n)?",
+    re.DOTALL,
+)
 END = "\f\n"  # printed after each block, from the empty line between two
-# Pages of one name run in one process, one after the other, each as a file of its own: importing takes longer than most blocks.
+# Pages of one name run in one process, one after the other, each as a file of its own: importing
+# takes longer than most blocks.
 RUN = {
     "translators": ("translators.md",),
     "training": ("training.md",),
@@ -35,7 +42,12 @@ RUN = {
         "start/first_compile.md",
         *(f"guides/{name}.md" for name in ("generate", "memory", "export", "distributed")),
     ),
-    "reference": ("reference/options.md", "reference/errors.md", "extend/converters.md", "extend/encodings.md"),
+    "reference": (
+        "reference/options.md",
+        "reference/errors.md",
+        "extend/converters.md",
+        "extend/encodings.md",
+    ),
     "cuda": ("guides/cuda_graphs.md",),
 }
 ONCE = {"guides", "reference", "training", "translators"}  # in the base lane alone
@@ -49,25 +61,42 @@ def blocks_of(page: str) -> list[re.Match[str]]:
 
 
 def cases() -> Iterator[object]:
-    """Pages, and what their blocks may need: nothing, or all that any of them does, where that is."""
+    """Pages, and what their blocks may need: nothing, or all that any of them does, where that
+    is.
+    """
     for name, pages in RUN.items():
         yield pytest.param(pages, (), id=name, marks=[pytest.mark.once] if name in ONCE else [])
-        if needs := sorted({b["needs"] for page in pages for b in blocks_of(page)} - {None, "checkpoint"}):
-            yield pytest.param(pages, tuple(needs), id=f"{name}-{'-'.join(needs)}", marks=[getattr(pytest.mark, n) for n in needs])
+        if needs := sorted(
+            {b["needs"] for page in pages for b in blocks_of(page)} - {None, "checkpoint"}
+        ):
+            yield pytest.param(
+                pages,
+                tuple(needs),
+                id=f"{name}-{'-'.join(needs)}",
+                marks=[getattr(pytest.mark, n) for n in needs],
+            )
 
 
-def printed(pages: dict[str, list[re.Match[str]]], can_run: set[str | None], folder: Path) -> dict[str, list[str]]:
-    """What each block of each page prints. Of blocks that cannot run there are only the lines, so that all others stand where the reader
-    has them.
+def printed(
+    pages: dict[str, list[re.Match[str]]], can_run: set[str | None], folder: Path
+) -> dict[str, list[str]]:
+    """What each block of each page prints. Of blocks that cannot run there are only the lines, so
+    that all others stand where the reader has them.
     """
     files = []
     for page, blocks in pages.items():
-        parts = [b["code"] if b["needs"] in can_run else "\n" * b["code"].count("\n") for b in blocks]
+        parts = [
+            b["code"] if b["needs"] in can_run else "\n" * b["code"].count("\n") for b in blocks
+        ]
         files.append(folder / FILES.get(page, f"{Path(page).stem}.py"))
-        files[-1].write_text("".join(f"{part}print({END!r}, end='')\n" for part in parts), encoding="utf-8")
+        files[-1].write_text(
+            "".join(f"{part}print({END!r}, end='')\n" for part in parts), encoding="utf-8"
+        )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     run = "import runpy, sys; [runpy.run_path(file, run_name='__main__') for file in sys.argv[1:]]"
-    done = subprocess.run([sys.executable, "-c", run, *files], cwd=folder, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", run, *files], cwd=folder, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     out = iter(done.stdout.split(END))
     return {page: list(islice(out, len(blocks))) for page, blocks in pages.items()}
@@ -78,7 +107,11 @@ def as_printed(block: re.Match[str], out: str) -> str:
     if block["shown"] is None:
         assert out == "", f"the page does not show what this prints:\n{block['code']}"
         return block[0]
-    return block.string[block.start() : block.start("shown")] + out + block.string[block.end("shown") : block.end()]
+    return (
+        block.string[block.start() : block.start("shown")]
+        + out
+        + block.string[block.end("shown") : block.end()]
+    )
 
 
 @pytest.mark.parametrize(("pages", "have"), list(cases()))
@@ -87,7 +120,10 @@ def test_blocks_print_what_the_page_shows(pages, have, tmp_path, request):
     outs = printed(found, can_run, tmp_path)
     for page, blocks in found.items():
         text = (DOCS / page).read_text(encoding="utf-8")
-        assert (text.count("```python"), text.count("```text")) == (len(blocks), sum(b["shown"] is not None for b in blocks))
+        assert (text.count("```python"), text.count("```text")) == (
+            len(blocks),
+            sum(b["shown"] is not None for b in blocks),
+        )
         now = text
         for block, out in reversed(list(zip(blocks, outs[page], strict=True))):
             if block["needs"] in can_run:
@@ -95,18 +131,29 @@ def test_blocks_print_what_the_page_shows(pages, have, tmp_path, request):
         if request.config.getoption("--update-golden"):
             (DOCS / page).write_text(now, encoding="utf-8")
         else:
-            assert now.splitlines() == text.splitlines(), "if what is printed is right: pytest --update-golden"
+            assert now.splitlines() == text.splitlines(), (
+                "if what is printed is right: pytest --update-golden"
+            )
 
 
 def test_every_page_with_python_is_run():
-    with_python = {page for file in DOCS.rglob("*.md") if blocks_of(page := file.relative_to(DOCS).as_posix())}
+    with_python = {
+        page for file in DOCS.rglob("*.md") if blocks_of(page := file.relative_to(DOCS).as_posix())
+    }
     assert with_python == {page for pages in RUN.values() for page in pages} | NOT_RUN
 
 
 def messages() -> list[str]:
     """The messages of this library that the page of errors has as headings."""
-    headings = re.findall("^### `(.+)`$", (DOCS / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
-    return [h for h in headings if not h.startswith(("Unknown quantization type", "We failed to resolve"))]  # of transformers, of torch
+    headings = re.findall(
+        "^### `(.+)`$", (DOCS / "faq.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    # of transformers, of torch
+    return [
+        h
+        for h in headings
+        if not h.startswith(("Unknown quantization type", "We failed to resolve"))
+    ]
 
 
 def raised() -> Iterator[str]:
@@ -115,7 +162,10 @@ def raised() -> Iterator[str]:
     weight = ops.nvfp4_quantize(torch.randn(4, 64, 64))
     tracked = (*weight[:2], weight[2].clone().requires_grad_())
     ends, ids, w = torch.tensor([1, 2, 3, 5]), torch.full((5, 2), 5), torch.rand(5, 2)
-    experts = [NVFP4Experts.from_float(torch.randn(4, 128, 64), torch.randn(4, 64, 64), f) for f in ("bf16", "nvfp4")]
+    experts = [
+        NVFP4Experts.from_float(torch.randn(4, 128, 64), torch.randn(4, 64, 64), f)
+        for f in ("bf16", "nvfp4")
+    ]
     for call in (
         lambda: fusion_moe.quantize_(torch.nn.Sequential(torch.nn.Linear(4, 4))),
         lambda: ops.nvfp4_quantize(torch.zeros(4, 24)),
@@ -135,9 +185,16 @@ def raised() -> Iterator[str]:
 
 def test_messages_are_those_of_the_page():
     """Raised here, or, where that takes a GPU or another machine, in the code."""
-    code = "".join(file.read_text(encoding="utf-8") for file in (DOCS.parent / "fusion_moe").rglob("*.py"))
+    code = "".join(
+        file.read_text(encoding="utf-8") for file in (DOCS.parent / "fusion_moe").rglob("*.py")
+    )
     said = "\n".join(raised())
-    missing = [m for m in messages() if not all(part in said for part in m.split("…")) and not all(part in code for part in m.split("…"))]
+    missing = [
+        m
+        for m in messages()
+        if not all(part in said for part in m.split("…"))
+        and not all(part in code for part in m.split("…"))
+    ]
     assert not missing
 
 
@@ -149,7 +206,10 @@ def test_pages_that_are_filled_say_so_where_they_are_not():
 
 
 def test_a_page_is_printed_with_its_tables():
-    pages = [DOCS / "reference" / f"{name}.md" for name in ("errors", "ir_operations", "operations", "options")]
+    pages = [
+        DOCS / "reference" / f"{name}.md"
+        for name in ("errors", "ir_operations", "operations", "options")
+    ]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, DOCS / "_ext" / "from_tables.py", *pages]
     shown = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
@@ -161,13 +221,29 @@ def test_a_page_is_printed_with_its_tables():
 @pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("sphinx", "myst_parser", "furo")), reason="not installed: the extra docs"
+    any(importlib.util.find_spec(name) is None for name in ("sphinx", "myst_parser", "furo")),
+    reason="not installed: the extra docs",
 )
 def test_the_site_is_built_without_a_warning(tmp_path):
-    """As `make docs` builds it: links inside of the site and all docstrings of the reference are right."""
-    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-b", "html", DOCS, tmp_path / "site"]
+    """As `make docs` builds it: links inside of the site and all docstrings of the reference are
+    right.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "--fail-on-warning",
+        "--keep-going",
+        "--quiet",
+        "-b",
+        "html",
+        DOCS,
+        tmp_path / "site",
+    ]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([*command, "-d", tmp_path / "doctrees"], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "-d", tmp_path / "doctrees"], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "reference" / "operations.html").read_text(encoding="utf-8")
     assert "fused_experts" in page

@@ -16,10 +16,22 @@ def test_the_command(tmp_path):
     home = tmp_path / "somebody"
     (home / ".cache" / "fusion_moe").mkdir(parents=True)
     (home / ".cache" / "fusion_moe" / "kernel.so").touch()
-    variables = {k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", "FUSION_MOE_CACHE_DIR")}
-    variables |= {"HOME": str(home), "FUSION_MOE_CPU_ISA": "generic", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    variables = {
+        k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", "FUSION_MOE_CACHE_DIR")
+    }
+    variables |= {
+        "HOME": str(home),
+        "FUSION_MOE_CPU_ISA": "generic",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
     variables["FUSION_MOE_CPU_IS"] = "avx2"  # misspelled
-    done = subprocess.run([sys.executable, "-m", "fusion_moe.env"], capture_output=True, text=True, env=variables, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "fusion_moe.env"],
+        capture_output=True,
+        text=True,
+        env=variables,
+        check=True,
+    )
     assert "somebody" not in done.stdout
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert "cpu_isa generic" in lines

@@ -11,21 +11,29 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-PROGRAMS = sorted(f.name for f in EXAMPLES.glob("*.py") if "__main__" in f.read_text(encoding="utf-8"))
+PROGRAMS = sorted(
+    f.name for f in EXAMPLES.glob("*.py") if "__main__" in f.read_text(encoding="utf-8")
+)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_option_has_a_sentence(name):
-    calls = [n for n in ast.walk(ast.parse((EXAMPLES / name).read_text(encoding="utf-8"))) if isinstance(n, ast.Call)]
-    options = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument"]
+    calls = [
+        n
+        for n in ast.walk(ast.parse((EXAMPLES / name).read_text(encoding="utf-8")))
+        if isinstance(n, ast.Call)
+    ]
+    options = [
+        c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument"
+    ]
     assert [ast.unparse(c) for c in options if "help" not in {k.arg for k in c.keywords}] == []
 
 
 @pytest.mark.once
 @pytest.mark.slow
 def test_help():
-    """Of all in one process, since importing takes longest: what an example does, by its docstring, and nothing is run. Then what generate
-    cannot measure.
+    """Of all in one process, since importing takes longest: what an example does, by its docstring,
+    and nothing is run. Then what generate cannot measure.
     """
     pytest.importorskip("transformers")
     code = """
@@ -43,7 +51,12 @@ sys.argv = ["generate.py", "--tokens", "1"]
 runpy.run_path(f"{folder}/generate.py", run_name="__main__")
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code, str(EXAMPLES), *PROGRAMS], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(EXAMPLES), *PROGRAMS],
+        capture_output=True,
+        text=True,
+        env=env,
+    )
     assert done.returncode == 2, done.stderr
     assert "generate.py: error: --tokens 1: expected at least 2" in done.stderr
     shown = dict(zip(PROGRAMS, done.stdout.split("\f"), strict=False))

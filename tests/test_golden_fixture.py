@@ -1,4 +1,6 @@
-"""The golden fixture of conftest.py: missing, changed, updated and stale texts, in one process and in two."""
+"""The golden fixture of conftest.py: missing, changed, updated and stale texts, in one process and
+in two.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,16 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch  # before a pytester does and forgets it again: torch cannot be imported twice in one process
+
+# before a pytester does and forgets it again: torch cannot be imported twice in one process
+import torch
 
 pytest_plugins = ["pytester"]
 
-CONFTEST, IMPORTED = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("conftest.py", "precompiled.py"))
+CONFTEST, IMPORTED = (
+    Path(__file__).with_name(name).read_text(encoding="utf-8")
+    for name in ("conftest.py", "precompiled.py")
+)
 TWO_TESTS = textwrap.dedent("""
     import pytest
 
@@ -34,12 +41,18 @@ MARKED = textwrap.dedent("""
     def test_judge():
         raise AssertionError
 """)
-GOLDENS = {"test_plain.txt": "one\ntwo\n", "test_plain.other.txt": "three\n", "TestClass.test_method[a-b].txt": "a/b\n"}
+GOLDENS = {
+    "test_plain.txt": "one\ntwo\n",
+    "test_plain.other.txt": "three\n",
+    "TestClass.test_method[a-b].txt": "a/b\n",
+}
 
 
 @pytest.fixture
 def project(pytester: pytest.Pytester) -> pytest.Pytester:
-    """A project with our conftest.py and two tests in tests/sub/test_inside.py that read three goldens."""
+    """A project with our conftest.py and two tests in tests/sub/test_inside.py that read three
+    goldens.
+    """
     pytester.makeini("[pytest]\ntestpaths = tests\nmarkers =\n    gpu\n    judges")
     write(pytester, "tests/conftest.py", CONFTEST)
     write(pytester, "tests/precompiled.py", IMPORTED)
@@ -71,8 +84,12 @@ def test_missing_golden_fails_and_says_how_to_accept_it(project):
     (project.path / "tests/golden/sub/test_inside/test_plain.txt").unlink()
     result = project.runpytest()
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*tests/golden/sub/test_inside/test_plain.txt (missing)*", "+one", "+two"])
-    result.stdout.fnmatch_lines(["If the new text is right: pytest --update-golden tests/sub/test_inside.py::test_plain"])
+    result.stdout.fnmatch_lines(
+        ["*tests/golden/sub/test_inside/test_plain.txt (missing)*", "+one", "+two"]
+    )
+    result.stdout.fnmatch_lines(
+        ["If the new text is right: pytest --update-golden tests/sub/test_inside.py::test_plain"]
+    )
 
 
 def test_changed_golden_fails_with_a_diff(project):
@@ -85,7 +102,10 @@ def test_changed_golden_fails_with_a_diff(project):
 def test_the_command_in_the_message_is_quoted_for_the_shell(project):
     (project.path / "tests/golden/sub/test_inside/TestClass.test_method[a-b].txt").unlink()
     result = project.runpytest()
-    assert "--update-golden 'tests/sub/test_inside.py::TestClass::test_method[a/b]'" in result.stdout.str()
+    assert (
+        "--update-golden 'tests/sub/test_inside.py::TestClass::test_method[a/b]'"
+        in result.stdout.str()
+    )
 
 
 def test_update_writes_missing_and_changed_and_removes_stale(run, project):
@@ -102,11 +122,18 @@ def test_stale_golden_fails_a_run_of_all_tests(run, project):
     result = run()
     result.assert_outcomes(passed=2)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["*stale goldens*", "tests/golden/sub/test_inside/test_plain.gone.txt"])
+    result.stdout.fnmatch_lines(
+        ["*stale goldens*", "tests/golden/sub/test_inside/test_plain.gone.txt"]
+    )
 
 
 @pytest.mark.parametrize(
-    "narrowed", [("-k", "plain"), ("tests/sub/test_inside.py",), ("--deselect", "tests/sub/test_inside.py::test_plain")]
+    "narrowed",
+    [
+        ("-k", "plain"),
+        ("tests/sub/test_inside.py",),
+        ("--deselect", "tests/sub/test_inside.py::test_plain"),
+    ],
 )
 def test_stale_golden_does_not_fail_a_run_of_some_tests(project, narrowed):
     write(project, "tests/golden/sub/test_inside/test_gone.txt", "old\n")
@@ -114,8 +141,16 @@ def test_stale_golden_does_not_fail_a_run_of_some_tests(project, narrowed):
 
 
 def test_skipped_tests_and_files_keep_their_goldens(run, project):
-    write(project, "tests/test_one.py", "import pytest\n@pytest.mark.skip(reason='here')\ndef test_it(golden): golden('x')\n")
-    write(project, "tests/test_all.py", "import pytest\npytest.skip('here', allow_module_level=True)\n")
+    write(
+        project,
+        "tests/test_one.py",
+        "import pytest\n@pytest.mark.skip(reason='here')\ndef test_it(golden): golden('x')\n",
+    )
+    write(
+        project,
+        "tests/test_all.py",
+        "import pytest\npytest.skip('here', allow_module_level=True)\n",
+    )
     for file in "test_one", "test_all":
         write(project, f"tests/golden/{file}/test_it.txt", "x\n")
         write(project, f"tests/golden/{file}/test_it.more.txt", "x\n")
@@ -124,7 +159,9 @@ def test_skipped_tests_and_files_keep_their_goldens(run, project):
 
 
 def test_the_same_name_twice_is_an_error(project):
-    write(project, "tests/test_twice.py", "def test_it(golden):\n    golden('a')\n    golden('b')\n")
+    write(
+        project, "tests/test_twice.py", "def test_it(golden):\n    golden('a')\n    golden('b')\n"
+    )
     write(project, "tests/golden/test_twice/test_it.txt", "a\n")
     project.runpytest("tests/test_twice.py").stdout.fnmatch_lines(["*twice in one test*"])
 

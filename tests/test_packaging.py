@@ -1,4 +1,6 @@
-"""What users install: the wheel, the sdist, the editable install, beside PyPI's `translators`, and what importing costs."""
+"""What users install: the wheel, the sdist, the editable install, beside PyPI's `translators`, and
+what importing costs.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,50 @@ from pathlib import Path
 
 import pytest
 
-# By their metadata: as soon as a process imports pip, or looks for it, setuptools can no longer be imported there.
+# By their metadata: as soon as a process imports pip, or looks for it, setuptools can no longer be
+# imported there.
 INSTALLED = {distribution.name for distribution in importlib.metadata.distributions()}
 MISSING = sorted({"hatchling", "pip"} - INSTALLED)
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 REPO = Path(__file__).resolve().parents[1]
-PACKAGES = {"fusion_moe": REPO / "fusion_moe", "fusion_moe_translators": REPO / "translators" / "fusion_moe_translators"}
+PACKAGES = {
+    "fusion_moe": REPO / "fusion_moe",
+    "fusion_moe_translators": REPO / "translators" / "fusion_moe_translators",
+}
 
 
 def run(*command: object, cwd: Path = Path("/"), **environment: str) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, env={**os.environ, **environment})
-    assert done.returncode == 0, f"{' '.join(str(part) for part in command)}\n{done.stdout}\n{done.stderr}"
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, (
+        f"{' '.join(str(part) for part in command)}\n{done.stdout}\n{done.stderr}"
+    )
     return done.stdout
 
 
 def build(target: str, folder: Path, source: Path = REPO, compiler: str = "") -> Path:
-    """The wheel, the editable wheel or the sdist, built as pip would, without the network. compiler: what makes the CPU's kernels."""
+    """The wheel, the editable wheel or the sdist, built as pip would, without the network.
+    compiler: what makes the CPU's kernels.
+    """
     environment = {"CXX": compiler} if compiler else {"HATCH_BUILD_NO_HOOKS": "true"}
-    run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder, cwd=source, **environment)
+    run(
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "-t",
+        target,
+        "-d",
+        folder,
+        cwd=source,
+        **environment,
+    )
     (built,) = folder.iterdir()
     return built
 
@@ -58,7 +85,9 @@ def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_holds_the_two_packages_and_nothing_else(wheel):
-    """Every file of the two packages, kernel sources included, and no tests, examples or benchmarks."""
+    """Every file of the two packages, kernel sources included, and no tests, examples or
+    benchmarks.
+    """
     ours = {
         f"{name}/{file.relative_to(folder).as_posix()}"
         for name, folder in PACKAGES.items()
@@ -74,25 +103,39 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sdist, unpacked."""
     folder = tmp_path_factory.mktemp("sdist")
     with tarfile.open(build("sdist", folder / "built")) as archive:
-        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        archive.extractall(
+            folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+        )
     return next(path for path in folder.iterdir() if path.name != "built")
 
 
 def test_sdist_builds_the_same_wheel(wheel, source, tmp_path):
-    assert files_of(build("wheel", tmp_path, source)) == {name for name in files_of(wheel) if "/shipped/" not in name}
+    assert files_of(build("wheel", tmp_path, source)) == {
+        name for name in files_of(wheel) if "/shipped/" not in name
+    }
 
 
 def test_sdist_has_what_its_makefile_installs_with(source):
-    wanted = {name for file in ("Makefile", "pyproject.toml") for name in re.findall(r"constraints[\w-]*\.txt", (REPO / file).read_text())}
+    wanted = {
+        name
+        for file in ("Makefile", "pyproject.toml")
+        for name in re.findall(r"constraints[\w-]*\.txt", (REPO / file).read_text())
+    }
     assert len(wanted) == 4
-    assert wanted == {path.name for path in REPO.glob("constraints*.txt")} == {path.name for path in source.glob("constraints*.txt")}
+    assert (
+        wanted
+        == {path.name for path in REPO.glob("constraints*.txt")}
+        == {path.name for path in source.glob("constraints*.txt")}
+    )
 
 
 @pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_a_wheel_brings_the_kernels_of_every_cpu(source, tmp_path):
-    """Those that this machine looks for among them; and its tag says for which machines it is. They are compiled, but not optimized."""
+    """Those that this machine looks for among them; and its tag says for which machines it is. They
+    are compiled, but not optimized.
+    """
     from fusion_moe.emit.cpu import readers
     from fusion_moe.runtime import build as compilers
     from fusion_moe.runtime import isa
@@ -102,9 +145,15 @@ def test_a_wheel_brings_the_kernels_of_every_cpu(source, tmp_path):
     quick.chmod(0o755)
     wheel = build("wheel", tmp_path / "wheel", source, compiler=str(quick))
     shipped = {Path(name).name for name in files_of(wheel) if "/shipped/" in name}
-    assert shipped >= {readers.library_source(tier, encoding).came_with().name for tier in isa.available() for encoding in readers.BUILT_IN}
+    assert shipped >= {
+        readers.library_source(tier, encoding).came_with().name
+        for tier in isa.available()
+        for encoding in readers.BUILT_IN
+    }
     assert {name.split("-")[1] for name in shipped} == set(isa.TIERS)
-    assert wheel.name.endswith(f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}.whl")
+    assert wheel.name.endswith(
+        f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}.whl"
+    )
 
 
 def test_the_readme_is_short():
@@ -112,16 +161,23 @@ def test_the_readme_is_short():
 
 
 def test_what_is_cited_is_this_version():
-    version = (REPO / "fusion_moe" / "__init__.py").read_text(encoding="utf-8").split('__version__ = "')[1].split('"')[0]
+    version = (
+        (REPO / "fusion_moe" / "__init__.py")
+        .read_text(encoding="utf-8")
+        .split('__version__ = "')[1]
+        .split('"')[0]
+    )
     assert f"\nversion: {version}\n" in (REPO / "CITATION.cff").read_text(encoding="utf-8")
     assert version in (REPO / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-# Installed, beside another `translators` --------------------------------------------------------------------------------
+# Installed, beside another `translators` ----------------------------------------------------------
 
 
 class Venv:
-    """A throwaway environment without torch: a probe that needs it takes it from the environment that runs the tests."""
+    """A throwaway environment without torch: a probe that needs it takes it from the environment
+    that runs the tests.
+    """
 
     def __init__(self, folder: Path):
         run(sys.executable, "-m", "venv", "--without-pip", folder)
@@ -129,7 +185,17 @@ class Venv:
         self.site = Path(self.run("import sysconfig; print(sysconfig.get_path('purelib'))").strip())
 
     def pip(self, *args: object) -> None:
-        run(sys.executable, "-m", "pip", "--python", self.python, "--disable-pip-version-check", "--no-input", "-q", *args)
+        run(
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            self.python,
+            "--disable-pip-version-check",
+            "--no-input",
+            "-q",
+            *args,
+        )
 
     def run(self, code: str, cwd: Path = Path("/")) -> str:
         return run(self.python, "-c", code, cwd=cwd)
@@ -140,7 +206,11 @@ class Venv:
 
     def origin(self, package: str, cwd: Path = Path("/")) -> Path | None:
         """Where `import package` would come from."""
-        found = self.run(f"from importlib.util import find_spec as f; s = f({package!r}); print(s.origin if s else '')", cwd).strip()
+        found = self.run(
+            f"from importlib.util import find_spec as f; s = f({package!r}); "
+            "print(s.origin if s else '')",
+            cwd,
+        ).strip()
         return Path(found).resolve() if found else None
 
 
@@ -149,22 +219,43 @@ def stand_in(folder: Path) -> Path:
     files = {
         "translators/__init__.py": "theirs = True\n",
         "translators/server.py": "",
-        "translators-6.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: translators\nVersion: 6.0\n",
-        "translators-6.0.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "translators-6.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: "
+        "translators\nVersion: 6.0\n",
+        "translators-6.0.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: "
+        "true\nTag: py3-none-any\n",
     }
-    digests = {name: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode() for name, text in files.items()}
+    digests = {
+        name: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        for name, text in files.items()
+    }
     record = "".join(f"{name},sha256={digests[name]},{len(text)}\n" for name, text in files.items())
     path = folder / "translators-6.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        for name, text in {**files, "translators-6.0.dist-info/RECORD": record + "translators-6.0.dist-info/RECORD,,\n"}.items():
+        for name, text in {
+            **files,
+            "translators-6.0.dist-info/RECORD": record + "translators-6.0.dist-info/RECORD,,\n",
+        }.items():
             archive.writestr(name, text)
     return path
 
 
 def from_the_index(folder: Path) -> Path:
     """PyPI's own, 0.1 MB; skips where no index can be reached."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "0", "--timeout", "10"]
-    done = subprocess.run([*command, "-d", str(folder), "translators==6.0.4"], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--retries",
+        "0",
+        "--timeout",
+        "10",
+    ]
+    done = subprocess.run(
+        [*command, "-d", str(folder), "translators==6.0.4"], capture_output=True, text=True
+    )
     if done.returncode != 0:
         pytest.skip(f"pip cannot download translators: {done.stderr.strip().splitlines()[-1]}")
     return next(folder.glob("translators-*.whl"))
@@ -190,7 +281,9 @@ def test_installs_beside_another_translators_and_leaves_it_alone(kind, theirs, r
     for package, source in PACKAGES.items():
         folder = source if kind == "editable" else venv.site / package
         assert venv.origin(package) == folder / "__init__.py"
-    assert venv.run_with_torch("import fusion_moe, fusion_moe_translators; print(fusion_moe.__version__)").strip()
+    assert venv.run_with_torch(
+        "import fusion_moe, fusion_moe_translators; print(fusion_moe.__version__)"
+    ).strip()
 
     venv.pip("uninstall", "-y", "fusion_moe")
     assert_theirs_is_intact()
@@ -202,34 +295,64 @@ def test_installs_beside_another_translators_and_leaves_it_alone(kind, theirs, r
 def test_torch_finds_the_backend_by_its_entry_point(wheel, tmp_path):
     venv = Venv(tmp_path / "venv")
     venv.pip("install", "--no-deps", "--no-index", wheel)
-    code = "import torch; from torch._dynamo import lookup_backend as f; b = f('fusion_moe'); print(b.__module__, callable(b))"
+    code = (
+        "import torch; from torch._dynamo import lookup_backend as f; b = f('fusion_moe'); "
+        "print(b.__module__, callable(b))"
+    )
     assert venv.run_with_torch(code).split() == ["fusion_moe.frontends.inductor", "True"]
 
 
 @pytest.mark.slow
 @pytest.mark.once
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 def test_the_readmes_quick_start_runs_from_a_wheel_in_an_empty_folder(wheel, tmp_path):
     code, shown = re.search(
-        r"```python\n(.*?)```\n\n```text\n(.*?)```", (REPO / "README.md").read_text(encoding="utf-8"), re.DOTALL
+        r"```python\n(.*?)```\n\n```text\n(.*?)```",
+        (REPO / "README.md").read_text(encoding="utf-8"),
+        re.DOTALL,
     ).groups()
     site, empty = tmp_path / "site", tmp_path / "empty"
-    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--disable-pip-version-check", "--target", site, wheel)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--disable-pip-version-check",
+        "--target",
+        site,
+        wheel,
+    )
     empty.mkdir()
     (tmp_path / "quickstart.py").write_text(f"{code}print(fusion_moe.__file__)\n", encoding="utf-8")
-    *printed, came_from = run(sys.executable, tmp_path / "quickstart.py", cwd=empty, PYTHONPATH=str(site)).splitlines()
+    *printed, came_from = run(
+        sys.executable, tmp_path / "quickstart.py", cwd=empty, PYTHONPATH=str(site)
+    ).splitlines()
     assert Path(came_from).is_relative_to(site)
     changes = r"^[\d.]+ tokens/s: .*"  # with the machine
-    assert [re.sub(changes, "", line) for line in printed] == [re.sub(changes, "", line) for line in shown.splitlines()]
+    assert [re.sub(changes, "", line) for line in printed] == [
+        re.sub(changes, "", line) for line in shown.splitlines()
+    ]
 
 
-# The cost of importing ------------------------------------------------------------------------------------------------
+# The cost of importing ----------------------------------------------------------------------------
 
 
 def test_import_brings_little_beside_torch():
     """What costs time to import waits until it is used."""
-    code = "import sys, torch; before = set(sys.modules); import fusion_moe; print(*set(sys.modules) - before)"
+    code = (
+        "import sys, torch; before = set(sys.modules); import fusion_moe; "
+        "print(*set(sys.modules) - before)"
+    )
     brought = run(sys.executable, "-c", code, cwd=REPO).split()
-    others = {name.partition(".")[0] for name in brought} - {"torch", "fusion_moe"} - sys.stdlib_module_names
+    others = (
+        {name.partition(".")[0] for name in brought}
+        - {"torch", "fusion_moe"}
+        - sys.stdlib_module_names
+    )
     assert not others
     assert not [name for name in brought if name.startswith(("torch._dynamo", "torch._inductor"))]

@@ -27,7 +27,8 @@ print(fusion_moe.explain(model, torch.zeros(1, 2)))
 z: torch.Tensor = fusion_moe.ops.scaled_swiglu(torch.randn(2, 8), limit=7.0)
 fd = FusionDefinition()
 a = fd.define_tensor(shape=[-1, 64], dtype="f32")
-both = fd.ops.cat([fd.ops.cast(a, dtype="bf16"), fd.ops.cast(fd.ops.mul(a, 2.0), dtype="bf16")], dim=0)
+halves = [fd.ops.cast(x, dtype="bf16") for x in (a, fd.ops.mul(a, 2.0))]
+both = fd.ops.cat(halves, dim=0)
 ends, row_of, slot_of = fd.ops.route(a, groups=fd.define_groups("g", 4))
 fd.add_output(fd.ops.reshape(both, new_shape=(64, -1)))
 """
@@ -57,7 +58,11 @@ CHECKERS = {
 def static_names() -> dict[str, str]:
     """The lazy names that type checkers are shown, and the module of each."""
     tree = ast.parse(Path(fusion_moe.__file__).read_text(encoding="utf-8"))
-    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    (block,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
     return {alias.name: node.module for node in block.body for alias in node.names}
 
 
@@ -70,8 +75,13 @@ def test_dir_shows_the_public_names_and_no_others():
 def test_dynamo_and_inductor_are_imported_once_they_are_needed():
     """They take longer than torch and all of this library."""
     slow = "{'torch._dynamo', 'torch._inductor', 'transformers'} & sys.modules.keys()"
-    code = f"import sys, torch; of_torch = {slow}; import fusion_moe, fusion_moe.env; print(sorted({slow} - of_torch))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_with_ours())
+    code = (
+        f"import sys, torch; of_torch = {slow}; import fusion_moe, fusion_moe.env; "
+        f"print(sorted({slow} - of_torch))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=_with_ours()
+    )
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
@@ -81,9 +91,12 @@ def test_type_checkers_see_the_lazy_names():
 
 
 def test_a_misspelled_name_is_an_error():
-    with pytest.raises(AttributeError, match="module 'fusion_moe' has no attribute 'quantise_'") as caught:
+    with pytest.raises(
+        AttributeError, match="module 'fusion_moe' has no attribute 'quantise_'"
+    ) as caught:
         fusion_moe.quantise_  # noqa: B018
-    assert (caught.value.name, caught.value.obj) == ("quantise_", fusion_moe)  # with these, Python suggests the name that was meant
+    # with these, Python suggests the name that was meant
+    assert (caught.value.name, caught.value.obj) == ("quantise_", fusion_moe)
 
 
 def check(checker: str, script: str, folder: Path) -> str:
@@ -91,7 +104,9 @@ def check(checker: str, script: str, folder: Path) -> str:
     if importlib.util.find_spec(checker) is None:
         pytest.skip(f"{checker} is not installed: pip install -e '.[typing]'")
     if checker == "pyright" and not _pyright_starts():
-        pytest.skip("pyright does not start: it needs Node.js and, the first time, the npm registry")
+        pytest.skip(
+            "pyright does not start: it needs Node.js and, the first time, the npm registry"
+        )
     (folder / "script.py").write_text(script, encoding="utf-8")
     cache = [str(folder / "cache")] if checker == "mypy" else []
     done = _run(*CHECKERS[checker], *cache, "script.py", cwd=folder)
@@ -108,15 +123,30 @@ def _pyright_starts() -> bool:
         return False
 
 
-def _run(*command: str, cwd: Path | None = None, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *command], cwd=cwd, capture_output=True, text=True, env=_with_ours(), timeout=timeout)
+def _run(
+    *command: str, cwd: Path | None = None, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env=_with_ours(),
+        timeout=timeout,
+    )
 
 
 def _with_ours() -> dict[str, str]:
     """The environment of a process that has these packages, and not others that are installed."""
-    ours = {Path(fusion_moe.__file__).parents[1], Path(importlib.util.find_spec("fusion_moe_translators").origin).parents[1]}
+    ours = {
+        Path(fusion_moe.__file__).parents[1],
+        Path(importlib.util.find_spec("fusion_moe_translators").origin).parents[1],
+    }
     installed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    paths = {"MYPYPATH": os.pathsep.join(map(str, ours)), "PYTHONPATH": os.pathsep.join([*map(str, ours), *filter(None, installed)])}
+    paths = {
+        "MYPYPATH": os.pathsep.join(map(str, ours)),
+        "PYTHONPATH": os.pathsep.join([*map(str, ours), *filter(None, installed)]),
+    }
     return {**os.environ, **paths}
 
 
@@ -130,4 +160,6 @@ def test_checkers_accept_a_script_and_report_each_mistake(checker, tmp_path):
     for line, (mistake, quoted) in lines.items():
         about = [text for text in said if f"script.py:{line}:" in text]
         assert any(quoted in text for text in about), f"{mistake}\n{said}"
-    assert {int(text.partition("script.py:")[2].partition(":")[0]) for text in said if "error:" in text} == set(lines)
+    assert {
+        int(text.partition("script.py:")[2].partition(":")[0]) for text in said if "error:" in text
+    } == set(lines)

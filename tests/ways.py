@@ -24,4 +24,6 @@ def jitted(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 HOW = {"eager": lambda f: f, "torch.compile": compiled, "thunder.jit": jitted}
-every_way = pytest.mark.parametrize("how", [pytest.param(h, marks=pytest.mark.thunder if "thunder" in h else ()) for h in HOW])
+every_way = pytest.mark.parametrize(
+    "how", [pytest.param(h, marks=pytest.mark.thunder if "thunder" in h else ()) for h in HOW]
+)

@@ -1,8 +1,9 @@
-"""Hatchling's hook that builds the CPU's fixed kernels into the wheel: fusion_moe/emit/cpu/shipped/.
+"""Hatchling's hook that builds the CPU's fixed kernels into the wheel:
+fusion_moe/emit/cpu/shipped/.
 
-A wheel gets them for each built-in encoding of weights and every kind of CPU of this architecture, an editable install for this CPU alone.
-Without a C++ compiler it gets none, and is pure Python: a compiler at the user's then builds them at first use. HATCH_BUILD_NO_HOOKS=true
-leaves them out too.
+A wheel gets them for each built-in encoding of weights and every kind of CPU of this architecture,
+an editable install for this CPU alone. Without a C++ compiler it gets none, and is pure Python: a
+compiler at the user's then builds them at first use. HATCH_BUILD_NO_HOOKS=true leaves them out too.
 """
 
 from __future__ import annotations
@@ -37,17 +38,27 @@ class KernelHook(BuildHookInterface):
         if version == "editable":
             wanted = [(tier, isa.features()) for tier in isa.available()]
         else:
-            wanted = [(tier, having) for tier in isa.TIERS if _runs_here(tier) for having in CPUS[tier]]
+            wanted = [
+                (tier, having) for tier in isa.TIERS if _runs_here(tier) for having in CPUS[tier]
+            ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            libraries = [(readers.library_source(tier, encoding), having) for tier, having in wanted for encoding in readers.BUILT_IN]
+            libraries = [
+                (readers.library_source(tier, encoding), having)
+                for tier, having in wanted
+                for encoding in readers.BUILT_IN
+            ]
             made = set(pool.map(partial(self._ship, build), *zip(*libraries, strict=True)))
         for old in set(readers.SHIPPED.glob("*.so")) - made:
             old.unlink(missing_ok=True)
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["tag"] = (
+            f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        )
 
     def _ship(self, build: Any, source: Any, having: Any) -> Path | None:
-        """None, and a warning, for instructions that the compiler does not know: the package does without."""
+        """None, and a warning, for instructions that the compiler does not know: the package does
+        without.
+        """
         path = source.came_with(having)
         try:
             return path if path.is_file() else build.ship(source, having)
@@ -61,8 +72,13 @@ def _runs_here(tier: str) -> bool:
 
 
 def _modules(root: Path) -> tuple[Any, ...]:
-    """fusion_moe.runtime.build and .isa, fusion_moe.emit.cpu.readers, without the packages around them, which need torch."""
+    """fusion_moe.runtime.build and .isa, fusion_moe.emit.cpu.readers, without the packages around
+    them, which need torch.
+    """
     for name in ("fusion_moe", "fusion_moe.emit", "fusion_moe.emit.cpu"):
         sys.modules[name] = package = types.ModuleType(name)
         package.__path__ = [str(root.joinpath(*name.split(".")))]
-    return tuple(importlib.import_module(f"fusion_moe.{name}") for name in ("runtime.build", "runtime.isa", "emit.cpu.readers"))
+    return tuple(
+        importlib.import_module(f"fusion_moe.{name}")
+        for name in ("runtime.build", "runtime.isa", "emit.cpu.readers")
+    )

@@ -1,11 +1,15 @@
-"""Writes the directories of tests/checkpoints/made: tiny random models, quantized and saved by other people's packages.
+"""Writes the directories of tests/checkpoints/made: tiny random models, quantized and saved by
+other people's packages.
 
-    .venv/bin/python tools/make_checkpoints.py modelopt            nvidia-modelopt's export_hf_checkpoint
-    .venv/bin/python tools/make_checkpoints.py transformers        save_pretrained: bf16, MXFP4 of gpt-oss
-    /tmp/ct/bin/python tools/make_checkpoints.py llm-compressor    compressed-tensors; in an environment of its own:
-        python -m venv /tmp/ct && /tmp/ct/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1 transformers==5.17.0
+    .venv/bin/python tools/make_checkpoints.py modelopt            nvidia-modelopt's
+    export_hf_checkpoint .venv/bin/python tools/make_checkpoints.py transformers
+    save_pretrained: bf16, MXFP4 of gpt-oss /tmp/ct/bin/python tools/make_checkpoints.py
+    llm-compressor    compressed-tensors; in an environment of its own:
+        python -m venv /tmp/ct && /tmp/ct/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1
+        transformers==5.17.0
 
-`--out DIR` writes elsewhere, `--only NAME` one directory. Not reproducible to the byte: calibration and safetensors' order are theirs.
+`--out DIR` writes elsewhere, `--only NAME` one directory. Not reproducible to the byte: calibration
+and safetensors' order are theirs.
 """
 
 from __future__ import annotations
@@ -21,38 +25,89 @@ from typing import Any
 import torch
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 0, "n_group": 1,
-        "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
-        "num_key_value_heads": 2, "head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
     },
     "llama4_text": {
-        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 1,
         "intermediate_size": 32,
     },
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"], "sliding_window": 16},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["full_attention"],
+        "sliding_window": 16,
+    },
     "qwen3_5_moe_text": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
     },
     "gemma4_text": {
-        "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, "enable_moe_block": True, "layer_types": ["full_attention"],
-        "global_head_dim": 32, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 32, "num_kv_shared_layers": 0,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "enable_moe_block": True,
+        "layer_types": ["full_attention"],
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 32,
+        "num_kv_shared_layers": 0,
     },
     "nemotron_h": {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
-        "hybrid_override_pattern": "E*", "layers_block_type": ["moe", "attention"], "num_hidden_layers": 2, "mamba_num_heads": 2,
-        "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "n_group": 1, "topk_group": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "hybrid_override_pattern": "E*",
+        "layers_block_type": ["moe", "attention"],
+        "num_hidden_layers": 2,
+        "mamba_num_heads": 2,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "n_group": 1,
+        "topk_group": 1,
     },
-}  # fmt: skip
+}
 
 
 def model_of(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -60,7 +115,9 @@ def model_of(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]}), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]}), dtype=dtype
+    )
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() > 1:
@@ -69,7 +126,7 @@ def model_of(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     return model.eval()
 
 
-# nvidia-modelopt ---------------------------------------------------------------------------------------------------------
+# nvidia-modelopt ----------------------------------------------------------------------------------
 
 
 def modelopt(family: str, config: str | dict[str, Any]) -> Callable[[Path], None]:
@@ -89,7 +146,9 @@ def modelopt(family: str, config: str | dict[str, Any]) -> Callable[[Path], None
 
         chosen = getattr(mtq, config) if isinstance(config, str) else config
         with torch.no_grad():
-            export_hf_checkpoint(mtq.quantize(model, chosen, calibrate), dtype=torch.bfloat16, export_dir=out)
+            export_hf_checkpoint(
+                mtq.quantize(model, chosen, calibrate), dtype=torch.bfloat16, export_dir=out
+            )
 
     return write
 
@@ -103,7 +162,9 @@ def mixed() -> dict[str, Any]:
     made = copy.deepcopy(mtq.W4A16_NVFP4_CFG)
     fp8 = {"num_bits": (4, 3), "axis": None}
     made["quant_cfg"][2:2] = [
-        {"quantizer_name": f"*{part}*{of}_quantizer", "cfg": fp8} for part in ("linear_attn", "self_attn") for of in ("weight", "input")
+        {"quantizer_name": f"*{part}*{of}_quantizer", "cfg": fp8}
+        for part in ("linear_attn", "self_attn")
+        for of in ("weight", "input")
     ]
     return made
 
@@ -113,7 +174,7 @@ def modelopt_mixed(out: Path) -> None:
     modelopt("qwen3_5_moe_text", mixed())(out)
 
 
-# transformers ------------------------------------------------------------------------------------------------------------
+# transformers -------------------------------------------------------------------------------------
 
 
 def bf16(family: str, **options: Any) -> Callable[[Path], None]:
@@ -122,7 +183,9 @@ def bf16(family: str, **options: Any) -> Callable[[Path], None]:
 
 
 def mxfp4_gpt_oss(out: Path) -> None:
-    """The experts of gpt-oss as OpenAI published them, `_blocks` and `_scales`, by numpy: transformers quantizes to MXFP4 on GPUs only."""
+    """The experts of gpt-oss as OpenAI published them, `_blocks` and `_scales`, by numpy:
+    transformers quantizes to MXFP4 on GPUs only.
+    """
     import ml_dtypes
     import numpy as np
     from safetensors.torch import load_file, save_file
@@ -134,20 +197,29 @@ def mxfp4_gpt_oss(out: Path) -> None:
         blocks = w.reshape(*w.shape[:2], -1, 32)
         exponent = np.floor(np.log2(np.abs(blocks).max(-1, keepdims=True))) - 2
         codes = np.clip(blocks / 2**exponent, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-        tensors[f"{name}_blocks"] = torch.from_numpy(np.ascontiguousarray(codes[..., ::2] | codes[..., 1::2] << 4))
+        tensors[f"{name}_blocks"] = torch.from_numpy(
+            np.ascontiguousarray(codes[..., ::2] | codes[..., 1::2] << 4)
+        )
         tensors[f"{name}_scales"] = torch.from_numpy((exponent[..., 0] + 127).astype(np.uint8))
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     config = json.loads((out / "config.json").read_text())
-    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    plain = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-# llm-compressor ----------------------------------------------------------------------------------------------------------
+# llm-compressor -----------------------------------------------------------------------------------
 
 
 def compressed(family: str, **recipe: Any) -> Callable[[Path], None]:
-    """What llm-compressor's oneshot leads save_pretrained to write. It wants a model that came from a directory."""
+    """What llm-compressor's oneshot leads save_pretrained to write. It wants a model that came from
+    a directory.
+    """
 
     def write(out: Path) -> None:
         from llmcompressor import oneshot
@@ -166,7 +238,10 @@ def compressed(family: str, **recipe: Any) -> Callable[[Path], None]:
 
 NVFP4A16: dict[str, Any] = {"targets": "Linear", "scheme": "NVFP4A16"}
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-INT4: dict[str, Any] = {"config_groups": {"group_0": {"targets": ["re:.*experts.*"], "weights": _INT4}}}  # as Kimi-K2-Thinking has it
+# as Kimi-K2-Thinking has it
+INT4: dict[str, Any] = {
+    "config_groups": {"group_0": {"targets": ["re:.*experts.*"], "weights": _INT4}}
+}
 
 MADE: dict[str, dict[str, Callable[[Path], None]]] = {
     "modelopt": {
@@ -193,7 +268,9 @@ MADE: dict[str, dict[str, Callable[[Path], None]]] = {
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("by", choices=list(MADE))
     parser.add_argument("--out", type=Path, default=Path("tests/checkpoints/made"))
     parser.add_argument("--only")
@@ -203,7 +280,10 @@ def main() -> None:
             shutil.rmtree(given.out / name, ignore_errors=True)
             (given.out / name).mkdir(parents=True)
             write(given.out / name)
-            print(f"{name}: {sum(f.stat().st_size for f in (given.out / name).iterdir())} bytes", flush=True)
+            print(
+                f"{name}: {sum(f.stat().st_size for f in (given.out / name).iterdir())} bytes",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

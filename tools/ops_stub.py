@@ -1,4 +1,5 @@
-"""Writes fusion_moe/ir/ops.pyi, the signatures and docs of `fd.ops` as editors show them, from the table of kinds.
+"""Writes fusion_moe/ir/ops.pyi, the signatures and docs of `fd.ops` as editors show them, from the
+table of kinds.
 
 .venv/bin/python tools/ops_stub.py
 """
@@ -16,7 +17,7 @@ from fusion_moe.ir.core import OpKind
 from fusion_moe.ir.kinds import KINDS
 
 STUB = Path(fusion_moe.ir.__path__[0]) / "ops.pyi"
-HEAD = '''"""`fd.ops`, as type checkers and editors see it. Written by tools/ops_stub.py from the table of kinds."""
+HEAD = '''"""`fd.ops` for type checkers and editors. Written by tools/ops_stub.py."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, overload
@@ -37,7 +38,9 @@ def stub() -> str:
 
 
 def method(kind: OpKind) -> Iterator[str]:
-    """One kind: its operands by position, as values or in one list where there may be any number; its attributes."""
+    """One kind: its operands by position, as values or in one list where there may be any number;
+    its attributes.
+    """
     parameters = list(inspect.signature(kind.infer).parameters.values())
     operands = [p for p in parameters if p.name not in kind.signature.attributes]
     attributes = [attribute(p) for p in parameters if p not in operands]
@@ -52,25 +55,36 @@ def method(kind: OpKind) -> Iterator[str]:
 
 
 def definition(kind: OpKind, parameters: list[str]) -> Iterator[str]:
-    """A method with its docstring, in lines of at most 140 columns."""
-    returned = {1: "Value", None: "Any"}.get(kind.outputs) or f"tuple[{', '.join(['Value'] * (kind.outputs or 0))}]"
+    """A method with its docstring, in lines of at most 100 columns."""
+    returned = {1: "Value", None: "Any"}.get(
+        kind.outputs
+    ) or f"tuple[{', '.join(['Value'] * (kind.outputs or 0))}]"
     given = ["self", *parameters]
     line = f"    def {kind.name}({', '.join(given)}) -> {returned}:"
-    yield from [line] if len(line) <= 140 else [f"    def {kind.name}(", *wrapped(given), f"    ) -> {returned}:"]
-    lines = [line for paragraph in kind.doc.split("\n") for line in textwrap.wrap(paragraph, 126) or [""]]
+    yield from (
+        [line]
+        if len(line) <= 100
+        else [f"    def {kind.name}(", *wrapped(given), f"    ) -> {returned}:"]
+    )
+    lines = "\n\n".join(textwrap.fill(p, 86) for p in kind.doc.split("\n\n")).split("\n")
     lines[0] = f'"""{lines[0]}'
-    yield from textwrap.indent("\n".join([*lines, '"""'] if len(lines) > 1 else [lines[0] + '"""']), " " * 8).split("\n")
+    yield from textwrap.indent(
+        "\n".join([*lines, '"""'] if len(lines) > 1 else [lines[0] + '"""']), " " * 8
+    ).split("\n")
 
 
 def wrapped(parameters: list[str]) -> list[str]:
     """Parameters in lines, which break between them."""
-    text = textwrap.fill(", ".join(p.replace(" ", "\0") for p in parameters) + ",", 132)
+    text = textwrap.fill(", ".join(p.replace(" ", "\0") for p in parameters) + ",", 91)
     return textwrap.indent(text.replace("\0", " "), " " * 8).split("\n")
 
 
 def operand(p: Parameter) -> str:
     """A tensor, or where the rule takes Any, a number too."""
-    return f"{'*' if p.kind is Parameter.VAR_POSITIONAL else ''}{p.name}: {'Operand' if p.annotation == 'Any' else 'Value'}"
+    return (
+        f"{'*' if p.kind is Parameter.VAR_POSITIONAL else ''}{p.name}: "
+        f"{'Operand' if p.annotation == 'Any' else 'Value'}"
+    )
 
 
 def attribute(p: Parameter) -> str:

@@ -23,7 +23,12 @@ def report() -> fusion_moe.Report:
     """Of the README's model."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=256, hidden_size=512, moe_intermediate_size=512, num_experts=32, num_experts_per_tok=4, num_hidden_layers=2
+        vocab_size=256,
+        hidden_size=512,
+        moe_intermediate_size=512,
+        num_experts=32,
+        num_experts_per_tok=4,
+        num_hidden_layers=2,
     )
     model = Qwen3MoeForCausalLM(config).bfloat16().eval()
     fusion_moe.quantize_(model)
@@ -33,7 +38,9 @@ def report() -> fusion_moe.Report:
 
 def main() -> None:
     """Opens the page, selects the first segment, and takes the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:

@@ -1,4 +1,6 @@
-"""Links of pages to files outside of docs/: to those that are pages of the site too as such, to all others as downloads."""
+"""Links of pages to files outside of docs/: to those that are pages of the site too as such, to all
+others as downloads.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Docstrings here are plain text with `code` between backticks, not reStructuredText: this makes them that, for autodoc.
+"""Docstrings here are plain text with `code` between backticks, not reStructuredText: this makes
+them that, for autodoc.
 
-Indented paragraphs and doctests become code. A line that begins with parameters of the function or class, `target, gpu: ...`, begins an
-item of a list.
+Indented paragraphs and doctests become code. A line that begins with parameters of the function or
+class, `target, gpu: ...`, begins an item of a list.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ from itertools import groupby
 from typing import Any
 
 CODE = re.compile(r"``?([^`]+)``?")
-SPECIAL = re.compile(r"([\\*_|]|^[^\w\s`(\[]|:(?=:?$))", re.MULTILINE)  # what means something there, at the ends of lines too
+# what means something there, at the ends of lines too
+SPECIAL = re.compile(r"([\\*_|]|^[^\w\s`(\[]|:(?=:?$))", re.MULTILINE)
 LETTER = re.compile(r"(?=\w)")
 ITEM = re.compile(r"(?P<names>\w+(?:, \w+)*): ")
 
 
 def marked(text: str) -> str:
-    """Prose: what stands between backticks, over the end of a line too, is code; all else is itself."""
+    """Prose: what stands between backticks, over the end of a line too, is code; all else is
+    itself.
+    """
     parts = CODE.split(text)
     return "".join(
-        f"``{' '.join(part.split())}``" if i % 2 else ("\\ " if i and LETTER.match(part) else "") + SPECIAL.sub(r"\\\1", part)
+        f"``{' '.join(part.split())}``"
+        if i % 2
+        else ("\\ " if i and LETTER.match(part) else "") + SPECIAL.sub(r"\\\1", part)
         for i, part in enumerate(parts)
     )
 
@@ -47,10 +53,20 @@ def as_rst(lines: list[str], parameters: Collection[str]) -> Iterator[str]:
         paragraph = list(run)
         if paragraph[0].startswith((" ", ">>>")):
             language = "pycon" if paragraph[0].lstrip().startswith(">>>") else "none"
-            yield from ("", f".. code-block:: {language}", "", *(f"    {line}" for line in paragraph), "")
+            yield from (
+                "",
+                f".. code-block:: {language}",
+                "",
+                *(f"    {line}" for line in paragraph),
+                "",
+            )
             continue
         if paragraph[0].startswith("- "):
-            yield from (line[: -len(rest)] + marked(rest) for line in paragraph if (rest := line.lstrip(" -")))
+            yield from (
+                line[: -len(rest)] + marked(rest)
+                for line in paragraph
+                if (rest := line.lstrip(" -"))
+            )
             yield ""
             continue
         for names, text in items(paragraph, parameters):

@@ -6,7 +6,8 @@
 Source: peft.tuners.lora.layer.ParamWrapper.get_delta_weight (0.21).
 
 >>> import torch
->>> a, b = torch.arange(4.0).view(2, 2, 1), torch.arange(4.0).view(2, 1, 2)   # two experts of rank 2, K = N = 1
+>>> a = torch.arange(4.0).view(2, 2, 1)  # two experts of rank 2, K = N = 1
+>>> b = torch.arange(4.0).view(2, 1, 2)
 >>> [t.tolist() for t in to_peft(a, b)]
 [[[0.0], [1.0], [2.0], [3.0]], [[0.0, 2.0, 1.0, 3.0]]]
 >>> all(torch.equal(x, y) for x, y in zip(from_peft(*to_peft(a, b), experts=2), (a, b)))
@@ -25,7 +26,9 @@ def to_peft(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def from_peft(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The inverse of `to_peft`."""
-    return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1).contiguous()
+    return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(
+        2, 0, 1
+    ).contiguous()
 
 
 def peft_shapes(experts: int, n: int, k: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -1,7 +1,8 @@
-"""Checkpoints on disk: the tensors in a directory of safetensors files, and which of them are the parts of an encoded weight.
+"""Checkpoints on disk: the tensors in a directory of safetensors files, and which of them are the
+parts of an encoded weight.
 
-This package knows files, names and encodings, but no models and no framework classes. It reads only headers until a tensor is requested.
-`convert` and `quantize` write directories.
+This package knows files, names and encodings, but no models and no framework classes. It reads only
+headers until a tensor is requested. `convert` and `quantize` write directories.
 """
 
 from .conversion import convert
@@ -15,6 +16,20 @@ from .stored import StoredWeight, stored_weights
 from .values import check_scales
 
 __all__ = [
-    "KNOWN", "SCHEMES", "Direction", "Directory", "Entry", "LayerExperts", "Scheme", "StoredPart", "StoredWeight", "check_scales",
-    "convert", "experts_of", "layers_of_experts", "method_of", "quantize", "stored_weights",
-]  # fmt: skip
+    "KNOWN",
+    "SCHEMES",
+    "Direction",
+    "Directory",
+    "Entry",
+    "LayerExperts",
+    "Scheme",
+    "StoredPart",
+    "StoredWeight",
+    "check_scales",
+    "convert",
+    "experts_of",
+    "layers_of_experts",
+    "method_of",
+    "quantize",
+    "stored_weights",
+]

@@ -1,8 +1,10 @@
-"""Writes a directory in another form, without loss: ModelOpt's NVFP4, or plain floats. Weight by weight, without a model.
+"""Writes a directory in another form, without loss: ModelOpt's NVFP4, or plain floats. Weight by
+weight, without a model.
 
-    convert(src, dst)                          NVFP4 of any scheme, MXFP4, and FP8 with one scale, to ModelOpt's names
-    convert(src, dst, to="dense")              float32, which holds every number of every encoding
-    convert(src, dst, to="dense", dtype=torch.bfloat16)   rounded: NVFP4 has numbers with more than the 8 bits of bfloat16
+    convert(src, dst)                          NVFP4 of any scheme, MXFP4, and FP8 with one scale,
+    to ModelOpt's names convert(src, dst, to="dense")              float32, which holds every number
+    of every encoding convert(src, dst, to="dense", dtype=torch.bfloat16)   rounded: NVFP4 has
+    numbers with more than the 8 bits of bfloat16
 
 Before dst gets its name, it is read again completely and compared with src.
 """
@@ -35,33 +37,63 @@ FORMS = ("modelopt", "dense")
 
 
 def convert(
-    src: str | Path, dst: str | Path, to: str = "modelopt", *, dtype: torch.dtype = torch.float32, shard_bytes: int = SHARD_BYTES
-) -> Path:  # fmt: skip
-    """Writes src in another form as dst, which appears whole; a call after an interruption continues. Returns dst.
+    src: str | Path,
+    dst: str | Path,
+    to: str = "modelopt",
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes src in another form as dst, which appears whole; a call after an interruption
+    continues. Returns dst.
 
-    to: "modelopt" or "dense"; dtype: of dense weights, float32, bfloat16 or float16. OptionError for others; UnsupportedError for weights
-    without an exact equivalent there (INT4 in NVFP4; MXFP4 whose scales span more than an e4m3 scale holds); CheckpointError as from
-    `Directory.open`, `stored_weights` and `write`.
+    to: "modelopt" or "dense"; dtype: of dense weights, float32, bfloat16 or float16. OptionError
+    for others; UnsupportedError for weights without an exact equivalent there (INT4 in NVFP4; MXFP4
+    whose scales span more than an e4m3 scale holds); CheckpointError as from `Directory.open`,
+    `stored_weights` and `write`.
     """
     if to not in FORMS:
         raise OptionError(f"to={to!r}", expected=f"one of {', '.join(FORMS)}", where="convert")
     if dtype not in FLOATS:
-        raise OptionError(f"dtype={dtype}", expected=f"one of {', '.join(map(str, FLOATS))}", where="convert")
+        raise OptionError(
+            f"dtype={dtype}", expected=f"one of {', '.join(map(str, FLOATS))}", where="convert"
+        )
     source = Source.open(src)
     if not source.weights:
-        raise UnsupportedError("no quantized weights", expected="weights to convert", todo="quantize makes NVFP4 of floats", where=str(src))
+        raise UnsupportedError(
+            "no quantized weights",
+            expected="weights to convert",
+            todo="quantize makes NVFP4 of floats",
+            where=str(src),
+        )
     if to == "dense":
         steps = list(source.steps(lambda weight: dense_step(source, weight, dtype), _unless_known))
-        config = without_quantization(source.directory.config) | {"dtype": str(dtype).removeprefix("torch.")}
+        config = without_quantization(source.directory.config) | {
+            "dtype": str(dtype).removeprefix("torch.")
+        }
         config.pop("torch_dtype", None)
-        return write(dst, source.directory, steps, config=config, shard_bytes=shard_bytes, check=lambda d: _check_dense(source, d, dtype))
+        return write(
+            dst,
+            source.directory,
+            steps,
+            config=config,
+            shard_bytes=shard_bytes,
+            check=lambda d: _check_dense(source, d, dtype),
+        )
     steps = list(source.steps(lambda weight: modelopt_step(source, weight), renamed))
-    said = quantization_config(algorithms(source, steps), plain_linears(steps)) | own_entries(source.directory.quantization)
+    said = quantization_config(algorithms(source, steps), plain_linears(steps)) | own_entries(
+        source.directory.quantization
+    )
     config = without_quantization(source.directory.config) | {"quantization_config": said}
     return write(
-        dst, source.directory, steps, config=config, older_config=older_config(said), shard_bytes=shard_bytes,
+        dst,
+        source.directory,
+        steps,
+        config=config,
+        older_config=older_config(said),
+        shard_bytes=shard_bytes,
         check=lambda directory: _check_modelopt(source, directory),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -79,9 +111,19 @@ class Source:
         layers_of_experts([*weights, *plain_weights(directory)], experts_of(directory.config))
         return cls(directory, weights)
 
-    def steps(self, of_weight: Callable[[StoredWeight], Step], of_other: Callable[[Source, Entry], Step | None]) -> Iterator[Step]:
-        """The steps of writing, in the order of src: one for each weight, and one for each other tensor unless of_other returns None."""
-        weight_of = {entry.name: weight for weight in self.weights.values() for entry in weight.entries.values()}
+    def steps(
+        self,
+        of_weight: Callable[[StoredWeight], Step],
+        of_other: Callable[[Source, Entry], Step | None],
+    ) -> Iterator[Step]:
+        """The steps of writing, in the order of src: one for each weight, and one for each other
+        tensor unless of_other returns None.
+        """
+        weight_of = {
+            entry.name: weight
+            for weight in self.weights.values()
+            for entry in weight.entries.values()
+        }
         done: set[str] = set()
         for entry in self.directory.tensors.values():
             weight = weight_of.get(entry.name)
@@ -96,7 +138,10 @@ class Source:
     def kept(self, *entries: Entry) -> Step:
         """A step that writes tensors unchanged."""
         names = [entry.name for entry in entries]
-        return Step(tuple(Planned(e.name, e.dtype, e.shape) for e in entries), lambda: {name: self.directory.read(name) for name in names})
+        return Step(
+            tuple(Planned(e.name, e.dtype, e.shape) for e in entries),
+            lambda: {name: self.directory.read(name) for name in names},
+        )
 
     def quantized(self, weight: StoredWeight) -> Quantized:
         """A weight in its encoding. CheckpointError as from `check_scales`."""
@@ -110,24 +155,37 @@ class Source:
 
 
 def plain_weights(directory: Directory) -> dict[str, Entry]:
-    """The float tensors that may be matrices, or the matrices of all experts, by their names without `.weight`."""
-    return {e.name.removesuffix(".weight"): e for e in directory.tensors.values() if e.dtype in FLOATS and len(e.shape) in (2, 3)}
+    """The float tensors that may be matrices, or the matrices of all experts, by their names
+    without `.weight`.
+    """
+    return {
+        e.name.removesuffix(".weight"): e
+        for e in directory.tensors.values()
+        if e.dtype in FLOATS and len(e.shape) in (2, 3)
+    }
 
 
-# To ModelOpt's form ------------------------------------------------------------------------------------------------------
+# To ModelOpt's form -------------------------------------------------------------------------------
 
 
 def modelopt_step(source: Source, weight: StoredWeight) -> Step:
-    """Writes a weight in ModelOpt's form, with equal values. UnsupportedError if it has no such form."""
+    """Writes a weight in ModelOpt's form, with equal values. UnsupportedError if it has no such
+    form.
+    """
     encoding = weight.scheme.encoding
     if encoding is None:
         return fp8_step(source, weight) if weight.of_matrix else exact_bf16_step(source, weight)
     if encoding is NVFP4:
         return nvfp4_step(weight.name, weight.shape, lambda: source.quantized(weight))
     if encoding is MXFP4:
-        return nvfp4_step(weight.name, weight.shape, lambda: _as_nvfp4(weight, source.quantized(weight)))
+        return nvfp4_step(
+            weight.name, weight.shape, lambda: _as_nvfp4(weight, source.quantized(weight))
+        )
     todo = "convert it to dense, and quantize that, with its rounding"
-    found, expected = f"{weight.name} in {encoding.name}", "nvfp4 or mxfp4: others have no exact NVFP4"
+    found, expected = (
+        f"{weight.name} in {encoding.name}",
+        "nvfp4 or mxfp4: others have no exact NVFP4",
+    )
     raise UnsupportedError(found, expected=expected, todo=todo, where="convert")
 
 
@@ -140,10 +198,20 @@ def _as_nvfp4(weight: StoredWeight, q: Quantized) -> Quantized:
     if made.decode_scale.dim():
         found = f"{weight.name}: its scales span more octaves than one e4m3 scale holds"
         todo = "keep it in MXFP4, which is read as it is"
-        raise UnsupportedError(found, expected="at most 17: ModelOpt's files have one scale for the whole", todo=todo, where="convert")
+        raise UnsupportedError(
+            found,
+            expected="at most 17: ModelOpt's files have one scale for the whole",
+            todo=todo,
+            where="convert",
+        )
     codes, block_scale, decode_scale = made
     lead = weight.shape[:-1]
-    return Quantized(codes.view(*lead, -1), block_scale.view(*lead, -1), decode_scale.expand(lead[:-1]), encoding=NVFP4)
+    return Quantized(
+        codes.view(*lead, -1),
+        block_scale.view(*lead, -1),
+        decode_scale.expand(lead[:-1]),
+        encoding=NVFP4,
+    )
 
 
 def fp8_step(source: Source, weight: StoredWeight) -> Step:
@@ -155,35 +223,52 @@ def fp8_step(source: Source, weight: StoredWeight) -> Step:
         codes, factor = weight.parts(source.directory.read)
         return {values: codes, scale: factor.float().reshape(())}
 
-    return Step((Planned(values, torch.float8_e4m3fn, weight.shape), Planned(scale, torch.float32, ())), make)
+    return Step(
+        (Planned(values, torch.float8_e4m3fn, weight.shape), Planned(scale, torch.float32, ())),
+        make,
+    )
 
 
 def exact_bf16_step(source: Source, weight: StoredWeight) -> Step:
-    """FP8 whose scales are powers of two is exact in bfloat16. UnsupportedError, when the step runs, for other scales."""
+    """FP8 whose scales are powers of two is exact in bfloat16. UnsupportedError, when the step
+    runs, for other scales.
+    """
 
     def make() -> dict[str, Tensor]:
         floats = source.floats(weight)
         made = floats.bfloat16()
         if not torch.equal(made.float(), floats):
-            found, todo = f"{weight.name}: FP8 whose scales are no powers of two", 'convert it to="dense", or quantize it'
-            raise UnsupportedError(found, expected="numbers that bfloat16 holds", todo=todo, where="convert")
+            found, todo = (
+                f"{weight.name}: FP8 whose scales are no powers of two",
+                'convert it to="dense", or quantize it',
+            )
+            raise UnsupportedError(
+                found, expected="numbers that bfloat16 holds", todo=todo, where="convert"
+            )
         return {f"{weight.name}.weight": made}
 
     return Step((Planned(f"{weight.name}.weight", torch.bfloat16, weight.shape),), make)
 
 
 def renamed(source: Source, entry: Entry) -> Step | None:
-    """Scales of activations are multipliers in ModelOpt's form, and divisors in that of compressed-tensors."""
+    """Scales of activations are multipliers in ModelOpt's form, and divisors in that of
+    compressed-tensors.
+    """
     if entry.name.endswith(".weight_shape"):
         return None
     if not entry.name.endswith(".input_global_scale"):
         return source.kept(entry)
     name = entry.name.removesuffix("global_scale") + "scale"
-    return Step((Planned(name, torch.float32, ()),), lambda: {name: 1.0 / source.directory.read(entry.name).float().reshape(())})
+    return Step(
+        (Planned(name, torch.float32, ()),),
+        lambda: {name: 1.0 / source.directory.read(entry.name).float().reshape(())},
+    )
 
 
 def algorithms(source: Source, steps: list[Step]) -> dict[str, str]:
-    """ModelOpt's name of the algorithm for each weight that is written quantized: NVFP4 if its activations have a scale."""
+    """ModelOpt's name of the algorithm for each weight that is written quantized: NVFP4 if its
+    activations have a scale.
+    """
     names = {planned.name for step in steps for planned in step.planned}
     made = {}
     for planned in (p for step in steps for p in step.planned):
@@ -198,9 +283,15 @@ def algorithms(source: Source, steps: list[Step]) -> dict[str, str]:
 
 
 def plain_linears(steps: list[Step]) -> list[str]:
-    """The modules whose matrix is written without quantization. An lm_head that is tied to the embedding has no tensor, but counts."""
+    """The modules whose matrix is written without quantization. An lm_head that is tied to the
+    embedding has no tensor, but counts.
+    """
     planned = [p for step in steps for p in step.planned]
-    plain = [p.name.removesuffix(".weight") for p in planned if p.dtype in FLOATS and len(p.shape) == 2 and p.name.endswith(".weight")]
+    plain = [
+        p.name.removesuffix(".weight")
+        for p in planned
+        if p.dtype in FLOATS and len(p.shape) == 2 and p.name.endswith(".weight")
+    ]
     return plain if any("lm_head." in p.name for p in planned) else [*plain, "lm_head"]
 
 
@@ -209,11 +300,21 @@ def _check_modelopt(source: Source, written: Directory) -> None:
     for weight in progress(source.weights.values(), "comparing", len(source.weights)):
         got = target.weights.get(weight.name)
         if got is None:
-            equal = torch.equal(weight.floats(source.directory.read), written.read(f"{weight.name}.weight").float())
+            equal = torch.equal(
+                weight.floats(source.directory.read), written.read(f"{weight.name}.weight").float()
+            )
         elif got.scheme.encoding == weight.scheme.encoding is not None:
-            equal = all(_same_bytes(a, b) for a, b in zip(weight.parts(source.directory.read), got.parts(written.read), strict=True))
+            equal = all(
+                _same_bytes(a, b)
+                for a, b in zip(
+                    weight.parts(source.directory.read), got.parts(written.read), strict=True
+                )
+            )
         else:
-            equal = all(torch.equal(a, b) for a, b in zip(_floats(source, weight), _floats(target, got), strict=True))
+            equal = all(
+                torch.equal(a, b)
+                for a, b in zip(_floats(source, weight), _floats(target, got), strict=True)
+            )
         _check(equal, weight.name)
     _check_kept(source, written)
 
@@ -228,11 +329,13 @@ def _floats(source: Source, weight: StoredWeight) -> Iterator[Tensor]:
         yield dequantize(q.of(part[e] for part in q))
 
 
-# To floats ---------------------------------------------------------------------------------------------------------------
+# To floats ----------------------------------------------------------------------------------------
 
 
 def dense_step(source: Source, weight: StoredWeight, dtype: torch.dtype) -> Step:
-    """Writes a weight in plain floats: [N, K]; for all experts in one tensor, [E, K, N], as the families do that store it so."""
+    """Writes a weight in plain floats: [N, K]; for all experts in one tensor, [E, K, N], as the
+    families do that store it so.
+    """
     *lead, n, k = weight.shape
     name, shape = (weight.name, (*lead, k, n)) if lead else (f"{weight.name}.weight", (n, k))
 
@@ -250,7 +353,13 @@ def _unless_known(source: Source, entry: Entry) -> Step | None:
     return None if entry.name.endswith(_ACTIVATIONS) else source.kept(entry)
 
 
-_ACTIVATIONS = ("input_scale", ".input_global_scale", ".activation_scale", ".output_scale", ".weight_shape")
+_ACTIVATIONS = (
+    "input_scale",
+    ".input_global_scale",
+    ".activation_scale",
+    ".output_scale",
+    ".weight_shape",
+)
 
 
 def _check_dense(source: Source, written: Directory, dtype: torch.dtype) -> None:
@@ -271,7 +380,9 @@ def _check_kept(source: Source, written: Directory) -> None:
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    return a.shape == b.shape and torch.equal(
+        *(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    )
 
 
 def _check(equal: bool, name: str) -> None:

@@ -1,4 +1,6 @@
-"""A directory of safetensors files: its configuration, and the name, dtype, shape and file of each tensor."""
+"""A directory of safetensors files: its configuration, and the name, dtype, shape and file of each
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,16 @@ from .headers import Entry, read_header, read_json, shown
 
 CONFIG, OLDER_CONFIG = "config.json", "hf_quant_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-QUANTIZATION = ("quantization_config", "compression_config")  # the entry of a configuration, and its older name
-TEXT_MODEL = ("text_config", "llm_config")  # parts of a multimodal model's configuration, which may have the entry instead
+# the entry of a configuration, and its older name
+QUANTIZATION = ("quantization_config", "compression_config")
+# parts of a multimodal model's configuration, which may have the entry instead
+TEXT_MODEL = ("text_config", "llm_config")
 _OTHERS = {
-    "*.gguf": "GGUF", "pytorch_model*.bin": "pickled tensors, which can run code when they are read", "*.pt": "pickled tensors",
+    "*.gguf": "GGUF",
+    "pytorch_model*.bin": "pickled tensors, which can run code when they are read",
+    "*.pt": "pickled tensors",
     "*.pth": "pickled tensors",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,11 @@ class Directory:
 
     @classmethod
     def open(cls, path: str | Path, files: Sequence[str] = ()) -> Directory:
-        """Reads the configuration and all headers, no data. files: the names of those with the weights, if they are not the usual ones.
+        """Reads the configuration and all headers, no data. files: the names of those with the
+        weights, if they are not the usual ones.
 
-        CheckpointError for files or tensors that are missing, duplicated, truncated or broken, with file, tensor, found and expected;
-        UnsupportedError for weights in other kinds of files.
+        CheckpointError for files or tensors that are missing, duplicated, truncated or broken, with
+        file, tensor, found and expected; UnsupportedError for weights in other kinds of files.
         """
         path = Path(path)
         if not _exists(path / CONFIG):
@@ -52,9 +59,11 @@ class Directory:
 
     @cached_property
     def quantization(self) -> Mapping[str, Any]:
-        """The configuration's entries about quantization, flat, with "quant_method"; empty if there are none.
+        """The configuration's entries about quantization, flat, with "quant_method"; empty if there
+        are none.
 
-        From config.json, as `quantization_of`, else from hf_quant_config.json, which is all that older exports of ModelOpt have.
+        From config.json, as `quantization_of`, else from hf_quant_config.json, which is all that
+        older exports of ModelOpt have.
         """
         if found := quantization_of(self.config):
             return found
@@ -62,7 +71,9 @@ class Directory:
         return older_quantization(older) if older.exists() else {}
 
     def read(self, name: str) -> Tensor:
-        """A tensor, memory mapped: its bytes are read when they are used, and writing to it does not change the file."""
+        """A tensor, memory mapped: its bytes are read when they are used, and writing to it does
+        not change the file.
+        """
         return self._of_file(name, "get_tensor")
 
     def slice(self, name: str) -> Any:
@@ -76,7 +87,11 @@ class Directory:
                 self._opened[file] = safe_open(file, "pt")
             return getattr(self._opened[file], how)(name)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{name}: {error}", expected="the file as it was when its header was read", where=str(file)) from None
+            raise CheckpointError(
+                f"{name}: {error}",
+                expected="the file as it was when its header was read",
+                where=str(file),
+            ) from None
 
 
 def _single(path: Path) -> dict[str, Entry]:
@@ -86,19 +101,27 @@ def _single(path: Path) -> dict[str, Entry]:
     for pattern, kind in _OTHERS.items():
         if files := sorted(path.glob(pattern)):
             todo = "take the checkpoint as safetensors"
-            raise UnsupportedError(f"{files[0].name}: {kind}", expected="safetensors", todo=todo, where=str(path))
+            raise UnsupportedError(
+                f"{files[0].name}: {kind}", expected="safetensors", todo=todo, where=str(path)
+            )
     shards = len(list(path.glob("*.safetensors")))
     found = f"{shards} files of safetensors, no {INDEX}" if shards else "no file of weights"
     raise CheckpointError(found, expected=f"{SINGLE}, or shards and {INDEX}", where=str(path))
 
 
 def _sharded(path: Path, index: Path) -> dict[str, Entry]:
-    """The tensors of a directory with an index. An index of files that are all gone does not count if there is a single file."""
+    """The tensors of a directory with an index. An index of files that are all gone does not count
+    if there is a single file.
+    """
     shard_of = read_index(index)["weight_map"]
     shards = list(dict.fromkeys(shard_of.values()))
     if SINGLE not in shards and (path / SINGLE).exists():
         if any(_exists(path / shard) for shard in shards):
-            raise CheckpointError(f"{SINGLE} beside an index of other files", expected="one or the other", where=str(path))
+            raise CheckpointError(
+                f"{SINGLE} beside an index of other files",
+                expected="one or the other",
+                where=str(path),
+            )
         return _single(path)  # transformers leaves the index when it saves one file over shards
     _check_shards(path, index, shards)
     return _indexed(path, index, shard_of)
@@ -113,39 +136,60 @@ def _of_files(path: Path, files: Sequence[str]) -> dict[str, Entry]:
 
 
 def _indexed(path: Path, index: Path, shard_of: Mapping[str, str]) -> dict[str, Entry]:
-    """The tensors that an index names, each in its file. Others in the files are left out, with a warning."""
+    """The tensors that an index names, each in its file. Others in the files are left out, with a
+    warning.
+    """
     tensors: dict[str, Entry] = {}
     left_out: list[Entry] = []
     for shard in dict.fromkeys(shard_of.values()):
         for entry in read_header(path / shard):
             if (listed := shard_of.get(entry.name, shard)) != shard:
                 found = f"{entry.name} in {shard}, by the index in {listed}"
-                raise CheckpointError(found, expected="each tensor in one file, the one that the index names", where=str(index))
+                raise CheckpointError(
+                    found,
+                    expected="each tensor in one file, the one that the index names",
+                    where=str(index),
+                )
             if entry.name in shard_of:
                 tensors[entry.name] = entry
             else:
                 left_out.append(entry)
     if left_out:
-        warn_once(f"{index}: {left_out[0]} is in {left_out[0].file.name} but not in the index{_and_more(left_out)}: left out")
+        warn_once(
+            f"{index}: {left_out[0]} is in {left_out[0].file.name} but not in the "
+            f"index{_and_more(left_out)}: left out"
+        )
     if missing := shard_of.keys() - tensors.keys():
         name = min(missing)
         found = f"{name} is not in {shard_of[name]}{_and_more(missing)}"
-        raise CheckpointError(found, expected="every tensor of the index in its file", where=str(index))
+        raise CheckpointError(
+            found, expected="every tensor of the index in its file", where=str(index)
+        )
     return tensors
 
 
 def read_index(index: Path) -> dict[str, Any]:
-    """An index with its `weight_map`, the file of each tensor. CheckpointError without one, or with a file elsewhere."""
+    """An index with its `weight_map`, the file of each tensor. CheckpointError without one, or with
+    a file elsewhere.
+    """
     found = read_json(index)
     shard_of = found.get("weight_map")
-    if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(name, str) for name in shard_of.values()):
-        raise CheckpointError("no weight_map", expected="weight_map: the file of each tensor", where=str(index))
+    if (
+        not isinstance(shard_of, dict)
+        or not shard_of
+        or not all(isinstance(name, str) for name in shard_of.values())
+    ):
+        raise CheckpointError(
+            "no weight_map", expected="weight_map: the file of each tensor", where=str(index)
+        )
     _check_names(index, dict.fromkeys(shard_of.values()))
     return found
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config.json says about quantization, of the whole model or of its text model; {} if nothing."""
+    """What a config.json says about quantization, of the whole model or of its text model; {} if
+    nothing.
+    """
     for part in (config, *(config.get(name) for name in TEXT_MODEL)):
         for key in QUANTIZATION:
             if isinstance(part, Mapping) and isinstance(found := part.get(key), dict) and found:
@@ -154,24 +198,34 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def architectures_of(config: Mapping[str, Any], where: str = "") -> tuple[str, ...]:
-    """The classes that a config.json names, in transformers' words; CheckpointError if it names anything else."""
+    """The classes that a config.json names, in transformers' words; CheckpointError if it names
+    anything else.
+    """
     found = config.get("architectures") or []
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise CheckpointError(f"architectures {shown(found)}", expected="a list of names of classes", where=where)
+        raise CheckpointError(
+            f"architectures {shown(found)}", expected="a list of names of classes", where=where
+        )
     return tuple(found)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json without the entries that `quantization_of` reads."""
     kept = {key: value for key, value in config.items() if key not in QUANTIZATION}
-    return kept | {name: without_quantization(kept[name]) for name in TEXT_MODEL if isinstance(kept.get(name), Mapping)}
+    return kept | {
+        name: without_quantization(kept[name])
+        for name in TEXT_MODEL
+        if isinstance(kept.get(name), Mapping)
+    }
 
 
 def older_quantization(file: Path) -> dict[str, Any]:
     """What a hf_quant_config.json says, as a quantization_config would."""
     said = read_json(file).get("quantization")
     if not isinstance(said, dict):
-        raise CheckpointError(f"quantization is {shown(said)}", expected="an object with quant_algo", where=str(file))
+        raise CheckpointError(
+            f"quantization is {shown(said)}", expected="an object with quant_algo", where=str(file)
+        )
     return {"quant_method": "modelopt", "ignore": said.get("exclude_modules", []), **said}
 
 
@@ -179,7 +233,13 @@ def _check_names(index: Path, shards: Iterable[str]) -> None:
     """Checks that shard names stay inside the directory."""
     for shard in shards:
         parts = PurePosixPath(shard)
-        if parts.is_absolute() or ".." in parts.parts or "\\" in shard or "\0" in shard or parts.suffix != ".safetensors":
+        if (
+            parts.is_absolute()
+            or ".." in parts.parts
+            or "\\" in shard
+            or "\0" in shard
+            or parts.suffix != ".safetensors"
+        ):
             expected = "names of safetensors files inside of the directory"
             raise CheckpointError(f"a shard {shown(shard)}", expected=expected, where=str(index))
 
@@ -188,7 +248,9 @@ def _check_shards(path: Path, index: Path, shards: Iterable[str]) -> None:
     """Checks that the files exist. They may be links, as in Hugging Face's cache."""
     if missing := [shard for shard in shards if not _exists(path / shard)]:
         found, todo = f"{missing[0]} is not there{_and_more(missing)}", "download it again"
-        raise CheckpointError(found, expected="every file that the index names", todo=todo, where=str(index))
+        raise CheckpointError(
+            found, expected="every file that the index names", todo=todo, where=str(index)
+        )
 
 
 def _not_a_checkpoint(path: Path) -> CheckpointError:
@@ -198,7 +260,9 @@ def _not_a_checkpoint(path: Path) -> CheckpointError:
         found, todo = "it is a file", f"name its directory, {path.parent}"
     else:
         found = f"no {CONFIG} in it" if path.is_dir() else "no such directory"
-    return CheckpointError(found, expected=f"a directory with {CONFIG} and safetensors", todo=todo, where=str(path))
+    return CheckpointError(
+        found, expected=f"a directory with {CONFIG} and safetensors", todo=todo, where=str(path)
+    )
 
 
 def _exists(path: Path) -> bool:

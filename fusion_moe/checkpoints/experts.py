@@ -1,8 +1,10 @@
 """Experts in files: which names belong to the experts of one layer, and in which order.
 
-    …experts.3.gate_proj, up_proj, down_proj      a matrix for each expert; w1, w3, w2 in Mixtral and others
-    …experts.gate_up_proj, down_proj              one tensor for all experts; up_proj without a gate. Aria, Granite and Inkling call
-                                                  them fc1, input_linear, w13_weight; and fc2, output_linear, w2_weight
+    …experts.3.gate_proj, up_proj, down_proj      a matrix for each expert; w1, w3, w2 in Mixtral
+    and others …experts.gate_up_proj, down_proj              one tensor for all experts; up_proj
+    without a gate. Aria, Granite and Inkling call
+                                                  them fc1, input_linear, w13_weight; and fc2,
+                                                  output_linear, w2_weight
 
 Every expert from 0 to E - 1 has the same projections.
 """
@@ -19,9 +21,12 @@ from .directory import TEXT_MODEL
 from .headers import shown
 
 T = TypeVar("T")
-PER_EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up and down by either name
+# gate, up and down by either name
+PER_EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _SAME = dict(zip(PER_EXPERT[1], PER_EXPERT[0], strict=True))
-_ONE = re.compile(r"(?P<layer>.*\bexperts)\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)")
+_ONE = re.compile(
+    r"(?P<layer>.*\bexperts)\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)"
+)
 _USUAL = (
     (re.compile(r"\bblock_sparse_moe\.input_linear$"), "block_sparse_moe.experts.gate_up_proj"),
     (re.compile(r"\bblock_sparse_moe\.output_linear$"), "block_sparse_moe.experts.down_proj"),
@@ -37,8 +42,9 @@ _FUSED = re.compile(r"(?P<layer>.*\bexperts)\.(?P<projection>gate_up_proj|up_pro
 class LayerExperts:
     """The experts of one layer.
 
-    name: the part before the experts' numbers; projections: for "gate_proj", "up_proj", "down_proj" ("gate_up_proj" if both are one
-    tensor), the names of weights in the order of experts, or the single name of a fused tensor.
+    name: the part before the experts' numbers; projections: for "gate_proj", "up_proj", "down_proj"
+    ("gate_up_proj" if both are one tensor), the names of weights in the order of experts, or the
+    single name of a fused tensor.
     """
 
     name: str
@@ -62,14 +68,20 @@ def experts_of(config: Mapping[str, Any]) -> int | None:
 
 
 def hidden_layers_of(config: Mapping[str, Any]) -> int | None:
-    """How many layers a model has, by config.json, without those that predict further tokens; None if it does not say."""
+    """How many layers a model has, by config.json, without those that predict further tokens; None
+    if it does not say.
+    """
     return _number(config, "num_hidden_layers")
 
 
 def predicts_further_tokens(name: str, hidden_layers: int | None) -> bool:
-    """Whether a tensor belongs to multi-token prediction (MTP): a module `mtp…`, or a layer from number hidden_layers on."""
+    """Whether a tensor belongs to multi-token prediction (MTP): a module `mtp…`, or a layer from
+    number hidden_layers on.
+    """
     layer = _LAYER.search(name)
-    return bool(_MTP.search(name)) or (layer is not None and hidden_layers is not None and int(layer[1]) >= hidden_layers)
+    return bool(_MTP.search(name)) or (
+        layer is not None and hidden_layers is not None and int(layer[1]) >= hidden_layers
+    )
 
 
 def _number(config: Mapping[str, Any], *keys: str) -> int | None:
@@ -82,7 +94,8 @@ def _number(config: Mapping[str, Any], *keys: str) -> int | None:
 
 
 def expert_of(name: str) -> tuple[str, str, int] | None:
-    """The layer, the projection and the number of the expert whose weight has this name; None for other weights.
+    """The layer, the projection and the number of the expert whose weight has this name; None for
+    other weights.
 
     CheckpointError for a number that is not written as usual: 01 would be expert 1 again.
     """
@@ -90,15 +103,22 @@ def expert_of(name: str) -> tuple[str, str, int] | None:
     if found is None:
         return None
     if not _CANONICAL.fullmatch(found["expert"]):
-        raise CheckpointError(f"expert {found['expert']}", expected="a number in digits 0 to 9, without leading zeros", where=name)
+        raise CheckpointError(
+            f"expert {found['expert']}",
+            expected="a number in digits 0 to 9, without leading zeros",
+            where=name,
+        )
     return found["layer"], _SAME.get(found["projection"], found["projection"]), int(found["expert"])
 
 
-def layers_of_experts(weights: Iterable[str], experts: int | None = None) -> dict[str, LayerExperts]:
-    """The layers of experts among weight names (without `.weight` or another suffix), by name. experts: how many each layer has.
+def layers_of_experts(
+    weights: Iterable[str], experts: int | None = None
+) -> dict[str, LayerExperts]:
+    """The layers of experts among weight names (without `.weight` or another suffix), by name.
+    experts: how many each layer has.
 
-    CheckpointError if experts are missing or there twice, have other projections than the rest, or are stored in both ways, and as from
-    `expert_of`.
+    CheckpointError if experts are missing or there twice, have other projections than the rest, or
+    are stored in both ways, and as from `expert_of`.
     """
     single: dict[str, dict[str, dict[int, str]]] = {}
     fused: dict[str, dict[str, tuple[str, ...]]] = {}
@@ -113,12 +133,24 @@ def layers_of_experts(weights: Iterable[str], experts: int | None = None) -> dic
         if first != name:
             raise CheckpointError(f"{first} and {name}", expected="one of the two", where=where)
     if both := single.keys() & fused.keys():
-        raise CheckpointError("experts one by one, and all in one tensor", expected="one of the two", where=min(both))
-    layers = {name: LayerExperts(name, _in_order(name, projections)) for name, projections in single.items()}
+        raise CheckpointError(
+            "experts one by one, and all in one tensor", expected="one of the two", where=min(both)
+        )
+    layers = {
+        name: LayerExperts(name, _in_order(name, projections))
+        for name, projections in single.items()
+    }
     for layer in layers.values():
         if experts not in (None, layer.experts):
-            raise CheckpointError(f"{layer.experts} experts", expected=f"{shown(experts)}, by config.json", where=layer.name)
-    return layers | {name: LayerExperts(name, _sorted(projections), fused=True) for name, projections in fused.items()}
+            raise CheckpointError(
+                f"{layer.experts} experts",
+                expected=f"{shown(experts)}, by config.json",
+                where=layer.name,
+            )
+    return layers | {
+        name: LayerExperts(name, _sorted(projections), fused=True)
+        for name, projections in fused.items()
+    }
 
 
 def _usual(name: str) -> str:
@@ -127,18 +159,30 @@ def _usual(name: str) -> str:
     return name
 
 
-def _in_order(layer: str, projections: Mapping[str, Mapping[int, str]]) -> dict[str, tuple[str, ...]]:
+def _in_order(
+    layer: str, projections: Mapping[str, Mapping[int, str]]
+) -> dict[str, tuple[str, ...]]:
     """The names of each projection by the number of the expert."""
     experts = 1 + max(e for of in projections.values() for e in of)
     if not {"up_proj", "down_proj"} <= projections.keys():
         found = f"{', '.join(_sorted(projections))} alone"
-        raise CheckpointError(found, expected="up_proj and down_proj, or w3 and w2, of each expert", where=layer)
+        raise CheckpointError(
+            found, expected="up_proj and down_proj, or w3 and w2, of each expert", where=layer
+        )
     for projection, of in _sorted(projections).items():
         if missing := experts - len(of):  # a number may be beyond any memory
             first = next(e for e in range(experts) if e not in of)
-            found = f"no {projection} of expert {first}{f' and {missing - 1} more' if missing > 1 else ''}"
-            raise CheckpointError(found, expected=f"all experts from 0 to {experts - 1}", where=layer)
-    return {projection: tuple(of[e] for e in range(experts)) for projection, of in _sorted(projections).items()}
+            found = (
+                f"no {projection} of expert "
+                f"{first}{f' and {missing - 1} more' if missing > 1 else ''}"
+            )
+            raise CheckpointError(
+                found, expected=f"all experts from 0 to {experts - 1}", where=layer
+            )
+    return {
+        projection: tuple(of[e] for e in range(experts))
+        for projection, of in _sorted(projections).items()
+    }
 
 
 def _sorted(projections: Mapping[str, T]) -> dict[str, T]:

@@ -1,7 +1,7 @@
 """Weights in 8-bit floats with scales, which are converted to floats when read.
 
-values  float8_e4m3fn  [N, K]
-scale   float          [] or [1], one for the matrix; [N] or [N, 1], one for a row; [ceil(N/128), ceil(K/128)], one for a block
+values  float8_e4m3fn  [N, K] scale   float          [] or [1], one for the matrix; [N] or [N, 1],
+one for a row; [ceil(N/128), ceil(K/128)], one for a block
 """
 
 from __future__ import annotations
@@ -15,15 +15,22 @@ BLOCK = (128, 128)
 
 
 def check_fp8(values: Tensor, scale: Tensor) -> tuple[int, ...]:
-    """The shape (N, K); ShapeError unless scale fits values, UnsupportedError for scales of other blocks. The values are not read."""
+    """The shape (N, K); ShapeError unless scale fits values, UnsupportedError for scales of other
+    blocks. The values are not read.
+    """
     if values.dim() != 2 or 0 in values.shape:
         raise ShapeError(f"values are {list(values.shape)}", expected="[N, K]")
     n, k = values.shape
     blocks = [-(-n // BLOCK[0]), -(-k // BLOCK[1])]
     if scale.numel() != 1 and list(scale.shape) not in ([n], [n, 1], blocks):
-        expected = f"[], [1], [{n}, 1] or {blocks}: one for {list(values.shape)}, for a row or for {BLOCK[0]} x {BLOCK[1]}"
+        expected = (
+            f"[], [1], [{n}, 1] or {blocks}: one for {list(values.shape)}, for a row or "
+            f"for {BLOCK[0]} x {BLOCK[1]}"
+        )
         other_blocks = scale.dim() == 2 and blocks[0] <= scale.shape[0] <= n and scale.shape[1] <= k
-        raise (UnsupportedError if other_blocks else ShapeError)(f"scale is {list(scale.shape)}", expected=expected)
+        raise (UnsupportedError if other_blocks else ShapeError)(
+            f"scale is {list(scale.shape)}", expected=expected
+        )
     return n, k
 
 
@@ -35,12 +42,21 @@ def dequantize_fp8(values: Tensor, scale: Tensor) -> Tensor:
         return values.float() * factor.reshape(())
     if list(scale.shape) in ([n], [n, 1]):
         return values.float() * factor.reshape(n, 1)
-    return values.float() * factor.repeat_interleave(BLOCK[0], 0)[:n].repeat_interleave(BLOCK[1], 1)[:, :k]
+    return (
+        values.float()
+        * factor.repeat_interleave(BLOCK[0], 0)[:n].repeat_interleave(BLOCK[1], 1)[:, :k]
+    )
 
 
 def check_fp8_scales(scale: Tensor, name: str) -> None:
-    """NonFiniteError if scales contain NaN, infinity or a negative number, which no quantizer writes. Waits for the device."""
+    """NonFiniteError if scales contain NaN, infinity or a negative number, which no quantizer
+    writes. Waits for the device.
+    """
     try:
         check_matrix_scales(scale.float(), name)
     except NonFiniteError as error:
-        raise NonFiniteError(error.found, expected="scales of 8-bit floats, amax / 448 each", todo="the file is damaged") from None
+        raise NonFiniteError(
+            error.found,
+            expected="scales of 8-bit floats, amax / 448 each",
+            todo="the file is damaged",
+        ) from None

@@ -1,4 +1,5 @@
-"""The order of all experts of a layer in one float tensor: names do not give it away, but shapes and the model family do.
+"""The order of all experts of a layer in one float tensor: names do not give it away, but shapes
+and the model family do.
 
 [E, 2I, H] and [E, H, I]    gate above up, or [E, I, H] without a gate
 [E, H, 2I] and [E, I, H]    transposed; gate before up in Aria and Llama-4, alternating in gpt-oss
@@ -32,7 +33,9 @@ class FusedOrder:
         return (shape[2], shape[1]) if self.transposed else (shape[1], shape[2])
 
     def matrix(self, read: Read, name: str, expert: int, at: int, count: int) -> Tensor:
-        """Matrix number `at` of the `count` matrices that an expert has in a weight -> [N / count, K]"""
+        """Matrix number `at` of the `count` matrices that an expert has in a weight -> [N / count,
+        K]
+        """
         whole = read(name)[expert]
         return self.rows(whole.mT if self.transposed else whole, at, count).contiguous()
 
@@ -43,9 +46,13 @@ class FusedOrder:
 
 _GATE_THEN_UP, _IN_TURNS = FusedOrder(transposed=True), FusedOrder(transposed=True, in_turns=True)
 _TRANSPOSED = {  # by the model_type of config.json
-    "aria": _GATE_THEN_UP, "aria_text": _GATE_THEN_UP, "gpt_oss": _IN_TURNS, "llama4": _GATE_THEN_UP, "llama4_text": _GATE_THEN_UP,
+    "aria": _GATE_THEN_UP,
+    "aria_text": _GATE_THEN_UP,
+    "gpt_oss": _IN_TURNS,
+    "llama4": _GATE_THEN_UP,
+    "llama4_text": _GATE_THEN_UP,
     "openai_privacy_filter": _GATE_THEN_UP,
-}  # fmt: skip
+}
 
 
 def matrices_of(projection: str) -> tuple[str, ...]:
@@ -53,17 +60,26 @@ def matrices_of(projection: str) -> tuple[str, ...]:
     return ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
 
 
-def order_of(layer: LayerExperts, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> FusedOrder:
-    """The order of a layer, by the names and shapes of its projections. UnsupportedError if the shapes or the family are ambiguous."""
+def order_of(
+    layer: LayerExperts, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
+) -> FusedOrder:
+    """The order of a layer, by the names and shapes of its projections. UnsupportedError if the
+    shapes or the family are ambiguous.
+    """
     up, down = shapes.get("gate_up_proj") or shapes.get("up_proj"), shapes.get("down_proj")
     gated = "gate_up_proj" in shapes
     family = _TRANSPOSED.get(str(config.get("model_type")))
     if up is not None and down is not None and len(up) == len(down) == 3:
         if (up[0], up[2], up[1]) == (down[0], down[1], down[2] * (1 + gated)):
-            return FusedOrder(in_turns=gated and layer.projections["gate_up_proj"][0].endswith("w13_weight"))
+            return FusedOrder(
+                in_turns=gated and layer.projections["gate_up_proj"][0].endswith("w13_weight")
+            )
         if family is not None and gated and up == (down[0], down[2], down[1] * 2):
             return family
     found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-    expected = f"[E, 2I, H] or [E, I, H], and [E, H, I]; of {', '.join(_TRANSPOSED)} [E, H, 2I] and [E, I, H]"
+    expected = (
+        f"[E, 2I, H] or [E, I, H], and [E, H, I]; of {', '.join(_TRANSPOSED)} [E, H, 2I] "
+        "and [E, I, H]"
+    )
     todo = "load the model, quantize_ it and save_pretrained: it knows how its family stores them"
     raise UnsupportedError(found, expected=expected, todo=todo, where=layer.name)

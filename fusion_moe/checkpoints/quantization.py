@@ -1,4 +1,6 @@
-"""Quantizes the experts of a directory from floats to NVFP4 in ModelOpt's form, without a model and with one matrix in memory at a time."""
+"""Quantizes the experts of a directory from floats to NVFP4 in ModelOpt's form, without a model and
+with one matrix in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,23 @@ from torch import Tensor
 
 from ..encodings import NVFP4, Quantized, check_finite
 from ..errors import CheckpointError, NonFiniteError, ShapeError, UnsupportedError
-from .conversion import Source, algorithms, dense_step, modelopt_step, plain_linears, plain_weights, renamed
+from .conversion import (
+    Source,
+    algorithms,
+    dense_step,
+    modelopt_step,
+    plain_linears,
+    plain_weights,
+    renamed,
+)
 from .directory import Directory, without_quantization
-from .experts import LayerExperts, experts_of, hidden_layers_of, layers_of_experts, predicts_further_tokens
+from .experts import (
+    LayerExperts,
+    experts_of,
+    hidden_layers_of,
+    layers_of_experts,
+    predicts_further_tokens,
+)
 from .fused import FusedOrder, Read, matrices_of, order_of
 from .headers import Entry
 from .modelopt import nvfp4_step, older_config, quantization_config
@@ -25,38 +41,65 @@ from .writing import SHARD_BYTES, write
 
 
 def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Writes src with its experts in NVFP4 as dst, which appears whole; a call after an interruption continues. Returns dst.
+    """Writes src with its experts in NVFP4 as dst, which appears whole; a call after an
+    interruption continues. Returns dst.
 
-    src: in bfloat16, float16, float32, or FP8, which is rounded to bfloat16 first. Each matrix of an expert gets its own scale and the same
-    bytes as from `quantize_`; gate and up are two matrices. Experts in one tensor are written one by one, also those of Llama-4 and
-    gpt-oss, which are stored transposed. Layers for multi-token prediction stay in floats: transformers reads no others. Everything else
-    stays the same, except that FP8 with more than one scale becomes bfloat16, since ModelOpt's form has no such FP8. UnsupportedError if
-    there are no such experts, ShapeError if K is not a multiple of 16, NonFiniteError for NaN and infinity, CheckpointError as from
-    `Directory.open`, `stored_weights` and `write`.
+    src: in bfloat16, float16, float32, or FP8, which is rounded to bfloat16 first. Each matrix of
+    an expert gets its own scale and the same bytes as from `quantize_`; gate and up are two
+    matrices. Experts in one tensor are written one by one, also those of Llama-4 and gpt-oss, which
+    are stored transposed. Layers for multi-token prediction stay in floats: transformers reads no
+    others. Everything else stays the same, except that FP8 with more than one scale becomes
+    bfloat16, since ModelOpt's form has no such FP8. UnsupportedError if there are no such experts,
+    ShapeError if K is not a multiple of 16, NonFiniteError for NaN and infinity, CheckpointError as
+    from `Directory.open`, `stored_weights` and `write`.
     """
     source = Source.open(src)
     experts = dict(_experts(source))
     if not experts:
         found = "experts that are quantized already" if source.weights else "no experts"
-        todo = "convert rewrites quantized ones; names that are known: …experts.0.up_proj.weight, w1, w3, w2, …experts.gate_up_proj"
-        raise UnsupportedError(found, expected="experts in bfloat16, float16, float32 or FP8", todo=todo, where=str(src))
+        todo = (
+            "convert rewrites quantized ones; names that are known: …experts.0.up_proj.weight, "
+            "w1, w3, w2, …experts.gate_up_proj"
+        )
+        raise UnsupportedError(
+            found,
+            expected="experts in bfloat16, float16, float32 or FP8",
+            todo=todo,
+            where=str(src),
+        )
 
     def of_weight(weight: StoredWeight) -> Step:
         if weight.name in experts:
             return experts[weight.name]
         in_parts = weight.scheme.encoding is None and not weight.of_matrix
-        return dense_step(source, weight, torch.bfloat16) if in_parts else modelopt_step(source, weight)
+        return (
+            dense_step(source, weight, torch.bfloat16)
+            if in_parts
+            else modelopt_step(source, weight)
+        )
 
     def of_other(source: Source, entry: Entry) -> Step | None:
         if (name := entry.name.removesuffix(".weight")) in experts:
             return experts[name]
-        scale_of = next((entry.name.removesuffix(suffix) for suffix in KNOWN if entry.name.endswith(suffix)), None)
-        return None if scale_of in experts else renamed(source, entry)  # FP8's scales of activations mean something else in NVFP4
+        scale_of = next(
+            (entry.name.removesuffix(suffix) for suffix in KNOWN if entry.name.endswith(suffix)),
+            None,
+        )
+        # FP8's scales of activations mean something else in NVFP4
+        return None if scale_of in experts else renamed(source, entry)
 
     steps = list(source.steps(of_weight, of_other))
     said = quantization_config(algorithms(source, steps), plain_linears(steps))
     config = without_quantization(source.directory.config) | {"quantization_config": said}
-    return write(dst, source.directory, steps, config=config, older_config=older_config(said), shard_bytes=shard_bytes, check=_check)
+    return write(
+        dst,
+        source.directory,
+        steps,
+        config=config,
+        older_config=older_config(said),
+        shard_bytes=shard_bytes,
+        check=_check,
+    )
 
 
 def _check(written: Directory) -> None:
@@ -64,18 +107,26 @@ def _check(written: Directory) -> None:
     stored_weights(written.tensors, "modelopt")
 
 
-Matrix = tuple[tuple[int, ...], Callable[[], Tensor]]  # the shape [N, K] of a matrix, and a function that reads it
+# the shape [N, K] of a matrix, and a function that reads it
+Matrix = tuple[tuple[int, ...], Callable[[], Tensor]]
 
 
 def _experts(source: Source) -> Iterator[tuple[str, Step]]:
     """The steps that write experts, each with the name of the original weight or bias."""
     plain, config = plain_weights(source.directory), source.directory.config
-    fp8 = {name: weight for name, weight in source.weights.items() if weight.scheme.encoding is None}
+    fp8 = {
+        name: weight for name, weight in source.weights.items() if weight.scheme.encoding is None
+    }
     for layer in layers_of_experts([*plain, *fp8], experts_of(config)).values():
         if predicts_further_tokens(f"{layer.name}.", hidden_layers_of(config)):
             continue
-        if empty := [plain[name] for name in layer.names if name in plain and 0 in plain[name].shape]:  # its other sizes may be any
-            raise CheckpointError(f"{empty[0]}", expected="experts with elements", where=str(empty[0].file))
+        # its other sizes may be any
+        if empty := [
+            plain[name] for name in layer.names if name in plain and 0 in plain[name].shape
+        ]:
+            raise CheckpointError(
+                f"{empty[0]}", expected="experts with elements", where=str(empty[0].file)
+            )
         if layer.fused:
             yield from _fused(source, layer, plain)
             continue
@@ -84,43 +135,74 @@ def _experts(source: Source) -> Iterator[tuple[str, Step]]:
 
 
 def _written(layer: LayerExperts, config: Mapping[str, Any]) -> dict[str, str]:
-    """The name that each matrix gets: its own, but in ERNIE 4.5 VL, whose files have experts for images after those for texts."""
+    """The name that each matrix gets: its own, but in ERNIE 4.5 VL, whose files have experts for
+    images after those for texts.
+    """
     if config.get("model_type") != "ernie4_5_vl_moe":
         return {name: name for name in layer.names}
     block, half = layer.name.removesuffix("experts"), (layer.experts or 0) // 2
-    kinds = [f"{block}{kind}.experts.{e}" for kind in ("text_moe", "vision_moe") for e in range(half)]
-    return {name: f"{to}.{key}" for key, names in layer.projections.items() for name, to in zip(names, kinds, strict=False)}
+    kinds = [
+        f"{block}{kind}.experts.{e}" for kind in ("text_moe", "vision_moe") for e in range(half)
+    ]
+    return {
+        name: f"{to}.{key}"
+        for key, names in layer.projections.items()
+        for name, to in zip(names, kinds, strict=False)
+    }
 
 
-def _matrix(source: Source, name: str, plain: Mapping[str, Entry], fp8: Mapping[str, StoredWeight]) -> Matrix:
+def _matrix(
+    source: Source, name: str, plain: Mapping[str, Entry], fp8: Mapping[str, StoredWeight]
+) -> Matrix:
     if name in fp8:
         return fp8[name].shape, lambda: source.floats(fp8[name]).bfloat16()
     return plain[name].shape, lambda: source.directory.read(f"{name}.weight")
 
 
-def _fused(source: Source, layer: LayerExperts, plain: Mapping[str, Entry]) -> Iterator[tuple[str, Step]]:
-    """Fused weights and biases of all experts, written as single experts, as ModelOpt writes them."""
-    read, shapes = source.directory.read, {projection: plain[name].shape for projection, (name,) in layer.projections.items()}
+def _fused(
+    source: Source, layer: LayerExperts, plain: Mapping[str, Entry]
+) -> Iterator[tuple[str, Step]]:
+    """Fused weights and biases of all experts, written as single experts, as ModelOpt writes
+    them.
+    """
+    read, shapes = (
+        source.directory.read,
+        {projection: plain[name].shape for projection, (name,) in layer.projections.items()},
+    )
     order = order_of(layer, shapes, source.directory.config)
     for projection, (name,) in layer.projections.items():
         matrices = matrices_of(projection)
         n, k = order.matrix_shape(shapes[projection])
         rows, count = n // len(matrices), len(matrices)
-        places = [(e, at, f"{layer.name}.{e}.{matrix}") for e in range(shapes[projection][0]) for at, matrix in enumerate(matrices)]
+        places = [
+            (e, at, f"{layer.name}.{e}.{matrix}")
+            for e in range(shapes[projection][0])
+            for at, matrix in enumerate(matrices)
+        ]
         matrix = partial(order.matrix, read, plain[name].name)
-        yield name, _joined([_quantized(to, (rows, k), partial(matrix, e, at, count)) for e, at, to in places])
+        yield (
+            name,
+            _joined(
+                [_quantized(to, (rows, k), partial(matrix, e, at, count)) for e, at, to in places]
+            ),
+        )
         if bias := plain.get(f"{name}_bias"):
             planned = tuple(Planned(f"{to}.bias", bias.dtype, (rows,)) for *_, to in places)
             yield bias.name, Step(planned, partial(_biases, order, read, bias.name, places, count))
 
 
-def _biases(order: FusedOrder, read: Read, name: str, places: list[tuple[int, int, str]], count: int) -> dict[str, Tensor]:
+def _biases(
+    order: FusedOrder, read: Read, name: str, places: list[tuple[int, int, str]], count: int
+) -> dict[str, Tensor]:
     biases = read(name)
     return {f"{to}.bias": order.rows(biases[e], at, count).contiguous() for e, at, to in places}
 
 
 def _joined(steps: list[Step]) -> Step:
-    return Step(tuple(p for step in steps for p in step.planned), lambda: {name: t for step in steps for name, t in step.make().items()})
+    return Step(
+        tuple(p for step in steps for p in step.planned),
+        lambda: {name: t for step in steps for name, t in step.make().items()},
+    )
 
 
 def _quantized(name: str, shape: tuple[int, ...], read: Callable[[], Tensor]) -> Step:

@@ -1,8 +1,10 @@
-"""How weights are stored in files: the names of the tensors for the parts of an encoding, and how each tensor is converted.
+"""How weights are stored in files: the names of the tensors for the parts of an encoding, and how
+each tensor is converted.
 
-A tensor's name is the name of a weight and a suffix: `…experts.3.gate_proj` with `.weight`, `.weight_scale`, `.weight_scale_2`; or, if all
-experts are one tensor, `…experts.gate_up_proj` with ``, `_weight_scale`, `_weight_scale_2`. The names and dtypes of a weight's own tensors
-decide how it is encoded, never a configuration: one directory may hold weights of several schemes.
+A tensor's name is the name of a weight and a suffix: `…experts.3.gate_proj` with `.weight`,
+`.weight_scale`, `.weight_scale_2`; or, if all experts are one tensor, `…experts.gate_up_proj` with
+``, `_weight_scale`, `_weight_scale_2`. The names and dtypes of a weight's own tensors decide how it
+is encoded, never a configuration: one directory may hold weights of several schemes.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ class Direction(Enum):
 class StoredPart:
     """A part of an encoding in a file.
 
-    part: its name in the encoding; dtypes: those that it may have; view: the dtype as which its bytes are read; cast: the dtype to which
-    its numbers are rounded; flattened: stored with its last dimension split in two; transposed: stored with its last two dimensions
-    swapped; direction: of a matrix's scale, stored as [] or [1].
+    part: its name in the encoding; dtypes: those that it may have; view: the dtype as which its
+    bytes are read; cast: the dtype to which its numbers are rounded; flattened: stored with its
+    last dimension split in two; transposed: stored with its last two dimensions swapped; direction:
+    of a matrix's scale, stored as [] or [1].
     """
 
     part: str
@@ -43,7 +46,9 @@ class StoredPart:
     direction: Direction | None = None
 
     def to_part(self, t: Tensor) -> Tensor:
-        """A stored tensor -> the part; a view if no number changes. The scale of a matrix becomes a 0-d multiplier."""
+        """A stored tensor -> the part; a view if no number changes. The scale of a matrix becomes a
+        0-d multiplier.
+        """
         if self.view is not None:
             t = t.contiguous().view(self.view)
         if self.cast is not None:
@@ -58,7 +63,9 @@ class StoredPart:
         return 1.0 / t if self.direction is Direction.DIVISOR else t
 
     def from_part(self, t: Tensor) -> Tensor:
-        """The inverse of `to_part`, with equal values; the scales of matrices, which must all be equal, become one 0-d tensor."""
+        """The inverse of `to_part`, with equal values; the scales of matrices, which must all be
+        equal, become one 0-d tensor.
+        """
         if self.direction is not None:
             t = t.flatten()[0]
             return 1.0 / t if self.direction is Direction.DIVISOR else t
@@ -73,8 +80,9 @@ class StoredPart:
 class Scheme:
     """One way to store weights.
 
-    encoding: None for 8-bit floats with scales, which are read as floats (`fp8.py`). fused: a tensor holds all experts, [E, N, K], and
-    there is one matrix scale for all of them. The first part holds the elements.
+    encoding: None for 8-bit floats with scales, which are read as floats (`fp8.py`). fused: a
+    tensor holds all experts, [E, N, K], and there is one matrix scale for all of them. The first
+    part holds the elements.
     """
 
     name: str
@@ -92,26 +100,35 @@ def _of_matrix(suffix: str, direction: Direction) -> StoredPart:
 
 
 def _fp8(name: str, suffix: str) -> Scheme:
-    return Scheme(name, None, (StoredPart("values", ".weight", _E4M3), StoredPart("scale", suffix, (*FLOATS, torch.float8_e8m0fnu))))
+    return Scheme(
+        name,
+        None,
+        (
+            StoredPart("values", ".weight", _E4M3),
+            StoredPart("scale", suffix, (*FLOATS, torch.float8_e8m0fnu)),
+        ),
+    )
 
 
 MODELOPT = Scheme(
-    "ModelOpt NVFP4", NVFP4,
+    "ModelOpt NVFP4",
+    NVFP4,
     (
         StoredPart("codes", ".weight", _U8),
         StoredPart("block_scale", ".weight_scale", _E4M3),
         _of_matrix(".weight_scale_2", _MULTIPLIER),
     ),
-)  # fmt: skip
+)
 MODELOPT_FUSED = Scheme(
-    "ModelOpt NVFP4, fused", NVFP4,
+    "ModelOpt NVFP4, fused",
+    NVFP4,
     (
         StoredPart("codes", "", _U8, transposed=True),
         StoredPart("block_scale", "_weight_scale", _E4M3, transposed=True),
         _of_matrix("_weight_scale_2", _MULTIPLIER),
     ),
     fused=True,
-)  # fmt: skip
+)
 FP8 = _fp8("FP8", ".weight_scale")  # ModelOpt's and compressed-tensors'
 
 SCHEMES: tuple[Scheme, ...] = (
@@ -119,7 +136,8 @@ SCHEMES: tuple[Scheme, ...] = (
     MODELOPT_FUSED,
     FP8,
     Scheme(
-        "compressed-tensors NVFP4", NVFP4,
+        "compressed-tensors NVFP4",
+        NVFP4,
         (
             StoredPart("codes", ".weight_packed", _U8),
             StoredPart("block_scale", ".weight_scale", _E4M3),
@@ -127,14 +145,16 @@ SCHEMES: tuple[Scheme, ...] = (
         ),
     ),
     Scheme(
-        "compressed-tensors INT4", INT4,
+        "compressed-tensors INT4",
+        INT4,
         (
             StoredPart("codes", ".weight_packed", (torch.int32,), view=torch.uint8),
             StoredPart("block_scale", ".weight_scale", FLOATS, cast=torch.bfloat16),
         ),
     ),
     Scheme(
-        "MXFP4", MXFP4,
+        "MXFP4",
+        MXFP4,
         (
             StoredPart("codes", "_blocks", _U8, flattened=True),
             StoredPart("block_scale", "_scales", _E8M0, view=torch.float8_e8m0fnu),
@@ -142,7 +162,8 @@ SCHEMES: tuple[Scheme, ...] = (
         fused=True,
     ),
     Scheme(
-        "MXFP4 of DeepSeek-V4", MXFP4,
+        "MXFP4 of DeepSeek-V4",
+        MXFP4,
         (
             StoredPart("codes", ".weight", (torch.int8,), view=torch.uint8),
             StoredPart("block_scale", ".scale", _E8M0[::-1], view=torch.float8_e8m0fnu),
@@ -150,10 +171,18 @@ SCHEMES: tuple[Scheme, ...] = (
     ),
     _fp8("FP8 in blocks", ".weight_scale_inv"),
     _fp8("FP8 in blocks, DeepSeek-V4", ".scale"),
-)  # fmt: skip
+)
 
-# Suffixes of tensors that no weight needs: scales of activations and of key-value caches, and shapes that packed tensors have anyway.
+# Suffixes of tensors that no weight needs: scales of activations and of key-value caches, and
+# shapes that packed tensors have anyway.
 KNOWN = (
-    ".input_scale", "_input_scale", ".input_global_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
+    ".input_scale",
+    "_input_scale",
+    ".input_global_scale",
+    ".activation_scale",
+    ".output_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
     ".weight_shape",
-)  # fmt: skip
+)

@@ -1,4 +1,6 @@
-"""Writes one safetensors file, tensor by tensor: first the header, since dtypes and shapes are known, then the result of each step."""
+"""Writes one safetensors file, tensor by tensor: first the header, since dtypes and shapes are
+known, then the result of each step.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Planned:
 
 @dataclass(frozen=True)
 class Step:
-    """Some tensors that are made together: their plan, and the function that makes them, by name."""
+    """Some tensors that are made together: their plan, and the function that makes them, by
+    name.
+    """
 
     planned: tuple[Planned, ...]
     make: Callable[[], Mapping[str, Tensor]]
@@ -49,18 +53,26 @@ class Step:
 
 
 def header_of(steps: Iterable[Step]) -> bytes:
-    """The header of a file, preceded by its length and padded with spaces to a multiple of 8 bytes."""
+    """The header of a file, preceded by its length and padded with spaces to a multiple of 8
+    bytes.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for planned in (p for step in steps for p in step.planned):
         start, end = end, end + planned.nbytes
-        header[planned.name] = {"dtype": _NAMES[planned.dtype], "shape": list(planned.shape), "data_offsets": [start, end]}
+        header[planned.name] = {
+            "dtype": _NAMES[planned.dtype],
+            "shape": list(planned.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)
 
 
 def write_shard(path: Path, steps: Sequence[Step]) -> str:
-    """Writes a file and syncs it to disk; returns its sha256. Holds one step's tensors in memory at a time. OSError if the disk is full."""
+    """Writes a file and syncs it to disk; returns its sha256. Holds one step's tensors in memory at
+    a time. OSError if the disk is full.
+    """
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for data in _data(steps):
@@ -80,7 +92,9 @@ def _data(steps: Sequence[Step]) -> Iterator[bytes | memoryview]:
 
 
 def _bytes(t: Tensor, planned: Planned) -> memoryview:
-    assert (t.dtype, tuple(t.shape)) == (planned.dtype, planned.shape), f"{planned} is {t.dtype} {list(t.shape)}"
+    assert (t.dtype, tuple(t.shape)) == (planned.dtype, planned.shape), (
+        f"{planned} is {t.dtype} {list(t.shape)}"
+    )
     array: Any = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 

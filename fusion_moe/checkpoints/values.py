@@ -1,4 +1,6 @@
-"""Checks of scales' values: numbers that no quantizer writes, and divisors in place of multipliers."""
+"""Checks of scales' values: numbers that no quantizer writes, and divisors in place of
+multipliers.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,17 @@ from .fp8 import check_fp8_scales
 from .schemes import Direction, Scheme, StoredPart
 from .stored import StoredWeight
 
-LARGEST = 1.0  # the largest plausible multiplier: divisors are 2688 / amax of NVFP4, and 448 / amax of FP8
+# the largest plausible multiplier: divisors are 2688 / amax of NVFP4, and 448 / amax of FP8
+LARGEST = 1.0
 
 
 def check_scales(directory: Directory, weights: Mapping[str, StoredWeight]) -> None:
-    """Reads all scales. CheckpointError, with file, tensor, found and expected, for scales that are NaN, infinite or, but for those of
-    integers, negative, and for a divisor.
+    """Reads all scales. CheckpointError, with file, tensor, found and expected, for scales that are
+    NaN, infinite or, but for those of integers, negative, and for a divisor.
 
-    It is also raised if compressed-tensors records another shape than the codes have: they were padded, which is not undone.
-    If a scale would make the largest weight exceed 2688 (FP8: 448), it is the wrong way round; no trained weight comes near that.
+    It is also raised if compressed-tensors records another shape than the codes have: they were
+    padded, which is not undone. If a scale would make the largest weight exceed 2688 (FP8: 448), it
+    is the wrong way round; no trained weight comes near that.
     """
     for weight in progress(weights.values(), "checking scales", len(weights)):
         check_weight(directory, weight)
@@ -37,14 +41,21 @@ def check_weight(directory: Directory, weight: StoredWeight) -> None:
         except CheckpointError as error:
             raise error.at(str(entry.file)) from None
         except NonFiniteError as error:
-            raise CheckpointError(error.found, expected=error.expected, where=str(entry.file)) from None
+            raise CheckpointError(
+                error.found, expected=error.expected, where=str(entry.file)
+            ) from None
     said = directory.tensors.get(f"{weight.name}.weight_shape")
     if said is not None and (shape := directory.read(said.name).tolist()) != [*weight.shape]:
-        raise CheckpointError(f"{said.name}: {shape}", expected=f"{[*weight.shape]}, which the codes have", where=str(said.file))
+        raise CheckpointError(
+            f"{said.name}: {shape}",
+            expected=f"{[*weight.shape]}, which the codes have",
+            where=str(said.file),
+        )
 
 
 def check_scale(scheme: Scheme, part: StoredPart, scale: Tensor, name: str) -> None:
-    """NonFiniteError for scales that no quantizer writes, CheckpointError for divisors in place of multipliers and the reverse.
+    """NonFiniteError for scales that no quantizer writes, CheckpointError for divisors in place of
+    multipliers and the reverse.
 
     scale: as the encoding has it; name: for the message. Waits for the device.
     """
@@ -53,8 +64,13 @@ def check_scale(scheme: Scheme, part: StoredPart, scale: Tensor, name: str) -> N
     else:
         (of_encoding,) = (p for p in scheme.encoding.parts if p.name == part.part)
         check_part_scales(of_encoding, scale, name)
-    if (scheme.encoding is None or part.direction is not None) and (largest := scale.float().max().item()) > LARGEST:
-        bound, stored = 448 if scheme.encoding is None else 2688, part.direction or Direction.MULTIPLIER
+    if (scheme.encoding is None or part.direction is not None) and (
+        largest := scale.float().max().item()
+    ) > LARGEST:
+        bound, stored = (
+            448 if scheme.encoding is None else 2688,
+            part.direction or Direction.MULTIPLIER,
+        )
         found = f"{name} as a {stored.value} makes the largest weight {bound * largest:.4g}"
         other = Direction.DIVISOR if stored is Direction.MULTIPLIER else Direction.MULTIPLIER
         todo = f"is it stored as a {other.value}? {scheme.name} has a {stored.value}"

@@ -1,8 +1,9 @@
 """Writes a directory that appears whole or not at all, and continues after an interruption.
 
-Until then `.DST.partial` lies beside DST, with `plan`: a digest of what is written from what; `files`: the future DST; and a digest for
-each finished shard. A shard is written under another name, synced to disk, and renamed; in the end `files` is renamed to DST. After a
-crash, ctrl-C or kill -9 the next call with the same plan keeps the shards whose digests match.
+Until then `.DST.partial` lies beside DST, with `plan`: a digest of what is written from what;
+`files`: the future DST; and a digest for each finished shard. A shard is written under another
+name, synced to disk, and renamed; in the end `files` is renamed to DST. After a crash, ctrl-C or
+kill -9 the next call with the same plan keeps the shards whose digests match.
 """
 
 from __future__ import annotations
@@ -30,15 +31,23 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 def write(
-    dst: str | Path, source: Directory, steps: Sequence[Step], *, config: Mapping[str, Any], older_config: Mapping[str, Any] | None = None,
-    shard_bytes: int = SHARD_BYTES, check: Callable[[Directory], None] | None = None,
-) -> Path:  # fmt: skip
-    """Writes the results of steps as the directory dst, with configurations, an index, and the source's other files (tokenizer and so on),
-    but for hidden ones, other weights, and what lies in folders.
+    dst: str | Path,
+    source: Directory,
+    steps: Sequence[Step],
+    *,
+    config: Mapping[str, Any],
+    older_config: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    check: Callable[[Directory], None] | None = None,
+) -> Path:
+    """Writes the results of steps as the directory dst, with configurations, an index, and the
+    source's other files (tokenizer and so on), but for hidden ones, other weights, and what lies in
+    folders.
 
-    older_config: for hf_quant_config.json. check: called with the Directory before it gets its name; if it raises, there is no dst.
-    CheckpointError if dst exists already, is a mount point, the disk is full, or another process is writing the same; whatever is raised,
-    nothing incomplete has dst's name. Returns dst, absolute and without symbolic links.
+    older_config: for hf_quant_config.json. check: called with the Directory before it gets its
+    name; if it raises, there is no dst. CheckpointError if dst exists already, is a mount point,
+    the disk is full, or another process is writing the same; whatever is raised, nothing incomplete
+    has dst's name. Returns dst, absolute and without symbolic links.
     """
     dst = destination(dst)
     copied = _to_copy(source)
@@ -46,7 +55,11 @@ def write(
     partial = dst.with_name(f".{dst.name}.partial")
     with readable_errors(dst, partial), _locked(partial), _removed_unless_it_can_go_on(partial):
         files = _begun(partial, _plan(source, shards, config))
-        _check_space(partial, sum(step.nbytes for step in steps) + sum(file.stat().st_size for file in copied), files)
+        _check_space(
+            partial,
+            sum(step.nbytes for step in steps) + sum(file.stat().st_size for file in copied),
+            files,
+        )
         for name, its in progress(shards.items(), f"writing files of {dst.name}", len(shards)):
             _write_once(partial, files / name, its)
         _write_rest(files, copied, shards, config, older_config)
@@ -59,30 +72,48 @@ def write(
 
 
 def destination(dst: str | Path) -> Path:
-    """A path to write a directory as, absolute and without symbolic links. CheckpointError if something is there already."""
+    """A path to write a directory as, absolute and without symbolic links. CheckpointError if
+    something is there already.
+    """
     if "\0" in str(dst):
         raise CheckpointError(f"{str(dst)!r} as a destination", expected="a path without NUL")
     dst = Path(os.path.realpath(dst))
     if os.path.lexists(dst) and (not dst.is_dir() or any(dst.iterdir())):
-        raise CheckpointError("the destination exists", expected="a new path, or an empty directory", where=str(dst))
+        raise CheckpointError(
+            "the destination exists", expected="a new path, or an empty directory", where=str(dst)
+        )
     if os.path.ismount(dst):
         expected, todo = "a path that a folder can be renamed to", "name a new folder inside of it"
-        raise CheckpointError("the destination is a mount point", expected=expected, todo=todo, where=str(dst))
+        raise CheckpointError(
+            "the destination is a mount point", expected=expected, todo=todo, where=str(dst)
+        )
     return dst
 
 
 def _to_copy(source: Directory) -> list[Path]:
-    """The source's other files. CheckpointError for a link to a file elsewhere, config.json too: it may be any file of whoever writes, and
-    its contents would be passed on with the copy. Hugging Face's cache, where all files are links, has them in `blobs`.
+    """The source's other files. CheckpointError for a link to a file elsewhere, config.json too: it
+    may be any file of whoever writes, and its contents would be passed on with the copy. Hugging
+    Face's cache, where all files are links, has them in `blobs`.
     """
     home = source.path.resolve()
     places = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
-    found = [file for file in sorted(home.iterdir()) if file.is_file() and not file.name.startswith(".")]
-    others = [file for file in found if not file.name.endswith(_NOT_COPIED) and file.name not in (OLDER_CONFIG, INDEX)]
+    found = [
+        file for file in sorted(home.iterdir()) if file.is_file() and not file.name.startswith(".")
+    ]
+    others = [
+        file
+        for file in found
+        if not file.name.endswith(_NOT_COPIED) and file.name not in (OLDER_CONFIG, INDEX)
+    ]
     for file in others:
         if not any(file.resolve().is_relative_to(place) for place in places):
             todo = "put a copy of that file there, if it belongs to the model"
-            raise CheckpointError(f"a link to {file.resolve()}", expected="files of the directory itself", todo=todo, where=str(file))
+            raise CheckpointError(
+                f"a link to {file.resolve()}",
+                expected="files of the directory itself",
+                todo=todo,
+                where=str(file),
+            )
     return [file for file in others if file.name != CONFIG]
 
 
@@ -101,8 +132,12 @@ def _shards(steps: Sequence[Step], shard_bytes: int) -> dict[str, list[Step]]:
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": its for i, its in enumerate(groups, 1)}
 
 
-def _plan(source: Directory, shards: Mapping[str, Sequence[Step]], config: Mapping[str, Any]) -> str:
-    """A digest of what is written from what: the source's files with sizes and times, the headers, the configuration."""
+def _plan(
+    source: Directory, shards: Mapping[str, Sequence[Step]], config: Mapping[str, Any]
+) -> str:
+    """A digest of what is written from what: the source's files with sizes and times, the headers,
+    the configuration.
+    """
     digest = hashlib.sha256()
     for file in sorted({entry.file for entry in source.tensors.values()}):
         stat = file.stat()
@@ -140,11 +175,18 @@ def _write_once(partial: Path, path: Path, steps: Sequence[Step]) -> None:
 
 
 def _write_rest(
-    files: Path, copied: Sequence[Path], shards: Mapping[str, Sequence[Step]], config: Mapping[str, Any],
+    files: Path,
+    copied: Sequence[Path],
+    shards: Mapping[str, Sequence[Step]],
+    config: Mapping[str, Any],
     older_config: Mapping[str, Any] | None,
-) -> None:  # fmt: skip
+) -> None:
     """Writes everything except the shards."""
-    ours = {CONFIG: config, OLDER_CONFIG: older_config, INDEX: _index(shards) if len(shards) > 1 else None}
+    ours = {
+        CONFIG: config,
+        OLDER_CONFIG: older_config,
+        INDEX: _index(shards) if len(shards) > 1 else None,
+    }
     for other in copied:
         shutil.copyfile(other, files / other.name)
         sync(files / other.name)
@@ -156,12 +198,20 @@ def _write_rest(
 
 
 def _index(shards: Mapping[str, Sequence[Step]]) -> dict[str, Any]:
-    planned = {p.name: (shard, p.nbytes) for shard, steps in shards.items() for step in steps for p in step.planned}
+    planned = {
+        p.name: (shard, p.nbytes)
+        for shard, steps in shards.items()
+        for step in steps
+        for p in step.planned
+    }
     total = sum(size for _, size in planned.values())
-    return {"metadata": {"total_size": total}, "weight_map": {name: shard for name, (shard, _) in sorted(planned.items())}}
+    return {
+        "metadata": {"total_size": total},
+        "weight_map": {name: shard for name, (shard, _) in sorted(planned.items())},
+    }
 
 
-# The file system -----------------------------------------------------------------------------------------------------------
+# The file system ----------------------------------------------------------------------------------
 
 
 def write_text(path: Path, text: str) -> None:
@@ -185,7 +235,9 @@ def _check_space(partial: Path, needed: int, files: Path) -> None:
     have = sum(file.stat().st_size for file in files.iterdir())
     free = shutil.disk_usage(partial).free
     if free + have < needed + SPARE_BYTES:
-        raise OSError(errno.ENOSPC, f"{free / 1e9:.1f} GB free, {(needed - have) / 1e9:.1f} GB to write")
+        raise OSError(
+            errno.ENOSPC, f"{free / 1e9:.1f} GB free, {(needed - have) / 1e9:.1f} GB to write"
+        )
 
 
 @contextlib.contextmanager
@@ -199,12 +251,16 @@ def readable_errors(dst: Path, partial: Path) -> Iterator[None]:
             todo = "give it a shorter name"
         elif os.path.lexists(partial):
             todo += f", to go on where it stopped; {partial} has what is finished"
-        raise CheckpointError(f"not written: {error.strerror or error}", todo=todo, where=str(dst)) from error
+        raise CheckpointError(
+            f"not written: {error.strerror or error}", todo=todo, where=str(dst)
+        ) from error
 
 
 @contextlib.contextmanager
 def _removed_unless_it_can_go_on(partial: Path) -> Iterator[None]:
-    """Removes the folder at the end of the block: on success, after an error that would recur, or if no shard is finished."""
+    """Removes the folder at the end of the block: on success, after an error that would recur, or
+    if no shard is finished.
+    """
     try:
         yield
     except Error:
@@ -217,9 +273,11 @@ def _removed_unless_it_can_go_on(partial: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Makes the folder, for this user alone, and locks it against other processes until the block or the process ends.
+    """Makes the folder, for this user alone, and locks it against other processes until the block
+    or the process ends.
 
-    CheckpointError for one that somebody else made or may write to: links in it would lead to other files.
+    CheckpointError for one that somebody else made or may write to: links in it would lead to other
+    files.
     """
     import fcntl  # imported here, since Windows does not have it
 
@@ -227,11 +285,15 @@ def _locked(partial: Path) -> Iterator[None]:
     if why := trust.why_not_own(partial):
         todo = "remove it if it is not needed, or name another destination"
         raise CheckpointError(f"{partial} {why}", todo=todo, where="writing beside the destination")
-    with os.fdopen(os.open(partial / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w") as lock:
+    with os.fdopen(
+        os.open(partial / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w"
+    ) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError("another process is writing it", todo="wait for it", where=str(partial)) from None
+            raise CheckpointError(
+                "another process is writing it", todo="wait for it", where=str(partial)
+            ) from None
         except OSError:  # the file system has no locks
             pass
         yield

@@ -32,8 +32,15 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def options(
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from, for bug reports.")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show where an error comes from, for bug reports.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
 ) -> None:
     """Options of all commands."""
 
@@ -43,8 +50,14 @@ def _examples(*lines: str) -> str:
     return "\n".join(["\b", "Examples:", *(f"  fusion-moe {line}" for line in lines)])
 
 
-app.command(epilog=_examples("inspect Qwen3-30B-A3B-NVFP4", "inspect --values --json DIR | jq .problems"))(inspect)
-app.command(epilog=_examples("convert DIR DIR-modelopt", "convert DIR DIR-bf16 --to dense --dtype bfloat16"))(convert)
+app.command(
+    epilog=_examples("inspect Qwen3-30B-A3B-NVFP4", "inspect --values --json DIR | jq .problems")
+)(inspect)
+app.command(
+    epilog=_examples("convert DIR DIR-modelopt", "convert DIR DIR-bf16 --to dense --dtype bfloat16")
+)(convert)
 app.command(epilog=_examples("quantize Qwen3-30B-A3B Qwen3-30B-A3B-NVFP4"))(quantize)
-app.command(epilog=_examples("explain DIR", "explain DIR --phase prefill --tokens 2048 --gpu H100"))(explain)
+app.command(
+    epilog=_examples("explain DIR", "explain DIR --phase prefill --tokens 2048 --gpu H100")
+)(explain)
 app.command(epilog=_examples("doctor", "doctor --json"))(doctor)

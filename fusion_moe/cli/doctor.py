@@ -20,7 +20,9 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """1 where nothing is compiled, and all is computed in plain torch; or where an option is wrong, by its name or its value."""
+        """1 where nothing is compiled, and all is computed in plain torch; or where an option is
+        wrong, by its name or its value.
+        """
         return FINE if self.environment.runs and not self.environment.problems else PROBLEMS
 
     def to_json(self) -> dict[str, Any]:
@@ -33,5 +35,7 @@ class Diagnosis:
 
 
 def doctor(context: typer.Context, json: Json = False) -> None:
-    """What this machine runs: CPU, GPU, compilers, nvFuser, thunder, versions; why not the rest, and what to do."""
+    """What this machine runs: CPU, GPU, compilers, nvFuser, thunder, versions; why not the rest,
+    and what to do.
+    """
     finish(context, lambda: Diagnosis(environment()), json)

@@ -21,10 +21,14 @@ from ..nn.config import NVFP4Config
 from . import machine
 from .output import FINE, Json, count, finish
 
-if TYPE_CHECKING:  # reports import Dynamo and Inductor, which takes seconds that other commands and --help do without
+# reports import Dynamo and Inductor, which takes seconds that other commands and --help do without
+if TYPE_CHECKING:
     from ..report import Report
 
-_NEXT = (("--details", "every type, source line and boundary"), ("--save report.html", "source, IR and kernels side by side"))
+_NEXT = (
+    ("--details", "every type, source line and boundary"),
+    ("--save report.html", "source, IR and kernels side by side"),
+)
 _PROMPT = 512  # tokens
 
 
@@ -37,7 +41,9 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True)
 class Explanation:
-    """A report as a result of a command. of: what was explained; details: whether all of it is printed; saved: a file that has it."""
+    """A report as a result of a command. of: what was explained; details: whether all of it is
+    printed; saved: a file that has it.
+    """
 
     report: Report
     of: str
@@ -54,7 +60,11 @@ class Explanation:
         from ..report.output import coloured, fitting
         from ..report.summary import summary
 
-        text = self.report.details() if self.details else summary(self.report, fitting(console.width), _NEXT)
+        text = (
+            self.report.details()
+            if self.details
+            else summary(self.report, fitting(console.width), _NEXT)
+        )
         console.print(coloured(f"{self.of}\n\n{text}"), soft_wrap=True)
         if self.saved:
             console.print(f"\nsaved: {self.saved}")
@@ -62,52 +72,86 @@ class Explanation:
 
 def explain(
     context: typer.Context,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory with config.json and safetensors.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A directory with config.json and safetensors.")
+    ],
     phase: Annotated[
-        Phase | None, typer.Option(help="A token of each sequence, or all tokens of prompts. [default: decode; with --tokens, prefill]")
+        Phase | None,
+        typer.Option(
+            help="A token of each sequence, or all tokens of prompts. "
+            "[default: decode; with --tokens, prefill]"
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    tokens: Annotated[int | None, typer.Option(min=1, help=f"Tokens of a prompt. [default: {_PROMPT}]")] = None,
-    target: Annotated[str, typer.Option(help="cpu, cuda, sm_90, sm_100 or reference. [default: what this machine has]")] = "",
-    gpu: Annotated[str, typer.Option(help="An absent GPU, H100 for example: its kernels of the target cuda.")] = "",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help=f"Tokens of a prompt. [default: {_PROMPT}]")
+    ] = None,
+    target: Annotated[
+        str,
+        typer.Option(
+            help="cpu, cuda, sm_90, sm_100 or reference. [default: what this machine has]"
+        ),
+    ] = "",
+    gpu: Annotated[
+        str, typer.Option(help="An absent GPU, H100 for example: its kernels of the target cuda.")
+    ] = "",
     details: Annotated[bool, typer.Option("--details", help="Print all of the report.")] = False,
-    save: Annotated[Path | None, typer.Option(help="A file to write: .html, .json or .txt.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="A file to write: .html, .json or .txt.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """What of a model is fused, what is not, and why: from its configuration and headers, on fake tensors. No weight is read."""
+    """What of a model is fused, what is not, and why: from its configuration and headers, on fake
+    tensors. No weight is read.
+    """
 
     def find() -> Explanation:
         now, length = _phase(phase, tokens)
         report = explained(directory, batch, length, target, gpu)
         if save:
             report.save(save)
-        return Explanation(report, f"{now.value}: {count(batch, 'sequence')} of {count(length, 'token')}", details, save)
+        return Explanation(
+            report,
+            f"{now.value}: {count(batch, 'sequence')} of {count(length, 'token')}",
+            details,
+            save,
+        )
 
     finish(context, find, json)
 
 
 def _phase(phase: Phase | None, tokens: int | None) -> tuple[Phase, int]:
-    """What is asked for, and how many tokens each sequence has. OptionError for tokens of a phase that has one."""
+    """What is asked for, and how many tokens each sequence has. OptionError for tokens of a phase
+    that has one.
+    """
     if phase is Phase.DECODE and tokens is not None:
         expected = "--phase prefill, which alone it applies to, or --batch for more sequences"
-        raise OptionError(f"--tokens {tokens} with --phase decode", expected=expected, where="explain")
+        raise OptionError(
+            f"--tokens {tokens} with --phase decode", expected=expected, where="explain"
+        )
     phase = phase or (Phase.DECODE if tokens is None else Phase.PREFILL)
     return phase, 1 if phase is Phase.DECODE else tokens or _PROMPT
 
 
 def explained(path: Path, batch: int, length: int, target: str = "", gpu: str = "") -> Report:
-    """The report of one forward pass without a cache. UnsupportedError for a model that is not loaded, CheckpointError for its files."""
+    """The report of one forward pass without a cache. UnsupportedError for a model that is not
+    loaded, CheckpointError for its files.
+    """
     from ..report import explain as report_of
 
     model = model_of(path)
     target = target or ("" if gpu else machine.target())
     ids = torch.zeros(batch, length, dtype=torch.long)
     with torch.no_grad():
-        return report_of(model, input_ids=ids, use_cache=False, target=target or None, gpu=gpu or None)
+        return report_of(
+            model, input_ids=ids, use_cache=False, target=target or None, gpu=gpu or None
+        )
 
 
 def model_of(path: Path) -> nn.Module:
-    """The model of a directory on the meta device, with the modules that its weights are loaded into."""
+    """The model of a directory on the meta device, with the modules that its weights are loaded
+    into.
+    """
     directory = Directory.open(path)
     method = method_of(directory.quantization, str(path))
     try:
@@ -122,16 +166,22 @@ def model_of(path: Path) -> nn.Module:
         raise UnsupportedError(f"{error.name} is not installed", todo=install("models")) from None
     if not method and torch.__version__ < "2.13":
         expected = "torch 2.13 or newer, which traces experts_implementation='fusion_moe'"
-        raise UnsupportedError(f"experts in floats, with torch {torch.__version__}", expected=expected, where=str(path))
+        raise UnsupportedError(
+            f"experts in floats, with torch {torch.__version__}", expected=expected, where=str(path)
+        )
     try:
         config = configuration(path)
         config.quantization_config = None
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except (ValueError, KeyError, OSError, ImportError) as error:
-        raise UnsupportedError(" ".join(str(error).split()), expected="a model of transformers", where=str(path)) from None
+        raise UnsupportedError(
+            " ".join(str(error).split()), expected="a model of transformers", where=str(path)
+        ) from None
     if method:
-        replace_modules(model, directory.tensors, method, NVFP4Config(**own_entries(directory.quantization)))
+        replace_modules(
+            model, directory.tensors, method, NVFP4Config(**own_entries(directory.quantization))
+        )
         finish_(model)
     else:
         model.set_experts_implementation("fusion_moe")

@@ -30,7 +30,9 @@ class Result(Protocol):
 
 
 def finish(context: typer.Context, find: Callable[[], Result], as_json: bool) -> NoReturn:
-    """Prints what `find` returns and exits with its code; an error of ours is a sentence, and one with --json."""
+    """Prints what `find` returns and exits with its code; an error of ours is a sentence, and one
+    with --json.
+    """
     try:
         result = find()
     except Error as error:
@@ -47,10 +49,14 @@ def finish(context: typer.Context, find: Callable[[], Result], as_json: bool) ->
 
 def console() -> Console:
     """Where text goes: as wide as the terminal."""
-    return Console(width=None if sys.stdout.isatty() else _COLUMNS, highlight=False, markup=False, emoji=False)
+    return Console(
+        width=None if sys.stdout.isatty() else _COLUMNS, highlight=False, markup=False, emoji=False
+    )
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[int] = ()) -> Table:
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[int] = ()
+) -> Table:
     """Columns without lines between them; right: those that are aligned to the right."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(columns):
@@ -86,4 +92,8 @@ def _print_error(error: Error, as_json: bool) -> None:
         typer.echo(f"fusion-moe: {' '.join(str(error).split())}", err=True)
         return
     fields = {name: getattr(error, name) for name in ("found", "expected", "todo", "where")}
-    typer.echo(json.dumps({"error": {"kind": type(error).__name__, "message": str(error), **fields}}, indent=2))
+    typer.echo(
+        json.dumps(
+            {"error": {"kind": type(error).__name__, "message": str(error), **fields}}, indent=2
+        )
+    )

@@ -1,4 +1,5 @@
-"""Collectives as operations of torch (`_c10d_functional`), which compilers can trace, reorder or leave alone.
+"""Collectives as operations of torch (`_c10d_functional`), which compilers can trace, reorder or
+leave alone.
 
 group: the name of a process group, which has `ranks` ranks.
 """

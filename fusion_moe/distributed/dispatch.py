@@ -1,11 +1,13 @@
 """What surrounds the forward of an expert module when each rank has a share of its weights.
 
-The module's result is the sum of what all ranks compute. So is the gradient of its inputs: each rank computes the gradient by way of its
-own share. A dispatcher brings the inputs to the ranks that need them, and adds up the ranks' results:
+The module's result is the sum of what all ranks compute. So is the gradient of its inputs: each
+rank computes the gradient by way of its own share. A dispatcher brings the inputs to the ranks that
+need them, and adds up the ranks' results:
 
-        Replicated  tokens are the same on all ranks, and all ranks get all sums
-        Gathered    each rank has its own tokens, equally many: all ranks compute on all tokens, and each gets the sums of its own
-        AllToAll    each rank has its own tokens, and sends them only to the ranks that hold their experts (all_to_all.py)
+        Replicated  tokens are the same on all ranks, and all ranks get all sums Gathered    each
+        rank has its own tokens, equally many: all ranks compute on all tokens, and each gets the
+        sums of its own AllToAll    each rank has its own tokens, and sends them only to the ranks
+        that hold their experts (all_to_all.py)
 
 Of the two functions that a dispatcher consists of, each is the derivative of the other.
 """
@@ -28,24 +30,31 @@ TOKENS = ("replicated", "sharded")
 class Dispatcher(Protocol):
     """Wraps the forward of an expert module."""
 
-    def dispatch(self, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Any]:
-        """The tensors on which the module computes, in the order of the given ones, and what `combine` needs to know."""
+    def dispatch(
+        self, module: nn.Module, given: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """The tensors on which the module computes, in the order of the given ones, and what
+        `combine` needs to know.
+        """
 
     def combine(self, y: Tensor, kept: Any) -> Tensor:
         """The result of the module -> the sums over ranks, for the tokens that were given."""
 
 
 def divide_forward(module: nn.Module, dispatcher: Dispatcher) -> None:
-    """Wraps a module's forward in a dispatcher, outside of earlier ones. Hooks of the module stay outside of all.
+    """Wraps a module's forward in a dispatcher, outside of earlier ones. Hooks of the module stay
+    outside of all.
 
-    The first dimension of the input tensors and of the result counts tokens. Copies of the module are wrapped too.
+    The first dimension of the input tensors and of the result counts tokens. Copies of the module
+    are wrapped too.
     """
     inner = module.forward.__func__  # type: ignore[attr-defined]  # unbound, for a copy's self instead of this module
     names = tuple(inspect.signature(inner).parameters)[1:]
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        kwargs = {name: kwargs[name] for name in names if name in kwargs} | kwargs  # dispatchers tell tensors by their places
+        # dispatchers tell tensors by their places
+        kwargs = {name: kwargs[name] for name in names if name in kwargs} | kwargs
         given = (*args, *kwargs.values())
         at = [i for i, v in enumerate(given) if isinstance(v, Tensor)]
         tensors, kept = dispatcher.dispatch(self, tuple(given[i] for i in at))
@@ -70,7 +79,9 @@ class Replicated:
         """group: the name of the process group."""
         self.group, self.ranks = group, ranks
 
-    def dispatch(self, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], None]:
+    def dispatch(
+        self, module: nn.Module, given: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], None]:
         """The inputs unchanged."""
         return _Replicated.apply(self.group, *given), None
 
@@ -86,7 +97,9 @@ class Gathered:
         """group: the name of the process group."""
         self.group, self.ranks = group, ranks
 
-    def dispatch(self, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], None]:
+    def dispatch(
+        self, module: nn.Module, given: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], None]:
         """An all-gather of each tensor."""
         return _Gathered.apply(self.group, self.ranks, *given), None
 
@@ -108,7 +121,9 @@ class _Sum(torch.autograd.Function):
 
 
 class _Replicated(torch.autograd.Function):
-    """A tensor that every rank has: in the backward, the gradients of all ranks' shares are added, in the order of the inputs."""
+    """A tensor that every rank has: in the backward, the gradients of all ranks' shares are added,
+    in the order of the inputs.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: str, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -119,7 +134,10 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
-        return None, *(all_reduce(dy, ctx.group) if need else None for dy, need in zip(dys, needed, strict=True))
+        return None, *(
+            all_reduce(dy, ctx.group) if need else None
+            for dy, need in zip(dys, needed, strict=True)
+        )
 
 
 class _ScatteredSum(torch.autograd.Function):
@@ -136,7 +154,9 @@ class _ScatteredSum(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """The tensors of all ranks, one after the other; in the backward, a rank gets the sum of all ranks' gradients for its part."""
+    """The tensors of all ranks, one after the other; in the backward, a rank gets the sum of all
+    ranks' gradients for its part.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: str, ranks: int, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -148,4 +168,11 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
-        return None, None, *(reduce_scatter(dy, ctx.group, ctx.ranks) if need else None for dy, need in zip(dys, needed, strict=True))
+        return (
+            None,
+            None,
+            *(
+                reduce_scatter(dy, ctx.group, ctx.ranks) if need else None
+                for dy, need in zip(dys, needed, strict=True)
+            ),
+        )

@@ -15,7 +15,14 @@ from ..nn.contract import contract_of
 from ..nn.projections import Projections
 from .all_to_all import AllToAll
 from .dispatch import TOKENS, Dispatcher, Gathered, Replicated, divide_forward, is_divided
-from .shares import columns, experts_of, keep_experts, keep_features, shard_experts, whole_experts_of
+from .shares import (
+    columns,
+    experts_of,
+    keep_experts,
+    keep_features,
+    shard_experts,
+    whole_experts_of,
+)
 
 DISPATCH = ("all_gather", "all_to_all")
 # What each dimension of the mesh divides.
@@ -27,32 +34,43 @@ PLANS: dict[str, tuple[Callable[[Any, int, int], None], ...]] = {
 
 
 def parallelize_(
-    model: nn.Module, mesh: DeviceMesh, plan: str = "ep", tokens: str = "replicated", dispatch: str = "all_gather",
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: str = "ep",
+    tokens: str = "replicated",
+    dispatch: str = "all_gather",
     capacity: int | float = 1.0,
-) -> list[str]:  # fmt: skip
-    """Divides the experts of a model between the ranks of a mesh, in place. Returns the names of the modules that were divided.
+) -> list[str]:
+    """Divides the experts of a model between the ranks of a mesh, in place. Returns the names of
+    the modules that were divided.
 
-    Every rank calls it with the same model, whose weights are loaded. It divides modules of fusion_moe.nn, and transformers' experts with
-    experts_implementation="fusion_moe", which train.
+    Every rank calls it with the same model, whose weights are loaded. It divides modules of
+    fusion_moe.nn, and transformers' experts with experts_implementation="fusion_moe", which train.
 
-    plan: "ep": a rank keeps whole experts, divided like DTensor's Shard(0): E / R rounded up; the last ranks have fewer, but at least one.
-    Adapters go with their experts. "tp": a rank keeps some intermediate features of all experts: rows of gate and up, columns of down, in
-    whole blocks of the encoding; for `Experts` without adapters. "ep_tp": both: experts are divided along the mesh's first dimension, and
-    their features along its second.
-    tokens: "replicated": every rank calls the model with the same tokens and gets the same results, by an all-reduce. "sharded": every rank
-    calls it with its own tokens, as many as every other rank along the tensors' first dimension, and gets their results. Gradients of a
-    rank's experts then already cover the tokens of all ranks, with nothing left to add.
-    dispatch: how sharded tokens get to experts. "all_gather": all tokens to all ranks, and a reduce-scatter of the sums. "all_to_all", for
-    "ep" and "ep_tp": each token once to every rank that has one of its experts, and back.
-    capacity: for "all_to_all", the most tokens that a rank sends to any other: a float is a fraction of its own tokens, rounded up; an int
-    is a number, equal on all ranks, whose own tokens may then be fewer, more or none. Exactly this many are always sent and computed. The
-    last tokens, those beyond the capacity, do without the experts of that rank: these experts' contribution is left out, the rest is
-    unchanged. Modules count such tokens in a buffer `dropped`, int64[]. With the default, 1.0, there are none.
-    mesh: one-dimensional, or two-dimensional for "ep_tp"; at most E ranks along "ep", at most as many as I has blocks along "tp".
+    plan: "ep": a rank keeps whole experts, divided like DTensor's Shard(0): E / R rounded up; the
+    last ranks have fewer, but at least one. Adapters go with their experts. "tp": a rank keeps some
+    intermediate features of all experts: rows of gate and up, columns of down, in whole blocks of
+    the encoding; for `Experts` without adapters. "ep_tp": both: experts are divided along the
+    mesh's first dimension, and their features along its second. tokens: "replicated": every rank
+    calls the model with the same tokens and gets the same results, by an all-reduce. "sharded":
+    every rank calls it with its own tokens, as many as every other rank along the tensors' first
+    dimension, and gets their results. Gradients of a rank's experts then already cover the tokens
+    of all ranks, with nothing left to add. dispatch: how sharded tokens get to experts.
+    "all_gather": all tokens to all ranks, and a reduce-scatter of the sums. "all_to_all", for "ep"
+    and "ep_tp": each token once to every rank that has one of its experts, and back. capacity: for
+    "all_to_all", the most tokens that a rank sends to any other: a float is a fraction of its own
+    tokens, rounded up; an int is a number, equal on all ranks, whose own tokens may then be fewer,
+    more or none. Exactly this many are always sent and computed. The last tokens, those beyond the
+    capacity, do without the experts of that rank: these experts' contribution is left out, the rest
+    is unchanged. Modules count such tokens in a buffer `dropped`, int64[]. With the default, 1.0,
+    there are none. mesh: one-dimensional, or two-dimensional for "ep_tp"; at most E ranks along
+    "ep", at most as many as I has blocks along "tp".
 
-    Each rank's sum is rounded to the dtype of activations before the ranks' sums are added: apart from that, results equal one process's.
-    Parameters become new tensors of other shapes: create optimizers, `prepare_` and compile afterwards. State dicts have a rank's share.
-    Fails before it changes anything: OptionError for a mesh or an option, UnsupportedError for modules that cannot be divided like this.
+    Each rank's sum is rounded to the dtype of activations before the ranks' sums are added: apart
+    from that, results equal one process's. Parameters become new tensors of other shapes: create
+    optimizers, `prepare_` and compile afterwards. State dicts have a rank's share. Fails before it
+    changes anything: OptionError for a mesh or an option, UnsupportedError for modules that cannot
+    be divided like this.
     """
     division = Division(mesh, plan, tokens, dispatch, capacity)
     modules = division.modules(model)
@@ -63,18 +81,31 @@ def parallelize_(
 
 
 class Division:
-    """How experts are divided, in two steps: a module without weights can be made smaller before its weights are read."""
+    """How experts are divided, in two steps: a module without weights can be made smaller before
+    its weights are read.
+    """
 
     def __init__(
-        self, mesh: DeviceMesh, plan: str = "ep", tokens: str = "replicated", dispatch: str = "all_gather", capacity: int | float = 1.0
-    ):  # fmt: skip
+        self,
+        mesh: DeviceMesh,
+        plan: str = "ep",
+        tokens: str = "replicated",
+        dispatch: str = "all_gather",
+        capacity: int | float = 1.0,
+    ):
         """See `parallelize_`. OptionError for arguments that do not fit."""
         need_one_of("plan", plan, PLANS, where="parallelize_")
         need_one_of("tokens", tokens, TOKENS, where="parallelize_")
         need_one_of("dispatch", dispatch, DISPATCH, where="parallelize_")
         _check_dispatch(plan, tokens, dispatch, capacity)
         _check_mesh(mesh, plan, len(PLANS[plan]))
-        self.mesh, self.plan, self.tokens, self.dispatch, self.capacity = mesh, plan, tokens, dispatch, capacity
+        self.mesh, self.plan, self.tokens, self.dispatch, self.capacity = (
+            mesh,
+            plan,
+            tokens,
+            dispatch,
+            capacity,
+        )
 
     def modules(self, model: nn.Module) -> dict[str, nn.Module]:
         """The modules to divide, by name. UnsupportedError unless all of them can be divided."""
@@ -82,56 +113,101 @@ class Division:
         for name, module in modules.items():
             for dim, keep in enumerate(PLANS[self.plan]):
                 if why := _undividable(module, keep, self.mesh.size(dim)):
-                    raise UnsupportedError(f"{name or type(module).__name__}: {why[0]}", expected=why[1], where="parallelize_")
+                    raise UnsupportedError(
+                        f"{name or type(module).__name__}: {why[0]}",
+                        expected=why[1],
+                        where="parallelize_",
+                    )
         return modules
 
     def keep(self, module: nn.Module) -> int:
-        """Keeps a rank's share of the weights, or on the meta device of their shapes. -> E over all ranks"""
+        """Keeps a rank's share of the weights, or on the meta device of their shapes. -> E over all
+        ranks
+        """
         experts = experts_of(module)
         for dim, keep in reversed(tuple(enumerate(PLANS[self.plan]))):
             keep(module, self.mesh.get_local_rank(dim), self.mesh.size(dim))
         return experts
 
     def join(self, module: nn.Module, experts: int) -> None:
-        """Makes a module with a rank's share act for all ranks: its forward, what trains, its state dicts. experts: E over all ranks."""
+        """Makes a module with a rank's share act for all ranks: its forward, what trains, its state
+        dicts. experts: E over all ranks.
+        """
         if self.plan == "ep":
             shard_experts(module, self.mesh, experts)
-        for dim, keep in reversed(tuple(enumerate(PLANS[self.plan]))):  # tokens sent to experts are then gathered for their features
+        # tokens sent to experts are then gathered for their features
+        for dim, keep in reversed(tuple(enumerate(PLANS[self.plan]))):
             group, ranks = self.mesh.get_group(dim).group_name, self.mesh.size(dim)
-            dispatcher: Dispatcher = (Gathered if self.tokens == "sharded" else Replicated)(group, ranks)
+            dispatcher: Dispatcher = (Gathered if self.tokens == "sharded" else Replicated)(
+                group, ranks
+            )
             if keep is keep_experts and self.dispatch == "all_to_all":
                 dispatcher = AllToAll(group, ranks, experts, self.capacity)
-                module.register_buffer("dropped", torch.zeros((), dtype=torch.int64, device=self.mesh.device_type), persistent=False)
+                module.register_buffer(
+                    "dropped",
+                    torch.zeros((), dtype=torch.int64, device=self.mesh.device_type),
+                    persistent=False,
+                )
             divide_forward(module, dispatcher)
 
 
 def _check_dispatch(plan: str, tokens: str, dispatch: str, capacity: int | float) -> None:
     if dispatch == "all_to_all" and tokens != "sharded":
-        raise OptionError(f"dispatch = {dispatch!r}, tokens = {tokens!r}", expected="tokens = 'sharded'", where="parallelize_")
+        raise OptionError(
+            f"dispatch = {dispatch!r}, tokens = {tokens!r}",
+            expected="tokens = 'sharded'",
+            where="parallelize_",
+        )
     if dispatch == "all_to_all" and keep_experts not in PLANS[plan]:
-        raise OptionError(f"dispatch = {dispatch!r}, plan = {plan!r}", expected="plan = 'ep' or 'ep_tp'", where="parallelize_")
+        raise OptionError(
+            f"dispatch = {dispatch!r}, plan = {plan!r}",
+            expected="plan = 'ep' or 'ep_tp'",
+            where="parallelize_",
+        )
     if (isinstance(capacity, int) or capacity != 1) and dispatch != "all_to_all":
-        raise OptionError(f"capacity = {capacity}, dispatch = {dispatch!r}", expected="dispatch = 'all_to_all'", where="parallelize_")
+        raise OptionError(
+            f"capacity = {capacity}, dispatch = {dispatch!r}",
+            expected="dispatch = 'all_to_all'",
+            where="parallelize_",
+        )
     if not (capacity >= 1 if isinstance(capacity, int) else 0 < capacity <= 1):
         expected = "a number of tokens, 1 or more, or a part of a rank's, above 0 and up to 1.0"
         raise OptionError(f"capacity = {capacity}", expected=expected, where="parallelize_")
 
 
 def _check_mesh(mesh: object, plan: str, ndim: int) -> None:
-    expected = f"a DeviceMesh of {('one dimension', 'two dimensions')[ndim - 1]} for plan = {plan!r}"
+    expected = (
+        f"a DeviceMesh of {('one dimension', 'two dimensions')[ndim - 1]} for plan = {plan!r}"
+    )
     if not isinstance(mesh, DeviceMesh):
         raise OptionError(f"a {type(mesh).__name__}", expected=expected, where="parallelize_")
     if mesh.ndim != ndim:
-        todo = "mesh['ep'] is one of several" if mesh.ndim > ndim else 'init_device_mesh(device, (2, 2), mesh_dim_names=("ep", "tp"))'
-        raise OptionError(f"a mesh with ndim = {mesh.ndim}", expected=expected, todo=todo, where="parallelize_")
+        todo = (
+            "mesh['ep'] is one of several"
+            if mesh.ndim > ndim
+            else ('init_device_mesh(device, (2, 2), mesh_dim_names=("ep", "tp"))')
+        )
+        raise OptionError(
+            f"a mesh with ndim = {mesh.ndim}", expected=expected, todo=todo, where="parallelize_"
+        )
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
     """The expert modules, by name. UnsupportedError if there are none."""
-    found = {name: m for name, m in model.named_modules() if isinstance(m, Projections) or contract_of(m)}
+    found = {
+        name: m for name, m in model.named_modules() if isinstance(m, Projections) or contract_of(m)
+    }
     if not found:
-        todo = 'quantize_(model), or import fusion_moe.transformers and set experts_implementation="fusion_moe"'
-        raise UnsupportedError(f"no modules of experts in a {type(model).__name__}", expected="some", todo=todo, where="parallelize_")
+        todo = (
+            "quantize_(model), or import fusion_moe.transformers and set "
+            'experts_implementation="fusion_moe"'
+        )
+        raise UnsupportedError(
+            f"no modules of experts in a {type(model).__name__}",
+            expected="some",
+            todo=todo,
+            where="parallelize_",
+        )
     return found
 
 
@@ -139,7 +215,9 @@ def _implementation(module: Any) -> str | None:
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
-def _undividable(module: Any, keep: Callable[[Any, int, int], None], ranks: int) -> tuple[str, str] | None:
+def _undividable(
+    module: Any, keep: Callable[[Any, int, int], None], ranks: int
+) -> tuple[str, str] | None:
     """Why a module cannot be divided in this way, and what was expected; None if it can be."""
     if is_divided(module):
         return "it is divided already", "a model that is not"
@@ -148,12 +226,25 @@ def _undividable(module: Any, keep: Callable[[Any, int, int], None], ranks: int)
     if keep is keep_experts:
         experts = experts_of(module)
         without = [rank for rank in range(ranks) if not whole_experts_of(experts, rank, ranks)]
-        return (f"{experts} experts for {ranks} ranks", f"an expert for each rank; {without} would have none") if without else None
+        return (
+            (
+                f"{experts} experts for {ranks} ranks",
+                f"an expert for each rank; {without} would have none",
+            )
+            if without
+            else None
+        )
     if not isinstance(module, Experts):
-        return f"a {type(module).__name__} whose features are divided", "Experts or NVFP4Experts, or plan = 'ep'"
+        return (
+            f"a {type(module).__name__} whose features are divided",
+            "Experts or NVFP4Experts, or plan = 'ep'",
+        )
     if module.adapted:
         return "adapters, and features are divided", "plan = 'ep', or merge_lora_(model) first"
     intermediate, step = module.shape_of("down")[-1], columns(module)
     if intermediate % step or intermediate // step < ranks:
-        return f"{intermediate} intermediate features for {ranks} ranks", f"{step} for each rank, or a multiple of that"
+        return (
+            f"{intermediate} intermediate features for {ranks} ranks",
+            f"{step} for each rank, or a multiple of that",
+        )
     return None

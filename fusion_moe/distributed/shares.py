@@ -23,12 +23,16 @@ from .states import ExpertShards, FeatureShards, expert_shard, runs_of
 
 
 def features_of(count: int, rank: int, ranks: int) -> range:
-    """A rank's part of `count` blocks of features: consecutive blocks, and sizes that differ by at most one."""
+    """A rank's part of `count` blocks of features: consecutive blocks, and sizes that differ by at
+    most one.
+    """
     return range(count * rank // ranks, count * (rank + 1) // ranks)
 
 
 def whole_experts_of(count: int, rank: int, ranks: int) -> range:
-    """A rank's part of `count` experts, as by DTensor's Shard(0): equally many, but the last ranks may have fewer or none."""
+    """A rank's part of `count` experts, as by DTensor's Shard(0): equally many, but the last ranks
+    may have fewer or none.
+    """
     each = math.ceil(count / ranks)
     return range(min(rank * each, count), min((rank + 1) * each, count))
 
@@ -36,8 +40,10 @@ def whole_experts_of(count: int, rank: int, ranks: int) -> range:
 def owner_of(ids: Tensor, count: int, ranks: int) -> Tensor:
     """int -> i64, the rank that has the expert of each id; `ranks` for ids that name no expert.
 
-    >>> [whole_experts_of(7, rank, 3) for rank in range(3)], owner_of(torch.arange(-1, 8), 7, 3).tolist()
-    ([range(0, 3), range(3, 6), range(6, 7)], [3, 0, 0, 0, 1, 1, 1, 2, 3])
+    >>> [whole_experts_of(7, rank, 3) for rank in range(3)]
+    [range(0, 3), range(3, 6), range(6, 7)]
+    >>> owner_of(torch.arange(-1, 8), 7, 3).tolist()
+    [3, 0, 0, 0, 1, 1, 1, 2, 3]
     """
     there = (ids >= 0) & (ids < count)
     return torch.where(there, ids.long() // math.ceil(count / ranks), ranks)
@@ -46,7 +52,13 @@ def owner_of(ids: Tensor, count: int, ranks: int) -> Tensor:
 def experts_of(module: nn.Module) -> int:
     """E of a module that `parallelize_` supports."""
     contract = contract_of(module)
-    return module.shape_of("down")[0] if isinstance(module, Projections) else contract.experts if contract else 0
+    return (
+        module.shape_of("down")[0]
+        if isinstance(module, Projections)
+        else contract.experts
+        if contract
+        else 0
+    )
 
 
 def keep_experts(module: nn.Module, rank: int, ranks: int) -> None:
@@ -56,22 +68,38 @@ def keep_experts(module: nn.Module, rank: int, ranks: int) -> None:
         for name in names:
             t = getattr(holder, name)
             some = t.detach()[kept.start : kept.stop].clone()
-            setattr(holder, name, nn.Parameter(some, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else some)
+            setattr(
+                holder,
+                name,
+                nn.Parameter(some, requires_grad=t.requires_grad)
+                if isinstance(t, nn.Parameter)
+                else some,
+            )
     module.first_expert = kept.start  # type: ignore[assignment]
     if isinstance(module, Projections) and isinstance(module.sharding, FeatureShards):
         module.sharding.keep(kept)
 
 
 def shard_experts(module: nn.Module, mesh: DeviceMesh, experts: int) -> None:
-    """Makes DTensors of what trains: experts in floats, and adapters. In state dicts, encoded weights are DTensors too."""
+    """Makes DTensors of what trains: experts in floats, and adapters. In state dicts, encoded
+    weights are DTensors too.
+    """
     for holder, names in _holders(module):
         if isinstance(holder, Projections):
-            kept = range(holder.first_expert or 0, (holder.first_expert or 0) + len(holder.down_proj))
+            kept = range(
+                holder.first_expert or 0, (holder.first_expert or 0) + len(holder.down_proj)
+            )
             holder.sharding = ExpertShards(mesh, kept, experts)
             continue
         for name in names:
             p = holder.get_parameter(name)
-            setattr(holder, name, nn.Parameter(expert_shard(p.detach(), mesh, experts), requires_grad=p.requires_grad))
+            setattr(
+                holder,
+                name,
+                nn.Parameter(
+                    expert_shard(p.detach(), mesh, experts), requires_grad=p.requires_grad
+                ),
+            )
 
 
 def _holders(module: nn.Module) -> list[tuple[nn.Module, list[str]]]:
@@ -79,17 +107,25 @@ def _holders(module: nn.Module) -> list[tuple[nn.Module, list[str]]]:
     if not isinstance(module, Projections):
         contract = contract_of(module)
         return [(module, list(contract.names) if contract else [])]
-    names = [name for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None and t.dim() > 0]
+    names = [
+        name
+        for name, t in (*module._parameters.items(), *module._buffers.items())
+        if t is not None and t.dim() > 0
+    ]
     return [(module, names), *((adapter, ["A", "B"]) for _, adapter in adapters_of(module))]
 
 
 def columns(module: Experts) -> int:
-    """What a share's number of features is a multiple of in plan "tp": blocks of down along I, and of alternating gate and up rows."""
+    """What a share's number of features is a multiple of in plan "tp": blocks of down along I, and
+    of alternating gate and up rows.
+    """
     return math.lcm(module.encoding.block, module.interleave or 1)
 
 
 def keep_features(module: Experts, rank: int, ranks: int) -> None:
-    """Plan "tp": keeps the rows of gate and up and the columns of down for some features of all experts. down's bias: on rank 0 only."""
+    """Plan "tp": keeps the rows of gate and up and the columns of down for some features of all
+    experts. down's bias: on rank 0 only.
+    """
     relayout_(module, "linear")  # its rows and columns are divided
     module.considered = False
     up, down = (module.weight_of(name) for name in module.projections)
@@ -101,7 +137,11 @@ def keep_features(module: Experts, rank: int, ranks: int) -> None:
         rows = rows.to(up.device)
     divided = _rows_of(up, rows)
     parts = zip(module.part_names["gate_up"], up.named(), strict=True)
-    scales = {name: t for name, (part, t) in parts if part.of_matrix and not _same_runs(t, up.shape[1], rows)}
+    scales = {
+        name: t
+        for name, (part, t) in parts
+        if part.of_matrix and not _same_runs(t, up.shape[1], rows)
+    }
     module._set_weights(divided, _columns_of(down, features))
     module.sharding = FeatureShards(experts, intermediate, features, rows.cpu(), scales, rank == 0)
     if (bias := module.gate_up_proj_bias) is not None:
@@ -114,17 +154,25 @@ def _rows(intermediate: int, features: range, interleave: int) -> Tensor:
     """The rows of gate_up, out of 2I, for some features."""
     block = interleave or intermediate
     blocks = torch.arange(2 * intermediate, device="cpu").view(-1, 2, block)
-    pairs = blocks.transpose(1, 2).reshape(-1, 2)[features.start : features.stop]  # the rows of gate and up for each feature
+    # the rows of gate and up for each feature
+    pairs = blocks.transpose(1, 2).reshape(-1, 2)[features.start : features.stop]
     return pairs.view(-1, interleave or len(pairs), 2).transpose(1, 2).flatten()
 
 
 def _rows_of(w: Quantized, rows: Tensor) -> Quantized:
-    """Rows of [E, N, K]. Each run's scale is kept for its remaining rows, or becomes one scale for each row if runs no longer fit."""
-    return w.of(runs_of(t, w.shape[1], rows) if part.of_matrix else as_bytes(t)[:, rows].view(t.dtype) for part, t in w.named())
+    """Rows of [E, N, K]. Each run's scale is kept for its remaining rows, or becomes one scale for
+    each row if runs no longer fit.
+    """
+    return w.of(
+        runs_of(t, w.shape[1], rows) if part.of_matrix else as_bytes(t)[:, rows].view(t.dtype)
+        for part, t in w.named()
+    )
 
 
 def _same_runs(scale: Tensor, n: int, rows: Tensor) -> bool:
-    """Whether a scale [E, S] of runs of n rows still has one entry for each run after only some rows are kept."""
+    """Whether a scale [E, S] of runs of n rows still has one entry for each run after only some
+    rows are kept.
+    """
     which = torch.arange(scale.shape[-1], device=rows.device)[None]
     return scale.dim() == 1 or runs_of(which, n, rows).tolist() == which.tolist()
 

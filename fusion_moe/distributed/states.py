@@ -1,7 +1,9 @@
-"""Shares of encoded weights in state dicts, so that torch.distributed.checkpoint knows which part of the whole each rank has.
+"""Shares of encoded weights in state dicts, so that torch.distributed.checkpoint knows which part
+of the whole each rank has.
 
-Whole experts are DTensors there, with the placement Shard(0). No placement describes a rank's features: the same rows of gate and up, in
-whole blocks, one more on some ranks. These are `Pieces`. In memory both are plain tensors, since kernels reorder and pad them.
+Whole experts are DTensors there, with the placement Shard(0). No placement describes a rank's
+features: the same rows of gate and up, in whole blocks, one more on some ranks. These are `Pieces`.
+In memory both are plain tensors, since kernels reorder and pad them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ from typing import Any
 
 import torch
 from torch import Size, Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -23,7 +29,14 @@ from ..errors import UnsupportedError
 def expert_shard(t: Tensor, mesh: DeviceMesh, experts: int) -> DTensor:
     """[E of a rank, ...] -> [E, ...] over all ranks of a mesh, in the same memory."""
     shape = Size((experts, *t.shape[1:]))
-    return DTensor.from_local(t, mesh, [Shard(0)], run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
+    return DTensor.from_local(
+        t,
+        mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
 
 
 class ExpertShards:
@@ -43,31 +56,55 @@ class ExpertShards:
         return expert_shard(t, self.mesh, self.experts)
 
     def share(self, name: str, t: Tensor) -> Tensor:
-        """This rank's share of a DTensor in any placement, of a tensor of all experts, or of this rank's experts."""
+        """This rank's share of a DTensor in any placement, of a tensor of all experts, or of this
+        rank's experts.
+        """
         if isinstance(t, DTensor):
             return t.redistribute(self.mesh, [Shard(0)]).to_local()
         return t[self.kept.start : self.kept.stop] if len(t) == self.experts else t
 
 
 class FeatureShards:
-    """For `Experts` with some of the features, of all experts or of some. See `nn.local.Sharding`."""
+    """For `Experts` with some of the features, of all experts or of some. See
+    `nn.local.Sharding`.
+    """
 
     adaptable = False
 
-    def __init__(self, experts: int, intermediate: int, features: range, rows: Tensor, scales: Mapping[str, Tensor], biased: bool):
-        """rows: the rows of gate_up on this rank. scales: those [E, S] scales of whole matrices that differ for these rows. biased: whether
-        down's bias is on this rank; other ranks have zeros.
+    def __init__(
+        self,
+        experts: int,
+        intermediate: int,
+        features: range,
+        rows: Tensor,
+        scales: Mapping[str, Tensor],
+        biased: bool,
+    ):
+        """rows: the rows of gate_up on this rank. scales: those [E, S] scales of whole matrices
+        that differ for these rows. biased: whether down's bias is on this rank; other ranks have
+        zeros.
         """
         self.experts, self.kept = experts, range(experts)
-        self.intermediate, self.features, self.rows, self.scales, self.biased = intermediate, features, rows, dict(scales), biased
+        self.intermediate, self.features, self.rows, self.scales, self.biased = (
+            intermediate,
+            features,
+            rows,
+            dict(scales),
+            biased,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureShards:
-        made = FeatureShards(self.experts, self.intermediate, self.features, self.rows, self.scales, self.biased)
+        made = FeatureShards(
+            self.experts, self.intermediate, self.features, self.rows, self.scales, self.biased
+        )
         return made.keep(self.kept)
 
     def keep(self, kept: range) -> FeatureShards:
         """The same for only some of the experts."""
-        self.scales = {name: t[kept.start - self.kept.start : kept.stop - self.kept.start].clone() for name, t in self.scales.items()}
+        self.scales = {
+            name: t[kept.start - self.kept.start : kept.stop - self.kept.start].clone()
+            for name, t in self.scales.items()
+        }
         self.kept = kept
         return self
 
@@ -77,7 +114,9 @@ class FeatureShards:
         shape, pieces = (self.experts, *t.shape[1:]), [((first, *[0] * (t.dim() - 1)), t)]
         if name.startswith("gate_up_proj"):
             shape = (self.experts, 2 * self.intermediate, *t.shape[2:])
-            pieces = [((first, row, *[0] * (t.dim() - 2)), t[:, here]) for row, here in runs(self.rows)]
+            pieces = [
+                ((first, row, *[0] * (t.dim() - 2)), t[:, here]) for row, here in runs(self.rows)
+            ]
         elif name.startswith("down_proj") and name != "down_proj_bias":
             shape = (*shape[:2], t.shape[2] * self.intermediate // len(self.features))
             pieces = [((first, 0, t.shape[2] * self.features.start // len(self.features)), t)]
@@ -86,7 +125,9 @@ class FeatureShards:
         return Pieces(Size(shape), t, pieces)
 
     def share(self, name: str, t: Tensor) -> Tensor:
-        """This rank's share of `Pieces` as `whole` made them; any other tensor is this rank's already."""
+        """This rank's share of `Pieces` as `whole` made them; any other tensor is this rank's
+        already.
+        """
         t = t.of_rank if isinstance(t, Pieces) else t
         if name not in self.scales:
             return t
@@ -117,13 +158,19 @@ def runs_of(scale: Tensor, n: int, rows: Tensor) -> Tensor:
 
 
 class Pieces(Tensor):
-    """Rectangles of a tensor that are on this rank; other ranks have the rest. Only for torch.distributed.checkpoint."""
+    """Rectangles of a tensor that are on this rank; other ranks have the rest. Only for
+    torch.distributed.checkpoint.
+    """
 
     of_rank: Tensor
     pieces: Sequence[tuple[Sequence[int], Tensor]]
 
-    def __new__(cls, shape: Size, of_rank: Tensor, pieces: Sequence[tuple[Sequence[int], Tensor]]) -> Pieces:
-        """shape: of the whole tensor. pieces: where each piece begins in the whole, and the pieces as views of of_rank."""
+    def __new__(
+        cls, shape: Size, of_rank: Tensor, pieces: Sequence[tuple[Sequence[int], Tensor]]
+    ) -> Pieces:
+        """shape: of the whole tensor. pieces: where each piece begins in the whole, and the pieces
+        as views of of_rank.
+        """
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=of_rank.dtype, device=of_rank.device)
         made.of_rank, made.pieces = of_rank, pieces
         return made
@@ -133,7 +180,11 @@ class Pieces(Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         todo = "save and load it with torch.distributed.checkpoint"
-        raise UnsupportedError(f"{func} of features that are divided between ranks", expected="a tensor in a state dict", todo=todo)
+        raise UnsupportedError(
+            f"{func} of features that are divided between ranks",
+            expected="a tensor in a state dict",
+            todo=todo,
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         where = ", ".join(f"{list(t.shape)} at {list(offset)}" for offset, t in self.pieces)
@@ -142,7 +193,11 @@ class Pieces(Tensor):
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.of_rank)
         return [
-            WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.shape))
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
             for chunk in self.__create_chunk_list__()
         ]
 

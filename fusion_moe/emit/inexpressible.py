@@ -19,7 +19,9 @@ class Inexpressible(UnsupportedError):
 
 @contextmanager
 def naming(op: Op) -> Iterator[None]:
-    """While an operation is written: a refusal that names no operation is attributed to it, or, if it is a view, to what reads it."""
+    """While an operation is written: a refusal that names no operation is attributed to it, or, if
+    it is a view, to what reads it.
+    """
     try:
         yield
     except Inexpressible:

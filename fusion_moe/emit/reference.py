@@ -1,6 +1,8 @@
-"""The reference backend: a segment in plain torch, by the definitions of its operations. Correct everywhere, fast nowhere.
+"""The reference backend: a segment in plain torch, by the definitions of its operations. Correct
+everywhere, fast nowhere.
 
-It computes everything for the target `reference`, and on other targets the single operations that have no kernel.
+It computes everything for the target `reference`, and on other targets the single operations that
+have no kernel.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Encodings: how weights are stored, as data. encoding.py defines the data model; nvfp4.py, mxfp4.py, mxfp8.py, int4.py and plain.py are
-the known encodings.
+"""Encodings: how weights are stored, as data. encoding.py defines the data model; nvfp4.py,
+mxfp4.py, mxfp8.py, int4.py and plain.py are the known encodings.
 
 >>> import torch
 >>> q = quantize(torch.tensor([[6.0, -3.0, 0.5, 0.0] * 4]), torch.tensor(1.0))
->>> [hex(b) for b in q.codes[0, :2].tolist()], q.block_scale.float().tolist()   # 7 is 6.0, 13 is -3.0, 1 is 0.5
+>>> # 7 is 6.0, 13 is -3.0, 1 is 0.5
+>>> [hex(b) for b in q.codes[0, :2].tolist()], q.block_scale.float().tolist()
 (['0xd7', '0x1'], [[1.0]])
 >>> dequantize(q)[0, :4].tolist()
 [6.0, -3.0, 0.5, 0.0]
@@ -11,9 +12,25 @@ the known encodings.
 (['codes', 'block_scale'], 4.25)
 """
 
-from .checks import check_block_scales, check_finite, check_matrix_scales, check_part_scales, check_parts
+from .checks import (
+    check_block_scales,
+    check_finite,
+    check_matrix_scales,
+    check_part_scales,
+    check_parts,
+)
 from .convert import dequantize, matrix_scale_of, quantize
-from .encoding import ENCODINGS, Element, Encoding, Part, Quantized, Scale, find, register, unregister
+from .encoding import (
+    ENCODINGS,
+    Element,
+    Encoding,
+    Part,
+    Quantized,
+    Scale,
+    find,
+    register,
+    unregister,
+)
 from .int4 import INT4
 from .mx_as_nv import mxfp4_as_nvfp4
 from .mxfp4 import MXFP4
@@ -22,7 +39,30 @@ from .nvfp4 import NVFP4
 from .plain import BF16, F16, F32
 
 __all__ = [
-    "BF16", "ENCODINGS", "F16", "F32", "INT4", "MXFP4", "MXFP8", "MXFP8_COLUMNS", "NVFP4", "Element", "Encoding", "Part", "Quantized",
-    "Scale", "check_block_scales", "check_finite", "check_matrix_scales", "check_part_scales", "check_parts", "dequantize", "find",
-    "matrix_scale_of", "mxfp4_as_nvfp4", "quantize", "register", "unregister",
-]  # fmt: skip
+    "BF16",
+    "ENCODINGS",
+    "F16",
+    "F32",
+    "INT4",
+    "MXFP4",
+    "MXFP8",
+    "MXFP8_COLUMNS",
+    "NVFP4",
+    "Element",
+    "Encoding",
+    "Part",
+    "Quantized",
+    "Scale",
+    "check_block_scales",
+    "check_finite",
+    "check_matrix_scales",
+    "check_part_scales",
+    "check_parts",
+    "dequantize",
+    "find",
+    "matrix_scale_of",
+    "mxfp4_as_nvfp4",
+    "quantize",
+    "register",
+    "unregister",
+]

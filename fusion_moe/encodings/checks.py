@@ -1,7 +1,8 @@
-"""Checks whether tensors are the parts of an encoding, and whether their values are ones that a quantizer can take or could have written.
+"""Checks whether tensors are the parts of an encoding, and whether their values are ones that a
+quantizer can take or could have written.
 
-Shapes, dtypes and devices are checked without reading values, so fake tensors work. `check_finite`, `check_block_scales` and
-`check_matrix_scales` read values and wait for the device.
+Shapes, dtypes and devices are checked without reading values, so fake tensors work. `check_finite`,
+`check_block_scales` and `check_matrix_scales` read values and wait for the device.
 """
 
 from __future__ import annotations
@@ -16,14 +17,22 @@ from .encoding import FLOATS, Encoding, Part, Scale
 from .nvfp4 import NVFP4
 
 
-def check_parts(tensors: Sequence[Tensor], encoding: Encoding = NVFP4, prefix: str = "", where: str = "") -> tuple[int, ...]:
-    """The logical shape (..., N, K) of parts that fit together; ShapeError, DtypeError or DeviceError naming the one that does not.
+def check_parts(
+    tensors: Sequence[Tensor], encoding: Encoding = NVFP4, prefix: str = "", where: str = ""
+) -> tuple[int, ...]:
+    """The logical shape (..., N, K) of parts that fit together; ShapeError, DtypeError or
+    DeviceError naming the one that does not.
 
-    `prefix` goes before the names of parts in messages ("b_" for an argument called b_codes), `where` before the message.
+    `prefix` goes before the names of parts in messages ("b_" for an argument called b_codes),
+    `where` before the message.
     """
     parts = encoding.parts
     if len(tensors) != len(parts):
-        raise ShapeError(f"{len(tensors)} tensors", expected=f"{encoding.name}: {', '.join(p.name for p in parts)}", where=where)
+        raise ShapeError(
+            f"{len(tensors)} tensors",
+            expected=f"{encoding.name}: {', '.join(p.name for p in parts)}",
+            where=where,
+        )
     names = [f"{prefix}{p.name}" for p in parts]
     for part, name, tensor in zip(parts, names, tensors, strict=True):
         _check_dtype(part, name, tensor, where)
@@ -31,7 +40,9 @@ def check_parts(tensors: Sequence[Tensor], encoding: Encoding = NVFP4, prefix: s
     for part, name, tensor in zip(parts[1:], names[1:], tensors[1:], strict=True):
         assert part.scale is not None
         if part.scale.block:
-            _check_block_scale(tensor, part, name, (*lead, n, k), (names[0], tensors[0]), encoding, where)
+            _check_block_scale(
+                tensor, part, name, (*lead, n, k), (names[0], tensors[0]), encoding, where
+            )
         else:
             check_matrix_scale(tensor, lead, n, part.scale, name, where)
     for name, tensor in zip(names[1:], tensors[1:], strict=True):
@@ -40,16 +51,30 @@ def check_parts(tensors: Sequence[Tensor], encoding: Encoding = NVFP4, prefix: s
 
 
 def _check_dtype(part: Part, name: str, tensor: Tensor, where: str) -> None:
-    if tensor.dtype == part.dtype or (part.dtype == torch.uint8 and tensor.dtype == torch.float4_e2m1fn_x2):
+    if tensor.dtype == part.dtype or (
+        part.dtype == torch.uint8 and tensor.dtype == torch.float4_e2m1fn_x2
+    ):
         return
     if part.scale is not None and not part.scale.block:
         todo = "pass the scale that the weight was quantized with; rounding it changes the weights"
-        raise DtypeError(f"{name} is {tensor.dtype}", expected=f"{part.dtype}", todo=todo, where=where)
+        raise DtypeError(
+            f"{name} is {tensor.dtype}", expected=f"{part.dtype}", todo=todo, where=where
+        )
     if part.scale is not None:
         todo = f"scales stored as bytes: {name}.view({part.dtype}), not a cast"
-        raise DtypeError(f"{name} is {tensor.dtype}", expected=f"{part.dtype}", todo=todo, where=where)
-    expected = "torch.uint8 (or torch.float4_e2m1fn_x2), two codes a byte" if part.dtype == torch.uint8 else f"{part.dtype}"
-    todo = "quantize floats with fusion_moe.encodings.quantize; view packed bytes as torch.uint8" if part.dtype == torch.uint8 else ""
+        raise DtypeError(
+            f"{name} is {tensor.dtype}", expected=f"{part.dtype}", todo=todo, where=where
+        )
+    expected = (
+        "torch.uint8 (or torch.float4_e2m1fn_x2), two codes a byte"
+        if part.dtype == torch.uint8
+        else f"{part.dtype}"
+    )
+    todo = (
+        "quantize floats with fusion_moe.encodings.quantize; view packed bytes as torch.uint8"
+        if part.dtype == torch.uint8
+        else ""
+    )
     raise DtypeError(f"{name} is {tensor.dtype}", expected=expected, todo=todo, where=where)
 
 
@@ -71,33 +96,49 @@ def _logical_shape(elements: Tensor, name: str, encoding: Encoding, where: str) 
 
 
 def _check_block_scale(
-    tensor: Tensor, part: Part, name: str, shape: tuple[int, ...], of: tuple[str, Tensor], encoding: Encoding, where: str
-) -> None:  # fmt: skip
+    tensor: Tensor,
+    part: Part,
+    name: str,
+    shape: tuple[int, ...],
+    of: tuple[str, Tensor],
+    encoding: Encoding,
+    where: str,
+) -> None:
     *lead, n, k = shape
     want = encoding.part_shape(part, lead, n, k)
     if tuple(tensor.shape) != want:
         assert part.scale is not None
         raise ShapeError(
             f"{name} is {list(tensor.shape)}",
-            expected=f"{list(want)}, one scale for {part.scale.block} codes of {of[0]} {list(of[1].shape)}",
+            expected=f"{list(want)}, one scale for {part.scale.block} codes of {of[0]} "
+            f"{list(of[1].shape)}",
             todo="undo a swizzle or padding with fusion_moe.layouts first: block scales are linear",
             where=where,
         )
 
 
-def check_matrix_scale(tensor: Tensor, lead: Sequence[int], n: int, scale: Scale, name: str = "", where: str = "") -> None:
+def check_matrix_scale(
+    tensor: Tensor, lead: Sequence[int], n: int, scale: Scale, name: str = "", where: str = ""
+) -> None:
     """Checks a scale [...] or [..., S] against the leading sizes and N of its matrices."""
     name = name or scale.part
     if tensor.dtype != scale.dtype:
         _check_dtype(Part(scale.part, scale.dtype, scale), name, tensor, where)
     shape = (*tensor.shape,)
     whole = shape == (*lead,)
-    split = len(shape) == len(lead) + 1 and shape[:-1] == (*lead,) and shape[-1] > 0 and n % shape[-1] == 0
+    split = (
+        len(shape) == len(lead) + 1
+        and shape[:-1] == (*lead,)
+        and shape[-1] > 0
+        and n % shape[-1] == 0
+    )
     if not (whole or split):
         raise ShapeError(
             f"{name} is {list(shape)}",
-            expected=f"{list(lead)} (one for each matrix) or {[*lead, 'S']} (one for each of S equal runs of its rows, S dividing N = {n})",
-            todo="expand a scale that all matrices share; it multiplies, so take the reciprocal of an encode scale (2688 / amax)",
+            expected=f"{list(lead)} (one for each matrix) or {[*lead, 'S']} (one for each of S "
+            f"equal runs of its rows, S dividing N = {n})",
+            todo="expand a scale that all matrices share; it multiplies, so take the reciprocal "
+            "of an encode scale (2688 / amax)",
             where=where,
         )
 
@@ -114,46 +155,72 @@ def check_same_device(first: Tensor, other: Tensor, name: str, where: str = "") 
 
 
 def check_floats(x: Tensor, encoding: Encoding, *, elements: bool = False) -> None:
-    """Raises unless x is float [..., N, K] with K in whole blocks; elements: each matrix must also have at least one element."""
+    """Raises unless x is float [..., N, K] with K in whole blocks; elements: each matrix must also
+    have at least one element.
+    """
     if x.dtype not in FLOATS:
         todo = "cast it, for example with x.float()"
-        raise DtypeError(f"x is {x.dtype}", expected="float32, bfloat16 or float16", todo=todo, where=encoding.name)
+        raise DtypeError(
+            f"x is {x.dtype}",
+            expected="float32, bfloat16 or float16",
+            todo=todo,
+            where=encoding.name,
+        )
     if x.dim() < 2:
         expected, todo = "[..., N, K], at least two dimensions", "x[None] makes one row"
         raise ShapeError(f"x is {list(x.shape)}", expected=expected, todo=todo, where=encoding.name)
     encoding.need_whole(x.shape[encoding.axis])
     if elements and 0 in x.shape[-2:]:
-        raise ShapeError(f"x is {list(x.shape)}", expected="at least one element in each matrix", where=encoding.name)
+        raise ShapeError(
+            f"x is {list(x.shape)}",
+            expected="at least one element in each matrix",
+            where=encoding.name,
+        )
 
 
-# Values ------------------------------------------------------------------------------------------------------------------
+# Values -------------------------------------------------------------------------------------------
 
 
 def check_block_scales(block_scale: Tensor, name: str = "block_scale") -> None:
-    """NonFiniteError if block scales contain NaN or infinity; for e4m3 also a negative number (and -0.0).
+    """NonFiniteError if block scales contain NaN or infinity; for e4m3 also a negative number (and
+    -0.0).
 
-    Wider scales may be negative: AutoRound makes the element of an integer block with the largest magnitude -8, whatever its sign. No
-    quantizer writes the others. For loading a checkpoint: kernels may store 8-bit scales in an unsigned type. Waits for the device.
+    Wider scales may be negative: AutoRound makes the element of an integer block with the largest
+    magnitude -8, whatever its sign. No quantizer writes the others. For loading a checkpoint:
+    kernels may store 8-bit scales in an unsigned type. Waits for the device.
     """
     nan, bad = _bad_scales(block_scale, name)
     if bad.any():
         count, signed = int(nan.sum()), block_scale.dtype in FLOATS
         raise _at_first(
-            bad, block_scale, name, f"{count} NaN or infinite" if signed else f"{count} NaN and {int(bad.sum()) - count} negative",
-            expected=f"block scales that are {'finite' if signed else 'numbers and not negative'}, as every quantizer writes them",
+            bad,
+            block_scale,
+            name,
+            f"{count} NaN or infinite"
+            if signed
+            else f"{count} NaN and {int(bad.sum()) - count} negative",
+            expected="block scales that are "
+            f"{'finite' if signed else 'numbers and not negative'}, as every quantizer "
+            "writes them",
             todo="the file is damaged, or these are bytes of another type or of another tensor",
-        )  # fmt: skip
+        )
 
 
 def _bad_scales(scale: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Where block scales [...] are not finite, and where no quantizer writes them -> bool [...], bool [...]."""
+    """Where block scales [...] are not finite, and where no quantizer writes them -> bool [...],
+    bool [...].
+    """
     if scale.dtype in FLOATS:
         nan = ~scale.isfinite()
         return nan, nan
     if scale.dtype not in _NAN_BYTES:
-        raise DtypeError(f"{name} is {scale.dtype}", expected=" or ".join(map(str, (*_NAN_BYTES, *FLOATS))))
+        raise DtypeError(
+            f"{name} is {scale.dtype}", expected=" or ".join(map(str, (*_NAN_BYTES, *FLOATS)))
+        )
     nan = bytes_of_nan(scale)
-    return nan, nan if scale.dtype == torch.float8_e8m0fnu else nan | (scale.view(torch.uint8) > 0x7F)
+    return nan, nan if scale.dtype == torch.float8_e8m0fnu else nan | (
+        scale.view(torch.uint8) > 0x7F
+    )
 
 
 _NAN_BYTES = {torch.float8_e4m3fn: (0x7F, 0xFF), torch.float8_e8m0fnu: (0xFF,)}
@@ -167,40 +234,58 @@ def bytes_of_nan(scale: Tensor) -> Tensor:
 
 
 def check_finite(x: Tensor, name: str = "x", encoding: Encoding = NVFP4) -> None:
-    """NonFiniteError if float x [...] contains NaN or infinity, with how many and where the first one is. Waits for the device.
+    """NonFiniteError if float x [...] contains NaN or infinity, with how many and where the first
+    one is. Waits for the device.
 
     encoding: the encoding to which x is to be quantized.
     """
-    if x.numel() and not torch.stack(x.aminmax()).isfinite().all():  # aminmax propagates NaN and needs no memory of x's size
+    # aminmax propagates NaN and needs no memory of x's size
+    if x.numel() and not torch.stack(x.aminmax()).isfinite().all():
         bad, nan = ~x.isfinite(), int(x.isnan().sum())
         raise _at_first(
-            bad, x, name, f"{nan} NaN and {int(bad.sum()) - nan} infinite",
-            expected=f"finite numbers to quantize to {encoding.name}{'' if encoding.plain else ', which has no NaN or infinity'}",
+            bad,
+            x,
+            name,
+            f"{nan} NaN and {int(bad.sum()) - nan} infinite",
+            expected="finite numbers to quantize to "
+            f"{encoding.name}{'' if encoding.plain else ', which has no NaN or infinity'}",
             todo=f"find what produced them, or replace them with torch.nan_to_num({name})",
-        )  # fmt: skip
+        )
 
 
 def check_matrix_scales(scale: Tensor, name: str = "decode_scale") -> None:
-    """NonFiniteError if float scales [...] contain NaN, infinity or a negative number. Waits for the device."""
+    """NonFiniteError if float scales [...] contain NaN, infinity or a negative number. Waits for
+    the device.
+    """
     bad = ~(scale.isfinite() & (scale >= 0))
     if bad.any():
         raise _at_first(
-            bad, scale, name, f"{int(bad.sum())} NaN, infinite or negative",
+            bad,
+            scale,
+            name,
+            f"{int(bad.sum())} NaN, infinite or negative",
             expected="decode scales, amax / 2688 each, or 0 for a matrix of zeros",
             todo="pass a scale that multiplies; or leave it out, to have it computed",
-        )  # fmt: skip
+        )
 
 
 def check_part_scales(part: Part, tensor: Tensor, name: str) -> None:
-    """`check_block_scales` or `check_matrix_scales` of a part that holds scales; elements are not checked."""
+    """`check_block_scales` or `check_matrix_scales` of a part that holds scales; elements are not
+    checked.
+    """
     if part.of_blocks:
         check_block_scales(tensor, name)
     elif part.of_matrix:
         check_matrix_scales(tensor, name)
 
 
-def _at_first(bad: Tensor, x: Tensor, name: str, found: str, *, expected: str, todo: str) -> NonFiniteError:
+def _at_first(
+    bad: Tensor, x: Tensor, name: str, found: str, *, expected: str, todo: str
+) -> NonFiniteError:
     """The error for x [...] at the first True of bad [...]."""
     first = tuple(bad.nonzero()[0].tolist())
-    found = f"{found} among the {x.numel()} elements of {name} {list(x.shape)}, the first at {first}: {x[first].float().item()}"
+    found = (
+        f"{found} among the {x.numel()} elements of {name} {list(x.shape)}, the first at "
+        f"{first}: {x[first].float().item()}"
+    )
     return NonFiniteError(found, expected=expected, todo=todo)

@@ -10,15 +10,24 @@ from .encoding import Element, Encoding, Quantized, Scale
 from .nvfp4 import NVFP4
 
 
-def quantize(x: Tensor, matrix_scale: Tensor | None = None, encoding: Encoding = NVFP4) -> Quantized:
-    """x float [..., N, K] -> its parts; NVFP4: codes u8 [..., N, K/2], block_scale e4m3 [..., N, K/16], decode_scale f32 [...] or [..., S].
+def quantize(
+    x: Tensor, matrix_scale: Tensor | None = None, encoding: Encoding = NVFP4
+) -> Quantized:
+    """x float [..., N, K] -> its parts; NVFP4: codes u8 [..., N, K/2], block_scale e4m3 [..., N,
+    K/16], decode_scale f32 [...] or [..., S].
 
-    matrix_scale: float32 [...] or [..., S] with S dividing N, if the encoding has one; None: `matrix_scale_of(x)`. Each encoding's file
-    says how its scales are chosen. A code is x / (scale_0 * scale_1 ...), rounded as its element type rounds. NaN and infinity are not
-    looked for, which would wait for the device: call `check_finite`. DtypeError, ShapeError and DeviceError name what does not fit.
+    matrix_scale: float32 [...] or [..., S] with S dividing N, if the encoding has one; None:
+    `matrix_scale_of(x)`. Each encoding's file says how its scales are chosen. A code is x /
+    (scale_0 * scale_1 ...), rounded as its element type rounds. NaN and infinity are not looked
+    for, which would wait for the device: call `check_finite`. DtypeError, ShapeError and
+    DeviceError name what does not fit.
     """
     check_floats(x, encoding)
-    if encoding.axis == -2 and encoding.element.per_item == len(encoding.scales) == 1 and encoding.block_scales:
+    if (
+        encoding.axis == -2
+        and encoding.element.per_item == len(encoding.scales) == 1
+        and encoding.block_scales
+    ):
         return _along_n(x, encoding)
     if encoding.axis == -2:
         turned = _transposed(quantize(x.mT, matrix_scale, _along_k(encoding)), encoding)
@@ -33,26 +42,30 @@ def quantize(x: Tensor, matrix_scale: Tensor | None = None, encoding: Encoding =
         parts.insert(0, made)
         step = step * _factor(made, scale, lead, n, k, encoding)
     blocks = x.reshape(*lead, n, *_blocks(encoding, k))
-    unit = torch.where(blocks.abs().amax(-1) == 0, 1.0, step)  # the value of a code of 1; avoids 0 / 0
+    # the value of a code of 1; avoids 0 / 0
+    unit = torch.where(blocks.abs().amax(-1) == 0, 1.0, step)
     codes = _coded((blocks / unit.unsqueeze(-1)).reshape(*lead, n, k), encoding.element)
     return Quantized(codes, *parts, encoding=encoding)
 
 
 def matrix_scale_of(x: Tensor, encoding: Encoding = NVFP4) -> Tensor:
-    """x float [..., N, K] -> f32 [...]: the scale of each matrix, amax / 2688 in NVFP4. A 2-D x gives a 0-d tensor.
+    """x float [..., N, K] -> f32 [...]: the scale of each matrix, amax / 2688 in NVFP4. A 2-D x
+    gives a 0-d tensor.
 
-    DtypeError unless x is float32, bfloat16 or float16; ShapeError if x has fewer than two dimensions or no elements.
+    DtypeError unless x is float32, bfloat16 or float16; ShapeError if x has fewer than two
+    dimensions or no elements.
     """
     check_floats(x, encoding, elements=True)
     return _rounded(x.abs().amax((-2, -1)).float(), encoding.scales[-1], 1.0)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The parts of `[..., N, K]` -> dtype [..., N, K]: `code * (scale_0 * scale_1 ...)` in float32, rounded once to dtype.
+    """The parts of `[..., N, K]` -> dtype [..., N, K]: `code * (scale_0 * scale_1 ...)` in float32,
+    rounded once to dtype.
 
-    The values equal those of ModelOpt, torchao, compressed-tensors and vLLM. Code 8 of E2M1 is -0.0, as in torchao, compressed-tensors
-    and ml_dtypes; in ModelOpt it is 0.0. All bytes of a scale have the meaning of its dtype: the sign counts, NaN gives NaN.
-    Raises as `check_parts`.
+    The values equal those of ModelOpt, torchao, compressed-tensors and vLLM. Code 8 of E2M1 is
+    -0.0, as in torchao, compressed-tensors and ml_dtypes; in ModelOpt it is 0.0. All bytes of a
+    scale have the meaning of its dtype: the sign counts, NaN gives NaN. Raises as `check_parts`.
     """
     encoding = q.encoding
     if encoding.axis == -2:
@@ -68,14 +81,18 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     return values.view(*lead, n, k).to(dtype)
 
 
-# Scales ------------------------------------------------------------------------------------------------------------------
+# Scales -------------------------------------------------------------------------------------------
 
 
-def _scale(x: Tensor, scale: Scale, outer: Tensor | float, given: Tensor | None, encoding: Encoding) -> Tensor:
+def _scale(
+    x: Tensor, scale: Scale, outer: Tensor | float, given: Tensor | None, encoding: Encoding
+) -> Tensor:
     """A scale of x, in its dtype: chosen, or the given one if it is the matrix's."""
     *lead, n, k = x.shape
     if scale.block:
-        return _rounded(x.reshape(*lead, n, k // scale.block, scale.block).abs().amax(-1).float(), scale, outer)
+        return _rounded(
+            x.reshape(*lead, n, k // scale.block, scale.block).abs().amax(-1).float(), scale, outer
+        )
     made = matrix_scale_of(x, encoding) if given is None else given
     check_matrix_scale(made, lead, n, scale)
     check_same_device(x, made, scale.part)
@@ -89,8 +106,12 @@ def _rounded(amax: Tensor, scale: Scale, outer: Tensor | float) -> Tensor:
     return wanted.to(scale.dtype)
 
 
-def _factor(part: Tensor, scale: Scale, lead: list[int], n: int, k: int, encoding: Encoding) -> Tensor:
-    """The factor of a scale -> f32 [..., N, blocks], with 1 where a dimension is shared; blocks: the finest of the encoding."""
+def _factor(
+    part: Tensor, scale: Scale, lead: list[int], n: int, k: int, encoding: Encoding
+) -> Tensor:
+    """The factor of a scale -> f32 [..., N, blocks], with 1 where a dimension is shared; blocks:
+    the finest of the encoding.
+    """
     value = part.float().reciprocal() if scale.divides else part.float()
     if not scale.block:
         return _per_row(value, lead, n)
@@ -99,7 +120,9 @@ def _factor(part: Tensor, scale: Scale, lead: list[int], n: int, k: int, encodin
 
 
 def _blocks(encoding: Encoding, k: int) -> tuple[int, int]:
-    """How many runs of elements along K share all of their scales, and how many elements each has."""
+    """How many runs of elements along K share all of their scales, and how many elements each
+    has.
+    """
     finest = min((s.block for s in encoding.block_scales), default=k)
     return (k // finest if finest else 1), finest
 
@@ -112,7 +135,7 @@ def _per_row(scale: Tensor, lead: list[int], n: int) -> Tensor:
     return scale[..., None].expand(*lead, runs, n // runs).reshape(*lead, n, 1)
 
 
-# Elements ----------------------------------------------------------------------------------------------------------------
+# Elements -----------------------------------------------------------------------------------------
 
 
 def _coded(x: Tensor, element: Element) -> Tensor:
@@ -127,21 +150,27 @@ def _coded(x: Tensor, element: Element) -> Tensor:
 
 
 def _values(codes: Tensor, element: Element) -> Tensor:
-    """The inverse of `_coded` -> f32 [..., K], new memory. One look-up decodes all elements of a byte: twice as fast as two look-ups."""
+    """The inverse of `_coded` -> f32 [..., K], new memory. One look-up decodes all elements of a
+    byte: twice as fast as two look-ups.
+    """
     if element.decode is None:
         return codes.float() if codes.dtype != torch.float32 else codes.clone()
     byte, mask = torch.arange(256, device=codes.device), 2**element.bits - 1
-    table = torch.stack([element.decode(byte >> i * element.bits & mask) for i in range(element.per_item)], -1).contiguous()
+    table = torch.stack(
+        [element.decode(byte >> i * element.bits & mask) for i in range(element.per_item)], -1
+    ).contiguous()
     wide = table.view({1: torch.float32, 2: torch.int64}[element.per_item]).view(256)
     found = wide.index_select(0, codes.view(torch.uint8).reshape(-1).int()).view(torch.float32)
     return found.view(*codes.shape[:-1], codes.shape[-1] * element.per_item)
 
 
-# Blocks along N ----------------------------------------------------------------------------------------------------------
+# Blocks along N -----------------------------------------------------------------------------------
 
 
 def _along_n(x: Tensor, encoding: Encoding) -> Quantized:
-    """x float [..., N, K] -> codes [..., N, K], block_scale [..., N/32, K], in their order in memory."""
+    """x float [..., N, K] -> codes [..., N, K], block_scale [..., N/32, K], in their order in
+    memory.
+    """
     (scale,) = encoding.scales
     blocks = x.unflatten(-2, (-1, scale.block))
     amax = blocks.abs().amax(-2).float()

@@ -1,9 +1,12 @@
-"""The data model of encodings: elements, the scales that multiply them, and the tensors that hold both.
+"""The data model of encodings: elements, the scales that multiply them, and the tensors that hold
+both.
 
-    element = code * (scale_0 * scale_1 * ...)        every product one float32 operation, in that order
+    element = code * (scale_0 * scale_1 * ...)        every product one float32 operation, in that
+    order
 
-A matrix `[..., N, K]` (N out-features, K in-features) is stored as the parts of its encoding: the elements, packed along K if they are
-narrower than a byte (the first one in the lowest bits), then each scale: one for each block of elements along K, or one for a whole matrix.
+A matrix `[..., N, K]` (N out-features, K in-features) is stored as the parts of its encoding: the
+elements, packed along K if they are narrower than a byte (the first one in the lowest bits), then
+each scale: one for each block of elements along K, or one for a whole matrix.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Element:
     """The type of an element.
 
-    bits: of its code; dtype: of the tensor that holds codes, uint8 if they are narrower than a byte; maximum: the largest number.
-    encode: float32 [...] -> uint8 [...], one code each, to nearest, ties to even, saturating at the maximum; decode: the inverse.
-    Both None: codes are numbers of `dtype`.
+    bits: of its code; dtype: of the tensor that holds codes, uint8 if they are narrower than a
+    byte; maximum: the largest number. encode: float32 [...] -> uint8 [...], one code each, to
+    nearest, ties to even, saturating at the maximum; decode: the inverse. Both None: codes are
+    numbers of `dtype`.
     """
 
     name: str
@@ -46,9 +50,10 @@ class Element:
 class Scale:
     """One of the factors of an element.
 
-    block: how many elements along K one scale covers; 0: a whole matrix, or each of S equal runs of its rows (gate and up keep their own).
-    divides: whether it is stored as a divisor. choose(amax, outer) -> float32: the scale for elements with this largest magnitude if the
-    scales around it multiply to `outer`; it is clamped to minimum .. maximum and rounded to dtype.
+    block: how many elements along K one scale covers; 0: a whole matrix, or each of S equal runs of
+    its rows (gate and up keep their own). divides: whether it is stored as a divisor. choose(amax,
+    outer) -> float32: the scale for elements with this largest magnitude if the scales around it
+    multiply to `outer`; it is clamped to minimum .. maximum and rounded to dtype.
     """
 
     part: str
@@ -62,7 +67,9 @@ class Scale:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of an encoded value: its name, its dtype, and the scale that it holds (None: the elements)."""
+    """A tensor of an encoded value: its name, its dtype, and the scale that it holds (None: the
+    elements).
+    """
 
     name: str
     dtype: torch.dtype
@@ -81,7 +88,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a matrix is stored. scales: from the finest to the coarsest. axis: the dimension along which blocks lie."""
+    """How a matrix is stored. scales: from the finest to the coarsest. axis: the dimension along
+    which blocks lie.
+    """
 
     name: str
     element: Element
@@ -97,7 +106,10 @@ class Encoding:
     def parts(self) -> tuple[Part, ...]:
         """The tensors of a value, in order."""
         elements = "codes" if self.element.encode else "values"
-        return (Part(elements, self.element.dtype), *(Part(s.part, s.dtype, s) for s in self.scales))
+        return (
+            Part(elements, self.element.dtype),
+            *(Part(s.part, s.dtype, s) for s in self.scales),
+        )
 
     @property
     def block_scales(self) -> tuple[Scale, ...]:
@@ -115,27 +127,41 @@ class Encoding:
         return self.element.bits + sum(8 * s.dtype.itemsize / s.block for s in self.block_scales)
 
     def packed(self, k: int) -> int:
-        """How many items along K hold k elements (int or SymInt). ShapeError if k is not a multiple of the block and blocks lie along K."""
+        """How many items along K hold k elements (int or SymInt). ShapeError if k is not a multiple
+        of the block and blocks lie along K.
+        """
         if self.axis == -1:
             self.need_whole(k)
         return k // self.element.per_item
 
     def elements(self, packed_k: int) -> int:
-        """How many elements along K are in packed_k items (int or SymInt): the inverse of `packed`."""
+        """How many elements along K are in packed_k items (int or SymInt): the inverse of
+        `packed`.
+        """
         return packed_k * self.element.per_item
 
     def blocks(self, k: int) -> int:
-        """How many block scales k elements (int or SymInt) have along K. ShapeError if k is not a multiple of the block."""
+        """How many block scales k elements (int or SymInt) have along K. ShapeError if k is not a
+        multiple of the block.
+        """
         self.need_whole(k)
         return k // self.block_scales[0].block if self.block_scales else 0
 
-    def part_shape(self, part: Part, lead: Sequence[Any], n: Any, k: int, runs: int = 0) -> tuple[Any, ...]:
-        """The shape of a part of a `[*lead, N, K]`, in linear order. runs: S for a scale of runs of rows, 0 for one scale a matrix."""
+    def part_shape(
+        self, part: Part, lead: Sequence[Any], n: Any, k: int, runs: int = 0
+    ) -> tuple[Any, ...]:
+        """The shape of a part of a `[*lead, N, K]`, in linear order. runs: S for a scale of runs of
+        rows, 0 for one scale a matrix.
+        """
         if part.scale is None:
             return (*lead, n, self.packed(k))
         if part.scale.block:
             self.need_whole(n if self.axis == -2 else k)
-            return (*lead, n // part.scale.block, k) if self.axis == -2 else (*lead, n, k // part.scale.block)
+            return (
+                (*lead, n // part.scale.block, k)
+                if self.axis == -2
+                else (*lead, n, k // part.scale.block)
+            )
         return (*lead, runs) if runs else tuple(lead)
 
     def need_whole(self, size: int, name: str = "") -> None:
@@ -145,13 +171,16 @@ class Encoding:
             raise ShapeError(
                 f"{name} = {size}",
                 expected=f"a multiple of {self.block}, the block of {self.name}",
-                todo=f"pad {name} with zeros to a multiple of {self.block}, or keep this weight in floating point",
+                todo=f"pad {name} with zeros to a multiple of {self.block}, or keep this weight "
+                "in floating point",
                 where=self.name,
             )
 
 
 class Quantized(tuple[Tensor, ...]):
-    """A matrix `[..., N, K]` as the parts of its encoding: a tuple of the parts, which are also attributes by their names."""
+    """A matrix `[..., N, K]` as the parts of its encoding: a tuple of the parts, which are also
+    attributes by their names.
+    """
 
     encoding: Encoding
 
@@ -160,7 +189,10 @@ class Quantized(tuple[Tensor, ...]):
         made = super().__new__(cls, parts)
         made.encoding = encoding or ENCODINGS["nvfp4"]
         if len(parts) != len(made.encoding.parts):
-            raise ShapeError(f"{len(parts)} parts of {made.encoding.name}", expected=", ".join(p.name for p in made.encoding.parts))
+            raise ShapeError(
+                f"{len(parts)} parts of {made.encoding.name}",
+                expected=", ".join(p.name for p in made.encoding.parts),
+            )
         return made
 
     def __getnewargs_ex__(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
@@ -174,7 +206,11 @@ class Quantized(tuple[Tensor, ...]):
 
     def named(self) -> Iterator[tuple[Part, Tensor]]:
         """Each part with its tensor."""
-        return zip(self.__dict__["encoding"].parts if "encoding" in self.__dict__ else (), self, strict=False)
+        return zip(
+            self.__dict__["encoding"].parts if "encoding" in self.__dict__ else (),
+            self,
+            strict=False,
+        )
 
     @property
     def elements(self) -> Tensor:
@@ -210,9 +246,15 @@ def register(encoding: Encoding) -> Encoding:
     """
     names = [part.name for part in encoding.parts]
     if len(set(names)) < len(names):
-        raise OptionError(f"the parts {', '.join(names)} of {encoding.name}", expected="a name for each")
+        raise OptionError(
+            f"the parts {', '.join(names)} of {encoding.name}", expected="a name for each"
+        )
     if ENCODINGS.setdefault(encoding.name, encoding) != encoding:
-        raise OptionError(f"another encoding called {encoding.name!r}", expected="an unused name", todo="unregister it first")
+        raise OptionError(
+            f"another encoding called {encoding.name!r}",
+            expected="an unused name",
+            todo="unregister it first",
+        )
     return encoding
 
 
@@ -224,5 +266,9 @@ def unregister(name: str) -> None:
 def find(name: str) -> Encoding:
     """The encoding called `name`. OptionError if there is none."""
     if name not in ENCODINGS:
-        raise OptionError(f"encoding {name!r}", expected=f"one of {', '.join(ENCODINGS)}", todo="fusion_moe.encodings.register adds one")
+        raise OptionError(
+            f"encoding {name!r}",
+            expected=f"one of {', '.join(ENCODINGS)}",
+            todo="fusion_moe.encodings.register adds one",
+        )
     return ENCODINGS[name]

@@ -1,13 +1,15 @@
-"""MXFP8: E4M3 elements and a power-of-two scale for every 32 of them. Transformer Engine multiplies in it, forward and backward.
+"""MXFP8: E4M3 elements and a power-of-two scale for every 32 of them. Transformer Engine multiplies
+in it, forward and backward.
 
     codes        float8_e4m3fn  [..., N, K]
     block_scale  float8_e8m0fnu [..., N, K/32]  mxfp8: blocks along K
                                 [..., N/32, K]  mxfp8_columns: blocks along N
 
-The scale is amax * float32(1/448), rounded up to a power of two: the largest code lies in (224, 448]. Blocks of zeros and values below
-2^-127 get 2^-127, infinity gets 2^127, and NaN gets a scale of NaN. Codes are rounded to nearest, ties to even, and saturate beyond 448.
-Source: Transformer Engine, common/util/ptx.cuh and its casts to MXFP8; torchao's `to_mx` with ScaleCalculationMode.RCEIL has equal
-scales, and equal codes where amax is above 2.7e-36.
+The scale is amax * float32(1/448), rounded up to a power of two: the largest code lies in (224,
+448]. Blocks of zeros and values below 2^-127 get 2^-127, infinity gets 2^127, and NaN gets a scale
+of NaN. Codes are rounded to nearest, ties to even, and saturate beyond 448. Source: Transformer
+Engine, common/util/ptx.cuh and its casts to MXFP8; torchao's `to_mx` with
+ScaleCalculationMode.RCEIL has equal scales, and equal codes where amax is above 2.7e-36.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _HALF_SUBNORMAL = 0x400000  # mantissa bits of 2^-127, the smallest scale
 
 
 def encode(x: Tensor) -> Tensor:
-    """x f32 [...] -> float8_e4m3fn [...], to nearest, ties to even; values beyond 448 become 448. NaN stays NaN."""
+    """x f32 [...] -> float8_e4m3fn [...], to nearest, ties to even; values beyond 448 become 448.
+    NaN stays NaN.
+    """
     return x.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
 
 

@@ -1,4 +1,6 @@
-"""Compiles a graph with the pass: by Inductor, or, without Inductor's code generation, to run its calls one by one."""
+"""Compiles a graph with the pass: by Inductor, or, without Inductor's code generation, to run its
+calls one by one.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,25 @@ from .inductor_config import inductor_config
 from .log_found import log
 
 
-def compile_with(fusion_pass: FusionPass, model: GraphModule, inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any]) -> Any:
-    """Compiles a graph by Inductor with this pass; without a host compiler, without Inductor's code generation."""
+def compile_with(
+    fusion_pass: FusionPass,
+    model: GraphModule,
+    inputs: Sequence[Any],
+    mode: str | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """Compiles a graph by Inductor with this pass; without a host compiler, without Inductor's code
+    generation.
+    """
     patches = {**inductor_config(mode, options), "post_grad_custom_pre_pass": fusion_pass}
     if "cpu" in _device_types(inputs) and not has_compiler():
         return compile_calls(fusion_pass, model, inputs)
     return compile_fx(model, inputs, config_patches=patches)
 
 
-def compile_calls(fusion_pass: Callable[[Graph, bool], None], model: GraphModule, inputs: Sequence[Any]) -> Any:
+def compile_calls(
+    fusion_pass: Callable[[Graph, bool], None], model: GraphModule, inputs: Sequence[Any]
+) -> Any:
     """Decomposes a graph like Inductor, gives it to the pass, and makes it run call by call."""
 
     def inner(gm: GraphModule, example_inputs: Sequence[Any], **about: Any) -> Any:
@@ -39,7 +51,9 @@ def compile_calls(fusion_pass: Callable[[Graph, bool], None], model: GraphModule
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    return compile_fx(model, inputs, inner_compile=inner, config_patches={"force_disable_caches": True})
+    return compile_fx(
+        model, inputs, inner_compile=inner, config_patches={"force_disable_caches": True}
+    )
 
 
 @functools.cache
@@ -51,7 +65,10 @@ def has_compiler() -> bool:
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        log.warning("no C++ compiler found: Inductor compiles nothing, what is around the fusions runs call by call; install g++")
+        log.warning(
+            "no C++ compiler found: Inductor compiles nothing, what is around the fusions "
+            "runs call by call; install g++"
+        )
         return False
     return True
 

@@ -1,4 +1,6 @@
-"""Helpers for Dynamo: errors that reach the user as they were raised, and functions with separate compiled code."""
+"""Helpers for Dynamo: errors that reach the user as they were raised, and functions with separate
+compiled code.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _QUOTED = re.compile(r'File "(.+)", line (\d+), in (.+)\n\s*(.+)')
 
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls another. Dynamo stores compiled code with a function's code: this one has its own, which is freed with it."""
+    """A function that calls another. Dynamo stores compiled code with a function's code: this one
+    has its own, which is freed with it.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -27,20 +31,33 @@ def apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def first_break(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str, str] | None:
-    """Why Dynamo breaks the graph of a call first, and the line that is to blame; None if it does not."""
+    """Why Dynamo breaks the graph of a call first, and the line that is to blame; None if it does
+    not.
+    """
     try:
-        torch.compile(apart(function), backend="eager", fullgraph=True, dynamic=False)(*args, **kwargs)
-    except Exception as error:  # Dynamo's, or that of a size that depends on data; each quotes the user's code
+        torch.compile(apart(function), backend="eager", fullgraph=True, dynamic=False)(
+            *args, **kwargs
+        )
+    # Dynamo's, or that of a size that depends on data; each quotes the user's code
+    except Exception as error:
         reason, *more = (line.strip() for line in str(error).splitlines() if line.strip())
-        explained = (line.removeprefix("Explanation: ") for line in more if line.startswith("Explanation: "))
+        explained = (
+            line.removeprefix("Explanation: ") for line in more if line.startswith("Explanation: ")
+        )
         lines = _QUOTED.findall(str(error))
-        place = f"{Path(lines[-1][0]).name}:{lines[-1][1]}, in {lines[-1][2]}: {lines[-1][3]}" if lines else ""
+        place = (
+            f"{Path(lines[-1][0]).name}:{lines[-1][1]}, in {lines[-1][2]}: {lines[-1][3]}"
+            if lines
+            else ""
+        )
         return ": ".join((reason, *islice(explained, 1))), place
     return None
 
 
 class _PassedOn(ShortenTraceback):
-    """An error that Dynamo passes to the user unchanged. It wraps other errors of a backend in a BackendCompilerFailed."""
+    """An error that Dynamo passes to the user unchanged. It wraps other errors of a backend in a
+    BackendCompilerFailed.
+    """
 
     first_useful_frame = None  # the whole traceback
 

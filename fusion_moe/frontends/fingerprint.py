@@ -1,8 +1,10 @@
-"""Digests of what compiled code depends on: equal in all processes that would compile the same code, and different otherwise.
+"""Digests of what compiled code depends on: equal in all processes that would compile the same
+code, and different otherwise.
 
-They are part of Inductor's cache keys. A user's function counts as it is in memory, with the values that it reads, since its file may have
-changed after its import; files count too, for what is found by a computed name. Code is compared as instructions and constants: `marshal`
-writes equal code differently, depending on what else holds its constants; line numbers do not count.
+They are part of Inductor's cache keys. A user's function counts as it is in memory, with the values
+that it reads, since its file may have changed after its import; files count too, for what is found
+by a computed name. Code is compared as instructions and constants: `marshal` writes equal code
+differently, depending on what else holds its constants; line numbers do not count.
 """
 
 from __future__ import annotations
@@ -23,14 +25,36 @@ from torch._ops import OperatorBase
 
 from ..translate import BUILTIN
 
-_PLAIN = (int, float, complex, str, bytes, bool, range, type(None), type(Ellipsis), type(NotImplemented), torch.dtype)
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bool,
+    range,
+    type(None),
+    type(Ellipsis),
+    type(NotImplemented),
+    torch.dtype,
+)
 _LIBRARY = Path(__file__).parents[1]
 _BY_NAME = ("torch", _LIBRARY.name, BUILTIN)  # keys contain torch's version, and `of_library`
 _STANDARD = Path(functools.__file__).parent
-_STATE = ("os", "posix", "sys", "io", "_io", "pathlib", "importlib", "subprocess", "random", "time")  # what these return is in no digest
-_ANYTHING = ("eval", "exec", "globals", "__import__")  # builtins that read what no name in the code tells
+# what these return is in no digest
+_STATE = ("os", "posix", "sys", "io", "_io", "pathlib", "importlib", "subprocess", "random", "time")
+# builtins that read what no name in the code tells
+_ANYTHING = ("eval", "exec", "globals", "__import__")
 _COMPUTED = frozenset({"getattr", "vars", "__dict__"})  # with a module: likewise
-_OF_CLASSES = ("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__", "__annotations__")
+_OF_CLASSES = (
+    "__dict__",
+    "__weakref__",
+    "__doc__",
+    "__module__",
+    "__firstlineno__",
+    "__static_attributes__",
+    "__annotations__",
+)
 Names = frozenset[str]
 
 
@@ -47,11 +71,13 @@ def of_library() -> str:
 
 
 def of_function(function: Callable[..., Any]) -> str:
-    """A digest of a translator: its code, its defaults, and the values that it closes over or reads from modules.
+    """A digest of a translator: its code, its defaults, and the values that it closes over or reads
+    from modules.
 
-    Functions and classes among these values count in the same way, and with their source files. Those of torch, of this library and of the
-    standard library count by their names. NoFingerprint if a value is neither plain data nor a function, class or module, or is read from
-    the environment.
+    Functions and classes among these values count in the same way, and with their source files.
+    Those of torch, of this library and of the standard library count by their names. NoFingerprint
+    if a value is neither plain data nor a function, class or module, or is read from the
+    environment.
     """
     try:
         return _digest(_of_value(function, frozenset(), set()))
@@ -72,8 +98,13 @@ def _of_value(value: Any, names: Names, seen: set[Any]) -> Iterator[str]:
     elif kind is CodeType:
         if any(step.opname == "IMPORT_NAME" for step in dis.get_instructions(value)):
             raise NoFingerprint(f"an import inside of {value.co_name}")
-        yield f"code {value.co_code!r} {value.co_names} {value.co_varnames} {value.co_cellvars} {value.co_freevars} {value.co_flags}"
-        yield from _of_value((value.co_consts, getattr(value, "co_exceptiontable", b"")), names, seen)
+        yield (
+            f"code {value.co_code!r} {value.co_names} {value.co_varnames} {value.co_cellvars} "
+            f"{value.co_freevars} {value.co_flags}"
+        )
+        yield from _of_value(
+            (value.co_consts, getattr(value, "co_exceptiontable", b"")), names, seen
+        )
     elif isinstance(value, OperatorBase):
         yield f"operation {value}"
     elif isinstance(value, (FunctionType, BuiltinFunctionType, type, ModuleType)):
@@ -105,7 +136,9 @@ def _of_definition(value: Any, names: Names, seen: set[Any]) -> Iterator[str]:
     seen.add((id(value), names))
     if isinstance(value, FunctionType):
         yield from _of_function(value, seen)
-    elif isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, (ModuleType, type(None))):
+    elif isinstance(value, BuiltinFunctionType) and not isinstance(
+        value.__self__, (ModuleType, type(None))
+    ):
         yield from _of_value(value.__self__, names, seen)
     elif not _counts_by_name(module):
         yield _of_source(module)
@@ -115,7 +148,11 @@ def _of_definition(value: Any, names: Names, seen: set[Any]) -> Iterator[str]:
         elif isinstance(value, ModuleType):
             if names & _COMPUTED or "__getattr__" in vars(value):
                 raise NoFingerprint(f"computed names in the module {module}")
-            yield from _of_value({name: vars(value)[name] for name in sorted(names & vars(value).keys())}, names, seen)
+            yield from _of_value(
+                {name: vars(value)[name] for name in sorted(names & vars(value).keys())},
+                names,
+                seen,
+            )
 
 
 def _of_function(function: FunctionType, seen: set[Any]) -> Iterator[str]:
@@ -123,13 +160,18 @@ def _of_function(function: FunctionType, seen: set[Any]) -> Iterator[str]:
     try:
         closed = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:
-        raise NoFingerprint(f"a variable of {function.__qualname__} that is not assigned yet") from None
+        raise NoFingerprint(
+            f"a variable of {function.__qualname__} that is not assigned yet"
+        ) from None
     yield from _of_value((closed, vars(function)), names, seen)
-    where = (str(function.__module__), str(function.__globals__.get("__name__")))  # a decorator may give a function another module
+    # a decorator may give a function another module
+    where = (str(function.__module__), str(function.__globals__.get("__name__")))
     if all(_counts_by_name(module) for module in where):
         return
     yield from map(_of_source, where)
-    yield from _of_value((function.__code__, function.__defaults__, function.__kwdefaults__), names, seen)
+    yield from _of_value(
+        (function.__code__, function.__defaults__, function.__kwdefaults__), names, seen
+    )
     read = {**vars(builtins), **function.__globals__}
     for name in sorted(names & read.keys()):
         if name in _ANYTHING and read[name] is getattr(builtins, name, None):
@@ -142,11 +184,15 @@ def _of_function(function: FunctionType, seen: set[Any]) -> Iterator[str]:
 
 def _names(code: CodeType) -> Names:
     """All names that code and its inner functions have for globals, attributes and imports."""
-    return frozenset(code.co_names).union(*[_names(const) for const in code.co_consts if isinstance(const, CodeType)])
+    return frozenset(code.co_names).union(
+        *[_names(const) for const in code.co_consts if isinstance(const, CodeType)]
+    )
 
 
 def _counts_by_name(module: str) -> bool:
-    """Whether what a module defines is the same wherever a key is the same. NoFingerprint if that depends on the environment."""
+    """Whether what a module defines is the same wherever a key is the same. NoFingerprint if that
+    depends on the environment.
+    """
     root = module.split(".")[0]
     if root in _BY_NAME:
         return True
@@ -165,8 +211,14 @@ def _of_source(module: str) -> str:
 
 
 def _of_files(root: Path) -> str:
-    files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in (".py", ".cpp", ".cu", ".h", ".cuh"))
-    return _digest(f"{p.relative_to(root)} {hashlib.sha256(p.read_bytes()).hexdigest()}" for p in files)
+    files = (
+        [root]
+        if root.is_file()
+        else sorted(p for p in root.rglob("*") if p.suffix in (".py", ".cpp", ".cu", ".h", ".cuh"))
+    )
+    return _digest(
+        f"{p.relative_to(root)} {hashlib.sha256(p.read_bytes()).hexdigest()}" for p in files
+    )
 
 
 def _digest(parts: Iterable[str]) -> str:

@@ -1,4 +1,6 @@
-"""Expert weights that are compiled in floating point, and advice about them, so that nobody has to find out from a profile."""
+"""Expert weights that are compiled in floating point, and advice about them, so that nobody has to
+find out from a profile.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,38 @@ _IN_SOURCE = re.compile(r"_(?:modules|parameters)\['([^']+)'\]")
 
 
 def float_experts(model: GraphModule) -> tuple[str, ...]:
-    """The names of the 3-D float parameters that a Dynamo graph takes; none if it calls operations of this library or of users.
+    """The names of the 3-D float parameters that a Dynamo graph takes; none if it calls operations
+    of this library or of users.
 
-    Such operations take such weights on purpose, for training. What a graph writes is an optimizer's, or its own. Experts that a graph
-    break leaves to Python are in no graph and not found.
+    Such operations take such weights on purpose, for training. What a graph writes is an
+    optimizer's, or its own. Experts that a graph break leaves to Python are in no graph and not
+    found.
     """
     ours = {t.op.rsplit(".", 1)[0] for t in translate.registered() if not t.op.startswith("aten::")}
     nodes = [n for m in model.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
     if any(_operation(n) in ours for n in nodes):
         return ()
     written = {m for n in nodes if _writes(n) for m in n.all_input_nodes}
-    return tuple(dict.fromkeys(_name(n) for n in model.graph.nodes if n not in written and not _writes(n) and _is_experts(n)))
+    return tuple(
+        dict.fromkeys(
+            _name(n)
+            for n in model.graph.nodes
+            if n not in written and not _writes(n) and _is_experts(n)
+        )
+    )
 
 
 def experts_outside(model: Any) -> tuple[str, ...]:
-    """The names of the 3-D float parameters of a module, and of its lists of experts: for those of which no graph was captured."""
+    """The names of the 3-D float parameters of a module, and of its lists of experts: for those of
+    which no graph was captured.
+    """
     if not isinstance(model, torch.nn.Module):
         return ()
-    lists = (name for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and name.endswith("experts"))
+    lists = (
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, torch.nn.ModuleList) and name.endswith("experts")
+    )
     return (*(name for name, p in model.named_parameters() if _may_be_experts(p)), *lists)
 
 
@@ -44,7 +60,8 @@ def advice(names: Sequence[str]) -> str:
     """The advice about such weights."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
-        f"expert weights in floating point: {', '.join(names[:_SHOWN])}{more}; fusion_moe.quantize_(model) packs them in NVFP4; "
+        f"expert weights in floating point: {', '.join(names[:_SHOWN])}{more}; "
+        "fusion_moe.quantize_(model) packs them in NVFP4; "
         'to train them, import fusion_moe.transformers and set experts_implementation="fusion_moe"'
     )
 
@@ -63,9 +80,15 @@ def _operation(n: Node) -> str:
 
 
 def _writes(n: Node) -> bool:
-    """Whether a call changes its arguments: by torch's convention its name then ends in an underscore."""
+    """Whether a call changes its arguments: by torch's convention its name then ends in an
+    underscore.
+    """
     name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
-    return n.op.startswith("call_") and name.partition(".")[0].endswith("_") and not name.endswith("__")
+    return (
+        n.op.startswith("call_")
+        and name.partition(".")[0].endswith("_")
+        and not name.endswith("__")
+    )
 
 
 def _is_experts(n: Node) -> bool:

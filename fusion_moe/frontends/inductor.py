@@ -1,7 +1,9 @@
-"""torch.compile: a post-grad pass of Inductor replaces each region of translated calls by one `fusion_moe::run` call.
+"""torch.compile: a post-grad pass of Inductor replaces each region of translated calls by one
+`fusion_moe::run` call.
 
-    torch.compile(model, backend="fusion_moe")     Inductor and this pass; takes mode and options as Inductor does
-    fusion_moe.enable()                            the pass in every torch.compile of the process; import alone changes nothing
+    torch.compile(model, backend="fusion_moe")     Inductor and this pass; takes mode and options as
+    Inductor does fusion_moe.enable()                            the pass in every torch.compile of
+    the process; import alone changes nothing
 
 Without a host compiler the same pass runs, and everything outside of the regions runs call by call.
 """
@@ -30,10 +32,17 @@ from .log_found import is_logged, log_found
 from .regions import Found, find_regions
 
 
-def backend(model: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Any:
+def backend(
+    model: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
     """`torch.compile(..., backend="fusion_moe", mode=..., options=...)`: Inductor with the pass.
 
-    options: Inductor's, and ours as "fusion_moe.<name>" (see options.py). OptionError for an unknown one.
+    options: Inductor's, and ours as "fusion_moe.<name>" (see options.py). OptionError for an
+    unknown one.
     """
     own, rest = separate(options or {})
     try:
@@ -42,18 +51,25 @@ def backend(model: GraphModule, inputs: Sequence[Any], *, mode: str | None = Non
         warn_of_float_experts(model)
         compiled, found = keep(model, switched), list[Found]()
         with waiting("compiling a graph"):
-            made = compile_with(FusionPass(switched, found.append, passes_set(rest)), model, inputs, mode, rest)
-        if not found and compiled and is_logged():  # the pass was not called: the code came from a cache
-            compiled.again(compile_calls, lambda graph, *_: log_found(find_regions(graph, switched)))
+            made = compile_with(
+                FusionPass(switched, found.append, passes_set(rest)), model, inputs, mode, rest
+            )
+        # the pass was not called: the code came from a cache
+        if not found and compiled and is_logged():
+            compiled.again(
+                compile_calls, lambda graph, *_: log_found(find_regions(graph, switched))
+            )
         return made
     except Error as error:
         raise as_it_is(error) from error.__cause__
 
 
 def enable() -> None:
-    """Adds the pass to every torch.compile with Inductor in this process, under the options now in force, before passes already set.
+    """Adds the pass to every torch.compile with Inductor in this process, under the options now in
+    force, before passes already set.
 
-    Called again, it only updates the options. Code that is already compiled stays as it is: `torch._dynamo.reset()` discards it.
+    Called again, it only updates the options. Code that is already compiled stays as it is:
+    `torch._dynamo.reset()` discards it.
     """
     config.post_grad_custom_pre_pass = FusionPass(switches.current(), then=passes_set({}))
 
@@ -61,10 +77,14 @@ def enable() -> None:
 def disable() -> None:
     """Undoes `enable`; passes that others have set stay."""
     others = passes_set({})
-    config.post_grad_custom_pre_pass = list(others) if len(others) > 1 else others[0] if others else None
+    config.post_grad_custom_pre_pass = (
+        list(others) if len(others) > 1 else others[0] if others else None
+    )
 
 
 def _check_target(with_: Options, inputs: Sequence[Any]) -> None:
     """UnsupportedError if the compiled code could not run."""
-    for device in {t.device for t in inputs if isinstance(t, torch.Tensor)} or {torch.device("cpu")}:
+    for device in {t.device for t in inputs if isinstance(t, torch.Tensor)} or {
+        torch.device("cpu")
+    }:
         target.check_device(target.find(with_.target, device), device, "torch.compile")

@@ -1,6 +1,8 @@
-"""Checks whether a translator computes what its operation does: both run on the same tensors, the translation in plain torch.
+"""Checks whether a translator computes what its operation does: both run on the same tensors, the
+translation in plain torch.
 
-The option `check` does this with random tensors for every call that a user's translator accepts; `fusion_moe.testing` checks more.
+The option `check` does this with random tensors for every call that a user's translator accepts;
+`fusion_moe.testing` checks more.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _ANOTHER = 0.03  # a difference that two roundings, or two orders of a sum, do n
 
 @dataclass(frozen=True)
 class Translated:
-    """A translated call. inputs: the tensors that the Fusion reads, packed codes as bytes; want: the results of the operation."""
+    """A translated call. inputs: the tensors that the Fusion reads, packed codes as bytes; want:
+    the results of the operation.
+    """
 
     fusion: Fusion
     inputs: tuple[Tensor, ...]
@@ -41,9 +45,14 @@ class Translated:
 
 
 def compared(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], rtol: float | None = None, atol: float | None = None
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> Translated:
-    """A call on real tensors whose body, fake and translator agree. TranslatorError if they disagree, Untranslatable if it is refused.
+    """A call on real tensors whose body, fake and translator agree. TranslatorError if they
+    disagree, Untranslatable if it is refused.
 
     rtol, atol: tolerances, as in torch.testing.assert_close.
     """
@@ -51,38 +60,62 @@ def compared(
     fakes = _results(_on_fakes(op, args, kwargs))
     want = _results(op(*args, **kwargs))
     if _forms(want) != _forms(fakes):
-        raise TranslatorError(f"{op} returns {_forms(want)}", expected=f"{_forms(fakes)}, as its fake returns", todo="fix the fake")
+        raise TranslatorError(
+            f"{op} returns {_forms(want)}",
+            expected=f"{_forms(fakes)}, as its fake returns",
+            todo="fix the fake",
+        )
     fusion, inputs = _translation(translator, *_as_in_graphs(op, args, kwargs), fakes)
     same(translator, "in plain torch", fusion.evaluate(*inputs), want, rtol, atol)
     return Translated(fusion, inputs, want)
 
 
 def found(op: OpOverload) -> Translator:
-    """The translator of an operation. TranslatorError if there is none, or if the operation writes into its arguments."""
+    """The translator of an operation. TranslatorError if there is none, or if the operation writes
+    into its arguments.
+    """
     translator = translate.find(op.name())
     if translator is None or op._schema.is_mutable:
-        why = "has no translator" if translator is None else "mutates its arguments, and a fusion only returns new tensors"
-        raise TranslatorError(f"{op} {why}", expected="an operation that returns new tensors, with a translator")
+        why = (
+            "has no translator"
+            if translator is None
+            else ("mutates its arguments, and a fusion only returns new tensors")
+        )
+        raise TranslatorError(
+            f"{op} {why}", expected="an operation that returns new tensors, with a translator"
+        )
     return translator
 
 
 def same(
-    translator: Translator, what: str, got: Sequence[Tensor], want: Sequence[Tensor], rtol: float | None = None, atol: float | None = None
+    translator: Translator,
+    what: str,
+    got: Sequence[Tensor],
+    want: Sequence[Tensor],
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> None:
-    """TranslatorError if results of a translation are not close to those of the operation. what: how they were computed."""
+    """TranslatorError if results of a translation are not close to those of the operation. what:
+    how they were computed.
+    """
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         try:
             torch.testing.assert_close(a, fp4_as_bytes(b), rtol=rtol, atol=atol, equal_nan=True)
         except AssertionError as error:
             differs = " ".join(str(error).split())
             raise TranslatorError(
-                f"the translator of {translator.op}, {what}, differs from the operation in output {i}: {differs}",
-                expected="the operation's values", todo="fix the translator", where=translator.where,
-            ) from None  # fmt: skip
+                f"the translator of {translator.op}, {what}, differs from the operation in output "
+                f"{i}: {differs}",
+                expected="the operation's values",
+                todo="fix the translator",
+                where=translator.where,
+            ) from None
 
 
 def other_meaning(n: Node) -> TranslatorError | None:
-    """How a call's operation, run on random tensors of its shapes, differs from its translator; None if they agree or it cannot run."""
+    """How a call's operation, run on random tensors of its shapes, differs from its translator;
+    None if they agree or it cannot run.
+    """
     op = called_op(n)
     assert op is not None
     with _disable_current_modes(), torch.no_grad():
@@ -92,7 +125,10 @@ def other_meaning(n: Node) -> TranslatorError | None:
         except TranslatorError as error:
             return error
         except Exception as error:  # the operation may not accept random values
-            warn_once(f"check: {op} was not compared with its translator, because it fails on random inputs: {message(error)}")
+            warn_once(
+                f"check: {op} was not compared with its translator, because it fails on "
+                f"random inputs: {message(error)}"
+            )
     return None
 
 
@@ -100,12 +136,19 @@ def drawn(t: Tensor, seed: int = 0) -> Tensor:
     """Random values for a float tensor, the same in every run; any other tensor unchanged."""
     if t.dtype not in _FLOATS:
         return t
-    values = torch.randn(t.shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
+    values = torch.randn(
+        t.shape,
+        generator=torch.Generator("cpu").manual_seed(seed),
+        dtype=torch.float64,
+        device="cpu",
+    )
     return values.to(t.device, t.dtype)
 
 
 def _real(a: Any) -> Any:
-    """A real tensor for the fake one of a node; integers are zeros, which are valid indices for every size."""
+    """A real tensor for the fake one of a node; integers are zeros, which are valid indices for
+    every size.
+    """
     val = a.meta["val"] if isinstance(a, Node) else a
     if isinstance(val, torch.SymInt):
         return int(hint(val))
@@ -116,7 +159,10 @@ def _real(a: Any) -> Any:
 
 def _on_fakes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with FakeTensorMode() as mode:
-        fake_args, fake_kwargs = tree_map(lambda a: mode.from_tensor(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs)))
+        fake_args, fake_kwargs = tree_map(
+            lambda a: mode.from_tensor(a) if isinstance(a, Tensor) else a,
+            (tuple(args), dict(kwargs)),
+        )
         return op(*fake_args, **fake_kwargs)
 
 
@@ -128,7 +174,9 @@ def _forms(tensors: Sequence[Tensor]) -> str:
     return ", ".join(f"{t.dtype} {list(t.shape)}" for t in tensors)
 
 
-def _as_in_graphs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _as_in_graphs(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
     """Arguments as graphs have them: by position if possible, without defaults at the end."""
     names, given = [a for a in op._schema.arguments if not a.kwarg_only], dict(kwargs)
     placed = [(v, a) for v, a in zip(args, names, strict=False)]
@@ -143,7 +191,10 @@ def _is_default(v: Any, a: Any) -> bool:
 
 
 def _translation(
-    translator: Translator, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Tensor]
+    translator: Translator,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    results: Sequence[Tensor],
 ) -> tuple[Fusion, tuple[Tensor, ...]]:
     """What a translator makes of a call, and the tensors that are its inputs."""
     fd, sizes, inputs = FusionDefinition(), Sizes(), dict[int, tuple[Tensor, Value]]()
@@ -158,10 +209,14 @@ def _translation(
         return inputs[id(a)][1]
 
     expected = [tensor_type(t.dtype, t.shape) for t in results]
-    outputs = translator(fd, [argument(a) for a in args], {k: argument(v) for k, v in kwargs.items()}, expected)
+    outputs = translator(
+        fd, [argument(a) for a in args], {k: argument(v) for k, v in kwargs.items()}, expected
+    )
     for v in outputs:
         fd.add_output(v)
     try:
         return fd.fusion(), tuple(fp4_as_bytes(t) for t, _ in inputs.values())
     except Error as error:
-        raise TranslatorError(error.found, expected=error.expected, todo=error.todo, where=translator.where) from error
+        raise TranslatorError(
+            error.found, expected=error.expected, todo=error.todo, where=translator.where
+        ) from error

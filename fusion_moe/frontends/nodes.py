@@ -1,4 +1,6 @@
-"""Queries about single nodes of an FX graph: is it a call, of which operation, with which results, from which line."""
+"""Queries about single nodes of an FX graph: is it a call, of which operation, with which results,
+from which line.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,15 @@ def is_call(n: Node) -> bool:
 
 
 def called_op(n: Node) -> OpOverload | None:
-    """The operation that a node calls. If it writes into its arguments, it is an argument of a call that copies these."""
+    """The operation that a node calls. If it writes into its arguments, it is an argument of a call
+    that copies these.
+    """
     if is_call(n):
         return n.target  # type: ignore[return-value]
-    functionalized = n.op == "call_function" and n.target in (auto_functionalized, auto_functionalized_v2)
+    functionalized = n.op == "call_function" and n.target in (
+        auto_functionalized,
+        auto_functionalized_v2,
+    )
     return n.args[0] if functionalized else None  # type: ignore[return-value]
 
 
@@ -51,19 +58,27 @@ def op_name(n: Node) -> str:
 
 
 def is_torchs(n: Node) -> bool:
-    """Whether a call is of one of torch's own operations, which the graph's compiler could fuse too."""
+    """Whether a call is of one of torch's own operations, which the graph's compiler could fuse
+    too.
+    """
     return op_name(n).split("::")[0] in ("aten", "prims")
 
 
 def has_tensors(n: Node) -> bool:
     """Whether a node has results, and all of them are tensors."""
     val = n.meta.get("val")
-    return bool(tensors(val)) and len(tensors(val)) == (len(val) if isinstance(val, (tuple, list)) else 1)
+    return bool(tensors(val)) and len(tensors(val)) == (
+        len(val) if isinstance(val, (tuple, list)) else 1
+    )
 
 
 def tensors(val: Any) -> list[torch.Tensor]:
     """The tensors among the results of a node."""
-    return [v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, torch.Tensor)]
+    return [
+        v
+        for v in (val if isinstance(val, (tuple, list)) else (val,))
+        if isinstance(v, torch.Tensor)
+    ]
 
 
 def device_of(n: Node) -> torch.device:
@@ -76,18 +91,32 @@ def is_view(n: Node) -> bool:
     return any(r.alias_info is not None for r in n.target._schema.returns)  # type: ignore[union-attr]
 
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<code>.*)')
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in '
+    r"(?P<function>.+)\n\s*(?P<code>.*)"
+)
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def frame_of(n: Node) -> re.Match[str] | None:
-    """The frame of the user's program that a node comes from: its file, line, function and code. None if the trace has none."""
+    """The frame of the user's program that a node comes from: its file, line, function and code.
+    None if the trace has none.
+    """
     frames = list(_FRAME.finditer(n.meta.get("stack_trace") or ""))
     own = [m for m in frames if not m["file"].startswith(_LIBRARIES)] or frames
     return own[-1] if own else None
 
 
 def source_of(n: Node) -> str:
-    """The line of the user's program that a node comes from: "model.py:31, in forward: y = self.up(x)". Empty if the trace has none."""
+    """The line of the user's program that a node comes from: "model.py:31, in forward: y =
+    self.up(x)". Empty if the trace has none.
+    """
     frame = frame_of(n)
-    return f"{Path(frame['file']).name}:{frame['line']}, in {frame['function']}: {frame['code'].strip()}" if frame else ""
+    return (
+        (
+            f"{Path(frame['file']).name}:{frame['line']}, in {frame['function']}: "
+            f"{frame['code'].strip()}"
+        )
+        if frame
+        else ""
+    )

@@ -1,4 +1,6 @@
-"""Order of nodes in a graph, as bit masks over their positions: paths are looked up instead of searched."""
+"""Order of nodes in a graph, as bit masks over their positions: paths are looked up instead of
+searched.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Span:
     after: int = 0
 
     def __or__(self, other: Span) -> Span:
-        return Span(self.inside | other.inside, self.before | other.before, self.after | other.after)
+        return Span(
+            self.inside | other.inside, self.before | other.before, self.after | other.after
+        )
 
     @property
     def convex(self) -> bool:
@@ -41,10 +45,16 @@ class Paths:
 
     def span(self, nodes: Iterable[Node]) -> Span:
         """A set of nodes together."""
-        return reduce(operator.or_, (Span(1 << self.place[n], self.before[n], self.after[n]) for n in nodes), Span())
+        return reduce(
+            operator.or_,
+            (Span(1 << self.place[n], self.before[n], self.after[n]) for n in nodes),
+            Span(),
+        )
 
     def contract(self, nodes: Sequence[Node]) -> None:
-        """Treats the nodes as one from now on: what comes before one comes before all. Otherwise two regions could wait for each other."""
+        """Treats the nodes as one from now on: what comes before one comes before all. Otherwise
+        two regions could wait for each other.
+        """
         one = self.span(nodes)
         for n, i in self.place.items():
             if (one.inside | one.before) >> i & 1:
@@ -52,7 +62,9 @@ class Paths:
             if (one.inside | one.after) >> i & 1:
                 self.before[n] |= one.inside | one.before
 
-    def _reach(self, order: Sequence[Node], next_to: Callable[[Node], Iterable[Node]]) -> dict[Node, int]:
+    def _reach(
+        self, order: Sequence[Node], next_to: Callable[[Node], Iterable[Node]]
+    ) -> dict[Node, int]:
         reach: dict[Node, int] = {}
         for n in order:
             reach[n] = reduce(operator.or_, (reach[m] | 1 << self.place[m] for m in next_to(n)), 0)

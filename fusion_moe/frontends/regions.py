@@ -1,7 +1,8 @@
 """Regions of an FX graph that become one Fusion each.
 
-A region grows from calls whose translators make grouped products, over neighbours that have translators, as long as no path
-leaves it and comes back. Calls that gain nothing from being inside are then given back to the graph's own compiler (trim.py).
+A region grows from calls whose translators make grouped products, over neighbours that have
+translators, as long as no path leaves it and comes back. Calls that gain nothing from being inside
+are then given back to the graph's own compiler (trim.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,19 @@ from ..segment import by_structure
 from ..target import Target
 from .attribution import attribute_failure, of_users
 from .meaning import other_meaning
-from .nodes import call_of, called_op, device_of, has_tensors, is_call, is_torchs, is_view, op_name, source_of, with_parts, writes
+from .nodes import (
+    call_of,
+    called_op,
+    device_of,
+    has_tensors,
+    is_call,
+    is_torchs,
+    is_view,
+    op_name,
+    source_of,
+    with_parts,
+    writes,
+)
 from .paths import Paths
 from .size_sources import SizeSource, size_sources
 from .trim import trim
@@ -34,7 +47,9 @@ from .walk import Walk
 
 @dataclass(frozen=True)
 class NotFused:
-    """A call that was not fused: the operation, its line in the user's program, and the reason. broken: its translator is at fault."""
+    """A call that was not fused: the operation, its line in the user's program, and the reason.
+    broken: its translator is at fault.
+    """
 
     op: str
     source: str
@@ -44,7 +59,8 @@ class NotFused:
 
 @dataclass(frozen=True)
 class Region:
-    """Calls that became one Fusion. inputs, outputs: nodes, in the order of the Fusion's; sizes: where the value of each symbol is found.
+    """Calls that became one Fusion. inputs, outputs: nodes, in the order of the Fusion's; sizes:
+    where the value of each symbol is found.
 
     transposed: the inputs whose last two dimensions the Fusion takes swapped, as they are stored.
     """
@@ -78,7 +94,9 @@ class Found:
 
 
 def find_regions(graph: Graph, with_: Options) -> Found:
-    """The regions of a graph whose nodes carry fake values, as they are compiled under these options."""
+    """The regions of a graph whose nodes carry fake values, as they are compiled under these
+    options.
+    """
     return _Search(graph, with_).run()
 
 
@@ -94,9 +112,14 @@ class _Search:
         self.taken: set[Node] = set()
         self.compared: set[Node] = set()
         self.refused: dict[Node, Error] = {}
-        self.alone: dict[Node, Error] = {}  # refused when tried alone: the calls around it may change that
+        # refused when tried alone: the calls around it may change that
+        self.alone: dict[Node, Error] = {}
         self.trimmed: dict[Node, str] = {}
-        self.found = Found(calls=sum(n.op == "call_function" and n.target is not operator.getitem for n in self.nodes))
+        self.found = Found(
+            calls=sum(
+                n.op == "call_function" and n.target is not operator.getitem for n in self.nodes
+            )
+        )
 
     def run(self) -> Found:
         """All regions, one after the other."""
@@ -107,13 +130,17 @@ class _Search:
                     self.found.regions.append(region)
                     self.taken |= set(region.nodes)
                     self.paths.contract(region.nodes)
-        self.found.outside = [n for n in self.nodes if n.op == "call_function" and n not in self.taken]
+        self.found.outside = [
+            n for n in self.nodes if n.op == "call_function" and n not in self.taken
+        ]
         self._report_refusals()
         translate.warn_of_unknown()
         return self.found
 
     def _makes_product(self, n: Node) -> bool:
-        """Whether a call, translated by itself, makes a grouped product for which there is a kernel, or which torch does not have."""
+        """Whether a call, translated by itself, makes a grouped product for which there is a
+        kernel, or which torch does not have.
+        """
         if n.target is operator.getitem or not self._candidate(n):
             return False
         walk = Walk(with_parts(n))
@@ -121,22 +148,34 @@ class _Search:
             failed = isinstance(error, TranslatorError) or error.__cause__ is not None
             if failed or not is_torchs(call):
                 self.alone[call] = error
-        if walk.refused or not any(op.kind.role == "grouped" for ops in walk.made.values() for op in ops):
+        if walk.refused or not any(
+            op.kind.role == "grouped" for ops in walk.made.values() for op in ops
+        ):
             return False
         if is_torchs(n) and (why := self._no_kernel(walk)):
-            self.refused[n] = Untranslatable(why, expected="a product that the target has a kernel for: torch has its own")
+            self.refused[n] = Untranslatable(
+                why, expected="a product that the target has a kernel for: torch has its own"
+            )
         return n not in self.refused
 
     def _no_kernel(self, walk: Walk) -> str:
-        """Why the reference would compute a product of a walk; "" if the reference was asked for, or if a kernel computes it."""
+        """Why the reference would compute a product of a walk; "" if the reference was asked for,
+        or if a kernel computes it.
+        """
         target = self._target(walk)
         with _disable_current_modes():
-            segments = pipeline.lower(walk.fusion, target, self.with_).segments if target.name != REFERENCE else ()
+            segments = (
+                pipeline.lower(walk.fusion, target, self.with_).segments
+                if target.name != REFERENCE
+                else ()
+            )
         products = (s for s in segments if any(op.kind.role == "grouped" for op in s.fusion.ops))
         return next((s.plan.why for s in products if s.plan.backend == REFERENCE), "")
 
     def _region(self, seed: Node) -> Region | None:
-        """The region around a seed. A refused call is taken out, and the region grows again without it."""
+        """The region around a seed. A refused call is taken out, and the region grows again without
+        it.
+        """
         while seed not in self.refused:
             walk = Walk(self._grow(seed))
             self.refused.update(walk.refused)
@@ -156,7 +195,9 @@ class _Search:
         return None
 
     def _other_meanings(self, walk: Walk) -> bool:
-        """Under the option `check`: refuses users' calls whose translators compute something else; returns whether there are any."""
+        """Under the option `check`: refuses users' calls whose translators compute something else;
+        returns whether there are any.
+        """
         new = [n for n in of_users(walk) if n not in self.compared] if self.with_.check else []
         self.compared.update(new)
         wrong = {n: error for n in new if (error := other_meaning(n)) is not None}
@@ -189,7 +230,9 @@ class _Search:
     def _edge(self, nodes: Iterable[Node], region: Collection[Node]) -> list[Node]:
         """The calls next to some of a region's nodes that may join it."""
         device = device_of(next(iter(region)))
-        near = {call_of(m) for n in nodes for m in (*n.all_input_nodes, *n.users) if m not in region}
+        near = {
+            call_of(m) for n in nodes for m in (*n.all_input_nodes, *n.users) if m not in region
+        }
         return [n for n in self._in_order(near) if self._candidate(n) and device_of(n) == device]
 
     def _trimmed(self, walk: Walk) -> Walk:
@@ -203,32 +246,65 @@ class _Search:
         return again
 
     def _made(self, walk: Walk) -> Region:
-        """A walk as a Region. Untranslatable if the value of a size of its program is found nowhere."""
+        """A walk as a Region. Untranslatable if the value of a size of its program is found
+        nowhere.
+        """
         span, symbols = self.paths.span(walk.nodes), walk.fusion.symbols
         sizes = {}
         for name, expr in walk.sizes.expressions().items():
             if name in symbols:
-                places = [s for s in self.size_sources.get(expr, ()) if s.node.op == "placeholder" or span.follows(self.place[s.node])]
+                places = [
+                    s
+                    for s in self.size_sources.get(expr, ())
+                    if s.node.op == "placeholder" or span.follows(self.place[s.node])
+                ]
                 if not places:
-                    raise Untranslatable(f"the size {expr} cannot be read from any value outside the fusion")
-                sizes[name] = min(places, key=lambda s: (s.by, s.dim is not None, self.place[s.node]))
-        return Region(walk.nodes, tuple(walk.inputs), tuple(walk.outputs), walk.fusion, sizes, walk.transposed)
+                    raise Untranslatable(
+                        f"the size {expr} cannot be read from any value outside the fusion"
+                    )
+                sizes[name] = min(
+                    places, key=lambda s: (s.by, s.dim is not None, self.place[s.node])
+                )
+        return Region(
+            walk.nodes, tuple(walk.inputs), tuple(walk.outputs), walk.fusion, sizes, walk.transposed
+        )
 
     def _candidate(self, n: Node) -> bool:
         """Whether a call may be part of a region: it has a translator, and its results are read."""
-        if n in self.refused or n in self.taken or not is_call(n) or writes(n) or not has_tensors(n):
+        if (
+            n in self.refused
+            or n in self.taken
+            or not is_call(n)
+            or writes(n)
+            or not has_tensors(n)
+        ):
             return False
         return bool(n.users) and translate.find(op_name(n)) is not None
 
     def _report_refusals(self) -> None:
-        """Reports why calls that are next to a region, make products, or write into their arguments are not in a region."""
-        near = {call_of(m) for r in self.found.regions for n in r.nodes for m in (*n.all_input_nodes, *n.users)}
+        """Reports why calls that are next to a region, make products, or write into their arguments
+        are not in a region.
+        """
+        near = {
+            call_of(m)
+            for r in self.found.regions
+            for n in r.nodes
+            for m in (*n.all_input_nodes, *n.users)
+        }
         writers = [n for n in self.nodes if writes(n) and not is_torchs(n)]
-        reported = {n for n in (*near, *writers, *self.refused, *self.alone, *self.trimmed) if n not in self.taken and called_op(n)}
+        reported = {
+            n
+            for n in (*near, *writers, *self.refused, *self.alone, *self.trimmed)
+            if n not in self.taken and called_op(n)
+        }
         for n in self._in_order(reported):
-            reason = self.refused.get(n) or self.trimmed.get(n) or self.alone.get(n) or self._why_not(n)
+            reason = (
+                self.refused.get(n) or self.trimmed.get(n) or self.alone.get(n) or self._why_not(n)
+            )
             why = f"refused: {reason}" if isinstance(reason, Untranslatable) else str(reason)
-            entry = NotFused(str(called_op(n)), source_of(n), why, broken=isinstance(reason, TranslatorError))
+            entry = NotFused(
+                str(called_op(n)), source_of(n), why, broken=isinstance(reason, TranslatorError)
+            )
             if entry not in self.found.not_fused:
                 self.found.not_fused.append(entry)
 
@@ -241,7 +317,11 @@ class _Search:
             return "it has no translator" if is_torchs(n) else translate.why_none()
         if not n.users:
             return "its results are unused"
-        return "a view, which is free outside the fusion" if is_view(n) else "fusing it would create a cycle"
+        return (
+            "a view, which is free outside the fusion"
+            if is_view(n)
+            else ("fusing it would create a cycle")
+        )
 
     def _in_order(self, nodes: Iterable[Node]) -> list[Node]:
         return sorted(nodes, key=self.place.__getitem__)

@@ -21,7 +21,9 @@ from .walk import mT_dims
 
 
 def replace_regions(graph: Graph, regions: Sequence[Region], with_: Options) -> list[Node]:
-    """Replaces each region by one call of fusion_moe::run, in place. -> these calls, in the order of the regions."""
+    """Replaces each region by one call of fusion_moe::run, in place. -> these calls, in the order
+    of the regions.
+    """
     now: dict[Node, Node] = {}  # an output of a region -> its replacement
     calls = [_replace(graph, region, with_, now) for region in regions]
     if calls:
@@ -35,10 +37,16 @@ def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]
     last = region.nodes[-1]
     with graph.inserting_before(last.next):
         sizes = [_size_node(graph, region.sizes[s], now) for s in region.fusion.symbols]
-        inputs = [_as_stored(n, now.get(n, n)) if n in region.transposed else now.get(n, n) for n in region.inputs]
+        inputs = [
+            _as_stored(n, now.get(n, n)) if n in region.transposed else now.get(n, n)
+            for n in region.inputs
+        ]
         program = one_line(region.fusion)
-        call = graph.call_function(_operation(program, region, with_), (program, inputs, sizes, with_.key()))
-        outputs = [n.meta["val"].new_empty(n.meta["val"].shape) for n in region.outputs]  # contiguous, as the program writes them
+        call = graph.call_function(
+            _operation(program, region, with_), (program, inputs, sizes, with_.key())
+        )
+        # contiguous, as the program writes them
+        outputs = [n.meta["val"].new_empty(n.meta["val"].shape) for n in region.outputs]
         call.meta.update(val=outputs, stack_trace=last.meta.get("stack_trace"))
         for i, n in enumerate(region.outputs):
             part = graph.call_function(operator.getitem, (call, i))
@@ -51,7 +59,9 @@ def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]
 
 
 def _in_order_of(n: Node, made: Node) -> Node:
-    """A program's result with its dimensions in memory ordered as in `n`, since views after it rely on that order."""
+    """A program's result with its dimensions in memory ordered as in `n`, since views after it rely
+    on that order.
+    """
     order, _ = compute_elementwise_output_logical_to_physical_perm(n.meta["val"])
     if order == sorted(order):
         return made
@@ -74,9 +84,15 @@ def _called(n: Node, op: OpOverload, x: Node, *args: Any, **kwargs: Any) -> Node
 
 
 def _operation(program: str, region: Region, with_: Options) -> OpOverload:
-    """The operation that runs a program; CUDA graphs leave out the one that may wait for the device."""
+    """The operation that runs a program; CUDA graphs leave out the one that may wait for the
+    device.
+    """
     devices = [n.meta["val"].device for n in region.inputs]
-    safe = bool(devices) and devices[0].type == "cuda" and program_of(program, devices[0], with_).graph_safe
+    safe = (
+        bool(devices)
+        and devices[0].type == "cuda"
+        and program_of(program, devices[0], with_).graph_safe
+    )
     return torch.ops.fusion_moe.run_graph_safe.default if safe else torch.ops.fusion_moe.run.default
 
 

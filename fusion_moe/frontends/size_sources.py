@@ -12,7 +12,9 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class SizeSource:
-    """Where a size can be read: a node that is the size, or a dimension of a tensor; the value there is `by` times the size."""
+    """Where a size can be read: a node that is the size, or a dimension of a tensor; the value
+    there is `by` times the size.
+    """
 
     node: Node
     dim: int | None
@@ -24,7 +26,9 @@ def size_sources(nodes: Sequence[Node]) -> dict[Any, list[SizeSource]]:
     sources: dict[Any, list[SizeSource]] = {}
     for n in nodes:
         val = n.meta.get("val")
-        dims: Iterable[tuple[int | None, Any]] = enumerate(val.shape) if isinstance(val, torch.Tensor) else [(None, val)]
+        dims: Iterable[tuple[int | None, Any]] = (
+            enumerate(val.shape) if isinstance(val, torch.Tensor) else [(None, val)]
+        )
         for dim, size in dims:
             if isinstance(size, torch.SymInt):
                 by, rest = size.node.expr.as_coeff_Mul()

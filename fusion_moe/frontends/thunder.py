@@ -1,4 +1,5 @@
-"""thunder.jit: our operations as symbols of thunder, and an executor that runs regions of a trace through our pipeline.
+"""thunder.jit: our operations as symbols of thunder, and an executor that runs regions of a trace
+through our pipeline.
 
     jitted = thunder.jit(model, executors=fusion_moe.thunder_executors())
 
@@ -30,12 +31,15 @@ if TYPE_CHECKING:
 
 
 def thunder_executors(nvfuser: bool = False) -> tuple[Any, ...]:
-    """Our executor and after it thunder's defaults, for `thunder.jit(model, executors=...)` and `thunderfx(model, executors=...)`.
+    """Our executor and after it thunder's defaults, for `thunder.jit(model, executors=...)` and
+    `thunderfx(model, executors=...)`.
 
-    Makes every operation that has a translator now known to thunder, with the derivative that torch knows of it. Afterwards the name
-    "fusion_moe" stands for the executor: `thunder.jit(model, executors=["fusion_moe"])` is ours and none of the defaults.
-    nvfuser: thunder's nvFuser executor comes first and takes these operations into its own regions, by the same translators; ours has
-    what it refuses. UnsupportedError where there is no thunder that imports, or nvFuser is asked for and thunder cannot use it.
+    Makes every operation that has a translator now known to thunder, with the derivative that torch
+    knows of it. Afterwards the name "fusion_moe" stands for the executor: `thunder.jit(model,
+    executors=["fusion_moe"])` is ours and none of the defaults. nvfuser: thunder's nvFuser executor
+    comes first and takes these operations into its own regions, by the same translators; ours has
+    what it refuses. UnsupportedError where there is no thunder that imports, or nvFuser is asked
+    for and thunder cannot use it.
     """
     executor = thunder_executor()
     from thunder.extend import get_default_executors
@@ -59,16 +63,22 @@ def thunder_executor() -> FusionMoe:
 
 
 def found_in(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Found]:
-    """What is fused, and what not and why, in the forward pass of a call: of a function, a module, or what thunder.jit made of one.
+    """What is fused, and what not and why, in the forward pass of a call: of a function, a module,
+    or what thunder.jit made of one.
 
-    The call is traced anew, nothing of it is run, and what `function` compiled before stays as it is.
+    The call is traced anew, nothing of it is run, and what `function` compiled before stays as it
+    is.
     """
     executor = thunder_executor()
     import thunder
 
     executors = thunder_executors()
     if (compiled := thunder.compile_data(function)) is not None:
-        executors = compiled.executors_list if executor in compiled.executors_list else (executor, *compiled.executors_list)
+        executors = (
+            compiled.executors_list
+            if executor in compiled.executors_list
+            else (executor, *compiled.executors_list)
+        )
         function = compiled.fn
     anew = thunder.jit(function, executors=executors)
     with executor.listening() as heard:
@@ -91,12 +101,16 @@ def _need_thunder() -> None:
         importlib.import_module("thunder")
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            f"thunder is not installed: {error}", expected="lightning-thunder 0.2.6 or newer", todo=install("thunder")
+            f"thunder is not installed: {error}",
+            expected="lightning-thunder 0.2.6 or newer",
+            todo=install("thunder"),
         ) from None
     except Error:
         raise
     except Exception as error:  # it reads names of torch that a newer torch has no more
         raise UnsupportedError(
-            f"thunder does not import with torch {torch.__version__}: {type(error).__name__}: {error}",
-            expected="a torch that this thunder supports", todo=f"{install('thunder')} installs one",
-        ) from error  # fmt: skip
+            f"thunder does not import with torch {torch.__version__}: "
+            f"{type(error).__name__}: {error}",
+            expected="a torch that this thunder supports",
+            todo=f"{install('thunder')} installs one",
+        ) from error

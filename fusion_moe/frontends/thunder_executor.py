@@ -1,4 +1,6 @@
-"""thunder's executor "fusion_moe": regions of a trace become fusions, each one bound symbol that runs a program of ours."""
+"""thunder's executor "fusion_moe": regions of a trace become fusions, each one bound symbol that
+runs a program of ours.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,14 @@ class FusionMoe(FusionExecutor):
         self.for_nvfuser: Any = None  # a ForNvFuser, once it is requested
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
-        """Whether thunder must leave a bound symbol as it is: yes for our operations; others can be claimed by other executors."""
+        """Whether thunder must leave a bound symbol as it is: yes for our operations; others can be
+        claimed by other executors.
+        """
         return bsym.sym.executor is self and not bsym.sym.is_fusion
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
-        """The trace with regions replaced. Regions do not extend over writes into memory, nor from the forward into the backward.
+        """The trace with regions replaced. Regions do not extend over writes into memory, nor from
+        the forward into the backward.
 
         Tensors that the backward reads are protected from writes, with regions or without.
         """
@@ -58,7 +63,9 @@ class FusionMoe(FusionExecutor):
         fused: list[BoundSymbol] = []
         counter = itertools.count()
         heard: dict[bool, Found] = {}
-        for kind, stretch in itertools.groupby(enumerate(trace.bound_symbols), key=lambda at: _kind(at[1])):
+        for kind, stretch in itertools.groupby(
+            enumerate(trace.bound_symbols), key=lambda at: _kind(at[1])
+        ):
             places, bsyms = zip(*stretch, strict=True)
             if kind is None:
                 fused += bsyms
@@ -77,18 +84,26 @@ class FusionMoe(FusionExecutor):
         return result
 
     def fuse(self, region: Any, fusion_counter: int) -> BoundSymbol:
-        """Fuses all bound symbols of a thunder region into one: passes of other executors that move bound symbols call it."""
+        """Fuses all bound symbols of a thunder region into one: passes of other executors that move
+        bound symbols call it.
+        """
         outputs = [unvariableify(v) for v in region.outputs]
         inside = TraceGraph(region.bound_symbols, [p.name for p in outputs])
         walk = Walk([n for nodes in inside.nodes for n in nodes])
         if walk.refused:
             raise next(iter(walk.refused.values()))
-        inputs, outputs = ([inside.proxies[n] for n in nodes] for nodes in (walk.inputs, walk.outputs))
-        return self._bound(walk.fusion, walk.device, inputs, outputs, region.bound_symbols, fusion_counter)
+        inputs, outputs = (
+            [inside.proxies[n] for n in nodes] for nodes in (walk.inputs, walk.outputs)
+        )
+        return self._bound(
+            walk.fusion, walk.device, inputs, outputs, region.bound_symbols, fusion_counter
+        )
 
     @contextmanager
     def listening(self) -> Iterator[list[Found]]:
-        """Yields a list of what is found in forward passes traced in this context, in order. Such traces cannot be run."""
+        """Yields a list of what is found in forward passes traced in this context, in order. Such
+        traces cannot be run.
+        """
         heard: list[Found] = []
         token = _listener.set(heard)
         try:
@@ -96,14 +111,20 @@ class FusionMoe(FusionExecutor):
         finally:
             _listener.reset(token)
 
-    def _fused(self, bsyms: Sequence[BoundSymbol], read: Sequence[str], counter: Iterator[int]) -> tuple[list[BoundSymbol], Found]:
+    def _fused(
+        self, bsyms: Sequence[BoundSymbol], read: Sequence[str], counter: Iterator[int]
+    ) -> tuple[list[BoundSymbol], Found]:
         """One stretch of a trace with its regions replaced."""
         whole: dict[int, NotFused] = {}  # bound symbols of which a region would take only a part
         while True:
             seen = TraceGraph(bsyms, read, whole)
             found = find_regions(seen.graph, options.current())
             inside = {n: k for k, region in enumerate(found.regions) for n in region.nodes}
-            parts = {i: _would_split(nodes) for i, nodes in enumerate(seen.nodes) if len({inside.get(n) for n in nodes}) > 1}
+            parts = {
+                i: _would_split(nodes)
+                for i, nodes in enumerate(seen.nodes)
+                if len({inside.get(n) for n in nodes}) > 1
+            }
             if not parts:
                 break
             whole.update(parts)
@@ -115,24 +136,47 @@ class FusionMoe(FusionExecutor):
         taken = {i for members in groups.values() for i in members}
         items = [(i, bsym) for i, bsym in enumerate(bsyms) if i not in taken]
         for k, members in groups.items():
-            items.append((members[-1], self._replaced(seen, found.regions[k], [bsyms[i] for i in members], next(counter))))
+            items.append(
+                (
+                    members[-1],
+                    self._replaced(
+                        seen, found.regions[k], [bsyms[i] for i in members], next(counter)
+                    ),
+                )
+            )
         return in_order(items), found
 
-    def _replaced(self, seen: TraceGraph, region: Region, bsyms: Sequence[BoundSymbol], count: int) -> BoundSymbol:
-        inputs, outputs = ([seen.proxies[n] for n in nodes] for nodes in (region.inputs, region.outputs))
+    def _replaced(
+        self, seen: TraceGraph, region: Region, bsyms: Sequence[BoundSymbol], count: int
+    ) -> BoundSymbol:
+        inputs, outputs = (
+            [seen.proxies[n] for n in nodes] for nodes in (region.inputs, region.outputs)
+        )
         return self._bound(region.fusion, region.device, inputs, outputs, bsyms, count)
 
     def _bound(
-        self, fusion: Fusion, device: torch.device, inputs: Sequence[TensorProxy], outputs: Sequence[TensorProxy],
-        bsyms: Sequence[BoundSymbol], count: int,
-    ) -> BoundSymbol:  # fmt: skip
-        """One bound symbol that runs the program of a Fusion; thunder prints the bound symbols that it replaces below it."""
+        self,
+        fusion: Fusion,
+        device: torch.device,
+        inputs: Sequence[TensorProxy],
+        outputs: Sequence[TensorProxy],
+        bsyms: Sequence[BoundSymbol],
+        count: int,
+    ) -> BoundSymbol:
+        """One bound symbol that runs the program of a Fusion; thunder prints the bound symbols that
+        it replaces below it.
+        """
         name = f"fusion_moe{count}"
         heard = _listener.get() is not None  # then nothing is run, and the target may be absent
         call = _not_run if heard else _Run(program_of(one_line(fusion), device, options.current()))
         symbol = Symbol(name, meta=None, is_fusion=True, executor=self)
-        bound = BoundSymbol(symbol, tuple(inputs), {}, list(outputs), tuple(bsyms), _call_ctx={name: call})
-        bound.source_filename, bound.source_positions = bsyms[-1].source_filename, bsyms[-1].source_positions
+        bound = BoundSymbol(
+            symbol, tuple(inputs), {}, list(outputs), tuple(bsyms), _call_ctx={name: call}
+        )
+        bound.source_filename, bound.source_positions = (
+            bsyms[-1].source_filename,
+            bsyms[-1].source_positions,
+        )
         bound.tags |= bsyms[-1].tags & {BoundSymbolTag.BACKWARD}
         return bound
 
@@ -166,7 +210,9 @@ def _read_later(bsyms: Sequence[BoundSymbol]) -> list[set[str]]:
 
 def _would_split(nodes: Sequence[Node]) -> NotFused:
     call = next((n for n in nodes if n.op == "call_function"), nodes[0])
-    return NotFused(str(call.target), source_of(call), "fusing it would split an operation of thunder's")
+    return NotFused(
+        str(call.target), source_of(call), "fusing it would split an operation of thunder's"
+    )
 
 
 def _add(total: Found, found: Found) -> None:

@@ -1,4 +1,6 @@
-"""Workarounds for thunder's versions, each with the upstream change that makes it unnecessary. Tested: 0.2.6 and 0.2.7.dev20260201."""
+"""Workarounds for thunder's versions, each with the upstream change that makes it unnecessary.
+Tested: 0.2.6 and 0.2.7.dev20260201.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ from thunder.core.symbol import Symbol
 from thunder.core.trace import get_tracectx
 from thunder.torch import register_function
 
-LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, thunder.__file__, Path(__file__).parent))
+LIBRARIES = tuple(
+    str(Path(file).parent) for file in (torch.__file__, thunder.__file__, Path(__file__).parent)
+)
 
 
 def tell_thunderfx(called: Callable[..., Any], symbol: Symbol) -> None:
-    """Registers an operation in the map that thunderfx consults: it keeps all others out of thunder, whatever executors it is given.
+    """Registers an operation in the map that thunderfx consults: it keeps all others out of
+    thunder, whatever executors it is given.
 
     Unnecessary once thunder.dynamo asks the executors too.
     """
@@ -27,9 +32,11 @@ def tell_thunderfx(called: Callable[..., Any], symbol: Symbol) -> None:
 
 
 def at_users_line(symbol: Symbol) -> Callable[..., Any]:
-    """A symbol that records the user's line when the interpreter calls it: bound symbols of an executor get that of the previous call.
+    """A symbol that records the user's line when the interpreter calls it: bound symbols of an
+    executor get that of the previous call.
 
-    Unnecessary once thunder wraps the lookasides of executors like those of its own symbols (record_source_loc_in_symbol_header).
+    Unnecessary once thunder wraps the lookasides of executors like those of its own symbols
+    (record_source_loc_in_symbol_header).
     """
 
     @functools.wraps(symbol.meta)
@@ -45,7 +52,8 @@ def at_users_line(symbol: Symbol) -> Callable[..., Any]:
 def thunders_nvfuser(library: Any) -> Any:
     """The module of thunder's nvFuser executor; library: nvfuser_direct.
 
-    0.2.6 asks a module `nvfuser` for the strides of inputs, which nvFuser 0.2.34 replaced by nvfuser_direct. Unnecessary without 0.2.6.
+    0.2.6 asks a module `nvfuser` for the strides of inputs, which nvFuser 0.2.34 replaced by
+    nvfuser_direct. Unnecessary without 0.2.6.
     """
     from thunder.executors import nvfuserex_impl
 

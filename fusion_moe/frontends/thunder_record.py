@@ -1,4 +1,6 @@
-"""Calls of torch as nodes of an FX graph: the operations that are dispatched while a function runs on fake tensors."""
+"""Calls of torch as nodes of an FX graph: the operations that are dispatched while a function runs
+on fake tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,27 @@ from ..op_definitions import SPECS
 
 
 class Recorder(TorchDispatchMode):
-    """Writes the calls that run under it into a graph. Tensors are fakes without memory, contiguous unless something else is known."""
+    """Writes the calls that run under it into a graph. Tensors are fakes without memory, contiguous
+    unless something else is known.
+    """
 
     def __init__(self, graph: Graph):
         super().__init__()
         self.graph = graph
         self.fakes = FakeTensorMode()
         self.source = ""  # the stack trace of what is running
-        self._nodes: dict[int, tuple[Node, torch.Tensor]] = {}  # the tensor is kept alive, so that no other one gets its id
+        # the tensor is kept alive, so that no other one gets its id
+        self._nodes: dict[int, tuple[Node, torch.Tensor]] = {}
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, k_major: bool = False) -> torch.Tensor:
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, k_major: bool = False
+    ) -> torch.Tensor:
         """A fake tensor without a node; k_major: the transposed view of a contiguous one."""
         with torch.inference_mode(False), self.fakes:
             if k_major:
-                return torch.empty((*shape[:-2], shape[-1], shape[-2]), dtype=dtype, device=device).mT
+                return torch.empty(
+                    (*shape[:-2], shape[-1], shape[-2]), dtype=dtype, device=device
+                ).mT
             return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def give(self, node: Node, value: Any) -> None:
@@ -45,19 +54,27 @@ class Recorder(TorchDispatchMode):
                 self.give(self.graph.call_function(operator.getitem, (node, i)), part)
 
     def node(self, value: Any) -> Any:
-        """The node of a tensor; any other value unchanged. UnsupportedError for a tensor that no recorded call made."""
+        """The node of a tensor; any other value unchanged. UnsupportedError for a tensor that no
+        recorded call made.
+        """
         if not isinstance(value, torch.Tensor):
             return value
-        if not isinstance(value, FakeTensor) and value.dim() == 0:  # a number, as the dispatcher passes it
+        # a number, as the dispatcher passes it
+        if not isinstance(value, FakeTensor) and value.dim() == 0:
             with _disable_current_modes():
                 return value.item()
         if id(value) not in self._nodes:
-            raise UnsupportedError("a tensor that is neither an input nor the result of an operation", expected="constants as numbers")
+            raise UnsupportedError(
+                "a tensor that is neither an input nor the result of an operation",
+                expected="constants as numbers",
+            )
         return self._nodes[id(value)][0]
 
     @contextmanager
     def running(self, source: str = "") -> Iterator[None]:
-        """A context in which calls are recorded, without autocast, whose casts traces have. If it fails, what it recorded is removed."""
+        """A context in which calls are recorded, without autocast, whose casts traces have. If it
+        fails, what it recorded is removed.
+        """
         before, self.source = list(self.graph.nodes), source
         try:
             with torch.inference_mode(False), torch._C._DisableAutocast(), self.fakes, self:
@@ -72,13 +89,17 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "prim":  # a query about a tensor
             return result
         if func._schema.is_mutable:
-            raise UnsupportedError(f"{func} mutates its arguments", expected="an operation that returns new tensors")
+            raise UnsupportedError(
+                f"{func} mutates its arguments", expected="an operation that returns new tensors"
+            )
         node_args, node_kwargs = tree_map(self.node, (args, kwargs or {}))
         self.give(self.graph.call_function(func, node_args, node_kwargs), result)
         return result
 
 
 def k_major_arguments(op: Any) -> tuple[int, ...]:
-    """The positions of arguments [..., K, N] that an operation takes with K contiguous, in whatever namespace it was registered."""
+    """The positions of arguments [..., K, N] that an operation takes with K contiguous, in whatever
+    namespace it was registered.
+    """
     spec = SPECS.get(op._schema.name.partition("::")[2])
     return tuple(i for i, a in enumerate(op._schema.arguments) if spec and a.name in spec.k_major)

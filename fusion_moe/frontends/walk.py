@@ -1,4 +1,6 @@
-"""From calls of a graph to a Fusion: one walk over them in order, in which their translators build it."""
+"""From calls of a graph to a Fusion: one walk over them in order, in which their translators build
+it.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ from .nodes import call_of, device_of, is_torchs, op_name, source_of, tensors
 class Walk:
     """One walk over nodes in order, in which their translators build a Fusion.
 
-    made: the operations of each node; refused: nodes with reasons; transposed: inputs that are read as the tensor whose transposed view
-    they are.
+    made: the operations of each node; refused: nodes with reasons; transposed: inputs that are read
+    as the tensor whose transposed view they are.
     """
 
     def __init__(self, nodes: Sequence[Node]):
@@ -53,16 +55,24 @@ class Walk:
     @property
     def outputs(self) -> list[Node]:
         """The nodes whose values are read outside."""
-        return [n for n in self.nodes if isinstance(self.values[n], Value) and any(u not in self.made for u in n.users)]
+        return [
+            n
+            for n in self.nodes
+            if isinstance(self.values[n], Value) and any(u not in self.made for u in n.users)
+        ]
 
     @cached_property
     def fusion(self) -> Fusion:
-        """The Fusion of all nodes. FusionError if it does not verify, or for sizes that the graph does not know."""
+        """The Fusion of all nodes. FusionError if it does not verify, or for sizes that the graph
+        does not know.
+        """
         for n in self.outputs:
             self.fd.add_output(self.values[n])
         made = self.fd.fusion()
         if unknown := [s for s in made.symbols if s not in self.sizes.expressions()]:
-            raise FusionError(f"unknown size {', '.join(unknown)}", expected="sizes of the call's arguments")
+            raise FusionError(
+                f"unknown size {', '.join(unknown)}", expected="sizes of the call's arguments"
+            )
         return made
 
     def _translate(self, n: Node) -> None:
@@ -73,36 +83,60 @@ class Walk:
             translator = translate.find(op_name(n))
             assert translator is not None
             with self.fd.at(source_of(n), translator.where):
-                args, kwargs = ([self._argument(n, a) for a in n.args], {k: self._argument(n, v) for k, v in n.kwargs.items()})
+                args, kwargs = (
+                    [self._argument(n, a) for a in n.args],
+                    {k: self._argument(n, v) for k, v in n.kwargs.items()},
+                )
                 try:
-                    outputs = translator(self.fd, args, kwargs, [self._type(v) for v in tensors(n.meta["val"])])
+                    outputs = translator(
+                        self.fd, args, kwargs, [self._type(v) for v in tensors(n.meta["val"])]
+                    )
                 except (TranslatorError, Untranslatable) as error:
                     raise self._reported(n, translator, error) from error.__cause__ or error
             self.values[n] = outputs if isinstance(n.meta["val"], (tuple, list)) else outputs[0]
         self.made[n] = self.fd.ops_from(first)
 
     def _reported(self, n: Node, translator: Translator, error: Error) -> Error:
-        """The error to report if a translator fails: that the trace does not know two sizes to be equal is not the translator's fault."""
+        """The error to report if a translator fails: that the trace does not know two sizes to be
+        equal is not the translator's fault.
+        """
         of_sizes = isinstance(error.__cause__, (ShapeError, FusionError))
         returned_other_types = isinstance(error, TranslatorError) and error.__cause__ is None
         pair = self._unrelated(n) if of_sizes or returned_other_types else None
         if pair is None:
             return error
-        found, expected = f"sizes {pair[0]} and {pair[1]} of {op_name(n)} are not known to be equal", "dimensions that the trace relates"
+        found, expected = (
+            (f"sizes {pair[0]} and {pair[1]} of {op_name(n)} are not known to be equal"),
+            "dimensions that the trace relates",
+        )
         check = "torch._check(a.shape[i] == b.shape[j])"
         if not translator.of_user:
-            return Untranslatable(found, expected=expected, todo=f"relate them before the call: {check}")
-        return TranslatorError(found, expected=expected, todo=f"relate them in the operation's fake: {check}", where=error.where)
+            return Untranslatable(
+                found, expected=expected, todo=f"relate them before the call: {check}"
+            )
+        return TranslatorError(
+            found,
+            expected=expected,
+            todo=f"relate them in the operation's fake: {check}",
+            where=error.where,
+        )
 
     def _unrelated(self, n: Node) -> tuple[Any, Any] | None:
-        """Two sizes of a call's tensors that may be equal, since they have one value now, but are two sizes of the IR."""
+        """Two sizes of a call's tensors that may be equal, since they have one value now, but are
+        two sizes of the IR.
+        """
         found: list[tuple[tuple[int, int], Any]] = []
         for t in (t for m in (*n.all_input_nodes, n) for t in tensors(m.meta.get("val"))):
             found += [((t.dim(), i), size) for i, size in enumerate((*t.shape, prod(t.shape[:-1])))]
         pairs = [(a, b) for a, b in combinations(found, 2) if may_be_equal(a[1], b[1])]
-        symbols = [(a, b) for (_, a), (_, b) in pairs if not isinstance(a, int) and not isinstance(b, int)]
+        symbols = [
+            (a, b) for (_, a), (_, b) in pairs if not isinstance(a, int) and not isinstance(b, int)
+        ]
         constants = [(a, b) for (i, a), (j, b) in pairs if i == j]  # at other places by chance
-        return next(((a, b) for a, b in (*symbols, *constants) if self.sizes.size(a) != self.sizes.size(b)), None)
+        return next(
+            ((a, b) for a, b in (*symbols, *constants) if self.sizes.size(a) != self.sizes.size(b)),
+            None,
+        )
 
     def _argument(self, reader: Node, a: Any) -> Any:
         if isinstance(a, (list, tuple)):
@@ -115,24 +149,38 @@ class Walk:
         if isinstance(val, (int, torch.SymInt)):
             return plain_argument(val, self.sizes)
         if not isinstance(val, torch.Tensor):
-            raise Untranslatable(f"argument {a.name} is {_described(val)}", expected="a tensor or an integer")
+            raise Untranslatable(
+                f"argument {a.name} is {_described(val)}", expected="a tensor or an integer"
+            )
         if val.device != self.device:
-            raise Untranslatable(f"argument {a.name} is on {val.device}", expected=f"{self.device}, like the results")
+            raise Untranslatable(
+                f"argument {a.name} is on {val.device}", expected=f"{self.device}, like the results"
+            )
         return self._input(reader, a, val)
 
     def _input(self, reader: Node, n: Node, val: torch.Tensor) -> Value:
         """The value of a tensor from outside, in the form that its first reader wants."""
         if n not in self.inputs:
             translator = translate.find(op_name(reader))
-            if translator and translator.as_stored and val.dim() > 1 and not is_contiguous_or_false(val) and is_contiguous_or_false(val.mT):
+            if (
+                translator
+                and translator.as_stored
+                and val.dim() > 1
+                and not is_contiguous_or_false(val)
+                and is_contiguous_or_false(val.mT)
+            ):
                 self.transposed.add(n)
-            self.inputs[n] = self.fd.define_like(self._type(val.mT if n in self.transposed else val))
+            self.inputs[n] = self.fd.define_like(
+                self._type(val.mT if n in self.transposed else val)
+            )
         if n not in self.transposed:
             return self.inputs[n]
         return self.fd.ops.permute(self.inputs[n], dims=mT_dims(val))
 
     def _linear(self, n: Node) -> Any:
-        """The value of a node for a torch operation, which takes tensors as they are stored. Untranslatable if its layout is not linear."""
+        """The value of a node for a torch operation, which takes tensors as they are stored.
+        Untranslatable if its layout is not linear.
+        """
         v = self.values[n]
         if isinstance(v, Value) and v.type.layout != "linear":
             raise Untranslatable(f"argument {n.name} is {v.type}", expected="the linear layout")

@@ -1,4 +1,6 @@
-"""From a Fusion's symbols to numbers: solved from the shapes of its inputs, put into types and attributes."""
+"""From a Fusion's symbols to numbers: solved from the shapes of its inputs, put into types and
+attributes.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,24 @@ def bind(fusion: Fusion, tensors: Sequence[Any], sizes: Mapping[str, int] | None
     for v, tensor in zip(fusion.inputs, tensors, strict=True):
         _solve(v.type, elements_of(tensor), env)
     if missing := [s for s in fusion.symbols if s not in env]:
-        raise ShapeError(f"no input has the size {', '.join(missing)}", todo="pass it in sizes", where="fusion")
+        raise ShapeError(
+            f"no input has the size {', '.join(missing)}", todo="pass it in sizes", where="fusion"
+        )
     if wrong := [f"{name} = {n}" for name, n in env.items() if not 0 <= n <= MOST_ELEMENTS]:
-        raise ShapeError(", ".join(wrong), expected="sizes of 0 or more, of 63 bits", where="fusion")
+        raise ShapeError(
+            ", ".join(wrong), expected="sizes of 0 or more, of 63 bits", where="fusion"
+        )
     for v, tensor in zip(fusion.inputs, tensors, strict=True):
         _check(v, elements_of(tensor), env)
     for size, why in fusion.needs:
         if value(size, env) < 0:
-            bound = ", ".join(f"{name} = {n}" for name, n in env.items() if name in re.findall(r"\w+", why))
+            bound = ", ".join(
+                f"{name} = {n}" for name, n in env.items() if name in re.findall(r"\w+", why)
+            )
             found = f"{why}: {bound}" if bound else why
-            raise ShapeError(found, expected="sizes that the program was written for", where="fusion")
+            raise ShapeError(
+                found, expected="sizes that the program was written for", where="fusion"
+            )
     return env
 
 
@@ -59,19 +69,32 @@ def _solve(type: TensorType, tensor: torch.Tensor, env: dict[str, int]) -> None:
 def _check(v: Value, tensor: torch.Tensor, env: Mapping[str, int]) -> None:
     want = tuple(storage_shape(v.type, env))
     if tuple(tensor.shape) != want:
-        raise ShapeError(f"{v.name} has shape {list(tensor.shape)}", expected=f"{list(want)} for {v.type}", where="fusion")
+        raise ShapeError(
+            f"{v.name} has shape {list(tensor.shape)}",
+            expected=f"{list(want)} for {v.type}",
+            where="fusion",
+        )
     dtype = v.type.encoding.element.dtype if v.type.quantized else DTYPES[v.type.dtype]
     if tensor.dtype != dtype:
-        raise DtypeError(f"{v.name} is {tensor.dtype}", expected=f"{dtype} for {v.type}", where="fusion")
+        raise DtypeError(
+            f"{v.name} is {tensor.dtype}", expected=f"{dtype} for {v.type}", where="fusion"
+        )
 
 
 def storage_shape(type: TensorType, env: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The shape of the torch tensor that holds a value of this type (for a quantized value, its codes)."""
+    """The shape of the torch tensor that holds a value of this type (for a quantized value, its
+    codes).
+    """
     if type.quantized:
-        return (*(dim_value(d, env) for d in type.shape[:-1]), type.encoding.packed(dim_value(type.shape[-1], env)))
+        return (
+            *(dim_value(d, env) for d in type.shape[:-1]),
+            type.encoding.packed(dim_value(type.shape[-1], env)),
+        )
     rows = next((d for d in type.shape if isinstance(d, Rows) and d.align > 1), None)
     shape = tuple(value(plain(d), env) for d in type.shape)
-    return LAYOUTS[type.layout].storage_shape(shape, None if rows is None else value(rows.groups.count, env))
+    return LAYOUTS[type.layout].storage_shape(
+        shape, None if rows is None else value(rows.groups.count, env)
+    )
 
 
 def resolve(attrs: Mapping[str, Any], env: Mapping[str, int]) -> dict[str, Any]:

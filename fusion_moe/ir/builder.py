@@ -33,7 +33,9 @@ _TAKEN = re.compile(r"[it]\d+|fd|ceildiv|inf|nan")
 
 
 class FusionDefinition:
-    """Collects inputs, operations and outputs; `fusion()` gives the verified Fusion. `fd.ops` has one method for each kind."""
+    """Collects inputs, operations and outputs; `fusion()` gives the verified Fusion. `fd.ops` has
+    one method for each kind.
+    """
 
     def __init__(self) -> None:
         self.ops = Ops(self.append)
@@ -56,17 +58,37 @@ class FusionDefinition:
         return symbol(self._new_name(name))
 
     def define_groups(self, name: str, count: AnySize) -> Groups:
-        """A partition of rows into `count` groups, for `ends` and `route`, and for tensors with partitioned rows: shape=[m / g, 64]."""
-        if isinstance(count, bool) or not isinstance(count, (int, Size)) or never_negative(count) is False:
+        """A partition of rows into `count` groups, for `ends` and `route`, and for tensors with
+        partitioned rows: shape=[m / g, 64].
+        """
+        if (
+            isinstance(count, bool)
+            or not isinstance(count, (int, Size))
+            or never_negative(count) is False
+        ):
             raise FusionError(f"{count!r} groups", expected="a number of groups, 0 or more")
         return Groups(self._new_name(name), count)
 
     def define_tensor(
-        self, *, shape: Sequence[Dim], dtype: str | torch.dtype, layout: str = "linear", ends: Groups | None = None, role: str = "argument"
+        self,
+        *,
+        shape: Sequence[Dim],
+        dtype: str | torch.dtype,
+        layout: str = "linear",
+        ends: Groups | None = None,
+        role: str = "argument",
     ) -> Value:
-        """An input. A size of -1 becomes known only at launch. dtype: bf16, f32, ... or torch's; role: argument, weight or state."""
-        dims = tuple(self.define_size(self._fresh("s")) if isinstance(d, int) and d == -1 else d for d in shape)
-        return self.define_like(TensorType(dims, dtype if isinstance(dtype, str) else dtype_name(dtype), layout, ends), role)
+        """An input. A size of -1 becomes known only at launch. dtype: bf16, f32, ... or torch's;
+        role: argument, weight or state.
+        """
+        dims = tuple(
+            self.define_size(self._fresh("s")) if isinstance(d, int) and d == -1 else d
+            for d in shape
+        )
+        return self.define_like(
+            TensorType(dims, dtype if isinstance(dtype, str) else dtype_name(dtype), layout, ends),
+            role,
+        )
 
     def define_like(self, type: TensorType, role: str = "argument") -> Value:
         """An input of the given type."""
@@ -88,34 +110,47 @@ class FusionDefinition:
         self._check_may("add_output")
         for v in (value, value if alias_input is None else alias_input):
             if not isinstance(v, Value):
-                raise FusionError(f"the output {v!r}", expected="a value of this Fusion", todo="create constants with fd.ops.full")
+                raise FusionError(
+                    f"the output {v!r}",
+                    expected="a value of this Fusion",
+                    todo="create constants with fd.ops.full",
+                )
         if alias_input is not None:
             self._aliases[len(self._outputs)] = alias_input
         self._outputs.append(value)
 
     def mark_weight(self, *values: Value | None) -> None:
-        """Declares that those values which are inputs are weights: they stay the same from call to call."""
+        """Declares that those values which are inputs are weights: they stay the same from call to
+        call.
+        """
         self._roles.update((v, "weight") for v in values if v in self._roles)
 
     def fusion(self) -> Fusion:
         """The verified Fusion of everything built so far."""
-        return Fusion(tuple(self._inputs), tuple(self._ops), tuple(self._outputs), self._roles, self._aliases).verify()
+        return Fusion(
+            tuple(self._inputs), tuple(self._ops), tuple(self._outputs), self._roles, self._aliases
+        ).verify()
 
     def fresh_groups(self, count: AnySize) -> Groups:
         """A partition with a new name."""
         return self.define_groups(self._fresh("g"), count)
 
-    def inline(self, fusion: Fusion, inputs: Sequence[Value], sizes: Mapping[str, AnySize]) -> tuple[Value, ...]:
-        """Copies the operations of a Fusion onto other inputs and sizes; returns the copies of its outputs.
+    def inline(
+        self, fusion: Fusion, inputs: Sequence[Value], sizes: Mapping[str, AnySize]
+    ) -> tuple[Value, ...]:
+        """Copies the operations of a Fusion onto other inputs and sizes; returns the copies of its
+        outputs.
 
-        If its partitions by ends already partition rows here, they become these partitions; rows partitioned by other ends count as plain
-        rows.
+        If its partitions by ends already partition rows here, they become these partitions; rows
+        partitioned by other ends count as plain rows.
         """
         made: dict[Any, Any] = dict(zip(fusion.inputs, inputs, strict=True))
         groups: dict[Groups, Groups] = {}
         for op in fusion.ops:
             if op.kind.name == "ends":
-                made[op.outputs[0]] = ends = self.groups_of(made[op.values[0]], value(op.attrs["rows"], sizes))
+                made[op.outputs[0]] = ends = self.groups_of(
+                    made[op.values[0]], value(op.attrs["rows"], sizes)
+                )
                 assert ends.type.ends is not None
                 groups[op.attrs["groups"]] = ends.type.ends
                 continue
@@ -125,13 +160,17 @@ class FusionDefinition:
             for made_here in (v.type.ends for v in op.outputs if v.type.ends):
                 groups[made_here] = self.fresh_groups(value(made_here.count, sizes))
             attrs = {name: _moved(attr, sizes, groups) for name, attr in op.attrs.items()}
-            outputs = self.append(op.kind, [made[v] if isinstance(v, Value) else v for v in op.inputs], attrs)
+            outputs = self.append(
+                op.kind, [made[v] if isinstance(v, Value) else v for v in op.inputs], attrs
+            )
             made.update(zip(op.outputs, outputs, strict=True))
         return tuple(made[v] for v in fusion.outputs)
 
     @contextmanager
     def at(self, source: str, translator: str = "") -> Iterator[None]:
-        """Attributes operations made inside to this line of the user's program (and to this line of a translator)."""
+        """Attributes operations made inside to this line of the user's program (and to this line of
+        a translator).
+        """
         before = self._source, self._translator
         self._source, self._translator = source, translator
         try:
@@ -141,15 +180,21 @@ class FusionDefinition:
 
     @contextmanager
     def only_ops(self) -> Iterator[None]:
-        """Inside, only operations and partitions can be made; declaring an input, an output or a size is a FusionError."""
+        """Inside, only operations and partitions can be made; declaring an input, an output or a
+        size is a FusionError.
+        """
         before, self._only_ops = self._only_ops, True
         try:
             yield
         finally:
             self._only_ops = before
 
-    def append(self, kind: OpKind, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Value, ...]:
-        """Adds one operation; its output types come from its kind's type rule. Equal views are made only once."""
+    def append(
+        self, kind: OpKind, inputs: Sequence[Any], attrs: Mapping[str, Any]
+    ) -> tuple[Value, ...]:
+        """Adds one operation; its output types come from its kind's type rule. Equal views are made
+        only once.
+        """
         inputs, attrs = self._bound(kind, inputs, attrs)
         key = (kind.name, inputs, tuple(attrs.items())) if kind.view else None
         if key in self._views:
@@ -165,33 +210,48 @@ class FusionDefinition:
             self._views[key] = outputs
         return outputs
 
-    def _bound(self, kind: OpKind, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _bound(
+        self, kind: OpKind, inputs: Sequence[Any], attrs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The operands and attributes of an operation, each checked for its type."""
         try:
             operands, attrs = kind.signature.bind(inputs, attrs)
-            return tuple(self._own(v) if isinstance(v, Value) else checked_operand(v) for v in operands), attrs
+            return tuple(
+                self._own(v) if isinstance(v, Value) else checked_operand(v) for v in operands
+            ), attrs
         except FusionError as error:
             raise error.at(kind.name) from None
 
     def _own(self, value: Value) -> Value:
         if not self.has(value):
-            raise FusionError(f"the operand {value.name}, {value.type}, of another FusionDefinition", expected="a value of this one")
+            raise FusionError(
+                f"the operand {value.name}, {value.type}, of another FusionDefinition",
+                expected="a value of this one",
+            )
         return value
 
     def _check_may(self, what: str) -> None:
         if self._only_ops:
-            raise FusionError(f"fd.{what} in a translator", expected="operations on its arguments", todo="return the results")
+            raise FusionError(
+                f"fd.{what} in a translator",
+                expected="operations on its arguments",
+                todo="return the results",
+            )
 
-    def _add_cuts(self, kind: OpKind, types: Sequence[TensorType], attrs: Mapping[str, Any]) -> None:
+    def _add_cuts(
+        self, kind: OpKind, types: Sequence[TensorType], attrs: Mapping[str, Any]
+    ) -> None:
         try:
             self._partitions.add(types, attrs)
         except FusionError as error:
             raise error.at(kind.name) from None
 
     def groups_of(self, offs: Value, rows: AnySize) -> Value:
-        """The ends-typed value for a vector of group ends and this many rows; equal calls return the same value and the same partition.
+        """The ends-typed value for a vector of group ends and this many rows; equal calls return
+        the same value and the same partition.
 
-        offs: i32[G], or the ends of another partition. If that has as many rows, its ends are returned; otherwise they are checked anew.
+        offs: i32[G], or the ends of another partition. If that has as many rows, its ends are
+        returned; otherwise they are checked anew.
         """
         if offs.type.ends is not None and self._partitions.rows(offs.type.ends) in (None, rows):
             return offs
@@ -203,20 +263,38 @@ class FusionDefinition:
         return self._cut_once(("groups_of", offs, rows), make, offs)
 
     def partition_by(self, x: Value, ends: Value) -> Value:
-        """x [M, ...] -> [M/g, ...]; rows that are partitioned by other ends count as plain rows: the call decides which ends count."""
+        """x [M, ...] -> [M/g, ...]; rows that are partitioned by other ends count as plain rows:
+        the call decides which ends count.
+        """
         dim = x.type.shape[0]
         if isinstance(dim, Rows) and dim.groups != ends.type.ends:
             x = self.ops.reshape(x, new_shape=(dim.total, *x.type.shape[1:]))
         return self.ops.partition(x, ends)
 
-    def groups_of_problem(self, starts: Value, problem_sizes: Value, padded_starts: Value, rows: AnySize, n: int, k: int) -> Value:
-        """The ends-typed value of a partition in nvFuser's form (`problem_ends`); equal calls return the same value."""
+    def groups_of_problem(
+        self,
+        starts: Value,
+        problem_sizes: Value,
+        padded_starts: Value,
+        rows: AnySize,
+        n: int,
+        k: int,
+    ) -> Value:
+        """The ends-typed value of a partition in nvFuser's form (`problem_ends`); equal calls
+        return the same value.
+        """
         inputs = (starts, problem_sizes, padded_starts)
         key = ("groups_of_problem", inputs, rows, n, k)
-        return self._cut_once(key, lambda groups: self.ops.problem_ends(*inputs, rows=rows, groups=groups, n=n, k=k), starts)
+        return self._cut_once(
+            key,
+            lambda groups: self.ops.problem_ends(*inputs, rows=rows, groups=groups, n=n, k=k),
+            starts,
+        )
 
     def _cut_once(self, key: Any, make: Callable[[Groups], Value], each: Value) -> Value:
-        """The result of `make` for this key, on a new partition with a group for each element of `each`; made once."""
+        """The result of `make` for this key, on a new partition with a group for each element of
+        `each`; made once.
+        """
         if key not in self._views:
             need_rank("offs", each.type, 1)
             self._views[key] = (make(self.fresh_groups(plain(each.type.shape[0]))),)
@@ -245,13 +323,26 @@ class FusionDefinition:
         return op.kind.name if op else ""
 
     def _fresh(self, prefix: str) -> str:
-        return next(name for n in range(len(self._names) + 1) if (name := f"{prefix}{n}") not in self._names)
+        return next(
+            name for n in range(len(self._names) + 1) if (name := f"{prefix}{n}") not in self._names
+        )
 
     def _new_name(self, name: str) -> str:
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or keyword.iskeyword(name) or _TAKEN.fullmatch(name):
-            raise FusionError(f"the name {name!r}", expected="letters, digits and _; not fd, i0, t0 or what else texts of a Fusion use")
+        if (
+            not isinstance(name, str)
+            or not _NAME.fullmatch(name)
+            or keyword.iskeyword(name)
+            or _TAKEN.fullmatch(name)
+        ):
+            raise FusionError(
+                f"the name {name!r}",
+                expected="letters, digits and _; not fd, i0, t0 or what else texts of a Fusion use",
+            )
         if name in self._names:
-            raise FusionError(f"the name {name!r} is taken", expected="a new name for each size and each partition")
+            raise FusionError(
+                f"the name {name!r} is taken",
+                expected="a new name for each size and each partition",
+            )
         self._names.add(name)
         return name
 

@@ -1,6 +1,8 @@
-"""The data of the IR: a Fusion is a list of operations over typed values, and can be verified, evaluated and printed at every stage.
+"""The data of the IR: a Fusion is a list of operations over typed values, and can be verified,
+evaluated and printed at every stage.
 
-`Fusion.evaluate`, in plain torch, defines the meaning: every pass preserves it, and every kernel is tested against it.
+`Fusion.evaluate`, in plain torch, defines the meaning: every pass preserves it, and every kernel is
+tested against it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from .sizes import AnySize, Size, never_negative, value
 from .types import MOST_ELEMENTS, Groups, Rows, TensorType, checked_type, plain
 
 MOST_ROWS = 2**31 - 1  # the most that the int32 ends of a partition can express
-ROLES = ("argument", "weight", "state")  # an input is new at each call, the same at each call, or changed by each call
+# an input is new at each call, the same at each call, or changed by each call
+ROLES = ("argument", "weight", "state")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +47,13 @@ Need = tuple[AnySize, str]  # a size that must not be negative, and a sentence a
 class OpKind:
     """One row of the table of operations: everything on which all stages must agree.
 
-    infer(*types, **attrs) -> the types of the outputs; evaluate(*tensors, **attrs) -> the outputs, in plain torch. The annotations of infer
-    say which arguments are operands, and the type of each attribute (signature.py). needs(*types, **attrs) -> sizes that must not be
-    negative, with a description of each: those that depend on symbols are checked when a Fusion is bound to tensors. grad(fd, op,
-    *output_grads) -> one gradient (or None) for each input, written with fd.ops; None: no derivative. flops(op) -> floating-point
-    operations as a size; outputs: how many there are; view: does no work of its own and is copied into every kernel that reads it.
+    infer(*types, **attrs) -> the types of the outputs; evaluate(*tensors, **attrs) -> the outputs,
+    in plain torch. The annotations of infer say which arguments are operands, and the type of each
+    attribute (signature.py). needs(*types, **attrs) -> sizes that must not be negative, with a
+    description of each: those that depend on symbols are checked when a Fusion is bound to tensors.
+    grad(fd, op, *output_grads) -> one gradient (or None) for each input, written with fd.ops; None:
+    no derivative. flops(op) -> floating-point operations as a size; outputs: how many there are;
+    view: does no work of its own and is copied into every kernel that reads it.
     """
 
     name: str
@@ -59,7 +64,9 @@ class OpKind:
     flops: Callable[[Op], Any] | None = None
     view: bool = False
     outputs: int | None = 1  # None: as many as an encoding has parts
-    role: str = "pointwise"  # what schedulers look at: pointwise | shape | view | gather | routing | grouped | reduce | quantize | layout
+    # what schedulers look at: pointwise | shape | view | gather | routing | grouped | reduce |
+    # quantize | layout
+    role: str = "pointwise"
 
     @property
     def signature(self) -> Signature:
@@ -74,7 +81,9 @@ class OpKind:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One operation. source: the line of the user's program that it comes from; translator: the line that made it."""
+    """One operation. source: the line of the user's program that it comes from; translator: the
+    line that made it.
+    """
 
     kind: OpKind
     inputs: tuple[Operand, ...]
@@ -110,7 +119,10 @@ def infer(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> tuple
     except Error as error:
         raise error.at(kind.name) from None
     except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
-        raise FusionError(f"{kind.name} does not accept these arguments: {error}", todo="fusion_moe/ir/kinds has its signature") from None
+        raise FusionError(
+            f"{kind.name} does not accept these arguments: {error}",
+            todo="fusion_moe/ir/kinds has its signature",
+        ) from None
 
 
 def _needs(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> Iterator[Need]:
@@ -122,7 +134,9 @@ def _needs(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> Iter
 
 
 class Partitions:
-    """The number of rows of each partition. All statements of a program agree, so ends checked for one value are valid for all others."""
+    """The number of rows of each partition. All statements of a program agree, so ends checked for
+    one value are valid for all others.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[Groups, AnySize] = {}
@@ -131,8 +145,12 @@ class Partitions:
         """The rows of a partition, if any value has it."""
         return None if groups is None else self._rows.get(groups)
 
-    def add(self, types: Iterable[TensorType], attrs: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Adds values, and the attributes of the operation that made them. FusionError if a partition had another number of rows before."""
+    def add(
+        self, types: Iterable[TensorType], attrs: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Adds values, and the attributes of the operation that made them. FusionError if a
+        partition had another number of rows before.
+        """
         for t in types:
             stated = [(d.groups, d.total) for d in t.shape if isinstance(d, Rows)]
             stated += [(t.ends, attrs["rows"])] if t.ends is not None and "rows" in attrs else []
@@ -141,16 +159,18 @@ class Partitions:
                     raise FusionError(
                         f"{rows} rows partitioned by {groups}, which partitions {before} rows",
                         expected="one number of rows for each partition",
-                        todo="make ends for the other number of rows with fd.ops.ends(offs, rows=..., groups=...)",
-                    )  # fmt: skip
+                        todo="make ends for the other number of rows with fd.ops.ends(offs, "
+                        "rows=..., groups=...)",
+                    )
 
 
 @dataclass(frozen=True)
 class Fusion:
     """A program: inputs, operations in order, outputs.
 
-    roles: input -> "argument" | "weight" | "state"; "argument" if missing. aliases: {position among the outputs: input}: this output is
-    written over this input once everything is computed, so that no operation reads what was written.
+    roles: input -> "argument" | "weight" | "state"; "argument" if missing. aliases: {position among
+    the outputs: input}: this output is written over this input once everything is computed, so that
+    no operation reads what was written.
     """
 
     inputs: tuple[Value, ...]
@@ -160,47 +180,87 @@ class Fusion:
     aliases: Mapping[int, Value] = field(default_factory=dict)
 
     def verify(self) -> Fusion:
-        """This Fusion; FusionError unless values are made before they are read, types follow their rules, and partitions are made once."""
-        seen, partitions, rows = set(self.inputs), [v.type.ends.name for v in self.inputs if v.type.ends], Partitions()
+        """This Fusion; FusionError unless values are made before they are read, types follow their
+        rules, and partitions are made once.
+        """
+        seen, partitions, rows = (
+            set(self.inputs),
+            [v.type.ends.name for v in self.inputs if v.type.ends],
+            Partitions(),
+        )
         rows.add(v.type for v in self.inputs)
         if len(seen) < len(self.inputs) or len(set(partitions)) < len(partitions):
             found = f"inputs {_types([v.type for v in self.inputs])}"
             raise FusionError(found, expected="each input, and the ends of each partition, once")
         for i, op in enumerate(self.ops):
             if missing := [v.name for v in op.values if v not in seen]:
-                raise self._error(i, f"reads {', '.join(missing)} before it is computed", "inputs, and results of operations before")
+                raise self._error(
+                    i,
+                    f"reads {', '.join(missing)} before it is computed",
+                    "inputs, and results of operations before",
+                )
             try:
                 want = infer(op.kind, tuple(op.types()), op.attrs)
                 rows.add(want, op.attrs)
             except Error as error:
                 raise self._error(i, error.found, error.expected) from None
             if (got := tuple(v.type for v in op.outputs)) != want:
-                raise self._error(i, f"is typed {_types(got)}", f"{_types(want)}, as its rule gives")
+                raise self._error(
+                    i, f"is typed {_types(got)}", f"{_types(want)}, as its rule gives"
+                )
             for made in (v.type.ends.name for v in op.outputs if v.type.ends):
                 if made in partitions:
-                    raise self._error(i, f"defines the partition {made} twice", "one name for each partition")
+                    raise self._error(
+                        i, f"defines the partition {made} twice", "one name for each partition"
+                    )
                 partitions.append(made)
             if again := [v.name for v in op.outputs if v in seen]:
-                raise self._error(i, f"computes {', '.join(again)} twice", "a new value for each result")
+                raise self._error(
+                    i, f"computes {', '.join(again)} twice", "a new value for each result"
+                )
             seen.update(op.outputs)
         if missing := [v.name for v in self.outputs if v not in seen]:
-            raise FusionError(f"output {', '.join(missing)} is never computed", todo="add the operation that computes it")
+            raise FusionError(
+                f"output {', '.join(missing)} is never computed",
+                todo="add the operation that computes it",
+            )
         self._verify_aliases()
         return self
 
     def _verify_aliases(self) -> None:
         for i, target in self.aliases.items():
-            if not 0 <= i < len(self.outputs) or target not in self.inputs or self.outputs[i].type != target.type or target.type.quantized:
-                raise FusionError(f"output {i} over {target.name}", expected="an output and an input of one type, each one tensor")
+            if (
+                not 0 <= i < len(self.outputs)
+                or target not in self.inputs
+                or self.outputs[i].type != target.type
+                or target.type.quantized
+            ):
+                raise FusionError(
+                    f"output {i} over {target.name}",
+                    expected="an output and an input of one type, each one tensor",
+                )
         if len(set(self.aliases.values())) < len(self.aliases):
-            raise FusionError(f"{len(self.aliases)} outputs over one input", expected="one output for each input that is written over")
+            raise FusionError(
+                f"{len(self.aliases)} outputs over one input",
+                expected="one output for each input that is written over",
+            )
 
     def _error(self, at: int, why: str, expected: str = "") -> FusionError:
-        from .text import op_text, value_names  # text imports this module; only messages need it here
+        # text imports this module; only messages need it here
+        from .text import op_text, value_names
 
         names, op = value_names(self), self.ops[at]
-        near = "\n".join(("-> " if i == at else "   ") + op_text(o, names) for i, o in enumerate(self.ops) if abs(i - at) < 4)
-        return FusionError(why, expected=expected, todo=f"made by {op.translator or 'hand'}\n{near}", where=op.kind.name)
+        near = "\n".join(
+            ("-> " if i == at else "   ") + op_text(o, names)
+            for i, o in enumerate(self.ops)
+            if abs(i - at) < 4
+        )
+        return FusionError(
+            why,
+            expected=expected,
+            todo=f"made by {op.translator or 'hand'}\n{near}",
+            where=op.kind.name,
+        )
 
     @cached_property
     def symbols(self) -> tuple[str, ...]:
@@ -213,16 +273,29 @@ class Fusion:
 
     @cached_property
     def needs(self) -> tuple[Need, ...]:
-        """Conditions that depend on the symbols' values: sizes that must not be negative, with sentences about them."""
+        """Conditions that depend on the symbols' values: sizes that must not be negative, with
+        sentences about them.
+        """
         found = [need for op in self.ops for need in _needs(op.kind, tuple(op.types()), op.attrs)]
         for v in (*self.inputs, *(v for op in self.ops for v in op.outputs)):
             for d in v.type.shape:
-                found += [(size, f"{size} in the shape {v.type} is negative") for size in with_ceilings(plain(d))]
+                found += [
+                    (size, f"{size} in the shape {v.type} is negative")
+                    for size in with_ceilings(plain(d))
+                ]
                 if isinstance(d, Rows):
-                    found.append((MOST_ROWS - d.total, f"{d.total} rows are partitioned by {d.groups}, whose ends have 32 bits"))
+                    found.append(
+                        (
+                            MOST_ROWS - d.total,
+                            f"{d.total} rows are partitioned by "
+                            f"{d.groups}, whose ends have 32 bits",
+                        )
+                    )
             count = reduce(mul, map(plain, v.type.shape), 1)
             if isinstance(count, Size):
-                found.append((MOST_ELEMENTS - count, f"{count} elements are more than 63 bits can count"))
+                found.append(
+                    (MOST_ELEMENTS - count, f"{count} elements are more than 63 bits can count")
+                )
         return tuple(dict.fromkeys(need for need in found if not never_negative(need[0])))
 
     @cached_property
@@ -246,16 +319,26 @@ class Fusion:
     def need_inputs(self, tensors: Sequence[Any]) -> None:
         """ShapeError unless there is one tensor for each input."""
         if len(tensors) != len(self.inputs):
-            raise ShapeError(f"{len(tensors)} inputs", expected=str(len(self.inputs)), where="fusion")
+            raise ShapeError(
+                f"{len(tensors)} inputs", expected=str(len(self.inputs)), where="fusion"
+            )
 
-    def bind(self, tensors: Sequence[Any], sizes: Mapping[str, int] | None = None) -> dict[str, int]:
-        """The values of the symbols, from the shapes of the inputs; raises, before anything is read, if these do not fit the types."""
+    def bind(
+        self, tensors: Sequence[Any], sizes: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
+        """The values of the symbols, from the shapes of the inputs; raises, before anything is
+        read, if these do not fit the types.
+        """
         return bind(self, tensors, sizes)
 
     def evaluate(
-        self, *tensors: Any, sizes: Mapping[str, int] | None = None, using: Mapping[Op, Callable[..., tuple[Any, ...]]] | None = None
+        self,
+        *tensors: Any,
+        sizes: Mapping[str, int] | None = None,
+        using: Mapping[Op, Callable[..., tuple[Any, ...]]] | None = None,
     ) -> tuple[Any, ...]:
-        """The outputs for these inputs, in plain torch: the meaning of the program. Checks ends and ids on the host.
+        """The outputs for these inputs, in plain torch: the meaning of the program. Checks ends and
+        ids on the host.
 
         An output with an alias is the input that it is written over.
 
@@ -268,7 +351,8 @@ class Fusion:
             if v.type.ends:
                 check_ends(tensor, rows_of(v.type.ends, self, env), v.name)
         device = elements_of(tensors[0]).device if tensors else torch.device("cpu")
-        with torch.device(device) if device.type != "cpu" else nullcontext():  # for operations that create tensors without inputs
+        # for operations that create tensors without inputs
+        with torch.device(device) if device.type != "cpu" else nullcontext():
             self._run(made, env, using or {})
         return write_over(self.targets(tensors), [made[v] for v in self.outputs])
 
@@ -281,7 +365,12 @@ class Fusion:
         """The Fusion with the same outputs that writes over no input."""
         return replace(self, aliases={}) if self.aliases else self
 
-    def _run(self, made: dict[Any, Any], env: Mapping[str, int], using: Mapping[Op, Callable[..., tuple[Any, ...]]]) -> None:
+    def _run(
+        self,
+        made: dict[Any, Any],
+        env: Mapping[str, int],
+        using: Mapping[Op, Callable[..., tuple[Any, ...]]],
+    ) -> None:
         last = {v: op for op in self.ops for v in op.values}
         for op in self.ops:
             args = [made[v] if isinstance(v, Value) else v for v in op.inputs]
@@ -300,7 +389,9 @@ class Fusion:
 def rows_of(groups: Groups, fusion: Fusion, env: Mapping[str, int]) -> int:
     """The rows of a partition: the total of any of the fusion's values with this partition."""
     values = [*fusion.inputs, *(v for op in fusion.ops for v in op.outputs)]
-    totals = [d.total for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == groups]
+    totals = [
+        d.total for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == groups
+    ]
     return value(totals[0], env) if totals else torch.iinfo(torch.int32).max
 
 

@@ -1,8 +1,10 @@
-"""The derivative of a Fusion, as a pair of Fusions: reverse mode over the `grad` rules of the kinds.
+"""The derivative of a Fusion, as a pair of Fusions: reverse mode over the `grad` rules of the
+kinds.
 
-The forward is the Fusion with more outputs, the saved values, and with operations that make 8-bit copies to save. The backward takes these,
-the inputs that it reads and the gradients of the float outputs, and returns the gradients of the requested inputs. saved.py decides
-which values are saved and which are recomputed.
+The forward is the Fusion with more outputs, the saved values, and with operations that make 8-bit
+copies to save. The backward takes these, the inputs that it reads and the gradients of the float
+outputs, and returns the gradients of the requested inputs. saved.py decides which values are saved
+and which are recomputed.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from .types import FLOATS, Groups, Rows, TensorType, plain
 
 @dataclass(frozen=True)
 class Derivative:
-    """forward: (inputs...) -> the outputs of the Fusion, then the saved values. backward: (read..., seeds...) -> the gradients.
+    """forward: (inputs...) -> the outputs of the Fusion, then the saved values. backward: (read...,
+    seeds...) -> the gradients.
 
-    reads: the first inputs of the backward, as positions among the forward's inputs followed by its outputs. seeds: the float outputs,
-    whose gradients are the next inputs: each has the shape of its output, with plain rows. rewritten: the operations of the Fusion whose
-    derivative is `router_gradient`.
+    reads: the first inputs of the backward, as positions among the forward's inputs followed by its
+    outputs. seeds: the float outputs, whose gradients are the next inputs: each has the shape of
+    its output, with plain rows. rewritten: the operations of the Fusion whose derivative is
+    `router_gradient`.
     """
 
     forward: Fusion
@@ -44,33 +48,51 @@ class Derivative:
 
 
 def differentiate(
-    fusion: Fusion, wrt: Sequence[int], save: str = "values", router_gradient: bool = True, names: Sequence[str] = ()
-) -> Derivative:  # fmt: skip
-    """The forward, and the backward that computes the gradients of inputs `wrt`, each in its input's dtype.
+    fusion: Fusion,
+    wrt: Sequence[int],
+    save: str = "values",
+    router_gradient: bool = True,
+    names: Sequence[str] = (),
+) -> Derivative:
+    """The forward, and the backward that computes the gradients of inputs `wrt`, each in its
+    input's dtype.
 
-    save: "values": no product is recomputed; "inputs": the forward saves nothing. Both save only what some of these gradients need.
-    router_gradient: whether the router's weights get their gradient from that of the preceding product (router_gradient.py). names: what
-    error messages call the inputs. UnsupportedError if no derivative reaches an input: packed weights are frozen.
+    save: "values": no product is recomputed; "inputs": the forward saves nothing. Both save only
+    what some of these gradients need. router_gradient: whether the router's weights get their
+    gradient from that of the preceding product (router_gradient.py). names: what error messages
+    call the inputs. UnsupportedError if no derivative reaches an input: packed weights are frozen.
     """
     if save not in POLICIES:
-        raise OptionError(f"save = {save!r}", expected=f"one of {', '.join(POLICIES)}", where="differentiate")
+        raise OptionError(
+            f"save = {save!r}", expected=f"one of {', '.join(POLICIES)}", where="differentiate"
+        )
     if fusion.aliases:
-        raise UnsupportedError("the derivative of a program that writes over its inputs", todo="differentiate the one without alias_input")
-    whole = _whole(fusion, wrt, router_gradient, names or [f"input {i}" for i in range(len(fusion.inputs))])
+        raise UnsupportedError(
+            "the derivative of a program that writes over its inputs",
+            todo="differentiate the one without alias_input",
+        )
+    whole = _whole(
+        fusion, wrt, router_gradient, names or [f"input {i}" for i in range(len(fusion.inputs))]
+    )
     kept = saved(whole.forward, whole.needed, POLICIES[save])
-    there = tuple(dict.fromkeys((*fusion.inputs, *fusion.outputs, *(whole.original[v] for v in kept))))
-    forward = replace(fusion, ops=_with_copies(fusion, whole, kept), outputs=there[len(fusion.inputs) :])
+    there = tuple(
+        dict.fromkeys((*fusion.inputs, *fusion.outputs, *(whole.original[v] for v in kept)))
+    )
+    forward = replace(
+        fusion, ops=_with_copies(fusion, whole, kept), outputs=there[len(fusion.inputs) :]
+    )
     reads = tuple(there.index(whole.original[v]) for v in kept)
     return Derivative(forward, _backward(whole, kept), reads, _seeded(fusion), whole.rewritten)
 
 
-# ------------------------------------------------------------------------------------------------------- forward and backward in one
+# ---------------------------------------------------------------------- forward and backward in one
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """(inputs..., seeds...) -> gradients, in one Fusion. forward: its first operations, which compute the outputs. copies: operations that
-    make copies, which may be saved. later: those of the other operations that the gradients need. original: the value in the Fusion that is
+    """(inputs..., seeds...) -> gradients, in one Fusion. forward: its first operations, which
+    compute the outputs. copies: operations that make copies, which may be saved. later: those of
+    the other operations that the gradients need. original: the value in the Fusion that is
     differentiated, for each value of `forward`. rewritten: see Derivative.
     """
 
@@ -93,9 +115,18 @@ class _Whole:
 
     @cached_property
     def needed(self) -> tuple[Value, ...]:
-        """The values of the forward that the backward reads, and the ends of the partitions in their types."""
+        """The values of the forward that the backward reads, and the ends of the partitions in
+        their types.
+        """
         read = [v for op in self.later for v in op.values if v in self.original]
-        return tuple(dict.fromkeys((*read, *(self.ends[g] for v in read for g in v.type.partitions() if g in self.ends))))
+        return tuple(
+            dict.fromkeys(
+                (
+                    *read,
+                    *(self.ends[g] for v in read for g in v.type.partitions() if g in self.ends),
+                )
+            )
+        )
 
     @cached_property
     def partitions(self) -> Partitions:
@@ -112,11 +143,15 @@ def _seeded(fusion: Fusion) -> tuple[int, ...]:
     return tuple(i for i, v in enumerate(fusion.outputs) if v.type.dtype in FLOATS)
 
 
-def _whole(fusion: Fusion, wrt: Sequence[int], router_gradient: bool, names: Sequence[str]) -> _Whole:
+def _whole(
+    fusion: Fusion, wrt: Sequence[int], router_gradient: bool, names: Sequence[str]
+) -> _Whole:
     fd = FusionDefinition()
     made: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
     outputs = [fusion.outputs[i] for i in _seeded(fusion)]
-    seeds = [(v, fd.define_like(v.type.with_(shape=tuple(map(plain, v.type.shape))))) for v in outputs]
+    seeds = [
+        (v, fd.define_like(v.type.with_(shape=tuple(map(plain, v.type.shape))))) for v in outputs
+    ]
     ops = [_copied(fd, op, made) for op in fusion.ops]
     first = fd.count
 
@@ -133,25 +168,51 @@ def _whole(fusion: Fusion, wrt: Sequence[int], router_gradient: bool, names: Seq
         value = made[fusion.inputs[i]]
         if value not in grads:
             raise _no_derivative(fusion, fusion.inputs[i], names[i])
-        fd.add_output(fd.ops.reshape(grads.of(value), new_shape=tuple(map(plain, value.type.shape))))
+        fd.add_output(
+            fd.ops.reshape(grads.of(value), new_shape=tuple(map(plain, value.type.shape)))
+        )
     whole, inputs = fd.fusion(), tuple(made[v] for v in fusion.inputs)
     later = made_again(whole.ops[first:], whole.outputs, ())
     copies = _copies(later, [seed for _, seed in seeds])
-    forward = replace(whole, inputs=inputs, ops=(*whole.ops[:first], *copies), outputs=tuple(made[v] for v in fusion.outputs))
-    original = {new: v for v, new in reversed(made.items())} | {v: v for op in copies for v in op.outputs}
-    return _Whole(whole, forward, copies, tuple(op for op in later if op not in copies), original, tuple(reversed(rewritten)))
+    forward = replace(
+        whole,
+        inputs=inputs,
+        ops=(*whole.ops[:first], *copies),
+        outputs=tuple(made[v] for v in fusion.outputs),
+    )
+    original = {new: v for v, new in reversed(made.items())} | {
+        v: v for op in copies for v in op.outputs
+    }
+    return _Whole(
+        whole,
+        forward,
+        copies,
+        tuple(op for op in later if op not in copies),
+        original,
+        tuple(reversed(rewritten)),
+    )
 
 
 def _no_derivative(fusion: Fusion, value: Value, name: str) -> UnsupportedError:
     """The error for an input that no gradient reaches."""
     if any(op.kind.name == "pack" and value in op.values for op in fusion.ops):
         todo = "adapters train beside them: fusion_moe.nn.add_lora_(model)"
-        return UnsupportedError(f"{name} is part of a packed weight", expected="requires_grad_(False): those are frozen", todo=todo)
-    return UnsupportedError(f"{name} has no derivative", expected="operations with derivatives from it to an output", todo="detach it")
+        return UnsupportedError(
+            f"{name} is part of a packed weight",
+            expected="requires_grad_(False): those are frozen",
+            todo=todo,
+        )
+    return UnsupportedError(
+        f"{name} has no derivative",
+        expected="operations with derivatives from it to an output",
+        todo="detach it",
+    )
 
 
 def _copies(later: Sequence[Op], seeds: Collection[Value]) -> tuple[Op, ...]:
-    """The operations, among those for gradients, that unpack quantized values of the forward (to save the parts) or make these values."""
+    """The operations, among those for gradients, that unpack quantized values of the forward (to
+    save the parts) or make these values.
+    """
     by_seeds = dependent(later, seeds)
     parts = [v for op in later if op.kind.name == "unpack" for v in op.outputs if v not in by_seeds]
     return made_again(later, parts, ())
@@ -160,7 +221,13 @@ def _copies(later: Sequence[Op], seeds: Collection[Value]) -> tuple[Op, ...]:
 def _with_copies(fusion: Fusion, whole: _Whole, kept: Sequence[Value]) -> tuple[Op, ...]:
     """The operations of the Fusion, and those that make the copies which are saved."""
     copies = made_again(whole.copies, kept, ())
-    return (*fusion.ops, *(op.with_inputs([whole.original[v] if isinstance(v, Value) else v for v in op.inputs]) for op in copies))
+    return (
+        *fusion.ops,
+        *(
+            op.with_inputs([whole.original[v] if isinstance(v, Value) else v for v in op.inputs])
+            for op in copies
+        ),
+    )
 
 
 def _copied(fd: FusionDefinition, op: Op, made: dict[Any, Any]) -> Op:
@@ -173,33 +240,53 @@ def _copied(fd: FusionDefinition, op: Op, made: dict[Any, Any]) -> Op:
 
 
 def _differentiate(fd: FusionDefinition, op: Op, grads: Gradients, by_router: bool) -> bool:
-    """Gives the operands of an operation their gradients; returns whether `router_gradient` did so."""
+    """Gives the operands of an operation their gradients; returns whether `router_gradient` did
+    so.
+    """
     if op.kind.grad is None:
-        if any(v.type.dtype in FLOATS and v in grads.leads for v in op.values) and op.kind.role != "view":
-            raise UnsupportedError(f"{op.kind.name} has no derivative", todo="compute it under torch.no_grad()", where=op.source)
+        if (
+            any(v.type.dtype in FLOATS and v in grads.leads for v in op.values)
+            and op.kind.role != "view"
+        ):
+            raise UnsupportedError(
+                f"{op.kind.name} has no derivative",
+                todo="compute it under torch.no_grad()",
+                where=op.source,
+            )
         return False
     (output,) = op.outputs  # operations with several outputs have no derivative
     got = grads.of(output)
-    rewritten = of_combine(fd, op, got, grads.leads) if by_router and op.kind.name == "combine" else None
+    rewritten = (
+        of_combine(fd, op, got, grads.leads) if by_router and op.kind.name == "combine" else None
+    )
     try:
-        given: Iterable[tuple[Any, Value | None]] = rewritten or zip(op.inputs, op.kind.grad(fd, op, got), strict=True)
+        given: Iterable[tuple[Any, Value | None]] = rewritten or zip(
+            op.inputs, op.kind.grad(fd, op, got), strict=True
+        )
         for v, grad in given:
             if isinstance(v, Value) and grad is not None:
                 grads.add(v, grad)
     except NotImplementedError as error:
-        raise UnsupportedError(f"not supported: {error}", todo="compute it under torch.no_grad()", where=op.source) from None
+        raise UnsupportedError(
+            f"not supported: {error}", todo="compute it under torch.no_grad()", where=op.source
+        ) from None
     return rewritten is not None
 
 
-# ------------------------------------------------------------------------------------------------------------------- and in two
+# --------------------------------------------------------------------------------------- and in two
 
 
 def _backward(whole: _Whole, kept: Sequence[Value]) -> Fusion:
     """(kept..., seeds...) -> the gradients."""
     fd, inputs = FusionDefinition(), whole.forward.inputs
-    given = {v: fd.define_like(v.type if v in inputs else _stored(v), whole.fusion.role(v)) for v in kept}
-    made: dict[Any, Any] = {v: fd.define_like(v.type) for v in whole.seeds} | {v: given[v] for v in kept if v in inputs}
-    for v in sorted(given, key=lambda v: v.type.ends is None):  # ends first: other rows are partitioned by them
+    given = {
+        v: fd.define_like(v.type if v in inputs else _stored(v), whole.fusion.role(v)) for v in kept
+    }
+    made: dict[Any, Any] = {v: fd.define_like(v.type) for v in whole.seeds} | {
+        v: given[v] for v in kept if v in inputs
+    }
+    # ends first: other rows are partitioned by them
+    for v in sorted(given, key=lambda v: v.type.ends is None):
         if v not in inputs:
             made[v] = _as_it_was(fd, given[v], v.type, made, whole)
     for op in (*made_again(whole.forward.ops, whole.needed, kept), *whole.later):
@@ -214,7 +301,9 @@ def _stored(v: Value) -> TensorType:
     return TensorType(tuple(map(plain, v.type.shape)), v.type.dtype)
 
 
-def _as_it_was(fd: FusionDefinition, tensor: Value, type: TensorType, made: Mapping[Any, Any], whole: _Whole) -> Value:
+def _as_it_was(
+    fd: FusionDefinition, tensor: Value, type: TensorType, made: Mapping[Any, Any], whole: _Whole
+) -> Value:
     """A saved value, converted to the type that it had in the forward."""
     if type.ends:
         rows = whole.partitions.rows(type.ends)

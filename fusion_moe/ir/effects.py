@@ -1,4 +1,6 @@
-"""Effects of a program on its inputs: outputs with an alias are written over them, all at once, after everything is computed."""
+"""Effects of a program on its inputs: outputs with an alias are written over them, all at once,
+after everything is computed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from ..errors import ShapeError, UnsupportedError
 
 
 def check_targets(targets: Mapping[int, torch.Tensor]) -> None:
-    """Raises, before anything is computed, if tensors cannot be written over. targets: by the positions of the outputs.
+    """Raises, before anything is computed, if tensors cannot be written over. targets: by the
+    positions of the outputs.
 
     UnsupportedError for a tensor that autograd tracks, ShapeError for elements that share memory.
     """
@@ -20,22 +23,40 @@ def check_targets(targets: Mapping[int, torch.Tensor]) -> None:
         if t.requires_grad and torch.is_grad_enabled():
             todo = "call it under torch.no_grad()"
             raise UnsupportedError(
-                f"output {i} over a tensor that requires a gradient", expected="one that does not", todo=todo, where="fusion"
+                f"output {i} over a tensor that requires a gradient",
+                expected="one that does not",
+                todo=todo,
+                where="fusion",
             )
         if any(n > 1 and stride == 0 for n, stride in zip(t.shape, t.stride(), strict=True)):
-            found = f"output {i} over a tensor of shape {list(t.shape)} and strides {list(t.stride())}"
-            raise ShapeError(found, expected="memory of its own for each element", todo="write over a .contiguous() copy", where="fusion")
+            found = (
+                f"output {i} over a tensor of shape {list(t.shape)} and strides {list(t.stride())}"
+            )
+            raise ShapeError(
+                found,
+                expected="memory of its own for each element",
+                todo="write over a .contiguous() copy",
+                where="fusion",
+            )
     for (i, a), (j, b) in combinations(targets.items(), 2):
         if overlap(a, b):
-            raise ShapeError(f"outputs {i} and {j} over tensors that overlap", expected="memory of its own for each", where="fusion")
+            raise ShapeError(
+                f"outputs {i} and {j} over tensors that overlap",
+                expected="memory of its own for each",
+                where="fusion",
+            )
 
 
 def write_over(targets: Mapping[int, torch.Tensor], outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The outputs; those with a target are written over it. An output that is a view of a target keeps its old values."""
+    """The outputs; those with a target are written over it. An output that is a view of a target
+    keeps its old values.
+    """
     if not targets:
         return tuple(outputs)
     memory = {_memory(t) for t in targets.values()}
-    apart = [t.clone() if isinstance(t, torch.Tensor) and _memory(t) in memory else t for t in outputs]
+    apart = [
+        t.clone() if isinstance(t, torch.Tensor) and _memory(t) in memory else t for t in outputs
+    ]
     return tuple(targets[i].copy_(t) if i in targets else t for i, t in enumerate(apart))
 
 
@@ -44,12 +65,18 @@ def _memory(t: torch.Tensor) -> int:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the memory ranges of two tensors, from their first to their last elements, overlap."""
+    """Whether the memory ranges of two tensors, from their first to their last elements,
+    overlap.
+    """
     (first_a, end_a), (first_b, end_b) = _range(a), _range(b)
     return _memory(a) == _memory(b) and first_a < end_b and first_b < end_a
 
 
 def _range(t: torch.Tensor) -> tuple[int, int]:
-    """The range of bytes in its storage: a tensor's first byte and the one after its last. The same number twice if it is empty."""
+    """The range of bytes in its storage: a tensor's first byte and the one after its last. The same
+    number twice if it is empty.
+    """
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return tuple((t.storage_offset() + at) * t.element_size() for at in (0, last + 1 if t.numel() else 0))  # type: ignore[return-value]
+    return tuple(
+        (t.storage_offset() + at) * t.element_size() for at in (0, last + 1 if t.numel() else 0)
+    )  # type: ignore[return-value]

@@ -12,7 +12,8 @@ from .types import plain
 
 
 class Gradients:
-    """The gradients that each value gets from its readers. Gradients of slices that together make up the value become one `cat`.
+    """The gradients that each value gets from its readers. Gradients of slices that together make
+    up the value become one `cat`.
 
     leads: the values on which some wanted gradient depends; gradients of other values are dropped.
     """
@@ -32,16 +33,26 @@ class Gradients:
     def of(self, v: Value) -> Value:
         """The gradient of v, with rows partitioned like v's."""
         grad = reduce(self._fd.ops.add, self._joined(self._given[v]))
-        return grad if grad.type.shape == v.type.shape else self._fd.ops.reshape(grad, new_shape=v.type.shape)
+        return (
+            grad
+            if grad.type.shape == v.type.shape
+            else self._fd.ops.reshape(grad, new_shape=v.type.shape)
+        )
 
     def _joined(self, grads: Sequence[Value]) -> list[Value]:
-        pads = {grad: op for grad in grads if (op := self._fd.producer(grad)) is not None and op.kind.name == "pad"}
+        pads = {
+            grad: op
+            for grad in grads
+            if (op := self._fd.producer(grad)) is not None and op.kind.name == "pad"
+        }
         whole = _tiled(self._fd, list(pads.values())) if pads else None
         return list(grads) if whole is None else [*(g for g in grads if g not in pads), whole]
 
 
 def _tiled(fd: FusionDefinition, pads: Sequence[Op]) -> Value | None:
-    """The sum of padded values, as one `cat`; None unless they cover the whole along one dimension and overlap only if they are equal."""
+    """The sum of padded values, as one `cat`; None unless they cover the whole along one dimension
+    and overlap only if they are equal.
+    """
     pieces: dict[_Piece, Value] = {}
     for op in pads:
         (v,), piece = op.values, (op.attrs["before"], tuple(map(plain, op.values[0].type.shape)))
@@ -56,7 +67,9 @@ def _tiled(fd: FusionDefinition, pads: Sequence[Op]) -> Value | None:
 _Piece = tuple[tuple[AnySize, ...], tuple[AnySize, ...]]  # where a slice starts, its shape
 
 
-def _in_a_row(pieces: Mapping[_Piece, Value], dim: int, whole: tuple[AnySize, ...]) -> list[Value] | None:
+def _in_a_row(
+    pieces: Mapping[_Piece, Value], dim: int, whole: tuple[AnySize, ...]
+) -> list[Value] | None:
     """The slices in order, if they are all of `whole`, divided along only one dimension."""
     left, found = dict(pieces), []
     at: AnySize = 0

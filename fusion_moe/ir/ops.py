@@ -1,4 +1,6 @@
-"""`fd.ops`: one method for each row of the table of kinds. Editors and type checkers read ops.pyi, which tools/ops_stub.py writes."""
+"""`fd.ops`: one method for each row of the table of kinds. Editors and type checkers read ops.pyi,
+which tools/ops_stub.py writes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Append = Callable[[OpKind, Sequence[Any], Mapping[str, Any]], tuple[Value, ...]]
 
 
 class Ops:
-    """`fd.ops.<kind>(*inputs, **attributes)`: appends an operation and returns its output, or a tuple of them."""
+    """`fd.ops.<kind>(*inputs, **attributes)`: appends an operation and returns its output, or a
+    tuple of them.
+    """
 
     def __init__(self, append: Append):
         self._append = append

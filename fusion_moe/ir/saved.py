@@ -1,7 +1,9 @@
-"""What a forward pass saves for its backward: a minimum cut between what is stored or must be computed and what the backward reads.
+"""What a forward pass saves for its backward: a minimum cut between what is stored or must be
+computed and what the backward reads.
 
-An edge of the graph is an operation that may be recomputed; a node is a value with the bytes that saving it costs. Inputs and outputs are
-stored anyway and cost nothing. Values on the cut are saved; values behind it are recomputed.
+An edge of the graph is an operation that may be recomputed; a node is a value with the bytes that
+saving it costs. Inputs and outputs are stored anyway and cost nothing. Values on the cut are saved;
+values behind it are recomputed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _SOURCE, _SINK = "source", "sink"
 
 
 def elementwise(op: Op) -> bool:
-    """The policy save="values": an element of the result needs one of each input. So products, sums and sorts are never recomputed."""
+    """The policy save="values": an element of the result needs one of each input. So products, sums
+    and sorts are never recomputed.
+    """
     return op.kind.role in _ELEMENTWISE or op.kind.name in _INDICES
 
 
@@ -38,7 +42,8 @@ POLICIES: Mapping[str, Again] = {"values": elementwise, "inputs": everything}
 
 
 def saved(forward: Fusion, needed: Collection[Value], again: Again) -> tuple[Value, ...]:
-    """The inputs and values of the forward, in order, from which the operations that `again` allows make everything that is needed.
+    """The inputs and values of the forward, in order, from which the operations that `again` allows
+    make everything that is needed.
 
     They take the fewest bytes; among equal choices, they are nearest to what is needed.
     """
@@ -47,7 +52,8 @@ def saved(forward: Fusion, needed: Collection[Value], again: Again) -> tuple[Val
         flow.add(_SOURCE, (v, "in"), inf)
         flow.add((v, "in"), (v, "out"), 0)
     for op in forward.ops:
-        once = not again(op) and (all(map(_storable, op.outputs)) or op.kind.role == "quantize")  # whose parts are stored
+        # whose parts are stored
+        once = not again(op) and (all(map(_storable, op.outputs)) or op.kind.role == "quantize")
         for v in op.outputs:
             flow.add((v, "in"), (v, "out"), _cost(forward, op, v, again))
             for source in [_SOURCE] if once else [(operand, "out") for operand in op.values]:
@@ -59,7 +65,9 @@ def saved(forward: Fusion, needed: Collection[Value], again: Again) -> tuple[Val
     return tuple(v for v in values if (v, "out") in behind and (v, "in") not in behind)
 
 
-def made_again(ops: Sequence[Op], needed: Iterable[Value], kept: Collection[Value]) -> tuple[Op, ...]:
+def made_again(
+    ops: Sequence[Op], needed: Iterable[Value], kept: Collection[Value]
+) -> tuple[Op, ...]:
     """The operations that make the needed values from the kept ones, in order."""
     missing, found = set(needed) - set(kept), []
     for op in reversed(ops):
@@ -70,7 +78,9 @@ def made_again(ops: Sequence[Op], needed: Iterable[Value], kept: Collection[Valu
 
 
 def _cost(forward: Fusion, op: Op, v: Value, again: Again) -> float:
-    """The bytes that saving a value takes. A value that shares another value's memory is never saved: the other one is."""
+    """The bytes that saving a value takes. A value that shares another value's memory is never
+    saved: the other one is.
+    """
     if again is everything or op.kind.view or op.kind.name == "reshape" or not _storable(v):
         return inf
     if v in forward.outputs:
@@ -88,7 +98,8 @@ class _Flow:
     """A flow network with its maximum flow, by shortest augmenting paths."""
 
     def __init__(self) -> None:
-        self._room: dict[Any, dict[Any, float]] = {_SOURCE: {}, _SINK: {}}  # node -> remaining capacity of its edges, in both directions
+        # node -> remaining capacity of its edges, in both directions
+        self._room: dict[Any, dict[Any, float]] = {_SOURCE: {}, _SINK: {}}
 
     def add(self, a: Any, b: Any, capacity: float) -> None:
         """An edge."""
@@ -96,7 +107,9 @@ class _Flow:
         self._room.setdefault(b, {}).setdefault(a, 0)
 
     def behind_cut(self) -> set[Any]:
-        """The nodes from which the sink can be reached at maximum flow: the smallest side of a minimum cut."""
+        """The nodes from which the sink can be reached at maximum flow: the smallest side of a
+        minimum cut.
+        """
         while path := self._path():
             fits = min(self._room[a][b] for a, b in path)
             for a, b in path:
@@ -105,7 +118,9 @@ class _Flow:
         return self._reaching()
 
     def _path(self) -> list[tuple[Any, Any]]:
-        """The edges of a shortest path with remaining capacity from the source to the sink; none if there is no such path."""
+        """The edges of a shortest path with remaining capacity from the source to the sink; none if
+        there is no such path.
+        """
         came: dict[Any, Any] = {_SOURCE: None}
         for node in (queue := [_SOURCE]):
             for b, room in self._room[node].items():

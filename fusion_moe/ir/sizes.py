@@ -1,10 +1,12 @@
-"""Sizes that the host knows at launch but not while compiling: integer polynomials of symbols, and their ceilings.
+"""Sizes that the host knows at launch but not while compiling: integer polynomials of symbols, and
+their ceilings.
 
     >>> t = symbol("t")
     >>> 4 * t + t, ceildiv(4 * t, 128), (t + 2) - t
     (5*t, ceildiv(4*t, 128), 2)
 
-A `Size` is kept in one canonical form, so that equal sizes compare equal: `2 * (t + 1) == t + t + 2`. A constant is an int.
+A `Size` is kept in one canonical form, so that equal sizes compare equal: `2 * (t + 1) == t + t +
+2`. A constant is an int.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ Monomial = tuple[Atom, ...]
 
 @dataclass(frozen=True)
 class Size:
-    """A sum of products of symbols: ((atoms, coefficient), ...), sorted, no coefficient zero, not a constant."""
+    """A sum of products of symbols: ((atoms, coefficient), ...), sorted, no coefficient zero, not a
+    constant.
+    """
 
     terms: tuple[tuple[Monomial, int], ...]
 
@@ -64,7 +68,10 @@ class Size:
         return other + self * -1
 
     def __str__(self) -> str:
-        return " + ".join("*".join([str(c)] * (c != 1 or not atoms) + [str(a) for a in atoms]) for atoms, c in self.terms)
+        return " + ".join(
+            "*".join([str(c)] * (c != 1 or not atoms) + [str(a) for a in atoms])
+            for atoms, c in self.terms
+        )
 
     __repr__ = __str__
 
@@ -83,8 +90,12 @@ class Size:
                     yield from atom.of.ceilings()
 
     def value(self, env: Mapping[str, Any]) -> Any:
-        """The size with every symbol replaced by its value in `env`: an int, a torch.SymInt or another size."""
-        return sum((reduce(mul, (_atom_value(a, env) for a in atoms), c) for atoms, c in self.terms), 0)
+        """The size with every symbol replaced by its value in `env`: an int, a torch.SymInt or
+        another size.
+        """
+        return sum(
+            (reduce(mul, (_atom_value(a, env) for a in atoms), c) for atoms, c in self.terms), 0
+        )
 
 
 AnySize = int | Size
@@ -133,12 +144,17 @@ def exact_div(size: AnySize, by: AnySize) -> AnySize | None:
 
 
 def never_negative(size: AnySize) -> bool | None:
-    """Whether a size is 0 or more for all values of its symbols, which are 0 or more; None if it depends on them."""
+    """Whether a size is 0 or more for all values of its symbols, which are 0 or more; None if it
+    depends on them.
+    """
     if isinstance(size, int):
         return size >= 0
     if all(c > 0 and all(_counts(a) for a in atoms) for atoms, c in size.terms):
         return True
-    refuted = all(c < 0 and all(isinstance(a, str) for a in atoms) for atoms, c in size.terms) and not size.terms[-1][0]
+    refuted = (
+        all(c < 0 and all(isinstance(a, str) for a in atoms) for atoms, c in size.terms)
+        and not size.terms[-1][0]
+    )
     return False if refuted else None
 
 
@@ -163,7 +179,9 @@ def _make(terms: list[tuple[Monomial, int]]) -> AnySize:
         total[key] = total.get(key, 0) + c
     if len(total) > _MOST_TERMS:
         raise _too_large(len(total))
-    kept = sorted(((a, c) for a, c in total.items() if c), key=lambda t: (not t[0], -len(t[0]), str(t[0])))
+    kept = sorted(
+        ((a, c) for a, c in total.items() if c), key=lambda t: (not t[0], -len(t[0]), str(t[0]))
+    )
     if not kept:
         return 0
     if len(kept) == 1 and not kept[0][0]:
@@ -172,7 +190,10 @@ def _make(terms: list[tuple[Monomial, int]]) -> AnySize:
 
 
 def _too_large(terms: int) -> ShapeError:
-    return ShapeError(f"a size of {terms} terms", expected=f"at most {_MOST_TERMS}, which is more than shapes have")
+    return ShapeError(
+        f"a size of {terms} terms",
+        expected=f"at most {_MOST_TERMS}, which is more than shapes have",
+    )
 
 
 def _without(term: Monomial, atoms: Monomial) -> Monomial | None:

@@ -1,4 +1,5 @@
-"""A Fusion as Python code that builds it again, and the inverse. `parse` reads the text as data: nothing in it is executed.
+"""A Fusion as Python code that builds it again, and the inverse. `parse` reads the text as data:
+nothing in it is executed.
 
     def fusion(fd):
         m = fd.define_size('m')
@@ -9,8 +10,9 @@
         ...
         fd.add_output(t0)
 
-Run by Python with `fd` a FusionDefinition (and NAMES in scope), it builds the same Fusion. Inputs are called i0, i1, ... and results
-t0, t1, ... in order, whatever their values' names are: equal programs have equal text, which is the key of every cache.
+Run by Python with `fd` a FusionDefinition (and NAMES in scope), it builds the same Fusion. Inputs
+are called i0, i1, ... and results t0, t1, ... in order, whatever their values' names are: equal
+programs have equal text, which is the key of every cache.
 """
 
 from __future__ import annotations
@@ -33,8 +35,12 @@ _COMMENT = "  # "
 _MOST_NESTED = 200  # more than the terms of a size
 _BUILDERS = ("define_size", "define_groups", "define_tensor", "add_output")
 _OPERATORS: Mapping[type, Any] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Mod: operator.mod,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Mod: operator.mod,
+}
 
 
 def text(fusion: Fusion) -> str:
@@ -43,7 +49,9 @@ def text(fusion: Fusion) -> str:
 
 
 def one_line(fusion: Fusion) -> str:
-    """The same text in one line, without types and without ": for graphs, whose compilers write it into comments and C++ strings."""
+    """The same text in one line, without types and without ": for graphs, whose compilers write it
+    into comments and C++ strings.
+    """
     line = "; ".join(line.split(_COMMENT, 1)[0] for line in _lines(fusion))
     return f"def fusion(fd): {line}".replace('"', "'")
 
@@ -52,7 +60,9 @@ def _lines(fusion: Fusion) -> list[str]:
     names = value_names(fusion)
     lines = [f"{s} = fd.define_size({s!r})" for s in fusion.symbols]
     lines += [f"{g} = fd.define_groups({g.name!r}, {g.count})" for g in _groups(fusion)]
-    lines += [f"{names[v]} = fd.define_tensor({_tensor(v.type, fusion.role(v))})" for v in fusion.inputs]
+    lines += [
+        f"{names[v]} = fd.define_tensor({_tensor(v.type, fusion.role(v))})" for v in fusion.inputs
+    ]
     lines += [op_text(op, names) for op in fusion.ops]
     for i, v in enumerate(fusion.outputs):
         alias = f", alias_input={names[fusion.aliases[i]]}" if i in fusion.aliases else ""
@@ -63,7 +73,9 @@ def _lines(fusion: Fusion) -> list[str]:
 def value_names(fusion: Fusion) -> dict[Value, str]:
     """The name of each value in the text of the fusion."""
     made = [v for op in fusion.ops for v in op.outputs]
-    return {v: f"i{n}" for n, v in enumerate(fusion.inputs)} | {v: f"t{n}" for n, v in enumerate(made)}
+    return {v: f"i{n}" for n, v in enumerate(fusion.inputs)} | {
+        v: f"t{n}" for n, v in enumerate(made)
+    }
 
 
 def op_text(op: Op, names: Mapping[Value, str]) -> str:
@@ -74,12 +86,17 @@ def op_text(op: Op, names: Mapping[Value, str]) -> str:
 
     args = [name(v) for v in op.inputs] + [f"{k}={_attr(v)}" for k, v in op.attrs.items()]
     types = ", ".join(str(v.type) for v in op.outputs)
-    return f"{', '.join(map(name, op.outputs))} = fd.ops.{op.kind.name}({', '.join(args)}){_COMMENT}{types}"
+    return (
+        f"{', '.join(map(name, op.outputs))} = "
+        f"fd.ops.{op.kind.name}({', '.join(args)}){_COMMENT}{types}"
+    )
 
 
 def _tensor(type: TensorType, role: str) -> str:
     parts = [f"shape=[{', '.join(map(str, type.shape))}]", f'dtype="{type.dtype}"']
-    parts += [f'layout="{type.layout}"'] * (type.layout != "linear") + [f"ends={type.ends}"] * (type.ends is not None)
+    parts += [f'layout="{type.layout}"'] * (type.layout != "linear") + [f"ends={type.ends}"] * (
+        type.ends is not None
+    )
     return ", ".join(parts + [f'role="{role}"'] * (role != "argument"))
 
 
@@ -91,29 +108,44 @@ def _attr(value: Any) -> str:
 
 def _groups(fusion: Fusion) -> list[Groups]:
     values = [*fusion.inputs, *(v for op in fusion.ops for v in op.outputs)]
-    found = [g for v in values for g in [*v.type.partitions(), *([v.type.ends] if v.type.ends else [])]]
+    found = [
+        g for v in values for g in [*v.type.partitions(), *([v.type.ends] if v.type.ends else [])]
+    ]
     return list(dict.fromkeys(found))
 
 
 @lru_cache(maxsize=512)
 def parse(source: str) -> Fusion:
-    """The verified Fusion in a text that `text` printed; for anything else, a ParseError with the line."""
+    """The verified Fusion in a text that `text` printed; for anything else, a ParseError with the
+    line.
+    """
     try:
         return _built(_statements(source))
     except RecursionError:
-        raise ParseError("an expression too deep to read", expected="def fusion(fd), as a Fusion prints it") from None
+        raise ParseError(
+            "an expression too deep to read", expected="def fusion(fd), as a Fusion prints it"
+        ) from None
 
 
 def _statements(source: str) -> list[ast.stmt]:
     try:
         return ast.parse(source).body
     except (SyntaxError, ValueError, MemoryError) as error:
-        raise ParseError(f"not Python ({error})", expected="def fusion(fd), as a Fusion prints it") from None
+        raise ParseError(
+            f"not Python ({error})", expected="def fusion(fd), as a Fusion prints it"
+        ) from None
 
 
 def _built(body: Sequence[ast.stmt]) -> Fusion:
-    if len(body) != 1 or not isinstance(body[0], ast.FunctionDef) or not ast.unparse(body[0]).startswith("def fusion(fd):\n"):
-        raise ParseError(f"{len(body)} statements", expected="one function, def fusion(fd), as a Fusion prints it")
+    if (
+        len(body) != 1
+        or not isinstance(body[0], ast.FunctionDef)
+        or not ast.unparse(body[0]).startswith("def fusion(fd):\n")
+    ):
+        raise ParseError(
+            f"{len(body)} statements",
+            expected="one function, def fusion(fd), as a Fusion prints it",
+        )
     fd, names = FusionDefinition(), dict(NAMES)
     for statement in body[0].body:
         try:
@@ -121,7 +153,9 @@ def _built(body: Sequence[ast.stmt]) -> Fusion:
         except (ParseError, RecursionError):
             raise
         except Exception as error:  # any error of the types or the builder
-            raise ParseError(f"{ast.unparse(statement)}: {error}", where=f"line {statement.lineno}") from None
+            raise ParseError(
+                f"{ast.unparse(statement)}: {error}", where=f"line {statement.lineno}"
+            ) from None
     try:
         return fd.fusion()
     except Error as error:
@@ -132,11 +166,17 @@ def _run(statement: ast.stmt, fd: FusionDefinition, names: dict[str, Any]) -> No
     line, target = f"line {statement.lineno}", None
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target = statement.targets[0]
-    if not isinstance(statement, (ast.Assign, ast.Expr)) or not isinstance(statement.value, ast.Call):
-        raise ParseError(ast.unparse(statement), expected="a call of fd, or names assigned from one", where=line)
+    if not isinstance(statement, (ast.Assign, ast.Expr)) or not isinstance(
+        statement.value, ast.Call
+    ):
+        raise ParseError(
+            ast.unparse(statement), expected="a call of fd, or names assigned from one", where=line
+        )
     call = statement.value
     args = [_data(a, names, line) for a in call.args]
-    result = _method(call.func, fd, line)(*args, **{str(k.arg): _data(k.value, names, line) for k in call.keywords})
+    result = _method(call.func, fd, line)(
+        *args, **{str(k.arg): _data(k.value, names, line) for k in call.keywords}
+    )
     if isinstance(target, ast.Tuple):
         names.update(zip(_target_names(target.elts, line), result, strict=True))
     elif target is not None:
@@ -155,13 +195,19 @@ def _method(node: ast.expr, fd: FusionDefinition, line: str) -> Any:
         return getattr(fd, path[1])
     if path[:2] == ["fd", "ops"] and len(path) == 3 and path[2] in KINDS:
         return getattr(fd.ops, path[2])
-    raise ParseError(f"a call of {'.'.join(path)}", expected=f"fd.ops.<operation> or one of fd.{', fd.'.join(_BUILDERS)}", where=line)
+    raise ParseError(
+        f"a call of {'.'.join(path)}",
+        expected=f"fd.ops.<operation> or one of fd.{', fd.'.join(_BUILDERS)}",
+        where=line,
+    )
 
 
 def _data(node: ast.expr, names: Mapping[str, Any], line: str, depth: int = 0) -> Any:
     """A literal, a name defined before, a list, or a size written with + - * / % and ceildiv."""
     if depth > _MOST_NESTED:
-        raise ParseError("an expression too deep to read", expected=f"at most {_MOST_NESTED} levels", where=line)
+        raise ParseError(
+            "an expression too deep to read", expected=f"at most {_MOST_NESTED} levels", where=line
+        )
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name) and node.id in names:
@@ -176,4 +222,6 @@ def _data(node: ast.expr, names: Mapping[str, Any], line: str, depth: int = 0) -
             return _OPERATORS[type(node.op)](*sides)
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "ceildiv":
         return sizes.ceildiv(*(_data(a, names, line, depth + 1) for a in node.args))
-    raise ParseError(ast.unparse(node), expected="a literal, a name defined before, or a size", where=line)
+    raise ParseError(
+        ast.unparse(node), expected="a literal, a name defined before, or a size", where=line
+    )

@@ -1,4 +1,5 @@
-"""Types of the IR: what is known about a tensor before it exists. Shapes count logical elements, never packed bytes.
+"""Types of the IR: what is known about a tensor before it exists. Shapes count logical elements,
+never packed bytes.
 
 bf16[m/g, 256]              rows partitioned into groups by g; K = 256
 i32[16]@ends(g)             the ends of those runs
@@ -22,10 +23,18 @@ from ..layouts import LAYOUTS, LINEAR
 from .sizes import AnySize, Size, is_size, never_negative, value
 
 DTYPES: dict[str, torch.dtype] = {
-    "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f8e4m3": torch.float8_e4m3fn,
-    "f8e5m2": torch.float8_e5m2, "f8e8m0": torch.float8_e8m0fnu,
-    "i64": torch.int64, "i32": torch.int32, "u8": torch.uint8, "bool": torch.bool,
-}  # fmt: skip
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f8e4m3": torch.float8_e4m3fn,
+    "f8e5m2": torch.float8_e5m2,
+    "f8e8m0": torch.float8_e8m0fnu,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("f64", "f32", "bf16", "f16")
 STORED = ("f8e4m3", "f8e5m2", "f8e8m0")  # only stored: nothing is computed in these dtypes
@@ -42,7 +51,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def accumulated(dtype: str) -> str:
-    """The dtype in which values of a dtype, plain or encoded, are summed: f64 for f64, otherwise f32."""
+    """The dtype in which values of a dtype, plain or encoded, are summed: f64 for f64, otherwise
+    f32.
+    """
     return "f64" if dtype == "f64" else "f32"
 
 
@@ -53,7 +64,9 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Groups:
-    """A partition of rows into `count` groups. The group sizes are in a device tensor that the host never reads."""
+    """A partition of rows into `count` groups. The group sizes are in a device tensor that the host
+    never reads.
+    """
 
     name: str
     count: AnySize
@@ -81,7 +94,11 @@ class Rows:
         return replace(self, align=align)
 
     def __str__(self) -> str:
-        total = f"({self.total})" if isinstance(self.total, Size) and len(self.total.terms) > 1 else str(self.total)
+        total = (
+            f"({self.total})"
+            if isinstance(self.total, Size) and len(self.total.terms) > 1
+            else str(self.total)
+        )
         return f"{total}/{self.groups}" + (f"%{self.align}" if self.align > 1 else "")
 
     __repr__ = __str__
@@ -105,7 +122,9 @@ def plain(dim: Dim) -> AnySize:
 
 @dataclass(frozen=True)
 class TensorType:
-    """The type of a Value. layout: a name in layouts/; ends: the partition whose ends an i32 vector holds."""
+    """The type of a Value. layout: a name in layouts/; ends: the partition whose ends an i32 vector
+    holds.
+    """
 
     shape: tuple[Dim, ...]
     dtype: str
@@ -113,7 +132,13 @@ class TensorType:
     ends: Groups | None = None
 
     def __str__(self) -> str:
-        mark = f"@ends({self.ends})" if self.ends else f"@{self.layout}" if self.layout != "linear" else ""
+        mark = (
+            f"@ends({self.ends})"
+            if self.ends
+            else f"@{self.layout}"
+            if self.layout != "linear"
+            else ""
+        )
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]{mark}"
 
     @property
@@ -147,22 +172,34 @@ class TensorType:
 def checked_type(t: TensorType) -> TensorType:
     """A type; DtypeError or ShapeError if no tensor can have it."""
     if t.dtype not in DTYPES and t.dtype not in ENCODINGS:
-        raise DtypeError(f"dtype {t.dtype!r}", expected=f"one of {', '.join(dict.fromkeys((*DTYPES, *ENCODINGS)))}")
+        raise DtypeError(
+            f"dtype {t.dtype!r}",
+            expected=f"one of {', '.join(dict.fromkeys((*DTYPES, *ENCODINGS)))}",
+        )
     if t.layout not in LAYOUTS:
         raise ShapeError(f"layout {t.layout!r}", expected=f"one of {', '.join(LAYOUTS)}")
     for d in t.shape:
         _check_dim(d, t)
-    if (count := prod(d for d in map(plain, t.shape) if isinstance(d, int) and d > 0)) > MOST_ELEMENTS:
-        raise ShapeError(f"{count} elements in {t}", expected="no more than 63 bits can count, not counting sizes of 0")
+    if (
+        count := prod(d for d in map(plain, t.shape) if isinstance(d, int) and d > 0)
+    ) > MOST_ELEMENTS:
+        raise ShapeError(
+            f"{count} elements in {t}",
+            expected="no more than 63 bits can count, not counting sizes of 0",
+        )
     if t.quantized:
         _check_matrices(t)
     if t.ends is not None and (t.dtype != "i32" or t.shape != (t.ends.count,)):
-        raise ShapeError(str(t), expected=f"i32[{t.ends.count}]@ends({t.ends}), one end for each group")
+        raise ShapeError(
+            str(t), expected=f"i32[{t.ends.count}]@ends({t.ends}), one end for each group"
+        )
     return t
 
 
 def _check_matrices(t: TensorType) -> None:
-    """Encoded values are matrices of whole blocks; blocks along rows of groups begin anew with each group."""
+    """Encoded values are matrices of whole blocks; blocks along rows of groups begin anew with each
+    group.
+    """
     if len(t.shape) < 2:
         raise ShapeError(str(t), expected=f"{t.dtype}[..., N, K]")
     if isinstance(size := t.shape[t.encoding.axis], int):
@@ -173,8 +210,12 @@ def _check_dim(d: Any, t: TensorType) -> None:
     size, aligned = plain(d), isinstance(d, Rows) and d.align != 1
     if not is_size(size) or never_negative(size) is False:
         raise ShapeError(f"a dimension of {d!r}", expected="a size, 0 or more, of 63 bits")
-    if isinstance(d, Rows) and (not isinstance(d.groups, Groups) or not isinstance(d.align, int) or d.align < 1):
-        raise ShapeError(f"rows {d}", expected="rows partitioned by groups, in multiples of a number")
+    if isinstance(d, Rows) and (
+        not isinstance(d.groups, Groups) or not isinstance(d.align, int) or d.align < 1
+    ):
+        raise ShapeError(
+            f"rows {d}", expected="rows partitioned by groups, in multiples of a number"
+        )
     if aligned and t.layout == LINEAR.name:
         raise ShapeError(f"padded rows in {t}", expected="a layout that pads: sf128x4")
 

@@ -1,18 +1,23 @@
-"""How the elements of a tile of `w16x64` lie in its bytes, by element type. x is [..., r, c, v, j, h, i], as defined in w16x64.py.
+"""How the elements of a tile of `w16x64` lie in its bytes, by element type. x is [..., r, c, v, j,
+h, i], as defined in w16x64.py.
 
-e2m1: code (r, c, v, j, h, i) -> byte 64 r + 16 c + 4 v + 2 j and the next one. These two bytes, low byte first, are half j of a 32-bit word
-and hold four codes, each as a sign s and a magnitude abc. Codes with h = 0, i = 0 lie where bfloat16 has its sign and lowest exponent bits,
-so that a single `and` makes a pair of numbers from a word. Those with h = 0, i = 1 lie six bits lower. Those with h = 1, i = 0 lie twelve
-bits lower, in a word that is rotated, so that each half has the magnitudes of the other. Those with h = 1, i = 1 are in two pieces in the
-remaining bits, which two shifts move into place. (Four whole codes at four distances from their places would not fit in sixteen bits.)
+e2m1: code (r, c, v, j, h, i) -> byte 64 r + 16 c + 4 v + 2 j and the next one. These two bytes, low
+byte first, are half j of a 32-bit word and hold four codes, each as a sign s and a magnitude abc.
+Codes with h = 0, i = 0 lie where bfloat16 has its sign and lowest exponent bits, so that a single
+`and` makes a pair of numbers from a word. Those with h = 0, i = 1 lie six bits lower. Those with h
+= 1, i = 0 lie twelve bits lower, in a word that is rotated, so that each half has the magnitudes of
+the other. Those with h = 1, i = 1 are in two pieces in the remaining bits, which two shifts move
+into place. (Four whole codes at four distances from their places would not fit in sixteen bits.)
 
     bit    15     14     13     12-10        9      8-6      5      4      3      2-0
-           s 00   a 11   s 11   abc 10 *     s 01   abc 00   b 11   c 11   s 10   abc 01      (s 10: of h = 1, i = 0; *: of the other half)
+           s 00   a 11   s 11   abc 10 *     s 01   abc 00   b 11   c 11   s 10   abc 01      (s 10:
+           of h = 1, i = 0; *: of the other half)
 
-int4: code (r, c, v, j, h, i) -> byte 64 r + 16 c + 4 v + 2 j + h, the low nibble for i = 0. A single `and` makes a pair of numbers from a
-word or a shifted word.
+int4: code (r, c, v, j, h, i) -> byte 64 r + 16 c + 4 v + 2 j + h, the low nibble for i = 0. A
+single `and` makes a pair of numbers from a word or a shifted word.
 
-16 bits: element (r, c, v, j, h, i) -> byte 512 v + 64 r + 16 c + 8 h + 4 i + 2 j: step v of a lane is 16 bytes.
+16 bits: element (r, c, v, j, h, i) -> byte 512 v + 64 r + 16 c + 8 h + 4 i + 2 j: step v of a lane
+is 16 bytes.
 """
 
 from __future__ import annotations
@@ -63,8 +68,19 @@ class SignsAndSizes(Nibbles):
         code = x.int()
         sign, size = code >> 3, code & 7
         last, rotated = size[..., 1, 1], size[..., 1, 0].flip(-1)
-        half = sign[..., 0, 0] << 15 | sign[..., 0, 1] << 9 | sign[..., 1, 0] << 3 | sign[..., 1, 1] << 13
-        half |= size[..., 0, 0] << 6 | size[..., 0, 1] | rotated << 10 | (last >> 2) << 14 | (last & 3) << 4
+        half = (
+            sign[..., 0, 0] << 15
+            | sign[..., 0, 1] << 9
+            | sign[..., 1, 0] << 3
+            | sign[..., 1, 1] << 13
+        )
+        half |= (
+            size[..., 0, 0] << 6
+            | size[..., 0, 1]
+            | rotated << 10
+            | (last >> 2) << 14
+            | (last & 3) << 4
+        )
         return torch.stack([half & 0xFF, half >> 8], -1).to(torch.uint8)
 
     def read(self, t: Tensor, tiles: tuple[int, ...]) -> Tensor:
@@ -98,7 +114,17 @@ class SixteenBits:
     def read(self, t: Tensor, tiles: tuple[int, ...]) -> Tensor:
         """The inverse of `stored`."""
         lead = len(tiles)
-        return t.view(torch.int16).view(*tiles, 4, 8, 4, 2, 2, 2).permute(*range(lead), *(lead + d for d in (1, 2, 0, 5, 3, 4)))
+        return (
+            t.view(torch.int16)
+            .view(*tiles, 4, 8, 4, 2, 2, 2)
+            .permute(*range(lead), *(lead + d for d in (1, 2, 0, 5, 3, 4)))
+        )
 
 
-CODE_ORDERS: dict[str, CodeOrder] = {"e2m1": SignsAndSizes(), "int4": Nibbles(), "bf16": SixteenBits(), "f16": SixteenBits()}  # by element
+# by element
+CODE_ORDERS: dict[str, CodeOrder] = {
+    "e2m1": SignsAndSizes(),
+    "int4": Nibbles(),
+    "bf16": SixteenBits(),
+    "f16": SixteenBits(),
+}

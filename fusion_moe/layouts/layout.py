@@ -1,4 +1,6 @@
-"""Layouts: the same numbers in another order of bytes, as objects with an inverse. A layout never changes the meaning."""
+"""Layouts: the same numbers in another order of bytes, as objects with an inverse. A layout never
+changes the meaning.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,18 @@ from ..errors import ShapeError
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """An order of elements in memory: of a tensor, and of the parts of a weight, which must be whole tiles of a certain size."""
+    """An order of elements in memory: of a tensor, and of the parts of a weight, which must be
+    whole tiles of a certain size.
+    """
 
     name: str
     tile: ClassVar[tuple[int, int]] = (1, 1)
 
     @abstractmethod
     def storage_shape(self, shape: tuple[int, ...], count: int | None = None) -> tuple[int, ...]:
-        """The shape of a tensor of `shape` in this order, its rows in `count` groups (None: not partitioned). Sizes: int or SymInt."""
+        """The shape of a tensor of `shape` in this order, its rows in `count` groups (None: not
+        partitioned). Sizes: int or SymInt.
+        """
 
     @abstractmethod
     def why_not(self, n: Any, k: Any, encoding: Encoding = NVFP4) -> str:
@@ -30,7 +36,8 @@ class Layout(ABC):
 
     @abstractmethod
     def pack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
-        """The parts of a weight [..., N, K] in linear order, or only the first of them -> the same in this order.
+        """The parts of a weight [..., N, K] in linear order, or only the first of them -> the same
+        in this order.
 
         ShapeError for a weight that cannot be stored in this order.
         """
@@ -42,15 +49,21 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class TensorLayout(Layout):
-    """A layout of one tensor, such as block scales. `inverse(forward(x, ends), x.shape, ends)` is x, except for rows of no group."""
+    """A layout of one tensor, such as block scales. `inverse(forward(x, ends), x.shape, ends)` is
+    x, except for rows of no group.
+    """
 
     @abstractmethod
     def forward(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
-        """x [..., R, C] in row-major order -> the same elements in this order; with ends i32 [G] x is [M, C], rows of groups."""
+        """x [..., R, C] in row-major order -> the same elements in this order; with ends i32 [G] x
+        is [M, C], rows of groups.
+        """
 
     @abstractmethod
     def inverse(self, stored: Tensor, shape: tuple[int, ...], ends: Tensor | None = None) -> Tensor:
-        """The result of `forward` -> x of `shape` in row-major order; rows that belong to no group are zero."""
+        """The result of `forward` -> x of `shape` in row-major order; rows that belong to no group
+        are zero.
+        """
 
     def why_not(self, n: Any, k: Any, encoding: Encoding = NVFP4) -> str:
         """ "": every matrix can be stored in this order."""
@@ -58,14 +71,20 @@ class TensorLayout(Layout):
 
     def pack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
         """Block scales in this order, other parts unchanged."""
-        return tuple(self.forward(t) if part.of_blocks else t for part, t in zip(encoding.parts, parts, strict=False))
+        return tuple(
+            self.forward(t) if part.of_blocks else t
+            for part, t in zip(encoding.parts, parts, strict=False)
+        )
 
     def unpack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
         """The inverse of `pack`."""
         *lead, n, packed_k = parts[0].shape
         k = encoding.elements(packed_k)
         given = zip(encoding.parts, parts, strict=False)
-        return tuple(self.inverse(t, encoding.part_shape(part, lead, n, k)) if part.of_blocks else t for part, t in given)
+        return tuple(
+            self.inverse(t, encoding.part_shape(part, lead, n, k)) if part.of_blocks else t
+            for part, t in given
+        )
 
 
 @dataclass(frozen=True)

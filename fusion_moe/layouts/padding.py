@@ -1,13 +1,15 @@
-"""Zero padding that makes a weight whole tiles of a layout. A product with the padded weight gives zeros in the added out-features, and
-adds zeros for the added in-features: no bit of the other results changes if activations are finite.
+"""Zero padding that makes a weight whole tiles of a layout. A product with the padded weight gives
+zeros in the added out-features, and adds zeros for the added in-features: no bit of the other
+results changes if activations are finite.
 
 >>> import torch
 >>> from fusion_moe.encodings import ENCODINGS
->>> w = torch.tensor([[1., 2.], [3., 4.]]).bfloat16()               # rows of two runs: gate above up
+>>> w = torch.tensor([[1., 2.], [3., 4.]]).bfloat16()  # rows of two runs: gate above up
 >>> padding = Padding((2, 2), (4, 3), runs=2)
->>> padding.pad(w, encoding=ENCODINGS["bf16"])[0].tolist()
+>>> padded = padding.pad(w, encoding=ENCODINGS["bf16"])
+>>> padded[0].tolist()
 [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0], [3.0, 4.0, 0.0], [0.0, 0.0, 0.0]]
->>> torch.equal(padding.cut(*padding.pad(w, encoding=ENCODINGS["bf16"]), encoding=ENCODINGS["bf16"])[0], w)
+>>> torch.equal(padding.cut(*padded, encoding=ENCODINGS["bf16"])[0], w)
 True
 """
 
@@ -38,28 +40,46 @@ class Padding:
         return self.shape != self.padded
 
     def pad(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
-        """The parts of a weight [..., N, K] in linear order, or only the first, padded with zeros; scales of a matrix unchanged."""
-        return tuple(self._pad(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False))
+        """The parts of a weight [..., N, K] in linear order, or only the first, padded with zeros;
+        scales of a matrix unchanged.
+        """
+        return tuple(
+            self._pad(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False)
+        )
 
     def cut(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
         """The inverse of `pad`."""
-        return tuple(self._cut(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False))
+        return tuple(
+            self._cut(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False)
+        )
 
     def pad_columns(self, x: Tensor) -> Tensor:
-        """Activations, or A of an adapter, [..., K], with zeros appended. Differentiable, like all methods below."""
+        """Activations, or A of an adapter, [..., K], with zeros appended. Differentiable, like all
+        methods below.
+        """
         more = self.padded[1] - self.shape[1]
         return pad(x, (0, more)) if more else x
 
     def pad_rows(self, t: Tensor, dim: int = -1) -> Tensor:
-        """Values with one entry a row, such as a bias [..., N] or B of an adapter, [..., N, r] with dim = -2, with zeros after each run."""
+        """Values with one entry a row, such as a bias [..., N] or B of an adapter, [..., N, r] with
+        dim = -2, with zeros after each run.
+        """
         more = (self.padded[0] - self.shape[0]) // self.runs
-        return pad(t.unflatten(dim, (self.runs, -1)), (0, 0) * (-dim - 1) + (0, more)).flatten(dim - 1, dim) if more else t
+        return (
+            pad(t.unflatten(dim, (self.runs, -1)), (0, 0) * (-dim - 1) + (0, more)).flatten(
+                dim - 1, dim
+            )
+            if more
+            else t
+        )
 
     def cut_rows(self, y: Tensor) -> Tensor:
         """The result of a product with the padded weight, [..., N'], without the added features."""
         if self.shape[0] == self.padded[0]:
             return y
-        return torch.cat([run[..., : self.shape[0] // self.runs] for run in y.chunk(self.runs, -1)], -1)
+        return torch.cat(
+            [run[..., : self.shape[0] // self.runs] for run in y.chunk(self.runs, -1)], -1
+        )
 
     def _pad(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.of_matrix or not self:
@@ -67,7 +87,9 @@ class Padding:
         lead, given = t.shape[:-2], as_bytes(t)
         zero = 0 if part.scale else _zero(encoding)
         made = given.new_full(encoding.part_shape(part, lead, *self.padded), zero)
-        _in_runs(made, self.runs)[..., : self.shape[0] // self.runs, : t.shape[-1]] = _in_runs(given, self.runs)
+        _in_runs(made, self.runs)[..., : self.shape[0] // self.runs, : t.shape[-1]] = _in_runs(
+            given, self.runs
+        )
         return made.view(t.dtype)
 
     def _cut(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:

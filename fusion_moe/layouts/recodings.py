@@ -1,9 +1,11 @@
 """How block scales are recoded in `w16x64`, by their dtype.
 
-e4m3: becomes an unsigned number with five exponent bits and three mantissa bits: one multiplication and one addition turn it into the
-tensor cores' bfloat16, also for e4m3's subnormal numbers. 2^e (1 + m/8) is byte 8 (e + 23) + m, which for all but subnormal scales is
-0x80 more than before. Zero stays byte 0, which kernels read as 2^-23: 2^-32 of the largest scale. The bytes of negative scales and NaN,
-which no quantizer writes, take the remaining places; kernels read them as some other number.
+e4m3: becomes an unsigned number with five exponent bits and three mantissa bits: one multiplication
+and one addition turn it into the tensor cores' bfloat16, also for e4m3's subnormal numbers. 2^e (1
++ m/8) is byte 8 (e + 23) + m, which for all but subnormal scales is 0x80 more than before. Zero
+stays byte 0, which kernels read as 2^-23: 2^-32 of the largest scale. The bytes of negative scales
+and NaN, which no quantizer writes, take the remaining places; kernels read them as some other
+number.
 
 e8m0: unchanged; one shift gives the exponent of a bfloat16. bfloat16: unchanged.
 """
@@ -29,7 +31,11 @@ class Recoding:
 
     def inverse(self, x: Tensor) -> Tensor:
         """The inverse of `forward`."""
-        return _looked_up(tuple(sorted(range(256), key=self.table.__getitem__)), x) if self.table else x
+        return (
+            _looked_up(tuple(sorted(range(256), key=self.table.__getitem__)), x)
+            if self.table
+            else x
+        )
 
 
 def _looked_up(table: tuple[int, ...], x: Tensor) -> Tensor:
@@ -46,4 +52,8 @@ def _e5m3() -> Recoding:
     return Recoding((*table, *sorted(set(range(256)) - set(table))))
 
 
-RECODINGS = {torch.float8_e4m3fn: _e5m3(), torch.float8_e8m0fnu: Recoding(), torch.bfloat16: Recoding()}
+RECODINGS = {
+    torch.float8_e4m3fn: _e5m3(),
+    torch.float8_e8m0fnu: Recoding(),
+    torch.bfloat16: Recoding(),
+}

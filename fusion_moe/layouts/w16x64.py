@@ -1,10 +1,13 @@
-"""`w16x64` is the order in which the CUDA kernels read weights: each lane of a warp loads 16 consecutive bytes, which are then operands of
-mma.sync. It consists of three choices:
+"""`w16x64` is the order in which the CUDA kernels read weights: each lane of a warp loads 16
+consecutive bytes, which are then operands of mma.sync. It consists of three choices:
 
-tile order        matrices are cut into tiles of 16 rows and 64 columns, from left to right, then down. Lane 4 r + c holds the 16 elements
-                  of block c in rows r and r + 8: (row r + 8 i, column 16 c + 8 h + 2 v + j), r < 8, c < 4, i, h, j < 2, v < 4
-code order        the order of a tile's elements in its bytes, by element type: code_orders.py
-scale recoding    of block scales, by their dtype: recodings.py. A tile's scales, one for `block` elements along K, lie in this order:
+tile order        matrices are cut into tiles of 16 rows and 64 columns, from left to right, then
+down. Lane 4 r + c holds the 16 elements
+                  of block c in rows r and r + 8: (row r + 8 i, column 16 c + 8 h + 2 v + j), r < 8,
+                  c < 4, i, h, j < 2, v < 4
+code order        the order of a tile's elements in its bytes, by element type: code_orders.py scale
+recoding    of block scales, by their dtype: recodings.py. A tile's scales, one for `block` elements
+along K, lie in this order:
 
     scale (row r + 8 i, block b of the tile)  ->  place  2 (64 / block) r + 2 b + i
 
@@ -12,12 +15,14 @@ Codes and scales are separate parts, each in tile order. Scales of a whole matri
 
 >>> import torch
 >>> codes = torch.zeros(16, 32, dtype=torch.uint8)
->>> codes[0, 4] = 0x0F                                       # row 0, column 8 is -6: h = 1, i = 0, j = 0; all other codes are 0
+>>> # row 0, column 8 is -6: h = 1, i = 0, j = 0; all other codes are 0
+>>> codes[0, 4] = 0x0F
 >>> scale = torch.arange(0x30, 0x70, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 4)
 >>> stored, stored_scale = W16X64.pack(codes, scale)
 >>> stored.flatten()[:4].tolist(), hex(0x1C000008)           # bit 3 of half 0, bits 12-10 of half 1
 ([8, 0, 0, 28], '0x1c000008')
->>> (stored_scale.view(torch.uint8) - 0x80).view(8, 4, 2)[0].tolist()          # rows 0 and 8, which begin with 0x30 and 0x50
+>>> # rows 0 and 8, which begin with 0x30 and 0x50
+>>> (stored_scale.view(torch.uint8) - 0x80).view(8, 4, 2)[0].tolist()
 [[48, 80], [49, 81], [50, 82], [51, 83]]
 >>> [torch.equal(a, b) for a, b in zip(W16X64.unpack(stored, stored_scale), (codes, scale))]
 [True, True]
@@ -41,7 +46,9 @@ ROWS, COLUMNS = 16, 64  # of a tile
 
 @dataclass(frozen=True)
 class W16x64(Layout):
-    """Weights as CUDA kernels read them. See the head of this file. N is a multiple of 16, K of 64 (padding.py)."""
+    """Weights as CUDA kernels read them. See the head of this file. N is a multiple of 16, K of 64
+    (padding.py).
+    """
 
     name: str = "w16x64"
     tile: ClassVar[tuple[int, int]] = (ROWS, COLUMNS)
@@ -55,19 +62,38 @@ class W16x64(Layout):
         if n % ROWS or k % COLUMNS:
             return f"N = {n} is not a multiple of {ROWS}, or K = {k} not of {COLUMNS}"
         if encoding.element.name not in CODE_ORDERS or encoding.axis != -1:
-            return f"{encoding.name} has elements {encoding.element.name}: {', '.join(CODE_ORDERS)} have an order"
-        strange = next((s for s in encoding.block_scales if s.dtype not in RECODINGS or COLUMNS % s.block), None)
-        return f"{encoding.name} has scales {strange.dtype} for {strange.block} elements, which have no order" if strange else ""
+            return (
+                f"{encoding.name} has elements {encoding.element.name}: "
+                f"{', '.join(CODE_ORDERS)} have an order"
+            )
+        strange = next(
+            (s for s in encoding.block_scales if s.dtype not in RECODINGS or COLUMNS % s.block),
+            None,
+        )
+        return (
+            (
+                f"{encoding.name} has scales {strange.dtype} for {strange.block} elements, which "
+                "have no order"
+            )
+            if strange
+            else ""
+        )
 
     def pack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
-        """The parts of a weight [..., N, K] in linear order, or only the first -> the same in this order. ShapeError: see `why_not`."""
+        """The parts of a weight [..., N, K] in linear order, or only the first -> the same in this
+        order. ShapeError: see `why_not`.
+        """
         self._check(parts[0], encoding)
-        return tuple(self._pack(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False))
+        return tuple(
+            self._pack(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False)
+        )
 
     def unpack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
         """The inverse of `pack`."""
         self._check(parts[0], encoding)
-        return tuple(self._unpack(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False))
+        return tuple(
+            self._unpack(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False)
+        )
 
     def _check(self, elements: Tensor, encoding: Encoding) -> None:
         n, k = elements.shape[-2], encoding.elements(elements.shape[-1])
@@ -80,7 +106,8 @@ class W16x64(Layout):
             order = CODE_ORDERS[encoding.element.name]
             *lead, n, k = order.unpacked(t).shape
             x = order.unpacked(t).view(*lead, n // 16, 2, 8, k // 64, 4, 2, 4, 2)  # i r . c h v j
-            return order.stored(moved(x, (0, 3, 2, 4, 6, 7, 5, 1))).view(t.dtype).view(t.shape)  # . r c v j h i
+            # . r c v j h i
+            return order.stored(moved(x, (0, 3, 2, 4, 6, 7, 5, 1))).view(t.dtype).view(t.shape)
         if not part.scale.block:
             return t
         *lead, n, blocks = t.shape
@@ -99,7 +126,9 @@ class W16x64(Layout):
             return t
         *lead, n, blocks = t.shape
         each = COLUMNS // part.scale.block
-        linear = moved(as_bytes(t).view(*lead, n // 16, blocks // each, 8, each, 2), (0, 4, 2, 1, 3))
+        linear = moved(
+            as_bytes(t).view(*lead, n // 16, blocks // each, 8, each, 2), (0, 4, 2, 1, 3)
+        )
         return RECODINGS[part.scale.dtype].inverse(linear).view(t.dtype).view(t.shape)
 
 

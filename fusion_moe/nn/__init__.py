@@ -1,4 +1,6 @@
-"""Layers over groups of rows: float layers to train and frozen quantized ones; `quantize_` and LoRA, which convert models to the latter."""
+"""Layers over groups of rows: float layers to train and frozen quantized ones; `quantize_` and
+LoRA, which convert models to the latter.
+"""
 
 from .activations import ScaledClampedQGeGLU, ScaledSwiGLU, deinterleave, interleave
 from .config import NVFP4Config
@@ -18,8 +20,31 @@ from .register import register_converter, unregister_converter
 from .sequential import Sequential
 
 __all__ = [
-    "Adapter", "CustomExperts", "Experts", "ExpertsContract", "GroupedLinear", "GroupedSwiGLU", "Llama4MoE", "NVFP4Config", "NVFP4Experts",
-    "NVFP4GroupedLinear", "NVFP4Linear", "QuantizedLinear", "ScaledClampedQGeGLU", "ScaledSwiGLU", "Sequential", "add_lora_", "contract_of",
-    "convert", "deinterleave", "experts_from", "interleave", "merge_lora_", "prepare_", "quantize_", "register_converter", "remove_lora_",
+    "Adapter",
+    "CustomExperts",
+    "Experts",
+    "ExpertsContract",
+    "GroupedLinear",
+    "GroupedSwiGLU",
+    "Llama4MoE",
+    "NVFP4Config",
+    "NVFP4Experts",
+    "NVFP4GroupedLinear",
+    "NVFP4Linear",
+    "QuantizedLinear",
+    "ScaledClampedQGeGLU",
+    "ScaledSwiGLU",
+    "Sequential",
+    "add_lora_",
+    "contract_of",
+    "convert",
+    "deinterleave",
+    "experts_from",
+    "interleave",
+    "merge_lora_",
+    "prepare_",
+    "quantize_",
+    "register_converter",
+    "remove_lora_",
     "unregister_converter",
-]  # fmt: skip
+]

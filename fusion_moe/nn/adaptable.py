@@ -14,19 +14,24 @@ from .packed import PackedModule, say_once
 
 
 class AdaptableModule(PackedModule):
-    """A module with encoded weights and optional adapters that train, each in a submodule `<projection>_lora` (lora.py).
+    """A module with encoded weights and optional adapters that train, each in a submodule
+    `<projection>_lora` (lora.py).
 
     projections: the names of the weights; targets: what `add_lora_` calls them.
     """
 
     projections: tuple[str, ...]
     targets: tuple[str, ...]
-    in_turns = False  # whether rows of gate and up alternated in the module that this one was converted from
+    # whether rows of gate and up alternated in the module that this one was converted from
+    in_turns = False
 
     @property
     def packed(self) -> tuple[tuple[str, ...], ...]:  # type: ignore[override]
         """The names of elements and block scales of each weight."""
-        return tuple(self.part_names[name][: 1 + len(self.encoding.block_scales)] for name in self.projections)
+        return tuple(
+            self.part_names[name][: 1 + len(self.encoding.block_scales)]
+            for name in self.projections
+        )
 
     def weight_of(self, projection: str) -> Quantized:
         """The weight of a projection, as it is stored."""
@@ -40,7 +45,11 @@ class AdaptableModule(PackedModule):
     def row_scales(self, name: str) -> int:
         """See `PackedModule`."""
         names = next(names for names in self.part_names.values() if names[0] == name)
-        scales = [getattr(self, key) for key, part in zip(names, self.encoding.parts, strict=True) if part.of_matrix]
+        scales = [
+            getattr(self, key)
+            for key, part in zip(names, self.encoding.parts, strict=True)
+            if part.of_matrix
+        ]
         return max([t.shape[1] for t in scales if t.dim() > 1], default=1)
 
     def adapter(self, projection: str) -> Any:
@@ -57,8 +66,16 @@ class AdaptableModule(PackedModule):
         adapter = self.adapter(projection)
         if adapter is None or adapter.disabled:
             return None, None
-        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not adapter.A.requires_grad:
-            say_once(f"training mode, but the adapters of {type(self).__name__} are frozen: call add_lora_ after what freezes a model")
+        if (
+            self.training
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not adapter.A.requires_grad
+        ):
+            say_once(
+                f"training mode, but the adapters of {type(self).__name__} are frozen: call "
+                "add_lora_ after what freezes a model"
+            )
         padding, a, b = self._padding(projection), local(adapter.A), local(adapter.B)
         return (padding.pad_columns(a), padding.pad_rows(b, -2)) if padding else (a, b)
 

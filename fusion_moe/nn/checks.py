@@ -15,8 +15,14 @@ FLOAT_DTYPES = tuple(DTYPES[name] for name in FLOATS)
 
 
 def are_alike(entries: Sequence[object], dims: int) -> bool:
-    """Whether entries of a state dict are plain tensors of one dtype and one shape of so many dimensions, which may be stacked."""
-    found = [t for t in entries if isinstance(t, Tensor) and t.layout is torch.strided and t.dim() == dims]
+    """Whether entries of a state dict are plain tensors of one dtype and one shape of so many
+    dimensions, which may be stacked.
+    """
+    found = [
+        t
+        for t in entries
+        if isinstance(t, Tensor) and t.layout is torch.strided and t.dim() == dims
+    ]
     return len(found) == len(entries) and len({(t.dtype, t.shape, t.device) for t in found}) == 1
 
 
@@ -29,18 +35,30 @@ def need_rows(name: str, x: Tensor, width: int, where: str) -> None:
 
 
 def need_narrow_rows(name: str, x: Tensor, width: int, where: str) -> None:
-    """As `need_rows`; also DtypeError for float64, by which no quantized weight can be multiplied."""
+    """As `need_rows`; also DtypeError for float64, by which no quantized weight can be
+    multiplied.
+    """
     need_rows(name, x, width, where)
     if x.dtype == torch.float64:
         expected = "torch.bfloat16, torch.float16 or torch.float32 beside quantized weights"
-        raise DtypeError(f"{name} is torch.float64", expected=expected, todo=f"pass {name}.to(torch.bfloat16)", where=where)
+        raise DtypeError(
+            f"{name} is torch.float64",
+            expected=expected,
+            todo=f"pass {name}.to(torch.bfloat16)",
+            where=where,
+        )
 
 
 def need_slots(x: Tensor, ids: Tensor, w: Tensor, where: str) -> None:
-    """Raises unless ids [T, k] and w float[T, k] can be the experts of rows x [T, H] and the router's weights for them."""
+    """Raises unless ids [T, k] and w float[T, k] can be the experts of rows x [T, H] and the
+    router's weights for them.
+    """
     tokens = {1: 1, 2: ids.shape[0]}.get(ids.dim(), x.shape[0])
     if tokens != x.shape[0] or ids.shape != w.shape:
-        found = f"top_k_index {list(ids.shape)} and top_k_weights {list(w.shape)} for {x.shape[0]} tokens"
+        found = (
+            f"top_k_index {list(ids.shape)} and top_k_weights {list(w.shape)} for "
+            f"{x.shape[0]} tokens"
+        )
         raise ShapeError(found, expected="[T, k] each, a row for each token", where=where)
     need_float("top_k_weights", w, where)
     for name, t in (("top_k_index", ids), ("top_k_weights", w)):
@@ -50,16 +68,33 @@ def need_slots(x: Tensor, ids: Tensor, w: Tensor, where: str) -> None:
 def need_float(name: str, t: Tensor, where: str) -> None:
     """DtypeError unless products take the float dtype of t."""
     if t.dtype not in FLOAT_DTYPES:
-        todo = "quantized weights are frozen: fusion_moe.nn.NVFP4GroupedLinear takes them" if name.startswith("weight") else ""
-        raise DtypeError(f"{name} is {t.dtype}", expected=f"one of {', '.join(map(str, FLOAT_DTYPES))}", todo=todo, where=where)
+        todo = (
+            "quantized weights are frozen: fusion_moe.nn.NVFP4GroupedLinear takes them"
+            if name.startswith("weight")
+            else ""
+        )
+        raise DtypeError(
+            f"{name} is {t.dtype}",
+            expected=f"one of {', '.join(map(str, FLOAT_DTYPES))}",
+            todo=todo,
+            where=where,
+        )
 
 
 def need_scales(scales: Tensor | None, x: Tensor, where: str) -> Tensor:
-    """scales float[...], one for each row of x [..., K] -> [M]. Raises ShapeError, DtypeError or DeviceError."""
+    """scales float[...], one for each row of x [..., K] -> [M]. Raises ShapeError, DtypeError or
+    DeviceError.
+    """
     if scales is None:
-        raise ShapeError("no scales", expected=f"{list(x.shape[:-1])}, one for each row", where=where)
+        raise ShapeError(
+            "no scales", expected=f"{list(x.shape[:-1])}, one for each row", where=where
+        )
     if scales.shape != x.shape[:-1] and scales.shape != (x.numel() // x.shape[-1],):
-        raise ShapeError(f"scales {list(scales.shape)}", expected=f"{list(x.shape[:-1])}, one for each row", where=where)
+        raise ShapeError(
+            f"scales {list(scales.shape)}",
+            expected=f"{list(x.shape[:-1])}, one for each row",
+            where=where,
+        )
     need_float("scales", scales, where)
     need_device("scales", scales, x, where)
     return scales.reshape(-1)
@@ -68,11 +103,25 @@ def need_scales(scales: Tensor | None, x: Tensor, where: str) -> Tensor:
 def need_device(name: str, t: Tensor, x: Tensor, where: str) -> None:
     """DeviceError unless a tensor is on the device of the rows."""
     if t.device != x.device:
-        raise DeviceError(f"{name} on {t.device}, rows on {x.device}", expected="one device", todo="move it with .to(device)", where=where)
+        raise DeviceError(
+            f"{name} on {t.device}, rows on {x.device}",
+            expected="one device",
+            todo="move it with .to(device)",
+            where=where,
+        )
 
 
-def need_buffer(name: str, buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, where: str) -> None:
-    """Raises unless a caller's buffer can be written: ShapeError, DtypeError, DeviceError; UnsupportedError if autograd tracks it."""
+def need_buffer(
+    name: str,
+    buffer: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    where: str,
+) -> None:
+    """Raises unless a caller's buffer can be written: ShapeError, DtypeError, DeviceError;
+    UnsupportedError if autograd tracks it.
+    """
     if tuple(buffer.shape) != tuple(shape):
         raise ShapeError(f"{name} {list(buffer.shape)}", expected=str(list(shape)), where=where)
     if buffer.dtype != dtype:
@@ -83,14 +132,23 @@ def need_buffer(name: str, buffer: Tensor, shape: Sequence[int], dtype: torch.dt
         found = f"{name} {list(buffer.shape)} with strides {list(buffer.stride())}"
         raise ShapeError(found, expected="a contiguous tensor", where=where)
     if buffer.requires_grad:
-        raise UnsupportedError(f"{name} requires a gradient", expected="memory that autograd does not track", todo="detach it", where=where)
+        raise UnsupportedError(
+            f"{name} requires a gradient",
+            expected="memory that autograd does not track",
+            todo="detach it",
+            where=where,
+        )
 
 
-def need_apart(buffers: Iterable[tuple[str, Tensor]], others: Iterable[tuple[str, Tensor]], where: str) -> None:
+def need_apart(
+    buffers: Iterable[tuple[str, Tensor]], others: Iterable[tuple[str, Tensor]], where: str
+) -> None:
     """ShapeError if a buffer overlaps another tensor or an earlier buffer."""
     before = list(others)
     for name, buffer in buffers:
         for other, t in before:
             if overlap(buffer, t):
-                raise ShapeError(f"{name} overlaps {other}", expected="memory of its own", where=where)
+                raise ShapeError(
+                    f"{name} overlaps {other}", expected="memory of its own", where=where
+                )
         before.append((name, buffer))

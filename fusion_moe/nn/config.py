@@ -11,11 +11,12 @@ from ..target import ACTIVATION_FORMATS
 
 @dataclass(frozen=True)
 class NVFP4Config:
-    """How experts are quantized and computed. activation_format: "bf16", "nvfp4" (compute capability 10.0 only) or "int8" (CPUs only);
-    OptionError for anything else.
+    """How experts are quantized and computed. activation_format: "bf16", "nvfp4" (compute
+    capability 10.0 only) or "int8" (CPUs only); OptionError for anything else.
     """
 
-    quant_method: ClassVar[str] = "fusion_moe"  # by which transformers finds the quantizer for a quantization_config
+    # by which transformers finds the quantizer for a quantization_config
+    quant_method: ClassVar[str] = "fusion_moe"
 
     activation_format: str = "bf16"
 

@@ -26,19 +26,36 @@ T = TypeVar("T")
 def _by_contract(experts: nn.Module, config: NVFP4Config) -> nn.Module:
     """Modules that transformers' `use_experts_implementation` describes."""
     contract = need_contract(experts)
-    up, down = contract.up(_weight(experts, contract.up_name)), contract.down(_weight(experts, "down_proj"))
-    up_bias, down_bias = (_weight(experts, name) for name in contract.names[2:]) if contract.has_bias else (None, None)
+    up, down = (
+        contract.up(_weight(experts, contract.up_name)),
+        contract.down(_weight(experts, "down_proj")),
+    )
+    up_bias, down_bias = (
+        (_weight(experts, name) for name in contract.names[2:])
+        if contract.has_bias
+        else (None, None)
+    )
     if up_bias is not None:
         up_bias = contract.up_rows(up_bias)
-    return experts_from(experts, quantize_gate_up(up) if contract.has_gate else quantized(up), quantized(down), up_bias, down_bias, config)
+    return experts_from(
+        experts,
+        quantize_gate_up(up) if contract.has_gate else quantized(up),
+        quantized(down),
+        up_bias,
+        down_bias,
+        config,
+    )
 
 
 def _llama4_text_moe(moe: nn.Module, config: NVFP4Config) -> nn.Module:
-    """transformers' Llama4TextMoe: gate_up_proj [E, H, 2I], gate before up, and down_proj [E, I, H], as in x @ weight"""
+    """transformers' Llama4TextMoe: gate_up_proj [E, H, 2I], gate before up, and down_proj [E, I,
+    H], as in x @ weight
+    """
     _need_silu(moe.get_submodule("experts").act_fn)
     gate_up, down = (_weight(moe, f"experts.{name}").mT for name in ("gate_up_proj", "down_proj"))
     experts = NVFP4Experts.from_float(gate_up, down, config.activation_format, scale_on="input")
-    return Llama4MoE(moe.get_submodule("router"), experts, moe.get_submodule("shared_expert"), int(moe.top_k))  # type: ignore[arg-type]
+    router, shared_expert = moe.get_submodule("router"), moe.get_submodule("shared_expert")
+    return Llama4MoE(router, experts, shared_expert, int(moe.top_k))  # type: ignore[arg-type]
 
 
 def _grouped_linear(linear: nn.Module, config: NVFP4Config) -> nn.Module:
@@ -47,14 +64,20 @@ def _grouped_linear(linear: nn.Module, config: NVFP4Config) -> nn.Module:
 
 
 def _grouped_swiglu(swiglu: nn.Module, config: NVFP4Config) -> nn.Module:
-    """thunder's GroupedSwiGLU: three GroupedLinear, gate_proj and up_proj [G, I, H], down_proj [G, H, I]"""
+    """thunder's GroupedSwiGLU: three GroupedLinear, gate_proj and up_proj [G, I, H], down_proj [G,
+    H, I]
+    """
     return GroupedSwiGLU.from_float(*_projections(swiglu), config.activation_format)
 
 
 def _llama4_moe(moe: nn.Module, config: NVFP4Config) -> nn.Module:
-    """thunder's Llama4MoE: gate, a linear layer; routed_experts, a GroupedSwiGLU; shared_experts, one layer for all of them"""
+    """thunder's Llama4MoE: gate, a linear layer; routed_experts, a GroupedSwiGLU; shared_experts,
+    one layer for all of them
+    """
     gate, up, down = _projections(moe.get_submodule("routed_experts"))
-    experts = NVFP4Experts.from_float(torch.cat([gate, up], 1), down, config.activation_format, scale_on="input")
+    experts = NVFP4Experts.from_float(
+        torch.cat([gate, up], 1), down, config.activation_format, scale_on="input"
+    )
     return Llama4MoE(moe.get_submodule("gate"), experts, moe.get_submodule("shared_experts"))
 
 
@@ -70,7 +93,9 @@ def _weight(module: nn.Module, name: str) -> Tensor:
 def _need_silu(act_fn: object) -> None:
     name = type(act_fn).__name__
     if name not in ("SiLU", "SiLUActivation"):
-        raise UnsupportedError(f"activation {name}", expected="SiLU", todo="only SwiGLU experts are quantized")
+        raise UnsupportedError(
+            f"activation {name}", expected="SiLU", todo="only SwiGLU experts are quantized"
+        )
 
 
 # Class names instead of classes: other libraries need not be imported to look at a model.
@@ -83,24 +108,37 @@ CONVERTERS: dict[str, Converter] = {
 
 # Experts that have no converter and do not follow the contract (contract.py), and the reasons.
 REFUSED = {
-    "transformers.models.dbrx.modeling_dbrx.DbrxExperts": "its weights are [E * I, H], and down is not the transpose of the others",
-    "transformers.models.jetmoe.modeling_jetmoe.JetMoeParallelExperts": "attention has experts too, one product each",
-    "transformers.models.longcat_flash.modeling_longcat_flash.LongcatFlashExperts": "some experts have no weights and return what they get",
-    "transformers.models.nllb_moe.modeling_nllb_moe.NllbMoeExperts": "each expert is a module of its own, without a gate",
-    "transformers.models.step3p7.modeling_step3p7.Step3p7Experts": "the gate is clamped after its activation",
-    "transformers.models.switch_transformers.modeling_switch_transformers.SwitchTransformersExperts":
-        "each expert is a module of its own, without a gate",
-}  # fmt: skip
+    "transformers.models.dbrx.modeling_dbrx.DbrxExperts": "its weights are [E * I, H], and down "
+    "is not the transpose of the others",
+    "transformers.models.jetmoe.modeling_jetmoe.JetMoeParallelExperts": "attention has experts "
+    "too, one product each",
+    "transformers.models.longcat_flash.modeling_longcat_flash.LongcatFlashExperts": "some experts "
+    "have no weights and return what they get",
+    "transformers.models.nllb_moe.modeling_nllb_moe.NllbMoeExperts": "each expert is a module of "
+    "its own, without a gate",
+    "transformers.models.step3p7.modeling_step3p7.Step3p7Experts": "the gate is clamped after its "
+    "activation",
+    "transformers.models.switch_transformers.modeling_switch_transformers."
+    "SwitchTransformersExperts": "each expert is a module of its own, without a gate",
+}
 DECORATED = "experts that transformers' use_experts_implementation decorates"
 
 
 def converter_of(module: nn.Module) -> Converter | None:
-    """The converter for a module's class or one of its base classes; None for any other module. Users' converters take precedence."""
-    return registered_converter(module) or _named(module, CONVERTERS) or (_by_contract if contract_of(module) else None)
+    """The converter for a module's class or one of its base classes; None for any other module.
+    Users' converters take precedence.
+    """
+    return (
+        registered_converter(module)
+        or _named(module, CONVERTERS)
+        or (_by_contract if contract_of(module) else None)
+    )
 
 
 def why_refused(module: nn.Module) -> str:
-    """Why experts of this class are not converted; "" for a class that is unknown or is converted."""
+    """Why experts of this class are not converted; "" for a class that is unknown or is
+    converted.
+    """
     return _named(module, REFUSED) or ""
 
 
@@ -111,11 +149,13 @@ def _named(module: nn.Module, table: Mapping[str, T]) -> T | None:
 
 
 def convert(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> nn.Module:
-    """The module of fusion_moe.nn that replaces another library's module. name: the module's name, for messages.
+    """The module of fusion_moe.nn that replaces another library's module. name: the module's name,
+    for messages.
 
-    Parts that are not quantized (a router, a shared expert, a norm) are reused, not copied. Weights that are fake or on the meta device
-    give weights of the same kind, for `fusion_moe.explain`. UnsupportedError for an unknown class, or for experts that a parallel plan
-    divides; NonFiniteError for NaN or infinite weights; ShapeError for sizes that are not multiples of 16.
+    Parts that are not quantized (a router, a shared expert, a norm) are reused, not copied. Weights
+    that are fake or on the meta device give weights of the same kind, for `fusion_moe.explain`.
+    UnsupportedError for an unknown class, or for experts that a parallel plan divides;
+    NonFiniteError for NaN or infinite weights; ShapeError for sizes that are not multiples of 16.
     """
     _need_converter(module, name)
     _check_values(module, name)
@@ -123,7 +163,9 @@ def convert(module: nn.Module, config: NVFP4Config | None = None, name: str = ""
 
 
 def check(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> None:
-    """Raises the errors that `convert` would: converts a copy on the meta device, then checks the values."""
+    """Raises the errors that `convert` would: converts a copy on the meta device, then checks the
+    values.
+    """
     converted(_without_memory(module), config, name)
     _check_values(module, name)
 
@@ -148,7 +190,12 @@ def _need_converter(module: nn.Module, name: str) -> Converter:
     converter = converter_of(module)
     if converter is None:
         todo = "fusion_moe.register_converter adds a class"
-        raise UnsupportedError(_what(module), expected=f"{DECORATED}, or {known_names()}", todo=todo, where=name or type(module).__name__)
+        raise UnsupportedError(
+            _what(module),
+            expected=f"{DECORATED}, or {known_names()}",
+            todo=todo,
+            where=name or type(module).__name__,
+        )
     return converter
 
 
@@ -160,8 +207,12 @@ def _what(module: nn.Module) -> str:
 def _without_memory(module: nn.Module) -> nn.Module:
     """A copy whose parameters are on the meta device. Everything else is shared."""
     made = copy.copy(module)
-    made._parameters = {name: None if p is None else _on_meta(p) for name, p in module._parameters.items()}
-    made._modules = {name: None if m is None else _without_memory(m) for name, m in module._modules.items()}
+    made._parameters = {
+        name: None if p is None else _on_meta(p) for name, p in module._parameters.items()
+    }
+    made._modules = {
+        name: None if m is None else _without_memory(m) for name, m in module._modules.items()
+    }
     return made
 
 

@@ -18,7 +18,8 @@ from . import main_grad
 
 @dataclass
 class Waiting:
-    """The delayed part of one call's backward, which computes weight gradients. main: whether they go to the parameters' main_grad.
+    """The delayed part of one call's backward, which computes weight gradients. main: whether they
+    go to the parameters' main_grad.
 
     Autograd no longer sees whether its inputs are written in place, so it keeps their versions.
     """
@@ -34,15 +35,21 @@ class Waiting:
         self.versions = [_version(t) for t in flat(self.inputs)[0]]
 
     def run(self, where: str) -> None:
-        """Computes the gradient of each weight that wants one and adds it. UnsupportedError if an input was written in place."""
+        """Computes the gradient of each weight that wants one and adds it. UnsupportedError if an
+        input was written in place.
+        """
         for t, version in zip(flat(self.inputs)[0], self.versions, strict=True):
             if _version(t) != version:
                 raise UnsupportedError(
-                    f"{dtype_name(t.dtype)}{list(t.shape)} was written in place after the backward: version {_version(t)}, not {version}",
+                    f"{dtype_name(t.dtype)}{list(t.shape)} was written in place after the "
+                    f"backward: version {_version(t)}, not {version}",
                     expected="inputs and gradients as the backward found them",
-                    todo="call backward_dw before their memory is used again", where=where,
-                )  # fmt: skip
-        (found,) = main_grad.run(self.text, self.inputs, self.env, self.options, {0: self.params} if self.main else {})
+                    todo="call backward_dw before their memory is used again",
+                    where=where,
+                )
+        (found,) = main_grad.run(
+            self.text, self.inputs, self.env, self.options, {0: self.params} if self.main else {}
+        )
         if found is None:
             for p in self.params:
                 if p.requires_grad and hasattr(p, "grad_added_to_main_grad"):
@@ -55,7 +62,9 @@ class Waiting:
 
 
 def _version(t: Tensor) -> int | None:
-    """How often a tensor was written in place; None for an inference tensor, which does not count."""
+    """How often a tensor was written in place; None for an inference tensor, which does not
+    count.
+    """
     return None if t.is_inference() else t._version
 
 
@@ -67,10 +76,17 @@ class Delayed:
     hooks: list[Callable[[], Any]] = field(default_factory=list)
 
     def run(self, where: str) -> None:
-        """Runs the oldest backward, frees what it held, calls the hooks. UnsupportedError if there is none, or its inputs changed."""
+        """Runs the oldest backward, frees what it held, calls the hooks. UnsupportedError if there
+        is none, or its inputs changed.
+        """
         if not self.waiting:
-            expected, todo = "a backward whose weights' gradients wait", "call it once for each backward through the module"
-            raise UnsupportedError("backward_dw with nothing to do", expected=expected, todo=todo, where=where)
+            expected, todo = (
+                "a backward whose weights' gradients wait",
+                "call it once for each backward through the module",
+            )
+            raise UnsupportedError(
+                "backward_dw with nothing to do", expected=expected, todo=todo, where=where
+            )
         with torch.no_grad():
             self.waiting.popleft().run(where)
         for hook in self.hooks:

@@ -1,7 +1,9 @@
-"""Common base of modules with quantized weights: parameters that are not trained, whose bytes survive a cast of the model.
+"""Common base of modules with quantized weights: parameters that are not trained, whose bytes
+survive a cast of the model.
 
-On the CPU they lie on large pages, interleaved over all NUMA nodes (runtime/pages.py). Quantizing writes directly there; a tensor from
-elsewhere is copied there by itself, so that a module made of several tensors never holds a second copy of all of them.
+On the CPU they lie on large pages, interleaved over all NUMA nodes (runtime/pages.py). Quantizing
+writes directly there; a tensor from elsewhere is copied there by itself, so that a module made of
+several tensors never holds a second copy of all of them.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ def frozen(t: Tensor) -> nn.Parameter:
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """As `parameters(recurse=False)`, but not what a wrapper does first (`PackedModule.named_parameters`)."""
+    """As `parameters(recurse=False)`, but not what a wrapper does first
+    (`PackedModule.named_parameters`).
+    """
     return [p for p in module._parameters.values() if p is not None]
 
 
 def place_(module: nn.Module) -> None:
-    """Puts the parameters of a module where `frozen` would have put them. Those already there, or in shared memory, stay."""
+    """Puts the parameters of a module where `frozen` would have put them. Those already there, or
+    in shared memory, stay.
+    """
     for p in own_parameters(module):
         if pages.takes(p) and not p.is_shared():
             with torch.inference_mode(p.is_inference()):
@@ -37,15 +43,19 @@ def place_(module: nn.Module) -> None:
 
 
 def quantized(x: Tensor) -> Quantized:
-    """x float[G, ..., N, K] -> nvfp4[G, ..., N, K] with a decode scale for each matrix: by the operation, which has CPU kernels.
+    """x float[G, ..., N, K] -> nvfp4[G, ..., N, K] with a decode scale for each matrix: by the
+    operation, which has CPU kernels.
 
-    On the CPU a few of the G groups are quantized at a time, so that quantizing needs little memory besides the result.
+    On the CPU a few of the G groups are quantized at a time, so that quantizing needs little memory
+    besides the result.
     """
     x, quantize = x.detach(), torch.ops.fusion_moe.nvfp4_quantize
     if x.dim() < 3 or not pages.takes(x) or x.numel() // 2 < pages.PAGE:
         return Quantized(*quantize(x))
     *lead, n, k = x.shape
-    made = Quantized(*(pages.empty(NVFP4.part_shape(part, lead, n, k), part.dtype) for part in NVFP4.parts))
+    made = Quantized(
+        *(pages.empty(NVFP4.part_shape(part, lead, n, k), part.dtype) for part in NVFP4.parts)
+    )
     step = max(1, _PANEL * len(x) // x.numel())
     for start in range(0, len(x), step):
         some = slice(start, start + step)
@@ -55,7 +65,9 @@ def quantized(x: Tensor) -> Quantized:
 
 
 class FrozenModule(nn.Module):
-    """A module whose own tensors move but are never cast: a cast would change what their bytes mean. `castable` names exceptions."""
+    """A module whose own tensors move but are never cast: a cast would change what their bytes
+    mean. `castable` names exceptions.
+    """
 
     castable: tuple[str, ...] = ()
 
@@ -68,11 +80,20 @@ class FrozenModule(nn.Module):
         """As torch's; UnsupportedError for a request to train codes."""
         if requires_grad and not all(p.is_floating_point() for p in own_parameters(self)):
             todo = "train weights in floating point, and quantize them then: docs/training.md"
-            raise UnsupportedError("quantized weights do not train", expected="requires_grad_(False)", todo=todo, where=type(self).__name__)
+            raise UnsupportedError(
+                "quantized weights do not train",
+                expected="requires_grad_(False)",
+                todo=todo,
+                where=type(self).__name__,
+            )
         return super().requires_grad_(requires_grad)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenModule:
-        fixed = [t for name, t in (*self._parameters.items(), *self._buffers.items()) if name not in self.castable]
+        fixed = [
+            t
+            for name, t in (*self._parameters.items(), *self._buffers.items())
+            if name not in self.castable
+        ]
 
         def keep_dtype(t: Tensor) -> Tensor:
             moved = fn(t)

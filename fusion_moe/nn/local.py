@@ -1,4 +1,6 @@
-"""Parameters of which each rank has a share: DTensors if they train, otherwise described by their module (`Sharding`)."""
+"""Parameters of which each rank has a share: DTensors if they train, otherwise described by their
+module (`Sharding`).
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,20 @@ from torch import Tensor
 
 
 class Sharding(Protocol):
-    """Converts between a module's own tensors and those in its state dict, both ways. Names are the module's own, without a prefix.
+    """Converts between a module's own tensors and those in its state dict, both ways. Names are the
+    module's own, without a prefix.
 
-    experts: how many experts all ranks have. adaptable: whether adapters beside a share are shares of adapters beside the whole.
+    experts: how many experts all ranks have. adaptable: whether adapters beside a share are shares
+    of adapters beside the whole.
     """
 
     experts: int
     adaptable: bool
 
     def whole(self, name: str, t: Tensor) -> Tensor:
-        """A rank's share, in linear order -> the tensor in the state dict, of the shape of the whole."""
+        """A rank's share, in linear order -> the tensor in the state dict, of the shape of the
+        whole.
+        """
 
     def share(self, name: str, t: Tensor) -> Tensor:
         """A tensor that `whole` made, or a plain tensor of either shape -> a rank's share."""

@@ -1,4 +1,6 @@
-"""merge_lora_, remove_lora_: merge adapters into the weights that they belong to, or remove them."""
+"""merge_lora_, remove_lora_: merge adapters into the weights that they belong to, or remove
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,37 +15,50 @@ from .packed import relayout_
 
 
 def merge_lora_(model: nn.Module, *, requantize: bool = False) -> list[str]:
-    """Adds the adapters of a model to its weights, in place, and removes them. Returns the names of what it merged.
+    """Adds the adapters of a model to its weights, in place, and removes them. Returns the names of
+    what it merged.
 
-    Float weights become W + alpha / rank * B @ A, computed in float32 and rounded once to their dtype. Quantized weights would lose most of
-    what was learned: UnsupportedError, unless requantize is True: then they are dequantized, added to, and quantized again with new scales.
-    `requires_grad` of other parameters does not change. UnsupportedError also for a model without adapters; NonFiniteError for NaN or
-    infinity that would be quantized. A module is merged as a whole or not at all.
+    Float weights become W + alpha / rank * B @ A, computed in float32 and rounded once to their
+    dtype. Quantized weights would lose most of what was learned: UnsupportedError, unless
+    requantize is True: then they are dequantized, added to, and quantized again with new scales.
+    `requires_grad` of other parameters does not change. UnsupportedError also for a model without
+    adapters; NonFiniteError for NaN or infinity that would be quantized. A module is merged as a
+    whole or not at all.
     """
     adapted = _adapted(model, "merge_lora_")
     for name, module in adapted.items():
         if not module.encoding.plain and not requantize:
             raise UnsupportedError(
-                f"adapters of {module.encoding.name} weights", expected="float weights: rounding to few bits loses what was learned",
-                todo="merge_lora_(model, requantize=True) does it nevertheless; save_lora keeps adapters as they are", where=name,
-            )  # fmt: skip
+                f"adapters of {module.encoding.name} weights",
+                expected="float weights: rounding to few bits loses what was learned",
+                todo="merge_lora_(model, requantize=True) does it nevertheless; save_lora keeps "
+                "adapters as they are",
+                where=name,
+            )
     return [full for name, module in adapted.items() for full in _merged(name, module)]
 
 
 def remove_lora_(model: nn.Module) -> list[str]:
-    """Removes the adapters of a model, in place: it then computes what it did before `add_lora_`. Returns the names of what had one.
+    """Removes the adapters of a model, in place: it then computes what it did before `add_lora_`.
+    Returns the names of what had one.
 
-    Weights do not change, nor does `requires_grad` of other parameters: after `add_lora_`, nothing trains. UnsupportedError for a model
-    without adapters.
+    Weights do not change, nor does `requires_grad` of other parameters: after `add_lora_`, nothing
+    trains. UnsupportedError for a model without adapters.
     """
-    return [full for name, module in _adapted(model, "remove_lora_").items() for full in _removed(name, module)]
+    return [
+        full
+        for name, module in _adapted(model, "remove_lora_").items()
+        for full in _removed(name, module)
+    ]
 
 
 def _adapted(model: nn.Module, where: str) -> dict[str, AdaptableModule]:
     """The modules that have adapters, by name. UnsupportedError if there are none."""
     found = {name: module for name, module in adaptable(model, where).items() if module.adapted}
     if not found:
-        raise UnsupportedError("no adapters", expected="a model that add_lora_ or load_lora_ gave some", where=where)
+        raise UnsupportedError(
+            "no adapters", expected="a model that add_lora_ or load_lora_ gave some", where=where
+        )
     return found
 
 
@@ -60,7 +75,10 @@ def _merged(name: str, module: AdaptableModule) -> list[str]:
     layout = module.weight_layout
     relayout_(module, "linear")
     try:
-        made = {p: _sum(module.weight_of(p), adapter, f"{name}.{p}") for p, adapter in adapters_of(module)}
+        made = {
+            p: _sum(module.weight_of(p), adapter, f"{name}.{p}")
+            for p, adapter in adapters_of(module)
+        }
         for projection, weight in made.items():
             for stored, part in zip(module.weight_of(projection), weight, strict=True):
                 stored.data.copy_(part)
@@ -82,7 +100,9 @@ def _sum(weight: Quantized, adapter: Adapter, name: str) -> Quantized:
 
 
 def _encoded(x: Tensor, like: Quantized, name: str) -> Quantized:
-    """x f32 [N, K] in the encoding of a matrix of `like`, with a scale for each of its runs of rows."""
+    """x f32 [N, K] in the encoding of a matrix of `like`, with a scale for each of its runs of
+    rows.
+    """
     if like.encoding.plain:
         return quantize(x, encoding=like.encoding)
     check_finite(x, name)

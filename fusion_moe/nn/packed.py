@@ -1,4 +1,6 @@
-"""Encoded weights of a module in a layout: in memory they have a target's layout and padding, in every state dict the linear layout."""
+"""Encoded weights of a module in a layout: in memory they have a target's layout and padding, in
+every state dict the linear layout.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ _INTEGERS = {1: torch.uint8, 4: torch.int32}  # by size; gloo and NCCL have none
 class PackedModule(FrozenModule):
     """A module with encoded weights.
 
-    part_names: for each weight, the parameters that hold its parts. as_integers: whether 8-bit floats and scales of matrices are stored as
-    integers of the same bits, since a wrapper may cast floats, and gloo has no 8-bit ones. State dicts have the dtypes of the encoding.
-    packed: the names of the elements and block scales of each weight; weight_layout: their layout; paddings: of weights that are not whole
-    tiles of the layout, by the name of their elements; considered: whether `order` has decided about the weights where they are now;
-    sharding: how state dicts represent tensors that are a rank's share.
+    part_names: for each weight, the parameters that hold its parts. as_integers: whether 8-bit
+    floats and scales of matrices are stored as integers of the same bits, since a wrapper may cast
+    floats, and gloo has no 8-bit ones. State dicts have the dtypes of the encoding. packed: the
+    names of the elements and block scales of each weight; weight_layout: their layout; paddings: of
+    weights that are not whole tiles of the layout, by the name of their elements; considered:
+    whether `order` has decided about the weights where they are now; sharding: how state dicts
+    represent tensors that are a rank's share.
     """
 
     packed: tuple[tuple[str, ...], ...] = ()
@@ -49,50 +53,92 @@ class PackedModule(FrozenModule):
     def __init__(self) -> None:
         super().__init__()
         self.as_integers = False
-        self.weight_layout, self.paddings = "linear", {}  # per instance: torch.compile guards class attributes in each class of the MRO
+        # per instance: torch.compile guards class attributes in each class of the MRO
+        self.weight_layout, self.paddings = "linear", {}
 
     @property
     def is_transposed(self) -> bool:
-        """False: weights are [E, N, K]. PEFT asks before it adapts a parameter: UnsupportedError if its numbers are codes."""
+        """False: weights are [E, N, K]. PEFT asks before it adapts a parameter: UnsupportedError if
+        its numbers are codes.
+        """
         if self.encoding.plain:
             return False
         found = f"PEFT on a parameter of {self.encoding.name} codes"
-        todo = "fusion_moe.nn.add_lora_(model) adapts experts; name other layers in PEFT's target_modules"
-        raise UnsupportedError(found, expected="parameters that are numbers", todo=todo, where=type(self).__name__)
+        todo = (
+            "fusion_moe.nn.add_lora_(model) adapts experts; name other layers in PEFT's "
+            "target_modules"
+        )
+        raise UnsupportedError(
+            found, expected="parameters that are numbers", todo=todo, where=type(self).__name__
+        )
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """As torch's. In a process group a module whose own parameters are listed, as DDP and FSDP2 do first, stores them as integers."""
-        if not (recurse or self.as_integers or self.sharding) and distributed.is_available() and distributed.is_initialized():
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As torch's. In a process group a module whose own parameters are listed, as DDP and FSDP2
+        do first, stores them as integers.
+        """
+        if (
+            not (recurse or self.as_integers or self.sharding)
+            and distributed.is_available()
+            and distributed.is_initialized()
+        ):
             self._become_integers()
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def _become_integers(self) -> None:
-        """Before a wrapper takes parameters: their dtypes and their layout stay what they are now."""
-        if self.encoding.plain or any(p.is_meta for p in self._parameters.values() if p is not None):
+        """Before a wrapper takes parameters: their dtypes and their layout stay what they are
+        now.
+        """
+        if self.encoding.plain or any(
+            p.is_meta for p in self._parameters.values() if p is not None
+        ):
             return
         self.order()
         self.as_integers = True
         for name, part in self._parts_by_name().items():
             p = self._parameters.get(name)
-            if p is not None and not p.requires_grad and part.scale and p.dtype == part.dtype and part.dtype.itemsize in _INTEGERS:
+            if (
+                p is not None
+                and not p.requires_grad
+                and part.scale
+                and p.dtype == part.dtype
+                and part.dtype.itemsize in _INTEGERS
+            ):
                 with torch.inference_mode(p.is_inference()):
                     p.data = p.data.view(_INTEGERS[part.dtype.itemsize])
 
     def _parts_by_name(self) -> dict[str, Part]:
         """The part of the encoding that each parameter holds."""
-        return {name: part for names in self.part_names.values() for name, part in zip(names, self.encoding.parts, strict=True)}
+        return {
+            name: part
+            for names in self.part_names.values()
+            for name, part in zip(names, self.encoding.parts, strict=True)
+        }
 
     def _parts(self, weight: str) -> list[Tensor]:
         """The parts of a weight, as they are stored, in the dtypes of the encoding."""
-        own: dict[str, Any] = self._parameters  # getattr takes ten times as long; wrappers such as FSDP put attributes in their place
+        # getattr takes ten times as long; wrappers such as FSDP put attributes in their place
+        own: dict[str, Any] = self._parameters
         found = [own[key] if key in own else self._replaced(key) for key in self.part_names[weight]]
-        return [as_part(t, part) for t, part in zip(found, self.encoding.parts, strict=True)] if self.as_integers else found
+        return (
+            [as_part(t, part) for t, part in zip(found, self.encoding.parts, strict=True)]
+            if self.as_integers
+            else found
+        )
 
     def _replaced(self, key: str) -> Any:
-        """What is in the place of a parameter. UnsupportedError for what torch computes from codes."""
+        """What is in the place of a parameter. UnsupportedError for what torch computes from
+        codes.
+        """
         if "parametrizations" in self._modules and not self.encoding.plain:
-            found, todo = f"{key} of {self.encoding.name} codes, parametrized", "fusion_moe.nn.add_lora_(model) adapts experts"
-            raise UnsupportedError(found, expected="the codes as they are", todo=todo, where=type(self).__name__)
+            found, todo = (
+                f"{key} of {self.encoding.name} codes, parametrized",
+                "fusion_moe.nn.add_lora_(model) adapts experts",
+            )
+            raise UnsupportedError(
+                found, expected="the codes as they are", todo=todo, where=type(self).__name__
+            )
         return getattr(self, key)
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
@@ -107,7 +153,9 @@ class PackedModule(FrozenModule):
         return 1
 
     def padding(self, name: str, layout: Layout) -> Padding:
-        """The padding that makes a weight whole tiles of a layout: rows are padded in each run with one scale."""
+        """The padding that makes a weight whole tiles of a layout: rows are padded in each run with
+        one scale.
+        """
         n, k = self.matrix_shape(name)
         (rows, columns), runs = layout.tile, self.row_scales(name)
         padded = n if n % rows == 0 else runs * ceil_to(n // runs, rows)
@@ -119,23 +167,41 @@ class PackedModule(FrozenModule):
             padding, scales = self.padding(name, layout), self.row_scales(name)
             if why := layout.why_not(*padding.padded, self.encoding):
                 return why
-            if padding.padded[0] != padding.shape[0] and (scales not in (1, padding.runs) or scales > 2):
-                return f"{name} has scales for {scales} runs of its {padding.shape[0]} rows, which are no whole tiles"
+            if padding.padded[0] != padding.shape[0] and (
+                scales not in (1, padding.runs) or scales > 2
+            ):
+                return (
+                    f"{name} has scales for {scales} runs of its {padding.shape[0]} rows, "
+                    "which are no whole tiles"
+                )
         return ""
 
     def order(self) -> None:
-        """Puts encoded weights in the layout that the kernels of their device read, once: when a module moves there, or at its first call.
+        """Puts encoded weights in the layout that the kernels of their device read, once: when a
+        module moves there, or at its first call.
 
-        Weights that a CUDA graph or a traced program reads keep their layout, and so do parameters that are tensor subclasses.
+        Weights that a CUDA graph or a traced program reads keep their layout, and so do parameters
+        that are tensor subclasses.
         """
-        if torch.compiler.is_compiling() or self.considered or self.as_integers or not options.current().order_weights:
+        if (
+            torch.compiler.is_compiling()
+            or self.considered
+            or self.as_integers
+            or not options.current().order_weights
+        ):
             return
         p, wanted = getattr(self, self.packed[0][0]), options.current().target
-        if type(p) is not nn.Parameter or _get_current_dispatch_mode() or (wanted == "auto" and p.device.type not in target.TARGETS):
+        if (
+            type(p) is not nn.Parameter
+            or _get_current_dispatch_mode()
+            or (wanted == "auto" and p.device.type not in target.TARGETS)
+        ):
             return
         with _ordering:  # calls in other threads wait
             captured = p.is_cuda and torch.cuda.is_current_stream_capturing()
-            if not (self.considered or captured or self.encoding.plain or self.weight_layout != "linear"):
+            if not (
+                self.considered or captured or self.encoding.plain or self.weight_layout != "linear"
+            ):
                 self._order(target.find(wanted, p.device).weight_layout)
             self.considered = True
 
@@ -152,7 +218,9 @@ class PackedModule(FrozenModule):
             say_once(f"weights stay in the linear layout: {type(self).__name__}: {why}")
 
     def check_block_scales(self) -> None:
-        """NonFiniteError for block scales, in linear order, that no quantizer writes. Waits for the device."""
+        """NonFiniteError for block scales, in linear order, that no quantizer writes. Waits for the
+        device.
+        """
         for name, part in self._parts_by_name().items():
             if part.of_blocks:
                 check_block_scales(as_part(getattr(self, name).detach(), part), name)
@@ -168,54 +236,98 @@ class PackedModule(FrozenModule):
             self.order()
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for key, part in ((prefix + name, part) for name, part in self._parts_by_name().items() if prefix + name in destination):
+        for key, part in (
+            (prefix + name, part)
+            for name, part in self._parts_by_name().items()
+            if prefix + name in destination
+        ):
             destination[key] = as_part(destination[key], part)
         for names, keys in self._reordered(destination, prefix):
-            linear = _packing(self, names[0]).unpack([destination[key].detach() for key in keys], self.encoding)
+            linear = _packing(self, names[0]).unpack(
+                [destination[key].detach() for key in keys], self.encoding
+            )
             destination.update(zip(keys, linear, strict=True))
         if self.sharding is not None:
             destination.update(
-                {prefix + name: self.sharding.whole(name, destination[prefix + name]) for name in self._own(prefix, destination)}
+                {
+                    prefix + name: self.sharding.whole(name, destination[prefix + name])
+                    for name in self._own(prefix, destination)
+                }
             )
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: list[str]
-    ) -> None:  # fmt: skip
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: list[str],
+    ) -> None:
         given, own = dict(state_dict), self._own(prefix, state_dict)
         fixed = {name: prefix + name for name in own if name not in self.castable}
-        refused = [f"{prefix}{name} is {layout}, not strided." for name in own if (layout := given[prefix + name].layout) != torch.strided]
-        refused = refused or [why for name, key in fixed.items() if (why := self._why_not_load(name, key, given[key]))]
+        refused = [
+            f"{prefix}{name} is {layout}, not strided."
+            for name in own
+            if (layout := given[prefix + name].layout) != torch.strided
+        ]
+        refused = refused or [
+            why for name, key in fixed.items() if (why := self._why_not_load(name, key, given[key]))
+        ]
         if refused:
             errors += refused
             return
         given.update({key: self._as_stored(name, given[key]) for name, key in fixed.items()})
         if self.sharding is not None:
-            given.update({prefix + name: self.sharding.share(name, given[prefix + name]) for name in own})
+            given.update(
+                {prefix + name: self.sharding.share(name, given[prefix + name]) for name in own}
+            )
         for names, keys in self._reordered(given, prefix):
             packing, parts = _packing(self, names[0]), [given[key].detach() for key in keys]
-            kept = [as_part(getattr(self, name).detach(), part) for name, part in zip(names, self.encoding.parts, strict=False)]
+            kept = [
+                as_part(getattr(self, name).detach(), part)
+                for name, part in zip(names, self.encoding.parts, strict=False)
+            ]
             if wrong := packing.why_not(keys, parts, kept, self.encoding):
                 errors.append(wrong)
-            given.update(zip(keys, kept if wrong else packing.pack(parts, self.encoding), strict=True))
+            given.update(
+                zip(keys, kept if wrong else packing.pack(parts, self.encoding), strict=True)
+            )
         for name, key in fixed.items() if self.as_integers else ():
             given[key] = given[key].view(getattr(self, name).dtype)
         super()._load_from_state_dict(given, prefix, metadata, strict, missing, unexpected, errors)
 
     def _as_stored(self, name: str, t: Tensor) -> Tensor:
-        """A tensor of a state dict in the dtype of the parameter: bytes are those of 8-bit floats, numbers may become wider."""
+        """A tensor of a state dict in the dtype of the parameter: bytes are those of 8-bit floats,
+        numbers may become wider.
+        """
         want = self._dtype(name)
         if t.dtype == torch.uint8 and want.is_floating_point and want.itemsize == 1:
             return t.view(want)
-        wider = _numbers(t.dtype, want) and (self.encoding.plain or torch.promote_types(t.dtype, want) == want)
+        wider = _numbers(t.dtype, want) and (
+            self.encoding.plain or torch.promote_types(t.dtype, want) == want
+        )
         return t.to(want) if wider else t
 
     def _why_not_load(self, name: str, key: str, t: Tensor) -> str:
-        """An error text in torch's style for another dtype, and for scales that no quantizer writes; "" if there is none."""
-        found, want, part = self._as_stored(name, t), self._dtype(name), self._parts_by_name().get(name)
+        """An error text in torch's style for another dtype, and for scales that no quantizer
+        writes; "" if there is none.
+        """
+        found, want, part = (
+            self._as_stored(name, t),
+            self._dtype(name),
+            self._parts_by_name().get(name),
+        )
         if found.dtype != want:
-            return f"dtype mismatch for {key}: copying a param of {t.dtype} from checkpoint, the dtype in current model is {want}."
+            return (
+                f"dtype mismatch for {key}: copying a param of {t.dtype} from checkpoint, the "
+                f"dtype in current model is {want}."
+            )
         try:
             if part and type(t) in (Tensor, nn.Parameter) and not t.is_meta:
                 check_part_scales(part, found, key)  # waits for the device
@@ -229,18 +341,38 @@ class PackedModule(FrozenModule):
         return part.dtype if part else getattr(self, name).dtype
 
     def _own(self, prefix: str, tensors: Mapping[str, Any]) -> list[str]:
-        """The names of the module's own tensors that are in a state dict, as tensors: torch refuses anything else."""
-        return [name for name in (*self._parameters, *self._buffers) if isinstance(tensors.get(prefix + name), Tensor)]
+        """The names of the module's own tensors that are in a state dict, as tensors: torch refuses
+        anything else.
+        """
+        return [
+            name
+            for name in (*self._parameters, *self._buffers)
+            if isinstance(tensors.get(prefix + name), Tensor)
+        ]
 
-    def _reordered(self, tensors: Mapping[str, Any], prefix: str) -> list[tuple[Sequence[str], list[str]]]:
-        """Names and keys of those weights in a state dict whose layout in memory is not the linear one."""
-        found = [(names, [prefix + name for name in names]) for names in self.packed if self.weight_layout != "linear"]
-        return [(names, keys) for names, keys in found if all(isinstance(tensors.get(key), Tensor) for key in keys)]
+    def _reordered(
+        self, tensors: Mapping[str, Any], prefix: str
+    ) -> list[tuple[Sequence[str], list[str]]]:
+        """Names and keys of those weights in a state dict whose layout in memory is not the linear
+        one.
+        """
+        found = [
+            (names, [prefix + name for name in names])
+            for names in self.packed
+            if self.weight_layout != "linear"
+        ]
+        return [
+            (names, keys)
+            for names, keys in found
+            if all(isinstance(tensors.get(key), Tensor) for key in keys)
+        ]
 
 
 def as_part(t: Tensor, part: Part) -> Tensor:
     """The tensor of a part, which a module may have stored as integers, in the part's dtype."""
-    return t.view(part.dtype) if part.dtype.is_floating_point and not t.dtype.is_floating_point else t
+    return (
+        t.view(part.dtype) if part.dtype.is_floating_point and not t.dtype.is_floating_point else t
+    )
 
 
 def _numbers(*dtypes: torch.dtype) -> bool:
@@ -270,14 +402,27 @@ class Packing:
 
     def shapes(self, lead: Sequence[int], encoding: Encoding) -> list[tuple[int, ...]]:
         """The shapes of elements and block scales of a weight [*lead, N, K]."""
-        return [encoding.part_shape(part, lead, *self.padding.padded) for part in encoding.parts if not part.of_matrix]
+        return [
+            encoding.part_shape(part, lead, *self.padding.padded)
+            for part in encoding.parts
+            if not part.of_matrix
+        ]
 
-    def why_not(self, keys: Sequence[str], parts: Sequence[Tensor], own: Sequence[Tensor], encoding: Encoding) -> str:
-        """An error text in torch's style if parts of a state dict are not such a weight; "" if they are."""
+    def why_not(
+        self,
+        keys: Sequence[str],
+        parts: Sequence[Tensor],
+        own: Sequence[Tensor],
+        encoding: Encoding,
+    ) -> str:
+        """An error text in torch's style if parts of a state dict are not such a weight; "" if they
+        are.
+        """
         for key, t, part, mine in zip(keys, parts, encoding.parts, own, strict=False):
             if t.shape != (want := encoding.part_shape(part, mine.shape[:-2], *self.padding.shape)):
                 return (
-                    f"size mismatch for {key}: copying a param with shape {t.shape} from checkpoint, the shape in current model is "
+                    f"size mismatch for {key}: copying a param with shape {t.shape} from "
+                    "checkpoint, the shape in current model is "
                     f"{torch.Size(want)}."
                 )
         return ""
@@ -292,13 +437,18 @@ def _packing(module: PackedModule, name: str, layout: Layout | None = None) -> P
 
 
 def relayout_(module: PackedModule, layout: str) -> None:
-    """Puts the weights of a module in a layout, in new parameters, one weight at a time. An exception undoes what was already done.
+    """Puts the weights of a module in a layout, in new parameters, one weight at a time. An
+    exception undoes what was already done.
 
-    Other holders of the old parameters or of their memory (a state dict, an exported program) keep them unchanged.
+    Other holders of the old parameters or of their memory (a state dict, an exported program) keep
+    them unchanged.
     """
     if layout == module.weight_layout:
         return
-    packings = {names: (_packing(module, names[0]), _packing(module, names[0], LAYOUTS[layout])) for names in module.packed}
+    packings = {
+        names: (_packing(module, names[0]), _packing(module, names[0], LAYOUTS[layout]))
+        for names in module.packed
+    }
     done = []
     try:
         for names, (here, there) in packings.items():
@@ -309,7 +459,9 @@ def relayout_(module: PackedModule, layout: str) -> None:
             _move(module, names, *reversed(packings[names]))
         raise
     module.weight_layout = layout
-    module.paddings = {names[0]: there.padding for names, (_, there) in packings.items() if there.padding}
+    module.paddings = {
+        names[0]: there.padding for names, (_, there) in packings.items() if there.padding
+    }
 
 
 def _move(module: PackedModule, names: Sequence[str], here: Packing, there: Packing) -> None:
@@ -331,9 +483,17 @@ def _move(module: PackedModule, names: Sequence[str], here: Packing, there: Pack
 
 def _empty(shape: Sequence[int], like: Tensor) -> Tensor:
     """Uninitialized memory: on the CPU on large pages, as for all weights."""
-    return pages.empty(shape, like.dtype) if pages.takes(like) else torch.empty(shape, dtype=like.dtype, device=like.device)
+    return (
+        pages.empty(shape, like.dtype)
+        if pages.takes(like)
+        else torch.empty(shape, dtype=like.dtype, device=like.device)
+    )
 
 
 def _matrices(parts: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     """The parts [E, N, ...] of a weight, for each matrix; [N, ...] is one matrix."""
-    return [parts] if parts[0].dim() == 2 else [[part[e] for part in parts] for e in range(len(parts[0]))]
+    return (
+        [parts]
+        if parts[0].dim() == 2
+        else [[part[e] for part in parts] for e in range(len(parts[0]))]
+    )

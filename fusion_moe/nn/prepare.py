@@ -1,4 +1,6 @@
-"""prepare_: puts the weights of a model in the layout of a target, in place, and compiles its kernels before they are needed."""
+"""prepare_: puts the weights of a model in the layout of a target, in place, and compiles its
+kernels before they are needed.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,38 @@ from .packed import PackedModule, relayout_
 
 log = logging.getLogger("fusion_moe")
 _ALL = "all"
-_FEW = (1, 2, 3)  # tokens: 1, which tracers treat as a constant, and two others, after which they treat it as a symbol
+# tokens: 1, which tracers treat as a constant, and two others, after which they treat it as a
+# symbol
+_FEW = (1, 2, 3)
 
 
-def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] | Literal["all"] = ()) -> None:
-    """Puts the weights of a model in the layout of a target ("auto": of the option `target`, then of the weights' device), in place.
+def prepare_(
+    model: nn.Module, to: str = "auto", *, tokens: Sequence[int] | Literal["all"] = ()
+) -> None:
+    """Puts the weights of a model in the layout of a target ("auto": of the option `target`, then
+    of the weights' device), in place.
 
-    On CUDA, modules do this by themselves at their first call, unless the option `order_weights` is off; `prepare_` chooses the time. It
-    needs memory for one extra copy of one weight of a layer. Weights that are not whole tiles of the layout are padded with zeros; state
-    dicts are always linear, without padding. A warning names weights that cannot have the layout; they stay linear. Call `prepare_` once
-    the model is where it runs: a module that moves to another kind of device returns to the linear layout. Parameters become new ones.
+    On CUDA, modules do this by themselves at their first call, unless the option `order_weights` is
+    off; `prepare_` chooses the time. It needs memory for one extra copy of one weight of a layer.
+    Weights that are not whole tiles of the layout are padded with zeros; state dicts are always
+    linear, without padding. A warning names weights that cannot have the layout; they stay linear.
+    Call `prepare_` once the model is where it runs: a module that moves to another kind of device
+    returns to the linear layout. Parameters become new ones.
 
-    On a CPU, weights may lie elsewhere than modules put them: after torch.load of a module, or under another CPU affinity. They are copied
-    to large pages, interleaved over all NUMA nodes (the option `numa_interleave`). Shared memory stays.
+    On a CPU, weights may lie elsewhere than modules put them: after torch.load of a module, or
+    under another CPU affinity. They are copied to large pages, interleaved over all NUMA nodes (the
+    option `numa_interleave`). Shared memory stays.
 
-    tokens: numbers of tokens whose kernels are compiled now, in parallel and with a progress line, instead of in the middle of serving. For
-    each number the model is called with that many tokens in one sequence, and with one token in that many sequences; none of this library's
-    kernels runs meanwhile. "all": the model is called with up to three tokens, and the kernels for all other numbers are derived from these
-    calls' programs. Compiling a model afterwards makes other programs: pass `prepare_` the model that torch.compile returned.
-    UnsupportedError for a model that calls nothing of this library, and for one that takes no `input_ids`: such a model can be called with
-    its own arguments inside `with fusion_moe.preparing("all"):`. NonFiniteError for a block scale that is negative or NaN. An interrupted
-    call leaves each module in one layout or the other.
+    tokens: numbers of tokens whose kernels are compiled now, in parallel and with a progress line,
+    instead of in the middle of serving. For each number the model is called with that many tokens
+    in one sequence, and with one token in that many sequences; none of this library's kernels runs
+    meanwhile. "all": the model is called with up to three tokens, and the kernels for all other
+    numbers are derived from these calls' programs. Compiling a model afterwards makes other
+    programs: pass `prepare_` the model that torch.compile returned. UnsupportedError for a model
+    that calls nothing of this library, and for one that takes no `input_ids`: such a model can be
+    called with its own arguments inside `with fusion_moe.preparing("all"):`. NonFiniteError for a
+    block scale that is negative or NaN. An interrupted call leaves each module in one layout or the
+    other.
     """
     need_one_of("to", to, ("auto", *target.TARGETS), where="prepare_")
     _check_tokens(model, tokens)
@@ -58,19 +71,37 @@ def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] | Lite
         module.considered = True
     if kept:
         (name, why), *others = kept.items()
-        log.warning("weights stay in the linear layout: %s%s: %s", name, f" and {len(others)} more" if others else "", why)
+        log.warning(
+            "weights stay in the linear layout: %s%s: %s",
+            name,
+            f" and {len(others)} more" if others else "",
+            why,
+        )
     if tokens:
         _compile(model, tokens)
 
 
 def _check_tokens(model: nn.Module, tokens: Sequence[int] | str) -> None:
-    """OptionError for an invalid number of tokens, UnsupportedError for a model that cannot be called with tokens."""
-    listed = isinstance(tokens, Sequence) and all(isinstance(count, int) and count > 0 for count in tokens)
+    """OptionError for an invalid number of tokens, UnsupportedError for a model that cannot be
+    called with tokens.
+    """
+    listed = isinstance(tokens, Sequence) and all(
+        isinstance(count, int) and count > 0 for count in tokens
+    )
     if tokens != _ALL and not listed:
-        raise OptionError(f"tokens = {tokens!r}", expected="a list of positive integers, or 'all'", where="prepare_")
+        raise OptionError(
+            f"tokens = {tokens!r}",
+            expected="a list of positive integers, or 'all'",
+            where="prepare_",
+        )
     if tokens and not hasattr(getattr(model, "config", None), "vocab_size"):
-        found, todo = f"tokens for a {type(model).__name__}", "with fusion_moe.preparing(): call the model with inputs of these sizes"
-        raise UnsupportedError(found, expected="a language model with a config", todo=todo, where="prepare_")
+        found, todo = (
+            f"tokens for a {type(model).__name__}",
+            "with fusion_moe.preparing(): call the model with inputs of these sizes",
+        )
+        raise UnsupportedError(
+            found, expected="a language model with a config", todo=todo, where="prepare_"
+        )
 
 
 def _compile(model: nn.Module, tokens: Sequence[int] | str) -> None:
@@ -83,11 +114,15 @@ def _compile(model: nn.Module, tokens: Sequence[int] | str) -> None:
         if not noted:
             todo = "fusion_moe.quantize_(model), or give prepare_ what torch.compile returned"
             found = f"a {type(model).__name__} that calls nothing of fusion_moe"
-            raise UnsupportedError(found, expected="experts of ours, or a compiled model", todo=todo, where="prepare_")
+            raise UnsupportedError(
+                found, expected="experts of ours, or a compiled model", todo=todo, where="prepare_"
+            )
 
 
 def _check_scales(module: PackedModule, name: str, layout: str) -> None:
-    """NonFiniteError unless all block scales that would be reordered are such as quantizers write."""
+    """NonFiniteError unless all block scales that would be reordered are such as quantizers
+    write.
+    """
     if layout == "linear" or module.weight_layout != "linear":
         return  # they are not reordered, or were already checked
     try:

@@ -1,4 +1,6 @@
-"""Linear layers with an encoded weight, for attention, shared experts and dense layers of a quantized checkpoint."""
+"""Linear layers with an encoded weight, for attention, shared experts and dense layers of a
+quantized checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ from .packed import PackedModule
 class QuantizedLinear(PackedModule):
     """x @ weight.T + bias, computed as a grouped product with one group.
 
-    N out-features, K in-features. Frozen parameters: weight, weight_scale and, if the encoding has a scale of the matrix, weight_scale_2
-    are the parts of nvfp4, mxfp4 or int4 [N, K], in linear order; bias float [N] or None is the only one that a cast of the model casts.
-    A scale that is a scalar is a buffer.
+    N out-features, K in-features. Frozen parameters: weight, weight_scale and, if the encoding has
+    a scale of the matrix, weight_scale_2 are the parts of nvfp4, mxfp4 or int4 [N, K], in linear
+    order; bias float [N] or None is the only one that a cast of the model casts. A scale that is a
+    scalar is a buffer.
     """
 
     castable = ("bias",)
@@ -38,11 +41,14 @@ class QuantizedLinear(PackedModule):
             if part.dim():
                 setattr(self, name, frozen(part))
             else:
-                self.register_buffer(name, part.detach())  # FSDP2 refuses parameters that are scalars
+                # FSDP2 refuses parameters that are scalars
+                self.register_buffer(name, part.detach())
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]. ShapeError for another K, DtypeError for float64 or integers, before anything is computed."""
+        """x [..., K] -> [..., N]. ShapeError for another K, DtypeError for float64 or integers,
+        before anything is computed.
+        """
         self.order()
         checks.need_narrow_rows("x", x, self.in_features, type(self).__name__)
         rows, padding = x.reshape(-1, self.in_features), self.paddings.get("weight")
@@ -57,11 +63,16 @@ class QuantizedLinear(PackedModule):
 
     def _product(self, rows: Tensor, weight: list[Tensor], offs: Tensor) -> Tensor:
         layout, encoding = self.weight_layout, self.encoding.name
-        return torch.ops.fusion_moe.grouped_mm(rows, weight, offs, weight_format=encoding, weight_layout=layout)
+        return torch.ops.fusion_moe.grouped_mm(
+            rows, weight, offs, weight_format=encoding, weight_layout=layout
+        )
 
     def extra_repr(self) -> str:
         """For print(model)."""
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        sizes = (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )
         return f"{sizes}, weight_layout={self.weight_layout!r}"
 
 
@@ -74,4 +85,6 @@ class NVFP4Linear(QuantizedLinear):
     """
 
     def _product(self, rows: Tensor, weight: list[Tensor], offs: Tensor) -> Tensor:
-        return torch.ops.fusion_moe.nvfp4_grouped_mm(rows, *weight, offs, weight_layout=self.weight_layout)
+        return torch.ops.fusion_moe.nvfp4_grouped_mm(
+            rows, *weight, offs, weight_layout=self.weight_layout
+        )

@@ -18,24 +18,34 @@ from .tracked import Effects, tracked
 
 
 class Sequential(nn.Sequential):
-    """Modules one after another. Each run of GroupedLinear and scaled activations becomes one Fusion, forward and backward.
+    """Modules one after another. Each run of GroupedLinear and scaled activations becomes one
+    Fusion, forward and backward.
 
-    The compiler decides how it is divided into kernels; results equal those of the modules called one by one, except that kernels may leave
-    out roundings between them. Other modules run as they are, and so does one of ours whose call does more than its `forward`: with hooks
-    (those of FSDP2 and of `torch.nn.utils.spectral_norm` are such), with a `forward` of a subclass, or with one set on the instance.
+    The compiler decides how it is divided into kernels; results equal those of the modules called
+    one by one, except that kernels may leave out roundings between them. Other modules run as they
+    are, and so does one of ours whose call does more than its `forward`: with hooks (those of FSDP2
+    and of `torch.nn.utils.spectral_norm` are such), with a `forward` of a subclass, or with one set
+    on the instance.
     """
 
     def forward(self, x: Tensor, *extra: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]. extra: what each of our modules takes besides x, in order: for a GroupedLinear split_sizes int[G] and,
-        with scale_bias, scales [...]; for a scaled activation its scales [...]. ShapeError for too many or too few, OptionError for a
-        GroupedLinear with return_bias.
+        """x [..., K] -> [..., N]. extra: what each of our modules takes besides x, in order: for a
+        GroupedLinear split_sizes int[G] and, with scale_bias, scales [...]; for a scaled activation
+        its scales [...]. ShapeError for too many or too few, OptionError for a GroupedLinear with
+        return_bias.
         """
         if any(isinstance(module, GroupedLinear) and module.return_bias for module in self):
             expected, todo = "modules that return only rows", "call it outside the Sequential"
-            raise OptionError("a GroupedLinear with return_bias", expected=expected, todo=todo, where="Sequential")
+            raise OptionError(
+                "a GroupedLinear with return_bias", expected=expected, todo=todo, where="Sequential"
+            )
         wanted = sum(_takes(module) for module in self)
         if len(extra) != wanted:
-            raise ShapeError(f"{len(extra)} tensors beside x", expected=f"{wanted}: {_described(self)}", where="Sequential")
+            raise ShapeError(
+                f"{len(extra)} tensors beside x",
+                expected=f"{wanted}: {_described(self)}",
+                where="Sequential",
+            )
         rest = iter(extra)
         for modules in _runs(list(self)):
             given = [[next(rest) for _ in range(_takes(module))] for module in modules]
@@ -52,7 +62,14 @@ def _takes(module: nn.Module) -> int:
 
 def _described(modules: Iterable[nn.Module]) -> str:
     names: dict[int, list[str]] = {0: [], 1: ["split_sizes"], 2: ["split_sizes", "scales"]}
-    return ", ".join(n for m in modules for n in (["scales"] if isinstance(m, _ScaledGLU) else names[_takes(m)])) or "none"
+    return (
+        ", ".join(
+            n
+            for m in modules
+            for n in (["scales"] if isinstance(m, _ScaledGLU) else names[_takes(m)])
+        )
+        or "none"
+    )
 
 
 def _runs(modules: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
@@ -72,9 +89,17 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether a call of the module is one of ours and nothing else: no hooks, no other forward."""
     if not isinstance(module, (GroupedLinear, _ScaledGLU)) or hooks._has_any_global_hook():
         return False
-    if type(module).forward not in (GroupedLinear.forward, _ScaledGLU.forward) or "forward" in module.__dict__:
+    if (
+        type(module).forward not in (GroupedLinear.forward, _ScaledGLU.forward)
+        or "forward" in module.__dict__
+    ):
         return False
-    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def _together(run: list[nn.Module]) -> Iterator[list[nn.Module]]:
@@ -89,11 +114,16 @@ def _fused(modules: Sequence[nn.Module], x: Tensor, given: Sequence[Sequence[Ten
     width = _width(modules)
     checks.need_rows("x", x, width, "Sequential")
     stages: list[Stage] = []
-    divided: list[tuple[Tensor, Tensor]] = []  # each given tensor and the ends made from it: one tensor, one partition
+    # each given tensor and the ends made from it: one tensor, one partition
+    divided: list[tuple[Tensor, Tensor]] = []
     for module, tensors in zip(modules, given, strict=True):
         if isinstance(module, GroupedLinear):
             if module.in_features != width:
-                raise ShapeError(f"rows of {width}", expected=f"{module.in_features}", where=type(module).__name__)
+                raise ShapeError(
+                    f"rows of {width}",
+                    expected=f"{module.in_features}",
+                    where=type(module).__name__,
+                )
             ends = next((e for t, e in divided if t is tensors[0]), None)
             if ends is None:
                 ends = splits.ends_of(tensors[0], None, module.num_groups, x, type(module).__name__)
@@ -111,7 +141,9 @@ def _fused(modules: Sequence[nn.Module], x: Tensor, given: Sequence[Sequence[Ten
 
 
 def _width(modules: Sequence[nn.Module]) -> int:
-    """The columns that the first module takes: those of the first layer, doubled for each activation before it."""
+    """The columns that the first module takes: those of the first layer, doubled for each
+    activation before it.
+    """
     first = next(i for i, module in enumerate(modules) if isinstance(module, GroupedLinear))
     layer = modules[first]
     assert isinstance(layer, GroupedLinear)

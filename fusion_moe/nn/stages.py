@@ -1,6 +1,8 @@
-"""Layers over groups of rows as stages of one program: what each layer adds to a Fusion, and the call that runs them.
+"""Layers over groups of rows as stages of one program: what each layer adds to a Fusion, and the
+call that runs them.
 
-A stage is plain data except for its operands, so that torch.compile treats the text of the program as a constant.
+A stage is plain data except for its operands, so that torch.compile treats the text of the program
+as a constant.
 """
 
 from __future__ import annotations
@@ -28,14 +30,17 @@ Type = tuple[torch.dtype, tuple[int, ...]]
 
 
 class Operand(NamedTuple):
-    """An operand of a stage besides the rows: a tensor, or G tensors as one; shape: the shape of the program's input that it becomes."""
+    """An operand of a stage besides the rows: a tensor, or G tensors as one; shape: the shape of
+    the program's input that it becomes.
+    """
 
     tensor: Input
     shape: tuple[int, ...]
 
 
 class Stage(NamedTuple):
-    """kind: in BUILDERS; width: how many columns it takes; operands: None for an absent one; attributes: as text.
+    """kind: in BUILDERS; width: how many columns it takes; operands: None for an absent one;
+    attributes: as text.
 
     Numbers in attributes would not be constants to a tracer of dynamic shapes.
     """
@@ -69,13 +74,20 @@ def call(x: Tensor, stages: Sequence[Stage]) -> Call:
     types: list[Type] = [(x.dtype, (ROWS, stages[0].width))]
     plan = []
     for stage in stages:
-        places = tuple([None if operand is None else _place(operand, inputs, types) for operand in stage.operands])
+        places = tuple(
+            [
+                None if operand is None else _place(operand, inputs, types)
+                for operand in stage.operands
+            ]
+        )
         plan.append((stage.kind, places, stage.attributes))
     return Call(program(tuple(types), tuple(plan)), inputs, x.shape[0])
 
 
 def _place(operand: Operand, inputs: list[Input], types: list[Type]) -> int:
-    """The position of an operand among the inputs; a new operand is added. A module that is called twice is one operand."""
+    """The position of an operand among the inputs; a new operand is added. A module that is called
+    twice is one operand.
+    """
     for i, t in enumerate(inputs):
         if i and _same(t, operand.tensor):
             return i
@@ -92,7 +104,9 @@ def _same(a: Input, b: Input) -> bool:
     return a is b
 
 
-def program(types: tuple[Type, ...], plan: tuple[tuple[str, tuple[int | None, ...], tuple[str, ...]], ...]) -> str:
+def program(
+    types: tuple[Type, ...], plan: tuple[tuple[str, tuple[int | None, ...], tuple[str, ...]], ...]
+) -> str:
     """The text of the program of these stages, whose inputs have these dtypes and shapes."""
     return _program(types, plan)
 
@@ -101,10 +115,15 @@ program._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.co
 
 
 @lru_cache(maxsize=256)
-def _program(types: tuple[Type, ...], plan: tuple[tuple[str, tuple[int | None, ...], tuple[str, ...]], ...]) -> str:
+def _program(
+    types: tuple[Type, ...], plan: tuple[tuple[str, tuple[int | None, ...], tuple[str, ...]], ...]
+) -> str:
     fd, rows = FusionDefinition(), symbol("s0")
     shapes = (tuple(rows if n == ROWS else n for n in shape) for _, shape in types)
-    inputs = [fd.define_like(TensorType(shape, dtype_name(t))) for (t, _), shape in zip(types, shapes, strict=True)]
+    inputs = [
+        fd.define_like(TensorType(shape, dtype_name(t)))
+        for (t, _), shape in zip(types, shapes, strict=True)
+    ]
     x = inputs[0]
     for kind, places, attributes in plan:
         x = BUILDERS[kind](fd, x, *(None if i is None else inputs[i] for i in places), *attributes)
@@ -113,9 +132,17 @@ def _program(types: tuple[Type, ...], plan: tuple[tuple[str, tuple[int | None, .
 
 
 def _linear(
-    fd: FusionDefinition, x: Value, weight: Value, offs: Value, bias: Value | None, scales: Value | None, dtype: str, wgrad: str
-) -> Value:  # fmt: skip
-    """x [M, K], weight [G, N, K], offs i32[G], bias [G, N], scales [M] -> dtype[M/g, N]: the product, plus the bias times the scales
+    fd: FusionDefinition,
+    x: Value,
+    weight: Value,
+    offs: Value,
+    bias: Value | None,
+    scales: Value | None,
+    dtype: str,
+    wgrad: str,
+) -> Value:
+    """x [M, K], weight [G, N, K], offs i32[G], bias [G, N], scales [M] -> dtype[M/g, N]: the
+    product, plus the bias times the scales
 
     wgrad: that of the recipe MXFP8BlockScaling; "" without a recipe.
     """
@@ -123,20 +150,28 @@ def _linear(
     total = plain(x.type.shape[0])
     ends = fd.groups_of(offs, total)
     x, weight = fd.ops.cast(fd.partition_by(x, ends), dtype=dtype), fd.ops.cast(weight, dtype=dtype)
-    y = eight_bits.product(fd, x, weight, ends, wgrad) if wgrad else fd.ops.grouped_mm(x, weight, ends)
+    y = (
+        eight_bits.product(fd, x, weight, ends, wgrad)
+        if wgrad
+        else fd.ops.grouped_mm(x, weight, ends)
+    )
     if bias is None:
         return fd.ops.cast(y, dtype=dtype)
     bias = fd.ops.cast(bias, dtype=dtype)
     if scales is None:
         return fd.ops.group_add(fd.ops.cast(y, dtype=dtype), bias, ends)
     wide = y.type.dtype
-    column = fd.ops.partition(fd.ops.cast(fd.ops.reshape(scales, new_shape=(total, 1)), dtype=wide), ends)
+    column = fd.ops.partition(
+        fd.ops.cast(fd.ops.reshape(scales, new_shape=(total, 1)), dtype=wide), ends
+    )
     each = bias_rows(fd, bias, ends, y)
     return fd.ops.cast(fd.ops.add(y, fd.ops.mul(each, fd.ops.zero_rest(column, ends))), dtype=dtype)
 
 
 def _glu(fd: FusionDefinition, x: Value, scales: Value, numbers: str) -> Value:
-    """x [M, 2H], scales [M] -> [M, H]: the result of fusion_moe::scaled_swiglu with these numbers, which are Python literals"""
+    """x [M, 2H], scales [M] -> [M, H]: the result of fusion_moe::scaled_swiglu with these numbers,
+    which are Python literals
+    """
     translator = translate.find("fusion_moe::scaled_swiglu")
     assert translator is not None
     return translator.function(fd, x, scales, *literal_eval(numbers))

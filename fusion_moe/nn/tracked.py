@@ -1,4 +1,6 @@
-"""Calls with side effects: writes into the caller's memory or main_grad, and delayed gradients. `stages.Call.run` is the usual call."""
+"""Calls with side effects: writes into the caller's memory or main_grad, and delayed gradients.
+`stages.Call.run` is the usual call.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def _untraced(function: Any) -> Any:
 class Effects:
     """What the backward of a program does to weights, by their positions among its inputs.
 
-    mains: weights whose gradient goes to main_grad; delayed: weights whose gradient waits, and where it waits.
+    mains: weights whose gradient goes to main_grad; delayed: weights whose gradient waits, and
+    where it waits.
     """
 
     mains: Mapping[int, main_grad.Params]
@@ -39,7 +42,9 @@ class Effects:
 
 @dataclass(frozen=True)
 class _Work:
-    """One call, without its inputs. programs: of its derivative; wanted: the inputs that get a gradient, some of them later."""
+    """One call, without its inputs. programs: of its derivative; wanted: the inputs that get a
+    gradient, some of them later.
+    """
 
     env: dict[str, Any]
     options: str
@@ -65,12 +70,19 @@ class _Work:
 
 @_untraced
 def tracked(
-    call: Call, effects: Effects, ends: Tensor, out: Tensor | None = None, grad_input: Tensor | None = None, is_leaf: bool = False,
+    call: Call,
+    effects: Effects,
+    ends: Tensor,
+    out: Tensor | None = None,
+    grad_input: Tensor | None = None,
+    is_leaf: bool = False,
     where: str = "",
-) -> Tensor:  # fmt: skip
-    """call.run() with effects. out [M, N], grad_input [M, K]: buffers in which the rows before the last of `ends` are written.
+) -> Tensor:
+    """call.run() with effects. out [M, N], grad_input [M, K]: buffers in which the rows before the
+    last of `ends` are written.
 
-    is_leaf: whether x is a leaf. Its `grad` is a tensor of its own, not grad_input, which the next backward writes.
+    is_leaf: whether x is a leaf. Its `grad` is a tensor of its own, not grad_input, which the next
+    backward writes.
     """
     for params in effects.mains.values():
         main_grad.check(params, where)
@@ -79,7 +91,21 @@ def tracked(
     if not needed:
         return _result(out, call.run(), ends)
     env, key = dict.fromkeys(parse(call.text).symbols, call.rows), options.current().key()
-    return _Tracked.apply(_Work(env, key, parts, effects, out, grad_input, is_leaf, ends, programs_of(call.text, needed), needed), *tensors)
+    return _Tracked.apply(
+        _Work(
+            env,
+            key,
+            parts,
+            effects,
+            out,
+            grad_input,
+            is_leaf,
+            ends,
+            programs_of(call.text, needed),
+            needed,
+        ),
+        *tensors,
+    )
 
 
 class _Tracked(torch.autograd.Function):
@@ -100,18 +126,36 @@ class _Tracked(torch.autograd.Function):
         work: _Work = ctx.work
         if work.effects.mains and torch.is_grad_enabled():
             raise UnsupportedError(
-                "create_graph=True", expected="a backward without a graph, since gradients are written to main_grad",
-                todo="leave it out, or leave out accumulate_into_main_grad", where="backward",
-            )  # fmt: skip
+                "create_graph=True",
+                expected="a backward without a graph, since gradients are written to main_grad",
+                todo="leave it out, or leave out accumulate_into_main_grad",
+                where="backward",
+            )
         inputs = [*grouped(ctx.saved_tensors, ctx.parts), *work.programs.seeds([dy])]
         text, waiting = postponed(work.programs.backward, tuple(map(work.wanted.index, work.later)))
-        mains = {work.now.index(i): params for i, params in work.effects.mains.items() if i in work.now}
-        made = main_grad.run(text, inputs, work.env, work.options, mains) if parse(text).outputs else []
+        mains = {
+            work.now.index(i): params for i, params in work.effects.mains.items() if i in work.now
+        }
+        made = (
+            main_grad.run(text, inputs, work.env, work.options, mains)
+            if parse(text).outputs
+            else []
+        )
         for place, later in zip(work.later, waiting, strict=True):
             queue, params = work.effects.delayed[place]
             reads: list[Any] = [[*inputs, *made][i] for i in later.reads]
-            queue.waiting.append(Waiting(later.program, reads, work.env, work.options, params, place in work.effects.mains))
-        found = {i: grad for i, grad in zip(work.now, made, strict=False) if grad is not None}  # other outputs are read later
+            queue.waiting.append(
+                Waiting(
+                    later.program,
+                    reads,
+                    work.env,
+                    work.options,
+                    params,
+                    place in work.effects.mains,
+                )
+            )
+        # other outputs are read later
+        found = {i: grad for i, grad in zip(work.now, made, strict=False) if grad is not None}
         if 0 in found and work.grad_input is not None:
             written = _write(work.grad_input, found[0], work.ends).detach()
             found[0] = found[0] if work.is_leaf else written
@@ -125,7 +169,9 @@ def _returned(work: _Work, found: Mapping[int, Any], needed: Sequence[bool]) -> 
     for i, n in enumerate(work.parts or [0] * len(needed)):
         if i in work.effects.mains and i in work.now:
             params = work.effects.mains[i]
-            grads[first : first + len(params)] = [main_grad.written(p) if p.requires_grad else None for p in params]
+            grads[first : first + len(params)] = [
+                main_grad.written(p) if p.requires_grad else None for p in params
+            ]
         first += n or 1
     return [grad if need else None for grad, need in zip(grads, needed, strict=True)]
 
@@ -136,6 +182,8 @@ def _result(out: Tensor | None, y: Tensor, ends: Tensor) -> Tensor:
 
 
 def _write(target: Tensor, value: Tensor, ends: Tensor) -> Tensor:
-    """Writes the rows of groups of `value` to target [M, N]; rows past the last end keep what they hold."""
+    """Writes the rows of groups of `value` to target [M, N]; rows past the last end keep what they
+    hold.
+    """
     inside = torch.arange(target.shape[0], device=target.device) < ends[-1]
     return target.copy_(torch.where(inside[:, None], value, target))

@@ -1,4 +1,6 @@
-"""Passes Fusion -> Fusion, in this order. Each keeps the meaning exactly, except `contract_rounding`, which runs on single segments."""
+"""Passes Fusion -> Fusion, in this order. Each keeps the meaning exactly, except
+`contract_rounding`, which runs on single segments.
+"""
 
 from .assign_layouts import assign_layouts
 from .canonicalize import canonicalize
@@ -10,6 +12,12 @@ from .simplify import simplify
 PASSES = (canonicalize, assign_layouts, dequantize_operands, simplify, gather_for_each)
 
 __all__ = [
-    "PASSES", "assign_layouts", "canonicalize", "contract_rounding", "dequantize_operands", "dropped_roundings", "gather_for_each",
+    "PASSES",
+    "assign_layouts",
+    "canonicalize",
+    "contract_rounding",
+    "dequantize_operands",
+    "dropped_roundings",
+    "gather_for_each",
     "simplify",
-]  # fmt: skip
+]

@@ -1,4 +1,6 @@
-"""Puts quantized activations into the layout in which the target's products read their block scales."""
+"""Puts quantized activations into the layout in which the target's products read their block
+scales.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from .rewrite import rewrite
 
 
 def assign_layouts(fusion: Fusion, target: Target) -> Fusion:
-    """The Fusion with a relayout before each product that needs another layout than its activation has."""
+    """The Fusion with a relayout before each product that needs another layout than its activation
+    has.
+    """
 
     def rule(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
         if op.kind.name != "grouped_mm":
@@ -21,6 +25,10 @@ def assign_layouts(fusion: Fusion, target: Target) -> Fusion:
         layout = target.operand_layouts.get(a.type.dtype, a.type.layout)
         if layout == a.type.layout:
             return None
-        return fd.append(op.kind, [fd.ops.relayout(a, ends, layout=layout), w, ends], {**op.attrs, "a_layout": layout})
+        return fd.append(
+            op.kind,
+            [fd.ops.relayout(a, ends, layout=layout), w, ends],
+            {**op.attrs, "a_layout": layout},
+        )
 
     return rewrite(fusion, rule)

@@ -1,4 +1,6 @@
-"""One form for each computation: undoes decompositions, drops casts and reshapes that do nothing. Every rule keeps every bit."""
+"""One form for each computation: undoes decompositions, drops casts and reshapes that do nothing.
+Every rule keeps every bit.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,18 @@ from ..ir.types import FLOATS
 from ..target import Target
 from .rewrite import rewrite
 
-_EXACT_IN = {"f16": ("f32", "f64"), "bf16": ("f32", "f64"), "f8e4m3": ("f16", "bf16", "f32", "f64"), "f32": ("f64",)}
+_EXACT_IN = {
+    "f16": ("f32", "f64"),
+    "bf16": ("f32", "f64"),
+    "f8e4m3": ("f16", "bf16", "f32", "f64"),
+    "f32": ("f64",),
+}
 
 
 def canonicalize(fusion: Fusion, target: Target) -> Fusion:
-    """The Fusion with silu, plain casts and plain reshapes instead of a graph's decompositions of them."""
+    """The Fusion with silu, plain casts and plain reshapes instead of a graph's decompositions of
+    them.
+    """
     return rewrite(fusion, _rule)
 
 
@@ -29,7 +38,12 @@ def _div(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value]
     """x / (exp(-x) + 1) in float32 is silu(x)."""
     x, below = inputs
     total = _made(fd, below, "add")
-    if total is None or not isinstance(x, Value) or x.type.dtype != "f32" or 1 not in total.inputs[:2]:
+    if (
+        total is None
+        or not isinstance(x, Value)
+        or x.type.dtype != "f32"
+        or 1 not in total.inputs[:2]
+    ):
         return None
     exp = next((_made(fd, v, "exp") for v in total.inputs if v != 1), None)
     neg = _made(fd, exp.inputs[0], "neg") if exp else None
@@ -37,7 +51,9 @@ def _div(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value]
 
 
 def _cast(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-    """A cast to the dtype that a value already has, or back to the dtype that it had before an exact cast."""
+    """A cast to the dtype that a value already has, or back to the dtype that it had before an
+    exact cast.
+    """
     (x,), dtype = inputs, op.attrs["dtype"]
     if x.type.dtype == dtype and x.type.ends is None:
         return (x,)
@@ -66,13 +82,21 @@ def _partition(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[
 
 
 def _product(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-    """Grouped products and sums read rows exactly, so an exact widening before them does nothing. (f64 would widen their sums.)"""
+    """Grouped products and sums read rows exactly, so an exact widening before them does nothing.
+    (f64 would widen their sums.)
+    """
     narrow = [_widened(fd, v) or v for v in inputs]
-    return None if narrow == list(inputs) or op.outputs[0].type.dtype == "f64" else fd.append(op.kind, narrow, op.attrs)
+    return (
+        None
+        if narrow == list(inputs) or op.outputs[0].type.dtype == "f64"
+        else fd.append(op.kind, narrow, op.attrs)
+    )
 
 
 def _quantize(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-    """Scales depend on values, not on their dtype: an exact widening does nothing, as before products."""
+    """Scales depend on values, not on their dtype: an exact widening does nothing, as before
+    products.
+    """
     return _product(fd, op, inputs) if op.attrs["encoding"] in TRAINED else None
 
 
@@ -80,14 +104,24 @@ def _gather(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Val
     """Rows are gathered in their narrow dtype and widened afterwards."""
     x, index = inputs
     source = _widened(fd, x)
-    return None if source is None else (fd.ops.cast(fd.append(op.kind, [source, index], op.attrs)[0], dtype=x.type.dtype),)
+    return (
+        None
+        if source is None
+        else (fd.ops.cast(fd.append(op.kind, [source, index], op.attrs)[0], dtype=x.type.dtype),)
+    )
 
 
 def _widened(fd: FusionDefinition, v: Any) -> Value | None:
     """The narrower floats of which a value is the exact widening."""
     before = _made(fd, v, "cast")
     source = before.values[0] if before else None
-    return source if source and source.type.dtype in FLOATS and v.type.dtype in _EXACT_IN.get(source.type.dtype, ()) else None
+    return (
+        source
+        if source
+        and source.type.dtype in FLOATS
+        and v.type.dtype in _EXACT_IN.get(source.type.dtype, ())
+        else None
+    )
 
 
 def _made(fd: FusionDefinition, v: Any, kind: str) -> Op | None:
@@ -97,6 +131,11 @@ def _made(fd: FusionDefinition, v: Any, kind: str) -> Op | None:
 
 _PRODUCTS = ("grouped_mm", "grouped_mm_t", "grouped_outer", "group_sum")
 _RULES = {
-    "div": _div, "cast": _cast, "reshape": _reshape, "partition": _partition, "index_select": _gather, "quantize": _quantize,
+    "div": _div,
+    "cast": _cast,
+    "reshape": _reshape,
+    "partition": _partition,
+    "index_select": _gather,
+    "quantize": _quantize,
     **dict.fromkeys(_PRODUCTS, _product),
-}  # fmt: skip
+}

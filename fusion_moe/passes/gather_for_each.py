@@ -1,4 +1,5 @@
-"""Rows that several products read are gathered by each product while it loads them, and never copied in memory for all of them.
+"""Rows that several products read are gathered by each product while it loads them, and never
+copied in memory for all of them.
 
 The same holds for the number of rows if all are in one group.
 """
@@ -12,19 +13,23 @@ from ..target import Target
 
 
 def gather_for_each(fusion: Fusion, target: Target) -> Fusion:
-    """The Fusion with a separate `index_select` of rows, or view of an input, for each product that reads it, and a separate `full` for
-    each `ends`.
+    """The Fusion with a separate `index_select` of rows, or view of an input, for each product that
+    reads it, and a separate `full` for each `ends`.
     """
     copies: dict[Op, list[Op]] = {}
     ops = [_with_own_gathers(fusion, op, copies) for op in fusion.ops]
     if not copies:
         return fusion
-    made = [each for old, op in zip(fusion.ops, ops, strict=True) for each in (op, *copies.get(old, ()))]
+    made = [
+        each for old, op in zip(fusion.ops, ops, strict=True) for each in (op, *copies.get(old, ()))
+    ]
     return replace(fusion, ops=tuple(made)).verify()
 
 
 def _with_own_gathers(fusion: Fusion, op: Op, copies: dict[Op, list[Op]]) -> Op:
-    """A product, or `ends`, with copies of the operations before it that others read too; any other operation unchanged."""
+    """A product, or `ends`, with copies of the operations before it that others read too; any other
+    operation unchanged.
+    """
     if op.kind.role != "grouped" and op.kind.name != "ends":
         return op
     inputs = list(op.inputs)
@@ -42,6 +47,10 @@ def _with_own_gathers(fusion: Fusion, op: Op, copies: dict[Op, list[Op]]) -> Op:
 
 
 def _picks(fusion: Fusion, op: Op) -> bool:
-    """Whether an operation computes nothing: it picks rows by an index, views an input, or makes a number."""
+    """Whether an operation computes nothing: it picks rows by an index, views an input, or makes a
+    number.
+    """
     seen = op.kind.name in ("reshape", "partition") and op.values[0] in fusion.inputs
-    return seen or op.kind.name == "full" or (op.kind.name == "index_select" and op.attrs["dim"] == 0)
+    return (
+        seen or op.kind.name == "full" or (op.kind.name == "index_select" and op.attrs["dim"] == 0)
+    )

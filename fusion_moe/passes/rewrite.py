@@ -13,7 +13,9 @@ Rule = Callable[[FusionDefinition, Op, Sequence[Any]], Sequence[Value] | None]
 
 
 def rewrite(fusion: Fusion, rule: Rule) -> Fusion:
-    """The Fusion with every operation copied, or replaced by the result of `rule`. Inputs and outputs stay in order."""
+    """The Fusion with every operation copied, or replaced by the result of `rule`. Inputs and
+    outputs stay in order.
+    """
     fd = FusionDefinition()
     made: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
     for op in fusion.ops:

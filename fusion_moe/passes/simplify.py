@@ -1,6 +1,8 @@
-"""Drops unread operations, merges equal ones, and puts the rest in the order in which the outputs need them.
+"""Drops unread operations, merges equal ones, and puts the rest in the order in which the outputs
+need them.
 
-The order depends only on the program: it is the same whether it was written in small operations, as expert_mlp, or by hand.
+The order depends only on the program: it is the same whether it was written in small operations, as
+expert_mlp, or by hand.
 """
 
 from __future__ import annotations
@@ -23,17 +25,30 @@ def pruned(fusion: Fusion) -> Fusion:
     ops: list[Op] = []
     for op in _ordered(fusion):
         inputs = tuple(same.get(v, v) for v in op.inputs)
-        key = (op.kind.name, tuple(v if isinstance(v, Value) else repr(v) for v in inputs), repr(op.attrs))  # 0.0 == -0.0, True == 1
+        # 0.0 == -0.0, True == 1
+        key = (
+            op.kind.name,
+            tuple(v if isinstance(v, Value) else repr(v) for v in inputs),
+            repr(op.attrs),
+        )
         if key in seen and not any(v.type.ends for v in op.outputs):
             same.update(zip(op.outputs, seen[key], strict=True))
             continue
         seen[key] = op.outputs
         ops.append(op.with_inputs(inputs))
-    return Fusion(fusion.inputs, tuple(ops), tuple(same.get(v, v) for v in fusion.outputs), fusion.roles, fusion.aliases).verify()
+    return Fusion(
+        fusion.inputs,
+        tuple(ops),
+        tuple(same.get(v, v) for v in fusion.outputs),
+        fusion.roles,
+        fusion.aliases,
+    ).verify()
 
 
 def _ordered(fusion: Fusion) -> list[Op]:
-    """The operations that the outputs need: first those for the first operand, then those for the second, then the operation itself."""
+    """The operations that the outputs need: first those for the first operand, then those for the
+    second, then the operation itself.
+    """
     done: set[int] = set()
     order: list[Op] = []
     for output in fusion.outputs:

@@ -1,4 +1,6 @@
-"""The report of `fusion_moe.explain`: what was fused, what was not, and why; and how two reports differ."""
+"""The report of `fusion_moe.explain`: what was fused, what was not, and why; and how two reports
+differ.
+"""
 
 from .compiled import last_compiled
 from .data import FusionReport, Load, Machine, Measured, NotFusedReport, Report, SegmentReport
@@ -6,6 +8,15 @@ from .difference import Difference, diff
 from .trace import explain
 
 __all__ = [
-    "Difference", "FusionReport", "Load", "Machine", "Measured", "NotFusedReport", "Report", "SegmentReport", "diff", "explain",
+    "Difference",
+    "FusionReport",
+    "Load",
+    "Machine",
+    "Measured",
+    "NotFusedReport",
+    "Report",
+    "SegmentReport",
+    "diff",
+    "explain",
     "last_compiled",
-]  # fmt: skip
+]

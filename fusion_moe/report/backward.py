@@ -1,7 +1,9 @@
-"""For a training step: what the forward keeps for the backward, what the backward recomputes, where gradients come from.
+"""For a training step: what the forward keeps for the backward, what the backward recomputes, where
+gradients come from.
 
-AOTAutograd splits one graph into two. The backward takes what the forward saves, under the names that it has there, then the gradients of
-the results, `tangents`; it returns a gradient, or None, for each input of the forward.
+AOTAutograd splits one graph into two. The backward takes what the forward saves, under the names
+that it has there, then the gradients of the results, `tangents`; it returns a gradient, or None,
+for each input of the forward.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from ..ir.core import Fusion, Value
 from ..ir.types import DTYPES
 from .data import GradientReport, SavedReport
 
-Origins = Mapping[Node, tuple[str, str]]  # an output of a fusion -> the segment that makes it, and the operation
-_PARTS = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")  # parts of a module, in Dynamo's name of an input
+# an output of a fusion -> the segment that makes it, and the operation
+Origins = Mapping[Node, tuple[str, str]]
+# parts of a module, in Dynamo's name of an input
+_PARTS = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 _ARGUMENT = re.compile(r"L\['args'\](?P<place>\[\d+\])|L\['kwargs'\]\['(?P<name>[^']+)'\]")
 _GLOBAL = re.compile(r"G\['(?P<name>[^']+)'\](\.(?P<of>.+))?")  # a global of a Python module
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -87,14 +91,22 @@ def _placeholders(graph: Graph) -> list[Node]:
 def _type(n: Node) -> tuple[str, int | None]:
     """ "bf16[12, 48]" and its size in bytes; None if only the device knows the size."""
     val = n.meta["val"]
-    sizes = [s if isinstance(s, int) else s.node.hint if s.node.has_hint() else None for s in val.shape]
+    sizes = [
+        s if isinstance(s, int) else s.node.hint if s.node.has_hint() else None for s in val.shape
+    ]
     known = [s for s in sizes if s is not None]
     bytes_ = prod(known) * val.element_size() if len(known) == len(sizes) else None
-    return f"{_NAMES.get(val.dtype, val.dtype)}[{', '.join('?' if s is None else str(s) for s in sizes)}]", bytes_
+    shown = ", ".join("?" if s is None else str(s) for s in sizes)
+    return (
+        f"{_NAMES.get(val.dtype, val.dtype)}[{shown}]",
+        bytes_,
+    )
 
 
 def _origin(n: Node, origins: Origins) -> tuple[str, str]:
-    """The origin of a value: the segment and the operation in it, or else the call and its operation; "" for an input of its graph."""
+    """The origin of a value: the segment and the operation in it, or else the call and its
+    operation; "" for an input of its graph.
+    """
     while n not in origins and called_op(n) is not None and is_view(n):
         (n, *_) = n.all_input_nodes
     op = called_op(call_of(n))
@@ -102,7 +114,9 @@ def _origin(n: Node, origins: Origins) -> tuple[str, str]:
 
 
 def makers(fusion: Fusion) -> Iterator[str]:
-    """The operation that makes each output, before any final casts and reshapes; "" for an input."""
+    """The operation that makes each output, before any final casts and reshapes; "" for an
+    input.
+    """
     for v in fusion.outputs:
         while (op := fusion.producers.get(v)) is not None and op.kind.name in ("cast", "reshape"):
             v = op.values[0]
@@ -110,12 +124,16 @@ def makers(fusion: Fusion) -> Iterator[str]:
 
 
 def made_again(region: Region) -> tuple[str, ...]:
-    """The operations of a region that read no gradient: in a backward, those computed from saved values only."""
+    """The operations of a region that read no gradient: in a backward, those computed from saved
+    values only.
+    """
     reading: set[Any] = set()
     for n in region.nodes[0].graph.nodes:
         if _is_tangent(n) or not reading.isdisjoint(n.all_input_nodes):
             reading.add(n)
-    values: set[Value] = {v for v, n in zip(region.fusion.inputs, region.inputs, strict=True) if n in reading}
+    values: set[Value] = {
+        v for v, n in zip(region.fusion.inputs, region.inputs, strict=True) if n in reading
+    }
     found = []
     for op in region.fusion.ops:
         if not values.isdisjoint(op.values):
@@ -126,7 +144,11 @@ def made_again(region: Region) -> tuple[str, ...]:
 
 
 def rewritten(region: Region) -> tuple[str, ...]:
-    """The derivatives in a region that are not the operations' own and round differently: the name of each, and its operation."""
+    """The derivatives in a region that are not the operations' own and round differently: the name
+    of each, and its operation.
+    """
     texts = [n.args[0] for n in region.nodes if n.target is torch.ops.fusion_moe.run.default]
     made = [derivative for text in texts if (derivative := derivative_of(str(text)))]
-    return tuple(f"router_gradient of {op.kind.name}" for derivative in made for op in derivative.rewritten)
+    return tuple(
+        f"router_gradient of {op.kind.name}" for derivative in made for op in derivative.rewritten
+    )

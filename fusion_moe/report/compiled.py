@@ -16,17 +16,21 @@ from .trace import custom_ops
 
 
 def last_compiled() -> Report:
-    """What torch.compile(..., backend="fusion_moe") has fused so far in this process, whether it compiled code or found it in a cache.
+    """What torch.compile(..., backend="fusion_moe") has fused so far in this process, whether it
+    compiled code or found it in a cache.
 
-    Covers the forward passes of those of the last 256 graphs that were compiled under the options of the latest one. They are traced again,
-    on fake tensors, so nothing is computed. UnsupportedError if there is none.
+    Covers the forward passes of those of the last 256 graphs that were compiled under the options
+    of the latest one. They are traced again, on fake tensors, so nothing is computed.
+    UnsupportedError if there is none.
     """
     graphs = kept()
     if not graphs:
         raise UnsupportedError(
-            "no graph was compiled in this process", expected='a call of torch.compile(model, backend="fusion_moe")',
-            todo="fusion_moe.explain(model, ...) needs none", where="last_compiled",
-        )  # fmt: skip
+            "no graph was compiled in this process",
+            expected='a call of torch.compile(model, backend="fusion_moe")',
+            todo="fusion_moe.explain(model, ...) needs none",
+            where="last_compiled",
+        )
     seen, switches = Seen(), graphs[-1].options
 
     def look(graph: Graph, is_inference: bool = False) -> None:

@@ -1,10 +1,12 @@
 """The cost of a segment: operations and bytes, from its types and the sizes of one call.
 
-Bytes read and written are those of its inputs and outputs, each counted once. Of a grouped weight, only groups that have rows count. Only
-the device knows how many these are; unless the number is given, it is taken to be the number of rows, if that is less. Bytes avoided are
-what separate kernels would move in addition: each value between two operations of the segment would be written once (unless it is written
-anyway) and read once. Views, slices and reshapes move nothing. A cast is done by the kernel before or after it, so a value counts with the
-narrowest dtype that it has on its way.
+Bytes read and written are those of its inputs and outputs, each counted once. Of a grouped weight,
+only groups that have rows count. Only the device knows how many these are; unless the number is
+given, it is taken to be the number of rows, if that is less. Bytes avoided are what separate
+kernels would move in addition: each value between two operations of the segment would be written
+once (unless it is written anyway) and read once. Views, slices and reshapes move nothing. A cast is
+done by the kernel before or after it, so a value counts with the narrowest dtype that it has on its
+way.
 """
 
 from __future__ import annotations
@@ -26,12 +28,18 @@ _COPIES = ("cat", "pad", "full")  # their role is "shape", but they write new me
 
 
 def flops(fusion: Fusion, env: Mapping[str, int]) -> int:
-    """Floating-point operations: two for each multiply-add of a product, one for each element of a pointwise result."""
+    """Floating-point operations: two for each multiply-add of a product, one for each element of a
+    pointwise result.
+    """
     return sum(value(op.kind.flops(op), env) for op in fusion.ops if op.kind.flops)
 
 
-def bytes_read(fusion: Fusion, env: Mapping[str, int], used: Mapping[str, int] | None = None) -> int:
-    """Bytes of the inputs; of grouped weights, those of the groups that have rows. used: partition -> number of groups that have rows."""
+def bytes_read(
+    fusion: Fusion, env: Mapping[str, int], used: Mapping[str, int] | None = None
+) -> int:
+    """Bytes of the inputs; of grouped weights, those of the groups that have rows. used: partition
+    -> number of groups that have rows.
+    """
     return sum(_touched(v, fusion, env, used or {}) for v in fusion.inputs)
 
 
@@ -53,13 +61,22 @@ def _avoided(v: Value, fusion: Fusion, env: Mapping[str, int]) -> int:
             read |= not _rides(reader)
     size = type_bytes(v.type, env)
     if not v.type.quantized:
-        size = size // _itemsize(v.type) * min(_itemsize(form.type) for form in forms if not form.type.quantized)  # packs have parts
+        # packs have parts
+        size = (
+            size
+            // _itemsize(v.type)
+            * min(_itemsize(form.type) for form in forms if not form.type.quantized)
+        )
     return size * (read + (read and not any(form in fusion.outputs for form in forms)))
 
 
 def _rides(op: Op) -> bool:
     """Whether an operation moves no bytes by itself."""
-    return op.kind.name == "cast" or op.kind.role == "view" or (op.kind.role == "shape" and op.kind.name not in _COPIES)
+    return (
+        op.kind.name == "cast"
+        or op.kind.role == "view"
+        or (op.kind.role == "shape" and op.kind.name not in _COPIES)
+    )
 
 
 def type_bytes(type: TensorType, env: Mapping[str, int]) -> int:
@@ -71,13 +88,18 @@ def type_bytes(type: TensorType, env: Mapping[str, int]) -> int:
 
 
 def _part_bytes(part: Part, type: TensorType, env: Mapping[str, int]) -> int:
-    """Bytes of a part of an encoded value: block scales padded as their layout stores them, and one scale for a whole matrix."""
+    """Bytes of a part of an encoded value: block scales padded as their layout stores them, and one
+    scale for a whole matrix.
+    """
     (*lead, rows, k), encoding = type.shape, type.encoding
     if part.of_blocks and isinstance(rows, Rows) and type.layout != "linear":
         rows = rows % getattr(LAYOUTS[type.layout], "rows", 1)
     shape = part_shape(encoding, part, (*lead, rows, value(plain(k), env)))
     layout = type.layout if part.of_blocks else "linear"
-    return prod(storage_shape(TensorType(shape, dtype_name(part.dtype), layout), env)) * part.dtype.itemsize
+    return (
+        prod(storage_shape(TensorType(shape, dtype_name(part.dtype), layout), env))
+        * part.dtype.itemsize
+    )
 
 
 def _itemsize(type: TensorType) -> int:
@@ -93,7 +115,9 @@ def _touched(v: Value, fusion: Fusion, env: Mapping[str, int], used: Mapping[str
 
 
 def _rows_of_weight(v: Value, fusion: Fusion) -> Rows | None:
-    """The rows of the product that reads a value as its weight, one matrix for each group; None if no product does."""
+    """The rows of the product that reads a value as its weight, one matrix for each group; None if
+    no product does.
+    """
     forms = [v]
     for form in forms:
         for reader in fusion.readers.get(form, ()):
@@ -101,6 +125,8 @@ def _rows_of_weight(v: Value, fusion: Fusion) -> Rows | None:
                 forms += [out for out in reader.outputs if out not in forms]
             elif form is reader.values[1]:
                 rows = reader.values[0].type.shape[0]
-                if isinstance(rows, Rows) and all(x.type.shape[:1] == (rows.groups.count,) for x in (v, form)):
+                if isinstance(rows, Rows) and all(
+                    x.type.shape[:1] == (rows.groups.count,) for x in (v, form)
+                ):
                     return rows
     return None

@@ -1,9 +1,10 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/6": the fields of the classes below under their names, with lists for tuples, `stages`, `sizes` and
-`options` as objects, and `schema` itself. Sizes are in bytes, flops in operations, times in seconds, all for one call with the sizes of the
-example; null if a size is known only to the device. `times` says how often the model has a fusion, or a call that was not fused. `measured`
-and `machine` are null, and `loads` is empty, if they were not requested.
+JSON, schema "fusion_moe.explain/6": the fields of the classes below under their names, with lists
+for tuples, `stages`, `sizes` and `options` as objects, and `schema` itself. Sizes are in bytes,
+flops in operations, times in seconds, all for one call with the sizes of the example; null if a
+size is known only to the device. `times` says how often the model has a fusion, or a call that was
+not fused. `measured` and `machine` are null, and `loads` is empty, if they were not requested.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _ALONE = 0.7  # a share of a machine's bandwidth: below it, something else is re
 
 @dataclass(frozen=True)
 class Measured:
-    """The time of a kernel or a program on the arguments of the call. seconds: the median of several runs; shortest, longest: the
-    extremes.
+    """The time of a kernel or a program on the arguments of the call. seconds: the median of
+    several runs; shortest, longest: the extremes.
 
-    bytes_read: the bytes of its inputs, of weights only those of groups that have rows; floor: the time that the machine takes to read
-    them.
+    bytes_read: the bytes of its inputs, of weights only those of groups that have rows; floor: the
+    time that the machine takes to read them.
     """
 
     seconds: float
@@ -38,14 +39,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that was measured. tier: the CPU instructions that C++ kernels use; tier_why: why. Both are "" without such kernels.
+    """The machine that was measured. tier: the CPU instructions that C++ kernels use; tier_why:
+    why. Both are "" without such kernels.
 
-    products: for the dtypes of activations and weights, which kernels multiply groups of how many rows.
-    bytes_per_second: the speed of reading memory with this many threads, measured once on this machine; now: the same, measured for this
-    report; read_by: what did the reading, and where the value is from. Floors use the faster of the two. repeats: runs of each kernel;
-    preemptions: how often it was preempted meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on
-    large pages; weight_bytes_on_nodes: (NUMA node, bytes) if there are several nodes. gpu: the GPU's name if CUDA events measured the
-    times; then bandwidths are as specified. "": the times are the CPU's.
+    products: for the dtypes of activations and weights, which kernels multiply groups of how many
+    rows. bytes_per_second: the speed of reading memory with this many threads, measured once on
+    this machine; now: the same, measured for this report; read_by: what did the reading, and where
+    the value is from. Floors use the faster of the two. repeats: runs of each kernel; preemptions:
+    how often it was preempted meanwhile. weight_bytes: of the weights that the programs read, and
+    how many of them lie on large pages; weight_bytes_on_nodes: (NUMA node, bytes) if there are
+    several nodes. gpu: the GPU's name if CUDA events measured the times; then bandwidths are as
+    specified. "": the times are the CPU's.
     """
 
     cpu: str
@@ -66,18 +70,28 @@ class Machine:
 
     @property
     def busy(self) -> str:
-        """Why the times mean nothing, as a sentence; "" if other programs left the machine alone."""
+        """Why the times mean nothing, as a sentence; "" if other programs left the machine
+        alone.
+        """
         found = []
         if self.preemptions >= self.repeats:
             found.append(f"other programs took the CPU away {self.preemptions} times")
         if self.now < _ALONE * self.bytes_per_second:
-            found.append(f"memory was read at {self.now / self.bytes_per_second:.0%} of this machine's speed")
-        return f"this machine was busy: {', and '.join(found)}; measure again when nothing else runs" if found else ""
+            found.append(
+                f"memory was read at {self.now / self.bytes_per_second:.0%} of this machine's speed"
+            )
+        return (
+            (f"this machine was busy: {', and '.join(found)}; measure again when nothing else runs")
+            if found
+            else ""
+        )
 
 
 @dataclass(frozen=True)
 class Load:
-    """The rows of each group (expert) in one run of a program. partition: the name that the program's types have for it."""
+    """The rows of each group (expert) in one run of a program. partition: the name that the
+    program's types have for it.
+    """
 
     partition: str
     rows: tuple[int, ...]
@@ -85,10 +99,12 @@ class Load:
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """One kernel. after: the segments that it reads from; boundary: why it is not one with them; roundings: the casts that are left out.
+    """One kernel. after: the segments that it reads from; boundary: why it is not one with them;
+    roundings: the casts that are left out.
 
-    intensity: floating-point operations for each byte read or written. layouts: of weights that are not in the target's layout, and what
-    `prepare_` does about it. launched: CUDA's kernels for these sizes, in order, and the segments with which they are chained.
+    intensity: floating-point operations for each byte read or written. layouts: of weights that are
+    not in the target's layout, and what `prepare_` does about it. launched: CUDA's kernels for
+    these sizes, in order, and the segments with which they are chained.
     """
 
     id: str
@@ -115,15 +131,19 @@ class SegmentReport:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """One region of the model that became one program. stages: (name, text), from the translated program to the kernels' sources.
+    """One region of the model that became one program. stages: (name, text), from the translated
+    program to the kernels' sources.
 
-    sizes: (symbol, number) for the sizes that the program leaves open, from the call. measured: all of its kernels in one call, at the
-    first place where the program ran; loads: in the order of the runs. gpu: the GPU for which CUDA's kernels are chosen; workspace: bytes
-    that a call allocates for them in addition to its results. Without such kernels these are "" and null. launched_at: if one size is open,
-    other values of it and the kernels that each segment launches for them. made_by: the segment of each output.
+    sizes: (symbol, number) for the sizes that the program leaves open, from the call. measured: all
+    of its kernels in one call, at the first place where the program ran; loads: in the order of the
+    runs. gpu: the GPU for which CUDA's kernels are chosen; workspace: bytes that a call allocates
+    for them in addition to its results. Without such kernels these are "" and null. launched_at: if
+    one size is open, other values of it and the kernels that each segment launches for them.
+    made_by: the segment of each output.
 
-    For a backward pass, made_again: the operations that read no gradient, that is, values that the forward computed but did not save, and
-    factors of derivatives; rewritten: derivatives that are not the operations' own and round elsewhere.
+    For a backward pass, made_again: the operations that read no gradient, that is, values that the
+    forward computed but did not save, and factors of derivatives; rewritten: derivatives that are
+    not the operations' own and round elsewhere.
     """
 
     id: str
@@ -154,7 +174,9 @@ class NotFusedReport:
 
 @dataclass(frozen=True)
 class SavedReport:
-    """A tensor that the forward pass keeps for the backward. made_by: a segment or an operation; "" for an input, which is not copied."""
+    """A tensor that the forward pass keeps for the backward. made_by: a segment or an operation; ""
+    for an input, which is not copied.
+    """
 
     name: str
     type: str
@@ -164,7 +186,9 @@ class SavedReport:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """The gradient of an input. made_by: a segment or an operation; "" if it is a gradient of the results itself."""
+    """The gradient of an input. made_by: a segment or an operation; "" if it is a gradient of the
+    results itself.
+    """
 
     name: str
     type: str
@@ -183,7 +207,9 @@ class Listing:
 
 @dataclass(frozen=True)
 class Share:
-    """How much of a cost is in fusions, and how much in calls outside of them; None if a size is known only on the device."""
+    """How much of a cost is in fusions, and how much in calls outside of them; None if a size is
+    known only on the device.
+    """
 
     fused: int | None
     unfused: int | None
@@ -203,14 +229,18 @@ class Share:
 
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
-    """The result of `explain`. calls: operations in the graphs; fused_calls: how many of them are in fusions.
+    """The result of `explain`. calls: operations in the graphs; fused_calls: how many of them are
+    in fusions.
 
-    unfused_flops, unfused_bytes: of the other calls, as if each were a kernel of its own; null if a size is known only on the device.
+    unfused_flops, unfused_bytes: of the other calls, as if each were a kernel of its own; null if a
+    size is known only on the device.
 
-    executed: whether programs for the target can run on the device of the call's tensors; custom_ops: operations in the graphs that are
-    neither torch's nor translated; machine: where times were measured, if they were; saved, gradients: for a training step;
-    float_experts: the names of expert weights that operations other than ours compute with in floating point;
-    version, options: of fusion_moe, (name, value) of options that change what is compiled; listings: the functions of `sources`.
+    executed: whether programs for the target can run on the device of the call's tensors;
+    custom_ops: operations in the graphs that are neither torch's nor translated; machine: where
+    times were measured, if they were; saved, gradients: for a training step; float_experts: the
+    names of expert weights that operations other than ours compute with in floating point; version,
+    options: of fusion_moe, (name, value) of options that change what is compiled; listings: the
+    functions of `sources`.
     """
 
     target: str
@@ -233,7 +263,9 @@ class Report(Shown):
 
     @property
     def void(self) -> str:
-        """Why the report's times mean nothing, as a sentence; "" if they are valid or nothing was measured."""
+        """Why the report's times mean nothing, as a sentence; "" if they are valid or nothing was
+        measured.
+        """
         return self.machine.busy if self.machine else ""
 
     @property
@@ -248,8 +280,13 @@ class Report(Shown):
 
     @property
     def bytes(self) -> Share:
-        """Bytes that are read and written if each call is a kernel of its own. Bytes that fusing avoids count as fused."""
-        return Share(self._sum(lambda s: _sum((s.bytes_read, s.bytes_written, s.bytes_avoided))), self.unfused_bytes)
+        """Bytes that are read and written if each call is a kernel of its own. Bytes that fusing
+        avoids count as fused.
+        """
+        return Share(
+            self._sum(lambda s: _sum((s.bytes_read, s.bytes_written, s.bytes_avoided))),
+            self.unfused_bytes,
+        )
 
     def _sum(self, cost: Callable[[SegmentReport], int | None]) -> int | None:
         return _sum(cost(s) for f in self.fusions for s in f.segments for _ in range(f.times))
@@ -263,7 +300,10 @@ class Report(Shown):
         """The fusion called `id`."""
         found = {f.id: f for f in self.fusions}
         if id not in found:
-            raise OptionError(f"no fusion named {id!r}", expected=f"one of {', '.join(found) or 'none: nothing was fused'}")
+            raise OptionError(
+                f"no fusion named {id!r}",
+                expected=f"one of {', '.join(found) or 'none: nothing was fused'}",
+            )
         return found[id]
 
     def stage(self, name: str, fusion: str = "fusion0") -> str:
@@ -274,7 +314,9 @@ class Report(Shown):
         return texts[name]
 
     def repro(self, id: str = "fusion0") -> str:
-        """A script that rebuilds a fusion, runs it on random inputs of its shapes, and compares the result with the reference."""
+        """A script that rebuilds a fusion, runs it on random inputs of its shapes, and compares the
+        result with the reference.
+        """
         from .repro import script
 
         return script(self.fusion(id), self.target if self.executed else "reference")
@@ -296,14 +338,23 @@ class Report(Shown):
     @property
     def why_nothing(self) -> str:
         """Why there are no fusions, if there are none."""
-        return "no call makes a grouped product that can join others" if self.graphs else "no graph was captured from this call"
+        return (
+            "no call makes a grouped product that can join others"
+            if self.graphs
+            else "no graph was captured from this call"
+        )
 
     def save(self, path: str | Path) -> None:
-        """Writes a page to a path that ends in .html, JSON to .json, or the details to .txt; the file appears whole or not at all.
+        """Writes a page to a path that ends in .html, JSON to .json, or the details to .txt; the
+        file appears whole or not at all.
 
         OptionError for any other suffix.
         """
-        save(path, "a report", {".html": self._page, ".json": self.to_json, ".txt": lambda: f"{self.details()}\n"})
+        save(
+            path,
+            "a report",
+            {".html": self._page, ".json": self.to_json, ".txt": lambda: f"{self.details()}\n"},
+        )
 
     def __repr__(self) -> str:
         from .summary import one_line

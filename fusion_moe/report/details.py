@@ -1,4 +1,6 @@
-"""The whole report as text: the same for the same model, whatever the machine, the folder and the time, except for measured values."""
+"""The whole report as text: the same for the same model, whatever the machine, the folder and the
+time, except for measured values.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,14 @@ def details(report: Report) -> str:
             _section("gradients", _gradients(report)),
             _section("rewritten", _rewritten(report)),
         ]
-        parts += [_section("roundings dropped", _roundings(report)), _section("backends", _backends(report))]
-        parts += [_section("kernels", _kernels(report)), _section("weight layouts", _layouts(report))]
+        parts += [
+            _section("roundings dropped", _roundings(report)),
+            _section("backends", _backends(report)),
+        ]
+        parts += [
+            _section("kernels", _kernels(report)),
+            _section("weight layouts", _layouts(report)),
+        ]
     parts.append(_section("not fused", _not_fused(report)))
     parts.append(_legend(report) if report.fusions else _nothing(report))
     return "\n\n".join(p for p in parts if p)
@@ -48,12 +56,22 @@ def _title(report: Report) -> str:
     fusions = sum(f.times for f in report.fusions)
     segments = sum(len(f.segments) * f.times for f in report.fusions)
     where = report.target if report.executed else f"{report.target} (emitted, unexecuted)"
-    what = f"{count(report.graphs, 'graph')}, {count(fusions, 'fusion')} with {count(segments, 'segment')} for {where}"
-    return f"fusion_moe.explain: {what}; {report.fused_calls} of {count(report.calls, 'call')} in fusions"
+    what = (
+        f"{count(report.graphs, 'graph')}, {count(fusions, 'fusion')} with "
+        f"{count(segments, 'segment')} for {where}"
+    )
+    return (
+        f"fusion_moe.explain: {what}; {report.fused_calls} of {count(report.calls, 'call')} "
+        "in fusions"
+    )
 
 
 def _float_experts(report: Report) -> str:
-    return textwrap.fill(advice(report.float_experts), WIDTH, break_long_words=False) if report.float_experts else ""
+    return (
+        textwrap.fill(advice(report.float_experts), WIDTH, break_long_words=False)
+        if report.float_experts
+        else ""
+    )
 
 
 def _rows(report: Report) -> str:
@@ -70,13 +88,17 @@ def _rows(report: Report) -> str:
 
 def _row(s: SegmentReport) -> Iterator[str]:
     first, *rest = textwrap.wrap(" ".join(s.ops), _OPERATIONS) or [""]
-    numbers = [amount(s.flops)] + [amount(n, "B") for n in (s.bytes_read, s.bytes_written, s.bytes_avoided)]
+    numbers = [amount(s.flops)] + [
+        amount(n, "B") for n in (s.bytes_read, s.bytes_written, s.bytes_avoided)
+    ]
     yield _line(s.id, s.kind, first, *numbers, "?" if s.intensity is None else f"{s.intensity:.3g}")
     yield from (f"{'':26}{line}" for line in rest)
 
 
 def _line(id: str, kind: str, ops: str, *numbers: str) -> str:
-    return f"{id:<12}{kind:<14}{ops:<{_OPERATIONS + 2}}{''.join(f'{n:>10}' for n in numbers)}".rstrip()
+    return (
+        f"{id:<12}{kind:<14}{ops:<{_OPERATIONS + 2}}{''.join(f'{n:>10}' for n in numbers)}".rstrip()
+    )
 
 
 def _times(report: Report) -> str:
@@ -90,7 +112,11 @@ def _times_of(fusion: FusionReport) -> Iterator[str]:
             yield _time(s.id, s.backend, *_numbers(s.measured, s.flops))
     flops = [s.flops for s in fusion.segments if s.flops is not None]
     if fusion.measured:
-        yield _time(fusion.id, "whole program", *_numbers(fusion.measured, sum(flops) if len(flops) == len(fusion.segments) else None))
+        yield _time(
+            fusion.id,
+            "whole program",
+            *_numbers(fusion.measured, sum(flops) if len(flops) == len(fusion.segments) else None),
+        )
 
 
 def _time(id: str, kernel: str, *numbers: str) -> str:
@@ -112,23 +138,49 @@ def _machine(report: Report) -> Iterable[tuple[str, str]]:
     if m and m.gpu:
         yield m.gpu, f"times of CUDA events; {amount(m.bytes_per_second, 'B/s')} {m.read_by}"
     elif m:
-        yield m.cpu, f"{count(m.cpus, 'CPU')}, {count(m.threads, 'thread')}{f'; C++ for {m.tier}, {m.tier_why}' if m.tier else ''}"
+        yield (
+            m.cpu,
+            f"{count(m.cpus, 'CPU')}, "
+            f"{count(m.threads, 'thread')}{f'; C++ for {m.tier}, {m.tier_why}' if m.tier else ''}",
+        )
         for dtype, kernels in m.products:
             yield f"products of {dtype}", f"groups of {kernels}"
-        yield "read bandwidth", f"{amount(m.bytes_per_second, 'B/s')} ({m.read_by}), {amount(m.now, 'B/s')} for this report"
+        yield (
+            "read bandwidth",
+            f"{amount(m.bytes_per_second, 'B/s')} ({m.read_by}), {amount(m.now, 'B/s')} for "
+            "this report",
+        )
         if m.preemptions:
-            yield "preemptions", f"preempted {count(m.preemptions, 'time')} during the measurement: the machine is busy"
-        nodes = "".join(f", {amount(size, 'B')} on node {node}" for node, size in m.weight_bytes_on_nodes)
-        yield "weights", f"{amount(m.weight_bytes, 'B')}, {amount(m.weight_bytes_on_large_pages, 'B')} of them on large pages{nodes}"
+            yield (
+                "preemptions",
+                f"preempted {count(m.preemptions, 'time')} during the measurement: the "
+                "machine is busy",
+            )
+        nodes = "".join(
+            f", {amount(size, 'B')} on node {node}" for node, size in m.weight_bytes_on_nodes
+        )
+        yield (
+            "weights",
+            f"{amount(m.weight_bytes, 'B')}, {amount(m.weight_bytes_on_large_pages, 'B')} of them "
+            f"on large pages{nodes}",
+        )
 
 
 def _loads(report: Report) -> Iterable[tuple[str, str]]:
-    return ((f"{fusion.id}, {load.partition}", _load(load)) for fusion in report.fusions for load in fusion.loads)
+    return (
+        (f"{fusion.id}, {load.partition}", _load(load))
+        for fusion in report.fusions
+        for load in fusion.loads
+    )
 
 
 def _load(load: Load) -> str:
     empty = [group for group, rows in enumerate(load.rows) if not rows]
-    spread = f"least {min(load.rows)}, median {median_low(load.rows)}, most {max(load.rows)}" if load.rows else "none"
+    spread = (
+        f"least {min(load.rows)}, median {median_low(load.rows)}, most {max(load.rows)}"
+        if load.rows
+        else "none"
+    )
     unused = f"{len(empty)} empty: {_ranges(empty)}" if empty else "none empty"
     return f"{count(sum(load.rows), 'row')} in {count(len(load.rows), 'group')}: {spread}; {unused}"
 
@@ -155,14 +207,21 @@ def _types(report: Report) -> Iterable[tuple[str, str]]:
 def _boundaries(report: Report) -> Iterable[tuple[str, str]]:
     for s in _segments(report):
         if s.boundary:
-            yield f"{s.id.split('.')[0]}: {', '.join(map(_number, s.after))} | {_number(s.id)}", s.boundary
+            yield (
+                f"{s.id.split('.')[0]}: {', '.join(map(_number, s.after))} | {_number(s.id)}",
+                s.boundary,
+            )
 
 
 def _emulated(report: Report) -> Iterable[tuple[str, str]]:
     """The fusions with products whose operands are rounded to 8 bits."""
     for fusion in report.fusions:
         if any("dequantize" in s.ops for s in fusion.segments):
-            yield fusion.id, "products of MXFP8 operands, multiplied as the bf16 numbers that these are: fidelity, not speed"
+            yield (
+                fusion.id,
+                "products of MXFP8 operands, multiplied as the bf16 numbers that these are: "
+                "fidelity, not speed",
+            )
 
 
 def _number(id: str) -> str:
@@ -171,9 +230,16 @@ def _number(id: str) -> str:
 
 def _saved(report: Report) -> Iterable[tuple[str, str]]:
     for x in report.saved:
-        yield x.name, f"{x.type}, {amount(x.bytes, 'B')}, {f'made by {x.made_by}' if x.made_by else 'an input'}"
+        yield (
+            x.name,
+            f"{x.type}, {amount(x.bytes, 'B')}, "
+            f"{f'made by {x.made_by}' if x.made_by else 'an input'}",
+        )
     if made := [x.bytes for x in report.saved if x.made_by]:
-        yield "in all", f"{amount(None if None in made else sum(n or 0 for n in made), 'B')} beside inputs"
+        yield (
+            "in all",
+            f"{amount(None if None in made else sum(n or 0 for n in made), 'B')} beside inputs",
+        )
 
 
 def _again(report: Report) -> Iterable[tuple[str, str]]:
@@ -182,7 +248,11 @@ def _again(report: Report) -> Iterable[tuple[str, str]]:
 
 def _gradients(report: Report) -> Iterable[tuple[str, str]]:
     for x in report.gradients:
-        yield x.name, f"{x.type}, {amount(x.bytes, 'B')}, {f'made by {x.made_by}' if x.made_by else 'that of a result'}"
+        yield (
+            x.name,
+            f"{x.type}, {amount(x.bytes, 'B')}, "
+            f"{f'made by {x.made_by}' if x.made_by else 'that of a result'}",
+        )
 
 
 def _rewritten(report: Report) -> Iterable[tuple[str, str]]:
@@ -210,7 +280,10 @@ def _layouts(report: Report) -> Iterable[tuple[str, str]]:
 
 def _counted(of_segments: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
     """Each statement about segments once, with the number of segments that it is about."""
-    return ((name, f"{why} ({count(times, 'segment')})") for (name, why), times in Counter(of_segments).items())
+    return (
+        (name, f"{why} ({count(times, 'segment')})")
+        for (name, why), times in Counter(of_segments).items()
+    )
 
 
 def _not_fused(report: Report) -> Iterable[tuple[str, str]]:
@@ -230,31 +303,47 @@ def _section(title: str, rows: Iterable[tuple[str, str]]) -> str:
 
 def _legend(report: Report) -> str:
     said = (
-        "flops and bytes are for one call with these sizes; of grouped weights, at most one group per row counts as read. avoided: the "
-        "traffic between operations that separate kernels would have caused; views and casts are not kernels of their own. flop/B: "
-        "flops per byte read or written. ?: a size known only on the device. boundaries: the segments that a segment reads from, and "
+        "flops and bytes are for one call with these sizes; of grouped weights, at most one group "
+        "per row counts as read. avoided: the "
+        "traffic between operations that separate kernels would have caused; views and casts are "
+        "not kernels of their own. flop/B: "
+        "flops per byte read or written. ?: a size known only on the device. boundaries: the "
+        "segments that a segment reads from, and "
         "why they are not one kernel."
     )
     if report.machine:
         said += (
-            f" time: the median of {report.machine.repeats} runs with cold inputs, where a fusion first runs; spread: (longest - shortest) "
-            "/ median. floor: the time to read the inputs at the read bandwidth; of grouped weights, those of groups with rows."
+            f" time: the median of {report.machine.repeats} runs with cold inputs, where a fusion "
+            "first runs; spread: (longest - shortest) "
+            "/ median. floor: the time to read the inputs at the read bandwidth; of grouped "
+            "weights, those of groups with rows."
         )
     if report.gradients:
         said += (
-            " saved: what the forward pass keeps. made again: operations of the backward that read no gradient, which make what was not "
-            "saved, and factors of derivatives. rewritten: derivatives that are not the operations' own, and round elsewhere."
+            " saved: what the forward pass keeps. made again: operations of the backward that "
+            "read no gradient, which make what was not "
+            "saved, and factors of derivatives. rewritten: derivatives that are not the "
+            "operations' own, and round elsewhere."
         )
     if any(s.kind == "nvfuser" for s in _segments(report)):
-        said += " nvfuser: one definition, which nvFuser splits into kernels; the traffic between them counts as avoided."
+        said += (
+            " nvfuser: one definition, which nvFuser splits into kernels; the traffic between "
+            "them counts as avoided."
+        )
     return textwrap.fill(said, WIDTH)
 
 
 def _nothing(report: Report) -> str:
     if not report.graphs:
-        return "nothing was fused: no graph was captured from this call (TORCH_LOGS=graph_breaks shows why)"
+        return (
+            "nothing was fused: no graph was captured from this call (TORCH_LOGS=graph_breaks "
+            "shows why)"
+        )
     custom = f" (without a translator: {', '.join(report.custom_ops)})" if report.custom_ops else ""
-    said = f"nothing was fused: no call in these graphs has a translator that makes a grouped product which can join others{custom}"
+    said = (
+        "nothing was fused: no call in these graphs has a translator that makes a grouped "
+        f"product which can join others{custom}"
+    )
     return textwrap.fill(said, WIDTH, break_long_words=False)
 
 

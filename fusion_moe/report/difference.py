@@ -24,7 +24,8 @@ class Change:
 
 @dataclass(frozen=True)
 class SegmentChange:
-    """A segment that changed. before, after: its names in the two reports, "" in a report without it; ops: its operations.
+    """A segment that changed. before, after: its names in the two reports, "" in a report without
+    it; ops: its operations.
 
     ir, source: the changed lines, prefixed with "+", "-" or " ".
     """
@@ -39,7 +40,8 @@ class SegmentChange:
 
 @dataclass(frozen=True, repr=False)
 class Difference(Shown):
-    """The result of `diff`. asked: what was explained and how; fused: how much; segments: the changed ones; unchanged: how many are not.
+    """The result of `diff`. asked: what was explained and how; fused: how much; segments: the
+    changed ones; unchanged: how many are not.
 
     not_fused: calls that only one report has, with their reasons.
     """
@@ -55,11 +57,16 @@ class Difference(Shown):
         return bool(self.asked or self.fused or self.segments or self.not_fused)
 
     def save(self, path: str | Path) -> None:
-        """Writes a page to a path that ends in .html, text to .txt; OptionError for others. The file appears whole or not at all."""
+        """Writes a page to a path that ends in .html, text to .txt; OptionError for others. The
+        file appears whole or not at all.
+        """
         save(path, "a difference", {".html": self._page, ".txt": lambda: f"{self._text(120)}\n"})
 
     def __repr__(self) -> str:
-        return f"<Difference of fusion_moe.diff: {count(len(self.segments), 'segment')} changed, {self.unchanged} not>"
+        return (
+            f"<Difference of fusion_moe.diff: {count(len(self.segments), 'segment')} changed, "
+            f"{self.unchanged} not>"
+        )
 
     def _text(self, width: int) -> str:
         from .diff_text import text
@@ -73,10 +80,12 @@ class Difference(Shown):
 
 
 def diff(report: Report, other: Report) -> Difference:
-    """What changed from one report of `explain` to another: what was asked, how much is fused, segments, reasons.
+    """What changed from one report of `explain` to another: what was asked, how much is fused,
+    segments, reasons.
 
-    Segments are paired by their operations, in order. Times differ between any two measurements: they are shown only for pairs that differ
-    by more than their spreads, and only if no busy machine makes them meaningless.
+    Segments are paired by their operations, in order. Times differ between any two measurements:
+    they are shown only for pairs that differ by more than their spreads, and only if no busy
+    machine makes them meaningless.
     """
     pairs, timed = list(_paired(_blocks(report), _blocks(other))), not (report.void or other.void)
     changed = [change for pair in pairs if (change := _segment(*pair, timed))]
@@ -109,8 +118,12 @@ def _blocks_of(fusion: FusionReport) -> Iterator[_Block]:
     return (_Block(s, fusion.times, ir[s.id], source[s.id]) for s in fusion.segments)
 
 
-def _paired(before: Sequence[_Block], after: Sequence[_Block]) -> Iterator[tuple[_Block | None, _Block | None]]:
-    matcher = SequenceMatcher(a=[b.segment.ops for b in before], b=[b.segment.ops for b in after], autojunk=False)
+def _paired(
+    before: Sequence[_Block], after: Sequence[_Block]
+) -> Iterator[tuple[_Block | None, _Block | None]]:
+    matcher = SequenceMatcher(
+        a=[b.segment.ops for b in before], b=[b.segment.ops for b in after], autojunk=False
+    )
     for _, i, i1, j, j1 in matcher.get_opcodes():
         if i1 - i == j1 - j:
             yield from zip(before[i:i1], after[j:j1], strict=True)
@@ -124,11 +137,24 @@ def _segment(before: _Block | None, after: _Block | None, timed: bool) -> Segmen
     if before is None or after is None:
         only = before or after
         assert only is not None
-        return SegmentChange(before.segment.id if before else "", after.segment.id if after else "", only.segment.ops)
-    ir, source = tuple(differences(before.ir, after.ir)), tuple(differences(before.source, after.source))
+        return SegmentChange(
+            before.segment.id if before else "", after.segment.id if after else "", only.segment.ops
+        )
+    ir, source = (
+        tuple(differences(before.ir, after.ir)),
+        tuple(differences(before.source, after.source)),
+    )
     lines = Change("IR", "", changed_lines(ir)), Change("source", "", changed_lines(source))
-    changes = (*_changes(_facts(before), _facts(after)), *(_times(before, after) if timed else ()), *(c for c in lines if c.after))
-    return SegmentChange(before.segment.id, after.segment.id, after.segment.ops, changes, ir, source) if changes else None
+    changes = (
+        *_changes(_facts(before), _facts(after)),
+        *(_times(before, after) if timed else ()),
+        *(c for c in lines if c.after),
+    )
+    return (
+        SegmentChange(before.segment.id, after.segment.id, after.segment.ops, changes, ir, source)
+        if changes
+        else None
+    )
 
 
 def _facts(block: _Block) -> Iterator[tuple[str, str]]:
@@ -139,7 +165,11 @@ def _facts(block: _Block) -> Iterator[tuple[str, str]]:
     yield "inputs", ", ".join(s.inputs)
     yield "outputs", ", ".join(s.outputs)
     yield "flops", amount(s.flops)
-    for name, n in (("read", s.bytes_read), ("written", s.bytes_written), ("avoided", s.bytes_avoided)):
+    for name, n in (
+        ("read", s.bytes_read),
+        ("written", s.bytes_written),
+        ("avoided", s.bytes_avoided),
+    ):
         yield name, amount(n, "B")
     yield "begins because", s.boundary
     yield "roundings dropped", ", ".join(s.roundings)
@@ -165,7 +195,10 @@ def _asked(report: Report) -> Iterator[tuple[str, str]]:
 
 def _fused(report: Report) -> Iterator[tuple[str, str]]:
     yield "flops", f"{report.flops}, {amount(report.flops.fused)} of {amount(report.flops.total)}"
-    yield "bytes", f"{report.bytes}, {amount(report.bytes.fused, 'B')} of {amount(report.bytes.total, 'B')}"
+    yield (
+        "bytes",
+        f"{report.bytes}, {amount(report.bytes.fused, 'B')} of {amount(report.bytes.total, 'B')}",
+    )
     yield "calls", str(report.fused_calls)
     yield "fusions", str(sum(f.times for f in report.fusions))
 
@@ -178,7 +211,11 @@ def _not_fused(report: Report) -> Iterator[tuple[str, str]]:
         yield f"{op}: {why}", count(n, "time")
 
 
-def _changes(before: Iterable[tuple[str, str]], after: Iterable[tuple[str, str]]) -> tuple[Change, ...]:
+def _changes(
+    before: Iterable[tuple[str, str]], after: Iterable[tuple[str, str]]
+) -> tuple[Change, ...]:
     old, new = dict(before), dict(after)
-    changes = (Change(name, old.get(name, ""), new.get(name, "")) for name in dict.fromkeys([*old, *new]))
+    changes = (
+        Change(name, old.get(name, ""), new.get(name, "")) for name in dict.fromkeys([*old, *new])
+    )
     return tuple(change for change in changes if change.before != change.after)

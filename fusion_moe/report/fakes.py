@@ -1,4 +1,6 @@
-"""A call on fakes: copies of its model and tensors that have types but no memory, so that tracing it computes nothing."""
+"""A call on fakes: copies of its model and tensors that have types but no memory, so that tracing
+it computes nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,28 @@ from ..errors import UnsupportedError
 
 log = logging.getLogger("fusion_moe")
 T = TypeVar("T")
-_ASKS_FOR_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_ASKS_FOR_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 
-def on_fakes(look: Callable[..., T], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    """look(function, args, kwargs) on fakes, with copies of the modules that are called; if that fails, on the originals.
+def on_fakes(
+    look: Callable[..., T],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> T:
+    """look(function, args, kwargs) on fakes, with copies of the modules that are called; if that
+    fails, on the originals.
 
-    Modules are found as the function itself, as the object that it is a method of, and by the names that it uses. Tensors on the meta
-    device are taken to be on the device of the others. UnsupportedError if the originals have no values and the call asks for them.
+    Modules are found as the function itself, as the object that it is a method of, and by the names
+    that it uses. Tensors on the meta device are taken to be on the device of the others.
+    UnsupportedError if the originals have no values and the call asks for them.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # non-fakes: tensors of modules that are not found
+    # non-fakes: tensors of modules that are not found
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     copies = _Copies(mode)
     try:
         modules = _modules(function)
@@ -46,36 +60,55 @@ def on_fakes(look: Callable[..., T], function: Callable[..., Any], args: tuple[A
     except Exception as error:
         if copies.valueless and isinstance(error, _ASKS_FOR_VALUES):
             raise UnsupportedError(
-                f"the call reads tensor values ({error})", expected="tensors with data: some are fake or on the meta device",
+                f"the call reads tensor values ({error})",
+                expected="tensors with data: some are fake or on the meta device",
                 todo="pass loaded weights and arguments, or a part of the model that reads none",
-            ) from error  # fmt: skip
+            ) from error
         if copies.valueless:
             raise
-        log.info("explaining the call by running it, since it cannot be traced without tensor data: %s: %s", type(error).__name__, error)
+        log.info(
+            "explaining the call by running it, since it cannot be traced without tensor "
+            "data: %s: %s",
+            type(error).__name__,
+            error,
+        )
     return look(function, args, kwargs)
 
 
-def device_of_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """The device of a call's tensors. UnsupportedError if one of its arguments, or of the modules that it calls, has no values."""
+def device_of_values(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.device:
+    """The device of a call's tensors. UnsupportedError if one of its arguments, or of the modules
+    that it calls, has no values.
+    """
     modules = _modules(function).values()
-    tensors = (*_given(args, kwargs), *(t for m in modules for t in (*m.parameters(), *m.buffers())))
+    tensors = (
+        *_given(args, kwargs),
+        *(t for m in modules for t in (*m.parameters(), *m.buffers())),
+    )
     if missing := [t for t in tensors if _is_valueless(t)]:
         raise UnsupportedError(
-            f"a tensor {list(missing[0].shape)} that is fake or on the meta device", expected="tensors with data: the call is run",
-            todo="pass loaded weights and arguments, or leave out measure and load", where="explain",
-        )  # fmt: skip
+            f"a tensor {list(missing[0].shape)} that is fake or on the meta device",
+            expected="tensors with data: the call is run",
+            todo="pass loaded weights and arguments, or leave out measure and load",
+            where="explain",
+        )
     return _device(modules, args, kwargs)
 
 
 def like(t: torch.Tensor, mode: FakeTensorMode, device: torch.device | None = None) -> torch.Tensor:
-    """A fake in this mode with the shape, strides and dtype of a tensor that has no values to be copied."""
+    """A fake in this mode with the shape, strides and dtype of a tensor that has no values to be
+    copied.
+    """
     with mode:
         made = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device or t.device)
     return made.requires_grad_(t.requires_grad)
 
 
 class _Copies(TorchFunctionMode):
-    """While active, copy.deepcopy makes fakes of tensors. device: for those on the meta device; valueless: whether one had no values."""
+    """While active, copy.deepcopy makes fakes of tensors. device: for those on the meta device;
+    valueless: whether one had no values.
+    """
 
     def __init__(self, mode: FakeTensorMode):
         super().__init__()
@@ -86,9 +119,13 @@ class _Copies(TorchFunctionMode):
             t, memo = args
             if id(t) not in memo:
                 memo[id(t)] = made = self._fake(t)
-                made.__dict__.update({k: v for k, v in t.__dict__.items() if k not in made.__dict__})  # what mark_dynamic has set
+                # what mark_dynamic has set
+                made.__dict__.update(
+                    {k: v for k, v in t.__dict__.items() if k not in made.__dict__}
+                )
             return memo[id(t)]
-        if func is torch._C.TensorBase.clone:  # for a parameter's data, which deepcopy then makes a parameter
+        # for a parameter's data, which deepcopy then makes a parameter
+        if func is torch._C.TensorBase.clone:
             return self._fake(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -108,14 +145,20 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tens
     return (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
 
 
-def _device(modules: Iterable[torch.nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """The device of a call's tensors: of its arguments, else of its modules. The CPU if all are on the meta device."""
+def _device(
+    modules: Iterable[torch.nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.device:
+    """The device of a call's tensors: of its arguments, else of its modules. The CPU if all are on
+    the meta device.
+    """
     tensors = chain(_given(args, kwargs), *(m.parameters() for m in modules))
     return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
 
 
 def _modules(function: Callable[..., Any]) -> dict[str, torch.nn.Module]:
-    """The modules that are called, by the function's names for them; "" for the function itself or the object that it is a method of."""
+    """The modules that are called, by the function's names for them; "" for the function itself or
+    the object that it is a method of.
+    """
     module = getattr(function, "__self__", function)
     if isinstance(module, torch.nn.Module):
         return {"": module}
@@ -124,15 +167,20 @@ def _modules(function: Callable[..., Any]) -> dict[str, torch.nn.Module]:
     return {name: x for name, x in named.items() if isinstance(x, torch.nn.Module)}
 
 
-def _with_modules(function: Callable[..., Any], modules: dict[str, torch.nn.Module]) -> Callable[..., Any]:
-    """The function with these modules in place of its own. A module, or a method's object, has been copied as a whole."""
+def _with_modules(
+    function: Callable[..., Any], modules: dict[str, torch.nn.Module]
+) -> Callable[..., Any]:
+    """The function with these modules in place of its own. A module, or a method's object, has been
+    copied as a whole.
+    """
     if not isinstance(function, FunctionType) or not modules:
         return function
     code = function.__code__
     found = zip(code.co_freevars, function.__closure__ or (), strict=True)
     closure = tuple(CellType(modules[name]) if name in modules else cell for name, cell in found)
     names = {**function.__globals__, **modules}
-    names.pop("__name__", None)  # with it, Dynamo would look the modules up in the function's own Python module
+    # with it, Dynamo would look the modules up in the function's own Python module
+    names.pop("__name__", None)
     made = FunctionType(code, names, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     return made

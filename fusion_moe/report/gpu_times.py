@@ -10,7 +10,8 @@ import torch
 
 from ..runtime import cuda
 
-_QUEUED = 1_000_000  # cycles that the GPU waits, so that a call is queued before the first event passes
+# cycles that the GPU waits, so that a call is queued before the first event passes
+_QUEUED = 1_000_000
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -39,4 +40,6 @@ def name(device: torch.device) -> str:
 @cache
 def _other_memory(index: int) -> torch.Tensor:
     """u8: a buffer four times the size of the L2 cache."""
-    return torch.empty(4 * cuda.arch(index).l2_bytes, dtype=torch.uint8, device=torch.device("cuda", index))
+    return torch.empty(
+        4 * cuda.arch(index).l2_bytes, dtype=torch.uint8, device=torch.device("cuda", index)
+    )

@@ -1,4 +1,6 @@
-"""What backends make of segments, also for targets that cannot run here and where nvFuser is not installed."""
+"""What backends make of segments, also for targets that cannot run here and where nvFuser is not
+installed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _SIZES = (1, 8, 32, 128, 512, 2048, 8192)
 
 @dataclass(frozen=True)
 class Made:
-    """A kernel as it is reported: the backend's name, why it is that one or why it does not run, the source. kernel: itself, if made."""
+    """A kernel as it is reported: the backend's name, why it is that one or why it does not run,
+    the source. kernel: itself, if made.
+    """
 
     backend: str
     why: str
@@ -33,7 +37,8 @@ class Made:
 
 @dataclass(frozen=True)
 class Launched:
-    """What a program launches for known sizes on a GPU. kernels, sources: of each segment, "" for one that CUDA's backend did not make.
+    """What a program launches for known sizes on a GPU. kernels, sources: of each segment, "" for
+    one that CUDA's backend did not make.
 
     workspace: bytes that a call allocates beside its results, at a time.
     """
@@ -46,7 +51,8 @@ class Launched:
 
 
 def made_of(segment: Segment, to: Target, why_not: str) -> Made:
-    """What a target's backend makes of a segment. why_not: why programs for the target cannot run here; "" if they can.
+    """What a target's backend makes of a segment. why_not: why programs for the target cannot run
+    here; "" if they can.
 
     Where nvFuser is missing the source is the segment's own text, below what to do about it.
     """
@@ -55,11 +61,15 @@ def made_of(segment: Segment, to: Target, why_not: str) -> Made:
         source = f"# nvFuser definition not shown: {missing}\n{text(segment.fusion)}"
         return Made(NVFUSER, _why(NVFUSER, to, why_not), source)
     kernel = emit(segment, to)
-    return Made(kernel.backend, kernel.why or _why(kernel.backend, to, why_not), kernel.source, kernel)
+    return Made(
+        kernel.backend, kernel.why or _why(kernel.backend, to, why_not), kernel.source, kernel
+    )
 
 
 def launched(fusion: Fusion, made: Sequence[Made], sizes: Mapping[str, int], gpu: Arch) -> Launched:
-    """What the kernels of a program for CUDA launch. UnsupportedError if the option cuda_variant names what does not fit."""
+    """What the kernels of a program for CUDA launch. UnsupportedError if the option cuda_variant
+    names what does not fit.
+    """
     kernels = [m.kernel for m in made if m.kernel]
     choices, steps = cuda.choices(fusion, kernels, sizes, gpu)
     said = [*map(str, choices), *_meanwhile(fusion, kernels, sizes, gpu)]
@@ -68,12 +78,16 @@ def launched(fusion: Fusion, made: Sequence[Made], sizes: Mapping[str, int], gpu
         gpu=f"{gpu.name} ({gpu.nvrtc})" + (f", {never}" if never else ""),
         text="\n\n".join(said),
         kernels=tuple(str(step or "") for step in steps),
-        sources=tuple("\n".join(kernel.text for kernel in step.kernels) if step else "" for step in steps),
+        sources=tuple(
+            "\n".join(kernel.text for kernel in step.kernels) if step else "" for step in steps
+        ),
         workspace=max(choice.workspace.nbytes for choice in choices),
     )
 
 
-def _meanwhile(fusion: Fusion, kernels: Sequence[Kernel], sizes: Mapping[str, int], gpu: Arch) -> Iterator[str]:
+def _meanwhile(
+    fusion: Fusion, kernels: Sequence[Kernel], sizes: Mapping[str, int], gpu: Arch
+) -> Iterator[str]:
     """What is launched while the kernels of these sizes are compiled, under the option for it."""
     if options.current().background_compile:
         with suppress(UnsupportedError):
@@ -81,8 +95,12 @@ def _meanwhile(fusion: Fusion, kernels: Sequence[Kernel], sizes: Mapping[str, in
                 yield f"while these are compiled, kernels for any size: {choice}"
 
 
-def launched_at(fusion: Fusion, made: Sequence[Made], gpu: Arch) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """The kernels of each segment for a few values of the one size that a program leaves open; none if it leaves none or several."""
+def launched_at(
+    fusion: Fusion, made: Sequence[Made], gpu: Arch
+) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """The kernels of each segment for a few values of the one size that a program leaves open; none
+    if it leaves none or several.
+    """
     if len(fusion.symbols) != 1:
         return ()
     (symbol,) = fusion.symbols

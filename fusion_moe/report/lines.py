@@ -1,4 +1,6 @@
-"""Lines of programs and sources: the changes between two texts, and the segments that lines belong to."""
+"""Lines of programs and sources: the changes between two texts, and the segments that lines belong
+to.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,19 @@ from .data import FusionReport
 
 
 def differences(before: str, now: str) -> list[str]:
-    """Lines that start with "+", "-" or " ", and "..." for lines left out. Values that differ only in their number count as the same."""
+    """Lines that start with "+", "-" or " ", and "..." for lines left out. Values that differ only
+    in their number count as the same.
+    """
     old, new = before.splitlines(), now.splitlines()
-    groups = SequenceMatcher(None, _unnumbered(old), _unnumbered(new), autojunk=False).get_grouped_opcodes(2)
+    groups = SequenceMatcher(
+        None, _unnumbered(old), _unnumbered(new), autojunk=False
+    ).get_grouped_opcodes(2)
     return [line for group in groups for line in ("...", *_group(group, old, new))][1:]
 
 
-def _group(group: Sequence[tuple[str, int, int, int, int]], old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+def _group(
+    group: Sequence[tuple[str, int, int, int, int]], old: Sequence[str], new: Sequence[str]
+) -> Iterator[str]:
     for kind, i, i1, j, j1 in group:
         if kind == "equal":
             yield from (f"  {line}" for line in new[j:j1])
@@ -30,13 +38,17 @@ def _unnumbered(lines: Sequence[str]) -> list[str]:
 
 
 def changed_lines(lines: Sequence[str]) -> str:
-    """A summary of the result of `differences`, as "3 lines more, 2 less"; "" if there is no change."""
+    """A summary of the result of `differences`, as "3 lines more, 2 less"; "" if there is no
+    change.
+    """
     more, less = (sum(line.startswith(sign) for line in lines) for sign in "+-")
     return f"{more} lines more, {less} less" if lines else ""
 
 
 def blocks_of(fusion: FusionReport, stage: str) -> Iterator[tuple[str, str]]:
-    """(segment, its text) of a stage that has a block for each segment, which starts with "# <segment>: "."""
+    """(segment, its text) of a stage that has a block for each segment, which starts with "#
+    <segment>: ".
+    """
     text = dict(fusion.stages)[stage]
     starts, at = [], 0
     for s in fusion.segments:

@@ -14,19 +14,32 @@ from .data import Listing
 
 
 def listings(nodes: Iterable[Node], sources: Collection[str]) -> tuple[Listing, ...]:
-    """The functions that nodes come from, in the order of their lines, for the nodes whose source lines are among `sources`."""
+    """The functions that nodes come from, in the order of their lines, for the nodes whose source
+    lines are among `sources`.
+    """
     frames = [frame for n in nodes if source_of(n) in sources and (frame := frame_of(n))]
     places = sorted({_place(frame["file"], int(frame["line"])) for frame in frames})
-    found = [Listing(Path(file).name, first, "".join(linecache.getlines(file)[first - 1 : last])) for file, first, last in places]
+    found = [
+        Listing(Path(file).name, first, "".join(linecache.getlines(file)[first - 1 : last]))
+        for file, first, last in places
+    ]
     return tuple(listing for listing in found if listing.text)
 
 
 def _place(file: str, line: int) -> tuple[str, int, int]:
-    """File, first and last line of the innermost function around a line; just the line outside of functions and Python files."""
+    """File, first and last line of the innermost function around a line; just the line outside of
+    functions and Python files.
+    """
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return file, line, line
-    functions = (f for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)))
-    around = [(f.lineno, f.end_lineno or f.lineno) for f in functions if f.lineno <= line <= (f.end_lineno or f.lineno)]
+    functions = (
+        f for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))
+    )
+    around = [
+        (f.lineno, f.end_lineno or f.lineno)
+        for f in functions
+        if f.lineno <= line <= (f.end_lineno or f.lineno)
+    ]
     return (file, *max(around, default=(line, line)))

@@ -1,4 +1,6 @@
-"""The times of a call's programs and the distribution of its rows over groups, recorded while the call runs."""
+"""The times of a call's programs and the distribution of its rows over groups, recorded while the
+call runs.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ REPEATS = 7
 
 
 class Watch:
-    """Takes over the regions of graphs. measure, load: what is recorded about them; watched: the regions, in the order found.
+    """Takes over the regions of graphs. measure, load: what is recorded about them; watched: the
+    regions, in the order found.
 
     preemptions: how often this process lost a CPU to another one during measurements.
     """
@@ -50,7 +53,9 @@ class Watch:
 
     def take_over(self, graph: Graph, regions: Sequence[Region]) -> None:
         """Replaces each region, in place, by a call that records what it does."""
-        for region, call in zip(regions, replace_regions(graph, regions, self.switches), strict=True):
+        for region, call in zip(
+            regions, replace_regions(graph, regions, self.switches), strict=True
+        ):
             name = identity(region)
             self.watched.append(Watched(region, self, self._first.get(name)))
             self._first.setdefault(name, self.watched[-1])
@@ -67,8 +72,14 @@ class Watch:
         return self.memory.now(bandwidth.pool())
 
     def bytes_per_second(self, device: torch.device) -> float:
-        """The bandwidth that floors assume for a device: measured for the CPU, as specified for a GPU."""
-        return gpu_times.bytes_per_second(device) if device.type == "cuda" else max(self.memory.bytes_per_second, self.now)
+        """The bandwidth that floors assume for a device: measured for the CPU, as specified for a
+        GPU.
+        """
+        return (
+            gpu_times.bytes_per_second(device)
+            if device.type == "cuda"
+            else max(self.memory.bytes_per_second, self.now)
+        )
 
     def machine(self) -> Machine | None:
         """The machine on which times were measured, if they were."""
@@ -80,36 +91,64 @@ class Watch:
     def _gpu(self, device: torch.device) -> Machine:
         speed = gpu_times.bytes_per_second(device)
         return Machine(
-            cpu=bandwidth.cpu(), cpus=bandwidth.cpus(), threads=torch.get_num_threads(), tier="", tier_why="", bytes_per_second=speed,
-            now=speed, read_by="as specified", repeats=REPEATS, preemptions=self.preemptions, weight_bytes=0,
-            weight_bytes_on_large_pages=0, gpu=gpu_times.name(device),
-        )  # fmt: skip
+            cpu=bandwidth.cpu(),
+            cpus=bandwidth.cpus(),
+            threads=torch.get_num_threads(),
+            tier="",
+            tier_why="",
+            bytes_per_second=speed,
+            now=speed,
+            read_by="as specified",
+            repeats=REPEATS,
+            preemptions=self.preemptions,
+            weight_bytes=0,
+            weight_bytes_on_large_pages=0,
+            gpu=gpu_times.name(device),
+        )
 
     def _cpu(self) -> Machine:
         weights = {t.data_ptr(): t for w in self.watched for t in w.weights}.values()
         tier, why = self._tier() if any(w.in_cpp for w in self.watched) else ("", "")
         products = sorted({dtypes for w in self.watched for dtypes in w.products})
         return Machine(
-            cpu=bandwidth.cpu(), cpus=bandwidth.cpus(), threads=self.memory.threads, tier=tier, tier_why=why,
-            bytes_per_second=self.memory.bytes_per_second, now=self.now, read_by=self.memory.by, repeats=REPEATS,
+            cpu=bandwidth.cpu(),
+            cpus=bandwidth.cpus(),
+            threads=self.memory.threads,
+            tier=tier,
+            tier_why=why,
+            bytes_per_second=self.memory.bytes_per_second,
+            now=self.now,
+            read_by=self.memory.by,
+            repeats=REPEATS,
             preemptions=self.preemptions,
-            weight_bytes=sum(t.nbytes for t in weights), weight_bytes_on_large_pages=pages.obtained(*weights),
+            weight_bytes=sum(t.nbytes for t in weights),
+            weight_bytes_on_large_pages=pages.obtained(*weights),
             weight_bytes_on_nodes=tuple(pages.on_nodes(*weights).items()),
             products=tuple(
-                (f"{a} by {w}" + f", {operands} operands" * bool(operands), prebuilt.kernels(tier, w, DTYPES[a], operands or "fprop"))
+                (
+                    f"{a} by {w}" + f", {operands} operands" * bool(operands),
+                    prebuilt.kernels(tier, w, DTYPES[a], operands or "fprop"),
+                )
                 for a, w, operands in products
             ),
-        )  # fmt: skip
+        )
 
     def _tier(self) -> tuple[str, str]:
         with options.using(self.switches):
-            return isa.selected(), "the best tier of this CPU" if self.switches.cpu_isa == "auto" else "set by cpu_isa"
+            return (
+                isa.selected(),
+                "the best tier of this CPU"
+                if self.switches.cpu_isa == "auto"
+                else "set by cpu_isa",
+            )
 
 
 class Watched:
-    """One region. equal: the first region with the same program, if it is not this one: then only that one is measured.
+    """One region. equal: the first region with the same program, if it is not this one: then only
+    that one is measured.
 
-    kernels, whole: the times of the kernels and of the whole program; loads: of each run; weights: what it reads of them.
+    kernels, whole: the times of the kernels and of the whole program; loads: of each run; weights:
+    what it reads of them.
     """
 
     def __init__(self, region: Region, watch: Watch, equal: Watched | None):
@@ -125,7 +164,9 @@ class Watched:
         if self.equal is not None:
             return self.equal.program
         switches = self.watch.switches
-        return compile_fusion(self.region.fusion, targets.find(switches.target, self.region.device), switches)
+        return compile_fusion(
+            self.region.fusion, targets.find(switches.target, self.region.device), switches
+        )
 
     @property
     def in_cpp(self) -> bool:
@@ -134,35 +175,62 @@ class Watched:
 
     @property
     def products(self) -> set[tuple[str, str, str]]:
-        """The dtypes of activations and weights of its forward products that C++ kernels compute, and how their operands are rounded."""
+        """The dtypes of activations and weights of its forward products that C++ kernels compute,
+        and how their operands are rounded.
+        """
         ours = (kernel for kernel in self.program.kernels if kernel.backend == cpu.NAME)
-        grouped = (main_and_added(kernel.segment.fusion)[0] for kernel in ours if products(kernel.segment.fusion))
+        grouped = (
+            main_and_added(kernel.segment.fusion)[0]
+            for kernel in ours
+            if products(kernel.segment.fusion)
+        )
         forward = (product for product in grouped if product.kind == "fprop")
         return {(p.a.type.dtype, p.b.type.dtype, p.op.attrs.get("operands", "")) for p in forward}
 
-    def run(self, source: str, inputs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
+    def run(
+        self, source: str, inputs: Sequence[Tensor], sizes: Sequence[int], key: str
+    ) -> list[Tensor]:
         """The results of fusion_moe::run, which this replaces."""
         fusion, tensors = self.program.fusion, [fp4_as_bytes(t) for t in inputs]
         env = fusion.bind(tensors, dict(zip(self.program.stages[0][1].symbols, sizes, strict=True)))
         rows = {name: groups.sizes(ends) for name, ends in ends_of(fusion, tensors, env).items()}
-        self.weights = [t for v, t in zip(fusion.inputs, tensors, strict=True) if fusion.role(v) == "weight"]
+        self.weights = [
+            t for v, t in zip(fusion.inputs, tensors, strict=True) if fusion.role(v) == "weight"
+        ]
         if self.watch.load:
             self.loads += [Load(name, tuple(n.tolist())) for name, n in rows.items()]
         if self.watch.measure and self.equal is None and self.whole is None:
             self._measure(tensors, env, {name: int(n.count_nonzero()) for name, n in rows.items()})
         return self.program(tensors, env)
 
-    def _measure(self, tensors: Sequence[Tensor], env: Mapping[str, int], used: Mapping[str, int]) -> None:
+    def _measure(
+        self, tensors: Sequence[Tensor], env: Mapping[str, int], used: Mapping[str, int]
+    ) -> None:
         made: dict[Value, Any] = dict(zip(self.program.fusion.inputs, tensors, strict=True))
         calls = []
         for kernel in self.program.kernels:
             inputs = [made[v] for v in kernel.segment.inputs]
-            made.update(zip(kernel.segment.outputs, kernel(inputs, env), strict=True))  # the first call builds the kernel
-            calls.append(_Call(partial(kernel, inputs, env), inputs, cost.bytes_read(kernel.segment.fusion, env, used)))
+            # the first call builds the kernel
+            made.update(zip(kernel.segment.outputs, kernel(inputs, env), strict=True))
+            calls.append(
+                _Call(
+                    partial(kernel, inputs, env),
+                    inputs,
+                    cost.bytes_read(kernel.segment.fusion, env, used),
+                )
+            )
         self.program(tensors, env)
-        calls.append(_Call(partial(self.program, tensors, env), tensors, cost.bytes_read(self.program.fusion, env, used)))
+        calls.append(
+            _Call(
+                partial(self.program, tensors, env),
+                tensors,
+                cost.bytes_read(self.program.fusion, env, used),
+            )
+        )
         before = _preemptions()
-        *self.kernels, self.whole = _times(calls, self.region.device, self.watch.bytes_per_second(self.region.device))
+        *self.kernels, self.whole = _times(
+            calls, self.region.device, self.watch.bytes_per_second(self.region.device)
+        )
         self.watch.preemptions += _preemptions() - before
 
 
@@ -174,13 +242,22 @@ class _Call:
 
 
 def _times(calls: Sequence[_Call], device: torch.device, bytes_per_second: float) -> list[Measured]:
-    """The times of calls, measured in turns. Before each, its inputs are evicted from caches, as other layers of a model would do."""
+    """The times of calls, measured in turns. Before each, its inputs are evicted from caches, as
+    other layers of a model would do.
+    """
     found: list[list[float]] = [[] for _ in calls]
     for _ in progress(range(REPEATS), "measuring a program, runs", REPEATS):
         for call, seconds in zip(calls, found, strict=True):
-            seconds.append(gpu_times.seconds(call.function, device) if device.type == "cuda" else _seconds(call))
+            seconds.append(
+                gpu_times.seconds(call.function, device)
+                if device.type == "cuda"
+                else _seconds(call)
+            )
     sizes = [call.bytes_read for call in calls]
-    return [Measured(median(s), min(s), max(s), n, n / bytes_per_second) for s, n in zip(found, sizes, strict=True)]
+    return [
+        Measured(median(s), min(s), max(s), n, n / bytes_per_second)
+        for s, n in zip(found, sizes, strict=True)
+    ]
 
 
 def _seconds(call: _Call) -> float:
@@ -201,9 +278,16 @@ def _preemptions() -> int:
 
 
 def ends_of(fusion: Fusion, tensors: Sequence[Tensor], env: Mapping[str, int]) -> dict[str, Tensor]:
-    """The ends of each partition of a fusion, by name, computed from these inputs by only those operations that make the ends."""
+    """The ends of each partition of a fusion, by name, computed from these inputs by only those
+    operations that make the ends.
+    """
     values = (*fusion.inputs, *(v for op in fusion.ops for v in op.outputs))
     ends = {v.type.ends.name: v for v in values if v.type.ends}
     made = needed(fusion.ops, ends.values())
-    part = replace(fusion, ops=tuple(op for op in fusion.ops if made & set(op.outputs)), outputs=tuple(ends.values()), aliases={})
+    part = replace(
+        fusion,
+        ops=tuple(op for op in fusion.ops if made & set(op.outputs)),
+        outputs=tuple(ends.values()),
+        aliases={},
+    )
     return dict(zip(ends, part.evaluate(*tensors, sizes=env), strict=True))

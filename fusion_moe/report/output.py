@@ -1,4 +1,6 @@
-"""Output of text: the width of the terminal, colours for rich, files that appear whole or not at all."""
+"""Output of text: the width of the terminal, colours for rich, files that appear whole or not at
+all.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def fitting(width: int) -> int:
 
 
 def coloured(text: str) -> Any:
-    """A rich Text: headings are bold, lines that start with "!" are yellow. rich colours only on terminals."""
+    """A rich Text: headings are bold, lines that start with "!" are yellow. rich colours only on
+    terminals.
+    """
     from rich.text import Text
 
     made = Text(text)
@@ -56,7 +60,9 @@ class Shown:
 
 
 def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) -> None:
-    """Writes the text in the format of a path's suffix; OptionError for a suffix not in `formats`, and for a folder that does not exist."""
+    """Writes the text in the format of a path's suffix; OptionError for a suffix not in `formats`,
+    and for a folder that does not exist.
+    """
     path = Path(path)
     if path.suffix not in formats:
         *some, last = formats
@@ -65,7 +71,9 @@ def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) 
     if not path.parent.is_dir():
         raise OptionError(f"no folder {path.parent}", expected="one that is there", where=str(path))
     text = formats[path.suffix]()
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".", ignore_cleanup_errors=True) as scratch:
+    with tempfile.TemporaryDirectory(
+        dir=path.parent, prefix=".", ignore_cleanup_errors=True
+    ) as scratch:
         part = Path(scratch, path.name)  # in a shared folder too, nobody else can put a link there
         part.write_text(text, encoding="utf-8")
         part.replace(path)

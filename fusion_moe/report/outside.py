@@ -1,7 +1,9 @@
-"""The cost of calls outside of fusions: flops and bytes, counted as if each were a kernel of its own.
+"""The cost of calls outside of fusions: flops and bytes, counted as if each were a kernel of its
+own.
 
-Flops come from torch's flop counter. If it has no formula, each element that a pointwise operation makes or a reduction reads counts as
-one. Bytes are those of inputs and outputs. A view moves nothing, and of a table only the gathered rows are read.
+Flops come from torch's flop counter. If it has no formula, each element that a pointwise operation
+makes or a reduction reads counts as one. Bytes are those of inputs and outputs. A view moves
+nothing, and of a table only the gathered rows are read.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ..ir.sizes import value
 from ..ir.types import DTYPES, FLOATS, Groups, plain
 from .data import FusionReport
 
-_SCRIPT = '''"""{id} of a fusion_moe.explain report: rebuilt, run on random inputs, compared with the reference."""
+_SCRIPT = '''"""{id} of a report: rebuilt, run on random inputs, compared with the reference."""
 
 from fusion_moe import options, run
 from fusion_moe.ir.text import parse
@@ -37,16 +37,26 @@ if __name__ == "__main__":
 
 
 def script(fusion: FusionReport, target: str) -> str:
-    """The text of the script for a fusion. `target` is a target whose programs can run on this machine."""
+    """The text of the script for a fusion. `target` is a target whose programs can run on this
+    machine.
+    """
     device = "cpu" if target in ("cpu", "reference") else "cuda"
-    return _SCRIPT.format(id=fusion.id, program=dict(fusion.stages)["translated"], sizes=dict(fusion.sizes), target=target, device=device)
+    return _SCRIPT.format(
+        id=fusion.id,
+        program=dict(fusion.stages)["translated"],
+        sizes=dict(fusion.sizes),
+        target=target,
+        device=device,
+    )
 
 
-_BYTES = {"u8": (0, 256), "f8e4m3": (0x28, 0x48), "f8e5m2": (0x30, 0x48), "f8e8m0": (124, 131)}  # scales from 1/8 to 8
+# scales from 1/8 to 8
+_BYTES = {"u8": (0, 256), "f8e4m3": (0x28, 0x48), "f8e5m2": (0x30, 0x48), "f8e8m0": (124, 131)}
 
 
 def random_inputs(fusion: Fusion, seed: int, sizes: dict[str, int] | None = None) -> list[Tensor]:
-    """Random inputs of a fusion's types that its operations accept: ids of groups, increasing ends, slots that are a permutation.
+    """Random inputs of a fusion's types that its operations accept: ids of groups, increasing ends,
+    slots that are a permutation.
 
     sizes: numbers for its symbols; without it, each is 8.
     """
@@ -60,10 +70,14 @@ def _random(v: Value, fusion: Fusion, env: dict[str, int], generator: torch.Gene
     shape = storage_shape(v.type, env)
     if v.type.dtype in FLOATS:
         numbers = torch.randn(shape, generator=generator)
-        return (numbers.abs() / 100 if _is_matrix_scale(v, fusion) else numbers).to(DTYPES[v.type.dtype])
+        return (numbers.abs() / 100 if _is_matrix_scale(v, fusion) else numbers).to(
+            DTYPES[v.type.dtype]
+        )
     if v.type.dtype in _BYTES:
         low, high = _BYTES[v.type.dtype]
-        return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator).view(DTYPES[v.type.dtype])
+        return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator).view(
+            DTYPES[v.type.dtype]
+        )
     if v.type.dtype == "bool":
         return torch.rand(shape, generator=generator) < 0.5
     return _integers(v, fusion, env, generator).to(DTYPES[v.type.dtype])
@@ -94,11 +108,17 @@ def _ends(groups: Groups, rows: int, env: dict[str, int], generator: torch.Gener
 
 
 def _reader(v: Value, fusion: Fusion, kind: str, place: int) -> Op | None:
-    """The first operation of a kind that reads a value, or the result of shape or pointwise operations on it, as input number `place`."""
+    """The first operation of a kind that reads a value, or the result of shape or pointwise
+    operations on it, as input number `place`.
+    """
     forms = [v]
     for form in forms:
         for op in fusion.readers.get(form, ()):
             if op.kind.name == kind and op.inputs[place] is form:
                 return op
-            forms += [out for out in op.outputs if op.kind.role in ("shape", "pointwise") and out not in forms]
+            forms += [
+                out
+                for out in op.outputs
+                if op.kind.role in ("shape", "pointwise") and out not in forms
+            ]
     return None

@@ -37,38 +37,54 @@ from .fakes import device_of_values, like, on_fakes
 from .measure import Watch
 
 _LOOP = (
-    "; if these experts run in a loop, fusion_moe.quantize_ makes one operation of those of known classes, and a converter of those of "
+    "; if these experts run in a loop, fusion_moe.quantize_ makes one operation of those of known "
+    "classes, and a converter of those of "
     "your own (docs/extend/converters.md)"
 )
 
 
 def explain(
-    model_or_fn: Callable[..., Any], *args: Any, target: str | None = None, gpu: str | None = None, measure: bool = False,
-    load: bool = False, backward: bool = False, **kwargs: Any,
-) -> Report:  # fmt: skip
-    """Shows what torch.compile(model_or_fn, backend="fusion_moe") fuses when it is called with these arguments, what it does not, and why.
+    model_or_fn: Callable[..., Any],
+    *args: Any,
+    target: str | None = None,
+    gpu: str | None = None,
+    measure: bool = False,
+    load: bool = False,
+    backward: bool = False,
+    **kwargs: Any,
+) -> Report:
+    """Shows what torch.compile(model_or_fn, backend="fusion_moe") fuses when it is called with
+    these arguments, what it does not, and why.
 
-    For what thunder.jit made, it shows what our executor fuses. The call is traced in the grad mode in force, with the sizes of these
-    arguments; for a training step, the forward pass or both passes. Tracing uses fake tensors: nothing is computed, weights and arguments
-    may be on the meta device or fake, and the model does not change. A call that asks for the values of tensors, as in `if x.sum() > 0`, is
-    run once instead, by the reference. Nothing is compiled to machine code.
+    For what thunder.jit made, it shows what our executor fuses. The call is traced in the grad mode
+    in force, with the sizes of these arguments; for a training step, the forward pass or both
+    passes. Tracing uses fake tensors: nothing is computed, weights and arguments may be on the meta
+    device or fake, and the model does not change. A call that asks for the values of tensors, as in
+    `if x.sum() > 0`, is run once instead, by the reference. Nothing is compiled to machine code.
 
-    target: None: the target of the tensors' device; otherwise a name in target.py, even of a target whose programs cannot run here.
-    gpu: the name of a GPU ("H100") whose kernels to show, even if it is absent; the target is then "cuda". None: the GPU at hand, or an
-    H200.
-    measure, load: also run the call, on real tensors, with its fusions as compiled programs; the model's writes into itself take effect.
-    measure: reports the time of each kernel, next to the time that this machine takes to read the kernel's inputs. On a GPU, CUDA events
-    measure. Report.void says if the machine was too busy for the times to mean something.
-    load: reports how many rows each group (expert) has.
-    backward: also reports the backward pass: what is saved for it, what it recomputes, and where gradients come from. OptionError for an
-    unknown target or GPU. UnsupportedError for a call that asks for values that do not exist, for one that cannot be run or measured, for a
-    backward if there is none, for something that cannot be called, and for `gpu` without the extra `cuda`.
+    target: None: the target of the tensors' device; otherwise a name in target.py, even of a target
+    whose programs cannot run here. gpu: the name of a GPU ("H100") whose kernels to show, even if
+    it is absent; the target is then "cuda". None: the GPU at hand, or an H200. measure, load: also
+    run the call, on real tensors, with its fusions as compiled programs; the model's writes into
+    itself take effect. measure: reports the time of each kernel, next to the time that this machine
+    takes to read the kernel's inputs. On a GPU, CUDA events measure. Report.void says if the
+    machine was too busy for the times to mean something. load: reports how many rows each group
+    (expert) has. backward: also reports the backward pass: what is saved for it, what it
+    recomputes, and where gradients come from. OptionError for an unknown target or GPU.
+    UnsupportedError for a call that asks for values that do not exist, for one that cannot be run
+    or measured, for a backward if there is none, for something that cannot be called, and for `gpu`
+    without the extra `cuda`.
     """
     if not callable(model_or_fn):
-        raise UnsupportedError(f"a {type(model_or_fn).__name__}", expected="a torch.nn.Module or a function", where="explain")
+        raise UnsupportedError(
+            f"a {type(model_or_fn).__name__}",
+            expected="a torch.nn.Module or a function",
+            where="explain",
+        )
     target, arch = (target, None) if gpu is None else _of_gpu(gpu, target)
     switches = options.current().replace(**({} if target is None else {"target": target}))
-    targets.find(switches.target, torch.device("cpu"))  # an unknown name raises here and not inside a compiler
+    # an unknown name raises here and not inside a compiler
+    targets.find(switches.target, torch.device("cpu"))
     _check_names(_original(model_or_fn), kwargs)
     watch = Watch(switches, measure, load) if measure or load else None
     _check_backward(backward, watch)
@@ -76,7 +92,11 @@ def explain(
     if watch is not None:
         _check_can_run(watch, device_of_values(function, args, kwargs))
     try:
-        seen = on_fakes(look, function, args, kwargs) if watch is None else look(function, args, kwargs)
+        seen = (
+            on_fakes(look, function, args, kwargs)
+            if watch is None
+            else look(function, args, kwargs)
+        )
     except TorchDynamoException as error:
         if own := _own_error(error):
             raise own.at("explain") from error
@@ -97,16 +117,25 @@ def _own_error(error: BaseException) -> Error | None:
 def _of_gpu(name: str, target: str | None) -> tuple[str, Arch]:
     """The target and the facts of a GPU, by its name."""
     if target not in (None, cuda.NAME):
-        raise OptionError(f"gpu = {name!r} for the target {target!r}", expected=f"the target {cuda.NAME!r}, or none", where="explain")
+        raise OptionError(
+            f"gpu = {name!r} for the target {target!r}",
+            expected=f"the target {cuda.NAME!r}, or none",
+            where="explain",
+        )
     arch = named(name)
-    if why := nvrtc.why_missing():  # no program would have kernels: true of this machine, not of the GPU
+    # no program would have kernels: true of this machine, not of the GPU
+    if why := nvrtc.why_missing():
         found, _, todo = why.partition("; ")
-        raise UnsupportedError(f"gpu = {name!r} needs NVRTC, and {found}", todo=todo, where="explain")
+        raise UnsupportedError(
+            f"gpu = {name!r} needs NVRTC, and {found}", todo=todo, where="explain"
+        )
     return cuda.NAME, arch
 
 
 def _check_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """OptionError for an argument that nothing called takes and whose name resembles one of explain's own."""
+    """OptionError for an argument that nothing called takes and whose name resembles one of
+    explain's own.
+    """
     called = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         named = signature(called).parameters
@@ -115,7 +144,11 @@ def _check_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Non
     own = [p.name for p in signature(explain).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for name in kwargs:
         if name not in named and (todo := did_you_mean(name, own)):
-            raise OptionError(f"{name} = {kwargs[name]!r}, which {_name_of(function)} does not name", todo=todo, where="explain")
+            raise OptionError(
+                f"{name} = {kwargs[name]!r}, which {_name_of(function)} does not name",
+                todo=todo,
+                where="explain",
+            )
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -126,22 +159,33 @@ def _check_can_run(watch: Watch, device: torch.device) -> None:
     """UnsupportedError if the watched call cannot be run, or measured, on a device."""
     targets.check_device(targets.find(watch.switches.target, device), device, "explain")
     if watch.measure and device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"measure=True for tensors on {device}", expected="tensors on a CPU or a CUDA GPU", where="explain")
+        raise UnsupportedError(
+            f"measure=True for tensors on {device}",
+            expected="tensors on a CPU or a CUDA GPU",
+            where="explain",
+        )
 
 
 def _check_backward(backward: bool, watch: Watch | None) -> None:
     """UnsupportedError if a backward is to be measured: it is only traced, not run."""
     if backward and watch is not None:
-        raise UnsupportedError("backward=True with measure or load", expected="one of them: the backward is not run", where="explain")
+        raise UnsupportedError(
+            "backward=True with measure or load",
+            expected="one of them: the backward is not run",
+            where="explain",
+        )
 
 
 def _check_has_backward(backward: bool, seen: Seen) -> None:
     """UnsupportedError if a backward is asked for but does not exist."""
     if backward and not seen.steps:
         raise UnsupportedError(
-            "backward=True for a call of whose results none requires a gradient", expected="a training step",
-            todo="call it outside of torch.no_grad(), with arguments or parameters that require gradients", where="explain",
-        )  # fmt: skip
+            "backward=True for a call of whose results none requires a gradient",
+            expected="a training step",
+            todo="call it outside of torch.no_grad(), with arguments or parameters that require "
+            "gradients",
+            where="explain",
+        )
 
 
 def _looker(
@@ -152,19 +196,29 @@ def _looker(
     if thunder is not None and (compiled := thunder.compile_data(function)) is not None:
         if watch is not None:
             raise UnsupportedError(
-                "measure=True or load=True for the result of thunder.jit", expected="a module or a function",
-                todo="pass what thunder.jit was given: it then runs as under torch.compile", where="explain",
-            )  # fmt: skip
+                "measure=True or load=True for the result of thunder.jit",
+                expected="a module or a function",
+                todo="pass what thunder.jit was given: it then runs as under torch.compile",
+                where="explain",
+            )
         if backward:
             raise UnsupportedError(
-                "backward=True for the result of thunder.jit", expected="a module or a function", todo="pass what thunder.jit was given",
+                "backward=True for the result of thunder.jit",
+                expected="a module or a function",
+                todo="pass what thunder.jit was given",
                 where="explain",
-            )  # fmt: skip
+            )
         return partial(_in_thunder, compiled.executors_list, switches), compiled.fn
     return partial(_in_dynamo, switches, watch, backward), _original(function)
 
 
-def _in_thunder(executors: Sequence[Any], switches: Options, function: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
+def _in_thunder(
+    executors: Sequence[Any],
+    switches: Options,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+) -> Seen:
     """What is found when thunder.jit traces a call."""
     import thunder
 
@@ -173,12 +227,21 @@ def _in_thunder(executors: Sequence[Any], switches: Options, function: Callable[
 
 
 def _in_dynamo(
-    switches: Options, watch: Watch | None, backward: bool, function: Callable[..., Any], args: Any, kwargs: Any
-) -> Seen:  # fmt: skip
-    """What is found when torch.compile traces a call. watch: if given, programs run compiled for the target, not on the reference."""
+    switches: Options,
+    watch: Watch | None,
+    backward: bool,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+) -> Seen:
+    """What is found when torch.compile traces a call. watch: if given, programs run compiled for
+    the target, not on the reference.
+    """
     seen = Seen(watch=watch)
 
-    def look(model: GraphModule, forward: list[Graph], graph: Graph, is_inference: bool = False) -> None:
+    def look(
+        model: GraphModule, forward: list[Graph], graph: Graph, is_inference: bool = False
+    ) -> None:
         if not is_backward(graph):
             forward.append(graph)
         elif backward:
@@ -198,27 +261,45 @@ def _in_dynamo(
     isolated: dict[str, Any] = {"isolate_recompiles": True} if has_isolation else {}
     compiled = torch.compile(apart(function), backend=backend, dynamic=False, **isolated)
     limits = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
-    no_timing = inductor_config.patch(shape_padding=False)  # it measures on the GPU which shapes to pad
-    at_once = functorch_config.patch(force_non_lazy_backward_lowering=True) if backward else nullcontext()
+    # it measures on the GPU which shapes to pad
+    no_timing = inductor_config.patch(shape_padding=False)
+    at_once = (
+        functorch_config.patch(force_non_lazy_backward_lowering=True) if backward else nullcontext()
+    )
     with limits, no_timing, at_once, options.override(target="reference"):
         compiled(*args, **kwargs)
         if not seen.graphs and (found := first_break(function, args, kwargs)):
-            seen.float_experts.update(dict.fromkeys(experts_outside(getattr(function, "__self__", function))))
-            seen.breaks.append(NotFused("graph break", found[1], f"{found[0]}{_LOOP if seen.float_experts else ''}"))
+            seen.float_experts.update(
+                dict.fromkeys(experts_outside(getattr(function, "__self__", function)))
+            )
+            seen.breaks.append(
+                NotFused(
+                    "graph break", found[1], f"{found[0]}{_LOOP if seen.float_experts else ''}"
+                )
+            )
     return seen
 
 
 def _own(model: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of a graph; fakes of another mode become fakes of the mode in which the graph is traced."""
+    """The inputs of a graph; fakes of another mode become fakes of the mode in which the graph is
+    traced.
+    """
     mode = TracingContext.get().fake_mode
     assert mode is not None
     known = [n.meta["example_value"] for n in model.graph.nodes if n.op == "placeholder"]
-    return [like(k, mode) if isinstance(x, FakeTensor) else x for x, k in zip(inputs, known, strict=True)]
+    return [
+        like(k, mode) if isinstance(x, FakeTensor) else x
+        for x, k in zip(inputs, known, strict=True)
+    ]
 
 
 def _original(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compile was given, if it was called already: on a module, on a function, or as module.compile()."""
-    function = getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
+    """What torch.compile was given, if it was called already: on a module, on a function, or as
+    module.compile().
+    """
+    function = getattr(
+        function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function)
+    )
     if isinstance(function, torch.nn.Module) and function._compiled_call_impl is not None:
         return function._call_impl
     return function

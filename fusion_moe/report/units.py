@@ -15,7 +15,11 @@ def ratio(x: float) -> str:
 
 def duration(seconds: float) -> str:
     """0.00123 -> "1.23 ms"."""
-    unit, size = next((u, s) for u, s in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)) if seconds >= 0.9995 * s or u == "ns")
+    unit, size = next(
+        (u, s)
+        for u, s in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+        if seconds >= 0.9995 * s or u == "ns"
+    )
     return f"{seconds / size:.3g} {unit}"
 
 

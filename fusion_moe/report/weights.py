@@ -12,10 +12,16 @@ from ..target import TARGETS, Target
 
 
 def weight_layouts(fusion: Fusion, to: Target) -> tuple[tuple[str, str], ...]:
-    """(layout, what `prepare_` does about it) for encoded weights that are not in a target's layout but in one that `prepare_` knows."""
+    """(layout, what `prepare_` does about it) for encoded weights that are not in a target's layout
+    but in one that `prepare_` knows.
+    """
     weights = (product.weight.type for product in products(fusion) if product.weight is not None)
     known = (w for w in weights if w.quantized and _is_prepared(w.layout) and not set(w.symbols()))
-    return tuple(dict.fromkeys((w.layout, _what_is_done(w, to)) for w in known if w.layout != to.weight_layout))
+    return tuple(
+        dict.fromkeys(
+            (w.layout, _what_is_done(w, to)) for w in known if w.layout != to.weight_layout
+        )
+    )
 
 
 def _is_prepared(layout: str) -> bool:
@@ -24,7 +30,10 @@ def _is_prepared(layout: str) -> bool:
 
 
 def _what_is_done(w: TensorType, to: Target) -> str:
-    done = f"fusion_moe.prepare_(model, {to.name!r}) reorders them to {to.weight_layout}, the layout of {to.name}"
+    done = (
+        f"fusion_moe.prepare_(model, {to.name!r}) reorders them to {to.weight_layout}, the "
+        f"layout of {to.name}"
+    )
     if to.weight_layout == LINEAR.name:
         return done
     n, k = (value(plain(d), {}) for d in w.shape[1:])

@@ -1,11 +1,13 @@
-"""Compiling while calls are served: builds run on background threads, and each build runs only once at a time.
+"""Compiling while calls are served: builds run on background threads, and each build runs only once
+at a time.
 
     started = start(builds)
         started.done        # whether all have ended; never waits
         started.check()     # raises the first error of those that have ended
 
-The threads end when no work is left. At the interpreter's exit no further build is started, and running builds are waited for: a compiler
-that is a library must not run while the process is torn down. Half-written files do no harm: see store.py.
+The threads end when no work is left. At the interpreter's exit no further build is started, and
+running builds are waited for: a compiler that is a library must not run while the process is torn
+down. Half-written files do no harm: see store.py.
 """
 
 from __future__ import annotations
@@ -92,7 +94,9 @@ def _work() -> None:
 
 
 def _begin_anew() -> None:
-    """After a fork: the child has none of the threads, and may have a lock that one of them held."""
+    """After a fork: the child has none of the threads, and may have a lock that one of them
+    held.
+    """
     global _lock, _threads
     _lock, _threads = threading.Lock(), 0
     _waiting.clear()

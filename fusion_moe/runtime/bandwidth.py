@@ -1,11 +1,13 @@
-"""How fast this machine reads memory, a bound for all kernels that read it. Measured once for a number of threads, and kept on disk.
+"""How fast this machine reads memory, a bound for all kernels that read it. Measured once for a
+number of threads, and kept on disk.
 
     memory = bandwidth.of(threads=2)         # takes about a second the first time
     memory.bytes_per_second, memory.by
         memory.read(t)                          # reads one tensor or several in the same way
         bandwidth.evict(t)                      # the next read comes from memory, not from a cache
 
-bandwidth.cpp does the reading, prefetching as far ahead as is fastest on this machine; without a compiler, a torch reduction reads.
+bandwidth.cpp does the reading, prefetching as far ahead as is fastest on this machine; without a
+compiler, a torch reduction reads.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Bandwidth:
     ahead: int | None = None
 
     def read(self, *tensors: Tensor) -> None:
-        """Reads contiguous CPU tensors once, each a whole number of 8 bytes, divided evenly between the threads."""
+        """Reads contiguous CPU tensors once, each a whole number of 8 bytes, divided evenly between
+        the threads.
+        """
         self.reader(*tensors)()
 
     def reader(self, *tensors: Tensor) -> Callable[[], None]:
@@ -56,7 +60,9 @@ class Bandwidth:
             return partial(_reduce_all, tensors, self.threads)
         addresses = (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
         sizes = (ctypes.c_longlong * len(tensors))(*[t.nbytes for t in tensors])
-        return partial(_library().read_words, addresses, sizes, len(tensors), self.threads, self.ahead)
+        return partial(
+            _library().read_words, addresses, sizes, len(tensors), self.threads, self.ahead
+        )
 
     def now(self, memory: Tensor) -> float:
         """Bytes per second, by the median of three reads of a tensor."""
@@ -76,7 +82,9 @@ class Bandwidth:
 def of(threads: int) -> Bandwidth:
     """The read bandwidth of this machine: measured in this process, or stored by an earlier one."""
     where = cpu(), str(cpus()), str(pages.nodes())
-    key = store.key_of(Path(__file__).read_bytes(), _SOURCE.read_bytes(), *where, str(threads), _why_not_cpp())
+    key = store.key_of(
+        Path(__file__).read_bytes(), _SOURCE.read_bytes(), *where, str(threads), _why_not_cpp()
+    )
 
     def make(path: Path) -> None:
         path.write_text(json.dumps(asdict(_measured(threads))))
@@ -88,13 +96,17 @@ def of(threads: int) -> Bandwidth:
 
 
 def evict(*tensors: Tensor) -> None:
-    """Evicts CPU tensors from the CPU's caches: by bandwidth.cpp, or by reading enough other memory to replace them."""
+    """Evicts CPU tensors from the CPU's caches: by bandwidth.cpp, or by reading enough other memory
+    to replace them.
+    """
     if not all(_evicts(t.untyped_storage()) for t in tensors):
         _reduce(_kept_pool(), torch.get_num_threads())
 
 
 def _evicts(memory: torch.UntypedStorage) -> bool:
-    return not _why_not_cpp() and bool(_library().evict(memory.data_ptr(), memory.nbytes(), torch.get_num_threads()))
+    return not _why_not_cpp() and bool(
+        _library().evict(memory.data_ptr(), memory.nbytes(), torch.get_num_threads())
+    )
 
 
 def pool() -> Tensor:
@@ -110,7 +122,11 @@ def cpu() -> str:
             key, _, value = line.partition(":")
             facts[key.strip()] = value.strip()
     name = facts.get("model name", platform.machine())
-    numbers = [f"{key} {facts[key]}" for key in ("cpu family", "model", "CPU implementer", "CPU part") if key in facts]
+    numbers = [
+        f"{key} {facts[key]}"
+        for key in ("cpu family", "model", "CPU implementer", "CPU part")
+        if key in facts
+    ]
     return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
@@ -127,8 +143,11 @@ def _measured(threads: int) -> Bandwidth:
     if nodes := pages.nodes():
         where += f", on {numa.named(nodes)} by turns"
     found = Bandwidth(0, threads, f"{_how(ahead)}; {where}", ahead)
-    # Other programs slow down most reads, and this number is stored; but a single read can be faster than the memory is over a longer time.
-    return replace(found, bytes_per_second=memory.nbytes / found.times(memory, _REPEATS)[_REPEATS // 10])
+    # Other programs slow down most reads, and this number is stored; but a single read can be
+    # faster than the memory is over a longer time.
+    return replace(
+        found, bytes_per_second=memory.nbytes / found.times(memory, _REPEATS)[_REPEATS // 10]
+    )
 
 
 def _how(ahead: int | None) -> str:
@@ -139,9 +158,19 @@ def _how(ahead: int | None) -> str:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """bandwidth.cpp, compiled for the best tier of this machine, whatever cpu_isa says: memory does not get slower by that option."""
-    library = build.load(_SOURCE.read_text(encoding="utf-8"), name="bandwidth", tier=isa.available()[0])
-    library.read_words.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
+    """bandwidth.cpp, compiled for the best tier of this machine, whatever cpu_isa says: memory does
+    not get slower by that option.
+    """
+    library = build.load(
+        _SOURCE.read_text(encoding="utf-8"), name="bandwidth", tier=isa.available()[0]
+    )
+    library.read_words.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_longlong,
+    ]
     library.read_words.restype = ctypes.c_uint64
     library.evict.argtypes = [ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int]
     return library
@@ -180,5 +209,7 @@ def _cache_bytes() -> int:
     """The sum of all last-level caches, as Linux reports it; 0 if it does not."""
     found = {}
     for folder in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
-        found[(folder / "shared_cpu_list").read_text()] = int((folder / "size").read_text().strip().rstrip("K")) * 1024
+        found[(folder / "shared_cpu_list").read_text()] = (
+            int((folder / "size").read_text().strip().rstrip("K")) * 1024
+        )
     return sum(found.values())

@@ -1,19 +1,23 @@
 """C++ kernels: compiled with the user's compiler, cached by content, loaded with ctypes.
 
     library = load(text, name="grouped_mm", include=[folder])          # -> ctypes.CDLL
-    library.grouped_mm(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(rows), ctypes.c_int(torch.get_num_threads()))
+    library.grouped_mm(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(rows),
+    ctypes.c_int(torch.get_num_threads()))
 
-`text` is C++17 with `extern "C"` entry points and everything else in an anonymous namespace. Files that it includes in quotes are looked up
-in the folders of `include` and are part of the key. `tier` is one of `isa.TIERS` (default: `isa.selected()`); its -m flags are added, so
-that the compiler's macros (`__AVX512BF16__`, `__AMX_TILE__`) say what the CPU has. `flags=["-DROWS=4"]` come last.
+`text` is C++17 with `extern "C"` entry points and everything else in an anonymous namespace. Files
+that it includes in quotes are looked up in the folders of `include` and are part of the key. `tier`
+is one of `isa.TIERS` (default: `isa.selected()`); its -m flags are added, so that the compiler's
+macros (`__AVX512BF16__`, `__AMX_TILE__`) say what the CPU has. `flags=["-DROWS=4"]` come last.
 
-`find_compiler()` is None if there is no compiler, and `why_no_compiler()` is then a sentence about it; `load` raises BuildError then, and
-also for source that does not compile and for a compiler that takes longer than the option compile_seconds. That compiler is ended, with
-all processes that it started. `build` does the same without loading, also for tiers of other machines.
+`find_compiler()` is None if there is no compiler, and `why_no_compiler()` is then a sentence about
+it; `load` raises BuildError then, and also for source that does not compile and for a compiler that
+takes longer than the option compile_seconds. That compiler is ended, with all processes that it
+started. `build` does the same without loading, also for tiers of other machines.
 
-Threads: OpenMP. The library asks for libgomp.so.1, like torch, which has already loaded its own: both share one thread pool.
-Its number of threads is a setting of each thread, so a kernel takes torch.get_num_threads() as an argument of its calls and says
-`num_threads(threads)`: a thread in which torch has not computed yet, such as one of autograd's, would ignore `torch.set_num_threads`.
+Threads: OpenMP. The library asks for libgomp.so.1, like torch, which has already loaded its own:
+both share one thread pool. Its number of threads is a setting of each thread, so a kernel takes
+torch.get_num_threads() as an argument of its calls and says `num_threads(threads)`: a thread in
+which torch has not computed yet, such as one of autograd's, would ignore `torch.set_num_threads`.
 """
 
 from __future__ import annotations
@@ -39,8 +43,9 @@ from ..errors import BuildError
 from ..warn import warn_once
 from . import dump, isa, store, transient
 
-# No -ffast-math, nor anything else that changes results. -ffast-math also makes g++ link code that flushes denormals in the whole process
-# that loads the library. Contraction of a * b + c into one rounding would give each tier different results.
+# No -ffast-math, nor anything else that changes results. -ffast-math also makes g++ link code that
+# flushes denormals in the whole process that loads the library. Contraction of a * b + c into one
+# rounding would give each tier different results.
 BASE_FLAGS = (
     "-std=c++17",
     "-O3",
@@ -68,9 +73,11 @@ class Compiler:
 
 @dataclass(frozen=True)
 class LibrarySource:
-    """A C++ source, its name, the tier that it is for, the folders of its headers, and extra flags, which come last.
+    """A C++ source, its name, the tier that it is for, the folders of its headers, and extra flags,
+    which come last.
 
-    shipped: a folder of libraries that came with the package, which are used if they were built from this source.
+    shipped: a folder of libraries that came with the package, which are used if they were built
+    from this source.
     """
 
     text: str
@@ -85,46 +92,91 @@ class LibrarySource:
         return (*BASE_FLAGS, *isa.compiler_flags(self.tier, having), *self.flags)
 
     def came_with(self, having: Collection[str] | None = None) -> Path | None:
-        """The file of the shipped library, if there is one, for a CPU with these features (default: this one's)."""
-        return self.shipped and self.shipped / f"{self.name}-{self.tier}-{self._key(*self.all_flags(having))}.so"
+        """The file of the shipped library, if there is one, for a CPU with these features (default:
+        this one's).
+        """
+        return (
+            self.shipped
+            and self.shipped / f"{self.name}-{self.tier}-{self._key(*self.all_flags(having))}.so"
+        )
 
     def command(self, compiler: Compiler, having: Collection[str] | None = None) -> list[str]:
         """The compiler's command line, without source and output."""
-        return [*compiler.command, *self.all_flags(having), *(f"-I{folder}" for folder in self.include)]
+        return [
+            *compiler.command,
+            *self.all_flags(having),
+            *(f"-I{folder}" for folder in self.include),
+        ]
 
     def file(self, compiler: Compiler) -> str:
         """The name of the library in the cache."""
-        return f"{self.name}-{self.tier}-{self._key(compiler.version, *compiler.command, *self.all_flags())}.so"
+        key = self._key(compiler.version, *compiler.command, *self.all_flags())
+        return f"{self.name}-{self.tier}-{key}.so"
 
     def _key(self, *how: str) -> str:
-        headers = store.key_of(*(part for header in _headers(self.text, self.include) for part in header))
+        headers = store.key_of(
+            *(part for header in _headers(self.text, self.include) for part in header)
+        )
         return store.key_of(self.text, headers, self.tier, os.uname().machine, *how)
 
 
-def load(text: str, *, name: str, tier: str | None = None, include: Sequence[Path | str] = (), flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """The library of a C++ source, as described at the head of this file. BuildError if it fails, OptionError for another CPU's tier."""
+def load(
+    text: str,
+    *,
+    name: str,
+    tier: str | None = None,
+    include: Sequence[Path | str] = (),
+    flags: Sequence[str] = (),
+) -> ctypes.CDLL:
+    """The library of a C++ source, as described at the head of this file. BuildError if it fails,
+    OptionError for another CPU's tier.
+    """
     return library(_source(text, name, isa.selected() if tier is None else tier, include, flags))
 
 
-def build(text: str, *, name: str, tier: str, include: Sequence[Path | str] = (), flags: Sequence[str] = ()) -> Path:
-    """The file of the library of a C++ source, from the cache or compiled now. BuildError if that fails."""
+def build(
+    text: str,
+    *,
+    name: str,
+    tier: str,
+    include: Sequence[Path | str] = (),
+    flags: Sequence[str] = (),
+) -> Path:
+    """The file of the library of a C++ source, from the cache or compiled now. BuildError if that
+    fails.
+    """
     return _file(_source(text, name, tier, include, flags))
 
 
-def is_built(text: str, *, name: str, tier: str, include: Sequence[Path | str] = (), flags: Sequence[str] = ()) -> bool:
+def is_built(
+    text: str,
+    *,
+    name: str,
+    tier: str,
+    include: Sequence[Path | str] = (),
+    flags: Sequence[str] = (),
+) -> bool:
     """Whether `build` would find the library in the cache; False if there is no compiler."""
     compiler = find_compiler()
-    return compiler is not None and store.has(_source(text, name, tier, include, flags).file(compiler))
+    return compiler is not None and store.has(
+        _source(text, name, tier, include, flags).file(compiler)
+    )
 
 
 def library(source: LibrarySource) -> ctypes.CDLL:
-    """The library of a source: shipped with the package, from the cache, or compiled now. Raises like `load`."""
+    """The library of a source: shipped with the package, from the cache, or compiled now. Raises
+    like `load`.
+    """
     isa.require(source.tier)
     return _open(_file(source))
 
 
-def _source(text: str, name: str, tier: str, include: Sequence[Path | str], flags: Sequence[str]) -> LibrarySource:
-    return LibrarySource(text, name, tier, tuple(Path(folder).absolute() for folder in include), tuple(flags))
+def _source(
+    text: str, name: str, tier: str, include: Sequence[Path | str], flags: Sequence[str]
+) -> LibrarySource:
+    return LibrarySource(
+        text, name, tier, tuple(Path(folder).absolute() for folder in include), tuple(flags)
+    )
 
 
 def _file(source: LibrarySource) -> Path:
@@ -139,17 +191,24 @@ def _made(source: LibrarySource) -> Path:
         raise BuildError(why_no_compiler(), where=source.name)
     command = _allowed(source.command(compiler), source.name)
     with store.as_build_error(source.name):
-        return store.get_or_make(source.file(compiler), lambda path: _compile(command, source, path))
+        return store.get_or_make(
+            source.file(compiler), lambda path: _compile(command, source, path)
+        )
 
 
 def ship(source: LibrarySource, having: Collection[str]) -> Path:
-    """Compiles a source into its folder of shipped libraries, for a CPU with these features; the file appears whole or not at all."""
+    """Compiles a source into its folder of shipped libraries, for a CPU with these features; the
+    file appears whole or not at all.
+    """
     compiler, path = find_compiler(), source.came_with(having)
     if compiler is None or path is None:
         raise BuildError(why_no_compiler(), where=source.name)
     command = _allowed(source.command(compiler, having), source.name)
     path.parent.mkdir(exist_ok=True)
-    with store.as_build_error(source.name), tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch:
+    with (
+        store.as_build_error(source.name),
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch,
+    ):
         _compile(command, source, Path(scratch) / path.name)
         (Path(scratch) / path.name).replace(path)
     return path
@@ -157,7 +216,11 @@ def ship(source: LibrarySource, having: Collection[str]) -> Path:
 
 def _allowed(command: list[str], name: str) -> list[str]:
     if wrong := [flag for flag in command if flag in _NEVER]:
-        raise BuildError(f"compiler flag {wrong[0]}", expected="flags that keep results and name the instructions", where=name)
+        raise BuildError(
+            f"compiler flag {wrong[0]}",
+            expected="flags that keep results and name the instructions",
+            where=name,
+        )
     return command
 
 
@@ -167,15 +230,21 @@ def _open(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as e:
         store.forget(path)  # a compiler that failed and did not say so may not fail again
-        todo = "if the folder's file system forbids programs (noexec), set FUSION_MOE_CACHE_DIR to another folder"
-        raise BuildError(f"the compiled kernel does not load: {e}", todo=todo, where=str(path)) from e
+        todo = (
+            "if the folder's file system forbids programs (noexec), set FUSION_MOE_CACHE_DIR "
+            "to another folder"
+        )
+        raise BuildError(
+            f"the compiled kernel does not load: {e}", todo=todo, where=str(path)
+        ) from e
 
 
-# The compiler -------------------------------------------------------------------------------------------------------
+# The compiler -------------------------------------------------------------------------------------
 
 
 def find_compiler() -> Compiler | None:
-    """$CXX if it is set, else the first of g++, clang++, c++ on PATH that runs; None if there is none.
+    """$CXX if it is set, else the first of g++, clang++, c++ on PATH that runs; None if there is
+    none.
 
     BuildError if it cannot be told now, since no process can be started.
     """
@@ -191,7 +260,11 @@ def why_no_compiler() -> str:
 
 def warn_of_no_compiler() -> None:
     """Warns once about the consequences."""
-    warn_once(f"{why_no_compiler()}; plain torch computes everything but the prebuilt grouped products, slowly", about="no compiler")
+    warn_once(
+        f"{why_no_compiler()}; plain torch computes everything but the prebuilt grouped "
+        "products, slowly",
+        about="no compiler",
+    )
 
 
 @cache
@@ -218,51 +291,82 @@ def _version(command: Sequence[str]) -> str:
     return ""
 
 
-def _run(command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """A compiler's output. TimeoutExpired after compile_seconds; then, or on an interruption, all processes that it started are ended.
+def _run(
+    command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A compiler's output. TimeoutExpired after compile_seconds; then, or on an interruption, all
+    processes that it started are ended.
 
-    The output goes to files: a pipe would be open for as long as any process that a wrapper left running, such as its cache's server.
+    The output goes to files: a pipe would be open for as long as any process that a wrapper left
+    running, such as its cache's server.
     """
     with (
-        _scratch() as out, _scratch() as err,
-        subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=err) as running,
-    ):  # fmt: skip
+        _scratch() as out,
+        _scratch() as err,
+        subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=env,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+        ) as running,
+    ):
         try:
             running.wait(options.current().compile_seconds)
         except BaseException:
-            if running.returncode is None:  # otherwise its process id may belong to another process by now
+            # otherwise its process id may belong to another process by now
+            if running.returncode is None:
                 os.killpg(running.pid, signal.SIGKILL)
             raise
-        said = [os.pread(file.fileno(), _MOST_OUTPUT, 0).decode(errors="replace") for file in (out, err)]
+        said = [
+            os.pread(file.fileno(), _MOST_OUTPUT, 0).decode(errors="replace") for file in (out, err)
+        ]
     return subprocess.CompletedProcess(command, running.returncode, *said)
 
 
 def _scratch() -> IO[bytes]:
-    """A file without a name: in memory if the system can, for compilers say so if there is no space on disk."""
-    return os.fdopen(os.memfd_create("compiler"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
+    """A file without a name: in memory if the system can, for compilers say so if there is no space
+    on disk.
+    """
+    return (
+        os.fdopen(os.memfd_create("compiler"), "w+b")
+        if hasattr(os, "memfd_create")
+        else tempfile.TemporaryFile()
+    )
 
 
 def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
-    """Compiles in the folder of `path`, with relative names, so that equal sources give equal files wherever they are built.
+    """Compiles in the folder of `path`, with relative names, so that equal sources give equal files
+    wherever they are built.
 
     A source that does not compile is kept in the store. OSError if there is no space left.
     """
     file = f"{source.name}.cpp"
     (path.parent / file).write_text(source.text, encoding="utf-8")
-    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(path.parent)}  # a killed compiler's files are removed with the folder
+    # a killed compiler's files are removed with the folder
+    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(path.parent)}
     try:
         done = _run([*command, file, "-o", path.name], cwd=path.parent, env=environment)
     except subprocess.TimeoutExpired as e:
         found = f"compiling {source.name} took more than {e.timeout:g} s; the compiler was killed"
-        todo = "raise FUSION_MOE_COMPILE_SECONDS, or set CXX to another compiler; to see what it does"
+        todo = (
+            "raise FUSION_MOE_COMPILE_SECONDS, or set CXX to another compiler; to see what it does"
+        )
     else:
         if done.returncode == 0 and path.exists():
             return
         if any(full in done.stderr for full in _FULL):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path.parent.parent))
-        found = f"{source.name} does not compile (exit status {done.returncode})\n{_first_errors(done.stderr)}"
+        found = (
+            f"{source.name} does not compile (exit status "
+            f"{done.returncode})\n{_first_errors(done.stderr)}"
+        )
         todo = "to see it all"
-    kept = store.get_or_make(f"{path.stem}.failed.cpp", lambda kept: kept.write_text(source.text, encoding="utf-8"))
+    kept = store.get_or_make(
+        f"{path.stem}.failed.cpp", lambda kept: kept.write_text(source.text, encoding="utf-8")
+    )
     again = shlex.join([*command, str(kept), "-o", os.devnull])
     raise BuildError(found, todo=f"{todo}:\n  {again}", where=str(kept))
 
@@ -273,13 +377,14 @@ def _first_errors(said: str) -> str:
     return "\n".join(f"  {line}" for line in errors[:_SHOWN_ERRORS])
 
 
-# What a source includes -------------------------------------------------------------------------------------------------
+# What a source includes ---------------------------------------------------------------------------
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 
 
 def _headers(text: str, folders: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each file that a source includes in quotes, directly or indirectly, found as the compiler finds them.
+    """Name and content of each file that a source includes in quotes, directly or indirectly, found
+    as the compiler finds them.
 
     Files in branches that the preprocessor drops are listed too, which does no harm.
     """
@@ -287,10 +392,15 @@ def _headers(text: str, folders: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
     waiting = [(name, list(folders)) for name in _INCLUDE.findall(text)]
     while waiting:
         name, places = waiting.pop(0)
-        path = next(((place / name).resolve() for place in places if (place / name).is_file()), None)
+        path = next(
+            ((place / name).resolve() for place in places if (place / name).is_file()), None
+        )
         if path is None or path in seen:
             continue  # the compiler will report it; or it is a system header
         seen.add(path)
         content = path.read_bytes()
         yield name, content
-        waiting += [(inner, [path.parent, *folders]) for inner in _INCLUDE.findall(content.decode(errors="replace"))]
+        waiting += [
+            (inner, [path.parent, *folders])
+            for inner in _INCLUDE.findall(content.decode(errors="replace"))
+        ]

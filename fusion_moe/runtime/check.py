@@ -1,5 +1,5 @@
-"""The option `check`: whether passes and segmentation keep a program's results bit for bit, and whether kernels compute what their segments
-mean, on the inputs at hand.
+"""The option `check`: whether passes and segmentation keep a program's results bit for bit, and
+whether kernels compute what their segments mean, on the inputs at hand.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from . import cuda, store
 from .kernel import Kernel
 
 _SHOWN = 4  # how many operations of a segment an error names
-_ROUNDED = "int4", "mxfp4"  # encodings whose weights CUDA's kernels round to 16 bits; nvFuser's round all weights
-_SCRIPT = '''"""{title}: run on the inputs for which its kernel computed something else than its Fusion means. Raises that error."""
+# encodings whose weights CUDA's kernels round to 16 bits; nvFuser's round all weights
+_ROUNDED = "int4", "mxfp4"
+_SCRIPT = '''"""{title}, run on inputs for which its kernel is wrong. Raises that error."""
 
 import torch
 
@@ -45,8 +46,15 @@ if __name__ == "__main__":
 '''
 
 
-def check_stages(stages: Sequence[tuple[str, Fusion]], segments: Sequence[Segment], tensors: Sequence[Any], env: Mapping[str, int]) -> None:
-    """FusionError with the first stage whose outputs are not bit for bit those of the stage before it."""
+def check_stages(
+    stages: Sequence[tuple[str, Fusion]],
+    segments: Sequence[Segment],
+    tensors: Sequence[Any],
+    env: Mapping[str, int],
+) -> None:
+    """FusionError with the first stage whose outputs are not bit for bit those of the stage before
+    it.
+    """
     want = stages[0][1].pure.evaluate(*tensors, sizes=env)
     for name, fusion in stages[1:]:
         _compare(name, fusion.pure.evaluate(*tensors, sizes=env), want)
@@ -57,18 +65,25 @@ def refuse_capture(device: torch.device) -> None:
     """UnsupportedError while a CUDA graph is captured: the check reads results."""
     if device.type == "cuda" and cuda.capturing():
         todo = "call it outside of torch.cuda.graph, or without FUSION_MOE_CHECK"
-        raise UnsupportedError("the option check while a CUDA graph is captured", expected="calls whose results can be read", todo=todo)
+        raise UnsupportedError(
+            "the option check while a CUDA graph is captured",
+            expected="calls whose results can be read",
+            todo=todo,
+        )
 
 
-def checked(i: int, kernel: Kernel, inputs: list[Any], env: Mapping[str, int], folder: Path | None) -> tuple[Any, ...]:
+def checked(
+    i: int, kernel: Kernel, inputs: list[Any], env: Mapping[str, int], folder: Path | None
+) -> tuple[Any, ...]:
     """What the kernel of segment i computes from these inputs, if that is what the segment means.
 
-    FusionError if it is not, with the largest difference, and with a script that raises it again: it is written to `folder`, or else to
-    the cache folder.
+    FusionError if it is not, with the largest difference, and with a script that raises it again:
+    it is written to `folder`, or else to the cache folder.
     """
     if kernel.backend == REFERENCE:
         return kernel(inputs, env)
-    fusion, given = kernel.segment.plan.fusion, [t.clone() for t in inputs]  # a kernel at fault may write anywhere
+    # a kernel at fault may write anywhere
+    fusion, given = kernel.segment.plan.fusion, [t.clone() for t in inputs]
     outputs, want = kernel(inputs, env), fusion.evaluate(*given, sizes=env)
     for found in differences(fusion, given, outputs, want, kernel.backend):
         names = list(dict.fromkeys(op.kind.name for op in fusion.ops if not op.kind.view))
@@ -76,27 +91,48 @@ def checked(i: int, kernel: Kernel, inputs: list[Any], env: Mapping[str, int], f
         path = _reproduction(segment, kernel.segment.fusion, given, env, folder or store.folder())
         raise FusionError(
             f"{segment}: its kernel [{kernel.segment.kind}, {kernel.backend}] {found}",
-            expected="what the segment means, but for the order of sums and roundings", where="check",
-            todo=f"python {path} raises this again; it is a bug in fusion_moe, unless a reader of yours is at fault",
-        )  # fmt: skip
+            expected="what the segment means, but for the order of sums and roundings",
+            where="check",
+            todo=f"python {path} raises this again; it is a bug in fusion_moe, unless a reader of "
+            "yours is at fault",
+        )
     return outputs
 
 
-def check_joined(fusion: Fusion, inputs: Sequence[Any], joined: Sequence[Any], one_by_one: Sequence[Any], backend: str) -> None:
+def check_joined(
+    fusion: Fusion,
+    inputs: Sequence[Any],
+    joined: Sequence[Any],
+    one_by_one: Sequence[Any],
+    backend: str,
+) -> None:
     """FusionError unless all kernels in one call compute what they do one by one."""
     for found in differences(fusion, inputs, joined, one_by_one, backend):
-        expected = "the results of the same kernels one by one, but for the order of sums and roundings"
-        raise FusionError(f"all kernels in one call: it {found}", expected=expected, todo="this is a bug in fusion_moe", where="check")
+        expected = (
+            "the results of the same kernels one by one, but for the order of sums and roundings"
+        )
+        raise FusionError(
+            f"all kernels in one call: it {found}",
+            expected=expected,
+            todo="this is a bug in fusion_moe",
+            where="check",
+        )
 
 
-def differences(fusion: Fusion, inputs: Sequence[Any], found: Sequence[Any], want: Sequence[Any], backend: str) -> Iterator[str]:
-    """For each output that differs by more than its arithmetic explains, a sentence with the largest difference.
+def differences(
+    fusion: Fusion, inputs: Sequence[Any], found: Sequence[Any], want: Sequence[Any], backend: str
+) -> Iterator[str]:
+    """For each output that differs by more than its arithmetic explains, a sentence with the
+    largest difference.
 
     found: what a kernel of `backend` makes of the inputs; want: what the Fusion means.
     """
     for i, (a, b) in enumerate(zip(found, want, strict=True)):
         if (a.dtype, a.shape) != (b.dtype, b.shape):
-            yield f"returns {a.dtype} {list(a.shape)} as output {i} in place of {b.dtype} {list(b.shape)}"
+            yield (
+                f"returns {a.dtype} {list(a.shape)} as output {i} in place of {b.dtype} "
+                f"{list(b.shape)}"
+            )
             continue
         off = _beyond(a, b, *_tolerance(fusion, inputs, b, backend))
         if wrong := int((off > 0).sum()):
@@ -107,18 +143,23 @@ def differences(fusion: Fusion, inputs: Sequence[Any], found: Sequence[Any], wan
 
 
 def _beyond(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
-    """How far each element of a is from b's, if further than tolerated, else 0; infinity where only one of them is finite."""
+    """How far each element of a is from b's, if further than tolerated, else 0; infinity where only
+    one of them is finite.
+    """
     a, b = a.double(), b.double()
     off = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs().nan_to_num(math.inf))
     return torch.where(off <= rtol * b.abs().nan_to_num(0, 0, 0) + atol, 0.0, off)
 
 
-def _tolerance(fusion: Fusion, inputs: Sequence[Any], want: torch.Tensor, backend: str) -> tuple[float, float]:
+def _tolerance(
+    fusion: Fusion, inputs: Sequence[Any], want: torch.Tensor, backend: str
+) -> tuple[float, float]:
     """rtol and atol of a result, from the arithmetic that makes it. Integers are exact.
 
-    A unit in its last place, and 32 of float32 before, for functions of sums. n terms in another order move a sum by about sqrt(n) units
-    of the largest sums, and on tensor cores, which round down, by up to n; none has more than twice as many as the largest tensor has in a
-    dimension (codes lie in pairs). What is rounded on the way to sums may be rounded the other way.
+    A unit in its last place, and 32 of float32 before, for functions of sums. n terms in another
+    order move a sum by about sqrt(n) units of the largest sums, and on tensor cores, which round
+    down, by up to n; none has more than twice as many as the largest tensor has in a dimension
+    (codes lie in pairs). What is rounded on the way to sums may be rounded the other way.
     """
     if not want.dtype.is_floating_point:
         return 0.0, 0.0
@@ -127,13 +168,21 @@ def _tolerance(fusion: Fusion, inputs: Sequence[Any], want: torch.Tensor, backen
     of_sums = unit * math.sqrt(terms) if backend == "cpu" else min(unit * terms, 2.0**-8)
     finite = want.double().nan_to_num(0, 0, 0).abs()
     largest = finite.max().item() if want.numel() else 0.0
-    return max(torch.finfo(want.dtype).eps, 32 * unit), largest * (of_sums + _rounding_inside(fusion, backend))
+    return max(torch.finfo(want.dtype).eps, 32 * unit), largest * (
+        of_sums + _rounding_inside(fusion, backend)
+    )
 
 
 def _rounding_inside(fusion: Fusion, backend: str) -> float:
-    """A unit of the narrowest numbers to which values are rounded on the way to a Fusion's outputs, relative to these; 0 if none are."""
+    """A unit of the narrowest numbers to which values are rounded on the way to a Fusion's outputs,
+    relative to these; 0 if none are.
+    """
     inside = [op for op in fusion.ops if not set(op.outputs) & set(fusion.outputs)]
-    units = [torch.finfo(DTYPES[op.attrs["dtype"]]).eps for op in inside if op.kind.name == "cast" and op.attrs["dtype"] in ("bf16", "f16")]
+    units = [
+        torch.finfo(DTYPES[op.attrs["dtype"]]).eps
+        for op in inside
+        if op.kind.name == "cast" and op.attrs["dtype"] in ("bf16", "f16")
+    ]
     units += [2.0**-5 for op in inside if op.kind.name == "quantize"]
     if backend != "cpu":
         weights = [op.values[1].type.dtype for op in fusion.ops if op.kind.role == "grouped"]
@@ -141,14 +190,25 @@ def _rounding_inside(fusion: Fusion, backend: str) -> float:
     return max(units, default=0.0)
 
 
-def _reproduction(title: str, fusion: Fusion, inputs: Sequence[Any], env: Mapping[str, int], folder: Path) -> Path:
-    """Writes a script that compiles a segment by itself, and its inputs beside it. Returns its path."""
+def _reproduction(
+    title: str, fusion: Fusion, inputs: Sequence[Any], env: Mapping[str, int], folder: Path
+) -> Path:
+    """Writes a script that compiles a segment by itself, and its inputs beside it. Returns its
+    path.
+    """
     program, device = text(fusion), inputs[0].device.type if inputs else "cpu"
     stem = f"check-{store.key_of(program, title)[:12]}"
     script, saved = folder / f"{stem}.py", folder / f"{stem}.pt"
     sizes, held = {s: env[s] for s in fusion.symbols}, io.BytesIO()
     torch.save(inputs, held)
-    content = _SCRIPT.format(title=title, program=program, inputs=str(saved), options=options.current().key(), device=device, sizes=sizes)
+    content = _SCRIPT.format(
+        title=title,
+        program=program,
+        inputs=str(saved),
+        options=options.current().key(),
+        device=device,
+        sizes=sizes,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     for path, data in (saved, held.getvalue()), (script, content.encode()):
         path.touch(mode=0o600)  # what a model computes is this user's
@@ -156,10 +216,14 @@ def _reproduction(title: str, fusion: Fusion, inputs: Sequence[Any], env: Mappin
     return script
 
 
-def _run(segments: Sequence[Segment], fusion: Fusion, tensors: Sequence[Any], env: Mapping[str, int]) -> tuple[Any, ...]:
+def _run(
+    segments: Sequence[Segment], fusion: Fusion, tensors: Sequence[Any], env: Mapping[str, int]
+) -> tuple[Any, ...]:
     made: dict[Value, Any] = dict(zip(fusion.inputs, tensors, strict=True))
     for s in segments:
-        made.update(zip(s.outputs, s.fusion.evaluate(*(made[v] for v in s.inputs), sizes=env), strict=True))
+        made.update(
+            zip(s.outputs, s.fusion.evaluate(*(made[v] for v in s.inputs), sizes=env), strict=True)
+        )
     return tuple(made[v] for v in fusion.outputs)
 
 

@@ -1,8 +1,9 @@
 """Cubins on CUDA devices: loaded once, launched on torch's current stream.
 
-    function = load(path, "route", shared)                      # -> Function, for all devices of one architecture
-    launch = Launch(function, blocks, threads, shared, programmatic_launch)
-        launch(stream, params)                          # params: the address of an array with the addresses of the parameters
+    function = load(path, "route", shared)                      # -> Function, for all devices of
+    one architecture launch = Launch(function, blocks, threads, shared, programmatic_launch)
+        launch(stream, params)                          # params: the address of an array with the
+        addresses of the parameters
 
 Kernels report faults in words of pinned memory: faults.py.
 """
@@ -33,7 +34,9 @@ Function = Any  # the driver's handle of a kernel
 def arch(index: int) -> Arch:
     """The facts of a device. UnsupportedError below compute capability 8.0."""
     if why := _why_too_old(f"cuda:{index}", torch.cuda.get_device_capability(index)):
-        raise UnsupportedError(why, todo="options.override(target='reference') computes in plain torch", where="cuda")
+        raise UnsupportedError(
+            why, todo="options.override(target='reference') computes in plain torch", where="cuda"
+        )
     return find(read_arch(index))
 
 
@@ -47,20 +50,31 @@ def read_arch(index: int) -> Arch:
 
     bits_a_clock = 2 * attribute("GLOBAL_MEMORY_BUS_WIDTH")  # data on both clock edges
     return Arch(
-        properties.name, (properties.major, properties.minor), attribute("MULTIPROCESSOR_COUNT"),
-        attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"), attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"), attribute("L2_CACHE_SIZE"),
-        1e3 * attribute("MEMORY_CLOCK_RATE") * bits_a_clock / 8, attribute("MAX_REGISTERS_PER_MULTIPROCESSOR"),
+        properties.name,
+        (properties.major, properties.minor),
+        attribute("MULTIPROCESSOR_COUNT"),
+        attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
+        attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        attribute("L2_CACHE_SIZE"),
+        1e3 * attribute("MEMORY_CLOCK_RATE") * bits_a_clock / 8,
+        attribute("MAX_REGISTERS_PER_MULTIPROCESSOR"),
         attribute("MAX_THREADS_PER_MULTIPROCESSOR") // 32,
-    )  # fmt: skip
+    )
 
 
 def why_too_old() -> str:
     """Why kernels cannot run on the current device; empty if they can, or if there is no device."""
-    return _why_too_old("this GPU", torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
+    return (
+        _why_too_old("this GPU", torch.cuda.get_device_capability())
+        if torch.cuda.is_available()
+        else ""
+    )
 
 
 def why_no_wgmma() -> str:
-    """Why kernels with wgmma cannot run on the current device; empty if they can, or if there is no device."""
+    """Why kernels with wgmma cannot run on the current device; empty if they can, or if there is no
+    device.
+    """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0):
         return ""
     major, minor = torch.cuda.get_device_capability()
@@ -68,7 +82,15 @@ def why_no_wgmma() -> str:
 
 
 def _why_too_old(device: str, capability: tuple[int, int]) -> str:
-    return "" if capability >= (8, 0) else f"{device} has compute capability {capability[0]}.{capability[1]}, kernels require 8.0 or higher"
+    return (
+        ""
+        if capability >= (8, 0)
+        else (
+            f"{device} has compute capability "
+            f"{capability[0]}.{capability[1]}, kernels require 8.0 "
+            "or higher"
+        )
+    )
 
 
 def index_of(device: torch.device) -> int:
@@ -77,18 +99,24 @@ def index_of(device: torch.device) -> int:
 
 
 def capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph; then nothing may be compiled or loaded."""
+    """Whether the current stream is being captured into a CUDA graph; then nothing may be compiled
+    or loaded.
+    """
     return torch.cuda.is_current_stream_capturing()
 
 
-# Launches -----------------------------------------------------------------------------------------------------------
+# Launches -----------------------------------------------------------------------------------------
 
 
 @cache
 def load(path: Path, name: str, shared: int) -> Function:
-    """A kernel of a cubin, which may use up to `shared` bytes of shared memory. BuildError if it does not load."""
+    """A kernel of a cubin, which may use up to `shared` bytes of shared memory. BuildError if it
+    does not load.
+    """
     d = _driver()
-    library = _checked(d.cuLibraryLoadData(path.read_bytes(), None, None, 0, None, None, 0), str(path))
+    library = _checked(
+        d.cuLibraryLoadData(path.read_bytes(), None, None, 0, None, None, 0), str(path)
+    )
     kernel = _checked(d.cuLibraryGetKernel(library, name.encode()), str(path))
     if shared > _FREE_SHARED:
         most = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -98,22 +126,35 @@ def load(path: Path, name: str, shared: int) -> Function:
 
 
 def carveout(function: Function, index: int, blocks: int) -> int:
-    """The shared-memory carveout, in percent, for this many blocks of a kernel whose launch requests none itself."""
+    """The shared-memory carveout, in percent, for this many blocks of a kernel whose launch
+    requests none itself.
+    """
     d = _driver()
     asked = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
-    nbytes = _checked(d.cuKernelGetAttribute(asked, d.CUkernel(int(function)), d.CUdevice(index)), "carveout")
+    nbytes = _checked(
+        d.cuKernelGetAttribute(asked, d.CUkernel(int(function)), d.CUdevice(index)), "carveout"
+    )
     return -(-100 * blocks * (nbytes + _RESERVED) // arch(index).shared_per_multiprocessor)
 
 
 class Launch:
     """One kernel with its launch sizes.
 
-    programmatic_launch: whether it may start before the previous kernel has ended, for which it then waits itself. carveout: the
-    shared-memory carveout, in percent of a multiprocessor's maximum; the rest is L1. None: the driver decides, and keeps that of a
-    concurrent kernel, which may leave no L1 at all.
+    programmatic_launch: whether it may start before the previous kernel has ended, for which it
+    then waits itself. carveout: the shared-memory carveout, in percent of a multiprocessor's
+    maximum; the rest is L1. None: the driver decides, and keeps that of a concurrent kernel, which
+    may leave no L1 at all.
     """
 
-    def __init__(self, function: Function, blocks: int, threads: int, shared: int, programmatic_launch: bool, carveout: int | None = None):
+    def __init__(
+        self,
+        function: Function,
+        blocks: int,
+        threads: int,
+        shared: int,
+        programmatic_launch: bool,
+        carveout: int | None = None,
+    ):
         self._function = function
         config = partial(_config, blocks, threads, shared, programmatic_launch, carveout)
         self._config = lru_cache(_STREAMS)(config)  # not shared between threads
@@ -129,11 +170,25 @@ class Launch:
         return int(self._function), int(self._config(0).getPtr())
 
 
-def _config(blocks: int, threads: int, shared: int, programmatic_launch: bool, carveout: int | None, stream: int) -> Any:
+def _config(
+    blocks: int,
+    threads: int,
+    shared: int,
+    programmatic_launch: bool,
+    carveout: int | None,
+    stream: int,
+) -> Any:
     d = _driver()
     kinds, attributes = d.CUlaunchAttributeID, []
     c = d.CUlaunchConfig()
-    c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX, c.blockDimY, c.blockDimZ = blocks, 1, 1, threads, 1, 1
+    c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX, c.blockDimY, c.blockDimZ = (
+        blocks,
+        1,
+        1,
+        threads,
+        1,
+        1,
+    )
     c.sharedMemBytes, c.hStream = shared, stream
     if programmatic_launch:
         attribute = d.CUlaunchAttribute()
@@ -151,7 +206,9 @@ def _config(blocks: int, threads: int, shared: int, programmatic_launch: bool, c
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor map, which describes a tensor to the tensor memory accelerator. address: of the 128 bytes that a kernel takes."""
+    """A tensor map, which describes a tensor to the tensor memory accelerator. address: of the 128
+    bytes that a kernel takes.
+    """
 
     memory: Any
     address: int
@@ -159,27 +216,38 @@ class TensorMap:
 
 @lru_cache(_MAPS)
 def tensor_map(address: int, type: str, sizes: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
-    """A contiguous tensor at an address, read in swizzled boxes of 128 bytes in the fastest dimension; zeros outside of the tensor.
+    """A contiguous tensor at an address, read in swizzled boxes of 128 bytes in the fastest
+    dimension; zeros outside of the tensor.
 
-    sizes, box: the fastest dimension first. type: "bf16" or "f16". For a tensor without elements, which no kernel reads, all bytes are
-    zero.
+    sizes, box: the fastest dimension first. type: "bf16" or "f16". For a tensor without elements,
+    which no kernel reads, all bytes are zero.
     """
     if 0 in sizes:
         empty = ctypes.create_string_buffer(_MAP_BYTES)
         return TensorMap(empty, ctypes.addressof(empty))
     d = _driver()
     dtypes = d.CUtensorMapDataType
-    dtype = {"bf16": dtypes.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "f16": dtypes.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}[type]
+    dtype = {
+        "bf16": dtypes.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "f16": dtypes.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    }[type]
     strides = [2 * prod(sizes[: i + 1]) for i in range(len(sizes) - 1)]  # bytes
     made = _checked(
         d.cuTensorMapEncodeTiled(
-            dtype, len(sizes), address, [d.cuuint64_t(n) for n in sizes], [d.cuuint64_t(n) for n in strides],
-            [d.cuuint32_t(n) for n in box], [d.cuuint32_t(1)] * len(sizes), d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B, d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            dtype,
+            len(sizes),
+            address,
+            [d.cuuint64_t(n) for n in sizes],
+            [d.cuuint64_t(n) for n in strides],
+            [d.cuuint32_t(n) for n in box],
+            [d.cuuint32_t(1)] * len(sizes),
+            d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),
         f"a tensor map of {sizes} in boxes of {box}",
-    )  # fmt: skip
+    )
     return TensorMap(made, int(made.getPtr()))
 
 
@@ -199,5 +267,9 @@ def _checked(result: tuple[Any, ...], where: str) -> Any:
     status, *values = result
     if int(status):
         text = _driver().cuGetErrorString(status)[1].decode()
-        raise BuildError(f"the CUDA driver: {text}", todo="install a driver at least as new as NVRTC", where=where)
+        raise BuildError(
+            f"the CUDA driver: {text}",
+            todo="install a driver at least as new as NVRTC",
+            where=where,
+        )
     return values[0] if values else None

@@ -1,14 +1,17 @@
-"""Writes what is compiled to the folder of the option `dump`, for people to read; nothing if it is not set.
+"""Writes what is compiled to the folder of the option `dump`, for people to read; nothing if it is
+not set.
 
-        <target>-<12 digits>/                           a program: the digits are a digest of its text and options
-        0-translated.txt                its Fusion after each pass, in order
-        segment0-grouped_gemm.txt       a segment as `split` returned it, why it begins there, its schedule and backend
-        segment0-grouped_gemm-contracted.txt    the same as it was emitted, if that is another Fusion
-        segment0-grouped_gemm.cpp       its source
-        segments-avx2-<12 digits>.so    what was compiled or found in the cache when the program was called, and .cpp: all of its source
+        <target>-<12 digits>/                           a program: the digits are a digest of its
+        text and options 0-translated.txt                its Fusion after each pass, in order
+        segment0-grouped_gemm.txt       a segment as `split` returned it, why it begins there, its
+        schedule and backend segment0-grouped_gemm-contracted.txt    the same as it was emitted, if
+        that is another Fusion segment0-grouped_gemm.cpp       its source segments-avx2-<12
+        digits>.so    what was compiled or found in the cache when the program was called, and .cpp:
+        all of its source
 
-A library that many programs share, such as the CPU's product, is in the folder of the first program for which this process loaded it. Every
-file appears whole or not at all; an existing file is replaced by an equal one.
+A library that many programs share, such as the CPU's product, is in the folder of the first program
+for which this process loaded it. Every file appears whole or not at all; an existing file is
+replaced by an equal one.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ _into: contextvars.ContextVar[Path | None] = contextvars.ContextVar("fusion_moe_
 
 
 def program(made: Program, with_: options.Options) -> Path | None:
-    """Writes the stages and segments of a program. Returns its folder; None if none is requested. BuildError if writing fails."""
+    """Writes the stages and segments of a program. Returns its folder; None if none is requested.
+    BuildError if writing fails.
+    """
     if not with_.dump:
         return None
     key = key_of(str(made.stages[0][1]), with_.key())[:_DIGITS]
@@ -48,7 +53,12 @@ def program(made: Program, with_: options.Options) -> Path | None:
 
 def _segment(folder: Path, name: str, kernel: Kernel) -> None:
     segment = kernel.segment
-    facts = {"begins here": segment.boundary, "schedule": segment.plan.schedule, "backend": kernel.backend, "no kernel": kernel.why}
+    facts = {
+        "begins here": segment.boundary,
+        "schedule": segment.plan.schedule,
+        "backend": kernel.backend,
+        "no kernel": kernel.why,
+    }
     head = "".join(f"# {title}: {text}\n" for title, text in facts.items() if text)
     _write(folder / f"{name}.txt", head + str(segment.fusion))
     if str(segment.plan.fusion) != str(segment.fusion):
@@ -68,7 +78,8 @@ def into(folder: Path) -> Iterator[None]:
 
 
 def binary(path: Path, source: str, suffix: str) -> None:
-    """Copies a file of the store and its source to the folder of the program that is being called, if it has one.
+    """Copies a file of the store and its source to the folder of the program that is being called,
+    if it has one.
 
     path: "name-<digits>.so"; only the first digits are kept.
     """
@@ -83,9 +94,15 @@ def _write(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".", ignore_cleanup_errors=True) as scratch:
+        with tempfile.TemporaryDirectory(
+            dir=path.parent, prefix=".", ignore_cleanup_errors=True
+        ) as scratch:
             made = Path(scratch, path.name)
             made.write_bytes(data)
             made.replace(path)
     except OSError as e:
-        raise BuildError(f"what is compiled could not be written: {e}", todo="set FUSION_MOE_DUMP to another folder", where="dump") from e
+        raise BuildError(
+            f"what is compiled could not be written: {e}",
+            todo="set FUSION_MOE_DUMP to another folder",
+            where="dump",
+        ) from e

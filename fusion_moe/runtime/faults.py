@@ -1,11 +1,14 @@
 """Faults that CUDA kernels find: words of pinned memory, one for each program on each stream.
 
-        faults = Faults("`route index_select grouped_mm ...`")  # for a program
-        word = faults.word(device, stream)      # for its kernels; GroupsError if an earlier call of it there found a fault
+        faults = Faults("`route index_select grouped_mm ...`")  # for a program word =
+        faults.word(device, stream)      # for its kernels; GroupsError if an earlier call of it
+        there found a fault
 
-Kernels make bad ends, ids and indices safe and write their findings into their word. No launch waits for it, so an error that a call raises
-was found in an earlier call. Launches that a CUDA graph captures have a separate word, since graphs may be replayed on any stream: any call
-of the program on the device raises what replays found. `synchronize` waits, and raises the faults of all programs.
+Kernels make bad ends, ids and indices safe and write their findings into their word. No launch
+waits for it, so an error that a call raises was found in an earlier call. Launches that a CUDA
+graph captures have a separate word, since graphs may be replayed on any stream: any call of the
+program on the device raises what replays found. `synchronize` waits, and raises the faults of all
+programs.
 """
 
 from __future__ import annotations
@@ -24,13 +27,21 @@ from ..errors import GroupsError
 from . import cuda
 
 _FOUND = {  # by the number of the Fault in emit/cuda/kernels/ragged.cuh
-    1: ("offs[{place}] = {value}", "cumulative ends that never decrease, and are at most the number of rows"),
-    2: ("ids.flatten()[{place}] = {value} is out of range", "ids from 0 to the number of groups - 1, or -1 for no expert"),
+    1: (
+        "offs[{place}] = {value}",
+        "cumulative ends that never decrease, and are at most the number of rows",
+    ),
+    2: (
+        "ids.flatten()[{place}] = {value} is out of range",
+        "ids from 0 to the number of groups - 1, or -1 for no expert",
+    ),
     3: ("an index of {value}", "an index within the dimension it selects from"),
 }
 _WORDS = 4096  # pinned at once. None is freed: a graph may hold its address
 _STREAMS = 64  # how many streams of a device a table holds
-_LIBRARIES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_LIBRARIES = tuple(
+    f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
 _INDUCTOR = "torchinductor_"  # part of the names of files that Inductor writes
 _entering = threading.Lock()
 
@@ -49,7 +60,10 @@ class Word:
             return None
         place, low = found >> 32 & 0xFFFFFF, found & 0xFFFFFFFF
         what, expected = _FOUND[found >> 56]
-        return f"{what.format(place=place, value=low - (low >> 31 << 32))}, in an earlier call of {self.where}", expected
+        return (
+            f"{what.format(place=place, value=low - (low >> 31 << 32))}, in an earlier call of "
+            f"{self.where}"
+        ), expected
 
 
 class Faults:
@@ -65,11 +79,14 @@ class Faults:
         self._of_graphs(device)
 
     def word(self, device: int, stream: int) -> int:
-        """The address of the word for kernels that are now launched on this device and stream, given by their numbers.
+        """The address of the word for kernels that are now launched on this device and stream,
+        given by their numbers.
 
-        GroupsError if kernels that ran there before, or those of graphs, found a fault. Does not wait.
+        GroupsError if kernels that ran there before, or those of graphs, found a fault. Does not
+        wait.
         """
-        if stream and cuda.capturing():  # asking takes as long as everything else here; the default stream cannot be captured
+        # asking takes as long as everything else here; the default stream cannot be captured
+        if stream and cuda.capturing():
             return self._of_graphs(device).address
         own, of_graphs = self._words.get((device, stream)) or self._add(device, stream)
         if own.found.value or of_graphs.found.value:
@@ -77,10 +94,14 @@ class Faults:
         return own.address
 
     def table(self, device: int) -> int:
-        """The address of the table in which native.cpp looks up words: the word for graphs, a count, streams and their words."""
+        """The address of the table in which native.cpp looks up words: the word for graphs, a
+        count, streams and their words.
+        """
         found = self._tables.get(device)
         if found is None:
-            found = self._tables.setdefault(device, (ctypes.c_ulonglong * (2 + 2 * _STREAMS))(self._of_graphs(device).address))
+            found = self._tables.setdefault(
+                device, (ctypes.c_ulonglong * (2 + 2 * _STREAMS))(self._of_graphs(device).address)
+            )
             for (index, stream), (own, _) in list(self._words.items()):
                 if index == device and stream is not None:
                     _enter(found, stream, own)
@@ -89,7 +110,9 @@ class Faults:
 
     def _add(self, device: int, stream: int) -> tuple[Word, Word]:
         of_graphs = self._of_graphs(device)
-        found = self._words.setdefault((device, stream), (self._new(f"cuda:{device}, stream {stream:#x}"), of_graphs))
+        found = self._words.setdefault(
+            (device, stream), (self._new(f"cuda:{device}, stream {stream:#x}"), of_graphs)
+        )
         if device in self._tables:
             _enter(self._tables[device], stream, found[0])
         return found
@@ -106,7 +129,9 @@ class Faults:
 
 
 def _enter(table: ctypes.Array[ctypes.c_ulonglong], stream: int, word: Word) -> None:
-    """Adds a stream to a table, if there is room; Python handles other streams. The count is written last: C++ reads it meanwhile."""
+    """Adds a stream to a table, if there is room; Python handles other streams. The count is
+    written last: C++ reads it meanwhile.
+    """
     with _entering:
         count = table[1]
         if count < _STREAMS:
@@ -128,7 +153,8 @@ class _Words:
             address = self._free.pop()
         except IndexError:
             pinned = torch.cuda.is_available()
-            memory = torch.zeros(_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned)  # whatever the caller's default device
+            # whatever the caller's default device
+            memory = torch.zeros(_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned)
             self._memory.append(memory)
             first, *others = (memory.data_ptr() + 8 * i for i in range(_WORDS))
             self._free += reversed(others)
@@ -142,7 +168,9 @@ _words = _Words()
 
 
 def synchronize() -> None:
-    """Waits for the current CUDA device, and raises GroupsError if kernels of any program found bad ends, ids or indices."""
+    """Waits for the current CUDA device, and raises GroupsError if kernels of any program found bad
+    ends, ids or indices.
+    """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     _raise(_words.all)
@@ -152,7 +180,10 @@ def _raise(words: Iterable[Word]) -> None:
     found = [told for word in words if word.found.value and (told := word.take())]
     if found:
         (first, expected), *others = found
-        todo = "fusion_moe.synchronize() after a call raises its errors; that call left bad ids out, and clamped ends and indices"
+        todo = (
+            "fusion_moe.synchronize() after a call raises its errors; that call left bad ids "
+            "out, and clamped ends and indices"
+        )
         also = "".join(f"; also {what}" for what, _ in others)
         raise GroupsError(first + also, expected=expected, todo=todo, where="cuda")
 

@@ -1,9 +1,11 @@
-"""The CPU's instruction sets, as tiers for which kernels are written, and the compiler flags of each tier.
+"""The CPU's instruction sets, as tiers for which kernels are written, and the compiler flags of
+each tier.
 
-    isa.selected()                # "avx512": the best tier of this machine, or the one that the option cpu_isa forces
-    isa.compiler_flags("avx2")    # ("-mavx2", "-mfma", ...)
+    isa.selected()                # "avx512": the best tier of this machine, or the one that the
+    option cpu_isa forces isa.compiler_flags("avx2")    # ("-mavx2", "-mfma", ...)
 
-Every instruction set is named: `-march=native` means something else on every machine, and is unreliable on virtual ones.
+Every instruction set is named: `-march=native` means something else on every machine, and is
+unreliable on virtual ones.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from . import transient
 
 @dataclass(frozen=True)
 class _Tier:
-    """needs: names in /proc/cpuinfo that define the tier; uses: features that its kernels use if present (`#ifdef __AVX512BF16__`)."""
+    """needs: names in /proc/cpuinfo that define the tier; uses: features that its kernels use if
+    present (`#ifdef __AVX512BF16__`).
+    """
 
     needs: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
@@ -39,11 +43,19 @@ _TIERS = {
 }
 TIERS = tuple(_TIERS)  # the best first
 # if it is not -m and the name
-_FLAGS = {"bmi1": "-mbmi", "abm": "-mlzcnt", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16", "amx_int8": "-mamx-int8"}
+_FLAGS = {
+    "bmi1": "-mbmi",
+    "abm": "-mlzcnt",
+    "amx_tile": "-mamx-tile",
+    "amx_bf16": "-mamx-bf16",
+    "amx_int8": "-mamx-int8",
+}
 
 
 def selected() -> str:
-    """The tier to compile for and to run: the best one, or that of the option cpu_isa. OptionError if this machine does not have it."""
+    """The tier to compile for and to run: the best one, or that of the option cpu_isa. OptionError
+    if this machine does not have it.
+    """
     wanted = options.current().cpu_isa
     return available()[0] if wanted == "auto" else require(wanted)
 
@@ -51,15 +63,25 @@ def selected() -> str:
 def require(tier: str) -> str:
     """The tier, if this machine can run it. OptionError if not."""
     if tier not in available():
-        found = f"cpu_isa = {tier!r} is not supported by this CPU" if tier in TIERS else f"cpu_isa = {tier!r}"
-        raise OptionError(found, expected=f"'auto' or one of {', '.join(available())}", where="options")
+        found = (
+            f"cpu_isa = {tier!r} is not supported by this CPU"
+            if tier in TIERS
+            else f"cpu_isa = {tier!r}"
+        )
+        raise OptionError(
+            found, expected=f"'auto' or one of {', '.join(available())}", where="options"
+        )
     return tier
 
 
 @cache
 def available() -> tuple[str, ...]:
     """The tiers that this machine can run, the best first; the last is always 'generic'."""
-    return tuple(name for name, tier in _TIERS.items() if features().issuperset(tier.needs) and (name != "amx" or _may_use_tiles()))
+    return tuple(
+        name
+        for name, tier in _TIERS.items()
+        if features().issuperset(tier.needs) and (name != "amx" or _may_use_tiles())
+    )
 
 
 def lacking(tier: str) -> tuple[str, ...]:
@@ -69,7 +91,9 @@ def lacking(tier: str) -> tuple[str, ...]:
 
 @cache
 def features() -> frozenset[str]:
-    """The instruction sets that the operating system lets programs use, as /proc/cpuinfo names them; none on other systems."""
+    """The instruction sets that the operating system lets programs use, as /proc/cpuinfo names
+    them; none on other systems.
+    """
     with transient.missing_ok("/proc/cpuinfo"), Path("/proc/cpuinfo").open() as lines:
         for line in lines:  # only the first CPU's: reading hundreds of them takes a while
             name, _, value = line.partition(":")
@@ -79,14 +103,21 @@ def features() -> frozenset[str]:
 
 
 def compiler_flags(tier: str, having: Collection[str] | None = None) -> tuple[str, ...]:
-    """The flags for g++ and clang++ that compile for a tier on a CPU with these features (default: this one's)."""
+    """The flags for g++ and clang++ that compile for a tier on a CPU with these features (default:
+    this one's).
+    """
     having = features() if having is None else having
     wanted = _TIERS[tier]
-    return tuple(_FLAGS.get(name, "-m" + name.replace("_", "")) for name in (*wanted.needs, *(u for u in wanted.uses if u in having)))
+    return tuple(
+        _FLAGS.get(name, "-m" + name.replace("_", ""))
+        for name in (*wanted.needs, *(u for u in wanted.uses if u in having))
+    )
 
 
 def _may_use_tiles() -> bool:
-    """Requests AMX's tile registers from Linux, which a process must do before using them; the answer holds for all its threads."""
+    """Requests AMX's tile registers from Linux, which a process must do before using them; the
+    answer holds for all its threads.
+    """
     if os.uname().machine != "x86_64":
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18

@@ -11,9 +11,11 @@ from ..segment import Segment
 
 @dataclass(frozen=True)
 class Kernel:
-    """segment: the segment that it computes; backend: the backend's name; source: its text; launch(*inputs, sizes=...) -> outputs.
+    """segment: the segment that it computes; backend: the backend's name; source: its text;
+    launch(*inputs, sizes=...) -> outputs.
 
-    why: why the reference computes it although the target has kernels. graph_safe: whether a CUDA graph can capture its launch.
+    why: why the reference computes it although the target has kernels. graph_safe: whether a CUDA
+    graph can capture its launch.
     """
 
     segment: Segment

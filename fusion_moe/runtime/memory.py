@@ -1,4 +1,5 @@
-"""One block of memory for all arrays that a call makes for itself: arrays that are no longer needed make room for later ones.
+"""One block of memory for all arrays that a call makes for itself: arrays that are no longer needed
+make room for later ones.
 
 found = plan([Array("x", 1000, 0, 1), Array("y", 500, 1, 2), Array("z", 1000, 2, 2)])
 found.offsets, found.nbytes    # (0, 1024, 0), 1536: z lies where x was
@@ -20,7 +21,9 @@ _KEPT = 2**20  # bytes that each thread keeps for the arrays of small calls
 
 @dataclass(frozen=True)
 class Array:
-    """nbytes that no one else may write from step `first` to step `last`, both included. name: for people."""
+    """nbytes that no one else may write from step `first` to step `last`, both included. name: for
+    people.
+    """
 
     name: str
     nbytes: int
@@ -42,11 +45,16 @@ class Memory:
 
 
 def plan(arrays: Sequence[Array]) -> Memory:
-    """Places arrays so that those of one step do not overlap: large ones first, each in the smallest fitting gap, else at the end."""
+    """Places arrays so that those of one step do not overlap: large ones first, each in the
+    smallest fitting gap, else at the end.
+    """
     placed: dict[int, int] = {}
     for i in sorted(range(len(arrays)), key=lambda i: (-arrays[i].nbytes, i)):
         others = [j for j in placed if arrays[j].lives_with(arrays[i])]
-        placed[i] = _place(ceil_to(arrays[i].nbytes, ALIGNMENT), sorted((placed[j], _end(arrays[j], placed[j])) for j in others))
+        placed[i] = _place(
+            ceil_to(arrays[i].nbytes, ALIGNMENT),
+            sorted((placed[j], _end(arrays[j], placed[j])) for j in others),
+        )
     nbytes = max((_end(array, placed[i]) for i, array in enumerate(arrays)), default=0)
     return Memory(tuple(arrays), tuple(placed[i] for i in range(len(arrays))), nbytes)
 
@@ -66,9 +74,11 @@ def _place(nbytes: int, taken: Iterable[tuple[int, int]]) -> int:
 
 
 def allocate(memory: Memory, device: torch.device | None = None) -> tuple[object, list[int]]:
-    """An object that keeps the memory alive, and the address of each array: one allocation, since each takes as long as a launch.
+    """An object that keeps the memory alive, and the address of each array: one allocation, since
+    each takes as long as a launch.
 
-    device None: CPU memory, valid until this thread allocates again. Each thread keeps enough for small calls.
+    device None: CPU memory, valid until this thread allocates again. Each thread keeps enough for
+    small calls.
     """
     if device is None and memory.nbytes <= _KEPT:
         held, start = _of_thread.kept

@@ -1,13 +1,17 @@
-"""Calls without Python: C++ kernels for torch's dispatcher (native.cpp), which launch calls of known forms.
+"""Calls without Python: C++ kernels for torch's dispatcher (native.cpp), which launch calls of
+known forms.
 
-    implement(LIBRARY, "route", body, "CompositeExplicitAutograd")      # in Python, which stays what runs a call of a new form
-    if wanted():                                                        # at the end of such a call
-        offer(descriptor)                                               # what C++ is to do for the next ones
+    implement(LIBRARY, "route", body, "CompositeExplicitAutograd")      # in Python, which stays
+    what runs a call of a new form if wanted():
+    # at the end of such a call
+        offer(descriptor)                                               # what C++ is to do for the
+        next ones
 
-The library is compiled against the installed torch, once for each cache_dir: in the background, once there have been enough calls to make
-it worthwhile. It is loaded right after that. If other Python threads are running, which may be in the middle of a call when torch gets
-new kernels, it is loaded at the first call of the next process instead. Without a compiler, or if torch's headers are not those that
-native.cpp was written for, Python runs all calls.
+The library is compiled against the installed torch, once for each cache_dir: in the background,
+once there have been enough calls to make it worthwhile. It is loaded right after that. If other
+Python threads are running, which may be in the middle of a call when torch gets new kernels, it is
+loaded at the first call of the next process instead. Without a compiler, or if torch's headers are
+not those that native.cpp was written for, Python runs all calls.
 """
 
 from __future__ import annotations
@@ -51,24 +55,36 @@ def counted(numbers: Sequence[int]) -> list[int]:
 
 
 def arrays(inputs: int, made: Sequence[int], workspace: Memory) -> list[int]:
-    """The beginning of a descriptor: the number of inputs, which output each array after them is, and the offsets of all others."""
+    """The beginning of a descriptor: the number of inputs, which output each array after them is,
+    and the offsets of all others.
+    """
     return [inputs, *counted(made), workspace.nbytes, *counted(workspace.offsets)]
 
 
 def as_stored(tensors: Sequence[torch.Tensor], swapped: Sequence[int]) -> bool:
-    """Whether tensors can be passed as they are in memory: contiguous; those at `swapped` with their last two dimensions swapped."""
-    return all((t.mT if i in swapped and t.dim() > 1 else t).is_contiguous() for i, t in enumerate(tensors))
+    """Whether tensors can be passed as they are in memory: contiguous; those at `swapped` with
+    their last two dimensions swapped.
+    """
+    return all(
+        (t.mT if i in swapped and t.dim() > 1 else t).is_contiguous() for i, t in enumerate(tensors)
+    )
 
 
-# What is implemented ------------------------------------------------------------------------------------------------
+# What is implemented ------------------------------------------------------------------------------
 
-_kernels: dict[str, dict[str, tuple[Callable[..., Any], bool]]] = {}  # by operation names and dispatch keys
+# by operation names and dispatch keys
+_kernels: dict[str, dict[str, tuple[Callable[..., Any], bool]]] = {}
 _kept: list[torch.library.Library] = []
 
 
 def implement(
-    library: torch.library.Library, name: str, kernel: Callable[..., Any], key: str, *, with_keyset: bool = False
-) -> None:  # fmt: skip
+    library: torch.library.Library,
+    name: str,
+    kernel: Callable[..., Any],
+    key: str,
+    *,
+    with_keyset: bool = False,
+) -> None:
     """library.impl(...) for an operation that C++ will implement too."""
     library.impl(name, kernel, key, with_keyset=with_keyset)
     _kernels.setdefault(name, {})[key] = kernel, with_keyset
@@ -82,14 +98,18 @@ def _implement_natively(native: ctypes.CDLL, namespace: str) -> None:
         twins.define(str(schema).removeprefix(f"{namespace}::"))
         for key, (kernel, with_keyset) in kernels.items():
             twins.impl(name, kernel, key, with_keyset=with_keyset)
-        native.fusion_moe_implement(f"{namespace}::{name}".encode(), f"{TWINS}::{name}".encode(), int(_AUTOGRAD in kernels))
+        native.fusion_moe_implement(
+            f"{namespace}::{name}".encode(), f"{TWINS}::{name}".encode(), int(_AUTOGRAD in kernels)
+        )
 
 
-# The library --------------------------------------------------------------------------------------------------------
+# The library --------------------------------------------------------------------------------------
 
 
 class _State:
-    """library: once loaded; calls: how many Python has run; started: the compilation; over: whether to try nothing further."""
+    """library: once loaded; calls: how many Python has run; started: the compilation; over: whether
+    to try nothing further.
+    """
 
     library: ctypes.CDLL | None = None
     calls = 0
@@ -101,7 +121,9 @@ _state, _lock = _State(), threading.Lock()
 
 
 def wanted() -> bool:
-    """Whether the descriptor of the call that just ran in Python is wanted. Also advances compiling and loading the library."""
+    """Whether the descriptor of the call that just ran in Python is wanted. Also advances compiling
+    and loading the library.
+    """
     if _state.library is not None:
         return bool(_state.library.fusion_moe_wanted())
     if not _state.over:
@@ -110,7 +132,9 @@ def wanted() -> bool:
 
 
 def offer(descriptor: Descriptor | None) -> None:
-    """Gives C++ the descriptor of the call that just ran, which was wanted; None: Python keeps running such calls."""
+    """Gives C++ the descriptor of the call that just ran, which was wanted; None: Python keeps
+    running such calls.
+    """
     if descriptor is not None:
         numbers = (ctypes.c_longlong * len(descriptor.numbers))(*descriptor.numbers)
         _loaded().fusion_moe_offer(int(descriptor.cuda), numbers, len(numbers))
@@ -137,7 +161,9 @@ def known() -> int:
 
 
 def _consider() -> None:
-    """Loads the library if it is compiled: at the first call, or when no other thread can be in a call."""
+    """Loads the library if it is compiled: at the first call, or when no other thread can be in a
+    call.
+    """
     _state.calls += 1
     if _state.calls != 1 and _state.calls % _AFTER and _state.started is None:
         return
@@ -186,7 +212,9 @@ def _give_up(why: Error) -> None:
 
 
 def load() -> None:
-    """Compiles the library if needed, and lets it run calls from now on. No other thread may be in a call. Raises BuildError."""
+    """Compiles the library if needed, and lets it run calls from now on. No other thread may be in
+    a call. Raises BuildError.
+    """
     if _state.library is None:
         native = build.load(**_source())
         native.fusion_moe_begin.argtypes = [ctypes.py_object] * 4
@@ -207,11 +235,25 @@ def _source() -> dict[str, Any]:
     """The library's source and flags, as arguments of `build`."""
     libraries = _TORCH / "lib"
     version = f'-DTORCH="{torch.__version__} {torch.version.git_version}"'
-    flags = ("-std=c++20", "-O1", f"-I{_TORCH / 'include'}", version, "-Wl,--no-as-needed", f"-L{libraries}", "-ltorch_cpu", "-lc10")
-    return {"text": SOURCE.read_text(encoding="utf-8"), "name": "native", "tier": "generic", "flags": flags}
+    flags = (
+        "-std=c++20",
+        "-O1",
+        f"-I{_TORCH / 'include'}",
+        version,
+        "-Wl,--no-as-needed",
+        f"-L{libraries}",
+        "-ltorch_cpu",
+        "-lc10",
+    )
+    return {
+        "text": SOURCE.read_text(encoding="utf-8"),
+        "name": "native",
+        "tier": "generic",
+        "flags": flags,
+    }
 
 
-# Addresses ----------------------------------------------------------------------------------------------------------
+# Addresses ----------------------------------------------------------------------------------------
 
 
 def address(function: Any) -> int:
@@ -221,6 +263,15 @@ def address(function: Any) -> int:
 
 @cache
 def cuda_functions() -> tuple[int, int, int]:
-    """The addresses of the driver's launch, of torch's function for the current stream, and of the one that says if it is captured."""
-    driver, cuda = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(str(_TORCH / "lib" / "libtorch_cuda.so"))
-    return address(driver.cuLaunchKernelEx), address(cuda.aoti_torch_get_current_cuda_stream), address(driver.cuStreamIsCapturing)
+    """The addresses of the driver's launch, of torch's function for the current stream, and of the
+    one that says if it is captured.
+    """
+    driver, cuda = (
+        ctypes.CDLL("libcuda.so.1"),
+        ctypes.CDLL(str(_TORCH / "lib" / "libtorch_cuda.so")),
+    )
+    return (
+        address(driver.cuLaunchKernelEx),
+        address(cuda.aoti_torch_get_current_cuda_stream),
+        address(driver.cuStreamIsCapturing),
+    )

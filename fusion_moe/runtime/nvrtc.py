@@ -1,12 +1,15 @@
-"""CUDA C++ to cubins with NVRTC, NVIDIA's compiler as a library, kept in the store by content. No nvcc, no GPU needed.
+"""CUDA C++ to cubins with NVRTC, NVIDIA's compiler as a library, kept in the store by content. No
+nvcc, no GPU needed.
 
     path = build(text, name="small_m", arch="sm_90a", headers=headers(folder))
 
-`text` includes headers by the names that `headers` has; there are none of the system's. `why_missing()` is a sentence where NVRTC is
-not installed (the extra `cuda`), and `build` raises BuildError then, as it does for source that does not compile.
+`text` includes headers by the names that `headers` has; there are none of the system's.
+`why_missing()` is a sentence where NVRTC is not installed (the extra `cuda`), and `build` raises
+BuildError then, as it does for source that does not compile.
 
-NVRTC runs in this process, so nothing can end it from outside. It asks now and then whether it is to go on, between its passes, and ends
-itself once the option compile_seconds is over. A pass that hangs does not ask: the process is to be ended then.
+NVRTC runs in this process, so nothing can end it from outside. It asks now and then whether it is
+to go on, between its passes, and ends itself once the option compile_seconds is over. A pass that
+hangs does not ask: the process is to be ended then.
 """
 
 from __future__ import annotations
@@ -25,24 +28,34 @@ from ..errors import BuildError
 from ..extras import install
 from . import dump, store
 
-# No contraction of a * b + c into one rounding: results are those of `Fusion.evaluate`, operation by operation.
+# No contraction of a * b + c into one rounding: results are those of `Fusion.evaluate`, operation
+# by operation.
 FLAGS = ("--std=c++17", "--fmad=false", "--extra-device-vectorization")
 _SHOWN_ERRORS = 5
 _INSTALL = install("cuda")
 
 
 class Headers(dict[str, str]):
-    """Headers: the path by which each is included, and its content. They are not changed once they are used."""
+    """Headers: the path by which each is included, and its content. They are not changed once they
+    are used.
+    """
 
     @cached_property
     def key(self) -> str:
-        """Their part of the keys of what includes them, made once: they are much longer than a kernel."""
+        """Their part of the keys of what includes them, made once: they are much longer than a
+        kernel.
+        """
         return store.key_of(*(part for header in self.items() for part in header))
 
 
 def headers(folder: Path) -> Headers:
     """Each header of a folder and those in it, by its path there."""
-    return Headers({path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.cuh"))})
+    return Headers(
+        {
+            path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
+            for path in sorted(folder.rglob("*.cuh"))
+        }
+    )
 
 
 @cache
@@ -56,7 +69,8 @@ def why_missing() -> str:
         return f"cuda-bindings is not installed; {_INSTALL}"
     try:
         version()
-    except Exception as error:  # of the loader of libraries, which has a class for each thing that can go wrong
+    # of the loader of libraries, which has a class for each thing that can go wrong
+    except Exception as error:
         return f"NVRTC does not load ({str(error).splitlines()[0]}); {_INSTALL}"
     return ""
 
@@ -68,19 +82,24 @@ def version() -> str:
 
 
 def build(text: str, *, name: str, arch: str, headers: Headers, flags: Sequence[str] = ()) -> Path:
-    """The cubin of a source for an architecture ("sm_90a"), from the store or compiled now. BuildError if it cannot be had."""
+    """The cubin of a source for an architecture ("sm_90a"), from the store or compiled now.
+    BuildError if it cannot be had.
+    """
     if why := why_missing():
         raise BuildError(why, where=name)
     all_flags = _all_flags(arch, flags)
     with store.as_build_error(name):
         path = store.get_or_make(
-            _file(text, name, arch, headers, all_flags), lambda path: _compile(text, name, headers, all_flags, path)
-        )  # fmt: skip
+            _file(text, name, arch, headers, all_flags),
+            lambda path: _compile(text, name, headers, all_flags, path),
+        )
     dump.binary(path, text, ".cu")
     return path
 
 
-def is_built(text: str, *, name: str, arch: str, headers: Headers, flags: Sequence[str] = ()) -> bool:
+def is_built(
+    text: str, *, name: str, arch: str, headers: Headers, flags: Sequence[str] = ()
+) -> bool:
     """Whether `build` would compile nothing."""
     return store.has(_file(text, name, arch, headers, _all_flags(arch, flags)))
 
@@ -109,18 +128,36 @@ def _checked(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _compile(text: str, name: str, headers: Mapping[str, str], flags: Sequence[str], path: Path) -> None:
+def _compile(
+    text: str, name: str, headers: Mapping[str, str], flags: Sequence[str], path: Path
+) -> None:
     nvrtc = _nvrtc()
-    contents, names = ([part.encode() for part in parts] for parts in (headers.values(), headers.keys()))
-    program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), len(names), contents, names))
+    contents, names = (
+        [part.encode() for part in parts] for parts in (headers.values(), headers.keys())
+    )
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), len(names), contents, names)
+    )
     seconds = options.current().compile_seconds
     try:
         with _limited(program, seconds):
-            status, *_ = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+            status, *_ = nvrtc.nvrtcCompileProgram(
+                program, len(flags), [flag.encode() for flag in flags]
+            )
         if status == nvrtc.nvrtcResult.NVRTC_ERROR_CANCELLED:
-            raise BuildError(f"NVRTC took more than {seconds} s", todo="raise FUSION_MOE_COMPILE_SECONDS", where=name)
+            raise BuildError(
+                f"NVRTC took more than {seconds} s",
+                todo="raise FUSION_MOE_COMPILE_SECONDS",
+                where=name,
+            )
         if int(status):
-            raise _refused(text, name, flags, _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(), path)
+            raise _refused(
+                text,
+                name,
+                flags,
+                _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(),
+                path,
+            )
         path.write_bytes(_read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -130,7 +167,8 @@ def _compile(text: str, name: str, headers: Mapping[str, str], flags: Sequence[s
 def _limited(program: Any, seconds: int) -> Iterator[None]:
     """Has NVRTC give up a compilation inside the block after so many seconds.
 
-    It asks a function of a text, thousands of times in a kernel: 1 ends it, 0 lets it go on. C's atoi is such a function, and needs no GIL.
+    It asks a function of a text, thousands of times in a kernel: 1 ends it, 0 lets it go on. C's
+    atoi is such a function, and needs no GIL.
     """
     answer = ctypes.create_string_buffer(b"0")
     atoi = ctypes.cast(ctypes.CDLL(None).atoi, ctypes.c_void_p).value
@@ -151,8 +189,12 @@ def _read(size: Any, get: Any, program: Any) -> bytes:
 
 
 def _refused(text: str, name: str, flags: Sequence[str], log: str, path: Path) -> BuildError:
-    kept = store.get_or_make(f"{path.stem}.failed.cu", lambda kept: kept.write_text(text, encoding="utf-8"))
+    kept = store.get_or_make(
+        f"{path.stem}.failed.cu", lambda kept: kept.write_text(text, encoding="utf-8")
+    )
     lines = log.strip().splitlines()
     errors = [line for line in lines if "error" in line] or lines
-    found = f"{name} does not compile with NVRTC {version()} {' '.join(flags)}\n" + "\n".join(f"  {e}" for e in errors[:_SHOWN_ERRORS])
+    found = f"{name} does not compile with NVRTC {version()} {' '.join(flags)}\n" + "\n".join(
+        f"  {e}" for e in errors[:_SHOWN_ERRORS]
+    )
     return BuildError(found, todo="the source is kept at that path", where=str(kept))

@@ -1,4 +1,5 @@
-"""Compiling before serving: calls are recorded instead of run, and then all kernels that they need are compiled at once.
+"""Compiling before serving: calls are recorded instead of run, and then all kernels that they need
+are compiled at once.
 
     with preparing():
         model(tokens)          # launches none of our kernels; programs return zeros
@@ -6,8 +7,9 @@
     with preparing("all"):
         model(tokens)          # the same for these and all other counts of tokens
 
-A call is recorded with its sizes, from which a backend knows the kernels. The kernels of all recorded calls are compiled in parallel, each
-once, and loaded. Calls during a CUDA graph capture are not recorded: they must be captured as they run.
+A call is recorded with its sizes, from which a backend knows the kernels. The kernels of all
+recorded calls are compiled in parallel, each once, and loaded. Calls during a CUDA graph capture
+are not recorded: they must be captured as they run.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ from .bandwidth import cpus
 
 Sizes = Mapping[str, int]
 _CALLED, _ALL = "called", "all"
-_EACH, _MOST_UNITS = 64, 2**17  # up to the first, all counts are tried; the second is the highest one
+# up to the first, all counts are tried; the second is the highest one
+_EACH, _MOST_UNITS = 64, 2**17
 _Sizes = tuple[tuple[str, int], ...]  # sizes in a comparable form
-Build = tuple[Hashable, Callable[[], object]]  # a key, equal for equal work, and a function that does the work in any thread
+# a key, equal for equal work, and a function that does the work in any thread
+Build = tuple[Hashable, Callable[[], object]]
 
 
 @runtime_checkable
@@ -59,19 +63,25 @@ class Noted:
     sizes: _Sizes
 
 
-NOTED: contextvars.ContextVar[dict[Noted, None] | None] = contextvars.ContextVar("fusion_moe_noted", default=None)
+NOTED: contextvars.ContextVar[dict[Noted, None] | None] = contextvars.ContextVar(
+    "fusion_moe_noted", default=None
+)
 
 
 @contextlib.contextmanager
 def preparing(sizes: str = "called") -> Iterator[Collection[Noted]]:
-    """Compiles the kernels that the calls inside the block need: at its end, in parallel, with progress on stderr. Yields the calls.
+    """Compiles the kernels that the calls inside the block need: at its end, in parallel, with
+    progress on stderr. Yields the calls.
 
-    sizes: "called": the sizes of the calls; "all": these, and all others in the same proportions, up to 131,072 times as large, as far as a
-    bisection finds other kernels. Inside, programs launch nothing and return zeros, so results are meaningless. If the block raises,
-    nothing is compiled. OptionError for any other value, BuildError for a kernel that does not compile.
+    sizes: "called": the sizes of the calls; "all": these, and all others in the same proportions,
+    up to 131,072 times as large, as far as a bisection finds other kernels. Inside, programs launch
+    nothing and return zeros, so results are meaningless. If the block raises, nothing is compiled.
+    OptionError for any other value, BuildError for a kernel that does not compile.
     """
     if sizes not in (_CALLED, _ALL):
-        raise OptionError(f"sizes = {sizes!r}", expected=f"{_CALLED!r} or {_ALL!r}", where="preparing")
+        raise OptionError(
+            f"sizes = {sizes!r}", expected=f"{_CALLED!r} or {_ALL!r}", where="preparing"
+        )
     noted: dict[Noted, None] = {}
     token = NOTED.set(noted)
     try:
@@ -92,7 +102,12 @@ def note(launches: tuple[Compiled, ...], device: torch.device, sizes: Sizes) -> 
 
 def compile_all(calls: Iterable[Noted]) -> None:
     """Compiles and loads the kernels that calls need, and this process has not loaded yet."""
-    new = [(launch, c.device, dict(c.sizes)) for c in calls for launch in c.launches if not launch.is_loaded(c.device, dict(c.sizes))]
+    new = [
+        (launch, c.device, dict(c.sizes))
+        for c in calls
+        for launch in c.launches
+        if not launch.is_loaded(c.device, dict(c.sizes))
+    ]
     run_builds(build for launch, device, sizes in new for build in launch.builds(device, sizes))
     for launch, device, sizes in new:
         launch.load(device, sizes)
@@ -101,15 +116,24 @@ def compile_all(calls: Iterable[Noted]) -> None:
 def _of_all_sizes(calls: Iterable[Noted]) -> list[Noted]:
     """The calls, and calls of other sizes: one for each set of kernels that such calls need."""
     found = list(calls)
-    for launches, device, units in dict.fromkeys((c.launches, c.device, _units(c.sizes)) for c in found):
+    for launches, device, units in dict.fromkeys(
+        (c.launches, c.device, _units(c.sizes)) for c in found
+    ):
         for launch in launches if units else ():
-            found += [Noted((launch,), device, _scaled(units, n)) for n in _counts(launch, device, units, options.current())]
+            found += [
+                Noted((launch,), device, _scaled(units, n))
+                for n in _counts(launch, device, units, options.current())
+            ]
     return found
 
 
 @lru_cache(maxsize=1024)
-def _counts(launch: Compiled, device: torch.device, units: _Sizes, under: options.Options) -> list[int]:
-    """Multiples of `units`, one for each set of kernels. Layers of equal sizes share a launch: they are asked about once."""
+def _counts(
+    launch: Compiled, device: torch.device, units: _Sizes, under: options.Options
+) -> list[int]:
+    """Multiples of `units`, one for each set of kernels. Layers of equal sizes share a launch: they
+    are asked about once.
+    """
 
     def needed(n: int) -> Hashable:
         return frozenset(key for key, _ in launch.builds(device, dict(_scaled(units, n))))
@@ -128,7 +152,9 @@ def _units(sizes: _Sizes) -> _Sizes:
 
 
 def _one_for_each(needed: Callable[[int], Hashable]) -> list[int]:
-    """A count for each value of `needed` that is found: tries small counts, counts that grow by 2 %, and bisects where two differ."""
+    """A count for each value of `needed` that is found: tries small counts, counts that grow by 2
+    %, and bisects where two differ.
+    """
     remembered = cache(needed)
     tried = [*range(1, _EACH + 1)]
     while tried[-1] < _MOST_UNITS:
@@ -145,16 +171,22 @@ def _one_for_each(needed: Callable[[int], Hashable]) -> list[int]:
 
 
 def run_builds(builds: Iterable[Build]) -> dict[Hashable, Any]:
-    """The results of builds, by key: each build is run once, in parallel, under the options in force.
+    """The results of builds, by key: each build is run once, in parallel, under the options in
+    force.
 
-    Raises the first error and skips builds that have not started by then. The last builds start first: those of the highest token counts,
-    whose kernels take longest to compile.
+    Raises the first error and skips builds that have not started by then. The last builds start
+    first: those of the highest token counts, whose kernels take longest to compile.
     """
     wanted = dict(reversed(dict(builds).items()))
     with ThreadPoolExecutor(max(1, min(len(wanted), cpus()))) as pool:
-        made: dict[Future[Any], Hashable] = {pool.submit(contextvars.copy_context().run, build): key for key, build in wanted.items()}
+        made: dict[Future[Any], Hashable] = {
+            pool.submit(contextvars.copy_context().run, build): key for key, build in wanted.items()
+        }
         try:
-            return {made[done]: done.result() for done in progress(as_completed(made), "compiling kernels", len(made))}
+            return {
+                made[done]: done.result()
+                for done in progress(as_completed(made), "compiling kernels", len(made))
+            }
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

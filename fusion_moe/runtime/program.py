@@ -27,27 +27,37 @@ from .preparing import Compiled, Noted, compile_all, note
 from .remembered import Remembered
 
 _REMEMBERED = 256  # how many sizes of calls are kept
-_MOVES = ("reshape", "slice", "permute", "broadcast_in_dim", "cast", "partition", "ends", "unpack")  # may return their inputs' memory
+# may return their inputs' memory
+_MOVES = ("reshape", "slice", "permute", "broadcast_in_dim", "cast", "partition", "ends", "unpack")
 
 
 class Joined(Protocol):
     """All kernels of a program in one call."""
 
-    def __call__(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> tuple[torch.Tensor, ...] | None:
-        """The outputs: new, contiguous tensors that share no memory. None if the kernels must run one by one, to report an error."""
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]
+    ) -> tuple[torch.Tensor, ...] | None:
+        """The outputs: new, contiguous tensors that share no memory. None if the kernels must run
+        one by one, to report an error.
+        """
 
-    def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> Descriptor | None:
-        """What C++ launches instead of such a call; None if Python must launch it. tensors: in any shapes with the right elements."""
+    def descriptor(
+        self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]
+    ) -> Descriptor | None:
+        """What C++ launches instead of such a call; None if Python must launch it. tensors: in any
+        shapes with the right elements.
+        """
 
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled Fusion. stages: the Fusion after each pass, by name; segments: as `split` returned them; kernels: in launch order.
+    """A compiled Fusion. stages: the Fusion after each pass, by name; segments: as `split` returned
+    them; kernels: in launch order.
 
-    checked: whether each call also evaluates every stage and the segments, compares them bit for bit, and kernels with their segments (the
-    option `check`).
-    joined: all kernels in one call, if the backend supports it; under a profiler they run one by one.
-    dumped: the folder to which the program was written, and to which what its calls compile is written.
+    checked: whether each call also evaluates every stage and the segments, compares them bit for
+    bit, and kernels with their segments (the option `check`). joined: all kernels in one call, if
+    the backend supports it; under a profiler they run one by one. dumped: the folder to which the
+    program was written, and to which what its calls compile is written.
     """
 
     stages: tuple[tuple[str, Fusion], ...]
@@ -68,15 +78,20 @@ class Program:
         """Whether a CUDA graph can capture a call, and replay it with other group sizes."""
         return not self.checked and all(kernel.graph_safe for kernel in self.kernels)
 
-    def __call__(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int] | None = None) -> list[torch.Tensor]:
-        """The outputs for these inputs: new, contiguous tensors that share no memory with the inputs.
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int] | None = None
+    ) -> list[torch.Tensor]:
+        """The outputs for these inputs: new, contiguous tensors that share no memory with the
+        inputs.
 
         An output with an alias is the input that it is written over, after all kernels.
         """
         return self.run(tensors, self.sizes(tensors, sizes or {}))
 
     def run(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
-        """A call on inputs whose shapes, dtypes and device are those for which `sizes` returned env: they are not checked again."""
+        """A call on inputs whose shapes, dtypes and device are those for which `sizes` returned
+        env: they are not checked again.
+        """
         need_memory(tensors)
         targets = self.fusion.targets(tensors)
         if targets:
@@ -91,34 +106,53 @@ class Program:
                 return list(write_over(targets, self._launched(tensors, env)))
         return list(write_over(targets, self._launched(tensors, env)))
 
-    def descriptor(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> Descriptor | None:
+    def descriptor(
+        self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]
+    ) -> Descriptor | None:
         """What C++ launches instead of such a call of `run`; None if Python must run it."""
         by_python = self.checked or self.dumped is not None or self.fusion.aliases
         return None if by_python or self.joined is None else self.joined.descriptor(tensors, env)
 
     def prepare(self, device: torch.device | str = "cpu", **sizes: int) -> None:
-        """Compiles, in parallel, what a call of these sizes needs: `program.prepare("cuda", s0=64)`. ShapeError unless all are given."""
+        """Compiles, in parallel, what a call of these sizes needs: `program.prepare("cuda",
+        s0=64)`. ShapeError unless all are given.
+        """
         if set(sizes) != set(self.fusion.symbols):
             found = ", ".join(sizes) or "no sizes"
-            raise ShapeError(found, expected=", ".join(self.fusion.symbols) or "none: this program has no symbols", where="prepare")
+            raise ShapeError(
+                found,
+                expected=", ".join(self.fusion.symbols) or "none: this program has no symbols",
+                where="prepare",
+            )
         compile_all([Noted(self._compiled, torch.device(device), tuple(sizes.items()))])
 
     @cached_property
     def _compiled(self) -> tuple[Compiled, ...]:
         """Those launches of a call that have to be compiled."""
-        launches: list[Any] = [self.joined] if self.joined else [kernel.launch for kernel in self.kernels]
+        launches: list[Any] = (
+            [self.joined] if self.joined else [kernel.launch for kernel in self.kernels]
+        )
         return tuple(launch for launch in launches if isinstance(launch, Compiled))
 
     def _zeros(
-        self, tensors: Sequence[torch.Tensor], env: Mapping[str, int], targets: Mapping[int, torch.Tensor]
-    ) -> list[torch.Tensor]:  # fmt: skip
-        """Outputs of the right types, filled with zeros; inputs that would be written over stay unchanged."""
+        self,
+        tensors: Sequence[torch.Tensor],
+        env: Mapping[str, int],
+        targets: Mapping[int, torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Outputs of the right types, filled with zeros; inputs that would be written over stay
+        unchanged.
+        """
         device = _device_of(tensors)
-        made = (torch.zeros(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype], device=device) for v in self.fusion.outputs)
+        made = (
+            torch.zeros(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype], device=device)
+            for v in self.fusion.outputs
+        )
         return [targets.get(i, t) for i, t in enumerate(made)]
 
     def sizes(self, tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> Mapping[str, int]:
-        """The values of the symbols, from the inputs' shapes and the given ones; raises if inputs do not fit their types.
+        """The values of the symbols, from the inputs' shapes and the given ones; raises if inputs
+        do not fit their types.
 
         Cached by everything that they depend on: decoding asks for the same sizes again and again.
         """
@@ -133,31 +167,43 @@ class Program:
     def _remembered(self) -> Remembered[Any, Mapping[str, int]]:
         return Remembered(_REMEMBERED)
 
-    def _launched(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> Sequence[torch.Tensor]:
+    def _launched(
+        self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]
+    ) -> Sequence[torch.Tensor]:
         alone = self._one_by_one(tensors, env) if self.checked else None
-        joined = self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
+        joined = (
+            self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
+        )
         if joined is None:
             return self._one_by_one(tensors, env) if alone is None else alone
         if alone is not None:
             check.check_joined(self.fusion, tensors, joined, alone, self.kernels[0].backend)
         return joined
 
-    def _one_by_one(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
+    def _one_by_one(
+        self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]
+    ) -> list[torch.Tensor]:
         made: dict[Value, Any] = dict(zip(self.fusion.inputs, tensors, strict=True))
         for i, kernel in enumerate(self.kernels):
-            with nullcontext() if kernel.segment.inputs else _making_tensors_on(_device_of(tensors)):
+            with (
+                nullcontext() if kernel.segment.inputs else _making_tensors_on(_device_of(tensors))
+            ):
                 self._launch(i, kernel, made, env)
         return [
             made[v].clone(memory_format=torch.contiguous_format) if copy else made[v].contiguous()
             for v, copy in zip(self.fusion.outputs, self._copied, strict=True)
         ]
 
-    def _launch(self, i: int, kernel: Kernel, made: dict[Value, Any], env: Mapping[str, int]) -> None:
+    def _launch(
+        self, i: int, kernel: Kernel, made: dict[Value, Any], env: Mapping[str, int]
+    ) -> None:
         inputs = [made[v] for v in kernel.segment.inputs]
         if self.checked:
             outputs = check.checked(i, kernel, inputs, env, self.dumped)
         elif profiler._is_profiler_enabled:
-            with profiler.record_function(f"fusion_moe::{i}[{kernel.segment.kind}, {kernel.backend}]"):
+            with profiler.record_function(
+                f"fusion_moe::{i}[{kernel.segment.kind}, {kernel.backend}]"
+            ):
                 outputs = kernel(inputs, env)
         else:
             outputs = kernel(inputs, env)
@@ -191,7 +237,9 @@ def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
 
 @contextmanager
 def _making_tensors_on(device: torch.device) -> Iterator[None]:
-    """For a segment without inputs, such as constants: inside, new tensors and kernels are on this device."""
+    """For a segment without inputs, such as constants: inside, new tensors and kernels are on this
+    device.
+    """
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), device:
         yield
 
@@ -199,4 +247,9 @@ def _making_tensors_on(device: torch.device) -> Iterator[None]:
 def _need_one_device(tensors: Sequence[torch.Tensor]) -> None:
     devices = dict.fromkeys(str(t.device) for t in tensors)
     if len(devices) > 1:
-        raise DeviceError(f"inputs on {' and '.join(devices)}", expected="one device", todo="move them with .to(device)", where="fusion")
+        raise DeviceError(
+            f"inputs on {' and '.join(devices)}",
+            expected="one device",
+            todo="move them with .to(device)",
+            where="fusion",
+        )

@@ -1,4 +1,6 @@
-"""A cache for values that calls look up again: a dict that is emptied when it is full, which otherwise costs a call nothing."""
+"""A cache for values that calls look up again: a dict that is emptied when it is full, which
+otherwise costs a call nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Transient errors of the system. Nothing is concluded from them: what is remembered would be wrong for good."""
+"""Transient errors of the system. Nothing is concluded from them: what is remembered would be wrong
+for good.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from collections.abc import Iterator
 from ..errors import BuildError
 
 ERRNOS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
-TODO = "the process is out of files, processes or memory: raise its limits (ulimit -n, -u, -v), and call again"
+TODO = (
+    "the process is out of files, processes or memory: raise its limits (ulimit -n, -u, -v), "
+    "and call again"
+)
 
 
 @contextlib.contextmanager
@@ -19,4 +24,6 @@ def missing_ok(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in ERRNOS:
-            raise BuildError(f"{what} cannot be read or run: {error.strerror}", todo=TODO) from error
+            raise BuildError(
+                f"{what} cannot be read or run: {error.strerror}", todo=TODO
+            ) from error

@@ -1,8 +1,9 @@
 """Schedulers, one file for each kind of segment.
 
-can_schedule(fusion, target, kept) -> None if one kernel can do it, else the reason; describe(fusion) -> a frozen dataclass for `explain`.
-They look at the kinds of operations and at their dependencies; none of them knows any model's pattern. A backend's `plan` then says
-whether it has such a kernel.
+can_schedule(fusion, target, kept) -> None if one kernel can do it, else the reason;
+describe(fusion) -> a frozen dataclass for `explain`. They look at the kinds of operations and at
+their dependencies; none of them knows any model's pattern. A backend's `plan` then says whether it
+has such a kernel.
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ class Scheduler(Protocol):
     """The interface of each module in this folder."""
 
     NAME: str
-    CONTRACTS_ROUNDING: bool  # whether its kernels keep float32 where the program rounds and widens again
+    # whether its kernels keep float32 where the program rounds and widens again
+    CONTRACTS_ROUNDING: bool
 
-    def can_schedule(self, fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
-        """Why one kernel cannot do it; None if it can. kept: outputs of the whole program, which remain outputs of any larger piece."""
+    def can_schedule(
+        self, fusion: Fusion, target: Target, kept: Collection[Value] = ()
+    ) -> str | None:
+        """Why one kernel cannot do it; None if it can. kept: outputs of the whole program, which
+        remain outputs of any larger piece.
+        """
 
     def describe(self, fusion: Fusion) -> object:
         """What the kernel does with each operation: a frozen dataclass."""
@@ -48,7 +54,15 @@ def find(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> Schedu
 
 
 def closest(fusion: Fusion, target: Target) -> Scheduler:
-    """The scheduler that a fusion's operations suggest: its refusal says why they are not one kernel."""
+    """The scheduler that a fusion's operations suggest: its refusal says why they are not one
+    kernel.
+    """
     roles = {op.kind.role for op in fusion.ops}
-    name = "grouped_gemm" if "grouped" in roles else "layout" if roles & {"layout", "quantize"} else "rows"
+    name = (
+        "grouped_gemm"
+        if "grouped" in roles
+        else "layout"
+        if roles & {"layout", "quantize"}
+        else "rows"
+    )
     return named(name) if name in target.schedulers else of(target)[0]

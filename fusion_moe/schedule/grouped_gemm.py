@@ -1,11 +1,14 @@
-"""Grouped products with their surroundings: a prologue on the activations that they load, an epilogue on the tiles that they make.
+"""Grouped products with their surroundings: a prologue on the activations that they load, an
+epilogue on the tiles that they make.
 
-A kernel of fprop or dgrad makes tiles of [rows of one group, some columns], looping over the contracted dimension. So the prologue may
-contain operations that are elementwise in (row, k) or pick rows, once these are rows of groups. The epilogue may contain operations that
-are elementwise in (row, n), slice or join columns, add a group's bias, sum a row's columns, or sum a token's rows in order. Other operands
-of the epilogue are computed there too, even products, if the target has kernels for that: tiles of the same rows and columns, with a float
-weight and few contracted features. A kernel of wgrad makes tiles of a group's matrix, looping over the group's rows: both operands have a
-prologue, and the epilogue is elementwise.
+A kernel of fprop or dgrad makes tiles of [rows of one group, some columns], looping over the
+contracted dimension. So the prologue may contain operations that are elementwise in (row, k) or
+pick rows, once these are rows of groups. The epilogue may contain operations that are elementwise
+in (row, n), slice or join columns, add a group's bias, sum a row's columns, or sum a token's rows
+in order. Other operands of the epilogue are computed there too, even products, if the target has
+kernels for that: tiles of the same rows and columns, with a float weight and few contracted
+features. A kernel of wgrad makes tiles of a group's matrix, looping over the group's rows: both
+operands have a prologue, and the epilogue is elementwise.
 """
 
 from __future__ import annotations
@@ -40,8 +43,9 @@ class GroupedGemm:
 
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
-    """None if there is one grouped product, possibly with others that the target's kernels compute beside it, everything else is prologue
-    or epilogue, and the stored results have widths of its tiles.
+    """None if there is one grouped product, possibly with others that the target's kernels compute
+    beside it, everything else is prologue or epilogue, and the stored results have widths of its
+    tiles.
     """
     found = products(fusion)
     if not found:
@@ -54,11 +58,20 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     product = main.op
     after = dependent(fusion.ops, [p.result for p in found])
     before = set[Value]().union(*(needed(fusion.ops, p.op.values) for p in found))
-    tokens = {v for op in fusion.ops if op.kind.role == "combine" for v in dependent(fusion.ops, op.outputs)}
+    tokens = {
+        v
+        for op in fusion.ops
+        if op.kind.role == "combine"
+        for v in dependent(fusion.ops, op.outputs)
+    }
     sums = {op for op in fusion.ops if _sums_rows(op, product) and _reads(op, after - tokens)}
     of_rows = {v for op in sums for v in dependent(fusion.ops, op.outputs)}
     for op in fusion.ops:
-        if op.kind.role != "grouped" and op not in sums and (why := _refusal(op, after, before, product)):
+        if (
+            op.kind.role != "grouped"
+            and op not in sums
+            and (why := _refusal(op, after, before, product))
+        ):
             return why
         if why := _of_sums(op, of_rows):
             return why
@@ -84,13 +97,21 @@ def _chained(fusion: Fusion, found: Sequence[GroupedProduct]) -> str | None:
     """Why products of which one contracts the other's result are not one kernel."""
     for first, second in combinations((p.op for p in found), 2):
         if _reads(second, dependent(fusion.ops, first.outputs)):
-            return f"{second.kind.name} contracts the result of {first.kind.name}: it reads whole rows, and a kernel holds tiles"
+            return (
+                f"{second.kind.name} contracts the result of {first.kind.name}: it reads whole "
+                "rows, and a kernel holds tiles"
+            )
     return None
 
 
-def _of_two(fusion: Fusion, main: GroupedProduct, other: GroupedProduct, target: Target) -> str | None:
+def _of_two(
+    fusion: Fusion, main: GroupedProduct, other: GroupedProduct, target: Target
+) -> str | None:
     """Why a kernel cannot make the tiles of another product beside those of the main one."""
-    alike, most = main.result.type == other.result.type and not other.b.type.quantized, target.added_features.get(main.kind, 0)
+    alike, most = (
+        main.result.type == other.result.type and not other.b.type.quantized,
+        target.added_features.get(main.kind, 0),
+    )
     if not alike or not most:
         names = " and ".join(op.kind.name for op in fusion.ops if op in (main.op, other.op))
         return f"{names} are two products: a kernel has accumulators for one"
@@ -121,7 +142,9 @@ def _refusal(op: Op, after: Set[Value], before: Set[Value], product: Op) -> str 
 
 
 def _as_large(op: Op, product: Op) -> bool:
-    """Whether an operation beside a product is elementwise in the elements of the product's result."""
+    """Whether an operation beside a product is elementwise in the elements of the product's
+    result.
+    """
     return op.kind.role == "pointwise" and op.outputs[0].type.shape == product.outputs[0].type.shape
 
 
@@ -143,7 +166,9 @@ def _sums_rows(op: Op, product: Op) -> bool:
 
 
 def _of_sums(op: Op, of_rows: Set[Value]) -> str | None:
-    """A row's sum is complete only after all of its tiles: nothing may read it except views of it."""
+    """A row's sum is complete only after all of its tiles: nothing may read it except views of
+    it.
+    """
     if not _reads(op, of_rows) or op.kind.role == "view" or op.kind.name == "reshape":
         return None
     return f"{op.kind.name} reads the sum of whole rows, and a kernel holds tiles"
@@ -151,21 +176,35 @@ def _of_sums(op: Op, of_rows: Set[Value]) -> str | None:
 
 def _elementwise(fusion: Fusion, after: Set[Value]) -> str | None:
     """After a wgrad, only elementwise operations are possible."""
-    others = (op for op in fusion.ops if _reads(op, after) and op.kind.role not in ("pointwise", "view") and op.kind.name != "reshape")
+    others = (
+        op
+        for op in fusion.ops
+        if _reads(op, after)
+        and op.kind.role not in ("pointwise", "view")
+        and op.kind.name != "reshape"
+    )
     return next((f"{op.kind.name} after a wgrad is not elementwise" for op in others), None)
 
 
-def _widths(fusion: Fusion, product: Op, kept: Collection[Value], rows_of_product: Set[Value]) -> str | None:
-    """Results must have one width; the product itself may be stored beside them if some of them are kept: the others may still be read
-    inside a larger piece. Operands of `cat` are stored as parts of its result.
+def _widths(
+    fusion: Fusion, product: Op, kept: Collection[Value], rows_of_product: Set[Value]
+) -> str | None:
+    """Results must have one width; the product itself may be stored beside them if some of them are
+    kept: the others may still be read inside a larger piece. Operands of `cat` are stored as parts
+    of its result.
     """
     rows = plain(product.outputs[0].type.shape[0])
     stored = [v for v in fusion.outputs if v in rows_of_product]
     stored += [op.values[0] for op in fusion.ops if op.kind.role == "combine"]
     whole = exact_div(elements(product.outputs[0].type.shape), rows)
     widths = {
-        exact_div(elements(v.type.shape if op is None else op.values[0].type.shape), rows) for v in stored for op in [cat_before(fusion, v)]
+        exact_div(elements(v.type.shape if op is None else op.values[0].type.shape), rows)
+        for v in stored
+        for op in [cat_before(fusion, v)]
     }
     if len(widths - {whole}) <= 1 or not any(v in kept for v in stored):
         return None
-    return f"results of {' and '.join(sorted(map(str, widths)))} columns are stored: a kernel's tiles have one width"
+    return (
+        f"results of {' and '.join(sorted(map(str, widths)))} columns are stored: a kernel's "
+        "tiles have one width"
+    )

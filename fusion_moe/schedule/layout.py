@@ -1,4 +1,6 @@
-"""Layout segments: quantize and swizzle in one pass over the activations, which may be gathered, scaled and summed in it."""
+"""Layout segments: quantize and swizzle in one pass over the activations, which may be gathered,
+scaled and summed in it.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,32 @@ class Layout:
 
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
-    """None if rows are quantized, swizzled, or both, with at most one sum. Rows of a quantized value are gathered by its readers."""
-    summed = {op: dependent(fusion.ops, op.outputs) for op in fusion.ops if op.kind.role in rows.SUMS}
-    whole = {op for op, after in summed.items() if any(o.kind.role == "quantize" and not after.isdisjoint(o.values) for o in fusion.ops)}
+    """None if rows are quantized, swizzled, or both, with at most one sum. Rows of a quantized
+    value are gathered by its readers.
+    """
+    summed = {
+        op: dependent(fusion.ops, op.outputs) for op in fusion.ops if op.kind.role in rows.SUMS
+    }
+    whole = {
+        op
+        for op, after in summed.items()
+        if any(o.kind.role == "quantize" and not after.isdisjoint(o.values) for o in fusion.ops)
+    }
     other = next((op for op in fusion.ops if op.kind.role not in ROLES or op in whole), None)
     if other is not None:
         return f"{other.kind.name} is not a change of format or layout"
-    after = dependent(fusion.ops, [v for op in fusion.ops if op.kind.role == "quantize" for v in op.outputs])
-    late = next((op for op in fusion.ops if op.kind.role not in _AFTER and not after.isdisjoint(op.values)), None)
+    after = dependent(
+        fusion.ops, [v for op in fusion.ops if op.kind.role == "quantize" for v in op.outputs]
+    )
+    late = next(
+        (op for op in fusion.ops if op.kind.role not in _AFTER and not after.isdisjoint(op.values)),
+        None,
+    )
     return f"{late.kind.name} reads rows of what is quantized" if late else rows.of_one_sum(fusion)
 
 
 def describe(fusion: Fusion) -> Layout:
     """One pass over the rows."""
-    return Layout(tuple(dict.fromkeys(str(op.attrs["layout"]) for op in fusion.ops if "layout" in op.attrs)))
+    return Layout(
+        tuple(dict.fromkeys(str(op.attrs["layout"]) for op in fusion.ops if "layout" in op.attrs))
+    )

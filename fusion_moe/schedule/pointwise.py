@@ -1,4 +1,6 @@
-"""Pointwise segments: each element of a result from elements of the inputs; one pass over memory."""
+"""Pointwise segments: each element of a result from elements of the inputs; one pass over
+memory.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""The three products of training in one form. M rows in G groups; matrices [G, N, K], with K features in and N features out.
+"""The three products of training in one form. M rows in G groups; matrices [G, N, K], with K
+features in and N features out.
 
     kind     operation        a          b          result     contracted
     fprop    grouped_mm       [M/g, K]   [G, N, K]  [M/g, N]   K
     dgrad    grouped_mm_t     [M/g, N]   [G, N, K]  [M/g, K]   N
     wgrad    grouped_outer    [M/g, N]   [M/g, K]   [G, N, K]  M
 
-M is the ragged axis: `ends` say how many rows each group has. In fprop and dgrad it is an axis of the result, where each tile is within one
-group; in wgrad it is contracted, and each group's matrix is a sum over its rows, zero if it has none.
+M is the ragged axis: `ends` say how many rows each group has. In fprop and dgrad it is an axis of
+the result, where each tile is within one group; in wgrad it is contracted, and each group's matrix
+is a sum over its rows, zero if it has none.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _KINDS: dict[str, tuple[str, str, str, str]] = {  # operation -> kind; axes of a
 
 @dataclass(frozen=True)
 class GroupedProduct:
-    """One product over groups. axes: those of a, b and the result, in order; ragged: the operands with rows partitioned by `ends`."""
+    """One product over groups. axes: those of a, b and the result, in order; ragged: the operands
+    with rows partitioned by `ends`.
+    """
 
     kind: str
     op: Op
@@ -64,7 +68,9 @@ class GroupedProduct:
 
     def size(self, axis: str) -> Dim:
         """The length of an axis over all groups: M, N, K or G."""
-        shapes = zip(self.axes, (self.a.type.shape, self.b.type.shape, self.result.type.shape), strict=True)
+        shapes = zip(
+            self.axes, (self.a.type.shape, self.b.type.shape, self.result.type.shape), strict=True
+        )
         return next(plain(shape[axes.index(axis)]) for axes, shape in shapes if axis in axes)
 
 
@@ -74,19 +80,36 @@ def products(fusion: Fusion) -> tuple[GroupedProduct, ...]:
 
 
 def main_and_added(fusion: Fusion) -> tuple[GroupedProduct, tuple[GroupedProduct, ...]]:
-    """The product that a kernel is built around (with a quantized weight if any, then the most contracted features), and the others."""
+    """The product that a kernel is built around (with a quantized weight if any, then the most
+    contracted features), and the others.
+    """
     found = products(fusion)
-    main = max(found, key=lambda p: (p.b.type.quantized, size if isinstance(size := p.size(p.contracted), int) else inf))
+    main = max(
+        found,
+        key=lambda p: (
+            p.b.type.quantized,
+            size if isinstance(size := p.size(p.contracted), int) else inf,
+        ),
+    )
     return main, tuple(p for p in found if p is not main)
 
 
 def some_may_be_added(fusion: Fusion, features: Mapping[str, int]) -> bool:
-    """Whether one of the products could be made beside another: for the same rows and columns, with a float weight, and contracting at most
-    as many features as `features` says for the other's kind.
+    """Whether one of the products could be made beside another: for the same rows and columns, with
+    a float weight, and contracting at most as many features as `features` says for the other's
+    kind.
     """
     found = products(fusion)
-    few = [(p, size) for p in found if not p.b.type.quantized and isinstance(size := p.size(p.contracted), int)]
-    return any(p is not q and p.result.type == q.result.type and size <= features.get(q.kind, 0) for p, size in few for q in found)
+    few = [
+        (p, size)
+        for p in found
+        if not p.b.type.quantized and isinstance(size := p.size(p.contracted), int)
+    ]
+    return any(
+        p is not q and p.result.type == q.result.type and size <= features.get(q.kind, 0)
+        for p, size in few
+        for q in found
+    )
 
 
 def cat_before(fusion: Fusion, v: Value) -> Op | None:
@@ -94,4 +117,8 @@ def cat_before(fusion: Fusion, v: Value) -> Op | None:
     op = fusion.producers.get(v)
     if op is not None and op.kind.name == "cat":
         return op if op.attrs["dim"] > 0 else None
-    return cat_before(fusion, op.values[0]) if op is not None and op.kind.name in ("cast", "reshape", "partition") else None
+    return (
+        cat_before(fusion, op.values[0])
+        if op is not None and op.kind.name in ("cast", "reshape", "partition")
+        else None
+    )

@@ -1,4 +1,6 @@
-"""Segments on rows: routing, gathers, and sums of rows, with the pointwise operations around them."""
+"""Segments on rows: routing, gathers, and sums of rows, with the pointwise operations around
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from . import pointwise
 
 NAME = "rows"
 CONTRACTS_ROUNDING = True
-ROLES = (*pointwise.ROLES, "routing", "gather", "combine", "scatter", "reduce", "grouped_add", "grouped_sum")
+ROLES = (
+    *pointwise.ROLES,
+    "routing",
+    "gather",
+    "combine",
+    "scatter",
+    "reduce",
+    "grouped_add",
+    "grouped_sum",
+)
 SUMS = ("combine", "scatter", "reduce", "grouped_sum")
 
 
@@ -33,9 +44,19 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
 def of_one_sum(fusion: Fusion) -> str | None:
     """Why one kernel cannot make all sums of a fusion; None if there is at most one."""
     sums = [op.kind.name for op in fusion.ops if op.kind.role in SUMS]
-    return f"{sums[1]} reads the whole result of {sums[0]}: two reductions require two passes" if len(sums) > 1 else None
+    return (
+        f"{sums[1]} reads the whole result of {sums[0]}: two reductions require two passes"
+        if len(sums) > 1
+        else None
+    )
 
 
 def describe(fusion: Fusion) -> RowOps:
     """One pass over the rows."""
-    return RowOps(tuple(op.kind.name for op in fusion.ops if op.kind.role in ROLES and op.kind.role not in pointwise.ROLES))
+    return RowOps(
+        tuple(
+            op.kind.name
+            for op in fusion.ops
+            if op.kind.role in ROLES and op.kind.role not in pointwise.ROLES
+        )
+    )

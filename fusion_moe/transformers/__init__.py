@@ -1,11 +1,13 @@
-"""Importing this package makes transformers load quantized checkpoints into our modules, and lets its experts call our operations.
+"""Importing this package makes transformers load quantized checkpoints into our modules, and lets
+its experts call our operations.
 
     import fusion_moe.transformers
     model = AutoModelForCausalLM.from_pretrained(directory)          # a ModelOpt directory in NVFP4
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="fusion_moe")
     model.set_experts_implementation("fusion_moe")  # or for a model that is loaded already
 
-The last two are for training and inference in the dtype of the weights, which remain the model's own parameters.
+The last two are for training and inference in the dtype of the weights, which remain the model's
+own parameters.
 """
 
 from __future__ import annotations

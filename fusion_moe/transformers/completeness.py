@@ -1,4 +1,6 @@
-"""Checks that files have a tensor for every parameter: transformers fills gaps with random numbers and prints a table."""
+"""Checks that files have a tensor for every parameter: transformers fills gaps with random numbers
+and prints a table.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +16,55 @@ from .sources import some
 
 
 def check_complete(replaced: Replacements, model: Any, conversions: list[Any]) -> None:
-    """CheckpointError for parameters of which the files have nothing, but for new heads. Checks names only: conversions change them."""
-    converters, known = [c for c in conversions if isinstance(c, WeightConverter)], model.state_dict()
+    """CheckpointError for parameters of which the files have nothing, but for new heads. Checks
+    names only: conversions change them.
+    """
+    converters, known = (
+        [c for c in conversions if isinstance(c, WeightConverter)],
+        model.state_dict(),
+    )
     provided = {name for module in replaced.experts for name in _own(model, module)}
     for name in replaced.entries.keys() - replaced.taken:
         provided.update(_made_of(name, converters))
     tied, ignored = model.all_tied_weights_keys, any_of(model._keys_to_ignore_on_load_missing)
     provided |= new_heads(model)
-    missing = [name for name in known if name not in provided and tied.get(name) not in provided and not ignored.search(name)]
+    missing = [
+        name
+        for name in known
+        if name not in provided and tied.get(name) not in provided and not ignored.search(name)
+    ]
     if missing:
-        raise CheckpointError(f"nothing for {some(missing)}", expected=f"all {len(known)} parameters", where=type(model).__name__)
+        raise CheckpointError(
+            f"nothing for {some(missing)}",
+            expected=f"all {len(known)} parameters",
+            where=type(model).__name__,
+        )
 
 
 def new_heads(model: Any) -> set[str]:
-    """The parameters beside the base model that transformers may make anew, with a warning: those of a classifier, say, of a directory that
-    was saved by another class. The output embedding is none of them: without it, a model generates noise.
+    """The parameters beside the base model that transformers may make anew, with a warning: those
+    of a classifier, say, of a directory that was saved by another class. The output embedding is
+    none of them: without it, a model generates noise.
     """
     if model.base_model is model or type(model).__name__ in (model.config.architectures or ()):
         return set()
     output, base = model.get_output_embeddings(), f"{model.base_model_prefix}."
     known = {id(p) for p in output.parameters()} if output is not None else set()
-    return {name for name, p in model.named_parameters() if not name.startswith(base) and id(p) not in known}
+    return {
+        name
+        for name, p in model.named_parameters()
+        if not name.startswith(base) and id(p) not in known
+    }
 
 
 def _own(model: Any, name: str) -> Iterator[str]:
     """The names of the tensors that make up a module's weights."""
     module = model.get_submodule(name)
-    return (f"{name}.{key}" for key, t in (*module._parameters.items(), *module._buffers.items()) if t is not None)
+    return (
+        f"{name}.{key}"
+        for key, t in (*module._parameters.items(), *module._buffers.items())
+        if t is not None
+    )
 
 
 def _made_of(name: str, converters: list[WeightConverter]) -> list[str]:

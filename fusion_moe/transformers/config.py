@@ -1,4 +1,6 @@
-"""Quantization configurations in transformers' form: from a dictionary in config.json, or given by the caller who loads a model."""
+"""Quantization configurations in transformers' form: from a dictionary in config.json, or given by
+the caller who loads a model.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from ..nn import config as nn_config
 
 
 class ModelOptConfig(QuantizationConfigMixin):
-    """The `quantization_config` of a directory, kept unchanged. The directory's tensors decide what is quantized."""
+    """The `quantization_config` of a directory, kept unchanged. The directory's tensors decide what
+    is quantized.
+    """
 
     def __init__(self, quant_method: str = "modelopt", **entries: Any):
         self.quant_method = quant_method
@@ -24,8 +28,13 @@ class ModelOptConfig(QuantizationConfigMixin):
         return self.__dict__.get("source", self.quant_method)
 
     def original(self) -> dict[str, Any]:
-        """The configuration as the directory has it, even if another `quant_method` led to this class."""
-        return {**{k: v for k, v in self.to_dict().items() if k not in ("source", "experts_config")}, "quant_method": self.method}
+        """The configuration as the directory has it, even if another `quant_method` led to this
+        class.
+        """
+        return {
+            **{k: v for k, v in self.to_dict().items() if k not in ("source", "experts_config")},
+            "quant_method": self.method,
+        }
 
     @property
     def quantizes(self) -> bool:
@@ -35,15 +44,21 @@ class ModelOptConfig(QuantizationConfigMixin):
     @property
     def experts(self) -> nn_config.NVFP4Config:
         """How experts are computed: as the caller says, else as the directory says."""
-        return nn_config.NVFP4Config(**self.__dict__.get("experts_config", own_entries(self.__dict__)))
+        return nn_config.NVFP4Config(
+            **self.__dict__.get("experts_config", own_entries(self.__dict__))
+        )
 
 
 class NVFP4Config(nn_config.NVFP4Config, QuantizationConfigMixin):
-    """`quantization_config=NVFP4Config()` quantizes experts while a model in floating point is loaded, bit for bit as `quantize_`."""
+    """`quantization_config=NVFP4Config()` quantizes experts while a model in floating point is
+    loaded, bit for bit as `quantize_`.
+    """
 
 
 def set_quantization(config: Any, said: Any) -> None:
-    """Makes `said` all that a configuration of transformers says about quantization: it goes before what the text model's part says."""
+    """Makes `said` all that a configuration of transformers says about quantization: it goes before
+    what the text model's part says.
+    """
     for part in (config, *(vars(config).get(name) for name in TEXT_MODEL)):
         for key in QUANTIZATION if part is not None else ():
             (part if isinstance(part, dict) else vars(part)).pop(key, None)

@@ -1,7 +1,8 @@
 """transformers' WeightConverters for encoded experts, made from the names in the files.
 
-A converter is for all layers: it matches what follows the layer's number. Converters with longer names come first, since before
-transformers 5.21 a pattern also matches the beginning of a longer name.
+A converter is for all layers: it matches what follows the layer's number. Converters with longer
+names come first, since before transformers 5.21 a pattern also matches the beginning of a longer
+name.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ MATRIX_SCALE = StoredPart("input_scale", "", (torch.float32,), direction=Directi
 
 
 class Converter(WeightConverter):
-    """A WeightConverter that is cheap to copy: transformers copies one for each tensor that it reads."""
+    """A WeightConverter that is cheap to copy: transformers copies one for each tensor that it
+    reads.
+    """
 
     __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Converter:
         made = copy.copy(self)
-        made.collected_tensors, made.layer_targets = defaultdict(list), defaultdict(set)  # the only attributes that a copy changes
+        # the only attributes that a copy changes
+        made.collected_tensors, made.layer_targets = defaultdict(list), defaultdict(set)
         return made
 
 
@@ -46,9 +50,15 @@ def expert_converters(sources: Iterable[tuple[ExpertsSource, Projections]]) -> l
     return list(made.values())
 
 
-def _of_projection(source: ExpertsSource, module: Projections, projection: str, names: Sequence[str]) -> Iterator[Row]:
+def _of_projection(
+    source: ExpertsSource, module: Projections, projection: str, names: Sequence[str]
+) -> Iterator[Row]:
     """The rows for each part, the bias, and the scales of activations."""
-    below, parts, parameters = rf"{source.tail}\.", source.scheme.parts, module.part_names[projection]
+    below, parts, parameters = (
+        rf"{source.tail}\.",
+        source.scheme.parts,
+        module.part_names[projection],
+    )
     in_turns = source.in_turns and projection == "gate_up"
 
     def row(suffix: str, parameter: str, part: StoredPart | None) -> Row:
@@ -56,10 +66,17 @@ def _of_projection(source: ExpertsSource, module: Projections, projection: str, 
         return [f"{below}{name}{suffix}" for name in names], below + parameter, operation
 
     if source.scheme.encoding is None:
-        scales_first = parts[::-1]  # before transformers 5.21, `.weight` also matches the beginning of their names
-        yield [f"{below}{name}{p.suffix}" for p in scales_first for name in names], below + parameters[0], QuantizeEightBit(parameters)
+        # before transformers 5.21, `.weight` also matches the beginning of their names
+        scales_first = parts[::-1]
+        yield (
+            [f"{below}{name}{p.suffix}" for p in scales_first for name in names],
+            below + parameters[0],
+            QuantizeEightBit(parameters),
+        )
     else:
-        yield from (row(p.suffix, parameter, p) for p, parameter in zip(parts, parameters, strict=True))
+        yield from (
+            row(p.suffix, parameter, p) for p, parameter in zip(parts, parameters, strict=True)
+        )
     if getattr(module, f"{projection}_proj_bias") is not None:
         yield row(".bias" if source.joined else "_bias", f"{projection}_proj_bias", None)
     if source.input_scale:
@@ -74,4 +91,11 @@ def longest_first(converters: Iterable[Any]) -> list[Any]:
 def without(theirs: Iterable[Any], ours: Iterable[Converter]) -> list[Any]:
     """transformers' conversions except those for parameters that our conversions make."""
     made = {parameter_of(target) for c in ours for target in c._original_target_patterns}
-    return [c for c in theirs if not any(isinstance(c, WeightConverter) and parameter_of(t) in made for t in c._original_target_patterns)]
+    return [
+        c
+        for c in theirs
+        if not any(
+            isinstance(c, WeightConverter) and parameter_of(t) in made
+            for t in c._original_target_patterns
+        )
+    ]

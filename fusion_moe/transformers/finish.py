@@ -18,14 +18,19 @@ from .stored_module import StoredModule
 
 
 def cast_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Casts parameters to the dtypes that the model had before. Before 5.21, transformers does not do so if anything is quantized."""
+    """Casts parameters to the dtypes that the model had before. Before 5.21, transformers does not
+    do so if anything is quantized.
+    """
     for name, module in model.named_modules():
-        for key, p in [] if isinstance(module, PackedModule) else module.named_parameters(name, recurse=False):
+        for key, p in (
+            [] if isinstance(module, PackedModule) else module.named_parameters(name, recurse=False)
+        ):
             p.data = p.data.to(dtypes.get(key, p.dtype))
 
 
 def check_scales(model: nn.Module, sources: Mapping[str, ExpertsSource]) -> None:
-    """NonFiniteError, with the module's name, for scales that no quantizer writes; CheckpointError for those that are the wrong way round.
+    """NonFiniteError, with the module's name, for scales that no quantizer writes; CheckpointError
+    for those that are the wrong way round.
 
     sources: where modules of experts were loaded from.
     """
@@ -37,19 +42,31 @@ def check_scales(model: nn.Module, sources: Mapping[str, ExpertsSource]) -> None
                 raise error.at(name) from None
 
 
-def _scales(module: nn.Module, source: ExpertsSource | None) -> Iterator[tuple[Scheme, StoredPart, Tensor, str]]:
-    """The scales that a module was loaded with, and their names there. Those of FP8 experts were checked when they were read."""
+def _scales(
+    module: nn.Module, source: ExpertsSource | None
+) -> Iterator[tuple[Scheme, StoredPart, Tensor, str]]:
+    """The scales that a module was loaded with, and their names there. Those of FP8 experts were
+    checked when they were read.
+    """
     if isinstance(module, StoredModule):
         for part, scale in list(module.parts().items())[1:]:
             yield module.stored.scheme, part, scale, part.suffix.removeprefix(".")
-    elif isinstance(module, Projections) and source is not None and source.scheme.encoding is not None:
+    elif (
+        isinstance(module, Projections)
+        and source is not None
+        and source.scheme.encoding is not None
+    ):
         for projection, keys in module.part_names.items():
-            for part, scale, key in zip(source.scheme.parts[1:], module.weight_of(projection)[1:], keys[1:], strict=True):
+            for part, scale, key in zip(
+                source.scheme.parts[1:], module.weight_of(projection)[1:], keys[1:], strict=True
+            ):
                 yield source.scheme, part, scale.detach(), key
 
 
 def freeze_(model: nn.Module) -> None:
-    """Freezes encoded weights and puts them on large pages: transformers makes every float require a gradient, even block scales."""
+    """Freezes encoded weights and puts them on large pages: transformers makes every float require
+    a gradient, even block scales.
+    """
     for module in model.modules():
         if isinstance(module, PackedModule):
             for p in own_parameters(module):

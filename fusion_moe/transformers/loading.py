@@ -1,4 +1,6 @@
-"""from_pretrained for directories whose `quant_method` is one of transformers' own, which transformers would load in its own way."""
+"""from_pretrained for directories whose `quant_method` is one of transformers' own, which
+transformers would load in its own way.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import cached_file
 
 from ..checkpoints import Directory, Entry, method_of
@@ -38,41 +47,77 @@ from .trainer import read_adapters_
 if TYPE_CHECKING:
     from ..distributed.parallelize import Division
 
-_OF_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")  # arguments that say where
+# arguments that say where
+_OF_HUB = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
 _OF_CODE = ("trust_remote_code", "code_revision")
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types of config.json whose model is another one's
-# entries of configurations that a model's own from_pretrained sets, in all parts of the configuration
-_OF_MODEL = ("dtype", "torch_dtype", "quantization_config", "attn_implementation", "experts_implementation")
+# entries of configurations that a model's own from_pretrained sets, in all parts of the
+# configuration
+_OF_MODEL = (
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "attn_implementation",
+    "experts_implementation",
+)
 
 
 def from_pretrained(
-    directory: str | Path | None, *, auto_class: Any = None, mesh: Any = None, plan: str = "ep", tokens: str = "replicated",
-    dispatch: str = "all_gather", capacity: int | float = 1.0, **kwargs: Any,
-) -> Any:  # fmt: skip
-    """`auto_class.from_pretrained(directory, **kwargs)`, with encoded weights in modules of fusion_moe.nn, whoever quantized them. Adapters
-    in a local directory's folder `adapters` are loaded too.
+    directory: str | Path | None,
+    *,
+    auto_class: Any = None,
+    mesh: Any = None,
+    plan: str = "ep",
+    tokens: str = "replicated",
+    dispatch: str = "all_gather",
+    capacity: int | float = 1.0,
+    **kwargs: Any,
+) -> Any:
+    """`auto_class.from_pretrained(directory, **kwargs)`, with encoded weights in modules of
+    fusion_moe.nn, whoever quantized them. Adapters in a local directory's folder `adapters` are
+    loaded too.
 
-    directory: a local one, or a name that transformers knows; None with the arguments config and state_dict, tensors as in files.
-    auto_class: None for the class that config.json names, such as one with a vision tower, or AutoModelForCausalLM if transformers has no
-    such class. kwargs may change entries of the configuration, unless config is given, which stays as it is.
-    quantization_config=NVFP4Config(): rounds experts in floats, also in 8-bit floats, to NVFP4. UnsupportedError for a `quant_method` that
-    is not supported here, and for a device_map with encoded weights outside of memory; CheckpointError for weights that are missing, left
-    over or of another dtype or size. For encoded weights both are raised before any weight is read. In a directory in floats, transformers
-    finds missing weights while it loads; output_loading_info=True returns (model, info) nevertheless. A new head, such as a classifier's,
-    may be missing: transformers warns.
+    directory: a local one, or a name that transformers knows; None with the arguments config and
+    state_dict, tensors as in files. auto_class: None for the class that config.json names, such as
+    one with a vision tower, or AutoModelForCausalLM if transformers has no such class. kwargs may
+    change entries of the configuration, unless config is given, which stays as it is.
+    quantization_config=NVFP4Config(): rounds experts in floats, also in 8-bit floats, to NVFP4.
+    UnsupportedError for a `quant_method` that is not supported here, and for a device_map with
+    encoded weights outside of memory; CheckpointError for weights that are missing, left over or of
+    another dtype or size. For encoded weights both are raised before any weight is read. In a
+    directory in floats, transformers finds missing weights while it loads; output_loading_info=True
+    returns (model, info) nevertheless. A new head, such as a classifier's, may be missing:
+    transformers warns.
 
-    mesh, plan, tokens, dispatch, capacity: as for `distributed.parallelize_`; the result is the same as calling that afterwards, but each
-    rank reads only the experts that it keeps. The directory must then be a local one. The plans "tp" and "ep_tp" divide features, and do so
-    only for experts encoded in 4 bits.
+    mesh, plan, tokens, dispatch, capacity: as for `distributed.parallelize_`; the result is the
+    same as calling that afterwards, but each rank reads only the experts that it keeps. The
+    directory must then be a local one. The plans "tp" and "ep_tp" divide features, and do so only
+    for experts encoded in 4 bits.
     """
     wanted = kwargs.pop("output_loading_info", False)
-    if directory is None and (mesh is not None or kwargs.get("config") is None or kwargs.get("state_dict") is None):
-        raise OptionError("no directory", expected="config and state_dict instead, without mesh", where="from_pretrained")
+    if directory is None and (
+        mesh is not None or kwargs.get("config") is None or kwargs.get("state_dict") is None
+    ):
+        raise OptionError(
+            "no directory",
+            expected="config and state_dict instead, without mesh",
+            where="from_pretrained",
+        )
     if directory is not None:
         _check_json(Path(directory, kwargs.get("subfolder") or ""))
     config, kwargs = _configuration(directory, kwargs)
     auto_class = auto_class or _class_named(config, directory, kwargs)
-    if found := quantization_of(config.to_dict()) or (_beside(directory, _some_of(kwargs, _OF_HUB)) if directory else {}):
+    if found := quantization_of(config.to_dict()) or (
+        _beside(directory, _some_of(kwargs, _OF_HUB)) if directory else {}
+    ):
         found = {**found, "source": method_of(found, str(directory)), "quant_method": "fusion_moe"}
         if isinstance(kwargs.get("quantization_config"), NVFP4Config):
             found["experts_config"] = dataclasses.asdict(kwargs.pop("quantization_config"))
@@ -80,60 +125,97 @@ def from_pretrained(
     if directory is None or kwargs.get("state_dict") is not None:
         model, info = _from_state_dict(directory, auto_class, config, kwargs)
     elif mesh is None:
-        model, info = auto_class.from_pretrained(directory, config=config, output_loading_info=True, **kwargs)
+        model, info = auto_class.from_pretrained(
+            directory, config=config, output_loading_info=True, **kwargs
+        )
     else:
-        from ..distributed.parallelize import Division  # imported here: torch may have been built without torch.distributed
+        # imported here: torch may have been built without torch.distributed
+        from ..distributed.parallelize import Division
 
         division = Division(mesh, plan, tokens, dispatch, capacity)
         model, info = _shared(Directory.open(directory), division, auto_class, config, kwargs)
     if wanted:
         return model, info
     if missing := sorted(set(info["missing_keys"]) - new_heads(model)):
-        todo = "output_loading_info=True returns the model with random numbers there, and their names"
-        raise CheckpointError(f"nothing for {some(missing)}", expected="a tensor for each parameter", todo=todo, where=str(directory))
+        todo = (
+            "output_loading_info=True returns the model with random numbers there, and their names"
+        )
+        raise CheckpointError(
+            f"nothing for {some(missing)}",
+            expected="a tensor for each parameter",
+            todo=todo,
+            where=str(directory),
+        )
     return model
 
 
 def _check_json(path: Path) -> None:
-    """CheckpointError for files that transformers would read without end, or whose entries it would miss. Whether an index is right is
-    asked later, with the headers.
+    """CheckpointError for files that transformers would read without end, or whose entries it would
+    miss. Whether an index is right is asked later, with the headers.
     """
     for file in (path / CONFIG, path / "generation_config.json"):
         if os.path.lexists(file):
             read_json(file)
     index = path / INDEX
-    if os.path.lexists(index) and not (path / SINGLE).is_file() and not isinstance(read_index(index).get("metadata"), dict):
-        raise CheckpointError("no metadata", expected='"metadata", an object, if only {}: transformers reads it', where=str(index))
+    if (
+        os.path.lexists(index)
+        and not (path / SINGLE).is_file()
+        and not isinstance(read_index(index).get("metadata"), dict)
+    ):
+        raise CheckpointError(
+            "no metadata",
+            expected='"metadata", an object, if only {}: transformers reads it',
+            where=str(index),
+        )
 
 
 def _class_named(config: Any, directory: str | Path | None, kwargs: dict[str, Any]) -> Any:
-    """The class of transformers that a configuration names, if it is for such configurations; AutoModelForCausalLM for any other."""
+    """The class of transformers that a configuration names, if it is for such configurations;
+    AutoModelForCausalLM for any other.
+    """
     names = architectures_of(vars(config), f"{directory}: {CONFIG}")
     if kwargs.get("trust_remote_code") and hasattr(config, "auto_map"):
         return AutoModelForCausalLM
     found: list[Any] = [getattr(transformers, name, None) for name in names]
-    models: list[Any] = [kind for kind in found if isinstance(kind, type) and issubclass(kind, PreTrainedModel)]
-    return next((kind for kind in models if isinstance(config, kind.config_class or ())), AutoModelForCausalLM)
+    models: list[Any] = [
+        kind for kind in found if isinstance(kind, type) and issubclass(kind, PreTrainedModel)
+    ]
+    return next(
+        (kind for kind in models if isinstance(config, kind.config_class or ())),
+        AutoModelForCausalLM,
+    )
 
 
-def _configuration(directory: str | Path | None, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The configuration, and the arguments that do not change entries of it, as transformers' auto classes divide them."""
+def _configuration(
+    directory: str | Path | None, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The configuration, and the arguments that do not change entries of it, as transformers' auto
+    classes divide them.
+    """
     kwargs = dict(kwargs)
     config = kwargs.pop("config", None)
     if isinstance(config, PreTrainedConfig):
         return copy.deepcopy(config), kwargs
     kept = _some_of(kwargs, (*_OF_HUB, *_OF_CODE, *_OF_MODEL))
     entries = {key: value for key, value in kwargs.items() if key not in _OF_MODEL}
-    config, unused = configuration(directory if config is None else config, return_unused_kwargs=True, **entries)
+    config, unused = configuration(
+        directory if config is None else config, return_unused_kwargs=True, **entries
+    )
     return config, unused | kept
 
 
 def configuration(directory: str | Path | None, **kwargs: Any) -> Any:
-    """`AutoConfig.from_pretrained`, also for model types that transformers knows under another name."""
+    """`AutoConfig.from_pretrained`, also for model types that transformers knows under another
+    name.
+    """
     said, _ = PreTrainedConfig.get_config_dict(directory, **_some_of(kwargs, _OF_HUB))
     kind = said.get("model_type", "")
     if not isinstance(kind, str):
-        raise CheckpointError(f"model_type {shown(kind)}", expected="the name of a family of models", where=str(directory))
+        raise CheckpointError(
+            f"model_type {shown(kind)}",
+            expected="the name of a family of models",
+            where=str(directory),
+        )
     family = _SAME_AS.get(kind)
     if family is None or kwargs.get("trust_remote_code"):
         return AutoConfig.from_pretrained(directory, **kwargs)
@@ -142,14 +224,20 @@ def configuration(directory: str | Path | None, **kwargs: Any) -> Any:
     return CONFIG_MAPPING[family].from_dict(said | {"model_type": family}, **entries)
 
 
-def _from_state_dict(directory: str | Path | None, auto_class: Any, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _from_state_dict(
+    directory: str | Path | None, auto_class: Any, config: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
     """A model of tensors that the caller has, with transformers' report about loading it."""
     named = Path("state_dict")
-    entries = {name: Entry(name, t.dtype, (*t.shape,), named) for name, t in kwargs["state_dict"].items()}
+    entries = {
+        name: Entry(name, t.dtype, (*t.shape,), named) for name, t in kwargs["state_dict"].items()
+    }
     model_class, config = _class_and_config(auto_class, config)
     token = state_dict_entries.set(entries)
     try:
-        return model_class.from_pretrained(directory, config=config, output_loading_info=True, **kwargs)
+        return model_class.from_pretrained(
+            directory, config=config, output_loading_info=True, **kwargs
+        )
     finally:
         state_dict_entries.reset(token)
 
@@ -158,7 +246,9 @@ def _some_of(kwargs: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: kwargs[name] for name in names if name in kwargs}
 
 
-def _shared(directory: Directory, division: Division, auto_class: Any, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _shared(
+    directory: Directory, division: Division, auto_class: Any, config: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
     """A rank's share of a model, with transformers' report about loading it."""
     quantization = getattr(config, "quantization_config", None)
     in_floats = not (quantization or "quantization_config" in kwargs)
@@ -166,7 +256,9 @@ def _shared(directory: Directory, division: Division, auto_class: Any, config: A
         config.quantization_config = quantization = {"quant_method": "fusion_moe", "source": ""}
     share, (model_class, config) = Share(directory, division), _class_and_config(auto_class, config)
     with sharing(share):
-        made, info = model_class.from_pretrained(None, config=config, state_dict=share, output_loading_info=True, **kwargs)
+        made, info = model_class.from_pretrained(
+            None, config=config, state_dict=share, output_loading_info=True, **kwargs
+        )
     if in_floats:
         made.hf_quantizer.remove_quantization_config(made)
     share.join(made)
@@ -179,18 +271,25 @@ def _shared(directory: Directory, division: Division, auto_class: Any, config: A
 
 
 def _class_and_config(auto_class: Any, config: Any) -> tuple[Any, Any]:
-    """The class of a model, which unlike auto classes takes a state dict without a name, and the configuration that it takes."""
+    """The class of a model, which unlike auto classes takes a state dict without a name, and the
+    configuration that it takes.
+    """
     model_class = auto_class
     if not issubclass(auto_class, PreTrainedModel):
         with torch.device("meta"):
             model_class = type(auto_class.from_config(copy.deepcopy(config)))
     if not isinstance(config, model_class.config_class):
-        quantization, config = getattr(config, "quantization_config", None), config.get_text_config()
+        quantization, config = (
+            getattr(config, "quantization_config", None),
+            config.get_text_config(),
+        )
         config.quantization_config = quantization  # as transformers' auto classes do it
     return model_class, config
 
 
 def _beside(directory: str | Path, hub: dict[str, Any]) -> dict[str, Any]:
-    """The configuration in a file beside config.json, as older exports of ModelOpt have it; {} without one. hub: arguments for the Hub."""
+    """The configuration in a file beside config.json, as older exports of ModelOpt have it; {}
+    without one. hub: arguments for the Hub.
+    """
     file = cached_file(directory, OLDER_CONFIG, _raise_exceptions_for_missing_entries=False, **hub)
     return dict(older_quantization(Path(file))) if file else {}

@@ -1,4 +1,6 @@
-"""Names of tensors in files as names of a model's parameters: transformers renames some tensors before it looks for a parameter."""
+"""Names of tensors in files as names of a model's parameters: transformers renames some tensors
+before it looks for a parameter.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +13,48 @@ from transformers.core_model_loading import WeightRenaming, dot_natural_key, ren
 
 
 def live_names(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """The name in the model of each name in files. A part of a weight is named by the weight's name and the part's suffix."""
-    renamings = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightRenaming) and not is_weight_norm(c)]
+    """The name in the model of each name in files. A part of a weight is named by the weight's name
+    and the part's suffix.
+    """
+    renamings = [
+        c
+        for c in get_model_conversion_mapping(model)
+        if isinstance(c, WeightRenaming) and not is_weight_norm(c)
+    ]
     known = model.state_dict()
     modules = {name for name, _ in model.named_modules()}
     found = {}
-    for name in sorted(names, key=dot_natural_key):  # transformers' order: a renaming may depend on earlier names
+    # transformers' order: a renaming may depend on earlier names
+    for name in sorted(names, key=dot_natural_key):
         renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, known)
         if renamed not in known:
             renamed, kept = (_with_prefix(model, n) for n in (renamed, name))
-            if kept in known or (_owner(renamed) not in modules and _owner(kept) in modules):  # as transformers does it for parameters
+            # as transformers does it for parameters
+            if kept in known or (_owner(renamed) not in modules and _owner(kept) in modules):
                 renamed = kept
         found[name] = renamed
     return found
 
 
 def of_heads(model: Any, names: Mapping[str, str]) -> set[str]:
-    """Those of `live_names` in the heads of other classes: what files have beside the base model, and this model has no place for."""
+    """Those of `live_names` in the heads of other classes: what files have beside the base model,
+    and this model has no place for.
+    """
     prefix = f"{model.base_model_prefix}."
     if not any(name.startswith(prefix) for name in names):
         return set()
     own = () if model.base_model is model else model._modules
-    return {live for name, live in names.items() if not name.startswith(prefix) and live.partition(".")[0] not in own}
+    return {
+        live
+        for name, live in names.items()
+        if not name.startswith(prefix) and live.partition(".")[0] not in own
+    }
 
 
 def _with_prefix(model: Any, name: str) -> str:
-    """Adds or removes the prefix of the base model, as transformers does for parameters, of which parts of weights are none."""
+    """Adds or removes the prefix of the base model, as transformers does for parameters, of which
+    parts of weights are none.
+    """
     (first, _, rest), prefix, base = name.partition("."), model.base_model_prefix, model.base_model
     if base is model:
         return rest if first == prefix else name
@@ -48,12 +66,19 @@ def _owner(name: str) -> str:
 
 
 def is_weight_norm(conversion: Any) -> bool:
-    """Whether a conversion renames `.weight_g`: without the name boundaries of 5.21, it also renames `.weight_global_scale`."""
-    return isinstance(conversion, WeightRenaming) and ".weight_g" in conversion._original_source_patterns
+    """Whether a conversion renames `.weight_g`: without the name boundaries of 5.21, it also
+    renames `.weight_global_scale`.
+    """
+    return (
+        isinstance(conversion, WeightRenaming)
+        and ".weight_g" in conversion._original_source_patterns
+    )
 
 
 def tail(name: str) -> str:
-    """A pattern for modules of this name in all layers: `.experts` for `model.layers.3.mlp.experts`, whatever a renaming does before it."""
+    """A pattern for modules of this name in all layers: `.experts` for
+    `model.layers.3.mlp.experts`, whatever a renaming does before it.
+    """
     return r"\." + name.rpartition(".")[2]
 
 
@@ -63,5 +88,7 @@ def any_of(patterns: Iterable[str] | None) -> re.Pattern[str]:
 
 
 def parameter_of(target: str) -> tuple[str, ...]:
-    """The last two parts of the name that a pattern stands for: the module's and the parameter's."""
+    """The last two parts of the name that a pattern stands for: the module's and the
+    parameter's.
+    """
     return tuple(target.replace("\\.", ".").split(".")[-2:])

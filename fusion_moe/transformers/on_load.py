@@ -1,4 +1,6 @@
-"""Experts that are quantized while a model in floating point is loaded, one projection at a time."""
+"""Experts that are quantized while a model in floating point is loaded, one projection at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,17 @@ Contracts = dict[str, ExpertsContract]  # the contracts of the original expert m
 
 def prepare_to_quantize(model: Any, config: NVFP4Config) -> Contracts:
     """Replaces the experts of a model on the meta device, as `quantize_` does, with its errors."""
-    contracts = {name: found for name, m in model.named_modules() if (found := _contract(m)) is not None}
-    floats = {f"{name}.{key}": getattr(model.get_submodule(name), key) for name, found in contracts.items() for key in found.names}
+    contracts = {
+        name: found for name, m in model.named_modules() if (found := _contract(m)) is not None
+    }
+    floats = {
+        f"{name}.{key}": getattr(model.get_submodule(name), key)
+        for name, found in contracts.items()
+        for key in found.names
+    }
     quantize_(model, config)
-    for name, p in floats.items():  # before 5.21, transformers casts what it reads to the dtype of the existing parameter
+    # before 5.21, transformers casts what it reads to the dtype of the existing parameter
+    for name, p in floats.items():
         module, _, key = name.rpartition(".")
         setattr(model.get_submodule(module), key, nn.Parameter(p.detach(), requires_grad=False))
     return contracts
@@ -34,12 +43,21 @@ def _contract(module: Any) -> ExpertsContract | None:
         return contract_of(module)
     experts, intermediate, hidden = module.down_proj.shape
     return ExpertsContract(
-        experts, hidden, intermediate, has_gate=True, has_bias=False, transposed=True, concatenated=True, post_expert_norm=False
-    )  # fmt: skip
+        experts,
+        hidden,
+        intermediate,
+        has_gate=True,
+        has_bias=False,
+        transposed=True,
+        concatenated=True,
+        post_expert_norm=False,
+    )
 
 
 class QuantizeExperts(ConversionOps):
-    """A float projection of experts in transformers' form -> the parts of its NVFP4; a bias -> the same in the order of our rows."""
+    """A float projection of experts in transformers' form -> the parts of its NVFP4; a bias -> the
+    same in the order of our rows.
+    """
 
     def __init__(self, contracts: Contracts):
         self.contracts = contracts
@@ -60,6 +78,8 @@ class QuantizeExperts(ConversionOps):
         if key == "down_proj":
             parts: Quantized = quantized(contract.down(t))
         else:
-            parts = quantize_gate_up(contract.up(t)) if contract.has_gate else quantized(contract.up(t))
+            parts = (
+                quantize_gate_up(contract.up(t)) if contract.has_gate else quantized(contract.up(t))
+            )
         keys = model.get_submodule(base).part_names[key.removesuffix("_proj")]
         return {f"{base}.{k}": part for k, part in zip(keys, parts, strict=True)}

@@ -1,7 +1,9 @@
-"""How tensors in a file become parameters, and the inverse: transformers' ConversionOps for encoded weights.
+"""How tensors in a file become parameters, and the inverse: transformers' ConversionOps for encoded
+weights.
 
-transformers collects the tensors of a source pattern in a list, in the order of experts, and asks for the tensor of one parameter. When it
-saves a model, it asks the reverse operation for the tensors of all names.
+transformers collects the tensors of a source pattern in a list, in the order of experts, and asks
+for the tensor of one parameter. When it saves a model, it asks the reverse operation for the
+tensors of all names.
 """
 
 from __future__ import annotations
@@ -48,14 +50,21 @@ class _Operation(ConversionOps):
 
 
 class JoinExperts(_Operation):
-    """Tensors of E experts -> one [E, ...]; with several patterns, one above the other within each expert: gate, then up.
+    """Tensors of E experts -> one [E, ...]; with several patterns, one above the other within each
+    expert: gate, then up.
 
     On the CPU the result lies on large pages, and nothing else is allocated.
     """
 
     def convert(
-        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], full_layer_name: str, model: Any, **_: Any
-    ) -> Tensors:  # fmt: skip
+        self,
+        input_dict: Tensors,
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str,
+        model: Any,
+        **_: Any,
+    ) -> Tensors:
         """Removes the tensors that it has copied from input_dict."""
         first = input_dict[source_patterns[0]]
         into = empty(tensor_of(model, full_layer_name), first[0].device)
@@ -72,16 +81,33 @@ class JoinExperts(_Operation):
 
 
 class SplitExperts(_Operation):
-    """One [E, ...] -> tensors of E experts; for several patterns, equal runs of each expert's rows."""
+    """One [E, ...] -> tensors of E experts; for several patterns, equal runs of each expert's
+    rows.
+    """
 
-    def convert(self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **_: Any) -> Tensors:
+    def convert(
+        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **_: Any
+    ) -> Tensors:
         """Names with the index of an expert in place of `*`."""
         (whole,) = map(one, input_dict.values())
-        runs = whole[:, None] if whole.dim() == 1 else whole.unflatten(1, (len(target_patterns), -1))  # [E, patterns, ...]
+        # [E, patterns, ...]
+        runs = (
+            whole[:, None] if whole.dim() == 1 else whole.unflatten(1, (len(target_patterns), -1))
+        )
         if self.scalar:
             runs = runs.flatten(1)
-        found = {pattern.replace("*", str(e)): run[i] for e, run in enumerate(runs) for i, pattern in enumerate(target_patterns)}
-        return found if self.part is None else dict(stored for name, t in found.items() for stored in stored_tensors(self.part, name, t))
+        found = {
+            pattern.replace("*", str(e)): run[i]
+            for e, run in enumerate(runs)
+            for i, pattern in enumerate(target_patterns)
+        }
+        return (
+            found
+            if self.part is None
+            else dict(
+                stored for name, t in found.items() for stored in stored_tensors(self.part, name, t)
+            )
+        )
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -90,16 +116,26 @@ class SplitExperts(_Operation):
 
 
 class FromFused(_Operation):
-    """The stored tensor of all experts -> [E, N, ...], gate above up. in_turns: gate and up rows alternate in the file."""
+    """The stored tensor of all experts -> [E, N, ...], gate above up. in_turns: gate and up rows
+    alternate in the file.
+    """
 
     def __init__(self, part: StoredPart | None, in_turns: bool):
         super().__init__(part)
         self.in_turns = in_turns
 
     def convert(
-        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], full_layer_name: str, model: Any, **_: Any
-    ) -> Tensors:  # fmt: skip
-        """A parameter that is no part of an encoding, because its layer was not quantized, stays unchanged."""
+        self,
+        input_dict: Tensors,
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str,
+        model: Any,
+        **_: Any,
+    ) -> Tensors:
+        """A parameter that is no part of an encoding, because its layer was not quantized, stays
+        unchanged.
+        """
         t, like = one(input_dict.pop(source_patterns[0])), tensor_of(model, full_layer_name)
         if not is_encoded(model, full_layer_name):
             return {target_patterns[0]: t}
@@ -116,19 +152,35 @@ class FromFused(_Operation):
 
 
 class ToFused(FromFused):
-    """The inverse of FromFused. UnsupportedError if one scale for all matrices is needed but they have several."""
+    """The inverse of FromFused. UnsupportedError if one scale for all matrices is needed but they
+    have several.
+    """
 
     def convert(
-        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], full_layer_name: str, model: Any, **_: Any
-    ) -> Tensors:  # fmt: skip
+        self,
+        input_dict: Tensors,
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str,
+        model: Any,
+        **_: Any,
+    ) -> Tensors:
         """The tensor as it is to be stored."""
         (t,) = map(one, input_dict.values())
-        return {target_patterns[0]: self._stored(t, full_layer_name) if is_encoded(model, full_layer_name) else t}
+        return {
+            target_patterns[0]: self._stored(t, full_layer_name)
+            if is_encoded(model, full_layer_name)
+            else t
+        }
 
     def _stored(self, t: Tensor, name: str) -> Tensor:
         if self.scalar:
             if (t != t.flatten()[0]).any():
-                raise UnsupportedError("matrices with scales of their own", expected="one scale for all experts", where=name)
+                raise UnsupportedError(
+                    "matrices with scales of their own",
+                    expected="one scale for all experts",
+                    where=name,
+                )
             return t.flatten()[0].clone()
         if self.in_turns:
             t = interleave(t, 1, 1)
@@ -141,7 +193,8 @@ class ToFused(FromFused):
 
 
 class QuantizeEightBit(_Operation):
-    """The 8-bit floats of E experts and their scales -> the parts of their NVFP4, rounded to bfloat16 first, as by `quantize_`.
+    """The 8-bit floats of E experts and their scales -> the parts of their NVFP4, rounded to
+    bfloat16 first, as by `quantize_`.
 
     Without scales, a layer's experts are in floats: they are quantized as they are.
     names: the parameters that hold the parts.
@@ -151,14 +204,19 @@ class QuantizeEightBit(_Operation):
         super().__init__(None)
         self.names = names
 
-    def convert(self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **_: Any) -> Tensors:
+    def convert(
+        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **_: Any
+    ) -> Tensors:
         """source_patterns: first all scales, then all values."""
         half = len(source_patterns) // 2
         runs = []
         for scales, values in zip(source_patterns[:half], source_patterns[half:], strict=True):
             found, factors = input_dict.pop(values), input_dict.pop(scales, None)
             if factors is not None:
-                found = [_dequantized(v, s, scales.rpartition(".")[2]) for v, s in zip(found, factors, strict=True)]
+                found = [
+                    _dequantized(v, s, scales.rpartition(".")[2])
+                    for v, s in zip(found, factors, strict=True)
+                ]
             runs.append(torch.stack(found))
         parts = quantized(runs[0]) if half == 1 else quantize_gate_up(torch.cat(runs, 1))
         where = target_patterns[0].removesuffix(self.names[0])
@@ -176,13 +234,17 @@ def is_ours(conversion: Any) -> bool:
 
 
 def _dequantized(values: Tensor, scale: Tensor, name: str) -> Tensor:
-    """bfloat16 [N, K]; NonFiniteError for a scale that no quantizer writes. name: the scale's, for the error."""
+    """bfloat16 [N, K]; NonFiniteError for a scale that no quantizer writes. name: the scale's, for
+    the error.
+    """
     check_fp8_scales(scale, name)
     return dequantize_fp8(values, scale).bfloat16()
 
 
 def stored_tensors(part: StoredPart, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A part as it is stored, under its name; also the weight's shape if another package expects it next to 32-bit words."""
+    """A part as it is stored, under its name; also the weight's shape if another package expects it
+    next to 32-bit words.
+    """
     yield name, t if part.direction else part.from_part(t)
     if part.suffix == ".weight_packed":
         yield f"{name.removesuffix('packed')}shape", torch.tensor([t.shape[0], 2 * t.shape[1]])
@@ -206,4 +268,8 @@ def tensor_of(model: Any, name: str) -> Tensor:
 
 def empty(like: Tensor, device: torch.device) -> Tensor:
     """An empty tensor like `like` (on the meta device), on large pages if it is on the CPU."""
-    return pages.empty(like.shape, like.dtype) if device.type == "cpu" else torch.empty(like.shape, dtype=like.dtype, device=device)
+    return (
+        pages.empty(like.shape, like.dtype)
+        if device.type == "cpu"
+        else torch.empty(like.shape, dtype=like.dtype, device=device)
+    )

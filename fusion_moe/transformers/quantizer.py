@@ -1,4 +1,6 @@
-"""transformers' HfQuantizer for our modules: modules on the meta device, conversions of the files' tensors, and steps after loading."""
+"""transformers' HfQuantizer for our modules: modules on the meta device, conversions of the files'
+tensors, and steps after loading.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,19 @@ from .names import is_weight_norm
 from .on_load import Contracts, QuantizeExperts, prepare_to_quantize
 from .operations import is_ours
 from .replacements import Replacements, replace_modules
-from .saving import conversions_for_saving, linears_as_stored, modelopt_config, with_activation_format
+from .saving import (
+    conversions_for_saving,
+    linears_as_stored,
+    modelopt_config,
+    with_activation_format,
+)
 from .share import shared
 from .stored_module import StoredModule, finish_
 from .trainer import read_adapters_, register_loading, write_adapters
 
-state_dict_entries: ContextVar[Mapping[str, Entry] | None] = ContextVar("fusion_moe_state_dict_entries", default=None)
+state_dict_entries: ContextVar[Mapping[str, Entry] | None] = ContextVar(
+    "fusion_moe_state_dict_entries", default=None
+)
 
 
 class FusionMoeQuantizer(HfQuantizer):
@@ -54,13 +63,17 @@ class FusionMoeQuantizer(HfQuantizer):
         self._dtypes: dict[str, torch.dtype] = {}
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """UnsupportedError for encoded weights outside of memory. Called again with the map that transformers made of "auto"."""
+        """UnsupportedError for encoded weights outside of memory. Called again with the map that
+        transformers made of "auto".
+        """
         if self._model is not None:
             _check_in_memory(self._model, device_map)
 
-    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
-        """Replaces modules. CheckpointError for files without tensors that they need, UnsupportedError for a parallel plan, and for encoded
-        weights outside of memory.
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Any = None, **kwargs: Any
+    ) -> None:
+        """Replaces modules. CheckpointError for files without tensors that they need,
+        UnsupportedError for a parallel plan, and for encoded weights outside of memory.
         """
         _check_one_device(model)
         self._model, share = model, shared()
@@ -72,21 +85,37 @@ class FusionMoeQuantizer(HfQuantizer):
             return
         tensors = share.directory.tensors if share is not None else _tensors(checkpoint_files)
         self._path = Path(checkpoint_files[0]).parent if checkpoint_files else None
-        self._dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
+        self._dtypes = {
+            name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()
+        }
         config = self.quantization_config
-        self.replaced = replace_modules(model, tensors, config.method, config.experts, config.quantizes)
+        self.replaced = replace_modules(
+            model, tensors, config.method, config.experts, config.quantizes
+        )
         _check_in_memory(model, kwargs.get("device_map"))
-        ignored, self._ignored = {f"{re.escape(suffix)}$" for suffix in KNOWN}, model._keys_to_ignore_on_load_unexpected
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
+        ignored, self._ignored = (
+            {f"{re.escape(suffix)}$" for suffix in KNOWN},
+            model._keys_to_ignore_on_load_unexpected,
+        )
+        model._keys_to_ignore_on_load_unexpected = {
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            *ignored,
+        }
         if share is not None:
             share.take(model, self.replaced.experts)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
-        """Our conversions before transformers', which may still read experts that are not encoded, by other names."""
+    def update_weight_conversions(
+        self, weight_conversions: list[Any], model: Any = None
+    ) -> list[Any]:
+        """Our conversions before transformers', which may still read experts that are not encoded,
+        by other names.
+        """
         if self.replaced is None:
             return weight_conversions
         self._theirs = [c for c in weight_conversions if not is_weight_norm(c)]
-        sources = [(source, _module(self._model, name)) for name, source in self.replaced.experts.items()]
+        sources = [
+            (source, _module(self._model, name)) for name, source in self.replaced.experts.items()
+        ]
         ours = expert_converters(sources)
         self._of_others = without(self._theirs, ours)
         conversions = [*longest_first(ours), *self._theirs]
@@ -95,8 +124,16 @@ class FusionMoeQuantizer(HfQuantizer):
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """8-bit floats are not cast, nor are the inputs of our operations."""
-        eight_bit = param.dtype.itemsize == 1 if isinstance(param, torch.Tensor) else str(param.get_dtype()).startswith("F8")
-        return None if eight_bit or is_ours(converter) else super().get_new_dtype(converter, param, dtype)
+        eight_bit = (
+            param.dtype.itemsize == 1
+            if isinstance(param, torch.Tensor)
+            else str(param.get_dtype()).startswith("F8")
+        )
+        return (
+            None
+            if eight_bit or is_ours(converter)
+            else super().get_new_dtype(converter, param, dtype)
+        )
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Whether a parameter is quantized after its float tensor was read."""
@@ -108,13 +145,16 @@ class FusionMoeQuantizer(HfQuantizer):
         return QuantizeExperts(self._contracts)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        """Checks scales, freezes parameters, moves them to large pages on the CPU, and reorders them for the kernels on CUDA. Adds the
-        adapters that were saved with the model.
+        """Checks scales, freezes parameters, moves them to large pages on the CPU, and reorders
+        them for the kernels on CUDA. Adds the adapters that were saved with the model.
         """
         del self._model
-        if self.replaced is not None:  # what is read later, such as layers for multi-token prediction, is in floats
+        # what is read later, such as layers for multi-token prediction, is in floats
+        if self.replaced is not None:
             model._keys_to_ignore_on_load_unexpected = self._ignored
-            model._weight_conversions = [c for c in self._theirs if c.was_used() or c not in self._of_others]
+            model._weight_conversions = [
+                c for c in self._theirs if c.was_used() or c not in self._of_others
+            ]
         check_scales(model, {} if self.replaced is None else self.replaced.experts)
         finish_(model)
         cast_(model, self._dtypes)
@@ -124,20 +164,30 @@ class FusionMoeQuantizer(HfQuantizer):
         if self._path is not None:
             read_adapters_(model, self._path)
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """Called before the model is written: tells it how its weights are written, and with which configuration. Writes its adapters."""
+    def get_state_dict_and_metadata(
+        self, model: Any
+    ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """Called before the model is written: tells it how its weights are written, and with which
+        configuration. Writes its adapters.
+        """
         sources = {} if self.replaced is None else self.replaced.experts
         model._weight_conversions = conversions_for_saving(model, sources)
         set_quantization(model.config, with_activation_format(self._saved_config(model), model))
         write_adapters(model)
         state = _without_adapters(model)
-        return state if self.replaced is None else linears_as_stored(model, self.replaced.linears, state), {}
+        return state if self.replaced is None else linears_as_stored(
+            model, self.replaced.linears, state
+        ), {}
 
     def _saved_config(self, model: Any) -> Any:
-        """The loaded configuration, unless the weights are stored differently now. UnsupportedError if no configuration describes them."""
+        """The loaded configuration, unless the weights are stored differently now. UnsupportedError
+        if no configuration describes them.
+        """
         replaced, config = self.replaced, self.quantization_config
         modules = dict(model.named_modules())
-        as_loaded = replaced is not None and all(isinstance(modules.get(name), PackedModule) for name in replaced.linears)
+        as_loaded = replaced is not None and all(
+            isinstance(modules.get(name), PackedModule) for name in replaced.linears
+        )
         if as_loaded and config.method == "modelopt":
             return config.original()
         encodings = {m.encoding for m in model.modules() if isinstance(m, PackedModule)}
@@ -146,7 +196,10 @@ class FusionMoeQuantizer(HfQuantizer):
         if as_loaded and NVFP4 not in encodings:
             return config.original()
         found = " and ".join(sorted(e.name for e in encodings)) or "no encoded weights"
-        raise UnsupportedError(f"{found} of a {config.method} directory to save", expected="NVFP4, or weights as they were loaded")
+        raise UnsupportedError(
+            f"{found} of a {config.method} directory to save",
+            expected="NVFP4, or weights as they were loaded",
+        )
 
     def is_serializable(self) -> bool:
         """True: save_pretrained writes ModelOpt's format."""
@@ -154,7 +207,8 @@ class FusionMoeQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """True: encoded weights are frozen, but adapters beside them (`add_lora_`) and the rest of the model train.
+        """True: encoded weights are frozen, but adapters beside them (`add_lora_`) and the rest of
+        the model train.
 
         A Trainer asks this of its model: the moment to teach it to load our checkpoints.
         """
@@ -173,34 +227,61 @@ class FusionMoeQuantizer(HfQuantizer):
 
 
 def _tensors(files: list[str] | None) -> Mapping[str, Entry]:
-    """The tensors that transformers is going to read: of a state dict, or of files, whatever variant these are."""
+    """The tensors that transformers is going to read: of a state dict, or of files, whatever
+    variant these are.
+    """
     if (given := state_dict_entries.get()) is not None:
         return given
     if files is None:
         todo = "fusion_moe.transformers.from_pretrained takes config and state_dict"
-        raise UnsupportedError("encoded weights in a state dict", expected="a directory", todo=todo, where="from_pretrained")
+        raise UnsupportedError(
+            "encoded weights in a state dict",
+            expected="a directory",
+            todo=todo,
+            where="from_pretrained",
+        )
     return Directory.open(Path(files[0]).parent, [Path(file).name for file in files]).tensors
 
 
 def _check_one_device(model: Any) -> None:
-    """UnsupportedError for a parallel plan: transformers divides modules after they were replaced, by plans for its own modules."""
+    """UnsupportedError for a parallel plan: transformers divides modules after they were replaced,
+    by plans for its own modules.
+    """
     if getattr(model.config, "distributed_config", None) is not None:
         found = "a model that a parallel plan divides between devices"
-        todo = "fusion_moe.transformers.from_pretrained(directory, mesh=mesh) reads each rank's experts, without those plans"
+        todo = (
+            "fusion_moe.transformers.from_pretrained(directory, mesh=mesh) reads each rank's "
+            "experts, without those plans"
+        )
         raise UnsupportedError(found, expected="all of it on one device", todo=todo)
 
 
 def _check_in_memory(model: Any, device_map: Any) -> None:
-    """UnsupportedError for encoded weights that a device map leaves on disk or on the meta device."""
-    devices = device_map if isinstance(device_map, Mapping) else {}  # else the name of a way to make one
+    """UnsupportedError for encoded weights that a device map leaves on disk or on the meta
+    device.
+    """
+    # else the name of a way to make one
+    devices = device_map if isinstance(device_map, Mapping) else {}
     for name, module in model.named_modules():
-        for key, _ in module.named_parameters(name, recurse=False) if isinstance(module, (PackedModule, StoredModule)) else ():
+        for key, _ in (
+            module.named_parameters(name, recurse=False)
+            if isinstance(module, (PackedModule, StoredModule))
+            else ()
+        ):
             place = key
             while place and place not in devices:
                 place = place.rpartition(".")[0]
             if str(devices.get(place)) in ("disk", "meta"):
-                todo = "name a device with room for it, or raise max_memory; modules that are not quantized may be on disk"
-                raise UnsupportedError(f"{name} on {devices[place]}", expected="encoded weights in memory", todo=todo, where="device_map")
+                todo = (
+                    "name a device with room for it, or raise max_memory; modules that are not "
+                    "quantized may be on disk"
+                )
+                raise UnsupportedError(
+                    f"{name} on {devices[place]}",
+                    expected="encoded weights in memory",
+                    todo=todo,
+                    where="device_map",
+                )
 
 
 def _module(model: Any, name: str) -> Projections:
@@ -211,15 +292,25 @@ def _module(model: Any, name: str) -> Projections:
 
 def _without_adapters(model: Any) -> dict[str, Any] | None:
     """The state of a model without its adapters; None if it has none."""
-    adapters = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Adapter))
-    return {key: t for key, t in model.state_dict().items() if not key.startswith(adapters)} if adapters else None
+    adapters = tuple(
+        f"{name}." for name, module in model.named_modules() if isinstance(module, Adapter)
+    )
+    return (
+        {key: t for key, t in model.state_dict().items() if not key.startswith(adapters)}
+        if adapters
+        else None
+    )
 
 
 def _is_ours(model: Any) -> bool:
-    return isinstance(model, PreTrainedModel) and isinstance(getattr(model, "hf_quantizer", None), FusionMoeQuantizer)
+    return isinstance(model, PreTrainedModel) and isinstance(
+        getattr(model, "hf_quantizer", None), FusionMoeQuantizer
+    )
 
 
 def attach(model: Any) -> None:
-    """Makes `save_pretrained` write a model that `quantize_` changed so that it can be loaded again."""
+    """Makes `save_pretrained` write a model that `quantize_` changed so that it can be loaded
+    again.
+    """
     if getattr(model, "hf_quantizer", None) is None:
         model.hf_quantizer = FusionMoeQuantizer(ModelOptConfig(), pre_quantized=True)

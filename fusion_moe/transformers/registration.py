@@ -1,4 +1,6 @@
-"""Names under which transformers finds our quantizer, and accelerate our backend of torch.compile."""
+"""Names under which transformers finds our quantizer, and accelerate our backend of
+torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,31 @@ from transformers.quantizers import HfQuantizer, auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 
-def register(method: str, config: type[QuantizationConfigMixin], quantizer: type[HfQuantizer]) -> None:
-    """Makes our quantizer load directories with this `quant_method`. A name that another package has taken stays its, with a warning."""
-    taken = auto.AUTO_QUANTIZATION_CONFIG_MAPPING.get(method) or auto.AUTO_QUANTIZER_MAPPING.get(method)
+def register(
+    method: str, config: type[QuantizationConfigMixin], quantizer: type[HfQuantizer]
+) -> None:
+    """Makes our quantizer load directories with this `quant_method`. A name that another package
+    has taken stays its, with a warning.
+    """
+    taken = auto.AUTO_QUANTIZATION_CONFIG_MAPPING.get(method) or auto.AUTO_QUANTIZER_MAPPING.get(
+        method
+    )
     if taken is None:
         auto.register_quantization_config(method)(config)
         auto.register_quantizer(method)(quantizer)
     elif taken.__module__.partition(".")[0] != "fusion_moe":
         warnings.warn(
-            f"transformers has a quantizer for {method!r} already, {taken.__module__}.{taken.__qualname__}, and goes on using it; "
+            f"transformers has a quantizer for {method!r} already, "
+            f"{taken.__module__}.{taken.__qualname__}, and goes on using it; "
             "fusion_moe.transformers.from_pretrained loads into modules of fusion_moe",
             stacklevel=3,
-        )  # fmt: skip
+        )
 
 
 def register_backend() -> None:
-    """Adds "fusion_moe" to the backends that accelerate, if it is installed, lets `torch.compile` have: for TrainingArguments."""
+    """Adds "fusion_moe" to the backends that accelerate, if it is installed, lets `torch.compile`
+    have: for TrainingArguments.
+    """
     plugins: Any = sys.modules.get("accelerate.utils.dataclasses")  # transformers has imported it
     if plugins is None or "FUSION_MOE" in plugins.DynamoBackend:
         return

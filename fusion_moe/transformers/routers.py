@@ -1,4 +1,6 @@
-"""The routers of transformers' models, computed by our operation. Letters: T tokens, k experts a token, E experts, H hidden features."""
+"""The routers of transformers' models, computed by our operation. Letters: T tokens, k experts a
+token, E experts, H hidden features.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ Routed = tuple[Tensor, Tensor, Tensor]  # logits [T, E], weights [T, k], ids int
 
 
 def fuse_routers_(model: torch.nn.Module) -> tuple[str, ...]:
-    """Makes a model's routers call `fusion_moe.ops.topk_router`, in place -> the names of these modules.
+    """Makes a model's routers call `fusion_moe.ops.topk_router`, in place -> the names of these
+    modules.
 
-    Under `torch.compile(backend="fusion_moe")` a router's choice is then part of the program of its experts. Parameters, state dicts and
-    the results of routers (logits, weights, ids) keep their form; gradients reach logits. Weights differ by a few units in the last place
-    of float32, and so may ids if scores are equal. `del module.forward` undoes it.
+    Under `torch.compile(backend="fusion_moe")` a router's choice is then part of the program of its
+    experts. Parameters, state dicts and the results of routers (logits, weights, ids) keep their
+    form; gradients reach logits. Weights differ by a few units in the last place of float32, and so
+    may ids if scores are equal. `del module.forward` undoes it.
 
-    A router is recognized by the code of its forward: that of Qwen3-MoE, Qwen3.5-MoE, Mixtral, gpt-oss, Granite-MoE or DeepSeek-V3, which
-    many families share. Other routers are left as they are.
+    A router is recognized by the code of its forward: that of Qwen3-MoE, Qwen3.5-MoE, Mixtral,
+    gpt-oss, Granite-MoE or DeepSeek-V3, which many families share. Other routers are left as they
+    are.
     """
     found = []
     for name, module in model.named_modules():
@@ -39,7 +44,9 @@ def fuse_routers_(model: torch.nn.Module) -> tuple[str, ...]:
 def _qwen3_moe(self: Any, hidden_states: Tensor) -> Routed:
     """Softmax over all experts, renormalized if the model says so, in the dtype of logits."""
     logits = linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
-    return logits, *topk_router(logits, self.top_k, renormalize=self.norm_topk_prob, out_dtype=logits.dtype)
+    return logits, *topk_router(
+        logits, self.top_k, renormalize=self.norm_topk_prob, out_dtype=logits.dtype
+    )
 
 
 def _qwen3_5_moe(self: Any, hidden_states: Tensor) -> Routed:
@@ -67,12 +74,21 @@ def _granitemoe(self: Any, hidden_states: Tensor) -> Routed:
 
 
 def _deepseek_v3(self: Any, hidden_states: Tensor) -> Routed:
-    """Sigmoids, all in float32, with a bias for choosing, groups ranked by their two best scores, and a scaling factor."""
+    """Sigmoids, all in float32, with a bias for choosing, groups ranked by their two best scores,
+    and a scaling factor.
+    """
     logits = linear(hidden_states.reshape(-1, self.hidden_dim).float(), self.weight.float())
     weights, ids = topk_router(
-        logits, self.top_k, self.e_score_correction_bias.float(), scoring="sigmoid", renormalize=self.norm_topk_prob,
-        routed_scaling_factor=self.routed_scaling_factor, n_group=self.num_group, topk_group=self.topk_group, best_of_group=2,
-    )  # fmt: skip
+        logits,
+        self.top_k,
+        self.e_score_correction_bias.float(),
+        scoring="sigmoid",
+        renormalize=self.norm_topk_prob,
+        routed_scaling_factor=self.routed_scaling_factor,
+        n_group=self.num_group,
+        topk_group=self.topk_group,
+        best_of_group=2,
+    )
     return logits, weights, ids
 
 
@@ -88,12 +104,20 @@ _FORWARDS: dict[tuple[str, str], Callable[[Any, Tensor], Routed]] = {
 
 
 def _forward_of(of: type) -> Callable[[Any, Tensor], Routed] | None:
-    """The replacement for a class's forward, if it is a router's. Imports other families only for a class whose forward calls topk."""
+    """The replacement for a class's forward, if it is a router's. Imports other families only for a
+    class whose forward calls topk.
+    """
     code = _code(of)
     if not code or "topk" not in code[1]:
         return None
-    own = next((forward for (family, name), forward in _FORWARDS.items() if of is _loaded(family, name)), None)
-    return own or next((forward for router, forward in _FORWARDS.items() if code == _code(_imported(*router))), None)
+    own = next(
+        (forward for (family, name), forward in _FORWARDS.items() if of is _loaded(family, name)),
+        None,
+    )
+    return own or next(
+        (forward for router, forward in _FORWARDS.items() if code == _code(_imported(*router))),
+        None,
+    )
 
 
 def _imported(family: str, name: str) -> Any:

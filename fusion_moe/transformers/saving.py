@@ -1,6 +1,8 @@
-"""What `save_pretrained` needs: the names and shapes of tensors in files, and the configuration that describes them.
+"""What `save_pretrained` needs: the names and shapes of tensors in files, and the configuration
+that describes them.
 
-NVFP4 is written as ModelOpt writes it. Experts keep the names that they had in files, or get those that transformers reads.
+NVFP4 is written as ModelOpt writes it. Experts keep the names that they had in files, or get those
+that transformers reads.
 """
 
 from __future__ import annotations
@@ -31,33 +33,49 @@ Sources = Mapping[str, ExpertsSource]
 def conversions_for_saving(model: Any, sources: Sources) -> list[Any]:
     """The conversions that transformers reverses. sources: where the experts were loaded from."""
     made = expert_converters(_with_sources(model, sources))
-    made.sort(key=lambda c: len(c._original_target_patterns[0]))  # transformers tries the last one first
+    # transformers tries the last one first
+    made.sort(key=lambda c: len(c._original_target_patterns[0]))
     return [*(c for c in _of_transformers(model) if not _renames(c, made)), *made]
 
 
-def linears_as_stored(model: Any, linears: Mapping[str, Scheme], state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The state of a model whose linear layers in other encodings than NVFP4 are as they were in files; `state` if there are none.
+def linears_as_stored(
+    model: Any, linears: Mapping[str, Scheme], state: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """The state of a model whose linear layers in other encodings than NVFP4 are as they were in
+    files; `state` if there are none.
 
     linears: the schemes of those that were loaded. UnsupportedError for one that was not.
     """
-    others = {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLinear) and not isinstance(m, NVFP4Linear)}
+    others = {
+        name: m
+        for name, m in model.named_modules()
+        if isinstance(m, QuantizedLinear) and not isinstance(m, NVFP4Linear)
+    }
     if not others:
         return state
     state = dict(model.state_dict() if state is None else state)
     for name, module in others.items():
         if name not in linears:
             found = f"a linear layer in {module.encoding.name}"
-            raise UnsupportedError(found, expected="linear layers in NVFP4, or as they were loaded", where=name)
+            raise UnsupportedError(
+                found, expected="linear layers in NVFP4, or as they were loaded", where=name
+            )
         for part, key in zip(linears[name].parts, module.part_names["weight"], strict=True):
             state |= dict(stored_tensors(part, f"{name}{part.suffix}", state.pop(f"{name}.{key}")))
     return state
 
 
 def _renames(conversion: Any, made: Iterable[Converter]) -> bool:
-    """Whether transformers' conversion changes what ours call the tensors of experts: one for a shared expert's `down_proj`, say."""
+    """Whether transformers' conversion changes what ours call the tensors of experts: one for a
+    shared expert's `down_proj`, say.
+    """
     if not isinstance(conversion, WeightRenaming):
         return False
-    names = (pattern.replace("\\", "").replace("*", "0") for c in made for pattern in c._original_source_patterns)
+    names = (
+        pattern.replace("\\", "").replace("*", "0")
+        for c in made
+        for pattern in c._original_source_patterns
+    )
     reverse = conversion.reverse_transform()
     return not all(reverse.rename_source_key(name)[0].endswith(name) for name in names)
 
@@ -66,14 +84,25 @@ def _with_sources(model: Any, sources: Sources) -> Iterator[tuple[ExpertsSource,
     for name, module in model.named_modules():
         if isinstance(module, Projections) and module.sharding is not None:
             todo = "torch.distributed.checkpoint saves what ranks have"
-            raise UnsupportedError("experts that are divided between ranks, to save", expected="all of them here", todo=todo, where=name)
+            raise UnsupportedError(
+                "experts that are divided between ranks, to save",
+                expected="all of them here",
+                todo=todo,
+                where=name,
+            )
         if isinstance(module, Projections):
             yield _source_for_saving(model, name, module, sources.get(name)), module
         elif isinstance(module, PackedModule) and not isinstance(module, QuantizedLinear):
-            raise UnsupportedError(f"a {type(module).__name__} to save", expected="experts or linear layers", where=name)
+            raise UnsupportedError(
+                f"a {type(module).__name__} to save",
+                expected="experts or linear layers",
+                where=name,
+            )
 
 
-def _source_for_saving(model: Any, name: str, module: Projections, source: ExpertsSource | None) -> ExpertsSource:
+def _source_for_saving(
+    model: Any, name: str, module: Projections, source: ExpertsSource | None
+) -> ExpertsSource:
     if source is None:
         suffix = ".input_scale" if hasattr(module, "down_input_scale") else ""
         source = ExpertsSource(name, MODELOPT, _names(model, name, module), input_scale=suffix)
@@ -81,7 +110,9 @@ def _source_for_saving(model: Any, name: str, module: Projections, source: Exper
         source = replace(source, scheme=MODELOPT)
     if module.encoding != source.scheme.encoding:
         found = f"experts in {module.encoding.name}"
-        raise UnsupportedError(found, expected="experts in NVFP4, or as they were loaded", where=name)
+        raise UnsupportedError(
+            found, expected="experts in NVFP4, or as they were loaded", where=name
+        )
     return source
 
 
@@ -91,7 +122,11 @@ def _names(model: Any, name: str, module: Projections) -> tuple[tuple[str, ...],
     for triple in PER_EXPERT:
         names = (triple[:2] if gated else triple[1:2]), triple[2:]
         wanted = f"experts.*.{names[1][0]}.weight"
-        if any(wanted in pattern for c in _of_transformers(model) for pattern in c._original_source_patterns):
+        if any(
+            wanted in pattern
+            for c in _of_transformers(model)
+            for pattern in c._original_source_patterns
+        ):
             break
     else:
         gate, up, down = PER_EXPERT[0]
@@ -100,32 +135,62 @@ def _names(model: Any, name: str, module: Projections) -> tuple[tuple[str, ...],
 
 
 def _of_transformers(model: Any) -> list[Any]:
-    """transformers' conversions: those that loading used, or all of them for a model that was not loaded."""
+    """transformers' conversions: those that loading used, or all of them for a model that was not
+    loaded.
+    """
     used = getattr(model, "_weight_conversions", None)
     if used is not None:
         return [c for c in used if not is_ours(c)]
-    return [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
+    return [
+        c
+        for c in get_model_conversion_mapping(model, add_legacy=False)
+        if not isinstance(c, PrefixChange)
+    ]
 
 
 def modelopt_config(model: Any) -> dict[str, Any]:
-    """The `quantization_config` that describes the model in its current state, as ModelOpt writes it."""
+    """The `quantization_config` that describes the model in its current state, as ModelOpt writes
+    it.
+    """
     from .. import __version__
 
-    reverse = [c.reverse_transform() for c in _of_transformers(model)[::-1] if isinstance(c, WeightRenaming)]
-    plain = [name for name, m in model.named_modules() if not isinstance(m, PackedModule) and _has_matrix(m)]
-    scaled = all(_has_input_scale(m) for m in model.modules() if isinstance(m, (Projections, NVFP4Linear)))
+    reverse = [
+        c.reverse_transform()
+        for c in _of_transformers(model)[::-1]
+        if isinstance(c, WeightRenaming)
+    ]
+    plain = [
+        name
+        for name, m in model.named_modules()
+        if not isinstance(m, PackedModule) and _has_matrix(m)
+    ]
+    scaled = all(
+        _has_input_scale(m) for m in model.modules() if isinstance(m, (Projections, NVFP4Linear))
+    )
     algorithm = "NVFP4" if scaled else "W4A16_NVFP4"
-    written = quantization_config({"": algorithm}, (rename_source_key(name, reverse, [])[0] for name in plain))  # one for all
+    # one for all
+    written = quantization_config(
+        {"": algorithm}, (rename_source_key(name, reverse, [])[0] for name in plain)
+    )
     return written | {"producer": {"name": "fusion_moe", "version": __version__}}
 
 
 def with_activation_format(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """`quantization_config` with the experts' activation_format if it is not the default. UnsupportedError if they have several."""
+    """`quantization_config` with the experts' activation_format if it is not the default.
+    UnsupportedError if they have several.
+    """
     rest = {key: value for key, value in config.items() if key not in own_entries(config)}
     formats = sorted({m.activation_format for m in model.modules() if isinstance(m, Projections)})
     if len(formats) > 1:
-        raise UnsupportedError(f"experts with activation_format {' and '.join(formats)} to save", expected="one for all of them")
-    return rest if formats in ([], [NVFP4Config().activation_format]) else rest | {"activation_format": formats[0]}
+        raise UnsupportedError(
+            f"experts with activation_format {' and '.join(formats)} to save",
+            expected="one for all of them",
+        )
+    return (
+        rest
+        if formats in ([], [NVFP4Config().activation_format])
+        else rest | {"activation_format": formats[0]}
+    )
 
 
 def _has_matrix(module: nn.Module) -> bool:

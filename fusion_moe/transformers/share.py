@@ -1,7 +1,9 @@
-"""What a rank reads of a directory when experts are divided between ranks: the experts that it keeps, and everything else.
+"""What a rank reads of a directory when experts are divided between ranks: the experts that it
+keeps, and everything else.
 
-transformers loads what it finds in a state dict. Here this is a dictionary of tensors in files, which are read when it asks for them.
-Which tensors it contains is decided when the model is on the meta device and its experts have been made smaller.
+transformers loads what it finds in a state dict. Here this is a dictionary of tensors in files,
+which are read when it asks for them. Which tensors it contains is decided when the model is on the
+meta device and its experts have been made smaller.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _INDEX = re.compile(r"(\d+)\.")
 
 
 class Part(NamedTuple):
-    """The part of a tensor to read: ranges of some dimensions, and several ranges of one, which are joined. absent: none, but zeros."""
+    """The part of a tensor to read: ranges of some dimensions, and several ranges of one, which are
+    joined. absent: none, but zeros.
+    """
 
     ranges: Mapping[int, range] = {}
     dim: int = 0
@@ -38,7 +42,9 @@ class Part(NamedTuple):
 
 
 class Stored:
-    """A tensor in a file, of which a part is read; it has the methods of safetensors' slices that transformers calls."""
+    """A tensor in a file, of which a part is read; it has the methods of safetensors' slices that
+    transformers calls.
+    """
 
     def __init__(self, entry: Entry, source: Any, part: Part):
         """source: safetensors' slice."""
@@ -54,7 +60,10 @@ class Stored:
         return torch.cat([as_bytes(t) for t in parts], dim).view(parts[0].dtype)
 
     def _index(self, ranges: Mapping[int, range]) -> tuple[slice, ...]:
-        return tuple(slice(ranges[d].start, ranges[d].stop) if d in ranges else slice(None) for d in range(len(self.shape)))
+        return tuple(
+            slice(ranges[d].start, ranges[d].stop) if d in ranges else slice(None)
+            for d in range(len(self.shape))
+        )
 
     def get_shape(self) -> list[int]:
         """The shape of the part that is read."""
@@ -80,9 +89,11 @@ class Share(dict[str, Stored]):
         self.directory, self.division, self.experts = directory, division, dict[str, int]()
 
     def take(self, model: Any, sources: Mapping[str, ExpertsSource]) -> None:
-        """Makes the experts of a model without weights smaller, and finds the tensors for them and for everything else.
+        """Makes the experts of a model without weights smaller, and finds the tensors for them and
+        for everything else.
 
-        sources: where modules of encoded experts are stored. UnsupportedError for dividing the features of experts that are not encoded.
+        sources: where modules of encoded experts are stored. UnsupportedError for dividing the
+        features of experts that are not encoded.
         """
         names = live_names(model, self.directory.tensors)
         modules = self.division.modules(model)
@@ -90,7 +101,12 @@ class Share(dict[str, Stored]):
         for name in modules:
             if features and (name not in sources or sources[name].scheme.encoding is None):
                 todo = "load the whole model, then parallelize_(model, mesh, plan=...)"
-                raise UnsupportedError("features of floats", expected="encoded experts in the files, or plan = 'ep'", todo=todo, where=name)
+                raise UnsupportedError(
+                    "features of floats",
+                    expected="encoded experts in the files, or plan = 'ep'",
+                    todo=todo,
+                    where=name,
+                )
         kept = {name: self._keep(name, module) for name, module in modules.items()}
         for name, entry in self.directory.tensors.items():
             owner, below = _module_of(names[name], modules)
@@ -103,7 +119,11 @@ class Share(dict[str, Stored]):
                 part = Part({0: kept[owner]} if fused else {})
                 if features:
                     part = _features(
-                        part, sources[owner], cast(Any, modules[owner]).sharding, below[expert.end() :] if expert else below, entry.shape
+                        part,
+                        sources[owner],
+                        cast(Any, modules[owner]).sharding,
+                        below[expert.end() :] if expert else below,
+                        entry.shape,
                     )
             self[name] = Stored(entry, self.directory.slice(name), part)
 
@@ -119,8 +139,12 @@ class Share(dict[str, Stored]):
             self.division.join(model.get_submodule(name), experts)
 
 
-def _features(part: Part, source: ExpertsSource, shards: FeatureShards, name: str, shape: Sequence[int]) -> Part:
-    """The part of a tensor for some features: rows of gate and up, columns of down; down's bias on one rank; per-matrix scales whole."""
+def _features(
+    part: Part, source: ExpertsSource, shards: FeatureShards, name: str, shape: Sequence[int]
+) -> Part:
+    """The part of a tensor for some features: rows of gate and up, columns of down; down's bias on
+    one rank; per-matrix scales whole.
+    """
     up, down = ([one.removeprefix("*.") for one in names] for names in source.names)
     at = next(one for one in sorted((*up, *down), key=len, reverse=True) if name.startswith(one))
     stored = next((p for p in source.scheme.parts if p.suffix == name.removeprefix(at)), None)
@@ -134,7 +158,9 @@ def _features(part: Part, source: ExpertsSource, shards: FeatureShards, name: st
         if bias:
             return part._replace(absent=not shards.biased)
         per_item = whole // shape[columns]
-        return part._replace(ranges={**part.ranges, columns: range(first // per_item, end // per_item)})
+        return part._replace(
+            ranges={**part.ranges, columns: range(first // per_item, end // per_item)}
+        )
     if source.joined:
         return part._replace(ranges={**part.ranges, rows: shards.features})
     if source.in_turns:
@@ -143,7 +169,9 @@ def _features(part: Part, source: ExpertsSource, shards: FeatureShards, name: st
 
 
 def _module_of(name: str, modules: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The module of experts that a tensor belongs to, and the tensor's name there; None if there is no such module."""
+    """The module of experts that a tensor belongs to, and the tensor's name there; None if there is
+    no such module.
+    """
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if (module := ".".join(parts[:end])) in modules:

@@ -1,7 +1,7 @@
 """Finds where the weights of a module of experts are stored in files, by their names in the model.
 
-They are E weights for each projection, `…experts.3.gate_proj`, or one weight for all experts, `…experts.gate_up_proj`. The stored weights
-decide what is encoded and how, not the model's family.
+They are E weights for each projection, `…experts.3.gate_proj`, or one weight for all experts,
+`…experts.gate_up_proj`. The stored weights decide what is encoded and how, not the model's family.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ Stored = Mapping[str, StoredWeight]
 
 @dataclass(frozen=True)
 class ExpertsSource:
-    """Where a module of experts is stored: its name in the model, and below it the names that make up each projection, gate before up.
+    """Where a module of experts is stored: its name in the model, and below it the names that make
+    up each projection, gate before up.
 
-    `*` stands for the index of an expert. in_turns: gate and up rows alternate in the file. input_scale: the suffix of the scales of
-    activations, which are kept; "" if there are none.
+    `*` stands for the index of an expert. in_turns: gate and up rows alternate in the file.
+    input_scale: the suffix of the scales of activations, which are kept; "" if there are none.
     """
 
     name: str
@@ -48,11 +49,16 @@ class ExpertsSource:
     def weights(self, names: Sequence[str], experts: int) -> Iterator[str]:
         """The names of the weights that make up a projection."""
         for name in names:
-            yield from (f"{self.name}.{name.replace('*', str(e))}" for e in range(experts if self.joined else 1))
+            yield from (
+                f"{self.name}.{name.replace('*', str(e))}"
+                for e in range(experts if self.joined else 1)
+            )
 
 
 def find_experts(name: str, gated: bool, in_turns: bool, stored: Stored) -> ExpertsSource | None:
-    """Where a module of experts is stored, by the first of its weights that is found; None if none of them is encoded."""
+    """Where a module of experts is stored, by the first of its weights that is found; None if none
+    of them is encoded.
+    """
     for gate, up, down in PER_EXPERT:
         names = ((f"*.{gate}", f"*.{up}") if gated else (f"*.{up}",)), (f"*.{down}",)
         for one in (*names[0], *names[1]):
@@ -66,18 +72,26 @@ def find_experts(name: str, gated: bool, in_turns: bool, stored: Stored) -> Expe
 
 
 def weights_of(source: ExpertsSource, module: Projections, stored: Stored) -> list[StoredWeight]:
-    """All weights that make up a module of experts. CheckpointError for one that is missing or has another scheme or shape."""
+    """All weights that make up a module of experts. CheckpointError for one that is missing or has
+    another scheme or shape.
+    """
     taken: list[StoredWeight] = []
     for projection, names in zip(module.projections, source.names, strict=True):
         experts, rows, k = module.shape_of(projection)
         shape = (rows // len(names), k) if source.joined else (experts, rows, k)
         wanted = list(source.weights(names, experts))
         if missing := [name for name in wanted if name not in stored]:
-            raise CheckpointError(f"no encoded {some(missing)}", expected=f"all {len(wanted)} weights of {projection}", where=source.name)
+            raise CheckpointError(
+                f"no encoded {some(missing)}",
+                expected=f"all {len(wanted)} weights of {projection}",
+                where=source.name,
+            )
         for weight in (stored[name] for name in wanted):
             if weight.scheme != source.scheme or weight.shape != shape:
                 found = f"{weight.name} is {weight.scheme.name} {list(weight.shape)}"
-                raise CheckpointError(found, expected=f"{source.scheme.name} {list(shape)}", where=source.name)
+                raise CheckpointError(
+                    found, expected=f"{source.scheme.name} {list(shape)}", where=source.name
+                )
             taken.append(weight)
     return taken
 

@@ -2,7 +2,8 @@
 
     vllm serve DIRECTORY --quantization fusion_moe
 
-vLLM calls `register`, the entry point in the group `vllm.general_plugins`, in each of its processes.
+vLLM calls `register`, the entry point in the group `vllm.general_plugins`, in each of its
+processes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Registers the quantization "fusion_moe" with vLLM, unless the option `vllm` is off. May be called again."""
+    """Registers the quantization "fusion_moe" with vLLM, unless the option `vllm` is off. May be
+    called again.
+    """
     if options.current().vllm:
         from .config import register_config
 
@@ -21,4 +24,6 @@ def register() -> None:
     else:
         from .log import logger
 
-        logger.info("fusion_moe is off (FUSION_MOE_VLLM=0): vLLM does not know --quantization fusion_moe")
+        logger.info(
+            "fusion_moe is off (FUSION_MOE_VLLM=0): vLLM does not know --quantization fusion_moe"
+        )

@@ -1,4 +1,6 @@
-"""NVFP4, MXFP4 and INT4 of compressed-tensors: vLLM reads the configuration and loads the weights, this library multiplies."""
+"""NVFP4, MXFP4 and INT4 of compressed-tensors: vLLM reads the configuration and loads the weights,
+this library multiplies.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,16 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_mxfp4 import (
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_mxfp4 import (  # noqa: E501
     CompressedTensorsW4A4Mxfp4MoEMethod,
 )
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (  # noqa: E501
     CompressedTensorsW4A4Nvfp4MoEMethod,
 )
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (  # noqa: E501
     CompressedTensorsWNA16MoEMethod,
 )
 
@@ -31,12 +35,17 @@ class FusionMoeNvFp4Method(ExpertsMethod, CompressedTensorsW4A4Nvfp4MoEMethod):
     encoding = NVFP4
     group_size = 16
     loaded = tuple(
-        f"{w}_{part}" for w in ("w13", "w2") for part in ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+        f"{w}_{part}"
+        for w in ("w13", "w2")
+        for part in ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
     )
 
     def weight(self, layer: Any, name: str) -> Quantized:
         """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
-        codes, scale, divisor = (getattr(layer, f"{name}_{part}").data for part in ("weight_packed", "weight_scale", "weight_global_scale"))
+        codes, scale, divisor = (
+            getattr(layer, f"{name}_{part}").data
+            for part in ("weight_packed", "weight_scale", "weight_global_scale")
+        )
         return Quantized(codes, scale, divisor.reciprocal())
 
 
@@ -45,11 +54,15 @@ class FusionMoePackedMxfp4Method(ExpertsMethod, CompressedTensorsW4A4Mxfp4MoEMet
 
     encoding = MXFP4
     group_size = 32
-    loaded = tuple(f"{w}_{part}" for w in ("w13", "w2") for part in ("weight_packed", "weight_scale"))
+    loaded = tuple(
+        f"{w}_{part}" for w in ("w13", "w2") for part in ("weight_packed", "weight_scale")
+    )
 
     def weight(self, layer: Any, name: str) -> Quantized:
         """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
-        codes, scale = (getattr(layer, f"{name}_{part}").data for part in ("weight_packed", "weight_scale"))
+        codes, scale = (
+            getattr(layer, f"{name}_{part}").data for part in ("weight_packed", "weight_scale")
+        )
         return Quantized(codes, scale.view(torch.float8_e8m0fnu), encoding=MXFP4)
 
 
@@ -59,33 +72,56 @@ class FusionMoeInt4Method(ExpertsMethod, CompressedTensorsWNA16MoEMethod):
     encoding = INT4
     strategy, symmetric, num_bits, group_size = "group", True, 4, INT4.block
     packed_factor = Fraction(32, 4)
-    loaded = tuple(f"{w}_{part}" for w in ("w13", "w2") for part in ("weight_packed", "weight_scale", "weight_shape"))
+    loaded = tuple(
+        f"{w}_{part}"
+        for w in ("w13", "w2")
+        for part in ("weight_packed", "weight_scale", "weight_shape")
+    )
 
     def __init__(self, moe: Any):
-        """moe: vLLM's configuration of the layer. DtypeError for float16, to which vLLM would round the files' bfloat16 scales."""
+        """moe: vLLM's configuration of the layer. DtypeError for float16, to which vLLM would round
+        the files' bfloat16 scales.
+        """
         super().__init__(moe)
         if moe.in_dtype == torch.float16:
-            raise DtypeError("INT4 in a model in float16", expected="bfloat16 or float32", todo="--dtype bfloat16", where="vLLM")
+            raise DtypeError(
+                "INT4 in a model in float16",
+                expected="bfloat16 or float32",
+                todo="--dtype bfloat16",
+                where="vLLM",
+            )
 
     def weight(self, layer: Any, name: str) -> Quantized:
         """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
-        words, scale = (getattr(layer, f"{name}_{part}").data for part in ("weight_packed", "weight_scale"))
+        words, scale = (
+            getattr(layer, f"{name}_{part}").data for part in ("weight_packed", "weight_scale")
+        )
         return Quantized(words.view(torch.uint8), scale.bfloat16(), encoding=INT4)
 
 
 class FusionMoeCompressedTensorsConfig(CompressedTensorsConfig):
-    """vLLM's configuration of compressed-tensors, with this library's experts and, on CPUs, NVFP4 linear layers."""
+    """vLLM's configuration of compressed-tensors, with this library's experts and, on CPUs, NVFP4
+    linear layers.
+    """
 
     def get_name(self) -> str:
         """The name of the quantization."""
         return NAME
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """vLLM's own, except for experts, and on CPUs for NVFP4 linear layers. None for experts that the checkpoint leaves in floats."""
+        """vLLM's own, except for experts, and on CPUs for NVFP4 linear layers. None for experts
+        that the checkpoint leaves in floats.
+        """
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
-        if is_linear_on_cpu(layer) and self._is_nvfp4_format((self.get_scheme_dict(layer, prefix) or {}).get("weights")):
-            names = {"codes": "weight_packed", "matrix": "weight_global_scale", "activations": "input_global_scale"}
+        if is_linear_on_cpu(layer) and self._is_nvfp4_format(
+            (self.get_scheme_dict(layer, prefix) or {}).get("weights")
+        ):
+            names = {
+                "codes": "weight_packed",
+                "matrix": "weight_global_scale",
+                "activations": "input_global_scale",
+            }
             return linear_method(layer, prefix, **names, divides=True)
         return super().get_quant_method(layer, prefix)
 
@@ -94,7 +130,9 @@ class FusionMoeCompressedTensorsConfig(CompressedTensorsConfig):
         names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
         gate, *others = (self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names)
         if any(other != gate for other in others):
-            raise UnsupportedError("projections in several formats", expected="one", todo=LEAVE, where=prefix)
+            raise UnsupportedError(
+                "projections in several formats", expected="one", todo=LEAVE, where=prefix
+            )
         if gate is None:
             return None
         weights = gate["weights"]
@@ -104,10 +142,20 @@ class FusionMoeCompressedTensorsConfig(CompressedTensorsConfig):
             return FusionMoePackedMxfp4Method(layer.moe_config)
         if _is_int4(weights, gate["input_activations"]):
             return FusionMoeInt4Method(layer.moe_config)
-        found, expected = f"experts in {gate.get('format')}: {weights}", "NVFP4, MXFP4, or symmetric INT4 in groups of 32"
+        found, expected = (
+            f"experts in {gate.get('format')}: {weights}",
+            "NVFP4, MXFP4, or symmetric INT4 in groups of 32",
+        )
         raise UnsupportedError(found, expected=expected, todo=LEAVE, where=prefix)
 
 
 def _is_int4(weights: Any, activations: Any) -> bool:
-    kind = weights.num_bits, weights.type, weights.strategy, weights.group_size, weights.symmetric, weights.actorder
+    kind = (
+        weights.num_bits,
+        weights.type,
+        weights.strategy,
+        weights.group_size,
+        weights.symmetric,
+        weights.actorder,
+    )
     return kind == (4, "int", "group", INT4.block, True, None) and activations is None

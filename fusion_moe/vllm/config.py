@@ -1,4 +1,5 @@
-"""The quantization "fusion_moe": which of vLLM's configurations reads a checkpoint, and whether the user asked for it.
+"""The quantization "fusion_moe": which of vLLM's configurations reads a checkpoint, and whether the
+user asked for it.
 
 Registering imports little of vLLM: its quantization modules are imported once one is needed.
 """
@@ -20,23 +21,31 @@ _READ = "ModelOpt's NVFP4 and W4A16_NVFP4, compressed-tensors, or MXFP4"
 
 
 class FusionMoeConfig(QuantizationConfig):
-    """What vLLM finds under the name "fusion_moe". Never instantiated: `from_config` returns the checkpoint method's configuration."""
+    """What vLLM finds under the name "fusion_moe". Never instantiated: `from_config` returns the
+    checkpoint method's configuration.
+    """
 
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
-    ) -> str | None:  # fmt: skip
-        """The name, if the user gave it: vLLM's own methods keep all other checkpoints. Logs a line if vLLM lacks a method for it."""
+    ) -> str | None:
+        """The name, if the user gave it: vLLM's own methods keep all other checkpoints. Logs a line
+        if vLLM lacks a method for it.
+        """
         if user_quant == NAME:
             return NAME
         if user_quant is None and _of_experts_on_cpu(hf_quant_cfg):
-            logger.info("vLLM has no NVFP4 and MXFP4 experts for CPUs; fusion_moe has: --quantization fusion_moe")
+            logger.info(
+                "vLLM has no NVFP4 and MXFP4 experts for CPUs; fusion_moe has: "
+                "--quantization fusion_moe"
+            )
         return None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
         """The configuration of a checkpoint; UnsupportedError for an unsupported method."""
-        method = config.get("quant_method") or ("modelopt" if "quantization" in config else None)  # hf_quant_config.json has none
+        # hf_quant_config.json has none
+        method = config.get("quant_method") or ("modelopt" if "quantization" in config else None)
         if method == "compressed-tensors":
             from .compressed_tensors import FusionMoeCompressedTensorsConfig
 
@@ -50,12 +59,18 @@ class FusionMoeConfig(QuantizationConfig):
 
             made = FusionMoeMxfp4Config if method == "mxfp4" else FusionMoeGptOssConfig
             return made.from_config(config)
-        found = f"quant_method {method!r}" + (f", quant_algo {_algorithm(config)}" if method == "modelopt" else "")
-        raise UnsupportedError(found, expected=_READ, todo="leave out --quantization fusion_moe", where="vLLM")
+        found = f"quant_method {method!r}" + (
+            f", quant_algo {_algorithm(config)}" if method == "modelopt" else ""
+        )
+        raise UnsupportedError(
+            found, expected=_READ, todo="leave out --quantization fusion_moe", where="vLLM"
+        )
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """The file that older exports of ModelOpt have instead of a quantization_config in config.json."""
+        """The file that older exports of ModelOpt have instead of a quantization_config in
+        config.json.
+        """
         return ["hf_quant_config.json"]
 
     @classmethod

@@ -1,4 +1,6 @@
-"""Base of vLLM's expert methods for all checkpoints: what is refused, and how this library's module replaces the weights."""
+"""Base of vLLM's expert methods for all checkpoints: what is refused, and how this library's module
+replaces the weights.
+"""
 
 from __future__ import annotations
 
@@ -18,47 +20,77 @@ from .log import logger
 from .scales import check_scales
 
 LEAVE = "run without --quantization fusion_moe"
-_GATHERS = "allgather_reducescatter"  # with it vLLM gathers tokens before `apply`, and reduce-scatters the ranks' results
+# with it vLLM gathers tokens before `apply`, and reduce-scatters the ranks' results
+_GATHERS = "allgather_reducescatter"
 
 
 class ExpertsMethod(FusedMoEMethodBase):
-    """The experts of one layer, served by `Experts`. Subclasses load the parts of the weights and say where they are."""
+    """The experts of one layer, served by `Experts`. Subclasses load the parts of the weights and
+    say where they are.
+    """
 
     encoding: Encoding
     loaded: tuple[str, ...]  # the parameters that vLLM loads and `Experts` replaces, except biases
     interleave = 0  # the interleave of gate and up rows as vLLM loads them
-    biased = False  # whether vLLM loads biases; down's bias, which ranks would add up, on one rank only
+    # whether vLLM loads biases; down's bias, which ranks would add up, on one rank only
+    biased = False
     supports_pre_processed_weights = False
     supports_eplb = False
     first_expert: int | None = None  # of this rank, None if all experts are here
 
     def __init__(self, moe: Any):
         """moe: vLLM's configuration of the layer. UnsupportedError if it cannot be served."""
-        FusedMoEMethodBase.__init__(self, moe)  # not that of the next class, which selects a kernel of vLLM
+        # not that of the next class, which selects a kernel of vLLM
+        FusedMoEMethodBase.__init__(self, moe)
         need_served(moe)
         self.swiglu = swiglu_of(moe, self.interleave)
         if moe.has_bias and not self.biased:
-            raise _unsupported(f"experts in {self.encoding.name} with biases", "those of gpt-oss, in its own MXFP4", LEAVE)
+            raise _unsupported(
+                f"experts in {self.encoding.name} with biases",
+                "those of gpt-oss, in its own MXFP4",
+                LEAVE,
+            )
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: it would configure kernels of vLLM that are not used."""
 
     def create_weights(
-        self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int, params_dtype: Any, **attributes: Any
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: Any,
+        **attributes: Any,
     ) -> None:
-        """Creates vLLM's parameters, which its loader fills: for all experts, or for those of this rank.
+        """Creates vLLM's parameters, which its loader fills: for all experts, or for those of this
+        rank.
 
-        ShapeError for sizes that the encoding does not take, UnsupportedError if a rank's experts are not consecutive.
+        ShapeError for sizes that the encoding does not take, UnsupportedError if a rank's experts
+        are not consecutive.
         """
         block = self.encoding.block
-        for name, size in ("hidden", hidden_size), ("intermediate", intermediate_size_per_partition):
+        for name, size in (
+            ("hidden", hidden_size),
+            ("intermediate", intermediate_size_per_partition),
+        ):
             if size % block:
                 todo = "choose another --tensor-parallel-size" if name == "intermediate" else LEAVE
                 expected = f"a multiple of {block}, the block of {self.encoding.name}"
-                raise ShapeError(f"{name} size {size}", expected=expected, todo=todo, where=layer.layer_name)
+                raise ShapeError(
+                    f"{name} size {size}", expected=expected, todo=todo, where=layer.layer_name
+                )
         self.first_expert = first_expert(layer.expert_map, layer.layer_name)
-        super().create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **attributes)
-        for name in self.loaded:  # placed where `Experts` would place them, so that it does not copy them
+        super().create_weights(
+            layer,
+            num_experts,
+            hidden_size,
+            intermediate_size_per_partition,
+            params_dtype,
+            **attributes,
+        )
+        # placed where `Experts` would place them, so that it does not copy them
+        for name in self.loaded:
             parameter = getattr(layer, name)
             parameter.data = pages.on_large_pages(parameter.data)
 
@@ -67,26 +99,48 @@ class ExpertsMethod(FusedMoEMethodBase):
         """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replaces the loaded weights by `Experts`, in the layout that kernels read. NonFiniteError for bad scales."""
+        """Replaces the loaded weights by `Experts`, in the layout that kernels read. NonFiniteError
+        for bad scales.
+        """
         w13, w2 = self.weight(layer, "w13"), self.weight(layer, "w2")
         check_scales(layer.layer_name, w13=w13, w2=w2)
-        biases = {name: getattr(layer, name).data if self.moe.has_bias else None for name in ("w13_bias", "w2_bias")}
+        biases = {
+            name: getattr(layer, name).data if self.moe.has_bias else None
+            for name in ("w13_bias", "w2_bias")
+        }
         for name in (*self.loaded, *(name for name, bias in biases.items() if bias is not None)):
             delattr(layer, name)
         layer.fusion_moe = Experts(
-            w13, w2, scale_on="input" if layer.apply_router_weight_on_input else "output", gate_up_bias=biases["w13_bias"],
-            down_bias=biases["w2_bias"], interleave=self.interleave, **self.swiglu,
-        )  # fmt: skip
+            w13,
+            w2,
+            scale_on="input" if layer.apply_router_weight_on_input else "output",
+            gate_up_bias=biases["w13_bias"],
+            down_bias=biases["w2_bias"],
+            interleave=self.interleave,
+            **self.swiglu,
+        )
         layer.fusion_moe.first_expert = self.first_expert
         prepare_(layer.fusion_moe)
         on = target.find(options.current().target, w2.device).name
-        logger.info_once("fusion_moe serves experts in %s, activations in %s, on %s", self.encoding.name, self.moe.in_dtype, on)
+        logger.info_once(
+            "fusion_moe serves experts in %s, activations in %s, on %s",
+            self.encoding.name,
+            self.moe.in_dtype,
+            on,
+        )
 
     def apply(
-        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None, shared_experts_input: Any = None
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Any = None,
     ) -> Tensor:
-        """x [T, H], topk_weights [T, k], topk_ids int[T, k] -> [T, H]: under expert parallelism the partial sum of this rank's experts,
-        which vLLM sums over ranks. vLLM computes shared experts itself.
+        """x [T, H], topk_weights [T, k], topk_ids int[T, k] -> [T, H]: under expert parallelism the
+        partial sum of this rank's experts, which vLLM sums over ranks. vLLM computes shared experts
+        itself.
         """
         return layer.fusion_moe(x, topk_ids, topk_weights)
 
@@ -96,21 +150,37 @@ def need_served(moe: Any) -> None:
     parallel = moe.moe_parallel_config
     if (parallel.dp_size > 1 or parallel.use_all2all_kernels) and current_platform.is_cpu():
         found = "ranks that have tokens of their own, which vLLM does not gather on CPUs"
-        raise _unsupported(found, "the same tokens on all ranks", "--tensor-parallel-size in place of --data-parallel-size")
+        raise _unsupported(
+            found,
+            "the same tokens on all ranks",
+            "--tensor-parallel-size in place of --data-parallel-size",
+        )
     if parallel.use_all2all_kernels:
         if parallel.all2all_backend != _GATHERS:
-            raise _unsupported(f"--all2all-backend {parallel.all2all_backend}", _GATHERS, "leave it out")
+            raise _unsupported(
+                f"--all2all-backend {parallel.all2all_backend}", _GATHERS, "leave it out"
+            )
         if parallel.pcp_size > 1:
             found = "expert parallelism with prefill context parallelism"
-            raise _unsupported(found, "tokens that vLLM gathers before experts", "run without --prefill-context-parallel-size")
+            raise _unsupported(
+                found,
+                "tokens that vLLM gathers before experts",
+                "run without --prefill-context-parallel-size",
+            )
     if moe.is_lora_enabled:
-        raise _unsupported("LoRA", "experts without adapters", "run without --enable-lora, or merge the adapter into the weights first")
+        raise _unsupported(
+            "LoRA",
+            "experts without adapters",
+            "run without --enable-lora, or merge the adapter into the weights first",
+        )
 
 
 def swiglu_of(moe: Any, interleave: int) -> dict[str, Any]:
-    """limit, alpha and up_offset of `Experts`, from vLLM's configuration of a layer. UnsupportedError for another activation.
+    """limit, alpha and up_offset of `Experts`, from vLLM's configuration of a layer.
+    UnsupportedError for another activation.
 
-    interleave: that of the loaded rows. "swigluoai" means alternating rows and the constants of gpt-oss.
+    interleave: that of the loaded rows. "swigluoai" means alternating rows and the constants of
+    gpt-oss.
     """
     name = moe.activation.value
     if name == "silu" and not interleave:
@@ -118,28 +188,39 @@ def swiglu_of(moe: Any, interleave: int) -> dict[str, Any]:
     if name == "swigluoai" and interleave:
         return {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
     if name == "swigluoai_uninterleave" and not interleave:
-        alpha, offset = (usual if given is None else given for usual, given in ((1.0, moe.swiglu_alpha), (0.0, moe.swiglu_beta)))
+        alpha, offset = (
+            usual if given is None else given
+            for usual, given in ((1.0, moe.swiglu_alpha), (0.0, moe.swiglu_beta))
+        )
         return {"limit": moe.swiglu_limit, "alpha": alpha, "up_offset": offset}
     expected = "'swigluoai'" if interleave else "'silu' or 'swigluoai_uninterleave'"
     raise _unsupported(f"experts with activation {name!r}", expected, LEAVE)
 
 
 def first_expert(expert_map: Tensor | None, where: str) -> int | None:
-    """The id of the first of a rank's experts, from vLLM's map: int[E], an expert's index on this rank, -1 for experts of other ranks.
+    """The id of the first of a rank's experts, from vLLM's map: int[E], an expert's index on this
+    rank, -1 for experts of other ranks.
 
-    None without a map: all experts are here. UnsupportedError for experts that are not consecutive, as with the placement
-    "round_robin".
+    None without a map: all experts are here. UnsupportedError for experts that are not consecutive,
+    as with the placement "round_robin".
     """
     if expert_map is None:
         return None
     placed = expert_map.tolist()
     here = [expert for expert, index in enumerate(placed) if index >= 0]
-    if not here or [placed[expert] for expert in range(here[0], here[0] + len(here))] != list(range(len(here))):
-        found, expected = f"experts {', '.join(map(str, here)) or 'none'} on a rank", "some that follow one another, in their order"
+    if not here or [placed[expert] for expert in range(here[0], here[0] + len(here))] != list(
+        range(len(here))
+    ):
+        found, expected = (
+            f"experts {', '.join(map(str, here)) or 'none'} on a rank",
+            "some that follow one another, in their order",
+        )
         todo = "--expert-placement-strategy linear, and no more ranks than experts"
         raise UnsupportedError(found, expected=expected, todo=todo, where=where)
     return here[0]
 
 
 def _unsupported(found: str, expected: str, todo: str) -> UnsupportedError:
-    return UnsupportedError(found, expected=expected, todo=todo, where="vLLM with --quantization fusion_moe")
+    return UnsupportedError(
+        found, expected=expected, todo=todo, where="vLLM with --quantization fusion_moe"
+    )

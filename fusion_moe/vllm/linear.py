@@ -1,4 +1,6 @@
-"""NVFP4 linear layers on CPUs, for which vLLM has no kernel: attention, shared experts. On GPUs vLLM keeps them."""
+"""NVFP4 linear layers on CPUs, for which vLLM has no kernel: attention, shared experts. On GPUs
+vLLM keeps them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.parameter import ModelWeightParameter, PerTensorScaleParameter
 from vllm.platforms import current_platform
@@ -22,7 +28,9 @@ def linear_method(layer: Any, prefix: str, **names: Any) -> LinearMethodBase:
     """The method of an NVFP4 linear layer on a CPU. UnsupportedError for a quantized lm_head."""
     if isinstance(layer, ParallelLMHead):
         todo = "quantize without lm_head: both packages leave it out by default"
-        raise UnsupportedError("lm_head in NVFP4", expected="an lm_head in floats, on CPUs", todo=todo, where=prefix)
+        raise UnsupportedError(
+            "lm_head in NVFP4", expected="an lm_head in floats, on CPUs", todo=todo, where=prefix
+        )
     return NVFP4LinearMethod(prefix, **names)
 
 
@@ -33,17 +41,36 @@ def is_linear_on_cpu(layer: Any) -> bool:
 
 @register_weight_loader_v2_supported_method
 class NVFP4LinearMethod(LinearMethodBase):
-    """x @ weight.T + bias by `NVFP4Linear`. Layers that vLLM joins (q, k and v; gate and up) keep the decode scales of their parts."""
+    """x @ weight.T + bias by `NVFP4Linear`. Layers that vLLM joins (q, k and v; gate and up) keep
+    the decode scales of their parts.
+    """
 
     def __init__(self, prefix: str, *, codes: str, matrix: str, activations: str, divides: bool):
-        """Names in the files: of codes, matrix scales and activation scales, which are not read. divides: whether matrix scales divide."""
-        self.prefix, self.parts, self.activations, self.divides = prefix, (codes, "weight_scale", matrix), activations, divides
+        """Names in the files: of codes, matrix scales and activation scales, which are not read.
+        divides: whether matrix scales divide.
+        """
+        self.prefix, self.parts, self.activations, self.divides = (
+            prefix,
+            (codes, "weight_scale", matrix),
+            activations,
+            divides,
+        )
 
     def create_weights(
-        self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int, output_size: int,
-        params_dtype: torch.dtype, *, weight_loader: Any, **attributes: Any,
-    ) -> None:  # fmt: skip
-        """Creates vLLM's parameters, which its loader fills. ShapeError for an input size that NVFP4 does not take."""
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        *,
+        weight_loader: Any,
+        **attributes: Any,
+    ) -> None:
+        """Creates vLLM's parameters, which its loader fills. ShapeError for an input size that
+        NVFP4 does not take.
+        """
         n, k = sum(output_partition_sizes), input_size_per_partition
         if k % NVFP4.block:
             expected, todo = f"a multiple of {NVFP4.block}", "choose another --tensor-parallel-size"
@@ -55,10 +82,14 @@ class NVFP4LinearMethod(LinearMethodBase):
                 made = PerTensorScaleParameter(data=empty, weight_loader=weight_loader)
             else:
                 empty = torch.empty(NVFP4.part_shape(part, (), n, k), dtype=part.dtype)
-                made = ModelWeightParameter(data=empty, input_dim=1, output_dim=0, weight_loader=weight_loader)
+                made = ModelWeightParameter(
+                    data=empty, input_dim=1, output_dim=0, weight_loader=weight_loader
+                )
             layer.register_parameter(name, made)
         unread = torch.empty(len(output_partition_sizes), dtype=torch.float32)
-        layer.register_parameter(self.activations, PerTensorScaleParameter(data=unread, weight_loader=weight_loader))
+        layer.register_parameter(
+            self.activations, PerTensorScaleParameter(data=unread, weight_loader=weight_loader)
+        )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replaces the loaded weights by `NVFP4Linear`. NonFiniteError for bad scales."""
@@ -67,14 +98,19 @@ class NVFP4LinearMethod(LinearMethodBase):
         widths = layer.logical_widths
         if bool((matrix == matrix[0]).all()):
             widths = [sum(widths)]
-        weights = [Quantized(*parts) for parts in zip(codes.split(widths), scale.split(widths), matrix, strict=False)]
+        weights = [
+            Quantized(*parts)
+            for parts in zip(codes.split(widths), scale.split(widths), matrix, strict=False)
+        ]
         for weight in weights:
             check_scales(self.prefix, weight=weight)
         for name in (*self.parts, self.activations):
             delattr(layer, name)
         layer.fusion_moe = nn.ModuleList(map(NVFP4Linear, weights))
         prepare_(layer.fusion_moe)
-        logger.info_once("fusion_moe serves linear layers in nvfp4 on CPUs, activations as they are")
+        logger.info_once(
+            "fusion_moe serves linear layers in nvfp4 on CPUs, activations as they are"
+        )
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N]."""

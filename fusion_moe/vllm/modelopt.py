@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config, ModelOptNvFp4FusedMoE
+from vllm.model_executor.layers.quantization.modelopt import (
+    ModelOptNvFp4Config,
+    ModelOptNvFp4FusedMoE,
+)
 
 from ..encodings import NVFP4, Quantized
 from .config import NAME
@@ -14,24 +17,38 @@ from .linear import is_linear_on_cpu, linear_method
 
 
 class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
-    """Experts in ModelOpt's NVFP4. vLLM's loader keeps separate scales of gate and up because the class name contains "ModelOpt"."""
+    """Experts in ModelOpt's NVFP4. vLLM's loader keeps separate scales of gate and up because the
+    class name contains "ModelOpt".
+    """
 
     encoding = NVFP4
-    loaded = tuple(f"{w}_{part}" for w in ("w13", "w2") for part in ("weight", "weight_scale", "weight_scale_2", "input_scale"))
+    loaded = tuple(
+        f"{w}_{part}"
+        for w in ("w13", "w2")
+        for part in ("weight", "weight_scale", "weight_scale_2", "input_scale")
+    )
 
     def __init__(self, quant_config: ModelOptNvFp4Config, moe_config: Any):
         """quant_config: of the checkpoint; moe_config: of the layer."""
         super().__init__(moe_config)
         self.quant_config = quant_config
-        self.use_global_sf = False  # scales of activations are loaded only for this rank's experts, and not read
+        # scales of activations are loaded only for this rank's experts, and not read
+        self.use_global_sf = False
 
     def weight(self, layer: Any, name: str) -> Quantized:
         """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
-        return Quantized(*(getattr(layer, f"{name}_{part}").data for part in ("weight", "weight_scale", "weight_scale_2")))
+        return Quantized(
+            *(
+                getattr(layer, f"{name}_{part}").data
+                for part in ("weight", "weight_scale", "weight_scale_2")
+            )
+        )
 
 
 class FusionMoeModelOptConfig(ModelOptNvFp4Config):
-    """vLLM's configuration of ModelOpt's NVFP4, with this library's experts and, on CPUs, linear layers."""
+    """vLLM's configuration of ModelOpt's NVFP4, with this library's experts and, on CPUs, linear
+    layers.
+    """
 
     FusedMoEMethodCls = FusionMoeModelOptMethod
 
@@ -46,5 +63,12 @@ class FusionMoeModelOptConfig(ModelOptNvFp4Config):
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """vLLM's own method, except for experts, and on CPUs for linear layers."""
         if is_linear_on_cpu(layer) and not self.is_layer_excluded(prefix):
-            return linear_method(layer, prefix, codes="weight", matrix="weight_scale_2", activations="input_scale", divides=False)
+            return linear_method(
+                layer,
+                prefix,
+                codes="weight",
+                matrix="weight_scale_2",
+                activations="input_scale",
+                divides=False,
+            )
         return super().get_quant_method(layer, prefix)

@@ -1,11 +1,18 @@
-"""MXFP4: gpt-oss with its biases and clamped SwiGLU, and others; vLLM reads the configuration and loads the weights."""
+"""MXFP4: gpt-oss with its biases and clamped SwiGLU, and others; vLLM reads the configuration and
+loads the weights.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod, Mxfp4Config, Mxfp4MoEMethod
+from vllm.model_executor.layers.quantization.mxfp4 import (
+    GptOssMxfp4Config,
+    GptOssMxfp4MoEMethod,
+    Mxfp4Config,
+    Mxfp4MoEMethod,
+)
 from vllm.utils.math_utils import round_up
 
 from ..encodings import MXFP4, Quantized
@@ -18,9 +25,12 @@ class _Loaded(ExpertsMethod):
 
     encoding = MXFP4
     loaded = tuple(f"{w}_{part}" for w in ("w13", "w2") for part in ("weight", "weight_scale"))
-    skip_forward_padding = has_unpadded_output = False  # vLLM's own properties ask its kernel, which does not exist here
+    # vLLM's own properties ask its kernel, which does not exist here
+    skip_forward_padding = has_unpadded_output = False
 
-    def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *others: Any, **more: Any) -> tuple[int, int]:
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, *others: Any, **more: Any
+    ) -> tuple[int, int]:
         """The sizes unchanged, since no kernel of vLLM is used."""
         return hidden_size, intermediate_size_per_partition
 
@@ -43,8 +53,12 @@ class FusionMoeGptOssMethod(_Loaded, GptOssMxfp4MoEMethod):
     biased = True
     weight_dtype = "gpt_oss_mxfp4"  # vLLM's loader for gpt-oss reads it
 
-    def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *others: Any, **more: Any) -> tuple[int, int]:
-        """A rank's features in whole blocks: vLLM's loader for gpt-oss divides them so, also 2880 by 4 ranks, and leaves zeros."""
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, *others: Any, **more: Any
+    ) -> tuple[int, int]:
+        """A rank's features in whole blocks: vLLM's loader for gpt-oss divides them so, also 2880
+        by 4 ranks, and leaves zeros.
+        """
         return hidden_size, round_up(intermediate_size_per_partition, MXFP4.block)
 
 
@@ -67,7 +81,9 @@ class FusionMoeMxfp4Config(_Dtypes, Mxfp4Config):
 
 
 class FusionMoeGptOssConfig(_Dtypes, GptOssMxfp4Config):
-    """vLLM's configuration of gpt-oss, with this library's experts. It keeps vLLM's name, which vLLM's weight loader checks."""
+    """vLLM's configuration of gpt-oss, with this library's experts. It keeps vLLM's name, which
+    vLLM's weight loader checks.
+    """
 
     def _make_moe_method(self, moe: Any) -> FusionMoeGptOssMethod:
         return FusionMoeGptOssMethod(moe)

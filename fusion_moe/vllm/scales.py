@@ -8,8 +8,8 @@ from ..errors import CheckpointError, NonFiniteError
 
 
 def check_scales(where: str, **weights: Quantized) -> None:
-    """NonFiniteError for scales of weights that no quantizer writes, with their names; CheckpointError for decode scales that are the wrong
-    way round. where: the layer.
+    """NonFiniteError for scales of weights that no quantizer writes, with their names;
+    CheckpointError for decode scales that are the wrong way round. where: the layer.
     """
     for name, weight in weights.items():
         for part, tensor in weight.named():
@@ -19,4 +19,9 @@ def check_scales(where: str, **weights: Quantized) -> None:
                 raise error.at(where) from None
             if part.of_matrix and (largest := tensor.max().item()) > LARGEST:
                 found = f"{name}'s {part.name} makes the largest weight {2688 * largest:.4g}"
-                raise CheckpointError(found, expected="at most 2688", todo="divisors and multipliers are swapped in the files", where=where)
+                raise CheckpointError(
+                    found,
+                    expected="at most 2688",
+                    todo="divisors and multipliers are swapped in the files",
+                    where=where,
+                )

@@ -20,24 +20,50 @@ from torch import Tensor
 MADE = Path(__file__).parent / "made"
 DELTAS = "deltas.safetensors"
 TARGETS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-KEPT = ("peft_type", "peft_version", "r", "lora_alpha", "bias", "target_modules", "target_parameters", "use_rslora", "rank_pattern")
+KEPT = (
+    "peft_type",
+    "peft_version",
+    "r",
+    "lora_alpha",
+    "bias",
+    "target_modules",
+    "target_parameters",
+    "use_rslora",
+    "rank_pattern",
+)
 SIZES = {
-    "vocab_size": 32, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 16, "num_experts": 3, "num_experts_per_tok": 2, "initializer_range": 0.2,
-}  # fmt: skip
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.2,
+}
 
 
 def qwen3_moe(**changes: int) -> Any:
     """A random model, in bf16."""
     torch.manual_seed(0)
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES | changes)).bfloat16().eval()
+    return (
+        transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES | changes))
+        .bfloat16()
+        .eval()
+    )
 
 
-def adapted(model: Any, rank: int = 2, alpha: float = 4, targets: tuple[str, ...] = TARGETS, **how: Any) -> Any:
+def adapted(
+    model: Any, rank: int = 2, alpha: float = 4, targets: tuple[str, ...] = TARGETS, **how: Any
+) -> Any:
     """The model as PEFT wraps it, with random whole numbers as factors."""
     import peft
 
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=[], target_parameters=list(targets), **how)
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=[], target_parameters=list(targets), **how
+    )
     wrapped = peft.get_peft_model(model, config)
     g = torch.Generator().manual_seed(1)
     for p in wrapped.parameters():
@@ -51,7 +77,9 @@ def deltas(wrapped: Any) -> dict[str, Tensor]:
     found = {}
     for module in wrapped.modules():
         if type(module).__name__ == "ParamWrapper":
-            found[module.parameter_name] = module.get_delta_weight("default").to(torch.int8).contiguous()
+            found[module.parameter_name] = (
+                module.get_delta_weight("default").to(torch.int8).contiguous()
+            )
     return found
 
 
@@ -59,9 +87,15 @@ def make(folder: Path) -> None:
     """Writes the directory: what PEFT saves, without defaults, and what it adds to the weights."""
     wrapped = adapted(qwen3_moe())
     wrapped.save_pretrained(folder)
-    save_file(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.safetensors", {"format": "pt"})
+    save_file(
+        load_file(folder / "adapter_model.safetensors"),
+        folder / "adapter_model.safetensors",
+        {"format": "pt"},
+    )
     config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({key: config[key] for key in KEPT}, indent=2) + "\n")
+    (folder / "adapter_config.json").write_text(
+        json.dumps({key: config[key] for key in KEPT}, indent=2) + "\n"
+    )
     save_file(deltas(wrapped), folder / DELTAS)
     (folder / "README.md").unlink()
 

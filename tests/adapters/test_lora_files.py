@@ -1,4 +1,6 @@
-"""save_lora and load_lora_: a directory appears whole or not at all, and every tensor of it finds its place."""
+"""save_lora and load_lora_: a directory appears whole or not at all, and every tensor of it finds
+its place.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,22 @@ def lora_of(model: Any) -> dict[str, torch.Tensor]:
 def test_round_trip(tmp_path):
     model, other = adapted(), quantized()
     assert save_lora(model, tmp_path / "saved") == tmp_path / "saved"
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["adapter_config.json", "adapter_model.safetensors", "saved"]
-    assert load_lora_(other, tmp_path / "saved") == [f"model.layers.0.mlp.experts.{p}" for p in ("gate_up", "down")]
+    assert sorted(p.name for p in tmp_path.rglob("*")) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "saved",
+    ]
+    assert load_lora_(other, tmp_path / "saved") == [
+        f"model.layers.0.mlp.experts.{p}" for p in ("gate_up", "down")
+    ]
     ours, theirs = lora_of(model), lora_of(other)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
-    assert model.model.layers[0].mlp.experts.down_lora.scale == other.model.layers[0].mlp.experts.down_lora.scale == 2
+    assert (
+        model.model.layers[0].mlp.experts.down_lora.scale
+        == other.model.layers[0].mlp.experts.down_lora.scale
+        == 2
+    )
 
 
 def test_dtype(tmp_path):
@@ -69,7 +81,9 @@ def test_nothing_is_left_of_what_fails(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files, "write_text", full)
-    with pytest.raises(CheckpointError, match="not written: No space left on device; free some space"):
+    with pytest.raises(
+        CheckpointError, match="not written: No space left on device; free some space"
+    ):
         save_lora(model, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
 
@@ -84,8 +98,13 @@ def test_what_is_there_stays(tmp_path):
 
 def test_several_ranks_have_no_file(tmp_path):
     model = adapted(rank=4)
-    model.model.layers[0].mlp.experts.down_lora = nn.Adapter((3, 32, 16), 2, 8.0, torch.float32, torch.device("cpu"))
-    says = "save_lora: rank 2 with alpha 8.0 and rank 4 with alpha 8.0; expected adapters of one rank and one alpha"
+    model.model.layers[0].mlp.experts.down_lora = nn.Adapter(
+        (3, 32, 16), 2, 8.0, torch.float32, torch.device("cpu")
+    )
+    says = (
+        "save_lora: rank 2 with alpha 8.0 and rank 4 with alpha 8.0; expected adapters of one "
+        "rank and one alpha"
+    )
     with pytest.raises(UnsupportedError, match=says):
         save_lora(model, tmp_path / "saved")
 
@@ -113,38 +132,129 @@ def with_tensors(how: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Pat
 
 
 BAD = {
-    "another kind": (with_config(peft_type="LOHA"), UnsupportedError, "peft_type = 'LOHA', bias = 'none'; expected LORA adapters"),
-    "DoRA": (with_config(use_dora=True), UnsupportedError, "use_dora = True; expected adapters of experts' parameters alone"),
-    "other modules": (with_config(target_modules=["q_proj"]), UnsupportedError, r"target_modules = \['q_proj'\]"),
-    "ranks": (with_config(rank_pattern={"down_proj": 8}), UnsupportedError, r"rank_pattern = \{'down_proj': 8\}"),
+    "another kind": (
+        with_config(peft_type="LOHA"),
+        UnsupportedError,
+        "peft_type = 'LOHA', bias = 'none'; expected LORA adapters",
+    ),
+    "DoRA": (
+        with_config(use_dora=True),
+        UnsupportedError,
+        "use_dora = True; expected adapters of experts' parameters alone",
+    ),
+    "other modules": (
+        with_config(target_modules=["q_proj"]),
+        UnsupportedError,
+        r"target_modules "
+        r"= \['q_proj'\]",
+    ),
+    "ranks": (
+        with_config(rank_pattern={"down_proj": 8}),
+        UnsupportedError,
+        r"rank_pattern = "
+        r"\{'down_proj': 8\}",
+    ),
     "no rank": (with_config(r=None), CheckpointError, "r = None; expected a positive integer"),
-    "another rank": (with_config(r=3), CheckpointError, r"float32 \[6, 32\]\); expected .*lora_A.weight of floats \[9, 32\]"),
-    "no alpha": (with_config(lora_alpha="x"), CheckpointError, "lora_alpha = 'x'; expected a finite number"),
+    "another rank": (
+        with_config(r=3),
+        CheckpointError,
+        r"float32 \[6, 32\]\); expected "
+        r".*lora_A.weight of floats \[9, 32\]",
+    ),
+    "no alpha": (
+        with_config(lora_alpha="x"),
+        CheckpointError,
+        "lora_alpha = 'x'; expected a finite number",
+    ),
     **{
-        f"r = {r:.0e}": (with_config(r=r), CheckpointError, rf"r = {str(r)[:18]}.{{0,40}}; expected a positive integer of 31 bits$")
+        f"r = {r:.0e}": (
+            with_config(r=r),
+            CheckpointError,
+            rf"r = {str(r)[:18]}.{{0,40}}; "
+            r"expected a positive integer of "
+            r"31 bits$",
+        )
         for r in (10**18, 10**300)
     },
-    "r of 401 digits": (with_config(r=10**400), CheckpointError, r"r = 1.{30,40}0; expected a positive integer of 31 bits$"),
-    "a large r": (with_config(r=2**31 - 1), CheckpointError, r"expected .*lora_A.weight of floats \[6442450941, 32\]"),
-    "alpha of 401 digits": (with_config(lora_alpha=10**400), CheckpointError, r"lora_alpha = 1.{30,40}0; expected a finite number"),
-    "a large alpha": (with_config(lora_alpha=1e308), CheckpointError, r"lora_alpha = 1e\+308; expected a finite number in float32$"),
-    "NaN": (with_tensors(lambda t: t[f"{LAYER}.lora_B.weight"][1, 2:4].fill_(math.nan)), NonFiniteError, f"2 NaN .* {LAYER}.lora_B"),
-    "infinity": (with_tensors(lambda t: t[f"{LAYER}.lora_A.weight"][0, 0].fill_(math.inf)), NonFiniteError, "1 NaN or infinite among"),
-    "no targets": (with_config(target_parameters=None), CheckpointError, "target_parameters = None; expected names of experts'"),
-    "one target": (with_config(target_parameters=["down_proj"]), CheckpointError, "base_layer.lora_A.weight has no place"),
-    "no config": (lambda folder: (folder / "adapter_config.json").unlink(), CheckpointError, "No such file"),
-    "no tensors": (lambda folder: (folder / files.TENSORS).unlink(), CheckpointError, "No such file"),
-    "pickled": (lambda folder: (folder / files.TENSORS).rename(folder / "adapter_model.bin"), UnsupportedError, "pickled tensors"),
-    "one missing": (with_tensors(lambda t: t.pop(f"{LAYER}.lora_B.weight")), CheckpointError, f"no {LAYER}.lora_B.weight; expected"),
+    "r of 401 digits": (
+        with_config(r=10**400),
+        CheckpointError,
+        r"r = 1.{30,40}0; expected a "
+        r"positive integer of 31 bits$",
+    ),
+    "a large r": (
+        with_config(r=2**31 - 1),
+        CheckpointError,
+        r"expected .*lora_A.weight of floats "
+        r"\[6442450941, 32\]",
+    ),
+    "alpha of 401 digits": (
+        with_config(lora_alpha=10**400),
+        CheckpointError,
+        r"lora_alpha = "
+        r"1.{30,40}0; expected a finite number",
+    ),
+    "a large alpha": (
+        with_config(lora_alpha=1e308),
+        CheckpointError,
+        r"lora_alpha = 1e\+308; "
+        r"expected a finite number "
+        r"in float32$",
+    ),
+    "NaN": (
+        with_tensors(lambda t: t[f"{LAYER}.lora_B.weight"][1, 2:4].fill_(math.nan)),
+        NonFiniteError,
+        f"2 NaN .* {LAYER}.lora_B",
+    ),
+    "infinity": (
+        with_tensors(lambda t: t[f"{LAYER}.lora_A.weight"][0, 0].fill_(math.inf)),
+        NonFiniteError,
+        "1 NaN or infinite among",
+    ),
+    "no targets": (
+        with_config(target_parameters=None),
+        CheckpointError,
+        "target_parameters = None; expected names of experts'",
+    ),
+    "one target": (
+        with_config(target_parameters=["down_proj"]),
+        CheckpointError,
+        "base_layer.lora_A.weight has no place",
+    ),
+    "no config": (
+        lambda folder: (folder / "adapter_config.json").unlink(),
+        CheckpointError,
+        "No such file",
+    ),
+    "no tensors": (
+        lambda folder: (folder / files.TENSORS).unlink(),
+        CheckpointError,
+        "No such file",
+    ),
+    "pickled": (
+        lambda folder: (folder / files.TENSORS).rename(folder / "adapter_model.bin"),
+        UnsupportedError,
+        "pickled tensors",
+    ),
+    "one missing": (
+        with_tensors(lambda t: t.pop(f"{LAYER}.lora_B.weight")),
+        CheckpointError,
+        f"no {LAYER}.lora_B.weight; expected",
+    ),
     "another layer": (
-        with_tensors(lambda t: t.update({f"{LAYER.replace('0', '7')}.lora_A.weight": torch.zeros(6, 16)})), CheckpointError,
-        "adapters of model.layers.7.mlp.experts; expected modules with experts: model.layers.0.mlp.experts",
+        with_tensors(
+            lambda t: t.update({f"{LAYER.replace('0', '7')}.lora_A.weight": torch.zeros(6, 16)})
+        ),
+        CheckpointError,
+        "adapters of model.layers.7.mlp.experts; expected modules with experts: "
+        "model.layers.0.mlp.experts",
     ),
     "a foreign tensor": (
-        with_tensors(lambda t: t.update({f"{LAYER}.lora_magnitude_vector": torch.zeros(1)})), CheckpointError,
+        with_tensors(lambda t: t.update({f"{LAYER}.lora_magnitude_vector": torch.zeros(1)})),
+        CheckpointError,
         "lora_magnitude_vector has no place; expected adapters of experts alone",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("change", "error", "says"), BAD.values(), ids=BAD)
@@ -161,7 +271,10 @@ def test_what_does_not_fit_changes_nothing(change, error, says, tmp_path):
 def test_not_twice():
     model = quantized()
     load_lora_(model, MADE)
-    with pytest.raises(UnsupportedError, match="load_lora_: model.layers.0.mlp.experts has adapters already; train these"):
+    with pytest.raises(
+        UnsupportedError,
+        match="load_lora_: model.layers.0.mlp.experts has adapters already; train these",
+    ):
         load_lora_(model, MADE)
 
 

@@ -27,7 +27,9 @@ def quantized_and_decoded() -> tuple[Any, Any]:
     quantized = copy.deepcopy(model)
     fusion_moe.quantize_(quantized)
     experts, ours = model.model.layers[0].mlp.experts, quantized.model.layers[0].mlp.experts
-    experts.gate_up_proj.data, experts.down_proj.data = (dequantize(ours.weight_of(p)).bfloat16() for p in ours.projections)
+    experts.gate_up_proj.data, experts.down_proj.data = (
+        dequantize(ours.weight_of(p)).bfloat16() for p in ours.projections
+    )
     return quantized, model
 
 
@@ -48,13 +50,16 @@ def test_what_peft_made_loads():
     """Bit for bit what PEFT adds: which is committed, so that this runs without PEFT."""
     model, want = qwen3_moe(), load_file(MADE / DELTAS)
     fusion_moe.quantize_(model)
-    assert load_lora_(model, MADE) == [f"model.layers.0.mlp.experts.{p}" for p in ("gate_up", "down")]
+    assert load_lora_(model, MADE) == [
+        f"model.layers.0.mlp.experts.{p}" for p in ("gate_up", "down")
+    ]
     experts = model.model.layers[0].mlp.experts
     for name, adapter in (("gate_up_proj", experts.gate_up_lora), ("down_proj", experts.down_lora)):
         assert torch.equal(torch.stack([adapter.delta(e) for e in range(3)]), want[name].float())
     assert {n.rpartition(".")[0] for n, p in model.named_parameters() if p.requires_grad} == {
-        "model.layers.0.mlp.experts.gate_up_lora", "model.layers.0.mlp.experts.down_lora",
-    }  # fmt: skip
+        "model.layers.0.mlp.experts.gate_up_lora",
+        "model.layers.0.mlp.experts.down_lora",
+    }
 
 
 @pytest.mark.judges("peft")
@@ -67,7 +72,9 @@ def test_peft_still_makes_it(tmp_path):
 
 
 @pytest.mark.judges("peft")
-@pytest.mark.parametrize("how", [{}, {"targets": ("experts.down_proj",)}, {"rank": 3, "use_rslora": True}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"targets": ("experts.down_proj",)}, {"rank": 3, "use_rslora": True}], ids=str
+)
 def test_from_peft(how, tmp_path):
     """The logits of PEFT on the decoded model."""
     quantized, model = quantized_and_decoded()
@@ -136,18 +143,27 @@ def test_both_train_and_are_saved(both, tmp_path):
         assert torch.equal(logits(wrapped), logits(quantized_and_decoded()[0]))
     with_both = logits(wrapped)
     wrapped.merge_adapter()
-    assert (logits(wrapped) - with_both).norm() < 0.05 * with_both.norm()  # PEFT's, in bf16: ours stay beside the weights
+    # PEFT's, in bf16: ours stay beside the weights
+    assert (logits(wrapped) - with_both).norm() < 0.05 * with_both.norm()
     assert wrapped.base_model.model.model.layers[0].mlp.experts.adapted
 
 
 @pytest.mark.judges("peft")
 @pytest.mark.parametrize(
-    "how", [{"target_modules": "all-linear"}, {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}], ids=str
+    "how",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]},
+    ],
+    ids=str,
 )
 def test_peft_does_not_adapt_codes(how):
     import peft
 
-    says = r"NVFP4Experts: PEFT on a parameter of nvfp4 codes; expected parameters that are numbers; fusion_moe.nn.add_lora_\(model\)"
+    says = (
+        r"NVFP4Experts: PEFT on a parameter of nvfp4 codes; expected parameters that are "
+        r"numbers; fusion_moe.nn.add_lora_\(model\)"
+    )
     with pytest.raises(UnsupportedError, match=says):
         peft.get_peft_model(quantized_and_decoded()[0], peft.LoraConfig(r=2, **how))
 
@@ -155,7 +171,9 @@ def test_peft_does_not_adapt_codes(how):
 @pytest.mark.judges("peft")
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "nemotron_h"])
 def test_families(family, tmp_path):
-    """Weights stored either way, gate and up in turns, no gate: the same is added to the weights as they are here."""
+    """Weights stored either way, gate and up in turns, no gate: the same is added to the weights as
+    they are here.
+    """
     model = model_of(family)
     ours = copy.deepcopy(model)
     name = next(n for n, m in model.named_modules() if nn.contract_of(m))
@@ -166,7 +184,10 @@ def test_families(family, tmp_path):
     load_lora_(ours, tmp_path / "saved")
     added = deltas(wrapped)
     for parameter, order in ((contract.up_name, contract.up), ("down_proj", contract.down)):
-        adapter, want = ours.get_submodule(f"{name}.{parameter.removesuffix('_proj')}_lora"), order(added[parameter].float())
+        adapter, want = (
+            ours.get_submodule(f"{name}.{parameter.removesuffix('_proj')}_lora"),
+            order(added[parameter].float()),
+        )
         assert torch.equal(torch.stack([adapter.delta(e) for e in range(len(want))]), want)
     again = load_file(save_lora(ours, tmp_path / "ours") / "adapter_model.safetensors")
     saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")

@@ -1,4 +1,6 @@
-"""Directories for tests: those that other packages made, copies of them that tests change, and what numpy and ml_dtypes read in them."""
+"""Directories for tests: those that other packages made, copies of them that tests change, and what
+numpy and ml_dtypes read in them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def change(directory: Path, how: Callable[[Tensors], Any], file: str = "model.sa
     """Changes the tensors of a file."""
     tensors = load_file(directory / file)
     how(tensors)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, directory / file, {"format": "pt"})
+    save_file(
+        {name: t.contiguous() for name, t in tensors.items()}, directory / file, {"format": "pt"}
+    )
     return directory
 
 
@@ -40,7 +44,11 @@ def change_json(file: Path, how: Callable[[dict[str, Any]], Any]) -> None:
 
 def raw(directory: Path) -> dict[str, np.ndarray]:
     """All tensors as numpy and ml_dtypes read them, from the description of the format alone."""
-    return {name: array for file in sorted(directory.glob("*.safetensors")) for name, array in _read(file.read_bytes()).items()}
+    return {
+        name: array
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, array in _read(file.read_bytes()).items()
+    }
 
 
 def _read(data: bytes) -> dict[str, np.ndarray]:
@@ -48,20 +56,33 @@ def _read(data: bytes) -> dict[str, np.ndarray]:
     header = json.loads(data[8:start])
     header.pop("__metadata__", None)
     return {
-        name: np.frombuffer(data[start:][slice(*what["data_offsets"])], DTYPES[what["dtype"]]).reshape(what["shape"])
+        name: np.frombuffer(
+            data[start:][slice(*what["data_offsets"])], DTYPES[what["dtype"]]
+        ).reshape(what["shape"])
         for name, what in header.items()
     }
 
 
 DTYPES: dict[str, Any] = {
-    "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E8M0": ml_dtypes.float8_e8m0fnu, "U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64,
-}  # fmt: skip
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "I32": np.int32,
+    "I64": np.int64,
+}
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
 
-def decoded(codes: np.ndarray, block_scale: np.ndarray, decode_scale: np.ndarray | float = 1.0) -> np.ndarray:
-    """uint8 [..., N, K/2], scales of blocks [..., N, blocks] and of the matrix -> float32 [..., N, K]."""
+def decoded(
+    codes: np.ndarray, block_scale: np.ndarray, decode_scale: np.ndarray | float = 1.0
+) -> np.ndarray:
+    """uint8 [..., N, K/2], scales of blocks [..., N, blocks] and of the matrix -> float32 [..., N,
+    K].
+    """
     codes = codes.view(np.uint8)
     values = E2M1[np.stack([codes & 15, codes >> 4], -1)].reshape(*block_scale.shape, -1)
     step = block_scale.astype(np.float32) * np.asarray(decode_scale, np.float32)

@@ -1,4 +1,6 @@
-"""Directories in other forms: the same numbers, against numpy and ml_dtypes on the raw bytes of both."""
+"""Directories in other forms: the same numbers, against numpy and ml_dtypes on the raw bytes of
+both.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,39 @@ def weights_of(path: Path) -> set[str]:
 
 
 def plain(tensors: Raw) -> Raw:
-    """What each weight of a directory means, float32, by its name without a suffix; plain tensors by theirs."""
+    """What each weight of a directory means, float32, by its name without a suffix; plain tensors
+    by theirs.
+    """
     made: Raw = {}
     for name, t in tensors.items():
         base = name.removesuffix(".weight")
         if name.endswith("_blocks"):
             scale = tensors[name.replace("_blocks", "_scales")].view(ml_dtypes.float8_e8m0fnu)
-            made[name.removesuffix("_blocks")] = np.swapaxes(decoded(t.reshape(*t.shape[:2], -1), scale), 1, 2)
+            made[name.removesuffix("_blocks")] = np.swapaxes(
+                decoded(t.reshape(*t.shape[:2], -1), scale), 1, 2
+            )
         elif name.endswith(".weight_packed") and t.dtype == np.int32:
-            base, scale = name.removesuffix(".weight_packed"), tensors[name.replace("_packed", "_scale")].astype(np.float32)
+            base, scale = (
+                name.removesuffix(".weight_packed"),
+                tensors[name.replace("_packed", "_scale")].astype(np.float32),
+            )
             codes = (t[..., None] >> (4 * np.arange(8, dtype=np.int32)) & 15) - 8
-            made[base] = (codes.reshape(*scale.shape, 32) * scale[..., None]).reshape(t.shape[0], -1).astype(np.float32)
+            made[base] = (
+                (codes.reshape(*scale.shape, 32) * scale[..., None])
+                .reshape(t.shape[0], -1)
+                .astype(np.float32)
+            )
         elif name.endswith(".weight_packed"):
             base = name.removesuffix(".weight_packed")
-            made[base] = decoded(t, tensors[f"{base}.weight_scale"], np.float32(1) / tensors[f"{base}.weight_global_scale"])
+            made[base] = decoded(
+                t,
+                tensors[f"{base}.weight_scale"],
+                np.float32(1) / tensors[f"{base}.weight_global_scale"],
+            )
         elif t.dtype == np.uint8 and name.endswith(".weight"):
-            made[base] = decoded(t, tensors[f"{base}.weight_scale"], tensors[f"{base}.weight_scale_2"])
+            made[base] = decoded(
+                t, tensors[f"{base}.weight_scale"], tensors[f"{base}.weight_scale_2"]
+            )
         elif t.dtype == np.uint8 and t.ndim == 3 and not name.endswith("_scales"):
             codes, scale = np.swapaxes(t, 1, 2), np.swapaxes(tensors[f"{name}_weight_scale"], 1, 2)
             made[name] = np.swapaxes(decoded(codes, scale, tensors[f"{name}_weight_scale_2"]), 1, 2)
@@ -81,7 +100,10 @@ def test_what_is_in_modelopts_form_keeps_its_bytes(name: str, tmp_path: Path) ->
     for key in before:
         a, b = before[key], after[key]
         assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), key
-    algorithms = [json.loads((d / "config.json").read_text())["quantization_config"]["quant_algo"] for d in (MADE / name, dst)]
+    algorithms = [
+        json.loads((d / "config.json").read_text())["quantization_config"]["quant_algo"]
+        for d in (MADE / name, dst)
+    ]
     assert algorithms[0] == algorithms[1]
 
 
@@ -89,13 +111,21 @@ def test_what_is_in_modelopts_form_keeps_its_bytes(name: str, tmp_path: Path) ->
 def test_to_float32_without_loss(name: str, tmp_path: Path) -> None:
     dst = convert(MADE / name, tmp_path / "dst", "dense")
     config = json.loads((dst / "config.json").read_text())
-    assert ("quantization_config" in config, config["dtype"], (dst / "hf_quant_config.json").exists()) == (False, "float32", False)
+    assert (
+        "quantization_config" in config,
+        config["dtype"],
+        (dst / "hf_quant_config.json").exists(),
+    ) == (False, "float32", False)
     assert_equal(plain(raw(dst)), plain(raw(MADE / name)))
 
 
 @pytest.mark.parametrize("to", ["modelopt", "dense"])
-@pytest.mark.parametrize(("part", "key"), [("", "compression_config"), ("text_config", "quantization_config")])
-def test_the_sources_quantization_is_not_said_again(part: str, key: str, to: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "key"), [("", "compression_config"), ("text_config", "quantization_config")]
+)
+def test_the_sources_quantization_is_not_said_again(
+    part: str, key: str, to: str, tmp_path: Path
+) -> None:
     src = copied("ct-qwen3_moe", tmp_path)
 
     def move(config: dict[str, Any]) -> None:
@@ -111,7 +141,9 @@ def test_the_sources_quantization_is_not_said_again(part: str, key: str, to: str
 def test_mxfp4_is_what_transformers_decodes(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.Mxfp4Config(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(MADE / "mxfp4-gpt_oss", quantization_config=config, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        MADE / "mxfp4-gpt_oss", quantization_config=config, dtype=torch.bfloat16
+    )
     tensors = raw(convert(MADE / "mxfp4-gpt_oss", tmp_path / "dst", "dense"))
     for name in ("gate_up_proj", "down_proj"):
         want = getattr(model.model.layers[0].mlp.experts, name).detach().float().numpy()
@@ -120,7 +152,10 @@ def test_mxfp4_is_what_transformers_decodes(tmp_path: Path) -> None:
 
 def test_to_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     dst = convert(MADE / "modelopt-qwen3_moe", tmp_path / "dst", "dense", dtype=torch.bfloat16)
-    want = {name: t.astype(ml_dtypes.bfloat16).astype(np.float32) for name, t in plain(raw(MADE / "modelopt-qwen3_moe")).items()}
+    want = {
+        name: t.astype(ml_dtypes.bfloat16).astype(np.float32)
+        for name, t in plain(raw(MADE / "modelopt-qwen3_moe")).items()
+    }
     assert_equal(plain(raw(dst)), want)
 
 
@@ -129,24 +164,37 @@ def test_input_scales_become_multipliers(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.0.gate_proj"
 
     def add(tensors: Tensors) -> None:
-        tensors.update({f"{key.removesuffix('.weight_packed')}.input_global_scale": torch.tensor([448.0])
-                        for key in list(tensors) if key.endswith(".weight_packed")})  # fmt: skip
+        tensors.update(
+            {
+                f"{key.removesuffix('.weight_packed')}.input_global_scale": torch.tensor([448.0])
+                for key in list(tensors)
+                if key.endswith(".weight_packed")
+            }
+        )
 
     dst = convert(change(copied("ct-qwen3_moe", tmp_path), add), tmp_path / "dst")
     assert raw(dst)[f"{name}.input_scale"] == np.float32(1 / 448)
-    assert json.loads((dst / "config.json").read_text())["quantization_config"]["quant_algo"] == "NVFP4"
+    assert (
+        json.loads((dst / "config.json").read_text())["quantization_config"]["quant_algo"]
+        == "NVFP4"
+    )
 
 
 def test_mixed_precision_is_said_layer_by_layer(tmp_path: Path) -> None:
     dst = convert(MADE / "modelopt-qwen3_5_moe-mixed", tmp_path / "dst")
-    said, theirs = (json.loads((d / "config.json").read_text())["quantization_config"] for d in (dst, MADE / "modelopt-qwen3_5_moe-mixed"))
+    said, theirs = (
+        json.loads((d / "config.json").read_text())["quantization_config"]
+        for d in (dst, MADE / "modelopt-qwen3_5_moe-mixed")
+    )
     assert {name: how["quant_algo"] for name, how in said["quantized_layers"].items()} == {
         name: how["quant_algo"] for name, how in theirs["quantized_layers"].items()
     }
 
 
 def deepseek_v4(path: Path) -> Path:
-    """Experts in int8 and E8M0, attention in FP8 with E8M0 for 128 x 128, in the names of DeepSeek-V4."""
+    """Experts in int8 and E8M0, attention in FP8 with E8M0 for 128 x 128, in the names of
+    DeepSeek-V4.
+    """
     rand = torch.Generator().manual_seed(0)
 
     def bytes_(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
@@ -157,13 +205,24 @@ def deepseek_v4(path: Path) -> Path:
         for e in range(4):
             for name in ("w1", "w2", "w3"):
                 tensors[f"layers.0.ffn.experts.{e}.{name}.weight"] = bytes_(32, 32).view(torch.int8)
-                tensors[f"layers.0.ffn.experts.{e}.{name}.scale"] = bytes_(32, 2, low=110, high=127).view(torch.float8_e8m0fnu)
-        tensors["layers.0.attn.wq_a.weight"] = (torch.randn(160, 64, generator=rand)).to(torch.float8_e4m3fn)
-        tensors["layers.0.attn.wq_a.scale"] = bytes_(2, 1, low=110, high=120).view(torch.float8_e8m0fnu)
+                tensors[f"layers.0.ffn.experts.{e}.{name}.scale"] = bytes_(
+                    32, 2, low=110, high=127
+                ).view(torch.float8_e8m0fnu)
+        tensors["layers.0.attn.wq_a.weight"] = (torch.randn(160, 64, generator=rand)).to(
+            torch.float8_e4m3fn
+        )
+        tensors["layers.0.attn.wq_a.scale"] = bytes_(2, 1, low=110, high=120).view(
+            torch.float8_e8m0fnu
+        )
         tensors["layers.0.hc_attn_scale"] = torch.ones(3)
 
     change(path, rename)
-    change_json(path / "config.json", lambda c: c.update(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}))
+    change_json(
+        path / "config.json",
+        lambda c: c.update(
+            quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}
+        ),
+    )
     return path
 
 
@@ -172,8 +231,12 @@ def test_deepseek_v4(tmp_path: Path) -> None:
     before, after = raw(src), raw(convert(src, tmp_path / "dst"))
     for e in range(4):
         for name in (f"layers.0.ffn.experts.{e}.{w}" for w in ("w1", "w2", "w3")):
-            got = decoded(*(after[f"{name}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2")))
-            np.testing.assert_array_equal(got, decoded(before[f"{name}.weight"], before[f"{name}.scale"]))
+            got = decoded(
+                *(after[f"{name}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
+            )
+            np.testing.assert_array_equal(
+                got, decoded(before[f"{name}.weight"], before[f"{name}.scale"])
+            )
     scale = before["layers.0.attn.wq_a.scale"].astype(np.float32).repeat(128, 0)[:160]
     want = before["layers.0.attn.wq_a.weight"].astype(np.float32) * scale
     assert after["layers.0.attn.wq_a.weight"].dtype == ml_dtypes.bfloat16
@@ -183,11 +246,23 @@ def test_deepseek_v4(tmp_path: Path) -> None:
 def test_fp8_whose_scales_are_no_powers_of_two(tmp_path: Path) -> None:
     src = deepseek_v4(copied("modelopt-qwen3_moe", tmp_path))
     name = "layers.0.attn.wq_a"
-    change(src, lambda tensors: tensors.update({f"{name}.weight_scale_inv": tensors.pop(f"{name}.scale").float() * 1.1}))
-    with pytest.raises(UnsupportedError, match="convert: layers.0.attn.wq_a: FP8 whose scales are no powers of two; expected numbers"):
+    change(
+        src,
+        lambda tensors: tensors.update(
+            {f"{name}.weight_scale_inv": tensors.pop(f"{name}.scale").float() * 1.1}
+        ),
+    )
+    with pytest.raises(
+        UnsupportedError,
+        match="convert: layers.0.attn.wq_a: FP8 whose scales are "
+        "no powers of two; expected numbers",
+    ):
         convert(src, tmp_path / "dst")
     before, after = raw(src), raw(convert(src, tmp_path / "dst", "dense"))
-    want = before[f"{name}.weight"].astype(np.float32) * before[f"{name}.weight_scale_inv"].repeat(128, 0)[:160]
+    want = (
+        before[f"{name}.weight"].astype(np.float32)
+        * before[f"{name}.weight_scale_inv"].repeat(128, 0)[:160]
+    )
     np.testing.assert_array_equal(after[f"{name}.weight"], want)
 
 
@@ -198,7 +273,10 @@ def test_no_other_form_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
 def test_dense_weights_are_floats(dtype: torch.dtype, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=f"dtype={dtype}; expected one of torch.float32, torch.bfloat16, torch.float16"):
+    with pytest.raises(
+        OptionError,
+        match=f"dtype={dtype}; expected one of torch.float32, torch.bfloat16, torch.float16",
+    ):
         convert(MADE / "modelopt-qwen3_moe", tmp_path / "dst", "dense", dtype=dtype)
     assert not (tmp_path / "dst").exists()
 
@@ -219,14 +297,19 @@ REFUSED: dict[str, tuple[str, Callable[[Path], object]]] = {
     "mxfp4, experts of many octaves": ("mxfp4-gpt_oss", _set_scales(0)),
     "an expert missing": (
         "ct-qwen3_moe",
-        lambda path: change(path, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".experts.3." in name]),
+        lambda path: change(
+            path,
+            lambda tensors: [tensors.pop(name) for name in list(tensors) if ".experts.3." in name],
+        ),
     ),
     "there already": ("modelopt-qwen3_moe", lambda path: (path.parent / "dst").write_text("mine")),
 }
 
 
 @pytest.mark.parametrize(("name", "how"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused_leaves_nothing(name: str, how: Callable[[Path], object], tmp_path: Path, golden: Callable[..., None]) -> None:
+def test_what_is_refused_leaves_nothing(
+    name: str, how: Callable[[Path], object], tmp_path: Path, golden: Callable[..., None]
+) -> None:
     path = copied(name, tmp_path)
     how(path)
     before = set(tmp_path.iterdir())

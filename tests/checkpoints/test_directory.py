@@ -1,4 +1,6 @@
-"""Directories of safetensors files: what their headers say, and each way in which they can be wrong."""
+"""Directories of safetensors files: what their headers say, and each way in which they can be
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,19 @@ INDEX, FIRST = "model.safetensors.index.json", "model-00001-of-00004.safetensors
 @pytest.mark.parametrize("name", sorted(path.name for path in MADE.iterdir()))
 def test_headers_and_tensors_are_those_that_safetensors_reads(name: str) -> None:
     directory = Directory.open(MADE / name)
-    want = {key: t for file in sorted((MADE / name).glob("*.safetensors")) for key, t in load_file(file).items()}
+    want = {
+        key: t
+        for file in sorted((MADE / name).glob("*.safetensors"))
+        for key, t in load_file(file).items()
+    }
     assert set(directory.tensors) == set(want)
     for key, t in want.items():
         entry, got = directory.tensors[key], directory.read(key)
         assert (entry.dtype, entry.shape, entry.nbytes) == (t.dtype, tuple(t.shape), t.nbytes)
         assert got.dtype == t.dtype
-        assert torch.equal(got.view(torch.uint8) if t.dim() else got, t.view(torch.uint8) if t.dim() else t)
+        assert torch.equal(
+            got.view(torch.uint8) if t.dim() else got, t.view(torch.uint8) if t.dim() else t
+        )
 
 
 def test_configuration_of_quantization(tmp_path: Path) -> None:
@@ -49,7 +57,11 @@ def test_configuration_of_quantization(tmp_path: Path) -> None:
     assert Directory.open(path).quantization == {}
 
 
-PLACES = [(part, key) for part in ("", "text_config", "llm_config") for key in ("quantization_config", "compression_config")]
+PLACES = [
+    (part, key)
+    for part in ("", "text_config", "llm_config")
+    for key in ("quantization_config", "compression_config")
+]
 
 
 @pytest.mark.parametrize(("part", "key"), PLACES)
@@ -81,17 +93,27 @@ def test_an_index_of_files_that_are_gone(tmp_path: Path) -> None:
     assert list(Directory.open(path).tensors) == ["x"]
 
 
-def test_tensors_that_the_index_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_that_the_index_leaves_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = copied(SHARDED, tmp_path)
     change_json(path / INDEX, lambda index: index["weight_map"].pop("lm_head.weight"))
-    assert Directory.open(MADE / SHARDED).tensors.keys() - Directory.open(path).tensors.keys() == {"lm_head.weight"}
-    assert "lm_head.weight (bfloat16 [32, 64]) is in model-00001-of-00004.safetensors but not in the index: left out" in caplog.text
+    assert Directory.open(MADE / SHARDED).tensors.keys() - Directory.open(path).tensors.keys() == {
+        "lm_head.weight"
+    }
+    assert (
+        "lm_head.weight (bfloat16 [32, 64]) is in model-00001-of-00004.safetensors but not in "
+        "the index: left out"
+    ) in caplog.text
 
 
 def test_files_of_a_variant(tmp_path: Path) -> None:
     path = copied(SHARDED, tmp_path)
     _both(path)
-    for names in (["model.safetensors"], sorted(file.name for file in (MADE / SHARDED).glob("*.safetensors"))):
+    for names in (
+        ["model.safetensors"],
+        sorted(file.name for file in (MADE / SHARDED).glob("*.safetensors")),
+    ):
         opened = Directory.open(path, names)
         assert {entry.file.name for entry in opened.tensors.values()} == {*names}
 
@@ -132,7 +154,10 @@ def _pipe(file: str) -> Callable[[Path], None]:
 
 
 def _device(file: str) -> Callable[[Path], None]:
-    return lambda path: ((path / file).unlink(missing_ok=True), (path / file).symlink_to("/dev/zero"))[1]
+    return lambda path: (
+        (path / file).unlink(missing_ok=True),
+        (path / file).symlink_to("/dev/zero"),
+    )[1]
 
 
 def _pickled(path: Path) -> None:
@@ -158,7 +183,11 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "config is a list": lambda path: (path / "config.json").write_text("[]"),
     "whole and sharded": _both,
     "in the index alone": _index(lambda index: index["weight_map"].update({"extra.weight": FIRST})),
-    "in another file": _index(lambda index: index["weight_map"].update({"lm_head.weight": "model-00004-of-00004.safetensors"})),
+    "in another file": _index(
+        lambda index: index["weight_map"].update(
+            {"lm_head.weight": "model-00004-of-00004.safetensors"}
+        )
+    ),
     "no weight map": _index(lambda index: index.pop("weight_map")),
     "absolute": _shard_name("/etc/passwd.safetensors"),
     "outside": _shard_name("../model.safetensors"),
@@ -173,8 +202,12 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "a thousand dimensions": _header("[32,64]", f"[32,64{',1' * 1000}]"),
     "an endless name": _header("lm_head.weight", "l" * 10**6),
     "metadata that are many": _header('{"format":"pt"}', f"[{'1,' * 10**4}1]"),
-    "a name that clears the screen": _header('lm_head.weight":{"dtype":"BF16"', 'lm\\u001b[2J\\u009b\\ud800":{"dtype":"BF17"'),
-    "deep in an index": _index(lambda index: index.update({"metadata": json.loads("[" * 900 + "]" * 900)})),
+    "a name that clears the screen": _header(
+        'lm_head.weight":{"dtype":"BF16"', 'lm\\u001b[2J\\u009b\\ud800":{"dtype":"BF17"'
+    ),
+    "deep in an index": _index(
+        lambda index: index.update({"metadata": json.loads("[" * 900 + "]" * 900)})
+    ),
     "an index that is a pipe": _pipe(INDEX),
     "a shard that is a pipe": _pipe(FIRST),
     "a configuration that is a pipe": _pipe("config.json"),
@@ -182,7 +215,10 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "a shard that never ends": _device(FIRST),
     "a configuration that never ends": _device("config.json"),
     "a configuration of a gigabyte": lambda path: os.truncate(path / "config.json", 10**9),
-    "a configuration that is a folder": lambda path: ((path / "config.json").unlink(), (path / "config.json").mkdir()),
+    "a configuration that is a folder": lambda path: (
+        (path / "config.json").unlink(),
+        (path / "config.json").mkdir(),
+    ),
     "twice in a header": _header("lm_head.weight", "model.embed_tokens.weight"),
     "pickled": _pickled,
     "gguf": _gguf,
@@ -190,7 +226,9 @@ BROKEN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", BROKEN.values(), ids=BROKEN)
-def test_broken_directories(how: Callable[[Path], object], tmp_path: Path, golden: Callable[..., None]) -> None:
+def test_broken_directories(
+    how: Callable[[Path], object], tmp_path: Path, golden: Callable[..., None]
+) -> None:
     path = copied(SHARDED, tmp_path)
     how(path)
     with pytest.raises((CheckpointError, UnsupportedError)) as raised:
@@ -202,14 +240,25 @@ def test_no_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such directory"):
         Directory.open(tmp_path / "nowhere")
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: it is a file; .* name its directory, "):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model\.safetensors: it is a file; .* name its "
+        r"directory, ",
+    ):
         Directory.open(tmp_path / "model.safetensors")
 
 
 def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     path = copied(SHARDED, tmp_path)
-    change(path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(1)}), "model-00004-of-00004.safetensors")
-    with pytest.raises(CheckpointError, match="lm_head.weight in model-00004-of-00004.safetensors, by the index in model-00001"):
+    change(
+        path,
+        lambda tensors: tensors.update({"lm_head.weight": torch.zeros(1)}),
+        "model-00004-of-00004.safetensors",
+    )
+    with pytest.raises(
+        CheckpointError,
+        match="lm_head.weight in model-00004-of-00004.safetensors, by the index in model-00001",
+    ):
         Directory.open(path)
 
 
@@ -223,8 +272,14 @@ def test_a_name_twice_among_very_many(tmp_path: Path) -> None:
     assert time.process_time() - start < 10
 
 
-@given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), file=st.sampled_from([FIRST, INDEX, "config.json"]))
-def test_any_byte_changed_is_an_error_or_the_same_names(tmp_path_factory: pytest.TempPathFactory, at: float, byte: int, file: str) -> None:
+@given(
+    at=st.floats(0, 1, exclude_max=True),
+    byte=st.integers(0, 255),
+    file=st.sampled_from([FIRST, INDEX, "config.json"]),
+)
+def test_any_byte_changed_is_an_error_or_the_same_names(
+    tmp_path_factory: pytest.TempPathFactory, at: float, byte: int, file: str
+) -> None:
     path = copied(SHARDED, tmp_path_factory.mktemp("flipped"))
     data = bytearray((path / file).read_bytes())
     size = 8 + int.from_bytes(data[:8], "little") if file == FIRST else len(data)
@@ -240,7 +295,10 @@ def test_any_byte_changed_is_an_error_or_the_same_names(tmp_path_factory: pytest
 
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:
     directory = Directory.open(path)
-    return {name: w.shape for name, w in stored_weights(directory.tensors, method_of(directory.quantization)).items()}
+    return {
+        name: w.shape
+        for name, w in stored_weights(directory.tensors, method_of(directory.quantization)).items()
+    }
 
 
 QUANTIZED = st.sampled_from([SINGLE, "modelopt-gpt_oss", "ct-qwen3_moe-int4"])
@@ -249,7 +307,7 @@ QUANTIZED = st.sampled_from([SINGLE, "modelopt-gpt_oss", "ct-qwen3_moe-int4"])
 @given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), name=QUANTIZED)
 def test_any_byte_changed_is_an_error_or_the_same_weights(
     tmp_path_factory: pytest.TempPathFactory, at: float, byte: int, name: str
-) -> None:  # fmt: skip
+) -> None:
     path = copied(name, tmp_path_factory.mktemp("flipped"))
     data = bytearray((path / "model.safetensors").read_bytes())
     data[int(at * (8 + int.from_bytes(data[:8], "little")))] = byte
@@ -270,17 +328,25 @@ def test_any_bytes_as_a_header(tmp_path_factory: pytest.TempPathFactory, text: b
 def test_headers_of_92000_tensors_in_seconds(tmp_path: Path) -> None:
     parts = {"": ("U8", [1, 8], 8), "_scale": ("F8_E4M3", [1, 1], 1), "_scale_2": ("F32", [], 4)}
     experts = [f"model.layers.{layer}.mlp.experts.{e}" for layer in range(48) for e in range(213)]
-    weights = [f"{expert}.{name}_proj.weight" for expert in experts for name in ("gate", "up", "down")]
+    weights = [
+        f"{expert}.{name}_proj.weight" for expert in experts for name in ("gate", "up", "down")
+    ]
     shard_of = {}
     for i in range(4):
         header, end = {}, 0
         for weight in weights[i::4]:
             for part, (dtype, shape, size) in parts.items():
-                header[weight + part] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+                header[weight + part] = {
+                    "dtype": dtype,
+                    "shape": shape,
+                    "data_offsets": [end, end + size],
+                }
                 shard_of[weight + part] = f"model-{i}.safetensors"
                 end += size
         text = json.dumps(header).encode()
-        (tmp_path / f"model-{i}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+        (tmp_path / f"model-{i}.safetensors").write_bytes(
+            len(text).to_bytes(8, "little") + text + bytes(end)
+        )
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": shard_of}))
     (tmp_path / "config.json").write_text("{}")
     start = time.process_time()

@@ -1,4 +1,6 @@
-"""Experts of a directory from floats to NVFP4: the bytes that the operation makes of each matrix, and the rest as it was."""
+"""Experts of a directory from floats to NVFP4: the bytes that the operation makes of each matrix,
+and the rest as it was.
+"""
 
 from __future__ import annotations
 
@@ -55,16 +57,32 @@ def test_experts_without_elements(dtype: torch.dtype, tmp_path: Path) -> None:
         file.unlink()
     names = [f"{EXPERTS}.0.{projection}_proj.weight" for projection in ("gate", "up", "down")]
     scales = {f"{name}_scale_inv": torch.empty(0, 2**30) for name in names if dtype.itemsize == 1}
-    save_file({name: torch.empty(0, 2**37, dtype=dtype) for name in names} | scales, path / "model.safetensors")
-    change_json(path / "config.json", lambda c: c.update(num_experts=1, quantization_config={"quant_method": "fp8"}))
-    with pytest.raises(CheckpointError, match=r"proj.weight.*\[0, 137438953472\].*; expected (experts with elements|\[N, K\])"):
+    save_file(
+        {name: torch.empty(0, 2**37, dtype=dtype) for name in names} | scales,
+        path / "model.safetensors",
+    )
+    change_json(
+        path / "config.json",
+        lambda c: c.update(num_experts=1, quantization_config={"quant_method": "fp8"}),
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"proj.weight.*\[0, 137438953472\].*; expected "
+        r"(experts with elements|\[N, K\])",
+    ):
         quantize(path, tmp_path / "dst")
 
 
 @pytest.mark.parametrize("layer", ["model.layers.1.mlp", "mtp.layers.0.mlp"])
 def test_layers_for_further_tokens_stay(layer: str, tmp_path: Path) -> None:
     def another(tensors: Tensors) -> None:
-        tensors.update({name.replace("model.layers.0.mlp", layer): tensors[name].clone() for name in list(tensors) if EXPERTS in name})
+        tensors.update(
+            {
+                name.replace("model.layers.0.mlp", layer): tensors[name].clone()
+                for name in list(tensors)
+                if EXPERTS in name
+            }
+        )
 
     dst = quantize(change(whole(copied(SRC.name, tmp_path)), another), tmp_path / "dst")
     before, after = loaded(tmp_path / SRC.name), loaded(dst)
@@ -89,8 +107,14 @@ def test_bytes_of_modelopt(tmp_path: Path) -> None:
 
 def fused(tensors: Tensors) -> None:
     """The experts of a file in one tensor for each projection, as Qwen3.5-MoE has them."""
-    one = {p: torch.stack([tensors.pop(f"{EXPERTS}.{e}.{p}_proj.weight") for e in range(4)]) for p in ("gate", "up", "down")}
-    tensors[f"{EXPERTS}.gate_up_proj"], tensors[f"{EXPERTS}.down_proj"] = torch.cat([one["gate"], one["up"]], 1), one["down"]
+    one = {
+        p: torch.stack([tensors.pop(f"{EXPERTS}.{e}.{p}_proj.weight") for e in range(4)])
+        for p in ("gate", "up", "down")
+    }
+    tensors[f"{EXPERTS}.gate_up_proj"], tensors[f"{EXPERTS}.down_proj"] = (
+        torch.cat([one["gate"], one["up"]], 1),
+        one["down"],
+    )
 
 
 def whole(path: Path) -> Path:
@@ -108,8 +132,13 @@ def test_experts_in_one_tensor_become_those_of_single_experts(tmp_path: Path) ->
     src = change(whole(copied(SRC.name, tmp_path)), fused)
     one, all_ = (loaded(quantize(path, tmp_path / f"dst{i}")) for i, path in enumerate((SRC, src)))
     assert one.keys() == all_.keys()
-    assert all(torch.equal(one[name].view(torch.uint8) if one[name].dim() else one[name],
-                           all_[name].view(torch.uint8) if one[name].dim() else all_[name]) for name in one)  # fmt: skip
+    assert all(
+        torch.equal(
+            one[name].view(torch.uint8) if one[name].dim() else one[name],
+            all_[name].view(torch.uint8) if one[name].dim() else all_[name],
+        )
+        for name in one
+    )
 
 
 def test_experts_of_fp8_are_rounded_to_bf16_first(tmp_path: Path) -> None:
@@ -122,10 +151,17 @@ def test_experts_of_fp8_are_rounded_to_bf16_first(tmp_path: Path) -> None:
             tensors[f"{name}_scale_inv"] = torch.rand(1, 1, generator=rand) / 100
 
     change(src, to_fp8)
-    change_json(src / "config.json", lambda c: c.update(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}))
+    change_json(
+        src / "config.json",
+        lambda c: c.update(
+            quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}
+        ),
+    )
     before, after = raw(src), loaded(quantize(src, tmp_path / "dst"))
     for name in (name for name in before if name.endswith("_proj.weight")):
-        floats = (before[name].astype(np.float32) * before[f"{name}_scale_inv"]).astype(ml_dtypes.bfloat16)
+        floats = (before[name].astype(np.float32) * before[f"{name}_scale_inv"]).astype(
+            ml_dtypes.bfloat16
+        )
         x = torch.from_numpy(floats.view(np.int16).copy()).view(torch.bfloat16)
         if ".experts." in name:
             assert_quantized(after, name.removesuffix(".weight"), x)
@@ -145,17 +181,32 @@ def test_fp8_of_modelopt_stays_but_for_experts(tmp_path: Path) -> None:
             tensors[name.replace("weight", "input_scale")] = torch.tensor(0.5)
 
     change(src, to_fp8)
-    change_json(src / "config.json", lambda c: c.update(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"}))
+    change_json(
+        src / "config.json",
+        lambda c: c.update(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"}),
+    )
     before, after = loaded(src), loaded(dst := quantize(src, tmp_path / "dst"))
     name = "model.layers.0.self_attn.q_proj"
-    assert torch.equal(after[f"{name}.weight"].view(torch.uint8), before[f"{name}.weight"].view(torch.uint8))
-    assert (after[f"{name}.weight_scale"], after[f"{name}.input_scale"]) == (before[f"{name}.weight_scale"], torch.tensor(0.5))
-    for expert in [name.removesuffix(".weight") for name in before if ".experts." in name and name.endswith(".weight")]:
+    assert torch.equal(
+        after[f"{name}.weight"].view(torch.uint8), before[f"{name}.weight"].view(torch.uint8)
+    )
+    assert (after[f"{name}.weight_scale"], after[f"{name}.input_scale"]) == (
+        before[f"{name}.weight_scale"],
+        torch.tensor(0.5),
+    )
+    for expert in [
+        name.removesuffix(".weight")
+        for name in before
+        if ".experts." in name and name.endswith(".weight")
+    ]:
         x = (before[f"{expert}.weight"].float() * before[f"{expert}.weight_scale"]).bfloat16()
         assert_quantized(after, expert, x)
     assert not [name for name in after if ".experts." in name]
     said = Directory.open(dst).quantization
-    assert (said["quant_algo"], said["quantized_layers"][EXPERTS]["quant_algo"]) == ("MIXED_PRECISION", "W4A16_NVFP4")
+    assert (said["quant_algo"], said["quantized_layers"][EXPERTS]["quant_algo"]) == (
+        "MIXED_PRECISION",
+        "W4A16_NVFP4",
+    )
     assert said["quantized_layers"][name] == {"quant_algo": "FP8"}
 
 
@@ -183,10 +234,14 @@ def test_a_whole_model_by_quantize_has_the_same_bytes(tmp_path: Path) -> None:
     quantize_(model)
     experts = model.model.layers[0].mlp.experts
     after = loaded(quantize(SRC, tmp_path / "dst"))
-    gate, up, down = ([after[f"{EXPERTS}.{e}.{p}_proj.weight"] for e in range(4)] for p in ("gate", "up", "down"))
+    gate, up, down = (
+        [after[f"{EXPERTS}.{e}.{p}_proj.weight"] for e in range(4)] for p in ("gate", "up", "down")
+    )
     assert torch.equal(experts.gate_up_proj, torch.cat([torch.stack(gate), torch.stack(up)], 1))
     assert torch.equal(experts.down_proj, torch.stack(down))
-    scales = [[after[f"{EXPERTS}.{e}.{p}_proj.weight_scale_2"] for p in ("gate", "up")] for e in range(4)]
+    scales = [
+        [after[f"{EXPERTS}.{e}.{p}_proj.weight_scale_2"] for p in ("gate", "up")] for e in range(4)
+    ]
     assert experts.gate_up_decode_scale.tolist() == torch.tensor(scales).tolist()
 
 
@@ -196,7 +251,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     src = whole(copied(SRC.name, tmp_path))
     name = f"{EXPERTS}.2.up_proj.weight"
     change(src, lambda tensors: tensors.update({name: tensors[name][:, :40]}))
-    with pytest.raises(ShapeError, match=r"experts.2.up_proj: nvfp4: K = 40; expected a multiple of 16"):
+    with pytest.raises(
+        ShapeError,
+        match=r"experts.2.up_proj: nvfp4: K = 40; expected a "
+        r"multiple of 16",
+    ):
         quantize(src, tmp_path / "dst")
     change(src, lambda tensors: tensors.update({name: torch.full((32, 64), float("inf"))}))
     with pytest.raises(NonFiniteError, match=r"experts.2.up_proj: 0 NaN and 2048 infinite"):
@@ -214,17 +273,29 @@ def test_transposed_experts_are_the_models_to_quantize(tmp_path: Path) -> None:
             tensors[f"{EXPERTS}.{name}"] = tensors[f"{EXPERTS}.{name}"].mT
 
     src = change(whole(copied(SRC.name, tmp_path)), transposed)
-    with pytest.raises(UnsupportedError, match=r"gate_up_proj \[4, 64, 64\], down_proj \[4, 32, 64\]; expected .*; load the model, quant"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"gate_up_proj \[4, 64, 64\], down_proj \[4, 32, "
+        r"64\]; expected .*; load the model, quant",
+    ):
         quantize(src, tmp_path / "dst")
 
 
 def test_the_sources_quantization_is_not_said_again(tmp_path: Path) -> None:
     src = copied(SRC.name, tmp_path)
-    change_json(src / "config.json", lambda c: c.update(text_config={"compression_config": {"quant_method": "fp8"}}))
+    change_json(
+        src / "config.json",
+        lambda c: c.update(text_config={"compression_config": {"quant_method": "fp8"}}),
+    )
     config = json.loads((quantize(src, tmp_path / "dst") / "config.json").read_text())
-    assert (config["quantization_config"]["quant_method"], config["text_config"]) == ("modelopt", {})
+    assert (config["quantization_config"]["quant_method"], config["text_config"]) == (
+        "modelopt",
+        {},
+    )
 
 
 def test_configuration(tmp_path: Path) -> None:
-    said = json.loads((quantize(SRC, tmp_path / "dst") / "hf_quant_config.json").read_text())["quantization"]
+    said = json.loads((quantize(SRC, tmp_path / "dst") / "hf_quant_config.json").read_text())[
+        "quantization"
+    ]
     assert (said["quant_algo"], said["group_size"]) == ("W4A16_NVFP4", 16)

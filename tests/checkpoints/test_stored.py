@@ -1,4 +1,6 @@
-"""Weights in the files of other packages: which ones are found, and what they mean, against numpy and ml_dtypes on the raw bytes."""
+"""Weights in the files of other packages: which ones are found, and what they mean, against numpy
+and ml_dtypes on the raw bytes.
+"""
 
 from __future__ import annotations
 
@@ -45,27 +47,40 @@ def test_modelopt_directories(name: str) -> None:
         _check_modelopt(weight, directory, tensors)
 
 
-def _check_modelopt(weight: StoredWeight, directory: Directory, tensors: dict[str, np.ndarray]) -> None:
+def _check_modelopt(
+    weight: StoredWeight, directory: Directory, tensors: dict[str, np.ndarray]
+) -> None:
     name = weight.name
     if weight.scheme.encoding is None:
-        want = tensors[f"{name}.weight"].astype(np.float32) * tensors[f"{name}.weight_scale"].astype(np.float32)
+        want = tensors[f"{name}.weight"].astype(np.float32) * tensors[
+            f"{name}.weight_scale"
+        ].astype(np.float32)
         assert same(weight.floats(directory.read), want)
         assert weight.shape == want.shape
         return
     q = weight.quantized(directory.read)
     assert q.shape == weight.shape
     if weight.scheme.fused:
-        codes, scale = (np.swapaxes(tensors[name + suffix], 1, 2) for suffix in ("", "_weight_scale"))
-        assert q.decode_scale.tolist() == [tensors[f"{name}_weight_scale_2"].item()] * weight.shape[0]
+        codes, scale = (
+            np.swapaxes(tensors[name + suffix], 1, 2) for suffix in ("", "_weight_scale")
+        )
+        assert (
+            q.decode_scale.tolist() == [tensors[f"{name}_weight_scale_2"].item()] * weight.shape[0]
+        )
     else:
         codes, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
         assert same(q.decode_scale, tensors[f"{name}.weight_scale_2"])
     assert same(q.codes, codes)
     assert same(q.block_scale.float(), scale.astype(np.float32))
-    assert decoded(codes, scale, q.decode_scale.numpy().reshape(*q.decode_scale.shape, 1, 1)).shape == weight.shape
+    assert (
+        decoded(codes, scale, q.decode_scale.numpy().reshape(*q.decode_scale.shape, 1, 1)).shape
+        == weight.shape
+    )
 
 
-@pytest.mark.parametrize(("name", "linears"), [("ct-qwen3_moe", 4 + 12), ("ct-mixtral", 4 + 12), ("ct-gpt_oss", 4 + 12)])
+@pytest.mark.parametrize(
+    ("name", "linears"), [("ct-qwen3_moe", 4 + 12), ("ct-mixtral", 4 + 12), ("ct-gpt_oss", 4 + 12)]
+)
 def test_compressed_tensors_directories(name: str, linears: int) -> None:
     directory, weights = weights_of(MADE / name)
     tensors = raw(MADE / name)
@@ -77,7 +92,9 @@ def test_compressed_tensors_directories(name: str, linears: int) -> None:
         assert (divisor.shape, q.decode_scale.shape) == ((1,), ())
         assert q.decode_scale.numpy() == np.float32(1) / divisor[0]
         assert same(q.codes, tensors[f"{weight.name}.weight_packed"])
-        assert same(q.block_scale.float(), tensors[f"{weight.name}.weight_scale"].astype(np.float32))
+        assert same(
+            q.block_scale.float(), tensors[f"{weight.name}.weight_scale"].astype(np.float32)
+        )
 
 
 def test_int4_directory() -> None:
@@ -86,9 +103,15 @@ def test_int4_directory() -> None:
     assert {w.scheme.name for w in weights.values()} == {"compressed-tensors INT4"}
     assert len(weights) == 12
     for weight in weights.values():
-        words, scale = tensors[f"{weight.name}.weight_packed"], tensors[f"{weight.name}.weight_scale"].astype(np.float32)
-        codes = words[..., None] >> (4 * np.arange(8, dtype=np.int32)) & 15  # the first in the lowest bits
-        want = ((codes - 8).reshape(*scale.shape, 32) * scale[..., None]).reshape(tensors[f"{weight.name}.weight_shape"])
+        words, scale = (
+            tensors[f"{weight.name}.weight_packed"],
+            tensors[f"{weight.name}.weight_scale"].astype(np.float32),
+        )
+        # the first in the lowest bits
+        codes = words[..., None] >> (4 * np.arange(8, dtype=np.int32)) & 15
+        want = ((codes - 8).reshape(*scale.shape, 32) * scale[..., None]).reshape(
+            tensors[f"{weight.name}.weight_shape"]
+        )
         assert weight.shape == want.shape
         assert same(dequantize(weight.quantized(directory.read)), want.astype(np.float32))
 
@@ -120,15 +143,22 @@ BROKEN: dict[str, Callable[[Tensors], object]] = {
     "k of no whole blocks": _replace(f"{GATE}.weight", lambda t: t[:, :-3]),
     "too few codes": _replace(f"{GATE}.weight", lambda t: t[:, :-8]),
     "codes of one dimension": _replace(f"{GATE}.weight", lambda t: t.flatten()),
-    "swizzled block scales": _replace(f"{GATE}.weight_scale", lambda t: t.view(torch.uint8).repeat(4, 1).view(t.dtype)),
+    "swizzled block scales": _replace(
+        f"{GATE}.weight_scale", lambda t: t.view(torch.uint8).repeat(4, 1).view(t.dtype)
+    ),
     "in two formats": lambda tensors: tensors.update(
-        {f"{GATE}.weight_packed": tensors[f"{GATE}.weight"].clone(), f"{GATE}.weight_global_scale": torch.ones(1)}
+        {
+            f"{GATE}.weight_packed": tensors[f"{GATE}.weight"].clone(),
+            f"{GATE}.weight_global_scale": torch.ones(1),
+        }
     ),
 }
 
 
 @pytest.mark.parametrize("how", BROKEN.values(), ids=BROKEN)
-def test_what_is_missing_or_does_not_fit(how: Callable[[Tensors], object], tmp_path: Path, golden: Callable[..., None]) -> None:
+def test_what_is_missing_or_does_not_fit(
+    how: Callable[[Tensors], object], tmp_path: Path, golden: Callable[..., None]
+) -> None:
     path = change(copied("modelopt-qwen3_moe", tmp_path), how)
     with pytest.raises(CheckpointError) as raised:
         weights_of(path)
@@ -141,12 +171,20 @@ OTHER_FORMATS: dict[str, Callable[[Tensors], object]] = {
     "codes in int8": _replace(f"{GATE}.weight", lambda t: t.view(torch.int8)),
     "scales of inputs for AWQ": _rename(f"{GATE}.input_scale", f"{GATE}.pre_quant_scale"),
     "packed by another package": _rename("lm_head.weight", "lm_head.qweight"),
-    "bytes of a name that nobody knows": lambda tensors: tensors.update({f"{GATE}.table": torch.zeros(3, dtype=torch.uint8)}),
+    "bytes of a name that nobody knows": lambda tensors: tensors.update(
+        {f"{GATE}.table": torch.zeros(3, dtype=torch.uint8)}
+    ),
     "8-bit integers": lambda tensors: tensors.update(
-        {"lm_head.weight": tensors["lm_head.weight"].to(torch.int8), "lm_head.weight_scale": torch.ones(256, 1)}
+        {
+            "lm_head.weight": tensors["lm_head.weight"].to(torch.int8),
+            "lm_head.weight_scale": torch.ones(256, 1),
+        }
     ),
     "FP8 in other blocks": lambda tensors: tensors.update(
-        {"lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn), "lm_head.weight_scale": torch.ones(32, 2)}
+        {
+            "lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn),
+            "lm_head.weight_scale": torch.ones(32, 2),
+        }
     ),
 }
 
@@ -170,30 +208,52 @@ def test_a_weights_own_tensors_decide_and_no_method(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scales_of_matrices_in_any_float(dtype: torch.dtype, tmp_path: Path) -> None:
-    path = change(copied("modelopt-qwen3_moe", tmp_path), _replace(f"{GATE}.weight_scale_2", lambda t: t.to(dtype)))
+    path = change(
+        copied("modelopt-qwen3_moe", tmp_path),
+        _replace(f"{GATE}.weight_scale_2", lambda t: t.to(dtype)),
+    )
     directory, weights = weights_of(path)
     scale = weights[GATE].quantized(directory.read).decode_scale
     assert (scale.dtype, scale) == (torch.float32, directory.read(f"{GATE}.weight_scale_2").float())
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.0), (torch.float16, 1.0), (torch.float16, 1.01)])
-def test_scales_of_integers_in_other_floats(dtype: torch.dtype, factor: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [(torch.float32, 1.0), (torch.float16, 1.0), (torch.float16, 1.01)]
+)
+def test_scales_of_integers_in_other_floats(
+    dtype: torch.dtype, factor: float, tmp_path: Path
+) -> None:
     """They are those of bfloat16, or refused: INT4 has no others."""
-    path = change(copied("ct-qwen3_moe-int4", tmp_path), _replace(f"{GATE}.weight_scale", lambda t: (t.float() * factor).to(dtype)))
+    path = change(
+        copied("ct-qwen3_moe-int4", tmp_path),
+        _replace(f"{GATE}.weight_scale", lambda t: (t.float() * factor).to(dtype)),
+    )
     directory, weights = weights_of(path)
     if factor == 1:
         was, original = weights_of(MADE / "ct-qwen3_moe-int4")
-        assert torch.equal(weights[GATE].quantized(directory.read).block_scale, original[GATE].quantized(was.read).block_scale)
+        assert torch.equal(
+            weights[GATE].quantized(directory.read).block_scale,
+            original[GATE].quantized(was.read).block_scale,
+        )
         return
-    with pytest.raises(UnsupportedError, match=r"gate_proj.weight_scale \(float16 .*, which bfloat16 does not hold"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"gate_proj.weight_scale \(float16 .*, which "
+        r"bfloat16 does not hold",
+    ):
         weights[GATE].quantized(directory.read)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (160,), (160, 1), (2, 1)])
 @pytest.mark.parametrize("suffix", ["weight_scale", "weight_scale_inv", "scale"])
-def test_fp8_with_scales_of_matrices_rows_and_blocks(suffix: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_fp8_with_scales_of_matrices_rows_and_blocks(
+    suffix: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
     rand = torch.Generator().manual_seed(0)
-    tensors = {"a.weight": torch.randn(160, 64, generator=rand).to(torch.float8_e4m3fn), f"a.{suffix}": torch.rand(shape, generator=rand)}
+    tensors = {
+        "a.weight": torch.randn(160, 64, generator=rand).to(torch.float8_e4m3fn),
+        f"a.{suffix}": torch.rand(shape, generator=rand),
+    }
     path = change(copied("modelopt-qwen3_moe", tmp_path), lambda found: found.update(tensors))
     directory, weights = weights_of(path)
     values, scale = (raw(path)[name].astype(np.float32) for name in tensors)
@@ -203,19 +263,30 @@ def test_fp8_with_scales_of_matrices_rows_and_blocks(suffix: str, shape: tuple[i
 
 def test_fused_weights_say_what_does_not_fit_as_it_is_stored(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    path = change(copied("modelopt-gpt_oss", tmp_path), _replace(f"{name}_weight_scale", lambda t: t[:, :3]))
-    with pytest.raises(CheckpointError, match=r"\[4, 3, 128\]\); expected \[4, 4, 128\] for .*gate_up_proj \(uint8 \[4, 32, 128\]\)"):
+    path = change(
+        copied("modelopt-gpt_oss", tmp_path), _replace(f"{name}_weight_scale", lambda t: t[:, :3])
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"\[4, 3, 128\]\); expected \[4, 4, 128\] for "
+        r".*gate_up_proj \(uint8 \[4, 32, 128\]\)",
+    ):
         weights_of(path)
 
 
 def test_known_scales_are_no_error(tmp_path: Path) -> None:
     one = torch.ones(())
-    path = change(copied("modelopt-qwen3_moe", tmp_path), lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.k_scale": one}))
+    path = change(
+        copied("modelopt-qwen3_moe", tmp_path),
+        lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.k_scale": one}),
+    )
     assert len(weights_of(path)[1]) == 16
 
 
 def test_tensors_decide_and_not_what_is_said_to_be_left_out(tmp_path: Path) -> None:
-    """ModelOpt's names of what it left out hold a sentinel, "lm_head.\\0backbone.pt_name_sentinel"."""
+    """ModelOpt's names of what it left out hold a sentinel,
+    "lm_head.\\0backbone.pt_name_sentinel".
+    """
     directory, weights = weights_of(MADE / "modelopt-nemotron_h")
     assert any("\0" in name for name in directory.quantization["ignore"])
     assert "lm_head" not in weights
@@ -223,17 +294,35 @@ def test_tensors_decide_and_not_what_is_said_to_be_left_out(tmp_path: Path) -> N
 
 
 def test_scales_without_a_configuration(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"belongs to no weight; expected plain floats; config.json has no quantization_config"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"belongs to no weight; expected plain floats; "
+        r"config.json has no quantization_config",
+    ):
         stored_weights(Directory.open(MADE / "modelopt-qwen3_moe").tensors, "")
 
 
 REFUSED = [
-    {"quant_method": "awq", "bits": 4}, {"quant_method": "gptq"}, {"quant_method": "bitsandbytes"}, {"quant_method": "gguf"},
-    {"quant_method": "quanto"}, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, {"quant_method": "modelopt"}, {"bits": 4},
-    {"quant_method": "compressed-tensors", "format": "marlin-24"}, {"quant_method": "fp8", "weight_block_size": [1, 32]},
-    {"quant_method": "compressed-tensors", "format": "pack-quantized",
-     "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4, "group_size": 128, "symmetric": False}}}},
-]  # fmt: skip
+    {"quant_method": "awq", "bits": 4},
+    {"quant_method": "gptq"},
+    {"quant_method": "bitsandbytes"},
+    {"quant_method": "gguf"},
+    {"quant_method": "quanto"},
+    {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+    {"quant_method": "modelopt"},
+    {"bits": 4},
+    {"quant_method": "compressed-tensors", "format": "marlin-24"},
+    {"quant_method": "fp8", "weight_block_size": [1, 32]},
+    {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "weights": {"type": "int", "num_bits": 4, "group_size": 128, "symmetric": False}
+            }
+        },
+    },
+]
 
 
 def test_methods_that_are_refused(golden: Callable[..., None]) -> None:

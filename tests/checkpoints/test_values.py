@@ -40,11 +40,23 @@ def _byte(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
 BROKEN: dict[str, tuple[str, Callable[[Tensors], object]]] = {
     "NaN block scale": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale", _byte(0x7F))),
     "negative block scale": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale", _byte(0xB8))),
-    "NaN decode scale": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale_2", lambda t: t * float("nan"))),
+    "NaN decode scale": (
+        "modelopt-qwen3_moe",
+        _set(f"{GATE}.weight_scale_2", lambda t: t * float("nan")),
+    ),
     "negative decode scale": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale_2", lambda t: -t)),
-    "divisor for a multiplier": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale_2", lambda t: 1 / t)),
-    "multiplier for a divisor": ("ct-qwen3_moe", _set(f"{GATE}.weight_global_scale", lambda t: 1 / t)),
-    "NaN scale of integers": ("ct-qwen3_moe-int4", _set(f"{GATE}.weight_scale", lambda t: t * float("nan"))),
+    "divisor for a multiplier": (
+        "modelopt-qwen3_moe",
+        _set(f"{GATE}.weight_scale_2", lambda t: 1 / t),
+    ),
+    "multiplier for a divisor": (
+        "ct-qwen3_moe",
+        _set(f"{GATE}.weight_global_scale", lambda t: 1 / t),
+    ),
+    "NaN scale of integers": (
+        "ct-qwen3_moe-int4",
+        _set(f"{GATE}.weight_scale", lambda t: t * float("nan")),
+    ),
     "negative FP8 scale": (
         "modelopt-qwen3_5_moe-mixed",
         _set("model.language_model.layers.0.linear_attn.out_proj.weight_scale", lambda t: -t),
@@ -55,7 +67,9 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors], object]]] = {
 
 
 @pytest.mark.parametrize(("name", "how"), BROKEN.values(), ids=BROKEN)
-def test_bad_scales(name: str, how: Callable[[Tensors], object], tmp_path: Path, golden: Callable[..., None]) -> None:
+def test_bad_scales(
+    name: str, how: Callable[[Tensors], object], tmp_path: Path, golden: Callable[..., None]
+) -> None:
     path = change(copied(name, tmp_path), how)
     with pytest.raises(CheckpointError) as raised:
         check(path)

@@ -1,4 +1,6 @@
-"""Directories appear whole or not at all: processes that are killed, disks that are full, and what the next call makes of it."""
+"""Directories appear whole or not at all: processes that are killed, disks that are full, and what
+the next call makes of it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ HERE = Path(__file__).parent
 def start(dst: Path, waits_in: int) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, HERE / "writing_process.py", SRC, dst, str(SHARD), str(waits_in)]
-    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(
+        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
 
 
 def lines(process: subprocess.Popen, count: int) -> list[str]:
@@ -37,7 +41,9 @@ def lines(process: subprocess.Popen, count: int) -> list[str]:
 
 
 def assert_same(dst: Path, other: Path) -> None:
-    assert sorted(path.name for path in dst.iterdir()) == sorted(path.name for path in other.iterdir())
+    assert sorted(path.name for path in dst.iterdir()) == sorted(
+        path.name for path in other.iterdir()
+    )
     assert all((dst / path.name).read_bytes() == path.read_bytes() for path in other.iterdir())
 
 
@@ -48,14 +54,18 @@ def test_shards_index_and_other_files(tmp_path: Path) -> None:
     dst = convert(src, tmp_path / "dst", shard_bytes=SHARD)
     index = json.loads((dst / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in dst.glob("*.safetensors"))
-    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    assert files == [
+        f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)
+    ]
     assert len(files) == 5
     assert set(index["weight_map"].values()) == set(files)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in raw(dst).values())
     for file in files:  # the format by its own package
         with safe_open(dst / file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-            assert {name for name, shard in index["weight_map"].items() if shard == file} == set(opened.keys())
+            assert {name for name, shard in index["weight_map"].items() if shard == file} == set(
+                opened.keys()
+            )
     assert (dst / "tokenizer.json").read_text() == "{}"
     assert not (dst / "pytorch_model.bin").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == [SRC.name, "dst"]
@@ -63,7 +73,9 @@ def test_shards_index_and_other_files(tmp_path: Path) -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_killed_processes_leave_nothing_and_the_next_goes_on(how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_processes_leave_nothing_and_the_next_goes_on(
+    how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dst, partial = tmp_path / "dst", tmp_path / ".dst.partial"
     with start(dst, waits_in=3) as process:
         assert lines(process, 3)[2] == "model-00003-of-00005.safetensors"
@@ -71,7 +83,9 @@ def test_killed_processes_leave_nothing_and_the_next_goes_on(how: signal.Signals
     assert process.returncode != 0
     assert not dst.exists()
     files = partial / "files"
-    assert sorted(path.name for path in files.iterdir()) == [f"model-0000{i}-of-00005.safetensors" for i in (1, 2)]
+    assert sorted(path.name for path in files.iterdir()) == [
+        f"model-0000{i}-of-00005.safetensors" for i in (1, 2)
+    ]
     assert any(partial.glob("*.unfinished")) == (how == signal.SIGKILL)
 
     again = [3, 4, 5]
@@ -81,7 +95,11 @@ def test_killed_processes_leave_nothing_and_the_next_goes_on(how: signal.Signals
         (files / "model-00001-of-00005.safetensors").write_bytes(data)
         again = [1, 3, 4, 5]
     write_shard, written = writing.write_shard, []
-    monkeypatch.setattr(writing, "write_shard", lambda path, steps: written.append(path.name) or write_shard(path, steps))
+    monkeypatch.setattr(
+        writing,
+        "write_shard",
+        lambda path, steps: written.append(path.name) or write_shard(path, steps),
+    )
     convert(SRC, dst, shard_bytes=SHARD)
     assert written == [f"model-0000{i}-of-00005.safetensors.unfinished" for i in again]
     assert not partial.exists()
@@ -118,9 +136,12 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # no file of this process may become larger
+    # no file of this process may become larger
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(CheckpointError, match="dst: not written: File too large; run it again$"):
+        with pytest.raises(
+            CheckpointError, match="dst: not written: File too large; run it again$"
+        ):
             convert(SRC, tmp_path / "dst")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -129,7 +150,11 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "SPARE_BYTES", 2**60)
-    with pytest.raises(CheckpointError, match=r"dst: not written: .* GB free, .* GB to write; free some space and run it again"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"dst: not written: .* GB free, .* GB to write; "
+        r"free some space and run it again",
+    ):
         convert(SRC, tmp_path / "dst")
     assert list(tmp_path.iterdir()) == []
 
@@ -139,7 +164,11 @@ def test_a_file_that_says_it_is_larger_than_the_disk(tmp_path: Path) -> None:
     src = copied(SRC.name, tmp_path)
     (src / "tokenizer.json").touch()
     os.truncate(src / "tokenizer.json", 2**43)
-    with pytest.raises(CheckpointError, match=r"dst: not written: .* GB free, 8796.1 GB to write; free some space and run it again"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"dst: not written: .* GB free, 8796.1 GB to write; "
+        r"free some space and run it again",
+    ):
         convert(src, tmp_path / "dst")
     assert [path.name for path in tmp_path.iterdir()] == [src.name]
 
@@ -185,7 +214,9 @@ def _of_another(partial: Path, victim: Path) -> None:
         (_of_another, "belongs to another user (12345, expected 0"),
     ],
 )
-def test_what_another_user_prepared(how: Callable[[Path, Path], None], said: str, tmp_path: Path) -> None:
+def test_what_another_user_prepared(
+    how: Callable[[Path, Path], None], said: str, tmp_path: Path
+) -> None:
     """In a shared folder: the files that links there lead to stay as they are."""
     (tmp_path / "victim" / "files").mkdir(parents=True)
     (tmp_path / "victim" / "files" / "thesis").write_text("precious")
@@ -193,7 +224,9 @@ def test_what_another_user_prepared(how: Callable[[Path, Path], None], said: str
     with pytest.raises(CheckpointError) as raised:
         convert(SRC, tmp_path / "dst")
     assert said in str(raised.value)
-    assert str(raised.value).endswith("; remove it if it is not needed, or name another destination")
+    assert str(raised.value).endswith(
+        "; remove it if it is not needed, or name another destination"
+    )
     assert (tmp_path / "victim" / "files" / "thesis").read_text() == "precious"
     assert not (tmp_path / "dst").exists()
 
@@ -203,7 +236,11 @@ def test_an_unfinished_directory_is_private(tmp_path: Path) -> None:
     before, seen = os.umask(0o002), []
     try:
         writing.write(
-            tmp_path / "dst", Directory.open(SRC), [], config={}, check=lambda d: seen.append(d.path.parent.stat().st_mode & 0o777)
+            tmp_path / "dst",
+            Directory.open(SRC),
+            [],
+            config={},
+            check=lambda d: seen.append(d.path.parent.stat().st_mode & 0o777),
         )
     finally:
         os.umask(before)
@@ -212,12 +249,18 @@ def test_an_unfinished_directory_is_private(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
 def test_a_link_out_of_the_source(name: str, tmp_path: Path) -> None:
-    """It may lead to any file of whoever converts, whose contents would be published with the model."""
+    """It may lead to any file of whoever converts, whose contents would be published with the
+    model.
+    """
     src = copied(SRC.name, tmp_path)
     (tmp_path / "secret").write_text((src / "config.json").read_text())
     (src / name).unlink(missing_ok=True)
     (src / name).symlink_to("../secret")
-    with pytest.raises(CheckpointError, match=f"{name}: a link to {tmp_path}/secret; expected files of the directory itself; put a copy"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"{name}: a link to {tmp_path}/secret; expected "
+        "files of the directory itself; put a copy",
+    ):
         convert(src, tmp_path / "dst")
     assert sorted(path.name for path in tmp_path.iterdir()) == [SRC.name, "secret"]
 
@@ -233,7 +276,10 @@ def test_links_inside_and_in_the_cache_of_hugging_face(tmp_path: Path) -> None:
         file.symlink_to(f"../../blobs/{i}")
     (src / "other.json").symlink_to("tokenizer.json")
     dst = convert(src, tmp_path / "dst")
-    assert all((dst / name).read_text() == "{}" and not (dst / name).is_symlink() for name in ("tokenizer.json", "other.json"))
+    assert all(
+        (dst / name).read_text() == "{}" and not (dst / name).is_symlink()
+        for name in ("tokenizer.json", "other.json")
+    )
 
 
 @pytest.mark.parametrize(
@@ -271,7 +317,10 @@ def test_a_link_to_the_destination(there: bool, tmp_path: Path) -> None:
 def test_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dst").mkdir()
     monkeypatch.setattr(writing.os.path, "ismount", lambda path: path == tmp_path / "dst")
-    with pytest.raises(CheckpointError, match="dst: the destination is a mount point; .*; name a new folder inside of it$"):
+    with pytest.raises(
+        CheckpointError,
+        match="dst: the destination is a mount point; .*; name a new folder inside of it$",
+    ):
         convert(SRC, tmp_path / "dst")
     assert list(tmp_path.iterdir()) == [tmp_path / "dst"]
     assert Directory.open(convert(SRC, tmp_path / "dst" / "inside")).tensors
@@ -280,12 +329,18 @@ def test_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_matrix_is_in_memory_at_a_time(tmp_path: Path) -> None:
     """64 MB in one file, in 64 pieces: as much more memory as a few of them need."""
     src = copied("modelopt-qwen3_moe", tmp_path)
-    change(src, lambda tensors: tensors.update({f"extra.{i}.weight": torch.ones(512, 1024, dtype=torch.bfloat16) for i in range(64)}))
+    change(
+        src,
+        lambda tensors: tensors.update(
+            {f"extra.{i}.weight": torch.ones(512, 1024, dtype=torch.bfloat16) for i in range(64)}
+        ),
+    )
     code = f"""
 import resource
 from fusion_moe.checkpoints import convert
 def anonymous():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+    status = open("/proc/self/status")
+    return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
 from fusion_moe.checkpoints import shard
 before, most, plain = anonymous(), 0, shard._bytes
 def watched(*args):
@@ -297,5 +352,9 @@ convert({str(src)!r}, {str(tmp_path / "dst")!r})
 print(most - before)
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    grown = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout)
+    grown = int(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True
+        ).stdout
+    )
     assert grown < 24_000  # kB

@@ -17,7 +17,9 @@ transformers = pytest.importorskip("transformers")
 
 def logits(model: torch.nn.Module) -> Tensor:
     with torch.no_grad():
-        return model(torch.randint(3, 32, (2, 9), generator=torch.Generator().manual_seed(0))).logits
+        return model(
+            torch.randint(3, 32, (2, 9), generator=torch.Generator().manual_seed(0))
+        ).logits
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -33,9 +35,14 @@ def test_converted(name: str, tmp_path: Path) -> None:
 
 
 def test_quantized(tmp_path: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(MADE / "bf16-qwen3_moe", dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        MADE / "bf16-qwen3_moe", dtype=torch.bfloat16
+    )
     quantize_(model)
-    assert torch.equal(logits(load(quantize(MADE / "bf16-qwen3_moe", tmp_path / "dst"), torch.bfloat16)), logits(model))
+    assert torch.equal(
+        logits(load(quantize(MADE / "bf16-qwen3_moe", tmp_path / "dst"), torch.bfloat16)),
+        logits(model),
+    )
 
 
 def test_dense(tmp_path: Path) -> None:

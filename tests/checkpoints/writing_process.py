@@ -1,6 +1,8 @@
-"""Converts a directory, for tests that kill it: a line on stdout in the middle of each shard, and a long wait in one of them.
+"""Converts a directory, for tests that kill it: a line on stdout in the middle of each shard, and a
+long wait in one of them.
 
-python writing_process.py SRC DST SHARD_BYTES SHARD    # SHARD: the number of the one it waits in, from 1
+python writing_process.py SRC DST SHARD_BYTES SHARD    # SHARD: the number of the one it waits in,
+from 1
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def waiting(path: Path, steps: Sequence[Step]) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+    # a shell's background jobs inherit that it is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     writing.write_shard = waiting
     convert(sys.argv[1], sys.argv[2], shard_bytes=int(sys.argv[3]))
     print("written", flush=True)

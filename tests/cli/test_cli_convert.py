@@ -1,4 +1,6 @@
-"""fusion-moe convert and quantize: exit codes for every directory that other packages made, and what was written."""
+"""fusion-moe convert and quantize: exit codes for every directory that other packages made, and
+what was written.
+"""
 
 import json
 
@@ -30,7 +32,9 @@ def test_exit_codes(name, tmp_path):
     plain = name.startswith("bf16")
     assert codes == [3 if name in NOT_NVFP4 else 0, 3 if plain else 0, 0 if plain else 3]
     assert {path.name for path in tmp_path.iterdir()} == {
-        form for form, code in zip(("modelopt", "dense", "quantized"), codes, strict=True) if code == 0
+        form
+        for form, code in zip(("modelopt", "dense", "quantized"), codes, strict=True)
+        if code == 0
     }
     for folder in tmp_path.iterdir():
         assert run("inspect", folder).exit_code == 0
@@ -40,9 +44,15 @@ def test_what_is_printed_is_what_was_written(tmp_path):
     result = run("convert", "--json", MADE / "ct-qwen3_moe", tmp_path / "out")
     shown = json.loads(result.stdout)
     assert result.exit_code == 0
-    assert (shown["method"], shown["algorithm"], shown["tensors"]) == ("modelopt", "W4A16_NVFP4", len(raw(tmp_path / "out")))
+    assert (shown["method"], shown["algorithm"], shown["tensors"]) == (
+        "modelopt",
+        "W4A16_NVFP4",
+        len(raw(tmp_path / "out")),
+    )
     assert shown == json.loads(run("inspect", "--json", tmp_path / "out").stdout)
-    assert {group["format"] for group in shown["groups"] if group["of"] == "experts"} == {"ModelOpt NVFP4"}
+    assert {group["format"] for group in shown["groups"] if group["of"] == "experts"} == {
+        "ModelOpt NVFP4"
+    }
 
 
 def test_quantized(tmp_path):
@@ -52,7 +62,18 @@ def test_quantized(tmp_path):
 
 
 def test_dense_in_bfloat16(tmp_path):
-    assert run("convert", MADE / "modelopt-mixtral", tmp_path / "out", "--to", "dense", "--dtype", "bfloat16").exit_code == 0
+    assert (
+        run(
+            "convert",
+            MADE / "modelopt-mixtral",
+            tmp_path / "out",
+            "--to",
+            "dense",
+            "--dtype",
+            "bfloat16",
+        ).exit_code
+        == 0
+    )
     assert {str(array.dtype) for array in raw(tmp_path / "out").values()} == {"bfloat16"}
 
 

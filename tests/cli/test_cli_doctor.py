@@ -29,7 +29,10 @@ def test_this_machine():
     assert there["C++ compiler"] == (build.find_compiler() is not None)
     assert code == (0 if shown["runs"] else 1)
     versions = shown["versions"]
-    assert (versions["python"], versions["fusion_moe"]) == (platform.python_version(), fusion_moe.__version__)
+    assert (versions["python"], versions["fusion_moe"]) == (
+        platform.python_version(),
+        fusion_moe.__version__,
+    )
     assert versions["torch"] == torch.__version__
     assert all(check["found"] for check in shown["checks"] if not check["there"])
 
@@ -45,7 +48,9 @@ def test_without_a_compiler_nothing_runs():
 
 @pytest.mark.compiler
 def test_options_that_are_wrong_are_problems():
-    """A name that no option has, beside the name that was meant; a value that raises at the first call."""
+    """A name that no option has, beside the name that was meant; a value that raises at the first
+    call.
+    """
     assert found()[1]["problems"] == []
     code, shown = found(FUSION_MOE_CUDA_VARIAN="small_m")
     assert (code, len(shown["problems"])) == (1, 1)

@@ -46,8 +46,14 @@ def test_counts_by_numpy(name):
     code, shown = found(str(MADE / name), "--values")
     stored = raw(MADE / name)
     assert (code, shown["problems"], shown["tensors"]) == (0, [], len(stored))
-    assert shown["bytes"] == sum(array.nbytes for array in stored.values()) == sum(group["bytes"] for group in shown["groups"])
-    experts = {group["format"]: group["weights"] for group in shown["groups"] if group["of"] == "experts"}
+    assert (
+        shown["bytes"]
+        == sum(array.nbytes for array in stored.values())
+        == sum(group["bytes"] for group in shown["groups"])
+    )
+    experts = {
+        group["format"]: group["weights"] for group in shown["groups"] if group["of"] == "experts"
+    }
     assert len(experts) == 1
     if (quantizer := name.split("-")[0]) != "bf16":
         assert shown["method"] == {"ct": "compressed-tensors"}.get(quantizer, quantizer)
@@ -55,16 +61,26 @@ def test_counts_by_numpy(name):
 
 def test_ranges_by_numpy():
     """Multipliers of ModelOpt as they are stored, divisors of compressed-tensors inverted."""
-    for name, suffix, invert in (("modelopt-qwen3_moe", ".weight_scale_2", False), ("ct-qwen3_moe", ".weight_global_scale", True)):
+    for name, suffix, invert in (
+        ("modelopt-qwen3_moe", ".weight_scale_2", False),
+        ("ct-qwen3_moe", ".weight_global_scale", True),
+    ):
         stored = raw(MADE / name)
-        outer = np.array([v.reshape(()) for k, v in stored.items() if k.endswith(suffix)], np.float32)
+        outer = np.array(
+            [v.reshape(()) for k, v in stored.items() if k.endswith(suffix)], np.float32
+        )
         outer = 1 / outer if invert else outer
-        inner = np.concatenate([v.astype(np.float32).ravel() for k, v in stored.items() if k.endswith(".weight_scale")])
+        inner = np.concatenate(
+            [v.astype(np.float32).ravel() for k, v in stored.items() if k.endswith(".weight_scale")]
+        )
         ranges = {r["part"]: r for r in found(str(MADE / name), "--values")[1]["ranges"]}
         for part, numbers in (("decode_scale", outer), ("block_scale", inner)):
             used = numbers[numbers != 0]
             want = len(numbers), len(numbers) - len(used), used.min(), used.max()
-            assert tuple(ranges[part][key] for key in ("scales", "zeros", "smallest", "largest")) == want
+            assert (
+                tuple(ranges[part][key] for key in ("scales", "zeros", "smallest", "largest"))
+                == want
+            )
 
 
 def test_a_scale_that_is_nan_is_seen_with_values(tmp_path):
@@ -80,7 +96,10 @@ def test_a_scale_that_is_nan_is_seen_with_values(tmp_path):
 
 
 def test_what_is_missing_is_a_problem_beside_what_is_there(tmp_path):
-    folder = change(copied("modelopt-qwen3_moe", tmp_path), lambda t: t.pop(next(n for n in t if n.endswith("up_proj.weight_scale"))))
+    folder = change(
+        copied("modelopt-qwen3_moe", tmp_path),
+        lambda t: t.pop(next(n for n in t if n.endswith("up_proj.weight_scale"))),
+    )
     code, shown = found(str(folder))
     assert (code, len(shown["problems"]), shown["files"]) == (1, 1, 1)
     assert "up_proj.weight_scale" in shown["problems"][0]
@@ -91,7 +110,8 @@ def test_what_is_missing_is_a_problem_beside_what_is_there(tmp_path):
     assert run(str(folder)).stdout.splitlines()[-1].startswith("problem: ")
 
 
-HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b2J\u202e\ud800\nno problems"  # for terminals: escape sequences, text from right to left
+# for terminals: escape sequences, text from right to left
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b2J\u202e\ud800\nno problems"
 
 
 @pytest.mark.parametrize("json_", [True, False])
@@ -119,4 +139,7 @@ def test_a_configuration_nested_too_deep(tmp_path):
     path = copied("modelopt-qwen3_moe", tmp_path)
     (path / "config.json").write_text('{"architectures": ' + "[" * 900 + "]" * 900 + "}")
     code, shown = found(str(path))
-    assert (code, shown["problems"]) == (1, [f"{path}/config.json: more than 32 nested values; expected an object of JSON"])
+    assert (code, shown["problems"]) == (
+        1,
+        [f"{path}/config.json: more than 32 nested values; expected an object of JSON"],
+    )

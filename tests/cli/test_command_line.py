@@ -1,4 +1,6 @@
-"""The command line as a whole: exit codes, errors as sentences and as JSON, help, `python -m`, and what is said without typer."""
+"""The command line as a whole: exit codes, errors as sentences and as JSON, help, `python -m`, and
+what is said without typer.
+"""
 
 import json
 import subprocess
@@ -33,14 +35,25 @@ def test_help():
     assert run("--version").output == f"fusion_moe {fusion_moe.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [(), ("inspect",), ("inspect", "--nope", "."), ("explain", ".", "--phase", "training"), ("nope",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("inspect",),
+        ("inspect", "--nope", "."),
+        ("explain", ".", "--phase", "training"),
+        ("nope",),
+    ],
+)
 def test_usage_exits_with_2(arguments):
     assert run(*arguments).exit_code == 2
 
 
 def quantized_by(method: str, folder: Path) -> Path:
     """A directory that says so."""
-    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
+    (folder / "config.json").write_text(
+        json.dumps({"quantization_config": {"quant_method": method}})
+    )
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return folder
 
@@ -57,24 +70,43 @@ def test_what_is_not_read_exits_with_3_and_one_sentence(tmp_path):
 def test_errors_as_json(tmp_path):
     result = run("inspect", "--json", str(quantized_by("awq", tmp_path)))
     error = json.loads(result.stdout)["error"]
-    assert (result.exit_code, result.stderr, error["kind"], error["where"]) == (3, "", "UnsupportedError", str(tmp_path))
+    assert (result.exit_code, result.stderr, error["kind"], error["where"]) == (
+        3,
+        "",
+        "UnsupportedError",
+        str(tmp_path),
+    )
     assert error["found"].startswith("quant_method 'awq'")
     assert set(error) == {"kind", "message", "found", "expected", "todo", "where"}
 
 
 def test_problems_of_a_directory_exit_with_1(tmp_path):
     assert run("explain", str(tmp_path / "nothing")).exit_code == 1
-    assert isinstance(run("--traceback", "explain", str(tmp_path / "nothing")).exception, CheckpointError)
+    assert isinstance(
+        run("--traceback", "explain", str(tmp_path / "nothing")).exception, CheckpointError
+    )
 
 
 @pytest.mark.once
 def test_as_a_module():
     """In a process of its own."""
-    done = subprocess.run([sys.executable, "-m", "fusion_moe.cli", "--version"], capture_output=True, text=True, cwd=REPO)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"fusion_moe {fusion_moe.__version__}\n", "")
+    done = subprocess.run(
+        [sys.executable, "-m", "fusion_moe.cli", "--version"],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        f"fusion_moe {fusion_moe.__version__}\n",
+        "",
+    )
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("explain", "--help"), ("inspect", str(MADE / "modelopt-mixtral")), ("doctor",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--help",), ("explain", "--help"), ("inspect", str(MADE / "modelopt-mixtral")), ("doctor",)],
+)
 def test_nothing_that_compiles_graphs_is_imported(arguments):
     """It takes longer than all the rest. (`import fusion_moe` without it: tests/test_public.py.)"""
     code = f"""
@@ -83,7 +115,8 @@ try:
     sys.argv[1:] = {list(arguments)}
     cli.main()
 except SystemExit:
-    print([m for m in sys.modules if m in ("torch._dynamo", "torch._inductor", "transformers")], file=sys.stderr)
+    slow = "torch._dynamo", "torch._inductor", "transformers"
+    print([m for m in sys.modules if m in slow], file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
     assert done.stderr == "[]\n"
@@ -91,7 +124,12 @@ except SystemExit:
 
 def test_without_typer():
     """A sentence that names the extra; `import fusion_moe` needs none of it."""
-    code = "import sys; sys.modules['typer'] = None; import fusion_moe, fusion_moe.cli as cli; cli.main()"
+    code = (
+        "import sys; sys.modules['typer'] = None; import fusion_moe, fusion_moe.cli as cli; "
+        "cli.main()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == "fusion-moe: typer is not installed; pip install '.[cli]' in a clone of fusion_moe\n"
+    assert done.stderr == (
+        "fusion-moe: typer is not installed; pip install '.[cli]' in a clone of fusion_moe\n"
+    )

@@ -1,4 +1,6 @@
-"""Run by test_caches.py: compiles a model several times, each time in another situation, and prints which caches were hit, as JSON."""
+"""Run by test_caches.py: compiles a model several times, each time in another situation, and prints
+which caches were hit, as JSON.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,19 @@ from fusion_moe.frontends import fingerprint
 
 
 def compiled(**how: Any) -> dict[str, Any]:
-    """What the caches said while the model was compiled, forward and backward, and whether it computed what it should."""
+    """What the caches said while the model was compiled, forward and backward, and whether it
+    computed what it should.
+    """
     torch._dynamo.reset()
     counters.clear()
     model, x = Mlp(), tokens(5).requires_grad_()
     got = torch.compile(model, backend="fusion_moe", fullgraph=True, **how)(x)
     got.sum().backward()
     want = model(tokens(5))
-    hit = {"fx": counters["inductor"]["fxgraph_cache_hit"] > 0, "aot": counters["aot_autograd"]["autograd_cache_hit"] > 0}
+    hit = {
+        "fx": counters["inductor"]["fxgraph_cache_hit"] > 0,
+        "aot": counters["aot_autograd"]["autograd_cache_hit"] > 0,
+    }
     return {**hit, "right": bool(torch.allclose(got, want, atol=1e-5))}
 
 

@@ -1,4 +1,6 @@
-"""Inductor's and AOTAutograd's caches are hit from process to process, and never serve what other translators, options or sources made."""
+"""Inductor's and AOTAutograd's caches are hit from process to process, and never serve what other
+translators, options or sources made.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def helper(fd, x):
 def _install_metadata(folder: Path) -> None:
     """What an installed copy says, so that torch.compile finds the backend by its name."""
     (group,) = re.findall(
-        r"\[project.entry-points.torch_dynamo_backends\]\n(.+?)\n\n", (HERE.parents[1] / "pyproject.toml").read_text(), re.DOTALL
+        r"\[project.entry-points.torch_dynamo_backends\]\n(.+?)\n\n",
+        (HERE.parents[1] / "pyproject.toml").read_text(),
+        re.DOTALL,
     )
     info = folder / "fusion_moe-0.dist-info"
     info.mkdir(exist_ok=True)
@@ -50,7 +54,9 @@ def _install_metadata(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory):
-    """process("as before", ..., factor=2) -> the caches' answers in a new process; `factor` is in what a user's translator calls."""
+    """process("as before", ..., factor=2) -> the caches' answers in a new process; `factor` is in
+    what a user's translator calls.
+    """
     folder = tmp_path_factory.mktemp("caches")
     root = HERE.parents[1]
 
@@ -59,8 +65,18 @@ def process(tmp_path_factory):
             (folder / name).write_text(source.format(factor=factor))
         _install_metadata(folder)
         path = os.pathsep.join(map(str, (folder, HERE.parent, root, root / "translators")))
-        env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **environment}
-        done = subprocess.run([sys.executable, str(HERE / "cache_process.py"), *situations], env=env, capture_output=True, text=True)
+        env = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+            **environment,
+        }
+        done = subprocess.run(
+            [sys.executable, str(HERE / "cache_process.py"), *situations],
+            env=env,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         results = json.loads(done.stdout.splitlines()[-1])
         assert all(r["right"] for r in results.values())
@@ -86,7 +102,7 @@ def test_caches_are_hit_from_process_to_process_and_only_by_the_same(process):
     assert process("as before", factor=2, PYTHONOPTIMIZE="0") == {"as before": HIT}
 
 
-# ----------------------------------------------------------------------------------------------------------------- fingerprints
+# ------------------------------------------------------------------------------------- fingerprints
 
 
 def built(source: str, name: str = "f", **names) -> types.FunctionType:
@@ -102,7 +118,10 @@ SOURCE = "def f(fd, x):\n    return fd.ops.mul(x, 2.5)"
 def test_lines_and_files_do_not_matter():
     moved = built("\n\n\n# a comment\n" + SOURCE)
     assert fingerprint.of_function(built(SOURCE)) == fingerprint.of_function(moved)
-    assert moved.__code__ != built(SOURCE).__code__ or moved.__code__.co_firstlineno != built(SOURCE).__code__.co_firstlineno
+    assert (
+        moved.__code__ != built(SOURCE).__code__
+        or moved.__code__.co_firstlineno != built(SOURCE).__code__.co_firstlineno
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,20 +135,30 @@ def test_lines_and_files_do_not_matter():
     ],
 )
 def test_other_code_has_another_fingerprint(other):
-    assert fingerprint.of_function(built(SOURCE)) != fingerprint.of_function(built(other, factor=2.5))
+    assert fingerprint.of_function(built(SOURCE)) != fingerprint.of_function(
+        built(other, factor=2.5)
+    )
 
 
 def test_what_a_function_closes_over_and_reads_counts():
-    closing = "def make(factor):\n    def f(fd, x):\n        return fd.ops.mul(x, factor)\n    return f"
+    closing = (
+        "def make(factor):\n    def f(fd, x):\n        return fd.ops.mul(x, factor)\n    return f"
+    )
     make = built(closing, "make")
     assert fingerprint.of_function(make(2)) == fingerprint.of_function(make(2))
     assert fingerprint.of_function(make(2)) != fingerprint.of_function(make(3))
     reading = SOURCE.replace("2.5", "FACTOR")
-    assert fingerprint.of_function(built(reading, FACTOR=2)) != fingerprint.of_function(built(reading, FACTOR=3))
+    assert fingerprint.of_function(built(reading, FACTOR=2)) != fingerprint.of_function(
+        built(reading, FACTOR=3)
+    )
     helped = "def g(x):\n    return {}\ndef f(fd, x):\n    return g(x)"
-    assert fingerprint.of_function(built(helped.format(1))) != fingerprint.of_function(built(helped.format(2)))
+    assert fingerprint.of_function(built(helped.format(1))) != fingerprint.of_function(
+        built(helped.format(2))
+    )
     recursive = "def f(fd, x):\n    return f(fd, x)"
-    assert fingerprint.of_function(built(recursive)) == fingerprint.of_function(built(recursive)) != None  # noqa: E711
+    digest = fingerprint.of_function(built(recursive))
+    assert digest is not None
+    assert digest == fingerprint.of_function(built(recursive))
     endless: list = []
     endless.append(endless)
     assert unknown(make(endless)) == "values that contain themselves"
@@ -143,7 +172,9 @@ def unknown(function) -> str:
 
 @pytest.fixture
 def imported(tmp_path, monkeypatch):
-    """imported(name, source) -> the module that a file contains. Called again with other source, the module that is loaded again."""
+    """imported(name, source) -> the module that a file contains. Called again with other source,
+    the module that is loaded again.
+    """
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     made = set()
@@ -152,7 +183,11 @@ def imported(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(source)
         importlib.invalidate_caches()
         made.add(name)
-        return importlib.reload(sys.modules[name]) if name in sys.modules else importlib.import_module(name)
+        return (
+            importlib.reload(sys.modules[name])
+            if name in sys.modules
+            else importlib.import_module(name)
+        )
 
     yield load
     for name in made:
@@ -208,13 +243,25 @@ def test_a_translator_with_a_file_counts_with_the_globals_that_it_reads(imported
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("import os\ndef f(fd, x):\n    return fd.ops.mul(x, float(os.environ['K']))", "os: the module os"),
-        ("from os import getenv\ndef f(fd, x):\n    return fd.ops.mul(x, float(getenv('K')))", "getenv: the module os"),
-        ("def f(fd, x):\n    return fd.ops.mul(x, float(open('K').read()))", f"open: the module {open.__module__}"),
+        (
+            "import os\ndef f(fd, x):\n    return fd.ops.mul(x, float(os.environ['K']))",
+            "os: the module os",
+        ),
+        (
+            "from os import getenv\ndef f(fd, x):\n    return fd.ops.mul(x, float(getenv('K')))",
+            "getenv: the module os",
+        ),
+        (
+            "def f(fd, x):\n    return fd.ops.mul(x, float(open('K').read()))",
+            f"open: the module {open.__module__}",
+        ),
         ("def f(fd, x):\n    return fd.ops.mul(x, globals()['K'])", "what globals() finds"),
-        ("def f(fd, x):\n    from helpers import K\n    return fd.ops.mul(x, K)", "an import inside of f"),
+        (
+            "def f(fd, x):\n    from helpers import K\n    return fd.ops.mul(x, K)",
+            "an import inside of f",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_no_digest_can_follow_has_no_fingerprint(source, why):
     assert unknown(built(source)) == why
 
@@ -236,20 +283,34 @@ def test_code_of_torch_is_told_by_its_name():
     closing = "def make(op):\n    def f(fd, x):\n        return op(x)\n    return f"
     make = built(closing, "make")
     start = time.perf_counter()
-    digests = {fingerprint.of_function(make(op)) for op in (torch.nn.functional.silu, torch.nn.functional.gelu, torch.nn.functional.relu)}
+    digests = {
+        fingerprint.of_function(make(op))
+        for op in (torch.nn.functional.silu, torch.nn.functional.gelu, torch.nn.functional.relu)
+    }
     assert len(digests) == 3
     assert time.perf_counter() - start < 0.5
 
 
 def test_sets_and_nested_code_are_told_in_one_order():
     """the order of a set of strings differs from process to process"""
-    source = "def f(fd, x):\n    return [fd.ops.mul(y, 2) for y in x if y in {'a', 'b', 'c', 'd', 'e'}]"
-    code = f"scope = {{'__name__': 'n'}}\nexec({source!r}, scope)\nprint(fingerprint.of_function(scope['f']))"
+    source = (
+        "def f(fd, x):\n    return [fd.ops.mul(y, 2) for y in x if y in {'a', 'b', 'c', 'd', 'e'}]"
+    )
+    code = (
+        f"scope = {{'__name__': 'n'}}\nexec({source!r}, "
+        "scope)\nprint(fingerprint.of_function(scope['f']))"
+    )
     code = f"from fusion_moe.frontends import fingerprint\n{code}"
     root = HERE.parents[1]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, root / "translators")))}
     digests = {
-        subprocess.run([sys.executable, "-c", code], env={**env, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**env, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         for seed in ("1", "2")
     }
     assert len(digests) == 1
@@ -258,7 +319,9 @@ def test_sets_and_nested_code_are_told_in_one_order():
 
 def test_a_value_without_a_fingerprint_turns_caching_off_and_says_so(caplog):
     state = object()
-    assert unknown(built(SOURCE.replace("2.5", "state"), state=state)) == "state: a value of type builtins.object"
+    assert unknown(built(SOURCE.replace("2.5", "state"), state=state)) == (
+        "state: a value of type builtins.object"
+    )
     translator("test_caches::opaque")(built(SOURCE.replace("2.5", "state"), state=state))
     try:
         assert FusionPass(options.current()).uuid() is None
@@ -266,7 +329,8 @@ def test_a_value_without_a_fingerprint_turns_caching_off_and_says_so(caplog):
     finally:
         translate.unregister("test_caches::opaque")
     assert [r.getMessage() for r in caplog.records if "test_caches::opaque" in r.getMessage()] == [
-        "compiled code is not cached: the translator of test_caches::opaque depends on what has no fingerprint, "
+        "compiled code is not cached: the translator of test_caches::opaque depends on what has "
+        "no fingerprint, "
         "state: a value of type builtins.object"
     ]
     assert FusionPass(options.current()).uuid() is not None

@@ -29,7 +29,9 @@ def test_compiled_as_eager(name, dynamic):
     torch.testing.assert_close(run(*inputs), edge.f(*inputs), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["one row", "one row, expanded", "a bias by other ends", "a bias made on the way"])
+@pytest.mark.parametrize(
+    "name", ["one row", "one row, expanded", "a bias by other ends", "a bias made on the way"]
+)
 def test_gradients(name):
     edge, grads = EDGES[name], []
     torch._dynamo.reset()

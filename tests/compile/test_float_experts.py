@@ -15,9 +15,18 @@ transformers = pytest.importorskip("transformers")
 def qwen3_moe():
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=32,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    )
     model = transformers.Qwen3MoeForCausalLM(config).bfloat16().eval()
     model.set_experts_implementation("batched_mm")
     return model
@@ -28,7 +37,11 @@ def warned(caplog, monkeypatch):
     """What was logged of expert weights, in a process that has not said it yet."""
     monkeypatch.setattr(warn, "_said", set())
     torch._dynamo.reset()
-    return lambda: [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "expert weights" in r.getMessage()]
+    return lambda: [
+        r.getMessage()
+        for r in caplog.records
+        if r.levelno == logging.WARNING and "expert weights" in r.getMessage()
+    ]
 
 
 TOKENS = torch.arange(5)[None]
@@ -36,13 +49,16 @@ FIRST = "model.layers.0.mlp.experts.gate_up_proj"
 
 
 def test_a_model_that_is_not_quantized_is_warned_of_once(warned, monkeypatch):
-    monkeypatch.setattr(compile_graph, "has_compiler", lambda: False)  # Inductor's kernels have no part in it, and take long
+    # Inductor's kernels have no part in it, and take long
+    monkeypatch.setattr(compile_graph, "has_compiler", lambda: False)
     compiled = torch.compile(qwen3_moe(), backend="fusion_moe", dynamic=False)
     with torch.no_grad():
         compiled(TOKENS, use_cache=False)
         compiled(TOKENS[:, :3], use_cache=False)
     assert len(warned()) == 1
-    assert warned()[0].startswith(f"expert weights in floating point: {FIRST}, model.layers.0.mlp.experts.down_proj, ")
+    assert warned()[0].startswith(
+        f"expert weights in floating point: {FIRST}, model.layers.0.mlp.experts.down_proj, "
+    )
     assert " and 2 more; fusion_moe.quantize_(model) packs them in NVFP4" in warned()[0]
 
 
@@ -114,10 +130,17 @@ def test_nothing_is_said_of_packed_experts():
 @pytest.mark.parametrize("ours", [True, False])
 def test_nothing_is_said_of_weights_that_our_operations_take(ours):
     """They are in floating point because somebody trains them."""
-    weight, ends = torch.nn.Parameter(torch.randn(4, 64, 32)), torch.tensor([1, 2, 2, 5], dtype=torch.int32)
+    weight, ends = (
+        torch.nn.Parameter(torch.randn(4, 64, 32)),
+        torch.tensor([1, 2, 2, 5], dtype=torch.int32),
+    )
 
     def step(x):
-        return torch.ops.fusion_moe.grouped_mm(x, [weight], ends, weight_format="f32") if ours else x @ weight.mT
+        return (
+            torch.ops.fusion_moe.grouped_mm(x, [weight], ends, weight_format="f32")
+            if ours
+            else x @ weight.mT
+        )
 
     assert bool(fusion_moe.explain(step, torch.randn(5, 32)).float_experts) != ours
 

@@ -1,4 +1,6 @@
-"""Which calls of a graph become one Fusion, which stay out and why; with the fusions in place the graph computes the same."""
+"""Which calls of a graph become one Fusion, which stay out and why; with the fusions in place the
+graph computes the same.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,25 @@ import time
 
 import pytest
 import torch
-from moe_models import Experts, G, H, I, K, O, calls, check, found, left, passed, routing, runs, small_ops, tokens, traced, weight
+from moe_models import (
+    Experts,
+    G,
+    H,
+    I,
+    K,
+    O,
+    calls,
+    check,
+    found,
+    left,
+    passed,
+    routing,
+    runs,
+    small_ops,
+    tokens,
+    traced,
+    weight,
+)
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, GraphModule
@@ -48,14 +68,19 @@ def lib():
             translate.unregister(t.op)
 
 
-def define(lib: torch.library.Library, name: str, schema: str = "(Tensor x) -> Tensor", body=lambda x: x + 1):
+def define(
+    lib: torch.library.Library,
+    name: str,
+    schema: str = "(Tensor x) -> Tensor",
+    body=lambda x: x + 1,
+):
     lib.define(name + schema)
     lib.impl(name, body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fx_regions::{name}", body, lib=lib)
     return getattr(torch.ops.fx_regions, name)
 
 
-# ------------------------------------------------------------------------------------------------------------------ what is inside
+# ----------------------------------------------------------------------------------- what is inside
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -69,7 +94,10 @@ def test_small_operations_and_the_one_operation_are_the_same_region(dynamic):
     for f in (one, small):
         result = check(f, tokens(5), dynamic=dynamic)
         (region,) = result.regions
-        assert [op.kind.name for op in region.fusion.ops if op.kind.role == "grouped"] == ["grouped_mm", "grouped_mm"]
+        assert [op.kind.name for op in region.fusion.ops if op.kind.role == "grouped"] == [
+            "grouped_mm",
+            "grouped_mm",
+        ]
         assert calls(region.nodes)[-1] == "aten.add.Tensor"
 
 
@@ -89,14 +117,18 @@ def test_pointwise_work_that_fuses_with_no_product_stays_outside():
 
 def test_an_operation_that_the_graphs_compiler_can_only_call_stays_inside():
     """so that it runs under the options of the fusion, and its value need not leave it"""
-    result = check(lambda x: product(O.scaled_swiglu(torch.cat([x, x], -1)).cumsum(0), OFFS), tokens(5))
+    result = check(
+        lambda x: product(O.scaled_swiglu(torch.cat([x, x], -1)).cumsum(0), OFFS), tokens(5)
+    )
     assert calls(result.regions[0].nodes) == ["fusion_moe.nvfp4_grouped_mm.default"]
     result = check(lambda x: O.scaled_swiglu(product(x, OFFS).sum(0, keepdim=True)), tokens(5))
     assert calls(result.regions[0].nodes)[-1] == "fusion_moe.scaled_swiglu.default"
 
 
 def test_work_between_two_products_stays_inside():
-    """a sum over rows is no epilogue, but the graph's compiler could only take it with a store and a load around it"""
+    """a sum over rows is no epilogue, but the graph's compiler could only take it with a store and
+    a load around it
+    """
 
     def f(x):
         y = product(x, OFFS)
@@ -136,7 +168,7 @@ def test_inputs_that_two_fusions_share():
     assert len(shared) >= 6  # weights, ids, w
 
 
-# ---------------------------------------------------------------------------------------------------------------- edges of regions
+# --------------------------------------------------------------------------------- edges of regions
 
 
 def test_a_value_read_inside_and_outside_is_an_output():
@@ -217,7 +249,9 @@ def test_inputs_of_any_strides():
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("read", ["view", "as_strided"])
 def test_outputs_lie_in_memory_as_those_of_the_calls_did(read, dynamic):
-    """what reads them was traced for these strides, and is called as it was traced where Inductor writes no code"""
+    """what reads them was traced for these strides, and is called as it was traced where Inductor
+    writes no code
+    """
 
     def f(x):
         y = product(x, OFFS).t() * 2
@@ -234,7 +268,9 @@ def test_operations_on_other_devices_stay_outside():
         w = [torch.empty_like(t, device="cuda") for t in SQUARE]
         scalar = torch.empty((), device="cpu")
     graph = Graph()
-    nodes = [graph.placeholder(name) for name in ("x", "codes", "scale", "decode", "offs", "scalar")]
+    nodes = [
+        graph.placeholder(name) for name in ("x", "codes", "scale", "decode", "offs", "scalar")
+    ]
     for n, val in zip(nodes, (x, *w, offs, scalar), strict=True):
         n.meta["val"] = val
     y = graph.call_function(O.nvfp4_grouped_mm.default, tuple(nodes[:5]))
@@ -247,7 +283,7 @@ def test_operations_on_other_devices_stay_outside():
     assert "is on cpu; expected cuda:0" in left(result, "aten.mul.Tensor")
 
 
-# ------------------------------------------------------------------------------------------------------------------------- paths
+# -------------------------------------------------------------------------------------------- paths
 
 
 def test_a_node_outside_between_two_members_keeps_one_of_them_out():
@@ -266,11 +302,14 @@ def test_a_node_outside_between_two_members_keeps_one_of_them_out():
 
 
 def test_two_fusions_never_wait_for_each_other():
-    """a1 -> b1 and b2 -> a2, with {a1, a2} and {b1, b2} each without a hole: together they would be a circle"""
+    """a1 -> b1 and b2 -> a2, with {a1, a2} and {b1, b2} each without a hole: together they would be
+    a circle
+    """
 
     def f(x, u):
         a1, b2 = product(x, OFFS), product(u, OFFS)
-        a2, b1 = product(b2.cumsum(0), OFFS), product(a1.cumsum(0), OFFS)  # cumsum has no translator
+        # cumsum has no translator
+        a2, b1 = product(b2.cumsum(0), OFFS), product(a1.cumsum(0), OFFS)
         return a1 + a2, b1 + b2
 
     result = check(f, tokens(5), tokens(5, seed=3))
@@ -279,7 +318,9 @@ def test_two_fusions_never_wait_for_each_other():
 
 
 def test_what_would_only_write_more_is_left_outside():
-    """The sum is read outside as it is; its square, and a wider copy of it, would be written beside it."""
+    """The sum is read outside as it is; its square, and a wider copy of it, would be written beside
+    it.
+    """
 
     def f(x):
         y = product(x, OFFS) + x[:, :1]
@@ -289,10 +330,12 @@ def test_what_would_only_write_more_is_left_outside():
     (region,) = result.regions
     assert len(region.outputs) == 1
     assert "aten.add.Tensor" in calls(region.nodes)
-    assert left(result, "aten.mul.Tensor") == "left to the graph's compiler: fusing it would write more memory"
+    assert left(result, "aten.mul.Tensor") == (
+        "left to the graph's compiler: fusing it would write more memory"
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
 def test_a_refused_neighbour_stays_and_says_why(lib):
@@ -326,9 +369,18 @@ def refuse(fd, x):
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda fd, x: 1 / 0, "failed: ZeroDivisionError: division by zero; expected values, or Untranslatable"),
-        (lambda fd, x: fd.ops.cast(x, dtype="bf16"), "returned bf16[5, 32]; expected f32[5, 32], as its fake returns"),
-        (lambda fd, x: (x, x), "returned f32[5, 32], f32[5, 32]; expected f32[5, 32], as its fake returns"),
+        (
+            lambda fd, x: 1 / 0,
+            "failed: ZeroDivisionError: division by zero; expected values, or Untranslatable",
+        ),
+        (
+            lambda fd, x: fd.ops.cast(x, dtype="bf16"),
+            "returned bf16[5, 32]; expected f32[5, 32], as its fake returns",
+        ),
+        (
+            lambda fd, x: (x, x),
+            "returned f32[5, 32], f32[5, 32]; expected f32[5, 32], as its fake returns",
+        ),
         (lambda fd, x: None, "returned a NoneType; expected f32[5, 32], as its fake returns"),
     ],
     ids=["raises", "another dtype", "two values", "no value"],
@@ -342,7 +394,11 @@ def test_a_translator_at_fault_costs_only_its_call(lib, function, why, caplog):
     (entry,) = [x for x in result.not_fused if x.broken]
     assert f"the translator of fx_regions::plus_one {why}" in entry.why
     assert entry.why.startswith("test_fx_regions.py:")  # where the translator is
-    warned = [r.message for r in caplog.records if r.levelname == "WARNING" and "fx_regions.plus_one" in r.message]
+    warned = [
+        r.message
+        for r in caplog.records
+        if r.levelname == "WARNING" and "fx_regions.plus_one" in r.message
+    ]
     assert len(warned) <= 1  # once in a process
     alone = found(traced(lambda x: op(x).cumsum(0), tokens(5)))
     assert [x.broken for x in alone.not_fused] == [True]
@@ -360,10 +416,12 @@ def test_a_value_of_another_definition_is_found_out(lib):
     result = found(traced(lambda x: op(mlp(x)), tokens(5)))
     (region,) = result.regions
     assert calls(region.nodes) == ["fusion_moe.expert_mlp.default"]
-    assert "returned a f32[5, 32] of another FusionDefinition" in left(result, "fx_regions.plus_one.default")
+    assert "returned a f32[5, 32] of another FusionDefinition" in left(
+        result, "fx_regions.plus_one.default"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------------- sizes
+# -------------------------------------------------------------------------------------------- sizes
 
 
 def test_a_size_shown_as_a_multiple_is_divided():
@@ -380,7 +438,9 @@ def test_a_size_that_nothing_shows_is_a_refusal():
     graph = _product_of_symbolic_rows(None)
     result = found(graph)
     assert result.regions == []
-    assert "cannot be read from any value outside the fusion" in left(result, "fusion_moe.nvfp4_grouped_mm.default")
+    assert "cannot be read from any value outside the fusion" in left(
+        result, "fusion_moe.nvfp4_grouped_mm.default"
+    )
 
 
 def _product_of_symbolic_rows(times: int | None) -> Graph:
@@ -399,7 +459,12 @@ def _product_of_symbolic_rows(times: int | None) -> Graph:
 def _symbolic_rows(times: int | None) -> tuple[Tensor, Tensor]:
     """A fake [times * s, H], or [s * t, H] for None; ends i32[G]"""
     env = ShapeEnv()
-    s, t = (env.create_symintnode(env.create_symbol(n, ConstantSource(f"n{n}"), DimDynamic.DYNAMIC), hint=n) for n in (5, 7))
+    s, t = (
+        env.create_symintnode(
+            env.create_symbol(n, ConstantSource(f"n{n}"), DimDynamic.DYNAMIC), hint=n
+        )
+        for n in (5, 7)
+    )
     with torch._subclasses.FakeTensorMode(shape_env=env):
         return torch.empty(s * (times or t), H), torch.empty(G, dtype=torch.int32)
 
@@ -412,12 +477,19 @@ def test_three_dimensional_tokens_of_symbolic_sizes():
 
     result = check(f, tokens(5, 3), ids.reshape(5, 3, K), w.reshape(5, 3, K), dynamic=True)
     (region,) = result.regions
-    assert any(isinstance(d, Rows) and "*" in str(d.total) for op in region.fusion.ops for v in op.outputs for d in v.type.shape)
+    assert any(
+        isinstance(d, Rows) and "*" in str(d.total)
+        for op in region.fusion.ops
+        for v in op.outputs
+        for d in v.type.shape
+    )
     assert len(region.sizes) == 2
 
 
 def _of_several_calls(f, *calls: tuple[Tensor, ...]) -> list[Found]:
-    """What is found in the graphs of a function that is called with several sizes, which become symbols of their own for each input."""
+    """What is found in the graphs of a function that is called with several sizes, which become
+    symbols of their own for each input.
+    """
     torch._dynamo.reset()
     results: list[Found] = []
     fusion_pass = FusionPass(options.current(), found=results.append)
@@ -427,12 +499,16 @@ def _of_several_calls(f, *calls: tuple[Tensor, ...]) -> list[Found]:
         for g in (run, f):
             y = g(*inputs)
             wanted = [t for t in inputs if t.requires_grad]
-            gradients.append((y, *(torch.autograd.grad(y.square().sum(), wanted) if wanted else ())))
+            gradients.append(
+                (y, *(torch.autograd.grad(y.square().sum(), wanted) if wanted else ()))
+            )
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
     return results
 
 
-def _tokens_and_routing(lead: tuple[int, ...], slots: tuple[int, ...] = (), train: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def _tokens_and_routing(
+    lead: tuple[int, ...], slots: tuple[int, ...] = (), train: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [*lead, H], ids and w [*slots, K]; slots: as lead, unless given"""
     ids, w = (t.reshape(*(slots or lead), K) for t in routing(math.prod(lead)))
     return tokens(*lead).requires_grad_(train), ids, w.requires_grad_(train)
@@ -450,7 +526,9 @@ OF_SEQUENCES = {
 @pytest.mark.parametrize("f", OF_SEQUENCES.values(), ids=OF_SEQUENCES)
 def test_tokens_and_slots_whose_sizes_become_dynamic_separately(f):
     found = _of_several_calls(f, *map(_tokens_and_routing, SEQUENCES))
-    assert [[calls(region.nodes)[-1] for region in graph.regions] for graph in found] == [["aten.add.Tensor"]] * 2
+    assert [[calls(region.nodes)[-1] for region in graph.regions] for graph in found] == [
+        ["aten.add.Tensor"]
+    ] * 2
 
 
 def test_router_scores_whose_sizes_become_dynamic_separately():
@@ -463,14 +541,19 @@ def test_router_scores_whose_sizes_become_dynamic_separately():
 
 
 def test_gradients_of_sizes_that_become_dynamic_separately():
-    found = _of_several_calls(OF_SEQUENCES["one shape"], *(_tokens_and_routing(lead, train=True) for lead in SEQUENCES))
+    found = _of_several_calls(
+        OF_SEQUENCES["one shape"], *(_tokens_and_routing(lead, train=True) for lead in SEQUENCES)
+    )
     assert [len(graph.regions) for graph in found] == [1] * 4
 
 
 @pytest.mark.parametrize("train", [False, True])
 def test_sizes_whose_products_alone_are_equal_are_a_plain_refusal(train):
     shapes = (((2, 6), (3, 4)), ((4, 15), (5, 12)))
-    f, calls_of = OF_SEQUENCES["flat tokens"], (_tokens_and_routing(*both, train=train) for both in shapes)
+    f, calls_of = (
+        OF_SEQUENCES["flat tokens"],
+        (_tokens_and_routing(*both, train=train) for both in shapes),
+    )
     first, *others = _of_several_calls(f, *calls_of)
     assert len(first.regions) == 1
     refused = [x for graph in others for x in graph.not_fused if x.op.startswith("fusion_moe")]
@@ -496,12 +579,14 @@ def test_no_rows_have_kernels():
 
 def test_a_part_of_each_sequence_has_kernels():
     """The number of its rows, s0*s1 - s0, is no product."""
-    (region,) = check(OF_SEQUENCES["parts of sequences"], *_tokens_and_routing((4, 5)), dynamic=True).regions
+    (region,) = check(
+        OF_SEQUENCES["parts of sequences"], *_tokens_and_routing((4, 5)), dynamic=True
+    ).regions
     for segment in lower(region.fusion, TARGETS["cpu"], options.Options()).segments:
         assert segment.plan.backend == "cpu", segment.plan.why
 
 
-# ---------------------------------------------------------------------------------------------------------------- scatter, source
+# ---------------------------------------------------------------------------------- scatter, source
 
 
 def test_sums_of_rows_in_any_order_are_left_outside():
@@ -516,7 +601,9 @@ def test_sums_of_rows_in_any_order_are_left_outside():
 
     result = check(f, tokens(5))
     assert calls(result.regions[0].nodes)[-1] == "fusion_moe.nvfp4_grouped_mm.default"
-    assert "index_put_accumulate reads more of the product's result than one tile" in left(result, "aten.index_put.default")
+    assert "index_put_accumulate reads more of the product's result than one tile" in left(
+        result, "aten.index_put.default"
+    )
 
 
 def test_the_source_is_the_users_line():
@@ -524,7 +611,7 @@ def test_the_source_is_the_users_line():
     assert {op.source.split(":")[0] for op in region.fusion.ops} == {"test_fx_regions.py"}
 
 
-# ------------------------------------------------------------------------------------------------------------------------ effort
+# ------------------------------------------------------------------------------------------- effort
 
 
 def test_three_thousand_nodes_with_48_layers_take_seconds():
@@ -540,7 +627,9 @@ def test_three_thousand_nodes_with_48_layers_take_seconds():
         n.meta["val"] = val
         return n
 
-    weights = [[node(f"w{i}_{j}", t) for j, t in enumerate(layer)] for i, layer in enumerate(fake_layers)]
+    weights = [
+        [node(f"w{i}_{j}", t) for j, t in enumerate(layer)] for i, layer in enumerate(fake_layers)
+    ]
     at, ids_, w_ = node("x", x), node("ids", ids), node("w", w)
 
     def call(op, *args):
@@ -567,7 +656,9 @@ def test_three_thousand_nodes_with_48_layers_take_seconds():
 
 
 def test_what_is_stored_in_a_layout_is_read_by_torch_as_it_is_stored():
-    """Its type says what it stands for; a view of the bytes is none of that, and no translator's fault."""
+    """Its type says what it stands for; a view of the bytes is none of that, and no translator's
+    fault.
+    """
 
     def f(x, offs):
         scales = product(x, offs).to(torch.float8_e4m3fn)

@@ -1,4 +1,6 @@
-"""torch.compile with our backend: one graph, gradients, dynamic sizes, modes and options, the pass in plain torch.compile."""
+"""torch.compile with our backend: one graph, gradients, dynamic sizes, modes and options, the pass
+in plain torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,15 @@ from fusion_moe.frontends.compile_graph import compile_with
 from fusion_moe.frontends.fusion_pass import FusionPass
 from fusion_moe.frontends.regions import Found
 
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}  # float32: Inductor's order of sums in the norm and the router
+# float32: Inductor's order of sums in the norm and the router
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path_factory, monkeypatch) -> Iterator[None]:
-    """Graphs of a test are its own, C++ that was compiled is shared; what a test sets in Inductor's config goes."""
+    """Graphs of a test are its own, C++ that was compiled is shared; what a test sets in Inductor's
+    config goes.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
     torch._dynamo.reset()
     counters.clear()
@@ -42,7 +47,9 @@ def compiled(f, mode=None, results: list[Found] | None = None, **how):
     given = how.pop("options", {})
 
     def backend(gm, inputs):
-        fusion_pass = FusionPass(options.current(), found=None if results is None else results.append)
+        fusion_pass = FusionPass(
+            options.current(), found=None if results is None else results.append
+        )
         return compile_with(fusion_pass, gm, inputs, mode, given)
 
     return torch.compile(f, backend=backend, fullgraph=True, **how)
@@ -52,7 +59,7 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-# ------------------------------------------------------------------------------------------------------- inference and gradients
+# -------------------------------------------------------------------------- inference and gradients
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -63,7 +70,9 @@ def test_inference_is_one_graph_with_one_fusion(context):
         torch.testing.assert_close(got, model(x), **TOLERANCE)
     assert graphs() == 1
     (found,) = results
-    assert [calls(r.nodes) for r in found.regions] == [["fusion_moe.expert_mlp.default", "aten.add.Tensor"]]
+    assert [calls(r.nodes) for r in found.regions] == [
+        ["fusion_moe.expert_mlp.default", "aten.add.Tensor"]
+    ]
 
 
 def products(found: Found) -> list[str]:
@@ -87,22 +96,29 @@ def test_gradients_of_tokens_and_router_go_through_fusions(small):
     torch.testing.assert_close([p.grad for p in model.parameters()], wanted, **TOLERANCE)
     forward, backward = results
     assert len(forward.regions) == 1
-    programs = [r for r in backward.regions for n in r.nodes if str(n.target) == "fusion_moe.run.default"]
+    programs = [
+        r for r in backward.regions for n in r.nodes if str(n.target) == "fusion_moe.run.default"
+    ]
     assert programs  # the calls that autograd made are inside of regions, by their operations
-    assert [products(found) for found in results] == [["grouped_mm"] * 2, ["grouped_mm_t"] * 2]  # none of the forward's twice
+    # none of the forward's twice
+    assert [products(found) for found in results] == [["grouped_mm"] * 2, ["grouped_mm_t"] * 2]
 
 
 def test_the_backward_fuses_with_what_stands_around_it():
-    """the calls that autograd made are taken apart: the derivative of silu(gate) * up is fused with the products around it"""
+    """the calls that autograd made are taken apart: the derivative of silu(gate) * up is fused with
+    the products around it
+    """
     results: list[Found] = []
     compiled(Experts(small=True), results=results)(tokens(5).requires_grad_()).sum().backward()
     _, backward = results
-    (names,) = [calls(r.nodes) for r in backward.regions if "fusion_moe.run.default" in calls(r.nodes)]
+    (names,) = [
+        calls(r.nodes) for r in backward.regions if "fusion_moe.run.default" in calls(r.nodes)
+    ]
     assert names.count("fusion_moe.run.default") >= 2
     assert "aten.mul.Tensor" in names
 
 
-# ------------------------------------------------------------------------------------------------------------ memory of tensors
+# -------------------------------------------------------------------------------- memory of tensors
 
 
 def test_inputs_that_are_written_are_read_before_and_after():
@@ -122,7 +138,11 @@ def test_outputs_have_the_strides_of_eager_ones_whatever_the_inputs_have(strides
         y = O.expert_mlp(x, ids, w, *up, *down)
         return x * y, (x * y).t(), y.reshape(5, 2, H // 2).transpose(1, 2)
 
-    x = {"transposed": tokens(5).t().contiguous().t(), "every other row": tokens(10)[::2], "expanded": tokens(1).expand(5, H)}[strides]
+    x = {
+        "transposed": tokens(5).t().contiguous().t(),
+        "every other row": tokens(10)[::2],
+        "expanded": tokens(1).expand(5, H),
+    }[strides]
     got, want = compiled(f)(x), f(x)
     torch.testing.assert_close(got, want, **TOLERANCE)
     assert [t.stride() for t in got] == [t.stride() for t in want]
@@ -138,7 +158,7 @@ def test_strides_that_are_read_are_those_of_eager():
     torch.testing.assert_close(compiled(f)(tokens(5)), f(tokens(5)), **TOLERANCE)
 
 
-# ------------------------------------------------------------------------------------------------------------------------- sizes
+# -------------------------------------------------------------------------------------------- sizes
 
 
 def test_all_token_counts_share_one_graph_when_dynamic():
@@ -200,19 +220,27 @@ def test_experts_alone_may_be_dynamic_in_every_dimension():
     run = compiled(lambda x, ids, w: O.expert_mlp(x, ids, w, *up, *down), dynamic=True)
     for t in (7, 12):
         ids, w = routing(t)
-        torch.testing.assert_close(run(tokens(t), ids, w), O.expert_mlp(tokens(t), ids, w, *up, *down), **TOLERANCE)
+        torch.testing.assert_close(
+            run(tokens(t), ids, w), O.expert_mlp(tokens(t), ids, w, *up, *down), **TOLERANCE
+        )
     assert graphs() == 1
     for shape in ((2, 3), (5, 4)):  # as many dimensions in ids and w as in x
         ids, w = (t.unflatten(0, shape) for t in routing(math.prod(shape)))
-        torch.testing.assert_close(run(tokens(*shape), ids, w), O.expert_mlp(tokens(*shape), ids, w, *up, *down), **TOLERANCE)
+        torch.testing.assert_close(
+            run(tokens(*shape), ids, w),
+            O.expert_mlp(tokens(*shape), ids, w, *up, *down),
+            **TOLERANCE,
+        )
     assert graphs() == 2
 
 
-# --------------------------------------------------------------------------------------------------------------- modes and options
+# -------------------------------------------------------------------------------- modes and options
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize(
+    "mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+)
 def test_modes_are_those_of_inductor(mode):
     model, seen = Experts(), {}
     compile_fx = compile_graph.compile_fx
@@ -232,7 +260,11 @@ def test_modes_are_those_of_inductor(mode):
 
 def test_options_are_inductors_and_ours():
     with torch.no_grad():
-        torch.compile(Experts(), backend=inductor.backend, options={"max_fusion_size": 8, "fusion_moe.contract_rounding": False})(tokens(5))
+        torch.compile(
+            Experts(),
+            backend=inductor.backend,
+            options={"max_fusion_size": 8, "fusion_moe.contract_rounding": False},
+        )(tokens(5))
 
 
 def test_options_given_to_compile_hold_when_the_compiled_code_runs(monkeypatch):
@@ -246,7 +278,9 @@ def test_options_given_to_compile_hold_when_the_compiled_code_runs(monkeypatch):
 
     monkeypatch.setattr(pipeline, "compile_fusion", noted)
     pipeline._program.cache_clear()
-    run = torch.compile(Experts(), backend=inductor.backend, options={"fusion_moe.contract_rounding": False})
+    run = torch.compile(
+        Experts(), backend=inductor.backend, options={"fusion_moe.contract_rounding": False}
+    )
     with options.override(contract_rounding=True):
         run(tokens(6).requires_grad_()).sum().backward()
     assert len(compiled_under) >= 2
@@ -258,12 +292,36 @@ def test_options_given_to_compile_hold_when_the_compiled_code_runs(monkeypatch):
     [
         ({"options": {"max_fusion_siz": 8}}, errors.OptionError, "unknown option 'max_fusion_siz'"),
         ({"options": {"max_fusion_siz": 8}}, errors.OptionError, "did you mean 'max_fusion_size'?"),
-        ({"options": {"fusion_moe.contract": True}}, errors.OptionError, "unknown option 'contract'; expected one of target, "),
-        ({"options": {"fusionmoe.target": "cpu"}}, errors.OptionError, "did you mean 'fusion_moe.target'?"),
-        ({"options": {"fusion_moe.contract_rounding": 3}}, errors.OptionError, "option contract_rounding = 3; expected a bool"),
-        ({"options": {"max_fusion_size": "eight"}}, errors.OptionError, "max_fusion_size, got str should be int"),
-        ({"options": {"fusion_moe.target": "tpu"}}, errors.OptionError, "target 'tpu'; expected one of auto, reference, cpu"),
-        ({"options": {"fusion_moe.target": "sm_100"}}, errors.UnsupportedError, "sm_100 requires a CUDA device with compute capability 10"),
+        (
+            {"options": {"fusion_moe.contract": True}},
+            errors.OptionError,
+            "unknown option 'contract'; expected one of target, ",
+        ),
+        (
+            {"options": {"fusionmoe.target": "cpu"}},
+            errors.OptionError,
+            "did you mean 'fusion_moe.target'?",
+        ),
+        (
+            {"options": {"fusion_moe.contract_rounding": 3}},
+            errors.OptionError,
+            "option contract_rounding = 3; expected a bool",
+        ),
+        (
+            {"options": {"max_fusion_size": "eight"}},
+            errors.OptionError,
+            "max_fusion_size, got str should be int",
+        ),
+        (
+            {"options": {"fusion_moe.target": "tpu"}},
+            errors.OptionError,
+            "target 'tpu'; expected one of auto, reference, cpu",
+        ),
+        (
+            {"options": {"fusion_moe.target": "sm_100"}},
+            errors.UnsupportedError,
+            "sm_100 requires a CUDA device with compute capability 10",
+        ),
         ({"mode": "max-autotun"}, errors.OptionError, "did you mean 'max-autotune'?"),
     ],
 )
@@ -275,7 +333,7 @@ def test_what_is_asked_for_wrongly_raises_our_error_and_no_other(how, error, mes
     assert raised.value.found
 
 
-# ----------------------------------------------------------------------------------------------- the pass in plain torch.compile
+# ------------------------------------------------------------------ the pass in plain torch.compile
 
 
 class Count(CustomGraphPass):
@@ -334,7 +392,8 @@ def test_passes_that_are_set_follow_ours_whatever_they_are():
     assert len(seen) == 1
     assert config.post_grad_custom_pre_pass == several
     with enabled(before=several[1]):
-        assert FusionPass(options.current(), then=several[1:]).uuid() is None  # Inductor caches nothing then, as without us
+        # Inductor caches nothing then, as without us
+        assert FusionPass(options.current(), then=several[1:]).uuid() is None
     inductor.disable()
     inductor.disable()
     assert config.post_grad_custom_pre_pass is several[1]
@@ -366,14 +425,21 @@ def test_the_backend_and_enable_together_are_one_pass():
     assert (after.graphs, after.fusions) == (1, 1)
     given = Count()
     with torch.no_grad():
-        torch.compile(Experts(), backend=inductor.backend, options={"post_grad_custom_pre_pass": given})(tokens(5))
+        torch.compile(
+            Experts(), backend=inductor.backend, options={"post_grad_custom_pre_pass": given}
+        )(tokens(5))
     assert (given.graphs, given.fusions) == (1, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_a_wrapper_in_cpp_calls_programs_with_several_results(caplog):
-    model, x, square, ends = Experts(), tokens(5), weight(H, H), torch.tensor([1, 1, 3, 5], dtype=torch.int32)
+    model, x, square, ends = (
+        Experts(),
+        tokens(5),
+        weight(H, H),
+        torch.tensor([1, 1, 3, 5], dtype=torch.int32),
+    )
 
     def two(x):
         first = O.nvfp4_grouped_mm(x, *square, ends)
@@ -394,8 +460,12 @@ def test_a_package_of_aotinductor_runs_programs(tmp_path):
     model, x, after = Experts(), tokens(5), Count()
     with enabled(before=after), torch.no_grad():
         exported = torch.export.export(model, (x,))
-        path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
-        torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), model(x), **TOLERANCE)
+        path = torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(tmp_path / "model.pt2")
+        )
+        torch.testing.assert_close(
+            torch._inductor.aoti_load_package(path)(x), model(x), **TOLERANCE
+        )
     assert after.fusions == 1
 
 
@@ -418,6 +488,10 @@ def test_a_translator_at_fault_is_a_warning_and_not_an_error(caplog):
                     torch.testing.assert_close(got, 2 * model(tokens(t)), **TOLERANCE)
         finally:
             translate.unregister("in_inductor::twice")
-    warned = [r.getMessage() for r in caplog.records if "in_inductor" in r.getMessage() and "returned f64" in r.getMessage()]
+    warned = [
+        r.getMessage()
+        for r in caplog.records
+        if "in_inductor" in r.getMessage() and "returned f64" in r.getMessage()
+    ]
     assert len(warned) == 2  # for shapes [5, 32] and [6, 32]
     assert "expected f32[5, 32], as its fake returns" in warned[0]

@@ -1,4 +1,6 @@
-"""Without a C++ compiler the same pass runs, and everything around the fusions call by call; with one, Inductor's code is used."""
+"""Without a C++ compiler the same pass runs, and everything around the fusions call by call; with
+one, Inductor's code is used.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
 model, results = Block(), []
 
 def backend(gm, inputs):
-    return compile_with(FusionPass(options.current(), found=results.append), gm, inputs, "max-autotune", {})
+    fusion_pass = FusionPass(options.current(), found=results.append)
+    return compile_with(fusion_pass, gm, inputs, "max-autotune", {})
 
 def gradients(f):
     x = tokens(5).requires_grad_()
@@ -39,7 +42,8 @@ with torch.inference_mode():
         torch.testing.assert_close(run(tokens(t)), model(tokens(t)), rtol=1e-5, atol=1e-5)
 from torch._inductor import metrics
 regions = [[calls(r.nodes) for r in f.regions] for f in results]
-print(json.dumps({"compiler": has_compiler(), "regions": regions, "kernels": metrics.generated_kernel_count}))
+kernels = metrics.generated_kernel_count
+print(json.dumps({"compiler": has_compiler(), "regions": regions, "kernels": kernels}))
 """
 
 
@@ -76,8 +80,14 @@ def test_without_a_compiler_the_pass_runs_and_the_rest_is_called(without):
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_with_one_the_regions_are_the_same_and_inductor_compiles_the_rest(without, tmp_path_factory):
-    with_, said = process(tmp_path_factory.getbasetemp() / "inductor", TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
+def test_with_one_the_regions_are_the_same_and_inductor_compiles_the_rest(
+    without, tmp_path_factory
+):
+    with_, said = process(
+        tmp_path_factory.getbasetemp() / "inductor",
+        TORCHINDUCTOR_FX_GRAPH_CACHE="0",
+        TORCHINDUCTOR_AUTOGRAD_CACHE="0",
+    )
     assert "no C++ compiler" not in said
     assert with_["compiler"]
     assert with_["kernels"] > 0

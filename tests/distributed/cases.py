@@ -1,4 +1,5 @@
-"""What ranks check, each in a process of its own: python cases.py FOLDER RANKS DEVICE [[but] CASE ...]
+"""What ranks check, each in a process of its own: python cases.py FOLDER RANKS DEVICE [[but] CASE
+...]
 
 Each writes FOLDER/RANK.json, the traceback of each case, "" for those that pass.
 """
@@ -27,7 +28,12 @@ from experts import experts as experts_on_cpu
 from experts import float_weights
 from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -46,9 +52,11 @@ E, H, I, T, K = 7, 64, 160, 13, 3  # neither 2 nor 4 divides E, nor the blocks o
 TIMEOUT_S, SHORT_S = 60, 5
 DEVICE = sys.argv[3]  # "cpu", over gloo, or "cuda", over NCCL, where kernels compute in bf16
 ON = {"device": DEVICE, "dtype": torch.float32 if DEVICE == "cpu" else torch.bfloat16}
-FSDP2_TAKES_INTEGERS = torch.__version__ >= "2.13"  # before, it makes parameters that want a gradient of all that it divides
+# before, it makes parameters that want a gradient of all that it divides
+FSDP2_TAKES_INTEGERS = torch.__version__ >= "2.13"
 LIMIT = 1e-5 if DEVICE == "cpu" else 2e-2  # relative Frobenius error
-STEP = {"lr": 1.0, "eps": 0.1}  # in proportion to gradients: without eps, steps are as long for gradients that are only roundings
+# in proportion to gradients: without eps, steps are as long for gradients that are only roundings
+STEP = {"lr": 1.0, "eps": 0.1}
 Case = Callable[[DeviceMesh], None]
 CASES: dict[str, Case] = {}
 
@@ -62,7 +70,11 @@ def inputs(tokens: int = T, slots: int = K) -> tuple[Tensor, Tensor, Tensor]:
     """x, ids and w, the same on all ranks."""
     g = torch.Generator().manual_seed(tokens)
     ids = torch.rand(tokens, E, generator=g).topk(slots).indices.to(DEVICE)
-    return torch.randn(tokens, H, generator=g).to(**ON), ids, torch.rand(tokens, slots, generator=g).to(**ON)
+    return (
+        torch.randn(tokens, H, generator=g).to(**ON),
+        ids,
+        torch.rand(tokens, slots, generator=g).to(**ON),
+    )
 
 
 def experts(*shape: int) -> nn.Module:
@@ -73,16 +85,22 @@ def float_experts() -> nn.Module:
     """Those of transformers, which train."""
     import fusion_moe.transformers  # noqa: F401
 
-    config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
+    config = Qwen3MoeConfig(
+        hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K
+    )
     config._experts_implementation = "fusion_moe"
     module = Qwen3MoeExperts(config)
     with torch.no_grad():
-        for p, values in zip((module.gate_up_proj, module.down_proj), float_weights(E, H, I), strict=True):
+        for p, values in zip(
+            (module.gate_up_proj, module.down_proj), float_weights(E, H, I), strict=True
+        ):
             p.copy_(values)
     return module.to(**ON)
 
 
-def divided(module: nn.Module, mesh: DeviceMesh, plan: str, tokens: str = "replicated", **options: Any) -> Any:
+def divided(
+    module: nn.Module, mesh: DeviceMesh, plan: str, tokens: str = "replicated", **options: Any
+) -> Any:
     made = deepcopy(module)
     assert parallelize_(made, mesh, plan=plan, tokens=tokens, **options) == [""]
     return made
@@ -100,7 +118,9 @@ def assert_equal(found: Tensor, want: Tensor) -> None:
     assert_alike([found], [want])
 
 
-def forward_and_backward(module: Callable[..., Tensor], given: Sequence[Tensor] = ()) -> list[Tensor]:
+def forward_and_backward(
+    module: Callable[..., Tensor], given: Sequence[Tensor] = ()
+) -> list[Tensor]:
     """The result, and the gradients of tokens and router weights."""
     x, ids, w = given or inputs()
     y = module(x.requires_grad_(), ids, w.requires_grad_())
@@ -110,7 +130,9 @@ def forward_and_backward(module: Callable[..., Tensor], given: Sequence[Tensor] 
 
 @case
 def whole_experts(mesh):
-    """Each rank keeps its share; the sum is what one process computes, bit for bit where only one rank adds to a token."""
+    """Each rank keeps its share; the sum is what one process computes, bit for bit where only one
+    rank adds to a token.
+    """
     whole = experts(E, H, I)
     module = divided(whole, mesh, "ep")
     first, end = ranges(mesh.size())[mesh.get_local_rank()]
@@ -166,16 +188,29 @@ def adapters(mesh):
 
 
 def variants() -> list[Experts]:
-    """Experts as plan "tp" meets them: two scales a matrix, gate and up in turns with biases, blocks of 32, scales of rows, of halves."""
+    """Experts as plan "tp" meets them: two scales a matrix, gate and up in turns with biases,
+    blocks of 32, scales of rows, of halves.
+    """
     gate_up, down = float_weights(E, H, I)
     bias = {"gate_up_bias": torch.randn(E, 2 * I), "down_bias": torch.randn(E, H)}
     mxfp4 = (quantize(w, encoding=MXFP4) for w in (gate_up, down))
     turns = experts_on_cpu(E, H, I)
-    in_turns = Experts(turns.weight_of("gate_up").with_(decode_scale=turns.up_decode_scale), turns.weight_of("down"), interleave=1, **bias)
+    in_turns = Experts(
+        turns.weight_of("gate_up").with_(decode_scale=turns.up_decode_scale),
+        turns.weight_of("down"),
+        interleave=1,
+        **bias,
+    )
     halves = Experts(
         turns.weight_of("gate_up"), turns.weight_of("down"), interleave=1
     )  # each with a scale, of whose rows ranks have others
-    made = turns, in_turns, Experts(*mxfp4, interleave=8), Experts(*mxfp4_rows(gate_up, down)), halves
+    made = (
+        turns,
+        in_turns,
+        Experts(*mxfp4, interleave=8),
+        Experts(*mxfp4_rows(gate_up, down)),
+        halves,
+    )
     return [module.to(DEVICE) for module in made]
 
 
@@ -218,11 +253,18 @@ def of_rank(mesh: DeviceMesh, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.chunk(mesh.size())[mesh.get_rank()].clone() for t in tensors]
 
 
-def sharded(mesh: DeviceMesh, plan: str, whole: nn.Module, divided_mesh: DeviceMesh, **options: Any) -> Any:
-    """A module with tokens of its own on each rank, whose results and gradients are a part of one process's."""
+def sharded(
+    mesh: DeviceMesh, plan: str, whole: nn.Module, divided_mesh: DeviceMesh, **options: Any
+) -> Any:
+    """A module with tokens of its own on each rank, whose results and gradients are a part of one
+    process's.
+    """
     given = inputs(4 * mesh.size())
     module = divided(whole, divided_mesh, plan, "sharded", **options)
-    assert_alike(forward_and_backward(module, of_rank(mesh, given)), of_rank(mesh, forward_and_backward(whole, given)))
+    assert_alike(
+        forward_and_backward(module, of_rank(mesh, given)),
+        of_rank(mesh, forward_and_backward(whole, given)),
+    )
     return module
 
 
@@ -240,7 +282,9 @@ def tokens_of_a_rank(mesh):
 
 @case
 def tokens_sent_to_experts(mesh):
-    """All-to-all: as if all ranks had all tokens, of floats, of adapters, and with features divided too."""
+    """All-to-all: as if all ranks had all tokens, of floats, of adapters, and with features divided
+    too.
+    """
     send = {"dispatch": "all_to_all"}
     sharded(mesh, "ep", experts(E, H, I), mesh, **send)
     for whole in float_experts(), adapted_experts():
@@ -255,7 +299,9 @@ def tokens_sent_to_experts(mesh):
     one = torch.full_like(all_ids, E - 1)
     for those in all_ids[:, :1], one[:, :1], one:  # one rank adds to a token
         v = all_w[:, : those.shape[1]]
-        assert_equal(module(x, *of_rank(mesh, [those, v])), *of_rank(mesh, [whole(all_x, those, v)]))
+        assert_equal(
+            module(x, *of_rank(mesh, [those, v])), *of_rank(mesh, [whole(all_x, those, v)])
+        )
     assert module(x.view(2, -1, H), ids, top_k_weights=w).equal(module(x, ids, w).view(2, -1, H))
     assert deepcopy(module)(x, ids, w).equal(module(x, ids, w))
     for nobody in (-1, E, 2**40):
@@ -267,7 +313,9 @@ def tokens_sent_to_experts(mesh):
 
 @case
 def numbers_of_tokens_that_differ(mesh):
-    """A capacity in tokens: the first rank has none, each other one more than the one before; then all of them go to the last expert."""
+    """A capacity in tokens: the first rank has none, each other one more than the one before; then
+    all of them go to the last expert.
+    """
     ranks, rank = mesh.size(), mesh.get_rank()
     mine = slice(rank * (rank - 1) // 2, rank * (rank + 1) // 2)
     for whole in float_experts(), adapted_experts():
@@ -298,7 +346,10 @@ def more_tokens_than_the_capacity(mesh):
         for (first, end), those in zip(ranges(mesh.size()), goes, strict=True):
             late = those & (those.cumsum(0) > kept)
             lost |= late[:, None] & (ids >= first) & (ids < end)
-        found, want = (forward_and_backward(m, [x.clone(), ids, v.clone()]) for m, v in ((module, w), (whole, w.masked_fill(lost, 0))))
+        found, want = (
+            forward_and_backward(m, [x.clone(), ids, v.clone()])
+            for m, v in ((module, w), (whole, w.masked_fill(lost, 0)))
+        )
         assert_alike(found[:2], want[:2])
         assert_alike(found[2:], [want[2].masked_fill(lost, 0)])
         assert module.dropped == sum((those.sum() - kept).clamp(min=0) for those in goes)
@@ -330,16 +381,20 @@ def compiled(mesh):
     if mesh.size() > 2:
         return  # compiling takes long
     sent = {"dispatch": "all_to_all", "capacity": 0.9}
-    floats = float_experts if torch.__version__ >= "2.13" else adapted_experts  # whose tracer takes a module as an argument
+    # whose tracer takes a module as an argument
+    floats = float_experts if torch.__version__ >= "2.13" else adapted_experts
     chosen = [
-        (adapted_experts(), "fusion_moe", "replicated", {}), (experts(E, H, I), "inductor", "sharded", {}),
+        (adapted_experts(), "fusion_moe", "replicated", {}),
+        (experts(E, H, I), "inductor", "sharded", {}),
         (floats(), "fusion_moe", "sharded", sent),
-    ]  # fmt: skip
+    ]
     for whole, backend, tokens, options in chosen:
         module, outcomes = divided(whole, mesh, "ep", tokens, **options), []
         for f in module, torch.compile(module, backend=backend, fullgraph=True):
             found = forward_and_backward(f)
-            outcomes.append([*found, *(local(p.grad) for p in module.parameters() if p.requires_grad)])
+            outcomes.append(
+                [*found, *(local(p.grad) for p in module.parameters() if p.requires_grad)]
+            )
             module.zero_grad()
         assert_alike(*outcomes)
     compiled_for_any_routing(mesh)
@@ -383,7 +438,9 @@ def loaded(module: Any, path: Path) -> Any:
 def assert_same_weights(found: nn.Module, want: nn.Module) -> None:
     for (name, a), (_, b) in zip(found.named_parameters(), want.named_parameters(), strict=True):
         assert type(a) is type(b), name
-        assert local(a).flatten().view(torch.uint8).equal(local(b).flatten().view(torch.uint8)), name
+        assert local(a).flatten().view(torch.uint8).equal(local(b).flatten().view(torch.uint8)), (
+            name
+        )
 
 
 @case
@@ -392,15 +449,24 @@ def checkpoints(mesh):
     torch.manual_seed(0)
     both = two_dimensions(mesh)
     first, second, *more = variants()
-    pairs = [(first, ("ep", mesh), ("ep_tp", both)), (first, ("ep_tp", both), ("ep", both["ep"])), (second, ("tp", mesh), ("ep", mesh))]
+    pairs = [
+        (first, ("ep", mesh), ("ep_tp", both)),
+        (first, ("ep_tp", both), ("ep", both["ep"])),
+        (second, ("tp", mesh), ("ep", mesh)),
+    ]
     pairs += [(whole, ("tp", mesh), ("tp", both["tp"])) for whole in more]
-    pairs += [(whole, ("ep", mesh), ("ep", both["ep"])) for whole in (float_experts(), adapted_experts())]
+    pairs += [
+        (whole, ("ep", mesh), ("ep", both["ep"])) for whole in (float_experts(), adapted_experts())
+    ]
     for i, (whole, (plan, here), (other_plan, there)) in enumerate(pairs):
         module = divided(whole, here, plan)
         module(*inputs())  # kernels reorder weights, state dicts have them as they were
         path = saved(module, mesh, f"pair{i}")
         assert_same_weights(loaded(emptied(whole), path), whole)
-        assert_same_weights(loaded(divided(emptied(whole), there, other_plan), path), divided(whole, there, other_plan))
+        assert_same_weights(
+            loaded(divided(emptied(whole), there, other_plan), path),
+            divided(whole, there, other_plan),
+        )
         again = loaded(divided(emptied(whole), here, plan), saved(whole, mesh, f"whole{i}"))
         assert again(*inputs()).equal(module(*inputs()))
 
@@ -410,17 +476,27 @@ def whole_states(mesh):
     """State dicts of all experts, of a rank's own, and those that torch gathers."""
     whole = adapted_experts()
     module = divided(whole, mesh, "ep")
-    trained = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)  # gloo gathers no floats of 8 bits
+    # gloo gathers no floats of 8 bits
+    trained = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     state = get_model_state_dict(module, options=trained)
     assert all(state[name].equal(t) for name, t in whole.state_dict().items() if "lora" in name)
-    set_model_state_dict(made := divided(emptied(whole), mesh, "ep"), whole.state_dict(), options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(
+        made := divided(emptied(whole), mesh, "ep"),
+        whole.state_dict(),
+        options=StateDictOptions(full_state_dict=True),
+    )
     assert_same_weights(made, module)
     frozen = {name: t for name, t in whole.state_dict().items() if "lora" not in name}
     own = {name: local(t) for name, t in module.state_dict().items() if "lora" not in name}
     for given in frozen, own:
         made = divided(emptied(whole), mesh, "ep")
-        assert made.load_state_dict(given, strict=False).missing_keys == [name for name in whole.state_dict() if "lora" in name]
-        assert all(local(made.state_dict()[name]).view(torch.uint8).equal(t.view(torch.uint8)) for name, t in own.items())
+        assert made.load_state_dict(given, strict=False).missing_keys == [
+            name for name in whole.state_dict() if "lora" in name
+        ]
+        assert all(
+            local(made.state_dict()[name]).view(torch.uint8).equal(t.view(torch.uint8))
+            for name, t in own.items()
+        )
     features = divided(experts(E, H, I), mesh, "tp").state_dict()["gate_up_proj"]
     assert features.shape == (E, 2 * I, H // 2)
     assert len(features.pieces) == min(2, mesh.size())  # of one rank, rows that follow one another
@@ -445,7 +521,11 @@ def adapters_in_a_file(mesh):
             load_lora_(Layer(made), path)
         assert_same_weights(made, divided(whole, mesh, "ep"))
     features = divided(experts(E, H, I), mesh, "tp")
-    refuses(UnsupportedError, "a part of each expert's features", lambda: fusion_moe.nn.add_lora_(features))
+    refuses(
+        UnsupportedError,
+        "a part of each expert's features",
+        lambda: fusion_moe.nn.add_lora_(features),
+    )
 
 
 class Layer(nn.Module):
@@ -467,9 +547,15 @@ def layer(module: nn.Module) -> Layer:
 
 @case
 def training(mesh):
-    """Steps of an optimizer with clipped gradients, then a checkpoint: the rest of the model in FSDP2's shards, or on every rank."""
+    """Steps of an optimizer with clipped gradients, then a checkpoint: the rest of the model in
+    FSDP2's shards, or on every rank.
+    """
     x, ranks = inputs(4 * mesh.size())[0], mesh.size()
-    for whole, sharded_rest in (float_experts(), True), (adapted_experts(), True), (float_experts(), False):
+    for whole, sharded_rest in (
+        (float_experts(), True),
+        (adapted_experts(), True),
+        (float_experts(), False),
+    ):
         alone = layer(whole)
         model = deepcopy(alone)
         parallelize_(model, mesh, tokens="sharded", dispatch="all_to_all")
@@ -478,7 +564,10 @@ def training(mesh):
         norms, optimizers = [], []
         for m, given in (alone, x), (model, x.chunk(ranks)[mesh.get_rank()]):
             trained = [p for p in m.parameters() if p.requires_grad]
-            groups = [{"params": [p for p in trained if isinstance(p, DTensor) == kind]} for kind in (True, False)]
+            groups = [
+                {"params": [p for p in trained if isinstance(p, DTensor) == kind]}
+                for kind in (True, False)
+            ]
             optimizers.append(torch.optim.AdamW(groups, **STEP))
             for _ in range(2):
                 m(given).square().sum().backward()
@@ -492,7 +581,10 @@ def training(mesh):
         found = [gathered(p.detach()) for p in model.parameters() if p.requires_grad]
         assert_alike(found, [p.detach() for p in alone.parameters() if p.requires_grad])
 
-        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizers[1])}
+        state = {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizers[1]),
+        }
         path = Path(sys.argv[1], f"training{ranks}{type(whole).__name__}{sharded_rest}")
         checkpoint.save(state, checkpoint_id=path)
         fresh = deepcopy(alone)
@@ -500,12 +592,22 @@ def training(mesh):
             for p in fresh.parameters():
                 p.data = torch.zeros_like(p)
         optimizer = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad], **STEP)
-        state = {"model": get_model_state_dict(fresh), "optimizer": get_optimizer_state_dict(fresh, optimizer)}
+        state = {
+            "model": get_model_state_dict(fresh),
+            "optimizer": get_optimizer_state_dict(fresh, optimizer),
+        }
         checkpoint.load(state, checkpoint_id=path)
         set_model_state_dict(fresh, state["model"])
         assert_alike([p.detach() for p in fresh.parameters() if p.requires_grad], found)
-        moments = [state["optimizer"]["state"][name]["exp_avg"] for name, p in fresh.named_parameters() if p.requires_grad]
-        assert_alike(moments, [optimizers[0].state[p]["exp_avg"] for p in alone.parameters() if p.requires_grad])
+        moments = [
+            state["optimizer"]["state"][name]["exp_avg"]
+            for name, p in fresh.named_parameters()
+            if p.requires_grad
+        ]
+        assert_alike(
+            moments,
+            [optimizers[0].state[p]["exp_avg"] for p in alone.parameters() if p.requires_grad],
+        )
 
 
 @case
@@ -516,7 +618,10 @@ def residuals_in_place(mesh):
     class Block(nn.Module):
         def __init__(self, single):
             super().__init__()
-            self.a, self.b = (GroupedLinear(2, 32, 32, bias=False, single_grouped_weight=single, **ON) for _ in range(2))
+            self.a, self.b = (
+                GroupedLinear(2, 32, 32, bias=False, single_grouped_weight=single, **ON)
+                for _ in range(2)
+            )
 
         def forward(self, x):
             for layer in (self.a, self.b):
@@ -533,14 +638,23 @@ def residuals_in_place(mesh):
             fully_shard(part, mesh=mesh)
         for m in (alone, model):
             m(x).square().sum().backward()
-        assert_alike([gathered(p.grad) for p in model.parameters()], [p.grad for p in alone.parameters()])
+        assert_alike(
+            [gathered(p.grad) for p in model.parameters()], [p.grad for p in alone.parameters()]
+        )
 
 
 def adapted(encoding: str, seed: int) -> nn.Sequential:
     """Experts with adapters that are not zero, in a model."""
     g = torch.Generator().manual_seed(seed)
     shapes = (4, 64, 64), (4, 64, 32)
-    made = nn.Sequential(Experts(*(quantize(torch.randn(s, generator=g) / 8, encoding=ENCODINGS[encoding]) for s in shapes)).to(DEVICE))
+    made = nn.Sequential(
+        Experts(
+            *(
+                quantize(torch.randn(s, generator=g) / 8, encoding=ENCODINGS[encoding])
+                for s in shapes
+            )
+        ).to(DEVICE)
+    )
     add_lora_(made, rank=4)
     with torch.no_grad():
         for p in made.parameters():
@@ -562,7 +676,9 @@ class OfExperts(nn.Module):
 
 @case
 def encoded_weights_in_wrappers(mesh):
-    """DDP broadcasts them and FSDP2 casts all floats that it takes; state dicts have the dtypes of the encoding."""
+    """DDP broadcasts them and FSDP2 casts all floats that it takes; state dicts have the dtypes of
+    the encoding.
+    """
     x, ids, w = inputs(6)
     given = x.bfloat16(), ids % 4, w
     for encoding in "nvfp4", "mxfp4", "int4":
@@ -570,15 +686,24 @@ def encoded_weights_in_wrappers(mesh):
         want, saved = alone[0](*given), {name: t.clone() for name, t in alone.state_dict().items()}
         want.float().square().sum().backward()
         model = adapted(encoding, mesh.get_rank())
-        wrapped = nn.parallel.DistributedDataParallel(OfExperts(model), device_ids=[mesh.get_rank()] if DEVICE == "cuda" else None)
+        wrapped = nn.parallel.DistributedDataParallel(
+            OfExperts(model), device_ids=[mesh.get_rank()] if DEVICE == "cuda" else None
+        )
         y = wrapped(*given)
         y.float().square().sum().backward()
-        assert_alike([p.grad for p in model.parameters() if p.requires_grad], [p.grad for p in alone.parameters() if p.requires_grad])
+        assert_alike(
+            [p.grad for p in model.parameters() if p.requires_grad],
+            [p.grad for p in alone.parameters() if p.requires_grad],
+        )
         assert_equal(y, want)
         for state in saved, adapted(encoding, 5).state_dict(), saved:
             model.load_state_dict(state)
-            found = model.to(torch.bfloat16).state_dict() if state is not saved else model.state_dict()
-            assert all(t.dtype == saved[name].dtype for name, t in found.items() if "lora" not in name)
+            found = (
+                model.to(torch.bfloat16).state_dict() if state is not saved else model.state_dict()
+            )
+            assert all(
+                t.dtype == saved[name].dtype for name, t in found.items() if "lora" not in name
+            )
             assert all(t.equal(state[name]) for name, t in found.items() if "lora" not in name)
             model.float()
         assert_equal(wrapped(*given), want)
@@ -603,11 +728,16 @@ def encoded_weights_in_wrappers(mesh):
 def linear_layers_in_wrappers(mesh):
     """The scale of the matrix, a scalar, is the same on all ranks and whole."""
     g = torch.Generator().manual_seed(0)
-    alone = nn.Sequential(nn.Linear(64, 64), NVFP4Linear(quantize(torch.randn(96, 64, generator=g) / 8))).to(DEVICE)
+    alone = nn.Sequential(
+        nn.Linear(64, 64), NVFP4Linear(quantize(torch.randn(96, 64, generator=g) / 8))
+    ).to(DEVICE)
     with torch.no_grad():
         alone[0].weight.copy_(torch.randn(64, 64, generator=g))
         alone[0].bias.zero_()
-    x, saved = torch.randn(5, 64, generator=g).to(DEVICE), {name: t.clone() for name, t in alone.state_dict().items()}
+    x, saved = (
+        torch.randn(5, 64, generator=g).to(DEVICE),
+        {name: t.clone() for name, t in alone.state_dict().items()},
+    )
     want = alone(x)
     want.sum().backward()
     model = deepcopy(alone).requires_grad_(False)
@@ -615,27 +745,40 @@ def linear_layers_in_wrappers(mesh):
     model.zero_grad()
     other = deepcopy(model)
     model[1].weight_scale_2.mul_(mesh.get_rank() + 1)
-    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=[mesh.get_rank()] if DEVICE == "cuda" else None)
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, device_ids=[mesh.get_rank()] if DEVICE == "cuda" else None
+    )
     first = wrapped(x)
-    second = wrapped(x) if torch.__version__ >= "2.13" else first  # before, a backward refuses that saved buffers were broadcast since
+    # before 2.13, a backward refuses that saved buffers were broadcast since
+    second = wrapped(x) if torch.__version__ >= "2.13" else first
     (first + second).sum().div(2).backward()
     for y in first, second:
         assert_equal(y, want)
     assert_alike([model[0].weight.grad], [alone[0].weight.grad])
-    assert all(t.shape == saved[name].shape and t.equal(saved[name]) for name, t in model.state_dict().items())
+    assert all(
+        t.shape == saved[name].shape and t.equal(saved[name])
+        for name, t in model.state_dict().items()
+    )
     if FSDP2_TAKES_INTEGERS:
         for part in other[1], other:
             fully_shard(part, mesh=mesh)
         y = other(x)
         y.sum().backward()
         assert_equal(y, want)
-        assert_alike([gathered(p.grad) for p in other[0].parameters()], [p.grad for p in alone[0].parameters()])
+        assert_alike(
+            [gathered(p.grad) for p in other[0].parameters()],
+            [p.grad for p in alone[0].parameters()],
+        )
         state = other.state_dict()
-        assert {name: (t.shape, t.dtype) for name, t in state.items()} == {name: (t.shape, t.dtype) for name, t in saved.items()}
+        assert {name: (t.shape, t.dtype) for name, t in state.items()} == {
+            name: (t.shape, t.dtype) for name, t in saved.items()
+        }
 
 
 def average(model: nn.Module, mesh: DeviceMesh, sharded_rest: bool) -> None:
-    """The gradients of all tokens: FSDP divides sums by the ranks, and without it nothing adds those of the router."""
+    """The gradients of all tokens: FSDP divides sums by the ranks, and without it nothing adds
+    those of the router.
+    """
     grad = model.router.weight.grad
     if sharded_rest:
         grad.mul_(mesh.size())
@@ -645,18 +788,30 @@ def average(model: nn.Module, mesh: DeviceMesh, sharded_rest: bool) -> None:
 
 @case
 def a_share_from_files(mesh):
-    """Each rank reads the bytes of its share of experts alone, and has what it would have kept of the whole model."""
+    """Each rank reads the bytes of its share of experts alone, and has what it would have kept of
+    the whole model.
+    """
     if DEVICE != "cpu":
         return  # files are read there
     import fusion_moe.transformers as ours
 
     to_nvfp4 = {"quantization_config": ours.NVFP4Config()}
-    features = {"mesh": mesh, "plan": "tp"} if mesh.size() == 2 else {"mesh": two_dimensions(mesh), "plan": "ep_tp"}
+    features = (
+        {"mesh": mesh, "plan": "tp"}
+        if mesh.size() == 2
+        else {"mesh": two_dimensions(mesh), "plan": "ep_tp"}
+    )
     directories = [
-        ("modelopt-qwen3_moe", {}, {}), ("ct-gpt_oss", {}, {}), ("mxfp4-gpt_oss", {}, {}),
-        ("bf16-qwen3_moe", {"experts_implementation": "fusion_moe"}, {}), ("bf16-qwen3_moe", to_nvfp4, {}),
-        *((name, {}, features) for name in ("mxfp4-gpt_oss", "modelopt-gpt_oss", "modelopt-llama4_text", "ct-gpt_oss")),
-    ]  # fmt: skip
+        ("modelopt-qwen3_moe", {}, {}),
+        ("ct-gpt_oss", {}, {}),
+        ("mxfp4-gpt_oss", {}, {}),
+        ("bf16-qwen3_moe", {"experts_implementation": "fusion_moe"}, {}),
+        ("bf16-qwen3_moe", to_nvfp4, {}),
+        *(
+            (name, {}, features)
+            for name in ("mxfp4-gpt_oss", "modelopt-gpt_oss", "modelopt-llama4_text", "ct-gpt_oss")
+        ),
+    ]
     tokens = torch.arange(3, 12)[None]
     for name, options, division in directories:
         path = Path(__file__).parents[1] / "checkpoints" / "made" / name
@@ -668,8 +823,14 @@ def a_share_from_files(mesh):
             found = ours.from_pretrained(path, dtype=torch.float32, **division, **options)
         assert_same_weights(found, want)
         assert found(tokens).logits.equal(want(tokens).logits)
-        stored = {n: e for n, e in Directory.open(path).tensors.items() if ".experts." in n and "_shape" not in n}
-        weights = {n: e.nbytes for n, e in stored.items() if len(e.shape) > 1 and not n.endswith("bias")}
+        stored = {
+            n: e
+            for n, e in Directory.open(path).tensors.items()
+            if ".experts." in n and "_shape" not in n
+        }
+        weights = {
+            n: e.nbytes for n, e in stored.items() if len(e.shape) > 1 and not n.endswith("bias")
+        }
         assert sum(read.get(n, 0) for n in weights) == sum(weights.values()) // mesh.size()
         assert all(read.get(n, 0) <= e.nbytes for n, e in stored.items())
         assert read.keys() - stored.keys() == Directory.open(path).tensors.keys() - stored.keys()
@@ -677,10 +838,16 @@ def a_share_from_files(mesh):
         refuses(UnsupportedError, "divided already", lambda found=found: parallelize_(found, mesh))
         if not options:
             refuses(
-                UnsupportedError, "divided between ranks, to save", lambda found=found: found.save_pretrained(Path(sys.argv[1], "saved"))
+                UnsupportedError,
+                "divided between ranks, to save",
+                lambda found=found: found.save_pretrained(Path(sys.argv[1], "saved")),
             )
     floats = path.with_name("bf16-qwen3_moe")
-    refuses(UnsupportedError, "features of floats", lambda: ours.from_pretrained(floats, **features, **to_nvfp4))
+    refuses(
+        UnsupportedError,
+        "features of floats",
+        lambda: ours.from_pretrained(floats, **features, **to_nvfp4),
+    )
 
 
 def parallelized(model: nn.Module) -> list[str]:
@@ -728,26 +895,58 @@ def refusals(mesh):
     before = len(whole.down_proj)
     if mesh.size() > 1:
         narrow = experts(E, H, 16)
-        refuses(UnsupportedError, f"1 experts for {mesh.size()} ranks", lambda: parallelize_(few, mesh))
-        refuses(UnsupportedError, "16 intermediate features", lambda: parallelize_(narrow, mesh, plan="tp"))
+        refuses(
+            UnsupportedError, f"1 experts for {mesh.size()} ranks", lambda: parallelize_(few, mesh)
+        )
+        refuses(
+            UnsupportedError,
+            "16 intermediate features",
+            lambda: parallelize_(narrow, mesh, plan="tp"),
+        )
     refuses(UnsupportedError, "no modules of experts", lambda: parallelize_(nn.Linear(2, 2), mesh))
     refuses(OptionError, "plan = 'tpp'", lambda: parallelize_(whole, mesh, plan="tpp"))
     refuses(OptionError, "tokens = 'split'", lambda: parallelize_(whole, mesh, tokens="split"))
-    refuses(OptionError, "dispatch = 'alltoall'", lambda: parallelize_(whole, mesh, tokens="sharded", dispatch="alltoall"))
-    refuses(OptionError, "tokens = 'replicated'; expected", lambda: parallelize_(whole, mesh, dispatch="all_to_all"))
-    refuses(OptionError, "plan = 'tp'; expected", lambda: parallelize_(whole, mesh, plan="tp", tokens="sharded", dispatch="all_to_all"))
-    refuses(OptionError, "capacity = 2, dispatch = 'all_gather'", lambda: parallelize_(whole, mesh, tokens="sharded", capacity=2))
+    refuses(
+        OptionError,
+        "dispatch = 'alltoall'",
+        lambda: parallelize_(whole, mesh, tokens="sharded", dispatch="alltoall"),
+    )
+    refuses(
+        OptionError,
+        "tokens = 'replicated'; expected",
+        lambda: parallelize_(whole, mesh, dispatch="all_to_all"),
+    )
+    refuses(
+        OptionError,
+        "plan = 'tp'; expected",
+        lambda: parallelize_(whole, mesh, plan="tp", tokens="sharded", dispatch="all_to_all"),
+    )
+    refuses(
+        OptionError,
+        "capacity = 2, dispatch = 'all_gather'",
+        lambda: parallelize_(whole, mesh, tokens="sharded", capacity=2),
+    )
     for capacity in (0, 0.0, 1.5, -1):
         send = {"tokens": "sharded", "dispatch": "all_to_all", "capacity": capacity}
-        refuses(OptionError, f"capacity = {capacity}; expected a number", lambda send=send: parallelize_(whole, mesh, **send))
+        refuses(
+            OptionError,
+            f"capacity = {capacity}; expected a number",
+            lambda send=send: parallelize_(whole, mesh, **send),
+        )
     refuses(OptionError, "a NoneType", lambda: parallelize_(whole, None))
     refuses(OptionError, "a mesh with ndim = 1", lambda: parallelize_(whole, mesh, plan="ep_tp"))
     two = init_device_mesh(DEVICE, (1, mesh.size()), mesh_dim_names=("dp", "ep"))
     refuses(OptionError, "a mesh with ndim = 2", lambda: parallelize_(whole, two))
-    refuses(UnsupportedError, "a Qwen3MoeExperts whose features", lambda: parallelize_(float_experts(), mesh, plan="tp"))
+    refuses(
+        UnsupportedError,
+        "a Qwen3MoeExperts whose features",
+        lambda: parallelize_(float_experts(), mesh, plan="tp"),
+    )
     eager = float_experts()
     eager.config._experts_implementation = "eager"
-    refuses(UnsupportedError, "experts that transformers computes", lambda: parallelize_(eager, mesh))
+    refuses(
+        UnsupportedError, "experts that transformers computes", lambda: parallelize_(eager, mesh)
+    )
     adapted = experts(E, H, I)
     fusion_moe.nn.add_lora_(adapted, rank=4)
     refuses(UnsupportedError, "adapters", lambda: parallelize_(adapted, mesh, plan="tp"))
@@ -789,7 +988,9 @@ def run(rank: int, ranks: int, folder: str, chosen: Mapping[str, Case], timeout_
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
     backend, timeout = "gloo" if DEVICE == "cpu" else "nccl", timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timeout
+    )
     mesh, outcomes = init_device_mesh(DEVICE, (ranks,)), {}
     for name, f in chosen.items():
         try:
@@ -806,7 +1007,10 @@ def main(folder: str, ranks: str, device: str, *names: str) -> None:
     named = [n for n in CASES if n not in names] if "but" in names else names or CASES
     chosen, timeout_s = (lost, SHORT_S) if lost else ({n: CASES[n] for n in named}, TIMEOUT_S)
     fork = multiprocessing.get_context("fork")  # imports take longer than cases
-    started = [fork.Process(target=run, args=(rank, int(ranks), folder, chosen, timeout_s)) for rank in range(int(ranks))]
+    started = [
+        fork.Process(target=run, args=(rank, int(ranks), folder, chosen, timeout_s))
+        for rank in range(int(ranks))
+    ]
     for process in started:
         process.start()
     for process in started:

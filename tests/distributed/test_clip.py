@@ -17,7 +17,9 @@ def parameters():
 
 
 @pytest.mark.parametrize(
-    "given", [lambda p: p[0], lambda p: p, iter, lambda p: p[2], lambda p: []], ids=["one", "list", "iterator", "no grad", "none"]
+    "given",
+    [lambda p: p[0], lambda p: p, iter, lambda p: p[2], lambda p: []],
+    ids=["one", "list", "iterator", "no grad", "none"],
 )
 def test_as_torch(given):
     ours, theirs = parameters(), parameters()

@@ -1,4 +1,6 @@
-"""Runs the CPU backend's kernels built with sanitizers, in a process that preloads them: see test_cpu_kernels.py."""
+"""Runs the CPU backend's kernels built with sanitizers, in a process that preloads them: see
+test_cpu_kernels.py.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,27 @@ from fusion_moe.runtime import build, isa, memory
 Cases = Iterator[tuple[Fusion, list[torch.Tensor]]]
 
 
-def allocate_apart(found: memory.Memory, device: torch.device | None = None) -> tuple[object, list[int]]:
-    """As memory.allocate, but each array is an allocation of its own, past which nothing may be touched."""
+def allocate_apart(
+    found: memory.Memory, device: torch.device | None = None
+) -> tuple[object, list[int]]:
+    """As memory.allocate, but each array is an allocation of its own, past which nothing may be
+    touched.
+    """
     held = [torch.empty(array.nbytes, dtype=torch.uint8, device=device) for array in found.arrays]
     return held, [t.data_ptr() for t in held]
 
 
 def main() -> None:
-    os.environ.pop("LD_PRELOAD", None)  # for compilers, which take twice as long with ASan's allocator
+    # for compilers, which take twice as long with ASan's allocator
+    os.environ.pop("LD_PRELOAD", None)
     memory.allocate = allocate_apart
-    build.BASE_FLAGS = (*build.BASE_FLAGS, "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+    build.BASE_FLAGS = (
+        *build.BASE_FLAGS,
+        "-O0",
+        "-g1",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=undefined",
+    )
     precompiled.use()
     tier = isa.selected()
     run(tier, [*products_of_nvfp4(), *products_of_encodings(), *products_of_int8(), *experts()])
@@ -71,17 +84,32 @@ def products_of_encodings() -> Cases:
 def products_of_int8() -> Cases:
     for encoding in ("nvfp4", "mxfp4"):
         for n, k, sizes in ((1, 32, (1, 0, 2)), (33, 1312, (250, 5, 33))):
-            weight, rows = random_weight(3, n, k) if encoding == "nvfp4" else random_weights(encoding, 3, n, k), sum(sizes) + 2
+            weight, rows = (
+                random_weight(3, n, k)
+                if encoding == "nvfp4"
+                else random_weights(encoding, 3, n, k),
+                sum(sizes) + 2,
+            )
             ends = torch.tensor(sizes).cumsum(0).int()
             for value in (1.0, torch.inf):
                 x = torch.full((rows, k), value, dtype=torch.bfloat16)
-                fusion = fusion_of_call("grouped_mm", x, list(weight), ends, weight_format=encoding, activation_format="int8")
+                fusion = fusion_of_call(
+                    "grouped_mm",
+                    x,
+                    list(weight),
+                    ends,
+                    weight_format=encoding,
+                    activation_format="int8",
+                )
                 yield fusion, [x, *weight, ends]
 
 
 def products_of_training(tier: str) -> None:
     for kind in ("grouped_mm_t", "grouped_outer"):
-        for n, k, sizes, b_dtype in ((45, 71, (3, 17, 40), torch.bfloat16), (20, 200, (1100, 16, 0), torch.float32)):
+        for n, k, sizes, b_dtype in (
+            (45, 71, (3, 17, 40), torch.bfloat16),
+            (20, 200, (1100, 16, 0), torch.float32),
+        ):
             dtypes = (torch.bfloat16, b_dtype if kind == "grouped_outer" else torch.bfloat16)
             a, b = operands(kind, sizes, n, k, dtypes, exact=False)
             computed(kind, tier, a, b, torch.tensor(sizes).cumsum(0).int())
@@ -109,7 +137,8 @@ def loops() -> None:
     for sizes in ((0, 0), (1, 200), (31, 1)):
         fusion, inputs = swizzled(sizes, 7)
         compiled(fusion)(inputs)
-        compiled(fusion)([inputs[0][: int(inputs[1][-1])], inputs[1]])  # no row to spare: of no group, nothing at all
+        # no row to spare: of no group, nothing at all
+        compiled(fusion)([inputs[0][: int(inputs[1][-1])], inputs[1]])
 
 
 if __name__ == "__main__":

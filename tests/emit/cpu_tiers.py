@@ -25,28 +25,39 @@ from tests.fuzz.batch import Batch
 Key = TypeVar("Key", bound=Hashable)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EMULATION = Path(__file__).parent / "amx_emulated.h"
-EMULATED = "amx" not in isa.available() and "avx512" in isa.available() and "avx512_bf16" in isa.features()
+EMULATED = (
+    "amx" not in isa.available() and "avx512" in isa.available() and "avx512_bf16" in isa.features()
+)
 THREADS = (1, 2, 3, 7, 16)
 TIERS = ["amx"] * EMULATED + list(isa.available())
 
 
 @contextmanager
 def emulated_amx() -> Iterator[None]:
-    """Where the CPU has AVX-512 but not AMX the tier's few instructions of its own are emulated, slowly: the rest of it runs as it is."""
+    """Where the CPU has AVX-512 but not AMX the tier's few instructions of its own are emulated,
+    slowly: the rest of it runs as it is.
+    """
     if not EMULATED:
         yield
         return
-    content = f"-DEMULATION={zlib.crc32(EMULATION.read_bytes())}"  # the cache looks at flags, not at what they include
+    # the cache looks at flags, not at what they include
+    content = f"-DEMULATION={zlib.crc32(EMULATION.read_bytes())}"
     flags = (*isa.compiler_flags("avx512"), "-include", str(EMULATION), content)
     real = isa.compiler_flags
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(isa, "available", lambda: tuple(TIERS))
-        patch.setattr(isa, "compiler_flags", lambda tier, *args, **kwargs: flags if tier == "amx" else real(tier, *args, **kwargs))
+        patch.setattr(
+            isa,
+            "compiler_flags",
+            lambda tier, *args, **kwargs: flags if tier == "amx" else real(tier, *args, **kwargs),
+        )
         yield
 
 
 def program(fusion: Fusion, tier: str, joined: bool = False) -> Program:
-    """A Fusion with kernels of the CPU backend; none may be the reference's for want of a kernel. joined: in one call."""
+    """A Fusion with kernels of the CPU backend; none may be the reference's for want of a kernel.
+    joined: in one call.
+    """
     with options.override(cpu_isa=tier):
         lowered = lower(fusion, TARGETS["cpu"], options.current())
         kernels = tuple(emit(s, TARGETS["cpu"]) for s in lowered.segments)
@@ -57,7 +68,9 @@ def program(fusion: Fusion, tier: str, joined: bool = False) -> Program:
 
 
 def together(fusions: Mapping[Key, Fusion], tier: str) -> dict[Key, Program]:
-    """The programs of several Fusions in one library: nine take twice the time of one, most of which is that of headers and templates."""
+    """The programs of several Fusions in one library: nine take twice the time of one, most of
+    which is that of headers and templates.
+    """
     made = {key: program(fusion, tier, joined=True) for key, fusion in fusions.items()}
     with options.override(cpu_isa=tier):
         assert Batch(list(made.values()), tier, ())._loaded
@@ -78,7 +91,9 @@ def same(a, b, **kwargs):
 
 
 def same_on_any_threads(compute: Callable[[], object]) -> None:
-    """What is computed has the same bits on each number of threads, more than there are CPUs among them."""
+    """What is computed has the same bits on each number of threads, more than there are CPUs among
+    them.
+    """
     before, found = torch.get_num_threads(), []
     try:
         for threads in THREADS:
@@ -91,7 +106,8 @@ def same_on_any_threads(compute: Callable[[], object]) -> None:
 
 
 def check_segments(fusion: Fusion, tier: str, inputs, compiled: Program | None = None) -> None:
-    """Each kernel against its own segment, on what the reference hands to it, as the option `check` compares them.
+    """Each kernel against its own segment, on what the reference hands to it, as the option `check`
+    compares them.
 
     compiled: the program of the Fusion, where it is compiled already.
     """

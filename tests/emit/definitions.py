@@ -1,4 +1,6 @@
-"""Definitions for tests: as text, or made with the real nvFuser; and NVFP4 problems with their results."""
+"""Definitions for tests: as text, or made with the real nvFuser; and NVFP4 problems with their
+results.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,19 @@ def text_of(*lines):
 
 def tensor_line(name, shape, dtype, rest=""):
     """An input whose memory has no gaps."""
-    return f"{name} = fd.define_tensor(shape={list(shape)}, contiguity={[True] * len(shape)}, dtype=DataType.{dtype}, is_cpu=False{rest})"
+    return (
+        f"{name} = fd.define_tensor(shape={list(shape)}, contiguity={[True] * len(shape)}, "
+        f"dtype=DataType.{dtype}, is_cpu=False{rest})"
+    )
 
 
 def run(line, *inputs, result="tv9"):
     """One operation on tensors tv0, tv1, ... that are contiguous."""
     lines = [tensor_line(f"tv{i}", x.shape, DTYPES[x.dtype]) for i, x in enumerate(inputs)]
-    return interpret(text_of(*lines, f"{result} = {line}", *(f"fd.add_output({r})" for r in result.split(", "))), inputs)
+    return interpret(
+        text_of(*lines, f"{result} = {line}", *(f"fd.add_output({r})" for r in result.split(", "))),
+        inputs,
+    )
 
 
 def exclusive(sizes):
@@ -70,11 +78,19 @@ def dequantized(packed, scales):
 
 
 def nvfp4_problem(sizes, k=64, n=128, m=None, seed=0):
-    """a, b, scales_a, scales_b (each group swizzled), alpha, problem sizes, first rows, first padded rows; the result in float64."""
+    """a, b, scales_a, scales_b (each group swizzled), alpha, problem sizes, first rows, first
+    padded rows; the result in float64.
+    """
     generator = torch.Generator().manual_seed(seed)
     count, m = len(sizes), m or sum(sizes)
-    a, b = (torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8) for shape in ((m, k // 2), (count, n, k // 2)))
-    scales_a, scales_b = ((torch.rand(s, generator=generator) * 4).to(torch.float8_e4m3fn) for s in ((m, k // 16), (count, n, k // 16)))
+    a, b = (
+        torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        for shape in ((m, k // 2), (count, n, k // 2))
+    )
+    scales_a, scales_b = (
+        (torch.rand(s, generator=generator) * 4).to(torch.float8_e4m3fn)
+        for s in ((m, k // 16), (count, n, k // 16))
+    )
     alpha = torch.rand(count, generator=generator) + 0.5
     x, y = dequantized(a, scales_a).double(), dequantized(b, scales_b).double()
     want = torch.full((m, n), math.nan, dtype=torch.float64)
@@ -88,7 +104,16 @@ def nvfp4_problem(sizes, k=64, n=128, m=None, seed=0):
     first_rows, first_padded = starts_of(sizes)
     problem_sizes = torch.tensor([[size, n, k] for size in sizes]).int()
     swizzled = memory.view(count, n, k // 16).to(torch.float8_e4m3fn)
-    return [a, b.transpose(1, 2), scales_a, swizzled, alpha, problem_sizes, first_rows, first_padded], want
+    return [
+        a,
+        b.transpose(1, 2),
+        scales_a,
+        swizzled,
+        alpha,
+        problem_sizes,
+        first_rows,
+        first_padded,
+    ], want
 
 
 def define(fd, x):
@@ -97,7 +122,9 @@ def define(fd, x):
 
     dtype = getattr(DataType, DTYPES[x.dtype])
     if x.dim() == 3 and x.stride(1) == 1 and x.stride(2) != 1:
-        return fd.define_tensor(shape=list(x.shape), contiguity=True, dtype=dtype, stride_order=[2, 0, 1])
+        return fd.define_tensor(
+            shape=list(x.shape), contiguity=True, dtype=dtype, stride_order=[2, 0, 1]
+        )
     return fd.define_tensor(shape=list(x.shape), contiguity=True, dtype=dtype)
 
 
@@ -109,7 +136,9 @@ def defined(build, *inputs):
         values = [
             define(fd, x)
             if isinstance(x, torch.Tensor)
-            else fd.define_scalar(None, dtype=DataType.Int if isinstance(x, int) else DataType.Double)
+            else fd.define_scalar(
+                None, dtype=DataType.Int if isinstance(x, int) else DataType.Double
+            )
             for x in inputs
         ]
         outputs = build(fd, *values)

@@ -1,11 +1,12 @@
 """Runs printed nvFuser definitions in plain torch, on the CPU, without nvFuser.
 
-    interpret(str(fd), inputs)   what the definition computes
-    output_dtypes(...)           the dtypes of its outputs, by nvFuser's names
-    round_trip(fd)               asserts that the text, executed with the real nvFuser, prints the same text
+    interpret(str(fd), inputs)   what the definition computes output_dtypes(...)           the
+    dtypes of its outputs, by nvFuser's names round_trip(fd)               asserts that the text,
+    executed with the real nvFuser, prints the same text
 
-The text is read as data. It says less than the definition did: floats are printed with six digits, and the result of
-cutlass_nvfp4_grouped_mm, whatever its dtype, as BFloat16. The interpreter computes with what is printed.
+The text is read as data. It says less than the definition did: floats are printed with six digits,
+and the result of cutlass_nvfp4_grouped_mm, whatever its dtype, as BFloat16. The interpreter
+computes with what is printed.
 """
 
 from __future__ import annotations
@@ -19,31 +20,49 @@ from typing import Any
 
 import torch
 from meaning import OPS
-from meaning.values import INTS, Refused, Scalar, Swizzled, Value, constant, from_torch, need, to_torch
+from meaning.values import (
+    INTS,
+    Refused,
+    Scalar,
+    Swizzled,
+    Value,
+    constant,
+    from_torch,
+    need,
+    to_torch,
+)
 
 
 class UnknownOperation(Refused):
     """An operation without a meaning in OPS."""
 
 
-def interpret(text: str, inputs: Sequence[torch.Tensor | int | float], *, cutlass_dtype: str = "BFloat16") -> list[torch.Tensor]:
+def interpret(
+    text: str, inputs: Sequence[torch.Tensor | int | float], *, cutlass_dtype: str = "BFloat16"
+) -> list[torch.Tensor]:
     """The outputs of a printed definition.
 
-    `inputs` are CPU tensors and numbers in the order in which the text defines tensors and scalars without a value. e2m1 tensors are
-    float4_e2m1fn_x2, or uint8, two codes in a byte, low nibble first; sizes, dtypes and strides must be what the definition says.
-    Outputs: e2m1 as float4_e2m1fn_x2 packed along the last dimension, swizzled block scales as their memory, 1-d. Memory that nvFuser
-    does not write is NaN, in integers -2^31 + 1. `cutlass_dtype` is the dtype that the text does not tell.
-    Refused (an AssertionError): what nvFuser refuses or leaves undefined, with the line of the text. UnknownOperation: what is not in OPS.
+    `inputs` are CPU tensors and numbers in the order in which the text defines tensors and scalars
+    without a value. e2m1 tensors are float4_e2m1fn_x2, or uint8, two codes in a byte, low nibble
+    first; sizes, dtypes and strides must be what the definition says. Outputs: e2m1 as
+    float4_e2m1fn_x2 packed along the last dimension, swizzled block scales as their memory, 1-d.
+    Memory that nvFuser does not write is NaN, in integers -2^31 + 1. `cutlass_dtype` is the dtype
+    that the text does not tell. Refused (an AssertionError): what nvFuser refuses or leaves
+    undefined, with the line of the text. UnknownOperation: what is not in OPS.
     """
     return [to_torch(x) for x in evaluate(text, inputs, cutlass_dtype=cutlass_dtype)]
 
 
-def output_dtypes(text: str, inputs: Sequence[torch.Tensor | int | float], *, cutlass_dtype: str = "BFloat16") -> list[str]:
+def output_dtypes(
+    text: str, inputs: Sequence[torch.Tensor | int | float], *, cutlass_dtype: str = "BFloat16"
+) -> list[str]:
     """The dtypes of the outputs, as `[o.dtype().name for o in fd.fusion.outputs()]` has them."""
     return [x.dtype for x in evaluate(text, inputs, cutlass_dtype=cutlass_dtype)]
 
 
-def evaluate(text: str, inputs: Sequence[torch.Tensor | int | float], *, cutlass_dtype: str = "BFloat16") -> list[Value | Swizzled]:
+def evaluate(
+    text: str, inputs: Sequence[torch.Tensor | int | float], *, cutlass_dtype: str = "BFloat16"
+) -> list[Value | Swizzled]:
     """`interpret`, with the dtypes."""
     return _Run(inputs, cutlass_dtype).run(text)
 
@@ -59,7 +78,9 @@ class _Run:
             "fd.add_output": self.add_output,
             "float": float,
             **{f"fd.ops.{name}": function for name, function in OPS.items()},
-            "fd.ops.cutlass_nvfp4_grouped_mm": partial(OPS["cutlass_nvfp4_grouped_mm"], dtype=cutlass_dtype),
+            "fd.ops.cutlass_nvfp4_grouped_mm": partial(
+                OPS["cutlass_nvfp4_grouped_mm"], dtype=cutlass_dtype
+            ),
         }
 
     def run(self, text: str) -> list[Value | Swizzled]:
@@ -69,7 +90,15 @@ class _Run:
                 self.statement(statement)
             except UnknownOperation:
                 raise
-            except (AssertionError, RuntimeError, TypeError, IndexError, ValueError, KeyError, ZeroDivisionError) as error:
+            except (
+                AssertionError,
+                RuntimeError,
+                TypeError,
+                IndexError,
+                ValueError,
+                KeyError,
+                ZeroDivisionError,
+            ) as error:
                 raise Refused(f"{error}\n    in: {line}") from error
         left = len(list(self.inputs))
         need(not left, f"the definition takes {left} inputs fewer than were given")
@@ -100,32 +129,50 @@ class _Run:
             case ast.Attribute(ast.Name("DataType"), name):
                 return name
             case ast.Call(function, args, keywords):
-                return self.function(function)(*map(self.value, args), **{str(k.arg): self.value(k.value) for k in keywords})
+                return self.function(function)(
+                    *map(self.value, args), **{str(k.arg): self.value(k.value) for k in keywords}
+                )
         raise Refused(f"{ast.unparse(node)} is not what nvFuser prints")
 
     def function(self, node: ast.expr) -> Callable[..., Any]:
         name = ast.unparse(node)
         if name not in self.calls:
-            raise UnknownOperation(f"{name} has no meaning here: add it to a table in tests/emit/meaning/")
+            raise UnknownOperation(
+                f"{name} has no meaning here: add it to a table in tests/emit/meaning/"
+            )
         return self.calls[name]
 
     def define_tensor(
-        self, *, shape: list[int], contiguity: list[bool | None], dtype: str, is_cpu: bool, stride_order: list[int] | None = None
+        self,
+        *,
+        shape: list[int],
+        contiguity: list[bool | None],
+        dtype: str,
+        is_cpu: bool,
+        stride_order: list[int] | None = None,
     ) -> Value:
         x = next(self.inputs, None)
         if not isinstance(x, torch.Tensor):
             raise Refused(f"the input is {x!r}, expected a tensor")
-        need(x.dim() == len(shape), f"the input is {list(x.shape)}, expected {len(shape)} dimensions")
-        speed = stride_order or list(reversed(range(len(shape))))  # 0: the fastest dimension in memory
+        need(
+            x.dim() == len(shape), f"the input is {list(x.shape)}, expected {len(shape)} dimensions"
+        )
+        # 0: the fastest dimension in memory
+        speed = stride_order or list(reversed(range(len(shape))))
         _check_strides(x, speed, contiguity)
         data = from_torch(x, dtype, speed.index(0) if shape else 0)
-        need(all(want in (-1, n) for want, n in zip(shape, data.shape, strict=True)), f"the input is {list(data.shape)}, expected {shape}")
+        need(
+            all(want in (-1, n) for want, n in zip(shape, data.shape, strict=True)),
+            f"the input is {list(data.shape)}, expected {shape}",
+        )
         return Value(data, dtype)
 
     def define_scalar(self, value: bool | int | float | None, *, dtype: str) -> Scalar:
         if value is None:
             given = next(self.inputs, None)
-            if not isinstance(given, (int, float)) or isinstance(given, float) == (dtype in INTS or dtype == "Bool"):
+            if not isinstance(given, (int, float)) or isinstance(given, float) == (
+                dtype in INTS or dtype == "Bool"
+            ):
                 raise Refused(f"the input is {given!r}, expected a number of {dtype}")
             value = given
         rounded = type(value)(constant(value, dtype).item())
@@ -133,29 +180,38 @@ class _Run:
         return Scalar(rounded, dtype)
 
     def add_output(self, x: Any, alias: Any = None) -> None:
-        need(isinstance(x, (Value, Swizzled)) and alias is None, "an output that is no tensor, or that is written into an input")
+        need(
+            isinstance(x, (Value, Swizzled)) and alias is None,
+            "an output that is no tensor, or that is written into an input",
+        )
         self.outputs.append(x)
 
 
 def _check_strides(x: torch.Tensor, speed: list[int], contiguity: list[bool | None]) -> None:
-    """contiguity goes from the slowest dimension to the fastest: True, the stride is the extent in memory of all that is faster; None,
-    the size is 1 or the dimension is repeated."""
+    """contiguity goes from the slowest dimension to the fastest: True, the stride is the extent in
+    memory of all that is faster; None, the size is 1 or the dimension is repeated.
+    """
     slowest_first = sorted(range(x.dim()), key=lambda dim: -speed[dim])
     stride = 1
     for dim, contiguous in reversed(list(zip(slowest_first, contiguity, strict=True))):
         if contiguous is None or x.shape[dim] == 1:
             continue
         fits = not contiguous or not x.numel() or x.stride(dim) == stride
-        need(fits, f"the input {list(x.shape)} has strides {list(x.stride())}, expected {stride} in dimension {dim}")
+        need(
+            fits,
+            f"the input {list(x.shape)} has strides {list(x.stride())}, expected {stride} "
+            f"in dimension {dim}",
+        )
         stride = x.stride(dim) * x.shape[dim]
 
 
-# Against the real nvFuser -----------------------------------------------------------------------------------------------------
+# Against the real nvFuser -------------------------------------------------------------------------
 
 
 def round_trip(fd: Any) -> list[str]:
-    """Asserts that str(fd), executed with nvfuser_direct, prints the same text, but for the names; gives the dtypes of fd's outputs, for
-    the caller to compare: the text does not tell them all."""
+    """Asserts that str(fd), executed with nvfuser_direct, prints the same text, but for the names;
+    gives the dtypes of fd's outputs, for the caller to compare: the text does not tell them all.
+    """
     text, again = canonical(str(fd)), canonical(str(rebuilt(str(fd))))
     assert again == text, f"the text\n{text}\nexecuted, prints\n{again}"
     return [output.dtype().name for output in fd.fusion.outputs()]
@@ -173,11 +229,17 @@ def rebuilt(text: str) -> Any:
 
 
 class _Executable:
-    """A FusionDefinition that takes what nvFuser prints: literals also where its own operations ask for a constant of their own class."""
+    """A FusionDefinition that takes what nvFuser prints: literals also where its own operations ask
+    for a constant of their own class.
+    """
 
     def __init__(self, fd: Any, DataType: Any):
         self.fd, self.ops, self.DataType = fd, self, DataType
-        self.define_tensor, self.define_scalar, self.add_output = fd.define_tensor, fd.define_scalar, fd.add_output
+        self.define_tensor, self.define_scalar, self.add_output = (
+            fd.define_tensor,
+            fd.define_scalar,
+            fd.add_output,
+        )
 
     def __getattr__(self, name: str) -> Any:
         op, at = getattr(self.fd.ops, name), {"topk": 1, "select": 1, "scatter": 2}.get(name)
@@ -194,12 +256,16 @@ class _Executable:
 
 
 def canonical(text: str) -> str:
-    """The text with names numbered in order, and without casts of scalars to Index, which nvFuser inserts for sizes that are Int."""
+    """The text with names numbered in order, and without casts of scalars to Index, which nvFuser
+    inserts for sizes that are Int.
+    """
     lines: list[str] = []
     names: dict[str, str] = {}
     numbers = itertools.count()
     for line in text.splitlines():
-        if cast := re.fullmatch(r"\s*(c\d+) = fd\.ops\.cast\((c\d+), dtype=DataType\.Index\)", line):
+        if cast := re.fullmatch(
+            r"\s*(c\d+) = fd\.ops\.cast\((c\d+), dtype=DataType\.Index\)", line
+        ):
             names[cast[1]] = names[cast[2]]
             continue
         for name in re.findall(r"\b(?:c|tv)\d+\b", line):

@@ -1,4 +1,6 @@
-"""Programs that could read or write outside of their tensors: they do not verify, or raise when they are run, before memory is touched."""
+"""Programs that could read or write outside of their tensors: they do not verify, or raise when
+they are run, before memory is touched.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from fusion_moe.errors import Error, FusionError, GroupsError, ShapeError
 pytestmark = pytest.mark.compiler
 
 
-def refused(fd: FusionDefinition, *tensors: torch.Tensor, error: type[Error] = ShapeError, match: str = "") -> None:
+def refused(
+    fd: FusionDefinition, *tensors: torch.Tensor, error: type[Error] = ShapeError, match: str = ""
+) -> None:
     """The program raises, evaluated and compiled."""
     fusion = fd.fusion()
     with pytest.raises(error, match=match):
@@ -29,7 +33,9 @@ def refused(fd: FusionDefinition, *tensors: torch.Tensor, error: type[Error] = S
 def test_ends_of_more_rows_than_they_partition():
     fd = FusionDefinition()
     x = fd.define_tensor(shape=[5, 16], dtype="f32")
-    ends = fd.ops.ends(fd.define_tensor(shape=[2], dtype="i32"), rows=1000, groups=fd.define_groups("g", 2))
+    ends = fd.ops.ends(
+        fd.define_tensor(shape=[2], dtype="i32"), rows=1000, groups=fd.define_groups("g", 2)
+    )
     with pytest.raises(FusionError, match="5 rows partitioned by g, which partitions 1000"):
         fd.ops.partition(x, ends)
 
@@ -39,7 +45,11 @@ def test_rows_of_two_numbers_by_one_partition():
     fd = FusionDefinition()
     m, g = fd.define_size("m"), fd.define_groups("g", 2)
     fd.define_tensor(shape=[m / g, 16], dtype="f32")
-    with pytest.raises(FusionError, match=r"(1 \+ m|m \+ 1) rows partitioned by g, which partitions m rows"):
+    with pytest.raises(
+        FusionError,
+        match=r"(1 \+ m|m \+ 1) rows partitioned by g, which "
+        r"partitions m rows",
+    ):
         fd.define_tensor(shape=[(m + 1) / g, 16], dtype="f32")
 
 
@@ -77,14 +87,25 @@ def test_what_is_no_permutation_is_not_inverted(slots):
     slot_of = fd.define_tensor(shape=[2, 2], dtype="i32")
     x = fd.define_tensor(shape=[4, 8], dtype="f32")
     fd.add_output(fd.ops.index_select(x, fd.ops.invert(slot_of, 4), 0))
-    refused(fd, torch.tensor(slots).int().reshape(2, 2), torch.randn(4, 8), error=GroupsError, match="slot_of")
+    refused(
+        fd,
+        torch.tensor(slots).int().reshape(2, 2),
+        torch.randn(4, 8),
+        error=GroupsError,
+        match="slot_of",
+    )
 
 
 def test_a_permutation_is_inverted():
     fd = FusionDefinition()
     slot_of = fd.define_tensor(shape=[2, 2], dtype="i32")
     fd.add_output(fd.ops.invert(slot_of, 4))
-    assert fusion_moe.run(fd.fusion(), [torch.tensor([[2, 0], [3, 1]]).int()])[0].tolist() == [1, 3, 0, 2]
+    assert fusion_moe.run(fd.fusion(), [torch.tensor([[2, 0], [3, 1]]).int()])[0].tolist() == [
+        1,
+        3,
+        0,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("index", [4, -1, 2**31 - 1, -(2**31)])
@@ -107,14 +128,21 @@ def test_more_elements_than_can_be_counted():
     fd = FusionDefinition()
     a, b = (fd.define_tensor(shape=[-1, 0], dtype="f32") for _ in range(2))
     m, n = a.type.shape[0], b.type.shape[0]
-    fd.add_output(fd.ops.slice(fd.ops.full(shape=[m, n], fill_value=1.0, dtype="f32"), [0, 0], [1, 1]))
+    fd.add_output(
+        fd.ops.slice(fd.ops.full(shape=[m, n], fill_value=1.0, dtype="f32"), [0, 0], [1, 1])
+    )
     refused(fd, torch.zeros(2**40, 0), torch.zeros(2**40, 0), match="63 bits")
 
 
-@pytest.mark.parametrize("shape", [[2**32, 2**31], [2**32, 2**32 + 1], [2**32, 2**31, 0], [2**32, -1, 2**31]])
+@pytest.mark.parametrize(
+    "shape", [[2**32, 2**31], [2**32, 2**32 + 1], [2**32, 2**31, 0], [2**32, -1, 2**31]]
+)
 def test_types_of_more_elements_than_can_be_counted(shape):
     fd = FusionDefinition()
-    x, some = fd.define_tensor(shape=[1], dtype="f32"), fd.define_tensor(shape=[-1], dtype="f32").type.shape[0]
+    x, some = (
+        fd.define_tensor(shape=[1], dtype="f32"),
+        fd.define_tensor(shape=[-1], dtype="f32").type.shape[0],
+    )
     shape = [some if n == -1 else n for n in shape]
     makers = [
         lambda: fd.ops.full(shape=shape, fill_value=1.0, dtype="f32"),
@@ -129,12 +157,20 @@ def test_types_of_more_elements_than_can_be_counted(shape):
 def test_as_many_elements_as_can_be_counted():
     fd = FusionDefinition()
     x = fd.define_tensor(shape=[1], dtype="f32")
-    fd.add_output(fd.ops.slice(fd.ops.broadcast_in_dim(x, shape=[2**31, 2**32 - 1], broadcast_dims=[1]), [7, 2**32 - 2], [8, 2**32 - 1]))
+    fd.add_output(
+        fd.ops.slice(
+            fd.ops.broadcast_in_dim(x, shape=[2**31, 2**32 - 1], broadcast_dims=[1]),
+            [7, 2**32 - 2],
+            [8, 2**32 - 1],
+        )
+    )
     assert fusion_moe.run(fd.fusion(), [torch.tensor([3.0])])[0].tolist() == [[3.0]]
 
 
 def test_what_is_empty_takes_no_time():
-    """Kernels do not count through dimensions without elements, which would take years, and which Ctrl-C would not end."""
+    """Kernels do not count through dimensions without elements, which would take years, and which
+    Ctrl-C would not end.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(Path(__file__).with_name("empty_but_endless.py")), "cpu"]
     done = subprocess.run(command, env=environment, timeout=300, capture_output=True, text=True)
@@ -149,4 +185,7 @@ def test_inputs_whose_names_are_types_of_cpp():
     for v in values[1:]:
         total = fd.ops.add(total, v)
     fd.add_output(total)
-    assert fusion_moe.run(fd.fusion(), [torch.full((4,), float(i)) for i in range(66)])[0].tolist() == [65 * 33.0] * 4
+    assert (
+        fusion_moe.run(fd.fusion(), [torch.full((4,), float(i)) for i in range(66)])[0].tolist()
+        == [65 * 33.0] * 4
+    )

@@ -1,4 +1,5 @@
-"""The C++ for another architecture, as its generic tier: a compiler for aarch64 takes it, and under an emulator it computes what it means.
+"""The C++ for another architecture, as its generic tier: a compiler for aarch64 takes it, and under
+an emulator it computes what it means.
 
 It was never run on such a machine.
 """
@@ -32,36 +33,58 @@ from fusion_moe.runtime.program import Program
 from fusion_moe.target import TARGETS
 
 MAIN = Path(__file__).with_name("cross_main.cpp").read_text(encoding="utf-8")
-FIXED = {encoding: readers.library_source("generic", encoding).text for encoding in readers.BUILT_IN}
+FIXED = {
+    encoding: readers.library_source("generic", encoding).text for encoding in readers.BUILT_IN
+}
 BANDWIDTH = bandwidth._SOURCE.read_text(encoding="utf-8")
 AARCH64, RELOCATABLE = 183, 1  # in the head of an ELF file
 MISSING = "no C++ compiler for aarch64: install g++-aarch64-linux-gnu, or pip install ziglang"
-NO_EMULATOR = "no emulator of aarch64, or no compiler that links for it: install qemu-user-static and g++-aarch64-linux-gnu"
+NO_EMULATOR = (
+    "no emulator of aarch64, or no compiler that links for it: install qemu-user-static "
+    "and g++-aarch64-linux-gnu"
+)
 
 
-# The compiler ---------------------------------------------------------------------------------------------------------
+# The compiler -------------------------------------------------------------------------------------
 
 
 def compilers() -> list[tuple[str, ...]]:
     """Those that may be here."""
     found = [(path,) for name in ("aarch64-linux-gnu-g++",) if (path := shutil.which(name))]
-    found += [(path, "--target=aarch64-linux-gnu") for name in ("clang++",) if (path := shutil.which(name))]
+    found += [
+        (path, "--target=aarch64-linux-gnu")
+        for name in ("clang++",)
+        if (path := shutil.which(name))
+    ]
     zig = importlib.util.find_spec("ziglang") is not None
-    return found + ([(sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-gnu")] if zig else [])
+    return found + (
+        [(sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-gnu")] if zig else []
+    )
 
 
 @cache
 def compiler() -> tuple[str, ...] | None:
     """The first that finds the C++ library of its target."""
     with tempfile.TemporaryDirectory() as folder:
-        return next((c for c in compilers() if not compiled(c, "#include <algorithm>\nint x;\n", Path(folder)).returncode), None)
+        return next(
+            (
+                c
+                for c in compilers()
+                if not compiled(c, "#include <algorithm>\nint x;\n", Path(folder)).returncode
+            ),
+            None,
+        )
 
 
-def compiled(command: Sequence[str], source: str, folder: Path, name: str = "made") -> subprocess.CompletedProcess[str]:
+def compiled(
+    command: Sequence[str], source: str, folder: Path, name: str = "made"
+) -> subprocess.CompletedProcess[str]:
     """What the compiler says of a source; it makes an object file `name`.o in the folder."""
     (folder / f"{name}.cpp").write_text(source, encoding="utf-8")
     flags = [flag for flag in build.BASE_FLAGS if flag != "-shared"]
-    return run([*command, *flags, f"-I{readers.KERNELS}", "-c", f"{name}.cpp", "-o", f"{name}.o"], folder)
+    return run(
+        [*command, *flags, f"-I{readers.KERNELS}", "-c", f"{name}.cpp", "-o", f"{name}.o"], folder
+    )
 
 
 def run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -78,7 +101,7 @@ def check(source: str, folder: Path) -> None:
     assert (kind, machine) == (RELOCATABLE, AARCH64)
 
 
-# The programs ---------------------------------------------------------------------------------------------------------
+# The programs -------------------------------------------------------------------------------------
 
 
 def fusion_of(name: str, *args: object) -> Fusion:
@@ -89,9 +112,17 @@ def fusion_of(name: str, *args: object) -> Fusion:
 def expert_mlp_args() -> list[torch.Tensor]:
     """Rows for two of four experts: some with many, some with one, some with none."""
     g = torch.Generator().manual_seed(0)
-    gate_up, down = (quantize(torch.randn(4, *shape, generator=g)) for shape in ((64, 80), (80, 32)))
+    gate_up, down = (
+        quantize(torch.randn(4, *shape, generator=g)) for shape in ((64, 80), (80, 32))
+    )
     ids = torch.tensor([[0, 2]] * 18 + [[2, 3]])
-    return [torch.randn(len(ids), 80, generator=g).bfloat16(), ids, torch.rand(ids.shape, generator=g), *gate_up, *down]
+    return [
+        torch.randn(len(ids), 80, generator=g).bfloat16(),
+        ids,
+        torch.rand(ids.shape, generator=g),
+        *gate_up,
+        *down,
+    ]
 
 
 CALLS = {
@@ -119,7 +150,7 @@ def test_generated_kernels(name, tmp_path):
         check(kernel.source, tmp_path)
 
 
-# Emulated -------------------------------------------------------------------------------------------------------------
+# Emulated -----------------------------------------------------------------------------------------
 
 
 @cache
@@ -129,12 +160,18 @@ def emulator() -> str | None:
     if found is None or compiler() is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        built = not compiled(compiler(), "int main() {}\n", Path(folder)).returncode and not link(Path(folder), "made").returncode
+        built = (
+            not compiled(compiler(), "int main() {}\n", Path(folder)).returncode
+            and not link(Path(folder), "made").returncode
+        )
         return found if built and run([found, "./program"], Path(folder)).returncode == 0 else None
 
 
 def link(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
-    return run([*compiler(), "-static", "-fopenmp", *(f"{name}.o" for name in names), "-o", "program"], folder)
+    return run(
+        [*compiler(), "-static", "-fopenmp", *(f"{name}.o" for name in names), "-o", "program"],
+        folder,
+    )
 
 
 @pytest.mark.compiler
@@ -152,23 +189,37 @@ def test_emulated(name, tmp_path):
         assert compiled(compiler(), kernel.source, tmp_path, "segment").returncode == 0
         assert link(tmp_path, "segment", "product", "main").returncode == 0
         inputs = [made[v] for v in kernel.segment.inputs]
-        found, wanted = emulated(kernel, inputs, env, tmp_path), kernel.segment.plan.fusion.evaluate(*inputs, sizes=env)
+        found, wanted = (
+            emulated(kernel, inputs, env, tmp_path),
+            kernel.segment.plan.fusion.evaluate(*inputs, sizes=env),
+        )
         made.update(zip(kernel.segment.outputs, found, strict=True))
         for got, want in zip(found, wanted, strict=True):
             if want.dtype in (torch.float32, torch.bfloat16):
                 eps = torch.finfo(want.dtype).eps
-                torch.testing.assert_close(got, want, rtol=max(eps, 32 * 2.0**-23), atol=1e-6 * float(want.abs().max()))
+                torch.testing.assert_close(
+                    got, want, rtol=max(eps, 32 * 2.0**-23), atol=1e-6 * float(want.abs().max())
+                )
             else:
                 assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
-def emulated(kernel: Kernel, inputs: Sequence[torch.Tensor], env: Mapping[str, int], folder: Path) -> list[torch.Tensor]:
+def emulated(
+    kernel: Kernel, inputs: Sequence[torch.Tensor], env: Mapping[str, int], folder: Path
+) -> list[torch.Tensor]:
     """The outputs of the kernel on these inputs, from the program in a folder."""
     source = kernel.launch.source
-    made = [torch.empty(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype]) for v in source.memory]
-    numbers, arrays = [env[s] for s in source.fusion.symbols], [bytes_of(t) for t in (*inputs, *made)]
+    made = [
+        torch.empty(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype]) for v in source.memory
+    ]
+    numbers, arrays = (
+        [env[s] for s in source.fusion.symbols],
+        [bytes_of(t) for t in (*inputs, *made)],
+    )
     parts = [struct.pack("<q", len(array)) + array for array in arrays]
-    (folder / "in").write_bytes(struct.pack(f"<{len(numbers) + 2}q", len(numbers), *numbers, len(parts)) + b"".join(parts))
+    (folder / "in").write_bytes(
+        struct.pack(f"<{len(numbers) + 2}q", len(numbers), *numbers, len(parts)) + b"".join(parts)
+    )
     done = run([emulator(), "./program", "in", "out"], folder)
     assert done.returncode == 0, done.stderr
     with (folder / "out").open("rb") as out:

@@ -1,4 +1,6 @@
-"""Products of int8 operands on the CPU's tiers: the reference's bits, whatever tier, rows, threads and numbers."""
+"""Products of int8 operands on the CPU's tiers: the reference's bits, whatever tier, rows, threads
+and numbers.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,28 @@ def amx() -> Iterator[None]:
 
 
 def weights(encoding: str, groups: int = 3, n: int = 200, k: int = 544, seed: int = 0) -> Quantized:
-    """Codes and scales of any size that occurs. Of one size mostly: kernels of others are compiled."""
-    return random_weight(groups, n, k, seed, 1) if encoding == "nvfp4" else random_weights(encoding, groups, n, k, seed=seed)
+    """Codes and scales of any size that occurs. Of one size mostly: kernels of others are
+    compiled.
+    """
+    return (
+        random_weight(groups, n, k, seed, 1)
+        if encoding == "nvfp4"
+        else random_weights(encoding, groups, n, k, seed=seed)
+    )
 
 
-def both(tier: str, x: torch.Tensor, w: Quantized, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def both(
+    tier: str, x: torch.Tensor, w: Quantized, ends: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """By a tier and by the reference, f32."""
     fusion = fusion_of_call(
-        "grouped_mm", x, list(w), ends, weight_format=w.encoding.name, activation_format="int8", out_dtype=torch.float32
+        "grouped_mm",
+        x,
+        list(w),
+        ends,
+        weight_format=w.encoding.name,
+        activation_format="int8",
+        out_dtype=torch.float32,
     )
     inputs = [x, *w, ends]
     return program(fusion, tier)(inputs)[0], evaluate(fusion, *inputs)[0]
@@ -42,7 +58,10 @@ def both(tier: str, x: torch.Tensor, w: Quantized, ends: torch.Tensor) -> tuple[
 def test_bits(tier, encoding):
     """Groups of rows for each kernel there is, and its last rows."""
     for sizes in ((3, 17, 40), (250, 1, 8), (0, 4, 0), (0, 0, 0), (31, 33, 2), (5, 0, 16)):
-        x = torch.randn(sum(sizes) + 2, 544, generator=torch.Generator().manual_seed(0)).bfloat16() * 3
+        x = (
+            torch.randn(sum(sizes) + 2, 544, generator=torch.Generator().manual_seed(0)).bfloat16()
+            * 3
+        )
         same(*both(tier, x, weights(encoding), torch.tensor(sizes).cumsum(0).int()))
 
 
@@ -50,20 +69,33 @@ def test_bits(tier, encoding):
 def test_sizes(tier):
     for n, k, dtype in ((1, 16, torch.float16), (33, 1312, torch.float32)):
         x = torch.randn(50, k, generator=torch.Generator().manual_seed(0)).to(dtype)
-        same(*both(tier, x, weights("nvfp4", 3, n, k), torch.tensor([1, 20, 50], dtype=torch.int32)))
+        same(
+            *both(tier, x, weights("nvfp4", 3, n, k), torch.tensor([1, 20, 50], dtype=torch.int32))
+        )
 
 
 @pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_code_under_every_pair_of_scales(tier, encoding):
-    """Row n has scales n and n + d in turns, negative ones and NaN among them; each column of activations is one once."""
+    """Row n has scales n and n + d in turns, negative ones and NaN among them; each column of
+    activations is one once.
+    """
     code = torch.arange(16, dtype=torch.uint8)
     block = 16 if encoding == "nvfp4" else 32
     codes = (code | code.roll(3) << 4).repeat(256 // 32).expand(1, 256, 128).contiguous()
     byte = torch.arange(256)
     for d in (0, 3, 4):
-        scales = torch.stack((byte, (byte + d) % 256), -1).repeat(1, 128 // block).to(torch.uint8)[None].contiguous()
-        w = Quantized(codes, scales.view(torch.float8_e4m3fn), torch.ones(1)) if block == 16 else _mxfp4(codes, scales)
+        scales = (
+            torch.stack((byte, (byte + d) % 256), -1)
+            .repeat(1, 128 // block)
+            .to(torch.uint8)[None]
+            .contiguous()
+        )
+        w = (
+            Quantized(codes, scales.view(torch.float8_e4m3fn), torch.ones(1))
+            if block == 16
+            else _mxfp4(codes, scales)
+        )
         for rows in (1, 40):
             x = torch.eye(256)[torch.arange(rows) * 7 % 256] * 127
             x[:, 255] = 100
@@ -74,10 +106,14 @@ def _mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
     return Quantized(codes, scales.view(torch.float8_e8m0fnu), encoding=MXFP4)
 
 
-@pytest.mark.parametrize(("encoding", "dtype"), [("nvfp4", torch.bfloat16), ("mxfp4", torch.float32)])
+@pytest.mark.parametrize(
+    ("encoding", "dtype"), [("nvfp4", torch.bfloat16), ("mxfp4", torch.float32)]
+)
 @pytest.mark.parametrize("tier", TIERS)
 def test_activations_of_any_size(tier, encoding, dtype):
-    """Blocks of zeros, of numbers that count as zeros, with infinity or NaN, of the largest numbers and of those halfway between codes."""
+    """Blocks of zeros, of numbers that count as zeros, with infinity or NaN, of the largest numbers
+    and of those halfway between codes.
+    """
     x = torch.randn(40, 544, generator=torch.Generator().manual_seed(0))
     x[0::8, :256], x[1::8, :256] = 0, 1e-31
     x[2::8, 7], x[3::8, 300], x[4::8, 543] = torch.inf, torch.nan, -torch.inf
@@ -85,7 +121,14 @@ def test_activations_of_any_size(tier, encoding, dtype):
     x[6::8] = torch.arange(544) % 254 - 126.5
     x[6::8, ::256] = 127
     for rows in (8, 40):
-        same(*both(tier, x[:rows].to(dtype), weights(encoding), torch.tensor([0, rows, rows], dtype=torch.int32)))
+        same(
+            *both(
+                tier,
+                x[:rows].to(dtype),
+                weights(encoding),
+                torch.tensor([0, rows, rows], dtype=torch.int32),
+            )
+        )
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -95,21 +138,46 @@ def test_threads_change_no_bit(tier):
     same_on_any_threads(lambda: both(tier, x, w, ends)[0])
 
 
-@pytest.mark.parametrize(("tier", "columns"), [*((tier, 2) for tier in TIERS), (TIERS[0], 1), (TIERS[0], 3)])
+@pytest.mark.parametrize(
+    ("tier", "columns"), [*((tier, 2) for tier in TIERS), (TIERS[0], 1), (TIERS[0], 3)]
+)
 def test_layers(tier, columns):
-    """Experts, with gate and up apart and in turns of two (tiles of which a column is made of several), with biases and an adapter."""
+    """Experts, with gate and up apart and in turns of two (tiles of which a column is made of
+    several), with biases and an adapter.
+    """
     g = torch.Generator().manual_seed(columns)
     groups, hidden, inner = 3, 288, 48
-    gate_up, down = (list(quantize(torch.randn(groups, n, k, generator=g) / 9)) for n, k in ((2 * inner, hidden), (hidden, inner)))
-    x, ids, w = torch.randn(30, hidden, generator=g), torch.randint(0, groups, (30, 2), generator=g), torch.rand(30, 2, generator=g)
+    gate_up, down = (
+        list(quantize(torch.randn(groups, n, k, generator=g) / 9))
+        for n, k in ((2 * inner, hidden), (hidden, inner))
+    )
+    x, ids, w = (
+        torch.randn(30, hidden, generator=g),
+        torch.randint(0, groups, (30, 2), generator=g),
+        torch.rand(30, 2, generator=g),
+    )
     kwargs = {"interleave": (0, 2, 0)[columns - 1], "activation_format": "int8"}
     if columns == 3:
-        kwargs |= {f"{name}_bias": torch.randn(groups, n, generator=g) for name, n in (("gate_up", 2 * inner), ("down", hidden))}
-        kwargs |= {"down_lora_a": torch.randn(groups, 4, inner, generator=g), "down_lora_b": torch.randn(groups, hidden, 4, generator=g)}
+        kwargs |= {
+            f"{name}_bias": torch.randn(groups, n, generator=g)
+            for name, n in (("gate_up", 2 * inner), ("down", hidden))
+        }
+        kwargs |= {
+            "down_lora_a": torch.randn(groups, 4, inner, generator=g),
+            "down_lora_b": torch.randn(groups, hidden, 4, generator=g),
+        }
     fusion = fusion_of_call("fused_experts", x, ids, w, gate_up, down, **kwargs)
-    inputs = [x, ids, w, *gate_up, *down, *(t for t in kwargs.values() if isinstance(t, torch.Tensor))]
+    inputs = [
+        x,
+        ids,
+        w,
+        *gate_up,
+        *down,
+        *(t for t in kwargs.values() if isinstance(t, torch.Tensor)),
+    ]
     found, want = program(fusion, tier)(inputs)[0], evaluate(fusion, *inputs)[0]
-    # the activation between the products may differ in its last bits, which may be half a step of an integer
+    # the activation between the products may differ in its last bits, which may be half a step of
+    # an integer
     same(found, want, rtol=0, atol=float(want.abs().max()) / 200)
 
 

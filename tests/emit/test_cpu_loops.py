@@ -45,19 +45,32 @@ def close(found: Tensor, want: Tensor, by: float) -> None:
     torch.testing.assert_close(found, want, rtol=by, atol=by * max(1.0, most), equal_nan=True)
 
 
-# Each operation -------------------------------------------------------------------------------------------------------
+# Each operation -----------------------------------------------------------------------------------
 
 
 def of(*tensors: Tensor):
-    """A decorator: builds a fusion by calling the function with fd and inputs like these tensors; size 7 is a symbol."""
+    """A decorator: builds a fusion by calling the function with fd and inputs like these tensors;
+    size 7 is a symbol.
+    """
 
     def decorate(build):
         def make() -> tuple[Fusion, list[Tensor]]:
             fd = FusionDefinition()
             m = fd.define_size("m")
-            names = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.int32: "i32",
-                     torch.uint8: "u8", torch.bool: "bool", torch.float8_e4m3fn: "f8e4m3"}  # fmt: skip
-            values = [fd.define_tensor(shape=[m if n == 7 else n for n in t.shape], dtype=names[t.dtype]) for t in tensors]
+            names = {
+                torch.float32: "f32",
+                torch.bfloat16: "bf16",
+                torch.float16: "f16",
+                torch.int64: "i64",
+                torch.int32: "i32",
+                torch.uint8: "u8",
+                torch.bool: "bool",
+                torch.float8_e4m3fn: "f8e4m3",
+            }
+            values = [
+                fd.define_tensor(shape=[m if n == 7 else n for n in t.shape], dtype=names[t.dtype])
+                for t in tensors
+            ]
             made = build(fd, *values)
             for v in made if isinstance(made, tuple) else (made,):
                 fd.add_output(v)
@@ -70,7 +83,15 @@ def of(*tensors: Tensor):
 
 
 CASES: dict = {}
-OF_ANY_ROWS = ("sum_of_rows", "sum_of_columns", "moved", "padded_rows", "scales_of_matrices", "sum_read_again", "rows_from_a_size_on")
+OF_ANY_ROWS = (
+    "sum_of_rows",
+    "sum_of_columns",
+    "moved",
+    "padded_rows",
+    "scales_of_matrices",
+    "sum_read_again",
+    "rows_from_a_size_on",
+)
 g = torch.Generator().manual_seed(0)
 F = torch.randn(7, 33, generator=g)
 CUBE = torch.randn(7, 3, 20, generator=g)
@@ -112,9 +133,15 @@ def sum_read_again(fd, x):
 @of(F, F.bfloat16())
 def moved(fd, x, y):
     fd.ops.cast(y, dtype="f32")
-    turned = fd.ops.permute(fd.ops.pad(x, before=(0, 2), after=(0, 5), shape=(x.type.shape[0], 40)), dims=(1, 0))
+    turned = fd.ops.permute(
+        fd.ops.pad(x, before=(0, 2), after=(0, 5), shape=(x.type.shape[0], 40)), dims=(1, 0)
+    )
     cut = fd.ops.slice(x, start_indices=(0, 3), end_indices=(x.type.shape[0], 9))
-    return turned, fd.ops.cat(cut, fd.ops.cast(y, dtype="f32"), dim=1), fd.ops.reshape(cut, new_shape=(x.type.shape[0] * 2, 3))
+    return (
+        turned,
+        fd.ops.cat(cut, fd.ops.cast(y, dtype="f32"), dim=1),
+        fd.ops.reshape(cut, new_shape=(x.type.shape[0] * 2, 3)),
+    )
 
 
 @of(F)
@@ -131,13 +158,19 @@ def rows_joined(fd, x, y):
 @of(F)
 def rows_from_a_size_on(fd, x):
     m = x.type.shape[0]
-    return fd.ops.slice(fd.ops.cat(x, fd.ops.neg(x), dim=0), start_indices=(m, 0), end_indices=(2 * m, 33))
+    return fd.ops.slice(
+        fd.ops.cat(x, fd.ops.neg(x), dim=0), start_indices=(m, 0), end_indices=(2 * m, 33)
+    )
 
 
 @of(COUNTS, COUNTS.int())
 def whole_numbers(fd, a, b):
     sums = fd.ops.add(fd.ops.mul(a, 3), fd.ops.cast(b, dtype="i64"))
-    return fd.ops.minimum(sums, 4), fd.ops.gt(b, 0), fd.ops.cast(fd.ops.where(fd.ops.lt(a, 2), a, sums), dtype="f32")
+    return (
+        fd.ops.minimum(sums, 4),
+        fd.ops.gt(b, 0),
+        fd.ops.cast(fd.ops.where(fd.ops.lt(a, 2), a, sums), dtype="f32"),
+    )
 
 
 @of(F, torch.tensor([3, 0, 3, 6, 1]), F[:5])
@@ -169,28 +202,50 @@ def sums_of_groups(fd, x, offs):
 def routed_and_combined(fd, x, ids, w):
     _, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", 5))
     rows = fd.ops.index_select(x, row_of, dim=0)
-    return fd.ops.cast(fd.ops.combine(rows, slot_of, w), dtype="bf16"), fd.ops.invert(slot_of, rows=rows.type.shape[0])
+    return fd.ops.cast(fd.ops.combine(rows, slot_of, w), dtype="bf16"), fd.ops.invert(
+        slot_of, rows=rows.type.shape[0]
+    )
 
 
 @of(torch.randn(7, 12, generator=g).bfloat16(), torch.randn(12, generator=g))
 def routed_by_softmax(fd, logits, bias):
     ids = fd.ops.topk_ids(logits, bias, k=4)
     ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", 12))
-    return ids, fd.ops.topk_weights(logits, ids, dtype="f16"), fd.ops.topk_weights(logits, ids, renormalize=True), ends, row_of, slot_of
+    return (
+        ids,
+        fd.ops.topk_weights(logits, ids, dtype="f16"),
+        fd.ops.topk_weights(logits, ids, renormalize=True),
+        ends,
+        row_of,
+        slot_of,
+    )
 
 
 @of(torch.randn(7, 12, generator=g), torch.randn(12, generator=g))
 def routed_by_sigmoid_in_groups(fd, logits, bias):
     how = {"scoring": "sigmoid", "n_group": 4, "topk_group": 2}
-    ids, best = fd.ops.topk_ids(logits, bias, k=6, best_of_group=2, **how), fd.ops.topk_ids(logits, 0, k=5, **how)
+    ids, best = (
+        fd.ops.topk_ids(logits, bias, k=6, best_of_group=2, **how),
+        fd.ops.topk_ids(logits, 0, k=5, **how),
+    )
     of = {"scoring": "sigmoid", "routed_scaling_factor": 2.5}
-    return ids, best, *(fd.ops.topk_weights(logits, ids, renormalize=r, **of) for r in (False, True))
+    return (
+        ids,
+        best,
+        *(fd.ops.topk_weights(logits, ids, renormalize=r, **of) for r in (False, True)),
+    )
 
 
-@of(torch.randn(7, 12, generator=g), torch.randn(7, 12, generator=g).argsort(1)[:, :3], torch.randn(7, 3, generator=g))
+@of(
+    torch.randn(7, 12, generator=g),
+    torch.randn(7, 12, generator=g).argsort(1)[:, :3],
+    torch.randn(7, 3, generator=g),
+)
 def gradients_of_routers(fd, logits, ids, dw):
     return tuple(
-        fd.ops.topk_weights_backward(logits, ids, dw, scoring=s, renormalize=r, routed_scaling_factor=2.0)
+        fd.ops.topk_weights_backward(
+            logits, ids, dw, scoring=s, renormalize=r, routed_scaling_factor=2.0
+        )
         for s in ("softmax", "sigmoid")
         for r in (False, True)
     )
@@ -218,7 +273,7 @@ def test_few_rows(rows):
             close(found, want, 2.0**-8)
 
 
-# Quantize and swizzle, bit for bit --------------------------------------------------------------------------------------
+# Quantize and swizzle, bit for bit ----------------------------------------------------------------
 
 
 def quantized(shape, dtype: str, runs: int = 0) -> Fusion:
@@ -233,12 +288,19 @@ def quantized(shape, dtype: str, runs: int = 0) -> Fusion:
 @pytest.mark.parametrize("tier", isa.available())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_quantize_is_that_of_the_reference(dtype, tier):
-    """Every float16 there is, and numbers of all sizes; given scales that fit, that saturate, and zero."""
+    """Every float16 there is, and numbers of all sizes; given scales that fit, that saturate, and
+    zero.
+    """
     every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.float16)
     x = every[every.isfinite()].float()[: 62 * 1024].view(4, 62 * 2, 128)
     x = torch.cat([x, x * torch.randn(x.shape, generator=g).exp2()], 1).to(dtype)
-    fusion = quantized(x.shape, {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype], runs=2)
-    for decode_scale in (torch.rand(4, 2, generator=g), torch.tensor([[1e-6, 1e3], [0.0, 1.0], [2.0**-126, 3.4e38], [24.4, 0.01]])):
+    fusion = quantized(
+        x.shape, {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype], runs=2
+    )
+    for decode_scale in (
+        torch.rand(4, 2, generator=g),
+        torch.tensor([[1e-6, 1e3], [0.0, 1.0], [2.0**-126, 3.4e38], [24.4, 0.01]]),
+    ):
         inputs = [x.nan_to_num(posinf=1.0, neginf=-1.0), decode_scale]
         assert_same_bits(compiled(fusion, tier)(inputs), fusion.evaluate(*inputs))
 
@@ -264,7 +326,10 @@ def test_mxfp8_is_that_of_the_reference(axis, dtype, tier):
 @pytest.mark.parametrize("sizes", [(5, 0, 33, 64, 1), (0, 0), (32,), (96, 7)])
 @pytest.mark.parametrize("columns", [48, 600])
 def test_mxfp8_along_rows_of_groups_is_that_of_the_reference(columns, sizes, tier):
-    x, ends = numbers_of_all_sizes(sum(sizes) + 4, columns).bfloat16(), torch.tensor(sizes).cumsum(0).int()
+    x, ends = (
+        numbers_of_all_sizes(sum(sizes) + 4, columns).bfloat16(),
+        torch.tensor(sizes).cumsum(0).int(),
+    )
     x[sum(sizes) :] = torch.nan
     fusion = mxfp8_copies(x, [-2], ends)
     assert_same_bits(compiled(fusion, tier)([x, ends]), fusion.evaluate(x, ends))
@@ -274,7 +339,10 @@ def test_mxfp8_along_rows_of_groups_is_that_of_the_reference(columns, sizes, tie
 def swizzled(sizes: tuple[int, ...], cols: int) -> tuple[Fusion, list[Tensor]]:
     ends = torch.tensor(sizes).cumsum(0).int()
     fd = FusionDefinition()
-    x, offs = fd.define_tensor(shape=[fd.define_size("m"), cols], dtype="f8e4m3"), fd.define_tensor(shape=[len(sizes)], dtype="i32")
+    x, offs = (
+        fd.define_tensor(shape=[fd.define_size("m"), cols], dtype="f8e4m3"),
+        fd.define_tensor(shape=[len(sizes)], dtype="i32"),
+    )
     made = fd.ops.ends(offs, rows=x.type.shape[0], groups=fd.define_groups("g", len(sizes)))
     fd.add_output(fd.ops.grouped_swizzle(fd.ops.partition(x, made), made, layout="sf128x4"))
     scales = torch.randint(0, 256, (int(ends[-1]) + 5, cols), generator=g).to(torch.uint8)
@@ -288,13 +356,15 @@ def test_swizzle_is_that_of_the_reference(sizes, cols):
     assert_same_bits(in_cpp(fusion)(inputs), fusion.evaluate(*inputs))
 
 
-# Functions --------------------------------------------------------------------------------------------------------------
+# Functions ----------------------------------------------------------------------------------------
 
 EVERY_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
 
 
 def units(found: Tensor, want: Tensor) -> float:
-    """The largest distance of finite numbers in units of the last place of `found`, which must be equal where `want` f64 is not finite."""
+    """The largest distance of finite numbers in units of the last place of `found`, which must be
+    equal where `want` f64 is not finite.
+    """
     held = want.to(found.dtype)
     finite = held.isfinite()
     torch.testing.assert_close(found[~finite], held[~finite], rtol=0, atol=0, equal_nan=True)
@@ -314,10 +384,19 @@ def of_each(names: tuple[str, ...], dtype: str) -> Fusion:
 
 @pytest.mark.parametrize("tier", isa.available())
 def test_functions_are_right_to_two_units(tier):
-    """For every bfloat16, and numbers between them; infinities, NaN, subnormals and both zeros are among them."""
-    names, between = ("tanh", "erf", "exp"), torch.arange(-(2**31), 2**31, 4099).to(torch.int32).view(torch.float32)
+    """For every bfloat16, and numbers between them; infinities, NaN, subnormals and both zeros are
+    among them.
+    """
+    names, between = (
+        ("tanh", "erf", "exp"),
+        torch.arange(-(2**31), 2**31, 4099).to(torch.int32).view(torch.float32),
+    )
     of_floats, of_bf16 = (compiled(of_each(names, dtype), tier) for dtype in ("f32", "bf16"))
-    for program, x, most in ((of_floats, EVERY_BF16.float(), 2), (of_floats, between, 2), (of_bf16, EVERY_BF16, 0.501)):
+    for program, x, most in (
+        (of_floats, EVERY_BF16.float(), 2),
+        (of_floats, between, 2),
+        (of_bf16, EVERY_BF16, 0.501),
+    ):
         for name, found in zip(names, program([x]), strict=True):
             assert units(found, getattr(torch, name)(x.double())) < most, name
 
@@ -328,7 +407,7 @@ def test_functions_call_no_others():
         assert "std::" not in kernel.source
 
 
-# Sums -------------------------------------------------------------------------------------------------------------------
+# Sums ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tier", isa.available())
@@ -346,8 +425,18 @@ def test_long_sums_do_not_stand_still():
     """At 2^24, the first integer whose successor float32 does not have."""
     fd = FusionDefinition()
     x = fd.define_tensor(shape=[1], dtype="f32")
-    fd.add_output(fd.ops.sum(fd.ops.broadcast_in_dim(x, shape=[2**24 + 2**20, 1], broadcast_dims=[1]), dims=[0], keepdim=False))
-    fd.add_output(fd.ops.sum(fd.ops.broadcast_in_dim(x, shape=[2**29], broadcast_dims=[0]), dims=[0], keepdim=True))
+    fd.add_output(
+        fd.ops.sum(
+            fd.ops.broadcast_in_dim(x, shape=[2**24 + 2**20, 1], broadcast_dims=[1]),
+            dims=[0],
+            keepdim=False,
+        )
+    )
+    fd.add_output(
+        fd.ops.sum(
+            fd.ops.broadcast_in_dim(x, shape=[2**29], broadcast_dims=[0]), dims=[0], keepdim=True
+        )
+    )
     assert [t.tolist() for t in in_cpp(fd.fusion())([torch.ones(1)])] == [[2**24 + 2**20], [2**29]]
 
 
@@ -362,12 +451,14 @@ def test_long_sums_of_what_is_not_finite(kind, value):
         assert_same_bits([found.flatten()], [torch.full_like(found.flatten(), value)])
 
 
-# Whole programs ---------------------------------------------------------------------------------------------------------
+# Whole programs -----------------------------------------------------------------------------------
 
 
 @given(programs(), st.sampled_from([0, 1, 5]), st.sampled_from(isa.available()), st.booleans())
 def test_any_program(fusion, tokens, tier, contract):
-    """In one call and kernel by kernel; what was not rounded, or rounded elsewhere, grows with the steps of a program."""
+    """In one call and kernel by kernel; what was not rounded, or rounded elsewhere, grows with the
+    steps of a program.
+    """
     inputs = inputs_of(tokens)
     program = compiled(fusion, tier, contract)
     found, want = program(inputs), fusion.evaluate(*inputs)
@@ -381,8 +472,13 @@ def test_any_program_says_what_the_reference_says(fusion, what):
     inputs = inputs_of(3)
     if what == "ids":
         inputs[2][1, 1] = 77
-    program, reference, told = compiled(fusion), compile_fusion(fusion, TARGETS["reference"], options.current()), []
-    for run in (lambda: program(inputs), lambda: reference(inputs)):  # which drops what nobody reads, as all programs do
+    program, reference, told = (
+        compiled(fusion),
+        compile_fusion(fusion, TARGETS["reference"], options.current()),
+        [],
+    )
+    # which drops what nobody reads, as all programs do
+    for run in (lambda: program(inputs), lambda: reference(inputs)):
         try:
             told.append(list(map(bits, run())))
         except Error as error:
@@ -393,11 +489,16 @@ def test_any_program_says_what_the_reference_says(fusion, what):
 
 
 def test_memory_is_taken_in_turn_and_never_returned_twice():
-    """A chain of products goes to and fro between two arrays; a result that is returned keeps its own."""
+    """A chain of products goes to and fro between two arrays; a result that is returned keeps its
+    own.
+    """
     fd = FusionDefinition()
     m, groups = fd.define_size("m"), fd.define_groups("g", 2)
     x, offs = fd.define_tensor(shape=[m, 32], dtype="f32"), fd.define_tensor(shape=[2], dtype="i32")
-    packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([2, 32, 16], "u8"), ([2, 32, 2], "f8e4m3"), ([2], "f32"))]
+    packed = [
+        fd.define_tensor(shape=s, dtype=d)
+        for s, d in (([2, 32, 16], "u8"), ([2, 32, 2], "f8e4m3"), ([2], "f32"))
+    ]
     ends = fd.ops.ends(offs, rows=m, groups=groups)
     made, w = [fd.ops.partition(x, ends)], fd.ops.pack(*packed, encoding="nvfp4", layout="linear")
     for _ in range(5):

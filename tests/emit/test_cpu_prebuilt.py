@@ -1,4 +1,6 @@
-"""Without a compiler: products by the library that came with the package, plain torch around them; the reference where none came."""
+"""Without a compiler: products by the library that came with the package, plain torch around them;
+the reference where none came.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def layer(seed: int) -> tuple[fusion_moe.NVFP4Experts, tuple[Tensor, Tensor, Ten
 def test_a_product(product, dtype):
     g = torch.Generator().manual_seed(3)
     weight = quantize(torch.randn(3, 37, 80, generator=g))
-    a, ends = torch.randn(50, 80, generator=g).to(dtype), torch.tensor([1, 1, 45], dtype=torch.int32)
+    a, ends = (
+        torch.randn(50, 80, generator=g).to(dtype),
+        torch.tensor([1, 1, 45], dtype=torch.int32),
+    )
     found = OPS.nvfp4_grouped_mm(a, *weight, ends)
     with options.override(target="reference"):
         want = OPS.nvfp4_grouped_mm(a, *weight, ends)
@@ -85,16 +90,25 @@ def test_that_is_said_once(without_compiler, caplog, monkeypatch):
     assert [r.message.partition(":")[0] for r in caplog.records].count("no C++ compiler") == 1
 
 
-def test_without_either_the_reference_runs_and_says_why(without_compiler, caplog, monkeypatch, tmp_path):
+def test_without_either_the_reference_runs_and_says_why(
+    without_compiler, caplog, monkeypatch, tmp_path
+):
     monkeypatch.setattr(readers, "SHIPPED", tmp_path)
     monkeypatch.setattr(warn, "_said", set())
     module, args = layer(1)
-    with torch.no_grad(), options.override(cpu_isa="generic", contract_rounding=False):  # a program of its own
+    # a program of its own
+    with torch.no_grad(), options.override(cpu_isa="generic", contract_rounding=False):
         found, report = module(*args), fusion_moe.explain(module, *args).details()
         with options.override(target="reference"):
             assert found.equal(module(*args))
     assert "no C++ compiler" in report
-    assert "this installation has no prebuilt kernels of nvfp4 for generic" in " ".join(report.split())
-    slow = [r.message for r in caplog.records if r.message.startswith("grouped products run in plain torch, slowly: ")]
+    assert "this installation has no prebuilt kernels of nvfp4 for generic" in " ".join(
+        report.split()
+    )
+    slow = [
+        r.message
+        for r in caplog.records
+        if r.message.startswith("grouped products run in plain torch, slowly: ")
+    ]
     assert len(slow) == 1
     assert "no prebuilt kernels of nvfp4 for generic" in slow[0]

@@ -61,7 +61,13 @@ def test_bad_input_is_told_as_everywhere(cpp):
     with pytest.raises(GroupsError, match=rf"ids\[2, 1\] = {E}"):
         module(x, ids, weights)
     with pytest.raises(GroupsError, match=r"offs\[1\] = 2 is below"):
-        ops.scaled_swiglu(ops.nvfp4_grouped_mm(x, *ops.nvfp4_quantize(torch.randn(3, 32, H)), torch.tensor([4, 2, 9], dtype=torch.int32)))
+        ops.scaled_swiglu(
+            ops.nvfp4_grouped_mm(
+                x,
+                *ops.nvfp4_quantize(torch.randn(3, 32, H)),
+                torch.tensor([4, 2, 9], dtype=torch.int32),
+            )
+        )
 
 
 def test_explain_shows_the_kernels():

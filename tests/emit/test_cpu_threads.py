@@ -1,4 +1,6 @@
-"""Whole programs in one parallel region: the bits do not depend on the number of threads, nor on what runs beside them."""
+"""Whole programs in one parallel region: the bits do not depend on the number of threads, nor on
+what runs beside them.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,15 @@ def _amx():
 def layer(tokens: int, tier: str):
     """A program of an expert layer with NVFP4 weights, and inputs for it."""
     generator = torch.Generator().manual_seed(tokens)
-    x, w = torch.randn(tokens, HIDDEN, generator=generator).bfloat16(), torch.rand(tokens, SLOTS, generator=generator)
+    x, w = (
+        torch.randn(tokens, HIDDEN, generator=generator).bfloat16(),
+        torch.rand(tokens, SLOTS, generator=generator),
+    )
     ids = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :SLOTS].contiguous()
-    gate_up, down = random_weight(EXPERTS, 2 * INTERMEDIATE, HIDDEN), random_weight(EXPERTS, HIDDEN, INTERMEDIATE)
+    gate_up, down = (
+        random_weight(EXPERTS, 2 * INTERMEDIATE, HIDDEN),
+        random_weight(EXPERTS, HIDDEN, INTERMEDIATE),
+    )
     fusion = fusion_of_call("fused_experts", x, ids, w, list(gate_up), list(down))
     return program(fusion, tier, joined=True), [x, ids, w, *gate_up, *down]
 
@@ -84,9 +92,13 @@ def test_bad_input_ends_the_region():
         same(compiled(inputs), want)
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no threads to CPUs")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="this system binds no threads to CPUs"
+)
 def test_more_threads_than_the_process_has_cpus():
-    """Those that wait let those that work run: without that, five threads on one CPU took six times as long as one thread there."""
+    """Those that wait let those that work run: without that, five threads on one CPU took six times
+    as long as one thread there.
+    """
     compiled, inputs = layer(70, TIERS[-1])
     want = compiled(inputs)
 

@@ -1,4 +1,6 @@
-"""The CPU's products of training, dgrad and wgrad, each tier that this machine has, and what is fused around them."""
+"""The CPU's products of training, dgrad and wgrad, each tier that this machine has, and what is
+fused around them.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,23 @@ from fusion_moe.runtime.program import Program
 from fusion_moe.target import TARGETS
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
-# With empty groups at the end: all that have 7 groups, or 256, share a kernel, which has that number in its source.
+# With empty groups at the end: all that have 7 groups, or 256, share a kernel, which has that
+# number in its source.
 PARTITIONS = {
-    "one": (33,), "seven": (0, 1, 7, 15, 17, 0, 40), "around_a_tile": (127, 128, 129, *(0,) * 4), "all_in_one": (0, 0, 300, *(0,) * 4),
-    "none": (0,) * 7, "a_chunk_and_more": (512, 513, 1100, *(0,) * 4),
-    "64": (*(3,) * 64, *(0,) * 192), "65": (*(2,) * 64, 9, *(0,) * 191), "256": (0, 1, 2, 5) * 64,
-}  # fmt: skip
-PRODUCTS = [(sizes, 100, 71) for sizes in PARTITIONS.values()] + [(PARTITIONS["seven"], 64, 200), (PARTITIONS["seven"], 1, 1)]
+    "one": (33,),
+    "seven": (0, 1, 7, 15, 17, 0, 40),
+    "around_a_tile": (127, 128, 129, *(0,) * 4),
+    "all_in_one": (0, 0, 300, *(0,) * 4),
+    "none": (0,) * 7,
+    "a_chunk_and_more": (512, 513, 1100, *(0,) * 4),
+    "64": (*(3,) * 64, *(0,) * 192),
+    "65": (*(2,) * 64, 9, *(0,) * 191),
+    "256": (0, 1, 2, 5) * 64,
+}
+PRODUCTS = [(sizes, 100, 71) for sizes in PARTITIONS.values()] + [
+    (PARTITIONS["seven"], 64, 200),
+    (PARTITIONS["seven"], 1, 1),
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,13 +64,23 @@ Rest = Callable[[FusionDefinition, Value, Value], Value]  # (fd, the product, en
 
 
 @cache
-def product(kind: str, a: tuple[int, torch.dtype], b: tuple[tuple[int, ...], torch.dtype], groups: int, rest: Rest | None = None) -> Fusion:
+def product(
+    kind: str,
+    a: tuple[int, torch.dtype],
+    b: tuple[tuple[int, ...], torch.dtype],
+    groups: int,
+    rest: Rest | None = None,
+) -> Fusion:
     """kind(rows [m, columns] of a dtype, rows or matrices). rest: what is fused after it."""
     fd = FusionDefinition()
     m = fd.define_size("m")
     x = fd.define_tensor(shape=[m, a[0]], dtype=dtype_name(a[1]))
-    y = fd.define_tensor(shape=[m, *b[0]] if kind == "grouped_outer" else list(b[0]), dtype=dtype_name(b[1]))
-    ends = fd.ops.ends(fd.define_tensor(shape=[groups], dtype="i32"), rows=m, groups=fd.define_groups("g", groups))
+    y = fd.define_tensor(
+        shape=[m, *b[0]] if kind == "grouped_outer" else list(b[0]), dtype=dtype_name(b[1])
+    )
+    ends = fd.ops.ends(
+        fd.define_tensor(shape=[groups], dtype="i32"), rows=m, groups=fd.define_groups("g", groups)
+    )
     other = fd.ops.partition(y, ends) if kind == "grouped_outer" else y
     made = getattr(fd.ops, kind)(fd.ops.partition(x, ends), other, ends)
     fd.add_output(rest(fd, made, ends) if rest else made)
@@ -67,13 +89,17 @@ def product(kind: str, a: tuple[int, torch.dtype], b: tuple[tuple[int, ...], tor
 
 def computed(kind: str, tier: str, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     shape = tuple(b.shape[1:] if kind == "grouped_outer" else b.shape)
-    return program(product(kind, (a.shape[1], a.dtype), (shape, b.dtype), len(ends)), tier)([a, b, ends])[0]
+    return program(product(kind, (a.shape[1], a.dtype), (shape, b.dtype), len(ends)), tier)(
+        [a, b, ends]
+    )[0]
 
 
 def expected(kind: str, a: Tensor, b: Tensor, sizes: Sequence[int]) -> Tensor:
     """In float64; rows past the last end are zeros."""
     a, b, start = a.double(), b.double(), 0
-    out = a.new_zeros((len(sizes), a.shape[1], b.shape[1]) if kind == "grouped_outer" else (len(a), b.shape[2]))
+    out = a.new_zeros(
+        (len(sizes), a.shape[1], b.shape[1]) if kind == "grouped_outer" else (len(a), b.shape[2])
+    )
     for group, rows in enumerate(sizes):
         run = slice(start, start := start + rows)
         if kind == "grouped_outer":
@@ -83,17 +109,31 @@ def expected(kind: str, a: Tensor, b: Tensor, sizes: Sequence[int]) -> Tensor:
     return out
 
 
-def operands(kind: str, sizes: Sequence[int], n: int, k: int, dtypes: tuple[torch.dtype, torch.dtype], exact: bool) -> list[Tensor]:
+def operands(
+    kind: str,
+    sizes: Sequence[int],
+    n: int,
+    k: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    exact: bool,
+) -> list[Tensor]:
     """Rows of N columns; rows or matrices; NaN past the last end."""
-    rows, made = sum(sizes) + 3, small_integers if exact else lambda *shape, dtype, seed: torch.randn(shape).to(dtype)
+    rows, made = (
+        sum(sizes) + 3,
+        small_integers if exact else lambda *shape, dtype, seed: torch.randn(shape).to(dtype),
+    )
     a = made(rows, n, dtype=dtypes[0], seed=0)
-    b = made(rows, k, dtype=dtypes[1], seed=1) if kind == "grouped_outer" else made(len(sizes), n, k, dtype=dtypes[1], seed=1)
+    b = (
+        made(rows, k, dtype=dtypes[1], seed=1)
+        if kind == "grouped_outer"
+        else made(len(sizes), n, k, dtype=dtypes[1], seed=1)
+    )
     for t in (a, b) if kind == "grouped_outer" else (a,):
         t[sum(sizes) :] = torch.nan
     return [a, b]
 
 
-# Products -------------------------------------------------------------------------------------------------------------
+# Products -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("sizes", "n", "k"), PRODUCTS, ids=[*PARTITIONS, "wide", "one_number"])
@@ -102,7 +142,10 @@ def operands(kind: str, sizes: Sequence[int], n: int, k: int, dtypes: tuple[torc
 def test_exactly(tier, kind, sizes, n, k):
     """Small integers, every group and every row; what is NaN past the last end is not read."""
     a, b = operands(kind, sizes, n, k, (torch.bfloat16, torch.bfloat16), exact=True)
-    same(computed(kind, tier, a, b, ends_from_sizes(torch.tensor(sizes))), expected(kind, a, b, sizes).float())
+    same(
+        computed(kind, tier, a, b, ends_from_sizes(torch.tensor(sizes))),
+        expected(kind, a, b, sizes).float(),
+    )
 
 
 BOTH_DTYPES = [(a, b) for a in DTYPES for b in DTYPES]
@@ -113,7 +156,12 @@ def of_all_dtypes(tier: str) -> dict[tuple[str, torch.dtype, torch.dtype], Progr
     """Of 100 and 71 columns, in seven groups."""
     shapes = {"grouped_mm_t": (7, 100, 71), "grouped_outer": (71,)}
     return together(
-        {(kind, *two): product(kind, (100, two[0]), (shape, two[1]), 7) for kind, shape in shapes.items() for two in BOTH_DTYPES}, tier
+        {
+            (kind, *two): product(kind, (100, two[0]), (shape, two[1]), 7)
+            for kind, shape in shapes.items()
+            for two in BOTH_DTYPES
+        },
+        tier,
     )
 
 
@@ -121,7 +169,9 @@ def of_all_dtypes(tier: str) -> dict[tuple[str, torch.dtype, torch.dtype], Progr
 @pytest.mark.parametrize("kind", ["grouped_mm_t", "grouped_outer"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_pair_of_dtypes(tier, kind, dtypes):
-    """Each product and each sum is rounded once, to float32: as many units in the last place of the sum of sizes as there are products."""
+    """Each product and each sum is rounded once, to float32: as many units in the last place of the
+    sum of sizes as there are products.
+    """
     sizes = PARTITIONS["seven"]
     ends = ends_from_sizes(torch.tensor(sizes))
     compiled = of_all_dtypes(tier)[(kind, *dtypes)]
@@ -160,24 +210,33 @@ def test_what_is_not_finite_stays_in_its_row_or_group(tier, kind):
 def test_the_gradient_of_rows_by_a_quantized_weight(tier, encoding):
     n, k, sizes = 45, 160, (1, 0, 20, 70)
     if encoding == "nvfp4":
-        weight = quantize(torch.randn(len(sizes), n, k, generator=torch.Generator().manual_seed(0)), encoding=ENCODINGS[encoding])
+        weight = quantize(
+            torch.randn(len(sizes), n, k, generator=torch.Generator().manual_seed(0)),
+            encoding=ENCODINGS[encoding],
+        )
     else:
         weight = random_weights(encoding, len(sizes), n, k, (120, 130))
     ends = ends_from_sizes(torch.tensor(sizes))
     for dtype in DTYPES:
         x = torch.randn(sum(sizes), k).to(dtype)
-        fusion = fusion_of_call("grouped_mm", x, list(weight), ends, weight_format=encoding, out_dtype=torch.float32)
+        fusion = fusion_of_call(
+            "grouped_mm", x, list(weight), ends, weight_format=encoding, out_dtype=torch.float32
+        )
         backward = differentiate(fusion, [0])
         dy = torch.randn(sum(sizes), n)
         args = [*backward.read([x, *weight, ends], [dy]), dy]
         (found,) = program(backward.backward, tier)(args)
         w = dequantize(weight)
         want = expected("grouped_mm_t", dy, w, sizes)
-        bound = (n + 4) * 2.0**-24 * expected("grouped_mm_t", dy.abs(), w.abs(), sizes) + torch.finfo(dtype).eps * want.abs() + 2.0**-25
+        bound = (
+            (n + 4) * 2.0**-24 * expected("grouped_mm_t", dy.abs(), w.abs(), sizes)
+            + torch.finfo(dtype).eps * want.abs()
+            + 2.0**-25
+        )
         assert ((found.double() - want).abs() <= bound).all()
 
 
-# What is fused --------------------------------------------------------------------------------------------------------
+# What is fused ------------------------------------------------------------------------------------
 
 
 def test_a_matrix_is_added_to_another():
@@ -185,14 +244,24 @@ def test_a_matrix_is_added_to_another():
     fd = FusionDefinition()
     m, n, k = fd.define_size("m"), 37, 50
     a, b = (fd.define_tensor(shape=[m, c], dtype="bf16") for c in (n, k))
-    index, total = fd.define_tensor(shape=[m], dtype="i64"), fd.define_tensor(shape=[3, n, k], dtype="f32")
-    ends = fd.ops.ends(fd.define_tensor(shape=[3], dtype="i32"), rows=m, groups=fd.define_groups("g", 3))
+    index, total = (
+        fd.define_tensor(shape=[m], dtype="i64"),
+        fd.define_tensor(shape=[3, n, k], dtype="f32"),
+    )
+    ends = fd.ops.ends(
+        fd.define_tensor(shape=[3], dtype="i32"), rows=m, groups=fd.define_groups("g", 3)
+    )
     rows = fd.ops.partition(fd.ops.index_select(b, index, dim=0), ends)
     halves = fd.ops.mul(fd.ops.cast(fd.ops.partition(a, ends), dtype="f32"), 0.5)
     made = fd.ops.add(total, fd.ops.grouped_outer(halves, rows, ends))
     fd.add_output(made)
     fd.add_output(fd.ops.cast(made, dtype="bf16"))
-    inputs = [small_integers(60, n), small_integers(60, k), torch.arange(59, -1, -1), small_integers(3, n, k, dtype=torch.float32)]
+    inputs = [
+        small_integers(60, n),
+        small_integers(60, k),
+        torch.arange(59, -1, -1),
+        small_integers(3, n, k, dtype=torch.float32),
+    ]
     for tier in TIERS:
         check_segments(fd.fusion(), tier, [*inputs, torch.tensor([0, 50, 58], dtype=torch.int32)])
         assert len(program(fd.fusion(), tier).segments) == 1
@@ -205,8 +274,18 @@ def gated(interleave: int, hidden: int) -> Rest:
         rows, width = z.type.shape
         run = interleave or width // 2
         turns = fd.ops.reshape(z, new_shape=(rows, width // (2 * run), 2, run))
-        gate, up = (fd.ops.slice(turns, start_indices=(0, 0, i, 0), end_indices=(rows, width // (2 * run), i + 1, run)) for i in (0, 1))
-        return fd.ops.cast(fd.ops.reshape(fd.ops.mul(fd.ops.silu(gate), up), new_shape=(rows, width // 2)), dtype="bf16")
+        gate, up = (
+            fd.ops.slice(
+                turns,
+                start_indices=(0, 0, i, 0),
+                end_indices=(rows, width // (2 * run), i + 1, run),
+            )
+            for i in (0, 1)
+        )
+        return fd.ops.cast(
+            fd.ops.reshape(fd.ops.mul(fd.ops.silu(gate), up), new_shape=(rows, width // 2)),
+            dtype="bf16",
+        )
 
     return rest
 
@@ -215,31 +294,57 @@ def gated(interleave: int, hidden: int) -> Rest:
 @pytest.mark.parametrize("tier", TIERS)
 def test_columns_of_transposed_weights(tier, interleave):
     """FC1 whose weight is stored [G, K, N], with what reads two columns of its product."""
-    fusion = product("grouped_mm_t", (40, torch.bfloat16), ((3, 40, 96), torch.bfloat16), 3, gated(interleave, 48))
-    inputs = [small_integers(50, 40), small_integers(3, 40, 96), torch.tensor([7, 7, 45], dtype=torch.int32)]
+    fusion = product(
+        "grouped_mm_t",
+        (40, torch.bfloat16),
+        ((3, 40, 96), torch.bfloat16),
+        3,
+        gated(interleave, 48),
+    )
+    inputs = [
+        small_integers(50, 40),
+        small_integers(3, 40, 96),
+        torch.tensor([7, 7, 45], dtype=torch.int32),
+    ]
     check_segments(fusion, tier, inputs)
     assert len(program(fusion, tier).segments) == 1
 
 
-def experts(dtype: torch.dtype, biases: bool = False, **kwargs) -> tuple[Fusion, list[Tensor], list[int]]:
+def experts(
+    dtype: torch.dtype, biases: bool = False, **kwargs
+) -> tuple[Fusion, list[Tensor], list[int]]:
     """An expert MLP, its inputs, and which of them have gradients; numbers of few bits."""
     g = torch.Generator().manual_seed(0)
     tokens, groups, hidden, inner, slots = 40, 4, 100, 64, 2
     x, gate_up, down = (
-        small_integers(*shape, dtype=dtype) for shape in ((tokens, hidden), (groups, 2 * inner, hidden), (groups, hidden, inner))
+        small_integers(*shape, dtype=dtype)
+        for shape in ((tokens, hidden), (groups, 2 * inner, hidden), (groups, hidden, inner))
     )
-    ids, w = torch.randint(0, groups, (tokens, slots), generator=g), 2.0 ** torch.randint(-3, 1, (tokens, slots), generator=g)
+    ids, w = (
+        torch.randint(0, groups, (tokens, slots), generator=g),
+        2.0 ** torch.randint(-3, 1, (tokens, slots), generator=g),
+    )
     added = [small_integers(groups, n, dtype=dtype) for n in (2 * inner, hidden)] if biases else []
     fmt = dtype_name(dtype)
-    fusion = fusion_of_call("fused_experts", x, ids, w, [gate_up / 8], [down / 8], *added, weight_format=fmt, **kwargs)
-    return fusion, [x, ids, w, gate_up / 8, down / 8, *added], [i for i, v in enumerate(fusion.inputs) if v.type.dtype in FLOATS]
+    fusion = fusion_of_call(
+        "fused_experts", x, ids, w, [gate_up / 8], [down / 8], *added, weight_format=fmt, **kwargs
+    )
+    return (
+        fusion,
+        [x, ids, w, gate_up / 8, down / 8, *added],
+        [i for i, v in enumerate(fusion.inputs) if v.type.dtype in FLOATS],
+    )
 
 
 LAYERS = {
-    "plain": {}, "clamped": {"interleave": 8, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}, "biases": {"biases": True},
+    "plain": {},
+    "clamped": {"interleave": 8, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0},
+    "biases": {"biases": True},
     "scale_on_input": {"scale_on": "input"},
-}  # fmt: skip
-LAYERS_AND_DTYPES = [(name, torch.bfloat16, "values") for name in LAYERS] + [("plain", dtype, "values") for dtype in DTYPES[1:]]
+}
+LAYERS_AND_DTYPES = [(name, torch.bfloat16, "values") for name in LAYERS] + [
+    ("plain", dtype, "values") for dtype in DTYPES[1:]
+]
 
 
 LAYERS_AND_DTYPES += [("plain", torch.bfloat16, "inputs")]
@@ -254,7 +359,14 @@ def layer_and_inputs(layer: str, dtype: torch.dtype, save: str) -> tuple[Derivat
 def layers(tier: str) -> dict[tuple[str, torch.dtype, str, str], Program]:
     """The forward and the backward of each."""
     made = {case: layer_and_inputs(*case)[0] for case in LAYERS_AND_DTYPES}
-    return together({(*case, part): getattr(both, part) for case, both in made.items() for part in ("forward", "backward")}, tier)
+    return together(
+        {
+            (*case, part): getattr(both, part)
+            for case, both in made.items()
+            for part in ("forward", "backward")
+        },
+        tier,
+    )
 
 
 @pytest.mark.parametrize(("layer", "dtype", "save"), LAYERS_AND_DTYPES, ids=str)

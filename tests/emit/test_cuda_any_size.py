@@ -1,4 +1,6 @@
-"""Kernels for any size, which calls launch while their own are compiled: the same sources at all sizes, and not compiled twice."""
+"""Kernels for any size, which calls launch while their own are compiled: the same sources at all
+sizes, and not compiled twice.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ def choices(model: str, tokens: int, arch: Arch, layout: str = "w16x64") -> list
 @pytest.mark.parametrize("layout", ["w16x64", "linear"])
 @pytest.mark.parametrize("model", MODELS)
 def test_no_size_changes_what_is_compiled(model, layout, arch):
-    texts = {tuple(kernel.text for choice in choices(model, n, arch, layout) for kernel in choice.kernels) for n in ROWS}
+    texts = {
+        tuple(
+            kernel.text for choice in choices(model, n, arch, layout) for kernel in choice.kernels
+        )
+        for n in ROWS
+    }
     assert len(texts) == 1
 
 
@@ -41,14 +48,18 @@ def test_grids_follow_sizes():
 
 
 def test_other_sizes_look_for_no_kernel_again(monkeypatch):
-    """A call of a new size hashes no headers, and reads and compiles nothing, if its kernels were had before."""
+    """A call of a new size hashes no headers, and reads and compiles nothing, if its kernels were
+    had before.
+    """
     (part, _), built = [one_part(source) for source in sources("qwen3", "w16x64")], list[str]()
     monkeypatch.setattr(launch, "_had", {})
     monkeypatch.setattr(nvrtc, "build", lambda text, **_: built.append(text) or Path("made.cubin"))
     for tokens, new in (200, True), (201, False), (257, False), (3, True), (2, False):
         choice, before = choose(part, dict.fromkeys(part.symbols, tokens), H200), len(built)
         monkeypatch.setattr(store, "key_of", None if built else store.key_of)
-        assert set(launch._cubins(choice)) == {(H200.nvrtc, kernel.text) for kernel in choice.kernels}
+        assert set(launch._cubins(choice)) == {
+            (H200.nvrtc, kernel.text) for kernel in choice.kernels
+        }
         assert (len(built) > before) == new
     assert len(built) == len(set(built))
     with options.override(cache_dir="/elsewhere"):

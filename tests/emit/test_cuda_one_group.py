@@ -23,7 +23,9 @@ def matrix(n: int, k: int, block: int = 1) -> Matrices:
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
 def test_few_kernels_serve_all_rows(n, k):
-    """Low M tiles for few rows, high ones for many, and no more kernels than a layer is to compile."""
+    """Low M tiles for few rows, high ones for many, and no more kernels than a layer is to
+    compile.
+    """
     found = [fastest(rows, matrix(n, k), H200) for rows in ROWS]
     assert isinstance(found[0], SmallM)
     assert isinstance(found[-1], LargeM)
@@ -33,7 +35,11 @@ def test_few_kernels_serve_all_rows(n, k):
 @pytest.mark.parametrize(("n", "k"), SIZES)
 def test_time_jumps_only_where_another_eight_rows_begin(n, k):
     of = matrix(n, k)
-    times = [microseconds(v, rows, of, H200, constants()) for rows in range(1, 385) if (v := fastest(rows, of, H200))]
+    times = [
+        microseconds(v, rows, of, H200, constants())
+        for rows in range(1, 385)
+        if (v := fastest(rows, of, H200))
+    ]
     ratios = {rows: times[rows - 1] / times[rows - 2] for rows in range(2, 385)}
     assert all(rows % 8 == 1 for rows, ratio in ratios.items() if not 0.95 < ratio < 1.05)
     assert min(ratios.values()) > 0.9
@@ -59,7 +65,11 @@ def test_clusters_take_whole_stages_of_k():
 def test_memory_decides_for_few_rows():
     slow = replace(H200, memory_bandwidth=H200.memory_bandwidth / 4)
     of = matrix(28672, 8192)
-    fast, slower = (microseconds(v, 1, of, arch, constants()) for arch in (H200, slow) if (v := fastest(1, of, arch)))
+    fast, slower = (
+        microseconds(v, 1, of, arch, constants())
+        for arch in (H200, slow)
+        if (v := fastest(1, of, arch))
+    )
     assert slower > 2 * fast
 
 

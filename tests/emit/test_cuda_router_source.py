@@ -1,4 +1,6 @@
-"""The CUDA sources of routers, compiled with NVRTC: alone, with the routing of few tokens, in front of experts."""
+"""The CUDA sources of routers, compiled with NVRTC: alone, with the routing of few tokens, in front
+of experts.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,42 @@ from fusion_moe.runtime import nvrtc
 from fusion_moe.runtime.kernel import Kernel
 from fusion_moe.target import TARGETS
 
-pytestmark = [pytest.mark.once, pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())]
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing()),
+]
 GROUPED = {"scoring": "sigmoid", "n_group": 8, "topk_group": 4, "best_of_group": 2}
 
 
-def router(experts: int = 128, k: int = 8, dtype: str = "bf16", bias: bool = False, route: int | None = None, **how) -> Fusion:
-    """Logits to ids and weights of both kinds; route: the first of half of the experts, or -1 for all of them."""
+def router(
+    experts: int = 128,
+    k: int = 8,
+    dtype: str = "bf16",
+    bias: bool = False,
+    route: int | None = None,
+    **how,
+) -> Fusion:
+    """Logits to ids and weights of both kinds; route: the first of half of the experts, or -1 for
+    all of them.
+    """
     fd = FusionDefinition()
     t = fd.define_size("t")
     logits = fd.define_tensor(shape=[t, experts], dtype=dtype)
-    ids = fd.ops.topk_ids(logits, fd.define_tensor(shape=[experts], dtype="f32") if bias else 0, k=k, **how)
-    made = [ids, *(fd.ops.topk_weights(logits, ids, scoring=how.get("scoring", "softmax"), renormalize=r) for r in (False, True))]
+    ids = fd.ops.topk_ids(
+        logits, fd.define_tensor(shape=[experts], dtype="f32") if bias else 0, k=k, **how
+    )
+    made = [
+        ids,
+        *(
+            fd.ops.topk_weights(logits, ids, scoring=how.get("scoring", "softmax"), renormalize=r)
+            for r in (False, True)
+        ),
+    ]
     if route is not None:
         local = {} if route < 0 else {"first_expert": route}
-        made += fd.ops.route(ids, groups=fd.define_groups("g", experts if route < 0 else experts // 2), **local)
+        made += fd.ops.route(
+            ids, groups=fd.define_groups("g", experts if route < 0 else experts // 2), **local
+        )
     for v in made:
         fd.add_output(v)
     return fd.fusion()
@@ -75,13 +99,17 @@ def test_few_tokens_are_routed_in_the_same_kernel(first):
 def test_derivatives():
     fd = FusionDefinition()
     t = fd.define_size("t")
-    logits, ids, dw = (fd.define_tensor(shape=[t, n], dtype=d) for n, d in ((128, "bf16"), (8, "i64"), (8, "f32")))
+    logits, ids, dw = (
+        fd.define_tensor(shape=[t, n], dtype=d) for n, d in ((128, "bf16"), (8, "i64"), (8, "f32"))
+    )
     fd.add_output(fd.ops.topk_weights_backward(logits, ids, dw))
     assert names(fd.fusion(), 3) == ["topk_weights_backward"]
 
 
 def test_in_front_of_experts():
-    """The kernel that routes is the first of the product's segment, which does not look for its tiles in ids."""
+    """The kernel that routes is the first of the product's segment, which does not look for its
+    tiles in ids.
+    """
     fd = FusionDefinition()
     t = fd.define_size("t")
     x, logits = (fd.define_tensor(shape=[t, n], dtype="bf16") for n in (64, 16))
@@ -104,4 +132,6 @@ def test_more_than_a_warp_holds_is_left_to_the_reference():
     kernel = kernels(router(1024))[0]
     assert kernel.backend == "reference"
     expected = "up to 512 experts, 32 a token, 32 groups of experts"
-    assert kernel.why == f"in plain torch: topk_ids of 8 of 1024 experts has no kernel here; expected {expected}"
+    assert kernel.why == (
+        f"in plain torch: topk_ids of 8 of 1024 experts has no kernel here; expected {expected}"
+    )

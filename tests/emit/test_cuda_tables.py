@@ -38,7 +38,9 @@ def test_a_gpu_without_a_table_has_the_h200s():
 def test_every_set_is_used_and_has_one_name():
     assert len(set(SETS.values())) == len(SETS)
     tables = [parse(path.read_text(encoding="utf-8"), path.name) for path in TABLES.iterdir()]
-    assert {v for found in tables for kind in KINDS for r in getattr(found, kind) for v in _sets(r)} == set(SETS.values())
+    assert {
+        v for found in tables for kind in KINDS for r in getattr(found, kind) for v in _sets(r)
+    } == set(SETS.values())
 
 
 def _sets(regime):
@@ -68,15 +70,25 @@ BAD = {
     "an end that is no number": lambda: changed(lambda t: t["tiled"][0].update(max_average="3")),
     "nothing for more rows": lambda: changed(lambda t: t["tiled"][-1].update(max_average=1000)),
     "classes that are no pairs": lambda: changed(lambda t: t["tiled"][1].update(size_classes=[12])),
-    "classes with an end": lambda: changed(lambda t: t["tiled"][1].update(size_classes=[[12, "M8"], [24, "M80"]])),
+    "classes with an end": lambda: changed(
+        lambda t: t["tiled"][1].update(size_classes=[[12, "M8"], [24, "M80"]])
+    ),
     "one class": lambda: changed(lambda t: t["tiled"][1].update(size_classes=[[None, "M80"]])),
-    "classes that do not rise": lambda: changed(lambda t: t["tiled"][1].update(size_classes=[[24, "M8"], [12, "M16"], [None, "M80"]])),
-    "classes of as many rows": lambda: changed(lambda t: t["tiled"][1].update(size_classes=[[12, "M8"], [12, "M16"], [None, "M80"]])),
-    "a bound that is no whole number": lambda: changed(lambda t: t["tiled"][1].update(size_classes=[[1.5, "M8"], [None, "M80"]])),
+    "classes that do not rise": lambda: changed(
+        lambda t: t["tiled"][1].update(size_classes=[[24, "M8"], [12, "M16"], [None, "M80"]])
+    ),
+    "classes of as many rows": lambda: changed(
+        lambda t: t["tiled"][1].update(size_classes=[[12, "M8"], [12, "M16"], [None, "M80"]])
+    ),
+    "a bound that is no whole number": lambda: changed(
+        lambda t: t["tiled"][1].update(size_classes=[[1.5, "M8"], [None, "M80"]])
+    ),
     "weights below 0": lambda: changed(lambda t: t["tiled"][1].update(below_weights=-1)),
     "groups that are no number": lambda: changed(lambda t: t["tiled"][1].update(max_groups=True)),
     "nothing for more groups": lambda: changed(lambda t: t["tiled"][-1].update(max_groups=15)),
-    "nothing for more weights": lambda: changed(lambda t: t["tiled"][-1].update(below_weights=2**30)),
+    "nothing for more weights": lambda: changed(
+        lambda t: t["tiled"][-1].update(below_weights=2**30)
+    ),
 }
 
 

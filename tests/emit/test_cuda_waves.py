@@ -1,4 +1,6 @@
-"""The waves of a persistent grid (kernels/waves.cuh), compiled for the host: every block goes through its numbers as on a GPU."""
+"""The waves of a persistent grid (kernels/waves.cuh), compiled for the host: every block goes
+through its numbers as on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ using u32 = unsigned;
 using std::min;
 #include "waves.cuh"
 
-// Reads cases until they end: work tiles, of which `others` follow them, blocks, consumers. Says which work tiles are not done exactly once
-// by each consumer, or others by one block, and the waves of the block with the most, how many parts, and how far apart blocks' sums are.
+// Reads cases until they end: work tiles, of which `others` follow them, blocks, consumers. Says
+// which work tiles are not done exactly once by each consumer, or others by one block, and the
+// waves of the block with the most, how many parts, and how far apart blocks' sums are.
 int main() {
     i32 tiles, others, blocks, consumers;
     while (std::scanf("%d %d %d %d", &tiles, &others, &blocks, &consumers) == 4) {
@@ -67,7 +70,9 @@ def waves(tmp_path_factory):
 
     def run(cases):
         text = "\n".join(" ".join(map(str, case)) for case in cases)
-        said = subprocess.run([folder / "main"], input=text, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [folder / "main"], input=text, capture_output=True, text=True, check=True
+        ).stdout
         return [tuple(map(int, line.split())) for line in said.splitlines()]
 
     return run
@@ -75,8 +80,11 @@ def waves(tmp_path_factory):
 
 CASES = [
     (tiles, others, blocks, consumers)
-    for blocks in (1, 2, 7, 132) for consumers in range(1, 6) for others in (0, 1, 200) for tiles in (*range(9), *range(60, 400, 7), 3000)
-]  # fmt: skip
+    for blocks in (1, 2, 7, 132)
+    for consumers in range(1, 6)
+    for others in (0, 1, 200)
+    for tiles in (*range(9), *range(60, 400, 7), 3000)
+]
 
 
 def test_each_consumer_computes_each_work_tile_once(waves):
@@ -88,7 +96,9 @@ def test_each_consumer_computes_each_work_tile_once(waves):
 
 
 def test_blocks_with_a_long_work_tile_have_a_short_one_next(waves):
-    """After an even number of waves the numbers of all blocks add up alike, and so do work tiles that become shorter evenly."""
+    """After an even number of waves the numbers of all blocks add up alike, and so do work tiles
+    that become shorter evenly.
+    """
     for case, (*_, apart) in zip(CASES, waves(CASES), strict=True):
         tiles, _, blocks, _ = case
         assert apart == (blocks - 1 if tiles // blocks % 2 else 0), case

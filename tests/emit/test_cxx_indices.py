@@ -1,4 +1,6 @@
-"""Indices as expressions: equal where they are built alike, folded, and worth what Python computes."""
+"""Indices as expressions: equal where they are built alike, folded, and worth what Python
+computes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_moe.emit.cxx.indices import Call, Index, Number, Variable, flat, is_index, reshaped, size, unflat
+from fusion_moe.emit.cxx.indices import (
+    Call,
+    Index,
+    Number,
+    Variable,
+    flat,
+    is_index,
+    reshaped,
+    size,
+    unflat,
+)
 from fusion_moe.ir.sizes import ceildiv, symbol
 
 J, K = Variable("j"), Variable("k")
@@ -23,7 +35,9 @@ def indices(draw: st.DrawFn, depth: int = 4) -> tuple[Index, Meaning]:
     """An index of j and k, and the same in Python; never negative."""
     if depth == 0 or draw(st.integers(0, 3)) == 0:
         n = draw(st.integers(0, 9))
-        return draw(st.sampled_from([(J, lambda j, k: j), (K, lambda j, k: k), (Number(n), lambda j, k: n)]))
+        return draw(
+            st.sampled_from([(J, lambda j, k: j), (K, lambda j, k: k), (Number(n), lambda j, k: n)])
+        )
     (a, left), n = draw(indices(depth - 1)), draw(st.integers(1, 9))
     operator = draw(st.sampled_from("+*/%"))
     if operator == "/":
@@ -31,7 +45,11 @@ def indices(draw: st.DrawFn, depth: int = 4) -> tuple[Index, Meaning]:
     if operator == "%":
         return a % Number(n), lambda j, k: left(j, k) % n
     b, right = draw(indices(depth - 1))
-    return (a + b, lambda j, k: left(j, k) + right(j, k)) if operator == "+" else (a * b, lambda j, k: left(j, k) * right(j, k))
+    return (
+        (a + b, lambda j, k: left(j, k) + right(j, k))
+        if operator == "+"
+        else (a * b, lambda j, k: left(j, k) * right(j, k))
+    )
 
 
 @given(indices(), st.integers(0, 99), st.integers(0, 99))

@@ -5,7 +5,15 @@ from __future__ import annotations
 from fusion_moe import FusionDefinition
 from fusion_moe.emit.cxx.elements import Elements
 from fusion_moe.emit.cxx.indices import Number, Variable
-from fusion_moe.emit.cxx.statements import Choice, Definition, Expression, branches, formula, hoisted, written
+from fusion_moe.emit.cxx.statements import (
+    Choice,
+    Definition,
+    Expression,
+    branches,
+    formula,
+    hoisted,
+    written,
+)
 from fusion_moe.ir.core import Value
 
 M, J = Variable("m"), Variable("j")
@@ -16,7 +24,9 @@ def definition(name: str, *reads: str) -> Definition:
 
 
 def elements_of(build, shape=(7, 4), at=(M, J)) -> Elements:
-    """What writes an element of the value that `build(fd, x, y)` makes of f32[7, 4] and f32[7, 1]."""
+    """What writes an element of the value that `build(fd, x, y)` makes of f32[7, 4] and f32[7,
+    1].
+    """
     fd = FusionDefinition()
     x, y = (fd.define_tensor(shape=s, dtype="f32") for s in ([7, 4], [7, 1]))
     out: Value = build(fd, x, y)
@@ -34,9 +44,17 @@ def test_a_formula_reads_what_its_operands_read():
 
 def test_what_does_not_depend_on_a_variable_stands_before_its_loop():
     """Through other definitions too; a name that has the variable's letter in it is another."""
-    first, second, third, constant = definition("a", "m"), definition("b", "j"), definition("c", "a", "b"), definition("e")
+    first, second, third, constant = (
+        definition("a", "m"),
+        definition("b", "j"),
+        definition("c", "a", "b"),
+        definition("e"),
+    )
     other, text = definition("d", "jj", "a"), "total += c;"
-    assert hoisted([first, second, third, other, constant, text], "j") == ([first, other, constant], [second, third, text])
+    assert hoisted([first, second, third, other, constant, text], "j") == (
+        [first, other, constant],
+        [second, third, text],
+    )
     assert hoisted([first, second], "m") == ([second], [first])
     assert hoisted([first, second, constant], "j", "m") == ([constant], [first, second])
 
@@ -54,7 +72,10 @@ def test_a_row_is_loaded_and_computed_once():
     made = elements_of(lambda fd, x, y: fd.ops.mul(x, fd.ops.exp(y)))
     before, inside = hoisted(made.statements, "j")
     assert written(before) == ["const float e1 = widen(i1[m]);", "const float e2 = exp_(e1);"]
-    assert written(inside) == ["const float e0 = widen(i0[((m * 4) + j)]);", "const float e3 = e0 * e2;"]
+    assert written(inside) == [
+        "const float e0 = widen(i0[((m * 4) + j)]);",
+        "const float e3 = e0 * e2;",
+    ]
     assert not branches(made.statements)
 
 

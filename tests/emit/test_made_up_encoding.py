@@ -33,7 +33,9 @@ def _number(code: Tensor) -> Tensor:
 
 
 INT8 = Element("int8", 8, torch.uint8, maximum=127.0, encode=_int8, decode=_number)
-INT8_G32 = Encoding("int8_g32", INT8, (Scale("block_scale", torch.float16, 32, lambda amax, outer: amax / 127),))
+INT8_G32 = Encoding(
+    "int8_g32", INT8, (Scale("block_scale", torch.float16, 32, lambda amax, outer: amax / 127),)
+)
 READER = """
 #include "weight.h"
 
@@ -79,8 +81,13 @@ def test_what_is_quantized():
 @pytest.mark.parametrize("tier", TIERS)
 def test_grouped_mm(tier, dtype):
     w, sizes = weight(E, 70, H), (1, 3, 40)
-    x, ends = torch.randn(sum(sizes), H, generator=torch.Generator().manual_seed(1)).to(dtype), torch.tensor([1, 4, 44], dtype=torch.int32)
-    fusion = fusion_of_call("grouped_mm", x, w, ends, weight_format=INT8_G32.name, out_dtype=torch.float32)
+    x, ends = (
+        torch.randn(sum(sizes), H, generator=torch.Generator().manual_seed(1)).to(dtype),
+        torch.tensor([1, 4, 44], dtype=torch.int32),
+    )
+    fusion = fusion_of_call(
+        "grouped_mm", x, w, ends, weight_format=INT8_G32.name, out_dtype=torch.float32
+    )
     (found,), (want,) = program(fusion, tier)([x, *w, ends]), fusion.evaluate(x, *w, ends)
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
@@ -109,30 +116,49 @@ def test_the_operation():
 
 def test_the_option_check_finds_a_reader_at_fault(tmp_path):
     other = encodings.register(Encoding("int8_wrong", INT8, INT8_G32.scales))
-    readers.register_reader(other.name, READER.replace("widen(scales[i / 32])", "widen(scales[i / 32]) + (k + i == 7)"))
+    readers.register_reader(
+        other.name, READER.replace("widen(scales[i / 32])", "widen(scales[i / 32]) + (k + i == 7)")
+    )
     try:
-        w, ends = list(quantize(torch.randn(E, 32, H), encoding=other)), torch.tensor([1, 4, 6], dtype=torch.int32)
+        w, ends = (
+            list(quantize(torch.randn(E, 32, H), encoding=other)),
+            torch.tensor([1, 4, 6], dtype=torch.int32),
+        )
         said = r"segment 0, `grouped_mm.*\[grouped_gemm, cpu\]"
-        with options.override(check=True, dump=str(tmp_path)), pytest.raises(FusionError, match=said) as found:
+        with (
+            options.override(check=True, dump=str(tmp_path)),
+            pytest.raises(FusionError, match=said) as found,
+        ):
             ops.grouped_mm(torch.randn(6, H), w, ends, weight_format=other.name)
         (script,) = tmp_path.glob("cpu-*/check-*.py")
         with pytest.raises(FusionError) as again:
             runpy.run_path(str(script), run_name="__main__")
-        assert str(again.value).partition("; expected")[0] == str(found.value).partition("; expected")[0]
+        assert (
+            str(again.value).partition("; expected")[0]
+            == str(found.value).partition("; expected")[0]
+        )
     finally:
         readers.unregister_reader(other.name)
         encodings.unregister(other.name)
 
 
 def test_without_a_reader_the_reference_runs_and_says_why():
-    other = encodings.register(Encoding("int8_g16", INT8, (Scale("block_scale", torch.float16, 16, lambda amax, outer: amax / 127),)))
+    other = encodings.register(
+        Encoding(
+            "int8_g16",
+            INT8,
+            (Scale("block_scale", torch.float16, 16, lambda amax, outer: amax / 127),),
+        )
+    )
     try:
         w = list(quantize(torch.randn(E, 32, H), encoding=other))
         x, ends = torch.randn(6, H), torch.tensor([1, 4, 6], dtype=torch.int32)
         with options.override(target="reference"):
             want = ops.grouped_mm(x, w, ends, weight_format=other.name)
         assert torch.equal(ops.grouped_mm(x, w, ends, weight_format=other.name), want)
-        report = fusion_moe.explain(lambda x: ops.grouped_mm(x, w, ends, weight_format=other.name), x).details()
+        report = fusion_moe.explain(
+            lambda x: ops.grouped_mm(x, w, ends, weight_format=other.name), x
+        ).details()
         assert "a weight int8_g16" in " ".join(report.split())
         with pytest.raises(UnsupportedError, match="weights in int8_g16 have no reader for CPUs"):
             readers.library_source("generic", other.name)
@@ -143,24 +169,47 @@ def test_without_a_reader_the_reference_runs_and_says_why():
 def test_modules_keep_each_of_two_block_scales():
     scales = (
         Scale("block_scale", torch.float16, 32, lambda amax, outer: amax / 127 / outer),
-        Scale("super_scale", torch.float32, 64, lambda amax, outer: torch.where(amax == 0, 1.0, amax)),
-        Scale("outer_scale", torch.float32, 0, lambda amax, outer: torch.where(amax == 0, 1.0, amax)),
+        Scale(
+            "super_scale", torch.float32, 64, lambda amax, outer: torch.where(amax == 0, 1.0, amax)
+        ),
+        Scale(
+            "outer_scale", torch.float32, 0, lambda amax, outer: torch.where(amax == 0, 1.0, amax)
+        ),
     )
     two = encodings.register(Encoding("int8_two_levels", INT8, scales))
     try:
         g = torch.Generator().manual_seed(0)
-        gate_up, down = (quantize(torch.randn(*shape, generator=g), encoding=two) for shape in ((3, 2 * I, H + 32), (3, H + 32, I)))
-        x, ids, w = torch.randn(5, H + 32, generator=g), torch.tensor([[0, 2]] * 5), torch.rand(5, 2, generator=g)
+        gate_up, down = (
+            quantize(torch.randn(*shape, generator=g), encoding=two)
+            for shape in ((3, 2 * I, H + 32), (3, H + 32, I))
+        )
+        x, ids, w = (
+            torch.randn(5, H + 32, generator=g),
+            torch.tensor([[0, 2]] * 5),
+            torch.rand(5, 2, generator=g),
+        )
         module = Experts(gate_up, down)
-        parts = ("gate_up_proj", "gate_up_proj_scale", "gate_up_proj_super_scale", "gate_up_outer_scale")
-        assert [*module.state_dict()] == [*parts, *(name.replace("gate_up", "down") for name in parts)]
+        parts = (
+            "gate_up_proj",
+            "gate_up_proj_scale",
+            "gate_up_proj_super_scale",
+            "gate_up_outer_scale",
+        )
+        assert [*module.state_dict()] == [
+            *parts,
+            *(name.replace("gate_up", "down") for name in parts),
+        ]
         with options.override(target="reference"):
             want = ops.fused_experts(x, ids, w, list(gate_up), list(down), weight_format=two.name)
             assert module(x, ids, w).equal(want)
             other = Experts(*(q.of(torch.zeros_like(t) for t in q) for q in (gate_up, down)))
             other.load_state_dict(module.state_dict())
             assert other(x, ids, w).equal(want)
-        with pytest.raises(OptionError, match="the parts codes, block_scale, block_scale of int8_twice; expected a name for each"):
+        with pytest.raises(
+            OptionError,
+            match="the parts codes, block_scale, block_scale of "
+            "int8_twice; expected a name for each",
+        ):
             encodings.register(Encoding("int8_twice", INT8, (scales[0], scales[0])))
     finally:
         encodings.unregister(two.name)
@@ -170,11 +219,17 @@ def test_modules_keep_each_of_two_block_scales():
     ("header", "change", "sentence"),
     [
         ("int4.h", ("BLOCK = 32", "BLOCK = 24"), "sixteen codes of a row share a block scale"),
-        ("mxfp4.h", ("BLOCK = 32", "BLOCK = 64"), "the kernels for e2m1 codes read block scales of 16 or 32 of them"),
+        (
+            "mxfp4.h",
+            ("BLOCK = 32", "BLOCK = 64"),
+            "the kernels for e2m1 codes read block scales of 16 or 32 of them",
+        ),
     ],
 )
 def test_readers_say_what_they_need(header, change, sentence):
-    readers.register_reader("wrong", (readers.KERNELS / "weights" / header).read_text().replace(*change))
+    readers.register_reader(
+        "wrong", (readers.KERNELS / "weights" / header).read_text().replace(*change)
+    )
     try:
         with pytest.raises(BuildError, match=f"static assertion failed: {sentence}"):
             build.library(readers.library_source("generic", "wrong"))

@@ -1,28 +1,49 @@
-"""What nvFuser's operations mean: numbers that are known, layouts as bijections, products against loops; and what is refused."""
+"""What nvFuser's operations mean: numbers that are known, layouts as bijections, products against
+loops; and what is refused.
+"""
 
 import math
 from itertools import product
 
 import pytest
 import torch
-from definitions import DTYPES, GRID, dequantized, nvfp4_problem, run, same, starts_of, tensor_line, text_of
+from definitions import (
+    DTYPES,
+    GRID,
+    dequantized,
+    nvfp4_problem,
+    run,
+    same,
+    starts_of,
+    tensor_line,
+    text_of,
+)
 from interpreter import interpret
 from meaning.blockscale import addresses, ceil_to, swizzle, unswizzle
 from meaning.values import E2M1, E4M3, Refused, Value, converted, poison, to_e2m1, to_e8m0
 
-# Values -----------------------------------------------------------------------------------------------------------------------
+# Values -------------------------------------------------------------------------------------------
 
 
 def test_e2m1_rounds_to_even_and_saturates():
     halfway = (GRID[1:] + GRID[:-1]) / 2
     x = torch.cat(
-        [GRID, halfway, torch.nextafter(halfway, torch.tensor(9.0)), torch.nextafter(halfway, torch.tensor(0.0)), torch.rand(999) * 9]
+        [
+            GRID,
+            halfway,
+            torch.nextafter(halfway, torch.tensor(9.0)),
+            torch.nextafter(halfway, torch.tensor(0.0)),
+            torch.rand(999) * 9,
+        ]
     )
     x = torch.cat([x, -x])
     ml_dtypes = pytest.importorskip("ml_dtypes")
     want = torch.from_numpy(x.numpy().astype(ml_dtypes.float4_e2m1fn).astype("float32"))
     same(to_e2m1(x), want)
-    same(to_e2m1(torch.tensor([math.inf, -math.inf, math.nan, 1e30, -0.1])), torch.tensor([6, -6, 6, 6, -0.0]))
+    same(
+        to_e2m1(torch.tensor([math.inf, -math.inf, math.nan, 1e30, -0.1])),
+        torch.tensor([6, -6, 6, 6, -0.0]),
+    )
 
 
 def test_e4m3_saturates():
@@ -37,15 +58,22 @@ def test_e4m3_saturates():
 
 
 def test_e8m0_rounds_up():
-    x = torch.tensor([0.0, 1e-45, 2.0**-127, 1.0, 1.0001, 1.9999, 2.0, 3.0, 3e38, math.inf, math.nan])
-    want = torch.tensor([2.0**-127, 2.0**-127, 2.0**-127, 1, 2, 2, 2, 4, 2.0**127, 2.0**127, math.nan])
+    x = torch.tensor(
+        [0.0, 1e-45, 2.0**-127, 1.0, 1.0001, 1.9999, 2.0, 3.0, 3e38, math.inf, math.nan]
+    )
+    want = torch.tensor(
+        [2.0**-127, 2.0**-127, 2.0**-127, 1, 2, 2, 2, 4, 2.0**127, 2.0**127, math.nan]
+    )
     same(to_e8m0(x), want)
 
 
 def test_floats_become_integers_toward_zero():
     x = torch.tensor([2.9, -2.9, 1e10, -1e10, 1e30, -math.inf, math.nan, -0.0])
     big, low = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
-    same(converted(x, "Float", "Int32"), torch.tensor([2, -2, 2**31 - 1, -(2**31), 2**31 - 1, -(2**31), 0, 0]).int())
+    same(
+        converted(x, "Float", "Int32"),
+        torch.tensor([2, -2, 2**31 - 1, -(2**31), 2**31 - 1, -(2**31), 0, 0]).int(),
+    )
     same(converted(x, "Float", "Int"), torch.tensor([2, -2, 10**10, -(10**10), big, low, low, 0]))
     same(converted(x, "Float", "Bool"), x != 0)
     same(converted(torch.tensor([2**32 + 5]), "Int", "Int32"), torch.tensor([5]).int())
@@ -56,14 +84,20 @@ def test_e2m1_bytes():
     values = torch.cat([GRID, -GRID])
     rows = torch.stack([values[(codes & 15).long()], values[(codes >> 4).long()]], -1).flatten(-2)
     line = "tv1 = fd.ops.cast(tv0, dtype=DataType.Float)"
-    text = text_of(tensor_line("tv0", [-1, 5, 8], E2M1), line, "fd.add_output(tv1)", "fd.add_output(tv0)")
+    text = text_of(
+        tensor_line("tv0", [-1, 5, 8], E2M1), line, "fd.add_output(tv1)", "fd.add_output(tv0)"
+    )
     for x in (codes, codes.view(torch.float4_e2m1fn_x2)):
         floats, packed = interpret(text, [x])
         same(floats, rows)
         assert packed.dtype == torch.float4_e2m1fn_x2
         assert torch.equal(packed.view(torch.uint8), codes)
     # K, packed, is the middle dimension, and the fastest one in memory
-    text = text_of(tensor_line("tv0", [3, 8, 5], E2M1, rest=", stride_order=[2, 0, 1]"), line, "fd.add_output(tv1)")
+    text = text_of(
+        tensor_line("tv0", [3, 8, 5], E2M1, rest=", stride_order=[2, 0, 1]"),
+        line,
+        "fd.add_output(tv1)",
+    )
     same(interpret(text, [codes.transpose(1, 2)])[0], rows.transpose(1, 2))
     with pytest.raises(Refused, match="strides"):
         interpret(text, [codes.transpose(1, 2).contiguous()])
@@ -73,25 +107,40 @@ def test_minimum_maximum_and_clamp_give_nan_for_nan():
     a, b = torch.tensor([1.0, math.nan, 2.0, -0.0]), torch.tensor([math.nan, 1.0, 3.0, 0.0])
     same(run("fd.ops.maximum(tv0, tv1)", a, b)[0], torch.tensor([math.nan, math.nan, 3, 0]))
     same(run("fd.ops.minimum(tv0, tv1)", a, b)[0], torch.tensor([math.nan, math.nan, 2, -0.0]))
-    same(run('fd.ops.clamp(tv0, float("-inf"), 1.50000)', a)[0], torch.tensor([1, math.nan, 1.5, -0.0]))
+    same(
+        run('fd.ops.clamp(tv0, float("-inf"), 1.50000)', a)[0],
+        torch.tensor([1, math.nan, 1.5, -0.0]),
+    )
     assert run("fd.ops.max(tv0, dims=[0])", a)[0].isnan()
-    same(run("fd.ops.relu(tv0)", torch.tensor([-1.0, -0.0, math.nan, 2]))[0], torch.tensor([0, 0, math.nan, 2]))
+    same(
+        run("fd.ops.relu(tv0)", torch.tensor([-1.0, -0.0, math.nan, 2]))[0],
+        torch.tensor([0, 0, math.nan, 2]),
+    )
 
 
 def test_integers():
-    a, b = torch.tensor([7, -7, 7, -7, 2, -1, -1, 0]).int(), torch.tensor([2, 2, -2, -2, 10, -3, -2, 0]).int()
+    a, b = (
+        torch.tensor([7, -7, 7, -7, 2, -1, -1, 0]).int(),
+        torch.tensor([2, 2, -2, -2, 10, -3, -2, 0]).int(),
+    )
     same(run("fd.ops.div(tv0, 2)", a)[0], torch.tensor([3, -3, 3, -3, 1, 0, 0, 0]).int())
     same(run("fd.ops.mod(tv0, 2)", a)[0], torch.tensor([1, -1, 1, -1, 0, -1, -1, 0]).int())
     same(run("fd.ops.remainder(tv0, 2)", a)[0], torch.tensor([1, 1, 1, 1, 0, 1, 1, 0]).int())
     same(run("fd.ops.pow(tv0, tv1)", a, b)[0], torch.tensor([49, 49, 0, 0, 1024, -1, 1, 1]).int())
-    same(run("fd.ops.bitwise_right_shift(tv0, 1)", a)[0], torch.tensor([3, -4, 3, -4, 1, -1, -1, 0]).int())
+    same(
+        run("fd.ops.bitwise_right_shift(tv0, 1)", a)[0],
+        torch.tensor([3, -4, 3, -4, 1, -1, -1, 0]).int(),
+    )
     same(run("fd.ops.bitwise_left_shift(tv0, 32)", a)[0], torch.zeros(8).int())
 
 
 def test_equal_elements_come_in_their_order_only_if_stable():
     x = torch.tensor([2, 1, 2, 1])
     same(run("fd.ops.argsort(tv0, dim=0, stable=True)", x)[0], torch.tensor([1, 3, 0, 2]))
-    same(run("fd.ops.argsort(tv0, dim=0, descending=True, stable=True)", x)[0], torch.tensor([0, 2, 1, 3]))
+    same(
+        run("fd.ops.argsort(tv0, dim=0, descending=True, stable=True)", x)[0],
+        torch.tensor([0, 2, 1, 3]),
+    )
     same(run("fd.ops.argsort(tv0, dim=0)", x)[0], torch.tensor([3, 1, 2, 0]))
     values, indices = run("fd.ops.topk(tv0, 2, dim=0)", x, result="tv8, tv9")
     same(values, torch.tensor([2, 2]))
@@ -115,10 +164,12 @@ def test_scalars():
     same(interpret(text, [-7])[0], torch.full((5,), 1 / 448))
 
 
-# Block scales -----------------------------------------------------------------------------------------------------------------
+# Block scales -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "columns"), list(product([1, 31, 32, 33, 127, 128, 129, 300], [1, 3, 4, 6, 8, 16])))
+@pytest.mark.parametrize(
+    ("rows", "columns"), list(product([1, 31, 32, 33, 127, 128, 129, 300], [1, 3, 4, 6, 8, 16]))
+)
 def test_addresses_are_tiles_of_128_by_4(rows, columns):
     padded = torch.full((ceil_to(rows, 128), ceil_to(columns, 4)), -1)
     padded[:rows, :columns] = torch.arange(rows * columns).view(rows, columns)
@@ -128,15 +179,30 @@ def test_addresses_are_tiles_of_128_by_4(rows, columns):
     assert torch.equal(tiles[at].flatten(), torch.arange(rows * columns))
 
 
-ROUTINGS = [[5], [128], [0, 3], [3, 0], [115, 144, 8, 257], [0, 0, 1, 0], [1, 1, 1, 1], [129, 0, 127]]
+ROUTINGS = [
+    [5],
+    [128],
+    [0, 3],
+    [3, 0],
+    [115, 144, 8, 257],
+    [0, 0, 1, 0],
+    [1, 1, 1, 1],
+    [129, 0, 127],
+]
 
 
 @pytest.mark.parametrize(("sizes", "columns"), list(product(ROUTINGS, [1, 3, 4, 6, 8])))
 def test_grouped_swizzle(sizes, columns):
     m, (rows, padded) = sum(sizes), starts_of(sizes)
     scales = (torch.arange(m * columns) % 255 + 1).view(m, columns).to(torch.uint8)
-    scales = torch.where(scales.view(torch.float8_e4m3fn).float().isnan(), 1, scales).to(torch.uint8).view(torch.float8_e4m3fn)
-    (memory,) = run("fd.ops.preprocess_grouped_matmul_input_sf(tv0, tv1, tv2)", scales, rows, padded)
+    scales = (
+        torch.where(scales.view(torch.float8_e4m3fn).float().isnan(), 1, scales)
+        .to(torch.uint8)
+        .view(torch.float8_e4m3fn)
+    )
+    (memory,) = run(
+        "fd.ops.preprocess_grouped_matmul_input_sf(tv0, tv1, tv2)", scales, rows, padded
+    )
     assert memory.shape == ((m + 127 * len(sizes)) * ceil_to(columns, 4),)
     assert int((~memory.float().isnan()).sum()) == m * columns  # padding is not written
     for size, row, padded_row in zip(sizes, rows.tolist(), padded.tolist(), strict=True):
@@ -145,8 +211,11 @@ def test_grouped_swizzle(sizes, columns):
 
 def test_grouped_swizzle_of_integers_and_of_rows_past_the_groups():
     rows, padded = starts_of([2, 3])
-    memory = swizzle(torch.arange(18).view(9, 2), "Int", Value(rows, "Int32"), Value(padded, "Int32")).storage
-    assert int((memory != poison("Int")).sum()) == 18  # the last group takes all rows that are left, as nvFuser does
+    memory = swizzle(
+        torch.arange(18).view(9, 2), "Int", Value(rows, "Int32"), Value(padded, "Int32")
+    ).storage
+    # the last group takes all rows that are left, as nvFuser does
+    assert int((memory != poison("Int")).sum()) == 18
     assert torch.equal(unswizzle(memory, 128, 7, 2), torch.arange(4, 18).view(7, 2))
 
 
@@ -165,24 +234,40 @@ def test_grouped_swizzle_of_integers_and_of_rows_past_the_groups():
 )
 def test_grouped_swizzle_refuses(m, rows, padded, message):
     with pytest.raises(Refused, match=message):
-        swizzle(torch.ones(m, 4), "Float", Value(torch.tensor(rows), "Int"), Value(torch.tensor(padded), "Int"))
+        swizzle(
+            torch.ones(m, 4),
+            "Float",
+            Value(torch.tensor(rows), "Int"),
+            Value(torch.tensor(padded), "Int"),
+        )
 
 
 def test_swizzled_scales_are_taken_by_the_product_alone():
-    lines = [tensor_line("tv0", [5, 4], "Float"), *(tensor_line(f"tv{i}", [2], "Int32") for i in (1, 2))]
+    lines = [
+        tensor_line("tv0", [5, 4], "Float"),
+        *(tensor_line(f"tv{i}", [2], "Int32") for i in (1, 2)),
+    ]
     lines.append("tv3 = fd.ops.preprocess_grouped_matmul_input_sf(tv0, tv1, tv2)")
-    for line in ("fd.ops.cast(tv3, dtype=DataType.Float)", "fd.ops.reshape(tv3, new_shape=[20])", "fd.ops.add(tv3, tv3)"):
+    for line in (
+        "fd.ops.cast(tv3, dtype=DataType.Float)",
+        "fd.ops.reshape(tv3, new_shape=[20])",
+        "fd.ops.add(tv3, tv3)",
+    ):
         with pytest.raises(Refused, match="only cutlass_nvfp4_grouped_mm and outputs take"):
             interpret(text_of(*lines, f"tv4 = {line}"), [torch.ones(5, 4), *starts_of([2, 3])])
 
 
-# Quantizers -------------------------------------------------------------------------------------------------------------------
+# Quantizers ---------------------------------------------------------------------------------------
 
 
 def test_nv_block_quantize_by_hand():
     x = torch.zeros(1, 64)
-    x[0, :16] = torch.tensor([6, 3, 5, -5, 2.5, 0.25, -0.25, 0.3, 1.75, 1.25, 0, 0, 0, 0, 0, math.nan])  # amax 6: scale 1
-    x[0, 16:19] = torch.tensor([7e-4, 1e-4, -7e-4])  # so small that the scale is 0: all that is not 0 becomes the largest
+    # amax 6: scale 1
+    x[0, :16] = torch.tensor(
+        [6, 3, 5, -5, 2.5, 0.25, -0.25, 0.3, 1.75, 1.25, 0, 0, 0, 0, 0, math.nan]
+    )
+    # so small that the scale is 0: all that is not 0 becomes the largest
+    x[0, 16:19] = torch.tensor([7e-4, 1e-4, -7e-4])
     x[0, 32:34] = torch.tensor([1e6, 6 * 448])  # scale 448
     packed, scales = run("fd.ops.nv_block_quantize(tv0)", x, result="tv8, tv9")
     assert scales.float().tolist() == [[1, 0, 448, 0]]
@@ -197,22 +282,29 @@ def test_nv_block_quantize_by_hand():
 def test_nv_block_quantize_with_a_global_scale(dtype):
     x = (torch.randn(3, 5, 64) * 3).to(dtype)
     encode = 2688 / x.float().abs().max()
-    packed, scales = run("fd.ops.nv_block_quantize(tv0, global_scale=tv1)", x, encode, result="tv8, tv9")
+    packed, scales = run(
+        "fd.ops.nv_block_quantize(tv0, global_scale=tv1)", x, encode, result="tv8, tv9"
+    )
     assert scales.shape == (3, 5, 4)
     error = (dequantized(packed, scales.float() / encode) - x.float()).abs()
     amax = x.float().abs().unflatten(-1, (-1, 16)).amax(-1).repeat_interleave(16, -1)
-    assert (error <= amax * (1 / 6 * 1.07 + 0.04)).all()  # half of the widest step, 4 to 6, and the rounding of the scale
+    # half of the widest step, 4 to 6, and the rounding of the scale
+    assert (error <= amax * (1 / 6 * 1.07 + 0.04)).all()
 
 
 def test_block_scales_are_swizzled_on_request():
     x = torch.randn(130, 96)
     packed, scales = run("fd.ops.nv_block_quantize(tv0)", x, result="tv8, tv9")
-    again, memory = run("fd.ops.nv_block_quantize(tv0, swizzle_block_scales=True)", x, result="tv8, tv9")
+    again, memory = run(
+        "fd.ops.nv_block_quantize(tv0, swizzle_block_scales=True)", x, result="tv8, tv9"
+    )
     assert torch.equal(packed.view(torch.uint8), again.view(torch.uint8))
     assert memory.shape == (256 * 8,)
     same(unswizzle(memory.float(), 0, 130, 6), scales.float())
     sizes = [100, 0, 30]
-    again, memory = run("fd.ops.nv_grouped_block_quantize(tv0, tv1, tv2)", x, *starts_of(sizes), result="tv8, tv9")
+    again, memory = run(
+        "fd.ops.nv_grouped_block_quantize(tv0, tv1, tv2)", x, *starts_of(sizes), result="tv8, tv9"
+    )
     assert torch.equal(packed.view(torch.uint8), again.view(torch.uint8))
     same(unswizzle(memory.float(), 128, 30, 6), scales[100:].float())
 
@@ -220,7 +312,11 @@ def test_block_scales_are_swizzled_on_request():
 def test_mxfp8():
     x = torch.zeros(1, 96)
     x[0, 0], x[0, 1], x[0, 32] = 449.0, 1.0, 2.0**-130 * 448
-    values, scales = run("fd.ops.nv_block_quantize(tv0, block_size=32, dtype=DataType.Float8_e4m3fn)", x, result="tv8, tv9")
+    values, scales = run(
+        "fd.ops.nv_block_quantize(tv0, block_size=32, dtype=DataType.Float8_e4m3fn)",
+        x,
+        result="tv8, tv9",
+    )
     assert scales.float().tolist() == [[2, 2.0**-127, 2.0**-127]]
     assert values.float()[0, [0, 1, 32, 64]].tolist() == [224, 0.5, 0, 0]
 
@@ -234,7 +330,7 @@ def test_quantizers_refuse():
             run(line, torch.ones(2, 40), result="tv8, tv9")
 
 
-# Products ---------------------------------------------------------------------------------------------------------------------
+# Products -----------------------------------------------------------------------------------------
 
 
 def test_grouped_mm_by_ends():
@@ -245,23 +341,38 @@ def test_grouped_mm_by_ends():
     want = torch.cat([a[:2].double() @ b[0].double(), a[2:6].double() @ b[2].double()]).bfloat16()
     same(out[:6], want)
     assert out[6:].isnan().all()
-    (out,) = run("fd.ops.grouped_mm(tv0, tv1, tv2)", a.T.contiguous(), torch.randn(8, 7).bfloat16(), ends)
+    (out,) = run(
+        "fd.ops.grouped_mm(tv0, tv1, tv2)", a.T.contiguous(), torch.randn(8, 7).bfloat16(), ends
+    )
     assert out.shape == (3, 5, 7)
     assert not out[1].any()
     (out,) = run("fd.ops.grouped_mm(tv0, tv1, tv2)", torch.randn(3, 5, 7), torch.randn(7, 8), ends)
     assert out.shape == (5, 8)
     assert out[:, 6:].isnan().all()
-    for bad, message in ((ends.long(), "expected Int32"), (ends.flip(0), "no ends"), (ends + 3, "no ends"), (ends[:2].clone(), "groups")):
+    for bad, message in (
+        (ends.long(), "expected Int32"),
+        (ends.flip(0), "no ends"),
+        (ends + 3, "no ends"),
+        (ends[:2].clone(), "groups"),
+    ):
         with pytest.raises(Refused, match=message):
             run("fd.ops.grouped_mm(tv0, tv1, tv2)", a, b, bad)
 
 
 def test_grouped_mm_with_scales():
-    a, b = torch.randn(4, 32).to(torch.float8_e4m3fn), torch.randn(2, 32, 16).to(torch.float8_e4m3fn)
+    a, b = (
+        torch.randn(4, 32).to(torch.float8_e4m3fn),
+        torch.randn(2, 32, 16).to(torch.float8_e4m3fn),
+    )
     rows, columns, ends = torch.rand(4, 1), torch.rand(2, 1, 16), torch.tensor([1, 4]).int()
     line = "fd.ops.grouped_mm(tv0, tv1, tv2, tv3, tv4, dtype=DataType.Half)"
-    lines = [tensor_line(f"tv{i}", x.shape, DTYPES[x.dtype]) for i, x in enumerate((a, b, ends, rows, columns))]
-    (out,) = interpret(text_of(*lines, f"tv9, _, _ = {line}", "fd.add_output(tv9)"), [a, b, ends, rows, columns])
+    lines = [
+        tensor_line(f"tv{i}", x.shape, DTYPES[x.dtype])
+        for i, x in enumerate((a, b, ends, rows, columns))
+    ]
+    (out,) = interpret(
+        text_of(*lines, f"tv9, _, _ = {line}", "fd.add_output(tv9)"), [a, b, ends, rows, columns]
+    )
     x, y = a.double() * rows.double(), b.double() * columns.double()
     same(out, torch.cat([x[:1] @ y[0], x[1:] @ y[1]]).bfloat16().half())
 
@@ -272,10 +383,21 @@ CUTLASS = "fd.ops.cutlass_nvfp4_grouped_mm(tv0, tv1, tv8, tv3, tv4, tv5, tv6, tv
 def cutlass_text(inputs, dtype="Float8_e4m3fn"):
     a, b, scales_a, scales_b, alpha, problem_sizes, first_rows, first_padded = inputs
     lines = [tensor_line("tv0", [-1, a.shape[1] * 2], E2M1)]
-    lines.append(tensor_line("tv1", [b.shape[0], b.shape[1] * 2, b.shape[2]], E2M1, rest=", stride_order=[2, 0, 1]"))
-    for i, x in enumerate((scales_a, scales_b, alpha, problem_sizes, first_rows, first_padded), start=2):
+    lines.append(
+        tensor_line(
+            "tv1", [b.shape[0], b.shape[1] * 2, b.shape[2]], E2M1, rest=", stride_order=[2, 0, 1]"
+        )
+    )
+    for i, x in enumerate(
+        (scales_a, scales_b, alpha, problem_sizes, first_rows, first_padded), start=2
+    ):
         lines.append(tensor_line(f"tv{i}", x.shape, DTYPES[x.dtype]))
-    return text_of(*lines, "tv8 = fd.ops.preprocess_grouped_matmul_input_sf(tv2, tv6, tv7)", f"tv9 = {CUTLASS}", "fd.add_output(tv9)")
+    return text_of(
+        *lines,
+        "tv8 = fd.ops.preprocess_grouped_matmul_input_sf(tv2, tv6, tv7)",
+        f"tv9 = {CUTLASS}",
+        "fd.add_output(tv9)",
+    )
 
 
 @pytest.mark.parametrize("sizes", [[3], [2, 0, 5], [0, 130], [1, 1], [128, 3, 0]])
@@ -296,10 +418,19 @@ def test_cutlass_product_leaves_other_rows_unwritten():
 
 def test_cutlass_product_takes_scales_that_were_swizzled_before():
     inputs, want = nvfp4_problem([2, 3])
-    (memory,) = run("fd.ops.preprocess_grouped_matmul_input_sf(tv0, tv1, tv2)", inputs[2], inputs[6], inputs[7])
-    text = cutlass_text(inputs).replace("tv8 = fd.ops.preprocess_grouped_matmul_input_sf(tv2, tv6, tv7)\n    ", "").replace("tv8", "tv2")
+    (memory,) = run(
+        "fd.ops.preprocess_grouped_matmul_input_sf(tv0, tv1, tv2)", inputs[2], inputs[6], inputs[7]
+    )
+    text = (
+        cutlass_text(inputs)
+        .replace("tv8 = fd.ops.preprocess_grouped_matmul_input_sf(tv2, tv6, tv7)\n    ", "")
+        .replace("tv8", "tv2")
+    )
     inputs[2] = memory.view(-1, 4)
-    text = text.replace("tv2 = fd.define_tensor(shape=[5, 4]", f"tv2 = fd.define_tensor(shape={list(inputs[2].shape)}")
+    text = text.replace(
+        "tv2 = fd.define_tensor(shape=[5, 4]",
+        f"tv2 = fd.define_tensor(shape={list(inputs[2].shape)}",
+    )
     same(interpret(text, inputs)[0], want.bfloat16())
 
 
@@ -315,7 +446,11 @@ def test_cutlass_product_takes_scales_that_were_swizzled_before():
         (5, lambda x: x + torch.tensor([1, 0, 0]).int(), "expert_offsets.1. = 2 with 4 rows"),
         (5, lambda x: x.flip(0), "expert_offsets.1. = 2 with 2 rows, expected within 3"),
         (3, lambda x: x[:, :64].clone(), "scale2 has"),
-        (1, lambda x: x[:, :, :64].transpose(1, 2).contiguous().transpose(1, 2), "multiples of 64 and 128"),
+        (
+            1,
+            lambda x: x[:, :, :64].transpose(1, 2).contiguous().transpose(1, 2),
+            "multiples of 64 and 128",
+        ),
         (1, lambda x: x[:1], "alpha .2., expected contiguous .1."),
     ],
 )
@@ -330,4 +465,9 @@ def test_cutlass_product_needs_k_fastest():
     inputs, _ = nvfp4_problem([2, 3], k=128)
     inputs[1] = torch.randint(0, 256, (2, 128, 64), dtype=torch.uint8)  # packed along n
     with pytest.raises(Refused, match="k is not the fastest"):
-        interpret(cutlass_text([inputs[0], inputs[1].transpose(1, 2), *inputs[2:]]).replace(", stride_order=[2, 0, 1]", ""), inputs)
+        interpret(
+            cutlass_text([inputs[0], inputs[1].transpose(1, 2), *inputs[2:]]).replace(
+                ", stride_order=[2, 0, 1]", ""
+            ),
+            inputs,
+        )

@@ -1,6 +1,8 @@
-"""nvFuser definitions: their text for Blackwell, what is refused with which reason, what is shared, and errors before a launch.
+"""nvFuser definitions: their text for Blackwell, what is refused with which reason, what is shared,
+and errors before a launch.
 
-That a definition prints, rebuilds and means what its segment means is asked for every Fusion of the suite: tests/fusions.py.
+That a definition prints, rebuilds and means what its segment means is asked for every Fusion of the
+suite: tests/fusions.py.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def generator():
 def weight(n, k, runs=0):
     """nvfp4[G, n, k] as the three tensors; runs: decode scales along n."""
     x = torch.randn(G, n, k, generator=generator())
-    return list(quantize(x, torch.rand(G, runs, generator=generator()) / 300 + 1e-3 if runs else None))
+    return list(
+        quantize(x, torch.rand(G, runs, generator=generator()) / 300 + 1e-3 if runs else None)
+    )
 
 
 def rows(count=11):
@@ -68,15 +72,24 @@ def output_dtypes(fusion, target="sm_100"):
     from fusion_moe.emit.nvfuser import define
 
     for s in lower(fusion, TARGETS[target], options.Options()).segments:
-        names = (v.dtype().name for v in define(s.fusion).fd.fusion.outputs()) if s.kind == "nvfuser" else (v.type.dtype for v in s.outputs)
+        names = (
+            (v.dtype().name for v in define(s.fusion).fd.fusion.outputs())
+            if s.kind == "nvfuser"
+            else (v.type.dtype for v in s.outputs)
+        )
         yield ", ".join(names)
 
 
-# Text -----------------------------------------------------------------------------------------------------------------
+# Text ---------------------------------------------------------------------------------------------
 
 
 def grouped_matmul(static):
-    return call("nvfp4_grouped_mm", [rows(), *weight(2 * I, H, runs=2), ENDS], static, activation_format="nvfp4")
+    return call(
+        "nvfp4_grouped_mm",
+        [rows(), *weight(2 * I, H, runs=2), ENDS],
+        static,
+        activation_format="nvfp4",
+    )
 
 
 def expert_mlp_of_sorted_rows(static):
@@ -94,7 +107,13 @@ def expert_mlp_of_sorted_rows(static):
 def moe_layer(static):
     """Routing, gather, both products, SwiGLU, and the sum of each token's rows."""
     x, ids = rows(TOKENS), torch.randint(0, G, (TOKENS, SLOTS), generator=generator())
-    args = [x, ids, torch.rand(TOKENS, SLOTS, generator=generator()), *weight(2 * I, H, runs=2), *weight(H, I)]
+    args = [
+        x,
+        ids,
+        torch.rand(TOKENS, SLOTS, generator=generator()),
+        *weight(2 * I, H, runs=2),
+        *weight(H, I),
+    ]
     return call("expert_mlp", args, static, activation_format="nvfp4")
 
 
@@ -118,10 +137,14 @@ def inlined(static, build) -> Fusion:
 
 
 def summary(source: str) -> str:
-    """What one looks for in hundreds of lines: inputs, products, outputs, and how many other operations of each name."""
+    """What one looks for in hundreds of lines: inputs, products, outputs, and how many other
+    operations of each name.
+    """
     lines = [line.strip() for line in source.splitlines()]
     kept = [line for line in lines if re.search(r"fd\.define_tensor|_mm\(|fd\.add_output", line)]
-    counts = Counter(m[1] for line in lines if line not in kept and (m := re.search(r"fd\.ops\.(\w+)", line)))
+    counts = Counter(
+        m[1] for line in lines if line not in kept and (m := re.search(r"fd\.ops\.(\w+)", line))
+    )
     others = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     return "\n".join([*kept, f"# {len(lines)} lines; beside these {others}"])
 
@@ -130,24 +153,32 @@ def summary(source: str) -> str:
 @pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
 @pytest.mark.parametrize("build", [grouped_matmul, expert_mlp_of_sorted_rows, moe_layer])
 def test_blackwell(build, static, golden):
-    """One definition each, but for the sort of an open number of rows; with the output dtypes that the text does not tell.
+    """One definition each, but for the sort of an open number of rows; with the output dtypes that
+    the text does not tell.
 
     The smallest is kept as it is.
     """
     found, shown = sources(build(static)), str if static and build is grouped_matmul else summary
     assert len(found) == (2 if build is moe_layer and not static else 1)
     dtypes = output_dtypes(build(static))
-    golden("\n\n".join(f"{shown(source)}\n# outputs: {made}" for source, made in zip(found, dtypes, strict=True)))
+    golden(
+        "\n\n".join(
+            f"{shown(source)}\n# outputs: {made}"
+            for source, made in zip(found, dtypes, strict=True)
+        )
+    )
 
 
 @needs_nvfuser
 def test_hopper(golden):
     """16-bit activations: the weight is decoded inside, from int32 words."""
-    (source,) = sources(call("nvfp4_grouped_mm", [rows(), *weight(2 * I, H, runs=2), ENDS]), "sm_90")
+    (source,) = sources(
+        call("nvfp4_grouped_mm", [rows(), *weight(2 * I, H, runs=2), ENDS]), "sm_90"
+    )
     golden(source)
 
 
-# Meaning --------------------------------------------------------------------------------------------------------------
+# Meaning ------------------------------------------------------------------------------------------
 
 
 @needs_nvfuser
@@ -161,7 +192,7 @@ def test_a_product_means_the_same(activation_format, runs, dtype):
     assert ("sm_90" in found) == (activation_format == "bf16")
 
 
-# MXFP8 ----------------------------------------------------------------------------------------------------------------
+# MXFP8 --------------------------------------------------------------------------------------------
 
 
 def copies(shape, encoding, dtype="bf16"):
@@ -174,7 +205,9 @@ def copies(shape, encoding, dtype="bf16"):
 
 
 def every_amax():
-    """bf16[..., 32]: each that the largest of a block can be, from zero to infinity, subnormal ones too, and NaN."""
+    """bf16[..., 32]: each that the largest of a block can be, from zero to infinity, subnormal ones
+    too, and NaN.
+    """
     amax = torch.arange(0x7F82, dtype=torch.int16).view(torch.bfloat16)
     finite = amax.clamp(max=torch.finfo(torch.bfloat16).max).float()
     x = ((torch.rand(len(amax), 32, generator=generator()) * 2 - 1) * finite[:, None]).bfloat16()
@@ -196,14 +229,23 @@ def test_copies_in_mxfp8_are_the_encodings_bit_for_bit(encoding, dtype):
 def stored_copy():
     """A weight that comes in 8 bits."""
     fd = FusionDefinition()
-    codes, scale = fd.define_tensor(shape=[G, 8, 64], dtype="f8e4m3"), fd.define_tensor(shape=[G, 8, 2], dtype="f8e8m0")
-    fd.add_output(fd.ops.dequantize(fd.ops.pack(codes, scale, encoding="mxfp8", layout="linear"), dtype="bf16"))
+    codes, scale = (
+        fd.define_tensor(shape=[G, 8, 64], dtype="f8e4m3"),
+        fd.define_tensor(shape=[G, 8, 2], dtype="f8e8m0"),
+    )
+    fd.add_output(
+        fd.ops.dequantize(
+            fd.ops.pack(codes, scale, encoding="mxfp8", layout="linear"), dtype="bf16"
+        )
+    )
     return fd.fusion()
 
 
 @needs_nvfuser
 def test_stored_copies_are_read_where_there_is_e8m0():
-    codes, scale = quantize(torch.randn(G, 8, 64, generator=generator()), encoding=ENCODINGS["mxfp8"])
+    codes, scale = quantize(
+        torch.randn(G, 8, 64, generator=generator()), encoding=ENCODINGS["mxfp8"]
+    )
     found = judge(stored_copy(), [codes, scale])
     assert [[s.kind for s in segments] for segments in found.values()] == [["single"], ["nvfuser"]]
 
@@ -231,27 +273,41 @@ def test_training_in_mxfp8_leaves_blocks_along_rows_to_the_reference():
     for fusion, product in ((made.forward, "grouped_mm"), (made.backward, "grouped_mm_t")):
         for target in ("sm_90", "sm_100"):
             segments = lower(fusion, TARGETS[target], options.Options()).segments
-            assert product in {op.kind.name for s in segments if s.kind == "nvfuser" for op in s.fusion.ops}
-            others = [op for s in segments if s.kind != "nvfuser" for op in s.fusion.ops if op.kind.name == "quantize"]
+            assert product in {
+                op.kind.name for s in segments if s.kind == "nvfuser" for op in s.fusion.ops
+            }
+            others = [
+                op
+                for s in segments
+                if s.kind != "nvfuser"
+                for op in s.fusion.ops
+                if op.kind.name == "quantize"
+            ]
             assert {op.attrs["encoding"] for op in others} == {"mxfp8_columns"}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def of_problem(n=2 * I, sizes=(3, 0, 7, 1)):
-    """The arguments of the operation with thunder's signature; its weight is stored as it wants it."""
+    """The arguments of the operation with thunder's signature; its weight is stored as it wants
+    it.
+    """
     codes, scale, decode = weight(n, H)
     starts = [sum(sizes[:g]) for g in range(G)]
     padded = [sum(-(-m // 128) * 128 for m in sizes[:g]) for g in range(G)]
-    ints = [torch.tensor(t, dtype=torch.int32) for t in (starts, padded, [[m, n, H] for m in sizes])]
+    ints = [
+        torch.tensor(t, dtype=torch.int32) for t in (starts, padded, [[m, n, H] for m in sizes])
+    ]
     return [rows(), codes.mT, SF128X4.forward(scale), decode, *ints]
 
 
 @needs_nvfuser
 @pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
 def test_thunders_operation_means_the_same_in_4_bits(static):
-    """Its codes and scales go into the 4-bit product as they are: nothing is decoded, and no scale of a weight moved."""
+    """Its codes and scales go into the 4-bit product as they are: nothing is decoded, and no scale
+    of a weight moved.
+    """
     args = of_problem()
     fusion = call("f16a_nvfp4weight_scaled_grouped_mm", args, static, activation_format="nvfp4")
     assert list(judge(fusion, args)) == ["sm_100"]
@@ -264,38 +320,65 @@ def test_thunders_operation_means_the_same_in_4_bits(static):
 
 @needs_nvfuser
 @pytest.mark.parametrize("activation_format", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("ids", [[[0, 0]], [[3, 3], [3, 3]], [[2, 0]] * 130, [[-1, 2], [-1, -1]], []])
+@pytest.mark.parametrize(
+    "ids", [[[0, 0]], [[3, 3], [3, 3]], [[2, 0]] * 130, [[-1, 2], [-1, -1]], []]
+)
 def test_a_layer_means_the_same_for_any_routing(ids, activation_format):
-    """One token, the last expert alone, more than a tile of rows, slots of no expert, no tokens; empty experts."""
+    """One token, the last expert alone, more than a tile of rows, slots of no expert, no tokens;
+    empty experts.
+    """
     slots = torch.tensor(ids, dtype=torch.int64).reshape(-1, SLOTS)
-    args = [rows(len(ids)), slots, torch.rand(len(ids), SLOTS, generator=generator()), *weight(2 * I, H, runs=2), *weight(H, I)]
+    args = [
+        rows(len(ids)),
+        slots,
+        torch.rand(len(ids), SLOTS, generator=generator()),
+        *weight(2 * I, H, runs=2),
+        *weight(H, I),
+    ]
     for static in (True, False):
         found = judge(call("expert_mlp", args, static, activation_format=activation_format), args)
         kinds = [s.kind for s in found["sm_100"]]
-        assert kinds == (["single", "nvfuser"] if not static else ["nvfuser"] if ids else ["single"] * len(kinds))
+        assert kinds == (
+            ["single", "nvfuser"] if not static else ["nvfuser"] if ids else ["single"] * len(kinds)
+        )
 
 
 @needs_nvfuser
 @pytest.mark.parametrize("n", [128, 96])
 def test_swizzled_weights_are_read_as_they_are(n):
-    """With 4-bit activations the definition does not move their scales; with 16-bit ones they are put back in order."""
+    """With 4-bit activations the definition does not move their scales; with 16-bit ones they are
+    put back in order.
+    """
     codes, scale, decode = weight(n, H)
     stored = SF128X4.forward(scale)
     fd = FusionDefinition()
     a, ends = fd.from_pytorch(rows()), fd.from_pytorch(ENDS)
-    packed = fd.ops.pack(*map(fd.from_pytorch, (codes, stored, decode)), encoding="nvfp4", layout="sf128x4")
+    packed = fd.ops.pack(
+        *map(fd.from_pytorch, (codes, stored, decode)), encoding="nvfp4", layout="sf128x4"
+    )
     partition = fd.groups_of(ends, 11)
     a = fd.ops.partition(a, partition)
-    fd.add_output(fd.ops.cast(fd.ops.grouped_mm(a, packed, partition, w_layout="sf128x4"), dtype="bf16"))
+    fd.add_output(
+        fd.ops.cast(fd.ops.grouped_mm(a, packed, partition, w_layout="sf128x4"), dtype="bf16")
+    )
     if n == 128:
         four = fd.ops.zero_rest(a, partition)
         four = fd.ops.quantize(four, fd.ops.decode_scale(four, encoding="nvfp4"), encoding="nvfp4")
-        fd.add_output(fd.ops.cast(fd.ops.grouped_mm(four, packed, partition, w_layout="sf128x4"), dtype="bf16"))
+        fd.add_output(
+            fd.ops.cast(
+                fd.ops.grouped_mm(four, packed, partition, w_layout="sf128x4"), dtype="bf16"
+            )
+        )
     found = evaluate(fd.fusion(), rows(), ENDS, codes, stored, decode)
     matrices = dequantize(Quantized(codes, scale, decode))
     begin = 0
     for g, end in enumerate(ENDS.tolist()):
-        torch.testing.assert_close(found[0][begin:end].float(), rows()[begin:end].float() @ matrices[g].T, rtol=2e-2, atol=0.5)
+        torch.testing.assert_close(
+            found[0][begin:end].float(),
+            rows()[begin:end].float() @ matrices[g].T,
+            rtol=2e-2,
+            atol=0.5,
+        )
         begin = end
 
 
@@ -313,7 +396,7 @@ def test_gate_and_up_share_the_quantized_activation():
     assert source.count("dtype=DataType.Float4_e2m1fn)") == 1
 
 
-# Refusals -------------------------------------------------------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------------------
 
 
 def test_every_kind_is_written_or_refused():
@@ -344,17 +427,30 @@ def partitioned_product(fd, a, w, offs, to="bf16", **kinds):
 
 def four_bit(n, k):
     fd = FusionDefinition()
-    args = [fd.define_tensor(shape=s, dtype=d) for s, d in (
-        ([11, k], "bf16"), ([G, n, k // 2], "u8"), ([G, n, k // 16], "f8e4m3"), ([G], "f32"), ([G], "i32"))]  # fmt: skip
+    args = [
+        fd.define_tensor(shape=s, dtype=d)
+        for s, d in (
+            ([11, k], "bf16"),
+            ([G, n, k // 2], "u8"),
+            ([G, n, k // 16], "f8e4m3"),
+            ([G], "f32"),
+            ([G], "i32"),
+        )
+    ]
     fd.add_output(translated("nvfp4_grouped_mm")(fd, *args, activation_format="nvfp4"))
     return fd.fusion()
 
 
 def copies_of_rows():
     fd = FusionDefinition()
-    x, offs = fd.define_tensor(shape=[11, H], dtype="bf16"), fd.define_tensor(shape=[G], dtype="i32")
+    x, offs = (
+        fd.define_tensor(shape=[11, H], dtype="bf16"),
+        fd.define_tensor(shape=[G], dtype="i32"),
+    )
     ends = fd.groups_of(offs, 11)
-    for v in fd.ops.unpack(fd.ops.quantize(fd.ops.partition(x, ends), ends, encoding="mxfp8_columns")):
+    for v in fd.ops.unpack(
+        fd.ops.quantize(fd.ops.partition(x, ends), ends, encoding="mxfp8_columns")
+    ):
         fd.add_output(v)
     return fd.fusion()
 
@@ -362,24 +458,40 @@ def copies_of_rows():
 REFUSED = {
     "a sum of bytes": one(lambda fd, x: fd.ops.add(x, x), ([4], "u8")),
     "a cast to e4m3": one(lambda fd, x: fd.ops.cast(x, dtype="f8e4m3"), ([4], "f32")),
-    "float32 activations": one(partitioned_product, ([11, H], "f32"), ([G, 8, H], "f32"), ([G], "i32")),
-    "two 16-bit types": one(partitioned_product, ([11, H], "f16"), ([G, 8, H], "bf16"), ([G], "i32")),
+    "float32 activations": one(
+        partitioned_product, ([11, H], "f32"), ([G, 8, H], "f32"), ([G], "i32")
+    ),
+    "two 16-bit types": one(
+        partitioned_product, ([11, H], "f16"), ([G, 8, H], "bf16"), ([G], "i32")
+    ),
     "a product kept in float32": one(
-        lambda fd, *v: partitioned_product(fd, *v, to=None), ([11, H], "bf16"), ([G, 8, H], "bf16"), ([G], "i32")
+        lambda fd, *v: partitioned_product(fd, *v, to=None),
+        ([11, H], "bf16"),
+        ([G, 8, H], "bf16"),
+        ([G], "i32"),
     ),
     "a scatter that adds": one(
-        lambda fd, a, i, v: fd.ops.index_put_accumulate(a, i, v), ([4, 8], "f32"), ([3], "i64"), ([3, 8], "f32")
+        lambda fd, a, i, v: fd.ops.index_put_accumulate(a, i, v),
+        ([4, 8], "f32"),
+        ([3], "i64"),
+        ([3, 8], "f32"),
     ),
     "no rows": one(lambda fd, x: fd.ops.neg(x), ([0, 4], "f32")),
-    "routing of any number of tokens": call("route", [torch.zeros(3, 2, dtype=torch.int64)], groups=4),
-    "routing of 4100 rows": call("route", [torch.zeros(2050, 2, dtype=torch.int64)], True, groups=4),
+    "routing of any number of tokens": call(
+        "route", [torch.zeros(3, 2, dtype=torch.int64)], groups=4
+    ),
+    "routing of 4100 rows": call(
+        "route", [torch.zeros(2050, 2, dtype=torch.int64)], True, groups=4
+    ),
     "K = 96": four_bit(128, 96),
     "N = 64": four_bit(64, 128),
     "quantize": call("nvfp4_quantize", [torch.randn(64, 64)]),
     "scales of 8 bits": stored_copy(),
     "blocks along rows of groups": copies_of_rows(),
-    "swizzle": call("grouped_swizzle_block_scale", [torch.zeros(11, 4).to(torch.float8_e4m3fn), ENDS]),
-}  # fmt: skip
+    "swizzle": call(
+        "grouped_swizzle_block_scale", [torch.zeros(11, 4).to(torch.float8_e4m3fn), ENDS]
+    ),
+}
 
 
 def test_refusals(golden):
@@ -394,7 +506,9 @@ def test_refusals(golden):
                 continue
             for s in segments:
                 if s.kind == "single":
-                    said.append(f"{name} on {target}: {facts.can_schedule(s.fusion, TARGETS[target])}")
+                    said.append(
+                        f"{name} on {target}: {facts.can_schedule(s.fusion, TARGETS[target])}"
+                    )
     golden("\n".join(dict.fromkeys(said)))
 
 
@@ -410,7 +524,11 @@ def test_without_nvfuser_an_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     library.nvfuser.cache_clear()
     try:
-        with pytest.raises(UnsupportedError, match=r"nvFuser is not installed; pip install '\.\[nvfuser\]' in a clone"):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"nvFuser is not installed; pip install "
+            r"'\.\[nvfuser\]' in a clone",
+        ):
             sources(grouped_matmul(True))
     finally:
         library.nvfuser.cache_clear()
@@ -421,7 +539,11 @@ def test_a_launch_on_the_cpu_is_an_error():
     from fusion_moe.emit import emit
 
     args = [rows(), *weight(2 * I, H), ENDS]
-    lowered = lower(call("nvfp4_grouped_mm", args, activation_format="nvfp4"), TARGETS["sm_100"], options.Options())
+    lowered = lower(
+        call("nvfp4_grouped_mm", args, activation_format="nvfp4"),
+        TARGETS["sm_100"],
+        options.Options(),
+    )
     (segment,) = lowered.segments
     kernel = emit(segment, TARGETS["sm_100"])
     given = dict(zip(lowered.stages[-1][1].inputs, args, strict=True))
@@ -429,7 +551,7 @@ def test_a_launch_on_the_cpu_is_an_error():
         kernel([given[v] for v in segment.inputs], {})
 
 
-# CUDA headers ---------------------------------------------------------------------------------------------------------
+# CUDA headers -------------------------------------------------------------------------------------
 
 
 def sort(tokens=TOKENS):
@@ -458,17 +580,21 @@ def test_headers_that_do_not(tmp_path, monkeypatch):
     toolkit(tmp_path / "no cuda.h", 12080)
     (tmp_path / "no cuda.h" / "cuda.h").unlink()
     folders = {
-        tmp_path / "missing": "has none", toolkit(tmp_path / "old", 11080): "has those of CUDA 11.8",
-        toolkit(tmp_path / "new", 13000): "has those of CUDA 13.0", toolkit(tmp_path / "no cub", 12080, "cccl"): "has none",
+        tmp_path / "missing": "has none",
+        toolkit(tmp_path / "old", 11080): "has those of CUDA 11.8",
+        toolkit(tmp_path / "new", 13000): "has those of CUDA 13.0",
+        toolkit(tmp_path / "no cub", 12080, "cccl"): "has none",
         tmp_path / "no cuda.h": "has none",
-    }  # fmt: skip
+    }
     for folder, why in folders.items():
         monkeypatch.setattr(headers, "FOLDER", folder)
         with pytest.raises(UnsupportedError) as caught:
             headers.check_headers()
         assert str(caught.value) == (
-            f"nvfuser: nvFuser compiles sorts with the headers of a CUDA toolkit, and {folder} {why}; "
-            "expected those of CUDA 12.8, or of its major version; install that toolkit, and point /usr/local/cuda at it"
+            "nvfuser: nvFuser compiles sorts with the headers of a CUDA toolkit, and "
+            f"{folder} {why}; "
+            "expected those of CUDA 12.8, or of its major version; install that toolkit, and "
+            "point /usr/local/cuda at it"
         )
 
 

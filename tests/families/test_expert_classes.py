@@ -1,7 +1,8 @@
-"""Every class of experts that the installed transformers decorates: what `convert` makes of it computes the same.
+"""Every class of experts that the installed transformers decorates: what `convert` makes of it
+computes the same.
 
-The judge is the class itself with the weights that the NVFP4 bytes mean. How classes run is in RUNS; those that are not there are plain
-SwiGLU, unless they are newer than this table.
+The judge is the class itself with the weights that the NVFP4 bytes mean. How classes run is in
+RUNS; those that are not there are plain SwiGLU, unless they are newer than this table.
 """
 
 from __future__ import annotations
@@ -21,11 +22,19 @@ CLASSES = sorted(decorated())
 NAMES = [f"{family}.{name}" for family, name in CLASSES]
 LIMIT, GPT_OSS, CUSTOM = "limit=7.0", "limit=7.0, alpha=1.702, up_offset=1.0", "function="
 RUNS = {
-    "DeepseekV4Experts": LIMIT, "HYV4Experts": LIMIT, "Glm5NextExperts": LIMIT,
-    "GptOssExperts": GPT_OSS, "OpenAIPrivacyFilterExperts": GPT_OSS, "MiniMaxM3VLExperts": GPT_OSS,
-    "Gemma4TextExperts": CUSTOM, "DiffusionGemmaTextExperts": CUSTOM, "Inkling2Experts": CUSTOM, "NemotronHExperts": CUSTOM,
-    "Inkling2LoopExperts": CUSTOM, "MuseSparkExperts": CUSTOM,
-}  # fmt: skip
+    "DeepseekV4Experts": LIMIT,
+    "HYV4Experts": LIMIT,
+    "Glm5NextExperts": LIMIT,
+    "GptOssExperts": GPT_OSS,
+    "OpenAIPrivacyFilterExperts": GPT_OSS,
+    "MiniMaxM3VLExperts": GPT_OSS,
+    "Gemma4TextExperts": CUSTOM,
+    "DiffusionGemmaTextExperts": CUSTOM,
+    "Inkling2Experts": CUSTOM,
+    "NemotronHExperts": CUSTOM,
+    "Inkling2LoopExperts": CUSTOM,
+    "MuseSparkExperts": CUSTOM,
+}
 CANNOT_BE_BUILT: dict[str, str] = {}  # class: why its constructor fails here
 
 

@@ -1,4 +1,6 @@
-"""Families whose experts are not described as the others' are: `quantize_` names the class and says why."""
+"""Families whose experts are not described as the others' are: `quantize_` names the class and says
+why.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from tests.families.models import AnyConfig, E, H, I, class_of, randomized
 class Config(AnyConfig):
     """What these families need beside sizes."""
 
-    zero_expert_num, ffn_act_fn, activation_function, activation_dropout, dropout_rate, moe_token_dropout = 2, {}, "relu", 0.0, 0.0, 0.0
+    (
+        zero_expert_num,
+        ffn_act_fn,
+        activation_function,
+        activation_dropout,
+        dropout_rate,
+        moe_token_dropout,
+    ) = 2, {}, "relu", 0.0, 0.0, 0.0
     dense_act_fn, d_model, d_ff = "relu", H, I
 
 
@@ -32,7 +41,9 @@ def test_refused(path, golden):
     family, name = path.split(".")[2], path.rpartition(".")[2]
     if importlib.util.find_spec(f"transformers.models.{family}") is None:
         pytest.skip(f"this version of transformers has no {family}")
-    model = nn.ModuleDict({"experts": randomized(class_of(family, name)(*ARGUMENTS.get(name, (Config(),))))})
+    model = nn.ModuleDict(
+        {"experts": randomized(class_of(family, name)(*ARGUMENTS.get(name, (Config(),))))}
+    )
     before = [type(m) for m in model.modules()]
     with pytest.raises(UnsupportedError) as error:
         fusion_moe.quantize_(model)
@@ -64,6 +75,9 @@ def test_experts_divided_by_a_plan(golden):
 def test_experts_of_other_ranks():
     experts = randomized(class_of("qwen3_moe", "Qwen3MoeExperts")(AnyConfig()))
     experts._is_expert_parallel = True
-    with pytest.raises(UnsupportedError, match="experts: Qwen3MoeExperts: experts that a parallel plan divides between devices"):
+    with pytest.raises(
+        UnsupportedError,
+        match="experts: Qwen3MoeExperts: experts that a parallel plan divides between devices",
+    ):
         fusion_moe.quantize_(nn.ModuleDict({"experts": experts}))
     assert isinstance(experts.gate_up_proj, torch.Tensor)

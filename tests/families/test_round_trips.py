@@ -1,4 +1,6 @@
-"""Every family with experts, on its own class: what is saved after `quantize_`, and what `quantize` makes of its files, loads again."""
+"""Every family with experts, on its own class: what is saved after `quantize_`, and what `quantize`
+makes of its files, loads again.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,26 @@ pytestmark = pytest.mark.once
 def logits(model: Any) -> Tensor:
     torch.manual_seed(0)  # a family has noise
     with torch.no_grad():
-        return getattr(model, "thinker", model)(input_ids=torch.arange(3, 12)[None], use_cache=False)[0]
+        return getattr(model, "thinker", model)(
+            input_ids=torch.arange(3, 12)[None], use_cache=False
+        )[0]
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two models have the same class, and the same bytes in the same parameters and buffers."""
+    """Whether two models have the same class, and the same bytes in the same parameters and
+    buffers.
+    """
     first, second = a.state_dict(), b.state_dict()
-    as_bytes = [(t.flatten().view(torch.uint8), second[name].flatten().view(torch.uint8)) for name, t in first.items() if name in second]
-    return type(a) is type(b) and first.keys() == second.keys() and all(torch.equal(x, y) for x, y in as_bytes)
+    as_bytes = [
+        (t.flatten().view(torch.uint8), second[name].flatten().view(torch.uint8))
+        for name, t in first.items()
+        if name in second
+    ]
+    return (
+        type(a) is type(b)
+        and first.keys() == second.keys()
+        and all(torch.equal(x, y) for x, y in as_bytes)
+    )
 
 
 def test_names_stay_when_a_model_is_saved_again(tmp_path: Path):
@@ -61,7 +75,9 @@ def test_round_trips(family: str, tmp_path: Path):
     saved = from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert same(saved, model)
     assert relative(logits(saved), logits(model)) <= 1e-6
-    quantized = from_pretrained(quantize(tmp_path / "floats", tmp_path / "quantized"), dtype=torch.float32)
+    quantized = from_pretrained(
+        quantize(tmp_path / "floats", tmp_path / "quantized"), dtype=torch.float32
+    )
     assert relative(logits(quantized), logits(model)) <= 1e-6
     assert (
         same(quantized, model) or family == "dots3_note"

@@ -1,4 +1,6 @@
-"""`quantize_` on whole models of families: logits of a plain model with the weights that the NVFP4 bytes mean."""
+"""`quantize_` on whole models of families: logits of a plain model with the weights that the NVFP4
+bytes mean.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_logits(family):
     original = model_of(family)
     model = copy.deepcopy(original)
     fusion_moe.quantize_(model)
-    got, want, unquantized = (m(input_ids=tokens()).logits for m in (model, plain_model(model, original), original))
+    got, want, unquantized = (
+        m(input_ids=tokens()).logits for m in (model, plain_model(model, original), original)
+    )
     assert any(type(m) is KINDS.get(family, NVFP4Experts) for m in model.modules())
     assert relative(got, want) <= 1e-5
     assert relative(want, unquantized) > 1e-3  # the experts matter
@@ -55,14 +59,25 @@ def test_bytes_are_modelopts(family):
 
 
 def modelopts(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Matrices of all experts [E, N, K], one above the other: codes, block scales, decode scales by nvidia-modelopt."""
+    """Matrices of all experts [E, N, K], one above the other: codes, block scales, decode scales by
+    nvidia-modelopt.
+    """
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
     made = [[NVFP4QTensor.quantize(m[e].contiguous(), 16) for m in matrices] for e in range(E)]
     codes = torch.stack([torch.cat([q._quantized_data for q, _, _ in expert]) for expert in made])
-    block_scale = torch.stack([torch.cat([scale.view(torch.uint8) for _, scale, _ in expert]) for expert in made])
-    return [codes, block_scale, torch.tensor([[scale.item() for _, _, scale in expert] for expert in made])]
+    block_scale = torch.stack(
+        [torch.cat([scale.view(torch.uint8) for _, scale, _ in expert]) for expert in made]
+    )
+    return [
+        codes,
+        block_scale,
+        torch.tensor([[scale.item() for _, _, scale in expert] for expert in made]),
+    ]
 
 
 def same_bytes(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(a.view(torch.uint8).flatten(), b.view(torch.uint8).flatten()) for a, b in zip(got, want, strict=True))
+    return all(
+        torch.equal(a.view(torch.uint8).flatten(), b.view(torch.uint8).flatten())
+        for a, b in zip(got, want, strict=True)
+    )

@@ -40,7 +40,11 @@ def vector(name):
     (key,) = (k for k in VECTORS if k.startswith(f"{name}/x/"))
     x = torch.from_numpy(VECTORS[key]).view(FLOATS[key.split("/")[-1]])
     scale = torch.from_numpy(VECTORS[f"{name}/block_scale"]).view(torch.float8_e4m3fn)
-    q = Quantized(torch.from_numpy(VECTORS[f"{name}/codes"]), scale, torch.from_numpy(VECTORS[f"{name}/decode_scale"]))
+    q = Quantized(
+        torch.from_numpy(VECTORS[f"{name}/codes"]),
+        scale,
+        torch.from_numpy(VECTORS[f"{name}/decode_scale"]),
+    )
     return x, torch.from_numpy(VECTORS[f"{name}/given"]) if f"{name}/given" in VECTORS else None, q
 
 
@@ -54,12 +58,14 @@ def test_doctest():
     assert doctest.testmod(encodings).failed == 0
 
 
-# ---------------------------------------------------------------------------------------- bytes -> floats
+# ---------------------------------------------------------------------------------- bytes -> floats
 
 
 def every_byte(decode_scale=1.0):
     """Row n has block scale byte n, and the codes 0..15."""
-    codes = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8).repeat(256, 1)
+    codes = torch.tensor(
+        [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8
+    ).repeat(256, 1)
     scale = torch.arange(256, dtype=torch.uint8)[:, None].view(torch.float8_e4m3fn)
     return Quantized(codes, scale, torch.tensor(decode_scale))
 
@@ -85,7 +91,9 @@ def test_every_code_and_scale_byte():
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
 @pytest.mark.parametrize("decode_scale", [0.0013, 1 / 3, 7e-41])
 def test_order_and_rounding(dtype, decode_scale):
-    """code * (scale * decode_scale): one float32 rounding a product, then one to dtype. The other association gives other bits."""
+    """code * (scale * decode_scale): one float32 rounding a product, then one to dtype. The other
+    association gives other bits.
+    """
     codes, scales = (v.astype(np.float32) for v in codes_and_scales())
     with np.errstate(invalid="ignore"):
         want = torch.from_numpy(codes * (scales * np.float32(decode_scale))[:, None])
@@ -94,16 +102,22 @@ def test_order_and_rounding(dtype, decode_scale):
     assert got.dtype == dtype
     assert torch.equal(got.nan_to_num(1e9), want.to(dtype).nan_to_num(1e9))
     if dtype == torch.float32:
-        assert not torch.equal(got.nan_to_num(1e9), other.nan_to_num(1e9)), "these scales cannot tell the two orders apart"
+        assert not torch.equal(got.nan_to_num(1e9), other.nan_to_num(1e9)), (
+            "these scales cannot tell the two orders apart"
+        )
 
 
 def test_low_nibble_is_the_even_element():
-    q = Quantized(torch.tensor([[0x21] + [0] * 7], dtype=torch.uint8), e4m3([1.0]), torch.tensor(1.0))
+    q = Quantized(
+        torch.tensor([[0x21] + [0] * 7], dtype=torch.uint8), e4m3([1.0]), torch.tensor(1.0)
+    )
     assert dequantize(q)[0, :4].tolist() == [0.5, 1.0, 0.0, 0.0]
 
 
 def test_each_run_of_rows_has_its_decode_scale():
-    """decode_scale [G, S]: row n of matrix g takes [g, n // (N // S)], so gate and up keep their own."""
+    """decode_scale [G, S]: row n of matrix g takes [g, n // (N // S)], so gate and up keep their
+    own.
+    """
     q = quantize(torch.randn(2, 6, 32), torch.tensor([1.0, 0.5]))
     split = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
     got = dequantize(q.with_(decode_scale=split))
@@ -125,7 +139,7 @@ def test_shapes_dtypes_and_views():
     assert dequantize(quantize(torch.ones(0, 4, 16))).shape == (0, 4, 16)
 
 
-# ---------------------------------------------------------------------------------------- floats -> bytes
+# ---------------------------------------------------------------------------------- floats -> bytes
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -136,11 +150,16 @@ def test_bytes_of_modelopt(name):
     assert_same_bytes(got, want)
     assert torch.equal(x, before)
     for dtype in ("float32", "bfloat16"):  # equal as numbers: ModelOpt gives 0.0 for code 8
-        assert torch.equal(dequantize(got, FLOATS[dtype]), torch.from_numpy(VECTORS[f"{name}/back_{dtype}"]).view(FLOATS[dtype]))
+        assert torch.equal(
+            dequantize(got, FLOATS[dtype]),
+            torch.from_numpy(VECTORS[f"{name}/back_{dtype}"]).view(FLOATS[dtype]),
+        )
 
 
 def test_vectors_hold_what_they_should():
-    """All codes, ties, zero blocks (scale 1.0), the least scale and the largest: else the test above shows little."""
+    """All codes, ties, zero blocks (scale 1.0), the least scale and the largest: else the test
+    above shows little.
+    """
     assert len(CASES) == 30
     bytes_of = lambda part: np.concatenate([VECTORS[f"{c}/{part}"].ravel() for c in CASES])  # noqa: E731
     codes, scales = bytes_of("codes"), set(bytes_of("block_scale").tolist())
@@ -157,35 +176,59 @@ def nearest_even(value):
 def test_codes_are_nearest_and_ties_go_to_even():
     grid = torch.arange(-7 * 64, 7 * 64 + 1, dtype=torch.float64) / 64
     edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    values = torch.cat([grid.float(), edges.nextafter(torch.tensor(0.0)), edges.nextafter(torch.tensor(9.0))])
+    values = torch.cat(
+        [grid.float(), edges.nextafter(torch.tensor(0.0)), edges.nextafter(torch.tensor(9.0))]
+    )
     rows = torch.zeros(len(values), 16)
-    rows[:, 0], rows[:, 1] = 6.0, values.clamp(-6, 6)  # a block of amax 6 and decode scale 1 has block scale 1
+    # a block of amax 6 and decode scale 1 has block scale 1
+    rows[:, 0], rows[:, 1] = 6.0, values.clamp(-6, 6)
     q = quantize(rows, torch.tensor(1.0))
     assert (q.block_scale.float() == 1).all()
     assert (q.codes[:, 0] >> 4).tolist() == [nearest_even(v) for v in values.clamp(-6, 6).tolist()]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from(list(FLOATS.values())), st.floats(-30, 10), st.sampled_from([None, -40.0, -10.0, 0.0]))
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(list(FLOATS.values())),
+    st.floats(-30, 10),
+    st.sampled_from([None, -40.0, -10.0, 0.0]),
+)
 def test_against_ml_dtypes(seed, dtype, log2_size, log2_given):
     rand = torch.Generator().manual_seed(seed)
-    x = (torch.randn(4, 64, generator=rand) * torch.exp2(torch.randn(4, 64, generator=rand) * 3 + log2_size)).clamp(-6e4, 6e4).to(dtype)
+    x = (
+        (
+            torch.randn(4, 64, generator=rand)
+            * torch.exp2(torch.randn(4, 64, generator=rand) * 3 + log2_size)
+        )
+        .clamp(-6e4, 6e4)
+        .to(dtype)
+    )
     q = quantize(x, None if log2_given is None else torch.tensor(2.0**log2_given))
     blocks, f32 = x.float().numpy().reshape(4, 4, 16), np.float32
     decode = np.abs(blocks).max() / f32(2688) if log2_given is None else f32(2.0**log2_given)
     amax = np.abs(blocks).max(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        wanted = np.where(amax == 0, f32(1), np.clip(amax / (f32(6) * decode), f32(2.0**-9), f32(448)))
+        wanted = np.where(
+            amax == 0, f32(1), np.clip(amax / (f32(6) * decode), f32(2.0**-9), f32(448))
+        )
         scale = wanted.astype(ml_dtypes.float8_e4m3fn)
         scaled = blocks / (scale.astype(f32) * decode)[..., None]
     np.testing.assert_array_equal(q.block_scale.view(torch.uint8).numpy(), scale.view(np.uint8))
     assert q.decode_scale.item() == decode
-    codes = np.clip(np.where(blocks == 0, f32(0), scaled), -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8).reshape(4, 64)
+    codes = (
+        np.clip(np.where(blocks == 0, f32(0), scaled), -6, 6)
+        .astype(ml_dtypes.float4_e2m1fn)
+        .view(np.uint8)
+        .reshape(4, 64)
+    )
     np.testing.assert_array_equal(q.codes.numpy(), codes[:, 0::2] | codes[:, 1::2] << 4)
 
 
 def test_zeros_stay_zeros():
-    """ModelOpt makes a matrix of zeros NaN (0 / 0): an expert that is all zeros must not poison the others."""
+    """ModelOpt makes a matrix of zeros NaN (0 / 0): an expert that is all zeros must not poison the
+    others.
+    """
     q = quantize(torch.tensor([[[0.0] * 32] * 3, [[1.0] * 32] * 3, [[-0.0] * 32] * 3]))
     assert q.decode_scale.tolist() == [0.0, torch.tensor(1.0).div(2688).item(), 0.0]
     assert (q.block_scale[[0, 2]].float() == 1).all()
@@ -203,7 +246,12 @@ def test_each_matrix_is_quantized_alone():
         for half in range(2):
             rows = slice(2 * half, 2 * half + 2)
             want = quantize(x[g, rows], scales[g, half])
-            assert_same_bytes(Quantized(halves.codes[g, rows], halves.block_scale[g, rows], halves.decode_scale[g, half]), want)
+            assert_same_bytes(
+                Quantized(
+                    halves.codes[g, rows], halves.block_scale[g, rows], halves.decode_scale[g, half]
+                ),
+                want,
+            )
 
 
 def test_decode_scale_of():
@@ -214,7 +262,9 @@ def test_decode_scale_of():
 
 
 def test_nan_poisons_its_block_only():
-    """With a given decode scale; infinity saturates without a word, which is what check_finite is for."""
+    """With a given decode scale; infinity saturates without a word, which is what check_finite is
+    for.
+    """
     x = torch.ones(2, 32)
     x[0, 3], x[1, 17] = float("nan"), float("inf")
     back = dequantize(quantize(x, torch.tensor(0.01)))
@@ -245,7 +295,7 @@ def test_cuda_gives_the_bytes_of_the_cpu():
         assert torch.equal(dequantize(got).cpu(), dequantize(want))
 
 
-# ---------------------------------------------------------------------------------------- sizes and refusals
+# ------------------------------------------------------------------------------- sizes and refusals
 
 
 def test_sizes():
@@ -258,7 +308,11 @@ def test_sizes():
 @pytest.mark.parametrize(
     ("x", "error", "message"),
     [
-        (torch.ones(2, 16, dtype=torch.float64), DtypeError, "x is torch.float64; expected float32, bfloat16 or float16; cast it"),
+        (
+            torch.ones(2, 16, dtype=torch.float64),
+            DtypeError,
+            "x is torch.float64; expected float32, bfloat16 or float16; cast it",
+        ),
         (torch.ones(2, 16, dtype=torch.int32), DtypeError, "x is torch.int32"),
         (torch.ones(16), ShapeError, r"x is \[16\]; expected \[\.\.\., N, K\]"),
         (torch.ones(2, 40), ShapeError, "K = 40; expected a multiple of 16"),
@@ -272,9 +326,15 @@ def test_quantize_refuses(x, error, message):
 
 def test_quantize_refuses_decode_scales():
     x = torch.ones(2, 6, 16)
-    with pytest.raises(ShapeError, match=r"decode_scale is \[\]; expected \[2\] .*; expand a scale"):
+    with pytest.raises(
+        ShapeError, match=r"decode_scale is \[\]; expected \[2\] .*; expand a scale"
+    ):
         quantize(x, torch.tensor(1.0))
-    with pytest.raises(ShapeError, match=r"decode_scale is \[2, 4\]; expected .*\[2, 'S'\].* S dividing N = 6"):
+    with pytest.raises(
+        ShapeError,
+        match=r"decode_scale is \[2, 4\]; expected .*\[2, 'S'\].* S "
+        r"dividing N = 6",
+    ):
         quantize(x, torch.ones(2, 4))
     with pytest.raises(DtypeError, match=r"decode_scale is torch.bfloat16; expected torch.float32"):
         quantize(x, torch.ones(2, dtype=torch.bfloat16))
@@ -288,9 +348,29 @@ U8, F8, F32 = torch.uint8, torch.float8_e4m3fn, torch.float32
 @pytest.mark.parametrize(
     ("codes", "block_scale", "decode_scale", "error", "message"),
     [
-        (((2, 4, 16), F32), ((2, 4, 2), F8), ((2,), F32), DtypeError, "op: w_codes is torch.float32; expected torch.uint8"),
-        (((2, 4, 16), U8), ((2, 4, 2), U8), ((2,), F32), DtypeError, r"op: w_block_scale is torch.uint8; .*view\(torch.float8_e4m3fn\)"),
-        (((2, 4, 16), U8), ((2, 4, 2), F8), ((2,), torch.float64), DtypeError, "op: w_decode_scale is torch.float64"),
+        (
+            ((2, 4, 16), F32),
+            ((2, 4, 2), F8),
+            ((2,), F32),
+            DtypeError,
+            "op: w_codes is torch.float32; expected torch.uint8",
+        ),
+        (
+            ((2, 4, 16), U8),
+            ((2, 4, 2), U8),
+            ((2,), F32),
+            DtypeError,
+            r"op: w_block_scale is "
+            r"torch.uint8; "
+            r".*view\(torch.float8_e4m3fn\)",
+        ),
+        (
+            ((2, 4, 16), U8),
+            ((2, 4, 2), F8),
+            ((2,), torch.float64),
+            DtypeError,
+            "op: w_decode_scale is torch.float64",
+        ),
         (((16,), U8), ((2,), F8), ((), F32), ShapeError, r"op: w_codes is \[16\]"),
         (
             ((2, 4, 12), U8),
@@ -299,15 +379,46 @@ U8, F8, F32 = torch.uint8, torch.float8_e4m3fn, torch.float32
             ShapeError,
             r"op: w_codes is \[2, 4, 12\], so K = 24; expected K a multiple of 16",
         ),
-        (((2, 4, 16), U8), ((2, 128, 4), F8), ((2,), F32), ShapeError, r"w_block_scale is \[2, 128, 4\]; expected \[2, 4, 2\].*swizzle"),
-        (((2, 4, 16), U8), ((2, 4, 2), F8), ((3,), F32), ShapeError, r"w_decode_scale is \[3\]; expected \[2\]"),
+        (
+            ((2, 4, 16), U8),
+            ((2, 128, 4), F8),
+            ((2,), F32),
+            ShapeError,
+            r"w_block_scale is \[2, "
+            r"128, 4\]; expected \[2, "
+            r"4, 2\].*swizzle",
+        ),
+        (
+            ((2, 4, 16), U8),
+            ((2, 4, 2), F8),
+            ((3,), F32),
+            ShapeError,
+            r"w_decode_scale is \[3\]; "
+            r"expected \[2\]",
+        ),
         (((2, 4, 16), U8), ((2, 4, 2), F8), ((2, 3), F32), ShapeError, "S dividing N = 4"),
-        (((2, 4, 16), U8), ((2, 4, 2), F8), ((2, 0), F32), ShapeError, r"w_decode_scale is \[2, 0\]"),
-        (((2, 4, 16), U8), ((2, 4, 2), F8), ((2, 2, 1), F32), ShapeError, r"w_decode_scale is \[2, 2, 1\]"),
+        (
+            ((2, 4, 16), U8),
+            ((2, 4, 2), F8),
+            ((2, 0), F32),
+            ShapeError,
+            r"w_decode_scale is "
+            r"\[2, 0\]",
+        ),
+        (
+            ((2, 4, 16), U8),
+            ((2, 4, 2), F8),
+            ((2, 2, 1), F32),
+            ShapeError,
+            r"w_decode_scale is "
+            r"\[2, 2, 1\]",
+        ),
     ],
 )
 def test_check_parts_names_what_does_not_fit(codes, block_scale, decode_scale, error, message):
-    tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in (codes, block_scale, decode_scale)]
+    tensors = [
+        torch.empty(shape, dtype=dtype) for shape, dtype in (codes, block_scale, decode_scale)
+    ]
     with pytest.raises(error, match=message):
         check_parts(tensors, prefix="w_", where="op")
 
@@ -316,7 +427,11 @@ def test_check_parts_takes_what_fits():
     codes, block_scale = torch.empty(2, 4, 16, dtype=U8), torch.empty(2, 4, 2, dtype=F8)
     for shape in ((2,), (2, 1), (2, 2), (2, 4)):
         assert check_parts((codes, block_scale, torch.empty(shape))) == (2, 4, 32)
-    with pytest.raises(DeviceError, match=r"block_scale is on meta; expected cpu.*; block_scale.to\('cpu'\)"):
+    with pytest.raises(
+        DeviceError,
+        match=r"block_scale is on meta; expected cpu.*; "
+        r"block_scale.to\('cpu'\)",
+    ):
         check_parts((codes, block_scale.to("meta"), torch.empty(2)))
 
 
@@ -331,7 +446,11 @@ def test_check_block_scales():
     ):
         bad = torch.full((3, 4), 0x38, dtype=torch.uint8)
         bad[1, 2] = byte
-        with pytest.raises(NonFiniteError, match=rf"{count}.* of w.scale \[3, 4\], the first at \(1, 2\)"):
+        with pytest.raises(
+            NonFiniteError,
+            match=rf"{count}.* of w.scale \[3, 4\], the first at "
+            r"\(1, 2\)",
+        ):
             check_block_scales(bad.view(F8), "w.scale")
     with pytest.raises(DtypeError, match=r"w.scale is torch.uint8"):
         check_block_scales(good.view(torch.uint8), "w.scale")
@@ -342,9 +461,18 @@ def test_check_finite(dtype):
     x = torch.zeros(2, 3, dtype=dtype)
     check_finite(x)
     x[0, 2], x[1, 0], x[1, 1] = float("-inf"), float("nan"), float("inf")
-    message = r"1 NaN and 2 infinite among the 6 elements of gate \[2, 3\], the first at \(0, 2\): -inf; .*nan_to_num\(gate\)"
+    message = (
+        r"1 NaN and 2 infinite among the 6 elements of gate \[2, 3\], the first at \(0, "
+        r"2\): -inf; .*nan_to_num\(gate\)"
+    )
     with pytest.raises(NonFiniteError, match=message):
         check_finite(x, "gate")
-    for encoding, reason in ((NVFP4, ", which has no NaN or infinity"), (MXFP4, ", which has no NaN or infinity"), (BF16, "")):
-        with pytest.raises(NonFiniteError, match=f"expected finite numbers to quantize to {encoding.name}{reason};"):
+    for encoding, reason in (
+        (NVFP4, ", which has no NaN or infinity"),
+        (MXFP4, ", which has no NaN or infinity"),
+        (BF16, ""),
+    ):
+        with pytest.raises(
+            NonFiniteError, match=f"expected finite numbers to quantize to {encoding.name}{reason};"
+        ):
             check_finite(x, encoding=encoding)

@@ -37,21 +37,41 @@ def test_against_python(sizes, align, spare):
     assert ends.tolist() == [sum(sizes[: g + 1]) for g in range(len(sizes))]
     assert groups.starts(ends).tolist() == [sum(sizes[:g]) for g in range(len(sizes))]
     assert groups.sizes(ends).tolist() == sizes
-    assert groups.padded_starts(ends, align).tolist() == [sum(ceil(n, align) for n in sizes[:g]) for g in range(len(sizes))]
-    assert groups.row_groups(ends, rows).tolist() == [g for g, n in enumerate(sizes) for _ in range(n)] + [len(sizes)] * spare
-    assert sum(ceil(n, align) for n in sizes) <= groups.bound(sum(sizes), len(sizes), align) <= groups.bound(rows, len(sizes), align)
+    assert groups.padded_starts(ends, align).tolist() == [
+        sum(ceil(n, align) for n in sizes[:g]) for g in range(len(sizes))
+    ]
+    assert (
+        groups.row_groups(ends, rows).tolist()
+        == [g for g, n in enumerate(sizes) for _ in range(n)] + [len(sizes)] * spare
+    )
+    assert (
+        sum(ceil(n, align) for n in sizes)
+        <= groups.bound(sum(sizes), len(sizes), align)
+        <= groups.bound(rows, len(sizes), align)
+    )
     assert torch.equal(groups.clamp_ends(ends, rows), ends)
     groups.check_ends(ends, rows)
-    made = (ends, groups.starts(ends), groups.sizes(ends), groups.padded_starts(ends, align), groups.row_groups(ends, rows))
+    made = (
+        ends,
+        groups.starts(ends),
+        groups.sizes(ends),
+        groups.padded_starts(ends, align),
+        groups.row_groups(ends, rows),
+    )
     assert {t.dtype for t in made} == {torch.int32}
 
 
 @settings(max_examples=150, deadline=None)
 @given(SIZES, st.sampled_from([1, 4, 32]), st.integers(0, 5))
 def test_blocks_of_each_run(sizes, block, spare):
-    """Each run in blocks of its own, in order, within those that are allocated; rows past the last end behind all."""
+    """Each run in blocks of its own, in order, within those that are allocated; rows past the last
+    end behind all.
+    """
     ends, rows = groups.ends_from_sizes(torch.tensor(sizes, dtype=torch.int32)), sum(sizes) + spare
-    slots, count = groups.block_slots(ends, rows, block).tolist(), groups.block_count(rows, len(sizes), block)
+    slots, count = (
+        groups.block_slots(ends, rows, block).tolist(),
+        groups.block_count(rows, len(sizes), block),
+    )
     assert count == ceil(rows, block) // block + len(sizes)
     before, row = 0, 0
     for n in sizes:
@@ -79,7 +99,9 @@ def test_bound_is_reached(total, count, align):
 def test_many_groups(count):
     sizes = [EDGES[g * 5 % len(EDGES)] for g in range(count)]
     ends = groups.ends_from_sizes(torch.tensor(sizes))
-    assert groups.padded_starts(ends, 128).tolist() == [sum(ceil(n, 128) for n in sizes[:g]) for g in range(count)]
+    assert groups.padded_starts(ends, 128).tolist() == [
+        sum(ceil(n, 128) for n in sizes[:g]) for g in range(count)
+    ]
     assert torch.bincount(groups.row_groups(ends, sum(sizes)), minlength=count).tolist() == sizes
 
 
@@ -119,7 +141,9 @@ def test_nothing_waits_for_the_device():
 def test_bound_of_a_symbolic_size():
     """A SymInt stays one: no guard on its value, and the expression is right for other sizes."""
     env = ShapeEnv()
-    rows = env.create_symintnode(env.create_symbol(50, ConstantSource("m"), DimDynamic.DYNAMIC), hint=50)
+    rows = env.create_symintnode(
+        env.create_symbol(50, ConstantSource("m"), DimDynamic.DYNAMIC), hint=50
+    )
     bound = groups.bound(rows, 4, 128)
     assert isinstance(bound, torch.SymInt)
     (symbol,) = bound.node.expr.free_symbols
@@ -131,8 +155,16 @@ def test_bound_of_a_symbolic_size():
 @pytest.mark.parametrize(
     ("ends", "message"),
     [
-        (i32(3, 5, 4, 12), r"offs\[2\] = 4 is below offs\[1\] = 5; expected an end from 5 to 12 for group 2 of 4; pass cumulative ends"),
-        (i32(3, 13, 4, 99), r"offs\[1\] = 13 is past the 12 rows; expected an end from 3 to 12 for group 1 of 4"),
+        (
+            i32(3, 5, 4, 12),
+            r"offs\[2\] = 4 is below offs\[1\] = 5; expected an end from 5 to 12 "
+            r"for group 2 of 4; pass cumulative ends",
+        ),
+        (
+            i32(3, 13, 4, 99),
+            r"offs\[1\] = 13 is past the 12 rows; expected an end from 3 to 12 "
+            r"for group 1 of 4",
+        ),
         (i32(-1, 3), r"offs\[0\] = -1 is negative; expected an end from 0 to 12 for group 0 of 2"),
         (i32(3, -2), r"offs\[1\] = -2 is negative"),
     ],
@@ -154,15 +186,27 @@ def test_check_ends_types():
 def test_check_ids(dtype):
     ids = torch.tensor([[0, 7], [3, 1]], dtype=dtype)
     groups.check_ids(ids, 8)
-    with pytest.raises(GroupsError, match=r"ids\[0, 1\] = 7 is out of range \(1 of 4 are\); expected ids from 0 to 6"):
+    with pytest.raises(
+        GroupsError,
+        match=r"ids\[0, 1\] = 7 is out of range \(1 of 4 are\); "
+        r"expected ids from 0 to 6",
+    ):
         groups.check_ids(ids, 7)
     ids[1, 0] = -1
     with pytest.raises(GroupsError, match=r"experts\[0, 1\] = 7 is out of range \(2 of 4 are\)"):
         groups.check_ids(ids, 7, "experts")
-    with pytest.raises(GroupsError, match=r"ids\[1, 0\] = -1 is out of range \(1 of 4 are\); expected ids from 0 to 7; "):
+    with pytest.raises(
+        GroupsError,
+        match=r"ids\[1, 0\] = -1 is out of range \(1 of 4 are\); "
+        r"expected ids from 0 to 7; ",
+    ):
         groups.check_ids(ids, 8)
     groups.check_ids(ids, 8, least=-1)
-    with pytest.raises(GroupsError, match=r"= 7 is out of range \(1 of 4 are\); expected ids from 0 to 6, or -1 for no expert;"):
+    with pytest.raises(
+        GroupsError,
+        match=r"= 7 is out of range \(1 of 4 are\); expected ids from "
+        r"0 to 6, or -1 for no expert;",
+    ):
         groups.check_ids(ids, 7, least=-1)
     with pytest.raises(DtypeError, match=r"ids is torch.float32"):
         groups.check_ids(ids.float(), 8)

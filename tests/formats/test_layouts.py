@@ -22,7 +22,9 @@ def ends_of(sizes):
 
 
 def nvfuser_place(row, col, cols):
-    """Where nvFuser's grouped layout puts (row, col) of a group, from the group's first element; cols padded to 4."""
+    """Where nvFuser's grouped layout puts (row, col) of a group, from the group's first element;
+    cols padded to 4.
+    """
     return row // 128 * 128 * cols + col // 4 * 512 + row % 32 * 16 + row % 128 // 32 * 4 + col % 4
 
 
@@ -50,7 +52,9 @@ def test_doctest():
 @settings(max_examples=40, deadline=None)
 @given(SIZES, st.integers(1, 9), st.integers(0, 3))
 def test_groups_by_formula(sizes, cols, spare):
-    """Every row of a group where the formula says, nothing else but zeros, as many rows as the bound says; rows of no group left out."""
+    """Every row of a group where the formula says, nothing else but zeros, as many rows as the
+    bound says; rows of no group left out.
+    """
     x, ends = numbered(sum(sizes) + spare, cols), ends_of(sizes)
     stored = SF128X4.forward(x, ends)
     assert stored.shape == SF128X4.storage_shape(tuple(x.shape), len(sizes))
@@ -73,15 +77,32 @@ def test_matrix_by_formula(rows, cols):
     assert torch.equal(SF128X4.inverse(SF128X4.forward(both), both.shape), both)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.bool, torch.float4_e2m1fn_x2, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float8_e4m3fn,
+        torch.uint8,
+        torch.bool,
+        torch.float4_e2m1fn_x2,
+        torch.bfloat16,
+        torch.float32,
+    ],
+)
 @pytest.mark.parametrize("ends", [None, ends_of([5, 0, 130])], ids=["matrix", "groups"])
 def test_every_dtype_keeps_its_bytes(dtype, ends):
-    x = (torch.randint(0, 256, (135, 24), dtype=torch.uint8) & (1 if dtype == torch.bool else 255)).view(dtype)
+    x = (
+        torch.randint(0, 256, (135, 24), dtype=torch.uint8) & (1 if dtype == torch.bool else 255)
+    ).view(dtype)
     stored = SF128X4.forward(x, ends)
     assert stored.dtype == dtype
-    assert torch.equal(SF128X4.inverse(stored, x.shape, ends).view(torch.uint8), x.view(torch.uint8))
+    assert torch.equal(
+        SF128X4.inverse(stored, x.shape, ends).view(torch.uint8), x.view(torch.uint8)
+    )
     if x.element_size() == 1:
-        assert torch.equal(stored.view(torch.uint8), SF128X4.forward(x.view(torch.uint8).int(), ends).to(torch.uint8))
+        assert torch.equal(
+            stored.view(torch.uint8),
+            SF128X4.forward(x.view(torch.uint8).int(), ends).to(torch.uint8),
+        )
 
 
 def test_padding_is_never_read():
@@ -106,7 +127,10 @@ def test_bad_ends_touch_no_other_memory(ends):
     ends = torch.tensor(ends, dtype=torch.int32)
     x, safe = numbered(10, 4), groups.clamp_ends(ends, 10)
     assert torch.equal(SF128X4.forward(x, ends), SF128X4.forward(x, safe))
-    assert torch.equal(SF128X4.inverse(SF128X4.forward(x, ends), x.shape, ends), SF128X4.inverse(SF128X4.forward(x, safe), x.shape, safe))
+    assert torch.equal(
+        SF128X4.inverse(SF128X4.forward(x, ends), x.shape, ends),
+        SF128X4.inverse(SF128X4.forward(x, safe), x.shape, safe),
+    )
 
 
 def test_empty():
@@ -142,7 +166,9 @@ def test_traced_once_for_every_number_of_rows():
         stored = SF128X4.forward(x, ends)
         return stored, SF128X4.inverse(stored, x.shape, ends)
 
-    traced = make_fx(there_and_back, tracing_mode="symbolic")(numbered(150, 8), ends_of([3, 0, 140]))
+    traced = make_fx(there_and_back, tracing_mode="symbolic")(
+        numbered(150, 8), ends_of([3, 0, 140])
+    )
     for sizes in ([100, 0, 30], [2, 1, 300]):
         x, ends = numbered(sum(sizes) + 4, 8), ends_of(sizes)
         for got, want in zip(traced(x, ends), there_and_back(x, ends), strict=True):
@@ -163,7 +189,11 @@ def test_refusals():
     x, ends = numbered(5, 3), ends_of([5])
     with pytest.raises(ShapeError, match=r"sf128x4: x is \[3\]; expected \[\.\.\., R, C\]"):
         SF128X4.forward(x[0])
-    with pytest.raises(ShapeError, match=r"sf128x4: x is \[1, 5, 3\] with group ends; expected \[M, C\]; flatten"):
+    with pytest.raises(
+        ShapeError,
+        match=r"sf128x4: x is \[1, 5, 3\] with group ends; expected "
+        r"\[M, C\]; flatten",
+    ):
         SF128X4.forward(x[None], ends)
     with pytest.raises(ShapeError, match=r"sf128x4: ends is \[1, 1\]; expected \[G\]"):
         SF128X4.forward(x, ends[None])

@@ -1,4 +1,6 @@
-"""MXFP4 as NVFP4: equal numbers by an independent decode, for random codes and scales; what is refused."""
+"""MXFP4 as NVFP4: equal numbers by an independent decode, for random codes and scales; what is
+refused.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -14,8 +16,12 @@ E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.flo
 OCTAVES = 17
 
 
-def weight(low: np.ndarray, span: int, zeros: float, seed: int, shape: tuple[int, int, int]) -> Quantized:
-    """mxfp4 [E, N, K] whose exponents are low .. low + span, but for blocks of zeros, which have any; low: [E, 1 or N, 1]."""
+def weight(
+    low: np.ndarray, span: int, zeros: float, seed: int, shape: tuple[int, int, int]
+) -> Quantized:
+    """mxfp4 [E, N, K] whose exponents are low .. low + span, but for blocks of zeros, which have
+    any; low: [E, 1 or N, 1].
+    """
     e, n, k = shape
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 256, (e, n, k // 32, 16), dtype=np.uint8)
@@ -23,14 +29,18 @@ def weight(low: np.ndarray, span: int, zeros: float, seed: int, shape: tuple[int
     empty = rng.random((e, n, k // 32)) < zeros
     codes[empty] &= 0x88  # zeros of both signs
     exponent = np.where(empty, rng.integers(-127, 128, exponent.shape), exponent)
-    scale = torch.from_numpy((exponent.clip(-127, 127) + 127).astype(np.uint8)).view(torch.float8_e8m0fnu)
+    scale = torch.from_numpy((exponent.clip(-127, 127) + 127).astype(np.uint8)).view(
+        torch.float8_e8m0fnu
+    )
     return Quantized(torch.from_numpy(codes.reshape(e, n, k // 2)), scale, encoding=MXFP4)
 
 
 def decoded(q: Quantized) -> np.ndarray:
     """float64 [E, N, K], by ml_dtypes."""
     codes = q.codes.numpy()
-    values = E2M1[np.stack([codes & 15, codes >> 4], -1)].reshape(codes.shape[0], codes.shape[1], -1)
+    values = E2M1[np.stack([codes & 15, codes >> 4], -1)].reshape(
+        codes.shape[0], codes.shape[1], -1
+    )
     kind = ml_dtypes.float8_e8m0fnu if q.encoding == MXFP4 else ml_dtypes.float8_e4m3fn
     scale = q.block_scale.view(torch.uint8).numpy().view(kind).astype(np.float64)
     found = values * scale.repeat(values.shape[-1] // scale.shape[-1], -1)
@@ -45,9 +55,12 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @given(
-    span=st.integers(0, OCTAVES), low=st.integers(-127, 127), zeros=st.sampled_from([0.0, 0.3, 1.0]), runs=st.sampled_from([0, 1, 2, 6]),
+    span=st.integers(0, OCTAVES),
+    low=st.integers(-127, 127),
+    zeros=st.sampled_from([0.0, 0.3, 1.0]),
+    runs=st.sampled_from([0, 1, 2, 6]),
     seed=st.integers(0, 2**32 - 1),
-)  # fmt: skip
+)
 def test_equal_numbers_with_a_scale_for_a_matrix_or_a_run(span, low, zeros, runs, seed):
     q = weight(np.full((2, 1, 1), low), span, zeros, seed, (2, 6, 96))
     made = mxfp4_as_nvfp4(q, runs)
@@ -56,7 +69,11 @@ def test_equal_numbers_with_a_scale_for_a_matrix_or_a_run(span, low, zeros, runs
     assert made.codes is q.codes
 
 
-@given(lows=st.lists(st.integers(-127, 110), min_size=12, max_size=12), span=st.integers(0, OCTAVES), seed=st.integers(0, 2**32 - 1))
+@given(
+    lows=st.lists(st.integers(-127, 110), min_size=12, max_size=12),
+    span=st.integers(0, OCTAVES),
+    seed=st.integers(0, 2**32 - 1),
+)
 def test_equal_numbers_with_a_scale_for_a_row(lows, span, seed):
     q = weight(np.array(lows).reshape(2, 6, 1), span, 0.1, seed, (2, 6, 96))
     assert same(decoded(mxfp4_as_nvfp4(q)), decoded(q))
@@ -76,7 +93,11 @@ def test_refusals():
     x = torch.ones(2, 4, 64)
     x[1, 2, 40] = 2.0**18
     q = quantize(x, encoding=MXFP4)
-    with pytest.raises(UnsupportedError, match=r"row \(1, 2\) has block scales from 2\^-2 to 2\^16; expected 17 octaves at most"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"row \(1, 2\) has block scales from 2\^-2 to "
+        r"2\^16; expected 17 octaves at most",
+    ):
         mxfp4_as_nvfp4(q)
     with pytest.raises(UnsupportedError, match="a weight in bf16; expected mxfp4"):
         mxfp4_as_nvfp4(quantize(x.bfloat16(), encoding=BF16))

@@ -19,10 +19,15 @@ def bytes_of(t: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_is_derived():
-    assert [(p.name, p.dtype) for p in MXFP8.parts] == [(p.name, p.dtype) for p in MXFP8_COLUMNS.parts]
+    assert [(p.name, p.dtype) for p in MXFP8.parts] == [
+        (p.name, p.dtype) for p in MXFP8_COLUMNS.parts
+    ]
     assert [(p.name, p.dtype) for p in MXFP8.parts] == [("codes", E4M3), ("block_scale", E8M0)]
     assert [MXFP8.part_shape(p, (2,), 3, 64) for p in MXFP8.parts] == [(2, 3, 64), (2, 3, 2)]
-    assert [MXFP8_COLUMNS.part_shape(p, (2,), 64, 3) for p in MXFP8.parts] == [(2, 64, 3), (2, 2, 3)]
+    assert [MXFP8_COLUMNS.part_shape(p, (2,), 64, 3) for p in MXFP8.parts] == [
+        (2, 64, 3),
+        (2, 2, 3),
+    ]
     assert (MXFP8.weight_bits, MXFP8.block) == (8.25, 32)
     with pytest.raises(ShapeError, match="mxfp8: K = 48; expected a multiple of 32"):
         quantize(torch.zeros(32, 48), encoding=MXFP8)
@@ -34,7 +39,9 @@ def test_what_is_derived():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_by_ml_dtypes(axis, dtype):
     g = torch.Generator().manual_seed(1)
-    x = (torch.randn(96, 160, generator=g) * 2.0 ** torch.randint(-9, 9, (96, 1), generator=g)).to(dtype)
+    x = (torch.randn(96, 160, generator=g) * 2.0 ** torch.randint(-9, 9, (96, 1), generator=g)).to(
+        dtype
+    )
     x[:32, :32] = 0
     codes, exponents = mxfp8.encoded(x, axis)
     q = quantize(x, encoding=ALONG[axis])
@@ -49,7 +56,8 @@ def test_every_amax_by_ml_dtypes():
     q = quantize(x, encoding=MXFP8)
     np.testing.assert_array_equal(bytes_of(q.codes).numpy(), codes.view(np.uint8))
     np.testing.assert_array_equal(bytes_of(q.block_scale).numpy(), exponents + 127)
-    assert torch.equal(dequantize(q), dequantize(q, torch.bfloat16).float())  # exact, infinity where amax is next to the largest
+    # exact, infinity where amax is next to the largest
+    assert torch.equal(dequantize(q), dequantize(q, torch.bfloat16).float())
 
 
 @pytest.mark.judges("torchao")
@@ -67,9 +75,20 @@ def test_every_amax_by_torchao():
 
 
 def test_edges():
-    """Zeros, either side of the least scale, of a power of two and of what saturates; infinity, NaN."""
+    """Zeros, either side of the least scale, of a power of two and of what saturates; infinity,
+    NaN.
+    """
     one = 448 * 2.0**-8
-    rows = [0.0, 448 * 2.0**-128, 448 * 2.0**-127, one, np.nextafter(np.float32(one), np.float32(9)), 3.4e38, math.inf, math.nan]
+    rows = [
+        0.0,
+        448 * 2.0**-128,
+        448 * 2.0**-127,
+        one,
+        np.nextafter(np.float32(one), np.float32(9)),
+        3.4e38,
+        math.inf,
+        math.nan,
+    ]
     x = torch.zeros(len(rows), 32)
     x[:, 7], x[:, 8] = torch.tensor(rows), -0.0
     q = quantize(x, encoding=MXFP8)
@@ -86,4 +105,7 @@ def test_blocks_lie_along_the_axis():
     columns, rows = quantize(x, encoding=MXFP8_COLUMNS), quantize(x.mT.contiguous(), encoding=MXFP8)
     assert [tuple(t.shape) for t in columns] == [(3, 64, 96), (3, 2, 96)]
     assert all(t.is_contiguous() for t in columns)
-    assert all(torch.equal(bytes_of(a.mT.contiguous()), bytes_of(b)) for a, b in zip(columns, rows, strict=True))
+    assert all(
+        torch.equal(bytes_of(a.mT.contiguous()), bytes_of(b))
+        for a, b in zip(columns, rows, strict=True)
+    )

@@ -1,5 +1,6 @@
-"""Many programs in one library, so that the compiler is called once. The programs are what the pipeline makes of each; only who has
-their functions changes."""
+"""Many programs in one library, so that the compiler is called once. The programs are what the
+pipeline makes of each; only who has their functions changes.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +32,34 @@ class Batch(Library):
     @cached_property
     def text(self) -> str:
         """Its C++: all segments, and for each program that has it the call of all of its own."""
-        wholes = [_whole(i, first, library) for i, (first, library) in enumerate(self._wholes) if library._steps]
+        wholes = [
+            _whole(i, first, library)
+            for i, (first, library) in enumerate(self._wholes)
+            if library._steps
+        ]
         return "\n".join([text(self.sources), *wholes])
 
     @cached_property
     def _loaded(self) -> ctypes.CDLL:
-        return build.load(self.text, name="fuzzed", tier=self.tier, include=[KERNELS], flags=self.flags)
+        return build.load(
+            self.text, name="fuzzed", tier=self.tier, include=[KERNELS], flags=self.flags
+        )
 
 
 class _Entries:
-    """The functions of one program of a batch, by the names that they would have in a library of its own."""
+    """The functions of one program of a batch, by the names that they would have in a library of
+    its own.
+    """
 
     def __init__(self, batch: Batch, program: int, first: int):
         self.batch, self.program, self.first = batch, program, first
 
     def __call__(self, name: str) -> Entry:
-        return self.batch.entry(f"program_{self.program}" if name == "run" else f"run_{self.first + int(name.removeprefix('run_'))}")
+        return self.batch.entry(
+            f"program_{self.program}"
+            if name == "run"
+            else f"run_{self.first + int(name.removeprefix('run_'))}"
+        )
 
 
 def _library_of(program: Program) -> Library | None:

@@ -1,4 +1,6 @@
-"""Builds one graph node by node. Each call is run at once on real and on fake tensors, so a step may choose by values and by types."""
+"""Builds one graph node by node. Each call is run at once on real and on fake tensors, so a step
+may choose by values and by types.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,55 @@ from . import values
 
 aten = torch.ops.aten
 _INEXACT = (
-    "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "sigmoid", "silu", "div", "pow", "mean", "scaled_swiglu", "expert_mlp",
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "tanh",
+    "erf",
+    "sigmoid",
+    "silu",
+    "div",
+    "pow",
+    "mean",
+    "scaled_swiglu",
+    "expert_mlp",
     "nvfp4_quantize",
-)  # fmt: skip
+)
 _STEEP = (
-    "lt", "le", "gt", "ge", "eq", "ne", "sign", "floor", "logical_not", "isnan", "amax", "reciprocal", "log", "sqrt", "rsqrt", "div", "pow",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "sign",
+    "floor",
+    "logical_not",
+    "isnan",
+    "amax",
+    "reciprocal",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "div",
+    "pow",
     "nvfp4_quantize",
-)  # fmt: skip
+)
 _NARROW = (torch.bfloat16, torch.float16)
 _SUMS = (
-    "sum", "mean", "cumsum", "combine", "index_add", "index_put", "nvfp4_grouped_mm", "grouped_mm", "f16a_nvfp4weight_scaled_grouped_mm",
+    "sum",
+    "mean",
+    "cumsum",
+    "combine",
+    "index_add",
+    "index_put",
+    "nvfp4_grouped_mm",
+    "grouped_mm",
+    "f16a_nvfp4weight_scaled_grouped_mm",
     "group_add",
-)  # fmt: skip
+)
 
 
 class Skip(Exception):
@@ -44,7 +83,9 @@ class Found(Exception):
 
 
 class Builder:
-    """graph: so far. real: node -> its value. raised: the error of ours that the last call raises when it runs; nothing may follow then."""
+    """graph: so far. real: node -> its value. raised: the error of ours that the last call raises
+    when it runs; nothing may follow then.
+    """
 
     def __init__(self, rng: Random, dynamic: bool):
         self.rng, self.dynamic, self.graph = rng, dynamic, Graph()
@@ -55,7 +96,7 @@ class Builder:
         self._first: Node | None = None  # after the inputs
         self.fakes = FakeTensorMode(shape_env=ShapeEnv()) if dynamic else FakeTensorMode()
 
-    # Values -----------------------------------------------------------------------------------------------------------
+    # Values ---------------------------------------------------------------------------------------
 
     @property
     def tensors(self) -> list[Node]:
@@ -81,22 +122,30 @@ class Builder:
             raise Skip
         return found[int(len(found) * self.rng.random() ** 0.6)]
 
-    def maybe(self, wanted: Callable[[Node], bool], new: Callable[[], Node], p: float = 0.7) -> Node:
+    def maybe(
+        self, wanted: Callable[[Node], bool], new: Callable[[], Node], p: float = 0.7
+    ) -> Node:
         """One of the values that are wanted, or a new one."""
         if self.rng.random() < p and any(wanted(n) for n in self.tensors):
             return self.pick(wanted)
         return new()
 
-    # Nodes ------------------------------------------------------------------------------------------------------------
+    # Nodes ----------------------------------------------------------------------------------------
 
     def input(self, real: Tensor, rows: bool = False) -> Node:
         """A new input. rows: its first size is one that changes from call to call."""
-        place = self.graph.inserting_before(self._first) if self._first else self.graph.inserting_after()
+        place = (
+            self.graph.inserting_before(self._first)
+            if self._first
+            else self.graph.inserting_after()
+        )
         with place:
             n = self.graph.placeholder(f"x{len(self.inputs)}")
         how = [DimDynamic.DUCK if rows and i == 0 else DimDynamic.STATIC for i in range(real.dim())]
         context = StatelessSymbolicContext(dynamic_sizes=how)
-        shown = {"symbolic_context": context, "source": ConstantSource(n.name)} if self.dynamic else {}
+        shown = (
+            {"symbolic_context": context, "source": ConstantSource(n.name)} if self.dynamic else {}
+        )
         n.meta["val"] = self.fakes.from_tensor(real, **shown)
         n.meta["rough"] = False
         self.inputs.append(n)
@@ -105,7 +154,9 @@ class Builder:
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, rows: bool = False) -> Node:
         """A new input of small numbers."""
-        return self.input(values.exact(self.rng, tuple(shape), dtype, special=self.rng.random() < 0.1), rows)
+        return self.input(
+            values.exact(self.rng, tuple(shape), dtype, special=self.rng.random() < 0.1), rows
+        )
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """The value, or the list of values, of a call. Skip if torch does not take it."""
@@ -116,7 +167,9 @@ class Builder:
         self._first = self._first or n
         n.meta.update(val=fake, rough=rough)
         self.real[n] = real
-        return [self._part(n, i) for i in range(len(fake))] if isinstance(fake, (list, tuple)) else n
+        return (
+            [self._part(n, i) for i in range(len(fake))] if isinstance(fake, (list, tuple)) else n
+        )
 
     def _part(self, n: Node, i: int) -> Node:
         part = self.graph.call_function(operator.getitem, (n, i))
@@ -126,7 +179,10 @@ class Builder:
 
     def _real(self, op: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return op(*self._mapped(args, self.real.__getitem__), **self._mapped(kwargs, self.real.__getitem__))
+            return op(
+                *self._mapped(args, self.real.__getitem__),
+                **self._mapped(kwargs, self.real.__getitem__),
+            )
         except Error as error:
             return error
         except Exception:
@@ -136,22 +192,31 @@ class Builder:
         """The fake value, which must be like the real one."""
         try:
             with self.fakes:
-                fake = op(*self._mapped(args, lambda n: n.meta["val"]), **self._mapped(kwargs, lambda n: n.meta["val"]))
+                fake = op(
+                    *self._mapped(args, lambda n: n.meta["val"]),
+                    **self._mapped(kwargs, lambda n: n.meta["val"]),
+                )
         except Exception as error:
             if isinstance(real, Error) or op.namespace != "fusion_moe":
                 raise Skip from None
-            raise Found(f"the fake of {op} refuses what eager takes: {type(error).__name__}: {error}") from error
+            raise Found(
+                f"the fake of {op} refuses what eager takes: {type(error).__name__}: {error}"
+            ) from error
         if isinstance(real, (ShapeError, DtypeError)) and op.namespace == "fusion_moe":
             raise Found(f"the fake of {op} takes what eager refuses: {real}")
         self.raised = real if isinstance(real, Error) else self.raised
         if not isinstance(real, Error):
-            found, want = ([(tuple(map(int, t.shape)), t.dtype) for t in _tensors(v)] for v in (fake, real))
+            found, want = (
+                [(tuple(map(int, t.shape)), t.dtype) for t in _tensors(v)] for v in (fake, real)
+            )
             if found != want and not self.dynamic:
                 raise Found(f"the fake of {op} gives {found}, eager {want}")
         return fake
 
     def _rough(self, op: Any, args: Any, kwargs: Any) -> bool:
-        """Whether the value of a call may differ in its last bits from way to way. Skip where that could make a large difference."""
+        """Whether the value of a call may differ in its last bits from way to way. Skip where that
+        could make a large difference.
+        """
         nodes: list[Node] = []
         map_arg((args, kwargs), nodes.append)
         name = op._schema.name.split("::")[1]
@@ -162,16 +227,36 @@ class Builder:
         if rough and (name in _STEEP or whole or kwargs.get("activation_format") == "nvfp4"):
             raise Skip
         # torch rounds the number of a sum first, on CPUs
-        uneven = name in ("add", "sub", "rsub") and any(isinstance(a, float) for a in args) and any(t.dtype in _NARROW for t in numbers)
-        fine = all(values.is_fine(t) for t in numbers if t.dtype in values.FLOATS or t.dtype == torch.float64)
-        return rough or uneven or name in _INEXACT or kwargs.get("activation_format") == "nvfp4" or (name in _SUMS and not fine)
+        uneven = (
+            name in ("add", "sub", "rsub")
+            and any(isinstance(a, float) for a in args)
+            and any(t.dtype in _NARROW for t in numbers)
+        )
+        fine = all(
+            values.is_fine(t)
+            for t in numbers
+            if t.dtype in values.FLOATS or t.dtype == torch.float64
+        )
+        return (
+            rough
+            or uneven
+            or name in _INEXACT
+            or kwargs.get("activation_format") == "nvfp4"
+            or (name in _SUMS and not fine)
+        )
 
     def _mapped(self, args: Any, value: Callable[[Node], Any]) -> Any:
         return map_arg(args, value)
 
     def finish(self) -> None:
-        """Makes outputs of all values that nobody reads, and sometimes of one that somebody does."""
-        made = [n for n in self.graph.nodes if n.op == "call_function" and isinstance(n.meta["val"], Tensor)]
+        """Makes outputs of all values that nobody reads, and sometimes of one that somebody
+        does.
+        """
+        made = [
+            n
+            for n in self.graph.nodes
+            if n.op == "call_function" and isinstance(n.meta["val"], Tensor)
+        ]
         outputs = [n for n in made if not n.users]
         read = [n for n in made if n.users and isinstance(self.real[n], Tensor)]
         outputs += self.rng.sample(read, 1) if read and self.rng.random() < 0.3 else []

@@ -22,7 +22,9 @@ REFERENCE = options.Options().replace(target="reference", contract_rounding=Fals
 
 @dataclass(frozen=True)
 class Case:
-    """graph: its nodes have fake values, and whether their last bits may differ ("rough"). inputs: of its placeholders, in order."""
+    """graph: its nodes have fake values, and whether their last bits may differ ("rough"). inputs:
+    of its placeholders, in order.
+    """
 
     seed: int
     graph: Graph
@@ -45,7 +47,8 @@ class Case:
             return self.module()(*self.inputs)
 
     def __str__(self) -> str:
-        return f"# seed {self.seed}{', dynamic' if self.dynamic else ''}\n{_python(self.graph, self.inputs)}"
+        dynamic = ", dynamic" if self.dynamic else ""
+        return f"# seed {self.seed}{dynamic}\n{_python(self.graph, self.inputs)}"
 
 
 def case_of(seed: int) -> Case:
@@ -56,14 +59,20 @@ def case_of(seed: int) -> Case:
         for step in [_first, *(_step for _ in range(rng.randint(1, 12)))]:
             if b.raised is None:
                 _tried(b, step)
-        if b.raised is None and not any(n.op == "call_function" and "nvfp4_grouped_mm" in str(n.target) for n in b.graph.nodes):
+        if b.raised is None and not any(
+            n.op == "call_function" and "nvfp4_grouped_mm" in str(n.target) for n in b.graph.nodes
+        ):
             _tried(b, ours.product)
     b.finish()
-    return Case(seed, b.graph, tuple(b.real[n] for n in b.graph.nodes if n.op == "placeholder"), b.dynamic)
+    return Case(
+        seed, b.graph, tuple(b.real[n] for n in b.graph.nodes if n.op == "placeholder"), b.dynamic
+    )
 
 
 def _first(b: Builder) -> None:
-    b.rng.choice((ours.routed_rows, ours.product, ours.two_products, ours.route, ours.expert_mlp, ours.f16a))(b)
+    b.rng.choice(
+        (ours.routed_rows, ours.product, ours.two_products, ours.route, ours.expert_mlp, ours.f16a)
+    )(b)
 
 
 def _step(b: Builder) -> None:
@@ -77,7 +86,14 @@ def _tried(b: Builder, step: Any) -> None:
 
 def _python(graph: Graph, inputs: tuple[Tensor, ...]) -> str:
     places = [n.name for n in graph.nodes if n.op == "placeholder"]
-    lines = ["import torch", "from torch import inf, nan, tensor", "import fusion_moe", "", "", f"def f({', '.join(places)}):"]
+    lines = [
+        "import torch",
+        "from torch import inf, nan, tensor",
+        "import fusion_moe",
+        "",
+        "",
+        f"def f({', '.join(places)}):",
+    ]
     for n in graph.nodes:
         if n.op == "call_function":
             lines.append(f"    {n.name} = {_call(n)}")

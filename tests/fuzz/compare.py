@@ -10,7 +10,12 @@ from torch import Tensor
 
 from fusion_moe.errors import Error
 
-_ROUGHLY = {torch.float64: 2.0**-10, torch.float32: 2.0**-10, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-5}
+_ROUGHLY = {
+    torch.float64: 2.0**-10,
+    torch.float32: 2.0**-10,
+    torch.float16: 2.0**-7,
+    torch.bfloat16: 2.0**-5,
+}
 
 
 def outcome(f: Callable[[], Any]) -> Any:
@@ -22,7 +27,9 @@ def outcome(f: Callable[[], Any]) -> Any:
 
 
 def difference(found: Any, want: Any, rough: Sequence[bool]) -> str:
-    """What differs between two outcomes, in a few words; "" if they agree. 0.0 is -0.0: torch's clamp leaves open which it gives."""
+    """What differs between two outcomes, in a few words; "" if they agree. 0.0 is -0.0: torch's
+    clamp leaves open which it gives.
+    """
     if isinstance(found, Exception) or isinstance(want, Exception):
         return _of_errors(found, want)
     for i, (a, b, r) in enumerate(zip(found, want, rough, strict=True)):
@@ -39,14 +46,19 @@ def _of_errors(found: Any, want: Any) -> str:
     ours = any(isinstance(v, Error) for v in (found, want))
     if names[0] == names[1] or not (ours or "returns" in names):
         return ""
-    said = "; ".join(f"{type(v).__name__}: {str(v)[:300]}" for v in (found, want) if isinstance(v, Exception))
+    said = "; ".join(
+        f"{type(v).__name__}: {str(v)[:300]}" for v in (found, want) if isinstance(v, Exception)
+    )
     return f"{names[0]} where {names[1]} is right ({said})"
 
 
 def _name(v: Any) -> str:
     if not isinstance(v, Exception):
         return "returns"
-    return next((c.__name__ for c in type(v).__mro__ if c.__module__ == "fusion_moe.errors"), type(v).__name__)
+    return next(
+        (c.__name__ for c in type(v).__mro__ if c.__module__ == "fusion_moe.errors"),
+        type(v).__name__,
+    )
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

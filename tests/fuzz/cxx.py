@@ -34,7 +34,9 @@ def emitted(seed: int, runs: Sequence[Run], tier: str) -> Iterator[Compiled]:
     """The programs of a case's regions for the CPU; contracted or not, as the seed says."""
     contract = bool(Random(seed).getrandbits(1))
     for run in runs:
-        if not any(op.kind.role == "grouped" and op.values[0].type.quantized for op in run.fusion.ops):
+        if not any(
+            op.kind.role == "grouped" and op.values[0].type.quantized for op in run.fusion.ops
+        ):
             with_ = Options().replace(cpu_isa=tier, contract_rounding=contract)
             yield Compiled(seed, run, compile_fusion(run.fusion, TARGETS["cpu"], with_), contract)
 
@@ -44,7 +46,9 @@ def tier_of(seed: int) -> str:
     return isa.available()[seed % len(isa.available())]
 
 
-def build(programs: Sequence[Compiled], tier: str, flags: Sequence[str] = FLAGS) -> Iterator[tuple[Compiled, str]]:
+def build(
+    programs: Sequence[Compiled], tier: str, flags: Sequence[str] = FLAGS
+) -> Iterator[tuple[Compiled, str]]:
     """Compiles programs together. -> those that the compiler does not take, found by halving."""
     if not programs:
         return
@@ -61,13 +65,17 @@ def build(programs: Sequence[Compiled], tier: str, flags: Sequence[str] = FLAGS)
 
 
 def differs(compiled: Compiled) -> str:
-    """What the compiled region gives otherwise than its segments mean, in one call or kernel by kernel."""
+    """What the compiled region gives otherwise than its segments mean, in one call or kernel by
+    kernel.
+    """
     run, program = compiled.run, compiled.program
     lowered = lowered_of(run.fusion, compiled.contract)
     want = outcome(lambda: by_segments(lowered, run))
     ways: dict[str, Callable[[], Any]] = {
         "in one call": lambda: program(run.inputs, run.sizes),
-        "kernel by kernel": lambda: program._one_by_one(run.inputs, program.sizes(run.inputs, run.sizes)),
+        "kernel by kernel": lambda: program._one_by_one(
+            run.inputs, program.sizes(run.inputs, run.sizes)
+        ),
     }
     for how, way in ways.items():
         if wrong := difference(outcome(way), want, run.rough):

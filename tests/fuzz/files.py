@@ -1,4 +1,6 @@
-"""Directories of checkpoints changed at random. They are read, or refused in a sentence of ours, soon and in little memory."""
+"""Directories of checkpoints changed at random. They are read, or refused in a sentence of ours,
+soon and in little memory.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,45 @@ from .compare import outcome
 _TESTS = Path(__file__).parents[1]
 MADE = [*sorted((_TESTS / "checkpoints" / "made").iterdir()), _TESTS / "adapters" / "made"]
 _SECONDS, _LONGEST = 20.0, 5000  # of processor time for a call; characters of a message
-_NUMBERS = (0, 1, -1, 2, 3, 128, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 10**18, 10**300, 10**400, 10**4000, 0.5, 1e308, -0.0)
-_TEXTS = ("", "x" * 5000, "\x1b[2J\x9b\ud800\u202e", "a\nb", "../x.safetensors", "model.safetensors\0", "U8", "F32", "F8_E4M3", "BF16",
-          "modelopt", "compressed-tensors", "mxfp4", "fp8", "a.experts.1000000000.up_proj", "a.experts.٣.w1.weight")  # fmt: skip
+_NUMBERS = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    128,
+    2**31,
+    2**32,
+    2**40,
+    2**62,
+    2**63 - 1,
+    2**63,
+    10**18,
+    10**300,
+    10**400,
+    10**4000,
+    0.5,
+    1e308,
+    -0.0,
+)
+_TEXTS = (
+    "",
+    "x" * 5000,
+    "\x1b[2J\x9b\ud800\u202e",
+    "a\nb",
+    "../x.safetensors",
+    "model.safetensors\0",
+    "U8",
+    "F32",
+    "F8_E4M3",
+    "BF16",
+    "modelopt",
+    "compressed-tensors",
+    "mxfp4",
+    "fp8",
+    "a.experts.1000000000.up_proj",
+    "a.experts.٣.w1.weight",
+)
 
 
 def _value(rng: Random) -> Any:
@@ -40,13 +78,32 @@ def _value(rng: Random) -> Any:
     deep: Any = 0
     for _ in range(rng.choice((1, 3, 40, 900))):
         deep = [deep] if rng.random() < 0.5 else {"a": deep}
-    others = (None, True, False, float("nan"), float("inf"), [], {}, [0] * 1000, [2**62, 0], [0, 2**62], [1, 1, 1, 1], deep)
+    others = (
+        None,
+        True,
+        False,
+        float("nan"),
+        float("inf"),
+        [],
+        {},
+        [0] * 1000,
+        [2**62, 0],
+        [0, 2**62],
+        [1, 1, 1, 1],
+        deep,
+    )
     return rng.choice((*_NUMBERS, *_TEXTS, *others))
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     """(container, key) of each value in one of JSON, outer ones first."""
-    for key, inner in list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()):
+    for key, inner in list(
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield value, key
         yield from _places(inner)
 
@@ -59,7 +116,9 @@ def _changed(rng: Random, value: Any) -> str:
     outer, key = rng.choice(places)
     way = rng.choice(("value", "value", "value", "copy", "copy", "gone", "name", "twice"))
     if way == "twice":
-        return json.dumps(value).replace("{", f"{{{json.dumps(str(key))}: {json.dumps(outer[key])}, ", 1)
+        return json.dumps(value).replace(
+            "{", f"{{{json.dumps(str(key))}: {json.dumps(outer[key])}, ", 1
+        )
     if way == "gone":
         del outer[key]
     elif way == "name" and isinstance(outer, dict):
@@ -77,7 +136,11 @@ def _json(rng: Random, file: Path) -> None:
         text = _changed(rng, json.loads(text))
     if rng.random() < 0.1:
         at = rng.randrange(len(text) + 1)
-        text = text[:at] + rng.choice(('"', "[", "{", "\\ud800", "1" * 5000, "[" * 10**5, "\0")) + text[at:]
+        text = (
+            text[:at]
+            + rng.choice(('"', "[", "{", "\\ud800", "1" * 5000, "[" * 10**5, "\0"))
+            + text[at:]
+        )
     file.write_text(text, errors="surrogatepass")
 
 
@@ -88,7 +151,11 @@ def _header(rng: Random, file: Path) -> None:
     text = data[8 : 8 + length]
     with contextlib.suppress(ValueError, RecursionError):
         text = _changed(rng, json.loads(text)).encode()
-    size = len(text) if rng.random() < 0.9 else rng.choice((0, 1, 8, 2**20, 2**31, 2**63, 2**64 - 1, length))
+    size = (
+        len(text)
+        if rng.random() < 0.9
+        else rng.choice((0, 1, 8, 2**20, 2**31, 2**63, 2**64 - 1, length))
+    )
     file.write_bytes(size.to_bytes(8, "little") + text + data[8 + length :])
 
 
@@ -97,26 +164,50 @@ def _bytes(rng: Random, file: Path) -> None:
     for _ in range(rng.choice((1, 1, 10))):
         if data:
             data[min(int(rng.expovariate(1 / 200)), len(data) - 1)] = rng.randrange(256)
-    file.write_bytes(data[: rng.choice((0, 7, 8, 100, len(data) - 1, len(data), len(data)))] + bytes(rng.choice((0, 0, 1, 1000))))
+    file.write_bytes(
+        data[: rng.choice((0, 7, 8, 100, len(data) - 1, len(data), len(data)))]
+        + bytes(rng.choice((0, 0, 1, 1000)))
+    )
 
 
 def _kind(rng: Random, file: Path) -> None:
     """Another kind of file in place of one."""
     file.unlink()
-    rng.choice((
-        lambda: os.mkfifo(file), lambda: file.symlink_to("/dev/zero"), lambda: file.symlink_to(file), lambda: file.symlink_to("nowhere"),
-        lambda: file.symlink_to("/etc/passwd"), lambda: file.mkdir(), lambda: file.touch(), lambda: None,
-        lambda: (file.touch(), os.truncate(file, 2**43)), lambda: file.symlink_to("/proc/self/mem"),
-    ))()  # fmt: skip
+    rng.choice(
+        (
+            lambda: os.mkfifo(file),
+            lambda: file.symlink_to("/dev/zero"),
+            lambda: file.symlink_to(file),
+            lambda: file.symlink_to("nowhere"),
+            lambda: file.symlink_to("/etc/passwd"),
+            lambda: file.mkdir(),
+            lambda: file.touch(),
+            lambda: None,
+            lambda: (file.touch(), os.truncate(file, 2**43)),
+            lambda: file.symlink_to("/proc/self/mem"),
+        )
+    )()
 
 
 def _beside(rng: Random, file: Path) -> None:
     """One file more, which is copied, or read in place of another."""
     name = rng.choice(
-        ("model.safetensors", "model.safetensors.index.json", "hf_quant_config.json", "tokenizer.json", "a\x1b[2J.txt", "x" * 250)
+        (
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "hf_quant_config.json",
+            "tokenizer.json",
+            "a\x1b[2J.txt",
+            "x" * 250,
+        )
     )
     if not os.path.lexists(file.parent / name):
-        rng.choice((lambda: shutil.copyfile(file, file.parent / name), lambda: (file.parent / name).symlink_to("/etc/hostname")))()
+        rng.choice(
+            (
+                lambda: shutil.copyfile(file, file.parent / name),
+                lambda: (file.parent / name).symlink_to("/etc/hostname"),
+            )
+        )()
 
 
 def change(rng: Random, directory: Path) -> None:
@@ -147,8 +238,13 @@ def wrong(directory: Path) -> str:
         seconds = time.process_time() - start
         if isinstance(found, Exception) and not isinstance(found, Error):
             return f"{name} raises {type(found).__name__}: {str(found)[:200]}"
-        if isinstance(found, Error) and (len(said := str(found)) > _LONGEST or not said.isprintable()):
-            return f"{name} raises a message of {len(said)} characters, or with some that are not printable: {said[:200]!r}"
+        if isinstance(found, Error) and (
+            len(said := str(found)) > _LONGEST or not said.isprintable()
+        ):
+            return (
+                f"{name} raises a message of {len(said)} characters, or with some that are not "
+                f"printable: {said[:200]!r}"
+            )
         if seconds > _SECONDS:
             return f"{name} takes {seconds:.0f} s"
         shutil.rmtree(dst, ignore_errors=True)
@@ -183,8 +279,16 @@ def _difference(source: Path, directory: Path) -> str:
     said = [source.name]
     for file in sorted(directory.iterdir()):
         plain = file.is_file() and not file.is_symlink()
-        data = file.read_bytes()[:2000] if plain and file.stat().st_size < 10**8 else oct(file.lstat().st_mode)
-        if not plain or not (source / file.name).exists() or data != (source / file.name).read_bytes()[:2000]:
+        data = (
+            file.read_bytes()[:2000]
+            if plain and file.stat().st_size < 10**8
+            else oct(file.lstat().st_mode)
+        )
+        if (
+            not plain
+            or not (source / file.name).exists()
+            or data != (source / file.name).read_bytes()[:2000]
+        ):
             said.append(f"{file.name!r}: {data!r}")
     return "\n".join(said)
 
@@ -192,4 +296,6 @@ def _difference(source: Path, directory: Path) -> str:
 def limit_memory(more: int = 4 * 2**30) -> None:
     """What takes more than so many bytes from now on raises a MemoryError."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (pages * resource.getpagesize() + more, resource.RLIM_INFINITY)
+    )

@@ -35,4 +35,6 @@ def lines(file: TextIO) -> Iterator[dict[str, Any]]:
 
 def kind(wrong: str) -> str:
     """What is wrong without its numbers and names: two cases of one kind show one fault."""
-    return re.sub(r"\b[a-z_]*\d+\b|\d+|\[[^\]]*\]", "#", wrong.splitlines()[0] if wrong else "")[:110]
+    return re.sub(r"\b[a-z_]*\d+\b|\d+|\[[^\]]*\]", "#", wrong.splitlines()[0] if wrong else "")[
+        :110
+    ]

@@ -1,4 +1,6 @@
-"""The regions of a case: the graph as our front end leaves it, run with every region evaluated stage by stage."""
+"""The regions of a case: the graph as our front end leaves it, run with every region evaluated
+stage by stage.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ ON_CPU = options.Options().replace(target="cpu", contract_rounding=False)
 
 @dataclass
 class Run:
-    """One run of a region: its program, what it was given, what it must give; rough: outputs whose last bits may differ."""
+    """One run of a region: its program, what it was given, what it must give; rough: outputs whose
+    last bits may differ.
+    """
 
     fusion: Fusion
     inputs: list[Any]
@@ -39,14 +43,18 @@ class Run:
 
 @dataclass
 class Judged:
-    """What came of a case: what is wrong, in a few words, "" if nothing is; and the regions that ran."""
+    """What came of a case: what is wrong, in a few words, "" if nothing is; and the regions that
+    ran.
+    """
 
     wrong: str
     runs: list[Run] = field(default_factory=list)
 
 
 def evaluated(case: Case) -> Judged:
-    """The case by way of our front end, against eager. Each region's stages must agree bit for bit, on the CPU's segments too."""
+    """The case by way of our front end, against eager. Each region's stages must agree bit for bit,
+    on the CPU's segments too.
+    """
     want = outcome(case.eager)
     graph = copied(case.graph)
     try:
@@ -81,7 +89,13 @@ class _Evaluate(Interpreter):
         program, inputs, sizes, _ = args
         fusion = parse(program)
         env = dict(zip(fusion.symbols, sizes, strict=True))
-        run = Run(fusion, list(inputs), env, outcome(lambda: fusion.evaluate(*inputs, sizes=env)), self._rough(len(fusion.outputs)))
+        run = Run(
+            fusion,
+            list(inputs),
+            env,
+            outcome(lambda: fusion.evaluate(*inputs, sizes=env)),
+            self._rough(len(fusion.outputs)),
+        )
         self.runs.append(run)
         self.wrong = self.wrong or stages_differ(run)
         if isinstance(run.want, Exception):
@@ -89,14 +103,18 @@ class _Evaluate(Interpreter):
         return run.want
 
     def _rough(self, count: int) -> list[bool]:
-        """From the nodes that take the results apart: they have what the nodes had whose place they took."""
+        """From the nodes that take the results apart: they have what the nodes had whose place they
+        took.
+        """
         assert self._node is not None
         parts = {n.args[1]: n.meta["rough"] for n in self._node.users}
         return [bool(parts.get(i, False)) for i in range(count)]
 
 
 def stages_differ(run: Run) -> str:
-    """What differs between the stages of a region's program for the CPU, all of which mean the same."""
+    """What differs between the stages of a region's program for the CPU, all of which mean the
+    same.
+    """
     if isinstance(run.want, Exception):
         return ""
     lowered = lowered_of(run.fusion, contract=False)
@@ -105,9 +123,15 @@ def stages_differ(run: Run) -> str:
 
 
 def lowered_of(fusion: Fusion, contract: bool) -> Lowered:
-    """A region's program on its way to the CPU; to the reference where it quantizes activations, which the CPU does not take."""
+    """A region's program on its way to the CPU; to the reference where it quantizes activations,
+    which the CPU does not take.
+    """
     on_cpu = not any(op.kind.role == "grouped" and op.values[0].type.quantized for op in fusion.ops)
-    return lower(fusion, TARGETS["cpu" if on_cpu else "reference"], Options().replace(contract_rounding=contract))
+    return lower(
+        fusion,
+        TARGETS["cpu" if on_cpu else "reference"],
+        Options().replace(contract_rounding=contract),
+    )
 
 
 def by_segments(lowered: Lowered, run: Run) -> tuple[Any, ...]:
@@ -116,7 +140,13 @@ def by_segments(lowered: Lowered, run: Run) -> tuple[Any, ...]:
     made: dict[Value, Any] = dict(zip(fusion.inputs, run.inputs, strict=True))
     env = lowered.stages[0][1].bind(run.inputs, run.sizes)
     for s in lowered.segments:
-        made.update(zip(s.outputs, s.plan.fusion.evaluate(*(made[v] for v in s.inputs), sizes=env), strict=True))
+        made.update(
+            zip(
+                s.outputs,
+                s.plan.fusion.evaluate(*(made[v] for v in s.inputs), sizes=env),
+                strict=True,
+            )
+        )
     return tuple(made[v] for v in fusion.outputs)
 
 

@@ -1,4 +1,6 @@
-"""Starts workers, reads their journals, goes on after a crash, and tells what was found, each kind of fault once."""
+"""Starts workers, reads their journals, goes on after a crash, and tells what was found, each kind
+of fault once.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,23 @@ from .journal import kind, lines
 
 ROOT = Path(__file__).resolve().parents[2]
 HANGS = {  # seconds without a line
-    "evaluate": 120, "traced": 180, "cxx": 300, "sanitize": 600, "hostile": 600, "files": 120, "states": 120, "inductor": 400,
-}  # fmt: skip
+    "evaluate": 120,
+    "traced": 180,
+    "cxx": 300,
+    "sanitize": 600,
+    "hostile": 600,
+    "files": 120,
+    "states": 120,
+    "inductor": 400,
+}
 LEVELS = tuple(HANGS)
 
 
 @dataclass
 class Result:
-    """graphs: how many were run; regions: programs run in C++; faults: kind -> what was found, by seed."""
+    """graphs: how many were run; regions: programs run in C++; faults: kind -> what was found, by
+    seed.
+    """
 
     graphs: int = 0
     regions: int = 0
@@ -47,29 +58,51 @@ def fuzz(level: str, seed: int, graphs: int, seconds: float, tell: Any = print) 
     return result
 
 
-def _one_worker(level: str, first: int, last: int, until: float, folder: Path, result: Result, tell: Any) -> int:
+def _one_worker(
+    level: str, first: int, last: int, until: float, folder: Path, result: Result, tell: Any
+) -> int:
     """One worker until it is done, dies, hangs or the time is over. -> the seed to go on with."""
     journal, errors = folder / f"{first}.jsonl", folder / f"{first}.txt"
     journal.touch()
     with errors.open("w") as stderr:
-        command = [sys.executable, "-m", "tests.fuzz.work", level, str(first), str(last), str(journal)]
-        process = subprocess.Popen(command, cwd=ROOT, env=_environment(level, folder), stdout=stderr, stderr=stderr)
+        command = [
+            sys.executable,
+            "-m",
+            "tests.fuzz.work",
+            level,
+            str(first),
+            str(last),
+            str(journal),
+        ]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=_environment(level, folder), stdout=stderr, stderr=stderr
+        )
         last_line = _follow(process, journal, level, until, result, tell)
     if last_line.get("done") or "over" in last_line:
         return last
     if "at" not in last_line:
-        raise RuntimeError(f"the worker does not start:\n{errors.read_text(errors='replace')[-2000:]}")
+        raise RuntimeError(
+            f"the worker does not start:\n{errors.read_text(errors='replace')[-2000:]}"
+        )
     at = int(last_line["at"])
     how = "hangs" if "hangs" in last_line else f"crashes (exit status {process.returncode})"
     told = "\n".join(errors.read_text(errors="replace").splitlines()[-60:])
-    fault = {"seed": at, "wrong": f"{how}: {_headline(told)}", "repro": f"{json.dumps(last_line)}\n{told}"}
+    fault = {
+        "seed": at,
+        "wrong": f"{how}: {_headline(told)}",
+        "repro": f"{json.dumps(last_line)}\n{told}",
+    }
     if result.add(fault):
         tell(_told(fault))
     return at + 1
 
 
-def _follow(process: Any, journal: Path, level: str, until: float, result: Result, tell: Any) -> dict[str, Any]:
-    """Reads the journal while the worker runs. -> what it was at when it ended, or {"over"} if the time is."""
+def _follow(
+    process: Any, journal: Path, level: str, until: float, result: Result, tell: Any
+) -> dict[str, Any]:
+    """Reads the journal while the worker runs. -> what it was at when it ended, or {"over"} if the
+    time is.
+    """
     at: dict[str, Any] = {}
     heard = time.monotonic()
     with journal.open() as file:
@@ -97,12 +130,22 @@ def _environment(level: str, folder: Path) -> dict[str, str]:
     """Caches of their own, which go with the run; libasan for the sanitized level."""
     kept = os.environ.get("FUSION_MOE_CACHE_DIR", str(folder / "cache"))
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "translators"), os.environ.get("PYTHONPATH", "")]),
-        "FUSION_MOE_CACHE_DIR": kept, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(ROOT / "translators"), os.environ.get("PYTHONPATH", "")]
+        ),
+        "FUSION_MOE_CACHE_DIR": kept,
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "OMP_NUM_THREADS": "1",
+    }
     if level in ("sanitize", "hostile"):
-        preloaded = " ".join(map(_library, ("libasan.so", "libstdc++.so")))  # the first wants to see what throws exceptions
-        environment |= {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
+        # the first wants to see what throws exceptions
+        preloaded = " ".join(map(_library, ("libasan.so", "libstdc++.so")))
+        environment |= {
+            "LD_PRELOAD": preloaded,
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "PYTHONMALLOC": "malloc",
+        }
     return environment
 
 
@@ -114,7 +157,9 @@ def _library(name: str) -> str:
 
 def _headline(told: str) -> str:
     marks = ("ERROR: AddressSanitizer", "runtime error", "Error")
-    return next((line for mark in marks for line in told.splitlines() if mark in line), told.strip()[-200:])
+    return next(
+        (line for mark in marks for line in told.splitlines() if mark in line), told.strip()[-200:]
+    )
 
 
 def _told(fault: dict[str, Any]) -> str:
@@ -122,4 +167,6 @@ def _told(fault: dict[str, Any]) -> str:
 
 
 def _short(text: str) -> str:
-    return "\n".join(line if len(line) < 400 else f"{line[:300]} ... {line[-60:]}" for line in text.splitlines())
+    return "\n".join(
+        line if len(line) < 400 else f"{line[:300]} ... {line[-60:]}" for line in text.splitlines()
+    )

@@ -14,7 +14,9 @@ from .journal import kind
 from .regions import noted
 
 
-def shrunk(case: Case, wrong: str, judge: Callable[[Case], str], tries: int = 300) -> tuple[Case, str]:
+def shrunk(
+    case: Case, wrong: str, judge: Callable[[Case], str], tries: int = 300
+) -> tuple[Case, str]:
     """The smallest case found that is wrong in the same way, and what is wrong with it."""
     again = True
     while again and tries > 0:
@@ -31,14 +33,25 @@ def shrunk(case: Case, wrong: str, judge: Callable[[Case], str], tries: int = 30
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """Cases with less in them: without an output, with a value made an input, with a value in place of another, with plainer numbers."""
+    """Cases with less in them: without an output, with a value made an input, with a value in place
+    of another, with plainer numbers.
+    """
     count = len(case.outputs)
     for i in range(count if count > 1 else 0):
-        yield _changed(case, lambda graph, nodes, i=i: _keep_outputs(graph, [j for j in range(count) if j != i]))
-    calls = [i for i, n in enumerate(case.graph.nodes) if n.op == "call_function" and isinstance(n.meta["val"], Tensor)]
+        yield _changed(
+            case,
+            lambda graph, nodes, i=i: _keep_outputs(graph, [j for j in range(count) if j != i]),
+        )
+    calls = [
+        i
+        for i, n in enumerate(case.graph.nodes)
+        if n.op == "call_function" and isinstance(n.meta["val"], Tensor)
+    ]
     with_values = noted(case)
     for i in reversed(calls):
-        if isinstance(with_values.get(i), Tensor) and any(n.op != "output" for n in list(case.graph.nodes)[i].users):
+        if isinstance(with_values.get(i), Tensor) and any(
+            n.op != "output" for n in list(case.graph.nodes)[i].users
+        ):
             yield _as_input(case, i, with_values[i])
     for i in calls:
         yield from _bypassed(case, i)
@@ -55,8 +68,12 @@ def _copy(case: Case) -> tuple[Graph, list[Node]]:
     return graph, [map_.get(n, n) for n in case.graph.nodes]
 
 
-def _changed(case: Case, change: Callable[[Graph, list[Node]], None], extra: Tensor | None = None) -> Case:
-    """The case with its graph changed, and what is then not needed left out. extra: the value of a new last input."""
+def _changed(
+    case: Case, change: Callable[[Graph, list[Node]], None], extra: Tensor | None = None
+) -> Case:
+    """The case with its graph changed, and what is then not needed left out. extra: the value of a
+    new last input.
+    """
     graph, nodes = _copy(case)
     values = dict(zip((n for n in graph.nodes if n.op == "placeholder"), case.inputs, strict=True))
     change(graph, nodes)
@@ -68,7 +85,9 @@ def _changed(case: Case, change: Callable[[Graph, list[Node]], None], extra: Ten
     for n in [n for n in graph.nodes if n.op == "placeholder" and not n.users]:
         graph.erase_node(n)
     graph.lint()
-    return replace(case, graph=graph, inputs=tuple(values[n] for n in graph.nodes if n.op == "placeholder"))
+    return replace(
+        case, graph=graph, inputs=tuple(values[n] for n in graph.nodes if n.op == "placeholder")
+    )
 
 
 def _keep_outputs(graph: Graph, kept: list[int]) -> None:
@@ -94,7 +113,12 @@ def _bypassed(case: Case, i: int) -> Iterator[Case]:
     n = list(case.graph.nodes)[i]
     for j, m in enumerate(n.all_input_nodes):
         if isinstance(m.meta["val"], Tensor) and _type(m) == _type(n):
-            yield _changed(case, lambda graph, nodes, j=j: nodes[i].replace_all_uses_with(nodes[i].all_input_nodes[j]))  # type: ignore[misc]
+            yield _changed(
+                case,
+                lambda graph, nodes, j=j: nodes[i].replace_all_uses_with(
+                    nodes[i].all_input_nodes[j]
+                ),
+            )  # type: ignore[misc]
 
 
 def _type(n: Node) -> tuple[str, torch.dtype]:
@@ -103,7 +127,10 @@ def _type(n: Node) -> tuple[str, torch.dtype]:
 
 def _plainer(t: Tensor) -> Iterator[Tensor]:
     bytes_ = t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
-    for plain in (torch.zeros_like(bytes_), torch.ones_like(bytes_) * (56 if bytes_ is not t else 1)):
+    for plain in (
+        torch.zeros_like(bytes_),
+        torch.ones_like(bytes_) * (56 if bytes_ is not t else 1),
+    ):
         if not torch.equal(plain, bytes_):
             yield plain.view(t.dtype)
         else:

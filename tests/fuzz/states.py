@@ -1,4 +1,6 @@
-"""State dicts changed at random. A module loads one and then holds its numbers, or refuses it with an error of torch's or ours."""
+"""State dicts changed at random. A module loads one and then holds its numbers, or refuses it with
+an error of torch's or ours.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from torch import Tensor, nn
 
 from fusion_moe import encodings, options
 from fusion_moe.errors import Error
-from fusion_moe.nn import Experts, GroupedLinear, NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, ScaledSwiGLU, Sequential, add_lora_
+from fusion_moe.nn import (
+    Experts,
+    GroupedLinear,
+    NVFP4Experts,
+    NVFP4GroupedLinear,
+    NVFP4Linear,
+    ScaledSwiGLU,
+    Sequential,
+    add_lora_,
+)
 from fusion_moe.nn.packed import PackedModule, relayout_
 
 from .case import REFERENCE
@@ -19,11 +30,25 @@ from .compare import outcome
 
 State = dict[str, Any]
 E, H, I = 2, 32, 32  # experts; columns of tokens; of what is between the products
-_SCALES = {encodings.NVFP4: (16, torch.float8_e4m3fn, 40), encodings.MXFP4: (32, torch.float8_e8m0fnu, 120)}
+_SCALES = {
+    encodings.NVFP4: (16, torch.float8_e4m3fn, 40),
+    encodings.MXFP4: (32, torch.float8_e8m0fnu, 120),
+}
 _DTYPES = (
-    torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
-)  # fmt: skip
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+)
 
 
 def _weight(encoding: encodings.Encoding, n: int, k: int) -> encodings.Quantized:
@@ -31,7 +56,9 @@ def _weight(encoding: encodings.Encoding, n: int, k: int) -> encodings.Quantized
     block, dtype, middle = _SCALES[encoding]
     codes = torch.randint(0, 256, (E, n, k // 2), dtype=torch.uint8)
     scale = torch.randint(middle, middle + 6, (E, n, k // block), dtype=torch.uint8).view(dtype)
-    return encodings.Quantized(codes, scale, *[torch.rand(E)] * (encoding is encodings.NVFP4), encoding=encoding)
+    return encodings.Quantized(
+        codes, scale, *[torch.rand(E)] * (encoding is encodings.NVFP4), encoding=encoding
+    )
 
 
 def _with_lora() -> nn.Module:
@@ -48,8 +75,15 @@ MODULES: tuple[Callable[[], nn.Module], ...] = (
     _experts,
     _with_lora,
     lambda: Experts(_weight(encodings.MXFP4, 2 * I, H), _weight(encodings.MXFP4, H, I)),
-    lambda: Experts(*(encodings.Quantized(torch.randn(E, n, k), encoding=encodings.F32) for n, k in ((2 * I, H), (H, I)))),
-    lambda: NVFP4Linear(encodings.Quantized(*torch.ops.fusion_moe.nvfp4_quantize(torch.randn(I, H)))),
+    lambda: Experts(
+        *(
+            encodings.Quantized(torch.randn(E, n, k), encoding=encodings.F32)
+            for n, k in ((2 * I, H), (H, I))
+        )
+    ),
+    lambda: NVFP4Linear(
+        encodings.Quantized(*torch.ops.fusion_moe.nvfp4_quantize(torch.randn(I, H)))
+    ),
     lambda: NVFP4GroupedLinear.from_float(torch.randn(E, I, H)),
     lambda: GroupedLinear(E, H, I),
     lambda: GroupedLinear(E, H, I, single_grouped_weight=True),
@@ -61,12 +95,38 @@ def changed(rng: Random, state: State) -> None:
     """Changes one entry."""
     key = rng.choice(sorted(state) or [""])
     t = state.get(key)
-    way = rng.choice(("gone", "extra", "name", "swap", "bytes", "numbers", "shape", "shape", "value", "value", "object", "kind"))
+    way = rng.choice(
+        (
+            "gone",
+            "extra",
+            "name",
+            "swap",
+            "bytes",
+            "numbers",
+            "shape",
+            "shape",
+            "value",
+            "value",
+            "object",
+            "kind",
+        )
+    )
     if way == "gone" or not isinstance(t, Tensor) or t.is_meta or t.is_sparse:
         state.pop(key, None)
     elif way in ("extra", "name"):
         new = rng.choice(
-            (f"{key}0", f"{key}_", key.upper(), f"{key}_decode_scale", "gate_decode_scale", "up_decode_scale", "weight", "weight0", "", ".")
+            (
+                f"{key}0",
+                f"{key}_",
+                key.upper(),
+                f"{key}_decode_scale",
+                "gate_decode_scale",
+                "up_decode_scale",
+                "weight",
+                "weight0",
+                "",
+                ".",
+            )
         )
         state[new] = t if way == "extra" else state.pop(key)
     elif way == "swap":
@@ -79,9 +139,17 @@ def changed(rng: Random, state: State) -> None:
         state[key] = t.to(rng.choice(_DTYPES))
     elif way == "shape":
         ways: tuple[Callable[[], Tensor], ...] = (
-            lambda: t.mT, lambda: t[None], lambda: t[:0], lambda: t[:1], lambda: t.flatten(), lambda: t.reshape(-1)[0], lambda: t[..., :-1],
-            lambda: torch.cat([t, t]), lambda: t.unflatten(-1, (2, -1)), lambda: t.new_empty(0, 2**40),
-        )  # fmt: skip
+            lambda: t.mT,
+            lambda: t[None],
+            lambda: t[:0],
+            lambda: t[:1],
+            lambda: t.flatten(),
+            lambda: t.reshape(-1)[0],
+            lambda: t[..., :-1],
+            lambda: torch.cat([t, t]),
+            lambda: t.unflatten(-1, (2, -1)),
+            lambda: t.new_empty(0, 2**40),
+        )
         new = outcome(rng.choice(ways))
         state[key] = t if isinstance(new, Exception) else new
     elif way == "value":
@@ -91,26 +159,50 @@ def changed(rng: Random, state: State) -> None:
             if new.dtype.itemsize == 1:
                 new.reshape(-1).view(torch.uint8)[at] = rng.choice((0, 127, 128, 255, 254))
             else:
-                new.view(-1)[at] = rng.choice((0, -1, 1) if not new.is_floating_point() else (float("nan"), float("inf"), -1.0, 0.0, 1e30))
+                new.view(-1)[at] = rng.choice(
+                    (0, -1, 1)
+                    if not new.is_floating_point()
+                    else (float("nan"), float("inf"), -1.0, 0.0, 1e30)
+                )
     elif way == "object":
-        state[key] = rng.choice((None, 1, 1.5, "text", [1.0], {}, b"bytes", (t, t), t.tolist() if t.numel() < 100 else 0))
+        state[key] = rng.choice(
+            (
+                None,
+                1,
+                1.5,
+                "text",
+                [1.0],
+                {},
+                b"bytes",
+                (t, t),
+                t.tolist() if t.numel() < 100 else 0,
+            )
+        )
     else:
         others: tuple[Callable[[], Any], ...] = (
-            lambda: t.to("meta"), t.to_sparse, lambda: t[:1].expand(t.shape), lambda: nn.Parameter(t, requires_grad=t.is_floating_point()),
- lambda: t.mT.contiguous().mT, lambda: t.float().numpy(),
-        )  # fmt: skip
+            lambda: t.to("meta"),
+            t.to_sparse,
+            lambda: t[:1].expand(t.shape),
+            lambda: nn.Parameter(t, requires_grad=t.is_floating_point()),
+            lambda: t.mT.contiguous().mT,
+            lambda: t.float().numpy(),
+        )
         new = outcome(rng.choice(others))
         state[key] = t if isinstance(new, Exception) else new
 
 
 def judged(seed: int) -> tuple[str, str]:
-    """What is wrong with how a module loads the state dict of a seed, "" if nothing is; and how that differs from its own."""
+    """What is wrong with how a module loads the state dict of a seed, "" if nothing is; and how
+    that differs from its own.
+    """
     rng = Random(seed)
     torch.manual_seed(seed)
     with options.using(REFERENCE), torch.no_grad():
         make = MODULES[seed % len(MODULES)]
         module, given = make(), make().state_dict()
-        for part in (m for m in module.modules() if isinstance(m, PackedModule) and rng.random() < 0.4):
+        for part in (
+            m for m in module.modules() if isinstance(m, PackedModule) and rng.random() < 0.4
+        ):
             outcome(lambda part=part: relayout_(part, "w16x64"))  # which some encodings do not have
         before = {key: _form(t) for key, t in module.state_dict().items()}
         plain = dict(given)
@@ -118,18 +210,28 @@ def judged(seed: int) -> tuple[str, str]:
             changed(rng, given)
         how = {"strict": rng.random() < 0.8, "assign": rng.random() < 0.1}
         found = _wrong(module, given, how, before)
-    said = (f"{key}: {given.get(key)!r:.300}" for key in (*plain, *given) if given.get(key) is not plain.get(key))
+    said = (
+        f"{key}: {given.get(key)!r:.300}"
+        for key in (*plain, *given)
+        if given.get(key) is not plain.get(key)
+    )
     return found, found and "\n".join([f"{type(module).__name__} {how}", *dict.fromkeys(said)])
 
 
 def _wrong(module: nn.Module, given: State, how: dict[str, bool], before: Mapping[str, Any]) -> str:
     loaded = outcome(lambda: module.load_state_dict(given, **how))
-    if isinstance(loaded, Exception) and not isinstance(loaded, Error) and type(loaded) is not RuntimeError:
+    if (
+        isinstance(loaded, Exception)
+        and not isinstance(loaded, Error)
+        and type(loaded) is not RuntimeError
+    ):
         return f"load_state_dict raises {type(loaded).__name__}: {str(loaded)[:300]}"
     after = outcome(module.state_dict)
     if isinstance(after, Exception):
         return f"state_dict raises {type(after).__name__} afterwards: {str(after)[:300]}"
-    if not how["assign"] and (other := [key for key, t in after.items() if _form(t) != before.get(key)]):
+    if not how["assign"] and (
+        other := [key for key, t in after.items() if _form(t) != before.get(key)]
+    ):
         return f"{other[0]} is {_form(after[other[0]])}, not {before.get(other[0])}"
     if not isinstance(loaded, Exception) and how["strict"]:
         for key in after.keys() & given.keys():
@@ -143,7 +245,9 @@ def _form(t: Any) -> Any:
 
 
 def _same(a: Tensor, b: Any) -> bool:
-    """Whether a parameter holds what was given: the bytes, or the numbers as its dtype has them. torch takes [1] for []."""
+    """Whether a parameter holds what was given: the bytes, or the numbers as its dtype has them.
+    torch takes [1] for [].
+    """
     b = b[0] if isinstance(b, Tensor) and a.dim() == 0 and b.shape == (1,) else b
     if not isinstance(b, Tensor) or a.shape != b.shape or a.is_meta or b.is_meta:
         return isinstance(b, Tensor) and a.shape == b.shape

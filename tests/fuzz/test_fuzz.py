@@ -1,4 +1,6 @@
-"""Random graphs of fixed seeds, on each level a few; `python -m tests.fuzz` runs as many as one likes. And the tools they are run with."""
+"""Random graphs of fixed seeds, on each level a few; `python -m tests.fuzz` runs as many as one
+likes. And the tools they are run with.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def told(level: str, seed: int, graphs: int) -> str:
     """What was found on a level; "" if nothing was, and all graphs were run."""
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FUSION_MOE_CACHE_DIR", options.current().cache_dir)  # which has the products, from other tests
+        # which has the products, from other tests
+        patch.setenv("FUSION_MOE_CACHE_DIR", options.current().cache_dir)
         result = run.fuzz(level, seed, graphs, 600, said.append)
     assert result.graphs == graphs
     return "\n".join(said)
@@ -62,7 +65,7 @@ def test_what_comes_from_elsewhere(level, graphs):
     assert told(level, 0, graphs) == ""
 
 
-# The tools --------------------------------------------------------------------------------------------------------------
+# The tools ----------------------------------------------------------------------------------------
 
 
 def test_a_case_is_of_its_seed():
@@ -87,13 +90,19 @@ def test_a_fault_is_found_and_made_small(monkeypatch):
     def judge(case):
         return evaluated(case).wrong
 
-    found = [(case, wrong) for case in map(case_of, range(60)) if "aten.relu" in str(case) and (wrong := judge(case))]
+    found = [
+        (case, wrong)
+        for case in map(case_of, range(60))
+        if "aten.relu" in str(case) and (wrong := judge(case))
+    ]
     assert found
     case, wrong = found[0]
     small, still = shrunk(case, wrong, judge)
     assert kind(still) == kind(wrong)
     assert "aten.relu" in str(small)
-    assert sum(n.op == "call_function" for n in small.graph.nodes) <= min(6, sum(n.op == "call_function" for n in case.graph.nodes))
+    assert sum(n.op == "call_function" for n in small.graph.nodes) <= min(
+        6, sum(n.op == "call_function" for n in case.graph.nodes)
+    )
 
 
 def test_values_become_inputs_of_their_own():
@@ -101,7 +110,9 @@ def test_values_become_inputs_of_their_own():
     case = case_of(1)
     small, _ = shrunk(case, "kept", lambda c: "kept" if "nvfp4_grouped_mm" in str(c) else "")
     exec(str(small), {})
-    assert sum(n.op == "call_function" for n in small.graph.nodes) < sum(n.op == "call_function" for n in case.graph.nodes)
+    assert sum(n.op == "call_function" for n in small.graph.nodes) < sum(
+        n.op == "call_function" for n in case.graph.nodes
+    )
 
 
 def test_a_worker_that_hangs_before_its_first_case_does_not_start(monkeypatch):
@@ -117,7 +128,9 @@ def test_errors_of_ours_come_out_of_compiled_graphs():
 
 @pytest.mark.compiler
 def test_a_program_that_does_not_compile_is_found_among_others():
-    programs = [c for seed in range(4) for c in cxx.emitted(seed, evaluated(case_of(seed)).runs, "generic")]
+    programs = [
+        c for seed in range(4) for c in cxx.emitted(seed, evaluated(case_of(seed)).runs, "generic")
+    ]
     bad = programs[len(programs) // 2]
     library = next(k.launch.library for k in bad.program.kernels if hasattr(k.launch, "library"))
     library.sources = tuple(replace(s, text=f"{s.text}\nthis is no C++") for s in library.sources)
@@ -154,7 +167,9 @@ def test_what_differs_is_said():
     assert difference([x], [x + 2**-12], [True]) == ""
     assert difference([x], [x.double()], [True]).startswith("output 0 is torch.float32 [2]")
     assert difference(GroupsError("a"), GroupsError("b"), []) == ""
-    assert difference(GroupsError("a"), ShapeError("b"), []).startswith("GroupsError where ShapeError is right")
+    assert difference(GroupsError("a"), ShapeError("b"), []).startswith(
+        "GroupsError where ShapeError is right"
+    )
     assert difference([x], GroupsError("b"), []).startswith("returns where GroupsError is right")
 
 

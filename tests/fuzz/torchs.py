@@ -13,14 +13,66 @@ from .values import DTYPES, FLOATS
 
 INF, NAN = float("inf"), float("nan")
 NUMBERS: tuple[Any, ...] = (
-    0, 1, 2, -1, 3, True, False, 0.0, -0.0, 1.0, 0.5, 2.0, -2.0, 0.3, INF, -INF, NAN, 127, 256, 300, -129, 2**24 + 1, 2**31, -(2**31),
-    2**40, 1e30, 1e-30, 65504.0, 70000.0,
-)  # fmt: skip
+    0,
+    1,
+    2,
+    -1,
+    3,
+    True,
+    False,
+    0.0,
+    -0.0,
+    1.0,
+    0.5,
+    2.0,
+    -2.0,
+    0.3,
+    INF,
+    -INF,
+    NAN,
+    127,
+    256,
+    300,
+    -129,
+    2**24 + 1,
+    2**31,
+    -(2**31),
+    2**40,
+    1e30,
+    1e-30,
+    65504.0,
+    70000.0,
+)
 UNARY = (
-    "neg", "abs", "relu", "neg", "abs", "sqrt", "rsqrt", "reciprocal", "exp", "log", "tanh", "erf", "sigmoid", "silu", "floor", "sign",
+    "neg",
+    "abs",
+    "relu",
+    "neg",
+    "abs",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "exp",
+    "log",
+    "tanh",
+    "erf",
+    "sigmoid",
+    "silu",
+    "floor",
+    "sign",
     "isnan",
-)  # fmt: skip
-BINARY = ("add.Tensor", "sub.Tensor", "mul.Tensor", "minimum", "maximum", "add.Tensor", "mul.Tensor", "div.Tensor", "pow.Tensor_Tensor")
+)
+BINARY = (
+    "add.Tensor",
+    "sub.Tensor",
+    "mul.Tensor",
+    "minimum",
+    "maximum",
+    "add.Tensor",
+    "mul.Tensor",
+    "div.Tensor",
+    "pow.Tensor_Tensor",
+)
 COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
@@ -57,7 +109,9 @@ def logical(b: Builder) -> Any:
     x = b.pick(lambda n: b.dtype(n) == torch.bool)
     if b.rng.random() < 0.3:
         return b.call(aten.logical_not.default, x)
-    y = b.maybe(lambda n: b.dtype(n) == torch.bool and b.key(n) == b.key(x), lambda: compared_like(b, x))
+    y = b.maybe(
+        lambda n: b.dtype(n) == torch.bool and b.key(n) == b.key(x), lambda: compared_like(b, x)
+    )
     return b.call(op(b.rng.choice(("logical_and", "logical_or"))), x, y)
 
 
@@ -69,16 +123,35 @@ def compared_like(b: Builder, x: Node) -> Node:
 def number(b: Builder) -> Any:
     """A tensor and a Python number."""
     x, v = any_of(b), b.rng.choice(NUMBERS)
-    name = b.rng.choice(("add.Tensor", "mul.Tensor", "sub.Tensor", "div.Tensor", "clamp_min", "clamp_max", "clamp", "pow.Tensor_Scalar"))
+    name = b.rng.choice(
+        (
+            "add.Tensor",
+            "mul.Tensor",
+            "sub.Tensor",
+            "div.Tensor",
+            "clamp_min",
+            "clamp_max",
+            "clamp",
+            "pow.Tensor_Scalar",
+        )
+    )
     if name == "clamp":
-        return b.call(op(name), x, *(b.rng.choice((v, None, b.rng.choice(NUMBERS))) for _ in range(2)))
+        return b.call(
+            op(name), x, *(b.rng.choice((v, None, b.rng.choice(NUMBERS))) for _ in range(2))
+        )
     return b.call(op(name), x, 2 if name.startswith("pow") else v)
 
 
 def where(b: Builder) -> Any:
     x = any_of(b)
-    mask = b.maybe(lambda n: b.dtype(n) == torch.bool and fits(b, n, x), lambda: compared_like(b, x))
-    y = b.call(aten.full.default, [], b.rng.choice(NUMBERS), dtype=b.dtype(x)) if b.rng.random() < 0.4 else partner(b, x)
+    mask = b.maybe(
+        lambda n: b.dtype(n) == torch.bool and fits(b, n, x), lambda: compared_like(b, x)
+    )
+    y = (
+        b.call(aten.full.default, [], b.rng.choice(NUMBERS), dtype=b.dtype(x))
+        if b.rng.random() < 0.4
+        else partner(b, x)
+    )
     pair = [x, y]
     b.rng.shuffle(pair)
     return b.call(aten.where.self, mask, *pair)
@@ -96,16 +169,22 @@ def silu(b: Builder) -> Any:
     x = b.pick(lambda n: b.dtype(n) in FLOATS)
     wide = b.call(torch.ops.prims.convert_element_type.default, x, torch.float32)
     below = b.call(aten.add.Tensor, b.call(aten.exp.default, b.call(aten.neg.default, wide)), 1)
-    return b.call(torch.ops.prims.convert_element_type.default, b.call(aten.div.Tensor, wide, below), b.dtype(x))
+    return b.call(
+        torch.ops.prims.convert_element_type.default,
+        b.call(aten.div.Tensor, wide, below),
+        b.dtype(x),
+    )
 
 
-# Partners of a pointwise operation --------------------------------------------------------------------------------------
+# Partners of a pointwise operation ----------------------------------------------------------------
 
 
 def fits(b: Builder, n: Node, x: Node) -> bool:
     """Whether n can be broadcast to the shape of x, whatever the sizes are."""
     small, large = b.key(n), b.key(x)
-    return len(small) <= len(large) and all(s in ("1", d) for s, d in zip(reversed(small), reversed(large), strict=False))
+    return len(small) <= len(large) and all(
+        s in ("1", d) for s, d in zip(reversed(small), reversed(large), strict=False)
+    )
 
 
 def partner(b: Builder, x: Node) -> Node:
@@ -113,7 +192,9 @@ def partner(b: Builder, x: Node) -> Node:
     same = b.rng.random() < 0.6
 
     def beside(n: Node) -> bool:
-        return b.dtype(n) != torch.float8_e4m3fn and (b.key(n) == b.key(x) if same else fits(b, n, x))
+        return b.dtype(n) != torch.float8_e4m3fn and (
+            b.key(n) == b.key(x) if same else fits(b, n, x)
+        )
 
     return b.maybe(beside, lambda: new_partner(b, x))
 
@@ -135,7 +216,7 @@ def new_partner(b: Builder, x: Node) -> Node:
     return b.new(shape, dtype, rows=True)
 
 
-# Shapes -----------------------------------------------------------------------------------------------------------------
+# Shapes -------------------------------------------------------------------------------------------
 
 
 def shown(b: Builder, n: Node, dim: int) -> Any:
@@ -193,8 +274,14 @@ def dims(b: Builder) -> Any:
 def expand(b: Builder, x: Node) -> Any:
     like = b.pick(lambda n: fits(b, x, n))
     shape = [shown(b, like, i) for i in range(len(b.shape(like)))]
-    kept = [-1 if b.rng.random() < 0.3 and i >= len(shape) - len(b.shape(x)) and b.key(x)[i - len(shape)] == b.key(like)[i] else d
-            for i, d in enumerate(shape)]  # fmt: skip
+    kept = [
+        -1
+        if b.rng.random() < 0.3
+        and i >= len(shape) - len(b.shape(x))
+        and b.key(x)[i - len(shape)] == b.key(like)[i]
+        else d
+        for i, d in enumerate(shape)
+    ]
     return b.call(aten.expand.default, x, kept)
 
 
@@ -209,9 +296,21 @@ def part(b: Builder) -> Any:
     if way == "split":
         return b.call(aten.split.Tensor, x, max(1, size // 2), dim)
     if b.rng.random() < 0.1:
-        return b.call(aten.slice.Tensor, x, dim, *b.rng.choice(((shown(b, x, dim), 2**63 - 1), (0, shown(b, x, dim)))))
+        return b.call(
+            aten.slice.Tensor,
+            x,
+            dim,
+            *b.rng.choice(((shown(b, x, dim), 2**63 - 1), (0, shown(b, x, dim)))),
+        )
     ends = (0, 1, -1, size // 2, size, size + 3, 2**63 - 1, -size - 2, None)
-    return b.call(aten.slice.Tensor, x, dim, b.rng.choice((0, 0, *ends)), b.rng.choice(ends), b.rng.choice((1, 1, 1, 2)))
+    return b.call(
+        aten.slice.Tensor,
+        x,
+        dim,
+        b.rng.choice((0, 0, *ends)),
+        b.rng.choice(ends),
+        b.rng.choice((1, 1, 1, 2)),
+    )
 
 
 def cat(b: Builder) -> Any:
@@ -225,17 +324,25 @@ def cat(b: Builder) -> Any:
     def others(n: Node) -> list[str]:
         return [d for i, d in enumerate(b.key(n)) if i != dim]
 
-    return b.call(aten.cat.default, [x, *(b.pick(beside) for _ in range(b.rng.randint(1, 2)))], b.rng.choice((dim, dim - rank)))
+    return b.call(
+        aten.cat.default,
+        [x, *(b.pick(beside) for _ in range(b.rng.randint(1, 2)))],
+        b.rng.choice((dim, dim - rank)),
+    )
 
 
 def constant(b: Builder) -> Any:
     if b.rng.random() < 0.3:
-        return b.call(aten.arange.default, b.rng.choice((1, 2, 4, 16)), dtype=b.rng.choice((torch.int32, torch.int64)))
+        return b.call(
+            aten.arange.default,
+            b.rng.choice((1, 2, 4, 16)),
+            dtype=b.rng.choice((torch.int32, torch.int64)),
+        )
     shape = b.rng.choice(([], [1], [16], [2, 16], [1, 16]))
     return b.call(aten.full.default, shape, b.rng.choice(NUMBERS), dtype=b.rng.choice(DTYPES))
 
 
-# Rows, sums -------------------------------------------------------------------------------------------------------------
+# Rows, sums ---------------------------------------------------------------------------------------
 
 
 def indices_into(b: Builder, size: int, negative: bool) -> Callable[[Node], bool]:
@@ -256,7 +363,11 @@ def gather(b: Builder) -> Any:
     size, selects = b.shape(x)[dim], b.rng.random() < 0.4
     good = indices_into(b, size, not selects)
     least, count = 0 if selects else -size, b.rng.choice((1, 2, 5))
-    at = b.maybe(good, lambda: b.input(torch.tensor([b.rng.randrange(least, size) for _ in range(count)])), 0.8)
+    at = b.maybe(
+        good,
+        lambda: b.input(torch.tensor([b.rng.randrange(least, size) for _ in range(count)])),
+        0.8,
+    )
     if selects:
         return b.call(aten.index_select.default, x, dim, at)
     return b.call(aten.index.Tensor, x, [None] * dim + [at])
@@ -288,6 +399,29 @@ def reduce(b: Builder) -> Any:
 
 
 STEPS = (
-    unary, unary, binary, binary, binary, compare, logical, number, number, where, cast, cast, silu, view, view, dims, dims, part, part,
-    cat, constant, gather, gather, scatter, reduce,
-)  # fmt: skip
+    unary,
+    unary,
+    binary,
+    binary,
+    binary,
+    compare,
+    logical,
+    number,
+    number,
+    where,
+    cast,
+    cast,
+    silu,
+    view,
+    view,
+    dims,
+    dims,
+    part,
+    part,
+    cat,
+    constant,
+    gather,
+    gather,
+    scatter,
+    reduce,
+)

@@ -1,4 +1,6 @@
-"""A case under torch.compile, with our backend: forward, on more rows where sizes are dynamic, and backward at times."""
+"""A case under torch.compile, with our backend: forward, on more rows where sizes are dynamic, and
+backward at times.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def without_code(gm: Any, inputs: Any) -> Any:
 def quiet() -> Iterator[None]:
     """Nothing is remembered from graph to graph, and Inductor rounds where torch rounds."""
     torch._dynamo.reset()
-    with config.patch(emulate_precision_casts=True, force_disable_caches=True), functorch_config.patch(enable_autograd_cache=False):
+    with (
+        config.patch(emulate_precision_casts=True, force_disable_caches=True),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
         yield
     torch._dynamo.reset()
 
@@ -68,7 +73,9 @@ def _differs(case: Case, how: Backend) -> str:
 
 
 def _compiled(case: Case, how: Backend) -> Callable[..., Any]:
-    """Not as a GraphModule: that makes its errors' messages with generators, which Dynamo then refuses to trace."""
+    """Not as a GraphModule: that makes its errors' messages with generators, which Dynamo then
+    refuses to trace.
+    """
     return torch.compile(case.module().forward, backend=how, dynamic=case.dynamic, fullgraph=True)
 
 
@@ -77,16 +84,30 @@ def grown(case: Case) -> Iterator[tuple[Tensor, ...]]:
     places = [n for n in case.graph.nodes if n.op == "placeholder"]
     grows = [any(isinstance(d, torch.SymInt) for d in n.meta["val"].shape) for n in places]
     if any(grows):
-        yield tuple(t[torch.arange(len(t) + 3) % len(t)] if more else t for t, more in zip(case.inputs, grows, strict=True))
+        yield tuple(
+            t[torch.arange(len(t) + 3) % len(t)] if more else t
+            for t, more in zip(case.inputs, grows, strict=True)
+        )
 
 
 def _gradients_differ(case: Case, how: Backend) -> str:
-    """The gradients of a sum of all that has one; what torch or we cannot differentiate must not be differentiated by either."""
+    """The gradients of a sum of all that has one; what torch or we cannot differentiate must not be
+    differentiated by either.
+    """
 
     def gradients(f: Callable[..., Any]) -> list[Tensor]:
-        inputs = [t.clone().requires_grad_() if t.dtype in (torch.float32, torch.bfloat16, torch.float16) else t for t in case.inputs]
-        with options.using(REFERENCE if how is without_code else Options().replace(contract_rounding=False)):
-            outputs = [o.float().sum() for o in f(*inputs) if o.requires_grad and o.is_floating_point()]
+        inputs = [
+            t.clone().requires_grad_()
+            if t.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            else t
+            for t in case.inputs
+        ]
+        with options.using(
+            REFERENCE if how is without_code else Options().replace(contract_rounding=False)
+        ):
+            outputs = [
+                o.float().sum() for o in f(*inputs) if o.requires_grad and o.is_floating_point()
+            ]
         if not outputs:
             return []
         torch.stack(outputs).sum().backward()

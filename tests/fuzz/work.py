@@ -1,4 +1,5 @@
-"""One worker: runs cases of a range of seeds on a level and notes each in a journal, so that a crash is known by its seed.
+"""One worker: runs cases of a range of seeds on a level and notes each in a journal, so that a
+crash is known by its seed.
 
 python -m tests.fuzz.work LEVEL FIRST LAST JOURNAL
 """
@@ -35,7 +36,8 @@ def main(level: str, seeds: range, journal: Journal) -> None:
     """All seeds, in order."""
     torch.set_num_threads(1)
     if level in ("sanitize", "hostile"):
-        os.environ.pop("LD_PRELOAD", None)  # for compilers, which take twice as long with ASan's allocator
+        # for compilers, which take twice as long with ASan's allocator
+        os.environ.pop("LD_PRELOAD", None)
         build.BASE_FLAGS = (*build.BASE_FLAGS, *SANITIZED)
     if level in ("cxx", "sanitize"):
         for first in range(seeds.start, seeds.stop, AT_ONCE):
@@ -51,8 +53,11 @@ def main(level: str, seeds: range, journal: Journal) -> None:
             if wrong:
                 journal.note(seed=seed, wrong=wrong, repro=repro)
     else:
-        judge = {"evaluate": lambda case: evaluated(case).wrong, "traced": lambda case: traced.judged(case, traced.without_code),
-                 "inductor": lambda case: traced.judged(case, traced.with_inductor)}[level]  # fmt: skip
+        judge = {
+            "evaluate": lambda case: evaluated(case).wrong,
+            "traced": lambda case: traced.judged(case, traced.without_code),
+            "inductor": lambda case: traced.judged(case, traced.with_inductor),
+        }[level]
         for case in _cases(seeds, journal):
             _judged(case, judge, journal)
     journal.note(done=True)
@@ -79,16 +84,28 @@ def _judged(case: Case, judge: Callable[[Case], str], journal: Journal, tries: i
 
 def _batch(seeds: range, journal: Journal, flags: Sequence[str]) -> None:
     """The cases of some seeds: evaluated one by one, then their regions in C++ together."""
-    tier, programs, cases = cxx.tier_of(seeds.start // AT_ONCE), list[cxx.Compiled](), dict[int, Case]()
+    tier, programs, cases = (
+        cxx.tier_of(seeds.start // AT_ONCE),
+        list[cxx.Compiled](),
+        dict[int, Case](),
+    )
     for case in _cases(seeds, journal):
         judged = evaluated(case)
         if judged.wrong:
-            journal.note(seed=case.seed, wrong=judged.wrong, repro=str(shrunk(case, judged.wrong, lambda c: evaluated(c).wrong)[0]))
+            journal.note(
+                seed=case.seed,
+                wrong=judged.wrong,
+                repro=str(shrunk(case, judged.wrong, lambda c: evaluated(c).wrong)[0]),
+            )
             continue
         cases[case.seed] = case
         made = outcome(lambda runs=judged.runs, seed=case.seed: list(cxx.emitted(seed, runs, tier)))
         if isinstance(made, Exception):
-            journal.note(seed=case.seed, wrong=f"the C++ is not written: {type(made).__name__}: {made}", repro=str(case))
+            journal.note(
+                seed=case.seed,
+                wrong=f"the C++ is not written: {type(made).__name__}: {made}",
+                repro=str(case),
+            )
         else:
             programs += made
     journal.note(compiling=len(programs))
@@ -97,7 +114,10 @@ def _batch(seeds: range, journal: Journal, flags: Sequence[str]) -> None:
         journal.note(at=p.seed, program=one_line(p.run.fusion), sizes=p.run.sizes, tier=tier)
         wrong = broken.get(id(p)) or cxx.differs(p)
         if wrong:
-            text = f"# tier {tier}, contract_rounding {p.contract}, sizes {p.run.sizes}\n{p.run.fusion}"
+            text = (
+                f"# tier {tier}, contract_rounding {p.contract}, sizes "
+                f"{p.run.sizes}\n{p.run.fusion}"
+            )
             small = _smaller(cases[p.seed], wrong, tier, flags)
             journal.note(seed=p.seed, wrong=wrong, repro=f"{small}\n\n{text}")
         else:
@@ -111,8 +131,15 @@ def _hostile(seeds: range, journal: Journal) -> None:
         rng = hostile.numbers(case.seed)
         try:
             for run in evaluated(case).runs[:1]:
-                made = ((f, hostile.program_of(f, tier)) for f in islice(hostile.verified(rng, run.fusion), 6))
-                compiled += [cxx.Compiled(case.seed, replace(run, fusion=f), p, True) for f, p in made if p is not None]
+                made = (
+                    (f, hostile.program_of(f, tier))
+                    for f in islice(hostile.verified(rng, run.fusion), 6)
+                )
+                compiled += [
+                    cxx.Compiled(case.seed, replace(run, fusion=f), p, True)
+                    for f, p in made
+                    if p is not None
+                ]
         except Found as found:
             journal.note(seed=case.seed, wrong=str(found), repro="")
     journal.note(compiling=len(compiled))
@@ -120,9 +147,17 @@ def _hostile(seeds: range, journal: Journal) -> None:
     for c in compiled:
         rng, fusion = hostile.numbers(c.seed), c.run.fusion
         for given in filter(None, (hostile.inputs_of(rng, fusion) for _ in range(2))):
-            journal.note(at=c.seed, program=one_line(fusion), sizes=given[1], tier=tier, inputs=list(map(case_text, given[0])))
+            journal.note(
+                at=c.seed,
+                program=one_line(fusion),
+                sizes=given[1],
+                tier=tier,
+                inputs=list(map(case_text, given[0])),
+            )
             if wrong := broken.get(id(c)) or hostile.wrong(c.program, *given):
-                journal.note(seed=c.seed, wrong=wrong, repro=f"# tier {tier}, sizes {given[1]}\n{fusion}")
+                journal.note(
+                    seed=c.seed, wrong=wrong, repro=f"# tier {tier}, sizes {given[1]}\n{fusion}"
+                )
             else:
                 journal.note(ran=c.seed)
 

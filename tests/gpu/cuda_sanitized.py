@@ -1,4 +1,6 @@
-"""Runs the CUDA backend's kernels on small ragged inputs, in a process that compute-sanitizer watches: see test_cuda_sanitized.py."""
+"""Runs the CUDA backend's kernels on small ragged inputs, in a process that compute-sanitizer
+watches: see test_cuda_sanitized.py.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Call(NamedTuple):
     def run(self) -> None:
         """On the GPU, compiled anew, with nothing left to the reference."""
         args = tree_map(lambda a: a.cuda() if isinstance(a, torch.Tensor) else a, list(self.args))
-        program(self.name, args, self.others)(list(bind(SPECS[self.name], args, self.others).tensors.values()))
+        program(self.name, args, self.others)(
+            list(bind(SPECS[self.name], args, self.others).tensors.values())
+        )
         assert is_faulty() == self.faulty
 
 
@@ -62,14 +66,21 @@ def in_layout(weight: Quantized, layout: str) -> tuple[torch.Tensor, ...]:
 
 
 def products(layout: str, k: int = 320) -> Iterator[Call]:
-    """Empty groups, rows of no group, one group with all rows; ends that decrease, are negative or past the rows. k: of tiles."""
+    """Empty groups, rows of no group, one group with all rows; ends that decrease, are negative or
+    past the rows. k: of tiles.
+    """
     k, n = (80, 33) if layout == "linear" else (k, 80)
-    a, weight = torch.randn(M, k, generator=generator()).bfloat16(), in_layout(random_weight(G, n, k), layout)
+    a, weight = (
+        torch.randn(M, k, generator=generator()).bfloat16(),
+        in_layout(random_weight(G, n, k), layout),
+    )
     right = ([0, 1, 1, 30, 41], [0, 0, M, M, M], [0] * G)
     wrong = ([9, 3, 4, 400, 20], [-5, 3, 3, 3, BIG], [BIG] * G)
     for ends in (*right, *wrong):
         offs = torch.tensor(ends, dtype=torch.int32)
-        yield Call("nvfp4_grouped_mm", (a, *weight, offs), {"weight_layout": layout}, faulty=ends in wrong)
+        yield Call(
+            "nvfp4_grouped_mm", (a, *weight, offs), {"weight_layout": layout}, faulty=ends in wrong
+        )
 
 
 def encoded(fmt: str, activations: torch.dtype, layout: str) -> Iterator[Call]:
@@ -80,7 +91,12 @@ def encoded(fmt: str, activations: torch.dtype, layout: str) -> Iterator[Call]:
     a = torch.randn(M, k, generator=generator()).to(activations)
     for ends in ([0, 1, 1, 30, 41], [9, 3, 4, 400, 20]):
         offs = torch.tensor(ends, dtype=torch.int32)
-        yield Call("grouped_mm", (a, parts, offs), {"weight_format": fmt, "weight_layout": layout}, faulty=ends[0] > ends[1])
+        yield Call(
+            "grouped_mm",
+            (a, parts, offs),
+            {"weight_format": fmt, "weight_layout": layout},
+            faulty=ends[0] > ends[1],
+        )
 
 
 def layers(layout: str, tokens: int) -> Iterator[Call]:
@@ -89,11 +105,16 @@ def layers(layout: str, tokens: int) -> Iterator[Call]:
     gate_up, down = random_weight(G, 2 * I, H, runs=2), random_weight(G, H, I)
     weights = (*in_layout(gate_up, layout), *in_layout(down, layout))
     x, w = torch.randn(tokens, H, generator=g).bfloat16(), torch.rand(tokens, SLOTS, generator=g)
-    few, one = torch.randint(1, G - 1, (tokens, SLOTS), generator=g), torch.full((tokens, SLOTS), G - 1)
+    few, one = (
+        torch.randint(1, G - 1, (tokens, SLOTS), generator=g),
+        torch.full((tokens, SLOTS), G - 1),
+    )
     wrong = few.clone()
     wrong[0], wrong[-1] = torch.tensor([-1, G, BIG]), torch.tensor([-BIG, 0, 2**40])
     for ids in (few, one, wrong):
-        yield Call("expert_mlp", (x, ids, w, *weights), {"weight_layout": layout}, faulty=ids is wrong)
+        yield Call(
+            "expert_mlp", (x, ids, w, *weights), {"weight_layout": layout}, faulty=ids is wrong
+        )
 
 
 def without_product() -> Iterator[Call]:
@@ -106,19 +127,33 @@ def without_product() -> Iterator[Call]:
     slots = torch.randperm(M, generator=g).view(-1, SLOTS).int()
     yield Call("combine", (y, slots, w), {})
     yield Call("combine", (y, slots - 1, w), {}, faulty=True)
-    yield Call("group_add", (y, torch.randn(G, H, generator=g).bfloat16(), torch.tensor([0, 1, 1, 30, 41], dtype=torch.int32)), {})
-    yield Call("scaled_swiglu", (y[:, :70].contiguous(), torch.rand(M, generator=g)), {"interleave": 7})
+    yield Call(
+        "group_add",
+        (
+            y,
+            torch.randn(G, H, generator=g).bfloat16(),
+            torch.tensor([0, 1, 1, 30, 41], dtype=torch.int32),
+        ),
+        {},
+    )
+    yield Call(
+        "scaled_swiglu", (y[:, :70].contiguous(), torch.rand(M, generator=g)), {"interleave": 7}
+    )
 
 
 class Training(NamedTuple):
-    """The forward and the backward of a layer with weights in bfloat16, with all gradients. faulty: whether its ids are wrong."""
+    """The forward and the backward of a layer with weights in bfloat16, with all gradients. faulty:
+    whether its ids are wrong.
+    """
 
     given: tuple[torch.Tensor, ...]
     others: dict[str, Any]
     faulty: bool
 
     def run(self) -> None:
-        """On the GPU. What the forward found wrong may already be there when the backward is called, which then raises it."""
+        """On the GPU. What the forward found wrong may already be there when the backward is
+        called, which then raises it.
+        """
         assert self._raises() == self.faulty
 
     def _raises(self) -> bool:
@@ -129,14 +164,18 @@ class Training(NamedTuple):
         return is_faulty()
 
     def _both(self) -> None:
-        x, ids, w, gate_up, down, *biases = (t.cuda().requires_grad_(t.is_floating_point()) for t in self.given)
-        y = torch.ops.fusion_moe.fused_experts(x, ids, w, [gate_up], [down], *biases, weight_format="bf16", **self.others)
+        x, ids, w, gate_up, down, *biases = (
+            t.cuda().requires_grad_(t.is_floating_point()) for t in self.given
+        )
+        y = torch.ops.fusion_moe.fused_experts(
+            x, ids, w, [gate_up], [down], *biases, weight_format="bf16", **self.others
+        )
         y.backward(torch.ones_like(y))
 
 
 def training() -> Iterator[Training]:
-    """Sizes that are multiples of 8 and others, groups of few rows, of many, of none; matrices of either order; by the MXFP8 recipe; ids
-    that name none.
+    """Sizes that are multiples of 8 and others, groups of few rows, of many, of none; matrices of
+    either order; by the MXFP8 recipe; ids that name none.
     """
     g = generator()
     for hidden, inner, tokens, others in (
@@ -146,9 +185,19 @@ def training() -> Iterator[Training]:
         (160, 96, 130, {"activation_format": "mxfp8"}),
     ):
         transposed = "transposed" in others
-        x, w = torch.randn(tokens, hidden, generator=g).bfloat16(), torch.rand(tokens, SLOTS, generator=g)
-        shapes = ((G, hidden, 2 * inner), (G, inner, hidden)) if transposed else ((G, 2 * inner, hidden), (G, hidden, inner))
-        weights = [torch.randn(shape, generator=g).bfloat16() for shape in (*shapes, (G, 2 * inner), (G, hidden))]
+        x, w = (
+            torch.randn(tokens, hidden, generator=g).bfloat16(),
+            torch.rand(tokens, SLOTS, generator=g),
+        )
+        shapes = (
+            ((G, hidden, 2 * inner), (G, inner, hidden))
+            if transposed
+            else ((G, 2 * inner, hidden), (G, hidden, inner))
+        )
+        weights = [
+            torch.randn(shape, generator=g).bfloat16()
+            for shape in (*shapes, (G, 2 * inner), (G, hidden))
+        ]
         ids = torch.randint(1, G - 1, (tokens, SLOTS), generator=g)
         wrong = ids.clone()
         wrong[0], wrong[-1] = torch.tensor([-1, G, BIG]), torch.tensor([-BIG, 0, 2**40])
@@ -163,7 +212,9 @@ def allocate_apart(found: memory.Memory, device: torch.device) -> tuple[object, 
 
 
 def build_every_lane_arrives(kernel: KernelSource, arch: Arch) -> Path:
-    """As launch.build, with barriers at which all lanes of a warp arrive: see kernels/pipeline.cuh."""
+    """As launch.build, with barriers at which all lanes of a warp arrive: see
+    kernels/pipeline.cuh.
+    """
     return build(replace(kernel, text=f"#define EVERY_LANE_ARRIVES\n{kernel.text}"), arch)
 
 
@@ -185,7 +236,10 @@ def main(only_training: bool) -> None:
 
 def inference() -> None:
     """All but training."""
-    several = [Regime(ALWAYS, M160, ((8, M32), (20, M80), (None, M160))), Regime(ALWAYS, M8, ((12, M8), (None, M80)))]
+    several = [
+        Regime(ALWAYS, M160, ((8, M32), (20, M80), (None, M160))),
+        Regime(ALWAYS, M8, ((12, M8), (None, M80))),
+    ]
     for call in without_product():
         call.run()
     for layout, kind in (("linear", "linear"), ("w16x64", "tiled")):
@@ -193,7 +247,9 @@ def inference() -> None:
             use_first(kind, Regime(ALWAYS, (variant,)))
             for call in products(layout, k=512):  # whole stages for each block of a cluster
                 call.run()
-        alone = [Regime(ALWAYS, (variant,)) for variant in variants_of(kind) if variant.cluster == 1]
+        alone = [
+            Regime(ALWAYS, (variant,)) for variant in variants_of(kind) if variant.cluster == 1
+        ]
         for regime in (*alone, *(several if kind == "tiled" else [])):
             use_first(kind, regime)
             for call in (*products(layout), *layers(layout, tokens=7), *layers(layout, tokens=60)):

@@ -37,7 +37,10 @@ def test_route_and_swizzle_give_the_same_bits(layer):
     cpu, cuda = ops.route(ids, EXPERTS), ops.route(ids.cuda(), EXPERTS)
     assert all(torch.equal(a, b.cpu()) for a, b in zip(cpu, cuda, strict=True))
     scales = torch.randint(1, 120, (len(cpu[1]), 12), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    a, b = ops.grouped_swizzle_block_scale(scales, cpu[0]), ops.grouped_swizzle_block_scale(scales.cuda(), cuda[0])
+    a, b = (
+        ops.grouped_swizzle_block_scale(scales, cpu[0]),
+        ops.grouped_swizzle_block_scale(scales.cuda(), cuda[0]),
+    )
     assert torch.equal(a.view(torch.uint8), b.cpu().view(torch.uint8))
 
 
@@ -45,9 +48,18 @@ def test_experts_and_their_gradients(layer):
     experts, x, ids, weights = layer
     results = []
     for device in ("cpu", "cuda"):
-        module, tokens, w = experts.to(device), x.to(device).requires_grad_(), weights.to(device).requires_grad_()
+        module, tokens, w = (
+            experts.to(device),
+            x.to(device).requires_grad_(),
+            weights.to(device).requires_grad_(),
+        )
         y = module(tokens, ids.to(device), w)
-        results.append([y.cpu(), *(g.cpu() for g in torch.autograd.grad(y.float().square().sum(), (tokens, w)))])
+        results.append(
+            [
+                y.cpu(),
+                *(g.cpu() for g in torch.autograd.grad(y.float().square().sum(), (tokens, w))),
+            ]
+        )
     for cpu, cuda in zip(*results, strict=True):
         torch.testing.assert_close(cuda, cpu, rtol=2e-2, atol=2e-2)
 
@@ -57,33 +69,61 @@ def test_compiled(layer, mode):
     experts, x, ids, weights = layer
     experts, x, ids, weights = experts.cuda(), *on_cuda(x, ids, weights)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *a: torch.nn.functional.gelu(experts(*a)), backend=backend, mode=mode, fullgraph=True)
+    compiled = torch.compile(
+        lambda *a: torch.nn.functional.gelu(experts(*a)), backend=backend, mode=mode, fullgraph=True
+    )
     with torch.inference_mode():
         for _ in range(3):  # the third replays, where CUDA graphs are used
-            torch.testing.assert_close(compiled(x, ids, weights), torch.nn.functional.gelu(experts(x, ids, weights)), rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(
+                compiled(x, ids, weights),
+                torch.nn.functional.gelu(experts(x, ids, weights)),
+                rtol=2e-2,
+                atol=2e-2,
+            )
 
 
 @pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4", "bf16"])
 def test_kernels_are_what_the_option_check_expects(encoding):
-    """No false alarm, by small-M and large-M kernels, one by one and chained; in a graph it is refused."""
+    """No false alarm, by small-M and large-M kernels, one by one and chained; in a graph it is
+    refused.
+    """
     g = torch.Generator().manual_seed(0)
-    gate_up, down = (torch.randn(EXPERTS, *shape, generator=g).bfloat16() / 16 for shape in ((2 * 512, 1024), (1024, 512)))
-    parts = [[w.cuda()] if encoding == "bf16" else [t.cuda() for t in quantize(w, encoding=find(encoding))] for w in (gate_up, down)]
+    gate_up, down = (
+        torch.randn(EXPERTS, *shape, generator=g).bfloat16() / 16
+        for shape in ((2 * 512, 1024), (1024, 512))
+    )
+    parts = [
+        [w.cuda()]
+        if encoding == "bf16"
+        else [t.cuda() for t in quantize(w, encoding=find(encoding))]
+        for w in (gate_up, down)
+    ]
     for tokens in (1, 9, 40, 1500):
         x = torch.randn(tokens, 1024, generator=g).bfloat16().cuda()
         w, ids = torch.rand(tokens, EXPERTS, generator=g).cuda().topk(TOP_K)
         want = ops.fused_experts(x, ids, w, *parts, weight_format=encoding)
         with fusion_moe.options.override(check=True):
-            torch.testing.assert_close(ops.fused_experts(x, ids, w, *parts, weight_format=encoding), want, rtol=2**-6, atol=1e-2)
+            torch.testing.assert_close(
+                ops.fused_experts(x, ids, w, *parts, weight_format=encoding),
+                want,
+                rtol=2**-6,
+                atol=1e-2,
+            )
     with fusion_moe.options.override(check=True), torch.cuda.graph(torch.cuda.CUDAGraph()):
         x.add_(1)
-        with pytest.raises(UnsupportedError, match="the option check while a CUDA graph is captured"):
+        with pytest.raises(
+            UnsupportedError, match="the option check while a CUDA graph is captured"
+        ):
             ops.fused_experts(x, ids, w, *parts, weight_format=encoding)
 
 
 def test_ends_past_the_rows_raise(layer):
     experts, x, _, _ = layer
-    weight = (experts.down_proj.cuda(), experts.down_proj_scale.cuda(), experts.down_decode_scale.cuda())
+    weight = (
+        experts.down_proj.cuda(),
+        experts.down_proj_scale.cuda(),
+        experts.down_decode_scale.cuda(),
+    )
     ends = torch.full((EXPERTS,), TOKENS + 1, dtype=torch.int32, device="cuda")
     ops.nvfp4_grouped_mm(x[:, :INTERMEDIATE].contiguous().cuda(), *weight, ends)
     with pytest.raises(GroupsError, match=rf"offs\[0\] = {TOKENS + 1}, in an earlier call"):

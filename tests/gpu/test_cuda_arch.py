@@ -22,7 +22,12 @@ def test_what_is_known_of_this_gpu_is_what_its_driver_says():
     known = cuda.arch(index)
     assert known is KNOWN[name]
     assert read.memory_bandwidth == pytest.approx(known.memory_bandwidth, rel=0.05)
-    assert replace(read, name=known.name, memory_bandwidth=known.memory_bandwidth, measured=known.measured) == known
+    assert (
+        replace(
+            read, name=known.name, memory_bandwidth=known.memory_bandwidth, measured=known.measured
+        )
+        == known
+    )
 
 
 def test_it_is_what_torch_says():

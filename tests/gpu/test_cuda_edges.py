@@ -1,4 +1,6 @@
-"""Functions at the edges of what fusions hold, compiled on a CUDA device to what eager computes on a CPU."""
+"""Functions at the edges of what fusions hold, compiled on a CUDA device to what eager computes on
+a CPU.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def test_compiled_as_eager_on_a_cpu(name, dynamic):
     torch._dynamo.reset()
     run = torch.compile(edge.f, backend=backend, fullgraph=True, dynamic=dynamic)
     if edge.wrong:
-        with pytest.raises(GroupsError):  # at once from the reference, later from kernels, which read nothing outside
+        # at once from the reference, later from kernels, which read nothing outside
+        with pytest.raises(GroupsError):
             _ = run(*on_cuda), fusion_moe.synchronize()
         return
     for f in edge.f, run:
@@ -37,5 +40,11 @@ def test_compiled_as_eager_on_a_cpu(name, dynamic):
 def test_what_is_empty_takes_no_time():
     script = Path(__file__).resolve().parents[1] / "emit" / "empty_but_endless.py"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, str(script), "cuda"], env=environment, timeout=300, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(script), "cuda"],
+        env=environment,
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
     assert not done.returncode, done.stderr

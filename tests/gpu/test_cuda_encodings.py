@@ -1,4 +1,5 @@
-"""The CUDA backend's products with weights of every encoding that it reads, for both types of activations, on a GPU.
+"""The CUDA backend's products with weights of every encoding that it reads, for both types of
+activations, on a GPU.
 
 NVFP4 with bfloat16 is in test_cuda_kernels.py.
 """
@@ -21,12 +22,21 @@ pytestmark = pytest.mark.gpu
 
 ops = torch.ops.fusion_moe
 PAIRS = [  # of weights and activations
-    ("nvfp4", "f16"), ("mxfp4", "bf16"), ("mxfp4", "f16"), ("int4", "bf16"), ("int4", "f16"), ("bf16", "bf16"), ("f16", "f16"),
-]  # fmt: skip
+    ("nvfp4", "f16"),
+    ("mxfp4", "bf16"),
+    ("mxfp4", "f16"),
+    ("int4", "bf16"),
+    ("int4", "f16"),
+    ("bf16", "bf16"),
+    ("f16", "f16"),
+]
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
-ROUNDINGS = {"bf16": 8e-3, "f16": 1.5e-3}  # of a layer: those of its results, and of what is between its products
-INT4_EXACT = {"bf16": (2.0**-66, 2.0**54), "f16": (2.0**-22, 255.0)}  # scales: kernels/weights/int4.cuh
-MXFP4_EXACT = {"bf16": (127 - 72, 127 + 61), "f16": (127 - 21, 127 + 8)}  # bytes of scales: kernels/weights/mxfp4.cuh
+# of a layer: those of its results, and of what is between its products
+ROUNDINGS = {"bf16": 8e-3, "f16": 1.5e-3}
+# scales: kernels/weights/int4.cuh
+INT4_EXACT = {"bf16": (2.0**-66, 2.0**54), "f16": (2.0**-22, 255.0)}
+# bytes of scales: kernels/weights/mxfp4.cuh
+MXFP4_EXACT = {"bf16": (127 - 72, 127 + 61), "f16": (127 - 21, 127 + 8)}
 E, H, I, SLOTS = 8, 256, 192, 3  # experts, hidden and intermediate features, slots of a token
 
 
@@ -37,7 +47,9 @@ def stored(weight: Quantized, layout: str) -> list[torch.Tensor]:
 
 
 def exact_weight(encoding: Encoding, *shape: int) -> Quantized:
-    """Elements whose sums with small integers float32 holds exactly: all codes, or small integers; scales are powers of two."""
+    """Elements whose sums with small integers float32 holds exactly: all codes, or small integers;
+    scales are powers of two.
+    """
     *groups, n, k = shape
     g, parts = generator(), []
     for part in encoding.parts:
@@ -54,37 +66,61 @@ def exact_weight(encoding: Encoding, *shape: int) -> Quantized:
 def product(a: torch.Tensor, weight: Quantized, ends: torch.Tensor, layout: str) -> torch.Tensor:
     """In float32, by kernels alone."""
     args = (a, stored(weight, layout), ends)
-    kwargs = {"weight_format": weight.encoding.name, "weight_layout": layout, "out_dtype": torch.float32}
+    kwargs = {
+        "weight_format": weight.encoding.name,
+        "weight_layout": layout,
+        "out_dtype": torch.float32,
+    }
     made = program("grouped_mm", args, kwargs)
     poison()
     return made(list(bind(SPECS["grouped_mm"], args, kwargs).tensors.values()))[0]
 
 
-# One product ----------------------------------------------------------------------------------------------------------
+# One product --------------------------------------------------------------------------------------
 
 
 def ways() -> list[tuple[str, str, str, Variant, bool]]:
-    """Encoding, activations, table, kernel, and whether a kernel before it puts rows in order. f16 differs from bf16 in instructions."""
+    """Encoding, activations, table, kernel, and whether a kernel before it puts rows in order. f16
+    differs from bf16 in instructions.
+    """
     found = []
     for fmt, activations in PAIRS:
         wide = "wide_" if ENCODINGS[fmt].plain else ""
         for table in (f"{wide}linear", f"{wide}tiled"):
             kernels = variants_of(table)
-            kernels = kernels if fmt != "f16" else [kernels[0], *(v for v in kernels if v.header == "large_m.cuh")][:2]
-            found += [(fmt, activations, table, v, order) for v in kernels for order in (False, True)[: 1 + v.reads_fragment_order]]
+            kernels = (
+                kernels
+                if fmt != "f16"
+                else [kernels[0], *(v for v in kernels if v.header == "large_m.cuh")][:2]
+            )
+            found += [
+                (fmt, activations, table, v, order)
+                for v in kernels
+                for order in (False, True)[: 1 + v.reads_fragment_order]
+            ]
     return found
 
 
-@pytest.mark.parametrize(("fmt", "activations", "table", "variant", "in_fragment_order"), ways(), ids=str)
+@pytest.mark.parametrize(
+    ("fmt", "activations", "table", "variant", "in_fragment_order"), ways(), ids=str
+)
 def test_every_variant_exactly(fmt, activations, table, variant, in_fragment_order, monkeypatch):
-    monkeypatch.setattr(Product, "needs_reordering", lambda self, variant: in_fragment_order and variant.reads_fragment_order)
+    monkeypatch.setattr(
+        Product,
+        "needs_reordering",
+        lambda self, variant: in_fragment_order and variant.reads_fragment_order,
+    )
     use_variant(monkeypatch, table, variant)
     layout = "w16x64" if table.endswith("tiled") else "linear"
     for k, n in (320, 144), (384, 1024):
         weight = exact_weight(ENCODINGS[fmt], 7, n, k)
         matrices = dequantize(weight).cuda()
         for partition in RAGGED[:6]:
-            x = torch.randint(-3, 4, (partition.rows, k), generator=generator()).to(DTYPES[activations]).cuda()
+            x = (
+                torch.randint(-3, 4, (partition.rows, k), generator=generator())
+                .to(DTYPES[activations])
+                .cuda()
+            )
             x[int(partition.ends[-1]) :] = torch.nan  # rows of no group are not read
             want = torch.zeros(partition.rows, n, device="cuda")
             for group, rows in partition.runs:
@@ -100,16 +136,25 @@ def test_sizes_off_the_tile_run_in_the_linear_layout(fmt, activations, k, n):
     want = torch.zeros(20, n)
     for g, (a, b) in enumerate(zip([0, *ends], ends, strict=False)):
         want[a:b] = x[a:b].float() @ dequantize(weight)[g].T
-    assert torch.equal(product(x.cuda(), weight, torch.tensor(ends, dtype=torch.int32).cuda(), "linear").cpu(), want)
+    assert torch.equal(
+        product(x.cuda(), weight, torch.tensor(ends, dtype=torch.int32).cuda(), "linear").cpu(),
+        want,
+    )
 
 
-def every_code(scales: torch.Tensor, encoding: Encoding, activations: str, layout: str, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, scales]: found and wanted. Row n of the matrix has scale n, block b of columns code b; a row of activations picks a code."""
+def every_code(
+    scales: torch.Tensor, encoding: Encoding, activations: str, layout: str, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, scales]: found and wanted. Row n of the matrix has scale n, block b of columns code b;
+    a row of activations picks a code.
+    """
     block, n = encoding.block, len(scales)
     code = torch.arange(16, dtype=torch.uint8)
     codes = (code | code << 4).repeat_interleave(block // 2).expand(1, n, 8 * block).contiguous()
     ones = [torch.ones(1)] * (len(encoding.scales) - 1)
-    weight = Quantized(codes, scales[None, :, None].expand(1, n, 16).contiguous(), *ones, encoding=encoding)
+    weight = Quantized(
+        codes, scales[None, :, None].expand(1, n, 16).contiguous(), *ones, encoding=encoding
+    )
     row = torch.arange(rows)
     x = torch.zeros(rows, 16 * block, dtype=DTYPES[activations])
     x[row, row % 16 * block + row % (block - 1)] = 1
@@ -125,8 +170,10 @@ def test_every_code_under_every_scale_of_mxfp4(activations, layout, rows):
     found, want = every_code(scales, ENCODINGS["mxfp4"], activations, layout, rows)
     first, last = MXFP4_EXACT[activations]
     assert torch.equal(found[:, first : last + 1], want[:, first : last + 1])
-    assert torch.equal(found[:, last + 1 : 255], want[:, last : last + 1].expand(-1, 254 - last))  # larger ones count as the last
-    assert (found[:, :first] - want[:, :first]).abs().max() <= 6 * 2.0 ** (first - 1 - 127)  # smaller ones are as good as zero
+    # larger ones count as the last
+    assert torch.equal(found[:, last + 1 : 255], want[:, last : last + 1].expand(-1, 254 - last))
+    # smaller ones are as good as zero
+    assert (found[:, :first] - want[:, :first]).abs().max() <= 6 * 2.0 ** (first - 1 - 127)
     assert found[:, 255].isnan().all()
 
 
@@ -155,12 +202,16 @@ def test_every_code_under_every_scale_of_int4(activations, layout, rows):
         assert torch.equal(found, want.bfloat16().float() if activations == "bf16" else want)
 
 
-# A whole layer --------------------------------------------------------------------------------------------------------
+# A whole layer ------------------------------------------------------------------------------------
 
 LAYERS = {
     "plain": {},
     "interleaved by 1": {"interleave": 1, "limit": 1.0, "alpha": 1.702, "up_offset": 1.0},
-    "bias": {"interleave": 8, "gate_up_bias": torch.randn(E, 2 * I), "down_bias": torch.randn(E, H)},
+    "bias": {
+        "interleave": 8,
+        "gate_up_bias": torch.randn(E, 2 * I),
+        "down_bias": torch.randn(E, H),
+    },
     "scale on the input": {"scale_on": "input"},
 }
 
@@ -170,13 +221,21 @@ LAYERS = {
 @pytest.mark.parametrize(("fmt", "activations"), PAIRS)
 def test_a_whole_layer(fmt, activations, name, layout):
     dtype, g = DTYPES[activations], generator()
-    changes = {k: v.to(dtype).cuda() if isinstance(v, torch.Tensor) else v for k, v in LAYERS[name].items()}
+    changes = {
+        k: v.to(dtype).cuda() if isinstance(v, torch.Tensor) else v for k, v in LAYERS[name].items()
+    }
     gate_up, down = (
-        stored(quantize(torch.randn(E, *shape, generator=g) * 0.05, encoding=ENCODINGS[fmt]), layout) for shape in ((2 * I, H), (H, I))
+        stored(
+            quantize(torch.randn(E, *shape, generator=g) * 0.05, encoding=ENCODINGS[fmt]), layout
+        )
+        for shape in ((2 * I, H), (H, I))
     )
     for count in (1, 37, 500):
         x, ids, w = tokens(torch.randint(0, E, (count, SLOTS), generator=generator()))
-        args, kwargs = (x.to(dtype), ids, w, gate_up, down), {**changes, "weight_format": fmt, "weight_layout": layout}
+        args, kwargs = (
+            (x.to(dtype), ids, w, gate_up, down),
+            {**changes, "weight_format": fmt, "weight_layout": layout},
+        )
         made = program("fused_experts", args, kwargs)
         poison()
         found = made(list(bind(SPECS["fused_experts"], args, kwargs).tensors.values()))[0]

@@ -38,9 +38,14 @@ def test_who_found_it_raises_it():
         other([torch.zeros(8, 64, device="cuda").bfloat16()])
         with pytest.raises(GroupsError) as caught:
             made(given(good))
-    found = f"ids.flatten()[{3 * K + 1}] = {E} is out of range, in an earlier call of `route index_select grouped_mm ...` by nvfp4["
+    found = (
+        f"ids.flatten()[{3 * K + 1}] = {E} is out of range, in an earlier call of `route "
+        "index_select grouped_mm ...` by nvfp4["
+    )
     assert found in str(caught.value)
-    assert f"on cuda:0, stream {a.cuda_stream:#x}, first called at test_cuda_faults.py:" in str(caught.value)
+    assert f"on cuda:0, stream {a.cuda_stream:#x}, first called at test_cuda_faults.py:" in str(
+        caught.value
+    )
     fusion_moe.synchronize()  # said once
 
 
@@ -58,7 +63,11 @@ def test_replays_of_a_graph(eager):
     ids.copy_(bad)
     graph.replay()
     torch.cuda.synchronize()
-    with pytest.raises(GroupsError, match=r"= 8 is out of range, in an earlier call of .* on cuda:0, in a CUDA graph, first called at"):
+    with pytest.raises(
+        GroupsError,
+        match=r"= 8 is out of range, in an earlier call of .* on "
+        r"cuda:0, in a CUDA graph, first called at",
+    ):
         made(given(good)) if eager else fusion_moe.synchronize()
     ids.copy_(good)
     graph.replay()

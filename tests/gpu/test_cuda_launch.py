@@ -22,7 +22,10 @@ def test_a_graph_replays_after_its_sizes_were_forgotten(monkeypatch):
         (found,) = made([x])
     for rows in range(9, 12):
         made([x.new_zeros(rows, 64)])
-    with pytest.raises(BuildError, match="not compiled yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(BuildError, match="not compiled yet"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         made([x])
     x.copy_(torch.randn(8, 64))
     graph.replay()

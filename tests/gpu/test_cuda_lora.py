@@ -1,4 +1,6 @@
-"""Adapters beside experts in 4 bits on a GPU: a training step in kernels alone, its results, and its replay in CUDA graphs."""
+"""Adapters beside experts in 4 bits on a GPU: a training step in kernels alone, its results, and
+its replay in CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ class Layer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        gate_up, down = torch.randn(EXPERTS, 2 * INNER, HIDDEN) * HIDDEN**-0.5, torch.randn(EXPERTS, HIDDEN, INNER) * INNER**-0.5
+        gate_up, down = (
+            torch.randn(EXPERTS, 2 * INNER, HIDDEN) * HIDDEN**-0.5,
+            torch.randn(EXPERTS, HIDDEN, INNER) * INNER**-0.5,
+        )
         self.experts = NVFP4Experts.from_float(gate_up, down)
         add_lora_(self, rank=16, dtype=torch.bfloat16)
         for name, p in self.named_parameters():
@@ -36,7 +41,11 @@ def arguments(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, ids of which some experts have none, and router weights."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.rand(TOKENS, EXPERTS - seed % 4, generator=g).topk(SLOTS).indices
-    return torch.randn(TOKENS, HIDDEN, generator=g).bfloat16().cuda(), ids.cuda(), torch.rand(TOKENS, SLOTS, generator=g).cuda()
+    return (
+        torch.randn(TOKENS, HIDDEN, generator=g).bfloat16().cuda(),
+        ids.cuda(),
+        torch.rand(TOKENS, SLOTS, generator=g).cuda(),
+    )
 
 
 def step(layer: nn.Module, x: Tensor, ids: Tensor, w: Tensor) -> list[Tensor]:
@@ -69,7 +78,9 @@ def test_graphs_replay_with_other_ids():
     layer = prepared()
     x, ids, w = arguments(0)
     step(layer, x, ids, w)  # the backward's kernels are compiled when it first runs
-    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(layer), (x.requires_grad_(), ids, w.requires_grad_()))
+    graphed = torch.cuda.make_graphed_callables(
+        copy.deepcopy(layer), (x.requires_grad_(), ids, w.requires_grad_())
+    )
     for seed in range(4):
         assert all(map(torch.equal, step(graphed, *arguments(seed)), step(layer, *arguments(seed))))
     fusion_moe.synchronize()

@@ -37,14 +37,21 @@ def without_python(monkeypatch):
 def layer(experts: int = 8) -> NVFP4Experts:
     g = torch.Generator("cuda").manual_seed(0)
     return NVFP4Experts.from_float(
-        torch.randn(experts, 256, 128, generator=g, device="cuda"), torch.randn(experts, 128, 128, generator=g, device="cuda")
+        torch.randn(experts, 256, 128, generator=g, device="cuda"),
+        torch.randn(experts, 128, 128, generator=g, device="cuda"),
     )
 
 
-def call(tokens: int, seed: int = 0, experts: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def call(
+    tokens: int, seed: int = 0, experts: int = 8
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(tokens, 128, generator=g, device="cuda").bfloat16()
-    return x, torch.randint(0, experts, (tokens, 2), generator=g, device="cuda"), torch.rand(tokens, 2, generator=g, device="cuda")
+    return (
+        x,
+        torch.randint(0, experts, (tokens, 2), generator=g, device="cuda"),
+        torch.rand(tokens, 2, generator=g, device="cuda"),
+    )
 
 
 def by_python(experts: NVFP4Experts, *token: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,14 @@ from fusion_moe.ir.core import Fusion
 pytestmark = ON_HOPPER
 
 WAYS = [
-    ("nvfp4", "bf16", "w16x64"), ("nvfp4", "bf16", "linear"), ("nvfp4", "f16", "w16x64"), ("mxfp4", "bf16", "w16x64"),
-    ("mxfp4", "f16", "linear"), ("int4", "bf16", "w16x64"), ("int4", "f16", "linear"),
-]  # fmt: skip
+    ("nvfp4", "bf16", "w16x64"),
+    ("nvfp4", "bf16", "linear"),
+    ("nvfp4", "f16", "w16x64"),
+    ("mxfp4", "bf16", "w16x64"),
+    ("mxfp4", "f16", "linear"),
+    ("int4", "bf16", "w16x64"),
+    ("int4", "f16", "linear"),
+]
 
 
 _ANY = Matrices(8, 256, 16, 1, 576, True, "dgrad")
@@ -30,14 +35,21 @@ LARGE_M = sorted({v.name for v in ALL if v.fits(_ANY, H200)})
 
 
 def product(weight: Quantized, layout: str, activations: str, gathered: bool, sums: bool) -> Fusion:
-    """a [M/g, N] times weight [G, N, K] -> f32 [M/g, K], and its rows' sums; `gathered`: an index picks the rows of a."""
+    """a [M/g, N] times weight [G, N, K] -> f32 [M/g, K], and its rows' sums; `gathered`: an index
+    picks the rows of a.
+    """
     fd, (groups, n, _), parts = FusionDefinition(), weight.shape, list(weight)
     tokens, rows = fd.define_size("t"), fd.define_size("m")
     ends = fd.groups_of(fd.define_tensor(shape=(groups,), dtype="i32"), rows)
     a = fd.define_tensor(shape=(tokens if gathered else rows, n), dtype=activations)
     if gathered:
         a = fd.ops.index_select(a, fd.define_tensor(shape=(rows,), dtype="i32"), dim=0)
-    names = {torch.uint8: "u8", torch.float8_e4m3fn: "f8e4m3", torch.float8_e8m0fnu: "f8e8m0", torch.float32: "f32"}
+    names = {
+        torch.uint8: "u8",
+        torch.float8_e4m3fn: "f8e4m3",
+        torch.float8_e8m0fnu: "f8e8m0",
+        torch.float32: "f32",
+    }
     names |= {dtype: name for name, dtype in DTYPES.items()}
     given = [fd.define_tensor(shape=tuple(p.shape), dtype=names[p.dtype]) for p in parts]
     w = fd.ops.pack(*given, encoding=weight.encoding.name, layout=layout)
@@ -55,7 +67,9 @@ def two_runs(weight: Quantized, scales: tuple[float, float]) -> Quantized:
     return weight.with_(decode_scale=decode)
 
 
-def check(weight: Quantized, layout: str, activations: str, splits: list[int], gathered: bool) -> None:
+def check(
+    weight: Quantized, layout: str, activations: str, splits: list[int], gathered: bool
+) -> None:
     """The kernel's result is that of float64 matrices, and rows of no group are not read."""
     rows, tokens, n = sum(splits) + TAIL, 41, weight.shape[1]
     a = integers(tokens if gathered else rows, n, dtype=DTYPES[activations])
@@ -85,9 +99,13 @@ def test_exactly(fmt, activations, layout, splits):
 
 
 @pytest.mark.parametrize("variant", LARGE_M, ids=str)
-@pytest.mark.parametrize(("fmt", "activations", "layout"), [way for way in WAYS if way[2] == "w16x64"], ids=str)
+@pytest.mark.parametrize(
+    ("fmt", "activations", "layout"), [way for way in WAYS if way[2] == "w16x64"], ids=str
+)
 def test_every_variant_exactly(fmt, activations, layout, variant):
-    """K blocks that fill a last stage or not, columns that fill a last N tile or not, runs with a scale each."""
+    """K blocks that fill a last stage or not, columns that fill a last N tile or not, runs with a
+    scale each.
+    """
     with options.override(cuda_variant=variant):
         for n, k, gathered in ((320, 1344, False), (768, 256, True)):
             weight = exact_weight(ENCODINGS[fmt], 8, n, k)
@@ -100,7 +118,9 @@ def test_every_variant_exactly(fmt, activations, layout, variant):
 @pytest.mark.parametrize("n", [96, 352, 512])
 @pytest.mark.parametrize("scales", [(0.5, 2.0), (1.0, 0.0), (0.0, 0.0), (-2.0, 1.0)], ids=str)
 def test_runs_with_a_scale_each(scales, n, tile_m, monkeypatch):
-    """Runs that do not begin where blocks of 64 rows do, zero scales, either run first, both heights of tiles."""
+    """Runs that do not begin where blocks of 64 rows do, zero scales, either run first, both
+    heights of tiles.
+    """
     monkeypatch.setattr(gemm, "_FEW_ROWS", 0 if tile_m == 128 else 10**6)
     weight = two_runs(exact_weight(ENCODINGS["nvfp4"], 4, n, 256), scales)
     for layout in ("w16x64", "linear"):

@@ -1,4 +1,6 @@
-"""Modules whose weights are padded to whole tiles, on a GPU, beside the same ones in the linear layout."""
+"""Modules whose weights are padded to whole tiles, on a GPU, beside the same ones in the linear
+layout.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,21 @@ from torch import Tensor
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.encodings import ENCODINGS, Quantized, dequantize, quantize
-from fusion_moe.nn import Experts, NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, QuantizedLinear, add_lora_
+from fusion_moe.nn import (
+    Experts,
+    NVFP4Experts,
+    NVFP4GroupedLinear,
+    NVFP4Linear,
+    QuantizedLinear,
+    add_lora_,
+)
 from fusion_moe.nn.packed import PackedModule
 
 pytestmark = pytest.mark.gpu
 
 E, TOP_K = 16, 4
-SIZES = [(256, 96), (192, 720), (128, 1392), (128, 2064), (80, 48)]  # hidden and intermediate features
+# hidden and intermediate features
+SIZES = [(256, 96), (192, 720), (128, 1392), (128, 2064), (80, 48)]
 
 
 @pytest.fixture(autouse=True)
@@ -34,19 +44,27 @@ def close(found: Tensor, want: Tensor, most: float = 8e-3) -> None:
     assert (found.float() - want.float()).norm() <= most * want.float().norm()
 
 
-def inputs(tokens: int, hidden: int, zipf: bool = False, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    tokens: int, hidden: int, zipf: bool = False, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     likely = (torch.arange(E) + 1.0) ** -1.2 if zipf else torch.ones(E)
     ids = torch.stack([torch.multinomial(likely, TOP_K, generator=g) for _ in range(tokens)])
     w = torch.rand(tokens, TOP_K, generator=g) + 0.1
-    return tuple(t.cuda() for t in (torch.randn(tokens, hidden, generator=g).bfloat16(), ids, w.bfloat16()))  # type: ignore[return-value]
+    return tuple(
+        t.cuda() for t in (torch.randn(tokens, hidden, generator=g).bfloat16(), ids, w.bfloat16())
+    )  # type: ignore[return-value]
 
 
 def padded(module: torch.nn.Module) -> torch.nn.Module:
     with torch.inference_mode(False):
         made = copy.deepcopy(module)
         fusion_moe.prepare_(made)
-    assert all(m.paddings and m.weight_layout == "w16x64" for m in made.modules() if isinstance(m, PackedModule))
+    assert all(
+        m.paddings and m.weight_layout == "w16x64"
+        for m in made.modules()
+        if isinstance(m, PackedModule)
+    )
     return made
 
 
@@ -60,7 +78,14 @@ def test_experts(hidden, inner):
     module = NVFP4Experts.from_float(*float_weights(E, hidden, inner)).cuda()
     other = padded(module)
     with torch.inference_mode():
-        for tokens, zipf in ((1, False), (5, False), (33, True), (300, True), (2000, False), (2000, True)):
+        for tokens, zipf in (
+            (1, False),
+            (5, False),
+            (33, True),
+            (300, True),
+            (2000, False),
+            (2000, True),
+        ):
             args = inputs(tokens, hidden, zipf)
             torch.full((2**24,), torch.nan, device="cuda")  # in the memory that comes next
             close(other(*args), module(*args))
@@ -69,7 +94,9 @@ def test_experts(hidden, inner):
 @pytest.mark.parametrize("encoding", ["mxfp4", "int4"])
 def test_other_encodings_with_biases(encoding):
     bias = {"gate_up_bias": torch.randn(E, 192), "down_bias": torch.randn(E, 160)}
-    module = encoded(encoding, 160, 96, interleave=1, limit=7.0, alpha=1.702, up_offset=1.0, **bias).cuda()
+    module = encoded(
+        encoding, 160, 96, interleave=1, limit=7.0, alpha=1.702, up_offset=1.0, **bias
+    ).cuda()
     other = padded(module)
     with torch.inference_mode():
         for tokens in (3, 600):
@@ -78,7 +105,10 @@ def test_other_encodings_with_biases(encoding):
 
 
 def test_linear_layers():
-    one = NVFP4Linear(Quantized(*(t[0] for t in quantize(torch.randn(1, 200, 80).cuda()))), torch.randn(200).cuda())
+    one = NVFP4Linear(
+        Quantized(*(t[0] for t in quantize(torch.randn(1, 200, 80).cuda()))),
+        torch.randn(200).cuda(),
+    )
     grouped = NVFP4GroupedLinear.from_float(torch.randn(E, 200, 80).cuda())
     ends = (torch.arange(E, dtype=torch.int32) * 20 + 7).cuda()
     for rows in (3, 400):
@@ -123,7 +153,7 @@ def test_gradients(tokens, hidden, adapters):
         close(got, want, 2e-2)
 
 
-# Without prepare_ -----------------------------------------------------------------------------------------------------
+# Without prepare_ ---------------------------------------------------------------------------------
 
 
 def layouts(module: torch.nn.Module) -> set[str]:
@@ -159,13 +189,19 @@ def test_a_first_call_on_a_gpu_orders_the_weights_once(inner):
         close(module(*args), want)
     assert module.gate_up_proj.data_ptr() == place
     print(f"{torch.cuda.max_memory_allocated() - used} bytes more than {module.nbytes} of weights")
-    assert all(torch.equal(t.view(torch.uint8), copies[name].view(torch.uint8)) for name, t in before.items())
+    assert all(
+        torch.equal(t.view(torch.uint8), copies[name].view(torch.uint8))
+        for name, t in before.items()
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 8, 300])
 def test_a_compiled_linear_layer_before_a_residual(rows):
     module = NVFP4Linear(quantize(torch.randn(320, 256) / 16)).cuda()
-    x, residual = torch.randn(rows, 1, 256, device="cuda").bfloat16(), torch.randn(rows, 1, 320, device="cuda").bfloat16()
+    x, residual = (
+        torch.randn(rows, 1, 256, device="cuda").bfloat16(),
+        torch.randn(rows, 1, 320, device="cuda").bfloat16(),
+    )
 
     def block(x: Tensor, residual: Tensor) -> Tensor:
         return residual + module(x)

@@ -1,4 +1,6 @@
-"""Kernels that were compiled beforehand, on a GPU: nothing is compiled later, and a graph may capture the first call."""
+"""Kernels that were compiled beforehand, on a GPU: nothing is compiled later, and a graph may
+capture the first call.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_other_sizes_do_not_wait_for_their_kernels(cold):
     with options.override(background_compile=True):
         O.expert_mlp(*arguments(9), weight_layout="w16x64")
         cubins = {path.name for path in cold.rglob("*.cubin")}
-        args = arguments(903)  # no other test calls this layer with it, and every table has other kernels for it than for any size
+        # no other test calls this layer with it, and every table has other kernels for it than for
+        # any size
+        args = arguments(903)
         first = O.expert_mlp(*args, weight_layout="w16x64")
         end = time.monotonic() + 60
         while background._unfinished and time.monotonic() < end:

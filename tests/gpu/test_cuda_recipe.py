@@ -1,4 +1,6 @@
-"""The MXFP8 recipe on a GPU: parts of copies bit for bit those of the CPU, layers as near as kernels for bf16 are."""
+"""The MXFP8 recipe on a GPU: parts of copies bit for bit those of the CPU, layers as near as
+kernels for bf16 are.
+"""
 
 import mxfp8
 import pytest
@@ -23,14 +25,23 @@ SIZES = (5, 0, 33, 64)
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=g) * 2.0 ** torch.randint(-140, 90, (*shape[:-1], 1), generator=g)).bfloat16()
+    return (
+        torch.randn(*shape, generator=g)
+        * 2.0 ** torch.randint(-140, 90, (*shape[:-1], 1), generator=g)
+    ).bfloat16()
 
 
 def test_copies_are_those_of_the_cpu():
     x, ends = numbers(sum(SIZES) + 3, 64), torch.tensor(SIZES).cumsum(0).int()
     for encoding in (MXFP8, MXFP8_COLUMNS):
-        assert_same_bits([t.cpu() for t in quantize(x[:96].cuda(), encoding=encoding)], list(quantize(x[:96], encoding=encoding)))
-    there, here = quantize_runs(x.cuda(), ends.cuda(), MXFP8_COLUMNS), quantize_runs(x, ends, MXFP8_COLUMNS)
+        assert_same_bits(
+            [t.cpu() for t in quantize(x[:96].cuda(), encoding=encoding)],
+            list(quantize(x[:96], encoding=encoding)),
+        )
+    there, here = (
+        quantize_runs(x.cuda(), ends.cuda(), MXFP8_COLUMNS),
+        quantize_runs(x, ends, MXFP8_COLUMNS),
+    )
     assert_same_bits([t.cpu() for t in there], list(here))
     assert_same_bits([dequantize_runs(there, ends.cuda()).cpu()], [dequantize_runs(here, ends)])
 
@@ -39,7 +50,9 @@ def assert_bits_of_the_reference(fusion: Fusion, *inputs: torch.Tensor) -> None:
     """By our kernels alone."""
     program = program_of(text(fusion), torch.device("cuda"))
     assert [k.why for k in program.kernels if k.why] == []
-    assert_same_bits([t.cpu() for t in program([t.cuda() for t in inputs])], list(fusion.evaluate(*inputs)))
+    assert_same_bits(
+        [t.cpu() for t in program([t.cuda() for t in inputs])], list(fusion.evaluate(*inputs))
+    )
 
 
 @pytest.mark.parametrize("axes", [[-1], [-2], [-1, -2]])
@@ -65,16 +78,26 @@ def test_rows_that_are_no_whole_tile(rows):
 
 
 @pytest.mark.parametrize("axes", [[-2], [-1, -2]])
-@pytest.mark.parametrize("sizes", [(5, 0, 33, 64, 1), (0, 0), (32,), (96, 7), (0, 64, 0), tuple(5 * g % 37 for g in range(70))], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(5, 0, 33, 64, 1), (0, 0), (32,), (96, 7), (0, 64, 0), tuple(5 * g % 37 for g in range(70))],
+    ids=str,
+)
 def test_kernels_of_copies_along_rows_of_groups(axes, sizes):
-    x, ends = numbers_of_all_sizes(sum(sizes) + 4, 288).bfloat16(), torch.tensor(sizes).cumsum(0).int()
+    x, ends = (
+        numbers_of_all_sizes(sum(sizes) + 4, 288).bfloat16(),
+        torch.tensor(sizes).cumsum(0).int(),
+    )
     x[sum(sizes) :] = torch.nan
     assert_bits_of_the_reference(mxfp8_copies(x, axes, ends), x, ends)
 
 
 @pytest.mark.parametrize("sizes", [(5, 0, 33, 64, 1), (0, 0), (96, 7)], ids=str)
 def test_the_numbers_of_a_copy_that_was_saved(sizes):
-    x, ends = numbers_of_all_sizes(sum(sizes) + 4, 288).bfloat16(), torch.tensor(sizes).cumsum(0).int()
+    x, ends = (
+        numbers_of_all_sizes(sum(sizes) + 4, 288).bfloat16(),
+        torch.tensor(sizes).cumsum(0).int(),
+    )
     x[1] = torch.nan
     codes, scales = quantize_runs(x, ends, MXFP8_COLUMNS)
     fusion = numbers_of_a_copy(codes, scales, ends)
@@ -86,7 +109,9 @@ def numbers_of_a_copy(codes: torch.Tensor, scales: torch.Tensor, ends: torch.Ten
     fd = FusionDefinition()
     rows, parts = fd.from_pytorch(codes), fd.from_pytorch(scales)
     groups = fd.groups_of(fd.from_pytorch(ends), len(codes))
-    packed = fd.ops.pack(fd.partition_by(rows, groups), parts, encoding=MXFP8_COLUMNS.name, layout="linear")
+    packed = fd.ops.pack(
+        fd.partition_by(rows, groups), parts, encoding=MXFP8_COLUMNS.name, layout="linear"
+    )
     fd.add_output(fd.ops.dequantize(packed, groups, dtype="bf16"))
     return fd.fusion()
 
@@ -115,7 +140,14 @@ def test_a_layer(wgrad):
 
 
 ROWS, HIDDEN, INNER, GROUPS = 256, 128, 96, 4
-PATTERNS = ([64, 64, 64, 64], [0, 0, 0, 0], [0, 256, 0, 0], [1, 33, 0, 200], [31, 95, 127, 3], [0, 0, 1, 0])
+PATTERNS = (
+    [64, 64, 64, 64],
+    [0, 0, 0, 0],
+    [0, 256, 0, 0],
+    [1, 33, 0, 200],
+    [31, 95, 127, 3],
+    [0, 0, 1, 0],
+)
 
 
 class Step:
@@ -125,16 +157,27 @@ class Step:
         torch.manual_seed(0)
         how = {"device": "cuda", "dtype": torch.bfloat16, "bias": False}
         self.model = Sequential(
-            GroupedLinear(GROUPS, HIDDEN, 2 * INNER, **how), ScaledSwiGLU(), GroupedLinear(GROUPS, INNER, HIDDEN, **how)
+            GroupedLinear(GROUPS, HIDDEN, 2 * INNER, **how),
+            ScaledSwiGLU(),
+            GroupedLinear(GROUPS, INNER, HIDDEN, **how),
         )
-        self.x, self.dy = (torch.randn(ROWS, HIDDEN, device="cuda").bfloat16().requires_grad_(i == 0) for i in range(2))
-        self.scales, self.splits = torch.rand(ROWS, device="cuda").requires_grad_(), torch.tensor(PATTERNS[0], device="cuda")
+        self.x, self.dy = (
+            torch.randn(ROWS, HIDDEN, device="cuda").bfloat16().requires_grad_(i == 0)
+            for i in range(2)
+        )
+        self.scales, self.splits = (
+            torch.rand(ROWS, device="cuda").requires_grad_(),
+            torch.tensor(PATTERNS[0], device="cuda"),
+        )
         self.recipe = recipe
 
     def __call__(self) -> list[torch.Tensor]:
         with fusion_moe.autocast(recipe=self.recipe):
             y = self.model(self.x, self.splits, self.scales, self.splits)
-        return [y.detach(), *torch.autograd.grad(y, [self.x, self.scales, *self.model.parameters()], self.dy)]
+        return [
+            y.detach(),
+            *torch.autograd.grad(y, [self.x, self.scales, *self.model.parameters()], self.dy),
+        ]
 
 
 @pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])

@@ -1,4 +1,6 @@
-"""Routers on a GPU: the ids of the reference, weights within a few units in the last place, and rows sorted in the same kernel."""
+"""Routers on a GPU: the ids of the reference, weights within a few units in the last place, and
+rows sorted in the same kernel.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,34 @@ CASES = {
 TOKENS = [0, 1, 3, 8, 16, 17, 65, 300]
 
 
-def router(experts: int, k: int, dtype: str, bias: bool, how: dict, first: int | None = None) -> Fusion:
-    """logits, bias -> ids, weights, renormalized weights, and where rows of groups end, are and lie."""
+def router(
+    experts: int, k: int, dtype: str, bias: bool, how: dict, first: int | None = None
+) -> Fusion:
+    """logits, bias -> ids, weights, renormalized weights, and where rows of groups end, are and
+    lie.
+    """
     fd = FusionDefinition()
     t = fd.define_size("t")
     logits = fd.define_tensor(shape=[t, experts], dtype=dtype)
-    ids = fd.ops.topk_ids(logits, fd.define_tensor(shape=[experts], dtype="f32") if bias else 0, k=k, **how)
+    ids = fd.ops.topk_ids(
+        logits, fd.define_tensor(shape=[experts], dtype="f32") if bias else 0, k=k, **how
+    )
     scoring = how.get("scoring", "softmax")
-    made = [ids, *(fd.ops.topk_weights(logits, ids, scoring=scoring, renormalize=r, routed_scaling_factor=2.5) for r in (False, True))]
+    made = [
+        ids,
+        *(
+            fd.ops.topk_weights(
+                logits, ids, scoring=scoring, renormalize=r, routed_scaling_factor=2.5
+            )
+            for r in (False, True)
+        ),
+    ]
     local = {} if first is None else {"first_expert": first}
-    made += fd.ops.route(ids, groups=fd.define_groups("g", experts if first is None else max(1, experts // 2)), **local)
+    made += fd.ops.route(
+        ids,
+        groups=fd.define_groups("g", experts if first is None else max(1, experts // 2)),
+        **local,
+    )
     for v in made:
         fd.add_output(v)
     return fd.fusion()
@@ -45,8 +65,14 @@ def router(experts: int, k: int, dtype: str, bias: bool, how: dict, first: int |
 def inputs(case: str, tokens: int) -> list[torch.Tensor]:
     experts, _, dtype, bias, _ = CASES[case]
     g = torch.Generator().manual_seed(tokens)
-    logits = torch.stack([torch.randperm(experts, generator=g) for _ in range(tokens)]) if tokens else torch.empty(0, experts)
-    logits = (logits.float() / experts * 8 - 4).to({"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[dtype])
+    logits = (
+        torch.stack([torch.randperm(experts, generator=g) for _ in range(tokens)])
+        if tokens
+        else torch.empty(0, experts)
+    )
+    logits = (logits.float() / experts * 8 - 4).to(
+        {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[dtype]
+    )
     return [logits, torch.randn(experts, generator=g) / 4] if bias else [logits]
 
 
@@ -78,9 +104,13 @@ def test_of_equal_numbers_the_first_is_chosen(case):
     experts, _, dtype, *_ = CASES[case]
     values = torch.tensor([0.0, -0.0, 1.0, -1.0, INF, -INF, NAN])
     for most in 3, 4, 6, 7:
-        picked = values[torch.randint(0, most, (50, experts), generator=torch.Generator().manual_seed(most))]
+        picked = values[
+            torch.randint(0, most, (50, experts), generator=torch.Generator().manual_seed(most))
+        ]
         picked[0], picked[1], picked[2] = 0.0, -INF, values[most - 1]
-        check(router(*CASES[case]), [picked.to(torch.bfloat16 if dtype == "bf16" else torch.float32)])
+        check(
+            router(*CASES[case]), [picked.to(torch.bfloat16 if dtype == "bf16" else torch.float32)]
+        )
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -88,14 +118,24 @@ def test_of_equal_numbers_the_first_is_chosen(case):
 def test_derivatives(scoring, renormalize):
     fd = FusionDefinition()
     t = fd.define_size("t")
-    logits, ids = fd.define_tensor(shape=[t, 128], dtype="f32"), fd.define_tensor(shape=[t, 8], dtype="i64")
-    fd.add_output(fd.ops.topk_weights(logits, ids, scoring=scoring, renormalize=renormalize, routed_scaling_factor=2.5))
+    logits, ids = (
+        fd.define_tensor(shape=[t, 128], dtype="f32"),
+        fd.define_tensor(shape=[t, 8], dtype="i64"),
+    )
+    fd.add_output(
+        fd.ops.topk_weights(
+            logits, ids, scoring=scoring, renormalize=renormalize, routed_scaling_factor=2.5
+        )
+    )
     made = differentiate(fd.fusion(), (0,))
     x = torch.randn(37, 128)
     given, dw = [x, x.topk(8).indices], torch.randn(37, 8)
     check(made.forward, given)
     read = [*made.read(given, made.forward.evaluate(*given)), dw]
-    (want,), (found,) = made.backward.evaluate(*read), fusion_moe.run(made.backward, [v.cuda() for v in read])
+    (want,), (found,) = (
+        made.backward.evaluate(*read),
+        fusion_moe.run(made.backward, [v.cuda() for v in read]),
+    )
     torch.testing.assert_close(found.cpu(), want, rtol=1e-5, atol=1e-6)
 
 
@@ -114,8 +154,13 @@ def test_the_operation_and_its_gradient():
 
 def test_wrong_ids_are_reported():
     fd = FusionDefinition()
-    logits, ids = fd.define_tensor(shape=[3, 8], dtype="f32"), fd.define_tensor(shape=[3, 2], dtype="i64")
+    logits, ids = (
+        fd.define_tensor(shape=[3, 8], dtype="f32"),
+        fd.define_tensor(shape=[3, 2], dtype="i64"),
+    )
     fd.add_output(fd.ops.topk_weights(logits, ids))
-    fusion_moe.run(fd.fusion(), [torch.randn(3, 8, device="cuda"), torch.full((3, 2), 8, device="cuda")])
+    fusion_moe.run(
+        fd.fusion(), [torch.randn(3, 8, device="cuda"), torch.full((3, 2), 8, device="cuda")]
+    )
     with pytest.raises(fusion_moe.errors.GroupsError):
         fusion_moe.synchronize()

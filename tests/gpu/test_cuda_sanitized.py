@@ -1,4 +1,6 @@
-"""The CUDA backend's kernels under compute-sanitizer: they stay in their memory, wait for each other, read what was written."""
+"""The CUDA backend's kernels under compute-sanitizer: they stay in their memory, wait for each
+other, read what was written.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
 def sanitizer() -> str:
-    """The program, on the PATH, beside nvcc, or where CUDA is usually installed; skips where it is in none of these."""
+    """The program, on the PATH, beside nvcc, or where CUDA is usually installed; skips where it is
+    in none of these.
+    """
     nvcc = shutil.which("nvcc")
-    folders = [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin", *([str(Path(nvcc).resolve().parent)] if nvcc else [])]
+    folders = [
+        os.environ.get("PATH", os.defpath),
+        "/usr/local/cuda/bin",
+        *([str(Path(nvcc).resolve().parent)] if nvcc else []),
+    ]
     found = shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
     if not found:
         pytest.skip("compute-sanitizer is not installed; it is a part of the CUDA toolkit")
@@ -26,11 +34,15 @@ def sanitizer() -> str:
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
 def test_clean(tool):
     script = Path(__file__).parent / "cuda_sanitized.py"
-    one_allocation_each = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # memory past the end of a tensor is nobody's
+    # memory past the end of a tensor is nobody's
+    one_allocation_each = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     environment = {**os.environ, **one_allocation_each, "PYTHONPATH": os.pathsep.join(sys.path)}
-    own_errors = ["--error-exitcode", "1", "--report-api-errors", "no"]  # cuda-bindings asks the driver for functions that it does not have
+    # cuda-bindings asks the driver for functions that it does not have
+    own_errors = ["--error-exitcode", "1", "--report-api-errors", "no"]
     command = [sanitizer(), "--tool", tool, *own_errors, sys.executable, str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if "Device not supported" in done.stdout:
         pytest.skip("compute-sanitizer does not support this device or virtual machine")
-    assert (done.returncode, "\nclean\n" in f"\n{done.stdout}") == (0, True), done.stdout + done.stderr
+    assert (done.returncode, "\nclean\n" in f"\n{done.stdout}") == (0, True), (
+        done.stdout + done.stderr
+    )

@@ -1,4 +1,6 @@
-"""Training on the CUDA backend, on a GPU: the three products with what is fused to them, layers, modules, CUDA graphs."""
+"""Training on the CUDA backend, on a GPU: the three products with what is fused to them, layers,
+modules, CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def ends_of(splits: Sequence[int]) -> Tensor:
     return torch.tensor(list(accumulate(splits)), dtype=torch.int32, device="cuda")
 
 
-# Sums -------------------------------------------------------------------------------------------------------------------
+# Sums ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", long_sums.KINDS)
@@ -75,11 +77,13 @@ def test_errors_of_long_sums_do_not_grow(kind):
 def test_long_sums_do_not_stand_still():
     """Each of the warps that share a group's rows has more than 2^24 of them."""
     fusion, shape, _ = long_sums.sum_of("rows of a group", 2**28)
-    (found,) = compiled(fusion)(long_sums.inputs_of("rows of a group", torch.ones(1, 1, device="cuda").expand(shape)))
+    (found,) = compiled(fusion)(
+        long_sums.inputs_of("rows of a group", torch.ones(1, 1, device="cuda").expand(shape))
+    )
     assert found.tolist() == [[2**28] * 4]
 
 
-# Products -------------------------------------------------------------------------------------------------------------
+# Products -----------------------------------------------------------------------------------------
 
 
 def product(kind: str, dtype: str, groups: int, n: int, k: int, gathered: str) -> Fusion:
@@ -105,10 +109,15 @@ def product(kind: str, dtype: str, groups: int, n: int, k: int, gathered: str) -
     return fd.fusion()
 
 
-def inputs(fusion: Fusion, splits: Sequence[int], dtype: torch.dtype, poisoned: bool) -> list[Tensor]:
+def inputs(
+    fusion: Fusion, splits: Sequence[int], dtype: torch.dtype, poisoned: bool
+) -> list[Tensor]:
     """Small integers; NaN in the rows of no group if `poisoned`."""
     rows, tokens = sum(splits) + TAIL, 41
-    picks, found = torch.randint(0, tokens, (rows,), device="cuda", dtype=torch.int32), list[Tensor]()
+    picks, found = (
+        torch.randint(0, tokens, (rows,), device="cuda", dtype=torch.int32),
+        list[Tensor](),
+    )
     for v in fusion.inputs:
         shape = [{"t": tokens, "m": rows}.get(str(d), d) for d in v.type.shape]
         if v.type.dtype == "i32":
@@ -122,10 +131,17 @@ def inputs(fusion: Fusion, splits: Sequence[int], dtype: torch.dtype, poisoned: 
 
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize(
-    ("kind", "gathered"), [("fprop", "a"), ("dgrad", "a"), ("dgrad", ""), ("wgrad", "a"), ("wgrad", "b"), ("wgrad", "")]
+    ("kind", "gathered"),
+    [("fprop", "a"), ("dgrad", "a"), ("dgrad", ""), ("wgrad", "a"), ("wgrad", "b"), ("wgrad", "")],
 )
 def test_products_exactly(kind, gathered, splits):
-    for dtype, n, k in (("bf16", 192, 136), ("bf16", 100, 60), ("f16", 264, 320), ("bf16", 16, 328), ("bf16", 328, 16)):
+    for dtype, n, k in (
+        ("bf16", 192, 136),
+        ("bf16", 100, 60),
+        ("f16", 264, 320),
+        ("bf16", 16, 328),
+        ("bf16", 328, 16),
+    ):
         fusion = product(kind, dtype, len(splits), n, k, gathered)
         given = inputs(fusion, splits, DTYPES[dtype], poisoned=False)
         (want,) = fusion.evaluate(*given)
@@ -141,7 +157,10 @@ def test_products_exactly(kind, gathered, splits):
 
 
 def test_which_kernels():
-    works = [type(compiled(product(kind, "bf16", 4, 64, 64, "")).segments[0].plan.work) for kind in ("fprop", "dgrad", "wgrad")]
+    works = [
+        type(compiled(product(kind, "bf16", 4, 64, 64, "")).segments[0].plan.work)
+        for kind in ("fprop", "dgrad", "wgrad")
+    ]
     assert works == [PlainProduct, Gemm, Wgrad]
 
 
@@ -149,7 +168,10 @@ def test_which_kernels():
 def test_wrong_ends_and_indices_are_made_safe_and_raised(kind):
     fusion = product(kind, "bf16", 4, 64, 64, "a")
     given = inputs(fusion, [9, 8, 0, 30], torch.bfloat16, poisoned=False)
-    for i, wrong in ((0, [9, 3, 4000, -5]), (next(j for j, v in enumerate(fusion.inputs) if j and v.type.dtype == "i32"), None)):
+    for i, wrong in (
+        (0, [9, 3, 4000, -5]),
+        (next(j for j, v in enumerate(fusion.inputs) if j and v.type.dtype == "i32"), None),
+    ):
         bad = list(given)
         bad[i] = torch.tensor(wrong, dtype=torch.int32, device="cuda") if wrong else given[i] - 7
         compiled(fusion)(bad)
@@ -167,7 +189,7 @@ def test_more_than_2_to_31_elements():
     assert torch.equal(dx[-3:].float(), (y[-3:].float() @ w[1].float()).bfloat16().float())
 
 
-# Layers ---------------------------------------------------------------------------------------------------------------
+# Layers -------------------------------------------------------------------------------------------
 
 
 def layer(experts: int, hidden: int, inner: int, *, bias: bool, transposed: bool) -> list[Tensor]:
@@ -179,11 +201,26 @@ def layer(experts: int, hidden: int, inner: int, *, bias: bool, transposed: bool
     found = [weight(experts, hidden, 2 * inner), weight(experts, inner, hidden)]
     if not transposed:
         found = [weight(experts, 2 * inner, hidden), weight(experts, hidden, inner)]
-    return [*found, *([torch.randn(experts, n, device="cuda").double() for n in (2 * inner, hidden)] if bias else [])]
+    return [
+        *found,
+        *(
+            [torch.randn(experts, n, device="cuda").double() for n in (2 * inner, hidden)]
+            if bias
+            else []
+        ),
+    ]
 
 
 def loop(
-    x: Tensor, ids: Tensor, w: Tensor, parts: Sequence[Tensor], *, transposed: bool, limit: float | None, alpha: float, up_offset: float
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    parts: Sequence[Tensor],
+    *,
+    transposed: bool,
+    limit: float | None,
+    alpha: float,
+    up_offset: float,
 ) -> Tensor:
     """The layer in plain torch, expert by expert, gate and up in turns."""
     y = torch.zeros_like(x)
@@ -195,14 +232,23 @@ def loop(
         gate, up = z.unflatten(1, (-1, 2)).unbind(2)
         if limit is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        out = (gate * torch.sigmoid(alpha * gate) * (up + up_offset)) @ (down[e] if transposed else down[e].T)
+        out = (gate * torch.sigmoid(alpha * gate) * (up + up_offset)) @ (
+            down[e] if transposed else down[e].T
+        )
         out = out + biases[1][e] if biases else out
         y = y.index_add(0, token, (out * w[token, slot][:, None]).to(y.dtype))
     return y
 
 
-def gradients(function: Callable[..., Tensor], tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], dy: Tensor) -> list[Tensor]:
-    given = [t.detach().to(dtype).requires_grad_() for t, dtype in zip(tensors, dtypes, strict=True)]
+def gradients(
+    function: Callable[..., Tensor],
+    tensors: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+    dy: Tensor,
+) -> list[Tensor]:
+    given = [
+        t.detach().to(dtype).requires_grad_() for t, dtype in zip(tensors, dtypes, strict=True)
+    ]
     y = function(*given)
     y.backward(dy.to(y.dtype))
     return [y.detach(), *(t.grad for t in given)]
@@ -218,9 +264,16 @@ def gradients(function: Callable[..., Tensor], tensors: Sequence[Tensor], dtypes
     ],
 )
 def test_gradients_are_better_than_torchs(tokens, experts, slots, hidden, inner, bias, transposed):
-    """Errors against float64, at most 1.1 times those of torch's autograd in bfloat16; the same bits again and again."""
+    """Errors against float64, at most 1.1 times those of torch's autograd in bfloat16; the same
+    bits again and again.
+    """
     ids = torch.rand(tokens, experts, device="cuda").topk(slots).indices
-    how = {"transposed": transposed, "limit": 7.0 if bias else None, "alpha": 1.702 if bias else 1.0, "up_offset": float(bias)}
+    how = {
+        "transposed": transposed,
+        "limit": 7.0 if bias else None,
+        "alpha": 1.702 if bias else 1.0,
+        "up_offset": float(bias),
+    }
     values = [
         torch.randn(tokens, hidden, device="cuda"),
         torch.rand(tokens, slots, device="cuda"),
@@ -234,9 +287,14 @@ def test_gradients_are_better_than_torchs(tokens, experts, slots, hidden, inner,
         return loop(x, ids, w, parts, **how)
 
     def ours(x: Tensor, w: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
-        return ops.fused_experts(x, ids, w, [gate_up], [down], *biases, weight_format="bf16", interleave=1, **how)
+        return ops.fused_experts(
+            x, ids, w, [gate_up], [down], *biases, weight_format="bf16", interleave=1, **how
+        )
 
-    exact, torchs = gradients(plain, values, [torch.float64] * len(values), dy), gradients(plain, values, low, dy)
+    exact, torchs = (
+        gradients(plain, values, [torch.float64] * len(values), dy),
+        gradients(plain, values, low, dy),
+    )
     mine = gradients(ours, values, low, dy)
     for a, b, c in zip(exact, torchs, mine, strict=True):
         assert (c.double() - a).norm() <= 1.1 * (b.double() - a).norm()
@@ -244,7 +302,7 @@ def test_gradients_are_better_than_torchs(tokens, experts, slots, hidden, inner,
         assert all(map(torch.equal, mine, gradients(ours, values, low, dy)))
 
 
-# Modules and CUDA graphs ----------------------------------------------------------------------------------------------
+# Modules and CUDA graphs --------------------------------------------------------------------------
 
 ROWS, HIDDEN, INNER, GROUPS = 512, 128, 96, 8
 PATTERNS = (
@@ -275,9 +333,14 @@ class Step:
     def __init__(self) -> None:
         self.model = mlp()
         self.x = torch.randn(ROWS, HIDDEN, device="cuda").bfloat16().requires_grad_()
-        self.dy, self.scales = torch.randn(ROWS, HIDDEN, device="cuda").bfloat16(), torch.rand(ROWS, device="cuda").requires_grad_()
+        self.dy, self.scales = (
+            torch.randn(ROWS, HIDDEN, device="cuda").bfloat16(),
+            torch.rand(ROWS, device="cuda").requires_grad_(),
+        )
         self.splits = torch.tensor(PATTERNS[0], device="cuda")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True, capturable=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-3, fused=True, capturable=True
+        )
 
     def __call__(self) -> list[Tensor]:
         y = self.model(self.x, self.splits, self.scales, self.splits, self.scales)
@@ -327,8 +390,12 @@ def test_nothing_is_copied_to_the_host():
 
 def test_make_graphed_callables():
     model, other = mlp(), mlp()
-    x, dy = torch.randn(ROWS, HIDDEN, device="cuda").bfloat16().requires_grad_(), torch.randn(ROWS, HIDDEN, device="cuda").bfloat16()
-    scales = [torch.rand(ROWS, device="cuda").requires_grad_() for _ in range(2)]  # a tensor given twice would get its gradient twice
+    x, dy = (
+        torch.randn(ROWS, HIDDEN, device="cuda").bfloat16().requires_grad_(),
+        torch.randn(ROWS, HIDDEN, device="cuda").bfloat16(),
+    )
+    # a tensor given twice would get its gradient twice
+    scales = [torch.rand(ROWS, device="cuda").requires_grad_() for _ in range(2)]
 
     def arguments(pattern: list[int]) -> tuple[Tensor, ...]:
         splits = [torch.tensor(pattern, device="cuda") for _ in range(2)]
@@ -336,8 +403,12 @@ def test_make_graphed_callables():
 
     graphed = torch.cuda.make_graphed_callables(model, arguments(PATTERNS[0]))
     for pattern in PATTERNS:
-        found = torch.autograd.grad(graphed(*arguments(pattern)), [x, *scales, *model.parameters()], dy)
-        want = torch.autograd.grad(other(*arguments(pattern)), [x, *scales, *other.parameters()], dy)
+        found = torch.autograd.grad(
+            graphed(*arguments(pattern)), [x, *scales, *model.parameters()], dy
+        )
+        want = torch.autograd.grad(
+            other(*arguments(pattern)), [x, *scales, *other.parameters()], dy
+        )
         assert all(map(torch.equal, found, want))
 
 
@@ -350,10 +421,20 @@ def test_compiled_equals_eager(mode):
     for pattern in (PATTERNS[0], PATTERNS[4], PATTERNS[1], PATTERNS[0], PATTERNS[6]):
         torch.compiler.cudagraph_mark_step_begin()
         splits = torch.tensor(pattern, device="cuda")
-        x, scales = torch.randn(ROWS, HIDDEN, device="cuda").bfloat16().requires_grad_(), torch.rand(ROWS, device="cuda").requires_grad_()
+        x, scales = (
+            torch.randn(ROWS, HIDDEN, device="cuda").bfloat16().requires_grad_(),
+            torch.rand(ROWS, device="cuda").requires_grad_(),
+        )
         dy = torch.randn(ROWS, HIDDEN, device="cuda").bfloat16()
-        found = [g.clone() for g in torch.autograd.grad(compiled_(x, splits, scales, splits, scales), [x, scales, *model.parameters()], dy)]
-        want = torch.autograd.grad(model(x, splits, scales, splits, scales), [x, scales, *model.parameters()], dy)
+        found = [
+            g.clone()
+            for g in torch.autograd.grad(
+                compiled_(x, splits, scales, splits, scales), [x, scales, *model.parameters()], dy
+            )
+        ]
+        want = torch.autograd.grad(
+            model(x, splits, scales, splits, scales), [x, scales, *model.parameters()], dy
+        )
         assert all(map(torch.equal, found, want))
 
 
@@ -361,14 +442,28 @@ def test_compiled_equals_eager(mode):
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_main_grad(dtype, overwrite):
     layer_ = GroupedLinear(
-        4, 64, 48, device="cuda", dtype=torch.bfloat16, bias=False, accumulate_into_main_grad=True, single_grouped_weight=True
+        4,
+        64,
+        48,
+        device="cuda",
+        dtype=torch.bfloat16,
+        bias=False,
+        accumulate_into_main_grad=True,
+        single_grouped_weight=True,
     )
-    layer_.weight.main_grad = torch.full((4, 48, 64), float("nan") if overwrite else 0.5, device="cuda", dtype=dtype)
+    layer_.weight.main_grad = torch.full(
+        (4, 48, 64), float("nan") if overwrite else 0.5, device="cuda", dtype=dtype
+    )
     layer_.weight.overwrite_main_grad, layer_.weight.grad_added_to_main_grad = overwrite, False
     x, dy = integers(90, 64, dtype=torch.bfloat16), integers(90, 48, dtype=torch.bfloat16)
     splits = torch.tensor([10, 0, 50, 30], device="cuda")
     layer_(x, splits).backward(dy)
-    want = torch.stack([b.float().T @ a.float() for a, b in zip(x.split(splits.tolist()), dy.split(splits.tolist()), strict=True)])
+    want = torch.stack(
+        [
+            b.float().T @ a.float()
+            for a, b in zip(x.split(splits.tolist()), dy.split(splits.tolist()), strict=True)
+        ]
+    )
     assert torch.equal(layer_.weight.main_grad, (want + (0 if overwrite else 0.5)).to(dtype))
     assert layer_.weight.grad_added_to_main_grad
 

@@ -1,4 +1,6 @@
-"""Real nvFuser on a CUDA device: what its kernels compute, against the meaning of the same segments. Capability 9.0 was run."""
+"""Real nvFuser on a CUDA device: what its kernels compute, against the meaning of the same
+segments. Capability 9.0 was run.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +49,20 @@ def close(found, want, parts=64):
     torch.testing.assert_close(found.double(), want.double(), rtol=2.0**-7, atol=bound + 1e-30)
 
 
-# Bits -----------------------------------------------------------------------------------------------------------------
+# Bits ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("runs", [None, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_decoding_is_exact(dtype, runs):
-    """One-hot rows pick the columns of the weight: the product is the decoded weight, rounded once."""
+    """One-hot rows pick the columns of the weight: the product is the decoded weight, rounded
+    once.
+    """
     g, n, k = 3, 64, 96
     codes = torch.randint(0, 256, (g, n, k // 2), dtype=torch.uint8, generator=generator())
-    scale = torch.randint(0, 0x7F, (g, n, k // 16), dtype=torch.uint8, generator=generator()).view(torch.float8_e4m3fn)
+    scale = torch.randint(0, 0x7F, (g, n, k // 16), dtype=torch.uint8, generator=generator()).view(
+        torch.float8_e4m3fn
+    )
     decode = torch.rand((g,) if runs is None else (g, runs), generator=generator()) / 64
     weight = on_cuda(codes, scale, decode)
     rows = torch.eye(k, dtype=dtype).repeat(g, 1).cuda()
@@ -68,28 +74,44 @@ def test_decoding_is_exact(dtype, runs):
 
 
 @pytest.mark.parametrize("columns", [1, 3, 4, 6, 8, 16])
-@pytest.mark.parametrize("sizes", [[115, 144, 8, 757], [0, 5, 0, 0, 130], [300], [1, 1, 1, 1], [128, 128], [0, 0, 7]])
+@pytest.mark.parametrize(
+    "sizes", [[115, 144, 8, 757], [0, 5, 0, 0, 130], [300], [1, 1, 1, 1], [128, 128], [0, 0, 7]]
+)
 def test_the_swizzle_is_nvfusers(sizes, columns):
-    """Our grouped layout and nvFuser's preprocess_grouped_matmul_input_sf put every element in the same place."""
+    """Our grouped layout and nvFuser's preprocess_grouped_matmul_input_sf put every element in the
+    same place.
+    """
     from nvfuser_direct import DataType
     from nvfuser_direct import FusionDefinition as NvFusionDefinition
 
     rows = sum(sizes)
     ends = ends_from_sizes(torch.tensor(sizes)).cuda()
-    x = (torch.arange(rows * columns) % 126 + 1).to(torch.uint8).reshape(rows, columns).view(torch.float8_e4m3fn).cuda()
+    x = (
+        (torch.arange(rows * columns) % 126 + 1)
+        .to(torch.uint8)
+        .reshape(rows, columns)
+        .view(torch.float8_e4m3fn)
+        .cuda()
+    )
     with NvFusionDefinition() as fd:
         scale = fd.define_tensor(shape=[-1, columns], contiguity=True, dtype=DataType.Float8_e4m3fn)
-        begin, padded = (fd.define_tensor(shape=[len(sizes)], contiguity=True, dtype=DataType.Int32) for _ in range(2))
+        begin, padded = (
+            fd.define_tensor(shape=[len(sizes)], contiguity=True, dtype=DataType.Int32)
+            for _ in range(2)
+        )
         fd.add_output(fd.ops.preprocess_grouped_matmul_input_sf(fd.ops.set(scale), begin, padded))
     (out,) = fd.execute([x, starts(ends), padded_starts(ends, 128)])
     ours = SF128X4.forward(x, ends).view(torch.uint8).flatten()
-    theirs = torch.empty(0, dtype=torch.uint8, device="cuda").set_(out.untyped_storage())[: ours.numel()]
-    written = ours != 0  # every element of x is a number: what is zero is padding, which nvFuser leaves unwritten
+    theirs = torch.empty(0, dtype=torch.uint8, device="cuda").set_(out.untyped_storage())[
+        : ours.numel()
+    ]
+    # every element of x is a number: what is zero is padding, which nvFuser leaves unwritten
+    written = ours != 0
     assert int(written.sum()) == rows * columns
     assert torch.equal(ours[written], theirs[written])
 
 
-# Programs -------------------------------------------------------------------------------------------------------------
+# Programs -----------------------------------------------------------------------------------------
 
 
 def quantized(halves=True):
@@ -101,7 +123,11 @@ def quantized(halves=True):
 def tokens(count, dtype=torch.bfloat16, experts_used=E):
     g = generator()
     x = torch.randn(count, H, generator=g).to(dtype)
-    return [x, torch.randint(0, experts_used, (count, K), generator=g), torch.rand(count, K, generator=g)]
+    return [
+        x,
+        torch.randint(0, experts_used, (count, K), generator=g),
+        torch.rand(count, K, generator=g),
+    ]
 
 
 VARIANTS = {
@@ -115,7 +141,10 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_whole_layer(name):
-    made = {k: v.bfloat16().cuda() if isinstance(v, torch.Tensor) else v for k, v in VARIANTS[name].items()}
+    made = {
+        k: v.bfloat16().cuda() if isinstance(v, torch.Tensor) else v
+        for k, v in VARIANTS[name].items()
+    }
     args = on_cuda(*tokens(37), *quantized())
     with nvfuser():
         found = ops.expert_mlp(*args, **made)
@@ -168,7 +197,9 @@ def test_the_gradient_of_the_rows():
 
 @pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
 def test_a_layer_in_mxfp8(wgrad):
-    """Forward and gradients of rows are nvFuser's; copies along rows of groups, and products with them, the reference's."""
+    """Forward and gradients of rows are nvFuser's; copies along rows of groups, and products with
+    them, the reference's.
+    """
     sizes = (5, 0, 33, 64)
     x, dy = (torch.randn(sum(sizes), n, generator=generator()).bfloat16() for n in (64, 96))
     module = GroupedLinear(4, 64, 96, bias=False, device="cuda", dtype=torch.bfloat16)
@@ -192,7 +223,7 @@ def test_random_programs(fusion, count):
         close(a, b, 256)
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# What is refused ----------------------------------------------------------------------------------
 
 
 def test_four_bit_products_are_refused_before_launch():
@@ -209,12 +240,20 @@ def test_four_bit_products_are_refused_before_launch():
         torch.tensor([3, 3, 9, 20], dtype=torch.int32),
     )
     call = bind(SPECS["nvfp4_grouped_mm"], args, {"activation_format": "nvfp4"})
-    lowered = lower(fusion_of(call.spec.name, eager_types(call), call.others), TARGETS["sm_100"], options.Options())
+    lowered = lower(
+        fusion_of(call.spec.name, eager_types(call), call.others),
+        TARGETS["sm_100"],
+        options.Options(),
+    )
     (segment,) = lowered.segments
     kernel = emit(segment, TARGETS["sm_100"])
     assert "cutlass_nvfp4_grouped_mm" in kernel.source
     given = dict(zip(lowered.stages[-1][1].inputs, args, strict=True))
-    with pytest.raises(UnsupportedError, match=r"sm_100 requires compute capability 10.0, cuda:0 has 9.0"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"sm_100 requires compute capability 10.0, "
+        r"cuda:0 has 9.0",
+    ):
         kernel([given[v] for v in segment.inputs], {})
     with pytest.raises(UnsupportedError, match="activation_format = 'nvfp4' on sm_90"), nvfuser():
         ops.nvfp4_grouped_mm(*args, activation_format="nvfp4")
@@ -222,8 +261,16 @@ def test_four_bit_products_are_refused_before_launch():
 
 
 def test_the_cpu_is_refused():
-    with nvfuser(), pytest.raises(UnsupportedError, match="sm_90 requires a CUDA device with compute capability 9.0, got cpu"):
-        ops.nvfp4_grouped_mm(tokens(3)[0], *quantized()[:3], torch.tensor([1, 2, 3, 3], dtype=torch.int32))
+    with (
+        nvfuser(),
+        pytest.raises(
+            UnsupportedError,
+            match="sm_90 requires a CUDA device with compute capability 9.0, got cpu",
+        ),
+    ):
+        ops.nvfp4_grouped_mm(
+            tokens(3)[0], *quantized()[:3], torch.tensor([1, 2, 3, 3], dtype=torch.int32)
+        )
 
 
 def test_swiglu_alone_is_one_definition():
@@ -236,7 +283,12 @@ def test_swiglu_alone_is_one_definition():
 def test_a_fusion_by_hand():
     fd = FusionDefinition()
     x = fd.define_tensor(shape=[-1, 64], dtype="bf16")
-    fd.add_output(fd.ops.cast(fd.ops.sum(fd.ops.cast(fd.ops.silu(x), dtype="f32"), dims=(1,), keepdim=False), dtype="bf16"))
+    fd.add_output(
+        fd.ops.cast(
+            fd.ops.sum(fd.ops.cast(fd.ops.silu(x), dtype="f32"), dims=(1,), keepdim=False),
+            dtype="bf16",
+        )
+    )
     t = torch.randn(9, 64).bfloat16().cuda()
     with nvfuser():
         (found,) = fusion_moe.run(fd.fusion(), [t])

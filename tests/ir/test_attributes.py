@@ -1,4 +1,6 @@
-"""Operands and attributes: by position and by name, each of its type. What is not gets into no Fusion, and so into no kernel's text."""
+"""Operands and attributes: by position and by name, each of its type. What is not gets into no
+Fusion, and so into no kernel's text.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,31 @@ from fusion_moe.ir.text import parse, text
 
 CODE = 'system("touch ran")'
 HOSTILE = [
-    CODE, f"0); {CODE}; //", f'"); {CODE}; ("', "\\", "x\nint y = 0;", "", b"bf16", None, 1j, 2.5, 10**25, -(2**63) - 1,
-    [CODE], [[0]], [2.5], [None], {}, {"a": 1}, ("bf16",), ..., float, torch.float32, torch.tensor(2), object(),
-]  # fmt: skip
+    CODE,
+    f"0); {CODE}; //",
+    f'"); {CODE}; ("',
+    "\\",
+    "x\nint y = 0;",
+    "",
+    b"bf16",
+    None,
+    1j,
+    2.5,
+    10**25,
+    -(2**63) - 1,
+    [CODE],
+    [[0]],
+    [2.5],
+    [None],
+    {},
+    {"a": 1},
+    ("bf16",),
+    ...,
+    float,
+    torch.float32,
+    torch.tensor(2),
+    object(),
+]
 
 
 def program():
@@ -43,21 +67,47 @@ def program():
         "full": ([], {"shape": [m, 3], "fill_value": 2.5, "dtype": "f32"}),
         "sum": ([x], {"dims": [1], "keepdim": True}),
         "ends": ([i32], {"rows": m, "groups": fd.define_groups("h", 2)}),
-        "problem_ends": ([i32, tensor(2, 3, dtype="i32"), i32], {"rows": m, "groups": fd.define_groups("p", 2), "n": 32, "k": 32}),
+        "problem_ends": (
+            [i32, tensor(2, 3, dtype="i32"), i32],
+            {"rows": m, "groups": fd.define_groups("p", 2), "n": 32, "k": 32},
+        ),
         "route": ([ids], {"groups": fd.define_groups("r", 2), "first_expert": 1}),
-        "topk_ids": ([x, tensor(32)], {"k": 4, "scoring": "sigmoid", "n_group": 4, "topk_group": 2, "best_of_group": 2}),
-        "topk_weights": ([x, ids], {"scoring": "sigmoid", "renormalize": True, "routed_scaling_factor": 2.5, "dtype": "bf16"}),
-        "topk_weights_backward": ([x, ids, tensor(m, 2)], {"scoring": "sigmoid", "renormalize": True, "routed_scaling_factor": 2.5}),
+        "topk_ids": (
+            [x, tensor(32)],
+            {"k": 4, "scoring": "sigmoid", "n_group": 4, "topk_group": 2, "best_of_group": 2},
+        ),
+        "topk_weights": (
+            [x, ids],
+            {
+                "scoring": "sigmoid",
+                "renormalize": True,
+                "routed_scaling_factor": 2.5,
+                "dtype": "bf16",
+            },
+        ),
+        "topk_weights_backward": (
+            [x, ids, tensor(m, 2)],
+            {"scoring": "sigmoid", "renormalize": True, "routed_scaling_factor": 2.5},
+        ),
         "index_select": ([x, tensor(3, dtype="i64")], {"dim": 0}),
         "invert": ([tensor(m, 2, dtype="i32")], {"rows": m * 2}),
         "pack": (parts, {"encoding": "nvfp4", "layout": "linear", "transposed": False}),
         "decode_scale": ([dense], {"encoding": "nvfp4"}),
         "quantize": ([dense, tensor(2)], {"encoding": "nvfp4"}),
-        "grouped_swizzle": ([fd.ops.partition(tensor(m, 2, dtype="f8e4m3"), ends), ends], {"layout": "sf128x4"}),
+        "grouped_swizzle": (
+            [fd.ops.partition(tensor(m, 2, dtype="f8e4m3"), ends), ends],
+            {"layout": "sf128x4"},
+        ),
         "relayout": ([fd.ops.quantize(rows, tensor(), "nvfp4"), ends], {"layout": "sf128x4"}),
         "dequantize": ([weight], {"dtype": "f32"}),
-        "grouped_mm": ([rows, weight, ends], {"a_layout": "linear", "w_layout": "linear", "wgrad": "", "operands": ""}),
-        "grouped_mm_t": ([fd.ops.quantize(rows, "mxfp8"), columns, ends], {"w_layout": "linear", "wgrad": "mxfp8"}),
+        "grouped_mm": (
+            [rows, weight, ends],
+            {"a_layout": "linear", "w_layout": "linear", "wgrad": "", "operands": ""},
+        ),
+        "grouped_mm_t": (
+            [fd.ops.quantize(rows, "mxfp8"), columns, ends],
+            {"w_layout": "linear", "wgrad": "mxfp8"},
+        ),
     }
     return fd, calls
 
@@ -78,7 +128,11 @@ def test_by_name_and_by_position_is_the_same(name):
     for by_position in False, True:
         fd, calls = program()
         operands, attrs = calls[name]
-        made = getattr(fd.ops, name)(*operands, *attrs.values()) if by_position else getattr(fd.ops, name)(*operands, **attrs)
+        made = (
+            getattr(fd.ops, name)(*operands, *attrs.values())
+            if by_position
+            else getattr(fd.ops, name)(*operands, **attrs)
+        )
         fd.add_output(made[0] if isinstance(made, tuple) else made)
         said.append(text(fd.fusion()))
     assert said[0] == said[1]
@@ -88,7 +142,9 @@ def test_by_name_and_by_position_is_the_same(name):
 def test_hostile_attributes_are_refused(name):
     for attr, good in CALLS[name][1].items():
         for bad in [*HOSTILE, True, [True]]:
-            fine = ((name, attr) in OPTIONAL and bad is None) or (attr == "fill_value" and type(bad) in (bool, float))
+            fine = ((name, attr) in OPTIONAL and bad is None) or (
+                attr == "fill_value" and type(bad) in (bool, float)
+            )
             if fine or bad == good or type(bad) is type(good) is bool:
                 continue
             fd, calls = program()
@@ -110,7 +166,11 @@ def test_hostile_texts_are_refused(name):
     (line,) = [line for line in source.splitlines() if f"fd.ops.{name}(" in line][-1:]
     for attr in attrs:
         head, tail = line.split(f"{attr}=", 1)
-        end = tail.index("]") + 1 if tail.startswith("[") else min(i for i in (tail.find(","), tail.find(")")) if i >= 0)
+        end = (
+            tail.index("]") + 1
+            if tail.startswith("[")
+            else min(i for i in (tail.find(","), tail.find(")")) if i >= 0)
+        )
         for bad in (repr(CODE), f"[{CODE!r}]", "10000000000000000000000000", "i0", "None", "1j"):
             if bad == "None" and (name, attr) in OPTIONAL:
                 continue
@@ -132,7 +192,9 @@ def test_operands_are_values_or_numbers(bad):
     assert fd.count == 0
 
 
-@pytest.mark.parametrize("name", ["fd", "i0", "t12", "class", "a b", "a-b", "", CODE, "x" * 64, "µ", "inf", 3, None])
+@pytest.mark.parametrize(
+    "name", ["fd", "i0", "t12", "class", "a b", "a-b", "", CODE, "x" * 64, "µ", "inf", 3, None]
+)
 def test_names_are_what_kernels_can_be_written_with(name):
     fd = FusionDefinition()
     for define in fd.define_size, lambda n: fd.define_groups(n, 2):
@@ -160,7 +222,12 @@ def test_attributes_by_position_mean_what_nvfusers_do():
     x = torch.arange(6.0).reshape(2, 3)
     fd = FusionDefinition()
     v = fd.from_pytorch(x)
-    for made in fd.ops.cast(v, "bf16"), fd.ops.slice(v, [0, 1], [2, 3]), fd.ops.cat([v, v], 0), fd.ops.permute(v, [1, 0]):
+    for made in (
+        fd.ops.cast(v, "bf16"),
+        fd.ops.slice(v, [0, 1], [2, 3]),
+        fd.ops.cat([v, v], 0),
+        fd.ops.permute(v, [1, 0]),
+    ):
         fd.add_output(made)
     found = evaluate(fd.fusion(), x)
     for a, b in zip(found, (x.bfloat16(), x[:, 1:], torch.cat([x, x]), x.T), strict=True):

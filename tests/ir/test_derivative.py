@@ -1,4 +1,6 @@
-"""Derivatives of Fusions against torch's autograd of plain functions, in float64 where the IR has it."""
+"""Derivatives of Fusions against torch's autograd of plain functions, in float64 where the IR has
+it.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,26 @@ def about(*kinds):
 
 
 def test_every_derivative_has_a_case():
-    assert {name for name, kind in KINDS.items() if kind.grad} - set().union(*CASES.values()) == set()
+    assert {name for name, kind in KINDS.items() if kind.grad} - set().union(
+        *CASES.values()
+    ) == set()
 
 
 def gradients(build, tensors, wrt, seed=0):
-    """The gradients of build(fd, *values) with respect to inputs `wrt`, and the gradient of the output that was sent in."""
+    """The gradients of build(fd, *values) with respect to inputs `wrt`, and the gradient of the
+    output that was sent in.
+    """
     fd = FusionDefinition()
     fd.add_output(build(fd, *(fd.from_pytorch(t) for t in tensors)))
     fusion = fd.fusion()
     (out,) = evaluate(fusion, *tensors)
-    dy = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(out.dtype)
-    found, again = (backward(differentiate(fusion, wrt, save), tensors, out, dy) for save in ("values", "inputs"))
+    dy = torch.randn(
+        out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(out.dtype)
+    found, again = (
+        backward(differentiate(fusion, wrt, save), tensors, out, dy)
+        for save in ("values", "inputs")
+    )
     assert_same_bits(again, found)
     return found, dy
 
@@ -54,12 +65,17 @@ def check(build, plain, *tensors, wrt=None, rtol=1e-10):
     """build(fd, *values) is differentiated as plain(*tensors) is by autograd in float64."""
     wrt = tuple(i for i, t in enumerate(tensors) if t.is_floating_point()) if wrt is None else wrt
     found, dy = gradients(build, tensors, wrt)
-    wide = [t.double().requires_grad_(i in wrt) if t.is_floating_point() else t for i, t in enumerate(tensors)]
+    wide = [
+        t.double().requires_grad_(i in wrt) if t.is_floating_point() else t
+        for i, t in enumerate(tensors)
+    ]
     want = torch.autograd.grad(plain(*wide), [wide[i] for i in wrt], dy.double())
     for i, a, b in zip(wrt, found, want, strict=True):
         assert a.dtype == tensors[i].dtype
         assert a.shape == tensors[i].shape
-        torch.testing.assert_close(a.double(), b, rtol=rtol, atol=rtol * max(1, b.abs().max().item() if b.numel() else 0))
+        torch.testing.assert_close(
+            a.double(), b, rtol=rtol, atol=rtol * max(1, b.abs().max().item() if b.numel() else 0)
+        )
 
 
 DIFFERENTIABLE = [name for name in UNARY if KINDS[name].grad]
@@ -78,8 +94,16 @@ def test_binary(name):
     x, y = sample("div"), sample("div").flip(0) + 0.3
     for a, b in ((x, y), (x, y[:, :1].contiguous()), (x[:1], y), (x[:1, :1], y)):
         check(lambda fd, u, v: getattr(fd.ops, name)(u, v), BINARY[name], a, b)
-    check(lambda fd, u: getattr(fd.ops, name)(u, 1.5), lambda u: BINARY[name](u, torch.tensor(1.5).double()), x)
-    check(lambda fd, u: getattr(fd.ops, name)(1.5, u), lambda u: BINARY[name](torch.tensor(1.5).double(), u), x)
+    check(
+        lambda fd, u: getattr(fd.ops, name)(u, 1.5),
+        lambda u: BINARY[name](u, torch.tensor(1.5).double()),
+        x,
+    )
+    check(
+        lambda fd, u: getattr(fd.ops, name)(1.5, u),
+        lambda u: BINARY[name](torch.tensor(1.5).double(), u),
+        x,
+    )
     check(lambda fd, u: getattr(fd.ops, name)(u, u), lambda u: BINARY[name](u, u), x)
 
 
@@ -95,14 +119,23 @@ def test_where():
     c = torch.tensor([[True], [False]])
     a, b = torch.randn(2, 3).double(), torch.randn(1, 3).double()
     check(lambda fd, *v: fd.ops.where(*v), torch.where, c, a, b)
-    check(lambda fd, c, a: fd.ops.where(c, a, 2.0), lambda c, a: torch.where(c, a, torch.tensor(2.0).double()), c, a)
+    check(
+        lambda fd, c, a: fd.ops.where(c, a, 2.0),
+        lambda c, a: torch.where(c, a, torch.tensor(2.0).double()),
+        c,
+        a,
+    )
 
 
 @about("cast")
 def test_cast():
     check(lambda fd, v: fd.ops.cast(v, dtype="f64"), lambda v: v, torch.randn(3).float(), rtol=1e-7)
     check(lambda fd, v: fd.ops.cast(v, dtype="bf16"), lambda v: v, torch.randn(3).double())
-    (dx,), dy = gradients(lambda fd, v: fd.ops.cast(fd.ops.cast(v, dtype="bf16"), dtype="f64"), [torch.randn(3).double()], (0,))
+    (dx,), dy = gradients(
+        lambda fd, v: fd.ops.cast(fd.ops.cast(v, dtype="bf16"), dtype="f64"),
+        [torch.randn(3).double()],
+        (0,),
+    )
     assert dx.tolist() == dy.bfloat16().tolist()
 
 
@@ -117,25 +150,47 @@ def test_shapes():
         lambda v: v[:, None].expand(2, 5, 3, 7, 4),
         torch.randn(2, 3, 1, 4).double(),
     )
-    check(lambda fd, v: fd.ops.slice(v, start_indices=(0, 1, 2), end_indices=(2, 3, 3)), lambda v: v[:, 1:, 2:3], x)
+    check(
+        lambda fd, v: fd.ops.slice(v, start_indices=(0, 1, 2), end_indices=(2, 3, 3)),
+        lambda v: v[:, 1:, 2:3],
+        x,
+    )
     check(
         lambda fd, v: fd.ops.pad(v, before=(1, 0, 2), after=(0, 3, 0), shape=(3, 6, 6)),
         lambda v: torch.nn.functional.pad(v, (2, 0, 0, 3, 1, 0)),
         x,
     )
     for dims, keep in (((1,), False), ((0, 2), True), ((0, 1, 2), False)):
-        check(lambda fd, v, d=dims, k=keep: fd.ops.sum(v, dims=d, keepdim=k), lambda v, d=dims, k=keep: v.sum(d, keepdim=k), x)
+        check(
+            lambda fd, v, d=dims, k=keep: fd.ops.sum(v, dims=d, keepdim=k),
+            lambda v, d=dims, k=keep: v.sum(d, keepdim=k),
+            x,
+        )
 
 
 @about("index_select")
 def test_index_select():
     at = torch.tensor([2, 0, 0, 2, 2], dtype=torch.int32)
-    check(lambda fd, x, at: fd.ops.index_select(x, at, dim=0), lambda x, at: x.index_select(0, at), torch.randn(4, 3).double(), at)
-    check(lambda fd, x, at: fd.ops.index_select(x, at, dim=0), lambda x, at: x.index_select(0, at), torch.randn(4, 3), at, rtol=1e-6)
+    check(
+        lambda fd, x, at: fd.ops.index_select(x, at, dim=0),
+        lambda x, at: x.index_select(0, at),
+        torch.randn(4, 3).double(),
+        at,
+    )
+    check(
+        lambda fd, x, at: fd.ops.index_select(x, at, dim=0),
+        lambda x, at: x.index_select(0, at),
+        torch.randn(4, 3),
+        at,
+        rtol=1e-6,
+    )
 
 
 @about("index_select")
-@given(routings().filter(lambda routing: routing.groups < 10 and routing.ids.shape[0] < 20), st.integers(0, 2))
+@given(
+    routings().filter(lambda routing: routing.groups < 10 and routing.ids.shape[0] < 20),
+    st.integers(0, 2),
+)
 def test_index_select_by_a_routing(routing: Routing, spare: int):
     """Rows of tokens, and numbers of slots in the order of rows; some that nothing picks."""
     (t, k), flat = routing.ids.shape, routing.ids.flatten().argsort(stable=True)
@@ -144,7 +199,9 @@ def test_index_select_by_a_routing(routing: Routing, spare: int):
         _, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", routing.groups))
         picked = fd.ops.index_select(w, fd.ops.invert(slot_of, rows=t * k), dim=0)
         rows = fd.ops.index_select(x, row_of, dim=0)
-        return fd.ops.mul(fd.ops.reshape(rows, new_shape=(t * k, 3)), fd.ops.reshape(picked, new_shape=(t * k, 1)))
+        return fd.ops.mul(
+            fd.ops.reshape(rows, new_shape=(t * k, 3)), fd.ops.reshape(picked, new_shape=(t * k, 1))
+        )
 
     x, w = torch.randn(t + spare, 3).double(), torch.randn(t * k + spare).double()
     check(build, lambda x, ids, w: x[flat // k] * w[flat, None], x, routing.ids, w)
@@ -188,7 +245,14 @@ def test_combine_of_a_routing(routing: Routing):
         order = ids.flatten().argsort(stable=True).argsort().view(ids.shape)
         return (y[order] * w[..., None]).sum(1)
 
-    check(build, plain, torch.randn(tokens * slots, 3, generator=g), routing.ids, torch.randn(tokens, slots, generator=g), rtol=1e-6)
+    check(
+        build,
+        plain,
+        torch.randn(tokens * slots, 3, generator=g),
+        routing.ids,
+        torch.randn(tokens, slots, generator=g),
+        rtol=1e-6,
+    )
 
 
 @about("combine")
@@ -198,8 +262,11 @@ def test_combine_of_any_slots():
     check(
         lambda fd, y, slot_of, w: fd.ops.combine(y, slot_of, w),
         lambda y, slot_of, w: (y[slot_of.long()] * w[..., None]).sum(1),
-        torch.randn(7, 3), slot_of, torch.randn(3, 2), rtol=1e-6,
-    )  # fmt: skip
+        torch.randn(7, 3),
+        slot_of,
+        torch.randn(3, 2),
+        rtol=1e-6,
+    )
 
 
 def _loop(partition, a, w):
@@ -210,11 +277,14 @@ def _loop(partition, a, w):
 
 
 def _rows(fd, partition, a, offs):
-    ends = fd.ops.ends(offs, rows=partition.rows, groups=fd.define_groups("g", len(partition.sizes)))
+    ends = fd.ops.ends(
+        offs, rows=partition.rows, groups=fd.define_groups("g", len(partition.sizes))
+    )
     return fd.ops.partition(a, ends), ends
 
 
-SMALL = partitions().filter(lambda partition: len(partition.sizes) < 10)  # a loop of autograd's over more groups takes long
+# a loop of autograd's over more groups takes long
+SMALL = partitions().filter(lambda partition: len(partition.sizes) < 10)
 
 
 @about("zero_rest", "partition")
@@ -222,7 +292,13 @@ SMALL = partitions().filter(lambda partition: len(partition.sizes) < 10)  # a lo
 def test_zero_rest(partition: Partition):
     kept = torch.arange(partition.rows)[:, None] < sum(partition.sizes)
     a = torch.randn(partition.rows, 5)
-    check(lambda fd, a, offs: fd.ops.zero_rest(*_rows(fd, partition, a, offs)), lambda a, offs: a * kept, a, partition.ends, wrt=(0,))
+    check(
+        lambda fd, a, offs: fd.ops.zero_rest(*_rows(fd, partition, a, offs)),
+        lambda a, offs: a * kept,
+        a,
+        partition.ends,
+        wrt=(0,),
+    )
 
 
 @about("grouped_mm", "partition")
@@ -270,15 +346,24 @@ def test_grouped_mm_with_frozen_weights(partition: Partition):
 
 @about("quantize")
 def test_quantize_is_straight_through():
-    """What a product of MXFP8 operands gives its copies reaches the floats; test_eight_bits.py has the numbers."""
+    """What a product of MXFP8 operands gives its copies reaches the floats; test_eight_bits.py has
+    the numbers.
+    """
     x = torch.randn(4, 32)
 
     def build(fd, x, w, offs):
         ends = fd.ops.ends(offs, rows=4, groups=fd.define_groups("g", 1))
         rows = fd.ops.partition(fd.ops.mul(x, 2.0), ends)
-        return fd.ops.grouped_mm(fd.ops.quantize(rows, encoding="mxfp8"), fd.ops.quantize(w, encoding="mxfp8"), ends, wgrad="bf16")
+        return fd.ops.grouped_mm(
+            fd.ops.quantize(rows, encoding="mxfp8"),
+            fd.ops.quantize(w, encoding="mxfp8"),
+            ends,
+            wgrad="bf16",
+        )
 
-    (dx,), dy = gradients(build, [x, torch.ones(1, 32, 32), torch.tensor([4], dtype=torch.int32)], (0,))
+    (dx,), dy = gradients(
+        build, [x, torch.ones(1, 32, 32), torch.tensor([4], dtype=torch.int32)], (0,)
+    )
     want = 2 * dequantize(quantize(dy, encoding=MXFP8)).sum(1, keepdim=True).expand(4, 32)
     torch.testing.assert_close(dx, want, rtol=1e-6, atol=1e-6)
 
@@ -295,7 +380,15 @@ def test_group_add(partition: Partition):
         group = torch.tensor(groups + [len(partition.sizes)] * partition.spare, dtype=torch.long)
         return y + torch.cat([bias, bias.new_zeros(1, 3)])[group]
 
-    check(build, plain, torch.randn(partition.rows, 3), torch.randn(len(partition.sizes), 3), partition.ends, wrt=(0, 1), rtol=1e-5)
+    check(
+        build,
+        plain,
+        torch.randn(partition.rows, 3),
+        torch.randn(len(partition.sizes), 3),
+        partition.ends,
+        wrt=(0, 1),
+        rtol=1e-5,
+    )
 
 
 def test_only_what_is_needed_is_computed():
@@ -307,7 +400,9 @@ def test_only_what_is_needed_is_computed():
     fd.add_output(fd.ops.grouped_mm(fd.ops.partition(x, ends), w, ends))
     for save in ("values", "inputs"):
         derivative = differentiate(fd.fusion(), (0,), save)
-        assert [op.kind.name for op in derivative.backward.ops if op.kind.role == "grouped"] == ["grouped_mm_t"]
+        assert [op.kind.name for op in derivative.backward.ops if op.kind.role == "grouped"] == [
+            "grouped_mm_t"
+        ]
         assert derivative.reads == (1, 2)
         assert derivative.forward == fd.fusion()
 
@@ -317,12 +412,22 @@ def test_the_text_of_a_derivative(golden):
     x = fd.define_tensor(shape=[-1, 32], dtype="bf16")
     ids = fd.define_tensor(shape=[x.type.shape[0], 2], dtype="i64")
     w = fd.define_tensor(shape=[x.type.shape[0], 2], dtype="f32")
-    parts = [fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in (([G, 16, 16], "u8"), ([G, 16, 2], "f8e4m3"), ([G], "f32"))]
+    parts = [
+        fd.define_tensor(shape=s, dtype=d, role="weight")
+        for s, d in (([G, 16, 16], "u8"), ([G, 16, 2], "f8e4m3"), ([G], "f32"))
+    ]
     ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", G))
-    y = fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends)
+    y = fd.ops.grouped_mm(
+        fd.ops.index_select(x, row_of, dim=0),
+        fd.ops.pack(*parts, encoding="nvfp4", layout="linear"),
+        ends,
+    )
     fd.add_output(fd.ops.combine(fd.ops.silu(y), slot_of, w))
     derivative = differentiate(fd.fusion(), (0, 2))
-    golden(f"{derivative.forward}\n\n# reads {derivative.reads}, then the gradients of {derivative.seeds}\n{derivative.backward}")
+    golden(
+        f"{derivative.forward}\n\n# reads {derivative.reads}, then the gradients of "
+        f"{derivative.seeds}\n{derivative.backward}"
+    )
 
 
 def test_what_has_no_derivative(golden):
@@ -330,7 +435,11 @@ def test_what_has_no_derivative(golden):
 
     def frozen(fd, x, ids, *parts):
         ends, row_of, _ = fd.ops.route(ids, groups=fd.define_groups("g", G))
-        return fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends)
+        return fd.ops.grouped_mm(
+            fd.ops.index_select(x, row_of, dim=0),
+            fd.ops.pack(*parts, encoding="nvfp4", layout="linear"),
+            ends,
+        )
 
     def block_scales(fd, x):
         quantized = fd.ops.quantize(x, fd.ops.decode_scale(x, encoding="nvfp4"), encoding="nvfp4")
@@ -342,8 +451,16 @@ def test_what_has_no_derivative(golden):
         "pow": (lambda fd, x: fd.ops.pow(x, 2.0), [x], (0,)),
         "cat": (lambda fd, x: fd.ops.cat(x, x, dim=0), [x], (0,)),
         "the smaller of two tensors": (lambda fd, x: fd.ops.minimum(x, fd.ops.neg(x)), [x], (0,)),
-        "a gather of columns": (lambda fd, x, at: fd.ops.index_select(x, at, dim=1), [x, torch.tensor([0])], (0,)),
-        "a cast through fp8": (lambda fd, x: fd.ops.cast(fd.ops.cast(x, dtype="f8e4m3"), dtype="f32"), [x], (0,)),
+        "a gather of columns": (
+            lambda fd, x, at: fd.ops.index_select(x, at, dim=1),
+            [x, torch.tensor([0])],
+            (0,),
+        ),
+        "a cast through fp8": (
+            lambda fd, x: fd.ops.cast(fd.ops.cast(x, dtype="f8e4m3"), dtype="f32"),
+            [x],
+            (0,),
+        ),
         "quantize": (block_scales, [x], (0,)),
         "what the output does not depend on": (lambda fd, x, w: fd.ops.exp(w), [x, w], (0,)),
     }

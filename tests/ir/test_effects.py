@@ -1,4 +1,6 @@
-"""Outputs that are written over inputs: what is read before, what may be written over, in evaluate and in compiled programs."""
+"""Outputs that are written over inputs: what is read before, what may be written over, in evaluate
+and in compiled programs.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,12 @@ def profiled(fusion: Fusion, tensors: list[Tensor]) -> list[Tensor]:
 
 
 WAYS = {
-    "evaluate": evaluated, "reference": compiled(target="reference"), "check": compiled(check=True),
-    "cpu": compiled(), "one by one": profiled,
-}  # fmt: skip
+    "evaluate": evaluated,
+    "reference": compiled(target="reference"),
+    "check": compiled(check=True),
+    "cpu": compiled(),
+    "one by one": profiled,
+}
 
 
 @pytest.fixture(params=WAYS)
@@ -48,7 +53,9 @@ def run(request):
 
 
 def counter() -> Fusion:
-    """x f32[t, 4], seen f32[1, 4] -> seen + sum(x), written over seen; x * seen; seen as a vector."""
+    """x f32[t, 4], seen f32[1, 4] -> seen + sum(x), written over seen; x * seen; seen as a
+    vector.
+    """
     fd = FusionDefinition()
     x = fd.define_tensor(shape=[-1, 4], dtype="f32")
     seen = fd.define_tensor(shape=[1, 4], dtype="f32", role="state")
@@ -64,7 +71,9 @@ def test_no_reader_sees_what_is_written(run):
         before = torch.as_tensor(before).expand(1, 4).clone()
         total, product, vector = run(counter(), [x, seen])
         assert total is seen
-        assert_same_bits([seen, product, vector], [before + x.sum(0, keepdim=True), x * before, before[0]])
+        assert_same_bits(
+            [seen, product, vector], [before + x.sum(0, keepdim=True), x * before, before[0]]
+        )
     assert x.equal(torch.arange(12.0).view(3, 4))
 
 
@@ -99,12 +108,19 @@ def test_a_weights_gradient_is_added_to_what_is_there(run):
     fd = FusionDefinition()
     t = fd.define_size("t")
     dy, x = (fd.define_tensor(shape=[t, n], dtype="bf16") for n in (4, 8))
-    offs, grad = fd.define_tensor(shape=[3], dtype="i32"), fd.define_tensor(shape=[3, 4, 8], dtype="f32", role="state")
+    offs, grad = (
+        fd.define_tensor(shape=[3], dtype="i32"),
+        fd.define_tensor(shape=[3, 4, 8], dtype="f32", role="state"),
+    )
     ends = fd.groups_of(offs, t)
     made = fd.ops.grouped_outer(fd.ops.partition(dy, ends), fd.ops.partition(x, ends), ends)
     fd.add_output(fd.ops.add(grad, made), alias_input=grad)
     rows = torch.randint(-4, 5, (6, 12), generator=torch.Generator().manual_seed(0)).bfloat16()
-    given = [rows[:, :4].contiguous(), rows[:, 4:].contiguous(), torch.tensor([2, 2, 5], dtype=torch.int32)]
+    given = [
+        rows[:, :4].contiguous(),
+        rows[:, 4:].contiguous(),
+        torch.tensor([2, 2, 5], dtype=torch.int32),
+    ]
     buffer = torch.full((3, 4, 16), 0.5)
     run(fd.fusion(), [*given, buffer[..., 8:]])
     for g, part in enumerate((slice(0, 2), slice(0, 0), slice(2, 5))):
@@ -130,7 +146,9 @@ def pair() -> Fusion:
 
 
 def test_what_cannot_be_written_over(golden):
-    """Elements that share memory, inputs that share memory, a tensor that autograd tracks. Nothing is written, whoever runs it."""
+    """Elements that share memory, inputs that share memory, a tensor that autograd tracks. Nothing
+    is written, whoever runs it.
+    """
     buffer = torch.zeros(8)
     cases = {
         "one element many times": [torch.zeros(2, 1).expand(2, 2), torch.zeros(2, 2)],
@@ -167,11 +185,16 @@ def test_the_text_keeps_effects_and_the_pure_program_has_none():
 
 
 def test_segments_write_over_nothing():
-    assert not any(s.fusion.aliases for s in lower(counter(), TARGETS["cpu"], options.current()).segments)
+    assert not any(
+        s.fusion.aliases for s in lower(counter(), TARGETS["cpu"], options.current()).segments
+    )
 
 
 def test_what_has_no_meaning():
-    with pytest.raises(UnsupportedError, match="a program that writes over its inputs; differentiate the one without alias_input"):
+    with pytest.raises(
+        UnsupportedError,
+        match="a program that writes over its inputs; differentiate the one without alias_input",
+    ):
         differentiate(counter(), (0,))
     fd = FusionDefinition()
     x = fd.define_tensor(shape=[3], dtype="f32")

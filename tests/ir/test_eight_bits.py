@@ -1,4 +1,6 @@
-"""Products of MXFP8 operands: types, meaning and derivative, by loops in float64 that share no code with them."""
+"""Products of MXFP8 operands: types, meaning and derivative, by loops in float64 that share no code
+with them.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,38 @@ FEW = partitions().filter(lambda partition: len(partition.sizes) < 10)
 LAYER = Partition((5, 0, 33, 64, 1), 3)
 
 
-def layer(groups: int, wgrad: str = "mxfp8", transposed: bool = False, dtype: str = "bf16") -> Fusion:
+def layer(
+    groups: int, wgrad: str = "mxfp8", transposed: bool = False, dtype: str = "bf16"
+) -> Fusion:
     """x [M, K], offs i32[G], weight [G, N, K] or [G, K, N] -> [M, N]"""
     fd = FusionDefinition()
     rows = fd.define_size("s0")
-    x, offs = fd.define_tensor(shape=[rows, K], dtype=dtype), fd.define_tensor(shape=[groups], dtype="i32")
-    weight = fd.define_tensor(shape=[groups, *((K, N) if transposed else (N, K))], dtype=dtype, role="weight")
+    x, offs = (
+        fd.define_tensor(shape=[rows, K], dtype=dtype),
+        fd.define_tensor(shape=[groups], dtype="i32"),
+    )
+    weight = fd.define_tensor(
+        shape=[groups, *((K, N) if transposed else (N, K))], dtype=dtype, role="weight"
+    )
     ends = fd.groups_of(offs, rows)
-    fd.add_output(fd.ops.cast(eight_bits.product(fd, fd.partition_by(x, ends), weight, ends, wgrad, transposed), dtype=dtype))
+    fd.add_output(
+        fd.ops.cast(
+            eight_bits.product(fd, fd.partition_by(x, ends), weight, ends, wgrad, transposed),
+            dtype=dtype,
+        )
+    )
     return fd.fusion()
 
 
-def operands(partition: Partition, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(
+    partition: Partition, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [M, K], weight [G, N, K], dy [M, N]: rows of many magnitudes, NaN past the last end"""
     g, rows, groups = torch.Generator().manual_seed(0), partition.rows, len(partition.sizes)
-    x, dy = (torch.randn(rows, n, generator=g) * 2.0 ** torch.randint(-5, 5, (rows, n), generator=g) for n in (K, N))
+    x, dy = (
+        torch.randn(rows, n, generator=g) * 2.0 ** torch.randint(-5, 5, (rows, n), generator=g)
+        for n in (K, N)
+    )
     for t in (x, dy):
         t[rows - partition.spare :] = float("nan")
     return x.to(dtype), (torch.randn(groups, N, K, generator=g) / 8).to(dtype), dy.to(dtype)
@@ -49,7 +68,10 @@ def near(found: torch.Tensor, want: torch.Tensor) -> None:
     """Within a rounding to bf16 (of each of the two), and what sums of float32 are off."""
     roundings = 1 + (want.dtype == torch.bfloat16)
     torch.testing.assert_close(
-        found.double(), want.double(), rtol=roundings * 2**-8, atol=float(want.abs().max()) * 1e-5 if want.numel() else 0
+        found.double(),
+        want.double(),
+        rtol=roundings * 2**-8,
+        atol=float(want.abs().max()) * 1e-5 if want.numel() else 0,
     )
 
 
@@ -62,11 +84,17 @@ def test_products_and_gradients(partition, wgrad, transposed):
     derivative = differentiate(fusion, (0, 2))
     made = evaluate(derivative.forward, *given_)
     dx, dw = evaluate(derivative.backward, *derivative.read(given_, made), dy)
-    for found, want in zip((made[0], dx, dw.mT if transposed else dw), mxfp8.products(x, weight, dy, partition.sizes, wgrad), strict=True):
+    for found, want in zip(
+        (made[0], dx, dw.mT if transposed else dw),
+        mxfp8.products(x, weight, dy, partition.sizes, wgrad),
+        strict=True,
+    ):
         near(found, want)
     everything = differentiate(fusion, (0, 2), save="inputs")
     assert len(everything.forward.outputs) == 1
-    assert_same_bits(evaluate(everything.backward, *everything.read(given_, made[:1]), dy), [dx, dw])
+    assert_same_bits(
+        evaluate(everything.backward, *everything.read(given_, made[:1]), dy), [dx, dw]
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -81,7 +109,11 @@ def test_compiled_programs_give_the_same(partition, wgrad, transposed):
     near(made[0], want[0])
     assert_same_bits(made[1:], want[1:])
     read = derivative.read(given_, made)
-    for found, wanted in zip(fusion_moe.run(derivative.backward, [*read, dy]), derivative.backward.evaluate(*read, dy), strict=True):
+    for found, wanted in zip(
+        fusion_moe.run(derivative.backward, [*read, dy]),
+        derivative.backward.evaluate(*read, dy),
+        strict=True,
+    ):
         near(found, wanted)
 
 
@@ -99,7 +131,9 @@ def test_other_floats(dtype):
 
 
 COPIES = ["f8e4m3[s0/g0, 64]", "f8e8m0[ceildiv(s0, 32) + 5, 64]"]
-SAVED = {  # the inputs whose gradients are wanted, the wgrad: what the forward saves, the inputs that the backward reads, what it quantizes
+# the inputs whose gradients are wanted, the wgrad: what the forward saves, the inputs that the
+# backward reads, what it quantizes
+SAVED = {
     ((0,), "mxfp8"): ([], [1, 2], ["mxfp8", "mxfp8_columns"]),
     ((0,), "bf16"): ([], [1, 2], ["mxfp8", "mxfp8_columns"]),
     ((2,), "mxfp8"): (COPIES, [1], ["mxfp8_columns"]),
@@ -111,12 +145,17 @@ SAVED = {  # the inputs whose gradients are wanted, the wgrad: what the forward 
 
 @pytest.mark.parametrize("wanted", SAVED)
 def test_what_is_saved_and_quantized(wanted):
-    """Which copies there are follows from who wants a gradient. The copy of x is made in the forward and saved; x itself is not."""
+    """Which copies there are follows from who wants a gradient. The copy of x is made in the
+    forward and saved; x itself is not.
+    """
     fusion, (saved, reads, quantized) = layer(5, wanted[1]), SAVED[wanted]
     derivative = differentiate(fusion, wanted[0])
     assert [str(v.type) for v in derivative.forward.outputs[1:]] == saved
     assert [i for i in derivative.reads if i < 3] == reads
-    kinds = [[op.attrs["encoding"] for op in f.ops if op.kind.name == "quantize"] for f in (derivative.forward, derivative.backward)]
+    kinds = [
+        [op.attrs["encoding"] for op in f.ops if op.kind.name == "quantize"]
+        for f in (derivative.forward, derivative.backward)
+    ]
     assert kinds[0] == ["mxfp8", "mxfp8", *["mxfp8_columns"] * bool(saved)]
     assert sorted(kinds[1]) == quantized
 
@@ -133,7 +172,12 @@ def test_the_passes_keep_every_bit():
         for run in PASSES:
             after = run(after, TARGETS["cpu"]).verify()
             assert_same_bits(evaluate(after, *inputs), want)
-        assert not any(eight_bits.is_one(v.type) for op in after.ops if op.kind.role == "grouped" for v in op.values)
+        assert not any(
+            eight_bits.is_one(v.type)
+            for op in after.ops
+            if op.kind.role == "grouped"
+            for v in op.values
+        )
         assert str(dequantize_operands(after, TARGETS["cpu"])) == str(after)
 
 
@@ -150,8 +194,12 @@ def test_blocks_begin_at_each_group(partition):
     codes, _, numbers = evaluate(fd.fusion(), x, partition.ends)
     for _, rows in partition.runs:
         mine = x[rows]
-        whole = quantize(torch.cat([mine, mine.new_zeros(-len(mine) % 32, K)]), encoding=MXFP8_COLUMNS)
-        assert torch.equal(codes[rows].view(torch.uint8), whole.codes.view(torch.uint8)[: len(mine)])
+        whole = quantize(
+            torch.cat([mine, mine.new_zeros(-len(mine) % 32, K)]), encoding=MXFP8_COLUMNS
+        )
+        assert torch.equal(
+            codes[rows].view(torch.uint8), whole.codes.view(torch.uint8)[: len(mine)]
+        )
         assert torch.equal(numbers[rows], dequantize(whole)[: len(mine)])
     past = slice(partition.rows - partition.spare, None)
     assert not codes[past].float().any()
@@ -161,7 +209,10 @@ def test_blocks_begin_at_each_group(partition):
 @pytest.mark.parametrize(("k", "n"), [(64, 96), (64, 33), (48, 96)])
 def test_sizes(k, n):
     fd = FusionDefinition()
-    x, offs = fd.define_tensor(shape=[-1, k], dtype="bf16"), fd.define_tensor(shape=[2], dtype="i32")
+    x, offs = (
+        fd.define_tensor(shape=[-1, k], dtype="bf16"),
+        fd.define_tensor(shape=[2], dtype="i32"),
+    )
     weight = fd.define_tensor(shape=[2, n, k], dtype="bf16")
     ends = fd.groups_of(offs, x.type.shape[0])
     if (k, n) == (64, 96):
@@ -174,20 +225,38 @@ def test_sizes(k, n):
 
 def test_blocks_lie_along_what_is_contracted():
     fd = FusionDefinition()
-    x, offs = fd.define_tensor(shape=[-1, 64], dtype="bf16"), fd.define_tensor(shape=[2], dtype="i32")
+    x, offs = (
+        fd.define_tensor(shape=[-1, 64], dtype="bf16"),
+        fd.define_tensor(shape=[2], dtype="i32"),
+    )
     weight = fd.define_tensor(shape=[2, 64, 64], dtype="bf16")
     ends = fd.groups_of(offs, x.type.shape[0])
     rows = fd.partition_by(x, ends)
-    along, across = fd.ops.quantize(rows, encoding="mxfp8"), fd.ops.quantize(rows, ends, encoding="mxfp8_columns")
+    along, across = (
+        fd.ops.quantize(rows, encoding="mxfp8"),
+        fd.ops.quantize(rows, ends, encoding="mxfp8_columns"),
+    )
     w, w_across = (fd.ops.quantize(weight, encoding=e.name) for e in (MXFP8, MXFP8_COLUMNS))
-    for kind, operands in (("grouped_mm", (along, w_across)), ("grouped_mm_t", (along, w)), ("grouped_outer", (across, along))):
+    for kind, operands in (
+        ("grouped_mm", (along, w_across)),
+        ("grouped_mm_t", (along, w)),
+        ("grouped_outer", (across, along)),
+    ):
         with pytest.raises(DtypeError, match="blocks along what is contracted"):
             getattr(fd.ops, kind)(*operands, ends)
     with pytest.raises(DtypeError, match="a is mxfp8_columns"):
         fd.ops.grouped_mm(across, w, ends)
-    with pytest.raises(OptionError, match=r"wgrad = 'f32' of a product on mxfp8; expected one of 'mxfp8', 'bf16'"):
+    with pytest.raises(
+        OptionError,
+        match=r"wgrad = 'f32' of a product on mxfp8; expected one of "
+        r"'mxfp8', 'bf16'",
+    ):
         fd.ops.grouped_mm(along, w, ends, wgrad="f32")
-    with pytest.raises(OptionError, match=r"wgrad = 'bf16' of a product on bf16; expected one of ''"):
+    with pytest.raises(
+        OptionError,
+        match=r"wgrad = 'bf16' of a product on bf16; expected "
+        r"one of ''",
+    ):
         fd.ops.grouped_mm(rows, weight, ends, wgrad="bf16")
     with pytest.raises(ShapeError, match="0 operands beside x"):
         fd.ops.quantize(rows, encoding="mxfp8_columns")
@@ -196,10 +265,20 @@ def test_blocks_lie_along_what_is_contracted():
 def test_frozen_copies_have_no_derivative():
     """Gradients are those of floats: of what was packed elsewhere there are none."""
     fd = FusionDefinition()
-    x, offs = fd.define_tensor(shape=[-1, 64], dtype="bf16"), fd.define_tensor(shape=[2], dtype="i32")
-    parts = [fd.define_tensor(shape=[2, 96, n], dtype=dtype) for n, dtype in ((64, "f8e4m3"), (2, "f8e8m0"))]
+    x, offs = (
+        fd.define_tensor(shape=[-1, 64], dtype="bf16"),
+        fd.define_tensor(shape=[2], dtype="i32"),
+    )
+    parts = [
+        fd.define_tensor(shape=[2, 96, n], dtype=dtype)
+        for n, dtype in ((64, "f8e4m3"), (2, "f8e8m0"))
+    ]
     ends = fd.groups_of(offs, x.type.shape[0])
     a = fd.ops.quantize(fd.partition_by(x, ends), encoding="mxfp8")
-    fd.add_output(fd.ops.grouped_mm(a, fd.ops.pack(*parts, encoding="mxfp8", layout="linear"), ends, wgrad="bf16"))
+    fd.add_output(
+        fd.ops.grouped_mm(
+            a, fd.ops.pack(*parts, encoding="mxfp8", layout="linear"), ends, wgrad="bf16"
+        )
+    )
     with pytest.raises(UnsupportedError, match="the derivative of a product of mxfp8"):
         differentiate(fd.fusion(), (0,))

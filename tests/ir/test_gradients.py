@@ -18,7 +18,9 @@ def columns(fd, v, first, last):
 
 
 def weighted(fd, parts):
-    """Something of each part that gives each another gradient: its columns times numbers, summed."""
+    """Something of each part that gives each another gradient: its columns times numbers,
+    summed.
+    """
     total = None
     for i, part in enumerate(parts):
         one = fd.ops.sum(fd.ops.mul(fd.ops.exp(part), float(i + 1)), dims=(1,), keepdim=True)
@@ -45,11 +47,17 @@ def test_columns(ranges):
     fd.add_output(weighted(fd, [columns(fd, x, *r) for r in ranges]))
     fusion = fd.fusion()
     derivative = differentiate(fusion, (0,))
-    assert [op.kind.name for op in derivative.backward.ops if op.kind.name in ("cat", "pad", "add")] == CASES[ranges]
+    assert [
+        op.kind.name for op in derivative.backward.ops if op.kind.name in ("cat", "pad", "add")
+    ] == CASES[ranges]
     dy = torch.randn(5, 1, generator=torch.Generator().manual_seed(1))
-    (found,) = evaluate(derivative.backward, *derivative.read([X], evaluate(derivative.forward, X)), dy)
+    (found,) = evaluate(
+        derivative.backward, *derivative.read([X], evaluate(derivative.forward, X)), dy
+    )
     wide = X.double().requires_grad_()
-    total = sum((i + 1) * wide[:, a:b].exp().sum(1, keepdim=True) for i, (a, b) in enumerate(ranges))
+    total = sum(
+        (i + 1) * wide[:, a:b].exp().sum(1, keepdim=True) for i, (a, b) in enumerate(ranges)
+    )
     (want,) = torch.autograd.grad(total, wide, dy.double())
     torch.testing.assert_close(found.double(), want, rtol=1e-6, atol=1e-6)
 
@@ -60,8 +68,14 @@ def test_what_else_reads_the_value_is_added():
     left, right = columns(fd, x, 0, 6), columns(fd, x, 6, 12)
     fd.add_output(fd.ops.add(fd.ops.mul(left, right), columns(fd, fd.ops.exp(x), 0, 6)))
     derivative = differentiate(fd.fusion(), (0,))
-    assert [op.kind.name for op in derivative.backward.ops if op.kind.name in ("cat", "pad", "add")] == ["pad", "cat", "add"]
-    (found,) = evaluate(derivative.backward, *derivative.read([X], evaluate(derivative.forward, X)), torch.ones(5, 6))
+    assert [
+        op.kind.name for op in derivative.backward.ops if op.kind.name in ("cat", "pad", "add")
+    ] == ["pad", "cat", "add"]
+    (found,) = evaluate(
+        derivative.backward,
+        *derivative.read([X], evaluate(derivative.forward, X)),
+        torch.ones(5, 6),
+    )
     want = torch.cat([X[:, 6:] + X[:, :6].exp(), X[:, :6]], 1)
     torch.testing.assert_close(found, want)
 
@@ -72,19 +86,33 @@ def test_interleaved_blocks():
     x = fd.define_tensor(shape=[-1, 12], dtype="f32")
     rows = x.type.shape[0]
     blocks = fd.ops.reshape(x, new_shape=(rows, 2, 2, 3))
-    gate, up = (fd.ops.slice(blocks, start_indices=(0, 0, i, 0), end_indices=(rows, 2, i + 1, 3)) for i in (0, 1))
+    gate, up = (
+        fd.ops.slice(blocks, start_indices=(0, 0, i, 0), end_indices=(rows, 2, i + 1, 3))
+        for i in (0, 1)
+    )
     fd.add_output(fd.ops.mul(gate, fd.ops.exp(up)))
     derivative = differentiate(fd.fusion(), (0,))
-    assert [op.kind.name for op in derivative.backward.ops if op.kind.name in ("cat", "pad", "add")] == ["cat"]
-    (found,) = evaluate(derivative.backward, *derivative.read([X], evaluate(derivative.forward, X)), torch.ones(5, 2, 1, 3))
+    assert [
+        op.kind.name for op in derivative.backward.ops if op.kind.name in ("cat", "pad", "add")
+    ] == ["cat"]
+    (found,) = evaluate(
+        derivative.backward,
+        *derivative.read([X], evaluate(derivative.forward, X)),
+        torch.ones(5, 2, 1, 3),
+    )
     gate, up = X.view(5, 2, 2, 3).unbind(2)
     torch.testing.assert_close(found, torch.stack([up.exp(), gate * up.exp()], 2).view(5, 12))
 
 
 def test_rows_of_groups_stay_so():
-    """The halves of rows of groups are rows of those groups, and so is their `cat`: it needs no reshape."""
+    """The halves of rows of groups are rows of those groups, and so is their `cat`: it needs no
+    reshape.
+    """
     fd = FusionDefinition()
-    x, w = fd.define_tensor(shape=[-1, 4], dtype="f32"), fd.define_tensor(shape=[2, 12, 4], dtype="f32")
+    x, w = (
+        fd.define_tensor(shape=[-1, 4], dtype="f32"),
+        fd.define_tensor(shape=[2, 12, 4], dtype="f32"),
+    )
     ends = fd.groups_of(fd.define_tensor(shape=[2], dtype="i32"), x.type.shape[0])
     y = fd.ops.grouped_mm(fd.ops.partition(x, ends), w, ends)
     fd.add_output(fd.ops.mul(columns(fd, y, 0, 6), columns(fd, y, 6, 12)))

@@ -11,7 +11,10 @@ from fusion_moe.ir.core import Fusion
 def product() -> Fusion:
     """x bf16[s0, 8], w bf16[2, 8, 8], ends i32[2] -> bf16[s0/g0, 8]"""
     fd = FusionDefinition()
-    x, w = fd.define_tensor(shape=[-1, 8], dtype="bf16"), fd.define_tensor(shape=[2, 8, 8], dtype="bf16")
+    x, w = (
+        fd.define_tensor(shape=[-1, 8], dtype="bf16"),
+        fd.define_tensor(shape=[2, 8, 8], dtype="bf16"),
+    )
     offs = fd.define_tensor(shape=[2], dtype="i32")
     ends = fd.groups_of(offs, x.type.shape[0])
     fd.add_output(fd.ops.cast(fd.ops.grouped_mm(fd.partition_by(x, ends), w, ends), dtype="bf16"))
@@ -21,7 +24,10 @@ def product() -> Fusion:
 def two(same: bool) -> Fusion:
     """A product of what a product made, by the same ends or by others."""
     fd = FusionDefinition()
-    x, w = fd.define_tensor(shape=[-1, 8], dtype="bf16"), fd.define_tensor(shape=[2, 8, 8], dtype="bf16")
+    x, w = (
+        fd.define_tensor(shape=[-1, 8], dtype="bf16"),
+        fd.define_tensor(shape=[2, 8, 8], dtype="bf16"),
+    )
     first = fd.define_tensor(shape=[2], dtype="i32")
     second = first if same else fd.define_tensor(shape=[2], dtype="i32")
     sizes = {"s0": x.type.shape[0]}

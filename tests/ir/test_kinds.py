@@ -1,4 +1,6 @@
-"""What each kind of operation means, against torch or plain loops that share no code with it. A kind without a case here fails."""
+"""What each kind of operation means, against torch or plain loops that share no code with it. A
+kind without a case here fails.
+"""
 
 from __future__ import annotations
 
@@ -49,15 +51,20 @@ def run(build, *tensors, groups=None):
 
 
 def close(found, expected, dtype):
-    """Within one rounding of `dtype` (and a few of float32, in which torch computes) of a float64 result."""
+    """Within one rounding of `dtype` (and a few of float32, in which torch computes) of a float64
+    result.
+    """
     eps = torch.finfo(dtype).eps if dtype != torch.float32 else 4 * torch.finfo(dtype).eps
     assert found.dtype == dtype
     torch.testing.assert_close(
-        found.double(), expected.double(), rtol=eps, atol=torch.finfo(torch.float32).eps if dtype != torch.float64 else 1e-15
+        found.double(),
+        expected.double(),
+        rtol=eps,
+        atol=torch.finfo(torch.float32).eps if dtype != torch.float64 else 1e-15,
     )
 
 
-# Pointwise ------------------------------------------------------------------------------------------------------------
+# Pointwise ----------------------------------------------------------------------------------------
 
 
 @about(*UNARY)
@@ -87,7 +94,9 @@ def test_comparison(name):
     x = torch.tensor([[-1.0, 0.0, -0.0, 2.0, NAN]])
     y = torch.tensor([[-1.0, -0.0, 1.0, 1.0, NAN]])
     (found,) = run(lambda fd, u, v: getattr(fd.ops, name)(u, v), x, y)
-    assert found.tolist() == [[COMPARISONS[name](a, b) for a, b in zip(x[0].tolist(), y[0].tolist(), strict=True)]]
+    assert found.tolist() == [
+        [COMPARISONS[name](a, b) for a, b in zip(x[0].tolist(), y[0].tolist(), strict=True)]
+    ]
     (found,) = run(lambda fd, u: getattr(fd.ops, name)(u, 2), torch.arange(5, dtype=torch.int32))
     assert found.tolist() == [COMPARISONS[name](i, 2) for i in range(5)]
 
@@ -113,7 +122,11 @@ def test_extremes_keep_nan():
 
 @about("where")
 def test_where():
-    c, a, b = torch.tensor([[True], [False]]), torch.tensor([[1.0, 2.0], [3.0, NAN]]), torch.tensor([[NAN, 5.0]])
+    c, a, b = (
+        torch.tensor([[True], [False]]),
+        torch.tensor([[1.0, 2.0], [3.0, NAN]]),
+        torch.tensor([[NAN, 5.0]]),
+    )
     (found,) = run(lambda fd, *v: fd.ops.where(*v), c, a, b)
     assert str(found.tolist()) == "[[1.0, 2.0], [nan, 5.0]]"
     (found,) = run(lambda fd, c, a: fd.ops.where(c, 0.5, a), c, a.bfloat16())
@@ -124,15 +137,22 @@ def test_where():
 @about("cast")
 @pytest.mark.parametrize("to", ["f32", "bf16", "f16", "f8e4m3", "f64", "i32", "bool"])
 def test_cast(to):
-    x = torch.tensor([0.0, -0.0, 1.0, 1.00390625, 1.01171875, -3.3, 447.9, 1e-8, 2.0**-9])  # ties to even in bf16 among them
-    numpy = {"bf16": ml_dtypes.bfloat16, "f8e4m3": ml_dtypes.float8_e4m3fn, "f32": np.float32, "f16": np.float16, "f64": np.float64}
+    # ties to even in bf16 among them
+    x = torch.tensor([0.0, -0.0, 1.0, 1.00390625, 1.01171875, -3.3, 447.9, 1e-8, 2.0**-9])
+    numpy = {
+        "bf16": ml_dtypes.bfloat16,
+        "f8e4m3": ml_dtypes.float8_e4m3fn,
+        "f32": np.float32,
+        "f16": np.float16,
+        "f64": np.float64,
+    }
     want = x.numpy().astype(numpy.get(to, {"i32": np.int32, "bool": np.bool_}.get(to)))
     (found,) = run(lambda fd, v: fd.ops.cast(v, dtype=to), x)
     assert found.dtype == DTYPES[to]
     assert found.double().tolist() == want.astype(np.float64).tolist()
 
 
-# Shapes ---------------------------------------------------------------------------------------------------------------
+# Shapes -------------------------------------------------------------------------------------------
 
 X = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
 
@@ -143,17 +163,31 @@ X = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
     [
         (lambda fd, x: fd.ops.reshape(x, new_shape=(6, 4)), X.numpy().reshape(6, 4)),
         (lambda fd, x: fd.ops.permute(x, dims=(2, 0, 1)), X.numpy().transpose(2, 0, 1)),
-        (lambda fd, x: fd.ops.broadcast_in_dim(x, shape=(2, 5, 3, 4), broadcast_dims=(0, 2, 3)), np.stack([X.numpy()] * 5, 1)),
-        (lambda fd, x: fd.ops.slice(x, start_indices=(0, 1, 1), end_indices=(2, 3, 2)), X.numpy()[0:2, 1:3, 1:2]),
-        (lambda fd, x: fd.ops.pad(x, before=(0, 1, 0), after=(2, 0, 1), shape=(4, 4, 5)), np.pad(X.numpy(), ((0, 2), (1, 0), (0, 1)))),
+        (
+            lambda fd, x: fd.ops.broadcast_in_dim(x, shape=(2, 5, 3, 4), broadcast_dims=(0, 2, 3)),
+            np.stack([X.numpy()] * 5, 1),
+        ),
+        (
+            lambda fd, x: fd.ops.slice(x, start_indices=(0, 1, 1), end_indices=(2, 3, 2)),
+            X.numpy()[0:2, 1:3, 1:2],
+        ),
+        (
+            lambda fd, x: fd.ops.pad(x, before=(0, 1, 0), after=(2, 0, 1), shape=(4, 4, 5)),
+            np.pad(X.numpy(), ((0, 2), (1, 0), (0, 1))),
+        ),
         (lambda fd, x: fd.ops.cat(x, x, dim=1), np.concatenate([X.numpy()] * 2, 1)),
-        (lambda fd, x: fd.ops.full(shape=(2, 3), fill_value=-0.0, dtype="f32"), np.full((2, 3), -0.0, np.float32)),
+        (
+            lambda fd, x: fd.ops.full(shape=(2, 3), fill_value=-0.0, dtype="f32"),
+            np.full((2, 3), -0.0, np.float32),
+        ),
         (lambda fd, x: fd.ops.full(shape=(), fill_value=7, dtype="i64"), np.full((), 7)),
     ],
 )
 def test_shapes(build, expected):
     (found,) = run(build, X)
-    assert_same_bits([found], [torch.from_numpy(np.ascontiguousarray(expected)).reshape(expected.shape)])
+    assert_same_bits(
+        [found], [torch.from_numpy(np.ascontiguousarray(expected)).reshape(expected.shape)]
+    )
 
 
 @about("sum")
@@ -163,11 +197,14 @@ def test_sum(dims, keepdim, dtype):
     x = torch.randn(5, 6, 700, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
     (found,) = run(lambda fd, v: fd.ops.sum(v, dims=dims, keepdim=keepdim), x)
     want = x.double().numpy().sum(dims, keepdims=keepdim)
-    eps = {"f64": 1e-14, "f32": 1e-6, "bf16": 2.0**-8}[dtype]  # rounded once: adding up in bf16 would be off by far more
-    np.testing.assert_allclose(found.double().numpy(), want, rtol=eps, atol=100 * eps if dtype != "bf16" else 1e-3)
+    # rounded once: adding up in bf16 would be off by far more
+    eps = {"f64": 1e-14, "f32": 1e-6, "bf16": 2.0**-8}[dtype]
+    np.testing.assert_allclose(
+        found.double().numpy(), want, rtol=eps, atol=100 * eps if dtype != "bf16" else 1e-3
+    )
 
 
-# Rows -----------------------------------------------------------------------------------------------------------------
+# Rows ---------------------------------------------------------------------------------------------
 
 
 @about("ends", "partition")
@@ -192,7 +229,9 @@ def test_ends_may_be_of_rows_that_were_partitioned():
 
     def build(fd, x, ids):
         _, row_of, _ = fd.ops.route(ids, groups=fd.define_groups("g", 3))
-        return fd.ops.partition(x, fd.ops.ends(row_of, rows=x.type.shape[0], groups=fd.define_groups("h", 4)))
+        return fd.ops.partition(
+            x, fd.ops.ends(row_of, rows=x.type.shape[0], groups=fd.define_groups("h", 4))
+        )
 
     x = torch.randn(5, 2)
     (rows,) = run(build, x, torch.zeros(4, 1, dtype=torch.int64))
@@ -206,10 +245,15 @@ def test_problem_ends(partition: Partition, data):
     count, (n, k) = len(partition.sizes), (24, 32)
     starts = [sum(partition.sizes[:g]) for g in range(count)]
     padded = [sum(-(-m // 128) * 128 for m in partition.sizes[:g]) for g in range(count)]
-    parts = [torch.tensor(t, dtype=torch.int32) for t in (starts, [[m, n, k] for m in partition.sizes], padded)]
+    parts = [
+        torch.tensor(t, dtype=torch.int32)
+        for t in (starts, [[m, n, k] for m in partition.sizes], padded)
+    ]
 
     def build(fd, x, *of):
-        ends = fd.ops.problem_ends(*of, rows=partition.rows, groups=fd.define_groups("g", count), n=n, k=k)
+        ends = fd.ops.problem_ends(
+            *of, rows=partition.rows, groups=fd.define_groups("g", count), n=n, k=k
+        )
         return fd.ops.partition(x, ends), ends
 
     x = torch.zeros(partition.rows, 1)
@@ -223,10 +267,16 @@ def test_problem_ends(partition: Partition, data):
 @about("partition")
 def test_rows_are_partitioned_once():
     def build(fd, x, offs):
-        first, second = (fd.ops.ends(offs, rows=5, groups=fd.define_groups(name, 2)) for name in "gh")
+        first, second = (
+            fd.ops.ends(offs, rows=5, groups=fd.define_groups(name, 2)) for name in "gh"
+        )
         return fd.ops.partition(fd.ops.partition(x, first), second)
 
-    with pytest.raises(FusionError, match=r"rows of f32\[5/g, 2\] are already partitioned; expected plain rows, or rows partitioned by h"):
+    with pytest.raises(
+        FusionError,
+        match=r"rows of f32\[5/g, 2\] are already partitioned; "
+        r"expected plain rows, or rows partitioned by h",
+    ):
         run(build, torch.randn(5, 2), torch.tensor([1, 5], dtype=torch.int32))
 
 
@@ -234,7 +284,9 @@ def test_rows_are_partitioned_once():
 @given(partitions())
 def test_zero_rest(partition: Partition):
     def build(fd, x, offs):
-        ends = fd.ops.ends(offs, rows=partition.rows, groups=fd.define_groups("g", len(partition.sizes)))
+        ends = fd.ops.ends(
+            offs, rows=partition.rows, groups=fd.define_groups("g", len(partition.sizes))
+        )
         return fd.ops.zero_rest(fd.ops.partition(x, ends), ends)
 
     x = torch.randn(partition.rows, 3)
@@ -247,12 +299,18 @@ def test_zero_rest(partition: Partition):
 @about("route")
 @given(routings(), st.sampled_from((torch.int32, torch.int64)))
 def test_route(routing: Routing, dtype):
-    ends, row_of, slot_of = run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", routing.groups)), routing.ids.to(dtype))
+    ends, row_of, slot_of = run(
+        lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", routing.groups)),
+        routing.ids.to(dtype),
+    )
     slots = [(g, t, s) for t, ids in enumerate(routing.ids.tolist()) for s, g in enumerate(ids)]
     want = sorted(slots)  # by group, then token, then slot
     assert ends.tolist() == [sum(x <= g for x, *_ in slots) for g in range(routing.groups)]
     assert row_of.tolist() == [t for _, t, _ in want]
-    assert slot_of.tolist() == [[want.index((g, t, s)) for s, g in enumerate(ids)] for t, ids in enumerate(routing.ids.tolist())]
+    assert slot_of.tolist() == [
+        [want.index((g, t, s)) for s, g in enumerate(ids)]
+        for t, ids in enumerate(routing.ids.tolist())
+    ]
     assert {ends.dtype, row_of.dtype, slot_of.dtype} == {torch.int32}
 
 
@@ -260,17 +318,27 @@ def test_route(routing: Routing, dtype):
 def test_route_checks_ids():
     for bad in (-2, 3):
         with pytest.raises(GroupsError, match=r"ids\[1, 0\]"):
-            run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", 3)), torch.tensor([[0, 1], [bad, 2]]))
+            run(
+                lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", 3)),
+                torch.tensor([[0, 1], [bad, 2]]),
+            )
 
 
 @about("route")
-@given(routings(), st.integers(0, 9), st.integers(0, 9), st.sampled_from((torch.int32, torch.int64)))
+@given(
+    routings(), st.integers(0, 9), st.integers(0, 9), st.sampled_from((torch.int32, torch.int64))
+)
 def test_route_to_local_experts(routing: Routing, first, count, dtype):
     """As if all other ids were those of one more group, which has no end."""
     ids = (routing.ids - 1).to(dtype)
-    found = run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", count), first_expert=first), ids)
+    found = run(
+        lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", count), first_expert=first),
+        ids,
+    )
     local = torch.where((ids >= first) & (ids < first + count), ids - first, count)
-    ends, *sorted_slots = run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", count + 1)), local)
+    ends, *sorted_slots = run(
+        lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", count + 1)), local
+    )
     assert all(a.equal(b) for a, b in zip(found, (ends[:-1], *sorted_slots), strict=True))
     if first == 0 and (local == ids).logical_or(ids == -1).all():  # all are here
         everyone = run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", count)), ids)
@@ -283,11 +351,21 @@ def test_local_experts_of_ids_far_off():
     for dtype in torch.int32, torch.int64:
         limits = torch.iinfo(dtype)
         ids = torch.tensor([[limits.min, 2**31 - 2], [limits.max, 0]], dtype=dtype)
-        ends, _, slot_of = run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", 1), first_expert=2**31 - 2), ids)
+        ends, _, slot_of = run(
+            lambda fd, ids: fd.ops.route(
+                ids, groups=fd.define_groups("g", 1), first_expert=2**31 - 2
+            ),
+            ids,
+        )
         assert (ends.tolist(), slot_of.tolist()) == ([1], [[1, 0], [2, 3]])
     for bad in (-1, 2**31 - 1):
         with pytest.raises(ShapeError, match="first_expert"):
-            run(lambda fd, ids, bad=bad: fd.ops.route(ids, groups=fd.define_groups("g", 1), first_expert=bad), ids)
+            run(
+                lambda fd, ids, bad=bad: fd.ops.route(
+                    ids, groups=fd.define_groups("g", 1), first_expert=bad
+                ),
+                ids,
+            )
 
 
 @about("index_select")
@@ -300,7 +378,11 @@ def test_index_select(dim):
 
 @about("index_put_accumulate")
 def test_index_put_accumulate():
-    acc, at, rows = torch.randn(4, 2), torch.tensor([3, 0, 3, 3], dtype=torch.int32), torch.randn(4, 2)
+    acc, at, rows = (
+        torch.randn(4, 2),
+        torch.tensor([3, 0, 3, 3], dtype=torch.int32),
+        torch.randn(4, 2),
+    )
     want = acc.numpy().copy()
     np.add.at(want, at.numpy(), rows.numpy())  # in order
     (found,) = run(lambda fd, *v: fd.ops.index_put_accumulate(*v), acc, at, rows)
@@ -311,13 +393,19 @@ def test_index_put_accumulate():
 
 @about("invert")
 def test_invert():
-    (found,) = run(lambda fd, slots: fd.ops.invert(slots, rows=6), torch.tensor([[4, 0], [1, 5], [3, 2]], dtype=torch.int32))
+    (found,) = run(
+        lambda fd, slots: fd.ops.invert(slots, rows=6),
+        torch.tensor([[4, 0], [1, 5], [3, 2]], dtype=torch.int32),
+    )
     assert found.tolist() == [1, 2, 5, 4, 0, 3]
 
 
 def best_first(numbers):
     """Places of numbers in a list, the largest first, NaN before all, of equal ones the first."""
-    return sorted(range(len(numbers)), key=lambda e: (not np.isnan(numbers[e]), -numbers[e] if not np.isnan(numbers[e]) else 0, e))
+    return sorted(
+        range(len(numbers)),
+        key=lambda e: (not np.isnan(numbers[e]), -numbers[e] if not np.isnan(numbers[e]) else 0, e),
+    )
 
 
 MASKED = st.sampled_from((0.0, -0.0, 1.0, -2.5, float("inf"), float("-inf"), NAN))
@@ -331,16 +419,38 @@ def test_topk_ids(data):
     topk_group, best = data.draw(st.integers(1, n_group)), data.draw(st.integers(1, min(2, size)))
     k, with_bias = data.draw(st.integers(1, topk_group * size)), data.draw(st.booleans())
     numbers = st.one_of(MASKED, st.floats(-8, 8, width=16))
-    rows = data.draw(st.lists(st.lists(numbers, min_size=n_group * size, max_size=n_group * size), max_size=3))
-    bias = data.draw(st.lists(st.floats(-1, 1, width=16), min_size=n_group * size, max_size=n_group * size))
+    rows = data.draw(
+        st.lists(st.lists(numbers, min_size=n_group * size, max_size=n_group * size), max_size=3)
+    )
+    bias = data.draw(
+        st.lists(st.floats(-1, 1, width=16), min_size=n_group * size, max_size=n_group * size)
+    )
     logits, given_bias = torch.tensor(rows).view(-1, n_group * size), torch.tensor(bias)
-    how = {"k": k, "scoring": "sigmoid", "n_group": n_group, "topk_group": topk_group, "best_of_group": best}
-    (found,) = run(lambda fd, x, *b: fd.ops.topk_ids(x, *(b or [0]), **how), *([logits, given_bias] if with_bias else [logits]))
-    scores = logits.sigmoid() + given_bias if with_bias else logits.sigmoid() if n_group > 1 and best > 1 else logits
+    how = {
+        "k": k,
+        "scoring": "sigmoid",
+        "n_group": n_group,
+        "topk_group": topk_group,
+        "best_of_group": best,
+    }
+    (found,) = run(
+        lambda fd, x, *b: fd.ops.topk_ids(x, *(b or [0]), **how),
+        *([logits, given_bias] if with_bias else [logits]),
+    )
+    scores = (
+        logits.sigmoid() + given_bias
+        if with_bias
+        else logits.sigmoid()
+        if n_group > 1 and best > 1
+        else logits
+    )
     assert found.dtype == torch.int64
     for row, ids in zip(scores.tolist(), found.tolist(), strict=True):
         groups = [row[g * size : (g + 1) * size] for g in range(n_group)]
-        sums = [float(torch.tensor([group[e] for e in best_first(group)[:best]]).sum()) for group in groups]
+        sums = [
+            float(torch.tensor([group[e] for e in best_first(group)[:best]]).sum())
+            for group in groups
+        ]
         kept = best_first(sums)[:topk_group]
         assert ids == [e for e in best_first(row) if e // size in kept][:k]
 
@@ -348,29 +458,47 @@ def test_topk_ids(data):
 @about("topk_ids", "topk_weights")
 @pytest.mark.parametrize("k", [1, 3, 40])
 def test_routers_as_torch(k):
-    """With different scores, what torch.topk chooses; Mixtral's weights and gpt-oss', which are the softmax of chosen logits."""
+    """With different scores, what torch.topk chooses; Mixtral's weights and gpt-oss', which are the
+    softmax of chosen logits.
+    """
     logits = torch.randn(64, 40, generator=torch.Generator().manual_seed(0))
     (ids,) = run(lambda fd, x: fd.ops.topk_ids(x, 0, k=k), logits)
     values, want = logits.softmax(1).topk(k)
     assert ids.equal(want)
     (plain,) = run(lambda fd, x, ids: fd.ops.topk_weights(x, ids), logits, ids)
     assert plain.equal(values)
-    (renormalized,) = run(lambda fd, x, ids: fd.ops.topk_weights(x, ids, renormalize=True), logits, ids)
-    torch.testing.assert_close(renormalized, values / values.sum(1, keepdim=True), rtol=1e-6, atol=0)
+    (renormalized,) = run(
+        lambda fd, x, ids: fd.ops.topk_weights(x, ids, renormalize=True), logits, ids
+    )
+    torch.testing.assert_close(
+        renormalized, values / values.sum(1, keepdim=True), rtol=1e-6, atol=0
+    )
     assert renormalized.equal(logits.topk(k).values.softmax(1))
-    (sigmoids,) = run(lambda fd, x, ids: fd.ops.topk_weights(x, ids, scoring="sigmoid", renormalize=True), logits, ids)
+    (sigmoids,) = run(
+        lambda fd, x, ids: fd.ops.topk_weights(x, ids, scoring="sigmoid", renormalize=True),
+        logits,
+        ids,
+    )
     chosen = logits.sigmoid().gather(1, ids)
     torch.testing.assert_close(sigmoids, chosen / chosen.sum(1, keepdim=True), rtol=1e-6, atol=0)
 
 
 @about("topk_weights")
 def test_weights_of_masked_and_nan():
-    """-inf masks an expert, even with nothing else to choose; a row of NaN, or of -inf alone, has weights that are NaN."""
-    logits = torch.tensor([[-float("inf"), 0.0, -float("inf")], [0.0, NAN, 1.0], [-float("inf")] * 3])
+    """-inf masks an expert, even with nothing else to choose; a row of NaN, or of -inf alone, has
+    weights that are NaN.
+    """
+    logits = torch.tensor(
+        [[-float("inf"), 0.0, -float("inf")], [0.0, NAN, 1.0], [-float("inf")] * 3]
+    )
     (ids,) = run(lambda fd, x: fd.ops.topk_ids(x, 0, k=2), logits)
     assert ids.tolist() == [[1, 0], [1, 2], [0, 1]]
     for renormalize in False, True:
-        (w,) = run(lambda fd, x, ids, r=renormalize: fd.ops.topk_weights(x, ids, renormalize=r), logits, ids)
+        (w,) = run(
+            lambda fd, x, ids, r=renormalize: fd.ops.topk_weights(x, ids, renormalize=r),
+            logits,
+            ids,
+        )
         assert w[0].tolist() == [1, 0]
         assert w[1:].isnan().all()
 
@@ -382,7 +510,9 @@ def test_topk_weights_backward():
     (found,) = run(lambda fd, *v: fd.ops.topk_weights_backward(*v), logits, ids, dw)
     p = 1 / (1 + np.exp(-1.5))
     torch.testing.assert_close(found, torch.tensor([[3 * p * (1 - p), -3 * p * (1 - p)]]).float())
-    (alone,) = run(lambda fd, *v: fd.ops.topk_weights_backward(*v, renormalize=True), logits, ids, dw)
+    (alone,) = run(
+        lambda fd, *v: fd.ops.topk_weights_backward(*v, renormalize=True), logits, ids, dw
+    )
     assert alone.tolist() == [[0, 0]]
 
 
@@ -392,7 +522,10 @@ def test_combine_adds_slots_in_order(routing: Routing, dtype):
     """As a loop in float32 does: exactly."""
     (tokens, slots), generator = routing.ids.shape, torch.Generator().manual_seed(1)
     slot_of = torch.randperm(tokens * slots, generator=generator).view(tokens, slots).int()
-    y, w = torch.randn(tokens * slots, 3, generator=generator).to(DTYPES[dtype]), torch.randn(tokens, slots, generator=generator)
+    y, w = (
+        torch.randn(tokens * slots, 3, generator=generator).to(DTYPES[dtype]),
+        torch.randn(tokens, slots, generator=generator),
+    )
     (found,) = run(lambda fd, *v: fd.ops.combine(*v), y, slot_of, w)
     wide, want = y.float().numpy(), np.zeros((tokens, 3), np.float32)
     for t in range(tokens):
@@ -401,13 +534,15 @@ def test_combine_adds_slots_in_order(routing: Routing, dtype):
     assert found.tolist() == want.tolist()
 
 
-# Products -------------------------------------------------------------------------------------------------------------
+# Products -----------------------------------------------------------------------------------------
 
 
 def codes_of(q: Quantized) -> np.ndarray:
     """The floats that packed bytes stand for, as ml_dtypes reads them: float64 [..., N, K]."""
     packed = q.codes.numpy()
-    nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(
+        *packed.shape[:-1], 2 * packed.shape[-1]
+    )
     code = nibbles.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     block = q.block_scale.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     decode = q.decode_scale.numpy()
@@ -421,7 +556,9 @@ def weight(groups: int, n: int, k: int, runs: int = 0, seed: int = 0) -> Quantiz
     """Random bytes: every code and every positive scale occurs."""
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (groups, n, k // 2), generator=g, dtype=torch.uint8)
-    scale = torch.randint(0, 0x70, (groups, n, k // 16), generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.randint(0, 0x70, (groups, n, k // 16), generator=g, dtype=torch.uint8).view(
+        torch.float8_e4m3fn
+    )
     return Quantized(codes, scale, torch.rand(groups, *([runs] if runs else []), generator=g) + 0.5)
 
 
@@ -430,7 +567,9 @@ def packed(fd, *parts):
 
 
 def partitioned_rows(fd, partition, x, offs):
-    ends = fd.ops.ends(offs, rows=partition.rows, groups=fd.define_groups("g", len(partition.sizes)))
+    ends = fd.ops.ends(
+        offs, rows=partition.rows, groups=fd.define_groups("g", len(partition.sizes))
+    )
     return fd.ops.partition(x, ends), ends
 
 
@@ -439,12 +578,16 @@ def partitioned_rows(fd, partition, x, offs):
 def test_products_with_nvfp4_weights(partition: Partition, dtype, runs, transposed):
     n, k = 4, 32
     q = weight(len(partition.sizes), n, k, runs)
-    a = torch.randn(partition.rows, n if transposed else k, generator=torch.Generator().manual_seed(3)).to(DTYPES[dtype])
+    a = torch.randn(
+        partition.rows, n if transposed else k, generator=torch.Generator().manual_seed(3)
+    ).to(DTYPES[dtype])
     a[sum(partition.sizes) :] = NAN  # rows of no group are not read
 
     def build(fd, a, offs, *parts):
         rows, ends = partitioned_rows(fd, partition, a, offs)
-        return (fd.ops.grouped_mm_t if transposed else fd.ops.grouped_mm)(rows, packed(fd, *parts), ends)
+        return (fd.ops.grouped_mm_t if transposed else fd.ops.grouped_mm)(
+            rows, packed(fd, *parts), ends
+        )
 
     (found,) = run(build, a, partition.ends, *q)
     w, want = codes_of(q), np.zeros((partition.rows, k if transposed else n))
@@ -465,15 +608,23 @@ def test_how_a_weight_is_stored_changes_no_product(n, transposed):
     partition, k = Partition((3, 0, 4), 1), 48
     q = weight(3, n, k, 2)
     stored = loops.swizzled(q.block_scale, padding=0x7F)  # NaN
-    a = torch.randn(partition.rows, n if transposed else k, generator=torch.Generator().manual_seed(3))
+    a = torch.randn(
+        partition.rows, n if transposed else k, generator=torch.Generator().manual_seed(3)
+    )
 
     def build(fd, a, offs, codes, linear, swizzled, decode, turned):
         rows, ends = partitioned_rows(fd, partition, a, offs)
         kind = fd.ops.grouped_mm_t if transposed else fd.ops.grouped_mm
-        other = fd.ops.pack(turned, swizzled, decode, encoding="nvfp4", layout="sf128x4", transposed=True)
-        return kind(rows, packed(fd, codes, linear, decode), ends), kind(rows, other, ends, w_layout="sf128x4")
+        other = fd.ops.pack(
+            turned, swizzled, decode, encoding="nvfp4", layout="sf128x4", transposed=True
+        )
+        return kind(rows, packed(fd, codes, linear, decode), ends), kind(
+            rows, other, ends, w_layout="sf128x4"
+        )
 
-    want, found = run(build, a, partition.ends, q.codes, q.block_scale, stored, q.decode_scale, q.codes.mT)
+    want, found = run(
+        build, a, partition.ends, q.codes, q.block_scale, stored, q.decode_scale, q.codes.mT
+    )
     assert want.any()
     assert_same_bits([found], [want])
 
@@ -481,12 +632,29 @@ def test_how_a_weight_is_stored_changes_no_product(n, transposed):
 def test_a_product_says_how_its_weight_is_stored():
     def build(fd, a, offs, codes, scale, decode):
         rows, ends = partitioned_rows(fd, Partition((2, 3), 0), a, offs)
-        return fd.ops.grouped_mm(rows, fd.ops.pack(codes, scale, decode, encoding="nvfp4", layout="sf128x4"), ends)
+        return fd.ops.grouped_mm(
+            rows, fd.ops.pack(codes, scale, decode, encoding="nvfp4", layout="sf128x4"), ends
+        )
 
     q = weight(2, 6, 32)
-    with pytest.raises(ShapeError, match=r"w is nvfp4\[2, 6, 32\]@sf128x4; expected the layout linear; w_layout states it"):
-        run(build, torch.randn(5, 32), Partition((2, 3), 0).ends, q.codes, loops.swizzled(q.block_scale), q.decode_scale)
-    with pytest.raises(ShapeError, match=r"block_scale \[2, 6, 2\]; expected \[2, 128, 4\].* in the layout sf128x4"):
+    with pytest.raises(
+        ShapeError,
+        match=r"w is nvfp4\[2, 6, 32\]@sf128x4; expected the layout "
+        r"linear; w_layout states it",
+    ):
+        run(
+            build,
+            torch.randn(5, 32),
+            Partition((2, 3), 0).ends,
+            q.codes,
+            loops.swizzled(q.block_scale),
+            q.decode_scale,
+        )
+    with pytest.raises(
+        ShapeError,
+        match=r"block_scale \[2, 6, 2\]; expected \[2, 128, 4\].* in "
+        r"the layout sf128x4",
+    ):
         run(build, torch.randn(5, 32), Partition((2, 3), 0).ends, *q)
 
 
@@ -501,13 +669,25 @@ def test_products_of_small_integers_are_exact(partition: Partition):
     def build(fd, a, b, w, offs):
         a, ends = partitioned_rows(fd, partition, a, offs)
         b = fd.ops.partition(b, ends)
-        return fd.ops.grouped_mm(a, w, ends), fd.ops.grouped_mm_t(b, w, ends), fd.ops.grouped_outer(b, a, ends)
+        return (
+            fd.ops.grouped_mm(a, w, ends),
+            fd.ops.grouped_mm_t(b, w, ends),
+            fd.ops.grouped_outer(b, a, ends),
+        )
 
     y, da, dw = run(build, a, b, w, partition.ends)
-    want = np.zeros((partition.rows, 3)), np.zeros((partition.rows, 5)), np.zeros((len(partition.sizes), 3, 5))
+    want = (
+        np.zeros((partition.rows, 3)),
+        np.zeros((partition.rows, 5)),
+        np.zeros((len(partition.sizes), 3, 5)),
+    )
     a64, b64, w64 = a.double().numpy(), b.double().numpy(), w.double().numpy()
     for group, rows in partition.runs:
-        want[0][rows], want[1][rows], want[2][group] = a64[rows] @ w64[group].T, b64[rows] @ w64[group], b64[rows].T @ a64[rows]
+        want[0][rows], want[1][rows], want[2][group] = (
+            a64[rows] @ w64[group].T,
+            b64[rows] @ w64[group],
+            b64[rows].T @ a64[rows],
+        )
     for found, expected in zip((y, da, dw), want, strict=True):
         np.testing.assert_array_equal(found.double().numpy(), expected)
 
@@ -515,19 +695,33 @@ def test_products_of_small_integers_are_exact(partition: Partition):
 @about("grouped_mm", "grouped_mm_t", "grouped_outer", "group_sum", "combine")
 def test_sums_of_float64_are_float64():
     """Of numbers that float32 does not hold."""
-    x, w, offs = 1 + torch.rand(3, 4).double() * 1e-12, 1 + torch.rand(2, 5, 4).double() * 1e-12, torch.tensor([1, 3], dtype=torch.int32)
+    x, w, offs = (
+        1 + torch.rand(3, 4).double() * 1e-12,
+        1 + torch.rand(2, 5, 4).double() * 1e-12,
+        torch.tensor([1, 3], dtype=torch.int32),
+    )
     slots, ones = torch.tensor([[0, 2]], dtype=torch.int32), torch.ones(1, 2)
 
     def build(fd, x, w, offs, slots, ones):
         ends = fd.groups_of(offs, 3)
         rows = fd.ops.partition(x, ends)
         y = fd.ops.grouped_mm(rows, w, ends)
-        made = y, fd.ops.grouped_mm_t(y, w, ends), fd.ops.grouped_outer(rows, y, ends), fd.ops.group_sum(y, ends)
+        made = (
+            y,
+            fd.ops.grouped_mm_t(y, w, ends),
+            fd.ops.grouped_outer(rows, y, ends),
+            fd.ops.group_sum(y, ends),
+        )
         return *made, fd.ops.combine(y, slots, ones)
 
     found = run(build, x, w, offs, slots, ones)
     y = torch.cat([x[:1] @ w[0].T, x[1:] @ w[1].T])
-    want = y, torch.cat([y[:1] @ w[0], y[1:] @ w[1]]), torch.stack([x[:1].T @ y[:1], x[1:].T @ y[1:]]), torch.stack([y[0], y[1:].sum(0)])
+    want = (
+        y,
+        torch.cat([y[:1] @ w[0], y[1:] @ w[1]]),
+        torch.stack([x[:1].T @ y[:1], x[1:].T @ y[1:]]),
+        torch.stack([y[0], y[1:].sum(0)]),
+    )
     for a, b in zip(found, (*want, y[:1] + y[2:]), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-15, atol=0)
 
@@ -537,7 +731,9 @@ def test_sums_of_float64_are_float64():
 @given(partitions())
 def test_group_sum(dtype, partition: Partition):
     """Whatever is past the last end is not read."""
-    y = torch.randint(-4, 5, (partition.rows, 3), generator=torch.Generator().manual_seed(5)).to(dtype)
+    y = torch.randint(-4, 5, (partition.rows, 3), generator=torch.Generator().manual_seed(5)).to(
+        dtype
+    )
     y[sum(partition.sizes) :] = NAN
 
     def build(fd, y, offs):
@@ -564,7 +760,7 @@ def test_group_add(partition: Partition):
     assert found.tolist() == want.tolist()
 
 
-# Formats --------------------------------------------------------------------------------------------------------------
+# Formats ------------------------------------------------------------------------------------------
 
 
 @about("decode_scale", "quantize", "unpack", "pack")
@@ -578,19 +774,29 @@ def test_quantize(lead):
         return *fd.ops.unpack(fd.ops.quantize(x, scale, encoding="nvfp4")), scale
 
     codes, block_scale, decode_scale = run(build, x)
-    np.testing.assert_array_equal(decode_scale.numpy(), np.abs(x.numpy()).max((-2, -1)) / np.float32(2688))
+    np.testing.assert_array_equal(
+        decode_scale.numpy(), np.abs(x.numpy()).max((-2, -1)) / np.float32(2688)
+    )
     near = codes_of(Quantized(codes, block_scale, decode_scale))
     step = np.repeat(np.abs(x.numpy()).reshape(*lead, 4, 3, 16).max(-1), 16, -1) / 6
-    assert (np.abs(near - x.numpy()) <= 1.2 * step).all()  # half of the widest gap of codes, 2, and the rounding of the scale
+    # half of the widest gap of codes, 2, and the rounding of the scale
+    assert (np.abs(near - x.numpy()) <= 1.2 * step).all()
     assert (near[..., 0, :16] == 0).all()
 
 
 @about("dequantize")
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_dequantize(dtype):
-    """Codes times block scales times the decode scale, rounded once; along rows of groups: test_eight_bits.py."""
+    """Codes times block scales times the decode scale, rounded once; along rows of groups:
+    test_eight_bits.py.
+    """
     q = quantize(torch.randn(3, 4, 48, generator=torch.Generator().manual_seed(0)))
-    found = run(lambda fd, *q: fd.ops.dequantize(fd.ops.pack(*q, encoding="nvfp4", layout="linear"), dtype=dtype), *q)[0]
+    found = run(
+        lambda fd, *q: fd.ops.dequantize(
+            fd.ops.pack(*q, encoding="nvfp4", layout="linear"), dtype=dtype
+        ),
+        *q,
+    )[0]
     assert torch.equal(found, torch.from_numpy(codes_of(q)).to(DTYPES[dtype]))
 
 
@@ -599,7 +805,14 @@ def test_quantize_looks_for_what_is_not_finite():
     x = torch.zeros(2, 16)
     x[1, 3] = NAN
     with pytest.raises(NonFiniteError, match=r"1 NaN and 0 infinite.*\(1, 3\)"):
-        run(lambda fd, x: fd.ops.unpack(fd.ops.quantize(x, fd.ops.full(shape=(), fill_value=1.0, dtype="f32"), encoding="nvfp4")), x)
+        run(
+            lambda fd, x: fd.ops.unpack(
+                fd.ops.quantize(
+                    x, fd.ops.full(shape=(), fill_value=1.0, dtype="f32"), encoding="nvfp4"
+                )
+            ),
+            x,
+        )
 
 
 def swizzled(scale: np.ndarray) -> np.ndarray:
@@ -608,14 +821,18 @@ def swizzled(scale: np.ndarray) -> np.ndarray:
     out = np.zeros(rows * cols, scale.dtype)
     for r in range(scale.shape[0]):
         for j in range(scale.shape[1]):
-            out[r // 128 * 128 * cols + j // 4 * 512 + r % 32 * 16 + r % 128 // 32 * 4 + j % 4] = scale[r, j]
+            out[r // 128 * 128 * cols + j // 4 * 512 + r % 32 * 16 + r % 128 // 32 * 4 + j % 4] = (
+                scale[r, j]
+            )
     return out.reshape(rows, cols)
 
 
 @about("grouped_swizzle")
 @given(partitions())
 def test_grouped_swizzle(partition: Partition):
-    scale = torch.randint(0, 127, (partition.rows, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    scale = torch.randint(
+        0, 127, (partition.rows, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2)
+    )
 
     def build(fd, x, offs):
         rows, ends = partitioned_rows(fd, partition, x, offs)
@@ -631,13 +848,21 @@ def test_grouped_swizzle(partition: Partition):
 @about("relayout", "grouped_mm")
 @given(partitions())
 def test_relayout_changes_no_product(partition: Partition):
-    """Also where the swizzled scales have as many rows as there are: one group of a multiple of 128."""
+    """Also where the swizzled scales have as many rows as there are: one group of a multiple of
+    128.
+    """
     a, q = weight(1, partition.rows, 64, seed=7), weight(len(partition.sizes), 4, 64)
 
     def build(fd, codes, scale, decode, offs, *parts):
         groups = fd.define_groups("g", len(partition.sizes))
         ends = fd.ops.ends(offs, rows=partition.rows, groups=groups)
-        a = fd.ops.pack(fd.ops.partition(codes, ends), fd.ops.partition(scale, ends), decode, encoding="nvfp4", layout="linear")
+        a = fd.ops.pack(
+            fd.ops.partition(codes, ends),
+            fd.ops.partition(scale, ends),
+            decode,
+            encoding="nvfp4",
+            layout="linear",
+        )
         moved = fd.ops.relayout(a, ends, layout="sf128x4")
         w = packed(fd, *parts)
         return fd.ops.grouped_mm(a, w, ends), fd.ops.grouped_mm(moved, w, ends, a_layout="sf128x4")
@@ -647,7 +872,9 @@ def test_relayout_changes_no_product(partition: Partition):
     want, rows_of_a, w = np.zeros((partition.rows, 4)), codes_of(a)[0], codes_of(q)
     for g, rows in partition.runs:
         want[rows] = rows_of_a[rows] @ w[g].T
-    np.testing.assert_allclose(plain.double().numpy(), want, rtol=1e-4, atol=1e-3 * max(1, np.abs(want).max(initial=0)))
+    np.testing.assert_allclose(
+        plain.double().numpy(), want, rtol=1e-4, atol=1e-3 * max(1, np.abs(want).max(initial=0))
+    )
 
 
 @about("relayout")

@@ -1,4 +1,6 @@
-"""Outputs that wait: the program now and those later give what the whole gives, each operation that takes time in one of them."""
+"""Outputs that wait: the program now and those later give what the whole gives, each operation that
+takes time in one of them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ def layers() -> Fusion:
     """x [s0, K] through two layers with something elementwise between them, and their weights."""
     fd = FusionDefinition()
     x = fd.define_tensor(shape=[-1, K], dtype="f32")
-    up, down = fd.define_tensor(shape=[G, N, K], dtype="f32"), fd.define_tensor(shape=[G, K, N], dtype="f32")
+    up, down = (
+        fd.define_tensor(shape=[G, N, K], dtype="f32"),
+        fd.define_tensor(shape=[G, K, N], dtype="f32"),
+    )
     ends = fd.groups_of(fd.define_tensor(shape=[G], dtype="i32"), x.type.shape[0])
     inner = fd.ops.tanh(fd.ops.grouped_mm(fd.ops.partition(x, ends), up, ends))
     fd.add_output(fd.ops.grouped_mm(inner, down, ends))
@@ -47,8 +52,15 @@ def test_gradients_of_weights(wrt):
         made = evaluate(now, *inputs) if now.outputs else ()
         found = dict(zip([i for i in range(len(wrt)) if i not in places], made, strict=False))
         for place, one in zip(places, later, strict=True):
-            (found[place],) = evaluate(parse(one.program), *([*inputs, *made][i] for i in one.reads))
+            (found[place],) = evaluate(
+                parse(one.program), *([*inputs, *made][i] for i in one.reads)
+            )
         assert_same_bits([found[i] for i in range(len(wrt))], want)
-        kinds = sorted(op.kind.name for f in (now, *(parse(one.program) for one in later)) for op in f.ops if op.kind.name not in FREE)
+        kinds = sorted(
+            op.kind.name
+            for f in (now, *(parse(one.program) for one in later))
+            for op in f.ops
+            if op.kind.name not in FREE
+        )
         if len(places) < 2:
             assert kinds == sorted(op.kind.name for op in whole.ops if op.kind.name not in FREE)

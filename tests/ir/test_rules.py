@@ -1,4 +1,6 @@
-"""Type rules of pointwise operations accept what the reference computes, and nothing else: every kind, dtype and number."""
+"""Type rules of pointwise operations accept what the reference computes, and nothing else: every
+kind, dtype and number.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ MASKS_ALONE = ("logical_and", "logical_or", "logical_not")  # torch's look at wh
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in (*FLOATS_ALONE, *MASKS_ALONE)])
 def test_what_torch_computes_in_one_dtype_is_accepted(name):
     """Without promotion: of tensors of one dtype, to that dtype or to a mask."""
-    for dtype in [d for d in DTYPES if d not in STORED]:  # that is stored, and computed with in none
+    # that is stored, and computed with in none
+    for dtype in [d for d in DTYPES if d not in STORED]:
         operands = next(o for o in operands_of(name) if o[-1] == dtype)
         try:
             found = reference(name, operands)
@@ -76,8 +79,13 @@ def test_numbers_are_rounded_to_the_dtype_of_the_tensors(name, dtype):
     x = torch.tensor([0, 1, 0.1, 2, 5]).to(DTYPES[dtype])
     for number in (*NUMBERS, 0.1, 1 + 2**-12, 1e38):
         if rule(name, [dtype, number]) is not None:
-            filled = torch.full((), number, dtype=torch.float64 if isinstance(number, float) else torch.int64).to(DTYPES[dtype])
-            (found,), (want,) = KINDS[name].evaluate(x, number), KINDS[name].evaluate(x, filled.expand(5))
+            filled = torch.full(
+                (), number, dtype=torch.float64 if isinstance(number, float) else torch.int64
+            ).to(DTYPES[dtype])
+            (found,), (want,) = (
+                KINDS[name].evaluate(x, number),
+                KINDS[name].evaluate(x, filled.expand(5)),
+            )
             torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
 
 

@@ -14,7 +14,9 @@ ENV = st.fixed_dictionaries({n: st.integers(0, 200) for n in NAMES})
 
 
 def _node(parts):
-    return st.tuples(st.sampled_from(("add", "sub", "mul")), parts, parts) | st.tuples(st.just("ceildiv"), parts, st.integers(1, 130))
+    return st.tuples(st.sampled_from(("add", "sub", "mul")), parts, parts) | st.tuples(
+        st.just("ceildiv"), parts, st.integers(1, 130)
+    )
 
 
 TREES = st.recursive(st.sampled_from(NAMES) | st.integers(-5, 40), _node, max_leaves=8)
@@ -24,7 +26,11 @@ def as_size(tree):
     """The tree as a size."""
     if isinstance(tree, tuple):
         name, a, b = tree
-        return ceildiv(as_size(a), b) if name == "ceildiv" else getattr(operator, name)(as_size(a), as_size(b))
+        return (
+            ceildiv(as_size(a), b)
+            if name == "ceildiv"
+            else getattr(operator, name)(as_size(a), as_size(b))
+        )
     return symbol(tree) if isinstance(tree, str) else tree
 
 
@@ -32,7 +38,11 @@ def as_int(tree, env):
     """The tree as Python's integers compute it."""
     if isinstance(tree, tuple):
         name, a, b = tree
-        return -(-as_int(a, env) // b) if name == "ceildiv" else getattr(operator, name)(as_int(a, env), as_int(b, env))
+        return (
+            -(-as_int(a, env) // b)
+            if name == "ceildiv"
+            else getattr(operator, name)(as_int(a, env), as_int(b, env))
+        )
     return env[tree] if isinstance(tree, str) else tree
 
 

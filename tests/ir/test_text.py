@@ -35,8 +35,13 @@ def everything():
     ends = fd.define_tensor(shape=[4], dtype="i32", ends=g)
     state = fd.define_tensor(shape=[m, 64], dtype="f32", role="state")
     padded = fd.define_tensor(shape=[m / g % 128, 4], dtype="f8e4m3", layout="sf128x4")
-    odd = fd.define_tensor(shape=[(m + 1) / fd.define_groups("h", 2), ceildiv(m, 4)], dtype="f32", role="weight")
-    parts = [fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in (([4, 8, 32], "u8"), ([4, 8, 4], "f8e4m3"), ([4, 2], "f32"))]
+    odd = fd.define_tensor(
+        shape=[(m + 1) / fd.define_groups("h", 2), ceildiv(m, 4)], dtype="f32", role="weight"
+    )
+    parts = [
+        fd.define_tensor(shape=s, dtype=d, role="weight")
+        for s, d in (([4, 8, 32], "u8"), ([4, 8, 4], "f8e4m3"), ([4, 2], "f32"))
+    ]
     y = fd.ops.grouped_mm(x, fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends)
     low = fd.ops.maximum(fd.ops.minimum(y, float("inf")), -7.5)
     wide = fd.ops.cast(x, dtype="f32")
@@ -76,7 +81,9 @@ def test_names_do_not_show():
         y = fd.ops.exp(x)
         fd.add_output(y)
         fusion = fd.fusion()
-        return type(fusion)(fusion.inputs, fusion.ops[dead:], fusion.outputs, fusion.roles, fusion.aliases)
+        return type(fusion)(
+            fusion.inputs, fusion.ops[dead:], fusion.outputs, fusion.roles, fusion.aliases
+        )
 
     assert text(build(0)) == text(build(3))
 
@@ -91,18 +98,24 @@ NOT_DATA = {
     "import": "import os",
     "two functions": "def fusion(fd):\n    pass\ndef other(fd):\n    pass",
     "another name": GOOD.replace("fusion(fd)", "other(fd)", 1).format("exp(i0)"),
-    "a default that is a call": GOOD.replace("fusion(fd)", "fusion(fd, x=print('ran'))", 1).format("exp(i0)"),
+    "a default that is a call": GOOD.replace("fusion(fd)", "fusion(fd, x=print('ran'))", 1).format(
+        "exp(i0)"
+    ),
     "a decorator": "@print\n" + GOOD.format("exp(i0)"),
     "an import inside": GOOD.format("exp(i0)") + "\n    import os",
     "a call of something else": GOOD.format("exp(i0)") + "\n    print('ran')",
-    "a call of something else's method": GOOD.format("exp(i0)") + "\n    __import__('os').system('echo ran')",
+    "a call of something else's method": GOOD.format("exp(i0)")
+    + "\n    __import__('os').system('echo ran')",
     "attribute access": GOOD.format("exp(i0)").replace("[m, 4]", "[m.terms, 4]"),
     "a private attribute of fd": GOOD.format("exp(i0)") + "\n    fd._new_name('x')",
     "a method of the operations that is none of them": GOOD.format("__init__(i0)"),
     "another private method": GOOD.format("__setattr__('_fd', i0)"),
-    "a method of fd that the text never calls": GOOD.format("exp(i0)") + "\n    fd.inline(i0, [], [])",
+    "a method of fd that the text never calls": GOOD.format("exp(i0)")
+    + "\n    fd.inline(i0, [], [])",
     "an argument that calls": GOOD.format("exp(print('ran'))"),
-    "an argument that is a comprehension": GOOD.format("sum(i0, dims=[print('ran') for i in [1]], keepdim=True)"),
+    "an argument that is a comprehension": GOOD.format(
+        "sum(i0, dims=[print('ran') for i in [1]], keepdim=True)"
+    ),
     "a lambda": GOOD.format("exp((lambda: i0)())"),
     "a subscript": GOOD.format("exp([i0][0])"),
     "an f-string": GOOD.format("cast(i0, dtype=f'{i0}')"),
@@ -118,25 +131,38 @@ NOT_DATA = {
     "a loop": "def fusion(fd):\n    for i in [1]:\n        fd.add_output(i)",
     "a type error": GOOD.format("pack(i0)"),
     "a size of text": GOOD.format("exp(i0)").replace("[m, 4]", "[m / 4, 4]"),
-    "a missing argument": GOOD.format("exp(i0)").replace("dtype=\"f32\"", ""),
+    "a missing argument": GOOD.format("exp(i0)").replace('dtype="f32"', ""),
     "not python": "def fusion(fd:",
     "null bytes": "def fusion(fd):\0",
     "nothing": "",
     "an output that is no value": GOOD.format("exp(i0)").replace("add_output(t0)", "add_output(1)"),
-    "an input that is written by another type": GOOD.format("cast(i0, 'bf16')").replace("add_output(t0)", "add_output(t0, alias_input=i0)"),
-    "one partition twice": "def fusion(fd):\n    g = fd.define_groups('g', 2)\n    i0 = fd.define_tensor(shape=[2], dtype='i32')\n"
-    "    t0 = fd.ops.ends(i0, rows=4, groups=g)\n    t1 = fd.ops.ends(t0, rows=4, groups=g)\n    fd.add_output(t1)\n"
-    "    i1 = fd.define_tensor(shape=[3, 2], dtype='i64')\n    t2, t3, t4 = fd.ops.route(i1, groups=g)\n    fd.add_output(t2)",
+    "an input that is written by another type": GOOD.format("cast(i0, 'bf16')").replace(
+        "add_output(t0)", "add_output(t0, alias_input=i0)"
+    ),
+    "one partition twice": "def fusion(fd):\n    g = fd.define_groups('g', 2)\n    i0 = "
+    "fd.define_tensor(shape=[2], dtype='i32')\n"
+    "    t0 = fd.ops.ends(i0, rows=4, groups=g)\n    t1 = fd.ops.ends(t0, rows=4, groups=g)\n    "
+    "fd.add_output(t1)\n"
+    "    i1 = fd.define_tensor(shape=[3, 2], dtype='i64')\n    t2, t3, t4 = fd.ops.route(i1, "
+    "groups=g)\n    fd.add_output(t2)",
     "an operand too deep": GOOD.format("add(i0, " + "-" * 500 + "1)"),
-    "a size too deep": GOOD.format("exp(i0)").replace("[m, 4]", "[" + "+".join(["m"] * 500) + ", 4]"),
-    "a polynomial of many terms": GOOD.format("exp(i0)").replace("[m, 4]", "[" + "*".join(["(m + 1)"] * 300) + ", 4]"),
-    "a polynomial of many symbols": "def fusion(fd):\n" + "".join(f"    s{i} = fd.define_size('s{i}')\n" for i in range(24))
-    + f"    i0 = fd.define_tensor(shape=[{'*'.join(f'(s{i} + 1)' for i in range(24))}], dtype='f32')\n    fd.add_output(i0)",
+    "a size too deep": GOOD.format("exp(i0)").replace(
+        "[m, 4]", "[" + "+".join(["m"] * 500) + ", 4]"
+    ),
+    "a polynomial of many terms": GOOD.format("exp(i0)").replace(
+        "[m, 4]", "[" + "*".join(["(m + 1)"] * 300) + ", 4]"
+    ),
+    "a polynomial of many symbols": "def fusion(fd):\n"
+    + "".join(f"    s{i} = fd.define_size('s{i}')\n" for i in range(24))
+    + f"    i0 = fd.define_tensor(shape=[{'*'.join(f'(s{i} + 1)' for i in range(24))}], "
+    "dtype='f32')\n    fd.add_output(i0)",
     "an operand of 84 bits": GOOD.format("add(i0, 10000000000000000000000000)"),
-    "a size of 84 bits": GOOD.format("exp(i0)").replace("[m, 4]", "[10000000000000000000000000, 4]"),
+    "a size of 84 bits": GOOD.format("exp(i0)").replace(
+        "[m, 4]", "[10000000000000000000000000, 4]"
+    ),
     "a negative size": GOOD.format("exp(i0)").replace("[m, 4]", "[-1 * m - 1, 4]"),
     "too deep": "def fusion(fd):\n    fd.add_output(" + "(" * 5000 + ")" * 5000 + ")",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", NOT_DATA)
@@ -190,8 +216,16 @@ def test_the_good_text_of_these_cases_is_parsed():
 
 def test_the_same_text_in_another_process(tmp_path):
     """Texts are keys of caches: no hash order, no address, no counter of the process may show."""
-    script = "import sys; sys.path[:0] = sys.argv[1:]\nimport test_text\nprint(test_text.text(test_text.everything()))"
+    script = (
+        "import sys; sys.path[:0] = sys.argv[1:]\nimport "
+        "test_text\nprint(test_text.text(test_text.everything()))"
+    )
     (tmp_path / "script.py").write_text(script)
     path = [p for p in sys.path if p]
-    done = subprocess.run([sys.executable, str(tmp_path / "script.py"), *path], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), *path],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.rstrip() == text(everything())

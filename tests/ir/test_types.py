@@ -43,7 +43,10 @@ def test_sizes_of_dimensions():
     assert dim_value(M / GROUPS % 128, env) == bound(300, 16, 128)
     assert plain(M / GROUPS % 128) == M == Rows(M, GROUPS).total
     assert storage_shape(TensorType((4, M, 64), "nvfp4"), env) == (4, 300, 32)
-    assert storage_shape(TensorType((M / GROUPS % 128, 5), "f8e4m3", "sf128x4"), env) == (bound(300, 16, 128), 8)
+    assert storage_shape(TensorType((M / GROUPS % 128, 5), "f8e4m3", "sf128x4"), env) == (
+        bound(300, 16, 128),
+        8,
+    )
     assert list(TensorType((M / Groups("h", symbol("n")), 3), "f32").symbols()) == ["m", "n"]
 
 
@@ -63,7 +66,9 @@ def test_inputs_that_no_tensor_is(arguments, error):
         FusionDefinition().define_tensor(**arguments)
 
 
-@pytest.mark.parametrize("name", ["t0", "i17", "fd", "nan", "ceildiv", "a b", "", "lambda", "x = 1", "1"])
+@pytest.mark.parametrize(
+    "name", ["t0", "i17", "fd", "nan", "ceildiv", "a b", "", "lambda", "x = 1", "1"]
+)
 def test_names_that_a_text_cannot_use(name):
     with pytest.raises(FusionError, match="name"):
         FusionDefinition().define_size(name)

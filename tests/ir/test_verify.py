@@ -48,7 +48,11 @@ def broken(fusion):
         "operations in another order": replace(fusion, ops=(*fusion.ops[:2], neg, mm)),
         "made twice": replace(fusion, ops=(*fusion.ops, neg)),
         "partition made twice": replace(
-            fusion, ops=(*fusion.ops, replace(fusion.ops[0], outputs=tuple(replace(v) for v in fusion.ops[0].outputs)))
+            fusion,
+            ops=(
+                *fusion.ops,
+                replace(fusion.ops[0], outputs=tuple(replace(v) for v in fusion.ops[0].outputs)),
+            ),
         ),
         "output never made": replace(fusion, outputs=(other,)),
         "alias of another type": replace(fusion, aliases={0: fusion.inputs[2]}),
@@ -82,7 +86,10 @@ def test_the_ends_of_another_partition(golden):
     w = fd.define_tensor(shape=[4, 8, 32], dtype="f32")
     bias = fd.define_tensor(shape=[4, 32], dtype="f32")
     scale = fd.define_tensor(shape=[m, 2], dtype="f8e4m3")
-    right, wrong = (fd.define_tensor(shape=[4], dtype="i32", ends=fd.define_groups(name, 4)) for name in ("g", "h"))
+    right, wrong = (
+        fd.define_tensor(shape=[4], dtype="i32", ends=fd.define_groups(name, 4))
+        for name in ("g", "h")
+    )
     rows, other = fd.ops.partition(x, right), fd.ops.partition(y, right)
     plain = fd.define_tensor(shape=[4], dtype="i32")
     calls = {
@@ -91,7 +98,9 @@ def test_the_ends_of_another_partition(golden):
         "grouped_outer": lambda ends: fd.ops.grouped_outer(other, rows, ends),
         "group_add": lambda ends: fd.ops.group_add(rows, bias, ends),
         "group_sum": lambda ends: fd.ops.group_sum(rows, ends),
-        "grouped_swizzle": lambda ends: fd.ops.grouped_swizzle(fd.ops.partition(scale, right), ends, layout="sf128x4"),
+        "grouped_swizzle": lambda ends: fd.ops.grouped_swizzle(
+            fd.ops.partition(scale, right), ends, layout="sf128x4"
+        ),
         "plain rows": lambda ends: fd.ops.grouped_mm(x if ends is wrong else rows, w, right),
         "two partitions in one sum": lambda ends: fd.ops.add(rows, fd.ops.partition(x, ends)),
     }
@@ -134,7 +143,9 @@ def test_groups_and_sizes_must_agree(golden):
         lambda: fd.ops.ends(tensor(5, dtype="i32"), rows=m, groups=g),
         lambda: fd.ops.partition(x, tensor(4, dtype="i32")),
         lambda: fd.ops.route(x, groups=g),
-        lambda: fd.ops.pack(codes, tensor(4, 8, 3, dtype="f8e4m3"), tensor(4), encoding="nvfp4", layout="linear"),
+        lambda: fd.ops.pack(
+            codes, tensor(4, 8, 3, dtype="f8e4m3"), tensor(4), encoding="nvfp4", layout="linear"
+        ),
         lambda: fd.ops.pack(codes, scale, tensor(4, 3), encoding="nvfp4", layout="linear"),
         lambda: fd.ops.pack(codes, scale, tensor(8), encoding="nvfp4", layout="linear"),
         lambda: fd.ops.pack(codes, scale, tensor(4), encoding="nvfp5", layout="linear"),
@@ -185,7 +196,9 @@ def test_groups_and_sizes_must_agree(golden):
         lambda: fd.ops.topk_ids(x, 0, k=17, n_group=4, topk_group=2),
         lambda: fd.ops.topk_weights(x, tensor(m, 2)),
         lambda: fd.ops.topk_weights(x, tensor(3, 2, dtype="i32")),
-        lambda: fd.ops.topk_weights(x, tensor(m, 2, dtype="i32"), routed_scaling_factor=float("nan")),
+        lambda: fd.ops.topk_weights(
+            x, tensor(m, 2, dtype="i32"), routed_scaling_factor=float("nan")
+        ),
         lambda: fd.ops.topk_weights_backward(x, tensor(m, 2, dtype="i32"), tensor(m, 3)),
         lambda: fd.ops.combine(x, tensor(3, 2, dtype="i32"), tensor(3, 3)),
         lambda: fd.ops.exp(x, x),
@@ -234,7 +247,11 @@ def test_ends_as_inputs_are_checked():
     fd = FusionDefinition()
     ends = fd.define_tensor(shape=[2], dtype="i32", ends=fd.define_groups("g", 2))
     x = fd.define_tensor(shape=[-1, 3], dtype="f32")
-    fd.add_output(fd.ops.group_add(fd.ops.partition(x, ends), fd.define_tensor(shape=[2, 3], dtype="f32"), ends))
+    fd.add_output(
+        fd.ops.group_add(
+            fd.ops.partition(x, ends), fd.define_tensor(shape=[2, 3], dtype="f32"), ends
+        )
+    )
     rest = torch.zeros(4, 3), torch.zeros(2, 3)
     evaluate(fd.fusion(), torch.tensor([1, 4], dtype=torch.int32), *rest)
     with pytest.raises(GroupsError, match=r"i0\[1\] = 5 is past the 4 rows"):

@@ -1,4 +1,6 @@
-"""What verifies evaluates, to its type: programs of one operation, of every kind and of operands in every dtype and encoding."""
+"""What verifies evaluates, to its type: programs of one operation, of every kind and of operands in
+every dtype and encoding.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +33,41 @@ def parts():
     """pack: the parts of each encoding, as each layout stores them."""
     for encoding, layout, transposed in product(ENCODINGS.values(), LAYOUTS.values(), TRUTH):
         elements, *scales = (part_shape(encoding, p, (2, 128, 128)) for p in encoding.parts)
-        stored = [layout.storage_shape(s) if len(s) > 1 and isinstance(layout, SF128x4) else s for s in scales]
+        stored = [
+            layout.storage_shape(s) if len(s) > 1 and isinstance(layout, SF128x4) else s
+            for s in scales
+        ]
         elements = (2, *reversed(elements[1:])) if transposed else elements
-        yield [elements, *stored], [{"encoding": encoding.name, "layout": layout.name, "transposed": transposed}]
+        yield (
+            [elements, *stored],
+            [{"encoding": encoding.name, "layout": layout.name, "transposed": transposed}],
+        )
 
 
 NUMBERS = (0, 1, -1, 300, 0.5, True, 1e30, math.inf, math.nan)
 TWO = [[X, X], [ROWS, ROWS], *([X, n] for n in NUMBERS), *([n, X] for n in NUMBERS)]
 POINTWISE = [([X], [{}]), ([ROWS], [{}])], [(operands, [{}]) for operands in TWO]
 FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
-    **{kind.name: POINTWISE[(kind.signature.operands or 1) - 1] for kind in KINDS.values() if (kind.signature.operands or 3) < 3},
+    **{
+        kind.name: POINTWISE[(kind.signature.operands or 1) - 1]
+        for kind in KINDS.values()
+        if (kind.signature.operands or 3) < 3
+    },
     "cast": [([x], each("dtype", DTYPES)) for x in (X, ROWS, ENDS)],
     "where": [([X, *pair], [{}]) for pair in TWO],
     "reshape": [([X], [{"new_shape": (64, 16)}]), ([ENDS], [{"new_shape": (2, 1)}])],
     "permute": [([X], [{"dims": (1, 0)}]), ([ROWS], [{"dims": (1, 0)}])],
     "broadcast_in_dim": [([COLUMN], [{"shape": (2, 32, 4), "broadcast_dims": (1, 2)}])],
-    "slice": [([X], [{"start_indices": (1, 2), "end_indices": (3, 16)}]), ([ENDS], [{"start_indices": (1,), "end_indices": (2,)}])],
+    "slice": [
+        ([X], [{"start_indices": (1, 2), "end_indices": (3, 16)}]),
+        ([ENDS], [{"start_indices": (1,), "end_indices": (2,)}]),
+    ],
     "pad": [([X], [{"before": (1, 0), "after": (0, 2), "shape": (33, 34)}])],
-    "cat": [([X], each("dim", (0, 1))), ([X, X], each("dim", (0, 1))), ([ENDS, VECTOR], each("dim", (0,)))],
+    "cat": [
+        ([X], each("dim", (0, 1))),
+        ([X, X], each("dim", (0, 1))),
+        ([ENDS, VECTOR], each("dim", (0,))),
+    ],
     "full": [([], each("fill_value", NUMBERS, shape=(2, 3), dtype=dtype)) for dtype in DTYPES],
     "sum": [([X], each("keepdim", TRUTH, dims=(0,)))],
     "ends": [([(2,)], [{"rows": 32, "groups": 2}])],
@@ -60,20 +79,40 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
     "index_put_accumulate": [([X, VECTOR, X], [{}]), ([VECTOR, VECTOR, VECTOR], [{}])],
     "invert": [([SLOTS], [{"rows": 32}])],
     "combine": [([X, SLOTS, SLOTS], [{}])],
-    "topk_ids": [([X, VECTOR], each("scoring", ROUTING, k=2)), ([X, 0], each("n_group", (1, 4), k=2, topk_group=1))],
-    "topk_weights": [([X, (32, 2)], each("dtype", (None, *DTYPES), scoring=s, renormalize=r)) for s, r in product(ROUTING, TRUTH)],
+    "topk_ids": [
+        ([X, VECTOR], each("scoring", ROUTING, k=2)),
+        ([X, 0], each("n_group", (1, 4), k=2, topk_group=1)),
+    ],
+    "topk_weights": [
+        ([X, (32, 2)], each("dtype", (None, *DTYPES), scoring=s, renormalize=r))
+        for s, r in product(ROUTING, TRUTH)
+    ],
     "topk_weights_backward": [([X, (32, 2), (32, 2)], [{}])],
     "pack": list(parts()),
     "unpack": [([x], [{}]) for x in (X, ROWS, MATRICES)],
     "decode_scale": [([x], each("encoding", ENCODINGS)) for x in (X, ROWS, MATRICES)],
     "quantize": [
         (operands, each("encoding", ENCODINGS))
-        for operands in ([X], [X, ()], [ROWS], [ROWS, ()], [ROWS, ENDS], [MATRICES], [MATRICES, (2,)], [MATRICES, (2, 4)])
+        for operands in (
+            [X],
+            [X, ()],
+            [ROWS],
+            [ROWS, ()],
+            [ROWS, ENDS],
+            [MATRICES],
+            [MATRICES, (2,)],
+            [MATRICES, (2, 4)],
+        )
     ],
-    "dequantize": [(operands, each("dtype", DTYPES)) for operands in ([X], [ROWS], [ROWS, ENDS], [MATRICES])],
+    "dequantize": [
+        (operands, each("dtype", DTYPES)) for operands in ([X], [ROWS], [ROWS, ENDS], [MATRICES])
+    ],
     "grouped_swizzle": [([ROWS, ENDS], each("layout", LAYOUTS))],
     "relayout": [([ROWS, ENDS], each("layout", LAYOUTS))],
-    "grouped_mm": [([ROWS, MATRICES, ENDS], each("wgrad", ("", "mxfp8", "bf16"), operands=o)) for o in ("", "int8")],
+    "grouped_mm": [
+        ([ROWS, MATRICES, ENDS], each("wgrad", ("", "mxfp8", "bf16"), operands=o))
+        for o in ("", "int8")
+    ],
     "grouped_mm_t": [([ROWS, MATRICES, ENDS], each("wgrad", ("", "mxfp8", "bf16")))],
     "grouped_outer": [([ROWS, ROWS, ENDS], [{}])],
     "group_add": [([ROWS, (2, 32), ENDS], [{}])],
@@ -100,7 +139,9 @@ def program(name, operands, dtypes, attrs):
         if o == ENDS:
             values[i] = fd.define_tensor(shape=[2], dtype="i32", ends=groups)
         elif i in dtypes:
-            values[i] = fd.define_tensor(shape=[32 / groups, 32] if o == ROWS else o, dtype=dtypes[i])
+            values[i] = fd.define_tensor(
+                shape=[32 / groups, 32] if o == ROWS else o, dtype=dtypes[i]
+            )
     made = {"groups": fd.define_groups("made", attrs["groups"])} if "groups" in attrs else {}
     results = getattr(fd.ops, name)(*values, **{**attrs, **made})
     for v in results if isinstance(results, tuple) else (results,):
@@ -118,7 +159,10 @@ def numbers(type):
         return torch.tensor([3, 32], dtype=torch.int32)
     if type.quantized:
         shapes = (sizes(part_shape(type.encoding, p, type.shape)) for p in type.encoding.parts)
-        parts_ = (torch.full(s, bool(p.scale)).to(p.dtype) for p, s in zip(type.encoding.parts, shapes, strict=True))
+        parts_ = (
+            torch.full(s, bool(p.scale)).to(p.dtype)
+            for p, s in zip(type.encoding.parts, shapes, strict=True)
+        )
         return Quantized(*parts_, encoding=type.encoding)
     shape = sizes(type.shape)
     return (torch.arange(math.prod(shape)) % 32).reshape(shape).to(DTYPES[type.dtype])
@@ -126,18 +170,30 @@ def numbers(type):
 
 def inputs(name, fusion):
     if name == "problem_ends":
-        return [torch.tensor(t, dtype=torch.int32) for t in ([0, 3], [[3, 32, 32], [29, 32, 32]], [0, 128])]
+        return [
+            torch.tensor(t, dtype=torch.int32)
+            for t in ([0, 3], [[3, 32, 32], [29, 32, 32]], [0, 128])
+        ]
     return [numbers(v.type) for v in fusion.inputs]
 
 
 def of_type(made, type):
-    """Whether a result is what its type says; in other layouts than linear only dtypes are compared."""
+    """Whether a result is what its type says; in other layouts than linear only dtypes are
+    compared.
+    """
     if type.quantized:
-        parts_ = [(t, p.dtype, part_shape(made.encoding, p, type.shape)) for p, t in made.named() if not p.of_matrix]
+        parts_ = [
+            (t, p.dtype, part_shape(made.encoding, p, type.shape))
+            for p, t in made.named()
+            if not p.of_matrix
+        ]
         assert made.encoding is type.encoding
     else:
         parts_ = [(made, DTYPES[type.dtype], type.shape)]
-    return all(t.dtype == dtype and (type.layout != "linear" or tuple(t.shape) == sizes(shape)) for t, dtype, shape in parts_)
+    return all(
+        t.dtype == dtype and (type.layout != "linear" or tuple(t.shape) == sizes(shape))
+        for t, dtype, shape in parts_
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -1,4 +1,6 @@
-"""Layers over groups of rows as loops of autograd in float64, and calls of ours to compare with them."""
+"""Layers over groups of rows as loops of autograd in float64, and calls of ours to compare with
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,16 @@ BOTH = [False, True]
 NEAR = {torch.float32: (1.3e-6, 1e-5), torch.float16: (1e-3, 2e-3), torch.bfloat16: (1.6e-2, 1e-2)}
 
 
-def uniform(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, low: float = -0.5, high: float = 0.5) -> Tensor:
-    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * (high - low) + low).to(dtype)
+def uniform(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    low: float = -0.5,
+    high: float = 0.5,
+) -> Tensor:
+    return (
+        torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * (high - low) + low
+    ).to(dtype)
 
 
 def layer(*sizes: int, seed: int = 1, **how: Any) -> GroupedLinear:
@@ -44,11 +54,25 @@ def stacked(module: GroupedLinear, name: str) -> Tensor:
 def gradients(module: GroupedLinear, name: str) -> list[Tensor | None]:
     """Of each group."""
     found = [getattr(module, key).grad for key in module.keys(name)]
-    return found if not module.single[name] else [None] * module.num_groups if found[0] is None else list(found[0])
+    return (
+        found
+        if not module.single[name]
+        else [None] * module.num_groups
+        if found[0] is None
+        else list(found[0])
+    )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], scales: Tensor | None = None) -> Tensor:
-    """x f64[M, K], weight [G, N, K], bias [G, N], scales [M] -> [M, N], zeros past the last group."""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sizes: Sequence[int],
+    scales: Tensor | None = None,
+) -> Tensor:
+    """x f64[M, K], weight [G, N, K], bias [G, N], scales [M] -> [M, N], zeros past the last
+    group.
+    """
     parts, row = [], 0
     for g, size in enumerate(sizes):
         y = x[row : row + size] @ weight[g].T
@@ -59,7 +83,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int],
     return torch.cat([*parts, x.new_zeros(len(x) - row, weight.shape[1])])
 
 
-def glu(x: Tensor, scales: Tensor, interleave: int = 0, limit: float | None = None, alpha: float = 1.0, offset: float = 0.0) -> Tensor:
+def glu(
+    x: Tensor,
+    scales: Tensor,
+    interleave: int = 0,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    offset: float = 0.0,
+) -> Tensor:
     """x [..., 2H], scales [...] -> [..., H]"""
     if interleave:
         x = x.unflatten(-1, (-1, 2, interleave)).transpose(-3, -2).flatten(-3)
@@ -69,8 +100,12 @@ def glu(x: Tensor, scales: Tensor, interleave: int = 0, limit: float | None = No
     return gate * torch.sigmoid(alpha * gate) * (up + offset) * scales[..., None]
 
 
-def assert_near(found: Tensor | None, want: Tensor | None, dtype: torch.dtype, scale: float = 1.0) -> None:
-    """Nothing where nothing is wanted; else within the tolerance of the dtype, for elements of order `scale`."""
+def assert_near(
+    found: Tensor | None, want: Tensor | None, dtype: torch.dtype, scale: float = 1.0
+) -> None:
+    """Nothing where nothing is wanted; else within the tolerance of the dtype, for elements of
+    order `scale`.
+    """
     assert (found is None) == (want is None)
     if found is not None and want is not None:
         rtol, atol = NEAR[dtype]

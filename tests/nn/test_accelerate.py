@@ -1,4 +1,6 @@
-"""accelerate and safetensors write every group of a GroupedLinear, though groups lie in one buffer."""
+"""accelerate and safetensors write every group of a GroupedLinear, though groups lie in one
+buffer.
+"""
 
 from __future__ import annotations
 

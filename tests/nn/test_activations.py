@@ -1,4 +1,6 @@
-"""ScaledSwiGLU and ScaledClampedQGeGLU against float64, and the order of columns that they say they read."""
+"""ScaledSwiGLU and ScaledClampedQGeGLU against float64, and the order of columns that they say they
+read.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ SHAPES = [(71, 192), (5, 7, 128), (13, 200), (0, 64)]
 KINDS = {
     "swiglu": (ScaledSwiGLU, {}, {}),
     "clamped": (ScaledClampedQGeGLU, {}, {"limit": 7.0, "alpha": 1.702, "offset": 1.0}),
-    "clamped, no offset": (ScaledClampedQGeGLU, {"limit": 2.0, "alpha": 1.0, "offset": 0.0}, {"limit": 2.0, "alpha": 1.0, "offset": 0.0}),
+    "clamped, no offset": (
+        ScaledClampedQGeGLU,
+        {"limit": 2.0, "alpha": 1.0, "offset": 0.0},
+        {"limit": 2.0, "alpha": 1.0, "offset": 0.0},
+    ),
 }
 
 
@@ -27,7 +33,12 @@ KINDS = {
 def test_against_float64(kind, shape, dtype):
     """For every set of tensors that want a gradient, columns in either order."""
     with options.override(target="reference"):
-        compare(kind, shape, dtype, [(size, *wanted) for size in (None, 4) for wanted in product((False, True), repeat=2)])
+        compare(
+            kind,
+            shape,
+            dtype,
+            [(size, *wanted) for size in (None, 4) for wanted in product((False, True), repeat=2)],
+        )
 
 
 def test_kernels_against_float64():
@@ -39,7 +50,10 @@ def compare(kind, shape, dtype, cases):
     make, given, meant = KINDS[kind]
     for size, of_x, of_scales in cases:
         module = make(size, **given)
-        x, scales = uniform(*shape, dtype=dtype, low=-4, high=4), uniform(*shape[:-1], seed=1, low=0.0)
+        x, scales = (
+            uniform(*shape, dtype=dtype, low=-4, high=4),
+            uniform(*shape[:-1], seed=1, low=0.0),
+        )
         dy = uniform(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=2)
         other, factor = wide(x), wide(scales)
         want = glu(other, factor, size or 0, **meant)
@@ -77,7 +91,9 @@ def test_an_interleaved_layer_computes_the_same():
             for ours, theirs in zip(plain.each(name), other.each(name), strict=True):
                 theirs.copy_(interleave(ours, 8))
     want = ScaledSwiGLU()(plain(x, counts), scales)
-    torch.testing.assert_close(ScaledSwiGLU(8)(other(x, counts), scales), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        ScaledSwiGLU(8)(other(x, counts), scales), want, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_state_dicts_say_the_order(tmp_path):
@@ -89,7 +105,10 @@ def test_state_dicts_say_the_order(tmp_path):
             if other == size:
                 into.load_state_dict(state)
                 continue
-            with pytest.raises(OptionError, match=f"act: a state dict with glu_interleave_size = {size}; expected {other}; "):
+            with pytest.raises(
+                OptionError,
+                match=f"act: a state dict with glu_interleave_size = {size}; expected {other}; ",
+            ):
                 into.load_state_dict(state)
     made[32].load_state_dict({})  # another library's, which says nothing
 
@@ -99,7 +118,9 @@ def test_compiled():
     for f in (module, compiled(module)):
         x, scales = uniform(6, 32).requires_grad_(), uniform(6).requires_grad_()
         f(x, scales).sum().backward()
-        want = torch.autograd.grad(glu(a := wide(x), b := wide(scales), 4, 7.0, 1.702, 1.0).sum(), (a, b))
+        want = torch.autograd.grad(
+            glu(a := wide(x), b := wide(scales), 4, 7.0, 1.702, 1.0).sum(), (a, b)
+        )
         assert_near(x.grad, want[0], torch.float32)
         assert_near(scales.grad, want[1], torch.float32, 4)
 
@@ -125,7 +146,9 @@ def test_bad_calls(golden):
         "scales elsewhere": lambda: ScaledSwiGLU()(x, scales.to("meta")),
         "rows of integers": lambda: ScaledSwiGLU()(x.long(), scales),
         "rows of a weight that blocks do not divide": lambda: interleave(x, 4),
-        "a layer before it that does not fit": lambda: Sequential(layer(2, 24, 20), ScaledSwiGLU(8))(x, torch.tensor([3, 3]), scales),
+        "a layer before it that does not fit": lambda: Sequential(
+            layer(2, 24, 20), ScaledSwiGLU(8)
+        )(x, torch.tensor([3, 3]), scales),
     }
     said = []
     for what, do in cases.items():

@@ -1,4 +1,6 @@
-"""What modules with quantized weights say of a call that does not fit, in the words of who calls them; nothing is computed before."""
+"""What modules with quantized weights say of a call that does not fit, in the words of who calls
+them; nothing is computed before.
+"""
 
 from __future__ import annotations
 
@@ -75,13 +77,28 @@ BAD = {
     "linear: x elsewhere": (DeviceError, lambda: LINEAR(X.to("meta"))),
     "packed weights asked to train": (UnsupportedError, lambda: EXPERTS.requires_grad_()),
     "a packed weight's scale asked to train": (UnsupportedError, lambda: with_gradient(EXPERTS)),
-    "an unknown activation format": (OptionError, lambda: NVFP4Experts.from_float(GATE_UP, DOWN, "nvfp5")),
-    "an unknown activation format of a layer": (OptionError, lambda: NVFP4GroupedLinear.from_float(GATE_UP, None, "fp4")),
-    "an unknown place of the scale": (OptionError, lambda: NVFP4Experts.from_float(GATE_UP, DOWN, scale_on="inputs")),
+    "an unknown activation format": (
+        OptionError,
+        lambda: NVFP4Experts.from_float(GATE_UP, DOWN, "nvfp5"),
+    ),
+    "an unknown activation format of a layer": (
+        OptionError,
+        lambda: NVFP4GroupedLinear.from_float(GATE_UP, None, "fp4"),
+    ),
+    "an unknown place of the scale": (
+        OptionError,
+        lambda: NVFP4Experts.from_float(GATE_UP, DOWN, scale_on="inputs"),
+    ),
     "weights of one expert": (ShapeError, lambda: NVFP4Experts.from_float(GATE_UP[0], DOWN[0])),
-    "weights as x @ weight takes them": (ShapeError, lambda: NVFP4Experts.from_float(GATE_UP.mT, DOWN.mT)),
+    "weights as x @ weight takes them": (
+        ShapeError,
+        lambda: NVFP4Experts.from_float(GATE_UP.mT, DOWN.mT),
+    ),
     "weights of integers": (DtypeError, lambda: NVFP4Experts.from_float(GATE_UP.int(), DOWN)),
-    "weights whose K no block divides": (ShapeError, lambda: NVFP4Experts.from_float(GATE_UP[..., :60], DOWN[:, :60])),
+    "weights whose K no block divides": (
+        ShapeError,
+        lambda: NVFP4Experts.from_float(GATE_UP[..., :60], DOWN[:, :60]),
+    ),
     "a name in place of a model": (UnsupportedError, lambda: quantize_("model")),
 }
 
@@ -104,7 +121,10 @@ def test_messages(golden):
 
 
 def test_a_misspelled_target_names_the_one_that_was_meant():
-    with options.override(target="cdua"), pytest.raises(OptionError, match="target 'cdua'; expected one of .*; did you mean 'cuda'?"):
+    with (
+        options.override(target="cdua"),
+        pytest.raises(OptionError, match="target 'cdua'; expected one of .*; did you mean 'cuda'?"),
+    ):
         EXPERTS(X, IDS, W)
 
 

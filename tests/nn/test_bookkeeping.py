@@ -10,7 +10,22 @@ from itertools import product
 import pytest
 import torch
 from fusions import assert_same_bits
-from layers import BOTH, COUNTS, ROWS, SIZES, G, K, N, assert_near, gradients, layer, linear, stacked, uniform, wide
+from layers import (
+    BOTH,
+    COUNTS,
+    ROWS,
+    SIZES,
+    G,
+    K,
+    N,
+    assert_near,
+    gradients,
+    layer,
+    linear,
+    stacked,
+    uniform,
+    wide,
+)
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,7 +38,9 @@ pytestmark = pytest.mark.usefixtures("meaning")
 
 def halves(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     """Small multiples of 1/2, whose sums of products are exact in any order."""
-    return (torch.randint(-6, 7, shape, generator=torch.Generator().manual_seed(seed)) / 2).to(dtype)
+    return (torch.randint(-6, 7, shape, generator=torch.Generator().manual_seed(seed)) / 2).to(
+        dtype
+    )
 
 
 def rows(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -38,7 +55,12 @@ def weights(module: GroupedLinear) -> list[nn.Parameter]:
     return [getattr(module, key) for key in module.keys("weight")]
 
 
-def with_main_grad(module: GroupedLinear, value: float = 0.5, dtype: torch.dtype = torch.float32, together: bool = True) -> GroupedLinear:
+def with_main_grad(
+    module: GroupedLinear,
+    value: float = 0.5,
+    dtype: torch.dtype = torch.float32,
+    together: bool = True,
+) -> GroupedLinear:
     """Each weight with a main_grad, neighbours in one buffer or apart."""
     params = weights(module)
     buffer = torch.full((len(params), *params[0].shape), value, dtype=dtype)
@@ -59,7 +81,7 @@ def plain(dtype: torch.dtype = torch.float32, seed: int = 0, **how) -> tuple[Gro
     return module, x
 
 
-# main_grad ------------------------------------------------------------------------------------------------------------
+# main_grad ----------------------------------------------------------------------------------------
 
 FORMS = list(product([torch.float32, torch.bfloat16], [torch.float32, torch.bfloat16], BOTH, BOTH))
 
@@ -68,7 +90,11 @@ FORMS = list(product([torch.float32, torch.bfloat16], [torch.float32, torch.bflo
 def test_main_grad_gets_the_sums(dtype, main, single, delayed):
     """What was there plus the sums in float32, rounded once; everything else as without."""
     want, other = plain(dtype, single_grouped_weight=single)
-    how = {"accumulate_into_main_grad": True, "single_grouped_weight": single, "delay_wgrad_compute": delayed}
+    how = {
+        "accumulate_into_main_grad": True,
+        "single_grouped_weight": single,
+        "delay_wgrad_compute": delayed,
+    }
     module, x = with_main_grad(layer(G, K, N, dtype=dtype, **how), dtype=main), rows(dtype)
     module(x, COUNTS).backward(dy(dtype))
     if delayed:
@@ -89,12 +115,15 @@ def test_main_grad_gets_the_sums(dtype, main, single, delayed):
 
 @pytest.mark.parametrize("delayed", BOTH)
 def test_main_grad_has_no_second_derivative(delayed):
-    module = with_main_grad(layer(G, K, N, accumulate_into_main_grad=True, delay_wgrad_compute=delayed))
+    module = with_main_grad(
+        layer(G, K, N, accumulate_into_main_grad=True, delay_wgrad_compute=delayed)
+    )
     x = rows()
     with pytest.raises(UnsupportedError) as e:
         torch.autograd.grad(module(x, COUNTS).square().sum(), x, create_graph=True)
     assert str(e.value) == (
-        "backward: create_graph=True; expected a backward without a graph, since gradients are written to main_grad; "
+        "backward: create_graph=True; expected a backward without a graph, since gradients are "
+        "written to main_grad; "
         "leave it out, or leave out accumulate_into_main_grad"
     )
     assert all((m == 0.5).all() for m in main_grads(module))
@@ -108,9 +137,15 @@ def test_kernels_of_main_grad():
 
 @pytest.mark.parametrize(("single", "zeros", "delayed"), list(product(BOTH, BOTH, BOTH)))
 def test_main_grad_is_written_over(single, zeros, delayed):
-    """NaN becomes the gradient; whether something is returned for hooks does not depend on what was there before."""
+    """NaN becomes the gradient; whether something is returned for hooks does not depend on what was
+    there before.
+    """
     want, _ = plain(single_grouped_weight=single)
-    how = {"accumulate_into_main_grad": True, "single_grouped_weight": single, "delay_wgrad_compute": delayed}
+    how = {
+        "accumulate_into_main_grad": True,
+        "single_grouped_weight": single,
+        "delay_wgrad_compute": delayed,
+    }
     module = with_main_grad(layer(G, K, N, **how), float("nan"))
     for p in weights(module):
         p.overwrite_main_grad, p.zero_out_wgrad = True, zeros
@@ -136,7 +171,9 @@ def test_hooks_of_autograd_run_once():
     assert_same_bits([module.weight1.main_grad], [torch.full((N, K), 0.5)])  # its group is empty
 
 
-@pytest.mark.parametrize("how", ["apart", "one frozen", "one written over", "two dtypes", "get_main_grad"])
+@pytest.mark.parametrize(
+    "how", ["apart", "one frozen", "one written over", "two dtypes", "get_main_grad"]
+)
 def test_main_grads_that_are_not_one_tensor(how):
     want, _ = plain()
     module = with_main_grad(layer(G, K, N, accumulate_into_main_grad=True), together=how != "apart")
@@ -155,13 +192,22 @@ def test_main_grads_that_are_not_one_tensor(how):
         kept = two.main_grad
         two.main_grad, two.get_main_grad = None, lambda: kept
     module(rows(), COUNTS).backward(dy())
-    assert_same_bits([getattr(p, "main_grad", None) if p.main_grad is not None else p.get_main_grad() for p in weights(module)], expected)
+    assert_same_bits(
+        [
+            getattr(p, "main_grad", None) if p.main_grad is not None else p.get_main_grad()
+            for p in weights(module)
+        ],
+        expected,
+    )
     assert two.grad_added_to_main_grad == (how != "one frozen")
     assert (two.grad is None) == (how == "one frozen")
 
 
 def test_steps_add_up():
-    module, want = with_main_grad(layer(G, K, N, accumulate_into_main_grad=True), 0.0), layer(G, K, N)
+    module, want = (
+        with_main_grad(layer(G, K, N, accumulate_into_main_grad=True), 0.0),
+        layer(G, K, N),
+    )
     for seed in range(3):
         module(rows(seed=seed), COUNTS).backward(dy(seed=seed))
         want(rows(seed=seed), COUNTS).backward(dy(seed=seed))
@@ -199,7 +245,7 @@ def test_bad_main_grads(golden):
     golden("\n".join(said))
 
 
-# backward_dw ----------------------------------------------------------------------------------------------------------
+# backward_dw --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("single", "scaled"), list(product(BOTH, BOTH)))
@@ -214,7 +260,14 @@ def test_delayed_gradients_are_the_same(single, scaled):
             assert gradients(module, "weight") == [None] * G
             assert all(p.skip_backward_post_hook for p in weights(module))
             module.backward_dw()
-        results.append([x.grad, *gradients(module, "weight"), *gradients(module, "bias"), *([scales.grad] if scaled else [])])
+        results.append(
+            [
+                x.grad,
+                *gradients(module, "weight"),
+                *gradients(module, "bias"),
+                *([scales.grad] if scaled else []),
+            ]
+        )
     assert_same_bits(*results)
 
 
@@ -234,7 +287,11 @@ def test_oldest_first_and_accumulated():
 
 def test_tied_weights():
     """Two modules of the same parameters: each adds its part."""
-    module, other, want = layer(G, K, K, delay_wgrad_compute=True), layer(G, K, K, delay_wgrad_compute=True), layer(G, K, K)
+    module, other, want = (
+        layer(G, K, K, delay_wgrad_compute=True),
+        layer(G, K, K, delay_wgrad_compute=True),
+        layer(G, K, K),
+    )
     for key, p in module.named_parameters():
         other.register_parameter(key, p)
     ends = COUNTS.cumsum(0, dtype=torch.int32)
@@ -248,7 +305,9 @@ def test_tied_weights():
 
 def test_hooks_run_once_for_each_call():
     module, seen = layer(G, K, N, delay_wgrad_compute=True), []
-    module.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append([p.grad is not None for p in weights(module)]))
+    module.register_wgrad_accumulation_and_reduce_hooks(
+        lambda: seen.append([p.grad is not None for p in weights(module)])
+    )
     for seed in range(2):
         module(rows(seed=seed), COUNTS).backward(dy())
     assert seen == []
@@ -272,18 +331,26 @@ def test_what_was_saved_is_freed():
 @pytest.mark.parametrize("which", ["input", "gradient", "ends"])
 def test_reused_buffers_are_refused(which):
     """As autograd refuses them, for what waits."""
-    module, x, grad, ends = layer(G, K, N, delay_wgrad_compute=True), rows().detach(), dy(), COUNTS.cumsum(0, dtype=torch.int32)
+    module, x, grad, ends = (
+        layer(G, K, N, delay_wgrad_compute=True),
+        rows().detach(),
+        dy(),
+        COUNTS.cumsum(0, dtype=torch.int32),
+    )
     for _ in range(2):
         module(x, offs=ends).backward(grad)
     module.backward_dw()
     before = [p.grad.clone() for p in weights(module)]
     {"input": x, "gradient": grad, "ends": ends}[which].add_(0)
-    what = {"input": f"f32[{ROWS}, {K}]", "gradient": f"f32[{ROWS}, {N}]", "ends": f"i32[{G}]"}[which]
+    what = {"input": f"f32[{ROWS}, {K}]", "gradient": f"f32[{ROWS}, {N}]", "ends": f"i32[{G}]"}[
+        which
+    ]
     with pytest.raises(UnsupportedError) as e:
         module.backward_dw()
     assert str(e.value) == (
         f"GroupedLinear: {what} was written in place after the backward: version 1, not 0; "
-        "expected inputs and gradients as the backward found them; call backward_dw before their memory is used again"
+        "expected inputs and gradients as the backward found them; call backward_dw before their "
+        "memory is used again"
     )
     assert_same_bits([p.grad for p in weights(module)], before)
 
@@ -331,7 +398,9 @@ def test_compiled_with_a_break(delayed):
     """Calls that write leave the graph; they do the same."""
     results = []
     for compile_ in BOTH:
-        module = with_main_grad(layer(G, K, N, accumulate_into_main_grad=True, delay_wgrad_compute=delayed))
+        module = with_main_grad(
+            layer(G, K, N, accumulate_into_main_grad=True, delay_wgrad_compute=delayed)
+        )
         x, out = rows(), torch.zeros(ROWS, N)
         torch._dynamo.reset()
         run = torch.compile(module, backend="aot_eager") if compile_ else module
@@ -342,15 +411,21 @@ def test_compiled_with_a_break(delayed):
     assert_same_bits(*results)
 
 
-# In a Sequential ------------------------------------------------------------------------------------------------------
+# In a Sequential ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("delayed", [(), (0,), (1,), (0, 1)])
 def test_an_expert_mlp(delayed):
     """Both layers with main_grad, some of them delayed: as each by a loop in float64."""
-    how = [{"accumulate_into_main_grad": True, "delay_wgrad_compute": i in delayed} for i in range(2)]
+    how = [
+        {"accumulate_into_main_grad": True, "delay_wgrad_compute": i in delayed} for i in range(2)
+    ]
     up, down = layer(G, K, 2 * N, **how[0]), layer(G, N, K, scale_bias=True, seed=20, **how[1])
-    model, x, scales = Sequential(with_main_grad(up), ScaledSwiGLU(), with_main_grad(down)), rows(), uniform(ROWS, seed=4).requires_grad_()
+    model, x, scales = (
+        Sequential(with_main_grad(up), ScaledSwiGLU(), with_main_grad(down)),
+        rows(),
+        uniform(ROWS, seed=4).requires_grad_(),
+    )
     y = model(x, COUNTS, scales, COUNTS, scales)
     out = uniform(ROWS, K, seed=5)
     y.backward(out)
@@ -360,7 +435,9 @@ def test_an_expert_mlp(delayed):
     params = [[stacked(module, name) for name in ("weight", "bias")] for module in (up, down)]
     inner = linear(other, *params[0], SIZES)
     gate, linear_ = inner.chunk(2, -1)
-    want = linear(torch.nn.functional.silu(gate) * linear_ * factor[:, None], *params[1], SIZES, factor)
+    want = linear(
+        torch.nn.functional.silu(gate) * linear_ * factor[:, None], *params[1], SIZES, factor
+    )
     want.backward(out.double())
     assert_near(y, want, torch.float32)
     assert_near(x.grad, other.grad, torch.float32)
@@ -373,7 +450,10 @@ def test_an_expert_mlp(delayed):
 @pytest.mark.parametrize("delayed", [(), (0,), (0, 1)])
 def test_each_product_runs_once(delayed):
     """Forward, backward and what waits: three products of each layer, one of which waits."""
-    up, down = (layer(G, k, n, delay_wgrad_compute=i in delayed) for i, (k, n) in enumerate(((K, 2 * N), (N, K))))
+    up, down = (
+        layer(G, k, n, delay_wgrad_compute=i in delayed)
+        for i, (k, n) in enumerate(((K, 2 * N), (N, K)))
+    )
     model, x = Sequential(up, ScaledSwiGLU(), down), rows()
     each = {0: 2 * ROWS * K * 2 * N, 1: 2 * ROWS * N * K}
     with FlopCounterMode(display=False) as counter:

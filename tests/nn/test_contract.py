@@ -1,4 +1,6 @@
-"""Modules of experts that are described as transformers' decorator describes them, and what takes their place. No transformers here."""
+"""Modules of experts that are described as transformers' decorator describes them, and what takes
+their place. No transformers here.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from torch.nn import functional as F
 
 from fusion_moe.encodings import BF16, MXFP4, NVFP4, Encoding, Quantized, quantize
 from fusion_moe.errors import ShapeError, UnsupportedError
-from fusion_moe.nn import CustomExperts, Experts, NVFP4Experts, contract_of, convert, experts_from, prepare_
+from fusion_moe.nn import (
+    CustomExperts,
+    Experts,
+    NVFP4Experts,
+    contract_of,
+    convert,
+    experts_from,
+    prepare_,
+)
 
 E, K, H, I, T = 4, 2, 64, 64, 11
 
@@ -23,7 +33,14 @@ E, K, H, I, T = 4, 2, 64, 64, 11
 class Described(nn.Module):
     """Experts in the order of one family."""
 
-    has_gate, has_bias, has_post_expert_norm, is_transposed, is_concatenated, _is_expert_parallel = True, False, False, False, True, False
+    (
+        has_gate,
+        has_bias,
+        has_post_expert_norm,
+        is_transposed,
+        is_concatenated,
+        _is_expert_parallel,
+    ) = True, False, False, False, True, False
     act_fn = staticmethod(F.silu)
 
     def __init__(self):
@@ -46,13 +63,24 @@ class Described(nn.Module):
         for e in range(E):
             token, slot = torch.where(ids == e)
             a = self._linear(x[token], self.up_name, e)
-            a = self._linear(self._apply_gate(a) if self.has_gate else self.act_fn(a), "down_proj", e)
-            y.index_add_(0, token, (self.post_expert_norm(a) if self.has_post_expert_norm else a) * w[token, slot, None])
+            a = self._linear(
+                self._apply_gate(a) if self.has_gate else self.act_fn(a), "down_proj", e
+            )
+            y.index_add_(
+                0,
+                token,
+                (self.post_expert_norm(a) if self.has_post_expert_norm else a)
+                * w[token, slot, None],
+            )
         return y
 
     def _linear(self, x, name, e):
         weight = getattr(self, name)[e]
-        return F.linear(x, weight.mT if self.is_transposed else weight, getattr(self, f"{name}_bias")[e] if self.has_bias else None)
+        return F.linear(
+            x,
+            weight.mT if self.is_transposed else weight,
+            getattr(self, f"{name}_bias")[e] if self.has_bias else None,
+        )
 
 
 class GptOss(Described):
@@ -94,8 +122,19 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
 def decoded(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """What NVFP4 in a state dict means, by numpy and ml_dtypes -> f32[E, N, K]."""
     codes = state[f"{name}_proj"].numpy()
-    numbers = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:2], -1, 16).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    block = state[f"{name}_proj_scale"].view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    numbers = (
+        np.stack([codes & 15, codes >> 4], -1)
+        .reshape(*codes.shape[:2], -1, 16)
+        .view(ml_dtypes.float4_e2m1fn)
+        .astype(np.float32)
+    )
+    block = (
+        state[f"{name}_proj_scale"]
+        .view(torch.uint8)
+        .numpy()
+        .view(ml_dtypes.float8_e4m3fn)
+        .astype(np.float32)
+    )
     matrix = state[f"{name}_decode_scale"].numpy().reshape(E, -1)
     step = block * np.repeat(matrix, codes.shape[1] // matrix.shape[1], 1)[..., None]
     return torch.from_numpy((numbers * step[..., None]).reshape(*codes.shape[:2], -1))
@@ -136,7 +175,12 @@ def test_gradients_reach_tokens_and_router(family):
 def gradients(experts: nn.Module) -> list[torch.Tensor]:
     x, ids, w = inputs()
     y = experts(x.requires_grad_(), ids, w.requires_grad_())
-    return [y, *torch.autograd.grad(y, [x, w], torch.randn(y.shape, generator=torch.Generator().manual_seed(3)))]
+    return [
+        y,
+        *torch.autograd.grad(
+            y, [x, w], torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
+        ),
+    ]
 
 
 @pytest.mark.compiler
@@ -149,16 +193,34 @@ def test_compiled_without_a_graph_break(family):
 
 def test_which_class_it_is_and_that_its_numbers_are_arguments():
     made = [convert(family()) for family in FAMILIES]
-    assert [type(m) for m in made] == [NVFP4Experts, NVFP4Experts, CustomExperts, CustomExperts, CustomExperts]
-    assert (made[1].interleave, made[1].limit, made[1].alpha, made[1].up_offset) == (0, 7.0, 1.702, 1.0)
+    assert [type(m) for m in made] == [
+        NVFP4Experts,
+        NVFP4Experts,
+        CustomExperts,
+        CustomExperts,
+        CustomExperts,
+    ]
+    assert (made[1].interleave, made[1].limit, made[1].alpha, made[1].up_offset) == (
+        0,
+        7.0,
+        1.702,
+        1.0,
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_kept_of_the_weights(family):
     module = family()
     made = convert(module)
-    held = {name for name, p in made.named_parameters() if p.dim() == 3 and p.is_floating_point() and p.element_size() > 1}
-    up, norm = module.up_name.removesuffix("_proj"), {"post_expert_norm.weight"} if module.has_post_expert_norm else set()
+    held = {
+        name
+        for name, p in made.named_parameters()
+        if p.dim() == 3 and p.is_floating_point() and p.element_size() > 1
+    }
+    up, norm = (
+        module.up_name.removesuffix("_proj"),
+        {"post_expert_norm.weight"} if module.has_post_expert_norm else set(),
+    )
     biases = {f"{up}_proj_bias", "down_proj_bias"} if module.has_bias else set()
     parts = {f"{n}{s}" for n in (up, "down") for s in ("_proj", "_proj_scale", "_decode_scale")}
     assert not held
@@ -166,7 +228,8 @@ def test_nothing_is_kept_of_the_weights(family):
     assert not any(p.requires_grad for p in made.parameters(recurse=False))
     if isinstance(made, CustomExperts):
         assert not list(made.function.parameters(recurse=False))
-    assert len(list(module.parameters())) == 2 + len(biases) + len(norm)  # the original is as it was
+    # the original is as it was
+    assert len(list(module.parameters())) == 2 + len(biases) + len(norm)
     weights = [weakref.ref(p) for p in module.parameters() if p.dim() == 3]
     del module
     assert not any(weight() for weight in weights)
@@ -179,7 +242,10 @@ def test_prepared_it_is_saved_in_the_same_order(family):
     prepare_(made, "cuda")
     assert made.weight_layout != "linear"
     assert not torch.equal(made.down_proj, before["down_proj"])
-    assert all(torch.equal(t.view(torch.uint8), before[n].view(torch.uint8)) for n, t in made.state_dict().items())
+    assert all(
+        torch.equal(t.view(torch.uint8), before[n].view(torch.uint8))
+        for n, t in made.state_dict().items()
+    )
     near(made(*inputs()), want)
 
 
@@ -192,7 +258,11 @@ def test_a_norm_is_saved_moved_and_copied_with_the_module():
         other.post_expert_norm = nn.RMSNorm(H)
         near(other(*x), convert_with_norm(nn.RMSNorm(H))(*x))
     made.double()
-    assert made.post_expert_norm.weight.dtype == made.function.post_expert_norm.weight.dtype == torch.float64
+    assert (
+        made.post_expert_norm.weight.dtype
+        == made.function.post_expert_norm.weight.dtype
+        == torch.float64
+    )
 
 
 def convert_with_norm(norm: nn.Module) -> nn.Module:
@@ -208,7 +278,11 @@ def test_weights_in_other_encodings(family, encoding: Encoding):
     contract = contract_of(module)
     floats = contract.up(getattr(module, contract.up_name)), contract.down(module.down_proj)
     up, down = (quantize(t.detach(), encoding=encoding) for t in floats)
-    biases = [contract.up_rows(module.gate_up_proj_bias), module.down_proj_bias] if module.has_bias else []
+    biases = (
+        [contract.up_rows(module.gate_up_proj_bias), module.down_proj_bias]
+        if module.has_bias
+        else []
+    )
     made, x = experts_from(module, up, down, *biases), inputs()
     assert isinstance(made, Experts | CustomExperts)
     assert made.encoding == encoding
@@ -224,7 +298,9 @@ def test_on_the_meta_device(family):
     made = convert(module)
     real = convert(family())
     assert type(made) is type(real)
-    assert {n: (p.shape, p.dtype) for n, p in made.named_parameters()} == {n: (p.shape, p.dtype) for n, p in real.named_parameters()}
+    assert {n: (p.shape, p.dtype) for n, p in made.named_parameters()} == {
+        n: (p.shape, p.dtype) for n, p in real.named_parameters()
+    }
     made.load_state_dict(real.state_dict(), assign=True)
     torch.testing.assert_close(made(*inputs()), real(*inputs()), rtol=0, atol=0)
 
@@ -244,9 +320,14 @@ def test_refusals(golden):
     more.per_expert_scale = nn.Parameter(torch.ones(E))
     bias = torch.zeros(E, 2 * I)
     cases = (
-        (nn.Linear(2, 2),), (parallel,), (more,), (Described(), *weights(I)), (Described(), *weights(), bias), (GptOss(),),
+        (nn.Linear(2, 2),),
+        (parallel,),
+        (more,),
+        (Described(), *weights(I)),
+        (Described(), *weights(), bias),
+        (GptOss(),),
         (GptOss(), *weights(), bias[:, :I], torch.zeros(E, H)),
-    )  # fmt: skip
+    )
     golden("\n".join(said(*case) for case in cases))
 
 

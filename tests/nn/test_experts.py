@@ -1,4 +1,6 @@
-"""nn.Experts: any encoding, biases, clamp and interleave; and gpt-oss' experts in MXFP4 as transformers computes them."""
+"""nn.Experts: any encoding, biases, clamp and interleave; and gpt-oss' experts in MXFP4 as
+transformers computes them.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -22,7 +24,10 @@ E, H, I = 3, 64, 64
 def weights(encoding: str):
     g = torch.Generator().manual_seed(0)
     shapes = ((E, 2 * I, H), (E, H, I))
-    return [quantize(torch.randn(*shape, generator=g) / 8, encoding=ENCODINGS[encoding]) for shape in shapes]
+    return [
+        quantize(torch.randn(*shape, generator=g) / 8, encoding=ENCODINGS[encoding])
+        for shape in shapes
+    ]
 
 
 def call(module, dtype=torch.float32):
@@ -41,16 +46,30 @@ def gpt_oss_example():
 
 @pytest.mark.parametrize("encoding", ["mxfp4", "int4", "bf16", "nvfp4"])
 def test_biases_clamp_and_interleave(encoding):
-    """Interleaved rows of gate and up with everything that gpt-oss has, against the same rows apart, by hand."""
+    """Interleaved rows of gate and up with everything that gpt-oss has, against the same rows
+    apart, by hand.
+    """
     gate_up, down = weights(encoding)
     biases = [torch.randn(E, n, generator=torch.Generator().manual_seed(n)) for n in (2 * I, H)]
-    module = Experts(gate_up, down, gate_up_bias=biases[0], down_bias=biases[1], interleave=1, limit=0.5, alpha=1.702, up_offset=1.0)
+    module = Experts(
+        gate_up,
+        down,
+        gate_up_bias=biases[0],
+        down_bias=biases[1],
+        interleave=1,
+        limit=0.5,
+        alpha=1.702,
+        up_offset=1.0,
+    )
     w = {name: dequantize(q) for name, q in (("gate_up", gate_up), ("down", down))}
 
     def by_hand(x, ids, p):
         y = torch.einsum("enh,th->ten", w["gate_up"], x) + biases[0]
         gate, up = y[..., ::2].clamp(max=0.5), y[..., 1::2].clamp(-0.5, 0.5)
-        out = torch.einsum("ehi,tei->teh", w["down"], gate * torch.sigmoid(1.702 * gate) * (up + 1)) + biases[1]
+        out = (
+            torch.einsum("ehi,tei->teh", w["down"], gate * torch.sigmoid(1.702 * gate) * (up + 1))
+            + biases[1]
+        )
         return (out.gather(1, ids[..., None].expand(-1, -1, H)) * p[..., None]).sum(1)
 
     torch.testing.assert_close(call(module), call(by_hand), rtol=1e-4, atol=1e-4)
@@ -68,7 +87,10 @@ def test_prepared_mxfp4():
     assert module.weight_layout == "w16x64"
     assert not torch.equal(module.gate_up_proj, before["gate_up_proj"])
     after = module.state_dict()
-    assert all(torch.equal(after[name].view(torch.uint8), t.view(torch.uint8)) for name, t in before.items())
+    assert all(
+        torch.equal(after[name].view(torch.uint8), t.view(torch.uint8))
+        for name, t in before.items()
+    )
     with fusion_moe.options.override(target="reference"):
         torch.testing.assert_close(call(module), want, rtol=1e-5, atol=1e-5)
 
@@ -82,17 +104,33 @@ def test_mxfp4_experts_become_nvfp4():
     fusion_moe.prepare_(module, "cuda")
     assert module.to_nvfp4() is module
     assert (module.encoding, module.weight_layout) == (NVFP4, "linear")
-    assert {name: tuple(t.shape) for name, t in module.state_dict().items() if "decode" in name} == {
-        "gate_up_decode_scale": (E, 2 * I), "down_decode_scale": (E,),
-    }  # fmt: skip
-    assert all(torch.equal(dequantize(module.weight_of(name)), w) for name, w in zip(("gate_up", "down"), numbers, strict=True))
+    assert {
+        name: tuple(t.shape) for name, t in module.state_dict().items() if "decode" in name
+    } == {
+        "gate_up_decode_scale": (E, 2 * I),
+        "down_decode_scale": (E,),
+    }
+    assert all(
+        torch.equal(dequantize(module.weight_of(name)), w)
+        for name, w in zip(("gate_up", "down"), numbers, strict=True)
+    )
     torch.testing.assert_close(call(module), want, rtol=1e-5, atol=1e-5)
     assert module.to_nvfp4().weight_of("down").codes.data_ptr() == module.down_proj.data_ptr()
     with pytest.raises(UnsupportedError, match="a weight in int4; expected mxfp4"):
         Experts(*weights("int4")).to_nvfp4()
-    call_of = {"x": torch.zeros(4, H).bfloat16(), "offs": torch.tensor([1, 2, 4], dtype=torch.int32)}
-    for weight, why in ((weights("mxfp4")[0], "pack of mxfp4: nvfp4 is lowered"), (module.weight_of("gate_up"), None)):
-        bound = bind(SPECS["grouped_mm"], (call_of["x"], list(weight), call_of["offs"]), {"weight_format": weight.encoding.name})
+    call_of = {
+        "x": torch.zeros(4, H).bfloat16(),
+        "offs": torch.tensor([1, 2, 4], dtype=torch.int32),
+    }
+    for weight, why in (
+        (weights("mxfp4")[0], "pack of mxfp4: nvfp4 is lowered"),
+        (module.weight_of("gate_up"), None),
+    ):
+        bound = bind(
+            SPECS["grouped_mm"],
+            (call_of["x"], list(weight), call_of["offs"]),
+            {"weight_format": weight.encoding.name},
+        )
         fusion = fusion_of("grouped_mm", eager_types(bound), bound.others)
         assert can_schedule(fusion, TARGETS["sm_90"]) == why
 
@@ -100,7 +138,12 @@ def test_mxfp4_experts_become_nvfp4():
 def test_state_dicts_with_two_decode_scales():
     """Gate and up had a parameter each."""
     g = torch.Generator().manual_seed(0)
-    module, other = (NVFP4Experts.from_float(torch.randn(E, 2 * I, H, generator=g), torch.randn(E, H, I, generator=g)) for _ in range(2))
+    module, other = (
+        NVFP4Experts.from_float(
+            torch.randn(E, 2 * I, H, generator=g), torch.randn(E, H, I, generator=g)
+        )
+        for _ in range(2)
+    )
     state = module.state_dict()
     scales = state.pop("gate_up_decode_scale")
     state |= {"gate_decode_scale": scales[:, 0].clone(), "up_decode_scale": scales[:, 1].clone()}
@@ -113,7 +156,10 @@ def test_state_dicts_with_two_decode_scales():
 
 def both(encoding: str):
     """Experts, and others with other weights."""
-    other = [q.of(t[..., torch.arange(t.shape[-1] - 1, -1, -1)] if t.dim() > 2 else t for t in q) for q in weights(encoding)]
+    other = [
+        q.of(t[..., torch.arange(t.shape[-1] - 1, -1, -1)] if t.dim() > 2 else t for t in q)
+        for q in weights(encoding)
+    ]
     return Experts(*weights(encoding)), Experts(*other)
 
 
@@ -124,25 +170,38 @@ def fp8(t):
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
 def test_state_dicts_of_bytes(encoding, assign):
-    """As files that are older than float8 types have them, and gpt-oss's: bytes of the scales, not numbers."""
+    """As files that are older than float8 types have them, and gpt-oss's: bytes of the scales, not
+    numbers.
+    """
     module, other = both(encoding)
     assert not torch.equal(call(module), call(other))
-    other.load_state_dict({name: t.view(torch.uint8) if fp8(t) else t for name, t in module.state_dict().items()}, assign=assign)
+    other.load_state_dict(
+        {name: t.view(torch.uint8) if fp8(t) else t for name, t in module.state_dict().items()},
+        assign=assign,
+    )
     assert [p.dtype for p in other.parameters()] == [p.dtype for p in module.parameters()]
     assert torch.equal(call(module), call(other))
 
 
 @pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4"])
 def test_state_dicts_of_other_dtypes(encoding):
-    """Numbers in place of bytes, and bytes of another format, would load as other numbers; and so would rounded scales."""
+    """Numbers in place of bytes, and bytes of another format, would load as other numbers; and so
+    would rounded scales.
+    """
     module, other = both(encoding)
     want = {name: t.clone() for name, t in other.state_dict().items()}
     for name, t in module.state_dict().items():
         for dtype in torch.float8_e5m2, torch.int8, torch.int32, torch.float32, torch.float64:
             if dtype != t.dtype:
-                with pytest.raises(RuntimeError, match=f"dtype mismatch for {name}: copying a param of {dtype} from checkpoint"):
+                with pytest.raises(
+                    RuntimeError,
+                    match=f"dtype mismatch for {name}: copying a param of {dtype} from checkpoint",
+                ):
                     other.load_state_dict({name: torch.ones(t.shape).to(dtype)}, strict=False)
-    assert all(other.state_dict()[name].view(torch.uint8).equal(t.view(torch.uint8)) for name, t in want.items())
+    assert all(
+        other.state_dict()[name].view(torch.uint8).equal(t.view(torch.uint8))
+        for name, t in want.items()
+    )
 
 
 def test_numbers_in_state_dicts():
@@ -157,13 +216,22 @@ def test_numbers_in_state_dicts():
     assert torch.equal(call(module), call(other))
 
 
-@pytest.mark.parametrize(("encoding", "name", "value"), [
-    ("nvfp4", "gate_up_proj_scale", 0x7F), ("mxfp4", "down_proj_scale", 0xFF), ("int4", "down_proj_scale", float("nan")),
-    ("nvfp4", "down_decode_scale", float("inf")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("encoding", "name", "value"),
+    [
+        ("nvfp4", "gate_up_proj_scale", 0x7F),
+        ("mxfp4", "down_proj_scale", 0xFF),
+        ("int4", "down_proj_scale", float("nan")),
+        ("nvfp4", "down_decode_scale", float("inf")),
+    ],
+)
 def test_scales_that_are_not_numbers(encoding, name, value):
     module, other = both(encoding)
-    name = next(n for n in module.state_dict() if n.startswith(name.removesuffix("_scale")) and n.endswith("scale"))
+    name = next(
+        n
+        for n in module.state_dict()
+        if n.startswith(name.removesuffix("_scale")) and n.endswith("scale")
+    )
     state = {n: t.clone() for n, t in module.state_dict().items()}
     (state[name].view(torch.uint8) if fp8(state[name]) else state[name]).view(-1)[-1] = value
     with pytest.raises(RuntimeError, match=rf"1 NaN.* among the \d+ elements of {name}"):
@@ -173,16 +241,25 @@ def test_scales_that_are_not_numbers(encoding, name, value):
 
 def test_refusals():
     gate_up, down = weights("mxfp4")
-    with pytest.raises(ShapeError, match=r"gate_up mxfp4 \[3, 128, 64\] and down nvfp4 \[3, 64, 64\]; expected .* of one encoding"):
+    with pytest.raises(
+        ShapeError,
+        match=r"gate_up mxfp4 \[3, 128, 64\] and down nvfp4 \[3, 64, "
+        r"64\]; expected .* of one encoding",
+    ):
         Experts(gate_up, weights("nvfp4")[1])
     with pytest.raises(ShapeError, match=r"down_bias \[3, 128\]; expected \[3, 64\]"):
         Experts(gate_up, down, down_bias=torch.zeros(3, 128))
-    assert (Experts(gate_up, down).encoding, NVFP4Experts(*weights("nvfp4")[:1], weights("nvfp4")[1]).encoding) == (MXFP4, NVFP4)
+    assert (
+        Experts(gate_up, down).encoding,
+        NVFP4Experts(*weights("nvfp4")[:1], weights("nvfp4")[1]).encoding,
+    ) == (MXFP4, NVFP4)
 
 
 @torch.no_grad()
 def test_gpt_oss_by_transformers():
-    """Logits of a model with transformers' own dequantized experts, and of one with the packed ones."""
+    """Logits of a model with transformers' own dequantized experts, and of one with the packed
+    ones.
+    """
     pytest.importorskip("transformers.integrations.mxfp4")
     theirs, ours = (m.float() for m in gpt_oss_example().both_models())
     ids = torch.randint(1, 512, (1, 24), generator=torch.Generator().manual_seed(1))
@@ -190,11 +267,21 @@ def test_gpt_oss_by_transformers():
     assert (ours(ids).logits - want).norm() < 1e-5 * want.norm()
 
 
-NO_TENSORS = [None, 1.5, "text", [1.0], (torch.ones(2),), torch.ones(2, 4, 8).numpy(), torch.ones(2, 4, 8).to_sparse()]
+NO_TENSORS = [
+    None,
+    1.5,
+    "text",
+    [1.0],
+    (torch.ones(2),),
+    torch.ones(2, 4, 8).numpy(),
+    torch.ones(2, 4, 8).to_sparse(),
+]
 
 
 @pytest.mark.parametrize("value", NO_TENSORS, ids=lambda value: type(value).__name__)
-@pytest.mark.parametrize("key", ["gate_up_proj", "down_proj_scale", "down_decode_scale", "gate_decode_scale"])
+@pytest.mark.parametrize(
+    "key", ["gate_up_proj", "down_proj_scale", "down_decode_scale", "gate_decode_scale"]
+)
 def test_a_state_dict_of_other_things_is_torchs_error(key, value):
     module = NVFP4Experts.from_float(torch.ones(2, 64, 32), torch.ones(2, 32, 32))
     with pytest.raises(RuntimeError, match=f"{key}|Missing key"):

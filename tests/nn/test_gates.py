@@ -34,7 +34,9 @@ class Clamped(Gate):
 
     def _apply_gate(self, y):
         gate, up = self.halves(y)
-        return self.act_fn(gate.clamp(max=self.swiglu_limit)) * up.clamp(-self.swiglu_limit, self.swiglu_limit)
+        return self.act_fn(gate.clamp(max=self.swiglu_limit)) * up.clamp(
+            -self.swiglu_limit, self.swiglu_limit
+        )
 
 
 class GptOss(Gate):
@@ -72,9 +74,14 @@ class Ungated(Gate):
 
 
 CASES = {
-    Gate: Swiglu(0, None, 1.0, 0.0), Clamped: Swiglu(0, 10.0, 1.0, 0.0), GptOss: Swiglu(1, 7.0, 1.702, 1.0), UpClampedFromAbove: None,
-    LimitByNoName: None, Gelu: None, Ungated: None,
-}  # fmt: skip
+    Gate: Swiglu(0, None, 1.0, 0.0),
+    Clamped: Swiglu(0, 10.0, 1.0, 0.0),
+    GptOss: Swiglu(1, 7.0, 1.702, 1.0),
+    UpClampedFromAbove: None,
+    LimitByNoName: None,
+    Gelu: None,
+    Ungated: None,
+}
 
 
 @pytest.mark.parametrize("gate", CASES, ids=lambda c: c.__name__)
@@ -86,7 +93,8 @@ def test_found(gate):
 def test_weights_without_memory(without_memory):
     for number, (gate, want) in enumerate(CASES.items()):
         with without_memory():
-            module = type(gate.__name__, (gate,), {"number": number})()  # a class of its own: nothing is remembered of it
+            # a class of its own: nothing is remembered of it
+            module = type(gate.__name__, (gate,), {"number": number})()
             assert swiglu_of(module) == want
         assert swiglu_of(module) == want
 

@@ -1,4 +1,6 @@
-"""GroupedLinear against a loop in float64: results, gradients, which of them there are, parameters and what holds them."""
+"""GroupedLinear against a loop in float64: results, gradients, which of them there are, parameters
+and what holds them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,23 @@ import torch
 from fusions import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
-from layers import BOTH, COUNTS, NEAR, ROWS, SIZES, G, K, N, assert_near, gradients, layer, linear, stacked, uniform, wide
+from layers import (
+    BOTH,
+    COUNTS,
+    NEAR,
+    ROWS,
+    SIZES,
+    G,
+    K,
+    N,
+    assert_near,
+    gradients,
+    layer,
+    linear,
+    stacked,
+    uniform,
+    wide,
+)
 from routings import Partition, partitions
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,7 +38,14 @@ from torch.nn.utils import prune
 from ways import compiled
 
 from fusion_moe import options
-from fusion_moe.errors import DeviceError, DtypeError, GroupsError, OptionError, ShapeError, UnsupportedError
+from fusion_moe.errors import (
+    DeviceError,
+    DtypeError,
+    GroupsError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+)
 from fusion_moe.nn import GroupedLinear, Sequential
 from fusion_moe.parts import are_neighbours
 
@@ -31,7 +56,7 @@ def rows(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return uniform(ROWS, K, dtype=dtype, seed=seed)
 
 
-# What it computes -----------------------------------------------------------------------------------------------------
+# What it computes ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "scaled"), [(torch.bfloat16, False), (torch.float32, True)])
@@ -40,15 +65,30 @@ def test_kernels_against_a_loop(dtype, scaled):
         compare(dtype, True, False, scaled)
 
 
-@pytest.mark.parametrize(("dtype", "bias", "single", "scaled"), list(product(NEAR, BOTH, BOTH, BOTH)))
+@pytest.mark.parametrize(
+    ("dtype", "bias", "single", "scaled"), list(product(NEAR, BOTH, BOTH, BOTH))
+)
 def test_against_a_loop(dtype, bias, single, scaled):
     compare(dtype, bias, single, scaled)
 
 
 def compare(dtype: torch.dtype, bias: bool, single: bool, scaled: bool) -> None:
     """Results and all gradients; rows past the last group are NaN, and reach nothing."""
-    module = layer(G, K, N, bias=bias, dtype=dtype, single_grouped_weight=single, single_grouped_bias=single, scale_bias=scaled)
-    x, dy, scales = rows(dtype), uniform(ROWS, N, dtype=dtype, seed=8), uniform(ROWS, low=0.0, high=1.0, seed=9)
+    module = layer(
+        G,
+        K,
+        N,
+        bias=bias,
+        dtype=dtype,
+        single_grouped_weight=single,
+        single_grouped_bias=single,
+        scale_bias=scaled,
+    )
+    x, dy, scales = (
+        rows(dtype),
+        uniform(ROWS, N, dtype=dtype, seed=8),
+        uniform(ROWS, low=0.0, high=1.0, seed=9),
+    )
     for t in (x, dy, scales):
         t[sum(SIZES) :] = float("nan")
     takes = (scales.requires_grad_(),) if scaled and bias else ()
@@ -67,7 +107,9 @@ def compare(dtype: torch.dtype, bias: bool, single: bool, scaled: bool) -> None:
     assert not x.grad[inside:].any()
     for found, grad in zip(gradients(module, "weight"), weight.grad, strict=True):
         assert_near(found, grad, dtype)
-    for found, grad in zip(gradients(module, "bias") if bias else (), offset.grad if bias else (), strict=True):
+    for found, grad in zip(
+        gradients(module, "bias") if bias else (), offset.grad if bias else (), strict=True
+    ):
         assert_near(found, grad, dtype)
     if takes:
         assert_near(scales.grad[:inside], factor.grad, dtype, 4)
@@ -78,7 +120,10 @@ def compare(dtype: torch.dtype, bias: bool, single: bool, scaled: bool) -> None:
 @given(partitions(), st.booleans())
 def test_any_partition(partition: Partition, single):
     groups = len(partition.sizes)
-    module, x = layer(groups, 6, 4, single_grouped_weight=single), uniform(partition.rows, 6).requires_grad_()
+    module, x = (
+        layer(groups, 6, 4, single_grouped_weight=single),
+        uniform(partition.rows, 6).requires_grad_(),
+    )
     dy = uniform(partition.rows, 4, seed=3)
     counts = torch.tensor(partition.sizes)
     y = module(x, counts)
@@ -96,7 +141,10 @@ def test_any_partition(partition: Partition, single):
 def test_single_and_discrete_are_equal_and_repeats_too():
     found = []
     for single, _ in product(BOTH, range(3)):
-        module, x = layer(G, K, N, bias=False, single_grouped_weight=single, dtype=torch.bfloat16), rows(torch.bfloat16).requires_grad_()
+        module, x = (
+            layer(G, K, N, bias=False, single_grouped_weight=single, dtype=torch.bfloat16),
+            rows(torch.bfloat16).requires_grad_(),
+        )
         with torch.no_grad():
             for g, w in enumerate(module.each("weight")):
                 w.copy_(uniform(N, K, seed=g))
@@ -111,7 +159,9 @@ def test_single_and_discrete_are_equal_and_repeats_too():
 def test_counts_of_any_integer_dtype_and_shape(dtype):
     module, x = layer(G, K, N), rows()
     want = module(x, offs=COUNTS.cumsum(0, dtype=torch.int32))
-    assert_same_bits([module(x, COUNTS.to(dtype)), module(x, COUNTS.to(dtype).view(2, 2))], [want, want])
+    assert_same_bits(
+        [module(x, COUNTS.to(dtype)), module(x, COUNTS.to(dtype).view(2, 2))], [want, want]
+    )
 
 
 def test_leading_dimensions():
@@ -129,22 +179,28 @@ def test_autocast():
         y = module(x, COUNTS)
     assert y.dtype == torch.bfloat16
     y.backward(torch.ones_like(y))
-    assert (x.grad.dtype, module.weight0.grad.dtype, module.bias0.grad.dtype) == (torch.float32,) * 3
+    assert (x.grad.dtype, module.weight0.grad.dtype, module.bias0.grad.dtype) == (
+        torch.float32,
+    ) * 3
     half = copy.deepcopy(module).bfloat16()
     assert_same_bits([y], [half(x.detach().bfloat16(), COUNTS)])
 
 
-# Which gradients there are --------------------------------------------------------------------------------------------
+# Which gradients there are ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wanted", list(product(BOTH, repeat=4)))
 def test_gradients_are_for_those_that_want_one(wanted):
-    """Of x, of the weights of groups 0 and 2, of those of 1 and 3, of the bias of group 2: each as when all are wanted, else None."""
+    """Of x, of the weights of groups 0 and 2, of those of 1 and 3, of the bias of group 2: each as
+    when all are wanted, else None.
+    """
     every, module = layer(G, K, N), layer(G, K, N)
     of_x, even, odd, of_bias = wanted
     for key, p in module.named_parameters():
         g = int(key[-1])
-        p.requires_grad_((odd if g % 2 else even) if key.startswith("weight") else of_bias and g == 2)
+        p.requires_grad_(
+            (odd if g % 2 else even) if key.startswith("weight") else of_bias and g == 2
+        )
     x, full, dy = rows().requires_grad_(of_x), rows().requires_grad_(), uniform(ROWS, N, seed=8)
     y, want = module(x, COUNTS), every(full, COUNTS)
     assert y.requires_grad == any(wanted)
@@ -163,17 +219,22 @@ def test_gradients_of_experts_are_slices_of_one():
     assert len({p.untyped_storage().data_ptr() for p in gradients(module, "weight")}) == 1
 
 
-# Parameters -----------------------------------------------------------------------------------------------------------
+# Parameters ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("single", BOTH)
 def test_new_parameters(single):
     torch.manual_seed(0)
     module = GroupedLinear(3, 100, 60, single_grouped_weight=single, single_grouped_bias=single)
-    names = ["weight", "bias"] if single else [f"{name}{g}" for name in ("weight", "bias") for g in range(3)]
+    names = (
+        ["weight", "bias"]
+        if single
+        else [f"{name}{g}" for name in ("weight", "bias") for g in range(3)]
+    )
     assert list(dict(module.named_parameters())) == names
     for weight in module.each("weight"):
-        assert 0.09 < weight.abs().max() <= 100**-0.5  # kaiming-uniform with a = sqrt(5): +-1 / sqrt(K), as torch.nn.Linear
+        # kaiming-uniform with a = sqrt(5): +-1 / sqrt(K), as torch.nn.Linear
+        assert 0.09 < weight.abs().max() <= 100**-0.5
         assert abs(weight.mean()) < 0.01
     assert not any(bias.any() for bias in module.each("bias"))
     nothing = GroupedLinear(3, 100, 60, bias=False, single_grouped_bias=single)
@@ -182,7 +243,10 @@ def test_new_parameters(single):
 
 def neighbours(module: GroupedLinear) -> bool:
     first = module.weight0.data_ptr()
-    return all(p.data_ptr() == first + g * p.nbytes for g, p in enumerate(getattr(module, f"weight{g}") for g in range(G)))
+    return all(
+        p.data_ptr() == first + g * p.nbytes
+        for g, p in enumerate(getattr(module, f"weight{g}") for g in range(G))
+    )
 
 
 def test_experts_stay_neighbours():
@@ -190,7 +254,13 @@ def test_experts_stay_neighbours():
     pickled = io.BytesIO()
     torch.save(module, pickled)
     pickled.seek(0)
-    for other in (module, copy.deepcopy(module), module.bfloat16(), module.float(), torch.load(pickled, weights_only=False)):
+    for other in (
+        module,
+        copy.deepcopy(module),
+        module.bfloat16(),
+        module.float(),
+        torch.load(pickled, weights_only=False),
+    ):
         assert neighbours(other)
     ids = [id(p) for p in module.parameters()]
     assert ids == [id(p) for p in module.half().parameters()]
@@ -200,10 +270,14 @@ def test_what_pickle_gives_back_is_one_buffer():
     """Also for an optimizer that came with the module."""
     module = layer(G, 64, 256)
     module.weight1.tag = "kept"
-    other, optimizer = pickle.loads(pickle.dumps((module, torch.optim.SGD(module.parameters(), 0.1))))
+    other, optimizer = pickle.loads(
+        pickle.dumps((module, torch.optim.SGD(module.parameters(), 0.1)))
+    )
     assert all(are_neighbours(other.each(name)) for name in ("weight", "bias"))
     assert other.weight0.untyped_storage().nbytes() == G * other.weight0.nbytes
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in other.parameters()]
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+        id(p) for p in other.parameters()
+    ]
     assert other.weight1.tag == "kept"
     assert_same_bits(list(other.parameters()), list(module.parameters()))
 
@@ -251,9 +325,14 @@ class Subclass(Tensor):
     """Stands for DTensor."""
 
 
-@pytest.mark.parametrize("how", ["part of a storage", "shared memory", "one for two groups", "a subclass", "fake"])
+@pytest.mark.parametrize(
+    "how", ["part of a storage", "shared memory", "one for two groups", "a subclass", "fake"]
+)
 def test_parameters_that_stay_where_they_are(how):
-    module, state = GroupedLinear(G, K, N, bias=False, device="meta"), separate(layer(G, K, N, bias=False))
+    module, state = (
+        GroupedLinear(G, K, N, bias=False, device="meta"),
+        separate(layer(G, K, N, bias=False)),
+    )
     if how == "part of a storage":
         state = {key: torch.stack([t, t])[1] for key, t in state.items()}
     elif how == "shared memory":
@@ -283,7 +362,8 @@ def test_a_reparametrized_weight(how, single):
     """Whose parameter has another name: it is moved, cast and copied, and trains."""
     module = layer(G, K, N, single_grouped_weight=single).eval()
     REPARAMETRIZED[how](module, "weight" if single else "weight1")
-    others = [module] if how == "pruned" else [module, copy.deepcopy(module)]  # torch copies no pruned module
+    # torch copies no pruned module
+    others = [module] if how == "pruned" else [module, copy.deepcopy(module)]
     want = module(rows(), COUNTS)
     for other in others:
         y = other.double().float()(rows(), COUNTS)
@@ -294,7 +374,9 @@ def test_a_reparametrized_weight(how, single):
 
 def test_on_meta():
     """Shapes and dtypes, without memory."""
-    y = GroupedLinear(G, K, N, device="meta", dtype=torch.bfloat16)(rows(torch.bfloat16).to("meta"), COUNTS.to("meta"))
+    y = GroupedLinear(G, K, N, device="meta", dtype=torch.bfloat16)(
+        rows(torch.bfloat16).to("meta"), COUNTS.to("meta")
+    )
     assert (y.shape, y.dtype, y.is_meta) == ((ROWS, N), torch.bfloat16, True)
 
 
@@ -305,15 +387,19 @@ def test_other_parameters(how):
     module = GroupedLinear(G, K, N, bias=False, device="meta" if how == "meta" else None)
     values, buffer = [w.detach() for w in ours.each("weight")], torch.zeros(G + 1, N + 1, K)
     for g, value in enumerate(values):
-        t = {"apart": value.clone(), "a gap": buffer[g, :N], "strides": buffer[g, :N].clone().T.contiguous().T}.get(
-            how, buffer.view(-1)[N * K * g + 7 :][: N * K].view(N, K)
-        )
+        t = {
+            "apart": value.clone(),
+            "a gap": buffer[g, :N],
+            "strides": buffer[g, :N].clone().T.contiguous().T,
+        }.get(how, buffer.view(-1)[N * K * g + 7 :][: N * K].view(N, K))
         module.register_parameter(f"weight{g}", nn.Parameter(t.copy_(value)))
     x, other = rows().requires_grad_(), rows().requires_grad_()
     y, want = module(x, COUNTS), ours(other, COUNTS)
     y.sum().backward()
     want.sum().backward()
-    assert_same_bits([y, x.grad, *gradients(module, "weight")], [want, other.grad, *gradients(ours, "weight")])
+    assert_same_bits(
+        [y, x.grad, *gradients(module, "weight")], [want, other.grad, *gradients(ours, "weight")]
+    )
     assert how == "an offset" or how == "meta" or not neighbours(module)
 
 
@@ -324,12 +410,19 @@ def test_a_step_of_an_optimizer_is_seen():
     optimizer.step()
     after = module(x, COUNTS)
     assert after.square().sum() < before.square().sum()
-    assert_near(after, linear(x.double(), stacked(module, "weight"), stacked(module, "bias"), SIZES), torch.float32)
+    assert_near(
+        after,
+        linear(x.double(), stacked(module, "weight"), stacked(module, "bias"), SIZES),
+        torch.float32,
+    )
 
 
 @pytest.mark.parametrize(("ours", "theirs"), list(product(BOTH, BOTH)))
 def test_state_dicts_of_either_form(tmp_path, ours, theirs):
-    forms = [{"single_grouped_weight": single, "single_grouped_bias": single} for single in (ours, theirs)]
+    forms = [
+        {"single_grouped_weight": single, "single_grouped_bias": single}
+        for single in (ours, theirs)
+    ]
     module, other = layer(G, K, N, **forms[0]), layer(G, K, N, seed=50, **forms[1])
     torch.save({"model": nn.Sequential(module).state_dict()}, tmp_path / "state.pt")
     nn.Sequential(other).load_state_dict(torch.load(tmp_path / "state.pt")["model"])
@@ -343,7 +436,9 @@ def test_biases_that_the_caller_adds(single, autocast):
     form: dict[str, bool] = {"single_grouped_bias": single}
     module, whole = layer(G, K, N, return_bias=True, **form), layer(G, K, N, **form)
     bare = GroupedLinear(G, K, N, bias=False)
-    bare.load_state_dict({key: t for key, t in whole.state_dict().items() if key.startswith("weight")})
+    bare.load_state_dict(
+        {key: t for key, t in whole.state_dict().items() if key.startswith("weight")}
+    )
     inside = sum(SIZES)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y, biases = module(rows(), COUNTS)
@@ -370,18 +465,24 @@ def test_what_return_bias_goes_with():
         Sequential(module)(x, COUNTS)
 
 
-# Memory of the caller -------------------------------------------------------------------------------------------------
+# Memory of the caller -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "trained"), list(product((torch.float32, torch.bfloat16), BOTH)))
 def test_buffers_of_the_caller(dtype, trained):
-    """They hold the result and the gradient of x; rows past the last group keep what was there; another step may use them again."""
+    """They hold the result and the gradient of x; rows past the last group keep what was there;
+    another step may use them again.
+    """
     module = layer(G, K, N, dtype=dtype).requires_grad_(trained)
     out, grad_input = torch.empty(ROWS, N, dtype=dtype), torch.empty(ROWS, K, dtype=dtype)
     for _ in range(2):
         out.fill_(7.0)
         grad_input.fill_(7.0)
-        x, other, dy = rows(dtype).requires_grad_().clone(), rows(dtype).requires_grad_(), uniform(ROWS, N, dtype=dtype, seed=8)
+        x, other, dy = (
+            rows(dtype).requires_grad_().clone(),
+            rows(dtype).requires_grad_(),
+            uniform(ROWS, N, dtype=dtype, seed=8),
+        )
         y = module(x, COUNTS, out=out, grad_input=grad_input)
         want = module(other, COUNTS)
         assert y.data_ptr() == out.data_ptr()
@@ -401,7 +502,12 @@ def test_buffers_of_the_caller(dtype, trained):
 
 def test_a_leaf_keeps_its_gradient():
     """Of all backwards, though each writes the same buffer."""
-    module, x, other, buffer = layer(G, K, N), rows().requires_grad_(), rows().requires_grad_(), torch.empty(ROWS, K)
+    module, x, other, buffer = (
+        layer(G, K, N),
+        rows().requires_grad_(),
+        rows().requires_grad_(),
+        torch.empty(ROWS, K),
+    )
     for seed in (8, 9):
         dy = uniform(ROWS, N, seed=seed)
         module(x, COUNTS, grad_input=buffer).backward(dy)
@@ -409,13 +515,15 @@ def test_a_leaf_keeps_its_gradient():
     assert_same_bits([x.grad], [other.grad])
 
 
-# torch.compile --------------------------------------------------------------------------------------------------------
+# torch.compile ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("single", "scaled"), [(True, False), (False, True)])
 def test_compiled(single, scaled):
     """One graph, for any number of rows, and as eager; parts are joined without a copy."""
-    module = layer(G, K, N, single_grouped_weight=single, single_grouped_bias=single, scale_bias=scaled)
+    module = layer(
+        G, K, N, single_grouped_weight=single, single_grouped_bias=single, scale_bias=scaled
+    )
     run = compiled(module)
     for counts in (COUNTS, COUNTS.flip(0) + 1):
         results = []
@@ -429,7 +537,7 @@ def test_compiled(single, scaled):
             torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# What is refused ----------------------------------------------------------------------------------
 
 
 def test_bad_calls(golden):
@@ -440,7 +548,9 @@ def test_bad_calls(golden):
     square = layer(G, K, K)
     alone = layer(1, K, K)
     codes = layer(G, K, N, single_grouped_weight=True)
-    codes.register_parameter("weight", nn.Parameter(torch.zeros(G, N, K, dtype=torch.uint8), requires_grad=False))
+    codes.register_parameter(
+        "weight", nn.Parameter(torch.zeros(G, N, K, dtype=torch.uint8), requires_grad=False)
+    )
     missing = layer(G, K, N, bias=False)
     missing.register_parameter("weight1", None)
     mixed = layer(G, K, N, bias=False)
@@ -470,7 +580,9 @@ def test_bad_calls(golden):
         "out with strides": lambda: module(x, COUNTS, out=torch.zeros(N, ROWS).T),
         "out that is tracked": lambda: module(x, COUNTS, out=out.clone().requires_grad_()),
         "out over x": lambda: square(x, COUNTS, out=x),
-        "out over a weight": lambda: alone(x[:1].repeat(K, 1), offs=ends[:1], out=alone.weight0.detach()),
+        "out over a weight": lambda: alone(
+            x[:1].repeat(K, 1), offs=ends[:1], out=alone.weight0.detach()
+        ),
         "grad_input over out": lambda: square(x, COUNTS, out=x + 0, grad_input=x),
         "nothing to do": lambda: layer(G, K, N, delay_wgrad_compute=True).backward_dw(),
         "nothing delayed": lambda: module.backward_dw(),
@@ -480,7 +592,9 @@ def test_bad_calls(golden):
     }
     said = []
     for what, do in cases.items():
-        with pytest.raises((ShapeError, DtypeError, DeviceError, GroupsError, OptionError, UnsupportedError)) as caught:
+        with pytest.raises(
+            (ShapeError, DtypeError, DeviceError, GroupsError, OptionError, UnsupportedError)
+        ) as caught:
             do()
         said.append(f"{what}\n    {caught.value}")
     assert (out == 7.0).all()
@@ -492,10 +606,18 @@ def test_state_dicts_that_do_not_fit_are_torchs_error(single):
     """Tensors of the other form, which is joined or divided, of other shapes; and what is none."""
     module = GroupedLinear(2, 8, 8, bias=False, single_grouped_weight=single)
     for state in (
-        {"weight": torch.ones(())}, {"weight": None}, {"weight": torch.ones(3, 8, 8)}, {"weight": [torch.ones(8, 8)] * 2},
-        {"weight0": torch.ones(8, 8), "weight1": torch.ones(8, 7)}, {"weight0": torch.ones(8, 8), "weight1": None},
-    ):  # fmt: skip
-        with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict for GroupedLinear"):
+        {"weight": torch.ones(())},
+        {"weight": None},
+        {"weight": torch.ones(3, 8, 8)},
+        {"weight": [torch.ones(8, 8)] * 2},
+        {"weight0": torch.ones(8, 8), "weight1": torch.ones(8, 7)},
+        {"weight0": torch.ones(8, 8), "weight1": None},
+    ):
+        with pytest.raises(
+            RuntimeError,
+            match=r"Error\(s\) in loading state_dict for "
+            r"GroupedLinear",
+        ):
             module.load_state_dict(state)
 
 
@@ -516,8 +638,16 @@ def test_split_sizes_as_numbers(given):
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_split_sizes_whose_number_a_tracer_does_not_know():
     """Those of torch.bincount."""
-    module, x, ids = layer(G, K, N, single_grouped_weight=True), uniform(12, K), torch.arange(12) // 3
-    call = torch.compile(lambda x, ids: module(x, torch.bincount(ids, minlength=G)), backend="fusion_moe", fullgraph=True)
+    module, x, ids = (
+        layer(G, K, N, single_grouped_weight=True),
+        uniform(12, K),
+        torch.arange(12) // 3,
+    )
+    call = torch.compile(
+        lambda x, ids: module(x, torch.bincount(ids, minlength=G)),
+        backend="fusion_moe",
+        fullgraph=True,
+    )
     torch.testing.assert_close(call(x, ids), module(x, torch.bincount(ids, minlength=G)))
     with pytest.raises(AssertionError, match="5==4"):
         call(x, ids + 1)
@@ -526,5 +656,7 @@ def test_split_sizes_whose_number_a_tracer_does_not_know():
 def test_extra_state_of_transformer_engine():
     """It has scales for FP8."""
     module, other = layer(G, K, N, seed=5), layer(G, K, N)
-    other.load_state_dict({**module.state_dict(), "_extra_state": torch.empty(0, dtype=torch.uint8)})
+    other.load_state_dict(
+        {**module.state_dict(), "_extra_state": torch.empty(0, dtype=torch.uint8)}
+    )
     assert other.weight0.equal(module.weight0)

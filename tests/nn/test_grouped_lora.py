@@ -1,4 +1,6 @@
-"""Adapters of NVFP4GroupedLinear and GroupedSwiGLU: against whole weights in float64, saved, loaded and merged."""
+"""Adapters of NVFP4GroupedLinear and GroupedSwiGLU: against whole weights in float64, saved, loaded
+and merged.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def linear(bias: bool = False) -> NVFP4GroupedLinear:
 
 
 def swiglu() -> GroupedSwiGLU:
-    return GroupedSwiGLU.from_float(drawn(G, I, H) / 4, drawn(G, I, H, seed=1), drawn(G, H, I, seed=2))
+    return GroupedSwiGLU.from_float(
+        drawn(G, I, H) / 4, drawn(G, I, H, seed=1), drawn(G, H, I, seed=2)
+    )
 
 
 class Model(nn.Module):
@@ -37,7 +41,11 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.experts = NVFP4GroupedLinear.from_float(drawn(G, H, H)), nn.LayerNorm(H), swiglu()
+        self.first, self.norm, self.experts = (
+            NVFP4GroupedLinear.from_float(drawn(G, H, H)),
+            nn.LayerNorm(H),
+            swiglu(),
+        )
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         return self.experts(self.norm(self.first(x, offs)), offs)
@@ -57,15 +65,27 @@ def whole(module: NVFP4GroupedLinear) -> Tensor:
     """f64[G, N, K]: the weight with what its adapter adds, which gradients reach."""
     weight = loops.decoded(*(t.detach() for t in module.weight_of("weight")))
     adapter = module.adapter("weight")
-    return weight if adapter is None else weight + adapter.scale * adapter.B.double() @ adapter.A.double()
+    return (
+        weight
+        if adapter is None
+        else weight + adapter.scale * adapter.B.double() @ adapter.A.double()
+    )
 
 
 def meant(module: nn.Module, x: Tensor) -> Tensor:
     """What a module computes, in float64."""
     if isinstance(module, GroupedSwiGLU):
-        return loops.product(loops.swiglu(loops.product(x, whole(module.gate_up_proj), SIZES)), whole(module.down_proj), SIZES)
+        return loops.product(
+            loops.swiglu(loops.product(x, whole(module.gate_up_proj), SIZES)),
+            whole(module.down_proj),
+            SIZES,
+        )
     y = loops.product(x, whole(module), SIZES)
-    return y if module.bias is None else y + module.bias.detach().double().repeat_interleave(torch.tensor(SIZES), 0)
+    return (
+        y
+        if module.bias is None
+        else y + module.bias.detach().double().repeat_interleave(torch.tensor(SIZES), 0)
+    )
 
 
 def gradients(y: Tensor, dy: Tensor, leaves: list[Tensor]) -> list[Tensor]:
@@ -73,12 +93,17 @@ def gradients(y: Tensor, dy: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 
 
 @every_way
-@pytest.mark.parametrize("make", [linear, lambda: linear(bias=True), swiglu], ids=["linear", "with a bias", "swiglu"])
+@pytest.mark.parametrize(
+    "make", [linear, lambda: linear(bias=True), swiglu], ids=["linear", "with a bias", "swiglu"]
+)
 def test_against_whole_weights(how, make):
     """Outputs, and gradients of rows and factors."""
     module, x = adapted(make()), drawn(sum(SIZES), H, seed=5).requires_grad_()
     found, want = HOW[how](module)(x, ENDS), meant(module, x.double())
-    leaves, dy = [x, *(p for p in module.parameters() if p.requires_grad)], drawn(*want.shape, seed=6)
+    leaves, dy = (
+        [x, *(p for p in module.parameters() if p.requires_grad)],
+        drawn(*want.shape, seed=6),
+    )
     torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
     for ours, theirs in zip(gradients(found, dy, leaves), gradients(want, dy, leaves), strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
@@ -87,7 +112,10 @@ def test_against_whole_weights(how, make):
 @pytest.mark.parametrize(
     ("targets", "names"),
     [
-        (("gate_up", "down", "linear"), ["first.weight", "experts.gate_up_proj.weight", "experts.down_proj.weight"]),
+        (
+            ("gate_up", "down", "linear"),
+            ["first.weight", "experts.gate_up_proj.weight", "experts.down_proj.weight"],
+        ),
         ("linear", ["first.weight"]),
         (["down"], ["experts.down_proj.weight"]),
     ],
@@ -96,12 +124,17 @@ def test_against_whole_weights(how, make):
 def test_targets(targets, names):
     model = Model()
     assert add_lora_(model, 4, targets=targets) == names
-    assert [n for n, p in model.named_parameters() if p.requires_grad] == [f"{n}_lora.{f}" for n in names for f in "AB"]
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == [
+        f"{n}_lora.{f}" for n in names for f in "AB"
+    ]
 
 
 def test_targets_that_are_not_there():
     module = linear(bias=True)
-    with pytest.raises(UnsupportedError, match="add_lora_: no gate_up or down among the experts; expected targets of these: linear"):
+    with pytest.raises(
+        UnsupportedError,
+        match="add_lora_: no gate_up or down among the experts; expected targets of these: linear",
+    ):
         add_lora_(module, targets=("gate_up", "down"))
     assert module.bias.requires_grad
     with pytest.raises(UnsupportedError, match="no experts of fusion_moe.nn in a GroupedLinear"):
@@ -110,13 +143,21 @@ def test_targets_that_are_not_there():
 
 def test_adapters_move_and_weights_do_not():
     model = adapted(Model())
-    kept = {n: t.flatten().view(torch.uint8).clone() for n, t in model.state_dict().items() if "_lora." not in n}
+    kept = {
+        n: t.flatten().view(torch.uint8).clone()
+        for n, t in model.state_dict().items()
+        if "_lora." not in n
+    }
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model(drawn(sum(SIZES), H), ENDS).square().sum().backward()
     optimizer.step()
     assert all((p != before[n]).any() for n, p in model.named_parameters() if p.requires_grad)
-    assert all(torch.equal(t.flatten().view(torch.uint8), kept[n]) for n, t in model.state_dict().items() if n in kept)
+    assert all(
+        torch.equal(t.flatten().view(torch.uint8), kept[n])
+        for n, t in model.state_dict().items()
+        if n in kept
+    )
 
 
 def test_layouts():
@@ -128,12 +169,16 @@ def test_layouts():
         torch.testing.assert_close(module(x, ENDS), want, rtol=1e-5, atol=1e-5)
 
 
-# Merging -------------------------------------------------------------------------------------------------------------------
+# Merging ------------------------------------------------------------------------------------------
 
 
 def test_merging_into_few_bits_is_asked_for():
     model = adapted(Model())
-    with pytest.raises(UnsupportedError, match=r"first: adapters of nvfp4 weights; expected float weights"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"first: adapters of nvfp4 weights; expected "
+        r"float weights",
+    ):
         merge_lora_(model)
     assert model.first.adapter("weight") is not None
 
@@ -145,29 +190,41 @@ def added(module: NVFP4GroupedLinear) -> Tensor:
 def test_quantized_again():
     """The bytes that quantizing the sum gives, gate and up with scales of their own."""
     module = adapted(swiglu())
-    gate_up, down = (dequantize(m.weight_of("weight")) + added(m) for m in (module.gate_up_proj, module.down_proj))
+    gate_up, down = (
+        dequantize(m.weight_of("weight")) + added(m)
+        for m in (module.gate_up_proj, module.down_proj)
+    )
     assert merge_lora_(module, requantize=True) == ["gate_up_proj.weight", "down_proj.weight"]
     want = GroupedSwiGLU.from_float(*gate_up.chunk(2, 1), down).state_dict()
     found = module.state_dict()
     assert found.keys() == want.keys()
-    assert all(torch.equal(t.view(torch.uint8), want[n].view(torch.uint8)) for n, t in found.items())
+    assert all(
+        torch.equal(t.view(torch.uint8), want[n].view(torch.uint8)) for n, t in found.items()
+    )
 
 
-# On disk -------------------------------------------------------------------------------------------------------------------
+# On disk ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [{}, {"targets": "linear"}, {"targets": ("gate_up", "down")}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"targets": "linear"}, {"targets": ("gate_up", "down")}], ids=str
+)
 def test_round_trip(how, tmp_path):
     model, other, x = adapted(Model(), **how), Model(), drawn(sum(SIZES), H)
     names = load_lora_(other, save_lora(model, tmp_path / "saved"))
-    assert [f"{n}_lora.{f}" for n in names for f in "AB"] == [n for n, p in model.named_parameters() if p.requires_grad]
+    assert [f"{n}_lora.{f}" for n in names for f in "AB"] == [
+        n for n, p in model.named_parameters() if p.requires_grad
+    ]
     with torch.no_grad():
         assert torch.equal(other(x, ENDS), model(x, ENDS))
 
 
 def test_adapters_of_another_model(tmp_path):
     saved = save_lora(adapted(Model()), tmp_path / "saved")
-    with pytest.raises(CheckpointError, match="adapters of first; expected modules with experts: gate_up_proj, down_proj"):
+    with pytest.raises(
+        CheckpointError,
+        match="adapters of first; expected modules with experts: gate_up_proj, down_proj",
+    ):
         load_lora_(swiglu(), saved)
 
 
@@ -189,7 +246,14 @@ def test_peft_loads_it(tmp_path):
 
     model, x = nn.ModuleDict({"first": linear()}), drawn(sum(SIZES), H).double()
     saved = save_lora(adapted(model), tmp_path / "saved")
-    floats = nn.ModuleDict({"first": Floats(dequantize(model["first"].weight_of("weight")).double())})
+    floats = nn.ModuleDict(
+        {"first": Floats(dequantize(model["first"].weight_of("weight")).double())}
+    )
     wrapped = PeftModel.from_pretrained(floats, saved)
     with torch.no_grad():
-        torch.testing.assert_close(wrapped.base_model.model["first"](x, SIZES), meant(model["first"], x), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            wrapped.base_model.model["first"](x, SIZES),
+            meant(model["first"], x),
+            rtol=1e-6,
+            atol=1e-6,
+        )

@@ -1,4 +1,6 @@
-"""Results that are written in place, as residual connections do: hooks on them stay, FSDP2's among them."""
+"""Results that are written in place, as residual connections do: hooks on them stay, FSDP2's among
+them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from layers import COUNTS, ROWS, G, K, N, layer, uniform
 
 from fusion_moe.encodings import quantize
 from fusion_moe.layouts import Padding
-from fusion_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, ScaledSwiGLU, Sequential
+from fusion_moe.nn import (
+    GroupedLinear,
+    GroupedSwiGLU,
+    NVFP4Experts,
+    NVFP4GroupedLinear,
+    NVFP4Linear,
+    ScaledSwiGLU,
+    Sequential,
+)
 
 ENDS = COUNTS.cumsum(0).int()
 IDS = torch.randint(0, G, (ROWS, 2), generator=torch.Generator().manual_seed(0))
@@ -24,15 +34,21 @@ def grouped(bias=None, n=64):
 
 CALLS = {
     "GroupedLinear": lambda x: layer(G, 32, N)(x, COUNTS),
-    "GroupedLinear into a buffer": lambda x: layer(G, 32, N)(x, COUNTS, out=torch.empty(*x.shape[:-1], N)),
+    "GroupedLinear into a buffer": lambda x: layer(G, 32, N)(
+        x, COUNTS, out=torch.empty(*x.shape[:-1], N)
+    ),
     "GroupedLinear, delayed": lambda x: layer(G, 32, N, delay_wgrad_compute=True)(x, COUNTS),
-    "Sequential": lambda x: Sequential(GroupedLinear(G, 32, 64), ScaledSwiGLU())(x, COUNTS, torch.ones(ROWS)),
+    "Sequential": lambda x: Sequential(GroupedLinear(G, 32, 64), ScaledSwiGLU())(
+        x, COUNTS, torch.ones(ROWS)
+    ),
     "ScaledSwiGLU": lambda x: ScaledSwiGLU()(x, torch.ones(ROWS)),
     "NVFP4GroupedLinear": lambda x: grouped()(x, ENDS),
     "NVFP4GroupedLinear with a bias": lambda x: grouped(uniform(G, 64))(x, ENDS),
     "GroupedSwiGLU": lambda x: GroupedSwiGLU(grouped(), grouped())(x, ENDS),
     "NVFP4Linear": lambda x: NVFP4Linear(encoded(48, 32))(x),
-    "NVFP4Experts": lambda x: NVFP4Experts.from_float(uniform(G, 64, 32), uniform(G, 32, 32))(x, IDS, torch.ones(ROWS, 2)),
+    "NVFP4Experts": lambda x: NVFP4Experts.from_float(uniform(G, 64, 32), uniform(G, 32, 32))(
+        x, IDS, torch.ones(ROWS, 2)
+    ),
 }
 
 
@@ -70,7 +86,9 @@ def test_a_residual_in_place_has_the_gradients_of_another():
 @pytest.mark.compiler
 def test_compiled():
     called = []
-    y = torch.compile(layer(G, K, N), backend="fusion_moe", fullgraph=True)(uniform(1, ROWS, K).requires_grad_(), COUNTS)
+    y = torch.compile(layer(G, K, N), backend="fusion_moe", fullgraph=True)(
+        uniform(1, ROWS, K).requires_grad_(), COUNTS
+    )
     y.register_hook(called.append)
     y += 1
     y.sum().backward()

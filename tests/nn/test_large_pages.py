@@ -18,7 +18,9 @@ from fusion_moe.runtime import pages
 
 E, H, I = 6, 1024, 1024
 CODES = ("gate_up_proj", "down_proj")
-needs_advice = pytest.mark.skipif(not pages._TAKES_ADVICE, reason="this system takes no advice on pages")
+needs_advice = pytest.mark.skipif(
+    not pages._TAKES_ADVICE, reason="this system takes no advice on pages"
+)
 
 
 def floats(*shape, seed=0):
@@ -31,12 +33,16 @@ def made():
 
 
 def starts_at_pages(module):
-    return [p.data_ptr() % pages.PAGE == 0 for name, p in module.named_parameters() if name in CODES]
+    return [
+        p.data_ptr() % pages.PAGE == 0 for name, p in module.named_parameters() if name in CODES
+    ]
 
 
 def same_bytes(a, b):
     found, want = (dict(m.named_parameters()) for m in (a, b))
-    return found.keys() == want.keys() and all(torch.equal(p.view(torch.uint8), want[n].view(torch.uint8)) for n, p in found.items())
+    return found.keys() == want.keys() and all(
+        torch.equal(p.view(torch.uint8), want[n].view(torch.uint8)) for n, p in found.items()
+    )
 
 
 @needs_advice
@@ -52,7 +58,10 @@ def test_a_few_matrices_at_a_time_give_the_bytes_of_all_at_once(panel, monkeypat
     weight[1] = 0
     for x in weight, weight.mT, weight.view(E, 2, I // 2, H):
         found, want = frozen.quantized(x), quantize(x)
-        assert all(a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, want, strict=True))
+        assert all(
+            a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(found, want, strict=True)
+        )
 
 
 def test_the_default_dtype_changes_nothing():
@@ -92,7 +101,10 @@ def test_tensors_from_elsewhere_are_copied_there():
     module = NVFP4GroupedLinear(weight)
     assert module.weight.data_ptr() % pages.PAGE == 0
     assert torch.equal(module.weight, weight.codes)
-    assert NVFP4GroupedLinear(weight.with_(codes=module.weight.detach())).weight.data_ptr() == module.weight.data_ptr()
+    assert (
+        NVFP4GroupedLinear(weight.with_(codes=module.weight.detach())).weight.data_ptr()
+        == module.weight.data_ptr()
+    )
 
 
 def test_it_keeps_no_gradients_of_what_it_was_made_of():
@@ -104,7 +116,12 @@ def test_it_keeps_no_gradients_of_what_it_was_made_of():
 
 @pytest.mark.parametrize(
     "copied",
-    [copy.deepcopy, lambda m: torch.load(saved(m), weights_only=False), lambda m: copy.deepcopy(m).to(torch.float16), copy.copy],
+    [
+        copy.deepcopy,
+        lambda m: torch.load(saved(m), weights_only=False),
+        lambda m: copy.deepcopy(m).to(torch.float16),
+        copy.copy,
+    ],
     ids=["deepcopy", "pickle", "cast", "copy"],
 )
 def test_copies_are_whole(copied, made):
@@ -138,7 +155,10 @@ def test_memory_can_be_shared(made):
     assert same_bytes(shared, made)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="safetensors is not installed: pip install -e '.[models]'")
+@pytest.mark.skipif(
+    importlib.util.find_spec("safetensors") is None,
+    reason="safetensors is not installed: pip install -e '.[models]'",
+)
 def test_safetensors(made, tmp_path):
     from safetensors.torch import load_file, save_model
 

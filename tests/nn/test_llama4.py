@@ -1,4 +1,6 @@
-"""Llama-4's layer: transformers' and thunder's converted, against the original module in float64 on what the bytes mean."""
+"""Llama-4's layer: transformers' and thunder's converted, against the original module in float64 on
+what the bytes mean.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,29 @@ from fusion_moe.nn import Llama4MoE, NVFP4Experts, convert
 transformers = pytest.importorskip("transformers")
 ULP = 2.0**-8  # of bf16: what one rounding is off by, relatively
 SMALL = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 32, "intermediate_size_mlp": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 1,
-    "interleave_moe_layer_step": 1, "initializer_range": 0.2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
 
 
 def llama4(**changes: Any) -> nn.Module:
     torch.manual_seed(0)
-    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**SMALL | changes)).bfloat16().eval()
+    return (
+        transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**SMALL | changes))
+        .bfloat16()
+        .eval()
+    )
 
 
 def layer(**changes: Any) -> nn.Module:
@@ -41,12 +57,21 @@ def hidden(*lead: int, seed: int = 1) -> Tensor:
 def weights(experts: NVFP4Experts) -> tuple[Tensor, Tensor]:
     """f64[E, 2I, H] and f64[E, H, I]: what the bytes of the experts mean."""
     scales = torch.stack([experts.gate_decode_scale, experts.up_decode_scale], 1)
-    gate_up = loops.decoded(experts.gate_up_proj.detach(), experts.gate_up_proj_scale.detach(), scales.detach())
-    return gate_up, loops.decoded(*(p.detach() for p in (experts.down_proj, experts.down_proj_scale, experts.down_decode_scale)))
+    gate_up = loops.decoded(
+        experts.gate_up_proj.detach(), experts.gate_up_proj_scale.detach(), scales.detach()
+    )
+    return gate_up, loops.decoded(
+        *(
+            p.detach()
+            for p in (experts.down_proj, experts.down_proj_scale, experts.down_decode_scale)
+        )
+    )
 
 
 class InBf16(nn.Module):
-    """A part of a layer that is not quantized: computed in bf16 in the reference too, so that both route alike."""
+    """A part of a layer that is not quantized: computed in bf16 in the reference too, so that both
+    route alike.
+    """
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -58,25 +83,36 @@ class InBf16(nn.Module):
 
 
 def reference(original: nn.Module, ours: Llama4MoE) -> nn.Module:
-    """transformers' own layer in float64, with what the bytes of ours mean as its experts' weights."""
+    """transformers' own layer in float64, with what the bytes of ours mean as its experts'
+    weights.
+    """
     other = copy.deepcopy(original).double()
     gate_up, down = weights(ours.experts)
-    other.experts.gate_up_proj.data, other.experts.down_proj.data = gate_up.mT.contiguous(), down.mT.contiguous()
-    other.router, other.shared_expert = InBf16(copy.deepcopy(original.router)), InBf16(copy.deepcopy(original.shared_expert))
+    other.experts.gate_up_proj.data, other.experts.down_proj.data = (
+        gate_up.mT.contiguous(),
+        down.mT.contiguous(),
+    )
+    other.router, other.shared_expert = (
+        InBf16(copy.deepcopy(original.router)),
+        InBf16(copy.deepcopy(original.shared_expert)),
+    )
     return other
 
 
 def bound(ours: Llama4MoE, x: Tensor, shared: Tensor) -> Tensor:
     """How far roundings to bf16 may take the layer's output from float64.
 
-    To first order, with G and U the sums of magnitudes that gate and up add, |silu(g)| <= G and |silu'| <= 1.1: the scaled input and the
-    product round once each, so gate and up are off by 2 ulp of G and U; silu(gate) * up by (1.1 * 2 + 2 + 1) ulp of G * U; the
-    down product and the sum of slots by one more each; the last sum by an ulp of all.
+    To first order, with G and U the sums of magnitudes that gate and up add, |silu(g)| <= G and
+    |silu'| <= 1.1: the scaled input and the product round once each, so gate and up are off by 2
+    ulp of G and U; silu(gate) * up by (1.1 * 2 + 2 + 1) ulp of G * U; the down product and the sum
+    of slots by one more each; the last sum by an ulp of all.
     """
     values, index = ours.router(x)[1].topk(ours.top_k)
     gate_up, down = (w.abs() for w in weights(ours.experts))
     total = torch.zeros(len(x), down.shape[1], dtype=torch.float64)
-    for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(ours.top_k)).tolist():
+    for token, slot in torch.cartesian_prod(
+        torch.arange(len(x)), torch.arange(ours.top_k)
+    ).tolist():
         expert = int(index[token, slot])
         inner = gate_up[expert] @ (x[token].double().abs() * values[token, slot].double().sigmoid())
         gate, up = inner.chunk(2)
@@ -84,7 +120,7 @@ def bound(ours: Llama4MoE, x: Tensor, shared: Tensor) -> Tensor:
     return ULP * (9 * total + shared.abs())
 
 
-# transformers ---------------------------------------------------------------------------------------------------------
+# transformers -------------------------------------------------------------------------------------
 
 
 @every_way
@@ -128,8 +164,14 @@ def test_no_tokens(how):
 
 
 def test_a_whole_model():
-    """Logits are no further from the same model with the weights that the bytes mean than rounding takes them; generation runs."""
-    model, other, tokens = llama4(), llama4(), torch.randint(1, 96, (2, 9), generator=torch.Generator().manual_seed(1))
+    """Logits are no further from the same model with the weights that the bytes mean than rounding
+    takes them; generation runs.
+    """
+    model, other, tokens = (
+        llama4(),
+        llama4(),
+        torch.randint(1, 96, (2, 9), generator=torch.Generator().manual_seed(1)),
+    )
     fusion_moe.quantize_(model)
     for ours, theirs in zip(model.model.layers, other.model.layers, strict=True):
         gate_up, down = weights(ours.feed_forward.experts)
@@ -137,9 +179,14 @@ def test_a_whole_model():
         theirs.feed_forward.experts.down_proj.data = down.mT.bfloat16()
     with torch.no_grad():
         got, want, plain = (m(tokens, output_router_logits=True) for m in (model, other, llama4()))
-        assert model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3, do_sample=False).shape == (2, 12)
-    assert (got.logits - want.logits).float().norm() < 0.2 * (plain.logits - want.logits).float().norm()
-    seen = [m.get("router_logits", ()) for m in (got, want)]  # transformers still sees its router, since 5.23
+        assert model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3, do_sample=False
+        ).shape == (2, 12)
+    assert (got.logits - want.logits).float().norm() < 0.2 * (
+        plain.logits - want.logits
+    ).float().norm()
+    # transformers still sees its router, since 5.23
+    seen = [m.get("router_logits", ()) for m in (got, want)]
     assert [t.shape for t in seen[0]] == [t.shape for t in seen[1]]
     assert all(a.equal(b) for a, b in zip(*(logits[:1] for logits in seen), strict=True))
 
@@ -159,7 +206,10 @@ def test_gradients_reach_the_router_and_the_shared_expert():
     ours = convert(layer()).float()
     x = hidden(5).float().requires_grad_()
     ours(x)[0].sum().backward()
-    assert all(t.grad is not None and t.grad.any() for t in (x, ours.router.weight, ours.shared_expert.up_proj.weight))
+    assert all(
+        t.grad is not None and t.grad.any()
+        for t in (x, ours.router.weight, ours.shared_expert.up_proj.weight)
+    )
 
 
 def test_what_is_refused():
@@ -169,21 +219,31 @@ def test_what_is_refused():
         fusion_moe.quantize_(llama4(intermediate_size=24))
     model = llama4()
     model.model.layers[1].feed_forward.experts.down_proj.data[3, 5, 7] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"of model\.layers\.1\.feed_forward\.experts\.down_proj \[4, 32, 64\]"):
+    with pytest.raises(
+        NonFiniteError, match=r"of model\.layers\.1\.feed_forward\.experts\.down_proj \[4, 32, 64\]"
+    ):
         fusion_moe.quantize_(model)
     assert type(model.model.layers[0].feed_forward).__name__ == "Llama4TextMoe"
 
 
-# thunder --------------------------------------------------------------------------------------------------------------
+# thunder ------------------------------------------------------------------------------------------
 
 
 class Config:
-    hidden_size, intermediate_size, num_routed_experts, num_shared_experts, dtype, device = 64, 32, 4, 2, torch.bfloat16, "cpu"
+    hidden_size, intermediate_size, num_routed_experts, num_shared_experts, dtype, device = (
+        64,
+        32,
+        4,
+        2,
+        torch.bfloat16,
+        "cpu",
+    )
 
 
 @pytest.mark.thunder
 def test_thunders_layer():
-    pytest.importorskip("expecttest")  # thunder's module imports a part of torch.testing that needs it
+    # thunder's module imports a part of torch.testing that needs it
+    pytest.importorskip("expecttest")
     layers = pytest.importorskip("thunder.benchmarks.layers_for_inference_benchmark")
     torch.manual_seed(0)
     model = nn.ModuleDict({"moe": layers.Llama4MoE(Config)}).eval()
@@ -201,5 +261,8 @@ def test_thunders_layer():
         found, logits = ours(x)
     assert logits.view(-1, 4).equal(scores)
     assert (found.double().view(-1, 64) - want).norm() <= 2 * ULP * want.norm()
-    gate, up, down = (getattr(swiglu, f"{name}_proj").weight.detach().double() for name in ("gate", "up", "down"))
-    assert (torch.cat([gate, up], 1) - gate_up).norm() < 0.12 * gate_up.norm()  # the weights themselves, in four bits
+    gate, up, down = (
+        getattr(swiglu, f"{name}_proj").weight.detach().double() for name in ("gate", "up", "down")
+    )
+    # the weights themselves, in four bits
+    assert (torch.cat([gate, up], 1) - gate_up).norm() < 0.12 * gate_up.norm()

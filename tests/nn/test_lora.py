@@ -50,12 +50,19 @@ def quantized_model(**changes):
 def sums(module) -> dict[str, torch.Tensor]:
     """float32 [E, N, K]: weights with what adapters add."""
     weights = {p: dequantize(module.weight_of(p)) for p in module.projections}
-    return {p: torch.stack([w[e] + getattr(module, f"{p}_lora").delta(e) for e in range(E)]) for p, w in weights.items()}
+    return {
+        p: torch.stack([w[e] + getattr(module, f"{p}_lora").delta(e) for e in range(E)])
+        for p, w in weights.items()
+    }
 
 
 def bits(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The bytes of all that is no adapter."""
-    return {n: t.detach().flatten().view(torch.uint8).clone() for n, t in module.state_dict().items() if "_lora." not in n}
+    return {
+        n: t.detach().flatten().view(torch.uint8).clone()
+        for n, t in module.state_dict().items()
+        if "_lora." not in n
+    }
 
 
 def assert_unchanged(module: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
@@ -64,7 +71,7 @@ def assert_unchanged(module: torch.nn.Module, before: dict[str, torch.Tensor]) -
     assert all(torch.equal(t, before[name]) for name, t in now.items())
 
 
-# What is added -------------------------------------------------------------------------------------------------------------
+# What is added ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("targets", [("gate_up", "down"), ["down"], "gate_up"], ids=str)
@@ -74,7 +81,9 @@ def test_only_adapters_train(targets):
     before = bits(model)
     names = [f"model.layers.{i}.mlp.experts.{p}" for i in range(2) for p in projections]
     assert add_lora_(model, 8, 16, targets) == names
-    assert [n for n, p in model.named_parameters() if p.requires_grad] == [f"{n}_lora.{f}" for n in names for f in "AB"]
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == [
+        f"{n}_lora.{f}" for n in names for f in "AB"
+    ]
     assert_unchanged(model, before)
 
 
@@ -111,7 +120,12 @@ def test_adapters_of_other_layers_go_on_training():
     for i in range(2):
         add_lora_(model, filter_fn=lambda module, name, i=i: f".{i}." in name)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert trained == {f"model.layers.{i}.mlp.experts.{p}_lora.{f}" for i in range(2) for p in ("gate_up", "down") for f in "AB"}
+    assert trained == {
+        f"model.layers.{i}.mlp.experts.{p}_lora.{f}"
+        for i in range(2)
+        for p in ("gate_up", "down")
+        for f in "AB"
+    }
 
 
 def test_frozen_adapters_in_training_mode_are_a_warning(caplog):
@@ -124,11 +138,16 @@ def test_frozen_adapters_in_training_mode_are_a_warning(caplog):
     module.eval()(*routed())
     assert "frozen" not in caplog.text
     module.train()(*routed())
-    assert "training mode, but the adapters of Experts are frozen: call add_lora_ after what freezes a model" in caplog.text
+    assert (
+        "training mode, but the adapters of Experts are frozen: call add_lora_ after what "
+        "freezes a model"
+    ) in caplog.text
 
 
 def test_codes_are_not_parametrized():
-    """As PEFT does it in each call for `target_parameters`: the sum of codes and what is added would be taken for codes."""
+    """As PEFT does it in each call for `target_parameters`: the sum of codes and what is added
+    would be taken for codes.
+    """
 
     class Add(torch.nn.Module):
         def forward(self, codes):
@@ -137,26 +156,70 @@ def test_codes_are_not_parametrized():
     encoded, floats = experts(), experts("f32")
     for module in (encoded, floats):
         torch.nn.utils.parametrize.register_parametrization(module, "down_proj", Add())
-    with pytest.raises(UnsupportedError, match="Experts: down_proj of nvfp4 codes, parametrized; expected the codes as they are; .*add_lo"):
+    with pytest.raises(
+        UnsupportedError,
+        match="Experts: down_proj of nvfp4 codes, parametrized; "
+        "expected the codes as they are; .*add_lo",
+    ):
         encoded(*routed())
     floats(*routed())
 
 
 REFUSED = {
     "no experts": (
-        lambda: add_lora_(torch.nn.Linear(4, 4)), UnsupportedError,
-        r"no experts of fusion_moe.nn in a Linear; expected at least one module of them; quantize_\(model\) first",
+        lambda: add_lora_(torch.nn.Linear(4, 4)),
+        UnsupportedError,
+        r"no experts of fusion_moe.nn in a Linear; expected at least one module of them; "
+        r"quantize_\(model\) first",
     ),
-    "no module": (lambda: add_lora_(torch.zeros(1)), UnsupportedError, "a Tensor; expected a torch.nn.Module with experts"),
-    "none chosen": (lambda: add_lora_(experts(), filter_fn=lambda *_: False), UnsupportedError, "filter_fn rejected all experts"),
-    "rank 0": (lambda: add_lora_(experts(), 0), OptionError, "rank = 0; expected a positive integer"),
-    "half a rank": (lambda: add_lora_(experts(), 0.5), OptionError, "rank = 0.5; expected a positive integer"),
-    "alpha": (lambda: add_lora_(experts(), alpha=math.nan), OptionError, "alpha = nan; expected a finite number"),
-    "large alpha": (lambda: add_lora_(experts(), alpha=1e308), OptionError, r"alpha = 1e\+308; expected a finite number in float32"),
-    "another target": (lambda: add_lora_(experts(), targets=("up",)), OptionError, "targets = 'up'; expected one of gate_up, down"),
-    "no target": (lambda: add_lora_(experts(), targets=()), OptionError, "no targets; expected gate_up or down"),
-    "integers": (lambda: add_lora_(experts(), dtype=torch.int8), DtypeError, "dtype = torch.int8; expected one of"),
-}  # fmt: skip
+    "no module": (
+        lambda: add_lora_(torch.zeros(1)),
+        UnsupportedError,
+        "a Tensor; expected a torch.nn.Module with experts",
+    ),
+    "none chosen": (
+        lambda: add_lora_(experts(), filter_fn=lambda *_: False),
+        UnsupportedError,
+        "filter_fn rejected all experts",
+    ),
+    "rank 0": (
+        lambda: add_lora_(experts(), 0),
+        OptionError,
+        "rank = 0; expected a positive integer",
+    ),
+    "half a rank": (
+        lambda: add_lora_(experts(), 0.5),
+        OptionError,
+        "rank = 0.5; expected a positive integer",
+    ),
+    "alpha": (
+        lambda: add_lora_(experts(), alpha=math.nan),
+        OptionError,
+        "alpha = nan; expected a finite number",
+    ),
+    "large alpha": (
+        lambda: add_lora_(experts(), alpha=1e308),
+        OptionError,
+        r"alpha = 1e\+308; "
+        r"expected a finite "
+        r"number in float32",
+    ),
+    "another target": (
+        lambda: add_lora_(experts(), targets=("up",)),
+        OptionError,
+        "targets = 'up'; expected one of gate_up, down",
+    ),
+    "no target": (
+        lambda: add_lora_(experts(), targets=()),
+        OptionError,
+        "no targets; expected gate_up or down",
+    ),
+    "integers": (
+        lambda: add_lora_(experts(), dtype=torch.int8),
+        DtypeError,
+        "dtype = torch.int8; expected one of",
+    ),
+}
 
 
 @pytest.mark.parametrize(("call", "error", "says"), REFUSED.values(), ids=REFUSED)
@@ -169,20 +232,26 @@ def test_not_twice():
     model = quantized_model()
     add_lora_(model, filter_fn=lambda module, name: "1" in name)
     kept = experts_of(model)[1].down_lora
-    with pytest.raises(UnsupportedError, match="add_lora_: model.layers.1.mlp.experts has adapters already; train these"):
+    with pytest.raises(
+        UnsupportedError,
+        match="add_lora_: model.layers.1.mlp.experts has adapters already; train these",
+    ):
         add_lora_(model)
     assert experts_of(model)[0].adapter("down") is None
     assert experts_of(model)[1].down_lora is kept
 
 
-# Training ------------------------------------------------------------------------------------------------------------------
+# Training -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4", "bf16"])
 def test_adapters_move_and_weights_do_not(encoding):
     module = randomized(experts(encoding))
     add_lora_(module, 4)
-    before, adapters = bits(module), {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}
+    before, adapters = (
+        bits(module),
+        {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad},
+    )
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(2):  # A moves once B is not zero
         module(*routed()).float().square().sum().backward()
@@ -194,7 +263,9 @@ def test_adapters_move_and_weights_do_not(encoding):
 
 @pytest.mark.slow
 def test_a_model_learns():
-    """Tokens that it has seen, with the router's and the attention's gradients on the way through its layers."""
+    """Tokens that it has seen, with the router's and the attention's gradients on the way through
+    its layers.
+    """
     model = quantized_model().float()
     add_lora_(model, 8, 16)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -248,12 +319,16 @@ def test_custom_experts():
     randomized(module, 0.2)
     x, ids, w = routed()
     whole = sums(module)
-    y = torch.einsum("ehi,tei->teh", whole["down"], torch.einsum("eih,th->tei", whole["up"], x.float()).relu().square())
+    y = torch.einsum(
+        "ehi,tei->teh",
+        whole["down"],
+        torch.einsum("eih,th->tei", whole["up"], x.float()).relu().square(),
+    )
     want = (y.gather(1, ids[..., None].expand(-1, -1, H)) * w[..., None]).sum(1)
     assert (module(x, ids, w) - want).norm() < 1e-2 * want.norm()
 
 
-# Everything else a model does ----------------------------------------------------------------------------------------------
+# Everything else a model does ---------------------------------------------------------------------
 
 
 def test_copies_casts_and_state_dicts():
@@ -266,7 +341,10 @@ def test_copies_casts_and_state_dicts():
         assert torch.equal(other(*routed()), module(*routed()))
         assert torch.equal(copied(*routed()), module(*routed()))
     cast = copy.deepcopy(module).bfloat16()
-    assert (cast.down_lora.A.dtype, cast.down_proj_scale.dtype) == (torch.bfloat16, torch.float8_e4m3fn)
+    assert (cast.down_lora.A.dtype, cast.down_proj_scale.dtype) == (
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+    )
     assert copy.deepcopy(module).to("meta").down_lora.A.is_meta
 
 
@@ -288,7 +366,7 @@ def test_save_pretrained_writes_the_base_model(tmp_path):
         assert file.read_bytes() == (tmp_path / "adapted" / file.name).read_bytes()
 
 
-# Merging -------------------------------------------------------------------------------------------------------------------
+# Merging ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("encoding", ["bf16", "f32"])
@@ -297,7 +375,9 @@ def test_merged_into_floats(encoding):
     module = randomized(_adapted(experts(encoding)))
     weight, adapter = module.weight_of("down")[0].detach().clone(), module.down_lora
     assert merge_lora_(module) == ["gate_up", "down"]
-    want = torch.stack([w.float() + 8 * (b @ a) for w, a, b in zip(weight, adapter.A, adapter.B, strict=True)])
+    want = torch.stack(
+        [w.float() + 8 * (b @ a) for w, a, b in zip(weight, adapter.A, adapter.B, strict=True)]
+    )
     assert torch.equal(module.down_proj, want.to(weight.dtype))
     assert module.adapter("down") is None
     assert not any("lora" in name for name in module.state_dict())
@@ -306,7 +386,10 @@ def test_merged_into_floats(encoding):
 def test_merging_into_few_bits_is_asked_for():
     model = randomized(_adapted(quantized_model()))
     before = bits(model)
-    says = r"layers.0.mlp.experts: adapters of nvfp4 weights; expected float weights: .*; merge_lora_\(model, requantize=True\) does it"
+    says = (
+        r"layers.0.mlp.experts: adapters of nvfp4 weights; expected float weights: .*; "
+        r"merge_lora_\(model, requantize=True\) does it"
+    )
     with pytest.raises(UnsupportedError, match=says):
         merge_lora_(model)
     assert_unchanged(model, before)
@@ -316,7 +399,9 @@ def test_merging_into_few_bits_is_asked_for():
 @pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4"])
 @pytest.mark.parametrize("layout", ["linear", "w16x64"])
 def test_quantized_again(encoding, layout):
-    """The bytes that quantizing the sum gives, gate and up with scales of their own, in the layout that there was."""
+    """The bytes that quantizing the sum gives, gate and up with scales of their own, in the layout
+    that there was.
+    """
     gate_up, down = float_weights(E, H, I)
     module = NVFP4Experts.from_float(gate_up, down) if encoding == "nvfp4" else experts(encoding)
     randomized(_adapted(module))
@@ -344,14 +429,18 @@ def test_nothing_is_merged_of_what_is_not_finite():
 
 @pytest.mark.parametrize("encoding", ["nvfp4", "bf16"])
 def test_removed(encoding):
-    """The bits of the results, and of the weights, are those of a module that never had adapters."""
+    """The bits of the results, and of the weights, are those of a module that never had
+    adapters.
+    """
     module, inputs = experts(encoding), routed()
     want, before = module(*inputs), bits(module)
     add_lora_(module, rank=4, targets=["down"])
     assert not torch.equal(randomized(module)(*inputs), want)
     assert fusion_moe.nn.remove_lora_(module) == ["down"]
     assert torch.equal(module(*inputs), want)
-    assert {n: t.tolist() for n, t in bits(module).items()} == {n: t.tolist() for n, t in before.items()}
+    assert {n: t.tolist() for n, t in bits(module).items()} == {
+        n: t.tolist() for n, t in before.items()
+    }
     assert not [name for name, _ in module.named_parameters() if "_lora" in name]
     with pytest.raises(UnsupportedError, match="no adapters"):
         fusion_moe.nn.remove_lora_(module)
@@ -359,7 +448,9 @@ def test_removed(encoding):
 
 
 def test_nothing_to_merge():
-    with pytest.raises(UnsupportedError, match="merge_lora_: no adapters; expected a model that add_lora_"):
+    with pytest.raises(
+        UnsupportedError, match="merge_lora_: no adapters; expected a model that add_lora_"
+    ):
         merge_lora_(quantized_model())
 
 

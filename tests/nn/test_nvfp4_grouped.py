@@ -22,7 +22,13 @@ from fusion_moe.nn import GroupedSwiGLU, NVFP4GroupedLinear, convert
 EPS = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
 
 
-SIZES = {"uneven": (3, 0, 6, 2), "the last": (0, 0, 0, 11), "the first": (11, 0, 0, 0), "none": (0, 0, 0, 0), "one group": (11,)}
+SIZES = {
+    "uneven": (3, 0, 6, 2),
+    "the last": (0, 0, 0, 11),
+    "the first": (11, 0, 0, 0),
+    "none": (0, 0, 0, 0),
+    "one group": (11,),
+}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -30,12 +36,16 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def linear(groups: int, n: int = 48, k: int = 64, bias: bool = False) -> NVFP4GroupedLinear:
-    return NVFP4GroupedLinear.from_float(random(groups, n, k) * 0.1, random(groups, n, seed=1) if bias else None)
+    return NVFP4GroupedLinear.from_float(
+        random(groups, n, k) * 0.1, random(groups, n, seed=1) if bias else None
+    )
 
 
 def meant(of: NVFP4GroupedLinear) -> Tensor:
     """f64[G, N, K]: what the bytes of a module mean."""
-    return loops.decoded(of.weight.detach(), of.weight_scale.detach(), of.weight_decode_scale.detach())
+    return loops.decoded(
+        of.weight.detach(), of.weight_scale.detach(), of.weight_decode_scale.detach()
+    )
 
 
 def by_loop(of: NVFP4GroupedLinear, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -45,30 +55,41 @@ def by_loop(of: NVFP4GroupedLinear, x: Tensor, sizes: tuple[int, ...]) -> Tensor
     return out
 
 
-# What they compute ----------------------------------------------------------------------------------------------------
+# What they compute --------------------------------------------------------------------------------
 
 
 @given(partitions(), st.sampled_from(list(EPS)), st.booleans())
 def test_linear_against_a_loop(partition: Partition, dtype, bias):
-    module, x = linear(len(partition.sizes), bias=bias), random(partition.rows, 64, dtype=dtype, seed=2)
+    module, x = (
+        linear(len(partition.sizes), bias=bias),
+        random(partition.rows, 64, dtype=dtype, seed=2),
+    )
     module.to(dtype)
     found, want = module(x, partition.ends), by_loop(module, x.double(), partition.sizes)
     magnitude = loops.product(x.double().abs(), meant(module).abs(), partition.sizes) + 3
     assert found.dtype == dtype
-    assert ((found.double() - want).abs() <= EPS[dtype] * (2 * want.abs() + 5) + 2.0**-20 * magnitude).all()
+    assert (
+        (found.double() - want).abs() <= EPS[dtype] * (2 * want.abs() + 5) + 2.0**-20 * magnitude
+    ).all()
     assert not found[sum(partition.sizes) :].any()
 
 
 @every_way
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_swiglu_against_a_loop(how, sizes):
-    gate, up, down = random(len(sizes), 32, 64), random(len(sizes), 32, 64, seed=1) * 100, random(len(sizes), 64, 32, seed=2)
+    gate, up, down = (
+        random(len(sizes), 32, 64),
+        random(len(sizes), 32, 64, seed=1) * 100,
+        random(len(sizes), 64, 32, seed=2),
+    )
     module, ends = GroupedSwiGLU.from_float(gate, up, down), Partition(sizes, 0).ends
     run = HOW[how](module)
     for lead in ((sum(sizes),), (1, sum(sizes))):  # rows in one dimension and in two
         x = random(*lead, 64, seed=3)
         wide = x.double().view(-1, 64)
-        want = by_loop(module.down_proj, loops.swiglu(by_loop(module.gate_up_proj, wide, sizes)), sizes)
+        want = by_loop(
+            module.down_proj, loops.swiglu(by_loop(module.gate_up_proj, wide, sizes)), sizes
+        )
         with torch.no_grad():
             found = run(x, ends)
         assert found.shape == x.shape
@@ -77,11 +98,19 @@ def test_swiglu_against_a_loop(how, sizes):
 
 def test_swiglu_in_bf16():
     """Off by roundings of the two products, of what is between them and of the result."""
-    gate, up, down = random(3, 32, 64) * 0.2, random(3, 32, 64, seed=1) * 0.2, random(3, 64, 32, seed=2) * 0.2
+    gate, up, down = (
+        random(3, 32, 64) * 0.2,
+        random(3, 32, 64, seed=1) * 0.2,
+        random(3, 64, 32, seed=2) * 0.2,
+    )
     module, sizes = GroupedSwiGLU.from_float(gate, up, down), (4, 0, 7)
     x = random(11, 64, dtype=torch.bfloat16, seed=3)
-    want = by_loop(module.down_proj, loops.swiglu(by_loop(module.gate_up_proj, x.double(), sizes)), sizes)
-    assert (module(x, Partition(sizes, 0).ends).double() - want).norm() <= 2 * EPS[torch.bfloat16] * want.norm()
+    want = by_loop(
+        module.down_proj, loops.swiglu(by_loop(module.gate_up_proj, x.double(), sizes)), sizes
+    )
+    assert (module(x, Partition(sizes, 0).ends).double() - want).norm() <= 2 * EPS[
+        torch.bfloat16
+    ] * want.norm()
 
 
 @every_way
@@ -89,12 +118,19 @@ def test_gradients_reach_activations_and_biases(how):
     module, sizes = linear(3, bias=True), (4, 0, 7)
     x, dy = random(11, 64, seed=2).requires_grad_(), random(11, 48, seed=3)
     HOW[how](module)(x, Partition(sizes, 0).ends).backward(dy)
-    torch.testing.assert_close(x.grad.double(), loops.product(dy.double(), meant(module).mT, sizes), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(module.bias.grad, torch.stack([dy[:4].sum(0), torch.zeros(48), dy[4:].sum(0)]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        x.grad.double(), loops.product(dy.double(), meant(module).mT, sizes), rtol=1e-4, atol=1e-4
+    )
+    torch.testing.assert_close(
+        module.bias.grad,
+        torch.stack([dy[:4].sum(0), torch.zeros(48), dy[4:].sum(0)]),
+        rtol=1e-5,
+        atol=1e-5,
+    )
     assert [name for name, p in module.named_parameters() if p.requires_grad] == ["bias"]
 
 
-# What they hold -------------------------------------------------------------------------------------------------------
+# What they hold -----------------------------------------------------------------------------------
 
 
 def test_gate_up_and_down_are_quantized_each_by_itself():
@@ -103,13 +139,19 @@ def test_gate_up_and_down_are_quantized_each_by_itself():
     for part, weight in (("gate", gate), ("up", up), ("down", down)):
         q, of = quantize(weight), module.down_proj if part == "down" else module.gate_up_proj
         rows = {"gate": slice(0, 32), "up": slice(32, 64), "down": slice(0, 64)}[part]
-        scale = of.weight_decode_scale if part == "down" else of.weight_decode_scale[:, int(part == "up")]
+        scale = (
+            of.weight_decode_scale
+            if part == "down"
+            else of.weight_decode_scale[:, int(part == "up")]
+        )
         assert of.weight[:, rows].equal(q.codes)
         assert of.weight_scale[:, rows].view(torch.uint8).equal(q.block_scale.view(torch.uint8))
         assert scale.equal(q.decode_scale)
 
 
-@pytest.mark.parametrize("change", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double()])
+@pytest.mark.parametrize(
+    "change", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double()]
+)
 def test_a_cast_changes_the_bias_and_no_byte(change):
     module, x, ends = linear(2, bias=True), random(5, 64), Partition((2, 3), 0).ends
     module(x, ends).sum().backward()  # gradients are cast too
@@ -122,14 +164,21 @@ def test_a_cast_changes_the_bias_and_no_byte(change):
 
 
 def test_copies_and_state_dicts():
-    module, other, x, ends = linear(2, bias=True), linear(2, bias=True), random(5, 64), Partition((2, 3), 0).ends
+    module, other, x, ends = (
+        linear(2, bias=True),
+        linear(2, bias=True),
+        random(5, 64),
+        Partition((2, 3), 0).ends,
+    )
     with torch.no_grad():
         other.bias.zero_()
     assert not other(x, ends).equal(module(x, ends))
     other.load_state_dict(module.state_dict())
     assert other(x, ends).equal(module(x, ends))
     assert copy.deepcopy(module)(x, ends).equal(module(x, ends))
-    assert repr(module).startswith("NVFP4GroupedLinear(groups=2, in_features=64, out_features=48, bias=True")
+    assert repr(module).startswith(
+        "NVFP4GroupedLinear(groups=2, in_features=64, out_features=48, bias=True"
+    )
     assert module.nbytes == 2 * 48 * 64 * 9 // 16 + 2 * 4 + 2 * 48 * 4
 
 
@@ -148,23 +197,31 @@ def test_sizes_that_do_not_fit(make):
         make()
 
 
-# What they are made from ----------------------------------------------------------------------------------------------
+# What they are made from --------------------------------------------------------------------------
 
 THUNDER = "thunder.benchmarks.layers_for_inference_benchmark"
 
 
 class Linears(nn.Module):
-    """Stands in for thunder's GroupedLinear where thunder is not installed: its parameter, its name."""
+    """Stands in for thunder's GroupedLinear where thunder is not installed: its parameter, its
+    name.
+    """
 
-    def __init__(self, groups: int, in_features: int, out_features: int, dtype: torch.dtype, device: str):
+    def __init__(
+        self, groups: int, in_features: int, out_features: int, dtype: torch.dtype, device: str
+    ):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(groups, out_features, in_features, dtype=dtype, device=device))
+        self.weight = nn.Parameter(
+            torch.randn(groups, out_features, in_features, dtype=dtype, device=device)
+        )
 
 
 class SwiGLUs(nn.Module):
     """Stands in for thunder's GroupedSwiGLU."""
 
-    def __init__(self, groups: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: str):
+    def __init__(
+        self, groups: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: str
+    ):
         super().__init__()
         self.gate_proj = Linears(groups, hidden_size, intermediate_size, dtype, device)
         self.up_proj = Linears(groups, hidden_size, intermediate_size, dtype, device)
@@ -191,17 +248,27 @@ def test_thunders_layers(source):
     layers = thunders(source)
     torch.manual_seed(0)
     model = nn.ModuleDict(
-        {"one": layers.GroupedLinear(3, 64, 48, torch.bfloat16, "cpu"), "all": layers.GroupedSwiGLU(3, 64, 32, torch.bfloat16, "cpu")}
+        {
+            "one": layers.GroupedLinear(3, 64, 48, torch.bfloat16, "cpu"),
+            "all": layers.GroupedSwiGLU(3, 64, 32, torch.bfloat16, "cpu"),
+        }
     )
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     fusion_moe.quantize_(model.eval())
-    assert (type(model["one"]), type(model["all"]), model["one"].training) == (NVFP4GroupedLinear, GroupedSwiGLU, False)
+    assert (type(model["one"]), type(model["all"]), model["one"].training) == (
+        NVFP4GroupedLinear,
+        GroupedSwiGLU,
+        False,
+    )
     assert model["one"].weight.equal(quantize(weights["one.weight"]).codes)
     x, ends, sizes = random(11, 64, dtype=torch.bfloat16), Partition((4, 0, 7), 0).ends, (4, 0, 7)
-    gate, up, down = (weights[f"all.{name}_proj.weight"].double() for name in ("gate", "up", "down"))
+    gate, up, down = (
+        weights[f"all.{name}_proj.weight"].double() for name in ("gate", "up", "down")
+    )
     inner = loops.swiglu(torch.cat([loops.product(x.double(), w, sizes) for w in (gate, up)], -1))
     want = loops.product(inner, down, sizes)
-    assert (model["all"](x, ends).double() - want).norm() < 0.3 * want.norm()  # quantized to four bits, not another function
+    # quantized to four bits, not another function
+    assert (model["all"](x, ends).double() - want).norm() < 0.3 * want.norm()
     before = model["all"]
     fusion_moe.quantize_(model)
     assert model["all"] is before
@@ -212,11 +279,22 @@ def test_a_module_that_is_no_part_of_a_model(source):
     layers = thunders(source)
     module = layers.GroupedLinear(3, 64, 48, torch.float32, "cpu")
     assert isinstance(convert(module), NVFP4GroupedLinear)
-    with pytest.raises(UnsupportedError, match=r"fusion_moe\.nn\.convert\(module\) returns its replacement"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"fusion_moe\.nn\.convert\(module\) returns its "
+        r"replacement",
+    ):
         fusion_moe.quantize_(module)
-    with pytest.raises(UnsupportedError, match="no converter for Linear; expected experts that transformers' use_experts"):
+    with pytest.raises(
+        UnsupportedError,
+        match="no converter for Linear; expected experts that transformers' use_experts",
+    ):
         convert(nn.Linear(16, 16))
     with torch.no_grad():
         module.weight[2, 5, 7] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"GroupedLinear\.weight \[3, 48, 64\], the first at \(2, 5, 7\)"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"GroupedLinear\.weight \[3, 48, 64\], the first at "
+        r"\(2, 5, 7\)",
+    ):
         convert(module)

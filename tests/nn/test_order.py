@@ -1,4 +1,6 @@
-"""Modules that order their weights by themselves, on a CPU whose kernels read the layout of CUDA's."""
+"""Modules that order their weights by themselves, on a CPU whose kernels read the layout of
+CUDA's.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,18 @@ def pretended(monkeypatch):
 
 def call(module) -> torch.Tensor:
     g = torch.Generator().manual_seed(0)
-    return module(torch.randn(5, H, generator=g).bfloat16(), torch.randint(0, E, (5, 2), generator=g), torch.ones(5, 2))
+    return module(
+        torch.randn(5, H, generator=g).bfloat16(),
+        torch.randint(0, E, (5, 2), generator=g),
+        torch.ones(5, 2),
+    )
 
 
 def same_bytes(a, b) -> bool:
-    return all(torch.equal(a[k].reshape(-1).view(torch.uint8), b[k].reshape(-1).view(torch.uint8)) for k in b)
+    return all(
+        torch.equal(a[k].reshape(-1).view(torch.uint8), b[k].reshape(-1).view(torch.uint8))
+        for k in b
+    )
 
 
 def test_the_first_call_orders_and_state_dicts_stay_linear(pretended):
@@ -60,7 +69,9 @@ def test_every_module_with_encoded_weights(pretended):
     layers = GroupedSwiGLU.from_float(*(torch.ones(E, I, H) for _ in range(2)), torch.ones(E, H, I))
     layers(torch.ones(3, H).bfloat16(), torch.tensor([1, 2, 3], dtype=torch.int32))
     assert {m.weight_layout for m in layers.modules() if isinstance(m, PackedModule)} == {"w16x64"}
-    one = NVFP4Linear(experts(1, H, I).weight_of("down").of(t[0] for t in experts(1, H, I).weight_of("down")))
+    one = NVFP4Linear(
+        experts(1, H, I).weight_of("down").of(t[0] for t in experts(1, H, I).weight_of("down"))
+    )
     one(torch.ones(2, I).bfloat16())
     assert one.weight_layout == "w16x64"
 
@@ -77,10 +88,18 @@ def test_what_moves_orders(pretended):
 
 def test_tracing_leaves_them(pretended):
     module = experts(E, H, I)
-    torch.export.export(module, (torch.zeros(5, H).bfloat16(), torch.zeros(5, 2, dtype=torch.long), torch.ones(5, 2)))
+    torch.export.export(
+        module,
+        (torch.zeros(5, H).bfloat16(), torch.zeros(5, 2, dtype=torch.long), torch.ones(5, 2)),
+    )
     assert module.weight_layout == "linear"
     with torch.no_grad():
-        fusion_moe.explain(module, torch.zeros(5, H).bfloat16(), torch.zeros(5, 2, dtype=torch.long), torch.ones(5, 2))
+        fusion_moe.explain(
+            module,
+            torch.zeros(5, H).bfloat16(),
+            torch.zeros(5, 2, dtype=torch.long),
+            torch.ones(5, 2),
+        )
     assert module.weight_layout == "linear"
 
 
@@ -97,7 +116,9 @@ def test_what_has_no_order_is_said_once(pretended, monkeypatch, caplog):
         for _ in range(2):
             call(experts(E, H, I))
     (said,) = (r.getMessage() for r in caplog.records if "linear layout" in r.getMessage())
-    assert said.startswith("weights stay in the linear layout: NVFP4Experts: nvfp4 has elements e2m1")
+    assert said.startswith(
+        "weights stay in the linear layout: NVFP4Experts: nvfp4 has elements e2m1"
+    )
 
 
 def test_shares_of_features_are_cut_from_the_linear_layout(pretended):
@@ -105,7 +126,9 @@ def test_shares_of_features_are_cut_from_the_linear_layout(pretended):
     fusion_moe.prepare_(ordered, "cuda")
     for m in (module, ordered):
         keep_features(m, 1, 2)
-    states = [{key: pieces.of_rank for key, pieces in m.state_dict().items()} for m in (ordered, module)]
+    states = [
+        {key: pieces.of_rank for key, pieces in m.state_dict().items()} for m in (ordered, module)
+    ]
     assert same_bytes(*states)
     call(ordered)
     assert ordered.weight_layout == "w16x64"
@@ -121,7 +144,9 @@ def test_without_memory_they_stay_linear(pretended, monkeypatch, caplog):
     call(module)
     assert module.weight_layout == "linear"
     assert same_bytes(module.state_dict(), want)
-    assert "weights stay in the linear layout: NVFP4Experts: no memory for the weights" in caplog.text
+    assert (
+        "weights stay in the linear layout: NVFP4Experts: no memory for the weights" in caplog.text
+    )
 
 
 def test_threads_wait_for_the_first_call(pretended):

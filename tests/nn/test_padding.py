@@ -1,4 +1,5 @@
-"""Weights that are no whole tiles of a layout, on the CPU: products by padded ones, state dicts, adapters, derivatives.
+"""Weights that are no whole tiles of a layout, on the CPU: products by padded ones, state dicts,
+adapters, derivatives.
 
 All numbers are such that every sum is exact: of padded and unpadded weights the same bits come out.
 """
@@ -15,7 +16,14 @@ import fusion_moe
 from fusion_moe.encodings import ENCODINGS, INT4, MXFP4, NVFP4, Encoding, Quantized, dequantize
 from fusion_moe.errors import ShapeError
 from fusion_moe.layouts import W16X64, Padding
-from fusion_moe.nn import CustomExperts, Experts, NVFP4GroupedLinear, NVFP4Linear, add_lora_, merge_lora_
+from fusion_moe.nn import (
+    CustomExperts,
+    Experts,
+    NVFP4GroupedLinear,
+    NVFP4Linear,
+    add_lora_,
+    merge_lora_,
+)
 from fusion_moe.nn.packed import PackedModule
 
 E, T, TOP_K = 3, 5, 2
@@ -26,8 +34,13 @@ def weight(encoding: Encoding, *shape: int, runs: int = 0) -> Quantized:
     """Small numbers: all codes, scales of one."""
     *lead, n, k = shape
     g = torch.Generator().manual_seed(n + k)
-    codes = torch.randint(0, 256, encoding.part_shape(encoding.parts[0], lead, n, k), dtype=torch.uint8, generator=g)
-    scales = (torch.ones(encoding.part_shape(part, lead, n, k, runs)).to(part.dtype) for part in encoding.parts[1:])
+    codes = torch.randint(
+        0, 256, encoding.part_shape(encoding.parts[0], lead, n, k), dtype=torch.uint8, generator=g
+    )
+    scales = (
+        torch.ones(encoding.part_shape(part, lead, n, k, runs)).to(part.dtype)
+        for part in encoding.parts[1:]
+    )
     return Quantized(codes, *scales, encoding=encoding)
 
 
@@ -40,13 +53,17 @@ def calls(hidden: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...
 
 
 def experts(hidden: int, inner: int, encoding: Encoding = NVFP4, **kwargs) -> Experts:
-    return Experts(weight(encoding, E, 2 * inner, hidden, runs=2), weight(encoding, E, hidden, inner), **kwargs)
+    return Experts(
+        weight(encoding, E, 2 * inner, hidden, runs=2), weight(encoding, E, hidden, inner), **kwargs
+    )
 
 
 def same_state(a: nn.Module, b: nn.Module) -> bool:
     here, there = a.state_dict(), b.state_dict()
     return list(here) == list(there) and all(
-        here[k].shape == there[k].shape and torch.equal(*(state[k].reshape(-1).view(torch.uint8) for state in (here, there))) for k in here
+        here[k].shape == there[k].shape
+        and torch.equal(*(state[k].reshape(-1).view(torch.uint8) for state in (here, there)))
+        for k in here
     )
 
 
@@ -82,7 +99,10 @@ def test_experts(hidden, inner):
     same_results(module, other, *calls(hidden))
     fusion_moe.prepare_(other, "cpu")
     assert not other.paddings
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(module.parameters(), other.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("encoding", [MXFP4, INT4], ids=lambda e: e.name)
@@ -95,7 +115,9 @@ def test_experts_in_other_encodings(encoding):
 def test_biases_and_rows_in_turns(interleave):
     up, down = torch.randint(-2, 3, (E, 192)) * 64.0, torch.randint(-3, 4, (E, 80)).float()
     parts = weight(NVFP4, E, 192, 80), weight(NVFP4, E, 80, 96)
-    module = Experts(*parts, interleave=interleave, gate_up_bias=up, down_bias=down, up_offset=1.0, limit=512.0)
+    module = Experts(
+        *parts, interleave=interleave, gate_up_bias=up, down_bias=down, up_offset=1.0, limit=512.0
+    )
     same_results(module, padded(module), *calls(80))
 
 
@@ -108,7 +130,9 @@ def test_blocks_in_turns_that_tiles_would_break_stay_linear():
 
 def test_scales_of_rows_stay_linear():
     module = NVFP4GroupedLinear(weight(NVFP4, E, 24, 64, runs=24))
-    assert module.why_not(W16X64) == "weight has scales for 24 runs of its 24 rows, which are no whole tiles"
+    assert module.why_not(W16X64) == (
+        "weight has scales for 24 runs of its 24 rows, which are no whole tiles"
+    )
 
 
 class Relu(nn.Module):
@@ -148,7 +172,10 @@ def test_a_state_dict_is_padded_when_it_is_loaded():
 @pytest.mark.parametrize("inner", [80, 128])
 def test_a_state_dict_of_other_sizes_is_refused_in_its_own_sizes(inner):
     other = padded(experts(64, 96))
-    want = rf"gate_up_proj: copying a param with shape torch.Size\(\[3, {2 * inner}, 32\]\) .* model is torch.Size\(\[3, 192, 32\]\)"
+    want = (
+        rf"gate_up_proj: copying a param with shape torch.Size\(\[3, {2 * inner}, 32\]\) .* "
+        r"model is torch.Size\(\[3, 192, 32\]\)"
+    )
     with pytest.raises(RuntimeError, match=want):
         other.load_state_dict(experts(64, inner).state_dict())
 
@@ -168,7 +195,9 @@ def test_adapters_and_gradients(interleave):
     module = Experts(weight(NVFP4, E, 192, 80), weight(NVFP4, E, 80, 96), interleave=interleave)
     add_lora_(module, rank=2, alpha=2)
     for adapter in (module.gate_up_lora, module.down_lora):
-        adapter.A.data, adapter.B.data = (torch.randint(-1, 2, p.shape).float() for p in (adapter.A, adapter.B))
+        adapter.A.data, adapter.B.data = (
+            torch.randint(-1, 2, p.shape).float() for p in (adapter.A, adapter.B)
+        )
     other = padded(module)
     found = []
     for m in (module, other):
@@ -188,7 +217,9 @@ def test_adapters_and_gradients(interleave):
     assert same_state(module, other)
 
 
-@pytest.mark.parametrize("encoding", [*map(ENCODINGS.get, ("nvfp4", "mxfp4", "int4"))], ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "encoding", [*map(ENCODINGS.get, ("nvfp4", "mxfp4", "int4"))], ids=lambda e: e.name
+)
 def test_what_is_added_is_zero(encoding):
     w = weight(encoding, 2, 12, 32)
     padding = Padding((12, 32), (32, 64), 2)
@@ -199,4 +230,6 @@ def test_what_is_added_is_zero(encoding):
     assert not rows[..., 32:].any()
     stored = W16X64.pack(*wide, encoding=encoding)
     back = padding.cut(*W16X64.unpack(*stored, encoding=encoding), encoding=encoding)
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(back, w, strict=False))
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(back, w, strict=False)
+    )

@@ -1,4 +1,6 @@
-"""prepare_: weights in the order of a target's kernels, on the CPU, where the reference decodes every order."""
+"""prepare_: weights in the order of a target's kernels, on the CPU, where the reference decodes
+every order.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,42 @@ E, H, I = 3, 128, 64
 
 def call(module, hidden: int = H) -> torch.Tensor:
     g = torch.Generator().manual_seed(1)
-    return module(torch.randn(7, hidden, generator=g).bfloat16(), torch.randint(0, E, (7, 2), generator=g), torch.rand(7, 2, generator=g))
+    return module(
+        torch.randn(7, hidden, generator=g).bfloat16(),
+        torch.randint(0, E, (7, 2), generator=g),
+        torch.rand(7, 2, generator=g),
+    )
 
 
 def same_bytes(a, b) -> bool:
-    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, b, strict=True))
+    return all(
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, b, strict=True)
+    )
 
 
 def test_every_byte_comes_back():
     codes = torch.arange(256, dtype=torch.uint8).repeat(2, 32, 2).view(2, 64, 256)
-    scales = torch.arange(256, dtype=torch.uint8).repeat(2, 8).view(2, 64, 32)[:, :, :32].contiguous()
+    scales = (
+        torch.arange(256, dtype=torch.uint8).repeat(2, 8).view(2, 64, 32)[:, :, :32].contiguous()
+    )
     there = W16X64.pack(codes, scales.view(torch.float8_e4m3fn))
     assert not same_bytes(there, (codes, scales))
-    assert sorted(there[1].view(torch.uint8).flatten().tolist()) == sorted(scales.flatten().tolist())
+    assert sorted(there[1].view(torch.uint8).flatten().tolist()) == sorted(
+        scales.flatten().tolist()
+    )
     assert same_bytes(W16X64.unpack(*there), (codes, scales))
 
 
 def test_scales_that_are_numbers_keep_their_order():
-    """As bf16x2 of the kernels: byte * 16 + 0x6F80, the bits of a bfloat16, is the scale times 2^119."""
-    scales = torch.arange(1, 113, dtype=torch.uint8).repeat(4, 1).T.contiguous().view(torch.float8_e4m3fn)
+    """As bf16x2 of the kernels: byte * 16 + 0x6F80, the bits of a bfloat16, is the scale times
+    2^119.
+    """
+    scales = (
+        torch.arange(1, 113, dtype=torch.uint8)
+        .repeat(4, 1)
+        .T.contiguous()
+        .view(torch.float8_e4m3fn)
+    )
     stored = W16X64.pack(torch.zeros(112, 32, dtype=torch.uint8), scales)[1].view(torch.uint8)
     number = (stored.int() * 16 + 0x6F80).to(torch.int16).view(torch.bfloat16).double() * 2.0**-119
     assert torch.equal(number.flatten().sort().values, scales.double().flatten().sort().values)
@@ -80,7 +99,10 @@ def test_another_kind_of_device_takes_the_linear_layout():
 
 def test_what_was_read_before_stays_linear():
     module = experts(E, H, I)
-    before, copies = module.state_dict(), {name: t.clone() for name, t in module.state_dict().items()}
+    before, copies = (
+        module.state_dict(),
+        {name: t.clone() for name, t in module.state_dict().items()},
+    )
     fusion_moe.prepare_(module, "cuda")
     assert same_bytes(before.values(), copies.values())
 
@@ -91,13 +113,24 @@ def test_what_has_no_order_stays_linear_and_is_said_once(monkeypatch, caplog):
     fusion_moe.prepare_(model, "cuda")
     assert model["a"].weight_layout == "linear"
     (record,) = caplog.records
-    assert record.getMessage() == "weights stay in the linear layout: a and 1 more: nvfp4 has elements e2m1: int4, bf16, f16 have an order"
+    assert record.getMessage() == (
+        "weights stay in the linear layout: a and 1 more: nvfp4 has "
+        "elements e2m1: int4, bf16, f16 have an order"
+    )
 
 
 def test_negative_scales_are_refused():
-    weight = Quantized(torch.zeros(2, 16, 32, dtype=torch.uint8), torch.full((2, 16, 4), -1.0).to(torch.float8_e4m3fn), torch.ones(2))
+    weight = Quantized(
+        torch.zeros(2, 16, 32, dtype=torch.uint8),
+        torch.full((2, 16, 4), -1.0).to(torch.float8_e4m3fn),
+        torch.ones(2),
+    )
     model = torch.nn.ModuleDict({"layer": NVFP4GroupedLinear(weight)})
-    with pytest.raises(NonFiniteError, match=r"layer: 0 NaN and 128 negative .* of weight_scale \[2, 16, 4\], the first at \(0, 0, 0\)"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"layer: 0 NaN and 128 negative .* of weight_scale "
+        r"\[2, 16, 4\], the first at \(0, 0, 0\)",
+    ):
         fusion_moe.prepare_(model, "cuda")
     assert model["layer"].weight_layout == "linear"
 

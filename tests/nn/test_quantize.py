@@ -14,15 +14,29 @@ from fusion_moe.nn import quantize as quantize_module
 
 transformers = pytest.importorskip("transformers")
 SMALL = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
-    "norm_topk_prob": True, "tie_word_embeddings": True, "initializer_range": 0.2,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.2,
+}
 
 
 def qwen3_moe(**changes):
     torch.manual_seed(0)
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL | changes)).bfloat16().eval()
+    return (
+        transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL | changes))
+        .bfloat16()
+        .eval()
+    )
 
 
 def experts_of(model):
@@ -35,13 +49,17 @@ def tokens():
 
 
 def test_the_model_computes_with_the_quantized_weights(tokens):
-    """Against the same model in float, its expert weights replaced by what their NVFP4 means: no more than bf16's rounding apart."""
+    """Against the same model in float, its expert weights replaced by what their NVFP4 means: no
+    more than bf16's rounding apart.
+    """
     model, reference = qwen3_moe(), qwen3_moe()
     fusion_moe.quantize_(model)
     for experts in experts_of(reference):
         halves = experts.gate_up_proj.detach().unflatten(1, (2, 32))
         scale = halves.float().abs().amax((-2, -1)) / 2688
-        experts.gate_up_proj.data = dequantize(quantize(experts.gate_up_proj.detach(), scale)).bfloat16()
+        experts.gate_up_proj.data = dequantize(
+            quantize(experts.gate_up_proj.detach(), scale)
+        ).bfloat16()
         experts.down_proj.data = dequantize(quantize(experts.down_proj.detach())).bfloat16()
     with torch.no_grad():
         got, want = model(tokens).logits.float(), reference(tokens).logits.float()
@@ -59,7 +77,11 @@ def test_gate_and_up_keep_their_own_scales():
 def test_nothing_is_replaced_when_a_weight_is_not_finite(bad):
     model = qwen3_moe()
     experts_of(model)[1].down_proj.data[3, 5, 7] = bad
-    with pytest.raises(NonFiniteError, match=r"of model.layers.1.mlp.experts.down_proj \[4, 64, 32\], the first at \(3, 5, 7\)"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"of model.layers.1.mlp.experts.down_proj \[4, 64, "
+        r"32\], the first at \(3, 5, 7\)",
+    ):
         fusion_moe.quantize_(model)
     assert [type(e).__name__ for e in experts_of(model)] == ["Qwen3MoeExperts"] * 2
 
@@ -72,7 +94,11 @@ def test_a_size_that_is_no_multiple_of_16_names_the_module():
 
 
 def test_a_config_that_is_none():
-    with pytest.raises(OptionError, match=r"activation_format = 'nvfp44'; expected one of bf16, nvfp4, int8; did you mean 'nvfp4'"):
+    with pytest.raises(
+        OptionError,
+        match=r"activation_format = 'nvfp44'; expected one of bf16, "
+        r"nvfp4, int8; did you mean 'nvfp4'",
+    ):
         fusion_moe.NVFP4Config("nvfp44")
     with pytest.raises(OptionError, match=r"config = 'nvfp4'; expected fusion_moe.NVFP4Config\(\)"):
         fusion_moe.quantize_(qwen3_moe(), "nvfp4")
@@ -81,7 +107,9 @@ def test_a_config_that_is_none():
 @pytest.mark.parametrize("without_memory", [lambda: torch.device("meta"), FakeTensorMode])
 def test_a_model_without_memory_can_be_explained(without_memory):
     with without_memory():
-        model = transformers.Qwen3MoeForCausalLM._from_config(transformers.Qwen3MoeConfig(**SMALL), dtype=torch.bfloat16)
+        model = transformers.Qwen3MoeForCausalLM._from_config(
+            transformers.Qwen3MoeConfig(**SMALL), dtype=torch.bfloat16
+        )
         fusion_moe.quantize_(model)
     report = fusion_moe.explain(model, torch.zeros(1, 5, dtype=torch.int64), target="sm_90")
     assert sum(f.times for f in report.fusions) == len(experts_of(model))
@@ -91,7 +119,11 @@ def test_only_one_layer_is_in_memory_in_both_forms(monkeypatch):
     model, alive = qwen3_moe(num_hidden_layers=3), []
     floats = [weakref.ref(experts.gate_up_proj) for experts in experts_of(model)]
     converted = quantize_module.converted
-    monkeypatch.setattr(quantize_module, "converted", lambda *args: alive.append(sum(r() is not None for r in floats)) or converted(*args))
+    monkeypatch.setattr(
+        quantize_module,
+        "converted",
+        lambda *args: alive.append(sum(r() is not None for r in floats)) or converted(*args),
+    )
     fusion_moe.quantize_(model)
     assert alive == [3, 2, 1]
     assert not any(r() for r in floats)
@@ -113,7 +145,10 @@ def test_a_call_that_was_interrupted_is_completed_by_another(monkeypatch, tokens
     monkeypatch.undo()
     assert [type(e).__name__ for e in experts_of(model)] == ["NVFP4Experts", "Qwen3MoeExperts"]
     fusion_moe.quantize_(model)
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(model.parameters(), whole.parameters(), strict=True)
+    )
 
 
 def test_filter_chooses_and_must_choose_something():
@@ -131,13 +166,17 @@ def test_a_quantized_model_stays_as_it_is(caplog):
     assert not caplog.messages
     fusion_moe.quantize_(model)
     assert all(a is b for a, b in zip(before, experts_of(model), strict=True))
-    assert caplog.messages == ["quantize_ changes nothing: experts of this Qwen3MoeForCausalLM are in nvfp4 already"]
+    assert caplog.messages == [
+        "quantize_ changes nothing: experts of this Qwen3MoeForCausalLM are in nvfp4 already"
+    ]
 
 
 def test_a_filter_that_leaves_nothing_to_do(caplog):
     model = qwen3_moe()
     for _ in range(2):
-        fusion_moe.quantize_(model, filter_fn=lambda module, name: name == "model.layers.1.mlp.experts")
+        fusion_moe.quantize_(
+            model, filter_fn=lambda module, name: name == "model.layers.1.mlp.experts"
+        )
     (said,) = caplog.messages
     assert said.endswith("are in nvfp4 already, and filter_fn rejects the others")
 
@@ -158,14 +197,21 @@ def test_a_model_without_experts_is_refused(golden):
             self.weight = torch.nn.Parameter(torch.zeros(2, 16, 16))
 
     said = []
-    for model in (torch.nn.Linear(16, 16), torch.nn.Sequential(Layer()), experts_of(qwen3_moe())[0]):
+    for model in (
+        torch.nn.Linear(16, 16),
+        torch.nn.Sequential(Layer()),
+        experts_of(qwen3_moe())[0],
+    ):
         with pytest.raises(UnsupportedError) as error:
             fusion_moe.quantize_(model)
         said.append(str(error.value))
     golden("\n".join(said))
 
 
-@pytest.mark.parametrize("change", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double(), lambda m: m.float()])
+@pytest.mark.parametrize(
+    "change",
+    [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double(), lambda m: m.float()],
+)
 def test_casting_the_model_leaves_the_bytes_alone(change):
     experts = fusion_moe.NVFP4Experts.from_float(torch.randn(2, 64, 32), torch.randn(2, 32, 32))
     before = {name: p.detach().clone() for name, p in experts.named_parameters()}
@@ -200,7 +246,10 @@ def test_gradients_reach_the_router_and_the_attention(tokens):
     fusion_moe.quantize_(model)
     model(tokens, labels=tokens).loss.backward()
     layer = model.model.layers[0]
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in (layer.mlp.gate.weight, layer.self_attn.q_proj.weight))
+    assert all(
+        p.grad is not None and p.grad.abs().sum() > 0
+        for p in (layer.mlp.gate.weight, layer.self_attn.q_proj.weight)
+    )
 
 
 def test_generates_as_in_eager(tokens):
@@ -215,4 +264,7 @@ def test_progress_is_told_after_two_seconds(capsys, monkeypatch):
     clock = iter([0.0, 1.0, 3.5, 4.0, 4.5])
     monkeypatch.setattr("fusion_moe.progress.time.monotonic", lambda: next(clock))
     assert list(quantize_module.progress("abc", "quantizing", 3)) == ["a", "b", "c"]
-    assert capsys.readouterr().err.splitlines() == ["quantizing: 1 of 3, 4 s", "quantizing: 3 of 3, 4 s"]
+    assert capsys.readouterr().err.splitlines() == [
+        "quantizing: 1 of 3, 4 s",
+        "quantizing: 3 of 3, 4 s",
+    ]

@@ -15,7 +15,9 @@ N, K = 48, 128
 
 def linear(bias: bool = True) -> NVFP4Linear:
     g = torch.Generator().manual_seed(0)
-    return NVFP4Linear(quantize(torch.randn(N, K, generator=g)), torch.randn(N, generator=g) if bias else None)
+    return NVFP4Linear(
+        quantize(torch.randn(N, K, generator=g)), torch.randn(N, generator=g) if bias else None
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -35,31 +37,59 @@ def test_prepared_it_is_the_same_and_saved_linear():
     assert not torch.equal(module.weight, before["weight"])
     torch.testing.assert_close(module(x), want, rtol=2e-2, atol=2e-2)
     after = module.state_dict()
-    assert all(torch.equal(after[name].flatten().view(torch.uint8), t.flatten().view(torch.uint8)) for name, t in before.items())
+    assert all(
+        torch.equal(after[name].flatten().view(torch.uint8), t.flatten().view(torch.uint8))
+        for name, t in before.items()
+    )
 
 
 def test_a_cast_leaves_the_weight_alone():
     module = linear()
     module.register_buffer("input_scale", torch.tensor(0.1))
     module.bfloat16()
-    assert [t.dtype for t in (module.weight, module.weight_scale, module.weight_scale_2, module.input_scale, module.bias)] == [
-        torch.uint8, torch.float8_e4m3fn, torch.float32, torch.float32, torch.bfloat16,
-    ]  # fmt: skip
+    assert [
+        t.dtype
+        for t in (
+            module.weight,
+            module.weight_scale,
+            module.weight_scale_2,
+            module.input_scale,
+            module.bias,
+        )
+    ] == [
+        torch.uint8,
+        torch.float8_e4m3fn,
+        torch.float32,
+        torch.float32,
+        torch.bfloat16,
+    ]
 
 
 def test_a_bias_of_another_length():
-    with pytest.raises(ShapeError, match=r"weight \[48, 128\] and bias \[47\]; expected \[N, K\] and \[N\]"):
+    with pytest.raises(
+        ShapeError,
+        match=r"weight \[48, 128\] and bias \[47\]; expected \[N, K\] "
+        r"and \[N\]",
+    ):
         NVFP4Linear(quantize(torch.randn(N, K)), torch.randn(47))
 
 
 @pytest.mark.parametrize("encoding", ["mxfp4", "int4"])
 def test_other_encodings(encoding):
-    weight = quantize(torch.randn(N, K, generator=torch.Generator().manual_seed(0)), encoding=ENCODINGS[encoding])
-    module, x = QuantizedLinear(weight, torch.ones(N)), torch.randn(5, K, generator=torch.Generator().manual_seed(1))
+    weight = quantize(
+        torch.randn(N, K, generator=torch.Generator().manual_seed(0)), encoding=ENCODINGS[encoding]
+    )
+    module, x = (
+        QuantizedLinear(weight, torch.ones(N)),
+        torch.randn(5, K, generator=torch.Generator().manual_seed(1)),
+    )
     want = torch.nn.functional.linear(x, dequantize(weight), torch.ones(N))
     torch.testing.assert_close(module(x), want, rtol=1e-5, atol=1e-5)
     before = {name: t.clone() for name, t in module.state_dict().items()}
     fusion_moe.prepare_(module, "cuda")
     assert module.weight_layout == "w16x64"
     torch.testing.assert_close(module(x), want, rtol=1e-5, atol=1e-5)
-    assert all(torch.equal(t.view(torch.uint8), before[name].view(torch.uint8)) for name, t in module.state_dict().items())
+    assert all(
+        torch.equal(t.view(torch.uint8), before[name].view(torch.uint8))
+        for name, t in module.state_dict().items()
+    )

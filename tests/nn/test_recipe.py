@@ -1,4 +1,6 @@
-"""Layers by Transformer Engine's MXFP8 recipe: numbers, gradients, what is saved, and recipes that change from call to call."""
+"""Layers by Transformer Engine's MXFP8 recipe: numbers, gradients, what is saved, and recipes that
+change from call to call.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def rows(*shape: int, seed: int = 50) -> Tensor:
     return x
 
 
-def step(f: Any, model: nn.Module, recipe: MXFP8BlockScaling | None, *extra: Tensor, width: int = K) -> list[Tensor]:
+def step(
+    f: Any, model: nn.Module, recipe: MXFP8BlockScaling | None, *extra: Tensor, width: int = K
+) -> list[Tensor]:
     """The result and all gradients; the backward runs without a recipe."""
     model.zero_grad()
     x = rows(ROWS, width).requires_grad_()
@@ -53,12 +57,19 @@ def step(f: Any, model: nn.Module, recipe: MXFP8BlockScaling | None, *extra: Ten
     with fusion_moe.autocast(recipe=recipe):
         y = f(x, *extra)
     y.backward(rows(*y.shape, seed=51))
-    return [y, x.grad, *(t.grad for t in extra if t.requires_grad), *(p.grad for p in model.parameters())]
+    return [
+        y,
+        x.grad,
+        *(t.grad for t in extra if t.requires_grad),
+        *(p.grad for p in model.parameters()),
+    ]
 
 
 def near(found: Tensor, want: Tensor, roundings: float = 1) -> None:
     """Within roundings to bf16, of elements of their size and of the usual one."""
-    atol = roundings * 2**-8 * float(want.double().square().mean().sqrt()) / 16 if want.numel() else 0
+    atol = (
+        roundings * 2**-8 * float(want.double().square().mean().sqrt()) / 16 if want.numel() else 0
+    )
     torch.testing.assert_close(found.double(), want.double(), rtol=roundings * 2**-8, atol=atol)
 
 
@@ -112,7 +123,9 @@ def extra_of(model: Sequential) -> list[Tensor]:
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_sequential_is_its_modules_one_by_one(chain):
-    """Up to the roundings that fused kernels leave out; 8-bit copies of what differs by one differ by more."""
+    """Up to the roundings that fused kernels leave out; 8-bit copies of what differs by one differ
+    by more.
+    """
     model = CHAINS[chain]()
     extra = extra_of(model)
 
@@ -132,12 +145,19 @@ def test_sequential_is_its_modules_one_by_one(chain):
 def test_an_mlp_is_near_bf16():
     model = mlp()
     extra = extra_of(model)
-    for a, b in zip(step(model, model, RECIPES[0], *extra), step(model, model, None, *extra), strict=True):
-        assert 0.01 * b.double().norm() < (a.double() - b.double()).norm() < 0.15 * b.double().norm() or not b.any()
+    for a, b in zip(
+        step(model, model, RECIPES[0], *extra), step(model, model, None, *extra), strict=True
+    ):
+        assert (
+            0.01 * b.double().norm() < (a.double() - b.double()).norm() < 0.15 * b.double().norm()
+            or not b.any()
+        )
 
 
 def test_recipes_from_call_to_call():
-    """Each call is by the recipe in force, eager and compiled, and its backward by the recipe of its forward."""
+    """Each call is by the recipe in force, eager and compiled, and its backward by the recipe of
+    its forward.
+    """
     model = mlp(single_grouped_weight=True)
     extra, turns = extra_of(model), [None, *RECIPES, None, *reversed(RECIPES)]
     want = {recipe: step(model, model, recipe, *extra) for recipe in (None, *RECIPES)}
@@ -153,7 +173,9 @@ def test_compiled_by_our_backend():
     model = mlp(single_grouped_weight=True)
     f, extra = compiled(model), extra_of(model)
     for recipe in (*RECIPES, None, RECIPES[0]):
-        for a, b in zip(step(f, model, recipe, *extra), step(model, model, recipe, *extra), strict=True):
+        for a, b in zip(
+            step(f, model, recipe, *extra), step(model, model, recipe, *extra), strict=True
+        ):
             assert (a.double() - b.double()).norm() <= 0.02 * b.double().norm()
 
 
@@ -198,7 +220,9 @@ def test_nested_and_other_threads():
     left.set()
     thread.join()
     assert seen == [None, None]
-    with pytest.raises(OptionError, match="recipe = 'mxfp8'; expected a recipe of fusion_moe.recipe, or None"):
+    with pytest.raises(
+        OptionError, match="recipe = 'mxfp8'; expected a recipe of fusion_moe.recipe, or None"
+    ):
         fusion_moe.autocast("mxfp8")
     with pytest.raises(OptionError, match="wgrad = 'fp32'"):
         MXFP8BlockScaling(wgrad="fp32")
@@ -212,7 +236,11 @@ def test_main_grad_and_delayed(recipe, single):
     extra = extra_of(usual)
     want = step(usual, usual, recipe, *extra)[3:]
     for delayed in (False, True):
-        model = mlp(single_grouped_weight=single, accumulate_into_main_grad=True, delay_wgrad_compute=delayed)
+        model = mlp(
+            single_grouped_weight=single,
+            accumulate_into_main_grad=True,
+            delay_wgrad_compute=delayed,
+        )
         for p in model.parameters():
             p.main_grad = torch.full(p.shape, 0.5)
         step(model, model, recipe, *extra)
@@ -238,12 +266,17 @@ def test_buffers_of_the_caller():
 def test_sizes_that_blocks_do_not_divide():
     module = layer(G, 48, 64, bias=False, dtype=BF16)
     module(rows(ROWS, 48), COUNTS)
-    with fusion_moe.autocast(RECIPES[0]), pytest.raises(ShapeError, match="K = 48; expected a multiple of 32, the block of mxfp8"):
+    with (
+        fusion_moe.autocast(RECIPES[0]),
+        pytest.raises(ShapeError, match="K = 48; expected a multiple of 32, the block of mxfp8"),
+    ):
         module(rows(ROWS, 48), COUNTS)
 
 
 def test_what_is_saved():
-    """8-bit copies of what both products read; of bf16 the pre-activation alone, which the derivative of SwiGLU reads."""
+    """8-bit copies of what both products read; of bf16 the pre-activation alone, which the
+    derivative of SwiGLU reads.
+    """
     model = mlp(single_grouped_weight=True)
     extra = extra_of(model)
 
@@ -253,8 +286,12 @@ def test_what_is_saved():
 
     report = fusion_moe.explain(f, rows(ROWS, K).requires_grad_(), backward=True)
     assert sorted(x.type for x in report.saved if x.made_by.startswith("fusion")) == [
-        f"bf16[{ROWS}, {2 * N}]", f"f8e4m3[{ROWS}, {K}]", f"f8e4m3[{ROWS}, {N}]", f"f8e8m0[7, {K}]", f"f8e8m0[7, {N}]",
-    ]  # fmt: skip
+        f"bf16[{ROWS}, {2 * N}]",
+        f"f8e4m3[{ROWS}, {K}]",
+        f"f8e4m3[{ROWS}, {N}]",
+        f"f8e8m0[7, {K}]",
+        f"f8e8m0[7, {N}]",
+    ]
     assert "args[0]" not in [x.name for x in report.saved]
     assert "fidelity, not speed" in " ".join(report.details().split())
 
@@ -271,14 +308,19 @@ def test_by_torchao(recipe):
     x, dy = (uniform(total, n, dtype=BF16, seed=n).requires_grad_() for n in (K, N))
     weights = torch.stack(list(module.parameters())).detach().requires_grad_()
     theirs = _to_mxfp8_then_scaled_grouped_mm(
-        x, weights.transpose(-2, -1), offs=sizes.cumsum(0, dtype=torch.int32), kernel_preference=KernelPreference.EMULATED,
+        x,
+        weights.transpose(-2, -1),
+        offs=sizes.cumsum(0, dtype=torch.int32),
+        kernel_preference=KernelPreference.EMULATED,
         wgrad_with_hp=recipe.wgrad == "bf16",
-    )  # fmt: skip
+    )
     theirs.backward(dy.detach())
     want = [theirs.detach(), x.grad, weights.grad]
     x.grad = None
     with fusion_moe.autocast(recipe):
         y = module(x, sizes)
     y.backward(dy.detach())
-    for found, wanted in zip((y, x.grad, torch.stack([p.grad for p in module.parameters()])), want, strict=True):
+    for found, wanted in zip(
+        (y, x.grad, torch.stack([p.grad for p in module.parameters()])), want, strict=True
+    ):
         near(found, wanted, 2)

@@ -16,7 +16,9 @@ E, K, H, I = 4, 2, 64, 32
 
 
 class Mine(nn.Module):
-    """A user's experts: up before gate in one weight [E, H, 2I], and the router's weights before its choice."""
+    """A user's experts: up before gate in one weight [E, H, 2I], and the router's weights before
+    its choice.
+    """
 
     def __init__(self):
         super().__init__()
@@ -28,7 +30,11 @@ class Mine(nn.Module):
         for e in range(E):
             token, slot = torch.where(choice == e)
             up, gate = (x[token] @ self.first[e]).chunk(2, -1)
-            y.index_add_(0, token, (nn.functional.silu(gate) * up) @ self.second[e] * weights[token, slot, None])
+            y.index_add_(
+                0,
+                token,
+                (nn.functional.silu(gate) * up) @ self.second[e] * weights[token, slot, None],
+            )
         return y
 
 
@@ -55,7 +61,11 @@ class Layer(nn.Module):
 
 def to_nvfp4(experts, config):
     up, gate = experts.first.mT.chunk(2, 1)
-    return Replaced(NVFP4Experts.from_float(torch.cat([gate, up], 1), experts.second.mT, config.activation_format))
+    return Replaced(
+        NVFP4Experts.from_float(
+            torch.cat([gate, up], 1), experts.second.mT, config.activation_format
+        )
+    )
 
 
 @pytest.fixture
@@ -88,7 +98,9 @@ def test_end_to_end(register, model):
         layer.router = quantized.router
     torch.testing.assert_close(model(x), want(x), rtol=1e-4, atol=1e-4)
     assert 0 < (model(x) - before).norm() < 0.3 * before.norm()
-    torch.testing.assert_close(torch.compile(model, backend="fusion_moe")(x), model(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.compile(model, backend="fusion_moe")(x), model(x), rtol=1e-4, atol=1e-4
+    )
     fusion_moe.quantize_(model)  # nothing is left to do
 
 
@@ -109,7 +121,10 @@ def test_it_goes_before_what_the_library_has():
 
         def __init__(self):
             super().__init__()
-            self.gate_up_proj, self.down_proj = nn.Parameter(torch.randn(E, 2 * I, H)), nn.Parameter(torch.randn(E, H, I))
+            self.gate_up_proj, self.down_proj = (
+                nn.Parameter(torch.randn(E, 2 * I, H)),
+                nn.Parameter(torch.randn(E, H, I)),
+            )
 
     assert contract_of(Described()) is not None
     register_converter(Described)(lambda experts, config: nn.Identity())
@@ -135,16 +150,33 @@ def test_nothing_is_replaced_if_one_of_them_fails(register, model):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda experts, config: None, "0.experts: the converter of Mine returned a NoneType; expected a new module, which is no Mine"),
-        (lambda experts, config: experts, "0.experts: the converter of Mine returned the module itself"),
+        (
+            lambda experts, config: None,
+            "0.experts: the converter of Mine returned a NoneType; "
+            "expected a new module, which is no Mine",
+        ),
+        (
+            lambda experts, config: experts,
+            "0.experts: the converter of Mine returned the module itself",
+        ),
         (lambda experts, config: Mine(), "0.experts: the converter of Mine returned a Mine"),
-        (lambda experts: None, "0.experts: the converter of Mine failed: TypeError: .* takes 1 positional argument"),
+        (
+            lambda experts: None,
+            "0.experts: the converter of Mine failed: TypeError: .* takes 1 positional argument",
+        ),
         (
             lambda experts, config: nn.Linear(int(experts.first.max().item()), 1),
-            "0.experts: the converter of Mine failed: RuntimeError: .*; it is called with parameters on the meta device first",
+            "0.experts: the converter of Mine failed: RuntimeError: .*; it is called with "
+            "parameters on the meta device first",
         ),
     ],
-    ids=["nothing", "itself", "another of them", "a function of other arguments", "one that reads values"],
+    ids=[
+        "nothing",
+        "itself",
+        "another of them",
+        "a function of other arguments",
+        "one that reads values",
+    ],
 )
 def test_what_a_converter_may_not_do(register, model, function, said):
     register(function)
@@ -153,24 +185,45 @@ def test_what_a_converter_may_not_do(register, model, function, said):
     assert [type(layer.experts) for layer in model] == [Mine, Mine]
 
 
-@pytest.mark.parametrize("cls", [nn.Module, "Mine", int, to_nvfp4], ids=["all", "a name", "no module", "a function"])
+@pytest.mark.parametrize(
+    "cls", [nn.Module, "Mine", int, to_nvfp4], ids=["all", "a name", "no module", "a function"]
+)
 def test_what_is_no_class_of_experts(cls):
-    with pytest.raises(OptionError, match="register_converter: a converter of .*; expected a class that derives from torch.nn.Module"):
+    with pytest.raises(
+        OptionError,
+        match="register_converter: a converter of .*; expected a "
+        "class that derives from torch.nn.Module",
+    ):
         register_converter(cls)
 
 
 def test_one_converter_for_each_class(register):
     register()
-    with pytest.raises(OptionError, match=r"register_converter\(Mine\): a second converter; .*unregister_converter"):
+    with pytest.raises(
+        OptionError,
+        match=r"register_converter\(Mine\): a second converter; "
+        r".*unregister_converter",
+    ):
         register()
-    with pytest.raises(OptionError, match=r"register_converter\(Mine\): the converter 3; expected a function"):
+    with pytest.raises(
+        OptionError,
+        match=r"register_converter\(Mine\): the converter 3; expected "
+        r"a function",
+    ):
         register_converter(Mine)(3)
     unregister_converter(Mine)
     register()
 
 
 def test_what_is_not_registered_is_told_how(model):
-    with pytest.raises(UnsupportedError, match=r"0.experts \(Mine\), 1.experts \(Mine\); .*; fusion_moe.register_converter adds a class"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"0.experts \(Mine\), 1.experts \(Mine\); .*; "
+        r"fusion_moe.register_converter adds a class",
+    ):
         fusion_moe.quantize_(model)
-    with pytest.raises(UnsupportedError, match="no converter for Mine; .*; fusion_moe.register_converter adds a class"):
+    with pytest.raises(
+        UnsupportedError,
+        match="no converter for Mine; .*; fusion_moe.register_converter adds a class",
+    ):
         convert(Mine())

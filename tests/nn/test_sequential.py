@@ -1,4 +1,6 @@
-"""Sequential: results and gradients are those of its modules called one by one; which programs run."""
+"""Sequential: results and gradients are those of its modules called one by one; which programs
+run.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,21 @@ CHAINS = {
     "an MLP": lambda: [up(), ScaledSwiGLU(), down(scale_bias=True)],
     "interleaved": lambda: [up(), ScaledSwiGLU(8), down()],
     "clamped": lambda: [up(bias=False), ScaledClampedQGeGLU(), down(bias=False)],
-    "one parameter each": lambda: [up(single_grouped_weight=True), ScaledSwiGLU(), down(single_grouped_weight=True)],
+    "one parameter each": lambda: [
+        up(single_grouped_weight=True),
+        ScaledSwiGLU(),
+        down(single_grouped_weight=True),
+    ],
     "between others": lambda: [nn.Linear(H, H), up(), ScaledSwiGLU(), down(), nn.Tanh()],
     "twice in a row": lambda: [up(), ScaledSwiGLU(), down(), up(seed=20), ScaledSwiGLU(), down()],
     "behind a layer": lambda: [layer(G, H, H, seed=30), up(), ScaledSwiGLU(), down()],
-    "a longer chain": lambda: [up(), ScaledSwiGLU(), layer(G, I, 2 * I, seed=40), ScaledSwiGLU(), down()],
+    "a longer chain": lambda: [
+        up(),
+        ScaledSwiGLU(),
+        layer(G, I, 2 * I, seed=40),
+        ScaledSwiGLU(),
+        down(),
+    ],
     "an activation first": lambda: [ScaledSwiGLU(), layer(G, H // 2, H)],
     "others in the middle": lambda: [up(), nn.Tanh(), ScaledSwiGLU(), nn.Identity(), down()],
 }
@@ -54,7 +66,9 @@ def operands(model: Sequential, splits: tuple[Tensor, ...] = (COUNTS,)) -> list[
         if isinstance(module, GroupedLinear):
             found.append(splits[layers % len(splits)])
             layers += 1
-        if isinstance(module, (ScaledSwiGLU, ScaledClampedQGeGLU)) or getattr(module, "scale_bias", False):
+        if isinstance(module, (ScaledSwiGLU, ScaledClampedQGeGLU)) or getattr(
+            module, "scale_bias", False
+        ):
             found.append(uniform(ROWS, seed=seed, low=0.1).requires_grad_())
     return found
 
@@ -69,22 +83,37 @@ def one_by_one(model: Sequential, x: Tensor, *extra: Tensor) -> Tensor:
     return x
 
 
-def step(f: Any, model: Sequential, dtype: torch.dtype = torch.float32, splits: tuple[Tensor, ...] = (COUNTS,)) -> list[Tensor]:
+def step(
+    f: Any,
+    model: Sequential,
+    dtype: torch.dtype = torch.float32,
+    splits: tuple[Tensor, ...] = (COUNTS,),
+) -> list[Tensor]:
     """The result, and all gradients."""
     model.zero_grad()
     x, extra = uniform(ROWS, H, dtype=dtype, seed=50).requires_grad_(), operands(model, splits)
     y = f(x, *extra)
     y.backward(uniform(*y.shape, dtype=dtype, seed=51))
-    return [y, x.grad, *(t.grad for t in extra if t.requires_grad), *(p.grad for p in model.parameters())]
+    return [
+        y,
+        x.grad,
+        *(t.grad for t in extra if t.requires_grad),
+        *(p.grad for p in model.parameters()),
+    ]
 
 
 @pytest.mark.parametrize(("chain", "splits"), list(product(CHAINS, [(COUNTS,), (COUNTS, OTHER)])))
 def test_as_one_by_one(chain, splits):
-    """Bit for bit, where no kernel leaves out a rounding: also if each layer divides the rows in its own way."""
+    """Bit for bit, where no kernel leaves out a rounding: also if each layer divides the rows in
+    its own way.
+    """
     torch.manual_seed(0)
     model = Sequential(*CHAINS[chain]())
     with options.override(target="reference"):
-        found, want = step(model, model, splits=splits), step(lambda *t: one_by_one(model, *t), model, splits=splits)
+        found, want = (
+            step(model, model, splits=splits),
+            step(lambda *t: one_by_one(model, *t), model, splits=splits),
+        )
     assert_same_bits(found, want)
 
 
@@ -97,22 +126,36 @@ def test_in_16_bits(dtype):
     y = model(x, *extra)
     out = uniform(ROWS, H, dtype=dtype, seed=5)
     y.backward(out)
-    other, params = wide(x), [stacked(m, name) for m in (first, second) for name in ("weight", "bias")]
+    other, params = (
+        wide(x),
+        [stacked(m, name) for m in (first, second) for name in ("weight", "bias")],
+    )
     factors = [wide(t) for t in extra if t.requires_grad]
     inner = glu(linear(other, params[0], params[1], SIZES), factors[0], 8)
     want = linear(inner, params[2], params[3], SIZES, factors[1])
     want.backward(out.double())
     assert_near(y, want, dtype)
-    for found, leaf in zip([x, *(t for t in extra if t.requires_grad)], [other, *factors], strict=True):
+    for found, leaf in zip(
+        [x, *(t for t in extra if t.requires_grad)], [other, *factors], strict=True
+    ):
         assert_near(found.grad, leaf.grad, dtype, 4)
     for module, (weight, bias) in ((first, params[:2]), (second, params[2:])):
         for name, leaf in (("weight", weight), ("bias", bias)):
-            assert_near(torch.stack([getattr(module, key).grad for key in module.keys(name)]), leaf.grad, dtype, 4)
+            assert_near(
+                torch.stack([getattr(module, key).grad for key in module.keys(name)]),
+                leaf.grad,
+                dtype,
+                4,
+            )
 
 
 def test_gradcheck():
-    """In float64, each gradient by differences: all modules, all operands, rows past the last group."""
-    model = Sequential(layer(2, 4, 8, scale_bias=True), ScaledClampedQGeGLU(2, limit=0.3), layer(2, 4, 3, seed=7)).double()
+    """In float64, each gradient by differences: all modules, all operands, rows past the last
+    group.
+    """
+    model = Sequential(
+        layer(2, 4, 8, scale_bias=True), ScaledClampedQGeGLU(2, limit=0.3), layer(2, 4, 3, seed=7)
+    ).double()
     x, counts = uniform(6, 4).double().requires_grad_(), torch.tensor([2, 3])
     scales = [uniform(6, seed=seed, low=0.1).double().requires_grad_() for seed in (1, 2)]
 
@@ -135,7 +178,14 @@ class Called(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("chain", "programs"), [("an MLP", 1), ("between others", 1), ("twice in a row", 1), ("a longer chain", 1), ("others in the middle", 3)]
+    ("chain", "programs"),
+    [
+        ("an MLP", 1),
+        ("between others", 1),
+        ("twice in a row", 1),
+        ("a longer chain", 1),
+        ("others in the middle", 3),
+    ],
 )
 def test_each_run_is_one_program(chain, programs):
     model = Sequential(*CHAINS[chain]())
@@ -161,8 +211,12 @@ def replace_forward(module: nn.Module) -> None:
 
 HOOKS = {
     "forward": lambda m: m.register_forward_hook(lambda m, args, y: 2 * y),
-    "forward with keywords": lambda m: m.register_forward_hook(lambda m, args, kwargs, y: 2 * y, with_kwargs=True),
-    "before forward": lambda m: m.register_forward_pre_hook(lambda m, args: (2 * args[0], *args[1:])),
+    "forward with keywords": lambda m: m.register_forward_hook(
+        lambda m, args, kwargs, y: 2 * y, with_kwargs=True
+    ),
+    "before forward": lambda m: m.register_forward_pre_hook(
+        lambda m, args: (2 * args[0], *args[1:])
+    ),
     "backward": lambda m: m.register_full_backward_hook(lambda m, dx, dy: (2 * dx[0], *dx[1:])),
     "before backward": lambda m: m.register_full_backward_pre_hook(lambda m, dy: (2 * dy[0],)),
     "a forward set on the instance": replace_forward,
@@ -187,7 +241,9 @@ def test_what_belongs_to_a_module(what):
     with options.override(target="reference"):
         found, every = (step(m, m, splits=(OTHER,)) for m in (model, plain))
         assert_same_bits(found, step(lambda *t: one_by_one(model, *t), model, splits=(OTHER,)))
-    assert what == "a parametrization" or not all(a.equal(b) for a, b in zip(found[:2], every[:2], strict=True))
+    assert what == "a parametrization" or not all(
+        a.equal(b) for a, b in zip(found[:2], every[:2], strict=True)
+    )
     assert not any(p.grad is None for p in model.parameters())
 
 
@@ -242,7 +298,9 @@ def test_compiled_with_a_hook():
     model[2].register_forward_hook(lambda m, args, y: 2 * y)
     torch._dynamo.reset()
     x, extra = uniform(ROWS, H), operands(model)
-    assert_same_bits([torch.compile(model, backend="eager", fullgraph=True)(x, *extra)], [model(x, *extra)])
+    assert_same_bits(
+        [torch.compile(model, backend="eager", fullgraph=True)(x, *extra)], [model(x, *extra)]
+    )
 
 
 def test_repeats_are_equal():
@@ -255,7 +313,13 @@ def test_repeats_are_equal():
 
 def test_splits_change_from_call_to_call():
     model = Sequential(*CHAINS["an MLP"]())
-    for counts in (COUNTS, OTHER, torch.tensor([0, 0, 0]), torch.tensor([ROWS, 0, 0]), torch.tensor([0, 0, ROWS])):
+    for counts in (
+        COUNTS,
+        OTHER,
+        torch.tensor([0, 0, 0]),
+        torch.tensor([ROWS, 0, 0]),
+        torch.tensor([0, 0, ROWS]),
+    ):
         with options.override(target="reference"):
             found = step(model, model, splits=(counts,))
             assert_same_bits(found, step(lambda *t: one_by_one(model, *t), model, splits=(counts,)))
@@ -279,7 +343,9 @@ def test_bad_calls(golden):
     golden("\n".join(said))
 
 
-@pytest.mark.parametrize("saved", [torch.zeros(24), torch.tensor(8), "none", None, torch.tensor(0.5)])
+@pytest.mark.parametrize(
+    "saved", [torch.zeros(24), torch.tensor(8), "none", None, torch.tensor(0.5)]
+)
 def test_a_state_dict_of_another_interleaving(saved):
     module = ScaledSwiGLU()
     with pytest.raises(OptionError, match="a state dict with glu_interleave_size = "):

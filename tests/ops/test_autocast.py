@@ -1,4 +1,6 @@
-"""The operations under torch.autocast: dtypes as torch's linear has them, packed weights untouched, gradients in the parameters' dtypes."""
+"""The operations under torch.autocast: dtypes as torch's linear has them, packed weights untouched,
+gradients in the parameters' dtypes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ pytestmark = pytest.mark.usefixtures("meaning")
 OFFS = torch.tensor([1, 1, 4], dtype=torch.int32)
 
 
-def grads(given: dict[str, Tensor], dtype: torch.dtype | None, cast: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def grads(
+    given: dict[str, Tensor], dtype: torch.dtype | None, cast: torch.dtype | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The output and gradients of a layer whose tensors are cast by hand, or under autocast."""
     leaves = {n: t.detach().clone().requires_grad_(n in FLOATS) for n, t in given.items()}
     used = {n: t.to(cast) if cast and n in FLOATS and n != "w" else t for n, t in leaves.items()}
@@ -30,7 +34,9 @@ def grads(given: dict[str, Tensor], dtype: torch.dtype | None, cast: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_experts_compute_in_its_dtype(dtype):
-    """Float32 parameters, as if cast by hand; their gradients are float32, and the slots' weights never leave it."""
+    """Float32 parameters, as if cast by hand; their gradients are float32, and the slots' weights
+    never leave it.
+    """
     given = layer(ROUTING, torch.float32)
     (y, found), (want, expected) = grads(given, dtype), grads(given, None, cast=dtype)
     assert y.dtype == torch.nn.functional.linear(given["x"].to(dtype), given["x"].to(dtype)).dtype
@@ -40,18 +46,33 @@ def test_experts_compute_in_its_dtype(dtype):
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_as_linear(dtype):
-    """The dtype of the result for every dtype of the parameters, float64 too, which autocast leaves alone."""
+    """The dtype of the result for every dtype of the parameters, float64 too, which autocast leaves
+    alone.
+    """
     a, w = torch.ones(5, 4, dtype=dtype), torch.ones(3, 8, 4, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
         y = ops.grouped_mm(a, [w], OFFS, weight_format=FORMATS[dtype])
         assert y.dtype == torch.nn.functional.linear(a, w[0]).dtype
         assert ops.group_add(y, torch.ones(3, 8, dtype=dtype), OFFS).dtype == y.dtype
-        assert ops.grouped_mm(a, [w.mT.contiguous()], OFFS, weight_format=FORMATS[dtype], transposed=True).dtype == y.dtype
-        assert ops.grouped_mm(a, [w], OFFS, weight_format=FORMATS[dtype], out_dtype=torch.float32).dtype == torch.float32
+        assert (
+            ops.grouped_mm(
+                a, [w.mT.contiguous()], OFFS, weight_format=FORMATS[dtype], transposed=True
+            ).dtype
+            == y.dtype
+        )
+        assert (
+            ops.grouped_mm(
+                a, [w], OFFS, weight_format=FORMATS[dtype], out_dtype=torch.float32
+            ).dtype
+            == torch.float32
+        )
 
 
 def test_packed_weights_stay_as_they_are():
-    a, q = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)), quantize(torch.ones(3, 16, 32))
+    a, q = (
+        torch.randn(5, 32, generator=torch.Generator().manual_seed(0)),
+        quantize(torch.ones(3, 16, 32)),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         found = ops.nvfp4_grouped_mm(a, *q, OFFS), ops.grouped_mm(a, list(q), OFFS)
     want = ops.nvfp4_grouped_mm(a.bfloat16(), *q, OFFS)

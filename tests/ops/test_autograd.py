@@ -1,4 +1,6 @@
-"""What autograd calls and keeps of the operations: which programs run, which tensors live until the backward."""
+"""What autograd calls and keeps of the operations: which programs run, which tensors live until the
+backward.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,16 @@ FORWARD = 2 * ROWS * (HIDDEN * 2 * INNER + INNER * HIDDEN)  # flops of its two p
 def arguments(dtype: torch.dtype = torch.bfloat16, biases: bool = False) -> dict[str, Tensor]:
     gate_up, down = experts(GROUPS, HIDDEN, INNER)
     ids = torch.randint(0, GROUPS, (TOKENS, SLOTS), generator=torch.Generator().manual_seed(3))
-    names = [f"{name}_{part}" for name in ("gate_up", "down") for part in ("codes", "block_scale", "decode_scale")]
-    found = {"x": random(TOKENS, HIDDEN, dtype=dtype), "ids": ids, "w": random(TOKENS, SLOTS, seed=2).sigmoid()}
+    names = [
+        f"{name}_{part}"
+        for name in ("gate_up", "down")
+        for part in ("codes", "block_scale", "decode_scale")
+    ]
+    found = {
+        "x": random(TOKENS, HIDDEN, dtype=dtype),
+        "ids": ids,
+        "w": random(TOKENS, SLOTS, seed=2).sigmoid(),
+    }
     found |= dict(zip(names, (*gate_up, *down), strict=True))
     shapes = {"gate_up_bias": 2 * INNER, "down_bias": HIDDEN} if biases else {}
     return found | {name: random(GROUPS, n, dtype=dtype, seed=7) for name, n in shapes.items()}
@@ -68,7 +78,9 @@ def test_forward_mode_is_refused():
     """Tangents are not lost: torch would take a result without one for a constant."""
     given = arguments()
     x, rest = given.pop("x"), given
-    refused = pytest.raises(UnsupportedError, match="expert_mlp: an argument with a tangent; expected none")
+    refused = pytest.raises(
+        UnsupportedError, match="expert_mlp: an argument with a tangent; expected none"
+    )
     with refused:
         torch.func.jvp(lambda x: OPS.expert_mlp(x=x, **rest), (x,), (torch.ones_like(x),))
     for mode in torch.no_grad, torch.enable_grad:
@@ -84,15 +96,26 @@ def test_what_saves_inputs_alone_runs_itself():
     bias = random(GROUPS, 32).requires_grad_()
     slots, w = torch.arange(5, dtype=torch.int32)[:, None], random(5, 1).requires_grad_()
     for name, args in {
-        "nvfp4_grouped_mm": (a, *gate_up, ends), "scaled_swiglu": (a,), "combine": (a, slots, w), "group_add": (a, bias, ends),
-    }.items():  # fmt: skip
-        assert called(lambda name=name, args=args: getattr(OPS, name)(*args).sum().backward()) == [name, "run"]
+        "nvfp4_grouped_mm": (a, *gate_up, ends),
+        "scaled_swiglu": (a,),
+        "combine": (a, slots, w),
+        "group_add": (a, bias, ends),
+    }.items():
+        assert called(lambda name=name, args=args: getattr(OPS, name)(*args).sum().backward()) == [
+            name,
+            "run",
+        ]
     assert called(lambda: call(arguments(), "x").sum().backward()) == ["run", "run"]
 
 
-@pytest.mark.parametrize(("wanted", "backward"), [(("x",), FORWARD), (("w",), 0), (("x", "w"), FORWARD), (("down_bias",), 0)])
+@pytest.mark.parametrize(
+    ("wanted", "backward"),
+    [(("x",), FORWARD), (("w",), 0), (("x", "w"), FORWARD), (("down_bias",), 0)],
+)
 def test_no_product_runs_twice(wanted, backward):
-    """The flops of all products that run: those of the forward once, of the backward those of the gradients."""
+    """The flops of all products that run: those of the forward once, of the backward those of the
+    gradients.
+    """
     given = arguments(biases="down_bias" in wanted)
     assert count_flops(lambda: call(given, *wanted)) == FORWARD
     assert count_flops(lambda: call(given, *wanted).sum().backward()) == FORWARD + backward
@@ -103,7 +126,8 @@ def kept_by(function, named: dict[str, Tensor]) -> list:
     found = []
     names = {t.data_ptr(): name for name, t in named.items()}
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: found.append(names.get(t.data_ptr(), (str(t.dtype).partition(".")[2], *t.shape))), lambda t: t
+        lambda t: found.append(names.get(t.data_ptr(), (str(t.dtype).partition(".")[2], *t.shape))),
+        lambda t: t,
     ):
         function()
     return found
@@ -119,7 +143,9 @@ PRE_ACTIVATION, RESULT = ("bfloat16", ROWS, 2 * INNER), ("bfloat16", ROWS, HIDDE
 
 
 def test_what_is_kept_for_the_backward():
-    """FC1's result, in 16 bits, or FC2's if w alone is wanted; the order of rows in 8 bytes each; nothing for what is frozen."""
+    """FC1's result, in 16 bits, or FC2's if w alone is wanted; the order of rows in 8 bytes each;
+    nothing for what is frozen.
+    """
     given = arguments(biases=True)
     assert kept(given) == []
     assert kept(given, "x") == ["w", *WEIGHTS, *INDICES, PRE_ACTIVATION]
@@ -144,14 +170,23 @@ def test_nothing_else_lives_until_the_backward():
 
 
 def test_each_gradient_is_the_same_whatever_else_is_wanted():
-    """And near those of a loop in float64. That of w has two ways: FC2's result, and its dgrad where that is done anyway."""
+    """And near those of a loop in float64. That of w has two ways: FC2's result, and its dgrad
+    where that is done anyway.
+    """
     names = ("x", "w", "gate_up_bias", "down_bias")
     given = arguments(torch.float32, biases=True)
     wide = {n: t.double().requires_grad_() for n, t in given.items() if n in names}
-    gate_up, down = (decoded(*(given[f"{n}_{p}"] for p in ("codes", "block_scale", "decode_scale"))) for n in ("gate_up", "down"))
-    want = mlp(wide["x"], given["ids"], wide["w"], gate_up, down, wide["gate_up_bias"], wide["down_bias"])
+    gate_up, down = (
+        decoded(*(given[f"{n}_{p}"] for p in ("codes", "block_scale", "decode_scale")))
+        for n in ("gate_up", "down")
+    )
+    want = mlp(
+        wide["x"], given["ids"], wide["w"], gate_up, down, wide["gate_up_bias"], wide["down_bias"]
+    )
     dy = random(TOKENS, HIDDEN, seed=9)
-    expected = dict(zip(names, torch.autograd.grad(want, [wide[n] for n in names], dy.double()), strict=True))
+    expected = dict(
+        zip(names, torch.autograd.grad(want, [wide[n] for n in names], dy.double()), strict=True)
+    )
     first: dict[tuple[str, bool], Tensor] = {}
     for count in range(1, 5):
         for wanted in combinations(names, count):
@@ -162,7 +197,12 @@ def test_each_gradient_is_the_same_whatever_else_is_wanted():
             for n in wanted:
                 way = n, n == "w" and not {"x", "gate_up_bias"}.isdisjoint(wanted)
                 assert_same_bits([given[n].grad], [first.setdefault(way, given[n].grad)])
-                torch.testing.assert_close(given[n].grad.double(), expected[n], rtol=1e-4, atol=1e-4 * expected[n].abs().max().item())
+                torch.testing.assert_close(
+                    given[n].grad.double(),
+                    expected[n],
+                    rtol=1e-4,
+                    atol=1e-4 * expected[n].abs().max().item(),
+                )
 
 
 def test_checkpoints_run_the_forward_again():
@@ -170,7 +210,12 @@ def test_checkpoints_run_the_forward_again():
     call(given, "x", "w").sum().backward()
     again = {n: t.requires_grad_() if n in ("x", "w") else t for n, t in again.items()}
     values = list(again.values())
-    assert count_flops(lambda: checkpoint(OPS.expert_mlp, *values, use_reentrant=False).sum().backward()) == 3 * FORWARD
+    assert (
+        count_flops(
+            lambda: checkpoint(OPS.expert_mlp, *values, use_reentrant=False).sum().backward()
+        )
+        == 3 * FORWARD
+    )
     assert_same_bits([again["x"].grad, again["w"].grad], [given["x"].grad, given["w"].grad])
 
 
@@ -190,7 +235,10 @@ def test_a_result_may_be_written(name, shape):
         given = arguments(torch.float32)
         if len(shape) == 1:
             given |= {"ids": given["ids"][:1], "w": given["w"][:1]}
-        x, f = given.pop("x")[: given["ids"].shape[0]].reshape(shape), lambda x: OPS.expert_mlp(x, **given)
+        x, f = (
+            given.pop("x")[: given["ids"].shape[0]].reshape(shape),
+            lambda x: OPS.expert_mlp(x, **given),
+        )
     else:
         x, f = random(*shape), OPS.scaled_swiglu
     want, found = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -203,13 +251,24 @@ def test_a_result_may_be_written(name, shape):
 def test_no_second_derivative_lacks_a_part():
     """The backward reads FC1's result, which the forward made without a graph."""
     given = arguments(torch.float32)
-    with pytest.raises(UnsupportedError, match="a second derivative through .* which the forward saved without its graph"):
+    with pytest.raises(
+        UnsupportedError,
+        match="a second derivative through .* which the forward saved without its graph",
+    ):
         torch.autograd.grad(call(given, "x").sum(), given["x"], create_graph=True)
     given = arguments(torch.float32)
     (first,) = torch.autograd.grad(call(given, "w").square().sum(), given["w"], create_graph=True)
     first.sum().backward()  # 2 sum of J^T J w: nothing saved depends on w
-    rows = torch.stack([call({**given, "w": one}) for one in torch.eye(TOKENS * SLOTS).view(-1, TOKENS, SLOTS)]).flatten(1).detach()
-    torch.testing.assert_close(given["w"].grad.flatten(), 2 * (rows @ rows.T).sum(1), rtol=1e-4, atol=1e-4)
+    rows = (
+        torch.stack(
+            [call({**given, "w": one}) for one in torch.eye(TOKENS * SLOTS).view(-1, TOKENS, SLOTS)]
+        )
+        .flatten(1)
+        .detach()
+    )
+    torch.testing.assert_close(
+        given["w"].grad.flatten(), 2 * (rows @ rows.T).sum(1), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_gradients_of_a_program():
@@ -226,18 +285,39 @@ def test_gradients_of_a_program():
 
 
 def test_trained_weights_cost_a_product_each():
-    """fprop, dgrad and wgrad once. FC2's wgrad alone keeps the activation, half as wide as FC1's result; with FC1's that makes it again."""
+    """fprop, dgrad and wgrad once. FC2's wgrad alone keeps the activation, half as wide as FC1's
+    result; with FC1's that makes it again.
+    """
     x, ids, w = (arguments()[name] for name in ("x", "ids", "w"))
-    up, down = random(GROUPS, 2 * INNER, HIDDEN, dtype=x.dtype, seed=4), random(GROUPS, HIDDEN, INNER, dtype=x.dtype, seed=5)
+    up, down = (
+        random(GROUPS, 2 * INNER, HIDDEN, dtype=x.dtype, seed=4),
+        random(GROUPS, HIDDEN, INNER, dtype=x.dtype, seed=5),
+    )
     first, second = 2 * ROWS * 2 * INNER * HIDDEN, 2 * ROWS * INNER * HIDDEN
     named = {"x": x, "ids": ids, "w": w, "up": up, "down": down}
     for wanted, flops, saved in (
         ((up,), second + first, ["x", "w", "down", *INDICES, PRE_ACTIVATION]),
         ((down,), second, ["w", *INDICES, ("bfloat16", ROWS, INNER)]),
-        ((x, w, up, down), 2 * (first + second), ["x", "w", "up", "down", *INDICES, PRE_ACTIVATION]),
+        (
+            (x, w, up, down),
+            2 * (first + second),
+            ["x", "w", "up", "down", *INDICES, PRE_ACTIVATION],
+        ),
         ((x, up, down), 2 * (first + second), ["x", "w", "up", "down", *INDICES, PRE_ACTIVATION]),
     ):
         for t in (x, w, up, down):
             t.requires_grad_(any(t is v for v in wanted))
-        assert count_flops(lambda: OPS.fused_experts(x, ids, w, [up], [down], weight_format="bf16").sum().backward()) == FORWARD + flops
-        assert kept_by(lambda: OPS.fused_experts(x, ids, w, [up], [down], weight_format="bf16"), named) == saved
+        assert (
+            count_flops(
+                lambda: (
+                    OPS.fused_experts(x, ids, w, [up], [down], weight_format="bf16")
+                    .sum()
+                    .backward()
+                )
+            )
+            == FORWARD + flops
+        )
+        assert (
+            kept_by(lambda: OPS.fused_experts(x, ids, w, [up], [down], weight_format="bf16"), named)
+            == saved
+        )

@@ -1,4 +1,6 @@
-"""The operation with another library's signature: what it computes, what it refuses, and who has the name that the other library calls."""
+"""The operation with another library's signature: what it computes, what it refuses, and who has
+the name that the other library calls.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,32 @@ from torch._library import custom_ops
 from ways import HOW, compiled, every_way
 
 from fusion_moe import compat, options, thunder_executors, translate
-from fusion_moe.errors import DeviceError, DtypeError, Error, GroupsError, OptionError, ShapeError, UnsupportedError
+from fusion_moe.errors import (
+    DeviceError,
+    DtypeError,
+    Error,
+    GroupsError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+)
 
 OURS = torch.ops.fusion_moe.f16a_nvfp4weight_scaled_grouped_mm
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
 NAN = float("nan")
 
 
-def weight(groups: int, n: int, k: int, padding: int = 0x7F, seed: int = 0) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """The operation's three tensors of a weight, padding of the scales NaN, and what they mean: f64[G, N, K]."""
+def weight(
+    groups: int, n: int, k: int, padding: int = 0x7F, seed: int = 0
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """The operation's three tensors of a weight, padding of the scales NaN, and what they mean:
+    f64[G, N, K].
+    """
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (groups, n, k // 2), generator=g, dtype=torch.uint8)
-    scale = torch.randint(0x20, 0x41, (groups, n, k // 16), generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.randint(0x20, 0x41, (groups, n, k // 16), generator=g, dtype=torch.uint8).view(
+        torch.float8_e4m3fn
+    )
     decode = torch.rand(groups, generator=g) * 0.2 + 0.05
     fp4 = codes.view(torch.float4_e2m1fn_x2).transpose(1, 2)
     return (fp4, loops.swizzled(scale, padding), decode), loops.decoded(codes, scale, decode)
@@ -42,7 +58,9 @@ def problem(sizes: tuple[int, ...], n: int, k: int) -> tuple[Tensor, Tensor, Ten
     """offsets, blockscale_offsets and problem_sizes, counted on the host."""
     starts = [sum(sizes[:g]) for g in range(len(sizes))]
     padded = [sum(-(-m // 128) * 128 for m in sizes[:g]) for g in range(len(sizes))]
-    return tuple(torch.tensor(t, dtype=torch.int32) for t in (starts, padded, [[m, n, k] for m in sizes]))
+    return tuple(
+        torch.tensor(t, dtype=torch.int32) for t in (starts, padded, [[m, n, k] for m in sizes])
+    )
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -53,18 +71,24 @@ def call(*args: Tensor) -> Tensor:
     return OURS(*args)
 
 
-def assert_right(found: Tensor, x: Tensor, w: Tensor, sizes: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-    """Off the loop in float64 by one rounding to the dtype of x, or the given one, and some of float32 sums."""
+def assert_right(
+    found: Tensor, x: Tensor, w: Tensor, sizes: tuple[int, ...], dtype: torch.dtype | None = None
+) -> None:
+    """Off the loop in float64 by one rounding to the dtype of x, or the given one, and some of
+    float32 sums.
+    """
     dtype = dtype or x.dtype
     wide = x.double().reshape(-1, x.shape[-1]).nan_to_num()
     want, magnitude = loops.product(wide, w, sizes), loops.product(wide.abs(), w.abs(), sizes)
     assert found.dtype == dtype
     assert found.shape == (*x.shape[:-1], w.shape[1])
     off = (found.double().reshape(want.shape) - want).abs()
-    assert (off <= EPS[dtype] * want.abs() + 2.0**-20 * magnitude + torch.finfo(dtype).smallest_normal).all()
+    assert (
+        off <= EPS[dtype] * want.abs() + 2.0**-20 * magnitude + torch.finfo(dtype).smallest_normal
+    ).all()
 
 
-# What it computes -----------------------------------------------------------------------------------------------------
+# What it computes ---------------------------------------------------------------------------------
 
 
 @given(partitions(), st.sampled_from(list(EPS)), st.sampled_from(((6, 32), (128, 64), (130, 80))))
@@ -77,7 +101,13 @@ def test_against_a_loop(partition: Partition, dtype, nk):
     assert not found[sum(partition.sizes) :].any()
 
 
-SIZES = {"uneven": (3, 0, 6, 2), "the last": (0, 0, 0, 11), "the first": (11, 0, 0, 0), "none": (0, 0, 0, 0), "one group": (11,)}
+SIZES = {
+    "uneven": (3, 0, 6, 2),
+    "the last": (0, 0, 0, 11),
+    "the first": (11, 0, 0, 0),
+    "none": (0, 0, 0, 0),
+    "one group": (11,),
+}
 
 
 @every_way
@@ -95,7 +125,11 @@ def test_all_ways_agree(how, sizes):
 def test_two_projections_and_what_stands_between(how):
     """gate and up share a problem, down has one of its own."""
     sizes, h, i = (3, 0, 6, 2), 64, 32
-    (gate, wg), (up, wu), (down, wd) = weight(4, i, h), weight(4, i, h, seed=1), weight(4, h, i, seed=2)
+    (gate, wg), (up, wu), (down, wd) = (
+        weight(4, i, h),
+        weight(4, i, h, seed=1),
+        weight(4, h, i, seed=2),
+    )
 
     def mlp(x, first, second):
         y = torch.nn.functional.silu(OURS(x, *gate, *first)) * OURS(x, *up, *first)
@@ -105,16 +139,25 @@ def test_two_projections_and_what_stands_between(how):
     with torch.no_grad():
         found = HOW[how](mlp)(x, problem(sizes, i, h), problem(sizes, h, i))
     wide = x.double()
-    inner = loops.swiglu(torch.cat([loops.product(wide, wg, sizes), loops.product(wide, wu, sizes)], -1))
-    torch.testing.assert_close(found.double(), loops.product(inner, wd, sizes), rtol=1e-4, atol=1e-4)
+    inner = loops.swiglu(
+        torch.cat([loops.product(wide, wg, sizes), loops.product(wide, wu, sizes)], -1)
+    )
+    torch.testing.assert_close(
+        found.double(), loops.product(inner, wd, sizes), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_the_gradient_of_activations():
     sizes = (3, 0, 6, 1)
     parts, w = weight(4, 48, 64)
-    x, dy = random(11, 64, dtype=torch.float32).requires_grad_(), random(11, 48, dtype=torch.float32)
+    x, dy = (
+        random(11, 64, dtype=torch.float32).requires_grad_(),
+        random(11, 48, dtype=torch.float32),
+    )
     (dx,) = torch.autograd.grad(OURS(x, *parts, *problem(sizes, 48, 64)), x, dy)
-    torch.testing.assert_close(dx.double(), loops.product(dy.double(), w.mT, sizes), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        dx.double(), loops.product(dy.double(), w.mT, sizes), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_the_fake_has_the_dtype_of_the_activation():
@@ -125,19 +168,27 @@ def test_the_fake_has_the_dtype_of_the_activation():
         assert (fake.shape, fake.dtype) == ((2, 5, 48), dtype)
 
 
-# 4-bit activations ----------------------------------------------------------------------------------------------------
+# 4-bit activations --------------------------------------------------------------------------------
 
 
 def quantized(x: Tensor) -> Tensor:
-    """x f32[M, K] -> f64[M, K]: the values of the rows in NVFP4, as docs/formats.md says, a block at a time."""
+    """x f32[M, K] -> f64[M, K]: the values of the rows in NVFP4, as docs/formats.md says, a block
+    at a time.
+    """
     decode = x.abs().max() / torch.tensor(2688.0)
-    out, grid = torch.zeros(x.shape, dtype=torch.float64), torch.tensor(sorted(set(loops.E2M1)), dtype=torch.float64)
-    even = torch.tensor([abs(v) in (0.0, 1.0, 2.0, 4.0) for v in grid.tolist()])  # codes whose last bit is 0
+    out, grid = (
+        torch.zeros(x.shape, dtype=torch.float64),
+        torch.tensor(sorted(set(loops.E2M1)), dtype=torch.float64),
+    )
+    # codes whose last bit is 0
+    even = torch.tensor([abs(v) in (0.0, 1.0, 2.0, 4.0) for v in grid.tolist()])
     for row, at in itertools.product(range(len(x)), range(0, x.shape[1], 16)):
         block = x[row, at : at + 16]
         if not block.any():
             continue
-        scale = (block.abs().max() / (decode * 6)).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).float()
+        scale = (
+            (block.abs().max() / (decode * 6)).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).float()
+        )
         step = scale * decode
         off = ((block / step).double()[:, None] - grid).abs()
         nearest = off == off.min(1, keepdim=True).values
@@ -157,7 +208,9 @@ def test_quantized_activations_are_the_documented_formula(sizes, dtype):
     with options.override(target="reference"):
         found = OURS(x, *parts, *problem(sizes, 48, 64), activation_format="nvfp4")
     near = quantized(x[:used].float()) if used else x[:0].double()
-    assert_right(found, torch.cat([near, torch.zeros(14 - used, 64, dtype=torch.float64)]), w, sizes, dtype)
+    assert_right(
+        found, torch.cat([near, torch.zeros(14 - used, 64, dtype=torch.float64)]), w, sizes, dtype
+    )
     assert not found[used:].any()
 
 
@@ -169,19 +222,28 @@ def test_what_two_formats_lose():
     args = (random(11, k), codes.mT, loops.swizzled(scale), decode, *problem(sizes, n, k))
     exact = loops.product(args[0].double(), loops.decoded(codes, scale, decode), sizes)
     with options.override(target="reference"):
-        lost = {name: ((OURS(*args, activation_format=name) - exact).norm() / exact.norm()).item() for name in ("bf16", "nvfp4")}
+        lost = {
+            name: ((OURS(*args, activation_format=name) - exact).norm() / exact.norm()).item()
+            for name in ("bf16", "nvfp4")
+        }
     assert lost["bf16"] < 0.003
     assert 0.05 < lost["nvfp4"] < 0.09
 
 
 def test_4_bit_activations_are_not_computed_in_another_format():
-    with pytest.raises(UnsupportedError, match=r"activation_format = 'nvfp4' on cpu; expected one of bf16"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"activation_format = 'nvfp4' on cpu; expected "
+        r"one of bf16",
+    ):
         OURS(*arguments(), activation_format="nvfp4")
-    with pytest.raises(OptionError, match=r"activation_format = 'fp4'; expected one of bf16, nvfp4"):
+    with pytest.raises(
+        OptionError, match=r"activation_format = 'fp4'; expected one of bf16, nvfp4"
+    ):
         OURS(*arguments(), activation_format="fp4")
 
 
-# Memory of weights ----------------------------------------------------------------------------------------------------
+# Memory of weights --------------------------------------------------------------------------------
 
 
 class Held(torch.nn.Module):
@@ -191,7 +253,11 @@ class Held(torch.nn.Module):
         super().__init__()
         (fp4, scale, decode), _ = weight(4, 48, 64)
         self.as_stored = as_stored
-        for name, t in {"fp4": fp4.transpose(1, 2) if as_stored else fp4, "scale": scale, "decode": decode}.items():
+        for name, t in {
+            "fp4": fp4.transpose(1, 2) if as_stored else fp4,
+            "scale": scale,
+            "decode": decode,
+        }.items():
             self.register_buffer(name, t)
 
     def forward(self, x, *of):
@@ -201,7 +267,9 @@ class Held(torch.nn.Module):
 
 @pytest.mark.parametrize("as_stored", [False, True])
 def test_no_byte_of_a_weight_is_moved(as_stored, monkeypatch):
-    """torch.compile hands the buffers to the fusion as they are: its code allocates nothing and calls nothing else."""
+    """torch.compile hands the buffers to the fusion as they are: its code allocates nothing and
+    calls nothing else.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     model, args = Held(as_stored), (random(11, 64), *problem((3, 0, 6, 2), 48, 64))
     with torch.no_grad():
@@ -209,16 +277,28 @@ def test_no_byte_of_a_weight_is_moved(as_stored, monkeypatch):
         torch.testing.assert_close(found, model(*args), rtol=2.0**-6, atol=1e-6)
     body = code[code.index("def call(") : code.index("return (")]
     assert body.count("torch.ops.fusion_moe.run.default(") == 1
-    assert not [what for what in ("empty_strided_cpu(", "cpp_fused", "aten.clone", "aten.copy_") if what in body]
+    assert not [
+        what
+        for what in ("empty_strided_cpu(", "cpp_fused", "aten.clone", "aten.copy_")
+        if what in body
+    ]
 
 
-# What it refuses ------------------------------------------------------------------------------------------------------
+# What it refuses ----------------------------------------------------------------------------------
 
 
 def bad_calls() -> dict[str, tuple[type[Error], Callable[[], Any]]]:
     """What is wrong -> the class of the error, and the call."""
     parts, _ = weight(4, 48, 64)
-    names = ("activation", "fp4_weight", "weight_scaling_factor", "global_scale", "offsets", "blockscale_offsets", "problem_sizes")
+    names = (
+        "activation",
+        "fp4_weight",
+        "weight_scaling_factor",
+        "global_scale",
+        "offsets",
+        "blockscale_offsets",
+        "problem_sizes",
+    )
     good = dict(zip(names, (random(11, 64), *parts, *problem((3, 0, 6, 2), 48, 64)), strict=True))
     codes, sizes = good["fp4_weight"].view(torch.uint8), good["problem_sizes"]
 
@@ -234,7 +314,10 @@ def bad_calls() -> dict[str, tuple[type[Error], Callable[[], Any]]]:
     return {
         "codes packed along N": (ShapeError, but(fp4_weight=codes.contiguous())),
         "codes not transposed": (ShapeError, but(fp4_weight=codes.mT)),
-        "codes of a slice": (ShapeError, but(fp4_weight=torch.cat([codes.mT, codes.mT], -1)[..., :32].mT)),
+        "codes of a slice": (
+            ShapeError,
+            but(fp4_weight=torch.cat([codes.mT, codes.mT], -1)[..., :32].mT),
+        ),
         "codes of one matrix": (ShapeError, but(fp4_weight=codes[0])),
         "K of another size": (ShapeError, but(activation=random(11, 80))),
         "scales that lost their padding": (ShapeError, but(weight_scaling_factor=parts[1][:, :48])),
@@ -275,8 +358,16 @@ def test_messages(golden):
 def test_strides_are_looked_at_while_tracing():
     parts, _ = weight(4, 48, 64)
     rest = problem((3, 0, 6, 2), 48, 64)
-    with pytest.raises(ShapeError, match=r"strides \[1536, 48, 1\]; expected strides \[1536, 1, 32\], K running fastest"):
-        OURS(random(11, 64).to("meta"), parts[0].view(torch.uint8).contiguous().to("meta"), *(t.to("meta") for t in (*parts[1:], *rest)))
+    with pytest.raises(
+        ShapeError,
+        match=r"strides \[1536, 48, 1\]; expected strides \[1536, 1, "
+        r"32\], K running fastest",
+    ):
+        OURS(
+            random(11, 64).to("meta"),
+            parts[0].view(torch.uint8).contiguous().to("meta"),
+            *(t.to("meta") for t in (*parts[1:], *rest)),
+        )
 
 
 @pytest.mark.parametrize("wrong", ["offsets", "problem_sizes"])
@@ -288,7 +379,7 @@ def test_groups_are_looked_at_in_compiled_code(wrong):
         compiled(call)(random(11, 64), *parts, offsets, padded, sizes)
 
 
-# The other library's name ---------------------------------------------------------------------------------------------
+# The other library's name -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -312,9 +403,14 @@ def others() -> Any:
 
     @torch.library.custom_op(compat.NAME, mutates_args=())
     def their_own(
-        activation: Tensor, fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor, offsets: Tensor,
-        blockscale_offsets: Tensor, problem_sizes: Tensor,
-    ) -> Tensor:  # fmt: skip
+        activation: Tensor,
+        fp4_weight: Tensor,
+        weight_scaling_factor: Tensor,
+        weight_global_scale: Tensor,
+        offsets: Tensor,
+        blockscale_offsets: Tensor,
+        problem_sizes: Tensor,
+    ) -> Tensor:
         return activation.new_full((*activation.shape[:-1], fp4_weight.shape[-1]), 7)
 
     their_own.register_fake(lambda x, w, *rest: x.new_empty((*x.shape[:-1], w.shape[-1])))
@@ -330,8 +426,17 @@ def arguments() -> tuple[Tensor, ...]:
 
 
 def test_importing_leaves_the_name_alone():
-    ask = "import torch, fusion_moe; print([n for n in torch._C._dispatch_get_all_op_names() if n.startswith('nvf_cutlass')])"
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)})
+    ask = (
+        "import torch, fusion_moe; print([n for n in torch._C._dispatch_get_all_op_names() if "
+        "n.startswith('nvf_cutlass')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ask],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -341,7 +446,11 @@ def test_the_name_is_our_operation(how, clean):
     assert (registration.replaced, registration.overwritten()) == (None, None)
     with torch.no_grad():
         assert HOW[how](theirs)(*arguments()).equal(OURS(*arguments()))
-        code = run_and_get_code(compiled(theirs), *arguments())[1][0] if how != "eager" else "fusion_moe.run"
+        code = (
+            run_and_get_code(compiled(theirs), *arguments())[1][0]
+            if how != "eager"
+            else "fusion_moe.run"
+        )
     assert "fusion_moe.run" in code  # fused, not called
     assert registration.overwritten() is None
     assert compat.register_nvf_cutlass() is registration
@@ -368,7 +477,11 @@ def test_the_name_with_4_bit_activations(how, clean):
 
 
 def test_the_name_with_an_unknown_format(clean):
-    with pytest.raises(OptionError, match=r"register_nvf_cutlass: activation_format = 'mxfp4'; expected one of bf16, nvfp4"):
+    with pytest.raises(
+        OptionError,
+        match=r"register_nvf_cutlass: activation_format = 'mxfp4'; "
+        r"expected one of bf16, nvfp4",
+    ):
         compat.register_nvf_cutlass(activation_format="mxfp4")
     assert compat.NAME not in torch._C._dispatch_get_all_op_names()
 
@@ -396,7 +509,11 @@ def test_a_later_one_is_reported_and_not_fused_as_ours(clean):
 def test_a_kernel_for_one_device_is_reported(clean):
     registration = compat.register_nvf_cutlass()
     lib = torch.library.Library("nvf_cutlass", "IMPL")
-    lib.impl(compat.NAME.split("::")[1], lambda x, w, *rest: x.new_zeros(*x.shape[:-1], w.shape[-1]), "CPU")
+    lib.impl(
+        compat.NAME.split("::")[1],
+        lambda x, w, *rest: x.new_zeros(*x.shape[:-1], w.shape[-1]),
+        "CPU",
+    )
     assert "has other kernels than" in registration.overwritten()
     lib._destroy()
     assert registration.overwritten() is None
@@ -406,7 +523,12 @@ def test_one_that_cannot_be_replaced(clean):
     lib = torch.library.Library("nvf_cutlass", "FRAGMENT")
     lib.define("f16a_nvfp4weight_scaled_grouped_mm(Tensor x) -> Tensor")
     try:
-        with pytest.raises(UnsupportedError, match=r"is registered already, by torch\.library\.Library\.define; expected a free name"):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"is registered already, by "
+            r"torch\.library\.Library\.define; expected a "
+            r"free name",
+        ):
             compat.register_nvf_cutlass()
     finally:
         lib._destroy()
@@ -414,12 +536,15 @@ def test_one_that_cannot_be_replaced(clean):
 
 @pytest.mark.thunder
 def test_thunder_takes_the_name_when_it_is_imported_later(clean):
-    pytest.importorskip("expecttest")  # thunder's module imports a part of torch.testing that needs it
+    # thunder's module imports a part of torch.testing that needs it
+    pytest.importorskip("expecttest")
     sys.modules.pop("thunder.benchmarks.layers_for_inference_benchmark", None)
     registration = compat.register_nvf_cutlass()
     import thunder.benchmarks.layers_for_inference_benchmark  # noqa: F401
 
-    assert "was registered again, at layers_for_inference_benchmark.py:" in registration.overwritten()
+    assert (
+        "was registered again, at layers_for_inference_benchmark.py:" in registration.overwritten()
+    )
     assert compat.register_nvf_cutlass().replaced is not None
 
 
@@ -431,7 +556,9 @@ def test_the_layer_of_thunder_that_calls_the_name(clean):
     sys.modules.pop("thunder.benchmarks.layers_for_inference_benchmark", None)
     layers = importlib.import_module("thunder.benchmarks.layers_for_inference_benchmark")
     if len(torch.ops.nvf_cutlass.f16a_nvfp4weight_scaled_grouped_mm.default._schema.arguments) != 7:
-        pytest.skip("the layer of thunder 0.2.6 passes nine arguments; make test-thunder has a newer one")
+        pytest.skip(
+            "the layer of thunder 0.2.6 passes nine arguments; make test-thunder has a newer one"
+        )
     compat.register_nvf_cutlass()
     sizes, n, k = (1, 0, 3, 1), 128, 64
     parts, w = weight(len(sizes), n, k)
@@ -439,7 +566,8 @@ def test_the_layer_of_thunder_that_calls_the_name(clean):
     offsets = torch.tensor([0, 1, 1, 4, 5], dtype=torch.int32)
     with torch.no_grad():
         assert_right(layer(x, offsets), x, w, sizes)
-        # Where there is no GPU, thunder's nvFuser executor fails at a cumsum, of which it asks nvFuser's version.
+        # Where there is no GPU, thunder's nvFuser executor fails at a cumsum, of which it asks
+        # nvFuser's version.
         executors = [e for e in thunder_executors() if e.name != "nvfuser"]
         jitted = thunder.jit(layer, executors=executors)
         assert jitted(x, offsets).equal(layer(x, offsets))

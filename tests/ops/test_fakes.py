@@ -14,20 +14,36 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 OTHERS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 FP8 = (  # test_schema cannot copy their tensors on CPU
-    "nvfp4_quantize", "nvfp4_grouped_mm", "grouped_swizzle_block_scale", "expert_mlp", "f16a_nvfp4weight_scaled_grouped_mm",
-)  # fmt: skip
+    "nvfp4_quantize",
+    "nvfp4_grouped_mm",
+    "grouped_swizzle_block_scale",
+    "expert_mlp",
+    "f16a_nvfp4weight_scaled_grouped_mm",
+)
 
 
 @pytest.mark.parametrize("name", calls())
 def test_opcheck(name):
     args, kwargs = calls()[name]
-    torch.library.opcheck(getattr(OPS, name).default, args, kwargs, test_utils=OTHERS if name in FP8 else ("test_schema", *OTHERS))
+    torch.library.opcheck(
+        getattr(OPS, name).default,
+        args,
+        kwargs,
+        test_utils=OTHERS if name in FP8 else ("test_schema", *OTHERS),
+    )
 
 
-@pytest.mark.parametrize("name", ["nvfp4_grouped_mm", "scaled_swiglu", "combine", "group_add", "expert_mlp"])
+@pytest.mark.parametrize(
+    "name", ["nvfp4_grouped_mm", "scaled_swiglu", "combine", "group_add", "expert_mlp"]
+)
 def test_opcheck_with_gradients(name):
     args, kwargs = calls()[name]
-    args = [a.clone().requires_grad_() if isinstance(a, Tensor) and a.dtype in (torch.float32, torch.bfloat16) else a for a in args]
+    args = [
+        a.clone().requires_grad_()
+        if isinstance(a, Tensor) and a.dtype in (torch.float32, torch.bfloat16)
+        else a
+        for a in args
+    ]
     frozen = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.dtype == torch.uint8]
     for i in frozen:  # codes, block scales and decode scales stand one after the other
         args[i + 2] = args[i + 2].detach()
@@ -37,7 +53,11 @@ def test_opcheck_with_gradients(name):
 def test_opcheck_on_no_rows():
     gate_up, down = experts(3)
     ids = torch.zeros(0, 2, dtype=torch.int64)
-    torch.library.opcheck(OPS.expert_mlp.default, (random(0, 32), ids, random(0, 2), *gate_up, *down), test_utils=OTHERS[1:])
+    torch.library.opcheck(
+        OPS.expert_mlp.default,
+        (random(0, 32), ids, random(0, 2), *gate_up, *down),
+        test_utils=OTHERS[1:],
+    )
 
 
 def symbolic(mode: FakeTensorMode, t: Tensor, *dims: int) -> Tensor:
@@ -45,10 +65,19 @@ def symbolic(mode: FakeTensorMode, t: Tensor, *dims: int) -> Tensor:
     env = mode.shape_env
     shape = list(t.shape)
     for d in dims:
-        s = env.create_symbol(t.shape[d] + 1000, ConstantSource(f"s{len(env.var_to_range)}"), DimDynamic.DYNAMIC, constraint_dim=None)
+        s = env.create_symbol(
+            t.shape[d] + 1000,
+            ConstantSource(f"s{len(env.var_to_range)}"),
+            DimDynamic.DYNAMIC,
+            constraint_dim=None,
+        )
         shape[d] = env.create_symintnode(s, hint=t.shape[d] + 1000)
     with mode:
-        return torch.empty(shape, dtype=t.dtype) if dims else torch.empty_strided(shape, t.stride(), dtype=t.dtype)
+        return (
+            torch.empty(shape, dtype=t.dtype)
+            if dims
+            else torch.empty_strided(shape, t.stride(), dtype=t.dtype)
+        )
 
 
 ROWS = {
@@ -75,7 +104,8 @@ def test_token_counts_stay_symbols(name):
     for i, a in enumerate(args):
         if i in ROWS[name]:
             a = symbolic(mode, a, 0)
-            if (same and name in ("scaled_swiglu", "expert_mlp")) or (i == 2 and name == "combine"):  # as many as the one before
+            # as many as the one before
+            if (same and name in ("scaled_swiglu", "expert_mlp")) or (i == 2 and name == "combine"):
                 first = fakes[-1]
                 with mode:
                     a = torch.empty((first.shape[0], *a.shape[1:]), dtype=a.dtype)
@@ -92,8 +122,12 @@ def test_token_counts_stay_symbols(name):
     rows = next(t for t in outputs if t.dim()) if name != "route" else outputs[1]
     assert isinstance(rows.shape[0], torch.SymInt)
     real = getattr(OPS, name)(*args, **kwargs)
-    assert [t.dtype for t in outputs] == [t.dtype for t in (real if isinstance(real, tuple) else (real,))]
-    assert [t.dim() for t in outputs] == [t.dim() for t in (real if isinstance(real, tuple) else (real,))]
+    assert [t.dtype for t in outputs] == [
+        t.dtype for t in (real if isinstance(real, tuple) else (real,))
+    ]
+    assert [t.dim() for t in outputs] == [
+        t.dim() for t in (real if isinstance(real, tuple) else (real,))
+    ]
 
 
 def small(x, ids, w, *weights):
@@ -108,7 +142,11 @@ def whole(x, ids, w, *weights):
 
 def tokens(count: int):
     g = torch.Generator().manual_seed(count)
-    return torch.randn(count, 32, generator=g), torch.randint(0, 3, (count, 2), generator=g), torch.rand(count, 2, generator=g)
+    return (
+        torch.randn(count, 32, generator=g),
+        torch.randint(0, 3, (count, 2), generator=g),
+        torch.rand(count, 2, generator=g),
+    )
 
 
 @pytest.mark.parametrize("function", [whole, small])
@@ -157,7 +195,11 @@ def test_export(function):
 _B, _S = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("sequence", min=2, max=64)
 
 
-@pytest.mark.parametrize("dims", [{0: _B, 1: _S}, {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}], ids=["named", "auto"])
+@pytest.mark.parametrize(
+    "dims",
+    [{0: _B, 1: _S}, {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}],
+    ids=["named", "auto"],
+)
 @pytest.mark.parametrize("lead", [(3, 5), (3, 3)])
 def test_export_of_a_batch_of_sequences(dims, lead):
     weights = [t for part in experts(3) for t in part]
@@ -169,6 +211,8 @@ def test_export_of_a_batch_of_sequences(dims, lead):
     def inputs(*lead):
         return tuple(t.unflatten(0, lead) for t in tokens(lead[0] * lead[1]))
 
-    program = torch.export.export(Model(), inputs(*lead), dynamic_shapes=(dims, dims, dims)).module()
+    program = torch.export.export(
+        Model(), inputs(*lead), dynamic_shapes=(dims, dims, dims)
+    ).module()
     for other in (lead, (7, 2)):
         assert program(*inputs(*other)).equal(Model()(*inputs(*other)))

@@ -1,4 +1,6 @@
-"""Training with float weights: gradients against a loop over groups in float64, each set of wanted ones, what is kept, gradcheck."""
+"""Training with float weights: gradients against a loop over groups in float64, each set of wanted
+ones, what is kept, gradcheck.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,30 @@ def loop(a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
-def layer(routing: Routing, dtype: torch.dtype = torch.float64, transposed: bool = False) -> dict[str, Tensor]:
+def layer(
+    routing: Routing, dtype: torch.dtype = torch.float64, transposed: bool = False
+) -> dict[str, Tensor]:
     """The tensors of fused_experts."""
     (t, k), e = routing.ids.shape, routing.groups
     gate_up, down = drawn(e, 2 * I, H, seed=2, dtype=dtype), drawn(e, H, I, seed=3, dtype=dtype)
-    weights = {n: v.mT.contiguous() if transposed else v for n, v in (("gate_up", gate_up), ("down", down))}
-    made = {"x": drawn(t, H, dtype=dtype), "ids": routing.ids, "w": drawn(t, k, seed=1, dtype=dtype), **weights}
-    return made | {"gate_up_bias": drawn(e, 2 * I, seed=4, dtype=dtype), "down_bias": drawn(e, H, seed=5, dtype=dtype)}
+    weights = {
+        n: v.mT.contiguous() if transposed else v for n, v in (("gate_up", gate_up), ("down", down))
+    }
+    made = {
+        "x": drawn(t, H, dtype=dtype),
+        "ids": routing.ids,
+        "w": drawn(t, k, seed=1, dtype=dtype),
+        **weights,
+    }
+    return made | {
+        "gate_up_bias": drawn(e, 2 * I, seed=4, dtype=dtype),
+        "down_bias": drawn(e, H, seed=5, dtype=dtype),
+    }
 
 
 def call(given: dict[str, Tensor], **options) -> Tensor:
@@ -58,7 +74,9 @@ def plain(given: dict[str, Tensor], transposed: bool = False, scale_on: str = "o
     for e in range(len(gate_up)):
         t, s = (ids == e).nonzero(as_tuple=True)
         rows, scale = x[t], w[t, s, None]
-        y = (rows * scale if scale_on == "input" else rows) @ gate_up[e].T + given["gate_up_bias"][e]
+        y = (rows * scale if scale_on == "input" else rows) @ gate_up[e].T + given["gate_up_bias"][
+            e
+        ]
         gate, up = y.chunk(2, -1)
         y = (torch.nn.functional.silu(gate) * up) @ down[e].T + given["down_bias"][e]
         out = out.index_add(0, t, y if scale_on == "input" else y * scale)
@@ -80,20 +98,28 @@ SMALL = routings().filter(lambda routing: routing.groups < 10 and 0 < routing.id
 @given(routing=SMALL)
 def test_fused_experts_against_a_loop(routing, transposed, scale_on):
     given, dy = layer(routing, transposed=transposed), drawn(len(routing.ids), H, seed=9)
-    found = gradients(lambda leaves: call(leaves, transposed=transposed, scale_on=scale_on), given, FLOATS, dy)
+    found = gradients(
+        lambda leaves: call(leaves, transposed=transposed, scale_on=scale_on), given, FLOATS, dy
+    )
     want = gradients(lambda leaves: plain(leaves, transposed, scale_on), given, FLOATS, dy)
     for n in FLOATS:
         torch.testing.assert_close(found[n], want[n], rtol=1e-10, atol=1e-10)
 
 
-ROUTING = Routing(torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0], [4, 4]]), 6)  # nobody goes to 2 and 5
+# nobody goes to 2 and 5
+ROUTING = Routing(torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0], [4, 4]]), 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_set_of_wanted_gradients(dtype):
     """Wanted ones are near float64's, the others are None."""
     given, dy = layer(ROUTING, dtype), drawn(5, H, seed=9, dtype=dtype)
-    want = gradients(plain, {n: t.double() if t.is_floating_point() else t for n, t in given.items()}, FLOATS, dy.double())
+    want = gradients(
+        plain,
+        {n: t.double() if t.is_floating_point() else t for n, t in given.items()},
+        FLOATS,
+        dy.double(),
+    )
     for count in range(1, len(FLOATS) + 1):
         for wanted in combinations(FLOATS, count):
             found = gradients(call, given, wanted, dy)
@@ -102,33 +128,53 @@ def test_every_set_of_wanted_gradients(dtype):
                     assert found[n] is None
                     continue
                 assert found[n].dtype == dtype
-                assert (found[n].double() - want[n]).norm() < 8 * torch.finfo(dtype).eps * want[n].norm()
+                assert (found[n].double() - want[n]).norm() < 8 * torch.finfo(dtype).eps * want[
+                    n
+                ].norm()
     assert not found["gate_up"][[2, 5]].any()
     assert not found["down_bias"][[2, 5]].any()
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @settings(max_examples=20)
-@given(partition=partitions().filter(lambda partition: len(partition.sizes) < 10), dtype=st.sampled_from(list(FORMATS)))
+@given(
+    partition=partitions().filter(lambda partition: len(partition.sizes) < 10),
+    dtype=st.sampled_from(list(FORMATS)),
+)
 def test_what_no_group_has_enters_no_gradient(partition: Partition, transposed, dtype):
-    """NaN in rows past the last end, of activations and of the gradient: all bits are those without such rows."""
+    """NaN in rows past the last end, of activations and of the gradient: all bits are those without
+    such rows.
+    """
     used, offs = sum(partition.sizes), partition.ends
     shape = (len(partition.sizes), 5, 3) if transposed else (len(partition.sizes), 3, 5)
-    a, dy, w = drawn(partition.rows, 5, dtype=dtype), drawn(partition.rows, 3, seed=1, dtype=dtype), drawn(*shape, seed=2, dtype=dtype)
+    a, dy, w = (
+        drawn(partition.rows, 5, dtype=dtype),
+        drawn(partition.rows, 3, seed=1, dtype=dtype),
+        drawn(*shape, seed=2, dtype=dtype),
+    )
     bias = drawn(len(partition.sizes), 3, seed=3, dtype=dtype)
     a[used:] = dy[used:] = float("nan")
 
     def product(given):
-        y = ops.grouped_mm(given["a"], [given["w"]], offs, weight_format=FORMATS[dtype], transposed=transposed)
+        y = ops.grouped_mm(
+            given["a"], [given["w"]], offs, weight_format=FORMATS[dtype], transposed=transposed
+        )
         return ops.group_add(y, given["bias"], offs)
 
     padded = gradients(product, {"a": a, "w": w, "bias": bias}, ("a", "w", "bias"), dy)
     found = gradients(product, {"a": a[:used], "w": w, "bias": bias}, ("a", "w", "bias"), dy[:used])
-    assert_same_bits([padded["a"][:used], padded["w"], padded["bias"]], [found["a"], found["w"], found["bias"]])
+    assert_same_bits(
+        [padded["a"][:used], padded["w"], padded["bias"]], [found["a"], found["w"], found["bias"]]
+    )
     assert not padded["a"][used:].any()
     wide = {"a": a[:used].double(), "w": w.double(), "bias": bias.double()}
     groups = torch.repeat_interleave(torch.tensor(partition.sizes))
-    want = gradients(lambda g: loop(g["a"], g["w"].mT if transposed else g["w"], offs) + g["bias"][groups], wide, wide, dy[:used].double())
+    want = gradients(
+        lambda g: loop(g["a"], g["w"].mT if transposed else g["w"], offs) + g["bias"][groups],
+        wide,
+        wide,
+        dy[:used].double(),
+    )
     for n in want:
         assert (found[n].double() - want[n]).norm() <= 4 * torch.finfo(dtype).eps * want[n].norm()
 
@@ -144,15 +190,20 @@ def test_gradients_are_rounded_once():
 
 
 OPTIONS = {
-    "plain": {}, "interleaved": {"interleave": 2}, "gpt-oss": {"limit": 1.5, "alpha": 1.702, "up_offset": 1.0, "interleave": 1},
+    "plain": {},
+    "interleaved": {"interleave": 2},
+    "gpt-oss": {"limit": 1.5, "alpha": 1.702, "up_offset": 1.0, "interleave": 1},
     "scale on the input": {"scale_on": "input"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradcheck_of_fused_experts(options, transposed):
-    given = {n: t.requires_grad_(t.is_floating_point()) for n, t in layer(ROUTING, transposed=transposed).items()}
+    given = {
+        n: t.requires_grad_(t.is_floating_point())
+        for n, t in layer(ROUTING, transposed=transposed).items()
+    }
     names = list(given)
 
     def function(*values):
@@ -163,18 +214,28 @@ def test_gradcheck_of_fused_experts(options, transposed):
 
 def test_gradcheck():
     offs = torch.tensor([2, 2, 5], dtype=torch.int32)  # an empty group, a row of no group
-    a, w, bias, scale = (drawn(*s, seed=i).requires_grad_() for i, s in enumerate(((6, 4), (3, 8, 4), (3, 8), (6,))))
+    a, w, bias, scale = (
+        drawn(*s, seed=i).requires_grad_() for i, s in enumerate(((6, 4), (3, 8, 4), (3, 8), (6,)))
+    )
     wt = drawn(3, 4, 8, seed=9).requires_grad_()
-    assert torch.autograd.gradcheck(lambda a, w: ops.grouped_mm(a, [w], offs, weight_format="f64"), (a, w))
-    assert torch.autograd.gradcheck(lambda a, w: ops.grouped_mm(a, [w], offs, weight_format="f64", transposed=True), (a, wt))
+    assert torch.autograd.gradcheck(
+        lambda a, w: ops.grouped_mm(a, [w], offs, weight_format="f64"), (a, w)
+    )
+    assert torch.autograd.gradcheck(
+        lambda a, w: ops.grouped_mm(a, [w], offs, weight_format="f64", transposed=True), (a, wt)
+    )
     y = drawn(6, 8, seed=7).requires_grad_()
     assert torch.autograd.gradcheck(lambda y, bias: ops.group_add(y, bias, offs), (y, bias))
     for options in ({}, {"interleave": 2, "limit": 1.5, "alpha": 1.702, "up_offset": 1.0}):
-        assert torch.autograd.gradcheck(lambda y, scale, options=options: ops.scaled_swiglu(y, scale, **options), (y, scale))
+        assert torch.autograd.gradcheck(
+            lambda y, scale, options=options: ops.scaled_swiglu(y, scale, **options), (y, scale)
+        )
 
 
 def test_what_is_kept():
-    """Beside inputs FC1's result and 12 bytes a row and group of indices; nothing for what is frozen, nothing twice."""
+    """Beside inputs FC1's result and 12 bytes a row and group of indices; nothing for what is
+    frozen, nothing twice.
+    """
     given = layer(ROUTING, torch.bfloat16)
     rows = ROUTING.ids.numel()
     indices = [("int32", 6), ("int32", rows), ("int32", *ROUTING.ids.shape)]
@@ -195,10 +256,15 @@ def test_one_call_forward_one_backward():
 
 
 def test_compiled():
-    given = {n: t.requires_grad_(n in FLOATS) for n, t in layer(ROUTING, torch.float32, transposed=True).items()}
+    given = {
+        n: t.requires_grad_(n in FLOATS)
+        for n, t in layer(ROUTING, torch.float32, transposed=True).items()
+    }
     dy = drawn(5, H, seed=9, dtype=torch.float32)
     want = gradients(lambda leaves: call(leaves, transposed=True), given, FLOATS, dy)
-    step = torch.compile(lambda leaves: call(leaves, transposed=True), backend="fusion_moe", fullgraph=True)
+    step = torch.compile(
+        lambda leaves: call(leaves, transposed=True), backend="fusion_moe", fullgraph=True
+    )
     with fusion_moe.options.override(target="auto"):
         found = gradients(step, given, FLOATS, dy)
     for n in FLOATS:
@@ -207,10 +273,23 @@ def test_compiled():
 
 def test_refusals():
     a, offs, w = torch.ones(2, 16), torch.tensor([2], dtype=torch.int32), torch.ones(1, 16, 8)
-    with pytest.raises(OptionError, match=r"grouped_mm: transposed = True with activation_format = 'nvfp4'; expected 'bf16'"):
-        ops.grouped_mm(a, [w], offs, weight_format="f32", activation_format="nvfp4", transposed=True)
-    with pytest.raises(DtypeError, match="a is torch.float32, the weight is torch.float64; expected torch.float64 for both"):
+    with pytest.raises(
+        OptionError,
+        match=r"grouped_mm: transposed = True with activation_format "
+        r"= 'nvfp4'; expected 'bf16'",
+    ):
+        ops.grouped_mm(
+            a, [w], offs, weight_format="f32", activation_format="nvfp4", transposed=True
+        )
+    with pytest.raises(
+        DtypeError,
+        match="a is torch.float32, the weight is torch.float64; expected torch.float64 for both",
+    ):
         ops.grouped_mm(a, [w.double()], offs, weight_format="f64", transposed=True)
     q = fusion_moe.encodings.quantize(torch.ones(1, 16, 16))
-    with pytest.raises(OptionError, match=r"transposed = True with weight_format = 'nvfp4' .*; expected weights of floats \[G, K, N\]"):
+    with pytest.raises(
+        OptionError,
+        match=r"transposed = True with weight_format = 'nvfp4' .*; "
+        r"expected weights of floats \[G, K, N\]",
+    ):
         ops.grouped_mm(a, list(q), offs, transposed=True)

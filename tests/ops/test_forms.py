@@ -1,4 +1,6 @@
-"""Calls after the first of their form: what is checked again, and what must not be taken from a call before."""
+"""Calls after the first of their form: what is checked again, and what must not be taken from a
+call before.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,18 @@ OPS = torch.ops.fusion_moe
 
 def layer(seed: int = 0) -> NVFP4Experts:
     g = torch.Generator().manual_seed(seed)
-    return NVFP4Experts.from_float(torch.randn(4, 64, 32, generator=g), torch.randn(4, 32, 32, generator=g))
+    return NVFP4Experts.from_float(
+        torch.randn(4, 64, 32, generator=g), torch.randn(4, 32, 32, generator=g)
+    )
 
 
 def call(tokens: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     return (
-        torch.randn(tokens, 32, generator=g).bfloat16(), torch.randint(0, 4, (tokens, 2), generator=g), torch.rand(tokens, 2, generator=g)
-    )  # fmt: skip
+        torch.randn(tokens, 32, generator=g).bfloat16(),
+        torch.randint(0, 4, (tokens, 2), generator=g),
+        torch.rand(tokens, 2, generator=g),
+    )
 
 
 def arguments(experts: NVFP4Experts) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -102,8 +108,16 @@ def test_other_arguments_and_options_are_part_of_a_form():
 def test_strides_are_checked_where_they_matter():
     codes, block_scale, decode_scale = OPS.nvfp4_quantize(torch.randn(2, 128, 64))
     swizzled = fusion_moe.layouts.SF128X4.pack(codes, block_scale, decode_scale)[1]
-    starts, padded = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0, 128], dtype=torch.int32)
-    about = decode_scale, starts, padded, torch.tensor([[3, 128, 64], [2, 128, 64]], dtype=torch.int32)
+    starts, padded = (
+        torch.tensor([0, 3], dtype=torch.int32),
+        torch.tensor([0, 128], dtype=torch.int32),
+    )
+    about = (
+        decode_scale,
+        starts,
+        padded,
+        torch.tensor([[3, 128, 64], [2, 128, 64]], dtype=torch.int32),
+    )
     operation = OPS.f16a_nvfp4weight_scaled_grouped_mm
     a = torch.randn(5, 64).bfloat16()
     operation(a, codes.mT, swizzled, *about)

@@ -1,4 +1,6 @@
-"""Operations with activation_format="int8": both operands of a product rounded to integers in blocks of 256 columns."""
+"""Operations with activation_format="int8": both operands of a product rounded to integers in
+blocks of 256 columns.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +19,50 @@ OPS = torch.ops.fusion_moe
 ENCODINGS = (NVFP4, MXFP4)
 
 
-def product(x: torch.Tensor, w: Quantized, ends: list[int], how: str = "int8", target: str = "reference") -> torch.Tensor:
+def product(
+    x: torch.Tensor, w: Quantized, ends: list[int], how: str = "int8", target: str = "reference"
+) -> torch.Tensor:
     """f32"""
     with options.override(target=target):
         offs = torch.tensor(ends, dtype=torch.int32)
-        return OPS.grouped_mm(x, list(w), offs, weight_format=w.encoding.name, activation_format=how, out_dtype=torch.float32)
+        return OPS.grouped_mm(
+            x,
+            list(w),
+            offs,
+            weight_format=w.encoding.name,
+            activation_format=how,
+            out_dtype=torch.float32,
+        )
 
 
-def random(encoding: Encoding, n: int = 24, k: int = 544, groups: int = 2, rows: int = 9, seed: int = 0) -> tuple[torch.Tensor, Quantized]:
+def random(
+    encoding: Encoding, n: int = 24, k: int = 544, groups: int = 2, rows: int = 9, seed: int = 0
+) -> tuple[torch.Tensor, Quantized]:
     g = torch.Generator().manual_seed(seed)
-    w = torch.randn(groups, n, k, generator=g) * torch.rand(groups, n, k // 32, generator=g).repeat_interleave(32, -1)
+    w = torch.randn(groups, n, k, generator=g) * torch.rand(
+        groups, n, k // 32, generator=g
+    ).repeat_interleave(32, -1)
     return torch.randn(rows, k, generator=g), quantize(w, encoding=encoding)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda e: e.name)
 def test_what_needs_no_rounding_is_exact(encoding):
-    """Integers up to 127, which occurs in each block, by codes of one scale each block of 256 columns."""
+    """Integers up to 127, which occurs in each block, by codes of one scale each block of 256
+    columns.
+    """
     g = torch.Generator().manual_seed(0)
     x = torch.randint(-126, 127, (5, 768), generator=g).float()
     x[:, ::256] = 127
     codes = torch.randint(0, 256, (1, 16, 384), generator=g, dtype=torch.uint8)
-    scales = (2.0 ** torch.randint(-2, 3, (1, 16, 3), generator=g)).repeat_interleave(256 // encoding.block_scales[0].block, -1)
-    w = Quantized(codes, scales.to(encoding.block_scales[0].dtype), *([torch.ones(1)] * (encoding is NVFP4)), encoding=encoding)
+    scales = (2.0 ** torch.randint(-2, 3, (1, 16, 3), generator=g)).repeat_interleave(
+        256 // encoding.block_scales[0].block, -1
+    )
+    w = Quantized(
+        codes,
+        scales.to(encoding.block_scales[0].dtype),
+        *([torch.ones(1)] * (encoding is NVFP4)),
+        encoding=encoding,
+    )
     assert torch.equal(product(x, w, [5]), x @ dequantize(w)[0].T)
 
 
@@ -54,18 +78,27 @@ def test_powers_of_two_are_exact_down_to_an_eighth():
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda e: e.name)
 @settings(deadline=None, max_examples=30)
-@given(seed=st.integers(0, 2**16), k=st.sampled_from([32, 96, 256, 544, 768]), scale=st.sampled_from([1e-20, 1.0, 3e4]))
+@given(
+    seed=st.integers(0, 2**16),
+    k=st.sampled_from([32, 96, 256, 544, 768]),
+    scale=st.sampled_from([1e-20, 1.0, 3e4]),
+)
 def test_bound(encoding, seed, k, scale):
-    """Each activation is off by at most half a 127th of the largest of its block, each number of the weight by half of a 16th, and 2^-12
-    of 6, of the largest scale.
+    """Each activation is off by at most half a 127th of the largest of its block, each number of
+    the weight by half of a 16th, and 2^-12 of 6, of the largest scale.
     """
     x, w = random(encoding, k=k, seed=seed)
     x = x * scale
     exact = product(x.double().float(), w, [4, 9], "bf16").double()
     pad = (0, -k % 256)
     blocks = torch.nn.functional.pad(x.double(), pad).unflatten(-1, (-1, 256)).abs()
-    each = w[1].double().repeat_interleave(encoding.block_scales[0].block, -1) * (w[2].double()[:, None, None] if len(w) > 2 else 1)
-    numbers, scales = (torch.nn.functional.pad(t, pad).unflatten(-1, (-1, 256)).abs() for t in (dequantize(w).double(), each))
+    each = w[1].double().repeat_interleave(encoding.block_scales[0].block, -1) * (
+        w[2].double()[:, None, None] if len(w) > 2 else 1
+    )
+    numbers, scales = (
+        torch.nn.functional.pad(t, pad).unflatten(-1, (-1, 256)).abs()
+        for t in (dequantize(w).double(), each)
+    )
     off_x = (blocks.amax(-1) / 254)[..., None].expand_as(blocks)
     off_w = (scales.amax(-1) * (1 / 32 + 6 / 4096))[..., None].expand_as(numbers)
     group = torch.tensor([0] * 4 + [1] * 5)
@@ -110,16 +143,28 @@ def test_derivative_is_that_of_the_product_without_rounding():
     grads = []
     for how in ("bf16", "int8"):
         leaf = x.clone().requires_grad_()
-        OPS.grouped_mm(leaf, list(w), torch.tensor([4, 9], dtype=torch.int32), activation_format=how).sum().backward()
+        OPS.grouped_mm(
+            leaf, list(w), torch.tensor([4, 9], dtype=torch.int32), activation_format=how
+        ).sum().backward()
         grads.append(leaf.grad)
     assert torch.equal(*grads)
 
 
 def test_modules():
     g = torch.Generator().manual_seed(0)
-    gate_up, down = torch.randn(4, 128, 64, generator=g) / 8, torch.randn(4, 64, 64, generator=g) / 8
-    x, ids, w = torch.randn(6, 64, generator=g), torch.randint(0, 4, (6, 2), generator=g), torch.rand(6, 2, generator=g)
-    made = {how: fusion_moe.NVFP4Experts.from_float(gate_up, down, how)(x, ids, w) for how in ("bf16", "int8")}
+    gate_up, down = (
+        torch.randn(4, 128, 64, generator=g) / 8,
+        torch.randn(4, 64, 64, generator=g) / 8,
+    )
+    x, ids, w = (
+        torch.randn(6, 64, generator=g),
+        torch.randint(0, 4, (6, 2), generator=g),
+        torch.rand(6, 2, generator=g),
+    )
+    made = {
+        how: fusion_moe.NVFP4Experts.from_float(gate_up, down, how)(x, ids, w)
+        for how in ("bf16", "int8")
+    }
     lost = float((made["int8"] - made["bf16"]).norm() / made["bf16"].norm())
     assert 0.001 < lost < 0.03
 
@@ -128,16 +173,25 @@ def test_what_has_no_such_products():
     x, w = random(NVFP4)
     offs = torch.tensor([4, 9], dtype=torch.int32)
     floats = dequantize(w)
-    with pytest.raises(OptionError, match=r"activation_format = 'int8' with weights in f32; expected weights in nvfp4 or mxfp4"):
+    with pytest.raises(
+        OptionError,
+        match=r"activation_format = 'int8' with weights in f32; "
+        r"expected weights in nvfp4 or mxfp4",
+    ):
         OPS.grouped_mm(x, [floats], offs, weight_format="f32", activation_format="int8")
     int4 = quantize(floats, encoding=INT4)
     with pytest.raises(OptionError, match="weights in int4"):
         OPS.grouped_mm(x, list(int4), offs, weight_format="int4", activation_format="int8")
     fusion = fusion_moe.op_definitions
-    call = fusion.bind(fusion.SPECS["grouped_mm"], (x.bfloat16(), list(w), offs), {"activation_format": "int8"})
+    call = fusion.bind(
+        fusion.SPECS["grouped_mm"], (x.bfloat16(), list(w), offs), {"activation_format": "int8"}
+    )
     made = fusion.fusion_of("grouped_mm", fusion.eager_types(call), call.others)
     assert "operands='int8'" in str(made)
     for target in ("cuda", "sm_90", "sm_100"):
-        expected = rf"activation_format = 'int8' on {target}; expected one of bf16.*int8 activations require a CPU"
+        expected = (
+            rf"activation_format = 'int8' on {target}; expected one of bf16.*int8 "
+            r"activations require a CPU"
+        )
         with pytest.raises(UnsupportedError, match=expected):
             fusion_moe.compile.check(made, fusion_moe.target.TARGETS[target], options.current())

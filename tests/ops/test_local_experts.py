@@ -1,4 +1,5 @@
-"""Experts of which others hold more: `first_expert` of `route`, `fused_experts` and the modules. Shares add up to the whole.
+"""Experts of which others hold more: `first_expert` of `route`, `fused_experts` and the modules.
+Shares add up to the whole.
 
 Slots with the id -1 are of no expert, whoever holds which.
 """
@@ -47,7 +48,17 @@ def test_shares_add_up_forward_and_backward(scale_on, bias):
 
     def partial_sum(first: int, count: int) -> Tensor:
         up, down, *biases = (p[first : first + count] for p in parameters)
-        return ops.fused_experts(x, ids, w, [up], [down], *biases, weight_format="f64", scale_on=scale_on, first_expert=first)
+        return ops.fused_experts(
+            x,
+            ids,
+            w,
+            [up],
+            [down],
+            *biases,
+            weight_format="f64",
+            scale_on=scale_on,
+            first_expert=first,
+        )
 
     whole, seed = partial_sum(0, E), torch.randn(T, H).double()
     want = torch.autograd.grad(whole, [x, w, *parameters], seed)
@@ -60,8 +71,17 @@ def test_shares_add_up_forward_and_backward(scale_on, bias):
         assert not found[1][outside].any()
         total, got = total + y, [a + b for a, b in zip(got, found, strict=True)]
     torch.testing.assert_close([total, *got], [whole, *want], rtol=1e-12, atol=1e-12)
-    everyone = torch.where(torch.isin(ids, NOWHERE), 0, ids)  # the same of experts that are all here, but for token 4
-    kept = ops.fused_experts(x, everyone, w, *([p] for p in parameters[:2]), *parameters[2:], weight_format="f64", scale_on=scale_on)
+    # the same of experts that are all here, but for token 4
+    everyone = torch.where(torch.isin(ids, NOWHERE), 0, ids)
+    kept = ops.fused_experts(
+        x,
+        everyone,
+        w,
+        *([p] for p in parameters[:2]),
+        *parameters[2:],
+        weight_format="f64",
+        scale_on=scale_on,
+    )
     kept = kept * (torch.arange(T) != 4)[:, None]
     torch.testing.assert_close(whole, kept, rtol=1e-12, atol=1e-12)
 
@@ -89,7 +109,12 @@ def test_nvfp4(target, dtype):
 @pytest.mark.parametrize("first", [3, None])
 def test_every_way(how, first):
     x, ids, w = inputs(torch.bfloat16)
-    args = x, ids if first else ids.clamp(-1, 1), w, *(part for parts_of_one in parts(2) for part in parts_of_one)
+    args = (
+        x,
+        ids if first else ids.clamp(-1, 1),
+        w,
+        *(part for parts_of_one in parts(2) for part in parts_of_one),
+    )
     want = ops.expert_mlp(*args, first_expert=first)
     found = HOW[how](lambda *args: ops.expert_mlp(*args, first_expert=first))(*args)
     assert want.any()
@@ -97,28 +122,43 @@ def test_every_way(how, first):
 
 
 def padded(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The same inputs, with single slots and whole tokens of no expert; what the last token, which is of none, has is NaN."""
+    """The same inputs, with single slots and whole tokens of no expert; what the last token, which
+    is of none, has is NaN.
+    """
     x, ids, w = inputs(dtype)
     ids[4], ids[7, 1], ids[12:14, 2], ids[-1], x[-1] = -1, -1, -1, -1, torch.nan
     return x, ids, w
 
 
 @pytest.mark.parametrize("target", ["reference", "cpu"])
-@pytest.mark.parametrize("more", [{}, {"scale_on": "input"}, {"activation_format": "int8"}, {"bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"scale_on": "input"}, {"activation_format": "int8"}, {"bias": True}], ids=str
+)
 def test_slots_of_no_expert(target, more):
     """They add nothing: each token has the sum of its other slots."""
     x, ids, w = padded(torch.bfloat16)
-    biases = (torch.randn(E, 2 * I).bfloat16(), torch.randn(E, H).bfloat16()) if more.get("bias") else ()
-    weights, more = [*parts(E), *biases], {name: value for name, value in more.items() if name != "bias"}
+    biases = (
+        (torch.randn(E, 2 * I).bfloat16(), torch.randn(E, H).bfloat16()) if more.get("bias") else ()
+    )
+    weights, more = (
+        [*parts(E), *biases],
+        {name: value for name, value in more.items() if name != "bias"},
+    )
     with fusion_moe.options.override(target=target):
         found = ops.fused_experts(x, ids, w, *weights, **more)
         assert found.equal(ops.fused_experts(x, ids, w, *weights, first_expert=0, **more))
         for token, slots in enumerate(ids):
             kept = slots >= 0
-            want = ops.fused_experts(x[[token]], slots[None, kept], w[token, None, kept], *weights, **more)
+            want = ops.fused_experts(
+                x[[token]], slots[None, kept], w[token, None, kept], *weights, **more
+            )
             torch.testing.assert_close(found[[token]], want, rtol=2**-7, atol=1e-4)
         ids[0, 0] = -2
-        with pytest.raises(GroupsError, match=r"ids\[0, 0\] = -2 is out of range .*, or -1 for no expert"):
+        with pytest.raises(
+            GroupsError,
+            match=r"ids\[0, 0\] = -2 is out of range .*, or -1 for "
+            r"no expert",
+        ):
             ops.fused_experts(x, ids, w, *weights, **more)
 
 
@@ -126,14 +166,17 @@ def test_slots_of_no_expert(target, more):
 def test_gradients_of_slots_of_no_expert(scale_on):
     """Those of their weights are zero, and they have no part in others, as with weights of zero."""
     x, ids, w = padded(torch.float64)
-    biases = (torch.randn(E, 2 * I), torch.randn(E, H)) if scale_on == "output" else ()  # an expert of zeros has its biases
+    # an expert of zeros has its biases
+    biases = (torch.randn(E, 2 * I), torch.randn(E, H)) if scale_on == "output" else ()
     parameters = [p.double().requires_grad_() for p in (*float_weights(E, H, I), *biases)]
     none, seed = ids == -1, torch.randn(T, H).double()
 
     def gradients(ids: Tensor, w: Tensor) -> list[Tensor]:
         at = [t.detach().clone().requires_grad_() for t in (x[:-1], w[:-1])]
         up, down, *more = parameters
-        y = ops.fused_experts(at[0], ids[:-1], at[1], [up], [down], *more, weight_format="f64", scale_on=scale_on)
+        y = ops.fused_experts(
+            at[0], ids[:-1], at[1], [up], [down], *more, weight_format="f64", scale_on=scale_on
+        )
         return list(torch.autograd.grad(y, [*at, *parameters], seed[:-1]))
 
     found, want = gradients(ids, w), gradients(ids.clamp(0), w.masked_fill(none, 0))
@@ -155,9 +198,21 @@ def test_a_module_of_local_experts():
 def test_a_norm_after_no_expert_adds_nothing():
     x, ids, w = padded(torch.float64)
     up, down = (torch.randn(E, *shape).double() for shape in ((I, H), (H, I)))
-    products = (lambda rows, ends, weight=weight: ops.grouped_mm(rows, [weight], ends, weight_format="f64") for weight in (up, down))
-    function = SimpleNamespace(has_gate=False, act_fn=torch.relu, has_post_expert_norm=True, post_expert_norm=lambda y: y + 1)
+    products = (
+        lambda rows, ends, weight=weight: ops.grouped_mm(rows, [weight], ends, weight_format="f64")
+        for weight in (up, down)
+    )
+    function = SimpleNamespace(
+        has_gate=False,
+        act_fn=torch.relu,
+        has_post_expert_norm=True,
+        post_expert_norm=lambda y: y + 1,
+    )
     found = in_steps(function, x, ids, w, E, *products)
     for token, slots in enumerate(ids):
-        each = [w[token, k] * (torch.relu(x[token] @ up[e].T) @ down[e].T + 1) for k, e in enumerate(slots.tolist()) if e >= 0]
+        each = [
+            w[token, k] * (torch.relu(x[token] @ up[e].T) @ down[e].T + 1)
+            for k, e in enumerate(slots.tolist())
+            if e >= 0
+        ]
         torch.testing.assert_close(found[token], sum(each, torch.zeros(H).double()))

@@ -1,4 +1,6 @@
-"""Adapters of low rank in fused_experts and grouped_mm: against whole weights W + scale * B @ A in float64, with all gradients."""
+"""Adapters of low rank in fused_experts and grouped_mm: against whole weights W + scale * B @ A in
+float64, with all gradients.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,27 @@ ops = torch.ops.fusion_moe
 pytestmark = pytest.mark.usefixtures("meaning")  # but where a test says otherwise
 R, SCALE = 3, 0.75
 FACTORS = {
-    "both": ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b"), "gate_up": ("gate_up_lora_a", "gate_up_lora_b"),
+    "both": ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b"),
+    "gate_up": ("gate_up_lora_a", "gate_up_lora_b"),
     "down": ("down_lora_a", "down_lora_b"),
-}  # fmt: skip
-ROUTING = Routing(torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0], [4, 4]]), 6)  # nobody goes to 2 and 5
+}
+# nobody goes to 2 and 5
+ROUTING = Routing(torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0], [4, 4]]), 6)
 
 
-def factors(experts: int, hidden: int, inner: int, rank: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    shapes = ((experts, rank, hidden), (experts, 2 * inner, rank), (experts, rank, inner), (experts, hidden, rank))
-    return {name: drawn(*shape, seed=20 + i, dtype=dtype) / 2 for i, (name, shape) in enumerate(zip(FACTORS["both"], shapes, strict=True))}
+def factors(
+    experts: int, hidden: int, inner: int, rank: int, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
+    shapes = (
+        (experts, rank, hidden),
+        (experts, 2 * inner, rank),
+        (experts, rank, inner),
+        (experts, hidden, rank),
+    )
+    return {
+        name: drawn(*shape, seed=20 + i, dtype=dtype) / 2
+        for i, (name, shape) in enumerate(zip(FACTORS["both"], shapes, strict=True))
+    }
 
 
 def layer(routing: Routing, which: str, transposed: bool = False) -> dict[str, Tensor]:
@@ -49,7 +63,9 @@ def layer(routing: Routing, which: str, transposed: bool = False) -> dict[str, T
 
 def call(given: dict[str, Tensor], **options: Any) -> Tensor:
     lists = {n: [t] if n in ("gate_up", "down") else t for n, t in given.items()}
-    return ops.fused_experts(**lists, weight_format=FORMATS[given["gate_up"].dtype], lora_scale=SCALE, **options)
+    return ops.fused_experts(
+        **lists, weight_format=FORMATS[given["gate_up"].dtype], lora_scale=SCALE, **options
+    )
 
 
 def whole(given: dict[str, Tensor], transposed: bool = False) -> dict[str, Tensor]:
@@ -63,14 +79,20 @@ def whole(given: dict[str, Tensor], transposed: bool = False) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("scale_on", ["output", "input"])
-@pytest.mark.parametrize(("which", "transposed"), [("both", False), ("both", True), ("gate_up", False), ("down", True)])
+@pytest.mark.parametrize(
+    ("which", "transposed"), [("both", False), ("both", True), ("gate_up", False), ("down", True)]
+)
 @settings(max_examples=8)
 @given(routing=SMALL)
 def test_fused_experts_against_whole_weights(routing, which, transposed, scale_on):
     given, dy = layer(routing, which, transposed), drawn(len(routing.ids), H, seed=9)
     wanted = [n for n, t in given.items() if t.is_floating_point()]
-    found = gradients(lambda leaves: call(leaves, transposed=transposed, scale_on=scale_on), given, wanted, dy)
-    want = gradients(lambda leaves: plain(whole(leaves, transposed), transposed, scale_on), given, wanted, dy)
+    found = gradients(
+        lambda leaves: call(leaves, transposed=transposed, scale_on=scale_on), given, wanted, dy
+    )
+    want = gradients(
+        lambda leaves: plain(whole(leaves, transposed), transposed, scale_on), given, wanted, dy
+    )
     for n in wanted:
         torch.testing.assert_close(found[n], want[n], rtol=1e-10, atol=1e-10)
 
@@ -86,7 +108,15 @@ def test_grouped_mm_against_whole_weights(partition: Partition):
     given["a"][used:] = dy[used:] = float("nan")
 
     def ours(g: dict[str, Tensor]) -> Tensor:
-        return ops.grouped_mm(g["a"], [g["w"]], partition.ends, g["la"], g["lb"], weight_format="f64", lora_scale=SCALE)
+        return ops.grouped_mm(
+            g["a"],
+            [g["w"]],
+            partition.ends,
+            g["la"],
+            g["lb"],
+            weight_format="f64",
+            lora_scale=SCALE,
+        )
 
     def theirs(g: dict[str, Tensor]) -> Tensor:
         return loop(g["a"][:used], g["w"] + SCALE * g["lb"] @ g["la"], partition.ends)
@@ -97,30 +127,59 @@ def test_grouped_mm_against_whole_weights(partition: Partition):
         torch.testing.assert_close(found[n].nan_to_num(7.0), want[n], rtol=1e-10, atol=1e-10)
 
 
-# Each cell of "auto" is three kernels with added products, seconds of a compiler. Both adapters are beside weights of every encoding; that
-# one may be missing is another program, and the same for all encodings that have to be decoded.
+# Each cell of "auto" is three kernels with added products, seconds of a compiler. Both adapters are
+# beside weights of every encoding; that one may be missing is another program, and the same for all
+# encodings that have to be decoded.
 FROZEN = list(itertools.product(("nvfp4", "mxfp4", "int4", "bf16"), FACTORS))
-COMPILED = [(encoding, which) for encoding, which in FROZEN if which == "both" or encoding in ("nvfp4", "bf16")]
-ON_TARGETS = [(*cell, "reference") for cell in FROZEN] + [pytest.param(*cell, "auto", marks=pytest.mark.slow) for cell in COMPILED]
+COMPILED = [
+    (encoding, which)
+    for encoding, which in FROZEN
+    if which == "both" or encoding in ("nvfp4", "bf16")
+]
+ON_TARGETS = [(*cell, "reference") for cell in FROZEN] + [
+    pytest.param(*cell, "auto", marks=pytest.mark.slow) for cell in COMPILED
+]
 
 
 @pytest.mark.parametrize(("encoding", "which", "target"), ON_TARGETS)
 def test_over_frozen_weights(encoding, which, target):
-    """In bf16 with float32 factors, each target: outputs and gradients near those of float64 on the decoded weights."""
+    """In bf16 with float32 factors, each target: outputs and gradients near those of float64 on the
+    decoded weights.
+    """
     hidden, inner, rank = 64, 32, 8
     floats = [drawn(6, hidden, n, seed=n, dtype=torch.float32) / 8 for n in (hidden, inner)]
     weights = [quantize(w, encoding=ENCODINGS[encoding]) for w in floats]
-    given = {"x": drawn(5, hidden, dtype=torch.bfloat16), "w": drawn(5, 2, seed=1, dtype=torch.float32)}
-    given |= {n: t / 4 for n, t in factors(6, hidden, inner, rank, torch.float32).items() if n in FACTORS[which]}
+    given = {
+        "x": drawn(5, hidden, dtype=torch.bfloat16),
+        "w": drawn(5, 2, seed=1, dtype=torch.float32),
+    }
+    given |= {
+        n: t / 4
+        for n, t in factors(6, hidden, inner, rank, torch.float32).items()
+        if n in FACTORS[which]
+    }
     dy = drawn(5, hidden, seed=9, dtype=torch.bfloat16)
 
     def ours(g: dict[str, Tensor]) -> Tensor:
         rest = {n: t for n, t in g.items() if "lora" in n}
-        return ops.fused_experts(g["x"], ROUTING.ids, g["w"], *map(list, weights), **rest, weight_format=encoding, lora_scale=SCALE)
+        return ops.fused_experts(
+            g["x"],
+            ROUTING.ids,
+            g["w"],
+            *map(list, weights),
+            **rest,
+            weight_format=encoding,
+            lora_scale=SCALE,
+        )
 
     def theirs(g: dict[str, Tensor]) -> Tensor:
-        decoded = {n: dequantize(q).double() for n, q in zip(("gate_up", "down"), weights, strict=True)}
-        zeros = {"gate_up_bias": g["x"].new_zeros(6, 2 * inner), "down_bias": g["x"].new_zeros(6, hidden)}
+        decoded = {
+            n: dequantize(q).double() for n, q in zip(("gate_up", "down"), weights, strict=True)
+        }
+        zeros = {
+            "gate_up_bias": g["x"].new_zeros(6, 2 * inner),
+            "down_bias": g["x"].new_zeros(6, hidden),
+        }
         return plain(whole(g | decoded) | zeros | {"ids": ROUTING.ids})
 
     wide = {n: t.double() for n, t in given.items()}
@@ -136,7 +195,9 @@ def test_over_frozen_weights(encoding, which, target):
 
 def test_gradcheck():
     given = {n: t.requires_grad_(t.is_floating_point()) for n, t in layer(ROUTING, "both").items()}
-    assert torch.autograd.gradcheck(lambda *values: call(dict(zip(given, values, strict=True))), tuple(given.values()))
+    assert torch.autograd.gradcheck(
+        lambda *values: call(dict(zip(given, values, strict=True))), tuple(given.values())
+    )
 
 
 def test_without_b_nothing_is_added():
@@ -149,34 +210,58 @@ def test_without_b_nothing_is_added():
 
 def narrow(**wanted: bool) -> dict[str, Tensor]:
     """bf16 tensors over frozen weights, float32 factors."""
-    given = {n: t.float() if "lora" in n or n == "w" else t.bfloat16() for n, t in layer(ROUTING, "both").items() if n not in ("ids",)}
-    return {n: t.requires_grad_("lora" in n or n in wanted) for n, t in given.items()} | {"ids": ROUTING.ids}
+    given = {
+        n: t.float() if "lora" in n or n == "w" else t.bfloat16()
+        for n, t in layer(ROUTING, "both").items()
+        if n not in ("ids",)
+    }
+    return {n: t.requires_grad_("lora" in n or n in wanted) for n, t in given.items()} | {
+        "ids": ROUTING.ids
+    }
 
 
 def test_what_is_kept():
-    """Beside inputs FC1's result, the r features of both adapters, and indices; weights and results of the second product are not."""
+    """Beside inputs FC1's result, the r features of both adapters, and indices; weights and results
+    of the second product are not.
+    """
     given, rows = narrow(x=True, w=True), ROUTING.ids.numel()
     found = kept_by(lambda: call(given), given)
     made = [t for t in found if not isinstance(t, str)]
     indices = [("int32", 6), ("int32", rows), ("int32", *ROUTING.ids.shape)]
-    assert sorted(map(str, made)) == sorted(map(str, [*indices, ("bfloat16", rows, 2 * I), *2 * [("bfloat16", rows, R)]]))
+    assert sorted(map(str, made)) == sorted(
+        map(str, [*indices, ("bfloat16", rows, 2 * I), *2 * [("bfloat16", rows, R)]])
+    )
 
 
 @pytest.mark.compiler
 def test_the_cpu_adds_products_before_it_stores_them():
-    """In the forward and for gradients of activations: one kernel for both, and nothing of a weight's width in memory in float32."""
+    """In the forward and for gradients of activations: one kernel for both, and nothing of a
+    weight's width in memory in float32.
+    """
     given = narrow()
     tensors = [given[n] for n in ("x", "ids", "w")] + [[given[n]] for n in ("gate_up", "down")]
-    options = {n: given[n] for n in FACTORS["both"]} | {"weight_format": "bf16", "lora_scale": SCALE}
+    options = {n: given[n] for n in FACTORS["both"]} | {
+        "weight_format": "bf16",
+        "lora_scale": SCALE,
+    }
     bound = op_definitions.bind(op_definitions.SPECS["fused_experts"], tensors, options)
-    fusion = op_definitions.fusion_of("fused_experts", op_definitions.eager_types(bound), bound.others)
+    fusion = op_definitions.fusion_of(
+        "fused_experts", op_definitions.eager_types(bound), bound.others
+    )
     made = differentiate(fusion, [0, 2, *range(len(fusion.inputs) - 4, len(fusion.inputs))])
-    for program, kind, counts in ((made.forward, "grouped_mm", [1, 2, 1, 2]), (made.backward, "grouped_mm_t", [1, 2, 1, 2])):
+    for program, kind, counts in (
+        (made.forward, "grouped_mm", [1, 2, 1, 2]),
+        (made.backward, "grouped_mm_t", [1, 2, 1, 2]),
+    ):
         segments = lower(program, TARGETS["cpu"], fusion_moe.options.current()).segments
         found = [sum(op.kind.name == kind for op in s.fusion.ops) for s in segments]
         assert [count for count in found if count] == counts
         between = {v.type for s in segments for v in s.outputs if v not in program.outputs}
-        assert not [t for t in between if t.dtype == "f32" and len(t.shape) == 2 and t.shape[1] in (2 * I, I, H)]
+        assert not [
+            t
+            for t in between
+            if t.dtype == "f32" and len(t.shape) == 2 and t.shape[1] in (2 * I, I, H)
+        ]
 
 
 def test_frozen_weights_have_no_gradient_and_no_product():
@@ -197,7 +282,9 @@ def test_factors_alone():
 
 def test_autocast():
     """Products in its dtype; factors get float32 gradients."""
-    given = {n: t.float() if t.is_floating_point() else t for n, t in layer(ROUTING, "both").items()}
+    given = {
+        n: t.float() if t.is_floating_point() else t for n, t in layer(ROUTING, "both").items()
+    }
     given = {n: t.requires_grad_("lora" in n) for n, t in given.items()}
     with torch.autocast("cpu", torch.bfloat16):
         y = call(given)
@@ -220,31 +307,58 @@ def test_compiled(backend):
 def test_opcheck():
     given = narrow(x=True, w=True)
     tensors = [given[n] for n in ("x", "ids", "w")] + [[given[n]] for n in ("gate_up", "down")]
-    opcheck(ops.fused_experts.default, (*tensors, None, None, *(given[n] for n in FACTORS["both"])), {"weight_format": "bf16"})
+    opcheck(
+        ops.fused_experts.default,
+        (*tensors, None, None, *(given[n] for n in FACTORS["both"])),
+        {"weight_format": "bf16"},
+    )
 
 
 A, B = torch.zeros(6, R, H), torch.zeros(6, 2 * I, R)
 REFUSED = {
-    "one alone": ({"gate_up_lora_a": A}, ShapeError, "gate_up_lora_a without gate_up_lora_b; expected both or neither"),
-    "rank": ({"gate_up_lora_a": A[0], "gate_up_lora_b": B}, ShapeError, r"gate_up_lora_a has rank 2; expected \[G, r, K\]"),
+    "one alone": (
+        {"gate_up_lora_a": A},
+        ShapeError,
+        "gate_up_lora_a without gate_up_lora_b; expected both or neither",
+    ),
+    "rank": (
+        {"gate_up_lora_a": A[0], "gate_up_lora_b": B},
+        ShapeError,
+        r"gate_up_lora_a has rank "
+        r"2; expected \[G, r, K\]",
+    ),
     "another K": (
-        {"gate_up_lora_a": A[..., :5], "gate_up_lora_b": B}, ShapeError,
-        r"gate_up_lora_a \[6, 3, 5\]; expected \[6, 3, 6\], r features of the 6 that gate_up \[6, 8, 6\] reads",
+        {"gate_up_lora_a": A[..., :5], "gate_up_lora_b": B},
+        ShapeError,
+        r"gate_up_lora_a \[6, 3, 5\]; expected \[6, 3, 6\], r features of the 6 that gate_up \[6, "
+        r"8, 6\] reads",
     ),
     "another r": (
-        {"gate_up_lora_a": A, "gate_up_lora_b": B[..., :2]}, ShapeError,
-        r"gate_up_lora_b \[6, 8, 2\]; expected \[6, 8, 3\], the 8 out-features of gate_up \[6, 8, 6\] from those of gate_up_lora_a",
+        {"gate_up_lora_a": A, "gate_up_lora_b": B[..., :2]},
+        ShapeError,
+        r"gate_up_lora_b \[6, 8, 2\]; expected \[6, 8, 3\], the 8 out-features of gate_up \[6, 8, "
+        r"6\] from those of gate_up_lora_a",
     ),
-    "integers": ({"gate_up_lora_a": A.int(), "gate_up_lora_b": B}, DtypeError, "gate_up_lora_a is torch.int32"),
+    "integers": (
+        {"gate_up_lora_a": A.int(), "gate_up_lora_b": B},
+        DtypeError,
+        "gate_up_lora_a is torch.int32",
+    ),
     "float64": (
-        {"gate_up_lora_a": A.double(), "gate_up_lora_b": B}, DtypeError,
-        r"gate_up_lora_a is torch.float64, rows are torch.float32; expected torch.float64 for both, or for neither; pass gate_up_lora_a.to",
+        {"gate_up_lora_a": A.double(), "gate_up_lora_b": B},
+        DtypeError,
+        r"gate_up_lora_a is torch.float64, rows are torch.float32; expected torch.float64 for "
+        r"both, or for neither; pass gate_up_lora_a.to",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("added", "error", "says"), REFUSED.values(), ids=REFUSED)
 def test_refused(added, error, says):
-    given = {n: t.float() if t.is_floating_point() else t for n, t in layer(ROUTING, "both").items() if "lora" not in n}
+    given = {
+        n: t.float() if t.is_floating_point() else t
+        for n, t in layer(ROUTING, "both").items()
+        if "lora" not in n
+    }
     with pytest.raises(error, match=f"fused_experts: {says}"):
         call(given | added)

@@ -1,4 +1,6 @@
-"""What the operations compute, against loops in float64 that decode bytes with ml_dtypes; and what they never do."""
+"""What the operations compute, against loops in float64 that decode bytes with ml_dtypes; and what
+they never do.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,16 @@ from fusion_moe.errors import UnsupportedError
 
 OPS = torch.ops.fusion_moe
 NAN = float("nan")
-EPS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of a result: its rounding, and some of float32 sums
+# of a result: its rounding, and some of float32 sums
+EPS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 def decoded(codes: Tensor, block_scale: Tensor, decode_scale: Tensor) -> Tensor:
     """f64[G, N, K], without our formats: code * (float32(block_scale) * decode_scale)."""
     packed = codes.view(torch.uint8).numpy()
-    nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(
+        *packed.shape[:-1], 2 * packed.shape[-1]
+    )
     code = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     block = block_scale.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     decode = decode_scale.numpy().reshape(codes.shape[0], -1)
@@ -33,11 +38,15 @@ def decoded(codes: Tensor, block_scale: Tensor, decode_scale: Tensor) -> Tensor:
     return torch.from_numpy((code * np.repeat(block * rows, 16, -1)).astype(np.float64))
 
 
-def weight(groups: int, n: int, k: int, runs: int = 0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def weight(
+    groups: int, n: int, k: int, runs: int = 0, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Random bytes of moderate size, with block scales from 2^-3 to 2."""
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (groups, n, k // 2), generator=g, dtype=torch.uint8)
-    scale = torch.randint(0x20, 0x41, (groups, n, k // 16), generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.randint(0x20, 0x41, (groups, n, k // 16), generator=g, dtype=torch.uint8).view(
+        torch.float8_e4m3fn
+    )
     return codes, scale, torch.rand(groups, *([runs] if runs else []), generator=g) * 0.2 + 0.05
 
 
@@ -59,7 +68,7 @@ def close(found: Tensor, want: Tensor, magnitude: Tensor | float, dtype: torch.d
     assert ((found.double() - want).abs() <= EPS[dtype] * magnitude + smallest).all()
 
 
-# nvfp4_grouped_mm -----------------------------------------------------------------------------------------------------
+# nvfp4_grouped_mm ---------------------------------------------------------------------------------
 
 
 @given(partitions(), st.sampled_from(list(EPS)), st.sampled_from((0, 1, 2)))
@@ -76,7 +85,9 @@ def test_grouped_mm(partition: Partition, dtype, runs):
 def test_grouped_mm_is_exact_on_small_integers():
     g = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (3, 8, 32), generator=g, dtype=torch.uint8)
-    scale = torch.tensor([0.5, 1.0, 2.0, 4.0])[torch.randint(0, 4, (3, 8, 4), generator=g)].to(torch.float8_e4m3fn)
+    scale = torch.tensor([0.5, 1.0, 2.0, 4.0])[torch.randint(0, 4, (3, 8, 4), generator=g)].to(
+        torch.float8_e4m3fn
+    )
     decode = torch.tensor([[1.0, 0.25], [2.0, 1.0], [0.5, 8.0]])  # gate and up keep their own
     a, partition = torch.randint(-4, 5, (10, 64), generator=g).float(), Partition((3, 0, 6), 1)
     found = OPS.nvfp4_grouped_mm(a, codes, scale, decode, partition.ends)
@@ -100,11 +111,17 @@ def test_grouped_mm_of_one_row_without_a_dimension():
 
 
 def test_grouped_mm_out_dtype_and_fp4_codes():
-    parts, a, ends = weight(2, 6, 32), random(5, 32, dtype=torch.bfloat16), torch.tensor([2, 5], dtype=torch.int32)
+    parts, a, ends = (
+        weight(2, 6, 32),
+        random(5, 32, dtype=torch.bfloat16),
+        torch.tensor([2, 5], dtype=torch.int32),
+    )
     wide = OPS.nvfp4_grouped_mm(a, *parts, ends, out_dtype=torch.float32)
     assert wide.dtype == torch.float32
     assert wide.bfloat16().equal(OPS.nvfp4_grouped_mm(a, *parts, ends))
-    assert OPS.nvfp4_grouped_mm(a, parts[0].view(torch.float4_e2m1fn_x2), *parts[1:], ends).equal(wide.bfloat16())
+    assert OPS.nvfp4_grouped_mm(a, parts[0].view(torch.float4_e2m1fn_x2), *parts[1:], ends).equal(
+        wide.bfloat16()
+    )
 
 
 def test_strides_do_not_matter():
@@ -112,8 +129,11 @@ def test_strides_do_not_matter():
     want = OPS.nvfp4_grouped_mm(a, *parts, ends)
     turned = [t.mT.contiguous().mT for t in (parts[0], parts[1].view(torch.uint8))]
     for x in (a.T.contiguous().T, torch.cat([a, a], 1)[:, :32], torch.stack([a, a], 1)[:, 0]):
-        found = OPS.nvfp4_grouped_mm(x, turned[0], turned[1].view(torch.float8_e4m3fn), parts[2], ends)
-        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)  # a matrix product may add in another order
+        found = OPS.nvfp4_grouped_mm(
+            x, turned[0], turned[1].view(torch.float8_e4m3fn), parts[2], ends
+        )
+        # a matrix product may add in another order
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
         assert found.is_contiguous()
 
 
@@ -121,7 +141,12 @@ def test_splitting_a_group_changes_nothing():
     (codes, scale, decode), a = weight(2, 6, 32), random(9, 32)
     whole = OPS.nvfp4_grouped_mm(a, codes, scale, decode, torch.tensor([4, 9], dtype=torch.int32))
     again = [t[[0, 0, 1]] for t in (codes, scale, decode)]
-    torch.testing.assert_close(OPS.nvfp4_grouped_mm(a, *again, torch.tensor([1, 4, 9], dtype=torch.int32)), whole, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        OPS.nvfp4_grouped_mm(a, *again, torch.tensor([1, 4, 9], dtype=torch.int32)),
+        whole,
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 @options.override(target="reference")
@@ -131,26 +156,43 @@ def test_the_layout_of_a_weight_changes_no_bit():
 
     gate_up, down = experts(3)
     a, ends = random(9, 32).requires_grad_(), torch.tensor([4, 4, 9], dtype=torch.int32)
-    want, found = (OPS.nvfp4_grouped_mm(a, *w, ends, weight_layout=at) for w, at in ((gate_up, "linear"), (stored(gate_up), "sf128x4")))
+    want, found = (
+        OPS.nvfp4_grouped_mm(a, *w, ends, weight_layout=at)
+        for w, at in ((gate_up, "linear"), (stored(gate_up), "sf128x4"))
+    )
     assert found.equal(want)
     assert torch.autograd.grad(found.sum(), a)[0].equal(torch.autograd.grad(want.sum(), a)[0])
     x, ids, w = random(5, 32), torch.tensor([[0, 2], [2, 2], [0, 1], [1, 1], [2, 0]]), random(5, 2)
     want = OPS.expert_mlp(x, ids, w, *gate_up, *down)
-    assert OPS.expert_mlp(x, ids, w, *stored(gate_up), *stored(down), weight_layout="sf128x4").equal(want)
+    assert OPS.expert_mlp(
+        x, ids, w, *stored(gate_up), *stored(down), weight_layout="sf128x4"
+    ).equal(want)
 
 
 def test_nvfp4_activations_on_the_reference():
-    parts, a, ends = weight(2, 6, 32), random(5, 32, dtype=torch.bfloat16), torch.tensor([2, 5], dtype=torch.int32)
+    parts, a, ends = (
+        weight(2, 6, 32),
+        random(5, 32, dtype=torch.bfloat16),
+        torch.tensor([2, 5], dtype=torch.int32),
+    )
     with options.override(target="reference"):
-        found = OPS.nvfp4_grouped_mm(a, *parts, ends, activation_format="nvfp4", out_dtype=torch.float32)
+        found = OPS.nvfp4_grouped_mm(
+            a, *parts, ends, activation_format="nvfp4", out_dtype=torch.float32
+        )
     codes, scale, decode = OPS.nvfp4_quantize(a)
     near = decoded(codes[None], scale[None], decode[None])[0]
     want = product(Partition((2, 3), 0), near, decoded(*parts))
-    close(found, want, product(Partition((2, 3), 0), near.abs(), decoded(*parts).abs()), torch.float32)
+    close(
+        found, want, product(Partition((2, 3), 0), near.abs(), decoded(*parts).abs()), torch.float32
+    )
 
 
 def test_nvfp4_activations_do_not_depend_on_rows_of_no_group():
-    parts, a, ends = weight(2, 6, 32), random(5, 32, dtype=torch.bfloat16), torch.tensor([2, 4], dtype=torch.int32)
+    parts, a, ends = (
+        weight(2, 6, 32),
+        random(5, 32, dtype=torch.bfloat16),
+        torch.tensor([2, 4], dtype=torch.int32),
+    )
     with options.override(target="reference"):
         want = OPS.nvfp4_grouped_mm(a[:4], *parts, ends, activation_format="nvfp4")
         a[4] = float("nan")
@@ -159,7 +201,7 @@ def test_nvfp4_activations_do_not_depend_on_rows_of_no_group():
     assert not found[4].any()
 
 
-# scaled_swiglu --------------------------------------------------------------------------------------------------------
+# scaled_swiglu ------------------------------------------------------------------------------------
 
 
 def swiglu(x: Tensor, scale=None, interleave=0, limit=None, alpha=1.0, up_offset=0.0) -> Tensor:
@@ -177,22 +219,31 @@ def swiglu(x: Tensor, scale=None, interleave=0, limit=None, alpha=1.0, up_offset
 
 
 @given(
-    st.sampled_from(((5, 16), (2, 3, 16), (0, 16), (16,))), st.sampled_from(list(EPS)), st.sampled_from((0, 1, 2, 4, 8)), st.booleans(),
-    st.sampled_from((None, 0.5, 7.0)), st.sampled_from((1.0, 1.702)), st.sampled_from((0.0, 1.0)),
-)  # fmt: skip
+    st.sampled_from(((5, 16), (2, 3, 16), (0, 16), (16,))),
+    st.sampled_from(list(EPS)),
+    st.sampled_from((0, 1, 2, 4, 8)),
+    st.booleans(),
+    st.sampled_from((None, 0.5, 7.0)),
+    st.sampled_from((1.0, 1.702)),
+    st.sampled_from((0.0, 1.0)),
+)
 def test_scaled_swiglu(shape, dtype, interleave, scaled, limit, alpha, up_offset):
     x, scale = 3 * random(*shape, dtype=dtype), random(*shape[:-1], seed=2) if scaled else None
     found = OPS.scaled_swiglu(x, scale, interleave, limit=limit, alpha=alpha, up_offset=up_offset)
-    want = swiglu(x.double(), None if scale is None else scale.double(), interleave, limit, alpha, up_offset)
+    want = swiglu(
+        x.double(), None if scale is None else scale.double(), interleave, limit, alpha, up_offset
+    )
     close(found, want, want.abs() + 1e-6, dtype)
 
 
-# route, combine, group_add --------------------------------------------------------------------------------------------
+# route, combine, group_add ------------------------------------------------------------------------
 
 
 @given(routings())
 def test_route_and_combine(routing: Routing):
-    """Rows by token, sent to their groups and back, weighted: each token's own row times the sum of its weights."""
+    """Rows by token, sent to their groups and back, weighted: each token's own row times the sum of
+    its weights.
+    """
     (count, slots), w = routing.ids.shape, random(*routing.ids.shape)
     ends, row_of, slot_of = OPS.route(routing.ids, routing.groups)
     assert ends.tolist() == [int((routing.ids <= g).sum()) for g in range(routing.groups)]
@@ -203,11 +254,15 @@ def test_route_and_combine(routing: Routing):
     x = random(count, 4, seed=3)
     found = OPS.combine(x.index_select(0, row_of), slot_of, w)
     want = (x.double()[:, None] * w.double()[..., None]).sum(1)
-    close(found, want, (x.double().abs()[:, None] * w.double().abs()[..., None]).sum(1), torch.float32)
+    close(
+        found, want, (x.double().abs()[:, None] * w.double().abs()[..., None]).sum(1), torch.float32
+    )
 
 
 def test_combine_rounds_once_and_in_order():
-    """1, 2^-8, 2^-8 in bf16 is 1.0078125 if they are added in float32; 2^24 + 1 + 1 in float32 shows the order."""
+    """1, 2^-8, 2^-8 in bf16 is 1.0078125 if they are added in float32; 2^24 + 1 + 1 in float32
+    shows the order.
+    """
     slot_of = torch.tensor([[0, 1, 2]], dtype=torch.int32)
     y = torch.tensor([[1.0], [2.0**-8], [2.0**-8]], dtype=torch.bfloat16)
     assert OPS.combine(y, slot_of, torch.ones(1, 3)).item() == 1.0078125
@@ -249,19 +304,32 @@ def test_quantize_and_back():
     assert again[2].data_ptr() != decode.data_ptr()
 
 
-# expert_mlp -----------------------------------------------------------------------------------------------------------
+# expert_mlp ---------------------------------------------------------------------------------------
 
 
-def mlp(x, ids, w, gate_up, down, gate_up_bias=None, down_bias=None, scale_on="output", **swiglu_options):
+def mlp(
+    x, ids, w, gate_up, down, gate_up_bias=None, down_bias=None, scale_on="output", **swiglu_options
+):
     """A loop over tokens and slots in float64, nothing sorted."""
     out = torch.zeros_like(x)
     for t in range(x.shape[0]):
         for s in range(ids.shape[1]):
             e = int(ids[t, s])
             y = (x[t] * w[t, s] if scale_on == "input" else x[t]) @ gate_up[e].T
-            y = swiglu((y if gate_up_bias is None else y + gate_up_bias[e])[None], **swiglu_options)[0] @ down[e].T
+            y = (
+                swiglu(
+                    (y if gate_up_bias is None else y + gate_up_bias[e])[None], **swiglu_options
+                )[0]
+                @ down[e].T
+            )
             y = y if down_bias is None else y + down_bias[e]
-            out = torch.cat([out[:t], (out[t] + (y if scale_on == "input" else w[t, s] * y))[None], out[t + 1 :]])
+            out = torch.cat(
+                [
+                    out[:t],
+                    (out[t] + (y if scale_on == "input" else w[t, s] * y))[None],
+                    out[t + 1 :],
+                ]
+            )
     return out
 
 
@@ -285,18 +353,35 @@ def experts(groups: int, hidden: int = 32, inner: int = 16):
 @example(Routing(torch.tensor([[255], [0]]), 256), {})
 def test_expert_mlp(routing: Routing, variant):
     gate_up, down = experts(routing.groups)
-    x, w = random(routing.ids.shape[0], 32), torch.rand(routing.ids.shape, generator=torch.Generator().manual_seed(6))
+    x, w = (
+        random(routing.ids.shape[0], 32),
+        torch.rand(routing.ids.shape, generator=torch.Generator().manual_seed(6)),
+    )
     kwargs = {k: v for k, v in variant.items() if k != "bias"}
-    biases = (random(routing.groups, 32, seed=7), random(routing.groups, 32, seed=8)) if variant.get("bias") else (None, None)
+    biases = (
+        (random(routing.groups, 32, seed=7), random(routing.groups, 32, seed=8))
+        if variant.get("bias")
+        else (None, None)
+    )
     found = OPS.expert_mlp(x, routing.ids, w, *gate_up, *down, *biases, **kwargs)
     wide = (None if b is None else b.double() for b in biases)
-    want = mlp(x.double(), routing.ids, w.double(), decoded(*gate_up), decoded(*down), *wide, **kwargs)
-    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-4 * max(1.0, want.abs().max().item() if want.numel() else 1.0))
+    want = mlp(
+        x.double(), routing.ids, w.double(), decoded(*gate_up), decoded(*down), *wide, **kwargs
+    )
+    torch.testing.assert_close(
+        found.double(),
+        want,
+        rtol=1e-5,
+        atol=1e-4 * max(1.0, want.abs().max().item() if want.numel() else 1.0),
+    )
 
 
 def test_expert_mlp_in_bf16_is_near_and_as_its_small_operations():
     gate_up, down = experts(4)
-    x, w = random(17, 32, dtype=torch.bfloat16), torch.rand(17, 2, generator=torch.Generator().manual_seed(6))
+    x, w = (
+        random(17, 32, dtype=torch.bfloat16),
+        torch.rand(17, 2, generator=torch.Generator().manual_seed(6)),
+    )
     ids = torch.randint(0, 4, (17, 2), generator=torch.Generator().manual_seed(7))
     want = mlp(x.double(), ids, w.double(), decoded(*gate_up), decoded(*down))
     ends, row_of, slot_of = OPS.route(ids, 4)
@@ -306,7 +391,10 @@ def test_expert_mlp_in_bf16_is_near_and_as_its_small_operations():
         assert_same_bits([OPS.expert_mlp(x, ids, w, *gate_up, *down)], [small])
     fused = OPS.expert_mlp(x, ids, w, *gate_up, *down)
     assert not fused.equal(small)
-    errors = [(v.double() - want).square().mean().sqrt() / want.square().mean().sqrt() for v in (fused, small)]
+    errors = [
+        (v.double() - want).square().mean().sqrt() / want.square().mean().sqrt()
+        for v in (fused, small)
+    ]
     assert errors[0] < errors[1] < 2.0**-7
 
 
@@ -321,7 +409,7 @@ def test_expert_mlp_of_several_dimensions(shape):
     assert OPS.expert_mlp(x, ids.reshape(-1, 2), w.reshape(-1, 2), *gate_up, *down).equal(found)
 
 
-# Derivatives ----------------------------------------------------------------------------------------------------------
+# Derivatives --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -329,26 +417,48 @@ def test_expert_mlp_of_several_dimensions(shape):
 @given(routings().filter(lambda r: r.groups < 10), st.sampled_from(VARIANTS))
 def test_derivative_of_expert_mlp(routing: Routing, variant):
     gate_up, down = experts(routing.groups)
-    x, w = random(routing.ids.shape[0], 32), torch.rand(routing.ids.shape, generator=torch.Generator().manual_seed(6)) + 0.1
+    x, w = (
+        random(routing.ids.shape[0], 32),
+        torch.rand(routing.ids.shape, generator=torch.Generator().manual_seed(6)) + 0.1,
+    )
     kwargs = {k: v for k, v in variant.items() if k != "bias"}
-    biases = [random(routing.groups, 32, seed=7), random(routing.groups, 32, seed=8)] if variant.get("bias") else []
+    biases = (
+        [random(routing.groups, 32, seed=7), random(routing.groups, 32, seed=8)]
+        if variant.get("bias")
+        else []
+    )
     leaves = [t.requires_grad_() for t in (x, w, *biases)]
     wide = [t.detach().double().requires_grad_() for t in leaves]
     found = OPS.expert_mlp(x, routing.ids, w, *gate_up, *down, *biases, **kwargs)
-    want = mlp(wide[0], routing.ids, wide[1], decoded(*gate_up), decoded(*down), *wide[2:], **kwargs)
+    want = mlp(
+        wide[0], routing.ids, wide[1], decoded(*gate_up), decoded(*down), *wide[2:], **kwargs
+    )
     dy = random(*found.shape, seed=9)
     got = torch.autograd.grad(found, leaves, dy)
-    expected = torch.autograd.grad(want, wide, dy.double(), allow_unused=True) if want.requires_grad else [None] * len(wide)  # no tokens
+    # no tokens
+    expected = (
+        torch.autograd.grad(want, wide, dy.double(), allow_unused=True)
+        if want.requires_grad
+        else [None] * len(wide)
+    )
     for a, b, leaf in zip(got, expected, leaves, strict=True):
         assert a.dtype == leaf.dtype
         b = torch.zeros_like(a).double() if b is None else b
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 * max(1.0, b.abs().max().item() if b.numel() else 1.0))
+        torch.testing.assert_close(
+            a.double(),
+            b,
+            rtol=1e-4,
+            atol=1e-4 * max(1.0, b.abs().max().item() if b.numel() else 1.0),
+        )
 
 
 @given(partitions(), st.sampled_from((torch.float32, torch.bfloat16)))
 def test_derivative_of_grouped_mm(partition: Partition, dtype):
     parts = weight(len(partition.sizes), 6, 32)
-    a, dy = random(partition.rows, 32, dtype=dtype).requires_grad_(), random(partition.rows, 6, dtype=dtype, seed=2)
+    a, dy = (
+        random(partition.rows, 32, dtype=dtype).requires_grad_(),
+        random(partition.rows, 6, dtype=dtype, seed=2),
+    )
     dy[sum(partition.sizes) :] = NAN  # gradients of rows of no group are not read
     (da,) = torch.autograd.grad(OPS.nvfp4_grouped_mm(a, *parts, partition.ends), a, dy)
     w, wide = decoded(*parts).transpose(1, 2), dy.double().nan_to_num()
@@ -371,14 +481,24 @@ def test_derivative_of_swiglu_combine_and_group_add():
     plain = (y[slot_of.long()] * w[..., None]).sum(1)
     torch.testing.assert_close(got, torch.autograd.grad(plain, (y, w), dy), rtol=1e-5, atol=1e-5)
 
-    y, bias, ends = random(5, 4).requires_grad_(), random(2, 4).requires_grad_(), torch.tensor([2, 4], dtype=torch.int32)
+    y, bias, ends = (
+        random(5, 4).requires_grad_(),
+        random(2, 4).requires_grad_(),
+        torch.tensor([2, 4], dtype=torch.int32),
+    )
     got = torch.autograd.grad(OPS.group_add(y, bias, ends), (y, bias), dy)
-    torch.testing.assert_close(got, (dy, torch.stack([dy[:2].sum(0), dy[2:4].sum(0)])), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        got, (dy, torch.stack([dy[:2].sum(0), dy[2:4].sum(0)])), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_gradients_of_several_dimensions_and_of_one_argument():
     gate_up, down = experts(3)
-    x, ids, w = random(2, 3, 32).requires_grad_(), torch.ones(2, 3, 2, dtype=torch.int64), torch.rand(2, 3, 2)
+    x, ids, w = (
+        random(2, 3, 32).requires_grad_(),
+        torch.ones(2, 3, 2, dtype=torch.int64),
+        torch.rand(2, 3, 2),
+    )
     OPS.expert_mlp(x, ids, w, *gate_up, *down).sum().backward()
     assert x.grad.shape == x.shape
     assert x.grad.any()
@@ -399,7 +519,11 @@ def test_what_has_no_derivative(golden):
     gate_up, _ = experts(2)
     a, ends = random(5, 32).requires_grad_(), torch.tensor([2, 5], dtype=torch.int32)
     weight = random(2, 8, 32).requires_grad_()
-    (first,) = torch.autograd.grad(OPS.grouped_mm(a, [weight], ends, weight_format="f32").square().sum(), weight, create_graph=True)
+    (first,) = torch.autograd.grad(
+        OPS.grouped_mm(a, [weight], ends, weight_format="f32").square().sum(),
+        weight,
+        create_graph=True,
+    )
     with pytest.raises(UnsupportedError) as second:
         first.sum().backward()
     decode = gate_up[2].clone().requires_grad_()
@@ -408,48 +532,78 @@ def test_what_has_no_derivative(golden):
     x = random(3).requires_grad_()
     with pytest.raises(UnsupportedError) as of_run:
         OPS.run(ERF, [x], [], None)[0].sum().backward()
-    golden(f"second order\n    {second.value}\nof a program\n    {of_run.value}\na frozen scale\n    {frozen.value}")
+    golden(
+        f"second order\n    {second.value}\nof a program\n    {of_run.value}\na frozen scale\n "
+        f"   {frozen.value}"
+    )
     assert not OPS.nvfp4_quantize(a)[2].requires_grad
 
 
 def test_second_derivatives_of_frozen_products():
     """A backward is a program like any other: the Hessian of |a W^T|^2 is 2 W^T W."""
-    a, weight, ends = random(5, 32).double().requires_grad_(), random(2, 8, 32).double(), torch.tensor([2, 5], dtype=torch.int32)
-    (first,) = torch.autograd.grad(OPS.grouped_mm(a, [weight], ends, weight_format="f64").square().sum(), a, create_graph=True)
+    a, weight, ends = (
+        random(5, 32).double().requires_grad_(),
+        random(2, 8, 32).double(),
+        torch.tensor([2, 5], dtype=torch.int32),
+    )
+    (first,) = torch.autograd.grad(
+        OPS.grouped_mm(a, [weight], ends, weight_format="f64").square().sum(), a, create_graph=True
+    )
     first.sum().backward()
     want = torch.stack([2 * (w.T @ w).sum(0) for w in weight])[[0, 0, 1, 1, 1]]
     torch.testing.assert_close(a.grad, want)
 
 
-# What holds for all of them -------------------------------------------------------------------------------------------
+# What holds for all of them -----------------------------------------------------------------------
 
 
 def calls():
     """A call of each operation: name -> (args, kwargs)."""
     gate_up, down = experts(3)
-    ids, ends = torch.tensor([[0, 2], [2, 2], [0, 1], [1, 1], [2, 0]]), torch.tensor([2, 2, 5], dtype=torch.int32)
+    ids, ends = (
+        torch.tensor([[0, 2], [2, 2], [0, 1], [1, 1], [2, 0]]),
+        torch.tensor([2, 2, 5], dtype=torch.int32),
+    )
     slot_of = OPS.route(ids, 3)[2]
     return {
         "nvfp4_quantize": ((random(3, 8, 32),), {}),
         "nvfp4_grouped_mm": ((random(5, 32, dtype=torch.bfloat16), *gate_up, ends), {}),
-        "grouped_swizzle_block_scale": ((gate_up[1][0], torch.tensor([2, 2, 30], dtype=torch.int32)), {}),
+        "grouped_swizzle_block_scale": (
+            (gate_up[1][0], torch.tensor([2, 2, 30], dtype=torch.int32)),
+            {},
+        ),
         "scaled_swiglu": ((random(5, 32, dtype=torch.bfloat16), random(5), 4), {"limit": 1.0}),
         "route": ((ids, 3), {}),
-        "topk_router": ((random(5, 12, dtype=torch.bfloat16), 2, random(12)), {"n_group": 4, "topk_group": 2, "best_of_group": 2}),
+        "topk_router": (
+            (random(5, 12, dtype=torch.bfloat16), 2, random(12)),
+            {"n_group": 4, "topk_group": 2, "best_of_group": 2},
+        ),
         "combine": ((random(10, 8, dtype=torch.bfloat16), slot_of, random(5, 2)), {}),
         "group_add": ((random(5, 8), random(3, 8), ends), {}),
-        "expert_mlp": ((random(5, 32, dtype=torch.bfloat16), ids, random(5, 2), *gate_up, *down), {"interleave": 4}),
-        "f16a_nvfp4weight_scaled_grouped_mm": (of_problem(random(5, 32, dtype=torch.bfloat16), weight(3, 24, 32), (2, 0, 3)), {}),
+        "expert_mlp": (
+            (random(5, 32, dtype=torch.bfloat16), ids, random(5, 2), *gate_up, *down),
+            {"interleave": 4},
+        ),
+        "f16a_nvfp4weight_scaled_grouped_mm": (
+            of_problem(random(5, 32, dtype=torch.bfloat16), weight(3, 24, 32), (2, 0, 3)),
+            {},
+        ),
     }
 
 
-def of_problem(a: Tensor, parts: tuple[Tensor, Tensor, Tensor], sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The arguments of f16a_nvfp4weight_scaled_grouped_mm for a [M, K] and a weight in linear order."""
+def of_problem(
+    a: Tensor, parts: tuple[Tensor, Tensor, Tensor], sizes: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    """The arguments of f16a_nvfp4weight_scaled_grouped_mm for a [M, K] and a weight in linear
+    order.
+    """
     codes, block_scale, decode_scale = parts
     n, k = codes.shape[1], 2 * codes.shape[2]
     starts = [sum(sizes[:g]) for g in range(len(sizes))]
     padded = [sum(-(-m // 128) * 128 for m in sizes[:g]) for g in range(len(sizes))]
-    ints = [torch.tensor(t, dtype=torch.int32) for t in (starts, padded, [[m, n, k] for m in sizes])]
+    ints = [
+        torch.tensor(t, dtype=torch.int32) for t in (starts, padded, [[m, n, k] for m in sizes])
+    ]
     return (a, codes.mT, loops.swizzled(block_scale), decode_scale, *ints)
 
 
@@ -457,10 +611,18 @@ def of_problem(a: Tensor, parts: tuple[Tensor, Tensor, Tensor], sizes: tuple[int
 def test_two_runs_give_the_same_bits_and_new_memory(name):
     args, kwargs = calls()[name]
     before = [a.clone() if isinstance(a, Tensor) else a for a in args]
-    first, second = (r if isinstance(r, tuple) else (r,) for r in (getattr(OPS, name)(*args, **kwargs) for _ in range(2)))
+    first, second = (
+        r if isinstance(r, tuple) else (r,)
+        for r in (getattr(OPS, name)(*args, **kwargs) for _ in range(2))
+    )
     assert_same_bits(first, second)
-    assert_same_bits([a for a in args if isinstance(a, Tensor)], [a for a in before if isinstance(a, Tensor)])  # inputs stay
-    storages = [t.untyped_storage().data_ptr() for t in (*first, *second, *args) if isinstance(t, Tensor)]
+    # inputs stay
+    assert_same_bits(
+        [a for a in args if isinstance(a, Tensor)], [a for a in before if isinstance(a, Tensor)]
+    )
+    storages = [
+        t.untyped_storage().data_ptr() for t in (*first, *second, *args) if isinstance(t, Tensor)
+    ]
     assert len(set(storages)) == len(storages)
     assert all(t.is_contiguous() for t in first)
 
@@ -470,9 +632,16 @@ def test_meta_and_empty(name):
     """Meta tensors give what real ones give; no rows give no rows."""
     args, kwargs = calls()[name]
     real = getattr(OPS, name)(*args, **kwargs)
-    meta = getattr(OPS, name)(*(a.to("meta") if isinstance(a, Tensor) else a for a in args), **kwargs)
+    meta = getattr(OPS, name)(
+        *(a.to("meta") if isinstance(a, Tensor) else a for a in args), **kwargs
+    )
     for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (real, meta)), strict=True):
-        assert (a.shape, a.dtype, a.stride(), b.device.type) == (b.shape, b.dtype, b.stride(), "meta")
+        assert (a.shape, a.dtype, a.stride(), b.device.type) == (
+            b.shape,
+            b.dtype,
+            b.stride(),
+            "meta",
+        )
 
 
 def count_flops(function) -> int:
@@ -487,7 +656,12 @@ def test_flops():
     a, ends = random(7, 64).requires_grad_(), torch.tensor([2, 4, 7], dtype=torch.int32)
     n, k = gate_up[0].shape[1], 64
     assert count_flops(lambda: OPS.nvfp4_grouped_mm(a.detach(), *gate_up, ends)) == 2 * 7 * n * k
-    assert count_flops(lambda: OPS.nvfp4_grouped_mm(a, *gate_up, ends).sum().backward()) == 2 * 2 * 7 * n * k
+    assert (
+        count_flops(lambda: OPS.nvfp4_grouped_mm(a, *gate_up, ends).sum().backward())
+        == 2 * 2 * 7 * n * k
+    )
     x, ids, w = random(5, 64), torch.zeros(5, 2, dtype=torch.int64), random(5, 2)
-    assert count_flops(lambda: OPS.expert_mlp(x, ids, w, *gate_up, *down)) == 2 * 10 * (64 * 64 + 64 * 32)
+    assert count_flops(lambda: OPS.expert_mlp(x, ids, w, *gate_up, *down)) == 2 * 10 * (
+        64 * 64 + 64 * 32
+    )
     assert count_flops(lambda: OPS.scaled_swiglu(x)) == 0  # as torch counts: products

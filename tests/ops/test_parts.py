@@ -1,4 +1,6 @@
-"""fusion_moe::run on inputs in parts: which are joined without a copy, and what gradients of parts are."""
+"""fusion_moe::run on inputs in parts: which are joined without a copy, and what gradients of parts
+are.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ LAYOUTS = {  # parts of [3, 4], and whether they are one tensor already
     "strides": (lambda: list(BUFFER.view(4, 4, 3).mT.unbind()), False),
     "out of order": (lambda: list(BUFFER.view(4, 3, 4).unbind())[::-1], False),
     "storages apart": (lambda: [t.clone() for t in BUFFER.view(4, 3, 4)], False),
-    "a storage for each, side by side": (lambda: [torch.from_numpy(a).view(3, 4) for a in BUFFER.numpy().reshape(4, 12)], False),
+    "a storage for each, side by side": (
+        lambda: [torch.from_numpy(a).view(3, 4) for a in BUFFER.numpy().reshape(4, 12)],
+        False,
+    ),
 }
 
 
@@ -39,9 +44,13 @@ def program() -> str:
     """x [s0, 4], w [2, 4], v [3, 4] -> (x * w[0] + w[1]), x summed with v"""
     fd = FusionDefinition()
     x, w, v = (fd.define_tensor(shape=[n, 4], dtype="f32") for n in (-1, 2, 3))
-    first, second = (fd.ops.slice(w, start_indices=(i, 0), end_indices=(i + 1, 4)) for i in range(2))
+    first, second = (
+        fd.ops.slice(w, start_indices=(i, 0), end_indices=(i + 1, 4)) for i in range(2)
+    )
     fd.add_output(fd.ops.add(fd.ops.mul(x, first), second))
-    fd.add_output(fd.ops.mul(fd.ops.sum(x, dims=(0,), keepdim=True), fd.ops.sum(v, dims=(0,), keepdim=True)))
+    fd.add_output(
+        fd.ops.mul(fd.ops.sum(x, dims=(0,), keepdim=True), fd.ops.sum(v, dims=(0,), keepdim=True))
+    )
     return one_line(fd.fusion())
 
 
@@ -69,7 +78,9 @@ def test_a_program_is_differentiated_as_its_operations_are():
     whole = [leaves[0], torch.stack(leaves[1:3]), leaves[3]]
     assert_same_bits(RUN(text, leaves, [5], None, [0, 2, 0]), RUN(text, whole, [5]))
     torch.library.opcheck(RUN.default, (text, [t.detach().requires_grad_() for t in whole], [5]))
-    torch.library.opcheck(RUN.default, (text, [t.detach().requires_grad_() for t in leaves], [5], None, [0, 2, 0]))
+    torch.library.opcheck(
+        RUN.default, (text, [t.detach().requires_grad_() for t in leaves], [5], None, [0, 2, 0])
+    )
 
 
 def test_bad_parts():
@@ -78,5 +89,7 @@ def test_bad_parts():
         RUN(program(), [x, first, v], [5], None, [0, 2, 0])
     with pytest.raises(ShapeError, match=r"part 1 is \[3\]; expected \[4\], as part 0"):
         RUN(program(), [x, first, second[1:], v], [5], None, [0, 2, 0])
-    with pytest.raises(DtypeError, match="part 1 is torch.float16; expected torch.float32, as part 0"):
+    with pytest.raises(
+        DtypeError, match="part 1 is torch.float16; expected torch.float32, as part 0"
+    ):
         RUN(program(), [x, first, second.half(), v], [5], None, [0, 2, 0])

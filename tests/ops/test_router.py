@@ -1,4 +1,6 @@
-"""`topk_router`: what kernels choose against the reference, gradients, and one program with the experts that it chooses."""
+"""`topk_router`: what kernels choose against the reference, gradients, and one program with the
+experts that it chooses.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,14 @@ def plain(logits, k):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_of_a_layer(compiled):
-    """Through the weights of experts to the router, as with torch's operations; ids and the bias have none."""
+    """Through the weights of experts to the router, as with torch's operations; ids and the bias
+    have none.
+    """
     g = torch.Generator().manual_seed(0)
-    x, gate = torch.randn(7, 32, generator=g), (torch.randn(8, 32, generator=g) / 4).requires_grad_()
+    x, gate = (
+        torch.randn(7, 32, generator=g),
+        (torch.randn(8, 32, generator=g) / 4).requires_grad_(),
+    )
     up, down = torch.randn(8, 32, 32, generator=g) / 4, torch.randn(8, 32, 16, generator=g) / 4
 
     def layer(router):
@@ -57,7 +64,11 @@ def test_gradients_of_a_layer(compiled):
     torch._dynamo.reset()
     found, want = (torch.compile(ours, backend="fusion_moe") if compiled else ours)(), layer(plain)
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), gate)[0] for y in (found, want)), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y.square().sum(), gate)[0] for y in (found, want)),
+        rtol=1e-3,
+        atol=1e-4,
+    )
     assert not topk_router(x @ gate.T, 2)[1].requires_grad
 
 
@@ -70,14 +81,21 @@ def test_weights_are_rounded_once():
 
 def test_a_choice_is_in_the_program_of_its_experts():
     g = torch.Generator().manual_seed(0)
-    up, down = torch.randn(8, 32, 32, generator=g).bfloat16(), torch.randn(8, 32, 16, generator=g).bfloat16()
+    up, down = (
+        torch.randn(8, 32, 32, generator=g).bfloat16(),
+        torch.randn(8, 32, 16, generator=g).bfloat16(),
+    )
 
     def layer(x, logits):
         weights, ids = topk_router(logits, 2, out_dtype=logits.dtype)
         return fused_experts(x, ids, weights, [up], [down], weight_format="bf16")
 
     with torch.no_grad():
-        report = fusion_moe.explain(layer, torch.randn(5, 32, generator=g).bfloat16(), torch.randn(5, 8, generator=g).bfloat16())
+        report = fusion_moe.explain(
+            layer,
+            torch.randn(5, 32, generator=g).bfloat16(),
+            torch.randn(5, 8, generator=g).bfloat16(),
+        )
     (fusion,) = report.fusions
     first, second = fusion.segments
     assert {"topk_ids", "topk_weights", "route", "grouped_mm"} <= set(first.ops)

@@ -19,11 +19,19 @@ GROUPS, N, K = 3, 4, 8
 
 
 def gradient() -> str:
-    """dy bf16[t, N], grad f32[G, N, K], x bf16[t, K], offs i32[G] -> sum of dy's rows; grad and the weight's gradient, over grad."""
+    """dy bf16[t, N], grad f32[G, N, K], x bf16[t, K], offs i32[G] -> sum of dy's rows; grad and the
+    weight's gradient, over grad.
+    """
     fd = FusionDefinition()
     t = fd.define_size("t")
-    dy, grad = fd.define_tensor(shape=[t, N], dtype="bf16"), fd.define_tensor(shape=[GROUPS, N, K], dtype="f32", role="state")
-    x, offs = fd.define_tensor(shape=[t, K], dtype="bf16"), fd.define_tensor(shape=[GROUPS], dtype="i32")
+    dy, grad = (
+        fd.define_tensor(shape=[t, N], dtype="bf16"),
+        fd.define_tensor(shape=[GROUPS, N, K], dtype="f32", role="state"),
+    )
+    x, offs = (
+        fd.define_tensor(shape=[t, K], dtype="bf16"),
+        fd.define_tensor(shape=[GROUPS], dtype="i32"),
+    )
     ends = fd.groups_of(offs, t)
     fd.add_output(fd.ops.sum(dy, dims=(0,), keepdim=False))
     made = fd.ops.grouped_outer(fd.ops.partition(dy, ends), fd.ops.partition(x, ends), ends)
@@ -38,7 +46,13 @@ def given(rows: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dy, x, offs, and what is written: the sum and the gradient."""
     g = torch.Generator().manual_seed(rows)
     dy, x = (torch.randint(-4, 5, (rows, n), generator=g).bfloat16() for n in (N, K))
-    return dy, x, torch.tensor([2, 2, rows], dtype=torch.int32), torch.empty(N, dtype=torch.bfloat16), torch.full((GROUPS, N, K), 0.5)
+    return (
+        dy,
+        x,
+        torch.tensor([2, 2, rows], dtype=torch.int32),
+        torch.empty(N, dtype=torch.bfloat16),
+        torch.full((GROUPS, N, K), 0.5),
+    )
 
 
 def step(dy: Tensor, x: Tensor, offs: Tensor, total: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +81,9 @@ def test_strides_of_what_is_written_do_not_matter():
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor", "fusion_moe"])
 def test_compiled_it_is_one_graph_that_writes(backend):
-    """In every order of reads and writes that eager has, for any number of rows, without a graph break."""
+    """In every order of reads and writes that eager has, for any number of rows, without a graph
+    break.
+    """
     torch._dynamo.reset()
     run = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
     for rows in (6, 9):
@@ -78,7 +94,9 @@ def test_compiled_it_is_one_graph_that_writes(backend):
 
 
 def test_a_functional_graph_does_not_write():
-    """AOTAutograd makes it a functional call; what it returns is copied into the inputs when the graph is done."""
+    """AOTAutograd makes it a functional call; what it returns is copied into the inputs when the
+    graph is done.
+    """
     seen = []
 
     def compiler(graph, inputs):
@@ -107,7 +125,9 @@ def test_what_may_wait_for_the_device_says_so(name):
     assert [torch.Tag.cudagraph_unsafe in op.tags for op in (safe, unsafe)] == [False, True]
     for op in (safe, unsafe):
         assert op._schema.is_mutable == (name == "run_into")
-        assert [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write] == ["written"] * (name == "run_into")
+        assert [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write] == [
+            "written"
+        ] * (name == "run_into")
 
 
 def test_flops():
@@ -131,20 +151,30 @@ def test_bad_calls(golden):
     late = offs + 1
     cases = {
         "one tensor too few to write": lambda: OPS.run_into(PROGRAM, [dy, x, offs], [total], [6]),
-        "what is written among the inputs": lambda: OPS.run_into(PROGRAM, [dy, grad, x, offs], [total, grad], [6]),
+        "what is written among the inputs": lambda: OPS.run_into(
+            PROGRAM, [dy, grad, x, offs], [total, grad], [6]
+        ),
         "an input too few": lambda: OPS.run_into(PROGRAM, [dy, x], [total, grad], [6]),
         "a size too many": lambda: OPS.run_into(PROGRAM, [dy, x, offs], [total, grad], [6, 6]),
         "another shape": lambda: OPS.run_into(PROGRAM, [dy, x, offs], [total[:3], grad], [6]),
         "another dtype": lambda: OPS.run_into(PROGRAM, [dy, x, offs], [total.float(), grad], [6]),
-        "tensors that overlap": lambda: OPS.run_into(PROGRAM, [dy, x, offs], [grad.view(-1)[:2].view(torch.bfloat16), grad], [6]),
+        "tensors that overlap": lambda: OPS.run_into(
+            PROGRAM, [dy, x, offs], [grad.view(-1)[:2].view(torch.bfloat16), grad], [6]
+        ),
         "ends beyond the rows": lambda: OPS.run_into(PROGRAM, [dy, x, late], [total, grad], [6]),
-        "the operation that says it writes nothing": lambda: OPS.run(PROGRAM, [dy, grad, x, offs], [6]),
-        "a gradient": lambda: OPS.run_into(PROGRAM, [dy.clone().requires_grad_(), x, offs], [total, grad], [6]),
+        "the operation that says it writes nothing": lambda: OPS.run(
+            PROGRAM, [dy, grad, x, offs], [6]
+        ),
+        "a gradient": lambda: OPS.run_into(
+            PROGRAM, [dy.clone().requires_grad_(), x, offs], [total, grad], [6]
+        ),
     }
     total.fill_(0)
     said = []
     for what, call in cases.items():
-        with pytest.raises((ShapeError, DtypeError, FusionError, UnsupportedError, ValueError)) as caught:
+        with pytest.raises(
+            (ShapeError, DtypeError, FusionError, UnsupportedError, ValueError)
+        ) as caught:
             call()
         said.append(f"{what}\n    {caught.value}")
         assert (grad == 0.5).all()

@@ -1,4 +1,6 @@
-"""grouped_mm and fused_experts with weights of every encoding: against plain torch, eager and compiled, with derivatives."""
+"""grouped_mm and fused_experts with weights of every encoding: against plain torch, eager and
+compiled, with derivatives.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ FORMATS = ["nvfp4", "mxfp4", "int4", "bf16", "f16", "f32"]
 
 
 def weight(encoding: str, *shape: int, seed: int = 0):
-    return quantize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 8, encoding=ENCODINGS[encoding])
+    return quantize(
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 8,
+        encoding=ENCODINGS[encoding],
+    )
 
 
 def tokens(dtype=torch.bfloat16):
@@ -51,7 +56,9 @@ def test_experts(encoding, target):
 def test_named_operations_are_the_general_ones():
     x, ids, w = tokens()
     gate_up, down = weight("nvfp4", E, 2 * I, H), weight("nvfp4", E, H, I, seed=2)
-    general = ops.fused_experts(x, ids, w, gate_up, down, interleave=8, limit=2.0, weight_format="nvfp4")
+    general = ops.fused_experts(
+        x, ids, w, gate_up, down, interleave=8, limit=2.0, weight_format="nvfp4"
+    )
     assert torch.equal(general, ops.expert_mlp(x, ids, w, *gate_up, *down, interleave=8, limit=2.0))
     a, offs = torch.randn(7, H).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
     assert torch.equal(ops.grouped_mm(a, gate_up, offs), ops.nvfp4_grouped_mm(a, *gate_up, offs))
@@ -61,11 +68,16 @@ def test_named_operations_are_the_general_ones():
 def test_prepared_weights_compute_the_same(encoding):
     """The layout of CUDA's kernels, which the reference reads too."""
     q = weight(encoding, E, 2 * I, H)
-    a, offs = torch.randn(7, H, generator=torch.Generator().manual_seed(1)).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    a, offs = (
+        torch.randn(7, H, generator=torch.Generator().manual_seed(1)).bfloat16(),
+        torch.tensor([2, 2, 5, 6], dtype=torch.int32),
+    )
     stored = LAYOUTS["w16x64"].pack(*q, encoding=ENCODINGS[encoding])
     with fusion_moe.options.override(target="reference"):
         want = ops.grouped_mm(a, list(q), offs, weight_format=encoding)
-        assert torch.equal(ops.grouped_mm(a, stored, offs, weight_format=encoding, weight_layout="w16x64"), want)
+        assert torch.equal(
+            ops.grouped_mm(a, stored, offs, weight_format=encoding, weight_layout="w16x64"), want
+        )
 
 
 @pytest.mark.parametrize("encoding", ["mxfp4", "int4", "bf16"])
@@ -73,7 +85,9 @@ def test_compiled(encoding):
     gate_up, down = weight(encoding, E, 2 * I, H), weight(encoding, E, H, I, seed=2)
 
     def layer(x, ids, w):
-        return ops.fused_experts(x * 2, ids, w, list(gate_up), list(down), weight_format=encoding) + x
+        return (
+            ops.fused_experts(x * 2, ids, w, list(gate_up), list(down), weight_format=encoding) + x
+        )
 
     call = tokens()
     got = torch.compile(layer, backend="fusion_moe", fullgraph=True)(*call)
@@ -84,8 +98,14 @@ def test_compiled(encoding):
 def test_opcheck(encoding):
     a, offs = torch.randn(7, H, requires_grad=True), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
     utils = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    utils += ["test_schema"] if encoding != "mxfp4" else []  # torch's allclose, which that calls, knows no e8m0
-    opcheck(ops.grouped_mm.default, (a, list(weight(encoding, E, 96, H)), offs), {"weight_format": encoding}, test_utils=utils)
+    # torch's allclose, which that calls, knows no e8m0
+    utils += ["test_schema"] if encoding != "mxfp4" else []
+    opcheck(
+        ops.grouped_mm.default,
+        (a, list(weight(encoding, E, 96, H)), offs),
+        {"weight_format": encoding},
+        test_utils=utils,
+    )
 
 
 def test_gradients_of_plain_weights():
@@ -100,7 +120,9 @@ def test_gradients_of_plain_weights():
     y = torch.einsum("enh,th->ten", gate_up, x)
     gate, up = y.chunk(2, -1)
     out = torch.einsum("ehi,tei->teh", down, torch.nn.functional.silu(gate) * up)
-    (out.gather(1, ids[..., None].expand(-1, -1, H)) * w[..., None]).sum(1).square().sum().backward()
+    (out.gather(1, ids[..., None].expand(-1, -1, H)) * w[..., None]).sum(
+        1
+    ).square().sum().backward()
     for a, b in zip(got, (x.grad, w.grad, gate_up.grad, down.grad), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * b.abs().max().item())
 
@@ -116,15 +138,29 @@ def test_only_a_weight_in_a_list_wants_a_gradient():
 def test_refusals():
     a, offs = torch.randn(7, H).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
     q = weight("nvfp4", E, 96, H)
-    with pytest.raises(OptionError, match="grouped_mm: weight_format = 'fp5'; expected one of nvfp4, int4, mxfp4"):
+    with pytest.raises(
+        OptionError, match="grouped_mm: weight_format = 'fp5'; expected one of nvfp4, int4, mxfp4"
+    ):
         ops.grouped_mm(a, list(q), offs, weight_format="fp5")
-    with pytest.raises(ShapeError, match="grouped_mm: weight of 3 tensors; expected 2 for weight_format = 'mxfp4': codes, block_scale"):
+    with pytest.raises(
+        ShapeError,
+        match="grouped_mm: weight of 3 tensors; expected 2 for "
+        "weight_format = 'mxfp4': codes, block_scale",
+    ):
         ops.grouped_mm(a, list(q), offs, weight_format="mxfp4")
-    with pytest.raises(ShapeError, match="grouped_mm: weight of 0 tensors; expected 3 for weight_format = 'nvfp4'"):
+    with pytest.raises(
+        ShapeError, match="grouped_mm: weight of 0 tensors; expected 3 for weight_format = 'nvfp4'"
+    ):
         ops.grouped_mm(a, [], offs)
-    with pytest.raises(DtypeError, match="grouped_mm: block_scale of weight is torch.float8_e4m3fn; expected torch.float8_e8m0fnu"):
+    with pytest.raises(
+        DtypeError,
+        match="grouped_mm: block_scale of weight is "
+        "torch.float8_e4m3fn; expected torch.float8_e8m0fnu",
+    ):
         ops.grouped_mm(a, list(q[:2]), offs, weight_format="mxfp4")
-    with pytest.raises(DtypeError, match="grouped_mm: values of weight is torch.float16; expected torch.bfloat16"):
+    with pytest.raises(
+        DtypeError, match="grouped_mm: values of weight is torch.float16; expected torch.bfloat16"
+    ):
         ops.grouped_mm(a, [torch.zeros(E, 96, H).half()], offs, weight_format="bf16")
     with pytest.raises(ShapeError, match="N = 96 is not a multiple of 16, or K = 32 not of 64"):
         ops.grouped_mm(a[:, :32], list(weight("nvfp4", E, 96, 32)), offs, weight_layout="w16x64")

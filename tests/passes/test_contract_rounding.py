@@ -21,7 +21,9 @@ def test_a_sum_of_rounded_numbers_is_rounded_once(stored):
     fd.add_output(fd.ops.add(x, y))
     if stored:
         fd.add_output(y)
-    assert kinds(contract_rounding(fd.fusion())) == (["cast", "cast", "add"] if stored else ["add", "cast"])
+    assert kinds(contract_rounding(fd.fusion())) == (
+        ["cast", "cast", "add"] if stored else ["add", "cast"]
+    )
 
 
 def test_what_was_not_rounded_is_added_as_it_is():
@@ -41,7 +43,13 @@ OUTPUTS = {  # of x and y = -x
     "one that is an output too": lambda fd, x, y: [rounded(fd, y), y],
     "one that is rounded to two": lambda fd, x, y: [rounded(fd, y), rounded(fd, y, "f16")],
     "one that becomes another": lambda fd, x, y: [fd.ops.exp(rounded(fd, y)), fd.ops.exp(y)],
-    "all of these": lambda fd, x, y: [rounded(fd, x), rounded(fd, rounded(fd, x, "f16")), rounded(fd, y, "f16"), rounded(fd, y), y],
+    "all of these": lambda fd, x, y: [
+        rounded(fd, x),
+        rounded(fd, rounded(fd, x, "f16")),
+        rounded(fd, y, "f16"),
+        rounded(fd, y),
+        y,
+    ],
 }
 
 

@@ -20,7 +20,10 @@ def gathers(fusion: Fusion) -> int:
 def routed(products: int) -> Fusion:
     """Sorted rows of x that so many products read."""
     fd = FusionDefinition()
-    x, ids = fd.define_tensor(shape=[T, K], dtype="f32"), fd.define_tensor(shape=[T, 1], dtype="i64")
+    x, ids = (
+        fd.define_tensor(shape=[T, K], dtype="f32"),
+        fd.define_tensor(shape=[T, 1], dtype="i64"),
+    )
     w = fd.define_tensor(shape=[G, N, K], dtype="f32")
     ends, row_of, _ = fd.ops.route(ids, groups=fd.define_groups("g", G))
     rows = fd.ops.index_select(x, row_of, dim=0)
@@ -41,8 +44,13 @@ def test_each_product_has_its_own():
 
 def test_each_product_sees_an_input_in_its_own_way():
     fd = FusionDefinition()
-    x, w = fd.define_tensor(shape=[T, K], dtype="f32"), fd.define_tensor(shape=[G, N, K], dtype="f32")
-    ends = fd.ops.ends(fd.define_tensor(shape=[G], dtype="i32"), rows=T, groups=fd.define_groups("g", G))
+    x, w = (
+        fd.define_tensor(shape=[T, K], dtype="f32"),
+        fd.define_tensor(shape=[G, N, K], dtype="f32"),
+    )
+    ends = fd.ops.ends(
+        fd.define_tensor(shape=[G], dtype="i32"), rows=T, groups=fd.define_groups("g", G)
+    )
     rows = fd.ops.partition(x, ends)
     fd.add_output(fd.ops.grouped_mm(rows, w, ends))
     fd.add_output(fd.ops.grouped_outer(rows, rows, ends))
@@ -53,7 +61,10 @@ def test_each_product_sees_an_input_in_its_own_way():
 
 def test_each_product_has_its_own_number_where_its_one_group_ends():
     fd = FusionDefinition()
-    x, w = fd.define_tensor(shape=[T, K], dtype="f32"), fd.define_tensor(shape=[1, N, K], dtype="f32")
+    x, w = (
+        fd.define_tensor(shape=[T, K], dtype="f32"),
+        fd.define_tensor(shape=[1, N, K], dtype="f32"),
+    )
     last = fd.ops.full(shape=[1], fill_value=T, dtype="i32")
     for group in "ab":
         ends = fd.ops.ends(last, rows=T, groups=fd.define_groups(group, 1))

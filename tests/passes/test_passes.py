@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from fusion_moe import FusionDefinition
 from fusion_moe.ir.core import Fusion
-from fusion_moe.passes import PASSES, assign_layouts, canonicalize, contract_rounding, dropped_roundings, simplify
+from fusion_moe.passes import (
+    PASSES,
+    assign_layouts,
+    canonicalize,
+    contract_rounding,
+    dropped_roundings,
+    simplify,
+)
 from fusion_moe.target import TARGETS
 
 CPU = TARGETS["cpu"]
@@ -23,7 +30,9 @@ CPU = TARGETS["cpu"]
 def test_passes_keep_every_bit(fusion, run, target):
     for tokens in (0, 5):
         inputs = inputs_of(tokens)
-        assert_same_bits(evaluate(run(fusion, TARGETS[target]).verify(), *inputs), evaluate(fusion, *inputs))
+        assert_same_bits(
+            evaluate(run(fusion, TARGETS[target]).verify(), *inputs), evaluate(fusion, *inputs)
+        )
 
 
 @given(programs())
@@ -38,7 +47,7 @@ def test_passes_one_after_the_other(fusion):
     assert str(again) == str(fusion)  # nothing is left to do
 
 
-# simplify -------------------------------------------------------------------------------------------------------------
+# simplify -----------------------------------------------------------------------------------------
 
 
 def _shuffled(fusion: Fusion, random) -> Fusion:
@@ -89,7 +98,10 @@ def test_numbers_that_are_equal_in_python_are_not_one(a, b):
 
 def test_one_value_may_be_written_over_two_inputs():
     fd = FusionDefinition()
-    x, a, b = (fd.define_tensor(shape=[3], dtype="f32", role=role) for role in ("argument", "state", "state"))
+    x, a, b = (
+        fd.define_tensor(shape=[3], dtype="f32", role=role)
+        for role in ("argument", "state", "state")
+    )
     for state in (a, b):
         fd.add_output(fd.ops.exp(x), alias_input=state)
     fusion = simplify(fd.fusion(), CPU)
@@ -97,7 +109,7 @@ def test_one_value_may_be_written_over_two_inputs():
     assert fusion.outputs[0] is fusion.outputs[1]
 
 
-# canonicalize ---------------------------------------------------------------------------------------------------------
+# canonicalize -------------------------------------------------------------------------------------
 
 
 def test_canonicalize(golden):
@@ -112,20 +124,36 @@ def test_canonicalize(golden):
     y = fd.ops.div(y, fd.ops.add(1.0, fd.ops.exp(fd.ops.neg(y))))  # silu, the other way round
     y = fd.ops.div(y, fd.ops.add(fd.ops.exp(fd.ops.neg(y)), 2.0))  # not silu
     y = fd.ops.cast(y, dtype="f32")  # nothing
-    back = fd.ops.cast(fd.ops.cast(fd.ops.cast(y, dtype="bf16"), dtype="f32"), dtype="bf16")  # rounded once
-    flat = fd.ops.reshape(fd.ops.reshape(back, new_shape=(2, x.type.shape[0], 4)), new_shape=(x.type.shape[0] * 8,))
+    # rounded once
+    back = fd.ops.cast(fd.ops.cast(fd.ops.cast(y, dtype="bf16"), dtype="f32"), dtype="bf16")
+    flat = fd.ops.reshape(
+        fd.ops.reshape(back, new_shape=(2, x.type.shape[0], 4)), new_shape=(x.type.shape[0] * 8,)
+    )
     fd.add_output(flat)
     fd.add_output(fd.ops.partition(fd.ops.partition(rows, ends), ends))
     fusion = fd.fusion()
     after = simplify(canonicalize(fusion, CPU), CPU)
     golden(f"{fusion}\n\n{after}")
-    inputs = [torch.randn(5, 4).bfloat16(), torch.tensor([2, 5], dtype=torch.int32), torch.randn(2, 8, 4).bfloat16()]
+    inputs = [
+        torch.randn(5, 4).bfloat16(),
+        torch.tensor([2, 5], dtype=torch.int32),
+        torch.randn(2, 8, 4).bfloat16(),
+    ]
     assert_same_bits(evaluate(after, *inputs), evaluate(fusion, *inputs))
 
 
 @pytest.mark.parametrize(
     ("dtype", "through"),
-    [("f32", "bf16"), ("bf16", "f16"), ("f16", "bf16"), ("f32", "f16"), ("f64", "f32"), ("f32", "i32"), ("i64", "f32"), ("f32", "f8e4m3")],
+    [
+        ("f32", "bf16"),
+        ("bf16", "f16"),
+        ("f16", "bf16"),
+        ("f32", "f16"),
+        ("f64", "f32"),
+        ("f32", "i32"),
+        ("i64", "f32"),
+        ("f32", "f8e4m3"),
+    ],
 )
 def test_a_cast_that_loses_something_stays(dtype, through):
     fd = FusionDefinition()
@@ -142,7 +170,11 @@ def test_a_product_does_not_take_every_dtype(dtype):
     ends = fd.define_tensor(shape=[2], dtype="i32", ends=fd.define_groups("g", 2))
     rows = fd.ops.cast(fd.ops.partition(x, ends), dtype="f32")
     fd.add_output(fd.ops.grouped_mm(rows, fd.define_tensor(shape=[2, 8, 4], dtype="bf16"), ends))
-    assert [op.kind.name for op in canonicalize(fd.fusion(), CPU).ops] == ["partition", "cast", "grouped_mm"]
+    assert [op.kind.name for op in canonicalize(fd.fusion(), CPU).ops] == [
+        "partition",
+        "cast",
+        "grouped_mm",
+    ]
 
 
 def test_silu_of_bf16_pieces_is_left():
@@ -153,7 +185,7 @@ def test_silu_of_bf16_pieces_is_left():
     assert "silu" not in str(canonicalize(fd.fusion(), CPU))
 
 
-# assign_layouts -------------------------------------------------------------------------------------------------------
+# assign_layouts -----------------------------------------------------------------------------------
 
 
 def quantized_product(rows: int | None = None):
@@ -161,10 +193,17 @@ def quantized_product(rows: int | None = None):
     m = rows or fd.define_size("m")
     x = fd.define_tensor(shape=[m, 64], dtype="bf16")
     offs = fd.define_tensor(shape=[G], dtype="i32")
-    parts = [fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in (([G, N, 32], "u8"), ([G, N, 4], "f8e4m3"), ([G], "f32"))]
+    parts = [
+        fd.define_tensor(shape=s, dtype=d, role="weight")
+        for s, d in (([G, N, 32], "u8"), ([G, N, 4], "f8e4m3"), ([G], "f32"))
+    ]
     ends = fd.ops.ends(offs, rows=m, groups=fd.define_groups("g", G))
-    a = fd.ops.quantize(fd.ops.partition(x, ends), fd.ops.decode_scale(x, encoding="nvfp4"), encoding="nvfp4")
-    fd.add_output(fd.ops.grouped_mm(a, fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends))
+    a = fd.ops.quantize(
+        fd.ops.partition(x, ends), fd.ops.decode_scale(x, encoding="nvfp4"), encoding="nvfp4"
+    )
+    fd.add_output(
+        fd.ops.grouped_mm(a, fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends)
+    )
     return fd.fusion()
 
 
@@ -174,13 +213,17 @@ def test_assign_layouts(golden):
     golden(f"{fusion}\n\n{assign_layouts(fusion, TARGETS['sm_100'])}")
 
 
-@pytest.mark.parametrize("ends", [[0, 128, 128], [40, 128, 130], [128, 128, 128], [0, 0, 0], [1, 2, 3]])
+@pytest.mark.parametrize(
+    "ends", [[0, 128, 128], [40, 128, 130], [128, 128, 128], [0, 0, 0], [1, 2, 3]]
+)
 @pytest.mark.parametrize("rows", [128, 130, 256])
 def test_assign_layouts_keeps_every_bit(ends, rows):
     fusion = quantized_product()
     g = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (G, N, 32), dtype=torch.uint8, generator=g)
-    scale = torch.randint(0, 127, (G, N, 4), dtype=torch.uint8, generator=g).view(torch.float8_e4m3fn)
+    scale = torch.randint(0, 127, (G, N, 4), dtype=torch.uint8, generator=g).view(
+        torch.float8_e4m3fn
+    )
     if ends[-1] > rows:
         ends = [min(e, rows) for e in ends]
     x = torch.randn(rows, 64, generator=g).bfloat16()
@@ -190,7 +233,7 @@ def test_assign_layouts_keeps_every_bit(ends, rows):
     assert_same_bits(evaluate(moved, *inputs), evaluate(fusion, *inputs))
 
 
-# contract_rounding ----------------------------------------------------------------------------------------------------
+# contract_rounding --------------------------------------------------------------------------------
 
 
 def rounded():
@@ -198,7 +241,8 @@ def rounded():
     x = fd.define_tensor(shape=[-1, 64], dtype="f32")
     narrow = fd.ops.cast(x, dtype="bf16")
     y = fd.ops.cast(fd.ops.silu(fd.ops.cast(narrow, dtype="f32")), dtype="f16")
-    turned = fd.ops.reshape(fd.ops.permute(y, dims=(1, 0)), new_shape=(8, 8, x.type.shape[0]))  # moved on the way, and back
+    # moved on the way, and back
+    turned = fd.ops.reshape(fd.ops.permute(y, dims=(1, 0)), new_shape=(8, 8, x.type.shape[0]))
     wide = fd.ops.reshape(fd.ops.cast(turned, dtype="f32"), new_shape=(64, x.type.shape[0]))
     z = fd.ops.mul(fd.ops.permute(wide, dims=(1, 0)), 3.0)
     stored = fd.ops.cast(z, dtype="bf16")
@@ -210,7 +254,10 @@ def rounded():
 def test_contract_rounding(golden):
     fusion = rounded()
     dropped = dropped_roundings(fusion)
-    assert [(op.kind.name, op.attrs["dtype"]) for op in dropped] == [("cast", "bf16"), ("cast", "f16")]
+    assert [(op.kind.name, op.attrs["dtype"]) for op in dropped] == [
+        ("cast", "bf16"),
+        ("cast", "f16"),
+    ]
     golden(f"{fusion}\n\n{contract_rounding(fusion)}")
 
 
@@ -233,8 +280,10 @@ def test_what_is_stored_or_narrow_is_not_contracted():
     narrow = fd.ops.cast(x, dtype="bf16")
     fd.add_output(narrow)  # stored
     fd.add_output(fd.ops.exp(fd.ops.cast(narrow, dtype="f32")))
-    fd.add_output(fd.ops.exp(fd.ops.cast(fd.ops.cast(h, dtype="f16"), dtype="bf16")))  # back to what is narrower still
-    fd.add_output(fd.ops.exp(fd.ops.cast(fd.ops.cast(x, dtype="i32"), dtype="f32")))  # truncation is no rounding
+    # back to what is narrower still
+    fd.add_output(fd.ops.exp(fd.ops.cast(fd.ops.cast(h, dtype="f16"), dtype="bf16")))
+    # truncation is no rounding
+    fd.add_output(fd.ops.exp(fd.ops.cast(fd.ops.cast(x, dtype="i32"), dtype="f32")))
     fd.add_output(fd.ops.exp(fd.ops.cast(fd.ops.cast(x, dtype="f8e4m3"), dtype="f32")))
     moved = fd.ops.reshape(fd.ops.cast(fd.ops.neg(x), dtype="bf16"), new_shape=(2, 2))
     fd.add_output(moved)  # stored, once it was moved
@@ -248,7 +297,9 @@ def test_what_is_stored_or_narrow_is_not_contracted():
 @given(programs())
 def test_contract_rounding_verifies_and_lists_what_it_drops(fusion):
     after = contract_rounding(fusion).verify()
-    casts = sum(op.kind.name == "cast" for op in fusion.ops) - sum(op.kind.name == "cast" for op in after.ops)
+    casts = sum(op.kind.name == "cast" for op in fusion.ops) - sum(
+        op.kind.name == "cast" for op in after.ops
+    )
     assert (casts > 0) == bool(dropped_roundings(fusion))
     if not dropped_roundings(fusion):
         assert after is fusion

@@ -1,4 +1,6 @@
-"""explain(..., backward=True): the segments of both passes, what is saved and made again, where gradients come from."""
+"""explain(..., backward=True): the segments of both passes, what is saved and made again, where
+gradients come from.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Layer(torch.nn.Module):
         return self.routed(x, ids, weights)
 
     def routed(self, x, ids, weights):
-        return x + ops.fused_experts(x, ids, weights, [self.gate_up], [self.down], weight_format="bf16")
+        return x + ops.fused_experts(
+            x, ids, weights, [self.gate_up], [self.down], weight_format="bf16"
+        )
 
 
 class Frozen(Layer):
@@ -67,7 +71,12 @@ def test_table(layer, x, golden):
 
 def test_what_is_saved_is_what_no_operation_may_make_again(x):
     saved = fusion_moe.explain(Layer(), x, backward=True).saved
-    assert [s.name for s in saved if not s.made_by] == ["router.weight", "args[0]", "gate_up", "down"]
+    assert [s.name for s in saved if not s.made_by] == [
+        "router.weight",
+        "args[0]",
+        "gate_up",
+        "down",
+    ]
     made = {(s.name, s.type): s.bytes for s in saved if s.made_by.startswith("fusion0")}
     assert made == {
         ("route", f"i32[{EXPERTS}]"): 4 * EXPERTS,
@@ -98,7 +107,9 @@ def test_frozen_weights_get_no_gradient(x):
 
 
 def test_the_rewriting_is_listed_unless_it_is_off(x):
-    assert fusion_moe.explain(Layer(), x, backward=True).fusions[1].rewritten == ("router_gradient of combine",)
+    assert fusion_moe.explain(Layer(), x, backward=True).fusions[1].rewritten == (
+        "router_gradient of combine",
+    )
     with fusion_moe.options.override(router_gradient=False):
         assert fusion_moe.explain(Layer(), x, backward=True).fusions[1].rewritten == ()
 
@@ -124,7 +135,13 @@ def test_several_graphs_have_a_backward_each(x):
 
 
 def test_a_call_without_gradients_has_no_backward(x):
-    with torch.no_grad(), pytest.raises(UnsupportedError, match="of whose results none requires a gradient; expected a training step"):
+    with (
+        torch.no_grad(),
+        pytest.raises(
+            UnsupportedError,
+            match="of whose results none requires a gradient; expected a training step",
+        ),
+    ):
         fusion_moe.explain(Layer(), x, backward=True)
 
 

@@ -1,4 +1,5 @@
-"""The page in chromium: clicks find segments, nothing is requested, nothing is executed, and it fits narrow and wide, light and dark.
+"""The page in chromium: clicks find segments, nothing is requested, nothing is executed, and it
+fits narrow and wide, light and dark.
 
 `pytest -m browser --basetemp=folder` keeps the screenshots.
 """
@@ -24,14 +25,18 @@ def chromium():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         yield browser
         browser.close()
 
 
 @pytest.fixture
 def opened(chromium, tmp_path):
-    """opened(report, **context) -> a page, after which nothing was logged and nothing requested but the file itself."""
+    """opened(report, **context) -> a page, after which nothing was logged and nothing requested but
+    the file itself.
+    """
     said, requested, contexts = [], [], []
 
     def open_(report, **context):
@@ -41,7 +46,10 @@ def opened(chromium, tmp_path):
         page = contexts[-1].new_page()
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: requested.append(request.url) if request.url != file.as_uri() else None)
+        page.on(
+            "request",
+            lambda request: requested.append(request.url) if request.url != file.as_uri() else None,
+        )
         page.goto(file.as_uri())
         return page
 
@@ -61,7 +69,8 @@ def selected(page):
     return page.eval_on_selector_all(
         ".pane .selected",
         """marked => marked.map(e => {
-            const pane = e.closest(".scroll").getBoundingClientRect(), at = e.getBoundingClientRect();
+            const pane = e.closest(".scroll").getBoundingClientRect();
+            const at = e.getBoundingClientRect();
             return [e.dataset.segments, at.top >= pane.top - 1 && at.top < pane.bottom];
         })""",
     )
@@ -80,7 +89,10 @@ def test_a_segment_is_found_in_every_pane(opened, report):
 def test_a_line_finds_its_segments(opened, report):
     page = opened(report)
     page.click(".line.fused")
-    assert [ids for ids, _ in selected(page)] == ["fusion0.0 fusion0.1", *[s.id for s in report.segments] * 2]
+    assert [ids for ids, _ in selected(page)] == [
+        "fusion0.0 fusion0.1",
+        *[s.id for s in report.segments] * 2,
+    ]
     page.click(".pane:last-child .block >> nth=1")
     assert [ids for ids, _ in selected(page)] == ["fusion0.0 fusion0.1", "fusion0.1", "fusion0.1"]
 
@@ -117,7 +129,9 @@ def test_it_can_be_read(opened, report, tmp_path, width, height, scheme):
 
 def test_a_broad_graph_is_a_list_where_there_is_no_room(opened):
     """A backward, several of whose segments read from the same one."""
-    broad = explain(Training(), torch.zeros(TOKENS, HIDDEN).bfloat16().requires_grad_(), backward=True)
+    broad = explain(
+        Training(), torch.zeros(TOKENS, HIDDEN).bfloat16().requires_grad_(), backward=True
+    )
     page = opened(broad, viewport={"width": 400, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     page.hover(".unfused li:last-child")
@@ -129,7 +143,9 @@ def test_a_broad_graph_is_a_list_where_there_is_no_room(opened):
 
 def brightness(page, property):
     """Of a colour of the page, 0 to 255."""
-    return page.evaluate(f"Math.max(...getComputedStyle(document.body).{property}.match(/\\d+/g).map(Number))")
+    return page.evaluate(
+        f"Math.max(...getComputedStyle(document.body).{property}.match(/\\d+/g).map(Number))"
+    )
 
 
 def test_text_that_means_harm_is_text(opened, report):
@@ -152,7 +168,9 @@ def test_in_a_notebook(chromium, report):
 def test_a_difference(opened, report):
     with options.override(contract_rounding=False):
         exact = pages.explained(target="cpu")
-    page = opened(diff(pages.explained(target="cpu"), exact), viewport={"width": 400, "height": 800})
+    page = opened(
+        diff(pages.explained(target="cpu"), exact), viewport={"width": 400, "height": 800}
+    )
     page.click("summary:has-text('source')")
     assert page.locator("details[open] .more").first.is_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 400

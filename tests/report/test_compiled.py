@@ -1,4 +1,6 @@
-"""fusion_moe.last_compiled: the report of what torch.compile compiled, or found in its caches, and the artifacts of both."""
+"""fusion_moe.last_compiled: the report of what torch.compile compiled, or found in its caches, and
+the artifacts of both.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def none_so_far(monkeypatch):
 
 
 def test_nothing_compiled():
-    with pytest.raises(UnsupportedError, match="no graph was compiled in this process; expected a call of torch.compile"):
+    with pytest.raises(
+        UnsupportedError,
+        match="no graph was compiled in this process; expected a call of torch.compile",
+    ):
         fusion_moe.last_compiled()
 
 
@@ -53,7 +58,12 @@ def test_it_reports_what_explain_reports():
 @pytest.mark.compiler
 def test_graphs_of_the_latest_options_and_no_more_than_are_kept():
     for tokens, rounding in (6, True), (7, False), (8, False), (9, False):
-        model = torch.compile(pages.Layer(), backend="fusion_moe", options={"fusion_moe.contract_rounding": rounding}, dynamic=False)
+        model = torch.compile(
+            pages.Layer(),
+            backend="fusion_moe",
+            options={"fusion_moe.contract_rounding": rounding},
+            dynamic=False,
+        )
         with torch.no_grad():
             model(torch.zeros(tokens, pages.HIDDEN, dtype=torch.bfloat16))
     found = fusion_moe.last_compiled()
@@ -76,7 +86,11 @@ def test_hits_of_caches_are_reported_and_logged_like_misses(tmp_path):
     told, logged = [], []
     for run in ("miss", "hit"):
         done = subprocess.run(
-            [sys.executable, script], env=cache | {"TORCH_TRACE": str(tmp_path / run)}, capture_output=True, text=True, check=True
+            [sys.executable, script],
+            env=cache | {"TORCH_TRACE": str(tmp_path / run)},
+            capture_output=True,
+            text=True,
+            check=True,
         )
         told.append(done.stdout.split("\n", 1))
         logged.append("".join(p.read_text() for p in (tmp_path / run).iterdir()))

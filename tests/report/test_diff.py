@@ -53,24 +53,39 @@ def test_a_target(cpu, hopper, golden, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     found = fusion_moe.diff(cpu, hopper)
     golden(str(found))
-    assert {(s.before, s.after) for s in found.segments} == {("fusion0.0", ""), ("fusion0.1", ""), ("", "fusion0.0")}
+    assert {(s.before, s.after) for s in found.segments} == {
+        ("fusion0.0", ""),
+        ("fusion0.1", ""),
+        ("", "fusion0.0"),
+    }
 
 
 def test_reasons_that_come_and_go(cpu):
     (call,) = cpu.not_fused
-    other = replace(cpu, not_fused=(replace(call, why="another reason"), replace(call, op="aten.mm.default")))
+    other = replace(
+        cpu, not_fused=(replace(call, why="another reason"), replace(call, op="aten.mm.default"))
+    )
     lines = str(fusion_moe.diff(cpu, other)).splitlines()
     assert lines[-3:] == [
-        "- aten.topk.default: it has no translator (1 time)", "+ aten.topk.default: another reason (1 time)",
+        "- aten.topk.default: it has no translator (1 time)",
+        "+ aten.topk.default: another reason (1 time)",
         "+ aten.mm.default: it has no translator (1 time)",
-    ]  # fmt: skip
+    ]
 
 
 def test_times_differ_where_their_spreads_do_not_overlap(cpu):
     def timed(*seconds):
         (fusion,) = cpu.fusions
         first, second = fusion.segments
-        return replace(cpu, fusions=(replace(fusion, segments=(replace(first, measured=Measured(*seconds, 100, 1e-6)), second)),))
+        return replace(
+            cpu,
+            fusions=(
+                replace(
+                    fusion,
+                    segments=(replace(first, measured=Measured(*seconds, 100, 1e-6)), second),
+                ),
+            ),
+        )
 
     assert not fusion_moe.diff(timed(2e-3, 1e-3, 4e-3), timed(3e-3, 2e-3, 5e-3))
     (changed,) = fusion_moe.diff(timed(2e-3, 1e-3, 4e-3), timed(6e-3, 5e-3, 7e-3)).segments

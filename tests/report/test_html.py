@@ -21,7 +21,9 @@ VOID = {"meta", "link"}
 
 
 class Read(HTMLParser):
-    """The elements of a page in order, with their attributes; `unbalanced`: end tags that end nothing."""
+    """The elements of a page in order, with their attributes; `unbalanced`: end tags that end
+    nothing.
+    """
 
     def __init__(self, text: str):
         super().__init__()
@@ -54,9 +56,13 @@ def many(report):
     """Pages of reports with and without everything that a report may have."""
     nothing = pages.fusion_moe.explain(lambda: 3)
     return {
-        "plain": page(report), "measured": page(pages.measured(report)), "harmful": page(pages.harmful(report)), "nothing": page(nothing),
-        "cuda": page(pages.explained(target="cuda")), "hopper": page(pages.explained(target="sm_90")),
-    }  # fmt: skip
+        "plain": page(report),
+        "measured": page(pages.measured(report)),
+        "harmful": page(pages.harmful(report)),
+        "nothing": page(nothing),
+        "cuda": page(pages.explained(target="cuda")),
+        "hopper": page(pages.explained(target="sm_90")),
+    }
 
 
 NAMES = ["plain", "measured", "harmful", "nothing", "cuda", "hopper"]
@@ -72,7 +78,17 @@ def test_it_is_well_formed(many, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_loaded(many, name):
     for tag, attributes in Read(many[name]).elements:
-        assert tag not in ("img", "iframe", "object", "embed", "video", "audio", "base", "form", "a")
+        assert tag not in (
+            "img",
+            "iframe",
+            "object",
+            "embed",
+            "video",
+            "audio",
+            "base",
+            "form",
+            "a",
+        )
         assert not attributes.keys() & {"src", "srcset", "action", "onclick", "onerror", "onload"}
         assert attributes.get("href") in (None, "data:,")
     style = re.search(r"<style>(.*?)</style>", many[name], re.DOTALL)[1]
@@ -82,10 +98,17 @@ def test_nothing_is_loaded(many, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_script_may_run_but_its_own(many, name):
-    (policy,) = [m["content"] for m in Read(many[name]).all("meta") if m.get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = [
+        m["content"]
+        for m in Read(many[name]).all("meta")
+        if m.get("http-equiv") == "Content-Security-Policy"
+    ]
     script = re.search(r"<script>(.*?)</script>", many[name], re.DOTALL)[1]
     digest = b64encode(sha256(script.encode()).digest()).decode()
-    assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert policy == (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src "
+        f"'sha256-{digest}'"
+    )
     assert "innerHTML" not in script
 
 
@@ -96,9 +119,14 @@ def test_users_text_is_escaped(many):
 
 
 def test_every_segment_is_in_the_graph_and_in_every_pane(report, many):
-    linked = [attributes["data-segments"].split() for _, attributes in Read(many["plain"]).elements if "data-segments" in attributes]
+    linked = [
+        attributes["data-segments"].split()
+        for _, attributes in Read(many["plain"]).elements
+        if "data-segments" in attributes
+    ]
     for s in report.segments:
-        assert sum(s.id in ids for ids in linked) == 4  # its box, its source line, its IR, its kernel
+        # its box, its source line, its IR, its kernel
+        assert sum(s.id in ids for ids in linked) == 4
     assert "return x + self.experts(x, ids, weights)" in many["plain"]
     assert "#include" in many["plain"]
 
@@ -145,8 +173,16 @@ def test_stages_are_told_by_what_they_change():
     assert differences("a\nb\nc", "a\nx\nc") == ["  a", "- b", "+ x", "  c"]
     assert differences("a", "a") == differences("t1 = relu(i0)", "t2 = relu(i0)") == []
     assert differences("\n".join("abcdefghi"), "\n".join("xbcdefghy")) == [
-        "- a", "+ x", "  b", "  c", "...", "  g", "  h", "- i", "+ y",
-    ]  # fmt: skip
+        "- a",
+        "+ x",
+        "  b",
+        "  c",
+        "...",
+        "  g",
+        "  h",
+        "- i",
+        "+ y",
+    ]
 
 
 def test_elements_escape_what_is_no_markup():

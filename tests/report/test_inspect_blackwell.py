@@ -13,11 +13,16 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "inspect_blackwell.
 
 @pytest.mark.slow
 def test_definitions_or_what_to_install():
-    out = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, EXAMPLE], capture_output=True, text=True, check=True
+    ).stdout
     assert out.count("(emitted, unexecuted); ") == 2
     assert "never run on compute capability 10.0" in " ".join(out.split())
     if importlib.util.find_spec("nvfuser_direct") is None:
-        assert out.count("nvFuser is not installed; pip install '.[nvfuser]' in a clone of fusion_moe") == 2
+        assert (
+            out.count("nvFuser is not installed; pip install '.[nvfuser]' in a clone of fusion_moe")
+            == 2
+        )
     else:
         assert out.count("fd.ops.cutlass_nvfp4_grouped_mm(") == 2
         assert out.count("fd.ops.grouped_mm(tv") == 2

@@ -21,11 +21,16 @@ pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_miss
 EXPERTS, SLOTS, HIDDEN, INTERMEDIATE = 8, 2, 128, 64
 
 
-def report(tokens: int, target: str | None = None, gpu: str | None = None) -> fusion_moe.report.Report:
+def report(
+    tokens: int, target: str | None = None, gpu: str | None = None
+) -> fusion_moe.report.Report:
     """Of an H200, unless another target is asked for."""
     module = experts_of_ones(EXPERTS, HIDDEN, INTERMEDIATE)
     fusion_moe.prepare_(module, target or "cuda")
-    x, ids = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16), torch.zeros(tokens, SLOTS, dtype=torch.long)
+    x, ids = (
+        torch.ones(tokens, HIDDEN, dtype=torch.bfloat16),
+        torch.zeros(tokens, SLOTS, dtype=torch.long),
+    )
     gpu = gpu or ("H200" if target is None else None)
     with torch.no_grad():
         return fusion_moe.explain(module, x, ids, torch.ones(tokens, SLOTS), target=target, gpu=gpu)
@@ -36,7 +41,8 @@ def launched(found: fusion_moe.report.Report) -> list[str]:
 
 
 def test_kernels_follow_the_sizes():
-    assert launched(report(1)) == ["route, small_m_1x1x4x1x3", "small_m_1x1x8x1x3, combine"]  # one: which tracers take for a constant
+    # one: which tracers take for a constant
+    assert launched(report(1)) == ["route, small_m_1x1x4x1x3", "small_m_1x1x8x1x3, combine"]
     assert launched(report(4000)) == [
         "route, reorder_activations, large_m_160x3; result in fragment order, for segment 1",
         "large_m_160x3, combine; activations in fragment order, of segment 0",
@@ -46,7 +52,11 @@ def test_kernels_follow_the_sizes():
 def test_an_open_size_lists_others():
     module = experts_of_ones(EXPERTS, HIDDEN, INTERMEDIATE)
     fusion_moe.prepare_(module, "cuda")
-    args = torch.ones(40, HIDDEN, dtype=torch.bfloat16), torch.zeros(40, SLOTS, dtype=torch.long), torch.ones(40, SLOTS)
+    args = (
+        torch.ones(40, HIDDEN, dtype=torch.bfloat16),
+        torch.zeros(40, SLOTS, dtype=torch.long),
+        torch.ones(40, SLOTS),
+    )
     for t in args:
         torch._dynamo.mark_dynamic(t, 0)
     with torch.no_grad():
@@ -58,19 +68,35 @@ def test_an_open_size_lists_others():
     assert at[1] == tuple(launched(report(1)))
     assert at[8192] == tuple(launched(report(8192)))
     assert f"{fusion.id}, for other sizes {symbol}" in found._repr_html_()
-    assert [size for size, _ in json.loads(found.to_json())["fusions"][0]["launched_at"]] == [1, 8, 32, 128, 512, 2048, 8192]
+    assert [size for size, _ in json.loads(found.to_json())["fusions"][0]["launched_at"]] == [
+        1,
+        8,
+        32,
+        128,
+        512,
+        2048,
+        8192,
+    ]
 
 
 def test_kernels_follow_the_gpu():
     ada = report(4000, gpu="L40S")
-    assert all("small_m" in kernels and "fragment order" not in kernels for kernels in launched(ada))
-    assert [(f.gpu, f.sizes) for f in ada.fusions] == [("L40S (sm_89), never run on compute capability 8.9", ())]
+    assert all(
+        "small_m" in kernels and "fragment order" not in kernels for kernels in launched(ada)
+    )
+    assert [(f.gpu, f.sizes) for f in ada.fusions] == [
+        ("L40S (sm_89), never run on compute capability 8.9", ())
+    ]
     assert "on L40S (sm_89), never run on compute capability 8.9, workspace" in ada.details()
     assert report(4000, "cuda", "H100").fusions[0].gpu == "H100 (sm_90a)"
     assert report(4000, gpu="rtx 4090").fusions[0].gpu.startswith("RTX 4090 (sm_89), never run")
-    with pytest.raises(OptionError, match="gpu = 'H300'; expected one of H200, H100, A100, L40S, RTX 4090, B200"):
+    with pytest.raises(
+        OptionError, match="gpu = 'H300'; expected one of H200, H100, A100, L40S, RTX 4090, B200"
+    ):
         report(1, gpu="H300")
-    with pytest.raises(OptionError, match="gpu = 'H200' for the target 'cpu'; expected the target 'cuda', or none"):
+    with pytest.raises(
+        OptionError, match="gpu = 'H200' for the target 'cpu'; expected the target 'cuda', or none"
+    ):
         report(1, "cpu", "H200")
 
 
@@ -80,15 +106,27 @@ def test_without_a_gpu_an_h200_is_meant():
 
 
 def test_concurrent_kernels_say_which_groups_are_theirs(monkeypatch):
-    use(monkeypatch, tiled=(Regime(ALWAYS, SETS["M8"], ((12, SETS["M8"]), (None, SETS["M80"]))), *TABLE.tiled))
-    high, low = "large_m_80x4 (groups of more than 12 rows)", "small_m_1x1x8x1x3 (groups of 1 to 12 rows)"
+    use(
+        monkeypatch,
+        tiled=(Regime(ALWAYS, SETS["M8"], ((12, SETS["M8"]), (None, SETS["M80"]))), *TABLE.tiled),
+    )
+    high, low = (
+        "large_m_80x4 (groups of more than 12 rows)",
+        "small_m_1x1x8x1x3 (groups of 1 to 12 rows)",
+    )
     assert f"{high}, {low}, combine" in launched(report(2 * EXPERTS))
 
 
 def test_a_pinned_kernel_is_what_runs():
     with options.override(cuda_variant="large_m_80x4"):
-        assert [re.findall("[a-z]+_m_[^,;]*", kernels) for kernels in launched(report(1))] == [["large_m_80x4"]] * 2
-        with pytest.raises(UnsupportedError, match=r"'large_m_80x4' does not fit .* on L40S; expected one of small_m_1x1x1x1x3, "):
+        assert [re.findall("[a-z]+_m_[^,;]*", kernels) for kernels in launched(report(1))] == [
+            ["large_m_80x4"]
+        ] * 2
+        with pytest.raises(
+            UnsupportedError,
+            match=r"'large_m_80x4' does not fit .* on L40S; "
+            r"expected one of small_m_1x1x1x1x3, ",
+        ):
             report(1, gpu="L40S")
     with (
         options.override(cuda_variant="large_m_81x4"),
@@ -98,9 +136,17 @@ def test_a_pinned_kernel_is_what_runs():
 
 
 def test_workspace_is_what_no_result_holds():
-    """At a time: the rows that are summed lie where those before the first product, in fragment order, were."""
+    """At a time: the rows that are summed lie where those before the first product, in fragment
+    order, were.
+    """
     rows = 4000 * SLOTS
-    row_of, slot_of, x, h, y = rows * 4, rows * 4, 4000 * HIDDEN * 2, rows * INTERMEDIATE * 2, rows * HIDDEN * 2
+    row_of, slot_of, x, h, y = (
+        rows * 4,
+        rows * 4,
+        4000 * HIDDEN * 2,
+        rows * INTERMEDIATE * 2,
+        rows * HIDDEN * 2,
+    )
     (found,) = report(4000).fusions
     alone = sum(-(-n // 256) * 256 for n in (row_of, slot_of, x, h, y, EXPERTS * 4))
     assert slot_of + h + y <= found.workspace < alone
@@ -110,7 +156,10 @@ def test_workspace_is_what_no_result_holds():
 def test_what_runs_while_kernels_are_compiled():
     """Kernels that no size changes: those of one call serve another."""
     with options.override(background_compile=True):
-        few, many = (report(tokens).stage("choice").split("while these are compiled, kernels for any size: ") for tokens in (1, 4000))
+        few, many = (
+            report(tokens).stage("choice").split("while these are compiled, kernels for any size: ")
+            for tokens in (1, 4000)
+        )
     assert [len(said) for said in (few, many)] == [2, 2]
     names = [re.findall(r"^    (\w+): \d+ blocks", said[1], re.MULTILINE) for said in (few, many)]
     assert names[0] == names[1]
@@ -122,7 +171,10 @@ def test_said_in_the_table_and_in_json():
     found = report(4000)
     (fusion,) = found.fusions
     told = " ".join(found.details().split())
-    assert f"fusion0 on H200 (sm_90a), workspace {fusion.workspace / 1e6:.3g} MB fusion0.0 {fusion.segments[0].launched}" in told
+    assert (
+        f"fusion0 on H200 (sm_90a), workspace {fusion.workspace / 1e6:.3g} MB fusion0.0 "
+        f"{fusion.segments[0].launched}"
+    ) in told
     said = json.loads(found.to_json())["fusions"][0]
     assert (said["gpu"], said["workspace"]) == ("H200 (sm_90a)", fusion.workspace)
 

@@ -1,4 +1,6 @@
-"""fusion_moe.explain with measure and load: what kernels take, what they read, and the rows of each expert."""
+"""fusion_moe.explain with measure and load: what kernels take, what they read, and the rows of each
+expert.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Layer(torch.nn.Module):
 
 @pytest.fixture(autouse=True)
 def little_is_read(monkeypatch):
-    """The bandwidth is that of a few MiB, in a cache: here it only has to be a number. Nothing is kept."""
+    """The bandwidth is that of a few MiB, in a cache: here it only has to be a number. Nothing is
+    kept.
+    """
     monkeypatch.setattr(bandwidth, "pool", lambda: pages.empty((2**22,), torch.uint8).fill_(1))
     monkeypatch.setattr(bandwidth, "of", bandwidth._measured)
 
@@ -72,7 +76,7 @@ def measured_of(report):
     return [m for f in report.fusions for m in (*(s.measured for s in f.segments), f.measured)]
 
 
-# What is measured -----------------------------------------------------------------------------------------------------
+# What is measured ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["cpu", "reference"])
@@ -85,10 +89,18 @@ def test_each_kernel_and_the_program_are_measured(x, target):
         assert m.floor == m.bytes_read / speed
     in_cpp = [s.backend for s in report.fusions[0].segments] == ["cpu", "cpu"]
     assert in_cpp == (target == "cpu" and build.find_compiler() is not None)
-    assert (report.machine.tier, report.machine.tier_why) == ((isa.selected(), "the best tier of this CPU") if in_cpp else ("", ""))
+    assert (report.machine.tier, report.machine.tier_why) == (
+        (isa.selected(), "the best tier of this CPU") if in_cpp else ("", "")
+    )
     assert [dtype for dtype, _ in report.machine.products] == (["bf16 by nvfp4"] if in_cpp else [])
-    assert all(f"groups of {told}" in " ".join(report.details().split()) for _, told in report.machine.products)
-    assert (report.machine.threads, report.machine.cpus) == (torch.get_num_threads(), bandwidth.cpus())
+    assert all(
+        f"groups of {told}" in " ".join(report.details().split())
+        for _, told in report.machine.products
+    )
+    assert (report.machine.threads, report.machine.cpus) == (
+        torch.get_num_threads(),
+        bandwidth.cpus(),
+    )
 
 
 def test_bytes_are_those_of_experts_that_have_rows(x):
@@ -98,13 +110,20 @@ def test_bytes_are_those_of_experts_that_have_rows(x):
     down = matrices(HIDDEN, INTERMEDIATE, used) + 4 * used
     tokens = len(IDS) * HIDDEN * 2
     assert first.bytes_read == 8 * slots + tokens + gate_up
-    assert second.bytes_read == down + slots * INTERMEDIATE * 2 + 4 * EXPERTS + 4 * slots + 4 * slots  # rows, ends, slots, weights
-    assert whole.bytes_read == 8 * slots + tokens + gate_up + down + 4 * slots  # and nothing of what kernels hand on
+    # rows, ends, slots, weights
+    assert (
+        second.bytes_read == down + slots * INTERMEDIATE * 2 + 4 * EXPERTS + 4 * slots + 4 * slots
+    )
+    # and nothing of what kernels hand on
+    assert whole.bytes_read == 8 * slots + tokens + gate_up + down + 4 * slots
 
 
 def test_bounds_stay_where_they_were(x):
     """Without running, of 6 rows at most 6 experts are known to be read."""
-    (first, _), (bound, _) = (explained(Layer(), x, IDS, W, **on).fusions[0].segments for on in ({}, {"measure": False, "load": False}))
+    (first, _), (bound, _) = (
+        explained(Layer(), x, IDS, W, **on).fusions[0].segments
+        for on in ({}, {"measure": False, "load": False})
+    )
     assert first.bytes_read == bound.bytes_read > first.measured.bytes_read
     assert bound.measured is None
 
@@ -120,9 +139,16 @@ def test_the_call_is_run_as_compiled(x):
 @pytest.mark.parametrize("asked", ["measure", "load"])
 def test_one_may_be_asked_for_without_the_other(x, asked):
     report = explained(Layer(), x, IDS, W, measure=asked == "measure", load=asked == "load")
-    assert (report.machine is not None) == (asked == "measure") == (report.fusions[0].measured is not None)
+    assert (
+        (report.machine is not None)
+        == (asked == "measure")
+        == (report.fusions[0].measured is not None)
+    )
     assert bool(report.fusions[0].loads) == (asked == "load")
-    assert ("x floor" in report.details(), "6 rows in 8 groups" in report.details()) == (asked == "measure", asked == "load")
+    assert ("x floor" in report.details(), "6 rows in 8 groups" in report.details()) == (
+        asked == "measure",
+        asked == "load",
+    )
 
 
 def test_without_a_compiler_what_runs_then_is_measured(x, no_compiler):
@@ -138,18 +164,26 @@ def test_a_tier_that_is_asked_for_is_named(x):
     with options.override(cpu_isa="generic"):
         machine = explained(Layer(), x, IDS, W).machine
     assert (machine.tier, machine.tier_why) == ("generic", "set by cpu_isa")
-    assert machine.products == (("bf16 by nvfp4", "1 row by dot products with the codes, more by panels of dequantized weights"),)
+    assert machine.products == (
+        (
+            "bf16 by nvfp4",
+            "1 row by dot products with the codes, more by panels of dequantized weights",
+        ),
+    )
 
 
 def test_weights_on_large_pages_are_counted():
-    layer, x = NVFP4GroupedLinear.from_float(torch.randn(4, 1024, 2048)), torch.randn(3, 2048).bfloat16()
+    layer, x = (
+        NVFP4GroupedLinear.from_float(torch.randn(4, 1024, 2048)),
+        torch.randn(3, 2048).bfloat16(),
+    )
     machine = explained(layer, x, torch.tensor([1, 1, 2, 3], dtype=torch.int32)).machine
     weights = layer.weight, layer.weight_scale, layer.weight_decode_scale
     assert machine.weight_bytes == layer.nbytes
     assert machine.weight_bytes_on_large_pages == pages.obtained(*weights)
 
 
-# The rows of each expert ----------------------------------------------------------------------------------------------
+# The rows of each expert --------------------------------------------------------------------------
 
 
 def test_load(x):
@@ -210,12 +244,16 @@ def test_with_gradients_the_forward_pass_is_measured(x):
     assert report.fusions[0].measured.seconds > 0
 
 
-# What cannot be measured ----------------------------------------------------------------------------------------------
+# What cannot be measured --------------------------------------------------------------------------
 
 
 def test_tensors_need_values(x):
     layer = Layer()
-    with pytest.raises(UnsupportedError, match=r"a tensor \[3, 64\] that is fake or on the meta device; expected tensors with data"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"a tensor \[3, 64\] that is fake or on the meta "
+        r"device; expected tensors with data",
+    ):
         explained(layer, x.to("meta"), IDS, W)
     with FakeTensorMode():
         fake = Layer()
@@ -225,7 +263,11 @@ def test_tensors_need_values(x):
 
 
 def test_programs_need_their_machine(x):
-    with pytest.raises(UnsupportedError, match=r"sm_100 requires a CUDA device with compute capability 10\.0"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"sm_100 requires a CUDA device with compute "
+        r"capability 10\.0",
+    ):
         explained(Layer(), x, IDS, W, target="sm_100")
     layer = Layer()
     layer.experts.activation_format = "nvfp4"
@@ -242,7 +284,10 @@ def test_where_nothing_is_fused_nothing_is_measured(x):
 def test_what_thunder_made_is_not_run(x):
     import thunder
 
-    with pytest.raises(UnsupportedError, match="the result of thunder.jit; expected a module or a function; pass what"):
+    with pytest.raises(
+        UnsupportedError,
+        match="the result of thunder.jit; expected a module or a function; pass what",
+    ):
         explained(thunder.jit(Layer()), x, IDS, W)
 
 
@@ -251,11 +296,14 @@ def test_on_a_gpu_the_load_is_shown_and_events_take_times(x):
     layer, args = Layer().cuda(), (x.cuda(), IDS.cuda(), W.cuda())
     assert explained(layer, *args, measure=False).fusions[0].loads[0].rows == ROWS
     report = explained(layer, *args)
-    assert (report.machine.gpu, report.machine.now) == (torch.cuda.get_device_name(), report.machine.bytes_per_second)
+    assert (report.machine.gpu, report.machine.now) == (
+        torch.cuda.get_device_name(),
+        report.machine.bytes_per_second,
+    )
     assert all(0 < m.shortest <= m.seconds <= m.longest for m in measured_of(report))
 
 
-# How it is told -------------------------------------------------------------------------------------------------------
+# How it is told -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -264,13 +312,32 @@ def told(x):
     with torch.no_grad():
         report = fusion_moe.explain(Layer(), x, IDS, W, target="reference")
     (fusion,) = report.fusions
-    times = [Measured(250e-6, 240e-6, 270e-6, 2_000_000, 100e-6), Measured(1.5e-3, 1.4e-3, 1.9e-3, 1_000_000, 50e-6)]
+    times = [
+        Measured(250e-6, 240e-6, 270e-6, 2_000_000, 100e-6),
+        Measured(1.5e-3, 1.4e-3, 1.9e-3, 1_000_000, 50e-6),
+    ]
     loads = (Load("g0", ROWS), Load("g0", (1,) * 8), Load("g0", (0,) * 8))
     fusion = replace(
-        fusion, measured=Measured(1.7e-3, 1.7e-3, 1.7e-3, 3_000_000, 150e-6), loads=loads, times=3,
+        fusion,
+        measured=Measured(1.7e-3, 1.7e-3, 1.7e-3, 3_000_000, 150e-6),
+        loads=loads,
+        times=3,
         segments=tuple(replace(s, measured=m) for s, m in zip(fusion.segments, times, strict=True)),
-    )  # fmt: skip
-    machine = Machine("Some CPU", 4, 2, "avx2", "the best tier of this CPU", 20e9, 19e9, "C++, 256 MiB", 7, 12, 340_000_000, 339_000_000)
+    )
+    machine = Machine(
+        "Some CPU",
+        4,
+        2,
+        "avx2",
+        "the best tier of this CPU",
+        20e9,
+        19e9,
+        "C++, 256 MiB",
+        7,
+        12,
+        340_000_000,
+        339_000_000,
+    )
     return replace(report, fusions=(fusion,), machine=machine)
 
 
@@ -290,39 +357,60 @@ def test_json(told):
     assert data["machine"]["bytes_per_second"] == 20e9
     (fusion,) = data["fusions"]
     assert fusion["segments"][0]["measured"] == {
-        "seconds": 250e-6, "shortest": 240e-6, "longest": 270e-6, "bytes_read": 2_000_000, "floor": 100e-6,
-    }  # fmt: skip
+        "seconds": 250e-6,
+        "shortest": 240e-6,
+        "longest": 270e-6,
+        "bytes_read": 2_000_000,
+        "floor": 100e-6,
+    }
     assert fusion["measured"]["seconds"] == 1.7e-3
     assert fusion["loads"][0] == {"partition": "g0", "rows": list(ROWS)}
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(2.5, "2.5 s"), (0.9996, "1 s"), (0.0999, "99.9 ms"), (1e-3, "1 ms"), (123.4e-6, "123 us"), (5e-10, "0.5 ns")]
+    ("seconds", "text"),
+    [
+        (2.5, "2.5 s"),
+        (0.9996, "1 s"),
+        (0.0999, "99.9 ms"),
+        (1e-3, "1 ms"),
+        (123.4e-6, "123 us"),
+        (5e-10, "0.5 ns"),
+    ],
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
-# On a busy machine -----------------------------------------------------------------------------------------------------
+# On a busy machine --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("preemptions", "now", "why"),
     [
-        (0, 20e9, ""), (6, 15e9, ""), (12, 20e9, "other programs took the CPU away 12 times"),
-        (0, 5e9, "memory was read at 25% of this machine's speed"), (7, 5e9, "7 times, and memory was read at 25%"),
+        (0, 20e9, ""),
+        (6, 15e9, ""),
+        (12, 20e9, "other programs took the CPU away 12 times"),
+        (0, 5e9, "memory was read at 25% of this machine's speed"),
+        (7, 5e9, "7 times, and memory was read at 25%"),
     ],
-)  # fmt: skip
+)
 def test_a_busy_machine_voids_times(told, preemptions, now, why):
     report = replace(told, machine=replace(told.machine, preemptions=preemptions, now=now))
     assert why in report.void
     assert bool(report.void) == bool(why)
     words = " ".join(str(report).split())
-    assert ("! times are void: this machine was busy: " in words, "times its memory bound" in words) == (bool(why), not why)
+    assert (
+        "! times are void: this machine was busy: " in words,
+        "times its memory bound" in words,
+    ) == (bool(why), not why)
     page = report._repr_html_()
     assert ("times are void" in page, "x memory bound" in page) == (bool(why), not why)
     assert "1.5 ms" in report.details()
-    later = replace(report, fusions=tuple(replace(f, segments=tuple(map(slower, f.segments))) for f in report.fusions))
+    later = replace(
+        report,
+        fusions=tuple(replace(f, segments=tuple(map(slower, f.segments))) for f in report.fusions),
+    )
     assert bool(fusion_moe.diff(report, later)) == (not why)
 
 

@@ -1,4 +1,6 @@
-"""fusion_moe.explain traces on fakes: nothing is computed, weights need no memory, and the model stays as it is."""
+"""fusion_moe.explain traces on fakes: nothing is computed, weights need no memory, and the model
+stays as it is.
+"""
 
 import pytest
 import torch
@@ -60,7 +62,11 @@ class Executed(TorchDispatchMode):
         if func.is_view:
             return result
         for t in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor) and t.device.type != "meta":
+            if (
+                isinstance(t, torch.Tensor)
+                and not isinstance(t, FakeTensor)
+                and t.device.type != "meta"
+            ):
                 self.largest = max(self.largest, t.numel())
         return result
 
@@ -88,7 +94,12 @@ def test_a_call_that_runs_is_seen(x):
 
 
 LAYER = None
-GIVEN = {"module": lambda m: m, "method": lambda m: m.forward, "function": lambda m: lambda x: m(x), "global": lambda m: calls_a_global}
+GIVEN = {
+    "module": lambda m: m,
+    "method": lambda m: m.forward,
+    "function": lambda m: lambda x: m(x),
+    "global": lambda m: calls_a_global,
+}
 
 
 def calls_a_global(x, *, layer=None):
@@ -150,7 +161,11 @@ def test_a_call_that_asks_for_values_is_run(x):
     with torch.no_grad():
         assert sum(f.times for f in fusion_moe.explain(asks, x).fusions) == 1
         assert sum(f.times for f in fusion_moe.explain(asks, -x, target="sm_90").fusions) == 2
-        with pytest.raises(UnsupportedError, match=r"reads tensor values \(aten.*expected tensors with data"):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"reads tensor values \(aten.*expected tensors "
+            r"with data",
+        ):
             fusion_moe.explain(asks, x.to("meta"))
 
 
@@ -178,16 +193,25 @@ def test_parameters_of_one_tensor_stay_one(x):
     seen = []
     with torch.no_grad():
         tied = Tied()
-        tied.register_forward_hook(lambda m, args, out: seen.append(m.one.experts.down_proj is m.two.experts.down_proj))
+        tied.register_forward_hook(
+            lambda m, args, out: seen.append(m.one.experts.down_proj is m.two.experts.down_proj)
+        )
         fusion_moe.explain(tied, x)
     assert seen == [True]
 
 
 def test_a_wrong_call_raises_the_operations_error():
     ids, w = torch.zeros(TOKENS, TOP_K, dtype=torch.int64), torch.rand(TOKENS, TOP_K)
-    with torch.no_grad(), pytest.raises(ShapeError, match=f"^explain: fused_experts: x has 63 features; expected {HIDDEN}"):
+    with (
+        torch.no_grad(),
+        pytest.raises(
+            ShapeError, match=f"^explain: fused_experts: x has 63 features; expected {HIDDEN}"
+        ),
+    ):
         fusion_moe.explain(experts(), torch.randn(TOKENS, 63), ids, w)
-    with pytest.raises(UnsupportedError, match="explain: a int; expected a torch.nn.Module or a function"):
+    with pytest.raises(
+        UnsupportedError, match="explain: a int; expected a torch.nn.Module or a function"
+    ):
         fusion_moe.explain(3)
 
 
@@ -200,5 +224,8 @@ def test_on_a_gpu_no_weight_is_copied(x):
         with torch.no_grad():
             report = fusion_moe.explain(layer, x, target=name)
         assert report.fusions
-        assert report.executed == (TARGETS[name].capability in (None, torch.cuda.get_device_capability()))
-    assert torch.cuda.max_memory_allocated() - before < layer.experts.nbytes // 10  # some numbers, and no weight
+        assert report.executed == (
+            TARGETS[name].capability in (None, torch.cuda.get_device_capability())
+        )
+    # some numbers, and no weight
+    assert torch.cuda.max_memory_allocated() - before < layer.experts.nbytes // 10

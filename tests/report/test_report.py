@@ -1,4 +1,6 @@
-"""fusion_moe.explain: its table, its numbers, its stages, and what it says of what was not fused."""
+"""fusion_moe.explain: its table, its numbers, its stages, and what it says of what was not
+fused.
+"""
 
 import inspect
 import json
@@ -43,15 +45,22 @@ def test_costs_are_those_counted_by_hand(report):
     rows = TOKENS * TOP_K
     first, second = report.fusions[0].segments
     weights = EXPERTS * 2 * INTERMEDIATE * HIDDEN
-    assert first.flops == 2 * rows * 2 * INTERMEDIATE * HIDDEN + 2 * rows * INTERMEDIATE  # the product, silu and a multiplication
-    assert first.bytes_read == TOKENS * TOP_K * 8 + TOKENS * HIDDEN * 2 + weights // 2 + weights // 16 + EXPERTS * 2 * 4
+    # the product, silu and a multiplication
+    assert first.flops == 2 * rows * 2 * INTERMEDIATE * HIDDEN + 2 * rows * INTERMEDIATE
+    assert (
+        first.bytes_read
+        == TOKENS * TOP_K * 8 + TOKENS * HIDDEN * 2 + weights // 2 + weights // 16 + EXPERTS * 2 * 4
+    )
     assert first.bytes_written == EXPERTS * 4 + rows * 4 + rows * INTERMEDIATE * 2
     inside = rows * 4 + rows * HIDDEN * 2  # row_of, gathered rows
     inside += rows * 2 * INTERMEDIATE * 2 + rows * INTERMEDIATE * 4  # the product in bf16, silu
-    assert first.bytes_avoided == 2 * inside + EXPERTS * 4  # the ends are written anyway, but not read again
+    # the ends are written anyway, but not read again
+    assert first.bytes_avoided == 2 * inside + EXPERTS * 4
     assert first.intensity == first.flops / (first.bytes_read + first.bytes_written)
-    assert second.bytes_avoided == 2 * (rows * HIDDEN * 2 + TOKENS * HIDDEN * 2)  # rows and tokens, rounded to bf16
-    assert second.flops == 2 * rows * INTERMEDIATE * HIDDEN + 2 * rows * HIDDEN + TOKENS * HIDDEN  # product, combine, residual
+    # rows and tokens, rounded to bf16
+    assert second.bytes_avoided == 2 * (rows * HIDDEN * 2 + TOKENS * HIDDEN * 2)
+    # product, combine, residual
+    assert second.flops == 2 * rows * INTERMEDIATE * HIDDEN + 2 * rows * HIDDEN + TOKENS * HIDDEN
 
 
 def test_few_rows_touch_few_experts(x):
@@ -76,10 +85,28 @@ def test_json_has_a_versioned_schema(report):
     data = json.loads(report.to_json())
     assert data["schema"] == "fusion_moe.explain/6"
     assert set(data) == {
-        "schema", "target", "executed", "graphs", "calls", "fused_calls", "fusions", "not_fused", "custom_ops", "machine", "saved",
-        "gradients", "float_experts", "unfused_flops", "unfused_bytes", "version", "options", "listings",
-    }  # fmt: skip
-    assert data["fusions"][0]["segments"][1]["boundary"].startswith("grouped_mm contracts the result of grouped_mm")
+        "schema",
+        "target",
+        "executed",
+        "graphs",
+        "calls",
+        "fused_calls",
+        "fusions",
+        "not_fused",
+        "custom_ops",
+        "machine",
+        "saved",
+        "gradients",
+        "float_experts",
+        "unfused_flops",
+        "unfused_bytes",
+        "version",
+        "options",
+        "listings",
+    }
+    assert data["fusions"][0]["segments"][1]["boundary"].startswith(
+        "grouped_mm contracts the result of grouped_mm"
+    )
     assert list(data["fusions"][0]["stages"]) == list(report.stages)
 
 
@@ -115,7 +142,9 @@ def test_sizes_that_only_the_device_knows_are_not_made_up(x):
 def test_every_stage_is_shown(report):
     assert report.stages == STAGES
     assert "fd.ops.silu" in report.stage("canonicalize")
-    assert "GroupedGemm(product='grouped_mm', prologue=('route', 'index_select')" in report.stage("schedules")
+    assert "GroupedGemm(product='grouped_mm', prologue=('route', 'index_select')" in report.stage(
+        "schedules"
+    )
     with pytest.raises(OptionError, match="no stage named 'linker'; expected one of translated"):
         report.stage("linker")
     with pytest.raises(OptionError, match="no fusion named 'fusion7'; expected one of fusion0"):
@@ -125,7 +154,9 @@ def test_every_stage_is_shown(report):
 def test_repro_is_a_script_that_runs(report, tmp_path):
     script = tmp_path / "repro.py"
     script.write_text(report.repro("fusion0"))
-    out = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=True
+    ).stdout
     assert out.startswith("output 0: bf16[6, 64], largest difference ")
     assert float(out.rsplit(" ", 1)[1]) < 0.1
 
@@ -141,8 +172,12 @@ def ran(script, tmp_path, capsys):
 def test_repro_takes_tokens_in_batches(tmp_path, capsys):
     experts = fusion_moe.NVFP4Experts.from_float(torch.randn(2, 32, 16), torch.randn(2, 16, 16))
     with torch.no_grad():
-        found = fusion_moe.explain(experts, torch.randn(2, 3, 16), torch.zeros(2, 3, 2).long(), torch.ones(2, 3, 2))
-    assert ran(found.repro(), tmp_path, capsys).startswith("output 0: f32[2, 3, 16], largest difference ")
+        found = fusion_moe.explain(
+            experts, torch.randn(2, 3, 16), torch.zeros(2, 3, 2).long(), torch.ones(2, 3, 2)
+        )
+    assert ran(found.repro(), tmp_path, capsys).startswith(
+        "output 0: f32[2, 3, 16], largest difference "
+    )
 
 
 def test_repro_of_what_cannot_run_here_runs_the_reference(x, tmp_path, capsys):
@@ -150,17 +185,31 @@ def test_repro_of_what_cannot_run_here_runs_the_reference(x, tmp_path, capsys):
     layer.experts.activation_format = "nvfp4"
     with torch.no_grad():
         found = fusion_moe.explain(layer, x, target="sm_100")
-    assert ran(found.repro(), tmp_path, capsys).startswith("output 0: bf16[6, 64], largest difference ")
+    assert ran(found.repro(), tmp_path, capsys).startswith(
+        "output 0: bf16[6, 64], largest difference "
+    )
 
 
 def test_random_inputs_fit_what_reads_them():
     fd = fusion_moe.FusionDefinition()
     m = fd.define_size("m")
-    rows, offs = fd.define_tensor(shape=[m, 16], dtype="f32"), fd.define_tensor(shape=[3], dtype="i32")
-    table, index = fd.define_tensor(shape=[5, 16], dtype="f32"), fd.define_tensor(shape=[m], dtype="i64")
+    rows, offs = (
+        fd.define_tensor(shape=[m, 16], dtype="f32"),
+        fd.define_tensor(shape=[3], dtype="i32"),
+    )
+    table, index = (
+        fd.define_tensor(shape=[5, 16], dtype="f32"),
+        fd.define_tensor(shape=[m], dtype="i64"),
+    )
     ends = fd.ops.ends(offs, rows=m, groups=fd.fresh_groups(3))
     weight = fd.define_tensor(shape=[3, 8, 16], dtype="f32")
-    fd.add_output(fd.ops.grouped_mm(fd.ops.partition(fd.ops.add(rows, fd.ops.index_select(table, index, dim=0)), ends), weight, ends))
+    fd.add_output(
+        fd.ops.grouped_mm(
+            fd.ops.partition(fd.ops.add(rows, fd.ops.index_select(table, index, dim=0)), ends),
+            weight,
+            ends,
+        )
+    )
     fusion = fd.fusion()
     for seed in range(5):
         inputs = repro.random_inputs(fusion, seed, {"m": 11})
@@ -170,7 +219,9 @@ def test_random_inputs_fit_what_reads_them():
 def test_equal_layers_are_one_entry(x):
     layer = Layer()
     with torch.no_grad():
-        twice = fusion_moe.explain(lambda x: layer(torch.relu(layer(x) @ torch.eye(HIDDEN, dtype=x.dtype))), x)
+        twice = fusion_moe.explain(
+            lambda x: layer(torch.relu(layer(x) @ torch.eye(HIDDEN, dtype=x.dtype))), x
+        )
     assert sum(f.times for f in twice.fusions) == 2
 
 
@@ -206,10 +257,12 @@ def test_asked_often_it_answers_the_same_and_what_the_user_compiled_stays(x):
     with torch.no_grad():
         compiled(x)
         before = counter.frame_count
-        assert [fusion_moe.explain(broken, x).graphs for _ in range(10)] == [2] * 10  # more often than a frame may be compiled anew
+        # more often than a frame may be compiled anew
+        assert [fusion_moe.explain(broken, x).graphs for _ in range(10)] == [2] * 10
         compiled(x)
         assert counter.frame_count == before
-        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # before torch 2.13, what explain compiles counts too
+        # before torch 2.13, what explain compiles counts too
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
             compiled(x[:4])
             assert counter.frame_count > before  # Dynamo has not given this function up
 
@@ -221,7 +274,9 @@ def test_operations_without_a_translator_are_named(x):
     torch.library.register_fake(name, torch.empty_like)
     found = fusion_moe.explain(lambda x: torch.ops.report_test.alone(x) + 1, x)
     assert found.custom_ops == (name,)
-    assert "which can join others (without a translator: report_test::alone)" in " ".join(found.details().split())
+    assert "which can join others (without a translator: report_test::alone)" in " ".join(
+        found.details().split()
+    )
 
 
 def test_no_graph_is_told_apart_from_no_fusion():
@@ -241,7 +296,12 @@ def test_a_refusal_is_shown_with_its_sentence(x):
     layer = Layer()
     try:
         with torch.no_grad():
-            found = fusion_moe.explain(lambda x: torch.ops.report_test.twice(layer.experts(x, torch.zeros(TOKENS, 1).long(), x[:, :1])), x)
+            found = fusion_moe.explain(
+                lambda x: torch.ops.report_test.twice(
+                    layer.experts(x, torch.zeros(TOKENS, 1).long(), x[:, :1])
+                ),
+                x,
+            )
     finally:
         translate.unregister(name)
     assert "refused: bf16[6, 64] is not to my taste; expected something else" in found.details()
@@ -254,7 +314,10 @@ def test_a_target_that_is_not_here_is_shown_and_called_unexecuted(x):
         found = fusion_moe.explain(layer, x, target="sm_100")
     assert "for sm_100 (emitted, unexecuted)" in found.details()
     assert "relayout" in found.stage("assign_layouts")
-    with torch.no_grad(), pytest.raises(UnsupportedError, match="activation_format = 'nvfp4' on cpu"):
+    with (
+        torch.no_grad(),
+        pytest.raises(UnsupportedError, match="activation_format = 'nvfp4' on cpu"),
+    ):
         layer(x)
 
 
@@ -264,16 +327,22 @@ def test_an_unknown_target_raises(x):
 
 
 def test_an_option_that_is_misspelled_raises(x):
-    with pytest.raises(OptionError, match="explain: mesure = True, which Layer does not name; did you mean 'measure'?"):
+    with pytest.raises(
+        OptionError,
+        match="explain: mesure = True, which Layer does not name; did you mean 'measure'?",
+    ):
         fusion_moe.explain(Layer(), x, mesure=True)
     layer = Layer()
-    assert fusion_moe.explain(lambda x, loads: layer(x), x, loads=1).fusions  # its own argument, however it is called
+    # its own argument, however it is called
+    assert fusion_moe.explain(lambda x, loads: layer(x), x, loads=1).fusions
 
 
 def test_a_compiled_model_is_looked_into(x, report):
     with torch.no_grad():
         assert len(fusion_moe.explain(torch.compile(Layer()), x).fusions) == len(report.fusions)
-        assert len(fusion_moe.explain(torch.compile(Layer().forward), x).fusions) == len(report.fusions)
+        assert len(fusion_moe.explain(torch.compile(Layer().forward), x).fusions) == len(
+            report.fusions
+        )
         in_place = Layer()
         in_place.compile()
         assert len(fusion_moe.explain(in_place, x).fusions) == len(report.fusions)
@@ -282,14 +351,17 @@ def test_a_compiled_model_is_looked_into(x, report):
 def test_with_gradients_the_forward_pass_is_shown(x, report):
     """The same operations; the first kernel stores its product too, since the backward reads it."""
     found = fusion_moe.explain(Layer(), x.clone().requires_grad_()).fusions[0].segments
-    assert [op for s in found for op in s.ops] == [op for s in report.fusions[0].segments for op in s.ops]
+    assert [op for s in found for op in s.ops] == [
+        op for s in report.fusions[0].segments for op in s.ops
+    ]
     assert [s.ops.count("grouped_mm") for s in found] == [1, 1]
 
 
 def test_saved_whole(report, tmp_path):
     report.save(tmp_path / "r.json")
     (tmp_path / "keys").write_text("precious")
-    (tmp_path / f".r.txt.{os.getpid()}").symlink_to(tmp_path / "keys")  # in a shared folder, by somebody who guesses names
+    # in a shared folder, by somebody who guesses names
+    (tmp_path / f".r.txt.{os.getpid()}").symlink_to(tmp_path / "keys")
     report.save(tmp_path / "r.txt")
     assert (tmp_path / "keys").read_text() == "precious"
     (tmp_path / "keys").unlink()
@@ -318,10 +390,16 @@ def test_fusions_are_artifacts_of_the_structured_trace(tmp_path):
         "from fusion_moe.frontends.compile_graph import compile_calls\n"
         "from fusion_moe.frontends.fusion_pass import FusionPass\n"
         "e = fusion_moe.NVFP4Experts.from_float(torch.randn(2, 32, 16), torch.randn(2, 16, 16))\n"
-        "f = torch.compile(e, backend=lambda m, i: compile_calls(FusionPass(fusion_moe.options.current()), m, i))\n"
+        "f = torch.compile(e, backend=lambda m, i: "
+        "compile_calls(FusionPass(fusion_moe.options.current()), m, i))\n"
         "with torch.no_grad(): f(torch.randn(3, 16), torch.zeros(3, 1).long(), torch.ones(3, 1))\n"
     )
-    subprocess.run([sys.executable, script], env=os.environ | {"TORCH_TRACE": str(tmp_path / "trace")}, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, script],
+        env=os.environ | {"TORCH_TRACE": str(tmp_path / "trace")},
+        check=True,
+        capture_output=True,
+    )
     logs = "".join(p.read_text() for p in (tmp_path / "trace").iterdir())
     assert '"name": "fusion_moe_fusions"' in logs
     assert "fd.ops.grouped_mm" in logs

@@ -1,4 +1,6 @@
-"""print(report): a screenful at the terminal's width; repr(report) is a line; report.details() has the rest."""
+"""print(report): a screenful at the terminal's width; repr(report) is a line; report.details() has
+the rest.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,18 @@ def told(report):
     first, second = fusion.segments
     kernel = replace(first, backend="cpu", backend_why="compiles it whole")
     torchs = replace(second, backend_why="no C++ compiler: CXX='/nowhere/g++' does not run")
-    others = tuple(NotFusedReport(f"aten.op{i}.default", "model.py:3, in forward: ...", f"reason {i % 9}", 1 + i) for i in range(20))
-    return replace(report, target="cpu", fusions=(replace(fusion, times=3, segments=(kernel, torchs)),), not_fused=others)
+    others = tuple(
+        NotFusedReport(
+            f"aten.op{i}.default", "model.py:3, in forward: ...", f"reason {i % 9}", 1 + i
+        )
+        for i in range(20)
+    )
+    return replace(
+        report,
+        target="cpu",
+        fusions=(replace(fusion, times=3, segments=(kernel, torchs)),),
+        not_fused=others,
+    )
 
 
 def test_at_80_columns(report, golden, monkeypatch):
@@ -61,12 +73,23 @@ def test_it_fits_a_screen(report, hopper, width):
 
 
 def test_repr_is_one_line(report):
-    assert repr(report) == "<Report of fusion_moe.explain: 1 graph, 1 fusion for reference, 97.9% of flops fused>"
+    assert repr(report) == (
+        "<Report of fusion_moe.explain: 1 graph, 1 fusion for reference, 97.9% of flops fused>"
+    )
 
 
 def test_shares_come_before_counts_and_plain_torch_before_kernels(report):
     text = str(told(report))
-    order = ["of flops", "of bytes", "of 12 calls", "! plain torch runs", "! fusion0.1", "fusion0.0", "not fused", "report.details()"]
+    order = [
+        "of flops",
+        "of bytes",
+        "of 12 calls",
+        "! plain torch runs",
+        "! fusion0.1",
+        "fusion0.0",
+        "not fused",
+        "report.details()",
+    ]
     places = [text.index(said) for said in order]
     assert places == sorted(places)
 
@@ -74,7 +97,9 @@ def test_shares_come_before_counts_and_plain_torch_before_kernels(report):
 def test_reasons_are_grouped(report):
     text = str(told(report))
     assert text.count("reason 0") == 1
-    assert "aten.op0.default, aten.op9.default x 10, aten.op18.default x 19: reason 0" in " ".join(text.split())
+    assert "aten.op0.default, aten.op9.default x 10, aten.op18.default x 19: reason 0" in " ".join(
+        text.split()
+    )
     assert "and 3 more" in text
 
 
@@ -82,7 +107,9 @@ def test_only_rich_colours(report):
     rich = pytest.importorskip("rich.console")
     assert "\x1b" not in str(report)
     for terminal in (True, False):
-        console = rich.Console(force_terminal=terminal, width=80, color_system="standard" if terminal else None)
+        console = rich.Console(
+            force_terminal=terminal, width=80, color_system="standard" if terminal else None
+        )
         with console.capture() as printed:
             console.print(told(report))
         assert ("\x1b[" in printed.get()) == terminal
@@ -104,11 +131,15 @@ def test_times_stand_below_their_segments(report):
     first, second = report.segments
     times = Measured(2e-3, 1e-3, 3e-3, 10**6, 1e-6)
     (fusion,) = report.fusions
-    text = str(replace(report, fusions=(replace(fusion, segments=(replace(first, measured=times), second)),)))
+    text = str(
+        replace(
+            report, fusions=(replace(fusion, segments=(replace(first, measured=times), second)),)
+        )
+    )
     assert "    2 ms, 2,000 times its memory bound\n" in text
 
 
-# How much is fused ----------------------------------------------------------------------------------------------------
+# How much is fused --------------------------------------------------------------------------------
 
 
 def test_flops_and_bytes_outside_are_those_counted_by_hand(report):
@@ -120,14 +151,18 @@ def test_flops_and_bytes_outside_are_those_counted_by_hand(report):
 
 
 def softmax_flops(elements):
-    """Its decomposition in float32: to float and back, maximum, difference, exponential, sum, quotient."""
+    """Its decomposition in float32: to float and back, maximum, difference, exponential, sum,
+    quotient.
+    """
     return 7 * elements
 
 
 def test_costs_of_fusions_count_as_often_as_they_occur(report):
     segments = report.segments
     assert report.flops.fused == sum(s.flops for s in segments)
-    assert report.bytes.fused == sum(s.bytes_read + s.bytes_written + s.bytes_avoided for s in segments)
+    assert report.bytes.fused == sum(
+        s.bytes_read + s.bytes_written + s.bytes_avoided for s in segments
+    )
     assert told(report).flops.fused == 3 * report.flops.fused
 
 
@@ -146,13 +181,27 @@ def test_unknown_sizes_give_no_share():
 
 
 @pytest.mark.parametrize(
-    ("fused", "unfused", "text"), [(0, 7, "0%"), (7, 0, "100%"), (10**9, 1, "99.9%"), (1, 10**9, "0.1%"), (1, 3, "25%"), (None, 3, "?")]
+    ("fused", "unfused", "text"),
+    [
+        (0, 7, "0%"),
+        (7, 0, "100%"),
+        (10**9, 1, "99.9%"),
+        (1, 10**9, "0.1%"),
+        (1, 3, "25%"),
+        (None, 3, "?"),
+    ],
 )
 def test_shares(fused, unfused, text):
     assert str(Share(fused, unfused)) == text
 
 
 def test_what_changes_a_program_is_told(report):
-    assert (report.version, dict(report.options)["contract_rounding"]) == (fusion_moe.__version__, "True")
+    assert (report.version, dict(report.options)["contract_rounding"]) == (
+        fusion_moe.__version__,
+        "True",
+    )
     (listing,) = report.listings
-    assert (listing.file, listing.text.splitlines()[0].strip()) == ("pages.py", "def forward(self, x):")
+    assert (listing.file, listing.text.splitlines()[0].strip()) == (
+        "pages.py",
+        "def forward(self, x):",
+    )

@@ -55,7 +55,10 @@ def test_hopper(hopper, golden):
 
 
 def test_no_line_is_wider_than_120(blackwell, hopper):
-    assert max(len(line) for report in (blackwell, hopper) for line in report.details().splitlines()) <= 120
+    assert (
+        max(len(line) for report in (blackwell, hopper) for line in report.details().splitlines())
+        <= 120
+    )
 
 
 def test_every_stage_is_shown(blackwell, hopper):
@@ -74,21 +77,31 @@ def test_they_are_unexecuted_and_one_was_never_tried(blackwell, hopper):
 
 
 def test_nvfuser_rounds_where_the_program_does(blackwell, hopper):
-    assert {(s.kind, s.roundings) for report in (blackwell, hopper) for s in segments(report)} == {("nvfuser", ())}
+    assert {(s.kind, s.roundings) for report in (blackwell, hopper) for s in segments(report)} == {
+        ("nvfuser", ())
+    }
 
 
 def test_what_nvfuser_refuses_runs_in_plain_torch_for_a_reason():
     """Experts of a width that the 4-bit product does not take"""
-    x, ids = torch.empty(TOKENS, 64, device="meta"), torch.empty(TOKENS, TOP_K, dtype=torch.long, device="meta")
-    narrow = fusion_moe.NVFP4Experts.from_float(torch.ones(2, 64, 64, device="meta"), torch.ones(2, 64, 32, device="meta"), "nvfp4")
+    x, ids = (
+        torch.empty(TOKENS, 64, device="meta"),
+        torch.empty(TOKENS, TOP_K, dtype=torch.long, device="meta"),
+    )
+    narrow = fusion_moe.NVFP4Experts.from_float(
+        torch.ones(2, 64, 64, device="meta"), torch.ones(2, 64, 32, device="meta"), "nvfp4"
+    )
     with torch.no_grad():
-        report = fusion_moe.explain(narrow, x, ids, torch.empty(TOKENS, TOP_K, device="meta"), target="sm_100")
+        report = fusion_moe.explain(
+            narrow, x, ids, torch.empty(TOKENS, TOP_K, device="meta"), target="sm_100"
+        )
     found = {s.kind: s.backend for s in segments(report)}
     assert found == {"nvfuser": "nvfuser", "single": "reference"}
     products = [s for s in segments(report) if s.ops == ("grouped_mm",)]
     assert [s.backend_why.split(": ", 2)[1] for s in products] == [
-        "K = 64 and N = 64 of a 4-bit product", "K = 32 and N = 64 of a 4-bit product",
-    ]  # fmt: skip
+        "K = 64 and N = 64 of a 4-bit product",
+        "K = 32 and N = 64 of a 4-bit product",
+    ]
 
 
 def test_without_nvfuser_the_source_says_what_to_install(monkeypatch):
@@ -100,7 +113,10 @@ def test_without_nvfuser_the_source_says_what_to_install(monkeypatch):
         library.nvfuser.cache_clear()
     head, hint, program = source.split("\n", 2)
     assert head == "# fusion0.0: nvfuser"
-    assert hint.startswith("# nvFuser definition not shown: nvFuser is not installed; pip install '.[nvfuser]' in a clone of fusion_moe")
+    assert hint.startswith(
+        "# nvFuser definition not shown: nvFuser is not installed; pip install "
+        "'.[nvfuser]' in a clone of fusion_moe"
+    )
     assert [op.kind.name for op in parse(program).ops].count("grouped_mm") == 2
 
 
@@ -109,6 +125,7 @@ def test_with_nvfuser_the_source_is_its_definition(blackwell, hopper):
     four_bits, bf16 = blackwell.stage("source"), hopper.stage("source")
     assert four_bits.startswith("# fusion0.0: nvfuser\ndef nvfuser_fusion(fd : FusionDefinition)")
     assert four_bits.count("fd.ops.cutlass_nvfp4_grouped_mm(") == 2
-    assert four_bits.count("dtype=DataType.Float4_e2m1fn, is_cpu=False") == 2  # the weights, as they are
+    # the weights, as they are
+    assert four_bits.count("dtype=DataType.Float4_e2m1fn, is_cpu=False") == 2
     assert bf16.count("fd.ops.grouped_mm(") == 2
     assert "Float4_e2m1fn" not in bf16

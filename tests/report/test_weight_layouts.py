@@ -1,4 +1,6 @@
-"""What fusion_moe.explain says of weights that are not in the layout of the target, and that prepare_ then does it."""
+"""What fusion_moe.explain says of weights that are not in the layout of the target, and that
+prepare_ then does it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ TILED = "fusion_moe.prepare_(model, 'cuda') reorders them to w16x64, the layout 
 BACK = "fusion_moe.prepare_(model, 'cpu') reorders them to linear, the layout of cpu"
 
 
-def layouts(module: torch.nn.Module, *args: torch.Tensor, target: str) -> list[tuple[tuple[str, str], ...]]:
+def layouts(
+    module: torch.nn.Module, *args: torch.Tensor, target: str
+) -> list[tuple[tuple[str, str], ...]]:
     """What is said of each segment; and the same in the table."""
     with torch.no_grad():
         report = fusion_moe.explain(module, *args, target=target)
@@ -27,7 +31,11 @@ def layouts(module: torch.nn.Module, *args: torch.Tensor, target: str) -> list[t
 
 
 def tokens() -> tuple[torch.Tensor, ...]:
-    return torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.zeros(TOKENS, TOP_K, dtype=torch.long), torch.ones(TOKENS, TOP_K)
+    return (
+        torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16),
+        torch.zeros(TOKENS, TOP_K, dtype=torch.long),
+        torch.ones(TOKENS, TOP_K),
+    )
 
 
 def test_what_prepare_would_do_is_said_until_it_is_done():
@@ -52,12 +60,20 @@ def test_weights_without_an_order_stay_and_why_is_said(monkeypatch):
     monkeypatch.delitem(CODE_ORDERS, "e2m1")
     module = experts_of_ones(EXPERTS, HIDDEN, 64)
     why = "nvfp4 has elements e2m1: int4, bf16, f16 have an order"
-    assert layouts(module, *tokens(), target="cuda") == [(("linear", f"prepare_ leaves them as they are: {why}"),)] * 2
+    assert (
+        layouts(module, *tokens(), target="cuda")
+        == [(("linear", f"prepare_ leaves them as they are: {why}"),)] * 2
+    )
 
 
 def test_each_module_is_moved_by_itself():
-    module = GroupedSwiGLU.from_float(*(torch.ones(EXPERTS, 32, HIDDEN) for _ in range(2)), torch.ones(EXPERTS, HIDDEN, 32))
-    args = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.tensor([2, TOKENS], dtype=torch.int32)
+    module = GroupedSwiGLU.from_float(
+        *(torch.ones(EXPERTS, 32, HIDDEN) for _ in range(2)), torch.ones(EXPERTS, HIDDEN, 32)
+    )
+    args = (
+        torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16),
+        torch.tensor([2, TOKENS], dtype=torch.int32),
+    )
     assert layouts(module, *args, target="cuda") == [(("linear", TILED),)] * 2
     fusion_moe.prepare_(module.gate_up_proj, "cuda")
     assert layouts(module, *args, target="cuda") == [(), (("linear", TILED),)]

@@ -1,4 +1,6 @@
-"""Builds on threads of their own: once at a time, under the options of who started them, and never in the way of the exit."""
+"""Builds on threads of their own: once at a time, under the options of who started them, and never
+in the way of the exit.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,14 @@ def wait(started: background.Started) -> None:
 def test_a_library_is_compiled_while_others_go_on(tmp_path):
     """Into the cache of the options in force at the start."""
     with options.override(cache_dir=str(tmp_path)):
-        started = background.start([("library", lambda: build.build("int one() { return 1; }", name="one", tier="generic"))])
+        started = background.start(
+            [
+                (
+                    "library",
+                    lambda: build.build("int one() { return 1; }", name="one", tier="generic"),
+                )
+            ]
+        )
     assert not started.done
     wait(started)
     started.check()
@@ -75,10 +84,13 @@ def test_a_child_begins_anew():
 def test_the_exit_waits_for_what_runs_and_begins_nothing():
     source = (
         "import time\nfrom fusion_moe.runtime import background\n"
-        "def work(i):\n    print('begins', flush=True); time.sleep(0.3); print('ends', flush=True)\n"
+        "def work(i):\n    print('begins', flush=True); time.sleep(0.3); print('ends', "
+        "flush=True)\n"
         "background.start([(i, lambda i=i: work(i)) for i in range(200)])\ntime.sleep(0.1)"
     )
-    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True
+    )
     lines = ran.stdout.split()
     assert lines.count("begins") == lines.count("ends") < 20
     assert lines

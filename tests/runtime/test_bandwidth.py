@@ -30,7 +30,9 @@ def quick(anew, monkeypatch, tmp_path):
     """Little is read, and kept in a folder of its own. -> how often it was measured"""
     measured, whole = [], bandwidth._measured
     monkeypatch.setattr(bandwidth, "pool", lambda: pages.empty((2**22,), torch.uint8).fill_(1))
-    monkeypatch.setattr(bandwidth, "_measured", lambda threads: measured.append(threads) or whole(threads))
+    monkeypatch.setattr(
+        bandwidth, "_measured", lambda threads: measured.append(threads) or whole(threads)
+    )
     with options.override(cache_dir=str(tmp_path)):
         yield measured
 
@@ -40,16 +42,38 @@ def kept(folder):
 
 
 @needs_compiler
-@pytest.mark.parametrize("sizes", [(), (0,), (8,), (127,), (4096,), (2**16 + 24,), (2**20,), (128, 0, 384, 24), (4096, 2**16, 8, 640)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (),
+        (0,),
+        (8,),
+        (127,),
+        (4096,),
+        (2**16 + 24,),
+        (2**20,),
+        (128, 0, 384, 24),
+        (4096, 2**16, 8, 640),
+    ],
+)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_every_word_is_read(sizes, threads):
     generator = torch.Generator().manual_seed(len(sizes))
-    pieces = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
-    words = np.concatenate([np.zeros(1, np.uint64), *(piece[: len(piece) // 8 * 8].numpy().view(np.uint64) for piece in pieces)])
+    pieces = [
+        torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes
+    ]
+    words = np.concatenate(
+        [
+            np.zeros(1, np.uint64),
+            *(piece[: len(piece) // 8 * 8].numpy().view(np.uint64) for piece in pieces),
+        ]
+    )
     addresses = (ctypes.c_void_p * len(pieces))(*[piece.data_ptr() for piece in pieces])
     lengths = (ctypes.c_longlong * len(pieces))(*sizes)
     for ahead in bandwidth._AHEAD:
-        assert bandwidth._library().read_words(addresses, lengths, len(pieces), threads, ahead) == np.bitwise_xor.reduce(words)
+        assert bandwidth._library().read_words(
+            addresses, lengths, len(pieces), threads, ahead
+        ) == np.bitwise_xor.reduce(words)
 
 
 def test_it_is_measured_once_for_each_number_of_threads(quick, tmp_path):
@@ -58,7 +82,10 @@ def test_it_is_measured_once_for_each_number_of_threads(quick, tmp_path):
     assert (bandwidth.of(1), bandwidth.of(2)) == (one, two)
     assert quick == [1, 2]
     assert (one.threads, two.threads) == (1, 2)
-    assert {json.loads(file.read_text())["bytes_per_second"] for file in kept(tmp_path)} == {one.bytes_per_second, two.bytes_per_second}
+    assert {json.loads(file.read_text())["bytes_per_second"] for file in kept(tmp_path)} == {
+        one.bytes_per_second,
+        two.bytes_per_second,
+    }
 
 
 def test_another_machine_measures_its_own(quick, tmp_path, monkeypatch):
@@ -113,7 +140,10 @@ def test_a_pool_is_larger_than_the_caches():
 
 
 @needs_compiler
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="programs cannot ask for it on this architecture")
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "aarch64"),
+    reason="programs cannot ask for it on this architecture",
+)
 def test_what_is_evicted_is_read_more_slowly_and_is_the_same():
     """A word of each cache line, in random order: in order, memory may be as fast as a cache."""
     memory = torch.arange(2**16)  # 512 KiB, what a core's own cache holds

@@ -1,4 +1,6 @@
-"""Compiling C++ kernels: what the key depends on, errors, concurrency, threads, and arithmetic that no tier changes."""
+"""Compiling C++ kernels: what the key depends on, errors, concurrency, threads, and arithmetic that
+no tier changes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def folder(tmp_path):
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """$CXX: the real one, which notes each compilation in a file, and waits first while there is a file `wait`. -> their number."""
+    """$CXX: the real one, which notes each compilation in a file, and waits first while there is a
+    file `wait`. -> their number.
+    """
     real = build.find_compiler().command[0]
     script, log = tmp_path / "noting-g++", tmp_path / "compilations"
     script.write_text(
@@ -85,11 +89,21 @@ def test_what_the_key_depends_on(compiler, tmp_path, monkeypatch):
     def path(text=ANSWER % 1, **how):
         return build.build(text, **{"name": "answer", "tier": "generic", **how})
 
-    paths = [path(), path(ANSWER % 2), path(flags=["-DX"]), path(name="other"), path(tier="avx2"), path(flags=["-DX", "-DY"])]
+    paths = [
+        path(),
+        path(ANSWER % 2),
+        path(flags=["-DX"]),
+        path(name="other"),
+        path(tier="avx2"),
+        path(flags=["-DX", "-DY"]),
+    ]
     monkeypatch.setenv("CXX", os.environ["CXX"] + " -g")
     paths.append(path())
     other = tmp_path / "other-g++"
-    other.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 99.1 || exec {build.find_compiler().command[0]} "$@"\n')
+    other.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo 99.1 || exec '
+        f'{build.find_compiler().command[0]} "$@"\n'
+    )
     other.chmod(0o700)
     monkeypatch.setenv("CXX", str(other))
     paths.append(path())
@@ -98,11 +112,15 @@ def test_what_the_key_depends_on(compiler, tmp_path, monkeypatch):
 
 
 def test_headers_are_part_of_the_key(tmp_path):
-    """Through all files, each found from where it is included; a folder's place is not part of it."""
+    """Through all files, each found from where it is included; a folder's place is not part of
+    it.
+    """
     for name in "one", "two":
         inner = tmp_path / name / "inner"
         inner.mkdir(parents=True)
-        (tmp_path / name / "outer.h").write_text('#pragma once\n#if 0\n#include "not_there.h"\n#endif\n  #  include "inner/middle.h"\n')
+        (tmp_path / name / "outer.h").write_text(
+            '#pragma once\n#if 0\n#include "not_there.h"\n#endif\n  #  include "inner/middle.h"\n'
+        )
         (inner / "middle.h").write_text('#include "value.h"\n#include "../outer.h"\n')
         (inner / "value.h").write_text("#define VALUE 1\n")
     text = '#include "outer.h"\nextern "C" int answer() { return VALUE; }\n'
@@ -181,11 +199,13 @@ def test_threads_of_a_process(compiler, folder):
     assert len(compiler()) == 3
 
 
-# Errors -------------------------------------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------
 
 
 def test_source_that_does_not_compile(folder):
-    text = 'extern "C" int answer() {\n  return missing;\n}\n' + "".join(f"int f{i}() {{ return nothing; }}\n" for i in range(20))
+    text = 'extern "C" int answer() {\n  return missing;\n}\n' + "".join(
+        f"int f{i}() {{ return nothing; }}\n" for i in range(20)
+    )
     with pytest.raises(BuildError) as e:
         build.load(text, name="answer")
     said = str(e.value)
@@ -196,7 +216,9 @@ def test_source_that_does_not_compile(folder):
     assert lines[-2].endswith("; to see it all:")
     kept = Path(e.value.where)
     assert kept.read_text() == text
-    again = subprocess.run(lines[-1], shell=True, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+    again = subprocess.run(
+        lines[-1], shell=True, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
+    )
     assert again.stderr.count(" error: ") == 21
     assert sorted(p.suffix for p in folder.iterdir()) == [".cpp", ".lock", ".lock", ".sha256"]
     assert kept.stat().st_mode & 0o777 == 0o600
@@ -204,18 +226,29 @@ def test_source_that_does_not_compile(folder):
 
 def test_a_library_that_does_not_load():
     with pytest.raises(BuildError, match="does not load: .*undefined symbol: nowhere"):
-        build.load('extern "C" int nowhere();\nextern "C" int answer() { return nowhere(); }\n', name="answer")
+        build.load(
+            'extern "C" int nowhere();\nextern "C" int answer() { return nowhere(); }\n',
+            name="answer",
+        )
 
 
 @pytest.mark.parametrize("kilobytes", [0, 4, 8, 12, 16, 40])
 def test_a_folder_without_space(kilobytes, folder):
-    """The source does not fit, or what the compiler makes of it, or the library, or its digest; what there is of them goes."""
+    """The source does not fit, or what the compiler makes of it, or the library, or its digest;
+    what there is of them goes.
+    """
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=700,size=64k", "small", folder], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "mode=700,size=64k", "small", folder], capture_output=True
+    ).returncode:
         pytest.skip("needs the right to mount a file system")
     try:
         (folder / "filling").write_bytes(bytes((64 - kilobytes) << 10))
-        with pytest.raises(BuildError, match=r"^answer: .* could not be written: .*No space left on device.*; free some space, or set FUS"):
+        with pytest.raises(
+            BuildError,
+            match=r"^answer: .* could not be written: .*No space left "
+            r"on device.*; free some space, or set FUS",
+        ):
             [answer(value) for value in range(10)]  # each library takes some
         assert not list(folder.glob("*.tmp")) + list(folder.glob("*.failed.cpp"))
         (folder / "filling").unlink()
@@ -227,7 +260,10 @@ def test_a_folder_without_space(kilobytes, folder):
 def test_a_compiler_that_hangs(tmp_path, monkeypatch):
     """It is ended, and what it has started with it, though that is not our child."""
     script, started = tmp_path / "hanging-g++", tmp_path / "started"
-    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec echo 1.0\nsleep 100 & echo $$ $! > {started}\nwait\n')
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec echo 1.0\nsleep 100 & echo $$ $! '
+        f"> {started}\nwait\n"
+    )
     script.chmod(0o700)
     monkeypatch.setenv("CXX", str(script))
     start = time.monotonic()
@@ -249,7 +285,10 @@ def test_a_compiler_that_hangs(tmp_path, monkeypatch):
 def test_a_wrapper_that_leaves_a_process_behind(tmp_path, monkeypatch):
     """As caches of compilers do: it has the wrapper's output open for as long as it runs."""
     script, started = tmp_path / "caching-g++", tmp_path / "started"
-    script.write_text(f'#!/bin/sh\nsleep 100 & echo $! >> {started}\nexec {build.find_compiler().command[0]} "$@"\n')
+    script.write_text(
+        f"#!/bin/sh\nsleep 100 & echo $! >> {started}\nexec "
+        f'{build.find_compiler().command[0]} "$@"\n'
+    )
     script.chmod(0o700)
     monkeypatch.setenv("CXX", str(script))
     try:
@@ -266,7 +305,10 @@ def test_a_compiler_that_fails_and_says_it_did_not(tmp_path, monkeypatch):
     script = tmp_path / "lying-g++"
     real = build.find_compiler().command[0]
     lie = f"touch {tmp_path}/lied; for last; do :; done; echo rubbish > $last; exit 0"
-    script.write_text(f'#!/bin/sh\nif [ "$1" != --version ] && [ ! -e {tmp_path}/lied ]; then {lie}; fi\nexec {real} "$@"\n')
+    script.write_text(
+        f'#!/bin/sh\nif [ "$1" != --version ] && [ ! -e {tmp_path}/lied ]; then '
+        f'{lie}; fi\nexec {real} "$@"\n'
+    )
     script.chmod(0o700)
     monkeypatch.setenv("CXX", str(script))
     with pytest.raises(BuildError, match="the compiled kernel does not load"):
@@ -284,7 +326,15 @@ def test_what_is_found_without_file_descriptors_is_not_remembered(compiler):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
         try:
-            said = [told(call) for call in (build.find_compiler, answer, isa.features.__wrapped__, trust._unmapped.__wrapped__)]
+            said = [
+                told(call)
+                for call in (
+                    build.find_compiler,
+                    answer,
+                    isa.features.__wrapped__,
+                    trust._unmapped.__wrapped__,
+                )
+            ]
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         return said, answer()
@@ -293,7 +343,11 @@ def test_what_is_found_without_file_descriptors_is_not_remembered(compiler):
     said, found = queue.get()
     process.join()
     assert found == 42
-    for what, one in zip((os.environ["CXX"], os.environ["CXX"], "/proc/cpuinfo", "/proc/self/uid_map"), said, strict=True):
+    for what, one in zip(
+        (os.environ["CXX"], os.environ["CXX"], "/proc/cpuinfo", "/proc/self/uid_map"),
+        said,
+        strict=True,
+    ):
         assert one == f"{what} cannot be read or run: Too many open files; {transient.TODO}"
 
 
@@ -302,7 +356,10 @@ def test_a_compiler_that_does_not_say_its_version(tmp_path, monkeypatch):
     script.write_text("#!/bin/sh\nsleep 100\n")
     script.chmod(0o700)
     monkeypatch.setenv("CXX", str(script))
-    with options.override(compile_seconds=1), pytest.raises(BuildError, match=re.escape(f"CXX='{script}' does not run")):
+    with (
+        options.override(compile_seconds=1),
+        pytest.raises(BuildError, match=re.escape(f"CXX='{script}' does not run")),
+    ):
         answer()
 
 
@@ -338,7 +395,9 @@ def test_a_library_that_others_could_write_is_compiled_again_and_not_loaded(comp
 
 @pytest.mark.parametrize("flag", ["-ffast-math", "-march=native"])
 def test_flags_that_change_results_or_hide_instructions(flag, monkeypatch):
-    with pytest.raises(BuildError, match=f"answer: compiler flag {flag}; expected flags that keep results"):
+    with pytest.raises(
+        BuildError, match=f"answer: compiler flag {flag}; expected flags that keep results"
+    ):
         answer(flags=[flag])
     monkeypatch.setenv("CXX", f"g++ {flag}")
     with pytest.raises(BuildError, match=f"compiler flag {flag}"):
@@ -366,7 +425,9 @@ def test_the_users_compiler_and_those_on_path(tmp_path, monkeypatch):
     for cxx in "icpx", "g++ 'x":
         monkeypatch.setenv("CXX", cxx)
         assert build.find_compiler() is None
-        assert build.why_no_compiler() == f"no C++ compiler: CXX={cxx!r} does not run; install g++, or set CXX"
+        assert build.why_no_compiler() == (
+            f"no C++ compiler: CXX={cxx!r} does not run; install g++, or set CXX"
+        )
 
 
 def test_a_machine_without_a_compiler(tmp_path):
@@ -383,24 +444,36 @@ except BuildError as e:
     env = {k: v for k, v in os.environ.items() if k not in ("CXX", "PATH")}
     env |= {"PATH": str(tmp_path), "PYTHONPATH": f"{root}{os.pathsep}{root / 'translators'}"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.stdout == "answer: no C++ compiler: none of g++, clang++, c++ is on PATH; install g++, or set CXX\n", done.stderr
+    assert done.stdout == (
+        "answer: no C++ compiler: none of g++, clang++, c++ is on PATH; install g++, or set CXX\n"
+    ), done.stderr
 
 
-# What is compiled ----------------------------------------------------------------------------------------------------
+# What is compiled ---------------------------------------------------------------------------------
 
 
-TIER_MACROS = {"amx": "__AMX_BF16__", "avx512": "__AVX512VBMI__", "avx2": "__AVX2__", "generic": "__cplusplus"}
+TIER_MACROS = {
+    "amx": "__AMX_BF16__",
+    "avx512": "__AVX512VBMI__",
+    "avx2": "__AVX2__",
+    "generic": "__cplusplus",
+}
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the tiers but generic are of x86-64")
 @pytest.mark.parametrize("tier", isa.TIERS)
 def test_every_tier_compiles_everywhere(tier):
-    text = f"#ifndef {TIER_MACROS[tier]}\n#error not told\n#endif\n#if {int(tier != 'generic')}\n#include <immintrin.h>\n#endif\n"
+    text = (
+        f"#ifndef {TIER_MACROS[tier]}\n#error not told\n#endif\n#if "
+        f"{int(tier != 'generic')}\n#include <immintrin.h>\n#endif\n"
+    )
     assert build.build(text + ANSWER % 1, name="answer", tier=tier).exists()
 
 
 def test_no_tier_contracts_or_flushes():
-    """a * b + c is rounded twice, and denormals stay, in the library and in the process that loaded it."""
+    """a * b + c is rounded twice, and denormals stay, in the library and in the process that loaded
+    it.
+    """
     text = 'extern "C" float f(float a, float b, float c) { return a * b + c; }\n'
     a, b, c = 1 + 2.0**-12, 1 + 2.0**-12, -(1 + 2.0**-11)
     for tier in isa.available():
@@ -424,7 +497,9 @@ extern "C" int threads() { return omp_get_max_threads(); }
 
 
 def test_one_pool_of_threads_torchs(folder):
-    """In a process of its own: how many threads there are, before and after ours ran, and what `set_num_threads` does to both."""
+    """In a process of its own: how many threads there are, before and after ours ran, and what
+    `set_num_threads` does to both.
+    """
     code = f"""
 import os, threading
 import torch
@@ -444,10 +519,16 @@ found = []
 other = threading.Thread(target=elsewhere)
 other.start(), other.join()
 assert found
-loaded = {{line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line or "libiomp" in line or "libomp" in line}}
+runtimes = "libgomp", "libiomp", "libomp"
+maps = open("/proc/self/maps")
+loaded = {{line.split()[-1] for line in maps if any(name in line for name in runtimes)}}
 assert len(loaded) == 1 and loaded.pop().startswith(os.path.dirname(torch.__file__)), loaded
 """
     root = Path(__file__).parents[2]
-    env = {**os.environ, "FUSION_MOE_CACHE_DIR": str(folder), "PYTHONPATH": f"{root}{os.pathsep}{root / 'translators'}"}
+    env = {
+        **os.environ,
+        "FUSION_MOE_CACHE_DIR": str(folder),
+        "PYTHONPATH": f"{root}{os.pathsep}{root / 'translators'}",
+    }
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""The option `dump`: all that a program is made of, in a folder, whole, whatever was in the caches."""
+"""The option `dump`: all that a program is made of, in a folder, whole, whatever was in the
+caches.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,16 @@ from fusion_moe.target import TARGETS
 
 STAGES = [
     f"{i}-{name}.txt"
-    for i, name in enumerate(("translated", "canonicalize", "assign_layouts", "dequantize_operands", "simplify", "gather_for_each"))
+    for i, name in enumerate(
+        (
+            "translated",
+            "canonicalize",
+            "assign_layouts",
+            "dequantize_operands",
+            "simplify",
+            "gather_for_each",
+        )
+    )
 ]
 FIRST, SECOND = "segment0-grouped_gemm", "segment1-grouped_gemm"
 
@@ -35,7 +46,11 @@ def arguments() -> list[torch.Tensor]:
 def program(folder: Path | str, target: str = "cpu") -> Program:
     """A program of this test alone: none that another one has compiled."""
     call = bind(SPECS["expert_mlp"], arguments(), {})
-    return compile_fusion(fusion_of("expert_mlp", eager_types(call), call.others), TARGETS[target], Options().replace(dump=str(folder)))
+    return compile_fusion(
+        fusion_of("expert_mlp", eager_types(call), call.others),
+        TARGETS[target],
+        Options().replace(dump=str(folder)),
+    )
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -66,7 +81,14 @@ def test_sources_and_binaries_are_there_on_a_hit_of_the_cache_too(tmp_path):
         seen.append(content(made.dumped))
     assert seen[0] == seen[1]
     names = set(seen[0])
-    assert {*STAGES, f"{FIRST}.cpp", f"{FIRST}.txt", f"{FIRST}-contracted.txt", f"{SECOND}.cpp", f"{SECOND}.txt"} <= names
+    assert {
+        *STAGES,
+        f"{FIRST}.cpp",
+        f"{FIRST}.txt",
+        f"{FIRST}-contracted.txt",
+        f"{SECOND}.cpp",
+        f"{SECOND}.txt",
+    } <= names
     libraries = {name for name in names if name.endswith(".so")}
     assert {name.split("-")[0] for name in libraries} == {"fprop_nvfp4", "segments"}
     for name in libraries:
@@ -92,7 +114,10 @@ def test_the_variable(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BuildError, match="what is compiled could not be written: .*; set FUSION_MOE_DUMP to another folder"):
+    with pytest.raises(
+        BuildError,
+        match="what is compiled could not be written: .*; set FUSION_MOE_DUMP to another folder",
+    ):
         program(tmp_path / "file", "reference")
 
 

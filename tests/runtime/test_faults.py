@@ -36,12 +36,15 @@ def test_a_call_raises_what_its_program_found_on_its_stream() -> None:
     with pytest.raises(GroupsError) as caught:
         one.word(0, 0)
     assert str(caught.value).startswith(
-        "cuda: ids.flatten()[5] = -2 is out of range, in an earlier call of `one` on cuda:0, stream 0x0, first called at test_faults.py:"
+        "cuda: ids.flatten()[5] = -2 is out of range, in an earlier call of `one` on cuda:0, "
+        "stream 0x0, first called at test_faults.py:"
     )
     assert one.word(0, 0) == word  # said once
 
 
-def test_graphs_have_a_word_of_their_own_which_any_stream_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_have_a_word_of_their_own_which_any_stream_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one, other = Faults("`one`"), Faults("`other`")
     eager = one.word(0, 0)
     monkeypatch.setattr(cuda, "capturing", lambda: True)
@@ -51,7 +54,11 @@ def test_graphs_have_a_word_of_their_own_which_any_stream_raises(monkeypatch: py
     assert one.word(0, 9) == captured  # nothing is raised inside of a capture
     monkeypatch.setattr(cuda, "capturing", lambda: False)
     assert other.word(0, 0) != one.word(1, 0)
-    with pytest.raises(GroupsError, match=r"offs\[1\] = 400, in an earlier call of `one` on cuda:0, in a CUDA graph"):
+    with pytest.raises(
+        GroupsError,
+        match=r"offs\[1\] = 400, in an earlier call of `one` on "
+        r"cuda:0, in a CUDA graph",
+    ):
         one.word(0, 7)
 
 
@@ -61,8 +68,10 @@ def test_synchronize_raises_what_all_programs_found() -> None:
         report(Faults(title).word(0, number), BAD_ID, number, 99)
     with pytest.raises(GroupsError) as caught:
         synchronize()
-    assert [f"ids.flatten()[{n}] = 99 is out of range, in an earlier call of {t}" in str(caught.value) for n, t in
-            enumerate(("`one`", "`two`", "`three`"))] == [True] * 3  # fmt: skip
+    assert [
+        f"ids.flatten()[{n}] = 99 is out of range, in an earlier call of {t}" in str(caught.value)
+        for n, t in enumerate(("`one`", "`two`", "`three`"))
+    ] == [True] * 3
     synchronize()
 
 

@@ -1,4 +1,6 @@
-"""Tiers of CPU instructions: which this machine has, how one is forced, and what compilers are told."""
+"""Tiers of CPU instructions: which this machine has, how one is forced, and what compilers are
+told.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,15 @@ def test_flags_name_what_there_is():
     assert "-mavx512bf16" not in isa.compiler_flags("avx512", ICE_LAKE)
     assert "-mavx512vbmi" in isa.compiler_flags("avx512", having=())
     assert {"-mamx-tile", "-mamx-bf16", "-mavx512fp16"} <= set(isa.compiler_flags("amx", having=()))
-    assert set(isa.compiler_flags("avx2")) == {"-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt"}
+    assert set(isa.compiler_flags("avx2")) == {
+        "-mavx2",
+        "-mfma",
+        "-mf16c",
+        "-mbmi",
+        "-mbmi2",
+        "-mlzcnt",
+        "-mpopcnt",
+    }
 
 
 def test_the_best_tier_of_this_machine_and_each_one_forced():
@@ -56,7 +66,10 @@ def test_a_tier_that_the_machine_has_not(monkeypatch):
     monkeypatch.setattr(isa, "available", lambda: ("avx2", "generic"))
     with options.override(cpu_isa="amx"), pytest.raises(OptionError) as e:
         isa.selected()
-    assert str(e.value) == "options: cpu_isa = 'amx' is not supported by this CPU; expected 'auto' or one of avx2, generic"
+    assert str(e.value) == (
+        "options: cpu_isa = 'amx' is not supported by this CPU; expected "
+        "'auto' or one of avx2, generic"
+    )
     with options.override(cpu_isa="sse9"), pytest.raises(OptionError) as e:
         isa.selected()
     assert str(e.value) == "options: cpu_isa = 'sse9'; expected 'auto' or one of avx2, generic"

@@ -17,7 +17,9 @@ def arrays(draw: st.DrawFn) -> list[Array]:
     found = []
     for i in range(draw(st.integers(0, 12))):
         first = draw(st.integers(0, 6))
-        found.append(Array(f"v{i}", draw(st.integers(0, 2000)), first, first + draw(st.integers(0, 4))))
+        found.append(
+            Array(f"v{i}", draw(st.integers(0, 2000)), first, first + draw(st.integers(0, 4)))
+        )
     return found
 
 
@@ -27,7 +29,13 @@ def test_no_two_arrays_of_one_step_overlap(arrays):
     placed = list(zip(memory.arrays, memory.offsets, strict=True))
     for (a, start), (b, other) in combinations(placed, 2):
         steps = set(range(a.first, a.last + 1)) & set(range(b.first, b.last + 1))
-        assert not steps or start + a.nbytes <= other or other + b.nbytes <= start or not a.nbytes or not b.nbytes
+        assert (
+            not steps
+            or start + a.nbytes <= other
+            or other + b.nbytes <= start
+            or not a.nbytes
+            or not b.nbytes
+        )
     for array, start in placed:
         assert start >= 0
         assert start % ALIGNMENT == 0
@@ -37,7 +45,10 @@ def test_no_two_arrays_of_one_step_overlap(arrays):
 @given(arrays())
 def test_it_takes_no_more_than_arrays_by_themselves_and_no_less_than_a_step_needs(arrays):
     whole = [-(-a.nbytes // ALIGNMENT) * ALIGNMENT for a in arrays]
-    steps = ([n for n, a in zip(whole, arrays, strict=True) if a.first <= step <= a.last] for step in range(12))
+    steps = (
+        [n for n, a in zip(whole, arrays, strict=True) if a.first <= step <= a.last]
+        for step in range(12)
+    )
     assert max(map(sum, steps)) <= plan(arrays).nbytes <= sum(whole)
 
 
@@ -53,7 +64,13 @@ def test_memory_is_used_again_after_the_last_reader():
 
 def test_the_smallest_gap_is_taken():
     """Between a and b is room for 1,792 bytes in step 1, between b and c for 1,280."""
-    taken = [Array("a", 2048, 0, 2), Array("gap", 1792, 0, 0), Array("b", 1536, 0, 2), Array("other", 1280, 0, 0), Array("c", 1024, 0, 2)]
+    taken = [
+        Array("a", 2048, 0, 2),
+        Array("gap", 1792, 0, 0),
+        Array("b", 1536, 0, 2),
+        Array("other", 1280, 0, 0),
+        Array("c", 1024, 0, 2),
+    ]
     found = plan([*taken, Array("x", 1000, 1, 1)])
     assert found.offsets[-1] == found.offsets[3]
     assert found.nbytes == plan(taken).nbytes

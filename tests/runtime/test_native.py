@@ -56,12 +56,17 @@ def runs(monkeypatch):
 
 def layer(seed: int = 0, experts: int = 4) -> NVFP4Experts:
     g = torch.Generator().manual_seed(seed)
-    return NVFP4Experts.from_float(torch.randn(experts, 64, 32, generator=g), torch.randn(experts, 32, 32, generator=g))
+    return NVFP4Experts.from_float(
+        torch.randn(experts, 64, 32, generator=g), torch.randn(experts, 32, 32, generator=g)
+    )
 
 
 def token(tokens: int = 3, seed: int = 0) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    x, ids = torch.randn(tokens, 32, generator=g).bfloat16(), torch.randint(0, 4, (tokens, 2), generator=g)
+    x, ids = (
+        torch.randn(tokens, 32, generator=g).bfloat16(),
+        torch.randint(0, 4, (tokens, 2), generator=g),
+    )
     return [x, ids, torch.rand(tokens, 2, generator=g)]
 
 
@@ -75,7 +80,10 @@ def test_memory_that_was_freed(runs):
         held = experts.down_proj.untyped_storage()
         kept = held.clone()
         held.resize_(held.nbytes() - 1)
-        with pytest.raises(ShapeError, match=f"needs {kept.nbytes()} bytes of a storage that has {kept.nbytes() - 1}"):
+        with pytest.raises(
+            ShapeError,
+            match=f"needs {kept.nbytes()} bytes of a storage that has {kept.nbytes() - 1}",
+        ):
             experts(*given)
         held.resize_(kept.nbytes())
         held.copy_(kept)
@@ -113,7 +121,9 @@ def test_what_makes_another_form(runs):
         "another value": lambda: OPS.fused_experts(x, ids, w, gate_up, down, limit=0.25),
         "a word": lambda: OPS.fused_experts(x, ids, w, gate_up, down, scale_on="input"),
         "a bias": lambda: OPS.fused_experts(x, ids, w, gate_up, down, torch.ones(5, 64).bfloat16()),
-        "fp4": lambda: OPS.fused_experts(x, ids, w, [gate_up[0].detach().view(torch.float4_e2m1fn_x2), *gate_up[1:]], down),
+        "fp4": lambda: OPS.fused_experts(
+            x, ids, w, [gate_up[0].detach().view(torch.float4_e2m1fn_x2), *gate_up[1:]], down
+        ),
     }
     experts(x, ids, w)
     for name, call in runs_of.items():
@@ -168,7 +178,9 @@ def test_errors():
 
 
 def test_options_in_force(runs):
-    """Python's, wherever they are not those of the process, in a context that outlives its block too."""
+    """Python's, wherever they are not those of the process, in a context that outlives its block
+    too.
+    """
     experts, given = layer(), token()
     want = experts(*given)
     assert runs.of(lambda: experts(*given))[1] == 0
@@ -231,7 +243,10 @@ def test_tracers():
     experts, given = layer(), token()
     experts(*given)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = OPS.fused_experts(*(mode.from_tensor(t) for t in given), *(list(experts.weight_of(name)) for name in ("gate_up", "down")))
+        fake = OPS.fused_experts(
+            *(mode.from_tensor(t) for t in given),
+            *(list(experts.weight_of(name)) for name in ("gate_up", "down")),
+        )
     assert fake.shape == (3, 32)
     assert type(fake).__name__ == "FakeTensor"
     with pytest.raises(RuntimeError, match="Batching rule"):
@@ -253,7 +268,10 @@ def test_more_forms_than_are_known():
 def test_threads():
     """Forms are new in some threads while they are known in others."""
     experts, wrong = layer(), list[int]()
-    want = {tokens: by_python(lambda tokens=tokens: experts(*token(tokens, tokens))) for tokens in range(11, 19)}
+    want = {
+        tokens: by_python(lambda tokens=tokens: experts(*token(tokens, tokens)))
+        for tokens in range(11, 19)
+    }
 
     def work(first: int) -> None:
         for i in range(100):
@@ -274,7 +292,10 @@ def test_workspaces_grow_and_are_kept():
     """By a thread: large calls fault no pages in for them any more."""
     resource = pytest.importorskip("resource")
     experts, faults = layer(), []
-    want = {tokens: by_python(lambda tokens=tokens: experts(*token(tokens))) for tokens in (5, 20_000, 9_000)}
+    want = {
+        tokens: by_python(lambda tokens=tokens: experts(*token(tokens)))
+        for tokens in (5, 20_000, 9_000)
+    }
     for tokens in 5, 20_000, 5, 9_000, 20_000, 20_000:
         args, before = token(tokens), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         with torch.no_grad():
@@ -284,14 +305,22 @@ def test_workspaces_grow_and_are_kept():
     assert faults[-1] <= results + 500
 
 
-# When it is loaded ----------------------------------------------------------------------------------------------------
+# When it is loaded --------------------------------------------------------------------------------
 
 
 class Process:
-    """As one that has called nothing: what it did. fails: whether the library does not compile; threads: how many run."""
+    """As one that has called nothing: what it did. fails: whether the library does not compile;
+    threads: how many run.
+    """
 
     def __init__(self, monkeypatch):
-        self.did, self.built, self.fails, self.threads, self._monkeypatch = list[str](), False, False, 1, monkeypatch
+        self.did, self.built, self.fails, self.threads, self._monkeypatch = (
+            list[str](),
+            False,
+            False,
+            1,
+            monkeypatch,
+        )
         self.again()
         monkeypatch.setattr(native, "load", lambda: self.did.append("loaded"))
         monkeypatch.setattr(native.background, "start", self._start)
@@ -348,11 +377,20 @@ def test_where_it_does_not_compile_python_runs_calls(process):
 
 
 def test_the_option():
-    program = "import fusion_moe, torch; [torch.ops.fusion_moe.route(torch.tensor([[0, 1]]), 2) for _ in range(3)]\n"
+    program = (
+        "import fusion_moe, torch; [torch.ops.fusion_moe.route(torch.tensor([[0, 1]]), 2) "
+        "for _ in range(3)]\n"
+    )
     program += "from fusion_moe.runtime import native; print(native.known())"
     for value, known in ("0", 0), ("1", 1):
-        environment = {**os.environ, "FUSION_MOE_NATIVE_CALLS": value, "PYTHONPATH": ":".join(sys.path)}
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        environment = {
+            **os.environ,
+            "FUSION_MOE_NATIVE_CALLS": value,
+            "PYTHONPATH": ":".join(sys.path),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == [str(known)]
         assert not done.stderr

@@ -1,6 +1,7 @@
 """Weights on all NUMA nodes by turns: which nodes, when not, and where pages are.
 
-What is marked `needs_nodes` runs on a machine with several nodes, emulated ones too: tools/two_nodes.
+What is marked `needs_nodes` runs on a machine with several nodes, emulated ones too:
+tools/two_nodes.
 """
 
 from __future__ import annotations
@@ -37,8 +38,13 @@ def refusal() -> str:
     return numa._why_refused((0,))
 
 
-needs_calls = pytest.mark.skipif(bool(refusal()), reason=f"this system places no pages: {refusal()}")
-needs_nodes = pytest.mark.skipif(len(numa.topology()) < 2 or bool(refusal()), reason="this machine has one NUMA node: tools/two_nodes")
+needs_calls = pytest.mark.skipif(
+    bool(refusal()), reason=f"this system places no pages: {refusal()}"
+)
+needs_nodes = pytest.mark.skipif(
+    len(numa.topology()) < 2 or bool(refusal()),
+    reason="this machine has one NUMA node: tools/two_nodes",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +62,9 @@ def machine(monkeypatch, tmp_path):
         for node, listed in cpus.items():
             (tmp_path / f"node{node}").mkdir()
             (tmp_path / f"node{node}" / "cpulist").write_text(f"{listed}\n")
-        (tmp_path / "status").write_text(f"Name:\tpython\nMems_allowed:\t00000003\nMems_allowed_list:\t{allowed}\nvoluntary:\t1\n")
+        (tmp_path / "status").write_text(
+            f"Name:\tpython\nMems_allowed:\t00000003\nMems_allowed_list:\t{allowed}\nvoluntary:\t1\n"
+        )
         monkeypatch.setattr(numa, "_NODES", tmp_path)
         monkeypatch.setattr(numa, "_STATUS", tmp_path / "status")
         monkeypatch.setattr(numa, "_MAPS", tmp_path / "maps")
@@ -74,7 +82,11 @@ def one_node(monkeypatch):
 @pytest.fixture
 def no_calls(monkeypatch):
     """Numbers of system calls that there are not."""
-    monkeypatch.setattr(numa, "_NUMBERS", {platform.machine(): dict.fromkeys(("mbind", "get_mempolicy", "move_pages"), 9999)})
+    monkeypatch.setattr(
+        numa,
+        "_NUMBERS",
+        {platform.machine(): dict.fromkeys(("mbind", "get_mempolicy", "move_pages"), 9999)},
+    )
 
 
 def in_thread(work):
@@ -88,18 +100,33 @@ def in_thread(work):
 
 def set_policy(mode: int, *nodes: int) -> None:
     number = ctypes.c_long(SET_MEMPOLICY[platform.machine()])
-    assert numa._libc().syscall(number, ctypes.c_int(mode), numa._mask(nodes), ctypes.c_ulong(numa._MOST + 1)) == 0
+    assert (
+        numa._libc().syscall(
+            number, ctypes.c_int(mode), numa._mask(nodes), ctypes.c_ulong(numa._MOST + 1)
+        )
+        == 0
+    )
 
 
 def linear(experts: int = 4) -> NVFP4GroupedLinear:
-    return NVFP4GroupedLinear.from_float(torch.randn(experts, 2048, 2048, generator=torch.Generator().manual_seed(1)).bfloat16())
+    return NVFP4GroupedLinear.from_float(
+        torch.randn(experts, 2048, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
+    )
 
 
-# Which nodes ----------------------------------------------------------------------------------------------------------
+# Which nodes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [("", set()), ("\n", set()), ("0\n", {0}), ("0-2,5", {0, 1, 2, 5}), ("3,8-9,64", {3, 8, 9, 64}), ("\t0-1", {0, 1})]
+    ("text", "found"),
+    [
+        ("", set()),
+        ("\n", set()),
+        ("0\n", {0}),
+        ("0-2,5", {0, 1, 2, 5}),
+        ("3,8-9,64", {3, 8, 9, 64}),
+        ("\t0-1", {0, 1}),
+    ],
 )
 def test_lists_of_linux(text, found):
     assert numa.numbers(text) == found
@@ -115,7 +142,8 @@ TWO = {0: "0-3,8-11", 1: "4-7,12-15"}
         (TWO, "0-1", "0-1", {3, 15}, (0, 1)),
         (TWO, "0-1", "0-1", {0, 8}, (0,)),  # taskset
         (TWO, "0-1", "1", set(range(16)), (1,)),  # cpuset.mems
-        (TWO | {2: ""}, "0-2", "0-2", set(range(16)), (0, 1)),  # memory without CPUs is slow, or for who asks for it
+        # memory without CPUs is slow, or for who asks for it
+        (TWO | {2: ""}, "0-2", "0-2", set(range(16)), (0, 1)),
         (TWO | {2: "16-17"}, "0-1", "0-2", set(range(18)), (0, 1)),  # CPUs without memory
         ({0: "0-1", 3: "2-3", 70: "4"}, "0,3,70", "0-127", {0, 2, 4}, (0, 3, 70)),
     ],
@@ -125,20 +153,40 @@ def test_nodes_are_those_of_the_process(machine, cpus, memory, allowed, affinity
     assert numa.usable() == nodes
 
 
-OPENMP = sorted(set(numa._OPENMP.findall(Path("/proc/self/maps").read_text()))) if Path("/proc/self/maps").exists() else []
+OPENMP = (
+    sorted(set(numa._OPENMP.findall(Path("/proc/self/maps").read_text())))
+    if Path("/proc/self/maps").exists()
+    else []
+)
 
 
-@pytest.mark.skipif(not OPENMP or not numa.cpus() >= {0, 1}, reason="needs an OpenMP, and the CPUs 0 and 1")
+@pytest.mark.skipif(
+    not OPENMP or not numa.cpus() >= {0, 1}, reason="needs an OpenMP, and the CPUs 0 and 1"
+)
 @pytest.mark.parametrize(
     ("variables", "found"),
-    [({}, {0, 1}), ({"OMP_PROC_BIND": "close"}, {0, 1}), ({"OMP_PLACES": "{1}"}, {1}), ({"OMP_PLACES": "threads"}, {0, 1})],
+    [
+        ({}, {0, 1}),
+        ({"OMP_PROC_BIND": "close"}, {0, 1}),
+        ({"OMP_PLACES": "{1}"}, {1}),
+        ({"OMP_PLACES": "threads"}, {0, 1}),
+    ],
 )
 def test_cpus_are_those_of_all_threads_where_openmp_binds_them(variables, found):
     """It has bound the first thread to one of them then."""
-    load = f"import ctypes, os, runpy; os.sched_setaffinity(0, {{0, 1}}); openmp = ctypes.CDLL({OPENMP[0]!r})"
+    load = (
+        f"import ctypes, os, runpy; os.sched_setaffinity(0, {{0, 1}}); openmp = "
+        f"ctypes.CDLL({OPENMP[0]!r})"
+    )
     program = f"{load}; print(sorted(runpy.run_path({numa.__file__!r}, run_name='numa')['cpus']()))"
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=clean | variables, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=clean | variables,
+        check=True,
+    )
     assert done.stdout.strip() == str(sorted(found))
 
 
@@ -151,7 +199,7 @@ def test_what_is_not_told_is_not_forbidden(machine, tmp_path):
     assert numa.spread() == numa.Spread((), "this system tells of no nodes")
 
 
-# When not -------------------------------------------------------------------------------------------------------------
+# When not -----------------------------------------------------------------------------------------
 
 
 def test_one_node_asks_for_nothing(machine, no_calls):
@@ -161,7 +209,9 @@ def test_one_node_asks_for_nothing(machine, no_calls):
 
 def test_a_process_on_one_of_the_nodes(machine, no_calls):
     machine(TWO, "0-1", "0-1", {5})
-    assert numa.spread() == numa.Spread((), "the CPUs and memory of this process are on node 1 alone")
+    assert numa.spread() == numa.Spread(
+        (), "the CPUs and memory of this process are on node 1 alone"
+    )
 
 
 def test_a_process_with_cpus_here_and_memory_there(machine, no_calls):
@@ -213,7 +263,7 @@ def test_the_option(machine):
         assert numa_line()[1].endswith("the option numa_interleave is off")
 
 
-# Where pages are ------------------------------------------------------------------------------------------------------
+# Where pages are ----------------------------------------------------------------------------------
 
 
 @needs_calls
@@ -275,7 +325,8 @@ def test_weights_are_on_all_nodes_and_compute_the_same_bits():
     with options.override(numa_interleave=False):
         plain = linear()
         want = plain(x, ends)
-    assert numa.policy(plain.weight.data_ptr())[0] == numa.DEFAULT  # on the nodes of the threads that wrote it
+    # on the nodes of the threads that wrote it
+    assert numa.policy(plain.weight.data_ptr())[0] == numa.DEFAULT
     module = linear()
     nodes = numa.spread().nodes
     for placed in module, copy.deepcopy(plain):
@@ -291,7 +342,19 @@ def test_linux_moves_no_page_that_lies_on_one_of_the_nodes():
     """Why prepare_ copies in place of asking mbind to move."""
     memory = mmap.mmap(-1, 64 * numa.PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     t = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
-    address, mask, most = ctypes.c_void_p(t.data_ptr()), numa._mask(numa.spread().nodes), ctypes.c_ulong(numa._MOST + 1)
+    address, mask, most = (
+        ctypes.c_void_p(t.data_ptr()),
+        numa._mask(numa.spread().nodes),
+        ctypes.c_ulong(numa._MOST + 1),
+    )
     where = numa.located(range(t.data_ptr(), t.data_ptr() + t.numel(), numa.PAGE))
-    numa._call("mbind", address, ctypes.c_ulong(t.numel()), ctypes.c_int(numa.INTERLEAVE), mask, most, ctypes.c_uint(MOVE))
+    numa._call(
+        "mbind",
+        address,
+        ctypes.c_ulong(t.numel()),
+        ctypes.c_int(numa.INTERLEAVE),
+        mask,
+        most,
+        ctypes.c_uint(MOVE),
+    )
     assert numa.located(range(t.data_ptr(), t.data_ptr() + t.numel(), numa.PAGE)) == where

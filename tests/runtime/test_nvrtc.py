@@ -1,4 +1,6 @@
-"""NVRTC: how long it may take, and where its cubins are kept. What it compiles is tested with the CUDA backend."""
+"""NVRTC: how long it may take, and where its cubins are kept. What it compiles is tested with the
+CUDA backend.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from fusion_moe.errors import BuildError
 from fusion_moe.runtime import nvrtc
 
 pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
-KERNEL = "__global__ void k%d(float* x) { for (int i = 0; i < 100; i++) x[i] = x[i + 1] * %d.5f + sinf(x[i]); }\n"
+KERNEL = (
+    "__global__ void k%d(float* x) { for (int i = 0; i < 100; i++) x[i] = x[i + 1] * %d.5f + "
+    "sinf(x[i]); }\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +27,12 @@ def folder(tmp_path):
 
 
 def build(kernels=1):
-    return nvrtc.build("".join(KERNEL % (i, i) for i in range(kernels)), name="k", arch="sm_90a", headers=nvrtc.Headers())
+    return nvrtc.build(
+        "".join(KERNEL % (i, i) for i in range(kernels)),
+        name="k",
+        arch="sm_90a",
+        headers=nvrtc.Headers(),
+    )
 
 
 def test_a_compilation_that_takes_too_long_is_ended(folder):
@@ -46,10 +56,16 @@ def test_a_cubin_that_others_could_write_is_compiled_again():
 
 def test_a_folder_without_space(folder):
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=700,size=4k", "small", folder], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "mode=700,size=4k", "small", folder], capture_output=True
+    ).returncode:
         pytest.skip("needs the right to mount a file system")
     try:
-        with pytest.raises(BuildError, match=r"k: the compiled kernel could not be written: .*No space left on device; free some space"):
+        with pytest.raises(
+            BuildError,
+            match=r"k: the compiled kernel could not be written: .*No "
+            r"space left on device; free some space",
+        ):
             build()
         assert [p.suffix for p in folder.iterdir()] == [".lock"]
     finally:

@@ -14,11 +14,16 @@ from fusion_moe.runtime import pages
 PAGE = pages.PAGE
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 setting = _SETTING.read_text() if _SETTING.exists() else "[never]"
-needs_advice = pytest.mark.skipif("[madvise]" not in setting, reason=f"large pages are not given by advice alone: {setting.strip()}")
+needs_advice = pytest.mark.skipif(
+    "[madvise]" not in setting,
+    reason=f"large pages are not given by advice alone: {setting.strip()}",
+)
 
 
 def is_mapped(address: int) -> bool:
-    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    ranges = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
     return any(int(first, 16) <= address < int(end, 16) for first, end in ranges)
 
 
@@ -26,7 +31,12 @@ def is_mapped(address: int) -> bool:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float32, torch.bfloat16])
 def test_empty_is_a_tensor_like_any_other(shape, dtype):
     t = pages.empty(shape, dtype)
-    assert (t.shape, t.dtype, t.device.type, t.is_contiguous()) == (torch.Size(shape), dtype, "cpu", True)
+    assert (t.shape, t.dtype, t.device.type, t.is_contiguous()) == (
+        torch.Size(shape),
+        dtype,
+        "cpu",
+        True,
+    )
     assert t.untyped_storage().nbytes() == t.nbytes
     t.view(torch.uint8).fill_(3)
     assert torch.equal(t.clone().view(torch.uint8), torch.full_like(t.view(torch.uint8), 3))
@@ -42,7 +52,9 @@ def test_what_is_advised_starts_at_a_page_and_gets_pages():
 
 
 def on_small_pages(size: int) -> torch.Tensor:
-    """u8[size], written. Memory of malloc may have large pages: NumPy gives advice for its arrays, and the next owner keeps it."""
+    """u8[size], written. Memory of malloc may have large pages: NumPy gives advice for its arrays,
+    and the next owner keeps it.
+    """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
@@ -100,7 +112,11 @@ def test_a_tensor_is_copied_there_once():
 def test_small_tensors_and_those_without_memory_stay():
     with FakeTensorMode():
         fake = torch.empty(PAGE, dtype=torch.uint8)
-    for t in (torch.ones(PAGE - 1, dtype=torch.uint8), torch.empty(PAGE, dtype=torch.uint8, device="meta"), fake):
+    for t in (
+        torch.ones(PAGE - 1, dtype=torch.uint8),
+        torch.empty(PAGE, dtype=torch.uint8, device="meta"),
+        fake,
+    ):
         assert pages.on_large_pages(t) is t
     small = torch.ones(16, 4)
     assert pages.on_large_pages(small.T).is_contiguous()

@@ -1,4 +1,6 @@
-"""Kernels compiled beforehand: what is noted, what is compiled once, and that nothing is compiled afterwards."""
+"""Kernels compiled beforehand: what is noted, what is compiled once, and that nothing is compiled
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,11 @@ def test_inside_nothing_runs_and_afterwards_nothing_is_compiled(cold, monkeypatc
 
 def test_equal_work_is_done_once(cold, monkeypatch):
     made, real = [], build._compile
-    monkeypatch.setattr(build, "_compile", lambda command, source, path: (made.append(source.name), real(command, source, path)))
+    monkeypatch.setattr(
+        build,
+        "_compile",
+        lambda command, source, path: (made.append(source.name), real(command, source, path)),
+    )
     with fusion_moe.preparing():
         for rows in (1, 5, 5):
             fusion_moe.run(pointwise(3.5), [torch.ones(rows, 8)])
@@ -81,7 +87,9 @@ def test_an_error_inside_compiles_nothing(cold):
     with pytest.raises(KeyError):
         fails()
     assert not libraries(cold)
-    assert torch.equal(fusion_moe.run(pointwise(5.5), [torch.ones(1, 8)])[0], torch.full((1, 8), 6.5))
+    assert torch.equal(
+        fusion_moe.run(pointwise(5.5), [torch.ones(1, 8)])[0], torch.full((1, 8), 6.5)
+    )
 
 
 def test_the_first_error_of_a_compiler_is_raised(cold, monkeypatch):
@@ -123,8 +131,13 @@ def test_all_sizes_of_a_program(cold, monkeypatch):
         fusion_moe.run(pointwise(9.5), [torch.ones(3, 8)])
     assert [dict(call.sizes) for call in noted] == [dict.fromkeys(pointwise(9.5).symbols, 3)]
     forbid(monkeypatch)
-    assert torch.equal(fusion_moe.run(pointwise(9.5), [torch.ones(1000, 8)])[0], torch.full((1000, 8), 10.5))
-    with pytest.raises(OptionError, match="sizes = 'most'; expected 'called' or 'all'"), fusion_moe.preparing("most"):
+    assert torch.equal(
+        fusion_moe.run(pointwise(9.5), [torch.ones(1000, 8)])[0], torch.full((1000, 8), 10.5)
+    )
+    with (
+        pytest.raises(OptionError, match="sizes = 'most'; expected 'called' or 'all'"),
+        fusion_moe.preparing("most"),
+    ):
         pass
 
 
@@ -148,11 +161,20 @@ def test_nothing_to_compile():
 def test_a_model_generates_without_compiling(cold, monkeypatch, tokens):
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3MoeConfig(
-        hidden_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, vocab_size=64,
-    )  # fmt: skip
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=64,
+    )
     model = transformers.Qwen3MoeForCausalLM(config).bfloat16().eval()
-    with pytest.raises(UnsupportedError, match="a Qwen3MoeForCausalLM that calls nothing of fusion_moe; expected experts of ours"):
+    with pytest.raises(
+        UnsupportedError,
+        match="a Qwen3MoeForCausalLM that calls nothing of fusion_moe; expected experts of ours",
+    ):
         fusion_moe.prepare_(model, tokens=[1])
     fusion_moe.quantize_(model)
     fusion_moe.prepare_(model, tokens=tokens)
@@ -163,7 +185,14 @@ def test_a_model_generates_without_compiling(cold, monkeypatch, tokens):
 
 def test_counts_and_models_that_cannot_be_prepared():
     for tokens in ([0], 8, "some"):
-        with pytest.raises(OptionError, match=r"tokens = .*; expected a list of positive integers, or 'all'"):
+        with pytest.raises(
+            OptionError,
+            match=r"tokens = .*; expected a list of positive "
+            r"integers, or 'all'",
+        ):
             fusion_moe.prepare_(experts(E, H, I), tokens=tokens)
-    with pytest.raises(UnsupportedError, match="tokens for a NVFP4Experts; expected a language model.*fusion_moe.preparing"):
+    with pytest.raises(
+        UnsupportedError,
+        match="tokens for a NVFP4Experts; expected a language model.*fusion_moe.preparing",
+    ):
         fusion_moe.prepare_(experts(E, H, I), tokens=[1])

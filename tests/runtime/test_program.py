@@ -28,16 +28,25 @@ def silu_of_pieces():
 
 def halved(fusion, to):
     """A pass that is wrong: it halves what silu gives."""
-    return rewrite(fusion, lambda fd, op, inputs: (fd.ops.mul(fd.ops.silu(*inputs), 0.5),) if op.kind.name == "silu" else None)
+    return rewrite(
+        fusion,
+        lambda fd, op, inputs: (
+            (fd.ops.mul(fd.ops.silu(*inputs), 0.5),) if op.kind.name == "silu" else None
+        ),
+    )
 
 
 def compiled(fusion, **switches):
-    return pipeline.compile_fusion(fusion, target.TARGETS["cpu"], options.current().replace(**switches))
+    return pipeline.compile_fusion(
+        fusion, target.TARGETS["cpu"], options.current().replace(**switches)
+    )
 
 
 def test_checked_programs_give_the_same():
     x = torch.randn(3, 4)
-    assert torch.equal(compiled(silu_of_pieces(), check=True)([x])[0], compiled(silu_of_pieces())([x])[0])
+    assert torch.equal(
+        compiled(silu_of_pieces(), check=True)([x])[0], compiled(silu_of_pieces())([x])[0]
+    )
 
 
 def test_checked_layers_give_the_same():
@@ -51,9 +60,13 @@ def test_checked_layers_give_the_same():
 def test_a_pass_that_changes_a_bit_is_found_and_named(monkeypatch):
     monkeypatch.setattr(pipeline, "PASSES", (*PASSES, halved))
     program = compiled(silu_of_pieces(), check=True)
-    with pytest.raises(FusionError, match="halved: output 0 after halved differs; expected the same bits as before it"):
+    with pytest.raises(
+        FusionError,
+        match="halved: output 0 after halved differs; expected the same bits as before it",
+    ):
         program([torch.randn(3, 4)])
-    assert compiled(silu_of_pieces())([torch.randn(3, 4)])[0].shape == (3, 4)  # unchecked it goes unseen
+    # unchecked it goes unseen
+    assert compiled(silu_of_pieces())([torch.randn(3, 4)])[0].shape == (3, 4)
 
 
 def off_by_one(kernel):
@@ -75,8 +88,15 @@ def test_a_kernel_that_is_wrong_is_found_and_named(tmp_path):
         wrong = replace(program, kernels=tuple(map(off_by_one, program.kernels)))
         with pytest.raises(FusionError) as caught:
             wrong([x.clone()])
-        said = r"check: segment 0, `silu`: its kernel \[pointwise, cpu\] gets 1 of 12 elements of output 0 wrong, the worst at \[1, 2\], "
-        assert re.match(said + r"off by 1: 6\.98\d+ in place of 5\.98\d+; expected what the segment means", str(caught.value))
+        said = (
+            r"check: segment 0, `silu`: its kernel \[pointwise, cpu\] gets 1 of 12 elements of "
+            r"output 0 wrong, the worst at \[1, 2\], "
+        )
+        assert re.match(
+            said + r"off by 1: 6\.98\d+ in place of 5\.98\d+; expected what the "
+            r"segment means",
+            str(caught.value),
+        )
         (script,) = tmp_path.glob("check-*.py")
         assert f"python {script} raises this again" in str(caught.value)
         (inputs,) = torch.load(script.with_suffix(".pt"))
@@ -87,8 +107,13 @@ def test_a_kernel_that_is_wrong_is_found_and_named(tmp_path):
 
 def test_all_kernels_in_one_call_are_compared_too():
     program = compiled(silu_of_pieces(), check=True)
-    wrong = replace(program, joined=lambda tensors, sizes: tuple(2 * t for t in program.joined(tensors, sizes)))
-    with pytest.raises(FusionError, match="check: all kernels in one call: it gets 12 of 12 elements of output 0 wrong"):
+    wrong = replace(
+        program, joined=lambda tensors, sizes: tuple(2 * t for t in program.joined(tensors, sizes))
+    )
+    with pytest.raises(
+        FusionError,
+        match="check: all kernels in one call: it gets 12 of 12 elements of output 0 wrong",
+    ):
         wrong([torch.ones(3, 4)])
 
 
@@ -97,30 +122,52 @@ def test_no_graph_is_captured_of_checked_programs(monkeypatch):
     assert not program.graph_safe
     monkeypatch.setattr(cuda, "capturing", lambda: True)
     check.refuse_capture(torch.device("cpu"))
-    with pytest.raises(UnsupportedError, match="the option check while a CUDA graph is captured; expected calls whose results can be read"):
+    with pytest.raises(
+        UnsupportedError,
+        match="the option check while a CUDA graph is captured; "
+        "expected calls whose results can be read",
+    ):
         check.refuse_capture(torch.device("cuda"))
 
 
-@pytest.mark.parametrize(("dtype", "backend"), [(torch.float32, "cpu"), (torch.bfloat16, "cpu"), (torch.bfloat16, "cuda")])
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [(torch.float32, "cpu"), (torch.bfloat16, "cpu"), (torch.bfloat16, "cuda")],
+)
 def test_what_the_arithmetic_explains_is_no_difference(dtype, backend):
-    """Another order of sums, a unit in the last place; not a lost column, nor one number that is not finite."""
+    """Another order of sums, a unit in the last place; not a lost column, nor one number that is
+    not finite.
+    """
     fusion = product_of_rows(dtype)
     g, ends = torch.Generator().manual_seed(0), torch.tensor([1000], dtype=torch.int32)
-    a, b = torch.randn(1000, 1024, generator=g).to(dtype), torch.randn(1, 64, 1024, generator=g).to(dtype)
+    a, b = (
+        torch.randn(1000, 1024, generator=g).to(dtype),
+        torch.randn(1, 64, 1024, generator=g).to(dtype),
+    )
     (want,) = fusion.evaluate(a, b, ends)
     near, lost, bad = a.double() @ b[0].double().T, a.clone(), want.clone()
     if backend == "cuda":
         near *= 1 - 2**-12
     lost[:, 5] = 0
     bad[7, 7] = torch.inf
-    for found, differs in (near.to(dtype), False), (*fusion.evaluate(lost, b, ends), True), (bad, True):
-        assert bool(list(check.differences(fusion, [a, b, ends], [found], [want], backend))) == differs
+    for found, differs in (
+        (near.to(dtype), False),
+        (*fusion.evaluate(lost, b, ends), True),
+        (bad, True),
+    ):
+        assert (
+            bool(list(check.differences(fusion, [a, b, ends], [found], [want], backend))) == differs
+        )
 
 
 def product_of_rows(dtype):
     call = bind(
         SPECS["grouped_mm"],
-        (torch.zeros(4, 1024, dtype=dtype), [torch.zeros(1, 64, 1024, dtype=dtype)], torch.zeros(1).int()),
+        (
+            torch.zeros(4, 1024, dtype=dtype),
+            [torch.zeros(1, 64, 1024, dtype=dtype)],
+            torch.zeros(1).int(),
+        ),
         {"weight_format": dtype_name(dtype)},
     )
     return fusion_of("grouped_mm", eager_types(call), call.others)
@@ -148,7 +195,11 @@ def test_what_run_does_not_take():
     x = torch.randn(3, 4)
     for fusion, tensors, said in (
         ("def fusion(fd):", [x], "run: a str; expected a Fusion"),
-        (fusion_moe.FusionDefinition().fusion(), [], "run: a Fusion without outputs; expected at least one"),
+        (
+            fusion_moe.FusionDefinition().fusion(),
+            [],
+            "run: a Fusion without outputs; expected at least one",
+        ),
         (silu_of_pieces(), x, "run: a tensor in place of the inputs; expected a list"),
     ):
         with pytest.raises(FusionError, match=said):
@@ -163,14 +214,29 @@ def freed(t, nbytes=0):
 
 @pytest.mark.parametrize("target", ["cpu", "reference"])
 def test_memory_that_was_freed(target):
-    """The whole of a tensor, the end of a view, and that of a transposed one; what no element needs is not missed."""
-    program = pipeline.compile_fusion(silu_of_pieces(), fusion_moe.target.TARGETS[target], options.current())
+    """The whole of a tensor, the end of a view, and that of a transposed one; what no element needs
+    is not missed.
+    """
+    program = pipeline.compile_fusion(
+        silu_of_pieces(), fusion_moe.target.TARGETS[target], options.current()
+    )
     for t, nbytes in (
-        (torch.randn(3, 4), 0), (torch.randn(6, 4)[3:], 92), (torch.randn(4, 3).T, 44), (torch.randn(20).as_strided((3, 4), (5, 1), 2), 60)
-    ):  # fmt: skip
-        with pytest.raises(ShapeError, match=r"input 0, torch.float32 \[3, 4\], needs \d+ bytes of a storage that has \d+ for it"):
+        (torch.randn(3, 4), 0),
+        (torch.randn(6, 4)[3:], 92),
+        (torch.randn(4, 3).T, 44),
+        (torch.randn(20).as_strided((3, 4), (5, 1), 2), 60),
+    ):
+        with pytest.raises(
+            ShapeError,
+            match=r"input 0, torch.float32 \[3, 4\], needs \d+ bytes "
+            r"of a storage that has \d+ for it",
+        ):
             program([freed(t, nbytes)])
-    for t, nbytes in (torch.randn(6, 4)[2:5], 80), (torch.randn(1).expand(3, 4), 4), (torch.randn(3, 4)[:0], 0):
+    for t, nbytes in (
+        (torch.randn(6, 4)[2:5], 80),
+        (torch.randn(1).expand(3, 4), 4),
+        (torch.randn(3, 4)[:0], 0),
+    ):
         assert program([freed(t, nbytes)])[0].shape == t.shape
 
 

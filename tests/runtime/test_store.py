@@ -1,4 +1,6 @@
-"""The store of files: one maker, no half files, damage found, and only files and folders that nobody else can write to."""
+"""The store of files: one maker, no half files, damage found, and only files and folders that
+nobody else can write to.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,10 @@ def test_a_file_is_made_once_and_nothing_else_is_left(folder):
 
 
 def test_keys_tell_their_parts_apart():
-    keys = [store.key_of(*parts) for parts in [(), ("",), ("ab",), ("a", "b"), ("b", "a"), ("a", "b", ""), (b"a", "c")]]
+    keys = [
+        store.key_of(*parts)
+        for parts in [(), ("",), ("ab",), ("a", "b"), ("b", "a"), ("a", "b", ""), (b"a", "c")]
+    ]
     assert len(set(keys)) == len(keys)
     assert store.key_of("a", b"b") == store.key_of(b"a", "b")
 
@@ -105,10 +110,14 @@ def test_threads_make_it_once():
     made = []
 
     def work(_):
-        return store.get_or_make("key.bin", lambda p: (made.append(p), slowly(p))).read_bytes() == CONTENT
+        return (
+            store.get_or_make("key.bin", lambda p: (made.append(p), slowly(p))).read_bytes()
+            == CONTENT
+        )
 
     with ThreadPoolExecutor(8) as pool:
-        contexts = [contextvars.copy_context() for _ in range(16)]  # a thread does not inherit the options in force
+        # a thread does not inherit the options in force
+        contexts = [contextvars.copy_context() for _ in range(16)]
         assert all(pool.map(lambda context: context.run(work, None), contexts))
     assert len(made) == 1
 
@@ -118,7 +127,10 @@ def test_a_file_system_without_locks(monkeypatch):
         raise OSError(errno.ENOLCK, "no locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert together(lambda: store.get_or_make("key.bin", slowly).read_bytes() == CONTENT, 6) == [True] * 6
+    assert (
+        together(lambda: store.get_or_make("key.bin", slowly).read_bytes() == CONTENT, 6)
+        == [True] * 6
+    )
 
 
 def test_a_killed_maker_leaves_nothing_that_matters(folder):
@@ -175,7 +187,9 @@ def test_what_a_living_maker_has_is_not_swept_whatever_a_clock_says(locks, folde
 def test_who_is_waited_for_is_said(folder, monkeypatch, capfd):
     """A stopped process holds its locks for as long as it is stopped."""
     monkeypatch.setattr(store, "_PATIENCE", 0.2)
-    maker = FORK.Process(target=store.get_or_make, args=("key.bin", lambda path: (time.sleep(1), slowly(path))))
+    maker = FORK.Process(
+        target=store.get_or_make, args=("key.bin", lambda path: (time.sleep(1), slowly(path)))
+    )
     maker.start()
     while not list(folder.glob("*.tmp")):
         time.sleep(0.01)
@@ -186,7 +200,9 @@ def test_who_is_waited_for_is_said(folder, monkeypatch, capfd):
     going_on.join()
     maker.join()
     host = os.uname().nodename
-    assert capfd.readouterr().err == f"waiting for process {maker.pid} on {host}, which makes key.bin; end it if it is stopped\n"
+    assert capfd.readouterr().err == (
+        f"waiting for process {maker.pid} on {host}, which makes key.bin; end it if it is stopped\n"
+    )
 
 
 def test_a_lock_does_not_outlive_its_block_in_a_forked_child(folder):
@@ -210,7 +226,9 @@ DAMAGE = {
     "gone": lambda path: path.unlink(),
     "no digest": lambda path: path.with_name("key.bin.sha256").unlink(),
     "digest cut short": lambda path: os.truncate(path.with_name("key.bin.sha256"), 7),
-    "another key's": lambda path: [p.rename(str(p).replace("other", "key")) for p in path.parent.glob("other.bin*")],
+    "another key's": lambda path: [
+        p.rename(str(p).replace("other", "key")) for p in path.parent.glob("other.bin*")
+    ],
 }
 
 
@@ -236,8 +254,13 @@ def test_what_is_made_is_this_users_alone_whatever_the_umask_is(umask, folder):
         store.get_or_make("key.bin", lambda path: path.touch(0o777))
     finally:
         os.umask(before)
-    modes = {str(path.relative_to(folder.parent)): oct(path.stat().st_mode & 0o7777) for path in folder.parent.rglob("*")}
-    assert modes == {"cache": "0o700"} | {f"cache/key.bin{end}": "0o600" for end in ("", ".lock", ".sha256")}
+    modes = {
+        str(path.relative_to(folder.parent)): oct(path.stat().st_mode & 0o7777)
+        for path in folder.parent.rglob("*")
+    }
+    assert modes == {"cache": "0o700"} | {
+        f"cache/key.bin{end}": "0o600" for end in ("", ".lock", ".sha256")
+    }
     assert folder.parent.stat().st_mode & 0o7777 == 0o700
 
 
@@ -256,7 +279,10 @@ def test_what_make_raises_is_raised_and_leaves_no_file(folder):
 def small(request, folder):
     """cache_dir is a file system of 16 pages, or of so few files."""
     folder.mkdir(parents=True)
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"mode=700,{request.param}", "small", folder], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"mode=700,{request.param}", "small", folder],
+        capture_output=True,
+    ).returncode:
         pytest.skip("needs the right to mount a file system")
     yield folder
     subprocess.run(["umount", folder], check=True)
@@ -267,14 +293,17 @@ def test_no_space_left(small):
         store.get_or_make("key.bin", slowly)
     assert e.value.errno == errno.ENOSPC
     assert [p.name for p in small.iterdir()] in ([], ["key.bin.lock"])
-    said = "k: the compiled kernel could not be written: .* free some space, or set FUSION_MOE_CACHE_DIR to another folder"
+    said = (
+        "k: the compiled kernel could not be written: .* free some space, or set "
+        "FUSION_MOE_CACHE_DIR to another folder"
+    )
     with pytest.raises(BuildError, match=said), store.as_build_error("k"):
         store.get_or_make("key.bin", slowly)
     subprocess.run(["mount", "-o", "remount,size=1m,nr_inodes=50", small], check=True)
     assert store.get_or_make("key.bin", slowly).read_bytes() == CONTENT
 
 
-# Other users --------------------------------------------------------------------------------------------------------
+# Other users --------------------------------------------------------------------------------------
 
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs another user to become")
@@ -323,7 +352,10 @@ def test_a_file_that_another_user_has_written(entered, folder, caplog):
     assert as_another(plant) == 64
     with caplog.at_level(logging.WARNING, "fusion_moe"):
         assert store.get_or_make("key.bin", slowly).read_bytes() == CONTENT
-    assert f"{path} can be written by other users (mode 666, expected 644: chmod go-w {path}); rebuilding it" in caplog.text
+    assert (
+        f"{path} can be written by other users (mode 666, expected 644: chmod go-w {path}); "
+        "rebuilding it"
+    ) in caplog.text
     assert store.get_or_make("key.bin", wrong).stat().st_mode & 0o777 == 0o600
 
 
@@ -336,7 +368,10 @@ def test_a_file_that_another_user_can_write(name, mode, folder, caplog):
     with caplog.at_level(logging.WARNING, "fusion_moe"):
         store.get_or_make("key.bin", lambda path: (made.append(path), slowly(path)))
     assert len(made) == 1
-    assert f"{name} can be written by other users (mode {mode:o}, expected 600: chmod go-w {folder / name}); rebuilding it" in caplog.text
+    assert (
+        f"{name} can be written by other users (mode {mode:o}, expected 600: chmod go-w "
+        f"{folder / name}); rebuilding it"
+    ) in caplog.text
     assert (folder / name).stat().st_mode & 0o777 == 0o600
 
 
@@ -386,11 +421,13 @@ def test_a_lock_that_another_user_holds_is_not_waited_for(entered, folder, caplo
     other.join()
 
 
-# Folders ------------------------------------------------------------------------------------------------------------
+# Folders ------------------------------------------------------------------------------------------
 
 
 def said(caplog, temporary, why):
-    """Whether one warning said why the folder is not used, and the file lies in a folder of this user instead."""
+    """Whether one warning said why the folder is not used, and the file lies in a folder of this
+    user instead.
+    """
     with caplog.at_level(logging.WARNING, "fusion_moe"):
         for key in "a.bin", "b.bin", "a.bin":
             path = store.get_or_make(key, lambda path: path.write_bytes(CONTENT))
@@ -405,21 +442,35 @@ def said(caplog, temporary, why):
 @pytest.mark.parametrize("place", ["a file", "a system folder"])
 def test_a_folder_that_cannot_be_made(place, tmp_path, temporary, caplog):
     (tmp_path / "file").write_text("")
-    with options.override(cache_dir={"a file": str(tmp_path / "file" / "cache"), "a system folder": "/proc/cache"}[place]):
+    with options.override(
+        cache_dir={"a file": str(tmp_path / "file" / "cache"), "a system folder": "/proc/cache"}[
+            place
+        ]
+    ):
         assert said(caplog, temporary, "cannot be created") == f"fusion_moe-{os.geteuid()}"
 
 
 def test_a_folder_that_others_can_write_to(folder, temporary, caplog):
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    said(caplog, temporary, f"cache_dir {folder} can be written by other users (mode 777, expected 755: chmod go-w {folder})")
+    said(
+        caplog,
+        temporary,
+        f"cache_dir {folder} can be written by other users (mode 777, "
+        f"expected 755: chmod go-w {folder})",
+    )
     assert not list(folder.iterdir())
 
 
 def test_a_folder_that_others_can_replace(folder, temporary, caplog):
     folder.mkdir(parents=True, mode=0o700)
     folder.parent.chmod(0o770)
-    said(caplog, temporary, f"lies in {folder.parent}, which can be written by other users (mode 770, expected 750: chmod go-w")
+    said(
+        caplog,
+        temporary,
+        f"lies in {folder.parent}, which can be written by other users (mode "
+        "770, expected 750: chmod go-w",
+    )
     folder.parent.chmod(0o1777)  # as /tmp: nobody can rename what belongs to others
     assert store.folder() == folder
 
@@ -428,7 +479,11 @@ def test_a_folder_that_others_can_replace(folder, temporary, caplog):
 def test_a_folder_in_one_of_another_user(folder, temporary, caplog):
     folder.mkdir(parents=True, mode=0o700)
     os.chown(folder.parent, OTHER, -1)
-    said(caplog, temporary, f"lies in {folder.parent}, which belongs to another user (12345, expected 0)")
+    said(
+        caplog,
+        temporary,
+        f"lies in {folder.parent}, which belongs to another user (12345, expected 0)",
+    )
 
 
 def test_a_link_to_a_folder(folder, tmp_path):
@@ -444,7 +499,11 @@ def test_no_folder_at_all(folder, temporary):
     folder.mkdir(parents=True)
     for p in folder, temporary:
         p.chmod(0o777)
-    with pytest.raises(OSError, match=f"cache_dir {folder} can be .*, and the temporary folder .* lies in {temporary}, which can be "):
+    with pytest.raises(
+        OSError,
+        match=f"cache_dir {folder} can be .*, and the temporary folder .* "
+        f"lies in {temporary}, which can be ",
+    ):
         store.get_or_make("key.bin", slowly)
 
 
@@ -479,7 +538,11 @@ def test_a_folder_of_another_user_and_a_temporary_one_too(folder, temporary, mon
     with caplog.at_level(logging.WARNING, "fusion_moe"):
         chosen = store.folder()
     assert "belongs to another user" in caplog.text
-    assert (chosen.parent, chosen.stat().st_mode & 0o777, list(chosen.iterdir())) == (temporary, 0o700, [])
+    assert (chosen.parent, chosen.stat().st_mode & 0o777, list(chosen.iterdir())) == (
+        temporary,
+        0o700,
+        [],
+    )
     assert chosen == store.folder()
 
 
@@ -493,12 +556,14 @@ def test_a_folder_without_the_right_to_write(entered, folder, temporary):
     def work():
         path = store.get_or_make("key.bin", slowly)
         folder.chmod(0o500)
-        return store.get_or_make("key.bin", wrong) == path, str(store.get_or_make("other.bin", slowly).parent)
+        return store.get_or_make("key.bin", wrong) == path, str(
+            store.get_or_make("other.bin", slowly).parent
+        )
 
     assert as_another(work) == (True, str(temporary / f"fusion_moe-{OTHER}"))
 
 
-# The option ---------------------------------------------------------------------------------------------------------
+# The option ---------------------------------------------------------------------------------------
 
 
 def test_the_folder_is_no_part_of_keys():
@@ -516,7 +581,9 @@ def test_the_folder_is_no_part_of_keys():
     assert '"' not in forced.key()  # torch's cpp_wrapper writes keys into C++
 
 
-@pytest.mark.parametrize("key", ["{'dump': '/anywhere'}", "{'cache_dir': '/anywhere'}", "{1: 2}", "{None: 1}"])
+@pytest.mark.parametrize(
+    "key", ["{'dump': '/anywhere'}", "{'cache_dir': '/anywhere'}", "{1: 2}", "{None: 1}"]
+)
 def test_what_no_key_says(key):
     """Keys come with exported graphs, from anybody."""
     with pytest.raises(OptionError, match="an option's name = .*; expected one of target, "):
@@ -525,11 +592,18 @@ def test_what_no_key_says(key):
 
 def test_where_caches_belong(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
-    assert options._cache_home({}) == options._cache_home({"XDG_CACHE_HOME": "relative"}) == "/home/someone/.cache/fusion_moe"
+    assert (
+        options._cache_home({})
+        == options._cache_home({"XDG_CACHE_HOME": "relative"})
+        == "/home/someone/.cache/fusion_moe"
+    )
     assert options._cache_home({"XDG_CACHE_HOME": "/elsewhere"}) == "/elsewhere/fusion_moe"
     assert options.from_environment({"FUSION_MOE_CACHE_DIR": "~/x"}).cache_dir == "~/x"
     assert options.from_environment({"FUSION_MOE_CACHE_DIR": ""}) == options.from_environment({})
-    assert options.from_environment({"FUSION_MOE_CACHE_DIR": ""}).cache_dir == options.Options().cache_dir
+    assert (
+        options.from_environment({"FUSION_MOE_CACHE_DIR": ""}).cache_dir
+        == options.Options().cache_dir
+    )
     with options.override(cache_dir="~/x"), pytest.raises(OptionError):
         options.current().replace(cache_dir=Path("x"))
 
@@ -543,5 +617,7 @@ def test_how_long_a_compiler_may_take(text, found):
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "1000001", "long", True, 2.0])
 def test_a_time_that_is_none(value):
-    with pytest.raises(OptionError, match="option compile_seconds = .*; expected an int from 1 to 1000000"):
+    with pytest.raises(
+        OptionError, match="option compile_seconds = .*; expected an int from 1 to 1000000"
+    ):
         options.Options().replace(compile_seconds=value)

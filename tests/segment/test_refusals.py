@@ -1,4 +1,6 @@
-"""Pieces that a backend refuses: what it cannot express is cut off, and the rest stays one kernel."""
+"""Pieces that a backend refuses: what it cannot express is cut off, and the rest stays one
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,17 @@ def product(epilogue, dtype: str = "bf16", width: int = N) -> Fusion:
 
 def inputs(width: int = N):
     g = torch.Generator().manual_seed(0)
-    x, w = (torch.randint(-2, 3, shape, generator=g).bfloat16() for shape in ((ROWS, K), (G, width, K)))
+    x, w = (
+        torch.randint(-2, 3, shape, generator=g).bfloat16() for shape in ((ROWS, K), (G, width, K))
+    )
     return [x, w, torch.tensor([2, 2, 7], dtype=torch.int32)]
 
 
 def thirds(fd, y):
-    a, b, c = (fd.ops.slice(y, start_indices=[0, i * N // 3], end_indices=[ROWS, (i + 1) * N // 3]) for i in range(3))
+    a, b, c = (
+        fd.ops.slice(y, start_indices=[0, i * N // 3], end_indices=[ROWS, (i + 1) * N // 3])
+        for i in range(3)
+    )
     return [fd.ops.mul(fd.ops.mul(a, b), c)]
 
 
@@ -84,21 +91,30 @@ def test_results_are_those_of_the_whole(epilogue):
 def test_no_fused_segment_is_on_the_reference():
     """Whatever is refused: products in float32, scales of activations."""
     fd = FusionDefinition()
-    x, w = fd.define_tensor(shape=[ROWS, N], dtype="f32"), fd.define_tensor(shape=[G, N, K], dtype="f32")
-    ends = fd.ops.ends(fd.define_tensor(shape=[G], dtype="i32"), rows=ROWS, groups=fd.define_groups("g", G))
+    x, w = (
+        fd.define_tensor(shape=[ROWS, N], dtype="f32"),
+        fd.define_tensor(shape=[G, N, K], dtype="f32"),
+    )
+    ends = fd.ops.ends(
+        fd.define_tensor(shape=[G], dtype="i32"), rows=ROWS, groups=fd.define_groups("g", G)
+    )
     dx = fd.ops.grouped_mm_t(fd.ops.partition(fd.ops.relu(x), ends), w, ends)
     fd.add_output(fd.ops.decode_scale(fd.ops.neg(dx), encoding="nvfp4"))
     found = planned(fd.fusion())
     for s, ops in zip(found, fused(found), strict=True):
         assert s.plan.backend == "cuda" or len(ops) == 1
-    assert {"grouped_mm_t", "decode_scale"} == {ops[0] for s, ops in zip(found, fused(found), strict=True) if s.plan.backend == "reference"}
+    assert {"grouped_mm_t", "decode_scale"} == {
+        ops[0] for s, ops in zip(found, fused(found), strict=True) if s.plan.backend == "reference"
+    }
 
 
 def test_a_backend_without_its_tools_leaves_single_operations(monkeypatch):
     monkeypatch.setattr("fusion_moe.runtime.nvrtc.why_missing", lambda: "NVRTC is not installed")
     found = planned(product(thirds))
     assert all(len(ops) == 1 for ops in fused(found))
-    assert {(s.plan.backend, s.plan.why) for s in found} == {("reference", "NVRTC is not installed")}
+    assert {(s.plan.backend, s.plan.why) for s in found} == {
+        ("reference", "NVRTC is not installed")
+    }
 
 
 def test_a_refusal_that_names_no_operation_halves_what_is_around_the_product():
@@ -106,7 +122,9 @@ def test_a_refusal_that_names_no_operation_halves_what_is_around_the_product():
 
     def plan(piece: Fusion) -> Plan | Refusal:
         count = sum(not op.kind.view for op in piece.ops)
-        return Plan("cpu", "pointwise", piece, None) if count <= 3 else Refusal(f"{count} operations")
+        return (
+            Plan("cpu", "pointwise", piece, None) if count <= 3 else Refusal(f"{count} operations")
+        )
 
     def chain(fd, y):
         for _ in range(9):
@@ -125,8 +143,13 @@ def test_a_refusal_that_names_no_operation_halves_what_is_around_the_product():
 def test_what_is_also_read_outside_is_cut_out_of_the_prologue(target):
     """The epilogue stays."""
     fd = FusionDefinition()
-    x, w = fd.define_tensor(shape=[ROWS, K], dtype="f32"), fd.define_tensor(shape=[G, N, K], dtype="bf16")
-    ends = fd.ops.ends(fd.define_tensor(shape=[G], dtype="i32"), rows=ROWS, groups=fd.define_groups("g", G))
+    x, w = (
+        fd.define_tensor(shape=[ROWS, K], dtype="f32"),
+        fd.define_tensor(shape=[G, N, K], dtype="bf16"),
+    )
+    ends = fd.ops.ends(
+        fd.define_tensor(shape=[G], dtype="i32"), rows=ROWS, groups=fd.define_groups("g", G)
+    )
     read_twice = fd.ops.cast(fd.ops.partition(x, ends), dtype="bf16")
     y = fd.ops.grouped_mm(read_twice, w, ends)
     for made in (fd.ops.exp, fd.ops.abs, fd.ops.sigmoid, fd.ops.relu):
@@ -143,18 +166,28 @@ def test_what_is_also_read_outside_is_cut_out_of_the_prologue(target):
 def test_what_has_elements_is_not_stored_with_a_product_of_no_rows(target):
     """a kernel stores it row by row: nothing"""
     fd = FusionDefinition()
-    ids, x, w = (fd.define_tensor(shape=s, dtype=d) for s, d in (([0, 2], "i64"), ([0, K], "bf16"), ([G, N, K], "bf16")))
+    ids, x, w = (
+        fd.define_tensor(shape=s, dtype=d)
+        for s, d in (([0, 2], "i64"), ([0, K], "bf16"), ([G, N, K], "bf16"))
+    )
     ends, *_ = fd.ops.route(ids, groups=fd.define_groups("g", G))
     fd.add_output(fd.ops.index_select(ends, ends, dim=0))
     fd.add_output(fd.ops.grouped_mm(fd.ops.partition(x, ends), w, ends))
-    assert not any({"index_select", "grouped_mm"} <= set(ops) for ops in fused(planned(fd.fusion(), target)))
+    assert not any(
+        {"index_select", "grouped_mm"} <= set(ops) for ops in fused(planned(fd.fusion(), target))
+    )
 
 
 def test_a_combine_is_cut_off_from_what_it_reads_as_a_whole():
     """CUDA sums rows that are in memory; what follows stays with the sums."""
     fd = FusionDefinition()
-    y, slots = fd.define_tensor(shape=[2 * ROWS, N], dtype="f32"), fd.define_tensor(shape=[ROWS, 2], dtype="i32")
-    total = fd.ops.combine(fd.ops.exp(fd.ops.neg(y)), slots, fd.define_tensor(shape=[ROWS, 2], dtype="f32"))
+    y, slots = (
+        fd.define_tensor(shape=[2 * ROWS, N], dtype="f32"),
+        fd.define_tensor(shape=[ROWS, 2], dtype="i32"),
+    )
+    total = fd.ops.combine(
+        fd.ops.exp(fd.ops.neg(y)), slots, fd.define_tensor(shape=[ROWS, 2], dtype="f32")
+    )
     fd.add_output(fd.ops.relu(fd.ops.abs(total)))
     found = planned(fd.fusion())
     assert fused(found) == [["neg", "exp"], ["combine", "abs", "relu"]]
@@ -166,7 +199,10 @@ def test_a_combine_is_cut_off_from_what_it_reads_as_a_whole():
 def test_a_backend_names_the_operation_that_it_cannot_express(target):
     """The one that reads what has no C++, not those around it, and not a view."""
     fd = FusionDefinition()
-    x, offs = fd.define_tensor(shape=[ROWS, K], dtype="f8e4m3"), fd.define_tensor(shape=[G], dtype="i32")
+    x, offs = (
+        fd.define_tensor(shape=[ROWS, K], dtype="f8e4m3"),
+        fd.define_tensor(shape=[G], dtype="i32"),
+    )
     ends = fd.ops.ends(offs, rows=ROWS, groups=fd.define_groups("g", G))
     rows = fd.ops.reshape(fd.ops.partition(x, ends), new_shape=[ROWS, K])
     fd.add_output(fd.ops.permute(rows, dims=[1, 0]))
@@ -178,7 +214,9 @@ def test_a_backend_names_the_operation_that_it_cannot_express(target):
 @pytest.mark.parametrize("target", [CPU, CUDA], ids=lambda t: t.name)
 def test_columns_that_a_tensor_picks_are_no_epilogue(target):
     def picked(fd, y):
-        return [fd.ops.relu(fd.ops.index_select(y, fd.define_tensor(shape=[N], dtype="i64"), dim=1))]
+        return [
+            fd.ops.relu(fd.ops.index_select(y, fd.define_tensor(shape=[N], dtype="i64"), dim=1))
+        ]
 
     with pytest.raises(Inexpressible, match="columns known when compiling") as caught:
         BACKENDS[target.name].plan(product(picked), "grouped_gemm")
@@ -188,8 +226,13 @@ def test_columns_that_a_tensor_picks_are_no_epilogue(target):
 def test_the_prologue_is_cut_off_before_the_product():
     """Rows that are cast from a type without a kernel, and then picked."""
     fd = FusionDefinition()
-    x, w = fd.define_tensor(shape=[ROWS, K], dtype="f8e4m3"), fd.define_tensor(shape=[G, N, K], dtype="bf16")
-    ends = fd.ops.ends(fd.define_tensor(shape=[G], dtype="i32"), rows=ROWS, groups=fd.define_groups("g", G))
+    x, w = (
+        fd.define_tensor(shape=[ROWS, K], dtype="f8e4m3"),
+        fd.define_tensor(shape=[G, N, K], dtype="bf16"),
+    )
+    ends = fd.ops.ends(
+        fd.define_tensor(shape=[G], dtype="i32"), rows=ROWS, groups=fd.define_groups("g", G)
+    )
     rows = fd.ops.neg(fd.ops.cast(fd.ops.partition(x, ends), dtype="bf16"))
     fd.add_output(fd.ops.relu(fd.ops.grouped_mm(rows, w, ends)))
     cast, rest = planned(fd.fusion())

@@ -60,10 +60,12 @@ def shown(fusion: Fusion, target: Target = CPU) -> str:
 
 def whole(fusion: Fusion, target: Target = CPU) -> str:
     """Each segment as text, with its schedule."""
-    return "\n\n".join(f"# {s.plan.schedule}\n# {s.boundary or 'first'}\n{s.fusion}" for s in split(fusion, target))
+    return "\n\n".join(
+        f"# {s.plan.schedule}\n# {s.boundary or 'first'}\n{s.fusion}" for s in split(fusion, target)
+    )
 
 
-# Meaning --------------------------------------------------------------------------------------------------------------
+# Meaning ------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150)
@@ -84,9 +86,15 @@ def test_segments_are_a_partition(fusion):
     for s in found:
         assert made.issuperset(s.inputs)
         made.update(s.outputs)
-        assert s.plan.backend == "reference" or schedule.named(s.kind).can_schedule(s.fusion, CPU) is None
+        assert (
+            s.plan.backend == "reference"
+            or schedule.named(s.kind).can_schedule(s.fusion, CPU) is None
+        )
         if products(s.fusion):
-            assert all(p.size(p.contracted) <= CPU.added_features[p.kind] for p in main_and_added(s.fusion)[1])
+            assert all(
+                p.size(p.contracted) <= CPU.added_features[p.kind]
+                for p in main_and_added(s.fusion)[1]
+            )
 
 
 @given(programs())
@@ -138,14 +146,16 @@ def test_the_reference_takes_what_no_scheduler_accepts(monkeypatch):
     assert_same_bits(fusion_moe.run(fd.fusion(), [x]), [-x])
 
 
-# One program, many doors ----------------------------------------------------------------------------------------------
+# One program, many doors --------------------------------------------------------------------------
 
 G, H, I, K = 4, 64, 32, 2
 
 
 def weights(seed: int = 0):
     g = torch.Generator().manual_seed(seed)
-    return [t for shape in ((G, 2 * I, H), (G, H, I)) for t in quantize(torch.randn(shape, generator=g))]
+    return [
+        t for shape in ((G, 2 * I, H), (G, H, I)) for t in quantize(torch.randn(shape, generator=g))
+    ]
 
 
 def tokens(dtype=torch.bfloat16, count: int = 5, groups: int = G):
@@ -169,8 +179,13 @@ def small_ops(x, ids, w, *weights):
 def plain_swiglu(x, ids, w, *weights):
     ends, row_of, slot_of = OPS.route(ids, G)
     gate, up = OPS.nvfp4_grouped_mm(x.index_select(0, row_of), *weights[:3], ends).chunk(2, -1)
-    # torch 2.10 decomposes silu into x * sigmoid(x), whose bits are others: there, what later ones decompose it into
-    y = (torch.nn.functional.silu(gate) if torch.__version__ >= "2.11" else gate / (torch.exp(-gate) + 1)) * up
+    # torch 2.10 decomposes silu into x * sigmoid(x), whose bits are others: there, what later ones
+    # decompose it into
+    y = (
+        torch.nn.functional.silu(gate)
+        if torch.__version__ >= "2.11"
+        else gate / (torch.exp(-gate) + 1)
+    ) * up
     return OPS.combine(OPS.nvfp4_grouped_mm(y, *weights[3:], ends), slot_of, w)
 
 
@@ -183,9 +198,16 @@ def traced(function, *args) -> Fusion:
     torch._dynamo.reset()
     found = []
     fusion_pass = FusionPass(options.Options(contract_rounding=False), found=found.append)
-    compiled = torch.compile(function, backend=lambda gm, inputs: compile_calls(fusion_pass, gm, inputs), dynamic=True, fullgraph=True)
-    with torch.no_grad(), options.override(contract_rounding=False):  # for the eager call; the compiled one has its own
-        torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-6, atol=0)  # torch's eager silu has its own exp
+    compiled = torch.compile(
+        function,
+        backend=lambda gm, inputs: compile_calls(fusion_pass, gm, inputs),
+        dynamic=True,
+        fullgraph=True,
+    )
+    # for the eager call; the compiled one has its own
+    with torch.no_grad(), options.override(contract_rounding=False):
+        # torch's eager silu has its own exp
+        torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-6, atol=0)
     ((region,),) = [f.regions for f in found]
     return region.fusion
 
@@ -199,11 +221,17 @@ def by_hand(dtype="bf16") -> Fusion:
 
     def weight(n, k):
         shapes = ([G, n, k // 2], "u8"), ([G, n, k // 16], "f8e4m3"), ([G], "f32")
-        return fd.ops.pack(*(fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in shapes), encoding="nvfp4", layout="linear")
+        return fd.ops.pack(
+            *(fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in shapes),
+            encoding="nvfp4",
+            layout="linear",
+        )
 
     gate_up, down = weight(2 * I, H), weight(H, I)
     ends, row_of, slot_of = fd.ops.route(ids, groups=g)
-    y = fd.ops.cast(fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), gate_up, ends), dtype=dtype)
+    y = fd.ops.cast(
+        fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), gate_up, ends), dtype=dtype
+    )
     rows = y.type.shape[0]
     up = fd.ops.cast(fd.ops.slice(y, start_indices=(0, I), end_indices=(rows, 2 * I)), dtype="f32")
     gate = fd.ops.cast(fd.ops.slice(y, start_indices=(0, 0), end_indices=(rows, I)), dtype="f32")
@@ -214,7 +242,9 @@ def by_hand(dtype="bf16") -> Fusion:
 
 
 def test_one_program_many_doors(golden):
-    """expert_mlp, the same in small operations, and a Fusion written by hand: the same two kernels, both grouped products."""
+    """expert_mlp, the same in small operations, and a Fusion written by hand: the same two kernels,
+    both grouped products.
+    """
     args = (*tokens(), *weights())
     doors = {
         "expert_mlp": fusion_of_call("expert_mlp", *args),
@@ -225,14 +255,24 @@ def test_one_program_many_doors(golden):
     found = {name: whole(prepared(fusion)) for name, fusion in doors.items()}
     for name, text in found.items():
         assert text == found["expert_mlp"], name
-    assert [s.kind for s in split(prepared(doors["expert_mlp"]), CPU)] == ["grouped_gemm", "grouped_gemm"]
+    assert [s.kind for s in split(prepared(doors["expert_mlp"]), CPU)] == [
+        "grouped_gemm",
+        "grouped_gemm",
+    ]
     golden(found["expert_mlp"])
 
 
 def test_one_program_with_plain_torch_between():
-    """In float32 torch's own silu and product mean what scaled_swiglu means, and give the same two kernels."""
+    """In float32 torch's own silu and product mean what scaled_swiglu means, and give the same two
+    kernels.
+    """
     args = (*tokens(torch.float32), *weights())
-    doors = [by_hand("f32"), fusion_of_call("expert_mlp", *args), traced(plain_swiglu, *args), traced(small_ops, *args)]
+    doors = [
+        by_hand("f32"),
+        fusion_of_call("expert_mlp", *args),
+        traced(plain_swiglu, *args),
+        traced(small_ops, *args),
+    ]
     assert len({whole(prepared(fusion)) for fusion in doors}) == 1
 
 
@@ -242,7 +282,8 @@ def test_many_doors_give_the_same_bits():
     want = OPS.expert_mlp(x, ids, w, *packed)
     with options.override(contract_rounding=False):
         exact = OPS.expert_mlp(x, ids, w, *packed)
-        assert_same_bits([small_ops(x, ids, w, *packed)], [exact])  # small operations round between each two
+        # small operations round between each two
+        assert_same_bits([small_ops(x, ids, w, *packed)], [exact])
         assert_same_bits(fusion_moe.run(by_hand(), [x, ids, w, *packed]), [exact])
     assert_same_bits(fusion_moe.run(by_hand(), [x, ids, w, *packed]), [want])
     assert not exact.equal(want)  # this routing shows that a rounding was dropped
@@ -251,14 +292,17 @@ def test_many_doors_give_the_same_bits():
 
 
 def test_schedulers_know_no_model():
-    words = re.compile(r"\b(moe|experts?|router|swiglu|mlp|gate|top_?k|qwen|mixtral|deepseek|gpt|llama)\b", re.IGNORECASE)
+    words = re.compile(
+        r"\b(moe|experts?|router|swiglu|mlp|gate|top_?k|qwen|mixtral|deepseek|gpt|llama)\b",
+        re.IGNORECASE,
+    )
     root = Path(fusion_moe.__file__).parent
     for path in (*(root / "schedule").glob("*.py"), root / "segment.py", root / "pieces.py"):
         for match in words.finditer(path.read_text(encoding="utf-8")):
             pytest.fail(f"{path.name} says {match[0]!r}")
 
 
-# Variants -------------------------------------------------------------------------------------------------------------
+# Variants -----------------------------------------------------------------------------------------
 
 VARIANTS = {**expert_mlp_variants(G, H, I), "nvfp4 activations": {"activation_format": "nvfp4"}}
 
@@ -266,7 +310,10 @@ VARIANTS = {**expert_mlp_variants(G, H, I), "nvfp4 activations": {"activation_fo
 def variant(name: str, dtype=torch.bfloat16):
     """(args, kwargs) of expert_mlp."""
     g = torch.Generator().manual_seed(2)
-    made = {k: torch.randn(v, generator=g).to(dtype) if isinstance(v, tuple) else v for k, v in VARIANTS[name].items()}
+    made = {
+        k: torch.randn(v, generator=g).to(dtype) if isinstance(v, tuple) else v
+        for k, v in VARIANTS[name].items()
+    }
     return (*tokens(dtype), *weights()), made
 
 
@@ -296,13 +343,22 @@ def test_variants_keep_every_bit(name):
 def test_expert_mlp_in_segments_for_any_routing(routing: Routing):
     g = torch.Generator().manual_seed(0)
     count, slots = routing.ids.shape
-    packed = [t for shape in ((routing.groups, 32, 16), (routing.groups, 16, 16)) for t in quantize(torch.randn(shape, generator=g))]
-    inputs = [torch.randn(count, 16, generator=g).bfloat16(), routing.ids, torch.rand(count, slots, generator=g), *packed]
+    packed = [
+        t
+        for shape in ((routing.groups, 32, 16), (routing.groups, 16, 16))
+        for t in quantize(torch.randn(shape, generator=g))
+    ]
+    inputs = [
+        torch.randn(count, 16, generator=g).bfloat16(),
+        routing.ids,
+        torch.rand(count, slots, generator=g),
+        *packed,
+    ]
     fusion = prepared(fusion_of_call("expert_mlp", *inputs))
     assert_same_bits(run_segments(fusion, CPU, *inputs), evaluate(fusion, *inputs))
 
 
-# Broken ---------------------------------------------------------------------------------------------------------------
+# Broken -------------------------------------------------------------------------------------------
 
 
 def changed(change) -> Fusion:
@@ -310,8 +366,13 @@ def changed(change) -> Fusion:
     fd = FusionDefinition()
     t, g = fd.define_size("t"), fd.define_groups("g", G)
     x = fd.define_tensor(shape=[t, H], dtype="f32")
-    ids, w = fd.define_tensor(shape=[t, K], dtype="i64"), fd.define_tensor(shape=[t, K], dtype="f32")
-    first, second = (fd.define_tensor(shape=s, dtype="bf16", role="weight") for s in ([G, I, H], [G, H, I]))
+    ids, w = (
+        fd.define_tensor(shape=[t, K], dtype="i64"),
+        fd.define_tensor(shape=[t, K], dtype="f32"),
+    )
+    first, second = (
+        fd.define_tensor(shape=s, dtype="bf16", role="weight") for s in ([G, I, H], [G, H, I])
+    )
     ends, row_of, slot_of = fd.ops.route(ids, groups=g)
     a = change("tokens", fd, x)
     a = change("rows", fd, fd.ops.index_select(a, row_of, dim=0))

@@ -1,4 +1,6 @@
-"""The kernels of a forward that saves values: where it is divided, and that each piece still has a kernel."""
+"""The kernels of a forward that saves values: where it is divided, and that each piece still has a
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,14 @@ def forward(*wrt: int) -> Fusion:
 
 
 def test_where_a_forward_is_divided(golden):
-    """A kernel stores tiles of one width: FC1's result is saved, so what halves it runs after it. FC2's is stored for the sum anyway."""
-    golden("\n\n".join(f"# {wrt}\n{shown(prepared(forward(*wrt)))}" for wrt in ((), (0,), (2,), (0, 2))))
+    """A kernel stores tiles of one width: FC1's result is saved, so what halves it runs after it.
+    FC2's is stored for the sum anyway.
+    """
+    golden(
+        "\n\n".join(
+            f"# {wrt}\n{shown(prepared(forward(*wrt)))}" for wrt in ((), (0,), (2,), (0, 2))
+        )
+    )
 
 
 @pytest.mark.compiler

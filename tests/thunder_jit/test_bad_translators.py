@@ -1,4 +1,6 @@
-"""Users' translators at fault, under thunder.jit: the bits of eager, a warning, and what is said of why their calls are not fused."""
+"""Users' translators at fault, under thunder.jit: the bits of eager, a warning, and what is said of
+why their calls are not fused.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def product():
 def why_left(twice) -> str:
     """What is said of the operation between two products, of which each is a fusion then."""
     up, down = weight(I, H), weight(H, I)
-    found = check(lambda x: O.nvfp4_grouped_mm(twice(O.nvfp4_grouped_mm(x, *up, ENDS)), *down, ENDS))
+    found = check(
+        lambda x: O.nvfp4_grouped_mm(twice(O.nvfp4_grouped_mm(x, *up, ENDS)), *down, ENDS)
+    )
     assert len(found.regions) == 2
     (why,) = {left.why for left in found.not_fused if left.op == "bad_thunder.twice.default"}
     return why
@@ -71,23 +75,46 @@ RAISES_AT = f"test_bad_translators.py:{raises.__code__.co_firstlineno + 2}"
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (raises, f"{RAISES_AT}: the translator of {NAME} failed: AttributeError: 'Value' object has no attribute 'no_such_thing'; "
-                 "expected values, or Untranslatable; fix the translator; raise Untranslatable(reason) for calls that it does not support"),
-        (lambda fd, x: fd.ops.add(x, fd.ops.cast(x, dtype="f64")), f"the translator of {NAME} failed: DtypeError: "),
-        (lambda fd, x: fd.ops.cast(x, dtype="f64"), "returned f64[5/g0, 16]; expected f32[5, 16], as its fake returns; return values of"),
-        (lambda fd, x: fd.ops.reshape(x, new_shape=(80,)), "returned f32[80]; expected f32[5, 16], as its fake returns"),
-        (lambda fd, x: (x, x), "returned f32[5/g0, 16], f32[5/g0, 16]; expected f32[5, 16], as its fake returns"),
+        (
+            raises,
+            f"{RAISES_AT}: the translator of {NAME} failed: AttributeError: 'Value' object "
+            "has no attribute 'no_such_thing'; "
+            "expected values, or Untranslatable; fix the translator; raise "
+            "Untranslatable(reason) for calls that it does not support",
+        ),
+        (
+            lambda fd, x: fd.ops.add(x, fd.ops.cast(x, dtype="f64")),
+            f"the translator of {NAME} failed: DtypeError: ",
+        ),
+        (
+            lambda fd, x: fd.ops.cast(x, dtype="f64"),
+            "returned f64[5/g0, 16]; expected f32[5, 16], as its fake returns; return values of",
+        ),
+        (
+            lambda fd, x: fd.ops.reshape(x, new_shape=(80,)),
+            "returned f32[80]; expected f32[5, 16], as its fake returns",
+        ),
+        (
+            lambda fd, x: (x, x),
+            "returned f32[5/g0, 16], f32[5/g0, 16]; expected f32[5, 16], as its fake returns",
+        ),
         (lambda fd, x: "x", "returned a str; expected f32[5, 16], as its fake returns"),
         (lambda fd: None, "failed: TypeError: "),
     ],
     ids=["raises", "an operation refuses", "dtype", "shape", "count", "no value", "arguments"],
-)  # fmt: skip
-def test_its_call_stays_and_the_message_says_where_what_and_what_to_do(twice, function, why, caplog):
+)
+def test_its_call_stays_and_the_message_says_where_what_and_what_to_do(
+    twice, function, why, caplog
+):
     translator(NAME)(function)
     with caplog.at_level(logging.WARNING, "fusion_moe"):
         said = why_left(twice)
     assert why in said
-    assert re.match(rf"test_bad_translators\.py:\d+: the translator of {NAME} .*; .*(fix the translator|return values of these)", said)
+    assert re.match(
+        rf"test_bad_translators\.py:\d+: the translator of {NAME} .*; .*(fix the "
+        r"translator|return values of these)",
+        said,
+    )
     assert said in caplog.records[-1].getMessage()
 
 
@@ -96,13 +123,19 @@ def test_the_second_of_two_is_an_error_and_the_first_is_used(twice):
     def first(fd, x):
         raise fusion_moe.Untranslatable("the first was asked")
 
-    with pytest.raises(TranslatorError, match=r"test_bad_translators.py:\d+: bad_thunder::twice already has a translator, at test_bad_"):
+    with pytest.raises(
+        TranslatorError,
+        match=r"test_bad_translators.py:\d+: bad_thunder::twice "
+        r"already has a translator, at test_bad_",
+    ):
         translator(f"{NAME}.default")(lambda fd, x: fd.ops.mul(x, 2.0))
     assert why_left(twice) == "refused: the first was asked"
 
 
 def test_an_entry_point_that_fails_is_a_warning(tmp_path, monkeypatch, caplog):
-    (tmp_path / "bad_thunder_translators.py").write_text("import fusion_moe\nimport no_such_module\n", encoding="utf-8")
+    (tmp_path / "bad_thunder_translators.py").write_text(
+        "import fusion_moe\nimport no_such_module\n", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     entry = EntryPoint("bad", "bad_thunder_translators", translate.ENTRY_POINTS)
     monkeypatch.setattr(translate, "entry_points", lambda group: [entry])
@@ -112,8 +145,10 @@ def test_an_entry_point_that_fails_is_a_warning(tmp_path, monkeypatch, caplog):
         check(product())
     (record,) = caplog.records
     assert record.getMessage() == (
-        "bad_thunder_translators.py:2: the entry point bad = bad_thunder_translators of ? failed: ModuleNotFoundError: No module named "
-        "'no_such_module'; expected a module of the group fusion_moe.translators that imports; fix or uninstall that package"
+        "bad_thunder_translators.py:2: the entry point bad = bad_thunder_translators of ? failed: "
+        "ModuleNotFoundError: No module named "
+        "'no_such_module'; expected a module of the group fusion_moe.translators that imports; "
+        "fix or uninstall that package"
     )
 
 

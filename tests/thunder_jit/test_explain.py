@@ -1,4 +1,6 @@
-"""fusion_moe.explain of what thunder.jit made: the same report, nothing run, for targets that are not here too."""
+"""fusion_moe.explain of what thunder.jit made: the same report, nothing run, for targets that are
+not here too.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def jitted(f, ours=True):
 
 def told(report):
     """What a report says of each segment, wherever it was found."""
-    return [(s.kind, s.ops, s.flops, s.bytes_written, s.backend) for f in report.fusions for s in f.segments]
+    return [
+        (s.kind, s.ops, s.flops, s.bytes_written, s.backend)
+        for f in report.fusions
+        for s in f.segments
+    ]
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["our executor", "thunder's alone"])
@@ -50,7 +56,9 @@ def test_the_same_report_as_of_torch_compile(x, context, ours):
     with context():
         report = fusion_moe.explain(jitted(layer, ours), x)
         assert told(report) == told(fusion_moe.explain(layer, x))
-    assert {left.op: left.why for left in report.not_fused}["aten.topk.default"] == "it has no translator"
+    assert {left.op: left.why for left in report.not_fused}[
+        "aten.topk.default"
+    ] == "it has no translator"
     assert "test_explain.py" in report.fusions[0].segments[0].sources[0]
 
 
@@ -66,7 +74,10 @@ def test_nothing_runs_and_what_was_compiled_stays(x, whole, monkeypatch):
         monkeypatch.setattr(Fusion, "evaluate", None)
         assert len(fusion_moe.explain(run, x[:3]).fusions) == 1
         monkeypatch.undo()
-        assert before == (thunder.cache_misses(run), {name: id(p) for name, p in layer.named_parameters()})
+        assert before == (
+            thunder.cache_misses(run),
+            {name: id(p) for name, p in layer.named_parameters()},
+        )
 
 
 def test_of_a_training_step_the_forward_pass(x):
@@ -77,7 +88,9 @@ def test_weights_may_have_no_values(x):
     with torch.device("meta"):
         layer = Layer()
     with torch.no_grad():
-        assert told(fusion_moe.explain(jitted(layer), x)) == told(fusion_moe.explain(jitted(Layer()), x))
+        assert told(fusion_moe.explain(jitted(layer), x)) == told(
+            fusion_moe.explain(jitted(Layer()), x)
+        )
 
 
 @pytest.mark.parametrize(("target", "activation_format"), [("sm_90", "bf16"), ("sm_100", "nvfp4")])

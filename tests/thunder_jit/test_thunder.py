@@ -1,4 +1,6 @@
-"""thunder.jit with our executor: the bits of eager, gradients, operations of users, other executors, what is told."""
+"""thunder.jit with our executor: the bits of eager, gradients, operations of users, other
+executors, what is told.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,20 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from moe_models import Block, Experts, G, H, I, Mlp, O, calls, routing, tokens, weight, writes_between
+from moe_models import (
+    Block,
+    Experts,
+    G,
+    H,
+    I,
+    Mlp,
+    O,
+    calls,
+    routing,
+    tokens,
+    weight,
+    writes_between,
+)
 from torch import nn
 
 import fusion_moe
@@ -42,7 +57,11 @@ def fusions(f) -> list:
     """The fusions in the forward trace of the last call, as bound symbols."""
     import thunder
 
-    return [b for b in thunder.last_traces(f)[-1].bound_symbols if b.sym.name.startswith("fusion_moe") and b.sym.is_fusion]
+    return [
+        b
+        for b in thunder.last_traces(f)[-1].bound_symbols
+        if b.sym.name.startswith("fusion_moe") and b.sym.is_fusion
+    ]
 
 
 def backward_fusions(f) -> list:
@@ -56,7 +75,9 @@ def programs(bsyms) -> list[Fusion]:
 
 
 def products(bsyms) -> list[str]:
-    return [op.kind.name for fusion in programs(bsyms) for op in fusion.ops if op.kind.role == "grouped"]
+    return [
+        op.kind.name for fusion in programs(bsyms) for op in fusion.ops if op.kind.role == "grouped"
+    ]
 
 
 def bf16(*lead: int, seed: int = 1) -> torch.Tensor:
@@ -76,7 +97,7 @@ def found(f, *args, **kwargs):
     return result
 
 
-# ---------------------------------------------------------------------------------------------------------------------- inference
+# ---------------------------------------------------------------------------------------- inference
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -100,12 +121,15 @@ def test_the_trace_shows_what_is_inside_of_a_fusion(golden):
     (fusion,) = fusions(run)
     with tracectx(thunder.last_traces(run)[-1]):
         text = "\n".join(fusion.python(indent=0, print_depth=2))
-    names = {name: f"t{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\bt\d+\b", text)))}  # thunder's depend on its version
+    # thunder's depend on its version
+    names = {name: f"t{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\bt\d+\b", text)))}
     golden(re.sub(r"\bt\d+\b", lambda found: names[found[0]], text))
 
 
 def test_one_program_many_doors():
-    """expert_mlp in eager, through thunder, and in small operations through thunder: the same kernels"""
+    """expert_mlp in eager, through thunder, and in small operations through thunder: the same
+    kernels
+    """
     ids, w = routing(5)
     parts = (*weight(2 * I, H), *weight(H, I))
 
@@ -137,7 +161,9 @@ class Routed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gate = nn.Parameter(torch.randn(G, H, generator=torch.Generator().manual_seed(0)) / H**0.5)
+        self.gate = nn.Parameter(
+            torch.randn(G, H, generator=torch.Generator().manual_seed(0)) / H**0.5
+        )
         self.parts = (*weight(2 * I, H), *weight(H, I))
 
     def forward(self, x):
@@ -156,7 +182,9 @@ def test_a_router_is_in_the_program_of_its_experts():
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     (program,) = programs(fusions(run))
-    assert {"topk_ids", "topk_weights", "route", "grouped_mm"} <= {op.kind.name for op in program.ops}
+    assert {"topk_ids", "topk_weights", "route", "grouped_mm"} <= {
+        op.kind.name for op in program.ops
+    }
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 33])
@@ -189,7 +217,7 @@ def test_the_name_of_the_executor():
     assert len(fusions(run)) == 1
 
 
-# ------------------------------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 def test_fusions_do_not_reach_over_writes():
@@ -218,7 +246,7 @@ def test_inputs_of_any_strides(strides):
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6)
 
 
-# --------------------------------------------------------------------------------------------------------------------- gradients
+# ---------------------------------------------------------------------------------------- gradients
 
 
 def call_of(name: str):
@@ -229,21 +257,40 @@ def call_of(name: str):
         "expert_mlp": (lambda x, w: O.expert_mlp(x, ids, w, *up, *down), tokens(5), w),
         "expert_mlp with biases": (
             lambda x, w, a, b: O.expert_mlp(x, ids, w, *up, *down, a, b, scale_on="input"),
-            tokens(5), w, torch.randn(G, 2 * I), torch.randn(G, H),
+            tokens(5),
+            w,
+            torch.randn(G, 2 * I),
+            torch.randn(G, H),
         ),
         "float weights": (
             lambda x, up, down: O.fused_experts(x, ids, w, [up], [down], weight_format="f32"),
-            tokens(5), torch.randn(G, 2 * I, H), torch.randn(G, H, I),
+            tokens(5),
+            torch.randn(G, 2 * I, H),
+            torch.randn(G, H, I),
         ),
         "nvfp4_grouped_mm": (lambda x: O.nvfp4_grouped_mm(x, *up, ends), tokens(5)),
-        "scaled_swiglu": (lambda x, scale: O.scaled_swiglu(x, scale, limit=1.0, alpha=1.7), tokens(3, 5), torch.rand(3, 5)),
+        "scaled_swiglu": (
+            lambda x, scale: O.scaled_swiglu(x, scale, limit=1.0, alpha=1.7),
+            tokens(3, 5),
+            torch.rand(3, 5),
+        ),
         "combine": (lambda y, w: O.combine(y, slot_of, w), y, w),
         "group_add": (lambda x, bias: O.group_add(x, bias, ends), tokens(5), torch.randn(G, H)),
-    }[name]  # fmt: skip
+    }[name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["expert_mlp", "expert_mlp with biases", "nvfp4_grouped_mm", "scaled_swiglu", "combine", "group_add"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "expert_mlp",
+        "expert_mlp with biases",
+        "nvfp4_grouped_mm",
+        "scaled_swiglu",
+        "combine",
+        "group_add",
+    ],
+)
 def test_gradients_of_operations_are_those_of_eager(name, dtype):
     f, *values = call_of(name)
     ours, theirs = ([v.to(dtype).requires_grad_() for v in values] for _ in range(2))
@@ -257,7 +304,10 @@ def test_gradients_of_operations_are_those_of_eager(name, dtype):
         assert a.grad.equal(b.grad)
 
 
-@pytest.mark.parametrize("name", ["expert_mlp with biases", "float weights", "nvfp4_grouped_mm", "scaled_swiglu", "group_add"])
+@pytest.mark.parametrize(
+    "name",
+    ["expert_mlp with biases", "float weights", "nvfp4_grouped_mm", "scaled_swiglu", "group_add"],
+)
 def test_autocast_casts_as_in_eager(name):
     f, *values = call_of(name)
     ours, theirs = ([v.requires_grad_() for v in map(torch.clone, values)] for _ in range(2))
@@ -289,10 +339,13 @@ def test_autocast_may_be_off_for_a_part():
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_gradients_of_some_inputs(frozen):
     f, *values = call_of("expert_mlp")
-    ours, theirs = ([v.clone().requires_grad_(i != frozen) for i, v in enumerate(values)] for _ in range(2))
+    ours, theirs = (
+        [v.clone().requires_grad_(i != frozen) for i, v in enumerate(values)] for _ in range(2)
+    )
     jitted(f)(*ours).sum().backward()
     f(*theirs).sum().backward()
-    torch.testing.assert_close(ours[1 - frozen].grad, theirs[1 - frozen].grad)  # what else is wanted decides the product
+    # what else is wanted decides the product
+    torch.testing.assert_close(ours[1 - frozen].grad, theirs[1 - frozen].grad)
     assert ours[frozen].grad is None
 
 
@@ -310,14 +363,20 @@ def test_training_a_block(small):
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
     assert fusions(run)
-    assert [products(f(run)) for f in (fusions, backward_fusions)] == [["grouped_mm"] * 2, ["grouped_mm_t"] * 2]
+    assert [products(f(run)) for f in (fusions, backward_fusions)] == [
+        ["grouped_mm"] * 2,
+        ["grouped_mm_t"] * 2,
+    ]
 
 
 def test_the_backward_of_small_operations_is_fused_with_what_stands_between():
     run = jitted(Experts(small=True))
     run(tokens(5).requires_grad_()).sum().backward()
-    assert any({"grouped_mm_t", "silu"} <= {op.kind.name for op in fusion.ops} or [op.kind.name for op in fusion.ops].count("mul") > 2
-               for fusion in programs(backward_fusions(run)))  # fmt: skip
+    assert any(
+        {"grouped_mm_t", "silu"} <= {op.kind.name for op in fusion.ops}
+        or [op.kind.name for op in fusion.ops].count("mul") > 2
+        for fusion in programs(backward_fusions(run))
+    )
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["one operation", "small operations"])
@@ -336,7 +395,7 @@ def test_quantized_weights_have_no_gradient_and_it_is_told_when_one_is_wanted():
         y.sum().backward()
 
 
-# ------------------------------------------------------------------------------------------------------------ operations of users
+# ------------------------------------------------------------------------------ operations of users
 
 
 @pytest.fixture
@@ -345,7 +404,9 @@ def squared_relu():
     lib = torch.library.Library("thunder_user", "DEF")
     lib.define("squared_relu(Tensor x, int power=2) -> Tensor")
     lib.impl("squared_relu", lambda x, power=2: x.relu() ** power, "CompositeExplicitAutograd")
-    torch.library.register_fake("thunder_user::squared_relu", lambda x, power=2: torch.empty_like(x), lib=lib)
+    torch.library.register_fake(
+        "thunder_user::squared_relu", lambda x, power=2: torch.empty_like(x), lib=lib
+    )
     yield lib
     translate.unregister("thunder_user::squared_relu")
     lib._destroy()
@@ -389,7 +450,11 @@ def test_a_users_operation_that_its_translator_refuses(squared_relu):
         result = found(model, tokens(5), 3)
     (left,) = [x for x in result.not_fused if x.op == "thunder_user.squared_relu.default"]
     assert left.why == "refused: power = 3; expected 2"
-    assert left.source.endswith("in forward: y = torch.ops.thunder_user.squared_relu(O.nvfp4_grouped_mm(x, *self.up, ENDS), power)")
+    assert left.source.endswith(
+        "in forward: y = "
+        "torch.ops.thunder_user.squared_relu(O.nvfp4_grouped_mm(x, "
+        "*self.up, ENDS), power)"
+    )
     assert len(result.regions) == 2
 
 
@@ -430,7 +495,9 @@ def test_the_derivative_that_a_user_registered(squared_relu):
         (y,) = ctx.saved_tensors
         return ctx.power * y.sqrt() * grad, None
 
-    torch.library.register_autograd("thunder_user::squared_relu", backward, setup_context=setup_context, lib=squared_relu)
+    torch.library.register_autograd(
+        "thunder_user::squared_relu", backward, setup_context=setup_context, lib=squared_relu
+    )
     model, (ours, theirs) = Relu(), (tokens(5).requires_grad_() for _ in range(2))
     run = jitted(model)
     run(ours).sum().backward()
@@ -454,7 +521,9 @@ def test_an_operation_without_derivative():
     try:
         up, x = weight(I, H), tokens(5).requires_grad_()
         y = jitted(lambda x: halved(O.nvfp4_grouped_mm(x, *up, ENDS)))(x)
-        with pytest.raises(errors.UnsupportedError, match="halved.* no autograd formula was registered"):
+        with pytest.raises(
+            errors.UnsupportedError, match="halved.* no autograd formula was registered"
+        ):
             y.sum().backward()
     finally:
         translate.unregister("thunder_user::halved")
@@ -466,7 +535,10 @@ def test_a_part_of_an_operation_is_not_fused(squared_relu):
     squared_relu.impl("running", lambda x: x.relu().cumsum(0), "CompositeImplicitAutograd")
     translator("thunder_user::running")(lambda fd, x: fd.ops.neg(x))
     try:
-        up, f = weight(I, H), lambda x: torch.ops.thunder_user.running(O.nvfp4_grouped_mm(x, *up, ENDS))
+        up, f = (
+            weight(I, H),
+            lambda x: torch.ops.thunder_user.running(O.nvfp4_grouped_mm(x, *up, ENDS)),
+        )
         with torch.no_grad():
             assert jitted(f)(tokens(5)).equal(f(tokens(5)))
             result = found(f, tokens(5))
@@ -476,7 +548,7 @@ def test_a_part_of_an_operation_is_not_fused(squared_relu):
     assert "fusing it would split an operation of thunder's" in [x.why for x in result.not_fused]
 
 
-# ---------------------------------------------------------------------------------------------------------------- other executors
+# ---------------------------------------------------------------------------------- other executors
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["one operation", "small operations"])
@@ -521,9 +593,17 @@ def test_the_experts_of_transformers():
     """the block of the small Qwen3-MoE that the examples train"""
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3MoeConfig(
-        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    )
     torch.manual_seed(0)
     model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
     fusion_moe.quantize_(model)
@@ -534,7 +614,7 @@ def test_the_experts_of_transformers():
     assert len(fusions(run)) == 1
 
 
-# --------------------------------------------------------------------------------------------------------------------- what is told
+# ------------------------------------------------------------------------------------- what is told
 
 
 @pytest.mark.parametrize("how", ["model", "function", "jitted"])
@@ -569,12 +649,14 @@ def test_open_sizes_are_refused_with_a_sentence():
     assert plain(tokens(7)).equal(tokens(7) * 2)
 
 
-# torch's grouped product ------------------------------------------------------------------------------------------------
+# torch's grouped product --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["jit", "thunderfx"])
 def test_torchs_grouped_product_is_fused(way):
-    """thunder's own executor of it takes no arguments by default; its results and gradients are torch's"""
+    """thunder's own executor of it takes no arguments by default; its results and gradients are
+    torch's
+    """
     import thunder
     from thunder.dynamo import thunderfx
 

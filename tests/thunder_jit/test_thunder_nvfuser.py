@@ -1,6 +1,8 @@
-"""Our operations in the regions of thunder's own nvFuser executor: traced for a CUDA device on fake tensors, no device is needed.
+"""Our operations in the regions of thunder's own nvFuser executor: traced for a CUDA device on fake
+tensors, no device is needed.
 
-Nothing is launched. The definitions that thunder would launch are real ones; an interpreter of their text says what they compute.
+Nothing is launched. The definitions that thunder would launch are real ones; an interpreter of
+their text says what they compute.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from fusion_moe.runtime.program import Program
 pytestmark = [pytest.mark.thunder, pytest.mark.nvfuser]
 
 O = torch.ops.fusion_moe
-G, H, I, K, T = 4, 128, 128, 2, 5  # experts, hidden and intermediate size, experts of a token, tokens
+# experts, hidden and intermediate size, experts of a token, tokens
+G, H, I, K, T = 4, 128, 128, 2, 5
 
 
 @pytest.fixture
 def device(monkeypatch):
-    """device(9, 0): from now on torch says that there is one of this compute capability, and that nvFuser can compile all for it.
+    """device(9, 0): from now on torch says that there is one of this compute capability, and that
+    nvFuser can compile all for it.
 
     What would be launched there raises.
     """
@@ -67,15 +71,23 @@ class Traced:
     def fusions(self, backward: bool = False) -> list[list[str]]:
         """The symbols in each of nvFuser's regions."""
         trace = self.backward if backward else self.forward
-        return [[s.sym.name for s in b.subsymbols] for b in trace.bound_symbols if b.sym.name.startswith("nvFusion")]
+        return [
+            [s.sym.name for s in b.subsymbols]
+            for b in trace.bound_symbols
+            if b.sym.name.startswith("nvFusion")
+        ]
 
     def others(self) -> list[str]:
         """What stands outside of them."""
         skipped = ("nvFusion", "python_", "unpack_")
-        return [b.sym.name for b in self.forward.bound_symbols if not b.sym.name.startswith(skipped)]
+        return [
+            b.sym.name for b in self.forward.bound_symbols if not b.sym.name.startswith(skipped)
+        ]
 
     def run(self, *args: torch.Tensor) -> Any:
-        """What the forward computes of CPU tensors: definitions by the interpreter of their text."""
+        """What the forward computes of CPU tensors: definitions by the interpreter of their
+        text.
+        """
         from fusion_moe.frontends.thunder_graph import callable_of
 
         values = {p.name: t for p, t in zip(self.forward.args, args, strict=True)}
@@ -99,8 +111,13 @@ def definition(bsym) -> Any:
 
     (call,) = bsym._call_ctx.values()
     metas = [torch.empty(tuple(p.shape), device="meta") for p in bsym.args]
-    metas = [t.mT.contiguous().mT if "e2m1" in str(p.dtype) else t for p, t in zip(bsym.args, metas, strict=True)]
-    return call.get_fd(tuple((*map(tuple, compute_tensor_descriptor(t.shape, t.stride())), ()) for t in metas))
+    metas = [
+        t.mT.contiguous().mT if "e2m1" in str(p.dtype) else t
+        for p, t in zip(bsym.args, metas, strict=True)
+    ]
+    return call.get_fd(
+        tuple((*map(tuple, compute_tensor_descriptor(t.shape, t.stride())), ()) for t in metas)
+    )
 
 
 def traced(f, *args: torch.Tensor) -> Traced:
@@ -109,7 +126,12 @@ def traced(f, *args: torch.Tensor) -> Traced:
 
     run = thunder.jit(f, executors=fusion_moe.thunder_executors(nvfuser=True))
     with fake_tensor.FakeTensorMode():
-        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda", requires_grad=t.requires_grad) for t in args]
+        fakes = [
+            torch.empty_strided(
+                t.shape, t.stride(), dtype=t.dtype, device="cuda", requires_grad=t.requires_grad
+            )
+            for t in args
+        ]
         with contextlib.suppress(NotLaunchedError):
             run(*fakes)
     backward = thunder.last_backward_traces(run)
@@ -117,20 +139,28 @@ def traced(f, *args: torch.Tensor) -> Traced:
 
 
 def weight(n: int, k: int, seed: int = 0):
-    return O.nvfp4_quantize(torch.randn(G, n, k, generator=torch.Generator().manual_seed(seed)) * 0.2)
+    return O.nvfp4_quantize(
+        torch.randn(G, n, k, generator=torch.Generator().manual_seed(seed)) * 0.2
+    )
 
 
 def inputs(dtype=torch.bfloat16) -> tuple[torch.Tensor, ...]:
     """x [T, H], ids [T, K], w [T, K], the weights up [2I, H] and down [H, I]."""
     g = torch.Generator().manual_seed(1)
-    x, ids, w = torch.randn(T, H, generator=g).to(dtype), torch.randint(0, G, (T, K), generator=g), torch.rand(T, K, generator=g)
+    x, ids, w = (
+        torch.randn(T, H, generator=g).to(dtype),
+        torch.randint(0, G, (T, K), generator=g),
+        torch.rand(T, K, generator=g),
+    )
     return (x, ids, w, *weight(2 * I, H), *weight(H, I))
 
 
 def small(x, ids, w, *parts, activation_format="bf16"):
     """Experts in small operations, and a residual sum."""
     ends, row_of, slot_of = O.route(ids, G)
-    gate, up = O.nvfp4_grouped_mm(x[row_of], *parts[:3], ends, activation_format=activation_format).chunk(2, -1)
+    gate, up = O.nvfp4_grouped_mm(
+        x[row_of], *parts[:3], ends, activation_format=activation_format
+    ).chunk(2, -1)
     y = O.nvfp4_grouped_mm(F.silu(gate) * up, *parts[3:], ends, activation_format=activation_format)
     return x + O.combine(y, slot_of, w)
 
@@ -140,7 +170,9 @@ def one(x, ids, w, *parts):
 
 
 def close(found: torch.Tensor, want: torch.Tensor) -> None:
-    """Within a few roundings to bf16 of the largest element: products round their decoded weights, nvFuser keeps float32 between."""
+    """Within a few roundings to bf16 of the largest element: products round their decoded weights,
+    nvFuser keeps float32 between.
+    """
     assert found.dtype == want.dtype
     bound = 8 * 2.0**-8 * want.double().abs().max().item()
     torch.testing.assert_close(found.double(), want.double(), rtol=2.0**-6, atol=bound)
@@ -155,9 +187,15 @@ def test_everything_is_one_region(f, device):
     (inside,) = result.fusions()
     assert result.others() == ["fusion_moe_codes", "fusion_moe_codes"]
     assert [name for name in inside if name.startswith("nv_")] == (
-        ["nv_fusion_moe_expert_mlp"] if f is one
-        else ["nv_fusion_moe_route", "nv_fusion_moe_nvfp4_grouped_mm", "nv_fusion_moe_nvfp4_grouped_mm", "nv_fusion_moe_combine"]
-    )  # fmt: skip
+        ["nv_fusion_moe_expert_mlp"]
+        if f is one
+        else [
+            "nv_fusion_moe_route",
+            "nv_fusion_moe_nvfp4_grouped_mm",
+            "nv_fusion_moe_nvfp4_grouped_mm",
+            "nv_fusion_moe_combine",
+        ]
+    )
     assert "add" in inside
     (got,) = result.run(*args)
     close(got, want)
@@ -169,15 +207,26 @@ def test_the_trace(device, golden):
 
     result = traced(small, *inputs())
     with tracectx(result.forward):
-        shown = [b for b in result.forward.bound_symbols if b.sym.name.startswith(("nvFusion", "fusion_moe"))]
-        golden("\n".join(line for b in shown for line in b.from_bsym(header="").python(indent=0, print_depth=2)))
+        shown = [
+            b
+            for b in result.forward.bound_symbols
+            if b.sym.name.startswith(("nvFusion", "fusion_moe"))
+        ]
+        golden(
+            "\n".join(
+                line
+                for b in shown
+                for line in b.from_bsym(header="").python(indent=0, print_depth=2)
+            )
+        )
 
 
 def test_what_operations_share_is_written_once(device):
     device(9, 0)
     result = traced(small, *inputs())
     (fusion,) = [b for b in result.forward.bound_symbols if b.sym.name.startswith("nvFusion")]
-    assert str(definition(fusion)).count("fd.ops.max(") == 1  # the ends of groups, for both products
+    # the ends of groups, for both products
+    assert str(definition(fusion)).count("fd.ops.max(") == 1
 
 
 def test_codes_that_are_used_twice_are_viewed_once(device):
@@ -200,29 +249,41 @@ def test_4_bit_activations_need_capability_10(device):
     result = traced(f, *inputs())
     (fusion,) = [b for b in result.forward.bound_symbols if b.sym.name.startswith("nvFusion")]
     assert str(definition(fusion)).count("fd.ops.cutlass_nvfp4_grouped_mm") == 2
-    device(9, 0)  # the products stay operations, of which our executor says that the device cannot do what was asked for
-    with pytest.raises(errors.UnsupportedError, match="nvfp4 activations require compute capability 10.0"):
+    # the products stay operations, of which our executor says that the device cannot do what was
+    # asked for
+    device(9, 0)
+    with pytest.raises(
+        errors.UnsupportedError, match="nvfp4 activations require compute capability 10.0"
+    ):
         traced(f, *inputs())
 
 
-@pytest.mark.parametrize(("activation_format", "capability"), [("bf16", (9, 0)), ("bf16", (10, 0)), ("nvfp4", (10, 0))])
+@pytest.mark.parametrize(
+    ("activation_format", "capability"), [("bf16", (9, 0)), ("bf16", (10, 0)), ("nvfp4", (10, 0))]
+)
 def test_weights_as_thunders_benchmarks_have_them(activation_format, capability, device):
     """[G, K/2, N], K running fastest, in fp4; 4-bit activations take them as they are"""
     codes, scale, decode_scale = weight(I, H)
     sizes = torch.tensor([[m, I, H] for m in (1, 0, 3, 1)], dtype=torch.int32)
-    starts, padded_starts = (torch.tensor(s, dtype=torch.int32) for s in ([0, 1, 1, 4], [0, 128, 128, 256]))
+    starts, padded_starts = (
+        torch.tensor(s, dtype=torch.int32) for s in ([0, 1, 1, 4], [0, 128, 128, 256])
+    )
     fp4 = codes.view(torch.float4_e2m1fn_x2).mT
     args = (inputs()[0], fp4, swizzled(scale), decode_scale, starts, padded_starts, sizes)
 
     def f(x, *rest):
-        return O.f16a_nvfp4weight_scaled_grouped_mm(x, *rest, activation_format=activation_format) + x
+        return (
+            O.f16a_nvfp4weight_scaled_grouped_mm(x, *rest, activation_format=activation_format) + x
+        )
 
     with fusion_moe.options.override(target="reference"):
         want = f(*args)
     device(*capability)
     result = traced(f, *args)
     (fusion,) = [b for b in result.forward.bound_symbols if b.sym.name.startswith("nvFusion")]
-    assert str(definition(fusion)).count("fd.ops.cutlass_nvfp4_grouped_mm") == (activation_format == "nvfp4")
+    assert str(definition(fusion)).count("fd.ops.cutlass_nvfp4_grouped_mm") == (
+        activation_format == "nvfp4"
+    )
     close(result.run(*args)[0], want)
 
 
@@ -230,7 +291,12 @@ def swizzled(scale: torch.Tensor) -> torch.Tensor:
     """Block scales [G, N, K/16] swizzled as the benchmarks store them."""
     from fusion_moe.layouts import LAYOUTS
 
-    return torch.stack([LAYOUTS["sf128x4"].forward(s, torch.tensor([s.shape[0]], dtype=torch.int32)) for s in scale])
+    return torch.stack(
+        [
+            LAYOUTS["sf128x4"].forward(s, torch.tensor([s.shape[0]], dtype=torch.int32))
+            for s in scale
+        ]
+    )
 
 
 def test_a_users_operation(device):
@@ -248,7 +314,12 @@ def test_a_users_operation(device):
         y = torch.ops.thunder_nv.squared_relu(O.nvfp4_grouped_mm(x, *parts[:3], ends))
         return O.nvfp4_grouped_mm(y, *parts[3:], ends) * 2
 
-    args = (inputs()[0], torch.tensor([1, 1, 4, 5], dtype=torch.int32), *weight(I, H), *weight(H, I))
+    args = (
+        inputs()[0],
+        torch.tensor([1, 1, 4, 5], dtype=torch.int32),
+        *weight(I, H),
+        *weight(H, I),
+    )
     want = f(*args)
     try:
         device(9, 0)
@@ -264,7 +335,11 @@ def test_a_users_operation(device):
     ("function", "why"),
     [
         (lambda fd, x: 1 / 0, "failed: ZeroDivisionError"),
-        (lambda fd, x: fd.ops.cast(x, dtype="f32"), r"returned f32\[5, 128\]; expected bf16\[5, 128\], as its fake returns"),
+        (
+            lambda fd, x: fd.ops.cast(x, dtype="f32"),
+            r"returned f32\[5, 128\]; expected bf16\[5, "
+            r"128\], as its fake returns",
+        ),
     ],
     ids=["raises", "dtype"],
 )
@@ -283,12 +358,21 @@ def test_a_users_translator_at_fault(function, why, device, caplog):
         try:
             device(9, 0)
             with caplog.at_level(logging.WARNING, "fusion_moe"):
-                result = traced(f, inputs()[0], torch.tensor([1, 1, 4, 5], dtype=torch.int32), *weight(I, H), *weight(H, I))
+                result = traced(
+                    f,
+                    inputs()[0],
+                    torch.tensor([1, 1, 4, 5], dtype=torch.int32),
+                    *weight(I, H),
+                    *weight(H, I),
+                )
         finally:
             translate.unregister("thunder_nv::at_fault")
     assert len(result.fusions()) == 2
     assert "thunder_nv_at_fault" in result.others()
-    said = rf"thunder_nv.at_fault.default is not fused by nvFuser: test_thunder_nvfuser.py:\d+: the translator of .*at_fault {why}"
+    said = (
+        r"thunder_nv.at_fault.default is not fused by nvFuser: test_thunder_nvfuser.py:\d+: "
+        rf"the translator of .*at_fault {why}"
+    )
     assert any(re.search(said, r.getMessage()) for r in caplog.records)
 
 
@@ -298,8 +382,11 @@ def test_the_backward_too(device):
     device(9, 0)
     result = traced(one, x.requires_grad_(), *rest)
     assert any("nv_fusion_moe_run" in fusion for fusion in result.fusions())
-    # its products are kept in float32, which nvFuser's cannot: they are ours, and nvFuser adds the gradients
-    assert "nv_fusion_moe_run" not in [name for fusion in result.fusions(backward=True) for name in fusion]
+    # its products are kept in float32, which nvFuser's cannot: they are ours, and nvFuser adds the
+    # gradients
+    assert "nv_fusion_moe_run" not in [
+        name for fusion in result.fusions(backward=True) for name in fusion
+    ]
     assert any("add" in fusion for fusion in result.fusions(backward=True))
     assert any(b.sym.name.startswith("fusion_moe0") for b in result.backward.bound_symbols)
 
@@ -308,7 +395,9 @@ def test_what_nvfuser_refuses_is_ours(device):
     """its product takes no float32"""
     device(9, 0)
     result = traced(one, *inputs(torch.float32))
-    assert "nv_fusion_moe_expert_mlp" not in [name for fusion in result.fusions() for name in fusion]
+    assert "nv_fusion_moe_expert_mlp" not in [
+        name for fusion in result.fusions() for name in fusion
+    ]
     assert any(name.startswith("fusion_moe0") for name in result.others())
 
 
@@ -326,7 +415,9 @@ def test_no_rows_are_not_for_nvfuser(device):
     x, ids, w, *parts = inputs()
     device(9, 0)
     result = traced(one, x[:0], ids[:0], w[:0], *parts)
-    assert "nv_fusion_moe_expert_mlp" not in [name for fusion in result.fusions() for name in fusion]
+    assert "nv_fusion_moe_expert_mlp" not in [
+        name for fusion in result.fusions() for name in fusion
+    ]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -341,7 +432,10 @@ def test_codes_and_back(form, transposed, monkeypatch):
     formed = form_of(given, form, transposed)
     assert formed.data_ptr() == codes.data_ptr()
     assert codes_of(formed, form, transposed).equal(given)
-    assert form_of(torch.cat([codes[:1], codes])[1:], form, transposed=False).view(torch.uint8).numel() == codes.numel()
+    assert (
+        form_of(torch.cat([codes[:1], codes])[1:], form, transposed=False).view(torch.uint8).numel()
+        == codes.numel()
+    )
 
 
 def test_where_thunder_has_no_nvfuser(monkeypatch):
@@ -349,5 +443,7 @@ def test_where_thunder_has_no_nvfuser(monkeypatch):
     from fusion_moe.frontends import thunder_executor
 
     monkeypatch.setattr(thunder_executor.executor, "for_nvfuser", None)
-    with pytest.raises(errors.UnsupportedError, match="thunder does not use nvFuser here; expected a CUDA device"):
+    with pytest.raises(
+        errors.UnsupportedError, match="thunder does not use nvFuser here; expected a CUDA device"
+    ):
         fusion_moe.thunder_executors(nvfuser=True)

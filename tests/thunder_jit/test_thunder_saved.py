@@ -1,4 +1,6 @@
-"""Gradients where the program writes into a tensor that the backward reads: those of the same program without writes."""
+"""Gradients where the program writes into a tensor that the backward reads: those of the same
+program without writes.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,27 @@ def squared_before(v):
 
 
 ROUTERS = {  # what writes, what does not, how many of its writes are in the way
-    "as Qwen3-MoE": (lambda s: normalized_in_place(top(s)), lambda s: top(s) / top(s).sum(-1, keepdim=True), 1),
-    "a result that its maker saved": (lambda s: s.softmax(-1).mul_(3), lambda s: s.softmax(-1) * 3, 1),
-    "a view of it": (lambda s: s.softmax(-1).view(-1).mul_(3), lambda s: s.softmax(-1).view(-1) * 3, 1),
+    "as Qwen3-MoE": (
+        lambda s: normalized_in_place(top(s)),
+        lambda s: top(s) / top(s).sum(-1, keepdim=True),
+        1,
+    ),
+    "a result that its maker saved": (
+        lambda s: s.softmax(-1).mul_(3),
+        lambda s: s.softmax(-1) * 3,
+        1,
+    ),
+    "a view of it": (
+        lambda s: s.softmax(-1).view(-1).mul_(3),
+        lambda s: s.softmax(-1).view(-1) * 3,
+        1,
+    ),
     "an operand of before": (squared_before, lambda s: (s * s).sum() + (s * 2).sum(), 1),
-    "several times": (lambda s: s.exp().mul_(3).sigmoid().mul_(2).exp_(), lambda s: ((s.exp() * 3).sigmoid() * 2).exp(), 2),
+    "several times": (
+        lambda s: s.exp().mul_(3).sigmoid().mul_(2).exp_(),
+        lambda s: ((s.exp() * 3).sigmoid() * 2).exp(),
+        2,
+    ),
     "nothing that is read": (lambda s: (s + 1).mul_(3), lambda s: (s + 1) * 3, 0),
 }
 
@@ -100,7 +118,11 @@ def test_the_router_of_experts(how):
 
     torch._dynamo.reset()
     model = Normalized()
-    run = jitted(model) if how == "jit" else thunderfx(model, executors=fusion_moe.thunder_executors())
+    run = (
+        jitted(model)
+        if how == "jit"
+        else thunderfx(model, executors=fusion_moe.thunder_executors())
+    )
     torch.testing.assert_close(gradients(run, model), gradients(model, model), rtol=1e-5, atol=1e-5)
 
 
@@ -127,9 +149,15 @@ def result_read(y):
     return y.sin() + y.mul_(5)
 
 
-@pytest.mark.parametrize(("f", "warned"), [(view_written_base_read, True), (base_written_view_returned, True), (result_read, False)])
+@pytest.mark.parametrize(
+    ("f", "warned"),
+    [(view_written_base_read, True), (base_written_view_returned, True), (result_read, False)],
+)
 def test_gradients_that_thunder_gets_wrong_are_told(f, warned, caplog):
     with caplog.at_level(logging.WARNING, "fusion_moe"):
         jitted(lambda x: f(x.exp()))(tokens(5).requires_grad_())
-    assert ["writes into memory that is then read through another view" in record.message for record in caplog.records] == [True] * warned
+    assert [
+        "writes into memory that is then read through another view" in record.message
+        for record in caplog.records
+    ] == [True] * warned
     assert all(record.message.startswith("test_thunder_saved.py:") for record in caplog.records)

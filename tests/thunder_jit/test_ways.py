@@ -1,4 +1,6 @@
-"""thunder's default executors on a GPU, a pretended one, beside ours: without and with nvFuser in front."""
+"""thunder's default executors on a GPU, a pretended one, beside ours: without and with nvFuser in
+front.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ PROGRAM = """
 import sys
 import thunder, torch
 import fusion_moe
-f = thunder.jit(lambda x: torch.sin(x) * x + 1, executors=fusion_moe.thunder_executors(nvfuser=sys.argv[1] == "with"))
+executors = fusion_moe.thunder_executors(nvfuser=sys.argv[1] == "with")
+f = thunder.jit(lambda x: torch.sin(x) * x + 1, executors=executors)
 f(torch.zeros(8, 64, device="cuda"))
 print([b.sym.name for b in thunder.last_traces(f)[-1].bound_symbols if b.sym.is_fusion])
 """
@@ -26,6 +29,8 @@ def test_thunders_own_nvfuser_finds_its_module(nvfuser, tmp_path):
     """the one that its version asks for, which nvFuser's wheels no longer have"""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = subprocess.run([sys.executable, TOOL, "9.0", program, nvfuser], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, TOOL, "9.0", program, nvfuser], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip().endswith("['nvFusion0']")

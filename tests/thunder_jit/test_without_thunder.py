@@ -1,4 +1,6 @@
-"""Where thunder is not installed, or does not import: one sentence when it is asked for, nothing before."""
+"""Where thunder is not installed, or does not import: one sentence when it is asked for, nothing
+before.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ def test_importing_us_imports_no_thunder():
 
 def test_thunder_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "thunder", None)
-    with pytest.raises(UnsupportedError, match=r"thunder is not installed.*pip install '\.\[thunder\]' in a clone"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"thunder is not installed.*pip install "
+        r"'\.\[thunder\]' in a clone",
+    ):
         fusion_moe.thunder_executors()
 
 
@@ -27,7 +33,11 @@ def test_thunder_that_does_not_import_with_this_torch(monkeypatch, tmp_path):
         monkeypatch.delitem(sys.modules, name)
     package = tmp_path / "thunder"
     package.mkdir()
-    (package / "__init__.py").write_text("import torch\ntorch.Tensor.no_such_method\n", encoding="utf-8")
+    (package / "__init__.py").write_text(
+        "import torch\ntorch.Tensor.no_such_method\n", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UnsupportedError, match="thunder does not import with torch .*no_such_method"):
+    with pytest.raises(
+        UnsupportedError, match="thunder does not import with torch .*no_such_method"
+    ):
         fusion_moe.thunder_executors()

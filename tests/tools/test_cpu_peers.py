@@ -1,4 +1,6 @@
-"""benchmarks/cpu_moe.py and its page: what other packages are given, and files of results from before there were several."""
+"""benchmarks/cpu_moe.py and its page: what other packages are given, and files of results from
+before there were several.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,23 @@ import ggml_library
 import page
 
 SMALL = cpu_moe.Model("small", 256, 256, 8, 3)
-FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)  # ggml's table, of halves
+# ggml's table, of halves
+FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
 
 
 def decoded(blocks: Tensor, q: Quantized) -> Tensor:
     """What ggml's dequantize_row_mxfp4 and _nvfp4 make of rows; times the scale of the matrix."""
     if q.encoding is MXFP4:
-        scales, codes, of_matrix = (*blocks.unflatten(-1, (-1, 17)).split((1, 16), -1), torch.ones(len(blocks)))
+        scales, codes, of_matrix = (
+            *blocks.unflatten(-1, (-1, 17)).split((1, 16), -1),
+            torch.ones(len(blocks)),
+        )
         scales = torch.exp2(scales.float() - 127)
     else:
-        scales, codes, of_matrix = (*blocks.unflatten(-1, (-1, 36)).split((4, 32), -1), q.decode_scale)
+        scales, codes, of_matrix = (
+            *blocks.unflatten(-1, (-1, 36)).split((4, 32), -1),
+            q.decode_scale,
+        )
         scales = scales.contiguous().view(torch.float8_e4m3fn).float()
     codes = codes.unflatten(-1, (scales.shape[-1], -1)).int()
     values = FP4[torch.cat((codes & 15, codes >> 4), -1)] * (scales / 2)[..., None]
@@ -41,7 +50,10 @@ def decoded(blocks: Tensor, q: Quantized) -> Tensor:
 
 @pytest.mark.parametrize("encoding", [NVFP4, MXFP4], ids=lambda e: e.name)
 def test_blocks_of_ggml_are_the_same_numbers(encoding):
-    each = [quantize(torch.randn(5, 192, generator=torch.Generator().manual_seed(i)), encoding=encoding) for i in range(3)]
+    each = [
+        quantize(torch.randn(5, 192, generator=torch.Generator().manual_seed(i)), encoding=encoding)
+        for i in range(3)
+    ]
     q = each[0].of(torch.stack(parts) for parts in zip(*each, strict=True))
     blocks = cpu_ggml.blocks(q)
     assert blocks.shape == (3, 5, 192 // 32 * 17 if encoding is MXFP4 else 192 // 64 * 36)
@@ -67,8 +79,11 @@ def test_ggml_computes_the_layer():
         (call,) = cpu_moe.calls(SMALL, tokens, 1)
         cpu_moe.check(found, {e: (call, cpu_moe.exact(w[0], *call)) for e, w in copies.items()})
     ggml.rest()
-    odd = cpu_moe.Model("odd", 160, 96, 8, 3)  # rows of no whole number of NVFP4's blocks there, nor of Q4_K's
-    found, missing = cpu_moe.peers(cpu_moe.of_ggml(ggml), {e: [cpu_moe.random_weights(e, odd)] for e in (NVFP4, MXFP4)}, [])
+    # rows of no whole number of NVFP4's blocks there, nor of Q4_K's
+    odd = cpu_moe.Model("odd", 160, 96, 8, 3)
+    found, missing = cpu_moe.peers(
+        cpu_moe.of_ggml(ggml), {e: [cpu_moe.random_weights(e, odd)] for e in (NVFP4, MXFP4)}, []
+    )
     assert [c.name for c in found] == ["ggml, mxfp4, int8", "ggml, Q4_0, int8"]
     assert len(missing) == 3
 
@@ -114,7 +129,15 @@ def result(threads: int, peer: str, **versions: Any) -> dict[str, Any]:
         {"name": name, "of": "nvfp4", "error": 0.01, "seconds": {"1": [1e-3, 2e-3, 3e-3]}}
         for name in ("reading", "fusion_moe, nvfp4", peer)
     ]
-    return {"model": "small", "note": "", "threads": threads, "others": "none", "missing": ["other, b"], "rows": rows, **versions}
+    return {
+        "model": "small",
+        "note": "",
+        "threads": threads,
+        "others": "none",
+        "missing": ["other, b"],
+        "rows": rows,
+        **versions,
+    }
 
 
 def test_page_of_files_old_and_new(monkeypatch, tmp_path):
@@ -122,9 +145,27 @@ def test_page_of_files_old_and_new(monkeypatch, tmp_path):
         monkeypatch.setattr(module, "DOCS", tmp_path)
     (tmp_path / "performance").mkdir()
     (tmp_path / "performance" / "cpu.md").write_text("# CPUs\n")
-    machine = {"cpu": "C", "cores": 2, "tier": "t", "date": "D", "fusion_moe": "0", "torch": "0", "repeats": 3, "pages_of_peer": "large"}
-    old = {"machine": machine, "results": [result(1, "kt-kernel, a", kt_kernel="0.7.2 (amx)"), result(2, "kt-kernel, a", kt_kernel="")]}
-    new = {"machine": machine | {"pages_of_peer": "small"}, "results": [result(1, "other, b", peers={"other": "1 (x)"})]}
+    machine = {
+        "cpu": "C",
+        "cores": 2,
+        "tier": "t",
+        "date": "D",
+        "fusion_moe": "0",
+        "torch": "0",
+        "repeats": 3,
+        "pages_of_peer": "large",
+    }
+    old = {
+        "machine": machine,
+        "results": [
+            result(1, "kt-kernel, a", kt_kernel="0.7.2 (amx)"),
+            result(2, "kt-kernel, a", kt_kernel=""),
+        ],
+    }
+    new = {
+        "machine": machine | {"pages_of_peer": "small"},
+        "results": [result(1, "other, b", peers={"other": "1 (x)"})],
+    }
     text = cpu_moe_page.write([old, new]).read_text()
     assert "; kt-kernel's weights on large pages." in text
     assert "small, 1 thread; none; kt-kernel 0.7.2 (amx); other 1 (x):" in text

@@ -26,5 +26,8 @@ def test_every_kind_has_a_docstring(name):
 
 def test_what_python_completes():
     assert dir(FusionDefinition().ops) == sorted(KINDS)
-    with pytest.raises(FusionError, match="no operation is called 'cst'; expected one of abs, .*; did you mean 'cast'?"):
+    with pytest.raises(
+        FusionError,
+        match="no operation is called 'cst'; expected one of abs, .*; did you mean 'cast'?",
+    ):
         FusionDefinition().ops.cst  # noqa: B018

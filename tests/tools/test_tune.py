@@ -35,7 +35,8 @@ AVERAGES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 
 
 def timings(ends=(10, 40), classes_pay_at=None, of=FEW, arch=H200) -> Timings:
-    """As if M8 were the fastest up to ends[0] rows of a group, then M32 up to ends[1], then M160; all others take twice as long.
+    """As if M8 were the fastest up to ends[0] rows of a group, then M32 up to ends[1], then M160;
+    all others take twice as long.
 
     classes_pay_at: weights of a product from which on size classes take half of that.
     """
@@ -44,11 +45,18 @@ def timings(ends=(10, 40), classes_pay_at=None, of=FEW, arch=H200) -> Timings:
     for average in AVERAGES:
         rows = average * of.groups
         fast = SETS["M8" if average <= ends[0] else "M32" if average <= ends[1] else "M160"]
-        us = {way([SizeClass(v)]): 1.0 if v in fast else 2.0 for name in ("M8", "M16", "M32", "M48_96", "M80", "M160") for v in SETS[name]}
+        us = {
+            way([SizeClass(v)]): 1.0 if v in fast else 2.0
+            for name in ("M8", "M16", "M32", "M48_96", "M80", "M160")
+            for v in SETS[name]
+        }
         for regime in used.tiled:
             if regime.size_classes:
                 only = replace(used, tiled=(Regime(ALWAYS, regime.variants, regime.size_classes),))
-                pays = classes_pay_at is not None and of.groups * of.tiles * 16 * of.k >= classes_pay_at
+                pays = (
+                    classes_pay_at is not None
+                    and of.groups * of.tiles * 16 * of.k >= classes_pay_at
+                )
                 us.setdefault(way(choose_from(only, rows, of, arch)), 0.5 if pays else 4.0)
         cells.append(Cell("made up", of, average, rows, "uniform", us))
     return Timings(arch, {"device": "none"}, tuple(cells))
@@ -72,7 +80,10 @@ def test_a_table_that_fits_stays_as_it_is():
     measured = timings()
     found = fit.fit(table_of(H200), measured)
     assert fit.fit(found, measured) == found
-    assert [getattr(found, kind) for kind in KINDS[1:]] == [getattr(table_of(H200), kind) for kind in KINDS[1:]]  # nothing was measured
+    # nothing was measured
+    assert [getattr(found, kind) for kind in KINDS[1:]] == [
+        getattr(table_of(H200), kind) for kind in KINDS[1:]
+    ]
 
 
 def test_size_classes_go_where_they_do_not_pay_and_come_where_they_do():
@@ -88,7 +99,10 @@ def test_size_classes_go_where_they_do_not_pay_and_come_where_they_do():
 
 def test_what_was_not_measured_is_not_chosen_for_it():
     measured = timings()
-    cells = tuple(replace(c, us={k: v for k, v in c.us.items() if "large_m_160" not in k}) for c in measured.cells)
+    cells = tuple(
+        replace(c, us={k: v for k, v in c.us.items() if "large_m_160" not in k})
+        for c in measured.cells
+    )
     found = fit.fit(table_of(H200), replace(measured, cells=cells))
     assert None not in [f.loss for f in fit.fitted(found, replace(measured, cells=cells))]
 
@@ -96,9 +110,13 @@ def test_what_was_not_measured_is_not_chosen_for_it():
 def test_noise_changes_nothing():
     measured = timings()
     found = fit.fit(table_of(H200), measured)
-    noisy = replace(measured, cells=tuple(
-        replace(c, us={k: v * (1 + 1e-4 * math.sin(i * 7 + len(k))) for k, v in c.us.items()}) for i, c in enumerate(measured.cells)
-    ))  # fmt: skip
+    noisy = replace(
+        measured,
+        cells=tuple(
+            replace(c, us={k: v * (1 + 1e-4 * math.sin(i * 7 + len(k))) for k, v in c.us.items()})
+            for i, c in enumerate(measured.cells)
+        ),
+    )
     assert fit.fit(found, noisy) == found
 
 
@@ -124,7 +142,9 @@ def test_the_report_names_what_was_chosen_and_what_is_best():
     shown = fit.shown(table_of(H200), measured)
     assert len(shown.splitlines()) == 1 + len(AVERAGES) + 3
     assert "worst 2.000" in shown
-    assert fit.summary(fit.fitted(fit.fit(table_of(H200), measured), measured))[-1].startswith("geometric mean 1.0000, worst 1.000")
+    assert fit.summary(fit.fitted(fit.fit(table_of(H200), measured), measured))[-1].startswith(
+        "geometric mean 1.0000, worst 1.000"
+    )
     odd = replace(measured, cells=(*measured.cells, replace(measured.cells[0], us={"x": 1.0})))
     missing, *_ = fit.summary(fit.fitted(table_of(H200), odd))
     assert missing == "1 of 13 cells: what is chosen was not measured"
@@ -135,14 +155,21 @@ def test_the_best_of_a_count_knows_all_times_but_not_the_routing():
     cells = tuple(Cell("made up", FEW, 16, 128, routing, times) for routing, times in us.items())
     found = fit.best_of_counts(Timings(H200, {}, cells))
     assert [(f.chosen, f.loss) for f in found] == [("b", 1.1), ("b", 1.1)]
-    assert fit.jumps([fit.Fitted(cells[0], "a"), fit.Fitted(replace(cells[0], tokens=17), "c")]) == [pytest.approx(2)]
+    assert fit.jumps(
+        [fit.Fitted(cells[0], "a"), fit.Fitted(replace(cells[0], tokens=17), "c")]
+    ) == [pytest.approx(2)]
 
 
 def test_a_fit_from_the_command_line(tmp_path):
     """Without a GPU, and writing nothing unless it is asked to."""
     files.save(timings(), tmp_path / "t.json")
     before = path_of(H200).read_bytes()
-    done = subprocess.run([sys.executable, TUNE, "fit", tmp_path / "t.json"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, TUNE, "fit", tmp_path / "t.json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "geometric mean 1.0000, worst 1.000" in done.stdout
     assert "\ntiled: up to 39, weights up to 536870912: M32\n" in done.stdout
     assert path_of(H200).read_bytes() == before
@@ -167,10 +194,16 @@ def test_how_long_the_longest_of_two_blocks_works(tiles, parts, want):
 
 def test_how_evenly_blocks_work_from_the_command_line(tmp_path):
     chosen = way(choose_from(table_of(H200), 2**15, FEW, H200))
-    cells = tuple(Cell("qwen3 gate_up", FEW, tokens, 8 * tokens, "uniform", {chosen: 500.0}) for tokens in (1024, 4096))
+    cells = tuple(
+        Cell("qwen3 gate_up", FEW, tokens, 8 * tokens, "uniform", {chosen: 500.0})
+        for tokens in (1024, 4096)
+    )
     files.save(Timings(H200, {}, cells), tmp_path / "t.json")
     done = subprocess.run(
-        [sys.executable, TUNE, "balance", tmp_path / "t.json", "--tokens", "2000", "5000"], capture_output=True, text=True, check=True
+        [sys.executable, TUNE, "balance", tmp_path / "t.json", "--tokens", "2000", "5000"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     _, line, last = done.stdout.splitlines()
     floor = 2 * 2**15 * FEW.tiles * 16 * FEW.k / 780e6
@@ -178,7 +211,9 @@ def test_how_evenly_blocks_work_from_the_command_line(tmp_path):
     assert last == f"uniform: {500 / floor:.3f} of the floor"
 
 
-@pytest.mark.parametrize("path", sorted((TUNE / "timings").glob("*.json")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((TUNE / "timings").glob("*.json")), ids=lambda path: path.name
+)
 def test_tables_in_use_fit_their_timings(path):
     measured = files.load(path)
     found = fit.fitted(table_of(measured.arch), measured)
@@ -195,7 +230,14 @@ def test_what_a_sweep_times(part):
     product, order = task.product()
     names = [("activations", "codes", "block_scale", "decode_scale", "ends")[i] for i in order]
     assert [v.type.dtype for v in product.fusion.inputs] == [
-        {"activations": "bf16", "codes": "u8", "block_scale": "f8e4m3", "decode_scale": "f32", "ends": "i32"}[name] for name in names
+        {
+            "activations": "bf16",
+            "codes": "u8",
+            "block_scale": "f8e4m3",
+            "decode_scale": "f32",
+            "ends": "i32",
+        }[name]
+        for name in names
     ]
     assert product.matrices.block == (2 if part == "gate_up" else 1)
     for tokens in (1, 64, 4096):
@@ -205,7 +247,9 @@ def test_what_a_sweep_times(part):
         assert len({way(w) for w in ways}) == len(ways) > 1 or tokens == 4096
         for classes in ways:
             assert all(c.variant.fits(product.matrices, H200) for c in classes)
-            made = Launch(sweep.Forced(product, classes)).call.choose({product.fusion.symbols[0]: rows}, H200)
+            made = Launch(sweep.Forced(product, classes)).call.choose(
+                {product.fusion.symbols[0]: rows}, H200
+            )
             assert [kernel.name for kernel in made.kernels] == [c.variant.name for c in classes]
 
 
@@ -216,7 +260,7 @@ def test_a_regime_that_begins_after_the_last_is_not_moved():
     assert isinstance(found.tiled[0], Regime)
 
 
-# Products of one group ------------------------------------------------------------------------------------------------
+# Products of one group ----------------------------------------------------------------------------
 
 
 def of_one_group(constants: one_group.Constants) -> Timings:
@@ -225,7 +269,11 @@ def of_one_group(constants: one_group.Constants) -> Timings:
     for tiles, k in ((32, 2048), (256, 4096), (512, 8192)):
         of = Matrices(1, k, tiles, 1, 576, True)
         for rows in (1, 12, 48, 130, 700):
-            us = {v.name: one_group.microseconds(v, rows, of, H200, constants) for v in one_group.VARIANTS if v.fits(of, H200)}
+            us = {
+                v.name: one_group.microseconds(v, rows, of, H200, constants)
+                for v in one_group.VARIANTS
+                if v.fits(of, H200)
+            }
             cells.append(Cell("made up", of, rows, rows, "uniform", us))
     return Timings(H200, {"device": "none"}, tuple(cells))
 
@@ -233,7 +281,9 @@ def of_one_group(constants: one_group.Constants) -> Timings:
 def test_a_model_is_fitted_to_times():
     pytest.importorskip("scipy")
     used = one_group.constants()
-    measured = of_one_group(replace(used, stage=2 * used.stage, wait=1.5 * used.wait, exchange=3 * used.exchange))
+    measured = of_one_group(
+        replace(used, stage=2 * used.stage, wait=1.5 * used.wait, exchange=3 * used.exchange)
+    )
     found = of_one_group(model.fit([measured]))
     for want, got in zip(measured.cells, found.cells, strict=True):
         assert min(got.us.values()) == pytest.approx(min(want.us.values()), rel=0.05)
@@ -243,7 +293,9 @@ def test_the_model_chooses_what_was_measured_to_be_fast():
     for name in ("h200.json", "h100.json"):
         measured = files.load(TUNE / "timings" / name)
         cells = tuple(cell for cell in measured.cells if one_group.admits(cell.matrices))
-        known = [loss for loss in losses(table_of(measured.arch), replace(measured, cells=cells)) if loss]
+        known = [
+            loss for loss in losses(table_of(measured.arch), replace(measured, cells=cells)) if loss
+        ]
         assert len(known) > 500
         assert math.exp(np.mean(np.log(known))) < 1.01
         assert max(known) < 1.2

@@ -1,4 +1,5 @@
-"""A plain model of transformers with the weights that a quantized directory means, decoded from the raw file by numpy and ml_dtypes.
+"""A plain model of transformers with the weights that a quantized directory means, decoded from the
+raw file by numpy and ml_dtypes.
 
 Nothing of fusion_moe is used: names, shapes and numbers are looked up here again.
 """
@@ -48,18 +49,30 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same in all they are."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+    )
 
 
 def same_parameters(a: Any, b: Any) -> bool:
-    """Whether two models have the same parameters and buffers. (Logits may differ in the last bit: products depend on alignment.)"""
+    """Whether two models have the same parameters and buffers. (Logits may differ in the last bit:
+    products depend on alignment.)
+    """
     first, second = a.state_dict(), b.state_dict()
-    return first.keys() == second.keys() and all(same_bytes(t, second[name]) for name, t in first.items())
+    return first.keys() == second.keys() and all(
+        same_bytes(t, second[name]) for name, t in first.items()
+    )
 
 
 def _tensors(directory: Path, family: str) -> dict[str, Tensor]:
     index = directory / "model.safetensors.index.json"
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    files = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if index.exists()
+        else ["model.safetensors"]
+    )
     found = {}
     for file in files:
         with safe_open(directory / file, "pt") as opened:
@@ -73,7 +86,11 @@ def _tensors(directory: Path, family: str) -> dict[str, Tensor]:
 
 def _value(key: str, like: Tensor, tensors: dict[str, Tensor], module: Any) -> Tensor:
     """float32, in the shape that the model's parameter has."""
-    if "_weight_scale" not in key and key.endswith(("gate_up_proj", "down_proj", "up_proj")) and like.dim() == 3:
+    if (
+        "_weight_scale" not in key
+        and key.endswith(("gate_up_proj", "down_proj", "up_proj"))
+        and like.dim() == 3
+    ):
         value = _experts(key, tensors, module)
     elif key.endswith("_proj_bias") and key not in tensors:
         value = _biases(key, tensors, like)
@@ -91,10 +108,16 @@ def _weight(name: str, tensors: dict[str, Tensor]) -> Tensor:
         return _int4(tensors[f"{name}.weight_packed"], tensors[f"{name}.weight_scale"])
     if f"{name}.weight_packed" in tensors:
         divisor = tensors[f"{name}.weight_global_scale"].numpy()
-        return _nvfp4(tensors[f"{name}.weight_packed"], tensors[f"{name}.weight_scale"], np.float32(1.0) / divisor)
+        return _nvfp4(
+            tensors[f"{name}.weight_packed"],
+            tensors[f"{name}.weight_scale"],
+            np.float32(1.0) / divisor,
+        )
     weight = tensors[f"{name}.weight"]
     if f"{name}.weight_scale_2" in tensors:
-        return _nvfp4(weight, tensors[f"{name}.weight_scale"], tensors[f"{name}.weight_scale_2"].numpy())
+        return _nvfp4(
+            weight, tensors[f"{name}.weight_scale"], tensors[f"{name}.weight_scale_2"].numpy()
+        )
     if weight.dtype == torch.float8_e4m3fn:
         return weight.float() * tensors[f"{name}.weight_scale"].float()
     return weight.float()
@@ -107,37 +130,69 @@ def _codes(packed: Tensor) -> np.ndarray:
 
 def _nvfp4(packed: Tensor, scale: Tensor, matrix: np.ndarray) -> Tensor:
     values = _codes(packed)
-    scales = scale.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32) * matrix.astype(np.float32)
+    scales = scale.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(
+        np.float32
+    ) * matrix.astype(np.float32)
     return torch.from_numpy(values * np.repeat(scales, 16, -1))
 
 
 def _int4(packed: Tensor, scale: Tensor) -> Tensor:
     """Eight numbers in a word, the first in its lowest bits, each with 8 added."""
-    numbers = (packed.numpy().view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).astype(np.float32) - 8
-    return torch.from_numpy(numbers.reshape(len(packed), -1) * np.repeat(scale.float().numpy(), 32, -1))
+    numbers = (
+        packed.numpy().view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+    ).astype(np.float32) - 8
+    return torch.from_numpy(
+        numbers.reshape(len(packed), -1) * np.repeat(scale.float().numpy(), 32, -1)
+    )
 
 
 def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     exponents = scales.view(torch.uint8).numpy().astype(np.int32) - 127
-    return torch.from_numpy(np.ldexp(_codes(blocks.flatten(-2)), np.repeat(exponents, 32, -1)).astype(np.float32))
+    return torch.from_numpy(
+        np.ldexp(_codes(blocks.flatten(-2)), np.repeat(exponents, 32, -1)).astype(np.float32)
+    )
 
 
 def _experts(key: str, tensors: dict[str, Tensor], module: Any) -> Tensor:
     """All experts of a projection, as the module wants them."""
     base, _, projection = key.rpartition(".")
-    transposed, concatenated = getattr(module, "is_transposed", True), getattr(module, "is_concatenated", True)
+    transposed, concatenated = (
+        getattr(module, "is_transposed", True),
+        getattr(module, "is_concatenated", True),
+    )
     if f"{key}_blocks" in tensors:
         return _mxfp4(tensors[f"{key}_blocks"], tensors[f"{key}_scales"]).mT.contiguous()
     if f"{key}_weight_scale_2" in tensors:  # packed along the dimension before the last
-        args = tensors[key].mT.contiguous(), tensors[f"{key}_weight_scale"].mT.contiguous(), tensors[f"{key}_weight_scale_2"].numpy()
+        args = (
+            tensors[key].mT.contiguous(),
+            tensors[f"{key}_weight_scale"].mT.contiguous(),
+            tensors[f"{key}_weight_scale_2"].numpy(),
+        )
         return _nvfp4(*args).mT.contiguous()
     if key in tensors:
         return tensors[key].float()
-    triple = ("gate_proj", "up_proj", "down_proj") if any(f"{base}.0.down_proj" in name for name in tensors) else ("w1", "w3", "w2")
-    names = {"gate_up_proj": triple[:2], "up_proj": triple[1:2], "down_proj": triple[2:]}[projection]
-    count = 1 + max(int(name.removeprefix(f"{base}.").split(".")[0]) for name in tensors if re.match(re.escape(base) + r"\.\d", name))
-    parts = [torch.stack([_weight(f"{base}.{e}.{name}", tensors) for e in range(count)]) for name in names]
-    joined = torch.cat(parts, 1) if concatenated or len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)
+    triple = (
+        ("gate_proj", "up_proj", "down_proj")
+        if any(f"{base}.0.down_proj" in name for name in tensors)
+        else ("w1", "w3", "w2")
+    )
+    names = {"gate_up_proj": triple[:2], "up_proj": triple[1:2], "down_proj": triple[2:]}[
+        projection
+    ]
+    count = 1 + max(
+        int(name.removeprefix(f"{base}.").split(".")[0])
+        for name in tensors
+        if re.match(re.escape(base) + r"\.\d", name)
+    )
+    parts = [
+        torch.stack([_weight(f"{base}.{e}.{name}", tensors) for e in range(count)])
+        for name in names
+    ]
+    joined = (
+        torch.cat(parts, 1)
+        if concatenated or len(parts) == 1
+        else torch.stack(parts, 2).flatten(1, 2)
+    )
     return joined.mT.contiguous() if transposed else joined
 
 
@@ -145,4 +200,10 @@ def _biases(key: str, tensors: dict[str, Tensor], like: Tensor) -> Tensor:
     """Biases under the names of each expert, gate and up in turns."""
     base, _, name = key.removesuffix("_bias").rpartition(".")
     names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-    return torch.stack([torch.stack([tensors[f"{base}.{e}.{n}.bias"].float() for e in range(len(like))]) for n in names], 2).flatten(1)
+    return torch.stack(
+        [
+            torch.stack([tensors[f"{base}.{e}.{n}.bias"].float() for e in range(len(like))])
+            for n in names
+        ],
+        2,
+    ).flatten(1)

@@ -1,4 +1,6 @@
-"""Adapters of a model that transformers loaded from encoded weights: transformers lets it train, and saves them beside it."""
+"""Adapters of a model that transformers loaded from encoded weights: transformers lets it train,
+and saves them beside it.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,16 @@ def test_loaded_models_train_and_are_saved_with_adapters(name, tmp_path, caplog)
     tokens = torch.arange(8)[None]
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert len(adapted) == 2 * len(model.model.layers)
-    assert {n.partition("_lora.")[0] for n, p in model.named_parameters() if p.grad is not None} == set(adapted)
+    assert {
+        n.partition("_lora.")[0] for n, p in model.named_parameters() if p.grad is not None
+    } == set(adapted)
     model.save_pretrained(tmp_path / "adapted")
     for file in (tmp_path / "base").iterdir():
         assert file.read_bytes() == (tmp_path / "adapted" / file.name).read_bytes()
-    loaded, state = from_pretrained(tmp_path / "adapted", dtype=torch.float32).state_dict(), model.state_dict()
+    loaded, state = (
+        from_pretrained(tmp_path / "adapted", dtype=torch.float32).state_dict(),
+        model.state_dict(),
+    )
     assert loaded.keys() == state.keys()
     assert all(torch.equal(t.float(), loaded[key].float()) for key, t in state.items())
     assert not caplog.records

@@ -17,26 +17,65 @@ from fusion_moe.recipe import MXFP8BlockScaling  # noqa: E402
 from tests.families.models import AnyConfig, class_of, decorated, randomized  # noqa: E402
 
 E, K, H, I, T = 4, 2, 32, 24, 26
-IN_ONE_GRAPH = torch.__version__ >= "2.13"  # older tracers take no module as the argument of assume_constant_result
+# older tracers take no module as the argument of assume_constant_result
+IN_ONE_GRAPH = torch.__version__ >= "2.13"
 COMMON = {
-    "vocab_size": 64, "hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_experts_per_tok": K,
-}  # fmt: skip
-QWEN3 = {"moe_intermediate_size": I, "intermediate_size": 2 * I, "num_experts": E, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    "vocab_size": 64,
+    "hidden_size": H,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_experts_per_tok": K,
+}
+QWEN3 = {
+    "moe_intermediate_size": I,
+    "intermediate_size": 2 * I,
+    "num_experts": E,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 DEEPSEEK = {
-    "intermediate_size": 2 * I, "moe_intermediate_size": I, "n_routed_experts": E, "n_group": 1, "topk_group": 1,
+    "intermediate_size": 2 * I,
+    "moe_intermediate_size": I,
+    "n_routed_experts": E,
+    "n_group": 1,
+    "topk_group": 1,
     "first_k_dense_replace": 1,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
-}  # fmt: skip
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 NEMOTRON = {
-    "num_hidden_layers": None, "layers_block_type": ["moe", "attention"], "intermediate_size": I, "moe_intermediate_size": I,
-    "moe_shared_expert_intermediate_size": I, "n_routed_experts": E, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
-}  # fmt: skip
+    "num_hidden_layers": None,
+    "layers_block_type": ["moe", "attention"],
+    "intermediate_size": I,
+    "moe_intermediate_size": I,
+    "moe_shared_expert_intermediate_size": I,
+    "n_routed_experts": E,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+}
 FAMILIES = {  # name: its config, what is confirmed of its activation
     "qwen3": ("Qwen3MoeConfig", QWEN3, Swiglu(0, None, 1.0, 0.0)),
-    "mixtral": ("MixtralConfig", {"intermediate_size": I, "num_local_experts": E}, Swiglu(0, None, 1.0, 0.0)),
+    "mixtral": (
+        "MixtralConfig",
+        {"intermediate_size": I, "num_local_experts": E},
+        Swiglu(0, None, 1.0, 0.0),
+    ),
     "deepseek_v3": ("DeepseekV3Config", DEEPSEEK, Swiglu(0, None, 1.0, 0.0)),
-    "gpt_oss": ("GptOssConfig", {"intermediate_size": I, "num_local_experts": E}, Swiglu(1, 7.0, 1.702, 1.0)),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"intermediate_size": I, "num_local_experts": E},
+        Swiglu(1, 7.0, 1.702, 1.0),
+    ),
     "qwen3_gelu": ("Qwen3MoeConfig", QWEN3 | {"hidden_act": "gelu_pytorch_tanh"}, None),
     "nemotron_h": ("NemotronHConfig", NEMOTRON, None),
 }
@@ -75,9 +114,14 @@ def step(model: torch.nn.Module, name: str) -> dict[str, torch.Tensor]:
     """The logits and all gradients."""
     model.set_experts_implementation(name)
     model.zero_grad()
-    logits = model(input_ids=torch.randint(3, 64, (2, T // 2), generator=torch.Generator().manual_seed(1))).logits
+    logits = model(
+        input_ids=torch.randint(3, 64, (2, T // 2), generator=torch.Generator().manual_seed(1))
+    ).logits
     logits.square().sum().backward()
-    return {"logits": logits.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+    return {
+        "logits": logits.detach(),
+        **{n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+    }
 
 
 def test_logits_and_all_gradients_are_those_of_eager(family):
@@ -102,8 +146,12 @@ def inputs(dtype: torch.dtype, w_dtype: torch.dtype = torch.float32) -> tuple[to
     return x.requires_grad_(), ids, w.to(w_dtype).requires_grad_()
 
 
-def gradients(experts: torch.nn.Module, name: str, args: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """The result and its gradients: of tokens, of weights, of all parameters; for a gradient that is the same for every implementation."""
+def gradients(
+    experts: torch.nn.Module, name: str, args: tuple[torch.Tensor, ...]
+) -> list[torch.Tensor]:
+    """The result and its gradients: of tokens, of weights, of all parameters; for a gradient that
+    is the same for every implementation.
+    """
     x, ids, w = args
     with implementation(experts, name):
         y = experts(x, ids, w)
@@ -121,11 +169,15 @@ def test_so_is_bf16_by_autocast():
 
 
 def check_bf16(family: str, dtype: torch.dtype) -> None:
-    """Errors of the result and of all gradients. dtype: of tokens and parameters, whose values are bf16's."""
+    """Errors of the result and of all gradients. dtype: of tokens and parameters, whose values are
+    bf16's.
+    """
     experts = experts_of(model_of(family)).bfloat16()
     for p in experts.parameters():
         torch.nn.init.normal_(p, std=0.2)
-    ours, theirs = (gradients(experts.to(dtype), name, inputs(dtype)) for name in ("fusion_moe", "eager"))
+    ours, theirs = (
+        gradients(experts.to(dtype), name, inputs(dtype)) for name in ("fusion_moe", "eager")
+    )
     with torch.autocast("cpu", enabled=False):
         exact = gradients(experts.double(), "eager", inputs(torch.float64, torch.float64))
     for got, reference, want in zip(ours, theirs, exact, strict=True):
@@ -136,7 +188,10 @@ def check_bf16(family: str, dtype: torch.dtype) -> None:
 def test_weights_are_saved_as_they_are(family):
     experts, saved = experts_of(model_of(family)).bfloat16(), []
     weights = {p.data_ptr() for p in experts.parameters() if p.dim() == 3}
-    with implementation(experts, "fusion_moe"), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with (
+        implementation(experts, "fusion_moe"),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
         experts(*inputs(torch.bfloat16))
     assert weights == {t.data_ptr() for t in saved if t.dim() == 3 and t.shape[0] == E}
 
@@ -148,7 +203,11 @@ def experts_in_blocks(family):
     config = getattr(transformers, name)(**COMMON | config | {"moe_intermediate_size": 32})
     model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
     model.set_experts_implementation("fusion_moe")
-    return experts_of(model), (torch.randn(T, H).bfloat16(), torch.randint(E, (T, K)), torch.rand(T, K).bfloat16())
+    return experts_of(model), (
+        torch.randn(T, H).bfloat16(),
+        torch.randint(E, (T, K)),
+        torch.rand(T, K).bfloat16(),
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_gelu"])
@@ -194,7 +253,9 @@ def test_compiled(family):
     with implementation(experts, "fusion_moe"):
         y = torch.compile(experts, backend="fusion_moe", fullgraph=IN_ONE_GRAPH)(*args)
     seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().to(y.dtype)
-    torch.testing.assert_close([y, *torch.autograd.grad(y, [args[0], args[2], *experts.parameters()], seed)], want)
+    torch.testing.assert_close(
+        [y, *torch.autograd.grad(y, [args[0], args[2], *experts.parameters()], seed)], want
+    )
 
 
 @pytest.mark.slow
@@ -211,4 +272,7 @@ def test_experts_of_every_family():
 
 
 def test_its_name_is_known_to_transformers():
-    assert fusion_moe.transformers.experts_forward is transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS["fusion_moe"]
+    assert (
+        fusion_moe.transformers.experts_forward
+        is transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS["fusion_moe"]
+    )

@@ -1,4 +1,6 @@
-"""`generate` of loaded models: dynamic and static caches, and compiled, with no more graphs than Inductor has for bf16 weights."""
+"""`generate` of loaded models: dynamic and static caches, and compiled, with no more graphs than
+Inductor has for bf16 weights.
+"""
 
 from __future__ import annotations
 
@@ -49,5 +51,7 @@ def test_compiled_it_gives_the_same_tokens():
     assert tokens == generated(model)
     config = type(model.config).from_pretrained(MADE / name)
     del config.quantization_config
-    _, of_inductor = compiled(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), "inductor")
+    _, of_inductor = compiled(
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), "inductor"
+    )
     assert 0 < graphs <= of_inductor

@@ -1,4 +1,6 @@
-"""Directories that other packages wrote: loaded, compared with the model that their bytes mean, saved, loaded again."""
+"""Directories that other packages wrote: loaded, compared with the model that their bytes mean,
+saved, loaded again.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ pytest.importorskip("transformers")
 from decoded import plain_model, relative, same_bytes, same_parameters
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Qwen3MoeForCausalLM,
+)
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -29,7 +37,9 @@ from fusion_moe.transformers import NVFP4Config, from_pretrained
 from fusion_moe.transformers.registration import register
 
 MADE = Path(__file__).parents[1] / "checkpoints" / "made"
-DIRECTORIES = sorted(d.name for d in MADE.iterdir() if (d / "config.json").exists() and not d.name.startswith("bf16"))
+DIRECTORIES = sorted(
+    d.name for d in MADE.iterdir() if (d / "config.json").exists() and not d.name.startswith("bf16")
+)
 AS_MODELOPT = [name for name in DIRECTORIES if name.startswith("ct") and not name.endswith("int4")]
 AS_LOADED = [name for name in DIRECTORIES if name not in AS_MODELOPT]
 TOKENS = torch.arange(3, 12)[None]
@@ -63,12 +73,21 @@ def test_what_is_saved_has_the_same_bytes(name, tmp_path):
     model = from_pretrained(MADE / name)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     was, now = tensors(MADE / name), tensors(tmp_path)
-    eight_bit = {key.removesuffix(".weight") for key, t in was.items() if t.dtype == torch.float8_e4m3fn and key.endswith(".weight")}
-    assert was.keys() - now.keys() == {key for key in was if key.rpartition(".")[0] in eight_bit and key.endswith("_scale")}
+    eight_bit = {
+        key.removesuffix(".weight")
+        for key, t in was.items()
+        if t.dtype == torch.float8_e4m3fn and key.endswith(".weight")
+    }
+    assert was.keys() - now.keys() == {
+        key for key in was if key.rpartition(".")[0] in eight_bit and key.endswith("_scale")
+    }
     assert now.keys() <= was.keys()
     for key in now:
-        in_float32 = now[key].dtype == torch.float32 and now[key].equal(was[key].float())  # what transformers keeps so: parts of routers
-        assert key.rpartition(".")[0] in eight_bit or in_float32 or same_bytes(was[key], now[key]), key
+        # what transformers keeps so: parts of routers
+        in_float32 = now[key].dtype == torch.float32 and now[key].equal(was[key].float())
+        assert (
+            key.rpartition(".")[0] in eight_bit or in_float32 or same_bytes(was[key], now[key])
+        ), key
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert same_parameters(from_pretrained(tmp_path), model)
 
@@ -84,7 +103,9 @@ def test_nvfp4_of_others_is_saved_as_modelopt_does(name, tmp_path):
 
 
 def test_plain_from_pretrained_reads_modelopt():
-    model, info = AutoModelForCausalLM.from_pretrained(MADE / "modelopt-mixtral", output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        MADE / "modelopt-mixtral", output_loading_info=True
+    )
     assert isinstance(model.model.layers[0].self_attn.q_proj, NVFP4Linear)
     assert not any(info.values())
     assert same_parameters(model, from_pretrained(MADE / "modelopt-mixtral"))
@@ -100,9 +121,14 @@ def test_a_prepared_model_is_saved_as_it_was_loaded(tmp_path):
     assert all(same_bytes(was[key], now[key]) for key in was)
 
 
-@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "modelopt-qwen3_5_moe-mixed", "ct-qwen3_moe-int4", "mxfp4-gpt_oss"])
+@pytest.mark.parametrize(
+    "name",
+    ["modelopt-qwen3_moe", "modelopt-qwen3_5_moe-mixed", "ct-qwen3_moe-int4", "mxfp4-gpt_oss"],
+)
 def test_base_models(name, tmp_path):
-    """The base model of a directory with a head; and the model with a head, of a directory whose names lack the base model's prefix."""
+    """The base model of a directory with a head; and the model with a head, of a directory whose
+    names lack the base model's prefix.
+    """
     full, base = from_pretrained(MADE / name), from_pretrained(MADE / name, auto_class=AutoModel)
     assert same_parameters(base, full.base_model)
     base.save_pretrained(tmp_path)
@@ -110,7 +136,11 @@ def test_base_models(name, tmp_path):
     with pytest.raises(CheckpointError, match="nothing for lm_head.weight"):
         from_pretrained(tmp_path, auto_class=AutoModelForCausalLM)
     head = {"lm_head.weight": full.lm_head.weight.detach().clone()}
-    save_file(load_file(tmp_path / "model.safetensors") | head, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        load_file(tmp_path / "model.safetensors") | head,
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     assert same_parameters(from_pretrained(tmp_path, auto_class=AutoModelForCausalLM), full)
 
 
@@ -121,10 +151,18 @@ def test_a_base_model_has_no_place_for_an_encoded_head(tmp_path):
 
 @pytest.mark.parametrize("names", ["model.layers.1.mlp", "mtp.layers.0.mlp"])
 def test_layers_for_further_tokens_are_left_out(names, tmp_path):
-    """Encoded ones too, as transformers leaves them out: those from num_hidden_layers on, and `mtp`."""
+    """Encoded ones too, as transformers leaves them out: those from num_hidden_layers on, and
+    `mtp`.
+    """
 
     def another_layer(t):
-        t.update({name.replace("model.layers.0.mlp", names): t[name].clone() for name in list(t) if "layers.0.mlp" in name})
+        t.update(
+            {
+                name.replace("model.layers.0.mlp", names): t[name].clone()
+                for name in list(t)
+                if "layers.0.mlp" in name
+            }
+        )
 
     model = AutoModelForCausalLM.from_pretrained(changed(tmp_path, another_layer))
     assert same_parameters(model, from_pretrained(MADE / "modelopt-qwen3_moe"))
@@ -132,22 +170,33 @@ def test_layers_for_further_tokens_are_left_out(names, tmp_path):
 
 def encoded_head(t):
     t.pop("lm_head.weight")
-    t.update({f"lm_head.{part}": t[f"model.layers.0.self_attn.q_proj.{part}"].clone() for part in PARTS})
+    t.update(
+        {f"lm_head.{part}": t[f"model.layers.0.self_attn.q_proj.{part}"].clone() for part in PARTS}
+    )
 
 
 @pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "bf16-qwen3_moe"])
 def test_a_new_head(name, tmp_path):
-    """A classifier of a model that was saved with another head, which may be encoded: transformers makes the new one, and says so."""
+    """A classifier of a model that was saved with another head, which may be encoded: transformers
+    makes the new one, and says so.
+    """
     directory = changed(tmp_path, encoded_head) if name.startswith("modelopt") else MADE / name
-    kind = {"auto_class": AutoModelForSequenceClassification, "num_labels": 3, "dtype": torch.float32}
+    kind = {
+        "auto_class": AutoModelForSequenceClassification,
+        "num_labels": 3,
+        "dtype": torch.float32,
+    }
     model = from_pretrained(directory, **kind)
     assert model.score.weight.shape == (3, model.config.hidden_size)
     assert model.score.weight.isfinite().all()
-    assert same_parameters(model.model, from_pretrained(directory, auto_class=AutoModel, dtype=torch.float32))
+    assert same_parameters(
+        model.model, from_pretrained(directory, auto_class=AutoModel, dtype=torch.float32)
+    )
     _, info = from_pretrained(directory, output_loading_info=True, **kind)
     assert info["missing_keys"] == {"score.weight"}
     model.save_pretrained(tmp_path / "saved")
-    assert same_parameters(from_pretrained(tmp_path / "saved", dtype=torch.float32), model)  # a classifier, by config.json
+    # a classifier, by config.json
+    assert same_parameters(from_pretrained(tmp_path / "saved", dtype=torch.float32), model)
 
 
 @pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "bf16-qwen3_moe"])
@@ -166,7 +215,11 @@ def test_architectures_are_names(named, tmp_path):
     directory = changed(tmp_path, lambda t: None)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"architectures": named}))
-    with pytest.raises(CheckpointError, match=r"config.json: architectures .*; expected a list of names of classes"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"config.json: architectures .*; expected a list of "
+        r"names of classes",
+    ):
         from_pretrained(directory)
 
 
@@ -183,7 +236,7 @@ def test_shapes_of_packed_tensors_are_not_unexpected():
     assert not any(info.values())
 
 
-# Errors, before anything is read ------------------------------------------------------------------------------------------
+# Errors, before anything is read ------------------------------------------------------------------
 
 
 def changed(tmp_path: Path, change, name: str = "modelopt-qwen3_moe") -> Path:
@@ -209,11 +262,19 @@ def linear_lost(t):
 
 def weight_of_nothing(t):
     for part in PARTS:
-        t[f"model.layers.0.mlp.router.{part}"] = t[f"model.layers.0.self_attn.q_proj.{part}"].clone()
+        t[f"model.layers.0.mlp.router.{part}"] = t[
+            f"model.layers.0.self_attn.q_proj.{part}"
+        ].clone()
 
 
 def expert_too_many(t):
-    t.update({name.replace("experts.0.", "experts.8."): t[name].clone() for name in list(t) if "experts.0." in name})
+    t.update(
+        {
+            name.replace("experts.0.", "experts.8."): t[name].clone()
+            for name in list(t)
+            if "experts.0." in name
+        }
+    )
 
 
 def norm_lost(t):
@@ -227,10 +288,21 @@ def scale_lost(t):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (expert_lost, r"experts: no encoded model.layers.0.mlp.experts.2.up_proj; expected all 8 weights of gate_up"),
+        (
+            expert_lost,
+            r"experts: no encoded model.layers.0.mlp.experts.2.up_proj; expected all 8 "
+            r"weights of gate_up",
+        ),
         (linear_lost, "nothing for model.layers.0.self_attn.q_proj.weight; expected all"),
-        (weight_of_nothing, "model.layers.0.mlp.router.weight.* of no module; expected a module for each weight"),
-        (expert_too_many, r"mlp.experts.8.*, of no module; .* config.json has fewer experts than the files"),
+        (
+            weight_of_nothing,
+            "model.layers.0.mlp.router.weight.* of no module; expected a module for each weight",
+        ),
+        (
+            expert_too_many,
+            r"mlp.experts.8.*, of no module; .* config.json has fewer experts than "
+            r"the files",
+        ),
         (norm_lost, "nothing for model.norm.weight; expected all"),
         (scale_lost, "q_proj.weight .* without model.layers.0.self_attn.q_proj.weight_scale_2"),
     ],
@@ -263,11 +335,39 @@ def negative_scale_of_eight_bit(t):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("modelopt-qwen3_moe", nan_in_a_scale, r"model.layers.0.mlp.experts: 1 NaN and 0 negative among the .* of gate_up_proj_scale"),
-        ("modelopt-qwen3_moe", negative_scale, r"model.layers.0.self_attn.q_proj: 1 NaN, infinite or negative .* of weight_scale_2"),
-        ("ct-qwen3_moe-int4", infinite_scale_of_integers, r"model.layers.0.mlp.experts: 1 NaN or infinite among .* of gate_up_proj_scale"),
-        ("modelopt-qwen3_5_moe-mixed", nan_as_a_scale_of_eight_bit, r"linear_attn.out_proj: 1 NaN, .*: nan; expected scales of 8-bit"),
-        ("modelopt-qwen3_5_moe-mixed", negative_scale_of_eight_bit, r"linear_attn.out_proj: 1 .* or negative .* of weight_scale"),
+        (
+            "modelopt-qwen3_moe",
+            nan_in_a_scale,
+            r"model.layers.0.mlp.experts: 1 NaN and 0 negative "
+            r"among the .* of gate_up_proj_scale",
+        ),
+        (
+            "modelopt-qwen3_moe",
+            negative_scale,
+            r"model.layers.0.self_attn.q_proj: 1 NaN, infinite "
+            r"or negative .* of weight_scale_2",
+        ),
+        (
+            "ct-qwen3_moe-int4",
+            infinite_scale_of_integers,
+            r"model.layers.0.mlp.experts: 1 NaN or "
+            r"infinite among .* of "
+            r"gate_up_proj_scale",
+        ),
+        (
+            "modelopt-qwen3_5_moe-mixed",
+            nan_as_a_scale_of_eight_bit,
+            r"linear_attn.out_proj: 1 "
+            r"NaN, .*: nan; expected "
+            r"scales of 8-bit",
+        ),
+        (
+            "modelopt-qwen3_5_moe-mixed",
+            negative_scale_of_eight_bit,
+            r"linear_attn.out_proj: 1 .* "
+            r"or negative .* of "
+            r"weight_scale",
+        ),
     ],
 )
 def test_scales_are_numbers(name, change, message, tmp_path):
@@ -277,8 +377,14 @@ def test_scales_are_numbers(name, change, message, tmp_path):
 
 def test_scales_of_integers_may_be_negative(tmp_path):
     """AutoRound writes them, since -8 has no opposite."""
-    copy = changed(tmp_path, lambda t: t["model.layers.0.mlp.experts.2.up_proj.weight_scale"][::2].neg_(), "ct-qwen3_moe-int4")
-    check_scales(directory := Directory.open(copy), stored_weights(directory.tensors, "compressed-tensors"))
+    copy = changed(
+        tmp_path,
+        lambda t: t["model.layers.0.mlp.experts.2.up_proj.weight_scale"][::2].neg_(),
+        "ct-qwen3_moe-int4",
+    )
+    check_scales(
+        directory := Directory.open(copy), stored_weights(directory.tensors, "compressed-tensors")
+    )
     model = from_pretrained(copy, dtype=torch.float32)
     assert (model.model.layers[0].mlp.experts.gate_up_proj_scale < 0).any()
     assert relative(logits(model), logits(plain_model(copy))) <= 1e-5
@@ -307,7 +413,9 @@ def said_in(config: dict, part: str, key: str, said: dict) -> None:
 
 
 @pytest.mark.parametrize("name", ["ct-qwen3_moe", "ct-qwen3_moe-int4", "modelopt-qwen3_moe"])
-@pytest.mark.parametrize(("part", "key"), [("", "compression_config"), ("llm_config", "quantization_config")])
+@pytest.mark.parametrize(
+    ("part", "key"), [("", "compression_config"), ("llm_config", "quantization_config")]
+)
 def test_a_configuration_at_another_place(part, key, name, tmp_path):
     copy = changed(tmp_path, lambda found: None, name)
     (copy / "hf_quant_config.json").unlink(missing_ok=True)
@@ -319,26 +427,45 @@ def test_a_configuration_at_another_place(part, key, name, tmp_path):
 
 def nvfp4(n, k):
     scale = (torch.rand(n, k // 16) + 0.5).to(torch.float8_e4m3fn)
-    return {"packed": torch.randint(256, (n, k // 2), dtype=torch.uint8), "scale": scale, "global_scale": torch.tensor([64.0])}
+    return {
+        "packed": torch.randint(256, (n, k // 2), dtype=torch.uint8),
+        "scale": scale,
+        "global_scale": torch.tensor([64.0]),
+    }
 
 
 def int4(n, k):
     packed = torch.randint(2**31 - 1, (n, k // 8), dtype=torch.int32)
-    return {"packed": packed, "scale": torch.rand(n, k // 32).bfloat16(), "shape": torch.tensor([n, k], dtype=torch.int32)}
+    return {
+        "packed": packed,
+        "scale": torch.rand(n, k // 32).bfloat16(),
+        "shape": torch.tensor([n, k], dtype=torch.int32),
+    }
 
 
-@pytest.mark.parametrize(("encoded", "form"), [(nvfp4, "nvfp4-pack-quantized"), (int4, "pack-quantized")])
+@pytest.mark.parametrize(
+    ("encoded", "form"), [(nvfp4, "nvfp4-pack-quantized"), (int4, "pack-quantized")]
+)
 def test_a_configuration_in_that_of_the_text_model(encoded, form, tmp_path):
-    """Experts of compressed-tensors in a multimodal model, said for the whole model or for its text model."""
+    """Experts of compressed-tensors in a multimodal model, said for the whole model or for its text
+    model.
+    """
     torch.manual_seed(0)
     name = "modelopt-qwen3_5_moe-mixed"
-    shapes = {w.name: w.shape for w in stored_weights(Directory.open(MADE / name).tensors, "modelopt").values()}
+    shapes = {
+        w.name: w.shape
+        for w in stored_weights(Directory.open(MADE / name).tensors, "modelopt").values()
+    }
 
     def experts_alone(found):
         for weight, shape in shapes.items():
             for key in [key for key in found if key.startswith(f"{weight}.")]:
                 del found[key]
-            parts = {f"_{key}": t for key, t in encoded(*shape).items()} if ".experts." in weight else {"": torch.randn(shape).bfloat16()}
+            parts = (
+                {f"_{key}": t for key, t in encoded(*shape).items()}
+                if ".experts." in weight
+                else {"": torch.randn(shape).bfloat16()}
+            )
             found.update({f"{weight}.weight{part}": t for part, t in parts.items()})
 
     copy = changed(tmp_path, experts_alone, name)
@@ -348,7 +475,12 @@ def test_a_configuration_in_that_of_the_text_model(encoded, form, tmp_path):
     models = []
     for part in ("", "text_config"):
         config = {"model_type": "qwen3_5_moe", "text_config": dict(text)}
-        said_in(config, part, "quantization_config", {"quant_method": "compressed-tensors", "format": form})
+        said_in(
+            config,
+            part,
+            "quantization_config",
+            {"quant_method": "compressed-tensors", "format": form},
+        )
         (copy / "config.json").write_text(json.dumps(config))
         models.append(from_pretrained(copy))
     assert same_parameters(*models)
@@ -356,16 +488,27 @@ def test_a_configuration_in_that_of_the_text_model(encoded, form, tmp_path):
 
 
 def test_entries_of_the_configuration_as_arguments(tmp_path):
-    arguments = {"use_cache": False, "num_experts_per_tok": 1, "dtype": torch.float32, "attn_implementation": "eager"}
+    arguments = {
+        "use_cache": False,
+        "num_experts_per_tok": 1,
+        "dtype": torch.float32,
+        "attn_implementation": "eager",
+    }
     for name in ("modelopt-qwen3_moe", "ct-qwen3_moe", "bf16-qwen3_moe"):
         model = from_pretrained(MADE / name, **arguments)
-        assert (model.config.use_cache, model.config.num_experts_per_tok, model.dtype) == (False, 1, torch.float32)
+        assert (model.config.use_cache, model.config.num_experts_per_tok, model.dtype) == (
+            False,
+            1,
+            torch.float32,
+        )
         assert model.config._attn_implementation == "eager"
     with pytest.raises(TypeError, match="no_entry"):
         from_pretrained(MADE / name, no_entry=1)
 
 
-ON_CPU = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers", "model.norm", "lm_head"), "cpu")
+ON_CPU = dict.fromkeys(
+    ("model.embed_tokens", "model.rotary_emb", "model.layers", "model.norm", "lm_head"), "cpu"
+)
 
 
 @pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "bf16-qwen3_moe"])
@@ -380,8 +523,14 @@ ON_CPU = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers"
 def test_encoded_weights_are_in_memory(arguments, where, name, tmp_path):
     pytest.importorskip("accelerate")
     given = {"quantization_config": NVFP4Config()} if name.startswith("bf16") else {}
-    with pytest.raises(UnsupportedError, match=rf"device_map: model.layers.0.* on {where}; expected encoded weights in memory; name a dev"):
-        AutoModelForCausalLM.from_pretrained(MADE / name, offload_folder=tmp_path, **arguments, **given)
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"device_map: model.layers.0.* on {where}; "
+        r"expected encoded weights in memory; name a dev",
+    ):
+        AutoModelForCausalLM.from_pretrained(
+            MADE / name, offload_folder=tmp_path, **arguments, **given
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -404,15 +553,22 @@ def in_the_hubs_cache(cache: Path, revisions: dict[str, Path]) -> None:
 
 
 def test_names_and_revisions_of_the_hub(tmp_path):
-    """The configuration is that of the revision too, and the file of older exports is found there."""
+    """The configuration is that of the revision too, and the file of older exports is found
+    there.
+    """
     older = changed(tmp_path / "older", lambda found: None)
     config = json.loads((older / "config.json").read_text())
     del config["quantization_config"]
     (older / "config.json").write_text(json.dumps(config))
     in_the_hubs_cache(tmp_path / "hub", {"main": MADE / "modelopt-mixtral", "older": older})
     where = {"cache_dir": str(tmp_path / "hub"), "local_files_only": True}
-    assert same_parameters(from_pretrained("org/model", **where), from_pretrained(MADE / "modelopt-mixtral"))
-    assert same_parameters(from_pretrained("org/model", revision="older", **where), from_pretrained(MADE / "modelopt-qwen3_moe"))
+    assert same_parameters(
+        from_pretrained("org/model", **where), from_pretrained(MADE / "modelopt-mixtral")
+    )
+    assert same_parameters(
+        from_pretrained("org/model", revision="older", **where),
+        from_pretrained(MADE / "modelopt-qwen3_moe"),
+    )
 
 
 def test_a_configuration_that_is_given_stays_as_it_is():
@@ -427,7 +583,10 @@ def test_a_name_that_is_taken(monkeypatch):
         pass
 
     monkeypatch.setitem(AUTO_QUANTIZER_MAPPING, "theirs", Theirs)
-    with pytest.warns(UserWarning, match="transformers has a quantizer for 'theirs' already, .*Theirs, and goes on using it"):
+    with pytest.warns(
+        UserWarning,
+        match="transformers has a quantizer for 'theirs' already, .*Theirs, and goes on using it",
+    ):
         register("theirs", QuantizationConfigMixin, HfQuantizer)
     assert AUTO_QUANTIZER_MAPPING["theirs"] is Theirs
     with warnings.catch_warnings():
@@ -439,11 +598,25 @@ def test_an_expert_by_an_unusual_number(tmp_path):
     """It is not expert 1 again, by whichever comes last."""
 
     def twice(t):
-        t.update({name.replace("experts.1.", "experts.01."): t[name].clone() for name in list(t) if "experts.1." in name})
+        t.update(
+            {
+                name.replace("experts.1.", "experts.01."): t[name].clone()
+                for name in list(t)
+                if "experts.1." in name
+            }
+        )
 
-    with pytest.raises(CheckpointError, match=r"experts.01.\w+: expert 01; expected a number in digits 0 to 9"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"experts.01.\w+: expert 01; expected a number in "
+        r"digits 0 to 9",
+    ):
         from_pretrained(changed(tmp_path, twice))
-    with pytest.raises(CheckpointError, match=r"experts.01.\w+: expert 01; expected a number in digits 0 to 9"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"experts.01.\w+: expert 01; expected a number in "
+        r"digits 0 to 9",
+    ):
         convert(tmp_path / "copy", tmp_path / "converted")
 
 
@@ -451,10 +624,15 @@ def test_an_expert_by_an_unusual_number(tmp_path):
 def test_a_state_dict_without_a_directory(name):
     config = AutoConfig.from_pretrained(MADE / name)
     state = tensors(MADE / name)
-    assert same_parameters(from_pretrained(None, config=config, state_dict=state), from_pretrained(MADE / name))
+    assert same_parameters(
+        from_pretrained(None, config=config, state_dict=state), from_pretrained(MADE / name)
+    )
     if not name.startswith("bf16"):
         del state["model.layers.0.self_attn.q_proj.weight_scale"]
-        with pytest.raises(CheckpointError, match="state_dict: .* without model.layers.0.self_attn.q_proj.weight_scale"):
+        with pytest.raises(
+            CheckpointError,
+            match="state_dict: .* without model.layers.0.self_attn.q_proj.weight_scale",
+        ):
             from_pretrained(None, config=config, state_dict=state)
     with pytest.raises(OptionError, match="no directory; expected config and state_dict instead"):
         from_pretrained(None, state_dict=state)
@@ -462,8 +640,12 @@ def test_a_state_dict_without_a_directory(name):
 
 def test_transformers_own_call_has_no_files_in_a_state_dict():
     config = AutoConfig.from_pretrained(MADE / "modelopt-qwen3_moe")
-    with pytest.raises(UnsupportedError, match="encoded weights in a state dict; .* takes config and state_dict"):
-        Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict=tensors(MADE / "modelopt-qwen3_moe"))
+    with pytest.raises(
+        UnsupportedError, match="encoded weights in a state dict; .* takes config and state_dict"
+    ):
+        Qwen3MoeForCausalLM.from_pretrained(
+            None, config=config, state_dict=tensors(MADE / "modelopt-qwen3_moe")
+        )
 
 
 @pytest.mark.parametrize("size", ["1GB", "20KB"])
@@ -471,14 +653,19 @@ def test_transformers_own_call_has_no_files_in_a_state_dict():
 def test_a_variant_beside_others(load, size, tmp_path):
     model = from_pretrained(MADE / "modelopt-qwen3_moe")
     model.save_pretrained(tmp_path, variant="nvfp4", max_shard_size=size)
-    shutil.copy(MADE / "bf16-qwen3_moe" / "model-00001-of-00004.safetensors", tmp_path / "model.safetensors")
+    shutil.copy(
+        MADE / "bf16-qwen3_moe" / "model-00001-of-00004.safetensors", tmp_path / "model.safetensors"
+    )
     assert same_parameters(load(tmp_path, variant="nvfp4"), model)
 
 
 def test_accelerates_hooks_stay_on_linear_layers(tmp_path):
     pytest.importorskip("accelerate")
     device_map = ON_CPU | {"model.embed_tokens": "disk", "model.layers.0.self_attn.q_proj": "cpu"}
-    device_map |= {f"model.layers.0.{rest}": "cpu" for rest in ("self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp")}
+    device_map |= {
+        f"model.layers.0.{rest}": "cpu"
+        for rest in ("self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp")
+    }
     model = from_pretrained(MADE / "ct-qwen3_moe", device_map=device_map, offload_folder=tmp_path)
     assert isinstance(q := model.model.layers[0].self_attn.q_proj, NVFP4Linear)
     assert hasattr(q, "_hf_hook")
@@ -488,14 +675,21 @@ def test_accelerates_hooks_stay_on_linear_layers(tmp_path):
 @pytest.mark.parametrize("kind", [[], {}, 5, None], ids=str)
 def test_the_model_type_is_a_name(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    with pytest.raises(CheckpointError, match=r"model_type .*; expected the name of a family of models"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model_type .*; expected the name of a family "
+        r"of models",
+    ):
         from_pretrained(tmp_path)
 
 
 def test_kimi_k2_is_deepseek_v3(tmp_path):
     path = Path(shutil.copytree(MADE / "modelopt-deepseek_v3-w4a16", tmp_path / "kimi"))
     config = json.loads((path / "config.json").read_text())
-    said = {"model_type": "kimi_k2", "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}
+    said = {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    }
     (path / "config.json").write_text(json.dumps(config | said))
     model = from_pretrained(path)
     assert same_parameters(model, from_pretrained(MADE / "modelopt-deepseek_v3-w4a16"))
@@ -511,7 +705,8 @@ def test_a_parallel_plan_is_refused():
 
 
 def test_floats_under_names_of_no_parameter_are_refused(tmp_path):
-    convert(MADE / "ct-mixtral", tmp_path / "dense", to="dense")  # compressed-tensors' names, which the plain model has not
+    # compressed-tensors' names, which the plain model has not
+    convert(MADE / "ct-mixtral", tmp_path / "dense", to="dense")
     with pytest.raises(CheckpointError, match="nothing for "):
         from_pretrained(tmp_path / "dense")
     model, info = from_pretrained(tmp_path / "dense", output_loading_info=True)
@@ -522,7 +717,10 @@ def test_floats_under_names_of_no_parameter_are_refused(tmp_path):
 INDICES = {
     "no metadata": {"weight_map": {"lm_head.weight": "model-00001-of-00004.safetensors"}},
     "no weight_map": {"metadata": {}},
-    "a shard '/etc/passwd.safetensors'": {"metadata": {}, "weight_map": {"x": "/etc/passwd.safetensors"}},
+    "a shard '/etc/passwd.safetensors'": {
+        "metadata": {},
+        "weight_map": {"x": "/etc/passwd.safetensors"},
+    },
 }
 
 
@@ -534,7 +732,9 @@ def test_an_index_that_transformers_cannot_read(said, tmp_path):
         from_pretrained(path)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors.index.json", "config.json", "generation_config.json"]
+)
 def test_json_that_never_ends(name, tmp_path):
     path = Path(shutil.copytree(MADE / "bf16-qwen3_moe", tmp_path / "copy"))
     (path / name).unlink()

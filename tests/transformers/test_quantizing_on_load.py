@@ -27,15 +27,39 @@ from fusion_moe.transformers import NVFP4Config, from_pretrained
 MADE = Path(__file__).parents[1] / "checkpoints" / "made"
 
 SMALL = {
-    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 FAMILIES = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"], "sliding_window": 16},
-    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1, "intermediate_size": 32},
-}  # fmt: skip
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["full_attention"],
+        "sliding_window": 16,
+    },
+    "llama4_text": {
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size": 32,
+    },
+}
 LINEAR = ("proj.weight", "w1.weight", "w2.weight", "w3.weight")
 TOKENS = torch.arange(3, 12)[None]
 
@@ -55,20 +79,29 @@ def saved(request, tmp_path_factory):
 
 
 def test_quantized_while_loading_is_quantized_afterwards(saved, tmp_path):
-    model, info = AutoModelForCausalLM.from_pretrained(saved, quantization_config=NVFP4Config(), output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        saved, quantization_config=NVFP4Config(), output_loading_info=True
+    )
     assert not any(info.values())
     other = AutoModelForCausalLM.from_pretrained(saved)
     fusion_moe.quantize_(other)
     assert same_parameters(model, other)
     for number, made in enumerate((model, other)):  # and both are saved as what loads again
         made.save_pretrained(tmp_path / str(number))
-        again, info = AutoModelForCausalLM.from_pretrained(tmp_path / str(number), output_loading_info=True)
+        again, info = AutoModelForCausalLM.from_pretrained(
+            tmp_path / str(number), output_loading_info=True
+        )
         assert not any(info.values())
         assert same_parameters(again, other)
-        assert relative(logits(again), logits(other)) <= 1e-2  # bfloat16, by products that depend on alignment
+        # bfloat16, by products that depend on alignment
+        assert relative(logits(again), logits(other)) <= 1e-2
 
 
-@pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, from_pretrained], ids=["transformers", "fusion_moe"])
+@pytest.mark.parametrize(
+    "load",
+    [AutoModelForCausalLM.from_pretrained, from_pretrained],
+    ids=["transformers", "fusion_moe"],
+)
 def test_the_configuration_of_quantize_will_do(load, saved, tmp_path):
     model = load(saved, quantization_config=fusion_moe.NVFP4Config("nvfp4"))
     assert formats(model) == {"nvfp4"}
@@ -78,7 +111,9 @@ def test_the_configuration_of_quantize_will_do(load, saved, tmp_path):
 
 def test_names_in_files_are_the_familys(tmp_path):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SMALL, **FAMILIES["mixtral"]))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("mixtral", **SMALL, **FAMILIES["mixtral"])
+    )
     fusion_moe.quantize_(model)
     model.save_pretrained(tmp_path)
     from safetensors import safe_open
@@ -86,10 +121,16 @@ def test_names_in_files_are_the_familys(tmp_path):
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         names = [name for name in file.keys() if "experts.3." in name]  # noqa: SIM118
     parts = ("weight", "weight_scale", "weight_scale_2")
-    assert sorted(names) == [f"model.layers.0.block_sparse_moe.experts.3.{w}.{p}" for w in ("w1", "w2", "w3") for p in parts]
+    assert sorted(names) == [
+        f"model.layers.0.block_sparse_moe.experts.3.{w}.{p}"
+        for w in ("w1", "w2", "w3")
+        for p in parts
+    ]
     written = AutoConfig.from_pretrained(tmp_path).quantization_config
     assert (written["quant_method"], written["quant_algo"]) == ("modelopt", "W4A16_NVFP4")
-    assert {"lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_proj"} <= set(written["ignore"])
+    assert {"lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_proj"} <= set(
+        written["ignore"]
+    )
     assert "model.layers.0.block_sparse_moe.gate" in written["ignore"]
 
 
@@ -99,13 +140,17 @@ def test_quantized_on_disk_is_quantized_in_memory(saved, tmp_path):
     fusion_moe.quantize_(model)
     model.save_pretrained(tmp_path / "in memory")
     on_disk = quantize_files(saved, tmp_path / "on disk")
-    ours, theirs = (load_file(directory / "model.safetensors") for directory in (on_disk, tmp_path / "in memory"))
+    ours, theirs = (
+        load_file(directory / "model.safetensors")
+        for directory in (on_disk, tmp_path / "in memory")
+    )
     assert ours.keys() == theirs.keys()
     assert all(same_bytes(t, theirs[name]) for name, t in ours.items())
     again, info = AutoModelForCausalLM.from_pretrained(on_disk, output_loading_info=True)
     assert not any(info.values())
     assert same_parameters(again, model)
-    assert relative(logits(again), logits(model)) <= 1e-2  # bfloat16, by products that depend on alignment
+    # bfloat16, by products that depend on alignment
+    assert relative(logits(again), logits(model)) <= 1e-2
 
 
 def formats(model) -> set[str]:
@@ -116,9 +161,15 @@ def written(directory) -> dict[str, object]:
     return json.loads((directory / "config.json").read_text())["quantization_config"]
 
 
-@pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, from_pretrained], ids=["transformers", "fusion_moe"])
+@pytest.mark.parametrize(
+    "load",
+    [AutoModelForCausalLM.from_pretrained, from_pretrained],
+    ids=["transformers", "fusion_moe"],
+)
 def test_the_format_of_activations_is_saved_and_loaded(load, saved, tmp_path):
-    while_loading = AutoModelForCausalLM.from_pretrained(saved, quantization_config=NVFP4Config("nvfp4"))
+    while_loading = AutoModelForCausalLM.from_pretrained(
+        saved, quantization_config=NVFP4Config("nvfp4")
+    )
     afterwards = AutoModelForCausalLM.from_pretrained(saved)
     fusion_moe.quantize_(afterwards, NVFP4Config("nvfp4"))
     for number, model in enumerate((while_loading, afterwards)):
@@ -138,13 +189,18 @@ def test_a_format_that_is_asked_for_goes_first(tmp_path):
         directory = tmp_path / str(number)
         model.save_pretrained(directory)
         assert written(directory).get("activation_format") == said
-        assert formats(from_pretrained(convert(directory, tmp_path / f"{number} converted"))) == {asked}
+        assert formats(from_pretrained(convert(directory, tmp_path / f"{number} converted"))) == {
+            asked
+        }
 
 
 def test_formats_that_differ_are_not_written(tmp_path):
     model = from_pretrained(MADE / "modelopt-qwen3_5_moe-mixed")
     next(m for m in model.modules() if isinstance(m, Projections)).activation_format = "nvfp4"
-    with pytest.raises(UnsupportedError, match="experts with activation_format bf16 and nvfp4 to save; expected one for all of them"):
+    with pytest.raises(
+        UnsupportedError,
+        match="experts with activation_format bf16 and nvfp4 to save; expected one for all of them",
+    ):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -160,53 +216,83 @@ def test_a_format_that_is_none(tmp_path):
 
 def test_what_nothing_would_load_is_not_written(tmp_path):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SMALL, **FAMILIES["qwen3_moe"]))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen3_moe", **SMALL, **FAMILIES["qwen3_moe"])
+    )
     fusion_moe.quantize_(model)
     experts = model.model.layers[0].mlp.experts
-    up, down = (quantize(torch.randn(shape), encoding=MXFP4) for shape in ((4, 64, 64), (4, 64, 32)))
+    up, down = (
+        quantize(torch.randn(shape), encoding=MXFP4) for shape in ((4, 64, 64), (4, 64, 32))
+    )
     model.model.layers[0].mlp.experts = Experts(up, down)
     assert experts is not model.model.layers[0].mlp.experts
-    with pytest.raises(UnsupportedError, match="experts in mxfp4; expected experts in NVFP4, or as they were loaded"):
+    with pytest.raises(
+        UnsupportedError,
+        match="experts in mxfp4; expected experts in NVFP4, or as they were loaded",
+    ):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_llama_4_is_replaced_as_a_whole(tmp_path):
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **{**SMALL, **FAMILIES["llama4_text"]})).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama4_text", **{**SMALL, **FAMILIES["llama4_text"]})
+    ).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=NVFP4Config())
     assert isinstance(model.model.layers[0].feed_forward, Llama4MoE)
 
 
 def eight_bit(directory, left="-"):
-    """The linear layers of a directory in blocks of 128 x 128, as DeepSeek-V3 has them, except those with this in their names -> what they
-    mean, bfloat16.
+    """The linear layers of a directory in blocks of 128 x 128, as DeepSeek-V3 has them, except
+    those with this in their names -> what they mean, bfloat16.
     """
     file = directory / "model.safetensors"
     found, meant = load_file(file), {}
-    for name in [name for name, t in found.items() if t.dim() == 2 and name.endswith(LINEAR) and left not in name]:
+    for name in [
+        name
+        for name, t in found.items()
+        if t.dim() == 2 and name.endswith(LINEAR) and left not in name
+    ]:
         scale = found[name].float().abs().max() / 448
         values = (found[name].float() / scale).to(torch.float8_e4m3fn)
         found |= {name: values, f"{name}_scale_inv": scale.reshape(1, 1)}
         meant[name] = (values.float() * scale).bfloat16()
     save_file(found, file, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
     (directory / "config.json").write_text(json.dumps(config))
     return meant
 
 
-@pytest.mark.parametrize(("family", "left"), [("qwen3_moe", "-"), ("mixtral", "-"), ("qwen3_moe", "layers.0.mlp.experts")])
+@pytest.mark.parametrize(
+    ("family", "left"),
+    [("qwen3_moe", "-"), ("mixtral", "-"), ("qwen3_moe", "layers.0.mlp.experts")],
+)
 def test_eight_bit_floats_are_quantized_if_asked(family, left, tmp_path):
     """And experts that some layers have in bfloat16."""
     torch.manual_seed(0)
     sizes = {**SMALL, **FAMILIES[family], "num_hidden_layers": 2}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **sizes), dtype=torch.bfloat16
+    )
     for directory in ("plain", "eight"):
         model.save_pretrained(tmp_path / directory)
     meant = eight_bit(tmp_path / "eight", left)
-    save_file(load_file(tmp_path / "plain" / "model.safetensors") | meant, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedError, match="experts in FP8 in blocks; expected experts in 4 bits; quantization_config="):
+    save_file(
+        load_file(tmp_path / "plain" / "model.safetensors") | meant,
+        tmp_path / "plain" / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(
+        UnsupportedError,
+        match="experts in FP8 in blocks; expected experts in 4 bits; quantization_config=",
+    ):
         from_pretrained(tmp_path / "eight")
     made = from_pretrained(tmp_path / "eight", quantization_config=NVFP4Config())
     want = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
@@ -218,7 +304,9 @@ def test_eight_bit_floats_are_quantized_if_asked(family, left, tmp_path):
 
 @pytest.mark.parametrize("factor", [float("nan"), -1.0])
 def test_scales_of_eight_bit_floats_are_numbers(factor, tmp_path):
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **{**SMALL, **FAMILIES["qwen3_moe"]})).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen3_moe", **{**SMALL, **FAMILIES["qwen3_moe"]})
+    ).save_pretrained(tmp_path)
     eight_bit(tmp_path)
     found = load_file(tmp_path / "model.safetensors")
     found["model.layers.0.mlp.experts.1.up_proj.weight_scale_inv"].mul_(factor)
@@ -231,12 +319,23 @@ def test_experts_in_formats_with_the_same_names_are_refused(tmp_path):
     """NVFP4 in one layer and 8-bit floats in the other. On disk, `quantize` makes NVFP4 of both."""
     mixed = shutil.copytree(MADE / "modelopt-qwen3_5_moe-mixed", tmp_path / "mixed")
     found = load_file(mixed / "model.safetensors")
-    for name in [name for name, t in found.items() if "layers.1.mlp.experts" in name and t.dtype == torch.uint8]:
+    for name in [
+        name
+        for name, t in found.items()
+        if "layers.1.mlp.experts" in name and t.dtype == torch.uint8
+    ]:
         n, packed = found[name].shape
         del found[f"{name}_scale_2"]
-        found |= {name: torch.randn(n, 2 * packed).to(torch.float8_e4m3fn), f"{name}_scale": torch.tensor(0.1)}
+        found |= {
+            name: torch.randn(n, 2 * packed).to(torch.float8_e4m3fn),
+            f"{name}_scale": torch.tensor(0.1),
+        }
     save_file(found, mixed / "model.safetensors", metadata={"format": "pt"})
     for config in ({}, {"quantization_config": NVFP4Config()}):
-        with pytest.raises(UnsupportedError, match=r"experts in FP8, .* in ModelOpt NVFP4; .*checkpoints.quantize\(src, dst\)"):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"experts in FP8, .* in ModelOpt NVFP4; "
+            r".*checkpoints.quantize\(src, dst\)",
+        ):
             from_pretrained(mixed, **config)
     from_pretrained(quantize_files(mixed, tmp_path / "quantized"))

@@ -1,4 +1,6 @@
-"""Routers of transformers' models by `topk_router`: what they return, their gradients, and one program with their experts."""
+"""Routers of transformers' models by `topk_router`: what they return, their gradients, and one
+program with their experts.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,27 @@ import fusion_moe
 from fusion_moe.transformers import fuse_routers_
 
 CONFIG = SimpleNamespace(
-    hidden_size=32, num_experts=16, num_local_experts=16, num_experts_per_tok=4, norm_topk_prob=True, n_group=4, topk_group=2,
-    routed_scaling_factor=2.5, n_routed_experts=16,
-)  # fmt: skip
+    hidden_size=32,
+    num_experts=16,
+    num_local_experts=16,
+    num_experts_per_tok=4,
+    norm_topk_prob=True,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    n_routed_experts=16,
+)
 ROUTERS = [
-    ("qwen3_moe", "Qwen3MoeTopKRouter"), ("olmoe", "OlmoeTopKRouter"), ("qwen3_5_moe", "Qwen3_5MoeTopKRouter"),
-    ("mixtral", "MixtralTopKRouter"), ("minimax", "MiniMaxTopKRouter"), ("gpt_oss", "GptOssTopKRouter"),
-    ("granitemoe", "GraniteMoeTopKRouter"), ("deepseek_v3", "DeepseekV3TopkRouter"), ("glm4_moe", "Glm4MoeTopkRouter"),
-]  # fmt: skip
+    ("qwen3_moe", "Qwen3MoeTopKRouter"),
+    ("olmoe", "OlmoeTopKRouter"),
+    ("qwen3_5_moe", "Qwen3_5MoeTopKRouter"),
+    ("mixtral", "MixtralTopKRouter"),
+    ("minimax", "MiniMaxTopKRouter"),
+    ("gpt_oss", "GptOssTopKRouter"),
+    ("granitemoe", "GraniteMoeTopKRouter"),
+    ("deepseek_v3", "DeepseekV3TopkRouter"),
+    ("glm4_moe", "Glm4MoeTopkRouter"),
+]
 
 
 def router(family: str, name: str, **changes) -> torch.nn.Module:
@@ -77,16 +92,26 @@ def test_a_model_compiled():
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
     model = Qwen3MoeForCausalLM(config).eval()
     fusion_moe.quantize_(model)
     ids = torch.arange(12)[None]
     with torch.no_grad():
         want = model(ids).logits
         assert fuse_routers_(model) == ("model.layers.0.mlp.gate", "model.layers.1.mlp.gate")
-        torch.testing.assert_close(torch.compile(model, backend="fusion_moe")(ids).logits, want, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            torch.compile(model, backend="fusion_moe")(ids).logits, want, rtol=1e-3, atol=1e-3
+        )
         report = fusion_moe.explain(model, ids)
     text = str(report)
     assert "topk_ids" in text

@@ -1,5 +1,6 @@
-"""Directories that hold weights of several schemes, as DeepSeek, nvidia, Unsloth and RedHat publish them: each weight is read by its own
-tensors. Weights have random codes; the same model in plain floats is what they mean, by numpy and ml_dtypes.
+"""Directories that hold weights of several schemes, as DeepSeek, nvidia, Unsloth and RedHat publish
+them: each weight is read by its own tensors. Weights have random codes; the same model in plain
+floats is what they mean, by numpy and ml_dtypes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DeepseekV4Config, PreTrainedModel, Qwen3MoeConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from fusion_moe.checkpoints import Directory, check_scales, convert, method_of, quantize, stored_weights
+from fusion_moe.checkpoints import (
+    Directory,
+    check_scales,
+    convert,
+    method_of,
+    quantize,
+    stored_weights,
+)
 from fusion_moe.errors import CheckpointError, UnsupportedError
 from fusion_moe.nn import NVFP4Linear, QuantizedLinear
 from fusion_moe.nn.packed import PackedModule
@@ -29,20 +37,48 @@ from fusion_moe.transformers import from_pretrained
 
 TOKENS = torch.arange(3, 20)[None]
 QWEN = Qwen3MoeConfig(
-    vocab_size=96, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
-    num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
-)  # fmt: skip
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=64,
+    moe_intermediate_size=32,
+    num_experts=4,
+    num_experts_per_tok=2,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=32,
+)
 V4 = DeepseekV4Config(
-    vocab_size=96, hidden_size=64, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, num_hidden_layers=4,
-    num_attention_heads=2, num_key_value_heads=1, head_dim=32, q_lora_rank=32, o_lora_rank=32, o_groups=2, qk_rope_head_dim=16,
-    index_n_heads=2, index_head_dim=16, index_topk=8, sliding_window=8, n_shared_experts=1,
-)  # fmt: skip
-PUBLISHED = {"embed_tokens.weight": "embed.weight", "hc_head.hc_fn": "hc_head_fn", "hc_head.hc_base": "hc_head_base",
-             "hc_head.hc_scale": "hc_head_scale"}  # fmt: skip
+    vocab_size=96,
+    hidden_size=64,
+    moe_intermediate_size=32,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    q_lora_rank=32,
+    o_lora_rank=32,
+    o_groups=2,
+    qk_rope_head_dim=16,
+    index_n_heads=2,
+    index_head_dim=16,
+    index_topk=8,
+    sliding_window=8,
+    n_shared_experts=1,
+)
+PUBLISHED = {
+    "embed_tokens.weight": "embed.weight",
+    "hc_head.hc_fn": "hc_head_fn",
+    "hc_head.hc_base": "hc_head_base",
+    "hc_head.hc_scale": "hc_head_scale",
+}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
-Encode = Callable[[str, int, int], tuple[dict[str, Tensor], Tensor]]  # a name, N and K -> tensors, and the weight that they mean
+# a name, N and K -> tensors, and the weight that they mean
+Encode = Callable[[str, int, int], tuple[dict[str, Tensor], Tensor]]
 
 
 def e2m1(n: int, k: int, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,18 +110,31 @@ def mxfp4(name: str, n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
 
 def int4(dtype: torch.dtype = torch.bfloat16) -> Encode:
     def encode(name: str, n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
-        words, scale = torch.randint(-(2**31), 2**31 - 1, (n, k // 8), dtype=torch.int32), (torch.rand(n, k // 32) / 16).bfloat16()
+        words, scale = (
+            torch.randint(-(2**31), 2**31 - 1, (n, k // 8), dtype=torch.int32),
+            (torch.rand(n, k // 32) / 16).bfloat16(),
+        )
         values = ((words[..., None] >> torch.arange(0, 32, 4)) & 15).flatten(1) - 8
         parts = {"packed": words, "scale": scale.to(dtype), "shape": torch.tensor([n, k])}
-        return {f"{name}.weight_{part}": t for part, t in parts.items()}, values * scale.float().repeat_interleave(32, 1)
+        return {
+            f"{name}.weight_{part}": t for part, t in parts.items()
+        }, values * scale.float().repeat_interleave(32, 1)
 
     return encode
 
 
-def fp8(suffix: str, shape: Callable[[int, int], tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Encode:
+def fp8(
+    suffix: str, shape: Callable[[int, int], tuple[int, ...]], dtype: torch.dtype = torch.float32
+) -> Encode:
     def encode(name: str, n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
-        values, scale = torch.randn(n, k).to(torch.float8_e4m3fn), (2.0 ** torch.randint(-4, -1, shape(n, k)).float()).to(dtype)
-        return {f"{name}.weight": values, f"{name}.{suffix}": scale}, values.float() * scale.float().reshape(-1, 1)
+        values, scale = (
+            torch.randn(n, k).to(torch.float8_e4m3fn),
+            (2.0 ** torch.randint(-4, -1, shape(n, k)).float()).to(dtype),
+        )
+        return {
+            f"{name}.weight": values,
+            f"{name}.{suffix}": scale,
+        }, values.float() * scale.float().reshape(-1, 1)
 
     return encode
 
@@ -112,27 +161,52 @@ def floats(config: Any, where: Path) -> dict[str, Tensor]:
     return load_file(where / "model.safetensors")
 
 
-def write(where: Path, config: Any, tensors: dict[str, Tensor], quantization: dict[str, Any] | None = None) -> Path:
+def write(
+    where: Path, config: Any, tensors: dict[str, Tensor], quantization: dict[str, Any] | None = None
+) -> Path:
     where.mkdir()
     said = json.loads(config.to_json_string(use_diff=False))
     said.pop("quantization_config", None)
-    (where / "config.json").write_text(json.dumps(said | ({"quantization_config": quantization} if quantization else {})))
-    save_file({name: t.contiguous() for name, t in tensors.items()}, where / "model.safetensors", metadata={"format": "pt"})
+    (where / "config.json").write_text(
+        json.dumps(said | ({"quantization_config": quantization} if quantization else {}))
+    )
+    save_file(
+        {name: t.contiguous() for name, t in tensors.items()},
+        where / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return where
 
 
-def pair(tmp_path: Path, config: Any, quantization: dict[str, Any], rules: dict[str, Encode], published: bool = False) -> tuple[Path, Path]:
-    """A directory whose matrices are encoded by the first rule whose pattern is in their name, and one with the floats that they mean."""
+def pair(
+    tmp_path: Path,
+    config: Any,
+    quantization: dict[str, Any],
+    rules: dict[str, Encode],
+    published: bool = False,
+) -> tuple[Path, Path]:
+    """A directory whose matrices are encoded by the first rule whose pattern is in their name, and
+    one with the floats that they mean.
+    """
     files, plain = {}, {}
     for name, t in floats(config, tmp_path / "floats").items():
-        known = PUBLISHED.get(name.removeprefix("model."), name.removeprefix("model.")) if published else name
-        encode = next((rule for pattern, rule in rules.items() if t.dim() == 2 and re.search(pattern, known)), None)
+        known = (
+            PUBLISHED.get(name.removeprefix("model."), name.removeprefix("model."))
+            if published
+            else name
+        )
+        encode = next(
+            (rule for pattern, rule in rules.items() if t.dim() == 2 and re.search(pattern, known)),
+            None,
+        )
         if encode is None or not known.endswith(".weight"):
             files[known] = plain[known] = t
         else:
             made, plain[known] = encode(known.removesuffix(".weight"), *t.shape)
             files |= made
-    return write(tmp_path / "encoded", config, files, quantization), write(tmp_path / "plain", config, plain)
+    return write(tmp_path / "encoded", config, files, quantization), write(
+        tmp_path / "plain", config, plain
+    )
 
 
 def logits(model: Any) -> Tensor:
@@ -142,16 +216,26 @@ def logits(model: Any) -> Tensor:
 
 def assert_loads(encoded: Path, plain: Path) -> Any:
     model = from_pretrained(encoded, dtype=torch.float32)
-    assert relative(logits(model), logits(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32))) <= 1e-5
+    assert (
+        relative(
+            logits(model), logits(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32))
+        )
+        <= 1e-5
+    )
     return model
 
 
 def test_deepseek_v4_as_published(tmp_path):
-    """Experts in MXFP4, attention in FP8 with E8M0; `wo_a` is a subclass of nn.Linear, and `hc_attn_scale` a parameter called `scale`."""
+    """Experts in MXFP4, attention in FP8 with E8M0; `wo_a` is a subclass of nn.Linear, and
+    `hc_attn_scale` a parameter called `scale`.
+    """
     rules = {r"\.experts\.": mxfp4, r"wq_|attn\.wkv|wo_|shared_experts": E8M0}
     model = assert_loads(*pair(tmp_path, V4, BLOCKS, rules, published=True))
     layer = model.model.layers[2]
-    assert (type(layer.self_attn.o_a_proj).__name__, type(layer.self_attn.o_b_proj)) == ("DeepseekV4GroupedLinear", nn.Linear)
+    assert (type(layer.self_attn.o_a_proj).__name__, type(layer.self_attn.o_b_proj)) == (
+        "DeepseekV4GroupedLinear",
+        nn.Linear,
+    )
     assert isinstance(layer.mlp.experts, PackedModule)
 
 
@@ -162,19 +246,38 @@ def test_nvfp4_experts_beside_fp8_in_blocks(suffix, said, tmp_path):
     assert_loads(*pair(tmp_path, QWEN, said, rules))
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [(of_rows, torch.bfloat16), (of_matrix, torch.float32)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(of_rows, torch.bfloat16), (of_matrix, torch.float32)]
+)
 def test_compressed_tensors_in_mixed_precision(shape, dtype, tmp_path):
     rules = {r"\.experts\.": CT, r"self_attn\..*proj": fp8("weight_scale", shape, dtype)}
     encoded, plain = pair(tmp_path, QWEN, COMPRESSED, rules)
     assert_loads(encoded, plain)
-    assert relative(*(logits(from_pretrained(d, dtype=torch.float32)) for d in (convert(encoded, tmp_path / "modelopt"), plain))) <= 1e-5
+    assert (
+        relative(
+            *(
+                logits(from_pretrained(d, dtype=torch.float32))
+                for d in (convert(encoded, tmp_path / "modelopt"), plain)
+            )
+        )
+        <= 1e-5
+    )
 
 
 def test_layers_of_one_name_in_several_schemes(tmp_path):
-    rules = {r"\.experts\.": MODELOPT, r"layers\.0\.self_attn": CT, r"layers\.1\.self_attn\.[qk]_proj": int4(), r"o_proj": mxfp4}
+    rules = {
+        r"\.experts\.": MODELOPT,
+        r"layers\.0\.self_attn": CT,
+        r"layers\.1\.self_attn\.[qk]_proj": int4(),
+        r"o_proj": mxfp4,
+    }
     model = assert_loads(*pair(tmp_path, QWEN, MIXED, rules))
     first, second = (layer.self_attn for layer in model.model.layers)
-    assert (type(first.q_proj), type(second.q_proj), type(second.v_proj)) == (NVFP4Linear, QuantizedLinear, nn.Linear)
+    assert (type(first.q_proj), type(second.q_proj), type(second.v_proj)) == (
+        NVFP4Linear,
+        QuantizedLinear,
+        nn.Linear,
+    )
     assert (second.q_proj.encoding.name, second.o_proj.encoding.name) == ("int4", "mxfp4")
 
 
@@ -184,7 +287,10 @@ class ListOfExperts(nn.Module):
     def __init__(self, config: Any):
         super().__init__()
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = nn.ModuleList(nn.ModuleDict({n: self._layer(config, n) for n in PROJECTIONS}) for _ in range(config.num_experts))
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({n: self._layer(config, n) for n in PROJECTIONS})
+            for _ in range(config.num_experts)
+        )
 
     def _layer(self, config: Any, name: str) -> nn.Linear:
         sizes = config.hidden_size, config.moe_intermediate_size
@@ -192,7 +298,10 @@ class ListOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(-1)
-        made = [e["down_proj"](nn.functional.silu(e["gate_proj"](x)) * e["up_proj"](x)) for e in self.experts]
+        made = [
+            e["down_proj"](nn.functional.silu(e["gate_proj"](x)) * e["up_proj"](x))
+            for e in self.experts
+        ]
         return sum(w[..., None] * y for w, y in zip(weights.unbind(-1), made, strict=True))
 
 
@@ -203,7 +312,10 @@ class RemoteModel(PreTrainedModel):
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.embed, self.mlp = nn.Embedding(config.vocab_size, config.hidden_size), ListOfExperts(config)
+        self.embed, self.mlp = (
+            nn.Embedding(config.vocab_size, config.hidden_size),
+            ListOfExperts(config),
+        )
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -214,27 +326,45 @@ class RemoteModel(PreTrainedModel):
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-@pytest.mark.parametrize(("rule", "said"), [(int4(), COMPRESSED), (mxfp4, BLOCKS), (MODELOPT, MIXED)], ids=["int4", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [(int4(), COMPRESSED), (mxfp4, BLOCKS), (MODELOPT, MIXED)],
+    ids=["int4", "mxfp4", "nvfp4"],
+)
 def test_experts_in_a_list_of_modules(rule, said, tmp_path):
     torch.manual_seed(0)
     config = Qwen3MoeConfig(vocab_size=96, hidden_size=64, moe_intermediate_size=32, num_experts=4)
     files, plain = {}, {}
     for name, t in RemoteModel(config).state_dict().items():
-        made, plain[name] = rule(name.removesuffix(".weight"), *t.shape) if ".experts." in name else ({name: t}, t)
+        made, plain[name] = (
+            rule(name.removesuffix(".weight"), *t.shape) if ".experts." in name else ({name: t}, t)
+        )
         files |= made
-    encoded, floats = write(tmp_path / "encoded", config, files, said), write(tmp_path / "plain", config, plain)
+    encoded, floats = (
+        write(tmp_path / "encoded", config, files, said),
+        write(tmp_path / "plain", config, plain),
+    )
     model = from_pretrained(encoded, auto_class=RemoteModel, dtype=torch.float32)
-    assert all(isinstance(layer, QuantizedLinear) for e in model.mlp.experts for layer in e.values())
-    assert relative(logits(model), logits(RemoteModel.from_pretrained(floats, dtype=torch.float32))) <= 1e-5
+    assert all(
+        isinstance(layer, QuantizedLinear) for e in model.mlp.experts for layer in e.values()
+    )
+    assert (
+        relative(logits(model), logits(RemoteModel.from_pretrained(floats, dtype=torch.float32)))
+        <= 1e-5
+    )
     model.save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert all(same_bytes(saved[name], t) for name, t in files.items())
-    assert same_parameters(from_pretrained(tmp_path / "saved", auto_class=RemoteModel, dtype=torch.float32), model)
+    assert same_parameters(
+        from_pretrained(tmp_path / "saved", auto_class=RemoteModel, dtype=torch.float32), model
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_scales_of_integers_in_other_floats(dtype, tmp_path, caplog):
-    """Numbers that bfloat16 holds are the same; others are rounded to it, as transformers does in a model in bfloat16."""
+    """Numbers that bfloat16 holds are the same; others are rounded to it, as transformers does in a
+    model in bfloat16.
+    """
     rules = {r"\.experts\.": int4(dtype), r"q_proj": int4(dtype)}
     encoded, plain = pair(tmp_path, QWEN, COMPRESSED, rules)
     assert_loads(encoded, plain)
@@ -244,22 +374,37 @@ def test_scales_of_integers_in_other_floats(dtype, tmp_path, caplog):
 
 def test_matrices_of_other_modules_become_floats(tmp_path):
     """A router is no linear layer: it computes with the numbers of its encoded weight."""
-    model = assert_loads(*pair(tmp_path, QWEN, MIXED, {r"\.experts\.": MODELOPT, r"mlp\.gate\.": MODELOPT}))
+    model = assert_loads(
+        *pair(tmp_path, QWEN, MIXED, {r"\.experts\.": MODELOPT, r"mlp\.gate\.": MODELOPT})
+    )
     assert type(model.model.layers[0].mlp.gate).__name__ == "Qwen3MoeTopKRouter"
 
 
 def test_an_encoded_embedding_is_not_supported(tmp_path):
     encoded, _ = pair(tmp_path, QWEN, MIXED, {r"\.experts\.": MODELOPT, "embed_tokens": MODELOPT})
-    with pytest.raises(UnsupportedError, match=r"model.embed_tokens in ModelOpt NVFP4, of a Embedding; expected experts of a known class"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"model.embed_tokens in ModelOpt NVFP4, of a "
+        r"Embedding; expected experts of a known class",
+    ):
         from_pretrained(encoded)
 
 
-# Scales that are the wrong way round --------------------------------------------------------------------------------------
+# Scales that are the wrong way round --------------------------------------------------------------
 
 
-DIVISOR = ".weight_global_scale", "as a divisor makes the largest weight .* expected at most 2688; is it stored as a multiplier"
-MULTIPLIER = ".weight_scale_2", "as a multiplier makes the largest weight .* expected at most 2688; is it stored as a divisor"
-EIGHT_BIT = ".weight_scale", "as a multiplier makes the largest weight .* expected at most 448; is it stored as a divisor"
+DIVISOR = (
+    ".weight_global_scale",
+    "as a divisor makes the largest weight .* expected at most 2688; is it stored as a multiplier",
+)
+MULTIPLIER = (
+    ".weight_scale_2",
+    "as a multiplier makes the largest weight .* expected at most 2688; is it stored as a divisor",
+)
+EIGHT_BIT = (
+    ".weight_scale",
+    "as a multiplier makes the largest weight .* expected at most 448; is it stored as a divisor",
+)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +417,9 @@ EIGHT_BIT = ".weight_scale", "as a multiplier makes the largest weight .* expect
         ("self_attn", MIXED, fp8("weight_scale", of_matrix), EIGHT_BIT),
     ],
 )
-def test_a_divisor_for_a_multiplier_is_found_by_whatever_reads_it(where, said, rule, inverted, tmp_path):
+def test_a_divisor_for_a_multiplier_is_found_by_whatever_reads_it(
+    where, said, rule, inverted, tmp_path
+):
     suffix, found = inverted
     encoded, _ = pair(tmp_path, QWEN, said, {where: rule})
     tensors = load_file(encoded / "model.safetensors")
@@ -281,13 +428,16 @@ def test_a_divisor_for_a_multiplier_is_found_by_whatever_reads_it(where, said, r
     save_file(tensors, encoded / "model.safetensors", metadata={"format": "pt"})
     opened = Directory.open(encoded)
     reads = {
-        "check_scales": lambda: check_scales(opened, stored_weights(opened.tensors, method_of(opened.quantization))),
+        "check_scales": lambda: check_scales(
+            opened, stored_weights(opened.tensors, method_of(opened.quantization))
+        ),
         "from_pretrained": lambda: from_pretrained(encoded),
         "convert": lambda: convert(encoded, tmp_path / "converted"),
         "dense": lambda: convert(encoded, tmp_path / "converted", "dense"),
         "quantize": lambda: quantize(encoded, tmp_path / "quantized"),
     }
     for what, read in reads.items():
-        if what != "quantize" or where == "self_attn":  # it refuses experts that are quantized already
+        # it refuses experts that are quantized already
+        if what != "quantize" or where == "self_attn":
             with pytest.raises(CheckpointError, match=found):
                 read()

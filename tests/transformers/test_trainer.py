@@ -1,4 +1,6 @@
-"""transformers' Trainer on models with encoded experts: what a checkpoint holds, and what resuming and the best model bring back."""
+"""transformers' Trainer on models with encoded experts: what a checkpoint holds, and what resuming
+and the best model bring back.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,23 @@ from fusion_moe.errors import CheckpointError
 from fusion_moe.nn import add_lora_, remove_lora_
 from fusion_moe.transformers import from_pretrained
 
-pytestmark = [pytest.mark.usefixtures("meaning"), pytest.mark.judges("peft")]  # which needs accelerate, as Trainer does
+# which needs accelerate, as Trainer does
+pytestmark = [pytest.mark.usefixtures("meaning"), pytest.mark.judges("peft")]
 SIZES = {
-    "vocab_size": 32, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 16, "num_experts": 3, "num_experts_per_tok": 2,
-}  # fmt: skip
-DATA = [{"input_ids": torch.arange(i, i + 8) % 32, "labels": torch.arange(i, i + 8) % 32} for i in range(8)]
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+}
+DATA = [
+    {"input_ids": torch.arange(i, i + 8) % 32, "labels": torch.arange(i, i + 8) % 32}
+    for i in range(8)
+]
 
 
 def base(seed: int = 0) -> Any:
@@ -45,7 +58,13 @@ def adapted(seed: int = 0, rank: int = 2, alpha: float = 4) -> Any:
 def trainer_of(model: Any, folder: Path, steps: int = 2, **how: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    given = {"per_device_train_batch_size": 2, "save_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    given = {
+        "per_device_train_batch_size": 2,
+        "save_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
     args = TrainingArguments(str(folder), max_steps=steps, learning_rate=1e-2, **given, **how)
     return Trainer(model, args, train_dataset=DATA, eval_dataset=DATA[:2])
 
@@ -71,8 +90,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 def test_checkpoints_have_pefts_files_beside_the_model(trained):
     model, folder = trained
     for step in (1, 2):
-        files = {str(p.relative_to(folder / f"checkpoint-{step}")) for p in (folder / f"checkpoint-{step}").rglob("*")}
-        assert files >= {"model.safetensors", "adapters/adapter_config.json", "adapters/adapter_model.safetensors"}
+        files = {
+            str(p.relative_to(folder / f"checkpoint-{step}"))
+            for p in (folder / f"checkpoint-{step}").rglob("*")
+        }
+        assert files >= {
+            "model.safetensors",
+            "adapters/adapter_config.json",
+            "adapters/adapter_model.safetensors",
+        }
     plain = base()
     load_lora_(plain, folder / "checkpoint-2" / "adapters")
     assert_equal(plain, model, lambda name: "lora" in name)
@@ -98,9 +124,15 @@ def test_resuming_goes_on_where_training_stopped(trained, tmp_path, warned):
 
 
 def test_the_best_model_comes_back(tmp_path):
-    how = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    how = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+    }
     model = adapted()
-    trainer = trainer_of(model, tmp_path, greater_is_better=True, **how)  # the loss falls: the first is the "best"
+    # the loss falls: the first is the "best"
+    trainer = trainer_of(model, tmp_path, greater_is_better=True, **how)
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
     plain = base()
@@ -111,20 +143,26 @@ def test_the_best_model_comes_back(tmp_path):
 def test_without_adapters_the_rest_trains_and_resumes(tmp_path, warned):
     model, there = base(), base(seed=1)
     trainer_of(model, tmp_path / "a").train()
-    trainer_of(there, tmp_path / "b").train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    trainer_of(there, tmp_path / "b").train(
+        resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1")
+    )
     assert_equal(there, model)
     assert not (tmp_path / "a" / "checkpoint-1" / "adapters").exists()
     assert "keys" not in warned.text
 
 
-@pytest.mark.parametrize("load", [from_pretrained, AutoModelForCausalLM.from_pretrained], ids=["ours", "transformers'"])
+@pytest.mark.parametrize(
+    "load", [from_pretrained, AutoModelForCausalLM.from_pretrained], ids=["ours", "transformers'"]
+)
 def test_a_saved_model_loads_with_its_adapters(load, trained, tmp_path):
     model, _ = trained
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     loaded = load(tmp_path)
     assert_equal(loaded, model)
-    assert {n for n, p in loaded.named_parameters() if p.requires_grad} == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert {n for n, p in loaded.named_parameters() if p.requires_grad} == {
+        n for n, p in model.named_parameters() if p.requires_grad
+    }
 
 
 def test_base_models_have_the_adapters_too(trained, tmp_path):
@@ -169,7 +207,11 @@ def test_only_the_main_process_writes(tmp_path):
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (base, r"rank 2, alpha 4.0 for model.layers.0.mlp.experts.gate_up; expected no adapter of .*, as the model has; give the model"),
+        (
+            base,
+            r"rank 2, alpha 4.0 for model.layers.0.mlp.experts.gate_up; expected no adapter of "
+            r".*, as the model has; give the model",
+        ),
         (lambda: adapted(rank=4), "rank 2, alpha 4.0 for .*; expected rank 4, alpha 4"),
         (lambda: adapted(alpha=2), "rank 2, alpha 4.0 for .*; expected rank 2, alpha 2"),
     ],
@@ -184,7 +226,9 @@ def test_a_checkpoint_without_adapters_is_an_error(tmp_path):
     model = base()
     trainer_of(model, tmp_path / "a", steps=1).train()
     with pytest.raises(CheckpointError, match=r"no adapter of .*experts.gate_up; expected rank 2"):
-        trainer_of(adapted(), tmp_path / "b").train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+        trainer_of(adapted(), tmp_path / "b").train(
+            resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1")
+        )
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
@@ -196,14 +240,18 @@ def test_both_adapters_resume(ours_first, tmp_path):
         model = base()
         if ours_first:
             add_lora_(model, 2, 4)
-        wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        wrapped = get_peft_model(
+            model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        )
         if not ours_first:
             add_lora_(wrapped, 2, 4)
         return wrapped
 
     model, there = both(), both()
     trainer_of(model, tmp_path / "a").train()
-    trainer_of(there, tmp_path / "b").train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    trainer_of(there, tmp_path / "b").train(
+        resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2")
+    )
     assert model.base_model.model.model.layers[0].mlp.experts.down_lora.B.any()
     assert_equal(there, model)
 
@@ -213,7 +261,9 @@ class Tiny(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = fusion_moe.NVFP4Experts.from_float(torch.randn(3, 32, 32), torch.randn(3, 32, 16))
+        self.experts = fusion_moe.NVFP4Experts.from_float(
+            torch.randn(3, 32, 32), torch.randn(3, 32, 16)
+        )
         add_lora_(self, 2)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -238,7 +288,9 @@ def test_torch_compile_backend(tmp_path):
     losses = []
     for backend in (None, "fusion_moe"):
         torch.manual_seed(0)
-        trainer = trainer_of(Tiny(), tmp_path / str(backend), save_strategy="no", torch_compile_backend=backend)
+        trainer = trainer_of(
+            Tiny(), tmp_path / str(backend), save_strategy="no", torch_compile_backend=backend
+        )
         losses.append(trainer.train().training_loss)
     assert type(trainer.model_wrapped).__name__ == "OptimizedModule"
     assert trainer.accelerator.state.dynamo_plugin.to_kwargs()["backend"] == "fusion_moe"

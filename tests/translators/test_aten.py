@@ -1,4 +1,6 @@
-"""Translators of aten's operations: what a traced graph computes, bit for bit, and the calls that they refuse."""
+"""Translators of aten's operations: what a traced graph computes, bit for bit, and the calls that
+they refuse.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,15 @@ def translated(function, *args, symbolic=False):
             assert translator is not None, n.target
             USED.add(translator.op)
             several = isinstance(val, (list, tuple))
-            expected = [tensor_type(t.dtype, sizes.shape(t.shape)) for t in (val if several else (val,))]
-            made = translator(fd, [argument(a) for a in n.args], {k: argument(v) for k, v in n.kwargs.items()}, expected)
+            expected = [
+                tensor_type(t.dtype, sizes.shape(t.shape)) for t in (val if several else (val,))
+            ]
+            made = translator(
+                fd,
+                [argument(a) for a in n.args],
+                {k: argument(v) for k, v in n.kwargs.items()},
+                expected,
+            )
             values[n] = made if several else made[0]
     for n in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
         fd.add_output(values[n])
@@ -61,7 +70,10 @@ def check(function, *args, symbolic=False):
 
 
 G = torch.Generator().manual_seed(0)
-F, B, H, D = (torch.randn(5, 6, generator=G).to(t) for t in (torch.float32, torch.bfloat16, torch.float16, torch.float64))
+F, B, H, D = (
+    torch.randn(5, 6, generator=G).to(t)
+    for t in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+)
 I32, I64, MASK = (
     torch.randint(-5, 5, (5, 6), generator=G).int(),
     torch.randint(-5, 5, (5, 6), generator=G),
@@ -78,9 +90,15 @@ def _of(name, prepare=lambda x: x):
 
 POINTWISE = {
     **{name: _of(name) for name in ("neg", "abs", "exp", "tanh", "erf", "relu", "sigmoid")},
-    **{name: _of(name, lambda x: x.abs() + 0.125) for name in ("log", "sqrt", "rsqrt", "reciprocal")},
-    "scalars": lambda x: (x * 2.1 + 0.125 - 3) / 7,  # 16 bits hold what is added: else torch on CPUs rounds it first
-    "scalar overloads": lambda x: aten.add.Scalar(aten.mul.Scalar(aten.sub.Scalar(aten.div.Scalar(x, 3), 0.5), 2), 1),
+    **{
+        name: _of(name, lambda x: x.abs() + 0.125)
+        for name in ("log", "sqrt", "rsqrt", "reciprocal")
+    },
+    # 16 bits hold what is added: else torch on CPUs rounds it first
+    "scalars": lambda x: (x * 2.1 + 0.125 - 3) / 7,
+    "scalar overloads": lambda x: aten.add.Scalar(
+        aten.mul.Scalar(aten.sub.Scalar(aten.div.Scalar(x, 3), 0.5), 2), 1
+    ),
     "pieces of silu": lambda x: x / (torch.exp(-x) + 1),
     "two tensors": lambda x: torch.minimum(x * x, torch.maximum(x, x + 1)),
     "pow": lambda x: x**2 + torch.pow(x.abs(), x),
@@ -110,14 +128,22 @@ def test_silu_is_near():
 
 
 def test_integers_and_booleans():
-    check(lambda x: (x + 2, x * x - 1, -x, x.abs(), x < 0, torch.minimum(x, -x), x.clamp(-2, 2)), I64)
+    check(
+        lambda x: (x + 2, x * x - 1, -x, x.abs(), x < 0, torch.minimum(x, -x), x.clamp(-2, 2)), I64
+    )
     check(lambda x, y: x + y, I32, I64)
-    check(lambda x, y: (torch.logical_and(x, y), torch.logical_or(x, y), torch.logical_not(x)), MASK, MASK.flip(0))
+    check(
+        lambda x, y: (torch.logical_and(x, y), torch.logical_or(x, y), torch.logical_not(x)),
+        MASK,
+        MASK.flip(0),
+    )
     check(lambda x: (x.to(torch.float32), x.to(torch.bool), x.to(torch.int64)), I32)
 
 
 def test_promotion_and_broadcast():
-    """As torch promotes floats: to the wider one, bf16 with f16 to float32; sizes of 1 and missing dimensions are repeated."""
+    """As torch promotes floats: to the wider one, bf16 with f16 to float32; sizes of 1 and missing
+    dimensions are repeated.
+    """
     for a, b in ((B, F), (F, B), (B, H), (H, D), (F, D)):
         check(lambda x, y: (x + y, x * y, x < y, torch.maximum(x, y)), a, b)
         check(lambda c, x, y: torch.where(c, x, y), MASK, a, b)
@@ -143,8 +169,16 @@ SHAPES = {
     "chunk": lambda x: x.chunk(3, -1),
     "cat": lambda x: (torch.cat([x, x + 1]), torch.cat([x, x[:, :2], x], -1)),
     "full": lambda x: x + aten.full([5, 6], 2, dtype=x.dtype),
-    "full of integers": lambda x: (aten.full([3], 2, dtype=torch.int64), aten.full([], True, dtype=torch.bool)),
-    "sum": lambda x: (x.sum(1), x.sum(-1, keepdim=True), x.sum((0, 1)), aten.sum.dim_IntList(x, [])),
+    "full of integers": lambda x: (
+        aten.full([3], 2, dtype=torch.int64),
+        aten.full([], True, dtype=torch.bool),
+    ),
+    "sum": lambda x: (
+        x.sum(1),
+        x.sum(-1, keepdim=True),
+        x.sum((0, 1)),
+        aten.sum.dim_IntList(x, []),
+    ),
     "sum in float32": lambda x: aten.sum.dim_IntList(x, [1], dtype=torch.float32),
 }
 
@@ -206,7 +240,10 @@ def test_numbers_without_dimensions():
     number, first = torch.tensor(2.5), torch.tensor([0])
     check(lambda x: aten.squeeze.dim(x, 0) + 1, number)
     check(lambda x: aten.squeeze.dim(x, -1) * 2, number)
-    for function in (lambda x, i, v: aten.index_select(x, 0, i), lambda x, i, v: aten.index_add(x, 0, i, v)):
+    for function in (
+        lambda x, i, v: aten.index_select(x, 0, i),
+        lambda x, i, v: aten.index_add(x, 0, i, v),
+    ):
         with pytest.raises(Untranslatable):
             translated(function, number, first, torch.ones(1))
 
@@ -234,7 +271,10 @@ REFUSED = {
     "a 0-d tensor of a wider dtype": (lambda x, y: x * y, [B, torch.tensor(2.5)]),
     "a 0-d tensor of a narrower dtype": (lambda x, y: x * y, [F, torch.tensor(2.5).bfloat16()]),
     "a dtype that the IR lacks": (lambda x: x.to(torch.int8), [F]),
-    "a copy to pinned memory": (lambda x: aten._to_copy(x, dtype=torch.float64, memory_format=torch.contiguous_format), [F]),
+    "a copy to pinned memory": (
+        lambda x: aten._to_copy(x, dtype=torch.float64, memory_format=torch.contiguous_format),
+        [F],
+    ),
     "a sum of integers": (lambda x: x.sum(0), [I64]),
     "steps": (lambda x: x[::2], [F]),
     "cat of several dtypes": (lambda x, y: aten.cat([x, y]), [F, B]),
@@ -244,11 +284,26 @@ REFUSED = {
     "a mask as an index": (lambda x, i: x[i], [F, torch.tensor([True, False, True, True, False])]),
     "an index of two dimensions": (lambda x, i: x[i], [F, AT.view(2, 2)]),
     "index_put without accumulate": (lambda x, i, v: torch.index_put(x, (i,), v), [F, AT, F[:4]]),
-    "index_put of bf16": (lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True), [B, AT, B[:4]]),
-    "index_put of columns": (lambda x, i, v: aten.index_put(x, [None, i], v, True), [F, AT, F[:, :4]]),
-    "index_put of one row to many": (lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True), [F, AT, F[:1]]),
-    "index_put of a vector": (lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True), [F, AT, ROW]),
-    "index_put of float8": (lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True), [F8, AT, F8[:4]]),
+    "index_put of bf16": (
+        lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True),
+        [B, AT, B[:4]],
+    ),
+    "index_put of columns": (
+        lambda x, i, v: aten.index_put(x, [None, i], v, True),
+        [F, AT, F[:, :4]],
+    ),
+    "index_put of one row to many": (
+        lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True),
+        [F, AT, F[:1]],
+    ),
+    "index_put of a vector": (
+        lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True),
+        [F, AT, ROW],
+    ),
+    "index_put of float8": (
+        lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True),
+        [F8, AT, F8[:4]],
+    ),
     "index_add along columns": (lambda x, i, v: x.index_add(1, i, v), [F, AT, F[:, :4]]),
     "index_add with alpha": (lambda x, i, v: x.index_add(0, i, v, alpha=2), [F, AT, F[:4]]),
 }
@@ -278,12 +333,17 @@ def test_reasons(golden):
     golden("\n".join(said))
 
 
-@pytest.mark.parametrize(("op", "args", "want"), [("aten::reshape", ((-1, 3),), F.reshape(-1, 3)), ("aten::detach", (), F)])
+@pytest.mark.parametrize(
+    ("op", "args", "want"),
+    [("aten::reshape", ((-1, 3),), F.reshape(-1, 3)), ("aten::detach", (), F)],
+)
 def test_what_some_versions_of_torch_decompose(op, args, want):
     """in graphs that keep it"""
     fd = FusionDefinition()
     USED.add(op)
-    (y,) = translate.find(op)(fd, [fd.from_pytorch(F), *args], {}, [tensor_type(F.dtype, tuple(want.shape))])
+    (y,) = translate.find(op)(
+        fd, [fd.from_pytorch(F), *args], {}, [tensor_type(F.dtype, tuple(want.shape))]
+    )
     fd.add_output(y)
     assert_same_bits(evaluate(fd.fusion(), F), [want])
 
@@ -294,4 +354,5 @@ def test_every_built_in_translator_was_used(request):
     if not {name for name in globals() if name.startswith("test_")} <= here:
         pytest.skip("only in a run of the whole file")
     built_in = {t.op for t in translate.registered() if t.op.startswith(("aten::", "prims::"))}
-    assert built_in - USED == {"aten::_grouped_mm"}  # which has tests of its own, test_grouped_mm.py
+    # which has tests of its own, test_grouped_mm.py
+    assert built_in - USED == {"aten::_grouped_mm"}

@@ -1,4 +1,6 @@
-"""torch.nn.functional.grouped_mm: forward and backward in regions, weights read as they are stored."""
+"""torch.nn.functional.grouped_mm: forward and backward in regions, weights read as they are
+stored.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,14 @@ def layer(a: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 
 def compiled(seen: list[Found]):
-    """For the reference, which takes every product: what a target has no kernel for stays torch's."""
+    """For the reference, which takes every product: what a target has no kernel for stays
+    torch's.
+    """
     torch._dynamo.reset()
     fusion_pass = FusionPass(fusion_moe.options.current().replace(target="reference"), seen.append)
-    return torch.compile(layer, backend=lambda model, inputs: compile_calls(fusion_pass, model, inputs))
+    return torch.compile(
+        layer, backend=lambda model, inputs: compile_calls(fusion_pass, model, inputs)
+    )
 
 
 @pytest.mark.parametrize("stored", ["gnk", "gkn"])
@@ -56,19 +62,27 @@ def test_forward_and_backward(stored):
     for found, want in zip(*results, strict=True):
         torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
     regions = [region for graph in seen for region in graph.regions]
-    kinds = [op.kind.name for region in regions for op in region.fusion.ops if op.kind.role == "grouped"]
-    first, second = ("grouped_mm", "grouped_mm_t") if stored == "gnk" else ("grouped_mm_t", "grouped_mm")
+    kinds = [
+        op.kind.name for region in regions for op in region.fusion.ops if op.kind.role == "grouped"
+    ]
+    first, second = (
+        ("grouped_mm", "grouped_mm_t") if stored == "gnk" else ("grouped_mm_t", "grouped_mm")
+    )
     assert sorted(kinds) == sorted([first, second, "grouped_outer"])
 
 
 @pytest.mark.parametrize("stored", ["gnk", "gkn"])
 def test_no_weight_is_copied(stored):
-    """Each program takes the weight in the order in which it lies in memory, whatever view of it the graph has."""
+    """Each program takes the weight in the order in which it lies in memory, whatever view of it
+    the graph has.
+    """
     seen: list[Found] = []
     a, w = operands(stored)
     compiled(seen)(a, w, OFFS).sum().backward()
     for region in (region for graph in seen for region in graph.regions):
-        (product,) = (op for op in region.fusion.ops if op.kind.name in ("grouped_mm", "grouped_mm_t"))
+        (product,) = (
+            op for op in region.fusion.ops if op.kind.name in ("grouped_mm", "grouped_mm_t")
+        )
         assert product.values[1] in region.fusion.inputs
         assert product.values[1].type.shape == tuple(w.shape)
         assert region.fusion.role(product.values[1]) == "weight"
@@ -88,7 +102,12 @@ def test_a_product_without_a_kernel_stays_torchs():
     """Of float64, for which no target but the reference has one."""
     graph, fake = Graph(), FakeTensorMode()
     with fake:
-        vals = [torch.empty(M, K).double(), torch.empty(G, K, N).double(), torch.empty(G, dtype=torch.int32), torch.empty(M, N).double()]
+        vals = [
+            torch.empty(M, K).double(),
+            torch.empty(G, K, N).double(),
+            torch.empty(G, dtype=torch.int32),
+            torch.empty(M, N).double(),
+        ]
     nodes = [graph.placeholder(name) for name in ("a", "w", "offs")]
     nodes.append(graph.call_function(torch.ops.aten._grouped_mm.default, tuple(nodes)))
     for node, val in zip(nodes, vals, strict=True):
@@ -103,7 +122,12 @@ def test_a_product_without_a_kernel_stays_torchs():
 
 def test_sizes_that_the_graph_does_not_relate_are_a_plain_refusal():
     graph, env = Graph(), ShapeEnv()
-    k, other = (env.create_symintnode(env.create_symbol(K, ConstantSource(name), DimDynamic.DYNAMIC), hint=K) for name in ("k", "other"))
+    k, other = (
+        env.create_symintnode(
+            env.create_symbol(K, ConstantSource(name), DimDynamic.DYNAMIC), hint=K
+        )
+        for name in ("k", "other")
+    )
     with FakeTensorMode(shape_env=env):
         vals = [torch.empty(s).bfloat16() for s in ((M, k), (G, other, N), (M, N))]
         vals.insert(2, torch.empty(G, dtype=torch.int32))
@@ -114,7 +138,8 @@ def test_sizes_that_the_graph_does_not_relate_are_a_plain_refusal():
     graph.output(nodes[-1])
     (refused,) = find_regions(graph, fusion_moe.options.current()).not_fused
     assert refused.why == (
-        f"refused: sizes {k} and {other} of aten::_grouped_mm are not known to be equal; expected dimensions that the trace relates; "
+        f"refused: sizes {k} and {other} of aten::_grouped_mm are not known to be equal; expected "
+        "dimensions that the trace relates; "
         "relate them before the call: torch._check(a.shape[i] == b.shape[j])"
     )
     assert not refused.broken
@@ -122,7 +147,10 @@ def test_sizes_that_the_graph_does_not_relate_are_a_plain_refusal():
 
 def test_out_dtype():
     fd = FusionDefinition()
-    a, w, offs = (fd.define_tensor(shape=s, dtype=d) for s, d in (((M, K), "bf16"), ((G, K, N), "bf16"), ((G,), "i32")))
+    a, w, offs = (
+        fd.define_tensor(shape=s, dtype=d)
+        for s, d in (((M, K), "bf16"), ((G, K, N), "bf16"), ((G,), "i32"))
+    )
     assert str(grouped_mm(fd, a, w, offs).type).startswith("bf16[9/")
     assert str(grouped_mm(fd, a, w, offs, out_dtype="f32").type).startswith("f32[9/")
     assert str(grouped_mm(fd, fd.ops.permute(a, dims=(1, 0)), a, offs).type) == "bf16[4, 32, 32]"
@@ -130,8 +158,15 @@ def test_out_dtype():
 
 def test_refusals():
     fd = FusionDefinition()
-    a, w, offs = (fd.define_tensor(shape=s, dtype=d) for s, d in (((M, K), "bf16"), ((G, K, N), "bf16"), ((G,), "i32")))
+    a, w, offs = (
+        fd.define_tensor(shape=s, dtype=d)
+        for s, d in (((M, K), "bf16"), ((G, K, N), "bf16"), ((G,), "i32"))
+    )
     for args in ((a, w), (w, w, offs), (w, a, offs), (a, w, offs, a)):
-        with pytest.raises(Untranslatable, match=r"expected \[M, K\] and \[G, K, N\], or \[N, M\] and \[M, K\], with offs and no bias"):
+        with pytest.raises(
+            Untranslatable,
+            match=r"expected \[M, K\] and \[G, K, N\], or \[N, M\] "
+            r"and \[M, K\], with offs and no bias",
+        ):
             grouped_mm(fd, *args)
     assert find("aten::_grouped_mm").as_stored

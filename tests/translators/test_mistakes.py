@@ -1,4 +1,6 @@
-"""Users' translators at fault: their calls run in eager, all else is fused, explain says why; and the helper that finds faults in tests."""
+"""Users' translators at fault: their calls run in eager, all else is fused, explain says why; and
+the helper that finds faults in tests.
+"""
 
 from __future__ import annotations
 
@@ -101,20 +103,39 @@ def unprintable(fd, x):
 
 
 FAULTS = {
-    "a value of another definition": (of_another_definition, "returned a f32[5/g0, 16] of another FusionDefinition"),
-    "an operand of another definition": (from_another_definition, "add: the operand i0, f32[5/g0, 16], of another FusionDefinition"),
-    "states an output": (states_an_output, "fd.add_output in a translator; expected operations on its arguments"),
+    "a value of another definition": (
+        of_another_definition,
+        "returned a f32[5/g0, 16] of another FusionDefinition",
+    ),
+    "an operand of another definition": (
+        from_another_definition,
+        "add: the operand i0, f32[5/g0, 16], of another FusionDefinition",
+    ),
+    "states an output": (
+        states_an_output,
+        "fd.add_output in a translator; expected operations on its arguments",
+    ),
     "writes over an input": (writes_over_an_input, "fd.add_output in a translator"),
     "defines an input": (defines_an_input, "fd.define_tensor in a translator"),
     "defines a size": (lambda fd, x: fd.define_size("n") and x, "fd.define_size in a translator"),
     "a size nobody knows": (
         of_a_size_nobody_knows,
-        f"the translator of {NAME} returned operations that do not compile: FusionError: unknown size zz",
+        f"the translator of {NAME} returned operations that do not compile: FusionError: "
+        "unknown size zz",
     ),
-    "a tensor of torch": (lambda fd, x: fd.ops.mul(x, torch.tensor(2.0)), "mul: the operand is a tensor of torch, torch.float32 []"),
-    "a size": (lambda fd, x: fd.ops.mul(x, x.type.shape[0]), "mul: the operand 5/g0 is a size, which the call decides"),
+    "a tensor of torch": (
+        lambda fd, x: fd.ops.mul(x, torch.tensor(2.0)),
+        "mul: the operand is a tensor of torch, torch.float32 []",
+    ),
+    "a size": (
+        lambda fd, x: fd.ops.mul(x, x.type.shape[0]),
+        "mul: the operand 5/g0 is a size, which the call decides",
+    ),
     "text": (lambda fd, x: fd.ops.mul(x, "2"), "mul: the operand '2' of type str"),
-    "a number of no exact value": (lambda fd, x: fd.ops.mul(x, np.longdouble(2)), "of type longdouble"),
+    "a number of no exact value": (
+        lambda fd, x: fd.ops.mul(x, np.longdouble(2)),
+        "of type longdouble",
+    ),
     "no values": (lambda fd, x: (), "returned nothing; expected f32[5, 16], as its fake returns"),
     "a bare KeyError": (lambda fd, x: {}["a"], "failed: KeyError: 'a'"),
     "no end": (recurses, "failed: RecursionError: "),
@@ -136,7 +157,9 @@ def test_its_call_is_not_fused_all_else_is_and_explain_agrees(lib, name):
     assert left.why.startswith("test_mistakes.py:")
     with torch.no_grad():
         report = fusion_moe.explain(between, x)
-    assert [(x.op, x.why) for x in report.not_fused] == [("bad_translators.twice.default", left.why)]
+    assert [(x.op, x.why) for x in report.not_fused] == [
+        ("bad_translators.twice.default", left.why)
+    ]
     assert len(report.fusions) == 2
 
 
@@ -145,14 +168,26 @@ def test_the_one_of_two_that_is_at_fault_is_blamed(lib):
     thrice = define(lib, "thrice", "(Tensor x) -> Tensor", lambda x: x * 3, torch.empty_like)
     translator(NAME)(of_a_size_nobody_knows)
     translator(thrice)(lambda fd, x: fd.ops.mul(x, 3.0))
-    for first, second in ((thrice, torch.ops.bad_translators.twice), (torch.ops.bad_translators.twice, thrice)):
-        _, found = compiled(lambda x, a=first, b=second: b(a(O.nvfp4_grouped_mm(x, *UP, ENDS))), tokens(5))
-        assert [left.op for left in found.not_fused if left.broken] == ["bad_translators.twice.default"]
+    for first, second in (
+        (thrice, torch.ops.bad_translators.twice),
+        (torch.ops.bad_translators.twice, thrice),
+    ):
+        _, found = compiled(
+            lambda x, a=first, b=second: b(a(O.nvfp4_grouped_mm(x, *UP, ENDS))), tokens(5)
+        )
+        assert [left.op for left in found.not_fused if left.broken] == [
+            "bad_translators.twice.default"
+        ]
 
 
-@pytest.mark.parametrize("two", [np.float32(2), np.float16(2), np.float64(2), np.int64(2)], ids=lambda two: type(two).__name__)
+@pytest.mark.parametrize(
+    "two",
+    [np.float32(2), np.float16(2), np.float64(2), np.int64(2)],
+    ids=lambda two: type(two).__name__,
+)
 def test_numbers_of_numpy_are_numbers(lib, two):
-    translator(NAME)(lambda fd, x: fd.ops.mul(fd.ops.cast(x, "f32"), two))  # "f32" by position, as nvFuser's attributes may stand
+    # "f32" by position, as nvFuser's attributes may stand
+    translator(NAME)(lambda fd, x: fd.ops.mul(fd.ops.cast(x, "f32"), two))
     got, found = compiled(between, tokens(5))
     assert got.equal(between(tokens(5)))
     assert found.not_fused == []
@@ -165,7 +200,10 @@ def test_another_meaning_is_told_by_check(lib):
     got, found = compiled(between, x, check=True)
     assert got.equal(between(x))
     (left,) = found.not_fused
-    assert f"the translator of {NAME}, in plain torch, differs from the operation in output 0: Tensor-likes are not close" in left.why
+    assert (
+        f"the translator of {NAME}, in plain torch, differs from the operation in output 0: "
+        "Tensor-likes are not close"
+    ) in left.why
     with torch.no_grad(), fusion_moe.options.override(check=True):
         assert [x.why for x in fusion_moe.explain(between, x).not_fused] == [left.why]
 
@@ -179,7 +217,12 @@ def test_the_right_meaning_passes_check(lib):
 
 def test_check_knows_the_sizes_of_a_call_that_are_symbols(lib):
     translator(NAME)(lambda fd, x: fd.ops.mul(x, 2.1))
-    _, found = compiled(lambda x: torch.ops.bad_translators.twice(O.nvfp4_grouped_mm(x, *UP, ENDS)), tokens(5), dynamic=True, check=True)
+    _, found = compiled(
+        lambda x: torch.ops.bad_translators.twice(O.nvfp4_grouped_mm(x, *UP, ENDS)),
+        tokens(5),
+        dynamic=True,
+        check=True,
+    )
     (left,) = found.not_fused
     assert "differs from the operation in output 0" in left.why
 
@@ -206,12 +249,15 @@ def test_a_fake_may_have_to_relate_sizes(lib, relates):
         (left,) = found.not_fused
         assert left.broken
         assert re.fullmatch(
-            r"test_mistakes.py:\d+: sizes s\d+ and s\d+ of bad_translators::plus are not known to be equal; expected dimensions that the "
-            r"trace relates; relate them in the operation's fake: torch._check\(a.shape\[i\] == b.shape\[j\]\)", left.why
-        )  # fmt: skip
+            r"test_mistakes.py:\d+: sizes s\d+ and s\d+ of bad_translators::plus are not known to "
+            r"be equal; expected dimensions that the "
+            r"trace relates; relate them in the operation's fake: torch._check\(a.shape\[i\] == "
+            r"b.shape\[j\]\)",
+            left.why,
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------------------- names
+# -------------------------------------------------------------------------------------------- names
 
 
 def test_operations_themselves_are_names(lib):
@@ -226,8 +272,15 @@ def test_operations_themselves_are_names(lib):
 @pytest.mark.parametrize(
     ("op", "said"),
     [
-        (torch.ops.aten.add, "aten.add has 4 overloads; expected one of aten.add.Tensor, aten.add.Scalar"),
-        (torch.relu, "is not an operation; expected a name, torch.ops.x.y, one of its overloads, or a custom_op"),
+        (
+            torch.ops.aten.add,
+            "aten.add has 4 overloads; expected one of aten.add.Tensor, aten.add.Scalar",
+        ),
+        (
+            torch.relu,
+            "is not an operation; expected a name, torch.ops.x.y, one of its overloads, "
+            "or a custom_op",
+        ),
     ],
     ids=["several overloads", "a function"],
 )
@@ -237,7 +290,9 @@ def test_what_is_no_one_operation(op, said):
 
 
 def test_what_cannot_be_called_is_no_translator(lib):
-    with pytest.raises(TranslatorError, match=f"the translator of {NAME} is None; expected a function"):
+    with pytest.raises(
+        TranslatorError, match=f"the translator of {NAME} is None; expected a function"
+    ):
         translator(NAME)(None)
 
 
@@ -278,12 +333,20 @@ def test_an_operation_may_come_after_its_translator(lib, caplog):
     assert found.not_fused == []
 
 
-# --------------------------------------------------------------------------------------------------------------------- mutation
+# ----------------------------------------------------------------------------------------- mutation
 
 
 def test_an_operation_that_writes_into_its_arguments_is_told(lib):
-    double = define(lib, "double_", "(Tensor(a!) x) -> ()", lambda x: (x.mul_(2), None)[1], lambda x: None)
-    both = define(lib, "both", "(Tensor x, Tensor(a!) y) -> Tensor", lambda x, y: y.add_(x) * 2, lambda x, y: torch.empty_like(x))
+    double = define(
+        lib, "double_", "(Tensor(a!) x) -> ()", lambda x: (x.mul_(2), None)[1], lambda x: None
+    )
+    both = define(
+        lib,
+        "both",
+        "(Tensor x, Tensor(a!) y) -> Tensor",
+        lambda x, y: y.add_(x) * 2,
+        lambda x, y: torch.empty_like(x),
+    )
     translator(both)(lambda fd, x, y: fd.ops.add(x, y))
 
     def f(x):
@@ -303,7 +366,7 @@ def test_an_operation_that_writes_into_its_arguments_is_told(lib):
     assert report.custom_ops == ("bad_translators::double_",)
 
 
-# --------------------------------------------------------------------------------------------------------------- check_translator
+# --------------------------------------------------------------------------------- check_translator
 
 
 def test_a_right_translator_passes(lib):
@@ -317,7 +380,13 @@ def test_a_right_translator_passes(lib):
 
 def test_a_right_translator_of_several_tensors_passes(lib):
     """Each has as many rows as the result of the product."""
-    total = define(lib, "total", "(Tensor x, Tensor[] others) -> Tensor", lambda x, ys: x + sum(ys), lambda x, ys: torch.empty_like(x))
+    total = define(
+        lib,
+        "total",
+        "(Tensor x, Tensor[] others) -> Tensor",
+        lambda x, ys: x + sum(ys),
+        lambda x, ys: torch.empty_like(x),
+    )
     translator(total)(lambda fd, x, ys: fd.ops.add(x, ys[0]))
     check_translator(total, torch.randn(4, 16), [torch.randn(4, 16)])
 
@@ -333,9 +402,18 @@ def not_of_groups(fd, x):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda fd, x: fd.ops.mul(x, 1.01), "in plain torch, differs from the operation in output 0: .*; expected the operation's values"),
-        (lambda fd, x: fd.ops.cast(x, "bf16"), r"returned bf16\[5, 16\]; expected f32\[5, 16\], as its fake returns"),
-        (lambda fd, x: fd.ops.mul(fd.ops.maximum(x, 0.0), 2.0), "differs from the operation"),  # and not on what is given
+        (
+            lambda fd, x: fd.ops.mul(x, 1.01),
+            "in plain torch, differs from the operation in output "
+            "0: .*; expected the operation's values",
+        ),
+        (
+            lambda fd, x: fd.ops.cast(x, "bf16"),
+            r"returned bf16\[5, 16\]; expected f32\[5, 16\], "
+            r"as its fake returns",
+        ),
+        # and not on what is given
+        (lambda fd, x: fd.ops.mul(fd.ops.maximum(x, 0.0), 2.0), "differs from the operation"),
         (only_five_rows, "differs from the operation"),
         (not_of_groups, r"returned bf16\[\w+/g0, 16\]"),
     ],
@@ -343,14 +421,19 @@ def not_of_groups(fd, x):
 )
 def test_a_wrong_translator_does_not_pass(lib, function, said):
     translator(NAME)(function)
-    with pytest.raises(TranslatorError, match=f"^test_mistakes.py:.*the translator of {NAME}.*{said}"):
+    with pytest.raises(
+        TranslatorError, match=f"^test_mistakes.py:.*the translator of {NAME}.*{said}"
+    ):
         check_translator(torch.ops.bad_translators.twice, torch.ones(5, 16))
 
 
 def test_a_fake_that_lies_does_not_pass(lib):
     lies = define(lib, "lies", "(Tensor x) -> Tensor", lambda x: x + 1, lambda x: x.new_empty(2))
     translator(lies)(lambda fd, x: fd.ops.add(x, 1.0))
-    said = r"returns torch.float32 \[3\]; expected torch.float32 \[2\], as its fake returns; fix the fake"
+    said = (
+        r"returns torch.float32 \[3\]; expected torch.float32 \[2\], as its fake returns; fix "
+        r"the fake"
+    )
     with pytest.raises(TranslatorError, match=said):
         check_translator(lies, torch.ones(3))
 
@@ -369,7 +452,7 @@ def test_a_refusal_and_no_translator_are_told(lib):
         check_translator("bad_translators::none", torch.ones(3))
 
 
-# Built-in translators ---------------------------------------------------------------------------------------------------
+# Built-in translators -----------------------------------------------------------------------------
 
 
 def test_what_a_type_rule_refuses_is_a_refusal_of_a_built_in_translator():
@@ -383,7 +466,9 @@ def test_what_a_type_rule_refuses_is_a_refusal_of_a_built_in_translator():
 
 @pytest.mark.parametrize("interleave", [0, 8])
 def test_swiglu_of_columns_that_are_rows_of_groups(interleave):
-    """transposed rows in the order of a routing: fused with what gathers them, no translator at fault"""
+    """transposed rows in the order of a routing: fused with what gathers them, no translator at
+    fault
+    """
     ids, offs = torch.randint(0, 4, (16, 1)), torch.tensor([4, 8, 12, 16], dtype=torch.int32)
 
     def function(x):

@@ -1,4 +1,6 @@
-"""Finding translators: those of installed packages, through their entry points, and what becomes of a package that fails."""
+"""Finding translators: those of installed packages, through their entry points, and what becomes of
+a package that fails.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,18 @@ with torch.library._scoped_library("their_lib", "DEF") as lib:
 
 @pytest.fixture
 def run(tmp_path):
-    """run(code, module): what code prints, and what it says on stderr, where a package has this module as its entry point."""
+    """run(code, module): what code prints, and what it says on stderr, where a package has this
+    module as its entry point.
+    """
 
     def run(code: str, module: str) -> tuple[str, str]:
         (tmp_path / "their_translators.py").write_text(module, encoding="utf-8")
         about = tmp_path / "their_lib-1.0.dist-info"
         about.mkdir()
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: their-lib\nVersion: 1.0\n")
-        (about / "entry_points.txt").write_text("[fusion_moe.translators]\ntheirs = their_translators\n")
+        (about / "entry_points.txt").write_text(
+            "[fusion_moe.translators]\ntheirs = their_translators\n"
+        )
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
         script = tmp_path / "script.py"
         script.write_text(code, encoding="utf-8")
@@ -75,16 +81,27 @@ def test_translators_of_an_installed_package_are_found(run):
     ("line", "error"),
     [
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("fusion_moe.translator('aten::exp')(twice)", "TranslatorError: their_translators.py:4: aten::exp already has a translator, at "),
+        (
+            "fusion_moe.translator('aten::exp')(twice)",
+            "TranslatorError: their_translators.py:4: aten::exp already has a translator, at ",
+        ),
     ],
     ids=["does not import", "registers a name of ours"],
 )
 def test_a_package_that_fails_costs_its_own_translators_alone(run, line, error):
-    """eager and compiled calls work; a warning, and explain where it misses a translator, name the package, the line and what to do"""
+    """eager and compiled calls work; a warning, and explain where it misses a translator, name the
+    package, the line and what to do
+    """
     found, warned = run(CALL, f"{TWICE}{line}\n")
-    why = f"their_translators.py:7: the entry point theirs = their_translators of their-lib failed: {error}"
+    why = (
+        "their_translators.py:7: the entry point theirs = their_translators of their-lib "
+        f"failed: {error}"
+    )
     assert found.startswith(f"their_lib.once.default it has no translator; {why}")
-    assert found.endswith("; expected a module of the group fusion_moe.translators that imports; fix or uninstall that package")
+    assert found.endswith(
+        "; expected a module of the group fusion_moe.translators that imports; "
+        "fix or uninstall that package"
+    )
     assert warned.count(why) == 1
 
 
@@ -92,7 +109,9 @@ def test_a_second_translator_is_the_error_of_who_comes_second(run):
     """also where ours have not been asked for yet"""
     code = "try:\n    import their_translators\nexcept Exception as error:\n    print(error)\n"
     said = run(code, TWICE.replace("their_lib::twice", "aten::exp"))[0]
-    assert said.startswith("their_translators.py:4: aten::exp already has a translator, at pointwise.py:")
+    assert said.startswith(
+        "their_translators.py:4: aten::exp already has a translator, at pointwise.py:"
+    )
 
 
 @pytest.mark.once
@@ -100,7 +119,8 @@ def test_ours_may_be_replaced(run):
     """also where nothing has been asked for yet"""
     code = (
         "import fusion_moe\nfrom fusion_moe import translate\ntranslate.unregister('aten::relu')\n"
-        "fusion_moe.translator('aten::relu')(lambda fd, x: fd.ops.relu(x))\nprint(translate.find('aten::relu').where)\n"
+        "fusion_moe.translator('aten::relu')(lambda fd, x: "
+        "fd.ops.relu(x))\nprint(translate.find('aten::relu').where)\n"
     )
     assert run(code, TWICE)[0].endswith(".py:4")
 
@@ -115,7 +135,11 @@ def test_a_function_is_no_operation():
 
 @pytest.mark.parametrize("name", ["twice", "::twice", "their_lib::", ""])
 def test_a_name_that_is_none(name):
-    with pytest.raises(TranslatorError, match=f"test_registry.py:.* '{name}' is not the name of an operation; expected namespace::name"):
+    with pytest.raises(
+        TranslatorError,
+        match=f"test_registry.py:.* '{name}' is not the name of "
+        "an operation; expected namespace::name",
+    ):
         translator(name)(lambda fd, x: x)
 
 

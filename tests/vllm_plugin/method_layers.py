@@ -9,9 +9,19 @@ from fusion_moe.encodings import Quantized, dequantize
 
 
 def expected(
-    x: Tensor, ids: Tensor, w: Tensor, w13: Quantized, w2: Quantized, *, w13_bias: Tensor | None = None, w2_bias: Tensor | None = None,
-    interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    w13: Quantized,
+    w2: Quantized,
+    *,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    interleave: int = 0,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+) -> Tensor:
     """x [T, H], ids int[T, k], w [T, k], w13 [E, 2I, H], w2 [E, H, I] -> float64[T, H].
 
     interleave: of the rows of w13: 0, gate above up; 1, they take turns.

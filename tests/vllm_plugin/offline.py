@@ -1,4 +1,5 @@
-"""A process of its own: LLM.generate of a directory. Prints, as JSON, log-probabilities of the prompt's tokens and what was generated.
+"""A process of its own: LLM.generate of a directory. Prints, as JSON, log-probabilities of the
+prompt's tokens and what was generated.
 
 Arguments: the directory; JSON of options of LLM; JSON of prompts, lists of ids.
 """
@@ -14,11 +15,18 @@ def main() -> None:
 
     directory, options, prompts = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
     llm = LLM(model=directory, skip_tokenizer_init=True, max_num_seqs=4, seed=0, **options)
-    sampling = SamplingParams(max_tokens=6, temperature=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
-    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    sampling = SamplingParams(
+        max_tokens=6, temperature=0, prompt_logprobs=0, detokenize=False, ignore_eos=True
+    )
+    answers = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+    )
     found = [
         {
-            "log_probabilities": [at[token].logprob for at, token in zip(answer.prompt_logprobs[1:], prompt[1:], strict=True)],
+            "log_probabilities": [
+                at[token].logprob
+                for at, token in zip(answer.prompt_logprobs[1:], prompt[1:], strict=True)
+            ],
             "tokens": list(answer.outputs[0].token_ids),
         }
         for answer, prompt in zip(answers, prompts, strict=True)

@@ -1,4 +1,6 @@
-"""Directories to serve, the environment of vLLM's processes, and the judge: transformers' model of what a directory's bytes mean."""
+"""Directories to serve, the environment of vLLM's processes, and the judge: transformers' model of
+what a directory's bytes mean.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,14 @@ from fusion_moe.checkpoints import convert, quantize
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "tiny_qwen3_moe"
 ENVIRONMENT = {
-    **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-}  # fmt: skip
+    **os.environ,
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def modelopt_demo(folder: Path) -> Path:
@@ -28,7 +35,9 @@ def modelopt_demo(folder: Path) -> Path:
 
 
 def compressed_tensors_demo(folder: Path) -> Path:
-    """The same in the form of compressed-tensors: other names, and a divisor in place of the decode scale."""
+    """The same in the form of compressed-tensors: other names, and a divisor in place of the decode
+    scale.
+    """
     made = folder / "compressed-tensors"
     shutil.copytree(modelopt_demo(folder), made)
     tensors = load_file(made / "model.safetensors")
@@ -46,7 +55,9 @@ def compressed_tensors_demo(folder: Path) -> Path:
 
 
 def mxfp4_demo(folder: Path) -> Path:
-    """The demo model with experts in the MXFP4 of compressed-tensors; beside it "dense", the same numbers in bfloat16."""
+    """The demo model with experts in the MXFP4 of compressed-tensors; beside it "dense", the same
+    numbers in bfloat16.
+    """
     made, dense = folder / "mxfp4", folder / "dense"
     shutil.copytree(DEMO, dense)
     tensors = load_file(dense / "model.safetensors")
@@ -54,15 +65,34 @@ def mxfp4_demo(folder: Path) -> Path:
     for name in [name for name in tensors if ".experts." in name]:
         weight = encodings.quantize(packed.pop(name), encoding=encodings.MXFP4)
         tensors[name] = encodings.dequantize(weight).bfloat16()
-        packed[f"{name}_packed"], packed[f"{name}_scale"] = (part.view(torch.uint8) for part in weight)
+        packed[f"{name}_packed"], packed[f"{name}_scale"] = (
+            part.view(torch.uint8) for part in weight
+        )
     save_file(tensors, dense / "model.safetensors", {"format": "pt"})
     shutil.copytree(dense, made)
     save_file(packed, made / "model.safetensors", {"format": "pt"})
     config = json.loads((made / "config.json").read_text())
-    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
-    written = {"format": "mxfp4-pack-quantized", "quant_method": "compressed-tensors", "quantization_status": "compressed"}
-    group = {"targets": ["Linear"], "weights": weights | {"scale_dtype": "torch.uint8"}, "format": written["format"]}
-    written |= {"config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]}
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": True,
+    }
+    written = {
+        "format": "mxfp4-pack-quantized",
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+    group = {
+        "targets": ["Linear"],
+        "weights": weights | {"scale_dtype": "torch.uint8"},
+        "format": written["format"],
+    }
+    written |= {
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+    }
     (made / "config.json").write_text(json.dumps(config | {"quantization_config": written}))
     return made
 
@@ -71,14 +101,22 @@ def mxfp4_alone_demo(folder: Path) -> Path:
     """The same by `quant_method: mxfp4`, as vLLM reads it of other models than gpt-oss."""
     made = mxfp4_demo(folder)
     tensors = load_file(made / "model.safetensors")
-    save_file({name.replace(".weight_packed", ".weight"): t for name, t in tensors.items()}, made / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name.replace(".weight_packed", ".weight"): t for name, t in tensors.items()},
+        made / "model.safetensors",
+        {"format": "pt"},
+    )
     config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (made / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
     return made
 
 
 def gpt_oss_between_two(folder: Path) -> Path:
-    """gpt-oss with each head of keys and values twice, since vLLM gives each rank heads of its own; and with three blocks of features."""
+    """gpt-oss with each head of keys and values twice, since vLLM gives each rank heads of its own;
+    and with three blocks of features.
+    """
     made = folder / "gpt-oss"
     shutil.copytree(MADE / "mxfp4-gpt_oss", made)
     tensors = load_file(made / "model.safetensors")
@@ -86,17 +124,24 @@ def gpt_oss_between_two(folder: Path) -> Path:
         if "k_proj" in name or "v_proj" in name:
             tensors[name] = tensors[name].repeat(2, *[1] * (tensors[name].dim() - 1))
         elif ".experts.gate_up_proj_" in name:
-            tensors[name] = torch.cat([tensors[name], tensors[name][:, :64]], 1)  # rows of gate and up in turns
+            # rows of gate and up in turns
+            tensors[name] = torch.cat([tensors[name], tensors[name][:, :64]], 1)
         elif name.endswith((".experts.down_proj_blocks", ".experts.down_proj_scales")):
             tensors[name] = torch.cat([tensors[name], tensors[name][:, :, :1]], 2)
     save_file(tensors, made / "model.safetensors", {"format": "pt"})
     config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2, "intermediate_size": 96}))
+    (made / "config.json").write_text(
+        json.dumps(config | {"num_key_value_heads": 2, "intermediate_size": 96})
+    )
     return made
 
 
-def judged(directory: Path, folder: Path, prompts: list[list[int]]) -> tuple[Any, list[list[float]]]:
-    """transformers' model of a directory in float32, and the log-probabilities of the tokens of prompts but the first."""
+def judged(
+    directory: Path, folder: Path, prompts: list[list[int]]
+) -> tuple[Any, list[list[float]]]:
+    """transformers' model of a directory in float32, and the log-probabilities of the tokens of
+    prompts but the first.
+    """
     import transformers
 
     dense = folder / "dense"

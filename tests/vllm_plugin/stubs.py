@@ -1,4 +1,6 @@
-"""As much of vLLM as the plug-in's modules import, for machines that it cannot be installed on: its parameters have vLLM's shapes."""
+"""As much of vLLM as the plug-in's modules import, for machines that it cannot be installed on: its
+parameters have vLLM's shapes.
+"""
 
 from __future__ import annotations
 
@@ -30,26 +32,39 @@ def parameters(layer: nn.Module, **made: torch.Tensor) -> None:
 class ModelOpt(Method):
     """ModelOptNvFp4FusedMoE's weights."""
 
-    def create_weights(self, layer: Any, experts: int, hidden: int, inner: int, dtype: Any, **attributes: Any) -> None:
+    def create_weights(
+        self, layer: Any, experts: int, hidden: int, inner: int, dtype: Any, **attributes: Any
+    ) -> None:
         for name, n, k in ("w13", 2 * inner, hidden), ("w2", hidden, inner):
             scalar = (experts, 2) if name == "w13" else (experts,)
-            parameters(layer, **{
-                f"{name}_weight": torch.empty(experts, n, k // 2, dtype=torch.uint8),
-                f"{name}_weight_scale": torch.empty(experts, n, k // 16, dtype=torch.float8_e4m3fn),
-                f"{name}_weight_scale_2": torch.empty(scalar), f"{name}_input_scale": torch.empty(scalar),
-            })  # fmt: skip
+            parameters(
+                layer,
+                **{
+                    f"{name}_weight": torch.empty(experts, n, k // 2, dtype=torch.uint8),
+                    f"{name}_weight_scale": torch.empty(
+                        experts, n, k // 16, dtype=torch.float8_e4m3fn
+                    ),
+                    f"{name}_weight_scale_2": torch.empty(scalar),
+                    f"{name}_input_scale": torch.empty(scalar),
+                },
+            )
 
 
 class GptOss(Method):
     """GptOssMxfp4MoEMethod's weights."""
 
-    def create_weights(self, layer: Any, experts: int, hidden: int, inner: int, dtype: Any, **attributes: Any) -> None:
+    def create_weights(
+        self, layer: Any, experts: int, hidden: int, inner: int, dtype: Any, **attributes: Any
+    ) -> None:
         for name, n, k in ("w13", 2 * inner, hidden), ("w2", hidden, inner):
-            parameters(layer, **{
-                f"{name}_weight": torch.zeros(experts, n, k // 2, dtype=torch.uint8),
-                f"{name}_weight_scale": torch.zeros(experts, n, k // 32, dtype=torch.uint8),
-                f"{name}_bias": torch.zeros(experts, n, dtype=torch.bfloat16),
-            })  # fmt: skip
+            parameters(
+                layer,
+                **{
+                    f"{name}_weight": torch.zeros(experts, n, k // 2, dtype=torch.uint8),
+                    f"{name}_weight_scale": torch.zeros(experts, n, k // 32, dtype=torch.uint8),
+                    f"{name}_bias": torch.zeros(experts, n, dtype=torch.bfloat16),
+                },
+            )
 
 
 def logger(name: str) -> Any:
@@ -61,9 +76,14 @@ def logger(name: str) -> Any:
 GIVEN = {
     "vllm.logger": {"init_logger": logger},
     "vllm.model_executor.layers.fused_moe": {"FusedMoEMethodBase": Method},
-    "vllm.model_executor.layers.linear": {"register_weight_loader_v2_supported_method": lambda method: method},
+    "vllm.model_executor.layers.linear": {
+        "register_weight_loader_v2_supported_method": lambda method: method
+    },
     "vllm.model_executor.layers.quantization.modelopt": {"ModelOptNvFp4FusedMoE": ModelOpt},
-    "vllm.model_executor.layers.quantization.mxfp4": {"GptOssMxfp4MoEMethod": GptOss, "Mxfp4MoEMethod": Method},
+    "vllm.model_executor.layers.quantization.mxfp4": {
+        "GptOssMxfp4MoEMethod": GptOss,
+        "Mxfp4MoEMethod": Method,
+    },
 }
 
 
@@ -81,7 +101,9 @@ class Stub(ModuleType):
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """In the place of vLLM, inside the block; the plug-in's modules are imported anew, and after it those are back that were there."""
+    """In the place of vLLM, inside the block; the plug-in's modules are imported anew, and after it
+    those are back that were there.
+    """
     before = dict(sys.modules)
     _forget()
     sys.modules.update(_modules())
@@ -104,10 +126,18 @@ def _forget() -> None:
 
 def _modules() -> dict[str, ModuleType]:
     leaves = (
-        *GIVEN, "vllm.model_executor.layers.quantization.base_config", "vllm.model_executor.layers.vocab_parallel_embedding",
-        "vllm.model_executor.parameter", "vllm.platforms", "vllm.utils.math_utils",
-    )  # fmt: skip
-    names = {".".join(parts[: i + 1]) for parts in (leaf.split(".") for leaf in leaves) for i in range(len(parts))}
+        *GIVEN,
+        "vllm.model_executor.layers.quantization.base_config",
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        "vllm.model_executor.parameter",
+        "vllm.platforms",
+        "vllm.utils.math_utils",
+    )
+    names = {
+        ".".join(parts[: i + 1])
+        for parts in (leaf.split(".") for leaf in leaves)
+        for i in range(len(parts))
+    }
     made = {name: Stub(name) for name in names}
     for module in made.values():
         module.__path__ = []  # a package

@@ -1,4 +1,6 @@
-"""Layers of experts from vLLM's parameters, without vLLM: what `apply` returns, and that a CUDA graph captures it."""
+"""Layers of experts from vLLM's parameters, without vLLM: what `apply` returns, and that a CUDA
+graph captures it.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,29 @@ def plugin() -> Iterator[Callable[[str], Any]]:
 def configuration(activation: str, has_bias: bool) -> Any:
     """As vLLM's of a layer."""
     return SimpleNamespace(
-        moe_parallel_config=SimpleNamespace(use_all2all_kernels=False, dp_size=1), is_lora_enabled=False, has_bias=has_bias,
-        swiglu_limit=None, activation=SimpleNamespace(value=activation), in_dtype=torch.bfloat16,
-    )  # fmt: skip
+        moe_parallel_config=SimpleNamespace(use_all2all_kernels=False, dp_size=1),
+        is_lora_enabled=False,
+        has_bias=has_bias,
+        swiglu_limit=None,
+        activation=SimpleNamespace(value=activation),
+        in_dtype=torch.bfloat16,
+    )
 
 
-def empty_layer(method: Any, experts: int, device: str, expert_map: torch.Tensor | None = None, hidden: int = H, inner: int = I) -> Any:
+def empty_layer(
+    method: Any,
+    experts: int,
+    device: str,
+    expert_map: torch.Tensor | None = None,
+    hidden: int = H,
+    inner: int = I,
+) -> Any:
     owner = torch.nn.Module()
-    owner.layer_name, owner.apply_router_weight_on_input, owner.expert_map = "model.layers.0.mlp.experts", False, expert_map
+    owner.layer_name, owner.apply_router_weight_on_input, owner.expert_map = (
+        "model.layers.0.mlp.experts",
+        False,
+        expert_map,
+    )
     with torch.device(device):
         method.create_weights(owner, experts, hidden, inner, torch.bfloat16)
     return owner
@@ -47,16 +64,32 @@ def load(owner: Any, here: slice = slice(None), **loaded: torch.Tensor) -> None:
         getattr(owner, name).data.copy_(tensor[here])
 
 
-def modelopt(plugin: Any, device: str, expert_map: torch.Tensor | None = None, here: slice = slice(None)) -> tuple[Any, Any, Any]:
+def modelopt(
+    plugin: Any, device: str, expert_map: torch.Tensor | None = None, here: slice = slice(None)
+) -> tuple[Any, Any, Any]:
     """A method, its layer on a device, and the meaning of both: a function of x, ids and w."""
-    method = plugin("modelopt").FusionMoeModelOptMethod(SimpleNamespace(), configuration("silu", False))
+    method = plugin("modelopt").FusionMoeModelOptMethod(
+        SimpleNamespace(), configuration("silu", False)
+    )
     g = torch.Generator().manual_seed(0)
-    up, down = torch.randn(E, 2, I, H, generator=g) * torch.tensor([1.0, 8.0])[:, None, None], torch.randn(E, H, I, generator=g)
+    up, down = (
+        torch.randn(E, 2, I, H, generator=g) * torch.tensor([1.0, 8.0])[:, None, None],
+        torch.randn(E, H, I, generator=g),
+    )
     codes, scale, matrix = quantize(up)
     w13, w2 = Quantized(codes.flatten(1, 2), scale.flatten(1, 2), matrix), quantize(down)
     owner = empty_layer(method, len(range(E)[here]), device, expert_map)
     for name, weight in ("w13", w13), ("w2", w2):
-        load(owner, here, **{f"{name}_{part}": t for part, t in zip(("weight", "weight_scale", "weight_scale_2"), weight, strict=True)})
+        load(
+            owner,
+            here,
+            **{
+                f"{name}_{part}": t
+                for part, t in zip(
+                    ("weight", "weight_scale", "weight_scale_2"), weight, strict=True
+                )
+            },
+        )
     return method, owner, lambda x, ids, w: expected(x, ids, w, w13, w2)
 
 
@@ -64,24 +97,50 @@ def gpt_oss(plugin: Any, device: str) -> tuple[Any, Any, Any]:
     """The same, of gpt-oss: biases, gate and up in turns, clamped."""
     method = plugin("mxfp4").FusionMoeGptOssMethod(configuration("swigluoai", True))
     g = torch.Generator().manual_seed(0)
-    w13, w2 = (quantize(torch.randn(shape, generator=g), encoding=MXFP4) for shape in ((E, 2 * I, H), (E, H, I)))
-    biases = {f"{name}_bias": 4 * torch.randn(E, n, generator=g).bfloat16() for name, n in (("w13", 2 * I), ("w2", H))}
+    w13, w2 = (
+        quantize(torch.randn(shape, generator=g), encoding=MXFP4)
+        for shape in ((E, 2 * I, H), (E, H, I))
+    )
+    biases = {
+        f"{name}_bias": 4 * torch.randn(E, n, generator=g).bfloat16()
+        for name, n in (("w13", 2 * I), ("w2", H))
+    }
     owner = empty_layer(method, E, device)
     load(owner, **biases)
     for name, weight in ("w13", w13), ("w2", w2):
-        load(owner, **{f"{name}_{part}": t.view(torch.uint8) for part, t in zip(("weight", "weight_scale"), weight, strict=True)})
-    return method, owner, lambda x, ids, w: expected(x, ids, w, w13, w2, **biases, interleave=1, limit=7.0, alpha=1.702, up_offset=1.0)
+        load(
+            owner,
+            **{
+                f"{name}_{part}": t.view(torch.uint8)
+                for part, t in zip(("weight", "weight_scale"), weight, strict=True)
+            },
+        )
+    return (
+        method,
+        owner,
+        lambda x, ids, w: expected(
+            x, ids, w, w13, w2, **biases, interleave=1, limit=7.0, alpha=1.702, up_offset=1.0
+        ),
+    )
 
 
 def routing(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x bf16[T, H], ids int32[T, k] of different experts, w float32[T, k]: what vLLM's routers return."""
+    """x bf16[T, H], ids int32[T, k] of different experts, w float32[T, k]: what vLLM's routers
+    return.
+    """
     g = torch.Generator().manual_seed(seed)
     ids = torch.stack([torch.randperm(E, generator=g)[:SLOTS] for _ in range(TOKENS)]).int()
-    return torch.randn(TOKENS, H, generator=g).bfloat16(), ids, torch.rand(TOKENS, SLOTS, generator=g)
+    return (
+        torch.randn(TOKENS, H, generator=g).bfloat16(),
+        ids,
+        torch.rand(TOKENS, SLOTS, generator=g),
+    )
 
 
 def near(found: torch.Tensor, want: torch.Tensor) -> bool:
-    """Within a few roundings to bfloat16: of the activation between both products, and of the result."""
+    """Within a few roundings to bfloat16: of the activation between both products, and of the
+    result.
+    """
     return bool((found.cpu().double() - want).norm() <= 2**-7 * want.norm())
 
 
@@ -103,7 +162,10 @@ def test_weights_are_not_copied(plugin: Any) -> None:
     owner = empty_layer(method, E, "cpu", hidden=1024, inner=512)
     loaded = [owner.w13_weight.data_ptr(), owner.w2_weight.data_ptr()]
     method.process_weights_after_loading(owner)
-    assert [owner.fusion_moe.gate_up_proj.data_ptr(), owner.fusion_moe.down_proj.data_ptr()] == loaded
+    assert [
+        owner.fusion_moe.gate_up_proj.data_ptr(),
+        owner.fusion_moe.down_proj.data_ptr(),
+    ] == loaded
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -16,17 +16,32 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 from method_layers import expected
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
 from fusion_moe.encodings import Quantized
-from fusion_moe.errors import CheckpointError, DtypeError, NonFiniteError, ShapeError, UnsupportedError
+from fusion_moe.errors import (
+    CheckpointError,
+    DtypeError,
+    NonFiniteError,
+    ShapeError,
+    UnsupportedError,
+)
 from fusion_moe.vllm import register
 from fusion_moe.vllm.compressed_tensors import FusionMoeInt4Method
 from fusion_moe.vllm.config import FusionMoeConfig, _of_experts_on_cpu
 from fusion_moe.vllm.experts import first_expert, need_served, swiglu_of
-from fusion_moe.vllm.mxfp4 import FusionMoeGptOssConfig, FusionMoeGptOssMethod, FusionMoeMxfp4Config, FusionMoeMxfp4Method
+from fusion_moe.vllm.mxfp4 import (
+    FusionMoeGptOssConfig,
+    FusionMoeGptOssMethod,
+    FusionMoeMxfp4Config,
+    FusionMoeMxfp4Method,
+)
 from fusion_moe.vllm.scales import check_scales
 
 NVFP4_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
@@ -40,10 +55,18 @@ def parallel(**changes: Any) -> FusedMoEParallelConfig:
 def layer(**changes: Any) -> FusedMoEConfig:
     """vLLM's configuration of a layer."""
     made = FusedMoEConfig(
-        num_experts=4, experts_per_token=2, hidden_dim=64, intermediate_size=32, num_local_experts=4, num_logical_experts=4,
-        activation=MoEActivation.SILU, device="cpu", routing_method=RoutingMethodType.Renormalize,
-        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(), in_dtype=torch.bfloat16,
-    )  # fmt: skip
+        num_experts=4,
+        experts_per_token=2,
+        hidden_dim=64,
+        intermediate_size=32,
+        num_local_experts=4,
+        num_logical_experts=4,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=torch.bfloat16,
+    )
     return dataclasses.replace(made, **changes)
 
 
@@ -59,9 +82,15 @@ def test_vllm_finds_it_and_the_variable_turns_it_off(value: str) -> None:
     code = (
         "import logging; logging.basicConfig(level=logging.INFO)\n"
         "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
-        "from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS; print('fusion_moe' in QUANTIZATION_METHODS)"
+        "from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS; "
+        "print('fusion_moe' in QUANTIZATION_METHODS)"
     )
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "FUSION_MOE_VLLM": value}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "FUSION_MOE_VLLM": value},
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.split()[-1] == str(value == "1"), done.stderr
     assert ("FUSION_MOE_VLLM=0" in done.stdout + done.stderr) == (value == "0")
 
@@ -76,11 +105,27 @@ def test_only_who_asks_gets_it() -> None:
 def test_what_vllm_has_no_experts_for_on_cpus() -> None:
     compressed = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
     assert all(map(_of_experts_on_cpu, (NVFP4_CONFIG, {"quant_method": "mxfp4"}, compressed)))
-    assert not any(map(_of_experts_on_cpu, ({"quant_method": "fp8"}, compressed | {"format": "pack-quantized"})))
+    assert not any(
+        map(
+            _of_experts_on_cpu, ({"quant_method": "fp8"}, compressed | {"format": "pack-quantized"})
+        )
+    )
 
 
-@pytest.mark.parametrize("config", [NVFP4_CONFIG, {"quantization": {
-    "quant_algo": "W4A16_NVFP4", "group_size": 16, "kv_cache_quant_algo": None, "exclude_modules": []}}])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        NVFP4_CONFIG,
+        {
+            "quantization": {
+                "quant_algo": "W4A16_NVFP4",
+                "group_size": 16,
+                "kv_cache_quant_algo": None,
+                "exclude_modules": [],
+            }
+        },
+    ],
+)
 def test_modelopt_is_read(config: dict[str, Any]) -> None:
     made = FusionMoeConfig.from_config(config)
     assert made.get_name() == "fusion_moe"
@@ -88,7 +133,9 @@ def test_modelopt_is_read(config: dict[str, Any]) -> None:
 
 
 def test_mxfp4_is_read() -> None:
-    """vLLM renames gpt-oss's, whose rows take turns, and its loader of weights asks for the name."""
+    """vLLM renames gpt-oss's, whose rows take turns, and its loader of weights asks for the
+    name.
+    """
     gpt_oss = FusionMoeConfig.from_config({"quant_method": "gpt_oss_mxfp4"})
     assert isinstance(gpt_oss, FusionMoeGptOssConfig)
     assert gpt_oss.get_name() == "gpt_oss_mxfp4"
@@ -100,11 +147,16 @@ def test_mxfp4_is_read() -> None:
     [
         ({"quant_method": "fp8"}, "quant_method 'fp8'"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo FP8"),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo MIXED_PRECISION"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+            "quant_algo MIXED_PRECISION",
+        ),
     ],
 )
 def test_other_methods_are_refused(config: dict[str, Any], found: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{found}; expected ModelOpt's NVFP4.*; leave out --quantization"):
+    with pytest.raises(
+        UnsupportedError, match=f"{found}; expected ModelOpt's NVFP4.*; leave out --quantization"
+    ):
         FusionMoeConfig.from_config(config)
 
 
@@ -117,8 +169,14 @@ def test_layers_that_are_served() -> None:
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"moe_parallel_config": parallel(ep_size=2, dp_size=2)}, "ranks that have tokens of their own, .* in place of --data-parallel"),
-        ({"moe_parallel_config": parallel(dp_size=2)}, "ranks that have tokens of their own, .* in place of --data-parallel"),
+        (
+            {"moe_parallel_config": parallel(ep_size=2, dp_size=2)},
+            "ranks that have tokens of their own, .* in place of --data-parallel",
+        ),
+        (
+            {"moe_parallel_config": parallel(dp_size=2)},
+            "ranks that have tokens of their own, .* in place of --data-parallel",
+        ),
         ({"is_lora_enabled": True}, "LoRA"),
     ],
 )
@@ -129,11 +187,26 @@ def test_layers_that_are_refused(changes: dict[str, Any], found: str) -> None:
 
 def test_ranks_with_tokens_of_their_own_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM gathers tokens before `apply`, and adds up what ranks return, in one way of several."""
-    monkeypatch.setattr("fusion_moe.vllm.experts.current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(
+        "fusion_moe.vllm.experts.current_platform", SimpleNamespace(is_cpu=lambda: False)
+    )
     need_served(layer(moe_parallel_config=parallel(ep_size=2, dp_size=2)))
-    with pytest.raises(UnsupportedError, match="--all2all-backend deepep_low_latency; expected allgather_reducescatter; leave it out"):
-        need_served(layer(moe_parallel_config=parallel(ep_size=2, dp_size=2, all2all_backend="deepep_low_latency")))
-    with pytest.raises(UnsupportedError, match="prefill context parallelism; .* without --prefill-context-parallel-size"):
+    with pytest.raises(
+        UnsupportedError,
+        match="--all2all-backend deepep_low_latency; expected "
+        "allgather_reducescatter; leave it out",
+    ):
+        need_served(
+            layer(
+                moe_parallel_config=parallel(
+                    ep_size=2, dp_size=2, all2all_backend="deepep_low_latency"
+                )
+            )
+        )
+    with pytest.raises(
+        UnsupportedError,
+        match="prefill context parallelism; .* without --prefill-context-parallel-size",
+    ):
         need_served(layer(moe_parallel_config=parallel(ep_size=2, pcp_size=2)))
 
 
@@ -142,36 +215,74 @@ def test_ranks_with_tokens_of_their_own_on_gpus(monkeypatch: pytest.MonkeyPatch)
     [
         ({}, 0, {"limit": None}),
         ({"swiglu_limit": 7.0}, 0, {"limit": 7.0}),
-        ({"activation": MoEActivation.SWIGLUOAI}, 1, {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}),
-        ({"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, "swiglu_limit": 5.0}, 0, {"limit": 5.0, "alpha": 1.0, "up_offset": 0.0}),
-        ({"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, "swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}, 0,
-         {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}),
+        (
+            {"activation": MoEActivation.SWIGLUOAI},
+            1,
+            {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0},
+        ),
+        (
+            {"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, "swiglu_limit": 5.0},
+            0,
+            {"limit": 5.0, "alpha": 1.0, "up_offset": 0.0},
+        ),
+        (
+            {
+                "activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE,
+                "swiglu_limit": 7.0,
+                "swiglu_alpha": 1.702,
+                "swiglu_beta": 1.0,
+            },
+            0,
+            {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0},
+        ),
     ],
-)  # fmt: skip
-def test_activations_that_are_served(changes: dict[str, Any], interleave: int, found: dict[str, Any]) -> None:
+)
+def test_activations_that_are_served(
+    changes: dict[str, Any], interleave: int, found: dict[str, Any]
+) -> None:
     assert swiglu_of(layer(**changes), interleave) == found
 
 
 @pytest.mark.parametrize(
     ("name", "interleave"),
-    [("GELU", 0), ("SWIGLUSTEP", 0), ("SITU", 0), ("SWIGLUOAI", 0), ("SWIGLUOAI_UNINTERLEAVE", 1), ("SILU", 1)],
-)  # fmt: skip
+    [
+        ("GELU", 0),
+        ("SWIGLUSTEP", 0),
+        ("SITU", 0),
+        ("SWIGLUOAI", 0),
+        ("SWIGLUOAI_UNINTERLEAVE", 1),
+        ("SILU", 1),
+    ],
+)
 def test_activations_that_are_refused(name: str, interleave: int) -> None:
     activation = MoEActivation[name]
-    with pytest.raises(UnsupportedError, match=f"experts with activation '{activation.value}'; expected 'swigluoai'|or 'swigluoai_unint"):
+    with pytest.raises(
+        UnsupportedError,
+        match=f"experts with activation '{activation.value}'; "
+        "expected 'swigluoai'|or 'swigluoai_unint",
+    ):
         swiglu_of(layer(activation=activation), interleave)
 
 
 def test_biases_are_served_where_vllm_loads_them() -> None:
     FusionMoeGptOssMethod(layer(has_bias=True, activation=MoEActivation.SWIGLUOAI))
-    for make, encoding in (experts_method, "nvfp4"), (lambda **changes: FusionMoeMxfp4Method(layer(**changes)), "mxfp4"):
-        with pytest.raises(UnsupportedError, match=f"experts in {encoding} with biases; expected those of gpt-oss, in its own MXFP4"):
+    for make, encoding in (
+        (experts_method, "nvfp4"),
+        (lambda **changes: FusionMoeMxfp4Method(layer(**changes)), "mxfp4"),
+    ):
+        with pytest.raises(
+            UnsupportedError,
+            match=f"experts in {encoding} with biases; expected those of gpt-oss, in its own MXFP4",
+        ):
             make(has_bias=True)
 
 
 def test_int4_in_float16_is_refused() -> None:
     FusionMoeInt4Method(layer())
-    with pytest.raises(DtypeError, match="INT4 in a model in float16; expected bfloat16 or float32; --dtype bfloat16"):
+    with pytest.raises(
+        DtypeError,
+        match="INT4 in a model in float16; expected bfloat16 or float32; --dtype bfloat16",
+    ):
         FusionMoeInt4Method(layer(in_dtype=torch.float16))
 
 
@@ -182,7 +293,10 @@ def experts_method(**changes: Any) -> Any:
 
 def test_sizes_off_the_block_are_refused() -> None:
     owner = SimpleNamespace(layer_name="experts", expert_map=None)
-    with pytest.raises(ShapeError, match="experts: intermediate size 24; expected a multiple of 16.*--tensor-parallel-size"):
+    with pytest.raises(
+        ShapeError,
+        match="experts: intermediate size 24; expected a multiple of 16.*--tensor-parallel-size",
+    ):
         experts_method().create_weights(owner, 4, 64, 24, torch.bfloat16)
     with pytest.raises(ShapeError, match="experts: hidden size 40"):
         experts_method().create_weights(owner, 4, 40, 32, torch.bfloat16)
@@ -194,7 +308,9 @@ def weights(experts: int = 4) -> tuple[Any, Any]:
     w13[:, 1] *= 8  # up has scales of its own
     w2 = torch.randn(experts, 64, 32, generator=generator)
     codes, scale, matrix = torch.ops.fusion_moe.nvfp4_quantize(w13)
-    return Quantized(codes.flatten(1, 2), scale.flatten(1, 2), matrix), Quantized(*torch.ops.fusion_moe.nvfp4_quantize(w2))
+    return Quantized(codes.flatten(1, 2), scale.flatten(1, 2), matrix), Quantized(
+        *torch.ops.fusion_moe.nvfp4_quantize(w2)
+    )
 
 
 def loaded(method: Any, w13: Any, w2: Any) -> torch.nn.Module:
@@ -203,7 +319,10 @@ def loaded(method: Any, w13: Any, w2: Any) -> torch.nn.Module:
     owner.layer_name, owner.apply_router_weight_on_input = "model.layers.0.mlp.experts", False
     tensors = {"w13_input_scale": torch.ones(4, 2), "w2_input_scale": torch.ones(4)}
     for name, weight in ("w13", w13), ("w2", w2):
-        tensors |= {f"{name}_{part}": t for part, t in zip(("weight", "weight_scale", "weight_scale_2"), weight, strict=True)}
+        tensors |= {
+            f"{name}_{part}": t
+            for part, t in zip(("weight", "weight_scale", "weight_scale_2"), weight, strict=True)
+        }
     for name, tensor in tensors.items():
         owner.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
     assert set(tensors) == set(method.loaded)
@@ -215,9 +334,14 @@ def test_experts_keep_both_scales_of_gate_and_up(limit: float | None) -> None:
     method, (w13, w2) = experts_method(swiglu_limit=limit), weights()
     owner = loaded(method, w13, w2)
     method.process_weights_after_loading(owner)
-    assert [name for name, _ in owner.named_parameters() if not name.startswith("fusion_moe.")] == []
+    assert [
+        name for name, _ in owner.named_parameters() if not name.startswith("fusion_moe.")
+    ] == []
     generator = torch.Generator().manual_seed(1)
-    x, ids = torch.randn(5, 64, generator=generator), torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]])
+    x, ids = (
+        torch.randn(5, 64, generator=generator),
+        torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]]),
+    )
     w = torch.rand(5, 2, generator=generator)
     want = expected(x, ids, w, w13, w2, limit=limit)
     assert (method.apply(owner, x, w, ids.int()) - want).norm() <= 1e-6 * want.norm()
@@ -226,14 +350,21 @@ def test_experts_keep_both_scales_of_gate_and_up(limit: float | None) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_experts_of_ranks_add_up(ranks: int) -> None:
     (w13, w2), generator = weights(), torch.Generator().manual_seed(1)
-    x, ids = torch.randn(5, 64, generator=generator), torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]])
+    x, ids = (
+        torch.randn(5, 64, generator=generator),
+        torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]]),
+    )
     w = torch.rand(5, 2, generator=generator)
     total = torch.zeros(5, 64)
     for rank in range(ranks):
         count, placed, _ = determine_expert_map(ranks, rank, 4)
         here = placed >= 0
-        method = experts_method(moe_parallel_config=parallel(ep_size=ranks, ep_rank=rank), num_local_experts=count)
-        owner = loaded(method, *(Quantized(*(part[here] for part in weight)) for weight in (w13, w2)))
+        method = experts_method(
+            moe_parallel_config=parallel(ep_size=ranks, ep_rank=rank), num_local_experts=count
+        )
+        owner = loaded(
+            method, *(Quantized(*(part[here] for part in weight)) for weight in (w13, w2))
+        )
         method.first_expert = first_expert(placed, "")
         method.process_weights_after_loading(owner)
         assert len(owner.fusion_moe.down_proj) == count
@@ -245,7 +376,10 @@ def test_experts_of_ranks_add_up(ranks: int) -> None:
 def test_placements_of_experts() -> None:
     assert first_expert(None, "") is None
     assert [first_expert(determine_expert_map(3, rank, 7)[1], "") for rank in range(3)] == [0, 3, 5]
-    with pytest.raises(UnsupportedError, match="layer 3: experts 0, 2 on a rank; expected some that follow .*-strategy linear"):
+    with pytest.raises(
+        UnsupportedError,
+        match="layer 3: experts 0, 2 on a rank; expected some that follow .*-strategy linear",
+    ):
         first_expert(determine_expert_map(2, 0, 4, "round_robin")[1], "layer 3")
     with pytest.raises(UnsupportedError, match="experts none on a rank"):
         first_expert(determine_expert_map(3, 2, 2)[1], "")
@@ -265,5 +399,8 @@ def test_bad_scales_are_found(part: str) -> None:
 def test_a_divisor_for_a_multiplier_is_found() -> None:
     weight, _ = weights()
     inverted = weight.with_(decode_scale=1 / weight.decode_scale)
-    with pytest.raises(CheckpointError, match="layer 3: w13's decode_scale makes the largest weight .*; expected at most 2688"):
+    with pytest.raises(
+        CheckpointError,
+        match="layer 3: w13's decode_scale makes the largest weight .*; expected at most 2688",
+    ):
         check_scales("layer 3", w13=inverted)

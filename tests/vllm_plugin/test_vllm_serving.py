@@ -1,4 +1,6 @@
-"""vLLM serves directories with this library: what it says is compared with transformers' model of the same numbers, in float32."""
+"""vLLM serves directories with this library: what it says is compared with transformers' model of
+the same numbers, in float32.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from served import (
     modelopt_demo,
     mxfp4_alone_demo,
     mxfp4_demo,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.slow
 OFFLINE = Path(__file__).with_name("offline.py")
@@ -37,11 +39,25 @@ PROMPTS = [[3, 9, 27, 20, 5, 11, 30], [8, 4], [17, 3, 29, 31, 6, 12, 25, 14, 7, 
 CLIENTS = 8
 
 
-def generated(directory: Path, environment: Mapping[str, str] | None = None, **options: Any) -> tuple[list[dict[str, Any]], str]:
+def generated(
+    directory: Path, environment: Mapping[str, str] | None = None, **options: Any
+) -> tuple[list[dict[str, Any]], str]:
     """What a process found, and its log."""
-    given = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "quantization": "fusion_moe", **options}
+    given = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "quantization": "fusion_moe",
+        **options,
+    }
     command = [sys.executable, OFFLINE, directory, json.dumps(given), json.dumps(PROMPTS)]
-    done = subprocess.run(command, env={**ENVIRONMENT, **(environment or {})}, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command,
+        env={**ENVIRONMENT, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     return json.loads(line.removeprefix("FOUND ")), done.stdout + done.stderr
@@ -54,7 +70,9 @@ def compare(directory: Path, folder: Path, found: list[dict[str, Any]], toleranc
         assert greedy(model, prompt, answer["tokens"])
 
 
-@pytest.mark.parametrize("write", [modelopt_demo, compressed_tensors_demo, mxfp4_demo, mxfp4_alone_demo])
+@pytest.mark.parametrize(
+    "write", [modelopt_demo, compressed_tensors_demo, mxfp4_demo, mxfp4_alone_demo]
+)
 def test_demo_offline(write: Any, tmp_path: Path) -> None:
     directory = write(tmp_path)
     found, log = generated(directory)
@@ -70,21 +88,36 @@ def test_demo_compiled(tmp_path: Path) -> None:
     compare(directory, tmp_path, generated(directory, enforce_eager=False)[0], 1e-3)
 
 
-@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "modelopt-mixtral", "ct-qwen3_moe", "ct-qwen3_moe-int4", "mxfp4-gpt_oss"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "modelopt-qwen3_moe",
+        "modelopt-mixtral",
+        "ct-qwen3_moe",
+        "ct-qwen3_moe-int4",
+        "mxfp4-gpt_oss",
+    ],
+)
 def test_made_by_other_packages(name: str, tmp_path: Path) -> None:
-    """Attention in NVFP4 too; q, k and v have scales of their own in compressed-tensors' directories. gpt-oss has biases and sinks."""
+    """Attention in NVFP4 too; q, k and v have scales of their own in compressed-tensors'
+    directories. gpt-oss has biases and sinks.
+    """
     found, log = generated(MADE / name)
     encoding = next((e for e in ("int4", "mxfp4") if e in name), "nvfp4")
     assert f"fusion_moe serves experts in {encoding}" in log
     compare(MADE / name, tmp_path, found, 1e-3)
 
 
-@pytest.mark.parametrize(("write", "experts"), [(gpt_oss_between_two, False), (modelopt_demo, True)])
+@pytest.mark.parametrize(
+    ("write", "experts"), [(gpt_oss_between_two, False), (modelopt_demo, True)]
+)
 def test_two_processes(write: Any, experts: bool, tmp_path: Path) -> None:
     """Features of gpt-oss's experts, or whole experts, divided between two ranks."""
     directory = write(tmp_path)
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    found, log = generated(directory, environment, tensor_parallel_size=2, enable_expert_parallel=experts)
+    found, log = generated(
+        directory, environment, tensor_parallel_size=2, enable_expert_parallel=experts
+    )
     assert "fusion_moe serves experts" in log
     assert ("Worker_TP0_EP0" in log) == experts
     compare(directory, tmp_path, found, 1e-3)
@@ -98,12 +131,29 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    arguments = f"--quantization fusion_moe --dtype float32 --max-model-len 64 --enforce-eager --host 127.0.0.1 --port {port}".split()
+    arguments = (
+        "--quantization fusion_moe --dtype float32 --max-model-len 64 --enforce-eager "
+        f"--host 127.0.0.1 --port {port}"
+    ).split()
     # vllm-cpu's command `vllm` fails: it asks for the version of a package "vllm"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", directory, "--served-model-name", "demo", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        directory,
+        "--served-model-name",
+        "demo",
+        *arguments,
+    ]
     log = folder / "log"
     with log.open("wb") as out:
-        process = subprocess.Popen(command, env={**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            command,
+            env={**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            stdout=out,
+            stderr=out,
+        )
     try:
         _wait(process, port, log)
         yield directory, port
@@ -129,17 +179,31 @@ def test_server_with_clients_at_once(server: tuple[Path, int], tmp_path: Path) -
 
     def ask(client: int) -> dict[str, Any]:
         tokens = [(7 * client + 13 * i) % 2000 + 1 for i in range(3 + 2 * client)]
-        asked = {"model": "demo", "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        asked = {
+            "model": "demo",
+            "prompt": tokens,
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         body = json.dumps(asked | {"logprobs": 0, "return_token_ids": True}).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=300) as answer:
             choice = json.load(answer)["choices"][0]
-        return {"prompt": tokens, "tokens": choice["token_ids"], "log_probabilities": choice["logprobs"]["token_logprobs"]}
+        return {
+            "prompt": tokens,
+            "tokens": choice["token_ids"],
+            "log_probabilities": choice["logprobs"]["token_logprobs"],
+        }
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         answers = list(pool.map(ask, range(CLIENTS)))
     model, _ = judged(directory, tmp_path, [])
     for answer in answers:
         assert greedy(model, answer["prompt"], answer["tokens"])
-        want = log_probabilities(model, answer["prompt"] + answer["tokens"])[-len(answer["tokens"]) :]
+        want = log_probabilities(model, answer["prompt"] + answer["tokens"])[
+            -len(answer["tokens"]) :
+        ]
         assert answer["log_probabilities"] == pytest.approx(want, abs=1e-3)

@@ -1,14 +1,18 @@
-"""Compares the machine code of all kernels before and after a change: CUDA's as cubins, the CPU's as libraries. Needs no GPU.
+"""Compares the machine code of all kernels before and after a change: CUDA's as cubins, the CPU's
+as libraries. Needs no GPU.
 
-    python tools/machine_code HEAD~1 .                      # a git revision or a folder; "." is the tree as it is
-    python tools/machine_code main . --cuda --only large    # kernels whose label matches a regular expression
-    python tools/machine_code main . --write /tmp/code      # then: diff -r /tmp/code/before /tmp/code/after
+    python tools/machine_code HEAD~1 .                      # a git revision or a folder; "." is the
+    tree as it is python tools/machine_code main . --cuda --only large    # kernels whose label
+    matches a regular expression python tools/machine_code main . --write /tmp/code      # then:
+    diff -r /tmp/code/before /tmp/code/after
 
-Each tree compiles its kernels itself, in a process and with a cache of its own (kernels.py says which). Their code is compared without
-addresses and names (disassembly.py). A kernel that has another label, but whose code was there before, is renamed, which is no difference.
-Exits with 1 if kernels differ, are missing or are new.
+Each tree compiles its kernels itself, in a process and with a cache of its own (kernels.py says
+which). Their code is compared without addresses and names (disassembly.py). A kernel that has
+another label, but whose code was there before, is renamed, which is no difference. Exits with 1 if
+kernels differ, are missing or are new.
 
---keep FOLDER keeps what a revision compiled, for the next comparison with it. Needs what `make test` installs, and objdump.
+--keep FOLDER keeps what a revision compiled, for the next comparison with it. Needs what `make
+test` installs, and objdump.
 """
 
 from __future__ import annotations
@@ -31,12 +35,15 @@ from disassembly import Code, of_cubin, of_library
 HERE = Path(__file__).parent
 NAMES = ("before", "after")
 SOURCES = ("fusion_moe", "translators")
-NEVER = shutil.ignore_patterns("shipped", "__pycache__", "*.so")  # libraries that were built before the change
+# libraries that were built before the change
+NEVER = shutil.ignore_patterns("shipped", "__pycache__", "*.so")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a kernel; instructions: before and after, None where there is no such kernel."""
+    """What became of a kernel; instructions: before and after, None where there is no such
+    kernel.
+    """
 
     label: str
     verdict: str
@@ -52,7 +59,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="machine_code-") as scratch:
         folders = [Path(scratch, name) for name in NAMES]
         trees = list(map(_export, (asked.before, asked.after), folders))
-        caches = [_cache(tree, asked.keep, folder) for tree, folder in zip((asked.before, asked.after), folders, strict=True)]
+        caches = [
+            _cache(tree, asked.keep, folder)
+            for tree, folder in zip((asked.before, asked.after), folders, strict=True)
+        ]
         with ThreadPoolExecutor(2) as pool:
             before, after = pool.map(lambda tree, cache: _codes(tree, cache, asked), trees, caches)
     if asked.write:
@@ -62,27 +72,48 @@ def main() -> int:
     for row in rows:
         if asked.all or not row.same:
             print(
-                f"{row.verdict:8} {' -> '.join('none' if n is None else str(n) for n in row.instructions):>16} instructions   {row.label}"
+                f"{row.verdict:8} "
+                f"{' -> '.join('none' if n is None else str(n) for n in row.instructions):>16} "
+                f"instructions   {row.label}"
             )
     different = sum(not row.same for row in rows)
-    print(f"{len(rows)} kernels, {sum(row.instructions[1] or 0 for row in rows)} instructions: {different or 'none'} different")
+    print(
+        f"{len(rows)} kernels, {sum(row.instructions[1] or 0 for row in rows)} instructions: "
+        f"{different or 'none'} different"
+    )
     return 1 if different or not rows else 0
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="machine_code", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="machine_code",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("before", help="a git revision, or a folder")
     parser.add_argument("after", help="a git revision, or a folder")
     parser.add_argument("--cuda", action="store_true", help="the CUDA kernels alone")
     parser.add_argument("--cpu", action="store_true", help="the CPU libraries alone")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="kernels whose label has this regular expression")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="PATTERN",
+        help="kernels whose label has this regular expression",
+    )
     parser.add_argument("--all", action="store_true", help="list the kernels that are the same too")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write what was compared, a file for each kernel")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where to keep what revisions compile")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="FOLDER",
+        help="write what was compared, a file for each kernel",
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="where to keep what revisions compile"
+    )
     return parser.parse_args()
 
 
-# The trees ----------------------------------------------------------------------------------------------------------
+# The trees ----------------------------------------------------------------------------------------
 
 
 def _export(tree: str, to: Path) -> Path:
@@ -92,16 +123,26 @@ def _export(tree: str, to: Path) -> Path:
         for name in SOURCES:
             shutil.copytree(Path(tree, name), to / name, ignore=NEVER)
     else:
-        archive = subprocess.run(["git", "archive", tree, *SOURCES], cwd=_root(), capture_output=True, check=True)
+        archive = subprocess.run(
+            ["git", "archive", tree, *SOURCES], cwd=_root(), capture_output=True, check=True
+        )
         subprocess.run(["tar", "-x"], cwd=to, input=archive.stdout, check=True)
     return to
 
 
 def _cache(tree: str, keep: Path | None, folder: Path) -> Path:
-    """A folder for what a tree compiles: in the folder of its copy, or one that stays for a revision, if such are kept."""
+    """A folder for what a tree compiles: in the folder of its copy, or one that stays for a
+    revision, if such are kept.
+    """
     if keep is None or Path(tree).is_dir():
         return folder / "cache"
-    commit = subprocess.run(["git", "rev-parse", f"{tree}^{{commit}}"], cwd=_root(), capture_output=True, check=True, text=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", f"{tree}^{{commit}}"],
+        cwd=_root(),
+        capture_output=True,
+        check=True,
+        text=True,
+    )
     return keep.absolute() / commit.stdout.strip()
 
 
@@ -116,15 +157,23 @@ def _codes(tree: Path, cache: Path, asked: argparse.Namespace) -> Mapping[str, C
     for name in which:
         found |= _built(tree, cache, name, asked.only)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        codes = pool.map(lambda path: (of_cubin if path.suffix == ".cubin" else of_library)(path), found.values())
+        codes = pool.map(
+            lambda path: (of_cubin if path.suffix == ".cubin" else of_library)(path), found.values()
+        )
         return dict(zip(found, codes, strict=True))
 
 
 def _built(tree: Path, cache: Path, which: str, only: str) -> Mapping[str, Path]:
     """Files with a tree's kernels, by label."""
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    unset = {name: value for name, value in os.environ.items() if not name.startswith("FUSION_MOE_")}
-    environment = {**unset, "PYTHONPATH": os.pathsep.join(map(str, (tree, tree / "translators"))), "FUSION_MOE_CACHE_DIR": str(cache)}
+    unset = {
+        name: value for name, value in os.environ.items() if not name.startswith("FUSION_MOE_")
+    }
+    environment = {
+        **unset,
+        "PYTHONPATH": os.pathsep.join(map(str, (tree, tree / "translators"))),
+        "FUSION_MOE_CACHE_DIR": str(cache),
+    }
     command = [sys.executable, HERE / "kernels.py", which, only]
     done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -132,7 +181,7 @@ def _built(tree: Path, cache: Path, which: str, only: str) -> Mapping[str, Path]
     return {label: Path(path) for label, path in json.loads(done.stdout).items()}
 
 
-# The comparison -----------------------------------------------------------------------------------------------------
+# The comparison -----------------------------------------------------------------------------------
 
 
 def _compare(before: Mapping[str, Code], after: Mapping[str, Code]) -> Iterator[Row]:
@@ -156,12 +205,16 @@ def _compare(before: Mapping[str, Code], after: Mapping[str, Code]) -> Iterator[
 
 def _row(label: str, code: Code, old: str, was: Code) -> Row:
     return Row(
-        label if old == label else f"{label} (was {old.rpartition(', ')[2]})", was.difference(code), (was.instructions, code.instructions)
+        label if old == label else f"{label} (was {old.rpartition(', ')[2]})",
+        was.difference(code),
+        (was.instructions, code.instructions),
     )
 
 
 def _counterpart(label: str, left: Collection[str], new: Collection[str]) -> str | None:
-    """The label that a kernel had: the same, or, if another one has that in the meantime, the next of those that went from its call."""
+    """The label that a kernel had: the same, or, if another one has that in the meantime, the next
+    of those that went from its call.
+    """
     call = label.rpartition(",")[0]
     gone = [old for old in left if old not in new and old.rpartition(",")[0] == call]
     return label if label in left else next(iter(gone), None)

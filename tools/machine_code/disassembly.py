@@ -1,4 +1,6 @@
-"""What a compiled kernel is made of: its instructions and constants, without addresses and names."""
+"""What a compiled kernel is made of: its instructions and constants, without addresses and
+names.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from pathlib import Path
 
 # nvdisasm -hex: a line for the first half of an instruction, one for the second
 _SASS = re.compile(
-    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?P<text>.*?)\s*;\s+/\* 0x[0-9a-f]{16} \*/\n\s+/\* 0x(?P<high>[0-9a-f]{16}) \*/", re.MULTILINE
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?P<text>.*?)\s*;\s+/\* 0x[0-9a-f]{16} \*/\n\s+/\* "
+    r"0x(?P<high>[0-9a-f]{16}) \*/",
+    re.MULTILINE,
 )
 _SASS_LABEL = re.compile(r"^(\.L_x_\d+):", re.MULTILINE)
 _CONTROL = 41  # bits of the second half that come before stalls, barriers and reuse
@@ -50,23 +54,37 @@ class Code:
         return "\n\n".join("\n".join(lines) for lines in (*self.functions, self.data)) + "\n"
 
 
-# CUDA ---------------------------------------------------------------------------------------------------------------
+# CUDA ---------------------------------------------------------------------------------------------
 
 
 def of_cubin(path: Path) -> Code:
-    """The SASS of a cubin, with how instructions are scheduled, and the size of its static shared memory."""
+    """The SASS of a cubin, with how instructions are scheduled, and the size of its static shared
+    memory.
+    """
     text = _run(_nvdisasm(), "-hex", path)
     sections = {part.split(",", 1)[0]: part for part in text.split("\n\t.section\t")[1:]}
     functions = [_sass(body) for name, body in sections.items() if name.startswith(".text.")]
-    shared = [size for name, body in sections.items() if name.startswith(".nv.shared.") for size in re.findall(r"\.zero\s+\d+", body)]
+    shared = [
+        size
+        for name, body in sections.items()
+        if name.startswith(".nv.shared.")
+        for size in re.findall(r"\.zero\s+\d+", body)
+    ]
     read = any(_READS_DATA.search(line) for line in chain.from_iterable(functions))
-    constants = [word for name, body in sections.items() if read and _is_data(name) for word in re.findall(r"\.(?:byte|word)\s+.*", body)]
+    constants = [
+        word
+        for name, body in sections.items()
+        if read and _is_data(name)
+        for word in re.findall(r"\.(?:byte|word)\s+.*", body)
+    ]
     return Code(tuple(functions), (*shared, *constants))
 
 
 def _sass(section: str) -> tuple[str, ...]:
     """Instructions, each with its scheduling."""
-    named = _numbered(chain.from_iterable(_SYMBOL.findall(m["text"]) for m in _SASS.finditer(section)))
+    named = _numbered(
+        chain.from_iterable(_SYMBOL.findall(m["text"]) for m in _SASS.finditer(section))
+    )
     lines = []
     for m in re.finditer(f"{_SASS.pattern}|{_SASS_LABEL.pattern}", section, re.MULTILINE):
         if m["text"]:
@@ -77,7 +95,9 @@ def _sass(section: str) -> tuple[str, ...]:
 
 
 def _is_data(section: str) -> bool:
-    return section.startswith((".nv.constant", ".nv.global.init")) and not section.startswith(".nv.constant0")
+    return section.startswith((".nv.constant", ".nv.global.init")) and not section.startswith(
+        ".nv.constant0"
+    )
 
 
 @cache
@@ -85,22 +105,33 @@ def _nvdisasm() -> Path:
     try:
         files = metadata.distribution("nvidia-cuda-nvdisasm").files or []
     except metadata.PackageNotFoundError:
-        raise SystemExit("nvdisasm is not installed: pip install nvidia-cuda-nvdisasm, or --cpu") from None
+        raise SystemExit(
+            "nvdisasm is not installed: pip install nvidia-cuda-nvdisasm, or --cpu"
+        ) from None
     return Path(str(next(f for f in files if f.name == "nvdisasm").locate()))
 
 
-# CPU ----------------------------------------------------------------------------------------------------------------
+# CPU ----------------------------------------------------------------------------------------------
 
 
 def of_library(path: Path) -> Code:
-    """The instructions of a shared library, and its constants. Calls and jumps name functions by their first appearance."""
+    """The instructions of a shared library, and its constants. Calls and jumps name functions by
+    their first appearance.
+    """
     text = _run("objdump", "-d", "--no-show-raw-insn", "--section=.text", path)
     found = list(_DATA.finditer(_run("objdump", "-s", "--section=.rodata", path)))
-    start, data = int(found[0]["at"], 16) if found else 0, bytes.fromhex("".join(m["words"] for m in found))
+    start, data = (
+        int(found[0]["at"], 16) if found else 0,
+        bytes.fromhex("".join(m["words"] for m in found)),
+    )
 
     def constant(address: int) -> str:
         """The first bytes of a constant; nothing for what is no constant."""
-        return data[address - start : address - start + _SHOWN].hex() if start <= address < start + len(data) else ""
+        return (
+            data[address - start : address - start + _SHOWN].hex()
+            if start <= address < start + len(data)
+            else ""
+        )
 
     return Code(tuple(_functions(text, constant)), tuple(m["words"].strip() for m in found))
 
@@ -118,8 +149,15 @@ def _functions(text: str, constant: Callable[[int], str]) -> Iterator[tuple[str,
             lines.append(_x86(line.partition("\t")[2].strip(), name, number, constant))
 
 
-def _x86(line: str, inside: str, number: Callable[[re.Match[str] | str], str], constant: Callable[[int], str]) -> str:
-    """An instruction without addresses. What it jumps to is an offset in its function, or another function's number."""
+def _x86(
+    line: str,
+    inside: str,
+    number: Callable[[re.Match[str] | str], str],
+    constant: Callable[[int], str],
+) -> str:
+    """An instruction without addresses. What it jumps to is an offset in its function, or another
+    function's number.
+    """
 
     def place(m: re.Match[str]) -> str:
         return f"<{'' if m['name'] == inside else number(m['name'])}{m['offset'] or ''}>"

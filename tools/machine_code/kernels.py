@@ -1,12 +1,15 @@
-"""Builds the kernels of the fusion_moe that is imported, and prints their files by label, as JSON. Runs inside of each tree.
+"""Builds the kernels of the fusion_moe that is imported, and prints their files by label, as JSON.
+Runs inside of each tree.
 
     python kernels.py cuda|cpu PATTERN
 
-It has to run in trees from before and after a change, so it uses little: public operations, the options, and
+It has to run in trees from before and after a change, so it uses little: public operations, the
+options, and
 
-- CUDA: `compile_fusion`; calls with choose(sizes, arch), whose result has kernels, or objects with launches(sizes, arch), which are these;
-  kernels have a name and a text; NVRTC with the folder of headers; the tables of variants, each of which is made the only one in turn
-  (`forced`). Without such tables: what is chosen for some sizes.
+- CUDA: `compile_fusion`; calls with choose(sizes, arch), whose result has kernels, or objects with
+  launches(sizes, arch), which are these; kernels have a name and a text; NVRTC with the folder of
+  headers; the tables of variants, each of which is made the only one in turn (`forced`). Without
+  such tables: what is chosen for some sizes.
 - CPU: the names of CPU features. Libraries for CPUs that are not here are built and not run.
 """
 
@@ -56,12 +59,14 @@ def main(which: str, pattern: str) -> None:
     print(json.dumps({label: str(path) for label, path in found.items()}))
 
 
-# The calls ----------------------------------------------------------------------------------------------------------
+# The calls ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a public operation. forced: whether each variant is made for it, or what is chosen alone."""
+    """A call of a public operation. forced: whether each variant is made for it, or what is chosen
+    alone.
+    """
 
     operation: str
     tensors: Sequence[Any]
@@ -69,7 +74,16 @@ class Call:
     forced: bool = True
 
 
-def layer(experts: int, slots: int, hidden: int, inner: int, dtype: torch.dtype, layout: str, device: str, bias: bool = False) -> Call:
+def layer(
+    experts: int,
+    slots: int,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    layout: str,
+    device: str,
+    bias: bool = False,
+) -> Call:
     """An expert_mlp of four tokens; bias: with all else that a model of gpt-oss's kind has."""
 
     def t(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -95,17 +109,28 @@ def product(groups: int, n: int, k: int, dtype: torch.dtype, layout: str, device
 
 
 def encoded(encoding: str, dtype: torch.dtype, layout: str, device: str) -> Call:
-    """A grouped_mm of four sorted rows, with weights of an encoding, 1024 x 1024 for each of 16 groups."""
+    """A grouped_mm of four sorted rows, with weights of an encoding, 1024 x 1024 for each of 16
+    groups.
+    """
     from fusion_moe.encodings import ENCODINGS
 
     parts = ENCODINGS[encoding].parts
     shapes = [ENCODINGS[encoding].part_shape(part, (16,), 1024, 1024) for part in parts]
-    weight = [torch.zeros(shape, dtype=part.dtype, device=device) for part, shape in zip(parts, shapes, strict=True)]
-    tensors = [torch.zeros((4, 1024), dtype=dtype, device=device), weight, torch.zeros(16, dtype=torch.int32, device=device)]
-    return Call("grouped_mm", tensors, {"weight_format": encoding, "weight_layout": layout}, forced=False)
+    weight = [
+        torch.zeros(shape, dtype=part.dtype, device=device)
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
+    tensors = [
+        torch.zeros((4, 1024), dtype=dtype, device=device),
+        weight,
+        torch.zeros(16, dtype=torch.int32, device=device),
+    ]
+    return Call(
+        "grouped_mm", tensors, {"weight_format": encoding, "weight_layout": layout}, forced=False
+    )
 
 
-# CUDA ---------------------------------------------------------------------------------------------------------------
+# CUDA ---------------------------------------------------------------------------------------------
 
 
 def cuda(wanted: re.Pattern[str]) -> dict[str, Path]:
@@ -120,9 +145,17 @@ def cuda(wanted: re.Pattern[str]) -> dict[str, Path]:
         "product tiled": product(128, 1536, 2048, bf16, "w16x64", meta),
         "product linear": product(128, 1536, 2048, bf16, "linear", meta),
     }
-    for encoding, dtype in (("mxfp4", bf16), ("int4", bf16), ("nvfp4", torch.float16), ("bf16", bf16)):
+    for encoding, dtype in (
+        ("mxfp4", bf16),
+        ("int4", bf16),
+        ("nvfp4", torch.float16),
+        ("bf16", bf16),
+    ):
         if encoding in ENCODINGS:  # an older tree lacks some
-            calls |= {f"{encoding} product {layout}": encoded(encoding, dtype, layout, meta) for layout in ("w16x64", "linear")}
+            calls |= {
+                f"{encoding} product {layout}": encoded(encoding, dtype, layout, meta)
+                for layout in ("w16x64", "linear")
+            }
     kernels: dict[str, tuple[Any, str]] = {}
     for name, call in calls.items():
         makers = makers_of(program(call))
@@ -133,7 +166,9 @@ def cuda(wanted: re.Pattern[str]) -> dict[str, Path]:
                 kernels[unused(f"{arch}, {name}, {kernel.name}", kernels)] = kernel, arch
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         chosen = {label: kernel for label, kernel in kernels.items() if wanted.search(label)}
-        return dict(zip(chosen, pool.map(lambda kernel: compiled(*kernel), chosen.values()), strict=True))
+        return dict(
+            zip(chosen, pool.map(lambda kernel: compiled(*kernel), chosen.values()), strict=True)
+        )
 
 
 def program(call: Call) -> Any:
@@ -142,26 +177,42 @@ def program(call: Call) -> Any:
     from fusion_moe.target import TARGETS
 
     bound = bind(SPECS[call.operation], call.tensors, call.keywords)
-    return compile_fusion(fusion_of(call.operation, eager_types(bound), bound.others), TARGETS["cuda"], Options())
+    return compile_fusion(
+        fusion_of(call.operation, eager_types(bound), bound.others), TARGETS["cuda"], Options()
+    )
 
 
 Maker = Callable[[dict[str, int], Any], Sequence[Any]]  # sizes, what `facts` returns -> kernels
 
 
 def makers_of(made: Any) -> list[tuple[Sequence[str], Maker]]:
-    """The symbols and the kernels of each segment of a program by itself, then of all in one call."""
+    """The symbols and the kernels of each segment of a program by itself, then of all in one
+    call.
+    """
     if not find_spec("fusion_moe.emit.cuda.choose"):
         return [(source.fusion.symbols, source.launches) for source in having(made, "launches")]
-    calls = [*(kernel.launch.call for kernel in made.kernels), *([made.joined] if made.joined else [])]
-    return [(call.parts.symbols, lambda sizes, arch, call=call: call.choose(sizes, arch).kernels) for call in calls]
+    calls = [
+        *(kernel.launch.call for kernel in made.kernels),
+        *([made.joined] if made.joined else []),
+    ]
+    return [
+        (call.parts.symbols, lambda sizes, arch, call=call: call.choose(sizes, arch).kernels)
+        for call in calls
+    ]
 
 
-def launches(makers: Sequence[tuple[Sequence[str], Maker]], arch: str, with_forced: bool) -> Iterator[Any]:
+def launches(
+    makers: Sequence[tuple[Sequence[str], Maker]], arch: str, with_forced: bool
+) -> Iterator[Any]:
     """All kernels that are launched for some sizes."""
 
     def made(tokens: int) -> Iterator[Any]:
         for symbols, maker in makers:
-            yield from (kernel for kernel in maker(dict.fromkeys(symbols, tokens), facts(arch)) if kernel.blocks)
+            yield from (
+                kernel
+                for kernel in maker(dict.fromkeys(symbols, tokens), facts(arch))
+                if kernel.blocks
+            )
 
     for tokens in TOKENS:
         yield from made(tokens)
@@ -177,10 +228,20 @@ def forced() -> Iterator[None]:
     from fusion_moe.emit.cuda import variants
 
     for name, table in list(vars(variants).items()):
-        if isinstance(table, tuple) and table and all(hasattr(regime, "variants") for regime in table):
-            bound, several = ("max_average", "size_classes") if hasattr(table[0], "max_average") else ("most", "uneven")
+        if (
+            isinstance(table, tuple)
+            and table
+            and all(hasattr(regime, "variants") for regime in table)
+        ):
+            bound, several = (
+                ("max_average", "size_classes")
+                if hasattr(table[0], "max_average")
+                else ("most", "uneven")
+            )
             for variant in dict.fromkeys(v for regime in table for v in regime.variants):
-                only = dataclasses.replace(table[0], **{bound: math.inf, "variants": (variant,), several: ()})
+                only = dataclasses.replace(
+                    table[0], **{bound: math.inf, "variants": (variant,), several: ()}
+                )
                 setattr(variants, name, (only, table[-1]))
                 yield
             setattr(variants, name, table)
@@ -194,7 +255,11 @@ def forced_by_table() -> Iterator[None]:
 
     table_of, table = choice.table_of, choice.table_of(H200)
     for name, regimes in vars(table).items():
-        for variant in dict.fromkeys(v for regime in regimes for v in regime.variants) if isinstance(regimes, tuple) else ():
+        for variant in (
+            dict.fromkeys(v for regime in regimes for v in regime.variants)
+            if isinstance(regimes, tuple)
+            else ()
+        ):
             only = dataclasses.replace(table, **{name: (Regime(ALWAYS, (variant,)), regimes[-1])})
             choice.table_of = lambda arch, only=only: only
             yield
@@ -213,7 +278,9 @@ def facts(arch: str) -> Any:
 
 def unused(label: str, taken: Collection[str]) -> str:
     """The label, or with a number if it is taken."""
-    return next(name for name in chain([label], (f"{label} #{i}" for i in count(2))) if name not in taken)
+    return next(
+        name for name in chain([label], (f"{label} #{i}" for i in count(2))) if name not in taken
+    )
 
 
 def compiled(kernel: Any, arch: str) -> Path:
@@ -224,7 +291,9 @@ def compiled(kernel: Any, arch: str) -> Path:
 
 
 def having(root: object, method: str) -> Iterator[Any]:
-    """The objects of ours with a method that can be reached from one, through attributes and containers, in order."""
+    """The objects of ours with a method that can be reached from one, through attributes and
+    containers, in order.
+    """
     seen, waiting = set[int](), [root]
     while waiting:
         found = waiting.pop(0)
@@ -239,20 +308,27 @@ def having(root: object, method: str) -> Iterator[Any]:
             waiting += getattr(found, "__dict__", {}).values()
 
 
-# CPU ----------------------------------------------------------------------------------------------------------------
+# CPU ----------------------------------------------------------------------------------------------
 
 
 def cpu(wanted: re.Pattern[str]) -> dict[str, Path]:
     """The libraries for every kind of CPU, by a process for each."""
     found: dict[str, Path] = {}
     for name in CPUS:
-        done = subprocess.run([sys.executable, __file__, "cpu-of", name], stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, __file__, "cpu-of", name],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
         found |= json.loads(done.stdout)
     return {label: Path(path) for label, path in found.items() if wanted.search(label)}
 
 
 def cpu_of(name: str) -> None:
-    """Prints the libraries for a kind of CPU. A program asks for one by loading it, and is told by what it gets that its input is bad."""
+    """Prints the libraries for a kind of CPU. A program asks for one by loading it, and is told by
+    what it gets that its input is bad.
+    """
     from fusion_moe.runtime import isa
 
     tier, having = CPUS[name]
@@ -261,20 +337,29 @@ def cpu_of(name: str) -> None:
     isa.available.cache_clear()
     found: dict[str, str] = {}
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        calls = {"layer": layer(4, 2, 128, 64, dtype, "linear", "cpu"), "product": product(4, 128, 128, dtype, "linear", "cpu")}
+        calls = {
+            "layer": layer(4, 2, 128, 64, dtype, "linear", "cpu"),
+            "product": product(4, 128, 128, dtype, "linear", "cpu"),
+        }
         for what, call in calls.items():
             opened: list[Path] = []
             with options.override(cpu_isa=tier), told(opened.append):
                 getattr(torch.ops.fusion_moe, call.operation)(*call.tensors, **call.keywords)
             for path in opened:
-                found.setdefault(f"{name}, {what}, {str(dtype).removeprefix('torch.')}, {re.split('[-_]', path.name)[0]}", str(path))
+                found.setdefault(
+                    f"{name}, {what}, {str(dtype).removeprefix('torch.')}, "
+                    f"{re.split('[-_]', path.name)[0]}",
+                    str(path),
+                )
     assert found, "no library was asked for"
     print(json.dumps(found))
 
 
 @contextlib.contextmanager
 def told(tell: Callable[[Path], object]) -> Iterator[None]:
-    """Has `tell` told which of our libraries are opened. Their functions return 1, which is bad input, and do nothing."""
+    """Has `tell` told which of our libraries are opened. Their functions return 1, which is bad
+    input, and do nothing.
+    """
     opened, ours = ctypes.CDLL, Path(options.current().cache_dir)
     bad = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1)
 
@@ -285,7 +370,9 @@ def told(tell: Callable[[Path], object]) -> Iterator[None]:
         def __getattr__(self, name: str) -> Any:
             return bad
 
-    ctypes.CDLL = lambda name, *args, **kwargs: (Library if Path(str(name)).parent == ours else opened)(name, *args, **kwargs)
+    ctypes.CDLL = lambda name, *args, **kwargs: (
+        Library if Path(str(name)).parent == ours else opened
+    )(name, *args, **kwargs)
     try:
         yield
     finally:

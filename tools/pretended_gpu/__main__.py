@@ -1,14 +1,17 @@
-"""Runs a Python program as if there were one CUDA device of a compute capability, so that the real nvFuser compiles for it.
+"""Runs a Python program as if there were one CUDA device of a compute capability, so that the real
+nvFuser compiles for it.
 
     python tools/pretended_gpu 10.0 program.py arguments ...
     python tools/pretended_gpu --log FILE --headers FOLDER 9.0 program.py arguments ...
 
-torch sees a device whose memory is the host's and whose kernels do nothing. All that comes before a kernel is real: nvFuser's segmenter,
-schedulers and code generator, NVRTC, which compiles to machine code for that device, and the host code of CUTLASS. So it shows that a
-definition compiles and is launched, and never its numbers. Needs x86-64 Linux, a C compiler, and nvFuser.
+torch sees a device whose memory is the host's and whose kernels do nothing. All that comes before a
+kernel is real: nvFuser's segmenter, schedulers and code generator, NVRTC, which compiles to machine
+code for that device, and the host code of CUTLASS. So it shows that a definition compiles and is
+launched, and never its numbers. Needs x86-64 Linux, a C compiler, and nvFuser.
 
---log: a file to which each compilation and each launch adds a line: "compiled sm_100a", "kernel NAME", "library NAME".
---headers: CUDA headers in place of those in /usr/local/cuda/include, where nvFuser looks for what sorts need.
+--log: a file to which each compilation and each launch adds a line: "compiled sm_100a", "kernel
+NAME", "library NAME". --headers: CUDA headers in place of those in /usr/local/cuda/include, where
+nvFuser looks for what sorts need.
 """
 
 from __future__ import annotations
@@ -34,41 +37,82 @@ def main() -> None:
     parser.add_argument("capability", help="10.0, 9.0")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     asked = parser.parse_args()
-    if asked.capability.count(".") != 1 or not asked.capability.replace(".", "").isdigit() or not asked.program:
+    if (
+        asked.capability.count(".") != 1
+        or not asked.capability.replace(".", "").isdigit()
+        or not asked.program
+    ):
         parser.error("a compute capability, as in 10.0, and a program")
-    os.execve(sys.executable, [sys.executable, *asked.program], {**os.environ, **environment(asked)})
+    os.execve(
+        sys.executable, [sys.executable, *asked.program], {**os.environ, **environment(asked)}
+    )
 
 
 def environment(asked: argparse.Namespace) -> dict[str, str]:
-    """What the program needs to see the device. Memory is not cached, so that all of it is zeros when it is new."""
+    """What the program needs to see the device. Memory is not cached, so that all of it is zeros
+    when it is new.
+    """
     preloaded = ":".join(filter(None, [str(library()), os.environ.get("LD_PRELOAD")]))
-    found = {"LD_PRELOAD": preloaded, "PRETENDED_NVRTC": str(nvrtc()), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    chosen = {"PRETENDED_CAPABILITY": asked.capability, "PRETENDED_LOG": asked.log, "PRETENDED_HEADERS": asked.headers}
+    found = {
+        "LD_PRELOAD": preloaded,
+        "PRETENDED_NVRTC": str(nvrtc()),
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    }
+    chosen = {
+        "PRETENDED_CAPABILITY": asked.capability,
+        "PRETENDED_LOG": asked.log,
+        "PRETENDED_HEADERS": asked.headers,
+    }
     return found | {name: str(value) for name, value in chosen.items() if value}
 
 
 def library() -> Path:
-    """All of the device as one library, under the name of the driver; built when its sources or the headers have changed."""
+    """All of the device as one library, under the name of the driver; built when its sources or the
+    headers have changed.
+    """
     headers = cuda_headers()
-    digest = hashlib.sha256(b"".join([str(headers).encode(), *(p.read_bytes() for p in SOURCES)])).hexdigest()[:16]
+    digest = hashlib.sha256(
+        b"".join([str(headers).encode(), *(p.read_bytes() for p in SOURCES)])
+    ).hexdigest()[:16]
     built = CACHE / "pretended_gpu" / digest / "libcuda.so.1"
     if not built.exists():
         built.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=built.parent) as folder:
             made = Path(folder) / built.name
             sources = [p for p in SOURCES if p.suffix == ".c"]
-            flags = ["-std=gnu11", "-O1", "-w", "-shared", "-fPIC", f"-Wl,-soname,{built.name}", "-isystem", headers]
-            subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", made, *sources, "-ldl", "-lpthread"], check=True)
+            flags = [
+                "-std=gnu11",
+                "-O1",
+                "-w",
+                "-shared",
+                "-fPIC",
+                f"-Wl,-soname,{built.name}",
+                "-isystem",
+                headers,
+            ]
+            subprocess.run(
+                [os.environ.get("CC", "cc"), *flags, "-o", made, *sources, "-ldl", "-lpthread"],
+                check=True,
+            )
             made.replace(built)
     return built
 
 
 def cuda_headers() -> Path:
-    """Those that triton brings, which torch brings: of the CUDA that torch is built for, since structures must have its sizes."""
+    """Those that triton brings, which torch brings: of the CUDA that torch is built for, since
+    structures must have its sizes.
+    """
     spec = find_spec("triton")
-    folder = Path(spec.origin).parent / "backends" / "nvidia" / "include" if spec and spec.origin else None
+    folder = (
+        Path(spec.origin).parent / "backends" / "nvidia" / "include"
+        if spec and spec.origin
+        else None
+    )
     if folder is None or not (folder / "cuda_runtime_api.h").exists():
-        sys.exit("pretended_gpu: no CUDA headers; expected those of triton, beside a torch that is built for CUDA")
+        sys.exit(
+            "pretended_gpu: no CUDA headers; expected those of triton, beside a torch that "
+            "is built for CUDA"
+        )
     return folder
 
 

@@ -1,10 +1,13 @@
-"""Chooses which kernels of grouped products are used for how many rows, by measured times: a table for each GPU.
+"""Chooses which kernels of grouped products are used for how many rows, by measured times: a table
+for each GPU.
 
-    python tools/tune sweep --out timings.json --minutes 4   # on the GPU: times kernels; goes on where the file ends
-    python tools/tune fit timings.json [--write]             # without: the table that fits them best, and how well; --write: keeps it
-    python tools/tune show timings.json                      # how well the table fits that is used now
-    python tools/tune model a.json b.json [--write]          # the model of products of one group that fits these GPUs best, and how well
-    python tools/tune balance timings.json --tokens 300 1300 # how far products are from their floors, and how evenly blocks work
+    python tools/tune sweep --out timings.json --minutes 4   # on the GPU: times kernels; goes on
+    where the file ends python tools/tune fit timings.json [--write]             # without: the
+    table that fits them best, and how well; --write: keeps it python tools/tune show timings.json
+    # how well the table fits that is used now python tools/tune model a.json b.json [--write]
+    # the model of products of one group that fits these GPUs best, and how well python tools/tune
+    balance timings.json --tokens 300 1300 # how far products are from their floors, and how evenly
+    blocks work
 
 Tables are in fusion_moe/emit/cuda/tables/, the timings that they come from in tools/tune/timings/.
 """
@@ -28,30 +31,52 @@ HERE = Path(__file__).parent
 
 def main() -> int:
     asked = _arguments()
-    return {"sweep": _sweep, "fit": _fit, "model": _model, "show": _show, "balance": _balance}[asked.do](asked)
+    return {"sweep": _sweep, "fit": _fit, "model": _model, "show": _show, "balance": _balance}[
+        asked.do
+    ](asked)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="do", required=True)
     sweep = commands.add_parser("sweep", help="times kernels on this GPU")
-    sweep.add_argument("--out", type=Path, help="a file; by default that of this GPU in tools/tune/timings")
+    sweep.add_argument(
+        "--out", type=Path, help="a file; by default that of this GPU in tools/tune/timings"
+    )
     sweep.add_argument("--minutes", type=float, default=4)
     sweep.add_argument("--repeats", type=int, default=5)
     sweep.add_argument("--layout", default="w16x64", help="of weights: w16x64 or linear")
-    sweep.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="products whose name has one of these texts: qwen3, down")
+    sweep.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="products whose name has one of these texts: qwen3, down",
+    )
     sweep.add_argument("--tokens", type=int, nargs="+")
     for name, what in (
-        ("fit", "chooses a table"), ("model", "fits the model of products of one group"),
-        ("show", "says how good the table of today is"), ("balance", "says how evenly blocks work"),
-    ):  # fmt: skip
+        ("fit", "chooses a table"),
+        ("model", "fits the model of products of one group"),
+        ("show", "says how good the table of today is"),
+        ("balance", "says how evenly blocks work"),
+    ):
         command = commands.add_parser(name, help=what)
         command.add_argument("timings", type=Path, nargs="+", help="files of one GPU")
         if name in ("fit", "model"):
             command.add_argument("--write", action="store_true", help="writes it into the package")
         if name == "balance":
-            command.add_argument("--tokens", type=int, nargs=2, default=[1, 2**31], metavar=("FEWEST", "MOST"))
-            command.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="products whose names begin so")
+            command.add_argument(
+                "--tokens", type=int, nargs=2, default=[1, 2**31], metavar=("FEWEST", "MOST")
+            )
+            command.add_argument(
+                "--only",
+                nargs="+",
+                default=[""],
+                metavar="TEXT",
+                help="products whose names begin so",
+            )
     return parser.parse_args()
 
 
@@ -64,16 +89,35 @@ def _sweep(asked: argparse.Namespace) -> int:
     arch = cuda.arch(torch.cuda.current_device())
     path = asked.out or HERE / "timings" / path_of(arch).name
     about = {
-        "torch": torch.__version__, "device": torch.cuda.get_device_name(), "read": str(cuda.read_arch(torch.cuda.current_device())),
-        "layout": asked.layout, "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-    }  # fmt: skip
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(),
+        "read": str(cuda.read_arch(torch.cuda.current_device())),
+        "layout": asked.layout,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
     begun = files.load(path) if path.exists() else files.Timings(arch, about)
     if begun.arch != arch:
-        raise SystemExit(f"{path} has timings of {begun.arch.name}, this is {arch.name}: name another file with --out")
-    tasks = [sweep.Task(layer, part, asked.layout) for layer in (*sweep.LAYERS, *sweep.DENSE, *sweep.OTHERS) for part in sweep.PARTS]
+        raise SystemExit(
+            f"{path} has timings of {begun.arch.name}, this is {arch.name}: name "
+            "another file with --out"
+        )
+    tasks = [
+        sweep.Task(layer, part, asked.layout)
+        for layer in (*sweep.LAYERS, *sweep.DENSE, *sweep.OTHERS)
+        for part in sweep.PARTS
+    ]
     tasks = [task for task in tasks if any(text in task.name for text in asked.only)]
     keep = partial(files.save, path=path)
-    found = sweep.sweep(begun, table_of(arch), tasks, asked.tokens, 60 * asked.minutes, asked.repeats, keep, partial(print, flush=True))
+    found = sweep.sweep(
+        begun,
+        table_of(arch),
+        tasks,
+        asked.tokens,
+        60 * asked.minutes,
+        asked.repeats,
+        keep,
+        partial(print, flush=True),
+    )
     print("\n".join(fit.summary(fit.fitted(table_of(arch), found))))
     print(f"{len(found.cells)} cells in {path}")
     return 0
@@ -107,7 +151,9 @@ def _model(asked: argparse.Namespace) -> int:
 def _show(asked: argparse.Namespace) -> int:
     found = files.load_all(asked.timings)
     print(fit.shown(table_of(found.arch), found))
-    print("\none choice for all routings, at best:", *fit.summary(fit.best_of_counts(found)), sep="\n")
+    print(
+        "\none choice for all routings, at best:", *fit.summary(fit.best_of_counts(found)), sep="\n"
+    )
     return 0
 
 
@@ -115,7 +161,11 @@ def _balance(asked: argparse.Namespace) -> int:
     import balance
 
     found, (fewest, most) = files.load_all(asked.timings), asked.tokens
-    cells = [cell for cell in found.cells if fewest <= cell.tokens <= most and cell.product.startswith(tuple(asked.only))]
+    cells = [
+        cell
+        for cell in found.cells
+        if fewest <= cell.tokens <= most and cell.product.startswith(tuple(asked.only))
+    ]
     print("\n".join(balance.shown(table_of(found.arch), replace(found, cells=tuple(cells)))))
     return 0
 

@@ -1,7 +1,9 @@
-"""How evenly the blocks of persistent kernels work, and how far products are from their floors. Needs no GPU.
+"""How evenly the blocks of persistent kernels work, and how far products are from their floors.
+Needs no GPU.
 
-Sizes of groups are drawn as the sweep draws them. A work tile of h rows takes as long as h + 32 rows: its weights are dequantized in about
-the time in which 32 rows are multiplied (31 to 40 fit an H200's times of kernels with M tiles of 48 to 160 rows).
+Sizes of groups are drawn as the sweep draws them. A work tile of h rows takes as long as h + 32
+rows: its weights are dequantized in about the time in which 32 rows are multiplied (31 to 40 fit an
+H200's times of kernels with M tiles of 48 to 160 rows).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from fusion_moe.emit.cuda.choice import choose_from
 from fusion_moe.emit.cuda.table import Table
 from fusion_moe.emit.cuda.variants import LargeM
 
-_READ, _MULTIPLIED = 4.55e12, 7.8e14  # bytes and operations a second, of an H200's floor (benchmarks/h200_cells.py)
+# bytes and operations a second, of an H200's floor (benchmarks/h200_cells.py)
+_READ, _MULTIPLIED = 4.55e12, 7.8e14
 _DEQUANTIZED = 32  # rows
 _SEEDS = 4
 _LAYERS = {layer.name: layer for layer in (*sweep.LAYERS, *sweep.DENSE, *sweep.OTHERS)}
@@ -30,7 +33,10 @@ Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 def sizes(cell: Cell) -> list[list[int]]:
     """Of the groups, by a few routings."""
     layer = _LAYERS[cell.product.split()[0]]
-    ends = [sweep.ends(layer, cell.tokens, cell.routing, seed, device="cpu").tolist() for seed in range(_SEEDS)]
+    ends = [
+        sweep.ends(layer, cell.tokens, cell.routing, seed, device="cpu").tolist()
+        for seed in range(_SEEDS)
+    ]
     return [[b - a for a, b in zip([0, *e], e, strict=False)] for e in ends]
 
 
@@ -43,13 +49,22 @@ def floor(cell: Cell, of_groups: Sequence[Sequence[int]]) -> float:
 
 def work_tiles(variant: LargeM, cell: Cell, of_groups: Sequence[int]) -> Floats:
     """How long they take, in order, as kernels/schedule.cuh has them."""
-    tall = sorted(((-(-size // (8 * n)) * 8, n) for size in of_groups if size and (n := -(-size // variant.tile_m))), reverse=True)
+    tall = sorted(
+        (
+            (-(-size // (8 * n)) * 8, n)
+            for size in of_groups
+            if size and (n := -(-size // variant.tile_m))
+        ),
+        reverse=True,
+    )
     n_tiles = -(-cell.matrices.tiles // variant.tiles)
     return np.repeat([h + float(_DEQUANTIZED) for h, _ in tall], [n * n_tiles for _, n in tall])
 
 
 def spans(tiles: Floats, blocks: int, parts: int) -> dict[str, float]:
-    """How long the longest block works, by ways to share work tiles; and how long each would if all were as long ("even")."""
+    """How long the longest block works, by ways to share work tiles; and how long each would if all
+    were as long ("even").
+    """
 
     def longest(waves: Floats, back_and_forth: bool) -> float:
         waves = waves.copy()
@@ -62,17 +77,27 @@ def spans(tiles: Floats, blocks: int, parts: int) -> dict[str, float]:
     each = min(parts, blocks // rest) if rest else 1
     divided = last.copy()
     last[0, :rest] = tiles[len(tiles) - rest :]
-    divided[0, : rest * each] = np.repeat(tiles[len(tiles) - rest :] * (-(-parts // each) / parts), each)
+    divided[0, : rest * each] = np.repeat(
+        tiles[len(tiles) - rest :] * (-(-parts // each) / parts), each
+    )
     as_it_is, in_parts = np.concatenate([whole, last]), np.concatenate([whole, divided])
     return {
-        "in order": longest(as_it_is, False), "back and forth": longest(as_it_is, True), "last wave in parts": longest(in_parts, False),
-        "both": longest(in_parts, True), "even": float(tiles.sum() / blocks),
-    }  # fmt: skip
+        "in order": longest(as_it_is, False),
+        "back and forth": longest(as_it_is, True),
+        "last wave in parts": longest(in_parts, False),
+        "both": longest(in_parts, True),
+        "even": float(tiles.sum() / blocks),
+    }
 
 
 def shown(table: Table, timings: Timings) -> Iterator[str]:
-    """For each product and routing, geometric means: of what is chosen over the floor, and of what ways to share would take."""
-    over, shares = defaultdict[tuple[str, str], list[float]](list), defaultdict[tuple[str, str], list[list[float]]](list)
+    """For each product and routing, geometric means: of what is chosen over the floor, and of what
+    ways to share would take.
+    """
+    over, shares = (
+        defaultdict[tuple[str, str], list[float]](list),
+        defaultdict[tuple[str, str], list[list[float]]](list),
+    )
     names = list[str]()
     for f in fitted(table, timings):
         cell, of_groups, key = f.cell, sizes(f.cell), (f.cell.routing, f.cell.product)
@@ -81,13 +106,21 @@ def shown(table: Table, timings: Timings) -> Iterator[str]:
         chosen = choose_from(table, cell.rows, cell.matrices, timings.arch)
         if len(chosen) == 1 and isinstance(variant := chosen[0].variant, LargeM):
             for one in of_groups:
-                found = spans(work_tiles(variant, cell, one), timings.arch.multiprocessors, variant.consumers)
+                found = spans(
+                    work_tiles(variant, cell, one), timings.arch.multiprocessors, variant.consumers
+                )
                 names = list(found)
                 shares[key].append([math.log(us / found["in order"]) for us in found.values()])
-    yield f"{'routing':<8} {'product':<22} {'of floor':>8}   one large-M kernel, its work tiles shared: {', '.join(names[1:])}"
+    yield (
+        f"{'routing':<8} {'product':<22} {'of floor':>8}   one large-M kernel, its work tiles "
+        f"shared: {', '.join(names[1:])}"
+    )
     for key in sorted(over):
         ways = [math.exp(fmean(column)) for column in zip(*shares[key], strict=True)][1:]
-        yield f"{key[0]:<8} {key[1]:<22} {math.exp(fmean(over[key])):8.2f}   {' '.join(f'{way:.3f}' for way in ways)}"
+        yield (
+            f"{key[0]:<8} {key[1]:<22} {math.exp(fmean(over[key])):8.2f}   "
+            f"{' '.join(f'{way:.3f}' for way in ways)}"
+        )
     for routing in sweep.ROUTINGS:
         if means := [fmean(found) for (r, _), found in over.items() if r == routing]:
             yield f"{routing}: {math.exp(fmean(means)):.3f} of the floor"

@@ -1,4 +1,5 @@
-"""Fitting the model of products of one group (fusion_moe/emit/cuda/one_group.py) to measured times. Needs no GPU, but scipy.
+"""Fitting the model of products of one group (fusion_moe/emit/cuda/one_group.py) to measured times.
+Needs no GPU, but scipy.
 
 What counts is the choice: kernels that are much slower than the fastest count less.
 """
@@ -13,11 +14,21 @@ from dataclasses import asdict, fields
 from timings import Timings
 
 from fusion_moe.arch import Arch
-from fusion_moe.emit.cuda.one_group import CONSTANTS, VARIANTS, Constants, admits, constants, microseconds
+from fusion_moe.emit.cuda.one_group import (
+    CONSTANTS,
+    VARIANTS,
+    Constants,
+    admits,
+    constants,
+    microseconds,
+)
 from fusion_moe.emit.cuda.variants import Matrices, Variant
 
-_NEAR = ((1.3, 1.0), (2.0, 0.5), (math.inf, 0.2))  # up to so many times the fastest a time counts so much
-_BOUNDS = {"overlap": (0.5, 8.0), "consumer": (0.0, 0.25)} | dict.fromkeys(("few_in_flight", "small_memory", "large_memory"), (0.5, 3.0))
+# up to so many times the fastest a time counts so much
+_NEAR = ((1.3, 1.0), (2.0, 0.5), (math.inf, 0.2))
+_BOUNDS = {"overlap": (0.5, 8.0), "consumer": (0.0, 0.25)} | dict.fromkeys(
+    ("few_in_flight", "small_memory", "large_memory"), (0.5, 3.0)
+)
 _OF_TIMES = (0.0, 1e3)  # the bounds of all others, us
 _DIGITS = 4
 
@@ -31,10 +42,20 @@ def fit(found: Iterable[Timings]) -> Constants:
 
     def residuals(numbers: Iterable[float]) -> list[float]:
         by = Constants(*numbers)
-        return [weight * math.log(microseconds(v, rows, of, arch, by) / us) for v, rows, of, arch, us, weight in times]
+        return [
+            weight * math.log(microseconds(v, rows, of, arch, by) / us)
+            for v, rows, of, arch, us, weight in times
+        ]
 
     low, high = zip(*(_BOUNDS.get(name, _OF_TIMES) for name in names), strict=True)
-    solved = least_squares(residuals, begin, bounds=(low, high), loss="soft_l1", f_scale=0.1, x_scale=[abs(x) + 1e-6 for x in begin])
+    solved = least_squares(
+        residuals,
+        begin,
+        bounds=(low, high),
+        loss="soft_l1",
+        f_scale=0.1,
+        x_scale=[abs(x) + 1e-6 for x in begin],
+    )
     return Constants(*(float(f"{x:.{_DIGITS}g}") for x in solved.x))
 
 

@@ -15,7 +15,9 @@ from fusion_moe.emit.cuda.variants import Matrices
 
 @dataclass(frozen=True)
 class Cell:
-    """A product for one number of tokens under one kind of routing. us: microseconds of a call, by the kernels that compute it (`way`)."""
+    """A product for one number of tokens under one kind of routing. us: microseconds of a call, by
+    the kernels that compute it (`way`).
+    """
 
     product: str
     matrices: Matrices
@@ -55,11 +57,30 @@ def way(classes: Sequence[SizeClass]) -> str:
 
 
 def save(timings: Timings, path: Path) -> None:
-    """Writes a file: matrices of products, names of ways, and one cell a line, whose ways are numbers of these."""
+    """Writes a file: matrices of products, names of ways, and one cell a line, whose ways are
+    numbers of these.
+    """
     products = {cell.product: asdict(cell.matrices) for cell in timings.cells}
-    ways = {name: str(i) for i, name in enumerate(dict.fromkeys(name for cell in timings.cells for name in cell.us))}
-    head = {"arch": asdict(timings.arch), "about": dict(timings.about), "products": products, "ways": list(ways)}
-    cells = ([c.product, c.tokens, c.rows, c.routing, {ways[name]: float(f"{us:.4g}") for name, us in c.us.items()}] for c in timings.cells)
+    ways = {
+        name: str(i)
+        for i, name in enumerate(dict.fromkeys(name for cell in timings.cells for name in cell.us))
+    }
+    head = {
+        "arch": asdict(timings.arch),
+        "about": dict(timings.about),
+        "products": products,
+        "ways": list(ways),
+    }
+    cells = (
+        [
+            c.product,
+            c.tokens,
+            c.rows,
+            c.routing,
+            {ways[name]: float(f"{us:.4g}") for name, us in c.us.items()},
+        ]
+        for c in timings.cells
+    )
     lines = ",\n".join("  " + json.dumps(cell, separators=(",", ":")) for cell in cells)
     text = json.dumps(head, indent=1)[:-2] + f',\n "cells": [\n{lines}\n ]\n}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +94,14 @@ def load(path: Path) -> Timings:
     arch = next((known for known in KNOWN.values() if known.name == read.name), read)
     products = {name: Matrices(**matrices) for name, matrices in said["products"].items()}
     cells = (
-        Cell(product, products[product], tokens, rows, routing, {ways[int(i)]: us for i, us in times.items()})
+        Cell(
+            product,
+            products[product],
+            tokens,
+            rows,
+            routing,
+            {ways[int(i)]: us for i, us in times.items()},
+        )
         for product, tokens, rows, routing, times in said["cells"]
     )
     return Timings(arch, said["about"], tuple(cells))
@@ -88,5 +116,9 @@ def load_all(paths: Sequence[Path]) -> Timings:
     """Several files of one GPU. ValueError if they are of several."""
     found = [load(path) for path in paths]
     if len({timings.arch for timings in found}) > 1:
-        raise ValueError(f"timings of {', '.join(timings.arch.name for timings in found)}: expected one GPU")
-    return Timings(found[0].arch, found[0].about, tuple(cell for timings in found for cell in timings.cells))
+        raise ValueError(
+            f"timings of {', '.join(timings.arch.name for timings in found)}: expected one GPU"
+        )
+    return Timings(
+        found[0].arch, found[0].about, tuple(cell for timings in found for cell in timings.cells)
+    )

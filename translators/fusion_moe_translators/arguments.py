@@ -1,6 +1,8 @@
-"""Checks of an operation's arguments, with messages in the caller's terms: torch's dtypes and shapes, no types of the IR.
+"""Checks of an operation's arguments, with messages in the caller's terms: torch's dtypes and
+shapes, no types of the IR.
 
-Each check gets an argument's name and type, and raises before anything is built. G groups or experts, N out-features, K in-features.
+Each check gets an argument's name and type, and raises before anything is built. G groups or
+experts, N out-features, K in-features.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ QUANTIZABLE = FLOATS[:3]
 def need_dtype(name: str, type: TensorType, dtypes: Sequence[str], todo: str = "") -> None:
     """The dtype must be one of `dtypes`. todo: the remedy, if it is not a cast to the first one."""
     if type.dtype not in dtypes:
-        raise DtypeError(f"{name} is {DTYPES[type.dtype]}", expected=_listed(dtypes), todo=todo or f"pass {name}.to({DTYPES[dtypes[0]]})")
+        raise DtypeError(
+            f"{name} is {DTYPES[type.dtype]}",
+            expected=_listed(dtypes),
+            todo=todo or f"pass {name}.to({DTYPES[dtypes[0]]})",
+        )
 
 
 def need_float_dtype(name: str, dtype: str) -> None:
@@ -34,18 +40,28 @@ def need_rank(name: str, type: TensorType, form: str) -> None:
 
 
 def need_shape(name: str, type: TensorType, shape: Sequence[object], meaning: str) -> None:
-    """The shape must be this one. meaning: what the tensor is, such as "the end of each group's rows"."""
+    """The shape must be this one. meaning: what the tensor is, such as "the end of each group's
+    rows".
+    """
     if tuple(map(plain, type.shape)) != tuple(shape):
-        raise ShapeError(f"{name} {shown(type)}", expected=f"[{', '.join(map(str, shape))}], {meaning}")
+        raise ShapeError(
+            f"{name} {shown(type)}", expected=f"[{', '.join(map(str, shape))}], {meaning}"
+        )
 
 
 def need_operand(name: str, x: TensorType, of: str, weight: TensorType, axis: int = 2) -> None:
-    """x float[..., K] must have the K of a weight [G, N, K] and a dtype that the weight multiplies. axis: the weight's contracted axis."""
+    """x float[..., K] must have the K of a weight [G, N, K] and a dtype that the weight multiplies.
+    axis: the weight's contracted axis.
+    """
     need_dtype(name, x, FLOATS)
     have, want = plain(x.shape[-1]), plain(weight.shape[axis])
     if have != want:
         todo = f"pass rows of {want} features, or a weight for {have}"
-        raise ShapeError(f"{name} has {have} features", expected=f"{want}, the in-features of {of} {shown(weight)}", todo=todo)
+        raise ShapeError(
+            f"{name} has {have} features",
+            expected=f"{want}, the in-features of {of} {shown(weight)}",
+            todo=todo,
+        )
     if accumulated(x.dtype) != accumulated(weight.dtype):
         _refuse_float64(name, x, of, weight)
 
@@ -56,7 +72,11 @@ def _refuse_float64(name: str, x: TensorType, of: str, weight: TensorType) -> No
         found = f"{name} is {DTYPES[x.dtype]}, {of} is torch.float64"
         raise DtypeError(found, expected="torch.float64 for both", todo=f"pass {name}.double()")
     stored = f"{weight.dtype} weights" if weight.quantized else f"weights in {DTYPES[weight.dtype]}"
-    raise DtypeError(f"{name} is torch.float64", expected=f"{_listed(FLOATS[:3])} beside {stored}", todo=f"pass {name}.to(torch.bfloat16)")
+    raise DtypeError(
+        f"{name} is torch.float64",
+        expected=f"{_listed(FLOATS[:3])} beside {stored}",
+        todo=f"pass {name}.to(torch.bfloat16)",
+    )
 
 
 def need_ends(name: str, offs: TensorType, groups: object) -> None:
@@ -84,10 +104,15 @@ def need_slot_weights(w: TensorType, name: str, slots: TensorType) -> None:
     need_rank("w", w, "[T, k]")
     weights, k = plain(w.shape[1]), plain(slots.shape[1])
     if weights != k:
-        raise ShapeError(f"w [T, {weights}] and {name} [T, {k}]", expected="one shape: a weight for each slot of a token")
+        raise ShapeError(
+            f"w [T, {weights}] and {name} [T, {k}]",
+            expected="one shape: a weight for each slot of a token",
+        )
 
 
-def need_bias(name: str, bias: Value | None, groups: object, width: object, rows: TensorType) -> None:
+def need_bias(
+    name: str, bias: Value | None, groups: object, width: object, rows: TensorType
+) -> None:
     """[G, N], in the dtype of the rows that it is added to; or none"""
     if bias is not None:
         need_shape(name, bias.type, (groups, width), "a row for each group")
@@ -97,11 +122,17 @@ def need_bias(name: str, bias: Value | None, groups: object, width: object, rows
 def need_halves(name: str, columns: object, interleave: int) -> None:
     """Columns must be gate and up, in halves or, with interleave, in alternating blocks."""
     if interleave < 0:
-        raise OptionError(f"interleave = {interleave}", expected="0 for gate before up, or the size of the blocks that take turns")
+        raise OptionError(
+            f"interleave = {interleave}",
+            expected="0 for gate before up, or the size of the blocks that take turns",
+        )
     block = 2 * (interleave or 1)
     if not isinstance(columns, int) or columns % block:
         turns = f" with interleave = {interleave}" if interleave else ""
-        raise ShapeError(f"{name} of {columns} columns, gate and up,{turns}".rstrip(","), expected=f"a multiple of {block}")
+        raise ShapeError(
+            f"{name} of {columns} columns, gate and up,{turns}".rstrip(","),
+            expected=f"a multiple of {block}",
+        )
 
 
 def _listed(dtypes: Sequence[str]) -> str:

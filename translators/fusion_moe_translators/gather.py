@@ -27,37 +27,65 @@ def index(fd: FusionDefinition, x: Value, indices: Sequence[Value | None]) -> Va
 
 
 @translator("aten::index_add")
-def index_add(fd: FusionDefinition, x: Value, dim: int, at: Value, source: Value, *, alpha: float = 1) -> Value:
+def index_add(
+    fd: FusionDefinition, x: Value, dim: int, at: Value, source: Value, *, alpha: float = 1
+) -> Value:
     """x with the rows of source added at `at`"""
     if from_start(dim, len(x.type.shape)) != 0 or alpha != 1:
-        raise Untranslatable(f"index_add along dimension {dim} with alpha = {alpha}", expected="dimension 0 and alpha 1")
+        raise Untranslatable(
+            f"index_add along dimension {dim} with alpha = {alpha}",
+            expected="dimension 0 and alpha 1",
+        )
     return fd.ops.index_put_accumulate(x, at, source)
 
 
 @translator("aten::index_put")
-def index_put(fd: FusionDefinition, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False) -> Value:
+def index_put(
+    fd: FusionDefinition,
+    x: Value,
+    indices: Sequence[Value | None],
+    values: Value,
+    accumulate: bool = False,
+) -> Value:
     """x with the rows of values added at one index of dimension 0"""
     dim, at = _one_index(indices)
     if not accumulate:
-        raise Untranslatable("index_put without accumulate", expected="accumulate=True: else the order of writes decides")
+        raise Untranslatable(
+            "index_put without accumulate",
+            expected="accumulate=True: else the order of writes decides",
+        )
     if dim != 0 or len(values.type.shape) != len(x.type.shape):
-        raise Untranslatable(f"index_put of {values.type} along dimension {dim}", expected="whole rows along dimension 0")
+        raise Untranslatable(
+            f"index_put of {values.type} along dimension {dim}",
+            expected="whole rows along dimension 0",
+        )
     if x.type.dtype in ("bf16", "f16"):
-        raise Untranslatable(f"index_put of {x.type}, which rounds after each row", expected="f32, or index_add, which rounds once")
+        raise Untranslatable(
+            f"index_put of {x.type}, which rounds after each row",
+            expected="f32, or index_add, which rounds once",
+        )
     return fd.ops.index_put_accumulate(x, _from_start(fd, at, plain(x.type.shape[0])), values)
 
 
 def _one_index(indices: Sequence[Value | None]) -> tuple[int, Value]:
     given = [(dim, at) for dim, at in enumerate(indices) if at is not None]
     if len(given) != 1 or len(given[0][1].type.shape) != 1 or given[0][1].type.dtype not in INTS:
-        raise Untranslatable(f"{len(given)} indices of types {', '.join(str(at.type) for _, at in given)}", expected="one integer vector")
+        raise Untranslatable(
+            f"{len(given)} indices of types {', '.join(str(at.type) for _, at in given)}",
+            expected="one integer vector",
+        )
     return given[0]
 
 
 def _from_start(fd: FusionDefinition, at: Value, size: object) -> Value:
-    """at with negative indices replaced by positive ones; indices made by routing are never negative."""
+    """at with negative indices replaced by positive ones; indices made by routing are never
+    negative.
+    """
     if fd.made_by(at) in ("route", "invert"):
         return at
     if not isinstance(size, int):
-        raise Untranslatable(f"an index of unknown sign into a size {size}", expected="a size known when compiling, or torch.index_select")
+        raise Untranslatable(
+            f"an index of unknown sign into a size {size}",
+            expected="a size known when compiling, or torch.index_select",
+        )
     return fd.ops.where(fd.ops.lt(at, 0), fd.ops.add(at, size), at)

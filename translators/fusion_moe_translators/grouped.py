@@ -11,13 +11,25 @@ from fusion_moe.translate import translator
 
 @translator("aten::_grouped_mm", as_stored=True)
 def grouped_mm(
-    fd: FusionDefinition, a: Value, b: Value, offs: Value | None = None, bias: Value | None = None, out_dtype: str | None = None
+    fd: FusionDefinition,
+    a: Value,
+    b: Value,
+    offs: Value | None = None,
+    bias: Value | None = None,
+    out_dtype: str | None = None,
 ) -> Value:
-    """a [M, K], b [G, K, N], offs i32[G] -> [M, N], for each run of rows; or a [N, M], b [M, K] -> [G, N, K], for each run of columns"""
+    """a [M, K], b [G, K, N], offs i32[G] -> [M, N], for each run of rows; or a [N, M], b [M, K] ->
+    [G, N, K], for each run of columns
+    """
     ranks = len(a.type.shape), len(b.type.shape)
     if offs is None or bias is not None or ranks not in ((2, 3), (2, 2)):
-        found = f"a {a.type}, b {b.type}{'' if offs else ' without offs'}{' and a bias' if bias else ''}"
-        raise Untranslatable(found, expected="[M, K] and [G, K, N], or [N, M] and [M, K], with offs and no bias")
+        found = (
+            f"a {a.type}, b "
+            f"{b.type}{'' if offs else ' without offs'}{' and a bias' if bias else ''}"
+        )
+        raise Untranslatable(
+            found, expected="[M, K] and [G, K, N], or [N, M] and [M, K], with offs and no bias"
+        )
     y = _of_rows(fd, a, b, offs) if ranks == (2, 3) else _of_columns(fd, a, b, offs)
     return fd.ops.cast(y, dtype=out_dtype or a.type.dtype)
 
@@ -43,4 +55,8 @@ def _of_columns(fd: FusionDefinition, a: Value, b: Value, offs: Value) -> Value:
 def _transposed(fd: FusionDefinition, v: Value, dims: tuple[int, ...]) -> Value | None:
     """The value of which v is a permutation."""
     op = fd.producer(v)
-    return op.values[0] if op is not None and op.kind.name == "permute" and op.attrs["dims"] == dims else None
+    return (
+        op.values[0]
+        if op is not None and op.kind.name == "permute" and op.attrs["dims"] == dims
+        else None
+    )

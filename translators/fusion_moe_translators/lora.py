@@ -1,4 +1,5 @@
-"""Low-rank adapters: the term B (A x) times a scale that is added to a product; A [G, r, K] and B [G, N, r] for a weight [G, N, K].
+"""Low-rank adapters: the term B (A x) times a scale that is added to a product; A [G, r, K] and B
+[G, N, r] for a weight [G, N, K].
 
 Source: LoRA (Hu et al., 2021), with separate factors for each expert as in PEFT.
 """
@@ -25,9 +26,18 @@ class Adapter(NamedTuple):
 
 
 def adapter(
-    name: str, a: Value | None, b: Value | None, scale: float, of: str, weight: TensorType, axis: int, rows: TensorType
-) -> Adapter | None:  # fmt: skip
-    """The adapter of a weight whose `axis` is contracted with rows float[..., K]; None if it has none. Raises ShapeError or DtypeError."""
+    name: str,
+    a: Value | None,
+    b: Value | None,
+    scale: float,
+    of: str,
+    weight: TensorType,
+    axis: int,
+    rows: TensorType,
+) -> Adapter | None:
+    """The adapter of a weight whose `axis` is contracted with rows float[..., K]; None if it has
+    none. Raises ShapeError or DtypeError.
+    """
     if a is None and b is None:
         return None
     if a is None or b is None:
@@ -36,31 +46,52 @@ def adapter(
     groups, n, k = (plain(weight.shape[i]) for i in (0, 3 - axis, axis))
     arguments.need_rank(f"{name}_a", a.type, "[G, r, K]")
     rank = plain(a.type.shape[1])
-    arguments.need_shape(f"{name}_a", a.type, (groups, rank, k), f"r features of the {k} that {of} {shown(weight)} reads")
-    arguments.need_shape(f"{name}_b", b.type, (groups, n, rank), f"the {n} out-features of {of} {shown(weight)} from those of {name}_a")
+    arguments.need_shape(
+        f"{name}_a",
+        a.type,
+        (groups, rank, k),
+        f"r features of the {k} that {of} {shown(weight)} reads",
+    )
+    arguments.need_shape(
+        f"{name}_b",
+        b.type,
+        (groups, n, rank),
+        f"the {n} out-features of {of} {shown(weight)} from those of {name}_a",
+    )
     for part, v in (("a", a), ("b", b)):
         _need_float(f"{name}_{part}", v.type, rows)
     return Adapter(a, b, scale)
 
 
 def _need_float(name: str, factor: TensorType, rows: TensorType) -> None:
-    """The factor must be a float, which is rounded to the dtype of rows; float64 goes only with float64."""
+    """The factor must be a float, which is rounded to the dtype of rows; float64 goes only with
+    float64.
+    """
     arguments.need_dtype(name, factor, arguments.FLOATS)
     if accumulated(factor.dtype) != accumulated(rows.dtype):
         found = f"{name} is {DTYPES[factor.dtype]}, rows are {DTYPES[rows.dtype]}"
-        raise DtypeError(found, expected="torch.float64 for both, or for neither", todo=f"pass {name}.to({DTYPES[rows.dtype]})")
+        raise DtypeError(
+            found,
+            expected="torch.float64 for both, or for neither",
+            todo=f"pass {name}.to({DTYPES[rows.dtype]})",
+        )
 
 
 def low_rank(fd: FusionDefinition, a: Value, lora: Adapter, ends: Value) -> Value:
     """a float[M/g, K] -> f32[M/g, N] (f64 in float64), to be added to the product of a weight.
 
-    The scale multiplies the r features in between, which are the fewest numbers. They are rounded to the dtype of `a` before and after, so
-    that the products of the backward read rows of that dtype too; a fused kernel rounds once.
+    The scale multiplies the r features in between, which are the fewest numbers. They are rounded
+    to the dtype of `a` before and after, so that the products of the backward read rows of that
+    dtype too; a fused kernel rounds once.
     """
     dtype = a.type.dtype
     fd.mark_weight(lora.a, lora.b)
-    factor_a, factor_b = (fd.ops.cast(v, dtype=dtype) if v.type.dtype != dtype else v for v in (lora.a, lora.b))
+    factor_a, factor_b = (
+        fd.ops.cast(v, dtype=dtype) if v.type.dtype != dtype else v for v in (lora.a, lora.b)
+    )
     h = fd.ops.cast(fd.ops.grouped_mm(a, factor_a, ends), dtype=dtype)
     if lora.scale != 1.0:
-        h = fd.ops.cast(fd.ops.mul(fd.ops.cast(h, dtype=accumulated(dtype)), float(lora.scale)), dtype=dtype)
+        h = fd.ops.cast(
+            fd.ops.mul(fd.ops.cast(h, dtype=accumulated(dtype)), float(lora.scale)), dtype=dtype
+        )
     return fd.ops.grouped_mm(h, factor_b, ends)

@@ -1,6 +1,8 @@
-"""Translators of the operations of torch.ops.fusion_moe: the only definition of what each operation computes.
+"""Translators of the operations of torch.ops.fusion_moe: the only definition of what each operation
+computes.
 
-M rows (T tokens x k slots), K in-features, N out-features, G groups (experts), H hidden, I intermediate features.
+M rows (T tokens x k slots), K in-features, N out-features, G groups (experts), H hidden, I
+intermediate features.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from .arguments import shown
 from .lora import Adapter, adapter, low_rank
 from .weights import is_plain, packed, weight_type
 
-ACTIVATION_FORMATS = ("bf16", "nvfp4", int8.NAME, *WGRADS)  # those in WGRADS, and int8, round weights too
+# those in WGRADS, and int8, round weights too
+ACTIVATION_FORMATS = ("bf16", "nvfp4", int8.NAME, *WGRADS)
 
 
 def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Value], Value]]:
-    """x [..., last `keep` dims] -> [rows, last dims], and the way back for a result [rows, N] -> [..., N]."""
+    """x [..., last `keep` dims] -> [rows, last dims], and the way back for a result [rows, N] ->
+    [..., N].
+    """
     lead = x.type.shape[: len(x.type.shape) - keep]
     if len(lead) == 1:
         return x, lambda y: y
@@ -38,20 +43,30 @@ def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Va
 
 
 def operand(fd: FusionDefinition, x: Value, ends: Value, activation_format: str) -> Value:
-    """x [M, K] -> [M/g, K], possibly quantized: the rows' single decode scale must not depend on rows that belong to no group."""
+    """x [M, K] -> [M/g, K], possibly quantized: the rows' single decode scale must not depend on
+    rows that belong to no group.
+    """
     rows = fd.partition_by(x, ends)
     return fd.ops.zero_rest(rows, ends) if activation_format == "nvfp4" else rows
 
 
 def product(
-    fd: FusionDefinition, a: Value, weight: Sequence[Value], ends: Value, activation_format: str, dtype: str,
-    weight_format: str = "nvfp4", weight_layout: str = "linear", transposed: bool = False, k_major: bool = False,
+    fd: FusionDefinition,
+    a: Value,
+    weight: Sequence[Value],
+    ends: Value,
+    activation_format: str,
+    dtype: str,
+    weight_format: str = "nvfp4",
+    weight_layout: str = "linear",
+    transposed: bool = False,
+    k_major: bool = False,
     lora: Adapter | None = None,
-) -> Value:  # fmt: skip
+) -> Value:
     """a [M/g, K], the parts of a weight [G, N, K], ends i32[G]@ends(g) -> dtype[M/g, N]
 
-    transposed: the weight is float[G, K, N]. k_major: its codes are [G, K/2, N], strided so that the two codes of a byte run along K. lora:
-    the adapter's product is added before rounding.
+    transposed: the weight is float[G, K, N]. k_major: its codes are [G, K/2, N], strided so that
+    the two codes of a byte run along K. lora: the adapter's product is added before rounding.
     """
     w = packed(fd, weight, weight_format, weight_layout, k_major)
     if activation_format in WGRADS:
@@ -60,14 +75,24 @@ def product(
         y = fd.ops.grouped_mm_t(a, w, ends)
     else:
         stored = {} if weight_layout == "linear" else {"w_layout": weight_layout}
-        rows = fd.ops.quantize(a, fd.ops.decode_scale(a, encoding="nvfp4"), encoding="nvfp4") if activation_format == "nvfp4" else a
+        rows = (
+            fd.ops.quantize(a, fd.ops.decode_scale(a, encoding="nvfp4"), encoding="nvfp4")
+            if activation_format == "nvfp4"
+            else a
+        )
         y = fd.ops.grouped_mm(rows, w, ends, **stored, **int8.attributes(activation_format))
-    return fd.ops.cast(y if lora is None else fd.ops.add(y, low_rank(fd, a, lora, ends)), dtype=dtype)
+    return fd.ops.cast(
+        y if lora is None else fd.ops.add(y, low_rank(fd, a, lora, ends)), dtype=dtype
+    )
 
 
 @translator("fusion_moe::nvfp4_quantize")
-def nvfp4_quantize(fd: FusionDefinition, x: Value, decode_scale: Value | None = None) -> tuple[Value, ...]:
-    """x float[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale f32[...]"""
+def nvfp4_quantize(
+    fd: FusionDefinition, x: Value, decode_scale: Value | None = None
+) -> tuple[Value, ...]:
+    """x float[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale
+    f32[...]
+    """
     _need_matrices(x.type, decode_scale)
     made = fd.ops.decode_scale(x, encoding="nvfp4") if decode_scale is None else decode_scale
     codes, block_scale = fd.ops.unpack(fd.ops.quantize(x, made, encoding="nvfp4"))
@@ -76,7 +101,9 @@ def nvfp4_quantize(fd: FusionDefinition, x: Value, decode_scale: Value | None = 
 
 
 def _need_matrices(x: TensorType, decode_scale: Value | None) -> None:
-    """x must be bf16, f16 or f32 [..., N, K] with K in whole blocks; scales, if any, float32, one for each matrix or run of its rows"""
+    """x must be bf16, f16 or f32 [..., N, K] with K in whole blocks; scales, if any, float32, one
+    for each matrix or run of its rows
+    """
     arguments.need_dtype("x", x, arguments.QUANTIZABLE)
     if len(x.shape) < 2:
         raise ShapeError(f"x has rank {len(x.shape)}", expected="[..., N, K], one matrix or more")
@@ -88,21 +115,40 @@ def _need_matrices(x: TensorType, decode_scale: Value | None) -> None:
 
 @translator("fusion_moe::nvfp4_grouped_mm")
 def nvfp4_grouped_mm(
-    fd: FusionDefinition, a: Value, b_codes: Value, b_block_scale: Value, b_decode_scale: Value, offs: Value,
-    activation_format: str = "bf16", weight_layout: str = "linear", out_dtype: str | None = None,
-) -> Value:  # fmt: skip
+    fd: FusionDefinition,
+    a: Value,
+    b_codes: Value,
+    b_block_scale: Value,
+    b_decode_scale: Value,
+    offs: Value,
+    activation_format: str = "bf16",
+    weight_layout: str = "linear",
+    out_dtype: str | None = None,
+) -> Value:
     """a [..., K], weight nvfp4[G, N, K], offs i32[G] -> [..., N]"""
     parts = b_codes, b_block_scale, b_decode_scale
-    return grouped_mm(fd, a, parts, offs, None, None, "nvfp4", weight_layout, activation_format, out_dtype)
+    return grouped_mm(
+        fd, a, parts, offs, None, None, "nvfp4", weight_layout, activation_format, out_dtype
+    )
 
 
 @translator("fusion_moe::grouped_mm")
 def grouped_mm(
-    fd: FusionDefinition, a: Value, weight: Sequence[Value], offs: Value, lora_a: Value | None = None, lora_b: Value | None = None,
-    weight_format: str = "nvfp4", weight_layout: str = "linear", activation_format: str = "bf16", out_dtype: str | None = None,
-    transposed: bool = False, lora_scale: float = 1.0,
-) -> Value:  # fmt: skip
-    """a [..., K], the parts of a weight [G, N, K] in the encoding `weight_format`, offs i32[G] -> [..., N]
+    fd: FusionDefinition,
+    a: Value,
+    weight: Sequence[Value],
+    offs: Value,
+    lora_a: Value | None = None,
+    lora_b: Value | None = None,
+    weight_format: str = "nvfp4",
+    weight_layout: str = "linear",
+    activation_format: str = "bf16",
+    out_dtype: str | None = None,
+    transposed: bool = False,
+    lora_scale: float = 1.0,
+) -> Value:
+    """a [..., K], the parts of a weight [G, N, K] in the encoding `weight_format`, offs i32[G] ->
+    [..., N]
 
     transposed: the weight is float[G, K, N]. lora_a [G, r, K], lora_b [G, N, r]: its adapter.
     """
@@ -112,27 +158,51 @@ def grouped_mm(
     _check_activation_format(activation_format, weight_format, weight_layout, transposed)
     arguments.need_operand("a", a.type, "the weight", w, 1 if transposed else 2)
     arguments.need_ends("offs", offs.type, w.shape[0])
-    lora = adapter("lora", lora_a, lora_b, lora_scale, "the weight", w, 1 if transposed else 2, a.type)
+    lora = adapter(
+        "lora", lora_a, lora_b, lora_scale, "the weight", w, 1 if transposed else 2, a.type
+    )
     rows, restore = flat(fd, a, keep=1)
     ends = fd.groups_of(offs, plain(rows.type.shape[0]))
     rows = operand(fd, rows, ends, activation_format)
     dtype = out_dtype or a.type.dtype
-    y = product(fd, rows, weight, ends, activation_format, dtype, weight_format, weight_layout, transposed=transposed, lora=lora)
+    y = product(
+        fd,
+        rows,
+        weight,
+        ends,
+        activation_format,
+        dtype,
+        weight_format,
+        weight_layout,
+        transposed=transposed,
+        lora=lora,
+    )
     return restore(y)
 
 
-def _check_activation_format(activation_format: str, weight_format: str, weight_layout: str, transposed: bool = False) -> None:
+def _check_activation_format(
+    activation_format: str, weight_format: str, weight_layout: str, transposed: bool = False
+) -> None:
     need_one_of("activation_format", activation_format, ACTIVATION_FORMATS)
     if activation_format in WGRADS:
         if not is_plain(weight_format, weight_layout):
-            found = f"activation_format = {activation_format!r} with weights in {weight_format}, weight_layout = {weight_layout!r}"
-            raise OptionError(found, expected="weights of floats in the linear layout, which are rounded in each product")
+            found = (
+                f"activation_format = {activation_format!r} with weights in {weight_format}, "
+                f"weight_layout = {weight_layout!r}"
+            )
+            raise OptionError(
+                found,
+                expected="weights of floats in the linear layout, which are "
+                "rounded in each product",
+            )
     elif activation_format == int8.NAME and weight_format not in int8.WEIGHTS:
         found = f"activation_format = {activation_format!r} with weights in {weight_format}"
         raise OptionError(found, expected=f"weights in {' or '.join(int8.WEIGHTS)}")
     elif transposed and activation_format != "bf16":
         found = f"transposed = True with activation_format = {activation_format!r}"
-        raise OptionError(found, expected="'bf16': the blocks of weights [G, K, N] do not run along K")
+        raise OptionError(
+            found, expected="'bf16': the blocks of weights [G, K, N] do not run along K"
+        )
 
 
 @translator("fusion_moe::grouped_swizzle_block_scale")
@@ -146,20 +216,33 @@ def grouped_swizzle_block_scale(fd: FusionDefinition, block_scale: Value, offs: 
 
 @translator("fusion_moe::scaled_swiglu")
 def scaled_swiglu(
-    fd: FusionDefinition, x: Value, scale: Value | None = None, interleave: int = 0, limit: float | None = None, alpha: float = 1.0,
+    fd: FusionDefinition,
+    x: Value,
+    scale: Value | None = None,
+    interleave: int = 0,
+    limit: float | None = None,
+    alpha: float = 1.0,
     up_offset: float = 0.0,
-) -> Value:  # fmt: skip
-    """x [..., 2H], scale [...] -> [..., H]: in float32 (f64 for float64), rounded once to the dtype of x"""
+) -> Value:
+    """x [..., 2H], scale [...] -> [..., H]: in float32 (f64 for float64), rounded once to the dtype
+    of x
+    """
     arguments.need_dtype("x", x.type, arguments.FLOATS)
     arguments.need_halves("x", plain(x.type.shape[-1]), interleave)
     if scale is not None:
         arguments.need_dtype("scale", scale.type, arguments.FLOATS)
     rows, restore = flat(fd, x, keep=1)
-    gate, up = (fd.ops.cast(half, dtype=accumulated(x.type.dtype)) for half in _halves(fd, rows, interleave))
+    gate, up = (
+        fd.ops.cast(half, dtype=accumulated(x.type.dtype)) for half in _halves(fd, rows, interleave)
+    )
     if limit is not None:
         gate = fd.ops.minimum(gate, float(limit))
         up = fd.ops.maximum(fd.ops.minimum(up, float(limit)), -float(limit))
-    active = fd.ops.silu(gate) if alpha == 1.0 else fd.ops.mul(gate, fd.ops.sigmoid(fd.ops.mul(gate, float(alpha))))
+    active = (
+        fd.ops.silu(gate)
+        if alpha == 1.0
+        else fd.ops.mul(gate, fd.ops.sigmoid(fd.ops.mul(gate, float(alpha))))
+    )
     y = fd.ops.mul(active, fd.ops.add(up, float(up_offset)) if up_offset else up)
     if scale is not None:
         y = fd.ops.mul(y, _column(fd, scale, y))
@@ -167,16 +250,25 @@ def scaled_swiglu(
 
 
 def _halves(fd: FusionDefinition, x: Value, interleave: int) -> tuple[Value, Value]:
-    """x [M, 2H] -> gate [M, H], up [M, H]; interleave 0: gate is the first half; n: blocks of n gate columns and n up columns alternate"""
+    """x [M, 2H] -> gate [M, H], up [M, H]; interleave 0: gate is the first half; n: blocks of n
+    gate columns and n up columns alternate
+    """
     rows, width = x.type.shape[0], plain(x.type.shape[1])
     assert isinstance(width, int)  # as need_halves has checked
     half = width // 2
     if interleave == 0:
-        gate, up = (fd.ops.slice(x, start_indices=(0, s), end_indices=(rows, s + half)) for s in (0, half))
+        gate, up = (
+            fd.ops.slice(x, start_indices=(0, s), end_indices=(rows, s + half)) for s in (0, half)
+        )
         return gate, up
     block = interleave
     blocks = fd.ops.reshape(x, new_shape=(rows, half // block, 2, block))
-    parts = (fd.ops.slice(blocks, start_indices=(0, 0, s, 0), end_indices=(rows, half // block, s + 1, block)) for s in (0, 1))
+    parts = (
+        fd.ops.slice(
+            blocks, start_indices=(0, 0, s, 0), end_indices=(rows, half // block, s + 1, block)
+        )
+        for s in (0, 1)
+    )
     gate, up = (fd.ops.reshape(part, new_shape=(rows, half)) for part in parts)
     return gate, up
 
@@ -184,11 +276,16 @@ def _halves(fd: FusionDefinition, x: Value, interleave: int) -> tuple[Value, Val
 def _column(fd: FusionDefinition, scale: Value, like: Value) -> Value:
     """scale [...] with one element for each row of `like` [M, N] -> [M, 1], in its dtype"""
     rows = like.type.shape[0]
-    return fd.ops.cast(fd.ops.reshape(scale, new_shape=(rows_like(rows, elements(scale.type.shape)), 1)), dtype=like.type.dtype)
+    return fd.ops.cast(
+        fd.ops.reshape(scale, new_shape=(rows_like(rows, elements(scale.type.shape)), 1)),
+        dtype=like.type.dtype,
+    )
 
 
 @translator("fusion_moe::route")
-def route(fd: FusionDefinition, ids: Value, groups: int, first_expert: int | None = None) -> tuple[Value, ...]:
+def route(
+    fd: FusionDefinition, ids: Value, groups: int, first_expert: int | None = None
+) -> tuple[Value, ...]:
     """ids int[T, k] -> ends i32[G]@ends(g), row_of i32[M/g], slot_of i32[T, k]"""
     arguments.need_slots("ids", ids.type)
     local = {} if first_expert is None else {"first_expert": first_expert}
@@ -197,22 +294,42 @@ def route(fd: FusionDefinition, ids: Value, groups: int, first_expert: int | Non
 
 @translator("fusion_moe::topk_router")
 def topk_router(
-    fd: FusionDefinition, logits: Value, k: int, bias: Value | None = None, scoring: str = "softmax", renormalize: bool = False,
-    routed_scaling_factor: float = 1.0, n_group: int = 1, topk_group: int = 1, best_of_group: int = 1, out_dtype: str | None = None,
-) -> tuple[Value, Value]:  # fmt: skip
-    """logits [T, E], bias f32[E] -> weights [T, k], in float32 unless out_dtype is given, ids i64[T, k]"""
+    fd: FusionDefinition,
+    logits: Value,
+    k: int,
+    bias: Value | None = None,
+    scoring: str = "softmax",
+    renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
+    n_group: int = 1,
+    topk_group: int = 1,
+    best_of_group: int = 1,
+    out_dtype: str | None = None,
+) -> tuple[Value, Value]:
+    """logits [T, E], bias f32[E] -> weights [T, k], in float32 unless out_dtype is given, ids
+    i64[T, k]
+    """
     arguments.need_dtype("logits", logits.type, arguments.FLOATS)
     arguments.need_rank("logits", logits.type, "[T, E]")
     if bias is not None:
         arguments.need_dtype("bias", bias.type, (accumulated(logits.type.dtype),))
-        arguments.need_shape("bias", bias.type, (plain(logits.type.shape[1]),), "one number for each expert")
+        arguments.need_shape(
+            "bias", bias.type, (plain(logits.type.shape[1]),), "one number for each expert"
+        )
     fd.mark_weight(bias)
     groups = {"n_group": n_group, "topk_group": topk_group, "best_of_group": best_of_group}
     ids = fd.ops.topk_ids(logits, 0 if bias is None else bias, k=k, scoring=scoring, **groups)
     dtype = out_dtype or accumulated(logits.type.dtype)
     arguments.need_float_dtype("out_dtype", dtype)
     factor = float(routed_scaling_factor)
-    return fd.ops.topk_weights(logits, ids, scoring=scoring, renormalize=renormalize, routed_scaling_factor=factor, dtype=dtype), ids
+    return fd.ops.topk_weights(
+        logits,
+        ids,
+        scoring=scoring,
+        renormalize=renormalize,
+        routed_scaling_factor=factor,
+        dtype=dtype,
+    ), ids
 
 
 @translator("fusion_moe::combine")
@@ -243,40 +360,108 @@ def biased(fd: FusionDefinition, y: Value, bias: Value | None, ends: Value) -> V
 
 @translator("fusion_moe::expert_mlp")
 def expert_mlp(
-    fd: FusionDefinition, x: Value, ids: Value, w: Value, gate_up_codes: Value, gate_up_block_scale: Value, gate_up_decode_scale: Value,
-    down_codes: Value, down_block_scale: Value, down_decode_scale: Value, gate_up_bias: Value | None = None, down_bias: Value | None = None,
-    interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0, scale_on: str = "output",
-    activation_format: str = "bf16", weight_layout: str = "linear", first_expert: int | None = None,
-) -> Value:  # fmt: skip
-    """x [..., H], ids int[T, k], w [T, k], gate_up nvfp4[G, 2I, H], down nvfp4[G, H, I] -> [..., H]"""
-    gate_up, down = (gate_up_codes, gate_up_block_scale, gate_up_decode_scale), (down_codes, down_block_scale, down_decode_scale)
+    fd: FusionDefinition,
+    x: Value,
+    ids: Value,
+    w: Value,
+    gate_up_codes: Value,
+    gate_up_block_scale: Value,
+    gate_up_decode_scale: Value,
+    down_codes: Value,
+    down_block_scale: Value,
+    down_decode_scale: Value,
+    gate_up_bias: Value | None = None,
+    down_bias: Value | None = None,
+    interleave: int = 0,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    scale_on: str = "output",
+    activation_format: str = "bf16",
+    weight_layout: str = "linear",
+    first_expert: int | None = None,
+) -> Value:
+    """x [..., H], ids int[T, k], w [T, k], gate_up nvfp4[G, 2I, H], down nvfp4[G, H, I] -> [...,
+    H]
+    """
+    gate_up, down = (
+        (gate_up_codes, gate_up_block_scale, gate_up_decode_scale),
+        (down_codes, down_block_scale, down_decode_scale),
+    )
     return fused_experts(
-        fd, x, ids, w, gate_up, down, gate_up_bias, down_bias, weight_layout=weight_layout, interleave=interleave, limit=limit, alpha=alpha,
-        up_offset=up_offset, scale_on=scale_on, activation_format=activation_format, first_expert=first_expert,
-    )  # fmt: skip
+        fd,
+        x,
+        ids,
+        w,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        weight_layout=weight_layout,
+        interleave=interleave,
+        limit=limit,
+        alpha=alpha,
+        up_offset=up_offset,
+        scale_on=scale_on,
+        activation_format=activation_format,
+        first_expert=first_expert,
+    )
 
 
 @translator("fusion_moe::fused_experts")
 def fused_experts(
-    fd: FusionDefinition, x: Value, ids: Value, w: Value, gate_up: Sequence[Value], down: Sequence[Value],
-    gate_up_bias: Value | None = None, down_bias: Value | None = None, gate_up_lora_a: Value | None = None,
-    gate_up_lora_b: Value | None = None, down_lora_a: Value | None = None, down_lora_b: Value | None = None, weight_format: str = "nvfp4",
-    weight_layout: str = "linear", interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0,
-    scale_on: str = "output", activation_format: str = "bf16", transposed: bool = False, lora_scale: float = 1.0,
+    fd: FusionDefinition,
+    x: Value,
+    ids: Value,
+    w: Value,
+    gate_up: Sequence[Value],
+    down: Sequence[Value],
+    gate_up_bias: Value | None = None,
+    down_bias: Value | None = None,
+    gate_up_lora_a: Value | None = None,
+    gate_up_lora_b: Value | None = None,
+    down_lora_a: Value | None = None,
+    down_lora_b: Value | None = None,
+    weight_format: str = "nvfp4",
+    weight_layout: str = "linear",
+    interleave: int = 0,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    scale_on: str = "output",
+    activation_format: str = "bf16",
+    transposed: bool = False,
+    lora_scale: float = 1.0,
     first_expert: int | None = None,
-) -> Value:  # fmt: skip
-    """x [..., H], ids int[T, k], w [T, k], the parts of gate_up [G, 2I, H] and down [G, H, I] in `weight_format` -> [..., H]
+) -> Value:
+    """x [..., H], ids int[T, k], w [T, k], the parts of gate_up [G, 2I, H] and down [G, H, I] in
+    `weight_format` -> [..., H]
 
-    transposed: the weights are floats, gate_up [G, H, 2I] and down [G, I, H]. Adapters: gate_up_lora_a [G, r, H], gate_up_lora_b
-    [G, 2I, r], down_lora_a [G, r, I], down_lora_b [G, H, r]. first_expert: the id of the first of G local experts; None: all are local.
+    transposed: the weights are floats, gate_up [G, H, 2I] and down [G, I, H]. Adapters:
+    gate_up_lora_a [G, r, H], gate_up_lora_b [G, 2I, r], down_lora_a [G, r, I], down_lora_b [G, H,
+    r]. first_expert: the id of the first of G local experts; None: all are local.
     """
     need_one_of("scale_on", scale_on, ("output", "input"))
     _check_activation_format(activation_format, weight_format, weight_layout, transposed)
-    weights = [weight_type(name, parts, weight_format, weight_layout, transposed) for name, parts in (("gate_up", gate_up), ("down", down))]
+    weights = [
+        weight_type(name, parts, weight_format, weight_layout, transposed)
+        for name, parts in (("gate_up", gate_up), ("down", down))
+    ]
     axis = 1 if transposed else 2
     _need_experts(x.type, weights[0], weights[1], (gate_up_bias, down_bias), interleave, axis)
-    of_gate_up = adapter("gate_up_lora", gate_up_lora_a, gate_up_lora_b, lora_scale, "gate_up", weights[0], axis, x.type)
-    of_down = adapter("down_lora", down_lora_a, down_lora_b, lora_scale, "down", weights[1], axis, x.type)
+    of_gate_up = adapter(
+        "gate_up_lora",
+        gate_up_lora_a,
+        gate_up_lora_b,
+        lora_scale,
+        "gate_up",
+        weights[0],
+        axis,
+        x.type,
+    )
+    of_down = adapter(
+        "down_lora", down_lora_a, down_lora_b, lora_scale, "down", weights[1], axis, x.type
+    )
     tokens, restore = flat(fd, x, keep=1)
     ids, w = flat(fd, ids, keep=1)[0], flat(fd, w, keep=1)[0]
     arguments.need_slots("ids", ids.type)
@@ -299,37 +484,67 @@ def fused_experts(
 
 
 def _need_experts(
-    x: TensorType, gate_up: TensorType, down: TensorType, biases: Sequence[Value | None], interleave: int, axis: int
-) -> None:  # fmt: skip
-    """The two projections must be of one layer, for the features of x. axis: the weights' contracted axis; the other one is 3 - axis."""
-    experts, rows, inner, hidden = gate_up.shape[0], gate_up.shape[3 - axis], down.shape[axis], gate_up.shape[axis]
+    x: TensorType,
+    gate_up: TensorType,
+    down: TensorType,
+    biases: Sequence[Value | None],
+    interleave: int,
+    axis: int,
+) -> None:
+    """The two projections must be of one layer, for the features of x. axis: the weights'
+    contracted axis; the other one is 3 - axis.
+    """
+    experts, rows, inner, hidden = (
+        gate_up.shape[0],
+        gate_up.shape[3 - axis],
+        down.shape[axis],
+        gate_up.shape[axis],
+    )
     arguments.need_operand("x", x, "gate_up", gate_up, axis)
     if down.shape[0] != experts:
-        raise ShapeError(f"gate_up has {experts} experts, down has {down.shape[0]}", expected="as many")
+        raise ShapeError(
+            f"gate_up has {experts} experts, down has {down.shape[0]}", expected="as many"
+        )
     arguments.need_halves("gate_up", plain(rows), interleave)
     if plain(inner) * 2 != plain(rows) or plain(down.shape[3 - axis]) != plain(hidden):
-        form = "gate_up [E, 2I, H] and down [E, H, I]" if axis == 2 else "gate_up [E, H, 2I] and down [E, I, H], as transposed = True says"
+        form = (
+            "gate_up [E, 2I, H] and down [E, H, I]"
+            if axis == 2
+            else ("gate_up [E, H, 2I] and down [E, I, H], as transposed = True says")
+        )
         raise ShapeError(f"gate_up {shown(gate_up)} and down {shown(down)}", expected=form)
-    for name, bias, width in zip(("gate_up_bias", "down_bias"), biases, (rows, hidden), strict=True):
+    for name, bias, width in zip(
+        ("gate_up_bias", "down_bias"), biases, (rows, hidden), strict=True
+    ):
         arguments.need_bias(name, bias, experts, width, x)
 
 
 def _count(elements: Value) -> int:
     count = elements.type.shape[0]
     if not isinstance(count, int):
-        raise ShapeError(f"{count} experts in {elements.type}", expected="a number of experts known when compiling")
+        raise ShapeError(
+            f"{count} experts in {elements.type}",
+            expected="a number of experts known when compiling",
+        )
     return count
 
 
 @translator("fusion_moe::run")
 def run(
-    fd: FusionDefinition, program: str, inputs: tuple[Value, ...], sizes: tuple, options: str | None = None,
+    fd: FusionDefinition,
+    program: str,
+    inputs: tuple[Value, ...],
+    sizes: tuple,
+    options: str | None = None,
     parts: tuple[int, ...] | None = None,
-) -> tuple[Value, ...]:  # fmt: skip
-    """A program that is already part of the graph (a backward): its operations, to be fused with their neighbours."""
+) -> tuple[Value, ...]:
+    """A program that is already part of the graph (a backward): its operations, to be fused with
+    their neighbours.
+    """
     if parts:
         raise Untranslatable(
-            "it runs by itself, as a program that reads a parameter for each group without a copy; with single_grouped_weight=True a "
+            "it runs by itself, as a program that reads a parameter for each group without a "
+            "copy; with single_grouped_weight=True a "
             "GroupedLinear fuses with its neighbours"
         )
     fusion = parse(program)

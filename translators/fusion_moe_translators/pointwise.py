@@ -1,4 +1,6 @@
-"""Translators of aten's and prims' pointwise operations, in the forms that a decomposed graph has."""
+"""Translators of aten's and prims' pointwise operations, in the forms that a decomposed graph
+has.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,72 @@ from fusion_moe.ir.core import Value
 from fusion_moe.ir.types import FLOATS, INTS
 from fusion_moe.translate import translator
 
-_UNARY = ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "relu", "sigmoid", "silu", "logical_not")
-_BINARY = ("add", "sub", "mul", "div", "minimum", "maximum", "pow", "lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or")
-_OVERLOADS = {"minimum": ("",), "maximum": ("",), "logical_and": ("",), "logical_or": ("",), "pow": (".Tensor_Scalar", ".Tensor_Tensor")}
+_UNARY = (
+    "neg",
+    "abs",
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "tanh",
+    "erf",
+    "relu",
+    "sigmoid",
+    "silu",
+    "logical_not",
+)
+_BINARY = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "minimum",
+    "maximum",
+    "pow",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "logical_and",
+    "logical_or",
+)
+_OVERLOADS = {
+    "minimum": ("",),
+    "maximum": ("",),
+    "logical_and": ("",),
+    "logical_or": ("",),
+    "pow": (".Tensor_Scalar", ".Tensor_Tensor"),
+}
 _WIDER = {frozenset(("bf16", "f16")): "f32"}
 
 
 def together(fd: FusionDefinition, *operands: Any) -> list[Any]:
-    """Operands in the form that a pointwise operation takes: one dtype as torch promotes floats, one rank, numbers unchanged."""
+    """Operands in the form that a pointwise operation takes: one dtype as torch promotes floats,
+    one rank, numbers unchanged.
+    """
     tensors = [v for v in operands if isinstance(v, Value)]
     dtype = _promoted([v.type.dtype for v in tensors])
     rank = max(len(v.type.shape) for v in tensors)
-    if any(v.type.dtype != dtype for v in tensors) and any(not v.type.shape for v in tensors) and rank:
+    if (
+        any(v.type.dtype != dtype for v in tensors)
+        and any(not v.type.shape for v in tensors)
+        and rank
+    ):
         raise Untranslatable(
-            f"a 0-d tensor among {', '.join(str(v.type) for v in tensors)}", expected="one dtype: it takes no part in promotion"
+            f"a 0-d tensor among {', '.join(str(v.type) for v in tensors)}",
+            expected="one dtype: it takes no part in promotion",
         )
     if any(isinstance(v, float) for v in operands) and dtype not in FLOATS:
         raise Untranslatable(f"a float with {dtype} tensors", expected="float tensors")
-    return [_ranked(fd, v if v.type.dtype == dtype else fd.ops.cast(v, dtype=dtype), rank) if isinstance(v, Value) else v for v in operands]
+    return [
+        _ranked(fd, v if v.type.dtype == dtype else fd.ops.cast(v, dtype=dtype), rank)
+        if isinstance(v, Value)
+        else v
+        for v in operands
+    ]
 
 
 def _promoted(dtypes: list[str]) -> str:
@@ -38,7 +88,10 @@ def _promoted(dtypes: list[str]) -> str:
     for family in (FLOATS, INTS):
         if kinds <= set(family):
             return _WIDER.get(frozenset(kinds), min(kinds, key=family.index))
-    raise Untranslatable(f"dtypes {' and '.join(sorted(kinds))} in one operation", expected="floats only, or integers only")
+    raise Untranslatable(
+        f"dtypes {' and '.join(sorted(kinds))} in one operation",
+        expected="floats only, or integers only",
+    )
 
 
 def _ranked(fd: FusionDefinition, v: Value, rank: int) -> Value:
@@ -54,11 +107,15 @@ def _unary(name: str) -> Callable[..., Value]:
 
 
 def _binary(name: str) -> Callable[..., Value]:
-    def translate(fd: FusionDefinition, a: Any, b: Any, alpha: float = 1, *, rounding_mode: str | None = None) -> Value:
+    def translate(
+        fd: FusionDefinition, a: Any, b: Any, alpha: float = 1, *, rounding_mode: str | None = None
+    ) -> Value:
         if rounding_mode is not None:
             raise Untranslatable(f"rounding_mode = {rounding_mode!r}", expected="a true division")
         if alpha != 1:
-            raise Untranslatable(f"alpha = {alpha}", expected="1: torch multiplies and adds with one rounding")
+            raise Untranslatable(
+                f"alpha = {alpha}", expected="1: torch multiplies and adds with one rounding"
+            )
         return getattr(fd.ops, name)(*together(fd, a, b))
 
     return translate
@@ -90,12 +147,16 @@ def where(fd: FusionDefinition, condition: Value, a: Any, b: Any) -> Value:
     """condition ? a : b"""
     a, b = together(fd, a, b)
     rank = max(len(v.type.shape) for v in (condition, a, b) if isinstance(v, Value))
-    condition, a, b = (_ranked(fd, v, rank) if isinstance(v, Value) else v for v in (condition, a, b))
+    condition, a, b = (
+        _ranked(fd, v, rank) if isinstance(v, Value) else v for v in (condition, a, b)
+    )
     return fd.ops.where(condition, a, b)
 
 
 @translator("aten::clamp")
-def clamp(fd: FusionDefinition, x: Value, min: float | None = None, max: float | None = None) -> Value:
+def clamp(
+    fd: FusionDefinition, x: Value, min: float | None = None, max: float | None = None
+) -> Value:
     """x kept between min and max"""
     if x.type.dtype == "bool":
         raise Untranslatable("a mask", expected="numbers: torch makes integers of it")

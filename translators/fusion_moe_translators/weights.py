@@ -16,26 +16,47 @@ from .arguments import need_dtype, need_rank
 WEIGHT_LAYOUTS = ("linear", "sf128x4", "w16x64")
 
 
-def packed(fd: FusionDefinition, parts: Sequence[Value], weight_format: str, layout: str, k_major: bool = False) -> Value:
-    """The checked parts of a weight -> the weight; a plain weight in row-major order is its only part."""
+def packed(
+    fd: FusionDefinition,
+    parts: Sequence[Value],
+    weight_format: str,
+    layout: str,
+    k_major: bool = False,
+) -> Value:
+    """The checked parts of a weight -> the weight; a plain weight in row-major order is its only
+    part.
+    """
     fd.mark_weight(*parts)
     if is_plain(weight_format, layout):
         return parts[0]
-    return fd.ops.pack(*parts, encoding=weight_format, layout=layout, **({"transposed": True} if k_major else {}))
+    return fd.ops.pack(
+        *parts, encoding=weight_format, layout=layout, **({"transposed": True} if k_major else {})
+    )
 
 
-def weight_type(name: str, parts: Sequence[Value], weight_format: str, layout: str, transposed: bool = False) -> TensorType:
-    """The type of the weight [G, N, K] that tensors are the parts of, or [G, K, N] for a plain one that is transposed.
+def weight_type(
+    name: str, parts: Sequence[Value], weight_format: str, layout: str, transposed: bool = False
+) -> TensorType:
+    """The type of the weight [G, N, K] that tensors are the parts of, or [G, K, N] for a plain one
+    that is transposed.
 
     OptionError, ShapeError or DtypeError if they are not its parts, in the caller's terms.
     """
     need_one_of("weight_layout", layout, WEIGHT_LAYOUTS)
-    need_one_of("weight_format", weight_format, (*ENCODINGS, "f64"), todo="fusion_moe.encodings.register adds one")
+    need_one_of(
+        "weight_format",
+        weight_format,
+        (*ENCODINGS, "f64"),
+        todo="fusion_moe.encodings.register adds one",
+    )
     types = [part.type for part in parts]
     _need_parts(name, types, weight_format)
     need_rank(name, types[0], "[G, N, K]")
     if transposed and not is_plain(weight_format, layout):
-        found = f"transposed = True with weight_format = {weight_format!r} and weight_layout = {layout!r}"
+        found = (
+            f"transposed = True with weight_format = {weight_format!r} and weight_layout = "
+            f"{layout!r}"
+        )
         raise OptionError(found, expected="weights of floats [G, K, N], in the linear layout")
     if is_plain(weight_format, layout):
         return types[0]
@@ -53,10 +74,18 @@ def is_plain(weight_format: str, layout: str) -> bool:
 
 def _need_parts(name: str, types: Sequence[TensorType], weight_format: str) -> None:
     """Each part must be one tensor of the right dtype."""
-    known = [("values", "f64")] if weight_format == "f64" else [(p.name, dtype_name(p.dtype)) for p in find(weight_format).parts]
+    known = (
+        [("values", "f64")]
+        if weight_format == "f64"
+        else [(p.name, dtype_name(p.dtype)) for p in find(weight_format).parts]
+    )
     stored = f"weight_format = {weight_format!r}"
     if len(types) != len(known):
         expected = f"{len(known)} for {stored}: {', '.join(part for part, _ in known)}"
-        raise ShapeError(f"{name} of {len(types)} tensors", expected=expected, todo="weight_format says how weights are stored")
+        raise ShapeError(
+            f"{name} of {len(types)} tensors",
+            expected=expected,
+            todo="weight_format says how weights are stored",
+        )
     for (part, dtype), type in zip(known, types, strict=True):
         need_dtype(f"{part} of {name}", type, (dtype,), f"{stored} says so")

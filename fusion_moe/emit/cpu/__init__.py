@@ -1,10 +1,13 @@
-"""The CPU backend: every segment as C++; all segments of a program are in one library and run by one call.
+"""The CPU backend: every segment as C++; all segments of a program are in one library and run by
+one call.
 
-A program uses two kinds of libraries. The libraries of kernels/fprop.cpp, int8.cpp, dgrad.cpp and wgrad.cpp are the same for all programs:
-they contain the grouped products for a tier of `runtime.isa` and an encoding of weights (readers.py). The other library is generated
-(unit.py) and contains each segment's own code: loops over rows (loops.py), or the prologue and the epilogue of a product (grouped_mm.py,
-wgrad.py), which the product calls (kernels/product.h), with the products that the epilogue adds (kernels/added.h). Both are built when a
-program is first called, and kept in the cache of `runtime.build`; the library of fprop may have come with the package (prebuilt.py).
+A program uses two kinds of libraries. The libraries of kernels/fprop.cpp, int8.cpp, dgrad.cpp and
+wgrad.cpp are the same for all programs: they contain the grouped products for a tier of
+`runtime.isa` and an encoding of weights (readers.py). The other library is generated (unit.py) and
+contains each segment's own code: loops over rows (loops.py), or the prologue and the epilogue of a
+product (grouped_mm.py, wgrad.py), which the product calls (kernels/product.h), with the products
+that the epilogue adds (kernels/added.h). Both are built when a program is first called, and kept in
+the cache of `runtime.build`; the library of fprop may have come with the package (prebuilt.py).
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ NAME = "cpu"
 
 
 def plan(fusion: Fusion, kind: str) -> Source | prebuilt.Product:
-    """The C++ of a piece; without a compiler, the product that came with the package. UnsupportedError if there is none."""
+    """The C++ of a piece; without a compiler, the product that came with the package.
+    UnsupportedError if there is none.
+    """
     if build.find_compiler() is None:
         build.warn_of_no_compiler()
         return prebuilt.plan(fusion, kind)

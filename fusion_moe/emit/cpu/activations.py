@@ -1,4 +1,6 @@
-"""The prologue of a grouped product: rows of activations, read where they are in memory, or computed."""
+"""The prologue of a grouped product: rows of activations, read where they are in memory, or
+computed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _K, _M = map(Variable, "km")
 
 
 def row_function(writer: SegmentWriter, name: str, v: Value, width: int) -> list[str]:
-    """A member function that returns row m of a matrix [M, width]: in memory, or computed into `scratch`."""
+    """A member function that returns row m of a matrix [M, width]: in memory, or computed into
+    `scratch`.
+    """
     a = STORED[v.type.dtype]
     return [f"const {a}* {name}(i64 m, {a}* scratch) const {{", *inner(_row(writer, v, width)), "}"]
 
@@ -22,7 +26,8 @@ def row_pointer(v: Value, field: str, name: str) -> list[str]:
     """Passes the function to a product, as a field of a Problem."""
     return [
         f"{field} = [](const void* segment, i64 m, void* scratch) -> const void* {{",
-        f"    return static_cast<const Segment*>(segment)->{name}(m, static_cast<{STORED[v.type.dtype]}*>(scratch));",
+        f"    return static_cast<const Segment*>(segment)->{name}(m, "
+        f"static_cast<{STORED[v.type.dtype]}*>(scratch));",
         "};",
     ]
 
@@ -32,10 +37,21 @@ def _row(writer: SegmentWriter, v: Value, width: int) -> list[str]:
     found = elements.row_in_memory(v, _M, width)
     if found is not None:
         matrix, row = found
-        return [*elements.lines, "(void)scratch;", f"return {writer.names[matrix]} + {row} * {width};"]
+        return [
+            *elements.lines,
+            "(void)scratch;",
+            f"return {writer.names[matrix]} + {row} * {width};",
+        ]
     elements = writer.elements()
     made = elements.of(v, [_M, _K])
     once, each = hoisted(elements.statements, _K.name)
     simd = [] if branches(each) else ["#pragma omp simd"]
     store = f"scratch[k] = narrow<{STORED[v.type.dtype]}>({made});"
-    return [*written(once), *simd, f"for (i64 k = 0; k < {width}; ++k) {{", *inner([*written(each), store]), "}", "return scratch;"]
+    return [
+        *written(once),
+        *simd,
+        f"for (i64 k = 0; k < {width}; ++k) {{",
+        *inner([*written(each), store]),
+        "}",
+        "return scratch;",
+    ]

@@ -10,10 +10,11 @@ from ...errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Encoder:
-    """function: in kernels/numbers.h; takes a block of floats, and the scale of its matrix if it has one, gives codes and a block scale,
-    and returns False if the encoding cannot hold them.
+    """function: in kernels/numbers.h; takes a block of floats, and the scale of its matrix if it
+    has one, gives codes and a block scale, and returns False if the encoding cannot hold them.
 
-    divisor: the scale of a matrix is its largest magnitude divided by this; 0 if matrices have no scale.
+    divisor: the scale of a matrix is its largest magnitude divided by this; 0 if matrices have no
+    scale.
     """
 
     function: str
@@ -30,5 +31,7 @@ _ENCODERS = {
 def encoder(encoding: Encoding) -> Encoder:
     """The encoder for an encoding. UnsupportedError if there is none."""
     if encoding.name not in _ENCODERS:
-        raise UnsupportedError(f"quantizing to {encoding.name} has no kernel here", expected=" or ".join(_ENCODERS))
+        raise UnsupportedError(
+            f"quantizing to {encoding.name} has no kernel here", expected=" or ".join(_ENCODERS)
+        )
     return _ENCODERS[encoding.name]

@@ -18,12 +18,21 @@ from .unit import Step
 
 
 def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...], Joined | None]:
-    """The kernels, with those in C++ as parts of one library, and the call for all of them if all are in C++."""
+    """The kernels, with those in C++ as parts of one library, and the call for all of them if all
+    are in C++.
+    """
     ours = {i: k.launch for i, k in enumerate(kernels) if isinstance(k.launch, Launch)}
     if not ours:
         return tuple(kernels), None
-    sources, tier = [launch.source for launch in ours.values()], next(iter(ours.values())).library.tier
-    program = _Program(fusion, [k.segment for k in kernels], sources) if len(ours) == len(kernels) else None
+    sources, tier = (
+        [launch.source for launch in ours.values()],
+        next(iter(ours.values())).library.tier,
+    )
+    program = (
+        _Program(fusion, [k.segment for k in kernels], sources)
+        if len(ours) == len(kernels)
+        else None
+    )
     whole = program if program and program.fits else None
     library = Library(sources, tier, whole.steps() if whole else ())
     part = {i: Launch(library, n) for n, i in enumerate(ours)}
@@ -32,7 +41,9 @@ def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...],
 
 
 class Joined(Function):
-    """joined(tensors, sizes=...) -> the outputs of a program; None if a kernel found input for which the reference raises an error."""
+    """joined(tensors, sizes=...) -> the outputs of a program; None if a kernel found input for
+    which the reference raises an error.
+    """
 
     def __init__(self, library: Library, program: _Program):
         super().__init__(library, "run")
@@ -42,17 +53,25 @@ class Joined(Function):
         """The placement of the arrays that a call makes in addition to its outputs."""
         return self._arrays.workspace(sizes)
 
-    def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...] | None:
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], sizes: Sizes
+    ) -> tuple[torch.Tensor, ...] | None:
         return self._arrays.call(self._entry, tensors, sizes)
 
     def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Descriptor | None:
         """What C++ does for such a call; None if tensors would be copied first."""
         arrays = self._arrays.described(tensors, sizes)
-        return None if arrays is None else Descriptor(False, (*arrays[0], *self.library.addresses("run"), *arrays[1]))
+        return (
+            None
+            if arrays is None
+            else Descriptor(False, (*arrays[0], *self.library.addresses("run"), *arrays[1]))
+        )
 
 
 class _Program:
-    """The arrays of a program, numbered: its inputs, then those that it makes, each with the first and last segment that needs it."""
+    """The arrays of a program, numbered: its inputs, then those that it makes, each with the first
+    and last segment that needs it.
+    """
 
     def __init__(self, fusion: Fusion, segments: Sequence[Segment], sources: Sequence[Source]):
         self.fusion, self._sources = fusion, sources
@@ -66,15 +85,30 @@ class _Program:
     @property
     def transposed(self) -> set[Value]:
         """The values that some segment takes with their last two dimensions swapped."""
-        return {names[s.transposed] for s, names in zip(self._sources, self._names, strict=True) if s.transposed}
+        return {
+            names[s.transposed]
+            for s, names in zip(self._sources, self._names, strict=True)
+            if s.transposed
+        }
 
     @property
     def fits(self) -> bool:
-        """Whether the outputs are separate arrays, and all segments take each array in the order of dimensions in which it is passed."""
-        if not set(self.fusion.outputs).isdisjoint(self.fusion.inputs) or len(set(self.fusion.outputs)) < len(self.fusion.outputs):
+        """Whether the outputs are separate arrays, and all segments take each array in the order of
+        dimensions in which it is passed.
+        """
+        if not set(self.fusion.outputs).isdisjoint(self.fusion.inputs) or len(
+            set(self.fusion.outputs)
+        ) < len(self.fusion.outputs):
             return False
-        plainly = {names[v] for s, names in zip(self._sources, self._names, strict=True) for v in s.fusion.inputs if v is not s.transposed}
-        return self.transposed.issubset(self.fusion.inputs) and self.transposed.isdisjoint((*plainly, *self.fusion.outputs))
+        plainly = {
+            names[v]
+            for s, names in zip(self._sources, self._names, strict=True)
+            for v in s.fusion.inputs
+            if v is not s.transposed
+        }
+        return self.transposed.issubset(self.fusion.inputs) and self.transposed.isdisjoint(
+            (*plainly, *self.fusion.outputs)
+        )
 
     def steps(self) -> list[Step]:
         """The array and size numbers of each segment."""
@@ -86,6 +120,11 @@ class _Program:
 
 
 def _names(segment: Segment, source: Source) -> dict[Value, Value]:
-    """The program's values for those in a segment's memory: contracting may have made new inputs and outputs."""
-    mine, whole = (*source.fusion.inputs, *source.fusion.outputs), (*segment.inputs, *segment.outputs)
+    """The program's values for those in a segment's memory: contracting may have made new inputs
+    and outputs.
+    """
+    mine, whole = (
+        (*source.fusion.inputs, *source.fusion.outputs),
+        (*segment.inputs, *segment.outputs),
+    )
     return dict(zip(mine, whole, strict=True)) | {v: v for v in source.memory if v not in mine}

@@ -1,4 +1,6 @@
-"""Calling built kernels: pointers in, new tensors out, one call for a kernel or for all kernels of a program."""
+"""Calling built kernels: pointers in, new tensors out, one call for a kernel or for all kernels of
+a program.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ Entry = Callable[[bytes, bytes], int]  # (pointers, sizes) -> whether it found b
 
 
 class Library:
-    """The library of segments, with the grouped products of a tier. Built, or found in the cache, at the first call.
+    """The library of segments, with the grouped products of a tier. Built, or found in the cache,
+    at the first call.
 
     steps: how a program runs all of them, if its entry "run" is needed.
     """
@@ -50,11 +53,18 @@ class Library:
     @cached_property
     def _products(self) -> Any:
         """The function of each segment's grouped product; null for a segment without one."""
-        products = [product_of(self.tier, *s.product).product if s.product else ctypes.c_void_p() for s in self.sources]
-        return (ctypes.c_void_p * len(products))(*[ctypes.cast(product, ctypes.c_void_p) for product in products])
+        products = [
+            product_of(self.tier, *s.product).product if s.product else ctypes.c_void_p()
+            for s in self.sources
+        ]
+        return (ctypes.c_void_p * len(products))(
+            *[ctypes.cast(product, ctypes.c_void_p) for product in products]
+        )
 
     def builds(self) -> Iterator[Build]:
-        """What is compiled before the first call: this library, and the products that did not come with the package."""
+        """What is compiled before the first call: this library, and the products that did not come
+        with the package.
+        """
         yield (self.tier, self.text), lambda: self._loaded
         for product in {s.product for s in self.sources if s.product}:
             yield (self.tier, *product), partial(product_of, self.tier, *product)
@@ -67,7 +77,10 @@ class Library:
 
     def addresses(self, name: str) -> list[int]:
         """The addresses of a function of the library and of the products that are passed to it."""
-        return [native.address(getattr(self._loaded, name)), *native.counted([product or 0 for product in self._products])]
+        return [
+            native.address(getattr(self._loaded, name)),
+            *native.counted([product or 0 for product in self._products]),
+        ]
 
 
 class Function:
@@ -99,16 +112,21 @@ class Launch(Function):
     def __init__(self, library: Library, i: int):
         super().__init__(library, f"run_{i}")
         self.source = library.sources[i]
-        self._arrays = Arrays(self.source.fusion, dict.fromkeys(self.source.memory, (0, 0)), {self.source.transposed})
+        self._arrays = Arrays(
+            self.source.fusion, dict.fromkeys(self.source.memory, (0, 0)), {self.source.transposed}
+        )
 
     def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
         made = self._arrays.call(self._entry, inputs, sizes)
-        return self.source.fusion.evaluate(*inputs, sizes=sizes) if made is None else made  # evaluate raises
+        # evaluate raises
+        return self.source.fusion.evaluate(*inputs, sizes=sizes) if made is None else made
 
 
 @dataclass(frozen=True)
 class _Resolved:
-    """What a call with known sizes needs: the sizes for C, shapes and dtypes of results, and memory for everything else that it makes."""
+    """What a call with known sizes needs: the sizes for C, shapes and dtypes of results, and memory
+    for everything else that it makes.
+    """
 
     numbers: bytes
     results: tuple[tuple[Any, torch.dtype], ...]
@@ -118,11 +136,17 @@ class _Resolved:
 class Arrays:
     """The arrays of a call: its inputs, then those that it makes; its outputs are separate tensors.
 
-    lifetimes: for the arrays that it makes, in the order in which the entry takes them, the first and the last step that need them.
-    transposed: the inputs that are passed with their last two dimensions swapped.
+    lifetimes: for the arrays that it makes, in the order in which the entry takes them, the first
+    and the last step that need them. transposed: the inputs that are passed with their last two
+    dimensions swapped.
     """
 
-    def __init__(self, fusion: Fusion, lifetimes: Mapping[Value, tuple[int, int]], transposed: Collection[Value | None]):
+    def __init__(
+        self,
+        fusion: Fusion,
+        lifetimes: Mapping[Value, tuple[int, int]],
+        transposed: Collection[Value | None],
+    ):
         self._symbols, self._lifetimes = fusion.symbols, lifetimes
         self._made = [v for v in lifetimes if v in fusion.outputs]
         tensors = [*fusion.inputs, *self._made]
@@ -133,30 +157,47 @@ class Arrays:
         self._pack = struct.Struct(f"{len(addressed)}P").pack
         self._remembered = Remembered[tuple[int, ...], _Resolved](_REMEMBERED)
 
-    def call(self, entry: Entry, inputs: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...] | None:
+    def call(
+        self, entry: Entry, inputs: Sequence[torch.Tensor], sizes: Sizes
+    ) -> tuple[torch.Tensor, ...] | None:
         """The outputs; None if the kernels found input for which the reference raises an error."""
         resolved = self._resolved(sizes)
         given = list(inputs)
         for i in self._swapped:
             given[i] = given[i].mT
-        tensors = [t.contiguous() for t in given] + [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in resolved.results]
+        tensors = [t.contiguous() for t in given] + [
+            torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in resolved.results
+        ]
         _held, others = memory.allocate(resolved.workspace)
         addresses = [t.data_ptr() for t in tensors] + others
         if entry(self._pack(*[addresses[i] for i in self._order]), resolved.numbers):
             return None
         return tuple([tensors[i] for i in self._outputs])
 
-    def described(self, inputs: Sequence[torch.Tensor], sizes: Sizes) -> tuple[list[int], list[int]] | None:
-        """The arrays in a descriptor's format: the parts before and after its function. None if `call` would copy inputs."""
+    def described(
+        self, inputs: Sequence[torch.Tensor], sizes: Sizes
+    ) -> tuple[list[int], list[int]] | None:
+        """The arrays in a descriptor's format: the parts before and after its function. None if
+        `call` would copy inputs.
+        """
         if not native.as_stored(inputs, self._swapped):
             return None
         made = [self._outputs.index(len(inputs) + i) for i in range(len(self._made))]
         numbers = [sizes[s] for s in self._symbols]
-        return native.arrays(len(inputs), made, self._resolved(sizes).workspace), [*native.counted(self._order), *native.counted(numbers)]
+        return native.arrays(len(inputs), made, self._resolved(sizes).workspace), [
+            *native.counted(self._order),
+            *native.counted(numbers),
+        ]
 
     def workspace(self, sizes: Sizes) -> Memory:
         """The placement of the arrays that are made in addition to the outputs."""
-        return memory.plan([memory.Array(v.name, _nbytes(v, sizes), *span) for v, span in self._lifetimes.items() if v not in self._made])
+        return memory.plan(
+            [
+                memory.Array(v.name, _nbytes(v, sizes), *span)
+                for v, span in self._lifetimes.items()
+                if v not in self._made
+            ]
+        )
 
     def _resolved(self, sizes: Sizes) -> _Resolved:
         """Cached for as many sizes as are likely to come again soon."""
@@ -165,7 +206,9 @@ class Arrays:
         if found is None:
             results = ((storage_shape(v.type, sizes), DTYPES[v.type.dtype]) for v in self._made)
             numbers = struct.pack(f"{len(key)}q", *key)
-            found = self._remembered[key] = _Resolved(numbers, tuple(results), self.workspace(sizes))
+            found = self._remembered[key] = _Resolved(
+                numbers, tuple(results), self.workspace(sizes)
+            )
         return found
 
 

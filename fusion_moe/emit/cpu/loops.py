@@ -1,7 +1,7 @@
 """The C++ of a segment without a product: loops over rows, one after the other.
 
-Values that need more than one element of another one (a sum, a block scale, a swizzle) are made first, in memory; then the results, with
-one loop for all results of one shape.
+Values that need more than one element of another one (a sum, a block scale, a swizzle) are made
+first, in memory; then the results, with one loop for all results of one shape.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from .segment import SegmentWriter, Source
 
 _B, _I, _J, _K, _L, _M, _R = map(Variable, "bijklmr")
 _ROW = Variable("row")
-_AT_ONCE, _LANES = 256, 16  # terms of a sum that are added one after another; sums along memory are made in up to 16 lanes
+# terms of a sum that are added one after another; sums along memory are made in up to 16 lanes
+_AT_ONCE, _LANES = 256, 16
 
 
 def source(fusion: Fusion) -> Source:
@@ -41,10 +42,16 @@ def _whole(fusion: Fusion, op: Op) -> Sequence[Value]:
 
 
 def _unpacked(fusion: Fusion, op: Op) -> tuple[Value, Value]:
-    """Codes and block scales of a quantized value that consists only of these and is not stored in another form."""
+    """Codes and block scales of a quantized value that consists only of these and is not stored in
+    another form.
+    """
     readers = fusion.readers.get(op.outputs[0], ())
     if op.outputs[0] in fusion.outputs or [r.kind.name for r in readers] != ["unpack"]:
-        raise Inexpressible(op, f"{op.outputs[0].name} {op.outputs[0].type} has no kernel here", expected="quantize followed by unpack")
+        raise Inexpressible(
+            op,
+            f"{op.outputs[0].name} {op.outputs[0].type} has no kernel here",
+            expected="quantize followed by unpack",
+        )
     codes, scales = readers[0].outputs
     return codes, scales
 
@@ -63,10 +70,12 @@ class _Writer(SegmentWriter):
             self.ready(made)
         shapes = dict.fromkeys(_rows_of(v.type.shape) for v in self.later)
         for shape in shapes:
-            lines += self._elementwise([v for v in self.later if _rows_of(v.type.shape) == shape], *shape)
+            lines += self._elementwise(
+                [v for v in self.later if _rows_of(v.type.shape) == shape], *shape
+            )
         return lines
 
-    # Results ----------------------------------------------------------------------------------------------------------
+    # Results --------------------------------------------------------------------------------------
 
     def _elementwise(self, values: Sequence[Value], rows: AnySize, width: AnySize) -> list[str]:
         """One loop that stores values with as many rows and columns."""
@@ -75,33 +84,60 @@ class _Writer(SegmentWriter):
         body = _for_columns([*made.statements, *stores], "0", str(size(width)))
         return _for_rows(rows, width, body)
 
-    # Values made completely ---------------------------------------------------------------------------------------------
+    # Values made completely -----------------------------------------------------------------------
 
     def _sum(self, op: Op) -> list[str]:
         (x,), (y,), found, made = op.values, op.outputs, reduction(op), self.elements()
         term, counts = made.of(x, found.at), (found.rows, found.columns, found.over)
-        return self._reduced(y, counts, made.statements, term) if found.along_memory else self._added(y, counts, made.statements, term)
+        return (
+            self._reduced(y, counts, made.statements, term)
+            if found.along_memory
+            else self._added(y, counts, made.statements, term)
+        )
 
-    def _added(self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object) -> list[str]:
+    def _added(
+        self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object
+    ) -> list[str]:
         """y [rows, columns], each element the sum of a term over r."""
         rows, columns, over = counts
         return self._added_between(y, (rows, columns), ("0", str(size(over))), statements, term)
 
     def _added_between(
-        self, y: Value, counts: Sequence[AnySize], ends: tuple[str, str], statements: Sequence[Statement], term: object
+        self,
+        y: Value,
+        counts: Sequence[AnySize],
+        ends: tuple[str, str],
+        statements: Sequence[Statement],
+        term: object,
     ) -> list[str]:
-        """y [rows, columns], each element the sum of a term over r, from the first end up to the second."""
+        """y [rows, columns], each element the sum of a term over r, from the first end up to the
+        second.
+        """
         rows, columns = counts
-        add = ["for (i64 r = first; r < end; ++r) {", *inner(_for_columns([*statements, f"sum[j - j0] += {term};"])), "}"]
+        add = [
+            "for (i64 r = first; r < end; ++r) {",
+            *inner(_for_columns([*statements, f"sum[j - j0] += {term};"])),
+            "}",
+        ]
         store = _for_columns([self.store(y, flat([_M, _J], (rows, columns)), "sum[j - j0]")])
         body = ["float sum[COLUMNS];", *_sum_blocks(_AT_ONCE, *ends, "j1 - j0", add), *store]
-        return [f"for_tiles({size(rows)}, {size(columns)}, team, [&](i64 m, i64 j0, i64 j1) {{", *inner(body), "});"]
+        return [
+            f"for_tiles({size(rows)}, {size(columns)}, team, [&](i64 m, i64 j0, i64 j1) {{",
+            *inner(body),
+            "});",
+        ]
 
-    def _reduced(self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object) -> list[str]:
+    def _reduced(
+        self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object
+    ) -> list[str]:
         """y [rows], each element the sum of a term over r, which runs along memory."""
         rows, _, over = counts
         simd = not branches(statements)
-        add = ["float lanes = 0;", *(["#pragma omp simd reduction(+ : lanes)"] if simd else []), "for (i64 r = first; r < end; ++r) {"]
+        add = [
+            "float lanes = 0;",
+            *(["#pragma omp simd reduction(+ : lanes)"] if simd else []),
+            "for (i64 r = first; r < end; ++r) {",
+        ]
         add += [*inner([*written(statements), f"lanes += {term};"]), "}", "sum[0] = lanes;"]
         sums = _sum_blocks(_AT_ONCE * _LANES if simd else _AT_ONCE, "0", str(size(over)), "1", add)
         return _for_all_rows(rows, over, ["float sum[1];", *sums, self.store(y, _M, "sum[0]")])
@@ -110,7 +146,12 @@ class _Writer(SegmentWriter):
         (y, slot_of, w), (tokens, slots) = op.values, op.values[1].type.shape
         made = self.elements()
         term = f"{made.of(y, [made.of(slot_of, [_M, _R]), _J])} * {made.of(w, [_M, _R])}"
-        return self._added(op.outputs[0], (plain(tokens), plain(y.type.shape[1]), plain(slots)), made.statements, term)
+        return self._added(
+            op.outputs[0],
+            (plain(tokens), plain(y.type.shape[1]), plain(slots)),
+            made.statements,
+            term,
+        )
 
     def _group_sum(self, op: Op) -> list[str]:
         """Row m of the result is the sum of group m's rows."""
@@ -131,11 +172,18 @@ class _Writer(SegmentWriter):
         copy = [*start.statements, self.store(out, at, first)]
         add = [*added.statements, self.store(out, at, f"widen({self.names[out]}[{at}]) + {term}")]
         body = [
-            f"for (i64 m = 0; m < {size(rows)}; ++m) {{", *inner(_for_columns(copy)), "}",
+            f"for (i64 m = 0; m < {size(rows)}; ++m) {{",
+            *inner(_for_columns(copy)),
+            "}",
             f"for (i64 r = 0; r < {size(index.type.shape[0])}; ++r) {{",
-            *inner([f"const i64 m = {self.array(index)}[r];", *_for_columns(add)]), "}",
-        ]  # fmt: skip
-        return [f"for_tiles(1, {size(width)}, team, [&](i64, i64 j0, i64 j1) {{", *inner(body), "});"]
+            *inner([f"const i64 m = {self.array(index)}[r];", *_for_columns(add)]),
+            "}",
+        ]
+        return [
+            f"for_tiles(1, {size(width)}, team, [&](i64, i64 j0, i64 j1) {{",
+            *inner(body),
+            "});",
+        ]
 
     def _decode_scale(self, op: Op) -> list[str]:
         (x,), (out,), made_by = op.values, op.outputs, encoder(find(op.attrs["encoding"]))
@@ -148,7 +196,8 @@ class _Writer(SegmentWriter):
             f"for (i64 k = 0; k < {size(k)}; ++k) {{",
             *inner([*made.lines, f"here = std::max(here, as_bits({element}) & 0x7FFFFFFFu);"]),
             "}",
-            "for (u32 so_far = most; so_far < here && !most.compare_exchange_weak(so_far, here);) continue;",
+            "for (u32 so_far = most; so_far < here && !most.compare_exchange_weak(so_far, here);) "
+            "continue;",
         ]
         body = [
             "std::atomic<u32> most{0};  // magnitudes order as their bits do, NaN above all",
@@ -158,7 +207,9 @@ class _Writer(SegmentWriter):
         return [f"for (i64 l = 0; l < {size(elements(lead))}; ++l) {{", *inner(body), "}"]
 
     def _quantize(self, op: Op) -> list[str]:
-        """Row by row, block by block. For non-finite numbers that the encoding cannot hold, or a negative scale, the reference raises."""
+        """Row by row, block by block. For non-finite numbers that the encoding cannot hold, or a
+        negative scale, the reference raises.
+        """
         encoding = find(op.attrs["encoding"])
         if encoding.axis == -2:
             return self._quantize_runs(op) if len(op.values) > 1 else self._quantize_columns(op)
@@ -166,10 +217,17 @@ class _Writer(SegmentWriter):
         (x, *matrix_scale), (codes, scales) = op.values, _unpacked(self.fusion, op)
         *lead, n, k = x.type.shape
         made = self.elements()
-        element = made.of(x, [*reshaped([_M], (elements((*lead, n)),), (*lead, n)), _B * Number(block) + _I])
+        element = made.of(
+            x, [*reshaped([_M], (elements((*lead, n)),), (*lead, n)), _B * Number(block) + _I]
+        )
         rows, blocks = elements((*lead, n)), encoding.blocks(known(k))
         stored = f"{self.names[codes]} + at * {encoding.packed(block)}"
-        given = ["block", *["decode_scale"] * len(matrix_scale), stored, f"{self.names[scales]} + at"]
+        given = [
+            "block",
+            *["decode_scale"] * len(matrix_scale),
+            stored,
+            f"{self.names[scales]} + at",
+        ]
         body = [
             *(line for scale in matrix_scale for line in self._of_matrix(scale, lead, n)),
             *([] if matrix_scale else ["bool good = true;"]),
@@ -200,33 +258,66 @@ class _Writer(SegmentWriter):
         (x,), encoding = op.values, find(op.attrs["encoding"])
         *lead, n, k = x.type.shape
         rows = elements((*lead, n))
-        body = self._blocks_of_columns(op, [*reshaped([_ROW], (rows,), (*lead, n)), _J], str(encoding.block))
-        lines, blocks = [f"const i64 first = m * {encoding.block}, at = m;", *body], f"{size(rows)} / {encoding.block}"
-        return [f"for_tiles({blocks}, {size(plain(k))}, team, [&](i64 m, i64 j0, i64 j1) {{", *inner(lines), "});"]
+        body = self._blocks_of_columns(
+            op, [*reshaped([_ROW], (rows,), (*lead, n)), _J], str(encoding.block)
+        )
+        lines, blocks = (
+            [f"const i64 first = m * {encoding.block}, at = m;", *body],
+            f"{size(rows)} / {encoding.block}",
+        )
+        return [
+            f"for_tiles({blocks}, {size(plain(k))}, team, [&](i64 m, i64 j0, i64 j1) {{",
+            *inner(lines),
+            "});",
+        ]
 
     def _quantize_runs(self, op: Op) -> list[str]:
-        """Blocks of each group's rows, the last one padded with zeros; zeros past the last end, and in blocks without rows."""
-        (x, ends), (codes, scales), block = op.values, _unpacked(self.fusion, op), find(op.attrs["encoding"]).block
-        (rows, k), (blocks, _), groups, end = x.type.shape, scales.type.shape, size(ends.type.shape[0]), self.array(ends)
+        """Blocks of each group's rows, the last one padded with zeros; zeros past the last end, and
+        in blocks without rows.
+        """
+        (x, ends), (codes, scales), block = (
+            op.values,
+            _unpacked(self.fusion, op),
+            find(op.attrs["encoding"]).block,
+        )
+        (rows, k), (blocks, _), groups, end = (
+            x.type.shape,
+            scales.type.shape,
+            size(ends.type.shape[0]),
+            self.array(ends),
+        )
         body = [
             f"const i64 start = m == 0 ? 0 : {end}[m - 1];",
             f"for (i64 first = start; first < {end}[m]; first += {block}) {{",
             f"    const i64 at = start / {block} + m + (first - start) / {block};",
-            *inner(self._blocks_of_columns(op, [_ROW, _J], f"std::min<i64>({block}, {end}[m] - first)")),
+            *inner(
+                self._blocks_of_columns(op, [_ROW, _J], f"std::min<i64>({block}, {end}[m] - first)")
+            ),
             "}",
         ]
         columns = size(plain(k))
         return [
             f"std::fill_n({self.names[scales]}, {size(plain(blocks))} * {columns}, u8(0));",
             f"const i64 past = {groups} == 0 ? 0 : {end}[{groups} - 1];",
-            f"std::fill_n({self.names[codes]} + past * {columns}, ({size(plain(rows))} - past) * {columns}, u8(0));",
-            f"for_tiles({groups}, {columns}, team, [&](i64 m, i64 j0, i64 j1) {{", *inner(body), "});",
-        ]  # fmt: skip
+            f"std::fill_n({self.names[codes]} + past * {columns}, ({size(plain(rows))} - past) * "
+            f"{columns}, u8(0));",
+            f"for_tiles({groups}, {columns}, team, [&](i64 m, i64 j0, i64 j1) {{",
+            *inner(body),
+            "});",
+        ]
 
     def _blocks_of_columns(self, op: Op, at: Sequence[Index], count: str) -> list[str]:
         """Block `at` of each column j, which has `count` rows from `first` on."""
-        encoding, (codes, scales), made = find(op.attrs["encoding"]), _unpacked(self.fusion, op), self.elements()
-        element, block, columns = made.of(op.values[0], at), encoding.block, size(plain(op.values[0].type.shape[-1]))
+        encoding, (codes, scales), made = (
+            find(op.attrs["encoding"]),
+            _unpacked(self.fusion, op),
+            self.elements(),
+        )
+        element, block, columns = (
+            made.of(op.values[0], at),
+            encoding.block,
+            size(plain(op.values[0].type.shape[-1])),
+        )
         return [
             "for (i64 j = j0; j < j1; ++j) {",
             f"    float block[{block}] = {{}};",
@@ -235,27 +326,39 @@ class _Writer(SegmentWriter):
             "        const i64 row = first + i;",
             *inner(inner([*made.lines, f"block[i] = {element};"])),
             "    }",
-            f"    {encoder(encoding).function}(block, made, {self.names[scales]} + at * {columns} + j);",
-            f"    for (i64 i = 0; i < {count}; ++i) {self.names[codes]}[(first + i) * {columns} + j] = made[i];",
+            f"    {encoder(encoding).function}(block, made, {self.names[scales]} + at * "
+            f"{columns} + j);",
+            f"    for (i64 i = 0; i < {count}; ++i) {self.names[codes]}[(first + i) * {columns} + "
+            "j] = made[i];",
             "}",
         ]
 
     def _grouped_swizzle(self, op: Op) -> list[str]:
         (x, ends), (out,) = op.values, op.outputs
         rows, cols = x.type.shape
-        given = f"{self.array(x)}, {self.array(ends)}, {size(ends.type.shape[0])}, {size(rows)}, {size(cols)}"
+        given = (
+            f"{self.array(x)}, {self.array(ends)}, {size(ends.type.shape[0])}, {size(rows)}, "
+            f"{size(cols)}"
+        )
         return [f"swizzle_128x4({given}, {self.names[out]});"]
 
 
 _WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {
-    "sum": _Writer._sum, "combine": _Writer._combine, "group_sum": _Writer._group_sum,
-    "index_put_accumulate": _Writer._index_put_accumulate, "topk_weights_backward": lambda writer, op: [writer.of_weights(op)],
-    "decode_scale": _Writer._decode_scale, "quantize": _Writer._quantize, "grouped_swizzle": _Writer._grouped_swizzle,
-}  # fmt: skip
+    "sum": _Writer._sum,
+    "combine": _Writer._combine,
+    "group_sum": _Writer._group_sum,
+    "index_put_accumulate": _Writer._index_put_accumulate,
+    "topk_weights_backward": lambda writer, op: [writer.of_weights(op)],
+    "decode_scale": _Writer._decode_scale,
+    "quantize": _Writer._quantize,
+    "grouped_swizzle": _Writer._grouped_swizzle,
+}
 
 
 def _for_rows(rows: AnySize, width: AnySize, body: Sequence[str]) -> list[str]:
-    """`body` for each m, unless rows are empty: there may be more of them than can be counted through."""
+    """`body` for each m, unless rows are empty: there may be more of them than can be counted
+    through.
+    """
     return [f"if ({size(width)} > 0) {{", *inner(_for_all_rows(rows, width, body)), "}"]
 
 
@@ -266,15 +369,29 @@ def _for_all_rows(rows: AnySize, width: AnySize, body: Sequence[str]) -> list[st
 
 
 def _for_columns(body: Sequence[Statement], first: str = "j0", end: str = "j1") -> list[str]:
-    """`body` for each j, as vector code if nothing prevents it; statements that do not depend on j come before the loop."""
+    """`body` for each j, as vector code if nothing prevents it; statements that do not depend on j
+    come before the loop.
+    """
     once, each = hoisted(body, "j")
     simd = [] if branches(each) else ["#pragma omp simd"]
-    return [*written(once), *simd, f"for (i64 j = {first}; j < {end}; ++j) {{", *inner(written(each)), "}"]
+    return [
+        *written(once),
+        *simd,
+        f"for (i64 j = {first}; j < {end}; ++j) {{",
+        *inner(written(each)),
+        "}",
+    ]
 
 
 def _sum_blocks(at_once: int, start: str, stop: str, columns: str, add: Sequence[str]) -> list[str]:
-    """The sums of terms start .. stop - 1, where `add` adds up to so many, first .. end - 1, to zeros in `sum`."""
-    return [f"sum_blocks<{at_once}>({start}, {stop}, {columns}, sum, [&](i64 first, i64 end) {{", *inner(add), "});"]
+    """The sums of terms start .. stop - 1, where `add` adds up to so many, first .. end - 1, to
+    zeros in `sum`.
+    """
+    return [
+        f"sum_blocks<{at_once}>({start}, {stop}, {columns}, sum, [&](i64 first, i64 end) {{",
+        *inner(add),
+        "});",
+    ]
 
 
 def _rows_of(shape: Sequence[Dim]) -> tuple[AnySize, AnySize]:

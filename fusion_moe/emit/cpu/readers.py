@@ -1,7 +1,9 @@
-"""The C++ that reads the weights of each encoding, and the fixed library of a tier that is compiled around it.
+"""The C++ that reads the weights of each encoding, and the fixed library of a tier that is compiled
+around it.
 
-kernels/weight.h defines readers. Those of the built-in encodings are kernels/weights/<encoding>.h; `register_reader` adds one for a
-user-defined encoding. Imports no torch, since tools/build_kernels.py builds the libraries of the built-in encodings into the package.
+kernels/weight.h defines readers. Those of the built-in encodings are kernels/weights/<encoding>.h;
+`register_reader` adds one for a user-defined encoding. Imports no torch, since
+tools/build_kernels.py builds the libraries of the built-in encodings into the package.
 """
 
 from __future__ import annotations
@@ -12,21 +14,28 @@ from ...errors import UnsupportedError
 from ...runtime import build
 
 KERNELS = Path(__file__).parent / "kernels"
-SHIPPED = Path(__file__).parent / "shipped"  # filled when the package is built: tools/build_kernels.py
+# filled when the package is built: tools/build_kernels.py
+SHIPPED = Path(__file__).parent / "shipped"
 BUILT_IN = tuple(sorted(path.stem for path in (KERNELS / "weights").glob("*.h")))
-FLOATS = (("bf16", "linear"), ("f16", "linear"), ("f32", "linear"))  # weights that an added product may have: kernels/added.h
+# weights that an added product may have: kernels/added.h
+FLOATS = (("bf16", "linear"), ("f16", "linear"), ("f32", "linear"))
 PARTS = 3  # the most parts that a weight may have: kernels/product.h
 _registered: dict[str, str] = {}  # encoding -> C++
 
 
 def register_reader(encoding: str, source: str | Path) -> None:
-    """Registers the reader of an encoding: C++ or a file with it, which defines `Weight`. Replaces an earlier one unless that is built in.
+    """Registers the reader of an encoding: C++ or a file with it, which defines `Weight`. Replaces
+    an earlier one unless that is built in.
 
     UnsupportedError for a built-in encoding.
     """
     if encoding in BUILT_IN:
-        raise UnsupportedError(f"the CPU already has a reader of {encoding}", expected="an encoding of your own")
-    _registered[encoding] = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+        raise UnsupportedError(
+            f"the CPU already has a reader of {encoding}", expected="an encoding of your own"
+        )
+    _registered[encoding] = (
+        source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+    )
 
 
 def unregister_reader(encoding: str) -> None:
@@ -50,11 +59,14 @@ def linear() -> tuple[tuple[str, str], ...]:
 
 
 def library_source(tier: str, encoding: str, kind: str = "fprop") -> build.LibrarySource:
-    """How to build the library for a tier, an encoding and a kind of product, and where the one that came with the package is.
+    """How to build the library for a tier, an encoding and a kind of product, and where the one
+    that came with the package is.
 
-    kind: as in schedule/product.py, or "int8", an fprop with int8 operands. encoding: "" for wgrad, which reads no weight. Raises like
-    `reader_of`.
+    kind: as in schedule/product.py, or "int8", an fprop with int8 operands. encoding: "" for wgrad,
+    which reads no weight. Raises like `reader_of`.
     """
     reader = reader_of(encoding) if encoding else ""
     text = f"{reader}\n{(KERNELS / f'{kind}.cpp').read_text(encoding='utf-8')}"
-    return build.LibrarySource(text, f"{kind}_{encoding}" if encoding else kind, tier, (KERNELS,), shipped=SHIPPED)
+    return build.LibrarySource(
+        text, f"{kind}_{encoding}" if encoding else kind, tier, (KERNELS,), shipped=SHIPPED
+    )

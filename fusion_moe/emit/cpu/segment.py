@@ -1,7 +1,9 @@
-"""The common part of every segment's C++: a struct with the arrays that it reads and writes, a function that runs first, and `run`.
+"""The common part of every segment's C++: a struct with the arrays that it reads and writes, a
+function that runs first, and `run`.
 
-`first` does what needs whole arrays before anything else: checks of ends and indices, routing. If a check fails, the kernel returns
-BAD before it touches any memory; the caller then evaluates the reference, which raises.
+`first` does what needs whole arrays before anything else: checks of ends and indices, routing. If a
+check fails, the kernel returns BAD before it touches any memory; the caller then evaluates the
+reference, which raises.
 """
 
 from __future__ import annotations
@@ -52,10 +54,11 @@ int run(void* const* p, const long long* n, Product product, Team& team) {
 class Source:
     """The C++ of a segment: a struct and a function `run`, to be put in a namespace.
 
-    memory: the values that the caller allocates, including results; `run` takes pointers to the inputs of the fusion, then to these.
-    transposed: the input, if any, that is passed with its last two dimensions swapped. product: the encoding of weights ("" for none) and
-    the kind of the grouped product that `run` needs, if any, which is the name of a file in kernels/. more_headers: those in kernels/ that
-    only some texts need.
+    memory: the values that the caller allocates, including results; `run` takes pointers to the
+    inputs of the fusion, then to these. transposed: the input, if any, that is passed with its last
+    two dimensions swapped. product: the encoding of weights ("" for none) and the kind of the
+    grouped product that `run` needs, if any, which is the name of a file in kernels/. more_headers:
+    those in kernels/ that only some texts need.
     """
 
     fusion: Fusion
@@ -73,7 +76,9 @@ class Source:
 
 
 class SegmentWriter(Writer):
-    """Writes the struct of a segment. later: the values that are not made yet at the current position in the text."""
+    """Writes the struct of a segment. later: the values that are not made yet at the current
+    position in the text.
+    """
 
     def __init__(self, fusion: Fusion, memory: Sequence[Value]):
         super().__init__(fusion, memory)
@@ -88,9 +93,13 @@ class SegmentWriter(Writer):
         first = self._first()
         functions, body = self.functions(), self.body()
         return _STRUCT.substitute(
-            members=indented(self.members()), first=indented(first, 2), nothing=indented(self._nothing(), 2),
-            functions=indented(functions), body=indented(body, 2), arguments=self._arguments(),
-        )  # fmt: skip
+            members=indented(self.members()),
+            first=indented(first, 2),
+            nothing=indented(self._nothing(), 2),
+            functions=indented(functions),
+            body=indented(body, 2),
+            arguments=self._arguments(),
+        )
 
     def ready(self, values: Sequence[Value]) -> None:
         """Declares that the following text reads these values from memory."""
@@ -101,24 +110,33 @@ class SegmentWriter(Writer):
         return super().in_memory((*self.later, *without))
 
     def _nothing(self) -> list[str]:
-        """Ends the call if all that it makes is empty: its loops could count through the other dimensions, of up to 2^63."""
+        """Ends the call if all that it makes is empty: its loops could count through the other
+        dimensions, of up to 2^63.
+        """
         counts = [elements(v.type.shape) for v in self.memory]
         if any(isinstance(n, int) and n > 0 for n in counts):
             return []
-        return [f"if ({' && '.join(f'{size(n)} == 0' for n in dict.fromkeys(counts))}) return GOOD;"]
+        return [
+            f"if ({' && '.join(f'{size(n)} == 0' for n in dict.fromkeys(counts))}) return GOOD;"
+        ]
 
     def _arguments(self) -> str:
         values = [(v, "const ") for v in self.fusion.inputs] + [(v, "") for v in self.memory]
-        pointers = [f"static_cast<{const}{stored(v)}*>(p[{i}])" for i, (v, const) in enumerate(values)]
+        pointers = [
+            f"static_cast<{const}{stored(v)}*>(p[{i}])" for i, (v, const) in enumerate(values)
+        ]
         return ", ".join([f"n[{i}]" for i in range(len(self.fusion.symbols))] + pointers)
 
-    # What runs first --------------------------------------------------------------------------------------------------
+    # What runs first ------------------------------------------------------------------------------
 
     def _first(self) -> list[str]:
         lines = []
         for v in self.fusion.inputs:
             if v.type.ends:
-                lines.append(f"if (!good_ends({self.names[v]}, {size(v.type.shape[0])}, {self._rows_of(v)})) return false;")
+                lines.append(
+                    f"if (!good_ends({self.names[v]}, {size(v.type.shape[0])}, "
+                    f"{self._rows_of(v)})) return false;"
+                )
         for op in self.fusion.ops:
             write = getattr(self, f"_first_{op.kind.name}", None)
             with naming(op):
@@ -128,16 +146,26 @@ class SegmentWriter(Writer):
         return lines
 
     def _rows_of(self, ends: Value) -> Index:
-        """The number of rows in the partition of these ends; the largest possible if no value of the segment is partitioned by it."""
+        """The number of rows in the partition of these ends; the largest possible if no value of
+        the segment is partitioned by it.
+        """
         values = [*self.fusion.inputs, *(v for op in self.fusion.ops for v in op.outputs)]
-        rows = [d for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == ends.type.ends]
+        rows = [
+            d
+            for v in values
+            for d in v.type.shape
+            if isinstance(d, Rows) and d.groups == ends.type.ends
+        ]
         return size(rows[0]) if rows else Number(2**31 - 1)
 
     def _first_ends(self, op: Op) -> list[str]:
         (offs,) = op.values
         if are_all_rows(self.fusion, offs, op.attrs["rows"]):
             return []
-        return [f"if (!good_ends({self.array(offs)}, {size(offs.type.shape[0])}, {size(op.attrs['rows'])})) return false;"]
+        return [
+            f"if (!good_ends({self.array(offs)}, {size(offs.type.shape[0])}, "
+            f"{size(op.attrs['rows'])})) return false;"
+        ]
 
     def _first_topk_ids(self, op: Op) -> list[str]:
         (ids,), tokens, bias = op.outputs, size(op.values[0].type.shape[0]), router.bias(op)
@@ -150,7 +178,15 @@ class SegmentWriter(Writer):
     def of_weights(self, op: Op) -> str:
         """The call that computes the router's weights, or their derivative."""
         (tokens, k), experts = map(size, op.values[1].type.shape), size(op.values[0].type.shape[1])
-        given = [*map(self.array, op.values), tokens, experts, k, router.factor(op), self.names[op.outputs[0]], "team"]
+        given = [
+            *map(self.array, op.values),
+            tokens,
+            experts,
+            k,
+            router.factor(op),
+            self.names[op.outputs[0]],
+            "team",
+        ]
         return f"{op.kind.name}<{router.of_weights(op)}>({', '.join(map(str, given))});"
 
     def _first_topk_weights_backward(self, op: Op) -> list[str]:
@@ -160,7 +196,10 @@ class SegmentWriter(Writer):
         (ids,), (t, slots) = op.values, op.values[0].type.shape
         count, made = size(op.attrs["groups"].count), ", ".join(self.names[v] for v in op.outputs)
         first = op.attrs.get("first_expert")
-        check = f"if (!all_below({self.array(ids)}, {size(elements(ids.type.shape))}, {count}, -1)) return false;"
+        check = (
+            f"if (!all_below({self.array(ids)}, {size(elements(ids.type.shape))}, {count}, "
+            "-1)) return false;"
+        )
         sort = f"route({self.array(ids)}, {size(t)}, {size(slots)}, {first or 0}, {count}, {made});"
         return [check, sort] if first is None else [sort]
 
@@ -169,8 +208,14 @@ class SegmentWriter(Writer):
         fill = f"for (i64 i = 0; i < {count}; ++i) {made}[{self.array(slot_of)}[i]] = i32(i);"
         if made_by_route(self.fusion, slot_of) == "slot_of":
             return [fill]
-        whole = f"if (!all_below({made}, {count}, {count})) return false;"  # each row was named: -1 means that it was not
-        return [*self._checked(slot_of, op.attrs["rows"]), f"std::fill({made}, {made} + {count}, -1);", fill, whole]
+        # each row was named: -1 means that it was not
+        whole = f"if (!all_below({made}, {count}, {count})) return false;"
+        return [
+            *self._checked(slot_of, op.attrs["rows"]),
+            f"std::fill({made}, {made} + {count}, -1);",
+            fill,
+            whole,
+        ]
 
     def _first_problem_ends(self, op: Op) -> list[str]:
         starts, problem, padded = map(self.array, op.values)
@@ -188,7 +233,9 @@ class SegmentWriter(Writer):
         return self._checked(op.values[1], op.values[0].type.shape[0])
 
     def _checked(self, index: Value, limit: Dim) -> list[str]:
-        """The check that a whole index is below a limit, unless the operation that made it guarantees that."""
+        """The check that a whole index is below a limit, unless the operation that made it
+        guarantees that.
+        """
         if below(self.fusion, index) == plain(limit):
             return []
         count = size(elements(index.type.shape))

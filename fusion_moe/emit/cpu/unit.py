@@ -1,7 +1,9 @@
-"""A translation unit: segments, each in a namespace, with an entry for each, and one entry for a whole program.
+"""A translation unit: segments, each in a namespace, with an entry for each, and one entry for a
+whole program.
 
-run_<i>(p, n, products, threads)    segment i: pointers and sizes as its Source lists them
-run(p, n, products, threads)        all in order, in one parallel region, on the arrays and sizes of the program; stops at one that finds
+run_<i>(p, n, products, threads)    segment i: pointers and sizes as its Source lists them run(p, n,
+products, threads)        all in order, in one parallel region, on the arrays and sizes of the
+program; stops at one that finds
                                     bad input
 
 products: the grouped product of each segment's encoding, null for one without.
@@ -16,7 +18,8 @@ from dataclasses import dataclass
 from ..cxx.statements import indented, inner
 from .segment import Source
 
-# C++ headers that are included only by texts with such words: they take longer to compile than most segments.
+# C++ headers that are included only by texts with such words: they take longer to compile than most
+# segments.
 _WORDS = {
     "cmath": re.compile(r"\bstd::(fabs|log|sqrt|pow)\b|\b(NAN|INFINITY)\b"),
     "numeric": re.compile(r"\bstd::accumulate\b"),
@@ -27,7 +30,9 @@ _PARAMETERS = "void* const* p, const long long* n, void* const* products, int th
 
 @dataclass(frozen=True)
 class Step:
-    """The arguments of a segment in a program: the program's numbers for the segment's arrays and sizes."""
+    """The arguments of a segment in a program: the program's numbers for the segment's arrays and
+    sizes.
+    """
 
     arrays: Sequence[int]
     sizes: Sequence[int]
@@ -35,13 +40,32 @@ class Step:
 
 def text(sources: Sequence[Source], steps: Sequence[Step] = ()) -> str:
     """The C++ of segments; steps: those of all segments, if `run` is needed."""
-    parts = [f"#include <{header}>\n" for header, words in _WORDS.items() if any(words.search(source.text) for source in sources)]
-    parts += [f'#include "{header}"\n' for header in dict.fromkeys(header for source in sources for header in source.headers)]
+    parts = [
+        f"#include <{header}>\n"
+        for header, words in _WORDS.items()
+        if any(words.search(source.text) for source in sources)
+    ]
+    parts += [
+        f'#include "{header}"\n'
+        for header in dict.fromkeys(header for source in sources for header in source.headers)
+    ]
     for i, source in enumerate(sources):
-        parts += [f"namespace {{\nnamespace segment_{i} {{\n", source.text, f"}}  // namespace segment_{i}\n}}  // namespace\n"]
+        parts += [
+            f"namespace {{\nnamespace segment_{i} {{\n",
+            source.text,
+            f"}}  // namespace segment_{i}\n}}  // namespace\n",
+        ]
         parts.append(_entry(f"run_{i}", [f"return segment_{i}::run(p, n, {_product(i)}, team);"]))
     if steps:
-        parts.append(_entry("run", [*(line for i, step in enumerate(steps) for line in _call(i, step)), "return GOOD;"]))
+        parts.append(
+            _entry(
+                "run",
+                [
+                    *(line for i, step in enumerate(steps) for line in _call(i, step)),
+                    "return GOOD;",
+                ],
+            )
+        )
     return "\n".join(parts)
 
 
@@ -55,7 +79,10 @@ def _product(i: int) -> str:
 
 
 def _call(i: int, step: Step) -> list[str]:
-    arrays, sizes = (", ".join(f"{a}[{j}]" for j in numbers) for a, numbers in (("p", step.arrays), ("n", step.sizes)))
+    arrays, sizes = (
+        ", ".join(f"{a}[{j}]" for j in numbers)
+        for a, numbers in (("p", step.arrays), ("n", step.sizes))
+    )
     return [
         "{",
         f"    void* const q[] = {{{arrays}}};",

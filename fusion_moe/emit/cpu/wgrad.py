@@ -45,20 +45,26 @@ class _Writer(SegmentWriter):
         return [
             "Problem problem{};",
             f"problem.ends = {self.array(plan.ends)};",
-            f"problem.G = G, problem.N = N, problem.K = K, problem.rows = {size(product.a.type.shape[0])};",
-            f"problem.activation = {ACTIVATION[product.a.type.dtype]}, problem.other_activation = {ACTIVATION[product.b.type.dtype]};",
+            "problem.G = G, problem.N = N, problem.K = K, problem.rows = "
+            f"{size(product.a.type.shape[0])};",
+            f"problem.activation = {ACTIVATION[product.a.type.dtype]}, problem.other_activation = "
+            f"{ACTIVATION[product.b.type.dtype]};",
             "problem.segment = this;",
             *row_pointer(product.a, "problem.row", "row"),
             *row_pointer(product.b, "problem.other_row", "other_row"),
-            "problem.store = [](const void* segment, i64 m, i64 rows, i64 g, i64 j, i64 count, const float* p, i64 stride) {",
-            "    for (i64 r = 0; r < rows; ++r) static_cast<const Segment*>(segment)->store(g, m + r, j, count, p + r * stride);",
+            "problem.store = [](const void* segment, i64 m, i64 rows, i64 g, i64 j, i64 count, "
+            "const float* p, i64 stride) {",
+            "    for (i64 r = 0; r < rows; ++r) static_cast<const Segment*>(segment)->store(g, m "
+            "+ r, j, count, p + r * stride);",
             "};",
             "product(&problem, &team);",
         ]
 
     def store_run(self) -> list[str]:
         shape = self.plan.product.result.type.shape
-        elements = self.elements({self.plan.product.result: self._accumulator}, without=self.plan.results)
+        elements = self.elements(
+            {self.plan.product.result: self._accumulator}, without=self.plan.results
+        )
         stores = []
         for v in self.plan.results:
             made = elements.of(v, reshaped([_G, _M, _J], shape, v.type.shape))

@@ -1,15 +1,16 @@
-"""The CUDA backend: segments as kernels in CUDA C++, compiled with NVRTC; for the pieces that have them.
+"""The CUDA backend: segments as kernels in CUDA C++, compiled with NVRTC; for the pieces that have
+them.
 
 source.py       what every segment has: a struct of its arrays, and kernels that are given it
-loops.py        segments without a product; copies.py: copies in MXFP8, made in these
-grouped_mm.py   products, with gather, routing and epilogue; columns.py: which columns a result is made of
-added.py        a product that joins the accumulators of another, as an adapter's
-gemm.py         those of training: fprop with results of several widths, dgrad, wgrad of 16-bit matrices; dgrad of weights in few bits
-readers.py      the readers of weights: which encodings and layouts have kernels
-variants.py     the kernels of products as data; table.py, tables/: which are candidates for how many rows, by GPU; choice.py: one's choice
-parts.py        the segments of a call as facts; join.py: those of a program in one call
-choose.py       parts, sizes, a GPU -> the Choice: kernels, what is chained, memory; launch.py: compiling and launching it
-kernels/        the kernels, fixed
+loops.py        segments without a product; copies.py: copies in MXFP8, made in these grouped_mm.py
+products, with gather, routing and epilogue; columns.py: which columns a result is made of added.py
+a product that joins the accumulators of another, as an adapter's gemm.py         those of training:
+fprop with results of several widths, dgrad, wgrad of 16-bit matrices; dgrad of weights in few bits
+readers.py      the readers of weights: which encodings and layouts have kernels variants.py     the
+kernels of products as data; table.py, tables/: which are candidates for how many rows, by GPU;
+choice.py: one's choice parts.py        the segments of a call as facts; join.py: those of a program
+in one call choose.py       parts, sizes, a GPU -> the Choice: kernels, what is chained, memory;
+launch.py: compiling and launching it kernels/        the kernels, fixed
 """
 
 from __future__ import annotations
@@ -81,18 +82,26 @@ def emit(segment: Segment) -> Kernel:
 
 def choices(
     fusion: Fusion, kernels: Sequence[Kernel], sizes: Sizes, arch: Arch, any_size: bool = False
-) -> tuple[tuple[Choice, ...], tuple[Step | None, ...]]:  # fmt: skip
-    """What a program launches for known sizes on a GPU: its choice, or one of each segment where they are no one call; and, of each kernel,
-    the step that it is, None for one that is not ours. any_size: what it launches while that is compiled.
+) -> tuple[tuple[Choice, ...], tuple[Step | None, ...]]:
+    """What a program launches for known sizes on a GPU: its choice, or one of each segment where
+    they are no one call; and, of each kernel, the step that it is, None for one that is not ours.
+    any_size: what it launches while that is compiled.
     """
     if joined := join(fusion, kernels)[1]:
         choice = joined.choose(sizes, arch, any_size)
         return (choice,), choice.steps
-    alone = [k.launch.call.choose(sizes, arch, any_size) if isinstance(k.launch, Launch) else None for k in kernels]
-    return tuple(choice for choice in alone if choice), tuple(choice.steps[0] if choice else None for choice in alone)
+    alone = [
+        k.launch.call.choose(sizes, arch, any_size) if isinstance(k.launch, Launch) else None
+        for k in kernels
+    ]
+    return tuple(choice for choice in alone if choice), tuple(
+        choice.steps[0] if choice else None for choice in alone
+    )
 
 
 def _text(source: Source) -> str:
     """The kernels for one of everything, on a GPU of any kind."""
     sizes = dict.fromkeys(source.fusion.symbols, 1)
-    return "\n".join(kernel.text for kernel in source.launches(source.choose(sizes, H200), sizes, H200))
+    return "\n".join(
+        kernel.text for kernel in source.launches(source.choose(sizes, H200), sizes, H200)
+    )

@@ -1,4 +1,6 @@
-"""A product that is added to the accumulators of another, as an adapter's B (A x) to W x: see kernels/added.cuh."""
+"""A product that is added to the accumulators of another, as an adapter's B (A x) to W x: see
+kernels/added.cuh.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +15,67 @@ _M = Variable("m")
 
 
 def accumulated(plan: ProductPlan) -> Value:
-    """The value in a tile's accumulators: the product, or its sum with the added one. Inexpressible if they are not simply added."""
+    """The value in a tile's accumulators: the product, or its sum with the added one. Inexpressible
+    if they are not simply added.
+    """
     if not plan.added:
         return plan.product.outputs[0]
     readers = {op for v in plan.made for op in plan.fusion.readers.get(v, ())}
     total = next(iter(readers), None)
-    if len(readers) != 1 or total is None or total.kind.name != "add" or {*total.values} != {*plan.made} or {*plan.made} & {*plan.stored}:
-        raise _refusal(plan, "products whose results are not just added have no kernel here", "their sum, and nothing else of them")
+    if (
+        len(readers) != 1
+        or total is None
+        or total.kind.name != "add"
+        or {*total.values} != {*plan.made}
+        or {*plan.made} & {*plan.stored}
+    ):
+        raise _refusal(
+            plan,
+            "products whose results are not just added have no kernel here",
+            "their sum, and nothing else of them",
+        )
     return total.outputs[0]
 
 
 def functions(source: Source, plan: ProductPlan) -> list[str]:
-    """Its C++: ADDED, the number of contracted features; the rows; and a group's matrix, [N, ADDED] or, for a dgrad, [ADDED, N]."""
+    """Its C++: ADDED, the number of contracted features; the rows; and a group's matrix, [N, ADDED]
+    or, for a dgrad, [ADDED, N].
+    """
     if not plan.added:
         return ["static constexpr i32 ADDED = 0;"]
     if len(plan.added) > 1:
-        raise _refusal(plan, f"{len(plan.added)} products beside another have no kernel here", "one")
+        raise _refusal(
+            plan, f"{len(plan.added)} products beside another have no kernel here", "one"
+        )
     (product,) = plan.added
     features, dtype = known(product.size(product.contracted)), plan.a.type.dtype
     found = source.elements().row_in_memory(product.a, _M, features)
     if {product.a.type.dtype, product.b.type.dtype} != {dtype}:
-        raise _refusal(plan, f"{product.op.kind.name} of {product.a.type} and {product.b.type} beside another has no kernel here", dtype)
+        raise _refusal(
+            plan,
+            f"{product.op.kind.name} of {product.a.type} and {product.b.type} "
+            "beside another has no kernel here",
+            dtype,
+        )
     if features % _LANE:
-        raise _refusal(plan, f"{features} features beside another product have no kernel here", f"a multiple of {_LANE}")
+        raise _refusal(
+            plan,
+            f"{features} features beside another product have no kernel here",
+            f"a multiple of {_LANE}",
+        )
     if found is None or found[1] != _M:
-        raise _refusal(plan, f"rows {product.a.type} of a product beside another are computed in the same segment", "rows in memory")
+        raise _refusal(
+            plan,
+            f"rows {product.a.type} of a product beside another are computed in the same segment",
+            "rows in memory",
+        )
     return [
         f"static constexpr i32 ADDED = {features};  // of the product beside this one",
-        f"static constexpr bool ADDED_TRANSPOSED = {str(product.kind == 'dgrad').lower()};  // whether its matrices are [ADDED, N]",
+        f"static constexpr bool ADDED_TRANSPOSED = {str(product.kind == 'dgrad').lower()};  // "
+        "whether its matrices are [ADDED, N]",
         f"__device__ const {dtype}* added_rows() const {{ return {source.names[found[0]]}; }}",
-        f"__device__ const {dtype}* added_matrix(i64 g) const {{ return {source.names[product.b]} + g * (i64(N) * ADDED); }}",
+        f"__device__ const {dtype}* added_matrix(i64 g) const {{ return {source.names[product.b]} "
+        f"+ g * (i64(N) * ADDED); }}",
     ]
 
 

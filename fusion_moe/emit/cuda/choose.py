@@ -1,7 +1,8 @@
-"""The choice for a call: which kernels are launched, the order of columns between products, and the placement of arrays in memory.
+"""The choice for a call: which kernels are launched, the order of columns between products, and the
+placement of arrays in memory.
 
-A pure function of the parts of a call, the sizes that the host knows, and the facts of a GPU. launch.py builds and launches exactly what it
-returns.
+A pure function of the parts of a call, the sizes that the host knows, and the facts of a GPU.
+launch.py builds and launches exactly what it returns.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from .choice import Chosen
 from .parts import Inner, Parts
 from .source import Array, KernelSource, Sizes
 
-_BYTES = {"i32": 4, "float": 4, "bf16": 2, "f16": 2}  # of the elements of arrays that do not hold values
+# of the elements of arrays that do not hold values
+_BYTES = {"i32": 4, "float": 4, "bf16": 2, "f16": 2}
 
 
 @dataclass(frozen=True)
 class Step:
-    """The kernels of a part, in order. overlaps: for each kernel, whether it may start before the previous one has ended, for which it
-    waits.
+    """The kernels of a part, in order. overlaps: for each kernel, whether it may start before the
+    previous one has ended, for which it waits.
 
     previous, next: the parts with whose products this one has agreed on fragment order.
     """
@@ -38,14 +40,22 @@ class Step:
 
     def __str__(self) -> str:
         """The titles of the kernels, and what they are chained with."""
-        chained = {"activations in fragment order, of segment": self.previous, "result in fragment order, for segment": self.next}
-        said = [", ".join(kernel.title for kernel in self.kernels), *(f"{what} {i}" for what, i in chained.items() if i is not None)]
+        chained = {
+            "activations in fragment order, of segment": self.previous,
+            "result in fragment order, for segment": self.next,
+        }
+        said = [
+            ", ".join(kernel.title for kernel in self.kernels),
+            *(f"{what} {i}" for what, i in chained.items() if i is not None),
+        ]
         return "; ".join(said)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is launched for certain sizes on a GPU: a step for each part; all inner arrays lie in one block of memory."""
+    """What is launched for certain sizes on a GPU: a step for each part; all inner arrays lie in
+    one block of memory.
+    """
 
     arch: Arch
     sizes: tuple[tuple[str, int], ...]
@@ -61,66 +71,110 @@ class Choice:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield ", ".join([f"{self.arch.name} ({self.arch.nvrtc})", *(f"{symbol} = {n}" for symbol, n in self.sizes)])
+        yield ", ".join(
+            [
+                f"{self.arch.name} ({self.arch.nvrtc})",
+                *(f"{symbol} = {n}" for symbol, n in self.sizes),
+            ]
+        )
         for i, step in enumerate(self.steps):
             yield f"segment {i}"
             for kernel in step.kernels:
-                shared = f", {kernel.shared} bytes of dynamic shared memory" if kernel.shared else ""
+                shared = (
+                    f", {kernel.shared} bytes of dynamic shared memory" if kernel.shared else ""
+                )
                 clusters = f" in clusters of {kernel.cluster}" if kernel.cluster > 1 else ""
-                yield f"    {kernel.title}: {kernel.grid(self.arch)} blocks{clusters} of {kernel.threads} threads{shared}"
+                yield (
+                    f"    {kernel.title}: {kernel.grid(self.arch)} blocks{clusters} of "
+                    f"{kernel.threads} threads{shared}"
+                )
             if step.previous is not None:
                 yield f"    reads the result of segment {step.previous} in fragment order"
             if step.next is not None:
                 yield f"    writes its result in fragment order, for segment {step.next}"
         yield f"workspace: {self.workspace.nbytes} bytes"
-        for offset, array in sorted(zip(self.workspace.offsets, self.workspace.arrays, strict=True), key=lambda pair: pair[0]):
+        for offset, array in sorted(
+            zip(self.workspace.offsets, self.workspace.arrays, strict=True),
+            key=lambda pair: pair[0],
+        ):
             if array.nbytes:
-                lives = f"segment {array.first}" if array.first == array.last else f"segments {array.first} to {array.last}"
+                lives = (
+                    f"segment {array.first}"
+                    if array.first == array.last
+                    else f"segments {array.first} to {array.last}"
+                )
                 yield f"    {offset}: {array.name}, {array.nbytes} bytes, {lives}"
 
 
 def choose(parts: Parts, sizes: Sizes, arch: Arch, any_size: bool = False) -> Choice:
-    """The choice; any_size: with kernels that are shared by calls of all other sizes, if there are any.
+    """The choice; any_size: with kernels that are shared by calls of all other sizes, if there are
+    any.
 
     UnsupportedError if the variant that `parts` asks for does not fit one of their products.
     """
     sources = [part.source for part in parts.parts]
-    chosen = [s.choose_any(arch, parts.variant) if any_size else s.choose(sizes, arch, parts.variant) for s in sources]
+    chosen = [
+        s.choose_any(arch, parts.variant) if any_size else s.choose(sizes, arch, parts.variant)
+        for s in sources
+    ]
     links = [(i, j) for i, j in parts.links if all(chosen[n].may_chain for n in (i, j))]
     for i, j in links:
-        chosen[i], chosen[j] = replace(chosen[i], writes_fragment_order=True), replace(chosen[j], reads_fragment_order=True)
+        chosen[i], chosen[j] = (
+            replace(chosen[i], writes_fragment_order=True),
+            replace(chosen[j], reads_fragment_order=True),
+        )
     next_, previous = dict(links), {j: i for i, j in links}
     steps, after_product = list[Step](), False
     for i, (part, how) in enumerate(zip(parts.parts, chosen, strict=True)):
-        kernels = tuple(kernel for kernel in part.source.launches(how, sizes, arch) if kernel.blocks)
-        overlaps = tuple(n > 0 or _may_overlap(kernel, after_product) for n, kernel in enumerate(kernels))
+        kernels = tuple(
+            kernel for kernel in part.source.launches(how, sizes, arch) if kernel.blocks
+        )
+        overlaps = tuple(
+            n > 0 or _may_overlap(kernel, after_product) for n, kernel in enumerate(kernels)
+        )
         steps.append(Step(how, kernels, overlaps, previous.get(i), next_.get(i)))
         after_product = bool(how.size_classes) if kernels else after_product
-    return Choice(arch, tuple((s, sizes[s]) for s in parts.symbols), tuple(steps), _workspace(parts, chosen, sizes))
+    return Choice(
+        arch,
+        tuple((s, sizes[s]) for s in parts.symbols),
+        tuple(steps),
+        _workspace(parts, chosen, sizes),
+    )
 
 
 def _may_overlap(kernel: KernelSource, after_product: bool) -> bool:
-    """Whether the first kernel of a segment may start before the last kernel of the previous segment has ended.
+    """Whether the first kernel of a segment may start before the last kernel of the previous
+    segment has ended.
 
-    The previous kernel must not make what this one reads before it waits (ends, weights): a product makes neither.
+    The previous kernel must not make what this one reads before it waits (ends, weights): a product
+    makes neither.
     """
     return not kernel.writes_before_wait and (after_product or not kernel.reads_before_wait)
 
 
-# Memory is reused from segment to segment, but never by kernels of the same segment, which may run concurrently. This is safe although
-# launches overlap:
+# Memory is reused from segment to segment, but never by kernels of the same segment, which may run
+# concurrently. This is safe although launches overlap:
 #
-# - A kernel writes after `griddepcontrol.wait`, when the previous kernel has ended. All blocks of that kernel, or its last one, have waited
-#   too, and so on: all kernels of earlier segments have ended.
-# - Concurrent kernels of a product wait for the previous kernel at their end, and begin when the first of them has waited. So all kernels
-#   of earlier segments have ended when any of them begins, and a kernel that waits for the last of them waits for all.
-# - Only `reorder_activations` writes before it waits (grouped_mm.py). If it is the first kernel of its segment, it does not overlap.
-#   Otherwise the previous kernel is routing in the same segment, which waits before it lets others start.
-# - What a kernel reads before it waits lives in its segment, so nothing else is written there before the next one.
+# - A kernel writes after `griddepcontrol.wait`, when the previous kernel has ended. All blocks of
+#   that kernel, or its last one, have waited too, and so on: all kernels of earlier segments have
+#   ended.
+# - Concurrent kernels of a product wait for the previous kernel at their end, and begin when the
+#   first of them has waited. So all kernels of earlier segments have ended when any of them begins,
+#   and a kernel that waits for the last of them waits for all.
+# - Only `reorder_activations` writes before it waits (grouped_mm.py). If it is the first kernel of
+#   its segment, it does not overlap. Otherwise the previous kernel is routing in the same segment,
+#   which waits before it lets others start.
+# - What a kernel reads before it waits lives in its segment, so nothing else is written there
+#   before the next one.
 def _workspace(parts: Parts, chosen: Sequence[Chosen], sizes: Sizes) -> Memory:
     """The placement of the inner arrays; steps are segments."""
     nbytes = (_nbytes(inner, chosen[inner.first], sizes) for inner in parts.inner)
-    return memory.plan([memory.Array(x.array.name, n, x.first, x.last) for x, n in zip(parts.inner, nbytes, strict=True)])
+    return memory.plan(
+        [
+            memory.Array(x.array.name, n, x.first, x.last)
+            for x, n in zip(parts.inner, nbytes, strict=True)
+        ]
+    )
 
 
 def _nbytes(inner: Inner, chosen: Chosen, sizes: Sizes) -> int:

@@ -1,9 +1,11 @@
-"""Which columns of a product make up the columns of a result, and the blocks in which a kernel can compute them.
+"""Which columns of a product make up the columns of a result, and the blocks in which a kernel can
+compute them.
 
-A kernel has tiles of 16 rows of a matrix, which are columns of its product. A block of BLOCK columns of the result is made from
-COLUMNS_PER_RESULT * BLOCK / 16 tiles. Either these are separate tiles, if the f-th columns of 16 results are adjacent, like gate and up in
-two halves (BLOCK = 16, tile f for each). Or they are interleaved, if 16 rows hold all columns of 8 results, like gate and up in blocks of 8
-(BLOCK = 8).
+A kernel has tiles of 16 rows of a matrix, which are columns of its product. A block of BLOCK
+columns of the result is made from COLUMNS_PER_RESULT * BLOCK / 16 tiles. Either these are separate
+tiles, if the f-th columns of 16 results are adjacent, like gate and up in two halves (BLOCK = 16,
+tile f for each). Or they are interleaved, if 16 rows hold all columns of 8 results, like gate and
+up in blocks of 8 (BLOCK = 8).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _WHOLE = 4  # tiles that make whole columns of any result, on which kernels rely
 
 @dataclass(frozen=True)
 class Columns:
-    """read: the columns of the product, as functions of j; width: that of the result; block: BLOCK."""
+    """read: the columns of the product, as functions of j; width: that of the result; block:
+    BLOCK.
+    """
 
     read: tuple[Index, ...]
     width: int
@@ -38,27 +42,34 @@ class Columns:
             choice = f"f == {f} ? {self.read[f]} : {choice}"
         local = f"{TILE} * f + i" if self.block == TILE else f"column(f, i) % {TILE}"
         return [
-            "// Column j of the result is made of these of the product; the q-th tile of a block begins at a row; where its columns lie.",
+            "// Column j of the result is made of these of the product; the q-th tile of a block "
+            "begins at a row; where its columns lie.",
             f"__device__ static constexpr i32 column(i32 f, i32 j) {{ return {choice}; }}",
-            "__device__ static constexpr i32 first_row(i32 block, i32 q) { return column(q, block * BLOCK)"
-            + (" / 16 * 16" if self.block < TILE else "")
-            + "; }",
-            "__device__ static constexpr i32 tile(i32 block, i32 q) { return first_row(block, q) / 16; }",
+            "__device__ static constexpr i32 first_row(i32 block, i32 q) { return column(q, block "
+            "* BLOCK)" + (" / 16 * 16" if self.block < TILE else "") + "; }",
+            "__device__ static constexpr i32 tile(i32 block, i32 q) { return first_row(block, "
+            "q) / 16; }",
             f"__device__ static constexpr i32 local(i32 f, i32 i) {{ return {local}; }}",
         ]
 
 
 def columns(read: Sequence[Index], width: int, *, aligned: bool) -> Columns:
-    """The blocks of columns. aligned: tiles begin at multiples of 16 rows. UnsupportedError if the columns are in neither order."""
+    """The blocks of columns. aligned: tiles begin at multiples of 16 rows. UnsupportedError if the
+    columns are in neither order.
+    """
     if _WHOLE % len(read):
-        raise UnsupportedError(f"a result of {len(read)} columns of the product has no kernel here", expected="1, 2 or 4")
+        raise UnsupportedError(
+            f"a result of {len(read)} columns of the product has no kernel here",
+            expected="1, 2 or 4",
+        )
     numbers = [[column.evaluate({"j": j}) for j in range(width)] for column in read]
     if all(_separate_tiles(n, aligned) for n in numbers):
         return Columns(tuple(read), width, TILE)
     if len(read) == 2 and _interleaved(numbers):
         return Columns(tuple(read), width, TILE // 2)
     raise UnsupportedError(
-        f"a result whose columns are made of the columns {', '.join(map(str, read))} of the product has no kernel here",
+        f"a result whose columns are made of the columns {', '.join(map(str, read))} of the "
+        "product has no kernel here",
         expected="runs of 16 columns, or gate and up within 16",
     )
 
@@ -73,4 +84,6 @@ def _interleaved(read: Sequence[Sequence[int]]) -> bool:
     half, width = TILE // 2, len(read[0])
     tiles = [start // TILE * TILE for start in read[0][::half]]
     inside = [[r[j] - tiles[j // half] for j in range(width)] for r in read]
-    return width % half == 0 and all(0 <= r[j] < TILE and r[j] == r[j % half] for r in inside for j in range(width))
+    return width % half == 0 and all(
+        0 <= r[j] < TILE and r[j] == r[j % half] for r in inside for j in range(width)
+    )

@@ -1,5 +1,6 @@
-"""The CUDA C++ of MXFP8 copies, around kernels/mxfp8.cuh: a kernel that makes and stores all copies of one value, and a kernel that decodes
-a saved copy."""
+"""The CUDA C++ of MXFP8 copies, around kernels/mxfp8.cuh: a kernel that makes and stores all copies
+of one value, and a kernel that decodes a saved copy.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ _J, _M = map(Variable, "jm")
 
 @dataclass(frozen=True)
 class Copy:
-    """A `quantize` and the operations after it: the parts, and the bf16 numbers that they stand for; None for unread ones."""
+    """A `quantize` and the operations after it: the parts, and the bf16 numbers that they stand
+    for; None for unread ones.
+    """
 
     op: Op
     codes: Value | None
@@ -38,17 +41,26 @@ class Copy:
 
     @classmethod
     def of(cls, fusion: Fusion, op: Op) -> Copy:
-        """Inexpressible for other encodings than MXFP8, and unless one `unpack` is the only reader."""
+        """Inexpressible for other encodings than MXFP8, and unless one `unpack` is the only
+        reader.
+        """
         encoding, (made,) = find(op.attrs["encoding"]), op.outputs
         if encoding.name not in TRAINED:
             raise Inexpressible(op, f"quantizing to {encoding.name} has no kernel here")
         if why := cuda.why_no_wgmma():
             raise Inexpressible(op, why)
         if known(op.values[0].type.shape[-1]) % encoding.block:
-            raise Inexpressible(op, f"quantizing {op.values[0].type} has no kernel here, expected a multiple of {encoding.block} columns")
+            raise Inexpressible(
+                op,
+                f"quantizing {op.values[0].type} has no kernel here, expected "
+                f"a multiple of {encoding.block} columns",
+            )
         readers = fusion.readers.get(made, ())
         if made in fusion.outputs or [r.kind.name for r in readers] != ["unpack"]:
-            raise Inexpressible(op, f"{made.name} {made.type} has no kernel here, expected quantize followed by unpack")
+            raise Inexpressible(
+                op,
+                f"{made.name} {made.type} has no kernel here, expected quantize followed by unpack",
+            )
         parts = readers[0].outputs
         numbers = _numbers(fusion, parts)
         codes, scales = (v if _read_apart(fusion, v, numbers) else None for v in parts)
@@ -66,13 +78,19 @@ class Copy:
 
 
 def of_one_value(fusion: Fusion) -> dict[Op, list[Copy]]:
-    """The copies in a fusion, grouped by value, under the first `quantize` of each value. Raises like `Copy.of`."""
+    """The copies in a fusion, grouped by value, under the first `quantize` of each value. Raises
+    like `Copy.of`.
+    """
     found: dict[Value, list[Copy]] = {}
     for op in fusion.ops:
         if op.kind.name == "quantize":
             found.setdefault(op.values[0], []).append(Copy.of(fusion, op))
-    if twice := [of_x for of_x in found.values() if len({copy.in_columns for copy in of_x}) < len(of_x)]:
-        raise Inexpressible(twice[0][-1].op, f"{twice[0][0].op.values[0].name} is quantized twice along an axis")
+    if twice := [
+        of_x for of_x in found.values() if len({copy.in_columns for copy in of_x}) < len(of_x)
+    ]:
+        raise Inexpressible(
+            twice[0][-1].op, f"{twice[0][0].op.values[0].name} is quantized twice along an axis"
+        )
     return {of_x[0].op: of_x for of_x in found.values()}
 
 
@@ -80,7 +98,11 @@ def saved(fusion: Fusion) -> list[Op]:
     """Each `dequantize` to bf16 of parts that are in memory, with blocks along rows of groups."""
     found = []
     for op in fusion.ops:
-        pack = fusion.producers.get(op.values[0]) if op.kind.name == "dequantize" and len(op.values) > 1 else None
+        pack = (
+            fusion.producers.get(op.values[0])
+            if op.kind.name == "dequantize" and len(op.values) > 1
+            else None
+        )
         if pack is None or pack.kind.name != "pack" or op.attrs["dtype"] != "bf16":
             continue
         if all(memory_of(fusion, part) in fusion.inputs for part in pack.values):
@@ -90,9 +112,20 @@ def saved(fusion: Fusion) -> list[Op]:
 
 def _numbers(fusion: Fusion, parts: Sequence[Value]) -> Value | None:
     """The value to which parts are decoded in the same segment."""
-    packs = (r for r in fusion.readers.get(parts[0], ()) if r.kind.name == "pack" and r.values == tuple(parts))
+    packs = (
+        r
+        for r in fusion.readers.get(parts[0], ())
+        if r.kind.name == "pack" and r.values == tuple(parts)
+    )
     decoded = (r for pack in packs for r in fusion.readers.get(pack.outputs[0], ()))
-    return next((r.outputs[0] for r in decoded if r.kind.name == "dequantize" and r.attrs["dtype"] == "bf16"), None)
+    return next(
+        (
+            r.outputs[0]
+            for r in decoded
+            if r.kind.name == "dequantize" and r.attrs["dtype"] == "bf16"
+        ),
+        None,
+    )
 
 
 def _read_apart(fusion: Fusion, part: Value, numbers: Value | None) -> bool:
@@ -104,9 +137,16 @@ def _read_apart(fusion: Fusion, part: Value, numbers: Value | None) -> bool:
     return len(packed) < len(fusion.readers.get(part, ())) or decoded != [numbers]
 
 
-def kernel(source: Source, name: str, copies: Sequence[Copy], left: Sequence[Value], sizes: Sizes) -> KernelSource:
-    """The kernel that makes copies of one value, each along another axis. left: values that are not in memory yet."""
-    (x, *_), ends = copies[0].op.values, next((v for copy in copies for v in copy.op.values[1:]), None)
+def kernel(
+    source: Source, name: str, copies: Sequence[Copy], left: Sequence[Value], sizes: Sizes
+) -> KernelSource:
+    """The kernel that makes copies of one value, each along another axis. left: values that are not
+    in memory yet.
+    """
+    (x, *_), ends = (
+        copies[0].op.values,
+        next((v for copy in copies for v in copy.op.values[1:]), None),
+    )
     *lead, n, _ = x.type.shape
     width, rows = known(x.type.shape[-1]), elements((*lead, n))
     made = source.elements(without=left, below={_J.name: width})
@@ -136,29 +176,53 @@ def _stored(source: Source, copy: Copy | None) -> str:
     """The function that stores a copy."""
     if copy is None:
         return "Copy{}"
-    return f"Copy{{{', '.join('nullptr' if v is None else source.names[v] for v in (copy.codes, copy.scales, copy.numbers))}}}"
+    stored = copy.codes, copy.scales, copy.numbers
+    return f"Copy{{{', '.join('nullptr' if v is None else source.names[v] for v in stored)}}}"
 
 
 def reading(source: Source, name: str, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
     """The kernel that decodes a saved copy. left: values that are not in memory yet."""
     (packed, ends), (numbers,) = op.values, op.outputs
-    width, rows, groups = known(numbers.type.shape[-1]), plain(numbers.type.shape[0]), known(ends.type.shape[0])
+    width, rows, groups = (
+        known(numbers.type.shape[-1]),
+        plain(numbers.type.shape[0]),
+        known(ends.type.shape[0]),
+    )
     parts = ", ".join(source.array(v, left) for v in source.fusion.producers[packed].values)
     body = [
         "griddepcontrol_wait();",
         "griddepcontrol_launch_dependents();",
-        f"read_copy<{width}>({_grouped(source, ends, rows, left)}, {parts}, {source.names[numbers]});",
+        f"read_copy<{width}>({_grouped(source, ends, rows, left)}, {parts}, "
+        f"{source.names[numbers]});",
     ]
     return _of_tiles(source, name, body, rows, groups, width, sizes)
 
 
 def _grouped(source: Source, ends: Value, rows: AnySize, left: Sequence[Value]) -> str:
     """Tiles of rows of groups."""
-    return f"GroupedRows<{known(ends.type.shape[0])}>{{{source.array(ends, left)}, {size(rows)}, error}}"
+    return (
+        f"GroupedRows<{known(ends.type.shape[0])}>{{{source.array(ends, left)}, "
+        f"{size(rows)}, error}}"
+    )
 
 
-def _of_tiles(source: Source, name: str, body: Sequence[str], rows: AnySize, groups: int, width: int, sizes: Sizes) -> KernelSource:
+def _of_tiles(
+    source: Source,
+    name: str,
+    body: Sequence[str],
+    rows: AnySize,
+    groups: int,
+    width: int,
+    sizes: Sizes,
+) -> KernelSource:
     """A kernel whose warps compute parts of tiles; groups: 0 for rows without groups."""
     tiles = -(-value(plain(rows), sizes) // _ROWS) + (groups + 1 if groups else 0)
     blocks = -(-tiles * -(-width // _COLUMNS) * 32 // THREADS)
-    return source.kernel(name, body, blocks, headers=("mxfp8.cuh",), max_resident=MAX_RESIDENT, min_blocks=_MIN_BLOCKS)
+    return source.kernel(
+        name,
+        body,
+        blocks,
+        headers=("mxfp8.cuh",),
+        max_resident=MAX_RESIDENT,
+        min_blocks=_MIN_BLOCKS,
+    )

@@ -31,7 +31,8 @@ _COLUMNS_PER_THREAD = 16  # columns that a thread reads
 _USUAL_ROWS = 40  # rows of a group for which kernels that can get any number are chosen
 _MAX_IDS = 32  # up to this many, each warp sorts ids itself instead of waiting for `route`
 _UNBOUNDED = 2**31 - 1  # rows, as kernels/ragged.cuh has it
-_MAX_GROUPS = 2048  # the most for which registers and shared memory suffice, if all blocks know where groups begin
+# the most for which registers and shared memory suffice, if all blocks know where groups begin
+_MAX_GROUPS = 2048
 
 
 class Product(Source):
@@ -40,20 +41,33 @@ class Product(Source):
     def __init__(self, plan: ProductPlan):
         self.reader = reader(plan.encoding.name, plan.layout, plan.a.type.dtype)
         names = {v: part.name for part, v in zip(plan.encoding.parts, plan.weight, strict=True)}
-        super().__init__(plan.fusion, plan.memory, names if plan.of_one_group else {**names, plan.ends: "ends"})
+        super().__init__(
+            plan.fusion, plan.memory, names if plan.of_one_group else {**names, plan.ends: "ends"}
+        )
         self.plan, self.dtype = plan, plan.a.type.dtype
         self.transposed = plan.weight[0] if plan.transposed else None
         if plan.k % _COLUMNS_PER_THREAD:
-            raise UnsupportedError(f"matrices of {plan.k} columns have no kernel here", expected=f"a multiple of {_COLUMNS_PER_THREAD}")
+            raise UnsupportedError(
+                f"matrices of {plan.k} columns have no kernel here",
+                expected=f"a multiple of {_COLUMNS_PER_THREAD}",
+            )
         if self.groups > _MAX_GROUPS:
-            raise UnsupportedError(f"{self.groups} groups have no kernel here", expected=f"at most {_MAX_GROUPS}")
+            raise UnsupportedError(
+                f"{self.groups} groups have no kernel here", expected=f"at most {_MAX_GROUPS}"
+            )
         found = self.elements().row_in_memory(plan.a, _M, plan.k)
-        self.matrix = found[0] if found else None  # the matrix in memory whose rows are the activations
-        self._natural_order = found is not None and found[1] == _M  # whether its row m is row m of the activations
-        self.scratch.append(Array(ACTIVATIONS, self.dtype, elements((self.matrix or plan.a).type.shape)))
+        # the matrix in memory whose rows are the activations
+        self.matrix = found[0] if found else None
+        # whether its row m is row m of the activations
+        self._natural_order = found is not None and found[1] == _M
+        self.scratch.append(
+            Array(ACTIVATIONS, self.dtype, elements((self.matrix or plan.a).type.shape))
+        )
         epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}]"})
         self._results = self._make_results(epilogue)
-        self.columns: Columns = columns(epilogue.columns or [_J], plan.width, aligned=self.reader.tiled)
+        self.columns: Columns = columns(
+            epilogue.columns or [_J], plan.width, aligned=self.reader.tiled
+        )
         self._functions = self._make_functions()
 
     @property
@@ -66,7 +80,16 @@ class Product(Source):
         """What the choice of kernels depends on, except rows."""
         tile_bytes = int(TILE * self.plan.encoding.weight_bits) // 8
         runs = self.plan.scale_runs if self.plan.kind == "dgrad" else 1
-        return Matrices(self.groups, self.plan.k, self.tiles, self.columns.tiles, tile_bytes, self.reader.tiled, self.plan.kind, runs)
+        return Matrices(
+            self.groups,
+            self.plan.k,
+            self.tiles,
+            self.columns.tiles,
+            tile_bytes,
+            self.reader.tiled,
+            self.plan.kind,
+            runs,
+        )
 
     @property
     def rows(self) -> AnySize:
@@ -88,66 +111,119 @@ class Product(Source):
 
     def choose_any(self, arch: Arch, variant: str = AUTO) -> Chosen:
         """Kernels that suit sizes between few rows and many."""
-        return Chosen(choose_kernels(_USUAL_ROWS * self.groups, self.matrices, arch, variant), any_size=True)
+        return Chosen(
+            choose_kernels(_USUAL_ROWS * self.groups, self.matrices, arch, variant), any_size=True
+        )
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """Routing; activations that are computed, or needed in fragment order; the product; sums of its rows."""
+        """Routing; activations that are computed, or needed in fragment order; the product; sums of
+        its rows.
+        """
         first = self.made_first(sizes, chosen.any_size)
-        prologue = [] if chosen.reads_fragment_order else self._prologue(chosen.activation_reader, sizes, after_routing=bool(first))
-        products = self.products(chosen, sizes, arch, reads_before_wait=self._routing is None or bool(prologue))
+        prologue = (
+            []
+            if chosen.reads_fragment_order
+            else self._prologue(chosen.activation_reader, sizes, after_routing=bool(first))
+        )
+        products = self.products(
+            chosen, sizes, arch, reads_before_wait=self._routing is None or bool(prologue)
+        )
         found = [*first, *prologue, *products]
         return [*found, self._combine(sizes)] if self.plan.combine else found
 
-    def products(self, chosen: Chosen, sizes: Sizes, arch: Arch, *, reads_before_wait: bool = False) -> list[KernelSource]:
-        """The kernels of the product. reads_before_wait: whether ends are available before the previous kernel has ended."""
+    def products(
+        self, chosen: Chosen, sizes: Sizes, arch: Arch, *, reads_before_wait: bool = False
+    ) -> list[KernelSource]:
+        """The kernels of the product. reads_before_wait: whether ends are available before the
+        previous kernel has ended.
+        """
         size_classes, variant = chosen.size_classes, chosen.activation_reader
         first, last = size_classes[0], size_classes[-1]
-        fragment_order = chosen.reads_fragment_order or (self._takes_fragment_order(variant) and not self._reads_in_place(variant))
+        fragment_order = chosen.reads_fragment_order or (
+            self._takes_fragment_order(variant) and not self._reads_in_place(variant)
+        )
         row = self._row(variant, chosen.reads_fragment_order)
         large_m = [
             f"using Columns = {'FragmentOrder' if chosen.writes_fragment_order else 'RowMajor'};",
-            f"static constexpr bool FRAGMENT_ORDER = {str(fragment_order).lower()};  // whether activations are",
+            f"static constexpr bool FRAGMENT_ORDER = {str(fragment_order).lower()};  // whether "
+            "activations are",
             f"static constexpr i32 GROUPS_READ_PER_TWO_TILES = {arch.groups_read_per_two_tiles};",
             f"static constexpr int MAX_SHARED_BYTES = {arch.shared_per_block};",
         ]
         return [
             self._product(
-                s, sizes, arch, [*row, *(large_m if s.variant.persistent else self._find())], reads_before_wait or s is not first,
-                s is not first, s is not last, s.variant.persistent and not last.variant.persistent, chosen.any_size,
+                s,
+                sizes,
+                arch,
+                [*row, *(large_m if s.variant.persistent else self._find())],
+                reads_before_wait or s is not first,
+                s is not first,
+                s is not last,
+                s.variant.persistent and not last.variant.persistent,
+                chosen.any_size,
             )
             for s in size_classes
-        ]  # fmt: skip
+        ]
 
     def _product(
-        self, size_class: SizeClass, sizes: Sizes, arch: Arch, functions: Sequence[str], reads_before_wait: bool,
-        concurrent_with_previous: bool, concurrent_with_next: bool, with_small_m: bool, any_size: bool,
-    ) -> KernelSource:  # fmt: skip
+        self,
+        size_class: SizeClass,
+        sizes: Sizes,
+        arch: Arch,
+        functions: Sequence[str],
+        reads_before_wait: bool,
+        concurrent_with_previous: bool,
+        concurrent_with_next: bool,
+        with_small_m: bool,
+        any_size: bool,
+    ) -> KernelSource:
         """One kernel of the product.
 
-        functions: its own functions. concurrent_with_previous, concurrent_with_next: whether the kernel before or after it belongs to the
-        same product; with_small_m: whether one of these is a small-M kernel. All launches of a variant have the same text: `given`, the
-        SizeClass of kernels/ragged.cuh, carries the differences.
+        functions: its own functions. concurrent_with_previous, concurrent_with_next: whether the
+        kernel before or after it belongs to the same product; with_small_m: whether one of these is
+        a small-M kernel. All launches of a variant have the same text: `given`, the SizeClass of
+        kernels/ragged.cuh, carries the differences.
         """
         variant, rows = size_class.variant, value(self.rows, sizes)
-        ids = not any_size and not variant.persistent and self._knows_ids and rows <= _MAX_IDS and size_class.max_rows is None
+        ids = (
+            not any_size
+            and not variant.persistent
+            and self._knows_ids
+            and rows <= _MAX_IDS
+            and size_class.max_rows is None
+        )
         reads_before_wait = reads_before_wait or ids
-        bounds = size_class.above_rows, _UNBOUNDED if size_class.max_rows is None else size_class.max_rows
+        bounds = (
+            size_class.above_rows,
+            _UNBOUNDED if size_class.max_rows is None else size_class.max_rows,
+        )
         flags = reads_before_wait, concurrent_with_previous, concurrent_with_next, with_small_m, ids
         return self.calling(
-            variant.call(arch), variant.name, functions, blocks(size_class, rows, self.matrices),
-            headers=(self.reader.header, variant.header), threads=variant.threads, shared=variant.shared(arch),
-            min_blocks=variant.per_sm, max_resident=1 if variant.persistent else 0, reads_before_wait=reads_before_wait,
-            carveout=concurrent_with_previous and not variant.persistent, title=str(size_class),
-            given=Given("SizeClass size_class", (*bounds, *map(int, flags))), cluster=variant.cluster,
-        )  # fmt: skip
+            variant.call(arch),
+            variant.name,
+            functions,
+            blocks(size_class, rows, self.matrices),
+            headers=(self.reader.header, variant.header),
+            threads=variant.threads,
+            shared=variant.shared(arch),
+            min_blocks=variant.per_sm,
+            max_resident=1 if variant.persistent else 0,
+            reads_before_wait=reads_before_wait,
+            carveout=concurrent_with_previous and not variant.persistent,
+            title=str(size_class),
+            given=Given("SizeClass size_class", (*bounds, *map(int, flags))),
+            cluster=variant.cluster,
+        )
 
     def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
         """No activations if the product reads a matrix directly."""
-        if array.name == ACTIVATIONS and self._reads_in_place(chosen.activation_reader, chosen.reads_fragment_order):
+        if array.name == ACTIVATIONS and self._reads_in_place(
+            chosen.activation_reader, chosen.reads_fragment_order
+        ):
             return 0
         return super().count(array, chosen, sizes)
 
-    # The rows of activations ------------------------------------------------------------------------------------------
+    # The rows of activations ----------------------------------------------------------------------
 
     def _prologue(self, variant: Variant, sizes: Sizes, after_routing: bool) -> list[KernelSource]:
         """Makes the activations, unless they are in memory as the product reads them."""
@@ -156,13 +232,23 @@ class Product(Source):
             count, made = elements(self.plan.a.type.shape), self.elements()
             element = made.of(self.plan.a, [_I // Number(k), _I % Number(k)])
             place = "fragment_place(i)" if self._takes_fragment_order(variant) else "i"
-            return [self.for_all("prologue", count, [*made.lines, f"{ACTIVATIONS}[{place}] = narrow<{self.dtype}>({element});"], sizes)]
+            return [
+                self.for_all(
+                    "prologue",
+                    count,
+                    [*made.lines, f"{ACTIVATIONS}[{place}] = narrow<{self.dtype}>({element});"],
+                    sizes,
+                )
+            ]
         if self._reads_in_place(variant):
             return []
         pieces = exact_div(elements(self.matrix.type.shape), 8)
         assert pieces is not None
-        store = f"store_vector<8>({ACTIVATIONS} + 8 * i, fragment_piece({self.names[self.matrix]}, i));"
-        before_wait, body = ([store], []) if after_routing else ([], [store])  # routing has waited for the kernel that made the matrix
+        store = (
+            f"store_vector<8>({ACTIVATIONS} + 8 * i, fragment_piece({self.names[self.matrix]}, i));"
+        )
+        # routing has waited for the kernel that made the matrix
+        before_wait, body = ([store], []) if after_routing else ([], [store])
         reorder = self.for_all("reorder_activations", pieces, body, sizes, before_wait=before_wait)
         return [replace(reorder, writes_before_wait=after_routing)]
 
@@ -170,27 +256,49 @@ class Product(Source):
         """The types of both operands, and where the product reads a row of activations."""
         made = self.elements()
         matrix, row = made.row_in_memory(self.plan.a, _M, self.plan.k) or (None, _M)
-        name = self.names[matrix] if matrix is not None and self._reads_in_place(variant, reads_fragment_order) else ACTIVATIONS
-        types = [f"using Activation = {self.dtype};", f"using Weights = {self.reader.of(self.dtype)};"]
+        name = (
+            self.names[matrix]
+            if matrix is not None and self._reads_in_place(variant, reads_fragment_order)
+            else ACTIVATIONS
+        )
+        types = [
+            f"using Activation = {self.dtype};",
+            f"using Weights = {self.reader.of(self.dtype)};",
+        ]
         body = inner([*made.lines, f"return {name} + {row} * K;"])
         return ["", *types, f"__device__ const {self.dtype}* row(i64 m) const {{", *body, "}"]
 
     def _reads_in_place(self, variant: Variant, reads_fragment_order: bool = False) -> bool:
         """Whether the product reads the matrix in memory directly, not the prologue's result."""
-        return self.matrix is not None and (reads_fragment_order or not self.needs_reordering(variant))
+        return self.matrix is not None and (
+            reads_fragment_order or not self.needs_reordering(variant)
+        )
 
     def needs_reordering(self, variant: Variant) -> bool:
-        """Whether a kernel before the product writes rows in fragment order. If not, rows are in natural order."""
-        return self._takes_fragment_order(variant) and not (self._natural_order and variant.prefers_natural_order)
+        """Whether a kernel before the product writes rows in fragment order. If not, rows are in
+        natural order.
+        """
+        return self._takes_fragment_order(variant) and not (
+            self._natural_order and variant.prefers_natural_order
+        )
 
     def _takes_fragment_order(self, variant: Variant) -> bool:
-        """Whether the product can read fragment order. A dgrad transposes weights to fragments, so that the order does not matter."""
+        """Whether the product can read fragment order. A dgrad transposes weights to fragments, so
+        that the order does not matter.
+        """
         return variant.reads_fragment_order and self.plan.kind == "fprop"
 
     @property
     def _routing(self) -> Op | None:
         """The operation that makes the ends, if it is in this segment."""
-        return next((op for op in self.fusion.ops if op.kind.name == "route" and op.outputs[0] is self.plan.ends), None)
+        return next(
+            (
+                op
+                for op in self.fusion.ops
+                if op.kind.name == "route" and op.outputs[0] is self.plan.ends
+            ),
+            None,
+        )
 
     @property
     def _knows_ids(self) -> bool:
@@ -202,26 +310,45 @@ class Product(Source):
         by_ids = []
         if self._knows_ids:
             assert self._routing is not None
-            given = f"{self.array(self._routing.values[0], self.made_later)}, {self._routing.attrs.get('first_expert') or 0}, i32(rows())"
-            by_ids = [f"if (size_class.by_ids) return find_tile_by_ids<GROUPS, TILE_M, N_TILES, WAVE>({given}, number);"]
-        report = "nullptr" if self._routing else "blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr"
+            given = (
+                f"{self.array(self._routing.values[0], self.made_later)}, "
+                f"{self._routing.attrs.get('first_expert') or 0}, i32(rows())"
+            )
+            by_ids = [
+                "if (size_class.by_ids) return find_tile_by_ids<GROUPS, TILE_M, N_TILES, "
+                f"WAVE>({given}, number);"
+            ]
+        report = (
+            "nullptr"
+            if self._routing
+            else ("blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr")
+        )
         return [
             "template <int TILE_M, int N_TILES, int WAVE>",
-            "__device__ __forceinline__ TilePlace find(i32 number, const SizeClass& size_class) const {",
-            *inner([*by_ids, f"return find_tile_by_ends<GROUPS, TILE_M, N_TILES, WAVE>(ends, i32(rows()), size_class, number, {report});"]),
+            "__device__ __forceinline__ TilePlace find(i32 number, const SizeClass& "
+            "size_class) const {",
+            *inner(
+                [
+                    *by_ids,
+                    "return find_tile_by_ends<GROUPS, TILE_M, N_TILES, WAVE>(ends, "
+                    f"i32(rows()), size_class, number, {report});",
+                ]
+            ),
             "}",
         ]
 
-    # The struct -------------------------------------------------------------------------------------------------------
+    # The struct -----------------------------------------------------------------------------------
 
     def _make_functions(self) -> list[str]:
         plan, cols = self.plan, self.columns
         return [
             f"static constexpr i32 GROUPS = {self.groups}, N = {plan.n}, K = {plan.k};",
             f"static constexpr i32 WIDTH = {plan.width}, COLUMNS_PER_RESULT = {len(cols.read)};",
-            f"static constexpr i32 BLOCK = {cols.block}, BLOCK_TILES = {cols.tiles}, SCALE_RUNS = {plan.scale_runs};",
+            f"static constexpr i32 BLOCK = {cols.block}, BLOCK_TILES = {cols.tiles}, SCALE_RUNS = "
+            f"{plan.scale_runs};",
             constants(plan.encoding),
-            f"static constexpr bool DGRAD = {str(plan.kind == 'dgrad').lower()};  // whether matrices are [K, N]",
+            f"static constexpr bool DGRAD = {str(plan.kind == 'dgrad').lower()};  // whether "
+            "matrices are [K, N]",
             "",
             f"__device__ i64 rows() const {{ return {size(self.rows)}; }}",
             *([NO_ENDS] if plan.of_one_group else []),
@@ -231,7 +358,7 @@ class Product(Source):
             *self._results,
         ]
 
-    # Results for rows of groups -----------------------------------------------------------------------------------------
+    # Results for rows of groups -------------------------------------------------------------------
 
     def _make_results(self, epilogue: Epilogue) -> list[str]:
         """The functions `result` and `array`."""
@@ -246,9 +373,11 @@ class Product(Source):
             f"static constexpr i32 RESULTS = {len(plan.rows)};",
             f"using Element = {stored(plan.rows[0])};  // of the first",
             "",
-            "// Element j of row m, of group g, of result I, from the row's columns(j) of the product; where the result lies.",
+            "// Element j of row m, of group g, of result I, from the row's columns(j) of the "
+            "product; where the result lies.",
             "template <int I>",
-            "__device__ __forceinline__ auto result(i64 m, i64 g, i64 j, const float (&p)[COLUMNS_PER_RESULT]) const {",
+            "__device__ __forceinline__ auto result(i64 m, i64 g, i64 j, const float "
+            "(&p)[COLUMNS_PER_RESULT]) const {",
             *inner(bodies),
             "}",
             "template <int I>",
@@ -257,9 +386,11 @@ class Product(Source):
             "}",
         ]
 
-    # Results for tokens -------------------------------------------------------------------------------------------------
+    # Results for tokens ---------------------------------------------------------------------------
 
     def _combine(self, sizes: Sizes) -> KernelSource:
         assert self.plan.combine is not None
         with naming(self.plan.combine):
-            return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True)
+            return self.sum_of_slots(
+                self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True
+            )

@@ -11,10 +11,15 @@ from .parts import Part, parts_of
 
 
 def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...], Call | None]:
-    """The kernels, and one call for all of them if all are ours and each output is separate memory."""
+    """The kernels, and one call for all of them if all are ours and each output is separate
+    memory.
+    """
     launches = [k.launch for k in kernels if isinstance(k.launch, Launch)]
     if len(launches) < len(kernels) or not kernels:
         return tuple(kernels), None
-    parts = [Part(launch.source, k.segment.inputs, k.segment.outputs) for launch, k in zip(launches, kernels, strict=True)]
+    parts = [
+        Part(launch.source, k.segment.inputs, k.segment.outputs)
+        for launch, k in zip(launches, kernels, strict=True)
+    ]
     found = parts_of(fusion.inputs, fusion.outputs, parts, launches[0].call.parts.variant)
     return tuple(kernels), Call(found) if found else None

@@ -1,4 +1,6 @@
-"""Calling kernels: pointers in, new tensors out. What is the same for all calls is made once for each device and sizes."""
+"""Calling kernels: pointers in, new tensors out. What is the same for all calls is made once for
+each device and sizes.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,24 @@ KERNELS = Path(__file__).parent / "kernels"
 _ALIGN = 16  # bytes: the alignment of vector loads
 _REMEMBERED = 1024  # how many devices and sizes of calls are kept
 _TITLE = 3  # how many operations a message names
-_had: dict[Hashable, Path] = {}  # cubins, by where they were looked for and the keys of their builds
+# cubins, by where they were looked for and the keys of their builds
+_had: dict[Hashable, Path] = {}
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """The kernels of a part, for known sizes. places: its arrays among those of the call; with each launch, the parameters of its own."""
+    """The kernels of a part, for known sizes. places: its arrays among those of the call; with each
+    launch, the parameters of its own.
+    """
 
     numbers: tuple[int, ...]
     places: tuple[int, ...]
     launches: tuple[tuple[cuda.Launch, ctypes.Array[ctypes.c_int] | None, tuple[Boxes, ...]], ...]
 
     def run(self, addresses: Sequence[int], stream: int, fault: int) -> None:
-        """Runs on the current device; addresses: of all arrays of the call; fault: address of the word for faults."""
+        """Runs on the current device; addresses: of all arrays of the call; fault: address of the
+        word for faults.
+        """
         arrays = [addresses[i] for i in self.places]
         words = (*self.numbers, *arrays, fault)
         params = (ctypes.c_longlong * len(words))(*words)
@@ -54,13 +61,16 @@ class _Loaded:
             if given is not None or boxes:
                 own = [] if given is None else [ctypes.addressof(given)]
                 maps = [cuda.tensor_map(arrays[b.array], b.type, b.sizes, b.box) for b in boxes]
-                pointers = (ctypes.c_void_p * (1 + len(own) + len(maps)))(alone.value, *own, *[m.address for m in maps])
+                pointers = (ctypes.c_void_p * (1 + len(own) + len(maps)))(
+                    alone.value, *own, *[m.address for m in maps]
+                )
             launch(stream, ctypes.addressof(pointers))
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a call with known sizes needs: its results, memory for everything else that it makes, and kernels.
+    """What a call with known sizes needs: its results, memory for everything else that it makes,
+    and kernels.
 
     until: the compilation of the kernels for these sizes, until which others run.
     """
@@ -72,17 +82,22 @@ class _Prepared:
 
     @property
     def outdated(self) -> bool:
-        """Whether the kernels for these sizes could run by now: never during a graph capture, when nothing is loaded."""
+        """Whether the kernels for these sizes could run by now: never during a graph capture, when
+        nothing is loaded.
+        """
         return self.until is not None and self.until.done and not cuda.capturing()
 
 
 class Call:
-    """call(tensors, sizes) -> outputs: the kernels of parts, in order, compiled at the first call that needs them.
+    """call(tensors, sizes) -> outputs: the kernels of parts, in order, compiled at the first call
+    that needs them.
 
-    Under the option background_compile, the first call that is not prepared compiles kernels for any size in addition to its own. They
-    serve calls of other sizes while the kernels for these are compiled.
+    Under the option background_compile, the first call that is not prepared compiles kernels for
+    any size in addition to its own. They serve calls of other sizes while the kernels for these are
+    compiled.
 
-    choose(sizes, arch) -> what is launched for sizes on a GPU; its `kernels` are what must be compiled.
+    choose(sizes, arch) -> what is launched for sizes on a GPU; its `kernels` are what must be
+    compiled.
     """
 
     def __init__(self, parts: Parts):
@@ -95,7 +110,9 @@ class Call:
         self._faults = Faults(_title(parts))
 
     def choose(self, sizes: Sizes, arch: Arch, any_size: bool = False) -> Choice:
-        """What is launched; any_size: while that is compiled. UnsupportedError if the option cuda_variant names one that does not fit."""
+        """What is launched; any_size: while that is compiled. UnsupportedError if the option
+        cuda_variant names one that does not fit.
+        """
         return choose(self.parts, sizes, arch, any_size)
 
     def builds(self, device: torch.device, sizes: Sizes) -> Iterator[Build]:
@@ -106,8 +123,15 @@ class Call:
             yield from _builds(any_size)
 
     def is_loaded(self, device: torch.device, sizes: Sizes) -> bool:
-        """Whether a call of these sizes, also a captured one, only launches, and always launches the same."""
-        found = self._remembered.get((torch.device("cuda", cuda.index_of(device)), tuple([sizes[s] for s in self.parts.symbols])))
+        """Whether a call of these sizes, also a captured one, only launches, and always launches
+        the same.
+        """
+        found = self._remembered.get(
+            (
+                torch.device("cuda", cuda.index_of(device)),
+                tuple([sizes[s] for s in self.parts.symbols]),
+            )
+        )
         return found is not None and found.until is None
 
     def load(self, device: torch.device, sizes: Sizes) -> None:
@@ -123,25 +147,47 @@ class Call:
             stream = cuda.stream(device)
             fault = self._faults.word(device.index, stream)
             prepared = self._prepared(device, sizes)
-            arrays = [_aligned(t.mT if swap else t) for t, swap in zip(tensors, self._swap, strict=True)]
-            arrays += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in prepared.results]
-            _held, inner = memory.allocate(prepared.workspace, device)  # kept until all kernels are launched
+            arrays = [
+                _aligned(t.mT if swap else t) for t, swap in zip(tensors, self._swap, strict=True)
+            ]
+            arrays += [
+                torch.empty(shape, dtype=dtype, device=device) for shape, dtype in prepared.results
+            ]
+            # kept until all kernels are launched
+            _held, inner = memory.allocate(prepared.workspace, device)
             addresses = [*[t.data_ptr() for t in arrays], *inner]
             for step in prepared.steps:
                 step.run(addresses, stream, fault)
         return tuple([arrays[i] for i in self._outputs])
 
     def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Descriptor | None:
-        """What C++ does for such a call; None while kernels are compiled, if some copy in boxes, and if tensors would be copied first."""
-        prepared, swapped = self._prepared(tensors[0].device, sizes), [i for i, swap in enumerate(self._swap) if swap]
+        """What C++ does for such a call; None while kernels are compiled, if some copy in boxes,
+        and if tensors would be copied first.
+        """
+        prepared, swapped = (
+            self._prepared(tensors[0].device, sizes),
+            [i for i, swap in enumerate(self._swap) if swap],
+        )
         launches = [launch for step in prepared.steps for launch in step.launches]
-        if prepared.until or any(boxes for *_, boxes in launches) or not native.as_stored(tensors, swapped):
+        if (
+            prepared.until
+            or any(boxes for *_, boxes in launches)
+            or not native.as_stored(tensors, swapped)
+        ):
             return None
         made = [self._outputs.index(len(tensors) + i) for i in range(len(self.parts.made))]
         numbers = native.arrays(len(tensors), made, prepared.workspace)
-        numbers += [*native.cuda_functions(), self._faults.table(cuda.index_of(tensors[0].device)), len(prepared.steps)]
+        numbers += [
+            *native.cuda_functions(),
+            self._faults.table(cuda.index_of(tensors[0].device)),
+            len(prepared.steps),
+        ]
         for step in prepared.steps:
-            numbers += [*native.counted(step.numbers), *native.counted(step.places), len(step.launches)]
+            numbers += [
+                *native.counted(step.numbers),
+                *native.counted(step.places),
+                len(step.launches),
+            ]
             for launch, given, _ in step.launches:
                 numbers += [*launch.addresses(), *native.counted(list(given or ()))]
         return Descriptor(True, tuple(numbers))
@@ -152,15 +198,20 @@ class Call:
         if found is None or found.outdated:
             if found and found.until:
                 found.until.check()
-            found = self._remembered[device, numbers] = self._prepare(device, dict(zip(self.parts.symbols, numbers, strict=True)))
+            found = self._remembered[device, numbers] = self._prepare(
+                device, dict(zip(self.parts.symbols, numbers, strict=True))
+            )
         return found
 
     def _prepare(self, device: torch.device, sizes: Sizes) -> _Prepared:
         if cuda.capturing():
             raise BuildError(
-                "a kernel is not compiled yet, and a CUDA graph is being captured", expected="a call of the same sizes before",
-                todo="call the model once with these sizes before torch.cuda.graph, or use fusion_moe.preparing()", where="cuda",
-            )  # fmt: skip
+                "a kernel is not compiled yet, and a CUDA graph is being captured",
+                expected="a call of the same sizes before",
+                todo="call the model once with these sizes before torch.cuda.graph, or use "
+                "fusion_moe.preparing()",
+                where="cuda",
+            )
         arch = cuda.arch(device.index)
         choice, any_size = self.choose(sizes, arch), self._any_size(sizes, arch)
         if any_size and (missing := _missing(choice)):
@@ -176,16 +227,27 @@ class Call:
                 return self.choose(sizes, arch, any_size=True)
         return None
 
-    def _loaded(self, choice: Choice, device: torch.device, sizes: Sizes, until: background.Started | None = None) -> _Prepared:
+    def _loaded(
+        self,
+        choice: Choice,
+        device: torch.device,
+        sizes: Sizes,
+        until: background.Started | None = None,
+    ) -> _Prepared:
         parts, cubins = self.parts, _cubins(choice)
         results = ((tuple(storage_shape(v.type, sizes)), DTYPES[v.type.dtype]) for v in parts.made)
         of_parts = zip(parts.parts, parts.places, choice.steps, strict=True)
-        steps = (_Loaded(_numbers(part.source, sizes), places, _loaded(step, cubins, device.index)) for part, places, step in of_parts)
+        steps = (
+            _Loaded(_numbers(part.source, sizes), places, _loaded(step, cubins, device.index))
+            for part, places, step in of_parts
+        )
         return _Prepared(tuple(results), choice.workspace, tuple(steps), until)
 
 
 class Launch:
-    """launch(*inputs, sizes=...) -> outputs: the kernels of a segment. variant: the option cuda_variant."""
+    """launch(*inputs, sizes=...) -> outputs: the kernels of a segment. variant: the option
+    cuda_variant.
+    """
 
     def __init__(self, source: Source, variant: str = AUTO):
         self.source, self.call = source, Call(one_part(source, variant))
@@ -207,10 +269,14 @@ class Launch:
 
 
 def _title(parts: Parts) -> str:
-    """A description of a call for messages: its first operations, and the weights of its products."""
+    """A description of a call for messages: its first operations, and the weights of its
+    products.
+    """
     ops = [op for part in parts.parts for op in part.source.fusion.ops if not op.kind.view]
     names = list(dict.fromkeys(op.kind.name for op in ops))
-    weights = dict.fromkeys(str(p.b.type) for part in parts.parts for p in products(part.source.fusion))
+    weights = dict.fromkeys(
+        str(p.b.type) for part in parts.parts for p in products(part.source.fusion)
+    )
     shown = " ".join(names[:_TITLE]) + " ..." * (len(names) > _TITLE)
     return f"`{shown}`" + (f" by {', '.join(weights)}" if weights else "")
 
@@ -226,7 +292,9 @@ def _builds(choice: Choice) -> Iterator[Build]:
 
 
 def _cubins(choice: Choice) -> dict[Hashable, Path]:
-    """The cubins of a choice's kernels, by the keys of their builds. Those that this process has had are not looked for again."""
+    """The cubins of a choice's kernels, by the keys of their builds. Those that this process has
+    had are not looked for again.
+    """
     where, builds = (options.current().cache_dir, _headers().key), dict(_builds(choice))
     if new := [(key, build) for key, build in builds.items() if (where, key) not in _had]:
         _had.update(((where, key), path) for key, path in run_builds(new).items())
@@ -262,19 +330,33 @@ def _loaded(
     step: Step, cubins: Mapping[Hashable, Path], index: int
 ) -> tuple[tuple[cuda.Launch, ctypes.Array[ctypes.c_int] | None, tuple[Boxes, ...]], ...]:
     arch, kernels = cuda.arch(index).nvrtc, zip(step.kernels, step.overlaps, strict=True)
-    return tuple((_load(kernel, cubins[arch, kernel.text], index, overlap), _given(kernel), kernel.boxes) for kernel, overlap in kernels)
+    return tuple(
+        (_load(kernel, cubins[arch, kernel.text], index, overlap), _given(kernel), kernel.boxes)
+        for kernel, overlap in kernels
+    )
 
 
 def _given(kernel: KernelSource) -> ctypes.Array[ctypes.c_int] | None:
     """The parameters that only this launch gets, in memory."""
-    return (ctypes.c_int * len(kernel.given.numbers))(*kernel.given.numbers) if kernel.given else None
+    return (
+        (ctypes.c_int * len(kernel.given.numbers))(*kernel.given.numbers) if kernel.given else None
+    )
 
 
 def _load(kernel: KernelSource, cubin: Path, index: int, overlap: bool) -> cuda.Launch:
     arch = cuda.arch(index)
     function = cuda.load(cubin, kernel.name, kernel.shared)
-    carveout = cuda.carveout(function, index, kernel.carveout_blocks) if kernel.carveout_blocks else None
-    return cuda.Launch(function, kernel.grid(arch), kernel.threads, kernel.shared, overlap and arch.programmatic_launch, carveout)
+    carveout = (
+        cuda.carveout(function, index, kernel.carveout_blocks) if kernel.carveout_blocks else None
+    )
+    return cuda.Launch(
+        function,
+        kernel.grid(arch),
+        kernel.threads,
+        kernel.shared,
+        overlap and arch.programmatic_launch,
+        carveout,
+    )
 
 
 def _aligned(t: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""The CUDA C++ of a segment without a product: kernels that compute results elementwise, with a thread for each element or each eight of a
-row.
+"""The CUDA C++ of a segment without a product: kernels that compute results elementwise, with a
+thread for each element or each eight of a row.
 
-Values that need more than one element of another one (routing, a combine, a sum, an MXFP8 copy) are made first, in memory. Sums are added
-in an order that depends only on sizes.
+Values that need more than one element of another one (routing, a combine, a sum, an MXFP8 copy) are
+made first, in memory. Sums are added in an order that depends only on sizes.
 """
 
 from __future__ import annotations
@@ -42,16 +42,26 @@ class Loops(Source):
             raise Inexpressible(other, f"{other.kind.name} has no kernel here yet")
         self.sums = [op for op in fusion.ops if op.kind.name in ("combine", *_SUMS)]
         self.copies, self.saved = copies.of_one_value(fusion), copies.saved(fusion)
-        whole = [v for op in fusion.ops if op.kind.name in MADE_FIRST or op in (*self.sums, *self.saved) for v in op.outputs]
+        whole = [
+            v
+            for op in fusion.ops
+            if op.kind.name in MADE_FIRST or op in (*self.sums, *self.saved)
+            for v in op.outputs
+        ]
         whole += [v for of_x in self.copies.values() for copy in of_x for v in copy.memory]
-        super().__init__(fusion, tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs)))))
+        super().__init__(
+            fusion,
+            tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs)))),
+        )
 
     def functions(self) -> list[str]:
         """None: its kernels contain everything."""
         return []
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """Routing; sums and copies, in order; then the results, with one kernel for all results that have as many elements."""
+        """Routing; sums and copies, in order; then the results, with one kernel for all results
+        that have as many elements.
+        """
         found = self.made_first(sizes, chosen.any_size)
         ready = [v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs]
         left = [v for v in self.memory if v not in ready]
@@ -70,14 +80,20 @@ class Loops(Source):
                 left = [v for v in left if v not in op.outputs]
         counts = dict.fromkeys(elements(v.type.shape) for v in left)
         of_count = [(n, [v for v in left if elements(v.type.shape) == n]) for n in counts]
-        return found + [self._elementwise(i, values, n, left, sizes) for i, (n, values) in enumerate(of_count)]
+        return found + [
+            self._elementwise(i, values, n, left, sizes) for i, (n, values) in enumerate(of_count)
+        ]
 
     def _summed(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
         if op.kind.name == "combine":
             return self.sum_of_slots(op, op.outputs, left, sizes)
         if op.kind.name == "topk_weights_backward":
             return router.backward(self, op, left, sizes)
-        return self._group_sum(op, left, sizes) if op.kind.name == "group_sum" else self._sum(op, left, sizes)
+        return (
+            self._group_sum(op, left, sizes)
+            if op.kind.name == "group_sum"
+            else self._sum(op, left, sizes)
+        )
 
     def _sum(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
         """A warp for each row, or a thread for each column of each row."""
@@ -92,11 +108,20 @@ class Loops(Source):
                 f"    if (threadIdx.x % 32 == 0) {self.store(y, Variable('m'), 'total')}",
                 "});",
             ]
-            return self.kernel("sum", body, -(-value(found.rows, sizes) // _WARPS), max_resident=MAX_RESIDENT)
+            return self.kernel(
+                "sum", body, -(-value(found.rows, sizes) // _WARPS), max_resident=MAX_RESIDENT
+            )
         made, columns = self.elements(without=left), size(found.columns)
         term = made.of(x, found.at)
-        add = ["for (i64 r = first; r < end; ++r) {", *inner([*made.lines, f"total += {term};"]), "}"]
-        place, sums = f"const i64 m = i / {columns}, j = i % {columns};", _sum_blocks(1, "0", str(size(found.over)), add)
+        add = [
+            "for (i64 r = first; r < end; ++r) {",
+            *inner([*made.lines, f"total += {term};"]),
+            "}",
+        ]
+        place, sums = (
+            f"const i64 m = i / {columns}, j = i % {columns};",
+            _sum_blocks(1, "0", str(size(found.over)), add),
+        )
         body = [place, *sums, self.store(y, _I, "sum")]
         return self.for_all("sum", elements((found.rows, found.columns)), body, sizes)
 
@@ -105,38 +130,57 @@ class Loops(Source):
         if not isinstance(found.over, int) or found.over % VECTOR:
             made = self.elements(without=left)
             term = made.of(x, found.at)
-            return ["for (i64 r = first + threadIdx.x % 32; r < end; r += 32) {", *inner([*made.lines, f"total += {term};"]), "}"]
+            return [
+                "for (i64 r = first + threadIdx.x % 32; r < end; r += 32) {",
+                *inner([*made.lines, f"total += {term};"]),
+                "}",
+            ]
         made = self.elements(without=left, below={_J.name: found.over})
         term = made.of(x, [i.replaced(_R.name, _J) for i in found.at])
         of_row, of_columns = hoisted(made.statements, FIRST.name, _J.name)
         return [
             *written(of_row),
             "#pragma unroll 4",
-            f"for (i64 j0 = first + {VECTOR} * (threadIdx.x % 32); j0 < end; j0 += {32 * VECTOR}) {{",
+            f"for (i64 j0 = first + {VECTOR} * (threadIdx.x % 32); j0 < end; j0 += "
+            f"{32 * VECTOR}) {{",
             *inner(of_eight(of_columns, [f"total += {term};"])),
             "}",
         ]
 
     def _group_sum(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
-        """A block for each group and 32 columns: its warps divide the rows, and their sums are added."""
+        """A block for each group and 32 columns: its warps divide the rows, and their sums are
+        added.
+        """
         (x, ends), (y,), made = op.values, op.outputs, self.elements(without=left)
         groups, columns = (known(d) for d in y.type.shape)
         rows, tiles, term = size(plain(x.type.shape[0])), -(-columns // 32), made.of(x, [_R, _J])
-        add = [f"for (i64 r = first + threadIdx.x / 32; r < end; r += {_WARPS}) {{", *inner([*made.lines, f"total += {term};"]), "}"]
+        add = [
+            f"for (i64 r = first + threadIdx.x / 32; r < end; r += {_WARPS}) {{",
+            *inner([*made.lines, f"total += {term};"]),
+            "}",
+        ]
         body = [
-            f"const i64 g = blockIdx.x / {tiles}, j = blockIdx.x % {tiles} * 32 + threadIdx.x % 32;",
+            f"const i64 g = blockIdx.x / {tiles}, j = blockIdx.x % {tiles} * 32 + "
+            "threadIdx.x % 32;",
             "griddepcontrol_wait();",
             "griddepcontrol_launch_dependents();",
             f"const MTile run = rows_of_group({self.array(ends, left)}, g, {rows}, error);",
             *_sum_blocks(_WARPS, "run.first", f"(j < {columns} ? run.end : run.first)", add),
             f"const float total = sum_of_warps<{_WARPS}>(sum);",
-            f"if (threadIdx.x < 32 && j < {columns}) {self.store(y, Variable('g') * Number(columns) + _J, 'total')}",
+            f"if (threadIdx.x < 32 && j < {columns}) "
+            f"{self.store(y, Variable('g') * Number(columns) + _J, 'total')}",
         ]
         return self.kernel("group_sum", body, groups * tiles)
 
-    def _elementwise(self, i: int, values: Sequence[Value], count: AnySize, left: Sequence[Value], sizes: Sizes) -> KernelSource:
+    def _elementwise(
+        self, i: int, values: Sequence[Value], count: AnySize, left: Sequence[Value], sizes: Sizes
+    ) -> KernelSource:
         width = plain(values[0].type.shape[-1]) if values[0].type.shape else 1
-        if isinstance(width, int) and width % VECTOR == 0 and (rows := exact_div(count, width)) is not None:
+        if (
+            isinstance(width, int)
+            and width % VECTOR == 0
+            and (rows := exact_div(count, width)) is not None
+        ):
             return self._by_eights(f"elements_{i}", values, rows, width, left, sizes)
         made = self.elements(without=left)
         stores = []
@@ -146,7 +190,13 @@ class Loops(Source):
         return self.for_all(f"elements_{i}", count, [*made.lines, *stores], sizes)
 
     def _by_eights(
-        self, name: str, values: Sequence[Value], rows: AnySize, width: int, left: Sequence[Value], sizes: Sizes
+        self,
+        name: str,
+        values: Sequence[Value],
+        rows: AnySize,
+        width: int,
+        left: Sequence[Value],
+        sizes: Sizes,
     ) -> KernelSource:
         """A thread for eight columns of a row."""
         made, store = self.elements(without=left, below={_J.name: width}), Store(width)
@@ -154,10 +204,19 @@ class Loops(Source):
             element = made.of(v, reshaped([_M, _J], (rows, width), v.type.shape))
             store.add(v, self.names[v], f"stored<{stored(v)}>({element})", width, _J)
         place = f"const i64 m = i / {width // VECTOR}, j0 = i % {width // VECTOR} * {VECTOR};"
-        return self.for_all(name, elements((rows, width // VECTOR)), [place, *store.body(made.statements)], sizes)
+        return self.for_all(
+            name, elements((rows, width // VECTOR)), [place, *store.body(made.statements)], sizes
+        )
 
 
 def _sum_blocks(threads: int, start: str, stop: str, add: Sequence[str]) -> list[str]:
-    """`sum`, this thread's part of a sum of terms start .. stop - 1, where `add` adds its part of first .. end - 1 to `total`."""
+    """`sum`, this thread's part of a sum of terms start .. stop - 1, where `add` adds its part of
+    first .. end - 1 to `total`.
+    """
     body = ["float total = 0;", *add, "return total;"]
-    return [f"const float sum = sum_blocks<{_AT_ONCE * threads}>({start}, {stop}, [&](i64 first, i64 end) {{", *inner(body), "});"]
+    return [
+        f"const float sum = sum_blocks<{_AT_ONCE * threads}>({start}, {stop}, [&](i64 first, "
+        f"i64 end) {{",
+        *inner(body),
+        "});",
+    ]

@@ -1,8 +1,9 @@
 """The kernel for a product with one group: the fastest one, by a model of the kernels' times.
 
-With one group, the host knows what every block does, so the time can be computed for a matrix of any size. With several groups, whose sizes
-only the device knows, tables of measured times decide (table.py). tools/tune fits the model's constants to measured times as well, of an
-H200 and an H100; GPUs differ in their multiprocessors and memory.
+With one group, the host knows what every block does, so the time can be computed for a matrix of
+any size. With several groups, whose sizes only the device knows, tables of measured times decide
+(table.py). tools/tune fits the model's constants to measured times as well, of an H200 and an H100;
+GPUs differ in their multiprocessors and memory.
 """
 
 from __future__ import annotations
@@ -17,22 +18,33 @@ from ...arch import Arch
 from .variants import M8, M16, M80, M160, SETS, SPLIT_K, LargeM, Matrices, SmallM, Variant
 
 CONSTANTS = Path(__file__).with_suffix(".json")
-VARIANTS: tuple[Variant, ...] = (*M8, *M16[1:], *SETS["SMALL_M32"], LargeM(64, 4), *M80, LargeM(96, 4), *M160, *SPLIT_K)
+VARIANTS: tuple[Variant, ...] = (
+    *M8,
+    *M16[1:],
+    *SETS["SMALL_M32"],
+    LargeM(64, 4),
+    *M80,
+    LargeM(96, 4),
+    *M160,
+    *SPLIT_K,
+)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Times in us. For small M: what a launch takes besides its products, and what each wave after the first takes; for a warp and 16
-    columns of a K block: issuing the dequantization and each product with 8 rows, and waiting, which takes `wait_of_product` longer for
-    each product.
-    few_in_flight: a factor for the times per K block if a lane has the weights of only two K blocks in flight.
+    """Times in us. For small M: what a launch takes besides its products, and what each wave after
+    the first takes; for a warp and 16 columns of a K block: issuing the dequantization and each
+    product with 8 rows, and waiting, which takes `wait_of_product` longer for each product.
+    few_in_flight: a factor for the times per K block if a lane has the weights of only two K blocks
+    in flight.
 
-    For large M: a stage of four consumer warpgroups, which takes longer for each row of the M tile and, as a share, for each further
-    warpgroup; what a work tile takes besides its stages, longer for each row; and what blocks of a cluster take to exchange sums, longer
-    for each row of each other block.
+    For large M: a stage of four consumer warpgroups, which takes longer for each row of the M tile
+    and, as a share, for each further warpgroup; what a work tile takes besides its stages, longer
+    for each row; and what blocks of a cluster take to exchange sums, longer for each row of each
+    other block.
 
-    small_memory, large_memory: how much longer reading weights takes than by the GPU's bandwidth. overlap: the power of the norm that adds
-    up overlapping times.
+    small_memory, large_memory: how much longer reading weights takes than by the GPU's bandwidth.
+    overlap: the power of the norm that adds up overlapping times.
     """
 
     launch: float
@@ -61,28 +73,51 @@ def constants() -> Constants:
 
 
 def admits(of: Matrices) -> bool:
-    """Whether the model covers a product: an fprop with one group, whose weights are tiled and not wide."""
+    """Whether the model covers a product: an fprop with one group, whose weights are tiled and not
+    wide.
+    """
     return of.groups == 1 and of.kind == "fprop" and of.tiled and not of.wide
 
 
 def fastest(rows: int, of: Matrices, arch: Arch) -> Variant | None:
     """The fastest kernel for this many rows; None if none fits."""
-    return min((v for v in VARIANTS if v.fits(of, arch)), key=lambda v: microseconds(v, rows, of, arch, constants()), default=None)
+    return min(
+        (v for v in VARIANTS if v.fits(of, arch)),
+        key=lambda v: microseconds(v, rows, of, arch, constants()),
+        default=None,
+    )
 
 
 def microseconds(v: Variant, rows: int, of: Matrices, arch: Arch, by: Constants) -> float:
     """The time that a kernel takes for a product."""
     memory = of.tiles * (of.k / 64) * of.tile_bytes / arch.memory_bandwidth * 1e6
-    return _small_m(v, rows, of, memory, arch, by) if isinstance(v, SmallM) else _large_m(v, rows, of, memory, arch, by)
+    return (
+        _small_m(v, rows, of, memory, arch, by)
+        if isinstance(v, SmallM)
+        else _large_m(v, rows, of, memory, arch, by)
+    )
 
 
 def _small_m(v: SmallM, rows: int, of: Matrices, memory: float, arch: Arch, by: Constants) -> float:
-    blocks, products = ceil(rows / v.tile_m) * ceil(of.tiles / v.tiles), v.tiles_per_warp * min(v.tiles_m, ceil(rows / 8))
+    blocks, products = (
+        ceil(rows / v.tile_m) * ceil(of.tiles / v.tiles),
+        v.tiles_per_warp * min(v.tiles_m, ceil(rows / 8)),
+    )
     waves, k_blocks = ceil(blocks / v.wave(arch)), of.k / 64 / v.split_k
-    issued = blocks * v.warps * k_blocks * (v.tiles_per_warp * by.dequantize + products * by.product) / arch.multiprocessors
+    issued = (
+        blocks
+        * v.warps
+        * k_blocks
+        * (v.tiles_per_warp * by.dequantize + products * by.product)
+        / arch.multiprocessors
+    )
     waited = waves * k_blocks * (by.wait + products * by.wait_of_product)
     slower = by.few_in_flight if v.in_flight + v.batch <= 2 else 1
-    return by.launch + by.wave * (waves - 1) + slower * _overlapped(by, issued, waited, memory * by.small_memory)
+    return (
+        by.launch
+        + by.wave * (waves - 1)
+        + slower * _overlapped(by, issued, waited, memory * by.small_memory)
+    )
 
 
 def _large_m(v: LargeM, rows: int, of: Matrices, memory: float, arch: Arch, by: Constants) -> float:

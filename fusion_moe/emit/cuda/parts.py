@@ -1,4 +1,6 @@
-"""The segments of a call and their relations, as data: who reads what, and which arrays a call has, and for how long."""
+"""The segments of a call and their relations, as data: who reads what, and which arrays a call has,
+and for how long.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,28 @@ class Part:
     @property
     def transposed(self) -> list[Value]:
         """The input that is passed with its last two dimensions swapped, if there is one."""
-        return [v for v, own in zip(self.inputs, self.source.fusion.inputs, strict=True) if own is self.source.transposed]
+        return [
+            v
+            for v, own in zip(self.inputs, self.source.fusion.inputs, strict=True)
+            if own is self.source.transposed
+        ]
 
     @property
     def matrix(self) -> Value | None:
         """The value whose rows are the activations of the part's product, if it is an input."""
-        if not isinstance(self.source, Product) or self.source.matrix not in self.source.fusion.inputs:
+        if (
+            not isinstance(self.source, Product)
+            or self.source.matrix not in self.source.fusion.inputs
+        ):
             return None
         return self.inputs[self.source.fusion.inputs.index(self.source.matrix)]
 
 
 @dataclass(frozen=True)
 class Inner:
-    """An array of a call that is neither input nor output, as a source defines it. first, last: the numbers of the parts that need it."""
+    """An array of a call that is neither input nor output, as a source defines it. first, last: the
+    numbers of the parts that need it.
+    """
 
     source: Source
     array: Value | Array
@@ -49,8 +60,8 @@ class Inner:
 class Parts:
     """Parts in order, which are launched in one call. variant: the option cuda_variant.
 
-    The call's arrays are numbered: inputs, outputs that are made, inner arrays. A value that is passed transposed is an input that no other
-    part reads.
+    The call's arrays are numbered: inputs, outputs that are made, inner arrays. A value that is
+    passed transposed is an input that no other part reads.
     """
 
     inputs: tuple[Value, ...]
@@ -70,11 +81,21 @@ class Parts:
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
-        """(i, j) if only the product of part j reads the result of the product of part i: in any order of columns, if both agree."""
+        """(i, j) if only the product of part j reads the result of the product of part i: in any
+        order of columns, if both agree.
+        """
         makers = {v: i for i, part in enumerate(self.parts) for v in part.outputs}
         readers = Counter([*self.outputs, *(v for part in self.parts for v in set(part.inputs))])
-        read = {j: v for j, part in enumerate(self.parts) if (v := part.matrix) in makers and readers[v] == 1}
-        return tuple((makers[v], j) for j, v in read.items() if _linked(self.parts[makers[v]].source, self.parts[j].source))
+        read = {
+            j: v
+            for j, part in enumerate(self.parts)
+            if (v := part.matrix) in makers and readers[v] == 1
+        }
+        return tuple(
+            (makers[v], j)
+            for j, v in read.items()
+            if _linked(self.parts[makers[v]].source, self.parts[j].source)
+        )
 
     @property
     def places(self) -> tuple[tuple[int, ...], ...]:
@@ -89,9 +110,15 @@ class Parts:
     @cached_property
     def _arrays(self) -> tuple[tuple[tuple[int, ...], ...], tuple[Inner, ...]]:
         place: dict[object, int] = {v: i for i, v in enumerate((*self.inputs, *self.made))}
-        given, inner, places = len(place), list[tuple[Source, Value | Array]](), list[tuple[int, ...]]()
+        given, inner, places = (
+            len(place),
+            list[tuple[Source, Value | Array]](),
+            list[tuple[int, ...]](),
+        )
         for i, part in enumerate(self.parts):
-            outputs: dict[object, Value] = dict(zip(part.source.fusion.outputs, part.outputs, strict=True))
+            outputs: dict[object, Value] = dict(
+                zip(part.source.fusion.outputs, part.outputs, strict=True)
+            )
             found = [place[v] for v in part.inputs]
             arrays: list[Value | Array] = [*part.source.memory, *part.source.scratch]
             for array in arrays:
@@ -101,20 +128,35 @@ class Parts:
                     inner.append((part.source, array))
                 found.append(place[key])
             places.append(tuple(found))
-        used = [[i for i, of_part in enumerate(places) if given + n in of_part] for n in range(len(inner))]
-        return tuple(places), tuple(Inner(*array, parts[0], parts[-1]) for array, parts in zip(inner, used, strict=True))
+        used = [
+            [i for i, of_part in enumerate(places) if given + n in of_part]
+            for n in range(len(inner))
+        ]
+        return tuple(places), tuple(
+            Inner(*array, parts[0], parts[-1]) for array, parts in zip(inner, used, strict=True)
+        )
 
 
 def _linked(before: Source, after: Source) -> bool:
-    """Whether a product's only result is rows of the next product's width, which reads them only as activations."""
-    if not isinstance(before, Product) or not isinstance(after, Product) or after.plan.kind == "dgrad":
+    """Whether a product's only result is rows of the next product's width, which reads them only as
+    activations.
+    """
+    if (
+        not isinstance(before, Product)
+        or not isinstance(after, Product)
+        or after.plan.kind == "dgrad"
+    ):
         return False
-    alone = len(before.plan.rows) == 1 and not before.plan.combine and before.plan.width == after.plan.k
+    alone = (
+        len(before.plan.rows) == 1 and not before.plan.combine and before.plan.width == after.plan.k
+    )
     return alone and _only_activations(after)
 
 
 def _only_activations(product: Product) -> bool:
-    """Whether the matrix in memory is read only on the way to the activations, not in the epilogue."""
+    """Whether the matrix in memory is read only on the way to the activations, not in the
+    epilogue.
+    """
     of_activations, read = needed(product.fusion.ops, [product.plan.a]), {product.matrix}
     for op in product.fusion.ops:
         if op is not product.plan.product and read & set(op.values):
@@ -130,9 +172,20 @@ def one_part(source: Source, variant: str = AUTO) -> Parts:
     return Parts(inputs, outputs, (Part(source, inputs, outputs),), variant)
 
 
-def parts_of(inputs: Sequence[Value], outputs: Sequence[Value], parts: Sequence[Part], variant: str) -> Parts | None:
-    """The parts of one call; None if an output is not separate memory, or if others also read a value that is passed transposed."""
-    results, read = {v for part in parts for v in part.outputs}, Counter(v for part in parts for v in part.inputs)
+def parts_of(
+    inputs: Sequence[Value], outputs: Sequence[Value], parts: Sequence[Part], variant: str
+) -> Parts | None:
+    """The parts of one call; None if an output is not separate memory, or if others also read a
+    value that is passed transposed.
+    """
+    results, read = (
+        {v for part in parts for v in part.outputs},
+        Counter(v for part in parts for v in part.inputs),
+    )
     whole = set(outputs) <= results and len(set(outputs)) == len(outputs)
     transposable = all(v in inputs and read[v] == 1 for part in parts for v in part.transposed)
-    return Parts(tuple(inputs), tuple(outputs), tuple(parts), variant) if whole and transposable else None
+    return (
+        Parts(tuple(inputs), tuple(outputs), tuple(parts), variant)
+        if whole and transposable
+        else None
+    )

@@ -1,4 +1,6 @@
-"""The readers of weights in kernels/weights/, by encoding and layout: only this file names encodings and layouts."""
+"""The readers of weights in kernels/weights/, by encoding and layout: only this file names
+encodings and layouts.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,11 @@ from ...errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Reader:
-    """A C++ class template of a reader, and its header. The parts of a weight have the encoding's names for them.
+    """A C++ class template of a reader, and its header. The parts of a weight have the encoding's
+    names for them.
 
-    See kernels/weights/reader.cuh. activations: the dtypes for which it makes fragments; tiled: whether weights are in tiles of 16 rows and
-    64 columns, as large-M kernels need.
+    See kernels/weights/reader.cuh. activations: the dtypes for which it makes fragments; tiled:
+    whether weights are in tiles of 16 rows and 64 columns, as large-M kernels need.
     """
 
     template: str
@@ -27,9 +30,14 @@ class Reader:
 
 
 def constants(of: Encoding) -> str:
-    """What readers of four bits check of a segment's weight: FourBits of kernels/weights/four_bits_shared.cuh."""
+    """What readers of four bits check of a segment's weight: FourBits of
+    kernels/weights/four_bits_shared.cuh.
+    """
     block, size = next(((s.block, s.dtype.itemsize) for s in of.block_scales), (0, 0))
-    return f"static constexpr i32 CODE_BITS = {of.element.bits}, SCALE_BLOCK = {block}, SCALE_BYTES = {size};"
+    return (
+        f"static constexpr i32 CODE_BITS = {of.element.bits}, SCALE_BLOCK = {block}, "
+        f"SCALE_BYTES = {size};"
+    )
 
 
 TILED = "w16x64"
@@ -49,13 +57,18 @@ READERS = {
 
 
 def reader(encoding: str, layout: str, activations: str) -> Reader:
-    """The reader of weights, for activations of a dtype. UnsupportedError with the reason if there is none."""
+    """The reader of weights, for activations of a dtype. UnsupportedError with the reason if there
+    is none.
+    """
     found = READERS[encoding, layout]
     if activations not in found.activations:
         said = f"activations in {activations} with weights in {encoding} have no kernel here"
         raise UnsupportedError(said, expected=" or ".join(found.activations))
     for scale in find(encoding).block_scales:
         if scale.block not in _BLOCKS:
-            said = f"weights in {encoding}, with a scale for {scale.block} elements, have no kernel here"
+            said = (
+                f"weights in {encoding}, with a scale for {scale.block} elements, have no "
+                "kernel here"
+            )
             raise UnsupportedError(said, expected=f"a scale for {' or '.join(map(str, _BLOCKS))}")
     return found

@@ -1,4 +1,6 @@
-"""The kernels of routers: a warp for each token. With few tokens, one block also sorts their rows in the same kernel."""
+"""The kernels of routers: a warp for each token. With few tokens, one block also sorts their rows
+in the same kernel.
+"""
 
 from __future__ import annotations
 
@@ -19,68 +21,111 @@ from ..inexpressible import Inexpressible
 if TYPE_CHECKING:
     from .source import KernelSource, Sizes, Source
 
-_EXPERTS, _SLOTS, _GROUPS = 512, 32, 32  # logits of a token in registers of a warp, slots and groups in its lanes
-_WARPS = {4: 4, 8: 8, 16: 16}  # of the block that sorts the rows of up to this many tokens: for more, two kernels are faster
+# logits of a token in registers of a warp, slots and groups in its lanes
+_EXPERTS, _SLOTS, _GROUPS = 512, 32, 32
+# of the block that sorts the rows of up to this many tokens: for more, two kernels are faster
+_WARPS = {4: 4, 8: 8, 16: 16}
 HEADERS = ("router.cuh",)
 
 
-def made_first(source: Source, op: Op, sizes: Sizes, any_size: bool) -> tuple[KernelSource, list[Op]]:
-    """The kernel of `topk_ids` or `topk_weights`, and the operations that it computes: with a choice the weights of its
-    experts, and with few tokens, unless the kernel is for any number of them, the rows.
+def made_first(
+    source: Source, op: Op, sizes: Sizes, any_size: bool
+) -> tuple[KernelSource, list[Op]]:
+    """The kernel of `topk_ids` or `topk_weights`, and the operations that it computes: with a
+    choice the weights of its experts, and with few tokens, unless the kernel is for any number of
+    them, the rows.
     """
     _need_small(op)
     if op.kind.name == "topk_weights":
         body = _weights(source, [op], _given_expert(source, op, source.made_later))
         return _of_tokens(source, "topk_weights", op, body, sizes), [op]
-    weights = [o for o in source.fusion.ops if o.kind.name == "topk_weights" and o.values == (op.values[0], op.outputs[0])]
-    routed = next((o for o in source.fusion.ops if o.kind.name == "route" and _sorted_here(o, op)), None)
+    weights = [
+        o
+        for o in source.fusion.ops
+        if o.kind.name == "topk_weights" and o.values == (op.values[0], op.outputs[0])
+    ]
+    routed = next(
+        (o for o in source.fusion.ops if o.kind.name == "route" and _sorted_here(o, op)), None
+    )
     logits, ids, bias = op.values[0], op.outputs[0], router.bias(op)
     tokens, experts = (size(d) for d in logits.type.shape)
     k, hidden = op.attrs["k"], source.made_later
     biases = source.array(bias, hidden) if bias else "nullptr"
-    chosen = f"TopK<{router.of_choice(op)}>::run({source.array(logits, hidden)} + i * {experts}, {biases})"
-    body = [f"const i32 expert = {chosen};", f"if (threadIdx.x % 32 < {k}) {source.names[ids]}[i * {k} + threadIdx.x % 32] = expert;"]
-    warps = next((w for most, w in _WARPS.items() if value(plain(logits.type.shape[0]), sizes) <= most), 0)
+    chosen = (
+        f"TopK<{router.of_choice(op)}>::run({source.array(logits, hidden)} + i * {experts}, "
+        f"{biases})"
+    )
+    body = [
+        f"const i32 expert = {chosen};",
+        f"if (threadIdx.x % 32 < {k}) {source.names[ids]}[i * {k} + threadIdx.x % 32] = expert;",
+    ]
+    warps = next(
+        (w for most, w in _WARPS.items() if value(plain(logits.type.shape[0]), sizes) <= most), 0
+    )
     if routed is None or not warps or any_size:
-        return _of_tokens(source, "topk_ids", op, _weights(source, weights, body), sizes), [op, *weights]
+        return _of_tokens(source, "topk_ids", op, _weights(source, weights, body), sizes), [
+            op,
+            *weights,
+        ]
     count, groups = size(elements(ids.type.shape)), routed.attrs["groups"].count
     group, first = "expert", routed.attrs.get("first_expert")
     if first is not None:
         group = f"expert >= {first} && expert < {first + groups} ? expert - {first} : {groups}"
-    body.append(f"if (threadIdx.x % 32 < {k}) sorted.group[i * {k} + threadIdx.x % 32] = u16({group});")
+    body.append(
+        f"if (threadIdx.x % 32 < {k}) sorted.group[i * {k} + threadIdx.x % 32] = u16({group});"
+    )
     lines = [
         f"__shared__ SortSlots<{warps}, {groups}, {max(_WARPS) * k}> sorted;",
         "griddepcontrol_wait();",
         "griddepcontrol_launch_dependents();",
-        f"for_all_warps({tokens}, [&](i64 i) {{", *inner(_weights(source, weights, body)), "});",
+        f"for_all_warps({tokens}, [&](i64 i) {{",
+        *inner(_weights(source, weights, body)),
+        "});",
         f"sorted.run(i32({count}), {k}, {', '.join(source.names[v] for v in routed.outputs)});",
-    ]  # fmt: skip
-    return source.kernel("topk_route", lines, 1, headers=HEADERS, threads=32 * warps), [op, *weights, routed]
+    ]
+    return source.kernel("topk_route", lines, 1, headers=HEADERS, threads=32 * warps), [
+        op,
+        *weights,
+        routed,
+    ]
 
 
 def backward(source: Source, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
     """The kernel of the derivative of weights. left: values that are not in memory yet."""
     _need_small(op)
-    (logits, _, dw), (dlogits,), k, experts = op.values, op.outputs, _slots(op), size(op.values[0].type.shape[1])
+    (logits, _, dw), (dlogits,), k, experts = (
+        op.values,
+        op.outputs,
+        _slots(op),
+        size(op.values[0].type.shape[1]),
+    )
     body = [
         *_given_expert(source, op, left),
-        f"const float dw = threadIdx.x % 32 < {k} ? {source.array(dw, left)}[i * {k} + threadIdx.x % 32] : 0.f;",
-        f"Weights<{experts}, {k}, {router.of_weights(op)}>::backward({source.array(logits, left)} + i * {experts}, expert, dw, "
+        f"const float dw = threadIdx.x % 32 < {k} ? {source.array(dw, left)}[i * {k} + "
+        "threadIdx.x % 32] : 0.f;",
+        f"Weights<{experts}, {k}, {router.of_weights(op)}>::backward({source.array(logits, left)} "
+        f"+ i * {experts}, expert, dw, "
         f"{router.factor(op)}, {source.names[dlogits]} + i * {experts});",
     ]
     return _of_tokens(source, "topk_weights_backward", op, body, sizes)
 
 
-def _of_tokens(source: Source, name: str, op: Op, body: Sequence[str], sizes: Sizes) -> KernelSource:
+def _of_tokens(
+    source: Source, name: str, op: Op, body: Sequence[str], sizes: Sizes
+) -> KernelSource:
     """A kernel that runs `body` for each token i, with a warp."""
-    return source.for_all_warps(name, plain(op.values[0].type.shape[0]), body, sizes, headers=HEADERS)
+    return source.for_all_warps(
+        name, plain(op.values[0].type.shape[0]), body, sizes, headers=HEADERS
+    )
 
 
 def _need_small(op: Op) -> None:
     experts, k = known(op.values[0].type.shape[1]), _slots(op)
     if experts > _EXPERTS or k > _SLOTS or op.attrs.get("n_group", 1) > _GROUPS:
         expected = f"up to {_EXPERTS} experts, {_SLOTS} a token, {_GROUPS} groups of experts"
-        raise Inexpressible(op, f"{op.kind.name} of {k} of {experts} experts has no kernel here", expected=expected)
+        raise Inexpressible(
+            op, f"{op.kind.name} of {k} of {experts} experts has no kernel here", expected=expected
+        )
 
 
 def _slots(op: Op) -> int:
@@ -88,10 +133,16 @@ def _slots(op: Op) -> int:
 
 
 def _sorted_here(route: Op, choice: Op) -> bool:
-    """Whether one block can sort the rows of a choice: it has a counter for each group, and there are no wrong ids."""
+    """Whether one block can sort the rows of a choice: it has a counter for each group, and there
+    are no wrong ids.
+    """
     groups = route.attrs["groups"].count
     local = route.attrs.get("first_expert") is not None
-    return route.values[0] is choice.outputs[0] and groups <= _EXPERTS and (local or groups >= choice.values[0].type.shape[1])
+    return (
+        route.values[0] is choice.outputs[0]
+        and groups <= _EXPERTS
+        and (local or groups >= choice.values[0].type.shape[1])
+    )
 
 
 def _given_expert(source: Source, op: Op, left: Sequence[Value]) -> list[str]:
@@ -109,7 +160,10 @@ def _weights(source: Source, weights: Sequence[Op], body: Sequence[str]) -> list
     for op in weights:
         k, experts = _slots(op), size(op.values[0].type.shape[1])
         logits = f"{source.array(op.values[0], source.made_later)} + i * {experts}"
-        made = f"Weights<{experts}, {k}, {router.of_weights(op)}>::run({logits}, expert, {router.factor(op)})"
+        made = (
+            f"Weights<{experts}, {k}, {router.of_weights(op)}>::run({logits}, expert, "
+            f"{router.factor(op)})"
+        )
         kept = f"stored<{stored(op.outputs[0])}>(w)"
         place = f"{source.names[op.outputs[0]]}[i * {k} + threadIdx.x % 32]"
         lines.append(f"{{ const float w = {made}; if (threadIdx.x % 32 < {k}) {place} = {kept}; }}")

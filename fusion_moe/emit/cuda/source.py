@@ -1,7 +1,9 @@
-"""The common part of every segment's CUDA C++: a struct with the arrays and sizes that its kernels read, passed to each of them by value.
+"""The common part of every segment's CUDA C++: a struct with the arrays and sizes that its kernels
+read, passed to each of them by value.
 
-A segment is a few kernels, launched in order. Each is a separate translation unit, with the struct and one entry point, so that only
-launched kernels are compiled. Kernels make faulty ends, ids and indices safe, and report the fault in the word `error`.
+A segment is a few kernels, launched in order. Each is a separate translation unit, with the struct
+and one entry point, so that only launched kernels are compiled. Kernels make faulty ends, ids and
+indices safe, and report the fault in the word `error`.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Boxes:
-    """A tensor that a kernel copies in boxes: its array, its sizes with the fastest dimension first, and the C++ type of its elements.
+    """A tensor that a kernel copies in boxes: its array, its sizes with the fastest dimension
+    first, and the C++ type of its elements.
 
     array: its number in the struct; box: the sizes of a box, the first one 128 bytes.
     """
@@ -70,7 +73,9 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Given:
-    """A parameter of a single launch, after the struct: a structure of i32 numbers. declaration: its type and name."""
+    """A parameter of a single launch, after the struct: a structure of i32 numbers. declaration:
+    its type and name.
+    """
 
     declaration: str
     numbers: tuple[int, ...]
@@ -80,12 +85,13 @@ class Given:
 class KernelSource:
     """One kernel: its text, and how it is launched.
 
-    blocks: as many as there is work for; max_resident: the most that a multiprocessor gets, which then loop over the work; 0: no limit;
-    shared: bytes of dynamic shared memory; reads_before_wait, writes_before_wait: whether it reads, or writes, before it waits for the
-    previous kernel.
-    carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout must hold just these: see
-    runtime/cuda.py. title: a name for people. given, boxes: its parameters after the struct. cluster: blocks of a cluster; `blocks` and the
-    launched blocks are multiples of it.
+    blocks: as many as there is work for; max_resident: the most that a multiprocessor gets, which
+    then loop over the work; 0: no limit; shared: bytes of dynamic shared memory; reads_before_wait,
+    writes_before_wait: whether it reads, or writes, before it waits for the previous kernel.
+    carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout must
+    hold just these: see runtime/cuda.py. title: a name for people. given, boxes: its parameters
+    after the struct. cluster: blocks of a cluster; `blocks` and the launched blocks are multiples
+    of it.
     """
 
     name: str
@@ -104,7 +110,11 @@ class KernelSource:
 
     def grid(self, arch: Arch) -> int:
         """The number of blocks to launch on a GPU."""
-        return min(self.blocks, self.max_resident * arch.clustered(self.cluster)) if self.max_resident else self.blocks
+        return (
+            min(self.blocks, self.max_resident * arch.clustered(self.cluster))
+            if self.max_resident
+            else self.blocks
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,9 @@ class Array:
 
 
 class SafeElements(Elements):
-    """Elements whose indices come from tensors: made safe, unless the operation that made them guarantees it."""
+    """Elements whose indices come from tensors: made safe, unless the operation that made them
+    guarantees it.
+    """
 
     def _picked(self, op: Op, i: Index) -> Index:
         x, index = op.values
@@ -125,31 +137,47 @@ class SafeElements(Elements):
 
 
 def safe(fusion: Fusion, index: Value, limit: Dim, element: Index) -> Index:
-    """An element of an index, clamped below a limit; unchanged if the operation that made it guarantees it."""
-    return element if below(fusion, index) == plain(limit) else Call("clamp_index", (element, size(limit), Variable("error")))
+    """An element of an index, clamped below a limit; unchanged if the operation that made it
+    guarantees it.
+    """
+    return (
+        element
+        if below(fusion, index) == plain(limit)
+        else Call("clamp_index", (element, size(limit), Variable("error")))
+    )
 
 
 class Source(Writer):
-    """Writes the struct and the kernels of a segment. UnsupportedError with the reason if there are none.
+    """Writes the struct and the kernels of a segment. UnsupportedError with the reason if there are
+    none.
 
-    scratch: arrays that are allocated in addition to `memory`. transposed: the input, if any, that is passed with its last two dimensions
-    swapped.
+    scratch: arrays that are allocated in addition to `memory`. transposed: the input, if any, that
+    is passed with its last two dimensions swapped.
     """
 
     ELEMENTS = SafeElements
     transposed: Value | None = None
 
-    def __init__(self, fusion: Fusion, memory: Sequence[Value], names: Mapping[Value, str] | None = None):
+    def __init__(
+        self, fusion: Fusion, memory: Sequence[Value], names: Mapping[Value, str] | None = None
+    ):
         super().__init__(fusion, memory, names)
         self.scratch: list[Array] = []
-        self._slot_sums: dict[tuple[Op, tuple[Value, ...], tuple[Value, ...]], tuple[AnySize, Sequence[str], Sequence[str]]] = {}
+        self._slot_sums: dict[
+            tuple[Op, tuple[Value, ...], tuple[Value, ...]],
+            tuple[AnySize, Sequence[str], Sequence[str]],
+        ] = {}
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
-        """The choice for these sizes on a GPU, for a segment by itself. UnsupportedError if the variant does not fit."""
+        """The choice for these sizes on a GPU, for a segment by itself. UnsupportedError if the
+        variant does not fit.
+        """
         return Chosen()
 
     def choose_any(self, arch: Arch, variant: str = AUTO) -> Chosen:
-        """A choice that computes calls of any sizes, if not as fast. UnsupportedError if there is none."""
+        """A choice that computes calls of any sizes, if not as fast. UnsupportedError if there is
+        none.
+        """
         return Chosen(any_size=True)
 
     @abstractmethod
@@ -167,61 +195,141 @@ class Source(Writer):
         return [v for v in self.memory if v not in first]
 
     def kernel(
-        self, name: str, body: Sequence[str], blocks: int, *, headers: Sequence[str] = ("routing.cuh",), threads: int = THREADS,
-        min_blocks: int = 1, max_resident: int = 0, reads_before_wait: bool = False,
-    ) -> KernelSource:  # fmt: skip
+        self,
+        name: str,
+        body: Sequence[str],
+        blocks: int,
+        *,
+        headers: Sequence[str] = ("routing.cuh",),
+        threads: int = THREADS,
+        min_blocks: int = 1,
+        max_resident: int = 0,
+        reads_before_wait: bool = False,
+    ) -> KernelSource:
         """A kernel with a struct whose function `run` is `body`."""
         run = ["__device__ void run() const {", *inner(body), "}"]
         return self.calling(
-            "s.run();", name, run, blocks, headers=headers, threads=threads, min_blocks=min_blocks, max_resident=max_resident,
+            "s.run();",
+            name,
+            run,
+            blocks,
+            headers=headers,
+            threads=threads,
+            min_blocks=min_blocks,
+            max_resident=max_resident,
             reads_before_wait=reads_before_wait,
-        )  # fmt: skip
+        )
 
     def calling(
-        self, call: str, name: str, functions: Sequence[str], blocks: int, *, headers: Sequence[str] = ("routing.cuh",),
-        threads: int = THREADS, shared: int = 0, min_blocks: int = 1, max_resident: int = 0, reads_before_wait: bool = False,
-        carveout: bool = False, title: str = "", boxes: Sequence[Boxes] = (), given: Given | None = None, cluster: int = 1,
-    ) -> KernelSource:  # fmt: skip
-        """A kernel that makes a call, with additional functions in its struct. min_blocks: how many must fit on one multiprocessor.
+        self,
+        call: str,
+        name: str,
+        functions: Sequence[str],
+        blocks: int,
+        *,
+        headers: Sequence[str] = ("routing.cuh",),
+        threads: int = THREADS,
+        shared: int = 0,
+        min_blocks: int = 1,
+        max_resident: int = 0,
+        reads_before_wait: bool = False,
+        carveout: bool = False,
+        title: str = "",
+        boxes: Sequence[Boxes] = (),
+        given: Given | None = None,
+        cluster: int = 1,
+    ) -> KernelSource:
+        """A kernel that makes a call, with additional functions in its struct. min_blocks: how many
+        must fit on one multiprocessor.
 
-        carveout: whether the shared-memory carveout must hold just these blocks. boxes: parameters map0, map1, ...
+        carveout: whether the shared-memory carveout must hold just these blocks. boxes: parameters
+        map0, map1, ...
         """
-        declared = ["Segment s", *([given.declaration] if given else ()), *(f"TensorMap map{i}" for i in range(len(boxes)))]
+        declared = [
+            "Segment s",
+            *([given.declaration] if given else ()),
+            *(f"TensorMap map{i}" for i in range(len(boxes))),
+        ]
         parameters = ", ".join(f"const __grid_constant__ {what}" for what in declared)
         bounds = f"{threads}, {min_blocks}"
         includes = "\n".join(f'#include "{header}"' for header in headers)
         text = _KERNEL.substitute(
-            includes=includes, struct=self._struct(functions), name=name, call=call, bounds=bounds, parameters=parameters,
+            includes=includes,
+            struct=self._struct(functions),
+            name=name,
+            call=call,
+            bounds=bounds,
+            parameters=parameters,
             cluster=f" __cluster_dims__({cluster})" if cluster > 1 else "",
-        )  # fmt: skip
+        )
         carveout_blocks = min_blocks if carveout else 0
         return KernelSource(
-            name, text, blocks, threads, shared, max_resident, reads_before_wait, carveout_blocks, title or name, boxes=tuple(boxes),
-            given=given, cluster=cluster,
-        )  # fmt: skip
+            name,
+            text,
+            blocks,
+            threads,
+            shared,
+            max_resident,
+            reads_before_wait,
+            carveout_blocks,
+            title or name,
+            boxes=tuple(boxes),
+            given=given,
+            cluster=cluster,
+        )
 
     def array_number(self, array: Value | Array) -> int:
         """The number of an array in the struct."""
         return [*self.fusion.inputs, *self.memory, *self.scratch].index(array)
 
-    def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, before_wait: Sequence[str] = ()) -> KernelSource:
-        """A kernel that runs `body` for each i below a count, and `before_wait` while the previous kernel, which it does not need, runs."""
+    def for_all(
+        self,
+        name: str,
+        count: AnySize,
+        body: Sequence[str],
+        sizes: Sizes,
+        *,
+        before_wait: Sequence[str] = (),
+    ) -> KernelSource:
+        """A kernel that runs `body` for each i below a count, and `before_wait` while the previous
+        kernel, which it does not need, runs.
+        """
         blocks = -(-value(count, sizes) // THREADS)
-        first, then = ([f"for_all({size(count)}, [&](i64 i) {{", *inner(lines), "});"] if lines else [] for lines in (before_wait, body))
+        first, then = (
+            [f"for_all({size(count)}, [&](i64 i) {{", *inner(lines), "});"] if lines else []
+            for lines in (before_wait, body)
+        )
         lines = [*first, "griddepcontrol_wait();", "griddepcontrol_launch_dependents();", *then]
-        return self.kernel(name, lines, blocks, max_resident=MAX_RESIDENT, reads_before_wait=bool(before_wait))
+        return self.kernel(
+            name, lines, blocks, max_resident=MAX_RESIDENT, reads_before_wait=bool(before_wait)
+        )
 
     def for_all_warps(
-        self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, headers: Sequence[str] = ("routing.cuh",)
-    ) -> KernelSource:  # fmt: skip
+        self,
+        name: str,
+        count: AnySize,
+        body: Sequence[str],
+        sizes: Sizes,
+        *,
+        headers: Sequence[str] = ("routing.cuh",),
+    ) -> KernelSource:
         """A kernel that runs `body` with a warp for each i below a count."""
-        lines = ["griddepcontrol_wait();", "griddepcontrol_launch_dependents();", f"for_all_warps({size(count)}, [&](i64 i) {{"]
+        lines = [
+            "griddepcontrol_wait();",
+            "griddepcontrol_launch_dependents();",
+            f"for_all_warps({size(count)}, [&](i64 i) {{",
+        ]
         blocks = -(-value(count, sizes) // (THREADS // 32))
-        return self.kernel(name, [*lines, *inner(body), "});"], blocks, headers=headers, max_resident=MAX_RESIDENT)
+        return self.kernel(
+            name, [*lines, *inner(body), "});"], blocks, headers=headers, max_resident=MAX_RESIDENT
+        )
 
     def _struct(self, more: Sequence[str]) -> str:
         members, functions = self._of_all_kernels
-        return _STRUCT.substitute(members=members, functions="\n".join([functions, indented(more)] if more else [functions]))
+        return _STRUCT.substitute(
+            members=members,
+            functions="\n".join([functions, indented(more)] if more else [functions]),
+        )
 
     @cached_property
     def _of_all_kernels(self) -> tuple[str, str]:
@@ -231,7 +339,7 @@ class Source(Writer):
         """Sizes and arrays, scratch arrays, and the word for faults."""
         return [*super().members(), *(f"{a.type}* {a.name};" for a in self.scratch), "i64* error;"]
 
-    # Operations that run first ----------------------------------------------------------------------------------------
+    # Operations that run first --------------------------------------------------------------------
 
     def made_first(self, sizes: Sizes, any_size: bool = False) -> list[KernelSource]:
         """Routers and routing; any_size: by kernels for any number of tokens."""
@@ -255,62 +363,102 @@ class Source(Writer):
     def _route(self, op: Op, sizes: Sizes, any_size: bool) -> KernelSource:
         (ids,), groups, (ends, row_of, slot_of) = op.values, op.attrs["groups"].count, op.outputs
         count, slots = elements(ids.type.shape), size(ids.type.shape[1])
-        warps = next((w for most, w in _WARPS.items() if not any_size and value(count, sizes) <= most), _MAX_WARPS)
+        warps = next(
+            (w for most, w in _WARPS.items() if not any_size and value(count, sizes) <= most),
+            _MAX_WARPS,
+        )
         given = f"{self.array(ids, self.made_later)}, i32({size(count)}), i32({slots}), {groups}, "
         given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, error"
         types, first = stored(ids), op.attrs.get("first_expert")
         if first is not None:
             types, given = f"{types}, true", f"{given}, {first}"
-        body = ["griddepcontrol_wait();", "griddepcontrol_launch_dependents();", f"Route<{types}>{{{given}}}.run();"]
-        return replace(self.kernel("route", body, groups + 1, threads=32 * _MAX_WARPS), threads=32 * warps)
+        body = [
+            "griddepcontrol_wait();",
+            "griddepcontrol_launch_dependents();",
+            f"Route<{types}>{{{given}}}.run();",
+        ]
+        return replace(
+            self.kernel("route", body, groups + 1, threads=32 * _MAX_WARPS), threads=32 * warps
+        )
 
     def _invert(self, op: Op, sizes: Sizes) -> list[KernelSource]:
-        """One kernel for a permutation. If it may not be one, every row is first made to name a valid slot."""
+        """One kernel for a permutation. If it may not be one, every row is first made to name a
+        valid slot.
+        """
         (slot_of,), count, made = op.values, plain(op.attrs["rows"]), self.array(op.outputs[0])
         place = f"{self.array(slot_of, self.made_later)}[i]"
         if made_by_route(self.fusion, slot_of) == "slot_of":
             return [self.for_all("invert", count, [f"{made}[{place}] = i32(i);"], sizes)]
         return [
             self.for_all("invert_begin", count, [f"{made}[i] = -1;"], sizes),
-            self.for_all("invert", count, [f"{made}[clamp_index({place}, {size(count)}, error)] = i32(i);"], sizes),
-            self.for_all("invert_end", count, [f"{made}[i] = i32(clamp_index({made}[i], {size(count)}, error));"], sizes),
+            self.for_all(
+                "invert",
+                count,
+                [f"{made}[clamp_index({place}, {size(count)}, error)] = i32(i);"],
+                sizes,
+            ),
+            self.for_all(
+                "invert_end",
+                count,
+                [f"{made}[i] = i32(clamp_index({made}[i], {size(count)}, error));"],
+                sizes,
+            ),
         ]
 
-    # Sums -------------------------------------------------------------------------------------------------------------
+    # Sums -----------------------------------------------------------------------------------------
 
     def sum_of_slots(
-        self, combine: Op, results: Sequence[Value], without: Sequence[Value], sizes: Sizes, *, reads_before_wait: bool = False
-    ) -> KernelSource:  # fmt: skip
-        """The kernel of a combine, and of the results computed only from it. without: values that are not in memory yet.
+        self,
+        combine: Op,
+        results: Sequence[Value],
+        without: Sequence[Value],
+        sizes: Sizes,
+        *,
+        reads_before_wait: bool = False,
+    ) -> KernelSource:
+        """The kernel of a combine, and of the results computed only from it. without: values that
+        are not in memory yet.
 
-        reads_before_wait: whether slots and weights are available before the previous kernel has ended; they are prefetched meanwhile.
+        reads_before_wait: whether slots and weights are available before the previous kernel has
+        ended; they are prefetched meanwhile.
         """
         key = combine, tuple(results), tuple(without)
         if key not in self._slot_sums:
             self._slot_sums[key] = self._sum_of_slots(*key)
         count, body, prefetched = self._slot_sums[key]
-        return self.for_all("combine", count, body, sizes, before_wait=prefetched if reads_before_wait else ())
+        return self.for_all(
+            "combine", count, body, sizes, before_wait=prefetched if reads_before_wait else ()
+        )
 
     def _sum_of_slots(
         self, combine: Op, results: Sequence[Value], without: Sequence[Value]
-    ) -> tuple[AnySize, Sequence[str], Sequence[str]]:  # fmt: skip
-        """What does not depend on sizes: the count of threads, what each does, and what it prefetches."""
+    ) -> tuple[AnySize, Sequence[str], Sequence[str]]:
+        """What does not depend on sizes: the count of threads, what each does, and what it
+        prefetches.
+        """
         (y, slot_of, w), (total,) = combine.values, combine.outputs
         (tokens, width), slots = total.type.shape, size(slot_of.type.shape[1])
         if not isinstance(width, int):
-            raise UnsupportedError(f"combine of {y.type} has no kernel here", expected="a number of columns known when compiling")
+            raise UnsupportedError(
+                f"combine of {y.type} has no kernel here",
+                expected="a number of columns known when compiling",
+            )
         columns = next(v for v in (8, 4, 2, 1) if width % v == 0)
         hidden = (*without, *results)
         slot, weight = (self.elements(without=hidden) for _ in range(2))
         row = safe(self.fusion, slot_of, y.type.shape[0], slot.of(slot_of, [_T, _S]))
         factor = weight.of(w, [_T, _S])
         prefetched = [f"const i64 t = i / {width // columns}, s = 0;"]
-        prefetched += [f"{{ {' '.join(made.lines)} prefetch({found}); }}" for made, found in ((slot, row), (weight, factor))]
+        prefetched += [
+            f"{{ {' '.join(made.lines)} prefetch({found}); }}"
+            for made, found in ((slot, row), (weight, factor))
+        ]
         body = [
             f"const i64 t = i / {width // columns}, j0 = i % {width // columns} * {columns};",
             f"float total[{columns}];",
             f"sum_slots(total, {self.array(y, without)}, {width}, j0, i32({slots}),",
-            f"    [&](i64 s) {{ {' '.join(slot.lines)} return {row}; }}, [&](i64 s) {{ {' '.join(weight.lines)} return {factor}; }});",
+            f"    [&](i64 s) {{ {' '.join(slot.lines)} return {row}; }}, [&](i64 s) {{ "
+            f"{' '.join(weight.lines)} return {factor}; }});",
         ]
 
         def of_thread(at: Sequence[Index]) -> Expression:
@@ -327,5 +475,7 @@ class Source(Writer):
     def _put(self, made: Elements, v: Value, shape: Sequence[Dim]) -> str:
         """Stores element (t, j) of a value, viewed as a matrix of a shape."""
         if elements(v.type.shape) != elements(shape):
-            raise UnsupportedError(f"{v.name} {v.type} is not a matrix of {' x '.join(map(str, shape))}")
+            raise UnsupportedError(
+                f"{v.name} {v.type} is not a matrix of {' x '.join(map(str, shape))}"
+            )
         return self.put(made, v, shape, _T, _J)

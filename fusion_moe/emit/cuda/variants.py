@@ -19,9 +19,9 @@ TILE = 1024  # weights in 16 rows and 64 columns
 class Matrices:
     """The matrices of a product, as the choice of a kernel sees them.
 
-    tiles: of 16 columns of the product; each `block` of them make 16 or 8 whole columns of a result. tile_bytes: bytes of the elements and
-    block scales of 16 rows and 64 columns; tiled: whether these are contiguous. kind: fprop, or dgrad, which contracts the rows of such
-    tiles;
+    tiles: of 16 columns of the product; each `block` of them make 16 or 8 whole columns of a
+    result. tile_bytes: bytes of the elements and block scales of 16 rows and 64 columns; tiled:
+    whether these are contiguous. kind: fprop, or dgrad, which contracts the rows of such tiles;
     runs: the runs of these rows, each with an outer scale.
     """
 
@@ -36,8 +36,12 @@ class Matrices:
 
     @property
     def whole(self) -> bool:
-        """Whether a dgrad's tiles make whole K blocks of a run, and whole stages if there are two runs."""
-        return self.kind == "fprop" or (self.runs <= 2 and self.k % (64 if self.runs == 1 else 2 * 128) == 0)
+        """Whether a dgrad's tiles make whole K blocks of a run, and whole stages if there are two
+        runs.
+        """
+        return self.kind == "fprop" or (
+            self.runs <= 2 and self.k % (64 if self.runs == 1 else 2 * 128) == 0
+        )
 
     @property
     def weights(self) -> int:
@@ -46,13 +50,16 @@ class Matrices:
 
     @property
     def wide(self) -> bool:
-        """Whether a stage of shared memory has room for only 64 columns, and registers only for few tiles."""
+        """Whether a stage of shared memory has room for only 64 columns, and registers only for few
+        tiles.
+        """
         return self.tile_bytes > TILE
 
 
 @dataclass(frozen=True)
 class SmallM:
-    """kernels/small_m.cuh: 8 * tiles_m rows of a group; tiles_per_warp tiles of 16 columns per warp; split-K by split_k warps.
+    """kernels/small_m.cuh: 8 * tiles_m rows of a group; tiles_per_warp tiles of 16 columns per
+    warp; split-K by split_k warps.
 
     in_flight: K blocks requested ahead, at least; batch: how many more are requested at a time.
     per_sm: blocks that share a multiprocessor, which limits their registers.
@@ -67,13 +74,18 @@ class SmallM:
 
     header = "small_m.cuh"
     cluster = 1  # blocks in a cluster, which share a work tile
-    persistent = False  # whether blocks loop over work tiles, and only as many are launched as run at once
-    reads_fragment_order = False  # whether it can read activations in fragment order, which takes fewer instructions
-    prefers_natural_order = False  # whether reading rows in natural order is faster than writing them in fragment order first
+    # whether blocks loop over work tiles, and only as many are launched as run at once
+    persistent = False
+    # whether it can read activations in fragment order, which takes fewer instructions
+    reads_fragment_order = False
+    # whether reading rows in natural order is faster than writing them in fragment order first
+    prefers_natural_order = False
 
     @property
     def warps(self) -> int:
-        """Warps of a block: few, so that none waits long for others; more if these do not make two tiles, as gate and up need."""
+        """Warps of a block: few, so that none waits long for others; more if these do not make two
+        tiles, as gate and up need.
+        """
         return 4 if 4 * self.tiles_per_warp >= 2 * self.split_k else 8
 
     @property
@@ -102,30 +114,48 @@ class SmallM:
     @property
     def name(self) -> str:
         """The kernel's name."""
-        return f"small_m_{self.tiles_m}x{self.tiles_per_warp}x{self.split_k}x{self.in_flight}x{self.batch}"
+        tile = f"{self.tiles_m}x{self.tiles_per_warp}x{self.split_k}"
+        return f"small_m_{tile}x{self.in_flight}x{self.batch}"
 
     def call(self, arch: Arch) -> str:
         """The call in the kernel."""
-        sizes = self.tiles_m, self.tiles_per_warp, self.split_k, self.in_flight, self.batch, self.warps, self.wave(arch)
+        sizes = (
+            self.tiles_m,
+            self.tiles_per_warp,
+            self.split_k,
+            self.in_flight,
+            self.batch,
+            self.warps,
+            self.wave(arch),
+        )
         return f"SmallM<Segment, {', '.join(map(str, sizes))}>::run(s, size_class);"
 
     def fits(self, of: Matrices, arch: Arch) -> bool:
-        """Whether all of its tiles make whole columns of a result, and registers can hold what is in flight."""
+        """Whether all of its tiles make whole columns of a result, and registers can hold what is
+        in flight.
+        """
         packed = (self.in_flight + self.batch) * self.tiles_per_warp * of.tile_bytes // 128
         sums_and_rows = (4 * self.tiles_per_warp + 16) * self.tiles_m
         registers = min(255, arch.registers // (self.threads * self.per_sm))
-        return of.kind == "fprop" and self.tiles % of.block == 0 and packed + sums_and_rows + _OTHER_REGISTERS <= registers
+        return (
+            of.kind == "fprop"
+            and self.tiles % of.block == 0
+            and packed + sums_and_rows + _OTHER_REGISTERS <= registers
+        )
 
     def splits_last_wave(self, block: int) -> bool:
-        """Whether idle blocks take over halves of the last wave's tiles: see kernels/small_m.cuh."""
+        """Whether idle blocks take over halves of the last wave's tiles: see
+        kernels/small_m.cuh.
+        """
         return 2 * self.split_k <= self.warps and self.tiles % (2 * block) == 0
 
     def cost(self, blocks: float, idle_blocks: float, of: Matrices, arch: Arch) -> float:
-        """The time of that many blocks with work, in units of a warp's time for a K block, as far as an H200's times distinguish variants
-        of one regime.
+        """The time of that many blocks with work, in units of a warp's time for a K block, as far
+        as an H200's times distinguish variants of one regime.
 
-        idle_blocks: blocks without work. Blocks run in waves, and less than a whole wave saturates memory; the last wave takes half as long
-        if idle blocks are sure to take over halves. Prologue and epilogue take a block as long as some more K blocks.
+        idle_blocks: blocks without work. Blocks run in waves, and less than a whole wave saturates
+        memory; the last wave takes half as long if idle blocks are sure to take over halves.
+        Prologue and epilogue take a block as long as some more K blocks.
         """
         wave, saturating = self.wave(arch), arch.warps_to_saturate_memory
         whole, rest = divmod(blocks, wave)
@@ -137,7 +167,8 @@ class SmallM:
 
 @dataclass(frozen=True)
 class LargeM:
-    """kernels/large_m.cuh: up to `tile_m` rows of a group, by `consumers` warpgroups, each with `repeats` times 64 columns of the product.
+    """kernels/large_m.cuh: up to `tile_m` rows of a group, by `consumers` warpgroups, each with
+    `repeats` times 64 columns of the product.
 
     cluster: blocks that share such a tile, each with a part of K. Needs wgmma.
     """
@@ -154,7 +185,9 @@ class LargeM:
 
     @property
     def prefers_natural_order(self) -> bool:
-        """Measured on an H200: 0.86 to 1.03 of the time at tile_m 160, where more rows share a dequantized weight; 1.0 to 1.07 below."""
+        """Measured on an H200: 0.86 to 1.03 of the time at tile_m 160, where more rows share a
+        dequantized weight; 1.0 to 1.07 below.
+        """
         return self.tile_m >= 160
 
     @property
@@ -170,7 +203,10 @@ class LargeM:
     @property
     def name(self) -> str:
         """The kernel's name."""
-        repeats, split_k = f"x{self.repeats}" if self.repeats > 1 else "", f"_k{self.cluster}" if self.cluster > 1 else ""
+        repeats, split_k = (
+            f"x{self.repeats}" if self.repeats > 1 else "",
+            f"_k{self.cluster}" if self.cluster > 1 else "",
+        )
         return f"large_m_{self.tile_m}x{self.consumers}{repeats}{split_k}"
 
     def shared(self, arch: Arch) -> int:
@@ -180,13 +216,20 @@ class LargeM:
     def call(self, arch: Arch) -> str:
         """The call in the kernel."""
         split_k = f", {self.cluster}" if self.cluster > 1 else ""
-        return f"LargeM<Segment, {self.tile_m}, {self.consumers}, {self.repeats}{split_k}>::run(s, size_class);"
+        return (
+            f"LargeM<Segment, {self.tile_m}, {self.consumers}, "
+            f"{self.repeats}{split_k}>::run(s, size_class);"
+        )
 
     def stages(self, of: Matrices, arch: Arch) -> int:
         """Stages of the ring in shared memory, as kernels/large_m.cuh counts them."""
-        stage = ceil_to(_stage_k_blocks(of) * (self.tile_m * 128 + self.tiles * of.tile_bytes), 1024)
+        stage = ceil_to(
+            _stage_k_blocks(of) * (self.tile_m * 128 + self.tiles * of.tile_bytes), 1024
+        )
         scheduler, work_tile, barriers = 20 * of.groups + 60, 32, 16
-        return (self.shared(arch) - scheduler - work_tile - self._exchange) // (stage + barriers + work_tile)
+        return (self.shared(arch) - scheduler - work_tile - self._exchange) // (
+            stage + barriers + work_tile
+        )
 
     @property
     def _exchange(self) -> int:
@@ -194,30 +237,43 @@ class LargeM:
         if self.cluster == 1:
             return 0
         owned = -(-self.consumers // self.cluster)
-        return ceil_to(owned * (self.cluster - 1) * self.tile_m * 64 * 4 + 8 * (owned + self.consumers), 1024)
+        return ceil_to(
+            owned * (self.cluster - 1) * self.tile_m * 64 * 4 + 8 * (owned + self.consumers), 1024
+        )
 
     def fits(self, of: Matrices, arch: Arch) -> bool:
-        """Whether all of its tiles make whole columns of a result, on an architecture, and it has the stages that it needs.
+        """Whether all of its tiles make whole columns of a result, on an architecture, and it has
+        the stages that it needs.
 
-        Two repeats, or four consumers with high M tiles, leave no registers for the last half of a stage, if K is not a multiple of 128,
-        nor for a dgrad's transposition. Two repeats with high M tiles leave none for tiles past the last column either, and two repeats
-        none for wide tiles.
+        Two repeats, or four consumers with high M tiles, leave no registers for the last half of a
+        stage, if K is not a multiple of 128, nor for a dgrad's transposition. Two repeats with high
+        M tiles leave none for tiles past the last column either, and two repeats none for wide
+        tiles.
         """
         short_of_registers = self.repeats > 1 or (self.consumers > 3 and self.tile_m > 80)
         whole = of.tiles % self.tiles == 0 or self.repeats == 1 or self.tile_m <= 32
         prefetched = not of.wide or self.repeats == 1
-        parts = self.cluster == 1 or (of.kind == "fprop" and of.k % (64 * _stage_k_blocks(of) * self.cluster) == 0)
+        parts = self.cluster == 1 or (
+            of.kind == "fprop" and of.k % (64 * _stage_k_blocks(of) * self.cluster) == 0
+        )
         return (
-            arch.wgmma and of.tiled and of.whole and self.tiles % of.block == 0 and whole and prefetched and parts
-            and self.stages(of, arch) >= _MIN_STAGES and ((of.k % 128 == 0 and of.kind == "fprop") or not short_of_registers)
-        )  # fmt: skip
+            arch.wgmma
+            and of.tiled
+            and of.whole
+            and self.tiles % of.block == 0
+            and whole
+            and prefetched
+            and parts
+            and self.stages(of, arch) >= _MIN_STAGES
+            and ((of.k % 128 == 0 and of.kind == "fprop") or not short_of_registers)
+        )
 
     def cost(self, blocks: float, idle_blocks: float, of: Matrices, arch: Arch) -> float:
-        """The time of the tiles of one multiprocessor, including those past the product's last column, in units of one tile's time with one
-        repeat, by an H200's times.
+        """The time of the tiles of one multiprocessor, including those past the product's last
+        column, in units of one tile's time with one repeat, by an H200's times.
 
-        In a single wave, one more M tile of a group would need another wave: high M tiles are better. Otherwise low ones are, which leave
-        more shared memory for stages.
+        In a single wave, one more M tile of a group would need another wave: high M tiles are
+        better. Otherwise low ones are, which leave more shared memory for stages.
         """
         waves = math.ceil(blocks / arch.multiprocessors)
         tiles = waves * self.tiles * (1 if self.repeats == 1 else _TWO_REPEATS)
@@ -228,7 +284,12 @@ Variant = SmallM | LargeM
 
 
 # Sets of kernels that tables name. Of each set, the kernel with the least cost is chosen.
-M8 = (SmallM(1, 1, 1, 1, 3, 8), SmallM(1, 1, 2, 1, 3, 8), SmallM(1, 1, 4, 1, 3, 4), SmallM(1, 1, 8, 1, 3, 4))
+M8 = (
+    SmallM(1, 1, 1, 1, 3, 8),
+    SmallM(1, 1, 2, 1, 3, 8),
+    SmallM(1, 1, 4, 1, 3, 4),
+    SmallM(1, 1, 8, 1, 3, 4),
+)
 M16 = (SmallM(2, 2, 1, 2, 2, 4), SmallM(2, 2, 2, 2, 2, 4), SmallM(2, 2, 4, 2, 2, 4))
 M32, M48_96 = (LargeM(32, 5), LargeM(32, 4, 2)), (LargeM(48, 4, 2), LargeM(64, 4), LargeM(96, 4))
 M80, M160 = (LargeM(80, 4),), (LargeM(160, 3),)
@@ -246,11 +307,19 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
     "LINEAR_M8": (SmallM(1, 1, 2, 1, 3, 4), SmallM(1, 1, 4, 1, 3, 2), SmallM(1, 1, 8, 1, 3, 2)),
     "LINEAR_M16": (SmallM(2, 1, 2, 1, 3, 4), SmallM(2, 1, 4, 1, 3, 2)),
     # Registers hold fewer tiles of 2,048 bytes.
-    "WIDE_M8": (SmallM(1, 1, 1, 1, 2, 4), SmallM(1, 1, 2, 1, 2, 4), SmallM(1, 1, 4, 1, 2, 2), SmallM(1, 1, 8, 1, 2, 2)),
+    "WIDE_M8": (
+        SmallM(1, 1, 1, 1, 2, 4),
+        SmallM(1, 1, 2, 1, 2, 4),
+        SmallM(1, 1, 4, 1, 2, 2),
+        SmallM(1, 1, 8, 1, 2, 2),
+    ),
     "WIDE_M16": (SmallM(2, 1, 2, 1, 1, 4), SmallM(2, 1, 4, 1, 1, 2)),
 }
-SPLIT_K = (LargeM(64, 4, 1, 2), LargeM(96, 4, 1, 2), LargeM(96, 4, 1, 4))  # only for products with one group: see one_group.py
-ALL: tuple[Variant, ...] = tuple(dict.fromkeys(v for among in (*SETS.values(), SPLIT_K) for v in among))
+# only for products with one group: see one_group.py
+SPLIT_K = (LargeM(64, 4, 1, 2), LargeM(96, 4, 1, 2), LargeM(96, 4, 1, 4))
+ALL: tuple[Variant, ...] = tuple(
+    dict.fromkeys(v for among in (*SETS.values(), SPLIT_K) for v in among)
+)
 _OTHER_REGISTERS = 26  # of a thread of a small-M kernel: addresses, fragments
 _MIN_STAGES = 3
 _PROLOGUE_EPILOGUE_K_BLOCKS = 4  # how many K blocks take as long

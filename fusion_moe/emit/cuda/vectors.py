@@ -1,4 +1,6 @@
-"""Store of results, eight columns at a time: what a kernel stores for columns of a tile, and the vectors that it reads for that."""
+"""Store of results, eight columns at a time: what a kernel stores for columns of a tile, and the
+vectors that it reads for that.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,20 @@ FIRST, _J = Variable("j0"), Variable("j")
 
 
 class VectorElements(SafeElements):
-    """Elements of columns j0 .. j0 + 7 in a loop over j: if the rows are in memory, all eight are loaded at once before the loop.
+    """Elements of columns j0 .. j0 + 7 in a loop over j: if the rows are in memory, all eight are
+    loaded at once before the loop.
 
-    Memory guarded by a condition may not exist, such as the bias of a row that belongs to no group: it is loaded under the condition.
+    Memory guarded by a condition may not exist, such as the bias of a row that belongs to no group:
+    it is loaded under the condition.
     """
 
     def _load(self, v: Value, at: Sequence[Index]) -> Expression:
-        if not at or v.type.layout != "linear" or v.type.dtype not in ("f32", "bf16", "f16") or not self._in_vectors(v, at):
+        if (
+            not at
+            or v.type.layout != "linear"
+            or v.type.dtype not in ("f32", "bf16", "f16")
+            or not self._in_vectors(v, at)
+        ):
             return super()._load(v, at)
         return formula("widen({})", self._of_eight(v, at))
 
@@ -46,14 +55,21 @@ class VectorElements(SafeElements):
 
     def _in_vectors(self, v: Value, at: Sequence[Index]) -> bool:
         width, below = plain(v.type.shape[-1]), self._below.get(_J.name, 1)
-        if not isinstance(width, int) or width % VECTOR or below % VECTOR or at[-1].variables() != {_J.name}:
+        if (
+            not isinstance(width, int)
+            or width % VECTOR
+            or below % VECTOR
+            or at[-1].variables() != {_J.name}
+        ):
             return False
         return in_vectors(at[-1], below) and not any(_J.name in i.variables() for i in at[:-1])
 
 
 @dataclass
 class Store:
-    """The function `store`: all results of one row and eight columns. width: the number of a tile's columns."""
+    """The function `store`: all results of one row and eight columns. width: the number of a tile's
+    columns.
+    """
 
     width: int
     kept: list[str] = field(default_factory=list)
@@ -66,14 +82,23 @@ class Store:
         self.arrays.append(f"Eight<{stored(v)}> {name};")
         self.kept.append(f"{name}.at[v] = {element};")
         if self.width % VECTOR == 0 and stride % VECTOR == 0 and in_vectors(place, self.width):
-            self.stores.append(f"store_eight({array} + m * {stride} + {place.replaced(_J.name, FIRST)}, {name});")
+            self.stores.append(
+                f"store_eight({array} + m * {stride} + {place.replaced(_J.name, FIRST)}, {name});"
+            )
         else:
-            each = f"if (j0 + v < WIDTH) {array}[m * {stride} + {place.replaced(_J.name, Variable('(j0 + v)'))}] = {name}.at[v];"
+            each = (
+                f"if (j0 + v < WIDTH) {array}[m * {stride} + "
+                f"{place.replaced(_J.name, Variable('(j0 + v)'))}] = {name}.at[v];"
+            )
             self.stores += ["#pragma unroll", f"for (int v = 0; v < {VECTOR}; ++v) {each}"]
 
     def add_term(self, i: int, term: object) -> None:
         """Adds a column's term to sum i of the row."""
-        self.kept.append(f"total[{i}] += {term};" if self.width % VECTOR == 0 else f"if (j0 + v < WIDTH) total[{i}] += {term};")
+        self.kept.append(
+            f"total[{i}] += {term};"
+            if self.width % VECTOR == 0
+            else f"if (j0 + v < WIDTH) total[{i}] += {term};"
+        )
 
     def body(self, statements: Sequence[Statement]) -> list[str]:
         """The code that stores them. statements: those that make the elements."""
@@ -83,8 +108,10 @@ class Store:
     def function(self, statements: Sequence[Statement], sums: int) -> list[str]:
         """It in a function."""
         return [
-            "// Columns j0 .. j0 + 7 of a tile, of row m of group g; `total` takes what they add to sums over the row.",
-            f"__device__ __forceinline__ void store(i64 m, i64 g, i64 j0, const float (&p)[COLUMNS_PER_RESULT][{VECTOR}],",
+            "// Columns j0 .. j0 + 7 of a tile, of row m of group g; `total` takes what they add "
+            "to sums over the row.",
+            "__device__ __forceinline__ void store(i64 m, i64 g, i64 j0, const float "
+            f"(&p)[COLUMNS_PER_RESULT][{VECTOR}],",
             f"                                      float (&total)[{max(1, sums)}]) const {{",
             "    if (j0 >= WIDTH) return;",
             *inner(self.body(statements)),
@@ -92,8 +119,15 @@ class Store:
         ]
 
 
-def of_eight(statements: Sequence[Statement], kept: Sequence[str], column: str = "j0 + v", before: Sequence[str] = ()) -> list[str]:
-    """A loop over eight columns, in which statements make elements, which are kept; before: the code before the loop, such as constants."""
+def of_eight(
+    statements: Sequence[Statement],
+    kept: Sequence[str],
+    column: str = "j0 + v",
+    before: Sequence[str] = (),
+) -> list[str]:
+    """A loop over eight columns, in which statements make elements, which are kept; before: the
+    code before the loop, such as constants.
+    """
     once, each = hoisted(statements, _J.name)
     return [
         *written(once),
@@ -107,13 +141,17 @@ def of_eight(statements: Sequence[Statement], kept: Sequence[str], column: str =
 
 
 def in_vectors(column: Index, width: int) -> bool:
-    """Whether columns form aligned runs of eight adjacent ones, as a function of j below a width."""
+    """Whether columns form aligned runs of eight adjacent ones, as a function of j below a
+    width.
+    """
     return follow(column, width, VECTOR)
 
 
 def follow(column: Index, width: int, count: int) -> bool:
-    """Whether columns form aligned runs of `count` adjacent ones, as a function of j below a width."""
+    """Whether columns form aligned runs of `count` adjacent ones, as a function of j below a
+    width.
+    """
     numbers = [column.evaluate({_J.name: j}) for j in range(width)]
-    return all(n == numbers[j // count * count] + j % count for j, n in enumerate(numbers)) and not any(
-        n % VECTOR for n in numbers[::count]
-    )
+    return all(
+        n == numbers[j // count * count] + j % count for j, n in enumerate(numbers)
+    ) and not any(n % VECTOR for n in numbers[::count])

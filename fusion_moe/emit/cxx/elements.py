@@ -1,4 +1,6 @@
-"""One element of a value as straight-line C++: every operation between memory and the element is computed where it is read."""
+"""One element of a value as straight-line C++: every operation between memory and the element is
+computed where it is read.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,65 @@ from .indices import ZERO, Call, Index, Number, Variable, flat, reshaped, size
 from .plan import source
 from .statements import Case, Choice, Definition, Expression, Statement, formula, written
 
-STORED = {"f32": "float", "bf16": "bf16", "f16": "f16", "i64": "i64", "i32": "i32", "u8": "u8", "bool": "bool"}  # in memory
-COMPUTED = {"f32": "float", "bf16": "float", "f16": "float", "i64": "i64", "i32": "i64", "u8": "i64", "bool": "bool"}  # in registers
+# in memory
+STORED = {
+    "f32": "float",
+    "bf16": "bf16",
+    "f16": "f16",
+    "i64": "i64",
+    "i32": "i32",
+    "u8": "u8",
+    "bool": "bool",
+}
+# in registers
+COMPUTED = {
+    "f32": "float",
+    "bf16": "float",
+    "f16": "float",
+    "i64": "i64",
+    "i32": "i64",
+    "u8": "i64",
+    "bool": "bool",
+}
 _NARROW = ("bf16", "f16")
 _FLOATS = ("f32", *_NARROW)
 _CALLS = {
-    "neg": "-{0}", "abs": "std::fabs({0})", "exp": "exp_({0})", "log": "std::log({0})", "sqrt": "std::sqrt({0})",
-    "rsqrt": "1.f / std::sqrt({0})", "reciprocal": "1.f / {0}", "tanh": "tanh_({0})", "erf": "erf_({0})", "relu": "relu_({0})",
-    "sigmoid": "sigmoid_({0})", "silu": "silu_({0})", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}",
-    "minimum": "minimum_({0}, {1})", "maximum": "maximum_({0}, {1})", "pow": "std::pow({0}, {1})", "lt": "{0} < {1}", "le": "{0} <= {1}",
-    "gt": "{0} > {1}", "ge": "{0} >= {1}", "eq": "{0} == {1}", "ne": "{0} != {1}", "logical_and": "{0} && {1}", "logical_or": "{0} || {1}",
-    "logical_not": "!{0}", "where": "{0} ? {1} : {2}",
-}  # fmt: skip
+    "neg": "-{0}",
+    "abs": "std::fabs({0})",
+    "exp": "exp_({0})",
+    "log": "std::log({0})",
+    "sqrt": "std::sqrt({0})",
+    "rsqrt": "1.f / std::sqrt({0})",
+    "reciprocal": "1.f / {0}",
+    "tanh": "tanh_({0})",
+    "erf": "erf_({0})",
+    "relu": "relu_({0})",
+    "sigmoid": "sigmoid_({0})",
+    "silu": "silu_({0})",
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "minimum": "minimum_({0}, {1})",
+    "maximum": "maximum_({0}, {1})",
+    "pow": "std::pow({0}, {1})",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "logical_and": "{0} && {1}",
+    "logical_or": "{0} || {1}",
+    "logical_not": "!{0}",
+    "where": "{0} ? {1} : {2}",
+}
 _COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
 _ON_INTS = ("neg", "add", "sub", "mul", "minimum", "maximum", "where", *_COMPARED)
-Known = Callable[[Sequence[Index]], Expression]  # a value in a kernel's registers: indices -> an element
-_AS_TENSORS = ("minimum", "maximum", "where", *_COMPARED)  # a number among the operands is rounded to their dtype first
+# a value in a kernel's registers: indices -> an element
+Known = Callable[[Sequence[Index]], Expression]
+# a number among the operands is rounded to their dtype first
+_AS_TENSORS = ("minimum", "maximum", "where", *_COMPARED)
 
 
 def array_name(v: Value) -> str:
@@ -41,19 +86,24 @@ def array_name(v: Value) -> str:
 
 
 def array(fusion: Fusion, memory: Mapping[Value, str], v: Value) -> str:
-    """The name of the array that holds a value, possibly through views and reshapes. memory: the names of existing arrays."""
+    """The name of the array that holds a value, possibly through views and reshapes. memory: the
+    names of existing arrays.
+    """
     found = v if v in memory else source(fusion, v)
     if found not in memory:
-        raise UnsupportedError(f"{v.name} {v.type} is computed in the same segment that reads it as a whole")
+        raise UnsupportedError(
+            f"{v.name} {v.type} is computed in the same segment that reads it as a whole"
+        )
     return memory[found]
 
 
 class Elements:
     """Writes requested elements, each once. statements: those written so far.
 
-    memory: value -> the name of the array that holds it. known: value -> a function from indices to an expression, for values in a kernel's
-    registers. group: ends -> a function from the index of a row to the index of its group; other ends are searched.
-    below: variable -> a number that it is below, if one is known.
+    memory: value -> the name of the array that holds it. known: value -> a function from indices to
+    an expression, for values in a kernel's registers. group: ends -> a function from the index of a
+    row to the index of its group; other ends are searched. below: variable -> a number that it is
+    below, if one is known.
     """
 
     def __init__(
@@ -65,7 +115,13 @@ class Elements:
         below: Mapping[str, int] | None = None,
     ):
         self.statements: list[Statement] = []
-        self._fusion, self._memory, self._known, self._group, self._below = fusion, memory, known or {}, group or {}, below or {}
+        self._fusion, self._memory, self._known, self._group, self._below = (
+            fusion,
+            memory,
+            known or {},
+            group or {},
+            below or {},
+        )
         self._made: dict[tuple[Value, tuple[Index, ...]], Variable] = {}
         self._names = (f"e{i}" for i in count())
 
@@ -88,14 +144,23 @@ class Elements:
         return Variable(name)
 
     def kept(self, v: Value, at: Sequence[Index]) -> str:
-        """An expression for the element as it is stored in memory, which rounds it: a preceding cast to that dtype is left out."""
+        """An expression for the element as it is stored in memory, which rounds it: a preceding
+        cast to that dtype is left out.
+        """
         op, made = self._fusion.producers.get(v), v
-        if op is not None and op.kind.name == "cast" and v not in self._memory and {v.type.dtype, op.values[0].type.dtype} <= {*_FLOATS}:
+        if (
+            op is not None
+            and op.kind.name == "cast"
+            and v not in self._memory
+            and {v.type.dtype, op.values[0].type.dtype} <= {*_FLOATS}
+        ):
             made = op.values[0]
         return f"stored<{stored(v)}>({self.of(made, at)})"
 
     def row_in_memory(self, v: Value, m: Index, k: int) -> tuple[Value, Index] | None:
-        """The value in memory, and its row, that are row m of k columns of value v; None if there is no such row."""
+        """The value in memory, and its row, that are row m of k columns of value v; None if there
+        is no such row.
+        """
         op = self._fusion.producers.get(v)
         if v in self._memory:
             return v, m
@@ -120,14 +185,21 @@ class Elements:
 
     def _load(self, v: Value, at: Sequence[Index]) -> Expression:
         if v.type.layout != "linear":
-            raise UnsupportedError(f"elements of {v.name} {v.type} are not supported in C++", expected="the linear layout")
-        return formula("widen({}[{}])" if v.type.dtype in _FLOATS else "{}[{}]", self._array(v), flat(at, v.type.shape))
+            raise UnsupportedError(
+                f"elements of {v.name} {v.type} are not supported in C++",
+                expected="the linear layout",
+            )
+        return formula(
+            "widen({}[{}])" if v.type.dtype in _FLOATS else "{}[{}]",
+            self._array(v),
+            flat(at, v.type.shape),
+        )
 
     def _load_guarded(self, v: Value, at: Sequence[Index]) -> Expression:
         """An element that is read only under a condition."""
         return self._load(v, at)
 
-    # Pointwise --------------------------------------------------------------------------------------------------------
+    # Pointwise ------------------------------------------------------------------------------------
 
     def _call(self, op: Op, at: Sequence[Index]) -> Expression:
         out = op.outputs[0].type
@@ -135,12 +207,21 @@ class Elements:
         like = floats[0] if floats else "bool"
         if like not in (*_FLOATS, "bool") and op.kind.name not in _ON_INTS:
             raise Inexpressible(op, f"{op.kind.name} on {like} has no C++ implementation")
-        operands = [self.of(v, _broadcast(at, v.type.shape)) if isinstance(v, Value) else _literal(v, like, op) for v in op.inputs]
+        operands = [
+            self.of(v, _broadcast(at, v.type.shape))
+            if isinstance(v, Value)
+            else _literal(v, like, op)
+            for v in op.inputs
+        ]
         return _rounded(formula(_CALLS[op.kind.name], *operands), out.dtype)
 
     def _cast(self, op: Op, at: Sequence[Index]) -> Expression:
         (v,), to = op.values, op.attrs["dtype"]
-        if v.type.dtype not in COMPUTED or to not in COMPUTED or (v.type.dtype in _FLOATS and to not in (*_FLOATS, "bool")):
+        if (
+            v.type.dtype not in COMPUTED
+            or to not in COMPUTED
+            or (v.type.dtype in _FLOATS and to not in (*_FLOATS, "bool"))
+        ):
             raise Inexpressible(op, f"a cast from {v.type.dtype} to {to} has no C++ implementation")
         return _rounded(formula(f"{COMPUTED[to]}({{}})", self.of(v, at)), to)
 
@@ -155,7 +236,11 @@ class Elements:
         y, bias, ends = op.values
         groups = size(bias.type.shape[0])
         known = self._group.get(source(self._fusion, ends))
-        found = known(at[0]) if known else Call("group_of", (Variable(self._array(ends)), groups, at[0]))
+        found = (
+            known(at[0])
+            if known
+            else Call("group_of", (Variable(self._array(ends)), groups, at[0]))
+        )
         group = self._define("i64", formula("{}", found))
         added = self._guarded([(formula("{} < {}", group, groups), bias, [group, at[1]])])
         return _rounded(formula("{} + {}", self.of(y, at), added), y.type.dtype)
@@ -163,7 +248,7 @@ class Elements:
     def _array(self, v: Value) -> str:
         return array(self._fusion, self._memory, v)
 
-    # What moves elements ----------------------------------------------------------------------------------------------
+    # What moves elements --------------------------------------------------------------------------
 
     def _move(self, op: Op, at: Sequence[Index]) -> Expression:
         write = getattr(self, f"_{op.kind.name}", None)
@@ -190,12 +275,17 @@ class Elements:
         return self.of(v, _broadcast([at[d] for d in op.attrs["broadcast_dims"]], v.type.shape))
 
     def _slice(self, op: Op, at: Sequence[Index]) -> Variable:
-        return self.of(op.values[0], [i + size(s) for i, s in zip(at, op.attrs["start_indices"], strict=True)])
+        return self.of(
+            op.values[0], [i + size(s) for i, s in zip(at, op.attrs["start_indices"], strict=True)]
+        )
 
     def _pad(self, op: Op, at: Sequence[Index]) -> Expression | Variable:
         (x,), before = op.values, op.attrs["before"]
         inside = [i + Number(-1) * size(b) for i, b in zip(at, before, strict=True)]
-        held = [formula("{0} >= 0 && {0} < {1}", i, size(d)) for i, d in zip(inside, x.type.shape, strict=True)]
+        held = [
+            formula("{0} >= 0 && {0} < {1}", i, size(d))
+            for i, d in zip(inside, x.type.shape, strict=True)
+        ]
         return self._guarded([(formula(" && ".join(["{}"] * len(held)), *held), x, inside)])
 
     def _cat(self, op: Op, at: Sequence[Index]) -> Expression | Variable:
@@ -205,7 +295,13 @@ class Elements:
             end = start + size(x.type.shape[dim])
             if values and start.evaluate({}) <= min(values) and max(values) < end.evaluate({}):
                 return self.of(x, [*at[:dim], at[dim] + Number(-1) * start, *at[dim + 1 :]])
-            parts.append((formula("{} < {}", at[dim], end), x, [*at[:dim], at[dim] + Number(-1) * start, *at[dim + 1 :]]))
+            parts.append(
+                (
+                    formula("{} < {}", at[dim], end),
+                    x,
+                    [*at[:dim], at[dim] + Number(-1) * start, *at[dim + 1 :]],
+                )
+            )
             start = end
         return self._guarded(parts)
 
@@ -217,8 +313,12 @@ class Elements:
         (name,) = variables
         return [index.evaluate({name: i}) for i in range(self._below[name])]
 
-    def _guarded(self, parts: Sequence[tuple[Expression, Value, Sequence[Index]]]) -> Expression | Variable:
-        """The element of the first value whose condition holds, the only one that is read; zero if none does."""
+    def _guarded(
+        self, parts: Sequence[tuple[Expression, Value, Sequence[Index]]]
+    ) -> Expression | Variable:
+        """The element of the first value whose condition holds, the only one that is read; zero if
+        none does.
+        """
         ((condition, v, at), *others) = parts
         if not others and source(self._fusion, v) in self._memory and v.type.layout == "linear":
             # No branch: loops over it become vector code.
@@ -241,12 +341,24 @@ class Elements:
         (codes, scales), block = pack.values, encoding.block
         code = formula("e4m3_({})", self._byte(codes, at))
         if ends:
-            first = self._define("i64", formula("block_of({}, {}, {})", self._array(ends[0]), size(ends[0].type.shape[0]), at[0]))
-            inside = Call("maximum_", (first, Variable("i64(0)")))  # some are read before it is known which are needed, hence the maximum
+            first = self._define(
+                "i64",
+                formula(
+                    "block_of({}, {}, {})", self._array(ends[0]), size(ends[0].type.shape[0]), at[0]
+                ),
+            )
+            # some are read before it is known which are needed, hence the maximum
+            inside = Call("maximum_", (first, Variable("i64(0)")))
             of_rows = formula("e8m0_({})", self._byte(scales, [inside, at[1]]))
-            return _rounded(formula("{} < 0 ? 0 : {} * {}", first, code, of_rows), op.attrs["dtype"])
-        place = [i // Number(block) if d == len(at) + encoding.axis else i for d, i in enumerate(at)]
-        return _rounded(formula("{} * e8m0_({})", code, self._byte(scales, place)), op.attrs["dtype"])
+            return _rounded(
+                formula("{} < 0 ? 0 : {} * {}", first, code, of_rows), op.attrs["dtype"]
+            )
+        place = [
+            i // Number(block) if d == len(at) + encoding.axis else i for d, i in enumerate(at)
+        ]
+        return _rounded(
+            formula("{} * e8m0_({})", code, self._byte(scales, place)), op.attrs["dtype"]
+        )
 
     def _byte(self, v: Value, at: Sequence[Index]) -> Expression:
         return formula("{}[{}]", self._array(v), flat(at, v.type.shape))
@@ -286,7 +398,9 @@ def _broadcast(at: Sequence[Index], shape: Sequence[Dim]) -> list[Index]:
 def _rounded(expression: Expression, dtype: str) -> Expression:
     if dtype in _NARROW:
         return formula(f"rounded<{dtype}>({{}})", expression)
-    return formula(f"i64({STORED[dtype]}({{}}))", expression) if dtype in ("i32", "u8") else expression
+    return (
+        formula(f"i64({STORED[dtype]}({{}}))", expression) if dtype in ("i32", "u8") else expression
+    )
 
 
 def _literal(value: Any, dtype: str, op: Op) -> str:
@@ -295,6 +409,12 @@ def _literal(value: Any, dtype: str, op: Op) -> str:
     if dtype not in _FLOATS:
         return f"i64({int(value)})" if value > -(2**63) else f"(i64({value + 1}) - 1)"
     x = float(value)
-    text = "NAN" if math.isnan(x) else ("-INFINITY" if x < 0 else "INFINITY") if math.isinf(x) else ""
+    text = (
+        "NAN" if math.isnan(x) else ("-INFINITY" if x < 0 else "INFINITY") if math.isinf(x) else ""
+    )
     text = f"float({text or repr(x)})"
-    return f"({_rounded(Expression(text), dtype)})" if op.kind.name in (*_AS_TENSORS, "full") else f"({text})"
+    return (
+        f"({_rounded(Expression(text), dtype)})"
+        if op.kind.name in (*_AS_TENSORS, "full")
+        else f"({text})"
+    )

@@ -1,4 +1,6 @@
-"""The epilogue of a grouped product on any target: elements of results, from the accumulators of the same row."""
+"""The epilogue of a grouped product on any target: elements of results, from the accumulators of
+the same row.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,26 @@ class Epilogue:
     def elements(self) -> Elements:
         """A writer of elements, for neither rows nor tokens yet."""
         plan = self._plan
-        known: dict[Value, Known] = {v: partial(self._column, accumulator) for v, accumulator in self._accumulators.items()}
-        return self._writer.elements(known, {plan.ends: self._group}, plan.stored, {_J.name: plan.width})
+        known: dict[Value, Known] = {
+            v: partial(self._column, accumulator) for v, accumulator in self._accumulators.items()
+        }
+        return self._writer.elements(
+            known, {plan.ends: self._group}, plan.stored, {_J.name: plan.width}
+        )
 
     def at(self, v: Value, place: Index = _J) -> list[Index]:
         """The indices of a result's element, at a position in its row."""
         return reshaped([_M, place], (self._rows, self._plan.width_of(v)), v.type.shape)
 
     def every_column(self) -> tuple[Index, ...]:
-        """The columns that were read so far, if these are all columns of the product, each once. UnsupportedError otherwise."""
+        """The columns that were read so far, if these are all columns of the product, each once.
+        UnsupportedError otherwise.
+        """
         read = [n for column in self.columns for n in self._values(column)]
         if sorted(read) != list(range(self._plan.n)):
-            raise UnsupportedError("a product is stored beside results that do not read each of its columns once")
+            raise UnsupportedError(
+                "a product is stored beside results that do not read each of its columns once"
+            )
         return tuple(self.columns)
 
     def _column(self, accumulator: str, at: Sequence[Index]) -> Expression:
@@ -50,7 +60,10 @@ class Epilogue:
         if not is_index(row, _M, self._rows):
             raise UnsupportedError("a result reads other rows of the product than its own")
         if not column.variables() <= {"j"}:
-            raise UnsupportedError(f"a result reads the column {column} of the product", expected="columns known when compiling")
+            raise UnsupportedError(
+                f"a result reads the column {column} of the product",
+                expected="columns known when compiling",
+            )
         if column not in self.columns:
             self.columns += [] if (alike := self._alike(column)) is not None else [column]
             column = self.columns[-1] if alike is None else alike

@@ -1,4 +1,6 @@
-"""Indices of elements as expressions, which print as C++ and are folded if numbers are known: `j`, `(j + 768)`, `(j / 8)`."""
+"""Indices of elements as expressions, which print as C++ and are folded if numbers are known: `j`,
+`(j + 768)`, `(j / 8)`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {"+": add, "*": mul, "/": flo
 
 
 class Index(ABC):
-    """An integer expression. `str` is its C++; two are equal if they have the same structure. Dividends are never negative."""
+    """An integer expression. `str` is its C++; two are equal if they have the same structure.
+    Dividends are never negative.
+    """
 
     @abstractmethod
     def variables(self) -> frozenset[str]:
@@ -23,7 +27,9 @@ class Index(ABC):
 
     @abstractmethod
     def evaluate(self, variables: Mapping[str, int]) -> int:
-        """Its value. KeyError for a variable without one, TypeError for a function that only a kernel can call."""
+        """Its value. KeyError for a variable without one, TypeError for a function that only a
+        kernel can call.
+        """
 
     def replaced(self, name: str, by: Index) -> Index:
         """The same with an index in place of a variable."""
@@ -102,11 +108,15 @@ class Operation(Index):
         return self.left.variables() | self.right.variables()
 
     def evaluate(self, variables: Mapping[str, int]) -> int:
-        return _OPERATORS[self.operator](self.left.evaluate(variables), self.right.evaluate(variables))
+        return _OPERATORS[self.operator](
+            self.left.evaluate(variables), self.right.evaluate(variables)
+        )
 
     def replaced(self, name: str, by: Index) -> Index:
         left, right = self.left.replaced(name, by), self.right.replaced(name, by)
-        return {"+": left.__add__, "*": left.__mul__, "/": left.__floordiv__, "%": left.__mod__}[self.operator](right)
+        return {"+": left.__add__, "*": left.__mul__, "/": left.__floordiv__, "%": left.__mod__}[
+            self.operator
+        ](right)
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,9 @@ ONE: Index = Number(1)
 def _put_together(multiple: Index, rest: Index) -> Index | None:
     """x, from x / n * n and x % n."""
     match multiple, rest:
-        case Operation("*", Operation("/", x, n), by), Operation("%", same, other) if n == by == other and x == same:
+        case Operation("*", Operation("/", x, n), by), Operation("%", same, other) if (
+            n == by == other and x == same
+        ):
             return x
     return None
 
@@ -190,7 +202,9 @@ def unflat(at: Index, shape: Sequence[Dim]) -> list[Index]:
 
 
 def reshaped(indices: Sequence[Index], new: Sequence[Dim], old: Sequence[Dim]) -> list[Index]:
-    """The indices in shape `old` of the element at `indices` in shape `new`, with as many elements: matching dimensions stay separate."""
+    """The indices in shape `old` of the element at `indices` in shape `new`, with as many elements:
+    matching dimensions stay separate.
+    """
     found: list[Index] = []
     for a, b in _matching(new, old):
         one_each = len(new[a]) == len(old[b]) == 1
@@ -209,7 +223,9 @@ def _matching(new: Sequence[Dim], old: Sequence[Dim]) -> list[tuple[slice, slice
     while i < len(new) or j < len(old):
         first_i, first_j = i, j
         i, j = min(i + 1, len(new)), min(j + 1, len(old))
-        while elements(new[first_i:i]) != elements(old[first_j:j]) and (i < len(new) or j < len(old)):
+        while elements(new[first_i:i]) != elements(old[first_j:j]) and (
+            i < len(new) or j < len(old)
+        ):
             shorter = _divides(elements(new[first_i:i]), elements(old[first_j:j]))
             if (shorter and i < len(new)) or j == len(old):
                 i += 1

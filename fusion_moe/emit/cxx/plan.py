@@ -1,4 +1,6 @@
-"""What a grouped_gemm segment needs from its kernel: what is in memory before the product, its columns, and what is stored after it."""
+"""What a grouped_gemm segment needs from its kernel: what is in memory before the product, its
+columns, and what is stored after it.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,21 @@ from .indices import Index, Number, Variable, flat, unflat
 
 ACTIVATIONS = ("bf16", "f16", "f32")
 _MOST_COLUMNS = 2**20  # of a product's results: writing its kernel takes time for each
-MADE_FIRST = ("topk_ids", "topk_weights", "route", "invert", "problem_ends")  # before everything else, with each result in memory
+# before everything else, with each result in memory
+MADE_FIRST = ("topk_ids", "topk_weights", "route", "invert", "problem_ends")
 
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """One grouped product that makes rows: fprop, or dgrad, which is the same with matrices stored [G, k, n].
+    """One grouped product that makes rows: fprop, or dgrad, which is the same with matrices stored
+    [G, k, n].
 
-    weight: the parts of its encoding, in order; layout: their layout; transposed: as in `pack`, of the elements. first: operations on rows
-    that run before the product.
-    rows: the values stored for each row of groups. width: the columns that a tile's columns j stand for: a row of a value is as long, or
-    several times as long (see `parts`). sums: sums over the columns of a row, after `rows` in order; combine: the sum of a token's
-    rows, of a value in `rows`; tokens: the values stored after it. added: products with float weights whose tiles are made beside its own.
+    weight: the parts of its encoding, in order; layout: their layout; transposed: as in `pack`, of
+    the elements. first: operations on rows that run before the product. rows: the values stored for
+    each row of groups. width: the columns that a tile's columns j stand for: a row of a value is as
+    long, or several times as long (see `parts`). sums: sums over the columns of a row, after `rows`
+    in order; combine: the sum of a token's rows, of a value in `rows`; tokens: the values stored
+    after it. added: products with float weights whose tiles are made beside its own.
     """
 
     fusion: Fusion
@@ -59,12 +64,16 @@ class ProductPlan:
 
     @property
     def ends(self) -> Value:
-        """The ends of the groups, if they are in memory: an input, or made by `route`. See `of_one_group`."""
+        """The ends of the groups, if they are in memory: an input, or made by `route`. See
+        `of_one_group`.
+        """
         return source(self.fusion, self.product.values[2])
 
     @property
     def of_one_group(self) -> bool:
-        """Whether the fusion itself says that all rows are in one group: then the ends are not in memory."""
+        """Whether the fusion itself says that all rows are in one group: then the ends are not in
+        memory.
+        """
         return are_all_rows(self.fusion, self.product.values[2], self.a.type.shape[0])
 
     @property
@@ -79,7 +88,9 @@ class ProductPlan:
 
     @property
     def one_width(self) -> bool:
-        """Whether rows of all stored values are as long as a tile is wide, and there are no sums over rows."""
+        """Whether rows of all stored values are as long as a tile is wide, and there are no sums
+        over rows.
+        """
         return not self.sums and all(self.width_of(v) == self.width for v in self.rows)
 
     @property
@@ -101,15 +112,19 @@ class ProductPlan:
     @property
     def summed(self) -> tuple[Value, ...]:
         """The values that hold `sums` as they are stored."""
-        return tuple(next(v for v in self.fusion.outputs if source(self.fusion, v) is op.outputs[0]) for op in self.sums)
+        return tuple(
+            next(v for v in self.fusion.outputs if source(self.fusion, v) is op.outputs[0])
+            for op in self.sums
+        )
 
     def width_of(self, v: Value) -> int:
         """The number of a value's elements for each row."""
         return row_width(v, self.product.outputs[0].type.shape[0])
 
     def parts(self, v: Value) -> tuple[Index, ...] | None:
-        """Where the elements that a tile's column j makes of a value lie in its row: one position, or one in each tensor of a `cat`. None
-        for a value with as many columns as the product, if a tile's column j reads several of these.
+        """Where the elements that a tile's column j makes of a value lie in its row: one position,
+        or one in each tensor of a `cat`. None for a value with as many columns as the product, if a
+        tile's column j reads several of these.
         """
         joined = cat_before(self.fusion, v)
         if self.width_of(v) == self.width:
@@ -126,8 +141,11 @@ class ProductPlan:
 Readers = Collection[tuple[str, str]]  # (encoding, layout) of the weights that a backend reads
 
 
-def plan_product(fusion: Fusion, readers: Readers, dgrad: Readers = (), of_added: Readers = ()) -> ProductPlan:
-    """The plan of a segment; UnsupportedError with the reason if a backend with such readers, and others for dgrad, has no kernel.
+def plan_product(
+    fusion: Fusion, readers: Readers, dgrad: Readers = (), of_added: Readers = ()
+) -> ProductPlan:
+    """The plan of a segment; UnsupportedError with the reason if a backend with such readers, and
+    others for dgrad, has no kernel.
 
     of_added: the readers for added products.
     """
@@ -162,19 +180,39 @@ def plan_product(fusion: Fusion, readers: Readers, dgrad: Readers = (), of_added
     width = _width(fusion, op, of_product)
     _need_width(fusion, width, op, [v for v in rows if v not in after])
     return ProductPlan(
-        fusion, op, weight, w.encoding, w.layout, transposed, first, tuple(rows), width, combine, tokens, found.kind, sums, added
+        fusion,
+        op,
+        weight,
+        w.encoding,
+        w.layout,
+        transposed,
+        first,
+        tuple(rows),
+        width,
+        combine,
+        tokens,
+        found.kind,
+        sums,
+        added,
     )
 
 
 def need_one_width(made: ProductPlan) -> ProductPlan:
-    """The plan itself. Inexpressible if it stores rows of several lengths or sums over them, which not all kernels can."""
+    """The plan itself. Inexpressible if it stores rows of several lengths or sums over them, which
+    not all kernels can.
+    """
     if made.sums:
         raise Inexpressible(made.sums[0], "a sum over a row's columns has no kernel here")
     if not made.one_width:
         after = dependent(made.fusion.ops, made.product.outputs)
         widths = {v: made.width_of(v) for v in made.rows}
-        changing = (o for o in made.fusion.ops if o.kind.name in ("slice", "cat") and o.values[0] in after)
-        what = f"results of {' and '.join(map(str, sorted(set(widths.values()))))} columns are stored: a kernel's tiles have one width"
+        changing = (
+            o for o in made.fusion.ops if o.kind.name in ("slice", "cat") and o.values[0] in after
+        )
+        what = (
+            f"results of {' and '.join(map(str, sorted(set(widths.values()))))} columns are "
+            "stored: a kernel's tiles have one width"
+        )
         raise Inexpressible(next(changing), what)
     return made
 
@@ -218,7 +256,9 @@ class WgradPlan:
 
 
 def plan_wgrad(fusion: Fusion, dtypes: Collection[str], alike: bool = True) -> WgradPlan:
-    """The plan of a segment with a wgrad, or UnsupportedError. dtypes: of operands for which a backend has kernels; alike: both equal."""
+    """The plan of a segment with a wgrad, or UnsupportedError. dtypes: of operands for which a
+    backend has kernels; alike: both equal.
+    """
     (found,) = products(fusion)
     of = {found.a.type.dtype, found.b.type.dtype}
     if not of.issubset(dtypes) or (alike and len(of) > 1):
@@ -229,7 +269,9 @@ def plan_wgrad(fusion: Fusion, dtypes: Collection[str], alike: bool = True) -> W
     _need_ends(fusion, found, {v for o in first for v in o.outputs})
     for v in fusion.outputs:
         if elements(v.type.shape) != elements(found.result.type.shape):
-            raise UnsupportedError(f"{v.name} {v.type} is not as large as the product {found.result.type}")
+            raise UnsupportedError(
+                f"{v.name} {v.type} is not as large as the product {found.result.type}"
+            )
     made = WgradPlan(fusion, found, first, fusion.outputs)
     for d in (made.n, made.k, made.groups):
         known(d)
@@ -237,29 +279,49 @@ def plan_wgrad(fusion: Fusion, dtypes: Collection[str], alike: bool = True) -> W
 
 
 def _need_inside(fusion: Fusion, product: Op, made: Collection[Value]) -> None:
-    """Inexpressible if a value from which the product's operands are computed is read outside, except `made`, which is in memory."""
+    """Inexpressible if a value from which the product's operands are computed is read outside,
+    except `made`, which is in memory.
+    """
     inside = needed(fusion.ops, product.values)
     if others := [v for v in fusion.outputs if v in inside and v not in made]:
         v = others[0]
-        raise Inexpressible(fusion.producers[v], f"{v.name} {v.type} is computed in the prologue, and also read outside it")
+        raise Inexpressible(
+            fusion.producers[v],
+            f"{v.name} {v.type} is computed in the prologue, and also read outside it",
+        )
 
 
 def are_all_rows(fusion: Fusion, ends: Value, rows: Dim) -> bool:
-    """Whether ends are those of one group with all rows, given as a number that the fusion fills in."""
+    """Whether ends are those of one group with all rows, given as a number that the fusion fills
+    in.
+    """
     made = fusion.producers.get(source(fusion, ends))
-    return made is not None and made.kind.name == "full" and made.attrs["shape"] == (1,) and made.attrs["fill_value"] == plain(rows)
+    return (
+        made is not None
+        and made.kind.name == "full"
+        and made.attrs["shape"] == (1,)
+        and made.attrs["fill_value"] == plain(rows)
+    )
 
 
 def _need_ends(fusion: Fusion, product: GroupedProduct, made: Collection[Value]) -> None:
-    """Inexpressible unless the ends of groups are in memory before the product: they are needed to find rows."""
+    """Inexpressible unless the ends of groups are in memory before the product: they are needed to
+    find rows.
+    """
     ends = source(fusion, product.ends)
     if ends not in fusion.inputs and ends not in made:
-        raise Inexpressible(fusion.producers[ends], f"{ends.name} {ends.type}, where groups end, is computed in the prologue")
+        raise Inexpressible(
+            fusion.producers[ends],
+            f"{ends.name} {ends.type}, where groups end, is computed in the prologue",
+        )
 
 
 def _check_activations(op: Op) -> None:
     if op.values[0].type.dtype not in ACTIVATIONS:
-        raise UnsupportedError(f"activations {op.values[0].type} have no kernel here", expected=f"one of {', '.join(ACTIVATIONS)}")
+        raise UnsupportedError(
+            f"activations {op.values[0].type} have no kernel here",
+            expected=f"one of {', '.join(ACTIVATIONS)}",
+        )
 
 
 def _check_sums(fusion: Fusion, sums: Sequence[Op], of_sums: Collection[Value]) -> None:
@@ -267,29 +329,49 @@ def _check_sums(fusion: Fusion, sums: Sequence[Op], of_sums: Collection[Value]) 
     for op in sums:
         shape = op.values[0].type.shape
         if len(shape) != 2 or tuple(op.attrs["dims"]) != (1,):
-            raise Inexpressible(op, f"a sum over dimensions {list(op.attrs['dims'])} of {op.values[0].type} has no kernel here")
+            raise Inexpressible(
+                op,
+                f"a sum over dimensions {list(op.attrs['dims'])} of "
+                f"{op.values[0].type} has no kernel here",
+            )
     outputs = [v for v in fusion.outputs if v in of_sums]
-    if len(outputs) != len(sums) or {source(fusion, v) for v in outputs} != {v for op in sums for v in op.outputs}:
-        raise Inexpressible(sums[0], "something is computed from the sum of a row in the same segment")
+    if len(outputs) != len(sums) or {source(fusion, v) for v in outputs} != {
+        v for op in sums for v in op.outputs
+    }:
+        raise Inexpressible(
+            sums[0], "something is computed from the sum of a row in the same segment"
+        )
 
 
 def _width(fusion: Fusion, product: Op, values: Sequence[Value]) -> int:
-    """The columns that a tile's columns stand for: the fewest that any value of the epilogue has."""
+    """The columns that a tile's columns stand for: the fewest that any value of the epilogue
+    has.
+    """
     rows = product.outputs[0].type.shape[0]
     if not values:
         raise UnsupportedError(f"nothing of {product.kind.name} is stored")
     joined = [cat_before(fusion, v) for v in values]
-    widths = {row_width(v if op is None else op.values[0], rows) for v, op in zip(values, joined, strict=True)}
+    widths = {
+        row_width(v if op is None else op.values[0], rows)
+        for v, op in zip(values, joined, strict=True)
+    }
     width = min(widths)
     if width > _MOST_COLUMNS:
-        raise UnsupportedError(f"results of {width} columns have no kernel here", expected=f"at most {_MOST_COLUMNS}")
+        raise UnsupportedError(
+            f"results of {width} columns have no kernel here", expected=f"at most {_MOST_COLUMNS}"
+        )
     for v, op in zip(values, joined, strict=True):
         found = row_width(v, rows)
         of_parts = {row_width(x, rows) for x in op.values} if op else {found}
         if op is not None and (of_parts != {width} or found != len(op.values) * width):
-            raise Inexpressible(op, f"a cat of parts that are not of {width} columns has no kernel here")
+            raise Inexpressible(
+                op, f"a cat of parts that are not of {width} columns has no kernel here"
+            )
         if op is None and found not in (width, known(product.outputs[0].type.shape[1])):
-            raise UnsupportedError(f"results of {' and '.join(map(str, sorted(widths)))} columns are stored", expected="one width")
+            raise UnsupportedError(
+                f"results of {' and '.join(map(str, sorted(widths)))} columns are stored",
+                expected="one width",
+            )
     return width
 
 
@@ -298,7 +380,9 @@ def _need_width(fusion: Fusion, width: int, product: Op, beside: Sequence[Value]
     for v in beside:
         if row_width(v, product.outputs[0].type.shape[0]) != width:
             raise Inexpressible(
-                fusion.producers[v], f"{v.name} {v.type} beside a product, whose tiles are {width} wide, has no kernel here"
+                fusion.producers[v],
+                f"{v.name} {v.type} beside a product, whose tiles are "
+                f"{width} wide, has no kernel here",
             )
 
 
@@ -313,22 +397,36 @@ def _places(joined: Op) -> Iterator[Index]:
 
 
 def source(fusion: Fusion, v: Value) -> Value:
-    """The value with the same memory, in order, as v: before views, reshapes and casts that change no dtype."""
+    """The value with the same memory, in order, as v: before views, reshapes and casts that change
+    no dtype.
+    """
     op = fusion.producers.get(v)
-    if op is None or op.kind.name not in ("ends", "partition", "reshape", "cast") or op.values[0].type.dtype != v.type.dtype:
+    if (
+        op is None
+        or op.kind.name not in ("ends", "partition", "reshape", "cast")
+        or op.values[0].type.dtype != v.type.dtype
+    ):
         return v
     return source(fusion, op.values[0])
 
 
 def made_by_route(fusion: Fusion, v: Value) -> str:
-    """ "ends", "row_of" or "slot_of" for a result of a `route` of the fusion; "" for anything else."""
+    """ "ends", "row_of" or "slot_of" for a result of a `route` of the fusion; "" for anything
+    else.
+    """
     made = source(fusion, v)
     op = fusion.producers.get(made)
-    return ("ends", "row_of", "slot_of")[op.outputs.index(made)] if op is not None and op.kind.name == "route" else ""
+    return (
+        ("ends", "row_of", "slot_of")[op.outputs.index(made)]
+        if op is not None and op.kind.name == "route"
+        else ""
+    )
 
 
 def below(fusion: Fusion, index: Value) -> object:
-    """A size below which all elements of an index are, by the operation that made it; None if unknown."""
+    """A size below which all elements of an index are, by the operation that made it; None if
+    unknown.
+    """
     op, routed = fusion.producers.get(source(fusion, index)), made_by_route(fusion, index)
     if op is not None and op.kind.name == "topk_ids":
         return op.values[0].type.shape[1]
@@ -339,27 +437,41 @@ def below(fusion: Fusion, index: Value) -> object:
 
 
 def _weight(fusion: Fusion, op: Op, readers: Readers) -> tuple[tuple[Value, ...], bool]:
-    """The parts of the weight, which come from outside the segment, and whether its elements are transposed."""
+    """The parts of the weight, which come from outside the segment, and whether its elements are
+    transposed.
+    """
     w = op.values[1]
     pack = fusion.producers.get(w)
     packed = pack is not None and pack.kind.name == "pack"
     layouts = [layout for encoding, layout in readers if encoding == w.type.dtype]
     if not layouts or (w.type.quantized and not packed):
-        raise UnsupportedError(f"a weight {w.type} has no kernel here", expected=" or ".join(dict.fromkeys(e for e, _ in readers)))
+        raise UnsupportedError(
+            f"a weight {w.type} has no kernel here",
+            expected=" or ".join(dict.fromkeys(e for e, _ in readers)),
+        )
     if w.type.layout not in layouts:
-        raise UnsupportedError(f"weights in the layout {w.type.layout} have no kernel here", expected=" or ".join(layouts))
+        raise UnsupportedError(
+            f"weights in the layout {w.type.layout} have no kernel here",
+            expected=" or ".join(layouts),
+        )
     parts = pack.values if pack is not None and packed else (w,)
     if missing := [v for v in parts if v not in fusion.inputs]:
-        raise Inexpressible(fusion.producers[missing[0]], f"{missing[0].name} of the weight is computed in the same segment")
+        raise Inexpressible(
+            fusion.producers[missing[0]],
+            f"{missing[0].name} of the weight is computed in the same segment",
+        )
     for d in w.type.shape:
         known(d)
     return tuple(parts), bool(packed and pack.attrs.get("transposed", False))  # type: ignore[union-attr]
 
 
 def row_width(v: Value, rows: Dim) -> int:
-    """The number of elements that a value has for each of `rows`, whatever its shape: reshapes move nothing."""
+    """The number of elements that a value has for each of `rows`, whatever its shape: reshapes move
+    nothing.
+    """
     count = elements(v.type.shape)
-    if plain(rows) == 0 == count:  # any number of elements a row makes none: the last dimension's, as of a matrix
+    # any number of elements a row makes none: the last dimension's, as of a matrix
+    if plain(rows) == 0 == count:
         return known(plain(v.type.shape[-1])) if len(v.type.shape) > 1 else 1
     width = exact_div(count, plain(rows))
     if not isinstance(width, int):
@@ -370,5 +482,7 @@ def row_width(v: Value, rows: Dim) -> int:
 def known(d: object) -> int:
     """A size that is a number. UnsupportedError for a size that is known only at launch."""
     if not isinstance(d, int):
-        raise UnsupportedError(f"a matrix with a size {d} has no kernel here", expected="numbers known when compiling")
+        raise UnsupportedError(
+            f"a matrix with a size {d} has no kernel here", expected="numbers known when compiling"
+        )
     return d

@@ -20,7 +20,9 @@ def of_choice(op: Op) -> str:
 
 def of_weights(op: Op) -> str:
     """How scores become weights: whether by sigmoids, whether renormalized."""
-    return ", ".join(str(flag).lower() for flag in (_sigmoid(op), op.attrs.get("renormalize", False)))
+    return ", ".join(
+        str(flag).lower() for flag in (_sigmoid(op), op.attrs.get("renormalize", False))
+    )
 
 
 def factor(op: Op) -> str:

@@ -1,4 +1,6 @@
-"""C++ statements that know which variables they read, so that loop-invariant ones can be moved out of loops."""
+"""C++ statements that know which variables they read, so that loop-invariant ones can be moved out
+of loops.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Expression:
 
 
 def formula(template: str, *operands: Index | Expression | str) -> Expression:
-    """A template with operands in place of `{}`. Text operands name things that never change: arrays, numbers."""
+    """A template with operands in place of `{}`. Text operands name things that never change:
+    arrays, numbers.
+    """
     reads = (o.variables() for o in operands if not isinstance(o, str))
     return Expression(template.format(*operands), frozenset[str]().union(*reads))
 
@@ -68,7 +72,8 @@ class Choice:
         return lines
 
 
-Statement = Definition | Choice | str  # text has no branches and defines no variables that others read
+# text has no branches and defines no variables that others read
+Statement = Definition | Choice | str
 
 
 def written(statements: Sequence[Statement]) -> list[str]:
@@ -87,7 +92,9 @@ def indented(lines: Sequence[str], levels: int = 1) -> str:
 
 
 def hoisted(body: Sequence[Statement], *variables: str) -> tuple[list[Statement], list[Statement]]:
-    """Definitions that depend on no loop variable, directly or indirectly, and the other statements; branches stay in the loop."""
+    """Definitions that depend on no loop variable, directly or indirectly, and the other
+    statements; branches stay in the loop.
+    """
     changing, before, rest = {*variables}, list[Statement](), list[Statement]()
     for s in body:
         if isinstance(s, Definition) and changing.isdisjoint(s.value.reads):

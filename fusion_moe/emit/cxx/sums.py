@@ -1,4 +1,6 @@
-"""Sums over dimensions of a value, as rows m and columns j of the result, where each element is a sum over r."""
+"""Sums over dimensions of a value, as rows m and columns j of the result, where each element is a
+sum over r.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ _J, _M, _R = map(Variable, "jmr")
 
 @dataclass(frozen=True)
 class Reduction:
-    """at: the indices of the operand's element at (m, j, r), which run to `rows`, `columns` and `over`.
+    """at: the indices of the operand's element at (m, j, r), which run to `rows`, `columns` and
+    `over`.
 
     along_memory: whether the last dimensions are summed; then there is one column.
     """
@@ -27,7 +30,9 @@ class Reduction:
 
 
 def reduction(op: Op) -> Reduction:
-    """The Reduction of a `sum`: the last dimension that is kept becomes columns, unless it comes before those that are summed."""
+    """The Reduction of a `sum`: the last dimension that is kept becomes columns, unless it comes
+    before those that are summed.
+    """
     shape = op.values[0].type.shape
     over = sorted(op.attrs["dims"])
     kept = [i for i in range(len(shape)) if i not in over]
@@ -37,4 +42,6 @@ def reduction(op: Op) -> Reduction:
     for index, dims in ((_M, rows), (_J, columns), (_R, over)):
         place |= dict(zip(dims, unflat(index, [shape[i] for i in dims]), strict=True))
     counts = [elements([shape[i] for i in dims]) for dims in (rows, columns, over)]
-    return Reduction(tuple(place[i] for i in range(len(shape))), counts[0], counts[1], counts[2], not columns)
+    return Reduction(
+        tuple(place[i] for i in range(len(shape))), counts[0], counts[1], counts[2], not columns
+    )

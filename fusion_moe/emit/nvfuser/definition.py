@@ -13,14 +13,20 @@ from .library import dtype, nvfuser
 from .values import WORDS, Codes
 from .writer import Writer
 
-RULES: Mapping[str, Callable[..., Any]] = {**pointwise.RULES, **shapes.RULES, **rows.RULES, **products.RULES}
+RULES: Mapping[str, Callable[..., Any]] = {
+    **pointwise.RULES,
+    **shapes.RULES,
+    **rows.RULES,
+    **products.RULES,
+}
 
 
 @dataclass(frozen=True)
 class Argument:
     """An argument of a definition: a size by its symbol, or an input of the Fusion by its number.
 
-    form: for packed codes, WORDS or E2M1 of values.py; transposed: whether the codes are passed as [G, K/2, N] and not as [G, N, K/2].
+    form: for packed codes, WORDS or E2M1 of values.py; transposed: whether the codes are passed as
+    [G, K/2, N] and not as [G, N, K/2].
     """
 
     symbol: str = ""
@@ -38,7 +44,9 @@ class Definition:
 
 
 def define(fusion: Fusion) -> Definition:
-    """The definition of a Fusion whose operations `schedule.nvfuser` accepts. UnsupportedError if nvFuser is not installed."""
+    """The definition of a Fusion whose operations `schedule.nvfuser` accepts. UnsupportedError if
+    nvFuser is not installed.
+    """
     arguments: list[Argument] = []
     with nvfuser().FusionDefinition() as fd:
         writer = Writer(fd)
@@ -54,7 +62,8 @@ def define(fusion: Fusion) -> Definition:
 
 
 def inline(fd: Any, fusion: Fusion, inputs: Sequence[Any]) -> list[Any]:
-    """Writes a Fusion without symbols into a definition, and returns its outputs; nothing is written twice.
+    """Writes a Fusion without symbols into a definition, and returns its outputs; nothing is
+    written twice.
 
     inputs: tensors of the definition, and `Codes` for packed codes.
     """
@@ -62,11 +71,15 @@ def inline(fd: Any, fusion: Fusion, inputs: Sequence[Any]) -> list[Any]:
 
 
 def write(w: Writer, fusion: Fusion, inputs: Sequence[Any], sizes: Mapping[str, Any]) -> list[Any]:
-    """Writes the operations of a Fusion in order; returns the definition's values for its outputs."""
+    """Writes the operations of a Fusion in order; returns the definition's values for its
+    outputs.
+    """
     w.fusion, w.sizes = fusion, sizes
     made: dict[Any, Any] = dict(zip(fusion.inputs, inputs, strict=True))
     for op in fusion.ops:
-        outputs = RULES[op.kind.name](w, op, *(made[v] if isinstance(v, Value) else v for v in op.inputs))
+        outputs = RULES[op.kind.name](
+            w, op, *(made[v] if isinstance(v, Value) else v for v in op.inputs)
+        )
         made.update(zip(op.outputs, outputs if len(op.outputs) > 1 else (outputs,), strict=True))
     return [made[v] for v in fusion.outputs]
 
@@ -86,21 +99,39 @@ def _input(fd: Any, fusion: Fusion, number: int, arguments: list[Argument]) -> A
             if name == WORDS:
                 forms[name] = _tensor(fd, (g, n, packed_k // 4), dtype("i32"), argument, arguments)
             else:
-                forms[name] = _tensor(fd, (g, packed_k, n), dtype("Float4_e2m1fn_x2"), argument, arguments, stride_order=[2, 0, 1])
+                forms[name] = _tensor(
+                    fd,
+                    (g, packed_k, n),
+                    dtype("Float4_e2m1fn_x2"),
+                    argument,
+                    arguments,
+                    stride_order=[2, 0, 1],
+                )
         return forms[name]
 
     return Codes(form)
 
 
-def _tensor(fd: Any, shape: Sequence[Any], dtype: Any, argument: Argument, arguments: list[Argument], **more: Any) -> Any:
+def _tensor(
+    fd: Any,
+    shape: Sequence[Any],
+    dtype: Any,
+    argument: Argument,
+    arguments: list[Argument],
+    **more: Any,
+) -> Any:
     arguments.append(argument)
     sizes = [d if isinstance(d, int) else -1 for d in map(plain, shape)]
     return fd.define_tensor(shape=sizes, contiguity=True if sizes else [], dtype=dtype, **more)
 
 
 def _made_here(v: Value, fusion: Fusion) -> bool:
-    """Whether an output is a new tensor of the definition: inputs, views of them and repeated outputs are not."""
-    if fusion.outputs.index(v) != next(i for i, o in enumerate(fusion.outputs) if _root(o, fusion) is _root(v, fusion)):
+    """Whether an output is a new tensor of the definition: inputs, views of them and repeated
+    outputs are not.
+    """
+    if fusion.outputs.index(v) != next(
+        i for i, o in enumerate(fusion.outputs) if _root(o, fusion) is _root(v, fusion)
+    ):
         return False
     return _root(v, fusion) not in fusion.inputs
 

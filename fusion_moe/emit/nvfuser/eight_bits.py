@@ -1,7 +1,8 @@
-"""MXFP8 in plain nvFuser operations: its own quantizers round scales differently, and its E4M3 product takes no block scales.
+"""MXFP8 in plain nvFuser operations: its own quantizers round scales differently, and its E4M3
+product takes no block scales.
 
-Products read the bf16 values of codes and scales, as the program says. A printed definition has six digits of each constant, so powers of
-two are built from constants that six digits express exactly.
+Products read the bf16 values of codes and scales, as the program says. A printed definition has six
+digits of each constant, so powers of two are built from constants that six digits express exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _STEP = 16  # exponent of the largest power of two in one constant: 65536
 
 
 def quantized(w: Writer, op: Op, x: Any) -> EightBits:
-    """The same as encodings.quantize, bit for bit; nvFuser's cast to e4m3 saturates, as the encoding does."""
+    """The same as encodings.quantize, bit for bit; nvFuser's cast to e4m3 saturates, as the
+    encoding does.
+    """
     shape = op.values[0].type.shape
     blocks, at = _in_blocks(find(op.attrs["encoding"]), shape)
     x = w.reshape(w.to(x, "f32"), w.shape(blocks))
@@ -59,16 +62,20 @@ def _of_elements(w: Writer, scale: Any, blocks: tuple[Dim, ...], at: int) -> Any
 
 
 def _power_of_two(w: Writer, amax: Any) -> Any:
-    """amax f32 * float32(1/448) -> the smallest power of two that is not below it, in [2^-127, 2^127]; NaN stays NaN.
+    """amax f32 * float32(1/448) -> the smallest power of two that is not below it, in [2^-127,
+    2^127]; NaN stays NaN.
 
-    nvFuser cannot read a float's bits. Its logarithm may miss the exponent by one, which a comparison detects; its power of two, rounded to
-    bf16, is exact. Uses few operations, since nvFuser takes long to divide a definition with many.
+    nvFuser cannot read a float's bits. Its logarithm may miss the exponent by one, which a
+    comparison detects; its power of two, rounded to bf16, is exact. Uses few operations, since
+    nvFuser takes long to divide a definition with many.
     """
     one = w.constant(1.0, "f32")
     wanted = w.mul(amax, _times(w, w.cast(w.constant(_SHARE, "i64"), dtype=dtype("f32")), -_LESS))
     power = w.to(w.to(w.exp2(w.ceil(w.log2(wanted))), "bf16"), "f32")
     half = w.mul(power, 0.5)
-    power = w.where(w.ge(half, wanted), half, w.where(w.lt(power, wanted), w.mul(power, 2.0), power))
+    power = w.where(
+        w.ge(half, wanted), half, w.where(w.lt(power, wanted), w.mul(power, 2.0), power)
+    )
     return w.minimum(w.maximum(power, _times(w, one, -127)), _times(w, one, 127))
 
 

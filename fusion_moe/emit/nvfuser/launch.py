@@ -1,4 +1,6 @@
-"""Checks before a launch, and the launch: nvFuser fails assertions or ends the CUDA context where users need an error or a result."""
+"""Checks before a launch, and the launch: nvFuser fails assertions or ends the CUDA context where
+users need an error or a result.
+"""
 
 from __future__ import annotations
 
@@ -20,37 +22,53 @@ from .values import form_of
 
 def launcher(definition: Definition, fusion: Fusion) -> Callable[..., tuple[Any, ...]]:
     """launch(*inputs, sizes=...) -> the outputs."""
-    four_bits = any(facts.lowering(product) == facts.PRODUCTS["nvfp4"] for product in products(fusion))
+    four_bits = any(
+        facts.lowering(product) == facts.PRODUCTS["nvfp4"] for product in products(fusion)
+    )
     sorts = facts.sorts(fusion)
 
     def launch(*inputs: Tensor, sizes: Mapping[str, int]) -> tuple[Any, ...]:
-        if any(t.numel() == 0 for t in inputs):  # nvFuser's layout operation would fail an assertion, and there is hardly anything to do
+        # nvFuser's layout operation would fail an assertion, and there is hardly anything to do
+        if any(t.numel() == 0 for t in inputs):
             return fusion.evaluate(*inputs, sizes=sizes)
-        device = inputs[0].device if inputs else torch.device("cuda")  # with only constants, results are on the current device
+        # with only constants, results are on the current device
+        device = inputs[0].device if inputs else torch.device("cuda")
         _check_device(device, four_bits)
         if sorts:
             check_headers()
         outputs = definition.fd.execute(arguments(definition, inputs, sizes))
-        return tuple(_as_stored(t, v.type.dtype) for t, v in zip(outputs, fusion.outputs, strict=True))
+        return tuple(
+            _as_stored(t, v.type.dtype) for t, v in zip(outputs, fusion.outputs, strict=True)
+        )
 
     return launch
 
 
-def arguments(definition: Definition, inputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Any]:
+def arguments(
+    definition: Definition, inputs: Sequence[Tensor], sizes: Mapping[str, int]
+) -> list[Any]:
     """The arguments with which a definition is called."""
-    return [sizes[a.symbol] if a.symbol else _formed(inputs[a.input], a) for a in definition.arguments]
+    return [
+        sizes[a.symbol] if a.symbol else _formed(inputs[a.input], a) for a in definition.arguments
+    ]
 
 
 def _check_device(device: torch.device, four_bits: bool) -> None:
-    """The tensors must be on a CUDA device; a 4-bit product launched below capability 10.0 would end the process's CUDA context."""
+    """The tensors must be on a CUDA device; a 4-bit product launched below capability 10.0 would
+    end the process's CUDA context.
+    """
     elsewhere = "" if device.type == "cuda" else f"nvFuser requires CUDA tensors, got {device}"
     why = why_not_on(TARGETS["sm_100"], device) if four_bits else elsewhere
     if why:
-        raise UnsupportedError(why, expected="a CUDA device that runs the definition", where="nvfuser")
+        raise UnsupportedError(
+            why, expected="a CUDA device that runs the definition", where="nvfuser"
+        )
 
 
 def _formed(t: Tensor, argument: Argument) -> Tensor:
-    """An input in the form in which the definition takes it; not copied if it has that form already."""
+    """An input in the form in which the definition takes it; not copied if it has that form
+    already.
+    """
     return form_of(t, argument.form, argument.transposed) if argument.form else t.contiguous()
 
 

@@ -1,4 +1,6 @@
-"""Pointwise kinds. nvFuser computes bf16 and f16 in float32 and keeps float32 results: they are rounded as the program says."""
+"""Pointwise kinds. nvFuser computes bf16 and f16 in float32 and keeps float32 results: they are
+rounded as the program says.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,43 @@ from ...ir.core import Op, Value
 from .writer import Writer
 
 _NAMES = (
-    "where", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "relu", "sigmoid", "silu", "add", "sub", "mul",
-    "div", "minimum", "maximum", "pow", "lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or", "logical_not",
-)  # fmt: skip
+    "where",
+    "neg",
+    "abs",
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "tanh",
+    "erf",
+    "relu",
+    "sigmoid",
+    "silu",
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "minimum",
+    "maximum",
+    "pow",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "logical_and",
+    "logical_or",
+    "logical_not",
+)
 
 
 def _computed(w: Writer, op: Op, *inputs: Any) -> Any:
-    wide = [_wide(w, v, x) if isinstance(v, Value) else x for v, x in zip(op.inputs, inputs, strict=True)]
+    wide = [
+        _wide(w, v, x) if isinstance(v, Value) else x
+        for v, x in zip(op.inputs, inputs, strict=True)
+    ]
     return w.to(getattr(w, op.kind.name)(*wide), op.outputs[0].type.dtype)
 
 

@@ -1,8 +1,10 @@
 """Quantized values and grouped products.
 
-16-bit activations: the weight is decoded to their type, `code * (float32(block_scale) * decode_scale)` as everywhere, rounded once, and
-passed to nvFuser's grouped_mm, which takes group ends. 4-bit activations: both operands are passed to cutlass_nvfp4_grouped_mm, which
-takes group starts, swizzled block scales, and one factor for each group: decode scales that differ along N are multiplied afterwards.
+16-bit activations: the weight is decoded to their type, `code * (float32(block_scale) *
+decode_scale)` as everywhere, rounded once, and passed to nvFuser's grouped_mm, which takes group
+ends. 4-bit activations: both operands are passed to cutlass_nvfp4_grouped_mm, which takes group
+starts, swizzled block scales, and one factor for each group: decode scales that differ along N are
+multiplied afterwards.
 
 M rows, G groups, N out-features, K in-features.
 """
@@ -29,21 +31,29 @@ Matrices = tuple[int, int, int]  # G, N, K
 
 
 def decoded(w: Writer, packed: Packed, shape: Matrices, to: str) -> Any:
-    """nvfp4[G, N, K] -> [G, N, K] in dtype `to`: the values of encodings.dequantize, rounded once."""
+    """nvfp4[G, N, K] -> [G, N, K] in dtype `to`: the values of encodings.dequantize, rounded
+    once.
+    """
     g, n, k = shape
     words, eight = (g, n, k // 8, 8), packed.codes.form(WORDS)
     shift = w.spread(w.mul(w.count(8), 4), words, 3)
     code = w.bitwise_and(w.bitwise_right_shift(w.spread(eight, words, 0, 1, 2), shift), 15)
     code = w.reshape(code, w.shape((g, n, k // NVFP4.block, NVFP4.block)))
     step = w.mul(w.to(_linear_scale(w, packed, shape), "f32"), _per_block(w, packed, shape))
-    value = w.mul(_e2m1_value(w, code), w.spread(step, (g, n, k // NVFP4.block, NVFP4.block), 0, 1, 2))
+    value = w.mul(
+        _e2m1_value(w, code), w.spread(step, (g, n, k // NVFP4.block, NVFP4.block), 0, 1, 2)
+    )
     return w.to(w.reshape(value, w.shape(shape)), to)
 
 
 def _e2m1_value(w: Writer, code: Any) -> Any:
-    """i32 codes -> f32: magnitudes below 2 are halves of the code, others (2 + last bit) << exponent; bit 3 is the sign."""
+    """i32 codes -> f32: magnitudes below 2 are halves of the code, others (2 + last bit) <<
+    exponent; bit 3 is the sign.
+    """
     size = w.bitwise_and(code, 7)
-    high = w.bitwise_left_shift(w.add(w.bitwise_and(size, 1), 2), w.maximum(w.sub(w.bitwise_right_shift(size, 1), 1), 0))
+    high = w.bitwise_left_shift(
+        w.add(w.bitwise_and(size, 1), 2), w.maximum(w.sub(w.bitwise_right_shift(size, 1), 1), 0)
+    )
     magnitude = w.mul(w.to(w.where(w.lt(size, 4), size, high), "f32"), 0.5)
     return w.where(w.lt(code, 8), magnitude, w.neg(magnitude))
 
@@ -60,7 +70,9 @@ def _linear_scale(w: Writer, packed: Packed, shape: Matrices) -> Any:
 
 
 def _swizzled_scale(w: Writer, packed: Packed, shape: Matrices) -> Any:
-    """block_scale f8e4m3[G, N, K/16] with each matrix in the order of layouts.SF128x4; N is a multiple of 128, K of 64."""
+    """block_scale f8e4m3[G, N, K/16] with each matrix in the order of layouts.SF128x4; N is a
+    multiple of 128, K of 64.
+    """
     g, n, k = shape
     c = k // NVFP4.block
     if packed.layout != "linear":
@@ -75,11 +87,15 @@ def _per_block(w: Writer, packed: Packed, shape: Matrices) -> Any:
     blocks = (g, n, k // NVFP4.block)
     if packed.runs == 0:
         return w.spread(packed.decode_scale, blocks, 0)
-    rows = w.reshape(w.spread(packed.decode_scale, (g, packed.runs, n // packed.runs), 0, 1), w.shape((g, n)))
+    rows = w.reshape(
+        w.spread(packed.decode_scale, (g, packed.runs, n // packed.runs), 0, 1), w.shape((g, n))
+    )
     return w.spread(rows, blocks, 0, 1)
 
 
-def _pack(w: Writer, op: Op, codes: Any, block_scale: Any, decode_scale: Any = None) -> Packed | EightBits:
+def _pack(
+    w: Writer, op: Op, codes: Any, block_scale: Any, decode_scale: Any = None
+) -> Packed | EightBits:
     if op.attrs["encoding"] in TRAINED:
         return EightBits(codes, block_scale)
     codes_type, decode_type = op.values[0].type, op.values[2].type
@@ -94,7 +110,9 @@ def _decode_scale(w: Writer, op: Op, x: Any) -> Any:
 
 
 def _quantize(w: Writer, op: Op, x: Any, decode_scale: Any = None) -> Encoded | EightBits:
-    """The same as encodings.quantize, operation by operation; nvFuser's nv_block_quantize multiplies by rounded reciprocals instead."""
+    """The same as encodings.quantize, operation by operation; nvFuser's nv_block_quantize
+    multiplies by rounded reciprocals instead.
+    """
     if op.attrs["encoding"] in TRAINED:
         return eight_bits.quantized(w, op, x)
     *lead, n, k = op.values[0].type.shape
@@ -106,7 +124,10 @@ def _quantize(w: Writer, op: Op, x: Any, decode_scale: Any = None) -> Encoded | 
     amax = w.max(w.abs(x), [len(blocks) - 1])
     zero = w.eq(amax, 0.0)
     wanted = w.where(zero, 1.0, w.div(amax, w.mul(decode, NVFP4.element.maximum)))
-    block_scale = w.cast(w.minimum(w.maximum(wanted, _BLOCK_SCALE.minimum), _BLOCK_SCALE.maximum), dtype=dtype("f8e4m3"))
+    block_scale = w.cast(
+        w.minimum(w.maximum(wanted, _BLOCK_SCALE.minimum), _BLOCK_SCALE.maximum),
+        dtype=dtype("f8e4m3"),
+    )
     step = w.where(zero, 1.0, w.mul(w.to(block_scale, "f32"), decode))
     x = w.where(w.eq(x, 0.0), 0.0, x)  # -0.0 has the code of 0.0
     codes = w.cast(w.div(x, w.spread(step, blocks, *ranks)), dtype=dtype("Float4_e2m1fn"))
@@ -122,8 +143,12 @@ def _relayout(w: Writer, op: Op, x: Encoded, ends: Any) -> Encoded:
 
 
 def _grouped_scale(w: Writer, x: Encoded, ends: Any, groups: int) -> Any:
-    """The block scales of rows in linear order -> in the order of layouts.SF128x4, for each group separately; padding is not written."""
-    return w.preprocess_grouped_matmul_input_sf(x.block_scale, _starts(w, ends, groups), _padded_starts(w, ends, groups))
+    """The block scales of rows in linear order -> in the order of layouts.SF128x4, for each group
+    separately; padding is not written.
+    """
+    return w.preprocess_grouped_matmul_input_sf(
+        x.block_scale, _starts(w, ends, groups), _padded_starts(w, ends, groups)
+    )
 
 
 def _grouped_mm(w: Writer, op: Op, a: Any, weight: Any, ends: Any) -> Any:
@@ -131,14 +156,20 @@ def _grouped_mm(w: Writer, op: Op, a: Any, weight: Any, ends: Any) -> Any:
     if isinstance(a, Encoded):
         y = _packed_product(w, op, a, weight, ends)
     else:
-        matrices = decoded(w, weight, _matrices(op), op.values[0].type.dtype) if isinstance(weight, Packed) else weight
+        matrices = (
+            decoded(w, weight, _matrices(op), op.values[0].type.dtype)
+            if isinstance(weight, Packed)
+            else weight
+        )
         middle = GroupedProduct.of(op).contracted == "N"
         y = _product(w, op, a, matrices if middle else w.permute(matrices, [0, 2, 1]), ends)
     return inside(w, y, op.outputs[0].type.shape, ends, group_count(op))
 
 
 def _product(w: Writer, op: Op, a: Any, matrices: Any, ends: Any) -> Any:
-    """-> f32[M, ...]. nvFuser's groups must cover all rows: the last group takes the remaining ones, which the caller sets to zero."""
+    """-> f32[M, ...]. nvFuser's groups must cover all rows: the last group takes the remaining
+    ones, which the caller sets to zero.
+    """
     groups = group_count(op)
     last = w.eq(w.count(groups), groups - 1)
     covering = w.to(w.where(last, w.size(op.values[0].type.shape[0]), ends), "i32")
@@ -146,25 +177,44 @@ def _product(w: Writer, op: Op, a: Any, matrices: Any, ends: Any) -> Any:
 
 
 def _packed_product(w: Writer, op: Op, a: Encoded, weight: Packed, ends: Any) -> Any:
-    """-> f32[M, N]: the 4-bit product rounded to 16 bits, times the decode scales that differ along N."""
+    """-> f32[M, N]: the 4-bit product rounded to 16 bits, times the decode scales that differ along
+    N.
+    """
     g, n, k = _matrices(op)
     alpha, rest = _factors(w, a.decode_scale, weight, (g, n))
-    scale = a.block_scale if op.attrs.get("a_layout") == SF128X4.name else _grouped_scale(w, a, ends, g)
+    scale = (
+        a.block_scale if op.attrs.get("a_layout") == SF128X4.name else _grouped_scale(w, a, ends, g)
+    )
     y = w.cutlass_nvfp4_grouped_mm(
-        a.codes, weight.codes.form(E2M1), scale, _swizzled_scale(w, weight, (g, n, k)), alpha,
-        _problem_sizes(w, ends, g, n, k), _starts(w, ends, g), _padded_starts(w, ends, g), dtype=dtype(w.stored(op.outputs[0])),
-    )  # fmt: skip
+        a.codes,
+        weight.codes.form(E2M1),
+        scale,
+        _swizzled_scale(w, weight, (g, n, k)),
+        alpha,
+        _problem_sizes(w, ends, g, n, k),
+        _starts(w, ends, g),
+        _padded_starts(w, ends, g),
+        dtype=dtype(w.stored(op.outputs[0])),
+    )
     y = w.to(y, "f32")
-    return y if rest is None else w.mul(y, of_their_group(w, rest, op.outputs[0].type.shape, ends, g))
+    return (
+        y if rest is None else w.mul(y, of_their_group(w, rest, op.outputs[0].type.shape, ends, g))
+    )
 
 
 def _factors(w: Writer, decode_a: Any, weight: Packed, shape: tuple[int, int]) -> tuple[Any, Any]:
-    """decode scales f32[] of the rows and f32[G] or [G, S] of the weight -> alpha f32[G], and the remaining factors f32[G, N] if S > 1."""
+    """decode scales f32[] of the rows and f32[G] or [G, S] of the weight -> alpha f32[G], and the
+    remaining factors f32[G, N] if S > 1.
+    """
     (g, n), decode_w, runs = shape, weight.decode_scale, weight.runs
     if runs == 0:
         return w.mul(decode_w, w.spread(decode_a, (g,))), None
     largest = w.max(decode_w, [1])
-    share = w.where(w.gt(w.spread(largest, (g, runs), 0), 0.0), w.div(decode_w, w.spread(largest, (g, runs), 0)), 0.0)
+    share = w.where(
+        w.gt(w.spread(largest, (g, runs), 0), 0.0),
+        w.div(decode_w, w.spread(largest, (g, runs), 0)),
+        0.0,
+    )
     columns = w.reshape(w.spread(share, (g, runs, n // runs), 0, 1), w.shape((g, n)))
     return w.mul(largest, w.spread(decode_a, (g,))), columns
 
@@ -191,7 +241,14 @@ def _problem_sizes(w: Writer, ends: Any, g: int, n: int, k: int) -> Any:
     shape = (g, 3)
     column = w.spread(w.count(3), shape, 1)
     sizes = w.spread(_sizes(w, ends, g), shape, 0)
-    return w.to(w.where(w.eq(column, 0), sizes, w.where(w.eq(column, 1), w.constant(n, "i32"), w.constant(k, "i32"))), "i32")
+    return w.to(
+        w.where(
+            w.eq(column, 0),
+            sizes,
+            w.where(w.eq(column, 1), w.constant(n, "i32"), w.constant(k, "i32")),
+        ),
+        "i32",
+    )
 
 
 def _matrices(op: Op) -> Matrices:
@@ -200,7 +257,12 @@ def _matrices(op: Op) -> Matrices:
 
 
 RULES: dict[str, Callable[..., Any]] = {
-    "pack": _pack, "unpack": _unpack, "decode_scale": _decode_scale, "quantize": _quantize, "dequantize": eight_bits.dequantized,
+    "pack": _pack,
+    "unpack": _unpack,
+    "decode_scale": _decode_scale,
+    "quantize": _quantize,
+    "dequantize": eight_bits.dequantized,
     "relayout": _relayout,
-    "grouped_mm": _grouped_mm, "grouped_mm_t": _grouped_mm,
-}  # fmt: skip
+    "grouped_mm": _grouped_mm,
+    "grouped_mm_t": _grouped_mm,
+}

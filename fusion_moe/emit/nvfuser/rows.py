@@ -1,4 +1,5 @@
-"""Kinds on rows and their groups. Nothing waits for the device: ends, ids and indices out of range are made safe, not reported.
+"""Kinds on rows and their groups. Nothing waits for the device: ends, ids and indices out of range
+are made safe, not reported.
 
 M rows, G groups, T tokens, k slots.
 """
@@ -29,7 +30,9 @@ def group_of(w: Writer, rows: Dim, ends: Any, groups: int) -> Any:
 
 
 def of_their_group(w: Writer, table: Any, shape: tuple[Dim, ...], ends: Any, groups: int) -> Any:
-    """table [G, N], ends i32[G] -> [M, N]: for each row, its group's row of the table. nvFuser may fail an assertion if G is 1."""
+    """table [G, N], ends i32[G] -> [M, N]: for each row, its group's row of the table. nvFuser may
+    fail an assertion if G is 1.
+    """
     if groups == 1:
         return w.spread(w.squeeze(table, [0]), shape, 1)
     return w.index_select(table, group_of(w, shape[0], ends, groups), 0)
@@ -37,14 +40,19 @@ def of_their_group(w: Writer, table: Any, shape: tuple[Dim, ...], ends: Any, gro
 
 def _ends(w: Writer, op: Op, offs: Any) -> Any:
     """The same as groups.clamp_ends."""
-    groups, clamped = op.attrs["groups"].count, w.minimum(w.maximum(offs, 0), w.size(op.attrs["rows"]))
+    groups, clamped = (
+        op.attrs["groups"].count,
+        w.minimum(w.maximum(offs, 0), w.size(op.attrs["rows"])),
+    )
     return w.max(of_groups(w, clamped, groups, w.ge), [1]) if groups > 1 else clamped
 
 
 def of_groups(w: Writer, x: Any, groups: int, order: Callable[[Any, Any], Any]) -> Any:
-    """x i32[G] -> i32[G, G]: x[j] at (i, j) if order(i, j), else 0. Reducing it along j gives a scan of x.
+    """x i32[G] -> i32[G, G]: x[j] at (i, j) if order(i, j), else 0. Reducing it along j gives a
+    scan of x.
 
-    nvFuser's scans need the headers of a CUDA toolkit, and reductions do not; G is small, but more than 1.
+    nvFuser's scans need the headers of a CUDA toolkit, and reductions do not; G is small, but more
+    than 1.
     """
     shape = (groups, groups)
     taken = order(w.spread(w.count(groups), shape, 0), w.spread(w.count(groups), shape, 1))
@@ -67,7 +75,9 @@ def _zero_rest(w: Writer, op: Op, x: Any, ends: Any) -> Any:
 
 
 def _route(w: Writer, op: Op, ids: Any) -> tuple[Any, Any, Any]:
-    """Sorted by group, with ids that name none last; ends by counting; the slot of each row by sorting the order back."""
+    """Sorted by group, with ids that name none last; ends by counting; the slot of each row by
+    sorting the order back.
+    """
     (t, k), groups = op.values[0].type.shape, op.attrs["groups"].count
     rows, first = elements((t, k)), op.attrs.get("first_expert") or 0
     flat = w.reshape(ids, [w.size(rows)])
@@ -95,8 +105,13 @@ def _combine(w: Writer, op: Op, y: Any, slot_of: Any, weights: Any) -> Any:
     wide = op.outputs[0].type.dtype
     total = w.filled((out_rows, n), 0.0, wide)
     for slot in range(k):  # type: ignore[arg-type]  # a number, or schedule/nvfuser.py would have refused it
-        row, weight = (w.squeeze(w.part(x, [0, slot], [w.size(t), slot + 1]), [1]) for x in (slot_of, weights))
-        total = w.add(total, w.mul(w.to(w.index_select(y, row, 0), wide), w.spread(w.to(weight, wide), (t, n), 0)))
+        row, weight = (
+            w.squeeze(w.part(x, [0, slot], [w.size(t), slot + 1]), [1]) for x in (slot_of, weights)
+        )
+        total = w.add(
+            total,
+            w.mul(w.to(w.index_select(y, row, 0), wide), w.spread(w.to(weight, wide), (t, n), 0)),
+        )
     return total
 
 
@@ -112,7 +127,13 @@ def group_count(op: Op) -> int:
 
 
 RULES: dict[str, Callable[..., Any]] = {
-    "ends": _ends, "problem_ends": _problem_ends,
-    "partition": _partition, "zero_rest": _zero_rest, "route": _route, "invert": _invert, "index_select": _index_select,
-    "combine": _combine, "group_add": _group_add,
-}  # fmt: skip
+    "ends": _ends,
+    "problem_ends": _problem_ends,
+    "partition": _partition,
+    "zero_rest": _zero_rest,
+    "route": _route,
+    "invert": _invert,
+    "index_select": _index_select,
+    "combine": _combine,
+    "group_add": _group_add,
+}

@@ -11,13 +11,19 @@ from .writer import Writer
 
 
 def _reshape(w: Writer, op: Op, x: Any) -> Any:
-    """Sizes of 1 are squeezed and broadcast, since nvFuser does not repeat dimensions that a reshape made."""
+    """Sizes of 1 are squeezed and broadcast, since nvFuser does not repeat dimensions that a
+    reshape made.
+    """
     before, after = op.values[0].type.shape, op.outputs[0].type.shape
     ones = [i for i, d in enumerate(before) if d == 1]
     x = w.squeeze(x, ones) if ones else x
     narrow, wide = (tuple(plain(d) for d in shape if d != 1) for shape in (before, after))
     x = x if narrow == wide else w.reshape(x, w.shape(wide))
-    return x if wide == tuple(map(plain, after)) else w.spread(x, after, *(i for i, d in enumerate(after) if d != 1))
+    return (
+        x
+        if wide == tuple(map(plain, after))
+        else w.spread(x, after, *(i for i, d in enumerate(after) if d != 1))
+    )
 
 
 def _permute(w: Writer, op: Op, x: Any) -> Any:
@@ -25,7 +31,11 @@ def _permute(w: Writer, op: Op, x: Any) -> Any:
 
 
 def _broadcast(w: Writer, op: Op, x: Any) -> Any:
-    before, after, places = op.values[0].type.shape, op.outputs[0].type.shape, op.attrs["broadcast_dims"]
+    before, after, places = (
+        op.values[0].type.shape,
+        op.outputs[0].type.shape,
+        op.attrs["broadcast_dims"],
+    )
     repeats = any(d == 1 and after[place] != 1 for d, place in zip(before, places, strict=True))
     return w.spread(x, after, *places, repeats=repeats)
 
@@ -35,7 +45,8 @@ def _slice(w: Writer, op: Op, x: Any) -> Any:
 
 
 def _pad(w: Writer, op: Op, x: Any) -> Any:
-    pairs = zip(reversed(op.attrs["before"]), reversed(op.attrs["after"]), strict=True)  # the last dimension first
+    # the last dimension first
+    pairs = zip(reversed(op.attrs["before"]), reversed(op.attrs["after"]), strict=True)
     return w.pad(x, [w.size(n) for pair in pairs for n in pair])
 
 
@@ -49,10 +60,18 @@ def _full(w: Writer, op: Op) -> Any:
 
 def _sum(w: Writer, op: Op, x: Any) -> Any:
     wide = "f64" if op.values[0].type.dtype == "f64" else "f32"
-    return w.to(w.sum(w.to(x, wide), list(op.attrs["dims"]), op.attrs["keepdim"]), op.outputs[0].type.dtype)
+    return w.to(
+        w.sum(w.to(x, wide), list(op.attrs["dims"]), op.attrs["keepdim"]), op.outputs[0].type.dtype
+    )
 
 
 RULES: dict[str, Callable[..., Any]] = {
-    "reshape": _reshape, "permute": _permute, "broadcast_in_dim": _broadcast, "slice": _slice, "pad": _pad, "cat": _cat, "full": _full,
+    "reshape": _reshape,
+    "permute": _permute,
+    "broadcast_in_dim": _broadcast,
+    "slice": _slice,
+    "pad": _pad,
+    "cat": _cat,
+    "full": _full,
     "sum": _sum,
-}  # fmt: skip
+}

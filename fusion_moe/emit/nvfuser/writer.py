@@ -1,6 +1,8 @@
-"""Writes operations into an nvFuser definition. An operation with the same arguments is written only once.
+"""Writes operations into an nvFuser definition. An operation with the same arguments is written
+only once.
 
-So values that several operations derive, such as group starts or a quantized activation, are a single value of the definition.
+So values that several operations derive, such as group starts or a quantized activation, are a
+single value of the definition.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from .library import dtype
 class Writer:
     """`w.add(a, b)` is fd.ops.add(a, b).
 
-    fusion: the Fusion that is being written; sizes: a number or a scalar of the definition for each of its symbols.
+    fusion: the Fusion that is being written; sizes: a number or a scalar of the definition for each
+    of its symbols.
     """
 
     def __init__(self, fd: Any):
@@ -56,7 +59,10 @@ class Writer:
         size = plain(dim)
         if not isinstance(size, Size):
             return size
-        products = (reduce(self._times, (self._atom(a) for a in atoms), factor) for atoms, factor in size.terms)
+        products = (
+            reduce(self._times, (self._atom(a) for a in atoms), factor)
+            for atoms, factor in size.terms
+        )
         return reduce(lambda a, b: self.add(a, b), products)
 
     def shape(self, dims: tuple[Dim, ...]) -> list[Any]:
@@ -64,14 +70,20 @@ class Writer:
         return [self.size(d) for d in dims]
 
     def spread(self, x: Any, shape: tuple[Dim, ...], *dims: int, repeats: bool = False) -> Any:
-        """x whose dimension i becomes dimension dims[i] of `shape`, repeated along the others; repeats: also along those of size 1."""
+        """x whose dimension i becomes dimension dims[i] of `shape`, repeated along the others;
+        repeats: also along those of size 1.
+        """
         new = [i not in dims for i in range(len(shape))]
         y = self.broadcast(x, new) if any(new) else x
-        wider = repeats or any(plain(d) != 1 for d, is_new in zip(shape, new, strict=True) if is_new)
+        wider = repeats or any(
+            plain(d) != 1 for d, is_new in zip(shape, new, strict=True) if is_new
+        )
         return self.expand(y, self.shape(shape)) if wider else y
 
     def part(self, x: Any, starts: list[Any], ends: list[Any]) -> Any:
-        """x[start:end] along each dimension; the bounds are inside x, so nothing has to clamp them."""
+        """x[start:end] along each dimension; the bounds are inside x, so nothing has to clamp
+        them.
+        """
         return self.slice(x, starts, ends, [1] * len(starts), True)
 
     def filled(self, shape: tuple[Dim, ...], value: float, name: str) -> Any:
@@ -91,13 +103,25 @@ class Writer:
         return self.constant(n, "i64") if isinstance(n, int) else n
 
     def _times(self, a: Any, b: Any) -> Any:
-        return a * b if isinstance(a, int) and isinstance(b, int) else b if a == 1 else a if b == 1 else self.mul(a, b)
+        return (
+            a * b
+            if isinstance(a, int) and isinstance(b, int)
+            else b
+            if a == 1
+            else a
+            if b == 1
+            else self.mul(a, b)
+        )
 
     def _atom(self, atom: str | CeilDiv) -> Any:
         if isinstance(atom, str):
             return self.sizes[atom]
         of = self.size(atom.of)
-        return -(-of // atom.by) if isinstance(of, int) else self.div(self.add(of, atom.by - 1), atom.by)
+        return (
+            -(-of // atom.by)
+            if isinstance(of, int)
+            else self.div(self.add(of, atom.by - 1), atom.by)
+        )
 
     def _key(self, arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):

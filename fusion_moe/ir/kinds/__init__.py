@@ -1,6 +1,12 @@
-"""The table of operations. A new operation is one row in one of these files: its type rule, its meaning, its derivative."""
+"""The table of operations. A new operation is one row in one of these files: its type rule, its
+meaning, its derivative.
+"""
 
 from ..core import OpKind
 from . import grouped, pointwise, quantized, router, rows, shape
 
-KINDS: dict[str, OpKind] = {kind.name: kind for file in (pointwise, shape, router, rows, quantized, grouped) for kind in file.TABLE}
+KINDS: dict[str, OpKind] = {
+    kind.name: kind
+    for file in (pointwise, shape, router, rows, quantized, grouped)
+    for kind in file.TABLE
+}

@@ -1,17 +1,21 @@
-"""Products over groups: run g of the rows times matrix g. All accumulate in float32; rows past the last end become zeros.
+"""Products over groups: run g of the rows times matrix g. All accumulate in float32; rows past the
+last end become zeros.
 
-    grouped_mm     a [M/g, K], w [G, N, K] -> f32[M/g, N]     contracts K
-    grouped_mm_t   a [M/g, N], w [G, N, K] -> f32[M/g, K]     contracts N: the gradient of `a`; or a product of weights stored [G, K, N]
-    grouped_outer  a [M/g, N], b [M/g, K]  -> f32[G, N, K]    contracts rows: the gradient of `w`; an empty group is zero
-    group_add      y [M/g, N], bias [G, N] -> [M/g, N]
-    group_sum      y [M/g, N]              -> f32[G, N]       the sum of each group's rows: the gradient of `bias`; zero if empty
+    grouped_mm     a [M/g, K], w [G, N, K] -> f32[M/g, N]     contracts K grouped_mm_t   a [M/g, N],
+    w [G, N, K] -> f32[M/g, K]     contracts N: the gradient of `a`; or a product of weights stored
+    [G, K, N] grouped_outer  a [M/g, N], b [M/g, K]  -> f32[G, N, K]    contracts rows: the gradient
+    of `w`; an empty group is zero group_add      y [M/g, N], bias [G, N] -> [M/g, N] group_sum
+    y [M/g, N]              -> f32[G, N]       the sum of each group's rows: the gradient of `bias`;
+    zero if empty
 
-No product or sum reads rows past the last end. f64 operands (both, or neither) give f64: for checks, only on the reference.
+No product or sum reads rows past the last end. f64 operands (both, or neither) give f64: for
+checks, only on the reference.
 
-w is in any encoding, such as nvfp4[G, N, K], or a float tensor; it is dequantized a few groups at a time. a may be nvfp4[M/g, K]; a_layout
-and w_layout are the layouts of both operands' block scales. Both operands of each product may be MXFP8, with blocks along the contracted
-dimension (eight_bits.py); they count as their exact bf16 values. With operands="int8" grouped_mm rounds both to int8 (int8.py); its
-derivative is that of the unrounded product.
+w is in any encoding, such as nvfp4[G, N, K], or a float tensor; it is dequantized a few groups at a
+time. a may be nvfp4[M/g, K]; a_layout and w_layout are the layouts of both operands' block scales.
+Both operands of each product may be MXFP8, with blocks along the contracted dimension
+(eight_bits.py); they count as their exact bf16 values. With operands="int8" grouped_mm rounds both
+to int8 (int8.py); its derivative is that of the unrounded product.
 """
 
 from __future__ import annotations
@@ -29,7 +33,15 @@ from ..core import Op, OpKind, Value
 from ..types import FLOATS, TensorType, accumulated, dtype_name, plain, wide
 from . import eight_bits, int8
 from .quantized import encoded, linear
-from .rules import Types, need_computed, need_dtype, need_float, need_partition, need_rank, need_same
+from .rules import (
+    Types,
+    need_computed,
+    need_dtype,
+    need_float,
+    need_partition,
+    need_rank,
+    need_same,
+)
 from .runs import dequantize_runs, rows_at
 from .shape import elements
 
@@ -55,37 +67,60 @@ def _summed(a: TensorType, b: TensorType) -> str:
     """The dtype in which a product accumulates."""
     if accumulated(a.dtype) != accumulated(b.dtype):
         expected = "f64 for both, or for neither"
-        raise DtypeError(f"the operands are {a} and {b}", expected=expected, todo="cast with fd.ops.cast(x, dtype=...)")
+        raise DtypeError(
+            f"the operands are {a} and {b}",
+            expected=expected,
+            todo="cast with fd.ops.cast(x, dtype=...)",
+        )
     return accumulated(a.dtype)
 
 
 def _mm_type(
-    a: TensorType, w: TensorType, ends: TensorType, a_layout: str = "linear", w_layout: str = "linear", wgrad: str = "",
+    a: TensorType,
+    w: TensorType,
+    ends: TensorType,
+    a_layout: str = "linear",
+    w_layout: str = "linear",
+    wgrad: str = "",
     operands: str = "",
-) -> Types:  # fmt: skip
-    """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times its group's matrix. Layouts: how a and w are stored.
+) -> Types:
+    """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times its group's matrix.
+    Layouts: how a and w are stored.
 
-    wgrad: for MXFP8 operands, what the gradient of w is made from: "mxfp8" or "bf16". operands: "int8" rounds floats a and E2M1 codes w.
+    wgrad: for MXFP8 operands, what the gradient of w is made from: "mxfp8" or "bf16". operands:
+    "int8" rounds floats a and E2M1 codes w.
     """
     _operands(a, w, ends, 2, w_layout)
     int8.need_operands(operands, a, w)
     eight_bits.need_wgrad(a, wgrad)
     if a.layout != a_layout:
-        raise ShapeError(f"a is {a}", expected=f"the layout {a_layout}", todo="fd.ops.relayout changes it, a_layout states it")
+        raise ShapeError(
+            f"a is {a}",
+            expected=f"the layout {a_layout}",
+            todo="fd.ops.relayout changes it, a_layout states it",
+        )
     return (TensorType((a.shape[0], w.shape[1]), _summed(a, w)),)
 
 
-def _mm_t_type(a: TensorType, w: TensorType, ends: TensorType, w_layout: str = "linear", wgrad: str = "") -> Types:
-    """a [M/g, N], w [G, N, K] of any encoding -> f32[M/g, K]: each row times the transposed matrix of its group. wgrad: see grouped_mm."""
+def _mm_t_type(
+    a: TensorType, w: TensorType, ends: TensorType, w_layout: str = "linear", wgrad: str = ""
+) -> Types:
+    """a [M/g, N], w [G, N, K] of any encoding -> f32[M/g, K]: each row times the transposed matrix
+    of its group. wgrad: see grouped_mm.
+    """
     _operands(a, w, ends, 1, w_layout)
     eight_bits.need_wgrad(a, wgrad)
     if a.quantized and not eight_bits.is_one(a):
-        raise DtypeError(f"a is {a}", expected="floats: the blocks of a run along N, which is contracted")
+        raise DtypeError(
+            f"a is {a}", expected="floats: the blocks of a run along N, which is contracted"
+        )
     return (TensorType((a.shape[0], w.shape[2]), _summed(a, w)),)
 
 
 def _outer_type(a: TensorType, b: TensorType, ends: TensorType) -> Types:
-    """a [M/g, N], b [M/g, K] -> f32[G, N, K]: the outer products of each group's rows, added; an empty group is zero."""
+    """a [M/g, N], b [M/g, K] -> f32[G, N, K]: the outer products of each group's rows, added; an
+    empty group is zero.
+    """
     rows = need_partition("a", a, ends)
     need_partition("b", b, ends)
     if eight_bits.is_one(a):
@@ -118,7 +153,9 @@ def _sum_type(y: TensorType, ends: TensorType) -> Types:
 
 
 def _runs(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(group, first row, row after the last) for every run that is not empty. Reads the ends: only for the reference."""
+    """(group, first row, row after the last) for every run that is not empty. Reads the ends: only
+    for the reference.
+    """
     start = 0
     for group, end in enumerate(ends.tolist()):
         if end > start:
@@ -127,7 +164,9 @@ def _runs(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _matrices(w: Any, groups: Sequence[int], layout: str) -> Iterator[torch.Tensor]:
-    """The matrices of these groups in the accumulation dtype, decoded a few at a time: never all of a large weight at once."""
+    """The matrices of these groups in the accumulation dtype, decoded a few at a time: never all of
+    a large weight at once.
+    """
     if not isinstance(w, Quantized):
         yield from (wide(_plain(w[group], layout)) for group in groups)
         return
@@ -143,9 +182,16 @@ def _plain(matrix: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def _mm(
-    a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str = "linear", w_layout: str = "linear", wgrad: str = "",
+    a: Any,
+    w: Any,
+    ends: torch.Tensor,
+    *,
+    transposed: bool,
+    a_layout: str = "linear",
+    w_layout: str = "linear",
+    wgrad: str = "",
     operands: str = "",
-) -> tuple[torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor]:
     if isinstance(a, Quantized):
         a = dequantize(linear(a, a.encoding, a_layout, ends), eight_bits.computed(a.encoding))
     check_ends(ends, a.shape[0], "ends")
@@ -157,14 +203,21 @@ def _mm(
             matrix = linear(w.of(t[group : group + 1] for t in w), w.encoding, w_layout)
             out[start:end] = int8.product(int8.rows(a[start:end]), int8.matrices(matrix))
         return (out,)
-    for (_, start, end), matrix in zip(runs, _matrices(w, [group for group, *_ in runs], w_layout), strict=True):
+    for (_, start, end), matrix in zip(
+        runs, _matrices(w, [group for group, *_ in runs], w_layout), strict=True
+    ):
         out[start:end] = wide(a[start:end]) @ (matrix if transposed else matrix.T)
     return (out,)
 
 
 def _outer(a: Any, b: Any, ends: torch.Tensor) -> tuple[torch.Tensor]:
     check_ends(ends, a.shape[0], "ends")
-    a, b = (dequantize_runs(t, ends).to(eight_bits.computed(t.encoding)) if isinstance(t, Quantized) else t for t in (a, b))
+    a, b = (
+        dequantize_runs(t, ends).to(eight_bits.computed(t.encoding))
+        if isinstance(t, Quantized)
+        else t
+        for t in (a, b)
+    )
     out = wide(a.new_zeros(len(ends), a.shape[1], b.shape[1]))
     for group, start, end in _runs(ends):
         out[group] = wide(a[start:end]).T @ wide(b[start:end])
@@ -185,10 +238,14 @@ def _sum(y: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
     return (out,)
 
 
-def product_grad(fd: Any, op: Op, dy: Value, a: Value, dy_of_weight: Value | None = None) -> tuple[Value, Value | None]:
-    """The gradients of a grouped_mm or grouped_mm_t: of its rows, in float32, and of its float weight, in the weight's dtype.
+def product_grad(
+    fd: Any, op: Op, dy: Value, a: Value, dy_of_weight: Value | None = None
+) -> tuple[Value, Value | None]:
+    """The gradients of a grouped_mm or grouped_mm_t: of its rows, in float32, and of its float
+    weight, in the weight's dtype.
 
-    a, dy_of_weight: the factors of the weight's gradient: the product's rows and dy, or replacements for them.
+    a, dy_of_weight: the factors of the weight's gradient: the product's rows and dy, or
+    replacements for them.
     """
     (_, w, ends), transposed = op.values, op.kind.name == "grouped_mm_t"
     at = {name: layout for name, layout in op.attrs.items() if name == "w_layout"}
@@ -196,7 +253,9 @@ def product_grad(fd: Any, op: Op, dy: Value, a: Value, dy_of_weight: Value | Non
     if w.type.quantized:
         return da, None
     d = dy if dy_of_weight is None else dy_of_weight
-    return da, fd.ops.cast(fd.ops.grouped_outer(*((a, d) if transposed else (d, a)), ends), dtype=w.type.dtype)
+    return da, fd.ops.cast(
+        fd.ops.grouped_outer(*((a, d) if transposed else (d, a)), ends), dtype=w.type.dtype
+    )
 
 
 def _mm_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
@@ -215,23 +274,49 @@ def _add_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def bias_rows(fd: Any, bias: Value, ends: Value, like: Value) -> Value:
-    """bias [G, N] -> [M/g, N], the bias of each row's group, in the dtype of `like` [M/g, N]; zeros past the last end"""
+    """bias [G, N] -> [M/g, N], the bias of each row's group, in the dtype of `like` [M/g, N]; zeros
+    past the last end
+    """
     dtype = like.type.dtype
-    nothing = fd.ops.partition(fd.ops.full(shape=tuple(map(plain, like.type.shape)), fill_value=0.0, dtype=dtype), ends)
+    nothing = fd.ops.partition(
+        fd.ops.full(shape=tuple(map(plain, like.type.shape)), fill_value=0.0, dtype=dtype), ends
+    )
     return fd.ops.group_add(nothing, fd.ops.cast(bias, dtype=dtype), ends)
 
 
 def _product_flops(op: Op) -> Any:
-    """2 * M * N * K: M rows of the first operand; matrices [N, K] of the second operand or of the result."""
+    """2 * M * N * K: M rows of the first operand; matrices [N, K] of the second operand or of the
+    result.
+    """
     a, w = (v.type for v in op.values[:2])
     matrices = w if len(w.shape) == 3 else op.outputs[0].type
     return 2 * plain(a.shape[0]) * elements(matrices.shape[1:])
 
 
 TABLE = (
-    OpKind("grouped_mm", _mm_type, partial(_mm, transposed=False), _mm_grad, flops=_product_flops, role="grouped"),
-    OpKind("grouped_mm_t", _mm_t_type, partial(_mm, transposed=True), _mm_grad, flops=_product_flops, role="grouped"),
+    OpKind(
+        "grouped_mm",
+        _mm_type,
+        partial(_mm, transposed=False),
+        _mm_grad,
+        flops=_product_flops,
+        role="grouped",
+    ),
+    OpKind(
+        "grouped_mm_t",
+        _mm_t_type,
+        partial(_mm, transposed=True),
+        _mm_grad,
+        flops=_product_flops,
+        role="grouped",
+    ),
     OpKind("grouped_outer", _outer_type, _outer, flops=_product_flops, role="grouped"),
     OpKind("group_add", _add_type, _add, _add_grad, role="grouped_add"),
-    OpKind("group_sum", _sum_type, _sum, flops=lambda op: elements(op.values[0].type.shape), role="grouped_sum"),
+    OpKind(
+        "group_sum",
+        _sum_type,
+        _sum,
+        flops=lambda op: elements(op.values[0].type.shape),
+        role="grouped_sum",
+    ),
 )

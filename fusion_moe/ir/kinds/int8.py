@@ -1,22 +1,29 @@
-"""Products of int8 operands: rows of floats and weights of E2M1 codes, both rounded to integers in blocks of 256 columns.
+"""Products of int8 operands: rows of floats and weights of E2M1 codes, both rounded to integers in
+blocks of 256 columns.
 
-    rows     step = amax / 127                     of a block of a row; codes = round(x * (127 / amax)), ties to even: -127 .. 127
-    weights  step = S / 16                         S: the largest block scale, by its size, of a block of a row of a matrix
-             ratio = round(s * (2048 / S))         of each of its block scales s, ties to even
-             codes = floor((2 c * ratio + 128) / 256)        c: the E2M1 number of a code, times s / S * 16 to nearest: -96 .. 96
-    y        sum over blocks, in order, of (codes of the row . codes of the weight) * (step of the row * step of the weight),
-             each product of codes an exact integer, each block added by one fused multiply-add; then times the scale of the matrix
+    rows     step = amax / 127                     of a block of a row; codes = round(x * (127 /
+    amax)), ties to even: -127 .. 127 weights  step = S / 16                         S: the largest
+    block scale, by its size, of a block of a row of a matrix
+             ratio = round(s * (2048 / S))         of each of its block scales s, ties to even codes
+             = floor((2 c * ratio + 128) / 256)        c: the E2M1 number of a code, times s / S *
+             16 to nearest: -96 .. 96
+    y        sum over blocks, in order, of (codes of the row . codes of the weight) * (step of the
+    row * step of the weight),
+             each product of codes an exact integer, each block added by one fused multiply-add;
+             then times the scale of the matrix
 
-Everything but the integers is in float32. A block whose amax or S is below 2^-100 counts as zeros. NaN or infinity in a block of a row, or
-NaN among a weight row's scales, makes all results of that row, or of that column, NaN. The last block of a row may be shorter.
+Everything but the integers is in float32. A block whose amax or S is below 2^-100 counts as zeros.
+NaN or infinity in a block of a row, or NaN among a weight row's scales, makes all results of that
+row, or of that column, NaN. The last block of a row may be shorter.
 
-Weights are rounded too, since integer tensors need one scale for all the columns that an instruction contracts: 64 with AMX, while NVFP4
-has a scale for every 16. Sixteen times the largest E2M1 number fits into a byte. As a power of two, the factor keeps all values exact in a
-block with the largest scale and, with MXFP4's power-of-two scales, in blocks down to an eighth of it.
+Weights are rounded too, since integer tensors need one scale for all the columns that an
+instruction contracts: 64 with AMX, while NVFP4 has a scale for every 16. Sixteen times the largest
+E2M1 number fits into a byte. As a power of two, the factor keeps all values exact in a block with
+the largest scale and, with MXFP4's power-of-two scales, in blocks down to an eighth of it.
 
-Why 256 columns: once for each block, results must be converted to float32, scaled and added. By instruction count this takes vector units
-half of the time in which tiles multiply 256 columns; with 128 columns it would take all of it. Sums of a block have 22 bits, which float32
-holds exactly.
+Why 256 columns: once for each block, results must be converted to float32, scaled and added. By
+instruction count this takes vector units half of the time in which tiles multiply 256 columns; with
+128 columns it would take all of it. Sums of a block have 22 bits, which float32 holds exactly.
 """
 
 from __future__ import annotations
@@ -41,13 +48,17 @@ _CODES = 16  # at least this many share a scale
 
 
 def need_operands(operands: str, a: TensorType, w: TensorType) -> None:
-    """OptionError or DtypeError unless a product of rows of type a with a weight of type w can have such operands: "" or "int8"."""
+    """OptionError or DtypeError unless a product of rows of type a with a weight of type w can have
+    such operands: "" or "int8".
+    """
     if operands not in ("", NAME):
         raise OptionError(f"operands = {operands!r}", expected=f"'' or {NAME!r}")
     if operands == NAME:
         need_dtype("a", a, "f32", "bf16", "f16")
         if w.dtype not in WEIGHTS:
-            raise DtypeError(f"w is {w}", expected=f"{' or '.join(WEIGHTS)} for operands = {NAME!r}")
+            raise DtypeError(
+                f"w is {w}", expected=f"{' or '.join(WEIGHTS)} for operands = {NAME!r}"
+            )
 
 
 def rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +72,9 @@ def rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def matrices(w: Quantized) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight [G, N, K] -> codes f32 [G, N, blocks, 256], integers; steps f32 [G, N, blocks]; matrix scales f32 [G, N]"""
+    """A weight [G, N, K] -> codes f32 [G, N, blocks, 256], integers; steps f32 [G, N, blocks];
+    matrix scales f32 [G, N]
+    """
     *lead, n, _ = w.shape
     assert E2M1.decode is not None
     packed = w[0].view(torch.uint8)
@@ -70,7 +83,11 @@ def matrices(w: Quantized) -> tuple[Tensor, Tensor, Tensor]:
     scales = _blocks(each, BLOCK // _CODES)
     largest = scales.abs().amax(-1)
     some = largest.isfinite() & (largest >= _LEAST)
-    ratios = torch.where(some[..., None], scales * _quotient(2048.0, largest)[..., None], 0.0).round().int()
+    ratios = (
+        torch.where(some[..., None], scales * _quotient(2048.0, largest)[..., None], 0.0)
+        .round()
+        .int()
+    )
     wide = _blocks(codes, BLOCK).unflatten(-1, (-1, _CODES))
     made = (wide * ratios[..., None] + 128) >> 8
     of_matrix = w[2] if len(w) > 2 else torch.ones(lead, device=packed.device)
@@ -84,14 +101,18 @@ def product(a: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor, Tensor]) -> Tenso
     (codes, steps), (w_codes, w_steps, factors) = a, (t[0] for t in w)
     sums = codes.new_zeros(len(codes), len(w_codes))
     for block in range(codes.shape[1]):
-        integers = codes[:, block] @ w_codes[:, block].T  # exact in any order, since it is below 2^24
+        # exact in any order, since it is below 2^24
+        integers = codes[:, block] @ w_codes[:, block].T
         step = steps[:, block, None] * w_steps[None, :, block]
-        sums = (integers.double() * step.double() + sums.double()).float()  # float64 holds the product exactly
+        # float64 holds the product exactly
+        sums = (integers.double() * step.double() + sums.double()).float()
     return sums * factors
 
 
 def _quotient(number: float, by: Tensor) -> Tensor:
-    """A quotient rounded once: torch divides a number by a tensor by multiplying with a reciprocal."""
+    """A quotient rounded once: torch divides a number by a tensor by multiplying with a
+    reciprocal.
+    """
     return torch.full_like(by, number) / by
 
 

@@ -1,6 +1,8 @@
-"""Pointwise operations: each element of the result from one element of each input. Sizes are equal or 1; a number has the tensors' dtype.
+"""Pointwise operations: each element of the result from one element of each input. Sizes are equal
+or 1; a number has the tensors' dtype.
 
-Each result is rounded to its dtype as in torch: bf16 is computed in float32 and rounded, once for each operation.
+Each result is rounded to its dtype as in torch: bf16 is computed in float32 and rounded, once for
+each operation.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ import torch
 from ...errors import DtypeError
 from ..core import Op, OpKind, Value
 from ..types import COMPUTED, DTYPES, FLOATS, INTS, STORED, TensorType, plain
-from .rules import Types, joined_dtype, joined_shape, need_dtype, need_finite, need_float, need_tensor
+from .rules import (
+    Types,
+    joined_dtype,
+    joined_shape,
+    need_dtype,
+    need_finite,
+    need_float,
+    need_tensor,
+)
 from .shape import elements
 
 Grad = Callable[[Any, Op, Value], Sequence[Value | None]]
@@ -27,7 +37,11 @@ def _computed_dtype(types: Sequence[Any]) -> str:
     """The common dtype of the tensors, in which torch computes."""
     dtype = joined_dtype(types)
     if dtype not in COMPUTED:
-        raise DtypeError(f"the input is {dtype}", expected="a wider dtype", todo="cast with fd.ops.cast(x, dtype=...)")
+        raise DtypeError(
+            f"the input is {dtype}",
+            expected="a wider dtype",
+            todo="cast with fd.ops.cast(x, dtype=...)",
+        )
     return dtype
 
 
@@ -40,9 +54,13 @@ def _bounded(*types: Any) -> Types:
 
 
 def _sum(*types: Any) -> Types:
-    """Masks may be added to and multiplied with each other, as `or` and `and`; with a number, torch would make them integers."""
+    """Masks may be added to and multiplied with each other, as `or` and `and`; with a number, torch
+    would make them integers.
+    """
     if joined_dtype(types) == "bool" and not all(isinstance(t, TensorType) for t in types):
-        raise DtypeError("a number beside bool", expected="two masks", todo="cast with fd.ops.cast(x, dtype=...)")
+        raise DtypeError(
+            "a number beside bool", expected="two masks", todo="cast with fd.ops.cast(x, dtype=...)"
+        )
     return _same(*types)
 
 
@@ -87,25 +105,35 @@ def _cast_type(x: TensorType, dtype: str) -> Types:
 
 
 def _where_type(condition: TensorType, a: Any, b: Any) -> Types:
-    """a where the mask condition is true, b elsewhere; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    """a where the mask condition is true, b elsewhere; sizes equal or 1. A number takes the dtype
+    of the tensor beside it.
+    """
     need_dtype("condition", condition, "bool")
     (made,) = _bounded(a, b)
     return (made.with_(shape=joined_shape((condition, a, b))),)
 
 
 def _as_tensors(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two operands, one of which may be a number, as tensors, for torch functions that take only tensors."""
+    """Two operands, one of which may be a number, as tensors, for torch functions that take only
+    tensors.
+    """
     like = a if isinstance(a, torch.Tensor) else b
-    return torch.as_tensor(a, dtype=like.dtype, device=like.device), torch.as_tensor(b, dtype=like.dtype, device=like.device)
+    return torch.as_tensor(a, dtype=like.dtype, device=like.device), torch.as_tensor(
+        b, dtype=like.dtype, device=like.device
+    )
 
 
 def _in_opmath(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The sum of 16-bit floats and a number that is not rounded to 16 bits: as in Inductor's kernels and torch's on CUDA, not on CPUs."""
+    """The sum of 16-bit floats and a number that is not rounded to 16 bits: as in Inductor's
+    kernels and torch's on CUDA, not on CPUs.
+    """
 
     def evaluate(a: Any, b: Any) -> torch.Tensor:
         dtypes = [v.dtype for v in (a, b) if isinstance(v, torch.Tensor)]
         if len(dtypes) == 1 and dtypes[0] in (torch.bfloat16, torch.float16):
-            return function(*(v.float() if isinstance(v, torch.Tensor) else v for v in (a, b))).to(dtypes[0])
+            return function(*(v.float() if isinstance(v, torch.Tensor) else v for v in (a, b))).to(
+                dtypes[0]
+            )
         return function(a, b)
 
     return evaluate
@@ -115,7 +143,11 @@ def unbroadcast(fd: Any, grad: Value, x: Any) -> Value | None:
     """The gradient of an input whose dimensions of size 1 were repeated: summed over them."""
     if not isinstance(x, Value):
         return None
-    dims = tuple(i for i, (a, b) in enumerate(zip(x.type.shape, grad.type.shape, strict=True)) if plain(a) == 1 and plain(b) != 1)
+    dims = tuple(
+        i
+        for i, (a, b) in enumerate(zip(x.type.shape, grad.type.shape, strict=True))
+        if plain(a) == 1 and plain(b) != 1
+    )
     return fd.ops.sum(grad, dims=dims, keepdim=True) if dims else grad
 
 
@@ -125,7 +157,9 @@ def _binary_grad(rule: Callable[[Any, Any, Any, Value, Value], Sequence[Value | 
     def grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
         a, b = op.inputs
         grads = rule(fd.ops, a, b, op.outputs[0], dy)
-        return [None if g is None else unbroadcast(fd, g, x) for g, x in zip(grads, (a, b), strict=True)]
+        return [
+            None if g is None else unbroadcast(fd, g, x) for g, x in zip(grads, (a, b), strict=True)
+        ]
 
     return grad
 
@@ -136,17 +170,22 @@ def _unary_grad(rule: Callable[[Any, Value, Value, Value], Value]) -> Grad:
 
 
 def _passes_at_bound() -> bool:
-    """Whether the installed torch's clamp passes the gradient of an element that equals a bound: yes up to 2.13, no from 2.14 on."""
+    """Whether the installed torch's clamp passes the gradient of an element that equals a bound:
+    yes up to 2.13, no from 2.14 on.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         node: Any = torch.zeros((), device="cpu", requires_grad=True).clamp(min=0.0).grad_fn
-        return bool(node(torch.ones((), device="cpu")))  # called directly: once autograd's threads have started, forking is impossible
+        # called directly: once autograd's threads have started, forking is impossible
+        return bool(node(torch.ones((), device="cpu")))
 
 
 _LESS, _GREATER = ("le", "ge") if _passes_at_bound() else ("lt", "gt")
 
 
 def _clamp_grad(inside: str) -> Grad:
-    """minimum and maximum with a number pass the gradient where the tensor was kept; at the bound they do so if torch.clamp does."""
+    """minimum and maximum with a number pass the gradient where the tensor was kept; at the bound
+    they do so if torch.clamp does.
+    """
 
     def grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
         a, b = op.inputs
@@ -163,13 +202,19 @@ def _cast_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     x = op.inputs[0]
     assert isinstance(x, Value)
     if x.type.dtype in STORED:
-        raise NotImplementedError(f"the derivative of a cast from {x.type.dtype}, which has no room for gradients")
+        raise NotImplementedError(
+            f"the derivative of a cast from {x.type.dtype}, which has no room for gradients"
+        )
     return [fd.ops.cast(dy, dtype=x.type.dtype) if x.type.dtype in FLOATS else None]
 
 
 def _where_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     condition, a, b = op.inputs
-    return [None, unbroadcast(fd, fd.ops.where(condition, dy, 0.0), a), unbroadcast(fd, fd.ops.where(condition, 0.0, dy), b)]
+    return [
+        None,
+        unbroadcast(fd, fd.ops.where(condition, dy, 0.0), a),
+        unbroadcast(fd, fd.ops.where(condition, 0.0, dy), b),
+    ]
 
 
 def _silu_grad(ops: Any, x: Value, y: Value, dy: Value) -> Value:
@@ -178,12 +223,19 @@ def _silu_grad(ops: Any, x: Value, y: Value, dy: Value) -> Value:
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
-    """x / (1 + exp(-x)) in float32 (float64 in float64), rounded once: bit for bit the result of its decomposition."""
+    """x / (1 + exp(-x)) in float32 (float64 in float64), rounded once: bit for bit the result of
+    its decomposition.
+    """
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide / (1 + (-wide).exp())).to(x.dtype)
 
 
-def _unary(name: str, infer: Callable[..., Types], function: Callable[..., torch.Tensor], grad: Grad | None = None) -> OpKind:
+def _unary(
+    name: str,
+    infer: Callable[..., Types],
+    function: Callable[..., torch.Tensor],
+    grad: Grad | None = None,
+) -> OpKind:
     def rule(x: TensorType) -> Types:
         return infer(x)
 
@@ -191,12 +243,20 @@ def _unary(name: str, infer: Callable[..., Types], function: Callable[..., torch
     return OpKind(name, rule, lambda x: (function(x),), grad, flops=_elements)
 
 
-def _binary(name: str, infer: Callable[..., Types], function: Callable[..., torch.Tensor], grad: Grad | None = None) -> OpKind:
+def _binary(
+    name: str,
+    infer: Callable[..., Types],
+    function: Callable[..., torch.Tensor],
+    grad: Grad | None = None,
+) -> OpKind:
     def rule(a: Any, b: Any) -> Types:
         return infer(a, b)
 
     result = "a mask" if infer is _compared else "in their one dtype"
-    rule.__doc__ = f"{name} of each element of a and b, {result}; sizes equal or 1. A number takes the dtype of the tensor beside it."
+    rule.__doc__ = (
+        f"{name} of each element of a and b, {result}; sizes equal or 1. A number "
+        "takes the dtype of the tensor beside it."
+    )
     return OpKind(name, rule, lambda a, b: (function(a, b),), grad, flops=_elements)
 
 
@@ -207,25 +267,81 @@ def _elements(op: Op) -> Any:
 
 TABLE = (
     OpKind("cast", _cast_type, lambda x, dtype: (x.to(DTYPES[dtype]),), _cast_grad),
-    OpKind("where", _where_type, lambda condition, a, b: (torch.where(condition, *_as_tensors(a, b)),), _where_grad, flops=_elements),
+    OpKind(
+        "where",
+        _where_type,
+        lambda condition, a, b: (torch.where(condition, *_as_tensors(a, b)),),
+        _where_grad,
+        flops=_elements,
+    ),
     _unary("neg", _number, torch.neg, _unary_grad(lambda o, x, y, g: o.neg(g))),
-    _unary("abs", _number, torch.abs, _unary_grad(lambda o, x, y, g: o.where(o.lt(x, 0.0), o.neg(g), o.where(o.gt(x, 0.0), g, 0.0)))),
+    _unary(
+        "abs",
+        _number,
+        torch.abs,
+        _unary_grad(
+            lambda o, x, y, g: o.where(o.lt(x, 0.0), o.neg(g), o.where(o.gt(x, 0.0), g, 0.0))
+        ),
+    ),
     _unary("exp", _float, torch.exp, _unary_grad(lambda o, x, y, g: o.mul(g, y))),
     _unary("log", _float, torch.log, _unary_grad(lambda o, x, y, g: o.div(g, x))),
     _unary("sqrt", _float, torch.sqrt, _unary_grad(lambda o, x, y, g: o.div(g, o.mul(y, 2.0)))),
-    _unary("rsqrt", _float, torch.rsqrt, _unary_grad(lambda o, x, y, g: o.mul(g, o.mul(o.div(y, x), -0.5)))),
-    _unary("reciprocal", _float, torch.reciprocal, _unary_grad(lambda o, x, y, g: o.neg(o.mul(g, o.mul(y, y))))),
-    _unary("tanh", _float, torch.tanh, _unary_grad(lambda o, x, y, g: o.mul(g, o.sub(1.0, o.mul(y, y))))),
+    _unary(
+        "rsqrt",
+        _float,
+        torch.rsqrt,
+        _unary_grad(lambda o, x, y, g: o.mul(g, o.mul(o.div(y, x), -0.5))),
+    ),
+    _unary(
+        "reciprocal",
+        _float,
+        torch.reciprocal,
+        _unary_grad(lambda o, x, y, g: o.neg(o.mul(g, o.mul(y, y)))),
+    ),
+    _unary(
+        "tanh",
+        _float,
+        torch.tanh,
+        _unary_grad(lambda o, x, y, g: o.mul(g, o.sub(1.0, o.mul(y, y)))),
+    ),
     _unary("erf", _float, torch.erf),
-    _unary("relu", _number, torch.relu, _unary_grad(lambda o, x, y, g: o.where(o.gt(x, 0.0), g, 0.0))),
-    _unary("sigmoid", _float, torch.sigmoid, _unary_grad(lambda o, x, y, g: o.mul(g, o.mul(y, o.sub(1.0, y))))),
+    _unary(
+        "relu", _number, torch.relu, _unary_grad(lambda o, x, y, g: o.where(o.gt(x, 0.0), g, 0.0))
+    ),
+    _unary(
+        "sigmoid",
+        _float,
+        torch.sigmoid,
+        _unary_grad(lambda o, x, y, g: o.mul(g, o.mul(y, o.sub(1.0, y)))),
+    ),
     _unary("silu", _float, _silu, _unary_grad(_silu_grad)),
-    _binary("add", _sum, _in_opmath(lambda a, b: a + b), _binary_grad(lambda o, a, b, y, g: (g, g))),
-    _binary("sub", _number, _in_opmath(lambda a, b: a - b), _binary_grad(lambda o, a, b, y, g: (g, o.neg(g)))),
-    _binary("mul", _sum, lambda a, b: a * b, _binary_grad(lambda o, a, b, y, g: (o.mul(g, b), o.mul(g, a)))),
-    _binary("div", _float, lambda a, b: a / b, _binary_grad(lambda o, a, b, y, g: (o.div(g, b), o.neg(o.div(o.mul(g, y), b))))),
-    _binary("minimum", _bounded, lambda a, b: torch.minimum(*_as_tensors(a, b)), _clamp_grad(_LESS)),
-    _binary("maximum", _bounded, lambda a, b: torch.maximum(*_as_tensors(a, b)), _clamp_grad(_GREATER)),
+    _binary(
+        "add", _sum, _in_opmath(lambda a, b: a + b), _binary_grad(lambda o, a, b, y, g: (g, g))
+    ),
+    _binary(
+        "sub",
+        _number,
+        _in_opmath(lambda a, b: a - b),
+        _binary_grad(lambda o, a, b, y, g: (g, o.neg(g))),
+    ),
+    _binary(
+        "mul",
+        _sum,
+        lambda a, b: a * b,
+        _binary_grad(lambda o, a, b, y, g: (o.mul(g, b), o.mul(g, a))),
+    ),
+    _binary(
+        "div",
+        _float,
+        lambda a, b: a / b,
+        _binary_grad(lambda o, a, b, y, g: (o.div(g, b), o.neg(o.div(o.mul(g, y), b)))),
+    ),
+    _binary(
+        "minimum", _bounded, lambda a, b: torch.minimum(*_as_tensors(a, b)), _clamp_grad(_LESS)
+    ),
+    _binary(
+        "maximum", _bounded, lambda a, b: torch.maximum(*_as_tensors(a, b)), _clamp_grad(_GREATER)
+    ),
     _binary("pow", _power, torch.pow),
     _binary("lt", _compared, lambda a, b: a < b),
     _binary("le", _compared, lambda a, b: a <= b),

@@ -1,4 +1,6 @@
-"""Values in an encoding: packed from stored parts, quantized from floats, unpacked, or relaid out."""
+"""Values in an encoding: packed from stored parts, quantized from floats, unpacked, or relaid
+out.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from .rules import Types, need_dtype, need_partition, need_rank, need_tensor
 from .runs import dequantize_runs, in_runs, part_shape, quantize_runs
 
 ENCODED_FROM = ("f32", "bf16", "f16")
-TRAINED = (MXFP8.name, MXFP8_COLUMNS.name)  # encodings that both operands of a product can have, forward and backward
+# encodings that both operands of a product can have, forward and backward
+TRAINED = (MXFP8.name, MXFP8_COLUMNS.name)
 
 
 def encoded() -> tuple[str, ...]:
@@ -39,15 +42,20 @@ def encoded() -> tuple[str, ...]:
 
 
 def _pack_type(*parts: TensorType, encoding: str, layout: str, transposed: bool = False) -> Types:
-    """The parts of an encoding -> a value of it: codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale f32[...] or [..., S]
-    -> nvfp4[..., N, K]; w bf16[..., N, K] -> bf16[..., N, K]@layout
+    """The parts of an encoding -> a value of it: codes u8[..., N, K/2], block_scale f8e4m3[..., N,
+    K/16], decode_scale f32[...] or [..., S] -> nvfp4[..., N, K]; w bf16[..., N, K] -> bf16[..., N,
+    K]@layout
 
-    layout: how the parts are stored, each in the shape of its storage. transposed: the elements are [..., K/2, N], strided so that
-    the two codes of a byte still run along K and no byte has to move.
+    layout: how the parts are stored, each in the shape of its storage. transposed: the elements are
+    [..., K/2, N], strided so that the two codes of a byte still run along K and no byte has to
+    move.
     """
     descriptor = find(encoding)
     if len(parts) != len(descriptor.parts):
-        raise ShapeError(f"{len(parts)} parts of {encoding}", expected=", ".join(part.name for part in descriptor.parts))
+        raise ShapeError(
+            f"{len(parts)} parts of {encoding}",
+            expected=", ".join(part.name for part in descriptor.parts),
+        )
     for part, type in zip(descriptor.parts, parts, strict=True):
         need_dtype(part.name, type, dtype_name(part.dtype))
     if layout not in LAYOUTS:
@@ -62,7 +70,10 @@ def _pack_type(*parts: TensorType, encoding: str, layout: str, transposed: bool 
         if part.scale.block:
             stored = _stored(part_shape(descriptor, part, (*lead, n, k)), layout)
             if type.shape != stored:
-                want = f"{list(stored)}, one scale for {part.scale.block} codes of {list(parts[0].shape)}"
+                want = (
+                    f"{list(stored)}, one scale for {part.scale.block} codes of "
+                    f"{list(parts[0].shape)}"
+                )
                 within = f" in the layout {layout}" if layout != "linear" else ""
                 raise ShapeError(f"{part.name} {list(type.shape)}", expected=want + within)
         else:
@@ -78,8 +89,15 @@ def _rows_and_columns(elements: TensorType, transposed: bool) -> tuple[Dim, ...]
 def _need_layout(layout: str, n: Dim, k: int, encoding: Encoding) -> None:
     """ShapeError unless a layout can store a matrix [N, K] in an encoding."""
     rows = plain(n)
-    if layout != "linear" and (why := LAYOUTS[layout].why_not(rows if isinstance(rows, int) else 0, k, encoding)):
-        raise ShapeError(why, expected=f"a weight that the layout {layout} can store", todo="keep the linear layout", where=layout)
+    if layout != "linear" and (
+        why := LAYOUTS[layout].why_not(rows if isinstance(rows, int) else 0, k, encoding)
+    ):
+        raise ShapeError(
+            why,
+            expected=f"a weight that the layout {layout} can store",
+            todo="keep the linear layout",
+            where=layout,
+        )
 
 
 def _stored(shape: tuple[Dim, ...], layout: str) -> tuple[Dim, ...]:
@@ -102,7 +120,9 @@ def known(k: Dim) -> int:
 
 
 def _need_matrices(x: TensorType, encoding: Encoding) -> None:
-    """Raises unless x is f32, bf16 or f16 [..., N, K] with K, or N if blocks lie along N, in whole blocks."""
+    """Raises unless x is f32, bf16 or f16 [..., N, K] with K, or N if blocks lie along N, in whole
+    blocks.
+    """
     need_dtype("x", x, *ENCODED_FROM)
     if len(x.shape) < 2:
         raise ShapeError(f"x {x}", expected="[..., N, K]")
@@ -116,20 +136,30 @@ def _need_matrix_scale(scale: Scale, type: TensorType, lead: tuple, n: object) -
     fits = isinstance(runs, int) and runs > 0 and not (isinstance(n, int) and n % runs)
     if shape[:rank] != lead or len(shape) > rank + 1 or not fits:
         want = [f"[{', '.join(map(str, s))}]" for s in (lead, (*lead, "S"))]
-        raise ShapeError(f"{scale.part} {list(shape)}", expected=f"{want[0]}, or {want[1]} with S dividing N = {n}")
+        raise ShapeError(
+            f"{scale.part} {list(shape)}",
+            expected=f"{want[0]}, or {want[1]} with S dividing N = {n}",
+        )
 
 
 def _runs_divide(n: Dim, matrix_scale: TensorType, rank: int) -> Iterator[Need]:
     """A scale for each of S runs of rows: S must divide N, which may be known only at launch."""
     runs = matrix_scale.shape[rank] if len(matrix_scale.shape) > rank else 1
     if isinstance(runs, int):
-        yield plain(n) + ceildiv(plain(n), runs) * -runs, f"decode_scale {matrix_scale} for N = {n}, which {runs} does not divide"
+        yield (
+            plain(n) + ceildiv(plain(n), runs) * -runs,
+            f"decode_scale {matrix_scale} for N = {n}, which {runs} does not divide",
+        )
 
 
-def _pack_needs(*parts: TensorType, encoding: str, layout: str, transposed: bool = False) -> Iterator[Need]:
+def _pack_needs(
+    *parts: TensorType, encoding: str, layout: str, transposed: bool = False
+) -> Iterator[Need]:
     for part, type in zip(find(encoding).parts, parts, strict=True):
         if part.of_matrix:
-            yield from _runs_divide(parts[0].shape[-1 if transposed else -2], type, len(parts[0].shape) - 2)
+            yield from _runs_divide(
+                parts[0].shape[-1 if transposed else -2], type, len(parts[0].shape) - 2
+            )
 
 
 def _matrix_scales(encoding: Encoding) -> tuple[Scale, ...]:
@@ -142,7 +172,8 @@ def _quantize_needs(x: TensorType, *beside: TensorType, encoding: str) -> Iterat
 
 
 def _quantize_type(x: TensorType, *beside: TensorType, encoding: str) -> Types:
-    """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one -> nvfp4[..., N, K], quantized along K
+    """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one -> nvfp4[...,
+    N, K], quantized along K
 
     x [M/g, K], ends -> mxfp8_columns[M/g, K]: quantized along the rows of each group (runs.py).
     """
@@ -162,9 +193,14 @@ def _quantize_type(x: TensorType, *beside: TensorType, encoding: str) -> Types:
 
 
 def _need_ends(x: TensorType, beside: Sequence[TensorType]) -> None:
-    """Checks that x [M/g, K], whose blocks lie along rows of groups, has the ends of these groups as the only other operand."""
+    """Checks that x [M/g, K], whose blocks lie along rows of groups, has the ends of these groups
+    as the only other operand.
+    """
     if len(beside) != 1:
-        raise ShapeError(f"{len(beside)} operands beside x {x}", expected="the ends of its groups, whose rows have blocks of their own")
+        raise ShapeError(
+            f"{len(beside)} operands beside x {x}",
+            expected="the ends of its groups, whose rows have blocks of their own",
+        )
     need_partition("x", x, beside[0])
 
 
@@ -188,7 +224,9 @@ def _quantize_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def _dequantize_type(x: TensorType, *ends: TensorType, dtype: str) -> Types:
-    """x mxfp8[..., N, K] -> dtype[..., N, K], rounded once; ends: of its rows, if blocks lie along rows of groups"""
+    """x mxfp8[..., N, K] -> dtype[..., N, K], rounded once; ends: of its rows, if blocks lie along
+    rows of groups
+    """
     need_dtype("x", x, *encoded())
     need_dtype("the result", x.with_(dtype=dtype), *FLOATS)
     if x.layout != "linear":
@@ -196,35 +234,53 @@ def _dequantize_type(x: TensorType, *ends: TensorType, dtype: str) -> Types:
     if in_runs(x.encoding, x.shape):
         _need_ends(x.with_(dtype=dtype), ends)
     elif ends:
-        raise ShapeError(f"{len(ends)} operands beside x {x}", expected="none: its blocks are not those of groups")
+        raise ShapeError(
+            f"{len(ends)} operands beside x {x}",
+            expected="none: its blocks are not those of groups",
+        )
     return (x.with_(dtype=dtype),)
 
 
 def _dequantize(x: Quantized, *ends: torch.Tensor, dtype: str) -> tuple[torch.Tensor]:
-    return (dequantize_runs(x, ends[0]).to(DTYPES[dtype]) if ends else dequantize(x, DTYPES[dtype]),)
+    return (
+        dequantize_runs(x, ends[0]).to(DTYPES[dtype]) if ends else dequantize(x, DTYPES[dtype]),
+    )
 
 
 def _decode_scale_type(x: TensorType, encoding: str) -> Types:
-    """x float[..., N, K] -> f32[...]: the scale that each matrix gets in an encoding; for NVFP4 amax / 2688."""
+    """x float[..., N, K] -> f32[...]: the scale that each matrix gets in an encoding; for NVFP4
+    amax / 2688.
+    """
     descriptor = find(encoding)
     _need_matrices(x, descriptor)
     scales = _matrix_scales(descriptor)
     if not scales:
-        raise ShapeError(f"decode_scale of {encoding}, which has none", expected="an encoding with a scale for a whole matrix")
+        raise ShapeError(
+            f"decode_scale of {encoding}, which has none",
+            expected="an encoding with a scale for a whole matrix",
+        )
     return (TensorType(x.shape[:-2], dtype_name(scales[-1].dtype)),)
 
 
 def _decode_scale(x: torch.Tensor, encoding: str) -> tuple[torch.Tensor]:
     """Zeros if there are no rows whose largest element could be taken."""
-    return (matrix_scale_of(x, find(encoding)) if x.numel() else x.new_zeros(x.shape[:-2], dtype=torch.float32),)
+    return (
+        matrix_scale_of(x, find(encoding))
+        if x.numel()
+        else x.new_zeros(x.shape[:-2], dtype=torch.float32),
+    )
 
 
 def _unpack_type(x: TensorType) -> Types:
-    """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]: all parts except the scales of whole matrices"""
+    """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]: all parts except
+    the scales of whole matrices
+    """
     need_dtype("x", x, *encoded())
     encoding, shape = x.encoding, (*x.shape[:-1], known(x.shape[-1]))
     parts = (p for p in encoding.parts if not p.of_matrix)
-    return tuple(x.with_(shape=part_shape(encoding, p, shape), dtype=dtype_name(p.dtype)) for p in parts)
+    return tuple(
+        x.with_(shape=part_shape(encoding, p, shape), dtype=dtype_name(p.dtype)) for p in parts
+    )
 
 
 def _unpack(x: Quantized) -> tuple[torch.Tensor, ...]:
@@ -232,7 +288,9 @@ def _unpack(x: Quantized) -> tuple[torch.Tensor, ...]:
 
 
 def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
-    """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: each group is stored separately in the layout"""
+    """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: each group is stored separately in the
+    layout
+    """
     need_rank("x", x, 2)
     need_dtype("x", x, *DTYPES)
     rows, scales = need_partition("x", x, ends), _scale_layout(layout)
@@ -252,7 +310,9 @@ def _swizzle(x: torch.Tensor, ends: torch.Tensor, layout: str) -> tuple[torch.Te
 
 
 def _relayout_type(x: TensorType, ends: TensorType, layout: str) -> Types:
-    """x nvfp4[M/g, K] -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in another layout"""
+    """x nvfp4[M/g, K] -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in another
+    layout
+    """
     need_dtype("x", x, *encoded())
     need_partition("x", x, ends)
     if x.layout != "linear" or x.encoding.axis != -1:
@@ -266,7 +326,9 @@ def _relayout(x: Quantized, ends: torch.Tensor, layout: str) -> tuple[Quantized]
 
 
 def linear(x: Any, encoding: Encoding, layout: str, ends: torch.Tensor | None = None) -> Any:
-    """A value in linear order, whatever `layout` it is stored in; ends: of the groups in which its rows are stored."""
+    """A value in linear order, whatever `layout` it is stored in; ends: of the groups in which its
+    rows are stored.
+    """
     if layout == "linear":
         return x
     stored = LAYOUTS[layout]
@@ -277,14 +339,24 @@ def linear(x: Any, encoding: Encoding, layout: str, ends: torch.Tensor | None = 
     assert isinstance(stored, TensorLayout)
     *lead, n, k = x.shape
     shapes = [encoding.part_shape(p, lead, n, k) for p in encoding.parts]
-    return x.of(stored.inverse(t, s, ends) if p.of_blocks else t for (p, t), s in zip(x.named(), shapes, strict=True))
+    return x.of(
+        stored.inverse(t, s, ends) if p.of_blocks else t
+        for (p, t), s in zip(x.named(), shapes, strict=True)
+    )
 
 
 TABLE = (
     OpKind("pack", _pack_type, _pack, needs=_pack_needs, view=True, role="view"),
     OpKind("unpack", _unpack_type, _unpack, role="view", outputs=None),
     OpKind("decode_scale", _decode_scale_type, _decode_scale, role="reduce"),
-    OpKind("quantize", _quantize_type, _quantize, _quantize_grad, needs=_quantize_needs, role="quantize"),
+    OpKind(
+        "quantize",
+        _quantize_type,
+        _quantize,
+        _quantize_grad,
+        needs=_quantize_needs,
+        role="quantize",
+    ),
     OpKind("dequantize", _dequantize_type, _dequantize, role="quantize"),
     OpKind("grouped_swizzle", _swizzle_type, _swizzle, role="layout"),
     OpKind("relayout", _relayout_type, _relayout, role="layout"),

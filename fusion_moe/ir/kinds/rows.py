@@ -11,17 +11,34 @@ from typing import Any
 import torch
 
 from ...errors import DtypeError, FusionError, ShapeError
-from ...groups import check_ends, check_ids, check_permutation, check_problem, check_slots, ends_from_problem
+from ...groups import (
+    check_ends,
+    check_ids,
+    check_permutation,
+    check_problem,
+    check_slots,
+    ends_from_problem,
+)
 from ...layouts import SF128X4
 from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize
 from ..types import DTYPES, INTS, Dim, Groups, Rows, TensorType, accumulated, dtype_name, plain
-from .rules import Types, need_computed, need_dtype, need_float, need_partition, need_rank, need_same
+from .rules import (
+    Types,
+    need_computed,
+    need_dtype,
+    need_float,
+    need_partition,
+    need_rank,
+    need_same,
+)
 from .shape import elements
 
 
 def _ends_type(offs: TensorType, rows: AnySize, groups: Groups) -> Types:
-    """offs i32[G], where the groups of this many rows end -> i32[G]@ends(g), which grouped operations take."""
+    """offs i32[G], where the groups of this many rows end -> i32[G]@ends(g), which grouped
+    operations take.
+    """
     need_rank("offs", offs, 1)
     need_dtype("offs", offs, "i32")
     need_same("group count", "offs", offs.shape[0], "groups", groups.count)
@@ -35,9 +52,17 @@ def _ends(offs: torch.Tensor, rows: int, groups: Groups) -> tuple[torch.Tensor]:
 
 
 def _problem_ends_type(
-    starts: TensorType, problem_sizes: TensorType, padded_starts: TensorType, rows: AnySize, groups: Groups, n: int, k: int
+    starts: TensorType,
+    problem_sizes: TensorType,
+    padded_starts: TensorType,
+    rows: AnySize,
+    groups: Groups,
+    n: int,
+    k: int,
 ) -> Types:
-    """starts i32[G], problem_sizes i32[G, 3], padded_starts i32[G] -> i32[G]@ends(g): a partition in nvFuser's form."""
+    """starts i32[G], problem_sizes i32[G, 3], padded_starts i32[G] -> i32[G]@ends(g): a partition
+    in nvFuser's form.
+    """
     for name, type, shape in (
         ("offsets", starts, (groups.count,)),
         ("problem_sizes", problem_sizes, (groups.count, 3)),
@@ -50,7 +75,13 @@ def _problem_ends_type(
 
 
 def _problem_ends(
-    starts: torch.Tensor, problem_sizes: torch.Tensor, padded_starts: torch.Tensor, rows: int, groups: Groups, n: int, k: int
+    starts: torch.Tensor,
+    problem_sizes: torch.Tensor,
+    padded_starts: torch.Tensor,
+    rows: int,
+    groups: Groups,
+    n: int,
+    k: int,
 ) -> tuple[torch.Tensor]:
     if not starts.is_cuda:  # on CUDA the check would wait for the device
         check_problem(starts, problem_sizes, padded_starts, rows, n, k, SF128X4.rows)
@@ -63,10 +94,16 @@ def _partition_type(x: TensorType, ends: TensorType) -> Types:
     if groups is None:
         raise ShapeError(f"ends {ends}", expected="i32[G]@ends(g)", todo="make it with fd.ops.ends")
     if x.quantized and x.encoding.axis == -2:
-        raise DtypeError(f"x is {x}", expected="rows that are partitioned before they are quantized: blocks begin anew with each group")
+        raise DtypeError(
+            f"x is {x}",
+            expected="rows that are partitioned before they are "
+            "quantized: blocks begin anew with each group",
+        )
     if isinstance(x.shape[0], Rows) and x.shape[0].groups != groups:
         expected = f"plain rows, or rows partitioned by {groups}"
-        raise FusionError(f"the rows of {x} are already partitioned", expected=expected, todo="reshape them first")
+        raise FusionError(
+            f"the rows of {x} are already partitioned", expected=expected, todo="reshape them first"
+        )
     return (x.with_(shape=(plain(x.shape[0]) / groups, *x.shape[1:])),)
 
 
@@ -79,7 +116,11 @@ def _zero_rest_type(x: TensorType, ends: TensorType) -> Types:
 
 def _zero_rest(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
     """x [M/g, ...] with the rows past the last end set to zero."""
-    return (x.clone().index_fill_(0, torch.arange(int(ends[-1]) if len(ends) else 0, len(x), device=x.device), 0),)
+    return (
+        x.clone().index_fill_(
+            0, torch.arange(int(ends[-1]) if len(ends) else 0, len(x), device=x.device), 0
+        ),
+    )
 
 
 def _zero_rest_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
@@ -89,28 +130,42 @@ def _zero_rest_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 def _route_type(ids: TensorType, groups: Groups, first_expert: int | None = None) -> Types:
     """ids int[T, k], experts of tokens -> ends i32[G]@ends(g), row_of i32[M/g], slot_of i32[T, k].
 
-    row_of: the token of each row, sorted by expert, stably; slot_of: the row of each slot. first_expert: the id of the first group; rows of
-    ids that name no group come past the last end. None: ids start at 0, and every id must name a group, or be -1, which names none.
+    row_of: the token of each row, sorted by expert, stably; slot_of: the row of each slot.
+    first_expert: the id of the first group; rows of ids that name no group come past the last end.
+    None: ids start at 0, and every id must name a group, or be -1, which names none.
     """
     need_rank("ids", ids, 2)
     need_dtype("ids", ids, *INTS)
     if not isinstance(groups.count, int):
         raise ShapeError(f"{groups.count} groups", expected="a number known when compiling")
     if first_expert is not None and not 0 <= first_expert < 2**31 - groups.count:
-        raise ShapeError(f"first_expert = {first_expert}", expected="0 or more, and ids of 32 bits for all groups")
+        raise ShapeError(
+            f"first_expert = {first_expert}",
+            expected="0 or more, and ids of 32 bits for all groups",
+        )
     ends = TensorType((groups.count,), "i32", ends=groups)
-    return ends, TensorType((elements(ids.shape) / groups,), "i32"), TensorType(tuple(map(plain, ids.shape)), "i32")
+    return (
+        ends,
+        TensorType((elements(ids.shape) / groups,), "i32"),
+        TensorType(tuple(map(plain, ids.shape)), "i32"),
+    )
 
 
-def _route_needs(ids: TensorType, groups: Groups, first_expert: int | None = None) -> Iterator[Need]:
+def _route_needs(
+    ids: TensorType, groups: Groups, first_expert: int | None = None
+) -> Iterator[Need]:
     if first_expert is None:
         yield some_of(groups.count, elements(ids.shape)), f"ids choose among {groups.count} groups"
 
 
-def _route(ids: torch.Tensor, groups: Groups, first_expert: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ids [T, k] -> ends i32[G]; row_of i32[M], the token of each sorted row; slot_of i32[T, k], the sorted row of each slot.
+def _route(
+    ids: torch.Tensor, groups: Groups, first_expert: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids [T, k] -> ends i32[G]; row_of i32[M], the token of each sorted row; slot_of i32[T, k],
+    the sorted row of each slot.
 
-    The sort is stable: within a group, and past the last one, rows keep the order of tokens and slots.
+    The sort is stable: within a group, and past the last one, rows keep the order of tokens and
+    slots.
     """
     count = groups.count
     assert isinstance(count, int)
@@ -119,7 +174,9 @@ def _route(ids: torch.Tensor, groups: Groups, first_expert: int | None = None) -
     first = first_expert or 0
     ids = torch.where((ids >= first) & (ids < first + count), ids - first, count)
     flat, order = ids.flatten().sort(stable=True)
-    ends = torch.searchsorted(flat, torch.arange(count, dtype=flat.dtype, device=ids.device), right=True, out_int32=True)
+    ends = torch.searchsorted(
+        flat, torch.arange(count, dtype=flat.dtype, device=ids.device), right=True, out_int32=True
+    )
     slot_of = torch.empty_like(order, dtype=torch.int32)
     slot_of[order] = torch.arange(len(order), dtype=torch.int32, device=ids.device)
     return ends, (order // max(ids.shape[1], 1)).int(), slot_of.view(ids.shape)
@@ -136,7 +193,10 @@ def _index_select_type(x: TensorType, index: TensorType, dim: int) -> Types:
 
 
 def _index_select_needs(x: TensorType, index: TensorType, dim: int) -> Iterator[Need]:
-    yield some_of(x.shape[dim], index.shape[0]), f"{index.shape[0]} elements are selected from dimension {dim} of {x}, which has none"
+    yield (
+        some_of(x.shape[dim], index.shape[0]),
+        f"{index.shape[0]} elements are selected from dimension {dim} of {x}, which has none",
+    )
 
 
 def some_of(there: Dim, wanted: AnySize | Dim) -> AnySize:
@@ -147,14 +207,18 @@ def some_of(there: Dim, wanted: AnySize | Dim) -> AnySize:
 def _index_select_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     """Adds the rows of dy where they were taken from.
 
-    For rows in the order of a routing, each token's slots are added in order; for slots in the order of rows, a permutation, rows are
-    picked back.
+    For rows in the order of a routing, each token's slots are added in order; for slots in the
+    order of rows, a permutation, rows are picked back.
     """
     x, index = op.values
     wide, rows = accumulated(x.type.dtype), plain(x.type.shape[0])
     if op.attrs["dim"] != 0:
         raise NotImplementedError("the derivative of index_select along another dimension than 0")
-    if len(x.type.shape) == 2 and (slot_of := _slots(fd, index)) is not None and rows == plain(slot_of.type.shape[0]):
+    if (
+        len(x.type.shape) == 2
+        and (slot_of := _slots(fd, index)) is not None
+        and rows == plain(slot_of.type.shape[0])
+    ):
         once = fd.ops.full(shape=slot_of.type.shape, fill_value=1.0, dtype=wide)
         return [fd.ops.cast(fd.ops.combine(dy, slot_of, once), dtype=x.type.dtype), None]
     if fd.made_by(index) == "invert" and rows == plain(index.type.shape[0]):
@@ -167,7 +231,11 @@ def _index_select_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 def _slots(fd: Any, index: Value) -> Value | None:
     """slot_of i32[T, k] of the routing whose row_of is this index, if there is one."""
     routed = fd.producer(index)
-    return routed.outputs[2] if routed is not None and routed.kind.name == "route" and index is routed.outputs[1] else None
+    return (
+        routed.outputs[2]
+        if routed is not None and routed.kind.name == "route" and index is routed.outputs[1]
+        else None
+    )
 
 
 def _index_put_type(acc: TensorType, index: TensorType, value: TensorType) -> Types:
@@ -183,18 +251,25 @@ def _index_put_type(acc: TensorType, index: TensorType, value: TensorType) -> Ty
 
 
 def _index_put_needs(acc: TensorType, index: TensorType, value: TensorType) -> Iterator[Need]:
-    yield some_of(acc.shape[0], index.shape[0]), f"{index.shape[0]} rows are added to {acc}, which has none"
+    yield (
+        some_of(acc.shape[0], index.shape[0]),
+        f"{index.shape[0]} rows are added to {acc}, which has none",
+    )
 
 
 def _invert_type(slot_of: TensorType, rows: Dim) -> Types:
-    """slot_of i32[T, k], a permutation of the rows -> i32[M]: the flat slot that each row serves."""
+    """slot_of i32[T, k], a permutation of the rows -> i32[M]: the flat slot that each row
+    serves.
+    """
     need_dtype("slot_of", slot_of, "i32")
     need_same("row count", "slot_of", elements(slot_of.shape), "rows", rows)
     return (TensorType((rows,), "i32"),)
 
 
 def _invert(slot_of: torch.Tensor, rows: int) -> tuple[torch.Tensor]:
-    """slot_of i32[T, k], a permutation of the M rows -> i32[M]: the flat slot that each row serves."""
+    """slot_of i32[T, k], a permutation of the M rows -> i32[M]: the flat slot that each row
+    serves.
+    """
     check_permutation(slot_of, rows)
     flat = slot_of.flatten().long()
     slots = torch.empty(rows, dtype=torch.int32, device=flat.device)
@@ -203,7 +278,9 @@ def _invert(slot_of: torch.Tensor, rows: int) -> tuple[torch.Tensor]:
 
 
 def _combine_type(y: TensorType, slot_of: TensorType, w: TensorType) -> Types:
-    """y [M, N], slot_of int[T, k], w [T, k] -> f32[T, N]: w times the rows of each token's slots, added in their order."""
+    """y [M, N], slot_of int[T, k], w [T, k] -> f32[T, N]: w times the rows of each token's slots,
+    added in their order.
+    """
     need_rank("y", y, 2)
     need_rank("slot_of", slot_of, 2)
     need_float("y", y)
@@ -220,7 +297,9 @@ def _combine_needs(y: TensorType, slot_of: TensorType, w: TensorType) -> Iterato
 
 
 def _combine(y: torch.Tensor, slot_of: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
-    """y [M, N], slot_of i32[T, k], w [T, k] -> f32[T, N]: w * y of the slots 0..k-1 added in that order in float32 (f64 in float64)."""
+    """y [M, N], slot_of i32[T, k], w [T, k] -> f32[T, N]: w * y of the slots 0..k-1 added in that
+    order in float32 (f64 in float64).
+    """
     if not y.is_cuda:  # on CUDA the check would wait for the device
         check_slots(slot_of, len(y))
     wide = DTYPES[accumulated(dtype_name(y.dtype))]
@@ -231,7 +310,9 @@ def _combine(y: torch.Tensor, slot_of: torch.Tensor, w: torch.Tensor) -> tuple[t
 
 
 def _combine_grad(fd: Any, op: Op, dout: Value) -> Sequence[Value | None]:
-    """dout f32[T, N] -> dy [M, N]: each row gets its token's gradient times its weight; dw [T, k]: the gradient along that row."""
+    """dout f32[T, N] -> dy [M, N]: each row gets its token's gradient times its weight; dw [T, k]:
+    the gradient along that row.
+    """
     y, slot_of, w = op.values
     rows = token_rows(fd, dout, slot_of, y)
     if rows is None:
@@ -239,37 +320,61 @@ def _combine_grad(fd: Any, op: Op, dout: Value) -> Sequence[Value | None]:
     ops = fd.ops
     dy = weighted(fd, rows, w, slot_of)
     dw = ops.sum(ops.mul(rows, wide_like(fd, y, rows)), dims=(1,), keepdim=False)
-    return [ops.cast(dy, dtype=y.type.dtype), None, ops.cast(slot_values(fd, dw, slot_of), dtype=w.type.dtype)]
+    return [
+        ops.cast(dy, dtype=y.type.dtype),
+        None,
+        ops.cast(slot_values(fd, dw, slot_of), dtype=w.type.dtype),
+    ]
 
 
 def _combine_grad_of_any(fd: Any, op: Op, dout: Value) -> Sequence[Value | None]:
     """The gradient for slots that may name a row twice, or not at all."""
     y, slot_of, w = op.values
-    (t, k), (m, n), ops, flat, wide = slot_of.type.shape, y.type.shape, fd.ops, _flat(fd, slot_of), dout.type.dtype
+    (t, k), (m, n), ops, flat, wide = (
+        slot_of.type.shape,
+        y.type.shape,
+        fd.ops,
+        _flat(fd, slot_of),
+        dout.type.dtype,
+    )
     spread = ops.broadcast_in_dim(dout, shape=(t, k, n), broadcast_dims=(0, 2))
     weight = ops.broadcast_in_dim(ops.cast(w, dtype=wide), shape=(t, k, n), broadcast_dims=(0, 1))
     scaled = ops.reshape(ops.mul(spread, weight), new_shape=(elements((t, k)), n))
-    dy = ops.index_put_accumulate(ops.full(shape=(plain(m), n), fill_value=0.0, dtype=wide), flat, scaled)
-    picked = ops.cast(ops.reshape(ops.index_select(y, flat, dim=0), new_shape=(t, k, n)), dtype=wide)
+    dy = ops.index_put_accumulate(
+        ops.full(shape=(plain(m), n), fill_value=0.0, dtype=wide), flat, scaled
+    )
+    picked = ops.cast(
+        ops.reshape(ops.index_select(y, flat, dim=0), new_shape=(t, k, n)), dtype=wide
+    )
     dw = ops.sum(ops.mul(spread, picked), dims=(2,), keepdim=False)
     return [ops.cast(dy, dtype=y.type.dtype), None, ops.cast(dw, dtype=w.type.dtype)]
 
 
 def token_rows(fd: Any, x: Value, slot_of: Value, y: Value) -> Value | None:
-    """x [T, N] -> [M/g, N], the token of each row of y [M, N], if slot_of is of the routing that gave y's rows their order."""
+    """x [T, N] -> [M/g, N], the token of each row of y [M, N], if slot_of is of the routing that
+    gave y's rows their order.
+    """
     routed = fd.producer(slot_of)
-    if routed is None or routed.kind.name != "route" or plain(y.type.shape[0]) != elements(slot_of.type.shape):
+    if (
+        routed is None
+        or routed.kind.name != "route"
+        or plain(y.type.shape[0]) != elements(slot_of.type.shape)
+    ):
         return None
     return fd.ops.index_select(x, routed.outputs[1], dim=0)
 
 
 def weighted(fd: Any, rows: Value, w: Value, slot_of: Value) -> Value:
-    """rows f32[M/g, N] times the weight of each row's slot: w [T, k], slot_of i32[T, k], a permutation. Weights of 1 are left out."""
+    """rows f32[M/g, N] times the weight of each row's slot: w [T, k], slot_of i32[T, k], a
+    permutation. Weights of 1 are left out.
+    """
     if ones(fd, w):
         return rows
     m = rows.type.shape[0]
     picked = fd.ops.index_select(_flat(fd, w), fd.ops.invert(slot_of, rows=m), dim=0)
-    return fd.ops.mul(rows, fd.ops.reshape(fd.ops.cast(picked, dtype=rows.type.dtype), new_shape=(m, 1)))
+    return fd.ops.mul(
+        rows, fd.ops.reshape(fd.ops.cast(picked, dtype=rows.type.dtype), new_shape=(m, 1))
+    )
 
 
 def ones(fd: Any, w: Value) -> bool:
@@ -280,13 +385,17 @@ def ones(fd: Any, w: Value) -> bool:
 
 def slot_values(fd: Any, rows: Value, slot_of: Value) -> Value:
     """rows [M], slot_of i32[T, k] -> [T, k]: the element of each slot's row."""
-    return fd.ops.reshape(fd.ops.index_select(rows, _flat(fd, slot_of), dim=0), new_shape=slot_of.type.shape)
+    return fd.ops.reshape(
+        fd.ops.index_select(rows, _flat(fd, slot_of), dim=0), new_shape=slot_of.type.shape
+    )
 
 
 def wide_like(fd: Any, y: Value, rows: Value) -> Value:
     """y [M, N] in the dtype of `rows` [M/g, ...], and partitioned like them."""
     shape = (rows.type.shape[0], y.type.shape[1])
-    return fd.ops.cast(y if y.type.shape == shape else fd.ops.reshape(y, new_shape=shape), dtype=rows.type.dtype)
+    return fd.ops.cast(
+        y if y.type.shape == shape else fd.ops.reshape(y, new_shape=shape), dtype=rows.type.dtype
+    )
 
 
 def _flat(fd: Any, x: Value) -> Value:
@@ -301,7 +410,9 @@ def _partition_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 TABLE = (
     OpKind("ends", _ends_type, _ends, view=True, role="view"),
     OpKind("problem_ends", _problem_ends_type, _problem_ends, role="routing"),
-    OpKind("partition", _partition_type, lambda x, ends: (x,), _partition_grad, view=True, role="view"),
+    OpKind(
+        "partition", _partition_type, lambda x, ends: (x,), _partition_grad, view=True, role="view"
+    ),
     OpKind("zero_rest", _zero_rest_type, _zero_rest, _zero_rest_grad),
     OpKind("route", _route_type, _route, needs=_route_needs, role="routing", outputs=3),
     OpKind(
@@ -312,7 +423,13 @@ TABLE = (
         _index_select_needs,
         role="gather",
     ),
-    OpKind("index_put_accumulate", _index_put_type, lambda a, i, v: (a.index_add(0, i, v),), needs=_index_put_needs, role="scatter"),
+    OpKind(
+        "index_put_accumulate",
+        _index_put_type,
+        lambda a, i, v: (a.index_add(0, i, v),),
+        needs=_index_put_needs,
+        role="scatter",
+    ),
     OpKind("invert", _invert_type, _invert, role="routing"),
     OpKind(
         "combine",

@@ -1,4 +1,6 @@
-"""Helpers that the kinds' type rules share: checks that raise with found and expected, and the dimensions of pointwise results."""
+"""Helpers that the kinds' type rules share: checks that raise with found and expected, and the
+dimensions of pointwise results.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def need_tensor(name: str, type: Any) -> TensorType:
 def need_rank(name: str, type: TensorType, *ranks: int) -> None:
     """The number of dimensions must be one of `ranks`."""
     if len(need_tensor(name, type).shape) not in ranks:
-        raise ShapeError(f"{name} {type} has {len(type.shape)} dimensions", expected=" or ".join(map(str, ranks)))
+        raise ShapeError(
+            f"{name} {type} has {len(type.shape)} dimensions", expected=" or ".join(map(str, ranks))
+        )
 
 
 def need_dtype(name: str, type: TensorType, *dtypes: str) -> None:
@@ -44,16 +48,24 @@ def need_computed(name: str, type: TensorType) -> None:
 
 
 def need_same(what: str, first: str, a: Dim, second: str, b: Dim) -> None:
-    """Two sizes must be equal, partitioned or not. what: "group count"; first, second: the names of the operands with these sizes."""
+    """Two sizes must be equal, partitioned or not. what: "group count"; first, second: the names of
+    the operands with these sizes.
+    """
     if plain(a) != plain(b):
-        raise ShapeError(f"{what} mismatch: {first} has {a}, {second} has {b}", expected="equal sizes")
+        raise ShapeError(
+            f"{what} mismatch: {first} has {a}, {second} has {b}", expected="equal sizes"
+        )
 
 
 def need_ends(ends: TensorType) -> Groups:
     """The partition of an `i32[G]@ends(g)`."""
     groups = need_tensor("ends", ends).ends
     if groups is None:
-        raise FusionError(f"{ends} where group ends are read", expected="i32[G]@ends(g)", todo="make it with fd.ops.ends or fd.ops.route")
+        raise FusionError(
+            f"{ends} where group ends are read",
+            expected="i32[G]@ends(g)",
+            todo="make it with fd.ops.ends or fd.ops.route",
+        )
     return groups
 
 
@@ -71,20 +83,30 @@ def need_partition(name: str, type: TensorType, ends: TensorType) -> Rows:
 
 
 def joined_shape(types: Sequence[Any]) -> tuple[Dim, ...]:
-    """The shape of a pointwise result: ranks equal, sizes equal or 1. Plain rows next to partitioned rows count as partitioned."""
+    """The shape of a pointwise result: ranks equal, sizes equal or 1. Plain rows next to
+    partitioned rows count as partitioned.
+    """
     shapes = [t.shape for t in types if isinstance(t, TensorType)]
     if not shapes:
         raise DtypeError("all operands are numbers", expected="at least one tensor")
     if len({len(s) for s in shapes}) != 1:
-        raise ShapeError(f"shapes {', '.join(map(_shown, shapes))}", expected="one rank", todo="use fd.ops.broadcast_in_dim")
+        raise ShapeError(
+            f"shapes {', '.join(map(_shown, shapes))}",
+            expected="one rank",
+            todo="use fd.ops.broadcast_in_dim",
+        )
     return tuple(_joined_dim(dims, shapes) for dims in zip(*shapes, strict=True))
 
 
 def _joined_dim(dims: Sequence[Dim], shapes: Sequence[tuple[Dim, ...]]) -> Dim:
-    wide = [d for d in dims if plain(d) != 1] or dims  # a single row is repeated like any other size of 1, partitioned or not
+    # a single row is repeated like any other size of 1, partitioned or not
+    wide = [d for d in dims if plain(d) != 1] or dims
     partitions = {d for d in wide if isinstance(d, Rows)}
     if len(partitions) > 1:
-        raise FusionError(f"rows partitioned as {' and as '.join(sorted(map(str, partitions)))}", expected="one partition")
+        raise FusionError(
+            f"rows partitioned as {' and as '.join(sorted(map(str, partitions)))}",
+            expected="one partition",
+        )
     if len({plain(d) for d in wide}) > 1:
         raise ShapeError(f"shapes {', '.join(map(_shown, shapes))}", expected="equal sizes, or 1")
     return partitions.pop() if partitions else wide[0]
@@ -96,7 +118,11 @@ def joined_dtype(types: Sequence[Any]) -> str:
     if not dtypes:
         raise DtypeError("all operands are numbers", expected="at least one tensor")
     if len(dtypes) != 1:
-        raise DtypeError(f"dtypes {' and '.join(sorted(dtypes))}", expected="one dtype", todo="cast with fd.ops.cast(x, dtype=...)")
+        raise DtypeError(
+            f"dtypes {' and '.join(sorted(dtypes))}",
+            expected="one dtype",
+            todo="cast with fd.ops.cast(x, dtype=...)",
+        )
     (dtype,) = dtypes
     for t in types:
         if not isinstance(t, TensorType):
@@ -104,19 +130,32 @@ def joined_dtype(types: Sequence[Any]) -> str:
     return dtype
 
 
-_WHOLE = {"bool": (0, 1), "u8": (0, 2**8 - 1), "i32": (-(2**31), 2**31 - 1), "i64": (-(2**63), 2**63 - 1)}
+_WHOLE = {
+    "bool": (0, 1),
+    "u8": (0, 2**8 - 1),
+    "i32": (-(2**31), 2**31 - 1),
+    "i64": (-(2**63), 2**63 - 1),
+}
 
 
 def need_number(name: str, number: float, dtype: str) -> None:
-    """Raises unless a dtype can hold a number: integers and masks need a whole number in range, floats take any."""
+    """Raises unless a dtype can hold a number: integers and masks need a whole number in range,
+    floats take any.
+    """
     least, most = _WHOLE.get(dtype, (None, None))
     if least is not None and (isinstance(number, float) or not least <= number <= most):
         expected = f"an int from {least} to {most}"
-        raise DtypeError(f"{name} {number!r} beside {dtype}", expected=expected, todo="cast with fd.ops.cast(x, dtype=...)")
+        raise DtypeError(
+            f"{name} {number!r} beside {dtype}",
+            expected=expected,
+            todo="cast with fd.ops.cast(x, dtype=...)",
+        )
 
 
 def need_finite(name: str, number: float, dtype: str) -> None:
-    """As `need_number`, for a number that is stored: if finite, it must not exceed the largest number of a float dtype."""
+    """As `need_number`, for a number that is stored: if finite, it must not exceed the largest
+    number of a float dtype.
+    """
     need_number(name, number, dtype)
     most = torch.finfo(DTYPES[dtype]).max if DTYPES[dtype].is_floating_point else math.inf
     if abs(number) > most and not (dtype in FLOATS and math.isinf(number)):

@@ -1,9 +1,12 @@
-"""Rows of groups in an encoding with blocks along rows: blocks start at each group's first row, and a group's last block may be short.
+"""Rows of groups in an encoding with blocks along rows: blocks start at each group's first row, and
+a group's last block may be short.
 
     codes        [M/g, K]
-        block_scale  [ceil(M/32) + G, K]     of each block's columns; groups.block_slots says which block a row is in
+        block_scale  [ceil(M/32) + G, K]     of each block's columns; groups.block_slots says which
+        block a row is in
 
-The numbers are the same as for every group by itself, padded with zero rows. Rows past the last end are zeros.
+The numbers are the same as for every group by itself, padded with zero rows. Rows past the last end
+are zeros.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ def in_runs(encoding: Encoding, shape: tuple[Dim, ...]) -> bool:
 
 
 def quantize_runs(x: torch.Tensor, ends: torch.Tensor, encoding: Encoding) -> Quantized:
-    """x float[M, K], ends i32[G] -> codes [M, K], block_scale [ceil(M/32) + G, K]. Nothing waits for the device."""
+    """x float[M, K], ends i32[G] -> codes [M, K], block_scale [ceil(M/32) + G, K]. Nothing waits
+    for the device.
+    """
     count, slots = _blocks(x.shape[0], ends, encoding)
     inside = slots < count * encoding.block
     padded = x.new_zeros((count + 1) * encoding.block, x.shape[1])

@@ -1,4 +1,6 @@
-"""Operations that move elements without changing them, and sums over dimensions. Named as in nvFuser."""
+"""Operations that move elements without changing them, and sums over dimensions. Named as in
+nvFuser.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def _plain_storage(x: TensorType) -> TensorType:
 def _reshape_type(x: TensorType, new_shape: tuple[Dim, ...]) -> Types:
     """The elements of x in row-major order, in another shape with as many elements."""
     if elements(x.shape) != elements(new_shape):
-        raise ShapeError(f"new_shape [{', '.join(map(str, new_shape))}] of {x}", expected="as many elements")
+        raise ShapeError(
+            f"new_shape [{', '.join(map(str, new_shape))}] of {x}", expected="as many elements"
+        )
     return (TensorType(tuple(new_shape), _plain_storage(x).dtype),)
 
 
@@ -42,9 +46,15 @@ def _permute_type(x: TensorType, dims: tuple[int, ...]) -> Types:
     return (TensorType(tuple(x.shape[d] for d in dims), x.dtype),)
 
 
-def _broadcast_type(x: TensorType, shape: tuple[Dim, ...], broadcast_dims: tuple[int, ...]) -> Types:
-    """Dimension i of x becomes dimension broadcast_dims[i] of the result; sizes of 1 are repeated, other dims are new. As in nvFuser."""
-    increasing = list(broadcast_dims) == sorted(set(broadcast_dims)) and all(0 <= place < len(shape) for place in broadcast_dims)
+def _broadcast_type(
+    x: TensorType, shape: tuple[Dim, ...], broadcast_dims: tuple[int, ...]
+) -> Types:
+    """Dimension i of x becomes dimension broadcast_dims[i] of the result; sizes of 1 are repeated,
+    other dims are new. As in nvFuser.
+    """
+    increasing = list(broadcast_dims) == sorted(set(broadcast_dims)) and all(
+        0 <= place < len(shape) for place in broadcast_dims
+    )
     if len(broadcast_dims) != len(_plain_storage(x).shape) or not increasing:
         want = f"one increasing place for each dimension, from 0 to {len(shape) - 1}"
         raise ShapeError(f"broadcast_dims {list(broadcast_dims)} of {x}", expected=want)
@@ -56,34 +66,53 @@ def _broadcast_type(x: TensorType, shape: tuple[Dim, ...], broadcast_dims: tuple
     return (TensorType(tuple(out), x.dtype),)
 
 
-def _broadcast(x: torch.Tensor, shape: tuple[int, ...], broadcast_dims: tuple[int, ...]) -> torch.Tensor:
-    placed = [x.shape[broadcast_dims.index(i)] if i in broadcast_dims else 1 for i in range(len(shape))]
+def _broadcast(
+    x: torch.Tensor, shape: tuple[int, ...], broadcast_dims: tuple[int, ...]
+) -> torch.Tensor:
+    placed = [
+        x.shape[broadcast_dims.index(i)] if i in broadcast_dims else 1 for i in range(len(shape))
+    ]
     return x.reshape(placed).expand(shape)
 
 
 def _broadcast_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     x, places = op.values[0], op.attrs["broadcast_dims"]
     sizes = dict(zip(places, map(plain, x.type.shape), strict=True))
-    new = tuple(i for i, d in enumerate(dy.type.shape) if i not in sizes or (sizes[i] == 1 and plain(d) != 1))
+    new = tuple(
+        i
+        for i, d in enumerate(dy.type.shape)
+        if i not in sizes or (sizes[i] == 1 and plain(d) != 1)
+    )
     summed = fd.ops.sum(dy, dims=new, keepdim=False) if new else dy
     return [fd.ops.reshape(summed, new_shape=x.type.shape)]
 
 
-def _slice_type(x: TensorType, start_indices: tuple[AnySize, ...], end_indices: tuple[Dim, ...]) -> Types:
+def _slice_type(
+    x: TensorType, start_indices: tuple[AnySize, ...], end_indices: tuple[Dim, ...]
+) -> Types:
     """x[start:end] in each dimension."""
     if not len(start_indices) == len(end_indices) == len(_plain_storage(x).shape):
-        raise ShapeError(f"{len(start_indices)} starts, {len(end_indices)} ends of {x}", expected="one for each dimension")
+        raise ShapeError(
+            f"{len(start_indices)} starts, {len(end_indices)} ends of {x}",
+            expected="one for each dimension",
+        )
     bounds = zip(x.shape, start_indices, map(plain, end_indices), strict=True)
-    return (TensorType(tuple(d if (a, b) == (0, plain(d)) else b - a for d, a, b in bounds), x.dtype),)
+    return (
+        TensorType(tuple(d if (a, b) == (0, plain(d)) else b - a for d, a, b in bounds), x.dtype),
+    )
 
 
-def _slice_needs(x: TensorType, start_indices: tuple[AnySize, ...], end_indices: tuple[Dim, ...]) -> Iterator[Need]:
+def _slice_needs(
+    x: TensorType, start_indices: tuple[AnySize, ...], end_indices: tuple[Dim, ...]
+) -> Iterator[Need]:
     for d, a, b in zip(map(plain, x.shape), start_indices, map(plain, end_indices), strict=True):
         why = f"slice {a}:{b} of {x}, where 0 <= start <= end <= {d} does not hold"
         yield from ((size, why) for size in (a, b - a, d - b))
 
 
-def _slice(x: torch.Tensor, start_indices: tuple[int, ...], end_indices: tuple[int, ...]) -> torch.Tensor:
+def _slice(
+    x: torch.Tensor, start_indices: tuple[int, ...], end_indices: tuple[int, ...]
+) -> torch.Tensor:
     return x[tuple(slice(a, b) for a, b in zip(start_indices, end_indices, strict=True))]
 
 
@@ -93,7 +122,9 @@ def _slice_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     return [fd.ops.pad(dy, before=op.attrs["start_indices"], after=tuple(ends), shape=x.type.shape)]
 
 
-def _pad_type(x: TensorType, before: tuple[AnySize, ...], after: tuple[AnySize, ...], shape: tuple[Dim, ...]) -> Types:
+def _pad_type(
+    x: TensorType, before: tuple[AnySize, ...], after: tuple[AnySize, ...], shape: tuple[Dim, ...]
+) -> Types:
     """x with zeros before and after it in each dimension; shape: that of the result."""
     need_dtype("x", x, *(dtype for dtype in DTYPES if dtype != "f8e8m0"))  # which has no zero
     for d, a, b, s in zip(_plain_storage(x).shape, before, after, shape, strict=True):
@@ -102,13 +133,21 @@ def _pad_type(x: TensorType, before: tuple[AnySize, ...], after: tuple[AnySize, 
     return (TensorType(tuple(shape), x.dtype),)
 
 
-def _pad_needs(x: TensorType, before: tuple[AnySize, ...], after: tuple[AnySize, ...], shape: tuple[Dim, ...]) -> Iterator[Need]:
+def _pad_needs(
+    x: TensorType, before: tuple[AnySize, ...], after: tuple[AnySize, ...], shape: tuple[Dim, ...]
+) -> Iterator[Need]:
     for a, b in zip(before, after, strict=True):
-        yield from ((size, f"{a} before and {b} after {x}, which are to be 0 or more") for size in (a, b))
+        yield from (
+            (size, f"{a} before and {b} after {x}, which are to be 0 or more") for size in (a, b)
+        )
 
 
-def _pad(x: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.nn.functional.pad(x, [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair])
+def _pad(
+    x: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...], shape: tuple[int, ...]
+) -> torch.Tensor:
+    return torch.nn.functional.pad(
+        x, [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
+    )
 
 
 def _pad_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
@@ -118,14 +157,20 @@ def _pad_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def _cat_type(*xs: TensorType, dim: int) -> Types:
-    """Tensors one after another along a dimension; they have one dtype, and their other sizes are equal."""
+    """Tensors one after another along a dimension; they have one dtype, and their other sizes are
+    equal.
+    """
     first = _plain_storage(xs[0])
     if not 0 <= dim < len(first.shape):
         raise ShapeError(f"dim {dim} of {first}", expected=f"0 to {len(first.shape) - 1}")
     for x in xs[1:]:
         if len(x.shape) != len(first.shape):
             raise ShapeError(f"{x} beside {first}", expected="one rank")
-        if any(plain(a) != plain(b) for i, (a, b) in enumerate(zip(first.shape, _plain_storage(x).shape, strict=True)) if i != dim):
+        if any(
+            plain(a) != plain(b)
+            for i, (a, b) in enumerate(zip(first.shape, _plain_storage(x).shape, strict=True))
+            if i != dim
+        ):
             raise ShapeError(f"{x} beside {first}", expected=f"equal sizes but for dimension {dim}")
     total = sum((plain(x.shape[dim]) for x in xs), 0)
     return (TensorType((*first.shape[:dim], total, *first.shape[dim + 1 :]), joined_dtype(xs)),)
@@ -143,8 +188,16 @@ def _sum_type(x: TensorType, dims: tuple[int, ...], keepdim: bool) -> Types:
     """Sums over dimensions, in float32 (float64 for float64), rounded once to the dtype of x."""
     need_float("x", _plain_storage(x))
     if not dims or len(set(dims)) < len(dims) or not all(0 <= d < len(x.shape) for d in dims):
-        raise ShapeError(f"dims {list(dims)} of {x}", expected=f"at least one, each once, from 0 to {len(x.shape) - 1}")
-    return (TensorType(tuple(1 if i in dims else d for i, d in enumerate(x.shape) if keepdim or i not in dims), x.dtype),)
+        raise ShapeError(
+            f"dims {list(dims)} of {x}",
+            expected=f"at least one, each once, from 0 to {len(x.shape) - 1}",
+        )
+    return (
+        TensorType(
+            tuple(1 if i in dims else d for i, d in enumerate(x.shape) if keepdim or i not in dims),
+            x.dtype,
+        ),
+    )
 
 
 def _sum(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
@@ -169,18 +222,53 @@ def _reshape_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def merged(shape: Sequence[Dim], keep: int) -> tuple[Dim, ...]:
-    """A shape with its leading dimensions merged into one and its last `keep` dimensions unchanged."""
+    """A shape with its leading dimensions merged into one and its last `keep` dimensions
+    unchanged.
+    """
     cut = len(shape) - keep
     return (shape[0] if cut == 1 else elements(shape[:cut]), *shape[cut:])
 
 
 TABLE = (
-    OpKind("reshape", _reshape_type, lambda x, new_shape: (x.reshape(new_shape),), _reshape_grad, role="shape"),
-    OpKind("permute", _permute_type, lambda x, dims: (x.permute(dims),), _permute_grad, role="shape"),
-    OpKind("broadcast_in_dim", _broadcast_type, lambda x, **a: (_broadcast(x, **a),), _broadcast_grad, role="shape"),
-    OpKind("slice", _slice_type, lambda x, **a: (_slice(x, **a),), _slice_grad, _slice_needs, role="shape"),
+    OpKind(
+        "reshape",
+        _reshape_type,
+        lambda x, new_shape: (x.reshape(new_shape),),
+        _reshape_grad,
+        role="shape",
+    ),
+    OpKind(
+        "permute", _permute_type, lambda x, dims: (x.permute(dims),), _permute_grad, role="shape"
+    ),
+    OpKind(
+        "broadcast_in_dim",
+        _broadcast_type,
+        lambda x, **a: (_broadcast(x, **a),),
+        _broadcast_grad,
+        role="shape",
+    ),
+    OpKind(
+        "slice",
+        _slice_type,
+        lambda x, **a: (_slice(x, **a),),
+        _slice_grad,
+        _slice_needs,
+        role="shape",
+    ),
     OpKind("pad", _pad_type, lambda x, **a: (_pad(x, **a),), _pad_grad, _pad_needs, role="shape"),
     OpKind("cat", _cat_type, lambda *xs, dim: (torch.cat(xs, dim),), role="shape"),
-    OpKind("full", _full_type, lambda shape, fill_value, dtype: (torch.full(shape, fill_value, dtype=DTYPES[dtype]),), role="shape"),
-    OpKind("sum", _sum_type, lambda x, **a: (_sum(x, **a),), _sum_grad, flops=lambda op: elements(op.values[0].type.shape), role="reduce"),
+    OpKind(
+        "full",
+        _full_type,
+        lambda shape, fill_value, dtype: (torch.full(shape, fill_value, dtype=DTYPES[dtype]),),
+        role="shape",
+    ),
+    OpKind(
+        "sum",
+        _sum_type,
+        lambda x, **a: (_sum(x, **a),),
+        _sum_grad,
+        flops=lambda op: elements(op.values[0].type.shape),
+        role="reduce",
+    ),
 )

@@ -1,4 +1,6 @@
-"""Reports and differences as pages: files that load nothing from the network and run no script but their own."""
+"""Reports and differences as pages: files that load nothing from the network and run no script but
+their own.
+"""
 
 from .diff import diff_page
 from .page import frame, page

@@ -14,11 +14,18 @@ from .segments import table
 
 def diff_page(found: Difference) -> str:
     """The whole file, as self-contained as the page of a report."""
-    said = f"{count(len(found.segments), 'segment')} changed, {found.unchanged} not" if found else "Nothing differs."
+    said = (
+        f"{count(len(found.segments), 'segment')} changed, {found.unchanged} not"
+        if found
+        else "Nothing differs."
+    )
     parts = (
         element("header", element("h1", "fusion_moe.diff"), element("p", said, class_="lead")),
-        _section("Asked", found.asked), _section("Fused", found.fused), _segments(found.segments), _section("Not fused", found.not_fused),
-    )  # fmt: skip
+        _section("Asked", found.asked),
+        _section("Fused", found.fused),
+        _segments(found.segments),
+        _section("Not fused", found.not_fused),
+    )
     return document("fusion_moe.diff", joined(parts))
 
 
@@ -32,7 +39,9 @@ def _table(changes: Sequence[Change]) -> Html:
 
 
 def _segments(changed: Sequence[SegmentChange]) -> Html | None:
-    return section("Segments", *(part for s in changed for part in _segment(s))) if changed else None
+    return (
+        section("Segments", *(part for s in changed for part in _segment(s))) if changed else None
+    )
 
 
 def _segment(s: SegmentChange) -> Sequence[Html]:
@@ -42,4 +51,8 @@ def _segment(s: SegmentChange) -> Sequence[Html]:
     lines = {"IR": s.ir, "source": s.source}
     facts = [c for c in s.changes if c.name not in lines]
     folds = (folded(f"{c.name}: {c.after}", lines[c.name]) for c in s.changes if c.name in lines)
-    return (element("h3", s.after if s.before == s.after else f"{s.before} → {s.after}"), *([_table(facts)] if facts else []), *folds)
+    return (
+        element("h3", s.after if s.before == s.after else f"{s.before} → {s.after}"),
+        *([_table(facts)] if facts else []),
+        *folds,
+    )

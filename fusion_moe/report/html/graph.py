@@ -1,4 +1,6 @@
-"""The graph of segments: which segment reads from which and why each starts where it does, with the calls that were not fused beside it."""
+"""The graph of segments: which segment reads from which and why each starts where it does, with the
+calls that were not fused beside it.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,15 @@ def graph(report: Report) -> Html:
     if not report.fusions and not report.not_fused:
         return Html("")
     fusions = (_fusion(fusion, hues(report), not report.void) for fusion in report.fusions)
-    said = "Click a segment to find it below; hover to see why it begins there, or why a call was not fused."
-    return section("Segments", element("p", said, class_="note"), element("div", *fusions, _unfused(report.not_fused), class_="graphs"))
+    said = (
+        "Click a segment to find it below; hover to see why it begins there, or why a call was "
+        "not fused."
+    )
+    return section(
+        "Segments",
+        element("p", said, class_="note"),
+        element("div", *fusions, _unfused(report.not_fused), class_="graphs"),
+    )
 
 
 def hues(report: Report) -> dict[str, int]:
@@ -31,11 +40,16 @@ def _fusion(fusion: FusionReport, hues: dict[str, int], timed: bool) -> Html:
     places = _places(fusion.segments)
     width = max(x for x, _ in places.values()) + _WIDTH
     height = max(y for _, y in places.values()) + _HEIGHT
-    title = f"{fusion.id}{f', {fusion.times} times' if fusion.times > 1 else ''}{', backward' if fusion.backward else ''}"
-    arrows = element("svg", *_arrows(fusion.segments, places), width=width, height=height, aria_hidden="true")
+    times = f", {fusion.times} times" if fusion.times > 1 else ""
+    title = f"{fusion.id}{times}{', backward' if fusion.backward else ''}"
+    arrows = element(
+        "svg", *_arrows(fusion.segments, places), width=width, height=height, aria_hidden="true"
+    )
     boxes = (_box(s, places[s.id], hues[s.id], timed) for s in fusion.segments)
     kind = "drawing broad" if width > _NARROW else "drawing"
-    drawing = element("div", arrows, *boxes, class_=kind, style=f"width: {width}px; height: {height}px")
+    drawing = element(
+        "div", arrows, *boxes, class_=kind, style=f"width: {width}px; height: {height}px"
+    )
     return element("figure", element("figcaption", title), drawing)
 
 
@@ -50,12 +64,16 @@ def _places(segments: Sequence[SegmentReport]) -> dict[str, tuple[int, int]]:
     return places
 
 
-def _arrows(segments: Sequence[SegmentReport], places: dict[str, tuple[int, int]]) -> Iterator[Html]:
+def _arrows(
+    segments: Sequence[SegmentReport], places: dict[str, tuple[int, int]]
+) -> Iterator[Html]:
     for s in segments:
         x, y = places[s.id][0] + _WIDTH // 2, places[s.id][1]
         for id in s.after:
             x0, y0 = places[id][0] + _WIDTH // 2, places[id][1] + _HEIGHT
-            yield element("path", d=f"M{x0},{y0} C{x0},{y0 + 20} {x},{y - 20} {x},{y - 6}", class_="edge")
+            yield element(
+                "path", d=f"M{x0},{y0} C{x0},{y0 + 20} {x},{y - 20} {x},{y - 6}", class_="edge"
+            )
         if s.after:
             yield element("path", d=f"M{x - 5},{y - 8} L{x + 5},{y - 8} L{x},{y} Z", class_="tip")
 
@@ -63,11 +81,22 @@ def _arrows(segments: Sequence[SegmentReport], places: dict[str, tuple[int, int]
 def _box(s: SegmentReport, place: tuple[int, int], hue: int, timed: bool) -> Html:
     said = duration(s.measured.seconds) if timed and s.measured else s.kind
     why = f"after {', '.join(s.after)}: {s.boundary}" if s.after else "reads from no other segment"
-    style = f"left: {place[0]}px; top: {place[1]}px; width: {_WIDTH}px; height: {_HEIGHT}px; --hue: {hue}"
+    style = (
+        f"left: {place[0]}px; top: {place[1]}px; width: {_WIDTH}px; height: {_HEIGHT}px; "
+        f"--hue: {hue}"
+    )
     return element(
-        "button", element("b", s.id), element("span", f"{s.backend}, {said}"), element("small", " ".join(dict.fromkeys(s.ops))), tip(why),
-        type="button", class_=f"box {'plain' if s.backend == 'reference' else ''}", style=style, data_segments=s.id, aria_pressed="false",
-    )  # fmt: skip
+        "button",
+        element("b", s.id),
+        element("span", f"{s.backend}, {said}"),
+        element("small", " ".join(dict.fromkeys(s.ops))),
+        tip(why),
+        type="button",
+        class_=f"box {'plain' if s.backend == 'reference' else ''}",
+        style=style,
+        data_segments=s.id,
+        aria_pressed="false",
+    )
 
 
 def _unfused(calls: Sequence[NotFusedReport]) -> Html | None:
@@ -78,13 +107,26 @@ def _unfused(calls: Sequence[NotFusedReport]) -> Html | None:
     for x in calls:
         equal.setdefault((x.op, x.why), []).append(x)
     boxes = (_call(op, why, found) for (op, why), found in equal.items())
-    return element("figure", element("figcaption", "not fused"), element("ul", *boxes, class_="unfused"))
+    return element(
+        "figure", element("figcaption", "not fused"), element("ul", *boxes, class_="unfused")
+    )
 
 
 def _call(op: str, why: str, calls: Sequence[NotFusedReport]) -> Html:
-    times, sources = sum(x.times for x in calls), list(dict.fromkeys(x.source for x in calls if x.source))
-    places = [*(element("code", source) for source in sources[:_SOURCES]), *(["..."] if len(sources) > _SOURCES else [])]
-    return element("li", element("b", f"{op} x {times}" if times > 1 else op), tip(joined([why, *places])), tabindex=0)
+    times, sources = (
+        sum(x.times for x in calls),
+        list(dict.fromkeys(x.source for x in calls if x.source)),
+    )
+    places = [
+        *(element("code", source) for source in sources[:_SOURCES]),
+        *(["..."] if len(sources) > _SOURCES else []),
+    ]
+    return element(
+        "li",
+        element("b", f"{op} x {times}" if times > 1 else op),
+        tip(joined([why, *places])),
+        tabindex=0,
+    )
 
 
 def tip(text: str) -> Html:

@@ -13,8 +13,14 @@ from .markup import Html, element, joined
 
 def heading(report: Report) -> Html:
     """Title, shares, warnings."""
-    fusions, segments = sum(f.times for f in report.fusions), sum(len(f.segments) * f.times for f in report.fusions)
-    what = f"{count(report.graphs, 'graph')}, {count(fusions, 'fusion')} with {count(segments, 'segment')} for {report.target}"
+    fusions, segments = (
+        sum(f.times for f in report.fusions),
+        sum(len(f.segments) * f.times for f in report.fusions),
+    )
+    what = (
+        f"{count(report.graphs, 'graph')}, {count(fusions, 'fusion')} with "
+        f"{count(segments, 'segment')} for {report.target}"
+    )
     return element(
         "header",
         element("h1", "fusion_moe.explain"),
@@ -37,7 +43,11 @@ def _share(name: str, share: Share, unit: str) -> Html:
 
 
 def _tile(number: str, name: str, percent: float | None) -> Html:
-    bar = None if percent is None else element("div", element("div", style=f"width: {percent:.1f}%"), class_="share")
+    bar = (
+        None
+        if percent is None
+        else element("div", element("div", style=f"width: {percent:.1f}%"), class_="share")
+    )
     return element("div", element("strong", number), bar, element("span", name), class_="tile")
 
 
@@ -56,4 +66,8 @@ def _warnings(report: Report) -> Iterator[str]:
 
 def _settings(report: Report) -> Html:
     options = ", ".join(f"{name} = {value}" for name, value in report.options)
-    return element("p", joined([f"fusion_moe {report.version}", f"; {options}" if options else ""]), class_="note")
+    return element(
+        "p",
+        joined([f"fusion_moe {report.version}", f"; {options}" if options else ""]),
+        class_="note",
+    )

@@ -23,7 +23,9 @@ _SECTIONS = (heading, graph, panes, segments, times, loads, launches, stages, gl
 
 
 def page(report: Report) -> str:
-    """The whole file. Its content security policy forbids loading anything and running any script but the page's own."""
+    """The whole file. Its content security policy forbids loading anything and running any script
+    but the page's own.
+    """
     return document("fusion_moe.explain", joined(part(report) for part in _SECTIONS))
 
 
@@ -31,14 +33,21 @@ def document(title: str, body: Html) -> str:
     """A file with this body."""
     script = _part("script.js")
     return Template(_part("page.html")).substitute(
-        title=escape(title), style=_part("style.css"), script=script, digest=_digest(script), body=body
+        title=escape(title),
+        style=_part("style.css"),
+        script=script,
+        digest=_digest(script),
+        body=body,
     )
 
 
 def frame(text: str) -> str:
     """A page inside a notebook, isolated from the rest of it."""
     style = "width: 100%; height: 42rem; border: 1px solid #8888"
-    return f'<iframe sandbox="allow-scripts" title="fusion_moe report" style="{style}" srcdoc="{escape(text)}"></iframe>'
+    return (
+        f'<iframe sandbox="allow-scripts" title="fusion_moe report" style="{style}" '
+        f'srcdoc="{escape(text)}"></iframe>'
+    )
 
 
 def _part(name: str) -> str:

@@ -1,4 +1,6 @@
-"""The user's program, the IR and the kernels' sources, side by side: lines and blocks are linked to the segments that they belong to."""
+"""The user's program, the IR and the kernels' sources, side by side: lines and blocks are linked to
+the segments that they belong to.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,35 @@ def panes(report: Report) -> Html:
     return section(
         "Source, IR, kernels",
         element(
-            "div", _pane("source", _sources(report)), _pane("IR", _blocks(blocks, colours)), _pane("kernels", _blocks(kernels, colours)),
+            "div",
+            _pane("source", _sources(report)),
+            _pane("IR", _blocks(blocks, colours)),
+            _pane("kernels", _blocks(kernels, colours)),
             class_="panes",
         ),
-    )  # fmt: skip
+    )
 
 
 def _pane(title: str, content: Iterable[Html]) -> Html:
-    return element("div", element("h3", title), element("div", *content, class_="scroll", tabindex=0), class_="pane")
+    return element(
+        "div",
+        element("h3", title),
+        element("div", *content, class_="scroll", tabindex=0),
+        class_="pane",
+    )
 
 
 def _blocks(blocks: Sequence[tuple[str, str]], colours: Mapping[str, int]) -> Iterator[Html]:
     for id, text in blocks:
         title, _, body = text.removeprefix("# ").partition("\n")
-        yield element("div", element("h4", title), element("pre", body), data_segments=id, class_="block", style=f"--hue: {colours[id]}")
+        yield element(
+            "div",
+            element("h4", title),
+            element("pre", body),
+            data_segments=id,
+            class_="block",
+            style=f"--hue: {colours[id]}",
+        )
 
 
 def _sources(report: Report) -> Iterator[Html]:
@@ -52,8 +69,19 @@ def _sources(report: Report) -> Iterator[Html]:
     colours = hues(report)
     for listing in listed:
         yield element("h4", f"{listing.file}:{listing.first_line}")
-        yield element("pre", *(_line(number, line, _find(listing, number, line, segments), _find(listing, number, line, reasons), colours)
-                               for number, line in enumerate(listing.text.splitlines(), listing.first_line)))  # fmt: skip
+        yield element(
+            "pre",
+            *(
+                _line(
+                    number,
+                    line,
+                    _find(listing, number, line, segments),
+                    _find(listing, number, line, reasons),
+                    colours,
+                )
+                for number, line in enumerate(listing.text.splitlines(), listing.first_line)
+            ),
+        )
 
 
 def _lines_alone(sources: Iterable[str]) -> Iterator[Listing]:
@@ -62,15 +90,36 @@ def _lines_alone(sources: Iterable[str]) -> Iterator[Listing]:
         yield Listing(match["file"], int(match["line"]), match["code"])
 
 
-def _find(listing: Listing, number: int, line: str, of_sources: Mapping[str, list[str]]) -> list[str]:
+def _find(
+    listing: Listing, number: int, line: str, of_sources: Mapping[str, list[str]]
+) -> list[str]:
     """What `of_sources` has for a line: segments, or reasons."""
     start, end = f"{listing.file}:{number}, in ", f": {line.strip()}"
-    return [x for source, said in of_sources.items() if source.startswith(start) and source.endswith(end) for x in said]
+    return [
+        x
+        for source, said in of_sources.items()
+        if source.startswith(start) and source.endswith(end)
+        for x in said
+    ]
 
 
-def _line(number: int, line: str, ids: Sequence[str], reasons: Sequence[str], colours: Mapping[str, int]) -> Html:
+def _line(
+    number: int, line: str, ids: Sequence[str], reasons: Sequence[str], colours: Mapping[str, int]
+) -> Html:
     content = element("i", f"{number:>4}"), f" {line}\n"
     if ids:
         style = f"--hue: {colours[ids[0]]}"
-        return element("span", *content, class_="line fused", data_segments=" ".join(ids), style=style, title=", ".join(ids))
-    return element("span", *content, class_=f"line {'left' if reasons else ''}", title="\n".join(dict.fromkeys(reasons)) or None)
+        return element(
+            "span",
+            *content,
+            class_="line fused",
+            data_segments=" ".join(ids),
+            style=style,
+            title=", ".join(ids),
+        )
+    return element(
+        "span",
+        *content,
+        class_=f"line {'left' if reasons else ''}",
+        title="\n".join(dict.fromkeys(reasons)) or None,
+    )

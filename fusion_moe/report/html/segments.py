@@ -20,7 +20,12 @@ def segments(report: Report) -> Html:
 
 def launches(report: Report) -> Html:
     """CUDA's kernels for the sizes of the call and for other sizes, if there are any."""
-    rows = [(s.id, f.gpu, amount(f.workspace, "B"), s.launched) for f in report.fusions for s in f.segments if s.launched]
+    rows = [
+        (s.id, f.gpu, amount(f.workspace, "B"), s.launched)
+        for f in report.fusions
+        for s in f.segments
+        if s.launched
+    ]
     if not rows:
         return Html("")
     others = map(_other_sizes, (fusion for fusion in report.fusions if fusion.launched_at))
@@ -38,9 +43,21 @@ def _other_sizes(fusion: FusionReport) -> Html:
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
     """A table that scrolls if it is too wide."""
     cells = (element("tr", *(element("td", cell) for cell in row)) for row in rows)
-    return element("div", element("table", element("tr", *(element("th", name) for name in head)), *cells), class_="wide", tabindex=0)
+    return element(
+        "div",
+        element("table", element("tr", *(element("th", name) for name in head)), *cells),
+        class_="wide",
+        tabindex=0,
+    )
 
 
 def _row(s: SegmentReport) -> Sequence[str]:
     costs = (amount(n, "B") for n in (s.bytes_read, s.bytes_written, s.bytes_avoided))
-    return (s.id, amount(s.flops), *costs, "?" if s.intensity is None else f"{s.intensity:.3g}", s.backend, s.backend_why)
+    return (
+        s.id,
+        amount(s.flops),
+        *costs,
+        "?" if s.intensity is None else f"{s.intensity:.3g}",
+        s.backend,
+        s.backend_why,
+    )

@@ -18,8 +18,16 @@ def times(report: Report) -> Html:
     if report.void:
         return section("Times", element("p", "Void: ", report.void, class_="note"))
     longest = max(max(m.seconds, m.floor) for _, m in rows)
-    said = "Filled: the time to read the kernel's bytes, its memory bound. Outlined: what it took beyond that."
-    return section("Times", element("p", said, class_="note"), *_machine(report), *(_bar(name, m, longest) for name, m in rows))
+    said = (
+        "Filled: the time to read the kernel's bytes, its memory bound. Outlined: what it took "
+        "beyond that."
+    )
+    return section(
+        "Times",
+        element("p", said, class_="note"),
+        *_machine(report),
+        *(_bar(name, m, longest) for name, m in rows),
+    )
 
 
 def _machine(report: Report) -> Iterator[Html]:
@@ -38,5 +46,12 @@ def _measured(report: Report) -> Iterator[tuple[str, Measured]]:
 def _bar(name: str, m: Measured, longest: float) -> Html:
     whole, floor = (f"width: {100 * seconds / longest:.2f}%" for seconds in (m.seconds, m.floor))
     against = f", {ratio(m.seconds / m.floor)} x memory bound" if m.floor else ""
-    bar = element("div", element("div", class_="took", style=whole), element("div", class_="floor", style=floor), class_="bar")
-    return element("div", element("b", name), bar, element("span", duration(m.seconds), against), class_="time")
+    bar = element(
+        "div",
+        element("div", class_="took", style=whole),
+        element("div", class_="floor", style=floor),
+        class_="bar",
+    )
+    return element(
+        "div", element("b", name), bar, element("span", duration(m.seconds), against), class_="time"
+    )

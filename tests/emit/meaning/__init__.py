@@ -1,6 +1,8 @@
-"""What the operations of nvFuser mean, in plain torch: the table OPS, name -> function of Values, Scalars and literals.
+"""What the operations of nvFuser mean, in plain torch: the table OPS, name -> function of Values,
+Scalars and literals.
 
-Written from nvFuser's documentation and sources, not from the library that is tested with it, of which it imports nothing.
+Written from nvFuser's documentation and sources, not from the library that is tested with it, of
+which it imports nothing.
 """
 
 from collections.abc import Callable
@@ -8,4 +10,10 @@ from typing import Any
 
 from . import blockscale, pointwise, products, rows, shapes
 
-OPS: dict[str, Callable[..., Any]] = {**pointwise.OPS, **shapes.OPS, **rows.OPS, **blockscale.OPS, **products.OPS}
+OPS: dict[str, Callable[..., Any]] = {
+    **pointwise.OPS,
+    **shapes.OPS,
+    **rows.OPS,
+    **blockscale.OPS,
+    **products.OPS,
+}

@@ -1,10 +1,13 @@
-"""Block scales: the order in which compute capability 10.0 reads them, and the quantizers that make them.
+"""Block scales: the order in which compute capability 10.0 reads them, and the quantizers that make
+them.
 
-Scales [rows, c] are padded to whole tiles of 128 rows and 4 columns, C = 4 ceil(c/4) columns. Element (r, j) is at
+Scales [rows, c] are padded to whole tiles of 128 rows and 4 columns, C = 4 ceil(c/4) columns.
+Element (r, j) is at
 
     r // 128 * 128 * C  +  j // 4 * 512  +  r % 32 * 16  +  r % 128 // 32 * 4  +  j % 4
 
-In the grouped order each group is such a matrix of its own, group i starting at output_offsets[i] * C.
+In the grouped order each group is such a matrix of its own, group i starting at output_offsets[i] *
+C.
 """
 
 from __future__ import annotations
@@ -14,7 +17,21 @@ from typing import Any
 
 import torch
 
-from .values import E2M1, E4M3, E4M3_MAX, E8M0, HALVES, Swizzled, Value, converted, described, held, need, poison, tensor
+from .values import (
+    E2M1,
+    E4M3,
+    E4M3_MAX,
+    E8M0,
+    HALVES,
+    Swizzled,
+    Value,
+    converted,
+    described,
+    held,
+    need,
+    poison,
+    tensor,
+)
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -35,23 +52,37 @@ def groups(starts: Any, rows: int) -> Iterator[tuple[int, int]]:
     """(first row, number of rows) of each group; the last one takes what is left."""
     firsts = tensor(starts, "Int32", "Int").data.tolist()
     need(firsts and firsts[0] == 0, f"input_offsets {firsts}: the first group must start at row 0")
-    need(firsts == sorted(firsts) and firsts[-1] <= rows, f"input_offsets {firsts}: not starts of groups among {rows} rows")
+    need(
+        firsts == sorted(firsts) and firsts[-1] <= rows,
+        f"input_offsets {firsts}: not starts of groups among {rows} rows",
+    )
     for first, end in zip(firsts, [*firsts[1:], rows], strict=True):
         yield first, end - first
 
 
 def swizzle(scales: torch.Tensor, dtype: str, input_offsets: Any, output_offsets: Any) -> Swizzled:
-    """[m, c] in g groups -> (m + 127 g) * C elements. Refused: groups that would overlap or leave that memory; no rows at all."""
+    """[m, c] in g groups -> (m + 127 g) * C elements. Refused: groups that would overlap or leave
+    that memory; no rows at all.
+    """
     need(scales.dim() == 2, f"block scales {list(scales.shape)}, expected two dimensions")
     (m, c), offsets = scales.shape, tensor(output_offsets, tensor(input_offsets).dtype).data
-    need(input_offsets.shape == offsets.shape and offsets.dim() == 1, f"offsets {list(input_offsets.shape)} and {list(offsets.shape)}")
+    need(
+        input_offsets.shape == offsets.shape and offsets.dim() == 1,
+        f"offsets {list(input_offsets.shape)} and {list(offsets.shape)}",
+    )
     need(m > 0, "block scales of no rows: nvFuser fails when it compiles this")
     columns, free = ceil_to(c, TILE_COLUMNS), 0
     storage = torch.full(((m + 127 * len(offsets)) * columns,), poison(dtype)).to(held(dtype))
     for (first, rows), start in zip(groups(input_offsets, m), offsets.tolist(), strict=True):
-        need(start % TILE_ROWS == 0 and start >= free, f"output_offsets {offsets.tolist()}: expected multiples of 128, from {free} on")
+        need(
+            start % TILE_ROWS == 0 and start >= free,
+            f"output_offsets {offsets.tolist()}: expected multiples of 128, from {free} on",
+        )
         free = start + ceil_to(rows, TILE_ROWS) if rows else free
-        need(free <= m + 127 * len(offsets), f"output_offsets {offsets.tolist()} leave the memory of {m + 127 * len(offsets)} rows")
+        need(
+            free <= m + 127 * len(offsets),
+            f"output_offsets {offsets.tolist()} leave the memory of {m + 127 * len(offsets)} rows",
+        )
         storage[start * columns + addresses(rows, c)] = scales[first : first + rows]
     return Swizzled(storage, dtype)
 
@@ -60,7 +91,8 @@ def unswizzle(memory: torch.Tensor, start_row: int, rows: int, columns: int) -> 
     """The scales [rows, columns] of the group that starts at padded row `start_row`."""
     at = start_row * ceil_to(columns, TILE_COLUMNS) + addresses(rows, columns)
     need(
-        not at.numel() or int(at.max()) < len(memory), f"block scales: {len(memory)} elements, too few for {rows} rows from {start_row} on"
+        not at.numel() or int(at.max()) < len(memory),
+        f"block scales: {len(memory)} elements, too few for {rows} rows from {start_row} on",
     )
     return memory[at]
 
@@ -79,13 +111,16 @@ def preprocess_grouped_matmul_input_sf(x: Any, input_offsets: Any, output_offset
     return swizzle(x.data, x.dtype, input_offsets, output_offsets)
 
 
-# Quantizers -------------------------------------------------------------------------------------------------------------------
+# Quantizers ---------------------------------------------------------------------------------------
 
 
 def _blocks(x: Any, block_size: int) -> torch.Tensor:
     """float32[..., k / block_size, block_size]"""
     x = tensor(x, "Float", *HALVES)
-    need(x.data.dim() and x.shape[-1] % block_size == 0, f"blocks of {block_size} in {described(x)}: K must be a multiple")
+    need(
+        x.data.dim() and x.shape[-1] % block_size == 0,
+        f"blocks of {block_size} in {described(x)}: K must be a multiple",
+    )
     return x.data.float().unflatten(-1, (-1, block_size))
 
 
@@ -95,7 +130,9 @@ def _amax(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _nvfp4(x: Any, global_scale: Any) -> tuple[Value, torch.Tensor]:
-    """(e2m1[..., k], e4m3[..., k/16]); global_scale is an encode scale, 0-d. All in float32, in this order."""
+    """(e2m1[..., k], e4m3[..., k/16]); global_scale is an encode scale, 0-d. All in float32, in
+    this order.
+    """
     blocks, largest = _blocks(x, 16), torch.tensor(FLOAT_MAX)
     scale = _amax(blocks) / 6
     if global_scale is not None:
@@ -109,36 +146,69 @@ def _nvfp4(x: Any, global_scale: Any) -> tuple[Value, torch.Tensor]:
 
 
 def _mxfp8(x: Any) -> tuple[Value, Value]:
-    """(e4m3[..., k], e8m0[..., k/32]). Blocks whose scale is 2^-127, the zero blocks, are not scaled."""
+    """(e4m3[..., k], e8m0[..., k/32]). Blocks whose scale is 2^-127, the zero blocks, are not
+    scaled.
+    """
     blocks = _blocks(x, 32)
     need(not bool(blocks.isnan().any()), "NaN: what becomes of it is not modelled")
     scale = converted(_amax(blocks) * torch.tensor(1 / E4M3_MAX), "Float", E8M0)
     inverse = torch.where(scale == 2.0**-127, 1, torch.where(scale == 2.0**127, 0, 1 / scale))
-    return Value(converted(blocks * inverse[..., None], "Float", E4M3).flatten(-2), E4M3), Value(scale, E8M0)
+    return Value(converted(blocks * inverse[..., None], "Float", E4M3).flatten(-2), E4M3), Value(
+        scale, E8M0
+    )
 
 
 def nv_block_quantize(
-    x: Any, *, global_scale: Any = None, block_size: int = 16, swizzle_block_scales: bool = False, dtype: str = E2M1
+    x: Any,
+    *,
+    global_scale: Any = None,
+    block_size: int = 16,
+    swizzle_block_scales: bool = False,
+    dtype: str = E2M1,
 ) -> tuple[Value, Value | Swizzled]:
-    need((dtype, block_size) in ((E2M1, 16), (E4M3, 32)), f"nv_block_quantize to {dtype} in blocks of {block_size}")
+    need(
+        (dtype, block_size) in ((E2M1, 16), (E4M3, 32)),
+        f"nv_block_quantize to {dtype} in blocks of {block_size}",
+    )
     if dtype == E4M3:
-        need(global_scale is None and not swizzle_block_scales, f"nv_block_quantize to {dtype} takes no global_scale and swizzles nothing")
+        need(
+            global_scale is None and not swizzle_block_scales,
+            f"nv_block_quantize to {dtype} takes no global_scale and swizzles nothing",
+        )
         return _mxfp8(x)
     codes, scales = _nvfp4(x, global_scale)
     if not swizzle_block_scales:
         return codes, Value(scales, E4M3)
-    need(scales.dim() == 2, f"swizzled block scales of {list(scales.shape)}: only those of two dimensions are modelled")
-    (rows, columns), memory = scales.shape, torch.full((ceil_to(scales.shape[0], 128) * ceil_to(scales.shape[1], 4),), poison(E4M3))
+    need(
+        scales.dim() == 2,
+        f"swizzled block scales of {list(scales.shape)}: only those of two dimensions are modelled",
+    )
+    (rows, columns), memory = (
+        scales.shape,
+        torch.full((ceil_to(scales.shape[0], 128) * ceil_to(scales.shape[1], 4),), poison(E4M3)),
+    )
     memory[addresses(rows, columns)] = scales
     return codes, Swizzled(memory, E4M3)
 
 
 def nv_grouped_block_quantize(
-    x: Any, input_offsets: Any, output_offsets: Any, *, global_scale: Any = None, block_size: int = 16, dtype: str = E2M1
+    x: Any,
+    input_offsets: Any,
+    output_offsets: Any,
+    *,
+    global_scale: Any = None,
+    block_size: int = 16,
+    dtype: str = E2M1,
 ) -> tuple[Value, Swizzled]:
-    need((dtype, block_size) == (E2M1, 16), f"nv_grouped_block_quantize to {dtype} in blocks of {block_size}")
+    need(
+        (dtype, block_size) == (E2M1, 16),
+        f"nv_grouped_block_quantize to {dtype} in blocks of {block_size}",
+    )
     codes, scales = _nvfp4(x, global_scale)
     return codes, swizzle(scales, E4M3, input_offsets, output_offsets)
 
 
-OPS = {f.__name__: f for f in (preprocess_grouped_matmul_input_sf, nv_block_quantize, nv_grouped_block_quantize)}
+OPS = {
+    f.__name__: f
+    for f in (preprocess_grouped_matmul_input_sf, nv_block_quantize, nv_grouped_block_quantize)
+}

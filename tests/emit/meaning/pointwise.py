@@ -1,9 +1,11 @@
 """Pointwise operations: one element of the result from one element of each input.
 
-In a printed definition every promotion is a cast of its own: the tensors that an operation reads have one dtype, scalars are of its kind.
-nvFuser's kernels have no arithmetic for 16 bits: such tensors are cast to Float first, which is printed too, but for the operations of
-which nvFuser does not know that they need it (relu, silu, rounding, comparing with NaN): these are refused here, as the compiler would.
-Dividing integers truncates; minimum, maximum and clamp give NaN for NaN; the arithmetic is torch's on the CPU.
+In a printed definition every promotion is a cast of its own: the tensors that an operation reads
+have one dtype, scalars are of its kind. nvFuser's kernels have no arithmetic for 16 bits: such
+tensors are cast to Float first, which is printed too, but for the operations of which nvFuser does
+not know that they need it (relu, silu, rounding, comparing with NaN): these are refused here, as
+the compiler would. Dividing integers truncates; minimum, maximum and clamp give NaN for NaN; the
+arithmetic is torch's on the CPU.
 """
 
 from __future__ import annotations
@@ -14,14 +16,28 @@ from typing import Any
 
 import torch
 
-from .values import FLOATS, HALVES, INTS, Scalar, Value, constant, converted, described, need, scalar, tensor
+from .values import (
+    FLOATS,
+    HALVES,
+    INTS,
+    Scalar,
+    Value,
+    constant,
+    converted,
+    described,
+    need,
+    scalar,
+    tensor,
+)
 
 NUMBERS = (*FLOATS, *INTS)
 
 
 @dataclass(frozen=True)
 class Pointwise:
-    """`function` of tensors (0-d for scalars) of one of `dtypes`; the result has that dtype, or `result`."""
+    """`function` of tensors (0-d for scalars) of one of `dtypes`; the result has that dtype, or
+    `result`.
+    """
 
     name: str
     operands: int
@@ -30,22 +46,41 @@ class Pointwise:
     result: str | None = None
 
     def __call__(self, *args: Any) -> Value | Scalar:
-        need(len(args) == self.operands, f"{self.name} takes {self.operands} operands, found {len(args)}")
+        need(
+            len(args) == self.operands,
+            f"{self.name} takes {self.operands} operands, found {len(args)}",
+        )
         dtype, data = common(*args)
-        need(dtype in self.dtypes, f"{self.name} of {dtype}: nvFuser computes it for {', '.join(self.dtypes)}; cast first")
+        need(
+            dtype in self.dtypes,
+            f"{self.name} of {dtype}: nvFuser computes it for {', '.join(self.dtypes)}; cast first",
+        )
         return result_of(self.function(*data), self.result or dtype, args)
 
 
 def common(*args: Any) -> tuple[str, list[torch.Tensor]]:
-    """The one dtype of the operands, and their data, scalars as 0-d tensors. Refused: tensors of several dtypes or ranks."""
+    """The one dtype of the operands, and their data, scalars as 0-d tensors. Refused: tensors of
+    several dtypes or ranks.
+    """
     tensors = [x for x in args if not _is_scalar(x)]
     dtypes = {tensor(x).dtype for x in tensors}
-    need(len(dtypes) < 2, f"tensors of several dtypes: {'; '.join(map(described, tensors))}. nvFuser would have printed a cast")
+    need(
+        len(dtypes) < 2,
+        f"tensors of several dtypes: {'; '.join(map(described, tensors))}. "
+        "nvFuser would have printed a cast",
+    )
     ranks = {x.data.dim() for x in tensors}
-    need(len(ranks) < 2, f"tensors of several ranks: {'; '.join(map(described, tensors))}. nvFuser would have printed a broadcast")
+    need(
+        len(ranks) < 2,
+        f"tensors of several ranks: {'; '.join(map(described, tensors))}. "
+        "nvFuser would have printed a broadcast",
+    )
     dtype = dtypes.pop() if dtypes else _scalar_dtype([scalar(x).dtype for x in args])
     for s in (scalar(x) for x in args if _is_scalar(x)):
-        need(_kind(s.dtype) == _kind(dtype), f"{described(s)} with a {dtype} operand: nvFuser would have printed a cast")
+        need(
+            _kind(s.dtype) == _kind(dtype),
+            f"{described(s)} with a {dtype} operand: nvFuser would have printed a cast",
+        )
     return dtype, [constant(x, dtype) if _is_scalar(x) else x.data for x in args]
 
 
@@ -83,7 +118,9 @@ def where(condition: Any, x: Any, y: Any) -> Value | Scalar:
     need(of == "Bool", f"where of {described(condition)}, not Bool")
     dtype, chosen = common(x, y)
     ranks = {v.data.dim() for v in (condition, x, y) if isinstance(v, Value)}
-    need(len(ranks) < 2, f"tensors of several ranks: {'; '.join(map(described, (condition, x, y)))}")
+    need(
+        len(ranks) < 2, f"tensors of several ranks: {'; '.join(map(described, (condition, x, y)))}"
+    )
     return result_of(torch.where(picks, chosen[0], chosen[1]), dtype, (condition, x, y))
 
 
@@ -117,18 +154,45 @@ def _sigmoid(x: torch.Tensor) -> torch.Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
-def _unary(name: str, function: Callable[..., torch.Tensor], dtypes: tuple[str, ...] = FLOATS, result: str | None = None) -> Pointwise:
+def _unary(
+    name: str,
+    function: Callable[..., torch.Tensor],
+    dtypes: tuple[str, ...] = FLOATS,
+    result: str | None = None,
+) -> Pointwise:
     return Pointwise(name, 1, function, dtypes, result)
 
 
-def _binary(name: str, function: Callable[..., torch.Tensor], dtypes: tuple[str, ...] = NUMBERS, result: str | None = None) -> Pointwise:
+def _binary(
+    name: str,
+    function: Callable[..., torch.Tensor],
+    dtypes: tuple[str, ...] = NUMBERS,
+    result: str | None = None,
+) -> Pointwise:
     return Pointwise(name, 2, function, dtypes, result)
 
 
 _BOOL, _BITS = ("Bool",), INTS
 TABLE = (
-    *(_unary(name, getattr(torch, name)) for name in ("exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "sin", "cos", "tan")),
-    *(_unary(name, getattr(torch, name)) for name in ("tanh", "erf", "erfc", "sqrt", "rsqrt", "floor", "ceil", "trunc", "frac", "round")),
+    *(
+        _unary(name, getattr(torch, name))
+        for name in ("exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "sin", "cos", "tan")
+    ),
+    *(
+        _unary(name, getattr(torch, name))
+        for name in (
+            "tanh",
+            "erf",
+            "erfc",
+            "sqrt",
+            "rsqrt",
+            "floor",
+            "ceil",
+            "trunc",
+            "frac",
+            "round",
+        )
+    ),
     _unary("reciprocal", lambda x: 1 / x),
     _unary("sigmoid", _sigmoid),
     _unary("silu", lambda x: x * _sigmoid(x)),
@@ -136,7 +200,10 @@ TABLE = (
     _unary("abs", torch.abs, (*NUMBERS, *HALVES)),
     _unary("neg", torch.neg, NUMBERS),
     _unary("isfinite", torch.isfinite, (*FLOATS, *HALVES), "Bool"),
-    *(_unary(name, getattr(torch, name), FLOATS, "Bool") for name in ("isnan", "isinf", "isposinf", "isneginf")),
+    *(
+        _unary(name, getattr(torch, name), FLOATS, "Bool")
+        for name in ("isnan", "isinf", "isposinf", "isneginf")
+    ),
     _unary("signbit", torch.signbit, NUMBERS, "Bool"),
     _unary("logical_not", torch.logical_not, _BOOL),
     _unary("bitwise_not", torch.bitwise_not, _BITS),
@@ -155,9 +222,21 @@ TABLE = (
     *(_binary(name, getattr(torch, name), (*NUMBERS, "Bool"), "Bool") for name in ("eq", "ne")),
     *(_binary(name, getattr(torch, name), NUMBERS, "Bool") for name in ("lt", "le", "gt", "ge")),
     *(_binary(name, getattr(torch, name), _BOOL) for name in ("logical_and", "logical_or")),
-    *(_binary(name, getattr(torch, name), _BITS) for name in ("bitwise_and", "bitwise_or", "bitwise_xor")),
-    *(_binary(name, getattr(torch, name), _BITS) for name in ("bitwise_left_shift", "bitwise_right_shift")),
+    *(
+        _binary(name, getattr(torch, name), _BITS)
+        for name in ("bitwise_and", "bitwise_or", "bitwise_xor")
+    ),
+    *(
+        _binary(name, getattr(torch, name), _BITS)
+        for name in ("bitwise_left_shift", "bitwise_right_shift")
+    ),
     Pointwise("clamp", 3, lambda x, low, high: _minimum(_maximum(x, low), high), NUMBERS),
 )
 POINTWISE = {row.name: row for row in TABLE}
-OPS: dict[str, Callable[..., Any]] = {**POINTWISE, "truediv": POINTWISE["div"], "cast": cast, "set": lambda x: x, "where": where}
+OPS: dict[str, Callable[..., Any]] = {
+    **POINTWISE,
+    "truediv": POINTWISE["div"],
+    "cast": cast,
+    "set": lambda x: x,
+    "where": where,
+}

@@ -1,4 +1,6 @@
-"""Matrix products. All are computed in float64 and rounded once to the dtype of the result; what no group covers stays poison."""
+"""Matrix products. All are computed in float64 and rounded once to the dtype of the result; what no
+group covers stays poison.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,19 @@ from typing import Any
 import torch
 
 from .blockscale import ceil_to, memory_of, unswizzle
-from .values import E2M1, E4M3, FLOATS, HALVES, Value, converted, described, held, need, poison, tensor
+from .values import (
+    E2M1,
+    E4M3,
+    FLOATS,
+    HALVES,
+    Value,
+    converted,
+    described,
+    held,
+    need,
+    poison,
+    tensor,
+)
 
 _FACTORS = (*FLOATS, *HALVES)
 
@@ -27,10 +41,13 @@ def linear(x: Any, weight: Any, *, bias: Any = None) -> Value:
     a, b, dtype = _factors(x, weight)
     need(b.dim() == 2, f"linear with the weight {list(b.shape)}")
     product = a @ b.T
-    return Value((product if bias is None else product + tensor(bias, dtype).data.double()).to(held(dtype)), dtype)
+    return Value(
+        (product if bias is None else product + tensor(bias, dtype).data.double()).to(held(dtype)),
+        dtype,
+    )
 
 
-# Grouped products -------------------------------------------------------------------------------------------------------------
+# Grouped products ---------------------------------------------------------------------------------
 
 
 def _runs(offsets: Any, size: int) -> list[tuple[int, int]]:
@@ -38,18 +55,27 @@ def _runs(offsets: Any, size: int) -> list[tuple[int, int]]:
     offsets = tensor(offsets, "Int32")
     need(offsets.data.dim() == 1, f"offsets {list(offsets.shape)}, expected one dimension")
     ends = offsets.data.tolist()
-    need(ends == sorted(ends) and min(ends, default=0) >= 0 and max(ends, default=0) <= size, f"offsets {ends} are no ends within {size}")
+    need(
+        ends == sorted(ends) and min(ends, default=0) >= 0 and max(ends, default=0) <= size,
+        f"offsets {ends} are no ends within {size}",
+    )
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, offsets: Any) -> torch.Tensor:
-    """float64: [m, k] x [g, k, n] -> [m, n], rows in groups; [g, m, k] x [k, n] -> [m, n], columns in groups; [m, k] x [k, n] -> [g, m, n],
-    the contracted dimension in groups."""
+    """float64: [m, k] x [g, k, n] -> [m, n], rows in groups; [g, m, k] x [k, n] -> [m, n], columns
+    in groups; [m, k] x [k, n] -> [g, m, n], the contracted dimension in groups.
+    """
     dims = (a.dim(), b.dim())
     need(dims in ((2, 3), (3, 2), (2, 2)), f"grouped_mm of {list(a.shape)} and {list(b.shape)}")
     count = tensor(offsets).shape[0]
-    need(all(t.shape[0] == count for t in (a, b) if t.dim() == 3), f"grouped_mm of {list(a.shape)} and {list(b.shape)} in {count} groups")
-    need(a.shape[-1] == b.shape[-2], f"grouped_mm of {list(a.shape)} and {list(b.shape)}: K differs")
+    need(
+        all(t.shape[0] == count for t in (a, b) if t.dim() == 3),
+        f"grouped_mm of {list(a.shape)} and {list(b.shape)} in {count} groups",
+    )
+    need(
+        a.shape[-1] == b.shape[-2], f"grouped_mm of {list(a.shape)} and {list(b.shape)}: K differs"
+    )
     runs = _runs(offsets, {(2, 3): a.shape[0], (3, 2): b.shape[1], (2, 2): a.shape[1]}[dims])
     if dims == (2, 2):
         return torch.stack([a[:, i:j] @ b[i:j] for i, j in runs])
@@ -60,11 +86,22 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, offsets: Any) -> torch.Tensor:
     return out
 
 
-def grouped_mm(mat1: Any, mat2: Any, offsets: Any, scale1: Any = None, scale2: Any = None, *, dtype: str = "BFloat16", **rest: Any) -> Any:
-    """Without scales: the dtype of mat1. With scales, of e4m3 [m, k] and [g, k, n] with scale1 Float [m, 1] and scale2 Float [g, 1, n]:
-    (product, None, None), rounded to BFloat16 and then to `dtype`.
+def grouped_mm(
+    mat1: Any,
+    mat2: Any,
+    offsets: Any,
+    scale1: Any = None,
+    scale2: Any = None,
+    *,
+    dtype: str = "BFloat16",
+    **rest: Any,
+) -> Any:
+    """Without scales: the dtype of mat1. With scales, of e4m3 [m, k] and [g, k, n] with scale1
+    Float [m, 1] and scale2 Float [g, 1, n]: (product, None, None), rounded to BFloat16 and then to
+    `dtype`.
 
-    Rows past the last end are not written by the kernel of capability 10.0; elsewhere nvFuser fails if there are any.
+    Rows past the last end are not written by the kernel of capability 10.0; elsewhere nvFuser fails
+    if there are any.
     """
     need(not rest, f"grouped_mm with {', '.join(rest)}, which nvFuser does not support yet")
     if scale1 is None:
@@ -72,9 +109,18 @@ def grouped_mm(mat1: Any, mat2: Any, offsets: Any, scale1: Any = None, scale2: A
         return Value(_grouped(a, b, offsets).to(held(dtype)), dtype)
     a, b = (tensor(x, E4M3).data.double() for x in (mat1, mat2))
     row_scale, column_scale = (tensor(x, "Float").data.double() for x in (scale1, scale2))
-    need(a.dim() == 2 and b.dim() == 3, f"grouped_mm with scales of {list(a.shape)} and {list(b.shape)}: not modelled")
-    need(row_scale.shape == (a.shape[0], 1), f"scale1 {list(row_scale.shape)}, expected {[a.shape[0], 1]}")
-    need(column_scale.shape == (b.shape[0], 1, b.shape[2]), f"scale2 {list(column_scale.shape)}, expected {[b.shape[0], 1, b.shape[2]]}")
+    need(
+        a.dim() == 2 and b.dim() == 3,
+        f"grouped_mm with scales of {list(a.shape)} and {list(b.shape)}: not modelled",
+    )
+    need(
+        row_scale.shape == (a.shape[0], 1),
+        f"scale1 {list(row_scale.shape)}, expected {[a.shape[0], 1]}",
+    )
+    need(
+        column_scale.shape == (b.shape[0], 1, b.shape[2]),
+        f"scale2 {list(column_scale.shape)}, expected {[b.shape[0], 1, b.shape[2]]}",
+    )
     product = _grouped(a * row_scale, b * column_scale, offsets).bfloat16()
     return Value(converted(product, "BFloat16", dtype), dtype), None, None
 
@@ -91,11 +137,13 @@ def cutlass_nvfp4_grouped_mm(
     *,
     dtype: str = "BFloat16",
 ) -> Value:
-    """mat1 e2m1[m, k], mat2 e2m1[g, k, n] with k fastest -> [m, n]: rows of group i times matrix i, times alpha[i].
+    """mat1 e2m1[m, k], mat2 e2m1[g, k, n] with k fastest -> [m, n]: rows of group i times matrix i,
+    times alpha[i].
 
-    scale1: block scales [m, k/16] in the grouped order; scale2: [g, n, k/16], each group's in tiles; alpha Float[g]; problem_sizes
-    Int32[g, 3], (rows, n, k) of each group; expert_offsets Int32[g], first rows; sf_offsets Int32[g], first padded rows of scale1.
-    Refused is also what the kernel takes without a check and computes wrongly.
+    scale1: block scales [m, k/16] in the grouped order; scale2: [g, n, k/16], each group's in
+    tiles; alpha Float[g]; problem_sizes Int32[g, 3], (rows, n, k) of each group; expert_offsets
+    Int32[g], first rows; sf_offsets Int32[g], first padded rows of scale1. Refused is also what the
+    kernel takes without a check and computes wrongly.
     """
     a, b = tensor(mat1, E2M1).data, tensor(mat2, E2M1).data
     m, k, n, count = _nvfp4_sizes(a, b)
@@ -106,10 +154,15 @@ def cutlass_nvfp4_grouped_mm(
     scale_firsts = _offsets("sf_offsets", sf_offsets, "Int32", count).tolist()
     _check_groups(sizes, firsts, scale_firsts, m, n, k)
     scales_a, scales_b = memory_of(scale1, E4M3), memory_of(scale2, E4M3)
-    need(len(scales_b) == count * n * (k // 16), f"scale2 has {len(scales_b)} elements, expected {count * n * (k // 16)}")
+    need(
+        len(scales_b) == count * n * (k // 16),
+        f"scale2 has {len(scales_b)} elements, expected {count * n * (k // 16)}",
+    )
 
     out = torch.full((m, n), poison("Float"), dtype=torch.float64)
-    for i, ((rows, _, _), first, scale_first) in enumerate(zip(sizes, firsts, scale_firsts, strict=True)):
+    for i, ((rows, _, _), first, scale_first) in enumerate(
+        zip(sizes, firsts, scale_firsts, strict=True)
+    ):
         left = _scaled(a[first : first + rows], unswizzle(scales_a, scale_first, rows, k // 16))
         right = _scaled(b[i].T, unswizzle(scales_b, i * n, n, k // 16))
         out[first : first + rows] = left @ right.T * factor[i]
@@ -129,17 +182,32 @@ def _nvfp4_sizes(a: torch.Tensor, b: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 def _offsets(name: str, x: Any, dtype: str, *shape: int) -> torch.Tensor:
-    need(isinstance(x, Value) and x.dtype == dtype, f"{name}: expected {dtype}, found {described(x)}")
-    need(x.shape == shape and x.data.is_contiguous(), f"{name} {list(x.shape)}, expected contiguous {list(shape)}")
+    need(
+        isinstance(x, Value) and x.dtype == dtype, f"{name}: expected {dtype}, found {described(x)}"
+    )
+    need(
+        x.shape == shape and x.data.is_contiguous(),
+        f"{name} {list(x.shape)}, expected contiguous {list(shape)}",
+    )
     return x.data
 
 
-def _check_groups(sizes: list[list[int]], firsts: list[int], scale_firsts: list[int], m: int, n: int, k: int) -> None:
+def _check_groups(
+    sizes: list[list[int]], firsts: list[int], scale_firsts: list[int], m: int, n: int, k: int
+) -> None:
     """Groups lie within the m rows and do not overlap, nor do their tiles of block scales."""
     row = scale_row = 0
-    for i, ((rows, *others), first, scale_first) in enumerate(zip(sizes, firsts, scale_firsts, strict=True)):
-        need(others == [n, k] and rows >= 0, f"problem_sizes[{i}] = {sizes[i]}, expected [rows, {n}, {k}]")
-        need(row <= first and first + rows <= m, f"expert_offsets[{i}] = {first} with {rows} rows, expected within {row} to {m}")
+    for i, ((rows, *others), first, scale_first) in enumerate(
+        zip(sizes, firsts, scale_firsts, strict=True)
+    ):
+        need(
+            others == [n, k] and rows >= 0,
+            f"problem_sizes[{i}] = {sizes[i]}, expected [rows, {n}, {k}]",
+        )
+        need(
+            row <= first and first + rows <= m,
+            f"expert_offsets[{i}] = {first} with {rows} rows, expected within {row} to {m}",
+        )
         need(
             scale_first % 128 == 0 and scale_first >= scale_row,
             f"sf_offsets[{i}] = {scale_first}, expected a multiple of 128 from {scale_row} on",

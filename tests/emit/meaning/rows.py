@@ -1,6 +1,7 @@
 """Operations along dimensions: reductions, scans, sorting.
 
-Sums and products are computed in float64 and rounded once: the order in which a kernel adds is its own, and the caller's tolerance.
+Sums and products are computed in float64 and rounded once: the order in which a kernel adds is its
+own, and the caller's tolerance.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from .pointwise import NUMBERS
 from .values import FLOATS, HALVES, Value, axis, held, integer, need, tensor
 
 
-def _reduction(name: str, function: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[..., Value]:
+def _reduction(
+    name: str, function: Callable[[torch.Tensor, int], torch.Tensor]
+) -> Callable[..., Value]:
     def reduce(x: Any, *, dims: list[int], dtype: str) -> Value:
-        """Sums of integers and of 16-bit floats are printed with a cast to Int or Float before them, when they are right."""
+        """Sums of integers and of 16-bit floats are printed with a cast to Int or Float before
+        them, when they are right.
+        """
         x = tensor(x, *FLOATS, "Int")
         need(dtype == x.dtype, f"{name} of {x.dtype} as {dtype}: nvFuser would have printed a cast")
         data = x.data.double() if x.dtype in FLOATS else x.data
@@ -47,10 +52,14 @@ def _scan(function: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[...
 
 
 def _order(x: torch.Tensor, dim: int, descending: bool, stable: bool) -> torch.Tensor:
-    """Where the elements come from when sorted. Equal ones in their order if stable, else, to show who relies on it, reversed."""
+    """Where the elements come from when sorted. Equal ones in their order if stable, else, to show
+    who relies on it, reversed.
+    """
     if stable:
         return torch.argsort(x, dim=dim, descending=descending, stable=True)
-    return x.shape[dim] - 1 - torch.argsort(x.flip(dim), dim=dim, descending=descending, stable=True)
+    return (
+        x.shape[dim] - 1 - torch.argsort(x.flip(dim), dim=dim, descending=descending, stable=True)
+    )
 
 
 def argsort(x: Any, *, dim: int, descending: bool = False, stable: bool = False) -> Value:
@@ -58,8 +67,12 @@ def argsort(x: Any, *, dim: int, descending: bool = False, stable: bool = False)
     return Value(_order(x.data, axis(dim, x.data.dim()), descending, stable), "Int")
 
 
-def topk(x: Any, k: Any, *, dim: int = -1, largest: bool = True, sorted: bool = False) -> tuple[Value, Value]:
-    """(values, indices), sorted also where that is not asked for; which one of two equal elements comes first is not defined."""
+def topk(
+    x: Any, k: Any, *, dim: int = -1, largest: bool = True, sorted: bool = False
+) -> tuple[Value, Value]:
+    """(values, indices), sorted also where that is not asked for; which one of two equal elements
+    comes first is not defined.
+    """
     x, count = tensor(x, *NUMBERS, *HALVES), integer(k)
     dim = axis(dim, x.data.dim())
     need(0 <= count <= x.shape[dim], f"topk of {count} among {x.shape[dim]}")

@@ -6,12 +6,27 @@ from typing import Any
 
 import torch
 
-from .values import INTS, Scalar, Value, axis, constant, held, integer, integers, need, scalar, tensor
+from .values import (
+    INTS,
+    Scalar,
+    Value,
+    axis,
+    constant,
+    held,
+    integer,
+    integers,
+    need,
+    scalar,
+    tensor,
+)
 
 
 def reshape(x: Any, *, new_shape: list[Any]) -> Value:
     x, shape = tensor(x), integers(new_shape)
-    need(x.data.numel() == torch.Size(shape).numel() and min(shape, default=0) >= 0, f"reshape of {list(x.shape)} to {shape}")
+    need(
+        x.data.numel() == torch.Size(shape).numel() and min(shape, default=0) >= 0,
+        f"reshape of {list(x.shape)} to {shape}",
+    )
     return x.with_(x.data.reshape(shape))
 
 
@@ -22,7 +37,10 @@ def permute(x: Any, *, dims: list[int]) -> Value:
 def broadcast(x: Any, *, is_broadcast_dim: list[bool]) -> Value:
     """Inserts dimensions of size 1 where the list says True."""
     x = tensor(x)
-    need(is_broadcast_dim.count(False) == x.data.dim(), f"broadcast of {list(x.shape)} with {is_broadcast_dim}")
+    need(
+        is_broadcast_dim.count(False) == x.data.dim(),
+        f"broadcast of {list(x.shape)} with {is_broadcast_dim}",
+    )
     sizes = iter(x.shape)
     return x.with_(x.data.reshape([1 if new else next(sizes) for new in is_broadcast_dim]))
 
@@ -30,35 +48,59 @@ def broadcast(x: Any, *, is_broadcast_dim: list[bool]) -> Value:
 def expand(x: Any, *, shape: list[Any]) -> Value:
     """Repeats dimensions of size 1."""
     x, sizes = tensor(x), integers(shape)
-    fits = len(sizes) == x.data.dim() and all(a in (1, b) for a, b in zip(x.shape, sizes, strict=True))
+    fits = len(sizes) == x.data.dim() and all(
+        a in (1, b) for a, b in zip(x.shape, sizes, strict=True)
+    )
     need(fits, f"expand of {list(x.shape)} to {sizes}")
     return x.with_(x.data.expand(sizes))
 
 
 def broadcast_in_dim(x: Any, *, shape: list[Any], broadcast_dims: list[int]) -> Value:
     x = tensor(x)
-    need(len(broadcast_dims) == x.data.dim(), f"broadcast_in_dim of {list(x.shape)} with {broadcast_dims}")
-    return expand(broadcast(x, is_broadcast_dim=[i not in broadcast_dims for i in range(len(shape))]), shape=shape)
+    need(
+        len(broadcast_dims) == x.data.dim(),
+        f"broadcast_in_dim of {list(x.shape)} with {broadcast_dims}",
+    )
+    return expand(
+        broadcast(x, is_broadcast_dim=[i not in broadcast_dims for i in range(len(shape))]),
+        shape=shape,
+    )
 
 
 def squeeze(x: Any, *, dims: list[int], squeeze_expanded: bool = False) -> Value:
-    """Drops dimensions of size 1; with squeeze_expanded also repeated ones, whose elements are equal."""
+    """Drops dimensions of size 1; with squeeze_expanded also repeated ones, whose elements are
+    equal.
+    """
     x = tensor(x)
     for dim in dims:
-        need(squeeze_expanded or x.shape[dim] == 1, f"squeeze of dimension {dim} of {list(x.shape)}")
+        need(
+            squeeze_expanded or x.shape[dim] == 1, f"squeeze of dimension {dim} of {list(x.shape)}"
+        )
     data = x.data
     for dim in sorted(dims, reverse=True):
         data = data.select(dim, 0)
     return x.with_(data)
 
 
-def slice_(x: Any, *, start_indices: list[Any], end_indices: list[Any], strides: list[Any], manual_normalization: bool) -> Value:
+def slice_(
+    x: Any,
+    *,
+    start_indices: list[Any],
+    end_indices: list[Any],
+    strides: list[Any],
+    manual_normalization: bool,
+) -> Value:
     """Bounds are not clamped: they must lie within."""
     x, starts, ends = tensor(x), integers(start_indices), integers(end_indices)
-    need(manual_normalization and set(integers(strides)) <= {1}, "slice with steps, or with bounds to be clamped")
+    need(
+        manual_normalization and set(integers(strides)) <= {1},
+        "slice with steps, or with bounds to be clamped",
+    )
     data = x.data
     for dim, (start, end, size) in enumerate(zip(starts, ends, x.shape, strict=True)):
-        need(0 <= start <= end <= size, f"slice {start}:{end} of dimension {dim} of {list(x.shape)}")
+        need(
+            0 <= start <= end <= size, f"slice {start}:{end} of dimension {dim} of {list(x.shape)}"
+        )
         data = data.narrow(dim, start, end - start)
     return x.with_(data)
 
@@ -75,10 +117,19 @@ def pad(x: Any, *, pad_widths: list[Any], value: Any = None) -> Value:
 def cat(tensors: list[Any], *, dim: int, manual_padding: bool) -> Value:
     """Each tensor was padded to the size of the result; what was padded is put side by side."""
     values = [tensor(x) for x in tensors]
-    need(manual_padding and len({v.dtype for v in values}) == 1, "cat of tensors that are not padded, or of several dtypes")
-    data = torch.cat([v.data if v.unpadded is None else v.unpadded for v in values], axis(dim, values[0].data.dim()))
+    need(
+        manual_padding and len({v.dtype for v in values}) == 1,
+        "cat of tensors that are not padded, or of several dtypes",
+    )
+    data = torch.cat(
+        [v.data if v.unpadded is None else v.unpadded for v in values],
+        axis(dim, values[0].data.dim()),
+    )
     shapes = [list(v.shape) for v in values]
-    need(all(shape == list(data.shape) for shape in shapes), f"cat: padded to {shapes}, together {list(data.shape)}")
+    need(
+        all(shape == list(data.shape) for shape in shapes),
+        f"cat: padded to {shapes}, together {list(data.shape)}",
+    )
     return values[0].with_(data)
 
 
@@ -87,15 +138,22 @@ def full(*, shape: list[Any], fill_value: Any, dtype: str) -> Value:
 
 
 def iota(*, length: Any, start: Any = None, step: Any = None, dtype: str = "Int") -> Value:
-    first, by = (constant(default if x is None else x, dtype) for x, default in ((start, 0), (step, 1)))
+    first, by = (
+        constant(default if x is None else x, dtype) for x, default in ((start, 0), (step, 1))
+    )
     need(by != 0, "iota with a step of 0")
     return Value(first + by * torch.arange(integer(length)).to(held(dtype)), dtype)
 
 
 def stride_order(x: Any, *, stride_order: list[int]) -> Value:
-    """The same elements; stride_order[i] tells how many dimensions are faster in memory than dimension i."""
+    """The same elements; stride_order[i] tells how many dimensions are faster in memory than
+    dimension i.
+    """
     x = tensor(x)
-    need(sorted(stride_order) == list(range(x.data.dim())), f"stride_order {stride_order} of {list(x.shape)}")
+    need(
+        sorted(stride_order) == list(range(x.data.dim())),
+        f"stride_order {stride_order} of {list(x.shape)}",
+    )
     slowest_first = sorted(range(x.data.dim()), key=lambda d: -stride_order[d])
     back = [slowest_first.index(d) for d in range(x.data.dim())]
     return x.with_(x.data.permute(slowest_first).contiguous().permute(back))
@@ -109,7 +167,7 @@ def shape(x: Any) -> tuple[Scalar, ...]:
     return tuple(size(x, dim=d) for d in range(tensor(x).data.dim()))
 
 
-# Indexing ---------------------------------------------------------------------------------------------------------------------
+# Indexing -----------------------------------------------------------------------------------------
 # Indices count from the start and must lie within; torch checks the upper end.
 
 
@@ -128,8 +186,13 @@ def take_along_axis(x: Any, index: Any, *, dim: int) -> Value:
     """gather, but all other dimensions are equal, or 1 and repeated."""
     x, at = tensor(x), _indices(index)
     dim = axis(dim, x.data.dim())
-    need(at.dim() == x.data.dim(), f"take_along_axis of {list(x.shape)} with indices {list(at.shape)}")
-    others = torch.broadcast_shapes(*([n for d, n in enumerate(t.shape) if d != dim] for t in (x.data, at)))
+    need(
+        at.dim() == x.data.dim(),
+        f"take_along_axis of {list(x.shape)} with indices {list(at.shape)}",
+    )
+    others = torch.broadcast_shapes(
+        *([n for d, n in enumerate(t.shape) if d != dim] for t in (x.data, at))
+    )
     wide = [(*others[:dim], t.shape[dim], *others[dim:]) for t in (x.data, at)]
     return x.with_(torch.gather(x.data.expand(wide[0]), dim, at.expand(wide[1])))
 
@@ -137,12 +200,19 @@ def take_along_axis(x: Any, index: Any, *, dim: int) -> Value:
 def scatter(x: Any, index: Any, src: Any, *, dim: int) -> Value:
     """Two different elements for one place are refused: which one stays is not defined."""
     x, at = tensor(x), _indices(index)
-    source = tensor(src, x.dtype).data if isinstance(src, Value) else constant(src, x.dtype).expand(at.shape)
+    source = (
+        tensor(src, x.dtype).data
+        if isinstance(src, Value)
+        else constant(src, x.dtype).expand(at.shape)
+    )
     need(source.shape == at.shape, f"scatter of {list(source.shape)} with indices {list(at.shape)}")
     dim = axis(dim, x.data.dim())
     data = torch.scatter(x.data, dim, at, source)
     kept = torch.gather(data, dim, at)
-    need(bool(((kept == source) | ((kept != kept) & (source != source))).all()), "scatter of two values to one place")
+    need(
+        bool(((kept == source) | ((kept != kept) & (source != source))).all()),
+        "scatter of two values to one place",
+    )
     return x.with_(data)
 
 
@@ -162,7 +232,24 @@ def select(x: Any, index: Any, *, dim: int) -> Value:
 
 
 OPS = {
-    **{f.__name__: f for f in (reshape, permute, broadcast, expand, broadcast_in_dim, squeeze, pad, cat, full, iota, stride_order)},
-    **{f.__name__: f for f in (size, shape, gather, take_along_axis, scatter, index_select, select)},
+    **{
+        f.__name__: f
+        for f in (
+            reshape,
+            permute,
+            broadcast,
+            expand,
+            broadcast_in_dim,
+            squeeze,
+            pad,
+            cat,
+            full,
+            iota,
+            stride_order,
+        )
+    },
+    **{
+        f.__name__: f for f in (size, shape, gather, take_along_axis, scatter, index_select, select)
+    },
     "slice": slice_,
 }

@@ -1,7 +1,9 @@
-"""What an nvFuser definition computes with: tensors and scalars that know their nvFuser dtype, and the casts between dtypes.
+"""What an nvFuser definition computes with: tensors and scalars that know their nvFuser dtype, and
+the casts between dtypes.
 
-e4m3, e8m0 and e2m1 elements are held as the float32 they stand for, so that every operation of torch takes them; their bytes are read
-from the inputs (`from_torch`) and written to the outputs (`to_torch`). A tensor's logical shape counts elements, never bytes.
+e4m3, e8m0 and e2m1 elements are held as the float32 they stand for, so that every operation of
+torch takes them; their bytes are read from the inputs (`from_torch`) and written to the outputs
+(`to_torch`). A tensor's logical shape counts elements, never bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ E2M1_MAX, E4M3_MAX = 6.0, 448.0
 
 
 class Refused(AssertionError):
-    """The definition does something that nvFuser refuses, leaves undefined, or that has no meaning here."""
+    """The definition does something that nvFuser refuses, leaves undefined, or that has no meaning
+    here.
+    """
 
 
 def need(condition: Any, message: str) -> None:
@@ -51,11 +55,14 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor. `data` has the logical shape and the torch dtype HELD[dtype]; e2m1 inputs also keep the order of their strides."""
+    """A tensor. `data` has the logical shape and the torch dtype HELD[dtype]; e2m1 inputs also keep
+    the order of their strides.
+    """
 
     data: torch.Tensor
     dtype: str
-    unpadded: torch.Tensor | None = field(default=None, repr=False)  # what `pad` enlarged: `cat` takes that
+    # what `pad` enlarged: `cat` takes that
+    unpadded: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,10 +74,11 @@ class Value:
 
 @dataclass(frozen=True)
 class Swizzled:
-    """Block scales in the order of blockscale.py: the elements in memory, padding included, all that was never written being poison.
+    """Block scales in the order of blockscale.py: the elements in memory, padding included, all
+    that was never written being poison.
 
-    nvFuser gives such a tensor the logical shape of the scales, which says nothing about its memory; hence no operation takes one but
-    cutlass_nvfp4_grouped_mm.
+    nvFuser gives such a tensor the logical shape of the scales, which says nothing about its
+    memory; hence no operation takes one but cutlass_nvfp4_grouped_mm.
     """
 
     storage: torch.Tensor
@@ -87,11 +95,13 @@ def held(dtype: str) -> torch.dtype:
     return HELD[dtype]
 
 
-# Scalars and operands ---------------------------------------------------------------------------------------------------------
+# Scalars and operands -----------------------------------------------------------------------------
 
 
 def scalar(x: Any) -> Scalar:
-    """A Scalar, or a literal: nvFuser prints constants of its dtypes Bool, Int (also Index) and Double as Python's."""
+    """A Scalar, or a literal: nvFuser prints constants of its dtypes Bool, Int (also Index) and
+    Double as Python's.
+    """
     if isinstance(x, Scalar):
         return x
     for kind, dtype in ((bool, "Bool"), (int, "Int"), (float, "Double")):
@@ -123,23 +133,34 @@ def axis(dim: int, rank: int) -> int:
 
 def described(x: Any) -> str:
     if isinstance(x, Swizzled):
-        return f"a {x.dtype} tensor in the grouped layout of block scales, which only cutlass_nvfp4_grouped_mm and outputs take"
+        return (
+            f"a {x.dtype} tensor in the grouped layout of block scales, which only "
+            "cutlass_nvfp4_grouped_mm and outputs take"
+        )
     if isinstance(x, Value):
         return f"a {x.dtype} tensor {list(x.shape)}"
     return f"a scalar {x.dtype} {x.value}" if isinstance(x, Scalar) else repr(x)
 
 
-# Casts ------------------------------------------------------------------------------------------------------------------------
+# Casts --------------------------------------------------------------------------------------------
 
 
 def constant(x: Any, dtype: str) -> torch.Tensor:
-    """A scalar as a 0-d tensor of `dtype`: an integer wraps around, as C's casts do, a float is rounded."""
+    """A scalar as a 0-d tensor of `dtype`: an integer wraps around, as C's casts do, a float is
+    rounded.
+    """
     s = scalar(x)
-    return converted(torch.tensor(s.value, dtype=torch.float64 if isinstance(s.value, float) else None), s.dtype, dtype)
+    return converted(
+        torch.tensor(s.value, dtype=torch.float64 if isinstance(s.value, float) else None),
+        s.dtype,
+        dtype,
+    )
 
 
 def converted(data: torch.Tensor, source: str, target: str) -> torch.Tensor:
-    """`data` of the dtype `source` as kernels of nvFuser convert it to `target`. Refused: a pair that nvFuser has no conversion for."""
+    """`data` of the dtype `source` as kernels of nvFuser convert it to `target`. Refused: a pair
+    that nvFuser has no conversion for.
+    """
     if source == target:
         return data.to(held(target))
     from_float = source not in INTS and source != "Bool"
@@ -147,11 +168,16 @@ def converted(data: torch.Tensor, source: str, target: str) -> torch.Tensor:
         widest = target if source in NARROW else source
         need(widest in (*FLOATS, *HALVES), f"nvFuser has no cast from {source} to {target}")
     if target == E4M3:
-        return data.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()  # saturates, infinities too; NaN stays
+        # saturates, infinities too; NaN stays
+        return data.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
     if target == E2M1:
         return to_e2m1(data.float())
     if target == E8M0:
-        need(source == "Float", f"cast from {source} to {E8M0}: its direction of rounding is not modelled; cast to Float first")
+        need(
+            source == "Float",
+            f"cast from {source} to {E8M0}: its direction of rounding is not "
+            "modelled; cast to Float first",
+        )
         return to_e8m0(data)
     if from_float and target in INTS:
         return _to_integer(data, source, target)
@@ -159,7 +185,9 @@ def converted(data: torch.Tensor, source: str, target: str) -> torch.Tensor:
 
 
 def to_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """float32 -> the nearest e2m1, ties to the even code, past 6 to 6; the sign of a zero stays, NaN becomes 6."""
+    """float32 -> the nearest e2m1, ties to the even code, past 6 to 6; the sign of a zero stays,
+    NaN becomes 6.
+    """
     x = torch.where(x.isnan(), E2M1_MAX, x)
     halfway = (_E2M1_MAGNITUDES[1:] + _E2M1_MAGNITUDES[:-1]) / 2
     magnitude = x.abs()[..., None]
@@ -169,16 +197,22 @@ def to_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_e8m0(x: torch.Tensor) -> torch.Tensor:
-    """float32 that is not negative -> the least power of two that is not below it, between 2^-127 and 2^127; NaN stays."""
+    """float32 that is not negative -> the least power of two that is not below it, between 2^-127
+    and 2^127; NaN stays.
+    """
     need(not bool((x < 0).any()), f"cast of a negative number to {E8M0}, which has no sign")
     mantissa, exponent = torch.frexp(x.double())
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    power = torch.ldexp(torch.ones_like(mantissa), torch.where(x == 0, -127, exponent).clamp(-127, 127))
+    power = torch.ldexp(
+        torch.ones_like(mantissa), torch.where(x == 0, -127, exponent).clamp(-127, 127)
+    )
     return torch.where(x.isnan(), torch.nan, torch.where(x == torch.inf, 2.0**127, power)).float()
 
 
 def _to_integer(data: torch.Tensor, source: str, target: str) -> torch.Tensor:
-    """Toward zero; past the range the nearest end of it. NaN: 0 from 32 bits or fewer to 32 bits, else the least number."""
+    """Toward zero; past the range the nearest end of it. NaN: 0 from 32 bits or fewer to 32 bits,
+    else the least number.
+    """
     info = torch.iinfo(held(target))
     wide = data.double().nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf).trunc()
     top = 2.0**63 - 1024 if info.bits == 64 else info.max  # the largest float64 within
@@ -187,15 +221,19 @@ def _to_integer(data: torch.Tensor, source: str, target: str) -> torch.Tensor:
     return torch.where(data.isnan(), nan, whole).to(held(target))
 
 
-# Bytes ------------------------------------------------------------------------------------------------------------------------
+# Bytes --------------------------------------------------------------------------------------------
 
 
 def from_torch(x: torch.Tensor, dtype: str, fastest: int) -> torch.Tensor:
-    """An input as it is held. e2m1 comes as float4_e2m1fn_x2, or as uint8, two codes in a byte, the low nibble the even element of the
-    dimension `fastest`, whose size doubles."""
+    """An input as it is held. e2m1 comes as float4_e2m1fn_x2, or as uint8, two codes in a byte, the
+    low nibble the even element of the dimension `fastest`, whose size doubles.
+    """
     if dtype in NARROW:
         accepted = (NARROW[dtype], torch.uint8)
-        need(x.dtype in accepted, f"the input is {x.dtype}, expected {' or '.join(map(str, accepted))}")
+        need(
+            x.dtype in accepted,
+            f"the input is {x.dtype}, expected {' or '.join(map(str, accepted))}",
+        )
         if dtype != E2M1:
             return x.view(NARROW[dtype]).float()
         codes = x.view(torch.uint8).movedim(fastest, -1).contiguous()
@@ -206,11 +244,15 @@ def from_torch(x: torch.Tensor, dtype: str, fastest: int) -> torch.Tensor:
 
 
 def to_torch(x: Value | Swizzled) -> torch.Tensor:
-    """An output as nvFuser gives it: e4m3 and e8m0 in torch's dtype, e2m1 packed along the last dimension as float4_e2m1fn_x2.
-    Swizzled: its memory, 1-d."""
+    """An output as nvFuser gives it: e4m3 and e8m0 in torch's dtype, e2m1 packed along the last
+    dimension as float4_e2m1fn_x2. Swizzled: its memory, 1-d.
+    """
     data = x.storage if isinstance(x, Swizzled) else x.data
     if x.dtype != E2M1:
         return data.to(NARROW.get(x.dtype, data.dtype))
-    need(data.dim() and data.shape[-1] % 2 == 0, f"an output of {x.dtype} has an odd last dimension: {list(data.shape)}")
+    need(
+        data.dim() and data.shape[-1] % 2 == 0,
+        f"an output of {x.dtype} has an odd last dimension: {list(data.shape)}",
+    )
     codes = (data.abs()[..., None] == _E2M1_MAGNITUDES).int().argmax(-1) + 8 * torch.signbit(data)
     return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).view(NARROW[E2M1])
