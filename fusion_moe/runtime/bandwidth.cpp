@@ -13,18 +13,21 @@ typedef u64 Words __attribute__((vector_size(64), aligned(8)));
 
 constexpr i64 LINE = 64, STEP = 2 * LINE;
 
-// The exclusive or of the words of [p, p + bytes), a multiple of STEP; ahead: how far it prefetches, 0 for not at all.
+// The exclusive or of the words of [p, p + bytes), a multiple of STEP; ahead: how far it
+// prefetches, 0 for not at all.
 Words walk(const unsigned char* p, i64 bytes, i64 ahead) {
     Words a = {}, b = {};
     for (const unsigned char *at = p, *end = p + bytes; at < end; at += STEP) {
-        for (i64 line = 0; line < STEP && ahead; line += LINE) __builtin_prefetch(at + ahead + line);
+        for (i64 line = 0; line < STEP && ahead; line += LINE)
+            __builtin_prefetch(at + ahead + line);
         const Words* words = reinterpret_cast<const Words*>(at);
         a ^= words[0], b ^= words[1];
     }
     return a ^ b;
 }
 
-// Writes the line of a cache that starts here back, and drops it from all of them. False where a program cannot ask for that.
+// Writes the line of a cache that starts here back, and drops it from all of them. False where a
+// program cannot ask for that.
 inline bool drop_line(const unsigned char* at) {
 #if defined(__x86_64__)
     _mm_clflush(at);
@@ -40,8 +43,10 @@ inline bool drop_line(const unsigned char* at) {
 
 }  // namespace
 
-// The exclusive or of all 64-bit words of `count` pieces of memory, each thread reading one share of them, end to end.
-extern "C" u64 read_words(const unsigned char* const* pieces, const i64* bytes, int count, int threads, i64 ahead) {
+// The exclusive or of all 64-bit words of `count` pieces of memory, each thread reading one share
+// of them, end to end.
+extern "C" u64 read_words(const unsigned char* const* pieces, const i64* bytes, int count,
+                          int threads, i64 ahead) {
     i64 steps = 0;
     for (int i = 0; i < count; ++i) steps += bytes[i] / STEP;
     u64 total = 0;
@@ -49,7 +54,8 @@ extern "C" u64 read_words(const unsigned char* const* pieces, const i64* bytes, 
     for (int thread = 0; thread < threads; ++thread) {
         const i64 first = steps * thread / threads, last = steps * (thread + 1) / threads;
         for (i64 i = 0, start = 0; i < count; start += bytes[i++] / STEP) {
-            const i64 from = first > start ? first - start : 0, left = last - start, own = bytes[i] / STEP, to = left < own ? left : own;
+            const i64 from = first > start ? first - start : 0, left = last - start,
+                      own = bytes[i] / STEP, to = left < own ? left : own;
             if (from >= to) continue;
             const Words words = walk(pieces[i] + from * STEP, (to - from) * STEP, ahead);
             for (int j = 0; j < 8; ++j) total ^= words[j];

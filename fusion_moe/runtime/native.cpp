@@ -1,11 +1,14 @@
-// Kernels of torch's dispatcher for the operations: a call of a known form is launched from here, any other one goes on to Python.
+// Kernels of torch's dispatcher for the operations: a call of a known form is launched from here,
+// any other one goes on to Python.
 //
-// The form of a call is its operation, the shapes, dtypes, devices and orders in memory of its tensors, and its other arguments. A call of
-// a form that is not known runs the operation's twin, which is the same in Python; when that returns, Python may have offered the
-// descriptor of the call: then its form is known.
+// The form of a call is its operation, the shapes, dtypes, devices and orders in memory of its
+// tensors, and its other arguments. A call of a form that is not known runs the operation's twin,
+// which is the same in Python; when that returns, Python may have offered the descriptor of the
+// call: then its form is known.
 //
-// Python decides wherever it may have an opinion: options other than the process's, calls that are noted instead of run, a profiler,
-// tensors that require a gradient, input that a kernel refuses. All that is read here was checked when the form was new.
+// Python decides wherever it may have an opinion: options other than the process's, calls that are
+// noted instead of run, a profiler, tensors that require a gradient, input that a kernel refuses.
+// All that is read here was checked when the form was new.
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -41,12 +44,14 @@ using torch::jit::Stack;
 using i64 = std::int64_t;
 using u64 = std::uint64_t;
 
-constexpr std::size_t MOST = 1024;          // forms that are known at once
-constexpr i64 KEPT = i64(1) << 28;          // bytes of workspace, at most, that a thread keeps between its calls on the CPU
-constexpr i64 PIECE = 1 << 20;              // bytes: what a workspace is a multiple of
-constexpr std::uintptr_t VECTOR = 16;       // bytes that CUDA's kernels load at once
+constexpr std::size_t MOST = 1024;  // forms that are known at once
+constexpr i64 KEPT =
+    i64(1) << 28;  // bytes of workspace, at most, that a thread keeps between its calls on the CPU
+constexpr i64 PIECE = 1 << 20;         // bytes: what a workspace is a multiple of
+constexpr std::uintptr_t VECTOR = 16;  // bytes that CUDA's kernels load at once
 
-// Forms --------------------------------------------------------------------------------------------------------------
+// Forms
+// -------------------------------------------------------------------------------------------------
 
 // The form of a call as words, and its tensors.
 class Form {
@@ -70,7 +75,8 @@ class Form {
         return true;
     }
 
-    // Whether the storage of each tensor holds all of its elements. Wrappers such as FSDP free that of parameters.
+    // Whether the storage of each tensor holds all of its elements. Wrappers such as FSDP free that
+    // of parameters.
     bool in_memory() const {
         return std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor* t) {
             if (t->numel() == 0) return true;
@@ -116,9 +122,11 @@ class Form {
         if (!contiguous)
             for (const i64 n : t.strides()) words.push_back(static_cast<u64>(n));
         const c10::Device on = t.device();
-        const u64 device = static_cast<u64>(static_cast<std::uint8_t>(on.index()) << 8 | static_cast<std::uint8_t>(on.type()));
+        const u64 device = static_cast<u64>(static_cast<std::uint8_t>(on.index()) << 8 |
+                                            static_cast<std::uint8_t>(on.type()));
         tensors.push_back(&t);
-        return add(TENSOR, static_cast<u64>(t.dim()) << 32 | device << 16 | static_cast<u64>(t.scalar_type()) << 1 | contiguous);
+        return add(TENSOR, static_cast<u64>(t.dim()) << 32 | device << 16 |
+                               static_cast<u64>(t.scalar_type()) << 1 | contiguous);
     }
 
     static u64 of_bits(double v) {
@@ -128,7 +136,8 @@ class Form {
     }
 };
 
-// Descriptors --------------------------------------------------------------------------------------------------------
+// Descriptors
+// -------------------------------------------------------------------------------------------------
 
 // What Python says of a descriptor, one number after the other.
 class Numbers {
@@ -164,15 +173,23 @@ struct Result {
 
 using Results = std::vector<at::Tensor>;
 
-// What a call of one form launches. Its arrays are numbered: those of its tensors, those of its results, those inside of its workspace.
+// What a call of one form launches. Its arrays are numbered: those of its tensors, those of its
+// results, those inside of its workspace.
 class Descriptor {
   public:
-    explicit Descriptor(Numbers& said) : inputs_(said.next()), made_(said.list()), workspace_(said.next()), offsets_(said.list()) {}
+    explicit Descriptor(Numbers& said)
+        : inputs_(said.next()),
+          made_(said.list()),
+          workspace_(said.next()),
+          offsets_(said.list()) {}
     virtual ~Descriptor() = default;
 
-    // Takes the results for the form of those to come. Whether they are as this descriptor makes them.
+    // Takes the results for the form of those to come. Whether they are as this descriptor makes
+    // them.
     bool fits(std::size_t inputs, const Results& results) {
-        if (inputs == 0 || inputs != static_cast<std::size_t>(inputs_) || results.size() != made_.size()) return false;
+        if (inputs == 0 || inputs != static_cast<std::size_t>(inputs_) ||
+            results.size() != made_.size())
+            return false;
         for (const at::Tensor& t : results) {
             if (!t.defined() || !t.is_contiguous()) return false;
             results_.push_back({t.sizes().vec(), t.scalar_type()});
@@ -190,9 +207,12 @@ class Descriptor {
     template <class Make>
     Addresses addresses(const Form& form, Results& results, char* workspace, Make of_result) const {
         Addresses found;
-        for (const at::Tensor* t : form.tensors) found.push_back(static_cast<char*>(const_cast<void*>(t->const_data_ptr())));
+        for (const at::Tensor* t : form.tensors)
+            found.push_back(static_cast<char*>(const_cast<void*>(t->const_data_ptr())));
         for (const Result& result : results_) results.push_back(of_result(result));
-        for (const i64 i : made_) found.push_back(static_cast<char*>(results[static_cast<std::size_t>(i)].mutable_data_ptr()));
+        for (const i64 i : made_)
+            found.push_back(
+                static_cast<char*>(results[static_cast<std::size_t>(i)].mutable_data_ptr()));
         for (const i64 offset : offsets_) found.push_back(workspace + offset);
         return found;
     }
@@ -211,7 +231,11 @@ class Descriptor {
 class OnCpu final : public Descriptor {
   public:
     explicit OnCpu(Numbers& said)
-        : Descriptor(said), entry_(said.address<Entry>()), products_(said.list()), order_(said.list()), sizes_(said.list()) {}
+        : Descriptor(said),
+          entry_(said.address<Entry>()),
+          products_(said.list()),
+          order_(said.list()),
+          sizes_(said.list()) {}
 
     bool run(const Form& form, Results& results) const override {
         at::Tensor held;
@@ -225,7 +249,8 @@ class OnCpu final : public Descriptor {
   private:
     using Entry = int(char* const* arrays, const i64* sizes, const i64* products, int threads);
 
-    // The thread's own, which grows, or one for this call. Fresh memory costs a page fault for each 4 KiB: a tenth of a long call.
+    // The thread's own, which grows, or one for this call. Fresh memory costs a page fault for each
+    // 4 KiB: a tenth of a long call.
     char* memory(at::Tensor& held) const {
         static thread_local at::Tensor kept;
         at::Tensor& used = workspace() <= KEPT ? kept : held;
@@ -244,15 +269,20 @@ class OnCpu final : public Descriptor {
 class OnCuda final : public Descriptor {
   public:
     explicit OnCuda(Numbers& said)
-        : Descriptor(said), launch_(said.address<Launch>()), stream_(said.address<Stream>()), capturing_(said.address<Capturing>()),
+        : Descriptor(said),
+          launch_(said.address<Launch>()),
+          stream_(said.address<Stream>()),
+          capturing_(said.address<Capturing>()),
           words_(said.address<const Words>()) {
         for (i64 n = said.next(); n > 0; --n) {
             Part part{said.list(), said.list(), {}};
             for (i64 kernels = said.next(); kernels > 0; --kernels) {
                 void* const function = said.address<void>();
                 const Config config = *said.address<const Config>();
-                part.kernels.push_back({function, config, {config.attributes, config.attributes + config.count}, {}});
-                for (const i64 n : said.list()) part.kernels.back().given.push_back(static_cast<int>(n));
+                part.kernels.push_back(
+                    {function, config, {config.attributes, config.attributes + config.count}, {}});
+                for (const i64 n : said.list())
+                    part.kernels.back().given.push_back(static_cast<int>(n));
             }
             parts_.push_back(std::move(part));
         }
@@ -268,9 +298,12 @@ class OnCuda final : public Descriptor {
         if (stream_(device.index(), &stream) != 0) return false;
         const volatile u64* const fault = word_of(stream);
         if (!fault) return false;
-        const at::Tensor held = workspace() ? at::empty({workspace()}, options.dtype(at::kByte)) : at::Tensor();
+        const at::Tensor held =
+            workspace() ? at::empty({workspace()}, options.dtype(at::kByte)) : at::Tensor();
         char* const memory = workspace() ? static_cast<char*>(held.mutable_data_ptr()) : nullptr;
-        const auto make = [&](const Result& r) { return at::empty(r.sizes, options.dtype(r.dtype)); };
+        const auto make = [&](const Result& r) {
+            return at::empty(r.sizes, options.dtype(r.dtype));
+        };
         const Addresses found = addresses(form, results, memory, make);
         for (const Part& part : parts_)
             if (!run(part, found, stream, fault)) return false;
@@ -310,20 +343,24 @@ class OnCuda final : public Descriptor {
         } of[];
     };
 
-    // Where kernels on a stream report; null for a stream that Python has not seen yet, and if it has to raise what was reported.
+    // Where kernels on a stream report; null for a stream that Python has not seen yet, and if it
+    // has to raise what was reported.
     const volatile u64* word_of(void* stream) const {
         int captured = 0;  // the default stream never is
         if (stream && capturing_(stream, &captured) != 0) return nullptr;
         if (captured) return words_->of_graphs;
         if (*words_->of_graphs != 0) return nullptr;
         for (u64 i = 0; i < words_->count; ++i)
-            if (words_->of[i].stream == stream) return *words_->of[i].word == 0 ? words_->of[i].word : nullptr;
+            if (words_->of[i].stream == stream)
+                return *words_->of[i].word == 0 ? words_->of[i].word : nullptr;
         return nullptr;
     }
 
-    bool run(const Part& part, const Addresses& found, void* stream, const volatile u64* fault) const {
+    bool run(const Part& part, const Addresses& found, void* stream,
+             const volatile u64* fault) const {
         c10::SmallVector<i64, 48> struct_(part.sizes.begin(), part.sizes.end());
-        for (const i64 i : part.arrays) struct_.push_back(reinterpret_cast<i64>(found[static_cast<std::size_t>(i)]));
+        for (const i64 i : part.arrays)
+            struct_.push_back(reinterpret_cast<i64>(found[static_cast<std::size_t>(i)]));
         struct_.push_back(reinterpret_cast<i64>(fault));
         for (const Kernel& kernel : part.kernels) {
             void* parameters[] = {struct_.data(), const_cast<int*>(kernel.given.data())};
@@ -342,7 +379,8 @@ class OnCuda final : public Descriptor {
     std::vector<Part> parts_;
 };
 
-// What is known ------------------------------------------------------------------------------------------------------
+// What is known
+// -------------------------------------------------------------------------------------------------
 
 class Known {
   public:
@@ -380,20 +418,23 @@ Known& known() {
     return *all;
 }
 
-// A call that Python runs, in whose place a descriptor may be offered; none for calls that no descriptor is wanted of.
+// A call that Python runs, in whose place a descriptor may be offered; none for calls that no
+// descriptor is wanted of.
 thread_local std::shared_ptr<Descriptor>* offered = nullptr;
 
 // Runs Python with a place for its descriptor, or without.
 class Offering {
   public:
-    explicit Offering(std::shared_ptr<Descriptor>* place) : before_(std::exchange(offered, place)) {}
+    explicit Offering(std::shared_ptr<Descriptor>* place)
+        : before_(std::exchange(offered, place)) {}
     ~Offering() { offered = before_; }
 
   private:
     std::shared_ptr<Descriptor>* before_;
 };
 
-struct Context {  // of Python, that decides how calls run: context variables, and what they hold in calls that may run here
+struct Context {  // of Python, that decides how calls run: context variables, and what they hold in
+                  // calls that may run here
     _object *options, *usual, *noted, *none;
 } context;
 
@@ -413,7 +454,8 @@ bool usual() {
     return found;
 }
 
-// Kernels ------------------------------------------------------------------------------------------------------------
+// Kernels
+// -------------------------------------------------------------------------------------------------
 
 class Kernel : public c10::OperatorKernel {
   public:
@@ -440,7 +482,8 @@ class OfBackend final : public Kernel {
         form.words.reserve(96);
         form.words.push_back(reinterpret_cast<u64>(this));
         const auto arguments = torch::jit::last(*stack, count);
-        const bool told = std::all_of(arguments.begin(), arguments.end(), [&](const IValue& v) { return form.add(v); });
+        const bool told = std::all_of(arguments.begin(), arguments.end(),
+                                      [&](const IValue& v) { return form.add(v); });
         if (!told || !usual()) return python(keys, stack, nullptr);
         const u64 hash = form.hash();
         const auto descriptor = known().find(hash, form.words);
@@ -451,21 +494,26 @@ class OfBackend final : public Kernel {
         }
         std::shared_ptr<Descriptor> place;
         python(keys, stack, descriptor ? nullptr : &place);
-        if (place && place->fits(form.tensors.size(), returned(op, *stack))) known().put(hash, std::move(form.words), std::move(place));
+        if (place && place->fits(form.tensors.size(), returned(op, *stack)))
+            known().put(hash, std::move(form.words), std::move(place));
     }
 
   private:
-    static bool is_list(const OperatorHandle& op) { return op.schema().returns()[0].type()->kind() == c10::TypeKind::ListType; }
+    static bool is_list(const OperatorHandle& op) {
+        return op.schema().returns()[0].type()->kind() == c10::TypeKind::ListType;
+    }
 
     static void push(const OperatorHandle& op, Stack* stack, Results results) {
-        if (is_list(op)) return void(stack->emplace_back(c10::List<at::Tensor>(std::move(results))));
+        if (is_list(op))
+            return void(stack->emplace_back(c10::List<at::Tensor>(std::move(results))));
         for (at::Tensor& t : results) stack->emplace_back(std::move(t));
     }
 
     static Results returned(const OperatorHandle& op, Stack& stack) {
         if (is_list(op)) return stack.back().toTensorVector();
         Results found;
-        for (const IValue& v : torch::jit::last(stack, op.schema().returns().size())) found.push_back(v.toTensor());
+        for (const IValue& v : torch::jit::last(stack, op.schema().returns().size()))
+            found.push_back(v.toTensor());
         return found;
     }
 };
@@ -478,47 +526,60 @@ class OfAutograd final : public Kernel {
     void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
         const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
         const bool reverse = c10::GradMode::is_enabled();
-        const bool forward = torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;  // asking each tensor takes far longer
+        const bool forward = torch::autograd::ForwardADLevel::try_get_by_idx(0) !=
+                             nullptr;  // asking each tensor takes far longer
         const auto is_tracked = [=](const IValue& v) { return tracked(v, reverse, forward); };
-        if ((reverse || forward) && std::any_of(arguments.begin(), arguments.end(), is_tracked)) return python(keys, stack, nullptr);
+        if ((reverse || forward) && std::any_of(arguments.begin(), arguments.end(), is_tracked))
+            return python(keys, stack, nullptr);
         const at::AutoDispatchBelowAutograd guard;
         op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
     }
 
   private:
     static bool tracked(const IValue& v, bool reverse, bool forward) {
-        if (v.isTensor()) return (reverse && v.toTensor().requires_grad()) || (forward && v.toTensor()._fw_grad(0).defined());
+        if (v.isTensor())
+            return (reverse && v.toTensor().requires_grad()) ||
+                   (forward && v.toTensor()._fw_grad(0).defined());
         if (!v.isTensorList()) return false;
         const auto elements = v.toListRef();
-        return std::any_of(elements.begin(), elements.end(), [=](const IValue& e) { return tracked(e, reverse, forward); });
+        return std::any_of(elements.begin(), elements.end(),
+                           [=](const IValue& e) { return tracked(e, reverse, forward); });
     }
 };
 
 template <class K>
-void implement(const OperatorHandle& op, const OperatorHandle& twin, std::initializer_list<c10::DispatchKey> keys) {
-    static std::vector<c10::RegistrationHandleRAII>* const held = new std::vector<c10::RegistrationHandleRAII>;  // as long as the process
+void implement(const OperatorHandle& op, const OperatorHandle& twin,
+               std::initializer_list<c10::DispatchKey> keys) {
+    static std::vector<c10::RegistrationHandleRAII>* const held =
+        new std::vector<c10::RegistrationHandleRAII>;  // as long as the process
     for (const c10::DispatchKey key : keys) {
         auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<K>(twin));
-        held->push_back(
-            c10::Dispatcher::singleton().registerImpl(op.operator_name(), key, std::move(kernel), std::nullopt, nullptr, "fusion_moe"));
+        held->push_back(c10::Dispatcher::singleton().registerImpl(
+            op.operator_name(), key, std::move(kernel), std::nullopt, nullptr, "fusion_moe"));
     }
 }
 
 }  // namespace
 
-// What ctypes calls --------------------------------------------------------------------------------------------------
+// What ctypes calls
+// -------------------------------------------------------------------------------------------------
 
 extern "C" {
 
 // options, noted: context variables; usual: the options that calls run here under.
-void fusion_moe_begin(_object* options, _object* usual, _object* noted, _object* none) { context = {options, usual, noted, none}; }
+void fusion_moe_begin(_object* options, _object* usual, _object* noted, _object* none) {
+    context = {options, usual, noted, none};
+}
 
 // Implements an operation whose twin is an operation of the same schema, implemented in Python.
 void fusion_moe_implement(const char* name, const char* twin, int autograd) {
     auto& dispatcher = c10::Dispatcher::singleton();
-    const OperatorHandle op = dispatcher.findSchemaOrThrow(name, ""), other = dispatcher.findSchemaOrThrow(twin, "");
+    const OperatorHandle op = dispatcher.findSchemaOrThrow(name, ""),
+                         other = dispatcher.findSchemaOrThrow(twin, "");
     implement<OfBackend>(op, other, {c10::DispatchKey::CPU, c10::DispatchKey::CUDA});
-    if (autograd) implement<OfAutograd>(op, other, {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA});
+    if (autograd)
+        implement<OfAutograd>(op, other,
+                              {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA});
 }
 
 // Whether a descriptor of the call that Python runs now is wanted.

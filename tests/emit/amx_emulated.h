@@ -1,4 +1,5 @@
-// The instructions of the amx tier in plain C++, for CPUs that have AVX-512 with bfloat16 but not these. Included before all else, by -include.
+// The instructions of the amx tier in plain C++, for CPUs that have AVX-512 with bfloat16 but not
+// these. Included before all else, by -include.
 #pragma once
 
 #include <immintrin.h>
@@ -22,21 +23,28 @@ inline Tile& tile(int i) {
 }
 
 inline void load(int i, const void* base, long stride) {
-    for (int r = 0; r < 16; ++r) std::memcpy(tile(i).bytes[r], static_cast<const char*>(base) + r * stride, 64);
+    for (int r = 0; r < 16; ++r)
+        std::memcpy(tile(i).bytes[r], static_cast<const char*>(base) + r * stride, 64);
 }
 
 inline void store(int i, void* base, long stride) {
-    for (int r = 0; r < 16; ++r) std::memcpy(static_cast<char*>(base) + r * stride, tile(i).bytes[r], 64);
+    for (int r = 0; r < 16; ++r)
+        std::memcpy(static_cast<char*>(base) + r * stride, tile(i).bytes[r], 64);
 }
 
 // Subnormals count as zero.
 inline __m512 normal(__m512 x) {
-    return _mm512_maskz_mov_ps(~_mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(0x1p-126f), _CMP_LT_OQ), x);
+    return _mm512_maskz_mov_ps(
+        ~_mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(0x1p-126f), _CMP_LT_OQ), x);
 }
 
 // The first, the second of each pair of bfloat16.
-inline __m512 even(__m512i pairs) { return normal(_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))); }
-inline __m512 odd(__m512i pairs) { return normal(_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xFFFF0000))))); }
+inline __m512 even(__m512i pairs) {
+    return normal(_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)));
+}
+inline __m512 odd(__m512i pairs) {
+    return normal(_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xFFFF0000)))));
+}
 
 // c += a b; 16 rows of 16 pairs each.
 inline void dpbf16(int c, int a, int b) {
@@ -50,7 +58,8 @@ inline void dpbf16(int c, int a, int b) {
             second = normal(_mm512_add_ps(second, _mm512_mul_ps(odd(x), odd(y))));
         }
         const __m512 sum = _mm512_loadu_ps(tile(c).bytes[m]);
-        _mm512_storeu_ps(tile(c).bytes[m], normal(_mm512_add_ps(sum, normal(_mm512_add_ps(first, second)))));
+        _mm512_storeu_ps(tile(c).bytes[m],
+                         normal(_mm512_add_ps(sum, normal(_mm512_add_ps(first, second)))));
     }
 }
 
@@ -60,7 +69,8 @@ inline void dpbssd(int c, int a, int b) {
         __m512i sum = _mm512_loadu_si512(tile(c).bytes[m]);
         for (int k = 0; k < 64; ++k) {
             const __m512i four = _mm512_loadu_si512(tile(b).bytes[k / 4]);
-            const __m512i y = _mm512_srai_epi32(_mm512_sllv_epi32(four, _mm512_set1_epi32(24 - k % 4 * 8)), 24);
+            const __m512i y =
+                _mm512_srai_epi32(_mm512_sllv_epi32(four, _mm512_set1_epi32(24 - k % 4 * 8)), 24);
             const int x = static_cast<signed char>(tile(a).bytes[m][k]);
             sum = _mm512_add_epi32(sum, _mm512_mullo_epi32(y, _mm512_set1_epi32(x)));
         }
@@ -71,8 +81,10 @@ inline void dpbssd(int c, int a, int b) {
 inline __m512i mul_ph(__m512i a, __m512i b) {
     __m256i out[2];
     for (int i = 0; i < 2; ++i) {
-        const __m512 x = _mm512_cvtph_ps(i ? _mm512_extracti64x4_epi64(a, 1) : _mm512_castsi512_si256(a));
-        const __m512 y = _mm512_cvtph_ps(i ? _mm512_extracti64x4_epi64(b, 1) : _mm512_castsi512_si256(b));
+        const __m512 x =
+            _mm512_cvtph_ps(i ? _mm512_extracti64x4_epi64(a, 1) : _mm512_castsi512_si256(a));
+        const __m512 y =
+            _mm512_cvtph_ps(i ? _mm512_extracti64x4_epi64(b, 1) : _mm512_castsi512_si256(b));
         out[i] = _mm512_cvtps_ph(_mm512_mul_ps(x, y), 0);
     }
     return _mm512_inserti64x4(_mm512_castsi256_si512(out[0]), out[1], 1);

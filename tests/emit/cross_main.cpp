@@ -1,5 +1,6 @@
 // A kernel of a segment, run where nothing else of the library does:   program IN OUT
-// IN: the number of sizes and the sizes, the number of arrays, and each array's bytes and content. OUT: all arrays afterwards.
+// IN: the number of sizes and the sizes, the number of arrays, and each array's bytes and content.
+// OUT: all arrays afterwards.
 #include <cstdio>
 #include <vector>
 

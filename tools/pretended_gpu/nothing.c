@@ -1,6 +1,7 @@
-// Functions of CUDA that succeed and do nothing. No header of CUDA says otherwise here: what they take is left unread.
+// Functions of CUDA that succeed and do nothing. No header of CUDA says otherwise here: what they
+// take is left unread.
 #define NOTHING(name) \
-  int name() { return 0; }
+    int name() { return 0; }
 
 NOTHING(cudaSetDevice)
 NOTHING(cudaSetValidDevices)

@@ -1,5 +1,6 @@
-// A product that is made beside that of a segment: when a tile of the latter is stored, the same rows and columns of this one. Its weight
-// is floats, of which few are contracted: sixteen columns of some blocks are a panel in the first-level cache.
+// A product that is made beside that of a segment: when a tile of the latter is stored, the same
+// rows and columns of this one. Its weight is floats, of which few are contracted: sixteen columns
+// of some blocks are a panel in the first-level cache.
 #pragma once
 
 #include <atomic>
@@ -16,24 +17,28 @@ using AddedFprop = Dequantized<F32, PlainWeight<T>>;
 template <class T>
 using AddedDgrad = TransposedPanels<F32, PlainWeight<T>>;
 
-// What a thread keeps for its next tile: panels, of the columns of which product they are, and rows.
+// What a thread keeps for its next tile: panels, of the columns of which product they are, and
+// rows.
 struct AddedState {
     Buffer panel, rows, made, tile;
     u64 product = 0;
     i64 group = -1, column = -1, count = -1;
 };
 
-// A: the type of the activations. A thread keeps one state for each ID: products of a segment differ in it.
+// A: the type of the activations. A thread keeps one state for each ID: products of a segment
+// differ in it.
 template <int ID, class Vectors, class A>
 class Added {
   public:
-    explicit Added(const Problem& problem) : p_(problem), K(Vectors::Weight::contracted(problem)), id_(next_id()) {}
+    explicit Added(const Problem& problem)
+        : p_(problem), K(Vectors::Weight::contracted(problem)), id_(next_id()) {}
 
-    // Rows m .. m + rows - 1, of group g, of what columns j .. j + count - 1 of the result are made of: F times LANES numbers for each row
-    // and each LANES columns. Zeros where g is G.
+    // Rows m .. m + rows - 1, of group g, of what columns j .. j + count - 1 of the result are made
+    // of: F times LANES numbers for each row and each LANES columns. Zeros where g is G.
     const float* tile(i64 m, i64 rows, i64 g, i64 j, i64 count) const {
         static thread_local AddedState state;
-        const i64 column_blocks = (count + LANES - 1) / LANES * p_.F, stride = column_blocks * LANES;
+        const i64 column_blocks = (count + LANES - 1) / LANES * p_.F,
+                  stride = column_blocks * LANES;
         float* out = state.tile.get<float>(rows * stride);
         if (g == p_.G) {
             std::fill(out, out + rows * stride, 0.f);
@@ -44,8 +49,9 @@ class Added {
             const i64 some = std::min<i64>(ROWS, rows - r);
             const float* x = activations(m + r, some, state);
             for (i64 s = 0; s < column_blocks; s += COLUMN_BLOCKS) {
-                Vectors::multiply(int(some), int(std::min(COLUMN_BLOCKS, column_blocks - s)), x, K, panel + s * K * LANES, K,
-                                  static_cast<const void*>(nullptr), out + r * stride + s * LANES, stride);
+                Vectors::multiply(int(some), int(std::min(COLUMN_BLOCKS, column_blocks - s)), x, K,
+                                  panel + s * K * LANES, K, static_cast<const void*>(nullptr),
+                                  out + r * stride + s * LANES, stride);
             }
         }
         return out;
@@ -62,7 +68,8 @@ class Added {
 
     const float* panels(i64 g, i64 j, i64 count, i64 column_blocks, AddedState& state) const {
         float* panel = state.panel.get<float>(column_blocks * K * LANES);
-        if (state.product == id_ && state.group == g && state.column == j && state.count == count) return panel;
+        if (state.product == id_ && state.group == g && state.column == j && state.count == count)
+            return panel;
         const WorkTile columns{&p_, g, 0, 0, j / LANES, j / LANES + column_blocks / p_.F};
         for (i64 s = 0; s < column_blocks; s += COLUMN_BLOCKS) {
             const i64 some = std::min(COLUMN_BLOCKS, column_blocks - s);

@@ -1,6 +1,8 @@
-// Products of int8 operands by AMX: int8.h has what is computed, avx512_int8.h how integers are made.
+// Products of int8 operands by AMX: int8.h has what is computed, avx512_int8.h how integers are
+// made.
 //
-// The A tile is 16 rows of activations by 64 columns, the B tile as many of four integers of 16 rows of the weight, as vectors make them.
+// The A tile is 16 rows of activations by 64 columns, the B tile as many of four integers of 16
+// rows of the weight, as vectors make them.
 #pragma once
 
 #include <atomic>
@@ -10,25 +12,36 @@
 
 namespace {
 
-// For two column blocks, a panel, block after block of 256 columns: what all rows make of it, two tiles of them at once. Between any steps
-// of tiles some integers are made of the block that comes next, and some sums added of the rows before: the CPU does not look far enough
-// ahead to do so by itself.
+// For two column blocks, a panel, block after block of 256 columns: what all rows make of it, two
+// tiles of them at once. Between any steps of tiles some integers are made of the block that comes
+// next, and some sums added of the rows before: the CPU does not look far enough ahead to do so by
+// itself.
 template <class Weight>
 class AmxInt8Product {
   public:
     using Columns = typename Weight::Columns;
 
     AmxInt8Product(const WorkTile& work_tile, const u16* x, i64 stride, Scratch& scratch)
-        : work_tile_(work_tile), x_(x), stride_(stride), K_(work_tile.p->K), F_(work_tile.p->F), blocks_(int8_blocks(K_)),
-          tiles_((work_tile.rows + LANES - 1) / LANES), stored_(std::max<i64>(1, 4 / F_) * F_), of_stored_((stored_ + 1) / 2),
-          of_row_(2 * of_stored_ * LANES), weights_(scratch.panel.get<u32>(2 * OF_BLOCK)),
+        : work_tile_(work_tile),
+          x_(x),
+          stride_(stride),
+          K_(work_tile.p->K),
+          F_(work_tile.p->F),
+          blocks_(int8_blocks(K_)),
+          tiles_((work_tile.rows + LANES - 1) / LANES),
+          stored_(std::max<i64>(1, 4 / F_) * F_),
+          of_stored_((stored_ + 1) / 2),
+          of_row_(2 * of_stored_ * LANES),
+          weights_(scratch.panel.get<u32>(2 * OF_BLOCK)),
           out_(scratch.tile.get<float>(tiles_ * LANES * of_row_)) {}
 
     static constexpr i64 TILE = 1024;  // bytes
 
     // Of 16 rows: their tiles, then what integers are worth, a block after the other.
     static const u8* tiles(const u16* rows) { return reinterpret_cast<const u8*>(rows); }
-    static const float* steps(const u16* rows, i64 K) { return reinterpret_cast<const float*>(tiles(rows) + int8_blocks(K) * 4 * TILE); }
+    static const float* steps(const u16* rows, i64 K) {
+        return reinterpret_cast<const float*>(tiles(rows) + int8_blocks(K) * 4 * TILE);
+    }
 
     void run() {
         const i64 all = work_tile_.column_blocks(), rest = all % stored_;
@@ -39,7 +52,9 @@ class AmxInt8Product {
         for (i64 panel = 0; panel < panels; ++panel) {
             for (i64 block = 0; block < blocks_; ++block) {
                 const bool last = block + 1 == blocks_;
-                if (last) open(panel + 2);  // the integers of this panel are made: the next one is read, the one after it comes nearer
+                if (last)
+                    open(panel + 2);  // the integers of this panel are made: the next one is read,
+                                      // the one after it comes nearer
                 multiply(panel, block, last && panel + 1 == panels ? -1 : last ? 0 : block + 1);
                 ++count_;
             }
@@ -52,14 +67,16 @@ class AmxInt8Product {
     }
 
   private:
-    static constexpr int PARTS = 4;                               // that the integers of a block are made in
-    static constexpr i64 OF_COLUMNS = INT8_BLOCK / 4 * LANES;     // words of a block of 16 rows of the weight
+    static constexpr int PARTS = 4;  // that the integers of a block are made in
+    static constexpr i64 OF_COLUMNS =
+        INT8_BLOCK / 4 * LANES;  // words of a block of 16 rows of the weight
     static constexpr i64 OF_BLOCK = 2 * OF_COLUMNS;
 
     // The column blocks of a panel. Which is read next to the last ones `WorkTile` says.
     void open(i64 panel) {
         const i64 first = panel / of_stored_ * stored_ + panel % of_stored_ * 2;
-        for (i64 s = 0; s < 2; ++s) columns_[panel % 3][s] = work_tile_.template columns<Weight>(first + s);
+        for (i64 s = 0; s < 2; ++s)
+            columns_[panel % 3][s] = work_tile_.template columns<Weight>(first + s);
     }
 
     // A part of the integers of a block.
@@ -67,15 +84,19 @@ class AmxInt8Product {
         const int s = part / 2, of_half = part % 2;
         Int8Reader<Weight>& reader = readers_[s];
         if (of_half == 0) {
-            if (block == 0) reader = Int8Reader<Weight>(columns_[panel % 3][s], columns_[(panel + 1) % 3][s], K_);
+            if (block == 0)
+                reader =
+                    Int8Reader<Weight>(columns_[panel % 3][s], columns_[(panel + 1) % 3][s], K_);
             _mm512_store_ps(steps_[made_ % 3][s], reader.start(block));
         }
         if (INT8_BLOCK * block + 128 * of_half >= K_) return;
         u32* at = weights_ + made_ % 2 * OF_BLOCK + s * OF_COLUMNS + 32 * of_half * LANES;
-        reader.template half<false>(block, of_half, [&](int i, __m512i w) { _mm512_store_si512(at + i * LANES, w); });
+        reader.template half<false>(
+            block, of_half, [&](int i, __m512i w) { _mm512_store_si512(at + i * LANES, w); });
     }
 
-    // All rows by a block of a panel; next: the block that is made meanwhile, of the next panel if it is 0; -1 for none.
+    // All rows by a block of a panel; next: the block that is made meanwhile, of the next panel if
+    // it is 0; -1 for none.
     void multiply(i64 panel, i64 block, i64 next) {
         const int steps = int(std::min<i64>(4, (K_ - INT8_BLOCK * block + 63) / 64));
         const i64 all = (tiles_ + 1) / 2 * steps;
@@ -98,11 +119,13 @@ class AmxInt8Product {
     }
 
     template <int TILES, class Between>
-    [[gnu::always_inline]] void group(i64 t, i64 panel, i64 block, int steps_of_block, const Between& between) {
+    [[gnu::always_inline]] void group(i64 t, i64 panel, i64 block, int steps_of_block,
+                                      const Between& between) {
         const u16* rows = x_ + t * LANES * stride_;
         const u8* x = tiles(rows) + block * 4 * TILE;
         const u32* w = weights_ + count_ % 2 * OF_BLOCK;
-        std::atomic_signal_fence(std::memory_order_seq_cst);  // compilers don't see that tiles are read from memory
+        std::atomic_signal_fence(
+            std::memory_order_seq_cst);  // compilers don't see that tiles are read from memory
         _tile_zero(0);
         _tile_zero(1);
         if (TILES == 2) {
@@ -143,12 +166,15 @@ class AmxInt8Product {
         const i64 t = waiting_.t + i / 2, rows = std::min<i64>(LANES, work_tile_.rows - LANES * t);
         const float* of_rows = steps(x_ + t * LANES * stride_, K_) + waiting_.block * LANES;
         const i32* sums = sums_[i];
-        const __m512 step = _mm512_load_ps(waiting_.steps[s]), factor = _mm512_load_ps(columns_[waiting_.panel % 3][s].factor);
+        const __m512 step = _mm512_load_ps(waiting_.steps[s]),
+                     factor = _mm512_load_ps(columns_[waiting_.panel % 3][s].factor);
         float* out = out_ + LANES * t * of_row_ + (waiting_.panel % of_stored_ * 2 + s) * LANES;
         const bool first = waiting_.block == 0, last = waiting_.block + 1 == blocks_;
         for (i64 r = 0; r < rows; ++r, out += of_row_) {
-            const __m512 both = _mm512_mul_ps(_mm512_set1_ps(of_rows[r]), step), before = first ? _mm512_setzero_ps() : _mm512_load_ps(out);
-            const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums + r * LANES)), both, before);
+            const __m512 both = _mm512_mul_ps(_mm512_set1_ps(of_rows[r]), step),
+                         before = first ? _mm512_setzero_ps() : _mm512_load_ps(out);
+            const __m512 sum = _mm512_fmadd_ps(
+                _mm512_cvtepi32_ps(_mm512_load_si512(sums + r * LANES)), both, before);
             _mm512_store_ps(out, last ? _mm512_mul_ps(sum, factor) : sum);
         }
     }
@@ -156,9 +182,10 @@ class AmxInt8Product {
     const WorkTile& work_tile_;
     const u16* const x_;
     const i64 stride_, K_, F_, blocks_, tiles_;
-    const i64 stored_, of_stored_, of_row_;  // column blocks that are stored together, in so many panels
-    u32* const weights_;                     // [2] blocks of a panel: one that is multiplied, one that is made
-    float* const out_;                       // [rows of the work tile][of_row_]
+    const i64 stored_, of_stored_,
+        of_row_;          // column blocks that are stored together, in so many panels
+    u32* const weights_;  // [2] blocks of a panel: one that is multiplied, one that is made
+    float* const out_;    // [rows of the work tile][of_row_]
     // Rows whose sums of a block are in sums_; of `tiles` some are added.
     struct Waiting {
         i64 t, panel, block;
@@ -166,7 +193,8 @@ class AmxInt8Product {
         const float (*steps)[LANES];
     };
 
-    i64 count_ = 0, made_ = 0;  // of blocks, over all panels: the one that is multiplied, the one that is made
+    i64 count_ = 0,
+        made_ = 0;  // of blocks, over all panels: the one that is multiplied, the one that is made
     Waiting waiting_ = {0, 0, 0, 0, 0, nullptr};
     Columns columns_[3][2];  // of this panel, the next, the one after it
     Int8Reader<Weight> readers_[2];
@@ -177,7 +205,8 @@ class AmxInt8Product {
 template <class Weight>
 struct AmxInt8 {
     using Activation = float;
-    using Packed = u16;  // in place of an element each, of 16 rows together: their tiles, then what integers are worth
+    using Packed = u16;  // in place of an element each, of 16 rows together: their tiles, then what
+                         // integers are worth
     static constexpr auto NAME = "by tiles of AMX, in int8";
     static constexpr i64 MAX_ROWS = TILE_M;
     static constexpr int MIN_EXPONENT = -127, MAX_EXPONENT = 128;  // whatever they are
@@ -189,12 +218,14 @@ struct AmxInt8 {
         float* steps = const_cast<float*>(Product::steps(packed, K));
         for (i64 k = 0; k < K; k += INT8_BLOCK, tiles += 4 * Product::TILE, steps += LANES) {
             for (i64 r = 0; r < rows; ++r) {
-                steps[r] = int8_block(x[r] + k, std::min(INT8_BLOCK, K - k), tiles + 64 * r, Product::TILE);
+                steps[r] = int8_block(x[r] + k, std::min(INT8_BLOCK, K - k), tiles + 64 * r,
+                                      Product::TILE);
             }
         }
     }
 
-    static void multiply(const WorkTile& work_tile, const Packed* packed, i64 stride, Scratch& scratch) {
+    static void multiply(const WorkTile& work_tile, const Packed* packed, i64 stride,
+                         Scratch& scratch) {
         AmxInt8Product<Weight>(work_tile, packed, stride, scratch).run();
     }
 };

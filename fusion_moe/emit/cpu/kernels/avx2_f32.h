@@ -12,23 +12,33 @@ struct Avx2F32 : F32Words {  // panels are [K][16]
     using Activation = float;
     static constexpr int ROWS = 6, COLUMN_BLOCKS = 1;
 
-    static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
+    static void pack(const float* x, Packed* packed, i64 K) {
+        std::memcpy(packed, x, std::size_t(K) * sizeof(float));
+    }
 
     template <class Columns>
-    static void multiply(int rows, int, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns*, float* out, i64 out_stride) {
+    static void multiply(int rows, int, const Packed* x, i64 stride, const Panel* panel, i64 K,
+                         const Columns*, float* out, i64 out_stride) {
         switch (rows) {
-            case 1: return tile<1>(x, stride, panel, K, out, out_stride);
-            case 2: return tile<2>(x, stride, panel, K, out, out_stride);
-            case 3: return tile<3>(x, stride, panel, K, out, out_stride);
-            case 4: return tile<4>(x, stride, panel, K, out, out_stride);
-            case 5: return tile<5>(x, stride, panel, K, out, out_stride);
-            default: return tile<6>(x, stride, panel, K, out, out_stride);
+            case 1:
+                return tile<1>(x, stride, panel, K, out, out_stride);
+            case 2:
+                return tile<2>(x, stride, panel, K, out, out_stride);
+            case 3:
+                return tile<3>(x, stride, panel, K, out, out_stride);
+            case 4:
+                return tile<4>(x, stride, panel, K, out, out_stride);
+            case 5:
+                return tile<5>(x, stride, panel, K, out, out_stride);
+            default:
+                return tile<6>(x, stride, panel, K, out, out_stride);
         }
     }
 
   private:
     template <int R>
-    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out, i64 out_stride) {
+    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out,
+                     i64 out_stride) {
         __m256 sum[R][2];
         for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
         for (i64 k = 0; k < K; ++k, panel += LANES) {

@@ -12,21 +12,30 @@ struct Avx512PairsRun {
     using Packed = u32;  // two bfloat16, of k and k + 4
     static constexpr i64 STEP = 128;
 
-    // 256 activations, or `count` and zeros: sixteen pairs, the same one of each block, in lane i that of block i.
+    // 256 activations, or `count` and zeros: sixteen pairs, the same one of each block, in lane i
+    // that of block i.
     static void pack(const bf16* x, Packed* packed, i64 count) {
-        const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+        const __m256i order = _mm256_broadcastsi128_si256(
+            _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
         __m512i blocks[16], words[16];
         for (i64 i = 0; i < 16; ++i) {
             const auto* at = reinterpret_cast<const __m256i*>(x + 16 * i);
-            blocks[i] = 16 * i < count ? _mm512_zextsi256_si512(_mm256_shuffle_epi8(_mm256_loadu_si256(at), order)) : _mm512_setzero_si512();
+            blocks[i] =
+                16 * i < count
+                    ? _mm512_zextsi256_si512(_mm256_shuffle_epi8(_mm256_loadu_si256(at), order))
+                    : _mm512_setzero_si512();
         }
         transpose(blocks, words);
         for (int part = 0; part < 8; ++part) _mm512_store_si512(packed + 16 * part, words[part]);
     }
 
     static constexpr int VECTORS = 4;
-    static __m512i weights(__m512i half, int j) { return _mm512_permutexvar_epi16(_mm512_srli_epi16(half, 4 * j), bf16_table()); }
-    static __m512 multiply(__m512i w, __m512i x, __m512 sum) { return _mm512_dpbf16_ps(sum, pairs(w), pairs(x)); }
+    static __m512i weights(__m512i half, int j) {
+        return _mm512_permutexvar_epi16(_mm512_srli_epi16(half, 4 * j), bf16_table());
+    }
+    static __m512 multiply(__m512i w, __m512i x, __m512 sum) {
+        return _mm512_dpbf16_ps(sum, pairs(w), pairs(x));
+    }
 };
 
 template <class Weight_>
@@ -38,30 +47,39 @@ struct Avx512Bf16 {
     using Panel = u32;   // [K/2][column_blocks][16] pairs
     static constexpr auto SMALL_M_NAME = "straight from the codes";
     static constexpr int SMALL_M = 16, ROWS = 6, COLUMN_BLOCKS = 4;
-    static constexpr int MIN_EXPONENT = F32_MIN_EXPONENT<Weight>, MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
+    static constexpr int MIN_EXPONENT = F32_MIN_EXPONENT<Weight>,
+                         MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
 
     // Each 8 activations in the order 0 4 1 5 2 6 3 7.
     static void pack(const bf16* x, Packed* packed, i64 K) {
         const __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
         const __m512i orders = _mm512_broadcast_i32x4(order);
         i64 k = 0;
-        for (; k + 32 <= K; k += 32) _mm512_storeu_si512(packed + k / 2, _mm512_shuffle_epi8(_mm512_loadu_si512(x + k), orders));
+        for (; k + 32 <= K; k += 32)
+            _mm512_storeu_si512(packed + k / 2,
+                                _mm512_shuffle_epi8(_mm512_loadu_si512(x + k), orders));
         for (; k < K; k += 8) {
             const __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + k));
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(packed + k / 2), _mm_shuffle_epi8(eight, order));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(packed + k / 2),
+                             _mm_shuffle_epi8(eight, order));
         }
     }
 
-    static void pack_small_m(const bf16* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
+    static void pack_small_m(const bf16* x, i64 r, Packed* packed, i64 stride, i64 K) {
+        pack(x, packed + r * stride, K);
+    }
 
     template <int R>
-    static void small_m_rows(const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+    static void small_m_rows(const Columns& c, const Columns& next, const Packed* x, i64 stride,
+                             i64 K, float* out, i64 out_stride) {
         const __m512i table = bf16_table();
         __m512 sum[R];
         for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
         for_blocks<Weight>(c, next, K, [&](const __m512i* words, i64 block, __m512 scale) {
             __m512bh w[8];
-            for (int j = 0; j < 8; ++j) w[j] = pairs(_mm512_permutexvar_epi16(_mm512_srli_epi16(words[j / 4], 4 * (j % 4)), table));
+            for (int j = 0; j < 8; ++j)
+                w[j] = pairs(
+                    _mm512_permutexvar_epi16(_mm512_srli_epi16(words[j / 4], 4 * (j % 4)), table));
             const Packed* at = x + 8 * block;
             for (int r = 0; r < R; ++r) {
                 __m512 p = _mm512_setzero_ps(), q = p;
@@ -73,48 +91,73 @@ struct Avx512Bf16 {
             }
         });
         const __m512 factor = _mm512_load_ps(c.factor);
-        for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], factor));
+        for (int r = 0; r < R; ++r)
+            _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], factor));
     }
 
-    static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+    static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x,
+                        i64 stride, i64 K, float* out, i64 out_stride) {
         switch (rows) {
-            case 1: case 2: return small_m_rows<2>(c, next, x, stride, K, out, out_stride);
-            case 3: return small_m_rows<3>(c, next, x, stride, K, out, out_stride);
-            case 4: return small_m_rows<4>(c, next, x, stride, K, out, out_stride);
-            case 5: case 6: return small_m_rows<6>(c, next, x, stride, K, out, out_stride);
-            case 7: case 8: return small_m_rows<8>(c, next, x, stride, K, out, out_stride);
-            case 9: case 10: case 11: case 12: return small_m_rows<12>(c, next, x, stride, K, out, out_stride);
-            default: return small_m_rows<16>(c, next, x, stride, K, out, out_stride);
+            case 1:
+            case 2:
+                return small_m_rows<2>(c, next, x, stride, K, out, out_stride);
+            case 3:
+                return small_m_rows<3>(c, next, x, stride, K, out, out_stride);
+            case 4:
+                return small_m_rows<4>(c, next, x, stride, K, out, out_stride);
+            case 5:
+            case 6:
+                return small_m_rows<6>(c, next, x, stride, K, out, out_stride);
+            case 7:
+            case 8:
+                return small_m_rows<8>(c, next, x, stride, K, out, out_stride);
+            case 9:
+            case 10:
+            case 11:
+            case 12:
+                return small_m_rows<12>(c, next, x, stride, K, out, out_stride);
+            default:
+                return small_m_rows<16>(c, next, x, stride, K, out, out_stride);
         }
     }
 
-    // Code times a scale in range has at most six significant bits: exact in bfloat16. A product of pairs with (scale, 0) or (0, scale) is
-    // the scaled code of one of the two as float32, whose upper half is its bfloat16.
-    static void dequantize(const Columns* c, const Columns* next, int column_blocks, i64 K, Panel* panel) {
+    // Code times a scale in range has at most six significant bits: exact in bfloat16. A product of
+    // pairs with (scale, 0) or (0, scale) is the scaled code of one of the two as float32, whose
+    // upper half is its bfloat16.
+    static void dequantize(const Columns* c, const Columns* next, int column_blocks, i64 K,
+                           Panel* panel) {
         const __m512i table = bf16_table(), upper = _mm512_set1_epi32(int(0xFFFF0000));
         for (int s = 0; s < column_blocks; ++s) {
-            for_blocks<Weight>(c[s], next[s], K, [&](const __m512i* words, i64 block, __m512 scale) {
-                const __m512i of_high = _mm512_castps_si512(scale), of_low = _mm512_srli_epi32(of_high, 16);
-                u32* out = panel + (8 * block * column_blocks + s) * LANES;
-                for (int j = 0; j < 8; ++j) {
-                    const __m512bh w = pairs(_mm512_permutexvar_epi16(_mm512_srli_epi16(words[j / 4], 4 * (j % 4)), table));
-                    const __m512i high = _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_setzero_ps(), w, pairs(of_high)));
-                    const __m512i low = _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_setzero_ps(), w, pairs(of_low)));
-                    // the upper half moved down by a multiplication, since the units that shift have enough to do
-                    const __m512i down = _mm512_madd_epi16(low, _mm512_set1_epi32(1 << 16));
-                    _mm512_store_si512(out + j * column_blocks * LANES, _mm512_ternarylogic_epi32(upper, high, down, 0xCA));
-                }
-            });
+            for_blocks<Weight>(
+                c[s], next[s], K, [&](const __m512i* words, i64 block, __m512 scale) {
+                    const __m512i of_high = _mm512_castps_si512(scale),
+                                  of_low = _mm512_srli_epi32(of_high, 16);
+                    u32* out = panel + (8 * block * column_blocks + s) * LANES;
+                    for (int j = 0; j < 8; ++j) {
+                        const __m512bh w = pairs(_mm512_permutexvar_epi16(
+                            _mm512_srli_epi16(words[j / 4], 4 * (j % 4)), table));
+                        const __m512i high = _mm512_castps_si512(
+                            _mm512_dpbf16_ps(_mm512_setzero_ps(), w, pairs(of_high)));
+                        const __m512i low = _mm512_castps_si512(
+                            _mm512_dpbf16_ps(_mm512_setzero_ps(), w, pairs(of_low)));
+                        // the upper half moved down by a multiplication, since the units that shift
+                        // have enough to do
+                        const __m512i down = _mm512_madd_epi16(low, _mm512_set1_epi32(1 << 16));
+                        _mm512_store_si512(out + j * column_blocks * LANES,
+                                           _mm512_ternarylogic_epi32(upper, high, down, 0xCA));
+                    }
+                });
         }
     }
 
-    static void multiply(int rows, int column_blocks, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns* c, float* out,
-                         i64 out_stride) {
+    static void multiply(int rows, int column_blocks, const Packed* x, i64 stride,
+                         const Panel* panel, i64 K, const Columns* c, float* out, i64 out_stride) {
         multiply_tile<Avx512Pairs>(rows, column_blocks, x, stride, panel, K / 2, out, out_stride);
         for (int r = 0; r < rows; ++r) {
             for (int s = 0; s < column_blocks; ++s) {
                 float* at = out + r * out_stride + s * LANES;
-                _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_load_ps(c[s].factor)));
+                _mm512_storeu_ps(at,
+                                 _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_load_ps(c[s].factor)));
             }
         }
     }
@@ -123,9 +166,11 @@ struct Avx512Bf16 {
 template <class Weight>
 struct Avx512Bf16Tier {
     using Wide = Panels<Avx512<Weight>>;
-    using OfBf16 = Kernels<SmallM<Avx512Dots<Avx512PairsRun, 4, Weight>>, SmallM<Avx512Bf16<Weight>>, Panels<Avx512Bf16<Weight>>>;
+    using OfBf16 = Kernels<SmallM<Avx512Dots<Avx512PairsRun, 4, Weight>>,
+                           SmallM<Avx512Bf16<Weight>>, Panels<Avx512Bf16<Weight>>>;
     template <class A>
-    using Fast = std::conditional_t<std::is_same<A, bf16>::value, OfBf16, typename Avx512Tier<Weight>::template Fast<A>>;
+    using Fast = std::conditional_t<std::is_same<A, bf16>::value, OfBf16,
+                                    typename Avx512Tier<Weight>::template Fast<A>>;
     struct Thread {};
     static constexpr double DEQUANTIZE_ROWS = 8;
 };

@@ -29,8 +29,10 @@ inline void transpose(__m512i (&a)[16], __m512i* out) {
         a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
     }
     for (int i = 0; i < 4; ++i) {  // a[4 j + i], 128 bits q: words 4 q + i of rows 4 j .. 4 j + 3
-        const __m512i p = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x44), q = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xEE);
-        const __m512i r = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x44), s = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xEE);
+        const __m512i p = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x44),
+                      q = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xEE);
+        const __m512i r = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x44),
+                      s = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xEE);
         out[i] = _mm512_shuffle_i32x4(p, r, 0x88);
         out[4 + i] = _mm512_shuffle_i32x4(p, r, 0xDD);
         out[8 + i] = _mm512_shuffle_i32x4(q, s, 0x88);
@@ -49,26 +51,37 @@ inline void transpose_words(const Word* in, i64 in_stride, Word* out, i64 out_st
 
 // A tile of as many rows and Columns as there are.
 template <class Vectors, int S>
-inline void multiply_rows(int rows, const typename Vectors::Packed* x, i64 stride, const typename Vectors::Panel* panel, i64 K, float* out,
-                          i64 out_stride) {
+inline void multiply_rows(int rows, const typename Vectors::Packed* x, i64 stride,
+                          const typename Vectors::Panel* panel, i64 K, float* out, i64 out_stride) {
     switch (rows) {
-        case 1: return Vectors::template tile<1, S>(x, stride, panel, K, out, out_stride);
-        case 2: return Vectors::template tile<2, S>(x, stride, panel, K, out, out_stride);
-        case 3: return Vectors::template tile<3, S>(x, stride, panel, K, out, out_stride);
-        case 4: return Vectors::template tile<4, S>(x, stride, panel, K, out, out_stride);
-        case 5: return Vectors::template tile<5, S>(x, stride, panel, K, out, out_stride);
-        default: return Vectors::template tile<6, S>(x, stride, panel, K, out, out_stride);
+        case 1:
+            return Vectors::template tile<1, S>(x, stride, panel, K, out, out_stride);
+        case 2:
+            return Vectors::template tile<2, S>(x, stride, panel, K, out, out_stride);
+        case 3:
+            return Vectors::template tile<3, S>(x, stride, panel, K, out, out_stride);
+        case 4:
+            return Vectors::template tile<4, S>(x, stride, panel, K, out, out_stride);
+        case 5:
+            return Vectors::template tile<5, S>(x, stride, panel, K, out, out_stride);
+        default:
+            return Vectors::template tile<6, S>(x, stride, panel, K, out, out_stride);
     }
 }
 
 template <class Vectors>
-inline void multiply_tile(int rows, int column_blocks, const typename Vectors::Packed* x, i64 stride, const typename Vectors::Panel* panel,
-                          i64 K, float* out, i64 out_stride) {
+inline void multiply_tile(int rows, int column_blocks, const typename Vectors::Packed* x,
+                          i64 stride, const typename Vectors::Panel* panel, i64 K, float* out,
+                          i64 out_stride) {
     switch (column_blocks) {
-        case 1: return multiply_rows<Vectors, 1>(rows, x, stride, panel, K, out, out_stride);
-        case 2: return multiply_rows<Vectors, 2>(rows, x, stride, panel, K, out, out_stride);
-        case 3: return multiply_rows<Vectors, 3>(rows, x, stride, panel, K, out, out_stride);
-        default: return multiply_rows<Vectors, 4>(rows, x, stride, panel, K, out, out_stride);
+        case 1:
+            return multiply_rows<Vectors, 1>(rows, x, stride, panel, K, out, out_stride);
+        case 2:
+            return multiply_rows<Vectors, 2>(rows, x, stride, panel, K, out, out_stride);
+        case 3:
+            return multiply_rows<Vectors, 3>(rows, x, stride, panel, K, out, out_stride);
+        default:
+            return multiply_rows<Vectors, 4>(rows, x, stride, panel, K, out, out_stride);
     }
 }
 
@@ -76,12 +89,17 @@ struct Avx512F32 : F32Words {  // panels are [K][column_blocks][16]
     using Activation = float;
     static constexpr int ROWS = 6, COLUMN_BLOCKS = 4;
 
-    static void transpose(const float* in, i64 in_stride, float* out, i64 out_stride) { transpose_words(in, in_stride, out, out_stride); }
+    static void transpose(const float* in, i64 in_stride, float* out, i64 out_stride) {
+        transpose_words(in, in_stride, out, out_stride);
+    }
 
-    static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
+    static void pack(const float* x, Packed* packed, i64 K) {
+        std::memcpy(packed, x, std::size_t(K) * sizeof(float));
+    }
 
     template <int R, int S>
-    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out, i64 out_stride) {
+    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out,
+                     i64 out_stride) {
         __m512 sum[R][S];
         for (int r = 0; r < R; ++r) {
             for (int s = 0; s < S; ++s) sum[r][s] = _mm512_setzero_ps();
@@ -95,13 +113,14 @@ struct Avx512F32 : F32Words {  // panels are [K][column_blocks][16]
             }
         }
         for (int r = 0; r < R; ++r) {
-            for (int s = 0; s < S; ++s) _mm512_storeu_ps(out + r * out_stride + s * LANES, sum[r][s]);
+            for (int s = 0; s < S; ++s)
+                _mm512_storeu_ps(out + r * out_stride + s * LANES, sum[r][s]);
         }
     }
 
     template <class Columns>
-    static void multiply(int rows, int column_blocks, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns*, float* out,
-                         i64 out_stride) {
+    static void multiply(int rows, int column_blocks, const Packed* x, i64 stride,
+                         const Panel* panel, i64 K, const Columns*, float* out, i64 out_stride) {
         multiply_tile<Avx512F32>(rows, column_blocks, x, stride, panel, K, out, out_stride);
     }
 };

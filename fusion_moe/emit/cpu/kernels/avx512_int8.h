@@ -1,15 +1,17 @@
 // Products of int8 operands by AVX-512 with VNNI: int8.h has what is computed.
 //
-// Sixteen rows of the weight, transposed as 4-byte words, give vectors whose lane i holds 8 codes of row i. Look-ups by 16-bit halves of
-// v, v >> 4, v >> 8, v >> 12 make pairs of codes k + j and k + 4 + j, as numbers. Their products with the ratio of their scale, rounded to
-// 256, have the integers as upper bytes; of those with 128 times as much as numbers, to 2^15, they are the lower bytes of the upper half.
-// One of each kind become a vector of bytes: codes k, k + 2, k + 4, k + 6, then k + 1, k + 3, k + 5, k + 7.
-// Activations are packed in that order.
+// Sixteen rows of the weight, transposed as 4-byte words, give vectors whose lane i holds 8 codes
+// of row i. Look-ups by 16-bit halves of v, v >> 4, v >> 8, v >> 12 make pairs of codes k + j and k
+// + 4 + j, as numbers. Their products with the ratio of their scale, rounded to 256, have the
+// integers as upper bytes; of those with 128 times as much as numbers, to 2^15, they are the lower
+// bytes of the upper half. One of each kind become a vector of bytes: codes k, k + 2, k + 4, k + 6,
+// then k + 1, k + 3, k + 5, k + 7. Activations are packed in that order.
 //
-// Of scales that are powers of two, none of them below an eighth of the largest of its block, two bits beside the four of the code say
-// what one look-up of bytes makes of it.
+// Of scales that are powers of two, none of them below an eighth of the largest of its block, two
+// bits beside the four of the code say what one look-up of bytes makes of it.
 //
-// One factor of vpdpbusd must not be negative: weights are 128 larger, and what that adds is taken from sums.
+// One factor of vpdpbusd must not be negative: weights are 128 larger, and what that adds is taken
+// from sums.
 #pragma once
 
 #include "avx512.h"
@@ -18,14 +20,16 @@
 namespace {
 
 struct alignas(64) Int8Tables {
-    i16 of_low[32], of_high[32];  // 256 times a code and twice the code, twice: look-ups take five bits, the fifth of the next code
-    u8 of_power[64];    // a code, and how many times its scale is half of the largest -> the integer
-    u8 order[64];       // of activations, for `_mm512_shuffle_epi8`
+    i16 of_low[32], of_high[32];  // 256 times a code and twice the code, twice: look-ups take five
+                                  // bits, the fifth of the next code
+    u8 of_power[64];  // a code, and how many times its scale is half of the largest -> the integer
+    u8 order[64];     // of activations, for `_mm512_shuffle_epi8`
     u8 each_of_4[4][64];  // byte i of each word, in all of them
 
     constexpr Int8Tables() : of_low(), of_high(), of_power(), order(), each_of_4() {
         constexpr u8 of_eight[8] = {0, 2, 4, 6, 1, 3, 5, 7};
-        for (int i = 0; i < 32; ++i) of_low[i] = i16(256 * E2M1[i & 15]), of_high[i] = i16(2 * E2M1[i & 15]);
+        for (int i = 0; i < 32; ++i)
+            of_low[i] = i16(256 * E2M1[i & 15]), of_high[i] = i16(2 * E2M1[i & 15]);
         for (int i = 0; i < 64; ++i) {
             of_power[i] = u8(int(16 * E2M1[i & 15]) / (1 << i / 16));
             order[i] = u8(i % 16 / 8 * 8 + of_eight[i % 8]);
@@ -45,7 +49,9 @@ class Int8Reader {
     Int8Reader() = default;
 
     // next: what is read after it, which comes nearer
-    Int8Reader(const Columns& c, const Columns& next, i64 K) : c_(&c), next_(&next), K_(K) { start_ahead(); }
+    Int8Reader(const Columns& c, const Columns& next, i64 K) : c_(&c), next_(&next), K_(K) {
+        start_ahead();
+    }
 
     // What the integers of a block are worth, a lane for each row.
     __m512 start(i64 block) {
@@ -53,7 +59,8 @@ class Int8Reader {
         const i64 at = block / OF_LINE * 64;
         if (block % OF_LINE == 0) {
             words_of(c_->scales, at, K_ / Weight::BLOCK, scales_);
-            for (int i = 0; i < LANES; ++i) _mm_prefetch(reinterpret_cast<const char*>(next_->scales[i] + at), _MM_HINT_T1);
+            for (int i = 0; i < LANES; ++i)
+                _mm_prefetch(reinterpret_cast<const char*>(next_->scales[i] + at), _MM_HINT_T1);
         }
         if constexpr (Weight::POWERS_OF_TWO) {
             if ((powers_ = start_powers(block % OF_LINE))) return step_;
@@ -75,14 +82,16 @@ class Int8Reader {
         const __m512 factor = _mm512_maskz_div_ps(some, _mm512_set1_ps(2048.f), largest);
         for (int b = 0; b < INT8_BLOCK / INT8_CODES; b += EACH) {
             const __m512i ratio = _mm512_maskz_cvtps_epi32(some, _mm512_mul_ps(scales[b], factor));
-            const __m512i both = _mm512_mask_mov_epi16(_mm512_slli_epi32(ratio, 16), 0x55555555, ratio);
+            const __m512i both =
+                _mm512_mask_mov_epi16(_mm512_slli_epi32(ratio, 16), 0x55555555, ratio);
             for (int j = 0; j < EACH; ++j) ratios_[b + j] = both;
         }
         const __m512 step = _mm512_maskz_mul_ps(some, largest, _mm512_set1_ps(0.0625f));
         return _mm512_mask_mov_ps(step, nan, _mm512_set1_ps(as_float(0x7FC00000)));
     }
 
-    // Calls body(i, integers) for words i = 0, 1, ... of four columns each of half a block, as bytes; 128 larger, if PLUS_128.
+    // Calls body(i, integers) for words i = 0, 1, ... of four columns each of half a block, as
+    // bytes; 128 larger, if PLUS_128.
     template <bool PLUS_128, class Body>
     [[gnu::always_inline]] void half(i64 block, int half, Body body) {
         const i64 at = (INT8_BLOCK * block + 128 * half) / 2;
@@ -98,23 +107,28 @@ class Int8Reader {
             for (int i = 0; i < 16; ++i) {
                 const __m512i halved = ratios_[4 * half + i / 4];
                 // of the code its four bits, of the others those of `halved`
-                body(2 * i, _mm512_permutexvar_epi8(_mm512_ternarylogic_epi32(code, words[i], halved, 0xCA), numbers));
+                body(2 * i, _mm512_permutexvar_epi8(
+                                _mm512_ternarylogic_epi32(code, words[i], halved, 0xCA), numbers));
                 const __m512i odd = _mm512_srli_epi32(words[i], 4);
-                body(2 * i + 1, _mm512_permutexvar_epi8(_mm512_ternarylogic_epi32(code, odd, halved, 0xCA), numbers));
+                body(2 * i + 1, _mm512_permutexvar_epi8(
+                                    _mm512_ternarylogic_epi32(code, odd, halved, 0xCA), numbers));
             }
             return;
         }
-        const __m512i of_low = _mm512_load_si512(INT8_TABLES.of_low), of_high = _mm512_load_si512(INT8_TABLES.of_high);
+        const __m512i of_low = _mm512_load_si512(INT8_TABLES.of_low),
+                      of_high = _mm512_load_si512(INT8_TABLES.of_high);
         const __m512i half_of_256 = _mm512_set1_epi16(128);
         for (int i = 0; i < count; i += 2) {
             const __m512i ratio = ratios_[8 * half + i / 2];
             for (int j = 0; j < 2; ++j) {
                 for (int p = 0; p < 2; ++p) {
                     const auto pairs = [&](int shift, __m512i table) {
-                        return _mm512_permutexvar_epi16(_mm512_srli_epi16(words[i + j], shift), table);
+                        return _mm512_permutexvar_epi16(_mm512_srli_epi16(words[i + j], shift),
+                                                        table);
                     };
                     const __m512i low = _mm512_mulhrs_epi16(pairs(4 * p, of_low), ratio);
-                    const __m512i high = _mm512_add_epi16(_mm512_mullo_epi16(pairs(4 * p + 8, of_high), ratio), half_of_256);
+                    const __m512i high = _mm512_add_epi16(
+                        _mm512_mullo_epi16(pairs(4 * p + 8, of_high), ratio), half_of_256);
                     const __m512i bytes = _mm512_mask_mov_epi8(high, 0x5555555555555555ull, low);
                     body(2 * (i + j) + p, PLUS_128 ? _mm512_xor_si512(bytes, flip) : bytes);
                 }
@@ -123,9 +137,11 @@ class Int8Reader {
     }
 
   private:
-    // As many lines of what is read next as `half` reads, in the order of memory, which the CPU's own prefetching follows.
+    // As many lines of what is read next as `half` reads, in the order of memory, which the CPU's
+    // own prefetching follows.
     void prefetch() {
-        for (int i = 0; i < LANES; ++i) _mm_prefetch(reinterpret_cast<const char*>(ahead_ + 64 * i), _MM_HINT_T1);
+        for (int i = 0; i < LANES; ++i)
+            _mm_prefetch(reinterpret_cast<const char*>(ahead_ + 64 * i), _MM_HINT_T1);
         ahead_ += 64 * LANES;
         if (ahead_ >= end_ahead_) start_ahead();
     }
@@ -134,25 +150,34 @@ class Int8Reader {
     void start_ahead() {
         row_ahead_ %= LANES;
         ahead_ = next_->codes[row_ahead_], end_ahead_ = ahead_ + K_ / 2;
-        for (++row_ahead_; row_ahead_ < LANES && next_->codes[row_ahead_] == end_ahead_; ++row_ahead_) end_ahead_ += K_ / 2;
+        for (++row_ahead_; row_ahead_ < LANES && next_->codes[row_ahead_] == end_ahead_;
+             ++row_ahead_)
+            end_ahead_ += K_ / 2;
     }
 
-    // Whether a whole block has no scale below an eighth of the largest of its row, nor NaN: then `ratios_` of 32 codes each are how many
-    // times their scale is half of it, 16 times that in each byte.
+    // Whether a whole block has no scale below an eighth of the largest of its row, nor NaN: then
+    // `ratios_` of 32 codes each are how many times their scale is half of it, 16 times that in
+    // each byte.
     bool start_powers(i64 of_line) {
         const __m512i first = scales_[2 * of_line], second = scales_[2 * of_line + 1];
         __m512i largest = _mm512_max_epu8(first, second);
         largest = _mm512_max_epu8(largest, _mm512_rol_epi32(largest, 16));
         largest = _mm512_max_epu8(largest, _mm512_rol_epi32(largest, 8));
-        const __m512i halved[2] = {_mm512_sub_epi8(largest, first), _mm512_sub_epi8(largest, second)};
+        const __m512i halved[2] = {_mm512_sub_epi8(largest, first),
+                                   _mm512_sub_epi8(largest, second)};
         const __m512i exponent = _mm512_srli_epi32(largest, 24);
-        const __mmask16 bad = _mm512_cmpge_epu32_mask(_mm512_sub_epi32(exponent, _mm512_set1_epi32(27)), _mm512_set1_epi32(255 - 27));
-        if (bad != 0 || _mm512_cmpgt_epu8_mask(_mm512_max_epu8(halved[0], halved[1]), _mm512_set1_epi8(3)) != 0) return false;
+        const __mmask16 bad = _mm512_cmpge_epu32_mask(
+            _mm512_sub_epi32(exponent, _mm512_set1_epi32(27)), _mm512_set1_epi32(255 - 27));
+        if (bad != 0 ||
+            _mm512_cmpgt_epu8_mask(_mm512_max_epu8(halved[0], halved[1]), _mm512_set1_epi8(3)) != 0)
+            return false;
         for (int i = 0; i < 8; ++i) {
             const __m512i of_word = _mm512_slli_epi32(halved[i / 4], 4);
-            ratios_[i] = _mm512_shuffle_epi8(of_word, _mm512_load_si512(INT8_TABLES.each_of_4[i % 4]));
+            ratios_[i] =
+                _mm512_shuffle_epi8(of_word, _mm512_load_si512(INT8_TABLES.each_of_4[i % 4]));
         }
-        step_ = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_sub_epi32(exponent, _mm512_set1_epi32(4)), 23));
+        step_ = _mm512_castsi512_ps(
+            _mm512_slli_epi32(_mm512_sub_epi32(exponent, _mm512_set1_epi32(4)), 23));
         return true;
     }
 
@@ -166,8 +191,8 @@ class Int8Reader {
     bool powers_ = false;
 };
 
-// Activations of a block -> bytes in the order of the weight's integers, zeros behind them, of 64 columns each `step` apart; what one is
-// worth.
+// Activations of a block -> bytes in the order of the weight's integers, zeros behind them, of 64
+// columns each `step` apart; what one is worth.
 inline float int8_block(const float* x, i64 count, u8* out, i64 step = 64) {
     alignas(64) float padded[INT8_BLOCK];
     if (count < INT8_BLOCK) {
@@ -188,12 +213,16 @@ inline float int8_block(const float* x, i64 count, u8* out, i64 step = 64) {
     const __mmask16 used = some ? 0xFFFF : 0;
     for (int i = 0; i < 4; ++i) {
         __m512i bytes = _mm512_setzero_si512();
-        const auto four = [&](int j) { return _mm512_cvtepi32_epi8(_mm512_maskz_cvtps_epi32(used, _mm512_mul_ps(v[4 * i + j], factor))); };
+        const auto four = [&](int j) {
+            return _mm512_cvtepi32_epi8(
+                _mm512_maskz_cvtps_epi32(used, _mm512_mul_ps(v[4 * i + j], factor)));
+        };
         bytes = _mm512_inserti32x4(bytes, four(0), 0);
         bytes = _mm512_inserti32x4(bytes, four(1), 1);
         bytes = _mm512_inserti32x4(bytes, four(2), 2);
         bytes = _mm512_inserti32x4(bytes, four(3), 3);
-        _mm512_storeu_si512(out + step * i, _mm512_shuffle_epi8(bytes, _mm512_load_si512(INT8_TABLES.order)));
+        _mm512_storeu_si512(out + step * i,
+                            _mm512_shuffle_epi8(bytes, _mm512_load_si512(INT8_TABLES.order)));
     }
     return int8_step(largest, largest / 127.f);
 }
@@ -205,35 +234,43 @@ struct Avx512Int8 {
     using Columns = typename Weight::Columns;
     using Activation = float;
     using Packed = u16;  // in place of an element each: its byte, then the `Block`s
-    using Panel = u32;   // of each block the steps [column_blocks][16], then integers of four columns [64][column_blocks][16]
+    using Panel = u32;   // of each block the steps [column_blocks][16], then integers of four
+                         // columns [64][column_blocks][16]
     static constexpr auto SMALL_M_NAME = "straight from the codes, in int8";
-    static constexpr int SMALL_M = MAX_ROWS, ROWS = 6, COLUMN_BLOCKS = 4, MIN_EXPONENT = -127, MAX_EXPONENT = 128;  // whatever they are
+    static constexpr int SMALL_M = MAX_ROWS, ROWS = 6, COLUMN_BLOCKS = 4, MIN_EXPONENT = -127,
+                         MAX_EXPONENT = 128;  // whatever they are
 
     struct Block {
         float step;
         i32 rest;  // what is added to sums: -128 times that of the integers
     };
 
-    typedef i32 Sums __attribute__((vector_size(64)));  // as `__m512i`, eight times 64 bits, g++ would move them about
+    typedef i32 Sums __attribute__((
+        vector_size(64)));  // as `__m512i`, eight times 64 bits, g++ would move them about
 
     static i64 padded(i64 K) { return int8_blocks(K) * INT8_BLOCK; }
     static const u8* integers(const Packed* row) { return reinterpret_cast<const u8*>(row); }
-    static const Block* blocks(const Packed* row, i64 K) { return reinterpret_cast<const Block*>(row + padded(K) / 2); }
+    static const Block* blocks(const Packed* row, i64 K) {
+        return reinterpret_cast<const Block*>(row + padded(K) / 2);
+    }
 
     static Block pack_block(const float* x, i64 count, u8* out) {
         const float step = int8_block(x, count, out);
         __m512i sum = _mm512_setzero_si512();
-        for (int i = 0; i < 4; ++i) sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), _mm512_loadu_si512(out + 64 * i));
+        for (int i = 0; i < 4; ++i)
+            sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), _mm512_loadu_si512(out + 64 * i));
         return {step, -128 * _mm512_reduce_add_epi32(sum)};
     }
 
     static void pack(const float* x, Packed* packed, i64 K) {
         u8* out = const_cast<u8*>(integers(packed));
         Block* of = const_cast<Block*>(blocks(packed, K));
-        for (i64 k = 0; k < K; k += INT8_BLOCK) *of++ = pack_block(x + k, std::min(INT8_BLOCK, K - k), out + k);
+        for (i64 k = 0; k < K; k += INT8_BLOCK)
+            *of++ = pack_block(x + k, std::min(INT8_BLOCK, K - k), out + k);
     }
 
-    // A block of each row, then the next: whole rows lie a power of two apart, and would meet in few places of the first-level cache.
+    // A block of each row, then the next: whole rows lie a power of two apart, and would meet in
+    // few places of the first-level cache.
     static void pack_small_m(const float* x, i64 r, Packed* packed, i64, i64 K) {
         u8* out = const_cast<u8*>(integers(packed)) + r * INT8_BLOCK;
         Block* of = const_cast<Block*>(small_m_blocks(packed, K)) + r;
@@ -241,10 +278,13 @@ struct Avx512Int8 {
             *of = pack_block(x + k, std::min(INT8_BLOCK, K - k), out);
         }
     }
-    static const Block* small_m_blocks(const Packed* packed, i64 K) { return blocks(packed + (SMALL_M - 1) * padded(K) / 2, K); }
+    static const Block* small_m_blocks(const Packed* packed, i64 K) {
+        return blocks(packed + (SMALL_M - 1) * padded(K) / 2, K);
+    }
 
     template <int R>
-    static void small_m_rows(const Columns& c, const Columns& next, const Packed* packed, i64 K, float* out, i64 out_stride) {
+    static void small_m_rows(const Columns& c, const Columns& next, const Packed* packed, i64 K,
+                             float* out, i64 out_stride) {
         constexpr int CHAINS = R <= 4 ? 2 : 1;  // sums wait for the one before in their chain
         __m512 sum[R];
         for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
@@ -259,21 +299,25 @@ struct Avx512Int8 {
                 reader.template half<true>(b, half, [&](int i, __m512i w) {
                     for (int r = 0; r < R; ++r) {
                         Sums& to = of_block[i % CHAINS][r];
-                        to = Sums(_mm512_dpbusd_epi32(__m512i(to), w, four(at + r * INT8_BLOCK + 4 * i)));
+                        to = Sums(
+                            _mm512_dpbusd_epi32(__m512i(to), w, four(at + r * INT8_BLOCK + 4 * i)));
                     }
                 });
             }
             for (int r = 0; r < R; ++r) {
                 Sums all = of_block[0][r] + of[r].rest;
                 if (CHAINS == 2) all += of_block[CHAINS - 1][r];
-                sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(__m512i(all)), _mm512_mul_ps(_mm512_set1_ps(of[r].step), step), sum[r]);
+                sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(__m512i(all)),
+                                         _mm512_mul_ps(_mm512_set1_ps(of[r].step), step), sum[r]);
             }
         }
         const __m512 factor = _mm512_load_ps(c.factor);
-        for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], factor));
+        for (int r = 0; r < R; ++r)
+            _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], factor));
     }
 
-    static void small_m(int rows, const Columns& c, const Columns& next, const Packed* packed, i64, i64 K, float* out, i64 out_stride) {
+    static void small_m(int rows, const Columns& c, const Columns& next, const Packed* packed, i64,
+                        i64 K, float* out, i64 out_stride) {
         if (rows == 1) return small_m_rows<1>(c, next, packed, K, out, out_stride);
         if (rows == 2) return small_m_rows<2>(c, next, packed, K, out, out_stride);
         if (rows <= 4) return small_m_rows<4>(c, next, packed, K, out, out_stride);
@@ -283,7 +327,8 @@ struct Avx512Int8 {
         }
     }
 
-    static void dequantize(const Columns* c, const Columns* next, int column_blocks, i64 K, Panel* panel) {
+    static void dequantize(const Columns* c, const Columns* next, int column_blocks, i64 K,
+                           Panel* panel) {
         for (int s = 0; s < column_blocks; ++s) {
             Int8Reader<Weight> reader(c[s], next[s], K);
             Panel* block = panel + s * LANES;
@@ -298,31 +343,36 @@ struct Avx512Int8 {
         }
     }
 
-    static void multiply(int rows, int column_blocks, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns* c, float* out,
-                         i64 out_stride) {
+    static void multiply(int rows, int column_blocks, const Packed* x, i64 stride,
+                         const Panel* panel, i64 K, const Columns* c, float* out, i64 out_stride) {
         multiply_tile<Avx512Int8>(rows, column_blocks, x, stride, panel, K, out, out_stride);
         for (int r = 0; r < rows; ++r) {
             for (int s = 0; s < column_blocks; ++s) {
                 float* at = out + r * out_stride + s * LANES;
-                _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_load_ps(c[s].factor)));
+                _mm512_storeu_ps(at,
+                                 _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_load_ps(c[s].factor)));
             }
         }
     }
 
     template <int R, int S>
-    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out, i64 out_stride) {
+    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out,
+                     i64 out_stride) {
         for (i64 b = 0; b < int8_blocks(K); ++b, panel += OF_BLOCK * S) {
             const int words = int(std::min(INT8_BLOCK, K - b * INT8_BLOCK) / 4);
-            add_block<R, S>(integers(x) + b * INT8_BLOCK, blocks(x, K) + b, 2 * stride, panel, words, b == 0, out, out_stride);
+            add_block<R, S>(integers(x) + b * INT8_BLOCK, blocks(x, K) + b, 2 * stride, panel,
+                            words, b == 0, out, out_stride);
         }
     }
 
     // A block's products, added to those of the blocks before.
     template <int R, int S>
-    static void add_block(const u8* x, const Block* of, i64 row_bytes, const Panel* panel, int words, bool first, float* out,
-                                            i64 out_stride) {
+    static void add_block(const u8* x, const Block* of, i64 row_bytes, const Panel* panel,
+                          int words, bool first, float* out, i64 out_stride) {
         const u8* first_of = reinterpret_cast<const u8*>(of);
-        const auto of_row = [=](int r) -> const Block& { return *reinterpret_cast<const Block*>(first_of + r * row_bytes); };
+        const auto of_row = [=](int r) -> const Block& {
+            return *reinterpret_cast<const Block*>(first_of + r * row_bytes);
+        };
         Sums sum[R][S] = {};
         const Panel* at = panel + S * LANES;
         for (int i = 0; i < words; ++i, at += S * LANES) {
@@ -330,7 +380,8 @@ struct Avx512Int8 {
             for (int s = 0; s < S; ++s) w[s] = _mm512_load_si512(at + s * LANES);
             for (int r = 0; r < R; ++r) {
                 const __m512i a = four(x + 4 * i + r * row_bytes);
-                for (int s = 0; s < S; ++s) sum[r][s] = Sums(_mm512_dpbusd_epi32(__m512i(sum[r][s]), w[s], a));
+                for (int s = 0; s < S; ++s)
+                    sum[r][s] = Sums(_mm512_dpbusd_epi32(__m512i(sum[r][s]), w[s], a));
             }
         }
         for (int r = 0; r < R; ++r) {
@@ -339,13 +390,16 @@ struct Avx512Int8 {
                 float* to = out + r * out_stride + s * LANES;
                 const __m512 before = first ? _mm512_setzero_ps() : _mm512_loadu_ps(to);
                 const __m512 both = _mm512_mul_ps(step, _mm512_load_ps(panel + s * LANES));
-                _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(__m512i(sum[r][s] + of_row(r).rest)), both, before));
+                _mm512_storeu_ps(
+                    to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(__m512i(sum[r][s] + of_row(r).rest)),
+                                        both, before));
             }
         }
     }
 
   private:
-    static constexpr i64 OF_BLOCK = (1 + INT8_BLOCK / 4) * LANES;  // words of a panel of one column block
+    static constexpr i64 OF_BLOCK =
+        (1 + INT8_BLOCK / 4) * LANES;  // words of a panel of one column block
 
     static __m512i four(const u8* at) {
         i32 bytes;

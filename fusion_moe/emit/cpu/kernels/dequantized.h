@@ -1,4 +1,5 @@
-// Kernels for any reader: the weight dequantized to float32 by its `dequantize`, products by the vectors of a tier.
+// Kernels for any reader: the weight dequantized to float32 by its `dequantize`, products by the
+// vectors of a tier.
 #pragma once
 
 #include "panels.h"
@@ -16,8 +17,8 @@ struct DequantizedRows {
     static constexpr auto SMALL_M_NAME = "by dot products with dequantized weights";
     static constexpr int SMALL_M = 4, MIN_EXPONENT = -127, MAX_EXPONENT = 128;  // whatever they are
 
-    // RUN activations of each row, then the next; zeros at the end. Whole rows may lie a power of two apart, and would meet in few places of
-    // the first-level cache.
+    // RUN activations of each row, then the next; zeros at the end. Whole rows may lie a power of
+    // two apart, and would meet in few places of the first-level cache.
     static void pack_small_m(const float* x, i64 r, Packed* packed, i64, i64 K) {
         for (i64 k = 0; k < K; k += RUN) {
             float* at = packed + k * SMALL_M + r * RUN;
@@ -25,17 +26,23 @@ struct DequantizedRows {
         }
     }
 
-    static void small_m(int rows, const Columns& c, const Columns&, const Packed* x, i64, i64 K, float* out, i64 out_stride) {
+    static void small_m(int rows, const Columns& c, const Columns&, const Packed* x, i64, i64 K,
+                        float* out, i64 out_stride) {
         switch (rows) {
-            case 1: return small_m_rows<1, 1>(c, x, K, out, out_stride);
-            case 2: return small_m_rows<2, 2>(c, x, K, out, out_stride);
-            case 3: return small_m_rows<3, 2>(c, x, K, out, out_stride);
-            default: return small_m_rows<4, 2>(c, x, K, out, out_stride);
+            case 1:
+                return small_m_rows<1, 1>(c, x, K, out, out_stride);
+            case 2:
+                return small_m_rows<2, 2>(c, x, K, out, out_stride);
+            case 3:
+                return small_m_rows<3, 2>(c, x, K, out, out_stride);
+            default:
+                return small_m_rows<4, 2>(c, x, K, out, out_stride);
         }
     }
 
   private:
-    // Sixteen sums, in as many registers as they take. Written as vectors, since compilers may not change the order of a sum.
+    // Sixteen sums, in as many registers as they take. Written as vectors, since compilers may not
+    // change the order of a sum.
     typedef float Sums __attribute__((vector_size(4 * LANES)));
 
     // WEIGHT_ROWS rows of the weight, which share what is loaded of the activations.
@@ -43,7 +50,8 @@ struct DequantizedRows {
     static void small_m_rows(const Columns& c, const Packed* x, i64 K, float* out, i64 out_stride) {
         alignas(64) float w[WEIGHT_ROWS][RUN];
         for (int n = 0; n < LANES; n += WEIGHT_ROWS) {
-            Sums sum[2][WEIGHT_ROWS][R] = {};  // two chains: a sum waits for the one before in its chain
+            Sums sum[2][WEIGHT_ROWS][R] =
+                {};  // two chains: a sum waits for the one before in its chain
             for (i64 k = 0; k < K; k += RUN) {
                 const i64 count = std::min(RUN, K - k);
                 for (int j = 0; j < WEIGHT_ROWS; ++j) {
@@ -56,13 +64,15 @@ struct DequantizedRows {
                 }
             }
             for (int j = 0; j < WEIGHT_ROWS; ++j) {
-                for (int r = 0; r < R; ++r) out[r * out_stride + n + j] = total(sum[0][j][r] + sum[1][j][r]);
+                for (int r = 0; r < R; ++r)
+                    out[r * out_stride + n + j] = total(sum[0][j][r] + sum[1][j][r]);
             }
         }
     }
 
     template <int R, int WEIGHT_ROWS>
-    static void add(const float (&w)[WEIGHT_ROWS][RUN], const Packed* x, i64 i, Sums (&sum)[WEIGHT_ROWS][R]) {
+    static void add(const float (&w)[WEIGHT_ROWS][RUN], const Packed* x, i64 i,
+                    Sums (&sum)[WEIGHT_ROWS][R]) {
         for (int r = 0; r < R; ++r) {
             Sums a, b;
             std::memcpy(&a, x + r * RUN + i, sizeof a);
@@ -76,7 +86,8 @@ struct DequantizedRows {
     static float total(const Sums& sums) {
         float half[8];
         for (int i = 0; i < 8; ++i) half[i] = sums[i] + sums[i + 8];
-        return ((half[0] + half[4]) + (half[1] + half[5])) + ((half[2] + half[6]) + (half[3] + half[7]));
+        return ((half[0] + half[4]) + (half[1] + half[5])) +
+               ((half[2] + half[6]) + (half[3] + half[7]));
     }
 };
 
@@ -87,16 +98,19 @@ struct Dequantized : F32 {
     using Columns = typename Weight::Columns;
     static constexpr int MIN_EXPONENT = -127, MAX_EXPONENT = 128;  // whatever they are
 
-    static void dequantize(const Columns* c, const Columns*, int column_blocks, i64 K, float* panel) {
+    static void dequantize(const Columns* c, const Columns*, int column_blocks, i64 K,
+                           float* panel) {
         alignas(64) float w[LANES][RUN];
         for (i64 k = 0; k < K; k += RUN) {
             const i64 count = std::min(RUN, K - k);
             for (int s = 0; s < column_blocks; ++s) {
-                for (int i = 0; i < LANES; ++i) Weight::dequantize(*c[s].problem, c[s].g, c[s].n[i], k, count, w[i]);
+                for (int i = 0; i < LANES; ++i)
+                    Weight::dequantize(*c[s].problem, c[s].g, c[s].n[i], k, count, w[i]);
                 float* out = panel + (k * column_blocks + s) * LANES;
                 const i64 stride = column_blocks * LANES;
                 i64 j = 0;
-                for (; j + LANES <= count; j += LANES) F32::transpose(w[0] + j, RUN, out + j * stride, stride);
+                for (; j + LANES <= count; j += LANES)
+                    F32::transpose(w[0] + j, RUN, out + j * stride, stride);
                 for (; j < count; ++j) {
                     for (int i = 0; i < LANES; ++i) out[j * stride + i] = w[i][j];
                 }
@@ -111,16 +125,20 @@ struct PlainPairs : Pairs {
     using Weight = PlainWeight<bf16>;
     using Columns = typename Weight::Columns;
 
-    static void dequantize(const Columns* c, const Columns*, int column_blocks, i64 K, typename Pairs::Panel* panel) {
+    static void dequantize(const Columns* c, const Columns*, int column_blocks, i64 K,
+                           typename Pairs::Panel* panel) {
         alignas(64) typename Pairs::Panel w[LANES][RUN / 2];
         const i64 stride = column_blocks * LANES;
         for (i64 k = 0; k < K; k += RUN) {
             const i64 count = std::min(RUN, K - k), words = (count + 1) / 2;
             for (int s = 0; s < column_blocks; ++s) {
-                for (int i = 0; i < LANES; ++i) Pairs::pack(Weight::matrix(*c[s].problem, c[s].g) + c[s].n[i] * K + k, w[i], count);
+                for (int i = 0; i < LANES; ++i)
+                    Pairs::pack(Weight::matrix(*c[s].problem, c[s].g) + c[s].n[i] * K + k, w[i],
+                                count);
                 auto* out = panel + (k / 2 * column_blocks + s) * LANES;
                 i64 j = 0;
-                for (; j + LANES <= words; j += LANES) Pairs::transpose(w[0] + j, RUN / 2, out + j * stride, stride);
+                for (; j + LANES <= words; j += LANES)
+                    Pairs::transpose(w[0] + j, RUN / 2, out + j * stride, stride);
                 for (; j < words; ++j) {
                     for (int i = 0; i < LANES; ++i) out[j * stride + i] = w[i][j];
                 }
@@ -133,7 +151,9 @@ template <class F32, class Pairs, class Weight>
 struct DequantizedTier {
     using Wide = Panels<Dequantized<F32, Weight>>;
     template <class A>
-    using Fast = Kernels<SmallM<DequantizedRows<Weight>>, std::conditional_t<ARE_PAIRS<Pairs, Weight, A>, Panels<PlainPairs<Pairs>>, Wide>>;
+    using Fast =
+        Kernels<SmallM<DequantizedRows<Weight>>,
+                std::conditional_t<ARE_PAIRS<Pairs, Weight, A>, Panels<PlainPairs<Pairs>>, Wide>>;
     struct Thread {};
     static constexpr double DEQUANTIZE_ROWS = 8;
 };

@@ -1,5 +1,6 @@
-// Weights of e2m1 codes, two a byte, low nibble first, with a scale of one byte for each block of them along K, and a factor for each row:
-// element = code * (scale * factor). What readers of them share; the tiers have vector code for them.
+// Weights of e2m1 codes, two a byte, low nibble first, with a scale of one byte for each block of
+// them along K, and a factor for each row: element = code * (scale * factor). What readers of them
+// share; the tiers have vector code for them.
 //
 // A reader `Reader` derives from E2M1Weight<Reader>, and has beside BYTES and `scales_in_range`
 //
@@ -7,26 +8,25 @@
 //     scale            of a byte; bfloat16 holds each exactly
 //     factors          (p, g) -> a function of n: the factor of row n of matrix g
 //     MIN_EXPONENT,
-//     MAX_EXPONENT     2^MIN_EXPONENT <= |code * scale| < 2^MAX_EXPONENT for scales in range, but for zeros
-//     matrix_in_range  whether the scales of a whole matrix are
+//     MAX_EXPONENT     2^MIN_EXPONENT <= |code * scale| < 2^MAX_EXPONENT for scales in range, but
+//     for zeros matrix_in_range  whether the scales of a whole matrix are
 //
 // for AVX-512
 //
-//     halves           64 scales -> the low and the high bytes of their bfloat16, for every byte there is
-//     FIRST_SHIFTED,
-//     LAST_SHIFTED     bytes from the first to the last, SCALE_SHIFT bits further up, are float32 scales but for SCALE_EXPONENT, which is
-//     SCALE_SHIFT,     to be added to the exponent
-//     SCALE_EXPONENT
-//     POWERS_OF_TWO    whether scales are exponents of two, and nothing else
+//     halves           64 scales -> the low and the high bytes of their bfloat16, for every byte
+//     there is FIRST_SHIFTED, LAST_SHIFTED     bytes from the first to the last, SCALE_SHIFT bits
+//     further up, are float32 scales but for SCALE_EXPONENT, which is SCALE_SHIFT,     to be added
+//     to the exponent SCALE_EXPONENT POWERS_OF_TWO    whether scales are exponents of two, and
+//     nothing else
 //
-// and for AMX, where 2^F16_CODE times a code times what f16_scale makes of its scale is 2^F16_WEIGHT times the weight, in normal numbers
-// of float16:
+// and for AMX, where 2^F16_CODE times a code times what f16_scale makes of its scale is
+// 2^F16_WEIGHT times the weight, in normal numbers of float16:
 //
 //     F16_CODE, F16_WEIGHT
 //     f16_scale       scales in the upper bytes of 16-bit numbers, all below FIRST_HARD -> float16
-//     FIRST_HARD      the least byte that f16_scale does not take; 256 if it takes all that are in range
-//     hard_f16_scale  the same for bytes from there on too, except that a NaN may become any number
-//     is_nan          whether a byte is
+//     FIRST_HARD      the least byte that f16_scale does not take; 256 if it takes all that are in
+//     range hard_f16_scale  the same for bytes from there on too, except that a NaN may become any
+//     number is_nan          whether a byte is
 #pragma once
 
 #if defined(__AVX512VBMI__) || defined(__AVX2__)
@@ -40,11 +40,13 @@ namespace {
 // Sixteen codes, or their numbers.
 #ifdef __AVX512VBMI__
 inline __m512 numbers_of(const u8* codes) {
-    const __m512i shifts = _mm512_setr_epi64(0x0400000000, 0x0C00000008, 0x1400000010, 0x1C00000018, 0x2400000020, 0x2C00000028, 0x3400000030,
-                                             0x3C00000038);
+    const __m512i shifts =
+        _mm512_setr_epi64(0x0400000000, 0x0C00000008, 0x1400000010, 0x1C00000018, 0x2400000020,
+                          0x2C00000028, 0x3400000030, 0x3C00000038);
     i64 all;
     std::memcpy(&all, codes, sizeof all);
-    const __m512i each = _mm512_multishift_epi64_epi8(shifts, _mm512_set1_epi64(all));  // look-ups take four bits
+    const __m512i each =
+        _mm512_multishift_epi64_epi8(shifts, _mm512_set1_epi64(all));  // look-ups take four bits
     return _mm512_permutexvar_ps(each, _mm512_loadu_ps(E2M1));
 }
 
@@ -53,19 +55,24 @@ inline void scaled_numbers(const u8* codes, float step, float* out) {
 }
 #elif defined(__AVX2__)
 inline void scaled_numbers(const u8* codes, float step, float* out) {
-    const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28), sign = _mm256_set1_epi32(int(0x80000000));
+    const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28),
+                  sign = _mm256_set1_epi32(int(0x80000000));
     for (int half = 0; half < 2; ++half) {
         i32 eight;
         std::memcpy(&eight, codes + 4 * half, sizeof eight);
         const __m256i each = _mm256_srlv_epi32(_mm256_set1_epi32(eight), shifts);
-        const __m256 size = _mm256_permutevar8x32_ps(_mm256_loadu_ps(E2M1), each);  // look-ups take three bits
+        const __m256 size =
+            _mm256_permutevar8x32_ps(_mm256_loadu_ps(E2M1), each);  // look-ups take three bits
         const __m256i minus = _mm256_and_si256(_mm256_slli_epi32(each, 28), sign);
-        _mm256_storeu_ps(out + 8 * half, _mm256_mul_ps(_mm256_xor_ps(size, _mm256_castsi256_ps(minus)), _mm256_set1_ps(step)));
+        _mm256_storeu_ps(
+            out + 8 * half,
+            _mm256_mul_ps(_mm256_xor_ps(size, _mm256_castsi256_ps(minus)), _mm256_set1_ps(step)));
     }
 }
 #else
 inline void scaled_numbers(const u8* codes, float step, float* out) {
-    for (int i = 0; i < LANES; i += 2, ++codes) out[i] = E2M1[*codes & 15] * step, out[i + 1] = E2M1[*codes >> 4] * step;
+    for (int i = 0; i < LANES; i += 2, ++codes)
+        out[i] = E2M1[*codes & 15] * step, out[i + 1] = E2M1[*codes >> 4] * step;
 }
 #endif
 
@@ -81,7 +88,8 @@ struct E2M1Weight {
 
     template <class Row>
     static Columns open(const Problem& p, i64 g, Row row) {
-        static_assert(Reader::BLOCK == 16 || Reader::BLOCK == 32, "the kernels for e2m1 codes read block scales of 16 or 32 of them");
+        static_assert(Reader::BLOCK == 16 || Reader::BLOCK == 32,
+                      "the kernels for e2m1 codes read block scales of 16 or 32 of them");
         Columns c;
         const auto factor = Reader::factors(p, g);
         const u8* codes = codes_of(p, g);
@@ -100,18 +108,24 @@ struct E2M1Weight {
         const u8* scales = scales_of(p, g) + (n * p.K + k) / Reader::BLOCK;
         const float factor = Reader::factors(p, g)(n);
         const i64 inside = k % Reader::BLOCK;
-        for (i64 i = 0; i < count; i += LANES) scaled_numbers(codes + i / 2, Reader::scale(scales[(inside + i) / Reader::BLOCK]) * factor, out + i);
+        for (i64 i = 0; i < count; i += LANES)
+            scaled_numbers(codes + i / 2,
+                           Reader::scale(scales[(inside + i) / Reader::BLOCK]) * factor, out + i);
     }
 
     static void fetch_scales(const WorkTile&) {}
     static i64 contracted(const Problem& p) { return p.K; }
 
-    static const u8* codes_of(const Problem& p, i64 g) { return static_cast<const u8*>(p.parts[0]) + g * p.N * (p.K / 2); }
-    static const u8* scales_of(const Problem& p, i64 g) { return static_cast<const u8*>(p.parts[1]) + g * p.N * (p.K / Reader::BLOCK); }
+    static const u8* codes_of(const Problem& p, i64 g) {
+        return static_cast<const u8*>(p.parts[0]) + g * p.N * (p.K / 2);
+    }
+    static const u8* scales_of(const Problem& p, i64 g) {
+        return static_cast<const u8*>(p.parts[1]) + g * p.N * (p.K / Reader::BLOCK);
+    }
 };
 
-// Activations whose products with codes and scales are normal numbers of float32, or 2^36 times smaller than the largest, and whose sums are
-// finite.
+// Activations whose products with codes and scales are normal numbers of float32, or 2^36 times
+// smaller than the largest, and whose sums are finite.
 template <class Weight>
 constexpr int F32_MIN_EXPONENT = -90 - Weight::MIN_EXPONENT;
 template <class Weight>

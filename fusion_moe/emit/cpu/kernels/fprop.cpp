@@ -1,34 +1,45 @@
-// The fixed library of a tier and an encoding. The compiler's flags say which tier; what stands before this file, the reader of an
-// encoding, says which `Weight`.
+// The fixed library of a tier and an encoding. The compiler's flags say which tier; what stands
+// before this file, the reader of an encoding, says which `Weight`.
 #include "tiers.h"
 #include "dequantized.h"
 #include "grouped_mm.h"
 #include "standalone.h"
 
-using Tier = std::conditional_t<HAS_E2M1_CODES<Weight>, TierOfCodes<Weight>, DequantizedTier<F32, Pairs, Weight>>;
+using Tier = std::conditional_t<HAS_E2M1_CODES<Weight>, TierOfCodes<Weight>,
+                                DequantizedTier<F32, Pairs, Weight>>;
 
 extern "C" void product(const Problem* problem, Team* team) {
     switch (problem->activation) {
-        case OF_BF16: return GroupedMM<Tier, Weight, bf16>(*problem).run(*team);
-        case OF_F16: return GroupedMM<Tier, Weight, f16>(*problem).run(*team);
-        default: return GroupedMM<Tier, Weight, float>(*problem).run(*team);
+        case OF_BF16:
+            return GroupedMM<Tier, Weight, bf16>(*problem).run(*team);
+        case OF_F16:
+            return GroupedMM<Tier, Weight, f16>(*problem).run(*team);
+        default:
+            return GroupedMM<Tier, Weight, float>(*problem).run(*team);
     }
 }
 
 // How rows of a group are multiplied, in words.
 extern "C" const char* kernels(int activation) {
-    static const std::string f32 = describe(Tier::Fast<float>{}), bf16_ = describe(Tier::Fast<bf16>{}), f16_ = describe(Tier::Fast<f16>{});
+    static const std::string f32 = describe(Tier::Fast<float>{}),
+                             bf16_ = describe(Tier::Fast<bf16>{}),
+                             f16_ = describe(Tier::Fast<f16>{});
     return (activation == OF_BF16 ? bf16_ : activation == OF_F16 ? f16_ : f32).c_str();
 }
 
-// p: the parts of the weight, PARTS of them or null, ends, activations [rows, K], out [rows, N]; sizes: G, N, K, runs, rows
-extern "C" void standalone(const void* const* p, const long long* sizes, int activation, int threads) {
+// p: the parts of the weight, PARTS of them or null, ends, activations [rows, K], out [rows, N];
+// sizes: G, N, K, runs, rows
+extern "C" void standalone(const void* const* p, const long long* sizes, int activation,
+                           int threads) {
     Problem problem{};
     std::copy(p, p + PARTS, problem.parts);
     problem.ends = static_cast<const i32*>(p[PARTS]);
-    problem.G = sizes[0], problem.N = sizes[1], problem.K = sizes[2], problem.runs = sizes[3], problem.rows = sizes[4];
+    problem.G = sizes[0], problem.N = sizes[1], problem.K = sizes[2], problem.runs = sizes[3],
+    problem.rows = sizes[4];
     problem.activation = activation;
     const i64 row_bytes = problem.K * (activation == OF_F32 ? 4 : 2);
-    const Standalone rows{static_cast<const u8*>(p[PARTS + 1]), static_cast<float*>(const_cast<void*>(p[PARTS + 2])), row_bytes, problem.N};
+    const Standalone rows{static_cast<const u8*>(p[PARTS + 1]),
+                          static_cast<float*>(const_cast<void*>(p[PARTS + 2])), row_bytes,
+                          problem.N};
     standalone_product(product, problem, rows, threads);
 }

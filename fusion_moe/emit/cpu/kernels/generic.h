@@ -11,11 +11,14 @@ struct GenericF32 : F32Words {  // panels are [K][COLUMN_BLOCKS][16]
     using Activation = float;
     static constexpr int ROWS = 4, COLUMN_BLOCKS = 1;
 
-    static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
+    static void pack(const float* x, Packed* packed, i64 K) {
+        std::memcpy(packed, x, std::size_t(K) * sizeof(float));
+    }
 
     // x [rows][stride] times the panel -> out [rows][out_stride], of which LANES are written
     template <class Columns>
-    static void multiply(int rows, int, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns*, float* out, i64 out_stride) {
+    static void multiply(int rows, int, const Packed* x, i64 stride, const Panel* panel, i64 K,
+                         const Columns*, float* out, i64 out_stride) {
         float sum[ROWS][LANES] = {};
         for (i64 k = 0; k < K; ++k) {
             for (int r = 0; r < ROWS; ++r) {
@@ -32,12 +35,16 @@ struct Generic : GenericF32 {
     using Weight = Weight_;
     using Columns = typename Weight::Columns;
     static constexpr auto SMALL_M_NAME = "by dot products with the codes";
-    static constexpr int SMALL_M = 1, MIN_EXPONENT = F32_MIN_EXPONENT<Weight>, MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
+    static constexpr int SMALL_M = 1, MIN_EXPONENT = F32_MIN_EXPONENT<Weight>,
+                         MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
     static constexpr i64 BLOCK = Weight::BLOCK;
 
-    static void pack_small_m(const float* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
+    static void pack_small_m(const float* x, i64 r, Packed* packed, i64 stride, i64 K) {
+        pack(x, packed + r * stride, K);
+    }
 
-    static void small_m(int, const Columns& c, const Columns&, const Packed* x, i64, i64 K, float* out, i64) {
+    static void small_m(int, const Columns& c, const Columns&, const Packed* x, i64, i64 K,
+                        float* out, i64) {
         for (int n = 0; n < LANES; ++n) {
             float sum = 0;
             for (i64 block = 0; block < K / BLOCK; ++block) {

@@ -1,5 +1,5 @@
-// The grouped product of a tier: which rows meet which columns in which thread and which kernel. Each result is computed by one thread, in
-// an order that does not depend on how many there are.
+// The grouped product of a tier: which rows meet which columns in which thread and which kernel.
+// Each result is computed by one thread, in an order that does not depend on how many there are.
 #pragma once
 
 #include <string>
@@ -11,8 +11,8 @@
 
 namespace {
 
-constexpr i64 MIN_BYTES = 1 << 15;        // of the weight in one work tile
-constexpr i64 SHARES = 3;                 // a work tile is one of so many for each thread of what is left
+constexpr i64 MIN_BYTES = 1 << 15;  // of the weight in one work tile
+constexpr i64 SHARES = 3;           // a work tile is one of so many for each thread of what is left
 constexpr i64 ANY_NUMBER = i64(1) << 62;  // of work tiles: threads find out how many there are
 
 // What a thread keeps between work tiles.
@@ -20,7 +20,8 @@ struct ThreadState {
     Scratch scratch;
     i64 group = -1, first = -1;  // whose rows are packed
     bool fast = false;           // for a fast kernel
-    const void* row = nullptr;   // where the row lies in memory, if one alone is packed: other groups may have the same
+    const void* row = nullptr;   // where the row lies in memory, if one alone is packed: other
+                                 // groups may have the same
     std::vector<WorkTile> work_tiles;
 };
 
@@ -28,7 +29,8 @@ struct ThreadState {
 template <class Kernel, class... Others>
 std::string describe(Kernels<Kernel, Others...>) {
     if constexpr (sizeof...(Others) > 0) {
-        const std::string rows = Kernel::MAX_ROWS == 1 ? "1 row" : "up to " + std::to_string(Kernel::MAX_ROWS) + " rows";
+        const std::string rows =
+            Kernel::MAX_ROWS == 1 ? "1 row" : "up to " + std::to_string(Kernel::MAX_ROWS) + " rows";
         return rows + " " + Kernel::NAME + ", " + describe(Kernels<Others...>{});
     } else {
         return std::string("more ") + Kernel::NAME;
@@ -39,7 +41,11 @@ template <class Tier, class Weight, class A>
 class GroupedMM {
   public:
     explicit GroupedMM(const Problem& problem)
-        : p_(problem), K(Weight::contracted(problem)), F(problem.F), blocks_((problem.W + LANES - 1) / LANES), stride_((K + 255) / 256 * 256),
+        : p_(problem),
+          K(Weight::contracted(problem)),
+          F(problem.F),
+          blocks_((problem.W + LANES - 1) / LANES),
+          stride_((K + 255) / 256 * 256),
           tile_m_(TileM<Tier, A>::of(K)) {}
 
     void run(Team& team) {
@@ -51,7 +57,9 @@ class GroupedMM {
             plan(team.threads(), state.work_tiles);
             const auto next_work_tile = [&] {
                 const i64 i = items.next();
-                const WorkTile* found = i >= 0 && i < i64(state.work_tiles.size()) ? &state.work_tiles[std::size_t(i)] : nullptr;
+                const WorkTile* found = i >= 0 && i < i64(state.work_tiles.size())
+                                            ? &state.work_tiles[std::size_t(i)]
+                                            : nullptr;
                 if (found != nullptr) Weight::fetch_scales(*found);
                 return found;
             };
@@ -66,8 +74,12 @@ class GroupedMM {
     }
 
   private:
-    // How long so many rows of a group take for a block of columns: by the bytes of the weight, which cost more where they meet many rows.
-    double cost(i64 rows) const { return double(F) * LANES * double(K) * Weight::BYTES * (1 + double(rows) / Tier::DEQUANTIZE_ROWS); }
+    // How long so many rows of a group take for a block of columns: by the bytes of the weight,
+    // which cost more where they meet many rows.
+    double cost(i64 rows) const {
+        return double(F) * LANES * double(K) * Weight::BYTES *
+               (1 + double(rows) / Tier::DEQUANTIZE_ROWS);
+    }
 
     // Calls body(g, first, rows, cost) for each tile of rows, `cost` that of a block of columns.
     template <class Body>
@@ -84,8 +96,9 @@ class GroupedMM {
         }
     }
 
-    // First large work tiles, which run along memory, then smaller and smaller ones, so that threads end together. Each thread makes all for
-    // itself: that takes less time than to get them from the thread that has made them.
+    // First large work tiles, which run along memory, then smaller and smaller ones, so that
+    // threads end together. Each thread makes all for itself: that takes less time than to get them
+    // from the thread that has made them.
     void plan(int threads, std::vector<WorkTile>& work_tiles) const {
         double left = 0;
         for_row_tiles([&](i64, i64, i64, double of_block) { left += of_block * double(blocks_); });
@@ -93,9 +106,12 @@ class GroupedMM {
         work_tiles.clear();
         for_row_tiles([&](i64 g, i64 first, i64 rows, double of_block) {
             const double blocks_of = 1 / of_block;
-            const i64 some = rows > PACK_ROWS ? BLOCKS : piece();  // a few rows are packed soon, many are worth some blocks; a power of two
+            const i64 some =
+                rows > PACK_ROWS ? BLOCKS : piece();  // a few rows are packed soon, many are worth
+                                                      // some blocks; a power of two
             for (i64 b = 0, step; b < blocks_; b += step) {
-                const i64 wanted = i64(std::max(double(MIN_BYTES), left * share) * blocks_of) & -some;
+                const i64 wanted =
+                    i64(std::max(double(MIN_BYTES), left * share) * blocks_of) & -some;
                 step = threads == 1 ? blocks_ : std::min(blocks_ - b, std::max(some, wanted));
                 work_tiles.push_back({&p_, g, first, rows, b, b + step});
                 left -= double(step) * of_block;
@@ -106,13 +122,17 @@ class GroupedMM {
     // What is computed at once where scales are not in range: two blocks of the product.
     i64 piece() const { return F == 1 ? 2 : 1; }
 
-    // Whole, or where its scales are not in range piece by piece, which are the same however many threads there are.
+    // Whole, or where its scales are not in range piece by piece, which are the same however many
+    // threads there are.
     void compute(const WorkTile& work_tile, ThreadState& state) const {
         const bool in_range = Weight::scales_in_range(work_tile);
         WorkTile part = work_tile;
         for (i64 b = work_tile.first_block; b < work_tile.last_block; b = part.last_block) {
-            part.first_block = b, part.last_block = in_range ? work_tile.last_block : std::min(b + piece(), work_tile.last_block);
-            const bool fast = (in_range || Weight::scales_in_range(part)) && dispatch(typename Tier::template Fast<A>{}, part, state);
+            part.first_block = b,
+            part.last_block =
+                in_range ? work_tile.last_block : std::min(b + piece(), work_tile.last_block);
+            const bool fast = (in_range || Weight::scales_in_range(part)) &&
+                              dispatch(typename Tier::template Fast<A>{}, part, state);
             if (!fast) run<typename Tier::Wide, false>(part, state);
         }
     }
@@ -120,7 +140,8 @@ class GroupedMM {
     template <class Kernel, class... Others>
     bool dispatch(Kernels<Kernel, Others...>, const WorkTile& work_tile, ThreadState& state) const {
         if constexpr (sizeof...(Others) > 0) {
-            if (work_tile.rows > Kernel::MAX_ROWS) return dispatch(Kernels<Others...>{}, work_tile, state);
+            if (work_tile.rows > Kernel::MAX_ROWS)
+                return dispatch(Kernels<Others...>{}, work_tile, state);
         }
         return run<Kernel, true>(work_tile, state);
     }
@@ -130,14 +151,16 @@ class GroupedMM {
     bool run(const WorkTile& work_tile, ThreadState& state) const {
         const i64 rows = (work_tile.rows + PACK_ROWS - 1) / PACK_ROWS * PACK_ROWS;
         auto* packed = state.scratch.packed.template get<typename Kernel::Packed>(rows * stride_);
-        const bool is_packed = state.group == work_tile.group && state.first == work_tile.first && state.fast == FAST;
+        const bool is_packed =
+            state.group == work_tile.group && state.first == work_tile.first && state.fast == FAST;
         if (!is_packed && !pack<Kernel, FAST>(work_tile, packed, state)) return false;
         Kernel::multiply(work_tile, packed, stride_, state.scratch);
         return true;
     }
 
     template <class Kernel, bool FAST>
-    bool pack(const WorkTile& work_tile, typename Kernel::Packed* packed, ThreadState& state) const {
+    bool pack(const WorkTile& work_tile, typename Kernel::Packed* packed,
+              ThreadState& state) const {
         using Activation = typename Kernel::Activation;
         A* made = state.scratch.rows.template get<A>(PACK_ROWS * K);
         Activation* wide = state.scratch.wide.template get<Activation>(PACK_ROWS * K);
@@ -147,9 +170,11 @@ class GroupedMM {
             const i64 rows = std::min(PACK_ROWS, work_tile.rows - r);
             const Activation* x[PACK_ROWS];
             for (i64 i = 0; i < rows; ++i) {
-                const A* row = static_cast<const A*>(p_.row(p_.segment, work_tile.first + r + i, made + i * K));
+                const A* row = static_cast<const A*>(
+                    p_.row(p_.segment, work_tile.first + r + i, made + i * K));
                 alone = work_tile.rows == 1 && row != made ? row : nullptr;
-                if (alone != nullptr && alone == packed_row) return keep(work_tile, FAST, alone, state);
+                if (alone != nullptr && alone == packed_row)
+                    return keep(work_tile, FAST, alone, state);
                 if (FAST && !in_range<Kernel>(row, K)) return false;
                 if constexpr (std::is_same<A, Activation>::value) {
                     x[i] = row;
@@ -164,7 +189,8 @@ class GroupedMM {
     }
 
     static bool keep(const WorkTile& work_tile, bool fast, const void* row, ThreadState& state) {
-        state.group = work_tile.group, state.first = work_tile.first, state.fast = fast, state.row = row;
+        state.group = work_tile.group, state.first = work_tile.first, state.fast = fast,
+        state.row = row;
         return true;
     }
 
@@ -172,7 +198,8 @@ class GroupedMM {
         const std::vector<float> zeros(F * LANES);
         for (i64 block = 0; block < blocks_; ++block) {
             const i64 column = block * LANES;
-            p_.store(p_.segment, m, 1, p_.G, column, std::min<i64>(LANES, p_.W - column), zeros.data(), F * LANES);
+            p_.store(p_.segment, m, 1, p_.G, column, std::min<i64>(LANES, p_.W - column),
+                     zeros.data(), F * LANES);
         }
     }
 

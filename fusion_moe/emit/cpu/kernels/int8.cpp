@@ -1,7 +1,9 @@
-// The fixed library of a tier and an encoding of e2m1 codes whose products are of int8 operands; fprop.cpp says what stands before this file.
+// The fixed library of a tier and an encoding of e2m1 codes whose products are of int8 operands;
+// fprop.cpp says what stands before this file.
 #include "numbers.h"
 
-#if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__)
+#if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
+    defined(__AVX512DQ__) && defined(__AVX512VNNI__)
 #if defined(__AMX_TILE__) && defined(__AMX_INT8__)
 #include "amx_int8.h"
 using Tier = AmxInt8Tier<Weight>;
@@ -18,9 +20,12 @@ using Tier = Int8Tier<Weight>;
 extern "C" void product(const Problem* problem, Team* team) {
     using Reader = OfAnyScales<Weight>;
     switch (problem->activation) {
-        case OF_BF16: return GroupedMM<Tier, Reader, bf16>(*problem).run(*team);
-        case OF_F16: return GroupedMM<Tier, Reader, f16>(*problem).run(*team);
-        default: return GroupedMM<Tier, Reader, float>(*problem).run(*team);
+        case OF_BF16:
+            return GroupedMM<Tier, Reader, bf16>(*problem).run(*team);
+        case OF_F16:
+            return GroupedMM<Tier, Reader, f16>(*problem).run(*team);
+        default:
+            return GroupedMM<Tier, Reader, float>(*problem).run(*team);
     }
 }
 

@@ -1,5 +1,5 @@
-// Numbers: narrow floats, e2m1 and e4m3, and the functions of the IR on float32. No intrinsics: every tier includes this. Nor <cmath>, which
-// takes longer to compile than most segments.
+// Numbers: narrow floats, e2m1 and e4m3, and the functions of the IR on float32. No intrinsics:
+// every tier includes this. Nor <cmath>, which takes longer to compile than most segments.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,8 @@ inline u32 as_bits(float x) {
     return bits;
 }
 
-// ---------------------------------------------------------------------------------------------------------------- bfloat16, float16
+// -------------------------------------------------------------------------------------------------
+// bfloat16, float16
 
 struct bf16 {
     u16 bits;
@@ -70,7 +71,8 @@ inline bf16 narrow<bf16>(float x) {
 template <>
 inline f16 narrow<f16>(float x) {
     const u32 bits = as_bits(x), sign = (bits >> 16) & 0x8000u, size = bits & 0x7FFFFFFFu;
-    // below 2^-14 the steps are of 2^-24: adding 0.5 leaves them in the last bits, rounded as float32 rounds
+    // below 2^-14 the steps are of 2^-24: adding 0.5 leaves them in the last bits, rounded as
+    // float32 rounds
     const u32 small = as_bits(as_float(size) + 0.5f) - as_bits(0.5f);
     const u32 normal = (size - 0x38000000u + 0xFFFu + ((size >> 13) & 1)) >> 13;
     u32 found = size < 0x38800000u ? small : normal;
@@ -104,9 +106,11 @@ inline T held(R x) {
     }
 }
 
-// --------------------------------------------------------------------------------------------------------------------- e2m1, e4m3
+// -------------------------------------------------------------------------------------------------
+// e2m1, e4m3
 
-constexpr float E2M1[16] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
+constexpr float E2M1[16] = {0.f,  .5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,
+                            -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
 // The same as the upper half of a float32, which is a bfloat16.
 constexpr u16 E2M1_BF16[16] = {0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0,
                                0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040, 0xC080, 0xC0C0};
@@ -141,7 +145,8 @@ inline float e4m3_(u8 code) { return E4M3_VALUES[code]; }
 // The code of a number, ties to the even one, beyond 6 to 6, NaN to 7; the sign of -0.0 is dropped.
 inline i32 e2m1_of(float x) {
     const float size = __builtin_fabsf(x);
-    const i32 below = (size <= 0.25f) + (size < 0.75f) + (size <= 1.25f) + (size < 1.75f) + (size <= 2.5f) + (size < 3.5f) + (size <= 5.f);
+    const i32 below = (size <= 0.25f) + (size < 0.75f) + (size <= 1.25f) + (size < 1.75f) +
+                      (size <= 2.5f) + (size < 3.5f) + (size <= 5.f);
     return 7 - below + 8 * (x < 0.f);
 }
 
@@ -153,7 +158,8 @@ inline u8 e4m3_of(float x) {
     return u8(x != x ? 0x7Fu : x < 0x1p-6f ? small : normal);
 }
 
-// Sixteen numbers -> their codes and block scale, in the order of operations of nvidia-modelopt. False if one of them is not finite.
+// Sixteen numbers -> their codes and block scale, in the order of operations of nvidia-modelopt.
+// False if one of them is not finite.
 inline bool quantize_block(const float* x, float decode_scale, u8* codes, u8* scale) {
     u32 most = 0;
 #pragma omp simd reduction(max : most)
@@ -168,10 +174,13 @@ inline bool quantize_block(const float* x, float decode_scale, u8* codes, u8* sc
     return most < 0x7F800000u;
 }
 
-// ------------------------------------------------------------------------------------------------------------------------------- MXFP8
+// -------------------------------------------------------------------------------------------------
+// MXFP8
 
 // 2^(byte - 127); 255 is NaN.
-inline float e8m0_(u8 byte) { return as_float(byte == 255 ? 0x7FC00000u : byte == 0 ? 0x400000u : u32(byte) << 23); }
+inline float e8m0_(u8 byte) {
+    return as_float(byte == 255 ? 0x7FC00000u : byte == 0 ? 0x400000u : u32(byte) << 23);
+}
 
 // A number -> its e4m3 byte, beyond 448 that of 448.
 inline u8 e4m3_saturated(float x) {
@@ -184,7 +193,8 @@ inline bool quantize_mxfp8(const float* x, u8* codes, u8* scale) {
     u32 most = 0;
 #pragma omp simd reduction(max : most)
     for (int i = 0; i < 32; ++i) most = std::max(most, as_bits(x[i]) & 0x7FFFFFFFu);
-    const u32 bits = as_bits(as_float(most) * (1.f / 448.f)), exponent = bits >> 23, mantissa = bits & 0x7FFFFFu;
+    const u32 bits = as_bits(as_float(most) * (1.f / 448.f)), exponent = bits >> 23,
+              mantissa = bits & 0x7FFFFFu;
     const bool up = mantissa > 0 && exponent < 254 && (exponent > 0 || mantissa > 0x400000u);
     *scale = u8(most > 0x7F800000u ? 255 : std::min(exponent + up, 254u));
     const float step = e8m0_(*scale);
@@ -193,8 +203,9 @@ inline bool quantize_mxfp8(const float* x, u8* codes, u8* scale) {
     return true;
 }
 
-// --------------------------------------------------------------------------------------------------------------- functions of the IR
-// Written without branches, so that loops over them become vector code. In polynomials the highest coefficient comes first.
+// -------------------------------------------------------------------------------------------------
+// functions of the IR Written without branches, so that loops over them become vector code. In
+// polynomials the highest coefficient comes first.
 
 inline float polynomial(float, float p) { return p; }
 template <class... Rest>
@@ -203,22 +214,28 @@ float polynomial(float x, float p, float next, Rest... rest) {
 }
 
 // The magnitude of a result, and the sign of an odd function's argument.
-inline float with_sign(float size, float x) { return as_float(as_bits(size) | (as_bits(x) & 0x80000000u)); }
+inline float with_sign(float size, float x) {
+    return as_float(as_bits(size) | (as_bits(x) & 0x80000000u));
+}
 
-// exp(x), to about one unit in the last place: x = n ln2 + r with |r| <= ln2 / 2, a polynomial for exp(r), 2^n in two factors.
+// exp(x), to about one unit in the last place: x = n ln2 + r with |r| <= ln2 / 2, a polynomial for
+// exp(r), 2^n in two factors.
 inline float exp_(float x) {
     const float kept = x < -104.f ? -104.f : x > 89.f ? 89.f : x;  // NaN is kept
-    const float shifted = kept * 1.44269504f + 12582912.f;          // 1.5 * 2^23: rounds to an integer
+    const float shifted = kept * 1.44269504f + 12582912.f;  // 1.5 * 2^23: rounds to an integer
     const float n = shifted - 12582912.f;
     const float r = (kept - n * 0.693359375f) - n * -2.12194440e-4f;
-    const float p = polynomial(r, 1.98756915e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f);
+    const float p = polynomial(r, 1.98756915e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                               4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f);
     const float power = p * (r * r) + r + 1.f;
     const i32 whole = i32(as_bits(shifted)) - i32(0x4B400000), half = whole >> 1;
-    const float scaled = power * as_float(u32(half + 127) << 23) * as_float(u32(whole - half + 127) << 23);
+    const float scaled =
+        power * as_float(u32(half + 127) << 23) * as_float(u32(whole - half + 127) << 23);
     return x != x ? x : scaled;
 }
 
-// tanh(x), to two units in the last place: near 0 x + x^3 p(x^2), elsewhere 1 - 2 / (exp(2 |x|) + 1).
+// tanh(x), to two units in the last place: near 0 x + x^3 p(x^2), elsewhere 1 - 2 / (exp(2 |x|) +
+// 1).
 inline float tanh_(float x) {
     const float size = __builtin_fabsf(x), square = size * size;
     const float p = polynomial(square, 0.0164375789f, -0.0526718125f, 0.133207247f, -0.333329469f);
@@ -226,11 +243,15 @@ inline float tanh_(float x) {
     return with_sign(size < 0.55f ? near : far, x);
 }
 
-// erf(x), to two units in the last place: near 0 x + x p(x^2), elsewhere 1 - exp(q(|x|)), which is 1 from 4 on.
+// erf(x), to two units in the last place: near 0 x + x p(x^2), elsewhere 1 - exp(q(|x|)), which is
+// 1 from 4 on.
 inline float erf_(float x) {
-    const float size = __builtin_fabsf(x), square = size * size, kept = size > 4.f ? 4.f : size;  // NaN is kept
-    const float p = polynomial(square, -6.33261167e-4f, 5.05427038e-3f, -0.0268045701f, 0.112827703f, -0.376125753f, 0.128379166f);
-    const float q = polynomial(kept, -1.3153964e-3f, 0.0160613935f, -0.0925261006f, -0.648730755f, -1.12159932f, -1.49538228e-3f);
+    const float size = __builtin_fabsf(x), square = size * size,
+                kept = size > 4.f ? 4.f : size;  // NaN is kept
+    const float p = polynomial(square, -6.33261167e-4f, 5.05427038e-3f, -0.0268045701f,
+                               0.112827703f, -0.376125753f, 0.128379166f);
+    const float q = polynomial(kept, -1.3153964e-3f, 0.0160613935f, -0.0925261006f, -0.648730755f,
+                               -1.12159932f, -1.49538228e-3f);
     const float near = size + size * p, far = 1.f - exp_(q);
     return with_sign(size < 0.85f ? near : far, x);
 }

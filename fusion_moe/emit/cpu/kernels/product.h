@@ -1,10 +1,11 @@
-// A grouped product as two libraries see it: a fixed one, which has the kernels, and the generated one of a segment, which has what is
-// fused around the product. Plain data and functions of C. The fixed ones of a tier:
+// A grouped product as two libraries see it: a fixed one, which has the kernels, and the generated
+// one of a segment, which has what is fused around the product. Plain data and functions of C. The
+// fixed ones of a tier:
 //
-//     fprop.cpp  fprop, for each encoding of weights  rows [rows, K] x weight [G, N, K] -> [rows, N]
-//     int8.cpp   the same of int8 operands, for each encoding of e2m1 codes
-//     dgrad.cpp  dgrad, for each encoding of weights  rows [rows, N] x weight [G, N, K] -> [rows, K]
-//     wgrad.cpp  wgrad                                rows [rows, N] x rows [rows, K] -> [G, N, K], contracts the rows of each group
+//     fprop.cpp  fprop, for each encoding of weights  rows [rows, K] x weight [G, N, K] -> [rows,
+//     N] int8.cpp   the same of int8 operands, for each encoding of e2m1 codes dgrad.cpp  dgrad,
+//     for each encoding of weights  rows [rows, N] x weight [G, N, K] -> [rows, K] wgrad.cpp  wgrad
+//     rows [rows, N] x rows [rows, K] -> [G, N, K], contracts the rows of each group
 #pragma once
 
 #include "numbers.h"
@@ -17,23 +18,29 @@ constexpr int PARTS = 3;   // of a weight, at most
 
 enum Activation : int { OF_F32 = 0, OF_BF16 = 1, OF_F16 = 2 };
 
-// Rows ends[g-1] .. ends[g]-1 of `rows` rows times matrix g. A result has W columns, each made of F columns of the product. In wgrad m
-// below is a row of matrix g, and each column of the result is that of the product.
+// Rows ends[g-1] .. ends[g]-1 of `rows` rows times matrix g. A result has W columns, each made of F
+// columns of the product. In wgrad m below is a row of matrix g, and each column of the result is
+// that of the product.
 struct Problem {
-    const void* parts[PARTS];  // of the weight [G, N, K], in the order of its encoding: its reader knows what they are
+    const void* parts[PARTS];  // of the weight [G, N, K], in the order of its encoding: its reader
+                               // knows what they are
     const i32* ends;           // [G], checked
-    i64 G, N, K, runs, rows, W, F;  // runs: of rows of a matrix that have a scale of their own, where the encoding has such
-    const i32* columns;        // [F, W]: column j of the result is made of columns[f][j] of the product
+    i64 G, N, K, runs, rows, W,
+        F;  // runs: of rows of a matrix that have a scale of their own, where the encoding has such
+    const i32* columns;  // [F, W]: column j of the result is made of columns[f][j] of the product
     int activation;
     const void* segment;  // what the functions take
 
     // Activations of row m: where they lie, or made in `scratch`
     const void* (*row)(const void* segment, i64 m, void* scratch);
-    const void* (*other_row)(const void* segment, i64 m, void* scratch);  // of wgrad's second operand
+    const void* (*other_row)(const void* segment, i64 m,
+                             void* scratch);  // of wgrad's second operand
     int other_activation;
-    // Makes columns j .. j + count - 1 of rows m .. m + rows - 1, of group g, and stores them. p [rows][stride] holds F times LANES numbers
-    // for each row and each LANES columns. For rows past the last end g is G and all numbers are zero.
-    void (*store)(const void* segment, i64 m, i64 rows, i64 g, i64 j, i64 count, const float* p, i64 stride);
+    // Makes columns j .. j + count - 1 of rows m .. m + rows - 1, of group g, and stores them. p
+    // [rows][stride] holds F times LANES numbers for each row and each LANES columns. For rows past
+    // the last end g is G and all numbers are zero.
+    void (*store)(const void* segment, i64 m, i64 rows, i64 g, i64 j, i64 count, const float* p,
+                  i64 stride);
 };
 
 using Product = void (*)(const Problem* problem, Team* team);

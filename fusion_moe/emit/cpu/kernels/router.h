@@ -1,4 +1,5 @@
-// Routers: the experts of tokens by their logits, and how much each of them counts. A thread has whole tokens.
+// Routers: the experts of tokens by their logits, and how much each of them counts. A thread has
+// whole tokens.
 #pragma once
 
 #include <cmath>
@@ -8,7 +9,8 @@
 
 namespace {
 
-// How `topk_ids` chooses. GROUPS > 1: among the experts of the TOPK_GROUP groups with the largest sums of their BEST best scores.
+// How `topk_ids` chooses. GROUPS > 1: among the experts of the TOPK_GROUP groups with the largest
+// sums of their BEST best scores.
 template <i64 E, i64 K, bool SIGMOID, bool SCORES, i64 GROUPS, i64 TOPK_GROUP, i64 BEST>
 struct TopK {
     static constexpr i64 SIZE = E / GROUPS;
@@ -82,7 +84,8 @@ void TopK<E, K, SIGMOID, SCORES, GROUPS, TOPK_GROUP, BEST>::choose(u32* keys, fl
 
 template <i64 E, i64 K, bool SIGMOID, bool SCORES, i64 GROUPS, i64 TOPK_GROUP, i64 BEST>
 template <class T, class Id>
-void TopK<E, K, SIGMOID, SCORES, GROUPS, TOPK_GROUP, BEST>::run(const T* logits, const float* bias, i64 tokens, Id* ids, Team& team) {
+void TopK<E, K, SIGMOID, SCORES, GROUPS, TOPK_GROUP, BEST>::run(const T* logits, const float* bias,
+                                                                i64 tokens, Id* ids, Team& team) {
     for_rows(tokens, rows_per_step(E), team, [&](i64 t) {
         std::vector<float> numbers(E);
         std::vector<u32> keys(E);
@@ -100,7 +103,8 @@ void TopK<E, K, SIGMOID, SCORES, GROUPS, TOPK_GROUP, BEST>::run(const T* logits,
     });
 }
 
-// logits [E], ids [k] -> s [k]: the scores of the chosen, divided by their sum if RENORMALIZE; of softmax these are made of no others.
+// logits [E], ids [k] -> s [k]: the scores of the chosen, divided by their sum if RENORMALIZE; of
+// softmax these are made of no others.
 template <bool SIGMOID, bool RENORMALIZE, class T, class Id>
 void scores_of(const T* logits, const Id* ids, i64 experts, i64 k, float* s, float* all) {
     for (i64 i = 0; i < k; ++i) s[i] = widen(logits[ids[i]]);
@@ -117,31 +121,36 @@ constexpr float EPSILON = 1e-20f;  // beside a sum of sigmoids, which may be 0
 
 // logits [T, E], ids [T, k] -> w [T, k]
 template <bool SIGMOID, bool RENORMALIZE, class T, class Id, class W>
-void topk_weights(const T* logits, const Id* ids, i64 tokens, i64 experts, i64 k, float factor, W* w, Team& team) {
+void topk_weights(const T* logits, const Id* ids, i64 tokens, i64 experts, i64 k, float factor,
+                  W* w, Team& team) {
     for_rows(tokens, rows_per_step(experts), team, [&](i64 t) {
         std::vector<float> all(experts), s(k);
-        scores_of<SIGMOID, RENORMALIZE>(logits + t * experts, ids + t * k, experts, k, s.data(), all.data());
+        scores_of<SIGMOID, RENORMALIZE>(logits + t * experts, ids + t * k, experts, k, s.data(),
+                                        all.data());
         float total = EPSILON;
         for (i64 i = 0; i < k; ++i) total += s[i];
-        for (i64 i = 0; i < k; ++i) w[t * k + i] = stored<W>((SIGMOID && RENORMALIZE ? s[i] / total : s[i]) * factor);
+        for (i64 i = 0; i < k; ++i)
+            w[t * k + i] = stored<W>((SIGMOID && RENORMALIZE ? s[i] / total : s[i]) * factor);
     });
 }
 
 // The derivative: ir/kinds/router.py has it in formulas.
 template <bool SIGMOID, bool RENORMALIZE, class T, class Id>
-void topk_weights_backward(
-    const T* logits, const Id* ids, const float* dw, i64 tokens, i64 experts, i64 k, float factor, T* dlogits, Team& team
-) {
+void topk_weights_backward(const T* logits, const Id* ids, const float* dw, i64 tokens, i64 experts,
+                           i64 k, float factor, T* dlogits, Team& team) {
     for_rows(tokens, rows_per_step(experts), team, [&](i64 t) {
         std::vector<float> all(experts), s(k), g(k);
         const Id* const chosen = ids + t * k;
-        scores_of<SIGMOID, RENORMALIZE && !SIGMOID>(logits + t * experts, chosen, experts, k, s.data(), all.data());
+        scores_of<SIGMOID, RENORMALIZE && !SIGMOID>(logits + t * experts, chosen, experts, k,
+                                                    s.data(), all.data());
         float along = 0.f, total = EPSILON;
-        for (i64 i = 0; i < k; ++i) g[i] = dw[t * k + i] * factor, along += g[i] * s[i], total += s[i];
+        for (i64 i = 0; i < k; ++i)
+            g[i] = dw[t * k + i] * factor, along += g[i] * s[i], total += s[i];
         for (i64 e = 0; e < experts; ++e) all[e] = SIGMOID || RENORMALIZE ? 0.f : -along * all[e];
         for (i64 i = 0; i < k; ++i) {
             if (SIGMOID) {
-                all[chosen[i]] += (RENORMALIZE ? (g[i] - along / total) / total : g[i]) * s[i] * (1.f - s[i]);
+                all[chosen[i]] +=
+                    (RENORMALIZE ? (g[i] - along / total) / total : g[i]) * s[i] * (1.f - s[i]);
             } else {
                 all[chosen[i]] += (RENORMALIZE ? g[i] - along : g[i]) * s[i];
             }

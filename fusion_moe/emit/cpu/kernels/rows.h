@@ -1,6 +1,7 @@
 // Rows and groups: checks before memory is touched, the counting sort of `route`, loops over rows.
 //
-// What a check finds wrong makes the kernel return BAD without writing; the caller then evaluates the reference, which raises.
+// What a check finds wrong makes the kernel return BAD without writing; the caller then evaluates
+// the reference, which raises.
 #pragma once
 
 #include <algorithm>
@@ -23,9 +24,12 @@ inline bool good_ends(const i32* ends, i64 groups, i64 rows) {
 }
 
 // The group of a row; the number of groups for one past the last end.
-inline i64 group_of(const i32* ends, i64 groups, i64 row) { return std::upper_bound(ends, ends + groups, i32(row)) - ends; }
+inline i64 group_of(const i32* ends, i64 groups, i64 row) {
+    return std::upper_bound(ends, ends + groups, i32(row)) - ends;
+}
 
-// The block of 32 rows that a row is in, where each group begins with a block of its own (groups.py's block_slots); -1 past the last end.
+// The block of 32 rows that a row is in, where each group begins with a block of its own
+// (groups.py's block_slots); -1 past the last end.
 inline i64 block_of(const i32* ends, i64 groups, i64 row) {
     const i64 g = group_of(ends, groups, row), start = g == 0 ? 0 : ends[g - 1];
     return g == groups ? -1 : start / 32 + g + (row - start) / 32;
@@ -33,7 +37,8 @@ inline i64 block_of(const i32* ends, i64 groups, i64 row) {
 
 // A stable counting sort of slots by group(i), which is `groups` for those of no group.
 template <class Group>
-void sort_slots(Group group, i64 tokens, i64 slots, i64 groups, i32* ends, i32* row_of, i32* slot_of) {
+void sort_slots(Group group, i64 tokens, i64 slots, i64 groups, i32* ends, i32* row_of,
+                i32* slot_of) {
     std::fill(ends, ends + groups, 0);
     for (i64 i = 0; i < tokens * slots; ++i) {
         if (group(i) < groups) ++ends[group(i)];
@@ -60,11 +65,15 @@ bool all_below(const Index* index, i64 count, i64 size, i64 least = 0) {
     return good;
 }
 
-// ids [T, slots] -> ends [G], row_of [T * slots], slot_of [T, slots]: stable, within a group in the order of tokens and slots. The ids of
-// groups begin at `first`; rows of other ids come past the last end.
+// ids [T, slots] -> ends [G], row_of [T * slots], slot_of [T, slots]: stable, within a group in the
+// order of tokens and slots. The ids of groups begin at `first`; rows of other ids come past the
+// last end.
 template <class Id>
-void route(const Id* ids, i64 tokens, i64 slots, i64 first, i64 groups, i32* ends, i32* row_of, i32* slot_of) {
-    const auto group = [=](i64 i) { return i64(std::min(u64(i64(ids[i])) - u64(first), u64(groups))); };
+void route(const Id* ids, i64 tokens, i64 slots, i64 first, i64 groups, i32* ends, i32* row_of,
+           i32* slot_of) {
+    const auto group = [=](i64 i) {
+        return i64(std::min(u64(i64(ids[i])) - u64(first), u64(groups)));
+    };
     sort_slots(group, tokens, slots, groups, ends, row_of, slot_of);
 }
 
@@ -90,17 +99,20 @@ float sum_lanes(const R* r, i64 count) {
     return sums[0];
 }
 
-// `count` columns of a row are written now: what is written soon comes nearer. Those are columns of a row further on, or, of strips of
-// sixteen columns, which are too narrow for the CPU to see where they lead, the next ones of this row.
+// `count` columns of a row are written now: what is written soon comes nearer. Those are columns of
+// a row further on, or, of strips of sixteen columns, which are too narrow for the CPU to see where
+// they lead, the next ones of this row.
 template <class T>
 void fetch_row(const T* at, i64 width, i64 count) {
     at += count > 16 ? 8 * width : 64 / i64(sizeof(T));
     for (i64 i = 0; i < count; i += 64 / i64(sizeof(T))) __builtin_prefetch(at + i, 1);
 }
 
-// starts [G], sizes [G, 3], padded_starts [G] as nvFuser's grouped products take them -> ends [G]; false unless all three spell one
-// partition of `rows` rows, in groups of products with n out- and k in-features.
-inline bool problem_ends(const i32* starts, const i32* sizes, const i32* padded_starts, i64 groups, i64 rows, i64 n, i64 k, i32* ends) {
+// starts [G], sizes [G, 3], padded_starts [G] as nvFuser's grouped products take them -> ends [G];
+// false unless all three spell one partition of `rows` rows, in groups of products with n out- and
+// k in-features.
+inline bool problem_ends(const i32* starts, const i32* sizes, const i32* padded_starts, i64 groups,
+                         i64 rows, i64 n, i64 k, i32* ends) {
     i64 end = 0, padded = 0;
     for (i64 g = 0; g < groups; ++g) {
         const i64 m = sizes[3 * g];
@@ -112,10 +124,12 @@ inline bool problem_ends(const i32* starts, const i32* sizes, const i32* padded_
     return true;
 }
 
-// x [rows, columns] in groups -> the layout sf128x4 of each group by itself, one after the other; all that holds no element of x is zero.
+// x [rows, columns] in groups -> the layout sf128x4 of each group by itself, one after the other;
+// all that holds no element of x is zero.
 template <class T>
 void swizzle_128x4(const T* x, const i32* ends, i64 groups, i64 rows, i64 columns, T* out) {
-    const i64 width = (columns + 3) / 4 * 4, room = std::min(rows, groups) + std::max<i64>(0, rows - groups) / 128;
+    const i64 width = (columns + 3) / 4 * 4,
+              room = std::min(rows, groups) + std::max<i64>(0, rows - groups) / 128;
     std::fill_n(out, room * 128 * width, T());
     for (i64 g = 0, start = 0, base = 0; g < groups; ++g) {
         for (i64 r = 0; r < ends[g] - start; ++r) {
@@ -145,16 +159,20 @@ void for_rows(i64 count, i64 step, Team& team, Body body) {
 
 constexpr i64 COLUMNS = 512, FEW_COLUMNS = 128;
 
-// Calls body(m, j0, j1) for each row and each run j0 .. j1-1 of up to COLUMNS of its columns, on all threads. With fewer rows than threads
-// runs are shorter, so that there is one for each.
+// Calls body(m, j0, j1) for each row and each run j0 .. j1-1 of up to COLUMNS of its columns, on
+// all threads. With fewer rows than threads runs are shorter, so that there is one for each.
 template <class Body>
 void for_tiles(i64 rows, i64 columns, Team& team, Body body) {
-    const i64 width = rows < team.threads() ? FEW_COLUMNS : COLUMNS, runs = (columns + width - 1) / width;
-    for_rows(rows * runs, 1, team, [&](i64 i) { body(i / runs, i % runs * width, std::min(columns, (i % runs + 1) * width)); });
+    const i64 width = rows < team.threads() ? FEW_COLUMNS : COLUMNS,
+              runs = (columns + width - 1) / width;
+    for_rows(rows * runs, 1, team, [&](i64 i) {
+        body(i / runs, i % runs * width, std::min(columns, (i % runs + 1) * width));
+    });
 }
 
-// The sums of terms start .. stop - 1 -> sum [columns]. add(first, end) adds up to AT_ONCE terms to zeros there; the sums of such blocks are
-// added in float64, so errors do not grow with the number of terms.
+// The sums of terms start .. stop - 1 -> sum [columns]. add(first, end) adds up to AT_ONCE terms to
+// zeros there; the sums of such blocks are added in float64, so errors do not grow with the number
+// of terms.
 template <i64 AT_ONCE, i64 MOST, class Add>
 void sum_blocks(i64 start, i64 stop, i64 columns, float (&sum)[MOST], Add add) {
     double total[MOST];
@@ -164,12 +182,14 @@ void sum_blocks(i64 start, i64 stop, i64 columns, float (&sum)[MOST], Add add) {
         add(first, end);
         if (stop - start <= AT_ONCE) return;
 #pragma omp simd
-        for (i64 j = 0; j < columns; ++j) total[j] = (first > start ? total[j] : 0.) + double(sum[j]);
+        for (i64 j = 0; j < columns; ++j)
+            total[j] = (first > start ? total[j] : 0.) + double(sum[j]);
     }
     std::copy_n(total, columns, sum);
 }
 
-// total [count] + weight * row [count] -> total. A function of its own: inlined, g++ makes no vectors of it.
+// total [count] + weight * row [count] -> total. A function of its own: inlined, g++ makes no
+// vectors of it.
 template <class T>
 [[gnu::noinline]] void add_row(float* __restrict total, const T* row, float weight, i64 count) {
 #pragma omp simd

@@ -1,4 +1,5 @@
-// The product by itself: rows of a matrix in memory, float32 out. What there is where nothing can be compiled around it.
+// The product by itself: rows of a matrix in memory, float32 out. What there is where nothing can
+// be compiled around it.
 #pragma once
 
 #include <vector>
@@ -20,16 +21,21 @@ inline std::vector<i32> all_columns(i64 N) {
     return columns;
 }
 
-inline void standalone_product(Product product, Problem problem, const Standalone& standalone, int threads) {
+inline void standalone_product(Product product, Problem problem, const Standalone& standalone,
+                               int threads) {
     const std::vector<i32> columns = all_columns(standalone.N);
-    problem.W = standalone.N, problem.F = 1, problem.columns = columns.data(), problem.segment = &standalone;
+    problem.W = standalone.N, problem.F = 1, problem.columns = columns.data(),
+    problem.segment = &standalone;
     problem.row = [](const void* segment, i64 m, void*) -> const void* {
         const Standalone& s = *static_cast<const Standalone*>(segment);
         return s.activations + m * s.row_bytes;
     };
-    problem.store = [](const void* segment, i64 m, i64 rows, i64, i64 j, i64 count, const float* p, i64 stride) {
+    problem.store = [](const void* segment, i64 m, i64 rows, i64, i64 j, i64 count, const float* p,
+                       i64 stride) {
         const Standalone& to = *static_cast<const Standalone*>(segment);
-        for (i64 r = 0; r < rows; ++r) std::memcpy(to.out + (m + r) * to.N + j, p + r * stride, std::size_t(count) * sizeof(float));
+        for (i64 r = 0; r < rows; ++r)
+            std::memcpy(to.out + (m + r) * to.N + j, p + r * stride,
+                        std::size_t(count) * sizeof(float));
     };
     Team::run(threads, [&](Team& team) {
         product(&problem, &team);

@@ -1,14 +1,17 @@
-// The threads of a program: one parallel region, in which the first thread runs the program and the others help with its loops.
+// The threads of a program: one parallel region, in which the first thread runs the program and the
+// others help with its loops.
 //
 //     Team::run(threads, [&](Team& team) {                       // one fork, one join
-//         team.share(count, [&](Items& items) {                  // in each thread that comes while there is work
+//         team.share(count, [&](Items& items) {                  // in each thread that comes while
+//         there is work
 //             for (i64 i; (i = items.next()) >= 0;) compute(i);
 //         });                                                    // all items are done
 //     });
 //
-// Between loops helpers spin, and give their CPU to others if that takes long. A loop ends when its items are done, not when all threads
-// have come: a thread that the system does not run holds nobody up. Nothing is locked or allocated. Both libraries of a program have this
-// header, and pass teams to each other.
+// Between loops helpers spin, and give their CPU to others if that takes long. A loop ends when its
+// items are done, not when all threads have come: a thread that the system does not run holds
+// nobody up. Nothing is locked or allocated. Both libraries of a program have this header, and pass
+// teams to each other.
 #pragma once
 
 #include <sched.h>
@@ -44,7 +47,8 @@ class Spin {
     void operator()() {
         if (++turns_ > TURNS) return void(sched_yield());  // <thread> takes long to compile
 #if defined(__x86_64__)
-        __builtin_ia32_pause();  // _mm_pause, without <immintrin.h>, which takes longer to compile than most segments
+        __builtin_ia32_pause();  // _mm_pause, without <immintrin.h>, which takes longer to compile
+                                 // than most segments
 #elif defined(__aarch64__)
         asm volatile("yield");
 #endif
@@ -57,7 +61,8 @@ class Spin {
 
 class Team {
   public:
-    // program(team), in the calling thread, while up to `threads` - 1 others of OpenMP's help. What it returns is returned.
+    // program(team), in the calling thread, while up to `threads` - 1 others of OpenMP's help. What
+    // it returns is returned.
     template <class Program>
     static int run(int threads, Program program) {
         Team team(threads);
@@ -82,7 +87,9 @@ class Team {
     void share(long long count, const Work& work) {
         items_.reset(count);
         if (threads_ <= 1 || count <= 1) return work(items_);
-        work_ = [](const void* context, Items& items) { (*static_cast<const Work*>(context))(items); };
+        work_ = [](const void* context, Items& items) {
+            (*static_cast<const Work*>(context))(items);
+        };
         context_ = &work;
         gate_.fetch_add(LOOP + OPEN, std::memory_order_release);
         work(items_);
@@ -91,8 +98,10 @@ class Team {
     }
 
   private:
-    // Of the gate: how many helpers are inside, whether they may enter, whether the program has ended, and the number of the loop.
-    static constexpr std::uint64_t INSIDE = (1 << 16) - 1, OPEN = 1 << 16, END = 1 << 17, LOOP = 1 << 18;
+    // Of the gate: how many helpers are inside, whether they may enter, whether the program has
+    // ended, and the number of the loop.
+    static constexpr std::uint64_t INSIDE = (1 << 16) - 1, OPEN = 1 << 16, END = 1 << 17,
+                                   LOOP = 1 << 18;
 
     explicit Team(int threads) : threads_(threads) {}
 
@@ -105,7 +114,8 @@ class Team {
                 wait();
                 continue;
             }
-            const std::uint64_t entered = gate_.fetch_add(1, std::memory_order_acquire);  // of this loop, or of one that came after it
+            const std::uint64_t entered = gate_.fetch_add(
+                1, std::memory_order_acquire);  // of this loop, or of one that came after it
             if ((entered & OPEN) != 0) {
                 last = entered / LOOP;
                 work_(context_, items_);
@@ -116,7 +126,8 @@ class Team {
     }
 
     const int threads_;
-    void (*work_)(const void* context, Items& items) = nullptr;  // read by those inside, written while nobody may enter
+    void (*work_)(const void* context,
+                  Items& items) = nullptr;  // read by those inside, written while nobody may enter
     const void* context_ = nullptr;
     alignas(64) std::atomic<std::uint64_t> gate_{0};
     Items items_;

@@ -5,8 +5,10 @@
 //     Pairs        products of pairs of bfloat16; void where there are none
 #pragma once
 
-#if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512FP16__)
+#if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
+    defined(__AVX512DQ__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && \
+    defined(__AVX512FP16__)
 #include "amx.h"
 #include "avx512_pairs.h"
 template <class Weight>

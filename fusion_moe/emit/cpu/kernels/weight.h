@@ -1,19 +1,21 @@
-// Weight readers. Kernels see a weight through one of them and know no encoding; a library (fprop.cpp, dgrad.cpp) is compiled for
-// one, `Weight`.
+// Weight readers. Kernels see a weight through one of them and know no encoding; a library
+// (fprop.cpp, dgrad.cpp) is compiled for one, `Weight`.
 //
 // Every reader is a struct with
 //
 //     BYTES            of an element in memory, its share of the scales included
-//     dequantize       elements k .. k + count - 1 of row n of matrix g as float32: the reference's numbers, for every byte there is.
-//                      k is a multiple of ALIGNED, and so is count, which is at most RUN, but at the end of a row
+//     dequantize       elements k .. k + count - 1 of row n of matrix g as float32: the reference's
+//     numbers, for every byte there is.
+//                      k is a multiple of ALIGNED, and so is count, which is at most RUN, but at
+//                      the end of a row
 //     ALIGNED          RUN, or less if it can do with less
-//     open             row(i) of matrix g for each column i of sixteen -> Columns, which kernels are given
-//     scales_in_range  whether fast kernels compute a work tile as well as the one for everything
-//     fetch_scales     brings nearer what that reads of a work tile
-//     contracted       how long the contracted axis is
+//     open             row(i) of matrix g for each column i of sixteen -> Columns, which kernels
+//     are given scales_in_range  whether fast kernels compute a work tile as well as the one for
+//     everything fetch_scales     brings nearer what that reads of a work tile contracted       how
+//     long the contracted axis is
 //
-// All but the first two come from `PortableWeight`, as does all that the kernels of dequantized.h need. Readers of e2m1 codes have
-// more: e2m1.h.
+// All but the first two come from `PortableWeight`, as does all that the kernels of dequantized.h
+// need. Readers of e2m1 codes have more: e2m1.h.
 #pragma once
 
 #include "tiles.h"

@@ -1,5 +1,6 @@
-// wgrad: rows [M, N] and rows [M, K] -> [G, N, K], the sums over the rows of each group, zero for an empty one. Each result is computed by
-// one thread, in runs of as many rows however many threads there are.
+// wgrad: rows [M, N] and rows [M, K] -> [G, N, K], the sums over the rows of each group, zero for
+// an empty one. Each result is computed by one thread, in runs of as many rows however many threads
+// there are.
 #pragma once
 
 #include <vector>
@@ -9,8 +10,9 @@
 
 namespace {
 
-constexpr i64 WORDS = 512;                  // of four bytes, of a column of an operand that are multiplied at once
-constexpr i64 TILE_N = 192, TILE_K = 1024;  // of a matrix that are made at once: what is packed of both stays in the second-level cache
+constexpr i64 WORDS = 512;  // of four bytes, of a column of an operand that are multiplied at once
+constexpr i64 TILE_N = 192, TILE_K = 1024;  // of a matrix that are made at once: what is packed of
+                                            // both stays in the second-level cache
 
 // Part of a matrix.
 struct MatrixTile {
@@ -37,13 +39,15 @@ class GroupedOuter {
   private:
     static constexpr i64 ROWS = V::ROWS, COLUMNS = V::COLUMN_BLOCKS * LANES;
     static constexpr i64 CHUNK = WORDS * V::DEPTH;  // rows
-    static constexpr i64 STRIDE = WORDS + LANES;    // between rows of packed words: not a power of two
+    static constexpr i64 STRIDE =
+        WORDS + LANES;  // between rows of packed words: not a power of two
 
     std::vector<MatrixTile> plan() const {
         std::vector<MatrixTile> tiles;
         for (i64 g = 0; g < p_.G; ++g) {
             for (i64 k = 0; k < K; k += TILE_K) {
-                for (i64 n = 0; n < N; n += TILE_N) tiles.push_back({g, n, std::min(n + TILE_N, N), k, std::min(k + TILE_K, K)});
+                for (i64 n = 0; n < N; n += TILE_N)
+                    tiles.push_back({g, n, std::min(n + TILE_N, N), k, std::min(k + TILE_K, K)});
             }
         }
         return tiles;
@@ -67,12 +71,15 @@ class GroupedOuter {
                 for (i64 n = tile.n; n < tile.n_end; n += ROWS) {
                     const i64 some = std::min(ROWS, tile.n_end - n);
                     float* sum = sums + (n - tile.n) * width + k;
-                    if (rows > 0) multiply(some, packed + (n - tile.n) * STRIDE, panels + k * WORDS, words, out);
+                    if (rows > 0)
+                        multiply(some, packed + (n - tile.n) * STRIDE, panels + k * WORDS, words,
+                                 out);
                     if (first > start) add(some, sum, width, out);
                     if (last) {
                         store(tile, n, some, k, out);
                     } else {
-                        for (i64 r = 0; r < some; ++r) std::copy(out + r * COLUMNS, out + (r + 1) * COLUMNS, sum + r * width);
+                        for (i64 r = 0; r < some; ++r)
+                            std::copy(out + r * COLUMNS, out + (r + 1) * COLUMNS, sum + r * width);
                     }
                 }
             }
@@ -81,20 +88,23 @@ class GroupedOuter {
     }
 
     static void multiply(i64 rows, const Packed* x, const Panel* panel, i64 words, float* out) {
-        V::multiply(int(rows), V::COLUMN_BLOCKS, x, STRIDE, panel, words * V::DEPTH, static_cast<const void*>(nullptr), out, COLUMNS);
+        V::multiply(int(rows), V::COLUMN_BLOCKS, x, STRIDE, panel, words * V::DEPTH,
+                    static_cast<const void*>(nullptr), out, COLUMNS);
     }
 
     // The sums so far are the first terms.
     static void add(i64 rows, const float* sums, i64 width, float* out) {
         for (i64 r = 0; r < rows; ++r) {
 #pragma omp simd
-            for (i64 j = 0; j < COLUMNS; ++j) out[r * COLUMNS + j] = sums[r * width + j] + out[r * COLUMNS + j];
+            for (i64 j = 0; j < COLUMNS; ++j)
+                out[r * COLUMNS + j] = sums[r * width + j] + out[r * COLUMNS + j];
         }
     }
 
     void store(const MatrixTile& tile, i64 n, i64 rows, i64 k, const float* out) const {
         const i64 column = tile.k + k;
-        p_.store(p_.segment, n, rows, tile.group, column, std::min(COLUMNS, tile.k_end - column), out, COLUMNS);
+        p_.store(p_.segment, n, rows, tile.group, column, std::min(COLUMNS, tile.k_end - column),
+                 out, COLUMNS);
     }
 
     // Columns n .. n_end - 1 of the first operand's rows, transposed: [n][words], STRIDE apart.
@@ -112,8 +122,10 @@ class GroupedOuter {
         }
     }
 
-    // Columns k .. k_end - 1 of the second operand's rows: panels [words][COLUMNS], zero past the last column.
-    void make_panels(const MatrixTile& tile, i64 first, i64 rows, i64 width, Panel* panels, Scratch& scratch) const {
+    // Columns k .. k_end - 1 of the second operand's rows: panels [words][COLUMNS], zero past the
+    // last column.
+    void make_panels(const MatrixTile& tile, i64 first, i64 rows, i64 width, Panel* panels,
+                     Scratch& scratch) const {
         const auto row = pointers<B>(p_.other_row, first, rows, K, scratch.wide);
         for (i64 r = 0, word = 0; r < rows; r += V::DEPTH, ++word) {
             for (i64 j = 0; j < width; j += LANES) {
@@ -130,7 +142,9 @@ class GroupedOuter {
     auto pointers(Row row, i64 first, i64 rows, i64 width, Buffer& buffer) const {
         std::vector<const T*> at(static_cast<std::size_t>(rows));
         T* made = buffer.get<T>(CHUNK * width);
-        for (i64 r = 0; r < rows; ++r) at[std::size_t(r)] = static_cast<const T*>(row(p_.segment, first + r, made + r * width));
+        for (i64 r = 0; r < rows; ++r)
+            at[std::size_t(r)] =
+                static_cast<const T*>(row(p_.segment, first + r, made + r * width));
         return [at = std::move(at)](i64 r) { return at[std::size_t(r)]; };
     }
 
@@ -140,7 +154,8 @@ class GroupedOuter {
 
 template <class A, class B>
 void wgrad(const Problem& problem, Team& team) {
-    constexpr bool PAIRS = !std::is_void<Pairs>::value && std::is_same<A, bf16>::value && std::is_same<B, bf16>::value;
+    constexpr bool PAIRS =
+        !std::is_void<Pairs>::value && std::is_same<A, bf16>::value && std::is_same<B, bf16>::value;
     GroupedOuter<std::conditional_t<PAIRS, Pairs, F32>, A, B>(problem).run(team);
 }
 

@@ -1,10 +1,10 @@
-// Words of four bytes, which all products of floats take: a float32, or a pair of bfloat16 of consecutive contracted elements. The vectors
-// of a tier, `V` here, have
+// Words of four bytes, which all products of floats take: a float32, or a pair of bfloat16 of
+// consecutive contracted elements. The vectors of a tier, `V` here, have
 //
 //     Packed, Panel  the type of a word
 //     DEPTH          how many contracted elements are in one
-//     word           of element j of DEPTH rows; `first` is that of the first row alone; `words` makes sixteen
-//     transpose      sixteen rows of sixteen words -> word w of every row, for each w
+//     word           of element j of DEPTH rows; `first` is that of the first row alone; `words`
+//     makes sixteen transpose      sixteen rows of sixteen words -> word w of every row, for each w
 #pragma once
 
 #include "tiles.h"
@@ -41,14 +41,17 @@ struct F32Words {
     }
 };
 
-// Elements j .. j + count - 1 of rows r .. r + DEPTH - 1, of which there are `rows`, as words; row(r) is where row r lies.
+// Elements j .. j + count - 1 of rows r .. r + DEPTH - 1, of which there are `rows`, as words;
+// row(r) is where row r lies.
 template <class V, class Row>
-inline void words_of_rows(const Row& row, i64 r, i64 rows, i64 j, i64 count, typename V::Panel* out) {
+inline void words_of_rows(const Row& row, i64 r, i64 rows, i64 j, i64 count,
+                          typename V::Panel* out) {
     const auto *a = row(r), *b = row(std::min(r + V::DEPTH, rows) - 1);
     if (r + V::DEPTH <= rows && count == LANES) {
         V::words(a + j, b + j, out);
     } else {
-        for (i64 i = 0; i < count; ++i) out[i] = r + V::DEPTH <= rows ? V::word(a, b, j + i) : V::first(V::word(a, b, j + i));
+        for (i64 i = 0; i < count; ++i)
+            out[i] = r + V::DEPTH <= rows ? V::word(a, b, j + i) : V::first(V::word(a, b, j + i));
     }
 }
 

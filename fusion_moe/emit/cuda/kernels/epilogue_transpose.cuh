@@ -1,10 +1,14 @@
-// The epilogue transpose: how a consumer warpgroup stores its accumulators of a work tile (large_m.cuh). A thread has those of two columns
-// of the product for many rows, and stores several columns of one: they are transposed in shared memory, EPILOGUE_ROWS rows at a time.
+// The epilogue transpose: how a consumer warpgroup stores its accumulators of a work tile
+// (large_m.cuh). A thread has those of two columns of the product for many rows, and stores several
+// columns of one: they are transposed in shared memory, EPILOGUE_ROWS rows at a time.
 //
-// TransposeResults computes the elements of a result where the accumulators are, and transposes those. So does TransposeExchanged, of two
-// columns, once warps have exchanged accumulators. TransposeAccumulators transposes the accumulators themselves, and computes any results
-// of any of their columns; a Segment without results (RESULTS is 0) has a function that stores all of a row, and sums over it. Each thread has one: it writes its part of the rows to a buffer, loads from there what it stores of them, when
-// the whole warpgroup has written, and stores it. `sum`: of all rows of the work tile, for each repeat that it stores.
+// TransposeResults computes the elements of a result where the accumulators are, and transposes
+// those. So does TransposeExchanged, of two columns, once warps have exchanged accumulators.
+// TransposeAccumulators transposes the accumulators themselves, and computes any results of any of
+// their columns; a Segment without results (RESULTS is 0) has a function that stores all of a row,
+// and sums over it. Each thread has one: it writes its part of the rows to a buffer, loads from
+// there what it stores of them, when the whole warpgroup has written, and stores it. `sum`: of all
+// rows of the work tile, for each repeat that it stores.
 #pragma once
 
 #include "epilogue_rows.cuh"
@@ -14,44 +18,58 @@
 
 namespace {
 
-// What a consumer warpgroup has of a work tile with some of its repeats, and where a thread stands in it: in each repeat, each of four
-// warps has 16 columns of the product.
+// What a consumer warpgroup has of a work tile with some of its repeats, and where a thread stands
+// in it: in each repeat, each of four warps has 16 columns of the product.
 template <class Segment, int REPEATS>
 struct ConsumerTile {
     static constexpr int THREADS = 128, WARPS = 4, MAX_CONSUMERS = 5;  // of a warpgroup; of a block
     const Segment& s;
     const WorkTile work_tile;
-    const i32 column;          // of the result: the warpgroup's first
-    float factor[REPEATS][2];  // of the accumulators of a thread's two columns of the product, eight apart
+    const i32 column;  // of the result: the warpgroup's first
+    float factor[REPEATS]
+                [2];  // of the accumulators of a thread's two columns of the product, eight apart
 
     static __device__ __forceinline__ i32 thread() { return threadIdx.x % THREADS; }
     static __device__ __forceinline__ i32 warp() { return threadIdx.x / 32 % WARPS; }
     static __device__ __forceinline__ i32 lane() { return threadIdx.x % 32; }
 
     // Of all its warps, and of two of them: they have barriers of their own.
-    static __device__ __forceinline__ void sync() { named_barrier_sync(1 + threadIdx.x / THREADS, THREADS); }
-    static __device__ __forceinline__ void sync_warp_pair() { named_barrier_sync_unaligned(1 + MAX_CONSUMERS + threadIdx.x / 64, 64); }
+    static __device__ __forceinline__ void sync() {
+        named_barrier_sync(1 + threadIdx.x / THREADS, THREADS);
+    }
+    static __device__ __forceinline__ void sync_warp_pair() {
+        named_barrier_sync_unaligned(1 + MAX_CONSUMERS + threadIdx.x / 64, 64);
+    }
 
-    // Element j of row m, from the row's columns of the product: what lies past the last is computed as the last, and not stored.
-    __device__ __forceinline__ u16 element(i32 m, i32 j, const float (&p)[Segment::COLUMNS_PER_RESULT]) const {
-        return s.template result<0>(min(m, work_tile.m_tile.end - 1), work_tile.m_tile.group, min(j, Segment::WIDTH - 1), p).bits;
+    // Element j of row m, from the row's columns of the product: what lies past the last is
+    // computed as the last, and not stored.
+    __device__ __forceinline__ u16 element(i32 m, i32 j,
+                                           const float (&p)[Segment::COLUMNS_PER_RESULT]) const {
+        return s
+            .template result<0>(min(m, work_tile.m_tile.end - 1), work_tile.m_tile.group,
+                                min(j, Segment::WIDTH - 1), p)
+            .bits;
     }
 };
 
-// What a thread stores of a result of 16 bits: V of its warpgroup's COLUMNS columns of each ROWS_PER_STEP-th row.
+// What a thread stores of a result of 16 bits: V of its warpgroup's COLUMNS columns of each
+// ROWS_PER_STEP-th row.
 template <class Segment, class ConsumerTile, int COLUMNS, int V>
 class RowStores {
     using Columns = typename Segment::Columns;
     using Element = typename Segment::Element;
     static constexpr int PIECES = COLUMNS / V;  // of a row
 
-public:
+  public:
     static constexpr int ROWS_PER_STEP = ConsumerTile::THREADS / PIECES;
 
     __device__ __forceinline__ explicit RowStores(const ConsumerTile& tile) {
         const Columns at{tile.column + piece() * (Columns::FRAGMENT_ORDER ? 2 : V)};
-        to_ = tile.s.template array<0>() + i64(tile.work_tile.m_tile.first + row()) * Segment::WIDTH + at.place();
-        left_ = at.j < Segment::WIDTH ? tile.work_tile.m_tile.end - tile.work_tile.m_tile.first - row() : 0;
+        to_ = tile.s.template array<0>() +
+              i64(tile.work_tile.m_tile.first + row()) * Segment::WIDTH + at.place();
+        left_ = at.j < Segment::WIDTH
+                    ? tile.work_tile.m_tile.end - tile.work_tile.m_tile.first - row()
+                    : 0;
         asm volatile("" : "+l"(to_), "+r"(left_));  // kept, not computed again
     }
 
@@ -59,7 +77,8 @@ public:
     static __device__ __forceinline__ i32 row() { return ConsumerTile::thread() / PIECES; }
 
     template <int Count>
-    __device__ __forceinline__ void store(const Vector<Element, V> (&rows)[Count], i32 first_row) const {
+    __device__ __forceinline__ void store(const Vector<Element, V> (&rows)[Count],
+                                          i32 first_row) const {
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
             const i32 t = first_row + i * ROWS_PER_STEP;
@@ -67,47 +86,54 @@ public:
         }
     }
 
-private:
+  private:
     Element* to_;  // where the thread's columns of its first row lie
     i32 left_;     // of its rows, counted by all
 };
 
-// Four matrices of 8 x 8 numbers of 16 bits, of which a lane has a pair each: transposed; a row of one begins at the lane's `to`.
+// Four matrices of 8 x 8 numbers of 16 bits, of which a lane has a pair each: transposed; a row of
+// one begins at the lane's `to`.
 __device__ __forceinline__ void stmatrix_transposed(u32 to, const u32 (&pair)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(pair[0]), "r"(pair[1]), "r"(pair[2]),
-                 "r"(pair[3])
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to),
+                 "r"(pair[0]), "r"(pair[1]), "r"(pair[2]), "r"(pair[3])
                  : "memory");
 }
 
-// Elements of 16 bits, each made of columns of the product that one thread has: of one, or of one in each repeat, as gate and up are. Row t
-// of a buffer has 128 bytes; piece i of 16 lies where i ^ (t % 8) would.
+// Elements of 16 bits, each made of columns of the product that one thread has: of one, or of one
+// in each repeat, as gate and up are. Row t of a buffer has 128 bytes; piece i of 16 lies where i ^
+// (t % 8) would.
 template <class Segment>
 class TransposeResults {
     using Columns = typename Segment::Columns;
     using Element = typename Segment::Element;
-    static constexpr int ROW = 128, V = 8;  // bytes of a row; columns that a thread stores at a time
+    static constexpr int ROW = 128,
+                         V = 8;  // bytes of a row; columns that a thread stores at a time
 
-public:
+  public:
     static constexpr int REPEATS = Segment::COLUMNS_PER_RESULT, COLUMNS = ROW / sizeof(Element);
     static constexpr int EPILOGUE_ROWS = 32, BUFFER_BYTES = EPILOGUE_ROWS * ROW;
-    static constexpr bool APPLIES =
-        Segment::RESULTS == 1 && Segment::BLOCK_TILES == REPEATS && Segment::WIDTH % 8 == 0 && sizeof(Element) == 2;
+    static constexpr bool APPLIES = Segment::RESULTS == 1 && Segment::BLOCK_TILES == REPEATS &&
+                                    Segment::WIDTH % 8 == 0 && sizeof(Element) == 2;
 
-private:
+  private:
     using RowStores = ::RowStores<Segment, ConsumerTile<Segment, REPEATS>, COLUMNS, V>;
-    static constexpr int ROWS_PER_STEP = RowStores::ROWS_PER_STEP;  // rows that the warpgroup writes or loads at once
+    static constexpr int ROWS_PER_STEP =
+        RowStores::ROWS_PER_STEP;  // rows that the warpgroup writes or loads at once
 
-public:
+  public:
     struct Rows {
         Vector<Element, V> of[EPILOGUE_ROWS / ROWS_PER_STEP];
     };
 
-    __device__ __forceinline__ explicit TransposeResults(const ConsumerTile<Segment, REPEATS>& tile) : tile_(tile), row_stores_(tile) {}
+    __device__ __forceinline__ explicit TransposeResults(const ConsumerTile<Segment, REPEATS>& tile)
+        : tile_(tile), row_stores_(tile) {}
 
     template <int Sums>
-    __device__ __forceinline__ void write(u8* buffer, const float (*sum)[Sums], int first_row) const {
+    __device__ __forceinline__ void write(u8* buffer, const float (*sum)[Sums],
+                                          int first_row) const {
         const i32 lane = tile_.lane(), piece = 2 * tile_.warp() + lane / 8 % 2;
-        const u32 to = shared_address(buffer) + (lane / 16 * 8 + lane % 8) * ROW + (piece ^ lane % 8) * 16;
+        const u32 to =
+            shared_address(buffer) + (lane / 16 * 8 + lane % 8) * ROW + (piece ^ lane % 8) * 16;
 #pragma unroll
         for (int t = 0; t < EPILOGUE_ROWS; t += ROWS_PER_STEP) {
             if (first_row + t >= 2 * Sums) break;
@@ -115,8 +141,10 @@ public:
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at = (first_row + t) / 2 + 2 * i;
-                const i32 m = tile_.work_tile.m_tile.first + first_row + t + i / 2 * 8 + lane % 4 * 2;
-                pair[i] = u32(element(m, i % 2, sum, at)) | u32(element(m + 1, i % 2, sum, at + 1)) << 16;
+                const i32 m =
+                    tile_.work_tile.m_tile.first + first_row + t + i / 2 * 8 + lane % 4 * 2;
+                pair[i] = u32(element(m, i % 2, sum, at)) | u32(element(m + 1, i % 2, sum, at + 1))
+                                                                << 16;
             }
             stmatrix_transposed(to + t * ROW, pair);
         }
@@ -132,24 +160,29 @@ public:
                 Vector<u32, 4> pairs;  // the q-th of each 16 columns
 #pragma unroll
                 for (int b = 0; b < 4; ++b)
-                    pairs.at[b] = *reinterpret_cast<const u32*>(from + ((2 * b + q / 4) ^ row % 8) * 16 + q % 4 * 4);
+                    pairs.at[b] = *reinterpret_cast<const u32*>(
+                        from + ((2 * b + q / 4) ^ row % 8) * 16 + q % 4 * 4);
                 rows.of[i] = reinterpret_cast<const Vector<Element, V>&>(pairs);
             } else {
-                rows.of[i] = load_vector<V>(reinterpret_cast<const Element*>(from + (q ^ row % 8) * 16));
+                rows.of[i] =
+                    load_vector<V>(reinterpret_cast<const Element*>(from + (q ^ row % 8) * 16));
             }
         }
         return rows;
     }
 
-    __device__ __forceinline__ void store(const Rows& rows, i32 first_row) const { row_stores_.store(rows.of, first_row); }
+    __device__ __forceinline__ void store(const Rows& rows, i32 first_row) const {
+        row_stores_.store(rows.of, first_row);
+    }
 
-private:
+  private:
     const ConsumerTile<Segment, REPEATS>& tile_;
     const RowStores row_stores_;
 
     // Of row m and the thread's lower or upper column, from its at-th accumulators.
     template <int Sums>
-    __device__ __forceinline__ u16 element(i32 m, int upper, const float (*sum)[Sums], int at) const {
+    __device__ __forceinline__ u16 element(i32 m, int upper, const float (*sum)[Sums],
+                                           int at) const {
         float p[REPEATS];
 #pragma unroll
         for (int h = 0; h < REPEATS; ++h) p[h] = sum[h][at] * tile_.factor[h][upper];
@@ -162,53 +195,70 @@ template <class Segment>
 class TransposeAccumulators {
     using Columns = typename Segment::Columns;
     using ConsumerTile = ::ConsumerTile<Segment, 1>;
-    static constexpr int V = Segment::COLUMNS_PER_RESULT == 1 || Segment::BLOCK == 8 ? 8 : 4;  // columns that a thread stores at a time
+    static constexpr int V = Segment::COLUMNS_PER_RESULT == 1 || Segment::BLOCK == 8
+                                 ? 8
+                                 : 4;      // columns that a thread stores at a time
     static constexpr int STRIDE = 64 + 4;  // of rows: no two of a warp's stores meet in a bank
 
-public:
-    static constexpr int REPEATS = 1, COLUMNS = Segment::BLOCK * ConsumerTile::WARPS / Segment::BLOCK_TILES;
+  public:
+    static constexpr int REPEATS = 1,
+                         COLUMNS = Segment::BLOCK * ConsumerTile::WARPS / Segment::BLOCK_TILES;
     static constexpr int EPILOGUE_ROWS = 16, BUFFER_BYTES = EPILOGUE_ROWS * STRIDE * sizeof(float);
 
-private:
-    static constexpr int EACH = Columns::FRAGMENT_ORDER ? COLUMNS / 8 : V, PIECES = COLUMNS / EACH;  // of a row
+  private:
+    static constexpr int EACH = Columns::FRAGMENT_ORDER ? COLUMNS / 8 : V,
+                         PIECES = COLUMNS / EACH;  // of a row
 
-public:
+  public:
     struct Rows {
         float p[Segment::COLUMNS_PER_RESULT][EACH];
     };
 
-    __device__ __forceinline__ explicit TransposeAccumulators(const ConsumerTile& tile) : tile_(tile) {}
+    __device__ __forceinline__ explicit TransposeAccumulators(const ConsumerTile& tile)
+        : tile_(tile) {}
 
     template <int Sums>
-    __device__ __forceinline__ void write(u8* buffer, const float (*sum)[Sums], int first_row) const {
-        float* to = reinterpret_cast<float*>(buffer) + tile_.lane() % 4 * 2 * STRIDE + 16 * tile_.warp() + tile_.lane() / 4;
+    __device__ __forceinline__ void write(u8* buffer, const float (*sum)[Sums],
+                                          int first_row) const {
+        float* to = reinterpret_cast<float*>(buffer) + tile_.lane() % 4 * 2 * STRIDE +
+                    16 * tile_.warp() + tile_.lane() / 4;
 #pragma unroll
         for (int i = 0; i < EPILOGUE_ROWS / 2; ++i)
-            to[(i / 4 * 8 + i % 2) * STRIDE + i % 4 / 2 * 8] = sum[0][first_row / 2 + i] * tile_.factor[0][i % 4 / 2];
+            to[(i / 4 * 8 + i % 2) * STRIDE + i % 4 / 2 * 8] =
+                sum[0][first_row / 2 + i] * tile_.factor[0][i % 4 / 2];
     }
 
     __device__ __forceinline__ Rows load(const u8* buffer) const {
         Rows rows;
-        if (row() < EPILOGUE_ROWS) read(rows.p, reinterpret_cast<const float*>(buffer) + row() * STRIDE, first());
+        if (row() < EPILOGUE_ROWS)
+            read(rows.p, reinterpret_cast<const float*>(buffer) + row() * STRIDE, first());
         return rows;
     }
 
     __device__ __forceinline__ void store(const Rows& rows, i32 first_row) const {
         const i32 m = tile_.work_tile.m_tile.first + first_row + row();
         const bool good = row() < EPILOGUE_ROWS && m < tile_.work_tile.m_tile.end;
-        if constexpr (Segment::RESULTS == 0) store_row<PIECES>(tile_.s, m, tile_.work_tile.m_tile.group, tile_.column + first(), good, rows.p);
-        else if (good) store_columns<EACH>(tile_.s, m, tile_.work_tile.m_tile.group, Columns{tile_.column + first()}, rows.p);
+        if constexpr (Segment::RESULTS == 0)
+            store_row<PIECES>(tile_.s, m, tile_.work_tile.m_tile.group, tile_.column + first(),
+                              good, rows.p);
+        else if (good)
+            store_columns<EACH>(tile_.s, m, tile_.work_tile.m_tile.group,
+                                Columns{tile_.column + first()}, rows.p);
     }
 
-private:
+  private:
     const ConsumerTile& tile_;
 
     __device__ __forceinline__ i32 row() const { return tile_.thread() / PIECES; }
-    __device__ __forceinline__ i32 first() const { return tile_.thread() % PIECES * (Columns::FRAGMENT_ORDER ? 2 : EACH); }
+    __device__ __forceinline__ i32 first() const {
+        return tile_.thread() % PIECES * (Columns::FRAGMENT_ORDER ? 2 : EACH);
+    }
 
-    // Columns that follow each other; or, in fragment order for the next product, a pair of each 16 of the warpgroup's columns.
+    // Columns that follow each other; or, in fragment order for the next product, a pair of each 16
+    // of the warpgroup's columns.
     template <int Count>
-    __device__ static __forceinline__ void read(float (&p)[Segment::COLUMNS_PER_RESULT][Count], const float* row, i32 first) {
+    __device__ static __forceinline__ void read(float (&p)[Segment::COLUMNS_PER_RESULT][Count],
+                                                const float* row, i32 first) {
         const float* block = row + first / Segment::BLOCK * (16 * Segment::BLOCK_TILES);
         if constexpr (Columns::FRAGMENT_ORDER) {
             const Columns at{first};
@@ -217,7 +267,8 @@ private:
 #pragma unroll
                 for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f) {
                     const i32 j = at.column(v);
-                    p[f][v] = row[j / Segment::BLOCK * (16 * Segment::BLOCK_TILES) + Segment::local(f, j % Segment::BLOCK)];
+                    p[f][v] = row[j / Segment::BLOCK * (16 * Segment::BLOCK_TILES) +
+                                  Segment::local(f, j % Segment::BLOCK)];
                 }
         } else if constexpr (Segment::BLOCK == V) {
             float tile[16 * Segment::BLOCK_TILES];
@@ -228,7 +279,8 @@ private:
                 for (int v = 0; v < V; ++v) p[f][v] = tile[Segment::local(f, v)];
         } else {
 #pragma unroll
-            for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f) read(p[f], block + Segment::local(f, first % Segment::BLOCK));
+            for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f)
+                read(p[f], block + Segment::local(f, first % Segment::BLOCK));
         }
     }
 
@@ -242,39 +294,49 @@ private:
     }
 };
 
-// Elements of 16 bits, each made of two columns of the product that are in tiles of their own, as gate and up are. Of 32 rows the warp of
-// the one sends the other half of its accumulators to the warp of the other, and receives what it lacks of its own half. Then it computes
-// the elements of 16 rows and 16 columns, and writes them where it received accumulators: eight columns of all rows, then the other eight.
+// Elements of 16 bits, each made of two columns of the product that are in tiles of their own, as
+// gate and up are. Of 32 rows the warp of the one sends the other half of its accumulators to the
+// warp of the other, and receives what it lacks of its own half. Then it computes the elements of
+// 16 rows and 16 columns, and writes them where it received accumulators: eight columns of all
+// rows, then the other eight.
 template <class Segment>
 class TransposeExchanged {
     using Columns = typename Segment::Columns;
     using Element = typename Segment::Element;
-    static constexpr int HALF = 16, RECEIVED_BYTES = 1024, PIECE = HALF * 16;  // rows; bytes that a warp receives, and of eight columns
+    static constexpr int HALF = 16, RECEIVED_BYTES = 1024,
+                         PIECE =
+                             HALF * 16;  // rows; bytes that a warp receives, and of eight columns
     using ConsumerTile = ::ConsumerTile<Segment, 1>;
 
-public:
+  public:
     static constexpr int REPEATS = 1, COLUMNS = 8 * ConsumerTile::WARPS;
-    static constexpr int EPILOGUE_ROWS = 2 * HALF, BUFFER_BYTES = ConsumerTile::WARPS * RECEIVED_BYTES;
-    static constexpr bool APPLIES =
-        Segment::RESULTS == 1 && Segment::COLUMNS_PER_RESULT == 2 && Segment::BLOCK == 16 && Segment::WIDTH % 8 == 0 &&
-        sizeof(Element) == 2;
+    static constexpr int EPILOGUE_ROWS = 2 * HALF,
+                         BUFFER_BYTES = ConsumerTile::WARPS * RECEIVED_BYTES;
+    static constexpr bool APPLIES = Segment::RESULTS == 1 && Segment::COLUMNS_PER_RESULT == 2 &&
+                                    Segment::BLOCK == 16 && Segment::WIDTH % 8 == 0 &&
+                                    sizeof(Element) == 2;
 
-private:
-    static constexpr int V = Columns::FRAGMENT_ORDER ? 4 : 8;  // columns that a thread stores at a time
+  private:
+    static constexpr int V =
+        Columns::FRAGMENT_ORDER ? 4 : 8;  // columns that a thread stores at a time
     using RowStores = ::RowStores<Segment, ConsumerTile, COLUMNS, V>;
     static constexpr int ROWS_PER_STEP = RowStores::ROWS_PER_STEP;
 
-public:
+  public:
     struct Rows {
         Vector<Element, V> of[EPILOGUE_ROWS / ROWS_PER_STEP];
     };
 
-    __device__ __forceinline__ explicit TransposeExchanged(const ConsumerTile& tile) : tile_(tile), row_stores_(tile) {}
+    __device__ __forceinline__ explicit TransposeExchanged(const ConsumerTile& tile)
+        : tile_(tile), row_stores_(tile) {}
 
     template <int Sums>
-    __device__ __forceinline__ void write(u8* buffer, const float (*sum)[Sums], int first_row) const {
-        if (__any_sync(WHOLE_WARP, tile_.warp() % 2 == 0)) write_half<0>(buffer, sum[0], first_row);  // a vote: all of the warp agree
-        else write_half<1>(buffer, sum[0], first_row);
+    __device__ __forceinline__ void write(u8* buffer, const float (*sum)[Sums],
+                                          int first_row) const {
+        if (__any_sync(WHOLE_WARP, tile_.warp() % 2 == 0))
+            write_half<0>(buffer, sum[0], first_row);  // a vote: all of the warp agree
+        else
+            write_half<1>(buffer, sum[0], first_row);
     }
 
     __device__ __forceinline__ Rows load(const u8* buffer) const {
@@ -288,26 +350,32 @@ public:
                 Vector<u32, 2> pairs;  // the q-th of each 16 columns
 #pragma unroll
                 for (int b = 0; b < 2; ++b)
-                    pairs.at[b] = *reinterpret_cast<const u32*>(from + b * 2 * RECEIVED_BYTES + q / 4 * PIECE + q % 4 * 4);
+                    pairs.at[b] = *reinterpret_cast<const u32*>(from + b * 2 * RECEIVED_BYTES +
+                                                                q / 4 * PIECE + q % 4 * 4);
                 rows.of[i] = reinterpret_cast<const Vector<Element, V>&>(pairs);
             } else {
-                rows.of[i] = load_vector<V>(reinterpret_cast<const Element*>(from + q / 2 * 2 * RECEIVED_BYTES + q % 2 * PIECE));
+                rows.of[i] = load_vector<V>(reinterpret_cast<const Element*>(
+                    from + q / 2 * 2 * RECEIVED_BYTES + q % 2 * PIECE));
             }
         }
         return rows;
     }
 
-    __device__ __forceinline__ void store(const Rows& rows, i32 first_row) const { row_stores_.store(rows.of, first_row); }
+    __device__ __forceinline__ void store(const Rows& rows, i32 first_row) const {
+        row_stores_.store(rows.of, first_row);
+    }
 
-private:
+  private:
     const ConsumerTile& tile_;
     const RowStores row_stores_;
 
     // By the warp that has the f-th columns: it sends the other half away.
     template <int F, int Sums>
-    __device__ __forceinline__ void write_half(u8* buffer, const float (&sum)[Sums], int first_row) const {
+    __device__ __forceinline__ void write_half(u8* buffer, const float (&sum)[Sums],
+                                               int first_row) const {
         const i32 lane = tile_.lane();
-        u8 *theirs = buffer + (tile_.warp() ^ 1) * RECEIVED_BYTES, *ours = buffer + tile_.warp() * RECEIVED_BYTES;
+        u8 *theirs = buffer + (tile_.warp() ^ 1) * RECEIVED_BYTES,
+           *ours = buffer + tile_.warp() * RECEIVED_BYTES;
         const auto scaled = [&](int half, int i) {
             const int at = first_row / 2 + half * (HALF / 2) + i;
             return at < Sums ? sum[at] * tile_.factor[0][i % 4 / 2] : 0.f;
@@ -315,7 +383,8 @@ private:
         float4* sent = reinterpret_cast<float4*>(theirs) + lane;
 #pragma unroll
         for (int i = 0; i < HALF / 2; i += 4)
-            sent[i / 4 * 32] = {scaled(1 - F, i), scaled(1 - F, i + 1), scaled(1 - F, i + 2), scaled(1 - F, i + 3)};
+            sent[i / 4 * 32] = {scaled(1 - F, i), scaled(1 - F, i + 1), scaled(1 - F, i + 2),
+                                scaled(1 - F, i + 3)};
         tile_.sync_warp_pair();
         const i32 m = tile_.work_tile.m_tile.first + first_row + F * HALF + lane % 4 * 2;
         const i32 j = tile_.column + tile_.warp() / 2 * 16 + lane / 4;
@@ -327,18 +396,22 @@ private:
             u16 made[4];
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const float own = scaled(F, i + k), p[2] = {F == 0 ? own : received[k], F == 0 ? received[k] : own};
+                const float own = scaled(F, i + k),
+                            p[2] = {F == 0 ? own : received[k], F == 0 ? received[k] : own};
                 made[k] = tile_.element(m + i / 4 * 8 + k % 2, j + k / 2 * 8, p);
             }
-            pair[i / 2] = u32(made[0]) | u32(made[1]) << 16, pair[i / 2 + 1] = u32(made[2]) | u32(made[3]) << 16;
+            pair[i / 2] = u32(made[0]) | u32(made[1]) << 16,
+                     pair[i / 2 + 1] = u32(made[2]) | u32(made[3]) << 16;
         }
-        stmatrix_transposed(shared_address(ours) + lane / 8 % 2 * PIECE + (lane / 16 * 8 + lane % 8) * 16, pair);
+        stmatrix_transposed(
+            shared_address(ours) + lane / 8 % 2 * PIECE + (lane / 16 * 8 + lane % 8) * 16, pair);
     }
 };
 
 // Which of them, for consumer warpgroups of some repeats.
 template <class Segment, int REPEATS,
-          bool RESULTS = TransposeResults<Segment>::APPLIES && REPEATS % TransposeResults<Segment>::REPEATS == 0,
+          bool RESULTS = TransposeResults<Segment>::APPLIES &&
+                         REPEATS % TransposeResults<Segment>::REPEATS == 0,
           bool EXCHANGED = TransposeExchanged<Segment>::APPLIES>
 struct EpilogueTranspose {
     using type = TransposeResults<Segment>;

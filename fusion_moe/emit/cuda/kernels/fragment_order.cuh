@@ -1,5 +1,6 @@
-// Fragment order, in which large-M kernels can read activations: of each K block, the 16 bytes that a row of a tensor core's operand has in
-// one place hold the q-th pairs of all four blocks of 16 k, as fragments do (weights/reader.cuh): q = 0, 4, 1, 5, 2, 6, 3, 7.
+// Fragment order, in which large-M kernels can read activations: of each K block, the 16 bytes that
+// a row of a tensor core's operand has in one place hold the q-th pairs of all four blocks of 16 k,
+// as fragments do (weights/reader.cuh): q = 0, 4, 1, 5, 2, 6, 3, 7.
 #pragma once
 
 #include "memory.cuh"
@@ -14,12 +15,14 @@ __device__ __forceinline__ constexpr i64 fragment_place(i64 k) {
 // The eight numbers of 16 bits from place 8 * piece on, of rows of whole K blocks.
 template <class T>
 __device__ __forceinline__ Vector<T, 8> fragment_piece(const T* x, i64 piece) {
-    const u32* pair = reinterpret_cast<const u32*>(x + piece / 8 * 64) + piece % 8 / 2 + piece % 2 * 4;
+    const u32* pair =
+        reinterpret_cast<const u32*>(x + piece / 8 * 64) + piece % 8 / 2 + piece % 2 * 4;
     const Vector<u32, 4> pairs{{pair[0], pair[8], pair[16], pair[24]}};
     return reinterpret_cast<const Vector<T, 8>&>(pairs);
 }
 
-// V columns of a result that follow each other, from j on: which they are, and where they are stored in a row.
+// V columns of a result that follow each other, from j on: which they are, and where they are
+// stored in a row.
 struct RowMajor {
     static constexpr bool FRAGMENT_ORDER = false;
     i32 j;
@@ -39,8 +42,8 @@ struct FragmentOrder {
 
 // Stores columns of row m of a result, of group g: those that it has.
 template <int I, int V, class T, class Segment, class Columns>
-__device__ __forceinline__ void store_columns_of(
-    const Segment& s, T* row, i32 m, i32 g, Columns at, const float (&p)[Segment::COLUMNS_PER_RESULT][V]) {
+__device__ __forceinline__ void store_columns_of(const Segment& s, T* row, i32 m, i32 g, Columns at,
+                                                 const float (&p)[Segment::COLUMNS_PER_RESULT][V]) {
     const auto element = [&](int v) {
         float one[Segment::COLUMNS_PER_RESULT];
 #pragma unroll
@@ -62,8 +65,8 @@ __device__ __forceinline__ void store_columns_of(
 
 // Of all results.
 template <int V, int I = 0, class Segment, class Columns>
-__device__ __forceinline__ void store_columns(
-    const Segment& s, i32 m, i32 g, Columns at, const float (&p)[Segment::COLUMNS_PER_RESULT][V]) {
+__device__ __forceinline__ void store_columns(const Segment& s, i32 m, i32 g, Columns at,
+                                              const float (&p)[Segment::COLUMNS_PER_RESULT][V]) {
     if constexpr (I < Segment::RESULTS) {
         store_columns_of<I>(s, s.template array<I>() + i64(m) * Segment::WIDTH, m, g, at, p);
         store_columns<V, I + 1>(s, m, g, at, p);

@@ -1,18 +1,23 @@
-// Grouped products of 16-bit matrices as they are in torch, both operands through shared memory to wgmma: fprop, dgrad and wgrad.
+// Grouped products of 16-bit matrices as they are in torch, both operands through shared memory to
+// wgmma: fprop, dgrad and wgrad.
 //
-// One producer warpgroup fills a ring of stages. Rows that an index picks are copied 16 bytes at a time (`cp.async`): they are gathered
-// while they are loaded, never permuted in memory. What lies in memory as it is needed is copied in boxes by the tensor memory accelerator.
-// What lies outside of a matrix, or of a group whose rows are contracted, is not read: zeros are written in its place. So no row of another
-// group enters a product, not even times zero. Two consumer warpgroups have half of a tile's rows each.
+// One producer warpgroup fills a ring of stages. Rows that an index picks are copied 16 bytes at a
+// time (`cp.async`): they are gathered while they are loaded, never permuted in memory. What lies
+// in memory as it is needed is copied in boxes by the tensor memory accelerator. What lies outside
+// of a matrix, or of a group whose rows are contracted, is not read: zeros are written in its
+// place. So no row of another group enters a product, not even times zero. Two consumer warpgroups
+// have half of a tile's rows each.
 //
 //     GroupedGemm  [M/g, k] x [G, n, k] or [G, k, n] -> [M/g, n]   fprop, dgrad
-//     GroupedWgrad [M/g, n] x [M/g, k] -> [G, n, k]                wgrad, contracts the rows of each group
+//     GroupedWgrad [M/g, n] x [M/g, k] -> [G, n, k]                wgrad, contracts the rows of
+//     each group
 //
-// A_BOXES, B_BOXES say which operands are copied in boxes; else the maps are null. B_PACKED: the weight of a dgrad is stored in few bits, and
-// the producer dequantizes it.
+// A_BOXES, B_BOXES say which operands are copied in boxes; else the maps are null. B_PACKED: the
+// weight of a dgrad is stored in few bits, and the producer dequantizes it.
 //
-// Accumulators are exchanged among the four lanes that share rows, so that each has eight columns that follow each other of one row. Sums
-// over a row's columns are stored for each N tile, and added in order by another kernel.
+// Accumulators are exchanged among the four lanes that share rows, so that each has eight columns
+// that follow each other of one row. Sums over a row's columns are stored for each N tile, and
+// added in order by another kernel.
 #pragma once
 
 #include "added.cuh"
@@ -25,20 +30,24 @@ namespace {
 
 constexpr int GEMM_CONSUMERS = 2, GEMM_PRODUCERS = 128;  // warpgroups; threads that copy
 
-// The ring of stages that both kernels have, and their queue of work tiles. A consumer warpgroup has HEIGHT times 64 rows of a tile, or, of
-// one of 64 rows, COLUMNS of its columns. COPIES: whether threads copy, STORES: whether they store what they compute; BYTES_BESIDE: of shared
+// The ring of stages that both kernels have, and their queue of work tiles. A consumer warpgroup
+// has HEIGHT times 64 rows of a tile, or, of one of 64 rows, COLUMNS of its columns. COPIES:
+// whether threads copy, STORES: whether they store what they compute; BYTES_BESIDE: of shared
 // memory.
-template <class Segment, int TILE_M, int TILE_N, int PRODUCERS, int BYTES_BESIDE, bool COPIES, bool STORES>
+template <class Segment, int TILE_M, int TILE_N, int PRODUCERS, int BYTES_BESIDE, bool COPIES,
+          bool STORES>
 struct GemmRing {
     static constexpr bool SHARES_ROWS = TILE_M == 64;
-    static constexpr int HEIGHT = SHARES_ROWS ? 1 : TILE_M / (64 * GEMM_CONSUMERS), COLUMNS = SHARES_ROWS ? TILE_N / GEMM_CONSUMERS : TILE_N;
+    static constexpr int HEIGHT = SHARES_ROWS ? 1 : TILE_M / (64 * GEMM_CONSUMERS),
+                         COLUMNS = SHARES_ROWS ? TILE_N / GEMM_CONSUMERS : TILE_N;
     static constexpr bool BOXES = Segment::A_BOXES || Segment::B_BOXES;
     using Queue = TileQueue<8>;
     struct alignas(1024) Stage {
         u8 a[TILE_M * TILE_ROW_BYTES], b[TILE_N * TILE_ROW_BYTES];
     };
     static constexpr int BESIDE = BYTES_BESIDE + int(sizeof(Queue)) + 1024;  // bytes
-    static constexpr int FIT = (Segment::MAX_SHARED_BYTES - BESIDE) / int(sizeof(Stage) + 2 * sizeof(u64));
+    static constexpr int FIT =
+        (Segment::MAX_SHARED_BYTES - BESIDE) / int(sizeof(Stage) + 2 * sizeof(u64));
     static constexpr int STAGES = FIT < 6 ? FIT : 6;
     static_assert(STAGES >= 2, "two stages at least");
     static_assert(SHARES_ROWS || HEIGHT * 64 * GEMM_CONSUMERS == TILE_M, "consumers have all rows");
@@ -50,7 +59,8 @@ struct GemmRing {
 
     __device__ __forceinline__ void init() {
         if (threadIdx.x < STAGES) {
-            mbarrier_init(full[threadIdx.x], 0, (COPIES || STORES ? PRODUCERS : 0) + (BOXES ? 1 : 0));
+            mbarrier_init(full[threadIdx.x], 0,
+                          (COPIES || STORES ? PRODUCERS : 0) + (BOXES ? 1 : 0));
             mbarrier_init(empty[threadIdx.x], GEMM_CONSUMERS * 4);
         }
         queue.init(GEMM_CONSUMERS * 4 + PRODUCERS / 32);
@@ -61,7 +71,9 @@ struct GemmRing {
         GemmRing& ring;
         PipelineState<STAGES> filling;
 
-        __device__ __forceinline__ explicit Producer(GemmRing& ring_) : ring(ring_) { filling.parity = 1; }
+        __device__ __forceinline__ explicit Producer(GemmRing& ring_) : ring(ring_) {
+            filling.parity = 1;
+        }
 
         __device__ __forceinline__ Stage& open() {
             mbarrier_wait(ring.empty[filling.stage], filling.parity);
@@ -80,8 +92,10 @@ struct GemmRing {
             filling.advance();
             if constexpr (COPIES || STORES) {
                 ++waiting;
-                if (!wrote && waiting == 1) arrive<false>();
-                else if (waiting > LAG) cp_async_wait<LAG>(), arrive<true>();
+                if (!wrote && waiting == 1)
+                    arrive<false>();
+                else if (waiting > LAG)
+                    cp_async_wait<LAG>(), arrive<true>();
             }
         }
 
@@ -91,13 +105,14 @@ struct GemmRing {
             while (waiting > 0) arrive<true>();
         }
 
-    private:
+      private:
         // Copies of a stage are waited for when so many more have begun.
         static constexpr int LAG = !COPIES ? 0 : STAGES > 3 ? 2 : 1;
         int waiting = 0;  // stages that this thread has not arrived at
         PipelineState<STAGES> arriving;
 
-        // The fence is between what this thread has written and the tensor cores, which read by another proxy.
+        // The fence is between what this thread has written and the tensor cores, which read by
+        // another proxy.
         template <bool WROTE>
         __device__ __forceinline__ void arrive() {
             if constexpr (WROTE) fence_proxy_async();
@@ -115,17 +130,21 @@ struct GemmRing {
         __device__ __forceinline__ explicit Consumer(GemmRing& ring_) : ring(ring_) {}
 
         template <class T, bool A_MN, bool B_MN>
-        __device__ __forceinline__ void multiply(float (&sum)[HEIGHT][COLUMNS / 2], i32 k_blocks, int consumer) {
+        __device__ __forceinline__ void multiply(float (&sum)[HEIGHT][COLUMNS / 2], i32 k_blocks,
+                                                 int consumer) {
             u32 before = 0;
 #pragma unroll 1
             for (i32 kb = 0; kb < k_blocks; ++kb) {
                 const u32 now = reading.stage;
                 mbarrier_wait(ring.full[now], reading.parity);
                 reading.advance();
-                constexpr u32 ROWS_64 = A_MN ? PIECE_BYTES : 64 * TILE_ROW_BYTES, COLUMNS_64 = B_MN ? PIECE_BYTES : 64 * TILE_ROW_BYTES;
+                constexpr u32 ROWS_64 = A_MN ? PIECE_BYTES : 64 * TILE_ROW_BYTES,
+                              COLUMNS_64 = B_MN ? PIECE_BYTES : 64 * TILE_ROW_BYTES;
                 u32 a = shared_address(ring.stage[now].a), b = shared_address(ring.stage[now].b);
-                if constexpr (SHARES_ROWS) b += consumer * (COLUMNS / 64) * COLUMNS_64;
-                else a += consumer * HEIGHT * ROWS_64;
+                if constexpr (SHARES_ROWS)
+                    b += consumer * (COLUMNS / 64) * COLUMNS_64;
+                else
+                    a += consumer * HEIGHT * ROWS_64;
                 const u64 a_tile = A_MN ? tile_descriptor_mn<PIECE_BYTES>(a) : tile_descriptor(a);
                 const u64 b_tile = B_MN ? tile_descriptor_mn<PIECE_BYTES>(b) : tile_descriptor(b);
                 wgmma_fence();
@@ -134,7 +153,8 @@ struct GemmRing {
 #pragma unroll
                     for (int r = 0; r < HEIGHT; ++r) {
                         const u64 a_rows = a_tile + (ROWS_64 >> 4) * r + (A_MN ? 128 : 2) * v;
-                        wgmma_shared<T, COLUMNS, A_MN, B_MN>(sum[r], a_rows, b_tile + (B_MN ? 128 : 2) * v);
+                        wgmma_shared<T, COLUMNS, A_MN, B_MN>(sum[r], a_rows,
+                                                             b_tile + (B_MN ? 128 : 2) * v);
                     }
                 }
                 wgmma_commit();
@@ -157,7 +177,8 @@ struct GemmRing {
     };
 };
 
-// Consumer warpgroups come first, and take registers from the producers'. FEW: whether there are accumulators for few rows, and none to take.
+// Consumer warpgroups come first, and take registers from the producers'. FEW: whether there are
+// accumulators for few rows, and none to take.
 template <bool DEQUANTIZES, bool FEW, class Consume, class Produce>
 __device__ __forceinline__ void by_warpgroups(Consume consume, Produce produce) {
     if (threadIdx.x < 128 * GEMM_CONSUMERS) {
@@ -169,7 +190,8 @@ __device__ __forceinline__ void by_warpgroups(Consume consume, Produce produce) 
     }
 }
 
-// fprop and dgrad -----------------------------------------------------------------------------------------------------
+// fprop and dgrad
+// -------------------------------------------------------------------------------------------------
 
 template <class Segment, int TILE_M, int TILE_N>
 struct GroupedGemm {
@@ -188,14 +210,16 @@ struct GroupedGemm {
     using Ring = GemmRing<Segment, TILE_M, TILE_N, PRODUCERS, BESIDE, COPIES, Segment::B_PACKED>;
     using Stage = typename Ring::Stage;
     static_assert(TILE_COLUMNS % 32 == 0, "four lanes have eight columns each");
-    static_assert(!Ring::SHARES_ROWS || Segment::COLUMNS_PER_RESULT == 1, "a consumer has all columns that a result reads");
+    static_assert(!Ring::SHARES_ROWS || Segment::COLUMNS_PER_RESULT == 1,
+                  "a consumer has all columns that a result reads");
 
     struct Shared {
         Ring ring;
         TileScheduler scheduler;
         typename Weight::Memory weight;
     };
-    static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES && 4 * sizeof(i32) * (Segment::GROUPS + 1) <= sizeof(Stage) * Ring::STAGES);
+    static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES &&
+                  4 * sizeof(i32) * (Segment::GROUPS + 1) <= sizeof(Stage) * Ring::STAGES);
 
     __device__ static void run(const Segment& s, const TensorMap* a_map, const TensorMap* b_map) {
         extern __shared__ __align__(1024) u8 memory[];
@@ -205,17 +229,23 @@ struct GroupedGemm {
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         i64* error = blockIdx.x == 0 ? s.error : nullptr;
-        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, ALL_GROUPS, error, reinterpret_cast<i32*>(shared.ring.stage));
-        by_warpgroups<Segment::B_PACKED, Ring::SHARES_ROWS>([&] { consume(s, shared); }, [&] { produce(s, shared, a_map, b_map); });
+        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, ALL_GROUPS, error,
+                               reinterpret_cast<i32*>(shared.ring.stage));
+        by_warpgroups<Segment::B_PACKED, Ring::SHARES_ROWS>(
+            [&] { consume(s, shared); }, [&] { produce(s, shared, a_map, b_map); });
     }
 
-private:
-    // Producers --------------------------------------------------------------------------------------------------------
+  private:
+    // Producers
+    // ---------------------------------------------------------------------------------------------
 
-    static constexpr int A_STEP = PRODUCERS / 8, A_ROWS = TILE_M / A_STEP;  // of a thread, every A_STEP-th
-    static constexpr u32 BOX_BYTES = (Segment::A_BOXES ? sizeof(Stage::a) : 0) + (Segment::B_BOXES ? sizeof(Stage::b) : 0);
+    static constexpr int A_STEP = PRODUCERS / 8,
+                         A_ROWS = TILE_M / A_STEP;  // of a thread, every A_STEP-th
+    static constexpr u32 BOX_BYTES =
+        (Segment::A_BOXES ? sizeof(Stage::a) : 0) + (Segment::B_BOXES ? sizeof(Stage::b) : 0);
 
-    __device__ static void produce(const Segment& s, Shared& shared, const TensorMap* a_map, const TensorMap* b_map) {
+    __device__ static void produce(const Segment& s, Shared& shared, const TensorMap* a_map,
+                                   const TensorMap* b_map) {
         const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS, piece = thread % 8;
         if (thread >= PRODUCERS) return;
         typename Ring::Producer producer(shared.ring);
@@ -230,9 +260,11 @@ private:
                 const i32 first = tile.m_tile.first + thread / 8;
 #pragma unroll
                 for (int i = 0; i < A_ROWS; ++i)
-                    if (first + A_STEP * i < tile.m_tile.end) index[i] = s.a_index(first + A_STEP * i);
+                    if (first + A_STEP * i < tile.m_tile.end)
+                        index[i] = s.a_index(first + A_STEP * i);
 #pragma unroll
-                for (int i = 0; i < A_ROWS; ++i) row[i] = first + A_STEP * i < tile.m_tile.end ? i32(s.a_row_of(index[i])) : -1;
+                for (int i = 0; i < A_ROWS; ++i)
+                    row[i] = first + A_STEP * i < tile.m_tile.end ? i32(s.a_row_of(index[i])) : -1;
             }
             const Runs runs(s, tile.m_tile.group);
             weight.begin(runs, tile.m_tile.group, tile.n_tile);
@@ -242,7 +274,8 @@ private:
                 const i32 k = runs.first_row(kb);
                 if (BOX_BYTES > 0 && thread == 0) {
                     u64& barrier = producer.expect(BOX_BYTES);
-                    if constexpr (Segment::A_BOXES) copy_box(shared_address(stage.a), *a_map, k, tile.m_tile.first, barrier);
+                    if constexpr (Segment::A_BOXES)
+                        copy_box(shared_address(stage.a), *a_map, k, tile.m_tile.first, barrier);
                     if constexpr (Segment::B_BOXES) copy_b(stage, tile, *b_map, kb, barrier);
                 }
                 if constexpr (!Segment::A_BOXES) {
@@ -250,7 +283,8 @@ private:
 #pragma unroll
                     for (int i = 0; i < A_ROWS; ++i) {
                         const u32 place = to + swizzled(thread / 8 + A_STEP * i, piece);
-                        copy_piece<Segment::K>(place, s.a_matrix(), row[i], k + 8 * piece, row[i] >= 0);
+                        copy_piece<Segment::K>(place, s.a_matrix(), row[i], k + 8 * piece,
+                                               row[i] >= 0);
                     }
                 }
                 weight.copy(shared_address(stage.b), kb);
@@ -261,18 +295,25 @@ private:
     }
 
     // Boxes of rows [n, k], as many as follow each other, or of 64 columns [k, n].
-    __device__ static __forceinline__ void copy_b(Stage& stage, const WorkTile& tile, const TensorMap& map, i32 kb, u64& barrier) {
+    __device__ static __forceinline__ void copy_b(Stage& stage, const WorkTile& tile,
+                                                  const TensorMap& map, i32 kb, u64& barrier) {
         constexpr int EACH = Segment::B_MN ? 64 : Segment::BOX_ROWS;
         const u32 to = shared_address(stage.b);
 #pragma unroll
         for (int c = 0; c < TILE_N; c += EACH) {
-            const i32 n = Segment::column(c / TILE_COLUMNS, tile.n_tile * TILE_COLUMNS + c % TILE_COLUMNS);
-            if constexpr (Segment::B_MN) copy_box(to + c / 64 * PIECE_BYTES, map, n, kb * GEMM_K_BLOCK, tile.m_tile.group, barrier);
-            else copy_box(to + c * TILE_ROW_BYTES, map, kb * GEMM_K_BLOCK, n, tile.m_tile.group, barrier);
+            const i32 n =
+                Segment::column(c / TILE_COLUMNS, tile.n_tile * TILE_COLUMNS + c % TILE_COLUMNS);
+            if constexpr (Segment::B_MN)
+                copy_box(to + c / 64 * PIECE_BYTES, map, n, kb * GEMM_K_BLOCK, tile.m_tile.group,
+                         barrier);
+            else
+                copy_box(to + c * TILE_ROW_BYTES, map, kb * GEMM_K_BLOCK, n, tile.m_tile.group,
+                         barrier);
         }
     }
 
-    // Consumers --------------------------------------------------------------------------------------------------------
+    // Consumers
+    // ---------------------------------------------------------------------------------------------
 
     __device__ static void consume(const Segment& s, Shared& shared) {
         const int consumer = threadIdx.x / 128;
@@ -288,7 +329,8 @@ private:
             }
             float sum[1][Ring::COLUMNS / 2] = {};
             if constexpr (!Segment::B_PACKED) {
-                mainloop.template multiply<T, false, Segment::B_MN>(sum, grouped ? K_BLOCKS : 0, consumer);
+                mainloop.template multiply<T, false, Segment::B_MN>(sum, grouped ? K_BLOCKS : 0,
+                                                                    consumer);
             } else if (grouped) {
                 const Runs runs(s, tile.m_tile.group);
 #pragma unroll 1
@@ -307,25 +349,31 @@ private:
     }
 
     // The product beside this one.
-    __device__ static __forceinline__ void add(
-        const Segment& s, const WorkTile& tile, i32 first, float (&sum)[Ring::COLUMNS / 2], int consumer) {
-        const i32 row = threadIdx.x % 32 / 4, m = first + threadIdx.x / 32 % 4 * 16 + row, last = tile.m_tile.end - 1;
+    __device__ static __forceinline__ void add(const Segment& s, const WorkTile& tile, i32 first,
+                                               float (&sum)[Ring::COLUMNS / 2], int consumer) {
+        const i32 row = threadIdx.x % 32 / 4, m = first + threadIdx.x / 32 % 4 * 16 + row,
+                  last = tile.m_tile.end - 1;
         using Added = AddedProduct<Segment>;
         const auto rows = Added::rows(s);
         const auto matrix = Added::columns(s, tile.m_tile.group);
-        const i32 column = tile.n_tile * TILE_COLUMNS + (Ring::SHARES_ROWS ? consumer * Ring::COLUMNS : 0) + row;
+        const i32 column =
+            tile.n_tile * TILE_COLUMNS + (Ring::SHARES_ROWS ? consumer * Ring::COLUMNS : 0) + row;
         const auto columns = [&](int i, int k) {
             const i32 j = min(column + 8 * i % TILE_COLUMNS, Segment::WIDTH - 1);
             return matrix.four(Segment::column(8 * i / TILE_COLUMNS, j), k);
         };
         Added::template add<Ring::COLUMNS / 8>(
-            sum, [&](int k) { return rows.four(min(m, last), k); }, [&](int k) { return rows.four(min(m + 8, last), k); }, columns);
+            sum, [&](int k) { return rows.four(min(m, last), k); },
+            [&](int k) { return rows.four(min(m + 8, last), k); }, columns);
     }
 
-    __device__ static __forceinline__ void store(
-        const Segment& s, const WorkTile& tile, i32 first, const float (&sum)[Ring::COLUMNS / 2], int consumer) {
-        constexpr int COLUMNS = Ring::COLUMNS / Segment::COLUMNS_PER_RESULT, PARTS = TILE_COLUMNS / COLUMNS;  // of a result; of a tile's row
-        const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, part = PARTS == 1 ? 0 : consumer;
+    __device__ static __forceinline__ void store(const Segment& s, const WorkTile& tile, i32 first,
+                                                 const float (&sum)[Ring::COLUMNS / 2],
+                                                 int consumer) {
+        constexpr int COLUMNS = Ring::COLUMNS / Segment::COLUMNS_PER_RESULT,
+                      PARTS = TILE_COLUMNS / COLUMNS;  // of a result; of a tile's row
+        const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4,
+                  part = PARTS == 1 ? 0 : consumer;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const i32 m = first + 16 * warp + lane / 4 + 8 * h;
@@ -335,16 +383,19 @@ private:
             for (int i = 0; i < COLUMNS / 32; ++i) {
                 float p[Segment::COLUMNS_PER_RESULT][8];
 #pragma unroll
-                for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f) row_of_quad(p[f], sum, f * COLUMNS / 8 + 4 * i, h);
+                for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f)
+                    row_of_quad(p[f], sum, f * COLUMNS / 8 + 4 * i, h);
                 const i32 j = tile.n_tile * TILE_COLUMNS + part * COLUMNS + 32 * i + 8 * (lane % 4);
                 if (good) s.store(m, tile.m_tile.group, j, p, total);
             }
-            if constexpr (Segment::SUMS > 0) store_sums<4>(s, m, tile.n_tile * PARTS + part, good, total);
+            if constexpr (Segment::SUMS > 0)
+                store_sums<4>(s, m, tile.n_tile * PARTS + part, good, total);
         }
     }
 };
 
-// wgrad ---------------------------------------------------------------------------------------------------------------
+// wgrad
+// -------------------------------------------------------------------------------------------------
 
 // The tiles of all groups, those of the groups with the most rows first.
 template <int GROUPS>
@@ -359,7 +410,8 @@ struct WgradScheduler {
         for (i32 g = threadIdx.x; g < GROUPS; g += blockDim.x) {
             const i32 mine = size(g);
             i32 place = 0;
-            for (i32 other = 0; other < GROUPS; ++other) place += size(other) > mine || (size(other) == mine && other < g);
+            for (i32 other = 0; other < GROUPS; ++other)
+                place += size(other) > mine || (size(other) == mine && other < g);
             group_of_place[place] = g;
         }
         __syncthreads();
@@ -368,15 +420,17 @@ struct WgradScheduler {
     __device__ __forceinline__ i32 size(i32 g) const { return first[g + 1] - first[g]; }
 };
 
-// a [M/g, N] and b [M/g, K]. What is gathered is best the one of which a tile has 128 columns. Of operands with few columns, which adapters
-// have, a tile has 64.
+// a [M/g, N] and b [M/g, K]. What is gathered is best the one of which a tile has 128 columns. Of
+// operands with few columns, which adapters have, a tile has 64.
 template <class Segment, int TILE_M, int TILE_N>
 struct GroupedWgrad {
     using T = typename Segment::Activation;
-    static constexpr i32 A_TILES = (Segment::N + TILE_M - 1) / TILE_M, B_TILES = (Segment::K + TILE_N - 1) / TILE_N;
+    static constexpr i32 A_TILES = (Segment::N + TILE_M - 1) / TILE_M,
+                         B_TILES = (Segment::K + TILE_N - 1) / TILE_N;
     static constexpr i32 TILES = A_TILES * B_TILES, ROTATION = 2048 / TILE_M;
     using Scheduler = WgradScheduler<Segment::GROUPS>;
-    using Ring = GemmRing<Segment, TILE_M, TILE_N, GEMM_PRODUCERS, int(sizeof(Scheduler)), true, false>;
+    using Ring =
+        GemmRing<Segment, TILE_M, TILE_N, GEMM_PRODUCERS, int(sizeof(Scheduler)), true, false>;
     using Stage = typename Ring::Stage;
     static_assert(i64(Segment::GROUPS) * TILES < NO_WORK_TILE, "numbers of work tiles are i32");
 
@@ -392,14 +446,17 @@ struct GroupedWgrad {
 
         __device__ __forceinline__ Tile(const Scheduler& scheduler, i32 number) {
             const i32 place = number / TILES, within = number % TILES;
-            const i32 rotation = within / (ROTATION * B_TILES), rest = within % (ROTATION * B_TILES);
+            const i32 rotation = within / (ROTATION * B_TILES),
+                      rest = within % (ROTATION * B_TILES);
             const i32 height = min(ROTATION, A_TILES - rotation * ROTATION);
             group = scheduler.group_of_place[place];
             a = (rotation * ROTATION + rest % height) * TILE_M, b = rest / height * TILE_N;
             first = scheduler.first[group], end = scheduler.first[group + 1];
         }
 
-        __device__ __forceinline__ i32 k_blocks() const { return (end - first + GEMM_K_BLOCK - 1) / GEMM_K_BLOCK; }
+        __device__ __forceinline__ i32 k_blocks() const {
+            return (end - first + GEMM_K_BLOCK - 1) / GEMM_K_BLOCK;
+        }
     };
 
     __device__ static void run(const Segment& s, const TensorMap* a_map, const TensorMap* b_map) {
@@ -409,16 +466,20 @@ struct GroupedWgrad {
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         shared.scheduler.build(s.ends, i32(s.rows()), blockIdx.x == 0 ? s.error : nullptr);
-        by_warpgroups<false, false>([&] { consume(s, shared); }, [&] { produce(s, shared, a_map, b_map); });
+        by_warpgroups<false, false>([&] { consume(s, shared); },
+                                    [&] { produce(s, shared, a_map, b_map); });
     }
 
-private:
-    // How the producer's threads copy the 64 rows of a block, of an operand of which a tile has COLUMNS: eight columns at a time, of every
-    // STEP-th row, COUNT times. A lane knows one row, that of its thread's copy lane % COUNT, and tells the lanes that copy the same row.
+  private:
+    // How the producer's threads copy the 64 rows of a block, of an operand of which a tile has
+    // COLUMNS: eight columns at a time, of every STEP-th row, COUNT times. A lane knows one row,
+    // that of its thread's copy lane % COUNT, and tells the lanes that copy the same row.
     template <int COLUMNS>
     struct Copies {
-        static constexpr int PIECES = COLUMNS / 8, STEP = GEMM_PRODUCERS / PIECES, COUNT = GEMM_K_BLOCK / STEP;
-        static_assert(PIECES % COUNT == 0 && COUNT <= 32, "lanes that tell each other copy the same rows");
+        static constexpr int PIECES = COLUMNS / 8, STEP = GEMM_PRODUCERS / PIECES,
+                             COUNT = GEMM_K_BLOCK / STEP;
+        static_assert(PIECES % COUNT == 0 && COUNT <= 32,
+                      "lanes that tell each other copy the same rows");
 
         __device__ static __forceinline__ i32 known_row(const Tile& tile, i32 kb, i32 thread) {
             return tile.first + kb * GEMM_K_BLOCK + thread / PIECES + STEP * (thread % COUNT);
@@ -426,20 +487,23 @@ private:
 
         // WIDTH: columns of the matrix. row: the known one, in memory; -1: zeros.
         template <int WIDTH>
-        __device__ static __forceinline__ void copy(u32 to, const T* matrix, i32 row, i32 column, i32 thread) {
+        __device__ static __forceinline__ void copy(u32 to, const T* matrix, i32 row, i32 column,
+                                                    i32 thread) {
             const i32 piece = thread % PIECES, first = thread / PIECES;
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
                 const i32 its = __shfl_sync(WHOLE_WARP, row, i, COUNT);
-                const u32 place = to + piece / 8 * PIECE_BYTES + swizzled(first + STEP * i, piece % 8);
+                const u32 place =
+                    to + piece / 8 * PIECE_BYTES + swizzled(first + STEP * i, piece % 8);
                 copy_piece<WIDTH>(place, matrix, its, column + 8 * piece, its >= 0);
             }
         }
     };
 
-    // begin(kb) of each block in turn, then the known row: where an index picks it. The index is read for AHEAD blocks at a time, while
-    // those before are copied: reading takes as long as a block or two. Nothing is computed from it before it is needed, which would wait for
-    // memory, not even a wider number.
+    // begin(kb) of each block in turn, then the known row: where an index picks it. The index is
+    // read for AHEAD blocks at a time, while those before are copied: reading takes as long as a
+    // block or two. Nothing is computed from it before it is needed, which would wait for memory,
+    // not even a wider number.
     template <int COLUMNS, class Index, class Find, class Safe>
     struct Picked {
         static constexpr int AHEAD = 4;
@@ -492,13 +556,18 @@ private:
     };
 
     template <int COLUMNS, bool BOXES, class Index, class Find, class Safe>
-    __device__ static __forceinline__ auto rows_of(const Tile& tile, Find find, Safe safe, i32 thread) {
-        if constexpr (BOXES) return Following<COLUMNS>{tile, thread};
-        else return Picked<COLUMNS, Index, Find, Safe>(tile, find, safe, thread);
+    __device__ static __forceinline__ auto rows_of(const Tile& tile, Find find, Safe safe,
+                                                   i32 thread) {
+        if constexpr (BOXES)
+            return Following<COLUMNS>{tile, thread};
+        else
+            return Picked<COLUMNS, Index, Find, Safe>(tile, find, safe, thread);
     }
 
-    // A group's last block, unless it is whole, is copied row by row: a box would have rows of the next group.
-    __device__ static void produce(const Segment& s, Shared& shared, const TensorMap* a_map, const TensorMap* b_map) {
+    // A group's last block, unless it is whole, is copied row by row: a box would have rows of the
+    // next group.
+    __device__ static void produce(const Segment& s, Shared& shared, const TensorMap* a_map,
+                                   const TensorMap* b_map) {
         constexpr bool A = Segment::A_BOXES, B = Segment::B_BOXES;
         constexpr u32 BYTES = (A ? sizeof(Stage::a) : 0) + (B ? sizeof(Stage::b) : 0);
         const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS;
@@ -507,9 +576,11 @@ private:
         for (i32 number = blockIdx.x; number < Segment::GROUPS * TILES; number = numbers.next()) {
             const Tile tile(shared.scheduler, number);
             auto a_rows = rows_of<TILE_M, A, typename Segment::AIndex>(
-                tile, [&](i32 m) { return s.a_index(m); }, [&](i64 i) { return s.a_row_of(i); }, thread);
+                tile, [&](i32 m) { return s.a_index(m); }, [&](i64 i) { return s.a_row_of(i); },
+                thread);
             auto b_rows = rows_of<TILE_N, B, typename Segment::BIndex>(
-                tile, [&](i32 m) { return s.b_index(m); }, [&](i64 i) { return s.b_row_of(i); }, thread);
+                tile, [&](i32 m) { return s.b_index(m); }, [&](i64 i) { return s.b_row_of(i); },
+                thread);
 #pragma unroll 1
             for (i32 kb = 0; kb < tile.k_blocks(); ++kb) {
                 const i32 m = tile.first + kb * GEMM_K_BLOCK;
@@ -522,8 +593,12 @@ private:
                     if (A && whole) copy_boxes<TILE_M>(to_a, *a_map, tile.a, m, barrier);
                     if (B && whole) copy_boxes<TILE_N>(to_b, *b_map, tile.b, m, barrier);
                 }
-                if (!A || !whole) Copies<TILE_M>::template copy<Segment::N>(to_a, s.a_matrix(), a_rows.row(kb), tile.a, thread);
-                if (!B || !whole) Copies<TILE_N>::template copy<Segment::K>(to_b, s.b_matrix(), b_rows.row(kb), tile.b, thread);
+                if (!A || !whole)
+                    Copies<TILE_M>::template copy<Segment::N>(to_a, s.a_matrix(), a_rows.row(kb),
+                                                              tile.a, thread);
+                if (!B || !whole)
+                    Copies<TILE_N>::template copy<Segment::K>(to_b, s.b_matrix(), b_rows.row(kb),
+                                                              tile.b, thread);
                 producer.close(!A || !B || !whole);
             }
             producer.finish();
@@ -531,9 +606,11 @@ private:
     }
 
     template <int TILE>
-    __device__ static __forceinline__ void copy_boxes(u32 to, const TensorMap& map, i32 column, i32 m, u64& barrier) {
+    __device__ static __forceinline__ void copy_boxes(u32 to, const TensorMap& map, i32 column,
+                                                      i32 m, u64& barrier) {
 #pragma unroll
-        for (int c = 0; c < TILE; c += 64) copy_box(to + c / 64 * PIECE_BYTES, map, column + c, m, barrier);
+        for (int c = 0; c < TILE; c += 64)
+            copy_box(to + c / 64 * PIECE_BYTES, map, column + c, m, barrier);
     }
 
     __device__ static void consume(const Segment& s, Shared& shared) {
@@ -544,15 +621,17 @@ private:
             const Tile tile(shared.scheduler, number);
             float sum[Ring::HEIGHT][Ring::COLUMNS / 2] = {};
             mainloop.template multiply<T, true, true>(sum, tile.k_blocks(), consumer);
-            const i32 first = Ring::SHARES_ROWS ? 0 : 64 * Ring::HEIGHT * consumer, column = Ring::SHARES_ROWS ? Ring::COLUMNS * consumer : 0;
+            const i32 first = Ring::SHARES_ROWS ? 0 : 64 * Ring::HEIGHT * consumer,
+                      column = Ring::SHARES_ROWS ? Ring::COLUMNS * consumer : 0;
 #pragma unroll
-            for (int r = 0; r < Ring::HEIGHT; ++r) store(s, tile.group, tile.a + first + 64 * r, tile.b + column, sum[r]);
+            for (int r = 0; r < Ring::HEIGHT; ++r)
+                store(s, tile.group, tile.a + first + 64 * r, tile.b + column, sum[r]);
         }
     }
 
     // 64 rows of a group's result.
-    __device__ static __forceinline__ void store(
-        const Segment& s, i32 group, i32 first, i32 column, const float (&sum)[Ring::COLUMNS / 2]) {
+    __device__ static __forceinline__ void store(const Segment& s, i32 group, i32 first, i32 column,
+                                                 const float (&sum)[Ring::COLUMNS / 2]) {
         const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
         float p[1][8], none[1];
 #pragma unroll
@@ -561,7 +640,9 @@ private:
 #pragma unroll
             for (int i = 0; i < Ring::COLUMNS / 32; ++i) {
                 row_of_quad(p[0], sum, 4 * i, h);
-                if (n < Segment::N) s.store(i64(group) * Segment::N + n, group, column + 32 * i + 8 * (lane % 4), p, none);
+                if (n < Segment::N)
+                    s.store(i64(group) * Segment::N + n, group, column + 32 * i + 8 * (lane % 4), p,
+                            none);
             }
         }
     }

@@ -1,23 +1,30 @@
-// Large-M grouped products: weights go through shared memory to registers, are dequantized to fragments there, and are multiplied by tiles
-// of activations in shared memory; copies, dequantizing and products overlap.
+// Large-M grouped products: weights go through shared memory to registers, are dequantized to
+// fragments there, and are multiplied by tiles of activations in shared memory; copies,
+// dequantizing and products overlap.
 //
-// A persistent kernel: a block loops over work tiles (schedule.cuh), each up to TILE_M rows of a group and 64 * REPEATS * CONSUMERS rows of
-// its matrix. The matrix is on the side of wgmma's 64 rows; the other side is as wide as the group's M tiles are high. CONSUMERS warpgroups
-// multiply, each by REPEATS times 64 rows of the matrix, what producer warps copy into a ring of stages of two K blocks. They share nothing
-// but the ring: some dequantize while others keep the tensor cores busy, and one may finish a work tile and store it while others still
-// multiply.
+// A persistent kernel: a block loops over work tiles (schedule.cuh), each up to TILE_M rows of a
+// group and 64 * REPEATS * CONSUMERS rows of its matrix. The matrix is on the side of wgmma's 64
+// rows; the other side is as wide as the group's M tiles are high. CONSUMERS warpgroups multiply,
+// each by REPEATS times 64 rows of the matrix, what producer warps copy into a ring of stages of
+// two K blocks. They share nothing but the ring: some dequantize while others keep the tensor cores
+// busy, and one may finish a work tile and store it while others still multiply.
 //
-// Groups that are much heavier or lighter than others can be left to concurrent launches of other variants: each handles a size class,
-// groups of more than some rows and up to some, which sizes the host does not know. None of them needs what another computes, so none
-// waits for the one before; but the last block of each does when it is done, and so what waits for the last launch waits for all.
+// Groups that are much heavier or lighter than others can be left to concurrent launches of other
+// variants: each handles a size class, groups of more than some rows and up to some, which sizes
+// the host does not know. None of them needs what another computes, so none waits for the one
+// before; but the last block of each does when it is done, and so what waits for the last launch
+// waits for all.
 //
-// Where work tiles are fewer than multiprocessors, the SPLIT_K blocks of a cluster share one: each multiplies a part of K, and sends its
-// sums to the block that stores, a different one for each consumer warpgroup. Of a last wave that is not whole, work tiles are shared by
-// consumer warpgroups of several blocks (waves.cuh).
+// Where work tiles are fewer than multiprocessors, the SPLIT_K blocks of a cluster share one: each
+// multiplies a part of K, and sends its sums to the block that stores, a different one for each
+// consumer warpgroup. Of a last wave that is not whole, work tiles are shared by consumer
+// warpgroups of several blocks (waves.cuh).
 //
-// Activations are in fragment order (fragment_order.cuh), or row-major, with more instructions for each weight (weights/).
+// Activations are in fragment order (fragment_order.cuh), or row-major, with more instructions for
+// each weight (weights/).
 //
-// dgrad contracts the weight's rows: its tiles lie elsewhere, and fragments are transposed (stored_tiles.cuh). All else is the same.
+// dgrad contracts the weight's rows: its tiles lie elsewhere, and fragments are transposed
+// (stored_tiles.cuh). All else is the same.
 #pragma once
 
 #include "added.cuh"
@@ -30,7 +37,8 @@
 
 namespace {
 
-// Tiles of weights in shared memory, of STAGE_K_BLOCKS K blocks for a repeat of a consumer warpgroup.
+// Tiles of weights in shared memory, of STAGE_K_BLOCKS K blocks for a repeat of a consumer
+// warpgroup.
 template <int TILES, int STAGE_K_BLOCKS, int ELEMENTS, int SCALES>
 struct SharedTiles {
     u8 elements[TILES][STAGE_K_BLOCKS][ELEMENTS], scales[TILES][STAGE_K_BLOCKS][SCALES];
@@ -45,10 +53,13 @@ struct SharedTiles<TILES, STAGE_K_BLOCKS, ELEMENTS, 0> {
     __device__ __forceinline__ const u8* first_scales(int) const { return nullptr; }
 };
 
-// What the blocks of a cluster send each other: the sums of one block's warpgroups, in registers' order, from each of the other blocks.
+// What the blocks of a cluster send each other: the sums of one block's warpgroups, in registers'
+// order, from each of the other blocks.
 template <int TILE_M, int CONSUMERS, int SPLIT_K>
 struct Exchange {
-    static constexpr int THREADS = 128, OWNED = (CONSUMERS + SPLIT_K - 1) / SPLIT_K;  // of a warpgroup; warpgroups for which a block stores
+    static constexpr int THREADS = 128,
+                         OWNED = (CONSUMERS + SPLIT_K - 1) /
+                                 SPLIT_K;  // of a warpgroup; warpgroups for which a block stores
     alignas(1024) float partials[OWNED][SPLIT_K - 1][TILE_M / 8][THREADS][4];
     u64 sent[OWNED], taken[CONSUMERS];  // the latter in the blocks that send
 
@@ -58,13 +69,16 @@ struct Exchange {
         for (u64& barrier : taken) mbarrier_init(barrier, THREADS / 32);
     }
 
-    // By a warpgroup of each block: whether `sum` is that of all of them now, and not only sent. parity: of how many tiles were before.
+    // By a warpgroup of each block: whether `sum` is that of all of them now, and not only sent.
+    // parity: of how many tiles were before.
     __device__ __forceinline__ bool add_up(float (&sum)[TILE_M / 2], i32 tile_m, u32 parity) {
-        const u32 warpgroup = threadIdx.x / THREADS, thread = threadIdx.x % THREADS, owner = warpgroup % SPLIT_K, rank = cluster_rank();
+        const u32 warpgroup = threadIdx.x / THREADS, thread = threadIdx.x % THREADS,
+                  owner = warpgroup % SPLIT_K, rank = cluster_rank();
         auto& from = partials[warpgroup / SPLIT_K];
         if (rank != owner) {
             mbarrier_wait_in_cluster(taken[warpgroup], parity ^ 1);
-            const u32 to = in_block(owner, shared_address(from[rank < owner ? rank : rank - 1][0][thread]));
+            const u32 to =
+                in_block(owner, shared_address(from[rank < owner ? rank : rank - 1][0][thread]));
 #pragma unroll
             for (int i = 0; i < TILE_M / 8; ++i)
                 if (8 * i < tile_m) store_in_cluster(to + i * sizeof(from[0][0]), sum + 4 * i);
@@ -78,7 +92,8 @@ struct Exchange {
             for (int i = 0; i < TILE_M / 8; ++i) {
                 if (8 * i >= tile_m) break;
                 const float4 four = *reinterpret_cast<const float4*>(from[sender][i][thread]);
-                sum[4 * i] += four.x, sum[4 * i + 1] += four.y, sum[4 * i + 2] += four.z, sum[4 * i + 3] += four.w;
+                sum[4 * i] += four.x, sum[4 * i + 1] += four.y, sum[4 * i + 2] += four.z,
+                    sum[4 * i + 3] += four.w;
             }
         for (u32 other = 0; other < SPLIT_K; ++other)
             if (other != owner) mbarrier_arrive_in_block(other, taken[warpgroup]);
@@ -91,42 +106,65 @@ struct Exchange<TILE_M, CONSUMERS, 1> {};
 
 template <class Segment, int TILE_M, int CONSUMERS, int REPEATS, int SPLIT_K = 1>
 struct LargeM {
-    static constexpr int WARPGROUP = 128, WARPGROUP_WARPS = 4, PRODUCER_WARPS = 4, PRODUCERS = 32 * PRODUCER_WARPS;
+    static constexpr int WARPGROUP = 128, WARPGROUP_WARPS = 4, PRODUCER_WARPS = 4,
+                         PRODUCERS = 32 * PRODUCER_WARPS;
     static constexpr int THREADS = WARPGROUP * CONSUMERS + PRODUCERS;
-    // Of the registers that a launch gives to one thread of each consumer warpgroup and one producer, the latter needs few; two repeats of
-    // high M tiles leave it the fewest, which are enough where tiles are equally spaced (see Weights).
+    // Of the registers that a launch gives to one thread of each consumer warpgroup and one
+    // producer, the latter needs few; two repeats of high M tiles leave it the fewest, which are
+    // enough where tiles are equally spaced (see Weights).
     static constexpr int MIN_PRODUCER_REGISTERS = REPEATS > 1 && TILE_M > 32 ? 32 : 64;
     static constexpr int REGISTER_POOL = 65536 / THREADS / 8 * 8 * (CONSUMERS + 1);
-    static constexpr int CONSUMER_REGISTERS = (REGISTER_POOL - MIN_PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
+    static constexpr int CONSUMER_REGISTERS =
+        (REGISTER_POOL - MIN_PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
     static constexpr int PRODUCER_REGISTERS = REGISTER_POOL - CONSUMERS * CONSUMER_REGISTERS;
-    static constexpr int WEIGHT_TILES = TILES_OF_K_BLOCK * CONSUMERS * REPEATS;          // in a K block
-    static constexpr int TILE_N = Segment::BLOCK * WEIGHT_TILES / Segment::BLOCK_TILES;  // columns of the result
+    static constexpr int WEIGHT_TILES = TILES_OF_K_BLOCK * CONSUMERS * REPEATS;  // in a K block
+    static constexpr int TILE_N =
+        Segment::BLOCK * WEIGHT_TILES / Segment::BLOCK_TILES;  // columns of the result
     static constexpr int N_TILES = (Segment::WIDTH + TILE_N - 1) / TILE_N, K_STEPS = 4;
-    static constexpr int ALL_K_BLOCKS = Segment::K / 64, K_BLOCKS = ALL_K_BLOCKS / SPLIT_K;  // of the matrix; of a block's part
+    static constexpr int ALL_K_BLOCKS = Segment::K / 64,
+                         K_BLOCKS = ALL_K_BLOCKS / SPLIT_K;  // of the matrix; of a block's part
     using Reader = typename Segment::Weights;
-    static constexpr int ELEMENTS = Reader::ELEMENTS, SCALES = Reader::SCALES;  // bytes of a tile of 16 rows and 64 k
-    // Of a work tile, at most. Where it has few k, or is one of a group that the host knows, finding parts took as long as they saved.
-    static constexpr int MOST_PARTS = SPLIT_K == 1 && Segment::GROUPS > 1 && ALL_K_BLOCKS >= 64 ? CONSUMERS : 1;
+    static constexpr int ELEMENTS = Reader::ELEMENTS,
+                         SCALES = Reader::SCALES;  // bytes of a tile of 16 rows and 64 k
+    // Of a work tile, at most. Where it has few k, or is one of a group that the host knows,
+    // finding parts took as long as they saved.
+    static constexpr int MOST_PARTS =
+        SPLIT_K == 1 && Segment::GROUPS > 1 && ALL_K_BLOCKS >= 64 ? CONSUMERS : 1;
     static constexpr int STAGE_K_BLOCKS = ELEMENTS + SCALES <= 1024 ? 2 : 1;
-    static constexpr int UNROLL_K_BLOCKS = REPEATS == 1 ? 2 * STAGE_K_BLOCKS : STAGE_K_BLOCKS;  // of the producers' loop, as registers last
-    static constexpr int EPILOGUE_STAGES = REPEATS == 1 && K_BLOCKS > STAGE_K_BLOCKS ? 2 : 1;   // that a consumer releases after its stores
-    static constexpr int EPILOGUE_BUFFERS = REPEATS > 1 ? 2 : EPILOGUE_STAGES;  // in which it transposes: where its weights were
+    static constexpr int UNROLL_K_BLOCKS =
+        REPEATS == 1 ? 2 * STAGE_K_BLOCKS
+                     : STAGE_K_BLOCKS;  // of the producers' loop, as registers last
+    static constexpr int EPILOGUE_STAGES = REPEATS == 1 && K_BLOCKS > STAGE_K_BLOCKS
+                                               ? 2
+                                               : 1;  // that a consumer releases after its stores
+    static constexpr int EPILOGUE_BUFFERS =
+        REPEATS > 1 ? 2 : EPILOGUE_STAGES;  // in which it transposes: where its weights were
     using Transpose = typename EpilogueTranspose<Segment, REPEATS>::type;
-    static constexpr int REPEATS_PER_RESULT = Transpose::REPEATS;   // that a result's columns are made of
-    using Tiles = typename StoredTiles<Segment, WEIGHT_TILES, REPEATS_PER_RESULT, STAGE_K_BLOCKS>::type;
+    static constexpr int REPEATS_PER_RESULT =
+        Transpose::REPEATS;  // that a result's columns are made of
+    using Tiles =
+        typename StoredTiles<Segment, WEIGHT_TILES, REPEATS_PER_RESULT, STAGE_K_BLOCKS>::type;
     using SharedWeights = typename Tiles::Shared;
     using Packed = typename SharedWeights::Packed;
     using Scales = typename Tiles::Scales;
-    static constexpr int RUNS = Scales::COUNT, RUN_K_BLOCKS = K_BLOCKS / RUNS;  // of what is contracted
-    static constexpr int EPILOGUE_ROWS = Transpose::EPILOGUE_ROWS;  // that a consumer transposes at a time, in one of the buffers
-    static_assert(WARPGROUP_WARPS % Segment::BLOCK_TILES == 0, "a consumer's tiles make whole columns");
+    static constexpr int RUNS = Scales::COUNT,
+                         RUN_K_BLOCKS = K_BLOCKS / RUNS;  // of what is contracted
+    static constexpr int EPILOGUE_ROWS =
+        Transpose::EPILOGUE_ROWS;  // that a consumer transposes at a time, in one of the buffers
+    static_assert(WARPGROUP_WARPS % Segment::BLOCK_TILES == 0,
+                  "a consumer's tiles make whole columns");
     static_assert(CONSUMERS <= ConsumerTile<Segment, REPEATS_PER_RESULT>::MAX_CONSUMERS);
-    static_assert(WARPGROUP_WARPS % PRODUCER_WARPS == 0, "a warp copies the same tiles of every consumer");
+    static_assert(WARPGROUP_WARPS % PRODUCER_WARPS == 0,
+                  "a warp copies the same tiles of every consumer");
     static_assert(Segment::K % 64 == 0, "weights are tiled");
-    static_assert(SPLIT_K == 1 || ALL_K_BLOCKS % (SPLIT_K * STAGE_K_BLOCKS) == 0, "equal parts of whole stages");
-    static_assert(SPLIT_K == 1 || (RUNS == 1 && REPEATS == 1), "sums are exchanged once, of one repeat");
-    static_assert(!Segment::Columns::FRAGMENT_ORDER || Segment::WIDTH % 64 == 0, "fragment order is of whole K blocks");
-    static_assert(TILE_M % 16 == 0 && TILE_M <= 256, "M tiles are transposed 16 rows at a time, and fit an instruction");
+    static_assert(SPLIT_K == 1 || ALL_K_BLOCKS % (SPLIT_K * STAGE_K_BLOCKS) == 0,
+                  "equal parts of whole stages");
+    static_assert(SPLIT_K == 1 || (RUNS == 1 && REPEATS == 1),
+                  "sums are exchanged once, of one repeat");
+    static_assert(!Segment::Columns::FRAGMENT_ORDER || Segment::WIDTH % 64 == 0,
+                  "fragment order is of whole K blocks");
+    static_assert(TILE_M % 16 == 0 && TILE_M <= 256,
+                  "M tiles are transposed 16 rows at a time, and fit an instruction");
 
     using RepeatWeights = SharedTiles<TILES_OF_K_BLOCK, STAGE_K_BLOCKS, ELEMENTS, SCALES>;
 
@@ -135,14 +173,20 @@ struct LargeM {
         RepeatWeights weights[CONSUMERS * REPEATS];
     };
 
-    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, Segment::GROUPS_READ_PER_TWO_TILES, SPLIT_K, MOST_PARTS>;
+    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M,
+                                          Segment::GROUPS_READ_PER_TWO_TILES, SPLIT_K, MOST_PARTS>;
     using Exchange = ::Exchange<TILE_M, CONSUMERS, SPLIT_K>;
     static constexpr int EXCHANGE_BYTES = SPLIT_K > 1 ? sizeof(Exchange) : 0;
 
-    // As many as fit. Producers say which work tiles they load: each has a stage at least, but for one that they begin.
-    static constexpr int OTHER_BYTES = EXCHANGE_BYTES + int(sizeof(TileScheduler) + sizeof(WorkTile));
-    static constexpr int STAGE_BYTES = Segment::MAX_SHARED_BYTES - OTHER_BYTES;  // left for all stages
-    static constexpr int STAGES = STAGE_BYTES / (sizeof(Stage) + 2 * sizeof(u64) + sizeof(WorkTile)), WORK_SLOTS = STAGES + 1;
+    // As many as fit. Producers say which work tiles they load: each has a stage at least, but for
+    // one that they begin.
+    static constexpr int OTHER_BYTES =
+        EXCHANGE_BYTES + int(sizeof(TileScheduler) + sizeof(WorkTile));
+    static constexpr int STAGE_BYTES =
+        Segment::MAX_SHARED_BYTES - OTHER_BYTES;  // left for all stages
+    static constexpr int STAGES =
+                             STAGE_BYTES / (sizeof(Stage) + 2 * sizeof(u64) + sizeof(WorkTile)),
+                         WORK_SLOTS = STAGES + 1;
 
     struct Shared : Exchange {
         Stage stage[STAGES];
@@ -150,7 +194,8 @@ struct LargeM {
         u64 full[STAGES], empty[STAGES];
         TileScheduler scheduler;
     };
-    static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES && sizeof(RepeatWeights) >= Transpose::BUFFER_BYTES);
+    static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES &&
+                  sizeof(RepeatWeights) >= Transpose::BUFFER_BYTES);
 
     __device__ static void run(const Segment& s, const SizeClass& size_class) {
         extern __shared__ __align__(1024) u8 memory[];
@@ -165,8 +210,10 @@ struct LargeM {
         }
         if (!size_class.reads_before_wait) griddepcontrol_wait();
         i64* error = blockIdx.x == 0 ? s.error : nullptr;
-        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, size_class, error, reinterpret_cast<i32*>(shared.stage));
-        if (size_class.reads_before_wait && !size_class.concurrent_with_previous) griddepcontrol_wait();
+        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, size_class, error,
+                               reinterpret_cast<i32*>(shared.stage));
+        if (size_class.reads_before_wait && !size_class.concurrent_with_previous)
+            griddepcontrol_wait();
         if (size_class.concurrent_with_next) griddepcontrol_launch_dependents();
         if constexpr (SPLIT_K > 1) cluster_wait();  // barriers of other blocks are there
         if (threadIdx.x < WARPGROUP * CONSUMERS) {
@@ -177,11 +224,13 @@ struct LargeM {
             produce(s, shared);
         }
         griddepcontrol_launch_dependents();
-        if (size_class.concurrent_with_previous && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
-        if constexpr (SPLIT_K > 1) cluster_arrive(), cluster_wait();  // others still write to this block's memory
+        if (size_class.concurrent_with_previous && blockIdx.x == gridDim.x - 1)
+            griddepcontrol_wait();
+        if constexpr (SPLIT_K > 1)
+            cluster_arrive(), cluster_wait();  // others still write to this block's memory
     }
 
-private:
+  private:
     using WorkTiles = typename TileScheduler::WorkTiles;
     using Columns = typename Segment::Columns;
 
@@ -189,43 +238,62 @@ private:
     __device__ static constexpr bool equally_spaced(i32 step) {
         for (i32 block = 0; block < N_TILES; ++block)
             for (i32 t = 0; t < WEIGHT_TILES; ++t)
-                if (Tiles::at(block, t) - Tiles::at(block, t % step) != Tiles::at(0, t / step * step) - Tiles::at(0, 0)) return false;
+                if (Tiles::at(block, t) - Tiles::at(block, t % step) !=
+                    Tiles::at(0, t / step * step) - Tiles::at(0, 0))
+                    return false;
         return true;
     }
 
-    // Producers --------------------------------------------------------------------------------------------------------
+    // Producers
+    // ---------------------------------------------------------------------------------------------
 
-    // The weights of a work tile: a warp copies the elements of each PRODUCER_WARPS-th tile, and a thread 16 bytes of scales of each
-    // TILES_PER_STEP-th.
+    // The weights of a work tile: a warp copies the elements of each PRODUCER_WARPS-th tile, and a
+    // thread 16 bytes of scales of each TILES_PER_STEP-th.
     struct Weights {
-        static_assert(i64(Segment::N) * Segment::K / 1024 * ELEMENTS < 1ll << 31, "offsets in a matrix");
+        static_assert(i64(Segment::N) * Segment::K / 1024 * ELEMENTS < 1ll << 31,
+                      "offsets in a matrix");
         static constexpr int TILES_PER_WARP = WEIGHT_TILES / PRODUCER_WARPS, RUNS = ELEMENTS / RUN;
-        static constexpr int BLOCK_PIECES = SCALES / 16, PIECES = STAGE_K_BLOCKS * BLOCK_PIECES;  // of the scales of a tile; of a stage's
+        static constexpr int BLOCK_PIECES = SCALES / 16,
+                             PIECES = STAGE_K_BLOCKS *
+                                      BLOCK_PIECES;  // of the scales of a tile; of a stage's
         static constexpr int TILES_PER_STEP = PIECES > 0 ? PRODUCERS / PIECES : WARPGROUP_WARPS;
-        static constexpr int SCALE_STEPS = PIECES > 0 ? (WEIGHT_TILES + TILES_PER_STEP - 1) / TILES_PER_STEP : 0;
+        static constexpr int SCALE_STEPS =
+            PIECES > 0 ? (WEIGHT_TILES + TILES_PER_STEP - 1) / TILES_PER_STEP : 0;
         static_assert(TILES_PER_STEP % WARPGROUP_WARPS == 0, "whole repeats in a step");
-        static constexpr bool EQUALLY_SPACED = equally_spaced(PRODUCER_WARPS) && equally_spaced(TILES_PER_STEP);
-        const u8 *elements, *scales;  // of the work tile's matrix; if tiles are equally spaced, the thread's first
-        i32 element[TILES_PER_WARP], scale[SCALE_STEPS > 0 ? SCALE_STEPS : 1];  // offsets, if they are not
+        static constexpr bool EQUALLY_SPACED =
+            equally_spaced(PRODUCER_WARPS) && equally_spaced(TILES_PER_STEP);
+        const u8 *elements,
+            *scales;  // of the work tile's matrix; if tiles are equally spaced, the thread's first
+        i32 element[TILES_PER_WARP],
+            scale[SCALE_STEPS > 0 ? SCALE_STEPS : 1];  // offsets, if they are not
 
-        __device__ __forceinline__ void open(const Segment& s, const WorkTile& work_tile, i32 thread) {
+        __device__ __forceinline__ void open(const Segment& s, const WorkTile& work_tile,
+                                             i32 thread) {
             const i64 tiles = i64(work_tile.m_tile.group) * (Segment::N / 16) * ALL_K_BLOCKS;
-            elements = Reader::elements(s) + tiles * ELEMENTS, scales = Reader::scales(s) + tiles * SCALES;
+            elements = Reader::elements(s) + tiles * ELEMENTS,
+            scales = Reader::scales(s) + tiles * SCALES;
 #pragma unroll
             for (int i = 0; i < TILES_PER_WARP; ++i)
-                element[i] = Tiles::at(work_tile.n_tile, thread / 32 + PRODUCER_WARPS * i) * ELEMENTS + thread % 32 * 16;
+                element[i] =
+                    Tiles::at(work_tile.n_tile, thread / 32 + PRODUCER_WARPS * i) * ELEMENTS +
+                    thread % 32 * 16;
             if constexpr (SCALES > 0) {
                 const i32 piece = thread % PIECES;
 #pragma unroll
                 for (int i = 0; i < SCALE_STEPS; ++i) {
-                    const i32 tile = Tiles::at(work_tile.n_tile, min(thread / PIECES + TILES_PER_STEP * i, WEIGHT_TILES - 1));
-                    scale[i] = (tile + piece / BLOCK_PIECES * Tiles::NEXT_K_BLOCK) * SCALES + piece % BLOCK_PIECES * 16;
+                    const i32 tile =
+                        Tiles::at(work_tile.n_tile,
+                                  min(thread / PIECES + TILES_PER_STEP * i, WEIGHT_TILES - 1));
+                    scale[i] = (tile + piece / BLOCK_PIECES * Tiles::NEXT_K_BLOCK) * SCALES +
+                               piece % BLOCK_PIECES * 16;
                 }
             }
             if (EQUALLY_SPACED) elements += element[0], scales += SCALE_STEPS > 0 ? scale[0] : 0;
         }
 
-        __device__ static constexpr i32 after_first(int t) { return Tiles::at(0, t) - Tiles::at(0, 0); }
+        __device__ static constexpr i32 after_first(int t) {
+            return Tiles::at(0, t) - Tiles::at(0, 0);
+        }
         __device__ __forceinline__ i32 element_at(int i) const {
             return EQUALLY_SPACED ? after_first(PRODUCER_WARPS * i) * ELEMENTS : element[i];
         }
@@ -239,67 +307,85 @@ private:
 #pragma unroll
             for (int run = 0; run < RUNS; ++run) {
                 const u32 first_element = shared_address(to.weights[0].elements[thread / 32]);
-                const u32 element_place = first_element + SharedWeights::swizzled_lane(thread % 32, run);
+                const u32 element_place =
+                    first_element + SharedWeights::swizzled_lane(thread % 32, run);
 #pragma unroll
                 for (int i = 0; i < TILES_PER_WARP; ++i) {
                     const int tile = PRODUCER_WARPS * i;
                     const int repeat_place = tile / WARPGROUP_WARPS * sizeof(RepeatWeights);
-                    const int place = repeat_place + tile % WARPGROUP_WARPS * STAGE_K_BLOCKS * ELEMENTS + run * RUN;
+                    const int place = repeat_place +
+                                      tile % WARPGROUP_WARPS * STAGE_K_BLOCKS * ELEMENTS +
+                                      run * RUN;
 #pragma unroll
                     for (int b = 0; b < Blocks; ++b)
                         cp_async_16(element_place + place + b * ELEMENTS,
-                                    elements + element_at(i) + (kb + b) * Tiles::NEXT_K_BLOCK * ELEMENTS + run * RUN);
+                                    elements + element_at(i) +
+                                        (kb + b) * Tiles::NEXT_K_BLOCK * ELEMENTS + run * RUN);
                 }
             }
             if constexpr (SCALES > 0) copy_scales<Blocks>(to, thread, kb);
         }
 
         __device__ __forceinline__ void advance(i32 blocks) {
-            elements += blocks * (Tiles::NEXT_K_BLOCK * ELEMENTS), scales += blocks * (Tiles::NEXT_K_BLOCK * SCALES);
+            elements += blocks * (Tiles::NEXT_K_BLOCK * ELEMENTS),
+                scales += blocks * (Tiles::NEXT_K_BLOCK * SCALES);
         }
 
-    private:
+      private:
         template <int Blocks>
         __device__ __forceinline__ void copy_scales(Stage& to, i32 thread, int kb) const {
             const i32 tile = thread / PIECES, piece = thread % PIECES;
-            const u32 scale_place = shared_address(to.weights[tile / WARPGROUP_WARPS].scales[tile % WARPGROUP_WARPS]) + piece * 16;
+            const u32 scale_place =
+                shared_address(to.weights[tile / WARPGROUP_WARPS].scales[tile % WARPGROUP_WARPS]) +
+                piece * 16;
 #pragma unroll
             for (int i = 0; i < SCALE_STEPS; ++i)
-                cp_async_16_if(scale_place + TILES_PER_STEP / WARPGROUP_WARPS * i * sizeof(RepeatWeights),
-                               scales + scale_at(i) + kb * Tiles::NEXT_K_BLOCK * SCALES,
-                               tile + TILES_PER_STEP * i < WEIGHT_TILES && piece < Blocks * BLOCK_PIECES);
+                cp_async_16_if(
+                    scale_place + TILES_PER_STEP / WARPGROUP_WARPS * i * sizeof(RepeatWeights),
+                    scales + scale_at(i) + kb * Tiles::NEXT_K_BLOCK * SCALES,
+                    tile + TILES_PER_STEP * i < WEIGHT_TILES && piece < Blocks * BLOCK_PIECES);
         }
     };
 
-    // The activations of a work tile: a thread copies 16 bytes of each ROWS_PER_STEP-th row, in as many steps as all need.
+    // The activations of a work tile: a thread copies 16 bytes of each ROWS_PER_STEP-th row, in as
+    // many steps as all need.
     struct Activations {
-        static constexpr int ROWS_PER_STEP = PRODUCERS / (TILE_ROW_BYTES / 16), ROW_STEPS = (TILE_M + ROWS_PER_STEP - 1) / ROWS_PER_STEP;
+        static constexpr int ROWS_PER_STEP = PRODUCERS / (TILE_ROW_BYTES / 16),
+                             ROW_STEPS = (TILE_M + ROWS_PER_STEP - 1) / ROWS_PER_STEP;
         const u8* row[ROW_STEPS];
         i32 row_steps;
         bool last;  // whether the thread has a row in the last step
 
-        __device__ __forceinline__ void open(const Segment& s, const WorkTile& work_tile, i32 thread) {
+        __device__ __forceinline__ void open(const Segment& s, const WorkTile& work_tile,
+                                             i32 thread) {
             const i32 mine = thread / (TILE_ROW_BYTES / 16);
             row_steps = (work_tile.tile_m + ROWS_PER_STEP - 1) / ROWS_PER_STEP;
             last = mine + ROWS_PER_STEP * (row_steps - 1) < work_tile.tile_m;
 #pragma unroll
             for (int i = 0; i < ROW_STEPS; ++i) {
                 // accumulators past the end are not stored
-                const i32 m = min(work_tile.m_tile.first + mine + ROWS_PER_STEP * i, work_tile.m_tile.end - 1);
-                if (i < row_steps) row[i] = reinterpret_cast<const u8*>(s.row(m)) + thread % (TILE_ROW_BYTES / 16) * 16;
+                const i32 m = min(work_tile.m_tile.first + mine + ROWS_PER_STEP * i,
+                                  work_tile.m_tile.end - 1);
+                if (i < row_steps)
+                    row[i] =
+                        reinterpret_cast<const u8*>(s.row(m)) + thread % (TILE_ROW_BYTES / 16) * 16;
             }
         }
 
         template <int Steps, int Blocks>
         __device__ __forceinline__ void copy(Stage& to, i32 thread, int kb) const {
-            const u32 place = shared_address(to.activations) + swizzled(thread / (TILE_ROW_BYTES / 16), thread % (TILE_ROW_BYTES / 16));
+            const u32 place =
+                shared_address(to.activations) +
+                swizzled(thread / (TILE_ROW_BYTES / 16), thread % (TILE_ROW_BYTES / 16));
 #pragma unroll
             for (int i = 0; i < Steps; ++i)
 #pragma unroll
                 for (int b = 0; b < Blocks; ++b) {
                     const u32 to_row = place + (i * ROWS_PER_STEP + b * TILE_M) * TILE_ROW_BYTES;
-                    if (i + 1 < Steps) cp_async_16(to_row, row[i] + (kb + b) * TILE_ROW_BYTES);
-                    else cp_async_16_if(to_row, row[i] + (kb + b) * TILE_ROW_BYTES, last);
+                    if (i + 1 < Steps)
+                        cp_async_16(to_row, row[i] + (kb + b) * TILE_ROW_BYTES);
+                    else
+                        cp_async_16_if(to_row, row[i] + (kb + b) * TILE_ROW_BYTES, last);
                 }
         }
 
@@ -310,11 +396,13 @@ private:
         }
     };
 
-    // The stages that producers fill. A stage is committed when its copies are there: once those of the next have begun, and a work tile's
-    // last one once the next work tile is found, which takes as long. (A fence by consumers instead waited for products that ran: 10 % on
-    // an H200.)
+    // The stages that producers fill. A stage is committed when its copies are there: once those of
+    // the next have begun, and a work tile's last one once the next work tile is found, which takes
+    // as long. (A fence by consumers instead waited for products that ran: 10 % on an H200.)
     struct ProducerPipeline {
-        static_assert(STAGES >= 3, "one that is not committed yet, and one that is not released yet, leave one to fill");
+        static_assert(
+            STAGES >= 3,
+            "one that is not committed yet, and one that is not released yet, leave one to fill");
         Shared& shared;
         PipelineState<STAGES> next, last;
 
@@ -333,7 +421,7 @@ private:
         // The last one of a work tile.
         __device__ __forceinline__ void commit_last() { signal<0>(); }
 
-    private:
+      private:
         template <int Pending>
         __device__ __forceinline__ void signal() {
             cp_async_wait<Pending>();
@@ -363,10 +451,12 @@ private:
 
     // A loop for each number of steps has fewer instructions than one that branches.
     template <int Steps>
-    __device__ static __forceinline__ void load_work_tile(
-        const Scales& scales, Weights& weights, Activations& rows, ProducerPipeline& pipeline, i32 thread) {
+    __device__ static __forceinline__ void load_work_tile(const Scales& scales, Weights& weights,
+                                                          Activations& rows,
+                                                          ProducerPipeline& pipeline, i32 thread) {
         if constexpr (Steps < Activations::ROW_STEPS) {
-            if (rows.row_steps > Steps) return load_work_tile<Steps + 1>(scales, weights, rows, pipeline, thread);
+            if (rows.row_steps > Steps)
+                return load_work_tile<Steps + 1>(scales, weights, rows, pipeline, thread);
         }
         if constexpr (SPLIT_K > 1) {
             const i32 first = i32(cluster_rank()) * K_BLOCKS;
@@ -385,32 +475,40 @@ private:
     }
 
     template <int Steps>
-    __device__ static __forceinline__ void load_run(
-        Weights& weights, Activations& rows, ProducerPipeline& pipeline, i32 thread, bool first) {
+    __device__ static __forceinline__ void load_run(Weights& weights, Activations& rows,
+                                                    ProducerPipeline& pipeline, i32 thread,
+                                                    bool first) {
 #pragma unroll 1
         for (i32 kb = 0; kb <= RUN_K_BLOCKS - UNROLL_K_BLOCKS; kb += UNROLL_K_BLOCKS) {
 #pragma unroll
             for (int b = 0; b < UNROLL_K_BLOCKS; b += STAGE_K_BLOCKS)
-                load_stage<Steps, STAGE_K_BLOCKS>(weights, rows, pipeline, thread, b, first && kb + b == 0);
+                load_stage<Steps, STAGE_K_BLOCKS>(weights, rows, pipeline, thread, b,
+                                                  first && kb + b == 0);
             weights.advance(UNROLL_K_BLOCKS), rows.template advance<Steps>(UNROLL_K_BLOCKS);
         }
-        constexpr int LEFT = RUN_K_BLOCKS % UNROLL_K_BLOCKS, HALF_STAGE = RUN_K_BLOCKS % STAGE_K_BLOCKS;
+        constexpr int LEFT = RUN_K_BLOCKS % UNROLL_K_BLOCKS,
+                      HALF_STAGE = RUN_K_BLOCKS % STAGE_K_BLOCKS;
         if constexpr (LEFT >= STAGE_K_BLOCKS)
-            load_stage<Steps, STAGE_K_BLOCKS>(weights, rows, pipeline, thread, 0, first && RUN_K_BLOCKS < UNROLL_K_BLOCKS);
+            load_stage<Steps, STAGE_K_BLOCKS>(weights, rows, pipeline, thread, 0,
+                                              first && RUN_K_BLOCKS < UNROLL_K_BLOCKS);
         if constexpr (HALF_STAGE != 0)
-            load_stage<Steps, HALF_STAGE>(weights, rows, pipeline, thread, LEFT - HALF_STAGE, first && RUN_K_BLOCKS < STAGE_K_BLOCKS);
+            load_stage<Steps, HALF_STAGE>(weights, rows, pipeline, thread, LEFT - HALF_STAGE,
+                                          first && RUN_K_BLOCKS < STAGE_K_BLOCKS);
     }
 
     template <int Steps, int Blocks>
-    __device__ static __forceinline__ void load_stage(
-        const Weights& weights, const Activations& rows, ProducerPipeline& pipeline, i32 thread, int kb, bool first) {
+    __device__ static __forceinline__ void load_stage(const Weights& weights,
+                                                      const Activations& rows,
+                                                      ProducerPipeline& pipeline, i32 thread,
+                                                      int kb, bool first) {
         Stage& stage = pipeline.acquire();
         weights.template copy<Blocks>(stage, thread, kb);
         rows.template copy<Steps, Blocks>(stage, thread, kb);
         pipeline.commit(first);
     }
 
-    // Consumers --------------------------------------------------------------------------------------------------------
+    // Consumers
+    // ---------------------------------------------------------------------------------------------
 
     __device__ static __forceinline__ void consume(const Segment& s, Shared& shared) {
         PipelineState<STAGES> ring;
@@ -421,18 +519,22 @@ private:
             mbarrier_wait(shared.full[ring.stage], ring.parity);
             const WorkTile current = shared.work_tiles[work_ring.stage];
             // a vote: all of the warp agree
-            if (MOST_PARTS > 1 && !__any_sync(WHOLE_WARP, current.consumers >> threadIdx.x / WARPGROUP & 1)) {
+            if (MOST_PARTS > 1 &&
+                !__any_sync(WHOLE_WARP, current.consumers >> threadIdx.x / WARPGROUP & 1)) {
                 skip(shared, ring);
                 continue;
             }
             const Scales scales(s, current.m_tile.group);
-            float outer[REPEATS][2];  // loaded while products run, not when the epilogue waits for them
+            float outer[REPEATS]
+                       [2];  // loaded while products run, not when the epilogue waits for them
 #pragma unroll
-            for (int h = 0; h < REPEATS; ++h) scales.of_lane(outer[h], current.n_tile, weight_tile_of(h), threadIdx.x % 32);
+            for (int h = 0; h < REPEATS; ++h)
+                scales.of_lane(outer[h], current.n_tile, weight_tile_of(h), threadIdx.x % 32);
             float sum[REPEATS][TILE_M / 2] = {};
             Mainloop mainloop(shared, ring, current.tile_m);
             mainloop.run(sum, scales);
-            const WorkTile work_tile = shared.work_tiles[work_ring.stage];  // registers are short while products run
+            const WorkTile work_tile =
+                shared.work_tiles[work_ring.stage];  // registers are short while products run
             bool stores = true;
             if constexpr (SPLIT_K > 1) stores = shared.add_up(sum[0], work_tile.tile_m, odd);
 #pragma unroll
@@ -454,17 +556,21 @@ private:
         }
     }
 
-    // Which of the block's repeats a consumer's repeat h is, and which of its tiles a warp has there.
-    __device__ static __forceinline__ i32 repeat_of(int h) { return threadIdx.x / WARPGROUP * REPEATS + h; }
+    // Which of the block's repeats a consumer's repeat h is, and which of its tiles a warp has
+    // there.
+    __device__ static __forceinline__ i32 repeat_of(int h) {
+        return threadIdx.x / WARPGROUP * REPEATS + h;
+    }
     __device__ static __forceinline__ i32 weight_tile_of(int h) {
         return repeat_of(h) * WARPGROUP_WARPS + threadIdx.x / 32 % WARPGROUP_WARPS;
     }
 
-    // The products of a work tile: for each K block a wgmma group with each repeat. Fragments for a group are made while the one before
-    // runs.
+    // The products of a work tile: for each K block a wgmma group with each repeat. Fragments for a
+    // group are made while the one before runs.
     struct Mainloop {
         static constexpr int WGMMA_GROUPS = STAGE_K_BLOCKS * REPEATS;  // of a stage
-        static constexpr int PREFETCHED = WGMMA_GROUPS > 1 ? 2 : 1;  // of these, in registers, not dequantized yet
+        static constexpr int PREFETCHED =
+            WGMMA_GROUPS > 1 ? 2 : 1;  // of these, in registers, not dequantized yet
         Shared& shared;
         PipelineState<STAGES>& ring;
         const i32 tile_m;
@@ -472,27 +578,36 @@ private:
         u32 next_to_release;       // a stage
 
         __device__ __forceinline__ Mainloop(Shared& shared, PipelineState<STAGES>& ring, i32 tile_m)
-            : shared(shared), ring(ring), tile_m(tile_m),
-              mine(Tiles::shared(repeat_of(0) * sizeof(RepeatWeights), repeat_of(0) * sizeof(RepeatWeights),
+            : shared(shared),
+              ring(ring),
+              tile_m(tile_m),
+              mine(Tiles::shared(repeat_of(0) * sizeof(RepeatWeights),
+                                 repeat_of(0) * sizeof(RepeatWeights),
                                  threadIdx.x / 32 % WARPGROUP_WARPS, threadIdx.x % 32)),
               next_to_release(ring.stage) {}
 
-        // sum[h][4 n + i]: rows r and r + 8 of the warp's tile in a repeat, and rows 8 n + 2 c, 8 n + 2 c + 1 of activations. Multiplies by
-        // as many of these as are needed: only the instruction differs; which one, all of the block agree.
-        __device__ __forceinline__ void run(float (&sum)[REPEATS][TILE_M / 2], const Scales& scales) {
-            if constexpr (TILE_M <= 80) run_unrolled<8, TILE_M>(sum, scales);
-            else run_pipelined(sum, scales);
+        // sum[h][4 n + i]: rows r and r + 8 of the warp's tile in a repeat, and rows 8 n + 2 c, 8 n
+        // + 2 c + 1 of activations. Multiplies by as many of these as are needed: only the
+        // instruction differs; which one, all of the block agree.
+        __device__ __forceinline__ void run(float (&sum)[REPEATS][TILE_M / 2],
+                                            const Scales& scales) {
+            if constexpr (TILE_M <= 80)
+                run_unrolled<8, TILE_M>(sum, scales);
+            else
+                run_pipelined(sum, scales);
             wgmma_wait<0>();
             while (next_to_release != epilogue_stage(EPILOGUE_STAGES - 1)) release();
         }
 
-        // Of the stages that are not released, the last one, or the one before: where the consumer's weights were is its own.
+        // Of the stages that are not released, the last one, or the one before: where the
+        // consumer's weights were is its own.
         __device__ __forceinline__ u32 epilogue_stage(int before) const {
             return ring.stage > before ? ring.stage - 1 - before : ring.stage + STAGES - 1 - before;
         }
 
         __device__ __forceinline__ u8* epilogue_buffer(int i) const {
-            return reinterpret_cast<u8*>(&shared.stage[epilogue_stage(i % EPILOGUE_STAGES)].weights[repeat_of(i / EPILOGUE_STAGES)]);
+            return reinterpret_cast<u8*>(&shared.stage[epilogue_stage(i % EPILOGUE_STAGES)]
+                                              .weights[repeat_of(i / EPILOGUE_STAGES)]);
         }
 
         __device__ __forceinline__ void release() {
@@ -500,16 +615,20 @@ private:
             if (++next_to_release == STAGES) next_to_release = 0;
         }
 
-    private:
+      private:
         using Fragments = u32[K_STEPS][4];
 
-        // Low M tiles: dequantizing takes longer than products. A loop for each height has fewer instructions than one that branches.
+        // Low M tiles: dequantizing takes longer than products. A loop for each height has fewer
+        // instructions than one that branches.
         template <int Least, int Most>
-        __device__ __forceinline__ void run_unrolled(float (&sum)[REPEATS][TILE_M / 2], const Scales& scales) {
+        __device__ __forceinline__ void run_unrolled(float (&sum)[REPEATS][TILE_M / 2],
+                                                     const Scales& scales) {
             if constexpr (Least < Most) {
                 constexpr int MIDDLE = (Least + Most) / 16 * 8;
-                if (tile_m <= MIDDLE) run_unrolled<Least, MIDDLE>(sum, scales);
-                else run_unrolled<MIDDLE + 8, Most>(sum, scales);
+                if (tile_m <= MIDDLE)
+                    run_unrolled<Least, MIDDLE>(sum, scales);
+                else
+                    run_unrolled<MIDDLE + 8, Most>(sum, scales);
             } else {
                 Fragments fragments[2];
                 Packed packed[PREFETCHED];
@@ -520,39 +639,51 @@ private:
                 for (int run = 0; run < RUNS; ++run) {
 #pragma unroll 1
                     for (i32 kb = 0; kb <= RUN_K_BLOCKS - STAGE_K_BLOCKS; kb += STAGE_K_BLOCKS)
-                        mma_stage<Most, WGMMA_GROUPS>(sum, fragments, packed, stage, run * RUN_K_BLOCKS + kb);
+                        mma_stage<Most, WGMMA_GROUPS>(sum, fragments, packed, stage,
+                                                      run * RUN_K_BLOCKS + kb);
                     if (run + 1 < RUNS) multiply<Most>(sum, scales.factor(run));
                 }
-                if constexpr (LAST != 0) mma_stage<Most, LAST * REPEATS>(sum, fragments, packed, stage, K_BLOCKS - LAST);
+                if constexpr (LAST != 0)
+                    mma_stage<Most, LAST * REPEATS>(sum, fragments, packed, stage, K_BLOCKS - LAST);
             }
         }
 
-        // The fragments of the stage's first group are made, and after it those of the next stage's. No products run on into the next
-        // stage: the compiler, which could not follow which registers they read, would make each wait for the one before.
+        // The fragments of the stage's first group are made, and after it those of the next
+        // stage's. No products run on into the next stage: the compiler, which could not follow
+        // which registers they read, would make each wait for the one before.
         template <int TileM, int WgmmaGroups>
-        __device__ __forceinline__ void mma_stage(
-            float (&sum)[REPEATS][TILE_M / 2], Fragments (&fragments)[2], Packed (&packed)[PREFETCHED], const Stage*& stage, i32 kb) {
+        __device__ __forceinline__ void mma_stage(float (&sum)[REPEATS][TILE_M / 2],
+                                                  Fragments (&fragments)[2],
+                                                  Packed (&packed)[PREFETCHED], const Stage*& stage,
+                                                  i32 kb) {
             const bool more = kb < K_BLOCKS - STAGE_K_BLOCKS;
             const u64 tiles = tile_descriptor(shared_address(stage->activations));
 #pragma unroll
             for (int g = 0; g < WgmmaGroups; ++g) {
-                mma<TileM>(sum[g % REPEATS], fragments[g % 2], tiles + g / REPEATS * (TILE_M * TILE_ROW_BYTES / 16));
-                if (g + PREFETCHED < WgmmaGroups) packed[g % PREFETCHED] = load(*stage, g + PREFETCHED);
-                if (WgmmaGroups % 2 != 0 && g + 1 == WgmmaGroups && more) wgmma_wait<0>();  // the next first fragments take their place
+                mma<TileM>(sum[g % REPEATS], fragments[g % 2],
+                           tiles + g / REPEATS * (TILE_M * TILE_ROW_BYTES / 16));
+                if (g + PREFETCHED < WgmmaGroups)
+                    packed[g % PREFETCHED] = load(*stage, g + PREFETCHED);
+                if (WgmmaGroups % 2 != 0 && g + 1 == WgmmaGroups && more)
+                    wgmma_wait<0>();  // the next first fragments take their place
                 if (g + 1 == WgmmaGroups && more) stage = &wait_stage(packed);
                 if (g > 0) wgmma_wait<1>();
                 if (g == 0 && kb > 0 && (EPILOGUE_STAGES == 1 || more)) release();
                 const int next = (g + 1) % WgmmaGroups;
-                if (g + 1 < WgmmaGroups || more) dequantize_now(fragments[next % 2], packed[next % PREFETCHED]);
+                if (g + 1 < WgmmaGroups || more)
+                    dequantize_now(fragments[next % 2], packed[next % PREFETCHED]);
             }
             wgmma_wait<0>();
         }
 
-        // High M tiles: products take longer, and run on from stage to stage, while the next fragments are made where there are registers
-        // for both. Loops for all heights would be much code.
-        __device__ __forceinline__ void run_pipelined(float (&sum)[REPEATS][TILE_M / 2], const Scales& scales) {
+        // High M tiles: products take longer, and run on from stage to stage, while the next
+        // fragments are made where there are registers for both. Loops for all heights would be
+        // much code.
+        __device__ __forceinline__ void run_pipelined(float (&sum)[REPEATS][TILE_M / 2],
+                                                      const Scales& scales) {
             static_assert(REPEATS == 1 || TILE_M <= 80, "registers");
-            constexpr int BUFFERS = STAGE_K_BLOCKS > 1 && TILE_M / 2 + 60 <= CONSUMER_REGISTERS ? 2 : 1;
+            constexpr int BUFFERS =
+                STAGE_K_BLOCKS > 1 && TILE_M / 2 + 60 <= CONSUMER_REGISTERS ? 2 : 1;
             Fragments fragments[BUFFERS];
             Packed packed[PREFETCHED];
             const Stage* stage;
@@ -567,9 +698,12 @@ private:
                         if (STAGE_K_BLOCKS == 1) wgmma_wait<0>();  // see PlainShared
                         if (b == 0) stage = &wait_stage(packed);
                         wgmma_wait<BUFFERS - 1>();
-                        if (b == BUFFERS - 1 && kb > 0 && (EPILOGUE_STAGES == 1 || kb < K_BLOCKS - STAGE_K_BLOCKS)) release();
+                        if (b == BUFFERS - 1 && kb > 0 &&
+                            (EPILOGUE_STAGES == 1 || kb < K_BLOCKS - STAGE_K_BLOCKS))
+                            release();
                         dequantize(fragments[b % BUFFERS], packed[b]);
-                        mma_any<8, TILE_M>(sum[0], fragments[b % BUFFERS], tile_descriptor(shared_address(stage->activations[b])));
+                        mma_any<8, TILE_M>(sum[0], fragments[b % BUFFERS],
+                                           tile_descriptor(shared_address(stage->activations[b])));
                     }
                 }
                 if (run + 1 < RUNS) {
@@ -581,7 +715,8 @@ private:
 
         // What one run of the contracted rows has added, before the next one: see ScaleRuns.
         template <int TileM>
-        __device__ static __forceinline__ void multiply(float (&sum)[REPEATS][TILE_M / 2], float factor) {
+        __device__ static __forceinline__ void multiply(float (&sum)[REPEATS][TILE_M / 2],
+                                                        float factor) {
 #pragma unroll
             for (int h = 0; h < REPEATS; ++h)
 #pragma unroll
@@ -603,13 +738,15 @@ private:
             return mine.load(from.elements[0][g / REPEATS], from.first_scales(g / REPEATS));
         }
 
-        __device__ static __forceinline__ void dequantize(Fragments& fragments, const Packed& packed) {
+        __device__ static __forceinline__ void dequantize(Fragments& fragments,
+                                                          const Packed& packed) {
 #pragma unroll
             for (int v = 0; v < K_STEPS; ++v) SharedWeights::dequantize(packed, v, fragments[v]);
         }
 
         // Here, and not between the products.
-        __device__ static __forceinline__ void dequantize_now(Fragments& fragments, const Packed& packed) {
+        __device__ static __forceinline__ void dequantize_now(Fragments& fragments,
+                                                              const Packed& packed) {
             dequantize(fragments, packed);
 #pragma unroll
             for (int v = 0; v < K_STEPS; ++v)
@@ -618,42 +755,52 @@ private:
         }
 
         template <int Least, int Most>
-        __device__ __forceinline__ void mma_any(float (&sum)[TILE_M / 2], const Fragments& fragments, u64 tile) {
+        __device__ __forceinline__ void mma_any(float (&sum)[TILE_M / 2],
+                                                const Fragments& fragments, u64 tile) {
             if constexpr (Least < Most) {
                 constexpr int MIDDLE = (Least + Most) / 16 * 8;
-                if (tile_m <= MIDDLE) mma_any<Least, MIDDLE>(sum, fragments, tile);
-                else mma_any<MIDDLE + 8, Most>(sum, fragments, tile);
+                if (tile_m <= MIDDLE)
+                    mma_any<Least, MIDDLE>(sum, fragments, tile);
+                else
+                    mma_any<MIDDLE + 8, Most>(sum, fragments, tile);
             } else {
                 wgmma_fence();
 #pragma unroll
                 for (int v = 0; v < K_STEPS; ++v)
-                    wgmma<typename Segment::Activation, Most>(sum, fragments[v], tile | 2 * v);  // fewer instructions here than +
+                    wgmma<typename Segment::Activation, Most>(
+                        sum, fragments[v], tile | 2 * v);  // fewer instructions here than +
                 wgmma_commit();
             }
         }
 
         template <int TileM>
-        __device__ static __forceinline__ void mma(float (&sum)[TILE_M / 2], const Fragments& fragments, u64 tile) {
+        __device__ static __forceinline__ void mma(float (&sum)[TILE_M / 2],
+                                                   const Fragments& fragments, u64 tile) {
             wgmma_fence();
 #pragma unroll
             for (int v = 0; v < K_STEPS; ++v)
-                wgmma<typename Segment::Activation, TileM>(sum, fragments[v], tile + 2 * v);  // fewer instructions here than |
+                wgmma<typename Segment::Activation, TileM>(
+                    sum, fragments[v], tile + 2 * v);  // fewer instructions here than |
             wgmma_commit();
         }
     };
 
-    // Epilogue ---------------------------------------------------------------------------------------------------------
+    // Epilogue
+    // ---------------------------------------------------------------------------------------------
 
     // Of the repeats from h on that make a result.
-    __device__ static __forceinline__ void store(
-        float (*sum)[TILE_M / 2], const float (*outer)[2], const Segment& s, const Mainloop& mainloop, const WorkTile& work_tile, int h) {
-        const i32 column = work_tile.n_tile * TILE_N + repeat_of(h) / REPEATS_PER_RESULT * Transpose::COLUMNS;
+    __device__ static __forceinline__ void store(float (*sum)[TILE_M / 2], const float (*outer)[2],
+                                                 const Segment& s, const Mainloop& mainloop,
+                                                 const WorkTile& work_tile, int h) {
+        const i32 column =
+            work_tile.n_tile * TILE_N + repeat_of(h) / REPEATS_PER_RESULT * Transpose::COLUMNS;
         ConsumerTile<Segment, REPEATS_PER_RESULT>::sync();  // all have read their weights
         ConsumerTile<Segment, REPEATS_PER_RESULT> tile{s, work_tile, column};
 #pragma unroll
         for (int i = 0; i < REPEATS_PER_RESULT; ++i)
 #pragma unroll
-            for (int upper = 0; upper < 2; ++upper) tile.factor[i][upper] = Reader::RESCALE * outer[i][upper];
+            for (int upper = 0; upper < 2; ++upper)
+                tile.factor[i][upper] = Reader::RESCALE * outer[i][upper];
         if constexpr (Segment::ADDED > 0) add(sum, tile, h);
         const Transpose transpose(tile);
         transpose.write(mainloop.epilogue_buffer(0), sum, 0);
@@ -662,15 +809,21 @@ private:
             if (row >= tile.work_tile.tile_m) break;
             const int next = row + EPILOGUE_ROWS;
             tile.sync();
-            const auto rows = transpose.load(mainloop.epilogue_buffer(row / EPILOGUE_ROWS % EPILOGUE_BUFFERS));
+            const auto rows =
+                transpose.load(mainloop.epilogue_buffer(row / EPILOGUE_ROWS % EPILOGUE_BUFFERS));
             if (EPILOGUE_BUFFERS == 1) tile.sync();
-            if (next < TILE_M) transpose.write(mainloop.epilogue_buffer(next / EPILOGUE_ROWS % EPILOGUE_BUFFERS), sum, next);
+            if (next < TILE_M)
+                transpose.write(mainloop.epilogue_buffer(next / EPILOGUE_ROWS % EPILOGUE_BUFFERS),
+                                sum, next);
             transpose.store(rows, row);
         }
     }
 
-    // The product beside this one, to accumulators of the repeats from h on, which are multiplied by their factors before.
-    __device__ static __forceinline__ void add(float (*sum)[TILE_M / 2], ConsumerTile<Segment, REPEATS_PER_RESULT>& tile, int h) {
+    // The product beside this one, to accumulators of the repeats from h on, which are multiplied
+    // by their factors before.
+    __device__ static __forceinline__ void add(float (*sum)[TILE_M / 2],
+                                               ConsumerTile<Segment, REPEATS_PER_RESULT>& tile,
+                                               int h) {
         using Added = AddedProduct<Segment>;
         const WorkTile& work_tile = tile.work_tile;
         const i32 row = threadIdx.x % 32 / 4, first = work_tile.m_tile.first + row;
@@ -681,23 +834,28 @@ private:
             tile.factor[i][0] = tile.factor[i][1] = 1;
             const auto columns = Added::columns(tile.s, work_tile.m_tile.group);
             const i32 column = Tiles::first_column(work_tile.n_tile, weight_tile_of(h + i)) + row;
-            const auto rows = [&](int t, int k) { return Added::rows(tile.s).four(min(first + 8 * t, work_tile.m_tile.end - 1), k); };
+            const auto rows = [&](int t, int k) {
+                return Added::rows(tile.s).four(min(first + 8 * t, work_tile.m_tile.end - 1), k);
+            };
             Added::template add<TILE_M / 8>(
-                sum[i], [&](int k) { return columns.four(column, k); }, [&](int k) { return columns.four(column + 8, k); }, rows,
-                work_tile.tile_m / 8);
+                sum[i], [&](int k) { return columns.four(column, k); },
+                [&](int k) { return columns.four(column + 8, k); }, rows, work_tile.tile_m / 8);
         }
     }
 
     // Rows that belong to no group.
-    __device__ static __forceinline__ void store_ungrouped_rows(const Segment& s, const WorkTile& work_tile) {
+    __device__ static __forceinline__ void store_ungrouped_rows(const Segment& s,
+                                                                const WorkTile& work_tile) {
         constexpr int V = 8;
         const i32 pieces = (work_tile.m_tile.end - work_tile.m_tile.first) * (TILE_N / V);
         for (i32 first = threadIdx.x / 32 * 32; first < pieces; first += WARPGROUP * CONSUMERS) {
             const i32 i = first + threadIdx.x % 32, m = work_tile.m_tile.first + i / (TILE_N / V);
             const float zero[Segment::COLUMNS_PER_RESULT][V] = {};
             const RowMajor at{work_tile.n_tile * TILE_N + i % (TILE_N / V) * V};
-            if constexpr (Segment::RESULTS == 0) store_row<64 / V>(s, m, Segment::GROUPS, at.j, i < pieces, zero);
-            else if (i < pieces) store_columns<V>(s, m, Segment::GROUPS, at, zero);
+            if constexpr (Segment::RESULTS == 0)
+                store_row<64 / V>(s, m, Segment::GROUPS, at.j, i < pieces, zero);
+            else if (i < pieces)
+                store_columns<V>(s, m, Segment::GROUPS, at, zero);
         }
     }
 };

@@ -15,15 +15,19 @@ __device__ __forceinline__ Vector<T, V> load_vector(const T* p) {
     return *reinterpret_cast<const Vector<T, V>*>(p);
 }
 
-// To memory that all see, by whole instructions: what is stored member by member, the compiler does not always put together again.
+// To memory that all see, by whole instructions: what is stored member by member, the compiler does
+// not always put together again.
 template <int V, class T>
 __device__ __forceinline__ void store_vector(T* p, const Vector<T, V>& x) {
     if constexpr (sizeof(x) == 16) {
         const uint4& words = reinterpret_cast<const uint4&>(x);
-        asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");
+        asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(words.x), "r"(words.y),
+                     "r"(words.z), "r"(words.w)
+                     : "memory");
     } else if constexpr (sizeof(x) == 8) {
         const uint2& words = reinterpret_cast<const uint2&>(x);
-        asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(words.x), "r"(words.y) : "memory");
+        asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(words.x), "r"(words.y)
+                     : "memory");
     } else {
         *reinterpret_cast<Vector<T, V>*>(p) = x;
     }
@@ -60,10 +64,13 @@ __device__ __forceinline__ void store_eight(T* p, const Eight<T>& x) {
     }
 }
 
-// What is read once and by one block: not kept in L1. Not `.nc`: the compiler may move such loads past a barrier.
+// What is read once and by one block: not kept in L1. Not `.nc`: the compiler may move such loads
+// past a barrier.
 __device__ __forceinline__ uint4 load_no_allocate(const u8* p) {
     uint4 x;
-    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(p));
     return x;
 }
 
@@ -93,14 +100,14 @@ __device__ __forceinline__ u32 load_no_allocate_1(const u8* p) {
 
 // x = the 16 bytes at p where `good`, else x stays.
 __device__ __forceinline__ void load_if(uint4& x, const void* p, bool good) {
-    asm volatile(
-        "{.reg .pred q; setp.ne.s32 q, %5, 0; @q ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
-        : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
-        : "l"(p), "r"(int(good)));
+    asm volatile("{.reg .pred q; setp.ne.s32 q, %5, 0; @q ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                 : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
+                 : "l"(p), "r"(int(good)));
 }
 
-// Launches of a program overlap: a kernel may start while the one before it ends. What that one wrote is read after `griddepcontrol_wait`;
-// `griddepcontrol_launch_dependents` comes after it, so that two launches back everything is in memory.
+// Launches of a program overlap: a kernel may start while the one before it ends. What that one
+// wrote is read after `griddepcontrol_wait`; `griddepcontrol_launch_dependents` comes after it, so
+// that two launches back everything is in memory.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,17 +1,20 @@
-// Copies of numbers in MXFP8: e4m3 codes, and a power of two for 32 of them in a row, or of a column; both from one read.
+// Copies of numbers in MXFP8: e4m3 codes, and a power of two for 32 of them in a row, or of a
+// column; both from one read.
 //
-// A warp looks for a tile of 32 rows once and has up to four strips of it, of 64 columns; a lane has eight columns of every fourth row, and
-// loads all before it needs the first. Rows of groups are in tiles that no group shares.
+// A warp looks for a tile of 32 rows once and has up to four strips of it, of 64 columns; a lane
+// has eight columns of every fourth row, and loads all before it needs the first. Rows of groups
+// are in tiles that no group shares.
 #pragma once
 
 #include "routing.cuh"
 
 namespace {
 
-// The byte of a scale, from the bits of the largest magnitude: amax / 448, rounded up to a power of two. Without branches: 254 for infinity,
-// 255 for NaN, which a product makes 0x7FFFFFFF.
+// The byte of a scale, from the bits of the largest magnitude: amax / 448, rounded up to a power of
+// two. Without branches: 254 for infinity, 255 for NaN, which a product makes 0x7FFFFFFF.
 __device__ __forceinline__ u32 e8m0_of(u32 most) {
-    const u32 bits = __float_as_uint(__uint_as_float(most) * (1.f / 448.f)), up = (bits + 0x7FFFFF) >> 23;
+    const u32 bits = __float_as_uint(__uint_as_float(most) * (1.f / 448.f)),
+              up = (bits + 0x7FFFFF) >> 23;
     return up - u32(up >= 255) - u32(bits - 1 < 0x400000);
 }
 
@@ -31,7 +34,8 @@ __device__ __forceinline__ u16 e4m3_pair(float low, float high) {
 __device__ __forceinline__ u32 numbers_of(u16 codes, float low_scale, float high_scale) {
     const u32 halves = halves_of(codes);
     u32 both;
-    const float low = widen(f16{u16(halves)}) * low_scale, high = widen(f16{u16(halves >> 16)}) * high_scale;
+    const float low = widen(f16{u16(halves)}) * low_scale,
+                high = widen(f16{u16(halves >> 16)}) * high_scale;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
@@ -50,7 +54,9 @@ struct Bits {
     __device__ __forceinline__ float number(int v) const { return __uint_as_float(at[v]); }
     __device__ __forceinline__ static u32 magnitude(u32 word) { return word & 0x7FFFFFFF; }
     __device__ __forceinline__ static u32 larger(u32 a, u32 b) { return max(a, b); }
-    __device__ __forceinline__ static u32 largest(u32 word) { return word; }  // of its magnitudes, as float32
+    __device__ __forceinline__ static u32 largest(u32 word) {
+        return word;
+    }  // of its magnitudes, as float32
 };
 
 // bf16 numbers are two in a word.
@@ -67,14 +73,18 @@ struct Bits<bf16> {
             asm("" : "+r"(at[v / 2]));  // as it was loaded: the compiler takes it apart otherwise
         }
     }
-    __device__ __forceinline__ float number(int v) const { return __uint_as_float(v % 2 ? at[v / 2] & 0xFFFF0000 : at[v / 2] << 16); }
+    __device__ __forceinline__ float number(int v) const {
+        return __uint_as_float(v % 2 ? at[v / 2] & 0xFFFF0000 : at[v / 2] << 16);
+    }
     __device__ __forceinline__ static u32 magnitude(u32 word) { return word & 0x7FFF7FFF; }
     __device__ __forceinline__ static u32 larger(u32 a, u32 b) {
         u32 both;
         asm("max.u16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
         return both;
     }
-    __device__ __forceinline__ static u32 largest(u32 word) { return max(word << 16, word & 0xFFFF0000); }
+    __device__ __forceinline__ static u32 largest(u32 word) {
+        return max(word << 16, word & 0xFFFF0000);
+    }
 };
 
 // Scales of eight columns.
@@ -95,11 +105,14 @@ struct Scales {
         for (int v = 0; v < 8; ++v) set(v, byte_of_all);
     }
 
-private:
-    __device__ __forceinline__ void set(int v, u32 e8m0) { byte[v] = e8m0, scale[v] = e8m0_(e8m0), over[v] = over_e8m0(e8m0); }
+  private:
+    __device__ __forceinline__ void set(int v, u32 e8m0) {
+        byte[v] = e8m0, scale[v] = e8m0_(e8m0), over[v] = over_e8m0(e8m0);
+    }
 };
 
-// Where a copy is stored; null where it is not needed. numbers: those that codes and scales stand for.
+// Where a copy is stored; null where it is not needed. numbers: those that codes and scales stand
+// for.
 struct Copy {
     u8 *codes = nullptr, *scales = nullptr;
     bf16* numbers = nullptr;
@@ -132,10 +145,13 @@ struct PlainRows {
 
     __device__ __forceinline__ i64 tiles() const { return (rows + 31) / 32; }
     __device__ __forceinline__ i64 blocks() const { return tiles(); }
-    __device__ __forceinline__ RowTile at(i64 tile) const { return {32 * tile, i32(min(rows - 32 * tile, i64(32))), true}; }
+    __device__ __forceinline__ RowTile at(i64 tile) const {
+        return {32 * tile, i32(min(rows - 32 * tile, i64(32))), true};
+    }
 };
 
-// Rows of groups, each of which begins with a tile of its own, as groups.block_slots has it; then those of no group. Tiles may be empty.
+// Rows of groups, each of which begins with a tile of its own, as groups.block_slots has it; then
+// those of no group. Tiles may be empty.
 template <i32 GROUPS>
 struct GroupedRows {
     const i32* ends;
@@ -161,7 +177,8 @@ struct GroupedRows {
     }
 };
 
-// Calls body(tile, its number, strip) on warps: the first of the strips that a warp has of a tile, of which every WARPS-th is its own.
+// Calls body(tile, its number, strip) on warps: the first of the strips that a warp has of a tile,
+// of which every WARPS-th is its own.
 template <i32 K>
 struct Strips {
     static constexpr i32 COUNT = (K + 63) / 64, WARPS = (COUNT + 3) / 4;  // of a tile
@@ -175,10 +192,16 @@ struct Strips {
     }
 
     // A lane's first column, whether there is one, and its rows: s below 8.
-    __device__ __forceinline__ static i32 column(i32 strip) { return 64 * strip + threadIdx.x % 8 * 8; }
-    __device__ __forceinline__ static bool there(i32 strip) { return K % 64 == 0 || column(strip) < K; }
+    __device__ __forceinline__ static i32 column(i32 strip) {
+        return 64 * strip + threadIdx.x % 8 * 8;
+    }
+    __device__ __forceinline__ static bool there(i32 strip) {
+        return K % 64 == 0 || column(strip) < K;
+    }
     __device__ __forceinline__ static i32 row(int s) { return 4 * s + threadIdx.x % 32 / 8; }
-    __device__ __forceinline__ static i64 row_inside(const RowTile& tile, int s) { return tile.first + min(row(s), tile.rows - 1); }
+    __device__ __forceinline__ static i64 row_inside(const RowTile& tile, int s) {
+        return tile.first + min(row(s), tile.rows - 1);
+    }
 };
 
 // The byte of the scale of 32 numbers of a row, eight in each of four lanes.
@@ -199,20 +222,24 @@ __device__ __forceinline__ Bits<T> largest_of_columns(const Bits<T> (&x)[8]) {
 #pragma unroll
     for (int w = 0; w < most.WORDS; ++w) {
 #pragma unroll
-        for (int s = 0; s < 8; ++s) most.at[w] = most.larger(most.at[w], most.magnitude(x[s].at[w]));
+        for (int s = 0; s < 8; ++s)
+            most.at[w] = most.larger(most.at[w], most.magnitude(x[s].at[w]));
         most.at[w] = most.larger(most.at[w], __shfl_xor_sync(WHOLE_WARP, most.at[w], 8));
         most.at[w] = most.larger(most.at[w], __shfl_xor_sync(WHOLE_WARP, most.at[w], 16));
     }
     return most;
 }
 
-// Copies of [rows, K] numbers of type T. row(m)(j0, x): columns j0 .. j0 + 7 of row m. IN_ROWS, IN_COLUMNS: which of the two are made.
+// Copies of [rows, K] numbers of type T. row(m)(j0, x): columns j0 .. j0 + 7 of row m. IN_ROWS,
+// IN_COLUMNS: which of the two are made.
 template <class T, i32 K, bool IN_ROWS, bool IN_COLUMNS, class Tiles, class Row>
-__device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const Copy& in_rows, const Copy& in_columns) {
+__device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const Copy& in_rows,
+                                            const Copy& in_columns) {
     using S = Strips<K>;
     S::for_all(tiles, [&](const RowTile& tile, i64 number, i32 first) {
         const auto store_scales = [&](i32 strip, const Vector<u8, 8>& bytes) {
-            if (in_columns.scales && threadIdx.x % 32 < 8 && S::there(strip) && number < tiles.blocks())
+            if (in_columns.scales && threadIdx.x % 32 < 8 && S::there(strip) &&
+                number < tiles.blocks())
                 store_vector<8>(in_columns.scales + number * K + S::column(strip), bytes);
         };
         if (tile.rows == 0) {
@@ -242,7 +269,8 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const C
                     const i64 m = tile.first + S::row(s);
                     const Scales by(byte[s]);
                     if (S::row(s) < tile.rows && S::there(strip)) {
-                        if (in_rows.scales && threadIdx.x % 4 == 0) in_rows.scales[m * (K / 32) + j0 / 32] = byte[s];
+                        if (in_rows.scales && threadIdx.x % 4 == 0)
+                            in_rows.scales[m * (K / 32) + j0 / 32] = byte[s];
                         in_rows.store(m * K + j0, x[s], by);
                     }
                 }
@@ -260,7 +288,8 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const C
 #pragma unroll
                 for (int s = 0; s < 8; ++s) {
                     const i64 m = tile.first + S::row(s);
-                    if (S::row(s) < tile.rows && S::there(strip)) in_columns.store(m * K + j0, x[s], by);
+                    if (S::row(s) < tile.rows && S::there(strip))
+                        in_columns.store(m * K + j0, x[s], by);
                 }
             }
         }
@@ -269,7 +298,8 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const C
 
 // The bf16 numbers of a copy [rows, K] in blocks along rows of groups; zeros in rows of none.
 template <i32 K, i32 GROUPS>
-__device__ __forceinline__ void read_copy(const GroupedRows<GROUPS>& tiles, const u8* codes, const u8* scales, bf16* numbers) {
+__device__ __forceinline__ void read_copy(const GroupedRows<GROUPS>& tiles, const u8* codes,
+                                          const u8* scales, bf16* numbers) {
     using S = Strips<K>;
     S::for_all(tiles, [&](const RowTile& tile, i64 number, i32 first) {
         if (tile.rows == 0) return;
@@ -282,7 +312,9 @@ __device__ __forceinline__ void read_copy(const GroupedRows<GROUPS>& tiles, cons
             if (tile.in_group) {
                 bytes = load_vector<8>(scales + number * K + j0);
 #pragma unroll
-                for (int s = 0; s < 8; ++s) x[s] = load_vector<4>(reinterpret_cast<const u16*>(codes + S::row_inside(tile, s) * K + j0));
+                for (int s = 0; s < 8; ++s)
+                    x[s] = load_vector<4>(
+                        reinterpret_cast<const u16*>(codes + S::row_inside(tile, s) * K + j0));
             }
             float scale[8];
 #pragma unroll
@@ -292,8 +324,10 @@ __device__ __forceinline__ void read_copy(const GroupedRows<GROUPS>& tiles, cons
                 const i64 m = tile.first + S::row(s);
                 Vector<u32, 4> wide;
 #pragma unroll
-                for (int v = 0; v < 8; v += 2) wide.at[v / 2] = numbers_of(x[s].at[v / 2], scale[v], scale[v + 1]);
-                if (S::row(s) < tile.rows) store_vector<4>(reinterpret_cast<u32*>(numbers + m * K + j0), wide);
+                for (int v = 0; v < 8; v += 2)
+                    wide.at[v / 2] = numbers_of(x[s].at[v / 2], scale[v], scale[v + 1]);
+                if (S::row(s) < tile.rows)
+                    store_vector<4>(reinterpret_cast<u32*>(numbers + m * K + j0), wide);
             }
         }
     });

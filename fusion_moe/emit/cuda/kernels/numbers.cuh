@@ -1,4 +1,5 @@
-// Numbers: narrow floats and the functions of the IR on float32. NVRTC has no headers of the system's: everything needed stands here.
+// Numbers: narrow floats and the functions of the IR on float32. NVRTC has no headers of the
+// system's: everything needed stands here.
 #pragma once
 
 using u8 = unsigned char;
@@ -68,7 +69,8 @@ __device__ __forceinline__ float rounded(float x) {
     return widen(narrow<T>(x));
 }
 
-// The instruction that rounds two numbers is several times as fast as the one that rounds one, and leaves the upper one wide.
+// The instruction that rounds two numbers is several times as fast as the one that rounds one, and
+// leaves the upper one wide.
 template <>
 __device__ __forceinline__ float rounded<bf16>(float x) {
     u32 both;
@@ -92,10 +94,13 @@ __device__ __forceinline__ f16 stored<f16, float>(float x) {
     return narrow<f16>(x);
 }
 
-// ------------------------------------------------------------------------------------------------------------------------------- MXFP8
+// -------------------------------------------------------------------------------------------------
+// MXFP8
 
 // 2^(byte - 127); 255 is NaN.
-__device__ __forceinline__ float e8m0_(u32 byte) { return __uint_as_float(byte == 255 ? 0x7FC00000 : max(byte << 23, 0x400000u)); }
+__device__ __forceinline__ float e8m0_(u32 byte) {
+    return __uint_as_float(byte == 255 ? 0x7FC00000 : max(byte << 23, 0x400000u));
+}
 
 // Two e4m3 codes, the first in the low byte, as float16, which holds them.
 __device__ __forceinline__ u32 halves_of(u16 codes) {
@@ -108,7 +113,8 @@ __device__ __forceinline__ u32 halves_of(u16 codes) {
 #pragma unroll
     for (int i = 0; i < 16; i += 8) {
         const u32 code = codes >> i & 0xFF;  // its bits as those of a float16 are 2^-8 of it
-        const f16 half = narrow<f16>(widen(f16{u16((code & 0x80) << 8 | (code & 0x7F) << 7)}) * 256.f);
+        const f16 half =
+            narrow<f16>(widen(f16{u16((code & 0x80) << 8 | (code & 0x7F) << 7)}) * 256.f);
         halves |= u32((code & 0x7F) == 0x7F ? 0x7FFF : half.bits) << 2 * i;
     }
     return halves;
@@ -117,13 +123,15 @@ __device__ __forceinline__ u32 halves_of(u16 codes) {
 
 __device__ __forceinline__ float e4m3_(u8 code) { return widen(f16{u16(halves_of(code))}); }
 
-// --------------------------------------------------------------------------------------------------------------- functions of the IR
+// -------------------------------------------------------------------------------------------------
+// functions of the IR
 
 __device__ __forceinline__ float exp_(float x) { return ::expf(x); }
 __device__ __forceinline__ float tanh_(float x) { return ::tanhf(x); }
 __device__ __forceinline__ float erf_(float x) { return ::erff(x); }
-// Approximate, to 2^-16 of the result: exact ones make gate and up of large M 2 to 5 % slower, since all products wait for the epilogue.
-// What becomes subnormal on the way is less than 2^-126 of the result, or the result is as good as zero.
+// Approximate, to 2^-16 of the result: exact ones make gate and up of large M 2 to 5 % slower,
+// since all products wait for the epilogue. What becomes subnormal on the way is less than 2^-126
+// of the result, or the result is as good as zero.
 __device__ __forceinline__ float sigmoid_(float x) {
     float power, found;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.44269504f));
@@ -132,8 +140,12 @@ __device__ __forceinline__ float sigmoid_(float x) {
 }
 __device__ __forceinline__ float silu_(float x) { return x * sigmoid_(x); }
 __device__ __forceinline__ float relu_(float x) { return x > 0.f || x != x ? x : 0.f; }
-__device__ __forceinline__ float minimum_(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
-__device__ __forceinline__ float maximum_(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
+__device__ __forceinline__ float minimum_(float a, float b) {
+    return a != a ? a : b != b ? b : a < b ? a : b;
+}
+__device__ __forceinline__ float maximum_(float a, float b) {
+    return a != a ? a : b != b ? b : a > b ? a : b;
+}
 __device__ __forceinline__ i64 minimum_(i64 a, i64 b) { return a < b ? a : b; }
 __device__ __forceinline__ i64 maximum_(i64 a, i64 b) { return a > b ? a : b; }
 __device__ __forceinline__ bool minimum_(bool a, bool b) { return a && b; }

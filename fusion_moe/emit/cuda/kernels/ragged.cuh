@@ -1,4 +1,5 @@
-// Rows partitioned into groups, with ends that only the device knows: what is wrong with them is made safe, and reported.
+// Rows partitioned into groups, with ends that only the device knows: what is wrong with them is
+// made safe, and reported.
 #pragma once
 
 #include "memory.cuh"
@@ -11,7 +12,8 @@ constexpr u32 WHOLE_WARP = 0xFFFFFFFF;
 enum Fault : u64 { NONE = 0, BAD_END = 1, BAD_ID = 2, BAD_INDEX = 3 };
 
 __device__ __forceinline__ void report(i64* word, Fault fault, i32 place, i32 value) {
-    *reinterpret_cast<volatile u64*>(word) = u64(fault) << 56 | u64(u32(place) & 0xFFFFFF) << 32 | u32(value);
+    *reinterpret_cast<volatile u64*>(word) =
+        u64(fault) << 56 | u64(u32(place) & 0xFFFFFF) << 32 | u32(value);
 }
 
 // An index that memory may be read with; the first one that is not is reported.
@@ -26,19 +28,24 @@ __device__ __forceinline__ i64 group_of(const i32* ends, i64 groups, i64 row) {
     i64 low = 0, high = groups;
     while (low < high) {
         const i64 middle = (low + high) / 2;
-        if (ends[middle] > row) high = middle;
-        else low = middle + 1;
+        if (ends[middle] > row)
+            high = middle;
+        else
+            low = middle + 1;
     }
     return low;
 }
 
-// The block of 32 rows that a row is in, where each group begins with a block of its own (groups.block_slots); -1 past the last end.
+// The block of 32 rows that a row is in, where each group begins with a block of its own
+// (groups.block_slots); -1 past the last end.
 __device__ __forceinline__ i64 block_of(const i32* ends, i64 groups, i64 row) {
-    const i64 g = group_of(ends, groups, row), start = g == 0 ? 0 : min(max(i64(ends[g - 1]), i64(0)), row);
+    const i64 g = group_of(ends, groups, row),
+              start = g == 0 ? 0 : min(max(i64(ends[g - 1]), i64(0)), row);
     return g == groups ? -1 : start / 32 + g + (row - start) / 32;
 }
 
-// Which lanes of a warp have the same number, of 0 .. MAX, as a lane, and which have smaller ones: by a vote for each bit.
+// Which lanes of a warp have the same number, of 0 .. MAX, as a lane, and which have smaller ones:
+// by a vote for each bit.
 template <int MAX>
 struct Votes {
     u32 same = WHOLE_WARP, less = 0;
@@ -46,13 +53,14 @@ struct Votes {
     __device__ __forceinline__ explicit Votes(i32 number) {
 #pragma unroll
         for (int bit = bits(MAX) - 1; bit >= 0; --bit) {
-            const u32 with = __ballot_sync(WHOLE_WARP, number >> bit & 1), has = number >> bit & 1 ? WHOLE_WARP : 0;
+            const u32 with = __ballot_sync(WHOLE_WARP, number >> bit & 1),
+                      has = number >> bit & 1 ? WHOLE_WARP : 0;
             less |= same & has & ~with;
             same &= ~(has ^ with);
         }
     }
 
-private:
+  private:
     __device__ static constexpr int bits(int most) { return most ? 1 + bits(most / 2) : 0; }
 };
 
@@ -76,7 +84,8 @@ __device__ __forceinline__ i32 scan(i32 x, Both both) {
     return x;
 }
 
-// Ends in a warp: EACH groups of a lane, one after the other; past the last that of the last. Null: of one group, which has all rows.
+// Ends in a warp: EACH groups of a lane, one after the other; past the last that of the last. Null:
+// of one group, which has all rows.
 template <int GROUPS, int EACH>
 __device__ __forceinline__ void load_ends(i32 (&end)[EACH], const i32* ends, i32 rows) {
     if (GROUPS == 1 && ends == nullptr) {
@@ -87,7 +96,8 @@ __device__ __forceinline__ void load_ends(i32 (&end)[EACH], const i32* ends, i32
     constexpr int V = GROUPS % 4 == 0 && EACH % 4 == 0 ? 4 : 1;
 #pragma unroll
     for (int i = 0; i < EACH; i += V) {
-        const Vector<i32, V> some = first + i < GROUPS ? load_vector<V>(ends + first + i) : Vector<i32, V>{};
+        const Vector<i32, V> some =
+            first + i < GROUPS ? load_vector<V>(ends + first + i) : Vector<i32, V>{};
 #pragma unroll
         for (int v = 0; v < V; ++v) end[i + v] = some.at[v];
     }
@@ -113,7 +123,8 @@ __device__ __forceinline__ void check_ends(const i32 (&end)[EACH], i32 rows, i64
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const i32 g = threadIdx.x % 32 * EACH + i;
-        if (bad == GROUPS && g < GROUPS && (end[i] < least || end[i] < 0 || end[i] > rows)) bad = g, value = end[i];
+        if (bad == GROUPS && g < GROUPS && (end[i] < least || end[i] < 0 || end[i] > rows))
+            bad = g, value = end[i];
         least = end[i];
     }
     const i32 first = __reduce_min_sync(WHOLE_WARP, bad);
@@ -139,11 +150,16 @@ __device__ __forceinline__ void clamp_ends(i32 (&end)[EACH], i32 rows) {
 
 constexpr i32 UNBOUNDED = 0x7FFFFFFF;
 
-// What one launch of a product is told, in numbers that the host knows: a parameter of the kernel, so that all launches have the same one.
+// What one launch of a product is told, in numbers that the host knows: a parameter of the kernel,
+// so that all launches have the same one.
 struct SizeClass {
-    i32 above_rows, max_rows;  // it computes groups of more than above_rows rows, and of up to max_rows; others leave the rest to it
-    i32 reads_before_wait;     // whether what it finds its tiles by is there before the kernel before it has ended
-    i32 concurrent_with_previous, concurrent_with_next;  // whether the kernel before, or after, computes other groups of the same product
+    i32 above_rows, max_rows;  // it computes groups of more than above_rows rows, and of up to
+                               // max_rows; others leave the rest to it
+    i32 reads_before_wait;  // whether what it finds its tiles by is there before the kernel before
+                            // it has ended
+    i32 concurrent_with_previous,
+        concurrent_with_next;  // whether the kernel before, or after, computes other groups of the
+                               // same product
     i32 with_small_m;          // whether one of these is a small-M kernel
     i32 by_ids;                // whether it finds its tile in ids that are not sorted yet
 };
@@ -153,12 +169,15 @@ constexpr SizeClass ALL_GROUPS = {0, UNBOUNDED};
 // How many M tiles a group has; none if another kernel computes it.
 template <int TILE_M>
 __device__ __forceinline__ i32 m_tiles_of(i32 size, const SizeClass& size_class) {
-    return size > size_class.above_rows && size <= size_class.max_rows ? (size + TILE_M - 1) / TILE_M : 0;
+    return size > size_class.above_rows && size <= size_class.max_rows
+               ? (size + TILE_M - 1) / TILE_M
+               : 0;
 }
 
 // Those of a lane's groups.
 template <int TILE_M, int EACH>
-__device__ __forceinline__ i32 m_tiles_in(const i32 (&end)[EACH], i32 start, const SizeClass& size_class) {
+__device__ __forceinline__ i32 m_tiles_in(const i32 (&end)[EACH], i32 start,
+                                          const SizeClass& size_class) {
     i32 m_tiles = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -174,33 +193,37 @@ struct MTile {
 };
 
 __device__ __forceinline__ MTile from_lane(const MTile& m_tile, int lane) {
-    return {__shfl_sync(WHOLE_WARP, m_tile.group, lane), __shfl_sync(WHOLE_WARP, m_tile.first, lane),
-            __shfl_sync(WHOLE_WARP, m_tile.end, lane)};
+    return {__shfl_sync(WHOLE_WARP, m_tile.group, lane),
+            __shfl_sync(WHOLE_WARP, m_tile.first, lane), __shfl_sync(WHOLE_WARP, m_tile.end, lane)};
 }
 
-// The M tiles, of TILE_M rows, of group 0, then those of group 1, ..., then those of rows that belong to no group. Another kernel's groups
-// have none; nor have rows of no group, unless groups of any size above are this one's. It lies in shared memory. Ends are used as
-// groups.clamp_ends makes them.
+// The M tiles, of TILE_M rows, of group 0, then those of group 1, ..., then those of rows that
+// belong to no group. Another kernel's groups have none; nor have rows of no group, unless groups
+// of any size above are this one's. It lies in shared memory. Ends are used as groups.clamp_ends
+// makes them.
 template <int GROUPS, int TILE_M>
 struct MTiles {
     i32 first[GROUPS + 2];   // row; group GROUPS has the rows of no group
     i32 before[GROUPS + 2];  // M tiles of the groups before; of all groups
 
     // By all threads of a block. `error`, if not null, is told of the first end that is wrong.
-    __device__ __forceinline__ void build(const i32* ends, i32 rows, const SizeClass& size_class, i64* error) {
+    __device__ __forceinline__ void build(const i32* ends, i32 rows, const SizeClass& size_class,
+                                          i64* error) {
         if (threadIdx.x < 32) build_by_warp(ends, rows, size_class, error);
         __syncthreads();
     }
 
-private:
-    __device__ __forceinline__ void build_by_warp(const i32* ends, i32 rows, const SizeClass& size_class, i64* error) {
+  private:
+    __device__ __forceinline__ void build_by_warp(const i32* ends, i32 rows,
+                                                  const SizeClass& size_class, i64* error) {
         constexpr int EACH = (GROUPS + 31) / 32;  // groups of a lane, one after the other
         const i32 lane = threadIdx.x;
         i32 end[EACH];
         load_ends<GROUPS>(end, ends, rows);
         if (error) check_ends<GROUPS>(end, rows, error);
         clamp_ends(end, rows);
-        i32 row = start_of(end), mine = m_tiles_in<TILE_M>(end, row, size_class), number = scan(mine, Plus()) - mine;
+        i32 row = start_of(end), mine = m_tiles_in<TILE_M>(end, row, size_class),
+            number = scan(mine, Plus()) - mine;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const i32 g = lane * EACH + i;
@@ -211,7 +234,9 @@ private:
         if (lane == 31) {
             first[GROUPS] = row, before[GROUPS] = number;
             const bool with_rest = size_class.max_rows == UNBOUNDED;
-            first[GROUPS + 1] = rows, before[GROUPS + 1] = number + (with_rest ? (rows - row + TILE_M - 1) / TILE_M : 0);
+            first[GROUPS + 1] = rows,
+                           before[GROUPS + 1] =
+                               number + (with_rest ? (rows - row + TILE_M - 1) / TILE_M : 0);
         }
     }
 };
@@ -227,8 +252,8 @@ __device__ __forceinline__ TilePlace from_lane(const TilePlace& place, int lane)
     return {from_lane(place.m_tile, lane), __shfl_sync(WHOLE_WARP, place.n_tile, lane)};
 }
 
-// Of the tiles of rows `first` .. `end` - 1 and of all N tiles the number-th one: those of the same columns, which read the same weights,
-// follow each other.
+// Of the tiles of rows `first` .. `end` - 1 and of all N tiles the number-th one: those of the same
+// columns, which read the same weights, follow each other.
 template <int TILE_M>
 __device__ __forceinline__ TilePlace tile_place(i32 group, i32 first, i32 end, i32 number) {
     const i32 m_tiles = (end - first + TILE_M - 1) / TILE_M;
@@ -237,36 +262,42 @@ __device__ __forceinline__ TilePlace tile_place(i32 group, i32 first, i32 end, i
     return {{group, row, min(end, row + TILE_M)}, n_tile};
 }
 
-// The number-th tile of rows `first` .. `rows` - 1, which are of no group; empty if there are not so many.
+// The number-th tile of rows `first` .. `rows` - 1, which are of no group; empty if there are not
+// so many.
 template <int GROUPS, int TILE_M, int N_TILES>
 __device__ __forceinline__ TilePlace tile_past(i32 first, i32 rows, i32 number) {
     first += number / N_TILES * TILE_M;
     return {{GROUPS, first, min(first + TILE_M, rows)}, number % N_TILES};
 }
 
-// The number-th of `count` tiles, of which some are split into halves: which tile, which half of it, and how many there are then.
+// The number-th of `count` tiles, of which some are split into halves: which tile, which half of
+// it, and how many there are then.
 struct LastWave {
     i32 number, half, count;
 };
 
-// WAVE blocks run at once. Tiles of the last wave, when multiprocessors run out of work, are split as far as there are idle blocks; but a
-// wave that is nearly whole would become two. 0: there are no halves.
+// WAVE blocks run at once. Tiles of the last wave, when multiprocessors run out of work, are split
+// as far as there are idle blocks; but a wave that is nearly whole would become two. 0: there are
+// no halves.
 template <int WAVE>
 __device__ __forceinline__ LastWave split_last_wave(i32 number, i32 count, i32 idle_blocks) {
     if constexpr (WAVE > 0) {
-        const i32 last = count % WAVE, halves = count > WAVE && last <= WAVE / 4 * 3 ? min(last, idle_blocks) : 0;
+        const i32 last = count % WAVE,
+                  halves = count > WAVE && last <= WAVE / 4 * 3 ? min(last, idle_blocks) : 0;
         const i32 beyond = number - (count - halves);
-        if (beyond >= 0 && beyond < 2 * halves) return {number - beyond + beyond / 2, beyond % 2, count + halves};
+        if (beyond >= 0 && beyond < 2 * halves)
+            return {number - beyond + beyond / 2, beyond % 2, count + halves};
         count += halves;
     }
     return {number, TilePlace::BOTH_HALVES, count};
 }
 
-// One of those M tiles, each N_TILES times, found by a warp on its own, for all its lanes; empty if there are not so many. WAVE: see
-// split_last_wave.
+// One of those M tiles, each N_TILES times, found by a warp on its own, for all its lanes; empty if
+// there are not so many. WAVE: see split_last_wave.
 template <int GROUPS, int TILE_M, int N_TILES, int WAVE>
-__device__ __forceinline__ TilePlace find_tile_by_ends(
-    const i32* ends, i32 rows, const SizeClass& size_class, i32 number, i64* error) {
+__device__ __forceinline__ TilePlace find_tile_by_ends(const i32* ends, i32 rows,
+                                                       const SizeClass& size_class, i32 number,
+                                                       i64* error) {
     constexpr int EACH = (GROUPS + 31) / 32;  // groups of a lane, one after the other
     const i32 lane = threadIdx.x % 32;
     i32 end[EACH];
@@ -280,10 +311,12 @@ __device__ __forceinline__ TilePlace find_tile_by_ends(
         mine += count[i] = m_tiles_of<TILE_M>(end[i] - row, size_class) * N_TILES;
         row = end[i];
     }
-    const i32 last = __shfl_sync(WHOLE_WARP, end[EACH - 1], 31), grouped = __reduce_add_sync(WHOLE_WARP, mine);
+    const i32 last = __shfl_sync(WHOLE_WARP, end[EACH - 1], 31),
+              grouped = __reduce_add_sync(WHOLE_WARP, mine);
     const bool with_rest = size_class.max_rows == UNBOUNDED;
     const i32 ungrouped = with_rest ? (rows - last + TILE_M - 1) / TILE_M * N_TILES : 0;
-    const LastWave wave = split_last_wave<WAVE>(number, grouped, i32(gridDim.x) - grouped - ungrouped);
+    const LastWave wave =
+        split_last_wave<WAVE>(number, grouped, i32(gridDim.x) - grouped - ungrouped);
     if (number >= wave.count) {  // rows of no group, or none
         if (!with_rest) return {{GROUPS, rows, rows}, 0};
         return tile_past<GROUPS, TILE_M, N_TILES>(last, rows, number - wave.count);
@@ -295,7 +328,8 @@ __device__ __forceinline__ TilePlace find_tile_by_ends(
     row = start;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        if (left >= 0 && left < count[i]) group = lane * EACH + i, first = row, stop = end[i], within = left;
+        if (left >= 0 && left < count[i])
+            group = lane * EACH + i, first = row, stop = end[i], within = left;
         left -= count[i];
         row = end[i];
     }
@@ -312,19 +346,27 @@ __device__ __forceinline__ i32 group_of_id(i64 id, i32 first, i32 groups) {
 
 // The same from up to 32 ids that `route` sorts, without waiting for it.
 template <int GROUPS, int TILE_M, int N_TILES, int WAVE, class Id>
-__device__ __forceinline__ TilePlace find_tile_by_ids(const Id* ids, i32 first_id, i32 rows, i32 number) {
-    const i32 lane = threadIdx.x % 32, group = lane < rows ? group_of_id(ids[lane], first_id, GROUPS) : GROUPS;
+__device__ __forceinline__ TilePlace find_tile_by_ids(const Id* ids, i32 first_id, i32 rows,
+                                                      i32 number) {
+    const i32 lane = threadIdx.x % 32,
+              group = lane < rows ? group_of_id(ids[lane], first_id, GROUPS) : GROUPS;
     const Votes<GROUPS> votes(group);
     const i32 size = __popc(votes.same), place = __popc(votes.same & ((1u << lane) - 1));
     const u32 begins = __ballot_sync(WHOLE_WARP, group < GROUPS && place % TILE_M == 0);  // a tile
-    const i32 last = __popc(__ballot_sync(WHOLE_WARP, group < GROUPS)), grouped = __popc(begins) * N_TILES;
+    const i32 last = __popc(__ballot_sync(WHOLE_WARP, group < GROUPS)),
+              grouped = __popc(begins) * N_TILES;
     const i32 ungrouped = (rows - last + TILE_M - 1) / TILE_M * N_TILES;
-    const LastWave wave = split_last_wave<WAVE>(number, grouped, i32(gridDim.x) - grouped - ungrouped);
-    if (number >= wave.count) return tile_past<GROUPS, TILE_M, N_TILES>(last, rows, number - wave.count);
-    const i32 first = __popc(votes.less), within = wave.number - __popc(votes.less & begins) * N_TILES;
-    const bool here = group < GROUPS && place == 0 && within >= 0 && within < (size + TILE_M - 1) / TILE_M * N_TILES;
+    const LastWave wave =
+        split_last_wave<WAVE>(number, grouped, i32(gridDim.x) - grouped - ungrouped);
+    if (number >= wave.count)
+        return tile_past<GROUPS, TILE_M, N_TILES>(last, rows, number - wave.count);
+    const i32 first = __popc(votes.less),
+              within = wave.number - __popc(votes.less & begins) * N_TILES;
+    const bool here = group < GROUPS && place == 0 && within >= 0 &&
+                      within < (size + TILE_M - 1) / TILE_M * N_TILES;
     const u32 holds = __ballot_sync(WHOLE_WARP, here);
-    TilePlace found = from_lane(tile_place<TILE_M>(group, first, first + size, within), __ffs(holds) - 1);
+    TilePlace found =
+        from_lane(tile_place<TILE_M>(group, first, first + size, within), __ffs(holds) - 1);
     found.half = wave.half;
     return found;
 }

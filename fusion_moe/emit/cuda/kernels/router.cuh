@@ -1,4 +1,5 @@
-// Routers: a warp chooses the experts of a token, of which it has all logits in registers, and slot i's in lane i.
+// Routers: a warp chooses the experts of a token, of which it has all logits in registers, and slot
+// i's in lane i.
 #pragma once
 
 #include "routing.cuh"
@@ -13,13 +14,18 @@ __device__ __forceinline__ u32 key_of(float x) {
     return x != x ? 0xFFFFFFFFu : bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-__device__ __forceinline__ float number_of(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key); }
+__device__ __forceinline__ float number_of(u32 key) {
+    return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);
+}
 
-__device__ __forceinline__ float max_of_warp(float x) { return number_of(__reduce_max_sync(WHOLE_WARP, key_of(x))); }
+__device__ __forceinline__ float max_of_warp(float x) {
+    return number_of(__reduce_max_sync(WHOLE_WARP, key_of(x)));
+}
 
 __device__ __forceinline__ float sigmoid_of(float x) { return 1.f / (1.f + exp_(-x)); }
 
-// E numbers of a token: lane l has those of experts 32 i + l. What lies past the last one is -infinity.
+// E numbers of a token: lane l has those of experts 32 i + l. What lies past the last one is
+// -infinity.
 template <int E>
 struct Numbers {
     static constexpr int EACH = (E + 31) / 32;
@@ -45,7 +51,8 @@ struct Numbers {
     }
 };
 
-// How `topk_ids` chooses. GROUPS > 1: among the experts of the TOPK_GROUP groups with the largest sums of their BEST best scores.
+// How `topk_ids` chooses. GROUPS > 1: among the experts of the TOPK_GROUP groups with the largest
+// sums of their BEST best scores.
 template <int E, int K, bool SIGMOID, bool SCORES, int GROUPS, int TOPK_GROUP, int BEST>
 struct TopK {
     static constexpr int EACH = Numbers<E>::EACH, SIZE = E / GROUPS;
@@ -114,11 +121,14 @@ struct TopK {
         for (i32 g = 0; g < GROUPS; ++g) {
             const Largest best = largest(keys, [=](i32 e) { return e / SIZE == g; });
             float sum = number_of(best.key);
-            if (BEST > 1) sum += number_of(largest(keys, [=](i32 e) { return e / SIZE == g && e != best.expert; }).key);
+            if (BEST > 1)
+                sum += number_of(
+                    largest(keys, [=](i32 e) { return e / SIZE == g && e != best.expert; }).key);
             mine = lane == g ? key_of(sum) : mine;
         }
         for (i32 i = 0; i < TOPK_GROUP; ++i) {
-            const i32 g = __ffs(__ballot_sync(WHOLE_WARP, mine == __reduce_max_sync(WHOLE_WARP, mine))) - 1;
+            const i32 g =
+                __ffs(__ballot_sync(WHOLE_WARP, mine == __reduce_max_sync(WHOLE_WARP, mine))) - 1;
             chosen |= 1u << g, mine = lane == g ? 0 : mine;
         }
 #pragma unroll
@@ -141,12 +151,15 @@ struct Weights {
         return (SIGMOID && RENORMALIZE ? s / (sum_of_warp(s) + EPSILON) : s) * factor;
     }
 
-    // The derivative, all of dlogits [E]: ir/kinds/router.py has it in formulas. dw: that of slot `lane`.
+    // The derivative, all of dlogits [E]: ir/kinds/router.py has it in formulas. dw: that of slot
+    // `lane`.
     template <class T>
-    static __device__ __forceinline__ void backward(const T* logits, i32 expert, float dw, float factor, T* dlogits) {
+    static __device__ __forceinline__ void backward(const T* logits, i32 expert, float dw,
+                                                    float factor, T* dlogits) {
         Numbers<E> all;
         float of_all = 0;
-        const float s = scores<RENORMALIZE>(logits, expert, all, of_all), g = threadIdx.x % 32 < K ? dw * factor : 0.f;
+        const float s = scores<RENORMALIZE>(logits, expert, all, of_all),
+                    g = threadIdx.x % 32 < K ? dw * factor : 0.f;
         const float along = sum_of_warp(g * s), total = sum_of_warp(s) + EPSILON;
         const float of_sigmoid = (RENORMALIZE ? (g - along / total) / total : g) * s * (1.f - s);
         const float mine = SIGMOID ? of_sigmoid : (RENORMALIZE ? g - along : g) * s;
@@ -164,9 +177,11 @@ struct Weights {
     }
 
   private:
-    // The score of slot `lane`. Softmax over all experts leaves its exponentials in `all`, their sum in `total`.
+    // The score of slot `lane`. Softmax over all experts leaves its exponentials in `all`, their
+    // sum in `total`.
     template <bool OF_CHOSEN, class T>
-    static __device__ __forceinline__ float scores(const T* logits, i32 expert, Numbers<E>& all, float& total) {
+    static __device__ __forceinline__ float scores(const T* logits, i32 expert, Numbers<E>& all,
+                                                   float& total) {
         const bool used = threadIdx.x % 32 < K;
         const float x = used ? widen(logits[expert]) : -INFINITY;
         if constexpr (SIGMOID) return used ? sigmoid_of(x) : 0.f;
@@ -189,18 +204,20 @@ struct Weights {
     }
 };
 
-// The sorted rows of up to MOST slots, which one block of WARPS warps has in shared memory: a stable counting sort, of which each warp does
-// a run of slots.
+// The sorted rows of up to MOST slots, which one block of WARPS warps has in shared memory: a
+// stable counting sort, of which each warp does a run of slots.
 template <int WARPS, int GROUPS, int MOST>
 struct SortSlots {
-    u16 group[MOST];                  // of each slot; GROUPS for those of no group
-    u16 before[WARPS][GROUPS + 1];    // slots of a group in the runs of the warps before
+    u16 group[MOST];                // of each slot; GROUPS for those of no group
+    u16 before[WARPS][GROUPS + 1];  // slots of a group in the runs of the warps before
     i32 start[GROUPS + 1];
 
     // -> ends [GROUPS], row_of [count], slot_of [count / slots, slots]
-    __device__ __forceinline__ void run(i32 count, i32 slots, i32* ends, i32* row_of, i32* slot_of) {
+    __device__ __forceinline__ void run(i32 count, i32 slots, i32* ends, i32* row_of,
+                                        i32* slot_of) {
         const i32 each = (count + 32 * WARPS - 1) / (32 * WARPS) * 32;
-        for (i32 i = threadIdx.x; i < WARPS * (GROUPS + 1); i += 32 * WARPS) before[i / (GROUPS + 1)][i % (GROUPS + 1)] = 0;
+        for (i32 i = threadIdx.x; i < WARPS * (GROUPS + 1); i += 32 * WARPS)
+            before[i / (GROUPS + 1)][i % (GROUPS + 1)] = 0;
         __syncthreads();
         for_run(count, each, [](i32, i32, u32) {});
         __syncthreads();
@@ -216,13 +233,15 @@ struct SortSlots {
         if (threadIdx.x < 32) make_starts(ends);
         __syncthreads();
         for_run(count, each, [&](i32 slot, i32 g, u32 peers) {
-            const i32 row = start[g] + before[threadIdx.x / 32][g] + __popc(peers & ((1u << threadIdx.x % 32) - 1));
+            const i32 row = start[g] + before[threadIdx.x / 32][g] +
+                            __popc(peers & ((1u << threadIdx.x % 32) - 1));
             row_of[row] = slot / slots, slot_of[slot] = row;
         });
     }
 
-private:
-    // Calls body(slot, its group, the lanes with the same group) for each slot of the warp's run, and counts it.
+  private:
+    // Calls body(slot, its group, the lanes with the same group) for each slot of the warp's run,
+    // and counts it.
     template <class Body>
     __device__ __forceinline__ void for_run(i32 count, i32 each, Body body) {
         const i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;

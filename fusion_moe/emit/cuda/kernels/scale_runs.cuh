@@ -1,5 +1,6 @@
-// dgrad contracts a weight's rows. Where they are in runs with an outer scale each, blocks of them are those of one run after the other, the
-// one with the least scale first: accumulators that go from one to the next are multiplied by a ratio of at most 1.
+// dgrad contracts a weight's rows. Where they are in runs with an outer scale each, blocks of them
+// are those of one run after the other, the one with the least scale first: accumulators that go
+// from one to the next are multiplied by a ratio of at most 1.
 #pragma once
 
 #include "weights/reader.cuh"
@@ -19,7 +20,8 @@ struct ScaleRuns {
     using Weights = typename Segment::Weights;
     static constexpr i32 COUNT = Segment::SCALE_RUNS, LENGTH = Segment::K / COUNT;
     static constexpr i32 BLOCKS = (LENGTH + 63) / 64;  // of a run
-    static_assert((COUNT == 1 || COUNT == 2) && Segment::K % COUNT == 0 && LENGTH % 16 == 0, "a warp's rows are of one run");
+    static_assert((COUNT == 1 || COUNT == 2) && Segment::K % COUNT == 0 && LENGTH % 16 == 0,
+                  "a warp's rows are of one run");
     float scale[COUNT];  // of the runs in the order that they are taken in
     bool swapped = false;
 
@@ -37,8 +39,12 @@ struct ScaleRuns {
     }
 
     // Where the run that comes i-th begins, and where a block does.
-    __device__ __forceinline__ i32 begin(i32 i) const { return (swapped ? COUNT - 1 - i : i) * LENGTH; }
-    __device__ __forceinline__ i32 first_row(i32 kb) const { return begin(kb / BLOCKS) + kb % BLOCKS * 64; }
+    __device__ __forceinline__ i32 begin(i32 i) const {
+        return (swapped ? COUNT - 1 - i : i) * LENGTH;
+    }
+    __device__ __forceinline__ i32 first_row(i32 kb) const {
+        return begin(kb / BLOCKS) + kb % BLOCKS * 64;
+    }
 
     // What accumulators are multiplied by after the run that comes i-th.
     __device__ __forceinline__ float factor(i32 i) const {

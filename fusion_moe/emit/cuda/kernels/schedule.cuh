@@ -1,18 +1,22 @@
 // The tile scheduler of a persistent grid: groups whose sizes only the device knows.
 //
-// A group of `size` rows is divided into as few M tiles as TILE_M allows, of equal height but for the last, a multiple of 8. A work tile is
-// an M tile and one of `n_tiles` N tiles; block b of the grid has work tiles b, b + blocks, ..., and clusters have theirs so where blocks
-// share them. Where MOST_PARTS is more than 1, and a launch has the multiprocessors for itself, waves.cuh shares them out instead. Groups
-// with the highest M tiles come first, so that what is left at the end are small work tiles. A group's M tiles are divided into rotations,
-// each of a few of them and all N tiles: what a GPU's blocks have of these at a time reads about as many bytes of weights as of
-// activations, which is the least in all.
+// A group of `size` rows is divided into as few M tiles as TILE_M allows, of equal height but for
+// the last, a multiple of 8. A work tile is an M tile and one of `n_tiles` N tiles; block b of the
+// grid has work tiles b, b + blocks, ..., and clusters have theirs so where blocks share them.
+// Where MOST_PARTS is more than 1, and a launch has the multiprocessors for itself, waves.cuh
+// shares them out instead. Groups with the highest M tiles come first, so that what is left at the
+// end are small work tiles. A group's M tiles are divided into rotations, each of a few of them and
+// all N tiles: what a GPU's blocks have of these at a time reads about as many bytes of weights as
+// of activations, which is the least in all.
 //
-// Concurrent with a small-M kernel, which has the groups of fewer rows, so few blocks are active that they are done in about half of its
-// time: it needs nearly all multiprocessors to read weights as fast as memory gives them. While it reads those of
-// GROUPS_READ_PER_TWO_TILES groups, a block computes two M tiles, with all N tiles: a fact of the GPU, from arch.py.
+// Concurrent with a small-M kernel, which has the groups of fewer rows, so few blocks are active
+// that they are done in about half of its time: it needs nearly all multiprocessors to read weights
+// as fast as memory gives them. While it reads those of GROUPS_READ_PER_TWO_TILES groups, a block
+// computes two M tiles, with all N tiles: a fact of the GPU, from arch.py.
 //
-// Work tiles of a group take equally long, though the last M tile may be lower, and the last N tile narrower: so blocks stay in step along
-// k, and what one reads from memory the others find in the cache. (Else a product of 14,336 k read 2.4 times as much.)
+// Work tiles of a group take equally long, though the last M tile may be lower, and the last N tile
+// narrower: so blocks stay in step along k, and what one reads from memory the others find in the
+// cache. (Else a product of 14,336 k read 2.4 times as much.)
 #pragma once
 
 #include "ragged.cuh"
@@ -28,11 +32,13 @@ struct alignas(16) WorkTile {
 
 constexpr i32 NO_WORK_TILE = 1 << 30;  // a number past the last
 
-template <int GROUPS, int TILE_M, i32 GROUPS_READ_PER_TWO_TILES, int CLUSTER = 1, int MOST_PARTS = 1>
+template <int GROUPS, int TILE_M, i32 GROUPS_READ_PER_TWO_TILES, int CLUSTER = 1,
+          int MOST_PARTS = 1>
 class TileScheduler {
-public:
+  public:
     // By all threads of a block; `scratch` holds 4 (GROUPS + 1) numbers.
-    __device__ void build(const i32* ends, i32 rows, i32 n_tiles, const SizeClass& size_class, i64* error, i32* scratch) {
+    __device__ void build(const i32* ends, i32 rows, i32 n_tiles, const SizeClass& size_class,
+                          i64* error, i32* scratch) {
         if (threadIdx.x == 0) n_tiles_ = n_tiles, active_blocks_ = gridDim.x / CLUSTER;
         int2* group = reinterpret_cast<int2*>(scratch);  // what it is sorted by, and its work tiles
         i32 *place = scratch + 2 * (GROUPS + 1), *upto = place + GROUPS + 1;
@@ -44,7 +50,8 @@ public:
         }
         if (size_class.with_small_m) limit_blocks(size_class.above_rows);
         for (i32 g = threadIdx.x; g <= GROUPS; g += blockDim.x) {
-            group[g] = {g < GROUPS ? tile_m_of(g) * (GROUPS + 1) + GROUPS - g : 0, m_tiles_of(g) * n_tiles};  // rows of no group come last
+            group[g] = {g < GROUPS ? tile_m_of(g) * (GROUPS + 1) + GROUPS - g : 0,
+                        m_tiles_of(g) * n_tiles};  // rows of no group come last
             place[g] = upto[g] = 0;
         }
         __syncthreads();
@@ -52,10 +59,13 @@ public:
             if (i % SIDE <= GROUPS) count(group, i % SIDE, i / SIDE, place, upto);
         __syncthreads();
         for (i32 g = threadIdx.x; g <= GROUPS; g += blockDim.x)
-            group_of_place_[place[g]] = g, work_tiles_upto_[place[g]] = upto[g] + group[g].y, tile_m_[place[g]] = tile_m_of(g);
+            group_of_place_[place[g]] = g, work_tiles_upto_[place[g]] = upto[g] + group[g].y,
+            tile_m_[place[g]] = tile_m_of(g);
         if (threadIdx.x == 0) {
-            by_turns_ = MOST_PARTS > 1 && !size_class.concurrent_with_next && !size_class.concurrent_with_previous;
-            waves_ = by_turns_ ? Waves::of(upto[GROUPS], active_blocks_, MOST_PARTS) : Waves::plain(upto[GROUPS]);
+            by_turns_ = MOST_PARTS > 1 && !size_class.concurrent_with_next &&
+                        !size_class.concurrent_with_previous;
+            waves_ = by_turns_ ? Waves::of(upto[GROUPS], active_blocks_, MOST_PARTS)
+                               : Waves::plain(upto[GROUPS]);
             end_ = waves_.end + group[GROUPS].y;
         }
         __syncthreads();
@@ -63,62 +73,84 @@ public:
 
     // Goes through the work tiles of this block.
     class WorkTiles {
-    public:
+      public:
         __device__ explicit WorkTiles(const TileScheduler& scheduler)
-            : scheduler_(scheduler), mine_(i32(blockIdx.x) / CLUSTER, scheduler.active_blocks_, MOST_PARTS > 1 && scheduler.by_turns_) {
+            : scheduler_(scheduler),
+              mine_(i32(blockIdx.x) / CLUSTER, scheduler.active_blocks_,
+                    MOST_PARTS > 1 && scheduler.by_turns_) {
             if (mine_.number >= scheduler.active_blocks_) mine_.number = NO_WORK_TILE;
             first_ = mine_.number;
         }
 
         __device__ bool first() const { return mine_.number == first_; }
         __device__ bool more() const { return mine_.number < scheduler_.end_; }
-        __device__ bool more_grouped() const { return mine_.number < scheduler_.waves_.end; }  // rows of no group come last
+        __device__ bool more_grouped() const {
+            return mine_.number < scheduler_.waves_.end;
+        }  // rows of no group come last
         __device__ void advance() {
-            if (MOST_PARTS > 1) mine_.advance(scheduler_.active_blocks_);
-            else mine_.number += scheduler_.active_blocks_;
+            if (MOST_PARTS > 1)
+                mine_.advance(scheduler_.active_blocks_);
+            else
+                mine_.number += scheduler_.active_blocks_;
         }
         __device__ void go_to(i32 number) { mine_.number = number; }
 
         // By a whole warp.
         __device__ WorkTile current() const {
-            const auto [number, consumers] = MOST_PARTS > 1 ? scheduler_.waves_.find(mine_.number) : PartOfTile{mine_.number, ~0u};
+            const auto [number, consumers] = MOST_PARTS > 1 ? scheduler_.waves_.find(mine_.number)
+                                                            : PartOfTile{mine_.number, ~0u};
             i32 place = 0;  // the first one whose work tiles go further
 #pragma unroll
             for (i32 i = 0; i <= GROUPS; i += 32) {
                 const i32 other = i + i32(threadIdx.x % 32);
-                place += __popc(__ballot_sync(WHOLE_WARP, other < GROUPS && scheduler_.work_tiles_upto_[other] <= number));
+                place += __popc(__ballot_sync(
+                    WHOLE_WARP, other < GROUPS && scheduler_.work_tiles_upto_[other] <= number));
             }
-            const i32 g = scheduler_.group_of_place_[place], m_tiles = scheduler_.m_tiles_of(g), tile_m = scheduler_.tile_m_[place];
+            const i32 g = scheduler_.group_of_place_[place], m_tiles = scheduler_.m_tiles_of(g),
+                      tile_m = scheduler_.tile_m_[place];
             const i32 within = number - (place == 0 ? 0 : scheduler_.work_tiles_upto_[place - 1]);
-            const i32 rotations = (m_tiles + ROTATION - 1) / ROTATION, each = (m_tiles + rotations - 1) / rotations;
+            const i32 rotations = (m_tiles + ROTATION - 1) / ROTATION,
+                      each = (m_tiles + rotations - 1) / rotations;
             const i32 per_rotation = each * scheduler_.n_tiles_;
-            const i32 rotation = within / per_rotation, rest = within % per_rotation, in_rotation = min(each, m_tiles - rotation * each);
-            const i32 first = scheduler_.m_tiles_.first[g] + (rotation * each + rest % in_rotation) * tile_m;
-            return {{g, first, min(first + tile_m, scheduler_.m_tiles_.first[g + 1])}, tile_m, rest / in_rotation, consumers};
+            const i32 rotation = within / per_rotation, rest = within % per_rotation,
+                      in_rotation = min(each, m_tiles - rotation * each);
+            const i32 first =
+                scheduler_.m_tiles_.first[g] + (rotation * each + rest % in_rotation) * tile_m;
+            return {{g, first, min(first + tile_m, scheduler_.m_tiles_.first[g + 1])},
+                    tile_m,
+                    rest / in_rotation,
+                    consumers};
         }
 
-    private:
+      private:
         const TileScheduler& scheduler_;
         InWaves mine_;
         i32 first_;
     };
 
-private:
+  private:
     static constexpr i32 ROTATION = 8;  // M tiles, at most
-    static constexpr i32 SIDE = (GROUPS + 32) / 32 * 32, PARTS = SIDE > 256 ? 2 : SIDE > 128 ? 4 : 8, PART = (GROUPS + PARTS) / PARTS;
+    static constexpr i32 SIDE = (GROUPS + 32) / 32 * 32,
+                         PARTS = SIDE > 256   ? 2
+                                 : SIDE > 128 ? 4
+                                              : 8,
+                         PART = (GROUPS + PARTS) / PARTS;
 
     // Decides how many blocks are active.
     __device__ void limit_blocks(i32 rows_of_others) {
         i32 low = 0;
         for (i32 first = 0; first < GROUPS; first += blockDim.x) {
-            const i32 g = first + threadIdx.x, size = g < GROUPS ? m_tiles_.first[g + 1] - m_tiles_.first[g] : 0;
+            const i32 g = first + threadIdx.x,
+                      size = g < GROUPS ? m_tiles_.first[g + 1] - m_tiles_.first[g] : 0;
             low += __syncthreads_count(size > 0 && size <= rows_of_others);
         }
         if (threadIdx.x == 0 && low > 0)
-            active_blocks_ = max(1, min(active_blocks_, GROUPS_READ_PER_TWO_TILES * m_tiles_.before[GROUPS] / low));
+            active_blocks_ = max(
+                1, min(active_blocks_, GROUPS_READ_PER_TWO_TILES * m_tiles_.before[GROUPS] / low));
     }
 
-    // Adds what a part of the groups says of where group g stands. A warp reads the same others at a time.
+    // Adds what a part of the groups says of where group g stands. A warp reads the same others at
+    // a time.
     __device__ static void count(const int2* group, i32 g, i32 part, i32* place, i32* upto) {
         const i32 mine = group[g].x;
         i32 groups = 0, work_tiles = 0;
@@ -139,11 +171,13 @@ private:
     }
 
     MTiles<GROUPS, TILE_M> m_tiles_;
-    i32 n_tiles_, active_blocks_;  // of a result; of the grid, or clusters, whose others are idle beside a small-M kernel
+    i32 n_tiles_, active_blocks_;  // of a result; of the grid, or clusters, whose others are idle
+                                   // beside a small-M kernel
     i32 end_;                      // of what is numbered
     bool by_turns_;
     Waves waves_;
-    // Groups in the order of work; work tiles of the first so many of them; heights of their M tiles.
+    // Groups in the order of work; work tiles of the first so many of them; heights of their M
+    // tiles.
     i32 group_of_place_[GROUPS + 1], work_tiles_upto_[GROUPS + 1], tile_m_[GROUPS + 1];
 };
 

@@ -1,17 +1,21 @@
-// Small-M grouped products: bound by the reading of weights, which go from memory to registers and there become fragments.
+// Small-M grouped products: bound by the reading of weights, which go from memory to registers and
+// there become fragments.
 //
-// A block computes a tile of 8 * TILES_M rows of one group and 16 * TILES_PER_WARP * SPLIT_N rows of its matrix; SPLIT_K warps share K of
-// each of these. The matrix is on the side of mma's 16 rows, the activations on that of its 8 columns. A tile that is half full or less is
-// computed as one of half the height. There are blocks for as many tiles as there may be; those past the last are idle, and so take halves
-// of the last ones, in half the time with twice the split-K: WAVE blocks run at once, and the last wave would leave most multiprocessors
-// idle.
+// A block computes a tile of 8 * TILES_M rows of one group and 16 * TILES_PER_WARP * SPLIT_N rows
+// of its matrix; SPLIT_K warps share K of each of these. The matrix is on the side of mma's 16
+// rows, the activations on that of its 8 columns. A tile that is half full or less is computed as
+// one of half the height. There are blocks for as many tiles as there may be; those past the last
+// are idle, and so take halves of the last ones, in half the time with twice the split-K: WAVE
+// blocks run at once, and the last wave would leave most multiprocessors idle.
 //
-// Groups of many rows can be left to a large-M kernel, launched before this one, for which blocks don't wait: it does for
-// what came before both. But the last block does when it is done, and so what waits for this launch waits for both.
+// Groups of many rows can be left to a large-M kernel, launched before this one, for which blocks
+// don't wait: it does for what came before both. But the last block does when it is done, and so
+// what waits for this launch waits for both.
 //
-// A lane has the weights of at least IN_FLIGHT K blocks in flight, and requests those of BATCH more at a time: memory likes bytes that
-// follow each other. A barrier of the warp after each K block keeps loads where they stand: the compiler would collect them at the end of
-// the loop, with copies of the registers that they are for.
+// A lane has the weights of at least IN_FLIGHT K blocks in flight, and requests those of BATCH more
+// at a time: memory likes bytes that follow each other. A barrier of the warp after each K block
+// keeps loads where they stand: the compiler would collect them at the end of the loop, with copies
+// of the registers that they are for.
 #pragma once
 
 #include "mma.cuh"
@@ -20,26 +24,34 @@
 
 namespace {
 
-template <class Segment, int TILES_M, int TILES_PER_WARP, int SPLIT_K, int IN_FLIGHT, int BATCH, int WARPS, int WAVE>
+template <class Segment, int TILES_M, int TILES_PER_WARP, int SPLIT_K, int IN_FLIGHT, int BATCH,
+          int WARPS, int WAVE>
 class SmallM {
     template <class, int, int, int, int, int, int, int>
     friend class SmallM;
 
-    static constexpr int SPLIT_N = WARPS / SPLIT_K, TILE_M = 8 * TILES_M, WEIGHT_TILES = TILES_PER_WARP * SPLIT_N;
+    static constexpr int SPLIT_N = WARPS / SPLIT_K, TILE_M = 8 * TILES_M,
+                         WEIGHT_TILES = TILES_PER_WARP * SPLIT_N;
     static constexpr int K_BLOCKS = (Segment::K + 63) / 64;
     static constexpr int BUFFERS = IN_FLIGHT + BATCH;  // K blocks that a lane has weights of
 
-    // K blocks after which all is in the same registers again: buffers come round, loads begin, activations alternate.
-    __device__ static constexpr int unroll(int n) { return n % BATCH == 0 && n % 2 == 0 ? n : unroll(n + BUFFERS); }
+    // K blocks after which all is in the same registers again: buffers come round, loads begin,
+    // activations alternate.
+    __device__ static constexpr int unroll(int n) {
+        return n % BATCH == 0 && n % 2 == 0 ? n : unroll(n + BUFFERS);
+    }
     static constexpr int UNROLL = unroll(BUFFERS);
 
     static constexpr bool SPLITS_LAST_WAVE =
-        WAVE > 0 && 2 * SPLIT_K <= WARPS && WEIGHT_TILES % (2 * Segment::BLOCK_TILES) == 0;  // half the tiles make whole columns
-    using HalfN = SmallM<Segment, TILES_M, TILES_PER_WARP, 2 * SPLIT_K, IN_FLIGHT, BATCH, WARPS, WAVE>;
+        WAVE > 0 && 2 * SPLIT_K <= WARPS&& WEIGHT_TILES % (2 * Segment::BLOCK_TILES) ==
+                        0;  // half the tiles make whole columns
+    using HalfN =
+        SmallM<Segment, TILES_M, TILES_PER_WARP, 2 * SPLIT_K, IN_FLIGHT, BATCH, WARPS, WAVE>;
 
     using Epilogue = SplitKEpilogue<Segment, TILE_M, WEIGHT_TILES, SPLIT_K, 32 * WARPS>;
-    using HalfNEpilogue = SplitKEpilogue<Segment, TILE_M, SPLITS_LAST_WAVE ? WEIGHT_TILES / 2 : WEIGHT_TILES,
-                                         SPLITS_LAST_WAVE ? 2 * SPLIT_K : SPLIT_K, 32 * WARPS>;
+    using HalfNEpilogue =
+        SplitKEpilogue<Segment, TILE_M, SPLITS_LAST_WAVE ? WEIGHT_TILES / 2 : WEIGHT_TILES,
+                       SPLITS_LAST_WAVE ? 2 * SPLIT_K : SPLIT_K, 32 * WARPS>;
     using Weights = typename Segment::Weights;
     using Packed = typename Weights::Packed;
 
@@ -51,37 +63,45 @@ class SmallM {
     bool in_range[TILES_M];
     i32 k_left;
 
-public:
+  public:
     __device__ static __forceinline__ void run(const Segment& s, const SizeClass& size_class) {
         __shared__ float partials[HalfNEpilogue::PARTIALS];
         if (!size_class.reads_before_wait) griddepcontrol_wait();
-        const TilePlace place = s.template find<TILE_M, Epilogue::N_TILES, SPLITS_LAST_WAVE ? WAVE : 0>(blockIdx.x, size_class);
+        const TilePlace place =
+            s.template find<TILE_M, Epilogue::N_TILES, SPLITS_LAST_WAVE ? WAVE : 0>(blockIdx.x,
+                                                                                    size_class);
         const i32 column = place.n_tile * Epilogue::TILE_N;
         if constexpr (SPLITS_LAST_WAVE) {
             if (place.half != TilePlace::BOTH_HALVES)
-                return HalfN::run_lowest(s, size_class, place.m_tile, column + place.half * HalfNEpilogue::TILE_N, partials);
+                return HalfN::run_lowest(s, size_class, place.m_tile,
+                                         column + place.half * HalfNEpilogue::TILE_N, partials);
         }
         run_lowest(s, size_class, place.m_tile, column, partials);
     }
 
-private:
+  private:
     // One tile, as one of half the height if that will do.
-    __device__ static __forceinline__ void run_lowest(
-        const Segment& s, const SizeClass& size_class, const MTile& m_tile, i32 column, float* partials) {
+    __device__ static __forceinline__ void run_lowest(const Segment& s, const SizeClass& size_class,
+                                                      const MTile& m_tile, i32 column,
+                                                      float* partials) {
         if constexpr (TILES_M % 2 == 0) {
-            using HalfM = SmallM<Segment, TILES_M / 2, TILES_PER_WARP, SPLIT_K, IN_FLIGHT, BATCH, WARPS, WAVE>;
-            if (m_tile.end - m_tile.first <= TILE_M / 2) return HalfM::run_tile(s, size_class, m_tile, column, partials);
+            using HalfM = SmallM<Segment, TILES_M / 2, TILES_PER_WARP, SPLIT_K, IN_FLIGHT, BATCH,
+                                 WARPS, WAVE>;
+            if (m_tile.end - m_tile.first <= TILE_M / 2)
+                return HalfM::run_tile(s, size_class, m_tile, column, partials);
         }
         run_tile(s, size_class, m_tile, column, partials);
     }
 
     // One tile.
-    __device__ static __forceinline__ void run_tile(
-        const Segment& s, const SizeClass& size_class, const MTile& m_tile, i32 column, float* partials) {
+    __device__ static __forceinline__ void run_tile(const Segment& s, const SizeClass& size_class,
+                                                    const MTile& m_tile, i32 column,
+                                                    float* partials) {
         const bool in_group = m_tile.group < Segment::GROUPS && m_tile.first < m_tile.end;
         SmallM tile(s);
         if (in_group) tile.prefetch_weights(m_tile, column);
-        if (size_class.reads_before_wait && !size_class.concurrent_with_previous) griddepcontrol_wait();
+        if (size_class.reads_before_wait && !size_class.concurrent_with_previous)
+            griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         if (in_group) {
             tile.prefetch_activations(m_tile);
@@ -91,12 +111,14 @@ private:
         } else {
             Epilogue::store_ungrouped_rows(s, m_tile, column);
         }
-        if (size_class.concurrent_with_previous && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
+        if (size_class.concurrent_with_previous && blockIdx.x == gridDim.x - 1)
+            griddepcontrol_wait();
     }
 
     __device__ __forceinline__ explicit SmallM(const Segment& s) : s(s) {}
 
-    // Of a thread: its warp's number along K and along N, its row and its pair of columns of a fragment.
+    // Of a thread: its warp's number along K and along N, its row and its pair of columns of a
+    // fragment.
     __device__ static __forceinline__ i32 k_warp() { return threadIdx.x / 32 % SPLIT_K; }
     __device__ static __forceinline__ i32 n_warp() { return threadIdx.x / 32 / SPLIT_K; }
     __device__ static __forceinline__ i32 row() { return threadIdx.x % 32 / 4; }
@@ -104,7 +126,8 @@ private:
 
     // The K blocks of its warp: the first, and how many.
     __device__ static __forceinline__ i32 begin() {
-        return k_warp() * (K_BLOCKS / SPLIT_K) + (K_BLOCKS % SPLIT_K == 0 ? 0 : min(k_warp(), K_BLOCKS % SPLIT_K));
+        return k_warp() * (K_BLOCKS / SPLIT_K) +
+               (K_BLOCKS % SPLIT_K == 0 ? 0 : min(k_warp(), K_BLOCKS % SPLIT_K));
     }
     __device__ static __forceinline__ i32 count() {
         return K_BLOCKS / SPLIT_K + (K_BLOCKS % SPLIT_K == 0 ? 0 : k_warp() < K_BLOCKS % SPLIT_K);
@@ -115,8 +138,10 @@ private:
 #pragma unroll
         for (int r = 0; r < TILES_PER_WARP; ++r) {
             const i32 tile = n_warp() * TILES_PER_WARP + r;
-            const i32 block = min(column / Segment::BLOCK + tile / Segment::BLOCK_TILES, (Segment::WIDTH - 1) / Segment::BLOCK);
-            readers[r].open(s, m_tile.group, Segment::first_row(block, tile % Segment::BLOCK_TILES), begin(), i32(threadIdx.x % 32));
+            const i32 block = min(column / Segment::BLOCK + tile / Segment::BLOCK_TILES,
+                                  (Segment::WIDTH - 1) / Segment::BLOCK);
+            readers[r].open(s, m_tile.group, Segment::first_row(block, tile % Segment::BLOCK_TILES),
+                            begin(), i32(threadIdx.x % 32));
         }
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; ++u) {
@@ -132,8 +157,10 @@ private:
         for (int t = 0; t < TILES_M; ++t) {
             const i32 m = m_tile.first + 8 * t + row();
             in_range[t] = m < m_tile.end;
-            x[t] = reinterpret_cast<const u8*>(s.row(in_range[t] ? m : m_tile.first)) + begin() * 128 + lane_column() * 32;
-            activations[0][t][0] = activations[0][t][1] = activations[1][t][0] = activations[1][t][1] = make_uint4(0, 0, 0, 0);
+            x[t] = reinterpret_cast<const u8*>(s.row(in_range[t] ? m : m_tile.first)) +
+                   begin() * 128 + lane_column() * 32;
+            activations[0][t][0] = activations[0][t][1] = activations[1][t][0] =
+                activations[1][t][1] = make_uint4(0, 0, 0, 0);
         }
         k_left = Segment::K - 64 * begin() - 16 * lane_column();
         if (count() > 0) load_activations(0);
@@ -147,28 +174,34 @@ private:
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if (!there) activations[u % 2][t][half] = make_uint4(0, 0, 0, 0);
-                load_if(activations[u % 2][t][half], x[t] + 128 * u + 16 * half, in_range[t] && there);
+                load_if(activations[u % 2][t][half], x[t] + 128 * u + 16 * half,
+                        in_range[t] && there);
             }
         }
     }
 
-    // Multiplies by K block u of the unrolled ones, of which `left` are left before the first; loads the activations of the next, and
-    // weights further on.
-    __device__ __forceinline__ void step(float (&sum)[TILES_PER_WARP][TILES_M][4], int u, i32 left) {
+    // Multiplies by K block u of the unrolled ones, of which `left` are left before the first;
+    // loads the activations of the next, and weights further on.
+    __device__ __forceinline__ void step(float (&sum)[TILES_PER_WARP][TILES_M][4], int u,
+                                         i32 left) {
 #pragma unroll
         for (int next = u + IN_FLIGHT; next < u + BUFFERS; ++next) {
 #pragma unroll
             for (int r = 0; r < TILES_PER_WARP; ++r)
-                if (u % BATCH == 0 && next < left) packed[next % BUFFERS][r] = readers[r].load(next);
+                if (u % BATCH == 0 && next < left)
+                    packed[next % BUFFERS][r] = readers[r].load(next);
         }
         if (u + 1 < left) load_activations(u + 1);
 #pragma unroll
-        for (int r = 0; r < TILES_PER_WARP; ++r) multiply(sum[r], packed[u % BUFFERS][r], activations[u % 2]);
+        for (int r = 0; r < TILES_PER_WARP; ++r)
+            multiply(sum[r], packed[u % BUFFERS][r], activations[u % 2]);
         __syncwarp();
     }
 
-    __device__ static __forceinline__ void multiply(float (&sum)[TILES_M][4], const Packed& now, const uint4 (&activations)[TILES_M][2]) {
-        // A product reads activations from registers that follow each other: so it reads one half each of two words of codes.
+    __device__ static __forceinline__ void multiply(float (&sum)[TILES_M][4], const Packed& now,
+                                                    const uint4 (&activations)[TILES_M][2]) {
+        // A product reads activations from registers that follow each other: so it reads one half
+        // each of two words of codes.
         const typename Weights::Scales scales = Weights::scales(now);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -180,7 +213,8 @@ private:
 #pragma unroll
                 for (int t = 0; t < TILES_M; ++t) {
                     const uint4& pairs = activations[t][half];
-                    mma_16x8x16<typename Segment::Activation>(sum[t], fragment, v == 0 ? pairs.x : pairs.z, v == 0 ? pairs.y : pairs.w);
+                    mma_16x8x16<typename Segment::Activation>(
+                        sum[t], fragment, v == 0 ? pairs.x : pairs.z, v == 0 ? pairs.y : pairs.w);
                 }
             }
     }
@@ -188,7 +222,8 @@ private:
     // The mainloop of the tile that was prefetched: its partial sums.
     __device__ __forceinline__ void multiply(float* partials) {
         float sum[TILES_PER_WARP][TILES_M][4] = {};
-        const i32 rounds = count() >= UNROLL + IN_FLIGHT ? (count() - IN_FLIGHT) / UNROLL : 0, left = count() - UNROLL * rounds;
+        const i32 rounds = count() >= UNROLL + IN_FLIGHT ? (count() - IN_FLIGHT) / UNROLL : 0,
+                  left = count() - UNROLL * rounds;
         for (i32 i = 0; i < rounds; ++i) {
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) step(sum, u, UNROLL + IN_FLIGHT);
@@ -204,7 +239,9 @@ private:
 #pragma unroll
         for (int r = 0; r < TILES_PER_WARP; ++r)
 #pragma unroll
-            for (int t = 0; t < TILES_M; ++t) Epilogue::write_partial(partials, sum[r][t], k_warp(), n_warp() * TILES_PER_WARP + r, 8 * t);
+            for (int t = 0; t < TILES_M; ++t)
+                Epilogue::write_partial(partials, sum[r][t], k_warp(),
+                                        n_warp() * TILES_PER_WARP + r, 8 * t);
     }
 };
 

@@ -1,4 +1,5 @@
-// The epilogue of small-M kernels: the accumulators of the warps that share K are added in shared memory, and stored.
+// The epilogue of small-M kernels: the accumulators of the warps that share K are added in shared
+// memory, and stored.
 #pragma once
 
 #include "added.cuh"
@@ -7,30 +8,39 @@
 
 namespace {
 
-// A tile of TILE_M rows of a group and WEIGHT_TILES * 16 rows of its matrix, whose K is divided into SPLIT_K parts, by THREADS threads.
+// A tile of TILE_M rows of a group and WEIGHT_TILES * 16 rows of its matrix, whose K is divided
+// into SPLIT_K parts, by THREADS threads.
 template <class Segment, int TILE_M, int WEIGHT_TILES, int SPLIT_K, int THREADS>
 struct SplitKEpilogue {
     using Weights = typename Segment::Weights;
-    static constexpr int TILE_N = Segment::BLOCK * (WEIGHT_TILES / Segment::BLOCK_TILES);  // of the result
+    static constexpr int TILE_N =
+        Segment::BLOCK * (WEIGHT_TILES / Segment::BLOCK_TILES);  // of the result
     static constexpr int N_TILES = (Segment::WIDTH + TILE_N - 1) / TILE_N;
-    static constexpr int STRIDE = 16 * WEIGHT_TILES + 4;  // no two of a warp's stores meet in a bank
+    static constexpr int STRIDE =
+        16 * WEIGHT_TILES + 4;  // no two of a warp's stores meet in a bank
     static constexpr int PARTIALS = SPLIT_K * TILE_M * STRIDE, V = 2;
     static_assert(WEIGHT_TILES % Segment::BLOCK_TILES == 0, "a block's tiles make whole columns");
 
-    // Writes a warp's fragment of 16 rows of the matrix and 8 of the group: of part k_warp of K, at tile `tile` and rows `t` .. `t` + 7.
-    __device__ static __forceinline__ void write_partial(float* partials, const float (&sum)[4], i32 k_warp, i32 tile, i32 t) {
+    // Writes a warp's fragment of 16 rows of the matrix and 8 of the group: of part k_warp of K, at
+    // tile `tile` and rows `t` .. `t` + 7.
+    __device__ static __forceinline__ void write_partial(float* partials, const float (&sum)[4],
+                                                         i32 k_warp, i32 tile, i32 t) {
         const i32 row = threadIdx.x % 32 / 4, lane_column = threadIdx.x % 4;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            partials[(k_warp * TILE_M + t + 2 * lane_column + i % 2) * STRIDE + 16 * tile + row + i / 2 * 8] = sum[i];
+            partials[(k_warp * TILE_M + t + 2 * lane_column + i % 2) * STRIDE + 16 * tile + row +
+                     i / 2 * 8] = sum[i];
     }
 
     // Adds what the warps have along K, and stores. `at`: the first column.
-    __device__ static __forceinline__ void store(const Segment& s, const MTile& m_tile, i32 at, const float* partials) {
+    __device__ static __forceinline__ void store(const Segment& s, const MTile& m_tile, i32 at,
+                                                 const float* partials) {
         for (i32 i = threadIdx.x; i < TILE_M * TILE_N / V; i += THREADS) {
-            const i32 token = i / (TILE_N / V), column = i % (TILE_N / V) * V, j = at + column, m = m_tile.first + token;
+            const i32 token = i / (TILE_N / V), column = i % (TILE_N / V) * V, j = at + column,
+                      m = m_tile.first + token;
             if (m >= m_tile.end || j >= Segment::WIDTH) continue;
-            const float* row = partials + token * STRIDE + column / Segment::BLOCK * (16 * Segment::BLOCK_TILES);
+            const float* row =
+                partials + token * STRIDE + column / Segment::BLOCK * (16 * Segment::BLOCK_TILES);
             float p[Segment::COLUMNS_PER_RESULT][V];
 #pragma unroll
             for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f) {
@@ -44,7 +54,8 @@ struct SplitKEpilogue {
                     p[f][v] = total * (Weights::RESCALE * Weights::outer(s, m_tile.group, of));
                     if constexpr (Segment::ADDED > 0) {
                         using Added = AddedProduct<Segment>;
-                        p[f][v] += Added::dot(Added::rows(s), m, Added::columns(s, m_tile.group), of);
+                        p[f][v] +=
+                            Added::dot(Added::rows(s), m, Added::columns(s, m_tile.group), of);
                     }
                 }
             }
@@ -57,7 +68,8 @@ struct SplitKEpilogue {
         for (i32 i = threadIdx.x; i < (m_tile.end - m_tile.first) * TILE_N / V; i += THREADS) {
             const i32 j = at + i % (TILE_N / V) * V;
             const float zero[Segment::COLUMNS_PER_RESULT][V] = {};
-            store_columns<V>(s, m_tile.first + i / (TILE_N / V), Segment::GROUPS, RowMajor{j}, zero);
+            store_columns<V>(s, m_tile.first + i / (TILE_N / V), Segment::GROUPS, RowMajor{j},
+                             zero);
         }
     }
 };

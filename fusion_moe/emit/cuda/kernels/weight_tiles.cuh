@@ -1,4 +1,5 @@
-// How producers fill a stage with a tile of the weight, in fprop and dgrad: by what it is stored as.
+// How producers fill a stage with a tile of the weight, in fprop and dgrad: by what it is stored
+// as.
 //
 //     Memory                         in shared memory, which all threads of a block `init`
 //     begin(runs, group, n_tile)     a work tile; then for each of its K blocks in turn
@@ -50,20 +51,22 @@ struct WeightRows {
     const typename Segment::Activation* matrix;
     i32 row[COUNT], thread;
 
-    __device__ __forceinline__ WeightRows(const Segment& s_, Memory&, i32 thread_) : s(s_), thread(thread_) {}
+    __device__ __forceinline__ WeightRows(const Segment& s_, Memory&, i32 thread_)
+        : s(s_), thread(thread_) {}
 
     template <class Runs>
     __device__ __forceinline__ void begin(const Runs&, i32 group, i32 n_tile) {
         matrix = s.b_matrix(group);
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) row[i] = column_of_tile<Segment, TILE_N>(n_tile, thread / 8 + 16 * i);
+        for (int i = 0; i < COUNT; ++i)
+            row[i] = column_of_tile<Segment, TILE_N>(n_tile, thread / 8 + 16 * i);
     }
 
     __device__ __forceinline__ void copy(u32 to, i32 kb) const {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
-            copy_piece<Segment::K>(
-                to + swizzled(thread / 8 + 16 * i, thread % 8), matrix, row[i], kb * GEMM_K_BLOCK + 8 * (thread % 8), row[i] >= 0);
+            copy_piece<Segment::K>(to + swizzled(thread / 8 + 16 * i, thread % 8), matrix, row[i],
+                                   kb * GEMM_K_BLOCK + 8 * (thread % 8), row[i] >= 0);
     }
 };
 
@@ -76,7 +79,8 @@ struct WeightColumns {
     const typename Segment::Activation* matrix;
     i32 column, thread;
 
-    __device__ __forceinline__ WeightColumns(const Segment& s_, Memory&, i32 thread_) : s(s_), thread(thread_) {}
+    __device__ __forceinline__ WeightColumns(const Segment& s_, Memory&, i32 thread_)
+        : s(s_), thread(thread_) {}
 
     template <class Runs>
     __device__ __forceinline__ void begin(const Runs&, i32 group, i32 n_tile) {
@@ -105,13 +109,16 @@ struct PackedWeight {
     Columns columns;
     i32 first;
 
-    __device__ __forceinline__ PackedWeight(const Segment& s, Memory& memory, i32 thread) : columns(s, memory), first(thread / 128 * EACH) {}
+    __device__ __forceinline__ PackedWeight(const Segment& s, Memory& memory, i32 thread)
+        : columns(s, memory), first(thread / 128 * EACH) {}
 
     __device__ __forceinline__ void begin(const ScaleRuns<Segment>& runs, i32 group, i32 n_tile) {
         columns.begin(runs, group, n_tile * TILE_N + first);
     }
 
-    __device__ __forceinline__ void copy(u32 to, i32 kb) { columns.store(to + first / 64 * PIECE_BYTES, kb); }
+    __device__ __forceinline__ void copy(u32 to, i32 kb) {
+        columns.store(to + first / 64 * PIECE_BYTES, kb);
+    }
 };
 
 template <class Segment, int TILE_N, int THREADS, bool BOXES, bool PACKED, bool MN>
@@ -136,8 +143,10 @@ struct WeightTilesOf<Segment, TILE_N, THREADS, false, true, true> {
 };
 
 template <class Segment, int TILE_N, int THREADS>
-using WeightTiles = typename WeightTilesOf<Segment, TILE_N, THREADS, Segment::B_BOXES, Segment::B_PACKED, Segment::B_MN>::Tiles;
+using WeightTiles = typename WeightTilesOf<Segment, TILE_N, THREADS, Segment::B_BOXES,
+                                           Segment::B_PACKED, Segment::B_MN>::Tiles;
 template <class Segment>
-using RunsOf = typename WeightTilesOf<Segment, 256, 128, Segment::B_BOXES, Segment::B_PACKED, Segment::B_MN>::Runs;
+using RunsOf = typename WeightTilesOf<Segment, 256, 128, Segment::B_BOXES, Segment::B_PACKED,
+                                      Segment::B_MN>::Runs;
 
 }  // namespace

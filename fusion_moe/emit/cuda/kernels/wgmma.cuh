@@ -1,35 +1,48 @@
-// Products of a warpgroup: 64 rows of one matrix, fragments in registers or a tile in shared memory, times a tile of another in shared memory.
+// Products of a warpgroup: 64 rows of one matrix, fragments in registers or a tile in shared
+// memory, times a tile of another in shared memory.
 #pragma once
 
 #include "numbers.cuh"
 
 namespace {
 
-// A tile of activations has rows of a K block, 128 bytes; eight rows are a core matrix. The 16-byte piece i of row r lies where piece
-// i ^ (r % 8) would: so that neither the copies into a tile nor the tensor cores meet in a bank.
+// A tile of activations has rows of a K block, 128 bytes; eight rows are a core matrix. The 16-byte
+// piece i of row r lies where piece i ^ (r % 8) would: so that neither the copies into a tile nor
+// the tensor cores meet in a bank.
 constexpr u32 TILE_ROW_BYTES = 128, CORE_MATRIX_BYTES = 8 * TILE_ROW_BYTES;  // bytes
 
-__device__ __forceinline__ u32 swizzled(u32 row, u32 piece) { return row * TILE_ROW_BYTES + (piece ^ row % 8) * 16; }
-
-// The descriptor of a tile at a multiple of 1024 bytes of shared memory; 2 more for each 16 k further on.
-__device__ __forceinline__ u64 tile_descriptor(u32 address) {
-    constexpr u64 SWIZZLE_128 = 1;
-    return SWIZZLE_128 << 62 | u64(CORE_MATRIX_BYTES >> 4) << 32 | 1ull << 16 | (address & 0x3FFFF) >> 4;
+__device__ __forceinline__ u32 swizzled(u32 row, u32 piece) {
+    return row * TILE_ROW_BYTES + (piece ^ row % 8) * 16;
 }
 
-// A tile whose rows run along what is contracted (K-major) is the one above. One whose rows run along M or N (MN-major) is in pieces of 64
-// columns: each has a row of 128 bytes for each k, swizzled alike, and lies PIECE_BYTES after the one before; 16 k further on are 2048 bytes.
+// The descriptor of a tile at a multiple of 1024 bytes of shared memory; 2 more for each 16 k
+// further on.
+__device__ __forceinline__ u64 tile_descriptor(u32 address) {
+    constexpr u64 SWIZZLE_128 = 1;
+    return SWIZZLE_128 << 62 | u64(CORE_MATRIX_BYTES >> 4) << 32 | 1ull << 16 |
+           (address & 0x3FFFF) >> 4;
+}
+
+// A tile whose rows run along what is contracted (K-major) is the one above. One whose rows run
+// along M or N (MN-major) is in pieces of 64 columns: each has a row of 128 bytes for each k,
+// swizzled alike, and lies PIECE_BYTES after the one before; 16 k further on are 2048 bytes.
 template <u32 PIECE_BYTES>
 __device__ __forceinline__ u64 tile_descriptor_mn(u32 address) {
     constexpr u64 SWIZZLE_128 = 1;
-    return SWIZZLE_128 << 62 | u64(CORE_MATRIX_BYTES >> 4) << 32 | u64(PIECE_BYTES >> 4) << 16 | (address & 0x3FFFF) >> 4;
+    return SWIZZLE_128 << 62 | u64(CORE_MATRIX_BYTES >> 4) << 32 | u64(PIECE_BYTES >> 4) << 16 |
+           (address & 0x3FFFF) >> 4;
 }
 
-// Registers that products read or add to are complete; before the first product that follows such a write.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Registers that products read or add to are complete; before the first product that follows such a
+// write.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 
 // The products since the last commit become one group of which can be waited for.
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
 // Until at most `Pending` groups are not done.
 template <int Pending>
@@ -108,13 +121,14 @@ __device__ __forceinline__ void wgmma(float* d, const u32 (&a)[4], u64 b);
 #define SUMS_256 SUMS_248, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
 // The operands that follow the accumulators have the numbers A0 .. B.
-#define WGMMA_OF(T, N, A0, A1, A2, A3, B)                                                                                         \
-    template <>                                                                                                                   \
-    __device__ __forceinline__ void wgmma<T, N>(float* d, const u32 (&a)[4], u64 b) {                                             \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #T "." #T " {" REGISTERS_##N                               \
-                     "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", 1, 1, 1, 0;"                                             \
-                     : SUMS_##N                                                                                                   \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                       \
+#define WGMMA_OF(T, N, A0, A1, A2, A3, B)                                                \
+    template <>                                                                          \
+    __device__ __forceinline__ void wgmma<T, N>(float* d, const u32(&a)[4], u64 b) {     \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #T "." #T         \
+                     " {" REGISTERS_##N "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B \
+                                        ", 1, 1, 1, 0;"                                  \
+                     : SUMS_##N                                                          \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));              \
     }
 #define WGMMA(N, A0, A1, A2, A3, B)      \
     WGMMA_OF(bf16, N, A0, A1, A2, A3, B) \
@@ -154,18 +168,20 @@ WGMMA(256, 128, 129, 130, 131, 132)
 #undef WGMMA
 #undef WGMMA_OF
 
-// d [64, N] += a [64, 16] b [N, 16]^T: both from tiles in shared memory. A_MN, B_MN: whether they are MN-major.
+// d [64, N] += a [64, 16] b [N, 16]^T: both from tiles in shared memory. A_MN, B_MN: whether they
+// are MN-major.
 template <class T, int N, bool A_MN, bool B_MN>
 __device__ __forceinline__ void wgmma_shared(float* d, u64 a, u64 b);
 
 // The operands that follow the accumulators have the numbers A and B.
-#define WGMMA_SHARED_OF(T, N, A, B, A_MAJOR, B_MAJOR, A_MN, B_MN)                                                              \
-    template <>                                                                                                                \
-    __device__ __forceinline__ void wgmma_shared<T, N, A_MN, B_MN>(float* d, u64 a, u64 b) {                                   \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #T "." #T " {" REGISTERS_##N "}, %" #A ", %" #B           \
-                     ", 1, 1, 1, " #A_MAJOR ", " #B_MAJOR ";"                                                                  \
-                     : SUMS_##N                                                                                                \
-                     : "l"(a), "l"(b));                                                                                        \
+#define WGMMA_SHARED_OF(T, N, A, B, A_MAJOR, B_MAJOR, A_MN, B_MN)                               \
+    template <>                                                                                 \
+    __device__ __forceinline__ void wgmma_shared<T, N, A_MN, B_MN>(float* d, u64 a, u64 b) {    \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #T "." #T                \
+                     " {" REGISTERS_##N "}, %" #A ", %" #B ", 1, 1, 1, " #A_MAJOR ", " #B_MAJOR \
+                                        ";"                                                     \
+                     : SUMS_##N                                                                 \
+                     : "l"(a), "l"(b));                                                         \
     }
 #define WGMMA_SHARED(T, N, A, B)                    \
     WGMMA_SHARED_OF(T, N, A, B, 0, 0, false, false) \

@@ -1,4 +1,5 @@
-// INT4: integers of -8 to 7 as codes, 8 more, [G, N, K/2], a bfloat16 scale for 32 of them [G, N, K/32].
+// INT4: integers of -8 to 7 as codes, 8 more, [G, N, K/2], a bfloat16 scale for 32 of them [G, N,
+// K/32].
 #pragma once
 
 #include "weight.h"

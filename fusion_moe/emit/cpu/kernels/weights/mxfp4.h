@@ -1,4 +1,5 @@
-// MXFP4: e2m1 codes [G, N, K/2], an e8m0 scale for 32 of them [G, N, K/32]: 2^(byte - 127), but 255 is NaN.
+// MXFP4: e2m1 codes [G, N, K/2], an e8m0 scale for 32 of them [G, N, K/32]: 2^(byte - 127), but 255
+// is NaN.
 #pragma once
 
 #ifdef __AVX512VBMI__
@@ -16,19 +17,24 @@ struct MXFP4 : E2M1Weight<MXFP4> {
     static constexpr int MIN_EXPONENT = FIRST - 128, MAX_EXPONENT = LAST - 127 + 3;
 
     // 2^-127 is subnormal, and bfloat16 holds it.
-    static float scale(u8 byte) { return as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : u32(byte) << 23); }
+    static float scale(u8 byte) {
+        return as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : u32(byte) << 23);
+    }
 
     static auto factors(const Problem&, i64) {
         return [](i64) { return 1.f; };
     }
 
-    // Scales that float16 holds, with room for the codes; 0 is as good where it scales zeros only, as quantizers write it.
+    // Scales that float16 holds, with room for the codes; 0 is as good where it scales zeros only,
+    // as quantizers write it.
     static bool scales_in_range(const WorkTile& work_tile) {
         const i64 blocks = work_tile.p->K / BLOCK;
         for (i64 column_block = 0; column_block < work_tile.column_blocks(); ++column_block) {
             const Columns c = work_tile.columns<MXFP4>(column_block);
             for (int i = 0; i < LANES; ++i) {
-                if (!all_in_range(c.scales[i], blocks) && !in_range_but_for_zeros(c.scales[i], c.codes[i], blocks)) return false;
+                if (!all_in_range(c.scales[i], blocks) &&
+                    !in_range_but_for_zeros(c.scales[i], c.codes[i], blocks))
+                    return false;
             }
         }
         return true;
@@ -46,24 +52,28 @@ struct MXFP4 : E2M1Weight<MXFP4> {
 
     static bool matrix_in_range(const Problem& p, i64 g) {
         const i64 blocks = p.N * p.K / BLOCK;
-        return all_in_range(scales_of(p, g), blocks) || in_range_but_for_zeros(scales_of(p, g), codes_of(p, g), blocks);
+        return all_in_range(scales_of(p, g), blocks) ||
+               in_range_but_for_zeros(scales_of(p, g), codes_of(p, g), blocks);
     }
 
 #ifdef __AVX512VBMI__
     static void halves(__m512i bytes, __m512i& low, __m512i& high) {
-        const __mmask64 ends = _mm512_cmple_epu8_mask(_mm512_add_epi8(bytes, _mm512_set1_epi8(1)), _mm512_set1_epi8(1));  // 0 and 255
+        const __mmask64 ends = _mm512_cmple_epu8_mask(_mm512_add_epi8(bytes, _mm512_set1_epi8(1)),
+                                                      _mm512_set1_epi8(1));  // 0 and 255
         high = _mm512_and_si512(_mm512_srli_epi16(bytes, 1), _mm512_set1_epi8(0x7F));
         low = _mm512_and_si512(_mm512_slli_epi16(bytes, 7), _mm512_set1_epi8(char(0x80)));
         low = _mm512_mask_add_epi8(low, ends, low, _mm512_set1_epi8(0x40));
     }
 
-    static constexpr int FIRST_SHIFTED = FIRST, LAST_SHIFTED = LAST, SCALE_SHIFT = 23, SCALE_EXPONENT = 0;
+    static constexpr int FIRST_SHIFTED = FIRST, LAST_SHIFTED = LAST, SCALE_SHIFT = 23,
+                         SCALE_EXPONENT = 0;
     static constexpr bool POWERS_OF_TWO = true;
 
     // FIRST is 2^-13. A scale of 0, or none, becomes a number too, times zeros.
     static constexpr int F16_CODE = 0, F16_WEIGHT = 127 - 13 - FIRST, FIRST_HARD = 256;
     static __m512i f16_scale(__m512i upper) {
-        return _mm512_sub_epi16(_mm512_slli_epi16(upper, 2), _mm512_set1_epi16(short((FIRST - 2) << 10)));
+        return _mm512_sub_epi16(_mm512_slli_epi16(upper, 2),
+                                _mm512_set1_epi16(short((FIRST - 2) << 10)));
     }
     static __m512i hard_f16_scale(__m512i upper) { return f16_scale(upper); }
     static bool is_nan(u8) { return false; }  // none in range
@@ -72,7 +82,8 @@ struct MXFP4 : E2M1Weight<MXFP4> {
   private:
     static bool all_in_range(const u8* scales, i64 blocks) {
         u8 least = 255, most = 0;
-        for (i64 b = 0; b < blocks; ++b) least = std::min(least, scales[b]), most = std::max(most, scales[b]);
+        for (i64 b = 0; b < blocks; ++b)
+            least = std::min(least, scales[b]), most = std::max(most, scales[b]);
         return least >= FIRST && most <= LAST;
     }
 
@@ -80,7 +91,8 @@ struct MXFP4 : E2M1Weight<MXFP4> {
         for (i64 b = 0; b < blocks; ++b, codes += BLOCK / 2) {
             const bool in_range = scales[b] >= FIRST && scales[b] <= LAST;
             const auto not_zero = [](u8 two) { return (two & 0x77) != 0; };
-            if (!in_range && (scales[b] != 0 || std::any_of(codes, codes + BLOCK / 2, not_zero))) return false;
+            if (!in_range && (scales[b] != 0 || std::any_of(codes, codes + BLOCK / 2, not_zero)))
+                return false;
         }
         return true;
     }

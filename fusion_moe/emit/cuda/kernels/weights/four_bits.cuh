@@ -1,17 +1,17 @@
-// Readers of weights that are codes of four bits with block scales, from the layout w16x64 (layouts/ says where each bit lies) and from the
-// linear one. What codes and scales mean, a format says, for activations of a type:
+// Readers of weights that are codes of four bits with block scales, from the layout w16x64
+// (layouts/ says where each bit lies) and from the linear one. What codes and scales mean, a format
+// says, for activations of a type:
 //
-//     BLOCK, Scale                           columns that share a scale, and the unsigned type of a stored one
-//     Outer                                  see reader.cuh
-//     TILED_RESCALE, LINEAR_RESCALE          see reader.cuh, for either layout
-//     Scales                                 of two rows, r and r + 8 of a tile, ready to multiply by
-//     u32 ready(word, byte)                  of two scales that a tile stores from a byte of a word on: one in each half
-//     Scales tiled(low, high)                of pairs of these, for rows r and r + 8
-//     Scales linear(low, high)               of what the linear layout stores
-//     u32 codes(word, half, i)               the half's pair of columns of row r or r + 8 (i), of a word of a tile
-//     bool beside(half, i)                   whether some bits of a pair's column lie in the word's half of the other one
-//     u32 weights(codes, scales, i)          a pair
-//     linear_pair(byte, scales, row_8)       two columns of a row, r or r + 8, of a byte
+//     BLOCK, Scale                           columns that share a scale, and the unsigned type of a
+//     stored one Outer                                  see reader.cuh TILED_RESCALE,
+//     LINEAR_RESCALE          see reader.cuh, for either layout Scales of two rows, r and r + 8 of
+//     a tile, ready to multiply by u32 ready(word, byte)                  of two scales that a tile
+//     stores from a byte of a word on: one in each half Scales tiled(low, high)                of
+//     pairs of these, for rows r and r + 8 Scales linear(low, high)               of what the
+//     linear layout stores u32 codes(word, half, i)               the half's pair of columns of row
+//     r or r + 8 (i), of a word of a tile bool beside(half, i)                   whether some bits
+//     of a pair's column lie in the word's half of the other one u32 weights(codes, scales, i) a
+//     pair linear_pair(byte, scales, row_8)       two columns of a row, r or r + 8, of a byte
 #pragma once
 
 #include "weights/four_bits_shared.cuh"
@@ -46,32 +46,42 @@ struct FourBitTiled : Format::Outer, FourBits<Format> {
     }
 
     template <class Segment>
-    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block, i32 lane) {
+    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block,
+                                         i32 lane) {
         const i64 tile = tile_number<Segment>(group, first_row, block);
-        codes_ = elements(s) + tile * ELEMENTS + lane * 16, scales_ = scales(s) + tile * SCALES + scales_of_lane<Format>(lane);
+        codes_ = elements(s) + tile * ELEMENTS + lane * 16,
+        scales_ = scales(s) + tile * SCALES + scales_of_lane<Format>(lane);
     }
 
     __device__ __forceinline__ Packed load(int blocks_ahead) const {
-        return {load_no_allocate(codes_ + ELEMENTS * blocks_ahead), load_two_scales<Scale>(scales_ + SCALES * blocks_ahead)};
+        return {load_no_allocate(codes_ + ELEMENTS * blocks_ahead),
+                load_two_scales<Scale>(scales_ + SCALES * blocks_ahead)};
     }
 
-    __device__ __forceinline__ void advance(int blocks) { codes_ += ELEMENTS * blocks, scales_ += SCALES * blocks; }
-    static __device__ __forceinline__ Scales scales(const Packed& packed) { return scales_of_rows<Format>(Format::ready(packed.scales, 0)); }
+    __device__ __forceinline__ void advance(int blocks) {
+        codes_ += ELEMENTS * blocks, scales_ += SCALES * blocks;
+    }
+    static __device__ __forceinline__ Scales scales(const Packed& packed) {
+        return scales_of_rows<Format>(Format::ready(packed.scales, 0));
+    }
 
-    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales, int v, int half, u32* a) {
+    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales,
+                                                      int v, int half, u32* a) {
         weights_of_rows<Format>(word(packed, v), scales, half, a);
     }
 
-private:
+  private:
     const u8 *codes_, *scales_;
 };
 
-// Any N, and K in whole blocks of scales: rows past the last are read as the last, blocks past the last as zeros.
+// Any N, and K in whole blocks of scales: rows past the last are read as the last, blocks past the
+// last as zeros.
 template <class Format>
 struct FourBitLinear : Format::Outer, FourBits<Format> {
     using Scale = typename Format::Scale;
     static constexpr float RESCALE = Format::LINEAR_RESCALE;
-    static constexpr int BLOCK = Format::BLOCK, STEP = 64 / BLOCK * sizeof(Scale);  // bytes of scales of a K block
+    static constexpr int BLOCK = Format::BLOCK,
+                         STEP = 64 / BLOCK * sizeof(Scale);  // bytes of scales of a K block
 
     struct Packed {
         uint2 low, high;  // codes of rows r and r + 8
@@ -80,22 +90,28 @@ struct FourBitLinear : Format::Outer, FourBits<Format> {
     using Scales = typename Format::Scales;
 
     template <class Segment>
-    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block, i32 lane) {
+    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block,
+                                         i32 lane) {
         FourBits<Format>::template check<Segment>();
-        static_assert(Segment::K % BLOCK == 0, "a row of a weight is made of whole blocks of scales");
+        static_assert(Segment::K % BLOCK == 0,
+                      "a row of a weight is made of whole blocks of scales");
         const i32 row = first_row + lane / 4, k = 64 * block + 16 * (lane % 4);
         const i64 first = i64(group) * Segment::N;
-        const i64 low = (first + min(row, Segment::N - 1)) * Segment::K + k, high = (first + min(row + 8, Segment::N - 1)) * Segment::K + k;
+        const i64 low = (first + min(row, Segment::N - 1)) * Segment::K + k,
+                  high = (first + min(row + 8, Segment::N - 1)) * Segment::K + k;
         const u8* scales = reinterpret_cast<const u8*>(s.block_scale);
         codes_[0] = s.codes + low / 2, codes_[1] = s.codes + high / 2;
-        scales_[0] = scales + low / BLOCK * sizeof(Scale), scales_[1] = scales + high / BLOCK * sizeof(Scale);
+        scales_[0] = scales + low / BLOCK * sizeof(Scale),
+        scales_[1] = scales + high / BLOCK * sizeof(Scale);
         left_ = Segment::K - k;
     }
 
     __device__ __forceinline__ Packed load(int blocks_ahead) const {
         if (left_ <= 64 * blocks_ahead) return {};
-        return {load_no_allocate_8(codes_[0] + 32 * blocks_ahead), load_no_allocate_8(codes_[1] + 32 * blocks_ahead),
-                load_scale<Scale>(scales_[0] + STEP * blocks_ahead), load_scale<Scale>(scales_[1] + STEP * blocks_ahead)};
+        return {load_no_allocate_8(codes_[0] + 32 * blocks_ahead),
+                load_no_allocate_8(codes_[1] + 32 * blocks_ahead),
+                load_scale<Scale>(scales_[0] + STEP * blocks_ahead),
+                load_scale<Scale>(scales_[1] + STEP * blocks_ahead)};
     }
 
     __device__ __forceinline__ void advance(int blocks) {
@@ -108,12 +124,15 @@ struct FourBitLinear : Format::Outer, FourBits<Format> {
         return Format::linear(packed.scale_of_row, packed.scale_of_row_8);
     }
 
-    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales, int v, int half, u32* a) {
-        a[0] = Format::linear_pair((half == 0 ? packed.low.x : packed.low.y) >> 8 * v, scales, false);
-        a[1] = Format::linear_pair((half == 0 ? packed.high.x : packed.high.y) >> 8 * v, scales, true);
+    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales,
+                                                      int v, int half, u32* a) {
+        a[0] =
+            Format::linear_pair((half == 0 ? packed.low.x : packed.low.y) >> 8 * v, scales, false);
+        a[1] =
+            Format::linear_pair((half == 0 ? packed.high.x : packed.high.y) >> 8 * v, scales, true);
     }
 
-private:
+  private:
     const u8 *codes_[2], *scales_[2];
     i32 left_;
 };

@@ -1,7 +1,8 @@
-// Tiles of codes of four bits in shared memory: where producers copy them, and how consumers read them, and their scales.
+// Tiles of codes of four bits in shared memory: where producers copy them, and how consumers read
+// them, and their scales.
 //
-// A lane copies 16 bytes of codes; the 32 bytes of two that follow each other in memory stay together: apart, a product takes 1.1 to 1.5
-// times as long, as seen on an H200.
+// A lane copies 16 bytes of codes; the 32 bytes of two that follow each other in memory stay
+// together: apart, a product takes 1.1 to 1.5 times as long, as seen on an H200.
 #pragma once
 
 #include "pipeline.cuh"
@@ -14,13 +15,16 @@ template <class Format>
 struct FourBits {
     static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale);
     static_assert(BLOCK == 16 || BLOCK == 32 || BLOCK == 64,
-                  "block scales of four-bit codes cover 16, 32 or 64 columns: a lane's 16 columns share one, and a tile of 64 has whole blocks");
+                  "block scales of four-bit codes cover 16, 32 or 64 columns: a lane's 16 columns "
+                  "share one, and a tile of 64 has whole blocks");
     static_assert(EACH == 1 || EACH == 2, "block scales of four-bit codes have one byte or two");
 
     template <class Segment>
     static __device__ __forceinline__ constexpr void check() {
-        static_assert(Segment::CODE_BITS == 4 && Segment::SCALE_BLOCK == BLOCK && Segment::SCALE_BYTES == EACH,
-                      "the encoding in fusion_moe/encodings has codes and block scales of other sizes than its reader in kernels/weights");
+        static_assert(Segment::CODE_BITS == 4 && Segment::SCALE_BLOCK == BLOCK &&
+                          Segment::SCALE_BYTES == EACH,
+                      "the encoding in fusion_moe/encodings has codes and block scales of other "
+                      "sizes than its reader in kernels/weights");
     }
 };
 
@@ -31,7 +35,10 @@ struct TiledCodes {
 };
 
 __device__ __forceinline__ u32 word(const TiledCodes& packed, int v) {
-    return v == 0 ? packed.codes.x : v == 1 ? packed.codes.y : v == 2 ? packed.codes.z : packed.codes.w;
+    return v == 0   ? packed.codes.x
+           : v == 1 ? packed.codes.y
+           : v == 2 ? packed.codes.z
+                    : packed.codes.w;
 }
 
 // Of the rows r and r + 8 that a lane has.
@@ -52,22 +59,27 @@ __device__ __forceinline__ u32 load_two_scales(const u8* p) {
 
 template <class Scale>
 __device__ __forceinline__ u32 two_scales(const u8* shared) {
-    if constexpr (sizeof(Scale) == 1) return *reinterpret_cast<const u16*>(shared);
-    else return *reinterpret_cast<const u32*>(shared);
+    if constexpr (sizeof(Scale) == 1)
+        return *reinterpret_cast<const u16*>(shared);
+    else
+        return *reinterpret_cast<const u32*>(shared);
 }
 
 // For all columns: of one in each half, those of rows r and r + 8.
 template <class Format>
 __device__ __forceinline__ typename Format::Scales scales_of_rows(u32 ready) {
     u32 low, high;
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; mov.b32 %0, {low, low}; mov.b32 %1, {high, high};}"
-        : "=r"(low), "=r"(high) : "r"(ready));
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; mov.b32 %0, {low, low}; mov.b32 %1, {high, "
+        "high};}"
+        : "=r"(low), "=r"(high)
+        : "r"(ready));
     return Format::tiled(low, high);
 }
 
 // The half's pairs of columns, of rows r and r + 8.
 template <class Format>
-__device__ __forceinline__ void weights_of_rows(u32 word, const typename Format::Scales& scales, int half, u32* a) {
+__device__ __forceinline__ void weights_of_rows(u32 word, const typename Format::Scales& scales,
+                                                int half, u32* a) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) a[i] = Format::weights(Format::codes(word, half, i), scales, i);
 }
@@ -86,14 +98,16 @@ struct FourBitShared {
     u32 codes, scales;  // where a lane's are, after where those of all tiles begin
 
     __device__ __forceinline__ FourBitShared(u32 first_code, u32 first_scale, i32 lane)
-        : codes(first_code + swizzled_lane(lane, 0)), scales(first_scale + scales_of_lane<Format>(lane)) {
+        : codes(first_code + swizzled_lane(lane, 0)),
+          scales(first_scale + scales_of_lane<Format>(lane)) {
         asm volatile("" : "+r"(codes), "+r"(scales));  // kept, not computed again
     }
 
     static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) { return 16 * lane; }
 
     __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
-        return {*reinterpret_cast<const uint4*>(all_codes + codes), two_scales<typename Format::Scale>(all_scales + scales)};
+        return {*reinterpret_cast<const uint4*>(all_codes + codes),
+                two_scales<typename Format::Scale>(all_scales + scales)};
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
@@ -103,18 +117,21 @@ struct FourBitShared {
     }
 };
 
-// Four matrices of 8 rows of 16 bytes, of which a lane says where one row lies: lane 4 r + c gets word c of row r of each.
+// Four matrices of 8 rows of 16 bytes, of which a lane says where one row lies: lane 4 r + c gets
+// word c of row r of each.
 __device__ __forceinline__ void load_matrices(u32 (&words)[4], const u8* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "r"(shared_address(row)));
 }
 
-// For row-major activations: step v multiplies by block v of 16 k, of which lane 4 r + c needs word c of row r, and the scales. To ldmatrix
-// the codes of a block are a matrix of 8 rows of 16 bytes; four rows of it share no bank.
+// For row-major activations: step v multiplies by block v of 16 k, of which lane 4 r + c needs word
+// c of row r, and the scales. To ldmatrix the codes of a block are a matrix of 8 rows of 16 bytes;
+// four rows of it share no bank.
 template <class Format>
 struct FourBitShared<Format, false> {
-    static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale), BYTES = 128 / BLOCK * EACH;  // of rows r and r + 8
+    static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale),
+                         BYTES = 128 / BLOCK * EACH;  // of rows r and r + 8
     static_assert(BYTES % 4 == 0, "a tile's block scales of rows r and r + 8 fill whole words");
 
     struct Packed {
@@ -124,11 +141,14 @@ struct FourBitShared<Format, false> {
     u32 codes, scales;
 
     __device__ __forceinline__ FourBitShared(u32 first_code, u32 first_scale, i32 lane)
-        : codes(first_code + swizzled_lane(lane % 8 * 4 + lane / 8, 0)), scales(first_scale + lane / 4 * BYTES) {
+        : codes(first_code + swizzled_lane(lane % 8 * 4 + lane / 8, 0)),
+          scales(first_scale + lane / 4 * BYTES) {
         asm volatile("" : "+r"(codes), "+r"(scales));
     }
 
-    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) { return 16 * (lane ^ lane / 8 % 2 * 2); }
+    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) {
+        return 16 * (lane ^ lane / 8 % 2 * 2);
+    }
 
     __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
         Packed packed;
@@ -139,7 +159,8 @@ struct FourBitShared<Format, false> {
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
         const int byte = 16 * v / BLOCK * 2 * EACH;
-        const auto scales = scales_of_rows<Format>(Format::ready(packed.scales.at[byte / 4], byte % 4));
+        const auto scales =
+            scales_of_rows<Format>(Format::ready(packed.scales.at[byte / 4], byte % 4));
         weights_of_rows<Format>(packed.codes[v], scales, 0, a);
         weights_of_rows<Format>(packed.codes[v], scales, 1, a + 2);
     }
@@ -156,16 +177,21 @@ __device__ __forceinline__ u32 transposed(u32 pair) {
 __device__ __forceinline__ u32 of_quarter(u32 x, int from) {
     constexpr int SAME_C = 0x031F;
     u32 found;
-    asm volatile("shfl.sync.idx.b32 %0, %1, %2, %3, 0xFFFFFFFF;" : "=r"(found) : "r"(x), "r"(4 * from), "n"(SAME_C));
+    asm volatile("shfl.sync.idx.b32 %0, %1, %2, %3, 0xFFFFFFFF;"
+                 : "=r"(found)
+                 : "r"(x), "r"(4 * from), "n"(SAME_C));
     return found;
 }
 
-// For dgrad, which contracts a tile's 16 rows: four tiles are the steps of a K block, each APART tiles after the one before. Warp w of four
-// multiplies by block w of their columns: to lane 4 r + c go word c of row r of each tile, whose halves, columns, are transposed, and so
-// codes of rows 2 c, 2 c + 1, and these 8 further on. Their scales: lane 4 (2 v + i) + c makes those of step v, and all with c get them.
+// For dgrad, which contracts a tile's 16 rows: four tiles are the steps of a K block, each APART
+// tiles after the one before. Warp w of four multiplies by block w of their columns: to lane 4 r +
+// c go word c of row r of each tile, whose halves, columns, are transposed, and so codes of rows 2
+// c, 2 c + 1, and these 8 further on. Their scales: lane 4 (2 v + i) + c makes those of step v, and
+// all with c get them.
 template <class Format, int APART>
 struct FourBitTransposed {
-    static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale), SCALES = 1024 / BLOCK * EACH, NEXT_ROW = SCALES / 8;
+    static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale),
+                         SCALES = 1024 / BLOCK * EACH, NEXT_ROW = SCALES / 8;
 
     struct Packed {
         u32 codes[4];  // of each step
@@ -173,20 +199,25 @@ struct FourBitTransposed {
     };
     u32 codes, scales;
 
-    __device__ __forceinline__ FourBitTransposed(u32 first_code, u32 first_scale, i32 warp, i32 lane)
+    __device__ __forceinline__ FourBitTransposed(u32 first_code, u32 first_scale, i32 warp,
+                                                 i32 lane)
         : codes(first_code + lane / 8 * (APART * RUN) + swizzled_lane(lane % 8 * 4 + warp, 0)),
-          scales(first_scale + lane / 8 * (APART * SCALES) + lane % 4 * (2 * NEXT_ROW) + (warp * 16 / BLOCK * 2 + lane / 4 % 2) * EACH) {
+          scales(first_scale + lane / 8 * (APART * SCALES) + lane % 4 * (2 * NEXT_ROW) +
+                 (warp * 16 / BLOCK * 2 + lane / 4 % 2) * EACH) {
         asm volatile("" : "+r"(codes), "+r"(scales));
     }
 
-    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) { return FourBitShared<Format, false>::swizzled_lane(lane, run); }
+    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) {
+        return FourBitShared<Format, false>::swizzled_lane(lane, run);
+    }
 
     __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
         using Scale = typename Format::Scale;
         Packed packed;
         load_matrices(packed.codes, all_codes + codes);
         const u32 first = *reinterpret_cast<const Scale*>(all_scales + scales);
-        packed.scales = first | u32(*reinterpret_cast<const Scale*>(all_scales + scales + NEXT_ROW)) << 8 * EACH;
+        packed.scales = first | u32(*reinterpret_cast<const Scale*>(all_scales + scales + NEXT_ROW))
+                                    << 8 * EACH;
         return packed;
     }
 
@@ -197,7 +228,9 @@ struct FourBitTransposed {
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const u32 pair = Format::beside(half, i) ? transposed(Format::codes(packed.codes[v], half, i)) : Format::codes(word, half, i);
+                const u32 pair = Format::beside(half, i)
+                                     ? transposed(Format::codes(packed.codes[v], half, i))
+                                     : Format::codes(word, half, i);
                 a[half + 2 * i] = Format::weights(pair, scales, i);
             }
     }

@@ -1,7 +1,8 @@
-// MXFP4: codes of e2m1, and for 32 of them a block scale e8m0, 2^(byte - 127); 255 is NaN. Both layouts store it as it is.
+// MXFP4: codes of e2m1, and for 32 of them a block scale e8m0, 2^(byte - 127); 255 is NaN. Both
+// layouts store it as it is.
 //
-// Scales have a wider range than products of 16 bits: what lies beyond is named below. A trained weight's scales lie within: the largest
-// weight of a block is 4 to 8 times its scale.
+// Scales have a wider range than products of 16 bits: what lies beyond is named below. A trained
+// weight's scales lie within: the largest weight of a block is 4 to 8 times its scale.
 #pragma once
 
 #include "weights/e2m1.cuh"
@@ -16,8 +17,8 @@ __device__ __forceinline__ u32 bit_8_of_nan(u32 two) { return (two + BOTH) & 0x1
 template <class T>
 struct Mxfp4Scales;
 
-// Weights are 2^-60 of what they are. All with scales of 2^-72 to 2^61 are exact. Larger scales count as 2^61; below, weights are rounded
-// to multiples of 2^-73.
+// Weights are 2^-60 of what they are. All with scales of 2^-72 to 2^61 are exact. Larger scales
+// count as 2^61; below, weights are rounded to multiples of 2^-73.
 template <>
 struct Mxfp4Scales<bf16> {
     using Outer = NoOuterScale;
@@ -32,11 +33,14 @@ struct Mxfp4Scales<bf16> {
 
     static __device__ __forceinline__ u32 linear(u32 byte) { return tiled(byte * BOTH); }
 
-    static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) { return multiply_pair<bf16>(codes, scale); }
+    static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) {
+        return multiply_pair<bf16>(codes, scale);
+    }
 };
 
-// Weights are 2^5 times what they are. All with scales of 2^-21 to 2^8 are exact. Larger scales count as 2^8, smaller ones as zero. Codes,
-// 2^-14 of what they are, are made larger before: a scale of float16 has too few powers of two for both.
+// Weights are 2^5 times what they are. All with scales of 2^-21 to 2^8 are exact. Larger scales
+// count as 2^8, smaller ones as zero. Codes, 2^-14 of what they are, are made larger before: a
+// scale of float16 has too few powers of two for both.
 template <>
 struct Mxfp4Scales<f16> {
     using Outer = NoOuterScale;
@@ -45,7 +49,8 @@ struct Mxfp4Scales<f16> {
 
     static __device__ __forceinline__ u32 tiled(u32 two) {
         constexpr u32 ZERO = 105, MAX = ZERO + 30;
-        return (__vminu2(__vmaxu2(two, ZERO * BOTH), MAX * BOTH) - ZERO * BOTH) * 0x400 + bit_8_of_nan(two) * 6;  // 30 becomes 31
+        return (__vminu2(__vmaxu2(two, ZERO * BOTH), MAX * BOTH) - ZERO * BOTH) * 0x400 +
+               bit_8_of_nan(two) * 6;  // 30 becomes 31
     }
 
     static __device__ __forceinline__ u32 linear(u32 byte) { return tiled(byte * BOTH); }

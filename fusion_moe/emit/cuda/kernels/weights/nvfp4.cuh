@@ -14,19 +14,25 @@ struct Nvfp4Scales<bf16> {
     static constexpr int BLOCK = 16;
     static constexpr float TILED_RESCALE = 128.f, LINEAR_RESCALE = 256.f;
 
-    static __device__ __forceinline__ u32 tiled(u32 two) { return two * 0x10 + 0x6F806F80u; }  // E5M3, times 2^119
+    static __device__ __forceinline__ u32 tiled(u32 two) {
+        return two * 0x10 + 0x6F806F80u;
+    }  // E5M3, times 2^119
 
     // e4m3, times 2^118. A subnormal float32 holds subnormal scales.
     static __device__ __forceinline__ u32 linear(u32 byte) {
         const float size = __uint_as_float((byte & 0x7F) << 20) * 0x1p127f * 0x1p111f;
-        const u32 half = (byte & 0x7F) == 0x7F ? 0x7FC0u : __float_as_uint(size) >> 16 | (byte & 0x80) << 8;
+        const u32 half =
+            (byte & 0x7F) == 0x7F ? 0x7FC0u : __float_as_uint(size) >> 16 | (byte & 0x80) << 8;
         return half * 0x10001u;
     }
 
-    static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) { return multiply_pair<bf16>(codes, scale); }
+    static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) {
+        return multiply_pair<bf16>(codes, scale);
+    }
 };
 
-// Times 2^7 the largest scale, 448, is a float16, and the product of the least scale and the least code is as many times the least one.
+// Times 2^7 the largest scale, 448, is a float16, and the product of the least scale and the least
+// code is as many times the least one.
 template <>
 struct Nvfp4Scales<f16> {
     using Outer = DecodeScale;
@@ -34,7 +40,9 @@ struct Nvfp4Scales<f16> {
     static constexpr float TILED_RESCALE = 128.f, LINEAR_RESCALE = 128.f;
 
     // E5M3. Bytes of scales begin at 112, but for zero.
-    static __device__ __forceinline__ u32 tiled(u32 two) { return __vmaxu2(two, 0x00080008u) * 0x80 - 0x04000400u; }
+    static __device__ __forceinline__ u32 tiled(u32 two) {
+        return __vmaxu2(two, 0x00080008u) * 0x80 - 0x04000400u;
+    }
 
     // e4m3: a subnormal float16 holds subnormal scales, times 2^-8.
     static __device__ __forceinline__ u32 linear(u32 byte) {
@@ -43,7 +51,9 @@ struct Nvfp4Scales<f16> {
         return multiply_pair<f16>(half * 0x10001u, UP);
     }
 
-    static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) { return multiply_pair<f16>(codes, scale); }
+    static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) {
+        return multiply_pair<f16>(codes, scale);
+    }
 };
 
 template <class T>

@@ -1,16 +1,18 @@
-// Plain weights: numbers of 16 bits, of the type of the activations. There is nothing to dequantize.
+// Plain weights: numbers of 16 bits, of the type of the activations. There is nothing to
+// dequantize.
 #pragma once
 
 #include "weights/reader.cuh"
 
 namespace {
 
-// Tiles in shared memory. Lane 4 r + c of run v lies where lane 4 r + (c ^ v) would: neither those that follow each other in a run nor
-// those of one row in all four runs meet in a bank. The former are what a step multiplies by where activations are in fragment order, the
-// latter where not.
+// Tiles in shared memory. Lane 4 r + c of run v lies where lane 4 r + (c ^ v) would: neither those
+// that follow each other in a run nor those of one row in all four runs meet in a bank. The former
+// are what a step multiplies by where activations are in fragment order, the latter where not.
 //
-// What is loaded is the fragments: the next ones are loaded when the products before have ended. (Loaded while these ran, right numbers
-// came to wrong products, as seen on an H200 with NVRTC 13; what is dequantized goes to registers of its own after they have ended.)
+// What is loaded is the fragments: the next ones are loaded when the products before have ended.
+// (Loaded while these ran, right numbers came to wrong products, as seen on an H200 with NVRTC 13;
+// what is dequantized goes to registers of its own after they have ended.)
 template <bool FRAGMENT_ORDER>
 struct PlainShared {
     struct Packed {
@@ -27,17 +29,21 @@ struct PlainShared {
         }
     }
 
-    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) { return 16 * (lane ^ run); }
+    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) {
+        return 16 * (lane ^ run);
+    }
 
     __device__ __forceinline__ Packed load(const u8* elements, const u8*) const {
         Packed packed;
 #pragma unroll
-        for (int v = 0; v < 4; ++v) packed.step[v] = *reinterpret_cast<const uint4*>(elements + first[v]);
+        for (int v = 0; v < 4; ++v)
+            packed.step[v] = *reinterpret_cast<const uint4*>(elements + first[v]);
         return packed;
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
-        a[0] = packed.step[v].x, a[1] = packed.step[v].y, a[2] = packed.step[v].z, a[3] = packed.step[v].w;
+        a[0] = packed.step[v].x, a[1] = packed.step[v].y, a[2] = packed.step[v].z,
+        a[3] = packed.step[v].w;
     }
 };
 
@@ -66,14 +72,17 @@ struct PlainTiled : NoOuterScale {
     }
 
     template <class Segment>
-    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block, i32 lane) {
-        values_ = elements(s) + tile_number<Segment>(group, first_row, block) * ELEMENTS + lane * 16;
+    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block,
+                                         i32 lane) {
+        values_ =
+            elements(s) + tile_number<Segment>(group, first_row, block) * ELEMENTS + lane * 16;
     }
 
     __device__ __forceinline__ Packed load(int blocks_ahead) const {
         Packed packed;
 #pragma unroll
-        for (int v = 0; v < 4; ++v) packed.step[v] = load_no_allocate(values_ + ELEMENTS * blocks_ahead + RUN * v);
+        for (int v = 0; v < 4; ++v)
+            packed.step[v] = load_no_allocate(values_ + ELEMENTS * blocks_ahead + RUN * v);
         return packed;
     }
 
@@ -81,15 +90,18 @@ struct PlainTiled : NoOuterScale {
 
     static __device__ __forceinline__ Scales scales(const Packed&) { return {}; }
 
-    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales&, int v, int half, u32* a) {
-        a[0] = half == 0 ? packed.step[v].x : packed.step[v].z, a[1] = half == 0 ? packed.step[v].y : packed.step[v].w;
+    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales&, int v,
+                                                      int half, u32* a) {
+        a[0] = half == 0 ? packed.step[v].x : packed.step[v].z,
+        a[1] = half == 0 ? packed.step[v].y : packed.step[v].w;
     }
 
-private:
+  private:
     const u8* values_;
 };
 
-// Any N, and K in whole blocks of 16: rows past the last are read as the last, blocks past the last as zeros.
+// Any N, and K in whole blocks of 16: rows past the last are read as the last, blocks past the last
+// as zeros.
 template <class T>
 struct PlainLinear : NoOuterScale {
     static_assert(sizeof(T) == 2, "plain weights have 16 bits");
@@ -101,11 +113,13 @@ struct PlainLinear : NoOuterScale {
     struct Scales {};
 
     template <class Segment>
-    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block, i32 lane) {
+    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block,
+                                         i32 lane) {
         const i32 k = 64 * block + 16 * (lane % 4);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const i64 row = i64(group) * Segment::N + min(first_row + lane / 4 + 8 * i, Segment::N - 1);
+            const i64 row =
+                i64(group) * Segment::N + min(first_row + lane / 4 + 8 * i, Segment::N - 1);
             values_[i] = reinterpret_cast<const u8*>(s.values + row * Segment::K + k);
         }
         left_ = Segment::K - k;
@@ -115,7 +129,9 @@ struct PlainLinear : NoOuterScale {
         if (left_ <= 64 * blocks_ahead) return {};
         Packed packed;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) packed.row[i / 2][i % 2] = load_no_allocate(values_[i / 2] + 128 * blocks_ahead + 16 * (i % 2));
+        for (int i = 0; i < 4; ++i)
+            packed.row[i / 2][i % 2] =
+                load_no_allocate(values_[i / 2] + 128 * blocks_ahead + 16 * (i % 2));
         return packed;
     }
 
@@ -126,7 +142,8 @@ struct PlainLinear : NoOuterScale {
 
     static __device__ __forceinline__ Scales scales(const Packed&) { return {}; }
 
-    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales&, int v, int half, u32* a) {
+    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales&, int v,
+                                                      int half, u32* a) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const uint4& pairs = packed.row[i][half];
@@ -134,7 +151,7 @@ struct PlainLinear : NoOuterScale {
         }
     }
 
-private:
+  private:
     const u8* values_[2];
     i32 left_;
 };

@@ -1,24 +1,30 @@
-// What a kernel of a product knows of its weights: a reader, `Segment::Weights`, a template of the type of the activations that its
-// fragments are multiplied by. No other file knows an encoding.
+// What a kernel of a product knows of its weights: a reader, `Segment::Weights`, a template of the
+// type of the activations that its fragments are multiplied by. No other file knows an encoding.
 //
-// Small-M kernels read tiles of 16 rows and 64 k that follow each other along K, from memory to registers:
+// Small-M kernels read tiles of 16 rows and 64 k that follow each other along K, from memory to
+// registers:
 //
-//     open(s, group, first_row, block, lane)         where a lane's first tile lies, the block-th along K
-//     Packed load(blocks_ahead); advance(blocks)     what the lane has of a tile, as it is stored; further along K
-//     Scales scales(packed)                          of all that the lane has
-//     dequantize(packed, scales, v, half, a)         a[0], a[1]: columns 16 c + 8 half + 2 v and the next, of rows r and r + 8
+//     open(s, group, first_row, block, lane)         where a lane's first tile lies, the block-th
+//     along K Packed load(blocks_ahead); advance(blocks)     what the lane has of a tile, as it is
+//     stored; further along K Scales scales(packed)                          of all that the lane
+//     has dequantize(packed, scales, v, half, a)         a[0], a[1]: columns 16 c + 8 half + 2 v
+//     and the next, of rows r and r + 8
 //
-// Lane 4 r + c holds rows r and r + 8, and of each the 16 columns from 16 c on. Step v of four multiplies by two pairs of these in each
-// row: both halves make the fragment of a tensor core's instruction.
+// Lane 4 r + c holds rows r and r + 8, and of each the 16 columns from 16 c on. Step v of four
+// multiplies by two pairs of these in each row: both halves make the fragment of a tensor core's
+// instruction.
 //
-// Large-M kernels copy tiles to shared memory as they are stored. ELEMENTS and SCALES are bytes of a tile there (0: no scales), elements(s)
-// and scales(s) where those of all matrices begin. Shared<FRAGMENT_ORDER> says where the 16 bytes of a producer's lane go, in each run of
-// 512 bytes of elements (swizzled_lane), and makes fragments of step v; FRAGMENT_ORDER: whether activations are in fragment order, or
-// row-major. Transposed<APART> makes fragments for dgrad, of readers that have it; InTiles, void, is there where its producers can copy tiles
-// as they are stored (Shared<true> reads them).
+// Large-M kernels copy tiles to shared memory as they are stored. ELEMENTS and SCALES are bytes of
+// a tile there (0: no scales), elements(s) and scales(s) where those of all matrices begin.
+// Shared<FRAGMENT_ORDER> says where the 16 bytes of a producer's lane go, in each run of 512 bytes
+// of elements (swizzled_lane), and makes fragments of step v; FRAGMENT_ORDER: whether activations
+// are in fragment order, or row-major. Transposed<APART> makes fragments for dgrad, of readers that
+// have it; InTiles, void, is there where its producers can copy tiles as they are stored
+// (Shared<true> reads them).
 //
-// What `dequantize` makes are the weights over RESCALE, a power of two that keeps them in range, and over the outer scale, one for a run of
-// rows: outer(s, group, row), and outer_of_lane(...) of rows r and r + 8 of a tile.
+// What `dequantize` makes are the weights over RESCALE, a power of two that keeps them in range,
+// and over the outer scale, one for a run of rows: outer(s, group, row), and outer_of_lane(...) of
+// rows r and r + 8 of a tile.
 #pragma once
 
 #include "memory.cuh"
@@ -30,7 +36,8 @@ constexpr int RUN = 512;  // bytes of a tile that a warp reads or copies at once
 // Where the tiles of a matrix's 16 rows begin, from the block-th on.
 template <class Segment>
 __device__ __forceinline__ i64 tile_number(i32 group, i32 first_row, i32 block) {
-    static_assert(Segment::N % 16 == 0 && Segment::K % 64 == 0, "a matrix in the layout w16x64 is made of whole tiles of 16 rows and 64 columns");
+    static_assert(Segment::N % 16 == 0 && Segment::K % 64 == 0,
+                  "a matrix in the layout w16x64 is made of whole tiles of 16 rows and 64 columns");
     return (i64(group) * (Segment::N / 16) + first_row / 16) * (Segment::K / 64) + block;
 }
 
@@ -41,7 +48,8 @@ struct NoOuterScale {
     }
 
     template <class Segment>
-    static __device__ __forceinline__ void outer_of_lane(float (&outer)[2], const Segment&, i32, i32, i32) {
+    static __device__ __forceinline__ void outer_of_lane(float (&outer)[2], const Segment&, i32,
+                                                         i32, i32) {
         outer[0] = outer[1] = 1.f;
     }
 };
@@ -50,17 +58,21 @@ struct NoOuterScale {
 struct DecodeScale {
     template <class Segment>
     static __device__ __forceinline__ float outer(const Segment& s, i32 group, i32 row) {
-        static_assert(Segment::N % Segment::SCALE_RUNS == 0, "the runs of rows that have a decode scale each are equally long");
-        return s.decode_scale[group * Segment::SCALE_RUNS + row / (Segment::N / Segment::SCALE_RUNS)];
+        static_assert(Segment::N % Segment::SCALE_RUNS == 0,
+                      "the runs of rows that have a decode scale each are equally long");
+        return s
+            .decode_scale[group * Segment::SCALE_RUNS + row / (Segment::N / Segment::SCALE_RUNS)];
     }
 
     // In one run of rows the two are one.
     template <class Segment>
-    static __device__ __forceinline__ void outer_of_lane(float (&outer)[2], const Segment& s, i32 group, i32 first_row, i32 lane) {
+    static __device__ __forceinline__ void outer_of_lane(float (&outer)[2], const Segment& s,
+                                                         i32 group, i32 first_row, i32 lane) {
         constexpr i32 LENGTH = Segment::N / Segment::SCALE_RUNS, APART = LENGTH % 16 == 0 ? 0 : 1;
         const i32 row = first_row + APART * (lane / 4);
         const float* of_group = s.decode_scale + group * Segment::SCALE_RUNS;
-        outer[0] = of_group[row / LENGTH], outer[1] = APART ? of_group[(row + 8) / LENGTH] : outer[0];
+        outer[0] = of_group[row / LENGTH],
+        outer[1] = APART ? of_group[(row + 8) / LENGTH] : outer[0];
     }
 };
 
@@ -74,7 +86,9 @@ __device__ __forceinline__ u32 multiply_pair<bf16>(u32 a, u32 b) {
 #if __CUDA_ARCH__ >= 900
     asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
 #else
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // plus -0
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(product)
+        : "r"(a), "r"(b), "r"(0x80008000u));  // plus -0
 #endif
     return product;
 }
