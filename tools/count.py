@@ -1,8 +1,9 @@
-"""How large the tree is, whatever its width: statements of Python and of C++, without docstrings and comments.
+"""How large the tree is, whatever its width: statements, without docstrings and comments.
 
-    python tools/count.py [FOLDER ...]      # default: fusion_moe translators tests benchmarks tools
+    python tools/count.py [FOLDER ...]  # default: fusion_moe translators tests benchmarks tools
 
-One line for each folder, and for each of fusion_moe's. A statement of Python is one of its syntax tree; one of C++ is a ";" or a "{".
+One line for each folder, and for each of fusion_moe's. A statement of Python is one of its syntax
+tree; one of C++ is a ";" or a "{".
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _NOT_CODE = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\
 def of_python(text: str) -> int:
     """Statements of a module, but no docstrings and other statements that are only a constant."""
     statements = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt))
-    return sum(not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)) for s in statements)
+    return sum(
+        not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)) for s in statements
+    )
 
 
 def of_cxx(text: str) -> int:
@@ -48,11 +51,18 @@ def main(folders: list[str]) -> None:
     rows = [(str(root), root.rglob("*")) for root in roots]
     for root in roots:
         if root.name == "fusion_moe":
-            rows += [(str(part), part.rglob("*")) for part in sorted(root.iterdir()) if part.is_dir() and part.name != "__pycache__"]
+            rows += [
+                (str(part), part.rglob("*"))
+                for part in sorted(root.iterdir())
+                if part.is_dir() and part.name != "__pycache__"
+            ]
             rows += [(f"{root}/*.py", root.glob("*.py"))]
     print(f"{'':32}{'files':>8}{'Python':>10}{'C++':>10}")
     for name, files in rows:
-        print(f"{name:32}" + "".join(f"{n:>{width}}" for n, width in zip(counted(files), (8, 10, 10), strict=True)))
+        print(
+            f"{name:32}"
+            + "".join(f"{n:>{width}}" for n, width in zip(counted(files), (8, 10, 10), strict=True))
+        )
 
 
 if __name__ == "__main__":
