@@ -15,6 +15,8 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # What `make check` runs: all stages before kernels, and the operations.
 QUICK       := tests/ir tests/passes tests/segment tests/formats tests/translators tests/ops
+# What clang-format formats.
+CXX_FILES   = $(shell find fusion_moe tests tools -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 DEMO_ARGS   ?=
 # Without "judges" the comparisons with other people's packages are skipped, without "sass" the look at compiled CUDA kernels, which needs no
 # GPU, without "typing" type checkers on a user's script. The full lane does without: once is enough, and its torch wants an older
@@ -44,7 +46,7 @@ help:
 	@echo 'make test-thunder   the tests with thunder once more, in the full lane with another thunder'
 	@echo 'make vllm    the tests of the plug-in, with vLLM on CPUs; about 15 minutes, not part of make test'
 	@echo 'make check   while you work, in under two minutes: make lint, and the fast tests of all stages before kernels, with few drawn examples'
-	@echo 'make lint    ruff, mypy and the import contracts'
+	@echo 'make lint    ruff, clang-format, mypy and the import contracts'
 	@echo 'make docs    the documentation site, in build/docs, with links inside of it checked; make docs-links fetches all others too'
 	@echo 'make clean   remove $(VENV), $(VENV_FULL), $(VENV_VLLM), caches and built packages'
 	@echo
@@ -92,7 +94,8 @@ check: lint $(VENV)/.ready-test
 
 lint: $(VENV)/.ready-lint
 	@status=0; \
-	for check in 'ruff check --output-format concise .' mypy 'lint-imports --no-logo'; do \
+	for check in 'ruff check --output-format concise .' 'ruff format --check .' 'clang-format --dry-run --Werror $(CXX_FILES)' mypy \
+	    'lint-imports --no-logo'; do \
 	    echo "== $$check"; $(BIN)/$$check || status=1; \
 	done; \
 	exit $$status
