@@ -49,7 +49,7 @@ def in_float64(moe: Llama4MoE, x: Tensor) -> Tensor:
         Quantized(
             e.gate_up_proj,
             e.gate_up_proj_scale,
-            torch.stack([e.gate_decode_scale, e.up_decode_scale], 1),
+            e.gate_up_decode_scale,
         )
     ).double()
     down = dequantize(Quantized(e.down_proj, e.down_proj_scale, e.down_decode_scale)).double()

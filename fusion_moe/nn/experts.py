@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -176,30 +175,6 @@ class NVFP4Experts(Experts):
         bit as nvidia-modelopt does.
         """
         return cls(quantize_gate_up(gate_up), quantized(down), activation_format, scale_on)
-
-    @property
-    def gate_decode_scale(self) -> Tensor:
-        """float32 [E]: the decode scales of gate."""
-        return self._parts("gate_up")[2][:, 0]
-
-    @property
-    def up_decode_scale(self) -> Tensor:
-        """float32 [E]: the decode scales of up."""
-        return self._parts("gate_up")[2][:, 1]
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Also accepts the scales of gate and up as two parameters, as older versions saved
-        them.
-        """
-        given, halves = (
-            dict(state_dict),
-            [f"{prefix}{name}_decode_scale" for name in ("gate", "up")],
-        )
-        if checks.are_alike([given.get(key) for key in halves], dims=1):
-            given[f"{prefix}gate_up_decode_scale"] = torch.stack(
-                [given.pop(key) for key in halves], 1
-            )
-        super()._load_from_state_dict(given, prefix, *args)
 
 
 def quantize_gate_up(gate_up: Tensor) -> Quantized:

@@ -196,7 +196,7 @@ def variants() -> list[Experts]:
     mxfp4 = (quantize(w, encoding=MXFP4) for w in (gate_up, down))
     turns = experts_on_cpu(E, H, I)
     in_turns = Experts(
-        turns.weight_of("gate_up").with_(decode_scale=turns.up_decode_scale),
+        turns.weight_of("gate_up").with_(decode_scale=turns.gate_up_decode_scale[:, 1]),
         turns.weight_of("down"),
         interleave=1,
         **bias,

@@ -120,8 +120,6 @@ def changed(rng: Random, state: State) -> None:
                 f"{key}_",
                 key.upper(),
                 f"{key}_decode_scale",
-                "gate_decode_scale",
-                "up_decode_scale",
                 "weight",
                 "weight0",
                 "",

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import fusion_moe
 from fusion_moe import NVFP4Experts
@@ -135,25 +134,6 @@ def test_mxfp4_experts_become_nvfp4():
         assert can_schedule(fusion, TARGETS["sm_90"]) == why
 
 
-def test_state_dicts_with_two_decode_scales():
-    """Gate and up had a parameter each."""
-    g = torch.Generator().manual_seed(0)
-    module, other = (
-        NVFP4Experts.from_float(
-            torch.randn(E, 2 * I, H, generator=g), torch.randn(E, H, I, generator=g)
-        )
-        for _ in range(2)
-    )
-    state = module.state_dict()
-    scales = state.pop("gate_up_decode_scale")
-    state |= {"gate_decode_scale": scales[:, 0].clone(), "up_decode_scale": scales[:, 1].clone()}
-    other.load_state_dict(state)
-    assert torch.equal(other.gate_up_decode_scale, scales)
-    assert torch.equal(call(module), call(other))
-    outer = nn.ModuleDict({"experts": other})
-    outer.load_state_dict({f"experts.{name}": t for name, t in module.state_dict().items()})
-
-
 def both(encoding: str):
     """Experts, and others with other weights."""
     other = [
@@ -279,10 +259,8 @@ NO_TENSORS = [
 
 
 @pytest.mark.parametrize("value", NO_TENSORS, ids=lambda value: type(value).__name__)
-@pytest.mark.parametrize(
-    "key", ["gate_up_proj", "down_proj_scale", "down_decode_scale", "gate_decode_scale"]
-)
+@pytest.mark.parametrize("key", ["gate_up_proj", "down_proj_scale", "down_decode_scale"])
 def test_a_state_dict_of_other_things_is_torchs_error(key, value):
     module = NVFP4Experts.from_float(torch.ones(2, 64, 32), torch.ones(2, 32, 32))
     with pytest.raises(RuntimeError, match=f"{key}|Missing key"):
-        module.load_state_dict(module.state_dict() | {key: value, "up_decode_scale": torch.ones(2)})
+        module.load_state_dict(module.state_dict() | {key: value})

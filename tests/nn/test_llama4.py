@@ -56,9 +56,10 @@ def hidden(*lead: int, seed: int = 1) -> Tensor:
 
 def weights(experts: NVFP4Experts) -> tuple[Tensor, Tensor]:
     """f64[E, 2I, H] and f64[E, H, I]: what the bytes of the experts mean."""
-    scales = torch.stack([experts.gate_decode_scale, experts.up_decode_scale], 1)
     gate_up = loops.decoded(
-        experts.gate_up_proj.detach(), experts.gate_up_proj_scale.detach(), scales.detach()
+        experts.gate_up_proj.detach(),
+        experts.gate_up_proj_scale.detach(),
+        experts.gate_up_decode_scale.detach(),
     )
     return gate_up, loops.decoded(
         *(
