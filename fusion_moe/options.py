@@ -96,12 +96,6 @@ class Options:
         "would gain by it",
         in_keys=False,
     )
-    numa_interleave: bool = _option(
-        True,
-        "weights on a CPU lie on all NUMA nodes that the process uses, by turns, unless it "
-        "has a policy of its own (numactl)",
-        in_keys=False,
-    )
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)
     dump: str = _option(
         "",

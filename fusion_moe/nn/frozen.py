@@ -1,7 +1,7 @@
 """Common base of modules with quantized weights: parameters that are not trained, whose bytes
 survive a cast of the model.
 
-On the CPU they lie on large pages, interleaved over all NUMA nodes (runtime/pages.py). Quantizing
+On the CPU they lie on large pages (runtime/pages.py). Quantizing
 writes directly there; a tensor from elsewhere is copied there by itself, so that a module made of
 several tensors never holds a second copy of all of them.
 """

@@ -39,9 +39,8 @@ def prepare_(
     Call `prepare_` once the model is where it runs: a module that moves to another kind of device
     returns to the linear layout. Parameters become new ones.
 
-    On a CPU, weights may lie elsewhere than modules put them: after torch.load of a module, or
-    under another CPU affinity. They are copied to large pages, interleaved over all NUMA nodes (the
-    option `numa_interleave`). Shared memory stays.
+    On a CPU, weights may lie elsewhere than modules put them, after torch.load of a module. They
+    are copied to large pages. Shared memory stays.
 
     tokens: numbers of tokens whose kernels are compiled now, in parallel and with a progress line,
     instead of in the middle of serving. For each number the model is called with that many tokens

@@ -47,9 +47,8 @@ class Machine:
     this machine; now: the same, measured for this report; read_by: what did the reading, and where
     the value is from. Floors use the faster of the two. repeats: runs of each kernel; preemptions:
     how often it was preempted meanwhile. weight_bytes: of the weights that the programs read, and
-    how many of them lie on large pages; weight_bytes_on_nodes: (NUMA node, bytes) if there are
-    several nodes. gpu: the GPU's name if CUDA events measured the times; then bandwidths are as
-    specified. "": the times are the CPU's.
+    how many of them lie on large pages. gpu: the GPU's name if CUDA events measured the times; then
+    bandwidths are as specified. "": the times are the CPU's.
     """
 
     cpu: str
@@ -66,7 +65,6 @@ class Machine:
     weight_bytes_on_large_pages: int
     products: tuple[tuple[str, str], ...] = ()
     gpu: str = ""
-    weight_bytes_on_nodes: tuple[tuple[int, int], ...] = ()
 
     @property
     def busy(self) -> str:

@@ -156,13 +156,10 @@ def _machine(report: Report) -> Iterable[tuple[str, str]]:
                 f"preempted {count(m.preemptions, 'time')} during the measurement: the "
                 "machine is busy",
             )
-        nodes = "".join(
-            f", {amount(size, 'B')} on node {node}" for node, size in m.weight_bytes_on_nodes
-        )
         yield (
             "weights",
             f"{amount(m.weight_bytes, 'B')}, {amount(m.weight_bytes_on_large_pages, 'B')} of them "
-            f"on large pages{nodes}",
+            f"on large pages",
         )
 
 

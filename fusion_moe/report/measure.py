@@ -123,7 +123,6 @@ class Watch:
             preemptions=self.preemptions,
             weight_bytes=sum(t.nbytes for t in weights),
             weight_bytes_on_large_pages=pages.obtained(*weights),
-            weight_bytes_on_nodes=tuple(pages.on_nodes(*weights).items()),
             products=tuple(
                 (
                     f"{a} by {w}" + f", {operands} operands" * bool(operands),

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BuildError
-from . import build, isa, numa, pages, store
+from . import build, isa, pages, store
 
 _AHEAD = (0, 512, 1024, 2048, 4096, 8192)  # bytes
 _REPEATS = 31
@@ -81,7 +81,7 @@ class Bandwidth:
 @cache
 def of(threads: int) -> Bandwidth:
     """The read bandwidth of this machine: measured in this process, or stored by an earlier one."""
-    where = cpu(), str(cpus()), str(pages.nodes())
+    where = cpu(), str(cpus())
     key = store.key_of(
         Path(__file__).read_bytes(), _SOURCE.read_bytes(), *where, str(threads), _why_not_cpp()
     )
@@ -131,8 +131,11 @@ def cpu() -> str:
 
 
 def cpus() -> int:
-    """How many CPUs the threads of this process may use."""
-    return len(numa.cpus()) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many CPUs the threads of this process may use. If OpenMP binds threads, this thread's
+    affinity is only the CPU of its binding.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(allowed or 1, torch.get_num_threads())
 
 
 def _measured(threads: int) -> Bandwidth:
@@ -140,8 +143,6 @@ def _measured(threads: int) -> Bandwidth:
     ways = (None,) if _why_not_cpp() else _AHEAD
     ahead = max(ways, key=lambda ahead: Bandwidth(0, threads, "", ahead).now(memory))
     where = f"{memory.nbytes >> 20} MiB, {pages.obtained(memory) >> 20} MiB of them on large pages"
-    if nodes := pages.nodes():
-        where += f", on {numa.named(nodes)} by turns"
     found = Bandwidth(0, threads, f"{_how(ahead)}; {where}", ahead)
     # Other programs slow down most reads, and this number is stored; but a single read can be
     # faster than the memory is over a longer time.

@@ -1,14 +1,10 @@
 """Tensors on large pages, of 2 MiB if the system has them: reading weights then does not wait for
 address translation.
 
-        t = empty((128, 1536, 1024), torch.uint8)       # starts at a page; pages are allocated when
-        it is written obtained(t)                                     # how many of its bytes lie on
-        large pages on_nodes(t)                                     # {0: 100663296, 1: 100663296},
-        on a machine with several NUMA nodes
+    t = empty((128, 1536, 1024), torch.uint8)  # starts at a page; allocated when it is written
+    obtained(t)                                # how many of its bytes lie on large pages
 
-With several nodes, pages are interleaved over all of them (numa.py): any thread reads any expert,
-and otherwise one node's memory would have to serve all threads. If the system takes no advice on
-pages, and for tensors smaller than a page, `empty` is torch.empty.
+If the system takes no advice on pages, and for tensors smaller than a page, `empty` is torch.empty.
 """
 
 from __future__ import annotations
@@ -23,13 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import options
-from . import numa
-
 PAGE = 2**21
 _TAKES_ADVICE = hasattr(mmap, "MADV_HUGEPAGE")
-# between pages whose nodes are sampled: not a multiple of the interleaving, 4 KiB or 2 MiB
-_STRIDE = 257 * numa.PAGE
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) |^AnonHugePages: +(\d+) kB", re.MULTILINE)
 
 
@@ -56,14 +47,9 @@ def on_large_pages(t: Tensor) -> Tensor:
     """t, contiguous: unchanged if it is where `empty` would put it, is small, or cannot be taken;
     otherwise a copy made by `empty`.
     """
-    if not takes(t) or t.nbytes < PAGE or (t.is_contiguous() and _is_placed(t.data_ptr())):
+    if not takes(t) or t.nbytes < PAGE or (t.is_contiguous() and t.data_ptr() % PAGE == 0):
         return t.contiguous()
     return empty(t.shape, t.dtype).copy_(t)
-
-
-def nodes() -> tuple[int, ...]:
-    """The NUMA nodes over which weights are interleaved now; () if they are not."""
-    return numa.spread().nodes if options.current().numa_interleave else ()
 
 
 def obtained(*tensors: Tensor) -> int:
@@ -80,26 +66,6 @@ def obtained(*tensors: Tensor) -> int:
     return sum(min(both) for both in inside)
 
 
-def on_nodes(*tensors: Tensor) -> dict[int, int]:
-    """How many bytes of CPU tensors each NUMA node has, estimated from samples; {} with one node,
-    or if the system does not say.
-    """
-    found: dict[int, int] = {}
-    if len(numa.topology()) > 1:
-        for t in tensors:
-            with contextlib.suppress(OSError):
-                looked_at = numa.located(range(t.data_ptr(), t.data_ptr() + t.nbytes, _STRIDE))
-                for node in looked_at:
-                    found[node] = found.get(node, 0) + t.nbytes // len(looked_at)
-    return {node: size for node, size in sorted(found.items()) if node >= 0}
-
-
-def _is_placed(address: int) -> bool:
-    """Whether an address is where `empty` could have placed a tensor under the current policy."""
-    wanted = nodes()
-    return address % PAGE == 0 and (not wanted or numa.policy(address) == (numa.INTERLEAVE, wanted))
-
-
 def _mapped(size: int) -> Tensor:
     """u8[size] that starts at a page. The advice covers whole pages, so that the rest does not take
     a large one.
@@ -107,9 +73,6 @@ def _mapped(size: int) -> Tensor:
     # freed with the tensor that holds it
     memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    if wanted := nodes():
-        with contextlib.suppress(OSError):  # the system's own placement is fine too
-            numa.interleave(address, len(memory), wanted)
     start = -address % PAGE
     memory.madvise(mmap.MADV_HUGEPAGE, start, size // PAGE * PAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)

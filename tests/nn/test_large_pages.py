@@ -149,9 +149,21 @@ def test_what_came_from_another_device_is_put_there(made):
     assert [p.data_ptr() for p in other.parameters()] == places
 
 
-def test_memory_can_be_shared(made):
+@needs_advice
+def test_prepare_puts_copies_there_and_leaves_shared_memory(made):
+    module = copy.deepcopy(made)
+    for p in module.parameters():
+        elsewhere = torch.empty(p.nbytes + 64, dtype=torch.uint8)[64:]
+        p.data = elsewhere.view(p.dtype).view(p.shape).copy_(p.data)
+    assert starts_at_pages(module) == [False, False]
+    fusion_moe.prepare_(module, "cpu")
+    assert starts_at_pages(module) == [True, True]
+    assert same_bytes(module, made)
     shared = copy.deepcopy(made).share_memory()
+    places = [p.data_ptr() for p in shared.parameters()]
+    fusion_moe.prepare_(shared, "cpu")
     assert all(p.is_shared() for p in shared.parameters())
+    assert [p.data_ptr() for p in shared.parameters()] == places
     assert same_bytes(shared, made)
 
 

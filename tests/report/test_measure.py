@@ -346,12 +346,6 @@ def test_table(told, golden):
     assert max(map(len, told.details().splitlines())) <= 120
 
 
-def test_weights_on_several_nodes(told):
-    machine = replace(told.machine, weight_bytes_on_nodes=((0, 171_000_000), (1, 169_000_000)))
-    text = " ".join(replace(told, machine=machine).details().split())
-    assert "339 MB of them on large pages, 171 MB on node 0, 169 MB on node 1" in text
-
-
 def test_json(told):
     data = json.loads(told.to_json())
     assert data["machine"]["bytes_per_second"] == 20e9
