@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 # Files in the order of tests/conftest.py, those that take long first: pytest-xdist would begin with those of many tests.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # What `make check` runs: all stages before kernels, and the operations.
-QUICK       := tests/ir tests/passes tests/segment tests/formats tests/translators tests/ops
+QUICK       := tests/ir tests/passes tests/schedule tests/formats tests/translators tests/ops
 # What clang-format formats.
 CXX_FILES   = $(shell find fusion_moe tests tools -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 DEMO_ARGS   ?=

@@ -1,8 +1,9 @@
 """What the host does for one token of a layer: Python and torch around kernels.
 
     python benchmarks/call_overhead.py                    a small layer on the CPU, one thread,
-    where kernels take microseconds python benchmarks/call_overhead.py --device cuda      a layer of
-    Qwen3-30B-A3B without CUDA graphs: until its kernels are enqueued
+                                                          where kernels take microseconds
+    python benchmarks/call_overhead.py --device cuda      a layer of Qwen3-30B-A3B without CUDA
+                                                          graphs: until its kernels are enqueued
 
 Each line is the least of many short rounds, in turns with the others, and their median, in us; on
 the CPU "host" is what is left of the least without the kernels. Lines that begin with "torch:" are
@@ -23,11 +24,11 @@ from typing import Any
 import torch
 
 import fusion_moe
+from fusion_moe.bodies.eager import fusion_of
 from fusion_moe.compile import program_of
-from fusion_moe.eager import fusion_of
+from fusion_moe.definitions.operations import SPECS, bind, eager_types
 from fusion_moe.ir.text import one_line
 from fusion_moe.nn import NVFP4Experts
-from fusion_moe.op_definitions import SPECS, bind, eager_types
 from fusion_moe.runtime import native
 
 Call = Callable[[], object]

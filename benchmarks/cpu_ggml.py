@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fusion_moe.encodings import Quantized, dequantize
-from fusion_moe.runtime import bandwidth
+from fusion_moe.runtime.host_memory import bandwidth
 
 # x bf16 [T, H], ids int64 [T, k], w f32 [T, k] -> [T, H]
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]

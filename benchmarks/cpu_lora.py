@@ -2,7 +2,7 @@
 fine-tuning kernels, in one process.
 
     python benchmarks/cpu_lora.py --tokens 64 512 --threads 2        # cpu_peers.py says how to
-    install kt-kernel
+        install kt-kernel
 
 A layer of Qwen3-30B-A3B's size: 128 experts, 8 for each token, H 2048, I 768; rank 16. Both take
 the same codes and scales, factors in bf16, activations and routings, and make gradients of the

@@ -2,21 +2,21 @@
 products, and by other packages.
 
     python benchmarks/cpu_moe.py --threads 1,2,4,8,16,32,64 --peers [--models
-    qwen3,gpt-oss,deepseek-v3] [--tokens 1,4,16,64,256,1024]
+        qwen3,gpt-oss,deepseek-v3] [--tokens 1,4,16,64,256,1024]
         [--activations bf16,int8] [--kernels AMXInt4_MOE,mxfp4] [--most 0.3] [--json FILE]
-        [--no-page]
+            [--no-page]
 
 --peers adds KTransformers' kernels and ggml, where installed; cpu_peers.py and ggml_library.py say
 how. All take the same weights, activations and routings; each call has its own routing, and calls
 go round `--copies` copies of the weights. Results are compared with float64 first. Contenders take
 turns in one process: a pause, in which a peer's threads stop spinning; a call of one token, which
 wakes them; then the calls that are measured. Numbers are medians of the turns, spreads (longest -
-shortest) / median. "Reading" is the loop of fusion_moe/runtime/bandwidth.cpp over the NVFP4 weights
-of a call's experts, with as many threads. Times are CPU time for one thread (of the calling one and
-of kt-kernel's worker, not of its thread that spins meanwhile), wall time for more. kt-kernel's
-weights are on large pages, as ours and ggml's are, with GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in
-the environment. "int8" in a name says that activations are rounded to it. Tables and a chart go
-into docs/performance/cpu.md (cpu_moe_page.py).
+shortest) / median. "Reading" is the loop of fusion_moe/runtime/host_memory/bandwidth.cpp over the
+NVFP4 weights of a call's experts, with as many threads. Times are CPU time for one thread (of the
+calling one and of kt-kernel's worker, not of its thread that spins meanwhile), wall time for more.
+kt-kernel's weights are on large pages, as ours and ggml's are, with
+GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment. "int8" in a name says that activations are
+rounded to it. Tables and a chart go into docs/performance/cpu.md (cpu_moe_page.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from torch.nn.functional import linear, silu
 
 import fusion_moe
 from fusion_moe.encodings import MXFP4, NVFP4, Encoding, Quantized, dequantize, quantize
-from fusion_moe.runtime import bandwidth, isa, pages
+from fusion_moe.runtime import isa
+from fusion_moe.runtime.host_memory import bandwidth, pages
 
 PAUSE = 0.07  # s; the threads of kt-kernel spin for up to 0.05
 CHECKED = 64  # tokens

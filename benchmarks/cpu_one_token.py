@@ -7,14 +7,16 @@ In turns in one process, each call with experts that no call before it had, unti
 weights have had their turn:
 
     reading        a loop that reads these experts' weights and does nothing else
-    (fusion_moe/runtime/bandwidth.cpp) ours           the program no arithmetic  the program, but
-    that codes are only added up: its loops, waiting and reading no memory      the program, but
-    that each expert's rows are 32 of the first one's, which caches hold: its loops, waiting and
-    arithmetic other          the program with the headers of another folder (--other), as that of
-    an earlier version
+                   (fusion_moe/runtime/host_memory/bandwidth.cpp)
+    ours           the program
+    no arithmetic  the program, but that codes are only added up: its loops, waiting and reading
+    no memory      the program, but that each expert's rows are 32 of the first one's, which caches
+                   hold: its loops, waiting and arithmetic
+    other          the program with the headers of another folder (--other), as that of an earlier
+                   version
 
-These are made of fusion_moe/emit/cpu/kernels by replacing lines. So is a program whose threads note
-the time stamp counter when they come into the region, when they get a work tile, and when they
+These are made of fusion_moe/backends/cpu/kernels by replacing lines. So is a program whose threads
+note the time stamp counter when they come into the region, when they get a work tile, and when they
 leave a loop: how long each loop takes, what is between loops, and how long threads have nothing to
 do before its end. Microseconds, medians.
 """
@@ -37,12 +39,14 @@ import torch
 from cpu_moe import MODELS, Reading, copied, random_weights
 from torch import Tensor
 
-from fusion_moe import op_definitions, options
+from fusion_moe import options
+from fusion_moe.backends import emit
+from fusion_moe.backends.cpu import join, readers
 from fusion_moe.compile import lower
-from fusion_moe.emit import emit
-from fusion_moe.emit.cpu import join, readers
+from fusion_moe.definitions import operations as op_definitions
 from fusion_moe.encodings import NVFP4
-from fusion_moe.runtime import bandwidth, build, isa
+from fusion_moe.runtime import build, isa
+from fusion_moe.runtime.host_memory import bandwidth
 from fusion_moe.target import TARGETS
 
 MODEL, COPIES = MODELS["qwen3"], 3
@@ -337,7 +341,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--other", type=Path, help="a folder of headers, as fusion_moe/emit/cpu/kernels"
+        "--other", type=Path, help="a folder of headers, as fusion_moe/backends/cpu/kernels"
     )
     told = parser.parse_args()
     torch.manual_seed(0)

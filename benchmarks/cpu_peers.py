@@ -124,8 +124,8 @@ class KtKernel:
     """Whole layers by KTransformers' kernels, all experts on the CPU, with one pool of threads.
 
         pip install --no-deps --target DIR kt-kernel==0.7.2     # its dependencies would replace
-        torch; then PYTHONPATH=DIR pip install gguf safetensors                            # which
-        importing it takes
+                                                                torch; then PYTHONPATH=DIR
+        pip install gguf safetensors                            # which importing it takes
 
     Layers are made and called through its extension, as its own benchmarks do. Its KTMoEWrapper
     would add what a layer needs that waits for a GPU: copies of activations, memory that CUDA pins.

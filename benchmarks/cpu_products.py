@@ -7,8 +7,9 @@ Each cell: `experts` matrices n x k, more than the last-level cache holds, each 
 of rows. Contenders are interleaved and run `repeats` times; the tables show medians, and our spread
 as (longest - shortest) / median. GB/s count the bytes of the NVFP4 weights, 0.5625 each, for every
 contender, so that columns compare. "read" is the loop with which the library measures a machine's
-bandwidth (fusion_moe/runtime/bandwidth.cpp), over a GiB, interleaved too. Times are CPU time for
-one thread, wall time for more. The tables and a plot go into docs/performance/cpu_products.md.
+bandwidth (fusion_moe/runtime/host_memory/bandwidth.cpp), over a GiB, interleaved too. Times are CPU
+time for one thread, wall time for more. The tables and a plot go into
+docs/performance/cpu_products.md.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from torch.nn.functional import linear
 
 import fusion_moe
 from fusion_moe.encodings import Quantized
-from fusion_moe.runtime import bandwidth, build, isa, pages
+from fusion_moe.runtime import build, isa
+from fusion_moe.runtime.host_memory import bandwidth, pages
 
 CELLS = ((1536, 2048), (2048, 768))  # n, k
 ROWS = {1: 128, 4: 128, 16: 128, 64: 16, 256: 16}  # rows of each expert: experts

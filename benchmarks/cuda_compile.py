@@ -20,11 +20,16 @@ from h200_cells import MODELS
 
 from fusion_moe import options
 from fusion_moe.arch import KNOWN, Arch
+from fusion_moe.backends.cuda.choose import Choice
+from fusion_moe.backends.cuda.launch import Call, build
 from fusion_moe.compile import compile_fusion
-from fusion_moe.emit.cuda.choose import Choice
-from fusion_moe.emit.cuda.launch import Call, build
-from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
-from fusion_moe.runtime.bandwidth import cpus
+from fusion_moe.definitions.operations import (
+    SPECS,
+    bind,
+    eager_types,
+    fusion_of,
+)
+from fusion_moe.runtime.host_memory.bandwidth import cpus
 from fusion_moe.runtime.preparing import run_builds
 from fusion_moe.target import TARGETS
 

@@ -2,19 +2,22 @@
 and cpu_peers.py call.
 
     CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_OPENMP=OFF" pip install llama-cpp-python==0.3.36    #
-    compiles llama.cpp for this machine GGML_LIBRARIES=DIR python benchmarks/cpu_moe.py --peers
-    # or: libggml-base.so, libggml-cpu.so of DIR
+        compiles llama.cpp for this machine
+    GGML_LIBRARIES=DIR python benchmarks/cpu_moe.py --peers                                 # or:
+        libggml-base.so, libggml-cpu.so of DIR
 
 With threads of its own, which poll for work, one token takes it a few percent less than with
 OpenMP's, the default. To compile on another machine, ggml alone, say what the measured one has; one
 with AMX, into build/bin:
 
     pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36 && tar xf
-    llama_cpp_python-0.3.36.tar.gz cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp -B build
-    -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_OPENMP=OFF \\
+        llama_cpp_python-0.3.36.tar.gz
+    cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp -B build -DCMAKE_BUILD_TYPE=Release
+        -DBUILD_SHARED_LIBS=ON -DGGML_OPENMP=OFF \\
         -DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON
-        -DGGML_AVX512_BF16=ON -DGGML_AMX_TILE=ON \\ -DGGML_AMX_INT8=ON -DGGML_AMX_BF16=ON
-        -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON '-DCMAKE_INSTALL_RPATH=$ORIGIN'
+            -DGGML_AVX512_BF16=ON -DGGML_AMX_TILE=ON \\
+        -DGGML_AMX_INT8=ON -DGGML_AMX_BF16=ON -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON
+            '-DCMAKE_INSTALL_RPATH=$ORIGIN'
     cmake --build build --target ggml
 """
 

@@ -2,22 +2,26 @@
 what they send, each alone.
 
     python benchmarks/h100_parallel.py [--out FILE.jsonl] [--models qwen3-235b ...] [--tokens 1 32
-    128 8192] [--minutes 5] torchrun --nproc-per-node 4 benchmarks/h100_parallel.py ...      the
-    same; without torchrun a process for each GPU is started python benchmarks/h100_parallel.py
-    --page FILE.jsonl             writes what a run found to docs/scaling.md python
-    benchmarks/h100_parallel.py --device cpu --ranks 2 --tiny    over gloo
+        128 8192] [--minutes 5]
+    torchrun --nproc-per-node 4 benchmarks/h100_parallel.py ...      the same; without torchrun a
+        process for each GPU is started
+    python benchmarks/h100_parallel.py --page FILE.jsonl             writes what a run found to
+        docs/scaling.md
+    python benchmarks/h100_parallel.py --device cpu --ranks 2 --tiny    over gloo
 
 Cells: tokens of all ranks together, uniform routing, bf16. Ways: "replicated", all ranks have all
 tokens, as in decoding under tensor parallelism, and add up with an all-reduce; "all_gather" and
 "all_to_all", each rank has its part of the tokens (docs/guides/distributed.md; the number behind is
 the capacity). Columns, medians of calls in CUDA graphs, the slowest rank's:
 
-    EP              a call of the divided module local           the same without its collectives:
-    this rank's experts on the tokens that it gets collectives     NCCL alone, for the same bytes EP
-    / both       EP's time in that of local + collectives one             all experts on one GPU
-    with all tokens, and how many times faster EP is transformers    its experts in bf16 by torch's
-    grouped_mm with its expert parallelism: ids of other ranks are masked, an all-reduce error
-    relative Frobenius error of EP's result against that of one GPU
+    EP              a call of the divided module
+    local           the same without its collectives: this rank's experts on the tokens that it gets
+    collectives     NCCL alone, for the same bytes
+    EP / both       EP's time in that of local + collectives
+    one             all experts on one GPU with all tokens, and how many times faster EP is
+    transformers    its experts in bf16 by torch's grouped_mm with its expert parallelism: ids of
+                    other ranks are masked, an all-reduce
+    error           relative Frobenius error of EP's result against that of one GPU
 """
 
 from __future__ import annotations

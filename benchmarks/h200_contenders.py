@@ -21,8 +21,8 @@ from torch.nn.functional import grouped_mm, linear, silu
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.emit.cuda import choice, launch
-from fusion_moe.emit.cuda.table import parse
+from fusion_moe.backends.cuda import choice, launch
+from fusion_moe.backends.cuda.table import parse
 from fusion_moe.encodings import Quantized
 from fusion_moe.layouts import W16X64, Padding
 from fusion_moe.runtime import nvrtc

@@ -2,8 +2,9 @@
 beside bf16 with transformers' own experts.
 
     python benchmarks/h200_generate.py                    # 4 layers of Qwen3-30B-A3B's sizes,
-    random weights, batches of 1 and 32 python benchmarks/h200_generate.py --tiny             # the
-    same steps on small sizes, on the CPU if there is no GPU
+                                                          random weights, batches of 1 and 32
+    python benchmarks/h200_generate.py --tiny             # the same steps on small sizes, on the
+                                                          CPU if there is no GPU
 
 The bf16 model is saved, its experts are quantized from file to file, and both directories are
 loaded with `from_pretrained`. All run with a static cache, compiled with CompileConfig's mode

@@ -2,19 +2,22 @@
 products that its backward needs.
 
     python benchmarks/h200_lora.py [--out FILE.jsonl] [--cells 'qwen3:*'] [--repeats 10] [--minutes
-    5] [--commit HASH] python benchmarks/h200_lora.py [--out FILE.jsonl] --table        what the
-    file has python benchmarks/h200_lora.py --products [--cells 'qwen3:*']   dgrad of weights in 4
-    bits, beside their forward product python benchmarks/h200_lora.py --device cpu --tiny
+        5] [--commit HASH]
+    python benchmarks/h200_lora.py [--out FILE.jsonl] --table        what the file has
+    python benchmarks/h200_lora.py --products [--cells 'qwen3:*']   dgrad of weights in 4 bits,
+        beside their forward product
+    python benchmarks/h200_lora.py --device cpu --tiny
 
 Cells: a layer's experts from the router's ids to tokens, with adapters of rank 16 on both
 projections, `qwen3:2048:uniform`: NVFP4 in the size of Qwen3-30B-A3B, MXFP4 in that of gpt-oss-120b
 (SwiGLU without biases). Gradients are those of tokens, router weights and adapters. Contenders get
 the same numbers in one process:
 
-    fusion_moe        weights in 4 bits, in the order of `prepare_` fusion_moe bf16   the same
-    operation with bf16 weights torch             torch's grouped product with bf16 weights, and
-    adapters as two more products dequantized       that, with weights in 4 bits that each forward
-    makes bf16 of (compiled by Inductor), and autograd keeps
+    fusion_moe        weights in 4 bits, in the order of `prepare_`
+    fusion_moe bf16   the same operation with bf16 weights
+    torch             torch's grouped product with bf16 weights, and adapters as two more products
+    dequantized       that, with weights in 4 bits that each forward makes bf16 of (compiled by
+                      Inductor), and autograd keeps
 
 Results and gradients are compared with torch's. "weights GB" are what is stored for the frozen
 weights.

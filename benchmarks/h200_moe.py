@@ -2,9 +2,9 @@
 the card can do.
 
     python benchmarks/h200_moe.py --out h200.jsonl [--model qwen3 ...] [--tokens 1 32 ... | --dense]
-    [--part gemm1 gemm2 mlp]
+        [--part gemm1 gemm2 mlp]
                                   [--routing uniform zipf] [--contender fusion_moe ...] [--repeats
-                                  7] [--minutes 7] [--commit HASH]
+                                      7] [--minutes 7] [--commit HASH]
     python benchmarks/h200_page.py h200.jsonl
 
 Every contender (h200_contenders.py, h200_humming.py) runs each cell (h200_cells.py): calls rotating
@@ -15,8 +15,8 @@ replayed, interleaved. Times are medians, divided by the number of calls.
 The shards of tensor parallelism, --model qwen3-tp8 gpt-oss-tp4 i1392 i2064 --part mlp, are padded,
 which "fusion_moe" does and --contender linear, the kernels for weights as they are stored, need
 not. To see what a change is worth, beside the usual kernels: --table FILE, those that another table
-chooses (fusion_moe/emit/cuda/tables); --kernels FOLDER, other kernels, as `git archive COMMIT
-fusion_moe/emit/cuda/kernels` gives them.
+chooses (fusion_moe/backends/cuda/tables); --kernels FOLDER, other kernels, as `git archive COMMIT
+fusion_moe/backends/cuda/kernels` gives them.
 
 Installed peers take part: `pip install humming-kernels==0.1.19`, which compiles its kernels when a
 model's cells begin, and caches them in HUMMING_CACHE_DIR. A peer that is missing or fails is named,

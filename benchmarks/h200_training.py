@@ -2,10 +2,11 @@
 backward, this library and its peers.
 
     python benchmarks/h200_training.py [--out FILE.jsonl] [--cells 'qwen3:*' 'linear:16384x*']
-    [--contender fusion_moe torch] [--repeats 10]
+        [--contender fusion_moe torch] [--repeats 10]
                                        [--minutes 8] [--commit HASH]
     python benchmarks/h200_training.py [--out FILE.jsonl] --table        what the file has, a line
-    for each cell python benchmarks/h200_training.py --device cpu --tiny
+        for each cell
+    python benchmarks/h200_training.py --device cpu --tiny
 
 Cells (training_cells.py): a layer from the router's ids to tokens, in the sizes of four models,
 `qwen3:4096:uniform`; a single product and both of its gradients, `linear:ROWSxGROUPS:uniform`.

@@ -2,7 +2,7 @@
 meanwhile.
 
     python benchmarks/loading.py              # 92,160 tiny tensors; 1.1 GB in shards. Both on the
-    CPU
+                                              CPU
 
 Directories are Qwen3-MoE's in ModelOpt's NVFP4 with random bytes, made in a temporary folder; each
 is loaded in a process of its own. Memory is what the process has of its own (RssAnon), looked at

@@ -2,8 +2,9 @@
 held-out text it was not trained on.
 
     python benchmarks/quality.py                  # a table; needs transformers, and nvidia-modelopt
-    for its row python benchmarks/quality.py --max-bytes 90000 --write          # of less text, into
-    docs/quality.md
+                                                  for its row
+    python benchmarks/quality.py --max-bytes 90000 --write          # of less text, into
+        docs/quality.md
 
 All rows are the same model, `examples/tiny_qwen3_moe`, in bf16 but for the experts' weights;
 activations stay in bf16 but where int8 is said, which rounds both operands of the experts' products
@@ -38,7 +39,7 @@ from page import put  # noqa: E402
 import fusion_moe  # noqa: E402
 import fusion_moe.transformers  # noqa: E402  (loads ModelOpt's directories)
 from fusion_moe.encodings import find, quantize  # noqa: E402
-from fusion_moe.nn.contract import contract_of, experts_from  # noqa: E402
+from fusion_moe.nn.convert.contract import contract_of, experts_from  # noqa: E402
 
 MODEL = EXAMPLES / "tiny_qwen3_moe"
 

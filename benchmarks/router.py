@@ -2,7 +2,7 @@
 and under torch.compile.
 
 python benchmarks/router.py            # medians of 200 replays of a CUDA graph with 20 calls each,
-in us a call
+                                       in us a call
 """
 
 from __future__ import annotations

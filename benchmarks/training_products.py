@@ -2,7 +2,7 @@
 torch's `grouped_mm` on gathered rows.
 
     python benchmarks/training_products.py [--tokens 32768] [--models qwen3 mixtral gpt-oss]
-    [--zipf] [--repeats 10]
+        [--zipf] [--repeats 10]
 
 On one H100 or H200. gate_up: gather, product, SwiGLU, pre-activation and activation stored.
 dgrad_down: gather, product, the activation's gradient, the activation again, the router's gradient.

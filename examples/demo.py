@@ -30,7 +30,7 @@ from transformers import logging as transformers_logging
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import fusion_moe
-from fusion_moe.frontends.compile_graph import has_compiler
+from fusion_moe.frontends.inductor.compile_graph import has_compiler
 from fusion_moe.runtime import nvrtc
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"

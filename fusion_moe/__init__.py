@@ -10,18 +10,18 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import autograd as _autograd  # the operations' derivatives
 from . import compat, errors, nn, ops, options, recipe
-from . import eager as _eager  # the bodies of the operations
-from . import torch_autocast as _torch_autocast  # the operations' casts under torch.autocast
+from .bodies import autocast as _torch_autocast  # the operations' casts under torch.autocast
+from .bodies import autograd as _autograd  # the operations' derivatives
+from .bodies import eager as _eager  # the bodies of the operations
 from .compile import run
+from .definitions.translate import translator
 from .errors import Untranslatable
 from .ir.builder import FusionDefinition
 from .nn import NVFP4Config, NVFP4Experts, prepare_, quantize_, register_converter
 from .recipe import autocast
 from .runtime.faults import synchronize
 from .runtime.preparing import preparing
-from .translate import translator
 
 __version__ = "0.1.0"
 
@@ -69,8 +69,8 @@ _LAZY = {
 if TYPE_CHECKING:
     from . import testing
     from .frontends.inductor import disable, enable
-    from .frontends.thunder import thunder_executors
     from .report import diff, explain, last_compiled
+    from .thunder import thunder_executors
 else:
 
     def __getattr__(name: str) -> Any:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch._library import custom_ops
 
-from . import translate
+from .definitions import translate
 from .errors import UnsupportedError, Untranslatable, need_one_of
 from .ir.builder import FusionDefinition
 from .ir.core import Value

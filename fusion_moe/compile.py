@@ -9,21 +9,21 @@ from functools import lru_cache, partial
 import torch
 
 from . import options, target
-from .emit import BACKENDS, emit, plan
-from .emit.nvfuser import NAME as NVFUSER
-from .emit.nvfuser import library
+from .backends import BACKENDS, emit, plan
+from .backends.nvfuser import NAME as NVFUSER
+from .backends.nvfuser import library
 from .errors import FusionError
 from .ir.core import Fusion
 from .ir.kinds.eight_bits import is_one as is_eight_bits
 from .ir.text import parse, text
+from .messages.warn import warn_once
 from .options import Options
 from .passes import PASSES
-from .plan import REFERENCE
 from .runtime import dump
 from .runtime.program import Program
-from .segment import Segment, split
+from .schedule.plan import REFERENCE
+from .schedule.segment import Segment, split
 from .target import Target
-from .warn import warn_once
 
 
 @dataclass(frozen=True)

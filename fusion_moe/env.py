@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from . import __version__, options, target
-from .emit.cuda.choice import check_variant
-from .emit.nvfuser import library
+from .backends.cuda.choice import check_variant
+from .backends.nvfuser import library
 from .errors import OptionError
-from .extras import install
+from .messages.extras import install
 from .runtime import build, isa, native, nvrtc, store
 from .runtime.cuda import why_too_old
 

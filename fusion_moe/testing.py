@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import options
 from .compile import run
+from .definitions.translate import Operation, message, overload_of
 from .errors import TranslatorError
-from .frontends.compile_graph import compile_calls
-from .frontends.dynamo import apart
-from .frontends.fusion_pass import FusionPass
+from .frontends.inductor.compile_graph import compile_calls
+from .frontends.inductor.dynamo import apart
+from .frontends.inductor.fusion_pass import FusionPass
 from .frontends.meaning import compared, drawn, found, same
 from .frontends.regions import Found
-from .translate import Operation, message, overload_of
 
 __all__ = ["check_translator"]
 

@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--keep-definitions",
         type=Path,
         metavar="FOLDER",
-        help="keep all nvFuser definitions for tests/emit/launched.py",
+        help="keep all nvFuser definitions for tests/backends/launched.py",
     )
 
 
@@ -107,7 +107,7 @@ def _missing_of_browser() -> str:
 
 @cache
 def _has_compiler() -> bool:
-    from fusion_moe.frontends.compile_graph import has_compiler
+    from fusion_moe.frontends.inductor.compile_graph import has_compiler
 
     return has_compiler()
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from fusion_moe.arch import H200
-from fusion_moe.emit.cuda import choice, one_group
-from fusion_moe.emit.cuda.table import ALWAYS, Regime, table_of
-from fusion_moe.emit.cuda.variants import Variant
+from fusion_moe.backends.cuda import choice, one_group
+from fusion_moe.backends.cuda.table import ALWAYS, Regime, table_of
+from fusion_moe.backends.cuda.variants import Variant
 
 TABLE = table_of(H200)
 

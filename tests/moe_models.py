@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 from torch.nn import functional as F
 
 from fusion_moe import options
-from fusion_moe.frontends.compile_graph import compile_calls
-from fusion_moe.frontends.fusion_pass import FusionPass
+from fusion_moe.frontends.inductor.compile_graph import compile_calls
+from fusion_moe.frontends.inductor.fusion_pass import FusionPass
 from fusion_moe.frontends.regions import Found, find_regions
 
 O = torch.ops.fusion_moe

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from fusion_moe import options
-from fusion_moe.emit.cpu.launch import KERNELS
+from fusion_moe.backends.cpu.launch import KERNELS
 from fusion_moe.runtime import build, store
 
 # Nothing that kernels without it would not include: one that forgets a header must not compile here

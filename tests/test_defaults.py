@@ -11,7 +11,7 @@ from experts import experts
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.emit.cpu import readers
+from fusion_moe.backends.cpu import readers
 from fusion_moe.encodings import INT4, MXFP4, NVFP4, dequantize, quantize
 from fusion_moe.frontends.meaning import drawn
 from fusion_moe.report.repro import random_inputs

@@ -136,7 +136,7 @@ def test_a_wheel_brings_the_kernels_of_every_cpu(source, tmp_path):
     """Those that this machine looks for among them; and its tag says for which machines it is. They
     are compiled, but not optimized.
     """
-    from fusion_moe.emit.cpu import readers
+    from fusion_moe.backends.cpu import readers
     from fusion_moe.runtime import build as compilers
     from fusion_moe.runtime import isa
 

@@ -1,5 +1,5 @@
 """Hatchling's hook that builds the CPU's fixed kernels into the wheel:
-fusion_moe/emit/cpu/shipped/.
+fusion_moe/backends/cpu/shipped/.
 
 A wheel gets them for each built-in encoding of weights and every kind of CPU of this architecture,
 an editable install for this CPU alone. Without a C++ compiler it gets none, and is pure Python: a
@@ -72,13 +72,13 @@ def _runs_here(tier: str) -> bool:
 
 
 def _modules(root: Path) -> tuple[Any, ...]:
-    """fusion_moe.runtime.build and .isa, fusion_moe.emit.cpu.readers, without the packages around
-    them, which need torch.
+    """fusion_moe.runtime.build and .isa, fusion_moe.backends.cpu.readers, without the packages
+    around them, which need torch.
     """
-    for name in ("fusion_moe", "fusion_moe.emit", "fusion_moe.emit.cpu"):
+    for name in ("fusion_moe", "fusion_moe.backends", "fusion_moe.backends.cpu"):
         sys.modules[name] = package = types.ModuleType(name)
         package.__path__ = [str(root.joinpath(*name.split(".")))]
     return tuple(
         importlib.import_module(f"fusion_moe.{name}")
-        for name in ("runtime.build", "runtime.isa", "emit.cpu.readers")
+        for name in ("runtime.build", "runtime.isa", "backends.cpu.readers")
     )

@@ -2,11 +2,13 @@
 other people's packages.
 
     .venv/bin/python tools/make_checkpoints.py modelopt            nvidia-modelopt's
-    export_hf_checkpoint .venv/bin/python tools/make_checkpoints.py transformers
-    save_pretrained: bf16, MXFP4 of gpt-oss /tmp/ct/bin/python tools/make_checkpoints.py
-    llm-compressor    compressed-tensors; in an environment of its own:
+        export_hf_checkpoint
+    .venv/bin/python tools/make_checkpoints.py transformers        save_pretrained: bf16, MXFP4 of
+        gpt-oss
+    /tmp/ct/bin/python tools/make_checkpoints.py llm-compressor    compressed-tensors; in an
+        environment of its own:
         python -m venv /tmp/ct && /tmp/ct/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1
-        transformers==5.17.0
+            transformers==5.17.0
 
 `--out DIR` writes elsewhere, `--only NAME` one directory. Not reproducible to the byte: calibration
 and safetensors' order are theirs.

@@ -24,7 +24,9 @@ from typing import Any, get_args
 import torch
 
 import fusion_moe
-from fusion_moe import errors, op_definitions, options, target, translate
+from fusion_moe import errors, options, target
+from fusion_moe.definitions import operations as op_definitions
+from fusion_moe.definitions import translate
 from fusion_moe.encodings import ENCODINGS
 from fusion_moe.ir import kinds
 from fusion_moe.ir.core import OpKind

@@ -2,9 +2,10 @@
 weight, without a model.
 
     convert(src, dst)                          NVFP4 of any scheme, MXFP4, and FP8 with one scale,
-    to ModelOpt's names convert(src, dst, to="dense")              float32, which holds every number
-    of every encoding convert(src, dst, to="dense", dtype=torch.bfloat16)   rounded: NVFP4 has
-    numbers with more than the 8 bits of bfloat16
+                                               to ModelOpt's names
+    convert(src, dst, to="dense")              float32, which holds every number of every encoding
+    convert(src, dst, to="dense", dtype=torch.bfloat16)   rounded: NVFP4 has numbers with more than
+                                                          the 8 bits of bfloat16
 
 Before dst gets its name, it is read again completely and compared with src.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..encodings import MXFP4, NVFP4, Quantized, dequantize, mxfp4_as_nvfp4
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, Error, OptionError, UnsupportedError
-from ..progress import progress
+from ..messages.progress import progress
 from .directory import Directory, without_quantization
 from .experts import experts_of, layers_of_experts
 from .headers import Entry

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError, UnsupportedError
-from ..warn import warn_once
+from ..messages.warn import warn_once
 from .headers import Entry, read_header, read_json, shown
 
 CONFIG, OLDER_CONFIG = "config.json", "hf_quant_config.json"

@@ -1,10 +1,11 @@
 """Experts in files: which names belong to the experts of one layer, and in which order.
 
     …experts.3.gate_proj, up_proj, down_proj      a matrix for each expert; w1, w3, w2 in Mixtral
-    and others …experts.gate_up_proj, down_proj              one tensor for all experts; up_proj
-    without a gate. Aria, Granite and Inkling call
+                                                  and others
+    …experts.gate_up_proj, down_proj              one tensor for all experts; up_proj without a
+                                                  gate. Aria, Granite and Inkling call
                                                   them fc1, input_linear, w13_weight; and fc2,
-                                                  output_linear, w2_weight
+                                                      output_linear, w2_weight
 
 Every expert from 0 to E - 1 has the same projections.
 """

@@ -1,7 +1,8 @@
 """Weights in 8-bit floats with scales, which are converted to floats when read.
 
-values  float8_e4m3fn  [N, K] scale   float          [] or [1], one for the matrix; [N] or [N, 1],
-one for a row; [ceil(N/128), ceil(K/128)], one for a block
+values  float8_e4m3fn  [N, K]
+scale   float          [] or [1], one for the matrix; [N] or [N, 1], one for a row; [ceil(N/128),
+                       ceil(K/128)], one for a block
 """
 
 from __future__ import annotations

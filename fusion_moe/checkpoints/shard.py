@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..progress import progress
+from ..messages.progress import progress
 from .headers import DTYPES
 
 _PIECE = 2**20  # bytes read at once

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..encodings import check_part_scales
 from ..errors import CheckpointError, NonFiniteError
-from ..progress import progress
+from ..messages.progress import progress
 from .directory import Directory
 from .fp8 import check_fp8_scales
 from .schemes import Direction, Scheme, StoredPart

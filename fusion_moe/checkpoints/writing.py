@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, Error
-from ..progress import progress
+from ..messages.progress import progress
 from ..runtime import trust
 from .directory import CONFIG, INDEX, OLDER_CONFIG, SINGLE, Directory
 from .shard import Step, digest_of, header_of, write_shard

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from ..extras import install
+from ..messages.extras import install
 
 __all__ = ["main"]
 

@@ -16,7 +16,7 @@ from torch import nn
 from ..checkpoints import Directory, method_of
 from ..checkpoints.modelopt import own_entries
 from ..errors import OptionError, UnsupportedError
-from ..extras import install
+from ..messages.extras import install
 from ..nn.config import NVFP4Config
 from . import machine
 from .output import FINE, Json, count, finish

@@ -25,7 +25,7 @@ from ..checkpoints import (
 )
 from ..encodings import BF16, F16, F32
 from ..errors import CheckpointError, printable
-from ..progress import progress
+from ..messages.progress import progress
 from .machine import kernels_for
 from .output import FINE, PROBLEMS, Json, bytes_of, count, finish, table
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..emit.cpu import readers as cpu
-from ..emit.cuda import readers as cuda
+from ..backends.cpu import readers as cpu
+from ..backends.cuda import readers as cuda
 from ..encodings import Encoding
 from ..env import has_cuda
 from ..errors import UnsupportedError

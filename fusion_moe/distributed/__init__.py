@@ -1,8 +1,8 @@
 """Experts divided between the ranks of a DeviceMesh, for inference and training: `parallelize_`.
 
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu",
-    (torch.distributed.get_world_size(),)) fusion_moe.distributed.parallelize_(model, mesh,
-    plan="ep")
+        (torch.distributed.get_world_size(),))
+    fusion_moe.distributed.parallelize_(model, mesh, plan="ep")
 
 Each rank computes the contribution of its share of the weights to each token, and gets the sum over
 all ranks. Tokens are the same on all ranks, or each rank has its own (tokens="sharded"). Everything

@@ -6,7 +6,8 @@ after them. The token of each row and the rows of each token are tensors on the 
 nothing waits, so one captured CUDA graph serves all routings.
 
     slot_of [T, n]          the rows of a token, in the order of ranks; n = min(k, R); if there is
-    none, the empty row of a rank token_of [R (C + 1)]    the token of a row; T if there is none
+                            none, the empty row of a rank
+    token_of [R (C + 1)]    the token of a row; T if there is none
 
 A row that is always empty has the ids -1, which name no expert: its result is zero, and so are its
 gradients. Letters: T tokens of a rank, k experts a token, E experts, R ranks, C capacity, H hidden.
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..op_definitions import restored
+from ..definitions.operations import restored
 from .collectives import all_to_all
 from .shares import owner_of
 

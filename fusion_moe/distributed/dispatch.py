@@ -4,10 +4,11 @@ The module's result is the sum of what all ranks compute. So is the gradient of 
 rank computes the gradient by way of its own share. A dispatcher brings the inputs to the ranks that
 need them, and adds up the ranks' results:
 
-        Replicated  tokens are the same on all ranks, and all ranks get all sums Gathered    each
-        rank has its own tokens, equally many: all ranks compute on all tokens, and each gets the
-        sums of its own AllToAll    each rank has its own tokens, and sends them only to the ranks
-        that hold their experts (all_to_all.py)
+        Replicated  tokens are the same on all ranks, and all ranks get all sums
+        Gathered    each rank has its own tokens, equally many: all ranks compute on all tokens, and
+                    each gets the sums of its own
+        AllToAll    each rank has its own tokens, and sends them only to the ranks that hold their
+                    experts (all_to_all.py)
 
 Of the two functions that a dispatcher consists of, each is the derivative of the other.
 """

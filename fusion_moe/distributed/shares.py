@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..encodings import Quantized
 from ..layouts.layout import as_bytes
 from ..nn import Experts
-from ..nn.contract import contract_of
-from ..nn.lora import adapters_of
-from ..nn.packed import relayout_
-from ..nn.projections import Projections
+from ..nn.convert.contract import contract_of
+from ..nn.frozen.packed import relayout_
+from ..nn.frozen.projections import Projections
+from ..nn.lora.adapter import adapters_of
 from .states import ExpertShards, FeatureShards, expert_shard, runs_of
 
 

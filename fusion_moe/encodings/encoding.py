@@ -2,7 +2,7 @@
 both.
 
     element = code * (scale_0 * scale_1 * ...)        every product one float32 operation, in that
-    order
+                                                      order
 
 A matrix `[..., N, K]` (N out-features, K in-features) is stored as the parts of its encoding: the
 elements, packed along K if they are narrower than a byte (the first one in the lowest bits), then

@@ -2,7 +2,8 @@
 compressed-tensors' `pack-quantized`.
 
     codes        uint8    [..., N, K/2]    integer + 8; two codes a byte, the low nibble is the even
-    k block_scale  bfloat16 [..., N, K/32]
+                                           k
+    block_scale  bfloat16 [..., N, K/32]
 
 The int32 words of `weight_packed`, viewed as bytes, are the codes. The scale is bf16(amax / 7.5),
 and 2^-7 for a block of zeros; 7.5 is half of the range that -8 to 7 spans, so the largest element

@@ -1,8 +1,9 @@
 """NVFP4: E2M1 codes, an e4m3 scale for every 16 of them, and a float32 scale for the matrix.
 
     codes         uint8          [..., N, K/2]    two codes a byte, the low nibble is the even k
-    block_scale   float8_e4m3fn  [..., N, K/16]   linear order, never negative decode_scale  float32
-    [...] or [..., S]   S divides N: row n uses entry n // (N // S), so gate and up keep their own
+    block_scale   float8_e4m3fn  [..., N, K/16]   linear order, never negative
+    decode_scale  float32        [...] or [..., S]   S divides N: row n uses entry n // (N // S), so
+                                                     gate and up keep their own
 
 The scales are chosen as nvidia-modelopt's `NVFP4QTensor.quantize` does on the CPU (source: its
 order of operations, compared byte by byte): decode scale = amax / 2688, block scale = e4m3(block

@@ -1,3 +1,3 @@
-"""The entry points for traced programs: torch.compile (inductor.py) and thunder.jit (thunder.py),
-with regions from regions.py.
+"""Traced programs: regions of a graph (regions.py) become Fusions. inductor/ is torch.compile's
+door; thunder.jit's is `fusion_moe.thunder`.
 """

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch._ops import OperatorBase
 
-from ..translate import BUILTIN
+from ..definitions.translate import BUILTIN
 
 _PLAIN = (
     int,

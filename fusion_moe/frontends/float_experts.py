@@ -12,8 +12,8 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
-from .. import translate
-from ..warn import warn_once
+from ..definitions import translate
+from ..messages.warn import warn_once
 
 _SHOWN = 4
 _LEAST = 16  # features: weights of convolutions have three dimensions too, but a smaller last one

@@ -19,14 +19,19 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .. import translate
+from ..definitions import translate
+from ..definitions.operations import fp4_as_bytes
+from ..definitions.traced import (
+    Sizes,
+    hint,
+    plain_argument,
+    tensor_type,
+)
+from ..definitions.translate import Translator, message
 from ..errors import Error, TranslatorError
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Value
-from ..op_definitions import fp4_as_bytes
-from ..traced import Sizes, hint, plain_argument, tensor_type
-from ..translate import Translator, message
-from ..warn import warn_once
+from ..messages.warn import warn_once
 from .nodes import called_op
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import compile as pipeline
 from .. import target as targets
-from .. import translate
+from ..definitions import translate
 from ..errors import Error, FusionError, TranslatorError, UnsupportedError, Untranslatable
 from ..ir.core import Fusion
 from ..options import Options
-from ..plan import REFERENCE
-from ..segment import by_structure
+from ..schedule.plan import REFERENCE
+from ..schedule.segment import by_structure
 from ..target import Target
 from .attribution import attribute_failure, of_users
 from .meaning import other_meaning

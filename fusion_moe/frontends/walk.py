@@ -15,13 +15,18 @@ import torch
 from torch._prims_common import is_contiguous_or_false
 from torch.fx import Node
 
-from .. import translate
+from ..definitions import translate
+from ..definitions.traced import (
+    Sizes,
+    may_be_equal,
+    plain_argument,
+    tensor_type,
+)
+from ..definitions.translate import Translator
 from ..errors import Error, FusionError, ShapeError, TranslatorError, Untranslatable
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.types import TensorType
-from ..traced import Sizes, may_be_equal, plain_argument, tensor_type
-from ..translate import Translator
 from .nodes import call_of, device_of, is_torchs, op_name, source_of, tensors
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import Error, FusionError, ShapeError
-from ..groups import check_ends
+from ..layouts.groups import check_ends
 from .binding import attribute_sizes, attribute_symbols, bind, elements_of, resolve, with_ceilings
 from .effects import check_targets, write_over
 from .signature import Signature, signature

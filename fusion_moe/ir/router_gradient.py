@@ -2,11 +2,12 @@
 gradient.
 
     out = combine(y, slot_of, w), y = h W^T + b        rows of out's gradient: d [M, N], row i that
-    of the token of row i
+                                                       of the token of row i
 
-    u = d W                       what h and w both need dw of row i = <d, y> = <u, h> + <d, b>
-    so that y is neither saved nor computed again dh = w u,  dW = d^T (w h),  db = sum of w d
-    so that the products read rows of out's gradient as they are
+    u = d W                       what h and w both need
+    dw of row i = <d, y> = <u, h> + <d, b>             so that y is neither saved nor computed again
+    dh = w u,  dW = d^T (w h),  db = sum of w d        so that the products read rows of out's
+                                                       gradient as they are
 
 If y is a sum of products, each of them with its own h has a part of u, and dw is the sum over all
 h. An adapter's product B l, l = s A h, is one with h too: its part of u is (s d B) A, so that u is

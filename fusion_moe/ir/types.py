@@ -18,8 +18,8 @@ import torch
 
 from ..encodings import ENCODINGS, Encoding
 from ..errors import DtypeError, ShapeError
-from ..groups import bound
 from ..layouts import LAYOUTS, LINEAR
+from ..layouts.groups import bound
 from .sizes import AnySize, Size, is_size, never_negative, value
 
 DTYPES: dict[str, torch.dtype] = {

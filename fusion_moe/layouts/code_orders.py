@@ -11,7 +11,7 @@ into place. (Four whole codes at four distances from their places would not fit 
 
     bit    15     14     13     12-10        9      8-6      5      4      3      2-0
            s 00   a 11   s 11   abc 10 *     s 01   abc 00   b 11   c 11   s 10   abc 01      (s 10:
-           of h = 1, i = 0; *: of the other half)
+               of h = 1, i = 0; *: of the other half)
 
 int4: code (r, c, v, j, h, i) -> byte 64 r + 16 c + 4 v + 2 j + h, the low nibble for i = 0. A
 single `and` makes a pair of numbers from a word or a shifted word.

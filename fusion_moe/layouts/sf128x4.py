@@ -38,8 +38,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import groups
 from ..errors import DtypeError, ShapeError
+from . import groups
 from .layout import TensorLayout, as_bytes, check_stored
 
 

@@ -2,22 +2,27 @@
 LoRA, which convert models to the latter.
 """
 
-from .activations import ScaledClampedQGeGLU, ScaledSwiGLU, deinterleave, interleave
 from .config import NVFP4Config
-from .contract import ExpertsContract, contract_of, experts_from
-from .converters import convert
-from .custom import CustomExperts
-from .experts import Experts, NVFP4Experts
-from .grouped import GroupedSwiGLU, NVFP4GroupedLinear
-from .linear import GroupedLinear
-from .llama4 import Llama4MoE
-from .lora import Adapter, add_lora_
-from .merging import merge_lora_, remove_lora_
-from .prepare import prepare_
-from .quantize import quantize_
-from .quantized_linear import NVFP4Linear, QuantizedLinear
-from .register import register_converter, unregister_converter
-from .sequential import Sequential
+from .convert.contract import ExpertsContract, contract_of, experts_from
+from .convert.converters import convert
+from .convert.quantize import quantize_
+from .convert.register import register_converter, unregister_converter
+from .frozen.custom import CustomExperts
+from .frozen.experts import Experts, NVFP4Experts
+from .frozen.grouped import GroupedSwiGLU, NVFP4GroupedLinear
+from .frozen.llama4 import Llama4MoE
+from .frozen.prepare import prepare_
+from .frozen.quantized_linear import NVFP4Linear, QuantizedLinear
+from .lora.adapter import Adapter, add_lora_
+from .lora.merging import merge_lora_, remove_lora_
+from .trained.activations import (
+    ScaledClampedQGeGLU,
+    ScaledSwiGLU,
+    deinterleave,
+    interleave,
+)
+from .trained.linear import GroupedLinear
+from .trained.sequential import Sequential
 
 __all__ = [
     "Adapter",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..autograd import derivative_of
+from ..bodies.autograd import derivative_of
 from ..frontends.nodes import call_of, called_op, is_view
 from ..frontends.regions import Region
 from ..ir.core import Fusion, Value

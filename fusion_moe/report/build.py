@@ -23,7 +23,7 @@ from ..ir.types import Dim, Groups, Rows, TensorType
 from ..options import Options
 from ..passes import dropped_roundings
 from ..runtime import cuda
-from ..segment import Segment
+from ..schedule.segment import Segment
 from ..target import Target
 from . import cost, outside
 from .backward import Step, is_backward, made_again, makers, rewritten

@@ -6,9 +6,9 @@ from torch.fx import Graph
 
 from .. import options
 from ..errors import UnsupportedError
-from ..frontends.compile_graph import compile_calls
 from ..frontends.compiled import kept
 from ..frontends.float_experts import float_experts
+from ..frontends.inductor.compile_graph import compile_calls
 from ..frontends.regions import find_regions
 from .build import Seen, report_of
 from .data import Report

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from .. import options
 from ..arch import Arch
-from ..emit import cuda, emit
-from ..emit.nvfuser import NAME as NVFUSER
-from ..emit.nvfuser import library
+from ..backends import cuda, emit
+from ..backends.nvfuser import NAME as NVFUSER
+from ..backends.nvfuser import library
 from ..errors import UnsupportedError
 from ..ir.core import Fusion
 from ..ir.text import text
 from ..runtime.kernel import Kernel
-from ..segment import Segment
+from ..schedule.segment import Segment
 from ..target import TARGETS, Target, never_run
 
 _SIZES = (1, 8, 32, 128, 512, 2048, 8192)

@@ -15,20 +15,22 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
-from .. import groups, options
+from .. import options
 from .. import target as targets
+from ..backends import cpu
+from ..backends.cpu import prebuilt
 from ..compile import compile_fusion
-from ..emit import cpu
-from ..emit.cpu import prebuilt
+from ..definitions.operations import fp4_as_bytes
 from ..frontends.regions import Region
 from ..frontends.rewrite import replace_regions
 from ..ir.core import Fusion, Value
 from ..ir.flow import needed
 from ..ir.types import DTYPES
-from ..op_definitions import fp4_as_bytes
+from ..layouts import groups
+from ..messages.progress import progress
 from ..options import Options
-from ..progress import progress
-from ..runtime import bandwidth, isa, pages
+from ..runtime import isa
+from ..runtime.host_memory import bandwidth, pages
 from ..runtime.program import Program
 from ..schedule.product import main_and_added, products
 from . import cost, gpu_times

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..encodings import find
-from ..groups import ends_from_sizes
 from ..ir.binding import storage_shape
 from ..ir.core import Fusion, Op, Value
 from ..ir.sizes import value
 from ..ir.types import DTYPES, FLOATS, Groups, plain
+from ..layouts.groups import ends_from_sizes
 from .data import FusionReport
 
 _SCRIPT = '''"""{id} of a report: rebuilt, run on random inputs, compared with the reference."""

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from ..frontends.float_experts import advice
-from ..plan import REFERENCE
+from ..schedule.plan import REFERENCE
 from .data import FusionReport, Report, SegmentReport
 from .units import amount, count, duration, ratio
 

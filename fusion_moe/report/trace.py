@@ -17,19 +17,20 @@ from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
-from .. import options, translate
+from .. import options
 from .. import target as targets
 from ..arch import Arch, named
-from ..emit import cuda
+from ..backends import cuda
+from ..definitions import translate
 from ..errors import Error, OptionError, UnsupportedError, did_you_mean
-from ..frontends.compile_graph import compile_calls
-from ..frontends.dynamo import apart, first_break
 from ..frontends.float_experts import experts_outside, float_experts
+from ..frontends.inductor.compile_graph import compile_calls
+from ..frontends.inductor.dynamo import apart, first_break
 from ..frontends.nodes import called_op
 from ..frontends.regions import NotFused, find_regions
-from ..frontends.thunder import found_in
 from ..options import Options
 from ..runtime import nvrtc
+from ..thunder import found_in
 from .backward import Step, input_names, is_backward
 from .build import Seen, report_of
 from .data import Report

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..groups import ceil_to
 from ..ir.core import Fusion
 from ..ir.sizes import value
 from ..ir.types import TensorType, plain
 from ..layouts import LAYOUTS, LINEAR
+from ..layouts.groups import ceil_to
 from ..schedule.product import products
 from ..target import TARGETS, Target
 

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from .bandwidth import cpus
+from .host_memory.bandwidth import cpus
 from .preparing import Build
 
 _lock = threading.Lock()

@@ -2,7 +2,7 @@
 
     library = load(text, name="grouped_mm", include=[folder])          # -> ctypes.CDLL
     library.grouped_mm(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(rows),
-    ctypes.c_int(torch.get_num_threads()))
+        ctypes.c_int(torch.get_num_threads()))
 
 `text` is C++17 with `extern "C"` entry points and everything else in an anonymous namespace. Files
 that it includes in quotes are looked up in the folders of `include` and are part of the key. `tier`
@@ -40,7 +40,7 @@ from typing import IO
 
 from .. import options
 from ..errors import BuildError
-from ..warn import warn_once
+from ..messages.warn import warn_once
 from . import dump, isa, store, transient
 
 # No -ffast-math, nor anything else that changes results. -ffast-math also makes g++ link code that

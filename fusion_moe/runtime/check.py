@@ -17,8 +17,8 @@ from ..errors import FusionError, UnsupportedError
 from ..ir.core import Fusion, Value
 from ..ir.text import text
 from ..ir.types import DTYPES
-from ..plan import REFERENCE
-from ..segment import Segment
+from ..schedule.plan import REFERENCE
+from ..schedule.segment import Segment
 from . import cuda, store
 from .kernel import Kernel
 

@@ -1,9 +1,10 @@
 """Cubins on CUDA devices: loaded once, launched on torch's current stream.
 
     function = load(path, "route", shared)                      # -> Function, for all devices of
-    one architecture launch = Launch(function, blocks, threads, shared, programmatic_launch)
+        one architecture
+    launch = Launch(function, blocks, threads, shared, programmatic_launch)
         launch(stream, params)                          # params: the address of an array with the
-        addresses of the parameters
+                                                        addresses of the parameters
 
 Kernels report faults in words of pinned memory: faults.py.
 """

@@ -2,12 +2,15 @@
 not set.
 
         <target>-<12 digits>/                           a program: the digits are a digest of its
-        text and options 0-translated.txt                its Fusion after each pass, in order
+                                                        text and options
+        0-translated.txt                its Fusion after each pass, in order
         segment0-grouped_gemm.txt       a segment as `split` returned it, why it begins there, its
-        schedule and backend segment0-grouped_gemm-contracted.txt    the same as it was emitted, if
-        that is another Fusion segment0-grouped_gemm.cpp       its source segments-avx2-<12
-        digits>.so    what was compiled or found in the cache when the program was called, and .cpp:
-        all of its source
+                                        schedule and backend
+        segment0-grouped_gemm-contracted.txt    the same as it was emitted, if that is another
+                                                Fusion
+        segment0-grouped_gemm.cpp       its source
+        segments-avx2-<12 digits>.so    what was compiled or found in the cache when the program was
+                                        called, and .cpp: all of its source
 
 A library that many programs share, such as the CPU's product, is in the folder of the first program
 for which this process loaded it. Every file appears whole or not at all; an existing file is

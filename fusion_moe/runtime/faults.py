@@ -1,8 +1,8 @@
 """Faults that CUDA kernels find: words of pinned memory, one for each program on each stream.
 
-        faults = Faults("`route index_select grouped_mm ...`")  # for a program word =
-        faults.word(device, stream)      # for its kernels; GroupsError if an earlier call of it
-        there found a fault
+        faults = Faults("`route index_select grouped_mm ...`")  # for a program
+        word = faults.word(device, stream)      # for its kernels; GroupsError if an earlier call of
+                                                it there found a fault
 
 Kernels make bad ends, ids and indices safe and write their findings into their word. No launch
 waits for it, so an error that a call raises was found in an earlier call. Launches that a CUDA
@@ -26,7 +26,7 @@ import torch
 from ..errors import GroupsError
 from . import cuda
 
-_FOUND = {  # by the number of the Fault in emit/cuda/kernels/ragged.cuh
+_FOUND = {  # by the number of the Fault in backends/cuda/kernels/ragged.cuh
     1: (
         "offs[{place}] = {value}",
         "cumulative ends that never decrease, and are at most the number of rows",

@@ -2,7 +2,8 @@
 each tier.
 
     isa.selected()                # "avx512": the best tier of this machine, or the one that the
-    option cpu_isa forces isa.compiler_flags("avx2")    # ("-mavx2", "-mfma", ...)
+                                  option cpu_isa forces
+    isa.compiler_flags("avx2")    # ("-mavx2", "-mfma", ...)
 
 Every instruction set is named: `-march=native` means something else on every machine, and is
 unreliable on virtual ones.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..segment import Segment
+from ..schedule.segment import Segment
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..groups import ceil_to
+from ..layouts.groups import ceil_to
 
 ALIGNMENT = 256  # bytes: arrays begin at multiples of it
 _KEPT = 2**20  # bytes that each thread keeps for the arrays of small calls

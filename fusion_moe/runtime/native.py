@@ -2,10 +2,10 @@
 known forms.
 
     implement(LIBRARY, "route", body, "CompositeExplicitAutograd")      # in Python, which stays
-    what runs a call of a new form if wanted():
-    # at the end of such a call
+        what runs a call of a new form
+    if wanted():                                                        # at the end of such a call
         offer(descriptor)                                               # what C++ is to do for the
-        next ones
+            next ones
 
 The library is compiled against the installed torch, once for each cache_dir: in the background,
 once there have been enough calls to make it worthwhile. It is loaded right after that. If other

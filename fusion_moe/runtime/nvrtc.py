@@ -25,7 +25,7 @@ from typing import Any
 
 from .. import options
 from ..errors import BuildError
-from ..extras import install
+from ..messages.extras import install
 from . import dump, store
 
 # No contraction of a * b + c into one rounding: results are those of `Fusion.evaluate`, operation

@@ -28,8 +28,8 @@ import torch
 
 from .. import options
 from ..errors import OptionError
-from ..progress import progress
-from .bandwidth import cpus
+from ..messages.progress import progress
+from .host_memory.bandwidth import cpus
 
 Sizes = Mapping[str, int]
 _CALLED, _ALL = "called", "all"

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import profiler
 
+from ..definitions.parts import need_memory
 from ..errors import DeviceError, ShapeError
 from ..ir.binding import storage_shape
 from ..ir.core import Fusion, Value
 from ..ir.effects import check_targets, write_over
 from ..ir.types import DTYPES
-from ..parts import need_memory
-from ..segment import Segment
+from ..schedule.segment import Segment
 from ..target import Target
 from . import check, dump
 from .kernel import Kernel

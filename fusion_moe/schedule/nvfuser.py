@@ -1,5 +1,5 @@
 """What a single nvFuser definition can express, as data, so that nvFuser need not be installed.
-emit/nvfuser writes what is accepted here.
+backends/nvfuser writes what is accepted here.
 
 nvFuser divides and schedules a definition itself, so a segment is as large as its operations allow.
 What it cannot express:

@@ -16,7 +16,7 @@ import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ..checkpoints import Direction, StoredPart
-from ..nn.projections import Projections
+from ..nn.frozen.projections import Projections
 from .names import parameter_of
 from .operations import FromFused, JoinExperts, QuantizeEightBit
 from .sources import ExpertsSource

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .. import recipe
 from ..ir.types import dtype_name
-from ..nn.custom import in_steps
-from ..nn.gates import swiglu_of
+from ..nn.convert.gates import swiglu_of
+from ..nn.frozen.custom import in_steps
 from ..nn.local import local
 
 ops = torch.ops.fusion_moe

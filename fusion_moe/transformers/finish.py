@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from ..checkpoints import Scheme, StoredPart
 from ..checkpoints.values import check_scale
 from ..errors import Error
-from ..nn.frozen import own_parameters, place_
-from ..nn.packed import PackedModule
-from ..nn.projections import Projections
+from ..nn.frozen.base import own_parameters, place_
+from ..nn.frozen.packed import PackedModule
+from ..nn.frozen.projections import Projections
 from .sources import ExpertsSource
 from .stored_module import StoredModule
 

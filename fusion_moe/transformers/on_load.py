@@ -12,9 +12,9 @@ from transformers.core_model_loading import ConversionOps
 from ..encodings import Quantized, check_finite
 from ..nn import quantize_
 from ..nn.config import NVFP4Config
-from ..nn.contract import ExpertsContract, contract_of
-from ..nn.experts import quantize_gate_up
-from ..nn.frozen import quantized
+from ..nn.convert.contract import ExpertsContract, contract_of
+from ..nn.frozen.base import quantized
+from ..nn.frozen.experts import quantize_gate_up
 from .operations import one
 
 Contracts = dict[str, ExpertsContract]  # the contracts of the original expert modules, by name

@@ -18,11 +18,11 @@ from transformers.core_model_loading import ConversionOps
 from ..checkpoints import StoredPart
 from ..checkpoints.fp8 import check_fp8_scales, dequantize_fp8
 from ..errors import UnsupportedError
-from ..nn.activations import deinterleave, interleave
-from ..nn.experts import quantize_gate_up
-from ..nn.frozen import quantized
-from ..nn.packed import PackedModule
-from ..runtime import pages
+from ..nn.frozen.base import quantized
+from ..nn.frozen.experts import quantize_gate_up
+from ..nn.frozen.packed import PackedModule
+from ..nn.trained.activations import deinterleave, interleave
+from ..runtime.host_memory import pages
 
 Tensors = dict[str, Any]  # a tensor, or a list of tensors, by pattern
 

@@ -20,8 +20,8 @@ from ..checkpoints import KNOWN, Directory, Entry
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import Adapter, prepare_
-from ..nn.packed import PackedModule
-from ..nn.projections import Projections
+from ..nn.frozen.packed import PackedModule
+from ..nn.frozen.projections import Projections
 from .completeness import check_complete
 from .config import ModelOptConfig, NVFP4Config, set_quantization
 from .conversions import expert_converters, longest_first, without

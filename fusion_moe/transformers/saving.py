@@ -21,8 +21,8 @@ from ..checkpoints.schemes import MODELOPT, MODELOPT_FUSED, Scheme
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import NVFP4Config, NVFP4Linear, QuantizedLinear
-from ..nn.packed import PackedModule
-from ..nn.projections import Projections
+from ..nn.frozen.packed import PackedModule
+from ..nn.frozen.projections import Projections
 from .conversions import Converter, expert_converters
 from .operations import is_ours, stored_tensors
 from .sources import ExpertsSource

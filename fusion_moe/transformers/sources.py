@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..checkpoints import Scheme, StoredWeight
 from ..checkpoints.experts import PER_EXPERT
 from ..errors import CheckpointError
-from ..nn.projections import Projections
+from ..nn.frozen.projections import Projections
 from .names import tail
 
 INPUT_SCALES = (".input_scale", "_input_scale")

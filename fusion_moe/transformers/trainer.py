@@ -21,13 +21,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..adapters import load_lora_, save_lora
-from ..adapters.config import CONFIG, read_config
-from ..adapters.files import TENSORS
 from ..errors import CheckpointError, UnsupportedError
-from ..nn.adaptable import AdaptableModule
-from ..nn.lora import adapters_of
-from ..warn import warn_once
+from ..messages.warn import warn_once
+from ..nn.frozen.adaptable import AdaptableModule
+from ..nn.lora.adapter import adapters_of
+from ..nn.lora.files import load_lora_, save_lora
+from ..nn.lora.files.config import CONFIG, read_config
+from ..nn.lora.files.directory import TENSORS
 
 FOLDER = "adapters"
 _saving_to: ContextVar[Path | None] = ContextVar("fusion_moe_saving_to", default=None)

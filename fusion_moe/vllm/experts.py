@@ -15,7 +15,7 @@ from .. import options, target
 from ..encodings import Encoding, Quantized
 from ..errors import ShapeError, UnsupportedError
 from ..nn import Experts, prepare_
-from ..runtime import pages
+from ..runtime.host_memory import pages
 from .log import logger
 from .scales import check_scales
 

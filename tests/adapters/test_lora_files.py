@@ -19,8 +19,15 @@ from safetensors.torch import load_file, save_file
 
 import fusion_moe
 from fusion_moe import nn
-from fusion_moe.adapters import factors, files, load_lora_, save_lora
 from fusion_moe.errors import CheckpointError, NonFiniteError, UnsupportedError
+from fusion_moe.nn.lora.files import (
+    directory as files,
+)
+from fusion_moe.nn.lora.files import (
+    factors,
+    load_lora_,
+    save_lora,
+)
 
 LAYER = "base_model.model.model.layers.0.mlp.experts"
 

@@ -2,7 +2,7 @@
 long wait in one of them.
 
 python writing_process.py SRC DST SHARD_BYTES SHARD    # SHARD: the number of the one it waits in,
-from 1
+                                                       from 1
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ import torch
 from moe_models import Mlp, tokens
 from torch._dynamo.utils import counters
 
-from fusion_moe import options, translate, translator
+from fusion_moe import options, translator
+from fusion_moe.definitions import translate
 from fusion_moe.frontends import fingerprint
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusion_moe import options, translate, translator
+from fusion_moe import options, translator
+from fusion_moe.definitions import translate
 from fusion_moe.frontends import fingerprint
-from fusion_moe.frontends.fusion_pass import FusionPass
+from fusion_moe.frontends.inductor.fusion_pass import FusionPass
 
 HERE = Path(__file__).parent
 USERS = {

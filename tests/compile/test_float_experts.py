@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fusion_moe
-from fusion_moe import warn
-from fusion_moe.frontends import compile_graph
+from fusion_moe.frontends.inductor import compile_graph
+from fusion_moe.messages import warn
 
 transformers = pytest.importorskip("transformers")
 

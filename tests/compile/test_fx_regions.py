@@ -33,10 +33,11 @@ from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fusion_moe import Untranslatable, options, translate, translator
+from fusion_moe import Untranslatable, options, translator
 from fusion_moe.compile import lower
-from fusion_moe.frontends.compile_graph import compile_calls
-from fusion_moe.frontends.fusion_pass import FusionPass
+from fusion_moe.definitions import translate
+from fusion_moe.frontends.inductor.compile_graph import compile_calls
+from fusion_moe.frontends.inductor.fusion_pass import FusionPass
 from fusion_moe.frontends.regions import Found
 from fusion_moe.ir.types import Rows
 from fusion_moe.target import TARGETS

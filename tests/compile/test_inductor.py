@@ -18,10 +18,12 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fusion_moe import compile as pipeline
-from fusion_moe import errors, options, translate, translator
-from fusion_moe.frontends import compile_graph, inductor
-from fusion_moe.frontends.compile_graph import compile_with
-from fusion_moe.frontends.fusion_pass import FusionPass
+from fusion_moe import errors, options, translator
+from fusion_moe.definitions import translate
+from fusion_moe.frontends import inductor
+from fusion_moe.frontends.inductor import compile_graph
+from fusion_moe.frontends.inductor.compile_graph import compile_with
+from fusion_moe.frontends.inductor.fusion_pass import FusionPass
 from fusion_moe.frontends.regions import Found
 
 # float32: Inductor's order of sums in the norm and the router

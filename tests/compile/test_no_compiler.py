@@ -17,8 +17,8 @@ SCRIPT = """
 import json, logging, torch
 from moe_models import Block, calls, tokens
 from fusion_moe import options
-from fusion_moe.frontends.compile_graph import compile_with, has_compiler
-from fusion_moe.frontends.fusion_pass import FusionPass
+from fusion_moe.frontends.inductor.compile_graph import compile_with, has_compiler
+from fusion_moe.frontends.inductor.fusion_pass import FusionPass
 
 logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
 model, results = Block(), []

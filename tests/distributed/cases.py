@@ -40,13 +40,13 @@ from torch.distributed.tensor import DTensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
 import fusion_moe
-from fusion_moe.adapters import load_lora_, save_lora
 from fusion_moe.checkpoints import Directory
 from fusion_moe.distributed import clip_grad_norm_, parallelize_
 from fusion_moe.encodings import ENCODINGS, MXFP4, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.nn import Experts, GroupedLinear, NVFP4Linear, add_lora_
 from fusion_moe.nn.local import gathered, local
+from fusion_moe.nn.lora.files import load_lora_, save_lora
 
 E, H, I, T, K = 7, 64, 160, 13, 3  # neither 2 nor 4 divides E, nor the blocks of I
 TIMEOUT_S, SHORT_S = 60, 5

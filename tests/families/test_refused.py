@@ -15,7 +15,7 @@ from torch import nn
 
 import fusion_moe
 from fusion_moe.errors import UnsupportedError
-from fusion_moe.nn.converters import REFUSED
+from fusion_moe.nn.convert.converters import REFUSED
 from tests.families.models import AnyConfig, E, H, I, class_of, randomized
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fusion_moe
 from fusion_moe.checkpoints import Directory, quantize
-from fusion_moe.nn.packed import PackedModule
+from fusion_moe.nn.frozen.packed import PackedModule
 from fusion_moe.transformers import from_pretrained
 from tests.families.decoded import relative
 from tests.families.models import decorated

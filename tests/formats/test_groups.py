@@ -10,8 +10,8 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fusion_moe import groups
 from fusion_moe.errors import DtypeError, GroupsError, ShapeError
+from fusion_moe.layouts import groups
 
 EDGES = [0, 1, 7, 15, 17, 127, 128, 129]
 SIZES = st.lists(st.sampled_from(EDGES) | st.integers(0, 300), min_size=1, max_size=9)

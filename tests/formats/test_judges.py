@@ -2,7 +2,7 @@
 where they are installed.
 
     python -m venv /tmp/judges && /tmp/judges/bin/pip install torch==2.13.0 numpy pytest hypothesis
-    ml_dtypes \
+        ml_dtypes \
         nvidia-modelopt==0.47.0 torchao==0.18.0 compressed-tensors==0.20.0 gguf==0.19.0
     PYTHONPATH=. /tmp/judges/bin/python -m pytest tests/formats/test_judges.py
 

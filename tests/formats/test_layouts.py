@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_moe import groups, layouts
+from fusion_moe import layouts
 from fusion_moe.errors import DtypeError, ShapeError
-from fusion_moe.layouts import LAYOUTS, LINEAR, SF128X4, W16X64
+from fusion_moe.layouts import LAYOUTS, LINEAR, SF128X4, W16X64, groups
 
 EDGES = [0, 1, 7, 15, 17, 127, 128, 129]
 SIZES = st.lists(st.sampled_from(EDGES), min_size=1, max_size=6)

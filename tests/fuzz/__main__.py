@@ -3,12 +3,15 @@ until so many or so long. Exit status 1 if anything was found.
 
 evaluate   our front end, its passes and segments, evaluated, against eager: the cheapest level
 traced     the same under torch.compile, on the graph that Inductor would compile; more rows, and
-backward cxx        the regions' real C++, many in one library, against what their segments mean
-sanitize   the same built with ASan and UBSan hostile    programs whose texts were changed at
-random, those that still verify, on any bits, built with ASan and UBSan files      directories of
-checkpoints changed at random: read, or refused in a sentence, soon and in little memory states
-state dicts changed at random: loaded as they are, or refused inductor
-torch.compile(backend="fusion_moe") as it is
+           backward
+cxx        the regions' real C++, many in one library, against what their segments mean
+sanitize   the same built with ASan and UBSan
+hostile    programs whose texts were changed at random, those that still verify, on any bits, built
+           with ASan and UBSan
+files      directories of checkpoints changed at random: read, or refused in a sentence, soon and in
+           little memory
+states     state dicts changed at random: loaded as they are, or refused
+inductor   torch.compile(backend="fusion_moe") as it is
 """
 
 from __future__ import annotations

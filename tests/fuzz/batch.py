@@ -8,9 +8,9 @@ import ctypes
 from collections.abc import Sequence
 from functools import cached_property
 
-from fusion_moe.emit.cpu.launch import Entry, Launch, Library
-from fusion_moe.emit.cpu.readers import KERNELS
-from fusion_moe.emit.cpu.unit import _call, _entry, text
+from fusion_moe.backends.cpu.launch import Entry, Launch, Library
+from fusion_moe.backends.cpu.readers import KERNELS
+from fusion_moe.backends.cpu.unit import _call, _entry, text
 from fusion_moe.runtime import build
 from fusion_moe.runtime.program import Program
 

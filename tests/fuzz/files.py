@@ -20,11 +20,11 @@ from typing import Any
 from typer.testing import CliRunner
 
 from fusion_moe import options
-from fusion_moe.adapters.config import read_config
 from fusion_moe.checkpoints import convert, quantize
 from fusion_moe.checkpoints.headers import read_header
 from fusion_moe.cli.app import app
 from fusion_moe.errors import Error
+from fusion_moe.nn.lora.files.config import read_config
 
 from .case import REFERENCE
 from .compare import outcome

@@ -23,7 +23,7 @@ from fusion_moe.nn import (
     Sequential,
     add_lora_,
 )
-from fusion_moe.nn.packed import PackedModule, relayout_
+from fusion_moe.nn.frozen.packed import PackedModule, relayout_
 
 from .case import REFERENCE
 from .compare import outcome

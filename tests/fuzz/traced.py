@@ -16,9 +16,9 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 
 from fusion_moe import options
-from fusion_moe.frontends.compile_graph import compile_calls
-from fusion_moe.frontends.fusion_pass import FusionPass
 from fusion_moe.frontends.inductor import backend
+from fusion_moe.frontends.inductor.compile_graph import compile_calls
+from fusion_moe.frontends.inductor.fusion_pass import FusionPass
 from fusion_moe.options import Options
 
 from .case import REFERENCE, Case

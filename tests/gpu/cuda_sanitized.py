@@ -17,15 +17,20 @@ from torch.utils._pytree import tree_map
 
 import fusion_moe
 from fusion_moe.arch import Arch
-from fusion_moe.emit.cuda import choice, launch
-from fusion_moe.emit.cuda.launch import build
-from fusion_moe.emit.cuda.source import KernelSource
-from fusion_moe.emit.cuda.table import ALWAYS, Regime
-from fusion_moe.emit.cuda.variants import M8, M32, M80, M160
+from fusion_moe.backends.cuda import choice, launch
+from fusion_moe.backends.cuda.launch import build
+from fusion_moe.backends.cuda.source import KernelSource
+from fusion_moe.backends.cuda.table import ALWAYS, Regime
+from fusion_moe.backends.cuda.variants import (
+    M8,
+    M32,
+    M80,
+    M160,
+)
+from fusion_moe.definitions.operations import SPECS, bind
 from fusion_moe.encodings import ENCODINGS, Quantized, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.layouts import W16X64
-from fusion_moe.op_definitions import SPECS, bind
 from fusion_moe.runtime import memory
 
 G, M = 5, 45  # groups; rows of one product

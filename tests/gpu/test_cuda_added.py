@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.emit.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.grouped_mm import Product
 from fusion_moe.encodings import ENCODINGS, Quantized, dequantize
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion

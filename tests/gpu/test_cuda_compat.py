@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fusion_moe.frontends.inductor import backend
-from fusion_moe.groups import ends_from_problem
 from fusion_moe.ir.kinds import KINDS
 from fusion_moe.ir.types import Groups
 from fusion_moe.layouts import SF128X4
+from fusion_moe.layouts.groups import ends_from_problem
 
 pytestmark = pytest.mark.gpu
 OP = torch.ops.fusion_moe.f16a_nvfp4weight_scaled_grouped_mm

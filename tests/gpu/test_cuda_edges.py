@@ -38,7 +38,7 @@ def test_compiled_as_eager_on_a_cpu(name, dynamic):
 
 
 def test_what_is_empty_takes_no_time():
-    script = Path(__file__).resolve().parents[1] / "emit" / "empty_but_endless.py"
+    script = Path(__file__).resolve().parents[1] / "backends" / "empty_but_endless.py"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, str(script), "cuda"],

@@ -12,11 +12,11 @@ from kernel_tables import use_variant, variants_of
 from test_cuda_kernels import LAYOUTS, RAGGED, close, generator, poison, program, tokens
 
 from fusion_moe import options
-from fusion_moe.emit.cuda.grouped_mm import Product
-from fusion_moe.emit.cuda.variants import Variant
+from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.variants import Variant
+from fusion_moe.definitions.operations import SPECS, bind
 from fusion_moe.encodings import ENCODINGS, Encoding, Quantized, dequantize, quantize
 from fusion_moe.layouts import W16X64
-from fusion_moe.op_definitions import SPECS, bind
 
 pytestmark = pytest.mark.gpu
 

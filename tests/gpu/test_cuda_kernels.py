@@ -15,16 +15,21 @@ from routings import Partition, Routing, partitions, routings
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.arch import H200
+from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.table import ALWAYS, Regime
+from fusion_moe.backends.cuda.variants import LargeM, SmallM, Variant
 from fusion_moe.compile import compile_fusion
-from fusion_moe.emit.cuda.grouped_mm import Product
-from fusion_moe.emit.cuda.table import ALWAYS, Regime
-from fusion_moe.emit.cuda.variants import LargeM, SmallM, Variant
+from fusion_moe.definitions.operations import (
+    SPECS,
+    bind,
+    eager_types,
+    fusion_of,
+)
 from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.errors import BuildError, GroupsError
 from fusion_moe.frontends.inductor import backend
 from fusion_moe.layouts import W16X64
-from fusion_moe.nn.experts import quantize_gate_up
-from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
+from fusion_moe.nn.frozen.experts import quantize_gate_up
 from fusion_moe.options import Options
 from fusion_moe.target import TARGETS
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_cuda_kernels import program
 
-from fusion_moe.emit.cuda import launch
+from fusion_moe.backends.cuda import launch
 from fusion_moe.errors import BuildError
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import fusion_moe
-from fusion_moe import eager, options
+from fusion_moe import options
+from fusion_moe.bodies import eager
 from fusion_moe.errors import GroupsError
 from fusion_moe.nn import NVFP4Experts
 from fusion_moe.runtime import native

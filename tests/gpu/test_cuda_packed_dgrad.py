@@ -11,8 +11,8 @@ from test_cuda_training import SPLITS, TAIL, compiled, ends_of, integers
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.arch import H200
-from fusion_moe.emit.cuda import gemm
-from fusion_moe.emit.cuda.variants import ALL, Matrices
+from fusion_moe.backends.cuda import gemm
+from fusion_moe.backends.cuda.variants import ALL, Matrices
 from fusion_moe.encodings import ENCODINGS, Quantized, dequantize
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion

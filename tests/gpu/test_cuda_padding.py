@@ -22,7 +22,7 @@ from fusion_moe.nn import (
     QuantizedLinear,
     add_lora_,
 )
-from fusion_moe.nn.packed import PackedModule
+from fusion_moe.nn.frozen.packed import PackedModule
 
 pytestmark = pytest.mark.gpu
 

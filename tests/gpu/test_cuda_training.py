@@ -15,8 +15,8 @@ from torch import Tensor
 
 import fusion_moe
 from fusion_moe import options
+from fusion_moe.backends.cuda.gemm import Gemm, PlainProduct, Wgrad
 from fusion_moe.compile import compile_fusion
-from fusion_moe.emit.cuda.gemm import Gemm, PlainProduct, Wgrad
 from fusion_moe.errors import GroupsError
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion

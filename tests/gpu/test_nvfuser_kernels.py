@@ -18,8 +18,8 @@ import fusion_moe
 from fusion_moe import FusionDefinition, options
 from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.errors import UnsupportedError
-from fusion_moe.groups import ends_from_sizes, padded_starts, starts
 from fusion_moe.layouts import SF128X4
+from fusion_moe.layouts.groups import ends_from_sizes, padded_starts, starts
 from fusion_moe.nn import GroupedLinear
 from fusion_moe.recipe import MXFP8BlockScaling
 
@@ -228,9 +228,14 @@ def test_random_programs(fusion, count):
 
 def test_four_bit_products_are_refused_before_launch():
     """Below capability 10.0 nvFuser would launch them, and end the CUDA context."""
+    from fusion_moe.backends import emit
     from fusion_moe.compile import lower
-    from fusion_moe.emit import emit
-    from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
+    from fusion_moe.definitions.operations import (
+        SPECS,
+        bind,
+        eager_types,
+        fusion_of,
+    )
     from fusion_moe.target import TARGETS
 
     g = generator()

@@ -12,12 +12,12 @@ from fusions import G, assert_same_bits, evaluate, expert_mlp_variants, inputs_o
 from hypothesis import given, settings
 
 from fusion_moe import FusionDefinition
+from fusion_moe.definitions.operations import fusion_of
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import Derivative, differentiate
 from fusion_moe.ir.sizes import symbol
 from fusion_moe.ir.types import TensorType
-from fusion_moe.op_definitions import fusion_of
 
 H, I = 32, 16
 T = symbol("t")

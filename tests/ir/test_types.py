@@ -5,10 +5,10 @@ import torch
 
 from fusion_moe import FusionDefinition
 from fusion_moe.errors import DtypeError, FusionError, ShapeError
-from fusion_moe.groups import bound
 from fusion_moe.ir.binding import storage_shape
 from fusion_moe.ir.sizes import ceildiv, symbol
 from fusion_moe.ir.types import DTYPES, Groups, Rows, TensorType, dim_value, dtype_name, plain
+from fusion_moe.layouts.groups import bound
 
 M = symbol("m")
 GROUPS = Groups("g", 16)

@@ -12,8 +12,8 @@ from torch import nn
 from fusion_moe import options
 from fusion_moe.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.nn import CustomExperts, NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, quantize_
-from fusion_moe.nn.experts import quantize_gate_up
-from fusion_moe.nn.frozen import quantized
+from fusion_moe.nn.frozen.base import quantized
+from fusion_moe.nn.frozen.experts import quantize_gate_up
 
 E, H, I, T, K = 4, 64, 32, 6, 2
 

@@ -10,10 +10,15 @@ import torch
 
 import fusion_moe
 from fusion_moe import NVFP4Experts
+from fusion_moe.definitions.operations import (
+    SPECS,
+    bind,
+    eager_types,
+    fusion_of,
+)
 from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, dequantize, quantize
 from fusion_moe.errors import ShapeError, UnsupportedError
 from fusion_moe.nn import Experts
-from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
 from fusion_moe.schedule.nvfuser import can_schedule
 from fusion_moe.target import TARGETS
 

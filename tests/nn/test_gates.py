@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from fusion_moe.nn.gates import Swiglu, swiglu_of
+from fusion_moe.nn.convert.gates import Swiglu, swiglu_of
 
 
 class Gate(nn.Module):

@@ -38,6 +38,7 @@ from torch.nn.utils import prune
 from ways import compiled
 
 from fusion_moe import options
+from fusion_moe.definitions.parts import are_neighbours
 from fusion_moe.errors import (
     DeviceError,
     DtypeError,
@@ -47,7 +48,6 @@ from fusion_moe.errors import (
     UnsupportedError,
 )
 from fusion_moe.nn import GroupedLinear, Sequential
-from fusion_moe.parts import are_neighbours
 
 pytestmark = pytest.mark.usefixtures("meaning")
 

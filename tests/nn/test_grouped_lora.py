@@ -11,11 +11,11 @@ from routings import Partition
 from torch import Tensor, nn
 from ways import HOW, every_way
 
-from fusion_moe.adapters import load_lora_, save_lora
 from fusion_moe.encodings import dequantize
 from fusion_moe.errors import CheckpointError, UnsupportedError
 from fusion_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, add_lora_, merge_lora_
-from fusion_moe.nn.packed import relayout_
+from fusion_moe.nn.frozen.packed import relayout_
+from fusion_moe.nn.lora.files import load_lora_, save_lora
 
 G, H, I = 3, 64, 32
 SIZES = (4, 0, 7)

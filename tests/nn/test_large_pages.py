@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_moe
 from fusion_moe.encodings import quantize
-from fusion_moe.nn import NVFP4GroupedLinear, frozen
-from fusion_moe.runtime import pages
+from fusion_moe.nn import NVFP4GroupedLinear
+from fusion_moe.nn.frozen import base as frozen
+from fusion_moe.runtime.host_memory import pages
 
 E, H, I = 6, 1024, 1024
 CODES = ("gate_up_proj", "down_proj")

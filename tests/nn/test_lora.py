@@ -14,7 +14,7 @@ import fusion_moe
 from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import DtypeError, NonFiniteError, OptionError, UnsupportedError
 from fusion_moe.nn import Adapter, CustomExperts, Experts, NVFP4Experts, add_lora_, merge_lora_
-from fusion_moe.nn.packed import relayout_, say_once
+from fusion_moe.nn.frozen.packed import relayout_, say_once
 
 pytestmark = pytest.mark.usefixtures("meaning")  # but where a test says otherwise
 E, H, I = 4, 64, 64

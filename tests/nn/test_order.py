@@ -16,8 +16,9 @@ import fusion_moe
 from fusion_moe import options
 from fusion_moe.distributed.shares import keep_features
 from fusion_moe.layouts.code_orders import CODE_ORDERS
-from fusion_moe.nn import GroupedSwiGLU, NVFP4Linear, packed
-from fusion_moe.nn.packed import PackedModule, say_once
+from fusion_moe.nn import GroupedSwiGLU, NVFP4Linear
+from fusion_moe.nn.frozen import packed
+from fusion_moe.nn.frozen.packed import PackedModule, say_once
 from fusion_moe.target import TARGETS
 
 E, H, I = 3, 64, 96

@@ -24,7 +24,7 @@ from fusion_moe.nn import (
     add_lora_,
     merge_lora_,
 )
-from fusion_moe.nn.packed import PackedModule
+from fusion_moe.nn.frozen.packed import PackedModule
 
 E, T, TOP_K = 3, 5, 2
 SIZES = [(64, 96), (128, 720), (64, 1392), (64, 2064), (80, 48)]  # hidden and intermediate features

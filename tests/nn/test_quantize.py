@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusion_moe
 from fusion_moe.encodings import dequantize, quantize
 from fusion_moe.errors import NonFiniteError, OptionError, ShapeError, UnsupportedError
-from fusion_moe.nn import quantize as quantize_module
+from fusion_moe.nn.convert import quantize as quantize_module
 
 transformers = pytest.importorskip("transformers")
 SMALL = {
@@ -263,7 +263,7 @@ def test_generates_as_in_eager(tokens):
 
 def test_progress_is_told_after_two_seconds(capsys, monkeypatch):
     clock = iter([0.0, 1.0, 3.5, 4.0, 4.5])
-    monkeypatch.setattr("fusion_moe.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("fusion_moe.messages.progress.time.monotonic", lambda: next(clock))
     assert list(quantize_module.progress("abc", "quantizing", 3)) == ["a", "b", "c"]
     assert capsys.readouterr().err.splitlines() == [
         "quantizing: 1 of 3, 4 s",

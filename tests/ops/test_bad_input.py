@@ -15,7 +15,13 @@ from test_ops import OPS, experts, random, weight
 from torch._subclasses import FakeTensorMode
 
 import fusion_moe
-from fusion_moe import FusionDefinition, Untranslatable, options, translate, translator
+from fusion_moe import (
+    FusionDefinition,
+    Untranslatable,
+    options,
+    translator,
+)
+from fusion_moe.definitions import translate
 from fusion_moe.errors import (
     DeviceError,
     DtypeError,

@@ -22,7 +22,8 @@ from torch._inductor.utils import run_and_get_code
 from torch._library import custom_ops
 from ways import HOW, compiled, every_way
 
-from fusion_moe import compat, options, thunder_executors, translate
+from fusion_moe import compat, options, thunder_executors
+from fusion_moe.definitions import translate
 from fusion_moe.errors import (
     DeviceError,
     DtypeError,

@@ -19,7 +19,7 @@ import fusion_moe
 from fusion_moe.errors import DtypeError, OptionError
 
 ops = torch.ops.fusion_moe
-pytestmark = pytest.mark.usefixtures("meaning")  # kernels are compared with it in tests/emit
+pytestmark = pytest.mark.usefixtures("meaning")  # kernels are compared with it in tests/backends
 H, I = 6, 4
 
 

@@ -12,7 +12,7 @@ from test_ops import calls
 from torch import Tensor
 
 from fusion_moe import ops
-from fusion_moe.op_definitions import SPECS
+from fusion_moe.definitions.operations import SPECS
 
 TYPES = {
     "Tensor": Tensor,

@@ -182,7 +182,7 @@ def test_what_has_no_such_products():
     int4 = quantize(floats, encoding=INT4)
     with pytest.raises(OptionError, match="weights in int4"):
         OPS.grouped_mm(x, list(int4), offs, weight_format="int4", activation_format="int8")
-    fusion = fusion_moe.op_definitions
+    fusion = fusion_moe.definitions.operations
     call = fusion.bind(
         fusion.SPECS["grouped_mm"], (x.bfloat16(), list(w), offs), {"activation_format": "int8"}
     )

@@ -17,7 +17,7 @@ from ways import HOW, every_way
 import fusion_moe
 from fusion_moe import ops
 from fusion_moe.errors import GroupsError
-from fusion_moe.nn.custom import in_steps
+from fusion_moe.nn.frozen.custom import in_steps
 
 E, T, K, H, I = 8, 21, 3, 32, 16
 SHARES = ((0, 3), (3, 4), (7, 1))  # first, count

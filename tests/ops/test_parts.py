@@ -10,9 +10,9 @@ from fusions import assert_same_bits
 from torch import Tensor
 
 from fusion_moe import FusionDefinition
+from fusion_moe.definitions.parts import joined
 from fusion_moe.errors import DtypeError, ShapeError
 from fusion_moe.ir.text import one_line
-from fusion_moe.parts import joined
 
 RUN = torch.ops.fusion_moe.run
 BUFFER = torch.arange(4 * 12, dtype=torch.float32)

@@ -12,8 +12,8 @@ from kernel_tables import TABLE, use
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.emit.cuda.table import ALWAYS, Regime
-from fusion_moe.emit.cuda.variants import SETS
+from fusion_moe.backends.cuda.table import ALWAYS, Regime
+from fusion_moe.backends.cuda.variants import SETS
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.runtime import nvrtc
 

@@ -13,12 +13,14 @@ from experts import experts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
-from fusion_moe import options, progress
+from fusion_moe import options
 from fusion_moe.errors import UnsupportedError
+from fusion_moe.messages import progress
 from fusion_moe.nn import NVFP4GroupedLinear
 from fusion_moe.report import Load, Machine, Measured
 from fusion_moe.report.units import duration
-from fusion_moe.runtime import bandwidth, build, isa, pages
+from fusion_moe.runtime import build, isa
+from fusion_moe.runtime.host_memory import bandwidth, pages
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 64, 32, 2
 IDS = torch.tensor([[0, 1], [1, 3], [1, 0]])

@@ -15,7 +15,8 @@ from pages import EXPERTS, HIDDEN, INTERMEDIATE, STAGES, TOKENS, TOP_K, Layer
 from torch._dynamo.testing import CompileCounter
 
 import fusion_moe
-from fusion_moe import Untranslatable, translate
+from fusion_moe import Untranslatable
+from fusion_moe.definitions import translate
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.report import repro
 
@@ -387,8 +388,8 @@ def test_fusions_are_artifacts_of_the_structured_trace(tmp_path):
     script = tmp_path / "traced.py"
     script.write_text(
         "import torch, fusion_moe\n"
-        "from fusion_moe.frontends.compile_graph import compile_calls\n"
-        "from fusion_moe.frontends.fusion_pass import FusionPass\n"
+        "from fusion_moe.frontends.inductor.compile_graph import compile_calls\n"
+        "from fusion_moe.frontends.inductor.fusion_pass import FusionPass\n"
         "e = fusion_moe.NVFP4Experts.from_float(torch.randn(2, 32, 16), torch.randn(2, 16, 16))\n"
         "f = torch.compile(e, backend=lambda m, i: "
         "compile_calls(FusionPass(fusion_moe.options.current()), m, i))\n"

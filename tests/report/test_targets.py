@@ -6,7 +6,7 @@ from experts import experts_of_ones
 from pages import STAGES
 
 import fusion_moe
-from fusion_moe.emit.nvfuser import library
+from fusion_moe.backends.nvfuser import library
 from fusion_moe.ir.text import parse
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 256, 128, 6, 2

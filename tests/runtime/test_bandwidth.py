@@ -13,7 +13,8 @@ import torch
 from forgetting import forgetting
 
 from fusion_moe import options
-from fusion_moe.runtime import bandwidth, build, pages, store
+from fusion_moe.runtime import build, store
+from fusion_moe.runtime.host_memory import bandwidth, pages
 
 CACHES = (bandwidth.of, bandwidth._library, bandwidth._why_not_cpp)
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason=build.why_no_compiler())

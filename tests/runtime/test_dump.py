@@ -14,9 +14,14 @@ import torch
 from moe_models import H, I, routing, tokens, weight
 
 from fusion_moe.compile import compile_fusion
+from fusion_moe.definitions.operations import (
+    SPECS,
+    bind,
+    eager_types,
+    fusion_of,
+)
 from fusion_moe.errors import BuildError
 from fusion_moe.ir.text import parse
-from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
 from fusion_moe.options import Options
 from fusion_moe.runtime import dump, nvrtc
 from fusion_moe.runtime.program import Program

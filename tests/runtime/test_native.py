@@ -14,7 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
-from fusion_moe import eager, options
+from fusion_moe import options
+from fusion_moe.bodies import eager
 from fusion_moe.errors import BuildError, DtypeError, GroupsError, ShapeError, UnsupportedError
 from fusion_moe.nn import NVFP4Experts
 from fusion_moe.runtime import native

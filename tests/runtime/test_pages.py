@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusion_moe.runtime import pages
+from fusion_moe.runtime.host_memory import pages
 
 PAGE = pages.PAGE
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")

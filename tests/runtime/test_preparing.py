@@ -11,7 +11,7 @@ from experts import experts
 import fusion_moe
 from fusion_moe import compile as pipeline
 from fusion_moe import options
-from fusion_moe.emit.cpu.launch import Function
+from fusion_moe.backends.cpu.launch import Function
 from fusion_moe.errors import BuildError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.ir.text import text
 from fusion_moe.runtime import build

@@ -10,9 +10,14 @@ import torch
 import fusion_moe
 from fusion_moe import compile as pipeline
 from fusion_moe import options, target
+from fusion_moe.definitions.operations import (
+    SPECS,
+    bind,
+    eager_types,
+    fusion_of,
+)
 from fusion_moe.errors import FusionError, ShapeError, UnsupportedError
 from fusion_moe.ir.types import dtype_name
-from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
 from fusion_moe.passes import PASSES
 from fusion_moe.passes.rewrite import rewrite
 from fusion_moe.runtime import check, cuda
@@ -244,4 +249,4 @@ def test_parts_that_were_freed():
     for some in [torch.randn(2, 4) for _ in range(3)], list(torch.randn(3, 2, 4)):
         freed(some[1])
         with pytest.raises(ShapeError, match="needs 32 bytes|needs 64 bytes|needs 96 bytes"):
-            fusion_moe.parts.joined(some)
+            fusion_moe.definitions.parts.joined(some)

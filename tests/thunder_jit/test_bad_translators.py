@@ -13,7 +13,8 @@ import torch
 from moe_models import H, I, O, tokens, weight
 
 import fusion_moe
-from fusion_moe import translate, translator
+from fusion_moe import translator
+from fusion_moe.definitions import translate
 from fusion_moe.errors import TranslatorError
 from fusion_moe.frontends.regions import Found
 
@@ -38,7 +39,7 @@ def check(f) -> Found:
     """What is found in f; under thunder.jit it gives the bits of eager."""
     import thunder
 
-    from fusion_moe.frontends.thunder import found_in
+    from fusion_moe.thunder import found_in
 
     x = tokens(5)
     with torch.no_grad(), fusion_moe.options.override(contract_rounding=False):

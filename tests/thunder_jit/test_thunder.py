@@ -27,8 +27,10 @@ from moe_models import (
 from torch import nn
 
 import fusion_moe
-from fusion_moe import errors, op_definitions, options, translate, translator
+from fusion_moe import errors, options, translator
 from fusion_moe.compile import lower
+from fusion_moe.definitions import operations as op_definitions
+from fusion_moe.definitions import translate
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ops import topk_router
 from fusion_moe.target import TARGETS
@@ -91,7 +93,7 @@ def halved(model: Block) -> Block:
 
 
 def found(f, *args, **kwargs):
-    from fusion_moe.frontends.thunder import found_in
+    from fusion_moe.thunder import found_in
 
     (result,) = found_in(f, *args, **kwargs)
     return result

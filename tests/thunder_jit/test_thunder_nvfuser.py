@@ -20,8 +20,9 @@ from torch._subclasses import fake_tensor
 from torch.nn import functional as F
 
 import fusion_moe
-from fusion_moe import errors, translate, translator
-from fusion_moe.emit.nvfuser import headers
+from fusion_moe import errors, translator
+from fusion_moe.backends.nvfuser import headers
+from fusion_moe.definitions import translate
 from fusion_moe.runtime.program import Program
 
 pytestmark = [pytest.mark.thunder, pytest.mark.nvfuser]
@@ -88,7 +89,7 @@ class Traced:
         """What the forward computes of CPU tensors: definitions by the interpreter of their
         text.
         """
-        from fusion_moe.frontends.thunder_graph import callable_of
+        from fusion_moe.thunder.graph import callable_of
 
         values = {p.name: t for p, t in zip(self.forward.args, args, strict=True)}
         for b in self.forward.bound_symbols:
@@ -424,8 +425,8 @@ def test_no_rows_are_not_for_nvfuser(device):
 @pytest.mark.parametrize("form", ["words", "e2m1"])
 def test_codes_and_back(form, transposed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    from fusion_moe.emit.nvfuser.values import form_of
-    from fusion_moe.frontends.thunder_nvfuser import codes_of
+    from fusion_moe.backends.nvfuser.values import form_of
+    from fusion_moe.thunder.nvfuser import codes_of
 
     codes = torch.randint(0, 256, (G, 6, 16), dtype=torch.uint8)
     given = codes.mT if transposed else codes
@@ -440,7 +441,7 @@ def test_codes_and_back(form, transposed, monkeypatch):
 
 def test_where_thunder_has_no_nvfuser(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    from fusion_moe.frontends import thunder_executor
+    from fusion_moe.thunder import executor as thunder_executor
 
     monkeypatch.setattr(thunder_executor.executor, "for_nvfuser", None)
     with pytest.raises(

@@ -12,11 +12,19 @@ import numpy as np
 import pytest
 
 from fusion_moe.arch import H100, H200
-from fusion_moe.emit.cuda import one_group
-from fusion_moe.emit.cuda.choice import SizeClass, choose_from
-from fusion_moe.emit.cuda.launch import Launch
-from fusion_moe.emit.cuda.table import ALWAYS, KINDS, Regime, parse, path_of, table_of, text
-from fusion_moe.emit.cuda.variants import SETS, Matrices
+from fusion_moe.backends.cuda import one_group
+from fusion_moe.backends.cuda.choice import SizeClass, choose_from
+from fusion_moe.backends.cuda.launch import Launch
+from fusion_moe.backends.cuda.table import (
+    ALWAYS,
+    KINDS,
+    Regime,
+    parse,
+    path_of,
+    table_of,
+    text,
+)
+from fusion_moe.backends.cuda.variants import SETS, Matrices
 from fusion_moe.runtime import nvrtc
 
 TUNE = Path(__file__).parents[2] / "tools" / "tune"

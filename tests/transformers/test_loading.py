@@ -32,7 +32,7 @@ import fusion_moe
 from fusion_moe.checkpoints import Directory, check_scales, convert, stored_weights
 from fusion_moe.errors import CheckpointError, NonFiniteError, OptionError, UnsupportedError
 from fusion_moe.nn import NVFP4Linear
-from fusion_moe.nn.packed import PackedModule
+from fusion_moe.nn.frozen.packed import PackedModule
 from fusion_moe.transformers import NVFP4Config, from_pretrained
 from fusion_moe.transformers.registration import register
 

@@ -21,7 +21,7 @@ from fusion_moe.checkpoints import quantize as quantize_files
 from fusion_moe.encodings import MXFP4, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.nn import Experts, Llama4MoE
-from fusion_moe.nn.projections import Projections
+from fusion_moe.nn.frozen.projections import Projections
 from fusion_moe.transformers import NVFP4Config, from_pretrained
 
 MADE = Path(__file__).parents[1] / "checkpoints" / "made"

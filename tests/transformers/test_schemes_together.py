@@ -32,7 +32,7 @@ from fusion_moe.checkpoints import (
 )
 from fusion_moe.errors import CheckpointError, UnsupportedError
 from fusion_moe.nn import NVFP4Linear, QuantizedLinear
-from fusion_moe.nn.packed import PackedModule
+from fusion_moe.nn.frozen.packed import PackedModule
 from fusion_moe.transformers import from_pretrained
 
 TOKENS = torch.arange(3, 20)[None]

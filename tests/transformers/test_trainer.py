@@ -17,9 +17,9 @@ pytest.importorskip("transformers")
 from transformers import AutoModel, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import fusion_moe
-from fusion_moe.adapters import load_lora_
 from fusion_moe.errors import CheckpointError
 from fusion_moe.nn import add_lora_, remove_lora_
+from fusion_moe.nn.lora.files import load_lora_
 from fusion_moe.transformers import from_pretrained
 
 # which needs accelerate, as Trainer does

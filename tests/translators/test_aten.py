@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
-from fusion_moe import translate
+from fusion_moe.definitions import translate
+from fusion_moe.definitions.traced import Sizes, plain_argument, tensor_type
 from fusion_moe.errors import Untranslatable
 from fusion_moe.ir.builder import FusionDefinition
-from fusion_moe.traced import Sizes, plain_argument, tensor_type
 
 USED: set[str] = set()  # the translators that a test below went through
 

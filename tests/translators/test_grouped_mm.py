@@ -14,12 +14,12 @@ from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fusion_moe
+from fusion_moe.definitions.translate import find
 from fusion_moe.errors import Untranslatable
-from fusion_moe.frontends.compile_graph import compile_calls
-from fusion_moe.frontends.fusion_pass import FusionPass
+from fusion_moe.frontends.inductor.compile_graph import compile_calls
+from fusion_moe.frontends.inductor.fusion_pass import FusionPass
 from fusion_moe.frontends.regions import Found, find_regions
 from fusion_moe.ir.builder import FusionDefinition
-from fusion_moe.translate import find
 from fusion_moe_translators.grouped import grouped_mm
 
 M, G, N, K = 9, 4, 16, 32

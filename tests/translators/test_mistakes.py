@@ -13,10 +13,11 @@ import torch
 from moe_models import H, I, O, tokens, weight
 
 import fusion_moe
-from fusion_moe import Untranslatable, translate, translator
+from fusion_moe import Untranslatable, translator
+from fusion_moe.definitions import translate
 from fusion_moe.errors import ShapeError, TranslatorError
-from fusion_moe.frontends.compile_graph import compile_calls
-from fusion_moe.frontends.fusion_pass import FusionPass
+from fusion_moe.frontends.inductor.compile_graph import compile_calls
+from fusion_moe.frontends.inductor.fusion_pass import FusionPass
 from fusion_moe.ir.sizes import symbol
 from fusion_moe.testing import check_translator
 

@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from fusion_moe import translate, translator
+from fusion_moe import translator
+from fusion_moe.definitions import translate
 from fusion_moe.errors import TranslatorError
 
 TWICE = """

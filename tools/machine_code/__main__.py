@@ -2,9 +2,11 @@
 as libraries. Needs no GPU.
 
     python tools/machine_code HEAD~1 .                      # a git revision or a folder; "." is the
-    tree as it is python tools/machine_code main . --cuda --only large    # kernels whose label
-    matches a regular expression python tools/machine_code main . --write /tmp/code      # then:
-    diff -r /tmp/code/before /tmp/code/after
+                                                            tree as it is
+    python tools/machine_code main . --cuda --only large    # kernels whose label matches a regular
+                                                            expression
+    python tools/machine_code main . --write /tmp/code      # then: diff -r /tmp/code/before
+                                                            /tmp/code/after
 
 Each tree compiles its kernels itself, in a process and with a cache of its own (kernels.py says
 which). Their code is compared without addresses and names (disassembly.py). A kernel that has

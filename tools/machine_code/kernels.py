@@ -7,9 +7,10 @@ It has to run in trees from before and after a change, so it uses little: public
 options, and
 
 - CUDA: `compile_fusion`; calls with choose(sizes, arch), whose result has kernels, or objects with
-  launches(sizes, arch), which are these; kernels have a name and a text; NVRTC with the folder of
-  headers; the tables of variants, each of which is made the only one in turn (`forced`). Without
-  such tables: what is chosen for some sizes.
+launches(sizes, arch), which are these;
+  kernels have a name and a text; NVRTC with the folder of headers; the tables of variants, each of
+      which is made the only one in turn
+  (`forced`). Without such tables: what is chosen for some sizes.
 - CPU: the names of CPU features. Libraries for CPUs that are not here are built and not run.
 """
 
@@ -173,7 +174,12 @@ def cuda(wanted: re.Pattern[str]) -> dict[str, Path]:
 
 def program(call: Call) -> Any:
     from fusion_moe.compile import compile_fusion
-    from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
+    from fusion_moe.definitions.operations import (
+        SPECS,
+        bind,
+        eager_types,
+        fusion_of,
+    )
     from fusion_moe.target import TARGETS
 
     bound = bind(SPECS[call.operation], call.tensors, call.keywords)
@@ -189,7 +195,7 @@ def makers_of(made: Any) -> list[tuple[Sequence[str], Maker]]:
     """The symbols and the kernels of each segment of a program by itself, then of all in one
     call.
     """
-    if not find_spec("fusion_moe.emit.cuda.choose"):
+    if not find_spec("fusion_moe.backends.cuda.choose"):
         return [(source.fusion.symbols, source.launches) for source in having(made, "launches")]
     calls = [
         *(kernel.launch.call for kernel in made.kernels),
@@ -222,10 +228,10 @@ def launches(
 
 def forced() -> Iterator[None]:
     """Makes each variant of a table the only one that is chosen, where it can be, and goes on."""
-    if find_spec("fusion_moe.emit.cuda.table"):
+    if find_spec("fusion_moe.backends.cuda.table"):
         yield from forced_by_table()
         return
-    from fusion_moe.emit.cuda import variants
+    from fusion_moe.backends.cuda import variants
 
     for name, table in list(vars(variants).items()):
         if (
@@ -250,8 +256,8 @@ def forced() -> Iterator[None]:
 def forced_by_table() -> Iterator[None]:
     """The same where tables are data of a GPU."""
     from fusion_moe.arch import H200
-    from fusion_moe.emit.cuda import choice
-    from fusion_moe.emit.cuda.table import ALWAYS, Regime
+    from fusion_moe.backends.cuda import choice
+    from fusion_moe.backends.cuda.table import ALWAYS, Regime
 
     table_of, table = choice.table_of, choice.table_of(H200)
     for name, regimes in vars(table).items():
@@ -286,7 +292,7 @@ def unused(label: str, taken: Collection[str]) -> str:
 def compiled(kernel: Any, arch: str) -> Path:
     from fusion_moe.runtime import nvrtc
 
-    folder = Path(fusion_moe.__file__).parent / "emit" / "cuda" / "kernels"
+    folder = Path(fusion_moe.__file__).parent / "backends" / "cuda" / "kernels"
     return nvrtc.build(kernel.text, name=kernel.name, arch=arch, headers=nvrtc.headers(folder))
 
 

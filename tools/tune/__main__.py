@@ -2,14 +2,18 @@
 for each GPU.
 
     python tools/tune sweep --out timings.json --minutes 4   # on the GPU: times kernels; goes on
-    where the file ends python tools/tune fit timings.json [--write]             # without: the
-    table that fits them best, and how well; --write: keeps it python tools/tune show timings.json
-    # how well the table fits that is used now python tools/tune model a.json b.json [--write]
-    # the model of products of one group that fits these GPUs best, and how well python tools/tune
-    balance timings.json --tokens 300 1300 # how far products are from their floors, and how evenly
-    blocks work
+                                                             where the file ends
+    python tools/tune fit timings.json [--write]             # without: the table that fits them
+                                                             best, and how well; --write: keeps it
+    python tools/tune show timings.json                      # how well the table fits that is used
+                                                             now
+    python tools/tune model a.json b.json [--write]          # the model of products of one group
+                                                             that fits these GPUs best, and how well
+    python tools/tune balance timings.json --tokens 300 1300 # how far products are from their
+        floors, and how evenly blocks work
 
-Tables are in fusion_moe/emit/cuda/tables/, the timings that they come from in tools/tune/timings/.
+Tables are in fusion_moe/backends/cuda/tables/, the timings that they come from in
+tools/tune/timings/.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from pathlib import Path
 import fit
 import timings as files
 
-from fusion_moe.emit.cuda.table import path_of, table_of, text
+from fusion_moe.backends.cuda.table import path_of, table_of, text
 
 HERE = Path(__file__).parent
 

@@ -18,9 +18,9 @@ import sweep
 from fit import fitted
 from timings import Cell, Timings
 
-from fusion_moe.emit.cuda.choice import choose_from
-from fusion_moe.emit.cuda.table import Table
-from fusion_moe.emit.cuda.variants import LargeM
+from fusion_moe.backends.cuda.choice import choose_from
+from fusion_moe.backends.cuda.table import Table
+from fusion_moe.backends.cuda.variants import LargeM
 
 # bytes and operations a second, of an H200's floor (benchmarks/h200_cells.py)
 _READ, _MULTIPLIED = 4.55e12, 7.8e14

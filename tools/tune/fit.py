@@ -17,10 +17,16 @@ from statistics import fmean
 from timings import Cell, Timings, way
 
 from fusion_moe.arch import Arch
-from fusion_moe.emit.cuda import one_group
-from fusion_moe.emit.cuda.choice import choose_from
-from fusion_moe.emit.cuda.table import ALWAYS, KINDS, Regime, Table, kind_of
-from fusion_moe.emit.cuda.variants import SETS, LargeM
+from fusion_moe.backends.cuda import one_group
+from fusion_moe.backends.cuda.choice import choose_from
+from fusion_moe.backends.cuda.table import (
+    ALWAYS,
+    KINDS,
+    Regime,
+    Table,
+    kind_of,
+)
+from fusion_moe.backends.cuda.variants import SETS, LargeM
 from fusion_moe.errors import UnsupportedError
 
 # max_groups, below_weights

@@ -1,5 +1,5 @@
-"""Fitting the model of products of one group (fusion_moe/emit/cuda/one_group.py) to measured times.
-Needs no GPU, but scipy.
+"""Fitting the model of products of one group (fusion_moe/backends/cuda/one_group.py) to measured
+times. Needs no GPU, but scipy.
 
 What counts is the choice: kernels that are much slower than the fastest count less.
 """
@@ -14,7 +14,7 @@ from dataclasses import asdict, fields
 from timings import Timings
 
 from fusion_moe.arch import Arch
-from fusion_moe.emit.cuda.one_group import (
+from fusion_moe.backends.cuda.one_group import (
     CONSTANTS,
     VARIANTS,
     Constants,
@@ -22,7 +22,7 @@ from fusion_moe.emit.cuda.one_group import (
     constants,
     microseconds,
 )
-from fusion_moe.emit.cuda.variants import Matrices, Variant
+from fusion_moe.backends.cuda.variants import Matrices, Variant
 
 # up to so many times the fastest a time counts so much
 _NEAR = ((1.3, 1.0), (2.0, 0.5), (math.inf, 0.2))

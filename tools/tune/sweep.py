@@ -24,13 +24,18 @@ from timings import Cell, Timings, way
 from torch import Tensor
 
 from fusion_moe.arch import Arch
+from fusion_moe.backends.cuda import one_group
+from fusion_moe.backends.cuda.choice import (
+    AUTO,
+    Chosen,
+    SizeClass,
+    choose_from,
+)
+from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.launch import Launch, build
+from fusion_moe.backends.cuda.table import ALWAYS, Table, kind_of
+from fusion_moe.backends.cuda.variants import Matrices
 from fusion_moe.compile import lower
-from fusion_moe.emit.cuda import one_group
-from fusion_moe.emit.cuda.choice import AUTO, Chosen, SizeClass, choose_from
-from fusion_moe.emit.cuda.grouped_mm import Product
-from fusion_moe.emit.cuda.launch import Launch, build
-from fusion_moe.emit.cuda.table import ALWAYS, Table, kind_of
-from fusion_moe.emit.cuda.variants import Matrices
 from fusion_moe.encodings import Quantized
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.layouts import W16X64

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fusion_moe.arch import KNOWN, Arch, Measured
-from fusion_moe.emit.cuda.choice import SizeClass
-from fusion_moe.emit.cuda.variants import Matrices
+from fusion_moe.backends.cuda.choice import SizeClass
+from fusion_moe.backends.cuda.variants import Matrices
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from fusion_moe.definitions.translate import translator
 from fusion_moe.encodings import NVFP4
 from fusion_moe.errors import ShapeError, need_one_of
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.types import TensorType, plain
 from fusion_moe.layouts import SF128X4
-from fusion_moe.translate import translator
 
 from . import arguments
 from .arguments import shown

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fusion_moe.definitions.translate import translator
 from fusion_moe.errors import Untranslatable
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.types import INTS, plain
-from fusion_moe.translate import translator
 
 from .shapes import from_start
 

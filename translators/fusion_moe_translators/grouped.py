@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from fusion_moe.definitions.translate import translator
 from fusion_moe.errors import Untranslatable
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.types import plain
-from fusion_moe.translate import translator
 
 
 @translator("aten::_grouped_mm", as_stored=True)

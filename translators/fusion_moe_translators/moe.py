@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fusion_moe.definitions.translate import translator
 from fusion_moe.encodings import NVFP4
 from fusion_moe.errors import OptionError, ShapeError, Untranslatable, need_one_of
 from fusion_moe.ir.builder import FusionDefinition, rows_like
@@ -20,7 +21,6 @@ from fusion_moe.ir.kinds.rules import need_same
 from fusion_moe.ir.kinds.shape import elements, merged
 from fusion_moe.ir.text import parse
 from fusion_moe.ir.types import TensorType, accumulated, plain
-from fusion_moe.translate import translator
 
 from . import arguments
 from .arguments import shown

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fusion_moe.definitions.translate import translator
 from fusion_moe.errors import Untranslatable
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.types import FLOATS, INTS
-from fusion_moe.translate import translator
 
 _UNARY = (
     "neg",

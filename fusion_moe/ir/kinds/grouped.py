@@ -1,12 +1,14 @@
 """Products over groups: run g of the rows times matrix g. All accumulate in float32; rows past the
 last end become zeros.
 
-    grouped_mm     a [M/g, K], w [G, N, K] -> f32[M/g, N]     contracts K grouped_mm_t   a [M/g, N],
-    w [G, N, K] -> f32[M/g, K]     contracts N: the gradient of `a`; or a product of weights stored
-    [G, K, N] grouped_outer  a [M/g, N], b [M/g, K]  -> f32[G, N, K]    contracts rows: the gradient
-    of `w`; an empty group is zero group_add      y [M/g, N], bias [G, N] -> [M/g, N] group_sum
-    y [M/g, N]              -> f32[G, N]       the sum of each group's rows: the gradient of `bias`;
-    zero if empty
+    grouped_mm     a [M/g, K], w [G, N, K] -> f32[M/g, N]     contracts K
+    grouped_mm_t   a [M/g, N], w [G, N, K] -> f32[M/g, K]     contracts N: the gradient of `a`; or a
+                                                              product of weights stored [G, K, N]
+    grouped_outer  a [M/g, N], b [M/g, K]  -> f32[G, N, K]    contracts rows: the gradient of `w`;
+                                                              an empty group is zero
+    group_add      y [M/g, N], bias [G, N] -> [M/g, N]
+    group_sum      y [M/g, N]              -> f32[G, N]       the sum of each group's rows: the
+                                                              gradient of `bias`; zero if empty
 
 No product or sum reads rows past the last end. f64 operands (both, or neither) give f64: for
 checks, only on the reference.
@@ -28,7 +30,7 @@ import torch
 
 from ...encodings import Quantized, dequantize, find
 from ...errors import DtypeError, ShapeError
-from ...groups import check_ends, row_groups
+from ...layouts.groups import check_ends, row_groups
 from ..core import Op, OpKind, Value
 from ..types import FLOATS, TensorType, accumulated, dtype_name, plain, wide
 from . import eight_bits, int8

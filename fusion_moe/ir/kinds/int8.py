@@ -2,15 +2,16 @@
 blocks of 256 columns.
 
     rows     step = amax / 127                     of a block of a row; codes = round(x * (127 /
-    amax)), ties to even: -127 .. 127 weights  step = S / 16                         S: the largest
-    block scale, by its size, of a block of a row of a matrix
-             ratio = round(s * (2048 / S))         of each of its block scales s, ties to even codes
-             = floor((2 c * ratio + 128) / 256)        c: the E2M1 number of a code, times s / S *
-             16 to nearest: -96 .. 96
+                                                   amax)), ties to even: -127 .. 127
+    weights  step = S / 16                         S: the largest block scale, by its size, of a
+                                                   block of a row of a matrix
+             ratio = round(s * (2048 / S))         of each of its block scales s, ties to even
+             codes = floor((2 c * ratio + 128) / 256)        c: the E2M1 number of a code, times s /
+                                                             S * 16 to nearest: -96 .. 96
     y        sum over blocks, in order, of (codes of the row . codes of the weight) * (step of the
-    row * step of the weight),
+             row * step of the weight),
              each product of codes an exact integer, each block added by one fused multiply-add;
-             then times the scale of the matrix
+                 then times the scale of the matrix
 
 Everything but the integers is in float32. A block whose amax or S is below 2^-100 counts as zeros.
 NaN or infinity in a block of a row, or NaN among a weight row's scales, makes all results of that

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...errors import FusionError, ShapeError, need_one_of
-from ...groups import check_ids
+from ...layouts.groups import check_ids
 from ..core import Op, OpKind, Value
 from ..types import DTYPES, FLOATS, INTS, TensorType, accumulated, plain, wide
 from .rules import Types, need_dtype, need_float, need_rank, need_same
@@ -221,7 +221,7 @@ def _topk_weights_backward(
 
     softmax:              (g - <g, s>) s where chosen; -<g, s> s elsewhere, unless renormalized
     sigmoid:              g s (1 - s); renormalized g becomes (g - <g, s> / S) / S, with S the sum
-    of s
+                          of s
     """
     x, ids, g = wide(logits), _checked(ids, logits), dw * routed_scaling_factor
     s = _weights(x, ids, scoring, renormalize and scoring == "softmax")

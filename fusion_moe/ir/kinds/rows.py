@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ...errors import DtypeError, FusionError, ShapeError
-from ...groups import (
+from ...layouts import SF128X4
+from ...layouts.groups import (
     check_ends,
     check_ids,
     check_permutation,
@@ -19,7 +20,6 @@ from ...groups import (
     check_slots,
     ends_from_problem,
 )
-from ...layouts import SF128X4
 from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize
 from ..types import DTYPES, INTS, Dim, Groups, Rows, TensorType, accumulated, dtype_name, plain

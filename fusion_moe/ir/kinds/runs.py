@@ -3,7 +3,7 @@ a group's last block may be short.
 
     codes        [M/g, K]
         block_scale  [ceil(M/32) + G, K]     of each block's columns; groups.block_slots says which
-        block a row is in
+                                             block a row is in
 
 The numbers are the same as for every group by itself, padded with zero rows. Rows past the last end
 are zeros.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from ...encodings import Encoding, Part, Quantized, quantize
-from ...groups import block_count, block_slots
+from ...layouts.groups import block_count, block_slots
 from ...layouts.layout import as_bytes
 from ..sizes import AnySize, ceildiv
 from ..types import Dim, Rows

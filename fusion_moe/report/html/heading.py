@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...frontends.float_experts import advice
-from ...plan import REFERENCE
+from ...schedule.plan import REFERENCE
 from ..data import Report, Share
 from ..units import amount, count
 from .markup import Html, element, joined

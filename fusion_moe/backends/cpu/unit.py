@@ -1,0 +1,92 @@
+"""A translation unit: segments, each in a namespace, with an entry for each, and one entry for a
+whole program.
+
+run_<i>(p, n, products, threads)    segment i: pointers and sizes as its Source lists them
+run(p, n, products, threads)        all in order, in one parallel region, on the arrays and sizes of
+                                    the program; stops at one that finds
+                                    bad input
+
+products: the grouped product of each segment's encoding, null for one without.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..cxx.statements import indented, inner
+from .segment import Source
+
+# C++ headers that are included only by texts with such words: they take longer to compile than most
+# segments.
+_WORDS = {
+    "cmath": re.compile(r"\bstd::(fabs|log|sqrt|pow)\b|\b(NAN|INFINITY)\b"),
+    "numeric": re.compile(r"\bstd::accumulate\b"),
+    "vector": re.compile(r"\bstd::vector\b"),
+}
+_PARAMETERS = "void* const* p, const long long* n, void* const* products, int threads"
+
+
+@dataclass(frozen=True)
+class Step:
+    """The arguments of a segment in a program: the program's numbers for the segment's arrays and
+    sizes.
+    """
+
+    arrays: Sequence[int]
+    sizes: Sequence[int]
+
+
+def text(sources: Sequence[Source], steps: Sequence[Step] = ()) -> str:
+    """The C++ of segments; steps: those of all segments, if `run` is needed."""
+    parts = [
+        f"#include <{header}>\n"
+        for header, words in _WORDS.items()
+        if any(words.search(source.text) for source in sources)
+    ]
+    parts += [
+        f'#include "{header}"\n'
+        for header in dict.fromkeys(header for source in sources for header in source.headers)
+    ]
+    for i, source in enumerate(sources):
+        parts += [
+            f"namespace {{\nnamespace segment_{i} {{\n",
+            source.text,
+            f"}}  // namespace segment_{i}\n}}  // namespace\n",
+        ]
+        parts.append(_entry(f"run_{i}", [f"return segment_{i}::run(p, n, {_product(i)}, team);"]))
+    if steps:
+        parts.append(
+            _entry(
+                "run",
+                [
+                    *(line for i, step in enumerate(steps) for line in _call(i, step)),
+                    "return GOOD;",
+                ],
+            )
+        )
+    return "\n".join(parts)
+
+
+def _entry(name: str, body: Sequence[str]) -> str:
+    region = indented(["return Team::run(threads, [&](Team& team) -> int {", *inner(body), "});"])
+    return f'extern "C" int {name}({_PARAMETERS}) {{\n{region}\n}}\n'
+
+
+def _product(i: int) -> str:
+    return f"reinterpret_cast<Product>(products[{i}])"
+
+
+def _call(i: int, step: Step) -> list[str]:
+    arrays, sizes = (
+        ", ".join(f"{a}[{j}]" for j in numbers)
+        for a, numbers in (("p", step.arrays), ("n", step.sizes))
+    )
+    return [
+        "{",
+        f"    void* const q[] = {{{arrays}}};",
+        f"    const long long m[] = {{{sizes or 0}}};",
+        f"    if (segment_{i}::run(q, m, {_product(i)}, team) != GOOD) return BAD;",
+        "}",
+    ]

@@ -1,0 +1,111 @@
+"""The CUDA backend: segments as kernels in CUDA C++, compiled with NVRTC; for the pieces that have
+them.
+
+source.py       what every segment has: a struct of its arrays, and kernels that are given it
+loops.py        segments without a product; copies.py: copies in MXFP8, made in these
+grouped_mm.py   products, with gather, routing and epilogue; columns.py: which columns a result is
+                made of
+added.py        a product that joins the accumulators of another, as an adapter's
+gemm.py         those of training: fprop with results of several widths, dgrad, wgrad of 16-bit
+                matrices; dgrad of weights in few bits
+readers.py      the readers of weights: which encodings and layouts have kernels
+variants.py     the kernels of products as data; table.py, tables/: which are candidates for how
+                many rows, by GPU; choice.py: one's choice
+parts.py        the segments of a call as facts; join.py: those of a program in one call
+choose.py       parts, sizes, a GPU -> the Choice: kernels, what is chained, memory; launch.py:
+                compiling and launching it
+kernels/        the kernels, fixed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from ... import options
+from ...arch import H200, Arch
+from ...errors import UnsupportedError
+from ...ir.core import Fusion
+from ...runtime import cuda, nvrtc
+from ...runtime.kernel import Kernel
+from ...schedule.product import products
+from ...schedule.segment import Segment
+from ..cxx.plan import need_one_width, plan_product, plan_wgrad
+from . import gemm
+from .choice import check_variant
+from .choose import Choice, Step
+from .gemm import Gemm, PackedDgrad, PlainProduct, Wgrad
+from .grouped_mm import Product
+from .join import join
+from .launch import Launch
+from .loops import Loops
+from .readers import READERS
+from .source import Sizes, Source
+
+__all__ = ["NAME", "choices", "emit", "join", "plan"]
+
+NAME = "cuda"
+
+
+def plan(fusion: Fusion, kind: str) -> Source:
+    """The source of a piece's kernels. UnsupportedError with the sentence why there is none."""
+    if why := nvrtc.why_missing() or cuda.why_too_old():
+        raise UnsupportedError(why)
+    source = _product(fusion) if kind == "grouped_gemm" else Loops(fusion)
+    _text(source)  # which says what cannot be written
+    return source
+
+
+def _product(fusion: Fusion) -> Source:
+    if products(fusion)[0].kind == "wgrad":
+        if why := cuda.why_no_wgmma():
+            raise UnsupportedError(why)
+        return Wgrad(plan_wgrad(fusion, gemm.DTYPES))
+    made = plan_product(fusion, READERS, (*gemm.READERS, *gemm.PACKED), of_added=gemm.READERS)
+    as_in_torch = (made.encoding.name, made.layout) in gemm.READERS
+    without_wgmma = cuda.why_no_wgmma()
+    if made.kind == "fprop" and (not as_in_torch or without_wgmma):
+        return Product(need_one_width(made))
+    if without_wgmma:
+        raise UnsupportedError(without_wgmma)
+    with suppress(UnsupportedError):  # of matrices whose sizes other kernels do not take
+        if not as_in_torch:
+            return PackedDgrad(made)
+        if made.kind == "fprop" and made.one_width:
+            return PlainProduct(made)
+    return Gemm(made)
+
+
+def emit(segment: Segment) -> Kernel:
+    """The kernels of a planned segment. OptionError for a variant that there is not."""
+    variant = options.current().cuda_variant
+    check_variant(variant)
+    source: Source = segment.plan.work
+    return Kernel(segment, NAME, _text(source), Launch(source, variant), graph_safe=True)
+
+
+def choices(
+    fusion: Fusion, kernels: Sequence[Kernel], sizes: Sizes, arch: Arch, any_size: bool = False
+) -> tuple[tuple[Choice, ...], tuple[Step | None, ...]]:
+    """What a program launches for known sizes on a GPU: its choice, or one of each segment where
+    they are no one call; and, of each kernel, the step that it is, None for one that is not ours.
+    any_size: what it launches while that is compiled.
+    """
+    if joined := join(fusion, kernels)[1]:
+        choice = joined.choose(sizes, arch, any_size)
+        return (choice,), choice.steps
+    alone = [
+        k.launch.call.choose(sizes, arch, any_size) if isinstance(k.launch, Launch) else None
+        for k in kernels
+    ]
+    return tuple(choice for choice in alone if choice), tuple(
+        choice.steps[0] if choice else None for choice in alone
+    )
+
+
+def _text(source: Source) -> str:
+    """The kernels for one of everything, on a GPU of any kind."""
+    sizes = dict.fromkeys(source.fusion.symbols, 1)
+    return "\n".join(
+        kernel.text for kernel in source.launches(source.choose(sizes, H200), sizes, H200)
+    )

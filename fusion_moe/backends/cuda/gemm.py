@@ -1,0 +1,623 @@
+"""The CUDA C++ of grouped products of 16-bit matrices stored as in torch, around kernels/gemm.cuh:
+fprop, dgrad and wgrad; and of dgrad with quantized weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from ...arch import Arch
+from ...errors import UnsupportedError
+from ...ir.core import Value
+from ...ir.kinds.shape import elements
+from ...ir.sizes import AnySize, value
+from ...ir.types import plain
+from ...layouts.groups import bound
+from ..cxx.elements import Elements, stored
+from ..cxx.epilogue import Epilogue
+from ..cxx.indices import Call, Index, Variable, reshaped, size
+from ..cxx.plan import ProductPlan, WgradPlan
+from ..cxx.statements import Expression, inner
+from ..inexpressible import naming
+from . import added, readers
+from .choice import AUTO, Chosen
+from .grouped_mm import Product
+from .source import NO_ENDS, Array, Boxes, KernelSource, Sizes, Source
+from .variants import Variant
+from .vectors import VECTOR, Store, VectorElements, follow, in_vectors
+
+DTYPES = ("bf16", "f16")
+READERS = [(dtype, "linear") for dtype in DTYPES]  # encodings and layouts of weights
+# quantized weights of a dgrad
+PACKED = [(encoding, layout) for encoding, layout in readers.READERS if encoding not in DTYPES]
+HEADER = "gemm.cuh"
+_TILES_M = (128, 64)  # rows
+_K_BLOCK, _THREADS = 64, 384
+# with two producer warpgroups, if the consumers' accumulators leave them registers
+_MORE_THREADS = 512
+# average rows per group up to which tiles of 64 rows are faster for quantized weights
+_FEW_ROWS = 64
+_RUN_OF_ROWS = 16  # of a quantized weight: the rows that a warp has share one outer scale
+_MANY_ROWS = 32  # average rows per group from which tiles of 128 rows are faster
+_BOX_ROWS = (128, 64, 32, 16, 8)  # of K-major matrices
+LARGE_M_COLUMNS = 64  # columns of a warpgroup of kernels/large_m.cuh
+PARTIAL_SUMS = "partial_sums"
+_TILES_N = (256, 128)  # columns of the product
+_FEW_COLUMNS = 64  # of a wgrad's operand: as many as fit in a row of a piece of shared memory
+MAX_GROUPS = 2048  # the most for which shared memory is large enough
+TILE_COUNTER = Array("tile_counter", "i32", 1)
+_I, _J, _M = map(Variable, "ijm")
+
+
+class Gemm(Source):
+    """The source of a planned fprop or dgrad. A dgrad may have a quantized weight."""
+
+    ELEMENTS = VectorElements
+
+    def __init__(self, plan: ProductPlan):
+        self.packed = (plan.encoding.name, plan.layout) in PACKED
+        names = (
+            {v: part.name for part, v in zip(plan.encoding.parts, plan.weight, strict=True)}
+            if self.packed
+            else {}
+        )
+        super().__init__(
+            plan.fusion, plan.memory, names if plan.of_one_group else {**names, plan.ends: "ends"}
+        )
+        _check(plan.groups, plan.a, *(() if self.packed else plan.weight))
+        self.plan, self.dtype = plan, plan.a.type.dtype
+        self.transposed = plan.weight[0] if plan.transposed else None
+        self.operand = Operand(self, plan.a, plan.k, "a")
+        self.scratch += [TILE_COUNTER, *self.operand.scratch]
+        self._functions = self._make_functions()
+        if plan.sums:
+            self.scratch.append(
+                Array(
+                    PARTIAL_SUMS,
+                    "float",
+                    elements((self._rows, self._tiles * self._most_parts * len(plan.sums))),
+                )
+            )
+
+    def functions(self) -> list[str]:
+        """The functions that all kernels of the segment use."""
+        return [
+            f"__device__ i64 rows() const {{ return {size(self._rows)}; }}",
+            *([NO_ENDS] if self.plan.of_one_group else []),
+        ]
+
+    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """Routing; computed activations; the product; sums over its tiles and rows."""
+        made = [
+            reset_tile_counter(self, sizes),
+            *self.made_first(sizes, chosen.any_size),
+            *self.operand.made(sizes),
+            self._product(sizes, arch),
+        ]
+        made += self.sums(self._tiles * self._parts(sizes), sizes)
+        if self.plan.combine:
+            with naming(self.plan.combine):
+                made.append(
+                    self.sum_of_slots(
+                        self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True
+                    )
+                )
+        return made
+
+    def _product(self, sizes: Sizes, arch: Arch) -> KernelSource:
+        rows, m, n = value(self._rows, sizes), self._tile_m(sizes), self._tile_n
+        tiles = bound(rows, min(self.plan.groups, rows) + 1, m) // m * self._tiles
+        boxes = {
+            "a": self.operand.boxes(m, sizes) if self.operand.in_boxes else None,
+            "b": self._weight_boxes(),
+        }
+        header = (
+            readers.reader(self.plan.encoding.name, self.plan.layout, self.dtype).header
+            if self.packed
+            else None
+        )
+        threads = _THREADS if m == _TILES_M[0] else _MORE_THREADS
+        return product_kernel(
+            self,
+            f"GroupedGemm<Segment, {m}, {n}>",
+            f"gemm_{m}x{n}",
+            self._functions,
+            tiles,
+            arch,
+            boxes,
+            header,
+            threads,
+        )
+
+    def _weight_boxes(self) -> Boxes | None:
+        """Boxes of the matrices, if the columns that a tile's columns read are adjacent."""
+        plan = self.plan
+        if self.packed:
+            return None
+        inner_size, outer = (plan.n, plan.k) if plan.kind == "dgrad" else (plan.k, plan.n)
+        if not self._box_rows or inner_size % VECTOR:
+            return None
+        box = (_K_BLOCK, _K_BLOCK if plan.kind == "dgrad" else self._box_rows, 1)
+        return Boxes(
+            self.array_number(plan.weight[0]), self.dtype, (inner_size, outer, plan.groups), box
+        )
+
+    def sums(self, parts: int, sizes: Sizes) -> list[KernelSource]:
+        """The kernels that add, in order, the `parts` partial sums of each row."""
+        return [self._sums(i, v, parts, sizes) for i, v in enumerate(self.plan.summed)]
+
+    def _sums(self, i: int, v: Value, parts: int, sizes: Sizes) -> KernelSource:
+        count = len(self.plan.sums)
+        body = [
+            "float total = 0;",
+            f"for (i64 n = 0; n < {parts}; ++n) total += partial_sums[(n * {count} + {i}) * "
+            "rows() + i];",
+            f"{self.names[v]}[i] = stored<{stored(v)}>(total);",
+        ]
+        return self.for_all(f"row_sums_{i}", self._rows, body, sizes)
+
+    @property
+    def _rows(self) -> AnySize:
+        return plain(self.plan.a.type.shape[0])
+
+    def _tile_m(self, sizes: Sizes) -> int:
+        """Rows of a tile. Quantized weights are dequantized for each tile: low tiles are faster if
+        most rows of a high one are empty.
+        """
+        few = self.packed and value(self._rows, sizes) <= _FEW_ROWS * self.plan.groups
+        return _TILES_M[few]
+
+    def _parts(self, sizes: Sizes) -> int:
+        """How many parts of a tile's row are summed separately: with tiles of 64 rows, each
+        consumer warpgroup has half of a row.
+        """
+        return _TILES_M[0] // self._tile_m(sizes)
+
+    @property
+    def _most_parts(self) -> int:
+        """Large-M kernels sum each 64 columns separately."""
+        return self._tile_n // LARGE_M_COLUMNS if self.packed else 1
+
+    @property
+    def _tile_n(self) -> int:
+        """Columns of an N tile: few columns would leave half of a wide tile idle."""
+        return _TILES_N[0] if self.plan.width * self._columns_read > _TILES_N[1] else _TILES_N[1]
+
+    @property
+    def _tile_columns(self) -> int:
+        """Columns of a result that an N tile makes."""
+        return self._tile_n // self._columns_read
+
+    @property
+    def _tiles(self) -> int:
+        """The number of N tiles."""
+        return -(-self.plan.width // self._tile_columns)
+
+    # The struct -----------------------------------------------------------------------------------
+
+    def _make_functions(self) -> list[str]:
+        """See kernels/gemm.cuh."""
+        plan, columns = self.plan, self._make_stores()
+        self._columns_read = len(columns)
+        self._check_columns(columns)
+        self._box_rows = self._rows_of_boxes(columns)
+        choice = str(columns[-1])
+        for f in range(len(columns) - 2, -1, -1):
+            choice = f"f == {f} ? {columns[f]} : {choice}"
+        return [
+            f"static constexpr i32 GROUPS = {plan.groups}, N = {plan.n}, K = {plan.k};",
+            f"static constexpr i32 WIDTH = {plan.width}, COLUMNS_PER_RESULT = {len(columns)}, "
+            f"SUMS = {len(plan.sums)};",
+            f"static constexpr bool B_MN = {str(plan.kind == 'dgrad').lower()};  // whether "
+            "matrices are [k, n]",
+            f"static constexpr bool A_BOXES = {str(self.operand.in_boxes).lower()};",
+            f"static constexpr bool B_BOXES = {str(self._weight_boxes() is not None).lower()};",
+            f"static constexpr int BOX_ROWS = {self._box_rows or 1};",
+            f"static constexpr bool B_PACKED = {str(self.packed).lower()};",
+            f"using Activation = {self.dtype};",
+            "",
+            *added.functions(self, plan),
+            f"__device__ static constexpr i32 column(i32 f, i32 j) {{ return {choice}; }}",
+            *self.operand.functions(),
+            *self._weight(),
+            *self.stores,
+        ]
+
+    def _make_stores(self) -> Sequence[Index]:
+        """Makes the function that stores results; returns the columns of the product from which
+        column j of a result is made.
+        """
+        plan, store = self.plan, Store(self.plan.width)
+        epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}][v]"})
+        made = epilogue.elements()
+        parts = {v: plan.parts(v) for v in plan.rows}
+        for v, places in parts.items():
+            for place in places or ():
+                self._add(store, epilogue, made, v, place)
+        for i, op in enumerate(plan.sums):
+            store.add_term(i, self._term(epilogue, made, op.values[0]))
+        for v in (v for v, places in parts.items() if places is None):
+            for place in epilogue.every_column():
+                self._add(store, epilogue, made, v, place)
+        self.stores = store.function(made.statements, len(plan.sums))
+        return epilogue.columns or [_J]
+
+    def _check_columns(self, columns: Sequence[Index]) -> None:
+        """UnsupportedError unless tiles contain the columns of the product from which a result is
+        made.
+        """
+        plan = self.plan
+        if len(columns) not in (1, 2, 4):
+            raise UnsupportedError(
+                f"a result of {len(columns)} columns of the product has no kernel here",
+                expected="1, 2 or 4",
+            )
+        if plan.kind == "dgrad" and not all(in_vectors(c, plan.width) for c in columns):
+            raise UnsupportedError(
+                "a result of columns that do not follow each other has no kernel here",
+                expected="aligned runs of 8",
+            )
+        if self.packed and (len(columns) > 1 or plan.width != plan.n):
+            what = (
+                "a result that reads other columns than its own has no kernel with a weight in "
+                "few bits here"
+            )
+            raise UnsupportedError(
+                what, expected=f"its own columns, or a weight of {' or '.join(DTYPES)}"
+            )
+
+    def _weight(self) -> list[str]:
+        """The matrices, or the reader of their encoding."""
+        plan = self.plan
+        if not self.packed:
+            return [
+                f"__device__ const {self.dtype}* b_matrix(i64 g) const {{ return "
+                f"{self.names[plan.weight[0]]} + g * (i64(N) * K); }}"
+            ]
+        runs = plan.scale_runs
+        if runs > 2 or plan.k % (runs * _RUN_OF_ROWS):
+            what = f"a weight of {plan.k} rows in {runs} runs with a scale each has no kernel here"
+            raise UnsupportedError(
+                what, expected=f"one or two runs of a multiple of {_RUN_OF_ROWS} rows"
+            )
+        reads = readers.reader(plan.encoding.name, plan.layout, self.dtype)
+        return [
+            f"static constexpr i32 SCALE_RUNS = {runs};",
+            readers.constants(plan.encoding),
+            f"using Weights = {reads.of(self.dtype)};",
+        ]
+
+    def _rows_of_boxes(self, columns: Sequence[Index]) -> int:
+        """The rows of a matrix in a box, which are adjacent columns of a tile; for a matrix [k, n],
+        a box has 64 columns. 0: no boxes.
+        """
+        counts = (
+            (_K_BLOCK,)
+            if self.plan.kind == "dgrad"
+            else [n for n in _BOX_ROWS if self._tile_columns % n == 0]
+        )
+        return next((n for n in counts if all(follow(c, self.plan.width, n) for c in columns)), 0)
+
+    def _add(
+        self, store: Store, epilogue: Epilogue, made: Elements, v: Value, place: Index
+    ) -> None:
+        store.add(
+            v, self.names[v], made.kept(v, epilogue.at(v, place)), self.plan.width_of(v), place
+        )
+
+    def _term(self, epilogue: Epilogue, made: Elements, v: Value) -> object:
+        if self.plan.width_of(v) != self.plan.width:
+            raise UnsupportedError(
+                f"a sum of {v.type} over its columns has no kernel here",
+                expected=f"{self.plan.width} columns",
+            )
+        return made.of(v, epilogue.at(v))
+
+
+class EitherProduct(Product):
+    """The source of a planned product: by the kernels for products in any encoding, or by `Gemm`,
+    which has no variants.
+    """
+
+    def __init__(self, plan: ProductPlan):
+        self._gemm = Gemm(plan)
+        super().__init__(plan)
+        self._others = tuple(self.scratch)
+        self.scratch = self._gemm.scratch = [*self.scratch, *self._gemm.scratch]
+
+    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """The kernels of one of the two."""
+        return (
+            super().launches(chosen, sizes, arch)
+            if chosen.size_classes
+            else self._gemm.launches(chosen, sizes, arch)
+        )
+
+    def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
+        """No elements for the arrays of the other one."""
+        if bool(chosen.size_classes) != (array in self._others):
+            return 0
+        return (
+            super().count(array, chosen, sizes)
+            if chosen.size_classes
+            else self._gemm.count(array, chosen, sizes)
+        )
+
+
+class PlainProduct(EitherProduct):
+    """For an fprop with a 16-bit weight: by `Gemm` if groups have many rows."""
+
+    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
+        """The kernels; no variants if by `Gemm`."""
+        many = value(self.rows, sizes) >= _MANY_ROWS * self.groups
+        return (
+            Chosen()
+            if many and arch.wgmma and variant == AUTO
+            else super().choose(sizes, arch, variant)
+        )
+
+
+class PackedDgrad(EitherProduct):
+    """For a dgrad with a quantized weight: by `Gemm` if no variant fits, or not the requested one.
+
+    Rows of several lengths, and sums over them, are stored by the same function as in `Gemm`.
+    """
+
+    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
+        """The kernels; no variants if by `Gemm`."""
+        with suppress(UnsupportedError):
+            return super().choose(sizes, arch, variant)
+        return Chosen()
+
+    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """The kernels of one of the two, and those for sums."""
+        made = super().launches(chosen, sizes, arch)
+        return (
+            [*made, *self._gemm.sums(-(-self.plan.width // LARGE_M_COLUMNS), sizes)]
+            if chosen.size_classes
+            else made
+        )
+
+    def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
+        """As in `EitherProduct`; both sum parts of rows."""
+        return (
+            self._gemm.count(array, chosen, sizes)
+            if array.name == PARTIAL_SUMS
+            else super().count(array, chosen, sizes)
+        )
+
+    def _make_results(self, epilogue: Epilogue) -> list[str]:
+        """The functions `result` and `array`, or `store`: see kernels/epilogue_transpose.cuh."""
+        if self.plan.one_width:
+            return super()._make_results(epilogue)
+        return [
+            f"static constexpr i32 RESULTS = 0, SUMS = {len(self.plan.sums)};",
+            f"using Element = {self.dtype};",
+        ]
+
+    def _row(self, variant: Variant, reads_fragment_order: bool) -> list[str]:
+        """The functions that only products use."""
+        stores = [] if self.plan.one_width else ["", *self._gemm.stores]
+        return [*super()._row(variant, reads_fragment_order), *stores]
+
+
+class Wgrad(Source):
+    """The source of a planned wgrad."""
+
+    ELEMENTS = VectorElements
+
+    def __init__(self, plan: WgradPlan):
+        super().__init__(plan.fusion, plan.memory, dict.fromkeys([plan.ends], "ends"))
+        _check(plan.groups, plan.product.a, plan.product.b)
+        self.plan, self.dtype = plan, plan.product.a.type.dtype
+        self.operands = (
+            Operand(self, plan.product.a, plan.n, "a"),
+            Operand(self, plan.product.b, plan.k, "b"),
+        )
+        self.scratch += [
+            TILE_COUNTER,
+            *(array for operand in self.operands for array in operand.scratch),
+        ]
+        self._functions = self._make_functions()
+
+    def functions(self) -> list[str]:
+        """The functions that all kernels of the segment use."""
+        return []
+
+    def _make_functions(self) -> list[str]:
+        """See kernels/gemm.cuh."""
+        plan = self.plan
+        boxes = ", ".join(
+            f"{o.name.upper()}_BOXES = {str(o.in_boxes).lower()}" for o in self.operands
+        )
+        return [
+            f"static constexpr i32 GROUPS = {plan.groups}, N = {plan.n}, K = {plan.k};",
+            "static constexpr i32 WIDTH = K, COLUMNS_PER_RESULT = 1;",
+            f"static constexpr bool {boxes};",
+            f"using Activation = {self.dtype};",
+            "",
+            f"__device__ i64 rows() const {{ return "
+            f"{size(plain(plan.product.a.type.shape[0]))}; }}",
+            *(line for operand in self.operands for line in operand.functions()),
+            *self._make_store(),
+        ]
+
+    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """Routing; computed operands; the product."""
+        m, n = self._tile
+        tiles = self.plan.groups * -(-self.plan.n // m) * -(-self.plan.k // n)
+        made = [kernel for operand in self.operands for kernel in operand.made(sizes)]
+        boxes = {o.name: o.boxes(_K_BLOCK, sizes) if o.in_boxes else None for o in self.operands}
+        product = product_kernel(
+            self,
+            f"GroupedWgrad<Segment, {m}, {n}>",
+            f"wgrad_{m}x{n}",
+            self._functions,
+            tiles,
+            arch,
+            boxes,
+        )
+        return [
+            reset_tile_counter(self, sizes),
+            *self.made_first(sizes, chosen.any_size),
+            *made,
+            product,
+        ]
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        """A tile's rows and columns of the result. Threads gather at most one of the operands: the
+        one with fewer columns in a tile.
+
+        If an operand has few columns, a tile has no more of them, which leaves registers and shared
+        memory for more columns of the other operand.
+        """
+        wide, narrow = _TILES_N
+        n, k = self.operands
+        if n.columns <= _FEW_COLUMNS:
+            return _FEW_COLUMNS, wide
+        if k.columns <= _FEW_COLUMNS:
+            return wide, _FEW_COLUMNS
+        if n.in_boxes and not k.in_boxes:
+            return wide if n.columns > narrow else narrow, narrow
+        return narrow, wide if k.columns > narrow else narrow
+
+    def _make_store(self) -> list[str]:
+        plan, store = self.plan, Store(self.plan.k)
+        made = self.elements(
+            {plan.product.result: self._element}, without=plan.results, below={_J.name: plan.k}
+        )
+        for v in plan.results:
+            store.add(
+                v,
+                self.names[v],
+                made.kept(v, reshaped([_M, _J], (plan.groups * plan.n, plan.k), v.type.shape)),
+                plan.k,
+                _J,
+            )
+        return store.function(made.statements, 0)
+
+    def _element(self, at: Sequence[Index]) -> Expression:
+        if list(at) != reshaped(
+            [_M, _J],
+            (self.plan.groups * self.plan.n, self.plan.k),
+            self.plan.product.result.type.shape,
+        ):
+            raise UnsupportedError("a result reads other elements of the product than its own")
+        return Expression("p[0][v]", frozenset("j"))
+
+
+class Operand:
+    """Rows that a kernel copies: of a matrix in memory, gathered by an index or not, or computed
+    before. name: prefix of its functions.
+    """
+
+    def __init__(self, owner: Source, v: Value, columns: int, name: str):
+        self.owner, self.value, self.columns, self.name = owner, v, columns, name
+        found = owner.elements(without=owner.made_later).row_in_memory(v, _M, columns)
+        self.scratch = (
+            [] if found else [Array(f"{name}_computed", v.type.dtype, elements(v.type.shape))]
+        )
+        self._matrix = found[0] if found else self.scratch[0]
+        self.in_boxes = (not found or found[1] == _M) and columns % VECTOR == 0
+
+    def boxes(self, rows: int, sizes: Sizes) -> Boxes:
+        """Boxes of rows, if these are the matrix's own rows."""
+        count = value(elements(self.value.type.shape), sizes) // self.columns
+        box = (_K_BLOCK, rows)
+        return Boxes(
+            self.owner.array_number(self._matrix), self.value.type.dtype, (self.columns, count), box
+        )
+
+    def made(self, sizes: Sizes) -> list[KernelSource]:
+        """The kernel that computes the rows, if they are not in memory."""
+        if not self.scratch:
+            return []
+        (array,), made = self.scratch, self.owner.elements(without=self.owner.made_later)
+        element = made.of(self.value, [_I // size(self.columns), _I % size(self.columns)])
+        body = [*made.lines, f"{array.name}[i] = narrow<{array.type}>({element});"]
+        return [
+            self.owner.for_all(
+                f"prologue_{self.name}", elements(self.value.type.shape), body, sizes
+            )
+        ]
+
+    def functions(self) -> list[str]:
+        """The matrix, the gather of row m, and which of the matrix's rows it is."""
+        made = self.owner.elements(without=self.owner.made_later)
+        found = made.row_in_memory(self.value, _M, self.columns)
+        matrix, row = (
+            (self.owner.names[found[0]], found[1]) if found else (self.scratch[0].name, _M)
+        )
+        picked, checked = _unchecked(row)
+        dtype, picks = (
+            self.value.type.dtype,
+            [op for op in self.owner.fusion.ops if op.kind.name == "index_select"],
+        )
+        index = "i32" if all(op.values[1].type.dtype == "i32" for op in picks) else "i64"
+        return [
+            f"using {self.name.upper()}Index = {index};  // what {self.name}_index fits in",
+            f"__device__ const {dtype}* {self.name}_matrix() const {{ return {matrix}; }}",
+            f"__device__ __forceinline__ i64 {self.name}_index(i64 m) const {{",
+            *inner([*made.lines, f"return {picked};"]),
+            "}",
+            f"__device__ __forceinline__ i64 {self.name}_row_of(i64 index) const {{ return "
+            f"{checked}; }}",
+        ]
+
+
+def _unchecked(row: Index) -> tuple[Index, Index]:
+    """A row, or the index of which it is the safe form, and the row as a function of `index`."""
+    match row:
+        case Call(function, (index, *others)) if function == "clamp_index":
+            return index, Call(function, (Variable("index"), *others))
+    return row, Variable("index")
+
+
+def reset_tile_counter(source: Source, sizes: Sizes) -> KernelSource:
+    """The kernel before a product: see kernels/tile_queue.cuh."""
+    return source.for_all("reset_tile_counter", 1, [f"{TILE_COUNTER.name}[i] = 0;"], sizes)
+
+
+def product_kernel(
+    source: Source,
+    kernel: str,
+    name: str,
+    functions: Sequence[str],
+    tiles: int,
+    arch: Arch,
+    boxes: Mapping[str, Boxes | None],
+    reader: str | None = None,
+    threads: int = _THREADS,
+) -> KernelSource:
+    """A persistent kernel of a product. boxes: those of operands a and b that it copies in boxes;
+    reader: the header that dequantizes b.
+    """
+    shared = f"static constexpr int MAX_SHARED_BYTES = {arch.shared_per_block};"
+    given = {operand: found for operand, found in boxes.items() if found}
+    maps = {operand: f"&map{i}" for i, operand in enumerate(given)}
+    call = f"{kernel}::run(s, {maps.get('a', 'nullptr')}, {maps.get('b', 'nullptr')});"
+    return source.calling(
+        call,
+        name,
+        [*functions, shared],
+        tiles,
+        headers=(reader, HEADER) if reader else (HEADER,),
+        threads=threads,
+        shared=arch.shared_per_block,
+        max_resident=1,
+        boxes=tuple(given.values()),
+    )
+
+
+def _check(groups: int, *operands: Value) -> None:
+    if groups > MAX_GROUPS:
+        raise UnsupportedError(
+            f"{groups} groups have no kernel here", expected=f"at most {MAX_GROUPS}"
+        )
+    if len({v.type.dtype for v in operands}) > 1 or operands[0].type.dtype not in DTYPES:
+        types = " and ".join(str(v.type) for v in operands)
+        raise UnsupportedError(
+            f"a product of {types} has no kernel here", expected=f"two of {' or '.join(DTYPES)}"
+        )

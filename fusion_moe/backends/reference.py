@@ -1,0 +1,24 @@
+"""The reference backend: a segment in plain torch, by the definitions of its operations. Correct
+everywhere, fast nowhere.
+
+It computes everything for the target `reference`, and on other targets the single operations that
+have no kernel.
+"""
+
+from __future__ import annotations
+
+from ..ir.core import Fusion
+from ..runtime.kernel import Kernel
+from ..schedule.plan import REFERENCE
+from ..schedule.segment import Segment
+
+
+def plan(fusion: Fusion, kind: str) -> None:
+    """Nothing to plan: it can compute anything."""
+
+
+def emit(segment: Segment) -> Kernel:
+    """A kernel that evaluates the segment's Fusion; its source is the Fusion's text."""
+    fusion = segment.plan.fusion
+    why = f"in plain torch: {segment.plan.why}" if segment.plan.why else ""
+    return Kernel(segment, REFERENCE, str(fusion), fusion.evaluate, why)

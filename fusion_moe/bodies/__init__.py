@@ -1,0 +1,3 @@
+"""The bodies of the operations: what runs in eager, their derivatives, their casts under
+autocast.
+"""

@@ -1,0 +1,450 @@
+"""Derivatives: when gradients are needed, a call runs the forward of its Fusion's derivative, which
+also returns what the backward reads.
+
+The forward is the operation itself if only inputs are saved; otherwise it is `fusion_moe::run` of a
+program with more outputs. The backward is a `run` too. So a tracer sees only calls that return new
+tensors, and every saved tensor is an input or a result of one of them. `run` is an operation like
+any other: its Fusion is the program that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import chain
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _after_autograd_keyset,
+    _any_requires_grad,
+    _AutoDispatchBelowAutograd,
+)
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
+
+from .. import options
+from ..definitions.operations import (
+    LIBRARY,
+    SPECS,
+    Call,
+    Spec,
+    Types,
+    bind,
+    eager_types,
+    flat,
+    fp4_as_bytes,
+    fusion_of,
+    traced_types,
+)
+from ..definitions.parts import Input, PartCounts, grouped
+from ..definitions.parts import flat as in_parts
+from ..definitions.run import (
+    NAMESPACE,
+    RUN,
+    RUN_INTO,
+    named_sizes,
+)
+from ..errors import Error, UnsupportedError
+from ..ir.core import Fusion
+from ..ir.derivative import Derivative, differentiate
+from ..ir.flow import dependent
+from ..ir.text import one_line, parse
+from ..ir.types import FLOATS
+from ..runtime import native
+from .eager import BODIES
+
+_BACKENDS = frozenset(DispatchKeySet(key).raw_repr() for key in (DispatchKey.CPU, DispatchKey.CUDA))
+# by the text of the backward
+_derivatives: WeakValueDictionary[str, Derivative] = WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The two programs of a derivative with respect to the inputs `wanted`, and their texts.
+
+    results: how many of the forward's outputs are the Fusion's own.
+    """
+
+    derivative: Derivative
+    wanted: tuple[int, ...]
+    results: int
+    forward: str
+    backward: str
+
+    @classmethod
+    def of(
+        cls, fusion: Fusion, wanted: Sequence[int], router_gradient: bool, names: Sequence[str] = ()
+    ) -> Programs:
+        """The programs that compute the gradients of the inputs `wanted`. names: what error
+        messages call the inputs.
+        """
+        made = differentiate(fusion, wanted, router_gradient=router_gradient, names=names)
+        found = cls(
+            made,
+            tuple(wanted),
+            len(fusion.outputs),
+            one_line(made.forward),
+            one_line(made.backward),
+        )
+        _derivatives[found.backward] = made
+        return found
+
+    @property
+    def saves(self) -> bool:
+        """Whether the forward returns more than the Fusion does."""
+        return len(self.derivative.forward.outputs) > self.results
+
+    @cached_property
+    def severed(self) -> str:
+        """What the backward reads of the forward that depends on an input whose gradient is
+        computed; "" for nothing.
+
+        It has no graph, so a derivative of the backward would lack all that goes through it.
+        """
+        forward, saved_from = (
+            self.derivative.forward,
+            len(self.derivative.forward.inputs) + self.results,
+        )
+        found = dependent(forward.ops, [forward.inputs[i] for i in self.wanted])
+        there = [*forward.inputs, *forward.outputs]
+        lost = [
+            there[i]
+            for i in self.derivative.reads
+            if i >= saved_from and there[i] in found and there[i].type.dtype in FLOATS
+        ]
+        return f"{lost[0].name} {lost[0].type}" if lost else ""
+
+    def seeds(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """The last inputs of the backward, made from the gradients of the outputs."""
+        types = [v.type for v in self.derivative.backward.inputs[len(self.derivative.reads) :]]
+        return [
+            flat(grads[i], len(type.shape) - 1)
+            for i, type in zip(self.derivative.seeds, types, strict=True)
+        ]
+
+
+@lru_cache(maxsize=256)
+def _of_call(
+    name: str,
+    types: Types,
+    others: tuple[tuple[str, Any], ...],
+    wanted: tuple[int, ...],
+    router_gradient: bool,
+) -> Programs:
+    return Programs.of(
+        fusion_of(name, types, others), wanted, router_gradient, [name for name, _ in types]
+    )
+
+
+@lru_cache(maxsize=256)
+def _of_text(program: str, wanted: tuple[int, ...], router_gradient: bool) -> Programs:
+    return Programs.of(parse(program), wanted, router_gradient)
+
+
+def programs_of(program: str, wanted: tuple[int, ...]) -> Programs:
+    """The programs of the derivative of a program, under the options in force."""
+    return _of_text(program, wanted, options.current().router_gradient)
+
+
+def run(
+    text: str, program: Fusion, inputs: Sequence[Input], sizes: Mapping[str, Any], with_: str | None
+) -> list[Tensor]:
+    """`fusion_moe::run` of `program`, whose text is `text`. Each input is one tensor or several."""
+    tensors, parts = in_parts(inputs)
+    return torch.ops.fusion_moe.run(
+        text, tensors, [sizes[s] for s in program.symbols], with_, parts
+    )
+
+
+def derivative_of(backward: str) -> Derivative | None:
+    """The derivative that has this program as its backward, if a call in this process needs it."""
+    return _derivatives.get(backward)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One call with gradients, without its tensors. parts: how many tensors make up each input;
+    wanted: the inputs that get a gradient.
+
+    programs: or the error that is raised when a gradient is computed. sizes: the sizes of both
+    programs. given: the options that the call names; options: the call's options, or those in force
+    then, for the backward, which may run in one of autograd's threads.
+    """
+
+    programs: Programs | Error
+    parts: PartCounts | None
+    wanted: tuple[int, ...]
+    sizes: Mapping[str, Any]
+    options: str = ""
+    given: str | None = None
+
+    @classmethod
+    def of_call(cls, call: Call) -> _Step:
+        """The step of a call of an operation. While tracing, its sizes are the tracer's."""
+        tensors = list(call.tensors.values())
+        wants = wanted(tensors)
+        tracing = any(
+            type(t) is not Tensor and not isinstance(t, torch.nn.Parameter) for t in tensors
+        )
+        types, sizes = traced_types(call) if tracing else (eager_types(call), None)
+        try:
+            programs = _of_call(
+                call.spec.name, types, call.others, wants, options.current().router_gradient
+            )
+        except UnsupportedError as error:
+            names = list(call.tensors)
+            what = (
+                f"{call.spec.name}, derivative with respect to {', '.join(names[i] for i in wants)}"
+            )
+            return cls(error.at(what), None, wants, {})
+        env = (
+            sizes.values()
+            if sizes
+            else programs.derivative.forward.bind(list(map(fp4_as_bytes, tensors)))
+        )
+        return cls(programs, None, wants, env, options.current().key())
+
+    @classmethod
+    def of_run(
+        cls,
+        program: str,
+        inputs: Sequence[Tensor],
+        sizes: Sequence[Any],
+        with_: str | None = None,
+        parts: PartCounts | None = None,
+    ) -> _Step:
+        """The step of a call of `run`."""
+        wants = wanted(grouped(inputs, parts))
+        try:
+            programs = programs_of(program, wants)
+        except UnsupportedError as error:
+            if derivative_of(program) is not None:
+                return cls(_second_derivative(error), parts, wants, {})
+            what = f"run, derivative with respect to inputs {', '.join(map(str, wants))}"
+            return cls(error.at(what), parts, wants, {})
+        return cls(
+            programs,
+            parts,
+            wants,
+            named_sizes(parse(program), sizes),
+            with_ or options.current().key(),
+            with_,
+        )
+
+    def forward(
+        self, operation: Callable[[], Any], tensors: Sequence[Tensor]
+    ) -> tuple[Any, list[Input]]:
+        """What the call returns, in the shape of the operation's output or the program's, and what
+        its backward reads.
+        """
+        if isinstance(self.programs, Error):
+            return operation(), []
+        derivative, count, inputs = (
+            self.programs.derivative,
+            self.programs.results,
+            grouped(tensors, self.parts),
+        )
+        if not self.programs.saves:
+            result = operation()
+            made = zip(
+                result if isinstance(result, tuple) else (result,),
+                derivative.forward.outputs,
+                strict=True,
+            )
+            return result, derivative.read(
+                inputs, [flat(t, len(v.type.shape) - 1) for t, v in made]
+            )
+        outputs = run(self.programs.forward, derivative.forward, inputs, self.sizes, self.given)
+        return outputs[0] if count == 1 else tuple(outputs[:count]), derivative.read(
+            inputs, outputs
+        )
+
+    def backward(self, saved: Sequence[Input], grads: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The gradients of the inputs that want one, by position."""
+        if isinstance(self.programs, Error):
+            raise self.programs
+        if torch.is_grad_enabled() and self.programs.severed:
+            raise UnsupportedError(
+                f"a second derivative through {self.programs.severed}, which the forward saved "
+                "without its graph",
+                expected="first derivatives",
+                todo="leave out create_graph=True",
+                where="backward",
+            )
+        inputs = [*saved, *self.programs.seeds(grads)]
+        outputs = run(
+            self.programs.backward,
+            self.programs.derivative.backward,
+            inputs,
+            self.sizes,
+            self.options,
+        )
+        return dict(zip(self.wanted, outputs, strict=True))
+
+
+def _second_derivative(error: UnsupportedError) -> UnsupportedError:
+    """The error for an operation without a derivative in a program that is itself a backward."""
+    return UnsupportedError(
+        f"a second derivative, but {error.found}",
+        expected="first derivatives, or a backward whose operations have derivatives",
+        todo="leave out create_graph=True, or detach the gradient",
+        where="run of a backward",
+    )
+
+
+def wanted(inputs: Sequence[Input]) -> tuple[int, ...]:
+    """The positions of the inputs of which at least one part requires a gradient."""
+    return tuple(
+        i
+        for i, t in enumerate(inputs)
+        if any(p.requires_grad for p in (t if isinstance(t, tuple) else (t,)))
+    )
+
+
+def split(found: Mapping[int, Any], parts: PartCounts | None, count: int) -> list[Any]:
+    """Gradients of inputs, by position, as gradients of the tensors that make up the inputs: a
+    part's gradient is a slice.
+    """
+    if parts is None:
+        return [found.get(i) for i in range(count)]
+    each = (
+        [found.get(i)] if n == 0 else found[i].unbind() if i in found else [None] * n
+        for i, n in enumerate(parts)
+    )
+    return list(chain.from_iterable(each))
+
+
+class _Differentiated(torch.autograd.Function):
+    """(step, operation, the call's tensors...) -> the results. Only the step and the saved tensors
+    live until the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, step: _Step, operation: Callable[[], Any], *tensors: Tensor) -> Any:
+        with _AutoDispatchBelowAutograd():
+            result, saved = step.forward(operation, tensors)
+        ctx.step, ctx.count = step, len(tensors)
+        flattened, ctx.parts = in_parts(saved)
+        ctx.save_for_backward(*flattened)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        found = ctx.step.backward(grouped(ctx.saved_tensors, ctx.parts), grads)
+        needed = ctx.needs_input_grad[2:]
+        return (
+            None,
+            None,
+            *(
+                g if need else None
+                for g, need in zip(split(found, ctx.step.parts, ctx.count), needed, strict=True)
+            ),
+        )
+
+
+def _below(name: str, keyset: Any) -> Callable[..., Any]:
+    """An operation below autograd: its body if only a backend is left to dispatch to, since
+    dispatching the arguments again is slow.
+    """
+    keys = keyset & _after_autograd_keyset
+    if keys.raw_repr() in _BACKENDS:
+        return BODIES[name]
+    return partial(getattr(torch.ops.fusion_moe, name).default.redispatch, keys)
+
+
+def _refuse_tangents(name: str, *args: Any) -> None:
+    """UnsupportedError for a call under forward-mode differentiation, whose tangents would be
+    lost.
+    """
+    if forward_ad._current_level < 0:
+        return
+    tensors = (t for t in tree_leaves(args) if isinstance(t, Tensor))
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise UnsupportedError(
+            "an argument with a tangent",
+            expected="none: derivatives are of reverse mode",
+            where=name,
+        )
+
+
+def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operation as called through autograd."""
+    _refuse_tangents(spec.name, args, kwargs)
+    operation = _below(spec.name, keyset)
+    if torch.is_grad_enabled() and _any_requires_grad(*args):
+        call = bind(spec, args, kwargs)
+        made = _Differentiated.apply(
+            _Step.of_call(call), partial(operation, *args, **kwargs), *call.tensors.values()
+        )
+        return made if isinstance(made, tuple) else call.restore(made)
+    with _AutoDispatchBelowAutograd():
+        return operation(*args, **kwargs)
+
+
+def _called_run(
+    name: str, keyset: Any, program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], *rest: Any
+) -> list[Tensor]:
+    """`run` as called through autograd. rest: options and parts, if they are given."""
+    _refuse_tangents(name, inputs)
+    operation = _below(name, keyset)
+    if torch.is_grad_enabled() and _any_requires_grad(inputs):
+        step = _Step.of_run(program, inputs, sizes, *rest)
+        made = _Differentiated.apply(
+            step, lambda: tuple(operation(program, inputs, sizes, *rest)), *inputs
+        )
+        return list(made) if isinstance(made, tuple) else [made]
+    with _AutoDispatchBelowAutograd():
+        return operation(program, inputs, sizes, *rest)
+
+
+def _mark_non_differentiable(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
+
+
+def _no_derivative(name: str, why: str) -> Callable[..., Any]:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise UnsupportedError(
+            why, todo="compute it under torch.no_grad(), or detach its result", where=name
+        )
+
+    return backward
+
+
+def _never_tracked(name: str, keyset: Any, *args: Any, **kwargs: Any) -> None:
+    """An operation that writes into its arguments, as called through autograd."""
+    _refuse_tangents(name, args, kwargs)
+    if torch.is_grad_enabled() and _any_requires_grad(*args):
+        raise UnsupportedError(
+            "tensors that require a gradient", todo="call it under torch.no_grad()", where=name
+        )
+    with _AutoDispatchBelowAutograd():
+        _below(name, keyset)(*args, **kwargs)
+
+
+def _register() -> None:
+    for spec in SPECS.values():
+        if spec.differentiable:
+            native.implement(
+                LIBRARY, spec.name, partial(_called, spec), "Autograd", with_keyset=True
+            )
+        else:
+            never = _no_derivative(spec.name, "it has no derivative")
+            torch.library.register_autograd(
+                f"{NAMESPACE}::{spec.name}",
+                never,
+                setup_context=_mark_non_differentiable,
+                lib=LIBRARY,
+            )
+    for name in RUN:
+        native.implement(LIBRARY, name, partial(_called_run, name), "Autograd", with_keyset=True)
+    for name in RUN_INTO:
+        LIBRARY.impl(name, partial(_never_tracked, name), "Autograd", with_keyset=True)
+
+
+_register()

@@ -1,0 +1,199 @@
+"""The bodies of the operations: a call builds the Fusion that it stands for and runs its program.
+
+Calls of one kind share a program. The first call of a form (the shapes, dtypes and devices of its
+tensors, its other arguments, the options in force) checks the arguments and finds what it needs.
+Later calls of that form only launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compile import program_of
+from ..definitions.operations import (
+    LIBRARY,
+    SPECS,
+    Call,
+    Spec,
+    bind,
+    eager_types,
+    fp4_as_bytes,
+    fusion_of,
+    restored,
+)
+from ..definitions.parts import PartCounts, grouped, joined
+from ..definitions.run import (
+    RUN,
+    RUN_INTO,
+    all_inputs,
+    named_sizes,
+    need_pure,
+    need_written,
+)
+from ..ir.effects import check_targets, write_over
+from ..ir.text import parse, text
+from ..options import Options, current, from_key
+from ..runtime import native
+from ..runtime.program import Program
+from ..runtime.remembered import Remembered
+
+_REMEMBERED = 1024  # how many forms of calls are kept
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What calls of one form run. changed: by position, the shapes of tensors that the program
+    takes in another shape than the caller's.
+
+    lead: the leading dimensions of the operation's output, if they differ from the program's.
+    """
+
+    program: Program
+    sizes: Mapping[str, int]
+    changed: Mapping[int, Sequence[int]]
+    lead: Sequence[int] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        given: Sequence[Tensor],
+        taken: Sequence[Tensor],
+        sizes: Mapping[str, int],
+        lead: Sequence[int] | None = None,
+    ) -> _Found:
+        """For tensors that the caller gives as `given` and the program takes as `taken`. Raises if
+        they do not fit the program.
+        """
+        changed = {i: t.shape for i, t in enumerate(taken) if t is not given[i]}
+        return cls(program, program.sizes(taken, sizes), changed, lead)
+
+    def run(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of the program."""
+        tensors = given
+        if self.changed:
+            tensors = [
+                fp4_as_bytes(t).reshape(self.changed[i]) if i in self.changed else t
+                for i, t in enumerate(given)
+            ]
+        outputs = self.program.run(tensors, self.sizes)
+        if native.wanted():
+            native.offer(self.program.descriptor(given, self.sizes))
+        return outputs
+
+
+def _form(tensors: Sequence[Tensor]) -> Hashable:
+    """Everything about tensors that programs and checks depend on, except their elements."""
+    return tuple([(t.shape, t.dtype, t.device) for t in tensors])
+
+
+@lru_cache(maxsize=1024)
+def _program(name: str, types: Any, others: Any, device: torch.device, with_: Options) -> Program:
+    return program_of(text(fusion_of(name, types, others)), device, with_)
+
+
+class _Body:
+    """The body of an operation."""
+
+    def __init__(self, spec: Spec):
+        self._spec, self._found = spec, Remembered[Hashable, _Found](_REMEMBERED)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors, others = list[Tensor](), list[Any]()
+        for arg in args:
+            if isinstance(arg, Tensor):
+                tensors.append(arg)
+                others.append(Tensor)
+            elif isinstance(arg, (list, tuple)):
+                tensors += arg
+                others.append(len(arg))
+            else:
+                others.append(arg)
+        strides = tuple([t.stride() for t in tensors]) if self._spec.k_major else ()
+        key = (_form(tensors), strides, *others, *kwargs.items(), current())
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._find(tensors, bind(self._spec, args, kwargs))
+        outputs = found.run(tensors)
+        return restored(outputs[0], found.lead) if len(outputs) == 1 else tuple(outputs)
+
+    def _find(self, tensors: Sequence[Tensor], call: Call) -> _Found:
+        taken = [fp4_as_bytes(t) for t in call.tensors.values()]
+        program = _program(
+            self._spec.name, eager_types(call), call.others, taken[0].device, current()
+        )
+        return _Found.of(program, tensors, taken, {}, call.lead)
+
+
+_runs = Remembered[Hashable, _Found](_REMEMBERED)
+
+
+def _run(
+    program: str,
+    inputs: Sequence[Tensor],
+    sizes: Sequence[int] | None,
+    options: str | None = None,
+    parts: PartCounts | None = None,
+) -> list[Tensor]:
+    sizes = sizes or ()  # AOTInductor passes None in place of an empty list
+    tensors = _whole(inputs, parts)
+    key = (_form(tensors), program, *sizes, options, current())
+    found = _runs.get(key)
+    if found is None:
+        device = tensors[0].device if tensors else torch.device("cpu")
+        compiled = program_of(program, device, from_key(options) if options else None)
+        named = named_sizes(need_pure(compiled.stages[0][1]), sizes)
+        found = _runs[key] = _Found.of(compiled, tensors, [fp4_as_bytes(t) for t in tensors], named)
+    return found.run(tensors)
+
+
+def _run_into(
+    program: str,
+    inputs: Sequence[Tensor],
+    written: Sequence[Tensor],
+    sizes: Sequence[int] | None,
+    options: str | None = None,
+    parts: PartCounts | None = None,
+) -> None:
+    fusion = parse(program)
+    whole = [fp4_as_bytes(t) for t in _whole(inputs, parts)]
+    tensors, env = all_inputs(fusion, whole, written), named_sizes(fusion, sizes or ())
+    need_written(fusion, written, env)
+    targets = dict(enumerate(written))
+    check_targets(targets)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    write_over(
+        targets,
+        program_of(_pure_text(program), device, from_key(options) if options else None)(
+            tensors, env
+        ),
+    )
+
+
+def _whole(tensors: Sequence[Tensor], parts: PartCounts | None) -> list[Tensor]:
+    """The inputs of a program, each one tensor."""
+    return [joined(t) if isinstance(t, tuple) else t for t in grouped(tensors, parts)]
+
+
+@lru_cache(maxsize=512)
+def _pure_text(program: str) -> str:
+    """The text of a program that computes the same but writes over no input."""
+    return text(parse(program).pure)
+
+
+BODIES: Mapping[str, Callable[..., Any]] = {
+    **{name: _Body(spec) for name, spec in SPECS.items()},
+    **dict.fromkeys(RUN, _run),
+    **dict.fromkeys(RUN_INTO, _run_into),
+}
+for _name, _body in BODIES.items():
+    if _name in RUN_INTO:
+        LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
+    else:
+        native.implement(LIBRARY, _name, _body, "CompositeExplicitAutograd")

@@ -1,0 +1,1 @@
+"""Operations: schemas, fakes, and the translators that say in the IR what an operation computes."""

@@ -1,0 +1,173 @@
+"""`fusion_moe::run` and `fusion_moe::run_into`, which take a program as text: schemas, fakes,
+checks and flops. eager.py has the bodies.
+
+run         -> new tensors
+run_into    writes each output into a tensor of the caller: `written` has one for each output; for
+            an output that is written over an input,
+            it is that input, which then is not among `inputs`
+
+parts: how many tensors each of the inputs is made of (parts.py); None: each is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DtypeError, FusionError, ShapeError
+from ..ir.binding import storage_shape
+from ..ir.core import Fusion
+from ..ir.sizes import value
+from ..ir.text import parse
+from ..ir.types import DTYPES
+from .parts import PartCounts, grouped
+
+NAMESPACE = "fusion_moe"
+# CUDA graphs leave out the first of each
+RUN, RUN_INTO = ("run", "run_graph_safe"), ("run_into", "run_into_graph_safe")
+# options: None for those in force when the program runs
+_TAKES = "(str program, Tensor[] inputs, {}SymInt[] sizes, str? options=None, int[]? parts=None)"
+_SCHEMAS = {name: _TAKES.format("") + " -> Tensor[]" for name in RUN}
+_SCHEMAS |= {name: _TAKES.format("Tensor(a!)[] written, ") + " -> ()" for name in RUN_INTO}
+
+
+def register(lib: torch.library.Library) -> None:
+    """Defines the operations with their fakes and flops."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    for name, schema in _SCHEMAS.items():
+        # Tensors have whatever strides the graph gives them; the program asks for what it needs.
+        # Graph-safe ones never run the reference.
+        unsafe = (torch.Tag.cudagraph_unsafe,) if name in (RUN[0], RUN_INTO[0]) else ()
+        lib.define(name + schema, tags=(torch.Tag.flexible_layout, *unsafe))
+        fake, count = (_fake, _flops) if name in RUN else (_into_fake, _into_flops)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=lib)
+        register_flop_formula(getattr(torch.ops.fusion_moe, name), get_raw=True)(count)
+
+
+def empty_outputs(fusion: Fusion, env: Mapping[str, Any], device: torch.device) -> list[Tensor]:
+    """New tensors of the shapes and dtypes of the outputs."""
+    return [
+        torch.empty(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype], device=device)
+        for v in fusion.outputs
+    ]
+
+
+def named_sizes(fusion: Fusion, sizes: Sequence[Any]) -> dict[str, Any]:
+    """The sizes that a call passes, by name. ShapeError unless there is one for each symbol of its
+    program.
+    """
+    if len(sizes) != len(fusion.symbols):
+        raise ShapeError(
+            f"{len(sizes)} sizes",
+            expected=f"{len(fusion.symbols)}: {', '.join(fusion.symbols)}",
+            where="fusion",
+        )
+    return dict(zip(fusion.symbols, sizes, strict=True))
+
+
+def flops(fusion: Fusion, env: Mapping[str, Any]) -> int:
+    """Floating-point operations of a Fusion's products, two for each multiply-add, as torch's flop
+    counter counts other products.
+    """
+    return sum(
+        value(op.kind.flops(op), env)
+        for op in fusion.ops
+        if op.kind.role == "grouped" and op.kind.flops
+    )
+
+
+def need_pure(fusion: Fusion) -> Fusion:
+    """The program itself. FusionError if it writes over inputs, since `run` promises not to."""
+    if fusion.aliases:
+        raise FusionError(
+            "a program that writes over its inputs",
+            expected="outputs in new memory",
+            todo="call run_into",
+            where="run",
+        )
+    return fusion
+
+
+def all_inputs(fusion: Fusion, inputs: Sequence[Any], written: Sequence[Tensor]) -> list[Any]:
+    """All inputs of a program that `run_into` runs: `inputs`, with the inputs that are written over
+    in their places. ShapeError.
+    """
+    if len(written) != len(fusion.outputs):
+        raise ShapeError(
+            f"{len(written)} tensors to write",
+            expected=f"{len(fusion.outputs)}, one for each output",
+            where="run_into",
+        )
+    over = {v: written[i] for i, v in fusion.aliases.items()}
+    if len(inputs) != len(fusion.inputs) - len(over):
+        want = f"{len(fusion.inputs) - len(over)}, those that no output is written over"
+        raise ShapeError(f"{len(inputs)} inputs", expected=want, where="run_into")
+    rest = iter(inputs)
+    return [over[v] if v in over else next(rest) for v in fusion.inputs]
+
+
+def need_written(fusion: Fusion, written: Sequence[Tensor], env: Mapping[str, Any]) -> None:
+    """ShapeError or DtypeError unless each output fits the tensor into which it is written."""
+    for i, (v, t) in enumerate(zip(fusion.outputs, written, strict=True)):
+        shape = storage_shape(v.type, env)
+        if len(shape) != t.dim() or any(a != b for a, b in zip(t.shape, shape, strict=True)):
+            raise ShapeError(
+                f"output {i} into a tensor of shape {list(t.shape)}",
+                expected=f"{list(shape)} for {v.type}",
+                where="run_into",
+            )
+        if t.dtype != DTYPES[v.type.dtype]:
+            raise DtypeError(
+                f"output {i} into {t.dtype}",
+                expected=f"{DTYPES[v.type.dtype]} for {v.type}",
+                where="run_into",
+            )
+
+
+def _fake(
+    program: str,
+    inputs: Sequence[Tensor],
+    sizes: Sequence[Any],
+    options: str | None = None,
+    parts: PartCounts | None = None,
+) -> list[Tensor]:
+    fusion = need_pure(parse(program))
+    fusion.need_inputs(grouped(inputs, parts))
+    return empty_outputs(
+        fusion, named_sizes(fusion, sizes), inputs[0].device if inputs else torch.device("cpu")
+    )
+
+
+def _into_fake(
+    program: str,
+    inputs: Sequence[Tensor],
+    written: Sequence[Tensor],
+    sizes: Sequence[Any],
+    options: str | None = None,
+    parts: PartCounts | None = None,
+) -> None:
+    fusion = parse(program)
+    all_inputs(fusion, grouped(inputs, parts), written)
+    need_written(fusion, written, named_sizes(fusion, sizes))
+
+
+def _flops(
+    program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], *rest: Any, **about: Any
+) -> int:
+    fusion = parse(program)
+    return flops(fusion, named_sizes(fusion, sizes))
+
+
+def _into_flops(
+    program: str,
+    inputs: Sequence[Tensor],
+    written: Sequence[Tensor],
+    sizes: Sequence[Any],
+    *rest: Any,
+    **about: Any,
+) -> int:
+    return _flops(program, inputs, sizes)

@@ -1,0 +1,340 @@
+"""The registry of translators, which turn a traced call into operations of the IR.
+
+    @translator("mylib::scale_rows")
+    def scale_rows(fd, x, factor):
+        if x.type.dtype != "bf16":
+            raise Untranslatable(f"x is {x.type}, only bf16 is fused")
+        return fd.ops.mul(x, factor)
+
+A translator gets the FusionDefinition, then the arguments of the call as its schema has them:
+tensors as IR values, symbolic integers as sizes, dtypes as the IR's names, everything else as it
+is. It returns one value for each output. The types of these values are compared with the results of
+the operation's fake. Translators are found by `@translator`, and through the entry-point group
+`fusion_moe.translators` (a module whose import registers them). docs/translators.md teaches how to
+write one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
+
+from ..errors import Error, TranslatorError, Untranslatable
+from ..ir.builder import FusionDefinition
+from ..ir.core import Value
+from ..ir.types import TensorType, plain
+
+log = logging.getLogger("fusion_moe")
+BUILTIN = "fusion_moe_translators"
+ENTRY_POINTS = "fusion_moe.translators"
+Operation = str | OpOverload | OpOverloadPacket | CustomOpDef
+
+
+@dataclass(frozen=True)
+class Translator:
+    """A registered translator: the operation that it is for ("aten::add.Tensor"), the function, and
+    where the function is defined.
+
+    as_stored: whether an argument that is the transposed view of a contiguous tensor is passed as
+    `permute` of that tensor.
+    """
+
+    op: str
+    function: Callable[..., Any]
+    where: str
+    as_stored: bool = False
+
+    def __call__(
+        self,
+        fd: FusionDefinition,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        expected: Sequence[TensorType],
+    ) -> tuple[Value, ...]:
+        """The outputs of one call. Untranslatable if the translator raises it, or if a built-in one
+        builds what a type rule refuses; TranslatorError if it fails or returns another type.
+        """
+        try:
+            with fd.only_ops():
+                result = self.function(fd, *args, **kwargs)
+        except Untranslatable:
+            raise
+        except Exception as error:
+            if isinstance(error, Error) and not self.of_user:
+                raise Untranslatable(
+                    error.found, expected=error.expected, where=error.where
+                ) from error
+            raise TranslatorError(
+                f"the translator of {self.op} failed: {message(error)}",
+                expected="values, or Untranslatable",
+                todo="fix the translator; raise Untranslatable(reason) for calls that it does "
+                "not support",
+                where=_raised_at(error, self._is_own) or self.where,
+            ) from error
+        outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        self._check(fd, outputs, expected)
+        return outputs
+
+    @property
+    def of_user(self) -> bool:
+        """Whether a user registered it, not the library."""
+        return not str(getattr(self.function, "__module__", "")).startswith(BUILTIN)
+
+    def _is_own(self, frame: traceback.FrameSummary) -> bool:
+        code = _code(self.function)
+        return code is not None and frame.filename == code.co_filename
+
+    def _check(
+        self, fd: FusionDefinition, outputs: Sequence[Any], expected: Sequence[TensorType]
+    ) -> None:
+        found = [_returned(fd, v) for v in outputs]
+        same = (
+            isinstance(t, TensorType) and same_storage(t, e)
+            for t, e in zip(found, expected, strict=False)
+        )
+        if len(found) != len(expected) or not all(same):
+            raise TranslatorError(
+                f"the translator of {self.op} returned {', '.join(map(str, found)) or 'nothing'}",
+                expected=f"{', '.join(map(str, expected))}, as its fake returns",
+                todo="return values of these shapes and dtypes: fd.ops.cast changes a dtype",
+                where=self.where,
+            )
+
+
+def _returned(fd: FusionDefinition, v: Any) -> TensorType | str:
+    """The type of what a translator returned, or a description of a result that is not a value of
+    this FusionDefinition.
+    """
+    if not isinstance(v, Value):
+        return f"a {type(v).__name__}"
+    return v.type if fd.has(v) else f"a {v.type} of another FusionDefinition"
+
+
+def message(error: Exception) -> str:
+    """An error of a user's code as text. Formatting it may fail too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+_registry: dict[str, Translator] = {}
+_failed: list[TranslatorError] = []  # entry points that could not be loaded
+_warned_unknown: set[str] = set()  # names without an operation about which a warning was issued
+
+
+def translator(
+    op: Operation, *, as_stored: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function as the translator of an operation: of "namespace::name" or
+    "namespace::name.overload", or of the object itself.
+
+    as_stored: an argument of a region that is the transposed view of a contiguous tensor is passed
+    as `permute` of that tensor. A translator that looks through the `permute` reads the tensor as
+    it is stored; otherwise it is copied. The operation of a name may be registered later.
+    TranslatorError for text that is not such a name, for an operation with several overloads if
+    none is named, for a function that cannot be called, and for an operation that already has a
+    translator.
+    """
+
+    if isinstance(op, FunctionType):
+        found, todo = (
+            f"the function {op.__name__} in place of an operation",
+            '@fusion_moe.translator("namespace::name")',
+        )
+        raise TranslatorError(
+            found, expected="the operation, or its name", todo=todo, where="translator"
+        )
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        name, code = _name(op), _code(function)
+        where = f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else repr(function)
+        if not all(name.partition("::")):
+            raise TranslatorError(
+                f"{op!r} is not the name of an operation",
+                expected="namespace::name[.overload]",
+                where=where,
+            )
+        if not callable(function):
+            raise TranslatorError(
+                f"the translator of {name} is {function!r}", expected="a function", where=where
+            )
+        importlib.import_module(BUILTIN)  # so that the second to register is always the user
+        if name in _registry:
+            raise TranslatorError(
+                f"{name} already has a translator, at {_registry[name].where}",
+                expected="one for each operation",
+                todo="remove one of the two; fusion_moe.definitions.translate.unregister(op) "
+                "takes the "
+                "first away",
+                where=where,
+            )
+        _registry[name] = Translator(name, function, where, as_stored)
+        return function
+
+    return register
+
+
+def unregister(op: Operation) -> None:
+    """Takes the translator of an operation away."""
+    _load()
+    _registry.pop(_name(op), None)
+
+
+def _name(op: Operation) -> str:
+    """The name of an operation as graphs have it, without the overload "default"."""
+    return op.removesuffix(".default") if isinstance(op, str) else overload_of(op).name()
+
+
+def overload_of(op: Operation) -> OpOverload:
+    """The overload of an operation that graphs call. TranslatorError if it is no operation, or has
+    several overloads and no default.
+    """
+    if isinstance(op, str):
+        namespace, _, name = op.partition("::")
+        packet, _, overload = name.partition(".")
+        try:
+            op = getattr(getattr(torch.ops, namespace), packet)
+            return getattr(op, overload) if overload else overload_of(op)
+        except (AttributeError, RuntimeError):
+            raise TranslatorError(
+                f"there is no operation {namespace}::{name}", expected="one that is registered"
+            ) from None
+    if isinstance(op, OpOverload):
+        return op
+    if isinstance(op, CustomOpDef):
+        return op._opoverload
+    known = _op_names()
+    found = (
+        [getattr(op, name) for name in op.overloads()] if isinstance(op, OpOverloadPacket) else []
+    )
+    # the others are TorchScript's
+    found = [overload for overload in found if overload.name() in known]
+    if not found:
+        raise TranslatorError(
+            f"{op!r} is not an operation",
+            expected="a name, torch.ops.x.y, one of its overloads, or a custom_op",
+        )
+    default = [overload for overload in found if overload._overloadname == "default"]
+    if len(found) > 1 and not default:
+        raise TranslatorError(
+            f"{op} has {len(found)} overloads", expected=f"one of {', '.join(map(str, found))}"
+        )
+    return (default or found)[0]
+
+
+def warn_of_unknown() -> None:
+    """Warns once about each user translator whose operation does not exist, if a similar name or
+    others of its library do exist.
+    """
+    names = _op_names()
+    for t in registered():
+        if t.of_user and t.op not in names and t.op not in _warned_unknown:
+            near = _near(t.op, names)
+            if near or any(name.startswith(f"{t.op.partition('::')[0]}::") for name in names):
+                _warned_unknown.add(t.op)
+                todo = (
+                    f"did you mean {' or '.join(map(repr, near[:3]))}?"
+                    if near
+                    else "import what registers it"
+                )
+                error = TranslatorError(
+                    f"there is no operation {t.op}",
+                    expected="one that is registered",
+                    todo=todo,
+                    where=t.where,
+                )
+                log.warning("%s", error)
+
+
+def _near(op: str, names: Collection[str]) -> list[str]:
+    """The operations that a name may have been meant for: other overloads, or similarly spelt
+    names.
+    """
+    packet, _, overload = op.partition(".")
+    if overloads := sorted(name for name in names if name.partition(".")[0] == packet):
+        return difflib.get_close_matches(op, overloads, 1) if overload else overloads
+    alike = difflib.get_close_matches(packet, {name.partition(".")[0] for name in names}, 1, 0.8)
+    return [f"{name}.{overload}" if f"{name}.{overload}" in names else name for name in alike]
+
+
+def _op_names() -> frozenset[str]:
+    """The operations that graphs may call."""
+    return frozenset(torch._C._dispatch_get_all_op_names())
+
+
+def _code(function: Callable[..., Any]) -> CodeType | None:
+    """The code of a function, of the function in a partial, or of an object's __call__; None if it
+    is not written in Python.
+    """
+    called = getattr(function, "func", function)
+    return getattr(called, "__code__", None) or getattr(type(called).__call__, "__code__", None)
+
+
+def _raised_at(error: Exception, wanted: Callable[[traceback.FrameSummary], bool]) -> str:
+    """file:line of the innermost wanted frame in which an error was raised; "" if there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if wanted(f)]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def find(op: str) -> Translator | None:
+    """The translator of an operation, if it has one. The first call loads the built-in translators
+    and the entry points.
+    """
+    _load()
+    return _registry.get(op)
+
+
+def registered() -> tuple[Translator, ...]:
+    """All translators, by the name of their operation."""
+    _load()
+    return tuple(t for _, t in sorted(_registry.items()))
+
+
+def why_none() -> str:
+    """Why a user's operation has no translator: none was registered, or registering it failed."""
+    _load()
+    return "; ".join(["it has no translator", *map(str, _failed)])
+
+
+@cache
+def _load() -> None:
+    """Loads all translators. An entry point that fails warns, and only its own translators are
+    missing.
+    """
+    importlib.import_module(BUILTIN)
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            entry.load()
+        except Exception as error:
+            owner = entry.dist.name if entry.dist else "?"
+            failed = TranslatorError(
+                f"the entry point {entry.name} = {entry.value} of {owner} failed: {message(error)}",
+                expected=f"a module of the group {ENTRY_POINTS} that imports",
+                todo="fix or uninstall that package",
+                where=_raised_at(error, lambda frame: frame.name == "<module>"),
+            )
+            log.warning("%s", failed)
+            _failed.append(failed)
+
+
+def same_storage(a: TensorType, b: TensorType) -> bool:
+    """Whether two types describe the same tensor for torch: partitions and ends are ignored;
+    padding and layout count as stored.
+    """
+    if a.dtype != b.dtype or len(a.shape) != len(b.shape):
+        return False
+    return a.layout != "linear" or tuple(map(plain, a.shape)) == tuple(map(plain, b.shape))

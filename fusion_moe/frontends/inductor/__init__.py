@@ -1,0 +1,91 @@
+"""torch.compile: a post-grad pass of Inductor replaces each region of translated calls by one
+`fusion_moe::run` call.
+
+    torch.compile(model, backend="fusion_moe")     Inductor and this pass; takes mode and options as
+                                                   Inductor does
+    fusion_moe.enable()                            the pass in every torch.compile of the process;
+                                                   import alone changes nothing
+
+Without a host compiler the same pass runs, and everything outside of the regions runs call by call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._inductor import config
+from torch.fx import GraphModule
+
+from ... import options as switches
+from ... import target
+from ...errors import Error
+from ...messages.progress import waiting
+from ...options import Options
+from ..compiled import keep
+from ..float_experts import warn_of_float_experts
+from ..regions import Found, find_regions
+from .compile_graph import compile_calls, compile_with
+from .config import separate
+from .dynamo import as_it_is
+from .fusion_pass import FusionPass, passes_set
+from .log_found import is_logged, log_found
+
+
+def backend(
+    model: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """`torch.compile(..., backend="fusion_moe", mode=..., options=...)`: Inductor with the pass.
+
+    options: Inductor's, and ours as "fusion_moe.<name>" (see options.py). OptionError for an
+    unknown one.
+    """
+    own, rest = separate(options or {})
+    try:
+        switched = switches.current().replace(**own)
+        _check_target(switched, inputs)
+        warn_of_float_experts(model)
+        compiled, found = keep(model, switched), list[Found]()
+        with waiting("compiling a graph"):
+            made = compile_with(
+                FusionPass(switched, found.append, passes_set(rest)), model, inputs, mode, rest
+            )
+        # the pass was not called: the code came from a cache
+        if not found and compiled and is_logged():
+            compiled.again(
+                compile_calls, lambda graph, *_: log_found(find_regions(graph, switched))
+            )
+        return made
+    except Error as error:
+        raise as_it_is(error) from error.__cause__
+
+
+def enable() -> None:
+    """Adds the pass to every torch.compile with Inductor in this process, under the options now in
+    force, before passes already set.
+
+    Called again, it only updates the options. Code that is already compiled stays as it is:
+    `torch._dynamo.reset()` discards it.
+    """
+    config.post_grad_custom_pre_pass = FusionPass(switches.current(), then=passes_set({}))
+
+
+def disable() -> None:
+    """Undoes `enable`; passes that others have set stay."""
+    others = passes_set({})
+    config.post_grad_custom_pre_pass = (
+        list(others) if len(others) > 1 else others[0] if others else None
+    )
+
+
+def _check_target(with_: Options, inputs: Sequence[Any]) -> None:
+    """UnsupportedError if the compiled code could not run."""
+    for device in {t.device for t in inputs if isinstance(t, torch.Tensor)} or {
+        torch.device("cpu")
+    }:
+        target.check_device(target.find(with_.target, device), device, "torch.compile")

@@ -1,0 +1,109 @@
+"""The pass that Inductor calls on a graph: finds its regions and replaces each by a call of
+`fusion_moe::run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch._inductor import config, custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.virtualized import V
+from torch.fx import Graph
+
+from ...definitions import translate
+from ...messages.warn import warn_once
+from ...options import Options
+from .. import fingerprint
+from ..nodes import called_op, is_call, source_of
+from ..regions import Found, NotFused, find_regions
+from ..rewrite import replace_regions
+from .log_found import log_found
+
+# torch >= 2.12 has passes that are told whether the graph is for inference; a pass that follows
+# ours may be one
+_InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+
+
+class FusionPass(_InferenceAware):
+    """The pass. options: the options to compile under; found: called with what was found in each
+    graph; then: passes to run after it.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        found: Callable[[Found], None] | None = None,
+        then: Sequence[Any] = (),
+    ):
+        self.options, self.found, self.then = options, found, tuple(then)
+
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
+        """Replaces the regions of a graph in place."""
+        result = find_regions(graph, self.options)
+        if config.cpp_wrapper and not V.aot_compilation:
+            _leave_single_results(result)
+        replace_regions(graph, result.regions, self.options)
+        log_found(result)
+        if self.found is not None:
+            self.found(result)
+        for other in self.then:
+            aware = _InferenceAware is not CustomGraphPass and isinstance(other, _InferenceAware)
+            other(graph, is_inference) if aware else other(graph)
+
+    def uuid(self) -> Any:
+        """A digest of what compiled code depends on: our sources, the options, every translator,
+        the passes that follow.
+
+        None, with which Inductor caches nothing, if one of these has no fingerprint.
+        """
+        translators, unknown = dict[str, str](), dict[str, str]()
+        for t in translate.registered():
+            try:
+                translators[t.op] = fingerprint.of_function(t.function)
+            except fingerprint.NoFingerprint as why:
+                unknown[t.op] = str(why)
+        others = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.then)
+        if unknown:
+            found = "; ".join(
+                f"the translator of {op} depends on what has no fingerprint, {why}"
+                for op, why in unknown.items()
+            )
+            warn_once(f"compiled code is not cached: {found}")
+        if unknown or None in others:
+            return None
+        return (
+            "fusion_moe",
+            fingerprint.of_library(),
+            self.options.key(),
+            tuple(translators.items()),
+            others,
+        )
+
+
+def _leave_single_results(found: Found) -> None:
+    """Takes out the regions with one result: Inductor's C++ wrapper, unless it is AOTInductor's,
+    crashes on a list of one tensor.
+    """
+    left = [r for r in found.regions if len(r.outputs) == 1]
+    if left:
+        why = "torch's cpp_wrapper cannot call a program with one result"
+        warn_once(f"calls are not fused: {why}; leave out cpp_wrapper to fuse them")
+        found.regions = [r for r in found.regions if len(r.outputs) != 1]
+        found.outside += [n for r in left for n in r.nodes]
+        found.not_fused += [
+            NotFused(str(called_op(n)), source_of(n), why)
+            for r in left
+            for n in r.nodes
+            if is_call(n)
+        ]
+
+
+def passes_set(options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The passes that the user has set, in options or in Inductor's config, except ours."""
+    given = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+    passes = given if isinstance(given, (list, tuple)) else [given]
+    return tuple(
+        q for p in passes if p is not None for q in (p.then if isinstance(p, FusionPass) else (p,))
+    )

@@ -1,0 +1,1 @@
+"""What a user reads besides errors: progress, warnings, how extras are installed."""

@@ -1,0 +1,1 @@
+"""From the modules of other libraries to frozen ones: `quantize_` and its converters."""

@@ -1,0 +1,145 @@
+"""quantize_: converts the experts of a model from floating point to NVFP4, in place."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ...errors import OptionError, UnsupportedError
+from ...messages.progress import progress
+from ..config import NVFP4Config
+from ..frozen.grouped import NVFP4GroupedLinear
+from ..frozen.packed import PackedModule
+from ..frozen.projections import Projections
+from .converters import DECORATED, check, converted, converter_of, known_names, why_refused
+
+log = logging.getLogger("fusion_moe")
+Filter = Callable[[nn.Module, str], bool]
+
+
+def quantize_(
+    model: nn.Module, config: NVFP4Config | None = None, filter_fn: Filter | None = None
+) -> None:
+    """Replaces the expert modules of a model by those of fusion_moe.nn, in place. Everything else
+    stays as it is.
+
+    A layer that is known as a whole is replaced as a whole, and its submodules are not looked at.
+    filter_fn(module, name) chooses modules; without it all are replaced. Fails before it changes
+    anything, with the module's name: UnsupportedError if the model has no experts that it knows,
+    NonFiniteError for NaN or infinite weights, ShapeError for sizes that are not multiples of 16;
+    also OptionError for an invalid config. Each module is replaced as soon as its weights are
+    quantized, so that only one is in memory in both forms. After an interruption, another call
+    completes the work. A model whose experts are all replaced already stays as it is, with a
+    warning.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(
+            f"a {type(model).__name__}",
+            expected="a torch.nn.Module with experts",
+            where="quantize_",
+        )
+    _check_config(config)
+    names = _chosen(model, filter_fn)
+    for name, *_ in progress(names, "checking experts", len(names)):
+        check(model.get_submodule(name), config, name)
+    for name, *others in progress(names, "quantizing experts", len(names)):
+        made = converted(model.get_submodule(name), config, name)
+        for each in (name, *others):
+            model.set_submodule(each, made)
+        for module in made.modules():
+            if isinstance(module, PackedModule):
+                module.order()
+    _tell_transformers(model)
+
+
+def _check_config(config: NVFP4Config | None) -> None:
+    if config is not None and not isinstance(config, NVFP4Config):
+        raise OptionError(
+            f"config = {config!r}", expected="fusion_moe.NVFP4Config(), or none", where="quantize_"
+        )
+
+
+def _chosen(model: nn.Module, filter_fn: Filter | None) -> list[list[str]]:
+    """The names of each module to convert. UnsupportedError if there are none and the model is not
+    quantized already.
+    """
+    known, names = _known(model), dict[int, list[str]]()
+    for name, module in known.items():
+        if filter_fn is None or filter_fn(module, name):
+            names.setdefault(id(module), []).append(name)
+    if not names:
+        _check_why_none(model, bool(known))
+    return list(names.values())
+
+
+def _tell_transformers(model: nn.Module) -> None:
+    """Prevents transformers' save_pretrained from writing the new parameters under the old names,
+    which nothing could load.
+    """
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    if modeling is not None and isinstance(model, modeling.PreTrainedModel):
+        importlib.import_module("fusion_moe.transformers.quantizer").attach(model)
+
+
+def _known(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that can be converted, none inside of another: the outer one may depend on what
+    the inner one is.
+    """
+    if converter_of(model):
+        raise UnsupportedError(
+            f"{type(model).__name__}, which is not part of a model",
+            expected="a model with such modules inside",
+            todo="fusion_moe.nn.convert(module) returns its replacement",
+        )
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if converter_of(module) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return found
+
+
+def _check_why_none(model: nn.Module, filtered: bool) -> None:
+    """If nothing is to be converted: a warning for a model that is quantized already, otherwise an
+    error that says why.
+    """
+    where = type(model).__name__
+    there = [m for m in model.modules() if isinstance(m, (Projections, NVFP4GroupedLinear))]
+    if there:
+        encodings = ", ".join(dict.fromkeys(m.encoding.name for m in there))
+        rest = ", and filter_fn rejects the others" if filtered else ""
+        log.warning(
+            "quantize_ changes nothing: experts of this %s are in %s already%s",
+            where,
+            encodings,
+            rest,
+        )
+        return
+    if filtered:
+        raise UnsupportedError(
+            "filter_fn rejected all experts", expected="True for at least one", where=where
+        )
+    for name, module in model.named_modules():
+        if why := why_refused(module):
+            found, todo = (
+                f"{name} ({type(module).__name__}) cannot be quantized: {why}",
+                "keep it in floating point",
+            )
+            raise UnsupportedError(found, expected=DECORATED, todo=todo, where=where)
+    others = {
+        f"{name} ({type(m).__name__})"
+        for name, m in model.named_modules()
+        if any(p.dim() == 3 for p in m.parameters(recurse=False))
+    }
+    raise UnsupportedError(
+        "no experts that can be quantized; modules with 3-D weights: "
+        f"{', '.join(sorted(others)) or 'none'}",
+        expected=f"{DECORATED}, or {known_names()}",
+        todo="fusion_moe.register_converter adds a class; NVFP4Experts.from_float makes the "
+        "module of [E, 2I, H] and [E, H, I] weights",
+        where=where,
+    )

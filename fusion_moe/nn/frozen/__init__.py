@@ -1,0 +1,1 @@
+"""Layers with quantized weights that are not trained."""

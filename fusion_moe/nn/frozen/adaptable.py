@@ -1,0 +1,90 @@
+"""Modules with encoded weights, each of which may have an adapter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...encodings import Quantized
+from ...layouts import Padding
+from ..local import local
+from .packed import PackedModule, say_once
+
+
+class AdaptableModule(PackedModule):
+    """A module with encoded weights and optional adapters that train, each in a submodule
+    `<projection>_lora` (lora.py).
+
+    projections: the names of the weights; targets: what `add_lora_` calls them.
+    """
+
+    projections: tuple[str, ...]
+    targets: tuple[str, ...]
+    # whether rows of gate and up alternated in the module that this one was converted from
+    in_turns = False
+
+    @property
+    def packed(self) -> tuple[tuple[str, ...], ...]:  # type: ignore[override]
+        """The names of elements and block scales of each weight."""
+        return tuple(
+            self.part_names[name][: 1 + len(self.encoding.block_scales)]
+            for name in self.projections
+        )
+
+    def weight_of(self, projection: str) -> Quantized:
+        """The weight of a projection, as it is stored."""
+        return Quantized(*self._parts(projection), encoding=self.encoding)
+
+    def shape_of(self, projection: str) -> tuple[int, int, int]:
+        """E, N and K of the weight of a projection, without padding."""
+        name = self.part_names[projection][0]
+        return (len(getattr(self, name)), *self.matrix_shape(name))
+
+    def row_scales(self, name: str) -> int:
+        """See `PackedModule`."""
+        names = next(names for names in self.part_names.values() if names[0] == name)
+        scales = [
+            getattr(self, key)
+            for key, part in zip(names, self.encoding.parts, strict=True)
+            if part.of_matrix
+        ]
+        return max([t.shape[1] for t in scales if t.dim() > 1], default=1)
+
+    def adapter(self, projection: str) -> Any:
+        """The adapter that `add_lora_` gave a projection; None if it has none."""
+        return self._modules.get(f"{projection}_lora")
+
+    @property
+    def adapted(self) -> bool:
+        """Whether any projection has an adapter."""
+        return any(self.adapter(projection) is not None for projection in self.projections)
+
+    def _factors(self, projection: str) -> tuple[Tensor | None, Tensor | None]:
+        """A [G, r, K] and B [G, N, r] of a projection's adapter, padded like its weight."""
+        adapter = self.adapter(projection)
+        if adapter is None or adapter.disabled:
+            return None, None
+        if (
+            self.training
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not adapter.A.requires_grad
+        ):
+            say_once(
+                f"training mode, but the adapters of {type(self).__name__} are frozen: call "
+                "add_lora_ after what freezes a model"
+            )
+        padding, a, b = self._padding(projection), local(adapter.A), local(adapter.B)
+        return (padding.pad_columns(a), padding.pad_rows(b, -2)) if padding else (a, b)
+
+    def _padding(self, projection: str) -> Padding | None:
+        """The padding of a projection's weight."""
+        return self.paddings.get(self.part_names[projection][0]) if self.paddings else None
+
+    @property
+    def _lora_scale(self) -> float:
+        """The factor of B @ A: the same number for all projections."""
+        adapters = map(self.adapter, self.projections)
+        return next((adapter.scale for adapter in adapters if adapter is not None), 1.0)

@@ -1,0 +1,192 @@
+"""The experts of a mixture-of-experts layer as one operation: SwiGLU and its variants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...encodings import NVFP4, Quantized
+from ...errors import Error, ShapeError, need_one_of
+from ...layouts import Layout, Padding
+from ...layouts.groups import ceil_to
+from .. import checks
+from .base import quantized
+from .projections import Projections
+
+
+class Experts(Projections):
+    """E experts of gated MLPs: down(act(gate(x)) * (up(x) + up_offset)), summed over a token's
+    experts with the router's weights.
+
+    Computed by one operation, `fused_experts`. interleave: 0: in the rows of gate_up_proj, gate
+    stands above up; n: blocks of n gate rows and n up rows alternate. act(gate) is gate *
+    sigmoid(alpha * gate), where `limit` clamps gate (from above only) and up (on both sides).
+    scale_on: what the router's weights multiply, the "output" of experts or, as in Llama-4, their
+    "input".
+    """
+
+    gate_up_proj: nn.Parameter
+    gate_up_proj_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        gate_up: Quantized,
+        down: Quantized,
+        activation_format: str = "bf16",
+        scale_on: str = "output",
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        interleave: int = 0,
+        limit: float | None = None,
+        alpha: float = 1.0,
+        up_offset: float = 0.0,
+    ):
+        """gate_up [E, 2I, H] and down [E, H, I] in one encoding, optionally with per-matrix scales
+        of shapes [E, 2] and [E].
+        """
+        super().__init__(True, gate_up, down, activation_format, gate_up_bias, down_bias)
+        need_one_of("scale_on", scale_on, ("output", "input"), where=type(self).__name__)
+        self.scale_on = scale_on
+        self.interleave, self.limit, self.alpha, self.up_offset = (
+            interleave,
+            limit,
+            alpha,
+            up_offset,
+        )
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]; T tokens
+        in all.
+        """
+        self.order()
+        gate_up, down = self._parts("gate_up"), self._parts("down")
+        of_gate_up, of_down = (
+            (self._padding("gate_up"), self._padding("down")) if self.paddings else (None, None)
+        )
+        if of_gate_up and of_gate_up.padded[1] != of_gate_up.shape[1]:
+            checks.need_rows(
+                "hidden_states", hidden_states, of_gate_up.shape[1], type(self).__name__
+            )
+            hidden_states = of_gate_up.pad_columns(hidden_states)
+        arguments = self._arguments(hidden_states)
+        try:
+            y = torch.ops.fusion_moe.fused_experts(
+                hidden_states, top_k_index, top_k_weights, gate_up, down, **arguments
+            )
+        except Error as error:  # whose message has the operation's argument names
+            raise error.at(
+                f"{type(self).__name__}, whose hidden_states, top_k_index and "
+                "top_k_weights are x, ids and w"
+            ) from None
+        return of_down.cut_rows(y) if of_down else y
+
+    def _arguments(self, like: Tensor) -> dict[str, Any]:
+        """The arguments after the weights that differ from the operation's defaults: each argument
+        passed takes torch 0.3 us.
+        """
+        usual = (  # a local, since a tracer guards each value of a global tuple
+            ("interleave", 0),
+            ("limit", None),
+            ("alpha", 1.0),
+            ("up_offset", 0.0),
+            ("scale_on", "output"),
+            ("activation_format", "bf16"),
+            ("weight_layout", "linear"),
+            ("first_expert", None),
+        )
+        found = {
+            name: value for name, default in usual if (value := getattr(self, name)) != default
+        }
+        if self.encoding.name != "nvfp4":
+            found["weight_format"] = self.encoding.name
+        for name in ("gate_up", "down"):
+            if (bias := self._bias(name, like)) is not None:
+                found[f"{name}_bias"] = bias
+        if self._modules and self.adapted:
+            for name in ("gate_up", "down"):
+                found[f"{name}_lora_a"], found[f"{name}_lora_b"] = self._factors(name)
+            found["lora_scale"] = self._lora_scale
+        return found
+
+    def padding(self, name: str, layout: Layout) -> Padding:
+        """As in `PackedModule`, but features between the two projections are padded for the
+        projection that contracts them.
+        """
+        n, k = self.matrix_shape(name)
+        _, columns = layout.tile
+        if name == self.part_names["down"][0]:
+            return Padding((n, k), (ceil_to(n, columns), ceil_to(k, columns)))
+        return Padding(
+            (n, k), (2 * ceil_to(n // 2, columns), ceil_to(k, columns)), 1 if self.interleave else 2
+        )
+
+    def why_not(self, layout: Layout) -> str:
+        """As in `PackedModule`; alternating blocks of gate and up rows are padded by whole
+        blocks.
+        """
+        padding = self.padding(self.packed[0][0], layout)
+        if self.interleave and padding.padded[0] // 2 % self.interleave:
+            return (
+                f"{padding.padded[0] // 2} features, which tiles need, are no whole blocks of "
+                f"{self.interleave}"
+            )
+        return super().why_not(layout)
+
+    def _bias(self, projection: str, like: Tensor) -> Tensor | None:
+        """The bias of a projection in the dtype of activations, padded like its weight."""
+        bias = super()._bias(projection, like)
+        padding = self._padding(projection) if bias is not None else None
+        return bias if bias is None or padding is None else padding.pad_rows(bias)
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        usual = {
+            "interleave": 0,
+            "limit": None,
+            "alpha": 1.0,
+            "up_offset": 0.0,
+            "scale_on": "output",
+        }
+        changed = "".join(
+            f", {name}={getattr(self, name)!r}"
+            for name, value in usual.items()
+            if getattr(self, name) != value
+        )
+        return super().extra_repr() + changed
+
+
+class NVFP4Experts(Experts):
+    """Experts in NVFP4: uint8 gate_up_proj [E, 2I, H/2] and down_proj [E, H, I/2], e4m3 scales [E,
+    2I, H/16] and [E, H, I/16].
+    """
+
+    @classmethod
+    def from_float(
+        cls,
+        gate_up: Tensor,
+        down: Tensor,
+        activation_format: str = "bf16",
+        scale_on: str = "output",
+    ) -> NVFP4Experts:
+        """gate_up float[E, 2I, H], down float[E, H, I] -> the module with both quantized, bit for
+        bit as nvidia-modelopt does.
+        """
+        return cls(quantize_gate_up(gate_up), quantized(down), activation_format, scale_on)
+
+
+def quantize_gate_up(gate_up: Tensor) -> Quantized:
+    """gate_up float[E, 2I, H], gate above up -> nvfp4[E, 2I, H] with decode scales [E, 2]: one for
+    gate and one for up.
+    """
+    if gate_up.dim() != 3 or gate_up.shape[1] % 2:
+        raise ShapeError(
+            f"gate_up {list(gate_up.shape)}",
+            expected="[E, 2I, H], gate above up",
+            where="NVFP4Experts",
+        )
+    experts, rows, hidden = gate_up.shape
+    codes, block_scale, decode_scale = quantized(gate_up.reshape(experts, 2, rows // 2, hidden))
+    return Quantized(codes.flatten(1, 2), block_scale.flatten(1, 2), decode_scale, encoding=NVFP4)

@@ -1,0 +1,147 @@
+"""Linear layers with NVFP4 weights over groups of rows that are already sorted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...definitions.operations import restored
+from ...encodings import Quantized
+from ...errors import Error, ShapeError
+from .. import checks
+from ..config import need_activation_format
+from .adaptable import AdaptableModule
+from .base import frozen, quantized
+from .experts import quantize_gate_up
+
+
+class NVFP4GroupedLinear(AdaptableModule):
+    """G linear layers, each on its own run of rows: for row r of group g, weight[g] @ row +
+    bias[g].
+
+    N out-features, K in-features. Parameters, all frozen except the bias:
+
+        weight               uint8          [G, N, K/2]    two codes a byte, low nibble first
+        weight_scale         float8_e4m3fn  [G, N, K/16]   linear order
+        weight_decode_scale  float32        [G] or [G, S]  multipliers, one for each matrix or each
+                                                           of S equal runs of its rows
+        bias                 float          [G, N]         or None
+
+    An optional submodule weight_lora is an adapter that trains (lora.py). activation_format:
+    "bf16", activations as they come in; or quantized too: "nvfp4" (compute capability 10.0 only) or
+    "int8" (CPUs only).
+    """
+
+    castable = ("bias",)
+    projections = ("weight",)
+    targets = ("linear",)
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, weight: Quantized, bias: Tensor | None = None, activation_format: str = "bf16"
+    ):
+        """weight nvfp4[G, N, K], bias float[G, N]."""
+        super().__init__()
+        if len(weight.shape) != 3 or (bias is not None and bias.shape != weight.shape[:2]):
+            found = "" if bias is None else f" and bias {list(bias.shape)}"
+            raise ShapeError(
+                f"weight {list(weight.shape)}{found}",
+                expected="[G, N, K] and [G, N]",
+                where=type(self).__name__,
+            )
+        need_activation_format(activation_format, type(self).__name__)
+        self.activation_format = activation_format
+        self.part_names = {"weight": ("weight", "weight_scale", "weight_decode_scale")}
+        self.weight, self.weight_scale, self.weight_decode_scale = map(frozen, weight)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+
+    @classmethod
+    def from_float(
+        cls, weight: Tensor, bias: Tensor | None = None, activation_format: str = "bf16"
+    ) -> NVFP4GroupedLinear:
+        """weight float[G, N, K], bias float[G, N] -> the module, its weight quantized bit for bit
+        as nvidia-modelopt does.
+        """
+        return cls(quantized(weight), bias, activation_format)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        """x [..., K] whose rows are sorted by group, offs i32[G] where the runs end -> [..., N];
+        zeros for rows at or past offs[-1].
+        """
+        self.order()
+        padding = self._padding("weight")
+        if padding:
+            checks.need_rows("x", x, padding.shape[1], type(self).__name__)
+            x = padding.pad_columns(x)
+        weight, factors = self._parts("weight"), self._factors("weight")
+        try:
+            y = torch.ops.fusion_moe.grouped_mm(
+                x,
+                weight,
+                offs,
+                *factors,
+                weight_layout=self.weight_layout,
+                activation_format=self.activation_format,
+                lora_scale=self._lora_scale,
+            )
+        except Error as error:  # whose message has the operation's argument names
+            raise error.at(f"{type(self).__name__}, whose x is a") from None
+        y = padding.cut_rows(y) if padding else y
+        if self.bias is None:
+            return y
+        rows = y.reshape(-1, y.shape[-1])
+        return restored(
+            torch.ops.fusion_moe.group_add(rows, self.bias.to(y.dtype), offs), y.shape[:-1]
+        )
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        groups, n, k = self.shape_of("weight")
+        sizes = f"groups={groups}, in_features={k}, out_features={n}, bias={self.bias is not None}"
+        return (
+            f"{sizes}, activation_format={self.activation_format!r}, "
+            f"weight_layout={self.weight_layout!r}"
+        )
+
+
+class GroupedSwiGLU(nn.Module):
+    """G SwiGLU layers on runs of rows: down(silu(gate(x)) * up(x)).
+
+    gate_up_proj: an NVFP4GroupedLinear with gate above up in its rows, one product for both;
+    down_proj: an NVFP4GroupedLinear. Adapters belong to these two submodules, under the targets
+    "gate_up" and "down".
+    """
+
+    def __init__(self, gate_up: NVFP4GroupedLinear, down: NVFP4GroupedLinear):
+        super().__init__()
+        (groups, rows, _), (down_groups, _, inner) = (
+            gate_up.shape_of("weight"),
+            down.shape_of("weight"),
+        )
+        if groups != down_groups or rows != 2 * inner:
+            raise ShapeError(
+                f"gate_up ({gate_up.extra_repr()}) and down ({down.extra_repr()})",
+                expected="[G, 2I, H] and [G, H, I]",
+            )
+        self.gate_up_proj, self.down_proj = gate_up, down
+        gate_up.targets, down.targets = ("gate_up",), ("down",)
+
+    @classmethod
+    def from_float(
+        cls, gate: Tensor, up: Tensor, down: Tensor, activation_format: str = "bf16"
+    ) -> GroupedSwiGLU:
+        """gate, up float[G, I, H], down float[G, H, I] -> the module with all three quantized, each
+        with its own scales.
+        """
+        gate_up = NVFP4GroupedLinear(
+            quantize_gate_up(torch.cat([gate, up], 1)), None, activation_format
+        )
+        return cls(gate_up, NVFP4GroupedLinear.from_float(down, None, activation_format))
+
+    def forward(self, hidden_states: Tensor, offs: Tensor) -> Tensor:
+        """hidden_states [..., H] whose rows are sorted by group, offs i32[G] where the runs end ->
+        [..., H]
+        """
+        return self.down_proj(
+            torch.ops.fusion_moe.scaled_swiglu(self.gate_up_proj(hidden_states, offs)), offs
+        )

@@ -1,0 +1,135 @@
+"""prepare_: puts the weights of a model in the layout of a target, in place, and compiles its
+kernels before they are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ... import options, target
+from ...errors import (
+    NonFiniteError,
+    OptionError,
+    UnsupportedError,
+    need_one_of,
+)
+from ...layouts import LAYOUTS
+from ...messages.progress import progress
+from ...runtime.preparing import preparing
+from .base import place_
+from .packed import PackedModule, relayout_
+
+log = logging.getLogger("fusion_moe")
+_ALL = "all"
+# tokens: 1, which tracers treat as a constant, and two others, after which they treat it as a
+# symbol
+_FEW = (1, 2, 3)
+
+
+def prepare_(
+    model: nn.Module, to: str = "auto", *, tokens: Sequence[int] | Literal["all"] = ()
+) -> None:
+    """Puts the weights of a model in the layout of a target ("auto": of the option `target`, then
+    of the weights' device), in place.
+
+    On CUDA, modules do this by themselves at their first call, unless the option `order_weights` is
+    off; `prepare_` chooses the time. It needs memory for one extra copy of one weight of a layer.
+    Weights that are not whole tiles of the layout are padded with zeros; state dicts are always
+    linear, without padding. A warning names weights that cannot have the layout; they stay linear.
+    Call `prepare_` once the model is where it runs: a module that moves to another kind of device
+    returns to the linear layout. Parameters become new ones.
+
+    On a CPU, weights may lie elsewhere than modules put them, after torch.load of a module. They
+    are copied to large pages. Shared memory stays.
+
+    tokens: numbers of tokens whose kernels are compiled now, in parallel and with a progress line,
+    instead of in the middle of serving. For each number the model is called with that many tokens
+    in one sequence, and with one token in that many sequences; none of this library's kernels runs
+    meanwhile. "all": the model is called with up to three tokens, and the kernels for all other
+    numbers are derived from these calls' programs. Compiling a model afterwards makes other
+    programs: pass `prepare_` the model that torch.compile returned. UnsupportedError for a model
+    that calls nothing of this library, and for one that takes no `input_ids`: such a model can be
+    called with its own arguments inside `with fusion_moe.preparing("all"):`. NonFiniteError for a
+    block scale that is negative or NaN. An interrupted call leaves each module in one layout or the
+    other.
+    """
+    need_one_of("to", to, ("auto", *target.TARGETS), where="prepare_")
+    _check_tokens(model, tokens)
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
+    kept: dict[str, str] = {}
+    for name, module in progress(modules.items(), "ordering weights", len(modules)):
+        device = next(module.parameters()).device
+        wanted = options.current().target if to == "auto" else to
+        layout = target.find(wanted, device).weight_layout
+        if why := module.why_not(LAYOUTS[layout]):
+            kept[name or type(module).__name__] = why
+            layout = "linear"
+        _check_scales(module, name, layout)
+        relayout_(module, layout)
+        place_(module)
+        module.considered = True
+    if kept:
+        (name, why), *others = kept.items()
+        log.warning(
+            "weights stay in the linear layout: %s%s: %s",
+            name,
+            f" and {len(others)} more" if others else "",
+            why,
+        )
+    if tokens:
+        _compile(model, tokens)
+
+
+def _check_tokens(model: nn.Module, tokens: Sequence[int] | str) -> None:
+    """OptionError for an invalid number of tokens, UnsupportedError for a model that cannot be
+    called with tokens.
+    """
+    listed = isinstance(tokens, Sequence) and all(
+        isinstance(count, int) and count > 0 for count in tokens
+    )
+    if tokens != _ALL and not listed:
+        raise OptionError(
+            f"tokens = {tokens!r}",
+            expected="a list of positive integers, or 'all'",
+            where="prepare_",
+        )
+    if tokens and not hasattr(getattr(model, "config", None), "vocab_size"):
+        found, todo = (
+            f"tokens for a {type(model).__name__}",
+            "with fusion_moe.preparing(): call the model with inputs of these sizes",
+        )
+        raise UnsupportedError(
+            found, expected="a language model with a config", todo=todo, where="prepare_"
+        )
+
+
+def _compile(model: nn.Module, tokens: Sequence[int] | str) -> None:
+    """Compiles what calls of a language model need for these numbers of tokens."""
+    device = next(model.parameters()).device
+    counts, sizes = (_FEW, "all") if isinstance(tokens, str) else (tokens, "called")
+    with preparing(sizes) as noted, torch.no_grad():
+        for shape in dict.fromkeys(shape for count in counts for shape in ((1, count), (count, 1))):
+            model(input_ids=torch.zeros(shape, dtype=torch.long, device=device), use_cache=False)
+        if not noted:
+            todo = "fusion_moe.quantize_(model), or give prepare_ what torch.compile returned"
+            found = f"a {type(model).__name__} that calls nothing of fusion_moe"
+            raise UnsupportedError(
+                found, expected="experts of ours, or a compiled model", todo=todo, where="prepare_"
+            )
+
+
+def _check_scales(module: PackedModule, name: str, layout: str) -> None:
+    """NonFiniteError unless all block scales that would be reordered are such as quantizers
+    write.
+    """
+    if layout == "linear" or module.weight_layout != "linear":
+        return  # they are not reordered, or were already checked
+    try:
+        module.check_block_scales()
+    except NonFiniteError as error:
+        raise error.at(name) from None

@@ -1,0 +1,144 @@
+"""Base of all expert modules: the weights and biases of two projections, in an encoding."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ...encodings import (
+    NVFP4,
+    Encoding,
+    Quantized,
+    mxfp4_as_nvfp4,
+)
+from ...errors import ShapeError
+from ..config import need_activation_format
+from .adaptable import AdaptableModule
+from .base import frozen
+from .packed import relayout_
+
+
+class Projections(AdaptableModule):
+    """The projections up [E, N, H] and down [E, H, I] of E experts. N is 2I if up is "gate_up"
+    (gate above up), and I if it is "up".
+
+    H hidden, I intermediate features. Frozen parameters, one for each part of the encoding:
+
+        gate_up_proj, down_proj              elements: [E, 2I, H] and [E, H, I], packed along the
+                                             last dimension
+        gate_up_proj_scale, down_proj_scale  block scales, in linear order
+        gate_up_decode_scale                 float32 [E, 2], a scale for gate and one for up;
+                                             down_decode_scale float32 [E]
+        gate_up_proj_bias, down_proj_bias    float [E, 2I] and [E, H], or None; the only ones that a
+                                             cast of the model casts
+
+    or up_proj [E, I, H], up_proj_scale, up_decode_scale [E], up_proj_bias [E, I]. Scales of other
+    names keep them: gate_up_proj_super_scale, of blocks, and gate_up_outer_scale, of a matrix.
+    Optional submodules gate_up_lora and down_lora are adapters that train (lora.py).
+    activation_format: "bf16", activations as they come in; or quantized too: "nvfp4" (compute
+    capability 10.0 only) or "int8" (CPUs only, weights in NVFP4 or MXFP4). first_expert: None: ids
+    are 0 to E - 1, or -1 for no expert; otherwise the module has E local experts of more, this is
+    the id of the first, and slots with other ids add nothing to the result.
+    """
+
+    down_proj: nn.Parameter
+    down_proj_bias: nn.Parameter | None
+    targets = ("gate_up", "down")
+    first_expert: int | None = None
+
+    def __init__(
+        self,
+        gated: bool,
+        up: Quantized,
+        down: Quantized,
+        activation_format: str,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+    ):
+        """up [E, N, H] and down [E, H, I] of one encoding, up_bias [E, N], down_bias [E, H]."""
+        super().__init__()
+        self.first_expert = None
+        self.projections = ("gate_up" if gated else "up", "down")
+        need_activation_format(activation_format, type(self).__name__)
+        self._check(gated, up, down)
+        experts, rows, hidden = up.shape
+        self.activation_format = activation_format
+        self.castable = tuple(f"{name}_proj_bias" for name in self.projections)
+        self._set_weights(up, down)
+        biases = (up_bias, (experts, rows)), (down_bias, (experts, hidden))
+        for name, (bias, shape) in zip(self.projections, biases, strict=True):
+            setattr(self, f"{name}_proj_bias", _bias(f"{name}_bias", bias, shape))
+
+    def _set_weights(self, up: Quantized, down: Quantized) -> None:
+        self.encoding = up.encoding
+        self.part_names = {name: _names(up.encoding, name) for name in self.projections}
+        for name, weight in zip(self.projections, (up, down), strict=True):
+            for key, part in zip(self.part_names[name], weight, strict=True):
+                setattr(self, key, frozen(part))
+
+    def to_nvfp4(self) -> Projections:
+        """Converts MXFP4 weights to NVFP4 with equal values, in place, in the linear layout: for
+        nvFuser, which reads no MXFP4. Returns the module.
+
+        Gate and up get their own decode scales or, if weights span many octaves, each row does.
+        Raises like `mxfp4_as_nvfp4`.
+        """
+        if self.encoding != NVFP4:
+            relayout_(self, "linear")
+            up, down = [
+                mxfp4_as_nvfp4(self.weight_of(name), 2 if name == "gate_up" else 0)
+                for name in self.projections
+            ]
+            self._set_weights(up, down)
+        return self
+
+    def _check(self, gated: bool, up: Quantized, down: Quantized) -> None:
+        if len(up.shape) == len(down.shape) == 3:
+            (experts, rows, hidden), wanted = up.shape, down.shape[-1] * (2 if gated else 1)
+            if (
+                rows == wanted
+                and down.shape[:2] == (experts, hidden)
+                and up.encoding == down.encoding
+            ):
+                return
+        found = (
+            f"{self.projections[0]} {up.encoding.name} {list(up.shape)} and down "
+            f"{down.encoding.name} {list(down.shape)}"
+        )
+        expected = f"[E, {'2I' if gated else 'I'}, H] and [E, H, I] of one encoding"
+        raise ShapeError(
+            found,
+            expected=expected,
+            todo="transpose weights that are stored [E, K, N]",
+            where=type(self).__name__,
+        )
+
+    def _bias(self, projection: str, like: Tensor) -> Tensor | None:
+        """The bias of a projection in the dtype of activations."""
+        bias = getattr(self, f"{projection}_proj_bias")
+        return None if bias is None else bias.to(like.dtype)
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        experts, hidden, intermediate = self.shape_of("down")
+        ids = "" if self.first_expert is None else f" from {self.first_expert}"
+        sizes = f"experts={experts}{ids}, hidden={hidden}, intermediate={intermediate}"
+        return (
+            f"{sizes}, activation_format={self.activation_format!r}, "
+            f"weight_layout={self.weight_layout!r}"
+        )
+
+
+def _names(encoding: Encoding, projection: str) -> tuple[str, ...]:
+    """The names of the parameters that are the parts of a weight."""
+    own = ("scale" if s.part == "block_scale" else s.part for s in encoding.scales)
+    kinds = ("_proj" if s.block else "" for s in encoding.scales)
+    return (
+        f"{projection}_proj",
+        *(f"{projection}{kind}_{name}" for kind, name in zip(kinds, own, strict=True)),
+    )
+
+
+def _bias(name: str, bias: Tensor | None, shape: tuple[int, int]) -> nn.Parameter | None:
+    if bias is not None and tuple(bias.shape) != shape:
+        raise ShapeError(f"{name} {list(bias.shape)}", expected=f"{list(shape)}")
+    return None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)

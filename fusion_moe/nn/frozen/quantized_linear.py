@@ -1,0 +1,90 @@
+"""Linear layers with an encoded weight, for attention, shared experts and dense layers of a
+quantized checkpoint.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...definitions.operations import restored
+from ...encodings import Quantized
+from ...errors import Error, ShapeError
+from .. import checks
+from .base import frozen
+from .packed import PackedModule
+
+
+class QuantizedLinear(PackedModule):
+    """x @ weight.T + bias, computed as a grouped product with one group.
+
+    N out-features, K in-features. Frozen parameters: weight, weight_scale and, if the encoding has
+    a scale of the matrix, weight_scale_2 are the parts of nvfp4, mxfp4 or int4 [N, K], in linear
+    order; bias float [N] or None is the only one that a cast of the model casts. A scale that is a
+    scalar is a buffer.
+    """
+
+    castable = ("bias",)
+    packed = (("weight", "weight_scale"),)
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Quantized, bias: Tensor | None = None):
+        """weight [N, K] in one of the encodings, bias float[N]."""
+        super().__init__()
+        if len(weight.shape) != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            found = "" if bias is None else f" and bias {list(bias.shape)}"
+            raise ShapeError(f"weight {list(weight.shape)}{found}", expected="[N, K] and [N]")
+        self.encoding = weight.encoding
+        self.out_features, self.in_features = weight.shape
+        self.part_names = {"weight": ("weight", "weight_scale", "weight_scale_2")[: len(weight)]}
+        for name, part in zip(self.part_names["weight"], weight, strict=True):
+            if part.dim():
+                setattr(self, name, frozen(part))
+            else:
+                # FSDP2 refuses parameters that are scalars
+                self.register_buffer(name, part.detach())
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]. ShapeError for another K, DtypeError for float64 or integers,
+        before anything is computed.
+        """
+        self.order()
+        checks.need_narrow_rows("x", x, self.in_features, type(self).__name__)
+        rows, padding = x.reshape(-1, self.in_features), self.paddings.get("weight")
+        rows = padding.pad_columns(rows) if padding else rows
+        offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
+        try:
+            y = self._product(rows, [t[None] for t in self._parts("weight")], offs)
+        except Error as error:  # whose message has the operation's argument names
+            raise error.at(f"{type(self).__name__}, whose x is a") from None
+        y = restored(padding.cut_rows(y) if padding else y, x.shape[:-1])
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _product(self, rows: Tensor, weight: list[Tensor], offs: Tensor) -> Tensor:
+        layout, encoding = self.weight_layout, self.encoding.name
+        return torch.ops.fusion_moe.grouped_mm(
+            rows, weight, offs, weight_format=encoding, weight_layout=layout
+        )
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        sizes = (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )
+        return f"{sizes}, weight_layout={self.weight_layout!r}"
+
+
+class NVFP4Linear(QuantizedLinear):
+    """A linear layer in NVFP4. Its tensors have nvidia-modelopt's names:
+
+    weight          uint8          [N, K/2]    two codes a byte, low nibble first
+    weight_scale    float8_e4m3fn  [N, K/16]   linear order
+    weight_scale_2  float32        []          multiplies; a buffer
+    """
+
+    def _product(self, rows: Tensor, weight: list[Tensor], offs: Tensor) -> Tensor:
+        return torch.ops.fusion_moe.nvfp4_grouped_mm(
+            rows, *weight, offs, weight_layout=self.weight_layout
+        )

@@ -1,0 +1,1 @@
+"""Adapters beside frozen weights: low-rank factors that train, merged, saved and loaded."""

@@ -1,0 +1,270 @@
+"""LoRA: low-rank adapters beside the frozen weights of experts. Only the adapters train.
+
+    y = W x + (alpha / rank) B (A x)        for each expert, both products added in float32
+
+Letters: E experts, r rank, N out-features, K in-features. Source: LoRA (Hu et al., 2021); initial
+values, and the choice of what trains, follow PEFT.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import (
+    DtypeError,
+    OptionError,
+    UnsupportedError,
+    need_one_of,
+)
+from ..checks import FLOAT_DTYPES
+from ..frozen.adaptable import AdaptableModule
+from ..local import local
+
+TARGETS = ("gate_up", "down", "linear")
+Filter = Callable[[nn.Module, str], bool]
+
+
+class Adapter(nn.Module):
+    """The term that is added to the weight [E, N, K] of a projection: alpha / rank times B @ A.
+
+    Parameters: A float[E, r, K], uniform in -1 / sqrt(K) .. 1 / sqrt(K), and B float[E, N, r],
+    zero, so that it adds nothing at first.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        rank: int,
+        alpha: float,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        """shape: E, N and K of the weight."""
+        super().__init__()
+        experts, n, k = shape
+        self.alpha = alpha
+        self.A = nn.Parameter(torch.empty(experts, rank, k, dtype=dtype, device=device))
+        self.B = nn.Parameter(torch.zeros(experts, n, rank, dtype=dtype, device=device))
+        nn.init.kaiming_uniform_(self.A.flatten(0, 1), a=math.sqrt(5))
+
+    @property
+    def rank(self) -> int:
+        """How many features lie between A and B."""
+        return self.A.shape[1]
+
+    @property
+    def scale(self) -> float:
+        """The factor of B @ A: alpha / rank."""
+        return self.alpha / self.rank
+
+    @property
+    def disabled(self) -> bool:
+        """Whether nothing is added for now."""
+        return False
+
+    def delta(self, expert: int) -> Tensor:
+        """float32 [N, K]: the term that is added to the weight of an expert; counted among the
+        experts on this rank.
+        """
+        return self.scale * (
+            local(self.B)[expert].detach().float() @ local(self.A)[expert].detach().float()
+        )
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        experts, rank, k = self.A.shape
+        return (
+            f"experts={experts}, in_features={k}, out_features={self.B.shape[1]}, rank={rank}, "
+            f"alpha={self.alpha}"
+        )
+
+
+def add_lora_(
+    model: nn.Module,
+    rank: int = 16,
+    alpha: float = 32,
+    targets: Iterable[str] = TARGETS,
+    *,
+    dtype: torch.dtype = torch.float32,
+    filter_fn: Filter | None = None,
+) -> list[str]:
+    """Adds adapters to the experts of a model, in place, and freezes everything else: only A and B
+    train, as with PEFT. Returns the names of what it adapted. A model that has adapters already,
+    from here or from PEFT, was frozen then, and what trains in it goes on training.
+
+    Experts are modules of fusion_moe.nn, quantized (`quantize_`) or float; filter_fn(module, name)
+    chooses among them, without it all are adapted. targets: "gate_up", the first projection (`up`
+    if there is no gate), "down", and "linear", any NVFP4GroupedLinear outside of a GroupedSwiGLU.
+    dtype: of A and B, float32 as in PEFT; products are computed in the dtype of activations. To
+    train anything else, call `requires_grad_()` on it afterwards.
+
+    Fails before it changes anything: UnsupportedError for a model without experts or without these
+    targets, or with adapters already; OptionError for an invalid rank, alpha or target; DtypeError
+    for an integer dtype.
+    """
+    modules = adaptable(model, "add_lora_", filter_fn)
+    _check_options(rank, alpha, dtype)
+    chosen = _need_targets(targets)
+    need_unadapted(modules, "add_lora_")
+    places = _places(modules, chosen)
+    freeze_(model)
+    for name, projection in places:
+        adapt(modules[name], projection, rank, float(alpha), dtype)
+    return [f"{name}.{projection}" if name else projection for name, projection in places]
+
+
+def freeze_(model: nn.Module) -> None:
+    """Freezes a model to which the first adapters are added: PEFT's, which leave `peft_config`,
+    froze it themselves.
+    """
+    if not any(
+        isinstance(module, Adapter) or hasattr(module, "peft_config") for module in model.modules()
+    ):
+        model.requires_grad_(False)
+
+
+def _places(
+    modules: Mapping[str, AdaptableModule], targets: Sequence[str]
+) -> list[tuple[str, str]]:
+    """The names of modules, each with a projection that the targets name. UnsupportedError if there
+    are none.
+    """
+    known = [
+        (name, p, target)
+        for name, module in modules.items()
+        for p, target in zip(module.projections, module.targets, strict=True)
+    ]
+    found = [(name, projection) for name, projection, target in known if target in targets]
+    if not found:
+        there = ", ".join(dict.fromkeys(target for _, _, target in known))
+        raise UnsupportedError(
+            f"no {' or '.join(targets)} among the experts",
+            expected=f"targets of these: {there}",
+            where="add_lora_",
+        )
+    return found
+
+
+def adaptable(
+    model: nn.Module, where: str, filter_fn: Filter | None = None
+) -> dict[str, AdaptableModule]:
+    """The modules that can have adapters, by name. UnsupportedError if there are none."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(
+            f"a {type(model).__name__}", expected="a torch.nn.Module with experts", where=where
+        )
+    known = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, AdaptableModule)
+    }
+    modules = {
+        name: module
+        for name, module in known.items()
+        if filter_fn is None or filter_fn(module, name)
+    }
+    if not modules:
+        found = (
+            "filter_fn rejected all experts"
+            if known
+            else (f"no experts of fusion_moe.nn in a {type(model).__name__}")
+        )
+        raise UnsupportedError(
+            found,
+            expected="at least one module of them",
+            todo="" if known else "quantize_(model) first",
+            where=where,
+        )
+    return modules
+
+
+def _check_options(rank: int, alpha: float, dtype: torch.dtype) -> None:
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank <= 0:
+        raise OptionError(f"rank = {rank!r}", expected="a positive integer", where="add_lora_")
+    if not is_alpha(alpha):
+        raise OptionError(
+            f"alpha = {alpha!r}", expected="a finite number in float32", where="add_lora_"
+        )
+    if dtype not in FLOAT_DTYPES:
+        raise DtypeError(
+            f"dtype = {dtype}",
+            expected=f"one of {', '.join(map(str, FLOAT_DTYPES))}",
+            where="add_lora_",
+        )
+
+
+def is_alpha(value: object) -> bool:
+    """Whether a value is a number that is finite in float32, in which alpha / rank multiplies."""
+    return isinstance(value, (int, float)) and abs(value) <= torch.finfo(torch.float32).max
+
+
+def _need_targets(targets: Iterable[str]) -> tuple[str, ...]:
+    """The targets in order, without duplicates."""
+    given = (targets,) if isinstance(targets, str) else tuple(targets)
+    for target in given:
+        need_one_of("targets", target, TARGETS, where="add_lora_")
+    if not given:
+        raise OptionError("no targets", expected=" or ".join(TARGETS), where="add_lora_")
+    return tuple(target for target in TARGETS if target in given)
+
+
+def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
+    """UnsupportedError if one of the modules has an adapter or cannot have one."""
+    for name, module in modules.items():
+        if module.sharding is not None and not module.sharding.adaptable:
+            found = f"{name or type(module).__name__} has a part of each expert's features"
+            raise UnsupportedError(
+                found,
+                expected="whole experts",
+                todo="parallelize_(model, mesh, plan='ep')",
+                where=where,
+            )
+        if module.adapted:
+            found = f"{name or type(module).__name__} has adapters already"
+            todo = (
+                "train these, also after load_lora_; for other ones, call remove_lora_(model) first"
+            )
+            raise UnsupportedError(found, todo=todo, where=where)
+
+
+def adapt(
+    module: AdaptableModule, projection: str, rank: int, alpha: float, dtype: torch.dtype
+) -> Adapter:
+    """Adds an adapter to a projection, on its weight's device; beside a rank's share of experts, a
+    share of the adapters of all experts.
+    """
+    adapter = _kind()(
+        module.shape_of(projection), rank, alpha, dtype, module.weight_of(projection).device
+    )
+    if module.sharding is not None:
+        adapter.A, adapter.B = (
+            nn.Parameter(module.sharding.whole(name, getattr(adapter, name).detach()))
+            for name in "AB"
+        )
+    module.add_module(f"{projection}_lora", adapter)
+    return adapter
+
+
+def _kind() -> type[Adapter]:
+    """The class of new adapters: one that PEFT knows, where a program may use PEFT."""
+    if ("peft" in sys.modules or "transformers" in sys.modules) and importlib.util.find_spec(
+        "peft"
+    ) is not None:
+        from .peft import PeftAdapter
+
+        return PeftAdapter
+    return Adapter
+
+
+def adapters_of(module: AdaptableModule) -> Iterator[tuple[str, Adapter]]:
+    """The adapters of a module, by projection."""
+    for projection in module.projections:
+        adapter = module.adapter(projection)
+        if adapter is not None:
+            yield projection, adapter

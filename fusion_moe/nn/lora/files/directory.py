@@ -1,0 +1,290 @@
+"""save_lora and load_lora_: write the adapters of a model's experts to a directory, and load
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....checkpoints.headers import Entry, read_header
+from ....checkpoints.shard import Planned, Step, write_shard
+from ....checkpoints.writing import (
+    destination,
+    readable_errors,
+    sync,
+    write_text,
+)
+from ....errors import CheckpointError, NonFiniteError, UnsupportedError
+from ...frozen.adaptable import AdaptableModule
+from ...local import gathered, is_dtensor, local
+from ...trained.activations import deinterleave, interleave
+from ..adapter import (
+    Adapter,
+    adapt,
+    adaptable,
+    adapters_of,
+    freeze_,
+    need_unadapted,
+)
+from .config import CONFIG, LoraConfig, common, read_config
+from .factors import from_peft, peft_shapes, to_peft
+
+TENSORS = "adapter_model.safetensors"
+_ROOT = "base_model.model"  # what PEFT calls the model that it wraps
+_INNER = "base_layer"  # PEFT's name of the module, or of another adapter, inside an adapter
+
+
+def save_lora(model: nn.Module, directory: str | Path) -> Path:
+    """Writes the adapters of a model, and nothing else of it, as PEFT would. The directory appears
+    whole or not at all.
+
+    PEFT loads it into the model in floating point, by the names of its parameters:
+    `PeftModel.from_pretrained(model, directory)`. If the model's experts are divided between ranks,
+    all ranks must call it; the first of all ranks writes. UnsupportedError for a model without
+    adapters, or with several LoRA ranks; CheckpointError if the directory exists and is not empty,
+    or cannot be written.
+    """
+    dst = destination(directory)
+    found = [
+        (name, module) for name, module in adaptable(model, "save_lora").items() if module.adapted
+    ]
+    if not found:
+        raise UnsupportedError(
+            "no adapters",
+            expected="a model that add_lora_ or load_lora_ gave some",
+            where="save_lora",
+        )
+    rank, alpha = common(
+        [(a.rank, a.alpha) for _, module in found for _, a in adapters_of(module)], "save_lora"
+    )
+    targets = tuple(
+        _parameter(name, module, projection)
+        for name, module in found
+        for projection, _ in adapters_of(module)
+    )
+    config = LoraConfig(rank, alpha, targets).written(getattr(model, "name_or_path", None) or None)
+    tensors = {key: t for name, module in found for key, t in _stored(name, module)}
+    if not _divided(found) or torch.distributed.get_rank() == 0:
+        _write(dst, tensors, config)
+    return dst
+
+
+def load_lora_(
+    model: nn.Module, directory: str | Path, *, dtype: torch.dtype = torch.float32
+) -> list[str]:
+    """Adds the adapters of a directory, written by `save_lora` or PEFT, to the experts of a model,
+    in place, and freezes everything else, as `add_lora_` does.
+
+    Returns the names of what it adapted. dtype: of A and B. Every tensor of the file must find its
+    place: CheckpointError names one that does not; NonFiniteError one with NaN or infinity.
+    UnsupportedError for other features of PEFT than adapters of experts (DoRA, other modules, ...),
+    for a model without experts, and for one that has adapters already. Fails before it changes
+    anything.
+    """
+    path, modules = Path(directory), adaptable(model, "load_lora_")
+    need_unadapted(modules, "load_lora_")
+    config, entries = read_config(path), _entries(path)
+    made = {name: _planned(name, modules, config, entries) for name in _named(entries)}
+    if lost := entries.keys() - {key for name, its in made.items() for key in _keys(name, its)}:
+        raise CheckpointError(
+            f"{min(lost)} has no place",
+            expected="adapters of experts alone",
+            where=str(path / TENSORS),
+        )
+    tensors = _read(path / TENSORS)
+    freeze_(model)
+    for name, projections in made.items():
+        _fill(name, modules[name], projections, config, tensors, dtype)
+    return [
+        f"{name}.{projection}" if name else projection
+        for name, its in made.items()
+        for projection in its
+    ]
+
+
+# Names --------------------------------------------------------------------------------------------
+
+
+def _parameter(name: str, module: AdaptableModule, projection: str) -> str:
+    """The name of a projection's weight in the model that PEFT adapts."""
+    parameter = module.part_names[projection][0]
+    return f"{name}.{parameter}" if name else parameter
+
+
+def _keys(name: str, adapters: Collection[str]) -> list[str]:
+    """The names of lora_A and lora_B for each projection of a module. Each adapter is wrapped
+    around the previous one.
+    """
+    depths = range(len(adapters) - 1, -1, -1)
+    return [
+        ".".join(filter(None, (_ROOT, name, *[_INNER] * depth, f"lora_{f}.weight")))
+        for depth in depths
+        for f in "AB"
+    ]
+
+
+def _named(entries: Mapping[str, Entry]) -> list[str]:
+    """The modules for which a file has adapters."""
+    found = dict.fromkeys(key.partition(".lora_")[0] for key in entries)
+    return list(
+        dict.fromkeys(
+            ".".join(p for p in name.removeprefix(_ROOT).split(".") if p and p != _INNER)
+            for name in found
+        )
+    )
+
+
+# Saving -------------------------------------------------------------------------------------------
+
+
+def _stored(name: str, module: AdaptableModule) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module's adapters, under PEFT's names."""
+    adapters = dict(adapters_of(module))
+    pairs = (
+        (gathered(adapter.A.detach()), _rows_there(module, projection, adapter))
+        for projection, adapter in adapters.items()
+    )
+    factors = [t for pair in pairs for t in to_peft(*pair)]
+    return zip(_keys(name, adapters), factors, strict=True)
+
+
+def _rows_there(module: AdaptableModule, projection: str, adapter: Adapter) -> Tensor:
+    """B with its rows in the order that the weight had before the experts were converted."""
+    rows = gathered(adapter.B.detach())
+    return interleave(rows, 1, 1) if module.in_turns and projection == "gate_up" else rows
+
+
+def _divided(modules: Iterable[tuple[str, AdaptableModule]]) -> bool:
+    return any(is_dtensor(adapter.A) for _, module in modules for _, adapter in adapters_of(module))
+
+
+def _write(dst: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Writes the two files, under another name until they are synced to disk."""
+    steps = [
+        Step(
+            tuple(Planned(key, t.dtype, tuple(t.shape)) for key, t in tensors.items()),
+            lambda: _on_cpu(tensors),
+        )
+    ]
+    partial = dst.with_name(f".{dst.name}.{os.getpid()}.partial")
+    with readable_errors(dst, partial):
+        partial.mkdir(parents=True)
+        try:
+            write_shard(partial / TENSORS, steps)
+            write_text(partial / CONFIG, json.dumps(config, indent=2) + "\n")
+            sync(partial)
+            partial.rename(dst)
+            sync(dst.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: t.cpu() for key, t in tensors.items()}
+
+
+# Loading ------------------------------------------------------------------------------------------
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    """The entries of a directory's file, by name; no data is read."""
+    file = path / TENSORS
+    if not file.exists() and (path / "adapter_model.bin").exists():
+        found, todo = (
+            "adapter_model.bin: pickled tensors, which can run code when they are read",
+            "save it with safe_serialization=True",
+        )
+        raise UnsupportedError(found, expected=TENSORS, todo=todo, where=str(path))
+    return {entry.name: entry for entry in read_header(file)}
+
+
+def _planned(
+    name: str,
+    modules: Mapping[str, AdaptableModule],
+    config: LoraConfig,
+    entries: Mapping[str, Entry],
+) -> list[str]:
+    """The projections of a module that get adapters, for which the file has tensors of the right
+    shapes.
+    """
+    if name not in modules:
+        expected = f"modules with experts: {', '.join(modules)}"
+        raise CheckpointError(
+            f"adapters of {name or 'the whole model'}", expected=expected, where="load_lora_"
+        )
+    module = modules[name]
+    projections = [p for p in module.projections if config.targeted(_parameter(name, module, p))]
+    wanted = [
+        shape
+        for p in projections
+        for shape in peft_shapes(_experts(module), *module.shape_of(p)[1:], config.rank)
+    ]
+    for key, shape in zip(_keys(name, projections), wanted, strict=True):
+        if (
+            key not in entries
+            or entries[key].shape != shape
+            or not entries[key].dtype.is_floating_point
+        ):
+            found = str(entries.get(key, f"no {key}"))
+            raise CheckpointError(
+                found, expected=f"{key} of floats {list(shape)}", where="load_lora_"
+            )
+    return projections
+
+
+def _experts(module: AdaptableModule) -> int:
+    """E, over all ranks."""
+    return (
+        module.shape_of(module.projections[0])[0]
+        if module.sharding is None
+        else module.sharding.experts
+    )
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            str(error), expected="the file as it was when its header was read", where=str(file)
+        ) from None
+    for key, t in tensors.items():
+        if bad := int((~t.float().isfinite()).sum()):
+            found, todo = (
+                f"{bad} NaN or infinite among the {t.numel()} elements of {key}",
+                "the file is damaged, or training diverged",
+            )
+            raise NonFiniteError(found, expected="finite numbers", todo=todo, where=str(file))
+    return tensors
+
+
+def _fill(
+    name: str,
+    module: AdaptableModule,
+    projections: Sequence[str],
+    config: LoraConfig,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Gives a module its adapters, with the values from the file."""
+    keys = _keys(name, projections)
+    for projection, key_a, key_b in zip(projections, keys[::2], keys[1::2], strict=True):
+        a, b = from_peft(tensors[key_a], tensors[key_b], _experts(module))
+        adapter = adapt(module, projection, config.rank, config.alpha, dtype)
+        b = deinterleave(b, 1, 1) if module.in_turns and projection == "gate_up" else b
+        if module.sharding is not None:
+            a, b = module.sharding.share("A", a), module.sharding.share("B", b)
+        with torch.no_grad():
+            local(adapter.A).copy_(a)
+            local(adapter.B).copy_(b)

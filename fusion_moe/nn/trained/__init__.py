@@ -1,0 +1,1 @@
+"""Layers over groups of rows that are trained in floating point."""

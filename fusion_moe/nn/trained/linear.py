@@ -1,0 +1,317 @@
+"""Linear layers over groups of rows, trained in floating point."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import recipe
+from ...definitions.operations import restored
+from ...errors import DtypeError, OptionError, ShapeError
+from ...ir.types import dtype_name
+from .. import checks
+from . import splits
+from .delayed import Delayed
+from .packing import GroupedParameters
+from .stages import ROWS, Call, Operand, Stage, call
+from .tracked import Effects, tracked
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class GroupedLinear(GroupedParameters):
+    """G linear layers, each on its own run of rows: for row r of group g, weight[g] @ row +
+    bias[g].
+
+    G is num_groups, K in_features, N out_features; M rows. Parameters, all of one float dtype:
+
+        weight0 .. weight{G-1}  [N, K] each, or with single_grouped_weight  weight [G, N, K]
+        bias0 .. bias{G-1}      [N] each, or with single_grouped_bias       bias [G, N]; None
+            without bias
+
+    Weights start kaiming-uniform with a = sqrt(5), biases at zero. weight0 .. are views of one
+    buffer, so that a product takes them as [G, N, K] without a copy. Other parameters may be
+    registered in their places; each call copies them, unless they too are contiguous neighbours in
+    one storage. State dicts of either form load. On device="meta" nothing is allocated; parameters
+    that get memory later, or that a state dict assigns, are moved into one buffer, unless they are
+    parts of a larger storage, or in shared memory. In a state dict each has a storage of its own,
+    on the same memory, for tools that take tensors of one storage for one tensor.
+
+    The result has autocast's dtype if autocast is on, otherwise the weights'. Products follow the
+    recipe that `fusion_moe.autocast` has put in force, if any (ShapeError for sizes that it does
+    not take). Gradients are computed only for tensors that require one; those of weight0 .. are
+    slices of one [G, N, K].
+
+    scale_bias: with a bias, row r gets scales[r] * bias[g]; scales may require a gradient.
+    return_bias: a call adds no bias, and returns (result, biases) for the caller to add: a list of
+    G [N] in the result's dtype, with their
+        gradients; an empty list without bias. Not with scale_bias, and not in a `Sequential`.
+    accumulate_into_main_grad: the backward adds a weight's gradient to `weight.main_grad` (or to
+    what `weight.get_main_grad()` returns), a
+        float32 or bfloat16 tensor of the weight's shape that must exist in the forward; if
+            `weight.overwrite_main_grad`, it overwrites it.
+        If a weight has an attribute `grad_added_to_main_grad`, it is set to True, and autograd's
+            hooks see a gradient without meaning
+        (zeros if `weight.zero_out_wgrad`); for any other weight they see None.
+    delay_wgrad_compute: the backward leaves out the gradients of weights; `backward_dw` computes
+    those of the oldest backward.
+
+    Under torch.compile a call is part of the graph, unless it writes: out, grad_input, main_grad
+    and delayed gradients break the graph.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        accumulate_into_main_grad: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        delay_wgrad_compute: bool = False,
+        scale_bias: bool = False,
+        return_bias: bool = False,
+    ):
+        for name, n in (
+            ("num_groups", num_groups),
+            ("in_features", in_features),
+            ("out_features", out_features),
+        ):
+            if not isinstance(n, int) or n <= 0:
+                raise OptionError(
+                    f"{name} = {n!r}", expected="a positive integer", where="GroupedLinear"
+                )
+        if scale_bias and return_bias:
+            raise OptionError(
+                "scale_bias and return_bias",
+                expected="one of them",
+                todo="scale what is returned",
+                where="GroupedLinear",
+            )
+        dtype = dtype or torch.get_default_dtype()
+        if dtype not in _DTYPES:
+            raise DtypeError(
+                f"dtype = {dtype}",
+                expected=f"one of {', '.join(map(str, _DTYPES))}",
+                where="GroupedLinear",
+            )
+        super().__init__(num_groups)
+        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        self.scale_bias, self.return_bias = scale_bias and bias, return_bias
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.delayed = Delayed() if delay_wgrad_compute else None
+        self.add_grouped(
+            "weight", (out_features, in_features), single_grouped_weight, device=device, dtype=dtype
+        )
+        if bias:
+            self.add_grouped(
+                "bias", (out_features,), single_grouped_bias, device=device, dtype=dtype
+            )
+        else:
+            self.add_none("bias", single_grouped_bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """New weights, kaiming-uniform with a = sqrt(5), one group after another; biases of
+        zero.
+        """
+        with torch.no_grad():
+            for weight in self.each("weight"):
+                nn.init.kaiming_uniform_(weight, a=sqrt(5))
+            for bias in self.each("bias") if self.use_bias else ():
+                bias.zero_()
+
+    @property
+    def delay_wgrad_compute(self) -> bool:
+        """Whether weight gradients wait for `backward_dw`."""
+        return self.delayed is not None
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's; also sets `skip_backward_post_hook` on a weight whose gradient is delayed,
+        for code that would reduce gradients.
+        """
+        super().register_parameter(name, param)
+        if name.startswith("weight"):
+            self._mark(param)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for key in self.keys("weight"):
+            self._mark(self._parameters.get(key))
+
+    def _mark(self, weight: nn.Parameter | None) -> None:
+        if weight is not None and self.__dict__.get("delayed") is not None:
+            weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def forward(
+        self,
+        x: Tensor,
+        split_sizes: splits.SplitSizes | None = None,
+        scales: Tensor | None = None,
+        *,
+        offs: Tensor | None = None,
+        out: Tensor | None = None,
+        grad_input: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """x [..., K], M rows sorted by group -> [..., N], and with return_bias also the biases.
+
+        split_sizes: int[G] or G numbers, the rows of each group; or offs: i32[G], where the runs
+        end. Rows past the last run give zeros. scales: float[...], one for each row, with
+        scale_bias. out [..., N], grad_input [..., K]: contiguous buffers, of the result's dtype and
+        x's, into which the result and x's gradient are written. Their rows past the last run keep
+        what they hold. Autograd gets grad_input itself as x's gradient, unless x is a leaf: do not
+        write into it while that is in use.
+
+        GroupsError, ShapeError, DtypeError, DeviceError or UnsupportedError for arguments that do
+        not fit, before memory is written.
+        """
+        where = type(self).__name__
+        checks.need_rows("x", x, self.in_features, where)
+        y = self._product(
+            x, splits.ends_of(split_sizes, offs, self.num_groups, x, where), scales, out, grad_input
+        )
+        if not self.return_bias:
+            return y
+        return y, [bias.to(y.dtype) for bias in self.each("bias")] if self.use_bias else []
+
+    def _product(
+        self,
+        x: Tensor,
+        ends: Tensor,
+        scales: Tensor | None,
+        out: Tensor | None,
+        grad_input: Tensor | None,
+    ) -> Tensor:
+        made, rows = (
+            call(x.reshape(-1, self.in_features), [self.stage(x, ends, scales)]),
+            x.shape[:-1],
+        )
+        effects = self.effects(made)
+        if out is None and grad_input is None and effects is None:
+            return restored(made.run(), rows)
+        self._check_buffers(x, made.inputs, out, grad_input)
+        flat = [None if t is None else t.view(-1, t.shape[-1]) for t in (out, grad_input)]
+        return restored(
+            tracked(made, effects or Effects({}, {}), ends, *flat, x.is_leaf, type(self).__name__),
+            rows,
+        )
+
+    def stage(self, x: Tensor, ends: Tensor, scales: Tensor | None) -> Stage:
+        """The stage that the layer adds to a program: ends i32[G], scales float[...] or None, for
+        rows like those of x.
+        """
+        where, groups = type(self).__name__, self.num_groups
+        weight = Operand(self.grouped("weight"), (groups, self.out_features, self.in_features))
+        bias = (
+            Operand(self.grouped("bias"), (groups, self.out_features))
+            if self.use_bias and not self.return_bias
+            else None
+        )
+        if scales is not None and not self.scale_bias:
+            raise ShapeError(
+                "scales",
+                expected="none",
+                todo="a GroupedLinear with a bias and scale_bias=True takes them",
+                where=where,
+            )
+        column = Operand(checks.need_scales(scales, x, where), (ROWS,)) if self.scale_bias else None
+        for name, operand in (("weight", weight), ("bias", bias)):
+            if operand is not None:
+                first = operand.tensor[0] if isinstance(operand.tensor, tuple) else operand.tensor
+                checks.need_float(name, first, where)
+                checks.need_device(name, first, x, where)
+        dtype, by = dtype_name(self.compute_dtype(x.device)), recipe.current()
+        return Stage(
+            "linear",
+            self.in_features,
+            (weight, Operand(ends, (groups,)), bias, column),
+            (dtype, by.wgrad if by else ""),
+        )
+
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype of the result: autocast's if autocast is on, otherwise the weights'."""
+        dtype, kind = getattr(self, self.keys("weight")[0]).dtype, device.type
+        # torch.compile of torch 2.10 cannot trace is_autocast_available
+        on = kind != "meta" and torch.is_autocast_enabled(kind)
+        return torch.get_autocast_dtype(kind) if on and dtype != torch.float64 else dtype
+
+    def effects(self, made: Call) -> Effects | None:
+        """What the backward of a program with this layer writes for its weights; None if
+        nothing.
+        """
+        if not (self.accumulate_into_main_grad or self.delayed) or not torch.is_grad_enabled():
+            return None
+        weight = self.grouped("weight")
+        params = weight if isinstance(weight, tuple) else (weight,)
+        if not any(p.requires_grad for p in params):
+            return None
+        place = made.place(weight)
+        mains = {place: params} if self.accumulate_into_main_grad else {}
+        return Effects(mains, {place: (self.delayed, params)} if self.delayed is not None else {})
+
+    def _check_buffers(
+        self, x: Tensor, inputs: Any, out: Tensor | None, grad_input: Tensor | None
+    ) -> None:
+        where, dtype, buffers = type(self).__name__, self.compute_dtype(x.device), []
+        if out is not None:
+            checks.need_buffer(
+                "out", out, (*x.shape[:-1], self.out_features), dtype, x.device, where
+            )
+            buffers.append(("out", out))
+        if grad_input is not None:
+            checks.need_buffer("grad_input", grad_input, x.shape, x.dtype, x.device, where)
+            buffers.append(("grad_input", grad_input))
+        names = ["x"] + ["an operand"] * (len(inputs) - 1)
+        others = (
+            (name, t)
+            for name, each in zip(names, inputs, strict=True)
+            for t in (each if isinstance(each, tuple) else (each,))
+        )
+        checks.need_apart(buffers, others, where)
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients of the oldest backward that left them out, and adds them to
+        `grad` or to `main_grad`.
+
+        Frees what was saved for them, then calls each registered hook once. UnsupportedError if no
+        backward waits, or if what it read, an input or the gradient of the result, was written in
+        place since.
+        """
+        if self.delayed is None:
+            raise OptionError(
+                "backward_dw", expected="delay_wgrad_compute=True", where=type(self).__name__
+            )
+        self.delayed.run(type(self).__name__)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
+        """hook() is called at the end of each `backward_dw`."""
+        if self.delayed is None:
+            raise OptionError(
+                "a hook of backward_dw",
+                expected="delay_wgrad_compute=True",
+                where=type(self).__name__,
+            )
+        self.delayed.hooks.append(hook)
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        sizes = (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={self.use_bias}"
+        )
+        flags = {
+            "accumulate_into_main_grad": self.accumulate_into_main_grad,
+            "single_grouped_weight": self.single["weight"],
+            "single_grouped_bias": self.single.get("bias", False),
+            "delay_wgrad_compute": self.delay_wgrad_compute,
+            "scale_bias": self.scale_bias,
+            "return_bias": self.return_bias,
+        }
+        return sizes + "".join(f", {name}=True" for name, on in flags.items() if on)

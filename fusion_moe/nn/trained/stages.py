@@ -1,0 +1,180 @@
+"""Layers over groups of rows as stages of one program: what each layer adds to a Fusion, and the
+call that runs them.
+
+A stage is plain data except for its operands, so that torch.compile treats the text of the program
+as a constant.
+"""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...definitions import translate
+from ...definitions.parts import Input, flat
+from ...ir.builder import FusionDefinition
+from ...ir.core import Value
+from ...ir.kinds import eight_bits
+from ...ir.kinds.grouped import bias_rows
+from ...ir.sizes import symbol
+from ...ir.text import one_line
+from ...ir.types import TensorType, dtype_name, plain
+
+ROWS = -1  # in the shape of an input: as many rows as x
+Type = tuple[torch.dtype, tuple[int, ...]]
+
+
+class Operand(NamedTuple):
+    """An operand of a stage besides the rows: a tensor, or G tensors as one; shape: the shape of
+    the program's input that it becomes.
+    """
+
+    tensor: Input
+    shape: tuple[int, ...]
+
+
+class Stage(NamedTuple):
+    """kind: in BUILDERS; width: how many columns it takes; operands: None for an absent one;
+    attributes: as text.
+
+    Numbers in attributes would not be constants to a tracer of dynamic shapes.
+    """
+
+    kind: str
+    width: int
+    operands: tuple[Operand | None, ...]
+    attributes: tuple[str, ...]
+
+
+class Call(NamedTuple):
+    """A program and what it runs on: x [M, K], then the distinct operands of its stages."""
+
+    text: str
+    inputs: list[Input]
+    rows: Any
+
+    def run(self) -> Tensor:
+        """[M, N], differentiable."""
+        tensors, parts = flat(self.inputs)
+        return torch.ops.fusion_moe.run(self.text, tensors, [self.rows], None, parts)[0]
+
+    def place(self, tensor: Input) -> int:
+        """The position of an operand among the inputs."""
+        return next(i for i, t in enumerate(self.inputs) if _same(t, tensor))
+
+
+def call(x: Tensor, stages: Sequence[Stage]) -> Call:
+    """The call that passes x [M, K] through the stages, as one program."""
+    inputs: list[Input] = [x]
+    types: list[Type] = [(x.dtype, (ROWS, stages[0].width))]
+    plan = []
+    for stage in stages:
+        places = tuple(
+            [
+                None if operand is None else _place(operand, inputs, types)
+                for operand in stage.operands
+            ]
+        )
+        plan.append((stage.kind, places, stage.attributes))
+    return Call(program(tuple(types), tuple(plan)), inputs, x.shape[0])
+
+
+def _place(operand: Operand, inputs: list[Input], types: list[Type]) -> int:
+    """The position of an operand among the inputs; a new operand is added. A module that is called
+    twice is one operand.
+    """
+    for i, t in enumerate(inputs):
+        if i and _same(t, operand.tensor):
+            return i
+    inputs.append(operand.tensor)
+    first = operand.tensor[0] if isinstance(operand.tensor, tuple) else operand.tensor
+    types.append((first.dtype, operand.shape))
+    return len(inputs) - 1
+
+
+def _same(a: Input, b: Input) -> bool:
+    """Whether two operands are the same tensors."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(p is q for p, q in zip(a, b, strict=True))
+    return a is b
+
+
+def program(
+    types: tuple[Type, ...], plan: tuple[tuple[str, tuple[int | None, ...], tuple[str, ...]], ...]
+) -> str:
+    """The text of the program of these stages, whose inputs have these dtypes and shapes."""
+    return _program(types, plan)
+
+
+program._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, which imports the tracer
+
+
+@lru_cache(maxsize=256)
+def _program(
+    types: tuple[Type, ...], plan: tuple[tuple[str, tuple[int | None, ...], tuple[str, ...]], ...]
+) -> str:
+    fd, rows = FusionDefinition(), symbol("s0")
+    shapes = (tuple(rows if n == ROWS else n for n in shape) for _, shape in types)
+    inputs = [
+        fd.define_like(TensorType(shape, dtype_name(t)))
+        for (t, _), shape in zip(types, shapes, strict=True)
+    ]
+    x = inputs[0]
+    for kind, places, attributes in plan:
+        x = BUILDERS[kind](fd, x, *(None if i is None else inputs[i] for i in places), *attributes)
+    fd.add_output(x)
+    return one_line(fd.fusion())
+
+
+def _linear(
+    fd: FusionDefinition,
+    x: Value,
+    weight: Value,
+    offs: Value,
+    bias: Value | None,
+    scales: Value | None,
+    dtype: str,
+    wgrad: str,
+) -> Value:
+    """x [M, K], weight [G, N, K], offs i32[G], bias [G, N], scales [M] -> dtype[M/g, N]: the
+    product, plus the bias times the scales
+
+    wgrad: that of the recipe MXFP8BlockScaling; "" without a recipe.
+    """
+    fd.mark_weight(weight, bias)
+    total = plain(x.type.shape[0])
+    ends = fd.groups_of(offs, total)
+    x, weight = fd.ops.cast(fd.partition_by(x, ends), dtype=dtype), fd.ops.cast(weight, dtype=dtype)
+    y = (
+        eight_bits.product(fd, x, weight, ends, wgrad)
+        if wgrad
+        else fd.ops.grouped_mm(x, weight, ends)
+    )
+    if bias is None:
+        return fd.ops.cast(y, dtype=dtype)
+    bias = fd.ops.cast(bias, dtype=dtype)
+    if scales is None:
+        return fd.ops.group_add(fd.ops.cast(y, dtype=dtype), bias, ends)
+    wide = y.type.dtype
+    column = fd.ops.partition(
+        fd.ops.cast(fd.ops.reshape(scales, new_shape=(total, 1)), dtype=wide), ends
+    )
+    each = bias_rows(fd, bias, ends, y)
+    return fd.ops.cast(fd.ops.add(y, fd.ops.mul(each, fd.ops.zero_rest(column, ends))), dtype=dtype)
+
+
+def _glu(fd: FusionDefinition, x: Value, scales: Value, numbers: str) -> Value:
+    """x [M, 2H], scales [M] -> [M, H]: the result of fusion_moe::scaled_swiglu with these numbers,
+    which are Python literals
+    """
+    translator = translate.find("fusion_moe::scaled_swiglu")
+    assert translator is not None
+    return translator.function(fd, x, scales, *literal_eval(numbers))
+
+
+BUILDERS: dict[str, Callable[..., Value]] = {"linear": _linear, "glu": _glu}

@@ -1,0 +1,195 @@
+"""Calls with side effects: writes into the caller's memory or main_grad, and delayed gradients.
+`stages.Call.run` is the usual call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from ... import options
+from ...bodies.autograd import (
+    Programs,
+    programs_of,
+    run,
+    split,
+    wanted,
+)
+from ...definitions.parts import PartCounts, flat, grouped
+from ...errors import UnsupportedError
+from ...ir.postponed import postponed
+from ...ir.text import parse
+from . import main_grad
+from .delayed import Delayed, Waiting
+from .stages import Call
+
+
+def _untraced(function: Any) -> Any:
+    """torch.compiler.disable without importing the tracer now, which takes a second."""
+    return _disable_dynamo(function)
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What the backward of a program does to weights, by their positions among its inputs.
+
+    mains: weights whose gradient goes to main_grad; delayed: weights whose gradient waits, and
+    where it waits.
+    """
+
+    mains: Mapping[int, main_grad.Params]
+    delayed: Mapping[int, tuple[Delayed, main_grad.Params]]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One call, without its inputs. programs: of its derivative; wanted: the inputs that get a
+    gradient, some of them later.
+    """
+
+    env: dict[str, Any]
+    options: str
+    parts: PartCounts | None
+    effects: Effects
+    out: Tensor | None
+    grad_input: Tensor | None
+    is_leaf: bool
+    ends: Tensor
+    programs: Programs
+    wanted: tuple[int, ...]
+
+    @property
+    def now(self) -> tuple[int, ...]:
+        """The inputs that get their gradient in the backward."""
+        return tuple(i for i in self.wanted if i not in self.effects.delayed)
+
+    @property
+    def later(self) -> tuple[int, ...]:
+        """The inputs whose gradient waits."""
+        return tuple(i for i in self.wanted if i in self.effects.delayed)
+
+
+@_untraced
+def tracked(
+    call: Call,
+    effects: Effects,
+    ends: Tensor,
+    out: Tensor | None = None,
+    grad_input: Tensor | None = None,
+    is_leaf: bool = False,
+    where: str = "",
+) -> Tensor:
+    """call.run() with effects. out [M, N], grad_input [M, K]: buffers in which the rows before the
+    last of `ends` are written.
+
+    is_leaf: whether x is a leaf. Its `grad` is a tensor of its own, not grad_input, which the next
+    backward writes.
+    """
+    for params in effects.mains.values():
+        main_grad.check(params, where)
+    tensors, parts = flat(call.inputs)
+    needed = wanted(call.inputs) if torch.is_grad_enabled() else ()
+    if not needed:
+        return _result(out, call.run(), ends)
+    env, key = dict.fromkeys(parse(call.text).symbols, call.rows), options.current().key()
+    return _Tracked.apply(
+        _Work(
+            env,
+            key,
+            parts,
+            effects,
+            out,
+            grad_input,
+            is_leaf,
+            ends,
+            programs_of(call.text, needed),
+            needed,
+        ),
+        *tensors,
+    )
+
+
+class _Tracked(torch.autograd.Function):
+    """(work, the tensors of the call...) -> y [M, N]"""
+
+    @staticmethod
+    def forward(ctx: Any, work: _Work, *tensors: Tensor) -> Tensor:
+        inputs, programs = grouped(tensors, work.parts), work.programs
+        outputs = run(programs.forward, programs.derivative.forward, inputs, work.env, work.options)
+        ctx.work = work
+        saved, ctx.parts = flat(programs.derivative.read(inputs, outputs))
+        ctx.save_for_backward(*saved)
+        return _result(work.out, outputs[0], work.ends)
+
+    @staticmethod
+    @_untraced
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        work: _Work = ctx.work
+        if work.effects.mains and torch.is_grad_enabled():
+            raise UnsupportedError(
+                "create_graph=True",
+                expected="a backward without a graph, since gradients are written to main_grad",
+                todo="leave it out, or leave out accumulate_into_main_grad",
+                where="backward",
+            )
+        inputs = [*grouped(ctx.saved_tensors, ctx.parts), *work.programs.seeds([dy])]
+        text, waiting = postponed(work.programs.backward, tuple(map(work.wanted.index, work.later)))
+        mains = {
+            work.now.index(i): params for i, params in work.effects.mains.items() if i in work.now
+        }
+        made = (
+            main_grad.run(text, inputs, work.env, work.options, mains)
+            if parse(text).outputs
+            else []
+        )
+        for place, later in zip(work.later, waiting, strict=True):
+            queue, params = work.effects.delayed[place]
+            reads: list[Any] = [[*inputs, *made][i] for i in later.reads]
+            queue.waiting.append(
+                Waiting(
+                    later.program,
+                    reads,
+                    work.env,
+                    work.options,
+                    params,
+                    place in work.effects.mains,
+                )
+            )
+        # other outputs are read later
+        found = {i: grad for i, grad in zip(work.now, made, strict=False) if grad is not None}
+        if 0 in found and work.grad_input is not None:
+            written = _write(work.grad_input, found[0], work.ends).detach()
+            found[0] = found[0] if work.is_leaf else written
+        return None, *_returned(work, found, ctx.needs_input_grad[1:])
+
+
+def _returned(work: _Work, found: Mapping[int, Any], needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradient that autograd gets for each tensor of the call."""
+    grads = split(found, work.parts, len(needed))
+    first = 0
+    for i, n in enumerate(work.parts or [0] * len(needed)):
+        if i in work.effects.mains and i in work.now:
+            params = work.effects.mains[i]
+            grads[first : first + len(params)] = [
+                main_grad.written(p) if p.requires_grad else None for p in params
+            ]
+        first += n or 1
+    return [grad if need else None for grad, need in zip(grads, needed, strict=True)]
+
+
+def _result(out: Tensor | None, y: Tensor, ends: Tensor) -> Tensor:
+    """y [M, N], in the caller's buffer if there is one."""
+    return y if out is None else _write(out, y, ends).detach()
+
+
+def _write(target: Tensor, value: Tensor, ends: Tensor) -> Tensor:
+    """Writes the rows of groups of `value` to target [M, N]; rows past the last end keep what they
+    hold.
+    """
+    inside = torch.arange(target.shape[0], device=target.device) < ends[-1]
+    return target.copy_(torch.where(inside[:, None], value, target))

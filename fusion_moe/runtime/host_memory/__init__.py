@@ -1,0 +1,1 @@
+"""Memory of the host: large pages, NUMA nodes, how fast it is read."""

@@ -1,0 +1,228 @@
+"""The operations of a Fusion in pieces, which grow along their edges while some scheduler accepts
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+
+from .. import schedule
+from ..ir.core import Fusion, Op, Value
+from ..ir.flow import dependent
+from ..target import Target
+from .product import some_may_be_added
+
+
+class Pieces:
+    """The operations of a Fusion in disjoint pieces. Views that are not outputs belong to no piece:
+    every piece that reads one has a copy.
+
+    apart: pairs of operations that no piece may contain together, each with the reason; an
+    operation paired with itself is a piece by itself.
+    """
+
+    def __init__(self, fusion: Fusion, target: Target, apart: Mapping[frozenset[Op], str]):
+        self.fusion, self.target, self.apart = fusion, target, apart
+        self.place = {op: i for i, op in enumerate(fusion.ops)}
+        self.ops = [
+            op
+            for op in fusion.ops
+            if not op.kind.view or any(v in fusion.outputs for v in op.outputs)
+        ]
+        self.piece = {op: frozenset([op]) for op in self.ops}
+
+    def grow(self) -> None:
+        """Joins what must be one kernel, then pieces along edges until no scheduler accepts a
+        larger one.
+        """
+        for op in self.ops:
+            if op.kind.role in self.target.unshared_roles and len(self.piece[op]) == 1:
+                self._join_required(op)
+        edges = [(source, op) for op in self.ops for source in self._sources(op)]
+        beside = [
+            (a, b)
+            for a, b in combinations(self.ops, 2)
+            if a.kind.role == b.kind.role == "quantize" and a.values[0] is b.values[0]
+        ]
+        two = some_may_be_added(self.fusion, self.target.added_features)
+        for some in (self._first(edges), edges) if two else (edges,):
+            joined = True
+            while joined:
+                joined = False
+                for source, op in some:
+                    joined = self._join(self.piece[source], self.piece[op]) or joined
+                for a, b in beside:  # copies of one value, which is read once
+                    joined = (
+                        not self._creates_cycle(self.piece[b], self.piece[a])
+                        and self._join(self.piece[a], self.piece[b])
+                    ) or joined
+
+    def _first(self, edges: Sequence[tuple[Op, Op]]) -> list[tuple[Op, Op]]:
+        """The edges after products, then the edges from rows that a product gathers.
+
+        Otherwise, of two products that could be one kernel, one would take what comes before both,
+        and the other would wait for it.
+        """
+        made = dependent(
+            self.fusion.ops, [v for op in self.ops if op.kind.role == "grouped" for v in op.outputs]
+        )
+        after = [(source, op) for source, op in edges if not made.isdisjoint(source.outputs)]
+        return after + [
+            (source, op)
+            for source, op in edges
+            if (source.kind.role, op.kind.role) == ("gather", "grouped")
+        ]
+
+    def topological(self) -> list[frozenset[Op]]:
+        """The pieces, each after those that it reads from, otherwise in the order of their first
+        operations in the fusion.
+        """
+        pending, order = list(dict.fromkeys(self.piece[op] for op in self.ops)), []
+        while pending:
+            ready = next(
+                p
+                for p in pending
+                if not any(q is not p and q in pending for q in self._producing(p))
+            )
+            order.append(ready)
+            pending.remove(ready)
+        return order
+
+    def boundary(self, ops: frozenset[Op]) -> str:
+        """Why a piece was not joined with those that it reads from."""
+        direct = [source for source in self._producing(ops) if not self._creates_cycle(source, ops)]
+        return "; ".join(dict.fromkeys(self._refusal(source | ops) for source in direct))
+
+    def _join(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
+        both = a | b
+        if (
+            a is b
+            or self._kept_apart(both)
+            or self._creates_cycle(a, b)
+            or not self._accepted(both)
+        ):
+            return False
+        self.piece.update(dict.fromkeys(both, both))
+        return True
+
+    def _join_required(self, op: Op) -> None:
+        """Joins an operation whose result must stay in its kernel with all that read it, if a
+        scheduler accepts the piece.
+        """
+        joined = [op]
+        for one in joined:
+            unshared = [
+                o for o in (one, *self._sources(one)) if o.kind.role in self.target.unshared_roles
+            ]
+            joined += [
+                o
+                for o in dict.fromkeys(
+                    (*unshared, *(r for u in unshared for r in self._readers(u)))
+                )
+                if o not in joined
+            ]
+        whole = frozenset(joined)
+        before = {o: self.piece[o] for o in whole}
+        self.piece.update(dict.fromkeys(whole, whole))
+        if (
+            self._kept_apart(whole)
+            or self._creates_cycle(whole, whole)
+            or not self._accepted(whole)
+        ):
+            self.piece.update(before)
+
+    def _accepted(self, ops: frozenset[Op]) -> bool:
+        return schedule.find(self.part(ops), self.target, self.fusion.outputs) is not None
+
+    def _kept_apart(self, ops: frozenset[Op]) -> str:
+        """Why operations may not be one piece, by what a backend said; "" if nothing keeps them
+        apart.
+        """
+        return next((why for pair, why in self.apart.items() if pair <= ops and len(ops) > 1), "")
+
+    def _refusal(self, both: frozenset[Op]) -> str:
+        """Why two pieces, with nothing between them, are not joined."""
+        whole = self.part(both)
+        return schedule.closest(whole, self.target).can_schedule(
+            whole, self.target, self.fusion.outputs
+        ) or self._kept_apart(both)
+
+    def _creates_cycle(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
+        """Whether a path leads from a through other pieces to b: joined, they would form a
+        cycle.
+        """
+        over = [p for p in self._producing(b) if p is not a]
+        seen: set[frozenset[Op]] = set()
+        while over:
+            piece = over.pop()
+            if piece is a:
+                return True
+            if piece not in seen and piece is not b:
+                seen.add(piece)
+                over += self._producing(piece)
+        return False
+
+    def _producing(self, ops: Iterable[Op]) -> list[frozenset[Op]]:
+        """The other pieces that a piece reads from."""
+        members = frozenset(ops)
+        found = dict.fromkeys(
+            self.piece[s]
+            for op in sorted(members, key=self.place.__getitem__)
+            for s in self._sources(op)
+        )
+        return [p for p in found if p != members]
+
+    def _sources(self, op: Op) -> list[Op]:
+        """The operations, views looked through, that an operation reads from."""
+        found: list[Op] = []
+        for v in op.values:
+            source = self.fusion.producers.get(v)
+            if source is not None:
+                found += self._sources(source) if source.kind.view else [source]
+        return list(dict.fromkeys(found))
+
+    def _readers(self, op: Op) -> list[Op]:
+        """The operations, views looked through, that read from an operation."""
+        found: list[Op] = []
+        for v in op.outputs:
+            for reader in self.fusion.readers.get(v, ()):
+                found += self._readers(reader) if reader not in self.piece else [reader]
+        return list(dict.fromkeys(found))
+
+    def part(self, ops: Iterable[Op]) -> Fusion:
+        """These operations and the views that they read, as a Fusion whose inputs are the values
+        read from outside. It writes over none.
+        """
+        own = set(ops)
+        members = set(own)
+        for op in own:
+            self._add_views(op, members)
+        ordered = sorted(members, key=self.place.__getitem__)
+        made = {v for op in ordered for v in op.outputs}
+        inputs = tuple(dict.fromkeys(v for op in ordered for v in op.values if v not in made))
+        outputs = tuple(
+            v for op in ordered if op in own for v in op.outputs if self._read_outside(v, members)
+        )
+        roles = {v: self.fusion.role(v) for v in inputs}
+        return Fusion(inputs, tuple(ordered), outputs, roles)
+
+    def _add_views(self, op: Op, members: set[Op]) -> None:
+        for v in op.values:
+            source = self.fusion.producers.get(v)
+            if source is not None and source.kind.view and source not in members:
+                members.add(source)
+                self._add_views(source, members)
+
+    def _read_outside(self, v: Value, members: set[Op]) -> bool:
+        return v in self.fusion.outputs or any(
+            self._needed_outside(reader, members) for reader in self.fusion.readers.get(v, ())
+        )
+
+    def _needed_outside(self, reader: Op, members: set[Op]) -> bool:
+        """Whether a reader is outside, or, if it is a view, whether anything that reads it is
+        outside.
+        """
+        if not reader.kind.view:
+            return reader not in members
+        return any(self._read_outside(v, members) for v in reader.outputs)

@@ -1,0 +1,116 @@
+"""thunder.jit: our operations as symbols of thunder, and an executor that runs regions of a trace
+through our pipeline.
+
+    jitted = thunder.jit(model, executors=fusion_moe.thunder_executors())
+
+Needs lightning-thunder, which is imported by the first call and not before.
+
+thunder_record.py    what the dispatcher is asked for, as an FX graph
+thunder_graph.py     a stretch of a trace as such a graph
+thunder_ops.py       operations of torch as symbols, with their derivatives
+thunder_executor.py  the executor: regions of a trace become fusions
+thunder_saved.py     what the backward reads, saved from writes
+thunder_nvfuser.py   the same operations inside of thunder's own nvFuser regions
+thunder_quirks.py    what thunder's versions make necessary
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import Error, UnsupportedError
+from ..frontends.regions import Found
+from ..messages.extras import install
+
+if TYPE_CHECKING:
+    from .executor import FusionMoe
+
+
+def thunder_executors(nvfuser: bool = False) -> tuple[Any, ...]:
+    """Our executor and after it thunder's defaults, for `thunder.jit(model, executors=...)` and
+    `thunderfx(model, executors=...)`.
+
+    Makes every operation that has a translator now known to thunder, with the derivative that torch
+    knows of it. Afterwards the name "fusion_moe" stands for the executor: `thunder.jit(model,
+    executors=["fusion_moe"])` is ours and none of the defaults. nvfuser: thunder's nvFuser executor
+    comes first and takes these operations into its own regions, by the same translators; ours has
+    what it refuses. UnsupportedError where there is no thunder that imports, or nvFuser is asked
+    for and thunder cannot use it.
+    """
+    executor = thunder_executor()
+    from thunder.extend import get_default_executors
+
+    first = (*_with_nvfuser(executor), executor) if nvfuser else (executor,)
+    defaults = [e for e in get_default_executors() if e not in first]
+    if any(e.name == "nvfuser" for e in defaults) and importlib.util.find_spec("nvfuser_direct"):
+        from .quirks import thunders_nvfuser
+
+        thunders_nvfuser(importlib.import_module("nvfuser_direct"))
+    return (*first, *defaults)
+
+
+def thunder_executor() -> FusionMoe:
+    """Our executor alone. UnsupportedError where there is no thunder that imports."""
+    _need_thunder()
+    from .executor import executor
+
+    executor.symbols.register_translated()
+    return executor
+
+
+def found_in(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Found]:
+    """What is fused, and what not and why, in the forward pass of a call: of a function, a module,
+    or what thunder.jit made of one.
+
+    The call is traced anew, nothing of it is run, and what `function` compiled before stays as it
+    is.
+    """
+    executor = thunder_executor()
+    import thunder
+
+    executors = thunder_executors()
+    if (compiled := thunder.compile_data(function)) is not None:
+        executors = (
+            compiled.executors_list
+            if executor in compiled.executors_list
+            else (executor, *compiled.executors_list)
+        )
+        function = compiled.fn
+    anew = thunder.jit(function, executors=executors)
+    with executor.listening() as heard:
+        thunder.compile_data(anew).get_computation_and_inputs(*args, **kwargs)
+    return heard
+
+
+def _with_nvfuser(executor: FusionMoe) -> tuple[Any, ...]:
+    """What writes our operations as nvFuser takes them, and thunder's nvFuser executor."""
+    from .nvfuser import ForNvFuser
+
+    if executor.for_nvfuser is None:
+        executor.for_nvfuser = ForNvFuser(executor.symbols)
+    return executor.for_nvfuser, executor.for_nvfuser.impl.ex
+
+
+def _need_thunder() -> None:
+    """UnsupportedError if thunder cannot be imported."""
+    try:
+        importlib.import_module("thunder")
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"thunder is not installed: {error}",
+            expected="lightning-thunder 0.2.6 or newer",
+            todo=install("thunder"),
+        ) from None
+    except Error:
+        raise
+    except Exception as error:  # it reads names of torch that a newer torch has no more
+        raise UnsupportedError(
+            f"thunder does not import with torch {torch.__version__}: "
+            f"{type(error).__name__}: {error}",
+            expected="a torch that this thunder supports",
+            todo=f"{install('thunder')} installs one",
+        ) from error

@@ -1,0 +1,308 @@
+"""A stretch of a thunder trace as an FX graph of torch's operations, in which regions are found as
+in any other graph.
+
+Each bound symbol is run on fake tensors, as thunder would run it: the operations that it dispatches
+become its nodes. So every name for which a translator may be registered means the same here as
+under torch.compile. A bound symbol that cannot be run this way becomes one opaque node.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import heapq
+import linecache
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import thunder
+import torch
+from thunder.core import devices, dtypes, prims
+from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.core.pytree import tree_flatten, tree_map
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from thunder.executors.passes import transform_for_execution
+from thunder.extend import get_always_executors
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from ..errors import UnsupportedError
+from .record import Recorder, k_major_arguments
+
+_THUNDER = str(Path(thunder.__file__).parent)
+
+
+class TraceGraph:
+    """The FX graph of bound symbols. nodes: those of each bound symbol; proxies: the tensor in the
+    trace that a node stands for.
+
+    read: names of tensors that are read elsewhere; opaque: positions of bound symbols that stay
+    whole.
+    """
+
+    def __init__(
+        self, bsyms: Sequence[BoundSymbol], read: Iterable[str], opaque: Iterable[int] = ()
+    ):
+        self.bsyms = tuple(bsyms)
+        self.graph = Graph()
+        self.nodes: list[list[Node]] = []
+        self.proxies: dict[Node, TensorProxy] = {}
+        self._recorder = Recorder(self.graph)
+        self._values: dict[str, Any] = {}
+        opaque, k_major = set(opaque), _k_major(bsyms)
+        for p in _inputs(bsyms):
+            self._define(p, self.graph.placeholder(p.name), self._fake(p, p.name in k_major))
+        for i, bsym in enumerate(bsyms):
+            before = len(self.graph.nodes)
+            if i in opaque or not self._run(bsym):
+                self._opaque(bsym)
+            self.nodes.append(list(self.graph.nodes)[before:])
+        self.graph.output(
+            tuple(self._recorder.node(self._values[name]) for name in read if name in self._values)
+        )
+
+    def _define(self, p: TensorProxy, node: Node, value: torch.Tensor) -> None:
+        self._recorder.give(node, value)
+        self._values[p.name], self.proxies[node] = value, p
+
+    def _fake(self, p: TensorProxy, k_major: bool = False) -> torch.Tensor:
+        return fake_of(p, self._recorder, k_major)
+
+    def _run(self, bsym: BoundSymbol) -> bool:
+        """Records what a bound symbol does; False, with nothing recorded, if it cannot be run on
+        fake tensors.
+        """
+        if bsym.sym.is_fusion:  # a fusion of another executor is a kernel already
+            return False
+        try:
+            with self._recorder.running(_stack_trace(bsym)), torch.no_grad():
+                local = dict(self._values)
+                parts, output = _runnable(bsym)
+                for part in parts:
+                    result = callable_of(part)(
+                        *_read(local, part.args), **_read(local, part.kwargs)
+                    )
+                    local.update(_named(part.output, result))
+                made = _named(bsym.output, _read(local, output))
+                for p in bsym.flat_proxy_outs:
+                    if not _is_like(made[p.name], p):
+                        raise UnsupportedError(
+                            f"{bsym.sym.name} returned {made[p.name]}", expected=str(p)
+                        )
+                    self._name(p, made[p.name])
+        except Exception:  # whatever the error: thunder runs this bound symbol itself
+            return False
+        return True
+
+    def _name(self, p: TensorProxy, value: torch.Tensor) -> None:
+        """Assigns the node of a result; a result that is an input or another result gets a node of
+        its own.
+        """
+        if self._recorder.node(value) in self.proxies:
+            value = torch.ops.aten.alias.default(value)
+        node = self._recorder.node(value)
+        self._values[p.name], self.proxies[node] = value, p
+
+    def _opaque(self, bsym: BoundSymbol) -> None:
+        """One node for a bound symbol."""
+        inputs = [
+            self._recorder.node(self._values[p.name])
+            for p in bsym.flat_proxy_args
+            if p.name in self._values
+        ]
+        node = self.graph.call_function(_not_recorded, tuple(inputs))
+        outputs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
+        node.meta.update(val=tuple(map(self._fake, outputs)), stack_trace=_stack_trace(bsym))
+        for i, p in enumerate(outputs):
+            self._define(
+                p, self.graph.call_function(operator.getitem, (node, i)), node.meta["val"][i]
+            )
+
+
+def _not_recorded(*tensors: Any) -> Any:
+    """The function that an opaque node calls."""
+    raise NotImplementedError("a bound symbol that only thunder runs")
+
+
+def has_open_sizes(trace: TraceCtx) -> bool:
+    """Whether a trace is for more than one shape: thunder's cache='symbolic values'."""
+    return any(
+        isinstance(size, NumberProxy)
+        for p in trace.args
+        if isinstance(p, TensorProxy)
+        for size in p.shape
+    )
+
+
+def stays_in_place(bsym: BoundSymbol) -> bool:
+    """Whether nothing may be moved across a bound symbol: it unpacks inputs, returns, or writes
+    into memory that others may read.
+    """
+    if bsym.sym.id is prims.PrimIDs.GET_GRAD:
+        return False
+    writes = bsym.sym.name in ("copy_", "update_aliases") or prims.OpTags.IN_PLACE in (
+        bsym.sym.tags or ()
+    )
+    return writes or bsym.sym.python_impl is not None
+
+
+def fake_of(p: TensorProxy, recorder: Recorder, k_major: bool = False) -> torch.Tensor:
+    """A fake tensor like a proxy. Proxies have no strides."""
+    return recorder.empty(
+        tuple(map(_constant, p.shape)),
+        dtypes.to_torch_dtype(p.dtype),
+        devices.to_torch_device(p.device),
+        k_major,
+    )
+
+
+def _constant(size: Any) -> int:
+    if isinstance(size, NumberProxy):
+        raise UnsupportedError(
+            "a symbolic size, as with cache='symbolic values'",
+            expected="constant sizes",
+            todo="leave out cache=: thunder then compiles once per shape",
+        )
+    return int(size)
+
+
+def _k_major(bsyms: Sequence[BoundSymbol]) -> set[str]:
+    """The names of tensors whose last dimension but one is contiguous, according to the operations
+    that take them.
+    """
+    called = ((bsym, (bsym._call_ctx or {}).get(bsym.sym.name)) for bsym in bsyms)
+    return {
+        bsym.args[i].name
+        for bsym, op in called
+        if isinstance(op, OpOverload)
+        for i in k_major_arguments(op)
+    }
+
+
+def in_order(items: Sequence[tuple[int, BoundSymbol]]) -> list[BoundSymbol]:
+    """Bound symbols ordered after those that make what they read, otherwise by position."""
+    maker = {p.name: k for k, (_, bsym) in enumerate(items) for p in bsym.flat_proxy_outs}
+    waits = [
+        {maker[p.name] for p in bsym.flat_proxy_args if p.name in maker} - {k}
+        for k, (_, bsym) in enumerate(items)
+    ]
+    readers: Mapping[int, list[int]] = {k: [] for k in range(len(items))}
+    for k, before in enumerate(waits):
+        for j in before:
+            readers[j].append(k)
+    ready = [(items[k][0], k) for k, before in enumerate(waits) if not before]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, k = heapq.heappop(ready)
+        order.append(items[k][1])
+        for j in readers[k]:
+            waits[j].discard(k)
+            if not waits[j]:
+                heapq.heappush(ready, (items[j][0], j))
+    assert len(order) == len(items), "a region depends on itself"
+    return order
+
+
+def _inputs(bsyms: Sequence[BoundSymbol]) -> list[TensorProxy]:
+    """The tensors that bound symbols read but do not make."""
+    made = {p.name for bsym in bsyms for p in bsym.flat_proxy_outs}
+    read = {p.name: p for bsym in bsyms for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)}
+    return [p for name, p in read.items() if name not in made]
+
+
+def _runnable(bsym: BoundSymbol) -> tuple[Sequence[BoundSymbol], Any]:
+    """A bound symbol as ones that an executor runs, and their output: itself, or its decomposition
+    by thunder if nobody claimed it.
+    """
+    if bsym.sym.executor is not None or bsym.sym.python_impl is not None:
+        return (bsym,), bsym.output
+    trace = TraceCtx(None)
+    trace.names = _names(bsym)
+    trace.args, trace.kwargs = list(bsym.flat_proxy_args), {}
+    trace.bound_symbols = [bsym, prims.python_return.bind(bsym.output, output=None)]
+    *parts, returned = transform_for_execution(trace, get_always_executors()).bound_symbols
+    return parts, returned.args[0]
+
+
+def _names(bsym: BoundSymbol) -> set[str]:
+    own = {p.name for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
+    return own.union(*map(_names, bsym.subsymbols))
+
+
+def callable_of(bsym: BoundSymbol) -> Any:
+    """The function whose call a bound symbol prints."""
+    if bsym._call_ctx and bsym.sym.name in bsym._call_ctx:
+        return bsym._call_ctx[bsym.sym.name]
+    if bsym.sym.python_impl is not None:
+        return bsym.sym.python_impl
+    return functools.reduce(getattr, bsym.sym.name.split("."), bsym.sym.module)
+
+
+def _read(values: dict[str, Any], arguments: Any) -> Any:
+    """Arguments as torch takes them: fake tensors for proxies, and torch's dtypes and devices for
+    thunder's.
+    """
+
+    def one(a: Any) -> Any:
+        if isinstance(a, NumberProxy):
+            return a.value
+        if isinstance(a, TensorProxy):
+            return values[a.name]
+        return as_torch(a)
+
+    return tree_map(one, arguments)
+
+
+def as_torch(a: Any) -> Any:
+    """thunder's dtypes and devices as torch's; any other value unchanged."""
+    if isinstance(a, dtypes.dtype):
+        return dtypes.to_torch_dtype(a)
+    return devices.to_torch_device(a) if isinstance(a, devices.Device) else a
+
+
+def _named(output: Any, result: Any) -> dict[str, Any]:
+    """The tensors of a result by the names of their proxies."""
+    pairs = zip(tree_flatten(output)[0], tree_flatten(result)[0], strict=True)
+    return {p.name: value for p, value in pairs if isinstance(p, TensorProxy)}
+
+
+def _is_like(value: Any, p: TensorProxy) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and tuple(value.shape) == tuple(p.shape)
+        and value.dtype == dtypes.to_torch_dtype(p.dtype)
+    )
+
+
+def _stack_trace(bsym: BoundSymbol) -> str:
+    """The line of the program that a bound symbol comes from, as FX writes stack traces."""
+    line = getattr(bsym.source_positions, "lineno", None)
+    if not bsym.source_filename or not line or bsym.source_filename.startswith(_THUNDER):
+        return ""
+    code = linecache.getline(bsym.source_filename, line).strip()
+    return (
+        f'File "{bsym.source_filename}", line {line}, in '
+        f"{_function_at(bsym.source_filename, line)}\n    {code}\n"
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _function_at(filename: str, line: int) -> str:
+    """The name of the innermost function around a line: thunder keeps only the line."""
+    around = [f for f in _functions(filename) if f.lineno <= line <= (f.end_lineno or 0)]
+    return max(around, key=lambda f: f.lineno).name if around else "<module>"
+
+
+@functools.lru_cache(maxsize=64)
+def _functions(filename: str) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
+    try:
+        tree = ast.parse(Path(filename).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):  # a notebook's cell, or a file that changed
+        return ()
+    return tuple(
+        n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+    )

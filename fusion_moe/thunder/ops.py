@@ -1,0 +1,354 @@
+"""torch's operations as symbols of thunder, with the derivatives that torch knows.
+
+An operation's meta function is its fake. Its grad rule does what autograd does: the backward is
+recorded on fake tensors, and the recorded calls become bound symbols of the backward trace. So a
+formula given to torch.library.register_autograd works in thunder too, whatever it saves and calls.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from thunder.core import devices, dtypes, prims
+from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.core.pytree import tree_flatten, tree_map
+from thunder.core.symbol import Symbol
+from thunder.core.transforms import register_grad
+from thunder.extend import Executor
+from thunder.transforms.autocast import disable_autocast, maybe_downcast_to, register_autocast_rule
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from ..bodies.autocast import casted
+from ..definitions import translate
+from ..definitions.operations import SPECS, Spec, named_arguments
+from ..definitions.run import NAMESPACE
+from ..errors import UnsupportedError
+from .graph import as_torch, fake_of
+from .quirks import at_users_line, tell_thunderfx
+from .record import Recorder, k_major_arguments
+
+_DIFFERENTIABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# recorded on contiguous fakes; the tensors of a call may have other strides
+_ANY_STRIDES: dict[Any, OpOverload] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+
+
+class Symbols:
+    """The symbols of an executor: one for each overload that was requested."""
+
+    def __init__(self, executor: Executor):
+        self.executor = executor
+        self._of: dict[OpOverload, Symbol] = {}
+        self._missing = executor.register_operator(
+            "fusion_moe_no_derivative", meta=_missing_meta, fn=_raise_missing
+        )
+
+    def register_translated(self) -> None:
+        """Makes operations with translators known to thunder, unless they are already: of torch's
+        own, only the grouped product, which thunder's executors take for a few devices and
+        arguments, and the one that gives results of modules the shape of their inputs.
+        """
+        self.of(torch.ops.aten._grouped_mm.default, torch._grouped_mm)
+        self.of(torch.ops.aten._unsafe_view.default)
+        for translator in translate.registered():
+            namespace, _, name = translator.op.partition("::")
+            packet = (
+                getattr(getattr(torch.ops, namespace), name.partition(".")[0], None)
+                if namespace not in ("aten", "prims")
+                else None
+            )
+            op = getattr(packet, name.partition(".")[2] or "default", None)
+            if op is not None:  # a translator may be registered before its operation
+                self.of(op)
+
+    def items(self) -> list[tuple[OpOverload, Symbol]]:
+        """All operations that have a symbol, and their symbols."""
+        return list(self._of.items())
+
+    def of(self, op: OpOverload, *others: Callable[..., Any]) -> Symbol:
+        """The symbol of an operation, with its derivative. others: more functions that call it."""
+        if op not in self._of:
+            names = (op, op.overloadpacket, *others) if op._overloadname == "default" else (op,)
+            name, foreign = (
+                op.name().replace("::", "_").replace(".", "_"),
+                not torch._library.utils.is_builtin(op),
+            )
+            # too expensive to be recomputed in the backward
+            tags = [prims.OpTags.MATMUL_OP] if foreign else None
+            self._of[op] = symbol = self.executor.register_operator(
+                name, meta=meta_of(op), fn=op, replaces=names, tags=tags
+            )
+            self.executor._lookasides.update((called, at_users_line(symbol)) for called in names)
+            register_grad(symbol.id, partial(self._differentiated, op))
+            if op.namespace == NAMESPACE and (spec := SPECS.get(op._opname)) and spec.autocast:
+                register_autocast_rule(symbol.id)(partial(_autocast, symbol, spec))
+            for called in names if foreign else ():
+                tell_thunderfx(called, symbol)
+        return self._of[op]
+
+    @disable_autocast()  # the trace that is differentiated has its casts
+    def _differentiated(self, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        """thunder's grad rule of an operation: calls it, or one that returns its results and more,
+        and puts its tensors' gradients.
+        """
+        derivative, tensors = Derivative.of(op, args, kwargs), tensors_in((args, kwargs))
+        replay = Replay(self, derivative, tensors)
+        if derivative.outputs and derivative.saves:
+            outputs = replay.results()
+            result = outputs[0] if len(outputs) == 1 else tuple(outputs)
+        else:
+            result = self._of[op](*args, **kwargs)
+            outputs = tensors_in(result)
+        if not derivative.outputs:
+            return result
+        seeds = {i: prims.get_grad(outputs[i]) for i in derivative.outputs}
+        for i, grad in replay.gradients(outputs, seeds).items():
+            prims.put_grad(tensors[i], grad)
+        # raises, when the backward runs, if the gradient is needed
+        for i, why in derivative.missing.items():
+            prims.put_grad(tensors[i], self._missing(tensors[i], why))
+        return result
+
+
+class RecordedCall:
+    """A call of an operation with proxies, recorded on fakes; a context in which recording
+    continues.
+
+    tensors, inputs: the fakes of its tensor arguments and their nodes; results: the tensors that it
+    returns. tracked: arguments that require a gradient.
+    """
+
+    def __init__(self, op: OpOverload, args: Any, kwargs: Any, tracked: Sequence[int] = ()):
+        self.recorder = Recorder(Graph())
+        proxies = tensors_in((args, kwargs))
+        k_major = {id(args[i]) for i in k_major_arguments(op)}
+        self.tensors = [
+            fake_of(p, self.recorder, id(p) in k_major).requires_grad_(i in tracked)
+            for i, p in enumerate(proxies)
+        ]
+        self.inputs = [self.recorder.graph.placeholder(f"x{i}") for i in range(len(self.tensors))]
+        for node, t in zip(self.inputs, self.tensors, strict=True):
+            self.recorder.give(node, t)
+        self._call = partial(self._run, op, args, kwargs)
+        self._context = ExitStack()
+
+    def __enter__(self) -> RecordedCall:
+        with ExitStack() as entered:
+            entered.enter_context(self.recorder.running())
+            entered.enter_context(torch.enable_grad())
+            self.result = self._call()
+            self.results = tensors_in(self.result, torch.Tensor)
+            self._context = entered.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+    def _run(self, op: OpOverload, args: Any, kwargs: Any) -> Any:
+        given = iter(self.tensors)
+        fake_args, fake_kwargs = tree_map(
+            lambda a: next(given) if isinstance(a, TensorProxy) else _plain(a), (args, kwargs)
+        )
+        return op(*fake_args, **fake_kwargs)
+
+
+@dataclass
+class Derivative:
+    """The recorded backward of a call. Tensors of the call are numbered in order.
+
+    results: the nodes of its results; outputs: which of them have a gradient; grads: for each
+    tensor with a derivative, the node of its gradient or None; missing: for each tensor without a
+    derivative, the reason. saves: whether autograd calls another operation instead, which returns
+    the results and what the backward reads.
+    """
+
+    graph: Graph
+    inputs: Sequence[Node]
+    results: Sequence[Node]
+    seeds: Mapping[int, Node]
+    grads: Mapping[int, Node | None]
+    missing: Mapping[int, str]
+    saves: bool
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Which results have a gradient."""
+        return tuple(self.seeds)
+
+    @classmethod
+    def of(cls, op: OpOverload, args: Any, kwargs: Any) -> Derivative:
+        """The derivative of a call with respect to all its float tensors, or, if not all have one,
+        to each of those that do.
+        """
+        wanted = [
+            i
+            for i, t in enumerate(tensors_in((args, kwargs)))
+            if dtypes.to_torch_dtype(t.dtype) in _DIFFERENTIABLE
+        ]
+        try:
+            return cls._recorded(op, args, kwargs, wanted, {})
+        except Exception as error:
+            missing = {i: str(error) for i in wanted}
+        for i in list(missing):
+            try:
+                cls._recorded(op, args, kwargs, [i], {})
+                del missing[i]
+            except Exception as error:
+                missing[i] = str(error)
+        return cls._recorded(op, args, kwargs, [i for i in wanted if i not in missing], missing)
+
+    @classmethod
+    def _recorded(
+        cls,
+        op: OpOverload,
+        args: Any,
+        kwargs: Any,
+        wanted: Sequence[int],
+        missing: Mapping[int, str],
+    ) -> Derivative:
+        # if nothing has a derivative: the results whose gradient may be wanted
+        tracked = wanted or list(missing)
+        with RecordedCall(op, args, kwargs, tracked) as call:
+            seeds, seed_nodes = {}, {}
+            for i, r in enumerate(call.results):
+                if r.requires_grad:
+                    seeds[i] = call.recorder.empty(r.shape, r.dtype, r.device)
+                    seed_nodes[i] = call.recorder.graph.placeholder(f"g{i}")
+                    call.recorder.give(seed_nodes[i], seeds[i])
+            outputs, x = [call.results[i] for i in seeds], [call.tensors[i] for i in wanted]
+            found = (
+                torch.autograd.grad(outputs, x, list(seeds.values()), allow_unused=True)
+                if outputs and x
+                else [None] * len(x)
+            )
+            grads = {
+                i: None if g is None else call.recorder.node(g)
+                for i, g in zip(wanted, found, strict=True)
+            }
+        results, graph = [call.recorder.node(r) for r in call.results], call.recorder.graph
+        saves = op.namespace == NAMESPACE and not any(n.target is op for n in graph.nodes)
+        return cls(graph, call.inputs, results, seed_nodes, grads, missing if seeds else {}, saves)
+
+
+class Replay:
+    """A recorded derivative, replayed on proxies: calls of the symbols of the recorded operations,
+    each once.
+    """
+
+    def __init__(self, symbols: Symbols, derivative: Derivative, tensors: Sequence[Any]):
+        self._symbols, self._derivative = symbols, derivative
+        self._made: dict[Node, Any] = dict(zip(derivative.inputs, tensors, strict=True))
+
+    def results(self) -> list[Any]:
+        """The results of the call, as computed under autograd."""
+        return list(map(self._value, self._derivative.results))
+
+    def gradients(self, outputs: Sequence[Any], seeds: Mapping[int, Any]) -> dict[int, Any]:
+        """The gradient of each tensor that has one, from the results and their gradients."""
+        self._made.update(zip(self._derivative.results, outputs, strict=True))
+        self._made.update((n, seeds[i]) for i, n in self._derivative.seeds.items())
+        return {i: self._value(n) for i, n in self._derivative.grads.items() if n is not None}
+
+    def _value(self, n: Any) -> Any:
+        if isinstance(n, (list, tuple)):  # FX's own types, which thunder does not print
+            return list(map(self._value, n))
+        if not isinstance(n, Node):
+            return n
+        if n.target is torch.ops.aten.detach.default:  # traces have no autograd
+            return self._value(n.args[0])
+        if n not in self._made:
+            target: Any = n.target
+            called = (
+                target
+                if target is operator.getitem
+                else self._symbols.of(_ANY_STRIDES.get(target, target))
+            )
+            self._made[n] = called(
+                *self._value(n.args), **{k: self._value(v) for k, v in n.kwargs.items()}
+            )
+        return self._made[n]
+
+
+# ----------------------------------------------------------------------------------- meta functions
+
+
+def meta_of(op: OpOverload) -> Callable[..., Any]:
+    """The meta function of an operation: its fake, with the parameters in its schema."""
+
+    def meta(*args: Any, **kwargs: Any) -> Any:
+        with RecordedCall(op, args, kwargs) as call:
+            return tree_map(
+                lambda r: (
+                    proxy_of(r.shape, r.device, r.dtype) if isinstance(r, torch.Tensor) else r
+                ),
+                call.result,
+            )
+
+    meta.__signature__ = _signature(op)  # type: ignore[attr-defined]
+    return meta
+
+
+def _signature(op: OpOverload) -> inspect.Signature:
+    def parameter(a: Any) -> inspect.Parameter:
+        kind = (
+            inspect.Parameter.KEYWORD_ONLY
+            if a.kwarg_only
+            else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        )
+        return inspect.Parameter(
+            a.name,
+            kind,
+            default=a.default_value if a.has_default_value() else inspect.Parameter.empty,
+        )
+
+    return inspect.Signature([parameter(a) for a in op._schema.arguments])
+
+
+def proxy_of(shape: Sequence[int], device: Any, dtype: torch.dtype) -> TensorProxy:
+    """A new proxy."""
+    return TensorProxy(
+        shape=tuple(shape),
+        device=devices.to_device(device),
+        dtype=dtypes.to_dtype(dtype),
+        requires_grad=False,
+    )
+
+
+def _plain(a: Any) -> Any:
+    return a.value if isinstance(a, NumberProxy) else as_torch(a)
+
+
+def tensors_in(tree: Any, kind: type = TensorProxy) -> list[Any]:
+    """The tensors in a tree of arguments, in order."""
+    return [x for x in tree_flatten(tree)[0] if isinstance(x, kind)]
+
+
+def _autocast(symbol: Symbol, spec: Spec, *args: Any, dtype: Any, **kwargs: Any) -> Any:
+    """thunder's autocast rule of an operation: calls it with the arguments that torch's autocast
+    would make.
+    """
+    given = named_arguments(spec.name, args, kwargs)
+    changed = casted(spec, given, partial(maybe_downcast_to, dtype), dtypes.to_torch_dtype(dtype))
+    positional = list(given)[: len(args)]
+    return symbol(
+        *({**given, **changed}[n] for n in positional),
+        **{**kwargs, **{n: v for n, v in changed.items() if n not in positional}},
+    )
+
+
+def _missing_meta(x: TensorProxy, why: str) -> TensorProxy:
+    return TensorProxy(like=x)
+
+
+def _raise_missing(x: torch.Tensor, why: str) -> torch.Tensor:
+    raise UnsupportedError(why)

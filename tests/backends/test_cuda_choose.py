@@ -1,0 +1,221 @@
+"""What CUDA's backend chooses for a call: a value made of facts, without a GPU and without a
+compiler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from itertools import combinations
+
+import pytest
+
+from fusion_moe import options
+from fusion_moe.arch import A100, H100, H200, KNOWN
+from fusion_moe.backends.cuda import launch
+from fusion_moe.backends.cuda.choose import Choice
+from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.compile import compile_fusion
+from fusion_moe.errors import OptionError, UnsupportedError
+from fusion_moe.ir.builder import FusionDefinition
+from fusion_moe.ir.core import Fusion
+from fusion_moe.options import Options
+from fusion_moe.runtime import cuda, nvrtc
+from fusion_moe.target import TARGETS
+
+pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+GROUPS, K = 8, 256
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_built(monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError("a choice needs neither a GPU nor a compiler")
+
+    monkeypatch.setattr(launch, "build", fail)
+    monkeypatch.setattr(cuda, "arch", fail)
+    monkeypatch.setattr(cuda, "_driver", fail)
+
+
+def products(*after: str, outputs: tuple[int, ...] = (-1,), width: int = K) -> Fusion:
+    """Products in a row on rows that are sorted; after each of them "" or "add", of its own
+    rows.
+    """
+    fd = FusionDefinition()
+    m, groups = fd.define_size("m"), fd.define_groups("g", GROUPS)
+    x, offs = (
+        fd.define_tensor(shape=[m, K], dtype="bf16"),
+        fd.define_tensor(shape=[GROUPS], dtype="i32"),
+    )
+    ends = fd.ops.ends(offs, rows=m, groups=groups)
+    made = [fd.ops.partition(x, ends)]
+    for what in after:
+        shapes = (
+            ([GROUPS, width, K // 2], "u8"),
+            ([GROUPS, width, K // 16], "f8e4m3"),
+            ([GROUPS], "f32"),
+        )
+        packed = [fd.define_tensor(shape=s, dtype=d) for s, d in shapes]
+        y = fd.ops.cast(
+            fd.ops.grouped_mm(
+                made[-1],
+                fd.ops.pack(*packed, encoding="nvfp4", layout="w16x64"),
+                ends,
+                w_layout="w16x64",
+            ),
+            "bf16",
+        )
+        made.append(fd.ops.add(y, made[-1]) if what == "add" else y)
+    for i in outputs:
+        fd.add_output(made[i])
+    return fd.fusion()
+
+
+def call_of(fusion: Fusion, **changes: object) -> launch.Call:
+    program = compile_fusion(fusion, TARGETS["cuda"], Options().replace(**changes))
+    assert isinstance(program.joined, launch.Call), [k.why for k in program.kernels]
+    return program.joined
+
+
+def choice_of(fusion: Fusion, rows: int, arch=H200, **changes: object) -> Choice:
+    call = call_of(fusion, **changes)
+    return call.choose(dict.fromkeys(call.parts.symbols, rows), arch)
+
+
+def test_a_choice_is_a_value():
+    call = call_of(products("", "", ""))
+    (symbol,) = call.parts.symbols
+    found = call.choose({symbol: 4000}, H200)
+    assert found == call.choose({symbol: 4000}, H200)
+    assert str(found) == str(call.choose({symbol: 4000}, H200))
+    assert (
+        len(
+            {
+                str(found),
+                *(
+                    str(call.choose({symbol: n}, arch))
+                    for n, arch in ((4000, H100), (4001, H200), (4000, A100))
+                ),
+            }
+        )
+        == 4
+    )
+    with pytest.raises(FrozenInstanceError):
+        found.steps[0].overlaps = ()
+    assert [k.text for k in found.kernels] == [k.text for step in found.steps for k in step.kernels]
+
+
+@pytest.mark.parametrize("arch", KNOWN.values(), ids=lambda arch: arch.name)
+def test_every_known_gpu_has_one(arch):
+    for rows in (0, 1, 4000):
+        assert len(choice_of(products("", ""), rows, arch).steps) == 2
+
+
+def test_what_follows_what_is_a_fact():
+    assert call_of(products("", "", "")).parts.links == ((0, 1), (1, 2))
+    # a result that somebody else reads
+    assert call_of(products("", "", "", outputs=(1, -1))).parts.links == ((1, 2),)
+    assert call_of(products("", "add")).parts.links == ()  # rows that are read as they are, too
+    assert all(p.matrix is not None for p in call_of(products("", "add")).parts.parts)
+
+
+def test_large_m_kernels_that_follow_each_other_are_chained():
+    for rows, pairs in ((500, [(None, 1), (0, 2), (1, None)]), (8, [(None, None)] * 3)):
+        found = choice_of(products("", "", ""), rows)
+        assert [(step.previous, step.next) for step in found.steps] == pairs
+        assert [
+            (s.chosen.reads_fragment_order, s.chosen.writes_fragment_order) for s in found.steps
+        ] == [(before is not None, after is not None) for before, after in pairs]
+        for step in found.steps:
+            product = step.kernels[-1].text
+            assert ("Columns = FragmentOrder" in product) == (step.next is not None)
+            assert any(k.name == "reorder_activations" for k in step.kernels) == (
+                rows == 500 and step.previous is None
+            )
+    alone = call_of(products("", "", "")).parts.parts[1].source.choose({"m": 4000}, H200)
+    assert not alone.reads_fragment_order
+
+
+def test_memory_of_a_choice():
+    """Every array that is needed has its own place for as long as it is needed; the rows between
+    products take turns.
+    """
+    rows = 4000
+    found, call = choice_of(products(*[""] * 6), rows), call_of(products(*[""] * 6))
+    arrays = list(
+        zip(call.parts.inner, found.workspace.arrays, found.workspace.offsets, strict=True)
+    )
+    for inner, array, offset in arrays:
+        assert (inner.first, inner.last) == (array.first, array.last)
+        assert offset + array.nbytes <= found.workspace.nbytes
+    for (_, a, i), (_, b, j) in combinations(arrays, 2):
+        apart = a.last < b.first or b.last < a.first
+        assert apart or i + a.nbytes <= j or j + b.nbytes <= i or 0 in (a.nbytes, b.nbytes)
+    assert found.workspace.nbytes == 2 * rows * K * 2
+    given = len(call.parts.inputs) + len(call.parts.made)
+    for i, places in enumerate(call.parts.places):
+        assert all(
+            arrays[p - given][0].first <= i <= arrays[p - given][0].last
+            for p in places
+            if p >= given
+        )
+
+
+def test_what_reads_or_writes_before_it_waits_does_not_overlap_what_makes_that():
+    (first, second, _) = choice_of(products("", "", ""), 8).steps
+    assert first.kernels[0].reads_before_wait  # ends
+    assert first.overlaps[0] is False
+    assert second.kernels[0].reads_before_wait
+    assert second.overlaps[0] is True  # a product makes no ends
+
+
+def test_a_pinned_variant_is_chosen_for_every_product():
+    for rows in (1, 4000):
+        found = choice_of(products("", ""), rows, cuda_variant="large_m_80x4")
+        assert [[s.variant.name for s in step.chosen.size_classes] for step in found.steps] == [
+            ["large_m_80x4"]
+        ] * 2
+    # of two that differ in how many share a multiprocessor alone, that of the weights' own regimes
+    ((size_class,),) = (
+        s.chosen.size_classes
+        for s in choice_of(products(""), 1, cuda_variant="small_m_1x1x2x1x3").steps
+    )
+    assert size_class.variant.per_sm == 8
+
+
+def test_whole_clusters_are_launched():
+    for rows, blocks in ((1, 2), (4000, 132)):
+        found = choice_of(products(""), rows, cuda_variant="large_m_64x4_k2")
+        *_, kernel = found.kernels
+        assert kernel.grid(H200) == blocks
+        assert f"large_m_64x4_k2: {blocks} blocks in clusters of 2 of 640 threads" in str(found)
+        assert "__cluster_dims__(2)" in kernel.text
+
+
+def test_a_pinned_variant_that_does_not_fit_is_refused():
+    with pytest.raises(UnsupportedError) as refused:
+        choice_of(products(""), 1, A100, cuda_variant="large_m_48x4x2")
+    text = str(refused.value)
+    assert (
+        "cuda_variant = 'large_m_48x4x2' does not fit a product of 8 matrices [256, 256] on A100; "
+        "expected one of small_m_1x1x1x1x3" in text
+    )
+    assert "large_m" not in text.split("expected")[1]
+    with pytest.raises(
+        OptionError,
+        match=r"cuda_variant = 'small'; expected one of auto, "
+        r"small_m_1x1x1x1x3, ",
+    ):
+        call_of(products(""), cuda_variant="small")
+
+
+def test_the_pin_is_part_of_the_key():
+    assert Options() != Options().replace(cuda_variant="large_m_80x4")
+    assert (
+        options.from_environment({"FUSION_MOE_CUDA_VARIANT": "large_m_80x4"}).cuda_variant
+        == "large_m_80x4"
+    )
+
+
+def test_a_choice_reads_well(golden):
+    golden(str(choice_of(products("", ""), 4000)))
+    assert isinstance(call_of(products("")).parts.parts[0].source, Product)

@@ -1,0 +1,847 @@
+"""The CUDA backend's sources, compiled with NVRTC, which needs no GPU: every variant, what it is
+made of, and what has no kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import subprocess
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache, partial
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from experts import experts_of_ones
+from kernel_tables import TABLE, use, variants_of
+
+from fusion_moe import FusionDefinition, options
+from fusion_moe.arch import A100, H100, H200, L40S, Arch, Measured
+from fusion_moe.backends import emit
+from fusion_moe.backends.cuda.choice import (
+    Chosen,
+    SizeClass,
+    blocks,
+    choose_kernels,
+)
+from fusion_moe.backends.cuda.columns import columns
+from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.join import join
+from fusion_moe.backends.cuda.launch import KERNELS, build
+from fusion_moe.backends.cuda.readers import reader
+from fusion_moe.backends.cuda.source import KernelSource, Source
+from fusion_moe.backends.cuda.table import ALWAYS, Regime
+from fusion_moe.backends.cuda.variants import (
+    M8,
+    M16,
+    M32,
+    M48_96,
+    M80,
+    M160,
+    SETS,
+    LargeM,
+    Matrices,
+    SmallM,
+    Variant,
+)
+from fusion_moe.backends.cxx.indices import Number, Variable
+from fusion_moe.compile import lower
+from fusion_moe.definitions.operations import (
+    SPECS,
+    bind,
+    eager_types,
+    fusion_of,
+)
+from fusion_moe.encodings import ENCODINGS
+from fusion_moe.errors import BuildError, UnsupportedError
+from fusion_moe.ir.core import Fusion
+from fusion_moe.ir.sizes import AnySize, symbol
+from fusion_moe.ir.types import TensorType, dtype_name
+from fusion_moe.layouts import W16X64
+from fusion_moe.options import Options
+from fusion_moe.runtime import nvrtc
+from fusion_moe.runtime.kernel import Kernel
+from fusion_moe.target import TARGETS
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing()),
+]
+NVDISASM = next((d for d in metadata.distributions() if d.name == "nvidia-cuda-nvdisasm"), None)
+needs_nvdisasm = pytest.mark.skipif(
+    NVDISASM is None, reason="nvidia-cuda-nvdisasm is not installed"
+)
+
+# experts, slots of a token, hidden and intermediate features
+MODELS = {
+    "qwen3": (128, 8, 2048, 768),
+    "gptoss": (128, 4, 2880, 2880),
+    "dsv3": (256, 8, 7168, 2048),
+}
+MORE_MODELS = {"mixtral": (8, 2, 4096, 14336), "scout": (16, 1, 5120, 8192)}
+DEFAULTS = {
+    "interleave": 0,
+    "limit": None,
+    "alpha": 1.0,
+    "up_offset": 0.0,
+    "scale_on": "output",
+    "activation_format": "bf16",
+    "gate_up_bias": None,
+    "down_bias": None,
+    "first_expert": None,
+}
+VARIANTS = sorted({*variants_of("tiled"), *variants_of("linear")}, key=lambda v: v.name)
+NVFP4 = 576  # bytes of 16 rows and 64 columns
+UNBOUNDED = 2**31 - 1  # rows
+LOOP = 72  # instructions for 1,024 weights of the loop of small-M kernels
+
+
+TOKENS = symbol("s0")  # any number of them
+
+
+def expert_mlp(*args, **kwargs) -> list[Kernel]:
+    """The kernels of a layer of a model's size."""
+    return layer(*args, **kwargs)[1]
+
+
+def layer(
+    model: str = "qwen3",
+    layout: str = "w16x64",
+    dtype: str = "bf16",
+    tokens: AnySize = TOKENS,
+    slots: int = 0,
+    **changes,
+) -> tuple[Fusion, list[Kernel]]:
+    """The same with what they compute."""
+    e, k, h, i = MODELS[model]
+    t, k = TensorType, slots or k
+    given = {
+        "x": t((tokens, h), dtype),
+        "ids": t((tokens, k), "i64"),
+        "w": t((tokens, k), "f32"),
+        "gate_up_codes": t((e, 2 * i, h // 2), "u8"),
+        "gate_up_block_scale": t((e, 2 * i, h // 16), "f8e4m3"),
+        "gate_up_decode_scale": t((e, 2), "f32"),
+        "down_codes": t((e, h, i // 2), "u8"),
+        "down_block_scale": t((e, h, i // 16), "f8e4m3"),
+        "down_decode_scale": t((e,), "f32"),
+    }
+    others = {**DEFAULTS, "weight_layout": layout, **changes}
+    if others.pop("bias", False):
+        given |= {"gate_up_bias": t((e, 2 * i), dtype), "down_bias": t((e, h), dtype)}
+        others = {k: v for k, v in others.items() if k not in given}
+    fusion = fusion_of("expert_mlp", tuple(given.items()), tuple(others.items()))
+    lowered = lower(fusion, TARGETS["cuda"], Options())
+    return lowered.stages[-1][1], [emit(s, TARGETS["cuda"]) for s in lowered.segments]
+
+
+def sources(*args, **kwargs) -> list[Source]:
+    kernels = expert_mlp(*args, **kwargs)
+    assert [k.why for k in kernels] == [""] * len(kernels)
+    return [k.launch.source for k in kernels]
+
+
+def launches(source: Source, tokens: int, arch: Arch = H200) -> list[KernelSource]:
+    sizes = dict.fromkeys(source.fusion.symbols, tokens)
+    return source.launches(source.choose(sizes, arch), sizes, arch)
+
+
+def only(variant: Variant) -> Chosen:
+    """One kernel for all groups."""
+    return Chosen((SizeClass(variant),))
+
+
+def build_all(kernels: Iterable[KernelSource], arch: Arch) -> None:
+    """In threads: NVRTC lets others run meanwhile."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        assert all(path.stat().st_size for path in pool.map(partial(build, arch=arch), kernels))
+
+
+def sorted_rows(k: int, n: int = 1536, groups: int = 128) -> Product:
+    """One product, whose rows are in memory, sorted."""
+    t, e = TensorType, groups
+    given = {
+        "a": t((TOKENS, k), "bf16"),
+        "b_codes": t((e, n, k // 2), "u8"),
+        "b_block_scale": t((e, n, k // 16), "f8e4m3"),
+        "b_decode_scale": t((e,), "f32"),
+        "offs": t((e,), "i32"),
+    }
+    others = {"activation_format": "bf16", "weight_layout": "w16x64", "out_dtype": None}
+    lowered = lower(
+        fusion_of("nvfp4_grouped_mm", tuple(given.items()), tuple(others.items())),
+        TARGETS["cuda"],
+        Options(),
+    )
+    (segment,) = lowered.segments
+    source = emit(segment, TARGETS["cuda"]).launch.source
+    assert isinstance(source, Product)
+    return source
+
+
+@cache
+def sass(path: Path) -> tuple[str, ...]:
+    """The instructions and labels of a cubin."""
+    assert NVDISASM is not None
+    tool = next(f for f in NVDISASM.files or [] if f.name == "nvdisasm").locate()
+    text = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"^\s*(?:/\*[0-9a-f]{4,}\*/\s+(.*?);|(\.L_x_\d+):)", text, re.MULTILINE)
+    return tuple(a or b for a, b in found)
+
+
+def loops(lines: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """What stands between a label and a jump back to it, where there is no barrier: a kernel's
+    parts stand in any order.
+    """
+    start = {line: i for i, line in enumerate(lines) if line.startswith(".L")}
+    jumps = [
+        (start[m[1]], i)
+        for i, line in enumerate(lines)
+        if (m := re.search(r"BRA.*?(\.L_x_\d+)", line)) and start[m[1]] < i
+    ]
+    found = [tuple(x for x in lines[a : b + 1] if not x.startswith(".L")) for a, b in jumps]
+    return [loop for loop in found if not any("BAR" in x for x in loop)]
+
+
+# Every source compiles ----------------------------------------------------------------------------
+
+
+# What an L40S has of its own, the conversion of scales, is in both layouts.
+LAYOUTS_AND_ARCHS = [
+    ("linear", A100),
+    ("linear", H200),
+    ("w16x64", A100),
+    ("w16x64", L40S),
+    ("w16x64", H200),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "arch"), LAYOUTS_AND_ARCHS, ids=lambda value: getattr(value, "nvrtc", value)
+)
+def test_a_layer_compiles_for_every_architecture(arch, layout):
+    clamped = {"interleave": 8, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "bias": True}
+    layers = (
+        sources(layout=layout, **changes)
+        for changes in ({}, clamped, {"scale_on": "input", "interleave": 1})
+    )
+    tokens = (1, 300)  # ids that fit one block, and more
+    build_all(
+        [
+            x
+            for layer in layers
+            for source in layer
+            for count in tokens
+            for x in launches(source, count, arch)
+        ],
+        arch,
+    )
+
+
+PAIRS = [  # of weights and activations
+    ("nvfp4", "f16"),
+    ("mxfp4", "bf16"),
+    ("mxfp4", "f16"),
+    ("int4", "bf16"),
+    ("int4", "f16"),
+    ("bf16", "bf16"),
+    ("f16", "f16"),
+]
+
+
+def product_of(
+    fmt: str, activations: str, layout: str, k: int = 1024, n: int = 1024, groups: int = 16
+) -> Product:
+    """One product with weights of an encoding."""
+    t, encoding = TensorType, ENCODINGS[fmt]
+    parts = [
+        t(encoding.part_shape(part, (groups,), n, k), dtype_name(part.dtype))
+        for part in encoding.parts
+    ]
+    given = {
+        "a": t((TOKENS, k), activations),
+        **{f"weight[{i}]": part for i, part in enumerate(parts)},
+        "offs": t((groups,), "i32"),
+    }
+    others = {
+        "weight_format": fmt,
+        "weight_layout": layout,
+        "activation_format": "bf16",
+    } | dict.fromkeys(("out_dtype", "lora_a", "lora_b"))
+    lowered = lower(
+        fusion_of("grouped_mm", tuple(given.items()), tuple(others.items())),
+        TARGETS["cuda"],
+        Options(),
+    )
+    (segment,) = lowered.segments
+    kernel = emit(segment, TARGETS["cuda"])
+    assert not kernel.why
+    assert isinstance(kernel.launch.source, Product)
+    return kernel.launch.source
+
+
+@pytest.mark.parametrize("arch", [A100, H200], ids=lambda arch: arch.nvrtc)
+@pytest.mark.parametrize("layout", ["linear", "w16x64"])
+@pytest.mark.parametrize(("fmt", "activations"), PAIRS)
+def test_every_encoding_compiles(fmt, activations, layout, arch):
+    source = product_of(fmt, activations, layout)
+    for rows in (16, 16 * 64):
+        assert all(
+            build(launched, arch).stat().st_size for launched in launches(source, rows, arch)
+        )
+
+
+@pytest.mark.parametrize(
+    ("fmt", "layout", "change", "sentence"),
+    [
+        (
+            "int4",
+            "linear",
+            ("BLOCK = 32", "BLOCK = 128"),
+            "block scales of four-bit codes cover 16, 32 or 64 columns",
+        ),
+        (
+            "int4",
+            "w16x64",
+            ("BLOCK = 32", "BLOCK = 64"),
+            "has codes and block scales of other sizes than its reader",
+        ),
+        (
+            "mxfp4",
+            "linear",
+            ("BLOCK = 32", "BLOCK = 16"),
+            "has codes and block scales of other sizes than its reader",
+        ),
+    ],
+)
+def test_readers_say_what_they_need_of_an_encoding(monkeypatch, fmt, layout, change, sentence):
+    product = launches(product_of(fmt, "bf16", layout), 16)[-1]
+    headers = nvrtc.headers(KERNELS)  # no key was made of them yet
+    headers[f"weights/{fmt}.cuh"] = headers[f"weights/{fmt}.cuh"].replace(*change)
+    with pytest.raises(BuildError, match=f"static assertion failed with .*{sentence}"):
+        nvrtc.build(product.text, name=product.name, arch=H200.nvrtc, headers=headers)
+
+
+def test_an_encoding_whose_scales_no_reader_takes_is_refused_when_it_is_planned(monkeypatch):
+    (scale,) = ENCODINGS["int4"].scales
+    wide = replace(ENCODINGS["int4"], scales=(replace(scale, block=128),))
+    monkeypatch.setitem(ENCODINGS, "int4", wide)
+    with pytest.raises(
+        UnsupportedError,
+        match="weights in int4, with a scale for 128 elements, have no kernel here; expected",
+    ):
+        reader("int4", "linear", "bf16")
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(
+    "variant",
+    [M8[0], M16[0], SETS["WIDE_M8"][0], SETS["WIDE_M16"][0], M48_96[1], *M160],
+    ids=lambda v: v.name,
+)
+@pytest.mark.parametrize(
+    ("fmt", "activations"),
+    [("nvfp4", "f16"), ("mxfp4", "f16"), ("int4", "bf16"), ("int4", "f16"), ("bf16", "bf16")],
+)
+def test_encodings_need_no_local_memory(fmt, activations, variant):
+    source = product_of(fmt, activations, "w16x64")
+    if not variant.fits(source.matrices, H200):
+        assert source.matrices.wide
+        return
+    lines = sass(build(source.products(only(variant), {"s0": 512}, H200)[0], H200))
+    assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
+    assert {m[1] for x in lines if (m := re.search(r"\bHG?MMA\.\S*?F32(\.BF16)?", x))} == {
+        ".BF16" if activations == "bf16" else None
+    }
+
+
+def test_wide_tiles_have_kernels_of_their_own():
+    """From the bytes of a tile alone: registers and stages of shared memory."""
+    narrow, wide = (
+        product_of("nvfp4", "bf16", "w16x64").matrices,
+        product_of("bf16", "bf16", "w16x64").matrices,
+    )
+    assert (
+        narrow.tile_bytes,
+        product_of("mxfp4", "bf16", "w16x64").matrices.tile_bytes,
+        wide.tile_bytes,
+    ) == (576, 544, 2048)
+    assert not any(v.fits(wide, H200) for v in (*M8, *M16))
+    double = replace(wide, tile_bytes=4096)
+    assert [(v.stages(double, H200), v.fits(double, H200)) for v in (M32[0], M80[0])] == [
+        (2, False),
+        (3, True),
+    ]
+    for rows in (1, 16, 160, 640, 10**4):
+        for arch in (H200, A100):
+            (size_class, *_) = choose_kernels(rows, wide, arch)
+            assert size_class.variant.fits(wide, arch)
+    assert isinstance(choose_kernels(10**4, wide, H200)[0].variant, LargeM)
+    assert isinstance(choose_kernels(10**4, replace(wide, tiled=False), H200)[0].variant, SmallM)
+
+
+@pytest.mark.parametrize("inner", [96, 720, 1392, 2064])
+@pytest.mark.parametrize("hidden", [256, 240])
+def test_sizes_off_the_tiles_have_kernels_when_they_are_padded(monkeypatch, hidden, inner):
+    layer = experts_of_ones(1, hidden, inner)
+    h, i = layer.padding("down_proj", W16X64).padded
+    assert (h, i) == (256, -(-inner // 64) * 64)
+    assert layer.padding("gate_up_proj", W16X64).padded == (2 * i, h)
+    monkeypatch.setitem(MODELS, "shard", (8, 2, h, i))
+    made = sources("shard")
+    assert all(source.reader.tiled for source in made)
+    build_all([x for source in made for count in (1, 300) for x in launches(source, count)], H200)
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 8), (2, 1)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_sizes_that_a_tracer_knows_have_kernels(tokens, slots, bias):
+    """One token, or one slot, is what graphs are specialized for."""
+    build_all(
+        [
+            x
+            for source in sources(tokens=tokens, slots=slots, bias=bias)
+            for x in launches(source, 0)
+        ],
+        H200,
+    )
+
+
+def round_of(variant: SmallM) -> int:
+    """Blocks of 64 k that the kernel's loop takes each time."""
+    return math.lcm(variant.in_flight + variant.batch, variant.batch, 2)
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.name}@{v.per_sm}")
+@pytest.mark.parametrize("model", MODELS)
+def test_variants_need_no_local_memory_and_have_lean_loops(model, variant: Variant):
+    for layout, regimes in (("w16x64", TABLE.tiled), ("linear", TABLE.linear)):
+        if not any(variant in regime.variants for regime in regimes):
+            continue
+        for source in sources(model, layout):
+            assert isinstance(source, Product)
+            if not variant.fits(source.matrices, H200):
+                continue  # gate and up would be in two blocks, or registers would not do
+            # blocks enough for halves
+            lines = sass(build(source.products(only(variant), {"s0": 512}, H200)[0], H200))
+            assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
+            assert any("HGMMA" in x if isinstance(variant, LargeM) else "HMMA" in x for x in lines)
+            # a compiler that cannot follow which registers are in use makes each product wait for
+            # the one before
+            assert (
+                sum("WARPGROUP.DEPBAR" in x for x in lines) <= sum("HGMMA" in x for x in lines) / 2
+            )
+            if isinstance(variant, SmallM) and layout == "w16x64" and variant.tiles_m == 1:
+                # a tile of 16 rows and 64 k is 1,024 weights and 4 products
+                products = [(sum("HMMA" in x for x in loop), len(loop)) for loop in loops(lines)]
+                assert all(
+                    size / (found / 4) <= LOOP
+                    for found, size in products
+                    if found == 4 * variant.tiles_per_warp * round_of(variant)
+                )
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("variant", [LargeM(160, 3), LargeM(48, 4, 2)], ids=lambda v: v.name)
+@pytest.mark.parametrize("writes_fragment_order", [False, True])
+def test_large_m_stores_by_whole_instructions(variant, writes_fragment_order):
+    """At least 8 bytes at a time; elements of 16 bits are transposed."""
+    for source in sources("qwen3"):
+        assert isinstance(source, Product)
+        lines = sass(
+            build(
+                source.products(
+                    replace(only(variant), writes_fragment_order=writes_fragment_order),
+                    {"s0": 64},
+                    H200,
+                )[0],
+                H200,
+            )
+        )
+        stores = [m[1] for line in lines if (m := re.search(r"\bSTG\.E\.(\w+)(?!.*STRONG)", line))]
+        assert set(stores) <= {"64", "128"}
+        assert any("STSM" in line for line in lines)
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("in_fragment_order", [False, True])
+@pytest.mark.parametrize(
+    "variant", [v for v in VARIANTS if v.reads_fragment_order], ids=lambda v: v.name
+)
+@pytest.mark.parametrize("k", [64, 320, 2048, 14336])
+def test_rows_in_natural_order_are_reordered_or_read_as_they_are(
+    k, variant, in_fragment_order, monkeypatch
+):
+    monkeypatch.setattr(Product, "needs_reordering", lambda self, variant: in_fragment_order)
+    source = sorted_rows(k)
+    if not variant.fits(source.matrices, H200):
+        pytest.skip("never chosen: registers would not do")
+    lines = sass(build(source.products(only(variant), {"s0": 2**17}, H200)[0], H200))
+    assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
+    assert any(x.startswith("LDSM") for x in lines) != in_fragment_order
+    assert [x.name for x in launches(source, 2**17)[:-1]] == (
+        ["reorder_activations"] if in_fragment_order else []
+    )
+    assert source.count(source.scratch[-1], source.choose({"s0": 2**17}, H200), {"s0": 2**17}) == (
+        2**17 * k if in_fragment_order else 0
+    )
+
+
+def test_many_rows_in_natural_order_are_read_as_they_are():
+    source = sorted_rows(2048)
+    for rows, first in ((2**17, "large_m_160x3"), (2**11, "reorder_activations")):
+        assert launches(source, rows)[0].name == first
+
+
+@needs_nvdisasm
+def test_the_loop_of_long_matrices_is_counted():
+    """So that the test above counts something."""
+    (first, _), (variant, *_) = sources("dsv3"), TABLE.tiled[0].variants
+    lines = sass(build(first.products(only(variant), {"s0": 64}, H200)[0], H200))
+    assert [
+        len(loop)
+        for loop in loops(lines)
+        if sum("HMMA" in x for x in loop) == 4 * round_of(variant)
+    ]
+
+
+def test_there_are_few_variants():
+    assert len(VARIANTS) <= 24
+
+
+@pytest.mark.parametrize("arch", [H100, H200], ids=lambda arch: arch.name)
+@pytest.mark.parametrize("model", MODELS | MORE_MODELS)
+def test_all_counts_of_tokens_need_few_kernels(model, arch, monkeypatch):
+    """What differs between launches of a variant is no text: size classes, who is concurrent with
+    whom, waves, ids or ends.
+    """
+    for name, sizes in MORE_MODELS.items():
+        monkeypatch.setitem(MODELS, name, sizes)
+    fusion, kernels = layer(model)
+    call, counts = join(fusion, kernels)[1], [1]
+    while counts[-1] < 2**17:
+        counts.append(counts[-1] * 51 // 50 + 1)
+    steps = [call.choose({"s0": count}, arch).steps for count in counts]
+    for of_segment in zip(*steps, strict=True):
+        products = {kernel.text for step in of_segment for kernel in step.kernels if kernel.given}
+        assert 1 < len(products) <= 12
+    assert (
+        len({kernel.text for of_count in steps for step in of_count for kernel in step.kernels})
+        <= 24
+    )
+
+
+# What is chosen -----------------------------------------------------------------------------------
+
+
+def test_the_choice_looks_at_rows_and_groups_alone():
+    def chosen(rows, groups, k=2048, tiles=96, block=2, tiled=True, arch=H200):
+        size_classes = choose_kernels(rows, Matrices(groups, k, tiles, block, NVFP4, tiled), arch)
+        # of average groups
+        return next(
+            s.variant for s in size_classes if s.max_rows is None or rows <= s.max_rows * groups
+        )
+
+    # as measured: few tiles, or long matrices, take more of split-K
+    assert [chosen(8 * t, 128).split_k for t in (1, 8, 32)] == [4, 2, 1]
+    assert [chosen(8 * t, 128, 768, 128, 1).split_k for t in (8, 32)] == [1, 1]
+    assert [chosen(1, 16, 5120, 1024).split_k, chosen(1, 16, 8192, 320, 1).split_k] == [4, 8]
+    assert [chosen(16, 8, 4096, 1792).split_k, chosen(16, 8, 14336, 256, 1).split_k] == [1, 2]
+    assert chosen(64, 8, 4096, 1792).tiles_m == 2
+    # a last wave of halves is half as long, where more blocks have no work than could take them
+    assert [chosen(64, 8, 4096, 1792).split_k, chosen(32, 128, 2880, 180, 1).split_k] == [1, 2]
+    # two repeats where columns are a multiple of 512; fewer are wasted without them
+    wide, narrow = chosen(16 * 256, 256, 7168, 256), chosen(16 * 128, 128, 2880, 360)
+    assert [(v.tile_m, v.consumers, v.repeats) for v in (wide, narrow)] == [(32, 4, 2), (32, 5, 1)]
+    # nearly all groups fit one M tile, where rows pick them evenly
+    assert [chosen(256 * rows, 256).tile_m for rows in (16, 32, 64, 256)] == [32, 48, 80, 160]
+    # where one M tile more than there are groups would begin another wave: high ones
+    assert [chosen(256, 8, 14336, 256, 1).tile_m, chosen(256, 8, 4096, 1792).tile_m] == [96, 64]
+    assert isinstance(chosen(2**20, 8, 4096, 1792), LargeM)
+    assert chosen(2**20, 8, 4096, 1792, arch=L40S).tiles_m == 4
+    assert chosen(160, 8, 4096, 1792, arch=A100).tiles_m == 2
+    for rows, groups, tiled in itertools.product((1, 64, 4096), (1, 8, 256), (True, False)):
+        assert chosen(rows, groups, tiled=tiled).tiles % 2 == 0
+
+
+def test_long_products_have_kernels_for_groups_by_their_sizes():
+    def chosen(rows, groups=256, k=7168, tiles=256, arch=H200):
+        return choose_kernels(rows * groups, Matrices(groups, k, tiles, 2, NVFP4, True), arch)
+
+    for rows in (8, 16, 24, 32, 64):
+        found = chosen(rows)
+        assert len(found) > 1
+        assert [c.above_rows for c in found] == [0, *(c.max_rows for c in found[:-1])]
+        assert found[-1].max_rows is None
+        heights = [c.variant.tile_m for c in found]
+        assert heights == sorted(heights)
+        assert all(c.variant.reads_fragment_order for c in found)
+    for few in (
+        chosen(1),
+        chosen(400),
+        chosen(16, 8, 4096, 1792),
+        chosen(16, arch=L40S),
+        chosen(64, 128, 2048, 32),
+    ):
+        assert [(c.above_rows, c.max_rows) for c in few] == [(0, None)]
+
+
+def test_few_heavy_groups_of_a_decode_have_a_large_m_kernel(monkeypatch):
+    """It is launched first, since its blocks want whole multiprocessors; others fill what it
+    leaves, and read the same rows.
+    """
+    few, tall = M8[0].name, M80[0].name
+    use(monkeypatch, tiled=(Regime(ALWAYS, M8, ((12, M8), (None, M80))), *TABLE.tiled))
+    for source in sources("dsv3"):
+        assert isinstance(source, Product)
+        high, low = [x for x in launches(source, 128) if "_m_" in x.name]
+        assert [high.title, low.title] == [
+            f"{tall} (groups of more than 12 rows)",
+            f"{few} (groups of 1 to 12 rows)",
+        ]
+        assert [high.carveout_blocks, low.carveout_blocks] == [0, 8]
+        assert [x.given.numbers for x in (high, low)] == [
+            (12, UNBOUNDED, high.reads_before_wait, 0, 1, 1, 0),
+            (0, 12, 1, 1, 0, 0, 0),
+        ]
+        chosen = source.choose({"s0": 128}, H200)
+        assert chosen.activation_reader.name == few
+        # rows are read as they are
+        assert source.count(source.scratch[-1], chosen, {"s0": 128}) == 0
+        assert not any(x.name in ("prologue", "reorder_activations") for x in launches(source, 128))
+    for source in sources("dsv3", scale_on="input"):
+        made = launches(source, 128)
+        assert not any("fragment_place(" in x.text for x in made if x.name == "prologue")
+        assert all("FRAGMENT_ORDER = false" in x.text for x in made if x.name == tall)
+
+
+@pytest.mark.parametrize(
+    "variant", [LargeM(32, 5), TABLE.tiled[0].variants[0]], ids=lambda v: v.name
+)
+def test_blocks_of_a_size_class(variant):
+    """As many as the worst groups need, of sizes in its bounds."""
+    for rows, groups, (above, most) in itertools.product(
+        (1, 40, 333), (1, 2, 5), ((0, None), (0, 32), (32, 80), (80, None))
+    ):
+        worst = 0
+        for sizes in itertools.product((0, 1, 32, 33, 64, 65, 80, 81, 333), repeat=groups):
+            if sum(sizes) <= rows:
+                mine = [size for size in sizes if size > above and (most is None or size <= most)]
+                rest = [] if most else [rows - sum(sizes)]
+                worst = max(worst, sum(-(-size // variant.tile_m) for size in (*mine, *rest)))
+        of = Matrices(groups, 2048, 40, 1, NVFP4, True)
+        assert worst * 40 // variant.tiles <= blocks(SizeClass(variant, above, most), rows, of)
+
+
+def test_facts_of_a_gpu_are_in_what_it_launches():
+    """Shared memory, how fast weights are read, and the blocks of kernels that loop; nothing else
+    is different.
+    """
+    half = replace(
+        H200, multiprocessors=66, shared_per_block=200 * 1024, measured=Measured(3200, 77)
+    )
+    source, tokens = sources("dsv3")[0], 16 * 32  # 16 rows of a group
+    for arch in (H200, half):
+        made = launches(source, tokens, arch)
+        large = next(x for x in made if "large_m" in x.name)
+        assert f"GROUPS_READ_PER_TWO_TILES = {arch.groups_read_per_two_tiles};" in large.text
+        assert f"MAX_SHARED_BYTES = {arch.shared_per_block};" in large.text
+        assert large.shared == arch.shared_per_block
+        assert large.grid(arch) == arch.multiprocessors < large.blocks
+        reorder = next(x for x in made if x.name == "reorder_activations")
+        assert reorder.grid(arch) == min(16 * arch.multiprocessors, reorder.blocks)
+    small = launches(source, 1)[-1]
+    assert small.grid(half) == small.grid(H200) == small.blocks
+
+
+def test_variants_follow_the_facts_of_a_gpu():
+    of = Matrices(256, 7168, 256, 2, NVFP4, True)
+    assert LargeM(80, 4).stages(of, H200) > LargeM(80, 4).stages(
+        of, replace(H200, shared_per_block=150 * 1024)
+    )
+    assert not LargeM(160, 3).fits(of, replace(H200, shared_per_block=100 * 1024))
+    assert not M8[0].fits(of, replace(H200, registers=32768))
+    # few blocks: an H200's multiprocessors take more warps along K than a GPU of which they fill
+    # every one
+    few = replace(H200, name="few", multiprocessors=8, measured=Measured(194, 18))
+    narrow = Matrices(16, 8192, 320, 1, NVFP4, True)
+    splits = [choose_kernels(1, narrow, arch)[0].variant.split_k for arch in (H200, few)]
+    assert splits[0] > splits[1]
+
+
+def test_sizes_change_no_source_of_one_variant():
+    """Programs for other numbers of tokens launch the same cubins."""
+    first, second = sources()
+    assert launches(first, 40)[-1].text == launches(first, 64)[-1].text
+    assert {x.text for x in launches(second, 1)[1:]} == {x.text for x in launches(second, 60)[1:]}
+
+
+def test_columns_of_a_result():
+    j, eight = Variable("j"), Number(8)
+    up, third = j + Number(64), j + Number(128)
+    separate = columns([j, up], 64, aligned=True)
+    assert (separate.block, separate.tiles) == (16, 2)
+    interleaved = columns(
+        [j // eight * Number(16) + j % eight, j // eight * Number(16) + eight + j % eight],
+        64,
+        aligned=True,
+    )
+    assert (interleaved.block, interleaved.tiles) == (8, 1)
+    assert columns([j, j + Number(24)], 24, aligned=False).tiles == 2
+    with pytest.raises(
+        UnsupportedError, match="3 columns of the product has no kernel here; expected 1, 2 or 4"
+    ):
+        columns([j, up, third], 64, aligned=True)
+    with pytest.raises(UnsupportedError, match="has no kernel here; expected runs of 16 columns"):
+        columns([j, j + Number(24)], 24, aligned=True)
+
+
+# What has no kernel -------------------------------------------------------------------------------
+
+
+def operations(kernel: Kernel) -> list[str]:
+    return [op.kind.name for op in kernel.segment.fusion.ops if not op.kind.view]
+
+
+def test_what_has_no_kernel_says_why():
+    products = [k for k in expert_mlp(dtype="f32") if k.backend == "reference"]
+    assert [operations(k) for k in products] == [["grouped_mm"]] * 2
+    for kernel in products:
+        assert kernel.why.startswith(
+            "in plain torch: activations in f32 with weights in nvfp4 "
+            "have no kernel here; expected bf16 or f16"
+        )
+        assert not kernel.graph_safe
+    assert all(k.graph_safe for k in expert_mlp())
+
+
+def test_more_groups_than_a_block_can_know_are_refused(monkeypatch):
+    monkeypatch.setitem(MODELS, "large", (2048, 8, 512, 256))
+    assert all(k.backend == "cuda" for k in expert_mlp("large"))
+    monkeypatch.setitem(MODELS, "larger", (2049, 8, 512, 256))
+    for kernel in expert_mlp("larger"):
+        assert (kernel.backend == "reference") == (operations(kernel) == ["grouped_mm"])
+        assert (
+            kernel.backend == "cuda"
+            or "2049 groups have no kernel here; expected at most 2048" in kernel.why
+        )
+
+
+def test_without_nvrtc_the_reference_is_used_and_says_so(monkeypatch):
+    monkeypatch.setattr(
+        nvrtc,
+        "why_missing",
+        lambda: "cuda-bindings is not installed; pip install '.[cuda]' in a clone of fusion_moe",
+    )
+    for kernel in expert_mlp():
+        assert (kernel.backend, len(operations(kernel))) == ("reference", 1)
+        assert kernel.why == (
+            "in plain torch: cuda-bindings is not installed; pip install "
+            "'.[cuda]' in a clone of fusion_moe"
+        )
+
+
+def test_on_a_gpu_that_is_too_old_the_reference_is_used_and_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    for kernel in expert_mlp():
+        assert (kernel.backend, len(operations(kernel))) == ("reference", 1)
+        assert kernel.why == (
+            "in plain torch: this GPU has compute capability 7.5, kernels require 8.0 or higher"
+        )
+
+
+def test_a_source_that_does_not_compile():
+    with pytest.raises(
+        BuildError,
+        match=r"broken does not compile with "
+        r"NVRTC.*(?s:.)*broken.cu\(1\): error",
+    ) as caught:
+        nvrtc.build("int f( {", name="broken", arch="sm_90a", headers=nvrtc.headers(KERNELS))
+    assert Path(caught.value.where).read_text() == "int f( {"
+
+
+def test_small_operations_have_kernels():
+    g = torch.Generator().manual_seed(0)
+    y, ids = torch.randn(6, 32, generator=g).bfloat16(), torch.zeros(3, 2, dtype=torch.long)
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    calls = [
+        ("route", (ids, 4)),
+        ("combine", (y, ids.int(), torch.ones(3, 2))),
+        ("group_add", (y, y[:2], ends)),
+    ]
+    for name, args, more in [
+        *((*call, {}) for call in calls),
+        ("route", (ids, 4), {"first_expert": 8}),
+    ]:
+        call = bind(SPECS[name], args, more)
+        lowered = lower(fusion_of(name, eager_types(call), call.others), TARGETS["cuda"], Options())
+        for s in lowered.segments:
+            kernel = emit(s, TARGETS["cuda"])
+            assert kernel.backend == "cuda", kernel.why
+            assert all(build(x, H200).stat().st_size for x in launches(kernel.launch.source, 3))
+
+
+@pytest.mark.parametrize(("filled", "kernels"), [(8, 1), (7, 2)])
+def test_ends_that_a_fusion_fills(filled, kernels):
+    """NVFP4Linear under torch.compile, followed by a residual: where they say that all rows are of
+    one group, nobody writes them.
+    """
+    fd, groups, k, n = FusionDefinition(), 1, 128, 64
+    x = fd.define_tensor(shape=[8, k], dtype="bf16")
+    parts = [([1, n, k // 2], "u8"), ([1, n, k // 16], "f8e4m3"), ([1], "f32")]
+    weight = fd.ops.pack(
+        *(fd.define_tensor(shape=s, dtype=t, role="weight") for s, t in parts),
+        encoding="nvfp4",
+        layout="w16x64",
+    )
+    residual = fd.define_tensor(shape=[8, n], dtype="bf16")
+    ends = fd.ops.ends(
+        fd.ops.full(shape=[groups], fill_value=filled, dtype="i32"),
+        rows=8,
+        groups=fd.define_groups("g", groups),
+    )
+    y = fd.ops.cast(
+        fd.ops.grouped_mm(fd.ops.partition(x, ends), weight, ends, w_layout="w16x64"), dtype="bf16"
+    )
+    fd.add_output(fd.ops.add(y, residual))
+    made = [
+        emit(s, TARGETS["cuda"]) for s in lower(fd.fusion(), TARGETS["cuda"], Options()).segments
+    ]
+    assert [kernel.backend for kernel in made] == ["cuda"] * kernels
+    for variant in ("small_m_1x1x4x1x3", "large_m_64x4"):
+        with options.override(cuda_variant=variant):
+            sources = [source for kernel in made for source in launches(kernel.launch.source, 8)]
+            assert all(("ends = nullptr" in source.text) == (kernels == 1) for source in sources)
+            build_all(sources, H200)
+
+
+def test_local_experts():
+    """A block more sorts the rows of ids that name no group; only if all experts are here are those
+    other than -1 reported.
+    """
+    for first_expert, route in (None, "Route<i64>{"), (32, "Route<i64, true>{"):
+        up, down = sources(first_expert=first_expert)
+        routing, product = (
+            launches(up, 4)[0],
+            next(x for x in launches(up, 4) if "find_tile" in x.text),
+        )
+        assert routing.blocks == 129
+        assert route in routing.text
+        assert f", {first_expert or 0}, i32(rows()), number);" in product.text  # by ids
+        build_all([routing, product, *launches(down, 4)], H200)
+
+
+def test_tensors_elsewhere_are_refused():
+    with (
+        options.override(target="cuda"),
+        pytest.raises(UnsupportedError, match="cuda requires CUDA tensors, got cpu"),
+    ):
+        torch.ops.fusion_moe.scaled_swiglu(torch.randn(4, 8))

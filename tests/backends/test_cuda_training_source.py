@@ -1,0 +1,388 @@
+"""The sources of training on CUDA, compiled with NVRTC, which needs no GPU: which kernels a layer
+has, and what they are made of.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from test_cuda_source import needs_nvdisasm, sass
+
+from fusion_moe import options
+from fusion_moe.arch import H200
+from fusion_moe.backends.cuda.choice import AUTO
+from fusion_moe.backends.cuda.gemm import (
+    Gemm,
+    PackedDgrad,
+    PlainProduct,
+    Wgrad,
+)
+from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.launch import build
+from fusion_moe.backends.cuda.loops import Loops
+from fusion_moe.backends.cuda.source import KernelSource, Source
+from fusion_moe.backends.cuda.variants import LargeM, Matrices, SmallM
+from fusion_moe.compile import compile_fusion
+from fusion_moe.definitions.operations import (
+    SPECS,
+    bind,
+    eager_types,
+    fusion_of,
+)
+from fusion_moe.encodings import ENCODINGS, quantize
+from fusion_moe.ir.core import Fusion
+from fusion_moe.ir.derivative import Derivative, differentiate
+from fusion_moe.runtime import nvrtc
+from fusion_moe.target import TARGETS
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing()),
+]
+
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases, gate and up by 32": {"interleave": 32},
+    "gpt-oss": {
+        "interleave": 32,
+        "limit": 7.0,
+        "alpha": 1.702,
+        "up_offset": 1.0,
+        "transposed": True,
+    },
+    "scale on input": {"scale_on": "input"},
+}
+
+
+def derivative(
+    how: str, hidden: int = 256, inner: int = 192, dtype: torch.dtype = torch.bfloat16
+) -> Derivative:
+    """Of a layer of 8 experts, with respect to all floats."""
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="meta")
+
+    kwargs, groups = HOW[how], 8
+    down, gate_up = (groups, hidden, inner), (groups, 2 * inner, hidden)
+    if kwargs.get("transposed"):
+        down, gate_up = (groups, inner, hidden), (groups, hidden, 2 * inner)
+    biases = [meta(groups, 2 * inner), meta(groups, hidden)] if "interleave" in kwargs else []
+    weight_format = "bf16" if dtype == torch.bfloat16 else "f16"
+    args = (
+        meta(64, hidden),
+        meta(64, 2, dtype=torch.int64),
+        meta(64, 2, dtype=torch.float32),
+        [meta(*gate_up)],
+        [meta(*down)],
+        *biases,
+    )
+    call = bind(SPECS["fused_experts"], args, {"weight_format": weight_format, **kwargs})
+    return differentiate(
+        fusion_of("fused_experts", eager_types(call), call.others),
+        [i for i, n in enumerate(call.tensors) if n != "ids"],
+    )
+
+
+def sources(fusion: Fusion) -> list[Source]:
+    """Of all segments; none is left to the reference."""
+    program = compile_fusion(fusion, TARGETS["cuda"], options.current())
+    assert [s.plan.why for s in program.segments if s.plan.backend != "cuda"] == []
+    return [s.plan.work for s in program.segments]
+
+
+def test_mxfp8_is_one_call_of_our_kernels():
+    """Copies of one tensor are made by one kernel. Rows are picked from numbers that were rounded
+    once, as the product reads them.
+    """
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="meta")
+
+    args = (
+        meta(64, 256),
+        meta(64, 2, dtype=torch.int64),
+        meta(64, 2, dtype=torch.float32),
+        [meta(8, 384, 256)],
+        [meta(8, 256, 192)],
+    )
+    call = bind(
+        SPECS["fused_experts"], args, {"weight_format": "bf16", "activation_format": "mxfp8"}
+    )
+    made = differentiate(fusion_of("fused_experts", eager_types(call), call.others), [0, 2, 3, 4])
+    found = []
+    for fusion in (made.forward, made.backward):
+        program = compile_fusion(fusion, TARGETS["cuda"], options.current())
+        assert program.joined
+        found.append([type(s.plan.work).__name__ for s in program.segments])
+        for kernel in program.joined.choose(dict.fromkeys(fusion.symbols, 64), H200).kernels:
+            if kernel.name.startswith(("copies", "elements", "sum")):
+                assert build(kernel, H200).exists()
+    products = [[name for name in names if name != "Loops"] for names in found]
+    assert products == [["Gemm", "PlainProduct"], ["Gemm", "Gemm", "Wgrad", "Wgrad"]]
+    assert [names.count("Loops") for names in found] == [5, 6]
+
+
+def kernels(fusion: Fusion) -> list[KernelSource]:
+    """For 4096 tokens."""
+    sizes = dict.fromkeys(fusion.symbols, 4096)
+    return [
+        kernel
+        for source in sources(fusion)
+        for kernel in source.launches(source.choose(sizes, H200), sizes, H200)
+    ]
+
+
+def test_which_kernels_a_layer_has():
+    """Forward: FC1 stores the pre-activation too. Backward: FC2's dgrad with the activation's
+    derivative, FC1's, both wgrads, the picking of the router's gradient.
+    """
+    made = derivative("plain")
+    assert [type(s) for s in sources(made.forward)] == [Gemm, PlainProduct]
+    assert sorted(type(s).__name__ for s in sources(made.backward)) == sorted(
+        t.__name__ for t in (Gemm, Gemm, Wgrad, Wgrad, Loops)
+    )
+
+
+@pytest.mark.parametrize(("how", "hidden"), [*((how, 256) for how in HOW), ("plain", 100)])
+def test_everything_compiles(how, hidden):
+    made = derivative(how, hidden)
+    for kernel in (*kernels(made.forward), *kernels(made.backward)):
+        build(kernel, H200)
+
+
+def test_a_bias_is_read_for_rows_of_groups_alone():
+    """A row of no group has the number of groups as its group: one past the last bias."""
+    gemms = [
+        kernel.text
+        for kernel in kernels(derivative("biases, gate and up by 32").forward)
+        if kernel.name.startswith("gemm")
+    ]
+    biases = [
+        (text, name)
+        for text in gemms
+        for name in re.findall(
+            r"const bf16\* (\w+);  // "
+            r"bf16\[8, \d+\]",
+            text,
+        )
+    ]
+    assert len(biases) == 2
+    assert all(
+        f"< 8 ? widen({name}[" in text and f"load_eight({name} " not in text
+        for text, name in biases
+    )
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_keep_their_registers(dtype):
+    """No local memory, though accumulators are 128 registers; products run on while the next stage
+    is waited for.
+    """
+    made = derivative("plain", 2048, 768, dtype)
+    products = [
+        k
+        for k in (*kernels(made.forward), *kernels(made.backward))
+        if k.title.startswith(("gemm", "wgrad"))
+    ]
+    assert sorted(k.title for k in products) == ["gemm_128x256"] * 4 + [
+        "wgrad_128x256",
+        "wgrad_256x128",
+    ]
+    for kernel in products:
+        lines = sass(build(kernel, H200))
+        assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
+        assert sum("HGMMA" in x for x in lines) == (8 if kernel.title == "wgrad_256x128" else 4)
+        assert sum("WARPGROUP.DEPBAR" in x for x in lines) == 2
+
+
+def adapted(
+    weight_format: str, layout: str, hidden: int = 256, inner: int = 192, rank: int = 16
+) -> Derivative:
+    """Of a layer of 8 experts with adapters, with respect to tokens, router weights and
+    adapters.
+    """
+    encoding, shapes = ENCODINGS[weight_format], ((8, 2 * inner, hidden), (8, hidden, inner))
+    weights = [
+        [t.to("meta") for t in quantize(torch.randn(shape), encoding=encoding)] for shape in shapes
+    ]
+    names = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
+    sizes = ((rank, hidden), (2 * inner, rank), (rank, inner), (hidden, rank))
+    factors = {
+        name: torch.zeros((8, *s), dtype=torch.bfloat16, device="meta")
+        for name, s in zip(names, sizes, strict=True)
+    }
+    x, ids, w = (
+        torch.zeros(64, hidden).bfloat16(),
+        torch.zeros(64, 2, dtype=torch.int64),
+        torch.zeros(64, 2),
+    )
+    how = {"weight_format": weight_format, "weight_layout": layout, "lora_scale": 2.0, **factors}
+    call = bind(SPECS["fused_experts"], (x.to("meta"), ids.to("meta"), w.to("meta"), *weights), how)
+    wanted = [i for i, n in enumerate(call.tensors) if n in ("x", "w", *names)]
+    return differentiate(fusion_of("fused_experts", eager_types(call), call.others), wanted)
+
+
+@needs_nvdisasm
+def test_wgrads_of_adapters_have_tiles_of_few_columns():
+    """Four products of half a tile's columns or rows: as many instructions as accumulators need,
+    and no local memory.
+    """
+    made = adapted("nvfp4", "w16x64", 2048, 768)
+    wgrads = [k for k in kernels(made.backward) if k.title.startswith("wgrad")]
+    assert sorted(k.title for k in wgrads) == ["wgrad_256x64"] * 2 + ["wgrad_64x256"] * 2
+    for kernel in wgrads:
+        lines = sass(build(kernel, H200))
+        assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
+        assert sum("HGMMA" in x for x in lines) == (8 if kernel.title == "wgrad_256x64" else 4)
+
+
+ADAPTED = [
+    ("nvfp4", "w16x64", 16),
+    ("nvfp4", "w16x64", 8),
+    ("mxfp4", "w16x64", 36),
+    ("nvfp4", "linear", 16),
+    ("int4", "w16x64", 64),
+    ("bf16", "linear", 16),
+]
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("weight_format", "layout", "rank"), ADAPTED)
+def test_an_adapters_product_joins_the_accumulators(weight_format, layout, rank):
+    """B (A x) is added by the kernel of W x, for any number of rows, without local memory."""
+    made = adapted(weight_format, layout, rank=rank)
+    both = [s for s in sources(made.forward) if isinstance(s, Product | Gemm) and s.plan.added]
+    assert len(both) == 2
+    for source in both:
+        for rows in (2, 200, 2000, 20000):
+            sizes = dict.fromkeys(source.fusion.symbols, rows)
+            *_, kernel = (
+                k
+                for k in source.launches(source.choose(sizes, H200), sizes, H200)
+                if k.title.startswith(("gemm", "large", "small"))
+            )
+            lines = sass(build(kernel, H200))
+            assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
+            if not kernel.title.startswith("small"):
+                # the mainloop's instructions are others
+                assert any(x.startswith("HMMA") for x in lines)
+
+
+@pytest.mark.parametrize("rank", [72, 6])
+def test_other_numbers_of_features_have_a_kernel_of_their_own(rank):
+    made = adapted("nvfp4", "w16x64", rank=rank)
+    assert not any(s.plan.added for s in sources(made.forward) if isinstance(s, Product | Gemm))
+
+
+def packed(weight_format: str, layout: str, hidden: int = 256, inner: int = 192) -> Derivative:
+    """Of a layer of 8 experts with weights in few bits, with respect to all other floats."""
+
+    def weight(*shape: int) -> list[torch.Tensor]:
+        parts = quantize(torch.randn(shape), encoding=ENCODINGS[weight_format])
+        return [t.to("meta") for t in parts]
+
+    x, ids, w = (
+        torch.zeros(64, hidden).bfloat16(),
+        torch.zeros(64, 2, dtype=torch.int64),
+        torch.zeros(64, 2),
+    )
+    args = (
+        x.to("meta"),
+        ids.to("meta"),
+        w.to("meta"),
+        weight(8, 2 * inner, hidden),
+        weight(8, hidden, inner),
+    )
+    call = bind(
+        SPECS["fused_experts"], args, {"weight_format": weight_format, "weight_layout": layout}
+    )
+    return differentiate(fusion_of("fused_experts", eager_types(call), call.others), [0, 2])
+
+
+FEW_BITS = [
+    ("nvfp4", "w16x64", 64, "large_m_32x5"),
+    ("nvfp4", "w16x64", 4096, "large_m_160x3"),
+    ("mxfp4", "w16x64", 128, "large_m_64x4"),
+    ("int4", "w16x64", 256, "large_m_80x4"),
+    ("nvfp4", "linear", 4096, "gemm_128x256"),
+    ("int4", "linear", 64, "gemm_64x256"),
+]
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("weight_format", "layout", "tokens", "title"), FEW_BITS)
+def test_weights_in_few_bits_have_a_dgrad(weight_format, layout, tokens, title):
+    """Both of a layer, for few rows and many: tiles are transposed in registers, and products run
+    while the next fragments are made.
+    """
+    made = packed(weight_format, layout)
+    dgrads = [s for s in sources(made.backward) if isinstance(s, PackedDgrad)]
+    assert [bool(s.plan.sums) for s in dgrads] == [True, False]
+    for dgrad in dgrads:
+        sizes = dict.fromkeys(dgrad.fusion.symbols, tokens)
+        chosen = dgrad.choose(sizes, H200, title if title.startswith("large_m") else AUTO)
+        (kernel,) = (
+            k
+            for k in dgrad.launches(chosen, sizes, H200)
+            if k.title.startswith(("gemm", "large_m"))
+        )
+        assert kernel.title == title
+        lines = sass(build(kernel, H200))
+        assert any("MOVM" in x for x in lines) == (layout == "w16x64")
+        products, waits = (sum(what in x for x in lines) for what in ("HGMMA", "WARPGROUP"))
+        # two for each product where the compiler makes it wait for the one before
+        assert waits < 0.6 * products or layout == "linear"
+        spills = [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
+        # in the epilogue of high tiles
+        assert len(spills) <= (
+            12 if dgrad.plan.sums and tokens == 4096 and layout == "w16x64" else 0
+        )
+
+
+@pytest.mark.parametrize(
+    ("k", "runs", "fits"),
+    [(192, 1, True), (144, 1, False), (256, 2, True), (384, 2, False), (768, 3, False)],
+)
+def test_a_dgrad_off_the_tile_is_a_product_of_gemm(k, runs, fits):
+    """K blocks are of one run each, and so are stages."""
+    assert LargeM(64, 4).fits(Matrices(8, k, 16, 1, 576, True, "dgrad", runs), H200) == fits
+    assert not SmallM(1, 1, 2, 1, 3, 8).fits(Matrices(8, k, 16, 1, 576, True, "dgrad", runs), H200)
+
+
+def test_a_variant_that_fits_no_dgrad_is_for_others():
+    (dgrad, _) = (
+        s for s in sources(packed("nvfp4", "w16x64").backward) if isinstance(s, PackedDgrad)
+    )
+    sizes = dict.fromkeys(dgrad.fusion.symbols, 512)
+    assert dgrad.choose(sizes, H200, "large_m_80x4").size_classes
+    assert not dgrad.choose(sizes, H200, "small_m_1x1x2x1x3").size_classes
+
+
+def test_rows_that_are_not_in_sixteens_are_left_to_the_reference():
+    codes, scales, decode = (t.to("meta") for t in quantize(torch.randn(4, 24, 64)))
+    args = (
+        torch.zeros(9, 64, dtype=torch.bfloat16, device="meta"),
+        [codes, scales, decode],
+        torch.zeros(4, dtype=torch.int32, device="meta"),
+    )
+    call = bind(SPECS["grouped_mm"], args, {"weight_format": "nvfp4"})
+    backward = differentiate(fusion_of("grouped_mm", eager_types(call), call.others), [0]).backward
+    (why,) = (
+        s.plan.why
+        for s in compile_fusion(backward, TARGETS["cuda"], options.current()).segments
+        if s.plan.backend != "cuda"
+    )
+    assert "a weight of 24 rows in 1 runs with a scale each has no kernel here" in str(why)
+
+
+def test_sums_of_a_row_have_a_place_for_each_tile():
+    made = derivative("plain", 256, 700)
+    (gemm,) = [s for s in sources(made.backward) if isinstance(s, Gemm) and s.plan.sums]
+    (array,) = [a for a in gemm.scratch if a.name == "partial_sums"]
+    sizes = dict.fromkeys(gemm.fusion.symbols, 1000)
+    # rows, and tiles of 256 columns
+    assert gemm.count(array, gemm.choose(sizes, H200), sizes) == 2 * 1000 * 3
