@@ -3,10 +3,9 @@ boundary inwards.
 
 - Views at the boundary: they cost nothing there.
 - At the end of the region, operations that make it write more than without them: a cast to a wider
-type, or a power, of a value that is
-  read outside anyway.
+  type, or a power, of a value that is read outside anyway.
 - torch's own operations in segments without a grouped product. The compiler could only call other
-operations: inside they cost no more.
+  operations: inside they cost no more.
 """
 
 from __future__ import annotations

@@ -52,10 +52,9 @@ class GroupedLinear(GroupedParameters):
     accumulate_into_main_grad: the backward adds a weight's gradient to `weight.main_grad` (or to
     what `weight.get_main_grad()` returns), a
         float32 or bfloat16 tensor of the weight's shape that must exist in the forward; if
-            `weight.overwrite_main_grad`, it overwrites it.
-        If a weight has an attribute `grad_added_to_main_grad`, it is set to True, and autograd's
-            hooks see a gradient without meaning
-        (zeros if `weight.zero_out_wgrad`); for any other weight they see None.
+        `weight.overwrite_main_grad`, it overwrites it. If a weight has an attribute
+        `grad_added_to_main_grad`, it is set to True, and autograd's hooks see a gradient without
+        meaning (zeros if `weight.zero_out_wgrad`); for any other weight they see None.
     delay_wgrad_compute: the backward leaves out the gradients of weights; `backward_dw` computes
     those of the oldest backward.
 
