@@ -13,7 +13,6 @@ mxfp4.py, mxfp8.py, int4.py and plain.py are the known encodings.
 """
 
 from .checks import (
-    check_block_scales,
     check_finite,
     check_matrix_scales,
     check_part_scales,
@@ -22,6 +21,7 @@ from .checks import (
 from .convert import dequantize, matrix_scale_of, quantize
 from .encoding import (
     ENCODINGS,
+    ROW,
     Element,
     Encoding,
     Part,
@@ -48,12 +48,12 @@ __all__ = [
     "MXFP8",
     "MXFP8_COLUMNS",
     "NVFP4",
+    "ROW",
     "Element",
     "Encoding",
     "Part",
     "Quantized",
     "Scale",
-    "check_block_scales",
     "check_finite",
     "check_matrix_scales",
     "check_part_scales",

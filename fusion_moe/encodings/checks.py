@@ -2,7 +2,7 @@
 quantizer can take or could have written.
 
 Shapes, dtypes and devices are checked without reading values, so fake tensors work. `check_finite`,
-`check_block_scales` and `check_matrix_scales` read values and wait for the device.
+`check_part_scales` and `check_matrix_scales` read values and wait for the device.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def _check_block_scale(
         assert part.scale is not None
         raise ShapeError(
             f"{name} is {list(tensor.shape)}",
-            expected=f"{list(want)}, one scale for {part.scale.block} codes of {of[0]} "
+            expected=f"{list(want)}, one {'zero point' if part.scale.zero_point else 'scale'} for "
+            f"{part.scale.block if part.scale.block > 0 else 'a row of'} codes of {of[0]} "
             f"{list(of[1].shape)}",
             todo="undo a swizzle or padding with fusion_moe.layouts first: block scales are linear",
             where=where,
@@ -181,58 +182,6 @@ def check_floats(x: Tensor, encoding: Encoding, *, elements: bool = False) -> No
 # Values -------------------------------------------------------------------------------------------
 
 
-def check_block_scales(block_scale: Tensor, name: str = "block_scale") -> None:
-    """NonFiniteError if block scales contain NaN or infinity; for e4m3 also a negative number (and
-    -0.0).
-
-    Wider scales may be negative: AutoRound makes the element of an integer block with the largest
-    magnitude -8, whatever its sign. No quantizer writes the others. For loading a checkpoint:
-    kernels may store 8-bit scales in an unsigned type. Waits for the device.
-    """
-    nan, bad = _bad_scales(block_scale, name)
-    if bad.any():
-        count, signed = int(nan.sum()), block_scale.dtype in FLOATS
-        raise _at_first(
-            bad,
-            block_scale,
-            name,
-            f"{count} NaN or infinite"
-            if signed
-            else f"{count} NaN and {int(bad.sum()) - count} negative",
-            expected="block scales that are "
-            f"{'finite' if signed else 'numbers and not negative'}, as every quantizer "
-            "writes them",
-            todo="the file is damaged, or these are bytes of another type or of another tensor",
-        )
-
-
-def _bad_scales(scale: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Where block scales [...] are not finite, and where no quantizer writes them -> bool [...],
-    bool [...].
-    """
-    if scale.dtype in FLOATS:
-        nan = ~scale.isfinite()
-        return nan, nan
-    if scale.dtype not in _NAN_BYTES:
-        raise DtypeError(
-            f"{name} is {scale.dtype}", expected=" or ".join(map(str, (*_NAN_BYTES, *FLOATS)))
-        )
-    nan = bytes_of_nan(scale)
-    return nan, nan if scale.dtype == torch.float8_e8m0fnu else nan | (
-        scale.view(torch.uint8) > 0x7F
-    )
-
-
-_NAN_BYTES = {torch.float8_e4m3fn: (0x7F, 0xFF), torch.float8_e8m0fnu: (0xFF,)}
-
-
-def bytes_of_nan(scale: Tensor) -> Tensor:
-    """Where 8-bit scales [...] are NaN -> bool [...]."""
-    byte = scale.view(torch.uint8)
-    found = [byte == nan for nan in _NAN_BYTES[scale.dtype]]
-    return found[0] if len(found) == 1 else found[0] | found[1]
-
-
 def check_finite(x: Tensor, name: str = "x", encoding: Encoding = NVFP4) -> None:
     """NonFiniteError if float x [...] contains NaN or infinity, with how many and where the first
     one is. Waits for the device.
@@ -270,13 +219,34 @@ def check_matrix_scales(scale: Tensor, name: str = "decode_scale") -> None:
 
 
 def check_part_scales(part: Part, tensor: Tensor, name: str) -> None:
-    """`check_block_scales` or `check_matrix_scales` of a part that holds scales; elements are not
-    checked.
+    """NonFiniteError if a part in linear order holds scales that no quantizer writes: NaN,
+    infinity, and negative ones where the encoding has none. Elements are not checked. For loading a
+    checkpoint: kernels may store scales in an unsigned type. Waits for the device.
     """
-    if part.of_blocks:
-        check_block_scales(tensor, name)
+    if part.of_blocks and part.scale is not None:
+        _check_block_scales(tensor, part.scale, name)
     elif part.of_matrix:
         check_matrix_scales(tensor, name)
+
+
+def _check_block_scales(tensor: Tensor, scale: Scale, name: str) -> None:
+    values = tensor.float()
+    nan = ~values.isfinite()
+    bad = nan if scale.signed else nan | values.signbit()
+    if bad.any():
+        count = int(nan.sum())
+        raise _at_first(
+            bad,
+            tensor,
+            name,
+            f"{count} NaN or infinite"
+            if scale.signed
+            else f"{count} NaN and {int(bad.sum()) - count} negative",
+            expected="block scales that are "
+            f"{'finite' if scale.signed else 'numbers and not negative'}, as every quantizer "
+            "writes them",
+            todo="the file is damaged, or these are bytes of another type or of another tensor",
+        )
 
 
 def _at_first(

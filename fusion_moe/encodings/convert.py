@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_floats, check_matrix_scale, check_parts, check_same_device
-from .encoding import Element, Encoding, Quantized, Scale
+from .encoding import ROW, Element, Encoding, Quantized, Scale
 from .nvfp4 import NVFP4
 
 
@@ -18,9 +18,9 @@ def quantize(
 
     matrix_scale: float32 [...] or [..., S] with S dividing N, if the encoding has one; None:
     `matrix_scale_of(x)`. Each encoding's file says how its scales are chosen. A code is x /
-    (scale_0 * scale_1 ...), rounded as its element type rounds. NaN and infinity are not looked
-    for, which would wait for the device: call `check_finite`. DtypeError, ShapeError and
-    DeviceError name what does not fit.
+    (scale_0 * scale_1 ...), plus the zero point, rounded as its element type rounds. NaN and
+    infinity are not looked for, which would wait for the device: call `check_finite`. DtypeError,
+    ShapeError and DeviceError name what does not fit.
     """
     check_floats(x, encoding)
     if (
@@ -36,16 +36,20 @@ def quantize(
         return Quantized(x.to(encoding.element.dtype), encoding=encoding)
     *lead, n, k = x.shape
     step: Tensor | float = 1.0
-    parts: list[Tensor] = []
-    for scale in reversed(encoding.scales):
-        made = _scale(x, scale, step, matrix_scale, encoding)
-        parts.insert(0, made)
-        step = step * _factor(made, scale, lead, n, k, encoding)
+    parts: dict[str, Tensor] = {}
+    for scale in reversed(encoding.factors):
+        parts[scale.part] = _scale(x, scale, step, matrix_scale, encoding)
+        step = step * _factor(parts[scale.part], scale, lead, n, k, encoding)
     blocks = x.reshape(*lead, n, *_blocks(encoding, k))
     # the value of a code of 1; avoids 0 / 0
     unit = torch.where(blocks.abs().amax(-1) == 0, 1.0, step)
-    codes = _coded((blocks / unit.unsqueeze(-1)).reshape(*lead, n, k), encoding.element)
-    return Quantized(codes, *parts, encoding=encoding)
+    codes = blocks / unit.unsqueeze(-1)
+    for zero in encoding.zero_points:
+        parts[zero.part] = _zero_points(codes, zero, encoding.element)
+        codes = codes + parts[zero.part].float().unsqueeze(-1)
+    ordered = (parts[s.part] for s in encoding.scales)
+    elements = _coded(codes.reshape(*lead, n, k), encoding.element)
+    return Quantized(elements, *ordered, encoding=encoding)
 
 
 def matrix_scale_of(x: Tensor, encoding: Encoding = NVFP4) -> Tensor:
@@ -56,12 +60,12 @@ def matrix_scale_of(x: Tensor, encoding: Encoding = NVFP4) -> Tensor:
     dimensions or no elements.
     """
     check_floats(x, encoding, elements=True)
-    return _rounded(x.abs().amax((-2, -1)).float(), encoding.scales[-1], 1.0)
+    return _rounded(_size(x, (-2, -1), encoding), encoding.factors[-1], 1.0)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The parts of `[..., N, K]` -> dtype [..., N, K]: `code * (scale_0 * scale_1 ...)` in float32,
-    rounded once to dtype.
+    """The parts of `[..., N, K]` -> dtype [..., N, K]: `(code - zero point) * (scale_0 * scale_1
+    ...)` in float32, rounded once to dtype.
 
     The values equal those of ModelOpt, torchao, compressed-tensors and vLLM. Code 8 of E2M1 is
     -0.0, as in torchao, compressed-tensors and ml_dtypes; in ModelOpt it is 0.0. All bytes of a
@@ -75,7 +79,10 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     step: Tensor | None = None
     for scale, part in zip(encoding.scales, q[1:], strict=True):
         factor = _factor(part, scale, lead, n, k, encoding)
-        step = factor if step is None else step * factor
+        if scale.zero_point:
+            values = values - factor.unsqueeze(-1)
+        else:
+            step = factor if step is None else step * factor
     if step is not None:
         values = values * step.unsqueeze(-1) if encoding.plain else values.mul_(step.unsqueeze(-1))
     return values.view(*lead, n, k).to(dtype)
@@ -90,9 +97,8 @@ def _scale(
     """A scale of x, in its dtype: chosen, or the given one if it is the matrix's."""
     *lead, n, k = x.shape
     if scale.block:
-        return _rounded(
-            x.reshape(*lead, n, k // scale.block, scale.block).abs().amax(-1).float(), scale, outer
-        )
+        blocks = x.reshape(*lead, n, *_of_size(scale.block, k))
+        return _rounded(_size(blocks, (-1,), encoding), scale, _coarser(outer, blocks.shape[-2]))
     made = matrix_scale_of(x, encoding) if given is None else given
     check_matrix_scale(made, lead, n, scale)
     check_same_device(x, made, scale.part)
@@ -106,6 +112,29 @@ def _rounded(amax: Tensor, scale: Scale, outer: Tensor | float) -> Tensor:
     return wanted.to(scale.dtype)
 
 
+def _size(x: Tensor, dims: tuple[int, ...], encoding: Encoding) -> Tensor:
+    """The largest magnitude of x float [...] along some dimensions, or, where there are zero
+    points, the distance from the least element to the largest, 0 among them -> f32.
+    """
+    if not encoding.zero_points:
+        return x.abs().amax(dims).float()
+    return (x.amax(dims).clamp(min=0) - x.amin(dims).clamp(max=0)).float()
+
+
+def _zero_points(codes: Tensor, zero: Scale, element: Element) -> Tensor:
+    """The zero points with which codes f32 [..., block] begin at the least code -> [...]."""
+    least = min(element.values)
+    wanted = (least - codes.amin(-1).clamp(max=0)).round()
+    return wanted.clamp(least, element.maximum).to(zero.dtype)
+
+
+def _coarser(outer: Tensor | float, blocks: int) -> Tensor | float:
+    """The product of coarser scales f32 [..., finest blocks] at one block in so many."""
+    if isinstance(outer, float) or outer.shape[-1] in (1, blocks):
+        return outer
+    return outer[..., :: outer.shape[-1] // blocks]
+
+
 def _factor(
     part: Tensor, scale: Scale, lead: list[int], n: int, k: int, encoding: Encoding
 ) -> Tensor:
@@ -115,7 +144,7 @@ def _factor(
     value = part.float().reciprocal() if scale.divides else part.float()
     if not scale.block:
         return _per_row(value, lead, n)
-    repeats = scale.block // _blocks(encoding, k)[1]
+    repeats = _blocks(encoding, k)[0] // value.shape[-1]
     return value if repeats == 1 else value.repeat_interleave(repeats, -1)
 
 
@@ -123,8 +152,11 @@ def _blocks(encoding: Encoding, k: int) -> tuple[int, int]:
     """How many runs of elements along K share all of their scales, and how many elements each
     has.
     """
-    finest = min((s.block for s in encoding.block_scales), default=k)
-    return (k // finest if finest else 1), finest
+    return _of_size(min((s.block for s in encoding.scales if s.block > 0), default=ROW), k)
+
+
+def _of_size(block: int, k: int) -> tuple[int, int]:
+    return (1, k) if block == ROW else (k // block, block)
 
 
 def _per_row(scale: Tensor, lead: list[int], n: int) -> Tensor:
@@ -159,8 +191,10 @@ def _values(codes: Tensor, element: Element) -> Tensor:
     table = torch.stack(
         [element.decode(byte >> i * element.bits & mask) for i in range(element.per_item)], -1
     ).contiguous()
-    wide = table.view({1: torch.float32, 2: torch.int64}[element.per_item]).view(256)
-    found = wide.index_select(0, codes.view(torch.uint8).reshape(-1).int()).view(torch.float32)
+    index = codes.view(torch.uint8).reshape(-1).int()
+    if element.per_item <= 2:
+        table = table.view({1: torch.float32, 2: torch.int64}[element.per_item]).view(256)
+    found = table.index_select(0, index).view(torch.float32)
     return found.view(*codes.shape[:-1], codes.shape[-1] * element.per_item)
 
 

@@ -1,36 +1,41 @@
 """The data model of encodings: elements, the scales that multiply them, and the tensors that hold
 both.
 
-    element = code * (scale_0 * scale_1 * ...)        every product one float32 operation, in that
-                                                      order
+    element = (code - zero point) * (scale_0 * scale_1 * ...)      every operation one of float32
 
 A matrix `[..., N, K]` (N out-features, K in-features) is stored as the parts of its encoding: the
 elements, packed along K if they are narrower than a byte (the first one in the lowest bits), then
-each scale: one for each block of elements along K, or one for a whole matrix.
+each scale: one for each block of elements along K, for each row, or for a whole matrix. Most
+encodings have no zero points.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
+from .orders import UNCHANGED, CodeOrder, Recoding, usual_order
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ROW = -1  # the block of a scale that covers a whole row, whatever K is
 
 
 @dataclass(frozen=True)
 class Element:
     """The type of an element.
 
-    bits: of its code; dtype: of the tensor that holds codes, uint8 if they are narrower than a
-    byte; maximum: the largest number. encode: float32 [...] -> uint8 [...], one code each, to
-    nearest, ties to even, saturating at the maximum; decode: the inverse. Both None: codes are
-    numbers of `dtype`.
+    bits: of its code, of which a byte holds a whole number; dtype: of the tensor that holds codes,
+    uint8 if they are narrower than a byte; maximum: the largest number. encode: float32 [...] ->
+    uint8 [...], one code each, to nearest, ties to even, saturating at the maximum; decode: the
+    inverse. Both None: codes are numbers of `dtype`. `integers` and `look_up` make the usual ones.
+    order: how codes lie in the tiles that CUDA's kernels read; None: the usual one for so many
+    bits. OptionError for other bits.
     """
 
     name: str
@@ -39,30 +44,122 @@ class Element:
     maximum: float
     encode: Callable[[Tensor], Tensor] | None = None
     decode: Callable[[Tensor], Tensor] | None = None
+    order: CodeOrder | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits not in (1, 2, 4, 8, 16, 32):
+            raise OptionError(
+                f"elements of {self.bits} bits ({self.name})",
+                expected="1, 2, 4, 8, 16 or 32 bits: a byte holds whole codes",
+                todo="store 3-bit codes in 4 bits, 5- and 6-bit codes in 8",
+            )
+
+    @classmethod
+    def integers(cls, name: str, bits: int, least: int) -> Element:
+        """Consecutive integers, of which code 0 is `least`, ties to even. NaN becomes 0."""
+        largest = least + 2**bits - 1
+
+        def encode(x: Tensor) -> Tensor:
+            return x.nan_to_num(0).round().clamp(least, largest).sub(least).to(torch.uint8)
+
+        def decode(code: Tensor) -> Tensor:
+            return code.float() + least
+
+        return cls(name, bits, torch.uint8, float(largest), encode, decode)
+
+    @classmethod
+    def look_up(cls, name: str, values: Sequence[float]) -> Element:
+        """Numbers from a table: code i is values[i], for 2, 4, 16 or 256 of them. A tie goes to the
+        smaller one. OptionError for NaN or infinity among them.
+        """
+        table = torch.tensor(values, dtype=torch.float32)
+        bits = len(values).bit_length() - 1
+        if not table.isfinite().all() or len(values) != 2**bits:
+            raise OptionError(
+                f"{len(values)} values, {int((~table.isfinite()).sum())} of them NaN or infinite, "
+                f"for elements {name}",
+                expected="2, 4, 16 or 256 finite numbers, one for each code",
+                todo="repeat a number for codes that are not in use",
+            )
+        rising, codes = table.sort(stable=True)
+        numbers, ascending = table.tolist(), codes.tolist()
+        between = ((rising[1:].double() + rising[:-1].double()) / 2).tolist()
+
+        def encode(x: Tensor) -> Tensor:
+            place = torch.bucketize(x, _filled(between, x.device))
+            return _filled(ascending, x.device)[place].to(torch.uint8)
+
+        def decode(code: Tensor) -> Tensor:
+            return _filled(numbers, code.device)[code.long()]
+
+        return cls(name, bits, torch.uint8, max(numbers), encode, decode)
 
     @property
     def per_item(self) -> int:
         """How many elements are in one item of the tensor: 2 for four bits."""
         return max(1, 8 // self.bits)
 
+    @property
+    def tile_order(self) -> CodeOrder | None:
+        """How codes lie in a tile of `w16x64`; None if they have no order there."""
+        return self.order or usual_order(self.bits)
+
+    @cached_property
+    def values(self) -> tuple[float, ...]:
+        """The number of each code of up to 8 bits; () for wider ones."""
+        if self.bits > 8:
+            return ()
+        codes = torch.arange(2**self.bits, dtype=torch.uint8)
+        found = self.decode(codes.int()) if self.decode else codes.view(self.dtype).float()
+        return tuple(found.tolist())
+
+    @cached_property
+    def affine(self) -> tuple[int, int] | None:
+        """(flip, first) if the number of each code is the integer `(code ^ flip) + first`: flip is
+        0, or the sign bit of two's complement.
+        """
+        for flip in (0, 2 ** (self.bits - 1)):
+            first = self.values[flip] if self.values else 0.5
+            if all(v == (i ^ flip) + first for i, v in enumerate(self.values)) and first % 1 == 0:
+                return flip, int(first)
+        return None
+
+
+def _filled(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Numbers as a float32 tensor, by fills and no copy: a CUDA graph may capture it."""
+    return torch.stack([torch.full((), n, dtype=torch.float32, device=device) for n in numbers])
+
 
 @dataclass(frozen=True)
 class Scale:
-    """One of the factors of an element.
+    """One of the factors of an element, or its zero point.
 
-    block: how many elements along K one scale covers; 0: a whole matrix, or each of S equal runs of
-    its rows (gate and up keep their own). divides: whether it is stored as a divisor. choose(amax,
-    outer) -> float32: the scale for elements with this largest magnitude if the scales around it
-    multiply to `outer`; it is clamped to minimum .. maximum and rounded to dtype.
+    block: how many elements along K one scale covers; ROW: a whole row; 0: a whole matrix, or each
+    of S equal runs of its rows (gate and up keep their own). divides: whether it is stored as a
+    divisor. zero_point: whether it is no factor but what is subtracted from the code; it covers as
+    many elements as the finest scale. choose(amax, outer) -> float32: the scale for elements with
+    this largest magnitude if the scales around it multiply to `outer`; it is clamped to minimum ..
+    maximum and rounded to dtype. Where there are zero points, `amax` is the distance from the least
+    element to the largest, 0 among them; the zero points follow from the scales.
+
+    signed: whether files may hold negative ones. recoding: of its bytes, in the tiles that CUDA's
+    kernels read.
     """
 
     part: str
     dtype: torch.dtype
     block: int
-    choose: Callable[[Tensor, Tensor | float], Tensor]
+    choose: Callable[[Tensor, Tensor | float], Tensor] = lambda amax, outer: amax
     minimum: float = 0.0
     maximum: float = float("inf")
     divides: bool = False
+    zero_point: bool = False
+    signed: bool = True
+    recoding: Recoding = field(default=UNCHANGED, repr=False)
+
+    def count(self, size: Any) -> Any:
+        """How many of them `size` elements along the blocks have (int or SymInt)."""
+        return 1 if self.block == ROW else size // self.block
 
 
 @dataclass(frozen=True)
@@ -77,8 +174,8 @@ class Part:
 
     @property
     def of_blocks(self) -> bool:
-        """Whether this part holds the scales of blocks along K."""
-        return self.scale is not None and self.scale.block > 0
+        """Whether this part holds the scales of blocks along K, or of rows."""
+        return self.scale is not None and self.scale.block != 0
 
     @property
     def of_matrix(self) -> bool:
@@ -88,14 +185,37 @@ class Part:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a matrix is stored. scales: from the finest to the coarsest. axis: the dimension along
-    which blocks lie.
+    """How a matrix is stored. scales: from the finest to the coarsest, zero points anywhere among
+    them. axis: the dimension along which blocks lie. OptionError for scales that do not fit
+    together.
     """
 
     name: str
     element: Element
     scales: tuple[Scale, ...] = ()
     axis: int = -1
+
+    def __post_init__(self) -> None:
+        for found, expected in self._misfits():
+            raise OptionError(f"{found} of {self.name}", expected=expected)
+
+    def _misfits(self) -> Iterator[tuple[str, str]]:
+        names, each = [part.name for part in self.parts], self.element.per_item
+        sizes = [s.block for s in self.factors]
+        blocks = [b for b in sizes if b > 0]
+        if len(set(names)) < len(names):
+            yield f"the parts {', '.join(names)}", "a name for each"
+        if sizes != sorted(sizes, key=_coarseness):
+            yield f"scales for {sizes} elements", "the finest first"
+        if any(b % a for a, b in zip([each, *blocks], blocks, strict=False)):
+            yield (
+                f"scales for {blocks} elements",
+                "each a multiple of the one before, and of a byte",
+            )
+        if len(self.zero_points) > 1 or any(z.block not in sizes[:1] for z in self.zero_points):
+            yield "the zero points", "one for each scale of the finest kind"
+        if self.axis == -2 and each > 1:
+            yield "blocks along N", "elements of at least a byte: narrower ones are packed along K"
 
     @property
     def plain(self) -> bool:
@@ -112,8 +232,18 @@ class Encoding:
         )
 
     @property
+    def factors(self) -> tuple[Scale, ...]:
+        """The scales that multiply: all but zero points."""
+        return tuple(s for s in self.scales if not s.zero_point)
+
+    @property
+    def zero_points(self) -> tuple[Scale, ...]:
+        """The zero points: none or one."""
+        return tuple(s for s in self.scales if s.zero_point)
+
+    @property
     def block_scales(self) -> tuple[Scale, ...]:
-        """The scales of blocks along K."""
+        """The scales, and zero points, of blocks along K or of rows."""
         return tuple(s for s in self.scales if s.block)
 
     @property
@@ -123,8 +253,11 @@ class Encoding:
 
     @property
     def weight_bits(self) -> float:
-        """Bits of an element including its share of the block scales."""
-        return self.element.bits + sum(8 * s.dtype.itemsize / s.block for s in self.block_scales)
+        """Bits of an element including its share of the block scales; those of rows do not
+        count.
+        """
+        of_blocks = (s for s in self.block_scales if s.block > 0)
+        return self.element.bits + sum(8 * s.dtype.itemsize / s.block for s in of_blocks)
 
     def packed(self, k: int) -> int:
         """How many items along K hold k elements (int or SymInt). ShapeError if k is not a multiple
@@ -145,7 +278,7 @@ class Encoding:
         multiple of the block.
         """
         self.need_whole(k)
-        return k // self.block_scales[0].block if self.block_scales else 0
+        return self.block_scales[0].count(k) if self.block_scales else 0
 
     def part_shape(
         self, part: Part, lead: Sequence[Any], n: Any, k: int, runs: int = 0
@@ -157,11 +290,9 @@ class Encoding:
             return (*lead, n, self.packed(k))
         if part.scale.block:
             self.need_whole(n if self.axis == -2 else k)
-            return (
-                (*lead, n // part.scale.block, k)
-                if self.axis == -2
-                else (*lead, n, k // part.scale.block)
-            )
+            along_n = self.axis == -2
+            count = part.scale.count(n if along_n else k)
+            return (*lead, count, k) if along_n else (*lead, n, count)
         return (*lead, runs) if runs else tuple(lead)
 
     def need_whole(self, size: int, name: str = "") -> None:
@@ -175,6 +306,10 @@ class Encoding:
                 "in floating point",
                 where=self.name,
             )
+
+
+def _coarseness(block: int) -> float:
+    return block if block > 0 else float("inf") if block == 0 else 2.0**62
 
 
 class Quantized(tuple[Tensor, ...]):
@@ -240,15 +375,9 @@ ENCODINGS: dict[str, Encoding] = {}
 
 
 def register(encoding: Encoding) -> Encoding:
-    """Registers an encoding by its name, for types, operations and readers of kernels.
-
-    OptionError if another one has the name, or if two of its parts have the same name.
+    """Registers an encoding by its name, for types, operations and kernels. OptionError if another
+    one has the name.
     """
-    names = [part.name for part in encoding.parts]
-    if len(set(names)) < len(names):
-        raise OptionError(
-            f"the parts {', '.join(names)} of {encoding.name}", expected="a name for each"
-        )
     if ENCODINGS.setdefault(encoding.name, encoding) != encoding:
         raise OptionError(
             f"another encoding called {encoding.name!r}",

@@ -21,17 +21,6 @@ from .encoding import Element, Encoding, Scale, register
 _LEAST, _LARGEST = -8, 7
 
 
-def encode(x: Tensor) -> Tensor:
-    """x f32 [...] -> the nearest integer, ties to even, plus 8: uint8 [...] of 0 .. 15."""
-    # also for NaN
-    return x.round().clamp(_LEAST, _LARGEST).to(torch.int8).sub(_LEAST).view(torch.uint8) & 15
-
-
-def decode(code: Tensor) -> Tensor:
-    """code int [...] of 0 .. 15 -> f32 [...]."""
-    return code.float() + _LEAST
-
-
 def _block_scale(amax: Tensor, outer: Tensor | float) -> Tensor:
     # a tensor: CUDA would multiply by a reciprocal
     scale = (amax / torch.full_like(amax, (_LARGEST - _LEAST) / 2)).bfloat16()
@@ -41,7 +30,7 @@ def _block_scale(amax: Tensor, outer: Tensor | float) -> Tensor:
 INT4 = register(
     Encoding(
         "int4",
-        Element("int4", 4, torch.uint8, 7.0, encode, decode),
+        Element.integers("int4", 4, _LEAST),
         (Scale("block_scale", torch.bfloat16, 32, _block_scale),),
     )
 )

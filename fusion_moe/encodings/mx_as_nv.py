@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError, UnsupportedError
-from .checks import check_block_scales, check_parts
+from .checks import check_part_scales, check_parts
 from .encoding import Quantized
 from .mxfp4 import MXFP4
 from .nvfp4 import NVFP4
@@ -50,7 +50,7 @@ def mxfp4_as_nvfp4(weight: Quantized, runs: int = 0) -> Quantized:
             expected="at least one element in each matrix, and runs that divide N",
             where="mxfp4_as_nvfp4",
         )
-    check_block_scales(weight.block_scale)
+    check_part_scales(MXFP4.parts[1], weight.block_scale, "block_scale")
     exponent = weight.block_scale.view(torch.uint8).int() - 127
     used = (
         (weight.codes.view(torch.uint8).unflatten(-1, (-1, MXFP4.block // 2)) & 0x77).ne(0).any(-1)

@@ -32,6 +32,15 @@ MXFP4 = register(
     Encoding(
         "mxfp4",
         E2M1,
-        (Scale("block_scale", torch.float8_e8m0fnu, 32, _power_of_two, minimum=2.0**-127),),
+        (
+            Scale(
+                "block_scale",
+                torch.float8_e8m0fnu,
+                32,
+                _power_of_two,
+                minimum=2.0**-127,
+                signed=False,
+            ),
+        ),
     )
 )

@@ -40,7 +40,9 @@ def _power_of_two(amax: Tensor, outer: Tensor | float) -> Tensor:
 
 
 _E4M3 = Element("e4m3", 8, torch.float8_e4m3fn, _LARGEST, encode=encode)
-_SCALES = (Scale("block_scale", torch.float8_e8m0fnu, 32, _power_of_two, minimum=2.0**-127),)
+_SCALES = (
+    Scale("block_scale", torch.float8_e8m0fnu, 32, _power_of_two, minimum=2.0**-127, signed=False),
+)
 
 MXFP8 = register(Encoding("mxfp8", _E4M3, _SCALES))
 MXFP8_COLUMNS = register(Encoding("mxfp8_columns", _E4M3, _SCALES, axis=-2))

@@ -8,15 +8,25 @@
 The scales are chosen as nvidia-modelopt's `NVFP4QTensor.quantize` does on the CPU (source: its
 order of operations, compared byte by byte): decode scale = amax / 2688, block scale = e4m3(block
 amax / (6 * decode scale)) within [2^-9, 448], 1.0 for a block of zeros.
+
+In the tiles of `w16x64` a block scale becomes an unsigned number with five exponent bits and three
+mantissa bits: one multiplication and one addition turn it into the tensor cores' bfloat16, also for
+e4m3's subnormal numbers. 2^e (1 + m/8) is byte 8 (e + 23) + m, which for all but subnormal scales
+is 0x80 more than before. Zero stays byte 0, which kernels read as 2^-23: 2^-32 of the largest
+scale. The bytes of negative scales and NaN, which no quantizer writes, take the remaining places;
+kernels read them as some other number.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from .e2m1 import E2M1
 from .encoding import Encoding, Scale, register
+from .orders import Recoding
 
 _BLOCK_MAX = 448.0  # of e4m3
 
@@ -34,6 +44,16 @@ def _decode_scale(amax: Tensor, outer: Tensor | float) -> Tensor:
     return amax / torch.full_like(amax, E2M1.maximum * _BLOCK_MAX)
 
 
+def _e5m3() -> Recoding:
+    """The stored byte of each e4m3 byte."""
+    table = [0]
+    for byte in range(1, 127):
+        number = (byte & 7) * 2.0**-9 if byte < 8 else (8 + byte % 8) * 2.0 ** (byte // 8 - 10)
+        mantissa, exponent = math.frexp(number)  # mantissa in [0.5, 1)
+        table.append((exponent + 22) * 8 + int(mantissa * 16) - 8)
+    return Recoding((*table, *sorted(set(range(256)) - set(table))))
+
+
 NVFP4 = register(
     Encoding(
         "nvfp4",
@@ -46,6 +66,8 @@ NVFP4 = register(
                 _block_scale,
                 minimum=2.0**-9,
                 maximum=_BLOCK_MAX,
+                signed=False,
+                recoding=_e5m3(),
             ),
             Scale("decode_scale", torch.float32, 0, _decode_scale),
         ),

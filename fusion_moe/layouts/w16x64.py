@@ -5,11 +5,13 @@ tile order        matrices are cut into tiles of 16 rows and 64 columns, from le
 down. Lane 4 r + c holds the 16 elements
                   of block c in rows r and r + 8: (row r + 8 i, column 16 c + 8 h + 2 v + j), r < 8,
                   c < 4, i, h, j < 2, v < 4
-code order        the order of a tile's elements in its bytes, by element type: code_orders.py scale
-recoding    of block scales, by their dtype: recodings.py. A tile's scales, one for `block` elements
-along K, lie in this order:
+code order        the order of a tile's elements in its bytes: of the element (encodings/orders.py)
+scale recoding    of the bytes of block scales, zero points among them: of the scale. A tile's
+                  scales, one for `block` elements along K, lie in this order:
 
     scale (row r + 8 i, block b of the tile)  ->  place  2 (64 / block) r + 2 b + i
+
+Tiles of scales for more than 64 elements, or for whole rows, are as wide as one block.
 
 Codes and scales are separate parts, each in tile order. Scales of a whole matrix stay unchanged.
 
@@ -36,10 +38,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..encodings import NVFP4, Encoding, Part
+from ..encodings.orders import CodeOrder
 from ..errors import ShapeError
-from .code_orders import CODE_ORDERS
 from .layout import Layout, as_bytes
-from .recodings import RECODINGS
 
 ROWS, COLUMNS = 16, 64  # of a tile
 
@@ -61,23 +62,14 @@ class W16x64(Layout):
         """Why a matrix [N, K] cannot be stored in this order; "" if it can."""
         if n % ROWS or k % COLUMNS:
             return f"N = {n} is not a multiple of {ROWS}, or K = {k} not of {COLUMNS}"
-        if encoding.element.name not in CODE_ORDERS or encoding.axis != -1:
+        if encoding.element.tile_order is None or encoding.axis != -1:
             return (
-                f"{encoding.name} has elements {encoding.element.name}: "
-                f"{', '.join(CODE_ORDERS)} have an order"
+                f"{encoding.name} has elements of {encoding.element.bits} bits and blocks along "
+                f"{'K' if encoding.axis == -1 else 'N'}, which have no order"
             )
-        strange = next(
-            (s for s in encoding.block_scales if s.dtype not in RECODINGS or COLUMNS % s.block),
-            None,
-        )
-        return (
-            (
-                f"{encoding.name} has scales {strange.dtype} for {strange.block} elements, which "
-                "have no order"
-            )
-            if strange
-            else ""
-        )
+        odd = [b for b in (s.block for s in encoding.block_scales) if b > 0]
+        odd = [b for b in odd if COLUMNS % b and b % COLUMNS]
+        return f"{encoding.name} has blocks of {odd[0]}, which cross tiles" if odd else ""
 
     def pack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
         """The parts of a weight [..., N, K] in linear order, or only the first -> the same in this
@@ -103,7 +95,7 @@ class W16x64(Layout):
 
     def _pack(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.scale is None:
-            order = CODE_ORDERS[encoding.element.name]
+            order = _order(encoding)
             *lead, n, k = order.unpacked(t).shape
             x = order.unpacked(t).view(*lead, n // 16, 2, 8, k // 64, 4, 2, 4, 2)  # i r . c h v j
             # . r c v j h i
@@ -111,13 +103,13 @@ class W16x64(Layout):
         if not part.scale.block:
             return t
         *lead, n, blocks = t.shape
-        each = COLUMNS // part.scale.block
+        each = _blocks_of_tile(part.scale.block)
         tiles = moved(as_bytes(t).view(*lead, n // 16, 2, 8, blocks // each, each), (0, 3, 2, 4, 1))
-        return RECODINGS[part.scale.dtype].forward(tiles).view(t.dtype).view(t.shape)
+        return part.scale.recoding.forward(tiles).view(t.dtype).view(t.shape)
 
     def _unpack(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.scale is None:
-            order = CODE_ORDERS[encoding.element.name]
+            order = _order(encoding)
             *lead, n, packed_k = t.shape
             k = encoding.elements(packed_k)
             x = moved(order.read(t, (*lead, n // 16, k // 64)), (0, 7, 2, 1, 3, 6, 4, 5))
@@ -125,11 +117,21 @@ class W16x64(Layout):
         if not part.scale.block:
             return t
         *lead, n, blocks = t.shape
-        each = COLUMNS // part.scale.block
+        each = _blocks_of_tile(part.scale.block)
         linear = moved(
             as_bytes(t).view(*lead, n // 16, blocks // each, 8, each, 2), (0, 4, 2, 1, 3)
         )
-        return RECODINGS[part.scale.dtype].inverse(linear).view(t.dtype).view(t.shape)
+        return part.scale.recoding.inverse(linear).view(t.dtype).view(t.shape)
+
+
+def _order(encoding: Encoding) -> CodeOrder:
+    order = encoding.element.tile_order
+    assert order is not None, "why_not comes first"
+    return order
+
+
+def _blocks_of_tile(block: int) -> int:
+    return max(1, COLUMNS // block) if block > 0 else 1
 
 
 def moved(x: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -18,6 +18,7 @@ from fusion_moe.encodings import (
     INT4,
     MXFP4,
     NVFP4,
+    Element,
     Encoding,
     Quantized,
     Scale,
@@ -133,7 +134,7 @@ def test_mxfp4_edges():
         match=r"1 NaN and 0 negative among the 4 elements of "
         r"block_scale \[4, 1\], the first at \(3, 0\)",
     ):
-        encodings.check_block_scales(q.block_scale)
+        encodings.check_part_scales(q.encoding.parts[1], q.block_scale, "block_scale")
 
 
 def test_plain_weights_are_themselves():
@@ -226,8 +227,9 @@ def test_int4_edges():
         match=r"1 NaN or infinite among the 4 elements of "
         r"block_scale \[4, 1\], the first at \(3, 0\)",
     ):
-        encodings.check_block_scales(q.block_scale)
-    encodings.check_block_scales(torch.tensor([[1.0, -0.0, -2.0]], dtype=torch.bfloat16))
+        encodings.check_part_scales(q.encoding.parts[1], q.block_scale, "block_scale")
+    signed = torch.tensor([[1.0, -0.0, -2.0]], dtype=torch.bfloat16)
+    encodings.check_part_scales(INT4.parts[1], signed, "block_scale")
 
 
 @pytest.mark.parametrize("divides", [False, True])
@@ -236,15 +238,15 @@ def test_another_encoding(divides, axis):
     """Integers with bf16 scales for 32, along K or along N, which multiply or divide."""
     choose = (lambda amax, outer: 7 / amax) if divides else (lambda amax, outer: amax / 7)
     made = Encoding(
-        "int4g32",
-        INT4.element,
+        "int8g32",
+        Element.integers("int8", 8, -128),
         (Scale("scale", torch.bfloat16, 32, choose, divides=divides),),
         axis,
     )
     x = numbers(2, 64, 96)
     q = quantize(x, encoding=made)
     assert [t.shape for t in q] == (
-        [(2, 64, 48), (2, 64, 3)] if axis == -1 else [(2, 32, 96), (2, 2, 96)]
+        [(2, 64, 96), (2, 64, 3)] if axis == -1 else [(2, 64, 96), (2, 2, 96)]
     )
     error = (dequantize(q) - x).abs()
     along = x if axis == -1 else x.mT
@@ -300,13 +302,7 @@ def test_w16x64_of_other_encodings(encoding):
 def test_w16x64_refuses():
     with pytest.raises(
         ShapeError,
-        match="w16x64: f32 has elements f32: e2m1, int4, bf16, f16 "
-        "have an order; expected whole tiles",
+        match="w16x64: f32 has elements of 32 bits and blocks along K, which have no order; "
+        "expected whole tiles",
     ):
         W16X64.pack(torch.zeros(16, 64), encoding=encodings.F32)
-    odd = Encoding(
-        "odd", NVFP4.element, (Scale("scale", torch.float32, 16, lambda amax, outer: amax),)
-    )
-    assert W16X64.why_not(16, 64, odd) == (
-        "odd has scales torch.float32 for 16 elements, which have no order"
-    )

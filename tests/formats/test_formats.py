@@ -17,8 +17,8 @@ from fusion_moe.encodings import (
     MXFP4,
     NVFP4,
     Quantized,
-    check_block_scales,
     check_finite,
+    check_part_scales,
     check_parts,
     dequantize,
     matrix_scale_of,
@@ -436,8 +436,8 @@ def test_check_parts_takes_what_fits():
 
 
 def test_check_block_scales():
-    good = torch.arange(0x7F, dtype=torch.uint8).view(F8)
-    check_block_scales(good)
+    part = NVFP4.parts[1]
+    check_part_scales(part, torch.arange(0x7F, dtype=torch.uint8).view(F8), "w.scale")
     for byte, count in (
         (0x7F, "1 NaN and 0 negative"),
         (0xFF, "1 NaN and 0 negative"),
@@ -451,9 +451,7 @@ def test_check_block_scales():
             match=rf"{count}.* of w.scale \[3, 4\], the first at "
             r"\(1, 2\)",
         ):
-            check_block_scales(bad.view(F8), "w.scale")
-    with pytest.raises(DtypeError, match=r"w.scale is torch.uint8"):
-        check_block_scales(good.view(torch.uint8), "w.scale")
+            check_part_scales(part, bad.view(F8), "w.scale")
 
 
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)

@@ -15,7 +15,7 @@ from experts import experts
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.distributed.shares import keep_features
-from fusion_moe.layouts.code_orders import CODE_ORDERS
+from fusion_moe.layouts import W16x64
 from fusion_moe.nn import GroupedSwiGLU, NVFP4Linear
 from fusion_moe.nn.frozen import packed
 from fusion_moe.nn.frozen.packed import PackedModule, say_once
@@ -111,15 +111,13 @@ def test_on_a_cpu_nothing_happens():
 
 
 def test_what_has_no_order_is_said_once(pretended, monkeypatch, caplog):
-    monkeypatch.delitem(CODE_ORDERS, "e2m1")
+    monkeypatch.setattr(W16x64, "why_not", lambda *_: "nvfp4 has no order")
     say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             call(experts(E, H, I))
     (said,) = (r.getMessage() for r in caplog.records if "linear layout" in r.getMessage())
-    assert said.startswith(
-        "weights stay in the linear layout: NVFP4Experts: nvfp4 has elements e2m1"
-    )
+    assert said.startswith("weights stay in the linear layout: NVFP4Experts: nvfp4 has no order")
 
 
 def test_shares_of_features_are_cut_from_the_linear_layout(pretended):

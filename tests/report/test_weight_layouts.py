@@ -9,7 +9,7 @@ import torch
 from experts import experts_of_ones
 
 import fusion_moe
-from fusion_moe.layouts.code_orders import CODE_ORDERS
+from fusion_moe.layouts import W16x64
 from fusion_moe.nn import GroupedSwiGLU
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 2, 5, 2, 128
@@ -57,9 +57,9 @@ def test_weights_off_the_tiles_are_padded():
 
 
 def test_weights_without_an_order_stay_and_why_is_said(monkeypatch):
-    monkeypatch.delitem(CODE_ORDERS, "e2m1")
+    monkeypatch.setattr(W16x64, "why_not", lambda *_: "nvfp4 has no order")
     module = experts_of_ones(EXPERTS, HIDDEN, 64)
-    why = "nvfp4 has elements e2m1: int4, bf16, f16 have an order"
+    why = "nvfp4 has no order"
     assert (
         layouts(module, *tokens(), target="cuda")
         == [(("linear", f"prepare_ leaves them as they are: {why}"),)] * 2

@@ -20,7 +20,6 @@ from ...encodings import (
     NVFP4,
     Encoding,
     Part,
-    check_block_scales,
     check_part_scales,
 )
 from ...errors import NonFiniteError, UnsupportedError
@@ -229,7 +228,7 @@ class PackedModule(FrozenModule):
         """
         for name, part in self._parts_by_name().items():
             if part.of_blocks:
-                check_block_scales(as_part(getattr(self, name).detach(), part), name)
+                check_part_scales(part, as_part(getattr(self, name).detach(), part), name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         here = getattr(self, self.packed[0][0]).device
