@@ -17,6 +17,21 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 GOLDEN = TESTS / "golden"
+# Folders of tests that depend on no version of torch, or that the newest is enough for: the full
+# lane runs none of them but for what needs nvFuser or thunder.
+ONE_TORCH = {
+    "backends",
+    "checkpoints",
+    "cli",
+    "families",
+    "formats",
+    "fuzz",
+    "ir",
+    "passes",
+    "schedule",
+    "tools",
+    "transformers",
+}
 
 hypothesis.settings.register_profile(
     "ci", derandomize=True, database=None, deadline=None, max_examples=30
@@ -68,6 +83,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow") or item.get_closest_marker("once")
     }
     items.sort(key=lambda item: item.path not in long)
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in ONE_TORCH and not any(map(item.get_closest_marker, ("nvfuser", "thunder"))):
+            item.add_marker("once")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
