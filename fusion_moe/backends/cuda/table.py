@@ -8,10 +8,9 @@ costs in variants.py choose one of a set.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from .variants import SETS, Matrices, Variant
 TABLES = Path(__file__).parent / "tables"
 ALWAYS = float("inf")
 KINDS = ("tiled", "linear", "wide_tiled", "wide_linear")  # kinds of weights: the fields of a table
-_KEYS = ("max_average", "variants", "size_classes", "max_groups", "below_weights")
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,11 @@ def text(found: Table) -> str:
             said["size_classes"] = [
                 [most, names[variants]] for most, variants in regime.size_classes
             ]
-        said |= {key: bound for key in _KEYS[3:] if (bound := getattr(regime, key)) is not None}
+        said |= {
+            key: bound
+            for key in ("max_groups", "below_weights")
+            if (bound := getattr(regime, key)) is not None
+        }
         return "    " + json.dumps(said)
 
     parts = list[str]()
@@ -114,91 +116,24 @@ def text(found: Table) -> str:
 
 
 def parse(text: str, where: str) -> Table:
-    """The table in a text. ParseError if it is invalid: an unknown set or key, or bounds that do
-    not increase.
-    """
+    """The table in a text. ParseError if it is none: tools/tune writes them."""
     try:
-        said = json.loads(text)
-    except ValueError as error:
-        raise ParseError(
-            f"no JSON: {error}", expected="a table of tools/tune", where=where
-        ) from None
-    if not isinstance(said, Mapping) or set(said) != set(KINDS):
-        raise ParseError(
-            f"keys {', '.join(said)}" if isinstance(said, Mapping) else "no object",
-            expected=", ".join(KINDS),
-            where=where,
-        )
-    return Table(**{name: _rows(said[name], f"{where}: {name}") for name in KINDS})
+        rows: dict[str, list[dict[str, Any]]] = json.loads(text)
+        found = {kind: tuple(_regime(**row) for row in rows[kind]) for kind in rows}
+        for kind, (*_, last) in found.items():
+            if last != Regime(ALWAYS, last.variants, last.size_classes):
+                raise ValueError(f"the last regime of {kind} has bounds")
+        return Table(**found)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ParseError(what, expected="a table of tools/tune", where=where) from None
 
 
-def _rows(said: Any, where: str) -> tuple[Regime, ...]:
-    if not isinstance(said, list) or not said:
-        raise ParseError(f"{said!r}", expected="regimes", where=where)
-    found = tuple(_regime(row, f"{where}[{i}]") for i, row in enumerate(said))
-    if (found[-1].max_average, found[-1].max_groups, found[-1].below_weights) != (
-        ALWAYS,
-        None,
-        None,
-    ):
-        raise ParseError(
-            "the last regime has bounds",
-            expected="max_average: null, of any groups and weights",
-            where=where,
-        )
-    return found
-
-
-def _regime(said: Any, where: str) -> Regime:
-    if not isinstance(said, Mapping) or not set(_KEYS[:2]) <= set(said) <= set(_KEYS):
-        raise ParseError(
-            f"{said!r}",
-            expected=f"an object with {', '.join(_KEYS[:2])} and perhaps {', '.join(_KEYS[2:])}",
-            where=where,
-        )
-    average = said["max_average"]
-    if average is not None and (
-        isinstance(average, bool)
-        or not isinstance(average, int | float)
-        or not 0 < average < ALWAYS
-    ):
-        raise ParseError(
-            f"max_average {average!r}", expected="a number above 0, or null", where=where
-        )
-    classes = _classes(said.get("size_classes", []), where)
-    bounds = {key: _count(said[key], f"{where}: {key}") for key in _KEYS[3:] if key in said}
-    return Regime(
-        ALWAYS if average is None else average, _set(said["variants"], where), classes, **bounds
-    )
-
-
-def _classes(said: Any, where: str) -> tuple[tuple[int | None, tuple[Variant, ...]], ...]:
-    if not isinstance(said, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 for pair in said
-    ):
-        raise ParseError(f"size_classes {said!r}", expected="pairs of rows and a set", where=where)
-    bounds = [most for most, _ in said]
-    whole = [_count(most, f"{where}: size_classes") for most in bounds[:-1]]
-    if said and (bounds[-1] is not None or len(said) < 2 or not _rises([0, *whole])):
-        raise ParseError(
-            f"size_classes up to {bounds} rows",
-            expected="at least two, of more and more rows, the last null",
-            where=where,
-        )
-    return tuple((most, _set(name, where)) for most, name in said)
-
-
-def _rises(numbers: Sequence[int]) -> bool:
-    return all(a < b for a, b in pairwise(numbers))
-
-
-def _count(said: Any, where: str) -> int:
-    if isinstance(said, bool) or not isinstance(said, int) or said < 0:
-        raise ParseError(f"{said!r}", expected="a whole number, 0 or more", where=where)
-    return said
-
-
-def _set(name: Any, where: str) -> tuple[Variant, ...]:
-    if not isinstance(name, str) or name not in SETS:
-        raise ParseError(f"the set {name!r}", expected=f"one of {', '.join(SETS)}", where=where)
-    return SETS[name]
+def _regime(
+    max_average: float | None,
+    variants: str,
+    size_classes: Sequence[tuple[int | None, str]] = (),
+    **bounds: int,
+) -> Regime:
+    classes = tuple((most, SETS[name]) for most, name in size_classes)
+    return Regime(ALWAYS if max_average is None else max_average, SETS[variants], classes, **bounds)
