@@ -61,7 +61,7 @@ _LAZY = {
     "explain": "report",
     "diff": "report",
     "last_compiled": "report",
-    "thunder_executors": "frontends.thunder",
+    "thunder_executors": "thunder",
 }
 
 # the lazy names as type checkers see them; where __getattr__ is not seen, misspelled names are
