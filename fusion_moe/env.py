@@ -202,7 +202,8 @@ def _native() -> Check:
     return Check(
         "calls without Python",
         True,
-        "compiled" if native.is_built() else "compiled in the background after some calls",
+        f"once prepare_ or a compiled graph {'loads' if native.is_built() else 'compiles'} them; "
+        "a process without either stays in Python",
     )
 
 

@@ -146,6 +146,8 @@ def _run(
     key = (_form(tensors), program, *sizes, options, current())
     found = _runs.get(key)
     if found is None:
+        if options is not None:  # of a compiled graph
+            native.use()
         device = tensors[0].device if tensors else torch.device("cpu")
         compiled = program_of(program, device, from_key(options) if options else None)
         named = named_sizes(need_pure(compiled.stages[0][1]), sizes)

@@ -28,7 +28,6 @@ _lock = threading.Lock()
 _waiting: deque[tuple[Hashable, Callable[[], object], Future[object]]] = deque()
 _unfinished: dict[Hashable, Future[object]] = {}
 _threads = 0
-_NAME = "fusion_moe background compile"
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,7 @@ def _add_threads() -> None:
     global _threads
     while _threads < min(len(_waiting), max(1, cpus() // 2)):
         _threads += 1
-        threading.Thread(target=_work, name=_NAME).start()
-
-
-def is_working() -> bool:
-    """Whether a thread of this module is there, if only about to end."""
-    return any(thread.name == _NAME for thread in threading.enumerate())
+        threading.Thread(target=_work, name="fusion_moe background compile").start()
 
 
 def _work() -> None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import options
+from ..encodings import Encoding, find
 from ..errors import FusionError, UnsupportedError
-from ..ir.core import Fusion, Value
+from ..ir.core import Fusion, Op, Value
 from ..ir.text import text
 from ..ir.types import DTYPES
 from ..schedule.plan import REFERENCE
@@ -23,8 +25,6 @@ from . import cuda, store
 from .kernel import Kernel
 
 _SHOWN = 4  # how many operations of a segment an error names
-# encodings whose weights CUDA's kernels round to 16 bits; nvFuser's round all weights
-_ROUNDED = "int4", "mxfp4"
 _SCRIPT = '''"""{title}, run on inputs for which its kernel is wrong. Raises that error."""
 
 import torch
@@ -185,9 +185,32 @@ def _rounding_inside(fusion: Fusion, backend: str) -> float:
     ]
     units += [2.0**-5 for op in inside if op.kind.name == "quantize"]
     if backend != "cpu":
-        weights = [op.values[1].type.dtype for op in fusion.ops if op.kind.role == "grouped"]
-        units += [2.0**-7 for dtype in weights if backend == "nvfuser" or dtype in _ROUNDED]
+        products = (op for op in fusion.ops if op.kind.role == "grouped")
+        units += [_rounding_of_weights(op, backend) for op in products]
     return max(units, default=0.0)
+
+
+def _rounding_of_weights(product: Op, backend: str) -> float:
+    """A unit of the activations, to whose dtype tensor cores' weights are converted; 0 if it holds
+    every code times its scale. nvFuser's programs round them all to 16 bits.
+    """
+    activations, weights = (DTYPES.get(v.type.dtype) for v in product.values[:2])
+    if backend == "nvfuser":
+        return 2.0**-7
+    if weights is not None or activations is None or not activations.is_floating_point:
+        return 0.0  # both operands are numbers as they are stored
+    unit = torch.finfo(activations).eps
+    return unit if _digits(find(product.values[1].type.dtype)) > 1 - math.log2(unit) else 0.0
+
+
+@cache
+def _digits(encoding: Encoding) -> float:
+    """How many significant binary digits a code times its first scale may have."""
+    element, scale = encoding.element, encoding.scales[0].dtype
+    codes = torch.arange(2**element.bits, dtype=torch.uint8)
+    numbers = element.decode(codes) if element.decode else codes.view(element.dtype).float()
+    whole = numbers[numbers.isfinite() & (numbers != 0)].frexp().mantissa.mul(2**24).int()
+    return 24 - math.log2((whole & -whole).min().item()) + 1 - math.log2(torch.finfo(scale).eps)
 
 
 def _reproduction(

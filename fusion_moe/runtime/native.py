@@ -2,23 +2,21 @@
 known forms.
 
     implement(LIBRARY, "route", body, "CompositeExplicitAutograd")      # in Python, which stays
-        what runs a call of a new form
-    if wanted():                                                        # at the end of such a call
-        offer(descriptor)                                               # what C++ is to do for the
-            next ones
+    use()                                   # from now on C++ runs what it knows
+    if wanted():                            # at the end of a call that Python ran:
+        offer(descriptor)                   # what C++ is to do for the next ones of its form
 
-The library is compiled against the installed torch, once for each cache_dir: in the background,
-once there have been enough calls to make it worthwhile. It is loaded right after that. If other
-Python threads are running, which may be in the middle of a call when torch gets new kernels, it is
-loaded at the first call of the next process instead. Without a compiler, or if torch's headers are
-not those that native.cpp was written for, Python runs all calls.
+The library is compiled against the installed torch, so no wheel has it: when weights are prepared
+or a compiled graph is first called, once for each cache_dir. A process that does neither runs all
+of its calls in Python, the first as the thousandth. So does one without a compiler, and one with a
+torch whose headers are not those that native.cpp was written for.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,13 +28,13 @@ import torch
 
 from .. import options
 from ..errors import BuildError, Error
-from . import background, build, preparing
+from ..messages.progress import waiting
+from . import build, preparing
 from .memory import Memory
 
 log = logging.getLogger("fusion_moe")
 SOURCE = Path(__file__).with_name("native.cpp")
 TWINS = "fusion_moe_python"  # the namespace of the Python implementations
-_AFTER = 256  # how many calls
 _TORCH = Path(torch.__file__).parent
 _BACKEND, _AUTOGRAD = "CompositeExplicitAutograd", "Autograd"
 
@@ -106,28 +104,16 @@ def _implement_natively(native: ctypes.CDLL, namespace: str) -> None:
 # The library --------------------------------------------------------------------------------------
 
 
-class _State:
-    """library: once loaded; calls: how many Python has run; started: the compilation; over: whether
-    to try nothing further.
-    """
-
-    library: ctypes.CDLL | None = None
-    calls = 0
-    started: background.Started | None = None
-    over = False
-
-
-_state, _lock = _State(), threading.Lock()
+_library: ctypes.CDLL | None = None
+_attempts = itertools.count()
+_callers: set[int] = set()  # the threads whose calls Python has run while there was no library
 
 
 def wanted() -> bool:
-    """Whether the descriptor of the call that just ran in Python is wanted. Also advances compiling
-    and loading the library.
-    """
-    if _state.library is not None:
-        return bool(_state.library.fusion_moe_wanted())
-    if not _state.over:
-        _consider()
+    """Whether the descriptor of the call that just ran in Python is wanted."""
+    if _library is not None:
+        return bool(_library.fusion_moe_wanted())
+    _callers.add(threading.get_ident())
     return False
 
 
@@ -135,9 +121,9 @@ def offer(descriptor: Descriptor | None) -> None:
     """Gives C++ the descriptor of the call that just ran, which was wanted; None: Python keeps
     running such calls.
     """
-    if descriptor is not None:
+    if descriptor is not None and _library is not None:
         numbers = (ctypes.c_longlong * len(descriptor.numbers))(*descriptor.numbers)
-        _loaded().fusion_moe_offer(int(descriptor.cuda), numbers, len(numbers))
+        _library.fusion_moe_offer(int(descriptor.cuda), numbers, len(numbers))
 
 
 def why_not() -> str:
@@ -157,77 +143,42 @@ def is_built() -> bool:
 
 def known() -> int:
     """How many forms of calls run without Python."""
-    return 0 if _state.library is None else int(_state.library.fusion_moe_known())
+    return 0 if _library is None else int(_library.fusion_moe_known())
 
 
-def _consider() -> None:
-    """Loads the library if it is compiled: at the first call, or when no other thread can be in a
-    call.
+def use() -> None:
+    """Has C++ run the calls of this process from now on, if it can. Only the first use tries: a
+    failure is logged, and Python goes on.
+
+    While torch gets new kernels for an operation, no other thread may call it: if one has called
+    any before, Python goes on too.
     """
-    _state.calls += 1
-    if _state.calls != 1 and _state.calls % _AFTER and _state.started is None:
+    if why_not() or next(_attempts):
         return
-    with _lock:
-        if _state.library is not None or _state.over or why_not():
-            return
-        if _state.calls == 1:
-            _load_if_built()
-        elif _state.started is None:
-            _state.started = background.start([(("native", torch.__version__), _compile)])
-        elif _state.started.done and not background.is_working():
-            if threading.active_count() == 1:
-                _load_if_built()
-            _state.over = True
-
-
-def _forget_started() -> None:
-    """After a fork: no thread of the child goes on with what was started."""
-    global _lock
-    _lock = threading.Lock()
-    _state.started = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_started)
-
-
-def _load_if_built() -> None:
     try:
-        if is_built():
+        if _callers - {threading.get_ident()}:
+            raise BuildError(
+                "other threads call fusion_moe already", todo="prepare_ before they do"
+            )
+        with waiting("compiling for calls without Python"):
             load()
     except Error as error:
-        _give_up(error)
-
-
-def _compile() -> None:
-    try:
-        build.build(**_source())
-    except Error as error:
-        _give_up(error)
-
-
-def _give_up(why: Error) -> None:
-    _state.over = True
-    log.info("calls go through Python: %s", why)
+        log.info("calls go through Python: %s", error)
 
 
 def load() -> None:
     """Compiles the library if needed, and lets it run calls from now on. No other thread may be in
     a call. Raises BuildError.
     """
-    if _state.library is None:
+    global _library
+    if _library is None:
         native = build.load(**_source())
         native.fusion_moe_begin.argtypes = [ctypes.py_object] * 4
         native.fusion_moe_known.restype = ctypes.c_longlong
         native.fusion_moe_offer.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong]
         native.fusion_moe_begin(*options.variable(), preparing.NOTED, None)
         _implement_natively(native, "fusion_moe")
-        _state.library = native
-
-
-def _loaded() -> ctypes.CDLL:
-    assert _state.library is not None
-    return _state.library
+        _library = native
 
 
 @cache

@@ -20,9 +20,8 @@ from ..ir.effects import check_targets, write_over
 from ..ir.types import DTYPES
 from ..schedule.segment import Segment
 from ..target import Target
-from . import check, dump
+from . import check, dump, native
 from .kernel import Kernel
-from .native import Descriptor
 from .preparing import Compiled, Noted, compile_all, note
 from .remembered import Remembered
 
@@ -43,7 +42,7 @@ class Joined(Protocol):
 
     def descriptor(
         self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]
-    ) -> Descriptor | None:
+    ) -> native.Descriptor | None:
         """What C++ launches instead of such a call; None if Python must launch it. tensors: in any
         shapes with the right elements.
         """
@@ -97,6 +96,7 @@ class Program:
         if targets:
             check_targets(targets)
         if note(self._compiled, _device_of(tensors), env):
+            native.use()
             return self._zeros(tensors, env, targets)
         if self.checked:
             check.refuse_capture(_device_of(tensors))
@@ -108,7 +108,7 @@ class Program:
 
     def descriptor(
         self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]
-    ) -> Descriptor | None:
+    ) -> native.Descriptor | None:
         """What C++ launches instead of such a call of `run`; None if Python must run it."""
         by_python = self.checked or self.dumped is not None or self.fusion.aliases
         return None if by_python or self.joined is None else self.joined.descriptor(tensors, env)

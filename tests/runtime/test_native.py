@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextvars
+import itertools
 import os
 import subprocess
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,6 @@ from fusion_moe.bodies import eager
 from fusion_moe.errors import BuildError, DtypeError, GroupsError, ShapeError, UnsupportedError
 from fusion_moe.nn import NVFP4Experts
 from fusion_moe.runtime import native
-from fusion_moe.runtime.background import Started
 
 pytestmark = pytest.mark.compiler
 OPS = torch.ops.fusion_moe
@@ -308,90 +309,69 @@ def test_workspaces_grow_and_are_kept():
 
 # When it is loaded --------------------------------------------------------------------------------
 
+CALLS = "for _ in range(300):\n    experts(*given)\nprint(native.known())\n"
+FROM_HERE_ON = {
+    "prepare_": "fusion_moe.prepare_(experts)\n",
+    "a graph": "f = torch.compile(experts, backend='fusion_moe')\nf(*given)\n",
+}
 
-class Process:
-    """As one that has called nothing: what it did. fails: whether the library does not compile;
-    threads: how many run.
-    """
 
-    def __init__(self, monkeypatch):
-        self.did, self.built, self.fails, self.threads, self._monkeypatch = (
-            list[str](),
-            False,
-            False,
-            1,
-            monkeypatch,
-        )
-        self.again()
-        monkeypatch.setattr(native, "load", lambda: self.did.append("loaded"))
-        monkeypatch.setattr(native.background, "start", self._start)
-        monkeypatch.setattr(native.build, "build", self._build)
-        monkeypatch.setattr(native.build, "is_built", lambda **_: self.built)
-        monkeypatch.setattr(threading, "active_count", lambda: self.threads)
-
-    def again(self):
-        self._monkeypatch.setattr(native, "_state", native._State())
-
-    def _start(self, builds):
-        for _, build in builds:
-            build()
-        return Started(())
-
-    def _build(self, **source):
-        self.did.append("compiled")
-        if self.fails:
-            raise BuildError("native does not compile")
-        self.built = True
+@pytest.mark.parametrize("begins", FROM_HERE_ON)
+def test_a_process_stays_in_python_until_it_prepares_or_compiles(begins):
+    start = "import torch, fusion_moe\nfrom fusion_moe.runtime import native\n"
+    start += "from runtime.test_native import layer, token\nexperts, given = layer(), token()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", start + CALLS + FROM_HERE_ON[begins] + CALLS],
+        env={**os.environ, "PYTHONPATH": ":".join([str(Path(__file__).parents[1]), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert done.stdout.split() == ["0", "1"]
 
 
 @pytest.fixture
-def process(monkeypatch):
-    return Process(monkeypatch)
+def loads(monkeypatch):
+    """What this process would load, as one that has not called anything."""
+    loads = list[str]()
+    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setattr(native, "_attempts", itertools.count())
+    monkeypatch.setattr(native, "_callers", set())
+    monkeypatch.setattr(native, "load", lambda: loads.append("loaded"))
+    return loads
 
 
-def calls(count: int) -> None:
-    for _ in range(count):
-        assert not native.wanted()
+def test_calls_that_are_recorded_are_to_come(loads):
+    with fusion_moe.preparing():
+        layer()(*token())
+    assert loads == ["loaded"]
 
 
-def test_it_is_compiled_when_many_calls_came_and_loaded_where_nobody_else_calls(process):
-    calls(native._AFTER - 1)
-    assert process.did == []
-    calls(3)
-    assert process.did == ["compiled", "loaded"]
+def test_not_where_another_thread_may_call_what_gets_other_kernels(loads, caplog):
+    thread = threading.Thread(target=native.wanted)
+    thread.start(), thread.join()
+    with caplog.at_level("INFO", "fusion_moe"):
+        native.use(), native.use()
+    assert loads == []
+    assert "other threads call fusion_moe already" in caplog.text
 
 
-def test_with_other_threads_the_next_process_loads_it(process):
-    process.threads = 2
-    calls(native._AFTER + 3)
-    assert process.did == ["compiled"]
-    process.again()
-    calls(1)
-    assert process.did == ["compiled", "loaded"]
+def test_the_option(loads):
+    with options.override(native_calls=False):
+        native.use()
+    assert loads == []
+    native.use(), native.use()
+    assert loads == ["loaded"]
 
 
-def test_where_it_does_not_compile_python_runs_calls(process):
-    process.fails = True
-    calls(2 * native._AFTER)
-    assert process.did == ["compiled"]
-    assert native._state.over
+def test_where_it_does_not_compile_python_runs_calls(loads, monkeypatch, caplog):
+    def fails():
+        raise BuildError("native does not compile")
 
-
-def test_the_option():
-    program = (
-        "import fusion_moe, torch; [torch.ops.fusion_moe.route(torch.tensor([[0, 1]]), 2) "
-        "for _ in range(3)]\n"
-    )
-    program += "from fusion_moe.runtime import native; print(native.known())"
-    for value, known in ("0", 0), ("1", 1):
-        environment = {
-            **os.environ,
-            "FUSION_MOE_NATIVE_CALLS": value,
-            "PYTHONPATH": ":".join(sys.path),
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.split() == [str(known)]
-        assert not done.stderr
+    monkeypatch.setattr(native, "load", fails)
+    with caplog.at_level("INFO", "fusion_moe"):
+        native.use(), native.use()
+    assert caplog.messages == ["calls go through Python: native does not compile"]
+    assert not native.wanted()
+    assert native.known() == 0

@@ -16,6 +16,7 @@ from fusion_moe.definitions.operations import (
     eager_types,
     fusion_of,
 )
+from fusion_moe.encodings import find, quantize
 from fusion_moe.errors import FusionError, ShapeError, UnsupportedError
 from fusion_moe.ir.types import dtype_name
 from fusion_moe.passes import PASSES
@@ -163,6 +164,29 @@ def test_what_the_arithmetic_explains_is_no_difference(dtype, backend):
         assert (
             bool(list(check.differences(fusion, [a, b, ends], [found], [want], backend))) == differs
         )
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype", "rounded"),
+    [
+        ("nvfp4", torch.bfloat16, False),
+        ("mxfp4", torch.bfloat16, False),
+        ("int4", torch.bfloat16, True),
+        ("int4", torch.float16, False),  # which holds 4 bits times 8
+    ],
+)
+def test_weights_that_the_activations_dtype_does_not_hold_may_be_rounded(weights, dtype, rounded):
+    g, ends = torch.Generator().manual_seed(0), torch.tensor([8], dtype=torch.int32)
+    b = list(quantize(torch.randn(1, 16, 64, generator=g), encoding=find(weights)))
+    a = torch.randn(8, 64, generator=g).to(dtype)
+    given = {"weight_format": weights, "out_dtype": torch.float32}
+    call = bind(SPECS["grouped_mm"], (a, b, ends), given)
+    fusion = fusion_of("grouped_mm", eager_types(call), call.others)
+    (want,) = fusion.evaluate(a, *b, ends)
+    near = want + want.abs().max() * 2**-8
+    for backend, tolerated in ("cpu", False), ("cuda", rounded):
+        found = check.differences(fusion, [a, *b, ends], [near], [want], backend)
+        assert bool(list(found)) != tolerated
 
 
 def product_of_rows(dtype):

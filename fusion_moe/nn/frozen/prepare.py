@@ -20,6 +20,7 @@ from ...errors import (
 )
 from ...layouts import LAYOUTS
 from ...messages.progress import progress
+from ...runtime import native
 from ...runtime.preparing import preparing
 from .base import place_
 from .packed import PackedModule, relayout_
@@ -47,6 +48,9 @@ def prepare_(
     On a CPU, weights may lie elsewhere than modules put them, after torch.load of a module. They
     are copied to large pages. Shared memory stays.
 
+    C++ launches this process's calls from then on, where Python would (the option `native_calls`):
+    the library for that is compiled now, unless the cache folder has it.
+
     tokens: numbers of tokens whose kernels are compiled now, in parallel and with a progress line,
     instead of in the middle of serving. For each number the model is called with that many tokens
     in one sequence, and with one token in that many sequences; none of this library's kernels runs
@@ -73,6 +77,8 @@ def prepare_(
         relayout_(module, layout)
         place_(module)
         module.considered = True
+    if modules:
+        native.use()
     if kept:
         (name, why), *others = kept.items()
         log.warning(
