@@ -12,14 +12,14 @@ Before dst gets its name, it is read again completely and compared with src.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..encodings import MXFP4, NVFP4, Quantized, dequantize, mxfp4_as_nvfp4
+from ..encodings import MXFP4, NVFP4, Quantized, mxfp4_as_nvfp4
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, Error, OptionError, UnsupportedError
 from ..messages.progress import progress
@@ -32,7 +32,7 @@ from .schemes import FP8
 from .shard import Planned, Step
 from .stored import StoredWeight, stored_weights
 from .values import check_weight
-from .writing import SHARD_BYTES, write
+from .writing import SHARD_BYTES, Configs, write
 
 FORMS = ("modelopt", "dense")
 
@@ -69,31 +69,19 @@ def convert(
         )
     if to == "dense":
         steps = list(source.steps(lambda weight: dense_step(source, weight, dtype), _unless_known))
-        config = without_quantization(source.directory.config) | {
-            "dtype": str(dtype).removeprefix("torch.")
-        }
+        config = without_quantization(source.directory.config)
         config.pop("torch_dtype", None)
-        return write(
-            dst,
-            source.directory,
-            steps,
-            config=config,
-            shard_bytes=shard_bytes,
-            check=lambda d: _check_dense(source, d, dtype),
-        )
-    steps = list(source.steps(lambda weight: modelopt_step(source, weight), renamed))
-    said = quantization_config(algorithms(source, steps), plain_linears(steps)) | own_entries(
-        source.directory.quantization
-    )
-    config = without_quantization(source.directory.config) | {"quantization_config": said}
+        configs: Configs = config | {"dtype": str(dtype).removeprefix("torch.")}, None
+    else:
+        steps = list(source.steps(lambda weight: modelopt_step(source, weight), renamed))
+        configs = modelopt_configs(source, steps)
     return write(
         dst,
         source.directory,
         steps,
-        config=config,
-        older_config=older_config(said),
+        configs,
         shard_bytes=shard_bytes,
-        check=lambda directory: _check_modelopt(source, directory),
+        check=lambda written: _check(source, written),
     )
 
 
@@ -149,10 +137,12 @@ class Source:
         check_weight(self.directory, weight)
         return weight.quantized(self.directory.read)
 
-    def floats(self, weight: StoredWeight) -> Tensor:
-        """f32 [N, K], for 8-bit floats. CheckpointError as from `check_scales`."""
+    def matrices(self, weight: StoredWeight) -> Iterator[Tensor]:
+        """f32 [N, K], one matrix after another. CheckpointError as from `check_scales`."""
         check_weight(self.directory, weight)
-        return weight.floats(self.directory.read)
+        parts = weight.parts(self.directory.read)
+        for e in range(weight.shape[0]) if weight.scheme.fused else [...]:
+            yield weight.scheme.floats(part[e] for part in parts)
 
 
 def plain_weights(directory: Directory) -> dict[str, Entry]:
@@ -176,36 +166,34 @@ def modelopt_step(source: Source, weight: StoredWeight) -> Step:
     encoding = weight.scheme.encoding
     if encoding is None:
         return fp8_step(source, weight) if weight.of_matrix else exact_bf16_step(source, weight)
-    if encoding is NVFP4:
-        return nvfp4_step(weight.name, weight.shape, lambda: source.quantized(weight))
-    if encoding is MXFP4:
-        return nvfp4_step(
-            weight.name, weight.shape, lambda: _as_nvfp4(weight, source.quantized(weight))
+    if encoding not in (NVFP4, MXFP4):
+        raise UnsupportedError(
+            f"{weight.name} in {encoding.name}",
+            expected="nvfp4 or mxfp4: others have no exact NVFP4",
+            todo="convert it to dense, and quantize that, with its rounding",
+            where="convert",
         )
-    todo = "convert it to dense, and quantize that, with its rounding"
-    found, expected = (
-        f"{weight.name} in {encoding.name}",
-        "nvfp4 or mxfp4: others have no exact NVFP4",
-    )
-    raise UnsupportedError(found, expected=expected, todo=todo, where="convert")
+
+    def make() -> Quantized:
+        q = source.quantized(weight)
+        return q if encoding is NVFP4 else _as_nvfp4(weight, q)
+
+    return nvfp4_step(weight.name, weight.shape, make)
 
 
 def _as_nvfp4(weight: StoredWeight, q: Quantized) -> Quantized:
     """MXFP4 -> NVFP4 with the same values, with one decode scale for all of them."""
     try:
-        made = mxfp4_as_nvfp4(q.of(part.flatten(0, -2) for part in q))
+        codes, block_scale, decode_scale = mxfp4_as_nvfp4(q.of(part.flatten(0, -2) for part in q))
     except Error as error:
         raise error.at(weight.name) from None
-    if made.decode_scale.dim():
-        found = f"{weight.name}: its scales span more octaves than one e4m3 scale holds"
-        todo = "keep it in MXFP4, which is read as it is"
+    if decode_scale.dim():
         raise UnsupportedError(
-            found,
+            f"{weight.name}: its scales span more octaves than one e4m3 scale holds",
             expected="at most 17: ModelOpt's files have one scale for the whole",
-            todo=todo,
+            todo="keep it in MXFP4, which is read as it is",
             where="convert",
         )
-    codes, block_scale, decode_scale = made
     lead = weight.shape[:-1]
     return Quantized(
         codes.view(*lead, -1),
@@ -236,17 +224,16 @@ def exact_bf16_step(source: Source, weight: StoredWeight) -> Step:
     """
 
     def make() -> dict[str, Tensor]:
-        floats = source.floats(weight)
-        made = floats.bfloat16()
-        if not torch.equal(made.float(), floats):
-            found, todo = (
-                f"{weight.name}: FP8 whose scales are no powers of two",
-                'convert it to="dense", or quantize it',
-            )
+        (floats,) = source.matrices(weight)
+        rounded = floats.bfloat16()
+        if not torch.equal(rounded.float(), floats):
             raise UnsupportedError(
-                found, expected="numbers that bfloat16 holds", todo=todo, where="convert"
+                f"{weight.name}: FP8 whose scales are no powers of two",
+                expected="numbers that bfloat16 holds",
+                todo='convert it to="dense", or quantize it',
+                where="convert",
             )
-        return {f"{weight.name}.weight": made}
+        return {f"{weight.name}.weight": rounded}
 
     return Step((Planned(f"{weight.name}.weight", torch.bfloat16, weight.shape),), make)
 
@@ -266,68 +253,32 @@ def renamed(source: Source, entry: Entry) -> Step | None:
     )
 
 
-def algorithms(source: Source, steps: list[Step]) -> dict[str, str]:
-    """ModelOpt's name of the algorithm for each weight that is written quantized: NVFP4 if its
-    activations have a scale.
+def modelopt_configs(source: Source, steps: Sequence[Step]) -> Configs:
+    """config.json and hf_quant_config.json for what is written in ModelOpt's form.
+
+    A weight is NVFP4 if its activations have a scale. An lm_head that is tied to the embedding has
+    no tensor, but counts as a plain matrix.
     """
-    names = {planned.name for step in steps for planned in step.planned}
-    made = {}
-    for planned in (p for step in steps for p in step.planned):
-        for suffix in (".weight_scale_2", "_weight_scale_2"):
-            if planned.name.endswith(suffix):
-                name = planned.name.removesuffix(suffix)
-                with_input = f"{name}{suffix.removesuffix('weight_scale_2')}input_scale" in names
-                made[name] = "NVFP4" if with_input else "W4A16_NVFP4"
-        if planned.name.endswith(".weight") and planned.dtype == torch.float8_e4m3fn:
-            made[planned.name.removesuffix(".weight")] = "FP8"
-    return made
-
-
-def plain_linears(steps: list[Step]) -> list[str]:
-    """The modules whose matrix is written without quantization. An lm_head that is tied to the
-    embedding has no tensor, but counts.
-    """
-    planned = [p for step in steps for p in step.planned]
-    plain = [
-        p.name.removesuffix(".weight")
-        for p in planned
-        if p.dtype in FLOATS and len(p.shape) == 2 and p.name.endswith(".weight")
-    ]
-    return plain if any("lm_head." in p.name for p in planned) else [*plain, "lm_head"]
-
-
-def _check_modelopt(source: Source, written: Directory) -> None:
-    target = Source(written, stored_weights(written.tensors, "modelopt"))
-    for weight in progress(source.weights.values(), "comparing", len(source.weights)):
-        got = target.weights.get(weight.name)
-        if got is None:
-            equal = torch.equal(
-                weight.floats(source.directory.read), written.read(f"{weight.name}.weight").float()
-            )
-        elif got.scheme.encoding == weight.scheme.encoding is not None:
-            equal = all(
-                _same_bytes(a, b)
-                for a, b in zip(
-                    weight.parts(source.directory.read), got.parts(written.read), strict=True
-                )
-            )
-        else:
-            equal = all(
-                torch.equal(a, b)
-                for a, b in zip(_floats(source, weight), _floats(target, got), strict=True)
-            )
-        _check(equal, weight.name)
-    _check_kept(source, written)
-
-
-def _floats(source: Source, weight: StoredWeight) -> Iterator[Tensor]:
-    """f32 [N, K], one matrix after another."""
-    if weight.scheme.encoding is None:
-        yield source.floats(weight)
-        return
-    q = source.quantized(weight)
-    for e in range(weight.shape[0]) if weight.scheme.fused else [...]:
-        yield dequantize(q.of(part[e] for part in q))
+    planned = {p.name: p for step in steps for p in step.planned}
+    algorithms, plain = dict[str, str](), list[str]()
+    for name, p in planned.items():
+        of_weight = name.removesuffix(".weight")
+        if name.endswith("weight_scale_2"):
+            prefix = name.removesuffix("weight_scale_2")
+            scaled = f"{prefix}input_scale" in planned
+            algorithms[prefix[:-1]] = "NVFP4" if scaled else "W4A16_NVFP4"
+        elif name != of_weight and p.dtype == torch.float8_e4m3fn:
+            algorithms[of_weight] = "FP8"
+        elif name != of_weight and p.dtype in FLOATS and len(p.shape) == 2:
+            plain.append(of_weight)
+    if not any("lm_head." in name for name in planned):
+        plain.append("lm_head")
+    directory = source.directory
+    config = quantization_config(algorithms, plain) | own_entries(directory.quantization)
+    return (
+        without_quantization(directory.config) | {"quantization_config": config},
+        older_config(config),
+    )
 
 
 # To floats ----------------------------------------------------------------------------------------
@@ -341,10 +292,10 @@ def dense_step(source: Source, weight: StoredWeight, dtype: torch.dtype) -> Step
     name, shape = (weight.name, (*lead, k, n)) if lead else (f"{weight.name}.weight", (n, k))
 
     def make() -> dict[str, Tensor]:
-        made = torch.empty(shape, dtype=dtype)
-        for into, matrix in zip(made if lead else [made], _floats(source, weight), strict=True):
+        whole = torch.empty(shape, dtype=dtype)
+        for into, matrix in zip(whole if lead else [whole], source.matrices(weight), strict=True):
             into.copy_(matrix.mT if lead else matrix)
-        return {name: made}
+        return {name: whole}
 
     return Step((Planned(name, dtype, shape),), make)
 
@@ -363,30 +314,35 @@ _ACTIVATIONS = (
 )
 
 
-def _check_dense(source: Source, written: Directory, dtype: torch.dtype) -> None:
+# Comparing ----------------------------------------------------------------------------------------
+
+
+def _check(source: Source, written: Directory) -> None:
+    """CheckpointError unless what was written has the numbers of the source: those of weights, in
+    the dtype that they are written in, and the bytes of all other tensors.
+    """
+    target = Source(written, stored_weights(written.tensors, method_of(written.quantization)))
     for weight in progress(source.weights.values(), "comparing", len(source.weights)):
-        fused = weight.scheme.fused
-        got = written.read(weight.name if fused else f"{weight.name}.weight")
-        for a, b in zip(_floats(source, weight), got if fused else [got], strict=True):
-            _check(torch.equal(a.to(dtype), b.mT if fused else b), weight.name)
-    _check_kept(source, written)
-
-
-def _check_kept(source: Source, written: Directory) -> None:
-    """Checks that tensors which are not part of a weight have the same bytes."""
+        for a, b in zip(source.matrices(weight), _written(target, weight), strict=True):
+            _check_equal(a.to(b.dtype), b, weight.name)
     parts = {entry.name for weight in source.weights.values() for entry in weight.entries.values()}
-    for name in source.directory.tensors.keys() - parts:
-        if name in written.tensors:
-            _check(_same_bytes(source.directory.read(name), written.read(name)), name)
+    for name in source.directory.tensors.keys() & written.tensors.keys() - parts:
+        tensors = (d.read(name).contiguous() for d in (source.directory, written))
+        a, b = (t.reshape(-1).view(torch.uint8) for t in tensors)
+        _check_equal(a, b, name)
 
 
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(
-        *(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    )
+def _written(target: Source, weight: StoredWeight) -> Iterator[Tensor]:
+    """The matrices of a weight of the source, [N, K], as they were written."""
+    if weight.name in target.weights:
+        yield from target.matrices(target.weights[weight.name])
+    elif weight.scheme.fused:
+        yield from target.directory.read(weight.name).mT
+    else:
+        yield target.directory.read(f"{weight.name}.weight")
 
 
-def _check(equal: bool, name: str) -> None:
-    if not equal:
+def _check_equal(a: Tensor, b: Tensor, name: str) -> None:
+    if not torch.equal(a, b):
         found, todo = f"{name} was written with other numbers", "is the disk sound?"
         raise CheckpointError(found, expected="those of the source", todo=todo, where="convert")

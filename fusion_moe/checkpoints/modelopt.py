@@ -8,8 +8,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..encodings import Quantized
-from .schemes import MODELOPT, MODELOPT_FUSED, Scheme
+import torch
+from torch import Tensor
+
+from ..encodings import NVFP4, Quantized
+from .schemes import MODELOPT, MODELOPT_FUSED
 from .shard import Planned, Step
 
 _OWN = ("activation_format",)
@@ -18,29 +21,20 @@ _EXPERT = re.compile(r"(.*\bexperts)\.\d+\..*")
 
 def nvfp4_step(name: str, shape: tuple[int, ...], make: Callable[[], Quantized]) -> Step:
     """Writes an NVFP4 weight: [N, K], or [E, N, K] for all experts with one scale."""
-    scheme = MODELOPT_FUSED if len(shape) == 3 else MODELOPT
-    return Step(planned(scheme, name, shape), lambda: tensors(scheme, name, make()))
+    scheme, (*lead, n, k) = MODELOPT_FUSED if len(shape) == 3 else MODELOPT, shape
 
+    def tensors(parts: Iterable[Tensor]) -> dict[str, Tensor]:
+        return {
+            name + stored.suffix: stored.from_part(t)
+            for stored, t in zip(scheme.parts, parts, strict=True)
+        }
 
-def planned(scheme: Scheme, name: str, shape: tuple[int, ...]) -> tuple[Planned, ...]:
-    """The tensors that a weight will be written as."""
-    assert scheme.encoding is not None
-    *lead, n, k = shape
-    made = []
-    for stored, part in zip(scheme.parts, scheme.encoding.parts, strict=True):
-        *outer, a, b = size = (
-            (*scheme.encoding.part_shape(part, lead, n, k),) if not part.of_matrix else (1, 1)
-        )
-        wanted = () if part.of_matrix else (*outer, b, a) if stored.transposed else size
-        made.append(Planned(name + stored.suffix, part.dtype, wanted))
-    return tuple(made)
-
-
-def tensors(scheme: Scheme, name: str, q: Quantized) -> dict[str, Any]:
-    """The tensors of a weight."""
-    return {
-        name + stored.suffix: stored.from_part(t) for stored, t in zip(scheme.parts, q, strict=True)
-    }
+    empty = tensors(
+        torch.empty(NVFP4.part_shape(part, lead, n, k), dtype=part.dtype, device="meta")
+        for part in NVFP4.parts
+    )
+    planned = (Planned(key, t.dtype, (*t.shape,)) for key, t in empty.items())
+    return Step(tuple(planned), lambda: tensors(make()))
 
 
 # Configurations -----------------------------------------------------------------------------------
@@ -52,25 +46,19 @@ def quantization_config(algorithms: Mapping[str, str], plain: Iterable[str]) -> 
     """
     layers = {_layer(name): algorithm for name, algorithm in algorithms.items()}
     used = sorted(set(layers.values()))
-    made: dict[str, Any] = {
+    config: dict[str, Any] = {
         "quant_method": "modelopt",
         "quant_algo": used[0] if len(used) == 1 else "MIXED_PRECISION",
     }
-    targets = {
-        algorithm: sorted(name for name, its in layers.items() if its == algorithm)
-        for algorithm in used
-    }
-    if len(used) == 1:
-        targets = {used[0]: ["Linear"]}
-    else:
-        made["quantized_layers"] = {
-            name: _algorithm(algorithm) for name, algorithm in layers.items()
-        }
-    made["config_groups"] = {
-        f"group_{i}": _GROUPS[name] | {"targets": its}
-        for i, (name, its) in enumerate(targets.items())
-    }
-    return made | {
+    targets = {used[0]: ["Linear"]}
+    if len(used) > 1:
+        config["quantized_layers"] = {name: _ENTRIES[its] for name, its in layers.items()}
+        targets = {name: sorted(k for k, its in layers.items() if its == name) for name in used}
+    return config | {
+        "config_groups": {
+            f"group_{i}": _GROUPS[name] | {"targets": its}
+            for i, (name, its) in enumerate(targets.items())
+        },
         "ignore": sorted({_layer(name) for name in plain}),
         "producer": {"name": "fusion_moe"},
     }
@@ -85,15 +73,15 @@ def own_entries(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def older_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The equivalent for hf_quant_config.json."""
-    said = {"quant_algo": config["quant_algo"], "kv_cache_quant_algo": None}
-    if "quantized_layers" in config:
-        said["quantized_layers"] = config["quantized_layers"]
-    else:
-        said |= _algorithm(config["quant_algo"])
-    return {
-        "producer": config["producer"],
-        "quantization": said | {"exclude_modules": config["ignore"]},
+    layers = "quantized_layers"
+    entries = {layers: config[layers]} if layers in config else _ENTRIES[config["quant_algo"]]
+    quantization = {
+        "quant_algo": config["quant_algo"],
+        "kv_cache_quant_algo": None,
+        **entries,
+        "exclude_modules": config["ignore"],
     }
+    return {"producer": config["producer"], "quantization": quantization}
 
 
 _NVFP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
@@ -103,13 +91,14 @@ _GROUPS: dict[str, dict[str, Any]] = {
     "W4A16_NVFP4": {"weights": _NVFP4},
     "FP8": {"input_activations": _FP8, "weights": _FP8},
 }
-
-
-def _algorithm(name: str) -> dict[str, Any]:
-    return {"quant_algo": name} if name == "FP8" else {"quant_algo": name, "group_size": 16}
+_ENTRIES: dict[str, dict[str, Any]] = {
+    "NVFP4": {"quant_algo": "NVFP4", "group_size": 16},
+    "W4A16_NVFP4": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+    "FP8": {"quant_algo": "FP8"},
+}
 
 
 def _layer(name: str) -> str:
     """The layer of a module's name; all experts of a layer count as one."""
-    found = _EXPERT.fullmatch(name)
-    return found[1] if found else name
+    expert = _EXPERT.fullmatch(name)
+    return expert[1] if expert else name

@@ -16,14 +16,12 @@ from ..encodings import NVFP4, Quantized, check_finite
 from ..errors import CheckpointError, NonFiniteError, ShapeError, UnsupportedError
 from .conversion import (
     Source,
-    algorithms,
     dense_step,
+    modelopt_configs,
     modelopt_step,
-    plain_linears,
     plain_weights,
     renamed,
 )
-from .directory import Directory, without_quantization
 from .experts import (
     LayerExperts,
     experts_of,
@@ -33,7 +31,7 @@ from .experts import (
 )
 from .fused import FusedOrder, Read, matrices_of, order_of
 from .headers import Entry
-from .modelopt import nvfp4_step, older_config, quantization_config
+from .modelopt import nvfp4_step
 from .schemes import KNOWN
 from .shard import Planned, Step
 from .stored import StoredWeight, stored_weights
@@ -71,44 +69,26 @@ def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES
     def of_weight(weight: StoredWeight) -> Step:
         if weight.name in experts:
             return experts[weight.name]
-        in_parts = weight.scheme.encoding is None and not weight.of_matrix
-        return (
-            dense_step(source, weight, torch.bfloat16)
-            if in_parts
-            else modelopt_step(source, weight)
-        )
+        if weight.scheme.encoding is None and not weight.of_matrix:
+            return dense_step(source, weight, torch.bfloat16)
+        return modelopt_step(source, weight)
 
     def of_other(source: Source, entry: Entry) -> Step | None:
         if (name := entry.name.removesuffix(".weight")) in experts:
             return experts[name]
-        scale_of = next(
-            (entry.name.removesuffix(suffix) for suffix in KNOWN if entry.name.endswith(suffix)),
-            None,
-        )
         # FP8's scales of activations mean something else in NVFP4
-        return None if scale_of in experts else renamed(source, entry)
+        scale_of = (entry.name.removesuffix(suffix) for suffix in KNOWN)
+        return None if any(name in experts for name in scale_of) else renamed(source, entry)
 
     steps = list(source.steps(of_weight, of_other))
-    said = quantization_config(algorithms(source, steps), plain_linears(steps))
-    config = without_quantization(source.directory.config) | {"quantization_config": said}
     return write(
         dst,
         source.directory,
         steps,
-        config=config,
-        older_config=older_config(said),
+        modelopt_configs(source, steps),
         shard_bytes=shard_bytes,
-        check=_check,
+        check=lambda written: stored_weights(written.tensors, "modelopt"),
     )
-
-
-def _check(written: Directory) -> None:
-    """Checks that the directory is read as what it was written as."""
-    stored_weights(written.tensors, "modelopt")
-
-
-# the shape [N, K] of a matrix, and a function that reads it
-Matrix = tuple[tuple[int, ...], Callable[[], Tensor]]
 
 
 def _experts(source: Source) -> Iterator[tuple[str, Step]]:
@@ -121,17 +101,16 @@ def _experts(source: Source) -> Iterator[tuple[str, Step]]:
         if predicts_further_tokens(f"{layer.name}.", hidden_layers_of(config)):
             continue
         # its other sizes may be any
-        if empty := [
-            plain[name] for name in layer.names if name in plain and 0 in plain[name].shape
-        ]:
+        for empty in (plain[n] for n in layer.names if n in plain and 0 in plain[n].shape):
             raise CheckpointError(
-                f"{empty[0]}", expected="experts with elements", where=str(empty[0].file)
+                f"{empty}", expected="experts with elements", where=str(empty.file)
             )
         if layer.fused:
             yield from _fused(source, layer, plain)
             continue
         for name, to in _written(layer, config).items():
-            yield name, _quantized(to, *_matrix(source, name, plain, fp8))
+            shape = (fp8.get(name) or plain[name]).shape
+            yield name, _quantized(to, shape, partial(_matrix, source, name))
 
 
 def _written(layer: LayerExperts, config: Mapping[str, Any]) -> dict[str, str]:
@@ -141,22 +120,21 @@ def _written(layer: LayerExperts, config: Mapping[str, Any]) -> dict[str, str]:
     if config.get("model_type") != "ernie4_5_vl_moe":
         return {name: name for name in layer.names}
     block, half = layer.name.removesuffix("experts"), (layer.experts or 0) // 2
-    kinds = [
-        f"{block}{kind}.experts.{e}" for kind in ("text_moe", "vision_moe") for e in range(half)
+    experts = [
+        f"{block}{moe}.experts.{e}" for moe in ("text_moe", "vision_moe") for e in range(half)
     ]
     return {
-        name: f"{to}.{key}"
-        for key, names in layer.projections.items()
-        for name, to in zip(names, kinds, strict=False)
+        name: f"{to}.{projection}"
+        for projection, names in layer.projections.items()
+        for name, to in zip(names, experts, strict=False)
     }
 
 
-def _matrix(
-    source: Source, name: str, plain: Mapping[str, Entry], fp8: Mapping[str, StoredWeight]
-) -> Matrix:
-    if name in fp8:
-        return fp8[name].shape, lambda: source.floats(fp8[name]).bfloat16()
-    return plain[name].shape, lambda: source.directory.read(f"{name}.weight")
+def _matrix(source: Source, name: str) -> Tensor:
+    if name not in source.weights:
+        return source.directory.read(f"{name}.weight")
+    (floats,) = source.matrices(source.weights[name])
+    return floats.bfloat16()
 
 
 def _fused(

@@ -9,14 +9,16 @@ is encoded, never a configuration: one directory may hold weights of several sch
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from ..encodings import INT4, MXFP4, NVFP4, Encoding
+from ..encodings import INT4, MXFP4, NVFP4, Encoding, Quantized, dequantize
 from ..encodings.encoding import FLOATS
+from .fp8 import dequantize_fp8
 
 
 class Direction(Enum):
@@ -89,6 +91,12 @@ class Scheme:
     encoding: Encoding | None
     parts: tuple[StoredPart, ...]
     fused: bool = False
+
+    def floats(self, parts: Iterable[Tensor]) -> Tensor:
+        """f32 [N, K] or [E, N, K], of the parts as `StoredPart.to_part` returns them."""
+        if self.encoding is None:
+            return dequantize_fp8(*parts)
+        return dequantize(Quantized(*parts, encoding=self.encoding))
 
 
 _U8, _E4M3, _E8M0 = (torch.uint8,), (torch.float8_e4m3fn,), (torch.uint8, torch.float8_e8m0fnu)

@@ -4,10 +4,9 @@ known, then the result of each step.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch import Tensor
 from ..messages.progress import progress
 from .headers import DTYPES
 
-_PIECE = 2**20  # bytes read at once
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -69,26 +67,19 @@ def header_of(steps: Iterable[Step]) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
-def write_shard(path: Path, steps: Sequence[Step]) -> str:
-    """Writes a file and syncs it to disk; returns its sha256. Holds one step's tensors in memory at
-    a time. OSError if the disk is full.
+def write_shard(path: Path, steps: Sequence[Step]) -> None:
+    """Writes a file and syncs it to disk. Holds one step's tensors in memory at a time. OSError if
+    the disk is full.
     """
-    digest = hashlib.sha256()
+    header = header_of(steps)
     with path.open("wb") as file:
-        for data in _data(steps):
-            file.write(data)
-            digest.update(data)
+        file.write(len(header).to_bytes(8, "little") + header)
+        for step in progress(steps, "writing tensors", len(steps)):
+            tensors = step.make()
+            for planned in step.planned:
+                file.write(_bytes(tensors[planned.name], planned))
         file.flush()
         os.fsync(file.fileno())
-    return digest.hexdigest()
-
-
-def _data(steps: Sequence[Step]) -> Iterator[bytes | memoryview]:
-    header = header_of(steps)
-    yield len(header).to_bytes(8, "little") + header
-    for step in progress(steps, "writing tensors", len(steps)):
-        made = step.make()
-        yield from (_bytes(made[planned.name], planned) for planned in step.planned)
 
 
 def _bytes(t: Tensor, planned: Planned) -> memoryview:
@@ -97,12 +88,3 @@ def _bytes(t: Tensor, planned: Planned) -> memoryview:
     )
     array: Any = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
-
-
-def digest_of(path: Path) -> str:
-    """The sha256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while data := file.read(_PIECE):
-            digest.update(data)
-    return digest.hexdigest()

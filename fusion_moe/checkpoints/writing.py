@@ -1,9 +1,9 @@
 """Writes a directory that appears whole or not at all, and continues after an interruption.
 
-Until then `.DST.partial` lies beside DST, with `plan`: a digest of what is written from what;
-`files`: the future DST; and a digest for each finished shard. A shard is written under another
-name, synced to disk, and renamed; in the end `files` is renamed to DST. After a crash, ctrl-C or
-kill -9 the next call with the same plan keeps the shards whose digests match.
+Until then `.DST.partial` lies beside DST, with `plan`: a digest of what is written from what; and
+`files`: the future DST. A shard is written under another name, synced to disk, and renamed, so that
+one with its own name is whole; in the end `files` is renamed to DST. After a crash, ctrl-C or
+kill -9 the next call with the same plan keeps these shards. `check` compares all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import CheckpointError, Error
 from ..messages.progress import progress
 from ..runtime import trust
 from .directory import CONFIG, INDEX, OLDER_CONFIG, SINGLE, Directory
-from .shard import Step, digest_of, header_of, write_shard
+from .shard import Step, header_of, write_shard
 
 SHARD_BYTES = 5 * 10**9
 SPARE_BYTES = 64 * 2**20  # of free space to leave: for tokenizers and similar files
@@ -30,41 +30,51 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
+Configs = tuple[Mapping[str, Any], Mapping[str, Any] | None]
+
+
 def write(
     dst: str | Path,
     source: Directory,
     steps: Sequence[Step],
+    configs: Configs,
     *,
-    config: Mapping[str, Any],
-    older_config: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
-    check: Callable[[Directory], None] | None = None,
+    check: Callable[[Directory], object],
 ) -> Path:
     """Writes the results of steps as the directory dst, with configurations, an index, and the
     source's other files (tokenizer and so on), but for hidden ones, other weights, and what lies in
     folders.
 
-    older_config: for hf_quant_config.json. check: called with the Directory before it gets its
-    name; if it raises, there is no dst. CheckpointError if dst exists already, is a mount point,
-    the disk is full, or another process is writing the same; whatever is raised, nothing incomplete
-    has dst's name. Returns dst, absolute and without symbolic links.
+    configs: for config.json, and for hf_quant_config.json if there is to be one. check: called with
+    the Directory before it gets its name; if it raises, there is no dst. CheckpointError if dst
+    exists already, is a mount point, the disk is full, or another process is writing the same;
+    whatever is raised, nothing incomplete has dst's name. Returns dst, absolute and without
+    symbolic links.
     """
     dst = destination(dst)
     copied = _to_copy(source)
     shards = _shards(steps, shard_bytes)
     partial = dst.with_name(f".{dst.name}.partial")
+    files = partial / "files"
     with readable_errors(dst, partial), _locked(partial), _removed_unless_it_can_go_on(partial):
-        files = _begun(partial, _plan(source, shards, config))
-        _check_space(
-            partial,
-            sum(step.nbytes for step in steps) + sum(file.stat().st_size for file in copied),
-            files,
-        )
+        _begin(partial, files, _plan(source, shards, configs[0]))
+        needed = sum(step.nbytes for step in steps) + sum(file.stat().st_size for file in copied)
+        missing = needed - sum(file.stat().st_size for file in files.iterdir())
+        free = shutil.disk_usage(partial).free
+        if free < missing + SPARE_BYTES:
+            found = f"{free / 1e9:.1f} GB free, {missing / 1e9:.1f} GB to write"
+            raise OSError(errno.ENOSPC, found)
         for name, its in progress(shards.items(), f"writing files of {dst.name}", len(shards)):
-            _write_once(partial, files / name, its)
-        _write_rest(files, copied, shards, config, older_config)
-        if check is not None:
-            check(Directory.open(files))
+            if not (files / name).exists():
+                unfinished = partial / f"{name}.unfinished"
+                try:
+                    write_shard(unfinished, its)
+                    unfinished.rename(files / name)
+                finally:
+                    unfinished.unlink(missing_ok=True)
+        _write_rest(files, copied, shards, configs)
+        check(Directory.open(files))
         files.rename(dst)
         sync(dst.parent)
         shutil.rmtree(partial, ignore_errors=True)
@@ -148,66 +158,41 @@ def _plan(
     return digest.hexdigest()
 
 
-def _begun(partial: Path, plan: str) -> Path:
-    """The folder of files: as an earlier call left it if the plan is the same, otherwise empty."""
-    files, saved = partial / "files", partial / "plan"
+def _begin(partial: Path, files: Path, plan: str) -> None:
+    """Makes the folder of files, or keeps an earlier call's if the plan is the same."""
+    saved = partial / "plan"
     if not saved.exists() or saved.read_text() != plan:
         shutil.rmtree(files, ignore_errors=True)
-        for digest in partial.glob("*.sha256"):
-            digest.unlink()
         write_text(saved, plan)
     files.mkdir(exist_ok=True)
-    return files
-
-
-def _write_once(partial: Path, path: Path, steps: Sequence[Step]) -> None:
-    """Writes a shard unless it exists and is complete."""
-    saved = partial / f"{path.name}.sha256"
-    if path.exists() and saved.exists() and saved.read_text() == digest_of(path):
-        return
-    unfinished = partial / f"{path.name}.unfinished"
-    try:
-        digest = write_shard(unfinished, steps)
-        write_text(saved, digest)
-        unfinished.rename(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _write_rest(
     files: Path,
     copied: Sequence[Path],
     shards: Mapping[str, Sequence[Step]],
-    config: Mapping[str, Any],
-    older_config: Mapping[str, Any] | None,
+    configs: Configs,
 ) -> None:
     """Writes everything except the shards."""
-    ours = {
-        CONFIG: config,
-        OLDER_CONFIG: older_config,
-        INDEX: _index(shards) if len(shards) > 1 else None,
-    }
     for other in copied:
         shutil.copyfile(other, files / other.name)
         sync(files / other.name)
-    for name, value in ours.items():
+    texts = zip((CONFIG, OLDER_CONFIG, INDEX), (*configs, _index(shards)), strict=True)
+    for name, value in texts:
         (files / name).unlink(missing_ok=True)
         if value is not None:
             write_text(files / name, json.dumps(value, indent=2) + "\n")
     sync(files)
 
 
-def _index(shards: Mapping[str, Sequence[Step]]) -> dict[str, Any]:
-    planned = {
-        p.name: (shard, p.nbytes)
-        for shard, steps in shards.items()
-        for step in steps
-        for p in step.planned
-    }
-    total = sum(size for _, size in planned.values())
+def _index(shards: Mapping[str, Sequence[Step]]) -> dict[str, Any] | None:
+    """The index of several shards, which one does not need."""
+    if len(shards) == 1:
+        return None
+    shard_of = {p.name: name for name, its in shards.items() for step in its for p in step.planned}
     return {
-        "metadata": {"total_size": total},
-        "weight_map": {name: shard for name, (shard, _) in sorted(planned.items())},
+        "metadata": {"total_size": sum(step.nbytes for its in shards.values() for step in its)},
+        "weight_map": dict(sorted(shard_of.items())),
     }
 
 
@@ -229,15 +214,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _check_space(partial: Path, needed: int, files: Path) -> None:
-    have = sum(file.stat().st_size for file in files.iterdir())
-    free = shutil.disk_usage(partial).free
-    if free + have < needed + SPARE_BYTES:
-        raise OSError(
-            errno.ENOSPC, f"{free / 1e9:.1f} GB free, {(needed - have) / 1e9:.1f} GB to write"
-        )
 
 
 @contextlib.contextmanager
@@ -267,7 +243,7 @@ def _removed_unless_it_can_go_on(partial: Path) -> Iterator[None]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
-        if not any(partial.glob("*.sha256")):
+        if not any(partial.glob("files/*.safetensors")):
             shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -3,8 +3,9 @@ differ.
 """
 
 from .compiled import last_compiled
-from .data import FusionReport, Load, Machine, Measured, NotFusedReport, Report, SegmentReport
+from .data import FusionReport, Load, Machine, Measured, NotFusedReport, SegmentReport
 from .difference import Difference, diff
+from .report import Report
 from .trace import explain
 
 __all__ = [

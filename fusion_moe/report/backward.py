@@ -22,7 +22,7 @@ from ..frontends.nodes import call_of, called_op, is_view
 from ..frontends.regions import Region
 from ..ir.core import Fusion, Value
 from ..ir.types import DTYPES
-from .data import GradientReport, SavedReport
+from .data import TensorReport
 
 # an output of a fusion -> the segment that makes it, and the operation
 Origins = Mapping[Node, tuple[str, str]]
@@ -41,21 +41,21 @@ class Step:
     forward: Graph
     backward: Graph
 
-    def saved(self, origins: Origins) -> Iterator[SavedReport]:
+    def saved(self, origins: Origins) -> Iterator[TensorReport]:
         """The tensors that the backward takes from the forward."""
         inputs = dict(zip(_placeholders(self.forward), self.names, strict=False))
         there = {n.name: n for n in self.forward.nodes}
         for n in _placeholders(self.backward):
             if n.name in there and isinstance(n.meta["val"], torch.Tensor):
                 made_by, operation = _origin(there[n.name], origins)
-                yield SavedReport(inputs.get(there[n.name], operation), *_type(n), made_by)
+                yield TensorReport(inputs.get(there[n.name], operation), *_type(n), made_by)
 
-    def gradients(self, origins: Origins) -> Iterator[GradientReport]:
+    def gradients(self, origins: Origins) -> Iterator[TensorReport]:
         """The gradients that the backward returns."""
         results = next(n for n in self.backward.nodes if n.op == "output").args[0]
         for name, n in zip(self.names, results, strict=False):
             if isinstance(n, Node):
-                yield GradientReport(name, *_type(n), _origin(n, origins)[0])
+                yield TensorReport(name, *_type(n), _origin(n, origins)[0])
 
 
 def input_names(model: GraphModule) -> list[str]:

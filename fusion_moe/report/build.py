@@ -5,7 +5,7 @@ cost of its segments.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,25 +14,24 @@ import torch
 from .. import __version__, arch, options
 from .. import target as targets
 from ..arch import Arch
+from ..backends import cuda
 from ..compile import Lowered, lower
 from ..frontends.regions import Found, NotFused, Region
-from ..ir.core import Fusion, Op
 from ..ir.sizes import value
 from ..ir.text import text
 from ..ir.types import Dim, Groups, Rows, TensorType
 from ..options import Options
 from ..passes import dropped_roundings
-from ..runtime import cuda
+from ..runtime import cuda as gpus
 from ..schedule.segment import Segment
 from ..target import Target
 from . import cost, outside
 from .backward import Step, is_backward, made_again, makers, rewritten
-from .data import FusionReport, NotFusedReport, Report, SegmentReport
-from .identity import identity, numbers
-from .kernels import Launched, Made, in_cuda, launched, launched_at, made_of
+from .data import FusionReport, NotFusedReport, SegmentReport
+from .kernels import Launched, Made, launched, launched_at, made_of, weight_layouts
 from .listings import listings
-from .measure import Watch, Watched
-from .weights import weight_layouts
+from .measure import Watch, Watched, identity, numbers
+from .report import Report
 
 
 @dataclass
@@ -71,7 +70,7 @@ class _Wanted:
         """The facts of the GPU for which kernels are chosen."""
         if self.gpu or not torch.cuda.is_available():
             return self.gpu or arch.H200
-        return cuda.arch(cuda.index_of(self.device))
+        return gpus.arch(gpus.index_of(self.device))
 
 
 _Place = tuple[Region, Watched | None]  # one occurrence of a fusion
@@ -123,17 +122,11 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
         unfused_flops=outside.flops(calls_outside),
         unfused_bytes=outside.moved(calls_outside),
         version=__version__,
-        options=_options(switches),
+        # those that change what is compiled
+        options=tuple((k, str(v)) for k, v in switches.compared().items() if k != "target"),
         listings=listings(
             [*calls_outside, *(n for region in regions for n in region.nodes)], sources
         ),
-    )
-
-
-def _options(switches: Options) -> tuple[tuple[str, str], ...]:
-    """The options that change what is compiled, except the target."""
-    return tuple(
-        (name, str(value)) for name, value in switches.compared().items() if name != "target"
     )
 
 
@@ -148,86 +141,76 @@ def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
     lowered, env = lower(region.fusion, wanted.target, wanted.switches), numbers(region)
     with options.using(wanted.switches):
         made = [made_of(s, wanted.target, wanted.why_not) for s in lowered.segments]
-    runs = _launched(lowered, made, env, wanted)
-    segments = tuple(_segment(id, i, lowered, made[i], env, wanted) for i in range(len(made)))
-    if runs:
-        segments = tuple(
-            replace(s, launched=kernels) for s, kernels in zip(segments, runs.kernels, strict=True)
+    fusion = lowered.stages[-1][1]
+    runs: Launched | None = None
+    others: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    if any(m.backend == cuda.NAME for m in made) and set(fusion.symbols) <= set(env):
+        runs = launched(fusion, made, env, wanted.arch())
+        others = launched_at(fusion, made, wanted.arch()) if len(env) == 1 else ()
+    segments = tuple(
+        replace(
+            _segment(id, i, lowered, m, env, wanted),
+            launched=runs.kernels[i] if runs else "",
+            measured=ran.kernels[i] if ran and ran.kernels else None,
         )
-    if ran is not None and ran.kernels:
-        segments = tuple(replace(s, measured=m) for s, m in zip(segments, ran.kernels, strict=True))
-    stages = [(name, text(f)) for name, f in lowered.stages]
-    stages.append(
-        (
-            "segments",
-            "\n\n".join(
-                f"# {s.id}: {s.kind}\n{text(x.fusion)}"
-                for s, x in zip(segments, lowered.segments, strict=True)
-            ),
-        )
+        for i, m in enumerate(made)
     )
-    stages.append(("schedules", "\n".join(f"{s.id}: {s.schedule}" for s in segments)))
-    sources = [m.source for m in made]
-    if runs:
-        stages.append(("choice", runs.text))
-        sources = [run or source for run, source in zip(runs.sources, sources, strict=True)]
-    stages.append(
-        (
-            "source",
-            "\n\n".join(
-                f"# {s.id}: {s.backend}\n{source}"
-                for s, source in zip(segments, sources, strict=True)
-            ),
-        )
-    )
+    makers_ = {v: s.id for x, s in zip(lowered.segments, segments, strict=True) for v in x.outputs}
+    of_backward: dict[str, Any] = {}
+    if is_backward(region.nodes[0].graph):
+        again, rewritten_ = made_again(region), rewritten(region)
+        of_backward = {"backward": True, "made_again": again, "rewritten": rewritten_}
     return FusionReport(
         id,
         len(places),
         tuple(env.items()),
         segments,
-        tuple(stages),
+        tuple(_stages(lowered, segments, made, runs)),
         ran.whole if ran else None,
         loads=tuple(load for _, one in places if one for load in one.loads),
         gpu=runs.gpu if runs else "",
         workspace=runs.workspace if runs else None,
-        launched_at=launched_at(lowered.stages[-1][1], made, wanted.arch())
-        if runs and len(env) == 1
-        else (),
-        made_by=_made_by(lowered, segments),
-        **(_of_backward(region) if is_backward(region.nodes[0].graph) else {}),
+        launched_at=others,
+        made_by=tuple(makers_.get(v, "") for v in fusion.outputs),
+        **of_backward,
     )
 
 
-def _of_backward(region: Region) -> dict[str, Any]:
-    return {"backward": True, "made_again": made_again(region), "rewritten": rewritten(region)}
-
-
-def _made_by(lowered: Lowered, segments: Sequence[SegmentReport]) -> tuple[str, ...]:
-    """The segment that makes each output; "" for an output that is an input."""
-    made = {
-        v: report.id
-        for segment, report in zip(lowered.segments, segments, strict=True)
-        for v in segment.outputs
-    }
-    return tuple(made.get(v, "") for v in lowered.stages[-1][1].outputs)
-
-
-def _launched(
-    lowered: Lowered, made: list[Made], env: Mapping[str, int], wanted: _Wanted
-) -> Launched | None:
-    """The kernels that CUDA launches for the sizes of the call; None if there are no such kernels
-    or a size is unknown.
-    """
-    fusion = lowered.stages[-1][1]
-    return (
-        launched(fusion, made, env, wanted.arch())
-        if in_cuda(made) and set(fusion.symbols) <= set(env)
-        else None
+def _stages(
+    lowered: Lowered,
+    segments: Sequence[SegmentReport],
+    made: Sequence[Made],
+    runs: Launched | None,
+) -> Iterator[tuple[str, str]]:
+    """The stages of a fusion as text: for CUDA the sources of the kernels that are launched."""
+    yield from ((name, text(fusion)) for name, fusion in lowered.stages)
+    irs = [text(x.fusion) for x in lowered.segments]
+    yield (
+        "segments",
+        _blocks((f"{s.id}: {s.kind}", ir) for s, ir in zip(segments, irs, strict=True)),
     )
+    yield "schedules", "\n".join(f"{s.id}: {s.schedule}" for s in segments)
+    sources = [m.source for m in made]
+    if runs:
+        yield "choice", runs.text
+        sources = [run or source for run, source in zip(runs.sources, sources, strict=True)]
+    yield (
+        "source",
+        _blocks((f"{s.id}: {s.backend}", x) for s, x in zip(segments, sources, strict=True)),
+    )
+
+
+def _blocks(of_segments: Iterable[tuple[str, str]]) -> str:
+    return "\n\n".join(f"# {title}\n{text}" for title, text in of_segments)
 
 
 def _segment(
-    fusion: str, i: int, lowered: Lowered, made: Made, env: Mapping[str, int], wanted: _Wanted
+    fusion: str,
+    i: int,
+    lowered: Lowered,
+    made: Made,
+    env: Mapping[str, int],
+    wanted: _Wanted,
 ) -> SegmentReport:
     segment = lowered.segments[i]
     return SegmentReport(
@@ -255,14 +238,11 @@ def _segment(
 
 
 def _costs(segment: Segment, env: Mapping[str, int]) -> dict[str, Any]:
-    if not set(segment.fusion.symbols) <= set(env):
-        return dict.fromkeys(("flops", "bytes_read", "bytes_written", "bytes_avoided", "intensity"))
     fusion = segment.fusion
-    flops, read, written = (
-        cost.flops(fusion, env),
-        cost.bytes_read(fusion, env),
-        cost.bytes_written(fusion, env),
-    )
+    if not set(fusion.symbols) <= set(env):
+        return dict.fromkeys(("flops", "bytes_read", "bytes_written", "bytes_avoided", "intensity"))
+    flops, read = cost.flops(fusion, env), cost.bytes_read(fusion, env)
+    written = cost.bytes_written(fusion, env)
     return {
         "flops": flops,
         "bytes_read": read,
@@ -291,11 +271,11 @@ def _dim(dim: Dim, env: Mapping[str, int]) -> Dim:
 
 def _roundings(segment: Segment) -> tuple[str, ...]:
     """The casts that are left out, as "bf16 after grouped_mm"."""
-    if segment.plan.fusion is segment.fusion:  # nothing is left out
+    fusion = segment.fusion
+    if segment.plan.fusion is fusion:  # nothing is left out
         return ()
-    return tuple(_rounding(segment.fusion, op) for op in dropped_roundings(segment.fusion))
-
-
-def _rounding(fusion: Fusion, op: Op) -> str:
-    before = fusion.producers.get(op.values[0])
-    return f"{op.attrs['dtype']} after {before.kind.name if before else 'an input'}"
+    casts = ((op, fusion.producers.get(op.values[0])) for op in dropped_roundings(fusion))
+    return tuple(
+        f"{op.attrs['dtype']} after {before.kind.name if before else 'an input'}"
+        for op, before in casts
+    )

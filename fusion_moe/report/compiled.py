@@ -11,7 +11,7 @@ from ..frontends.float_experts import float_experts
 from ..frontends.inductor.compile_graph import compile_calls
 from ..frontends.regions import find_regions
 from .build import Seen, report_of
-from .data import Report
+from .report import Report
 from .trace import custom_ops
 
 

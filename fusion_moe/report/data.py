@@ -12,10 +12,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from ..errors import OptionError
-from .output import Shown, save
 
 SCHEMA = "fusion_moe.explain/6"
 _ALONE = 0.7  # a share of a machine's bandwidth: below it, something else is reading memory too
@@ -71,17 +69,16 @@ class Machine:
         """Why the times mean nothing, as a sentence; "" if other programs left the machine
         alone.
         """
-        found = []
+        reasons = []
         if self.preemptions >= self.repeats:
-            found.append(f"other programs took the CPU away {self.preemptions} times")
+            reasons.append(f"other programs took the CPU away {self.preemptions} times")
         if self.now < _ALONE * self.bytes_per_second:
-            found.append(
-                f"memory was read at {self.now / self.bytes_per_second:.0%} of this machine's speed"
-            )
+            speed = self.now / self.bytes_per_second
+            reasons.append(f"memory was read at {speed:.0%} of this machine's speed")
+        if not reasons:
+            return ""
         return (
-            (f"this machine was busy: {', and '.join(found)}; measure again when nothing else runs")
-            if found
-            else ""
+            f"this machine was busy: {', and '.join(reasons)}; measure again when nothing else runs"
         )
 
 
@@ -171,21 +168,11 @@ class NotFusedReport:
 
 
 @dataclass(frozen=True)
-class SavedReport:
-    """A tensor that the forward pass keeps for the backward. made_by: a segment or an operation; ""
-    for an input, which is not copied.
-    """
+class TensorReport:
+    """A tensor that the forward pass keeps for the backward, or the gradient of an input.
 
-    name: str
-    type: str
-    bytes: int | None
-    made_by: str
-
-
-@dataclass(frozen=True)
-class GradientReport:
-    """The gradient of an input. made_by: a segment or an operation; "" if it is a gradient of the
-    results itself.
+    made_by: a segment or an operation; "" for an input, which is not copied, and for a gradient of
+    the results itself.
     """
 
     name: str
@@ -215,7 +202,7 @@ class Share:
     @property
     def total(self) -> int | None:
         """The sum of both."""
-        return None if self.fused is None or self.unfused is None else self.fused + self.unfused
+        return total((self.fused, self.unfused))
 
     def __str__(self) -> str:
         """Percent; "100%" and "0%" are exact."""
@@ -225,9 +212,9 @@ class Share:
         return f"{percent if percent in (0, 100) else min(max(percent, 0.1), 99.9):.3g}%"
 
 
-@dataclass(frozen=True, repr=False)
-class Report(Shown):
-    """The result of `explain`. calls: operations in the graphs; fused_calls: how many of them are
+@dataclass(frozen=True)
+class ReportData:
+    """What `explain` found. calls: operations in the graphs; fused_calls: how many of them are
     in fusions.
 
     unfused_flops, unfused_bytes: of the other calls, as if each were a kernel of its own; null if a
@@ -250,8 +237,8 @@ class Report(Shown):
     not_fused: tuple[NotFusedReport, ...]
     custom_ops: tuple[str, ...] = ()
     machine: Machine | None = None
-    saved: tuple[SavedReport, ...] = ()
-    gradients: tuple[GradientReport, ...] = ()
+    saved: tuple[TensorReport, ...] = ()
+    gradients: tuple[TensorReport, ...] = ()
     float_experts: tuple[str, ...] = ()
     unfused_flops: int | None = None
     unfused_bytes: int | None = None
@@ -281,13 +268,11 @@ class Report(Shown):
         """Bytes that are read and written if each call is a kernel of its own. Bytes that fusing
         avoids count as fused.
         """
-        return Share(
-            self._sum(lambda s: _sum((s.bytes_read, s.bytes_written, s.bytes_avoided))),
-            self.unfused_bytes,
-        )
+        moved = self._sum(lambda s: total((s.bytes_read, s.bytes_written, s.bytes_avoided)))
+        return Share(moved, self.unfused_bytes)
 
     def _sum(self, cost: Callable[[SegmentReport], int | None]) -> int | None:
-        return _sum(cost(s) for f in self.fusions for s in f.segments for _ in range(f.times))
+        return total(cost(s) for f in self.fusions for s in f.segments for _ in range(f.times))
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -296,13 +281,11 @@ class Report(Shown):
 
     def fusion(self, id: str) -> FusionReport:
         """The fusion called `id`."""
-        found = {f.id: f for f in self.fusions}
-        if id not in found:
-            raise OptionError(
-                f"no fusion named {id!r}",
-                expected=f"one of {', '.join(found) or 'none: nothing was fused'}",
-            )
-        return found[id]
+        fusions = {f.id: f for f in self.fusions}
+        if id not in fusions:
+            known = ", ".join(fusions) or "none: nothing was fused"
+            raise OptionError(f"no fusion named {id!r}", expected=f"one of {known}")
+        return fusions[id]
 
     def stage(self, name: str, fusion: str = "fusion0") -> str:
         """The text of one stage of a fusion."""
@@ -311,14 +294,6 @@ class Report(Shown):
             raise OptionError(f"no stage named {name!r}", expected=f"one of {', '.join(texts)}")
         return texts[name]
 
-    def repro(self, id: str = "fusion0") -> str:
-        """A script that rebuilds a fusion, runs it on random inputs of its shapes, and compares the
-        result with the reference.
-        """
-        from .repro import script
-
-        return script(self.fusion(id), self.target if self.executed else "reference")
-
     def to_json(self) -> str:
         """The report as JSON; the head of this file describes the schema."""
         data = {"schema": SCHEMA, **asdict(self)}
@@ -326,12 +301,6 @@ class Report(Shown):
             fusion.update(stages=dict(fusion["stages"]), sizes=dict(fusion["sizes"]))
         data["options"] = dict(data["options"])
         return json.dumps(data, indent=1)
-
-    def details(self) -> str:
-        """The whole report as text, 120 columns wide."""
-        from .details import details
-
-        return details(self)
 
     @property
     def why_nothing(self) -> str:
@@ -342,35 +311,8 @@ class Report(Shown):
             else "no graph was captured from this call"
         )
 
-    def save(self, path: str | Path) -> None:
-        """Writes a page to a path that ends in .html, JSON to .json, or the details to .txt; the
-        file appears whole or not at all.
 
-        OptionError for any other suffix.
-        """
-        save(
-            path,
-            "a report",
-            {".html": self._page, ".json": self.to_json, ".txt": lambda: f"{self.details()}\n"},
-        )
-
-    def __repr__(self) -> str:
-        from .summary import one_line
-
-        return one_line(self)
-
-    def _text(self, width: int) -> str:
-        from .summary import summary
-
-        return summary(self, width)
-
-    def _page(self) -> str:
-        from .html import page
-
-        return page(self)
-
-
-def _sum(numbers: Iterable[int | None]) -> int | None:
+def total(numbers: Iterable[int | None]) -> int | None:
     """The sum; None if a number is None."""
     known = list(numbers)
     return None if None in known else sum(n or 0 for n in known)

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median_low
 
 from ..frontends.float_experts import advice
-from .data import FusionReport, Load, Measured, Report, SegmentReport
+from .data import FusionReport, Load, Measured, ReportData, SegmentReport, TensorReport, total
+from .summary import what
 from .units import amount, count, duration
 
 WIDTH = 120
@@ -19,62 +20,44 @@ _TIMES = ("measured", "kernel", "time", "spread", "floor", "x floor", "GB/s", "G
 _OPERATIONS = 42
 
 
-def details(report: Report) -> str:
+def details(report: ReportData) -> str:
     """The whole report."""
-    parts = [_title(report), _float_experts(report)]
-    if report.fusions:
-        parts += [
-            _rows(report),
-            _times(report),
-            _section("measured on", _machine(report)),
-            _section("load", _loads(report)),
-            _section("source lines", _sources(report)),
-            _section("types", _types(report)),
-            _section("boundaries", _boundaries(report)),
-            _section("emulated", _emulated(report)),
-        ]
-        parts += [
-            _section("saved for the backward", _saved(report)),
-            _section("made again", _again(report)),
-            _section("gradients", _gradients(report)),
-            _section("rewritten", _rewritten(report)),
-        ]
-        parts += [
-            _section("roundings dropped", _roundings(report)),
-            _section("backends", _backends(report)),
-        ]
-        parts += [
-            _section("kernels", _kernels(report)),
-            _section("weight layouts", _layouts(report)),
-        ]
-    parts.append(_section("not fused", _not_fused(report)))
-    parts.append(_legend(report) if report.fusions else _nothing(report))
-    return "\n\n".join(p for p in parts if p)
-
-
-def _title(report: Report) -> str:
-    fusions = sum(f.times for f in report.fusions)
-    segments = sum(len(f.segments) * f.times for f in report.fusions)
-    where = report.target if report.executed else f"{report.target} (emitted, unexecuted)"
-    what = (
-        f"{count(report.graphs, 'graph')}, {count(fusions, 'fusion')} with "
-        f"{count(segments, 'segment')} for {where}"
+    fusions, segments = report.fusions, report.segments
+    sections = (
+        ("measured on", _machine(report)),
+        ("load", ((f"{f.id}, {x.partition}", _load(x)) for f in fusions for x in f.loads)),
+        ("source lines", ((s.id, source) for s in segments for source in s.sources)),
+        ("types", ((s.id, f"{', '.join(s.inputs)} -> {', '.join(s.outputs)}") for s in segments)),
+        ("boundaries", ((_place(s), s.boundary) for s in segments if s.boundary)),
+        ("emulated", ((f.id, _EMULATED) for f in fusions if _is_emulated(f))),
+        ("saved for the backward", _saved(report)),
+        ("made again", ((f.id, " ".join(f.made_again)) for f in fusions if f.made_again)),
+        ("gradients", ((x.name, _tensor(x, "that of a result")) for x in report.gradients)),
+        ("rewritten", ((f.id, ", ".join(f.rewritten)) for f in fusions if f.rewritten)),
+        ("roundings dropped", ((s.id, ", ".join(s.roundings)) for s in segments if s.roundings)),
+        ("backends", _counted((s.backend, s.backend_why) for s in segments)),
+        ("kernels", _kernels(report)),
+        ("weight layouts", _counted(layout for s in segments for layout in s.layouts)),
+        ("not fused", _not_fused(report)),
     )
-    return (
-        f"fusion_moe.explain: {what}; {report.fused_calls} of {count(report.calls, 'call')} "
-        "in fusions"
-    )
+    title = f"fusion_moe.explain: {what(report, with_segments=True)}"
+    calls = f"{report.fused_calls} of {count(report.calls, 'call')} in fusions"
+    parts = [
+        f"{title}; {calls}",
+        _filled(advice(report.float_experts) if report.float_experts else ""),
+    ]
+    if fusions:
+        parts += [_rows(report), _times(report)]
+    parts += [_section(title, rows) for title, rows in sections]
+    parts.append(_filled(_legend(report) if fusions else _nothing(report)))
+    return "\n\n".join(part for part in parts if part)
 
 
-def _float_experts(report: Report) -> str:
-    return (
-        textwrap.fill(advice(report.float_experts), WIDTH, break_long_words=False)
-        if report.float_experts
-        else ""
-    )
+def _filled(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False)
 
 
-def _rows(report: Report) -> str:
+def _rows(report: ReportData) -> str:
     lines = [_line(*_HEAD)]
     for fusion in report.fusions:
         for segment in fusion.segments:
@@ -101,22 +84,14 @@ def _line(id: str, kind: str, ops: str, *numbers: str) -> str:
     )
 
 
-def _times(report: Report) -> str:
-    lines = [line for fusion in report.fusions if fusion.measured for line in _times_of(fusion)]
+def _times(report: ReportData) -> str:
+    lines = []
+    for fusion in (fusion for fusion in report.fusions if fusion.measured):
+        flops = total(s.flops for s in fusion.segments)
+        rows = [(s.id, s.backend, s.measured, s.flops) for s in fusion.segments]
+        rows.append((fusion.id, "whole program", fusion.measured, flops))
+        lines += [_time(id, kernel, *_numbers(m, n)) for id, kernel, m, n in rows if m]
     return "\n".join([_time(*_TIMES), *lines]) if lines else ""
-
-
-def _times_of(fusion: FusionReport) -> Iterator[str]:
-    for s in fusion.segments:
-        if s.measured:
-            yield _time(s.id, s.backend, *_numbers(s.measured, s.flops))
-    flops = [s.flops for s in fusion.segments if s.flops is not None]
-    if fusion.measured:
-        yield _time(
-            fusion.id,
-            "whole program",
-            *_numbers(fusion.measured, sum(flops) if len(flops) == len(fusion.segments) else None),
-        )
 
 
 def _time(id: str, kernel: str, *numbers: str) -> str:
@@ -133,7 +108,7 @@ def _numbers(m: Measured, flops: int | None) -> Iterator[str]:
     yield "?" if flops is None else f"{flops / m.seconds / 1e9:.3g}"
 
 
-def _machine(report: Report) -> Iterable[tuple[str, str]]:
+def _machine(report: ReportData) -> Iterable[tuple[str, str]]:
     m = report.machine
     if m and m.gpu:
         yield m.gpu, f"times of CUDA events; {amount(m.bytes_per_second, 'B/s')} {m.read_by}"
@@ -163,14 +138,6 @@ def _machine(report: Report) -> Iterable[tuple[str, str]]:
         )
 
 
-def _loads(report: Report) -> Iterable[tuple[str, str]]:
-    return (
-        (f"{fusion.id}, {load.partition}", _load(load))
-        for fusion in report.fusions
-        for load in fusion.loads
-    )
-
-
 def _load(load: Load) -> str:
     empty = [group for group, rows in enumerate(load.rows) if not rows]
     spread = (
@@ -193,86 +160,38 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def _sources(report: Report) -> Iterable[tuple[str, str]]:
-    return ((s.id, source) for s in _segments(report) for source in s.sources)
+def _place(s: SegmentReport) -> str:
+    """A segment and those that it reads from, as "fusion0: 0, 1 | 2"."""
+    fusion, _, number = s.id.rpartition(".")
+    return f"{fusion}: {', '.join(id.rpartition('.')[2] for id in s.after)} | {number}"
 
 
-def _types(report: Report) -> Iterable[tuple[str, str]]:
-    return ((s.id, f"{', '.join(s.inputs)} -> {', '.join(s.outputs)}") for s in _segments(report))
+# of products whose operands are rounded to 8 bits
+_EMULATED = (
+    "products of MXFP8 operands, multiplied as the bf16 numbers that these are: fidelity, not speed"
+)
 
 
-def _boundaries(report: Report) -> Iterable[tuple[str, str]]:
-    for s in _segments(report):
-        if s.boundary:
-            yield (
-                f"{s.id.split('.')[0]}: {', '.join(map(_number, s.after))} | {_number(s.id)}",
-                s.boundary,
-            )
+def _is_emulated(fusion: FusionReport) -> bool:
+    return any("dequantize" in s.ops for s in fusion.segments)
 
 
-def _emulated(report: Report) -> Iterable[tuple[str, str]]:
-    """The fusions with products whose operands are rounded to 8 bits."""
-    for fusion in report.fusions:
-        if any("dequantize" in s.ops for s in fusion.segments):
-            yield (
-                fusion.id,
-                "products of MXFP8 operands, multiplied as the bf16 numbers that these are: "
-                "fidelity, not speed",
-            )
-
-
-def _number(id: str) -> str:
-    return id.rsplit(".", 1)[1]
-
-
-def _saved(report: Report) -> Iterable[tuple[str, str]]:
-    for x in report.saved:
-        yield (
-            x.name,
-            f"{x.type}, {amount(x.bytes, 'B')}, "
-            f"{f'made by {x.made_by}' if x.made_by else 'an input'}",
-        )
+def _saved(report: ReportData) -> Iterable[tuple[str, str]]:
+    yield from ((x.name, _tensor(x, "an input")) for x in report.saved)
     if made := [x.bytes for x in report.saved if x.made_by]:
-        yield (
-            "in all",
-            f"{amount(None if None in made else sum(n or 0 for n in made), 'B')} beside inputs",
-        )
+        yield "in all", f"{amount(total(made), 'B')} beside inputs"
 
 
-def _again(report: Report) -> Iterable[tuple[str, str]]:
-    return ((f.id, " ".join(f.made_again)) for f in report.fusions if f.made_again)
+def _tensor(x: TensorReport, otherwise: str) -> str:
+    maker = f"made by {x.made_by}" if x.made_by else otherwise
+    return f"{x.type}, {amount(x.bytes, 'B')}, {maker}"
 
 
-def _gradients(report: Report) -> Iterable[tuple[str, str]]:
-    for x in report.gradients:
-        yield (
-            x.name,
-            f"{x.type}, {amount(x.bytes, 'B')}, "
-            f"{f'made by {x.made_by}' if x.made_by else 'that of a result'}",
-        )
-
-
-def _rewritten(report: Report) -> Iterable[tuple[str, str]]:
-    return ((f.id, ", ".join(f.rewritten)) for f in report.fusions if f.rewritten)
-
-
-def _roundings(report: Report) -> Iterable[tuple[str, str]]:
-    return ((s.id, ", ".join(s.roundings)) for s in _segments(report) if s.roundings)
-
-
-def _backends(report: Report) -> Iterable[tuple[str, str]]:
-    return _counted((s.backend, s.backend_why) for s in _segments(report))
-
-
-def _kernels(report: Report) -> Iterable[tuple[str, str]]:
+def _kernels(report: ReportData) -> Iterable[tuple[str, str]]:
     for fusion in report.fusions:
         if fusion.gpu:
             yield fusion.id, f"on {fusion.gpu}, workspace {amount(fusion.workspace, 'B')}"
             yield from ((s.id, s.launched) for s in fusion.segments if s.launched)
-
-
-def _layouts(report: Report) -> Iterable[tuple[str, str]]:
-    return _counted(said for s in _segments(report) for said in s.layouts)
 
 
 def _counted(of_segments: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
@@ -283,7 +202,7 @@ def _counted(of_segments: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]
     )
 
 
-def _not_fused(report: Report) -> Iterable[tuple[str, str]]:
+def _not_fused(report: ReportData) -> Iterable[tuple[str, str]]:
     for x in report.not_fused:
         times = f" ({x.times} times)" if x.times > 1 else ""
         yield x.op, f"{x.why}{times}{' at ' + x.source if x.source else ''}"
@@ -298,8 +217,8 @@ def _section(title: str, rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join([title, *lines]) if lines else ""
 
 
-def _legend(report: Report) -> str:
-    said = (
+def _legend(report: ReportData) -> str:
+    text = (
         "flops and bytes are for one call with these sizes; of grouped weights, at most one group "
         "per row counts as read. avoided: the "
         "traffic between operations that separate kernels would have caused; views and casts are "
@@ -309,41 +228,35 @@ def _legend(report: Report) -> str:
         "why they are not one kernel."
     )
     if report.machine:
-        said += (
+        text += (
             f" time: the median of {report.machine.repeats} runs with cold inputs, where a fusion "
             "first runs; spread: (longest - shortest) "
             "/ median. floor: the time to read the inputs at the read bandwidth; of grouped "
             "weights, those of groups with rows."
         )
     if report.gradients:
-        said += (
+        text += (
             " saved: what the forward pass keeps. made again: operations of the backward that "
             "read no gradient, which make what was not "
             "saved, and factors of derivatives. rewritten: derivatives that are not the "
             "operations' own, and round elsewhere."
         )
-    if any(s.kind == "nvfuser" for s in _segments(report)):
-        said += (
+    if any(s.kind == "nvfuser" for s in report.segments):
+        text += (
             " nvfuser: one definition, which nvFuser splits into kernels; the traffic between "
             "them counts as avoided."
         )
-    return textwrap.fill(said, WIDTH)
+    return text
 
 
-def _nothing(report: Report) -> str:
+def _nothing(report: ReportData) -> str:
     if not report.graphs:
         return (
             "nothing was fused: no graph was captured from this call (TORCH_LOGS=graph_breaks "
             "shows why)"
         )
     custom = f" (without a translator: {', '.join(report.custom_ops)})" if report.custom_ops else ""
-    said = (
+    return (
         "nothing was fused: no call in these graphs has a translator that makes a grouped "
         f"product which can join others{custom}"
     )
-    return textwrap.fill(said, WIDTH, break_long_words=False)
-
-
-def _segments(report: Report) -> Iterator[SegmentReport]:
-    for fusion in report.fusions:
-        yield from fusion.segments

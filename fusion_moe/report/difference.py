@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from pathlib import Path
 
-from .data import FusionReport, Report, SegmentReport
+from .data import FusionReport, ReportData, SegmentReport
 from .lines import blocks_of, changed_lines, differences
-from .output import Shown, save
+from .output import Shown
 from .units import amount, count, duration
+
+Facts = dict[str, str]
+# a segment, the fusion that it is in, and its IR and source without their first lines
+Block = tuple[SegmentReport, FusionReport, str, str]
 
 
 @dataclass(frozen=True)
@@ -21,65 +26,61 @@ class Change:
     before: str
     after: str
 
+    @property
+    def lines(self) -> list[str]:
+        """The changed lines of a text of several, prefixed with "+", "-" or " "."""
+        return differences(self.before, self.after) if "\n" in self.before + self.after else []
 
-@dataclass(frozen=True)
-class SegmentChange:
-    """A segment that changed. before, after: its names in the two reports, "" in a report without
-    it; ops: its operations.
-
-    ir, source: the changed lines, prefixed with "+", "-" or " ".
-    """
-
-    before: str
-    after: str
-    ops: tuple[str, ...]
-    changes: tuple[Change, ...] = ()
-    ir: tuple[str, ...] = ()
-    source: tuple[str, ...] = ()
+    def __str__(self) -> str:
+        """A sentence."""
+        if lines := self.lines:
+            return changed_lines(lines)
+        return f"{self.before or 'none'} -> {self.after or 'none'}"
 
 
 @dataclass(frozen=True, repr=False)
 class Difference(Shown):
-    """The result of `diff`. asked: what was explained and how; fused: how much; segments: the
-    changed ones; unchanged: how many are not.
-
-    not_fused: calls that only one report has, with their reasons.
+    """The result of `diff`. changes: by what they are about: "asked", "fused", "not fused", and the
+    names of segments in the two reports.
     """
 
-    asked: tuple[Change, ...]
-    fused: tuple[Change, ...]
-    segments: tuple[SegmentChange, ...]
-    unchanged: int
-    not_fused: tuple[Change, ...]
+    changes: dict[str, list[Change]]
 
     def __bool__(self) -> bool:
         """Whether anything differs."""
-        return bool(self.asked or self.fused or self.segments or self.not_fused)
-
-    def save(self, path: str | Path) -> None:
-        """Writes a page to a path that ends in .html, text to .txt; OptionError for others. The
-        file appears whole or not at all.
-        """
-        save(path, "a difference", {".html": self._page, ".txt": lambda: f"{self._text(120)}\n"})
+        return bool(self.changes)
 
     def __repr__(self) -> str:
-        return (
-            f"<Difference of fusion_moe.diff: {count(len(self.segments), 'segment')} changed, "
-            f"{self.unchanged} not>"
-        )
+        return f"<Difference of fusion_moe.diff: {', '.join(self.changes) or 'nothing'}>"
 
-    def _text(self, width: int) -> str:
-        from .diff_text import text
+    def text(self, width: int, lines: bool = False) -> str:
+        """Text of at most `width` columns, 70 or more. lines: with the changed lines of IR and
+        source, which may be longer.
+        """
+        shown = ["fusion_moe.diff" if self else "fusion_moe.diff: nothing differs"]
+        for about, changes in self.changes.items():
+            shown += ["", about]
+            for change in changes:
+                first, others = f"  {change.name:<20}  ", f"{'':24}"
+                if len(change.name) > 20:
+                    shown.append(first.rstrip())
+                    first = others
+                shown += textwrap.wrap(
+                    str(change),
+                    width,
+                    initial_indent=first,
+                    subsequent_indent=others,
+                    break_long_words=False,
+                )
+                shown += [f"    {line}" for line in change.lines if lines]
+        return "\n".join(shown)
 
-        return text(self, width)
-
-    def _page(self) -> str:
-        from .html import diff_page
-
-        return diff_page(self)
+    def details(self) -> str:
+        """`text`, 120 columns wide, with the changed lines of IR and source."""
+        return self.text(120, lines=True)
 
 
-def diff(report: Report, other: Report) -> Difference:
+def diff(report: ReportData, other: ReportData) -> Difference:
     """What changed from one report of `explain` to another: what was asked, how much is fused,
     segments, reasons.
 
@@ -87,135 +88,116 @@ def diff(report: Report, other: Report) -> Difference:
     they are shown only for pairs that differ by more than their spreads, and only if no busy
     machine makes them meaningless.
     """
-    pairs, timed = list(_paired(_blocks(report), _blocks(other))), not (report.void or other.void)
-    changed = [change for pair in pairs if (change := _segment(*pair, timed))]
-    return Difference(
-        asked=_changes(_asked(report), _asked(other)),
-        fused=_changes(_fused(report), _fused(other)),
-        segments=tuple(changed),
-        unchanged=len(pairs) - len(changed),
-        not_fused=_changes(_not_fused(report), _not_fused(other)),
-    )
+    pairs = {
+        "asked": (_asked(report), _asked(other)),
+        "fused": (_fused(report), _fused(other)),
+        **dict(_segments(report, other)),
+        "not fused": (_not_fused(report), _not_fused(other)),
+    }
+    changes = {about: list(_changes(*pair)) for about, pair in pairs.items()}
+    return Difference({about: those for about, those in changes.items() if those})
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A segment with its texts, and how often it occurs in the model."""
-
-    segment: SegmentReport
-    times: int
-    ir: str
-    source: str
+def _changes(before: Facts, after: Facts) -> Iterator[Change]:
+    for name in {**before, **after}:
+        change = Change(name, before.get(name, ""), after.get(name, ""))
+        # in texts of several lines, values that are only numbered otherwise are the same
+        if change.before != change.after and (change.lines or "\n" not in change.before):
+            yield change
 
 
-def _blocks(report: Report) -> list[_Block]:
-    return [block for fusion in report.fusions for block in _blocks_of(fusion)]
-
-
-def _blocks_of(fusion: FusionReport) -> Iterator[_Block]:
-    texts = (dict(blocks_of(fusion, stage)) for stage in ("segments", "source"))
-    ir, source = ({id: text.partition("\n")[2] for id, text in blocks.items()} for blocks in texts)
-    return (_Block(s, fusion.times, ir[s.id], source[s.id]) for s in fusion.segments)
-
-
-def _paired(
-    before: Sequence[_Block], after: Sequence[_Block]
-) -> Iterator[tuple[_Block | None, _Block | None]]:
+def _segments(report: ReportData, other: ReportData) -> Iterator[tuple[str, tuple[Facts, Facts]]]:
+    """The facts of segments that both reports have, and of those that one has, by their names."""
+    before, after = _blocks(report), _blocks(other)
     matcher = SequenceMatcher(
-        a=[b.segment.ops for b in before], b=[b.segment.ops for b in after], autojunk=False
+        a=[s.ops for s, *_ in before], b=[s.ops for s, *_ in after], autojunk=False
     )
     for _, i, i1, j, j1 in matcher.get_opcodes():
         if i1 - i == j1 - j:
-            yield from zip(before[i:i1], after[j:j1], strict=True)
+            for a, b in zip(before[i:i1], after[j:j1], strict=True):
+                facts = _facts(a), _facts(b)
+                if not (report.void or other.void):
+                    _add_times(*facts, a[0], b[0])
+                yield a[0].id if a[0].id == b[0].id else f"{a[0].id} -> {b[0].id}", facts
         else:
-            yield from ((b, None) for b in before[i:i1])
-            yield from ((None, b) for b in after[j:j1])
+            yield from ((f"{s.id}, before", (_only(s), {})) for s, *_ in before[i:i1])
+            yield from ((f"{s.id}, after", ({}, _only(s))) for s, *_ in after[j:j1])
 
 
-def _segment(before: _Block | None, after: _Block | None, timed: bool) -> SegmentChange | None:
-    """The change of a segment; None if it did not change."""
-    if before is None or after is None:
-        only = before or after
-        assert only is not None
-        return SegmentChange(
-            before.segment.id if before else "", after.segment.id if after else "", only.segment.ops
+def _blocks(report: ReportData) -> list[Block]:
+    return [
+        (s, fusion, ir.partition("\n")[2], source.partition("\n")[2])
+        for fusion in report.fusions
+        for s, (_, ir), (_, source) in zip(
+            fusion.segments,
+            blocks_of(fusion, "segments"),
+            blocks_of(fusion, "source"),
+            strict=True,
         )
-    ir, source = (
-        tuple(differences(before.ir, after.ir)),
-        tuple(differences(before.source, after.source)),
-    )
-    lines = Change("IR", "", changed_lines(ir)), Change("source", "", changed_lines(source))
-    changes = (
-        *_changes(_facts(before), _facts(after)),
-        *(_times(before, after) if timed else ()),
-        *(c for c in lines if c.after),
-    )
-    return (
-        SegmentChange(before.segment.id, after.segment.id, after.segment.ops, changes, ir, source)
-        if changes
-        else None
-    )
+    ]
 
 
-def _facts(block: _Block) -> Iterator[tuple[str, str]]:
-    s = block.segment
-    yield "occurs", count(block.times, "time")
-    yield "kind", s.kind
-    yield "operations", " ".join(s.ops)
-    yield "inputs", ", ".join(s.inputs)
-    yield "outputs", ", ".join(s.outputs)
-    yield "flops", amount(s.flops)
-    for name, n in (
-        ("read", s.bytes_read),
-        ("written", s.bytes_written),
-        ("avoided", s.bytes_avoided),
+def _only(s: SegmentReport) -> Facts:
+    return {"operations": " ".join(s.ops)}
+
+
+def _facts(block: Block) -> Facts:
+    s, fusion, ir, source = block
+    return {
+        "occurs": count(fusion.times, "time"),
+        "kind": s.kind,
+        **_only(s),
+        "inputs": ", ".join(s.inputs),
+        "outputs": ", ".join(s.outputs),
+        "flops": amount(s.flops),
+        "read": amount(s.bytes_read, "B"),
+        "written": amount(s.bytes_written, "B"),
+        "avoided": amount(s.bytes_avoided, "B"),
+        "begins because": s.boundary,
+        "roundings dropped": ", ".join(s.roundings),
+        "backend": f"{s.backend}: {s.backend_why}",
+        "schedule": s.schedule,
+        "launched": s.launched,
+        "IR": ir,
+        "source": source,
+    }
+
+
+def _add_times(before: Facts, after: Facts, a: SegmentReport, b: SegmentReport) -> None:
+    if (
+        (m := a.measured)
+        and (n := b.measured)
+        and (m.longest < n.shortest or n.longest < m.shortest)
     ):
-        yield name, amount(n, "B")
-    yield "begins because", s.boundary
-    yield "roundings dropped", ", ".join(s.roundings)
-    yield "backend", f"{s.backend}: {s.backend_why}"
-    yield "schedule", s.schedule
-    yield "launched", s.launched
+        before["time"], after["time"] = duration(m.seconds), duration(n.seconds)
 
 
-def _times(before: _Block, after: _Block) -> Iterator[Change]:
-    a, b = before.segment.measured, after.segment.measured
-    if a and b and (a.longest < b.shortest or b.longest < a.shortest):
-        yield Change("time", duration(a.seconds), duration(b.seconds))
+def _asked(report: ReportData) -> Facts:
+    return {
+        "fusion_moe": report.version,
+        "target": report.target,
+        "runs here": "yes" if report.executed else "no",
+        **dict(report.options),
+        "graphs": str(report.graphs),
+        "calls": str(report.calls),
+    }
 
 
-def _asked(report: Report) -> Iterator[tuple[str, str]]:
-    yield "fusion_moe", report.version
-    yield "target", report.target
-    yield "runs here", "yes" if report.executed else "no"
-    yield from report.options
-    yield "graphs", str(report.graphs)
-    yield "calls", str(report.calls)
+def _fused(report: ReportData) -> Facts:
+    shares = (("flops", report.flops, ""), ("bytes", report.bytes, "B"))
+    return {
+        **{
+            name: f"{share}, {amount(share.fused, unit)} of {amount(share.total, unit)}"
+            for name, share, unit in shares
+        },
+        "calls": str(report.fused_calls),
+        "fusions": str(sum(f.times for f in report.fusions)),
+    }
 
 
-def _fused(report: Report) -> Iterator[tuple[str, str]]:
-    yield "flops", f"{report.flops}, {amount(report.flops.fused)} of {amount(report.flops.total)}"
-    yield (
-        "bytes",
-        f"{report.bytes}, {amount(report.bytes.fused, 'B')} of {amount(report.bytes.total, 'B')}",
-    )
-    yield "calls", str(report.fused_calls)
-    yield "fusions", str(sum(f.times for f in report.fusions))
-
-
-def _not_fused(report: Report) -> Iterator[tuple[str, str]]:
-    times: dict[tuple[str, str], int] = {}
+def _not_fused(report: ReportData) -> Facts:
+    """The reasons of each operation."""
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
     for x in report.not_fused:
-        times[x.op, x.why] = times.get((x.op, x.why), 0) + x.times
-    for (op, why), n in times.items():
-        yield f"{op}: {why}", count(n, "time")
-
-
-def _changes(
-    before: Iterable[tuple[str, str]], after: Iterable[tuple[str, str]]
-) -> tuple[Change, ...]:
-    old, new = dict(before), dict(after)
-    changes = (
-        Change(name, old.get(name, ""), new.get(name, "")) for name in dict.fromkeys([*old, *new])
-    )
-    return tuple(change for change in changes if change.before != change.after)
+        reasons[x.op].append(f"{x.why} ({count(x.times, 'time')})")
+    return {op: "; ".join(sorted(those)) for op, those in reasons.items()}

@@ -4,7 +4,7 @@ installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,8 +15,13 @@ from ..backends.nvfuser import NAME as NVFUSER
 from ..backends.nvfuser import library
 from ..errors import UnsupportedError
 from ..ir.core import Fusion
+from ..ir.sizes import value
 from ..ir.text import text
+from ..ir.types import TensorType, plain
+from ..layouts import LAYOUTS, LINEAR
+from ..layouts.groups import ceil_to
 from ..runtime.kernel import Kernel
+from ..schedule.product import products
 from ..schedule.segment import Segment
 from ..target import TARGETS, Target, never_run
 
@@ -72,27 +77,21 @@ def launched(fusion: Fusion, made: Sequence[Made], sizes: Mapping[str, int], gpu
     """
     kernels = [m.kernel for m in made if m.kernel]
     choices, steps = cuda.choices(fusion, kernels, sizes, gpu)
-    said = [*map(str, choices), *_meanwhile(fusion, kernels, sizes, gpu)]
+    texts = [*map(str, choices)]
+    if options.current().background_compile:
+        with suppress(UnsupportedError):
+            for choice in cuda.choices(fusion, kernels, sizes, gpu, any_size=True)[0]:
+                texts.append(f"while these are compiled, kernels for any size: {choice}")
     never = never_run(TARGETS[cuda.NAME], gpu.capability)
     return Launched(
         gpu=f"{gpu.name} ({gpu.nvrtc})" + (f", {never}" if never else ""),
-        text="\n\n".join(said),
+        text="\n\n".join(texts),
         kernels=tuple(str(step or "") for step in steps),
         sources=tuple(
             "\n".join(kernel.text for kernel in step.kernels) if step else "" for step in steps
         ),
         workspace=max(choice.workspace.nbytes for choice in choices),
     )
-
-
-def _meanwhile(
-    fusion: Fusion, kernels: Sequence[Kernel], sizes: Mapping[str, int], gpu: Arch
-) -> Iterator[str]:
-    """What is launched while the kernels of these sizes are compiled, under the option for it."""
-    if options.current().background_compile:
-        with suppress(UnsupportedError):
-            for choice in cuda.choices(fusion, kernels, sizes, gpu, any_size=True)[0]:
-                yield f"while these are compiled, kernels for any size: {choice}"
 
 
 def launched_at(
@@ -107,17 +106,39 @@ def launched_at(
     return tuple((size, launched(fusion, made, {symbol: size}, gpu).kernels) for size in _SIZES)
 
 
-def in_cuda(made: Sequence[Made]) -> bool:
-    """Whether CUDA's backend made some of the kernels."""
-    return any(m.backend == cuda.NAME for m in made)
-
-
 def _why(backend: str, to: Target, why_not: str) -> str:
     if backend == to.name == "reference":
         return "requested"
-    return _unexecuted(to, why_not) if why_not else "compiles it whole"
-
-
-def _unexecuted(to: Target, why_not: str) -> str:
+    if not why_not:
+        return "compiles it whole"
     never = never_run(to, to.capability) if to.capability else ""
     return f"emitted, unexecuted: {why_not}" + (f"; {never}" if never else "")
+
+
+def weight_layouts(fusion: Fusion, to: Target) -> tuple[tuple[str, str], ...]:
+    """(layout, what `prepare_` does about it) for encoded weights that are not in a target's layout
+    but in one that `prepare_` knows.
+    """
+    prepared = {target.weight_layout for target in TARGETS.values()} - {to.weight_layout}
+    weights = (product.weight.type for product in products(fusion) if product.weight is not None)
+    return tuple(
+        dict.fromkeys(
+            (w.layout, _what_prepare_does(w, to))
+            for w in weights
+            if w.quantized and w.layout in prepared and not set(w.symbols())
+        )
+    )
+
+
+def _what_prepare_does(w: TensorType, to: Target) -> str:
+    layout = LAYOUTS[to.weight_layout]
+    if layout is not LINEAR:
+        n, k = (
+            ceil_to(value(plain(d), {}), n) for d, n in zip(w.shape[1:], layout.tile, strict=True)
+        )
+        if why := layout.why_not(n, k, w.encoding):
+            return f"prepare_ leaves them as they are: {why}"
+    return (
+        f"fusion_moe.prepare_(model, {to.name!r}) reorders them to {to.weight_layout}, the "
+        f"layout of {to.name}"
+    )

@@ -16,21 +16,16 @@ def differences(before: str, now: str) -> list[str]:
     in their number count as the same.
     """
     old, new = before.splitlines(), now.splitlines()
-    groups = SequenceMatcher(
-        None, _unnumbered(old), _unnumbered(new), autojunk=False
-    ).get_grouped_opcodes(2)
-    return [line for group in groups for line in ("...", *_group(group, old, new))][1:]
-
-
-def _group(
-    group: Sequence[tuple[str, int, int, int, int]], old: Sequence[str], new: Sequence[str]
-) -> Iterator[str]:
-    for kind, i, i1, j, j1 in group:
-        if kind == "equal":
-            yield from (f"  {line}" for line in new[j:j1])
-        else:
-            yield from (f"- {line}" for line in old[i:i1])
-            yield from (f"+ {line}" for line in new[j:j1])
+    matcher = SequenceMatcher(None, _unnumbered(old), _unnumbered(new), autojunk=False)
+    lines: list[str] = []
+    for group in matcher.get_grouped_opcodes(2):
+        lines.append("...")
+        for tag, i, i1, j, j1 in group:
+            if tag == "equal":
+                lines += [f"  {line}" for line in new[j:j1]]
+            else:
+                lines += [f"- {line}" for line in old[i:i1]] + [f"+ {line}" for line in new[j:j1]]
+    return lines[1:]
 
 
 def _unnumbered(lines: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from statistics import median
 from typing import Any
 
@@ -25,17 +25,17 @@ from ..frontends.regions import Region
 from ..frontends.rewrite import replace_regions
 from ..ir.core import Fusion, Value
 from ..ir.flow import needed
+from ..ir.text import text
 from ..ir.types import DTYPES
 from ..layouts import groups
 from ..messages.progress import progress
 from ..options import Options
-from ..runtime import isa
+from ..runtime import cuda, isa
 from ..runtime.host_memory import bandwidth, pages
 from ..runtime.program import Program
 from ..schedule.product import main_and_added, products
-from . import cost, gpu_times
+from . import cost
 from .data import Load, Machine, Measured
-from .identity import identity
 
 REPEATS = 7
 
@@ -77,38 +77,32 @@ class Watch:
         """The bandwidth that floors assume for a device: measured for the CPU, as specified for a
         GPU.
         """
-        return (
-            gpu_times.bytes_per_second(device)
-            if device.type == "cuda"
-            else max(self.memory.bytes_per_second, self.now)
-        )
+        if device.type == "cuda":
+            return cuda.arch(cuda.index_of(device)).memory_bandwidth
+        return max(self.memory.bytes_per_second, self.now)
 
     def machine(self) -> Machine | None:
         """The machine on which times were measured, if they were."""
         device = next((w.region.device for w in self.watched if w.whole), None)
         if device is None:
             return None
-        return self._gpu(device) if device.type == "cuda" else self._cpu()
-
-    def _gpu(self, device: torch.device) -> Machine:
-        speed = gpu_times.bytes_per_second(device)
-        return Machine(
-            cpu=bandwidth.cpu(),
-            cpus=bandwidth.cpus(),
-            threads=torch.get_num_threads(),
-            tier="",
-            tier_why="",
-            bytes_per_second=speed,
-            now=speed,
-            read_by="as specified",
-            repeats=REPEATS,
-            preemptions=self.preemptions,
-            weight_bytes=0,
-            weight_bytes_on_large_pages=0,
-            gpu=gpu_times.name(device),
-        )
-
-    def _cpu(self) -> Machine:
+        if device.type == "cuda":
+            speed = self.bytes_per_second(device)
+            return Machine(
+                cpu=bandwidth.cpu(),
+                cpus=bandwidth.cpus(),
+                threads=torch.get_num_threads(),
+                tier="",
+                tier_why="",
+                bytes_per_second=speed,
+                now=speed,
+                read_by="as specified",
+                repeats=REPEATS,
+                preemptions=self.preemptions,
+                weight_bytes=0,
+                weight_bytes_on_large_pages=0,
+                gpu=torch.cuda.get_device_name(device),
+            )
         weights = {t.data_ptr(): t for w in self.watched for t in w.weights}.values()
         tier, why = self._tier() if any(w.in_cpp for w in self.watched) else ("", "")
         products = sorted({dtypes for w in self.watched for dtypes in w.products})
@@ -135,13 +129,9 @@ class Watch:
         )
 
     def _tier(self) -> tuple[str, str]:
+        best = self.switches.cpu_isa == "auto"
         with options.using(self.switches):
-            return (
-                isa.selected(),
-                "the best tier of this CPU"
-                if self.switches.cpu_isa == "auto"
-                else "set by cpu_isa",
-            )
+            return isa.selected(), "the best tier of this CPU" if best else "set by cpu_isa"
 
 
 class Watched:
@@ -207,27 +197,17 @@ class Watched:
     def _measure(
         self, tensors: Sequence[Tensor], env: Mapping[str, int], used: Mapping[str, int]
     ) -> None:
-        made: dict[Value, Any] = dict(zip(self.program.fusion.inputs, tensors, strict=True))
+        values: dict[Value, Any] = dict(zip(self.program.fusion.inputs, tensors, strict=True))
         calls = []
         for kernel in self.program.kernels:
-            inputs = [made[v] for v in kernel.segment.inputs]
+            inputs = [values[v] for v in kernel.segment.inputs]
             # the first call builds the kernel
-            made.update(zip(kernel.segment.outputs, kernel(inputs, env), strict=True))
-            calls.append(
-                _Call(
-                    partial(kernel, inputs, env),
-                    inputs,
-                    cost.bytes_read(kernel.segment.fusion, env, used),
-                )
-            )
+            values.update(zip(kernel.segment.outputs, kernel(inputs, env), strict=True))
+            read = cost.bytes_read(kernel.segment.fusion, env, used)
+            calls.append(_Call(partial(kernel, inputs, env), inputs, read))
         self.program(tensors, env)
-        calls.append(
-            _Call(
-                partial(self.program, tensors, env),
-                tensors,
-                cost.bytes_read(self.program.fusion, env, used),
-            )
-        )
+        read = cost.bytes_read(self.program.fusion, env, used)
+        calls.append(_Call(partial(self.program, tensors, env), tensors, read))
         before = _preemptions()
         *self.kernels, self.whole = _times(
             calls, self.region.device, self.watch.bytes_per_second(self.region.device)
@@ -246,18 +226,13 @@ def _times(calls: Sequence[_Call], device: torch.device, bytes_per_second: float
     """The times of calls, measured in turns. Before each, its inputs are evicted from caches, as
     other layers of a model would do.
     """
-    found: list[list[float]] = [[] for _ in calls]
+    times: list[list[float]] = [[] for _ in calls]
     for _ in progress(range(REPEATS), "measuring a program, runs", REPEATS):
-        for call, seconds in zip(calls, found, strict=True):
-            seconds.append(
-                gpu_times.seconds(call.function, device)
-                if device.type == "cuda"
-                else _seconds(call)
-            )
-    sizes = [call.bytes_read for call in calls]
+        for call, seconds in zip(calls, times, strict=True):
+            seconds.append(_gpu_seconds(call, device) if device.type == "cuda" else _seconds(call))
     return [
-        Measured(median(s), min(s), max(s), n, n / bytes_per_second)
-        for s, n in zip(found, sizes, strict=True)
+        Measured(median(s), min(s), max(s), call.bytes_read, call.bytes_read / bytes_per_second)
+        for s, call in zip(times, calls, strict=True)
     ]
 
 
@@ -269,6 +244,31 @@ def _seconds(call: _Call) -> float:
     return time.perf_counter() - start
 
 
+# cycles that the GPU waits, so that a call is queued before the first event passes
+_QUEUED = 1_000_000
+
+
+def _gpu_seconds(call: _Call, device: torch.device) -> float:
+    """The time of one call, between two CUDA events, with none of its inputs in the L2 cache."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+    with torch.cuda.device(device):
+        _other_memory(cuda.index_of(device)).zero_()
+        torch.cuda._sleep(_QUEUED)
+        start.record()
+        call.function()
+        end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+@cache
+def _other_memory(index: int) -> torch.Tensor:
+    """u8: a buffer four times the size of the L2 cache."""
+    return torch.empty(
+        4 * cuda.arch(index).l2_bytes, dtype=torch.uint8, device=torch.device("cuda", index)
+    )
+
+
 def _preemptions() -> int:
     """How often this process was preempted; 0 if the system does not count it."""
     try:
@@ -278,16 +278,40 @@ def _preemptions() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
+def identity(region: Region) -> Hashable:
+    """A key that is equal for regions that the report shows as one fusion: equal operations from
+    equal lines of the user's program, on equal sizes.
+    """
+    return (
+        text(region.fusion),
+        tuple(op.source for op in region.fusion.ops),
+        tuple(numbers(region).items()),
+    )
+
+
+def numbers(region: Region) -> dict[str, int]:
+    """The sizes of this call for the symbols of a region, without those that only the device
+    knows.
+    """
+    sizes = {}
+    for name, source in region.sizes.items():
+        val = source.node.meta["val"]
+        size = val if source.dim is None else val.shape[source.dim]
+        if size.node.has_hint():
+            sizes[name] = int(size.node.hint) // source.by
+    return sizes
+
+
 def ends_of(fusion: Fusion, tensors: Sequence[Tensor], env: Mapping[str, int]) -> dict[str, Tensor]:
     """The ends of each partition of a fusion, by name, computed from these inputs by only those
     operations that make the ends.
     """
     values = (*fusion.inputs, *(v for op in fusion.ops for v in op.outputs))
     ends = {v.type.ends.name: v for v in values if v.type.ends}
-    made = needed(fusion.ops, ends.values())
+    values_needed = needed(fusion.ops, ends.values())
     part = replace(
         fusion,
-        ops=tuple(op for op in fusion.ops if made & set(op.outputs)),
+        ops=tuple(op for op in fusion.ops if values_needed & set(op.outputs)),
         outputs=tuple(ends.values()),
         aliases={},
     )

@@ -13,11 +13,6 @@ from typing import Any
 from ..errors import OptionError
 
 
-def columns() -> int:
-    """The width of the terminal, 80 without one, limited to what can be read well."""
-    return fitting(shutil.get_terminal_size().columns)
-
-
 def fitting(width: int) -> int:
     """`width`, limited to 70 to 120 columns."""
     return min(max(width, 70), 120)
@@ -29,34 +24,25 @@ def coloured(text: str) -> Any:
     """
     from rich.text import Text
 
-    made = Text(text)
-    made.highlight_regex(r"(?m)^\S.*$", "bold")
-    made.highlight_regex(r"(?m)^\s*!.*$", "yellow")
-    return made
+    rich = Text(text)
+    rich.highlight_regex(r"(?m)^\S.*$", "bold")
+    rich.highlight_regex(r"(?m)^\s*!.*$", "yellow")
+    return rich
 
 
 class Shown:
-    """An object to look at: as text in a terminal, as a page in a notebook."""
+    """An object to look at, as text in a terminal."""
 
-    def _text(self, width: int) -> str:
+    def text(self, width: int) -> str:
         """Text of at most `width` columns."""
-        raise NotImplementedError
-
-    def _page(self) -> str:
-        """A page in one file."""
         raise NotImplementedError
 
     def __str__(self) -> str:
         """Text as wide as the terminal, without colours: `rich.print` adds them."""
-        return self._text(columns())
+        return self.text(fitting(shutil.get_terminal_size().columns))
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield coloured(self._text(fitting(options.max_width)))
-
-    def _repr_html_(self) -> str:
-        from .html import frame
-
-        return frame(self._page())
+        yield coloured(self.text(fitting(options.max_width)))
 
 
 def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) -> None:

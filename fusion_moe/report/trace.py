@@ -15,7 +15,7 @@ from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from .. import options
 from .. import target as targets
@@ -33,9 +33,9 @@ from ..runtime import nvrtc
 from ..thunder import found_in
 from .backward import Step, input_names, is_backward
 from .build import Seen, report_of
-from .data import Report
 from .fakes import device_of_values, like, on_fakes
 from .measure import Watch
+from .report import Report
 
 _LOOP = (
     "; if these experts run in a loop, fusion_moe.quantize_ makes one operation of those of known "
@@ -88,31 +88,43 @@ def explain(
     targets.find(switches.target, torch.device("cpu"))
     _check_names(_original(model_or_fn), kwargs)
     watch = Watch(switches, measure, load) if measure or load else None
-    _check_backward(backward, watch)
+    if backward and watch is not None:
+        raise UnsupportedError(
+            "backward=True with measure or load",
+            expected="one of them: the backward is not run",
+            where="explain",
+        )
     look, function = _looker(model_or_fn, switches, watch, backward)
     if watch is not None:
-        _check_can_run(watch, device_of_values(function, args, kwargs))
+        device = device_of_values(function, args, kwargs)
+        targets.check_device(targets.find(switches.target, device), device, "explain")
+        if measure and device.type not in ("cpu", "cuda"):
+            raise UnsupportedError(
+                f"measure=True for tensors on {device}",
+                expected="tensors on a CPU or a CUDA GPU",
+                where="explain",
+            )
     try:
-        seen = (
-            on_fakes(look, function, args, kwargs)
-            if watch is None
-            else look(function, args, kwargs)
-        )
+        if watch is None:
+            seen = on_fakes(look, function, args, kwargs)
+        else:
+            seen = look(function, args, kwargs)
     except TorchDynamoException as error:
-        if own := _own_error(error):
-            raise own.at("explain") from error
-        raise
-    if watch is None:
-        _check_has_backward(backward, seen)
+        inner: BaseException | None = error
+        while inner is not None and not isinstance(inner, Error):
+            inner = inner.__cause__ or inner.__context__
+        if inner is None:
+            raise
+        raise inner.at("explain") from error
+    if backward and not seen.steps:
+        raise UnsupportedError(
+            "backward=True for a call of whose results none requires a gradient",
+            expected="a training step",
+            todo="call it outside of torch.no_grad(), with arguments or parameters that require "
+            "gradients",
+            where="explain",
+        )
     return report_of(seen, switches, arch)
-
-
-def _own_error(error: BaseException) -> Error | None:
-    """Our error inside of a longer one of Dynamo's, if there is one."""
-    inner: BaseException | None = error
-    while inner is not None and not isinstance(inner, Error):
-        inner = inner.__cause__ or inner.__context__
-    return inner
 
 
 def _of_gpu(name: str, target: str | None) -> tuple[str, Arch]:
@@ -142,51 +154,15 @@ def _check_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Non
         named = signature(called).parameters
     except (TypeError, ValueError):  # of a callable written in C
         return
+    name_of_function = getattr(function, "__name__", type(function).__name__)
     own = [p.name for p in signature(explain).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for name in kwargs:
         if name not in named and (todo := did_you_mean(name, own)):
             raise OptionError(
-                f"{name} = {kwargs[name]!r}, which {_name_of(function)} does not name",
+                f"{name} = {kwargs[name]!r}, which {name_of_function} does not name",
                 todo=todo,
                 where="explain",
             )
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _check_can_run(watch: Watch, device: torch.device) -> None:
-    """UnsupportedError if the watched call cannot be run, or measured, on a device."""
-    targets.check_device(targets.find(watch.switches.target, device), device, "explain")
-    if watch.measure and device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(
-            f"measure=True for tensors on {device}",
-            expected="tensors on a CPU or a CUDA GPU",
-            where="explain",
-        )
-
-
-def _check_backward(backward: bool, watch: Watch | None) -> None:
-    """UnsupportedError if a backward is to be measured: it is only traced, not run."""
-    if backward and watch is not None:
-        raise UnsupportedError(
-            "backward=True with measure or load",
-            expected="one of them: the backward is not run",
-            where="explain",
-        )
-
-
-def _check_has_backward(backward: bool, seen: Seen) -> None:
-    """UnsupportedError if a backward is asked for but does not exist."""
-    if backward and not seen.steps:
-        raise UnsupportedError(
-            "backward=True for a call of whose results none requires a gradient",
-            expected="a training step",
-            todo="call it outside of torch.no_grad(), with arguments or parameters that require "
-            "gradients",
-            where="explain",
-        )
 
 
 def _looker(
@@ -195,18 +171,12 @@ def _looker(
     """The function that looks at a call, and the function underneath what a compiler made."""
     thunder = sys.modules.get("thunder")  # imported already if it made anything
     if thunder is not None and (compiled := thunder.compile_data(function)) is not None:
-        if watch is not None:
+        if watch is not None or backward:
+            asked = "backward" if backward else "measure or load"
             raise UnsupportedError(
-                "measure=True or load=True for the result of thunder.jit",
+                f"{asked}=True for the result of thunder.jit",
                 expected="a module or a function",
-                todo="pass what thunder.jit was given: it then runs as under torch.compile",
-                where="explain",
-            )
-        if backward:
-            raise UnsupportedError(
-                "backward=True for the result of thunder.jit",
-                expected="a module or a function",
-                todo="pass what thunder.jit was given",
+                todo="pass what thunder.jit was given: it is then traced as under torch.compile",
                 where="explain",
             )
         return partial(_in_thunder, compiled.executors_list, switches), compiled.fn
@@ -308,12 +278,10 @@ def _original(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def custom_ops(graph: Graph) -> dict[str, None]:
     """The operations of a graph that neither belong to torch nor have a translator."""
-    return {name: None for n in graph.nodes if (name := _custom_op(n))}
-
-
-def _custom_op(n: Node) -> str:
-    """The name of an operation that neither belongs to torch nor has a translator, otherwise ""."""
-    op = called_op(n)
-    if op is None or op.namespace in ("aten", "prims", "prim", "inductor"):
-        return ""
-    return "" if translate.find(op.name()) else op.name()
+    ops = [op for n in graph.nodes if (op := called_op(n))]
+    return {
+        op.name(): None
+        for op in ops
+        if op.namespace not in ("aten", "prims", "prim", "inductor")
+        and not translate.find(op.name())
+    }

@@ -18,7 +18,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from ..checkpoints import Direction, StoredPart
 from ..nn.frozen.projections import Projections
 from .names import parameter_of
-from .operations import FromFused, JoinExperts, QuantizeEightBit
+from .operations import QuantizeEightBit, StoredExperts
 from .sources import ExpertsSource
 
 Row = tuple[list[str], str, ConversionOps]  # patterns in the file, the parameter, the operation
@@ -54,15 +54,12 @@ def _of_projection(
     source: ExpertsSource, module: Projections, projection: str, names: Sequence[str]
 ) -> Iterator[Row]:
     """The rows for each part, the bias, and the scales of activations."""
-    below, parts, parameters = (
-        rf"{source.tail}\.",
-        source.scheme.parts,
-        module.part_names[projection],
-    )
+    below, parts = rf"{source.tail}\.", source.scheme.parts
+    parameters = module.part_names[projection]
     in_turns = source.in_turns and projection == "gate_up"
 
     def row(suffix: str, parameter: str, part: StoredPart | None) -> Row:
-        operation = JoinExperts(part) if source.joined else FromFused(part, in_turns)
+        operation = StoredExperts(part, source.joined, in_turns)
         return [f"{below}{name}{suffix}" for name in names], below + parameter, operation
 
     if source.scheme.encoding is None:

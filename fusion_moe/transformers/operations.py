@@ -28,168 +28,94 @@ Tensors = dict[str, Any]  # a tensor, or a list of tensors, by pattern
 
 
 class _Operation(ConversionOps):
-    """An immutable operation, so that many tensors can share one.
-
-    part: how the part is stored; None for a tensor that is stored unchanged, such as a bias.
-    """
-
-    def __init__(self, part: StoredPart | None):
-        self.part = part
+    """An immutable operation, so that many tensors can share one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Operation:
         return self
 
-    @property
-    def scalar(self) -> bool:
-        """Whether the part is the scale of a whole matrix."""
-        return self.part is not None and self.part.direction is not None
 
-    def to_part(self, t: Tensor) -> Tensor:
-        """A tensor as stored -> as the parameter has it."""
-        return t if self.part is None else self.part.to_part(t)
+class StoredExperts(_Operation):
+    """The stored tensors of E experts -> one parameter [E, N, ...], gate above up within each
+    expert; or the inverse.
 
-
-class JoinExperts(_Operation):
-    """Tensors of E experts -> one [E, ...]; with several patterns, one above the other within each
-    expert: gate, then up.
-
-    On the CPU the result lies on large pages, and nothing else is allocated.
+    part: how the part is stored; None for a tensor that is stored unchanged, such as a bias.
+    joined: each expert has tensors of its own. in_turns: gate and up rows alternate in the file.
+    saves: the inverse. On the CPU parameters lie on large pages, and nothing else is allocated.
     """
 
-    def convert(
-        self,
-        input_dict: Tensors,
-        source_patterns: list[str],
-        target_patterns: list[str],
-        full_layer_name: str,
-        model: Any,
-        **_: Any,
-    ) -> Tensors:
-        """Removes the tensors that it has copied from input_dict."""
-        first = input_dict[source_patterns[0]]
-        into = empty(tensor_of(model, full_layer_name), first[0].device)
-        runs = into.view(len(first), len(source_patterns), -1)
-        for i, pattern in enumerate(source_patterns):
-            for run, t in zip(runs, input_dict.pop(pattern), strict=True):
-                run[i] = self.to_part(t).reshape(-1)
-        return {target_patterns[0]: into}
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        """The operation that splits the parameter into views."""
-        return SplitExperts(self.part)
-
-
-class SplitExperts(_Operation):
-    """One [E, ...] -> tensors of E experts; for several patterns, equal runs of each expert's
-    rows.
-    """
-
-    def convert(
-        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **_: Any
-    ) -> Tensors:
-        """Names with the index of an expert in place of `*`."""
-        (whole,) = map(one, input_dict.values())
-        # [E, patterns, ...]
-        runs = (
-            whole[:, None] if whole.dim() == 1 else whole.unflatten(1, (len(target_patterns), -1))
-        )
-        if self.scalar:
-            runs = runs.flatten(1)
-        found = {
-            pattern.replace("*", str(e)): run[i]
-            for e, run in enumerate(runs)
-            for i, pattern in enumerate(target_patterns)
-        }
-        return (
-            found
-            if self.part is None
-            else dict(
-                stored for name, t in found.items() for stored in stored_tensors(self.part, name, t)
-            )
-        )
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        """The inverse."""
-        return JoinExperts(self.part)
-
-
-class FromFused(_Operation):
-    """The stored tensor of all experts -> [E, N, ...], gate above up. in_turns: gate and up rows
-    alternate in the file.
-    """
-
-    def __init__(self, part: StoredPart | None, in_turns: bool):
-        super().__init__(part)
+    def __init__(
+        self, part: StoredPart | None, joined: bool, in_turns: bool = False, saves: bool = False
+    ):
+        self.part, self.joined, self.saves = part, joined, saves
+        self.scalar = part is not None and part.direction is not None  # the scale of a matrix
         self.in_turns = in_turns
 
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The inverse."""
+        return StoredExperts(self.part, self.joined, self.in_turns, not self.saves)
+
     def convert(
         self,
         input_dict: Tensors,
         source_patterns: list[str],
         target_patterns: list[str],
-        full_layer_name: str,
-        model: Any,
+        full_layer_name: str = "",
+        model: Any = None,
         **_: Any,
     ) -> Tensors:
-        """A parameter that is no part of an encoding, because its layer was not quantized, stays
-        unchanged.
+        """Removes the tensors that it has copied from input_dict. A fused parameter that is no part
+        of an encoding, because its layer was not quantized, stays unchanged.
+
+        UnsupportedError if one scale for all matrices is to be saved but they have several.
         """
-        t, like = one(input_dict.pop(source_patterns[0])), tensor_of(model, full_layer_name)
-        if not is_encoded(model, full_layer_name):
-            return {target_patterns[0]: t}
-        t = self.to_part(t)
-        if self.in_turns and not self.scalar:
-            t = deinterleave(t, 1, 1)
-        into = empty(like, t.device)
-        return {target_patterns[0]: into.copy_(t)}
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        """The inverse."""
-        return ToFused(self.part, self.in_turns)
-
-
-class ToFused(FromFused):
-    """The inverse of FromFused. UnsupportedError if one scale for all matrices is needed but they
-    have several.
-    """
-
-    def convert(
-        self,
-        input_dict: Tensors,
-        source_patterns: list[str],
-        target_patterns: list[str],
-        full_layer_name: str,
-        model: Any,
-        **_: Any,
-    ) -> Tensors:
-        """The tensor as it is to be stored."""
+        if self.joined and not self.saves:
+            tensors = [input_dict.pop(pattern) for pattern in source_patterns]
+            return {target_patterns[0]: self._joined(tensors, tensor_of(model, full_layer_name))}
         (t,) = map(one, input_dict.values())
-        return {
-            target_patterns[0]: self._stored(t, full_layer_name)
-            if is_encoded(model, full_layer_name)
-            else t
-        }
+        if self.joined:
+            return dict(self._split(t, target_patterns))
+        if isinstance(model.get_submodule(full_layer_name.rpartition(".")[0]), PackedModule):
+            t = self._to_fused(t, full_layer_name) if self.saves else self._from_fused(t)
+            if not self.saves:
+                t = empty(tensor_of(model, full_layer_name), t.device).copy_(t)
+        input_dict.clear()
+        return {target_patterns[0]: t}
 
-    def _stored(self, t: Tensor, name: str) -> Tensor:
-        if self.scalar:
-            if (t != t.flatten()[0]).any():
-                raise UnsupportedError(
-                    "matrices with scales of their own",
-                    expected="one scale for all experts",
-                    where=name,
+    def _joined(self, tensors: list[list[Tensor]], like: Tensor) -> Tensor:
+        whole = empty(like, tensors[0][0].device)
+        runs = whole.view(len(tensors[0]), len(tensors), -1)
+        for i, of_pattern in enumerate(tensors):
+            for run, t in zip(runs, of_pattern, strict=True):
+                run[i] = (t if self.part is None else self.part.to_part(t)).reshape(-1)
+        return whole
+
+    def _split(self, whole: Tensor, patterns: list[str]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of each expert, views, with its index in place of `*`."""
+        # [E, patterns, ...]
+        runs = whole[:, None] if whole.dim() == 1 else whole.unflatten(1, (len(patterns), -1))
+        for e, run in enumerate(runs.flatten(1) if self.scalar else runs):
+            for pattern, t in zip(patterns, run, strict=True):
+                name = pattern.replace("*", str(e))
+                yield from (
+                    [(name, t)] if self.part is None else stored_tensors(self.part, name, t)
                 )
-            return t.flatten()[0].clone()
-        if self.in_turns:
-            t = interleave(t, 1, 1)
-        return t if self.part is None else self.part.from_part(t)
 
-    @property
-    def reverse_op(self) -> ConversionOps:
-        """The inverse."""
-        return FromFused(self.part, self.in_turns)
+    def _from_fused(self, t: Tensor) -> Tensor:
+        t = t if self.part is None else self.part.to_part(t)
+        return deinterleave(t, 1, 1) if self.in_turns and not self.scalar else t
+
+    def _to_fused(self, t: Tensor, name: str) -> Tensor:
+        if self.scalar and (t != t.flatten()[0]).any():
+            raise UnsupportedError(
+                "matrices with scales of their own",
+                expected="one scale for all experts",
+                where=name,
+            )
+        if self.scalar:
+            return t.flatten()[0].clone()
+        t = interleave(t, 1, 1) if self.in_turns else t
+        return t if self.part is None else self.part.from_part(t)
 
 
 class QuantizeEightBit(_Operation):
@@ -201,7 +127,6 @@ class QuantizeEightBit(_Operation):
     """
 
     def __init__(self, names: Sequence[str]):
-        super().__init__(None)
         self.names = names
 
     def convert(
@@ -209,16 +134,19 @@ class QuantizeEightBit(_Operation):
     ) -> Tensors:
         """source_patterns: first all scales, then all values."""
         half = len(source_patterns) // 2
-        runs = []
+        projections = []
         for scales, values in zip(source_patterns[:half], source_patterns[half:], strict=True):
-            found, factors = input_dict.pop(values), input_dict.pop(scales, None)
-            if factors is not None:
-                found = [
-                    _dequantized(v, s, scales.rpartition(".")[2])
-                    for v, s in zip(found, factors, strict=True)
+            experts = input_dict.pop(values)
+            if scales in input_dict:
+                factors, name = input_dict.pop(scales), scales.rpartition(".")[2]
+                for factor in factors:
+                    check_fp8_scales(factor, name)
+                experts = [
+                    dequantize_fp8(v, s).bfloat16() for v, s in zip(experts, factors, strict=True)
                 ]
-            runs.append(torch.stack(found))
-        parts = quantized(runs[0]) if half == 1 else quantize_gate_up(torch.cat(runs, 1))
+            projections.append(torch.stack(experts))
+        whole = torch.cat(projections, 1)
+        parts = quantized(whole) if half == 1 else quantize_gate_up(whole)
         where = target_patterns[0].removesuffix(self.names[0])
         return {where + name: part for name, part in zip(self.names, parts, strict=True)}
 
@@ -233,14 +161,6 @@ def is_ours(conversion: Any) -> bool:
     return any(isinstance(op, _Operation) for op in getattr(conversion, "operations", ()))
 
 
-def _dequantized(values: Tensor, scale: Tensor, name: str) -> Tensor:
-    """bfloat16 [N, K]; NonFiniteError for a scale that no quantizer writes. name: the scale's, for
-    the error.
-    """
-    check_fp8_scales(scale, name)
-    return dequantize_fp8(values, scale).bfloat16()
-
-
 def stored_tensors(part: StoredPart, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A part as it is stored, under its name; also the weight's shape if another package expects it
     next to 32-bit words.
@@ -253,11 +173,6 @@ def stored_tensors(part: StoredPart, name: str, t: Tensor) -> Iterator[tuple[str
 def one(value: Any) -> Tensor:
     """The tensor of a pattern that has a single tensor."""
     return value[0] if isinstance(value, list) else value
-
-
-def is_encoded(model: Any, name: str) -> bool:
-    """Whether the parameter belongs to a module with encoded weights."""
-    return isinstance(model.get_submodule(name.rpartition(".")[0]), PackedModule)
 
 
 def tensor_of(model: Any, name: str) -> Tensor:

@@ -21,11 +21,9 @@ from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import Adapter, prepare_
 from ..nn.frozen.packed import PackedModule
-from ..nn.frozen.projections import Projections
 from .completeness import check_complete
 from .config import ModelOptConfig, NVFP4Config, set_quantization
 from .conversions import expert_converters, longest_first, without
-from .finish import cast_, check_scales, freeze_
 from .names import is_weight_norm
 from .on_load import Contracts, QuantizeExperts, prepare_to_quantize
 from .operations import is_ours
@@ -37,7 +35,7 @@ from .saving import (
     with_activation_format,
 )
 from .share import shared
-from .stored_module import StoredModule, finish_
+from .stored_module import StoredModule, cast_, check_scales, finish_, freeze_
 from .trainer import read_adapters_, register_loading, write_adapters
 
 state_dict_entries: ContextVar[Mapping[str, Entry] | None] = ContextVar(
@@ -75,7 +73,14 @@ class FusionMoeQuantizer(HfQuantizer):
         """Replaces modules. CheckpointError for files without tensors that they need,
         UnsupportedError for a parallel plan, and for encoded weights outside of memory.
         """
-        _check_one_device(model)
+        if getattr(model.config, "distributed_config", None) is not None:
+            # transformers divides modules after they were replaced, by plans for its own modules
+            raise UnsupportedError(
+                "a model that a parallel plan divides between devices",
+                expected="all of it on one device",
+                todo="fusion_moe.transformers.from_pretrained(directory, mesh=mesh) reads each "
+                "rank's experts, without those plans",
+            )
         self._model, share = model, shared()
         if not self.pre_quantized:
             self._contracts = prepare_to_quantize(model, self.quantization_config)
@@ -93,13 +98,10 @@ class FusionMoeQuantizer(HfQuantizer):
             model, tensors, config.method, config.experts, config.quantizes
         )
         _check_in_memory(model, kwargs.get("device_map"))
-        ignored, self._ignored = (
-            {f"{re.escape(suffix)}$" for suffix in KNOWN},
-            model._keys_to_ignore_on_load_unexpected,
-        )
+        self._ignored = model._keys_to_ignore_on_load_unexpected
         model._keys_to_ignore_on_load_unexpected = {
-            *(model._keys_to_ignore_on_load_unexpected or ()),
-            *ignored,
+            *(self._ignored or ()),
+            *(f"{re.escape(suffix)}$" for suffix in KNOWN),
         }
         if share is not None:
             share.take(model, self.replaced.experts)
@@ -113,10 +115,10 @@ class FusionMoeQuantizer(HfQuantizer):
         if self.replaced is None:
             return weight_conversions
         self._theirs = [c for c in weight_conversions if not is_weight_norm(c)]
-        sources = [
-            (source, _module(self._model, name)) for name, source in self.replaced.experts.items()
-        ]
-        ours = expert_converters(sources)
+        ours = expert_converters(
+            (source, self._model.get_submodule(name))
+            for name, source in self.replaced.experts.items()
+        )
         self._of_others = without(self._theirs, ours)
         conversions = [*longest_first(ours), *self._theirs]
         check_complete(self.replaced, self._model, conversions)
@@ -124,16 +126,13 @@ class FusionMoeQuantizer(HfQuantizer):
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """8-bit floats are not cast, nor are the inputs of our operations."""
-        eight_bit = (
-            param.dtype.itemsize == 1
-            if isinstance(param, torch.Tensor)
-            else str(param.get_dtype()).startswith("F8")
-        )
-        return (
-            None
-            if eight_bit or is_ours(converter)
-            else super().get_new_dtype(converter, param, dtype)
-        )
+        if isinstance(param, torch.Tensor):
+            eight_bit = param.dtype.itemsize == 1
+        else:
+            eight_bit = str(param.get_dtype()).startswith("F8")
+        if eight_bit or is_ours(converter):
+            return None
+        return super().get_new_dtype(converter, param, dtype)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Whether a parameter is quantized after its float tensor was read."""
@@ -174,10 +173,14 @@ class FusionMoeQuantizer(HfQuantizer):
         model._weight_conversions = conversions_for_saving(model, sources)
         set_quantization(model.config, with_activation_format(self._saved_config(model), model))
         write_adapters(model)
-        state = _without_adapters(model)
-        return state if self.replaced is None else linears_as_stored(
-            model, self.replaced.linears, state
-        ), {}
+        names = (name for name, module in model.named_modules() if isinstance(module, Adapter))
+        adapters, state = tuple(f"{name}." for name in names), None
+        if adapters:
+            whole = model.state_dict()
+            state = {key: t for key, t in whole.items() if not key.startswith(adapters)}
+        if self.replaced is not None:
+            state = linears_as_stored(model, self.replaced.linears, state)
+        return state, {}
 
     def _saved_config(self, model: Any) -> Any:
         """The loaded configuration, unless the weights are stored differently now. UnsupportedError
@@ -243,19 +246,6 @@ def _tensors(files: list[str] | None) -> Mapping[str, Entry]:
     return Directory.open(Path(files[0]).parent, [Path(file).name for file in files]).tensors
 
 
-def _check_one_device(model: Any) -> None:
-    """UnsupportedError for a parallel plan: transformers divides modules after they were replaced,
-    by plans for its own modules.
-    """
-    if getattr(model.config, "distributed_config", None) is not None:
-        found = "a model that a parallel plan divides between devices"
-        todo = (
-            "fusion_moe.transformers.from_pretrained(directory, mesh=mesh) reads each rank's "
-            "experts, without those plans"
-        )
-        raise UnsupportedError(found, expected="all of it on one device", todo=todo)
-
-
 def _check_in_memory(model: Any, device_map: Any) -> None:
     """UnsupportedError for encoded weights that a device map leaves on disk or on the meta
     device.
@@ -263,43 +253,19 @@ def _check_in_memory(model: Any, device_map: Any) -> None:
     # else the name of a way to make one
     devices = device_map if isinstance(device_map, Mapping) else {}
     for name, module in model.named_modules():
-        for key, _ in (
-            module.named_parameters(name, recurse=False)
-            if isinstance(module, (PackedModule, StoredModule))
-            else ()
-        ):
-            place = key
+        if not isinstance(module, (PackedModule, StoredModule)):
+            continue
+        for place, _ in module.named_parameters(name, recurse=False):
             while place and place not in devices:
                 place = place.rpartition(".")[0]
             if str(devices.get(place)) in ("disk", "meta"):
-                todo = (
-                    "name a device with room for it, or raise max_memory; modules that are not "
-                    "quantized may be on disk"
-                )
                 raise UnsupportedError(
                     f"{name} on {devices[place]}",
                     expected="encoded weights in memory",
-                    todo=todo,
+                    todo="name a device with room for it, or raise max_memory; modules that are "
+                    "not quantized may be on disk",
                     where="device_map",
                 )
-
-
-def _module(model: Any, name: str) -> Projections:
-    found = model.get_submodule(name)
-    assert isinstance(found, Projections)
-    return found
-
-
-def _without_adapters(model: Any) -> dict[str, Any] | None:
-    """The state of a model without its adapters; None if it has none."""
-    adapters = tuple(
-        f"{name}." for name, module in model.named_modules() if isinstance(module, Adapter)
-    )
-    return (
-        {key: t for key, t in model.state_dict().items() if not key.startswith(adapters)}
-        if adapters
-        else None
-    )
 
 
 def _is_ours(model: Any) -> bool:

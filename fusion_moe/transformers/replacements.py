@@ -97,21 +97,16 @@ def _check_none_left(
     """UnsupportedError for an encoded weight of a module that cannot have one, CheckpointError for
     one of no module.
     """
-    ignored, others = (
-        any_of(model._keys_to_ignore_on_load_unexpected),
-        replaced.taken | of_heads(model, names),
-    )
     # transformers ignores others, or reads them by itself
+    ignored = any_of(model._keys_to_ignore_on_load_unexpected)
+    others = replaced.taken | of_heads(model, names)
     layers = hidden_layers_of(model.config.to_dict())
     left = [
         w
         for w in stored.values()
-        if w.name not in replaced.linears and not predicts_further_tokens(f"{w.name}.", layers)
-    ]
-    left = [
-        w
-        for w in left
-        if any(e.name not in others and not ignored.search(e.name) for e in w.entries.values())
+        if w.name not in replaced.linears
+        and not predicts_further_tokens(f"{w.name}.", layers)
+        and any(e.name not in others and not ignored.search(e.name) for e in w.entries.values())
     ]
     if not left:
         return
@@ -122,18 +117,17 @@ def _check_none_left(
         owner = owner.rpartition(".")[0]
     where = type(model).__name__
     if modules[owner]._parameters and owner not in replaced.experts:
-        found, of = f"{left[0].name} in {left[0].scheme.name}", type(modules[owner]).__name__
+        of = type(modules[owner]).__name__
         raise UnsupportedError(
-            f"{found}, of a {of}",
+            f"{left[0].name} in {left[0].scheme.name}, of a {of}",
             expected="experts of a known class, or a linear layer",
             where=where,
         )
     tensors = [entry.name for weight in left for entry in weight.entries.values()]
-    todo = "the model calls it otherwise, or config.json has fewer experts than the files"
     raise CheckpointError(
         f"{some(tensors)}, of no module",
         expected="a module for each weight",
-        todo=todo,
+        todo="check the names of modules, and the numbers of layers and experts in config.json",
         where=where,
     )
 
@@ -169,18 +163,15 @@ def _check_schemes(sources: Iterable[ExpertsSource]) -> None:
     for source in sources:
         other = first.setdefault((source.tail, source.joined), source)
         if source.scheme != other.scheme:
-            found = (
-                f"experts in {source.scheme.name}, and those of {other.name} in {other.scheme.name}"
-            )
-            eight_bit = source.scheme.encoding is None or other.scheme.encoding is None
-            call = (
-                "quantize(src, dst) makes NVFP4"
-                if eight_bit
-                else ("convert(src, dst, to='dense') makes floats")
-            )
-            todo = f"fusion_moe.checkpoints.{call} of all of them; load that"
+            call = "convert(src, dst, to='dense') makes floats"
+            if None in (source.scheme.encoding, other.scheme.encoding):
+                call = "quantize(src, dst) makes NVFP4"
             raise UnsupportedError(
-                found, expected="one format in all layers", todo=todo, where=source.name
+                f"experts in {source.scheme.name}, and those of {other.name} in "
+                f"{other.scheme.name}",
+                expected="one format in all layers",
+                todo=f"fusion_moe.checkpoints.{call} of all of them; load that",
+                where=source.name,
             )
 
 
@@ -193,27 +184,20 @@ def _floats(
     scheme = next((source.scheme for source in sources if source.scheme.encoding is None), None)
     if scheme is None:
         return {}
-    scheme, elements = replace(scheme, name="floats"), scheme.parts[0]
-    plain = {
-        name.removesuffix(elements.suffix): e
-        for name, e in entries.items()
-        if e.dtype in FLOATS and name.endswith(elements.suffix)
-    }
+    floats, elements = replace(scheme, name="floats"), scheme.parts[0]
     return {
-        name: StoredWeight(name, scheme, {elements.part: entry}, entry.shape)
-        for name, entry in plain.items()
+        weight: StoredWeight(weight, floats, {elements.part: entry}, entry.shape)
+        for name, entry in entries.items()
+        if entry.dtype in FLOATS and (weight := name.removesuffix(elements.suffix)) != name
     }
 
 
 def _experts_at(name: str, module: nn.Module, stored: Stored) -> ExpertsSource | None:
     if type(module).__name__ == "Llama4TextMoe":
         return find_experts(f"{name}.experts", True, False, stored)
-    contract = contract_of(module)
-    return (
-        None
-        if contract is None
-        else find_experts(name, contract.has_gate, not contract.concatenated, stored)
-    )
+    if (contract := contract_of(module)) is None:
+        return None
+    return find_experts(name, contract.has_gate, not contract.concatenated, stored)
 
 
 def _replace_experts(

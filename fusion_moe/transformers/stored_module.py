@@ -1,16 +1,23 @@
 """Modules with one encoded weight, a linear layer as a rule: loaded as they are stored, then made
-what computes with the weight.
+what computes with the weight. And the other steps after the parameters of a model were read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints import StoredPart, StoredWeight
-from ..checkpoints.fp8 import dequantize_fp8
-from ..encodings import NVFP4, Quantized, dequantize
+from ..checkpoints import Scheme, StoredPart, StoredWeight
+from ..checkpoints.values import check_scale
+from ..encodings import NVFP4, Quantized
+from ..errors import Error
 from ..nn import NVFP4Linear, QuantizedLinear
+from ..nn.frozen.base import own_parameters, place_
+from ..nn.frozen.packed import PackedModule
+from ..nn.frozen.projections import Projections
+from .sources import ExpertsSource
 
 
 class StoredModule(nn.Module):
@@ -46,31 +53,21 @@ class StoredModule(nn.Module):
             for part in self.stored.scheme.parts
         }
 
-    def made(self) -> nn.Module:
+    def computing(self) -> nn.Module:
         """The module that computes: a QuantizedLinear for a linear layer in an encoding, else the
         module itself with a weight in floats.
         """
-        encoding, module, parts = (
-            self.stored.scheme.encoding,
-            self.__dict__["module"],
-            self.parts().values(),
-        )
-        if encoding is not None and type(module) is nn.Linear:
-            made = (NVFP4Linear if encoding == NVFP4 else QuantizedLinear)(
-                Quantized(*parts, encoding=encoding), self._parameters["bias"]
-            )
+        scheme, module, parts = self.stored.scheme, self.__dict__["module"], self.parts().values()
+        if scheme.encoding is not None and type(module) is nn.Linear:
+            linear = NVFP4Linear if scheme.encoding == NVFP4 else QuantizedLinear
+            q = Quantized(*parts, encoding=scheme.encoding)
+            module = linear(q, self._parameters["bias"])
             if "input_scale" in self._buffers:
-                made.register_buffer("input_scale", self._buffers["input_scale"])
-            return made
-        floats = (
-            dequantize_fp8(*parts)
-            if encoding is None
-            else dequantize(Quantized(*parts, encoding=encoding))
-        )
-        module.weight = nn.Parameter(floats.to(self.dtype), requires_grad=False)
-        module._parameters.update(
-            {key: self._parameters[key] for key in module._parameters if key != "weight"}
-        )
+                module.register_buffer("input_scale", self._buffers["input_scale"])
+            return module
+        floats = scheme.floats(parts).to(self.dtype)
+        loaded = self._parameters | {"weight": nn.Parameter(floats, requires_grad=False)}
+        module._parameters.update({key: loaded[key] for key in module._parameters})
         module._buffers.update({key: self._buffers[key] for key in module._buffers})
         return module
 
@@ -79,10 +76,66 @@ def finish_(model: nn.Module) -> None:
     """Replaces all placeholders in a model, one after the other."""
     for name, module in list(model.named_modules()):
         if isinstance(module, StoredModule):
-            made = module.made()
-            model.set_submodule(name, made)
+            computing = module.computing()
+            model.set_submodule(name, computing)
             # accelerate's, which moves inputs between devices
             if (hook := getattr(module, "_hf_hook", None)) is not None:
                 from accelerate.hooks import add_hook_to_module
 
-                add_hook_to_module(made, hook)
+                add_hook_to_module(computing, hook)
+
+
+def cast_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Casts parameters to the dtypes that the model had before. Before 5.21, transformers does not
+    do so if anything is quantized.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, PackedModule):
+            for key, p in module.named_parameters(name, recurse=False):
+                p.data = p.data.to(dtypes.get(key, p.dtype))
+
+
+def check_scales(model: nn.Module, sources: Mapping[str, ExpertsSource]) -> None:
+    """NonFiniteError, with the module's name, for scales that no quantizer writes; CheckpointError
+    for those that are the wrong way round.
+
+    sources: where modules of experts were loaded from.
+    """
+    for name, module in model.named_modules():
+        for scheme, part, scale, key in _scales(module, sources.get(name)):
+            try:
+                check_scale(scheme, part, scale, key)
+            except Error as error:
+                raise error.at(name) from None
+
+
+def _scales(
+    module: nn.Module, source: ExpertsSource | None
+) -> Iterator[tuple[Scheme, StoredPart, Tensor, str]]:
+    """The scales that a module was loaded with, and their names there. Those of FP8 experts were
+    checked when they were read.
+    """
+    if isinstance(module, StoredModule):
+        for part, scale in list(module.parts().items())[1:]:
+            yield module.stored.scheme, part, scale, part.suffix.removeprefix(".")
+    elif (
+        isinstance(module, Projections)
+        and source is not None
+        and source.scheme.encoding is not None
+    ):
+        for projection, keys in module.part_names.items():
+            for part, scale, key in zip(
+                source.scheme.parts[1:], module.weight_of(projection)[1:], keys[1:], strict=True
+            ):
+                yield source.scheme, part, scale.detach(), key
+
+
+def freeze_(model: nn.Module) -> None:
+    """Freezes encoded weights and puts them on large pages: transformers makes every float require
+    a gradient, even block scales.
+    """
+    for module in model.modules():
+        if isinstance(module, PackedModule):
+            for p in own_parameters(module):
+                p.requires_grad_(False)
+            place_(module)

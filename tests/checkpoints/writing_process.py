@@ -19,7 +19,7 @@ from fusion_moe.checkpoints.shard import Step
 write_shard = writing.write_shard
 
 
-def waiting(path: Path, steps: Sequence[Step]) -> str:
+def waiting(path: Path, steps: Sequence[Step]) -> None:
     """As `write_shard`, with the line, and maybe the wait, before the last tensor."""
 
     def last() -> dict:
@@ -28,7 +28,7 @@ def waiting(path: Path, steps: Sequence[Step]) -> str:
             time.sleep(60)
         return steps[-1].make()
 
-    return write_shard(path, [*steps[:-1], Step(steps[-1].planned, last)])
+    write_shard(path, [*steps[:-1], Step(steps[-1].planned, last)])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from test_backward import HIDDEN, TOKENS
 from test_backward import Layer as Training
 
-from fusion_moe import diff, explain, options
+from fusion_moe import explain
 
 pytestmark = pytest.mark.browser
 SIZES = ((1280, 900), (400, 800))
@@ -163,14 +163,3 @@ def test_in_a_notebook(chromium, report):
     frame.locator(".box >> nth=1").click()
     assert frame.locator(".block.selected").count() == 2
     page.close()
-
-
-def test_a_difference(opened, report):
-    with options.override(contract_rounding=False):
-        exact = pages.explained(target="cpu")
-    page = opened(
-        diff(pages.explained(target="cpu"), exact), viewport={"width": 400, "height": 800}
-    )
-    page.click("summary:has-text('source')")
-    assert page.locator("details[open] .more").first.is_visible()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 400

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..data import Report
+from ..data import ReportData
 from .markup import Html, element, section
 
 WORDS = (
@@ -44,7 +44,7 @@ WORDS = (
 )
 
 
-def glossary(report: Report) -> Html:
+def glossary(report: ReportData) -> Html:
     """The definitions of the terms that the page uses."""
     return section(
         "Glossary",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..data import FusionReport, NotFusedReport, Report, SegmentReport
+from ..data import FusionReport, NotFusedReport, ReportData, SegmentReport
 from ..units import duration
 from .markup import Html, element, joined, section
 
@@ -15,7 +15,7 @@ _SOURCES = 4  # how many are shown for equal calls
 _NARROW = 360  # the width of a phone, where a wider drawing becomes a list
 
 
-def graph(report: Report) -> Html:
+def graph(report: ReportData) -> Html:
     """A box for each segment, and an arrow from each segment to those that read from it."""
     if not report.fusions and not report.not_fused:
         return Html("")
@@ -31,7 +31,7 @@ def graph(report: Report) -> Html:
     )
 
 
-def hues(report: Report) -> dict[str, int]:
+def hues(report: ReportData) -> dict[str, int]:
     """A colour for each segment, in degrees."""
     return {s.id: (210 + 67 * i) % 360 for i, s in enumerate(report.segments)}
 

@@ -8,36 +8,28 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from ..data import Report
-from .differences import stages
+from ..data import ReportData
 from .glossary import glossary
 from .graph import graph
 from .heading import heading
-from .loads import loads
-from .markup import Html, joined
+from .markup import joined
 from .panes import panes
-from .segments import launches, segments
-from .times import times
+from .stages import stages
+from .tables import launches, loads, segments, times
 
 _SECTIONS = (heading, graph, panes, segments, times, loads, launches, stages, glossary)
 
 
-def page(report: Report) -> str:
+def page(report: ReportData) -> str:
     """The whole file. Its content security policy forbids loading anything and running any script
     but the page's own.
     """
-    return document("fusion_moe.explain", joined(part(report) for part in _SECTIONS))
-
-
-def document(title: str, body: Html) -> str:
-    """A file with this body."""
     script = _part("script.js")
     return Template(_part("page.html")).substitute(
-        title=escape(title),
         style=_part("style.css"),
         script=script,
-        digest=_digest(script),
-        body=body,
+        digest=b64encode(sha256(script.encode()).digest()).decode(),
+        body=joined(part(report) for part in _SECTIONS),
     )
 
 
@@ -52,7 +44,3 @@ def frame(text: str) -> str:
 
 def _part(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _digest(script: str) -> str:
-    return b64encode(sha256(script.encode()).digest()).decode()

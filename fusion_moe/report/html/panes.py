@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ..data import Listing, Report
+from ..data import Listing, ReportData
 from ..lines import blocks_of
 from .graph import hues
 from .markup import Html, element, section
@@ -16,7 +16,7 @@ _AT = re.compile(r"(?P<file>.*?):(?P<line>\d+), in (?P<function>.*?): (?P<code>.
 _Lines = dict[str, list[str]]  # a source line -> the segments that are made from it
 
 
-def panes(report: Report) -> Html:
+def panes(report: ReportData) -> Html:
     """Three panes side by side, or one below the other if there is little room."""
     if not report.fusions:
         return Html("")
@@ -57,7 +57,7 @@ def _blocks(blocks: Sequence[tuple[str, str]], colours: Mapping[str, int]) -> It
         )
 
 
-def _sources(report: Report) -> Iterator[Html]:
+def _sources(report: ReportData) -> Iterator[Html]:
     segments: _Lines = {}
     for s in report.segments:
         for source in s.sources:

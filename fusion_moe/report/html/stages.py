@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..data import FusionReport, Report
+from ..data import FusionReport, ReportData
 from ..lines import changed_lines, differences
 from .markup import Html, element, section
 
@@ -12,7 +12,7 @@ _WHOLE = ("schedules", "choice")  # these are not programs
 _IN_PANES = ("segments", "source")
 
 
-def stages(report: Report) -> Html:
+def stages(report: ReportData) -> Html:
     """The stages, folded until they are opened."""
     if not report.fusions:
         return Html("")
@@ -35,12 +35,8 @@ def _fusion(fusion: FusionReport) -> Iterator[Html]:
 def _changed(name: str, lines: Sequence[str]) -> Html:
     if not lines:
         return element("p", f"{name}: unchanged", class_="unchanged")
-    return folded(f"{name}: {changed_lines(lines)}", lines)
-
-
-def folded(title: str, lines: Sequence[str]) -> Html:
-    """Lines of `differences`, coloured, folded under a title."""
-    return element("details", element("summary", title), element("pre", *map(_coloured, lines)))
+    title = element("summary", f"{name}: {changed_lines(lines)}")
+    return element("details", title, element("pre", *map(_coloured, lines)))
 
 
 def _coloured(line: str) -> Html:
