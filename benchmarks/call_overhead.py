@@ -143,7 +143,8 @@ def operation_of(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments that the module passes to its operation."""
     return (*token, list(layer.weight_of("gate_up")), list(layer.weight_of("down"))), {
-        "weight_layout": layer.weight_layout
+        "weight_format": layer.encoding.name,
+        "weight_layout": layer.weight_layout,
     }
 
 

@@ -183,7 +183,7 @@ class Layer:
         call = op_definitions.bind(
             op_definitions.SPECS["fused_experts"],
             (x, ids, w, parts[: len(parts) // 2], parts[len(parts) // 2 :]),
-            {},
+            {"weight_format": "nvfp4"},
         )
         self._fusion = op_definitions.fusion_of(
             "fused_experts", op_definitions.eager_types(call), call.others

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fusion_moe
-from fusion_moe.encodings import Quantized
+from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.runtime import build, isa
 from fusion_moe.runtime.host_memory import bandwidth, pages
 
@@ -47,7 +47,9 @@ def random_weight(experts: int, n: int, k: int) -> Quantized:
     )
     codes.random_(0, 256)
     scales.random_(0x20, 0x70)
-    return Quantized(codes, scales.view(torch.float8_e4m3fn), torch.full((experts,), 0.01))
+    return Quantized(
+        codes, scales.view(torch.float8_e4m3fn), torch.full((experts,), 0.01), encoding=NVFP4
+    )
 
 
 def on_large_pages(*tensors: Tensor) -> str:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 import fusion_moe
-from fusion_moe.encodings import Quantized, dequantize
+from fusion_moe.encodings import NVFP4, Quantized, dequantize
 
 E4M3_MAX = 448.0
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -64,7 +64,9 @@ class Rounded(torch.nn.Module):
         gate, up = map(
             Quantized, codes, scales, (experts.gate_decode_scale, experts.up_decode_scale)
         )
-        down = Quantized(experts.down_proj, experts.down_proj_scale, experts.down_decode_scale)
+        down = Quantized(
+            experts.down_proj, experts.down_proj_scale, experts.down_decode_scale, encoding=NVFP4
+        )
         self.gate, self.up, self.down = (weights(dequantize(w)) for w in (gate, up, down))
         self.activations = activations
 

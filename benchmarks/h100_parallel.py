@@ -50,7 +50,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fusion_moe.distributed import parallelize_
 from fusion_moe.distributed.all_to_all import AllToAll
 from fusion_moe.distributed.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from fusion_moe.encodings import Quantized, dequantize
+from fusion_moe.encodings import NVFP4, Quantized, dequantize
 from fusion_moe.nn import NVFP4Experts
 
 LAYERS = {
@@ -122,7 +122,7 @@ def experts_of(model: Model, device: torch.device) -> NVFP4Experts:
         decode = (torch.rand(model.experts, device=device, generator=g) + 0.5) / (
             600 * math.sqrt(k)
         )
-        weights.append(Quantized(codes, scales.view(torch.float8_e4m3fn), decode))
+        weights.append(Quantized(codes, scales.view(torch.float8_e4m3fn), decode, encoding=NVFP4))
     return NVFP4Experts(*weights)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from fusion_moe.encodings import Quantized, dequantize
+from fusion_moe.encodings import NVFP4, Quantized, dequantize
 
 READ, MULTIPLY = 4.55e12, 780e12  # bytes, flops a second
 PARTS, ROUTINGS, TOKENS = (
@@ -162,12 +162,12 @@ def _weight(experts: int, n: int, k: int) -> Quantized:
         0x60, 0x7F, (experts, n, k // 16), dtype=torch.uint8, device="cuda"
     ).view(torch.float8_e4m3fn)
     decode = (torch.rand(experts, device="cuda") + 0.5) / (600 * math.sqrt(k))
-    return Quantized(codes, scales, decode)
+    return Quantized(codes, scales, decode, encoding=NVFP4)
 
 
 def expert(weight: Quantized, e: int) -> Tensor:
     """-> f32 [N, K]"""
-    return dequantize(Quantized(*(t[e : e + 1] for t in weight)))[0]
+    return dequantize(Quantized(*(t[e : e + 1] for t in weight), encoding=NVFP4))[0]
 
 
 # Routings and inputs ------------------------------------------------------------------------------

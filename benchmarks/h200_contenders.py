@@ -23,7 +23,7 @@ import fusion_moe
 from fusion_moe import options
 from fusion_moe.backends.cuda import choice, launch
 from fusion_moe.backends.cuda.table import parse
-from fusion_moe.encodings import Quantized
+from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.layouts import W16X64, Padding
 from fusion_moe.runtime import nvrtc
 
@@ -76,8 +76,10 @@ def tiled(weight: Quantized) -> Quantized:
     """The weight in the layout w16x64."""
     codes, scales = torch.empty_like(weight.codes), torch.empty_like(weight.block_scale)
     for some in panels(weight):
-        codes[some], scales[some] = W16X64.pack(weight.codes[some], weight.block_scale[some])
-    return Quantized(codes, scales, weight.decode_scale)
+        codes[some], scales[some] = W16X64.pack(
+            weight.codes[some], weight.block_scale[some], encoding=NVFP4
+        )
+    return Quantized(codes, scales, weight.decode_scale, encoding=NVFP4)
 
 
 def widened(weight: Quantized, shape: tuple[int, int], runs: int) -> Quantized:

@@ -20,7 +20,7 @@ import torch
 from cuda_graphs import capture, medians
 from torch import Tensor
 
-from fusion_moe.encodings import dequantize, quantize
+from fusion_moe.encodings import NVFP4, dequantize, quantize
 from fusion_moe.layouts import W16X64
 from fusion_moe.runtime import cuda
 
@@ -55,10 +55,12 @@ def measured(n: int, k: int, counts: Sequence[int]) -> list[tuple[float, float]]
     """us of a call of ours and of torch's, for each number of rows."""
     copies = max(2, min(MOST_COPIES, math.ceil(COPIES_BYTES / (n * k * 9 / 16))))
     weights = [
-        quantize(torch.randn(n, k, device="cuda", dtype=torch.bfloat16)) for _ in range(copies)
+        quantize(torch.randn(n, k, device="cuda", dtype=torch.bfloat16), NVFP4)
+        for _ in range(copies)
     ]
     packed = [
-        (*W16X64.pack(w[0][None].clone(), w[1][None].clone()), w[2].reshape(1)) for w in weights
+        (*W16X64.pack(w[0][None].clone(), w[1][None].clone(), encoding=NVFP4), w[2].reshape(1))
+        for w in weights
     ]
     matrices = [dequantize(w).bfloat16() for w in weights]
     return [

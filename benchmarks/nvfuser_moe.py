@@ -23,7 +23,7 @@ from torch import Tensor
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.encodings import Quantized, dequantize
+from fusion_moe.encodings import NVFP4, Quantized, dequantize
 from fusion_moe.frontends.inductor import backend
 
 MODELS = {  # hidden, intermediate, experts, slots of a token
@@ -53,8 +53,12 @@ class Layer(torch.nn.Module):
         e = self.experts
         scales = torch.stack([e.gate_decode_scale, e.up_decode_scale], 1)
         return (
-            dequantize(Quantized(e.gate_up_proj, e.gate_up_proj_scale, scales)).to(dtype),
-            dequantize(Quantized(e.down_proj, e.down_proj_scale, e.down_decode_scale)).to(dtype),
+            dequantize(Quantized(e.gate_up_proj, e.gate_up_proj_scale, scales, encoding=NVFP4)).to(
+                dtype
+            ),
+            dequantize(
+                Quantized(e.down_proj, e.down_proj_scale, e.down_decode_scale, encoding=NVFP4)
+            ).to(dtype),
         )
 
 

@@ -15,7 +15,7 @@ from transformers import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 import fusion_moe
-from fusion_moe.encodings import Quantized, dequantize
+from fusion_moe.encodings import NVFP4, Quantized, dequantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.nn import Llama4MoE
 
@@ -50,9 +50,12 @@ def in_float64(moe: Llama4MoE, x: Tensor) -> Tensor:
             e.gate_up_proj,
             e.gate_up_proj_scale,
             e.gate_up_decode_scale,
+            encoding=NVFP4,
         )
     ).double()
-    down = dequantize(Quantized(e.down_proj, e.down_proj_scale, e.down_decode_scale)).double()
+    down = dequantize(
+        Quantized(e.down_proj, e.down_proj_scale, e.down_decode_scale, encoding=NVFP4)
+    ).double()
 
     def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return (nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T

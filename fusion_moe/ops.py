@@ -89,7 +89,7 @@ def grouped_mm(
     lora_a: Tensor | None = None,
     lora_b: Tensor | None = None,
     *,
-    weight_format: str = "nvfp4",
+    weight_format: str,
     weight_layout: str = "linear",
     activation_format: str = "bf16",
     out_dtype: torch.dtype | None = None,
@@ -324,7 +324,7 @@ def fused_experts(
     activation_format: str = "bf16",
     weight_layout: str = "linear",
     first_expert: int | None = None,
-    weight_format: str = "nvfp4",
+    weight_format: str,
     transposed: bool = False,
     lora_scale: float = 1.0,
 ) -> Tensor:

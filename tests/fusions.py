@@ -11,7 +11,7 @@ from judge import HAS_NVFUSER, judge
 from torch import Tensor
 
 from fusion_moe import FusionDefinition
-from fusion_moe.encodings import Quantized, quantize
+from fusion_moe.encodings import NVFP4, Quantized, quantize
 from fusion_moe.encodings.mxfp8 import BY_AXIS
 from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.ir.text import NAMES, one_line, parse, text
@@ -363,7 +363,7 @@ def inputs_of(tokens: int, seed: int = 0) -> list[Tensor]:
     x, w, bias = (torch.randn(s, generator=g) for s in ((tokens, N), (tokens, K), (G, N)))
     dense, q = (
         torch.randn(G, N, N, generator=g).bfloat16(),
-        quantize(torch.randn(G, N, N, generator=g)),
+        quantize(torch.randn(G, N, N, generator=g), NVFP4),
     )
     ids = torch.randint(0, G, (tokens, K), generator=g)
     others = torch.randint(0, tokens * K + 1, (OTHER,), generator=g).sort().values.int()

@@ -57,7 +57,7 @@ def test_the_product_that_came_with_the_package(dtype, monkeypatch, tmp_path):
     """Its result is float32, whatever torch makes where nothing is said."""
     monkeypatch.setattr(readers, "SHIPPED", tmp_path)
     build.ship(readers.library_source(isa.selected(), "nvfp4"), isa.features())
-    weight, a = quantize(torch.randn(2, 48, 64)), torch.randn(9, 64).bfloat16()
+    weight, a = quantize(torch.randn(2, 48, 64), NVFP4), torch.randn(9, 64).bfloat16()
     call = (
         torch.ops.fusion_moe.nvfp4_grouped_mm,
         a,

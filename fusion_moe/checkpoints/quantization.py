@@ -192,9 +192,9 @@ def _quantized(name: str, shape: tuple[int, ...], read: Callable[[], Tensor]) ->
     def make() -> Quantized:
         x = read()
         try:
-            check_finite(x)
+            check_finite(x, NVFP4)
         except NonFiniteError as error:
             raise error.at(name) from None
-        return Quantized(*torch.ops.fusion_moe.nvfp4_quantize(x))
+        return Quantized(*torch.ops.fusion_moe.nvfp4_quantize(x), encoding=NVFP4)
 
     return nvfp4_step(name, shape, make)

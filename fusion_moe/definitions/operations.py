@@ -82,7 +82,7 @@ _BIASES, _OPTIONS = _HOW.split(" *, ")
 _LORA = ", ".join(f"Tensor? {p}_lora_{t}=None" for p in ("gate_up", "down") for t in ("a", "b"))
 _FUSED_EXPERTS = f"""(
     Tensor x, Tensor ids, Tensor w, Tensor[] gate_up, Tensor[] down, {_BIASES} {_LORA}, *,
-    {_OPTIONS}, str weight_format="nvfp4", bool transposed=False, float lora_scale=1.0) -> Tensor"""
+    {_OPTIONS}, str weight_format, bool transposed=False, float lora_scale=1.0) -> Tensor"""
 
 SPECS = {
     spec.name: spec
@@ -106,7 +106,7 @@ SPECS = {
         Spec(
             "grouped_mm",
             "(Tensor a, Tensor[] weight, Tensor offs, Tensor? lora_a=None, Tensor? lora_b=None, *, "
-            'str weight_format="nvfp4", str weight_layout="linear", str activation_format="bf16", '
+            'str weight_format, str weight_layout="linear", str activation_format="bf16", '
             "ScalarType? out_dtype=None, "
             "bool transposed=False, float lora_scale=1.0) -> Tensor",
             rows={"a": 1},

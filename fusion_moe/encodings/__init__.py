@@ -2,7 +2,7 @@
 mxfp4.py, mxfp8.py, int4.py and plain.py are the known encodings.
 
 >>> import torch
->>> q = quantize(torch.tensor([[6.0, -3.0, 0.5, 0.0] * 4]), torch.tensor(1.0))
+>>> q = quantize(torch.tensor([[6.0, -3.0, 0.5, 0.0] * 4]), NVFP4, torch.tensor(1.0))
 >>> # 7 is 6.0, 13 is -3.0, 1 is 0.5
 >>> [hex(b) for b in q.codes[0, :2].tolist()], q.block_scale.float().tolist()
 (['0xd7', '0x1'], [[1.0]])

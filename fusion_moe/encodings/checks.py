@@ -14,11 +14,10 @@ from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, NonFiniteError, ShapeError
 from .encoding import FLOATS, Encoding, Part, Scale
-from .nvfp4 import NVFP4
 
 
 def check_parts(
-    tensors: Sequence[Tensor], encoding: Encoding = NVFP4, prefix: str = "", where: str = ""
+    tensors: Sequence[Tensor], encoding: Encoding, prefix: str = "", where: str = ""
 ) -> tuple[int, ...]:
     """The logical shape (..., N, K) of parts that fit together; ShapeError, DtypeError or
     DeviceError naming the one that does not.
@@ -182,7 +181,7 @@ def check_floats(x: Tensor, encoding: Encoding, *, elements: bool = False) -> No
 # Values -------------------------------------------------------------------------------------------
 
 
-def check_finite(x: Tensor, name: str = "x", encoding: Encoding = NVFP4) -> None:
+def check_finite(x: Tensor, encoding: Encoding, name: str = "x") -> None:
     """NonFiniteError if float x [...] contains NaN or infinity, with how many and where the first
     one is. Waits for the device.
 

@@ -7,18 +7,15 @@ from torch import Tensor
 
 from .checks import check_floats, check_matrix_scale, check_parts, check_same_device
 from .encoding import ROW, Element, Encoding, Quantized, Scale
-from .nvfp4 import NVFP4
 
 
-def quantize(
-    x: Tensor, matrix_scale: Tensor | None = None, encoding: Encoding = NVFP4
-) -> Quantized:
+def quantize(x: Tensor, encoding: Encoding, matrix_scale: Tensor | None = None) -> Quantized:
     """x float [..., N, K] -> its parts; NVFP4: codes u8 [..., N, K/2], block_scale e4m3 [..., N,
     K/16], decode_scale f32 [...] or [..., S].
 
     matrix_scale: float32 [...] or [..., S] with S dividing N, if the encoding has one; None:
-    `matrix_scale_of(x)`. Each encoding's file says how its scales are chosen. A code is x /
-    (scale_0 * scale_1 ...), plus the zero point, rounded as its element type rounds. NaN and
+    `matrix_scale_of(x, encoding)`. Each encoding's file says how its scales are chosen. A code is
+    x / (scale_0 * scale_1 ...), plus the zero point, rounded as its element type rounds. NaN and
     infinity are not looked for, which would wait for the device: call `check_finite`. DtypeError,
     ShapeError and DeviceError name what does not fit.
     """
@@ -30,7 +27,7 @@ def quantize(
     ):
         return _along_n(x, encoding)
     if encoding.axis == -2:
-        turned = _transposed(quantize(x.mT, matrix_scale, _along_k(encoding)), encoding)
+        turned = _transposed(quantize(x.mT, _along_k(encoding), matrix_scale), encoding)
         return turned.of(t.contiguous() for t in turned)
     if encoding.plain:
         return Quantized(x.to(encoding.element.dtype), encoding=encoding)
@@ -52,7 +49,7 @@ def quantize(
     return Quantized(elements, *ordered, encoding=encoding)
 
 
-def matrix_scale_of(x: Tensor, encoding: Encoding = NVFP4) -> Tensor:
+def matrix_scale_of(x: Tensor, encoding: Encoding) -> Tensor:
     """x float [..., N, K] -> f32 [...]: the scale of each matrix, amax / 2688 in NVFP4. A 2-D x
     gives a 0-d tensor.
 

@@ -319,10 +319,10 @@ class Quantized(tuple[Tensor, ...]):
 
     encoding: Encoding
 
-    def __new__(cls, *parts: Tensor, encoding: Encoding | None = None) -> Quantized:
-        """The parts in the order of the encoding, NVFP4 unless another one is given."""
+    def __new__(cls, *parts: Tensor, encoding: Encoding) -> Quantized:
+        """The parts in the order of the encoding. ShapeError if there are more or fewer."""
         made = super().__new__(cls, parts)
-        made.encoding = encoding or ENCODINGS["nvfp4"]
+        made.encoding = encoding
         if len(parts) != len(made.encoding.parts):
             raise ShapeError(
                 f"{len(parts)} parts of {made.encoding.name}",

@@ -6,7 +6,7 @@ zeros may have any scale.
 
 >>> from fusion_moe.encodings import quantize
 >>> x = torch.tensor([[2.0**-20, 3 * 2.0**-5] * 16, [1.0, 0.5] * 16])
->>> q = mxfp4_as_nvfp4(quantize(x, encoding=MXFP4))
+>>> q = mxfp4_as_nvfp4(quantize(x, MXFP4))
 >>> q.block_scale.float().tolist(), q.decode_scale.item()
 ([[16.0, 16.0], [256.0, 256.0]], 0.0009765625)
 """

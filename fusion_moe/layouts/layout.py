@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..encodings import NVFP4, Encoding
+from ..encodings import Encoding
 from ..errors import ShapeError
 
 
@@ -31,11 +31,11 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def why_not(self, n: Any, k: Any, encoding: Encoding = NVFP4) -> str:
+    def why_not(self, n: Any, k: Any, encoding: Encoding) -> str:
         """Why a weight [N, K] in an encoding cannot be stored in this order; "" if it can."""
 
     @abstractmethod
-    def pack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
+    def pack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
         """The parts of a weight [..., N, K] in linear order, or only the first of them -> the same
         in this order.
 
@@ -43,7 +43,7 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def unpack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
+    def unpack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
         """The inverse of `pack`."""
 
 
@@ -65,18 +65,18 @@ class TensorLayout(Layout):
         are zero.
         """
 
-    def why_not(self, n: Any, k: Any, encoding: Encoding = NVFP4) -> str:
+    def why_not(self, n: Any, k: Any, encoding: Encoding) -> str:
         """ "": every matrix can be stored in this order."""
         return ""
 
-    def pack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
+    def pack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
         """Block scales in this order, other parts unchanged."""
         return tuple(
             self.forward(t) if part.of_blocks else t
             for part, t in zip(encoding.parts, parts, strict=False)
         )
 
-    def unpack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
+    def unpack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
         """The inverse of `pack`."""
         *lead, n, packed_k = parts[0].shape
         k = encoding.elements(packed_k)

@@ -16,17 +16,19 @@ Tiles of scales for more than 64 elements, or for whole rows, are as wide as one
 Codes and scales are separate parts, each in tile order. Scales of a whole matrix stay unchanged.
 
 >>> import torch
+>>> from fusion_moe.encodings import NVFP4
 >>> codes = torch.zeros(16, 32, dtype=torch.uint8)
 >>> # row 0, column 8 is -6: h = 1, i = 0, j = 0; all other codes are 0
 >>> codes[0, 4] = 0x0F
 >>> scale = torch.arange(0x30, 0x70, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 4)
->>> stored, stored_scale = W16X64.pack(codes, scale)
+>>> stored, stored_scale = W16X64.pack(codes, scale, encoding=NVFP4)
 >>> stored.flatten()[:4].tolist(), hex(0x1C000008)           # bit 3 of half 0, bits 12-10 of half 1
 ([8, 0, 0, 28], '0x1c000008')
 >>> # rows 0 and 8, which begin with 0x30 and 0x50
 >>> (stored_scale.view(torch.uint8) - 0x80).view(8, 4, 2)[0].tolist()
 [[48, 80], [49, 81], [50, 82], [51, 83]]
->>> [torch.equal(a, b) for a, b in zip(W16X64.unpack(stored, stored_scale), (codes, scale))]
+>>> linear = W16X64.unpack(stored, stored_scale, encoding=NVFP4)
+>>> [torch.equal(a, b) for a, b in zip(linear, (codes, scale))]
 [True, True]
 """
 
@@ -37,7 +39,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..encodings import NVFP4, Encoding, Part
+from ..encodings import Encoding, Part
 from ..encodings.orders import CodeOrder
 from ..errors import ShapeError
 from .layout import Layout, as_bytes
@@ -58,7 +60,7 @@ class W16x64(Layout):
         """`shape`."""
         return tuple(shape)
 
-    def why_not(self, n: Any, k: Any, encoding: Encoding = NVFP4) -> str:
+    def why_not(self, n: Any, k: Any, encoding: Encoding) -> str:
         """Why a matrix [N, K] cannot be stored in this order; "" if it can."""
         if n % ROWS or k % COLUMNS:
             return f"N = {n} is not a multiple of {ROWS}, or K = {k} not of {COLUMNS}"
@@ -71,7 +73,7 @@ class W16x64(Layout):
         odd = [b for b in odd if COLUMNS % b and b % COLUMNS]
         return f"{encoding.name} has blocks of {odd[0]}, which cross tiles" if odd else ""
 
-    def pack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
+    def pack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
         """The parts of a weight [..., N, K] in linear order, or only the first -> the same in this
         order. ShapeError: see `why_not`.
         """
@@ -80,7 +82,7 @@ class W16x64(Layout):
             self._pack(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False)
         )
 
-    def unpack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
+    def unpack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
         """The inverse of `pack`."""
         self._check(parts[0], encoding)
         return tuple(

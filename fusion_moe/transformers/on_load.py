@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 
-from ..encodings import Quantized, check_finite
+from ..encodings import NVFP4, Quantized, check_finite
 from ..nn import quantize_
 from ..nn.config import NVFP4Config
 from ..nn.convert.contract import ExpertsContract, contract_of
@@ -74,7 +74,7 @@ class QuantizeExperts(ConversionOps):
         contract = self.contracts[base]
         if key.endswith("_bias"):
             return {name: contract.up_rows(t) if key.startswith(contract.up_name) else t}
-        check_finite(t, name)
+        check_finite(t, NVFP4, name)
         if key == "down_proj":
             parts: Quantized = quantized(contract.down(t))
         else:

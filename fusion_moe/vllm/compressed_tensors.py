@@ -46,7 +46,7 @@ class FusionMoeNvFp4Method(ExpertsMethod, CompressedTensorsW4A4Nvfp4MoEMethod):
             getattr(layer, f"{name}_{part}").data
             for part in ("weight_packed", "weight_scale", "weight_global_scale")
         )
-        return Quantized(codes, scale, divisor.reciprocal())
+        return Quantized(codes, scale, divisor.reciprocal(), encoding=NVFP4)
 
 
 class FusionMoePackedMxfp4Method(ExpertsMethod, CompressedTensorsW4A4Mxfp4MoEMethod):

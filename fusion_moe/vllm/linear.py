@@ -99,7 +99,7 @@ class NVFP4LinearMethod(LinearMethodBase):
         if bool((matrix == matrix[0]).all()):
             widths = [sum(widths)]
         weights = [
-            Quantized(*parts)
+            Quantized(*parts, encoding=NVFP4)
             for parts in zip(codes.split(widths), scale.split(widths), matrix, strict=False)
         ]
         for weight in weights:

@@ -41,7 +41,8 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
             *(
                 getattr(layer, f"{name}_{part}").data
                 for part in ("weight", "weight_scale", "weight_scale_2")
-            )
+            ),
+            encoding=self.encoding,
         )
 
 

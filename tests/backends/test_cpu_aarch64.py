@@ -24,7 +24,7 @@ from fusion_moe.backends import cpu
 from fusion_moe.backends.cpu import readers
 from fusion_moe.compile import compile_fusion
 from fusion_moe.definitions import operations as op_definitions
-from fusion_moe.encodings import quantize
+from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.ir.binding import storage_shape
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.types import DTYPES
@@ -115,7 +115,7 @@ def expert_mlp_args() -> list[torch.Tensor]:
     """Rows for two of four experts: some with many, some with one, some with none."""
     g = torch.Generator().manual_seed(0)
     gate_up, down = (
-        quantize(torch.randn(4, *shape, generator=g)) for shape in ((64, 80), (80, 32))
+        quantize(torch.randn(4, *shape, generator=g), NVFP4) for shape in ((64, 80), (80, 32))
     )
     ids = torch.tensor([[0, 2]] * 18 + [[2, 3]])
     return [

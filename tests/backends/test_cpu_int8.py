@@ -13,7 +13,7 @@ from fusions import evaluate
 from test_cpu_encodings import random_weights
 from test_cpu_kernels import random_weight
 
-from fusion_moe.encodings import MXFP4, Quantized, quantize
+from fusion_moe.encodings import MXFP4, NVFP4, Quantized, quantize
 from fusion_moe.ir.kinds import int8
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
@@ -92,7 +92,7 @@ def test_every_code_under_every_pair_of_scales(tier, encoding):
             .contiguous()
         )
         w = (
-            Quantized(codes, scales.view(torch.float8_e4m3fn), torch.ones(1))
+            Quantized(codes, scales.view(torch.float8_e4m3fn), torch.ones(1), encoding=NVFP4)
             if block == 16
             else _mxfp4(codes, scales)
         )
@@ -148,7 +148,7 @@ def test_layers(tier, columns):
     g = torch.Generator().manual_seed(columns)
     groups, hidden, inner = 3, 288, 48
     gate_up, down = (
-        list(quantize(torch.randn(groups, n, k, generator=g) / 9))
+        list(quantize(torch.randn(groups, n, k, generator=g) / 9, NVFP4))
         for n, k in ((2 * inner, hidden), (hidden, inner))
     )
     x, ids, w = (
@@ -156,7 +156,11 @@ def test_layers(tier, columns):
         torch.randint(0, groups, (30, 2), generator=g),
         torch.rand(30, 2, generator=g),
     )
-    kwargs = {"interleave": (0, 2, 0)[columns - 1], "activation_format": "int8"}
+    kwargs = {
+        "weight_format": "nvfp4",
+        "activation_format": "int8",
+        "interleave": (0, 2, 0)[columns - 1],
+    }
     if columns == 3:
         kwargs |= {
             f"{name}_bias": torch.randn(groups, n, generator=g)

@@ -34,7 +34,7 @@ from fusion_moe.backends import emit
 from fusion_moe.backends.cpu import readers
 from fusion_moe.compile import lower
 from fusion_moe.definitions import operations as op_definitions
-from fusion_moe.encodings import Quantized, dequantize, quantize
+from fusion_moe.encodings import NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.layouts import LAYOUTS
@@ -63,7 +63,10 @@ def random_weight(groups: int, n: int, k: int, seed: int = 0, runs: int = 0) -> 
         torch.float8_e4m3fn
     )
     return Quantized(
-        codes, scales, torch.rand((groups, runs) if runs else (groups,), generator=g) + 0.5
+        codes,
+        scales,
+        torch.rand((groups, runs) if runs else (groups,), generator=g) + 0.5,
+        encoding=NVFP4,
     )
 
 
@@ -74,7 +77,9 @@ def exact_weight(groups: int, n: int, k: int, seed: int = 0) -> Quantized:
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (groups, n, k // 2), generator=g, dtype=torch.uint8)
     scales = 2.0 ** torch.randint(-1, 2, (groups, n, k // 16), generator=g)
-    return Quantized(codes, scales.to(torch.float8_e4m3fn), torch.full((groups,), 0.25))
+    return Quantized(
+        codes, scales.to(torch.float8_e4m3fn), torch.full((groups,), 0.25), encoding=NVFP4
+    )
 
 
 # Exact --------------------------------------------------------------------------------------------
@@ -93,6 +98,7 @@ def test_every_code_under_every_scale(tier, dtype):
         codes,
         byte[:, None].expand(256, 16).contiguous()[None].view(torch.float8_e4m3fn),
         torch.ones(1),
+        encoding=NVFP4,
     )
     want = dequantize(weight)[0, :, ::16].T  # [code, scale]
     x = torch.zeros(16, 256, dtype=dtype)
@@ -120,7 +126,9 @@ def test_every_position(tier, k):
         left -= sizes[-1]
     one = random_weight(1, 37, k)
     codes, scales = (t.view(torch.uint8).repeat(len(sizes), 1, 1) for t in one[:2])
-    weight = Quantized(codes, scales.view(torch.float8_e4m3fn), torch.ones(len(sizes)))
+    weight = Quantized(
+        codes, scales.view(torch.float8_e4m3fn), torch.ones(len(sizes)), encoding=NVFP4
+    )
     ends = torch.tensor(sizes).cumsum(0).int()
     rows = {dtype: torch.eye(k, dtype=dtype) for dtype in DTYPES}
     fusions = {
@@ -203,12 +211,12 @@ def test_float32_sums(tier, dtype, rows):
 def test_results_that_are_subnormal_or_nan(tier, dtype):
     """Rounded as torch rounds them, not to zero."""
     codes, scales, _ = exact_weight(1, 48, 64)
-    weight = Quantized(codes, scales, torch.full((1,), 2.0**-126))
+    weight = Quantized(codes, scales, torch.full((1,), 2.0**-126), encoding=NVFP4)
     x = small_integers(20, 64) / 16
     x[3, 5], x[7] = torch.nan, 0
     want = (
         x.float().double()
-        @ dequantize(Quantized(codes, scales, torch.ones(1)))[0].double().T
+        @ dequantize(Quantized(codes, scales, torch.ones(1), encoding=NVFP4))[0].double().T
         * 2.0**-126
     ).float()
     same(product(tier, x, weight, torch.tensor([20], dtype=torch.int32), dtype), want.to(dtype))
@@ -216,7 +224,7 @@ def test_results_that_are_subnormal_or_nan(tier, dtype):
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_error_is_that_of_rounding_the_output(tier):
-    x, w = torch.randn(64, 2048).bfloat16(), quantize(torch.randn(2, 128, 2048) * 0.02)
+    x, w = torch.randn(64, 2048).bfloat16(), quantize(torch.randn(2, 128, 2048) * 0.02, NVFP4)
     ends = torch.tensor([1, 64], dtype=torch.int32)
     found = product(tier, x, w, ends).double()
     dequantized = dequantize(w).double()
@@ -479,7 +487,7 @@ def test_bad_slots(bad):
 def test_why_there_is_no_kernel():
     """What has no kernel is the reference's, and says why."""
     weight, ends = (
-        LAYOUTS["w16x64"].pack(*exact_weight(2, 32, 64)),
+        LAYOUTS["w16x64"].pack(*exact_weight(2, 32, 64), encoding=NVFP4),
         torch.tensor([2, 6], dtype=torch.int32),
     )
     fusion = fusion_of_call(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusion_moe import FusionDefinition, options
 from fusion_moe.compile import compile_fusion
-from fusion_moe.encodings import quantize
+from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import Error, NonFiniteError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.runtime import isa
@@ -510,7 +510,7 @@ def test_memory_is_taken_in_turn_and_never_returned_twice():
     whole = program.joined.workspace(sizes)
     assert len(whole.arrays) == 3
     assert whole.nbytes == 2 * 16 * 32 * 4
-    weight = quantize(torch.randn(2, 32, 32, generator=g) / 6)
+    weight = quantize(torch.randn(2, 32, 32, generator=g) / 6, NVFP4)
     inputs = [torch.randn(6, 32, generator=g), torch.tensor([2, 6], dtype=torch.int32), *weight]
     for found, want in zip(program(inputs), fd.fusion().evaluate(*inputs), strict=True):
         close(found, want, 1e-5)

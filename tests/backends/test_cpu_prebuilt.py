@@ -12,7 +12,7 @@ from torch import Tensor
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.backends.cpu import readers
-from fusion_moe.encodings import quantize
+from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.messages import warn
 from fusion_moe.runtime import build, isa
@@ -58,7 +58,7 @@ def layer(seed: int) -> tuple[fusion_moe.NVFP4Experts, tuple[Tensor, Tensor, Ten
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_product(product, dtype):
     g = torch.Generator().manual_seed(3)
-    weight = quantize(torch.randn(3, 37, 80, generator=g))
+    weight = quantize(torch.randn(3, 37, 80, generator=g), NVFP4)
     a, ends = (
         torch.randn(50, 80, generator=g).to(dtype),
         torch.tensor([1, 1, 45], dtype=torch.int32),

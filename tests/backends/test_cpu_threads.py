@@ -40,7 +40,9 @@ def layer(tokens: int, tier: str):
         random_weight(EXPERTS, 2 * INTERMEDIATE, HIDDEN),
         random_weight(EXPERTS, HIDDEN, INTERMEDIATE),
     )
-    fusion = fusion_of_call("fused_experts", x, ids, w, list(gate_up), list(down))
+    fusion = fusion_of_call(
+        "fused_experts", x, ids, w, list(gate_up), list(down), weight_format="nvfp4"
+    )
     return program(fusion, tier, joined=True), [x, ids, w, *gate_up, *down]
 
 

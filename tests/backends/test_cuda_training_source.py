@@ -32,7 +32,7 @@ from fusion_moe.definitions.operations import (
     eager_types,
     fusion_of,
 )
-from fusion_moe.encodings import ENCODINGS, quantize
+from fusion_moe.encodings import ENCODINGS, NVFP4, quantize
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import Derivative, differentiate
 from fusion_moe.runtime import nvrtc
@@ -363,7 +363,7 @@ def test_a_variant_that_fits_no_dgrad_is_for_others():
 
 
 def test_rows_that_are_not_in_sixteens_are_left_to_the_reference():
-    codes, scales, decode = (t.to("meta") for t in quantize(torch.randn(4, 24, 64)))
+    codes, scales, decode = (t.to("meta") for t in quantize(torch.randn(4, 24, 64), NVFP4))
     args = (
         torch.zeros(9, 64, dtype=torch.bfloat16, device="meta"),
         [codes, scales, decode],

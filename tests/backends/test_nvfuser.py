@@ -19,7 +19,7 @@ from fusion_moe import FusionDefinition, options
 from fusion_moe.backends.nvfuser import headers, library
 from fusion_moe.compile import lower
 from fusion_moe.definitions import operations as op_definitions
-from fusion_moe.encodings import ENCODINGS, Quantized, dequantize, quantize
+from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import differentiate
@@ -42,7 +42,9 @@ def weight(n, k, runs=0):
     """nvfp4[G, n, k] as the three tensors; runs: decode scales along n."""
     x = torch.randn(G, n, k, generator=generator())
     return list(
-        quantize(x, torch.rand(G, runs, generator=generator()) / 300 + 1e-3 if runs else None)
+        quantize(
+            x, NVFP4, torch.rand(G, runs, generator=generator()) / 300 + 1e-3 if runs else None
+        )
     )
 
 
@@ -371,7 +373,7 @@ def test_swizzled_weights_are_read_as_they_are(n):
             )
         )
     found = evaluate(fd.fusion(), rows(), ENDS, codes, stored, decode)
-    matrices = dequantize(Quantized(codes, scale, decode))
+    matrices = dequantize(Quantized(codes, scale, decode, encoding=NVFP4))
     begin = 0
     for g, end in enumerate(ENDS.tolist()):
         torch.testing.assert_close(

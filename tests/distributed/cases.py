@@ -42,7 +42,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 import fusion_moe
 from fusion_moe.checkpoints import Directory
 from fusion_moe.distributed import clip_grad_norm_, parallelize_
-from fusion_moe.encodings import ENCODINGS, MXFP4, quantize
+from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.nn import Experts, GroupedLinear, NVFP4Linear, add_lora_
 from fusion_moe.nn.local import gathered, local
@@ -216,7 +216,7 @@ def variants() -> list[Experts]:
 
 def mxfp4_rows(gate_up: Tensor, down: Tensor) -> Any:
     """NVFP4 with a decode scale of each row."""
-    from fusion_moe.encodings import NVFP4, Quantized
+    from fusion_moe.encodings import Quantized
 
     for w in gate_up, down:
         codes, block_scale, decode_scale = torch.ops.fusion_moe.nvfp4_quantize(w[:, :, None])
@@ -729,7 +729,7 @@ def linear_layers_in_wrappers(mesh):
     """The scale of the matrix, a scalar, is the same on all ranks and whole."""
     g = torch.Generator().manual_seed(0)
     alone = nn.Sequential(
-        nn.Linear(64, 64), NVFP4Linear(quantize(torch.randn(96, 64, generator=g) / 8))
+        nn.Linear(64, 64), NVFP4Linear(quantize(torch.randn(96, 64, generator=g) / 8, NVFP4))
     ).to(DEVICE)
     with torch.no_grad():
         alone[0].weight.copy_(torch.randn(64, 64, generator=g))

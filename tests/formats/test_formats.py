@@ -44,6 +44,7 @@ def vector(name):
         torch.from_numpy(VECTORS[f"{name}/codes"]),
         scale,
         torch.from_numpy(VECTORS[f"{name}/decode_scale"]),
+        encoding=NVFP4,
     )
     return x, torch.from_numpy(VECTORS[f"{name}/given"]) if f"{name}/given" in VECTORS else None, q
 
@@ -67,7 +68,7 @@ def every_byte(decode_scale=1.0):
         [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8
     ).repeat(256, 1)
     scale = torch.arange(256, dtype=torch.uint8)[:, None].view(torch.float8_e4m3fn)
-    return Quantized(codes, scale, torch.tensor(decode_scale))
+    return Quantized(codes, scale, torch.tensor(decode_scale), encoding=NVFP4)
 
 
 def codes_and_scales():
@@ -109,7 +110,10 @@ def test_order_and_rounding(dtype, decode_scale):
 
 def test_low_nibble_is_the_even_element():
     q = Quantized(
-        torch.tensor([[0x21] + [0] * 7], dtype=torch.uint8), e4m3([1.0]), torch.tensor(1.0)
+        torch.tensor([[0x21] + [0] * 7], dtype=torch.uint8),
+        e4m3([1.0]),
+        torch.tensor(1.0),
+        encoding=NVFP4,
     )
     assert dequantize(q)[0, :4].tolist() == [0.5, 1.0, 0.0, 0.0]
 
@@ -118,25 +122,27 @@ def test_each_run_of_rows_has_its_decode_scale():
     """decode_scale [G, S]: row n of matrix g takes [g, n // (N // S)], so gate and up keep their
     own.
     """
-    q = quantize(torch.randn(2, 6, 32), torch.tensor([1.0, 0.5]))
+    q = quantize(torch.randn(2, 6, 32), NVFP4, torch.tensor([1.0, 0.5]))
     split = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
     got = dequantize(q.with_(decode_scale=split))
     for g in range(2):
         for n in range(6):
-            row = Quantized(q.codes[g, n : n + 1], q.block_scale[g, n : n + 1], split[g, n // 2])
+            row = Quantized(
+                q.codes[g, n : n + 1], q.block_scale[g, n : n + 1], split[g, n // 2], encoding=NVFP4
+            )
             assert torch.equal(got[g, n : n + 1], dequantize(row))
 
 
 def test_shapes_dtypes_and_views():
-    q = quantize(torch.randn(3, 5, 8, 32))
+    q = quantize(torch.randn(3, 5, 8, 32), NVFP4)
     assert q.shape == (3, 5, 8, 32)
     assert q.decode_scale.shape == (3, 5)
     flat = dequantize(q)
     assert torch.equal(dequantize(q.with_(codes=q.codes.view(torch.float4_e2m1fn_x2))), flat)
-    assert torch.equal(dequantize(Quantized(*(t[1, 2] for t in q))), flat[1, 2])
-    across = Quantized(*(t.transpose(0, 1) for t in q))  # not contiguous
+    assert torch.equal(dequantize(Quantized(*(t[1, 2] for t in q), encoding=NVFP4)), flat[1, 2])
+    across = Quantized(*(t.transpose(0, 1) for t in q), encoding=NVFP4)  # not contiguous
     assert torch.equal(dequantize(across), flat.transpose(0, 1))
-    assert dequantize(quantize(torch.ones(0, 4, 16))).shape == (0, 4, 16)
+    assert dequantize(quantize(torch.ones(0, 4, 16), NVFP4)).shape == (0, 4, 16)
 
 
 # ---------------------------------------------------------------------------------- floats -> bytes
@@ -146,7 +152,7 @@ def test_shapes_dtypes_and_views():
 def test_bytes_of_modelopt(name):
     x, scale, want = vector(name)
     before = x.clone()
-    got = quantize(x, scale)
+    got = quantize(x, NVFP4, scale)
     assert_same_bytes(got, want)
     assert torch.equal(x, before)
     for dtype in ("float32", "bfloat16"):  # equal as numbers: ModelOpt gives 0.0 for code 8
@@ -182,7 +188,7 @@ def test_codes_are_nearest_and_ties_go_to_even():
     rows = torch.zeros(len(values), 16)
     # a block of amax 6 and decode scale 1 has block scale 1
     rows[:, 0], rows[:, 1] = 6.0, values.clamp(-6, 6)
-    q = quantize(rows, torch.tensor(1.0))
+    q = quantize(rows, NVFP4, torch.tensor(1.0))
     assert (q.block_scale.float() == 1).all()
     assert (q.codes[:, 0] >> 4).tolist() == [nearest_even(v) for v in values.clamp(-6, 6).tolist()]
 
@@ -204,7 +210,7 @@ def test_against_ml_dtypes(seed, dtype, log2_size, log2_given):
         .clamp(-6e4, 6e4)
         .to(dtype)
     )
-    q = quantize(x, None if log2_given is None else torch.tensor(2.0**log2_given))
+    q = quantize(x, NVFP4, None if log2_given is None else torch.tensor(2.0**log2_given))
     blocks, f32 = x.float().numpy().reshape(4, 4, 16), np.float32
     decode = np.abs(blocks).max() / f32(2688) if log2_given is None else f32(2.0**log2_given)
     amax = np.abs(blocks).max(-1)
@@ -229,7 +235,7 @@ def test_zeros_stay_zeros():
     """ModelOpt makes a matrix of zeros NaN (0 / 0): an expert that is all zeros must not poison the
     others.
     """
-    q = quantize(torch.tensor([[[0.0] * 32] * 3, [[1.0] * 32] * 3, [[-0.0] * 32] * 3]))
+    q = quantize(torch.tensor([[[0.0] * 32] * 3, [[1.0] * 32] * 3, [[-0.0] * 32] * 3]), NVFP4)
     assert q.decode_scale.tolist() == [0.0, torch.tensor(1.0).div(2688).item(), 0.0]
     assert (q.block_scale[[0, 2]].float() == 1).all()
     assert (q.codes[[0, 2]] == 0).all()
@@ -238,17 +244,20 @@ def test_zeros_stay_zeros():
 
 def test_each_matrix_is_quantized_alone():
     x = torch.randn(3, 4, 32) * torch.tensor([1.0, 1e-3, 50.0])[:, None, None]
-    for g, want in enumerate(map(quantize, x)):
-        assert_same_bytes(Quantized(*(t[g] for t in quantize(x))), want)
+    for g, want in enumerate(quantize(matrix, NVFP4) for matrix in x):
+        assert_same_bytes(Quantized(*(t[g] for t in quantize(x, NVFP4)), encoding=NVFP4), want)
     scales = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
-    halves = quantize(x, scales)
+    halves = quantize(x, NVFP4, scales)
     for g in range(3):
         for half in range(2):
             rows = slice(2 * half, 2 * half + 2)
-            want = quantize(x[g, rows], scales[g, half])
+            want = quantize(x[g, rows], NVFP4, scales[g, half])
             assert_same_bytes(
                 Quantized(
-                    halves.codes[g, rows], halves.block_scale[g, rows], halves.decode_scale[g, half]
+                    halves.codes[g, rows],
+                    halves.block_scale[g, rows],
+                    halves.decode_scale[g, half],
+                    encoding=NVFP4,
                 ),
                 want,
             )
@@ -256,9 +265,9 @@ def test_each_matrix_is_quantized_alone():
 
 def test_decode_scale_of():
     x = torch.tensor([[1.0, -2688.0], [3.0, 4.0]]).repeat(1, 8)
-    assert matrix_scale_of(x).shape == ()
-    assert matrix_scale_of(x).item() == 1.0
-    assert matrix_scale_of(torch.stack([x, x / 2]).bfloat16()).tolist() == [1.0, 0.5]
+    assert matrix_scale_of(x, NVFP4).shape == ()
+    assert matrix_scale_of(x, NVFP4).item() == 1.0
+    assert matrix_scale_of(torch.stack([x, x / 2]).bfloat16(), NVFP4).tolist() == [1.0, 0.5]
 
 
 def test_nan_poisons_its_block_only():
@@ -267,17 +276,17 @@ def test_nan_poisons_its_block_only():
     """
     x = torch.ones(2, 32)
     x[0, 3], x[1, 17] = float("nan"), float("inf")
-    back = dequantize(quantize(x, torch.tensor(0.01)))
+    back = dequantize(quantize(x, NVFP4, torch.tensor(0.01)))
     assert back[0, :16].isnan().all()
     assert back.isnan().sum() == 16
     assert back[1, 17] == pytest.approx(6 * 448 * 0.01)
-    assert dequantize(quantize(x[:1])).isnan().all()
+    assert dequantize(quantize(x[:1], NVFP4)).isnan().all()
 
 
 def test_nothing_waits_for_the_device():
     """Fake tensors have no values to wait for: reading one raises."""
     with FakeTensorMode():
-        q = quantize(torch.empty(4, 6, 64, dtype=torch.bfloat16))
+        q = quantize(torch.empty(4, 6, 64, dtype=torch.bfloat16), NVFP4)
         assert [(t.dtype, tuple(t.shape)) for t in q] == [
             (torch.uint8, (4, 6, 32)),
             (torch.float8_e4m3fn, (4, 6, 4)),
@@ -290,8 +299,8 @@ def test_nothing_waits_for_the_device():
 def test_cuda_gives_the_bytes_of_the_cpu():
     for name in CASES:
         x, scale, want = vector(name)
-        got = quantize(x.cuda(), None if scale is None else scale.cuda())
-        assert_same_bytes(Quantized(*(t.cpu() for t in got)), want)
+        got = quantize(x.cuda(), NVFP4, None if scale is None else scale.cuda())
+        assert_same_bytes(Quantized(*(t.cpu() for t in got), encoding=NVFP4), want)
         assert torch.equal(dequantize(got).cpu(), dequantize(want))
 
 
@@ -321,7 +330,7 @@ def test_sizes():
 )
 def test_quantize_refuses(x, error, message):
     with pytest.raises(error, match=message):
-        quantize(x)
+        quantize(x, NVFP4)
 
 
 def test_quantize_refuses_decode_scales():
@@ -329,17 +338,17 @@ def test_quantize_refuses_decode_scales():
     with pytest.raises(
         ShapeError, match=r"decode_scale is \[\]; expected \[2\] .*; expand a scale"
     ):
-        quantize(x, torch.tensor(1.0))
+        quantize(x, NVFP4, torch.tensor(1.0))
     with pytest.raises(
         ShapeError,
         match=r"decode_scale is \[2, 4\]; expected .*\[2, 'S'\].* S "
         r"dividing N = 6",
     ):
-        quantize(x, torch.ones(2, 4))
+        quantize(x, NVFP4, torch.ones(2, 4))
     with pytest.raises(DtypeError, match=r"decode_scale is torch.bfloat16; expected torch.float32"):
-        quantize(x, torch.ones(2, dtype=torch.bfloat16))
+        quantize(x, NVFP4, torch.ones(2, dtype=torch.bfloat16))
     with pytest.raises(DeviceError, match="decode_scale is on meta; expected cpu"):
-        quantize(x, torch.ones(2, device="meta"))
+        quantize(x, NVFP4, torch.ones(2, device="meta"))
 
 
 U8, F8, F32 = torch.uint8, torch.float8_e4m3fn, torch.float32
@@ -420,19 +429,19 @@ def test_check_parts_names_what_does_not_fit(codes, block_scale, decode_scale, e
         torch.empty(shape, dtype=dtype) for shape, dtype in (codes, block_scale, decode_scale)
     ]
     with pytest.raises(error, match=message):
-        check_parts(tensors, prefix="w_", where="op")
+        check_parts(tensors, NVFP4, prefix="w_", where="op")
 
 
 def test_check_parts_takes_what_fits():
     codes, block_scale = torch.empty(2, 4, 16, dtype=U8), torch.empty(2, 4, 2, dtype=F8)
     for shape in ((2,), (2, 1), (2, 2), (2, 4)):
-        assert check_parts((codes, block_scale, torch.empty(shape))) == (2, 4, 32)
+        assert check_parts((codes, block_scale, torch.empty(shape)), NVFP4) == (2, 4, 32)
     with pytest.raises(
         DeviceError,
         match=r"block_scale is on meta; expected cpu.*; "
         r"block_scale.to\('cpu'\)",
     ):
-        check_parts((codes, block_scale.to("meta"), torch.empty(2)))
+        check_parts((codes, block_scale.to("meta"), torch.empty(2)), NVFP4)
 
 
 def test_check_block_scales():
@@ -457,14 +466,14 @@ def test_check_block_scales():
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
 def test_check_finite(dtype):
     x = torch.zeros(2, 3, dtype=dtype)
-    check_finite(x)
+    check_finite(x, NVFP4)
     x[0, 2], x[1, 0], x[1, 1] = float("-inf"), float("nan"), float("inf")
     message = (
         r"1 NaN and 2 infinite among the 6 elements of gate \[2, 3\], the first at \(0, "
         r"2\): -inf; .*nan_to_num\(gate\)"
     )
     with pytest.raises(NonFiniteError, match=message):
-        check_finite(x, "gate")
+        check_finite(x, NVFP4, "gate")
     for encoding, reason in (
         (NVFP4, ", which has no NaN or infinity"),
         (MXFP4, ", which has no NaN or infinity"),

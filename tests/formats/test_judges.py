@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_moe.encodings import Quantized, dequantize, quantize
+from fusion_moe.encodings import NVFP4, Quantized, dequantize, quantize
 from fusion_moe.layouts import SF128X4
 
 pytestmark = pytest.mark.judges
@@ -37,7 +37,10 @@ def any_bytes(*lead, k, seed=0, decode=None):
         torch.float8_e4m3fn
     )
     return Quantized(
-        codes, scale, torch.rand(lead[:-1], generator=rand) if decode is None else decode
+        codes,
+        scale,
+        torch.rand(lead[:-1], generator=rand) if decode is None else decode,
+        encoding=NVFP4,
     )
 
 
@@ -95,7 +98,7 @@ def test_modelopt(name, x, given, dtype):
     if not x.isfinite().all() or not x.any():
         pytest.skip(f"{dtype} cannot hold it")
     packed, block_scale, decode_scale = qtensor.NVFP4QTensor.quantize(x.clone(), 16, None, given)
-    q = quantize(x, given)
+    q = quantize(x, NVFP4, given)
     assert_same_bytes(q, packed._quantized_data, block_scale)
     assert torch.equal(q.decode_scale, decode_scale)
     for out in (torch.float32, torch.bfloat16, torch.float16):
@@ -119,7 +122,7 @@ def torchao():
     "x", [normal(512, 1024), (normal(512, 1024) * 0.02).bfloat16()], ids=["fp32", "bf16"]
 )
 def test_torchao_quantize(x):
-    q = quantize(x)
+    q = quantize(x, NVFP4)
     block_scale, codes = torchao().nvfp4_quantize(x, 16, q.decode_scale)
     assert_same_bytes(q, codes, block_scale)
     assert torch.equal(torchao().per_tensor_amax_to_scale(x.abs().max()), q.decode_scale)
@@ -183,7 +186,7 @@ def test_compressed_tensors_quantize(x):
     blocks = x.view(512, 64, 16)
     block_scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args, encode_scale)
     codes = quantize_and_pack_fp4(x, block_scale, encode_scale)
-    assert_same_bytes(quantize(x), codes, block_scale.to(torch.float8_e4m3fn))
+    assert_same_bytes(quantize(x, NVFP4), codes, block_scale.to(torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])

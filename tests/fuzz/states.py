@@ -82,7 +82,9 @@ MODULES: tuple[Callable[[], nn.Module], ...] = (
         )
     ),
     lambda: NVFP4Linear(
-        encodings.Quantized(*torch.ops.fusion_moe.nvfp4_quantize(torch.randn(I, H)))
+        encodings.Quantized(
+            *torch.ops.fusion_moe.nvfp4_quantize(torch.randn(I, H)), encoding=encodings.NVFP4
+        )
     ),
     lambda: NVFP4GroupedLinear.from_float(torch.randn(E, I, H)),
     lambda: GroupedLinear(E, H, I),

@@ -9,7 +9,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from fusion_moe.encodings import Quantized
+from fusion_moe.encodings import NVFP4, Quantized
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
@@ -57,7 +57,7 @@ def weight(rng: Random, groups: int, n: int, k: int) -> Quantized:
     scales = 2.0 ** torch.randint(0, 2, (groups, n, k // 16), generator=g)
     runs = (2,) if n % 2 == 0 and rng.random() < 0.2 else ()
     decode = 2.0 ** torch.randint(-1, 1, (groups, *runs), generator=g)
-    return Quantized(codes, scales.to(torch.float8_e4m3fn), decode)
+    return Quantized(codes, scales.to(torch.float8_e4m3fn), decode, encoding=NVFP4)
 
 
 def is_fine(t: Tensor) -> bool:

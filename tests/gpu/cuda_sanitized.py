@@ -28,7 +28,7 @@ from fusion_moe.backends.cuda.variants import (
     M160,
 )
 from fusion_moe.definitions.operations import SPECS, bind
-from fusion_moe.encodings import ENCODINGS, Quantized, quantize
+from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.layouts import W16X64
 from fusion_moe.runtime import memory
@@ -67,7 +67,11 @@ def is_faulty() -> bool:
 def in_layout(weight: Quantized, layout: str) -> tuple[torch.Tensor, ...]:
     """codes, block scales and decode scales."""
     codes, scales, decode = weight
-    return (codes, scales, decode) if layout == "linear" else (*W16X64.pack(codes, scales), decode)
+    return (
+        (codes, scales, decode)
+        if layout == "linear"
+        else (*W16X64.pack(codes, scales, encoding=NVFP4), decode)
+    )
 
 
 def products(layout: str, k: int = 320) -> Iterator[Call]:

@@ -25,7 +25,7 @@ from fusion_moe.definitions.operations import (
     eager_types,
     fusion_of,
 )
-from fusion_moe.encodings import Quantized, dequantize, quantize
+from fusion_moe.encodings import NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import BuildError, GroupsError
 from fusion_moe.frontends.inductor import backend
 from fusion_moe.layouts import W16X64
@@ -52,7 +52,11 @@ def on_cuda(*tensors):
 def stored(weight: Quantized, layout: str) -> list[torch.Tensor]:
     """codes, block scales and decode scales on the GPU, in a layout."""
     codes, scales, decode = on_cuda(*weight)
-    return [codes, scales, decode] if layout == "linear" else [*W16X64.pack(codes, scales), decode]
+    return (
+        [codes, scales, decode]
+        if layout == "linear"
+        else [*W16X64.pack(codes, scales, encoding=NVFP4), decode]
+    )
 
 
 def close(found: torch.Tensor, want: torch.Tensor, most: float) -> None:
@@ -87,18 +91,21 @@ def random_weight(groups: int, n: int, k: int, runs: int = 0, exact: bool = Fals
         scales = (2.0 ** torch.randint(-1, 2, (groups, n, k // 16), generator=g)).to(
             torch.float8_e4m3fn
         )
-        return Quantized(codes, scales, torch.full((groups,), 0.25))
+        return Quantized(codes, scales, torch.full((groups,), 0.25), encoding=NVFP4)
     scales = torch.randint(0x01, 0x7F, (groups, n, k // 16), generator=g, dtype=torch.uint8).view(
         torch.float8_e4m3fn
     )
     return Quantized(
-        codes, scales, torch.rand((groups, runs) if runs else (groups,), generator=g) + 0.5
+        codes,
+        scales,
+        torch.rand((groups, runs) if runs else (groups,), generator=g) + 0.5,
+        encoding=NVFP4,
     )
 
 
 def quantized(layout: str, count: int = E, hidden: int = H, inner: int = I):
     gate_up, down = (w * 0.4 for w in float_weights(count, hidden, inner))
-    return [*stored(quantize_gate_up(gate_up), layout), *stored(quantize(down), layout)]
+    return [*stored(quantize_gate_up(gate_up), layout), *stored(quantize(down, NVFP4), layout)]
 
 
 def tokens(ids: torch.Tensor, hidden: int = H):
@@ -146,7 +153,7 @@ def test_every_code_under_every_scale(layout):
         scales = (
             byte[first : first + n, None].expand(n, 16).contiguous()[None].view(torch.float8_e4m3fn)
         )
-        weight = Quantized(codes, scales, torch.ones(1))
+        weight = Quantized(codes, scales, torch.ones(1), encoding=NVFP4)
         want = dequantize(weight)[0, :, ::16].T.cuda()  # [code, scale]
         found = product(
             x.cuda(),
@@ -171,7 +178,9 @@ def test_every_position(layout, k):
         count = -(-k // size)
         one = random_weight(1, 80, k).with_(decode_scale=torch.ones(1))
         codes, scales = (t.view(torch.uint8).repeat(count, 1, 1) for t in one[:2])
-        weight = Quantized(codes, scales.view(torch.float8_e4m3fn), torch.ones(count))
+        weight = Quantized(
+            codes, scales.view(torch.float8_e4m3fn), torch.ones(count), encoding=NVFP4
+        )
         ends = (torch.arange(1, count + 1) * size).clamp(max=k).int().cuda()
         found = product(
             torch.eye(k).bfloat16().cuda(),
@@ -410,7 +419,11 @@ def test_decode_scales_of_runs_of_rows(layout, n, runs, rows):
 
 def test_the_layout_on_the_gpu_is_that_of_the_cpu():
     codes, scales, _ = random_weight(3, 48, 192)
-    for a, b in zip(W16X64.pack(codes, scales), W16X64.pack(*on_cuda(codes, scales)), strict=True):
+    for a, b in zip(
+        W16X64.pack(codes, scales, encoding=NVFP4),
+        W16X64.pack(*on_cuda(codes, scales), encoding=NVFP4),
+        strict=True,
+    ):
         assert torch.equal(a.view(torch.uint8), b.cpu().view(torch.uint8))
 
 

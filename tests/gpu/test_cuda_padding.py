@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.encodings import ENCODINGS, Quantized, dequantize, quantize
+from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, dequantize, quantize
 from fusion_moe.nn import (
     Experts,
     NVFP4Experts,
@@ -106,7 +106,7 @@ def test_other_encodings_with_biases(encoding):
 
 def test_linear_layers():
     one = NVFP4Linear(
-        Quantized(*(t[0] for t in quantize(torch.randn(1, 200, 80).cuda()))),
+        Quantized(*(t[0] for t in quantize(torch.randn(1, 200, 80).cuda(), NVFP4)), encoding=NVFP4),
         torch.randn(200).cuda(),
     )
     grouped = NVFP4GroupedLinear.from_float(torch.randn(E, 200, 80).cuda())
@@ -197,7 +197,7 @@ def test_a_first_call_on_a_gpu_orders_the_weights_once(inner):
 
 @pytest.mark.parametrize("rows", [1, 8, 300])
 def test_a_compiled_linear_layer_before_a_residual(rows):
-    module = NVFP4Linear(quantize(torch.randn(320, 256) / 16)).cuda()
+    module = NVFP4Linear(quantize(torch.randn(320, 256) / 16, NVFP4)).cuda()
     x, residual = (
         torch.randn(rows, 1, 256, device="cuda").bfloat16(),
         torch.randn(rows, 1, 320, device="cuda").bfloat16(),

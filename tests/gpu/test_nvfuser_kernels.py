@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import fusion_moe
 from fusion_moe import FusionDefinition, options
-from fusion_moe.encodings import Quantized, dequantize, quantize
+from fusion_moe.encodings import NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.layouts import SF128X4
 from fusion_moe.layouts.groups import ends_from_sizes, padded_starts, starts
@@ -69,7 +69,9 @@ def test_decoding_is_exact(dtype, runs):
     ends = torch.tensor([k, 2 * k, 3 * k], dtype=torch.int32).cuda()
     with nvfuser():
         found = ops.nvfp4_grouped_mm(rows, *weight, ends)
-    want = dequantize(Quantized(*weight)).to(dtype).transpose(1, 2).reshape(g * k, n)
+    want = (
+        dequantize(Quantized(*weight, encoding=NVFP4)).to(dtype).transpose(1, 2).reshape(g * k, n)
+    )
     assert torch.equal(found + 0.0, want + 0.0)  # a sum with zeros has no -0.0
 
 
@@ -117,7 +119,7 @@ def test_the_swizzle_is_nvfusers(sizes, columns):
 def quantized(halves=True):
     gate_up, down = float_weights(E, H, I)
     scale = torch.tensor([[0.01, 0.02]]).expand(E, 2).contiguous() if halves else None
-    return [*quantize(gate_up, scale), *quantize(down)]
+    return [*quantize(gate_up, NVFP4, scale), *quantize(down, NVFP4)]
 
 
 def tokens(count, dtype=torch.bfloat16, experts_used=E):
@@ -241,7 +243,7 @@ def test_four_bit_products_are_refused_before_launch():
     g = generator()
     args = on_cuda(
         torch.randn(20, H, generator=g).bfloat16(),
-        *quantize(torch.randn(E, 128, H, generator=g)),
+        *quantize(torch.randn(E, 128, H, generator=g), NVFP4),
         torch.tensor([3, 3, 9, 20], dtype=torch.int32),
     )
     call = bind(SPECS["nvfp4_grouped_mm"], args, {"activation_format": "nvfp4"})

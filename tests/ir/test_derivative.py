@@ -13,7 +13,7 @@ from pointwise import BINARY, UNARY, sample
 from routings import Partition, Routing, partitions, routings
 
 from fusion_moe import FusionDefinition
-from fusion_moe.encodings import MXFP8, dequantize, quantize
+from fusion_moe.encodings import MXFP8, NVFP4, dequantize, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.kinds import KINDS
@@ -330,7 +330,7 @@ def _check_product(op: str, partition: Partition, w, plain):
 @about("grouped_mm")
 @given(SMALL)
 def test_grouped_mm_with_frozen_weights(partition: Partition):
-    q = quantize(torch.randn(len(partition.sizes), 4, 16))
+    q = quantize(torch.randn(len(partition.sizes), 4, 16), NVFP4)
 
     def build(fd, a, offs, *parts):
         rows, ends = _rows(fd, partition, a, offs)

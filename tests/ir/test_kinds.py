@@ -16,7 +16,7 @@ from pointwise import BINARY, COMPARISONS, LOGICAL, UNARY, sample
 from routings import Partition, Routing, partitions, routings
 
 from fusion_moe import FusionDefinition
-from fusion_moe.encodings import Quantized, quantize
+from fusion_moe.encodings import NVFP4, Quantized, quantize
 from fusion_moe.errors import FusionError, GroupsError, NonFiniteError, ShapeError
 from fusion_moe.ir.kinds import KINDS
 from fusion_moe.ir.types import DTYPES
@@ -559,7 +559,12 @@ def weight(groups: int, n: int, k: int, runs: int = 0, seed: int = 0) -> Quantiz
     scale = torch.randint(0, 0x70, (groups, n, k // 16), generator=g, dtype=torch.uint8).view(
         torch.float8_e4m3fn
     )
-    return Quantized(codes, scale, torch.rand(groups, *([runs] if runs else []), generator=g) + 0.5)
+    return Quantized(
+        codes,
+        scale,
+        torch.rand(groups, *([runs] if runs else []), generator=g) + 0.5,
+        encoding=NVFP4,
+    )
 
 
 def packed(fd, *parts):
@@ -777,7 +782,7 @@ def test_quantize(lead):
     np.testing.assert_array_equal(
         decode_scale.numpy(), np.abs(x.numpy()).max((-2, -1)) / np.float32(2688)
     )
-    near = codes_of(Quantized(codes, block_scale, decode_scale))
+    near = codes_of(Quantized(codes, block_scale, decode_scale, encoding=NVFP4))
     step = np.repeat(np.abs(x.numpy()).reshape(*lead, 4, 3, 16).max(-1), 16, -1) / 6
     # half of the widest gap of codes, 2, and the rounding of the scale
     assert (np.abs(near - x.numpy()) <= 1.2 * step).all()
@@ -790,7 +795,7 @@ def test_dequantize(dtype):
     """Codes times block scales times the decode scale, rounded once; along rows of groups:
     test_eight_bits.py.
     """
-    q = quantize(torch.randn(3, 4, 48, generator=torch.Generator().manual_seed(0)))
+    q = quantize(torch.randn(3, 4, 48, generator=torch.Generator().manual_seed(0)), NVFP4)
     found = run(
         lambda fd, *q: fd.ops.dequantize(
             fd.ops.pack(*q, encoding="nvfp4", layout="linear"), dtype=dtype

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from routings import Routing, routings
 
 from fusion_moe import FusionDefinition
-from fusion_moe.encodings import quantize
+from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.ir.derivative import differentiate
 
 H, N = 16, 6  # features of the rows, and of the result
@@ -160,7 +160,7 @@ def test_the_products_read_rows_of_the_gradient_as_they_are():
 def test_packed_weights():
     routing = Routing(torch.tensor([[0, 2], [1, 1], [2, 0]]), 3)
     x, w, ids, weight, bias = inputs(routing, dtype=torch.float32)
-    fusion, tensors = build("packed", dtype="f32"), [x, w, ids, *quantize(weight), bias]
+    fusion, tensors = build("packed", dtype="f32"), [x, w, ids, *quantize(weight, NVFP4), bias]
     on, off = (differentiate(fusion, (0, 1, 6), router_gradient=on) for on in (True, False))
     assert products(on.backward) == products(off.backward) == ["grouped_mm_t"]
     assert saved(off) == [*saved(on), f"f32[2*t/g, {N}]"]

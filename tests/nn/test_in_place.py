@@ -8,7 +8,7 @@ import pytest
 import torch
 from layers import COUNTS, ROWS, G, K, N, layer, uniform
 
-from fusion_moe.encodings import quantize
+from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.layouts import Padding
 from fusion_moe.nn import (
     GroupedLinear,
@@ -25,7 +25,7 @@ IDS = torch.randint(0, G, (ROWS, 2), generator=torch.Generator().manual_seed(0))
 
 
 def encoded(*shape):
-    return quantize(uniform(*shape))
+    return quantize(uniform(*shape), NVFP4)
 
 
 def grouped(bias=None, n=64):

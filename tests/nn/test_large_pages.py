@@ -12,7 +12,7 @@ from experts import experts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_moe
-from fusion_moe.encodings import quantize
+from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.nn import NVFP4GroupedLinear
 from fusion_moe.nn.frozen import base as frozen
 from fusion_moe.runtime.host_memory import pages
@@ -58,7 +58,7 @@ def test_a_few_matrices_at_a_time_give_the_bytes_of_all_at_once(panel, monkeypat
     weight = floats(E, I, H)
     weight[1] = 0
     for x in weight, weight.mT, weight.view(E, 2, I // 2, H):
-        found, want = frozen.quantized(x), quantize(x)
+        found, want = frozen.quantized(x), quantize(x, NVFP4)
         assert all(
             a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
             for a, b in zip(found, want, strict=True)
@@ -98,7 +98,7 @@ def test_quantizing_needs_room_for_a_few_matrices_only(monkeypatch):
 
 @needs_advice
 def test_tensors_from_elsewhere_are_copied_there():
-    weight = quantize(floats(E, H, I))
+    weight = quantize(floats(E, H, I), NVFP4)
     module = NVFP4GroupedLinear(weight)
     assert module.weight.data_ptr() % pages.PAGE == 0
     assert torch.equal(module.weight, weight.codes)

@@ -314,7 +314,7 @@ class Gate(torch.nn.Module):
 def test_custom_experts():
     """The first projection is `up`; against whole weights."""
     up, down = torch.randn(E, I, H) / 8, torch.randn(E, H, I) / 8
-    module = CustomExperts(quantize(up), quantize(down), Gate())
+    module = CustomExperts(quantize(up, NVFP4), quantize(down, NVFP4), Gate())
     assert add_lora_(module, 4) == ["up", "down"]
     randomized(module, 0.2)
     x, ids, w = routed()
@@ -458,7 +458,7 @@ def test_scales_of_rows_in_runs():
     """A decode scale for each of four runs of rows stays one for each of them."""
     gate_up, down = float_weights(E, H, I)
     scale = gate_up.unflatten(1, (4, 2 * I // 4)).abs().amax((-2, -1)) / 2688
-    module = randomized(_adapted(Experts(quantize(gate_up, scale), quantize(down))))
+    module = randomized(_adapted(Experts(quantize(gate_up, NVFP4, scale), quantize(down, NVFP4))))
     merge_lora_(module, requantize=True)
     assert module.gate_up_decode_scale.shape == (E, 4)
     assert isinstance(module.weight_of("gate_up"), Quantized)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ways import HOW, every_way
 
 import fusion_moe
-from fusion_moe.encodings import quantize
+from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import NonFiniteError, ShapeError, UnsupportedError
 from fusion_moe.nn import GroupedSwiGLU, NVFP4GroupedLinear, convert
 
@@ -137,7 +137,7 @@ def test_gate_up_and_down_are_quantized_each_by_itself():
     gate, up, down = random(2, 32, 64), random(2, 32, 64) * 100, random(2, 64, 32)
     module = GroupedSwiGLU.from_float(gate, up, down)
     for part, weight in (("gate", gate), ("up", up), ("down", down)):
-        q, of = quantize(weight), module.down_proj if part == "down" else module.gate_up_proj
+        q, of = quantize(weight, NVFP4), module.down_proj if part == "down" else module.gate_up_proj
         rows = {"gate": slice(0, 32), "up": slice(32, 64), "down": slice(0, 64)}[part]
         scale = (
             of.weight_decode_scale
@@ -185,8 +185,8 @@ def test_copies_and_state_dicts():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: NVFP4GroupedLinear(quantize(random(8, 32))),
-        lambda: NVFP4GroupedLinear(quantize(random(2, 8, 32)), random(2, 9)),
+        lambda: NVFP4GroupedLinear(quantize(random(8, 32), NVFP4)),
+        lambda: NVFP4GroupedLinear(quantize(random(2, 8, 32), NVFP4), random(2, 9)),
         lambda: GroupedSwiGLU(linear(2, 64, 64), linear(2, 64, 64)),
         lambda: GroupedSwiGLU(linear(2, 64, 64), linear(3, 64, 32)),
         lambda: NVFP4GroupedLinear.from_float(random(2, 8, 24)),
@@ -260,7 +260,7 @@ def test_thunders_layers(source):
         GroupedSwiGLU,
         False,
     )
-    assert model["one"].weight.equal(quantize(weights["one.weight"]).codes)
+    assert model["one"].weight.equal(quantize(weights["one.weight"], NVFP4).codes)
     x, ends, sizes = random(11, 64, dtype=torch.bfloat16), Partition((4, 0, 7), 0).ends, (4, 0, 7)
     gate, up, down = (
         weights[f"all.{name}_proj.weight"].double() for name in ("gate", "up", "down")

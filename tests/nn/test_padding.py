@@ -75,7 +75,7 @@ def padded(module: PackedModule) -> PackedModule:
     assert other.paddings
     for names in other.packed:
         *_, n, k = getattr(other, names[0]).shape
-        assert W16X64.why_not(n, other.encoding.elements(k)) == ""
+        assert W16X64.why_not(n, other.encoding.elements(k), other.encoding) == ""
     assert same_state(module, other)
     assert repr(other) == repr(module).replace("linear'", "w16x64'")
     return other

@@ -9,7 +9,7 @@ import torch
 from experts import experts
 
 import fusion_moe
-from fusion_moe.encodings import Quantized
+from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.errors import NonFiniteError, ShapeError
 from fusion_moe.layouts import LAYOUTS, W16X64, W16x64
 from fusion_moe.nn import NVFP4GroupedLinear
@@ -37,12 +37,12 @@ def test_every_byte_comes_back():
     scales = (
         torch.arange(256, dtype=torch.uint8).repeat(2, 8).view(2, 64, 32)[:, :, :32].contiguous()
     )
-    there = W16X64.pack(codes, scales.view(torch.float8_e4m3fn))
+    there = W16X64.pack(codes, scales.view(torch.float8_e4m3fn), encoding=NVFP4)
     assert not same_bytes(there, (codes, scales))
     assert sorted(there[1].view(torch.uint8).flatten().tolist()) == sorted(
         scales.flatten().tolist()
     )
-    assert same_bytes(W16X64.unpack(*there), (codes, scales))
+    assert same_bytes(W16X64.unpack(*there, encoding=NVFP4), (codes, scales))
 
 
 def test_scales_that_are_numbers_keep_their_order():
@@ -55,14 +55,16 @@ def test_scales_that_are_numbers_keep_their_order():
         .T.contiguous()
         .view(torch.float8_e4m3fn)
     )
-    stored = W16X64.pack(torch.zeros(112, 32, dtype=torch.uint8), scales)[1].view(torch.uint8)
+    stored = W16X64.pack(torch.zeros(112, 32, dtype=torch.uint8), scales, encoding=NVFP4)[1].view(
+        torch.uint8
+    )
     number = (stored.int() * 16 + 0x6F80).to(torch.int16).view(torch.bfloat16).double() * 2.0**-119
     assert torch.equal(number.flatten().sort().values, scales.double().flatten().sort().values)
 
 
 def test_sizes_off_the_tile_are_refused():
     with pytest.raises(ShapeError, match="N = 24 is not a multiple of 16, or K = 64 not of 64"):
-        LAYOUTS["w16x64"].pack(torch.zeros(2, 24, 32, dtype=torch.uint8))
+        LAYOUTS["w16x64"].pack(torch.zeros(2, 24, 32, dtype=torch.uint8), encoding=NVFP4)
 
 
 def test_a_prepared_module_computes_the_same():
@@ -122,6 +124,7 @@ def test_negative_scales_are_refused():
         torch.zeros(2, 16, 32, dtype=torch.uint8),
         torch.full((2, 16, 4), -1.0).to(torch.float8_e4m3fn),
         torch.ones(2),
+        encoding=NVFP4,
     )
     model = torch.nn.ModuleDict({"layer": NVFP4GroupedLinear(weight)})
     with pytest.raises(

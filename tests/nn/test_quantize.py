@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
-from fusion_moe.encodings import dequantize, quantize
+from fusion_moe.encodings import NVFP4, dequantize, quantize
 from fusion_moe.errors import NonFiniteError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.nn.convert import quantize as quantize_module
 
@@ -58,9 +58,9 @@ def test_the_model_computes_with_the_quantized_weights(tokens):
         halves = experts.gate_up_proj.detach().unflatten(1, (2, 32))
         scale = halves.float().abs().amax((-2, -1)) / 2688
         experts.gate_up_proj.data = dequantize(
-            quantize(experts.gate_up_proj.detach(), scale)
+            quantize(experts.gate_up_proj.detach(), NVFP4, scale)
         ).bfloat16()
-        experts.down_proj.data = dequantize(quantize(experts.down_proj.detach())).bfloat16()
+        experts.down_proj.data = dequantize(quantize(experts.down_proj.detach(), NVFP4)).bfloat16()
     with torch.no_grad():
         got, want = model(tokens).logits.float(), reference(tokens).logits.float()
         plain = qwen3_moe()(tokens).logits.float()

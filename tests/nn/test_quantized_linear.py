@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusion_moe
-from fusion_moe.encodings import ENCODINGS, Quantized, dequantize, quantize
+from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import ShapeError
 from fusion_moe.nn import NVFP4Linear, QuantizedLinear
 
@@ -16,7 +16,8 @@ N, K = 48, 128
 def linear(bias: bool = True) -> NVFP4Linear:
     g = torch.Generator().manual_seed(0)
     return NVFP4Linear(
-        quantize(torch.randn(N, K, generator=g)), torch.randn(N, generator=g) if bias else None
+        quantize(torch.randn(N, K, generator=g), NVFP4),
+        torch.randn(N, generator=g) if bias else None,
     )
 
 
@@ -24,7 +25,9 @@ def linear(bias: bool = True) -> NVFP4Linear:
 @pytest.mark.parametrize("shape", [(K,), (5, K), (2, 3, K), (0, K)])
 def test_it_is_a_linear_layer(bias, shape):
     module, x = linear(bias), torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    weight = dequantize(Quantized(module.weight, module.weight_scale, module.weight_scale_2))
+    weight = dequantize(
+        Quantized(module.weight, module.weight_scale, module.weight_scale_2, encoding=NVFP4)
+    )
     want = torch.nn.functional.linear(x, weight, module.bias)
     torch.testing.assert_close(module(x), want, rtol=1e-5, atol=1e-5)
 
@@ -71,7 +74,7 @@ def test_a_bias_of_another_length():
         match=r"weight \[48, 128\] and bias \[47\]; expected \[N, K\] "
         r"and \[N\]",
     ):
-        NVFP4Linear(quantize(torch.randn(N, K)), torch.randn(47))
+        NVFP4Linear(quantize(torch.randn(N, K), NVFP4), torch.randn(47))
 
 
 @pytest.mark.parametrize("encoding", ["mxfp4", "int4"])

@@ -10,7 +10,7 @@ from fusions import assert_same_bits
 from test_float_weights import FLOATS, FORMATS, ROUTING, call, layer
 from torch import Tensor
 
-from fusion_moe.encodings import quantize
+from fusion_moe.encodings import NVFP4, quantize
 
 ops = torch.ops.fusion_moe
 pytestmark = pytest.mark.usefixtures("meaning")
@@ -71,10 +71,13 @@ def test_as_linear(dtype):
 def test_packed_weights_stay_as_they_are():
     a, q = (
         torch.randn(5, 32, generator=torch.Generator().manual_seed(0)),
-        quantize(torch.ones(3, 16, 32)),
+        quantize(torch.ones(3, 16, 32), NVFP4),
     )
     with torch.autocast("cpu", torch.bfloat16):
-        found = ops.nvfp4_grouped_mm(a, *q, OFFS), ops.grouped_mm(a, list(q), OFFS)
+        found = (
+            ops.nvfp4_grouped_mm(a, *q, OFFS),
+            ops.grouped_mm(a, list(q), OFFS, weight_format="nvfp4"),
+        )
     want = ops.nvfp4_grouped_mm(a.bfloat16(), *q, OFFS)
     assert_same_bits(found, (want, want))
 

@@ -108,7 +108,9 @@ BAD = {
     "out_dtype is int8": (DtypeError, lambda: mm(out_dtype=torch.int8)),
     "an out_dtype that no product has": (
         DtypeError,
-        lambda: OPS.grouped_mm(A, [CODES, SCALE, DECODE], ends(2, 5), out_dtype=torch.int16),
+        lambda: OPS.grouped_mm(
+            A, [CODES, SCALE, DECODE], ends(2, 5), out_dtype=torch.int16, weight_format="nvfp4"
+        ),
     ),
     "ids are int16": (DtypeError, lambda: mlp(ids=IDS.short())),
     "ids and weights in each other's place": (DtypeError, lambda: mlp(ids=W, w=IDS)),
@@ -152,10 +154,15 @@ BAD = {
     "experts disagree": (ShapeError, lambda: mlp(down=experts(2)[1])),
     "weights of other experts a token": (ShapeError, lambda: mlp(w=random(4, 3))),
     "ids of one dimension": (ShapeError, lambda: mlp(ids=IDS[:, 0], w=W[:, 0])),
-    "no parts of a weight": (ShapeError, lambda: OPS.fused_experts(X, IDS, W, [], [])),
+    "no parts of a weight": (
+        ShapeError,
+        lambda: OPS.fused_experts(X, IDS, W, [], [], weight_format="nvfp4"),
+    ),
     "floats without their weight_format": (
         ShapeError,
-        lambda: OPS.fused_experts(X, IDS, W, [random(3, 32, 32)], [random(3, 32, 16)]),
+        lambda: OPS.fused_experts(
+            X, IDS, W, [random(3, 32, 32)], [random(3, 32, 16)], weight_format="nvfp4"
+        ),
     ),
     "bias of other columns": (ShapeError, lambda: mlp(X, IDS, W, GATE_UP, DOWN, random(3, 16))),
     "interleave below zero": (OptionError, lambda: mlp(interleave=-1)),

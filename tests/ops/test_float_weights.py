@@ -286,10 +286,10 @@ def test_refusals():
         match="a is torch.float32, the weight is torch.float64; expected torch.float64 for both",
     ):
         ops.grouped_mm(a, [w.double()], offs, weight_format="f64", transposed=True)
-    q = fusion_moe.encodings.quantize(torch.ones(1, 16, 16))
+    q = fusion_moe.encodings.quantize(torch.ones(1, 16, 16), fusion_moe.encodings.NVFP4)
     with pytest.raises(
         OptionError,
         match=r"transposed = True with weight_format = 'nvfp4' .*; "
         r"expected weights of floats \[G, K, N\]",
     ):
-        ops.grouped_mm(a, list(q), offs, transposed=True)
+        ops.grouped_mm(a, list(q), offs, transposed=True, weight_format="nvfp4")

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_moe
 from fusion_moe import options
+from fusion_moe.encodings import NVFP4
 from fusion_moe.errors import DtypeError, GroupsError, ShapeError, UnsupportedError
 from fusion_moe.nn import NVFP4Experts
 from fusion_moe.runtime.remembered import Remembered
@@ -74,7 +75,7 @@ def test_codes_as_fp4():
     (codes, *rest), down = arguments(experts)
     want = experts(*token)
     for given in (codes, codes.detach().view(torch.float4_e2m1fn_x2)) * 2:
-        assert OPS.fused_experts(*token, [given, *rest], down).equal(want)
+        assert OPS.fused_experts(*token, [given, *rest], down, weight_format="nvfp4").equal(want)
 
 
 def test_a_weight_that_was_changed_in_place_is_checked_again():
@@ -107,7 +108,7 @@ def test_other_arguments_and_options_are_part_of_a_form():
 
 def test_strides_are_checked_where_they_matter():
     codes, block_scale, decode_scale = OPS.nvfp4_quantize(torch.randn(2, 128, 64))
-    swizzled = fusion_moe.layouts.SF128X4.pack(codes, block_scale, decode_scale)[1]
+    swizzled = fusion_moe.layouts.SF128X4.pack(codes, block_scale, decode_scale, encoding=NVFP4)[1]
     starts, padded = (
         torch.tensor([0, 3], dtype=torch.int32),
         torch.tensor([0, 128], dtype=torch.int32),

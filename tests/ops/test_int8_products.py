@@ -144,7 +144,11 @@ def test_derivative_is_that_of_the_product_without_rounding():
     for how in ("bf16", "int8"):
         leaf = x.clone().requires_grad_()
         OPS.grouped_mm(
-            leaf, list(w), torch.tensor([4, 9], dtype=torch.int32), activation_format=how
+            leaf,
+            list(w),
+            torch.tensor([4, 9], dtype=torch.int32),
+            activation_format=how,
+            weight_format="nvfp4",
         ).sum().backward()
         grads.append(leaf.grad)
     assert torch.equal(*grads)
@@ -184,7 +188,9 @@ def test_what_has_no_such_products():
         OPS.grouped_mm(x, list(int4), offs, weight_format="int4", activation_format="int8")
     fusion = fusion_moe.definitions.operations
     call = fusion.bind(
-        fusion.SPECS["grouped_mm"], (x.bfloat16(), list(w), offs), {"activation_format": "int8"}
+        fusion.SPECS["grouped_mm"],
+        (x.bfloat16(), list(w), offs),
+        {"weight_format": "nvfp4", "activation_format": "int8"},
     )
     made = fusion.fusion_of("grouped_mm", fusion.eager_types(call), call.others)
     assert "operands='int8'" in str(made)

@@ -97,12 +97,14 @@ def test_nvfp4(target, dtype):
         for first, count in SHARES:
             local = [[part[first : first + count] for part in parts] for parts in (gate_up, down)]
             inside = (ids >= first) & (ids < first + count)
-            want = ops.fused_experts(x, ids, torch.where(inside, w, 0), gate_up, down)
-            found = ops.fused_experts(x, ids, w, *local, first_expert=first)
+            want = ops.fused_experts(
+                x, ids, torch.where(inside, w, 0), gate_up, down, weight_format="nvfp4"
+            )
+            found = ops.fused_experts(x, ids, w, *local, first_expert=first, weight_format="nvfp4")
             torch.testing.assert_close(found, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
             assert found[~inside.any(1)].equal(torch.zeros_like(x[~inside.any(1)]))
         with pytest.raises(GroupsError, match="pass first_expert"):
-            ops.fused_experts(x, ids, w, *local)
+            ops.fused_experts(x, ids, w, *local, weight_format="nvfp4")
 
 
 @every_way
@@ -142,7 +144,8 @@ def test_slots_of_no_expert(target, more):
     )
     weights, more = (
         [*parts(E), *biases],
-        {name: value for name, value in more.items() if name != "bias"},
+        {"weight_format": "nvfp4"}
+        | {name: value for name, value in more.items() if name != "bias"},
     )
     with fusion_moe.options.override(target=target):
         found = ops.fused_experts(x, ids, w, *weights, **more)

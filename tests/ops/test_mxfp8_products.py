@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion_moe.encodings import quantize
+from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import OptionError
 
 ops = torch.ops.fusion_moe
@@ -81,6 +81,6 @@ def test_fused_experts(transposed):
 
 def test_weights_must_be_floats():
     a, offs = drawn(4, K), torch.tensor([4], dtype=torch.int32)
-    packed = list(quantize(torch.randn(1, N, K)))
+    packed = list(quantize(torch.randn(1, N, K), NVFP4))
     with pytest.raises(OptionError, match="activation_format = 'mxfp8' with weights in nvfp4"):
-        ops.grouped_mm(a, packed, offs, activation_format="mxfp8")
+        ops.grouped_mm(a, packed, offs, activation_format="mxfp8", weight_format="nvfp4")

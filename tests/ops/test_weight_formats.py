@@ -61,7 +61,10 @@ def test_named_operations_are_the_general_ones():
     )
     assert torch.equal(general, ops.expert_mlp(x, ids, w, *gate_up, *down, interleave=8, limit=2.0))
     a, offs = torch.randn(7, H).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
-    assert torch.equal(ops.grouped_mm(a, gate_up, offs), ops.nvfp4_grouped_mm(a, *gate_up, offs))
+    assert torch.equal(
+        ops.grouped_mm(a, gate_up, offs, weight_format="nvfp4"),
+        ops.nvfp4_grouped_mm(a, *gate_up, offs),
+    )
 
 
 @pytest.mark.parametrize("encoding", ["mxfp4", "int4", "bf16"])
@@ -139,7 +142,7 @@ def test_refusals():
     a, offs = torch.randn(7, H).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
     q = weight("nvfp4", E, 96, H)
     with pytest.raises(
-        OptionError, match="grouped_mm: weight_format = 'fp5'; expected one of nvfp4, int4, mxfp4"
+        OptionError, match="grouped_mm: weight_format = 'fp5'; expected one of int4, mxfp4, nvfp4"
     ):
         ops.grouped_mm(a, list(q), offs, weight_format="fp5")
     with pytest.raises(
@@ -151,7 +154,7 @@ def test_refusals():
     with pytest.raises(
         ShapeError, match="grouped_mm: weight of 0 tensors; expected 3 for weight_format = 'nvfp4'"
     ):
-        ops.grouped_mm(a, [], offs)
+        ops.grouped_mm(a, [], offs, weight_format="nvfp4")
     with pytest.raises(
         DtypeError,
         match="grouped_mm: block_scale of weight is "
@@ -163,4 +166,10 @@ def test_refusals():
     ):
         ops.grouped_mm(a, [torch.zeros(E, 96, H).half()], offs, weight_format="bf16")
     with pytest.raises(ShapeError, match="N = 96 is not a multiple of 16, or K = 32 not of 64"):
-        ops.grouped_mm(a[:, :32], list(weight("nvfp4", E, 96, 32)), offs, weight_layout="w16x64")
+        ops.grouped_mm(
+            a[:, :32],
+            list(weight("nvfp4", E, 96, 32)),
+            offs,
+            weight_layout="w16x64",
+            weight_format="nvfp4",
+        )

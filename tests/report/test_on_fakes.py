@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_moe
-from fusion_moe.encodings import Quantized
+from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.errors import ShapeError, UnsupportedError
 from fusion_moe.target import TARGETS
 
@@ -21,6 +21,7 @@ def quantized(g, n, k, device=None):
         torch.zeros(g, n, k // 2, dtype=torch.uint8, device=device),
         torch.ones(g, n, k // 16, device=device).to(torch.float8_e4m3fn),
         torch.ones(g, device=device),
+        encoding=NVFP4,
     )
 
 

@@ -119,12 +119,25 @@ def test_what_makes_another_form(runs):
         "leading dimensions": lambda: experts(x.view(2, 3, 32), ids, w),
         "another dtype": lambda: experts(x.float(), ids, w),
         "another integer": lambda: experts(x, ids.int(), w),
-        "an argument": lambda: OPS.fused_experts(x, ids, w, gate_up, down, limit=0.5),
-        "another value": lambda: OPS.fused_experts(x, ids, w, gate_up, down, limit=0.25),
-        "a word": lambda: OPS.fused_experts(x, ids, w, gate_up, down, scale_on="input"),
-        "a bias": lambda: OPS.fused_experts(x, ids, w, gate_up, down, torch.ones(5, 64).bfloat16()),
+        "an argument": lambda: OPS.fused_experts(
+            x, ids, w, gate_up, down, limit=0.5, weight_format="nvfp4"
+        ),
+        "another value": lambda: OPS.fused_experts(
+            x, ids, w, gate_up, down, limit=0.25, weight_format="nvfp4"
+        ),
+        "a word": lambda: OPS.fused_experts(
+            x, ids, w, gate_up, down, scale_on="input", weight_format="nvfp4"
+        ),
+        "a bias": lambda: OPS.fused_experts(
+            x, ids, w, gate_up, down, torch.ones(5, 64).bfloat16(), weight_format="nvfp4"
+        ),
         "fp4": lambda: OPS.fused_experts(
-            x, ids, w, [gate_up[0].detach().view(torch.float4_e2m1fn_x2), *gate_up[1:]], down
+            x,
+            ids,
+            w,
+            [gate_up[0].detach().view(torch.float4_e2m1fn_x2), *gate_up[1:]],
+            down,
+            weight_format="nvfp4",
         ),
     }
     experts(x, ids, w)
@@ -248,6 +261,7 @@ def test_tracers():
         fake = OPS.fused_experts(
             *(mode.from_tensor(t) for t in given),
             *(list(experts.weight_of(name)) for name in ("gate_up", "down")),
+            weight_format="nvfp4",
         )
     assert fake.shape == (3, 32)
     assert type(fake).__name__ == "FakeTensor"

@@ -16,7 +16,7 @@ import fusion_moe
 from fusion_moe import FusionDefinition, options, schedule
 from fusion_moe.compile import segments
 from fusion_moe.definitions import operations as op_definitions
-from fusion_moe.encodings import quantize
+from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.frontends.inductor.compile_graph import compile_calls
 from fusion_moe.frontends.inductor.fusion_pass import FusionPass
 from fusion_moe.ir.core import Fusion
@@ -155,7 +155,9 @@ G, H, I, K = 4, 64, 32, 2
 def weights(seed: int = 0):
     g = torch.Generator().manual_seed(seed)
     return [
-        t for shape in ((G, 2 * I, H), (G, H, I)) for t in quantize(torch.randn(shape, generator=g))
+        t
+        for shape in ((G, 2 * I, H), (G, H, I))
+        for t in quantize(torch.randn(shape, generator=g), NVFP4)
     ]
 
 
@@ -347,7 +349,7 @@ def test_expert_mlp_in_segments_for_any_routing(routing: Routing):
     packed = [
         t
         for shape in ((routing.groups, 32, 16), (routing.groups, 16, 16))
-        for t in quantize(torch.randn(shape, generator=g))
+        for t in quantize(torch.randn(shape, generator=g), NVFP4)
     ]
     inputs = [
         torch.randn(count, 16, generator=g).bfloat16(),

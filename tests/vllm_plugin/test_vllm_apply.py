@@ -14,7 +14,7 @@ import torch
 from method_layers import expected
 from stubs import installed
 
-from fusion_moe.encodings import MXFP4, Quantized, quantize
+from fusion_moe.encodings import MXFP4, NVFP4, Quantized, quantize
 
 E, H, I, TOKENS, SLOTS = 8, 128, 64, 33, 2
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -76,8 +76,11 @@ def modelopt(
         torch.randn(E, 2, I, H, generator=g) * torch.tensor([1.0, 8.0])[:, None, None],
         torch.randn(E, H, I, generator=g),
     )
-    codes, scale, matrix = quantize(up)
-    w13, w2 = Quantized(codes.flatten(1, 2), scale.flatten(1, 2), matrix), quantize(down)
+    codes, scale, matrix = quantize(up, NVFP4)
+    w13, w2 = (
+        Quantized(codes.flatten(1, 2), scale.flatten(1, 2), matrix, encoding=NVFP4),
+        quantize(down, NVFP4),
+    )
     owner = empty_layer(method, len(range(E)[here]), device, expert_map)
     for name, weight in ("w13", w13), ("w2", w2):
         load(

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.fused_moe.config import (
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
-from fusion_moe.encodings import Quantized
+from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.errors import (
     CheckpointError,
     DtypeError,
@@ -308,8 +308,8 @@ def weights(experts: int = 4) -> tuple[Any, Any]:
     w13[:, 1] *= 8  # up has scales of its own
     w2 = torch.randn(experts, 64, 32, generator=generator)
     codes, scale, matrix = torch.ops.fusion_moe.nvfp4_quantize(w13)
-    return Quantized(codes.flatten(1, 2), scale.flatten(1, 2), matrix), Quantized(
-        *torch.ops.fusion_moe.nvfp4_quantize(w2)
+    return Quantized(codes.flatten(1, 2), scale.flatten(1, 2), matrix, encoding=NVFP4), Quantized(
+        *torch.ops.fusion_moe.nvfp4_quantize(w2), encoding=NVFP4
     )
 
 
@@ -363,7 +363,8 @@ def test_experts_of_ranks_add_up(ranks: int) -> None:
             moe_parallel_config=parallel(ep_size=ranks, ep_rank=rank), num_local_experts=count
         )
         owner = loaded(
-            method, *(Quantized(*(part[here] for part in weight)) for weight in (w13, w2))
+            method,
+            *(Quantized(*(part[here] for part in weight), encoding=NVFP4) for weight in (w13, w2)),
         )
         method.first_expert = first_expert(placed, "")
         method.process_weights_after_loading(owner)

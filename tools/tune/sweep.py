@@ -36,7 +36,7 @@ from fusion_moe.backends.cuda.launch import Launch, build
 from fusion_moe.backends.cuda.table import ALWAYS, Table, kind_of
 from fusion_moe.backends.cuda.variants import Matrices
 from fusion_moe.compile import lower
-from fusion_moe.encodings import Quantized
+from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.layouts import W16X64
 from fusion_moe.options import Options
@@ -158,7 +158,7 @@ class Task:
         shapes = ((g, n, k // 2), "u8"), ((g, n, k // 16), "f8e4m3"), ((g,), "f32")
         weight = [fd.define_tensor(shape=shape, dtype=dtype) for shape, dtype in shapes]
         offs = fd.define_tensor(shape=[g], dtype="i32")
-        y = grouped_mm(fd, a, weight, offs, weight_layout=self.layout)
+        y = grouped_mm(fd, a, weight, offs, weight_format="nvfp4", weight_layout=self.layout)
         fd.add_output(scaled_swiglu(fd, y) if self.part == "gate_up" else y)
         lowered = lower(fd.fusion(), TARGETS["cuda"], Options())
         (segment,) = lowered.segments
@@ -277,8 +277,8 @@ def _weight(task: Task) -> Quantized:
     if task.layout == "w16x64":
         step = max(1, _AT_ONCE // (n * k))
         for some in (slice(start, start + step) for start in range(0, g, step)):
-            codes[some], scales[some] = W16X64.pack(codes[some], scales[some])
-    return Quantized(codes, scales, decode)
+            codes[some], scales[some] = W16X64.pack(codes[some], scales[some], encoding=NVFP4)
+    return Quantized(codes, scales, decode, encoding=NVFP4)
 
 
 def ends(layer: Layer, tokens: int, routing: str, seed: int, device: str = "cuda") -> Tensor:

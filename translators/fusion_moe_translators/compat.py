@@ -57,6 +57,7 @@ def f16a_nvfp4weight_scaled_grouped_mm(
             ends,
             activation_format,
             activation.type.dtype,
+            NVFP4.name,
             weight_layout=SF128X4.name,
             k_major=True,
         )

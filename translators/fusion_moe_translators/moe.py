@@ -57,7 +57,7 @@ def product(
     ends: Value,
     activation_format: str,
     dtype: str,
-    weight_format: str = "nvfp4",
+    weight_format: str,
     weight_layout: str = "linear",
     transposed: bool = False,
     k_major: bool = False,
@@ -128,7 +128,14 @@ def nvfp4_grouped_mm(
     """a [..., K], weight nvfp4[G, N, K], offs i32[G] -> [..., N]"""
     parts = b_codes, b_block_scale, b_decode_scale
     return grouped_mm(
-        fd, a, parts, offs, None, None, "nvfp4", weight_layout, activation_format, out_dtype
+        fd,
+        a,
+        parts,
+        offs,
+        weight_format="nvfp4",
+        weight_layout=weight_layout,
+        activation_format=activation_format,
+        out_dtype=out_dtype,
     )
 
 
@@ -140,7 +147,8 @@ def grouped_mm(
     offs: Value,
     lora_a: Value | None = None,
     lora_b: Value | None = None,
-    weight_format: str = "nvfp4",
+    *,
+    weight_format: str,
     weight_layout: str = "linear",
     activation_format: str = "bf16",
     out_dtype: str | None = None,
@@ -397,6 +405,7 @@ def expert_mlp(
         down,
         gate_up_bias,
         down_bias,
+        weight_format="nvfp4",
         weight_layout=weight_layout,
         interleave=interleave,
         limit=limit,
@@ -422,7 +431,8 @@ def fused_experts(
     gate_up_lora_b: Value | None = None,
     down_lora_a: Value | None = None,
     down_lora_b: Value | None = None,
-    weight_format: str = "nvfp4",
+    *,
+    weight_format: str,
     weight_layout: str = "linear",
     interleave: int = 0,
     limit: float | None = None,

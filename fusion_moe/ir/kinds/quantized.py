@@ -209,10 +209,10 @@ def _quantize(x: torch.Tensor, *beside: torch.Tensor, encoding: str) -> tuple[An
     if beside and not _matrix_scales(descriptor):
         return (quantize_runs(x, beside[0], descriptor),)
     if not x.is_cuda and encoding not in TRAINED:  # the trained encodings can hold NaN and infinity
-        check_finite(x, "x", descriptor)  # on CUDA the check would wait for the device
+        check_finite(x, descriptor)  # on CUDA the check would wait for the device
         for scale in beside:
             check_matrix_scales(scale)
-    made = quantize(x, next(iter(beside), None), descriptor)
+    made = quantize(x, descriptor, next(iter(beside), None))
     return (made.elements if made.encoding.plain else made,)
 
 

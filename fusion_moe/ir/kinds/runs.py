@@ -43,7 +43,7 @@ def quantize_runs(x: torch.Tensor, ends: torch.Tensor, encoding: Encoding) -> Qu
     inside = slots < count * encoding.block
     padded = x.new_zeros((count + 1) * encoding.block, x.shape[1])
     padded.index_copy_(0, slots, torch.where(inside[:, None], x, 0))
-    codes, scales = quantize(padded, encoding=encoding)
+    codes, scales = quantize(padded, encoding)
     return Quantized(rows_at(codes, slots), scales[:count], encoding=encoding)
 
 

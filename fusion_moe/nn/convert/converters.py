@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...encodings import check_finite
+from ...encodings import NVFP4, check_finite
 from ...errors import Error, UnsupportedError
 from ..config import NVFP4Config
 from ..frozen.base import quantized
@@ -174,7 +174,7 @@ def _check_values(module: nn.Module, name: str) -> None:
     for key, parameter in module.named_parameters():
         has_values = not parameter.is_meta and not isinstance(parameter.data, FakeTensor)
         if parameter.dim() == 3 and has_values:  # the weights that are quantized
-            check_finite(parameter.detach(), f"{name or type(module).__name__}.{key}")
+            check_finite(parameter.detach(), NVFP4, f"{name or type(module).__name__}.{key}")
 
 
 def converted(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> nn.Module:

@@ -51,10 +51,11 @@ def quantized(x: Tensor) -> Quantized:
     """
     x, quantize = x.detach(), torch.ops.fusion_moe.nvfp4_quantize
     if x.dim() < 3 or not pages.takes(x) or x.numel() // 2 < pages.PAGE:
-        return Quantized(*quantize(x))
+        return Quantized(*quantize(x), encoding=NVFP4)
     *lead, n, k = x.shape
     made = Quantized(
-        *(pages.empty(NVFP4.part_shape(part, lead, n, k), part.dtype) for part in NVFP4.parts)
+        *(pages.empty(NVFP4.part_shape(part, lead, n, k), part.dtype) for part in NVFP4.parts),
+        encoding=NVFP4,
     )
     step = max(1, _PANEL * len(x) // x.numel())
     for start in range(0, len(x), step):

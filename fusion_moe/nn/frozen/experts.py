@@ -100,8 +100,7 @@ class Experts(Projections):
         found = {
             name: value for name, default in usual if (value := getattr(self, name)) != default
         }
-        if self.encoding.name != "nvfp4":
-            found["weight_format"] = self.encoding.name
+        found["weight_format"] = self.encoding.name
         for name in ("gate_up", "down"):
             if (bias := self._bias(name, like)) is not None:
                 found[f"{name}_bias"] = bias

@@ -50,7 +50,7 @@ class NVFP4GroupedLinear(AdaptableModule):
                 where=type(self).__name__,
             )
         need_activation_format(activation_format, type(self).__name__)
-        self.activation_format = activation_format
+        self.activation_format, self.encoding = activation_format, weight.encoding
         self.part_names = {"weight": ("weight", "weight_scale", "weight_decode_scale")}
         self.weight, self.weight_scale, self.weight_decode_scale = map(frozen, weight)
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
@@ -80,6 +80,7 @@ class NVFP4GroupedLinear(AdaptableModule):
                 weight,
                 offs,
                 *factors,
+                weight_format=self.encoding.name,
                 weight_layout=self.weight_layout,
                 activation_format=self.activation_format,
                 lora_scale=self._lora_scale,

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ... import options, target
 from ...encodings import (
-    NVFP4,
     Encoding,
     Part,
     check_part_scales,
@@ -48,7 +47,7 @@ class PackedModule(FrozenModule):
 
     packed: tuple[tuple[str, ...], ...] = ()
     part_names: Mapping[str, tuple[str, ...]] = {}
-    encoding: Encoding = NVFP4
+    encoding: Encoding
     weight_layout: str = "linear"
     paddings: Mapping[str, Padding] = {}
     considered = False

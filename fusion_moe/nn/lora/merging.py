@@ -110,10 +110,10 @@ def _encoded(x: Tensor, like: Quantized, name: str) -> Quantized:
     rows.
     """
     if like.encoding.plain:
-        return quantize(x, encoding=like.encoding)
-    check_finite(x, name)
+        return quantize(x, like.encoding)
+    check_finite(x, like.encoding, name)
     scales = [part for of, part in like.named() if of.of_matrix]
     if not scales:
-        return quantize(x, encoding=like.encoding)
+        return quantize(x, like.encoding)
     runs = x.view(*scales[0].shape, -1, x.shape[-1])  # for a scale [], x itself
-    return quantize(x, matrix_scale_of(runs, like.encoding), like.encoding)
+    return quantize(x, like.encoding, matrix_scale_of(runs, like.encoding))
