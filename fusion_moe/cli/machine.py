@@ -19,7 +19,7 @@ def target() -> str:
 
 def kernels_for(encoding: Encoding) -> str:
     """What multiplies by weights in an encoding."""
-    if has_cuda() and (encoding.name, "linear") in cuda.READERS:
+    if has_cuda() and (encoding.name, "linear") in cuda.readable():
         return f"CUDA, {torch.cuda.get_device_name()}"
     try:
         cpu.reader_of(encoding.name)

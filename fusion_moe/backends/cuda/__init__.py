@@ -39,7 +39,7 @@ from .grouped_mm import Product
 from .join import join
 from .launch import Launch
 from .loops import Loops
-from .readers import READERS
+from .readers import readable
 from .source import Sizes, Source
 
 __all__ = ["NAME", "choices", "emit", "join", "plan"]
@@ -61,7 +61,9 @@ def _product(fusion: Fusion) -> Source:
         if why := cuda.why_no_wgmma():
             raise UnsupportedError(why)
         return Wgrad(plan_wgrad(fusion, gemm.DTYPES))
-    made = plan_product(fusion, READERS, (*gemm.READERS, *gemm.PACKED), of_added=gemm.READERS)
+    read = readable()
+    transposed = [*gemm.READERS, *(r for r in read if r[0] not in gemm.DTYPES)]
+    made = plan_product(fusion, read, transposed, of_added=gemm.READERS)
     as_in_torch = (made.encoding.name, made.layout) in gemm.READERS
     without_wgmma = cuda.why_no_wgmma()
     if made.kind == "fprop" and (not as_in_torch or without_wgmma):

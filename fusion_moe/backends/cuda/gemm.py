@@ -29,8 +29,6 @@ from .vectors import VECTOR, Store, VectorElements, follow, in_vectors
 
 DTYPES = ("bf16", "f16")
 READERS = [(dtype, "linear") for dtype in DTYPES]  # encodings and layouts of weights
-# quantized weights of a dgrad
-PACKED = [(encoding, layout) for encoding, layout in readers.READERS if encoding not in DTYPES]
 HEADER = "gemm.cuh"
 _TILES_M = (128, 64)  # rows
 _K_BLOCK, _THREADS = 64, 384
@@ -56,7 +54,7 @@ class Gemm(Source):
     ELEMENTS = VectorElements
 
     def __init__(self, plan: ProductPlan):
-        self.packed = (plan.encoding.name, plan.layout) in PACKED
+        self.packed = plan.encoding.name not in DTYPES
         names = (
             {v: part.name for part, v in zip(plan.encoding.parts, plan.weight, strict=True)}
             if self.packed
@@ -284,7 +282,7 @@ class Gemm(Source):
         reads = readers.reader(plan.encoding.name, plan.layout, self.dtype)
         return [
             f"static constexpr i32 SCALE_RUNS = {runs};",
-            readers.constants(plan.encoding),
+            *reads.constants(plan.encoding),
             f"using Weights = {reads.of(self.dtype)};",
         ]
 

@@ -21,9 +21,9 @@ from ..inexpressible import naming
 from . import added
 from .choice import AUTO, Chosen, SizeClass, blocks, choose_kernels
 from .columns import Columns, columns
-from .readers import constants, reader
+from .readers import reader, tile_bytes
 from .source import NO_ENDS, Array, Given, KernelSource, Sizes, Source
-from .variants import TILE, Matrices, Variant
+from .variants import Matrices, Variant
 
 ACTIVATIONS = "activations"  # the array that the prologue makes
 _I, _J, _M = map(Variable, "ijm")
@@ -78,14 +78,13 @@ class Product(Source):
     @cached_property
     def matrices(self) -> Matrices:
         """What the choice of kernels depends on, except rows."""
-        tile_bytes = int(TILE * self.plan.encoding.weight_bits) // 8
         runs = self.plan.scale_runs if self.plan.kind == "dgrad" else 1
         return Matrices(
             self.groups,
             self.plan.k,
             self.tiles,
             self.columns.tiles,
-            tile_bytes,
+            tile_bytes(self.plan.encoding),
             self.reader.tiled,
             self.plan.kind,
             runs,
@@ -263,6 +262,7 @@ class Product(Source):
         )
         types = [
             f"using Activation = {self.dtype};",
+            *self.reader.constants(self.plan.encoding),
             f"using Weights = {self.reader.of(self.dtype)};",
         ]
         body = inner([*made.lines, f"return {name} + {row} * K;"])
@@ -346,7 +346,6 @@ class Product(Source):
             f"static constexpr i32 WIDTH = {plan.width}, COLUMNS_PER_RESULT = {len(cols.read)};",
             f"static constexpr i32 BLOCK = {cols.block}, BLOCK_TILES = {cols.tiles}, SCALE_RUNS = "
             f"{plan.scale_runs};",
-            constants(plan.encoding),
             f"static constexpr bool DGRAD = {str(plan.kind == 'dgrad').lower()};  // whether "
             "matrices are [K, N]",
             "",

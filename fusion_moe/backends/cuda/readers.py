@@ -1,13 +1,24 @@
 """The readers of weights in kernels/weights/, by encoding and layout: only this file names
 encodings and layouts.
+
+Every encoding has a reader, which is made from its descriptor (kernels/weights/derived.cuh). Those
+that have a header of their own are read faster: WRITTEN.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...encodings import Encoding, find
+import torch
+
+from ...encodings import ENCODINGS, Encoding, Scale, find
+from ...encodings.orders import UNCHANGED
 from ...errors import UnsupportedError
+from ..cxx.statements import inner
+
+TILED = "w16x64"
+_TILE_ROWS, _TILE_COLUMNS, _LANE_COLUMNS = 16, 64, 16
 
 
 @dataclass(frozen=True)
@@ -16,59 +27,183 @@ class Reader:
     names for them.
 
     See kernels/weights/reader.cuh. activations: the dtypes for which it makes fragments; tiled:
-    whether weights are in tiles of 16 rows and 64 columns, as large-M kernels need.
+    whether weights are in tiles of 16 rows and 64 columns, as large-M kernels need; derived:
+    whether it is made from the encoding's descriptor, which is its second argument.
     """
 
     template: str
     header: str
     activations: tuple[str, ...] = ("bf16", "f16")
     tiled: bool = False
+    derived: bool = False
 
     def of(self, activations: str) -> str:
         """The C++ class for activations of a dtype."""
-        return f"{self.template}<{activations}>"
+        return f"{self.template}<{activations}{', Encoded' if self.derived else ''}>"
+
+    def constants(self, encoding: Encoding) -> list[str]:
+        """What a segment's struct says of the encoding of its weight: the descriptor, or what a
+        written reader checks (FourBits of kernels/weights/four_bits_shared.cuh).
+        """
+        if self.derived:
+            return _descriptor(encoding, self.tiled)
+        block, size = next(((s.block, s.dtype.itemsize) for s in encoding.block_scales), (0, 0))
+        return [
+            f"static constexpr i32 CODE_BITS = {encoding.element.bits}, SCALE_BLOCK = {block}, "
+            f"SCALE_BYTES = {size};"
+        ]
 
 
-def constants(of: Encoding) -> str:
-    """What readers of four bits check of a segment's weight: FourBits of
-    kernels/weights/four_bits_shared.cuh.
-    """
-    block, size = next(((s.block, s.dtype.itemsize) for s in of.block_scales), (0, 0))
-    return (
-        f"static constexpr i32 CODE_BITS = {of.element.bits}, SCALE_BLOCK = {block}, "
-        f"SCALE_BYTES = {size};"
+WRITTEN = {
+    (encoding, layout): Reader(
+        f"{name}{'Linear' if layout == 'linear' else 'Tiled'}",
+        f"weights/{header}.cuh",
+        activations,
+        layout == TILED,
     )
-
-
-TILED = "w16x64"
-_BLOCKS = 16, 32, 64  # elements that share a scale, in kernels/weights/four_bits.cuh
-READERS = {
-    ("nvfp4", "linear"): Reader("Nvfp4Linear", "weights/nvfp4.cuh"),
-    ("nvfp4", TILED): Reader("Nvfp4Tiled", "weights/nvfp4.cuh", tiled=True),
-    ("mxfp4", "linear"): Reader("Mxfp4Linear", "weights/mxfp4.cuh"),
-    ("mxfp4", TILED): Reader("Mxfp4Tiled", "weights/mxfp4.cuh", tiled=True),
-    ("int4", "linear"): Reader("Int4Linear", "weights/int4.cuh"),
-    ("int4", TILED): Reader("Int4Tiled", "weights/int4.cuh", tiled=True),
-    ("bf16", "linear"): Reader("PlainLinear", "weights/plain.cuh", ("bf16",)),
-    ("bf16", TILED): Reader("PlainTiled", "weights/plain.cuh", ("bf16",), tiled=True),
-    ("f16", "linear"): Reader("PlainLinear", "weights/plain.cuh", ("f16",)),
-    ("f16", TILED): Reader("PlainTiled", "weights/plain.cuh", ("f16",), tiled=True),
+    for encoding, name, header, activations in (
+        ("nvfp4", "Nvfp4", "nvfp4", ("bf16", "f16")),
+        ("mxfp4", "Mxfp4", "mxfp4", ("bf16", "f16")),
+        ("int4", "Int4", "int4", ("bf16", "f16")),
+        ("bf16", "Plain", "plain", ("bf16",)),
+        ("f16", "Plain", "plain", ("f16",)),
+    )
+    for layout in ("linear", TILED)
 }
+DERIVED = {
+    layout: Reader(name, "weights/derived.cuh", tiled=layout == TILED, derived=True)
+    for layout, name in (("linear", "DerivedLinear"), (TILED, "DerivedTiled"))
+}
+
+
+def readable() -> list[tuple[str, str]]:
+    """The encodings and layouts of weights that have readers."""
+    coded = [(e.name, layout) for e in ENCODINGS.values() if e.element.encode for layout in DERIVED]
+    return list(dict.fromkeys([*WRITTEN, *coded]))
 
 
 def reader(encoding: str, layout: str, activations: str) -> Reader:
     """The reader of weights, for activations of a dtype. UnsupportedError with the reason if there
     is none.
     """
-    found = READERS[encoding, layout]
+    found = WRITTEN.get((encoding, layout), DERIVED[layout])
     if activations not in found.activations:
         said = f"activations in {activations} with weights in {encoding} have no kernel here"
         raise UnsupportedError(said, expected=" or ".join(found.activations))
-    for scale in find(encoding).block_scales:
-        if scale.block not in _BLOCKS:
-            said = (
-                f"weights in {encoding}, with a scale for {scale.block} elements, have no "
-                "kernel here"
+    if found.derived:
+        for said, expected in _misfits(find(encoding), found.tiled):
+            raise UnsupportedError(
+                f"weights in {encoding}, {said}, have no kernel here", expected=expected
             )
-            raise UnsupportedError(said, expected=f"a scale for {' or '.join(map(str, _BLOCKS))}")
     return found
+
+
+def tile_bytes(encoding: Encoding) -> int:
+    """Bytes of the elements and block scales that kernels read for 16 rows and 64 columns."""
+    scales = (
+        s.dtype.itemsize * max(1, _TILE_COLUMNS // s.block if s.block > 0 else 1)
+        for s in encoding.block_scales
+    )
+    return _TILE_ROWS * (_TILE_COLUMNS * encoding.element.bits // 8 + sum(scales))
+
+
+def _misfits(of: Encoding, tiled: bool) -> Iterator[tuple[str, str]]:
+    """What a derived reader cannot read, and what it can."""
+    element, matrix = of.element, [s for s in of.scales if not s.block]
+    if of.axis != -1:
+        yield "with blocks along N", "blocks along K"
+    if element.bits > 8 or (tiled and (element.bits != 4 or element.order)):
+        expected = "4 bits in their usual order" if tiled else "at most 8 bits"
+        yield f"with codes of {element.bits} bits", expected
+    for scale in of.block_scales:
+        if scale.block > 0 and scale.block % _LANE_COLUMNS:
+            yield f"with a scale for {scale.block} elements", f"a multiple of {_LANE_COLUMNS}"
+        if scale.dtype not in _VALUES:
+            yield f"with scales in {scale.dtype}", " or ".join(map(str, _VALUES))
+    if len(matrix) > 1 or any(s.dtype != torch.float32 or s.divides for s in matrix):
+        yield "with such scales of a matrix", "at most one float32 factor"
+
+
+# The descriptor in C++ ----------------------------------------------------------------------------
+
+# what the bits of a stored scale mean
+_VALUES = {
+    torch.float32: "__uint_as_float(bits)",
+    torch.bfloat16: "__uint_as_float(bits << 16)",
+    torch.float16: "widen(f16{u16(bits)})",
+    torch.float8_e5m2: "widen(f16{u16(bits << 8)})",
+    torch.float8_e4m3fn: "e4m3_(u8(bits))",
+    torch.float8_e8m0fnu: "e8m0_(bits)",
+    torch.uint8: "float(bits)",
+}
+
+
+def _descriptor(of: Encoding, tiled: bool) -> list[str]:
+    """The struct `Encoded`: see kernels/weights/derived.cuh."""
+    scales = of.block_scales
+    flip, first = of.element.affine or (0, 0)
+    outer = next((s.part for s in of.scales if not s.block), None)
+    matrix = _function("template <class S> @ const float* of(const S& s)", f"s.{outer}")
+    return [
+        "struct Encoded {",
+        *inner(
+            [
+                f"static constexpr int BITS = {of.element.bits};",
+                f"static constexpr bool AFFINE = {str(of.element.affine is not None).lower()};",
+                f"static constexpr u32 FLIP = {flip};",
+                f"static constexpr i32 FIRST = {first};",
+                *([] if of.element.affine else _look_up("number", of.element.values)),
+                *(line for i, s in enumerate(scales) for line in _scale(i, s, tiled)),
+                f"using Scales = Parts<{', '.join(f'Scale{i}' for i in range(len(scales)))}>;",
+                *(["struct Matrix {", *inner(matrix), "};"] if outer else []),
+                f"using Outer = {'OuterScale<Matrix>' if outer else 'NoOuterScale'};",
+            ]
+        ),
+        "};",
+    ]
+
+
+def _scale(i: int, scale: Scale, tiled: bool) -> list[str]:
+    value = f"1.f / ({_VALUES[scale.dtype]})" if scale.divides else _VALUES[scale.dtype]
+    return [
+        f"struct Scale{i} {{",
+        *inner(
+            [
+                f"static constexpr i32 BYTES = {scale.dtype.itemsize}, "
+                f"BLOCK = {max(scale.block, 0)};",
+                f"static constexpr bool ZERO_POINT = {str(scale.zero_point).lower()};",
+                *_function(
+                    "template <class S> @ const u8* of(const S& s)",
+                    f"reinterpret_cast<const u8*>(s.{scale.part})",
+                ),
+                *(
+                    _look_up("value", _recoded(scale))
+                    if tiled and scale.recoding != UNCHANGED
+                    else _function("@ float value(u32 bits)", value)
+                ),
+            ]
+        ),
+        "};",
+    ]
+
+
+def _recoded(scale: Scale) -> list[float]:
+    """What each byte means that a tile stores for a scale."""
+    stored = scale.recoding.inverse(torch.arange(256, dtype=torch.uint8))
+    values = stored.view(scale.dtype).float()
+    return (values.reciprocal() if scale.divides else values).tolist()
+
+
+def _function(declaration: str, value: str) -> list[str]:
+    static = "static __device__ __forceinline__"
+    return [f"{declaration.replace('@', static)} {{ return {value}; }}"]
+
+
+def _look_up(name: str, values: list[float] | tuple[float, ...]) -> list[str]:
+    bits = ", ".join(hex(b & 0xFFFFFFFF) for b in torch.tensor(values).view(torch.int32).tolist())
+    return [
+        f"static __device__ __forceinline__ float {name}(u32 code) {{",
+        f"    static const u32 bits[] = {{{bits}}};",
+        "    return __uint_as_float(bits[code]);",
+        "}",
+    ]

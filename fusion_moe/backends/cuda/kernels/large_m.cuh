@@ -244,6 +244,12 @@ struct LargeM {
         return true;
     }
 
+    __device__ static constexpr int power_of_two(int n) {
+        int found = n > 0;
+        while (found < n) found *= 2;
+        return found;
+    }
+
     // Producers
     // ---------------------------------------------------------------------------------------------
 
@@ -254,8 +260,9 @@ struct LargeM {
                       "offsets in a matrix");
         static constexpr int TILES_PER_WARP = WEIGHT_TILES / PRODUCER_WARPS, RUNS = ELEMENTS / RUN;
         static constexpr int BLOCK_PIECES = SCALES / 16,
-                             PIECES = STAGE_K_BLOCKS *
-                                      BLOCK_PIECES;  // of the scales of a tile; of a stage's
+                             PIECES = power_of_two(
+                                 STAGE_K_BLOCKS *
+                                 BLOCK_PIECES);  // of the scales of a tile; of a stage's
         static constexpr int TILES_PER_STEP = PIECES > 0 ? PRODUCERS / PIECES : WARPGROUP_WARPS;
         static constexpr int SCALE_STEPS =
             PIECES > 0 ? (WEIGHT_TILES + TILES_PER_STEP - 1) / TILES_PER_STEP : 0;
@@ -264,14 +271,14 @@ struct LargeM {
             equally_spaced(PRODUCER_WARPS) && equally_spaced(TILES_PER_STEP);
         const u8 *elements,
             *scales;  // of the work tile's matrix; if tiles are equally spaced, the thread's first
+        const Segment* segment;  // where the scales of a tile are in pieces
         i32 element[TILES_PER_WARP],
             scale[SCALE_STEPS > 0 ? SCALE_STEPS : 1];  // offsets, if they are not
 
         __device__ __forceinline__ void open(const Segment& s, const WorkTile& work_tile,
                                              i32 thread) {
             const i64 tiles = i64(work_tile.m_tile.group) * (Segment::N / 16) * ALL_K_BLOCKS;
-            elements = Reader::elements(s) + tiles * ELEMENTS,
-            scales = Reader::scales(s) + tiles * SCALES;
+            elements = Reader::elements(s) + tiles * ELEMENTS, scales = first_scale(s, tiles);
 #pragma unroll
             for (int i = 0; i < TILES_PER_WARP; ++i)
                 element[i] =
@@ -284,11 +291,15 @@ struct LargeM {
                     const i32 tile =
                         Tiles::at(work_tile.n_tile,
                                   min(thread / PIECES + TILES_PER_STEP * i, WEIGHT_TILES - 1));
-                    scale[i] = (tile + piece / BLOCK_PIECES * Tiles::NEXT_K_BLOCK) * SCALES +
-                               piece % BLOCK_PIECES * 16;
+                    const i32 of_piece = tile + piece / BLOCK_PIECES * Tiles::NEXT_K_BLOCK;
+                    scale[i] = Reader::SCALES_FOLLOW ? of_piece * SCALES + piece % BLOCK_PIECES * 16
+                                                     : i32(tiles) + of_piece;
                 }
             }
-            if (EQUALLY_SPACED) elements += element[0], scales += SCALE_STEPS > 0 ? scale[0] : 0;
+            segment = &s;
+            if (EQUALLY_SPACED)
+                elements += element[0],
+                    scales += SCALE_STEPS > 0 && Reader::SCALES_FOLLOW ? scale[0] : 0;
         }
 
         __device__ static constexpr i32 after_first(int t) {
@@ -329,9 +340,26 @@ struct LargeM {
         __device__ __forceinline__ void advance(i32 blocks) {
             elements += blocks * (Tiles::NEXT_K_BLOCK * ELEMENTS),
                 scales += blocks * (Tiles::NEXT_K_BLOCK * SCALES);
+            if constexpr (!Reader::SCALES_FOLLOW)
+                for (i32& tile : scale) tile += blocks * Tiles::NEXT_K_BLOCK;
         }
 
       private:
+        static __device__ __forceinline__ const u8* first_scale(const Segment& s, i64 tiles) {
+            if constexpr (Reader::SCALES_FOLLOW)
+                return Reader::scales(s) + tiles * SCALES;
+            else
+                return nullptr;
+        }
+
+        __device__ __forceinline__ const u8* scale_piece(int i, int kb, i32 piece) const {
+            if constexpr (Reader::SCALES_FOLLOW)
+                return scales + scale_at(i) + kb * Tiles::NEXT_K_BLOCK * SCALES;
+            else
+                return Reader::scale_piece(*segment, Tiles::ROW_TILES,
+                                           scale[i] + kb * Tiles::NEXT_K_BLOCK, piece);
+        }
+
         template <int Blocks>
         __device__ __forceinline__ void copy_scales(Stage& to, i32 thread, int kb) const {
             const i32 tile = thread / PIECES, piece = thread % PIECES;
@@ -342,7 +370,7 @@ struct LargeM {
             for (int i = 0; i < SCALE_STEPS; ++i)
                 cp_async_16_if(
                     scale_place + TILES_PER_STEP / WARPGROUP_WARPS * i * sizeof(RepeatWeights),
-                    scales + scale_at(i) + kb * Tiles::NEXT_K_BLOCK * SCALES,
+                    scale_piece(i, kb, piece % BLOCK_PIECES),
                     tile + TILES_PER_STEP * i < WEIGHT_TILES && piece < Blocks * BLOCK_PIECES);
         }
     };

@@ -33,11 +33,8 @@ __device__ __forceinline__ u16 e4m3_pair(float low, float high) {
 // What two codes and their scales stand for, which bf16 holds.
 __device__ __forceinline__ u32 numbers_of(u16 codes, float low_scale, float high_scale) {
     const u32 halves = halves_of(codes);
-    u32 both;
-    const float low = widen(f16{u16(halves)}) * low_scale,
-                high = widen(f16{u16(halves >> 16)}) * high_scale;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
+    return narrow_pair<bf16>(widen(f16{u16(halves)}) * low_scale,
+                             widen(f16{u16(halves >> 16)}) * high_scale);
 }
 
 // Eight numbers of a row as bits, whose magnitudes compare as the numbers do, NaN above all.

@@ -95,6 +95,75 @@ __device__ __forceinline__ f16 stored<f16, float>(float x) {
 }
 
 // -------------------------------------------------------------------------------------------------
+// Pairs of 16-bit numbers in a word
+
+// Two float32 numbers, each rounded once, the first in the low half.
+template <class T>
+__device__ __forceinline__ u32 narrow_pair(float low, float high);
+
+template <>
+__device__ __forceinline__ u32 narrow_pair<bf16>(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+template <>
+__device__ __forceinline__ u32 narrow_pair<f16>(float low, float high) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// a * b, of two numbers each.
+template <class T>
+__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b);
+
+template <>
+__device__ __forceinline__ u32 multiply_pair<bf16>(u32 a, u32 b) {
+    u32 product;
+#if __CUDA_ARCH__ >= 900
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(product)
+        : "r"(a), "r"(b), "r"(0x80008000u));  // plus -0
+#endif
+    return product;
+}
+
+template <>
+__device__ __forceinline__ u32 multiply_pair<f16>(u32 a, u32 b) {
+    u32 product;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+// a * b + c, of two numbers each, rounded once.
+template <class T>
+__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c);
+
+template <>
+__device__ __forceinline__ u32 fma_pair<bf16>(u32 a, u32 b, u32 c) {
+    u32 found;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(c));
+    return found;
+}
+
+template <>
+__device__ __forceinline__ u32 fma_pair<f16>(u32 a, u32 b, u32 c) {
+    u32 found;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(c));
+    return found;
+}
+
+__device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 y) {  // (x & mask) | y
+    u32 found;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(found) : "r"(x), "r"(mask), "r"(y));
+    return found;
+}
+
+// -------------------------------------------------------------------------------------------------
 // MXFP8
 
 // 2^(byte - 127); 255 is NaN.

@@ -7,6 +7,7 @@
 //
 // Both are described alike, for N tiles of TILES of these:
 //
+//     ROW_TILES                       tiles in a row of a matrix
 //     at(n_tile, t), NEXT_K_BLOCK     tile t of an N tile -> its number in a matrix, in the first K
 //     block; how many later the next one's is first_column(n_tile, t)         the first of the
 //     product's columns that the warp of tile t has Shared, shared(...)             what makes
@@ -27,7 +28,7 @@ template <class Segment, int TILES, int REPEATS_PER_RESULT, int STAGE_K_BLOCKS>
 struct FpropTiles {
     using Reader = typename Segment::Weights;
     using Shared = typename Reader::template Shared<Segment::FRAGMENT_ORDER>;
-    static constexpr i32 K_BLOCKS = Segment::K / 64, NEXT_K_BLOCK = 1;
+    static constexpr i32 K_BLOCKS = Segment::K / 64, NEXT_K_BLOCK = 1, ROW_TILES = K_BLOCKS;
     static_assert(Segment::N % 16 == 0, "whole tiles");
 
     // The product's column at which a tile begins, which is its first row. Past the last column:
@@ -70,7 +71,8 @@ template <class Segment, int TILES, int STAGE_K_BLOCKS>
 struct DgradTiles {
     using Reader = typename Segment::Weights;
     using Shared = typename Reader::template Transposed<STAGE_K_BLOCKS>;
-    static constexpr i32 ACROSS = Segment::N / 64, NEXT_K_BLOCK = TILES_OF_K_BLOCK * ACROSS;
+    static constexpr i32 ACROSS = Segment::N / 64, NEXT_K_BLOCK = TILES_OF_K_BLOCK * ACROSS,
+                         ROW_TILES = ACROSS;
     static_assert(Segment::N % 64 == 0 && Segment::COLUMNS_PER_RESULT == 1 &&
                       Segment::WIDTH == Segment::N,
                   "whole tiles are results");

@@ -22,6 +22,7 @@ namespace {
 template <class Format>
 struct FourBitTiled : Format::Outer, FourBits<Format> {
     using InTiles = void;
+    static constexpr bool SCALES_FOLLOW = true;
     using Scale = typename Format::Scale;
     static constexpr float RESCALE = Format::TILED_RESCALE;
     static constexpr int ELEMENTS = RUN, SCALES = 1024 / Format::BLOCK * sizeof(Scale);

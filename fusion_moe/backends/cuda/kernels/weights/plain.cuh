@@ -52,6 +52,7 @@ struct PlainTiled : NoOuterScale {
     static_assert(sizeof(T) == 2, "plain weights have 16 bits");
     static constexpr float RESCALE = 1.f;
     static constexpr int ELEMENTS = 4 * RUN, SCALES = 0;
+    static constexpr bool SCALES_FOLLOW = true;
 
     template <bool FRAGMENT_ORDER>
     using Shared = PlainShared<FRAGMENT_ORDER>;

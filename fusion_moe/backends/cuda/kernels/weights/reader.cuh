@@ -15,7 +15,9 @@
 // instruction.
 //
 // Large-M kernels copy tiles to shared memory as they are stored. ELEMENTS and SCALES are bytes of
-// a tile there (0: no scales), elements(s) and scales(s) where those of all matrices begin.
+// a tile there (0: no scales), elements(s) and scales(s) where those of all matrices begin. If not
+// SCALES_FOLLOW, those of a tile are several arrays, or tiles share them: scale_piece(s, row_tiles,
+// tile, piece) says where each 16 bytes of them are.
 // Shared<FRAGMENT_ORDER> says where the 16 bytes of a producer's lane go, in each run of 512 bytes
 // of elements (swizzled_lane), and makes fragments of step v; FRAGMENT_ORDER: whether activations
 // are in fragment order, or row-major. Transposed<APART> makes fragments for dgrad, of readers that
@@ -54,14 +56,14 @@ struct NoOuterScale {
     }
 };
 
-// A float32 for each of RUNS equal runs of a matrix's rows.
-struct DecodeScale {
+// A float32 for each of SCALE_RUNS equal runs of a matrix's rows. Where::of(s): those of all.
+template <class Where>
+struct OuterScale {
     template <class Segment>
     static __device__ __forceinline__ float outer(const Segment& s, i32 group, i32 row) {
         static_assert(Segment::N % Segment::SCALE_RUNS == 0,
-                      "the runs of rows that have a decode scale each are equally long");
-        return s
-            .decode_scale[group * Segment::SCALE_RUNS + row / (Segment::N / Segment::SCALE_RUNS)];
+                      "the runs of rows that have an outer scale each are equally long");
+        return Where::of(s)[group * Segment::SCALE_RUNS + row / (Segment::N / Segment::SCALE_RUNS)];
     }
 
     // In one run of rows the two are one.
@@ -70,58 +72,18 @@ struct DecodeScale {
                                                          i32 group, i32 first_row, i32 lane) {
         constexpr i32 LENGTH = Segment::N / Segment::SCALE_RUNS, APART = LENGTH % 16 == 0 ? 0 : 1;
         const i32 row = first_row + APART * (lane / 4);
-        const float* of_group = s.decode_scale + group * Segment::SCALE_RUNS;
+        const float* of_group = Where::of(s) + group * Segment::SCALE_RUNS;
         outer[0] = of_group[row / LENGTH],
         outer[1] = APART ? of_group[(row + 8) / LENGTH] : outer[0];
     }
 };
 
-// a * b, of two numbers each.
-template <class T>
-__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b);
-
-template <>
-__device__ __forceinline__ u32 multiply_pair<bf16>(u32 a, u32 b) {
-    u32 product;
-#if __CUDA_ARCH__ >= 900
-    asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-#else
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
-        : "=r"(product)
-        : "r"(a), "r"(b), "r"(0x80008000u));  // plus -0
-#endif
-    return product;
-}
-
-template <>
-__device__ __forceinline__ u32 multiply_pair<f16>(u32 a, u32 b) {
-    u32 product;
-    asm("mul.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
-
-// a * b + c, of two numbers each, rounded once.
-template <class T>
-__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c);
-
-template <>
-__device__ __forceinline__ u32 fma_pair<bf16>(u32 a, u32 b, u32 c) {
-    u32 found;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(c));
-    return found;
-}
-
-template <>
-__device__ __forceinline__ u32 fma_pair<f16>(u32 a, u32 b, u32 c) {
-    u32 found;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(c));
-    return found;
-}
-
-__device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 y) {  // (x & mask) | y
-    u32 found;
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(found) : "r"(x), "r"(mask), "r"(y));
-    return found;
-}
+struct DecodeScales {
+    template <class Segment>
+    static __device__ __forceinline__ const float* of(const Segment& s) {
+        return s.decode_scale;
+    }
+};
+using DecodeScale = OuterScale<DecodeScales>;
 
 }  // namespace

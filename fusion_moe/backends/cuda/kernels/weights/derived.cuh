@@ -1,0 +1,423 @@
+// Readers that are made from an encoding's descriptor alone (readers.py): codes of 1, 2, 4 or 8
+// bits in the linear layout, of 4 in tiles; any number of block scales; zero points. Weights are
+// made as the reference makes them, in float32, and are rounded once to the type of the
+// activations, so they are those of a model that was dequantized to it. A header of its own
+// (int4.cuh) is faster: it computes in pairs of 16-bit numbers.
+//
+// The descriptor, E, says:
+//
+//     BITS, AFFINE, FLIP, FIRST     bits of a code. If AFFINE, a code's number is
+//                                   (code ^ FLIP) + FIRST; if not, `number(code)` looks it up
+//     Scales                        Parts<...>: the block scales and zero points, each with
+//         BYTES, BLOCK              the size of a stored one; the columns that share one, 0 for all
+//         ZERO_POINT                whether it is subtracted from numbers, and is no factor
+//         of(s), value(bits)        where its array begins; the float32 that a stored one means
+//     Outer                         the scale of a matrix: see reader.cuh
+#pragma once
+
+#include "weights/reader.cuh"
+
+namespace {
+
+template <class... Part>
+struct Parts {
+    static constexpr int COUNT = sizeof...(Part), STORED = COUNT > 0 ? COUNT : 1;
+};
+
+__device__ constexpr i32 at_least_1(i32 n) { return n > 0 ? n : 1; }
+
+// A stored scale or the codes of a row, as a number of 1, 2 or 4 bytes.
+template <int BYTES>
+__device__ __forceinline__ u32 load_number(const u8* p) {
+    static_assert(BYTES == 1 || BYTES == 2 || BYTES == 4, "a scale has 1, 2 or 4 bytes");
+    return BYTES == 1   ? load_no_allocate_1(p)
+           : BYTES == 2 ? load_no_allocate_2(p)
+                        : load_no_allocate_4(p);
+}
+
+template <int BYTES>
+__device__ __forceinline__ u32 read_shared(const u8* p) {
+    if constexpr (BYTES == 1)
+        return *p;
+    else if constexpr (BYTES == 2)
+        return *reinterpret_cast<const u16*>(p);
+    else
+        return *reinterpret_cast<const u32*>(p);
+}
+
+// What the scales of a row's block amount to.
+struct Affine {
+    float zero, step;
+};
+
+template <class E, class List = typename E::Scales>
+struct Decode;
+
+template <class E, class... Part>
+struct Decode<E, Parts<Part...>> {
+    static constexpr float BIG = 8388608.f;  // 2^23: of larger floats the last bit is worth 1
+    static_assert(E::BITS == 1 || E::BITS == 2 || E::BITS == 4 || E::BITS == 8,
+                  "a byte holds whole codes");
+
+    static __device__ __forceinline__ Affine scales(const u32* stored) {
+        Affine found = {0.f, 1.f};
+        bool first = true;
+        int p = 0;
+        ((apply<Part>(found, stored[p++], first)), ...);
+        return found;
+    }
+
+    static __device__ __forceinline__ float weight(u32 code, const Affine& scales) {
+        return (number(code) - scales.zero) * scales.step;
+    }
+
+  private:
+    template <class P>
+    static __device__ __forceinline__ void apply(Affine& found, u32 stored, bool& first) {
+        const float value = P::value(stored);
+        if constexpr (P::ZERO_POINT)
+            found.zero = value;
+        else
+            found.step = first ? value : found.step * value, first = false;
+    }
+
+    static __device__ __forceinline__ float number(u32 code) {
+        if constexpr (E::AFFINE)
+            return __uint_as_float(0x4B000000u | (code ^ E::FLIP)) - (BIG - float(E::FIRST));
+        else
+            return E::number(code);
+    }
+};
+
+// Two columns of a row, as activations are.
+template <class T, class E>
+__device__ __forceinline__ u32 decoded_pair(u32 first, u32 second, const Affine& of_first,
+                                            const Affine& of_second) {
+    return narrow_pair<T>(Decode<E>::weight(first, of_first), Decode<E>::weight(second, of_second));
+}
+
+// In the linear layout: any N, and K in whole blocks. Rows past the last are read as the last,
+// blocks past the last as zeros.
+template <class T, class E, class List = typename E::Scales>
+struct DerivedLinear;
+
+template <class T, class E, class... Part>
+struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
+    static constexpr float RESCALE = 1.f;
+    static constexpr int BITS = E::BITS, BYTES = 2 * BITS;  // of a lane's 16 columns of a row
+    static constexpr int WORDS = (BYTES + 3) / 4, STORED = Parts<Part...>::STORED;
+    static_assert(((Part::BLOCK % 16 == 0) && ...),
+                  "a lane's 16 columns share a scale: blocks are multiples of 16");
+
+    struct Packed {
+        u32 codes[2][WORDS], scales[2][STORED];  // of rows r and r + 8
+    };
+    struct Scales {
+        Affine of_row[2];
+    };
+
+    template <class Segment>
+    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block,
+                                         i32 lane) {
+        static_assert(((Part::BLOCK == 0 || Segment::K % at_least_1(Part::BLOCK) == 0) && ...),
+                      "a row of a weight is made of whole blocks of scales");
+        k_ = 64 * block + 16 * (lane % 4), size_ = Segment::K;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const i64 row =
+                i64(group) * Segment::N + min(first_row + lane / 4 + 8 * i, Segment::N - 1);
+            codes_[i] = s.codes + (row * Segment::K + k_) / (8 / BITS);
+            int p = 0;
+            ((scales_[i][p++] = Part::of(s) + row * blocks_of_row<Part>(Segment::K) * Part::BYTES),
+             ...);
+        }
+    }
+
+    __device__ __forceinline__ Packed load(int blocks_ahead) const {
+        const i32 k = k_ + 64 * blocks_ahead;
+        Packed packed = {};
+        if (k >= size_) return packed;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u8* codes = codes_[i] + blocks_ahead * (8 * BITS);
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w)
+                packed.codes[i][w] = load_number < BYTES<4 ? BYTES : 4>(codes + 4 * w);
+            int p = 0;
+            ((packed.scales[i][p] = load_number<Part::BYTES>(
+                  scales_[i][p] + (Part::BLOCK > 0 ? blocks_of_row<Part>(k) : 0) * Part::BYTES),
+              ++p),
+             ...);
+        }
+        return packed;
+    }
+
+    __device__ __forceinline__ void advance(int blocks) {
+        k_ += 64 * blocks;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) codes_[i] += blocks * (8 * BITS);
+    }
+
+    static __device__ __forceinline__ Scales scales(const Packed& packed) {
+        return {{Decode<E>::scales(packed.scales[0]), Decode<E>::scales(packed.scales[1])}};
+    }
+
+    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales,
+                                                      int v, int half, u32* a) {
+        const int first = (8 * half + 2 * v) * BITS;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u32 codes = packed.codes[i][first / 32] >> first % 32;
+            constexpr u32 MASK = (1u << BITS) - 1;
+            a[i] = decoded_pair<T, E>(codes & MASK, codes >> BITS & MASK, scales.of_row[i],
+                                      scales.of_row[i]);
+        }
+    }
+
+  private:
+    template <class P>
+    static __device__ __forceinline__ constexpr i32 blocks_of_row(i32 columns) {
+        return P::BLOCK > 0 ? columns / at_least_1(P::BLOCK) : 1;
+    }
+
+    const u8 *codes_[2], *scales_[2][STORED];
+    i32 k_, size_;
+};
+
+// The scales of a tile: of 16 rows, and of one or more blocks of its 64 columns. Blocks of more
+// columns have a tile of scales for all of the tiles that they cover.
+template <class Part>
+struct ScaleTile {
+    static_assert(Part::BLOCK == 0 || (Part::BLOCK >= 16 && (64 % at_least_1(Part::BLOCK) == 0 ||
+                                                             Part::BLOCK % 64 == 0)),
+                  "blocks of tiles cover 16, 32 or whole 64 columns");
+    static constexpr i32 BLOCKS = Part::BLOCK == 16 || Part::BLOCK == 32 ? 64 / Part::BLOCK : 1;
+    static constexpr i32 COVERS = Part::BLOCK >= 64 ? Part::BLOCK / 64 : 1;  // tiles of a row
+    static constexpr i32 BYTES = 16 * BLOCKS * Part::BYTES;
+
+    // Of a tile in a row of `tiles`, which begins after row_of_tiles of such: where its scales lie.
+    static __device__ __forceinline__ i64 place(i32 row_of_tiles, i32 tiles, i32 tile) {
+        const i32 count = Part::BLOCK > 0 ? tiles / COVERS : 1;
+        return (i64(row_of_tiles) * count + (Part::BLOCK > 0 ? tile / COVERS : 0)) * BYTES;
+    }
+
+    // Of row r or r + 8 (i) of a tile, and of the columns from 16 * block on.
+    static __device__ __forceinline__ constexpr i32 in_tile(i32 r, i32 i, i32 block) {
+        return Part::BYTES * (2 * BLOCKS * r + 2 * (block * BLOCKS / 4) + i);
+    }
+};
+
+// Tiles of four-bit codes in shared memory, as they are stored. A lane that has a word of codes has
+// those of columns 16 c + 8 half + 2 v + j, of row r (i = 0) and r + 8, at bit 16 j + 8 half + 4 i.
+template <class T, class E, bool FRAGMENT_ORDER, class List = typename E::Scales>
+struct DerivedShared;
+
+template <class T, class E, bool FRAGMENT_ORDER, class... Part>
+struct DerivedShared<T, E, FRAGMENT_ORDER, Parts<Part...>> {
+    static constexpr int STORED = Parts<Part...>::STORED;
+    // With activations in fragment order a step multiplies by columns that lie in one block; else
+    // each step by a block of its own.
+    static constexpr int STEPS = FRAGMENT_ORDER ? 1 : 4;
+
+    struct Packed {
+        u32 codes[4], scales[STEPS][2][STORED];
+    };
+    u32 codes, scales, lane;
+
+    __device__ __forceinline__ DerivedShared(u32 first_code, u32 first_scale, i32 lane_)
+        : codes(first_code), scales(first_scale), lane(lane_) {}
+
+    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int) { return 16 * lane; }
+
+    __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
+        Packed packed = {};
+        const i32 r = lane / 4, c = lane % 4;
+        const u32* row = reinterpret_cast<const u32*>(all_codes + codes + 64 * r);
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+            packed.codes[v] = FRAGMENT_ORDER ? row[4 * c + v] : row[4 * v + c];
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const u8* from = all_scales + scales;
+                int p = 0;
+                ((packed.scales[step][i][p++] = read_shared<Part::BYTES>(
+                      from + ScaleTile<Part>::in_tile(r, i, FRAGMENT_ORDER ? c : step)),
+                  from += ScaleTile<Part>::BYTES),
+                 ...);
+            }
+        return packed;
+    }
+
+    static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const Affine scales = Decode<E>::scales(packed.scales[FRAGMENT_ORDER ? 0 : v][i]);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u32 codes = packed.codes[v] >> (8 * half + 4 * i);
+                a[2 * half + i] = decoded_pair<T, E>(codes & 15, codes >> 16 & 15, scales, scales);
+            }
+        }
+    }
+};
+
+// For dgrad, which contracts a tile's 16 rows (four_bits_shared.cuh): of each of four tiles lane 4
+// r
+// + c of warp w has columns 16 w + r and 16 w + 8 + r (half) of rows 2 c, 2 c + 1 (j), and of those
+// 8 further on (i).
+template <class T, class E, int APART, int ELEMENTS, int SCALES, class List = typename E::Scales>
+struct DerivedTransposed;
+
+template <class T, class E, int APART, int ELEMENTS, int SCALES, class... Part>
+struct DerivedTransposed<T, E, APART, ELEMENTS, SCALES, Parts<Part...>> {
+    static constexpr int STORED = Parts<Part...>::STORED;
+
+    struct Packed {
+        u32 codes[4], scales[4][2][2][STORED];  // of each step; of i, j
+    };
+    u32 codes, scales, warp, lane;
+
+    __device__ __forceinline__ DerivedTransposed(u32 first_code, u32 first_scale, i32 warp_,
+                                                 i32 lane_)
+        : codes(first_code), scales(first_scale), warp(warp_), lane(lane_) {}
+
+    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int) { return 16 * lane; }
+
+    __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
+        Packed packed = {};
+        const i32 r = lane / 4, row = 2 * (lane % 4);
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            const u8* tile =
+                all_codes + codes + v * APART * ELEMENTS + 64 * row + 16 * warp + 2 * r;
+            packed.codes[v] = read_shared<2>(tile) | read_shared<2>(tile + 64) << 16;
+#pragma unroll
+            for (int ij = 0; ij < 4; ++ij) {
+                const u8* from = all_scales + scales + v * APART * SCALES;
+                int p = 0;
+                ((packed.scales[v][ij / 2][ij % 2][p++] = read_shared<Part::BYTES>(
+                      from + ScaleTile<Part>::in_tile(row + ij % 2, ij / 2, warp)),
+                  from += ScaleTile<Part>::BYTES),
+                 ...);
+            }
+        }
+        return packed;
+    }
+
+    static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const Affine first = Decode<E>::scales(packed.scales[v][i][0]),
+                         second = Decode<E>::scales(packed.scales[v][i][1]);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u32 codes = packed.codes[v] >> (8 * half + 4 * i);
+                a[half + 2 * i] = decoded_pair<T, E>(codes & 15, codes >> 16 & 15, first, second);
+            }
+        }
+    }
+};
+
+// In tiles (w16x64) of four-bit codes in their usual order.
+template <class T, class E, class List = typename E::Scales>
+struct DerivedTiled;
+
+template <class T, class E, class... Part>
+struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
+    static constexpr float RESCALE = 1.f;
+    static constexpr int ELEMENTS = RUN, SCALES = (0 + ... + ScaleTile<Part>::BYTES),
+                         STORED = Parts<Part...>::STORED;
+    static constexpr bool SCALES_FOLLOW = false;
+    static_assert(E::BITS == 4, "tiles of other codes have no order");
+
+    template <bool FRAGMENT_ORDER>
+    using Shared = DerivedShared<T, E, FRAGMENT_ORDER>;
+    template <int APART>
+    using Transposed = DerivedTransposed<T, E, APART, ELEMENTS, SCALES>;
+
+    struct Packed {
+        u32 codes[4], scales[2][STORED];
+    };
+    struct Scales {
+        Affine of_row[2];
+    };
+
+    template <class Segment>
+    static __device__ __forceinline__ const u8* elements(const Segment& s) {
+        return s.codes;
+    }
+
+    // 16 bytes of what a tile has in shared memory, the parts one after the other. row_tiles: in a
+    // row of a matrix.
+    template <class Segment>
+    static __device__ __forceinline__ const u8* scale_piece(const Segment& s, i32 row_tiles,
+                                                            i32 tile, i32 piece) {
+        const u8* found = nullptr;
+        i32 from = 0;
+        ((found = piece * 16 < from
+                      ? found
+                      : Part::of(s) + (piece * 16 - from) +
+                            ScaleTile<Part>::place(tile / row_tiles, row_tiles, tile % row_tiles),
+          from += ScaleTile<Part>::BYTES),
+         ...);
+        return found;
+    }
+
+    template <class Segment>
+    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block,
+                                         i32 lane) {
+        constexpr i32 TILES = Segment::K / 64;
+        const i64 tile = tile_number<Segment>(group, first_row, block);
+        block_ = block, tiles_ = TILES;
+        codes_ = s.codes + tile * ELEMENTS + lane * 16;
+        int p = 0;
+        ((scales_[p++] = Part::of(s) + ScaleTile<Part>::place(i32(tile / TILES), TILES, 0) +
+                         ScaleTile<Part>::in_tile(lane / 4, 0, lane % 4)),
+         ...);
+    }
+
+    __device__ __forceinline__ Packed load(int blocks_ahead) const {
+        const i32 block = block_ + blocks_ahead;
+        Packed packed = {};
+        if (block >= tiles_) return packed;
+        const uint4 codes = load_no_allocate(codes_ + ELEMENTS * blocks_ahead);
+        packed.codes[0] = codes.x, packed.codes[1] = codes.y, packed.codes[2] = codes.z,
+        packed.codes[3] = codes.w;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int p = 0;
+            ((packed.scales[i][p] =
+                  load_number<Part::BYTES>(scales_[p] + ScaleTile<Part>::place(0, tiles_, block) +
+                                           ScaleTile<Part>::in_tile(0, i, 0)),
+              ++p),
+             ...);
+        }
+        return packed;
+    }
+
+    __device__ __forceinline__ void advance(int blocks) {
+        codes_ += ELEMENTS * blocks, block_ += blocks;
+    }
+
+    static __device__ __forceinline__ Scales scales(const Packed& packed) {
+        return {{Decode<E>::scales(packed.scales[0]), Decode<E>::scales(packed.scales[1])}};
+    }
+
+    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales,
+                                                      int v, int half, u32* a) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u32 codes = packed.codes[v] >> (8 * half + 4 * i);
+            a[i] = decoded_pair<T, E>(codes & 15, codes >> 16 & 15, scales.of_row[i],
+                                      scales.of_row[i]);
+        }
+    }
+
+  private:
+    const u8 *codes_, *scales_[STORED];
+    i32 block_, tiles_;
+};
+
+}  // namespace
