@@ -56,7 +56,7 @@ class Gemm(Source):
     def __init__(self, plan: ProductPlan):
         self.packed = plan.encoding.name not in DTYPES
         names = (
-            {v: part.name for part, v in zip(plan.encoding.parts, plan.weight, strict=True)}
+            dict(zip(plan.weight, self._reader(plan).names(plan.encoding), strict=True))
             if self.packed
             else {}
         )
@@ -103,6 +103,10 @@ class Gemm(Source):
                 )
         return made
 
+    @staticmethod
+    def _reader(plan: ProductPlan) -> readers.Reader:
+        return readers.reader(plan.encoding.name, plan.layout, plan.a.type.dtype)
+
     def _product(self, sizes: Sizes, arch: Arch) -> KernelSource:
         rows, m, n = value(self._rows, sizes), self._tile_m(sizes), self._tile_n
         tiles = bound(rows, min(self.plan.groups, rows) + 1, m) // m * self._tiles
@@ -110,11 +114,7 @@ class Gemm(Source):
             "a": self.operand.boxes(m, sizes) if self.operand.in_boxes else None,
             "b": self._weight_boxes(),
         }
-        header = (
-            readers.reader(self.plan.encoding.name, self.plan.layout, self.dtype).header
-            if self.packed
-            else None
-        )
+        header = self._reader(self.plan).header if self.packed else None
         threads = _THREADS if m == _TILES_M[0] else _MORE_THREADS
         return product_kernel(
             self,
@@ -279,7 +279,7 @@ class Gemm(Source):
             raise UnsupportedError(
                 what, expected=f"one or two runs of a multiple of {_RUN_OF_ROWS} rows"
             )
-        reads = readers.reader(plan.encoding.name, plan.layout, self.dtype)
+        reads = self._reader(plan)
         return [
             f"static constexpr i32 SCALE_RUNS = {runs};",
             *reads.constants(plan.encoding),

@@ -40,7 +40,7 @@ class Product(Source):
 
     def __init__(self, plan: ProductPlan):
         self.reader = reader(plan.encoding.name, plan.layout, plan.a.type.dtype)
-        names = {v: part.name for part, v in zip(plan.encoding.parts, plan.weight, strict=True)}
+        names = dict(zip(plan.weight, self.reader.names(plan.encoding), strict=True))
         super().__init__(
             plan.fusion, plan.memory, names if plan.of_one_group else {**names, plan.ends: "ends"}
         )

@@ -23,8 +23,7 @@ _TILE_ROWS, _TILE_COLUMNS, _LANE_COLUMNS = 16, 64, 16
 
 @dataclass(frozen=True)
 class Reader:
-    """A C++ class template of a reader, and its header. The parts of a weight have the encoding's
-    names for them.
+    """A C++ class template of a reader, and its header.
 
     See kernels/weights/reader.cuh. activations: the dtypes for which it makes fragments; tiled:
     whether weights are in tiles of 16 rows and 64 columns, as large-M kernels need; derived:
@@ -40,6 +39,10 @@ class Reader:
     def of(self, activations: str) -> str:
         """The C++ class for activations of a dtype."""
         return f"{self.template}<{activations}{', Encoded' if self.derived else ''}>"
+
+    def names(self, encoding: Encoding) -> list[str]:
+        """What a segment's struct calls the parts of its weight."""
+        return [f"weight_{part.name}" if self.derived else part.name for part in encoding.parts]
 
     def constants(self, encoding: Encoding) -> list[str]:
         """What a segment's struct says of the encoding of its weight: the descriptor, or what a
@@ -143,7 +146,7 @@ def _descriptor(of: Encoding, tiled: bool) -> list[str]:
     scales = of.block_scales
     flip, first = of.element.affine or (0, 0)
     outer = next((s.part for s in of.scales if not s.block), None)
-    matrix = _function("template <class S> @ const float* of(const S& s)", f"s.{outer}")
+    matrix = _function("template <class S> @ const float* of(const S& s)", f"s.weight_{outer}")
     return [
         "struct Encoded {",
         *inner(
@@ -174,7 +177,7 @@ def _scale(i: int, scale: Scale, tiled: bool) -> list[str]:
                 f"static constexpr bool ZERO_POINT = {str(scale.zero_point).lower()};",
                 *_function(
                     "template <class S> @ const u8* of(const S& s)",
-                    f"reinterpret_cast<const u8*>(s.{scale.part})",
+                    f"reinterpret_cast<const u8*>(s.weight_{scale.part})",
                 ),
                 *(
                     _look_up("value", _recoded(scale))

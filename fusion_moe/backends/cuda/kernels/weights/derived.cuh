@@ -126,7 +126,7 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
         for (int i = 0; i < 2; ++i) {
             const i64 row =
                 i64(group) * Segment::N + min(first_row + lane / 4 + 8 * i, Segment::N - 1);
-            codes_[i] = s.codes + (row * Segment::K + k_) / (8 / BITS);
+            codes_[i] = s.weight_codes + (row * Segment::K + k_) / (8 / BITS);
             int p = 0;
             ((scales_[i][p++] = Part::of(s) + row * blocks_of_row<Part>(Segment::K) * Part::BYTES),
              ...);
@@ -346,7 +346,7 @@ struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
 
     template <class Segment>
     static __device__ __forceinline__ const u8* elements(const Segment& s) {
-        return s.codes;
+        return s.weight_codes;
     }
 
     // 16 bytes of what a tile has in shared memory, the parts one after the other. row_tiles: in a
@@ -371,7 +371,7 @@ struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
         constexpr i32 TILES = Segment::K / 64;
         const i64 tile = tile_number<Segment>(group, first_row, block);
         block_ = block, tiles_ = TILES;
-        codes_ = s.codes + tile * ELEMENTS + lane * 16;
+        codes_ = s.weight_codes + tile * ELEMENTS + lane * 16;
         int p = 0;
         ((scales_[p++] = Part::of(s) + ScaleTile<Part>::place(i32(tile / TILES), TILES, 0) +
                          ScaleTile<Part>::in_tile(lane / 4, 0, lane % 4)),
