@@ -34,7 +34,6 @@ from fusion_moe.backends.cuda.columns import columns
 from fusion_moe.backends.cuda.grouped_mm import Product
 from fusion_moe.backends.cuda.join import join
 from fusion_moe.backends.cuda.launch import KERNELS, build
-from fusion_moe.backends.cuda.readers import reader
 from fusion_moe.backends.cuda.source import KernelSource, Source
 from fusion_moe.backends.cuda.table import ALWAYS, Regime
 from fusion_moe.backends.cuda.variants import (
@@ -326,17 +325,6 @@ def test_readers_say_what_they_need_of_an_encoding(monkeypatch, fmt, layout, cha
     headers[f"weights/{fmt}.cuh"] = headers[f"weights/{fmt}.cuh"].replace(*change)
     with pytest.raises(BuildError, match=f"static assertion failed with .*{sentence}"):
         nvrtc.build(product.text, name=product.name, arch=H200.nvrtc, headers=headers)
-
-
-def test_an_encoding_whose_scales_no_reader_takes_is_refused_when_it_is_planned(monkeypatch):
-    (scale,) = ENCODINGS["int4"].scales
-    wide = replace(ENCODINGS["int4"], scales=(replace(scale, block=128),))
-    monkeypatch.setitem(ENCODINGS, "int4", wide)
-    with pytest.raises(
-        UnsupportedError,
-        match="weights in int4, with a scale for 128 elements, have no kernel here; expected",
-    ):
-        reader("int4", "linear", "bf16")
 
 
 @needs_nvdisasm

@@ -115,6 +115,14 @@ __device__ __forceinline__ u32 narrow_pair<f16>(float low, float high) {
     return both;
 }
 
+// The halves of a word, each as both halves of one.
+__device__ __forceinline__ void halves_twice(u32& low, u32& high, u32 word) {
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; mov.b32 %0, {low, low}; mov.b32 %1, {high, "
+        "high};}"
+        : "=r"(low), "=r"(high)
+        : "r"(word));
+}
+
 // a * b, of two numbers each.
 template <class T>
 __device__ __forceinline__ u32 multiply_pair(u32 a, u32 b);

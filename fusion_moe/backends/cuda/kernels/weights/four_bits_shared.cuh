@@ -69,10 +69,7 @@ __device__ __forceinline__ u32 two_scales(const u8* shared) {
 template <class Format>
 __device__ __forceinline__ typename Format::Scales scales_of_rows(u32 ready) {
     u32 low, high;
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; mov.b32 %0, {low, low}; mov.b32 %1, {high, "
-        "high};}"
-        : "=r"(low), "=r"(high)
-        : "r"(ready));
+    halves_twice(low, high, ready);
     return Format::tiled(low, high);
 }
 

@@ -1,0 +1,238 @@
+"""CUDA's readers of weights, without a GPU: their C++ decodes matrices on the CPU, where a header
+stands for what is PTX (cuda_on_cpu/). Derived readers make what the reference makes, bit for bit;
+written ones what derived ones make, within the ranges that their headers state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion_moe import encodings
+from fusion_moe.backends.cuda.launch import KERNELS
+from fusion_moe.backends.cuda.readers import DERIVED, TILED, WRITTEN, Reader, reader
+from fusion_moe.encodings import ENCODINGS, ROW, Element, Encoding, Quantized, Scale, dequantize
+from fusion_moe.errors import UnsupportedError
+from fusion_moe.layouts import W16X64
+from fusion_moe.runtime import build
+
+pytestmark = [pytest.mark.compiler, pytest.mark.once]
+HERE = Path(__file__).parent / "cuda_on_cpu"
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+STORED = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+UINT4, NF4 = (
+    Element.integers("uint4", 4, 0),
+    Element.look_up("nf4", [i * i / 99 - 1 for i in range(16)]),
+)
+TWOS = Element(
+    "int8_twos",
+    8,
+    torch.uint8,
+    127.0,
+    lambda x: x.to(torch.int8).view(torch.uint8),
+    lambda code: (code.int() - 256 * (code > 127).int()).float(),
+)
+
+
+def with_zeros(block: int, dtype: torch.dtype = torch.float16) -> Encoding:
+    scales = (
+        Scale("block_scale", dtype, block),
+        Scale("zero_point", torch.uint8, block, zero_point=True),
+    )
+    return Encoding(f"uint4_{block}", UINT4, scales)
+
+
+LEVELS = (
+    Scale("block_scale", torch.float8_e4m3fn, 32),
+    Scale("group_scale", torch.bfloat16, 64, divides=True),
+    Scale("row", torch.float32, ROW),
+    Scale("ends", torch.float32, 0),  # names that kernels use themselves
+)
+OWN = [
+    *map(with_zeros, (16, 128, 256, ROW)),
+    Encoding("levels", NF4, LEVELS),
+    Encoding("e8m0", UINT4, (Scale("block_scale", torch.float8_e8m0fnu, 64),)),
+    Encoding(
+        "two_bits",
+        Element.look_up("two", [0.0, -1.0, 0.25, 1.0]),
+        (Scale("block_scale", torch.float32, 64),),
+    ),
+    Encoding("one_bit", Element.integers("one", 1, 0), (Scale("block_scale", torch.bfloat16, 48),)),
+    Encoding("twos", TWOS, (Scale("block_scale", torch.float16, 32),)),
+    Encoding("unscaled", NF4),
+]
+# what a lane decodes, by layout
+WAYS = {
+    "linear": ("from_memory",),
+    TILED: ("from_memory", "from_shared<true>", "from_shared<false>", "transposed"),
+}
+WRITTEN_WAYS = {"linear": WAYS["linear"], TILED: WAYS[TILED][:2]}  # the others are made of PTX
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    for encoding in OWN:
+        encodings.register(encoding)
+    yield
+    for encoding in OWN:
+        encodings.unregister(encoding.name)
+
+
+def decoded(read: Reader, weight: Quantized, folder: Path, ways: Sequence[str]) -> Tensor:
+    """[dtypes, ways, N, K] f32: what a reader makes of a weight [1, N, K] in linear order."""
+    (_, n, k), encoding = weight.shape, weight.encoding
+    parts = W16X64.pack(*weight, encoding=encoding) if read.tiled else tuple(weight)
+    names, types = read.names(encoding), [STORED.get(p.dtype, "u8") for p in encoding.parts]
+    out = torch.full((len(DTYPES), len(ways), n, k), torch.nan)
+    lines = ['#include "memory.cuh"', f'#include "{read.header}"']
+    lines += ["#define TILED"] if read.tiled else []
+    for dtype in DTYPES:
+        lines += [
+            f"namespace {{ namespace of_{dtype} {{",
+            "struct Segment {",
+            f"using Activation = {dtype};",
+        ]
+        lines += [f"static constexpr i32 N = {n}, K = {k}, SCALE_RUNS = 1;"]
+        lines += [f"inline static const {t}* {x};" for t, x in zip(types, names, strict=True)]
+        lines += [*read.constants(encoding), f"using Weights = {read.of(dtype)};", "};"]
+        lines += ['#include "decode.h"', "void decode(const void* const* parts, float* out) {"]
+        given = enumerate(zip(types, names, strict=True))
+        lines += [f"Segment::{x} = static_cast<const {t}*>(parts[{i}]);" for i, (t, x) in given]
+        lines += [*(f"{way}(out + {i * n * k});" for i, way in enumerate(ways)), "}", "}}"]
+    lines += ['extern "C" void decode(const void* const* parts, float* out) {']
+    lines += [f"of_{d}::decode(parts, out + {i * out[0].numel()});" for i, d in enumerate(DTYPES)]
+    made = folder / f"{read.template}.so"
+    made.with_suffix(".cpp").write_text("\n".join([*lines, "}"]))
+    compiler = build.find_compiler()
+    assert compiler
+    flags = f"-std=c++17 -O1 -fPIC -shared -ffp-contract=off -w -I{HERE} -I{KERNELS}".split()
+    command = [*compiler.command, *flags, str(made.with_suffix(".cpp")), "-o", str(made)]
+    subprocess.run(command, check=True)
+    kept = [part.contiguous() for part in parts]
+    pointers = (ctypes.c_void_p * len(kept))(*(part.data_ptr() for part in kept))
+    ctypes.CDLL(str(made)).decode(pointers, ctypes.c_void_p(out.data_ptr()))
+    return out
+
+
+def some_weight(encoding: Encoding, n: int, k: int) -> Quantized:
+    """Codes and bytes of scales by chance, but no scales that are NaN, infinite or near it."""
+    g, parts = torch.Generator().manual_seed(0), []
+    for part in encoding.parts:
+        shape = encoding.part_shape(part, (1,), n, k)
+        if part.scale is None or part.scale.zero_point:
+            most = 16 if part.scale else 256
+            parts.append(torch.randint(0, most, shape, generator=g, dtype=torch.uint8))
+        else:
+            parts.append(
+                (2 * torch.rand(shape, generator=g) - 1).mul(4).to(part.dtype)
+                if part.dtype != torch.float8_e8m0fnu
+                else torch.randint(120, 130, shape, generator=g, dtype=torch.uint8).view(part.dtype)
+            )
+    return Quantized(*parts, encoding=encoding)
+
+
+def rounded(weight: Quantized) -> Tensor:
+    """[dtypes, 1, N, K]: rounded to the dtype of activations over the scale of the matrix, times
+    it.
+    """
+    ones = {p.name: torch.ones_like(t) for p, t in weight.named() if p.of_matrix}
+    outer = next((t for p, t in weight.named() if p.of_matrix), torch.ones(1))
+    numbers = dequantize(weight.with_(**ones))
+    return torch.stack([numbers.to(dtype).float() * outer for dtype in DTYPES.values()])
+
+
+@pytest.mark.parametrize("layout", WAYS)
+@pytest.mark.parametrize("encoding", OWN, ids=lambda e: e.name)
+def test_derived_readers_make_what_the_reference_makes(encoding, layout, tmp_path):
+    if layout == TILED and W16X64.why_not(64, 512, encoding):
+        return
+    off_tile = layout == "linear" and encoding.block in (16, 32, 48)
+    weight = some_weight(encoding, *((40, 768 + encoding.block) if off_tile else (64, 768)))
+    assert reader(encoding.name, layout, "f16") == DERIVED[layout]
+    found = decoded(DERIVED[layout], weight, tmp_path, WAYS[layout])
+    for i, way in enumerate(WAYS[layout]):
+        assert torch.equal(found[:, i : i + 1], rounded(weight)), way
+
+
+# the block scales with which written readers are exact (their headers say it), and float16 has all
+# bits of the weights
+EXACT = {
+    "nvfp4": {"bf16": (0.0, 448.0), "f16": (0.0, 448.0)},
+    "mxfp4": {"bf16": (2.0**-72, 2.0**61), "f16": (2.0**-21, 2.0**8)},
+    "int4": {"bf16": (2.0**-66, 2.0**54), "f16": (2.0**-14, 255.0)},
+}
+
+
+def positive_scales(encoding: Encoding) -> Tensor:
+    """All that are exact in bfloat16, of each int4 scale the opposite too."""
+    dtype = encoding.block_scales[0].dtype
+    bits = torch.arange(2 ** (8 * dtype.itemsize - 1), dtype=torch.int16)
+    if dtype == torch.float8_e8m0fnu:
+        bits = torch.arange(255)
+    scales = bits.view(dtype) if dtype.itemsize > 1 else bits.to(torch.uint8).view(dtype)
+    first, last = EXACT[encoding.name]["bf16"]
+    scales = scales[(scales.float() >= first) & (scales.float() <= last)]
+    scales = torch.cat([scales, -scales]) if dtype == torch.bfloat16 else scales
+    return scales[len(scales) % 16 :]
+
+
+@pytest.mark.parametrize("layout", WAYS)
+@pytest.mark.parametrize("name", EXACT)
+def test_written_readers_make_what_derived_ones_make(name, layout, tmp_path):
+    """Every code under every scale."""
+    encoding = ENCODINGS[name]
+    scales = positive_scales(encoding)
+    n, k, count = len(scales), 128, 128 // encoding.block
+    code = torch.arange(0, 16, 2, dtype=torch.uint8)
+    codes = (code | (code + 1) << 4).repeat(k // 16).expand(1, n, k // 2).contiguous()
+    ones = [torch.ones(1) for scale in encoding.scales if not scale.block]
+    scale = scales.view(-1, 1).expand(n, count).contiguous()[None]
+    weight = Quantized(codes, scale, *ones, encoding=encoding)
+    found = decoded(WRITTEN[name, layout], weight, tmp_path, WRITTEN_WAYS[layout])
+    want = decoded(DERIVED["linear"], weight, tmp_path, WAYS["linear"])
+    for i, (first, last) in enumerate(EXACT[name].values()):
+        size = scales.float().abs()
+        exact = (size >= first) & (size <= last)
+        if name == "nvfp4" and layout == TILED:
+            exact &= size > 0  # which it reads as 2^-23
+        assert exact.sum() > 24
+        assert torch.equal(found[i][:, exact], want[i][:, exact].expand_as(found[i][:, exact]))
+
+
+@pytest.mark.parametrize(
+    ("change", "layout", "sentence"),
+    [
+        (
+            {"scales": (Scale("s", torch.float16, 24),)},
+            "linear",
+            "with a scale for 24 elements, have no kernel here; expected a multiple of 16",
+        ),
+        (
+            {"scales": (Scale("s", torch.int32, 32),)},
+            "linear",
+            "with scales in torch.int32, have no kernel here",
+        ),
+        (
+            {"element": TWOS},
+            TILED,
+            "with codes of 8 bits, have no kernel here; expected 4 bits in their usual order",
+        ),
+        (
+            {"scales": (Scale("s", torch.float16, 0),)},
+            "linear",
+            "with such scales of a matrix, have no kernel here; expected at most one float32",
+        ),
+    ],
+)
+def test_what_no_reader_takes_is_refused_when_it_is_planned(monkeypatch, change, layout, sentence):
+    monkeypatch.setitem(ENCODINGS, "uint4_16", replace(with_zeros(16), **change))
+    with pytest.raises(UnsupportedError, match=f"weights in uint4_16, {sentence}"):
+        reader("uint4_16", layout, "bf16")
