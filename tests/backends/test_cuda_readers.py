@@ -7,83 +7,38 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from own_encodings import OWN, TWOS, registered, with_zeros
+from test_cuda_source import build
+from test_cuda_training_source import packed, sources
 from torch import Tensor
 
-from fusion_moe import encodings
+from fusion_moe.arch import H200
 from fusion_moe.backends.cuda.launch import KERNELS
 from fusion_moe.backends.cuda.readers import DERIVED, TILED, WRITTEN, Reader, reader
-from fusion_moe.encodings import ENCODINGS, ROW, Element, Encoding, Quantized, Scale, dequantize
+from fusion_moe.encodings import ENCODINGS, Encoding, Quantized, Scale, dequantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.layouts import W16X64
-from fusion_moe.runtime import build
+from fusion_moe.runtime import nvrtc
+from fusion_moe.runtime.build import find_compiler
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
+registered = pytest.fixture(scope="module", autouse=True)(registered)
 HERE = Path(__file__).parent / "cuda_on_cpu"
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 STORED = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 
-UINT4, NF4 = (
-    Element.integers("uint4", 4, 0),
-    Element.look_up("nf4", [i * i / 99 - 1 for i in range(16)]),
-)
-TWOS = Element(
-    "int8_twos",
-    8,
-    torch.uint8,
-    127.0,
-    lambda x: x.to(torch.int8).view(torch.uint8),
-    lambda code: (code.int() - 256 * (code > 127).int()).float(),
-)
-
-
-def with_zeros(block: int, dtype: torch.dtype = torch.float16) -> Encoding:
-    scales = (
-        Scale("block_scale", dtype, block),
-        Scale("zero_point", torch.uint8, block, zero_point=True),
-    )
-    return Encoding(f"uint4_{block}", UINT4, scales)
-
-
-LEVELS = (
-    Scale("block_scale", torch.float8_e4m3fn, 32),
-    Scale("group_scale", torch.bfloat16, 64, divides=True),
-    Scale("row", torch.float32, ROW),
-    Scale("ends", torch.float32, 0),  # names that kernels use themselves
-)
-OWN = [
-    *map(with_zeros, (16, 128, 256, ROW)),
-    Encoding("levels", NF4, LEVELS),
-    Encoding("e8m0", UINT4, (Scale("block_scale", torch.float8_e8m0fnu, 64),)),
-    Encoding(
-        "two_bits",
-        Element.look_up("two", [0.0, -1.0, 0.25, 1.0]),
-        (Scale("block_scale", torch.float32, 64),),
-    ),
-    Encoding("one_bit", Element.integers("one", 1, 0), (Scale("block_scale", torch.bfloat16, 48),)),
-    Encoding("twos", TWOS, (Scale("block_scale", torch.float16, 32),)),
-    Encoding("unscaled", NF4),
-]
 # what a lane decodes, by layout
 WAYS = {
     "linear": ("from_memory",),
     TILED: ("from_memory", "from_shared<true>", "from_shared<false>", "transposed"),
 }
 WRITTEN_WAYS = {"linear": WAYS["linear"], TILED: WAYS[TILED][:2]}  # the others are made of PTX
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered() -> Iterator[None]:
-    for encoding in OWN:
-        encodings.register(encoding)
-    yield
-    for encoding in OWN:
-        encodings.unregister(encoding.name)
 
 
 def decoded(read: Reader, weight: Quantized, folder: Path, ways: Sequence[str]) -> Tensor:
@@ -111,7 +66,7 @@ def decoded(read: Reader, weight: Quantized, folder: Path, ways: Sequence[str]) 
     lines += [f"of_{d}::decode(parts, out + {i * out[0].numel()});" for i, d in enumerate(DTYPES)]
     made = folder / f"{read.template}.so"
     made.with_suffix(".cpp").write_text("\n".join([*lines, "}"]))
-    compiler = build.find_compiler()
+    compiler = find_compiler()
     assert compiler
     flags = f"-std=c++17 -O1 -fPIC -shared -ffp-contract=off -w -I{HERE} -I{KERNELS}".split()
     command = [*compiler.command, *flags, str(made.with_suffix(".cpp")), "-o", str(made)]
@@ -236,3 +191,17 @@ def test_what_no_reader_takes_is_refused_when_it_is_planned(monkeypatch, change,
     monkeypatch.setitem(ENCODINGS, "uint4_16", replace(with_zeros(16), **change))
     with pytest.raises(UnsupportedError, match=f"weights in uint4_16, {sentence}"):
         reader("uint4_16", layout, "bf16")
+
+
+@pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+@pytest.mark.parametrize("layout", WAYS)
+def test_a_layer_with_zero_points_has_all_kernels_forward_and_backward(layout):
+    made, titles = packed("uint4_128", layout, inner=256), set()
+    for source in [*sources(made.forward), *sources(made.backward)]:
+        for tokens in (4, 4096):
+            sizes = dict.fromkeys(source.fusion.symbols, tokens)
+            for kernel in source.launches(source.choose(sizes, H200), sizes, H200):
+                if kernel.title.startswith(("small_m", "large_m", "gemm")):
+                    titles.add(kernel.title.partition("_")[0])
+                    assert build(kernel, H200).stat().st_size
+    assert titles == ({"small", "gemm"} if layout == "linear" else {"small", "large"})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_tables import use_variant, variants_of
+from own_encodings import registered
 from test_cuda_kernels import LAYOUTS, RAGGED, close, generator, poison, program, tokens
 
 from fusion_moe import options
@@ -17,8 +18,10 @@ from fusion_moe.backends.cuda.variants import Variant
 from fusion_moe.definitions.operations import SPECS, bind
 from fusion_moe.encodings import ENCODINGS, Encoding, Quantized, dequantize, quantize
 from fusion_moe.layouts import W16X64
+from fusion_moe.layouts.groups import ceil_to
 
 pytestmark = pytest.mark.gpu
+registered = pytest.fixture(scope="module", autouse=True)(registered)
 
 ops = torch.ops.fusion_moe
 PAIRS = [  # of weights and activations
@@ -29,6 +32,12 @@ PAIRS = [  # of weights and activations
     ("int4", "f16"),
     ("bf16", "bf16"),
     ("f16", "f16"),
+]
+DERIVED = [  # read by their descriptors: zero points, levels of scales, a table
+    ("uint4_128", "bf16"),
+    ("uint4_128", "f16"),
+    ("uint4_-1", "bf16"),
+    ("levels", "bf16"),
 ]
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 # of a layer: those of its results, and of what is between its products
@@ -84,8 +93,8 @@ def ways() -> list[tuple[str, str, str, Variant, bool]]:
     differs from bf16 in instructions.
     """
     found = []
-    for fmt, activations in PAIRS:
-        wide = "wide_" if ENCODINGS[fmt].plain else ""
+    for fmt, activations in [*PAIRS, *DERIVED]:
+        wide = "wide_" if fmt in DTYPES else ""
         for table in (f"{wide}linear", f"{wide}tiled"):
             kernels = variants_of(table)
             kernels = (
@@ -113,6 +122,7 @@ def test_every_variant_exactly(fmt, activations, table, variant, in_fragment_ord
     use_variant(monkeypatch, table, variant)
     layout = "w16x64" if table.endswith("tiled") else "linear"
     for k, n in (320, 144), (384, 1024):
+        k = ceil_to(k, ENCODINGS[fmt].block)
         weight = exact_weight(ENCODINGS[fmt], 7, n, k)
         matrices = dequantize(weight).cuda()
         for partition in RAGGED[:6]:
@@ -128,9 +138,12 @@ def test_every_variant_exactly(fmt, activations, table, variant, in_fragment_ord
             assert torch.equal(product(x, weight, partition.ends.cuda(), layout), want)
 
 
-@pytest.mark.parametrize(("fmt", "activations"), PAIRS)
+@pytest.mark.parametrize(
+    ("fmt", "activations"), [*PAIRS, *DERIVED, ("twos", "bf16"), ("two_bits", "f16")]
+)
 @pytest.mark.parametrize(("k", "n"), [(96, 33), (288, 70)])
 def test_sizes_off_the_tile_run_in_the_linear_layout(fmt, activations, k, n):
+    k = ceil_to(k, ENCODINGS[fmt].block)
     weight, ends = exact_weight(ENCODINGS[fmt], 4, n, k), [1, 1, 12, 19]
     x = torch.randint(-3, 4, (20, k), generator=generator()).to(DTYPES[activations])
     want = torch.zeros(20, n)

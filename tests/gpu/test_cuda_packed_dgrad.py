@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hopper import ON_HOPPER
+from own_encodings import registered
 from test_cuda_encodings import DTYPES, exact_weight, stored
 from test_cuda_training import SPLITS, TAIL, compiled, ends_of, integers
 
@@ -16,8 +17,10 @@ from fusion_moe.backends.cuda.variants import ALL, Matrices
 from fusion_moe.encodings import ENCODINGS, Quantized, dequantize
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
+from fusion_moe.layouts.groups import ceil_to
 
 pytestmark = ON_HOPPER
+registered = pytest.fixture(scope="module", autouse=True)(registered)
 
 WAYS = [
     ("nvfp4", "bf16", "w16x64"),
@@ -27,6 +30,9 @@ WAYS = [
     ("mxfp4", "f16", "linear"),
     ("int4", "bf16", "w16x64"),
     ("int4", "f16", "linear"),
+    ("uint4_128", "bf16", "w16x64"),  # derived readers from here on
+    ("uint4_128", "f16", "linear"),
+    ("levels", "bf16", "w16x64"),
 ]
 
 
@@ -94,6 +100,7 @@ def check(
 @pytest.mark.parametrize(("fmt", "activations", "layout"), WAYS, ids=str)
 def test_exactly(fmt, activations, layout, splits):
     for n, k in ((192, 320), (144, 64)):
+        k = ceil_to(k, ENCODINGS[fmt].block)
         weight = exact_weight(ENCODINGS[fmt], len(splits), n, k)
         check(weight, layout, activations, splits, gathered=n == 144)
 
@@ -108,6 +115,7 @@ def test_every_variant_exactly(fmt, activations, layout, variant):
     """
     with options.override(cuda_variant=variant):
         for n, k, gathered in ((320, 1344, False), (768, 256, True)):
+            k = ceil_to(k, ENCODINGS[fmt].block)
             weight = exact_weight(ENCODINGS[fmt], 8, n, k)
             check(weight, layout, activations, SPLITS["ragged"], gathered)
             if fmt == "nvfp4" and n == 768:
