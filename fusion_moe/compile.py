@@ -43,7 +43,13 @@ def lower(fusion: Fusion, to: Target, with_: Options) -> Lowered:
     for run in PASSES:
         fusion = run(fusion, to).verify()
         stages.append((run.__name__, fusion))
-    return Lowered(tuple(stages), segments(fusion, to, with_))
+    for name, stage in stages:
+        options.log("passes", "%s\n%s", name, stage)
+    found = segments(fusion, to, with_)
+    for i, s in enumerate(found):
+        why = s.boundary or "the first"
+        options.log("segments", "%d [%s, %s], %s\n%s", i, s.kind, s.plan.backend, why, s.fusion)
+    return Lowered(tuple(stages), found)
 
 
 def segments(fusion: Fusion, to: Target, with_: Options) -> tuple[Segment, ...]:

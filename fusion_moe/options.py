@@ -17,6 +17,7 @@ import contextvars
 import dataclasses
 import functools
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -30,8 +31,13 @@ _MOST = 10**6  # seconds: functions that wait for a process accept little more
 _KINDS = {bool: "a bool, as text 1 or 0", int: f"an int from 1 to {_MOST}", str: "a non-empty str"}
 
 
-def _option(default: Any, doc: str, *, in_keys: bool = True) -> Any:
-    return dataclasses.field(default=default, metadata={"doc": doc}, compare=in_keys)
+def _option(
+    default: Any, doc: str, *, in_keys: bool = True, words: tuple[str, ...] | None = None
+) -> Any:
+    """words: what a text may list, separated by commas; None: any text."""
+    return dataclasses.field(
+        default=default, metadata={"doc": doc, "words": words}, compare=in_keys
+    )
 
 
 def _cache_home(environ: Mapping[str, str] = os.environ) -> str:
@@ -102,6 +108,23 @@ class Options:
         "a folder to write every stage, source and binary of what is compiled to; '' is none",
         in_keys=False,
     )
+    log: str = _option(
+        "",
+        "what is written to stderr, separated by commas: 'passes', 'segments', 'choice', "
+        "'compile', 'launch'",
+        in_keys=False,
+        words=("passes", "segments", "choice", "compile", "launch"),
+    )
+    fuel: int = _option(
+        _MOST, "how many regions of compiled graphs are fused, in the order in which they are found"
+    )
+    cuda_debug: str = _option(
+        "",
+        "of CUDA's kernels, separated by commas: 'lineinfo' for profilers, 'ptxas' reports "
+        "registers and spills on stderr, 'sass' is written to the folder of the option dump",
+        in_keys=False,
+        words=("lineinfo", "ptxas", "sass"),
+    )
     vllm: bool = _option(
         True, "tell vLLM of --quantization fusion_moe, when it loads its plug-ins", in_keys=False
     )
@@ -155,6 +178,8 @@ def _checked(name: str, value: Any) -> Any:
         raise OptionError(
             f"option {name} = {value!r}", expected=f"{_KINDS[wanted]} ({field.metadata['doc']})"
         )
+    for word in value.split(",") if field.metadata["words"] and value else ():
+        need_one_of(f"option {name}", word, field.metadata["words"])
     return value
 
 
@@ -201,6 +226,17 @@ _current: contextvars.ContextVar[Options] = contextvars.ContextVar(
 def current() -> Options:
     """The options in force here."""
     return _current.get()
+
+
+def words(name: str) -> list[str]:
+    """What an option that is a list of words lists here."""
+    return getattr(current(), name).split(",")
+
+
+def log(topic: str, message: str, *values: object) -> None:
+    """Writes `message % values` to stderr if the option `log` lists the topic."""
+    if current().log and topic in words("log"):
+        print(f"fusion_moe {topic}: {message % values}", file=sys.stderr, flush=True)
 
 
 def variable() -> tuple[contextvars.ContextVar[Options], Options]:

@@ -8,7 +8,7 @@ are then given back to the graph's own compiler (trim.py).
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from .. import target as targets
 from ..definitions import translate
 from ..errors import Error, FusionError, TranslatorError, UnsupportedError, Untranslatable
 from ..ir.core import Fusion
+from ..messages.warn import warn_once
 from ..options import Options
 from ..schedule.plan import REFERENCE
 from ..schedule.segment import by_structure
@@ -91,6 +92,34 @@ class Found:
     not_fused: list[NotFused] = field(default_factory=list)
     calls: int = 0  # calls of operations in the graph
     outside: list[Node] = field(default_factory=list)
+
+    def leave(self, left: Sequence[Region], why: str) -> None:
+        """Takes regions out again."""
+        self.regions = [r for r in self.regions if r not in left]
+        self.outside += [n for r in left for n in r.nodes]
+        self.not_fused += [
+            NotFused(str(called_op(n)), source_of(n), why)
+            for r in left
+            for n in r.nodes
+            if is_call(n)
+        ]
+
+
+_burnt = 0
+
+
+def burn(found: Found, with_: Options) -> None:
+    """Leaves the regions for which no fuel is left (the option `fuel`), which all graphs of a
+    process share; says which region is the last.
+    """
+    global _burnt
+    fuel, _burnt = max(0, with_.fuel - _burnt), _burnt + len(found.regions)
+    if fuel < len(found.regions):
+        found.leave(found.regions[fuel:], "the option fuel leaves it")
+    if with_.fuel <= _burnt and fuel:
+        warn_once(
+            f"fuel = {with_.fuel}: the last region that is fused is\n{found.regions[-1].fusion}"
+        )
 
 
 def find_regions(graph: Graph, with_: Options) -> Found:

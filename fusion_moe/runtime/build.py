@@ -32,6 +32,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -347,6 +348,7 @@ def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
     (path.parent / file).write_text(source.text, encoding="utf-8")
     # a killed compiler's files are removed with the folder
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(path.parent)}
+    start = time.monotonic()
     try:
         done = _run([*command, file, "-o", path.name], cwd=path.parent, env=environment)
     except subprocess.TimeoutExpired as e:
@@ -356,6 +358,8 @@ def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
         )
     else:
         if done.returncode == 0 and path.exists():
+            seconds = time.monotonic() - start
+            options.log("compile", "%s %s: %.1f s", source.name, source.tier, seconds)
             return
         if any(full in done.stderr for full in _FULL):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path.parent.parent))

@@ -10,7 +10,8 @@ not set.
                                                 Fusion
         segment0-grouped_gemm.cpp       its source
         segments-avx2-<12 digits>.so    what was compiled or found in the cache when the program was
-                                        called, and .cpp: all of its source
+                                        called, and .cpp: all of its source. For CUDA .cubin, .cu,
+                                        and .sass (the option cuda_debug)
 
 A library that many programs share, such as the CPU's product, is in the folder of the first program
 for which this process loaded it. Every file appears whole or not at all; an existing file is
@@ -21,10 +22,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import options
 from ..errors import BuildError
@@ -91,6 +96,24 @@ def binary(path: Path, source: str, suffix: str) -> None:
         stem = f"{name}-{key[:_DIGITS]}"
         _write(folder / f"{stem}{suffix}", source)
         _write(folder / f"{stem}{path.suffix}", path.read_bytes())
+        if path.suffix == ".cubin" and "sass" in options.words("cuda_debug"):
+            command = [_nvdisasm(), "--print-code", "--print-line-info", str(path)]
+            made = subprocess.run(command, capture_output=True, text=True, check=True)
+            _write(folder / f"{stem}.sass", made.stdout)
+
+
+@cache
+def _nvdisasm() -> str:
+    """The disassembler's path."""
+    files: Any = ()
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        files = metadata.distribution("nvidia-cuda-nvdisasm").files or ()
+    there = (str(file.locate()) for file in files if file.name == "nvdisasm")
+    if found := shutil.which("nvdisasm") or next(there, None):
+        return found
+    raise BuildError(
+        "nvdisasm is not installed", todo="pip install nvidia-cuda-nvdisasm", where="cuda_debug"
+    )
 
 
 def _write(path: Path, content: str | bytes) -> None:

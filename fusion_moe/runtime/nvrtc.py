@@ -15,7 +15,9 @@ hangs does not ask: the process is to be ended then.
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
@@ -31,6 +33,7 @@ from . import dump, store
 # No contraction of a * b + c into one rounding: results are those of `Fusion.evaluate`, operation
 # by operation.
 FLAGS = ("--std=c++17", "--fmad=false", "--extra-device-vectorization")
+_DEBUG = {"lineinfo": "--generate-line-info", "ptxas": "--ptxas-options=--verbose"}  # cuda_debug's
 _SHOWN_ERRORS = 5
 _INSTALL = install("cuda")
 
@@ -105,7 +108,8 @@ def is_built(
 
 
 def _all_flags(arch: str, flags: Sequence[str]) -> tuple[str, ...]:
-    return (f"--gpu-architecture={arch}", *FLAGS, *flags)
+    debug = (_DEBUG[word] for word in options.words("cuda_debug") if word in _DEBUG)
+    return (f"--gpu-architecture={arch}", *FLAGS, *debug, *flags)
 
 
 def _file(text: str, name: str, arch: str, headers: Headers, all_flags: Sequence[str]) -> str:
@@ -138,7 +142,7 @@ def _compile(
     program = _checked(
         nvrtc.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), len(names), contents, names)
     )
-    seconds = options.current().compile_seconds
+    seconds, start = options.current().compile_seconds, time.monotonic()
     try:
         with _limited(program, seconds):
             status, *_ = nvrtc.nvrtcCompileProgram(
@@ -150,14 +154,12 @@ def _compile(
                 todo="raise FUSION_MOE_COMPILE_SECONDS",
                 where=name,
             )
+        said = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
         if int(status):
-            raise _refused(
-                text,
-                name,
-                flags,
-                _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(),
-                path,
-            )
+            raise _refused(text, name, flags, said, path)
+        options.log("compile", "%s %s: %.1f s", name, flags[0], time.monotonic() - start)
+        if "ptxas" in options.words("cuda_debug"):
+            print(said.strip(), file=sys.stderr)
         path.write_bytes(_read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program))
     finally:
         nvrtc.nvrtcDestroyProgram(program)

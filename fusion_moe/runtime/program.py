@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import profiler
 
+from .. import options
 from ..definitions.parts import need_memory
 from ..errors import DeviceError, ShapeError
 from ..ir.binding import storage_shape
@@ -110,7 +111,8 @@ class Program:
         self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]
     ) -> native.Descriptor | None:
         """What C++ launches instead of such a call of `run`; None if Python must run it."""
-        by_python = self.checked or self.dumped is not None or self.fusion.aliases
+        seen = self.dumped is not None or "launch" in options.words("log")
+        by_python = self.checked or seen or self.fusion.aliases
         return None if by_python or self.joined is None else self.joined.descriptor(tensors, env)
 
     def prepare(self, device: torch.device | str = "cpu", **sizes: int) -> None:
@@ -170,6 +172,7 @@ class Program:
     def _launched(
         self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]
     ) -> Sequence[torch.Tensor]:
+        options.log("launch", "%d segments, %s", len(self.segments), dict(env))
         alone = self._one_by_one(tensors, env) if self.checked else None
         joined = (
             self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
@@ -198,6 +201,7 @@ class Program:
         self, i: int, kernel: Kernel, made: dict[Value, Any], env: Mapping[str, int]
     ) -> None:
         inputs = [made[v] for v in kernel.segment.inputs]
+        options.log("launch", "segment %d [%s, %s]", i, kernel.segment.kind, kernel.backend)
         if self.checked:
             outputs = check.checked(i, kernel, inputs, env, self.dumped)
         elif profiler._is_profiler_enabled:

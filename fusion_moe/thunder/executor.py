@@ -27,6 +27,7 @@ from ..frontends.regions import (
     Found,
     NotFused,
     Region,
+    burn,
     find_regions,
 )
 from ..frontends.walk import Walk
@@ -139,9 +140,11 @@ class FusionMoe(FusionExecutor):
                 break
             whole.update(parts)
         found.not_fused += whole.values()
+        if _listener.get() is None:
+            burn(found, options.current())
         groups: dict[int, list[int]] = {}
         for i, nodes in enumerate(seen.nodes):
-            if nodes and nodes[0] in inside:
+            if nodes and inside.get(nodes[0], len(found.regions)) < len(found.regions):
                 groups.setdefault(inside[nodes[0]], []).append(i)
         taken = {i for members in groups.values() for i in members}
         items = [(i, bsym) for i, bsym in enumerate(bsyms) if i not in taken]

@@ -36,6 +36,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from fusion_moe import Untranslatable, options, translator
 from fusion_moe.compile import lower
 from fusion_moe.definitions import translate
+from fusion_moe.frontends import regions
 from fusion_moe.frontends.inductor.compile_graph import compile_calls
 from fusion_moe.frontends.inductor.fusion_pass import FusionPass
 from fusion_moe.frontends.regions import Found
@@ -669,3 +670,18 @@ def test_what_is_stored_in_a_layout_is_read_by_torch_as_it_is_stored():
     assert result.regions
     assert not [x for x in result.not_fused if x.broken]
     assert "expected the linear layout" in left(result, "aten.view.default")
+
+
+# --------------------------------------------------------------------------------------------- fuel
+
+
+def test_fuel_is_for_so_many_regions_of_all_graphs(monkeypatch, caplog):
+    monkeypatch.setattr(regions, "_burnt", 0)
+    with options.override(fuel=2):
+        found = [passed(traced(mlp, tokens(5))) for _ in range(3)]
+        assert FusionPass(options.current()).uuid() is None
+    assert [len(f.regions) for f in found] == [1, 1, 0]
+    assert "the option fuel leaves it" in {x.why for x in found[2].not_fused}
+    (said,) = [r.getMessage() for r in caplog.records if "fuel" in r.getMessage()]
+    assert "fuel = 2: the last region that is fused is\n" in said
+    assert FusionPass(options.current()).uuid() is not None

@@ -13,6 +13,7 @@ import pytest
 import torch
 from moe_models import H, I, routing, tokens, weight
 
+from fusion_moe import options
 from fusion_moe.compile import compile_fusion
 from fusion_moe.definitions.operations import (
     SPECS,
@@ -136,3 +137,26 @@ def test_cubins(tmp_path):
         assert (source.suffix, cubin.suffix) == (".cu", ".cubin")
         assert source.stem == cubin.stem == path.stem[: len(cubin.stem)]
         assert (source.read_text(), cubin.read_bytes()) == (kernel, path.read_bytes())
+
+
+@pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+def test_lines_registers_and_sass_of_a_cubin(tmp_path, capfd):
+    pytest.importorskip("nvidia.cu13", reason="nvidia-cuda-nvdisasm is not installed")
+    kernel = 'extern "C" __global__ void seen(float* x) { *x = 1.f; }'
+
+    def built(**given: str) -> bytes:
+        with options.override(cache_dir=str(tmp_path / "cache"), **given), dump.into(tmp_path):
+            path = nvrtc.build(kernel, name="seen", arch="sm_90a", headers=nvrtc.Headers())
+            return path.read_bytes()
+
+    plain = built()
+    assert capfd.readouterr().err == ""
+    found = built(cuda_debug="lineinfo,ptxas,sass", log="compile")
+    assert b".debug_line" in found
+    assert b".debug_line" not in plain
+    said = capfd.readouterr().err
+    assert "fusion_moe compile: seen --gpu-architecture=sm_90a: " in said
+    assert "0 bytes spill stores" in said
+    (sass,) = tmp_path.glob("*.sass")
+    assert "STG.E" in sass.read_text()
+    assert "seen.cu" in sass.read_text()

@@ -214,6 +214,7 @@ class Call:
             )
         arch = cuda.arch(device.index)
         choice, any_size = self.choose(sizes, arch), self._any_size(sizes, arch)
+        options.log("choice", "%s", choice)
         if any_size and (missing := _missing(choice)):
             if not _missing(any_size):
                 return self._loaded(any_size, device, sizes, background.start(missing))
@@ -295,7 +296,8 @@ def _cubins(choice: Choice) -> dict[Hashable, Path]:
     """The cubins of a choice's kernels, by the keys of their builds. Those that this process has
     had are not looked for again.
     """
-    where, builds = (options.current().cache_dir, _headers().key), dict(_builds(choice))
+    now, builds = options.current(), dict(_builds(choice))
+    where = now.cache_dir, now.cuda_debug, _headers().key
     if new := [(key, build) for key, build in builds.items() if (where, key) not in _had]:
         _had.update(((where, key), path) for key, path in run_builds(new).items())
     for kernel in choice.kernels:

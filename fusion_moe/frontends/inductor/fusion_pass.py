@@ -16,8 +16,7 @@ from ...definitions import translate
 from ...messages.warn import warn_once
 from ...options import Options
 from .. import fingerprint
-from ..nodes import called_op, is_call, source_of
-from ..regions import Found, NotFused, find_regions
+from ..regions import Found, burn, find_regions
 from ..rewrite import replace_regions
 from .log_found import log_found
 
@@ -44,6 +43,7 @@ class FusionPass(_InferenceAware):
         result = find_regions(graph, self.options)
         if config.cpp_wrapper and not V.aot_compilation:
             _leave_single_results(result)
+        burn(result, self.options)
         replace_regions(graph, result.regions, self.options)
         log_found(result)
         if self.found is not None:
@@ -56,8 +56,11 @@ class FusionPass(_InferenceAware):
         """A digest of what compiled code depends on: our sources, the options, every translator,
         the passes that follow.
 
-        None, with which Inductor caches nothing, if one of these has no fingerprint.
+        None, with which Inductor caches nothing, if one of these has no fingerprint, and if fuel is
+        limited: what a graph gets then depends on the graphs before it.
         """
+        if self.options.fuel != Options().fuel:
+            return None
         translators, unknown = dict[str, str](), dict[str, str]()
         for t in translate.registered():
             try:
@@ -90,14 +93,7 @@ def _leave_single_results(found: Found) -> None:
     if left:
         why = "torch's cpp_wrapper cannot call a program with one result"
         warn_once(f"calls are not fused: {why}; leave out cpp_wrapper to fuse them")
-        found.regions = [r for r in found.regions if len(r.outputs) != 1]
-        found.outside += [n for r in left for n in r.nodes]
-        found.not_fused += [
-            NotFused(str(called_op(n)), source_of(n), why)
-            for r in left
-            for n in r.nodes
-            if is_call(n)
-        ]
+        found.leave(left, why)
 
 
 def passes_set(options: Mapping[str, Any]) -> tuple[Any, ...]:
