@@ -120,7 +120,8 @@ class Element:
         """
         for flip in (0, 2 ** (self.bits - 1)):
             first = self.values[flip] if self.values else 0.5
-            if all(v == (i ^ flip) + first for i, v in enumerate(self.values)) and first % 1 == 0:
+            line = [(i ^ flip) + first for i in range(len(self.values))]
+            if first % 1 == 0 and list(map(str, self.values)) == list(map(str, line)):  # no -0.0
                 return flip, int(first)
         return None
 

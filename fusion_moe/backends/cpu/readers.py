@@ -1,31 +1,48 @@
 """The C++ that reads the weights of each encoding, and the fixed library of a tier that is compiled
 around it.
 
-kernels/weight.h defines readers. Those of the built-in encodings are kernels/weights/<encoding>.h;
-`register_reader` adds one for a user-defined encoding. Imports no torch, since
-tools/build_kernels.py builds the libraries of the built-in encodings into the package.
+kernels/weight.h says what a reader is. That of an encoding is derived from its descriptor
+(kernels/derived.h). A header kernels/weights/<encoding>.h overrides it, for speed, and so does what
+`register_reader` is given for a user's own encoding. Imports no torch, since tools/build_kernels.py
+builds the libraries of `BUILT_IN` into the package.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...errors import UnsupportedError
 from ...runtime import build
 
+if TYPE_CHECKING:
+    from ...encodings import Encoding, Scale
+
 KERNELS = Path(__file__).parent / "kernels"
 # filled when the package is built: tools/build_kernels.py
 SHIPPED = Path(__file__).parent / "shipped"
-BUILT_IN = tuple(sorted(path.stem for path in (KERNELS / "weights").glob("*.h")))
+_PLAIN = {"bf16": "bf16", "f16": "f16", "f32": "float"}  # encoding -> its numbers in C++
+_OVERRIDES = tuple(sorted(path.stem for path in (KERNELS / "weights").glob("*.h")))
+BUILT_IN = (*_OVERRIDES, *_PLAIN)
 # weights that an added product may have: kernels/added.h
-FLOATS = (("bf16", "linear"), ("f16", "linear"), ("f32", "linear"))
-PARTS = 3  # the most parts that a weight may have: kernels/product.h
+FLOATS = tuple((encoding, "linear") for encoding in _PLAIN)
+PARTS = 6  # the most parts that a weight may have: kernels/product.h
+_LANES = 16  # elements of a row that share their scales, at least: kernels/product.h
 _registered: dict[str, str] = {}  # encoding -> C++
+_SCALES = {
+    "float32": "float",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "uint8": "u8",
+    "float8_e4m3fn": "e4m3",
+    "float8_e8m0fnu": "e8m0",
+}  # dtype of a scale -> its type in kernels/derived.h
 
 
 def register_reader(encoding: str, source: str | Path) -> None:
-    """Registers the reader of an encoding: C++ or a file with it, which defines `Weight`. Replaces
-    an earlier one unless that is built in.
+    """Registers a reader in place of the derived one, for speed: C++ or a file with it, which
+    defines `Weight`. Replaces an earlier one unless that is built in.
 
     UnsupportedError for a built-in encoding.
     """
@@ -45,17 +62,92 @@ def unregister_reader(encoding: str) -> None:
 
 def reader_of(encoding: str) -> str:
     """C++ that defines `Weight`. UnsupportedError if the encoding has none."""
-    if encoding in BUILT_IN:
+    if encoding in _PLAIN:
+        return f'#include "plain.h"\n\nusing Weight = PlainWeight<{_PLAIN[encoding]}>;\n'
+    if encoding in _OVERRIDES:
         return f'#include "weights/{encoding}.h"\n'
-    if encoding not in _registered:
-        todo = "register one with fusion_moe.backends.cpu.readers.register_reader"
-        raise UnsupportedError(f"weights in {encoding} have no reader for CPUs", todo=todo)
-    return _registered[encoding]
+    if encoding in _registered:
+        return _registered[encoding]
+    from ...encodings import find  # imports torch
+
+    return derived(find(encoding))
 
 
 def linear() -> tuple[tuple[str, str], ...]:
     """The encodings that have a reader, each with the layout that kernels read."""
-    return tuple((encoding, "linear") for encoding in (*BUILT_IN, *_registered))
+    from ...encodings import ENCODINGS
+
+    readable = (name for name, encoding in ENCODINGS.items() if not why_not(encoding))
+    return tuple((name, "linear") for name in dict.fromkeys((*BUILT_IN, *_registered, *readable)))
+
+
+def why_not(encoding: Encoding) -> str:
+    """Why no reader can be derived from a descriptor; "" if one can."""
+    element, blocks = encoding.element, [s.block for s in encoding.block_scales]
+    odd = [s for s in encoding.scales if _dtype(s) not in _SCALES]
+    if element.bits > 8:
+        return f"its elements have {element.bits} bits, and scales; readers take codes of up to 8"
+    if encoding.axis != -1:
+        return "its blocks lie along N; readers take blocks along K"
+    if any(b > 0 and b % _LANES for b in blocks):
+        return f"its scales are for {blocks} elements; readers take multiples of {_LANES}"
+    if odd:
+        return f"its {odd[0].part} is {_dtype(odd[0])}; readers take {', '.join(_SCALES)}"
+    if len(encoding.parts) > PARTS or len(encoding.scales) - len(blocks) > 1:
+        return f"readers take {PARTS} parts at most, one of them for a whole matrix"
+    return ""
+
+
+def derived(encoding: Encoding) -> str:
+    """The reader that follows from a descriptor: C++ that defines `Weight`. UnsupportedError with
+    the reason if there is none.
+    """
+    if why := why_not(encoding):
+        raise UnsupportedError(
+            f"weights in {encoding.name} have no reader for CPUs: {why}",
+            todo="register one with fusion_moe.backends.cpu.readers.register_reader",
+        )
+    element = encoding.element
+    if element.affine is None:
+        numbers = f"float TABLE[] = {{{', '.join(map(_literal, _of_register(element.values)))}}}"
+    else:
+        numbers = "int FLIP = {}, FIRST = {}".format(*element.affine)
+    return f"""#include "derived.h"
+
+namespace {{
+
+struct Format {{
+    static constexpr double BYTES = {encoding.weight_bits / 8};
+    static constexpr int BITS = {element.bits};
+    static constexpr {numbers};
+    using Scales = Levels<{", ".join(map(_level, encoding.scales))}>;
+}};
+
+}}  // namespace
+
+using Weight = DerivedWeight<Format>;
+"""
+
+
+def _level(scale: Scale) -> str:
+    role = "ZERO_POINT" if scale.zero_point else "DIVISOR" if scale.divides else "MULTIPLIER"
+    block = {0: "OF_MATRIX", -1: "OF_ROW"}.get(scale.block, str(scale.block))
+    return f"Level<{_SCALES[_dtype(scale)]}, {block}, Role::{role}>"
+
+
+def _dtype(scale: Scale) -> str:
+    return str(scale.dtype).removeprefix("torch.")
+
+
+def _of_register(values: tuple[float, ...]) -> tuple[float, ...]:
+    """A table of sixteen numbers at least, which one look-up takes."""
+    return values + (0.0,) * (_LANES - len(values))
+
+
+def _literal(x: float) -> str:
+    if math.isnan(x):
+        return '__builtin_nanf("")'
+    return f"{x.hex()}f" if math.isfinite(x) else f"{'-' if x < 0 else ''}__builtin_inff()"
 
 
 def library_source(tier: str, encoding: str, kind: str = "fprop") -> build.LibrarySource:

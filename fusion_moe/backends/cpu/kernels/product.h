@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int LANES = 16;  // columns of a result that are made together
-constexpr int PARTS = 3;   // of a weight, at most
+constexpr int PARTS = 6;   // of a weight, at most
 
 enum Activation : int { OF_F32 = 0, OF_BF16 = 1, OF_F16 = 2 };
 

@@ -1,0 +1,225 @@
+// The reader of an encoding, from what its descriptor says (readers.py writes that as a `Format`):
+//
+//     BYTES         of an element in memory, its share of the scales included
+//     BITS          of a code: 1, 2, 4 or 8
+//     FLIP, FIRST   the number of a code is (code ^ FLIP) + FIRST, an integer; or, if there is one,
+//     TABLE         is what each code stands for
+//     Scales        Levels of the parts after the codes, in their order
+//
+// element = (code - zero point) * (scale * scale * ...), every operation one of float32.
+#pragma once
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include <tuple>
+
+#include "weight.h"
+
+namespace {
+
+struct e4m3 {
+    u8 bits;
+};
+
+struct e8m0 {
+    u8 bits;
+};
+
+inline float widen(u8 x) { return float(x); }
+inline float widen(e4m3 x) { return E4M3_VALUES[x.bits]; }
+
+// 2^-127 is subnormal, and bfloat16 holds it.
+inline float widen(e8m0 x) {
+    return as_float(x.bits == 0 ? 0x00400000u : x.bits == 255 ? 0x7FC00000u : u32(x.bits) << 23);
+}
+
+enum class Role { MULTIPLIER, DIVISOR, ZERO_POINT };
+
+constexpr i64 OF_ROW = -1, OF_MATRIX = 0;  // in place of a block
+
+// One scale, or zero point, for every BLOCK_ elements of a row.
+template <class T, i64 BLOCK_, Role ROLE_>
+struct Level {
+    static constexpr i64 BLOCK = BLOCK_;
+    static constexpr Role ROLE = ROLE_;
+    static_assert(BLOCK <= 0 || BLOCK % LANES == 0,
+                  "sixteen elements of a row share each of their scales");
+
+    const T* first;  // of row n of matrix g
+
+    Level(const void* part, const Problem& p, i64 g, i64 n) : first(static_cast<const T*>(part)) {
+        const i64 row = g * p.N + n;
+        first += BLOCK > 0         ? row * (p.K / BLOCK)
+                 : BLOCK == OF_ROW ? row
+                                   : g * p.runs + n / (p.N / p.runs);
+    }
+
+    // That of element k.
+    float at(i64 k) const {
+        const float x = widen(first[BLOCK > 0 ? k / BLOCK : 0]);
+        return ROLE == Role::DIVISOR ? 1.f / x : x;
+    }
+};
+
+// Those of a row, from the finest to the coarsest.
+template <class... Each>
+struct Levels {
+    static_assert(sizeof...(Each) < PARTS, "a problem has a place for each part");
+    static constexpr bool HAS_ZERO_POINT = ((Each::ROLE == Role::ZERO_POINT) || ...);
+    // How many elements of a row share all of their scales, in equal pieces of a run.
+    static constexpr i64 LEAST = std::min({RUN, (Each::BLOCK > 0 ? Each::BLOCK : RUN)...}),
+                         SHARED = RUN % LEAST == 0 ? LEAST : LANES;
+
+    std::tuple<Each...> each;
+
+    static Levels of(const Problem& p, i64 g, i64 n) {
+        int part = 0;
+        return {std::tuple<Each...>{Each(p.parts[++part], p, g, n)...}};
+    }
+
+    float scale(i64 k) const {
+        float product = 1.f;  // 1 times the first is the first
+        std::apply(
+            [&](const Each&... level) {
+                ((product *= level.ROLE == Role::ZERO_POINT ? 1.f : level.at(k)), ...);
+            },
+            each);
+        return product;
+    }
+
+    float zero_point(i64 k) const {
+        float found = 0.f;
+        std::apply(
+            [&](const Each&... level) {
+                ((found = level.ROLE == Role::ZERO_POINT ? level.at(k) : found), ...);
+            },
+            each);
+        return found;
+    }
+};
+
+// Each byte's lower and upper BITS, which are all that it has -> two bytes.
+template <int BITS>
+inline void pairs_of(const u8* bytes, i64 count, u8* codes) {
+    u16 pairs[RUN / 2];
+    for (i64 i = 0; i < count; ++i)
+        pairs[i] = u16((bytes[i] | bytes[i] << (8 - BITS)) & ((1 << BITS) - 1) * 0x0101);
+    std::memcpy(codes, pairs, std::size_t(2 * count));
+}
+
+// Bytes of several codes each -> one code a byte, in halves, by arithmetic that compilers make
+// vectors of.
+template <int BITS>
+inline void spread(const u8* packed, i64 bytes, u8* codes) {
+    if constexpr (BITS < 4) {
+        u8 wider[RUN];
+        spread<2 * BITS>(packed, bytes, wider);
+        pairs_of<BITS>(wider, bytes * (4 / BITS), codes);
+    } else {
+        pairs_of<BITS>(packed, bytes, codes);
+    }
+}
+
+template <class Format, class = void>
+constexpr bool HAS_TABLE = false;
+template <class Format>
+constexpr bool HAS_TABLE<Format, std::void_t<decltype(Format::TABLE)>> = true;
+
+// The numbers of as many codes as a register holds, each in 32 bits. A table of sixteen numbers
+// fits in one register, or two; one of 256 stays in memory.
+#if defined(__AVX512F__)
+template <class Format>
+inline __m512 numbers_of(__m512i code) {
+    if constexpr (HAS_TABLE<Format> && Format::BITS == 8) {
+        return _mm512_i32gather_ps(code, Format::TABLE, 4);
+    } else if constexpr (HAS_TABLE<Format>) {
+        return _mm512_permutexvar_ps(code, _mm512_loadu_ps(Format::TABLE));
+    } else {
+        const __m512i flipped = _mm512_xor_si512(code, _mm512_set1_epi32(Format::FLIP));
+        return _mm512_cvtepi32_ps(_mm512_add_epi32(flipped, _mm512_set1_epi32(Format::FIRST)));
+    }
+}
+#elif defined(__AVX2__)
+template <class Format>
+inline __m256 numbers_of(__m256i code) {
+    if constexpr (HAS_TABLE<Format> && Format::BITS == 8) {
+        return _mm256_i32gather_ps(Format::TABLE, code, 4);
+    } else if constexpr (HAS_TABLE<Format>) {
+        const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(Format::TABLE), code),
+                     high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(Format::TABLE + 8), code);
+        return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(code, 28)));
+    } else {
+        const __m256i flipped = _mm256_xor_si256(code, _mm256_set1_epi32(Format::FLIP));
+        return _mm256_cvtepi32_ps(_mm256_add_epi32(flipped, _mm256_set1_epi32(Format::FIRST)));
+    }
+}
+#endif
+
+// Sixteen elements: the numbers of their codes, less the zero point, times the scale.
+template <class Format>
+inline void elements_of(const u8* code, float zero, float scale, float* out) {
+#if defined(__AVX512F__)
+    const __m512i each =
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(code)));
+    const __m512 x = _mm512_sub_ps(numbers_of<Format>(each), _mm512_set1_ps(zero));
+    _mm512_storeu_ps(out, _mm512_mul_ps(x, _mm512_set1_ps(scale)));
+#elif defined(__AVX2__)
+    for (int i = 0; i < LANES; i += 8) {
+        const __m256i each =
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(code + i)));
+        const __m256 x = _mm256_sub_ps(numbers_of<Format>(each), _mm256_set1_ps(zero));
+        _mm256_storeu_ps(out + i, _mm256_mul_ps(x, _mm256_set1_ps(scale)));
+    }
+#else
+    u8 codes[LANES];  // `code` may lie in `out`, for all that a compiler knows
+    std::memcpy(codes, code, sizeof codes);
+    for (int i = 0; i < LANES; ++i) {
+        float x;
+        if constexpr (HAS_TABLE<Format>) {
+            x = Format::TABLE[codes[i]];
+        } else {
+            x = float(i32(codes[i] ^ Format::FLIP) + Format::FIRST);
+        }
+        out[i] = (x - zero) * scale;
+    }
+#endif
+}
+
+template <class Format>
+struct DerivedWeight : PortableWeight {
+    using Scales = typename Format::Scales;
+    static constexpr double BYTES = Format::BYTES;
+    static constexpr i64 ALIGNED = LANES, SHARED = Scales::SHARED;
+
+    // `out` is written up to a multiple of LANES.
+    static void dequantize(const Problem& p, i64 g, i64 n, i64 k, i64 count, float* out) {
+        constexpr int EACH = 8 / Format::BITS;  // codes of a byte
+        const auto scales = Scales::of(p, g, n);
+        const i64 inside = k % SHARED;
+        float scale[RUN / SHARED + 1], zero[RUN / SHARED + 1];
+        for (i64 block = 0; block * SHARED < inside + count; ++block) {
+            const i64 at = k - inside + block * SHARED;
+            scale[block] = scales.scale(at);
+            if (Scales::HAS_ZERO_POINT) zero[block] = scales.zero_point(at);
+        }
+        const u8* packed = static_cast<const u8*>(p.parts[0]) + ((g * p.N + n) * p.K + k) / EACH;
+        u8 held[RUN];
+        const u8* codes = held;
+        if constexpr (EACH > 1) {
+            spread<Format::BITS>(packed, count / EACH, held);
+        } else if (count % LANES == 0) {
+            codes = packed;
+        } else {
+            std::memcpy(held, packed, std::size_t(count));
+        }
+        for (i64 i = 0; i < count; i += LANES) {
+            const i64 block = (inside + i) / SHARED;
+            const float least = Scales::HAS_ZERO_POINT ? zero[block] : 0.f;
+            elements_of<Format>(codes + i, least, scale[block], out + i);
+        }
+    }
+};
+
+}  // namespace

@@ -1,6 +1,0 @@
-// Weights in float16.
-#pragma once
-
-#include "plain.h"
-
-using Weight = PlainWeight<f16>;

@@ -1,6 +1,0 @@
-// Weights in float32.
-#pragma once
-
-#include "plain.h"
-
-using Weight = PlainWeight<float>;
