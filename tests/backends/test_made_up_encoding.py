@@ -145,9 +145,7 @@ def test_the_option_check_finds_a_reader_at_fault(tmp_path):
 def test_without_a_reader_the_reference_runs_and_says_why():
     other = encodings.register(
         Encoding(
-            "int8_g16",
-            INT8,
-            (Scale("block_scale", torch.float16, 16, lambda amax, outer: amax / 127),),
+            "int8_g8", INT8, (Scale("block_scale", torch.float16, 8, INT8_G32.scales[0].choose),)
         )
     )
     try:
@@ -159,8 +157,8 @@ def test_without_a_reader_the_reference_runs_and_says_why():
         report = fusion_moe.explain(
             lambda x: ops.grouped_mm(x, w, ends, weight_format=other.name), x
         ).details()
-        assert "a weight int8_g16" in " ".join(report.split())
-        with pytest.raises(UnsupportedError, match="weights in int8_g16 have no reader for CPUs"):
+        assert "a weight int8_g8" in " ".join(report.split())
+        with pytest.raises(UnsupportedError, match=r"its scales are for \[8\] elements"):
             readers.library_source("generic", other.name)
     finally:
         encodings.unregister(other.name)
@@ -218,7 +216,11 @@ def test_modules_keep_each_of_two_block_scales():
 @pytest.mark.parametrize(
     ("header", "change", "sentence"),
     [
-        ("int4.h", ("BLOCK = 32", "BLOCK = 24"), "sixteen codes of a row share a block scale"),
+        (
+            "int4.h",
+            ("bf16, 32", "bf16, 24"),
+            "sixteen elements of a row share each of their scales",
+        ),
         (
             "mxfp4.h",
             ("BLOCK = 32", "BLOCK = 64"),
