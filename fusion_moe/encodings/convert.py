@@ -141,8 +141,8 @@ def _factor(
     value = part.float().reciprocal() if scale.divides else part.float()
     if not scale.block:
         return _per_row(value, lead, n)
-    repeats = _blocks(encoding, k)[0] // value.shape[-1]
-    return value if repeats == 1 else value.repeat_interleave(repeats, -1)
+    blocks, own = _blocks(encoding, k)[0], value.shape[-1]
+    return value if own == blocks else value.repeat_interleave(blocks // own, -1)
 
 
 def _blocks(encoding: Encoding, k: int) -> tuple[int, int]:

@@ -102,7 +102,7 @@ def test_experts_in_eager_and_compiled(tmp_path):
 
 
 def test_tiles_of_cuda_and_back():
-    """The order of CUDA's kernels exists without a word about it, and state dicts stay canonical."""
+    """CUDA's order of tiles needs no word of the format, and state dicts stay canonical."""
     module = Experts(weight(E, 2 * I, H), weight(E, H, I))
     state = {name: t.clone() for name, t in module.state_dict().items()}
     prepare_(module, "cuda")

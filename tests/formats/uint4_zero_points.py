@@ -1,4 +1,4 @@
-"""A format of a user's own, whole: UINT4 with zero points for groups of 128, as AWQ and GPTQ have it.
+"""A format of a user's own, whole: UINT4 with zero points for groups of 128, as AWQ and GPTQ.
 
 codes        uint8   [..., N, K/2]    of 0 to 15; two a byte, the low nibble is the even k
 block_scale  float16 [..., N, K/128]
