@@ -30,7 +30,7 @@ from fusion_moe.definitions.operations import (
     fusion_of,
 )
 from fusion_moe.runtime.host_memory.bandwidth import cpus
-from fusion_moe.runtime.preparing import run_builds
+from fusion_moe.runtime.precompile import run_builds
 from fusion_moe.target import TARGETS
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import grouped_mm, linear, silu
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.backends.cuda import choice, launch
+from fusion_moe.backends.cuda import heuristics, launch
 from fusion_moe.backends.cuda.table import parse
 from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.layouts import W16X64, Padding
@@ -184,7 +184,7 @@ def changed(tables: Sequence[Path], kernels: Sequence[Path]) -> dict[str, type[C
         found.append(
             (
                 f"table {path.stem}",
-                (choice, "table_of"),
+                (heuristics, "table_of"),
                 parse(path.read_text(encoding="utf-8"), str(path)),
             )
         )

@@ -21,7 +21,7 @@ from .ir.builder import FusionDefinition
 from .nn import NVFP4Config, NVFP4Experts, prepare_, quantize_, register_converter
 from .recipe import autocast
 from .runtime.faults import synchronize
-from .runtime.preparing import preparing
+from .runtime.precompile import preparing
 
 __version__ = "0.1.0"
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from . import __version__, options, target
-from .backends.cuda.choice import check_variant
+from .backends.cuda.heuristics import check_variant
 from .backends.nvfuser import library
 from .errors import OptionError
 from .messages.extras import install

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusion_moe.arch import H200
-from fusion_moe.backends.cuda import choice, one_group
+from fusion_moe.backends.cuda import heuristics, one_group
 from fusion_moe.backends.cuda.table import ALWAYS, Regime, table_of
 from fusion_moe.backends.cuda.variants import Variant
 
@@ -24,7 +24,7 @@ def variants_of(kind: str) -> list[Variant]:
 def use(monkeypatch: Any, **fields: Any) -> None:
     """Every GPU has the H200's table with other fields."""
     changed = replace(TABLE, **fields)
-    monkeypatch.setattr(choice, "table_of", lambda arch: changed)
+    monkeypatch.setattr(heuristics, "table_of", lambda arch: changed)
 
 
 def use_variant(monkeypatch: Any, kind: str, variant: Variant) -> None:

@@ -1,5 +1,5 @@
-"""Writes fusion_moe/ir/ops.pyi, the signatures and docs of `fd.ops` as editors show them, from the
-table of kinds.
+"""Writes fusion_moe/ir/op_methods.pyi: the signatures and docs of `fd.ops` that editors show, from
+the table of kinds.
 
 .venv/bin/python tools/ops_stub.py
 """
@@ -16,7 +16,7 @@ import fusion_moe.ir
 from fusion_moe.ir.core import OpKind
 from fusion_moe.ir.kinds import KINDS
 
-STUB = Path(fusion_moe.ir.__path__[0]) / "ops.pyi"
+STUB = Path(fusion_moe.ir.__path__[0]) / "op_methods.pyi"
 HEAD = '''"""`fd.ops` for type checkers and editors. Written by tools/ops_stub.py."""
 
 from collections.abc import Callable, Sequence

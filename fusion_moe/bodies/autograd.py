@@ -42,14 +42,14 @@ from ..definitions.operations import (
     fusion_of,
     traced_types,
 )
-from ..definitions.parts import Input, PartCounts, grouped
-from ..definitions.parts import flat as in_parts
 from ..definitions.run import (
     NAMESPACE,
     RUN,
     RUN_INTO,
     named_sizes,
 )
+from ..definitions.tensor_lists import Input, PartCounts, grouped
+from ..definitions.tensor_lists import flat as in_parts
 from ..errors import Error, UnsupportedError
 from ..ir.core import Fusion
 from ..ir.derivative import Derivative, differentiate

@@ -27,7 +27,6 @@ from ..definitions.operations import (
     fusion_of,
     restored,
 )
-from ..definitions.parts import PartCounts, grouped, joined
 from ..definitions.run import (
     RUN,
     RUN_INTO,
@@ -36,6 +35,7 @@ from ..definitions.run import (
     need_pure,
     need_written,
 )
+from ..definitions.tensor_lists import PartCounts, grouped, joined
 from ..ir.effects import check_targets, write_over
 from ..ir.text import parse, text
 from ..options import Options, current, from_key

@@ -23,7 +23,7 @@ from ..ir.core import Fusion
 from ..ir.sizes import value
 from ..ir.text import parse
 from ..ir.types import DTYPES
-from .parts import PartCounts, grouped
+from .tensor_lists import PartCounts, grouped
 
 NAMESPACE = "fusion_moe"
 # CUDA graphs leave out the first of each

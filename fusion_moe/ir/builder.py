@@ -22,7 +22,7 @@ import torch
 from ..errors import FusionError
 from .core import ROLES, Fusion, Op, OpKind, Partitions, Value, infer
 from .kinds.rules import need_rank
-from .ops import Ops
+from .op_methods import Ops
 from .signature import checked_operand
 from .sizes import AnySize, Size, never_negative, symbol, value
 from .types import Dim, Groups, Rows, TensorType, checked_type, dtype_name, plain

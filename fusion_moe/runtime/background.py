@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .host_memory.bandwidth import cpus
-from .preparing import Build
+from .precompile import Build
 
 _lock = threading.Lock()
 _waiting: deque[tuple[Hashable, Callable[[], object], Future[object]]] = deque()

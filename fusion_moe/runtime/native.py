@@ -29,7 +29,7 @@ import torch
 from .. import options
 from ..errors import BuildError, Error
 from ..messages.progress import waiting
-from . import build, preparing
+from . import build, precompile
 from .memory import Memory
 
 log = logging.getLogger("fusion_moe")
@@ -176,7 +176,7 @@ def load() -> None:
         native.fusion_moe_begin.argtypes = [ctypes.py_object] * 4
         native.fusion_moe_known.restype = ctypes.c_longlong
         native.fusion_moe_offer.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong]
-        native.fusion_moe_begin(*options.variable(), preparing.NOTED, None)
+        native.fusion_moe_begin(*options.variable(), precompile.NOTED, None)
         _implement_natively(native, "fusion_moe")
         _library = native
 

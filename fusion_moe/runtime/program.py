@@ -13,7 +13,7 @@ import torch
 from torch.autograd import profiler
 
 from .. import options
-from ..definitions.parts import need_memory
+from ..definitions.tensor_lists import need_memory
 from ..errors import DeviceError, ShapeError
 from ..ir.binding import storage_shape
 from ..ir.core import Fusion, Value
@@ -23,7 +23,7 @@ from ..schedule.segment import Segment
 from ..target import Target
 from . import check, dump, native
 from .kernel import Kernel
-from .preparing import Compiled, Noted, compile_all, note
+from .precompile import Compiled, Noted, compile_all, note
 from .remembered import Remembered
 
 _REMEMBERED = 256  # how many sizes of calls are kept

@@ -13,10 +13,10 @@ from fusion_moe import options
 from fusion_moe.arch import A100, H200, Arch
 from fusion_moe.backends.cuda import launch
 from fusion_moe.backends.cuda.choose import Choice, choose
+from fusion_moe.backends.cuda.dataflow import one_part
 from fusion_moe.backends.cuda.launch import _missing
-from fusion_moe.backends.cuda.parts import one_part
 from fusion_moe.runtime import nvrtc, store
-from fusion_moe.runtime.preparing import run_builds
+from fusion_moe.runtime.precompile import run_builds
 
 pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
 ROWS = (1, 4, 9, 32, 33, 200, 1025, 5000, 100_000)

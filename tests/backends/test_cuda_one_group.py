@@ -8,7 +8,7 @@ import pytest
 
 from fusion_moe.arch import A100, H100, H200
 from fusion_moe.backends.cuda import one_group
-from fusion_moe.backends.cuda.choice import choose_kernels
+from fusion_moe.backends.cuda.heuristics import choose_kernels
 from fusion_moe.backends.cuda.one_group import (
     VARIANTS,
     constants,

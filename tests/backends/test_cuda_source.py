@@ -24,14 +24,14 @@ from kernel_tables import TABLE, use, variants_of
 from fusion_moe import FusionDefinition, options
 from fusion_moe.arch import A100, H100, H200, L40S, Arch, Measured
 from fusion_moe.backends import emit
-from fusion_moe.backends.cuda.choice import (
+from fusion_moe.backends.cuda.columns import columns
+from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.heuristics import (
     Chosen,
     SizeClass,
     blocks,
     choose_kernels,
 )
-from fusion_moe.backends.cuda.columns import columns
-from fusion_moe.backends.cuda.grouped_mm import Product
 from fusion_moe.backends.cuda.join import join
 from fusion_moe.backends.cuda.launch import KERNELS, build
 from fusion_moe.backends.cuda.source import KernelSource, Source

@@ -13,7 +13,6 @@ from test_cuda_source import needs_nvdisasm, sass
 
 from fusion_moe import options
 from fusion_moe.arch import H200
-from fusion_moe.backends.cuda.choice import AUTO
 from fusion_moe.backends.cuda.gemm import (
     Gemm,
     PackedDgrad,
@@ -21,6 +20,7 @@ from fusion_moe.backends.cuda.gemm import (
     Wgrad,
 )
 from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.heuristics import AUTO
 from fusion_moe.backends.cuda.launch import build
 from fusion_moe.backends.cuda.loops import Loops
 from fusion_moe.backends.cuda.source import KernelSource, Source

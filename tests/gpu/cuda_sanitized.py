@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 import fusion_moe
 from fusion_moe.arch import Arch
-from fusion_moe.backends.cuda import choice, launch
+from fusion_moe.backends.cuda import heuristics, launch
 from fusion_moe.backends.cuda.launch import build
 from fusion_moe.backends.cuda.source import KernelSource
 from fusion_moe.backends.cuda.table import ALWAYS, Regime
@@ -230,7 +230,7 @@ def build_every_lane_arrives(kernel: KernelSource, arch: Arch) -> Path:
 def use_first(kind: str, regime: Regime) -> None:
     """One regime for all sizes, and others where its kernels do not fit."""
     changed = replace(TABLE, **{kind: (regime, *getattr(TABLE, kind))})
-    choice.table_of = lambda arch: changed
+    heuristics.table_of = lambda arch: changed
 
 
 def main(only_training: bool) -> None:

@@ -38,7 +38,7 @@ from torch.nn.utils import prune
 from ways import compiled
 
 from fusion_moe import options
-from fusion_moe.definitions.parts import are_neighbours
+from fusion_moe.definitions.tensor_lists import are_neighbours
 from fusion_moe.errors import (
     DeviceError,
     DtypeError,

@@ -273,4 +273,4 @@ def test_parts_that_were_freed():
     for some in [torch.randn(2, 4) for _ in range(3)], list(torch.randn(3, 2, 4)):
         freed(some[1])
         with pytest.raises(ShapeError, match="needs 32 bytes|needs 64 bytes|needs 96 bytes"):
-            fusion_moe.definitions.parts.joined(some)
+            fusion_moe.definitions.tensor_lists.joined(some)

@@ -13,7 +13,7 @@ import pytest
 
 from fusion_moe.arch import H100, H200
 from fusion_moe.backends.cuda import one_group
-from fusion_moe.backends.cuda.choice import SizeClass, choose_from
+from fusion_moe.backends.cuda.heuristics import SizeClass, choose_from
 from fusion_moe.backends.cuda.launch import Launch
 from fusion_moe.backends.cuda.table import (
     ALWAYS,

@@ -256,10 +256,10 @@ def forced() -> Iterator[None]:
 def forced_by_table() -> Iterator[None]:
     """The same where tables are data of a GPU."""
     from fusion_moe.arch import H200
-    from fusion_moe.backends.cuda import choice
+    from fusion_moe.backends.cuda import heuristics
     from fusion_moe.backends.cuda.table import ALWAYS, Regime
 
-    table_of, table = choice.table_of, choice.table_of(H200)
+    table_of, table = heuristics.table_of, heuristics.table_of(H200)
     for name, regimes in vars(table).items():
         for variant in (
             dict.fromkeys(v for regime in regimes for v in regime.variants)
@@ -267,9 +267,9 @@ def forced_by_table() -> Iterator[None]:
             else ()
         ):
             only = dataclasses.replace(table, **{name: (Regime(ALWAYS, (variant,)), regimes[-1])})
-            choice.table_of = lambda arch, only=only: only
+            heuristics.table_of = lambda arch, only=only: only
             yield
-    choice.table_of = table_of
+    heuristics.table_of = table_of
 
 
 def facts(arch: str) -> Any:

@@ -18,7 +18,7 @@ import sweep
 from fit import fitted
 from timings import Cell, Timings
 
-from fusion_moe.backends.cuda.choice import choose_from
+from fusion_moe.backends.cuda.heuristics import choose_from
 from fusion_moe.backends.cuda.table import Table
 from fusion_moe.backends.cuda.variants import LargeM
 

@@ -18,7 +18,7 @@ from timings import Cell, Timings, way
 
 from fusion_moe.arch import Arch
 from fusion_moe.backends.cuda import one_group
-from fusion_moe.backends.cuda.choice import choose_from
+from fusion_moe.backends.cuda.heuristics import choose_from
 from fusion_moe.backends.cuda.table import (
     ALWAYS,
     KINDS,

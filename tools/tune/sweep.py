@@ -25,13 +25,13 @@ from torch import Tensor
 
 from fusion_moe.arch import Arch
 from fusion_moe.backends.cuda import one_group
-from fusion_moe.backends.cuda.choice import (
+from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.heuristics import (
     AUTO,
     Chosen,
     SizeClass,
     choose_from,
 )
-from fusion_moe.backends.cuda.grouped_mm import Product
 from fusion_moe.backends.cuda.launch import Launch, build
 from fusion_moe.backends.cuda.table import ALWAYS, Table, kind_of
 from fusion_moe.backends.cuda.variants import Matrices

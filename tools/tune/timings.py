@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_moe.arch import KNOWN, Arch, Measured
-from fusion_moe.backends.cuda.choice import SizeClass
+from fusion_moe.backends.cuda.heuristics import SizeClass
 from fusion_moe.backends.cuda.variants import Matrices
 
 

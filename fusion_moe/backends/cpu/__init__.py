@@ -17,7 +17,7 @@ from ...runtime import build, isa
 from ...runtime.kernel import Kernel
 from ...schedule.product import products
 from ...schedule.segment import Segment
-from ..cxx.plan import ACTIVATIONS, plan_product, plan_wgrad
+from ..cxx.product_plan import ACTIVATIONS, plan_product, plan_wgrad
 from . import grouped_mm, loops, prebuilt, wgrad
 from .join import join
 from .launch import Launch, Library

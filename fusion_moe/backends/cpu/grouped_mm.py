@@ -13,7 +13,7 @@ from ...ir.core import Value
 from ..cxx.elements import Elements, stored
 from ..cxx.epilogue import Epilogue
 from ..cxx.indices import Index, Variable, is_index, size
-from ..cxx.plan import ProductPlan, known, row_width
+from ..cxx.product_plan import ProductPlan, known, row_width
 from ..cxx.statements import Expression, formula, inner
 from .activations import ACTIVATION, row_function, row_pointer
 from .readers import PARTS

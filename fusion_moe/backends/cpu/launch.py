@@ -19,7 +19,7 @@ from ...ir.core import Fusion, Value
 from ...ir.types import DTYPES
 from ...runtime import build, memory, native
 from ...runtime.memory import Memory
-from ...runtime.preparing import Build
+from ...runtime.precompile import Build
 from ...runtime.remembered import Remembered
 from .prebuilt import product_of
 from .readers import KERNELS

@@ -14,7 +14,7 @@ from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize
 from ...ir.types import Dim, plain
 from ..cxx.indices import Index, Number, Variable, flat, reshaped, size, unflat
-from ..cxx.plan import MADE_FIRST, known
+from ..cxx.product_plan import MADE_FIRST, known
 from ..cxx.statements import Statement, branches, hoisted, inner, written
 from ..cxx.sums import reduction
 from ..inexpressible import Inexpressible, naming

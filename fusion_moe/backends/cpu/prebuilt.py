@@ -19,7 +19,7 @@ from ...errors import UnsupportedError
 from ...ir.core import Fusion
 from ...layouts.groups import check_ends
 from ...runtime import build, isa
-from ..cxx.plan import ProductPlan, need_one_width, plan_product
+from ..cxx.product_plan import ProductPlan, need_one_width, plan_product
 from .readers import PARTS, library_source, linear
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels/product.h

@@ -19,7 +19,7 @@ from ...ir.types import Dim, Rows, plain
 from ..cxx import router
 from ..cxx.elements import stored
 from ..cxx.indices import Index, Number, size
-from ..cxx.plan import MADE_FIRST, are_all_rows, below, made_by_route
+from ..cxx.product_plan import MADE_FIRST, are_all_rows, below, made_by_route
 from ..cxx.statements import indented
 from ..cxx.writer import Writer
 from ..inexpressible import naming

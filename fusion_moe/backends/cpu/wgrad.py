@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...errors import UnsupportedError
 from ..cxx.elements import stored
 from ..cxx.indices import Index, Variable, is_index, reshaped, size
-from ..cxx.plan import WgradPlan
+from ..cxx.product_plan import WgradPlan
 from ..cxx.statements import Expression, inner
 from .activations import ACTIVATION, row_function, row_pointer
 from .segment import SegmentWriter, Source

@@ -30,12 +30,12 @@ from ...runtime import cuda, nvrtc
 from ...runtime.kernel import Kernel
 from ...schedule.product import products
 from ...schedule.segment import Segment
-from ..cxx.plan import need_one_width, plan_product, plan_wgrad
+from ..cxx.product_plan import need_one_width, plan_product, plan_wgrad
 from . import gemm
-from .choice import check_variant
 from .choose import Choice, Step
 from .gemm import Gemm, PackedDgrad, PlainProduct, Wgrad
 from .grouped_mm import Product
+from .heuristics import check_variant
 from .join import join
 from .launch import Launch
 from .loops import Loops

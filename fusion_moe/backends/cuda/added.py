@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from ...ir.core import Value
 from ..cxx.indices import Variable
-from ..cxx.plan import ProductPlan, known
+from ..cxx.product_plan import ProductPlan, known
 from ..inexpressible import Inexpressible
 from .source import Source
 

@@ -16,8 +16,8 @@ from ...ir.binding import storage_shape
 from ...ir.types import DTYPES
 from ...runtime import memory
 from ...runtime.memory import Memory
-from .choice import Chosen
-from .parts import Inner, Parts
+from .dataflow import Inner, Parts
+from .heuristics import Chosen
 from .source import Array, KernelSource, Sizes
 
 # of the elements of arrays that do not hold values

@@ -16,8 +16,8 @@ from ...ir.types import plain
 from ...runtime import cuda
 from ..cxx.elements import stored
 from ..cxx.indices import Variable, reshaped, size
-from ..cxx.plan import known
-from ..cxx.plan import source as memory_of
+from ..cxx.product_plan import known
+from ..cxx.product_plan import source as memory_of
 from ..cxx.statements import hoisted, inner, written
 from ..inexpressible import Inexpressible
 from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source

@@ -17,12 +17,12 @@ from ...layouts.groups import bound
 from ..cxx.elements import Elements, stored
 from ..cxx.epilogue import Epilogue
 from ..cxx.indices import Call, Index, Variable, reshaped, size
-from ..cxx.plan import ProductPlan, WgradPlan
+from ..cxx.product_plan import ProductPlan, WgradPlan
 from ..cxx.statements import Expression, inner
 from ..inexpressible import naming
 from . import added, readers
-from .choice import AUTO, Chosen
 from .grouped_mm import Product
+from .heuristics import AUTO, Chosen
 from .source import NO_ENDS, Array, Boxes, KernelSource, Sizes, Source
 from .variants import Variant
 from .vectors import VECTOR, Store, VectorElements, follow, in_vectors

@@ -15,12 +15,12 @@ from ...ir.types import plain
 from ..cxx.elements import stored
 from ..cxx.epilogue import Epilogue
 from ..cxx.indices import Number, Variable, size
-from ..cxx.plan import ProductPlan
+from ..cxx.product_plan import ProductPlan
 from ..cxx.statements import inner
 from ..inexpressible import naming
 from . import added
-from .choice import AUTO, Chosen, SizeClass, blocks, choose_kernels
 from .columns import Columns, columns
+from .heuristics import AUTO, Chosen, SizeClass, blocks, choose_kernels
 from .readers import reader, tile_bytes
 from .source import NO_ENDS, Array, Given, KernelSource, Sizes, Source
 from .variants import Matrices, Variant

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ...ir.core import Fusion
 from ...runtime.kernel import Kernel
+from .dataflow import Part, parts_of
 from .launch import Call, Launch
-from .parts import Part, parts_of
 
 
 def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...], Call | None]:

@@ -22,12 +22,12 @@ from ...runtime import background, cuda, dump, memory, native, nvrtc
 from ...runtime.faults import Faults
 from ...runtime.memory import Memory
 from ...runtime.native import Descriptor
-from ...runtime.preparing import Build, run_builds
+from ...runtime.precompile import Build, run_builds
 from ...runtime.remembered import Remembered
 from ...schedule.product import products
-from .choice import AUTO
 from .choose import Choice, Step, choose
-from .parts import Parts, one_part
+from .dataflow import Parts, one_part
+from .heuristics import AUTO
 from .source import Boxes, KernelSource, Sizes, Source
 
 KERNELS = Path(__file__).parent / "kernels"

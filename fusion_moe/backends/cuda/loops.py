@@ -16,12 +16,12 @@ from ...ir.sizes import AnySize, exact_div, value
 from ...ir.types import plain
 from ..cxx.elements import stored
 from ..cxx.indices import Number, Variable, reshaped, size, unflat
-from ..cxx.plan import MADE_FIRST, known
+from ..cxx.product_plan import MADE_FIRST, known
 from ..cxx.statements import hoisted, inner, written
 from ..cxx.sums import Reduction, reduction
 from ..inexpressible import Inexpressible, naming
 from . import copies, router
-from .choice import Chosen
+from .heuristics import Chosen
 from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
 from .vectors import FIRST, VECTOR, Store, VectorElements, of_eight
 

@@ -14,7 +14,7 @@ from ...ir.types import plain
 from ..cxx import router
 from ..cxx.elements import stored
 from ..cxx.indices import size
-from ..cxx.plan import below, known
+from ..cxx.product_plan import below, known
 from ..cxx.statements import inner
 from ..inexpressible import Inexpressible
 

@@ -22,12 +22,12 @@ from ...ir.sizes import AnySize, value
 from ...ir.types import Dim, plain
 from ..cxx.elements import Elements, stored
 from ..cxx.indices import Call, Index, Variable, is_index, size
-from ..cxx.plan import MADE_FIRST, below, made_by_route
+from ..cxx.product_plan import MADE_FIRST, below, made_by_route
 from ..cxx.statements import Expression, indented, inner
 from ..cxx.writer import Writer
 from ..inexpressible import Inexpressible, naming
 from . import router
-from .choice import AUTO, Chosen
+from .heuristics import AUTO, Chosen
 
 THREADS = 256
 MAX_RESIDENT = 16  # blocks of an elementwise kernel

@@ -16,7 +16,7 @@ from ...ir.kinds.quantized import TRAINED
 from ...ir.types import Dim, plain
 from ..inexpressible import Inexpressible, naming
 from .indices import ZERO, Call, Index, Number, Variable, flat, reshaped, size
-from .plan import source
+from .product_plan import source
 from .statements import Case, Choice, Definition, Expression, Statement, formula, written
 
 # in memory

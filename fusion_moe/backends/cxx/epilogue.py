@@ -11,7 +11,7 @@ from ...errors import UnsupportedError
 from ...ir.core import Value
 from .elements import Elements, Known
 from .indices import Index, Variable, is_index, reshaped
-from .plan import ProductPlan
+from .product_plan import ProductPlan
 from .statements import Expression
 from .writer import Writer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...ir.core import Op, Value
 from ...ir.kinds.router import compares_scores
-from .plan import known
+from .product_plan import known
 
 ROUTER = ("topk_ids", "topk_weights", "topk_weights_backward")
 

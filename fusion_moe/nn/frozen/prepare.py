@@ -21,7 +21,7 @@ from ...errors import (
 from ...layouts import LAYOUTS
 from ...messages.progress import progress
 from ...runtime import native
-from ...runtime.preparing import preparing
+from ...runtime.precompile import preparing
 from .base import place_
 from .packed import PackedModule, relayout_
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...definitions.parts import Input, flat
+from ...definitions.tensor_lists import Input, flat
 from ...errors import UnsupportedError
 from ...ir.types import dtype_name
 from . import main_grad

@@ -15,7 +15,7 @@ from ...ir.types import dtype_name
 from .. import checks
 from . import splits
 from .delayed import Delayed
-from .packing import GroupedParameters
+from .grouped_parameters import GroupedParameters
 from .stages import ROWS, Call, Operand, Stage, call
 from .tracked import Effects, tracked
 

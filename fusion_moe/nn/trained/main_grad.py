@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...definitions.parts import (
+from ...definitions.run import empty_outputs
+from ...definitions.tensor_lists import (
     Input,
     are_neighbours,
     flat,
     joined,
 )
-from ...definitions.run import empty_outputs
 from ...errors import DeviceError, DtypeError, ShapeError
 from ...ir.builder import FusionDefinition
 from ...ir.core import Value

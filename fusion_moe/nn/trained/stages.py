@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...definitions import translate
-from ...definitions.parts import Input, flat
+from ...definitions.tensor_lists import Input, flat
 from ...ir.builder import FusionDefinition
 from ...ir.core import Value
 from ...ir.kinds import eight_bits

@@ -20,7 +20,7 @@ from ...bodies.autograd import (
     split,
     wanted,
 )
-from ...definitions.parts import PartCounts, flat, grouped
+from ...definitions.tensor_lists import PartCounts, flat, grouped
 from ...errors import UnsupportedError
 from ...ir.postponed import postponed
 from ...ir.text import parse

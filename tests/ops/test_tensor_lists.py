@@ -10,7 +10,7 @@ from fusions import assert_same_bits
 from torch import Tensor
 
 from fusion_moe import FusionDefinition
-from fusion_moe.definitions.parts import joined
+from fusion_moe.definitions.tensor_lists import joined
 from fusion_moe.errors import DtypeError, ShapeError
 from fusion_moe.ir.text import one_line
 

@@ -11,8 +11,8 @@ from functools import cached_property
 
 from ...ir.core import Value
 from ...ir.flow import needed
-from .choice import AUTO
 from .grouped_mm import Product
+from .heuristics import AUTO
 from .source import Array, Source
 
 

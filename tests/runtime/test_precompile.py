@@ -15,7 +15,7 @@ from fusion_moe.backends.cpu.launch import Function
 from fusion_moe.errors import BuildError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.ir.text import text
 from fusion_moe.runtime import build
-from fusion_moe.runtime.preparing import _one_for_each, _units, compile_all
+from fusion_moe.runtime.precompile import _one_for_each, _units, compile_all
 
 E, H, I = 3, 64, 32
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from ...definitions.parts import Input, are_neighbours
+from ...definitions.tensor_lists import Input, are_neighbours
 from ...errors import DeviceError, DtypeError, ShapeError
 from ..checks import are_alike
 

@@ -1,5 +1,5 @@
-"""`fd.ops`: one method for each row of the table of kinds. Editors and type checkers read ops.pyi,
-which tools/ops_stub.py writes.
+"""`fd.ops`: one method for each row of the table of kinds. Editors and type checkers read
+op_methods.pyi, which tools/ops_stub.py writes.
 """
 
 from __future__ import annotations
