@@ -40,14 +40,13 @@ from cpu_moe import MODELS, Reading, copied, random_weights
 from torch import Tensor
 
 from fusion_moe import options
-from fusion_moe.backends import emit
+from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cpu import join, readers
 from fusion_moe.compile import lower
 from fusion_moe.definitions import operations as op_definitions
 from fusion_moe.encodings import NVFP4
 from fusion_moe.runtime import build, isa
 from fusion_moe.runtime.host_memory import bandwidth
-from fusion_moe.target import TARGETS
 
 MODEL, COPIES = MODELS["qwen3"], 3
 Edit = tuple[str, str, str]  # of a header: what it says, what it shall say

@@ -20,6 +20,7 @@ from h200_cells import MODELS
 
 from fusion_moe import options
 from fusion_moe.arch import KNOWN, Arch
+from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda.choose import Choice
 from fusion_moe.backends.cuda.launch import Call, build
 from fusion_moe.compile import compile_fusion
@@ -31,7 +32,6 @@ from fusion_moe.definitions.operations import (
 )
 from fusion_moe.runtime.host_memory.bandwidth import cpus
 from fusion_moe.runtime.precompile import run_builds
-from fusion_moe.target import TARGETS
 
 
 def codes(e: int, n: int, k: int) -> torch.Tensor:

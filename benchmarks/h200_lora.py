@@ -42,12 +42,12 @@ from training_cells import TINY, Layer
 from training_peers import Contender
 
 from fusion_moe import options
+from fusion_moe.backends import TARGETS
 from fusion_moe.compile import compile_fusion
 from fusion_moe.encodings import ENCODINGS, Encoding, Quantized, dequantize, quantize
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.layouts import W16X64
 from fusion_moe.runtime.program import Program
-from fusion_moe.target import TARGETS
 
 ops = torch.ops.fusion_moe
 RANK, SCALE = 16, 2.0

@@ -25,6 +25,7 @@ import fusion_moe
 from fusion_moe import options
 from fusion_moe.encodings import NVFP4, Quantized, dequantize
 from fusion_moe.frontends.inductor import backend
+from fusion_moe.thunder import thunder_executors
 
 MODELS = {  # hidden, intermediate, experts, slots of a token
     "small": (512, 256, 8, 2),
@@ -121,8 +122,8 @@ def thunder_doors(layer: Layer) -> dict[str, Callable[..., Tensor]]:
         print("thunder is not installed: skipping it")
         return {}
     with options.override(target="sm_90"):
-        ours = thunder.jit(layer, executors=fusion_moe.thunder_executors())
-        theirs = thunder.jit(layer, executors=fusion_moe.thunder_executors(nvfuser=True))
+        ours = thunder.jit(layer, executors=thunder_executors())
+        theirs = thunder.jit(layer, executors=thunder_executors(nvfuser=True))
     return {
         "thunder, fusion_moe's executor": _at_target(ours),
         "thunder, nvFuser's executor": theirs,

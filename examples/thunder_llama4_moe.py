@@ -18,6 +18,7 @@ import fusion_moe
 from fusion_moe.encodings import NVFP4, Quantized, dequantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.nn import Llama4MoE
+from fusion_moe.thunder import thunder_executors
 
 
 def layer() -> Llama4MoE:
@@ -87,7 +88,7 @@ if __name__ == "__main__":
     try:
         import thunder
 
-        executors = fusion_moe.thunder_executors()
+        executors = thunder_executors()
     except (ImportError, UnsupportedError) as error:
         raise SystemExit(f"This example needs thunder: {error}; pip install '.[thunder]'") from None
     jitted = thunder.jit(moe, executors=executors)

@@ -50,7 +50,6 @@ __all__ = [
     "run",
     "synchronize",
     "testing",
-    "thunder_executors",
     "translator",
 ]
 
@@ -61,7 +60,6 @@ _LAZY = {
     "explain": "report",
     "diff": "report",
     "last_compiled": "report",
-    "thunder_executors": "thunder",
 }
 
 # the lazy names as type checkers see them; where __getattr__ is not seen, misspelled names are
@@ -70,7 +68,6 @@ if TYPE_CHECKING:
     from . import testing
     from .frontends.inductor import disable, enable
     from .report import diff, explain, last_compiled
-    from .thunder import thunder_executors
 else:
 
     def __getattr__(name: str) -> Any:

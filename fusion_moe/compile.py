@@ -9,9 +9,7 @@ from functools import lru_cache, partial
 import torch
 
 from . import options, target
-from .backends import BACKENDS, emit, plan
-from .backends.nvfuser import NAME as NVFUSER
-from .backends.nvfuser import library
+from .backends import TARGETS, backend_for, backend_of, emit, find, in_place_of_kernel, plan
 from .errors import FusionError
 from .ir.core import Fusion
 from .ir.kinds.eight_bits import is_one as is_eight_bits
@@ -64,22 +62,32 @@ def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
     """The program of a Fusion for a target."""
     lowered = lower(fusion, to, with_)
     with options.using(with_):
-        kernels, joined = BACKENDS[to.name].join(
-            lowered.stages[-1][1], [emit(s, to) for s in lowered.segments]
-        )
+        emitted = [in_place_of_kernel(s, to) or emit(s, to) for s in lowered.segments]
+        kernels, joined = backend_of(to).join(lowered.stages[-1][1], emitted)
     program = Program(lowered.stages, lowered.segments, kernels, to, with_.check, joined)
     return replace(program, dumped=dump.program(program, with_))
 
 
 def check(fusion: Fusion, to: Target, with_: Options) -> None:
-    """Raises what compiling a Fusion would, up to its kernels' source; for nvFuser's kernels, only
-    if nvFuser is installed.
-    """
+    """Raises what compiling a Fusion would, up to its kernels' source, whatever is installed."""
     lowered = lower(fusion, to, with_)
-    if not library.why_missing() or not any(s.kind == NVFUSER for s in lowered.segments):
-        with options.using(with_):
-            for segment in lowered.segments:
-                emit(segment, to)
+    with options.using(with_):
+        for segment in lowered.segments:
+            backend = backend_for(segment, to)
+            if not backend.why_missing():
+                backend.emit(segment)
+
+
+def why_in_torch(fusion: Fusion, to: Target, with_: Options) -> str:
+    """Why grouped products of a Fusion would run in plain torch on this machine; "" if they would
+    not, or if that was asked for.
+    """
+    if to.name == REFERENCE:
+        return ""
+    segments = lower(fusion, to, with_).segments
+    with options.using(with_):
+        kernels = (in_place_of_kernel(s, to) for s in segments if _has_products(s))
+        return next((k.why for k in kernels if k and k.backend == REFERENCE), "")
 
 
 def program_of(source: str, device: torch.device, with_: Options | None = None) -> Program:
@@ -87,14 +95,14 @@ def program_of(source: str, device: torch.device, with_: Options | None = None) 
     once.
     """
     with_ = with_ or options.current()
-    to = target.find(with_.target, device)
+    to = find(with_.target, device)
     target.check_device(to, device)
     return _program(source, to.name, with_)
 
 
 @lru_cache(maxsize=1024)
 def _program(source: str, to: str, with_: Options) -> Program:
-    program = compile_fusion(parse(source), target.TARGETS[to], with_)
+    program = compile_fusion(parse(source), TARGETS[to], with_)
     _warn_of_products_in_torch(program)
     return program
 
@@ -103,11 +111,13 @@ def _warn_of_products_in_torch(program: Program) -> None:
     """Without kernels for them the grouped products, nearly all of a program's work, are slow, and
     on a GPU each waits for the device.
     """
-    for segment in program.segments if program.target.name != REFERENCE else ():
-        if segment.plan.backend == REFERENCE and any(
-            op.kind.role == "grouped" for op in segment.fusion.ops
-        ):
-            warn_once(f"grouped products run in plain torch, slowly: {segment.plan.why}")
+    for kernel in program.kernels if program.target.name != REFERENCE else ():
+        if kernel.backend == REFERENCE and _has_products(kernel.segment):
+            warn_once(f"grouped products run slowly {kernel.why}")
+
+
+def _has_products(segment: Segment) -> bool:
+    return any(op.kind.role == "grouped" for op in segment.fusion.ops)
 
 
 def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,27 +12,22 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import __version__, options, target
+from . import __version__, backends, options, plugins, target
 from .backends.cuda.heuristics import check_variant
-from .backends.nvfuser import library
 from .errors import OptionError
-from .messages.extras import install
+from .plugins import Package
 from .runtime import build, isa, native, nvrtc, store
 from .runtime.cuda import why_too_old
 
 PACKAGES = (
-    "transformers",
     "safetensors",
     "cuda-bindings",
     "nvidia-cuda-nvrtc",
-    "nvfuser-cu128-torch210",
-    "lightning-thunder",
     "nvidia-modelopt",
     "compressed-tensors",
 )
@@ -98,7 +93,9 @@ def environment() -> Environment:
         "fusion_moe": __version__,
         "torch": torch.__version__,
     }
-    versions = ours | {"system": platform.platform()} | {name: _version(name) for name in PACKAGES}
+    packages = [package for ask in plugins.packages for package in ask()]
+    names = (*PACKAGES, *(package.distribution for package in packages))
+    versions = ours | {"system": platform.platform()} | {name: _version(name) for name in names}
     checks = (
         *_tiers(),
         _numa(),
@@ -106,9 +103,7 @@ def environment() -> Environment:
         _native(),
         _gpu(),
         _nvrtc(),
-        _nvfuser(),
-        _thunder(),
-        _transformers(),
+        *map(_package, packages),
         _cache(),
     )
     checks = tuple(replace(check, found=_without_home(check.found)) for check in checks)
@@ -145,7 +140,7 @@ def _problems() -> Iterator[str]:
     yield from options.ignored()
     now = options.current()
     for look in (
-        lambda: target.find(now.target, torch.device("cpu")),
+        lambda: backends.find(now.target, torch.device("cpu")),
         isa.selected,
         lambda: check_variant(now.cuda_variant),
     ):
@@ -225,7 +220,7 @@ def _gpu() -> Check:
         f"{torch.cuda.get_device_name()}, compute capability "
         f"{'.'.join(map(str, capability))}, {memory / 1e9:.0f} GB"
     )
-    never = why_too_old() or target.never_run(target.TARGETS["cuda"], capability)
+    never = why_too_old() or target.never_run(backends.TARGETS["cuda"], capability)
     return Check("GPU", not why_too_old(), f"{found}; {never}" if never else found)
 
 
@@ -234,26 +229,9 @@ def _nvrtc() -> Check:
     return Check("NVRTC", not why, why or nvrtc.version(), todo)
 
 
-def _nvfuser() -> Check:
-    why, _, todo = library.why_missing().partition("; ")
-    return Check("nvFuser", not why, why, todo)
-
-
-def _thunder() -> Check:
-    there = find_spec("thunder") is not None
-    return Check(
-        "thunder",
-        there,
-        "" if there else "not installed",
-        "" if there else f"{install('thunder')} (torch before 2.13)",
-    )
-
-
-def _transformers() -> Check:
-    there = find_spec("transformers") is not None
-    return Check(
-        "transformers", there, "" if there else "not installed", "" if there else install("models")
-    )
+def _package(package: Package) -> Check:
+    why, _, todo = package.why_missing.partition("; ")
+    return Check(package.name, not why, why, todo)
 
 
 def _cache() -> Check:

@@ -89,6 +89,12 @@ class TranslatorError(Error, RuntimeError):
     """
 
 
+class PluginError(Error, RuntimeError):
+    """An installed package whose entry point fails, or whose backend is for another version of the
+    interface.
+    """
+
+
 class Untranslatable(Error):
     """Raised by a translator to refuse a call: `raise Untranslatable("K = 24 is not a multiple of
     16")`.

@@ -125,9 +125,6 @@ class Options:
         in_keys=False,
         words=("lineinfo", "ptxas", "sass"),
     )
-    vllm: bool = _option(
-        True, "tell vLLM of --quantization fusion_moe, when it loads its plug-ins", in_keys=False
-    )
     compile_seconds: int = _option(
         300, "how long a compiler may take for one kernel before it is killed", in_keys=False
     )

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from .errors import OptionError, UnsupportedError, did_you_mean
+from .errors import UnsupportedError
 
 # of all targets: activations as they come in, or quantized
 ACTIVATION_FORMATS = ("bf16", "nvfp4", "int8")
@@ -19,19 +20,20 @@ ACTIVATION_FORMATS = ("bf16", "nvfp4", "int8")
 class Target:
     """A kind of machine.
 
-    activation_formats: those that its grouped products accept. schedulers: names of those that are
-    asked whether one kernel can compute a piece, in order. operand_layouts: the layout in which
-    products read the block scales of a quantized activation. device: the kind of device that its
-    kernels run on, "" for every one; capability: the CUDA compute capability that they require;
-    ran_on: the compute capabilities of the GPUs on which they have run. unshared_roles: roles of
-    operations whose results are read only in the kernel that computes them. weight_layout: the one
-    that its kernels read fastest. added_features: for each kind of product, up to how many features
-    a second product may contract that is added in the same kernel; kernels of other kinds add none.
+    activation_formats: those that its grouped products accept. schedulers: those that are asked
+    whether one kernel can compute a piece, in order (`schedule.Scheduler`). operand_layouts: the
+    layout in which products read the block scales of a quantized activation. device: the kind of
+    device that its kernels run on, "" for every one; capability: the CUDA compute capability that
+    they require; ran_on: the compute capabilities of the GPUs on which they have run.
+    unshared_roles: roles of operations whose results are read only in the kernel that computes
+    them. weight_layout: the one that its kernels read fastest. added_features: for each kind of
+    product, up to how many features a second product may contract that is added in the same kernel;
+    kernels of other kinds add none.
     """
 
     name: str
     activation_formats: tuple[str, ...]
-    schedulers: tuple[str, ...] = ("pointwise", "rows", "layout", "grouped_gemm")
+    schedulers: tuple[Any, ...]
     operand_layouts: Mapping[str, str] = field(default_factory=dict)
     device: str = ""
     capability: tuple[int, int] | None = None
@@ -45,57 +47,6 @@ _WHERE = {
     "nvfp4": "nvfp4 activations require compute capability 10.0",
     "int8": "int8 activations require a CPU",
 }
-_NVFUSER, _UNSHARED = ("nvfuser",), ("grouped", "quantize", "layout")
-_HOPPER = (9, 0)
-
-TARGETS = {
-    t.name: t
-    for t in (
-        Target("reference", ACTIVATION_FORMATS),
-        Target("cpu", ("bf16", "int8"), device="cpu", added_features={"fprop": 256, "dgrad": 256}),
-        Target(
-            "cuda",
-            ("bf16",),
-            device="cuda",
-            ran_on=(_HOPPER,),
-            weight_layout="w16x64",
-            added_features={"fprop": 64, "dgrad": 64},
-        ),
-        Target(
-            "sm_90",
-            ("bf16",),
-            _NVFUSER,
-            device="cuda",
-            capability=_HOPPER,
-            ran_on=(_HOPPER,),
-            unshared_roles=_UNSHARED,
-        ),
-        Target(
-            "sm_100",
-            ("bf16", "nvfp4"),
-            _NVFUSER,
-            {"nvfp4": "sf128x4"},
-            device="cuda",
-            capability=(10, 0),
-            unshared_roles=_UNSHARED,
-        ),
-    )
-}
-
-
-def find(name: str, device: torch.device) -> Target:
-    """The target called `name`; "auto" is the kind of `device`. OptionError for an unknown name."""
-    wanted = device.type if name == "auto" else name
-    if wanted not in TARGETS:
-        todo = (
-            "move the tensors to a supported device"
-            if name == "auto"
-            else did_you_mean(wanted, ["auto", *TARGETS])
-        )
-        raise OptionError(
-            f"target {wanted!r}", expected=f"one of auto, {', '.join(TARGETS)}", todo=todo
-        )
-    return TARGETS[wanted]
 
 
 def why_not_on(target: Target, device: torch.device) -> str:

@@ -14,13 +14,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import options
 from .compile import run
-from .definitions.translate import Operation, message, overload_of
+from .definitions.translate import Operation, overload_of
 from .errors import TranslatorError
 from .frontends.inductor.compile_graph import compile_calls
 from .frontends.inductor.dynamo import apart
 from .frontends.inductor.fusion_pass import FusionPass
 from .frontends.meaning import compared, drawn, found, same
 from .frontends.regions import Found
+from .plugins import message
 
 __all__ = ["check_translator"]
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import fusion_moe
-from fusion_moe import target
+from fusion_moe import backends, target
 from fusion_moe.nn import NVFP4Experts
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -45,6 +45,7 @@ RUN = {
     "reference": (
         "reference/options.md",
         "reference/errors.md",
+        "extend/backends.md",
         "extend/converters.md",
         "extend/encodings.md",
     ),
@@ -173,7 +174,7 @@ def raised() -> Iterator[str]:
         lambda: ops.nvfp4_grouped_mm(x, *tracked, ends.int()).sum().backward(),
         lambda: experts[0](x, ids, w),
         lambda: experts[1](x, ids.clamp(max=3), w),
-        lambda: target.check_formats(target.TARGETS["cuda"], "int8", "experts"),
+        lambda: target.check_formats(backends.TARGETS["cuda"], "int8", "experts"),
     ):
         with pytest.raises(fusion_moe.errors.Error) as error:
             call()

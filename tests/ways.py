@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import fusion_moe
 from fusion_moe.frontends.inductor import backend
+from fusion_moe.thunder import thunder_executors
 
 
 def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -20,7 +20,7 @@ def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
 def jitted(f: Callable[..., Any]) -> Callable[..., Any]:
     import thunder
 
-    return thunder.jit(f, executors=fusion_moe.thunder_executors())
+    return thunder.jit(f, executors=thunder_executors())
 
 
 HOW = {"eager": lambda f: f, "torch.compile": compiled, "thunder.jit": jitted}

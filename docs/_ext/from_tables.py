@@ -24,7 +24,7 @@ from typing import Any, get_args
 import torch
 
 import fusion_moe
-from fusion_moe import errors, options, target
+from fusion_moe import backends, errors, options
 from fusion_moe.definitions import operations as op_definitions
 from fusion_moe.definitions import translate
 from fusion_moe.encodings import ENCODINGS
@@ -189,7 +189,7 @@ def targets() -> Iterator[str]:
             ", ".join(t.activation_formats),
             _ran_on(t),
         )
-        for t in target.TARGETS.values()
+        for t in backends.TARGETS.values()
     )
     yield from table(("target", "device", "compute capability", "activations", "has run on"), rows)
 
@@ -198,7 +198,7 @@ def _capability(of: tuple[int, int] | None) -> str:
     return ".".join(map(str, of)) if of else ""
 
 
-def _ran_on(of: target.Target) -> str:
+def _ran_on(of: backends.Target) -> str:
     if of.device != "cuda":
         return "CPUs" if of.device else "CPUs, GPUs"
     return ", ".join(map(_capability, of.ran_on)) or "**never run**"

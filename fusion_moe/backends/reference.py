@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from ..ir.core import Fusion
 from ..runtime.kernel import Kernel
+from ..schedule import STANDARD
 from ..schedule.plan import REFERENCE
 from ..schedule.segment import Segment
+from ..target import ACTIVATION_FORMATS, Target
+from .backend import Backend
 
 
 def plan(fusion: Fusion, kind: str) -> None:
@@ -19,6 +22,16 @@ def plan(fusion: Fusion, kind: str) -> None:
 
 def emit(segment: Segment) -> Kernel:
     """A kernel that evaluates the segment's Fusion; its source is the Fusion's text."""
+    return in_torch(segment, segment.plan.why)
+
+
+def in_torch(segment: Segment, why: str) -> Kernel:
+    """The same for a segment of another backend. why: why it has no kernel."""
     fusion = segment.plan.fusion
-    why = f"in plain torch: {segment.plan.why}" if segment.plan.why else ""
-    return Kernel(segment, REFERENCE, str(fusion), fusion.evaluate, why)
+    why = f"in plain torch: {why}" if why else ""
+    return Kernel(segment, REFERENCE, str(fusion), fusion.evaluate, why=why)
+
+
+BACKEND = Backend(
+    REFERENCE, (Target(REFERENCE, ACTIVATION_FORMATS, STANDARD),), plan, emit, interface=1
+)

@@ -23,7 +23,6 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -32,10 +31,12 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
-from ..errors import Error, TranslatorError, Untranslatable
+from .. import plugins
+from ..errors import Error, PluginError, TranslatorError, Untranslatable
 from ..ir.builder import FusionDefinition
 from ..ir.core import Value
 from ..ir.types import TensorType, plain
+from ..plugins import message, raised_at
 
 log = logging.getLogger("fusion_moe")
 BUILTIN = "fusion_moe_translators"
@@ -82,7 +83,7 @@ class Translator:
                 expected="values, or Untranslatable",
                 todo="fix the translator; raise Untranslatable(reason) for calls that it does "
                 "not support",
-                where=_raised_at(error, self._is_own) or self.where,
+                where=raised_at(error, self._is_own) or self.where,
             ) from error
         outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         self._check(fd, outputs, expected)
@@ -123,16 +124,8 @@ def _returned(fd: FusionDefinition, v: Any) -> TensorType | str:
     return v.type if fd.has(v) else f"a {v.type} of another FusionDefinition"
 
 
-def message(error: Exception) -> str:
-    """An error of a user's code as text. Formatting it may fail too."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__
-
-
 _registry: dict[str, Translator] = {}
-_failed: list[TranslatorError] = []  # entry points that could not be loaded
+_failed: list[PluginError] = []  # entry points that could not be loaded
 _warned_unknown: set[str] = set()  # names without an operation about which a warning was issued
 
 
@@ -284,12 +277,6 @@ def _code(function: Callable[..., Any]) -> CodeType | None:
     return getattr(called, "__code__", None) or getattr(type(called).__call__, "__code__", None)
 
 
-def _raised_at(error: Exception, wanted: Callable[[traceback.FrameSummary], bool]) -> str:
-    """file:line of the innermost wanted frame in which an error was raised; "" if there is none."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if wanted(f)]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-
-
 def find(op: str) -> Translator | None:
     """The translator of an operation, if it has one. The first call loads the built-in translators
     and the entry points.
@@ -316,19 +303,7 @@ def _load() -> None:
     missing.
     """
     importlib.import_module(BUILTIN)
-    for entry in entry_points(group=ENTRY_POINTS):
-        try:
-            entry.load()
-        except Exception as error:
-            owner = entry.dist.name if entry.dist else "?"
-            failed = TranslatorError(
-                f"the entry point {entry.name} = {entry.value} of {owner} failed: {message(error)}",
-                expected=f"a module of the group {ENTRY_POINTS} that imports",
-                todo="fix or uninstall that package",
-                where=_raised_at(error, lambda frame: frame.name == "<module>"),
-            )
-            log.warning("%s", failed)
-            _failed.append(failed)
+    _failed.extend(plugins.load(ENTRY_POINTS)[1])
 
 
 def same_storage(a: TensorType, b: TensorType) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from torch.fx import Node
 
 from ..definitions import translate
-from ..definitions.translate import message
 from ..errors import TranslatorError
+from ..plugins import message
 from .nodes import call_of, is_call, op_name
 from .walk import Walk
 

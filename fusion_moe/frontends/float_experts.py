@@ -12,6 +12,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
+from .. import plugins
 from ..definitions import translate
 from ..messages.warn import warn_once
 
@@ -61,8 +62,8 @@ def advice(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
         f"expert weights in floating point: {', '.join(names[:_SHOWN])}{more}; "
-        "fusion_moe.quantize_(model) packs them in NVFP4; "
-        'to train them, import fusion_moe.transformers and set experts_implementation="fusion_moe"'
+        "fusion_moe.quantize_(model) packs them in NVFP4"
+        + "".join(f"; to train them, {how()}" for how in plugins.training)
     )
 
 

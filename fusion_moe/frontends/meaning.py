@@ -27,11 +27,12 @@ from ..definitions.traced import (
     plain_argument,
     tensor_type,
 )
-from ..definitions.translate import Translator, message
+from ..definitions.translate import Translator
 from ..errors import Error, TranslatorError
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Value
 from ..messages.warn import warn_once
+from ..plugins import message
 from .nodes import called_op
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -15,14 +15,13 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import backends
 from .. import compile as pipeline
-from .. import target as targets
 from ..definitions import translate
 from ..errors import Error, FusionError, TranslatorError, UnsupportedError, Untranslatable
 from ..ir.core import Fusion
 from ..messages.warn import warn_once
 from ..options import Options
-from ..schedule.plan import REFERENCE
 from ..schedule.segment import by_structure
 from ..target import Target
 from .attribution import attribute_failure, of_users
@@ -188,18 +187,9 @@ class _Search:
         return n not in self.refused
 
     def _no_kernel(self, walk: Walk) -> str:
-        """Why the reference would compute a product of a walk; "" if the reference was asked for,
-        or if a kernel computes it.
-        """
-        target = self._target(walk)
+        """Why the reference would compute a product of a walk; "" if it would not."""
         with _disable_current_modes():
-            segments = (
-                pipeline.lower(walk.fusion, target, self.with_).segments
-                if target.name != REFERENCE
-                else ()
-            )
-        products = (s for s in segments if any(op.kind.role == "grouped" for op in s.fusion.ops))
-        return next((s.plan.why for s in products if s.plan.backend == REFERENCE), "")
+            return pipeline.why_in_torch(walk.fusion, self._target(walk), self.with_)
 
     def _region(self, seed: Node) -> Region | None:
         """The region around a seed. A refused call is taken out, and the region grows again without
@@ -239,7 +229,7 @@ class _Search:
             pipeline.check(walk.fusion, self._target(walk), self.with_)
 
     def _target(self, walk: Walk) -> Target:
-        return targets.find(self.with_.target, walk.device)
+        return backends.find(self.with_.target, walk.device)
 
     def _grow(self, seed: Node) -> list[Node]:
         region = dict.fromkeys(with_parts(seed))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .. import __version__, arch, options
+from .. import __version__, arch, backends, options
 from .. import target as targets
 from ..arch import Arch
 from ..backends import cuda
@@ -132,15 +132,19 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
 
 def _wanted(regions: list[Region], switches: Options, gpu: Arch | None) -> _Wanted:
     device = regions[0].device if regions else torch.device("cpu")
-    target = targets.find(switches.target, device)
+    target = backends.find(switches.target, device)
     return _Wanted(target, targets.why_not_on(target, device), switches, device, gpu)
 
 
 def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
     region, ran = places[0]
     lowered, env = lower(region.fusion, wanted.target, wanted.switches), numbers(region)
+    kernels = ran.program.kernels if ran else [None] * len(lowered.segments)
     with options.using(wanted.switches):
-        made = [made_of(s, wanted.target, wanted.why_not) for s in lowered.segments]
+        made = [
+            made_of(s, wanted.target, wanted.why_not, kernel)
+            for s, kernel in zip(lowered.segments, kernels, strict=True)
+        ]
     fusion = lowered.stages[-1][1]
     runs: Launched | None = None
     others: tuple[tuple[int, tuple[str, ...]], ...] = ()

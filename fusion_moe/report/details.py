@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median_low
 
+from ..backends import TARGETS, backend_of
 from ..frontends.float_experts import advice
 from .data import FusionReport, Load, Measured, ReportData, SegmentReport, TensorReport, total
 from .summary import what
@@ -241,11 +242,8 @@ def _legend(report: ReportData) -> str:
             "saved, and factors of derivatives. rewritten: derivatives that are not the "
             "operations' own, and round elsewhere."
         )
-    if any(s.kind == "nvfuser" for s in report.segments):
-        text += (
-            " nvfuser: one definition, which nvFuser splits into kernels; the traffic between "
-            "them counts as avoided."
-        )
+    if (backend := backend_of(TARGETS[report.target])).note:
+        text += f" {backend.name}: {backend.note}."
     return text
 
 

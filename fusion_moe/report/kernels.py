@@ -1,5 +1,5 @@
-"""What backends make of segments, also for targets that cannot run here and where nvFuser is not
-installed.
+"""What backends make of segments, also for targets that cannot run here and where nothing can be
+compiled.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 from .. import options
 from ..arch import Arch
-from ..backends import cuda, emit
-from ..backends.nvfuser import NAME as NVFUSER
-from ..backends.nvfuser import library
+from ..backends import TARGETS, backend_for, cuda
 from ..errors import UnsupportedError
 from ..ir.core import Fusion
 from ..ir.sizes import value
@@ -23,7 +21,7 @@ from ..layouts.groups import ceil_to
 from ..runtime.kernel import Kernel
 from ..schedule.product import products
 from ..schedule.segment import Segment
-from ..target import TARGETS, Target, never_run
+from ..target import Target, never_run
 
 _SIZES = (1, 8, 32, 128, 512, 2048, 8192)
 
@@ -55,17 +53,18 @@ class Launched:
     workspace: int
 
 
-def made_of(segment: Segment, to: Target, why_not: str) -> Made:
-    """What a target's backend makes of a segment. why_not: why programs for the target cannot run
-    here; "" if they can.
+def made_of(segment: Segment, to: Target, why_not: str, ran: Kernel | None = None) -> Made:
+    """What a target's backend makes of a segment; ran: what ran for it, if it ran. why_not: why
+    programs for the target cannot run here; "" if they can.
 
-    Where nvFuser is missing the source is the segment's own text, below what to do about it.
+    Where the backend cannot write a source, it is the segment's own text, below what to do about
+    it.
     """
-    missing = library.why_missing() if segment.kind == NVFUSER else ""
-    if missing:
-        source = f"# nvFuser definition not shown: {missing}\n{text(segment.fusion)}"
-        return Made(NVFUSER, _why(NVFUSER, to, why_not), source)
-    kernel = emit(segment, to)
+    backend = backend_for(segment, to)
+    if ran is None and (missing := backend.why_missing()):
+        source = f"# source not shown: {missing}\n{text(segment.fusion)}"
+        return Made(backend.name, _why(backend.name, to, why_not), source)
+    kernel = ran or backend.emit(segment)
     return Made(
         kernel.backend, kernel.why or _why(kernel.backend, to, why_not), kernel.source, kernel
     )

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
-from .. import options
-from .. import target as targets
+from .. import backends, options
 from ..backends import cpu
 from ..backends.cpu import prebuilt
 from ..compile import compile_fusion
@@ -156,7 +155,7 @@ class Watched:
             return self.equal.program
         switches = self.watch.switches
         return compile_fusion(
-            self.region.fusion, targets.find(switches.target, self.region.device), switches
+            self.region.fusion, backends.find(switches.target, self.region.device), switches
         )
 
     @property

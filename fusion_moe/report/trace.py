@@ -1,8 +1,7 @@
-"""explain: traces a call as torch.compile or thunder.jit would, and looks at each of its graphs."""
+"""explain: traces a call as torch.compile would, and looks at each of its graphs."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +16,7 @@ from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule
 
-from .. import options
+from .. import backends, options, plugins
 from .. import target as targets
 from ..arch import Arch, named
 from ..backends import cuda
@@ -29,8 +28,7 @@ from ..frontends.inductor.dynamo import apart, first_break
 from ..frontends.nodes import called_op
 from ..frontends.regions import NotFused, find_regions
 from ..options import Options
-from ..runtime import nvrtc
-from ..thunder import found_in
+from ..plugins import CompiledBy
 from .backward import Step, input_names, is_backward
 from .build import Seen, report_of
 from .fakes import device_of_values, like, on_fakes
@@ -57,11 +55,12 @@ def explain(
     """Shows what torch.compile(model_or_fn, backend="fusion_moe") fuses when it is called with
     these arguments, what it does not, and why.
 
-    For what thunder.jit made, it shows what our executor fuses. The call is traced in the grad mode
-    in force, with the sizes of these arguments; for a training step, the forward pass or both
-    passes. Tracing uses fake tensors: nothing is computed, weights and arguments may be on the meta
-    device or fake, and the model does not change. A call that asks for the values of tensors, as in
-    `if x.sum() > 0`, is run once instead, by the reference. Nothing is compiled to machine code.
+    For what another compiler made, it shows what our part of that fuses. The call is traced in the
+    grad mode in force, with the sizes of these arguments; for a training step, the forward pass or
+    both passes. Tracing uses fake tensors: nothing is computed, weights and arguments may be on the
+    meta device or fake, and the model does not change. A call that asks for the values of tensors,
+    as in `if x.sum() > 0`, is run once instead, by the reference. Nothing is compiled to machine
+    code.
 
     target: None: the target of the tensors' device; otherwise a name in target.py, even of a target
     whose programs cannot run here. gpu: the name of a GPU ("H100") whose kernels to show, even if
@@ -73,8 +72,7 @@ def explain(
     (expert) has. backward: also reports the backward pass: what is saved for it, what it
     recomputes, and where gradients come from. OptionError for an unknown target or GPU.
     UnsupportedError for a call that asks for values that do not exist, for one that cannot be run
-    or measured, for a backward if there is none, for something that cannot be called, and for `gpu`
-    without the extra `cuda`.
+    or measured, for a backward if there is none, and for something that cannot be called.
     """
     if not callable(model_or_fn):
         raise UnsupportedError(
@@ -85,7 +83,7 @@ def explain(
     target, arch = (target, None) if gpu is None else _of_gpu(gpu, target)
     switches = options.current().replace(**({} if target is None else {"target": target}))
     # an unknown name raises here and not inside a compiler
-    targets.find(switches.target, torch.device("cpu"))
+    backends.find(switches.target, torch.device("cpu"))
     _check_names(_original(model_or_fn), kwargs)
     watch = Watch(switches, measure, load) if measure or load else None
     if backward and watch is not None:
@@ -97,7 +95,7 @@ def explain(
     look, function = _looker(model_or_fn, switches, watch, backward)
     if watch is not None:
         device = device_of_values(function, args, kwargs)
-        targets.check_device(targets.find(switches.target, device), device, "explain")
+        targets.check_device(backends.find(switches.target, device), device, "explain")
         if measure and device.type not in ("cpu", "cuda"):
             raise UnsupportedError(
                 f"measure=True for tensors on {device}",
@@ -135,14 +133,7 @@ def _of_gpu(name: str, target: str | None) -> tuple[str, Arch]:
             expected=f"the target {cuda.NAME!r}, or none",
             where="explain",
         )
-    arch = named(name)
-    # no program would have kernels: true of this machine, not of the GPU
-    if why := nvrtc.why_missing():
-        found, _, todo = why.partition("; ")
-        raise UnsupportedError(
-            f"gpu = {name!r} needs NVRTC, and {found}", todo=todo, where="explain"
-        )
-    return cuda.NAME, arch
+    return cuda.NAME, named(name)
 
 
 def _check_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -169,32 +160,35 @@ def _looker(
     function: Callable[..., Any], switches: Options, watch: Watch | None, backward: bool
 ) -> tuple[Callable[..., Seen], Callable[..., Any]]:
     """The function that looks at a call, and the function underneath what a compiler made."""
-    thunder = sys.modules.get("thunder")  # imported already if it made anything
-    if thunder is not None and (compiled := thunder.compile_data(function)) is not None:
-        if watch is not None or backward:
-            asked = "backward" if backward else "measure or load"
-            raise UnsupportedError(
-                f"{asked}=True for the result of thunder.jit",
-                expected="a module or a function",
-                todo="pass what thunder.jit was given: it is then traced as under torch.compile",
-                where="explain",
-            )
-        return partial(_in_thunder, compiled.executors_list, switches), compiled.fn
+    for ask in plugins.compiled_by:
+        if (compiled := ask(function)) is not None:
+            _check_only_fused(compiled.name, watch, backward)
+            return partial(_in_other, compiled, switches), compiled.function
     return partial(_in_dynamo, switches, watch, backward), _original(function)
 
 
-def _in_thunder(
-    executors: Sequence[Any],
+def _check_only_fused(name: str, watch: Watch | None, backward: bool) -> None:
+    """UnsupportedError for what is only known of torch.compile."""
+    asked = "backward" if backward else "measure or load"
+    if watch is not None or backward:
+        raise UnsupportedError(
+            f"{asked}=True for the result of {name}",
+            expected="a module or a function",
+            todo=f"pass what {name} was given: it is then traced as under torch.compile",
+            where="explain",
+        )
+
+
+def _in_other(
+    compiled: CompiledBy,
     switches: Options,
     function: Callable[..., Any],
     args: Any,
     kwargs: Any,
 ) -> Seen:
-    """What is found when thunder.jit traces a call."""
-    import thunder
-
+    """What is found when another compiler traces a call."""
     with options.override(target=switches.target):
-        return Seen(found_in(thunder.jit(function, executors=executors), *args, **kwargs))
+        return Seen(compiled.look(function, args, kwargs))
 
 
 def _in_dynamo(

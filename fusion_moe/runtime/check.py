@@ -192,10 +192,10 @@ def _rounding_inside(fusion: Fusion, backend: str) -> float:
 
 def _rounding_of_weights(product: Op, backend: str) -> float:
     """A unit of the activations, to whose dtype tensor cores' weights are converted; 0 if it holds
-    every code times its scale. nvFuser's programs round them all to 16 bits.
+    every code times its scale. Backends of packages may round all to 16 bits.
     """
     activations, weights = (DTYPES.get(v.type.dtype) for v in product.values[:2])
-    if backend == "nvfuser":
+    if backend not in ("cuda", "reference"):
         return 2.0**-7
     if weights is not None or activations is None or not activations.is_floating_point:
         return 0.0  # both operands are numbers as they are stored

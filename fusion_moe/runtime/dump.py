@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from .kernel import Kernel
     from .program import Program
 
-_SUFFIX = {"cpu": ".cpp", "cuda": ".cu", "nvfuser": ".py"}  # backend -> suffix of its sources
 _DIGITS = 12
 _into: contextvars.ContextVar[Path | None] = contextvars.ContextVar("fusion_moe_dump", default=None)
 
@@ -71,8 +70,8 @@ def _segment(folder: Path, name: str, kernel: Kernel) -> None:
     _write(folder / f"{name}.txt", head + str(segment.fusion))
     if str(segment.plan.fusion) != str(segment.fusion):
         _write(folder / f"{name}-contracted.txt", str(segment.plan.fusion))
-    if suffix := _SUFFIX.get(kernel.backend):  # the reference has no source: it runs the Fusion
-        _write(folder / f"{name}{suffix}", kernel.source)
+    if kernel.suffix:
+        _write(folder / f"{name}{kernel.suffix}", kernel.source)
 
 
 @contextlib.contextmanager

@@ -14,14 +14,16 @@ class Kernel:
     """segment: the segment that it computes; backend: the backend's name; source: its text;
     launch(*inputs, sizes=...) -> outputs.
 
-    why: why the reference computes it although the target has kernels. graph_safe: whether a CUDA
-    graph can capture its launch.
+    suffix: of a file with its source; "" if that is only the segment's Fusion. why: why the
+    reference computes it although the target has kernels. graph_safe: whether a CUDA graph can
+    capture its launch.
     """
 
     segment: Segment
     backend: str
     source: str
     launch: Callable[..., tuple[Any, ...]] = field(compare=False)
+    suffix: str = ""
     why: str = ""
     graph_safe: bool = False
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ..ir.core import Fusion, Value
 from ..target import Target
-from . import grouped_gemm, layout, nvfuser, pointwise, rows
+from . import grouped_gemm, layout, pointwise, rows
 
 
 class Scheduler(Protocol):
@@ -34,23 +34,14 @@ class Scheduler(Protocol):
         """What the kernel does with each operation: a frozen dataclass."""
 
 
-_ALL: tuple[Scheduler, ...] = (pointwise, rows, layout, grouped_gemm, nvfuser)
-_NAMED = {s.NAME: s for s in _ALL}
-
-
-def named(name: str) -> Scheduler:
-    """The scheduler of a kind of segment."""
-    return _NAMED[name]
-
-
-def of(target: Target) -> tuple[Scheduler, ...]:
-    """The schedulers of a target, in the order in which they are asked."""
-    return tuple(map(named, target.schedulers))
+# asked in this order; kernels of CPUs, of CUDA and of the reference come in these kinds
+STANDARD: tuple[Scheduler, ...] = (pointwise, rows, layout, grouped_gemm)
 
 
 def find(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> Scheduler | None:
     """The first scheduler that accepts the fusion."""
-    return next((s for s in of(target) if s.can_schedule(fusion, target, kept) is None), None)
+    accepting = (s for s in target.schedulers if s.can_schedule(fusion, target, kept) is None)
+    return next(accepting, None)
 
 
 def closest(fusion: Fusion, target: Target) -> Scheduler:
@@ -65,4 +56,4 @@ def closest(fusion: Fusion, target: Target) -> Scheduler:
         if roles & {"layout", "quantize"}
         else "rows"
     )
-    return named(name) if name in target.schedulers else of(target)[0]
+    return next((s for s in target.schedulers if name == s.NAME), target.schedulers[0])

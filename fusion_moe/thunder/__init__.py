@@ -1,17 +1,18 @@
 """thunder.jit: our operations as symbols of thunder, and an executor that runs regions of a trace
 through our pipeline.
 
-    jitted = thunder.jit(model, executors=fusion_moe.thunder_executors())
+    from fusion_moe.thunder import thunder_executors
+    jitted = thunder.jit(model, executors=thunder_executors())
 
 Needs lightning-thunder, which is imported by the first call and not before.
 
-thunder_record.py    what the dispatcher is asked for, as an FX graph
-thunder_graph.py     a stretch of a trace as such a graph
-thunder_ops.py       operations of torch as symbols, with their derivatives
-thunder_executor.py  the executor: regions of a trace become fusions
-thunder_saved.py     what the backward reads, saved from writes
-thunder_nvfuser.py   the same operations inside of thunder's own nvFuser regions
-thunder_quirks.py    what thunder's versions make necessary
+record.py     what the dispatcher is asked for, as an FX graph
+graph.py      a stretch of a trace as such a graph
+ops.py        operations of torch as symbols, with their derivatives
+executor.py   the executor: regions of a trace become fusions
+saved.py      what the backward reads, saved from writes
+nvfuser.py    the same operations inside of thunder's own nvFuser regions
+quirks.py     what thunder's versions make necessary
 """
 
 from __future__ import annotations

@@ -27,9 +27,11 @@ from thunder.extend import FusionExecutor
 from torch._library.utils import is_builtin
 from torch._ops import OpOverload
 
-from ..backends.nvfuser import inline
+from ..backends.nvfuser import scheduler
+from ..backends.nvfuser.definition import inline
 from ..backends.nvfuser.headers import check_headers
 from ..backends.nvfuser.library import nvfuser
+from ..backends.nvfuser.targets import BLACKWELL, HOPPER
 from ..backends.nvfuser.values import (
     E2M1,
     WORDS,
@@ -41,9 +43,7 @@ from ..frontends.walk import Walk
 from ..ir.core import Fusion, Value
 from ..messages.warn import warn_once
 from ..passes import PASSES
-from ..schedule import nvfuser as scheduler
 from ..schedule.product import products
-from ..target import TARGETS
 from .graph import in_order
 from .ops import (
     RecordedCall,
@@ -226,12 +226,8 @@ def _target(device: torch.device) -> Any:
     """The target that decides what a definition may contain: 4-bit products only if the device has
     them. All else compiles everywhere.
     """
-    four_bits = TARGETS["sm_100"]
-    return (
-        four_bits
-        if torch.cuda.get_device_capability(device) == four_bits.capability
-        else TARGETS["sm_90"]
-    )
+    four_bits = BLACKWELL
+    return four_bits if torch.cuda.get_device_capability(device) == four_bits.capability else HOPPER
 
 
 def _form(codes: Value, fusion: Fusion) -> tuple[str, bool]:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from .adapters import register_saving
 from .config import ModelOptConfig, NVFP4Config
 from .experts import experts_forward
 from .loading import from_pretrained
-from .quantizer import FusionMoeQuantizer
+from .quantizer import FusionMoeQuantizer, before_training
 from .registration import register, register_backend
 from .routers import fuse_routers_
-from .trainer import register_saving
+from .trainer import register_loading
 
 __all__ = ["NVFP4Config", "experts_forward", "from_pretrained", "fuse_routers_"]
 
@@ -29,3 +30,4 @@ register("modelopt", ModelOptConfig, FusionMoeQuantizer)
 register("fusion_moe", ModelOptConfig, FusionMoeQuantizer)
 register_backend()
 register_saving()
+before_training.append(register_loading)

@@ -37,12 +37,12 @@ from ..checkpoints.directory import (
 from ..checkpoints.headers import read_json, shown
 from ..errors import CheckpointError, OptionError
 from ..nn.config import NVFP4Config
+from .adapters import read_adapters_
 from .completeness import new_heads
 from .config import set_quantization
 from .quantizer import state_dict_entries
 from .share import Share, sharing
 from .sources import some
-from .trainer import read_adapters_
 
 if TYPE_CHECKING:
     from ..distributed.parallelize import Division

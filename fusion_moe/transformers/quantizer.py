@@ -5,14 +5,13 @@ tensors, and steps after loading.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -21,6 +20,7 @@ from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import Adapter, prepare_
 from ..nn.frozen.packed import PackedModule
+from .adapters import read_adapters_, write_adapters
 from .completeness import check_complete
 from .config import ModelOptConfig, NVFP4Config, set_quantization
 from .conversions import expert_converters, longest_first, without
@@ -36,8 +36,8 @@ from .saving import (
 )
 from .share import shared
 from .stored_module import StoredModule, cast_, check_scales, finish_, freeze_
-from .trainer import read_adapters_, register_loading, write_adapters
 
+before_training: list[Callable[[], None]] = []  # done when a Trainer gets a model of ours
 state_dict_entries: ContextVar[Mapping[str, Entry] | None] = ContextVar(
     "fusion_moe_state_dict_entries", default=None
 )
@@ -213,9 +213,10 @@ class FusionMoeQuantizer(HfQuantizer):
         """True: encoded weights are frozen, but adapters beside them (`add_lora_`) and the rest of
         the model train.
 
-        A Trainer asks this of its model: the moment to teach it to load our checkpoints.
+        A Trainer asks this of its model: only then is its module certain to be imported.
         """
-        register_loading(_is_ours)
+        for prepare in before_training:
+            prepare()
         return True
 
     @property
@@ -266,12 +267,6 @@ def _check_in_memory(model: Any, device_map: Any) -> None:
                     "not quantized may be on disk",
                     where="device_map",
                 )
-
-
-def _is_ours(model: Any) -> bool:
-    return isinstance(model, PreTrainedModel) and isinstance(
-        getattr(model, "hf_quantizer", None), FusionMoeQuantizer
-    )
 
 
 def attach(model: Any) -> None:

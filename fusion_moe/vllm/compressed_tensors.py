@@ -24,9 +24,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 
 from ..encodings import INT4, MXFP4, NVFP4, Quantized
 from ..errors import DtypeError, UnsupportedError
-from .config import NAME
 from .experts import LEAVE, ExpertsMethod
 from .linear import is_linear_on_cpu, linear_method
+from .log import NAME
 
 
 class FusionMoeNvFp4Method(ExpertsMethod, CompressedTensorsW4A4Nvfp4MoEMethod):

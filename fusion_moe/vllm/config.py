@@ -13,9 +13,8 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from ..errors import UnsupportedError
-from .log import logger
+from .log import NAME, logger
 
-NAME = "fusion_moe"
 _MXFP4 = ("mxfp4", "gpt_oss_mxfp4")  # vLLM renames gpt-oss's
 _READ = "ModelOpt's NVFP4 and W4A16_NVFP4, compressed-tensors, or MXFP4"
 

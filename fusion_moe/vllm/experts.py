@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.platforms import current_platform
 
-from .. import options, target
+from .. import backends, options
 from ..encodings import Encoding, Quantized
 from ..errors import ShapeError, UnsupportedError
 from ..nn import Experts, prepare_
@@ -121,7 +121,7 @@ class ExpertsMethod(FusedMoEMethodBase):
         )
         layer.fusion_moe.first_expert = self.first_expert
         prepare_(layer.fusion_moe)
-        on = target.find(options.current().target, w2.device).name
+        on = backends.find(options.current().target, w2.device).name
         logger.info_once(
             "fusion_moe serves experts in %s, activations in %s, on %s",
             self.encoding.name,

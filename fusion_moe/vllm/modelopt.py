@@ -11,9 +11,9 @@ from vllm.model_executor.layers.quantization.modelopt import (
 )
 
 from ..encodings import NVFP4, Quantized
-from .config import NAME
 from .experts import ExpertsMethod
 from .linear import is_linear_on_cpu, linear_method
+from .log import NAME
 
 
 class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):

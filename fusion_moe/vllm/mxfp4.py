@@ -16,8 +16,8 @@ from vllm.model_executor.layers.quantization.mxfp4 import (
 from vllm.utils.math_utils import round_up
 
 from ..encodings import MXFP4, Quantized
-from .config import NAME
 from .experts import ExpertsMethod
+from .log import NAME
 
 
 class _Loaded(ExpertsMethod):

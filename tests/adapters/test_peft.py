@@ -161,8 +161,8 @@ def test_peft_does_not_adapt_codes(how):
     import peft
 
     says = (
-        r"NVFP4Experts: PEFT on a parameter of nvfp4 codes; expected parameters that are "
-        r"numbers; fusion_moe.nn.add_lora_\(model\)"
+        r"NVFP4Experts: an adapter of another library on a parameter of nvfp4 codes; "
+        r"expected parameters that are numbers; fusion_moe.nn.add_lora_\(model\)"
     )
     with pytest.raises(UnsupportedError, match=says):
         peft.get_peft_model(quantized_and_decoded()[0], peft.LoraConfig(r=2, **how))

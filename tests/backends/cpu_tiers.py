@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusion_moe import options
-from fusion_moe.backends import emit
+from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cpu import join
 from fusion_moe.compile import lower
 from fusion_moe.definitions import operations as op_definitions
@@ -20,7 +20,6 @@ from fusion_moe.ir.core import Fusion
 from fusion_moe.runtime import isa
 from fusion_moe.runtime.check import differences
 from fusion_moe.runtime.program import Program
-from fusion_moe.target import TARGETS
 from tests.fuzz.batch import Batch
 
 Key = TypeVar("Key", bound=Hashable)

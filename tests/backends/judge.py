@@ -14,7 +14,8 @@ import torch
 from interpreter import interpret, round_trip
 from launched import keep
 
-from fusion_moe.backends.nvfuser import define
+from fusion_moe.backends import TARGETS
+from fusion_moe.backends.nvfuser.definition import define
 from fusion_moe.backends.nvfuser.launch import arguments
 from fusion_moe.backends.nvfuser.library import DTYPES, installed
 from fusion_moe.compile import lower
@@ -23,7 +24,6 @@ from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.options import Options
 from fusion_moe.schedule.segment import Segment
-from fusion_moe.target import TARGETS
 
 HAS_NVFUSER = installed()
 NVFUSER_TARGETS = ("sm_90", "sm_100")

@@ -24,7 +24,8 @@ from pathlib import Path
 
 import torch
 
-from fusion_moe.backends.nvfuser import define, headers
+from fusion_moe.backends.nvfuser import headers
+from fusion_moe.backends.nvfuser.definition import define
 from fusion_moe.backends.nvfuser.launch import launcher
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.binding import storage_shape

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from fusion_moe import options
-from fusion_moe.backends import cpu
+from fusion_moe.backends import TARGETS, cpu
 from fusion_moe.backends.cpu import readers
 from fusion_moe.compile import compile_fusion
 from fusion_moe.definitions import operations as op_definitions
@@ -32,7 +32,6 @@ from fusion_moe.runtime import build
 from fusion_moe.runtime.host_memory import bandwidth
 from fusion_moe.runtime.kernel import Kernel
 from fusion_moe.runtime.program import Program
-from fusion_moe.target import TARGETS
 
 MAIN = Path(__file__).with_name("cross_main.cpp").read_text(encoding="utf-8")
 FIXED = {

@@ -25,6 +25,7 @@ from test_cpu_training import PARTITIONS, expected
 from torch import Tensor
 
 from fusion_moe import FusionDefinition, options
+from fusion_moe.backends import TARGETS
 from fusion_moe.compile import lower
 from fusion_moe.encodings import NVFP4, dequantize, quantize
 from fusion_moe.ir.core import Fusion, Value
@@ -32,7 +33,6 @@ from fusion_moe.ir.types import dtype_name
 from fusion_moe.layouts.groups import ends_from_sizes
 from fusion_moe.runtime.program import Program
 from fusion_moe.schedule.segment import Segment
-from fusion_moe.target import TARGETS
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
 SEVEN = PARTITIONS["seven"]

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from routings import Partition, Routing, partitions, routings
 
 from fusion_moe import FusionDefinition, options
-from fusion_moe.backends import emit
+from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cpu import readers
 from fusion_moe.compile import lower
 from fusion_moe.definitions import operations as op_definitions
@@ -39,7 +39,6 @@ from fusion_moe.errors import GroupsError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.layouts import LAYOUTS
 from fusion_moe.runtime.program import Program
-from fusion_moe.target import TARGETS
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusion_moe import FusionDefinition, options
+from fusion_moe.backends import TARGETS
 from fusion_moe.compile import compile_fusion
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import Error, NonFiniteError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.runtime import isa
 from fusion_moe.runtime.program import Program
-from fusion_moe.target import TARGETS
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
 

@@ -11,6 +11,7 @@ import pytest
 
 from fusion_moe import options
 from fusion_moe.arch import A100, H100, H200, KNOWN
+from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda import launch
 from fusion_moe.backends.cuda.choose import Choice
 from fusion_moe.backends.cuda.grouped_mm import Product
@@ -20,7 +21,6 @@ from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
 from fusion_moe.options import Options
 from fusion_moe.runtime import cuda, nvrtc
-from fusion_moe.target import TARGETS
 
 pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
 GROUPS, K = 8, 256

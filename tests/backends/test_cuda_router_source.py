@@ -8,14 +8,13 @@ import pytest
 
 from fusion_moe import FusionDefinition
 from fusion_moe.arch import H200
-from fusion_moe.backends import emit
+from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cuda.launch import build
 from fusion_moe.compile import lower
 from fusion_moe.ir.core import Fusion
 from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
 from fusion_moe.runtime.kernel import Kernel
-from fusion_moe.target import TARGETS
 
 pytestmark = [
     pytest.mark.once,

@@ -13,6 +13,7 @@ from test_cuda_source import needs_nvdisasm, sass
 
 from fusion_moe import options
 from fusion_moe.arch import H200
+from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda.gemm import (
     Gemm,
     PackedDgrad,
@@ -36,7 +37,6 @@ from fusion_moe.encodings import ENCODINGS, NVFP4, quantize
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import Derivative, differentiate
 from fusion_moe.runtime import nvrtc
-from fusion_moe.target import TARGETS
 
 pytestmark = [
     pytest.mark.once,

@@ -16,7 +16,9 @@ from fusions import evaluate
 from judge import judge
 
 from fusion_moe import FusionDefinition, options
+from fusion_moe.backends import TARGETS
 from fusion_moe.backends.nvfuser import headers, library
+from fusion_moe.backends.nvfuser import scheduler as facts
 from fusion_moe.compile import lower
 from fusion_moe.definitions import operations as op_definitions
 from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, dequantize, quantize
@@ -26,8 +28,6 @@ from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.kinds import KINDS
 from fusion_moe.ir.types import DTYPES
 from fusion_moe.layouts import SF128X4
-from fusion_moe.schedule import nvfuser as facts
-from fusion_moe.target import TARGETS
 
 needs_nvfuser = pytest.mark.nvfuser
 OPS = torch.ops.fusion_moe
@@ -72,7 +72,7 @@ def sources(fusion, target="sm_100"):
 
 def output_dtypes(fusion, target="sm_100"):
     """The dtypes of the outputs of each segment: of a definition by nvFuser's names."""
-    from fusion_moe.backends.nvfuser import define
+    from fusion_moe.backends.nvfuser.definition import define
 
     for s in lower(fusion, TARGETS[target], options.Options()).segments:
         names = (

@@ -29,11 +29,11 @@ from test_nvfuser import (
 )
 
 from fusion_moe import FusionDefinition
+from fusion_moe.backends import TARGETS
 from fusion_moe.backends.nvfuser.headers import check_headers
 from fusion_moe.compile import lower
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.options import Options
-from fusion_moe.target import TARGETS
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "pretended_gpu"
 PROGRAM = Path(__file__).with_name("launched.py")

@@ -94,15 +94,12 @@ def test_phases_and_targets():
 
 
 def test_a_gpu_that_is_absent(monkeypatch):
-    """Which kernels it would get is known where something compiles them."""
+    """Which kernels it would get does not depend on what is installed to compile them."""
     folder = str(MADE / "modelopt-mixtral")
-    if not nvrtc.why_missing():
-        assert "H100" in json.dumps(found(folder, "--gpu", "H100"))
-    missing = "cuda-bindings is not installed; pip install '.[cuda]' in a clone of fusion_moe"
-    monkeypatch.setattr(nvrtc, "why_missing", lambda: missing)
-    refused = run(folder, "--gpu", "H100")
-    said = f"fusion-moe: explain: gpu = 'H100' needs NVRTC, and {missing}\n"
-    assert (refused.exit_code, refused.stderr) == (3, said)
+    with_nvrtc = found(folder, "--gpu", "H100")
+    assert "H100" in json.dumps(with_nvrtc)
+    monkeypatch.setattr(nvrtc, "why_missing", lambda: "cuda-bindings is not installed")
+    assert found(folder, "--gpu", "H100") == with_nvrtc
 
 
 def test_no_weight_is_read(tmp_path):

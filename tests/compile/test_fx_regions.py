@@ -34,6 +34,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fusion_moe import Untranslatable, options, translator
+from fusion_moe.backends import TARGETS
 from fusion_moe.compile import lower
 from fusion_moe.definitions import translate
 from fusion_moe.frontends import regions
@@ -41,7 +42,6 @@ from fusion_moe.frontends.inductor.compile_graph import compile_calls
 from fusion_moe.frontends.inductor.fusion_pass import FusionPass
 from fusion_moe.frontends.regions import Found
 from fusion_moe.ir.types import Rows
-from fusion_moe.target import TARGETS
 
 UP, DOWN = weight(2 * I, H), weight(H, I, 1)
 SQUARE = weight(H, H, 2)

@@ -8,12 +8,12 @@ from random import Random
 from typing import Any
 
 from fusion_moe import options
+from fusion_moe.backends import TARGETS
 from fusion_moe.compile import compile_fusion
 from fusion_moe.errors import BuildError
 from fusion_moe.options import Options
 from fusion_moe.runtime import isa
 from fusion_moe.runtime.program import Program
-from fusion_moe.target import TARGETS
 
 from .batch import FLAGS, Batch
 from .compare import difference, outcome

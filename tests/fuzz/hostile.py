@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fusion_moe.backends import TARGETS
 from fusion_moe.compile import compile_fusion
 from fusion_moe.errors import Error, ParseError
 from fusion_moe.ir.binding import storage_shape
@@ -20,7 +21,6 @@ from fusion_moe.ir.text import parse, text
 from fusion_moe.ir.types import DTYPES
 from fusion_moe.options import Options
 from fusion_moe.runtime.program import Program
-from fusion_moe.target import TARGETS
 
 from . import values
 from .builder import Found

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, Interpreter, Node
 
 from fusion_moe import options
+from fusion_moe.backends import TARGETS
 from fusion_moe.compile import Lowered, lower
 from fusion_moe.frontends.regions import find_regions
 from fusion_moe.frontends.rewrite import replace_regions
@@ -18,7 +19,6 @@ from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.ir.text import parse
 from fusion_moe.options import Options
 from fusion_moe.runtime.check import check_stages
-from fusion_moe.target import TARGETS
 from tests.moe_models import copied
 
 from .case import REFERENCE, Case

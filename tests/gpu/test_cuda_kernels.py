@@ -15,6 +15,7 @@ from routings import Partition, Routing, partitions, routings
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.arch import H200
+from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda.grouped_mm import Product
 from fusion_moe.backends.cuda.table import ALWAYS, Regime
 from fusion_moe.backends.cuda.variants import LargeM, SmallM, Variant
@@ -31,7 +32,6 @@ from fusion_moe.frontends.inductor import backend
 from fusion_moe.layouts import W16X64
 from fusion_moe.nn.frozen.experts import quantize_gate_up
 from fusion_moe.options import Options
-from fusion_moe.target import TARGETS
 
 pytestmark = pytest.mark.gpu
 

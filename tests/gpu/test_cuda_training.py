@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fusion_moe
 from fusion_moe import options
+from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda.gemm import Gemm, PlainProduct, Wgrad
 from fusion_moe.compile import compile_fusion
 from fusion_moe.errors import GroupsError
@@ -22,7 +23,6 @@ from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
 from fusion_moe.nn import GroupedLinear, ScaledSwiGLU, Sequential
 from fusion_moe.runtime.program import Program
-from fusion_moe.target import TARGETS
 
 pytestmark = ON_HOPPER
 

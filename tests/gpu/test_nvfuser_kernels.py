@@ -230,7 +230,7 @@ def test_random_programs(fusion, count):
 
 def test_four_bit_products_are_refused_before_launch():
     """Below capability 10.0 nvFuser would launch them, and end the CUDA context."""
-    from fusion_moe.backends import emit
+    from fusion_moe.backends import TARGETS, emit
     from fusion_moe.compile import lower
     from fusion_moe.definitions.operations import (
         SPECS,
@@ -238,7 +238,6 @@ def test_four_bit_products_are_refused_before_launch():
         eager_types,
         fusion_of,
     )
-    from fusion_moe.target import TARGETS
 
     g = generator()
     args = on_cuda(

@@ -12,12 +12,12 @@ from torch.profiler import profile
 
 import fusion_moe
 from fusion_moe import FusionDefinition, options
+from fusion_moe.backends import TARGETS
 from fusion_moe.compile import lower
 from fusion_moe.errors import FusionError, ShapeError, UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.text import parse, text
-from fusion_moe.target import TARGETS
 
 
 def evaluated(fusion: Fusion, tensors: list[Tensor]) -> list[Tensor]:

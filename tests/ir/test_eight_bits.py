@@ -14,13 +14,13 @@ from routings import Partition, partitions
 
 import fusion_moe
 from fusion_moe import FusionDefinition
+from fusion_moe.backends import TARGETS
 from fusion_moe.encodings import MXFP8, MXFP8_COLUMNS, dequantize, quantize
 from fusion_moe.errors import DtypeError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.kinds import eight_bits
 from fusion_moe.passes import PASSES, dequantize_operands
-from fusion_moe.target import TARGETS
 
 K, N = 64, 96
 FEW = partitions().filter(lambda partition: len(partition.sizes) < 10)

@@ -10,6 +10,8 @@ import torch
 
 import fusion_moe
 from fusion_moe import NVFP4Experts
+from fusion_moe.backends import TARGETS
+from fusion_moe.backends.nvfuser.scheduler import can_schedule
 from fusion_moe.definitions.operations import (
     SPECS,
     bind,
@@ -19,8 +21,6 @@ from fusion_moe.definitions.operations import (
 from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, dequantize, quantize
 from fusion_moe.errors import ShapeError, UnsupportedError
 from fusion_moe.nn import Experts
-from fusion_moe.schedule.nvfuser import can_schedule
-from fusion_moe.target import TARGETS
 
 E, H, I = 3, 64, 64
 

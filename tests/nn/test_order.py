@@ -13,20 +13,21 @@ import torch
 from experts import experts
 
 import fusion_moe
-from fusion_moe import options
+from fusion_moe import backends, options
 from fusion_moe.distributed.shares import keep_features
 from fusion_moe.layouts import W16x64
 from fusion_moe.nn import GroupedSwiGLU, NVFP4Linear
 from fusion_moe.nn.frozen import packed
 from fusion_moe.nn.frozen.packed import PackedModule, say_once
-from fusion_moe.target import TARGETS
 
 E, H, I = 3, 64, 96
 
 
 @pytest.fixture
 def pretended(monkeypatch):
-    monkeypatch.setitem(TARGETS, "cpu", replace(TARGETS["cpu"], weight_layout="w16x64"))
+    cpu = backends.TARGETS["cpu"]
+    other = backends.backend_of(cpu), replace(cpu, weight_layout="w16x64")
+    monkeypatch.setitem(backends._registered, "cpu", other)
 
 
 def call(module) -> torch.Tensor:

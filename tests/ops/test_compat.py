@@ -22,7 +22,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._library import custom_ops
 from ways import HOW, compiled, every_way
 
-from fusion_moe import compat, options, thunder_executors
+from fusion_moe import compat, options
 from fusion_moe.definitions import translate
 from fusion_moe.errors import (
     DeviceError,
@@ -569,6 +569,8 @@ def test_the_layer_of_thunder_that_calls_the_name(clean):
         assert_right(layer(x, offsets), x, w, sizes)
         # Where there is no GPU, thunder's nvFuser executor fails at a cumsum, of which it asks
         # nvFuser's version.
+        from fusion_moe.thunder import thunder_executors
+
         executors = [e for e in thunder_executors() if e.name != "nvfuser"]
         jitted = thunder.jit(layer, executors=executors)
         assert jitted(x, offsets).equal(layer(x, offsets))

@@ -200,4 +200,4 @@ def test_what_has_no_such_products():
             r"activations require a CPU"
         )
         with pytest.raises(UnsupportedError, match=expected):
-            fusion_moe.compile.check(made, fusion_moe.target.TARGETS[target], options.current())
+            fusion_moe.compile.check(made, fusion_moe.backends.TARGETS[target], options.current())

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.library import opcheck
 
 import fusion_moe
+from fusion_moe.backends import TARGETS
 from fusion_moe.compile import lower
 from fusion_moe.definitions import operations as op_definitions
 from fusion_moe.encodings import ENCODINGS, dequantize, quantize
 from fusion_moe.errors import DtypeError, ShapeError
 from fusion_moe.ir.derivative import differentiate
-from fusion_moe.target import TARGETS
 
 ops = torch.ops.fusion_moe
 pytestmark = pytest.mark.usefixtures("meaning")  # but where a test says otherwise

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from fusion_moe.backends import TARGETS
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.text import parse, text
 from fusion_moe.passes import gather_for_each
-from fusion_moe.target import TARGETS
 
 T, G, N, K = 6, 3, 5, 4
 

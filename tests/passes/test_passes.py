@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_moe import FusionDefinition
+from fusion_moe.backends import TARGETS
 from fusion_moe.ir.core import Fusion
 from fusion_moe.passes import (
     PASSES,
@@ -20,7 +21,6 @@ from fusion_moe.passes import (
     dropped_roundings,
     simplify,
 )
-from fusion_moe.target import TARGETS
 
 CPU = TARGETS["cpu"]
 

@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_moe
+from fusion_moe.backends import TARGETS
 from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.errors import ShapeError, UnsupportedError
-from fusion_moe.target import TARGETS
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 256, 128, 6, 2
 

@@ -114,7 +114,7 @@ def test_without_nvfuser_the_source_says_what_to_install(monkeypatch):
     head, hint, program = source.split("\n", 2)
     assert head == "# fusion0.0: nvfuser"
     assert hint.startswith(
-        "# nvFuser definition not shown: nvFuser is not installed; pip install "
+        "# source not shown: nvFuser is not installed; pip install "
         "'.[nvfuser]' in a clone of fusion_moe"
     )
     assert [op.kind.name for op in parse(program).ops].count("grouped_mm") == 2

@@ -14,6 +14,7 @@ import torch
 from moe_models import H, I, routing, tokens, weight
 
 from fusion_moe import options
+from fusion_moe.backends import TARGETS
 from fusion_moe.compile import compile_fusion
 from fusion_moe.definitions.operations import (
     SPECS,
@@ -26,7 +27,6 @@ from fusion_moe.ir.text import parse
 from fusion_moe.options import Options
 from fusion_moe.runtime import dump, nvrtc
 from fusion_moe.runtime.program import Program
-from fusion_moe.target import TARGETS
 
 STAGES = [
     f"{i}-{name}.txt"

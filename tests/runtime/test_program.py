@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fusion_moe
+from fusion_moe import backends, options
 from fusion_moe import compile as pipeline
-from fusion_moe import options, target
 from fusion_moe.definitions.operations import (
     SPECS,
     bind,
@@ -44,7 +44,7 @@ def halved(fusion, to):
 
 def compiled(fusion, **switches):
     return pipeline.compile_fusion(
-        fusion, target.TARGETS["cpu"], options.current().replace(**switches)
+        fusion, backends.TARGETS["cpu"], options.current().replace(**switches)
     )
 
 
@@ -247,7 +247,7 @@ def test_memory_that_was_freed(target):
     is not missed.
     """
     program = pipeline.compile_fusion(
-        silu_of_pieces(), fusion_moe.target.TARGETS[target], options.current()
+        silu_of_pieces(), fusion_moe.backends.TARGETS[target], options.current()
     )
     for t, nbytes in (
         (torch.randn(3, 4), 0),

@@ -10,13 +10,12 @@ from fusions import assert_same_bits, evaluate
 
 import fusion_moe
 from fusion_moe import FusionDefinition, options
-from fusion_moe.backends import BACKENDS
+from fusion_moe.backends import TARGETS, backend_of, emit
 from fusion_moe.backends.inexpressible import Inexpressible
-from fusion_moe.compile import segments
+from fusion_moe.compile import compile_fusion, segments
 from fusion_moe.ir.core import Fusion
 from fusion_moe.schedule.plan import Plan, Refusal
 from fusion_moe.schedule.segment import split
-from fusion_moe.target import TARGETS
 
 CPU, CUDA = TARGETS["cpu"], TARGETS["cuda"]
 G, K, N, ROWS = 3, 64, 96, 7
@@ -108,13 +107,23 @@ def test_no_fused_segment_is_on_the_reference():
     }
 
 
-def test_a_backend_without_its_tools_leaves_single_operations(monkeypatch):
-    monkeypatch.setattr("fusion_moe.runtime.nvrtc.why_missing", lambda: "NVRTC is not installed")
-    found = planned(product(thirds))
-    assert all(len(ops) == 1 for ops in fused(found))
-    assert {(s.plan.backend, s.plan.why) for s in found} == {
-        ("reference", "NVRTC is not installed")
-    }
+@pytest.mark.parametrize("target", [CPU, CUDA], ids=lambda target: target.name)
+def test_plans_and_sources_do_not_depend_on_what_is_installed(target, monkeypatch):
+    """Tools to compile are only needed to run: plain torch stands in, and says why."""
+
+    def emitted():
+        kernels = [emit(s, target) for s in planned(product(thirds), target)]
+        return [(str(k.segment.fusion), k.segment.boundary, k.backend, k.source) for k in kernels]
+
+    before = emitted()
+    monkeypatch.setattr("fusion_moe.runtime.nvrtc.why_missing", lambda: "NVRTC is missing")
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    assert emitted() == before
+    program = compile_fusion(product(thirds), target, options.current())
+    why = "NVRTC is missing" if target is CUDA else "no C++ compiler: CXX='/nowhere/g++'"
+    for kernel in program.kernels:
+        assert kernel.backend == "reference"
+        assert why in kernel.why
 
 
 def test_a_refusal_that_names_no_operation_halves_what_is_around_the_product():
@@ -207,7 +216,7 @@ def test_a_backend_names_the_operation_that_it_cannot_express(target):
     rows = fd.ops.reshape(fd.ops.partition(x, ends), new_shape=[ROWS, K])
     fd.add_output(fd.ops.permute(rows, dims=[1, 0]))
     with pytest.raises(Inexpressible, match="f8e4m3") as caught:
-        BACKENDS[target.name].plan(fd.fusion(), "pointwise")
+        backend_of(target).plan(fd.fusion(), "pointwise")
     assert caught.value.op.kind.name == "reshape"
 
 
@@ -219,7 +228,7 @@ def test_columns_that_a_tensor_picks_are_no_epilogue(target):
         ]
 
     with pytest.raises(Inexpressible, match="columns known when compiling") as caught:
-        BACKENDS[target.name].plan(product(picked), "grouped_gemm")
+        backend_of(target).plan(product(picked), "grouped_gemm")
     assert caught.value.op.kind.name == "index_select"
 
 

@@ -11,10 +11,10 @@ from moe_models import tokens as random_tokens
 from test_split import fusion_of_call, prepared, run_segments, shown
 
 from fusion_moe import options
+from fusion_moe.backends import TARGETS
 from fusion_moe.compile import compile_fusion
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import differentiate
-from fusion_moe.target import TARGETS
 
 TENSORS = [random_tokens(5).bfloat16(), *routing(5), *weight(2 * I, H), *weight(H, I)]
 

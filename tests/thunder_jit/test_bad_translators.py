@@ -13,10 +13,11 @@ import torch
 from moe_models import H, I, O, tokens, weight
 
 import fusion_moe
-from fusion_moe import translator
+from fusion_moe import plugins, translator
 from fusion_moe.definitions import translate
 from fusion_moe.errors import TranslatorError
 from fusion_moe.frontends.regions import Found
+from fusion_moe.thunder import thunder_executors
 
 pytestmark = pytest.mark.thunder
 
@@ -43,7 +44,7 @@ def check(f) -> Found:
 
     x = tokens(5)
     with torch.no_grad(), fusion_moe.options.override(contract_rounding=False):
-        assert thunder.jit(f, executors=fusion_moe.thunder_executors())(x).equal(f(x))
+        assert thunder.jit(f, executors=thunder_executors())(x).equal(f(x))
         (found,) = found_in(f, x)
     return found
 
@@ -139,7 +140,7 @@ def test_an_entry_point_that_fails_is_a_warning(tmp_path, monkeypatch, caplog):
     )
     monkeypatch.syspath_prepend(tmp_path)
     entry = EntryPoint("bad", "bad_thunder_translators", translate.ENTRY_POINTS)
-    monkeypatch.setattr(translate, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry])
     monkeypatch.setattr(translate, "_failed", [])
     translate._load.cache_clear()
     with caplog.at_level(logging.WARNING, "fusion_moe"):

@@ -10,6 +10,7 @@ from experts import experts_of_ones
 
 import fusion_moe
 from fusion_moe.ir.core import Fusion
+from fusion_moe.thunder import thunder_executors
 
 pytestmark = pytest.mark.thunder
 
@@ -37,7 +38,7 @@ def x():
 def jitted(f, ours=True):
     import thunder
 
-    return thunder.jit(f, executors=fusion_moe.thunder_executors() if ours else None)
+    return thunder.jit(f, executors=thunder_executors() if ours else None)
 
 
 def told(report):

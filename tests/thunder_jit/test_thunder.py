@@ -28,12 +28,13 @@ from torch import nn
 
 import fusion_moe
 from fusion_moe import errors, options, translator
+from fusion_moe.backends import TARGETS
 from fusion_moe.compile import lower
 from fusion_moe.definitions import operations as op_definitions
 from fusion_moe.definitions import translate
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ops import topk_router
-from fusion_moe.target import TARGETS
+from fusion_moe.thunder import thunder_executors
 
 pytestmark = pytest.mark.thunder
 
@@ -51,7 +52,7 @@ def jitted(f, *before, **how):
     """f under thunder.jit with our executor, then those given, then thunder's defaults."""
     import thunder
 
-    ours, *defaults = fusion_moe.thunder_executors()
+    ours, *defaults = thunder_executors()
     return thunder.jit(f, executors=(ours, *before, *defaults), **how)
 
 
@@ -212,7 +213,7 @@ def test_options_in_force_at_the_first_call_hold():
 def test_the_name_of_the_executor():
     import thunder
 
-    fusion_moe.thunder_executors()
+    thunder_executors()
     run = thunder.jit(Mlp(), executors=["fusion_moe"])
     with torch.no_grad():
         torch.testing.assert_close(run(tokens(5)), Mlp()(tokens(5)), rtol=0, atol=0)
@@ -582,7 +583,7 @@ def test_thunderfx():
 
     torch._dynamo.reset()
     model, x = Block(small=True), tokens(5)
-    run = thunderfx(model, executors=fusion_moe.thunder_executors())
+    run = thunderfx(model, executors=thunder_executors())
     with torch.no_grad():
         torch.testing.assert_close(run(x), model(x), rtol=0, atol=1e-6)
     (graph,) = run._backend.subgraph_infos
@@ -669,7 +670,7 @@ def test_torchs_grouped_product_is_fused(way):
 
     compile = thunder.jit if way == "jit" else thunderfx
     with torch.no_grad():
-        compiled = compile(f, executors=fusion_moe.thunder_executors())
+        compiled = compile(f, executors=thunder_executors())
         torch.testing.assert_close(compiled(x, w, ENDS), f(x, w, ENDS))
     if way == "jit":
         assert products(fusions(compiled)) == ["grouped_mm_t"]

@@ -24,6 +24,7 @@ from fusion_moe import errors, translator
 from fusion_moe.backends.nvfuser import headers
 from fusion_moe.definitions import translate
 from fusion_moe.runtime.program import Program
+from fusion_moe.thunder import thunder_executors
 
 pytestmark = [pytest.mark.thunder, pytest.mark.nvfuser]
 
@@ -45,7 +46,7 @@ def device(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
         monkeypatch.setattr(headers, "_version", lambda folder: torch.version.cuda)
-        fusion_moe.thunder_executors(nvfuser=True)
+        thunder_executors(nvfuser=True)
         from thunder.executors import nvfuserex_impl
 
         monkeypatch.setattr(nvfuserex_impl.FusionDefinitionWrapper, "__call__", not_launched)
@@ -125,7 +126,7 @@ def traced(f, *args: torch.Tensor) -> Traced:
     """f on CUDA tensors like these."""
     import thunder
 
-    run = thunder.jit(f, executors=fusion_moe.thunder_executors(nvfuser=True))
+    run = thunder.jit(f, executors=thunder_executors(nvfuser=True))
     with fake_tensor.FakeTensorMode():
         fakes = [
             torch.empty_strided(
@@ -447,4 +448,4 @@ def test_where_thunder_has_no_nvfuser(monkeypatch):
     with pytest.raises(
         errors.UnsupportedError, match="thunder does not use nvFuser here; expected a CUDA device"
     ):
-        fusion_moe.thunder_executors(nvfuser=True)
+        thunder_executors(nvfuser=True)

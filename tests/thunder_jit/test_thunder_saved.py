@@ -10,7 +10,7 @@ import pytest
 import torch
 from moe_models import Experts, G, H, O, tokens
 
-import fusion_moe
+from fusion_moe.thunder import thunder_executors
 
 pytestmark = pytest.mark.thunder
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.thunder
 def jitted(f, **how):
     import thunder
 
-    return thunder.jit(f, executors=fusion_moe.thunder_executors(**how))
+    return thunder.jit(f, executors=thunder_executors(**how))
 
 
 def kept(run) -> int:
@@ -118,11 +118,7 @@ def test_the_router_of_experts(how):
 
     torch._dynamo.reset()
     model = Normalized()
-    run = (
-        jitted(model)
-        if how == "jit"
-        else thunderfx(model, executors=fusion_moe.thunder_executors())
-    )
+    run = jitted(model) if how == "jit" else thunderfx(model, executors=thunder_executors())
     torch.testing.assert_close(gradients(run, model), gradients(model, model), rtol=1e-5, atol=1e-5)
 
 

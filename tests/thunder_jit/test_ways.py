@@ -17,7 +17,8 @@ PROGRAM = """
 import sys
 import thunder, torch
 import fusion_moe
-executors = fusion_moe.thunder_executors(nvfuser=sys.argv[1] == "with")
+from fusion_moe.thunder import thunder_executors
+executors = thunder_executors(nvfuser=sys.argv[1] == "with")
 f = thunder.jit(lambda x: torch.sin(x) * x + 1, executors=executors)
 f(torch.zeros(8, 64, device="cuda"))
 print([b.sym.name for b in thunder.last_traces(f)[-1].bound_symbols if b.sym.is_fusion])

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-import fusion_moe
 from fusion_moe.errors import UnsupportedError
+from fusion_moe.thunder import thunder_executors
 
 
 def test_importing_us_imports_no_thunder():
@@ -25,7 +25,7 @@ def test_thunder_that_is_missing(monkeypatch):
         match=r"thunder is not installed.*pip install "
         r"'\.\[thunder\]' in a clone",
     ):
-        fusion_moe.thunder_executors()
+        thunder_executors()
 
 
 def test_thunder_that_does_not_import_with_this_torch(monkeypatch, tmp_path):
@@ -40,4 +40,4 @@ def test_thunder_that_does_not_import_with_this_torch(monkeypatch, tmp_path):
     with pytest.raises(
         UnsupportedError, match="thunder does not import with torch .*no_such_method"
     ):
-        fusion_moe.thunder_executors()
+        thunder_executors()

@@ -23,7 +23,7 @@ def twice(fd, x):
     return fd.ops.add(x, x)
 """
 ASK = """
-from fusion_moe import translate
+from fusion_moe.definitions import translate
 found = translate.find("their_lib::twice")
 print(found.where, len(translate.registered()) > 50)
 """
@@ -119,7 +119,8 @@ def test_a_second_translator_is_the_error_of_who_comes_second(run):
 def test_ours_may_be_replaced(run):
     """also where nothing has been asked for yet"""
     code = (
-        "import fusion_moe\nfrom fusion_moe import translate\ntranslate.unregister('aten::relu')\n"
+        "import fusion_moe\nfrom fusion_moe.definitions import translate\n"
+        "translate.unregister('aten::relu')\n"
         "fusion_moe.translator('aten::relu')(lambda fd, x: "
         "fd.ops.relu(x))\nprint(translate.find('aten::relu').where)\n"
     )

@@ -173,6 +173,7 @@ def cuda(wanted: re.Pattern[str]) -> dict[str, Path]:
 
 
 def program(call: Call) -> Any:
+    from fusion_moe.backends import TARGETS
     from fusion_moe.compile import compile_fusion
     from fusion_moe.definitions.operations import (
         SPECS,
@@ -180,7 +181,6 @@ def program(call: Call) -> Any:
         eager_types,
         fusion_of,
     )
-    from fusion_moe.target import TARGETS
 
     bound = bind(SPECS[call.operation], call.tensors, call.keywords)
     return compile_fusion(

@@ -24,6 +24,7 @@ from timings import Cell, Timings, way
 from torch import Tensor
 
 from fusion_moe.arch import Arch
+from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda import one_group
 from fusion_moe.backends.cuda.grouped_mm import Product
 from fusion_moe.backends.cuda.heuristics import (
@@ -40,7 +41,6 @@ from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.layouts import W16X64
 from fusion_moe.options import Options
-from fusion_moe.target import TARGETS
 from fusion_moe_translators.moe import grouped_mm, scaled_swiglu
 
 FEW_TOKENS = (1, 2, 3, 5, 8, 12, 17, 24)

@@ -7,16 +7,22 @@ wgrad.cpp are the same for all programs: they contain the grouped products for a
 contains each segment's own code: loops over rows (loops.py), or the prologue and the epilogue of a
 product (grouped_mm.py, wgrad.py), which the product calls (kernels/product.h), with the products
 that the epilogue adds (kernels/added.h). Both are built when a program is first called, and kept in
-the cache of `runtime.build`; the library of fprop may have come with the package (prebuilt.py).
+the cache of `runtime.build`; the library of fprop may have come with the package (prebuilt.py), and
+then also serves machines without a compiler.
 """
 
 from __future__ import annotations
 
+from ...errors import UnsupportedError
 from ...ir.core import Fusion
 from ...runtime import build, isa
 from ...runtime.kernel import Kernel
+from ...schedule import STANDARD
 from ...schedule.product import products
 from ...schedule.segment import Segment
+from ...target import Target
+from .. import reference
+from ..backend import Backend
 from ..cxx.product_plan import ACTIVATIONS, plan_product, plan_wgrad
 from . import grouped_mm, loops, prebuilt, wgrad
 from .join import join
@@ -24,18 +30,13 @@ from .launch import Launch, Library
 from .readers import FLOATS, linear
 from .segment import Source
 
-__all__ = ["NAME", "emit", "join", "plan"]
+__all__ = ["BACKEND", "NAME"]
 
 NAME = "cpu"
 
 
-def plan(fusion: Fusion, kind: str) -> Source | prebuilt.Product:
-    """The C++ of a piece; without a compiler, the product that came with the package.
-    UnsupportedError if there is none.
-    """
-    if build.find_compiler() is None:
-        build.warn_of_no_compiler()
-        return prebuilt.plan(fusion, kind)
+def plan(fusion: Fusion, kind: str) -> Source:
+    """The C++ of a piece. UnsupportedError if there is none."""
     if kind != "grouped_gemm":
         return loops.source(fusion)
     if products(fusion)[0].kind == "wgrad":
@@ -45,8 +46,38 @@ def plan(fusion: Fusion, kind: str) -> Source | prebuilt.Product:
 
 def emit(segment: Segment) -> Kernel:
     """The kernel of a planned segment, for the tier in force."""
-    work = segment.plan.work
-    if isinstance(work, prebuilt.Product):
-        return Kernel(segment, NAME, str(segment.plan.fusion), work.evaluate, work.why)
-    library = Library([work], isa.selected())
-    return Kernel(segment, NAME, library.text, Launch(library, 0))
+    library = Library([segment.plan.work], isa.selected())
+    return Kernel(segment, NAME, library.text, Launch(library, 0), ".cpp")
+
+
+def substitute(segment: Segment) -> Kernel | None:
+    """Without a compiler, the segment in plain torch around the product that came with the package;
+    all of it in plain torch if none came.
+    """
+    if build.find_compiler() is not None:
+        return None
+    build.warn_of_no_compiler()
+    try:
+        product = prebuilt.product(segment.plan.fusion)
+    except UnsupportedError as error:
+        return reference.in_torch(segment, str(error))
+    return Kernel(segment, NAME, str(segment.plan.fusion), product.evaluate, why=product.why)
+
+
+BACKEND = Backend(
+    NAME,
+    (
+        Target(
+            NAME,
+            ("bf16", "int8"),
+            STANDARD,
+            device="cpu",
+            added_features={"fprop": 256, "dgrad": 256},
+        ),
+    ),
+    plan,
+    emit,
+    interface=1,
+    join=join,
+    substitute=substitute,
+)

@@ -16,11 +16,11 @@ import torch
 
 from ...encodings import Encoding, Quantized
 from ...errors import UnsupportedError
-from ...ir.core import Fusion
+from ...ir.core import Fusion, Op
 from ...layouts.groups import check_ends
 from ...runtime import build, isa
-from ..cxx.product_plan import ProductPlan, need_one_width, plan_product
-from .readers import PARTS, library_source, linear
+from ...schedule.product import main_and_added, products
+from .readers import PARTS, library_source
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels/product.h
 
@@ -45,10 +45,13 @@ def kernels(tier: str, encoding: str, dtype: torch.dtype, kind: str = "fprop") -
 
 @dataclass(frozen=True)
 class Product:
-    """A grouped product, computed by the library that came with the package."""
+    """A segment whose grouped product the library that came with the package computes, and plain
+    torch the rest.
+    """
 
     fusion: Fusion
-    plan: ProductPlan
+    op: Op
+    encoding: Encoding
     tier: str
 
     @property
@@ -58,31 +61,30 @@ class Product:
 
     def evaluate(self, *inputs: Any, sizes: Any) -> Any:
         """The outputs."""
-        entry = product_of(self.tier, self.plan.encoding.name).standalone
-        using = {self.plan.product: partial(_grouped_mm, entry, self.plan.encoding)}
+        entry = product_of(self.tier, self.encoding.name).standalone
+        using = {self.op: partial(_grouped_mm, entry, self.encoding)}
         return self.fusion.evaluate(*inputs, sizes=sizes, using=using)
 
 
-def plan(fusion: Fusion, kind: str) -> Product:
-    """The plan of a piece that is only a product. UnsupportedError for any other, or if no such
-    product came with the package.
+def product(fusion: Fusion) -> Product:
+    """The product of a segment. UnsupportedError if it has none, or if no such product came with
+    the package.
     """
-    ops = [op for op in fusion.ops if not op.kind.view]
-    if kind != "grouped_gemm" or len(ops) > 1:
+    main = main_and_added(fusion)[0] if products(fusion) else None
+    if main is None or main.kind != "fprop":
         raise UnsupportedError(build.why_no_compiler())
-    planned, tier = need_one_width(plan_product(fusion, linear())), isa.selected()
-    encoding = planned.encoding.name
-    if operands := planned.product.attrs.get("operands"):
+    encoding, tier = main.b.type.encoding, isa.selected()
+    if operands := main.op.attrs.get("operands"):
         raise UnsupportedError(
             f"{build.why_no_compiler()}; no products of {operands} operands came with the package"
         )
-    came = library_source(tier, encoding).came_with()
+    came = library_source(tier, encoding.name).came_with()
     if came is None or not came.is_file():
         raise UnsupportedError(
             f"{build.why_no_compiler()}; this installation has no prebuilt "
-            f"kernels of {encoding} for {tier}"
+            f"kernels of {encoding.name} for {tier}"
         )
-    return Product(fusion, planned, tier)
+    return Product(fusion, main.op, encoding, tier)
 
 
 def _grouped_mm(

@@ -28,8 +28,12 @@ from ...errors import UnsupportedError
 from ...ir.core import Fusion
 from ...runtime import cuda, nvrtc
 from ...runtime.kernel import Kernel
+from ...schedule import STANDARD
 from ...schedule.product import products
 from ...schedule.segment import Segment
+from ...target import Target
+from .. import reference
+from ..backend import Backend
 from ..cxx.product_plan import need_one_width, plan_product, plan_wgrad
 from . import gemm
 from .choose import Choice, Step
@@ -42,14 +46,14 @@ from .loops import Loops
 from .readers import readable
 from .source import Sizes, Source
 
-__all__ = ["NAME", "choices", "emit", "join", "plan"]
+__all__ = ["BACKEND", "NAME", "choices"]
 
 NAME = "cuda"
 
 
 def plan(fusion: Fusion, kind: str) -> Source:
     """The source of a piece's kernels. UnsupportedError with the sentence why there is none."""
-    if why := nvrtc.why_missing() or cuda.why_too_old():
+    if why := cuda.why_too_old():
         raise UnsupportedError(why)
     source = _product(fusion) if kind == "grouped_gemm" else Loops(fusion)
     _text(source)  # which says what cannot be written
@@ -83,7 +87,13 @@ def emit(segment: Segment) -> Kernel:
     variant = options.current().cuda_variant
     check_variant(variant)
     source: Source = segment.plan.work
-    return Kernel(segment, NAME, _text(source), Launch(source, variant), graph_safe=True)
+    return Kernel(segment, NAME, _text(source), Launch(source, variant), ".cu", graph_safe=True)
+
+
+def substitute(segment: Segment) -> Kernel | None:
+    """Without NVRTC, the segment in plain torch."""
+    why = nvrtc.why_missing()
+    return reference.in_torch(segment, why) if why else None
 
 
 def choices(
@@ -111,3 +121,24 @@ def _text(source: Source) -> str:
     return "\n".join(
         kernel.text for kernel in source.launches(source.choose(sizes, H200), sizes, H200)
     )
+
+
+BACKEND = Backend(
+    NAME,
+    (
+        Target(
+            NAME,
+            ("bf16",),
+            STANDARD,
+            device="cuda",
+            ran_on=((9, 0),),
+            weight_layout="w16x64",
+            added_features={"fprop": 64, "dgrad": 64},
+        ),
+    ),
+    plan,
+    emit,
+    interface=1,
+    join=join,
+    substitute=substitute,
+)

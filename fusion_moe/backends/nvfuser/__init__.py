@@ -1,5 +1,6 @@
 """The nvFuser backend: a segment as an nvFuser FusionDefinition, and its launch.
 
+targets.py      the two kinds of GPU; scheduler.py: what a definition can express
 library.py      the installed nvFuser, or what to install
 writer.py       writes operations into a definition, equal ones once
 definition.py   a Fusion -> a definition of its own, or operations inside of another one
@@ -15,18 +16,19 @@ from __future__ import annotations
 from ...ir.core import Fusion
 from ...runtime.kernel import Kernel
 from ...schedule.segment import Segment
-from .definition import define, inline
+from ..backend import Backend
+from . import library
+from .definition import define
 from .launch import launcher
+from .targets import BLACKWELL, HOPPER
 
-__all__ = ["NAME", "define", "emit", "inline", "plan"]
+__all__ = ["BACKEND"]
 
 NAME = "nvfuser"
 
 
 def plan(fusion: Fusion, kind: str) -> None:
-    """Whatever schedule/nvfuser.py accepts can be written; nvFuser need not be installed to say
-    so.
-    """
+    """Whatever scheduler.py accepts can be written."""
 
 
 def emit(segment: Segment) -> Kernel:
@@ -35,4 +37,17 @@ def emit(segment: Segment) -> Kernel:
     """
     fusion = segment.plan.fusion
     definition = define(fusion)
-    return Kernel(segment, NAME, str(definition.fd).strip(), launcher(definition, fusion))
+    source = str(definition.fd).strip()
+    return Kernel(segment, NAME, source, launcher(definition, fusion), ".py")
+
+
+BACKEND = Backend(
+    NAME,
+    (HOPPER, BLACKWELL),
+    plan,
+    emit,
+    interface=1,
+    why_missing=library.why_missing,
+    note="one definition, which nvFuser splits into kernels; the traffic between them counts as "
+    "avoided",
+)

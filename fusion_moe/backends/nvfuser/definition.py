@@ -44,7 +44,7 @@ class Definition:
 
 
 def define(fusion: Fusion) -> Definition:
-    """The definition of a Fusion whose operations `schedule.nvfuser` accepts. UnsupportedError if
+    """The definition of a Fusion whose operations scheduler.py accepts. UnsupportedError if
     nvFuser is not installed.
     """
     arguments: list[Argument] = []

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...ir.core import Fusion
-from ...schedule import nvfuser as facts
 from ...schedule.product import products
-from ...target import TARGETS, why_not_on
+from ...target import why_not_on
+from . import scheduler as facts
 from .definition import Argument, Definition
 from .headers import check_headers
+from .targets import BLACKWELL
 from .values import form_of
 
 
@@ -58,7 +59,7 @@ def _check_device(device: torch.device, four_bits: bool) -> None:
     end the process's CUDA context.
     """
     elsewhere = "" if device.type == "cuda" else f"nvFuser requires CUDA tensors, got {device}"
-    why = why_not_on(TARGETS["sm_100"], device) if four_bits else elsewhere
+    why = why_not_on(BLACKWELL, device) if four_bits else elsewhere
     if why:
         raise UnsupportedError(
             why, expected="a CUDA device that runs the definition", where="nvfuser"

@@ -104,7 +104,7 @@ def _combine(w: Writer, op: Op, y: Any, slot_of: Any, weights: Any) -> Any:
     (t, k), (out_rows, n) = op.values[1].type.shape, op.outputs[0].type.shape
     wide = op.outputs[0].type.dtype
     total = w.filled((out_rows, n), 0.0, wide)
-    for slot in range(k):  # type: ignore[arg-type]  # a number, or schedule/nvfuser.py would have refused it
+    for slot in range(k):  # type: ignore[arg-type]  # a number, or scheduler.py would have refused it
         row, weight = (
             w.squeeze(w.part(x, [0, slot], [w.size(t), slot + 1]), [1]) for x in (slot_of, weights)
         )

@@ -18,8 +18,8 @@ import torch
 from torch._inductor import config
 from torch.fx import GraphModule
 
+from ... import backends, target
 from ... import options as switches
-from ... import target
 from ...errors import Error
 from ...messages.progress import waiting
 from ...options import Options
@@ -88,4 +88,4 @@ def _check_target(with_: Options, inputs: Sequence[Any]) -> None:
     for device in {t.device for t in inputs if isinstance(t, torch.Tensor)} or {
         torch.device("cpu")
     }:
-        target.check_device(target.find(with_.target, device), device, "torch.compile")
+        target.check_device(backends.find(with_.target, device), device, "torch.compile")

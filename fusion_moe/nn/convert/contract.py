@@ -148,7 +148,7 @@ def need_contract(module: nn.Module) -> ExpertsContract:
     """
     contract, where = contract_of(module), type(module).__name__
     if contract is None:
-        expected = "a class that transformers' use_experts_implementation decorates"
+        expected = "a class that use_experts_implementation decorates"
         raise UnsupportedError("not a module of experts", expected=expected, where=where)
     if getattr(module, "_is_expert_parallel", False) or any(
         is_dtensor(p) for p in module.parameters(recurse=False)

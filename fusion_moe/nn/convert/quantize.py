@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import sys
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
+from ... import plugins
 from ...errors import OptionError, UnsupportedError
 from ...messages.progress import progress
 from ..config import NVFP4Config
@@ -54,7 +52,8 @@ def quantize_(
         for module in made.modules():
             if isinstance(module, PackedModule):
                 module.order()
-    _tell_transformers(model)
+    for tell in plugins.quantized:
+        tell(model)
 
 
 def _check_config(config: NVFP4Config | None) -> None:
@@ -75,15 +74,6 @@ def _chosen(model: nn.Module, filter_fn: Filter | None) -> list[list[str]]:
     if not names:
         _check_why_none(model, bool(known))
     return list(names.values())
-
-
-def _tell_transformers(model: nn.Module) -> None:
-    """Prevents transformers' save_pretrained from writing the new parameters under the old names,
-    which nothing could load.
-    """
-    modeling: Any = sys.modules.get("transformers.modeling_utils")
-    if modeling is not None and isinstance(model, modeling.PreTrainedModel):
-        importlib.import_module("fusion_moe.transformers.quantizer").attach(model)
 
 
 def _known(model: nn.Module) -> dict[str, nn.Module]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ... import options, target
+from ... import backends, options
 from ...encodings import (
     Encoding,
     Part,
@@ -67,9 +67,9 @@ class PackedModule(FrozenModule):
         """
         if self.encoding.plain:
             return False
-        found = f"PEFT on a parameter of {self.encoding.name} codes"
+        found = f"an adapter of another library on a parameter of {self.encoding.name} codes"
         todo = (
-            "fusion_moe.nn.add_lora_(model) adapts experts; name other layers in PEFT's "
+            "fusion_moe.nn.add_lora_(model) adapts experts; name other layers in the library's "
             "target_modules"
         )
         raise UnsupportedError(
@@ -198,7 +198,7 @@ class PackedModule(FrozenModule):
         if (
             type(p) is not nn.Parameter
             or _get_current_dispatch_mode()
-            or (wanted == "auto" and p.device.type not in target.TARGETS)
+            or (wanted == "auto" and p.device.type not in backends.TARGETS)
         ):
             return
         with _ordering:  # calls in other threads wait
@@ -206,7 +206,7 @@ class PackedModule(FrozenModule):
             if not (
                 self.considered or captured or self.encoding.plain or self.weight_layout != "linear"
             ):
-                self._order(target.find(wanted, p.device).weight_layout)
+                self._order(backends.find(wanted, p.device).weight_layout)
             self.considered = True
 
     def _order(self, layout: str) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ... import options, target
+from ... import backends, options
 from ...errors import (
     NonFiniteError,
     OptionError,
@@ -62,14 +62,14 @@ def prepare_(
     block scale that is negative or NaN. An interrupted call leaves each module in one layout or the
     other.
     """
-    need_one_of("to", to, ("auto", *target.TARGETS), where="prepare_")
+    need_one_of("to", to, ("auto", *backends.TARGETS), where="prepare_")
     _check_tokens(model, tokens)
     modules = {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
     kept: dict[str, str] = {}
     for name, module in progress(modules.items(), "ordering weights", len(modules)):
         device = next(module.parameters()).device
         wanted = options.current().target if to == "auto" else to
-        layout = target.find(wanted, device).weight_layout
+        layout = backends.find(wanted, device).weight_layout
         if why := module.why_not(LAYOUTS[layout]):
             kept[name or type(module).__name__] = why
             layout = "linear"

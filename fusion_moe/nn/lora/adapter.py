@@ -8,14 +8,13 @@ values, and the choice of what trains, follow PEFT.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ... import plugins
 from ...errors import (
     DtypeError,
     OptionError,
@@ -120,11 +119,11 @@ def add_lora_(
 
 
 def freeze_(model: nn.Module) -> None:
-    """Freezes a model to which the first adapters are added: PEFT's, which leave `peft_config`,
-    froze it themselves.
+    """Freezes a model to which the first adapters are added. Other packages whose adapters are in
+    it froze it themselves.
     """
-    if not any(
-        isinstance(module, Adapter) or hasattr(module, "peft_config") for module in model.modules()
+    if not any(isinstance(module, Adapter) for module in model.modules()) and not any(
+        has_others(model) for has_others in plugins.adapted
     ):
         model.requires_grad_(False)
 
@@ -239,7 +238,7 @@ def adapt(
     """Adds an adapter to a projection, on its weight's device; beside a rank's share of experts, a
     share of the adapters of all experts.
     """
-    adapter = _kind()(
+    adapter = _class()(
         module.shape_of(projection), rank, alpha, dtype, module.weight_of(projection).device
     )
     if module.sharding is not None:
@@ -251,15 +250,9 @@ def adapt(
     return adapter
 
 
-def _kind() -> type[Adapter]:
-    """The class of new adapters: one that PEFT knows, where a program may use PEFT."""
-    if ("peft" in sys.modules or "transformers" in sys.modules) and importlib.util.find_spec(
-        "peft"
-    ) is not None:
-        from .peft import PeftAdapter
-
-        return PeftAdapter
-    return Adapter
+def _class() -> type[Adapter]:
+    """The class of new adapters: a package's own, if one wants to know them."""
+    return next((found for ask in plugins.adapter_class if (found := ask())), Adapter)
 
 
 def adapters_of(module: AdaptableModule) -> Iterator[tuple[str, Adapter]]:

@@ -1,5 +1,5 @@
 """What a single nvFuser definition can express, as data, so that nvFuser need not be installed.
-backends/nvfuser writes what is accepted here.
+The rest of this folder writes what is accepted here.
 
 nvFuser divides and schedules a definition itself, so a segment is as large as its operations allow.
 What it cannot express:
@@ -24,13 +24,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ..ir.core import Fusion, Op, Value
-from ..ir.kinds.quantized import TRAINED
-from ..ir.kinds.runs import in_runs
-from ..ir.kinds.shape import elements
-from ..ir.types import STORED, TensorType, plain
-from ..target import Target
-from .product import GroupedProduct, products
+from ...ir.core import Fusion, Op, Value
+from ...ir.kinds.quantized import TRAINED
+from ...ir.kinds.runs import in_runs
+from ...ir.kinds.shape import elements
+from ...ir.types import STORED, TensorType, plain
+from ...schedule.product import GroupedProduct, products
+from ...target import Target
 
 NAME = "nvfuser"
 CONTRACTS_ROUNDING = False  # it stores the 16-bit results of its products

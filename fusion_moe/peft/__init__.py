@@ -10,7 +10,7 @@ from typing import Any
 import peft
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from .adapter import Adapter
+from ..nn import Adapter
 
 if tuple(map(int, peft.__version__.split(".")[:2])) < (0, 21):
     found = (

@@ -1,0 +1,132 @@
+"""What packages add to the library: installed packages by entry points, and the hooks that they
+fill.
+
+A package names modules in an entry-point group; importing one registers what it has. The core
+calls the functions of a hook at one place, and knows none of the packages:
+
+    @plugins.quantized
+    def remember(model): ...
+
+Groups: `fusion_moe.translators` (translate.py), `fusion_moe.backends` (backends/), and
+`fusion_moe.plugins`, whose modules are imported when a hook is first asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from .errors import PluginError
+
+log = logging.getLogger("fusion_moe")
+GROUP = "fusion_moe.plugins"
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def load(group: str) -> tuple[tuple[Any, ...], tuple[PluginError, ...]]:
+    """What the entry points of a group are, and the errors of those that fail. Each of these warns;
+    it costs only what its own package would have added.
+    """
+    loaded, failed = [], []
+    for entry in entry_points(group=group):
+        try:
+            loaded.append(entry.load())
+        except Exception as error:
+            owner = entry.dist.name if entry.dist else "?"
+            failed.append(
+                PluginError(
+                    f"the entry point {entry.name} = {entry.value} of {owner} failed: "
+                    f"{message(error)}",
+                    expected=f"a module of the group {group} that imports",
+                    todo="fix or uninstall that package",
+                    where=raised_at(error, lambda frame: frame.name == "<module>"),
+                )
+            )
+            log.warning("%s", failed[-1])
+    return tuple(loaded), tuple(failed)
+
+
+def message(error: Exception) -> str:
+    """An error of a user's code as text. Formatting it may fail too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+def raised_at(error: Exception, wanted: Callable[[traceback.FrameSummary], bool]) -> str:
+    """file:line of the innermost wanted frame in which an error was raised; "" if there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if wanted(f)]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+# Hooks --------------------------------------------------------------------------------------------
+
+
+class Hook(Generic[F]):
+    """A place of the core at which functions of packages are called, in the order in which they
+    registered. Calling the hook with a function registers it; iterating loads all packages.
+    """
+
+    def __init__(self) -> None:
+        self._functions: list[F] = []
+
+    def __call__(self, function: F) -> F:
+        """Registers a function: a decorator."""
+        self._functions.append(function)
+        return function
+
+    def __iter__(self) -> Iterator[F]:
+        _load()
+        return iter(tuple(self._functions))
+
+
+@cache
+def _load() -> None:
+    load(GROUP)
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package that `python -m fusion_moe.env` reports: the name of its distribution,
+    and why it cannot be used, with what to do after "; ".
+    """
+
+    name: str
+    distribution: str
+    why_missing: str
+
+
+@dataclass(frozen=True)
+class CompiledBy:
+    """How `explain` looks at what another compiler made. name: of what made it; function: what it
+    was made of; look(function, args, kwargs): what our part of that compiler fuses in each graph of
+    a call.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    look: Callable[[Callable[..., Any], Any, Any], Any]
+
+
+# quantized(model): `quantize_` has replaced modules of a model.
+quantized: Hook[Callable[[Any], None]] = Hook()
+# converters() -> by the qualified name of a class of modules: a function (module, config) -> the
+# module that replaces it; or the reason why it is not converted.
+converters: Hook[Callable[[], Mapping[str, Any]]] = Hook()
+# adapter_class() -> the class of new adapters, derived from nn's Adapter; None for that itself.
+adapter_class: Hook[Callable[[], Any]] = Hook()
+# adapted(model) -> whether a model has adapters of a package, which has frozen the rest of it.
+adapted: Hook[Callable[[Any], bool]] = Hook()
+# training() -> how float experts of a package's models train with our operations: an imperative.
+training: Hook[Callable[[], str]] = Hook()
+# compiled_by(function) -> what `explain` needs of a function that another compiler made, or None.
+compiled_by: Hook[Callable[[Callable[..., Any]], CompiledBy | None]] = Hook()
+# packages() -> the optional packages to report.
+packages: Hook[Callable[[], tuple[Package, ...]]] = Hook()
