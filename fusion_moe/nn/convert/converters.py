@@ -160,4 +160,4 @@ def _on_meta(p: nn.Parameter) -> nn.Parameter:
 def known_names() -> str:
     """The names of the classes that are converted by name."""
     found = (name for name, converter in _by_name().items() if not isinstance(converter, str))
-    return ", ".join(name.rsplit(".", 1)[1] for name in found)
+    return ", ".join(sorted(name.rsplit(".", 1)[1] for name in found))
