@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._inductor import config
+from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
 from ... import backends, target
@@ -72,13 +72,13 @@ def enable() -> None:
     Called again, it only updates the options. Code that is already compiled stays as it is:
     `torch._dynamo.reset()` discards it.
     """
-    config.post_grad_custom_pre_pass = FusionPass(switches.current(), then=passes_set({}))
+    inductor_config.post_grad_custom_pre_pass = FusionPass(switches.current(), then=passes_set({}))
 
 
 def disable() -> None:
     """Undoes `enable`; passes that others have set stay."""
     others = passes_set({})
-    config.post_grad_custom_pre_pass = (
+    inductor_config.post_grad_custom_pre_pass = (
         list(others) if len(others) > 1 else others[0] if others else None
     )
 
