@@ -16,7 +16,7 @@ NVFP4 weights of a call's experts, with as many threads. Times are CPU time for 
 calling one and of kt-kernel's worker, not of its thread that spins meanwhile), wall time for more.
 kt-kernel's weights are on large pages, as ours and ggml's are, with
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment. "int8" in a name says that activations are
-rounded to it. Tables and a chart go into docs/performance/cpu.md (cpu_moe_page.py).
+rounded to it. cpu_moe_page.py makes a page and a chart of them.
 """
 
 from __future__ import annotations
@@ -568,9 +568,7 @@ def main() -> None:
         type=Path,
         help="write the results here; benchmarks/cpu_moe_page.py turns such files into the page",
     )
-    parser.add_argument(
-        "--no-page", action="store_true", help="leave docs/performance/cpu.md as it is"
-    )
+    parser.add_argument("--no-page", action="store_true", help="leave benchmarks/results/ as it is")
     told = parser.parse_args()
     for threads in [t for t in told.threads if t > bandwidth.cpus()]:
         print(f"{threads} threads: left out, this process may use {bandwidth.cpus()} CPUs")
@@ -587,7 +585,7 @@ def main() -> None:
                     # a run that is stopped has measured something
                     told.json.write_text(json.dumps(found))
     if not told.no_page:
-        print(cpu_moe_page.write([found]))
+        print(cpu_moe_page.page([found]))
 
 
 if __name__ == "__main__":

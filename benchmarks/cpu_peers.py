@@ -1,123 +1,22 @@
-"""Other packages on the CPU, where installed: 4-bit products for `python benchmarks/cpu_products.py
---peers`, layers for cpu_moe.py.
-"""
+"""Layers of KTransformers on the CPU, where it is installed, for cpu_moe.py and cpu_training.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ggml_library
 import torch
 from torch import Tensor
 
 from fusion_moe.encodings import Quantized, dequantize
 
-Peer = Callable[[tuple[Tensor, ...]], object]  # one tensor of rows for each expert
 # x bf16 [T, H], ids int64 [T, k], w f32 [T, k] -> bf16 [T, H]
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 Factors = tuple[Tensor, ...]  # bf16 A [E, r, K] and B [E, N, r] of gate_up, then of down
 # x, ids, w of a layer, dy bf16 [T, H] -> the gradients of x, of w and of factors
 TrainingStep = Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
-
-
-def onnxruntime(experts: int, n: int, k: int, threads: int) -> Peer:
-    """MatMulNBits of n x k with int8 activations (accuracy level 4) and blocks of 32, its fastest;
-    a session for each expert.
-
-    ImportError without the packages onnx and onnxruntime.
-    """
-    import numpy as np
-    import onnxruntime as ort
-    from onnx import TensorProto, helper, numpy_helper
-
-    weights = {
-        "B": np.random.default_rng(0).integers(0, 256, (n, k // 32, 16), dtype=np.uint8),
-        "scales": np.full(n * (k // 32), 0.01, dtype=np.float32),
-    }
-    node = helper.make_node(
-        "MatMulNBits",
-        ["A", "B", "scales"],
-        ["Y"],
-        domain="com.microsoft",
-        K=k,
-        N=n,
-        bits=4,
-        block_size=32,
-        accuracy_level=4,
-    )
-    rows, result = (
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", size])
-        for name, size in (("A", k), ("Y", n))
-    )
-    graph = helper.make_graph(
-        [node],
-        "product",
-        [rows],
-        [result],
-        [numpy_helper.from_array(w, name) for name, w in weights.items()],
-    )
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString()
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    # its threads would take the CPUs of the others' turns
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    sessions = [
-        ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        for _ in range(experts)
-    ]
-
-    def run(parts: tuple[Tensor, ...]) -> list[object]:
-        arrays = [part.float().numpy() for part in parts]
-        return [session.run(None, {"A": a}) for session, a in zip(sessions, arrays, strict=False)]
-
-    return run
-
-
-def ggml(experts: int, n: int, k: int, threads: int) -> Peer:
-    """MUL_MAT_ID of NVFP4 weights, which rounds activations to int8 (q8_0), as in llama.cpp.
-
-    ImportError where ggml is not installed (ggml_library.py says how), or has no NVFP4.
-    """
-    if "nvfp4" not in ggml_library.load().types:
-        raise ImportError("this ggml has no NVFP4")
-    weights = ggml_library.Tensors()
-    weight = weights.new("nvfp4", k, n, experts)
-    weights.place(ggml_library.PLAIN)
-    # four block scales, 64 codes
-    blocks = ggml_library.view(weight, torch.uint8, experts * n * k // 64, 36)
-    blocks.random_(0, 256)[:, :4].random_(0x20, 0x70)
-
-    @cache
-    def graph(used: int, rows: int) -> tuple[Tensor, int, ggml_library.Tensors]:
-        t, count = ggml_library.Tensors(), used * rows
-        x, ids = t.new("f32", k, 1, count), t.new("i32", 1, count)
-        made = t.graph(t.mul_mat_id(weight, x, ids))
-        t.place(ggml_library.PLAIN)
-        ggml_library.view(ids, torch.int32, count).copy_(torch.arange(used).repeat_interleave(rows))
-        return ggml_library.view(x, torch.float32, count, k), made, t
-
-    def run(parts: tuple[Tensor, ...], weights: ggml_library.Tensors = weights) -> None:
-        x, made, _ = graph(len(parts), len(parts[0]))
-        torch.cat(parts, out=x)
-        ggml_library.compute(made, threads)
-        ggml_library.rest()  # its threads would take the CPUs of the others' turns
-
-    return run
-
-
-def installed(experts: int, n: int, k: int, threads: int) -> dict[str, Peer]:
-    """The peers that are installed, by name; says which are not."""
-    found = {}
-    for peer in (onnxruntime, ggml):
-        try:
-            found[peer.__name__] = peer(experts, n, k, threads)
-        except ImportError as error:
-            print(f"peer {peer.__name__}: {error}")
-    return found
 
 
 class KtKernel:

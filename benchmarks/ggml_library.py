@@ -1,5 +1,5 @@
-"""ggml, llama.cpp's library of tensors, through its functions in C, on the CPU: what cpu_ggml.py
-and cpu_peers.py call.
+"""ggml, llama.cpp's library of tensors, through its functions in C, on the CPU: what
+cpu_ggml.py calls.
 
     CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_OPENMP=OFF" pip install llama-cpp-python==0.3.36    #
         compiles llama.cpp for this machine

@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from h200_cells import MODELS, Model
-from page import put
+from results import write
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -331,14 +331,7 @@ def page(file: Path) -> None:
     """Writes the table of a run."""
     rows = [json.loads(text) for text in file.read_text().splitlines()]
     title = f"{rows[0]['ranks']} x {rows[0]['device']}, torch {rows[0]['torch']}:"
-    print(
-        put(
-            "parallel",
-            "h100_parallel.py",
-            "\n".join([title, "", HEAD, RULE, *map(line, rows)]),
-            "scaling.md",
-        )
-    )
+    print(write("parallel", "h100_parallel.py", title, "\n".join([HEAD, RULE, *map(line, rows)])))
 
 
 def run(args: argparse.Namespace, **where: Any) -> None:

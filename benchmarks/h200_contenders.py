@@ -7,11 +7,8 @@ MLP starts from expert ids and ends with tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -20,12 +17,8 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
 
 import fusion_moe
-from fusion_moe import options
-from fusion_moe.backends.cuda import heuristics, launch
-from fusion_moe.backends.cuda.table import parse
 from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.layouts import W16X64, Padding
-from fusion_moe.runtime import nvrtc
 
 _AT_ONCE = 2**28  # elements of a weight that change their form at once
 _MOST_BF16 = 24e9  # bytes of weights in bf16
@@ -132,77 +125,6 @@ class Linear(Ours):
     @cached_property
     def weights(self) -> list[Layer]:
         return self.layers
-
-
-class Changed(Ours):
-    """The same with `by` in the place of a function of a module, which says how kernels are chosen
-    or compiled.
-
-    `switches`, which change no inference program, keep these programs apart from others.
-    """
-
-    replaced: tuple[ModuleType, str]
-    by: Callable[..., object]
-    switches: Mapping[str, bool | str]
-
-    def prepare(self, cells: Sequence[Cell]) -> None:
-        with self._changed():
-            super().prepare(cells)
-
-    def run(self, cell: Cell, layer: int, to: Routed) -> Call:
-        call = super().run(cell, layer, to)
-
-        def run() -> Tensor:
-            with self._changed():
-                return call.run()
-
-        return call._replace(run=run)
-
-    @contextmanager
-    def _changed(self) -> Iterator[None]:
-        module, name = self.replaced
-        usual = getattr(module, name)
-        setattr(module, name, self.by)
-        try:
-            with options.override(**self.switches):
-                yield
-        finally:
-            setattr(module, name, usual)
-
-
-def changed(tables: Sequence[Path], kernels: Sequence[Path]) -> dict[str, type[Contender]]:
-    """A contender for each table of kernels in a file, and for each folder of kernels, named by it.
-    ValueError for more than can be kept apart.
-    """
-    apart: list[dict[str, bool | str]] = [
-        {"router_gradient": False},
-        {"target": "cuda"},
-        {"router_gradient": False, "target": "cuda"},
-    ]
-    found: list[tuple[str, tuple[ModuleType, str], object]] = []
-    for path in tables:
-        found.append(
-            (
-                f"table {path.stem}",
-                (heuristics, "table_of"),
-                parse(path.read_text(encoding="utf-8"), str(path)),
-            )
-        )
-    for path in kernels:
-        found.append((f"kernels {path}", (launch, "_headers"), nvrtc.headers(path)))
-    if len(found) > len(apart):
-        raise ValueError(
-            f"{len(found)} tables and folders; at most {len(apart)} are measured "
-            "beside the usual ones"
-        )
-    return {
-        name: type(
-            "Changed",
-            (Changed,),
-            {"replaced": replaced, "by": staticmethod(lambda *_, it=it: it), "switches": switches},
-        )
-        for (name, replaced, it), switches in zip(found, apart, strict=False)
-    }
 
 
 # torch --------------------------------------------------------------------------------------------

@@ -1,11 +1,8 @@
-"""LoRA beside frozen experts in 4 bits on one H100 or H200: a layer's forward and backward, and the
-products that its backward needs.
+"""LoRA beside frozen experts in 4 bits on one H100 or H200: a layer's forward and backward.
 
     python benchmarks/h200_lora.py [--out FILE.jsonl] [--cells 'qwen3:*'] [--repeats 10] [--minutes
         5] [--commit HASH]
     python benchmarks/h200_lora.py [--out FILE.jsonl] --table        what the file has
-    python benchmarks/h200_lora.py --products [--cells 'qwen3:*']   dgrad of weights in 4 bits,
-        beside their forward product
     python benchmarks/h200_lora.py --device cpu --tiny
 
 Cells: a layer's experts from the router's ids to tokens, with adapters of rank 16 on both
@@ -19,8 +16,7 @@ the same numbers in one process:
     dequantized       that, with weights in 4 bits that each forward makes bf16 of (compiled by
                       Inductor), and autograd keeps
 
-Results and gradients are compared with torch's. "weights GB" are what is stored for the frozen
-weights.
+Results and gradients are compared with torch's.
 """
 
 from __future__ import annotations
@@ -28,39 +24,26 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from h200_cells import MODELS, Model
+from h200_cells import MODELS
 from h200_training import Watch, compare, resumed, summary
 from torch import Tensor
 from torch.nn import functional as F
 from training_cells import TINY, Layer
-from training_peers import Contender
+from training_peers import Contender, steps
 
-from fusion_moe import options
-from fusion_moe.backends import TARGETS
-from fusion_moe.compile import compile_fusion
 from fusion_moe.encodings import ENCODINGS, Encoding, Quantized, dequantize, quantize
-from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.layouts import W16X64
-from fusion_moe.runtime.program import Program
 
 ops = torch.ops.fusion_moe
 RANK, SCALE = 16, 2.0
 FORMATS = {"qwen3": "nvfp4", "gpt-oss": "mxfp4", "tiny": "nvfp4"}
 TOKENS = (512, 2048, 8192)
 NAMES = ("y", "dx", "drouter", "dA gate_up", "dB gate_up", "dA down", "dB down")
-_NAME_OF = {
-    torch.bfloat16: "bf16",
-    torch.uint8: "u8",
-    torch.float8_e4m3fn: "f8e4m3",
-    torch.float8_e8m0fnu: "f8e8m0",
-    torch.float32: "f32",
-}
 
 
 @dataclass(frozen=True)
@@ -174,29 +157,13 @@ def dequantized(layer: Adapted) -> Contender:
 
 
 def _steps(layer: Adapted, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Sort, gather, products with adapters, SwiGLU, weights, back to the order of slots, sum over
-    each token's.
-    """
-    on, (a1, b1, a2, b2) = layer.on, layer.adapters
-    slots = on.ids.shape[1]
-    sorted_ids, order = on.ids.flatten().sort()
-    counts = torch.histc(
-        sorted_ids.int() if on.x.is_cuda else sorted_ids.float(),
-        bins=len(down),
-        min=0,
-        max=len(down) - 1,
-    )
-    ends = counts.cumsum(0, dtype=torch.int32)
+    a1, b1, a2, b2 = layer.adapters
 
-    def product(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def product(w: Tensor, a: Tensor, b: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         low = F.grouped_mm(x, a.mT, offs=ends) * SCALE
         return F.grouped_mm(x, w.mT, offs=ends) + F.grouped_mm(low, b.mT, offs=ends)
 
-    gate, up = product(on.x[order // slots], gate_up, a1, b1).chunk(2, -1)
-    y = product(F.silu(gate) * up, down, a2, b2) * on.w.flatten()[order].unsqueeze(-1)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return y[back].view(len(on.x), slots, -1).sum(1)
+    return steps(layer.on, partial(product, gate_up, a1, b1), partial(product, down, a2, b2))
 
 
 MAKES = {
@@ -230,98 +197,12 @@ def measure(cell: Layer, repeats: int, device: str) -> dict[str, Any]:
     )
     low = sum(n * RANK + RANK * k for n, k in cell.products)
     flops = 2 * cell.rows * (sum(n * k for n, k in cell.products) + low)
-    packed = sum(t.nbytes for w in (layer.gate_up, layer.down) for t in w)
-    weights = {"packed": packed, "bf16": layer.on.gate_up.nbytes + layer.on.down.nbytes}
     return {
         "cell": cell.key,
         "rows": cell.rows,
         "flops": flops,
-        "weights": weights,
         "contenders": found,
     }
-
-
-# The products -------------------------------------------------------------------------------------
-
-
-def program(kind: str, weight: Quantized, layout: str, device: str) -> Program:
-    """a bf16[M/g, ...] times a weight [G, N, K] -> bf16: fprop contracts K, dgrad N."""
-    fd, (groups, n, k) = FusionDefinition(), weight.shape
-    rows = fd.define_size("m")
-    ends = fd.groups_of(fd.define_tensor(shape=(groups,), dtype="i32"), rows)
-    a = fd.define_tensor(shape=(rows, k if kind == "fprop" else n), dtype="bf16")
-    given = [fd.define_tensor(shape=tuple(t.shape), dtype=_NAME_OF[t.dtype]) for t in weight]
-    w = fd.ops.pack(*given, encoding=weight.encoding.name, layout=layout)
-    product = fd.ops.grouped_mm if kind == "fprop" else fd.ops.grouped_mm_t
-    fd.add_output(
-        fd.ops.cast(product(fd.ops.partition(a, ends), w, ends, w_layout=layout), dtype="bf16")
-    )
-    return compile_fusion(fd.fusion(), TARGETS[device], options.current())
-
-
-def products(cells: Sequence[str], repeats: int, device: str, tiny: bool) -> None:
-    """A line for each product and number of tokens of the cells: medians of all, in turns."""
-    print(
-        "| weight | tokens | fprop us | dgrad us | dgrad / fprop | dgrad TFLOP/s | dgrad of "
-        "bf16 us |\n|---|---|---|---|---|---|---|"
-    )
-    for name, model in (
-        {"tiny": TINY}.items() if tiny else ((name, MODELS[name]) for name in ("qwen3", "gpt-oss"))
-    ):
-        for n, k in model.products("mlp"):
-            tokens = [
-                t
-                for t in (512, 1024, 2048, 4096, 8192)
-                if any(fnmatch(f"{name}:{t}", cell) for cell in cells)
-            ]
-            if tokens:
-                _product(model, FORMATS[name], n, k, tokens, repeats, device)
-
-
-def _product(
-    model: Model, fmt: str, n: int, k: int, counts: Sequence[int], repeats: int, device: str
-) -> None:
-    watch, g = Watch(device), torch.Generator(device).manual_seed(0)
-    each = (
-        quantize(torch.randn(1, n, k, device=device, generator=g), encoding=ENCODINGS[fmt])
-        for _ in range(model.experts)
-    )
-    linear = Quantized(
-        *(torch.cat(part) for part in zip(*each, strict=True)), encoding=ENCODINGS[fmt]
-    )
-    bf16 = Quantized(dequantize(linear, torch.bfloat16), encoding=ENCODINGS["bf16"])
-    layout = "w16x64" if device == "cuda" else "linear"
-    weight = Quantized(*_stored(linear, layout), encoding=linear.encoding)
-    programs = {
-        "fprop": (program("fprop", weight, layout, device), weight),
-        "dgrad": (program("dgrad", weight, layout, device), weight),
-        "bf16": (program("dgrad", bf16, "linear", device), bf16),
-    }
-    for tokens in counts:
-        rows = tokens * model.slots
-        ends = (
-            torch.randint(model.experts, (rows,), device=device, generator=g)
-            .bincount(minlength=model.experts)
-            .cumsum(0)
-            .int()
-        )
-        x, dy = (
-            torch.randn(rows, columns, device=device, generator=g).bfloat16() for columns in (k, n)
-        )
-        calls = {
-            kind: partial(run, [ends, x if kind == "fprop" else dy, *parts])
-            for kind, (run, parts) in programs.items()
-        }
-        times: dict[str, list[float]] = {kind: [] for kind in calls}
-        for _ in range(repeats + 2):
-            for kind, call in calls.items():
-                times[kind].append(watch.seconds(call))
-        fprop, dgrad, plain = (sorted(times[kind][2:])[repeats // 2] * 1e6 for kind in calls)
-        rate = 2 * rows * n * k / dgrad / 1e6
-        print(
-            f"| {fmt}[{model.experts}, {n}, {k}] | {tokens} | {fprop:.0f} | {dgrad:.0f} | "
-            f"{dgrad / fprop:.2f} | {rate:.0f} | {plain:.0f} |"
-        )
 
 
 def _stored(weight: Quantized, layout: str) -> Sequence[Tensor]:
@@ -330,18 +211,6 @@ def _stored(weight: Quantized, layout: str) -> Sequence[Tensor]:
         t.clone()
         for t in (W16X64.pack(*weight, encoding=weight.encoding) if layout == "w16x64" else weight)
     ]
-
-
-# --------------------------------------------------------------------------------------------------
-
-
-def weights_table(rows: Sequence[dict[str, Any]]) -> str:
-    """What the frozen weights take, stored."""
-    lines = ["| cell | weights GB | of bf16 |", "|---|---|---|"]
-    for row in rows:
-        packed, bf16 = row["weights"]["packed"], row["weights"]["bf16"]
-        lines.append(f"| {row['cell']} | {packed / 1e9:.3f} | {packed / bf16:.2f} |")
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -362,16 +231,10 @@ def main() -> None:
     parser.add_argument(
         "--table", action="store_true", help="print what the file has, measure nothing"
     )
-    parser.add_argument(
-        "--products", action="store_true", help="dgrad beside the forward product, and no layers"
-    )
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
-    if told.products:
-        products(told.cells, told.repeats, told.device, told.tiny)
-        return
     rows = resumed(told, cells(told.tiny), lambda cell: measure(cell, told.repeats, told.device))
-    print(summary(rows), weights_table(rows), sep="\n\n")
+    print(summary(rows))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ replayed, interleaved. Times are medians, divided by the number of calls.
 
 The shards of tensor parallelism, --model qwen3-tp8 gpt-oss-tp4 i1392 i2064 --part mlp, are padded,
 which "fusion_moe" does and --contender linear, the kernels for weights as they are stored, need
-not. To see what a change is worth, beside the usual kernels: --table FILE, those that another table
-chooses (fusion_moe/backends/cuda/tables); --kernels FOLDER, other kernels, as `git archive COMMIT
-fusion_moe/backends/cuda/kernels` gives them.
+not.
 
 Installed peers take part: `pip install humming-kernels==0.1.19`, which compiles its kernels when a
 model's cells begin, and caches them in HUMMING_CACHE_DIR. A peer that is missing or fails is named,
@@ -58,7 +56,7 @@ from h200_cells import (
     layers,
     routed,
 )
-from h200_contenders import Call, Contender, Dense, Linear, Ours, Torch, changed
+from h200_contenders import Call, Contender, Dense, Linear, Ours, Torch
 from h200_humming import Grouped, Indexed
 
 import fusion_moe
@@ -220,32 +218,6 @@ def report(row: Mapping[str, Any]) -> None:
     )
 
 
-def compared(rows: Iterable[Mapping[str, Any]], others: Iterable[str]) -> None:
-    """Prints, for each of the others, ours over it: the geometric mean, and cells above 1.01 by
-    more than their times spread.
-    """
-    cells = [(row, row["contenders"]) for row in rows]
-    for name in others:
-        both = [
-            (row, c["fusion_moe"], c[name])
-            for row, c in cells
-            if all("us" in c.get(n, {}) for n in ("fusion_moe", name))
-        ]
-        ratios = [ours["us"] / other["us"] for _, ours, other in both]
-        if ratios:
-            print(
-                f"{len(both)} cells, fusion_moe over {name}: "
-                f"{statistics.geometric_mean(ratios):.4f}"
-            )
-        for ratio, (row, ours, other) in sorted(
-            zip(ratios, both, strict=True), key=lambda pair: -pair[0]
-        ):
-            if ratio > 1.01 + max(ours["spread"], other["spread"]):
-                print(
-                    f"  {ratio:.3f} {row['model']} {row['part']} T={row['tokens']} {row['routing']}"
-                )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -273,25 +245,10 @@ def main() -> None:
         choices=CONTENDERS,
         default=[name for name in CONTENDERS if name != "linear"],
     )
-    parser.add_argument(
-        "--table",
-        type=Path,
-        nargs="+",
-        default=[],
-        help="tables of kernels: a contender more for each",
-    )
-    parser.add_argument(
-        "--kernels",
-        type=Path,
-        nargs="+",
-        default=[],
-        help="folders of kernels: a contender more for each",
-    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=7)
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
-    CONTENDERS.update(others := changed(told.table, told.kernels))
     begun, made = time.monotonic(), provenance(told.commit)
     told.out.parent.mkdir(parents=True, exist_ok=True)
     lines = told.out.read_text(encoding="utf-8").splitlines() if told.out.exists() else []
@@ -308,7 +265,7 @@ def main() -> None:
                 print(f"stopped before {cell}; the same command resumes there")
                 return
             torch.manual_seed(0)
-            bench = bench or Bench(name, [*told.contender, *others], cells)
+            bench = bench or Bench(name, told.contender, cells)
             row = {**bench.measure(cell, told.repeats), "provenance": made}
             with told.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(row) + "\n")
@@ -316,7 +273,6 @@ def main() -> None:
             torch.cuda.empty_cache()
         del bench
         torch.cuda.empty_cache()
-    compared(map(json.loads, told.out.read_text(encoding="utf-8").splitlines()), others)
 
 
 if __name__ == "__main__":

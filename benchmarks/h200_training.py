@@ -1,24 +1,20 @@
-"""Training in bf16 on one H100 or H200: expert layers and grouped linear layers, forward and
-backward, this library and its peers.
+"""Training in bf16 on one H100 or H200: expert layers, forward and backward, this library and its
+peers.
 
-    python benchmarks/h200_training.py [--out FILE.jsonl] [--cells 'qwen3:*' 'linear:16384x*']
-        [--contender fusion_moe torch] [--repeats 10]
-                                       [--minutes 8] [--commit HASH]
-    python benchmarks/h200_training.py [--out FILE.jsonl] --table        what the file has, a line
-        for each cell
+    python benchmarks/h200_training.py [--out FILE.jsonl] [--cells 'qwen3:*'] [--repeats 10]
+        [--contender fusion_moe torch] [--minutes 8] [--commit HASH]
+    python benchmarks/h200_training.py [--out FILE.jsonl] --table   # what the file has
     python benchmarks/h200_training.py --device cpu --tiny
 
 Cells (training_cells.py): a layer from the router's ids to tokens, in the sizes of four models,
-`qwen3:4096:uniform`; a single product and both of its gradients, `linear:ROWSxGROUPS:uniform`.
-Gradients are those of tokens, router weights and all weights. Contenders (training_peers.py) get
-the same tensors in one process; results and gradients are compared with torch's first. Then all run
-in turn, forward under no_grad, and forward and backward. A time is the median between two CUDA
-events, the spread longest - shortest over it; before each start the host gets ahead. Peak memory is
-that of one forward and backward beyond weights and inputs.
+`qwen3:4096:uniform`. Gradients are those of tokens, router weights and all weights. Contenders
+(training_peers.py) get the same tensors in one process; results and gradients are compared with
+torch's first. Then all run in turn, forward under no_grad, and forward and backward. A time is the
+median between two CUDA events, the spread longest - shortest over it; before each start the host
+gets ahead. Peak memory is that of one forward and backward beyond weights and inputs.
 
 A finished cell is appended to --out; cells in the file are skipped, and none starts after
---minutes. FILE.txt has all that was measured, a line for each contender. liger: `pip install
-liger-kernel`.
+--minutes. liger: `pip install liger-kernel`.
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ import datetime
 import fnmatch
 import gc
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,9 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results import table as tabled
 from torch import Tensor
-from training_cells import FAR, Cell, Layer, apart, cells, digest, flops
-from training_peers import LAYER, LINEAR, Contender
+from training_cells import FAR, Layer, apart, cells, digest, flops
+from training_peers import LAYER, Contender
 
 WARM_UPS = 2
 _AHEAD = 10**7  # clocks that the device waits while the host enqueues
@@ -85,12 +81,11 @@ class Watch:
             torch.cuda.empty_cache()
 
 
-def measure(cell: Cell, names: Iterable[str], repeats: int, device: str) -> dict[str, Any]:
+def measure(cell: Layer, names: Iterable[str], repeats: int, device: str) -> dict[str, Any]:
     """The line of one cell."""
     watch, on = Watch(device), cell.inputs(device)
-    peers = LAYER if isinstance(cell, Layer) else LINEAR
     found = compare(
-        {name: partial(make, on) for name, make in peers.items()}, names, on.names, repeats, watch
+        {name: partial(make, on) for name, make in LAYER.items()}, names, on.names, repeats, watch
     )
     return {
         "cell": cell.key,
@@ -186,100 +181,41 @@ def provenance(device: str, commit: str) -> dict[str, str]:
     }
 
 
-# The table ----------------------------------------------------------------------------------------
-
-_HEAD = (
-    "| cell | contender | forward ms | spread | TFLOP/s | both ms | spread | TFLOP/s | ours "
-    "of it | both | peak GB | apart |"
-)
-
-
-def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """All cells, a line for each contender. "ours of it": this library's time over the contender's,
-    forward, then forward and backward.
-    """
-    lines = [_HEAD, "|" + "---|" * (_HEAD.count("|") - 1)]
-    for row in rows:
-        for name, found in row["contenders"].items():
-            lines.append("| " + " | ".join([row["cell"], name, *_line(row, found)]) + " |")
-    return "\n".join(lines)
-
-
-def _line(row: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    if "forward" not in found:
-        return [found.get("missing", "compared with")] + [""] * (_HEAD.count("|") - 4)
-    ours, said, ratios = row["contenders"].get("fusion_moe", {}), [], []
-    for part, times in (("forward", 1), ("both", 3)):
-        seconds = found[part]["seconds"]
-        said += [
-            f"{seconds * 1e3:.3f}",
-            f"{found[part]['spread']:.0%}",
-            f"{times * row['flops'] / seconds / 1e12:.3g}",
-        ]
-        ratios.append(f"{ours[part]['seconds'] / seconds:.2f}" if part in ours else "")
-    peak, far = found.get("peak"), found.get("apart")
-    return [
-        *said,
-        *ratios,
-        "" if peak is None else f"{peak / 1e9:.2f}",
-        _far(far) if far else "unchecked" if "apart" in found else "",
-    ]
-
-
-def _far(apart: Mapping[str, float]) -> str:
-    name = max(apart, key=lambda name: (math.isnan(apart[name]), apart[name]))
-    return f"{apart[name]:.1e} {name}{'' if apart[name] <= FAR else ' WRONG'}"
-
-
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """This library in each cell, and its time over that of each other: forward, then forward and
-    backward.
+    """This library in each cell, how many times as fast as each other, forward, then forward and
+    backward, and whose results are too far from torch's.
     """
-    others = dict.fromkeys(
-        name
-        for row in rows
-        for name, found in row["contenders"].items()
-        if "both" in found and name != "fusion_moe"
-    )
-    head = [
-        "cell",
-        "forward ms",
-        "both ms",
-        "spread",
-        "TFLOP/s",
-        "peak GB",
-        *(f"/ {name}" for name in others),
-    ]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    names = [name for row in rows for name in row["contenders"] if name != "fusion_moe"]
+    others = list(dict.fromkeys(names))
+    lines = []
     for row in rows:
-        ours = row["contenders"]["fusion_moe"]
-        forward, both = ours["forward"]["seconds"], ours["both"]["seconds"]
-        said = [
-            row["cell"],
-            f"{forward * 1e3:.2f}",
-            f"{both * 1e3:.2f}",
-            f"{ours['both']['spread']:.0%}",
-            f"{3 * row['flops'] / both / 1e12:.0f}",
+        ours, found = row["contenders"]["fusion_moe"], row["contenders"]
+        wrong = [name for name, one in found.items() if not _right(one)]
+        forward, both = (ours[part]["seconds"] for part in ("forward", "both"))
+        peak = "" if ours["peak"] is None else f"{ours['peak'] / 1e9:.2f}"
+        rate = f"{3 * row['flops'] / both / 1e12:.0f}"
+        ratios = [
+            f"{one['forward']['seconds'] / forward:.2f}, {one['both']['seconds'] / both:.2f}"
+            if "both" in (one := found.get(name, {}))
+            else ""
+            for name in others
         ]
-        said.append("" if ours["peak"] is None else f"{ours['peak'] / 1e9:.2f}")
-        said += [_over(row["contenders"].get(name, {}), forward, both) for name in others]
-        lines.append(f"| {' | '.join(said)} |")
-    return "\n".join(lines)
+        times = f"{forward * 1e3:.2f}", f"{both * 1e3:.2f}", f"{ours['both']['spread']:.0%}"
+        lines.append([row["cell"], *times, rate, peak, *ratios, ", ".join(wrong)])
+    head = ["cell", "forward ms", "both ms", "spread", "TFLOP/s", "peak GB"]
+    return tabled([*head, *(f"x {name}" for name in others), "wrong"], lines)
 
 
-def _over(other: Mapping[str, Any], forward: float, both: float) -> str:
-    return (
-        f"{forward / other['forward']['seconds']:.2f}, {both / other['both']['seconds']:.2f}"
-        if "both" in other
-        else ""
-    )
+def _right(found: Mapping[str, Any]) -> bool:
+    """Whether results are near torch's; NaN is not."""
+    return all(value <= FAR for value in (found.get("apart") or {}).values())
 
 
 def resumed(
     told: argparse.Namespace, cells: Sequence[Any], measure: Callable[[Any], dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """The rows of told.out, and unless told.table those of cells that it lacks: each is measured
-    and appended. FILE.txt gets their table.
+    and appended.
 
     told.cells: patterns of keys; told.minutes: after which no cell is started.
     """
@@ -304,8 +240,7 @@ def resumed(
             rows.append({**measure(cell), "provenance": made})
             with told.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(rows[-1]) + "\n")
-            print(table(rows[-1:]).split("\n", 2)[2], flush=True)
-    told.out.with_suffix(".txt").write_text(f"{table(rows)}\n", encoding="utf-8")
+            print(rows[-1]["contenders"], flush=True)
     return rows
 
 
@@ -323,8 +258,8 @@ def main() -> None:
     parser.add_argument(
         "--contender",
         nargs="+",
-        choices=sorted({*LAYER, *LINEAR}),
-        default=sorted({*LAYER, *LINEAR}),
+        choices=sorted(LAYER),
+        default=sorted(LAYER),
     )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=8)

@@ -52,11 +52,12 @@ class Layer(torch.nn.Module):
     def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """gate_up [E, 2I, H] and down [E, H, I], decoded."""
         e = self.experts
-        scales = torch.stack([e.gate_decode_scale, e.up_decode_scale], 1)
         return (
-            dequantize(Quantized(e.gate_up_proj, e.gate_up_proj_scale, scales, encoding=NVFP4)).to(
-                dtype
-            ),
+            dequantize(
+                Quantized(
+                    e.gate_up_proj, e.gate_up_proj_scale, e.gate_up_decode_scale, encoding=NVFP4
+                )
+            ).to(dtype),
             dequantize(
                 Quantized(e.down_proj, e.down_proj_scale, e.down_decode_scale, encoding=NVFP4)
             ).to(dtype),

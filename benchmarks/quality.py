@@ -1,10 +1,8 @@
 """What 4 bits cost: the perplexity of the small real model with experts in each encoding, on
 held-out text it was not trained on.
 
-    python benchmarks/quality.py                  # a table; needs transformers, and nvidia-modelopt
-                                                  for its row
-    python benchmarks/quality.py --max-bytes 90000 --write          # of less text, into
-        docs/quality.md
+    python benchmarks/quality.py [--max-bytes 90000]  # needs transformers; nvidia-modelopt for its
+                                                      # row. Writes results/quality.md
 
 All rows are the same model, `examples/tiny_qwen3_moe`, in bf16 but for the experts' weights;
 activations stay in bf16 but where int8 is said, which rounds both operands of the experts' products
@@ -19,7 +17,6 @@ import argparse
 import copy
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -34,7 +31,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.append(str(EXAMPLES))
 
 from heldout import bits_per_byte_and_perplexity, load_heldout  # noqa: E402
-from page import put  # noqa: E402
+from results import table, write  # noqa: E402
 
 import fusion_moe  # noqa: E402
 import fusion_moe.transformers  # noqa: E402  (loads ModelOpt's directories)
@@ -102,26 +99,20 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def table(texts: list[str]) -> str:
-    """The markdown table of all variants; a line to stderr for each."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    lines = [
-        "| experts | bytes of experts | bits per byte | perplexity | of bf16's |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    first = 0.0
+def measured(texts: list[str]) -> str:
+    """The table of all variants."""
+    tokenizer, rows, first = AutoTokenizer.from_pretrained(MODEL), list[tuple[object, ...]](), 0.0
     for name, make in VARIANTS.items():
         if "modelopt" in name and find_spec("modelopt") is None:
             continue
-        start, model = time.monotonic(), make()
+        model = make()
         bits, perplexity = bits_per_byte_and_perplexity(model, tokenizer, texts)
         first = first or perplexity
-        lines.append(
-            f"| {name} | {experts_bytes(model):,} | {bits:.5f} | {perplexity:.4f} | "
-            f"{100 * (perplexity / first - 1):+.2f} % |"
-        )
-        print(f"{lines[-1]}  {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-    return "\n".join(lines)
+        more = f"{100 * (perplexity / first - 1):+.2f} %"
+        size = f"{experts_bytes(model):,}"
+        rows.append((name, size, f"{bits:.5f}", f"{perplexity:.4f}", more))
+        print(*rows[-1], flush=True)
+    return table(["experts", "bytes of experts", "bits per byte", "perplexity", "of bf16's"], rows)
 
 
 def main() -> None:
@@ -129,7 +120,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--max-bytes", type=int, help="of held-out text (default: all)")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/quality.md")
     arguments = parser.parse_args()
     texts = load_heldout(max_bytes=arguments.max_bytes)
     packages = {"torch": "torch", "transformers": "transformers", "modelopt": "nvidia-modelopt"}
@@ -137,10 +127,8 @@ def main() -> None:
         f"{package} {version(package)}" for name, package in packages.items() if find_spec(name)
     )
     size = sum(len(text.encode()) for text in texts)
-    part = f"{size:,} bytes of held-out text; {versions}\n\n{table(texts)}"
-    print(part)
-    if arguments.write:
-        put("quality", "quality.py", part, "quality.md")
+    found = f"{size:,} bytes of held-out text; {versions}", measured(texts)
+    print(write("quality", "quality.py", *found))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from h200_cells import MODELS, ZIPF, Model
@@ -18,12 +17,6 @@ ROUTINGS = ("uniform", "zipf")
 TOKENS = (4096, 8192, 32768)
 SIZES = {name: MODELS[name] for name in ("qwen3", "gpt-oss", "mixtral", "deepseek")}
 TINY = Model("tiny", 8, 2, 64, 32)
-LINEAR_ROWS, LINEAR_GROUPS, LINEAR_K, LINEAR_N = (
-    (16384, 32768, 65536, 98304),
-    (4, 8, 64, 128),
-    7168,
-    2048,
-)
 FAR = 2e-2  # what two results in bf16 may differ, relative Frobenius norm
 _CHECKED_EXPERTS = 8
 
@@ -86,95 +79,15 @@ class LayerInputs:
     names = ("y", "dx", "drouter", "dgate_up", "ddown")
 
 
-@dataclass(frozen=True)
-class Linear:
-    """One grouped product: rows of group g times matrix g."""
-
-    rows: int
-    groups: int
-    k: int
-    n: int
-    routing: str
-
-    @property
-    def key(self) -> str:
-        """As --cells names it."""
-        return f"linear:{self.rows}x{self.groups}:{self.routing}"
-
-    @property
-    def products(self) -> tuple[tuple[int, int], ...]:
-        """(N, K) of the product."""
-        return ((self.n, self.k),)
-
-    def inputs(self, device: str) -> LinearInputs:
-        """Random ones."""
-        g = torch.Generator(device).manual_seed(0)
-        one = Model("", self.groups, 1, self.k, self.n)
-        counts = (
-            _routed(one, self.rows, self.routing, g)[0].flatten().bincount(minlength=self.groups)
-        )
-        x = torch.randn(self.rows, self.k, device=device, generator=g).bfloat16()
-        seed = torch.randn(self.rows, self.n, device=device, generator=g).bfloat16()
-        return LinearInputs(
-            self,
-            x.requires_grad_(),
-            _weight((self.groups, self.n, self.k), g),
-            counts.cumsum(0).int(),
-            seed,
-        )
-
-
-@dataclass(frozen=True)
-class LinearInputs:
-    """x bf16[M, K], weight bf16[G, N, K], ends i32[G], seed bf16[M, N]: the result's gradient."""
-
-    cell: Linear
-    x: Tensor
-    weight: Tensor
-    ends: Tensor
-    seed: Tensor
-
-    @property
-    def wanted(self) -> tuple[Tensor, ...]:
-        """What gets a gradient."""
-        return self.x, self.weight
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """Rows of each group, which a loop has on the host."""
-        return self.ends.diff(prepend=self.ends.new_zeros(1)).tolist()
-
-    names = ("y", "dx", "dweight")
-
-
-Cell = Layer | Linear
-Inputs = LayerInputs | LinearInputs
-
-
-def cells(tiny: bool) -> list[Cell]:
+def cells(tiny: bool) -> list[Layer]:
     """All of them."""
-    if tiny:
-        return [
-            *(Layer("tiny", TINY, 48, r) for r in ROUTINGS),
-            *(Linear(96, 4, 64, 32, r) for r in ROUTINGS),
-        ]
-    layers = [
-        Layer(name, model, tokens, r)
-        for name, model in SIZES.items()
-        for tokens in TOKENS
-        for r in ROUTINGS
-    ]
+    sizes, tokens = ({"tiny": TINY}, (48,)) if tiny else (SIZES, TOKENS)
     return [
-        *layers,
-        *(
-            Linear(m, groups, LINEAR_K, LINEAR_N, "uniform")
-            for m in LINEAR_ROWS
-            for groups in LINEAR_GROUPS
-        ),
+        Layer(name, model, t, r) for name, model in sizes.items() for t in tokens for r in ROUTINGS
     ]
 
 
-def flops(cell: Cell) -> int:
+def flops(cell: Layer) -> int:
     """Of the forward pass, two for each multiply-add; the backward has twice as many."""
     return sum(2 * cell.rows * n * k for n, k in cell.products)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from training_cells import Inputs, LayerInputs, LinearInputs
+from training_cells import LayerInputs
 
 import fusion_moe  # noqa: F401
 
@@ -46,33 +46,29 @@ class Contender:
         return [y.detach(), *torch.autograd.grad(y, self.wanted, self.seeds)]
 
 
-def _on(inputs: Inputs, run: Callable[[], Tensor]) -> Contender:
+def _on(inputs: LayerInputs, run: Callable[[], Tensor]) -> Contender:
     return Contender(run, inputs.wanted, inputs.seed)
 
 
-def ours(on: Inputs, activation_format: str = "bf16") -> Contender:
-    """This library's operations."""
+def ours(on: LayerInputs, activation_format: str = "bf16") -> Contender:
+    """This library's operation."""
     how = {"weight_format": "bf16", "activation_format": activation_format}
-    if isinstance(on, LinearInputs):
-        return _on(on, lambda: ops.grouped_mm(on.x, [on.weight], on.ends, **how))
     return _on(on, lambda: ops.fused_experts(on.x, on.ids, on.w, [on.gate_up], [on.down], **how))
 
 
-def mxfp8(on: Inputs) -> Contender:
+def mxfp8(on: LayerInputs) -> Contender:
     """The same by the MXFP8 recipe, emulated: its numbers are others on purpose."""
     return replace(ours(on, "mxfp8"), exact=False)
 
 
-def grouped_mm(on: Inputs) -> Contender:
-    """torch's grouped product; for a layer as in transformers' experts: their function if it is
-    installed, else the same steps.
+def grouped_mm(on: LayerInputs) -> Contender:
+    """transformers' experts on torch's grouped product, if they are installed, else the same
+    steps.
     """
-    if isinstance(on, LinearInputs):
-        return _on(on, lambda: F.grouped_mm(on.x, on.weight.mT, offs=on.ends))
     if theirs := _transformers():
         module = _experts(on)
         return _on(on, lambda: theirs(module, on.x, on.ids, on.w))
-    return _on(on, lambda: _steps(on))
+    return _on(on, lambda: steps(on))
 
 
 @cache
@@ -106,49 +102,34 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _steps(on: LayerInputs) -> Tensor:
+def steps(
+    on: LayerInputs,
+    gate_up: Callable[[Tensor, Tensor], Tensor] | None = None,
+    down: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
     """Sort, gather, product, SwiGLU, product, weights, back to the order of slots, sum over each
-    token's.
+    token's. Products: of rows and their ends.
     """
-    slots = on.ids.shape[1]
+    slots, experts = on.ids.shape[1], len(on.down)
     sorted_ids, order = on.ids.flatten().sort()
-    counts = torch.histc(
-        sorted_ids.int() if on.x.is_cuda else sorted_ids.float(),
-        bins=len(on.down),
-        min=0,
-        max=len(on.down) - 1,
-    )
-    ends = counts.cumsum(0, dtype=torch.int32)
-    y = F.grouped_mm(on.x[order // slots], on.gate_up.mT, offs=ends)
-    y = F.grouped_mm(_swiglu(y), on.down.mT, offs=ends)
+    ids = sorted_ids.int() if on.x.is_cuda else sorted_ids.float()
+    ends = torch.histc(ids, bins=experts, min=0, max=experts - 1).cumsum(0, dtype=torch.int32)
+    first = gate_up or (lambda x, ends: F.grouped_mm(x, on.gate_up.mT, offs=ends))
+    second = down or (lambda x, ends: F.grouped_mm(x, on.down.mT, offs=ends))
+    y = second(_swiglu(first(on.x[order // slots], ends)), ends)
     y = y * on.w.flatten()[order].unsqueeze(-1)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return y[back].view(len(on.x), slots, -1).sum(1)
+    return y[order.argsort()].view(len(on.x), slots, -1).sum(1)
 
 
-def liger(on: Inputs) -> Contender:
+def liger(on: LayerInputs) -> Contender:
     """Liger-Kernel's fused_moe, in Triton."""
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
-    assert isinstance(on, LayerInputs)
     ids = on.ids.int()
     return _on(on, lambda: LigerFusedMoEFunction.apply(on.x, on.gate_up, on.down, ids, on.w))
 
 
-def loop(on: Inputs) -> Contender:
-    """A linear layer for each group, of sizes that the host knows."""
-    assert isinstance(on, LinearInputs)
-    counts = on.counts
-    return _on(
-        on,
-        lambda: torch.cat(
-            [F.linear(x, w) for x, w in zip(on.x.split(counts), on.weight, strict=True)]
-        ),
-    )
-
-
-def dense(on: Inputs) -> Contender:
+def dense(on: LayerInputs) -> Contender:
     """Dense products of the same M, N and K, forward and backward: no mixture of experts, what the
     card can do.
     """
@@ -169,17 +150,10 @@ def dense(on: Inputs) -> Contender:
     )
 
 
-LAYER: Mapping[str, Callable[[Inputs], Contender]] = {
+LAYER: Mapping[str, Callable[[LayerInputs], Contender]] = {
     "fusion_moe": ours,
     "mxfp8": mxfp8,
     "torch": grouped_mm,
     "liger": liger,
-    "dense": dense,
-}
-LINEAR: Mapping[str, Callable[[Inputs], Contender]] = {
-    "fusion_moe": ours,
-    "mxfp8": mxfp8,
-    "torch": grouped_mm,
-    "loop": loop,
     "dense": dense,
 }

@@ -1,6 +1,4 @@
-"""benchmarks/cpu_moe.py and its page: what other packages are given, and files of results from
-before there were several.
-"""
+"""benchmarks/cpu_moe.py: what other packages are given."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import cpu_ggml
 import cpu_moe
-import cpu_moe_page
 import ggml_library
-import page
 
 SMALL = cpu_moe.Model("small", 256, 256, 8, 3)
 # ggml's table, of halves
@@ -122,55 +118,3 @@ def test_kernels_that_a_package_has_not():
     assert cpu_moe.peers(kernels, {NVFP4: [1, 2]}, ["b"]) == ([], ["other, b"])
     with pytest.raises(ValueError, match="2 workers of other, expected one"):
         cpu_moe.clock([Pretended(workers=(1, 2))], 1)
-
-
-def result(threads: int, peer: str, **versions: Any) -> dict[str, Any]:
-    rows = [
-        {"name": name, "of": "nvfp4", "error": 0.01, "seconds": {"1": [1e-3, 2e-3, 3e-3]}}
-        for name in ("reading", "fusion_moe, nvfp4", peer)
-    ]
-    return {
-        "model": "small",
-        "note": "",
-        "threads": threads,
-        "others": "none",
-        "missing": ["other, b"],
-        "rows": rows,
-        **versions,
-    }
-
-
-def test_page_of_files_old_and_new(monkeypatch, tmp_path):
-    for module in (page, cpu_moe_page):
-        monkeypatch.setattr(module, "DOCS", tmp_path)
-    (tmp_path / "performance").mkdir()
-    (tmp_path / "performance" / "cpu.md").write_text("# CPUs\n")
-    machine = {
-        "cpu": "C",
-        "cores": 2,
-        "tier": "t",
-        "date": "D",
-        "fusion_moe": "0",
-        "torch": "0",
-        "repeats": 3,
-        "pages_of_peer": "large",
-    }
-    old = {
-        "machine": machine,
-        "results": [
-            result(1, "kt-kernel, a", kt_kernel="0.7.2 (amx)"),
-            result(2, "kt-kernel, a", kt_kernel=""),
-        ],
-    }
-    new = {
-        "machine": machine | {"pages_of_peer": "small"},
-        "results": [result(1, "other, b", peers={"other": "1 (x)"})],
-    }
-    text = cpu_moe_page.write([old, new]).read_text()
-    assert "; kt-kernel's weights on large pages." in text
-    assert "small, 1 thread; none; kt-kernel 0.7.2 (amx); other 1 (x):" in text
-    assert "small, 2 threads; none:" in text
-    first, second = text.split("small, 2 threads")
-    assert "| kt-kernel, a | 0.01 | 2 1.00x (100%) |\n| other, b | 0.01 | 2 1.00x (100%) |" in first
-    assert "not built" not in first
-    assert "| other, b | not built for this CPU, or these sizes | |" in second

@@ -1,0 +1,104 @@
+"""Pages of benchmarks/results/ that scripts write, and which pages and scripts docs/ names."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import cpu_moe_page
+import h200_page
+import results
+
+REPO = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", *sorted(p.relative_to(REPO).as_posix() for p in REPO.glob("docs/**/*.md"))]
+
+
+@pytest.fixture
+def written(monkeypatch, tmp_path):
+    """Where pages go; nothing is drawn."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    for module in (h200_page, cpu_moe_page):
+        monkeypatch.setattr(module, "draw", lambda *_: None)
+    return tmp_path
+
+
+def cell(card: str, us: float = 5.0) -> dict[str, Any]:
+    ours = {"us": us, "error": 1e-3, "spread": 0.01}
+    return {
+        "model": "qwen3",
+        "part": "mlp",
+        "tokens": 1,
+        "routing": "uniform",
+        "floor_us": 4.0,
+        "provenance": {"date": "D", "card": f"NVIDIA {card} of some kind"},
+        "contenders": {"fusion_moe": ours, "torch": {"us": 10.0, "error": 1e-3, "spread": 0.01}},
+    }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_name_scripts_that_there_are(page):
+    text = (REPO / page).read_text(encoding="utf-8")
+    for script in re.findall(r"benchmarks/\w+\.py", text):
+        assert (REPO / script).exists(), script
+
+
+def test_each_card_has_its_page(written):
+    file = h200_page.page([cell("H200"), {**cell("H200", us=20.0), "tokens": 3}])
+    assert file == written / "cells_h200.md"
+    text = file.read_text()
+    assert "2 cells: fusion_moe is 1.00x as fast" in text
+    assert "slower by more than 3%: Qwen3-30B-A3B mlp 3." in text
+    assert "| model | 1 |" in text
+    assert "| Qwen3-30B-A3B | 5.0, 2.00x |" in text
+    assert "| Qwen3-30B-A3B | mlp | 3 | 4.0 | 20.0 |  |  | 10.0 |  |" in text
+    h200_page.page([cell("B200", us=7.0)])
+    assert "| Qwen3-30B-A3B | 7.0, 1.43x |" in (written / "cells_b200.md").read_text()
+
+
+def test_a_wrong_result_has_no_time(written):
+    wrong = cell("H200")
+    wrong["contenders"]["fusion_moe"]["error"] = 1.0
+    text = h200_page.page([wrong]).read_text()
+    assert "Nothing to compare with was measured." in text
+    assert "| Qwen3-30B-A3B | mlp | 1 | 4.0 |  |  |  | 10.0 |  |" in text
+
+
+def result(threads: int, peer: str) -> dict[str, Any]:
+    rows = [
+        {"name": name, "of": "nvfp4", "error": 0.01, "seconds": {"1": [1e-3, 2e-3, 3e-3]}}
+        for name in ("reading", "fusion_moe, nvfp4", peer)
+    ]
+    return {
+        "model": "small",
+        "note": "",
+        "threads": threads,
+        "others": "none",
+        "missing": ["other, b"],
+        "peers": {peer.split(",")[0]: "1 (x)"},
+        "rows": rows,
+    }
+
+
+def test_layers_on_a_cpu_of_several_files(written):
+    machine = {"cpu": "C", "cores": 2, "tier": "amx"}
+    files = [
+        {"machine": machine, "results": [result(1, "kt, a"), result(2, "kt, a")]},
+        {"machine": machine, "results": [result(1, "other, b")]},
+    ]
+    file = cpu_moe_page.page(files)
+    assert file == written / "layers_amx.md"
+    first, second = file.read_text().split("small, 2 threads")
+    assert "small, 1 threads; none; kt 1 (x); other 1 (x):" in first
+    line = "0.01 | 2 1.00x (100%) |"
+    assert f"| kt, a | {line}\n| other, b | {line}" in first
+    assert "not built" not in first
+    assert "| other, b | not built for this CPU, or these sizes |  |" in second
+    files[1]["machine"] = machine | {"cpu": "D"}
+    with pytest.raises(ValueError, match="files of 2 machines"):
+        cpu_moe_page.page(files)
