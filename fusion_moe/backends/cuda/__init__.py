@@ -8,7 +8,7 @@ grouped_mm.py   products, with gather, routing and epilogue; columns.py: which c
 added.py        a product that joins the accumulators of another, as an adapter's
 gemm.py         those of training: fprop with results of several widths, dgrad, wgrad of 16-bit
                 matrices; dgrad of weights in few bits
-readers.py      the readers of weights: which encodings and layouts have kernels
+readers.py      the readers of weights: derived from descriptors, or written
 variants.py     the kernels of products as data; table.py, tables/: which are candidates for how
                 many rows, by GPU; choice.py: one's choice
 parts.py        the segments of a call as facts; join.py: those of a program in one call
@@ -83,7 +83,7 @@ def _product(fusion: Fusion) -> Source:
 
 
 def emit(segment: Segment) -> Kernel:
-    """The kernels of a planned segment. OptionError for a variant that there is not."""
+    """The kernels of a planned segment. OptionError if no such variant exists."""
     variant = options.current().cuda_variant
     check_variant(variant)
     source: Source = segment.plan.work
@@ -99,9 +99,9 @@ def substitute(segment: Segment) -> Kernel | None:
 def choices(
     fusion: Fusion, kernels: Sequence[Kernel], sizes: Sizes, arch: Arch, any_size: bool = False
 ) -> tuple[tuple[Choice, ...], tuple[Step | None, ...]]:
-    """What a program launches for known sizes on a GPU: its choice, or one of each segment where
-    they are no one call; and, of each kernel, the step that it is, None for one that is not ours.
-    any_size: what it launches while that is compiled.
+    """What a program launches for known sizes on a GPU: one Choice, or one for each segment if its
+    kernels cannot be joined; and each kernel's Step, None for those of other backends. any_size:
+    what it launches while these kernels are compiled.
     """
     if joined := join(fusion, kernels)[1]:
         choice = joined.choose(sizes, arch, any_size)

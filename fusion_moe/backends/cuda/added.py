@@ -45,7 +45,7 @@ def functions(source: Source, plan: ProductPlan) -> list[str]:
         return ["static constexpr i32 ADDED = 0;"]
     if len(plan.added) > 1:
         raise _refusal(
-            plan, f"{len(plan.added)} products beside another have no kernel here", "one"
+            plan, f"no kernel adds {len(plan.added)} products to another", "one"
         )
     (product,) = plan.added
     features, dtype = known(product.size(product.contracted)), plan.a.type.dtype
@@ -53,24 +53,24 @@ def functions(source: Source, plan: ProductPlan) -> list[str]:
     if {product.a.type.dtype, product.b.type.dtype} != {dtype}:
         raise _refusal(
             plan,
-            f"{product.op.kind.name} of {product.a.type} and {product.b.type} "
-            "beside another has no kernel here",
+            f"no kernel adds {product.op.kind.name} of {product.a.type} and {product.b.type} to "
+            "another product",
             dtype,
         )
     if features % _LANE:
         raise _refusal(
             plan,
-            f"{features} features beside another product have no kernel here",
+            f"no kernel adds a second product that contracts {features} features",
             f"a multiple of {_LANE}",
         )
     if found is None or found[1] != _M:
         raise _refusal(
             plan,
-            f"rows {product.a.type} of a product beside another are computed in the same segment",
+            f"rows {product.a.type} of an added product are computed in the same segment",
             "rows in memory",
         )
     return [
-        f"static constexpr i32 ADDED = {features};  // of the product beside this one",
+        f"static constexpr i32 ADDED = {features};  // that the added product contracts",
         f"static constexpr bool ADDED_TRANSPOSED = {str(product.kind == 'dgrad').lower()};  // "
         "whether its matrices are [ADDED, N]",
         f"__device__ const {dtype}* added_rows() const {{ return {source.names[found[0]]}; }}",

@@ -210,7 +210,7 @@ class LargeM:
         return f"large_m_{self.tile_m}x{self.consumers}{repeats}{split_k}"
 
     def shared(self, arch: Arch) -> int:
-        """Bytes of shared memory that a launch asks for: all that there is."""
+        """Dynamic shared memory per block: the opt-in maximum."""
         return arch.shared_per_block
 
     def call(self, arch: Arch) -> str:

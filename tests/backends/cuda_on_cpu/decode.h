@@ -43,11 +43,9 @@ void copy(u8* elements, u8* scales, i32 tile) {
                     R::elements(s) + i64(tile) * R::ELEMENTS + 16 * lane, 16);
     for (i32 piece = 0; piece < R::SCALES / 16; ++piece) {
         if constexpr (R::SCALES_FOLLOW)
-            std::memcpy(scales + 16 * piece,
-                        R::scales(s) + i64(tile) * R::SCALES + 16 * piece, 16);
+            std::memcpy(scales + 16 * piece, R::scales(s) + i64(tile) * R::SCALES + 16 * piece, 16);
         else
-            std::memcpy(scales + 16 * piece, R::scale_piece(s, Segment::K / 64, tile, piece),
-                        16);
+            std::memcpy(scales + 16 * piece, R::scale_piece(s, Segment::K / 64, tile, piece), 16);
     }
 }
 

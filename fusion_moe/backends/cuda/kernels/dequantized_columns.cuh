@@ -13,7 +13,7 @@
 
 namespace {
 
-// What dequantizes the tiles of a warp's 16 rows of a block.
+// Dequantizes the tiles of a warp's 16 rows of a K block.
 template <class Segment>
 struct DequantizingWarp {
     using Weights = typename Segment::Weights;
@@ -38,7 +38,7 @@ struct DequantizingWarp {
         }
     }
 
-    // Rows that there are not, which are multiplied too.
+    // Stores zeros for rows past the last: they are multiplied too.
     __device__ __forceinline__ void store_zeros(u32 to) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) put(to, i / 2 * 8, i % 2, {});
@@ -54,8 +54,8 @@ struct DequantizingWarp {
     }
 };
 
-// In the linear layout: read when they are needed. COLUMN_BLOCKS: of 64 columns, that a warpgroup
-// has; WARPS: of the producers.
+// Reads weights when they are needed: in the linear layout, and with derived readers.
+// COLUMN_BLOCKS: blocks of 64 columns of a warpgroup; WARPS: producer warps.
 template <class Segment, int COLUMN_BLOCKS, int WARPS, class = void>
 struct DequantizedColumns {
     using Weights = typename Segment::Weights;
@@ -97,7 +97,7 @@ struct DequantizedColumns {
     i32 group_, column_;
 };
 
-// In tiles, which are copied in bulk: each warp copies its own.
+// Copies whole tiles in bulk, ahead of their use; each warp copies its own.
 template <class Segment, int COLUMN_BLOCKS, int WARPS>
 class DequantizedColumns<Segment, COLUMN_BLOCKS, WARPS, typename Segment::Weights::InTiles> {
   public:

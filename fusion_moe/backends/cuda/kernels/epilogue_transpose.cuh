@@ -2,13 +2,15 @@
 // (large_m.cuh). A thread has those of two columns of the product for many rows, and stores several
 // columns of one: they are transposed in shared memory, EPILOGUE_ROWS rows at a time.
 //
-// TransposeResults computes the elements of a result where the accumulators are, and transposes
-// those. So does TransposeExchanged, of two columns, once warps have exchanged accumulators.
-// TransposeAccumulators transposes the accumulators themselves, and computes any results of any of
-// their columns; a Segment without results (RESULTS is 0) has a function that stores all of a row,
-// and sums over it. Each thread has one: it writes its part of the rows to a buffer, loads from
-// there what it stores of them, when the whole warpgroup has written, and stores it. `sum`: of all
-// rows of the work tile, for each repeat that it stores.
+// TransposeResults computes the elements of a result from the accumulators of a thread, then
+// transposes the elements. TransposeExchanged does the same for elements that need two columns,
+// after warps have exchanged accumulators. TransposeAccumulators transposes the accumulators
+// themselves, then computes any number of results from any of their columns; a Segment without
+// results (RESULTS is 0) has a function that stores a whole row and sums over it.
+//
+// Each thread has one object: `write` puts its part of the rows in a buffer; once the whole
+// warpgroup has written, `load` reads the elements that this thread stores, and `store` stores
+// them. `sum`: the accumulators of all rows of the work tile, for each repeat.
 #pragma once
 
 #include "epilogue_rows.cuh"
@@ -18,8 +20,8 @@
 
 namespace {
 
-// What a consumer warpgroup has of a work tile with some of its repeats, and where a thread stands
-// in it: in each repeat, each of four warps has 16 columns of the product.
+// The part of a work tile that a consumer warpgroup has in some of its repeats, and the position of
+// a thread in it. In each repeat, each of the four warps has 16 columns of the product.
 template <class Segment, int REPEATS>
 struct ConsumerTile {
     static constexpr int THREADS = 128, WARPS = 4, MAX_CONSUMERS = 5;  // of a warpgroup; of a block
@@ -33,7 +35,7 @@ struct ConsumerTile {
     static __device__ __forceinline__ i32 warp() { return threadIdx.x / 32 % WARPS; }
     static __device__ __forceinline__ i32 lane() { return threadIdx.x % 32; }
 
-    // Of all its warps, and of two of them: they have barriers of their own.
+    // Barriers of the warpgroup, and of two of its warps.
     static __device__ __forceinline__ void sync() {
         named_barrier_sync(1 + threadIdx.x / THREADS, THREADS);
     }
@@ -41,8 +43,8 @@ struct ConsumerTile {
         named_barrier_sync_unaligned(1 + MAX_CONSUMERS + threadIdx.x / 64, 64);
     }
 
-    // Element j of row m, from the row's columns of the product: what lies past the last is
-    // computed as the last, and not stored.
+    // Element j of row m, from the row's columns of the product. Out-of-range indices are clamped;
+    // their results are discarded.
     __device__ __forceinline__ u16 element(i32 m, i32 j,
                                            const float (&p)[Segment::COLUMNS_PER_RESULT]) const {
         return s
@@ -52,7 +54,7 @@ struct ConsumerTile {
     }
 };
 
-// What a thread stores of a result of 16 bits: V of its warpgroup's COLUMNS columns of each
+// Where a thread stores elements of 16 bits: V of its warpgroup's COLUMNS columns, in each
 // ROWS_PER_STEP-th row.
 template <class Segment, class ConsumerTile, int COLUMNS, int V>
 class RowStores {
@@ -91,8 +93,8 @@ class RowStores {
     i32 left_;     // of its rows, counted by all
 };
 
-// Four matrices of 8 x 8 numbers of 16 bits, of which a lane has a pair each: transposed; a row of
-// one begins at the lane's `to`.
+// Stores four matrices of 8 x 8 numbers of 16 bits transposed. A lane has a pair of each matrix,
+// and `to` is where one row of one of them begins.
 __device__ __forceinline__ void stmatrix_transposed(u32 to, const u32 (&pair)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to),
                  "r"(pair[0]), "r"(pair[1]), "r"(pair[2]), "r"(pair[3])
@@ -190,7 +192,7 @@ class TransposeResults {
     }
 };
 
-// Accumulators as they are, in float32.
+// Transposes accumulators in float32; results are computed from whole rows afterwards.
 template <class Segment>
 class TransposeAccumulators {
     using Columns = typename Segment::Columns;
@@ -369,7 +371,8 @@ class TransposeExchanged {
     const ConsumerTile& tile_;
     const RowStores row_stores_;
 
-    // By the warp that has the f-th columns: it sends the other half away.
+    // Called by the warp that has column f of each element: it keeps half F of its accumulators,
+    // and sends the other half.
     template <int F, int Sums>
     __device__ __forceinline__ void write_half(u8* buffer, const float (&sum)[Sums],
                                                int first_row) const {
@@ -408,7 +411,7 @@ class TransposeExchanged {
     }
 };
 
-// Which of them, for consumer warpgroups of some repeats.
+// Chooses one of the three by the columns that a result reads.
 template <class Segment, int REPEATS,
           bool RESULTS = TransposeResults<Segment>::APPLIES &&
                          REPEATS % TransposeResults<Segment>::REPEATS == 0,

@@ -30,10 +30,10 @@ namespace {
 
 constexpr int GEMM_CONSUMERS = 2, GEMM_PRODUCERS = 128;  // warpgroups; threads that copy
 
-// The ring of stages that both kernels have, and their queue of work tiles. A consumer warpgroup
-// has HEIGHT times 64 rows of a tile, or, of one of 64 rows, COLUMNS of its columns. COPIES:
-// whether threads copy, STORES: whether they store what they compute; BYTES_BESIDE: of shared
-// memory.
+// The ring of stages and the queue of work tiles that both kernels have. A consumer warpgroup has
+// HEIGHT * 64 rows of a tile, or, if the tile has only 64 rows, COLUMNS of its columns. COPIES:
+// whether producer threads copy (cp.async); STORES: whether they also store numbers that they
+// compute; BYTES_BESIDE: bytes of shared memory that the kernel needs in addition.
 template <class Segment, int TILE_M, int TILE_N, int PRODUCERS, int BYTES_BESIDE, bool COPIES,
           bool STORES>
 struct GemmRing {
@@ -66,7 +66,7 @@ struct GemmRing {
         queue.init(GEMM_CONSUMERS * 4 + PRODUCERS / 32);
     }
 
-    // What a producer thread does around the copies of a stage.
+    // A producer thread's view of the ring: it acquires a stage, copies, and commits it.
     struct Producer {
         GemmRing& ring;
         PipelineState<STAGES> filling;
@@ -80,7 +80,7 @@ struct GemmRing {
             return ring.stage[filling.stage];
         }
 
-        // The barrier that boxes arrive at, told by one thread of how many bytes.
+        // The barrier at which boxes arrive; one thread says how many bytes to expect.
         __device__ __forceinline__ u64& expect(u32 bytes) {
             mbarrier_arrive_expect_bytes(ring.full[filling.stage], bytes);
             return ring.full[filling.stage];
@@ -166,7 +166,7 @@ struct GemmRing {
             if (k_blocks > 0) mbarrier_arrive(ring.empty[before]);
         }
 
-        // Stages of which this warpgroup has no rows.
+        // Releases stages without multiplying: this warpgroup has no rows of the tile.
         __device__ __forceinline__ void skip(i32 k_blocks) {
             for (i32 kb = 0; kb < k_blocks; ++kb) {
                 mbarrier_wait(ring.full[reading.stage], reading.parity);
@@ -177,8 +177,8 @@ struct GemmRing {
     };
 };
 
-// Consumer warpgroups come first, and take registers from the producers'. FEW: whether there are
-// accumulators for few rows, and none to take.
+// Consumer warpgroups come first, and take registers from the producers. FEW: whether accumulators
+// are so few that nobody needs to give registers away.
 template <bool DEQUANTIZES, bool FEW, class Consume, class Produce>
 __device__ __forceinline__ void by_warpgroups(Consume consume, Produce produce) {
     if (threadIdx.x < 128 * GEMM_CONSUMERS) {
@@ -348,7 +348,7 @@ struct GroupedGemm {
         }
     }
 
-    // The product beside this one.
+    // The added (LoRA) product for the same output tile.
     __device__ static __forceinline__ void add(const Segment& s, const WorkTile& tile, i32 first,
                                                float (&sum)[Ring::COLUMNS / 2], int consumer) {
         const i32 row = threadIdx.x % 32 / 4, m = first + threadIdx.x / 32 % 4 * 16 + row,
@@ -629,7 +629,7 @@ struct GroupedWgrad {
         }
     }
 
-    // 64 rows of a group's result.
+    // Stores 64 rows of a group's result.
     __device__ static __forceinline__ void store(const Segment& s, i32 group, i32 first, i32 column,
                                                  const float (&sum)[Ring::COLUMNS / 2]) {
         const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;

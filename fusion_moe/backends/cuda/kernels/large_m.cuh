@@ -1,30 +1,31 @@
-// Large-M grouped products: weights go through shared memory to registers, are dequantized to
-// fragments there, and are multiplied by tiles of activations in shared memory; copies,
-// dequantizing and products overlap.
+// Large-M grouped products. Producer warps copy packed weights and activations to shared memory.
+// Consumer warpgroups load weights to registers, dequantize them to fragments there, and multiply
+// them by tiles of activations in shared memory (wgmma). Copies, dequantizing and products overlap.
+// docs/performance/large_m.md builds the kernel up in five levels.
 //
-// A persistent kernel: a block loops over work tiles (schedule.cuh), each up to TILE_M rows of a
-// group and 64 * REPEATS * CONSUMERS rows of its matrix. The matrix is on the side of wgmma's 64
-// rows; the other side is as wide as the group's M tiles are high. CONSUMERS warpgroups multiply,
-// each by REPEATS times 64 rows of the matrix, what producer warps copy into a ring of stages of
-// two K blocks. They share nothing but the ring: some dequantize while others keep the tensor cores
-// busy, and one may finish a work tile and store it while others still multiply.
+// The kernel is persistent: a block loops over work tiles (schedule.cuh), each of up to TILE_M rows
+// of a group and 64 * REPEATS * CONSUMERS rows of its matrix. The matrix is on the side of wgmma's
+// 64 rows; the other side is as wide as the group's M tiles are high. Each of CONSUMERS warpgroups
+// multiplies REPEATS times 64 rows of the matrix. Warpgroups share nothing but the ring of stages
+// that producers fill: some dequantize while others keep the tensor cores busy, and one may store a
+// finished work tile while others still multiply.
 //
 // Groups that are much heavier or lighter than others can be left to concurrent launches of other
-// variants: each handles a size class, groups of more than some rows and up to some, which sizes
-// the host does not know. None of them needs what another computes, so none waits for the one
-// before; but the last block of each does when it is done, and so what waits for the last launch
-// waits for all.
+// variants. Each launch computes a size class: the groups with more than above_rows and at most
+// max_rows rows; the host does not know which they are. No launch needs what another computes, so
+// none waits for the one before it. But the last block of each waits once it is done, so that
+// whatever waits for the last launch waits for all.
 //
-// Where work tiles are fewer than multiprocessors, the SPLIT_K blocks of a cluster share one: each
-// multiplies a part of K, and sends its sums to the block that stores, a different one for each
-// consumer warpgroup. Of a last wave that is not whole, work tiles are shared by consumer
-// warpgroups of several blocks (waves.cuh).
+// If there are fewer work tiles than multiprocessors, the SPLIT_K blocks of a cluster share each
+// one: a block multiplies its part of K, and sends its sums to the block that stores them, which is
+// a different one for each consumer warpgroup. Work tiles of a last wave that is not full are
+// shared by consumer warpgroups of several blocks (waves.cuh).
 //
-// Activations are in fragment order (fragment_order.cuh), or row-major, with more instructions for
-// each weight (weights/).
+// Activations are in fragment order (fragment_order.cuh), or row-major, which takes more
+// instructions for each weight (weights/).
 //
-// dgrad contracts the weight's rows: its tiles lie elsewhere, and fragments are transposed
-// (stored_tiles.cuh). All else is the same.
+// A dgrad contracts the weight's rows: its tiles lie elsewhere, and fragments are transposed
+// (stored_tiles.cuh). Everything else is the same.
 #pragma once
 
 #include "added.cuh"
@@ -37,8 +38,8 @@
 
 namespace {
 
-// Tiles of weights in shared memory, of STAGE_K_BLOCKS K blocks for a repeat of a consumer
-// warpgroup.
+// The weights of one stage for one repeat of a consumer warpgroup: TILES tiles in each of
+// STAGE_K_BLOCKS K blocks.
 template <int TILES, int STAGE_K_BLOCKS, int ELEMENTS, int SCALES>
 struct SharedTiles {
     u8 elements[TILES][STAGE_K_BLOCKS][ELEMENTS], scales[TILES][STAGE_K_BLOCKS][SCALES];
@@ -53,8 +54,8 @@ struct SharedTiles<TILES, STAGE_K_BLOCKS, ELEMENTS, 0> {
     __device__ __forceinline__ const u8* first_scales(int) const { return nullptr; }
 };
 
-// What the blocks of a cluster send each other: the sums of one block's warpgroups, in registers'
-// order, from each of the other blocks.
+// Where a block of a cluster receives the partial sums of the other blocks, in the order of their
+// registers, for the warpgroups whose results it stores.
 template <int TILE_M, int CONSUMERS, int SPLIT_K>
 struct Exchange {
     static constexpr int THREADS = 128,
@@ -63,14 +64,14 @@ struct Exchange {
     alignas(1024) float partials[OWNED][SPLIT_K - 1][TILE_M / 8][THREADS][4];
     u64 sent[OWNED], taken[CONSUMERS];  // the latter in the blocks that send
 
-    // By a thread of the block, before a barrier of the cluster.
+    // Called by one thread of the block, before a barrier of the cluster.
     __device__ __forceinline__ void init() {
         for (u64& barrier : sent) mbarrier_init(barrier, THREADS / 32 * (SPLIT_K - 1));
         for (u64& barrier : taken) mbarrier_init(barrier, THREADS / 32);
     }
 
-    // By a warpgroup of each block: whether `sum` is that of all of them now, and not only sent.
-    // parity: of how many tiles were before.
+    // Called by one warpgroup per block. Returns true in the owner block, where `sum` is now the
+    // cluster's total; the others have only sent theirs. parity: tile count mod 2.
     __device__ __forceinline__ bool add_up(float (&sum)[TILE_M / 2], i32 tile_m, u32 parity) {
         const u32 warpgroup = threadIdx.x / THREADS, thread = threadIdx.x % THREADS,
                   owner = warpgroup % SPLIT_K, rank = cluster_rank();
@@ -109,9 +110,8 @@ struct LargeM {
     static constexpr int WARPGROUP = 128, WARPGROUP_WARPS = 4, PRODUCER_WARPS = 4,
                          PRODUCERS = 32 * PRODUCER_WARPS;
     static constexpr int THREADS = WARPGROUP * CONSUMERS + PRODUCERS;
-    // Of the registers that a launch gives to one thread of each consumer warpgroup and one
-    // producer, the latter needs few; two repeats of high M tiles leave it the fewest, which are
-    // enough where tiles are equally spaced (see Weights).
+    // Producers give registers to consumers. Two repeats of high M tiles leave producers the
+    // fewest, which suffice if tiles are equally spaced (see Weights).
     static constexpr int MIN_PRODUCER_REGISTERS = REPEATS > 1 && TILE_M > 32 ? 32 : 64;
     static constexpr int REGISTER_POOL = 65536 / THREADS / 8 * 8 * (CONSUMERS + 1);
     static constexpr int CONSUMER_REGISTERS =
@@ -126,8 +126,7 @@ struct LargeM {
     using Reader = typename Segment::Weights;
     static constexpr int ELEMENTS = Reader::ELEMENTS,
                          SCALES = Reader::SCALES;  // bytes of a tile of 16 rows and 64 k
-    // Of a work tile, at most. Where it has few k, or is one of a group that the host knows,
-    // finding parts took as long as they saved.
+    // Maximum parts per work tile. Splitting does not pay when K is small or there is one group.
     static constexpr int MOST_PARTS =
         SPLIT_K == 1 && Segment::GROUPS > 1 && ALL_K_BLOCKS >= 64 ? CONSUMERS : 1;
     static constexpr int STAGE_K_BLOCKS = ELEMENTS + SCALES <= 1024 ? 2 : 1;
@@ -178,8 +177,8 @@ struct LargeM {
     using Exchange = ::Exchange<TILE_M, CONSUMERS, SPLIT_K>;
     static constexpr int EXCHANGE_BYTES = SPLIT_K > 1 ? sizeof(Exchange) : 0;
 
-    // As many as fit. Producers say which work tiles they load: each has a stage at least, but for
-    // one that they begin.
+    // As many stages as fit. Producers publish which work tiles they load: each of these has at
+    // least one stage, except one that they are about to begin.
     static constexpr int OTHER_BYTES =
         EXCHANGE_BYTES + int(sizeof(TileScheduler) + sizeof(WorkTile));
     static constexpr int STAGE_BYTES =
@@ -234,7 +233,7 @@ struct LargeM {
     using WorkTiles = typename TileScheduler::WorkTiles;
     using Columns = typename Segment::Columns;
 
-    // Whether each step-th tile lies as far after the first of them in every N tile.
+    // Whether every step-th tile lies at the same distance from the first in every N tile.
     __device__ static constexpr bool equally_spaced(i32 step) {
         for (i32 block = 0; block < N_TILES; ++block)
             for (i32 t = 0; t < WEIGHT_TILES; ++t)
@@ -253,8 +252,8 @@ struct LargeM {
     // Producers
     // ---------------------------------------------------------------------------------------------
 
-    // The weights of a work tile: a warp copies the elements of each PRODUCER_WARPS-th tile, and a
-    // thread 16 bytes of scales of each TILES_PER_STEP-th.
+    // The weights of a work tile. A warp copies the elements of every PRODUCER_WARPS-th tile; a
+    // thread copies 16 bytes of the scales of every TILES_PER_STEP-th tile.
     struct Weights {
         static_assert(i64(Segment::N) * Segment::K / 1024 * ELEMENTS < 1ll << 31,
                       "offsets in a matrix");
@@ -312,7 +311,7 @@ struct LargeM {
             return EQUALLY_SPACED ? after_first(TILES_PER_STEP * i) * SCALES : scale[i];
         }
 
-        // K blocks, from the kb-th of the unrolled ones on.
+        // Copies K blocks to a stage, from the kb-th of the unrolled ones on.
         template <int Blocks>
         __device__ __forceinline__ void copy(Stage& to, i32 thread, int kb) const {
 #pragma unroll
@@ -375,8 +374,7 @@ struct LargeM {
         }
     };
 
-    // The activations of a work tile: a thread copies 16 bytes of each ROWS_PER_STEP-th row, in as
-    // many steps as all need.
+    // The activations of a work tile. A thread copies 16 bytes of every ROWS_PER_STEP-th row.
     struct Activations {
         static constexpr int ROWS_PER_STEP = PRODUCERS / (TILE_ROW_BYTES / 16),
                              ROW_STEPS = (TILE_M + ROWS_PER_STEP - 1) / ROWS_PER_STEP;
@@ -424,9 +422,10 @@ struct LargeM {
         }
     };
 
-    // The stages that producers fill. A stage is committed when its copies are there: once those of
-    // the next have begun, and a work tile's last one once the next work tile is found, which takes
-    // as long. (A fence by consumers instead waited for products that ran: 10 % on an H200.)
+    // The producers' view of the ring. A stage is signalled once its copies have arrived, which is
+    // checked after the copies of the next stage have begun; a work tile's last stage is signalled
+    // when the next work tile has been found, which takes as long. (A fence by the consumers
+    // instead would wait for running products: 10 % on an H200.)
     struct ProducerPipeline {
         static_assert(
             STAGES >= 3,
@@ -446,7 +445,7 @@ struct LargeM {
             next.advance();
         }
 
-        // The last one of a work tile.
+        // Signals the last stage of a work tile.
         __device__ __forceinline__ void commit_last() { signal<0>(); }
 
       private:
@@ -477,7 +476,7 @@ struct LargeM {
         if (!work.first()) pipeline.commit_last();
     }
 
-    // A loop for each number of steps has fewer instructions than one that branches.
+    // One loop for each number of steps has fewer instructions than a loop with a branch.
     template <int Steps>
     __device__ static __forceinline__ void load_work_tile(const Scales& scales, Weights& weights,
                                                           Activations& rows,
@@ -627,8 +626,8 @@ struct LargeM {
             while (next_to_release != epilogue_stage(EPILOGUE_STAGES - 1)) release();
         }
 
-        // Of the stages that are not released, the last one, or the one before: where the
-        // consumer's weights were is its own.
+        // The last stage that is not released yet, or the one before it. The consumer may overwrite
+        // the part that had its own weights.
         __device__ __forceinline__ u32 epilogue_stage(int before) const {
             return ring.stage > before ? ring.stage - 1 - before : ring.stage + STAGES - 1 - before;
         }
@@ -741,7 +740,7 @@ struct LargeM {
             }
         }
 
-        // What one run of the contracted rows has added, before the next one: see ScaleRuns.
+        // Rescales the sums of one run of contracted rows before the next run: see ScaleRuns.
         template <int TileM>
         __device__ static __forceinline__ void multiply(float (&sum)[REPEATS][TILE_M / 2],
                                                         float factor) {
@@ -751,7 +750,7 @@ struct LargeM {
                 for (int i = 0; i < TileM / 2; ++i) sum[h][i] *= factor;
         }
 
-        // The next stage, and what its first groups multiply by; past the last block: not used.
+        // Waits for the next stage, and loads the weights of its first wgmma groups.
         __device__ __forceinline__ const Stage& wait_stage(Packed (&packed)[PREFETCHED]) {
             const Stage& stage = shared.stage[ring.stage];
             mbarrier_wait(shared.full[ring.stage], ring.parity);
@@ -772,7 +771,7 @@ struct LargeM {
             for (int v = 0; v < K_STEPS; ++v) SharedWeights::dequantize(packed, v, fragments[v]);
         }
 
-        // Here, and not between the products.
+        // The empty asm keeps the compiler from moving this work between the products.
         __device__ static __forceinline__ void dequantize_now(Fragments& fragments,
                                                               const Packed& packed) {
             dequantize(fragments, packed);
@@ -816,7 +815,7 @@ struct LargeM {
     // Epilogue
     // ---------------------------------------------------------------------------------------------
 
-    // Of the repeats from h on that make a result.
+    // Stores the results that are made of the repeats from h on.
     __device__ static __forceinline__ void store(float (*sum)[TILE_M / 2], const float (*outer)[2],
                                                  const Segment& s, const Mainloop& mainloop,
                                                  const WorkTile& work_tile, int h) {
@@ -847,8 +846,8 @@ struct LargeM {
         }
     }
 
-    // The product beside this one, to accumulators of the repeats from h on, which are multiplied
-    // by their factors before.
+    // Adds the added (LoRA) product to the accumulators of the repeats from h on, after these have
+    // been multiplied by their factors.
     __device__ static __forceinline__ void add(float (*sum)[TILE_M / 2],
                                                ConsumerTile<Segment, REPEATS_PER_RESULT>& tile,
                                                int h) {
@@ -871,7 +870,7 @@ struct LargeM {
         }
     }
 
-    // Rows that belong to no group.
+    // Stores the results of rows that belong to no group.
     __device__ static __forceinline__ void store_ungrouped_rows(const Segment& s,
                                                                 const WorkTile& work_tile) {
         constexpr int V = 8;

@@ -19,14 +19,14 @@ constexpr u32 ARRIVING = 32;
 constexpr u32 ARRIVING = 1;
 #endif
 
-// threads: that arrive for themselves.
+// warps, threads: how many warps and single threads will arrive.
 __device__ __forceinline__ void mbarrier_init(u64& barrier, u32 warps, u32 threads = 0) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
                  "r"(warps * ARRIVING + threads)
                  : "memory");
 }
 
-// By a whole warp, for all that it has done.
+// Called by a whole warp; covers everything that its lanes have done before.
 __device__ __forceinline__ void mbarrier_arrive(u64& barrier) {
     __syncwarp();
     if (threadIdx.x % 32 < ARRIVING)
@@ -34,7 +34,7 @@ __device__ __forceinline__ void mbarrier_arrive(u64& barrier) {
                      : "memory");
 }
 
-// Until the phase with this parity is complete.
+// Waits until the phase with this parity is complete.
 __device__ __forceinline__ void mbarrier_wait(u64& barrier, u32 parity) {
     asm volatile(
         "{.reg .pred done;\n"
@@ -44,7 +44,7 @@ __device__ __forceinline__ void mbarrier_wait(u64& barrier, u32 parity) {
         : "memory");
 }
 
-// All of `threads` threads, which use no other barrier of this number.
+// A barrier of `threads` threads. They use no other barrier with this number.
 __device__ __forceinline__ void named_barrier_sync(i32 number, i32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -68,7 +68,7 @@ __device__ __forceinline__ void cp_async_16_or_zeros(u32 to, const void* from, b
                  : "memory");
 }
 
-// Where `good`.
+// The same if `good`; otherwise nothing is read or written.
 __device__ __forceinline__ void cp_async_16_if(u32 to, const void* from, bool good) {
     asm volatile(
         "{.reg .pred q; setp.ne.s32 q, %2, 0; @q cp.async.cg.shared.global.L2::128B [%0], [%1], "
@@ -120,7 +120,7 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u
         : "memory");
 }
 
-// The copies since the last commit become one group of which can be waited for.
+// Makes the copies since the last commit one group, for cp_async_wait.
 __device__ __forceinline__ void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -131,12 +131,12 @@ __device__ __forceinline__ void cp_async_arrive(u64& barrier) {
                  : "memory");
 }
 
-// By each thread, for what it has done.
+// Called by single threads; covers what each has done before.
 __device__ __forceinline__ void mbarrier_arrive_thread(u64& barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-// Until at most `Pending` groups of this thread's copies are not done.
+// Waits until at most `Pending` groups of this thread's copies are in flight.
 template <int Pending>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");

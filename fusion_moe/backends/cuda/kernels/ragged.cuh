@@ -72,7 +72,7 @@ struct Max {
     __device__ __forceinline__ i32 operator()(i32 a, i32 b) const { return max(a, b); }
 };
 
-// What a lane and those before it have, put together.
+// An inclusive scan over the lanes of a warp.
 template <class Both>
 __device__ __forceinline__ i32 scan(i32 x, Both both) {
     const i32 lane = threadIdx.x % 32;
@@ -150,8 +150,8 @@ __device__ __forceinline__ void clamp_ends(i32 (&end)[EACH], i32 rows) {
 
 constexpr i32 UNBOUNDED = 0x7FFFFFFF;
 
-// What one launch of a product is told, in numbers that the host knows: a parameter of the kernel,
-// so that all launches have the same one.
+// What the host tells one launch of a product. It is a parameter, so that all launches share one
+// compiled kernel.
 struct SizeClass {
     i32 above_rows, max_rows;  // it computes groups of more than above_rows rows, and of up to
                                // max_rows; others leave the rest to it
@@ -174,7 +174,7 @@ __device__ __forceinline__ i32 m_tiles_of(i32 size, const SizeClass& size_class)
                : 0;
 }
 
-// Those of a lane's groups.
+// The M tiles of a lane's groups.
 template <int TILE_M, int EACH>
 __device__ __forceinline__ i32 m_tiles_in(const i32 (&end)[EACH], i32 start,
                                           const SizeClass& size_class) {
@@ -206,7 +206,7 @@ struct MTiles {
     i32 first[GROUPS + 2];   // row; group GROUPS has the rows of no group
     i32 before[GROUPS + 2];  // M tiles of the groups before; of all groups
 
-    // By all threads of a block. `error`, if not null, is told of the first end that is wrong.
+    // Called by all threads of a block. Reports the first invalid end in `error` unless null.
     __device__ __forceinline__ void build(const i32* ends, i32 rows, const SizeClass& size_class,
                                           i64* error) {
         if (threadIdx.x < 32) build_by_warp(ends, rows, size_class, error);
@@ -344,7 +344,7 @@ __device__ __forceinline__ i32 group_of_id(i64 id, i32 first, i32 groups) {
     return group < u64(groups) ? i32(group) : groups;
 }
 
-// The same from up to 32 ids that `route` sorts, without waiting for it.
+// The same, from up to 32 unsorted ids: it sorts them itself instead of waiting for `route`.
 template <int GROUPS, int TILE_M, int N_TILES, int WAVE, class Id>
 __device__ __forceinline__ TilePlace find_tile_by_ids(const Id* ids, i32 first_id, i32 rows,
                                                       i32 number) {

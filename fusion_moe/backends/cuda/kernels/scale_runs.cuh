@@ -14,7 +14,7 @@ struct StoredWeight : Segment {
     __device__ __forceinline__ explicit StoredWeight(const Segment& s) : Segment(s) {}
 };
 
-// Which runs of the contracted rows a tile's blocks are of, by its group's scales.
+// The order in which a dgrad takes the runs of contracted rows, by the scales of its group.
 template <class Segment>
 struct ScaleRuns {
     using Weights = typename Segment::Weights;

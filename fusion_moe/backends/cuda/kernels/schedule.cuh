@@ -1,22 +1,23 @@
 // The tile scheduler of a persistent grid: groups whose sizes only the device knows.
 //
-// A group of `size` rows is divided into as few M tiles as TILE_M allows, of equal height but for
-// the last, a multiple of 8. A work tile is an M tile and one of `n_tiles` N tiles; block b of the
-// grid has work tiles b, b + blocks, ..., and clusters have theirs so where blocks share them.
-// Where MOST_PARTS is more than 1, and a launch has the multiprocessors for itself, waves.cuh
-// shares them out instead. Groups with the highest M tiles come first, so that what is left at the
-// end are small work tiles. A group's M tiles are divided into rotations, each of a few of them and
-// all N tiles: what a GPU's blocks have of these at a time reads about as many bytes of weights as
-// of activations, which is the least in all.
+// A group of `size` rows is divided into the fewest M tiles that TILE_M allows. Their height is a
+// multiple of 8, and equal but for the last. A work tile is an M tile and one of `n_tiles` N tiles.
+// Block b takes work tiles b, b + blocks, ...; if the blocks of a cluster share work tiles, the
+// cluster takes them that way. If MOST_PARTS is more than 1 and no other kernel runs at the same
+// time, waves.cuh distributes the work tiles instead. Groups with the highest M tiles come first,
+// so that small work tiles are left for the end. A group's M tiles are divided into rotations: a
+// few M tiles with all N tiles. The blocks that run at a time then read about as many bytes of
+// weights as of activations, which minimizes the sum.
 //
-// Concurrent with a small-M kernel, which has the groups of fewer rows, so few blocks are active
-// that they are done in about half of its time: it needs nearly all multiprocessors to read weights
-// as fast as memory gives them. While it reads those of GROUPS_READ_PER_TWO_TILES groups, a block
-// computes two M tiles, with all N tiles: a fact of the GPU, from arch.py.
+// Next to a concurrent small-M kernel, which has the groups with fewer rows, only so few blocks are
+// active that they finish in about half of its time: the small-M kernel needs nearly all
+// multiprocessors to read weights at the full speed of memory. While it reads the weights of
+// GROUPS_READ_PER_TWO_TILES groups, a block computes two M tiles with all N tiles. This number is a
+// fact of the GPU, from arch.py.
 //
-// Work tiles of a group take equally long, though the last M tile may be lower, and the last N tile
-// narrower: so blocks stay in step along k, and what one reads from memory the others find in the
-// cache. (Else a product of 14,336 k read 2.4 times as much.)
+// Work tiles of a group take equally long, even though the last M tile may be lower and the last N
+// tile narrower. So blocks stay in step along K, and what one reads from memory, the others find in
+// the cache. (Otherwise a product with K = 14,336 read 2.4 times as much.)
 #pragma once
 
 #include "ragged.cuh"
@@ -27,16 +28,16 @@ namespace {
 struct alignas(16) WorkTile {
     MTile m_tile;
     i32 tile_m, n_tile;  // tile_m: height of the group's M tiles, a multiple of 8
-    u32 consumers;       // that compute it, a bit for each
+    u32 consumers;       // a bit for each consumer that computes it
 };
 
-constexpr i32 NO_WORK_TILE = 1 << 30;  // a number past the last
+constexpr i32 NO_WORK_TILE = 1 << 30;  // the number of an idle block, past the last tile
 
 template <int GROUPS, int TILE_M, i32 GROUPS_READ_PER_TWO_TILES, int CLUSTER = 1,
           int MOST_PARTS = 1>
 class TileScheduler {
   public:
-    // By all threads of a block; `scratch` holds 4 (GROUPS + 1) numbers.
+    // Called by all threads of a block; `scratch` has room for 4 (GROUPS + 1) numbers.
     __device__ void build(const i32* ends, i32 rows, i32 n_tiles, const SizeClass& size_class,
                           i64* error, i32* scratch) {
         if (threadIdx.x == 0) n_tiles_ = n_tiles, active_blocks_ = gridDim.x / CLUSTER;
@@ -95,11 +96,11 @@ class TileScheduler {
         }
         __device__ void go_to(i32 number) { mine_.number = number; }
 
-        // By a whole warp.
+        // Called by a whole warp.
         __device__ WorkTile current() const {
             const auto [number, consumers] = MOST_PARTS > 1 ? scheduler_.waves_.find(mine_.number)
                                                             : PartOfTile{mine_.number, ~0u};
-            i32 place = 0;  // the first one whose work tiles go further
+            i32 place = 0;  // of the first group whose work tiles end after `number`
 #pragma unroll
             for (i32 i = 0; i <= GROUPS; i += 32) {
                 const i32 other = i + i32(threadIdx.x % 32);
@@ -129,7 +130,7 @@ class TileScheduler {
     };
 
   private:
-    static constexpr i32 ROTATION = 8;  // M tiles, at most
+    static constexpr i32 ROTATION = 8;  // the most M tiles of a rotation
     static constexpr i32 SIDE = (GROUPS + 32) / 32 * 32,
                          PARTS = SIDE > 256   ? 2
                                  : SIDE > 128 ? 4
@@ -149,8 +150,8 @@ class TileScheduler {
                 1, min(active_blocks_, GROUPS_READ_PER_TWO_TILES * m_tiles_.before[GROUPS] / low));
     }
 
-    // Adds what a part of the groups says of where group g stands. A warp reads the same others at
-    // a time.
+    // Counts the groups of one part that come before group g, and their work tiles, and adds both
+    // to g's totals. The threads of a warp read the same group at a time.
     __device__ static void count(const int2* group, i32 g, i32 part, i32* place, i32* upto) {
         const i32 mine = group[g].x;
         i32 groups = 0, work_tiles = 0;
@@ -171,13 +172,13 @@ class TileScheduler {
     }
 
     MTiles<GROUPS, TILE_M> m_tiles_;
-    i32 n_tiles_, active_blocks_;  // of a result; of the grid, or clusters, whose others are idle
-                                   // beside a small-M kernel
-    i32 end_;                      // of what is numbered
+    i32 n_tiles_, active_blocks_;  // N tiles of a result; blocks (or clusters) that take work: the
+                                   // others leave room for a concurrent small-M kernel
+    i32 end_;                      // the number after the last work tile's
     bool by_turns_;
     Waves waves_;
-    // Groups in the order of work; work tiles of the first so many of them; heights of their M
-    // tiles.
+    // By place in the order of work: the group, the work tiles up to and with it, the height of its
+    // M tiles.
     i32 group_of_place_[GROUPS + 1], work_tiles_upto_[GROUPS + 1], tile_m_[GROUPS + 1];
 };
 

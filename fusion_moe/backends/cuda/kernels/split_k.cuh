@@ -8,8 +8,8 @@
 
 namespace {
 
-// A tile of TILE_M rows of a group and WEIGHT_TILES * 16 rows of its matrix, whose K is divided
-// into SPLIT_K parts, by THREADS threads.
+// The epilogue of a tile of TILE_M rows of a group and WEIGHT_TILES * 16 rows of its matrix, with K
+// divided among SPLIT_K warps. THREADS: threads of the block.
 template <class Segment, int TILE_M, int WEIGHT_TILES, int SPLIT_K, int THREADS>
 struct SplitKEpilogue {
     using Weights = typename Segment::Weights;
@@ -21,8 +21,8 @@ struct SplitKEpilogue {
     static constexpr int PARTIALS = SPLIT_K * TILE_M * STRIDE, V = 2;
     static_assert(WEIGHT_TILES % Segment::BLOCK_TILES == 0, "a block's tiles make whole columns");
 
-    // Writes a warp's fragment of 16 rows of the matrix and 8 of the group: of part k_warp of K, at
-    // tile `tile` and rows `t` .. `t` + 7.
+    // Writes a warp's accumulators of 16 rows of the matrix (tile `tile`) and rows t .. t + 7 of
+    // the group. k_warp: its part of K.
     __device__ static __forceinline__ void write_partial(float* partials, const float (&sum)[4],
                                                          i32 k_warp, i32 tile, i32 t) {
         const i32 row = threadIdx.x % 32 / 4, lane_column = threadIdx.x % 4;
@@ -32,7 +32,7 @@ struct SplitKEpilogue {
                      i / 2 * 8] = sum[i];
     }
 
-    // Adds what the warps have along K, and stores. `at`: the first column.
+    // Adds the partial sums of the warps along K, and stores the results. `at`: the first column.
     __device__ static __forceinline__ void store(const Segment& s, const MTile& m_tile, i32 at,
                                                  const float* partials) {
         for (i32 i = threadIdx.x; i < TILE_M * TILE_N / V; i += THREADS) {
@@ -63,7 +63,7 @@ struct SplitKEpilogue {
         }
     }
 
-    // Rows that belong to no group.
+    // Stores the results of rows that belong to no group.
     __device__ static void store_ungrouped_rows(const Segment& s, const MTile& m_tile, i32 at) {
         for (i32 i = threadIdx.x; i < (m_tile.end - m_tile.first) * TILE_N / V; i += THREADS) {
             const i32 j = at + i % (TILE_N / V) * V;

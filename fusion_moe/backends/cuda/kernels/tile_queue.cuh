@@ -1,33 +1,33 @@
-// Dynamic persistent tiles: which work tiles a block has, where none has a fixed share. The one of
-// its own number, then the first that nobody has taken. Multiprocessors differ in speed: with fixed
-// shares the fast ones wait at the end, and before that are far ahead of the slow ones, where
-// nothing in the cache serves both.
+// A dynamic persistent scheduler: each block starts with the tile of its own index, then claims the
+// next one from a global counter. Multiprocessors differ in speed. With fixed shares the fast ones
+// would idle at the end, and before that they would run so far ahead of the slow ones that the
+// cache serves only one of the two.
 //
-// One thread of the block takes, from a counter in memory, and tells the others in shared memory.
-// It takes ahead, so that nobody waits for the counter.
+// One thread of a block claims tiles from the counter, and tells the others in shared memory. It
+// claims one ahead, so that nobody waits for the counter.
 #pragma once
 
 #include "pipeline.cuh"
 
 namespace {
 
-// DEPTH: how many numbers the thread that takes may be ahead of the last warp that reads.
+// DEPTH: how many tiles the claiming thread may be ahead of the last reading warp.
 template <int DEPTH>
 class TileQueue {
   public:
-    // By all threads of a block, before a barrier. warps: that read.
+    // Called by all threads before __syncthreads(). warps: number of reading warps.
     __device__ __forceinline__ void init(u32 warps) {
         if (threadIdx.x < DEPTH)
             mbarrier_init(full_[threadIdx.x], 0, 1), mbarrier_init(empty_[threadIdx.x], warps);
     }
 
-    // The numbers after the block's own. Every reading warp asks for as many; the first number that
-    // is no work tile is the last to ask for.
+    // Returns the tiles after the block's own. All reading warps must make the same number of
+    // calls, and stop after the first number that is no work tile.
     class Reader {
       public:
         __device__ __forceinline__ explicit Reader(TileQueue& queue) : queue_(queue) {}
 
-        // By a whole warp.
+        // Called by a whole warp.
         __device__ __forceinline__ i32 next() {
             mbarrier_wait(queue_.full_[asked_ % DEPTH], asked_ / DEPTH % 2);
             const i32 number = queue_.number_[asked_ % DEPTH];
@@ -41,17 +41,17 @@ class TileQueue {
         u32 asked_ = 0;
     };
 
-    // A reader in the warps of the thread that takes.
+    // The reader of the warp whose thread claims tiles.
     class Taker : Reader {
       public:
-        // counter: how many tiles the grid has taken beyond the blocks' own; 0 before the kernel.
-        // takes: whether it is this thread.
+        // counter: tiles that the grid has claimed beyond the blocks' own; 0 before the kernel.
+        // takes: whether this thread claims.
         __device__ __forceinline__ Taker(TileQueue& queue, i32* counter, bool takes)
             : Reader(queue), counter_(counter), takes_(takes) {
             take();
         }
 
-        // By a whole warp.
+        // Called by a whole warp.
         __device__ __forceinline__ i32 next() {
             if (takes_) {
                 const u32 place = this->asked_ % DEPTH;

@@ -1,11 +1,11 @@
-// The waves of a persistent grid: which of the numbered work tiles a block does, when all are in
-// order from long to short.
+// The waves of a persistent grid: which work tiles a block computes. Work tiles are numbered from
+// the longest to the shortest.
 //
-// A wave is as many work tiles as there are blocks. Block b has the b-th of the first wave, the
-// b-th from the end of the second, and so on: who has a long one has a short one next. Of a last
-// wave that is not whole, each work tile is divided into as many parts as there are idle blocks
-// for, but no more than it has: a part is for some of a block's consumer warpgroups, whose work is
-// then done sooner, by several blocks at once. What follows the work tiles is numbered on.
+// A wave has one work tile for each block. Block b takes the b-th of the first wave, the b-th from
+// the end of the second, and so on, so that a block with a long tile gets a short one next. In a
+// last wave that is not full, idle blocks help: each work tile is divided into parts, and a part is
+// the work of some of a block's consumer warpgroups, which several blocks then do at once. Indices
+// past the last part are sentinels: they count on as if tiles had not been divided.
 #pragma once
 
 namespace {
@@ -17,15 +17,15 @@ struct PartOfTile {
 };
 
 struct Waves {
-    i32 whole, end;        // work tiles of whole waves; numbers up to the last part's
-    i32 parts, consumers;  // of each work tile of the last wave; of a block
+    i32 whole, end;        // work tiles in full waves; the number after the last part's
+    i32 parts, consumers;  // parts of each work tile of the last wave; consumers of a block
 
     __device__ static __forceinline__ Waves of(i32 work_tiles, i32 blocks, i32 consumers) {
         const i32 rest = work_tiles % blocks, parts = rest == 0 ? 1 : min(consumers, blocks / rest);
         return {work_tiles - rest, work_tiles + rest * (parts - 1), parts, consumers};
     }
 
-    // All in the order of numbers, by whole work tiles.
+    // Undivided work tiles.
     __device__ static __forceinline__ Waves plain(i32 work_tiles) {
         return {work_tiles, work_tiles, 1, 1};
     }
@@ -38,13 +38,13 @@ struct Waves {
     }
 
   private:
-    // The consumers of the first so many parts.
+    // A bit for each consumer that computes one of the first `part` parts.
     __device__ __forceinline__ u32 below(i32 part) const {
         return (1u << (part * consumers + parts - 1) / parts) - 1;
     }
 };
 
-// The numbers of a block: its place in each wave, from either end by turns, or from the same one.
+// A block's tile in each wave: serpentine if by_turns, else ascending.
 struct InWaves {
     i32 number, step;
 

@@ -1,9 +1,9 @@
-// How producers fill a stage with a tile of the weight, in fprop and dgrad: by what it is stored
-// as.
+// How producers fill a stage with a tile of the weight, in fprop and dgrad. There is a class for
+// each way in which weights are stored:
 //
-//     Memory                         in shared memory, which all threads of a block `init`
-//     begin(runs, group, n_tile)     a work tile; then for each of its K blocks in turn
-//     copy(to, kb)                   what this thread has of a block
+//     Memory                         its shared memory; all threads of a block call `init`
+//     begin(runs, group, n_tile)     starts a work tile
+//     copy(to, kb)                   copies this thread's part of K block kb; called in order
 #pragma once
 
 #include "dequantized_columns.cuh"
@@ -15,7 +15,7 @@ struct NoMemory {
     __device__ __forceinline__ void init() {}
 };
 
-// What is contracted where it is in one run: as ScaleRuns.
+// As ScaleRuns, for contracted rows with one outer scale.
 template <int K>
 struct OneRun {
     static constexpr i32 COUNT = 1, BLOCKS = (K + GEMM_K_BLOCK - 1) / GEMM_K_BLOCK;
@@ -24,7 +24,7 @@ struct OneRun {
     __device__ __forceinline__ i32 first_row(i32 kb) const { return kb * GEMM_K_BLOCK; }
 };
 
-// The column of the product that is column c of an N tile; -1 for none.
+// The column of the product at column c of an N tile; -1 if there is none.
 template <class Segment, int TILE_N>
 __device__ __forceinline__ i32 column_of_tile(i32 n_tile, i32 c) {
     constexpr int TILE_COLUMNS = TILE_N / Segment::COLUMNS_PER_RESULT;
@@ -32,7 +32,7 @@ __device__ __forceinline__ i32 column_of_tile(i32 n_tile, i32 c) {
     return j < Segment::WIDTH ? Segment::column(c / TILE_COLUMNS, j) : -1;
 }
 
-// In boxes, which one thread copies.
+// Weights in boxes: the kernel's one copying thread copies them, so there is nothing to do here.
 template <class Segment>
 struct WeightBoxes {
     using Memory = NoMemory;
@@ -42,7 +42,7 @@ struct WeightBoxes {
     __device__ __forceinline__ void copy(u32, i32) const {}
 };
 
-// [n, k]: a thread has every 16th row of the tile.
+// Weights stored [n, k]: a thread copies every 16th row of the tile.
 template <class Segment, int TILE_N>
 struct WeightRows {
     using Memory = NoMemory;
@@ -70,7 +70,7 @@ struct WeightRows {
     }
 };
 
-// [k, n]: a thread has eight columns, of every (128 / pieces)-th row.
+// Weights stored [k, n]: a thread copies eight columns of every STEP-th row.
 template <class Segment, int TILE_N, int THREADS>
 struct WeightColumns {
     using Memory = NoMemory;
@@ -100,7 +100,7 @@ struct WeightColumns {
     }
 };
 
-// [k, n] in few bits: each warpgroup has a part of the columns.
+// Quantized weights stored [k, n]: each producer warpgroup dequantizes a part of the columns.
 template <class Segment, int TILE_N, int THREADS>
 struct PackedWeight {
     static constexpr int EACH = TILE_N / (THREADS / 128);

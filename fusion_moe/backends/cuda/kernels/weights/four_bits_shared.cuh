@@ -10,7 +10,7 @@
 
 namespace {
 
-// What the readers of four bits need of a format, and of the encoding of a segment's weight.
+// The assumptions of four-bit readers about a format and about the encoding of a segment's weight.
 template <class Format>
 struct FourBits {
     static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale);
@@ -28,10 +28,10 @@ struct FourBits {
     }
 };
 
-// What a lane has of a tile.
+// A lane's share of a tile.
 struct TiledCodes {
     uint4 codes;
-    u32 scales;  // of rows r and r + 8, one beside the other
+    u32 scales;  // two as they are stored: of rows r and r + 8
 };
 
 __device__ __forceinline__ u32 word(const TiledCodes& packed, int v) {
@@ -41,12 +41,12 @@ __device__ __forceinline__ u32 word(const TiledCodes& packed, int v) {
                     : packed.codes.w;
 }
 
-// Of the rows r and r + 8 that a lane has.
+// The scales of rows r and r + 8, each in both halves of a word.
 struct PairOfScales {
     u32 low, high;
 };
 
-// Stored scales, of one byte or two.
+// Loads a stored scale, which has one byte or two.
 template <class Scale>
 __device__ __forceinline__ u32 load_scale(const u8* p) {
     return sizeof(Scale) == 1 ? load_no_allocate_1(p) : load_no_allocate_2(p);
@@ -65,7 +65,7 @@ __device__ __forceinline__ u32 two_scales(const u8* shared) {
         return *reinterpret_cast<const u32*>(shared);
 }
 
-// For all columns: of one in each half, those of rows r and r + 8.
+// The scales of rows r and r + 8, from a word with one in each half.
 template <class Format>
 __device__ __forceinline__ typename Format::Scales scales_of_rows(u32 ready) {
     u32 low, high;
@@ -73,7 +73,7 @@ __device__ __forceinline__ typename Format::Scales scales_of_rows(u32 ready) {
     return Format::tiled(low, high);
 }
 
-// The half's pairs of columns, of rows r and r + 8.
+// A pair of columns in one half, for rows r and r + 8.
 template <class Format>
 __device__ __forceinline__ void weights_of_rows(u32 word, const typename Format::Scales& scales,
                                                 int half, u32* a) {
@@ -81,14 +81,14 @@ __device__ __forceinline__ void weights_of_rows(u32 word, const typename Format:
     for (int i = 0; i < 2; ++i) a[i] = Format::weights(Format::codes(word, half, i), scales, i);
 }
 
-// Where a lane's two lie among those of a tile, in bytes.
+// The byte offset of a lane's two scales among the scales of a tile.
 template <class Format>
 __device__ __forceinline__ constexpr i32 scales_of_lane(i32 lane) {
     constexpr i32 BLOCK = Format::BLOCK, BYTES = sizeof(typename Format::Scale);
     return BYTES * (BLOCK == 16 ? 2 * lane : lane / 4 * (128 / BLOCK) + lane % 4 * 16 / BLOCK * 2);
 }
 
-// For activations in fragment order: as in memory.
+// For activations in fragment order, tiles lie in shared memory as in global memory.
 template <class Format, bool FRAGMENT_ORDER>
 struct FourBitShared {
     using Packed = TiledCodes;

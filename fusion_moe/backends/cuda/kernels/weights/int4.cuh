@@ -10,12 +10,12 @@
 
 namespace {
 
-// The nibbles of a word's half of columns, of row r or r + 8 (i).
+// The codes of a word of w16x64 that belong to one half of the columns and to row r or r + 8 (i).
 __device__ __forceinline__ u32 nibbles(u32 word, int half, int i) {
     return word >> 8 * half & (i == 0 ? 0x000F000Fu : 0x00F000F0u);
 }
 
-// The two of a byte, one in each half.
+// The two codes of a byte, one in each half of a word.
 __device__ __forceinline__ u32 nibbles_of_byte(u32 byte) {
     return (byte & 0xFF) * 0x1001u & 0x000F000Fu;
 }
@@ -23,10 +23,9 @@ __device__ __forceinline__ u32 nibbles_of_byte(u32 byte) {
 template <class T>
 struct Int4;
 
-// Weights are 2^-60 of what they are. As a bfloat16 a code, or 16 times a code, is 2^-133 of the
-// integer, a subnormal number or one beside these: times the scale, less 8 times the scale, it is
-// the weight. Scales of 2^-66 to 2^54 are in range; beyond, weights are infinite, or have fewer
-// bits.
+// Fragments hold weight * 2^-60; RESCALE undoes it. The bits of a code q (or of 16 q), read as a
+// bfloat16, are q * 2^-133, which is subnormal or just above. One fma computes q * scale - 8 *
+// scale. Scales of 2^-66 to 2^54 are in range; with others weights are infinite or have fewer bits.
 template <>
 struct Int4<bf16> {
     using Scale = u16;
@@ -71,9 +70,9 @@ struct Int4<bf16> {
     }
 };
 
-// Weights are 2^5 times what they are. All with scales of 2^-22 to 255 are exact; with smaller ones
-// they are rounded to multiples of 2^-29, with larger ones some are infinite. With the exponent of
-// 1024 a code, or 16 times a code, is 1024 more.
+// Fragments hold weight * 2^5; RESCALE undoes it. Weights with scales of 2^-22 to 255 are exact;
+// with smaller scales they are rounded to multiples of 2^-29, with larger ones some are infinite.
+// A code (or 16 times a code) in the mantissa of 1024 is the number 1024 + code.
 template <>
 struct Int4<f16> {
     using Scale = u16;

@@ -11,14 +11,14 @@ namespace {
 
 constexpr u32 BOTH = 0x10001;  // one in each half
 
-// Of bytes in halves: 0x100 in those of 255.
+// For a byte in each half: 0x100 where it is 255, else 0.
 __device__ __forceinline__ u32 bit_8_of_nan(u32 two) { return (two + BOTH) & 0x100 * BOTH; }
 
 template <class T>
 struct Mxfp4Scales;
 
-// Weights are 2^-60 of what they are. All with scales of 2^-72 to 2^61 are exact. Larger scales
-// count as 2^61; below, weights are rounded to multiples of 2^-73.
+// Fragments hold weight * 2^-60; RESCALE undoes it. Weights with scales of 2^-72 to 2^61 are exact.
+// Larger scales count as 2^61; with smaller ones weights are rounded to multiples of 2^-73.
 template <>
 struct Mxfp4Scales<bf16> {
     using Outer = NoOuterScale;
@@ -38,9 +38,9 @@ struct Mxfp4Scales<bf16> {
     }
 };
 
-// Weights are 2^5 times what they are. All with scales of 2^-21 to 2^8 are exact. Larger scales
-// count as 2^8, smaller ones as zero. Codes, 2^-14 of what they are, are made larger before: a
-// scale of float16 has too few powers of two for both.
+// Fragments hold weight * 2^5; RESCALE undoes it. Weights with scales of 2^-21 to 2^8 are exact.
+// Larger scales count as 2^8, smaller ones as zero. Codes are read as 2^-14 of their value, and are
+// multiplied by 2^12 first: float16 has too few powers of two to do that in the scale.
 template <>
 struct Mxfp4Scales<f16> {
     using Outer = NoOuterScale;
