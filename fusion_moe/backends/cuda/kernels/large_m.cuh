@@ -1,7 +1,7 @@
 // Large-M grouped products. Producer warps copy packed weights and activations to shared memory.
 // Consumer warpgroups load weights to registers, dequantize them to fragments there, and multiply
 // them by tiles of activations in shared memory (wgmma). Copies, dequantizing and products overlap.
-// docs/performance/large_m.md builds the kernel up in five levels.
+// docs/extend/large_m.md builds the kernel up in five levels.
 //
 // The kernel is persistent: a block loops over work tiles (schedule.cuh), each of up to TILE_M rows
 // of a group and 64 * REPEATS * CONSUMERS rows of its matrix. The matrix is on the side of wgmma's
@@ -114,8 +114,9 @@ struct LargeM {
     // fewest, which suffice if tiles are equally spaced (see Weights).
     static constexpr int MIN_PRODUCER_REGISTERS = REPEATS > 1 && TILE_M > 32 ? 32 : 64;
     static constexpr int REGISTER_POOL = 65536 / THREADS / 8 * 8 * (CONSUMERS + 1);
-    static constexpr int CONSUMER_REGISTERS =
+    static constexpr int FAIR_REGISTERS =
         (REGISTER_POOL - MIN_PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
+    static constexpr int CONSUMER_REGISTERS = FAIR_REGISTERS < 256 ? FAIR_REGISTERS : 256;
     static constexpr int PRODUCER_REGISTERS = REGISTER_POOL - CONSUMERS * CONSUMER_REGISTERS;
     static constexpr int WEIGHT_TILES = TILES_OF_K_BLOCK * CONSUMERS * REPEATS;  // in a K block
     static constexpr int TILE_N =
