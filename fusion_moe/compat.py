@@ -189,7 +189,8 @@ def _register_translator(activation_format: str) -> None:
     found = translate.find(NAME)
     if found is not None and found.function.__module__ == __name__:
         translate.unregister(NAME)
-    translate.translator(NAME)(_translator_of(activation_format))
+    register = translate.translator(NAME, version=f"fusion_moe.compat {activation_format}")
+    register(_translator_of(activation_format))
 
 
 def _schema() -> str | None:

@@ -65,8 +65,8 @@ class Directory:
         From config.json, as `quantization_of`, else from hf_quant_config.json, which is all that
         older exports of ModelOpt have.
         """
-        if found := quantization_of(self.config):
-            return found
+        if entries := quantization_of(self.config):
+            return entries
         older = self.path / OLDER_CONFIG
         return older_quantization(older) if older.exists() else {}
 
@@ -172,8 +172,8 @@ def read_index(index: Path) -> dict[str, Any]:
     """An index with its `weight_map`, the file of each tensor. CheckpointError without one, or with
     a file elsewhere.
     """
-    found = read_json(index)
-    shard_of = found.get("weight_map")
+    entries = read_json(index)
+    shard_of = entries.get("weight_map")
     if (
         not isinstance(shard_of, dict)
         or not shard_of
@@ -183,7 +183,7 @@ def read_index(index: Path) -> dict[str, Any]:
             "no weight_map", expected="weight_map: the file of each tensor", where=str(index)
         )
     _check_names(index, dict.fromkeys(shard_of.values()))
-    return found
+    return entries
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,8 +192,8 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     for part in (config, *(config.get(name) for name in TEXT_MODEL)):
         for key in QUANTIZATION:
-            if isinstance(part, Mapping) and isinstance(found := part.get(key), dict) and found:
-                return found
+            if isinstance(part, Mapping) and isinstance(entry := part.get(key), dict) and entry:
+                return entry
     return {}
 
 
@@ -201,12 +201,12 @@ def architectures_of(config: Mapping[str, Any], where: str = "") -> tuple[str, .
     """The classes that a config.json names, in transformers' words; CheckpointError if it names
     anything else.
     """
-    found = config.get("architectures") or []
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+    classes = config.get("architectures") or []
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
         raise CheckpointError(
-            f"architectures {shown(found)}", expected="a list of names of classes", where=where
+            f"architectures {shown(classes)}", expected="a list of names of classes", where=where
         )
-    return tuple(found)
+    return tuple(classes)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,12 +221,14 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def older_quantization(file: Path) -> dict[str, Any]:
     """What a hf_quant_config.json says, as a quantization_config would."""
-    said = read_json(file).get("quantization")
-    if not isinstance(said, dict):
+    entries = read_json(file).get("quantization")
+    if not isinstance(entries, dict):
         raise CheckpointError(
-            f"quantization is {shown(said)}", expected="an object with quant_algo", where=str(file)
+            f"quantization is {shown(entries)}",
+            expected="an object with quant_algo",
+            where=str(file),
         )
-    return {"quant_method": "modelopt", "ignore": said.get("exclude_modules", []), **said}
+    return {"quant_method": "modelopt", "ignore": entries.get("exclude_modules", []), **entries}
 
 
 def _check_names(index: Path, shards: Iterable[str]) -> None:

@@ -100,16 +100,16 @@ def expert_of(name: str) -> tuple[str, str, int] | None:
 
     CheckpointError for a number that is not written as usual: 01 would be expert 1 again.
     """
-    found = _ONE.fullmatch(name)
-    if found is None:
+    match = _ONE.fullmatch(name)
+    if match is None:
         return None
-    if not _CANONICAL.fullmatch(found["expert"]):
+    if not _CANONICAL.fullmatch(match["expert"]):
         raise CheckpointError(
-            f"expert {found['expert']}",
+            f"expert {match['expert']}",
             expected="a number in digits 0 to 9, without leading zeros",
             where=name,
         )
-    return found["layer"], _SAME.get(found["projection"], found["projection"]), int(found["expert"])
+    return match["layer"], _SAME.get(match["projection"], match["projection"]), int(match["expert"])
 
 
 def layers_of_experts(
@@ -128,9 +128,9 @@ def layers_of_experts(
         if (one := expert_of(name)) is not None:
             where, projection, expert = one
             first = single.setdefault(where, {}).setdefault(projection, {}).setdefault(expert, name)
-        elif found := _FUSED.fullmatch(_usual(name)):
-            where = found["layer"]
-            (first,) = fused.setdefault(where, {}).setdefault(found["projection"], (name,))
+        elif match := _FUSED.fullmatch(usual_name(name)):
+            where = match["layer"]
+            (first,) = fused.setdefault(where, {}).setdefault(match["projection"], (name,))
         if first != name:
             raise CheckpointError(f"{first} and {name}", expected="one of the two", where=where)
     if both := single.keys() & fused.keys():
@@ -154,7 +154,8 @@ def layers_of_experts(
     }
 
 
-def _usual(name: str) -> str:
+def usual_name(name: str) -> str:
+    """The name that most families have for a fused tensor of experts."""
     for pattern, by in _USUAL:
         name = pattern.sub(by, name)
     return name

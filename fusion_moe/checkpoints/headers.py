@@ -213,11 +213,11 @@ def parse_json(text: bytes, file: Path) -> dict[str, Any]:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{shown(name)} twice")
-    return made
+    return entries
 
 
 def shown(value: Any) -> str:

@@ -15,7 +15,13 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "modelopt": ("quant_algo", ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")),
     "compressed-tensors": (
         "format",
-        ("nvfp4-pack-quantized", "pack-quantized", "float-quantized", "mixed-precision"),
+        (
+            "nvfp4-pack-quantized",
+            "mxfp4-pack-quantized",
+            "pack-quantized",
+            "float-quantized",
+            "mixed-precision",
+        ),
     ),
     "mxfp4": ("", ("None",)),
     "fp8": ("weight_block_size", ("[128, 128]", "None")),

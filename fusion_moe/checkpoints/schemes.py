@@ -47,9 +47,14 @@ class StoredPart:
     transposed: bool = False
     direction: Direction | None = None
 
-    def to_part(self, t: Tensor) -> Tensor:
-        """A stored tensor -> the part; a view if no number changes. The scale of a matrix becomes a
-        0-d multiplier.
+    @property
+    def name(self) -> str:
+        """The suffix as the name of a module's parameter."""
+        return self.suffix.removeprefix(".")
+
+    def to_part(self, t: Tensor, matrices: tuple[int, ...] = ()) -> Tensor:
+        """A stored tensor -> the part; a view if no number changes. Scales of matrices become
+        multipliers of this shape.
         """
         if self.view is not None:
             t = t.contiguous().view(self.view)
@@ -61,7 +66,7 @@ class StoredPart:
             t = t.mT
         if self.direction is None:
             return t
-        t = t.reshape(())
+        t = t.reshape(matrices)
         return 1.0 / t if self.direction is Direction.DIVISOR else t
 
     def from_part(self, t: Tensor) -> Tensor:
@@ -137,29 +142,40 @@ MODELOPT_FUSED = Scheme(
     ),
     fused=True,
 )
+PACKED_NVFP4 = Scheme(
+    "compressed-tensors NVFP4",
+    NVFP4,
+    (
+        StoredPart("codes", ".weight_packed", _U8),
+        StoredPart("block_scale", ".weight_scale", _E4M3),
+        _of_matrix(".weight_global_scale", _DIVISOR),
+    ),
+)
+PACKED_MXFP4 = Scheme(
+    "compressed-tensors MXFP4",
+    MXFP4,
+    (
+        StoredPart("codes", ".weight_packed", _U8),
+        StoredPart("block_scale", ".weight_scale", _E8M0, view=torch.float8_e8m0fnu),
+    ),
+)
+PACKED_INT4 = Scheme(
+    "compressed-tensors INT4",
+    INT4,
+    (
+        StoredPart("codes", ".weight_packed", (torch.int32,), view=torch.uint8),
+        StoredPart("block_scale", ".weight_scale", FLOATS, cast=torch.bfloat16),
+    ),
+)
 FP8 = _fp8("FP8", ".weight_scale")  # ModelOpt's and compressed-tensors'
 
 SCHEMES: tuple[Scheme, ...] = (
     MODELOPT,
     MODELOPT_FUSED,
     FP8,
-    Scheme(
-        "compressed-tensors NVFP4",
-        NVFP4,
-        (
-            StoredPart("codes", ".weight_packed", _U8),
-            StoredPart("block_scale", ".weight_scale", _E4M3),
-            _of_matrix(".weight_global_scale", _DIVISOR),
-        ),
-    ),
-    Scheme(
-        "compressed-tensors INT4",
-        INT4,
-        (
-            StoredPart("codes", ".weight_packed", (torch.int32,), view=torch.uint8),
-            StoredPart("block_scale", ".weight_scale", FLOATS, cast=torch.bfloat16),
-        ),
-    ),
+    PACKED_NVFP4,
+    PACKED_MXFP4,
+    PACKED_INT4,
     Scheme(
         "MXFP4",
         MXFP4,

@@ -44,12 +44,13 @@ def check_weight(directory: Directory, weight: StoredWeight) -> None:
             raise CheckpointError(
                 error.found, expected=error.expected, where=str(entry.file)
             ) from None
-    said = directory.tensors.get(f"{weight.name}.weight_shape")
-    if said is not None and (shape := directory.read(said.name).tolist()) != [*weight.shape]:
+    recorded = directory.tensors.get(f"{weight.name}.weight_shape")
+    shape = [*weight.shape] if recorded is None else directory.read(recorded.name).tolist()
+    if recorded is not None and shape != [*weight.shape]:
         raise CheckpointError(
-            f"{said.name}: {shape}",
+            f"{recorded.name}: {shape}",
             expected=f"{[*weight.shape]}, which the codes have",
-            where=str(said.file),
+            where=str(recorded.file),
         )
 
 

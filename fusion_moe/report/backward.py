@@ -134,13 +134,13 @@ def made_again(region: Region) -> tuple[str, ...]:
     values: set[Value] = {
         v for v, n in zip(region.fusion.inputs, region.inputs, strict=True) if n in reading
     }
-    found = []
+    again = []
     for op in region.fusion.ops:
         if not values.isdisjoint(op.values):
             values.update(op.outputs)
         elif not op.kind.view and op.values:
-            found.append(op.kind.name)
-    return tuple(found)
+            again.append(op.kind.name)
+    return tuple(again)
 
 
 def rewritten(region: Region) -> tuple[str, ...]:
@@ -148,7 +148,5 @@ def rewritten(region: Region) -> tuple[str, ...]:
     of each, and its operation.
     """
     texts = [n.args[0] for n in region.nodes if n.target is torch.ops.fusion_moe.run.default]
-    made = [derivative for text in texts if (derivative := derivative_of(str(text)))]
-    return tuple(
-        f"router_gradient of {op.kind.name}" for derivative in made for op in derivative.rewritten
-    )
+    derivatives = [d for text in texts if (d := derivative_of(str(text)))]
+    return tuple(f"router_gradient of {op.kind.name}" for d in derivatives for op in d.rewritten)

@@ -101,8 +101,8 @@ def like(t: torch.Tensor, mode: FakeTensorMode, device: torch.device | None = No
     copied.
     """
     with mode:
-        made = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device or t.device)
-    return made.requires_grad_(t.requires_grad)
+        fake = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device or t.device)
+    return fake.requires_grad_(t.requires_grad)
 
 
 class _Copies(TorchFunctionMode):
@@ -118,10 +118,10 @@ class _Copies(TorchFunctionMode):
         if func is torch.Tensor.__deepcopy__:
             t, memo = args
             if id(t) not in memo:
-                memo[id(t)] = made = self._fake(t)
+                memo[id(t)] = fake = self._fake(t)
                 # what mark_dynamic has set
-                made.__dict__.update(
-                    {k: v for k, v in t.__dict__.items() if k not in made.__dict__}
+                fake.__dict__.update(
+                    {k: v for k, v in t.__dict__.items() if k not in fake.__dict__}
                 )
             return memo[id(t)]
         # for a parameter's data, which deepcopy then makes a parameter
@@ -176,11 +176,11 @@ def _with_modules(
     if not isinstance(function, FunctionType) or not modules:
         return function
     code = function.__code__
-    found = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    closure = tuple(CellType(modules[name]) if name in modules else cell for name, cell in found)
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    closure = tuple(CellType(modules[name]) if name in modules else cell for name, cell in cells)
     names = {**function.__globals__, **modules}
     # with it, Dynamo would look the modules up in the function's own Python module
     names.pop("__name__", None)
-    made = FunctionType(code, names, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    copied = FunctionType(code, names, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied

@@ -19,11 +19,11 @@ def listings(nodes: Iterable[Node], sources: Collection[str]) -> tuple[Listing, 
     """
     frames = [frame for n in nodes if source_of(n) in sources and (frame := frame_of(n))]
     places = sorted({_place(frame["file"], int(frame["line"])) for frame in frames})
-    found = [
+    listed = [
         Listing(Path(file).name, first, "".join(linecache.getlines(file)[first - 1 : last]))
         for file, first, last in places
     ]
-    return tuple(listing for listing in found if listing.text)
+    return tuple(listing for listing in listed if listing.text)
 
 
 def _place(file: str, line: int) -> tuple[str, int, int]:

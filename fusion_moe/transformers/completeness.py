@@ -68,9 +68,9 @@ def _own(model: Any, name: str) -> Iterator[str]:
 
 
 def _made_of(name: str, converters: list[WeightConverter]) -> list[str]:
-    """The parameters that are made from a tensor."""
-    made, pattern = rename_source_key(name, [], converters)
+    """The parameters that are parameter from a tensor."""
+    parameter, pattern = rename_source_key(name, [], converters)
     if pattern is None:
-        return [made]
+        return [parameter]
     first, *others = next(c.target_patterns for c in converters if pattern in c.source_patterns)
-    return [made, *(made.replace(first, other) for other in others)]
+    return [parameter, *(parameter.replace(first, other) for other in others)]

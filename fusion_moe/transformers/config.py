@@ -55,11 +55,11 @@ class NVFP4Config(nn_config.NVFP4Config, QuantizationConfigMixin):
     """
 
 
-def set_quantization(config: Any, said: Any) -> None:
-    """Makes `said` all that a configuration of transformers says about quantization: it goes before
-    what the text model's part says.
+def set_quantization(config: Any, entry: Any) -> None:
+    """Makes `entry` all that a configuration of transformers says about quantization: it goes
+    before what the text model's part says.
     """
     for part in (config, *(vars(config).get(name) for name in TEXT_MODEL)):
         for key in QUANTIZATION if part is not None else ():
             (part if isinstance(part, dict) else vars(part)).pop(key, None)
-    config.quantization_config = said
+    config.quantization_config = entry

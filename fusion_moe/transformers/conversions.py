@@ -33,21 +33,21 @@ class Converter(WeightConverter):
     __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Converter:
-        made = copy.copy(self)
+        copied = copy.copy(self)
         # the only attributes that a copy changes
-        made.collected_tensors, made.layer_targets = defaultdict(list), defaultdict(set)
-        return made
+        copied.collected_tensors, copied.layer_targets = defaultdict(list), defaultdict(set)
+        return copied
 
 
 def expert_converters(sources: Iterable[tuple[ExpertsSource, Projections]]) -> list[Converter]:
     """The converters that join the tensors of experts into the parameters of their modules."""
-    made: dict[tuple[str, ...], Converter] = {}
+    converters: dict[tuple[str, ...], Converter] = {}
     for source, module in sources:
         for projection, names in zip(module.projections, source.names, strict=True):
             for patterns, target, operation in _of_projection(source, module, projection, names):
-                if (*patterns, target) not in made:
-                    made[(*patterns, target)] = Converter(patterns, target, [operation])
-    return list(made.values())
+                if (*patterns, target) not in converters:
+                    converters[(*patterns, target)] = Converter(patterns, target, [operation])
+    return list(converters.values())
 
 
 def _of_projection(
@@ -87,12 +87,12 @@ def longest_first(converters: Iterable[Any]) -> list[Any]:
 
 def without(theirs: Iterable[Any], ours: Iterable[Converter]) -> list[Any]:
     """transformers' conversions except those for parameters that our conversions make."""
-    made = {parameter_of(target) for c in ours for target in c._original_target_patterns}
+    targets = {parameter_of(target) for c in ours for target in c._original_target_patterns}
     return [
         c
         for c in theirs
         if not any(
-            isinstance(c, WeightConverter) and parameter_of(t) in made
+            isinstance(c, WeightConverter) and parameter_of(t) in targets
             for t in c._original_target_patterns
         )
     ]

@@ -208,20 +208,20 @@ def configuration(directory: str | Path | None, **kwargs: Any) -> Any:
     """`AutoConfig.from_pretrained`, also for model types that transformers knows under another
     name.
     """
-    said, _ = PreTrainedConfig.get_config_dict(directory, **_some_of(kwargs, _OF_HUB))
-    kind = said.get("model_type", "")
-    if not isinstance(kind, str):
+    config_dict, _ = PreTrainedConfig.get_config_dict(directory, **_some_of(kwargs, _OF_HUB))
+    model_type = config_dict.get("model_type", "")
+    if not isinstance(model_type, str):
         raise CheckpointError(
-            f"model_type {shown(kind)}",
+            f"model_type {shown(model_type)}",
             expected="the name of a family of models",
             where=str(directory),
         )
-    family = _SAME_AS.get(kind)
+    family = _SAME_AS.get(model_type)
     if family is None or kwargs.get("trust_remote_code"):
         return AutoConfig.from_pretrained(directory, **kwargs)
     entries = {key: value for key, value in kwargs.items() if key not in (*_OF_HUB, *_OF_CODE)}
-    said.pop("auto_map", None)  # the repository's own code
-    return CONFIG_MAPPING[family].from_dict(said | {"model_type": family}, **entries)
+    config_dict.pop("auto_map", None)  # the repository's own code
+    return CONFIG_MAPPING[family].from_dict(config_dict | {"model_type": family}, **entries)
 
 
 def _from_state_dict(

@@ -23,7 +23,7 @@ def live_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     ]
     known = model.state_dict()
     modules = {name for name, _ in model.named_modules()}
-    found = {}
+    live = {}
     # transformers' order: a renaming may depend on earlier names
     for name in sorted(names, key=dot_natural_key):
         renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, known)
@@ -32,8 +32,8 @@ def live_names(model: Any, names: Iterable[str]) -> dict[str, str]:
             # as transformers does it for parameters
             if kept in known or (_owner(renamed) not in modules and _owner(kept) in modules):
                 renamed = kept
-        found[name] = renamed
-    return found
+        live[name] = renamed
+    return live
 
 
 def of_heads(model: Any, names: Mapping[str, str]) -> set[str]:

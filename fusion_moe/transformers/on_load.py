@@ -64,10 +64,8 @@ class QuantizeExperts(ConversionOps):
 
     def convert(self, input_dict: dict[str, Any], model: Any = None, **_: Any) -> dict[str, Any]:
         """The results by parameter name."""
-        found: dict[str, Any] = {}
-        for name in list(input_dict):
-            found.update(self._converted(name, one(input_dict.pop(name)), model))
-        return found
+        tensors = [(name, one(input_dict.pop(name))) for name in list(input_dict)]
+        return {k: v for name, t in tensors for k, v in self._converted(name, t, model).items()}
 
     def _converted(self, name: str, t: Any, model: Any) -> dict[str, Any]:
         base, _, key = name.rpartition(".")

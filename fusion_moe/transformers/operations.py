@@ -166,7 +166,7 @@ def stored_tensors(part: StoredPart, name: str, t: Tensor) -> Iterator[tuple[str
     next to 32-bit words.
     """
     yield name, t if part.direction else part.from_part(t)
-    if part.suffix == ".weight_packed":
+    if part.dtypes == (torch.int32,):
         yield f"{name.removesuffix('packed')}shape", torch.tensor([t.shape[0], 2 * t.shape[1]])
 
 

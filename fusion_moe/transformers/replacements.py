@@ -219,14 +219,18 @@ def _replace_experts(
             f"experts in {source.scheme.name}", expected="experts in 4 bits", todo=todo, where=name
         )
     with torch.device("meta"):
-        made = _on_meta(module, source.scheme.encoding or NVFP4, config, name)
-        experts = made.experts if isinstance(made, Llama4MoE) else made
+        replacement = _on_meta(module, source.scheme.encoding or NVFP4, config, name)
+        experts = replacement.experts if isinstance(replacement, Llama4MoE) else replacement
         assert isinstance(experts, Projections)
-        model.set_submodule(name, made)
+        model.set_submodule(name, replacement)
         weights = weights_of(source, experts, stored)
         suffix = _input_scales(replaced, [weight.name for weight in weights])
-        if suffix:
-            _keep_input_scales(experts)
+        for projection in experts.projections if suffix else ():
+            # nothing here reads the scales of activations, but saving writes them again
+            count = experts.shape_of(projection)[0]
+            shape = (count, 2) if projection == "gate_up" else (count,)
+            scales = torch.empty(shape, dtype=torch.float32)
+            experts.register_buffer(f"{projection}_input_scale", scales)
     replaced.experts[source.name] = replace(source, input_scale=suffix)
     for weight in weights:
         replaced.take(weight)
@@ -271,18 +275,6 @@ def _input_scales(replaced: Replacements, weights: list[str]) -> str:
             replaced.taken.update(names)
             return suffix
     return ""
-
-
-def _keep_input_scales(experts: Projections) -> None:
-    """Adds buffers for the scales of activations: nothing here reads them, but saving writes them
-    again.
-    """
-    for projection in experts.projections:
-        count = experts.shape_of(projection)[0]
-        shape = (count, 2) if projection == "gate_up" else (count,)
-        experts.register_buffer(
-            f"{projection}_input_scale", torch.empty(shape, dtype=torch.float32)
-        )
 
 
 def _replace_linear(

@@ -33,12 +33,12 @@ def fuse_routers_(model: torch.nn.Module) -> tuple[str, ...]:
     gpt-oss, Granite-MoE or DeepSeek-V3, which many families share. Other routers are left as they
     are.
     """
-    found = []
+    fused = []
     for name, module in model.named_modules():
         if forward := _forward_of(type(module)):
             module.forward = MethodType(forward, module)
-            found.append(name)
-    return tuple(found)
+            fused.append(name)
+    return tuple(fused)
 
 
 def _qwen3_moe(self: Any, hidden_states: Tensor) -> Routed:

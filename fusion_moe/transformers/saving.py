@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
 
@@ -32,10 +32,10 @@ Sources = Mapping[str, ExpertsSource]
 
 def conversions_for_saving(model: Any, sources: Sources) -> list[Any]:
     """The conversions that transformers reverses. sources: where the experts were loaded from."""
-    made = expert_converters(_with_sources(model, sources))
+    ours = expert_converters(_with_sources(model, sources))
     # transformers tries the last one first
-    made.sort(key=lambda c: len(c._original_target_patterns[0]))
-    return [*(c for c in _of_transformers(model) if not _renames(c, made)), *made]
+    ours.sort(key=lambda c: len(c._original_target_patterns[0]))
+    return [*(c for c in _of_transformers(model) if not _renames(c, ours)), *ours]
 
 
 def linears_as_stored(
@@ -56,16 +56,17 @@ def linears_as_stored(
     state = dict(model.state_dict() if state is None else state)
     for name, module in others.items():
         if name not in linears:
-            found = f"a linear layer in {module.encoding.name}"
             raise UnsupportedError(
-                found, expected="linear layers in NVFP4, or as they were loaded", where=name
+                f"a linear layer in {module.encoding.name}",
+                expected="linear layers in NVFP4, or as they were loaded",
+                where=name,
             )
         for part, key in zip(linears[name].parts, module.part_names["weight"], strict=True):
             state |= dict(stored_tensors(part, f"{name}{part.suffix}", state.pop(f"{name}.{key}")))
     return state
 
 
-def _renames(conversion: Any, made: Iterable[Converter]) -> bool:
+def _renames(conversion: Any, ours: Iterable[Converter]) -> bool:
     """Whether transformers' conversion changes what ours call the tensors of experts: one for a
     shared expert's `down_proj`, say.
     """
@@ -73,7 +74,7 @@ def _renames(conversion: Any, made: Iterable[Converter]) -> bool:
         return False
     names = (
         pattern.replace("\\", "").replace("*", "0")
-        for c in made
+        for c in ours
         for pattern in c._original_source_patterns
     )
     reverse = conversion.reverse_transform()
@@ -83,11 +84,10 @@ def _renames(conversion: Any, made: Iterable[Converter]) -> bool:
 def _with_sources(model: Any, sources: Sources) -> Iterator[tuple[ExpertsSource, Projections]]:
     for name, module in model.named_modules():
         if isinstance(module, Projections) and module.sharding is not None:
-            todo = "torch.distributed.checkpoint saves what ranks have"
             raise UnsupportedError(
                 "experts that are divided between ranks, to save",
                 expected="all of them here",
-                todo=todo,
+                todo="torch.distributed.checkpoint saves what ranks have",
                 where=name,
             )
         if isinstance(module, Projections):
@@ -109,9 +109,10 @@ def _source_for_saving(
     elif module.encoding == NVFP4 and source.scheme not in (MODELOPT, MODELOPT_FUSED):
         source = replace(source, scheme=MODELOPT)
     if module.encoding != source.scheme.encoding:
-        found = f"experts in {module.encoding.name}"
         raise UnsupportedError(
-            found, expected="experts in NVFP4, or as they were loaded", where=name
+            f"experts in {module.encoding.name}",
+            expected="experts in NVFP4, or as they were loaded",
+            where=name,
         )
     return source
 
@@ -162,10 +163,14 @@ def modelopt_config(model: Any) -> dict[str, Any]:
     plain = [
         name
         for name, m in model.named_modules()
-        if not isinstance(m, PackedModule) and _has_matrix(m)
+        if not isinstance(m, PackedModule)
+        and isinstance(weight := getattr(m, "weight", None), Tensor)
+        and weight.dim() == 2
     ]
     scaled = all(
-        _has_input_scale(m) for m in model.modules() if isinstance(m, (Projections, NVFP4Linear))
+        any(name.endswith("input_scale") for name, _ in m.named_buffers(recurse=False))
+        for m in model.modules()
+        if isinstance(m, (Projections, NVFP4Linear))
     )
     algorithm = "NVFP4" if scaled else "W4A16_NVFP4"
     # one for all
@@ -191,12 +196,3 @@ def with_activation_format(config: Mapping[str, Any], model: Any) -> dict[str, A
         if formats in ([], [NVFP4Config().activation_format])
         else rest | {"activation_format": formats[0]}
     )
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.dim() == 2
-
-
-def _has_input_scale(module: nn.Module) -> bool:
-    return any(name.endswith("input_scale") for name, _ in module.named_buffers(recurse=False))

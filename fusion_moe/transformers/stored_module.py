@@ -40,16 +40,14 @@ class StoredModule(nn.Module):
         for part in weight.scheme.parts:
             entry = weight.entries[part.part]
             empty = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-            self.register_parameter(
-                part.suffix.removeprefix("."), nn.Parameter(empty, requires_grad=False)
-            )
+            self.register_parameter(part.name, nn.Parameter(empty, requires_grad=False))
         if input_scale:
             self.register_buffer("input_scale", torch.empty((), dtype=torch.float32, device="meta"))
 
     def parts(self) -> dict[StoredPart, Tensor]:
         """The parts of the weight, each as the encoding has it."""
         return {
-            part: part.to_part(self.get_parameter(part.suffix.removeprefix(".")).detach())
+            part: part.to_part(self.get_parameter(part.name).detach())
             for part in self.stored.scheme.parts
         }
 
@@ -117,7 +115,7 @@ def _scales(
     """
     if isinstance(module, StoredModule):
         for part, scale in list(module.parts().items())[1:]:
-            yield module.stored.scheme, part, scale, part.suffix.removeprefix(".")
+            yield module.stored.scheme, part, scale, part.name
     elif (
         isinstance(module, Projections)
         and source is not None

@@ -22,7 +22,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsWNA16MoEMethod,
 )
 
-from ..encodings import INT4, MXFP4, NVFP4, Quantized
+from ..checkpoints.schemes import PACKED_INT4, PACKED_MXFP4, PACKED_NVFP4
+from ..encodings import INT4
 from ..errors import DtypeError, UnsupportedError
 from .experts import LEAVE, ExpertsMethod
 from .linear import is_linear_on_cpu, linear_method
@@ -32,51 +33,25 @@ from .log import NAME
 class FusionMoeNvFp4Method(ExpertsMethod, CompressedTensorsW4A4Nvfp4MoEMethod):
     """Experts in compressed-tensors' NVFP4, whose global scales are divisors."""
 
-    encoding = NVFP4
+    scheme = PACKED_NVFP4
     group_size = 16
-    loaded = tuple(
-        f"{w}_{part}"
-        for w in ("w13", "w2")
-        for part in ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
-    )
-
-    def weight(self, layer: Any, name: str) -> Quantized:
-        """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
-        codes, scale, divisor = (
-            getattr(layer, f"{name}_{part}").data
-            for part in ("weight_packed", "weight_scale", "weight_global_scale")
-        )
-        return Quantized(codes, scale, divisor.reciprocal(), encoding=NVFP4)
+    unread = ("input_global_scale",)
 
 
 class FusionMoePackedMxfp4Method(ExpertsMethod, CompressedTensorsW4A4Mxfp4MoEMethod):
     """Experts in compressed-tensors' MXFP4."""
 
-    encoding = MXFP4
+    scheme = PACKED_MXFP4
     group_size = 32
-    loaded = tuple(
-        f"{w}_{part}" for w in ("w13", "w2") for part in ("weight_packed", "weight_scale")
-    )
-
-    def weight(self, layer: Any, name: str) -> Quantized:
-        """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
-        codes, scale = (
-            getattr(layer, f"{name}_{part}").data for part in ("weight_packed", "weight_scale")
-        )
-        return Quantized(codes, scale.view(torch.float8_e8m0fnu), encoding=MXFP4)
 
 
 class FusionMoeInt4Method(ExpertsMethod, CompressedTensorsWNA16MoEMethod):
     """Experts in symmetric INT4 with groups of 32, packed in int32 words."""
 
-    encoding = INT4
+    scheme = PACKED_INT4
     strategy, symmetric, num_bits, group_size = "group", True, 4, INT4.block
     packed_factor = Fraction(32, 4)
-    loaded = tuple(
-        f"{w}_{part}"
-        for w in ("w13", "w2")
-        for part in ("weight_packed", "weight_scale", "weight_shape")
-    )
+    unread = ("weight_shape",)
 
     def __init__(self, moe: Any):
         """moe: vLLM's configuration of the layer. DtypeError for float16, to which vLLM would round
@@ -90,13 +65,6 @@ class FusionMoeInt4Method(ExpertsMethod, CompressedTensorsWNA16MoEMethod):
                 todo="--dtype bfloat16",
                 where="vLLM",
             )
-
-    def weight(self, layer: Any, name: str) -> Quantized:
-        """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
-        words, scale = (
-            getattr(layer, f"{name}_{part}").data for part in ("weight_packed", "weight_scale")
-        )
-        return Quantized(words.view(torch.uint8), scale.bfloat16(), encoding=INT4)
 
 
 class FusionMoeCompressedTensorsConfig(CompressedTensorsConfig):
@@ -117,12 +85,7 @@ class FusionMoeCompressedTensorsConfig(CompressedTensorsConfig):
         if is_linear_on_cpu(layer) and self._is_nvfp4_format(
             (self.get_scheme_dict(layer, prefix) or {}).get("weights")
         ):
-            names = {
-                "codes": "weight_packed",
-                "matrix": "weight_global_scale",
-                "activations": "input_global_scale",
-            }
-            return linear_method(layer, prefix, **names, divides=True)
+            return linear_method(layer, prefix, PACKED_NVFP4, "input_global_scale")
         return super().get_quant_method(layer, prefix)
 
     def _experts_method(self, layer: Any, prefix: str) -> ExpertsMethod | None:
@@ -150,12 +113,6 @@ class FusionMoeCompressedTensorsConfig(CompressedTensorsConfig):
 
 
 def _is_int4(weights: Any, activations: Any) -> bool:
-    kind = (
-        weights.num_bits,
-        weights.type,
-        weights.strategy,
-        weights.group_size,
-        weights.symmetric,
-        weights.actorder,
-    )
-    return kind == (4, "int", "group", INT4.block, True, None) and activations is None
+    entries = "num_bits", "type", "strategy", "group_size", "symmetric", "actorder"
+    values = [getattr(weights, entry) for entry in entries]
+    return values == [4, "int", "group", INT4.block, True, None] and activations is None

@@ -4,7 +4,6 @@ replaces the weights.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.platforms import current_platform
 
 from .. import backends, options
+from ..checkpoints import Scheme
 from ..encodings import Encoding, Quantized
 from ..errors import ShapeError, UnsupportedError
 from ..nn import Experts, prepare_
@@ -29,8 +29,9 @@ class ExpertsMethod(FusedMoEMethodBase):
     say where they are.
     """
 
-    encoding: Encoding
-    loaded: tuple[str, ...]  # the parameters that vLLM loads and `Experts` replaces, except biases
+    scheme: Scheme
+    parts: tuple[str, ...] = ()  # vLLM's names of the parts, if they are not those in files
+    unread: tuple[str, ...] = ()  # what vLLM loads beside them, except biases
     interleave = 0  # the interleave of gate and up rows as vLLM loads them
     # whether vLLM loads biases; down's bias, which ranks would add up, on one rank only
     biased = False
@@ -50,6 +51,12 @@ class ExpertsMethod(FusedMoEMethodBase):
                 "those of gpt-oss, in its own MXFP4",
                 LEAVE,
             )
+
+    @property
+    def encoding(self) -> Encoding:
+        """The encoding of the weights."""
+        assert self.scheme.encoding is not None, self.scheme.name
+        return self.scheme.encoding
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: it would configure kernels of vLLM that are not used."""
@@ -94,9 +101,19 @@ class ExpertsMethod(FusedMoEMethodBase):
             parameter = getattr(layer, name)
             parameter.data = pages.on_large_pages(parameter.data)
 
-    @abstractmethod
+    @property
+    def loaded(self) -> list[str]:
+        """The parameters that vLLM loads and `Experts` replaces, except biases."""
+        parts = self.parts or [part.name for part in self.scheme.parts]
+        return [f"{weight}_{name}" for weight in ("w13", "w2") for name in (*parts, *self.unread)]
+
     def weight(self, layer: Any, name: str) -> Quantized:
         """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
+        tensors = [getattr(layer, key).data for key in self.loaded if key.startswith(f"{name}_")]
+        parts = zip(self.scheme.parts, tensors, strict=False)
+        return Quantized(
+            *(part.to_part(t, tuple(t.shape)) for part, t in parts), encoding=self.encoding
+        )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replaces the loaded weights by `Experts`, in the layout that kernels read. NonFiniteError

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.parameter import ModelWeightParameter, PerTensorScaleParameter
 from vllm.platforms import current_platform
 
+from ..checkpoints import Scheme
 from ..encodings import NVFP4, Quantized
 from ..errors import ShapeError, UnsupportedError
 from ..nn import NVFP4Linear, prepare_
@@ -24,14 +25,14 @@ from .log import logger
 from .scales import check_scales
 
 
-def linear_method(layer: Any, prefix: str, **names: Any) -> LinearMethodBase:
+def linear_method(layer: Any, prefix: str, scheme: Scheme, activations: str) -> LinearMethodBase:
     """The method of an NVFP4 linear layer on a CPU. UnsupportedError for a quantized lm_head."""
     if isinstance(layer, ParallelLMHead):
         todo = "quantize without lm_head: both packages leave it out by default"
         raise UnsupportedError(
             "lm_head in NVFP4", expected="an lm_head in floats, on CPUs", todo=todo, where=prefix
         )
-    return NVFP4LinearMethod(prefix, **names)
+    return NVFP4LinearMethod(prefix, scheme, activations)
 
 
 def is_linear_on_cpu(layer: Any) -> bool:
@@ -45,16 +46,9 @@ class NVFP4LinearMethod(LinearMethodBase):
     the decode scales of their parts.
     """
 
-    def __init__(self, prefix: str, *, codes: str, matrix: str, activations: str, divides: bool):
-        """Names in the files: of codes, matrix scales and activation scales, which are not read.
-        divides: whether matrix scales divide.
-        """
-        self.prefix, self.parts, self.activations, self.divides = (
-            prefix,
-            (codes, "weight_scale", matrix),
-            activations,
-            divides,
-        )
+    def __init__(self, prefix: str, scheme: Scheme, activations: str):
+        """scheme: of the weights; activations: the name of their scales, which are not read."""
+        self.prefix, self.scheme, self.activations = prefix, scheme, activations
 
     def create_weights(
         self,
@@ -76,16 +70,16 @@ class NVFP4LinearMethod(LinearMethodBase):
             expected, todo = f"a multiple of {NVFP4.block}", "choose another --tensor-parallel-size"
             raise ShapeError(f"input size {k}", expected=expected, todo=todo, where=self.prefix)
         layer.logical_widths = output_partition_sizes
-        for name, part in zip(self.parts, NVFP4.parts, strict=True):
+        for stored, part in zip(self.scheme.parts, NVFP4.parts, strict=True):
             if part.of_matrix:
                 empty = torch.empty(len(output_partition_sizes), dtype=part.dtype)
-                made = PerTensorScaleParameter(data=empty, weight_loader=weight_loader)
+                parameter = PerTensorScaleParameter(data=empty, weight_loader=weight_loader)
             else:
                 empty = torch.empty(NVFP4.part_shape(part, (), n, k), dtype=part.dtype)
-                made = ModelWeightParameter(
+                parameter = ModelWeightParameter(
                     data=empty, input_dim=1, output_dim=0, weight_loader=weight_loader
                 )
-            layer.register_parameter(name, made)
+            layer.register_parameter(stored.name, parameter)
         unread = torch.empty(len(output_partition_sizes), dtype=torch.float32)
         layer.register_parameter(
             self.activations, PerTensorScaleParameter(data=unread, weight_loader=weight_loader)
@@ -93,9 +87,12 @@ class NVFP4LinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replaces the loaded weights by `NVFP4Linear`. NonFiniteError for bad scales."""
-        codes, scale, matrix = (getattr(layer, name).data for name in self.parts)
-        matrix = matrix.reciprocal() if self.divides else matrix
-        widths = layer.logical_widths
+        widths, names = layer.logical_widths, [part.name for part in self.scheme.parts]
+        tensors = [getattr(layer, name).data for name in names]
+        codes, scale, matrix = (
+            part.to_part(t, tuple(t.shape))
+            for part, t in zip(self.scheme.parts, tensors, strict=True)
+        )
         if bool((matrix == matrix[0]).all()):
             widths = [sum(widths)]
         weights = [
@@ -104,7 +101,7 @@ class NVFP4LinearMethod(LinearMethodBase):
         ]
         for weight in weights:
             check_scales(self.prefix, weight=weight)
-        for name in (*self.parts, self.activations):
+        for name in (*names, self.activations):
             delattr(layer, name)
         layer.fusion_moe = nn.ModuleList(map(NVFP4Linear, weights))
         prepare_(layer.fusion_moe)

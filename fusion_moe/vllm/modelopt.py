@@ -10,7 +10,7 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4FusedMoE,
 )
 
-from ..encodings import NVFP4, Quantized
+from ..checkpoints.schemes import MODELOPT
 from .experts import ExpertsMethod
 from .linear import is_linear_on_cpu, linear_method
 from .log import NAME
@@ -21,12 +21,8 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
     class name contains "ModelOpt".
     """
 
-    encoding = NVFP4
-    loaded = tuple(
-        f"{w}_{part}"
-        for w in ("w13", "w2")
-        for part in ("weight", "weight_scale", "weight_scale_2", "input_scale")
-    )
+    scheme = MODELOPT
+    unread = ("input_scale",)
 
     def __init__(self, quant_config: ModelOptNvFp4Config, moe_config: Any):
         """quant_config: of the checkpoint; moe_config: of the layer."""
@@ -34,16 +30,6 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
         self.quant_config = quant_config
         # scales of activations are loaded only for this rank's experts, and not read
         self.use_global_sf = False
-
-    def weight(self, layer: Any, name: str) -> Quantized:
-        """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
-        return Quantized(
-            *(
-                getattr(layer, f"{name}_{part}").data
-                for part in ("weight", "weight_scale", "weight_scale_2")
-            ),
-            encoding=self.encoding,
-        )
 
 
 class FusionMoeModelOptConfig(ModelOptNvFp4Config):
@@ -64,12 +50,5 @@ class FusionMoeModelOptConfig(ModelOptNvFp4Config):
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """vLLM's own method, except for experts, and on CPUs for linear layers."""
         if is_linear_on_cpu(layer) and not self.is_layer_excluded(prefix):
-            return linear_method(
-                layer,
-                prefix,
-                codes="weight",
-                matrix="weight_scale_2",
-                activations="input_scale",
-                divides=False,
-            )
+            return linear_method(layer, prefix, MODELOPT, "input_scale")
         return super().get_quant_method(layer, prefix)

@@ -15,7 +15,8 @@ from vllm.model_executor.layers.quantization.mxfp4 import (
 )
 from vllm.utils.math_utils import round_up
 
-from ..encodings import MXFP4, Quantized
+from ..checkpoints.schemes import PACKED_MXFP4
+from ..encodings import MXFP4
 from .experts import ExpertsMethod
 from .log import NAME
 
@@ -23,8 +24,8 @@ from .log import NAME
 class _Loaded(ExpertsMethod):
     """Experts that vLLM loads as for its own kernels: codes and bytes of exponents."""
 
-    encoding = MXFP4
-    loaded = tuple(f"{w}_{part}" for w in ("w13", "w2") for part in ("weight", "weight_scale"))
+    scheme = PACKED_MXFP4
+    parts = ("weight", "weight_scale")
     # vLLM's own properties ask its kernel, which does not exist here
     skip_forward_padding = has_unpadded_output = False
 
@@ -33,11 +34,6 @@ class _Loaded(ExpertsMethod):
     ) -> tuple[int, int]:
         """The sizes unchanged, since no kernel of vLLM is used."""
         return hidden_size, intermediate_size_per_partition
-
-    def weight(self, layer: Any, name: str) -> Quantized:
-        """The weight "w13" [E, 2I, H] or "w2" [E, H, I] that vLLM loaded."""
-        codes, scale = (getattr(layer, part).data for part in self.loaded if part.startswith(name))
-        return Quantized(codes, scale.view(torch.float8_e8m0fnu), encoding=MXFP4)
 
 
 class FusionMoeMxfp4Method(_Loaded, Mxfp4MoEMethod):

@@ -281,19 +281,6 @@ def test_transposed_experts_are_the_models_to_quantize(tmp_path: Path) -> None:
         quantize(src, tmp_path / "dst")
 
 
-def test_the_sources_quantization_is_not_said_again(tmp_path: Path) -> None:
-    src = copied(SRC.name, tmp_path)
-    change_json(
-        src / "config.json",
-        lambda c: c.update(text_config={"compression_config": {"quant_method": "fp8"}}),
-    )
-    config = json.loads((quantize(src, tmp_path / "dst") / "config.json").read_text())
-    assert (config["quantization_config"]["quant_method"], config["text_config"]) == (
-        "modelopt",
-        {},
-    )
-
-
 def test_configuration(tmp_path: Path) -> None:
     said = json.loads((quantize(SRC, tmp_path / "dst") / "hf_quant_config.json").read_text())[
         "quantization"

@@ -4,18 +4,17 @@ and ml_dtypes on the raw bytes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from files import MADE, Tensors, change, copied, decoded, raw, same
+from files import MADE, Tensors, change, copied, raw, same
 
 from fusion_moe.checkpoints import Directory, StoredWeight, method_of, stored_weights
 from fusion_moe.checkpoints.methods import METHODS
-from fusion_moe.encodings import dequantize
 from fusion_moe.errors import CheckpointError, UnsupportedError
 
 GATE = "model.layers.0.mlp.experts.0.gate_proj"
@@ -26,7 +25,7 @@ def weights_of(path: Path) -> tuple[Directory, dict[str, StoredWeight]]:
     return directory, stored_weights(directory.tensors, method_of(directory.quantization))
 
 
-MODELOPT = {
+SCHEMES = {
     "modelopt-qwen3_moe": {"ModelOpt NVFP4": 4 + 12},
     "modelopt-mixtral": {"ModelOpt NVFP4": 4 + 12},
     "modelopt-deepseek_v3-w4a16": {"ModelOpt NVFP4": 5 + 3 + 12},
@@ -34,97 +33,27 @@ MODELOPT = {
     "modelopt-llama4_text": {"ModelOpt NVFP4": 4 + 3, "ModelOpt NVFP4, fused": 2},
     "modelopt-gpt_oss": {"ModelOpt NVFP4": 4, "ModelOpt NVFP4, fused": 2},
     "modelopt-qwen3_5_moe-mixed": {"ModelOpt NVFP4": 2 * (12 + 3), "FP8": 3 + 4},
+    "ct-qwen3_moe": {"compressed-tensors NVFP4": 4 + 12},
+    "ct-mixtral": {"compressed-tensors NVFP4": 4 + 12},
+    "ct-gpt_oss": {"compressed-tensors NVFP4": 4 + 12},
+    "ct-qwen3_moe-int4": {"compressed-tensors INT4": 12},
+    "mxfp4-gpt_oss": {"MXFP4": 2},
 }
 
 
-@pytest.mark.parametrize("name", MODELOPT)
-def test_modelopt_directories(name: str) -> None:
+@pytest.mark.parametrize("name", SCHEMES)
+def test_schemes_of_directories(name: str) -> None:
+    """By a weight's own tensors, whatever the method. Their numbers: `test_to_float32_without_loss`
+    in test_convert.py.
+    """
     directory, weights = weights_of(MADE / name)
-    schemes = [w.scheme.name for w in weights.values()]
-    assert {scheme: schemes.count(scheme) for scheme in schemes} == MODELOPT[name]
-    tensors = raw(MADE / name)
+    assert Counter(w.scheme.name for w in weights.values()) == SCHEMES[name]
     for weight in weights.values():
-        _check_modelopt(weight, directory, tensors)
-
-
-def _check_modelopt(
-    weight: StoredWeight, directory: Directory, tensors: dict[str, np.ndarray]
-) -> None:
-    name = weight.name
-    if weight.scheme.encoding is None:
-        want = tensors[f"{name}.weight"].astype(np.float32) * tensors[
-            f"{name}.weight_scale"
-        ].astype(np.float32)
-        assert same(weight.floats(directory.read), want)
-        assert weight.shape == want.shape
-        return
-    q = weight.quantized(directory.read)
-    assert q.shape == weight.shape
-    if weight.scheme.fused:
-        codes, scale = (
-            np.swapaxes(tensors[name + suffix], 1, 2) for suffix in ("", "_weight_scale")
-        )
-        assert (
-            q.decode_scale.tolist() == [tensors[f"{name}_weight_scale_2"].item()] * weight.shape[0]
-        )
-    else:
-        codes, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
-        assert same(q.decode_scale, tensors[f"{name}.weight_scale_2"])
-    assert same(q.codes, codes)
-    assert same(q.block_scale.float(), scale.astype(np.float32))
-    assert (
-        decoded(codes, scale, q.decode_scale.numpy().reshape(*q.decode_scale.shape, 1, 1)).shape
-        == weight.shape
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "linears"), [("ct-qwen3_moe", 4 + 12), ("ct-mixtral", 4 + 12), ("ct-gpt_oss", 4 + 12)]
-)
-def test_compressed_tensors_directories(name: str, linears: int) -> None:
-    directory, weights = weights_of(MADE / name)
-    tensors = raw(MADE / name)
-    assert {w.scheme.name for w in weights.values()} == {"compressed-tensors NVFP4"}
-    assert len(weights) == linears
-    for weight in weights.values():
-        q = weight.quantized(directory.read)
-        divisor = tensors[f"{weight.name}.weight_global_scale"]
-        assert (divisor.shape, q.decode_scale.shape) == ((1,), ())
-        assert q.decode_scale.numpy() == np.float32(1) / divisor[0]
-        assert same(q.codes, tensors[f"{weight.name}.weight_packed"])
-        assert same(
-            q.block_scale.float(), tensors[f"{weight.name}.weight_scale"].astype(np.float32)
-        )
-
-
-def test_int4_directory() -> None:
-    directory, weights = weights_of(MADE / "ct-qwen3_moe-int4")
-    tensors = raw(MADE / "ct-qwen3_moe-int4")
-    assert {w.scheme.name for w in weights.values()} == {"compressed-tensors INT4"}
-    assert len(weights) == 12
-    for weight in weights.values():
-        words, scale = (
-            tensors[f"{weight.name}.weight_packed"],
-            tensors[f"{weight.name}.weight_scale"].astype(np.float32),
-        )
-        # the first in the lowest bits
-        codes = words[..., None] >> (4 * np.arange(8, dtype=np.int32)) & 15
-        want = ((codes - 8).reshape(*scale.shape, 32) * scale[..., None]).reshape(
-            tensors[f"{weight.name}.weight_shape"]
-        )
-        assert weight.shape == want.shape
-        assert same(dequantize(weight.quantized(directory.read)), want.astype(np.float32))
-
-
-def test_mxfp4_directory() -> None:
-    directory, weights = weights_of(MADE / "mxfp4-gpt_oss")
-    tensors = raw(MADE / "mxfp4-gpt_oss")
-    assert [w.shape for w in weights.values()] == [(4, 64, 64), (4, 128, 64)]
-    for weight in weights.values():
-        blocks, scales = tensors[f"{weight.name}_blocks"], tensors[f"{weight.name}_scales"]
-        q = weight.quantized(directory.read)
-        assert same(q.codes, blocks.reshape(*blocks.shape[:2], -1))
-        assert same(dequantize(q), decoded(q.codes.numpy(), scales.view(ml_dtypes.float8_e8m0fnu)))
+        if weight.scheme.encoding is not None:
+            q = weight.quantized(directory.read)
+            assert (q.shape, q.encoding) == (weight.shape, weight.scheme.encoding)
+    for method in METHODS:
+        assert stored_weights(directory.tensors, method) == weights
 
 
 def _rename(old: str, new: str) -> Callable[[Tensors], None]:
@@ -197,13 +126,6 @@ def test_other_formats_are_not_supported_rather_than_broken(
     with pytest.raises(UnsupportedError) as raised:
         weights_of(path)
     golden(str(raised.value).replace(str(tmp_path), "…"))
-
-
-@pytest.mark.parametrize("name", [*MODELOPT, "ct-qwen3_moe", "ct-qwen3_moe-int4", "mxfp4-gpt_oss"])
-def test_a_weights_own_tensors_decide_and_no_method(name: str) -> None:
-    directory, weights = weights_of(MADE / name)
-    for method in METHODS:
-        assert stored_weights(directory.tensors, method) == weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -9,8 +9,7 @@ import torch
 from files import MADE
 from torch import Tensor
 
-from fusion_moe.checkpoints import convert, quantize
-from fusion_moe.nn import quantize_
+from fusion_moe.checkpoints import convert
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,17 +31,6 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 def test_converted(name: str, tmp_path: Path) -> None:
     a, b = logits(load(convert(MADE / name, tmp_path / "dst"))), logits(load(MADE / name))
     assert ((a - b).norm() / b.norm()).item() <= 1e-5
-
-
-def test_quantized(tmp_path: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        MADE / "bf16-qwen3_moe", dtype=torch.bfloat16
-    )
-    quantize_(model)
-    assert torch.equal(
-        logits(load(quantize(MADE / "bf16-qwen3_moe", tmp_path / "dst"), torch.bfloat16)),
-        logits(model),
-    )
 
 
 def test_dense(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from fusion_moe import options, translator
 from fusion_moe.definitions import translate
-from fusion_moe.frontends import fingerprint
+from fusion_moe.frontends.inductor import fusion_pass
 
 
 def compiled(**how: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def compiled(**how: Any) -> dict[str, Any]:
 
 def registered() -> Any:
     """A context with one more translator."""
-    translator("cache_process::never")(lambda fd, x: x)
+    translator("cache_process::never", version="1")(lambda fd, x: x)
     stack = mock.MagicMock()
     stack.__exit__.side_effect = lambda *_: translate.unregister("cache_process::never")
     return stack
@@ -48,7 +48,7 @@ def registered() -> Any:
 
 SITUATIONS: dict[str, Callable[[], Any]] = {
     "as before": nullcontext,
-    "other sources": lambda: mock.patch.object(fingerprint, "of_library", return_value="other"),
+    "other sources": lambda: mock.patch.object(fusion_pass, "library_digest", return_value="other"),
     "another translator": registered,
     "other options in force": lambda: options.override(contract_rounding=False),
 }

@@ -164,11 +164,6 @@ def test_notebooks_show_it_in_a_frame(report):
     assert Read(frame("<p>")).all("p") == []
 
 
-def test_saved(report, tmp_path):
-    report.save(tmp_path / "r.html")
-    assert (tmp_path / "r.html").read_text(encoding="utf-8") == page(report)
-
-
 def test_stages_are_told_by_what_they_change():
     assert differences("a\nb\nc", "a\nx\nc") == ["  a", "- b", "+ x", "  c"]
     assert differences("a", "a") == differences("t1 = relu(i0)", "t2 = relu(i0)") == []

@@ -19,6 +19,7 @@ from fusion_moe import Untranslatable
 from fusion_moe.definitions import translate
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.report import repro
+from fusion_moe.report.html import page
 
 ops = torch.ops.fusion_moe
 
@@ -36,9 +37,6 @@ def report(x):
 
 def test_table(report, golden):
     golden(report.details())
-
-
-def test_no_line_is_wider_than_120(report):
     assert max(map(len, report.details().splitlines())) <= 120
 
 
@@ -364,6 +362,7 @@ def test_saved_whole(report, tmp_path):
     # in a shared folder, by somebody who guesses names
     (tmp_path / f".r.txt.{os.getpid()}").symlink_to(tmp_path / "keys")
     report.save(tmp_path / "r.txt")
+    report.save(tmp_path / "r.html")
     assert (tmp_path / "keys").read_text() == "precious"
     (tmp_path / "keys").unlink()
     (tmp_path / f".r.txt.{os.getpid()}").unlink()
@@ -373,7 +372,8 @@ def test_saved_whole(report, tmp_path):
         report.save(tmp_path / "none" / "r.txt")
     assert json.loads((tmp_path / "r.json").read_text())["graphs"] == 1
     assert (tmp_path / "r.txt").read_text() == f"{report.details()}\n"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.json", "r.txt"]
+    assert (tmp_path / "r.html").read_text(encoding="utf-8") == page(report)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.html", "r.json", "r.txt"]
 
 
 def test_kernels_have_names_in_the_profiler(x):

@@ -264,6 +264,22 @@ def test_compressed_tensors_in_mixed_precision(shape, dtype, tmp_path):
     )
 
 
+def test_mxfp4_of_compressed_tensors(tmp_path):
+    def packed(name, n, k):
+        tensors, values = mxfp4(name, n, k)
+        codes, scale = (t.view(torch.uint8) for t in tensors.values())
+        return {f"{name}.weight_packed": codes, f"{name}.weight_scale": scale}, values
+
+    rules = {r"\.experts\.|self_attn\..*proj": packed}
+    said = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    model = assert_loads(*pair(tmp_path, QWEN, said, rules))
+    model.save_pretrained(tmp_path / "saved")
+    want, again = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("encoded", "saved")
+    )
+    assert {name: t.shape for name, t in want.items()} == {n: t.shape for n, t in again.items()}
+
+
 def test_layers_of_one_name_in_several_schemes(tmp_path):
     rules = {
         r"\.experts\.": MODELOPT,

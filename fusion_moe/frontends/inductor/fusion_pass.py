@@ -4,7 +4,12 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch._inductor import config, custom_graph_pass
@@ -15,11 +20,11 @@ from torch.fx import Graph
 from ...definitions import translate
 from ...messages.warn import warn_once
 from ...options import Options
-from .. import fingerprint
 from ..regions import Found, burn, find_regions
 from ..rewrite import replace_regions
 from .log_found import log_found
 
+log = logging.getLogger("fusion_moe")
 # torch >= 2.12 has passes that are told whether the graph is for inference; a pass that follows
 # ours may be one
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
@@ -53,36 +58,39 @@ class FusionPass(_InferenceAware):
             other(graph, is_inference) if aware else other(graph)
 
     def uuid(self) -> Any:
-        """A digest of what compiled code depends on: our sources, the options, every translator,
-        the passes that follow.
+        """What compiled code depends on: our sources, the options, users' translators by their
+        versions, the passes that follow.
 
-        None, with which Inductor caches nothing, if one of these has no fingerprint, and if fuel is
-        limited: what a graph gets then depends on the graphs before it.
+        None, with which Inductor caches nothing, if one of these has no version or uuid, and if
+        fuel is limited: what a graph gets then depends on the graphs before it.
         """
         if self.options.fuel != Options().fuel:
             return None
-        translators, unknown = dict[str, str](), dict[str, str]()
-        for t in translate.registered():
-            try:
-                translators[t.op] = fingerprint.of_function(t.function)
-            except fingerprint.NoFingerprint as why:
-                unknown[t.op] = str(why)
-        others = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.then)
-        if unknown:
-            found = "; ".join(
-                f"the translator of {op} depends on what has no fingerprint, {why}"
-                for op, why in unknown.items()
+        users = [t for t in translate.registered() if t.of_user]
+        if unknown := [t.op for t in users if not t.version]:
+            log.info(
+                "compiled code is not cached: the translator of %s has no version; pass one to "
+                "fusion_moe.translator",
+                ", ".join(unknown),
             )
-            warn_once(f"compiled code is not cached: {found}")
+        others = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.then)
         if unknown or None in others:
             return None
-        return (
-            "fusion_moe",
-            fingerprint.of_library(),
-            self.options.key(),
-            tuple(translators.items()),
-            others,
-        )
+        translators = tuple((t.op, t.version, t.as_stored) for t in users)
+        return "fusion_moe", library_digest(), self.options.key(), translators, others
+
+
+@functools.cache
+def library_digest() -> str:
+    """A digest of all source files of the library, its translators included."""
+    translators = importlib.import_module(translate.BUILTIN).__file__
+    assert translators is not None
+    digest = hashlib.sha256()
+    for root in (Path(__file__).parents[2], Path(translators).parent):
+        for path in sorted(root.rglob("*")):
+            if path.suffix in (".py", ".cpp", ".cu", ".h", ".cuh"):
+                digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _leave_single_results(found: Found) -> None:

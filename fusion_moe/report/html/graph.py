@@ -20,13 +20,13 @@ def graph(report: ReportData) -> Html:
     if not report.fusions and not report.not_fused:
         return Html("")
     fusions = (_fusion(fusion, hues(report), not report.void) for fusion in report.fusions)
-    said = (
+    note = (
         "Click a segment to find it below; hover to see why it begins there, or why a call was "
         "not fused."
     )
     return section(
         "Segments",
-        element("p", said, class_="note"),
+        element("p", note, class_="note"),
         element("div", *fusions, _unfused(report.not_fused), class_="graphs"),
     )
 
@@ -46,9 +46,9 @@ def _fusion(fusion: FusionReport, hues: dict[str, int], timed: bool) -> Html:
         "svg", *_arrows(fusion.segments, places), width=width, height=height, aria_hidden="true"
     )
     boxes = (_box(s, places[s.id], hues[s.id], timed) for s in fusion.segments)
-    kind = "drawing broad" if width > _NARROW else "drawing"
+    class_name = "drawing broad" if width > _NARROW else "drawing"
     drawing = element(
-        "div", arrows, *boxes, class_=kind, style=f"width: {width}px; height: {height}px"
+        "div", arrows, *boxes, class_=class_name, style=f"width: {width}px; height: {height}px"
     )
     return element("figure", element("figcaption", title), drawing)
 
@@ -79,7 +79,7 @@ def _arrows(
 
 
 def _box(s: SegmentReport, place: tuple[int, int], hue: int, timed: bool) -> Html:
-    said = duration(s.measured.seconds) if timed and s.measured else s.kind
+    second_line = duration(s.measured.seconds) if timed and s.measured else s.kind
     why = f"after {', '.join(s.after)}: {s.boundary}" if s.after else "reads from no other segment"
     style = (
         f"left: {place[0]}px; top: {place[1]}px; width: {_WIDTH}px; height: {_HEIGHT}px; "
@@ -88,7 +88,7 @@ def _box(s: SegmentReport, place: tuple[int, int], hue: int, timed: bool) -> Htm
     return element(
         "button",
         element("b", s.id),
-        element("span", f"{s.backend}, {said}"),
+        element("span", f"{s.backend}, {second_line}"),
         element("small", " ".join(dict.fromkeys(s.ops))),
         tip(why),
         type="button",

@@ -16,12 +16,12 @@ def element(name: str, *children: str | None, **attributes: object) -> Html:
     """An element. Attributes that are None are left out; `class_` is `class`, `data_x` is
     `data-x`.
     """
-    given = "".join(
+    shown = "".join(
         f' {_name(key)}="{escape(str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return Html(f"<{name}{given}>{joined(children)}</{name}>")
+    return Html(f"<{name}{shown}>{joined(children)}</{name}>")
 
 
 def joined(children: Iterable[str | None]) -> Html:

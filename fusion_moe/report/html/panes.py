@@ -65,7 +65,9 @@ def _sources(report: ReportData) -> Iterator[Html]:
     reasons: dict[str, list[str]] = {}
     for x in report.not_fused:
         reasons.setdefault(x.source, []).append(f"{x.op}: {x.why}")
-    listed = report.listings or tuple(_lines_alone([*segments, *filter(None, reasons)]))
+    # the lines alone, if the program's files cannot be read
+    alone = filter(None, map(_AT.fullmatch, {**segments, **reasons}))
+    listed = report.listings or [Listing(m["file"], int(m["line"]), m["code"]) for m in alone]
     colours = hues(report)
     for listing in listed:
         yield element("h4", f"{listing.file}:{listing.first_line}")
@@ -82,12 +84,6 @@ def _sources(report: ReportData) -> Iterator[Html]:
                 for number, line in enumerate(listing.text.splitlines(), listing.first_line)
             ),
         )
-
-
-def _lines_alone(sources: Iterable[str]) -> Iterator[Listing]:
-    """Listings of programs whose files cannot be read: only the lines that the report names."""
-    for match in filter(None, map(_AT.fullmatch, dict.fromkeys(sources))):
-        yield Listing(match["file"], int(match["line"]), match["code"])
 
 
 def _find(

@@ -72,8 +72,8 @@ def times(report: ReportData) -> Html:
         rows += [(s.id, s.measured) for s in f.segments] + [(f"{f.id}, whole", f.measured)]
     measured = [(name, m) for name, m in rows if m]
     if not measured:
-        said = "Not measured: fusion_moe.explain(..., measure=True)." if report.fusions else ""
-        return section("Times", element("p", said, class_="note")) if said else Html("")
+        note = "Not measured: fusion_moe.explain(..., measure=True)." if report.fusions else ""
+        return section("Times", element("p", note, class_="note")) if note else Html("")
     if report.void:
         return section("Times", element("p", "Void: ", report.void, class_="note"))
     where = None
@@ -81,13 +81,13 @@ def times(report: ReportData) -> Html:
         name = m.gpu or f"{m.cpu}, {m.threads} threads"
         where = element("p", f"{name}; reads {amount(m.bytes_per_second, 'B/s')}", class_="note")
     longest = max(max(m.seconds, m.floor) for _, m in measured)
-    said = (
+    note = (
         "Filled: the time to read the kernel's bytes, its memory bound. Outlined: what it took "
         "beyond that."
     )
     return section(
         "Times",
-        element("p", said, class_="note"),
+        element("p", note, class_="note"),
         where,
         *(_bar(name, m, longest) for name, m in measured),
     )
@@ -130,13 +130,13 @@ def _chart(name: str, load: Load) -> Html:
         element("i", style=style, title=f"expert {i}: {count(n, 'row')}") for i, n, style in heights
     )
     empty = sum(not n for n in load.rows)
-    said = (
+    text = (
         f"{count(sum(load.rows), 'row')} in {count(len(load.rows), 'group')}, at most {most}, "
         f"{empty} empty"
     )
     return element(
         "div",
-        element("p", element("b", name), f": {said}"),
+        element("p", element("b", name), f": {text}"),
         element("div", *bars, class_="chart"),
         class_="load",
     )
