@@ -81,11 +81,9 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
     kernels for, if not the one at hand.
     """
     graphs = seen.graphs
-    regions = [region for found in graphs for region in found.regions]
-    not_fused = Counter(
-        (x.op, x.source, x.why)
-        for x in (*seen.breaks, *(x for found in graphs for x in found.not_fused))
-    )
+    regions = [region for graph in graphs for region in graph.regions]
+    calls = (*seen.breaks, *(x for graph in graphs for x in graph.not_fused))
+    not_fused = Counter((x.op, x.source, x.why) for x in calls)
     wanted = _wanted(regions, switches, gpu)
     watched = seen.watch.watched if seen.watch else [None] * len(regions)
     programs: dict[Hashable, list[_Place]] = {}
@@ -102,15 +100,14 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
             region.outputs, fusion.made_by, makers(region.fusion), strict=True
         )
     }
-    calls_outside = [n for found in graphs for n in found.outside]
-    sources = {source for f in fusions for s in f.segments for source in s.sources} | {
-        source for _, source, _ in not_fused
-    }
+    calls_outside = [n for graph in graphs for n in graph.outside]
+    sources = {source for f in fusions for s in f.segments for source in s.sources}
+    sources |= {source for _, source, _ in not_fused}
     return Report(
         target=wanted.target.name,
         executed=not wanted.why_not,
         graphs=len(graphs),
-        calls=sum(found.calls for found in graphs),
+        calls=sum(graph.calls for graph in graphs),
         fused_calls=sum(region.calls for region in regions),
         fusions=fusions,
         not_fused=tuple(NotFusedReport(*key, times) for key, times in not_fused.items()),

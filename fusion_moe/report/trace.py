@@ -86,34 +86,18 @@ def explain(
     backends.find(switches.target, torch.device("cpu"))
     _check_names(_original(model_or_fn), kwargs)
     watch = Watch(switches, measure, load) if measure or load else None
-    if backward and watch is not None:
-        raise UnsupportedError(
-            "backward=True with measure or load",
-            expected="one of them: the backward is not run",
-            where="explain",
-        )
     look, function = _looker(model_or_fn, switches, watch, backward)
     if watch is not None:
-        device = device_of_values(function, args, kwargs)
-        targets.check_device(backends.find(switches.target, device), device, "explain")
-        if measure and device.type not in ("cpu", "cuda"):
-            raise UnsupportedError(
-                f"measure=True for tensors on {device}",
-                expected="tensors on a CPU or a CUDA GPU",
-                where="explain",
-            )
+        _check_can_run(watch, backward, device_of_values(function, args, kwargs))
     try:
         if watch is None:
             seen = on_fakes(look, function, args, kwargs)
         else:
             seen = look(function, args, kwargs)
     except TorchDynamoException as error:
-        inner: BaseException | None = error
-        while inner is not None and not isinstance(inner, Error):
-            inner = inner.__cause__ or inner.__context__
-        if inner is None:
-            raise
-        raise inner.at("explain") from error
+        if own := _own_error(error):
+            raise own.at("explain") from error
+        raise
     if backward and not seen.steps:
         raise UnsupportedError(
             "backward=True for a call of whose results none requires a gradient",
@@ -123,6 +107,31 @@ def explain(
             where="explain",
         )
     return report_of(seen, switches, arch)
+
+
+def _own_error(error: BaseException) -> Error | None:
+    """Our error inside of a longer one of Dynamo's, if there is one."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, Error):
+        inner = inner.__cause__ or inner.__context__
+    return inner
+
+
+def _check_can_run(watch: Watch, backward: bool, device: torch.device) -> None:
+    """UnsupportedError if the watched call cannot be run, or measured, on a device."""
+    if backward:
+        raise UnsupportedError(
+            "backward=True with measure or load",
+            expected="one of them: the backward is not run",
+            where="explain",
+        )
+    targets.check_device(backends.find(watch.switches.target, device), device, "explain")
+    if watch.measure and device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(
+            f"measure=True for tensors on {device}",
+            expected="tensors on a CPU or a CUDA GPU",
+            where="explain",
+        )
 
 
 def _of_gpu(name: str, target: str | None) -> tuple[str, Arch]:
