@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..encodings import Quantized
+from ..encodings import ROW, Quantized
 from ..layouts.layout import as_bytes
 from ..nn import Experts
 from ..nn.convert.contract import contract_of
@@ -117,9 +117,11 @@ def _holders(module: nn.Module) -> list[tuple[nn.Module, list[str]]]:
 
 def columns(module: Experts) -> int:
     """What a share's number of features is a multiple of in plan "tp": blocks of down along I, and
-    of alternating gate and up rows.
+    of alternating gate and up rows. All of them, if a scale is for a row.
     """
-    return math.lcm(module.encoding.block, module.interleave or 1)
+    of_rows = any(scale.block == ROW for scale in module.encoding.scales)
+    block = module.shape_of("down")[-1] if of_rows else module.encoding.block
+    return math.lcm(block, module.interleave or 1)
 
 
 def keep_features(module: Experts, rank: int, ranks: int) -> None:

@@ -5,6 +5,7 @@ torch.compile, state dicts and kernels take it on CPUs.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from uint4_zero_points import GROUP, UINT4
 
 import fusion_moe
 from fusion_moe import encodings, options
-from fusion_moe.encodings import Quantized, check_parts, dequantize, quantize
+from fusion_moe.distributed.parallelize import _undividable
+from fusion_moe.distributed.shares import keep_features
+from fusion_moe.encodings import ROW, Quantized, check_parts, dequantize, quantize
 from fusion_moe.errors import ShapeError
 from fusion_moe.nn import Experts, QuantizedLinear, prepare_
 
@@ -130,3 +133,19 @@ def test_a_linear_layer():
     layer = QuantizedLinear(q)
     x = torch.randint(-3, 4, (5, H)).float()
     assert torch.equal(layer(x), x @ dequantize(q).T)
+
+
+def test_shares_of_features_keep_blocks_whole():
+    """128 features are one block, and a row of down is one if it has one scale."""
+    scales = tuple(replace(scale, block=ROW) for scale in UINT4.scales)
+    rows = encodings.register(replace(UINT4, name="uint4_rows", scales=scales))
+    try:
+        for encoding, inner, step in ((UINT4, 256, 128), (UINT4, 128, 128), (rows, 256, 256)):
+            g = torch.Generator().manual_seed(0)
+            shapes = (E, 2 * inner, H), (E, H, inner)
+            made = (quantize(torch.randn(*s, generator=g), encoding=encoding) for s in shapes)
+            said = _undividable(Experts(*made), keep_features, 2)
+            found, wanted = f"{inner} intermediate features for 2 ranks", f"{step} for each rank"
+            assert said == (None if inner > step else (found, f"{wanted}, or a multiple of that"))
+    finally:
+        encodings.unregister(rows.name)

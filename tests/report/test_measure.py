@@ -169,7 +169,8 @@ def test_a_tier_that_is_asked_for_is_named(x):
     assert machine.products == (
         (
             "bf16 by nvfp4",
-            "1 row by dot products with the codes, more by panels of dequantized weights",
+            "up to 4 rows by dot products with dequantized weights, more by panels of dequantized "
+            "weights",
         ),
     )
 

@@ -158,4 +158,15 @@ struct DequantizedTier {
     static constexpr double DEQUANTIZE_ROWS = 8;
 };
 
+// A reader of codes without what kernels for codes read by.
+template <class Weight>
+struct OnlyDequantized : PortableWeight {
+    static constexpr double BYTES = Weight::BYTES;
+    static constexpr i64 ALIGNED = Weight::ALIGNED;
+
+    static void dequantize(const Problem& p, i64 g, i64 n, i64 k, i64 count, float* out) {
+        Weight::dequantize(p, g, n, k, count, out);
+    }
+};
+
 }  // namespace

@@ -28,12 +28,8 @@ struct e8m0 {
 };
 
 inline float widen(u8 x) { return float(x); }
-inline float widen(e4m3 x) { return E4M3_VALUES[x.bits]; }
-
-// 2^-127 is subnormal, and bfloat16 holds it.
-inline float widen(e8m0 x) {
-    return as_float(x.bits == 0 ? 0x00400000u : x.bits == 255 ? 0x7FC00000u : u32(x.bits) << 23);
-}
+inline float widen(e4m3 x) { return e4m3_(x.bits); }
+inline float widen(e8m0 x) { return e8m0_(x.bits); }
 
 enum class Role { MULTIPLIER, DIVISOR, ZERO_POINT };
 
@@ -58,7 +54,7 @@ struct Level {
 
     // That of element k.
     float at(i64 k) const {
-        const float x = widen(first[BLOCK > 0 ? k / BLOCK : 0]);
+        const float x = widen(first[BLOCK > 0 ? u64(k) / u64(BLOCK) : 0]);
         return ROLE == Role::DIVISOR ? 1.f / x : x;
     }
 };
@@ -197,10 +193,10 @@ struct DerivedWeight : PortableWeight {
     static void dequantize(const Problem& p, i64 g, i64 n, i64 k, i64 count, float* out) {
         constexpr int EACH = 8 / Format::BITS;  // codes of a byte
         const auto scales = Scales::of(p, g, n);
-        const i64 inside = k % SHARED;
+        const u64 inside = u64(k) % SHARED;
         float scale[RUN / SHARED + 1], zero[RUN / SHARED + 1];
-        for (i64 block = 0; block * SHARED < inside + count; ++block) {
-            const i64 at = k - inside + block * SHARED;
+        for (i64 block = 0; block * SHARED < i64(inside) + count; ++block) {
+            const i64 at = k - i64(inside) + block * SHARED;
             scale[block] = scales.scale(at);
             if (Scales::HAS_ZERO_POINT) zero[block] = scales.zero_point(at);
         }
@@ -215,7 +211,7 @@ struct DerivedWeight : PortableWeight {
             std::memcpy(held, packed, std::size_t(count));
         }
         for (i64 i = 0; i < count; i += LANES) {
-            const i64 block = (inside + i) / SHARED;
+            const u64 block = (inside + u64(i)) / SHARED;
             const float least = Scales::HAS_ZERO_POINT ? zero[block] : 0.f;
             elements_of<Format>(codes + i, least, scale[block], out + i);
         }

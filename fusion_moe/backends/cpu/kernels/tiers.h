@@ -35,7 +35,7 @@ using Pairs = void;
 #else
 #include "generic.h"
 template <class Weight>
-using TierOfCodes = GenericTier<Weight>;
+using TierOfCodes = DequantizedTier<GenericF32, void, OnlyDequantized<Weight> >;
 using F32 = GenericF32;
 using Pairs = void;
 #endif

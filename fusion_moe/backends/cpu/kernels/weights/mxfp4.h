@@ -16,10 +16,7 @@ struct MXFP4 : E2M1Weight<MXFP4> {
     static constexpr int FIRST = 106, LAST = 132;  // bytes of scales in range
     static constexpr int MIN_EXPONENT = FIRST - 128, MAX_EXPONENT = LAST - 127 + 3;
 
-    // 2^-127 is subnormal, and bfloat16 holds it.
-    static float scale(u8 byte) {
-        return as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : u32(byte) << 23);
-    }
+    static float scale(u8 byte) { return e8m0_(byte); }
 
     static auto factors(const Problem&, i64) {
         return [](i64) { return 1.f; };
