@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..encodings import MXFP4, NVFP4, Quantized, mxfp4_as_nvfp4
+from ..encodings import NVFP4, Quantized, exactly
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, Error, OptionError, UnsupportedError
 from ..messages.progress import progress
@@ -166,7 +166,7 @@ def modelopt_step(source: Source, weight: StoredWeight) -> Step:
     encoding = weight.scheme.encoding
     if encoding is None:
         return fp8_step(source, weight) if weight.of_matrix else exact_bf16_step(source, weight)
-    if encoding not in (NVFP4, MXFP4):
+    if encoding is not NVFP4 and NVFP4.name not in encoding.equivalents:
         raise UnsupportedError(
             f"{weight.name} in {encoding.name}",
             expected="nvfp4 or mxfp4: others have no exact NVFP4",
@@ -182,9 +182,9 @@ def modelopt_step(source: Source, weight: StoredWeight) -> Step:
 
 
 def _as_nvfp4(weight: StoredWeight, q: Quantized) -> Quantized:
-    """MXFP4 -> NVFP4 with the same values, with one decode scale for all of them."""
+    """The same values in NVFP4, with one decode scale for all of them."""
     try:
-        codes, block_scale, decode_scale = mxfp4_as_nvfp4(q.of(part.flatten(0, -2) for part in q))
+        codes, block_scale, decode_scale = exactly(q.of(part.flatten(0, -2) for part in q), NVFP4)
     except Error as error:
         raise error.at(weight.name) from None
     if decode_scale.dim():

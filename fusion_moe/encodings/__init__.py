@@ -18,7 +18,7 @@ from .checks import (
     check_part_scales,
     check_parts,
 )
-from .convert import dequantize, matrix_scale_of, quantize
+from .convert import dequantize, exactly, matrix_scale_of, quantize
 from .encoding import (
     ENCODINGS,
     ROW,
@@ -32,7 +32,6 @@ from .encoding import (
     unregister,
 )
 from .int4 import INT4
-from .mx_as_nv import mxfp4_as_nvfp4
 from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8, MXFP8_COLUMNS
 from .nvfp4 import NVFP4
@@ -59,9 +58,9 @@ __all__ = [
     "check_part_scales",
     "check_parts",
     "dequantize",
+    "exactly",
     "find",
     "matrix_scale_of",
-    "mxfp4_as_nvfp4",
     "quantize",
     "register",
     "unregister",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from .checks import check_floats, check_matrix_scale, check_parts, check_same_device
-from .encoding import ROW, Element, Encoding, Quantized, Scale
+from .encoding import ENCODINGS, ROW, Element, Encoding, Quantized, Scale
 
 
 def quantize(x: Tensor, encoding: Encoding, matrix_scale: Tensor | None = None) -> Quantized:
@@ -83,6 +84,25 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     if step is not None:
         values = values * step.unsqueeze(-1) if encoding.plain else values.mul_(step.unsqueeze(-1))
     return values.view(*lead, n, k).to(dtype)
+
+
+def exactly(q: Quantized, encoding: Encoding, runs: int = 0) -> Quantized:
+    """The same values in another encoding, such as MXFP4 in NVFP4; runs: as many scales for each
+    matrix, of equal runs of its rows (gate and up have one each); 0: one.
+
+    UnsupportedError if there are none, or not for these values; the encoding's file says which.
+    """
+    if q.encoding == encoding:
+        return q
+    if encoding.name not in q.encoding.equivalents:
+        held = (e.name for e in ENCODINGS.values() if encoding.name in e.equivalents)
+        raise UnsupportedError(
+            f"a weight in {q.encoding.name}",
+            expected=" or ".join((encoding.name, *held)),
+            todo="dequantize it and quantize that, with its rounding",
+            where=f"exactly {encoding.name}",
+        )
+    return q.encoding.equivalents[encoding.name](q, runs)
 
 
 # Scales -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ encodings have no zero points.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -187,14 +187,18 @@ class Part:
 @dataclass(frozen=True)
 class Encoding:
     """How a matrix is stored. scales: from the finest to the coarsest, zero points anywhere among
-    them. axis: the dimension along which blocks lie. OptionError for scales that do not fit
-    together.
+    them. axis: the dimension along which blocks lie. equivalents: by the names of other encodings,
+    functions that give a weight and a number of runs of its rows (0: none) the same values there;
+    `exactly` calls them. OptionError for scales that do not fit together.
     """
 
     name: str
     element: Element
     scales: tuple[Scale, ...] = ()
     axis: int = -1
+    equivalents: Mapping[str, Callable[[Quantized, int], Quantized]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         for found, expected in self._misfits():

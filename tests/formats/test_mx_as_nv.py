@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_moe.encodings import BF16, MXFP4, NVFP4, Quantized, mxfp4_as_nvfp4, quantize
+from fusion_moe.encodings import BF16, MXFP4, NVFP4, Quantized, exactly, quantize
 from fusion_moe.errors import NonFiniteError, ShapeError, UnsupportedError
 
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
@@ -63,7 +63,7 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 )
 def test_equal_numbers_with_a_scale_for_a_matrix_or_a_run(span, low, zeros, runs, seed):
     q = weight(np.full((2, 1, 1), low), span, zeros, seed, (2, 6, 96))
-    made = mxfp4_as_nvfp4(q, runs)
+    made = exactly(q, NVFP4, runs)
     assert (made.encoding, tuple(made.decode_scale.shape)) == (NVFP4, (2, runs) if runs else (2,))
     assert same(decoded(made), decoded(q))
     assert made.codes is q.codes
@@ -76,17 +76,17 @@ def test_equal_numbers_with_a_scale_for_a_matrix_or_a_run(span, low, zeros, runs
 )
 def test_equal_numbers_with_a_scale_for_a_row(lows, span, seed):
     q = weight(np.array(lows).reshape(2, 6, 1), span, 0.1, seed, (2, 6, 96))
-    assert same(decoded(mxfp4_as_nvfp4(q)), decoded(q))
+    assert same(decoded(exactly(q, NVFP4)), decoded(q))
 
 
 def test_rows_get_scales_of_their_own_only_where_one_is_too_few():
     x = torch.ones(1, 4, 64)
     x[0, :2] = 2.0**17
-    assert mxfp4_as_nvfp4(quantize(x, encoding=MXFP4)).decode_scale.shape == (1,)
+    assert exactly(quantize(x, encoding=MXFP4), NVFP4).decode_scale.shape == (1,)
     x[0, :2] = 2.0**18
     q = quantize(x, encoding=MXFP4)
-    assert mxfp4_as_nvfp4(q).decode_scale.tolist() == [[2.0**8, 2.0**8, 2.0**-10, 2.0**-10]]
-    assert mxfp4_as_nvfp4(q, 2).decode_scale.tolist() == [[2.0**8, 2.0**-10]]
+    assert exactly(q, NVFP4).decode_scale.tolist() == [[2.0**8, 2.0**8, 2.0**-10, 2.0**-10]]
+    assert exactly(q, NVFP4, 2).decode_scale.tolist() == [[2.0**8, 2.0**-10]]
 
 
 def test_refusals():
@@ -98,11 +98,11 @@ def test_refusals():
         match=r"row \(1, 2\) has block scales from 2\^-2 to "
         r"2\^16; expected 17 octaves at most",
     ):
-        mxfp4_as_nvfp4(q)
-    with pytest.raises(UnsupportedError, match="a weight in bf16; expected mxfp4"):
-        mxfp4_as_nvfp4(quantize(x.bfloat16(), encoding=BF16))
+        exactly(q, NVFP4)
+    with pytest.raises(UnsupportedError, match="a weight in bf16; expected nvfp4 or mxfp4"):
+        exactly(quantize(x.bfloat16(), encoding=BF16), NVFP4)
     with pytest.raises(ShapeError, match=r"3 runs of a weight \[2, 4, 64\]"):
-        mxfp4_as_nvfp4(q, 3)
+        exactly(q, NVFP4, 3)
     q.block_scale.view(torch.uint8)[0, 1, 1] = 255
     with pytest.raises(NonFiniteError, match="1 NaN"):
-        mxfp4_as_nvfp4(q)
+        exactly(q, NVFP4)

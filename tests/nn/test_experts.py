@@ -120,7 +120,7 @@ def test_mxfp4_experts_become_nvfp4():
     )
     torch.testing.assert_close(call(module), want, rtol=1e-5, atol=1e-5)
     assert module.to_nvfp4().weight_of("down").codes.data_ptr() == module.down_proj.data_ptr()
-    with pytest.raises(UnsupportedError, match="a weight in int4; expected mxfp4"):
+    with pytest.raises(UnsupportedError, match="a weight in int4; expected nvfp4 or mxfp4"):
         Experts(*weights("int4")).to_nvfp4()
     call_of = {
         "x": torch.zeros(4, H).bfloat16(),

@@ -8,7 +8,7 @@ from ...encodings import (
     NVFP4,
     Encoding,
     Quantized,
-    mxfp4_as_nvfp4,
+    exactly,
 )
 from ...errors import ShapeError
 from ..config import need_activation_format
@@ -80,12 +80,12 @@ class Projections(AdaptableModule):
         nvFuser, which reads no MXFP4. Returns the module.
 
         Gate and up get their own decode scales or, if weights span many octaves, each row does.
-        Raises like `mxfp4_as_nvfp4`.
+        Raises like `encodings.exactly`.
         """
         if self.encoding != NVFP4:
             relayout_(self, "linear")
             up, down = [
-                mxfp4_as_nvfp4(self.weight_of(name), 2 if name == "gate_up" else 0)
+                exactly(self.weight_of(name), NVFP4, 2 if name == "gate_up" else 0)
                 for name in self.projections
             ]
             self._set_weights(up, down)
