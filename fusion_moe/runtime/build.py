@@ -106,7 +106,7 @@ class LibrarySource:
         return [
             *compiler.command,
             *self.all_flags(having),
-            *(f"-I{folder}" for folder in self.include),
+            *(f"-I{folder.absolute()}" for folder in self.include),
         ]
 
     def file(self, compiler: Compiler) -> str:
@@ -126,42 +126,20 @@ def load(
     *,
     name: str,
     tier: str | None = None,
-    include: Sequence[Path | str] = (),
+    include: Sequence[Path] = (),
     flags: Sequence[str] = (),
 ) -> ctypes.CDLL:
     """The library of a C++ source, as described at the head of this file. BuildError if it fails,
     OptionError for another CPU's tier.
     """
-    return library(_source(text, name, isa.selected() if tier is None else tier, include, flags))
+    tier = isa.selected() if tier is None else tier
+    return library(LibrarySource(text, name, tier, tuple(include), tuple(flags)))
 
 
-def build(
-    text: str,
-    *,
-    name: str,
-    tier: str,
-    include: Sequence[Path | str] = (),
-    flags: Sequence[str] = (),
-) -> Path:
-    """The file of the library of a C++ source, from the cache or compiled now. BuildError if that
-    fails.
-    """
-    return _file(_source(text, name, tier, include, flags))
-
-
-def is_built(
-    text: str,
-    *,
-    name: str,
-    tier: str,
-    include: Sequence[Path | str] = (),
-    flags: Sequence[str] = (),
-) -> bool:
+def is_built(source: LibrarySource) -> bool:
     """Whether `build` would find the library in the cache; False if there is no compiler."""
     compiler = find_compiler()
-    return compiler is not None and store.has(
-        _source(text, name, tier, include, flags).file(compiler)
-    )
+    return compiler is not None and store.has(source.file(compiler))
 
 
 def library(source: LibrarySource) -> ctypes.CDLL:
@@ -169,32 +147,23 @@ def library(source: LibrarySource) -> ctypes.CDLL:
     like `load`.
     """
     isa.require(source.tier)
-    return _open(_file(source))
+    return _open(build(source))
 
 
-def _source(
-    text: str, name: str, tier: str, include: Sequence[Path | str], flags: Sequence[str]
-) -> LibrarySource:
-    return LibrarySource(
-        text, name, tier, tuple(Path(folder).absolute() for folder in include), tuple(flags)
-    )
-
-
-def _file(source: LibrarySource) -> Path:
-    path = came if (came := source.came_with()) and came.is_file() else _made(source)
+def build(source: LibrarySource) -> Path:
+    """The file of the library of a source, for this CPU or another one. BuildError if it fails."""
+    path = source.came_with()
+    if path is None or not path.is_file():
+        compiler = find_compiler()
+        if compiler is None:
+            raise BuildError(why_no_compiler(), where=source.name)
+        command = _allowed(source.command(compiler), source.name)
+        with store.as_build_error(source.name):
+            path = store.get_or_make(
+                source.file(compiler), lambda path: _compile(command, source, path)
+            )
     dump.binary(path, source.text, ".cpp")
     return path
-
-
-def _made(source: LibrarySource) -> Path:
-    compiler = find_compiler()
-    if compiler is None:
-        raise BuildError(why_no_compiler(), where=source.name)
-    command = _allowed(source.command(compiler), source.name)
-    with store.as_build_error(source.name):
-        return store.get_or_make(
-            source.file(compiler), lambda path: _compile(command, source, path)
-        )
 
 
 def ship(source: LibrarySource, having: Collection[str]) -> Path:

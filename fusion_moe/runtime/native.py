@@ -138,7 +138,7 @@ def why_not() -> str:
 
 def is_built() -> bool:
     """Whether the library is compiled."""
-    return build.is_built(**_source())
+    return build.is_built(_source())
 
 
 def known() -> int:
@@ -172,7 +172,7 @@ def load() -> None:
     """
     global _library
     if _library is None:
-        native = build.load(**_source())
+        native = build.library(_source())
         native.fusion_moe_begin.argtypes = [ctypes.py_object] * 4
         native.fusion_moe_known.restype = ctypes.c_longlong
         native.fusion_moe_offer.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong]
@@ -182,26 +182,19 @@ def load() -> None:
 
 
 @cache
-def _source() -> dict[str, Any]:
-    """The library's source and flags, as arguments of `build`."""
+def _source() -> build.LibrarySource:
     libraries = _TORCH / "lib"
-    version = f'-DTORCH="{torch.__version__} {torch.version.git_version}"'
     flags = (
         "-std=c++20",
         "-O1",
         f"-I{_TORCH / 'include'}",
-        version,
+        f'-DTORCH="{torch.__version__} {torch.version.git_version}"',
         "-Wl,--no-as-needed",
         f"-L{libraries}",
         "-ltorch_cpu",
         "-lc10",
     )
-    return {
-        "text": SOURCE.read_text(encoding="utf-8"),
-        "name": "native",
-        "tier": "generic",
-        "flags": flags,
-    }
+    return build.LibrarySource(SOURCE.read_text(encoding="utf-8"), "native", "generic", (), flags)
 
 
 # Addresses ----------------------------------------------------------------------------------------

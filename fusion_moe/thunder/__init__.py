@@ -6,13 +6,12 @@ through our pipeline.
 
 Needs lightning-thunder, which is imported by the first call and not before.
 
-record.py     what the dispatcher is asked for, as an FX graph
-graph.py      a stretch of a trace as such a graph
-ops.py        operations of torch as symbols, with their derivatives
-executor.py   the executor: regions of a trace become fusions
-saved.py      what the backward reads, saved from writes
-nvfuser.py    the same operations inside of thunder's own nvFuser regions
-quirks.py     what thunder's versions make necessary
+graph.py     a stretch of a trace as an FX graph of what the dispatcher is asked for
+ops.py       operations of torch as symbols, with their derivatives
+executor.py  the executor: regions of a trace become fusions
+saved.py     what the backward reads, saved from writes
+nvfuser.py   the same operations inside of thunder's own nvFuser regions
+quirks.py    what thunder's versions make necessary
 """
 
 from __future__ import annotations

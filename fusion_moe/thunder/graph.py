@@ -13,7 +13,8 @@ import functools
 import heapq
 import linecache
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,101 @@ from thunder.core.trace import TraceCtx
 from thunder.executors.passes import transform_for_execution
 from thunder.extend import get_always_executors
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map as map_tree
 
+from ..definitions.operations import SPECS
 from ..errors import UnsupportedError
-from .record import Recorder, k_major_arguments
 
 _THUNDER = str(Path(thunder.__file__).parent)
+
+
+class Recorder(TorchDispatchMode):
+    """Writes the calls that run under it into a graph. Tensors are fakes without memory, contiguous
+    unless something else is known.
+    """
+
+    def __init__(self, graph: Graph):
+        super().__init__()
+        self.graph = graph
+        self.fakes = FakeTensorMode()
+        self.source = ""  # the stack trace of what is running
+        # the tensor is kept alive, so that no other one gets its id
+        self._nodes: dict[int, tuple[Node, torch.Tensor]] = {}
+
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, k_major: bool = False
+    ) -> torch.Tensor:
+        """A fake tensor without a node; k_major: the transposed view of a contiguous one."""
+        with torch.inference_mode(False), self.fakes:
+            if k_major:
+                return torch.empty(
+                    (*shape[:-2], shape[-1], shape[-2]), dtype=dtype, device=device
+                ).mT
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def give(self, node: Node, value: Any) -> None:
+        """Assigns a node to a tensor, or to a tuple whose tensors are its getitems."""
+        node.meta.update(val=value, stack_trace=self.source)
+        if isinstance(value, torch.Tensor):
+            self._nodes[id(value)] = (node, value)
+            return
+        for i, part in enumerate(value if isinstance(value, (tuple, list)) else ()):
+            if isinstance(part, torch.Tensor):
+                self.give(self.graph.call_function(operator.getitem, (node, i)), part)
+
+    def node(self, value: Any) -> Any:
+        """The node of a tensor; any other value unchanged. UnsupportedError for a tensor that no
+        recorded call made.
+        """
+        if not isinstance(value, torch.Tensor):
+            return value
+        # a number, as the dispatcher passes it
+        if not isinstance(value, FakeTensor) and value.dim() == 0:
+            with _disable_current_modes():
+                return value.item()
+        if id(value) not in self._nodes:
+            raise UnsupportedError(
+                "a tensor that is neither an input nor the result of an operation",
+                expected="constants as numbers",
+            )
+        return self._nodes[id(value)][0]
+
+    @contextmanager
+    def running(self, source: str = "") -> Iterator[None]:
+        """A context in which calls are recorded, without autocast, whose casts traces have. If it
+        fails, what it recorded is removed.
+        """
+        before, self.source = list(self.graph.nodes), source
+        try:
+            with torch.inference_mode(False), torch._C._DisableAutocast(), self.fakes, self:
+                yield
+        except BaseException:
+            for n in reversed(list(self.graph.nodes)[len(before) :]):
+                self.graph.erase_node(n)
+            raise
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # a query about a tensor
+            return result
+        if func._schema.is_mutable:
+            raise UnsupportedError(
+                f"{func} mutates its arguments", expected="an operation that returns new tensors"
+            )
+        node_args, node_kwargs = map_tree(self.node, (args, kwargs or {}))
+        self.give(self.graph.call_function(func, node_args, node_kwargs), result)
+        return result
+
+
+def k_major_arguments(op: Any) -> tuple[int, ...]:
+    """The positions of arguments [..., K, N] that an operation takes with K contiguous, in whatever
+    namespace it was registered.
+    """
+    spec = SPECS.get(op._schema.name.partition("::")[2])
+    return tuple(i for i, a in enumerate(op._schema.arguments) if spec and a.name in spec.k_major)
 
 
 class TraceGraph:
@@ -88,10 +178,9 @@ class TraceGraph:
                     local.update(_named(part.output, result))
                 made = _named(bsym.output, _read(local, output))
                 for p in bsym.flat_proxy_outs:
-                    if not _is_like(made[p.name], p):
-                        raise UnsupportedError(
-                            f"{bsym.sym.name} returned {made[p.name]}", expected=str(p)
-                        )
+                    value, dtype = made[p.name], dtypes.to_torch_dtype(p.dtype)
+                    if (tuple(value.shape), value.dtype) != (tuple(p.shape), dtype):
+                        raise UnsupportedError(f"{bsym.sym.name} returned {value}", expected=str(p))
                     self._name(p, made[p.name])
         except Exception:  # whatever the error: thunder runs this bound symbol itself
             return False
@@ -268,14 +357,6 @@ def _named(output: Any, result: Any) -> dict[str, Any]:
     """The tensors of a result by the names of their proxies."""
     pairs = zip(tree_flatten(output)[0], tree_flatten(result)[0], strict=True)
     return {p.name: value for p, value in pairs if isinstance(p, TensorProxy)}
-
-
-def _is_like(value: Any, p: TensorProxy) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and tuple(value.shape) == tuple(p.shape)
-        and value.dtype == dtypes.to_torch_dtype(p.dtype)
-    )
 
 
 def _stack_trace(bsym: BoundSymbol) -> str:

@@ -22,6 +22,7 @@ from thunder.core.pytree import tree_flatten, tree_map
 from thunder.core.symbol import Symbol
 from thunder.core.transforms import register_grad
 from thunder.extend import Executor
+from thunder.torch import register_function
 from thunder.transforms.autocast import disable_autocast, maybe_downcast_to, register_autocast_rule
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
@@ -31,9 +32,8 @@ from ..definitions import translate
 from ..definitions.operations import SPECS, Spec, named_arguments
 from ..definitions.run import NAMESPACE
 from ..errors import UnsupportedError
-from .graph import as_torch, fake_of
-from .quirks import at_users_line, tell_thunderfx
-from .record import Recorder, k_major_arguments
+from .graph import Recorder, as_torch, fake_of, k_major_arguments
+from .quirks import at_users_line
 
 _DIFFERENTIABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # recorded on contiguous fakes; the tensors of a call may have other strides
@@ -92,8 +92,9 @@ class Symbols:
             register_grad(symbol.id, partial(self._differentiated, op))
             if op.namespace == NAMESPACE and (spec := SPECS.get(op._opname)) and spec.autocast:
                 register_autocast_rule(symbol.id)(partial(_autocast, symbol, spec))
+            # thunderfx keeps what this map lacks out of thunder, whatever executors it is given
             for called in names if foreign else ():
-                tell_thunderfx(called, symbol)
+                register_function(called, symbol)
         return self._of[op]
 
     @disable_autocast()  # the trace that is differentiated has its casts

@@ -15,20 +15,10 @@ import torch
 from thunder.core.interpreter import get_interpreterruntimectx
 from thunder.core.symbol import Symbol
 from thunder.core.trace import get_tracectx
-from thunder.torch import register_function
 
 LIBRARIES = tuple(
     str(Path(file).parent) for file in (torch.__file__, thunder.__file__, Path(__file__).parent)
 )
-
-
-def tell_thunderfx(called: Callable[..., Any], symbol: Symbol) -> None:
-    """Registers an operation in the map that thunderfx consults: it keeps all others out of
-    thunder, whatever executors it is given.
-
-    Unnecessary once thunder.dynamo asks the executors too.
-    """
-    register_function(called, symbol)
 
 
 def at_users_line(symbol: Symbol) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ def test_a_library_is_compiled_while_others_go_on(tmp_path):
             [
                 (
                     "library",
-                    lambda: build.build("int one() { return 1; }", name="one", tier="generic"),
+                    lambda: build.build(build.LibrarySource("int one();", "one", "generic")),
                 )
             ]
         )

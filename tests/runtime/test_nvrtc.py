@@ -44,16 +44,6 @@ def test_a_compilation_that_takes_too_long_is_ended(folder):
         assert build().read_bytes().startswith(b"\x7fELF")
 
 
-def test_a_cubin_that_others_could_write_is_compiled_again():
-    path = build()
-    whole = path.read_bytes()
-    assert path.stat().st_mode & 0o7777 == 0o600
-    path.write_bytes(whole[:-1])
-    path.chmod(0o666)
-    assert build().read_bytes() == whole
-    assert path.stat().st_mode & 0o7777 == 0o600
-
-
 def test_a_folder_without_space(folder):
     folder.mkdir()
     if subprocess.run(

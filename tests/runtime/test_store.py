@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from fusion_moe import options
-from fusion_moe.errors import BuildError, OptionError
+from fusion_moe.errors import BuildError
 from fusion_moe.runtime import store, trust
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -561,63 +561,3 @@ def test_a_folder_without_the_right_to_write(entered, folder, temporary):
         )
 
     assert as_another(work) == (True, str(temporary / f"fusion_moe-{OTHER}"))
-
-
-# The option ---------------------------------------------------------------------------------------
-
-
-def test_the_folder_is_no_part_of_keys():
-    with options.override(cache_dir="/one"):
-        one = options.current()
-    with options.override(cache_dir="/two"):
-        two = options.current()
-        carried = options.from_key(one.key())
-    assert (one, hash(one), one.key()) == (two, hash(two), two.key())
-    assert "/one" not in one.key()
-    assert carried.cache_dir == "/two"
-    forced = one.replace(cpu_isa="generic")
-    assert forced != one
-    assert options.from_key(forced.key()) == forced
-    assert '"' not in forced.key()  # torch's cpp_wrapper writes keys into C++
-
-
-@pytest.mark.parametrize(
-    "key", ["{'dump': '/anywhere'}", "{'cache_dir': '/anywhere'}", "{1: 2}", "{None: 1}"]
-)
-def test_what_no_key_says(key):
-    """Keys come with exported graphs, from anybody."""
-    with pytest.raises(OptionError, match="an option's name = .*; expected one of target, "):
-        options.from_key(key)
-
-
-def test_where_caches_belong(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert (
-        options._cache_home({})
-        == options._cache_home({"XDG_CACHE_HOME": "relative"})
-        == "/home/someone/.cache/fusion_moe"
-    )
-    assert options._cache_home({"XDG_CACHE_HOME": "/elsewhere"}) == "/elsewhere/fusion_moe"
-    assert options.from_environment({"FUSION_MOE_CACHE_DIR": "~/x"}).cache_dir == "~/x"
-    assert options.from_environment({"FUSION_MOE_CACHE_DIR": ""}) == options.from_environment({})
-    assert (
-        options.from_environment({"FUSION_MOE_CACHE_DIR": ""}).cache_dir
-        == options.Options().cache_dir
-    )
-    with options.override(cache_dir="~/x"), pytest.raises(OptionError):
-        options.current().replace(cache_dir=Path("x"))
-
-
-@pytest.mark.parametrize(("text", "found"), [("1", 1), ("1000000", 10**6), ("", 300)])
-def test_how_long_a_compiler_may_take(text, found):
-    read = options.from_environment({"FUSION_MOE_COMPILE_SECONDS": text})
-    assert read.compile_seconds == found
-    assert read == options.Options(), "it is no part of keys"
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "1.5", "1000001", "long", True, 2.0])
-def test_a_time_that_is_none(value):
-    with pytest.raises(
-        OptionError, match="option compile_seconds = .*; expected an int from 1 to 1000000"
-    ):
-        options.Options().replace(compile_seconds=value)
