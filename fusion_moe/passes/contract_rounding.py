@@ -65,13 +65,8 @@ def _sums(fusion: Fusion) -> tuple[Op, ...]:
         for op in fusion.ops
         if op.kind.name == "add"
         and len(op.values) == 2
-        and all(_rounds(fusion, v) for v in op.values)
+        and all(len(_way(fusion, v)) == 1 for v in op.values)
     )
-
-
-def _rounds(fusion: Fusion, v: Value) -> bool:
-    way = _way(fusion, v)
-    return len(way) == 1
 
 
 def _ways(fusion: Fusion) -> Mapping[Op, tuple[Op, ...]]:

@@ -58,7 +58,7 @@ class Bandwidth:
     def reader(self, *tensors: Tensor) -> Callable[[], None]:
         """A function that reads tensors in this way; they must live until it is called."""
         if self.ahead is None:
-            return partial(_reduce_all, tensors, self.threads)
+            return partial(_reduce, tensors, self.threads)
         addresses = (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
         sizes = (ctypes.c_longlong * len(tensors))(*[t.nbytes for t in tensors])
         return partial(
@@ -101,7 +101,7 @@ def evict(*tensors: Tensor) -> None:
     to replace them.
     """
     if not all(_evicts(t.untyped_storage()) for t in tensors):
-        _reduce(_kept_pool(), torch.get_num_threads())
+        _reduce([_kept_pool()], torch.get_num_threads())
 
 
 def _evicts(memory: torch.UntypedStorage) -> bool:
@@ -144,18 +144,17 @@ def _measured(threads: int) -> Bandwidth:
     ways = (None,) if _why_not_cpp() else _AHEAD
     ahead = max(ways, key=lambda ahead: Bandwidth(0, threads, "", ahead).now(memory))
     where = f"{memory.nbytes >> 20} MiB, {pages.obtained(memory) >> 20} MiB of them on large pages"
-    found = Bandwidth(0, threads, f"{_how(ahead)}; {where}", ahead)
+    how = (
+        f"torch's amax: {_why_not_cpp()}"
+        if ahead is None
+        else f"C++, prefetching {ahead} bytes ahead"
+    )
+    found = Bandwidth(0, threads, f"{how}; {where}", ahead)
     # Other programs slow down most reads, and this number is stored; but a single read can be
     # faster than the memory is over a longer time.
     return replace(
         found, bytes_per_second=memory.nbytes / found.times(memory, _REPEATS)[_REPEATS // 10]
     )
-
-
-def _how(ahead: int | None) -> str:
-    if ahead is None:
-        return f"torch's amax: {_why_not_cpp()}"
-    return f"C++, prefetching {ahead} bytes ahead" if ahead else "C++, not prefetching"
 
 
 @cache
@@ -193,18 +192,14 @@ def _kept_pool() -> Tensor:
     return pool()
 
 
-def _reduce(t: Tensor, threads: int) -> None:
+def _reduce(tensors: Sequence[Tensor], threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        t.view(-1).view(torch.float64).amax()
+        for t in tensors:
+            t.view(-1).view(torch.float64).amax()
     finally:
         torch.set_num_threads(before)
-
-
-def _reduce_all(tensors: Sequence[Tensor], threads: int) -> None:
-    for t in tensors:
-        _reduce(t, threads)
 
 
 def _cache_bytes() -> int:
