@@ -44,9 +44,7 @@ def functions(source: Source, plan: ProductPlan) -> list[str]:
     if not plan.added:
         return ["static constexpr i32 ADDED = 0;"]
     if len(plan.added) > 1:
-        raise _refusal(
-            plan, f"no kernel adds {len(plan.added)} products to another", "one"
-        )
+        raise _refusal(plan, f"no kernel adds {len(plan.added)} products to another", "one")
     (product,) = plan.added
     features, dtype = known(product.size(product.contracted)), plan.a.type.dtype
     found = source.elements().row_in_memory(product.a, _M, features)

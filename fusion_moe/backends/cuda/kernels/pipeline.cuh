@@ -125,12 +125,6 @@ __device__ __forceinline__ void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// This thread's copies so far arrive at a barrier, as one of its threads, when they are complete.
-__device__ __forceinline__ void cp_async_arrive(u64& barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier))
-                 : "memory");
-}
-
 // Called by single threads; covers what each has done before.
 __device__ __forceinline__ void mbarrier_arrive_thread(u64& barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");

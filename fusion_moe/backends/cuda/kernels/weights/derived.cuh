@@ -105,7 +105,8 @@ template <class T, class E, class... Part>
 struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
     static constexpr float RESCALE = 1.f;
     static constexpr int BITS = E::BITS, BYTES = 2 * BITS;  // of a lane's 16 columns of a row
-    static constexpr int WORDS = (BYTES + 3) / 4, STORED = Parts<Part...>::STORED;
+    static constexpr int WORDS = (BYTES + 3) / 4, WORD_BYTES = BYTES < 4 ? BYTES : 4,
+                         STORED = Parts<Part...>::STORED;
     static_assert(((Part::BLOCK % 16 == 0) && ...),
                   "a lane's 16 columns share a scale: blocks are multiples of 16");
 
@@ -142,7 +143,7 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
             const u8* codes = codes_[i] + blocks_ahead * (8 * BITS);
 #pragma unroll
             for (int w = 0; w < WORDS; ++w)
-                packed.codes[i][w] = load_number < BYTES<4 ? BYTES : 4>(codes + 4 * w);
+                packed.codes[i][w] = load_number<WORD_BYTES>(codes + 4 * w);
             int p = 0;
             ((packed.scales[i][p] = load_number<Part::BYTES>(
                   scales_[i][p] + (Part::BLOCK > 0 ? blocks_of_row<Part>(k) : 0) * Part::BYTES),
