@@ -1,1 +1,1 @@
-"""Memory of the host: large pages, NUMA nodes, how fast it is read."""
+"""Memory of the host: large pages, how fast it is read."""
