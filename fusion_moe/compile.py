@@ -124,8 +124,16 @@ def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Compiles a Fusion for the device of its inputs and runs it: `fusion_moe.run(fd.fusion(), [x,
     y])`. Gradients reach the inputs.
 
-    FusionError if `fusion` is not a Fusion or has no outputs, or if `tensors` is a tensor instead
-    of a list.
+    Args:
+        fusion: the program.
+        tensors: its inputs, in order, of the types that it states.
+
+    Returns:
+        A tensor for each output of the program.
+
+    Raises:
+        FusionError: if `fusion` is not a Fusion or has no outputs, or if `tensors` is a tensor
+            instead of a list.
     """
     if not isinstance(fusion, Fusion):
         raise FusionError(

@@ -42,13 +42,21 @@ __all__ = [
 def nvfp4_quantize(x: Tensor, decode_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes matrices to NVFP4 along their last dimension -> (codes, block_scale, decode_scale).
 
-    x: float [..., N, K], K a multiple of 16. decode_scale: float32 [...], the factor of each
-    matrix, or [..., S], one factor for each of S equal runs of its rows; None: amax / 2688 of each
-    matrix. codes: uint8 [..., N, K/2], two e2m1 codes a byte, the low nibble first; block_scale:
-    float8_e4m3fn [..., N, K/16].
+    Args:
+        x: float [..., N, K], K a multiple of 16.
+        decode_scale: float32 [...], the factor of each matrix, or [..., S], one factor for each of
+            S equal runs of its rows; None: amax / 2688 of each matrix.
 
-    NonFiniteError for NaN or infinity, on the CPU only (on CUDA the check would wait for the
-    device). No derivative. Source: the numbers of nvidia-modelopt, bit for bit.
+    Returns:
+        codes: uint8 [..., N, K/2], two e2m1 codes a byte, the low nibble first.
+        block_scale: float8_e4m3fn [..., N, K/16].
+        decode_scale: the given one, or float32 [...].
+
+    Raises:
+        NonFiniteError: for NaN or infinity, on the CPU only: on CUDA the check would wait for the
+            device.
+
+    No derivative. Source: the numbers of nvidia-modelopt, bit for bit.
     """
     return torch.ops.fusion_moe.nvfp4_quantize(x, decode_scale)
 
@@ -66,9 +74,12 @@ def nvfp4_grouped_mm(
 ) -> Tensor:
     """`grouped_mm` with a single NVFP4 weight whose parts are separate arguments -> [..., N].
 
-    a: float [..., K], rows sorted by group. b_codes uint8 [G, N, K/2], b_block_scale float8_e4m3fn
-    [G, N, K/16], b_decode_scale float32 [G] or [G, S], as `nvfp4_quantize` returns them. The other
-    arguments are those of `grouped_mm`.
+    Args:
+        a: float [..., K], rows sorted by group.
+        b_codes: uint8 [G, N, K/2], as `nvfp4_quantize` returns them.
+        b_block_scale: float8_e4m3fn [G, N, K/16].
+        b_decode_scale: float32 [G] or [G, S].
+        offs, activation_format, weight_layout, out_dtype: as in `grouped_mm`.
     """
     return torch.ops.fusion_moe.nvfp4_grouped_mm(
         a,
@@ -99,19 +110,29 @@ def grouped_mm(
     """For each row of group g: weight[g] @ row, summed in float32 (float64 in float64) -> [..., N];
     zeros for rows past the last group.
 
-    a: float [..., K], rows sorted by group. offs: int32 [G], where the rows of each group end.
-    weight: the parts of [G, N, K] in the encoding weight_format: "nvfp4", "mxfp4", "int4"
-    (fusion_moe.encodings); or, for "bf16", "f16", "f32" and "f64", a single tensor of numbers.
-    transposed: this single tensor is [G, K, N]. weight_layout: the order of the weight's bytes:
-    "linear"; "w16x64", as `fusion_moe.prepare_` makes it; or "sf128x4", for block scales only.
-    activation_format: "bf16", rows as they come in; "nvfp4", rows quantized too (compute capability
-    10.0 only, else UnsupportedError); or "int8", rows and weights of nvfp4 or mxfp4 rounded to
-    integers in blocks of 256 columns (CPUs only, else UnsupportedError). With float weights "mxfp8"
-    or "mxfp8_wgrad_bf16": both operands rounded by that recipe, forward and backward
-    (fusion_moe.recipe). out_dtype: the dtype of the result; None: that of a. lora_a: float [G, r,
-    K], lora_b: float [G, N, r], or None: lora_scale * lora_b @ lora_a is added to the weight,
-    without computing that matrix. Both are rounded to the dtype of a, and so are the r features
-    between them; both products are added in float32.
+    Args:
+        a: float [..., K], rows sorted by group.
+        weight: the parts of [G, N, K] in an encoding; or, if weight_format is a float format, a
+            single tensor of numbers.
+        offs: int32 [G], where the rows of each group end.
+        lora_a, lora_b: float [G, r, K] and [G, N, r], or None. lora_scale * lora_b @ lora_a is
+            added to the weight, without computing that matrix. Both are rounded to the dtype of a,
+            and so are the r features between them; both products are added in float32.
+        weight_format: the encoding of the weight: "nvfp4", "mxfp4", "int4" or any other of
+            `fusion_moe.encodings`; "bf16", "f16", "f32" or "f64" for numbers.
+        weight_layout: the order of the weight's bytes: "linear"; "w16x64", as
+            `fusion_moe.prepare_` makes it; or "sf128x4", for block scales only.
+        activation_format: "bf16": rows as they come in. "nvfp4": rows are quantized too (compute
+            capability 10.0 only). "int8": rows and weights of nvfp4 or mxfp4 are rounded to
+            integers in blocks of 256 columns (CPUs only). "mxfp8" or "mxfp8_wgrad_bf16", for float
+            weights: both operands are rounded by that recipe, forward and backward
+            (`fusion_moe.recipe`).
+        out_dtype: the dtype of the result; None: that of a.
+        transposed: a float weight is [G, K, N].
+        lora_scale: the factor of the adapter.
+
+    Raises:
+        UnsupportedError: for an activation_format that the device does not have.
 
     Derivatives: with respect to a, lora_a, lora_b, and a float weight. Quantized weights are
     frozen. Source: torch.nn.functional.grouped_mm, here for quantized weights; LoRA (Hu et al.,
@@ -136,9 +157,12 @@ def grouped_swizzle_block_scale(block_scale: Tensor, offs: Tensor) -> Tensor:
     """Reorders block scales as Blackwell's products read them, each group padded to 128 rows ->
     [bound(M, G), ceil4(K/16)].
 
-    block_scale: float8_e4m3fn [M, K/16], rows sorted by group. offs: int32 [G], where the rows of
-    each group end. Padding is zero. No derivative. Source: the layout of block scaling factors of
-    cuBLAS and CUTLASS (`fusion_moe.layouts.SF128X4`).
+    Args:
+        block_scale: float8_e4m3fn [M, K/16], rows sorted by group.
+        offs: int32 [G], where the rows of each group end.
+
+    Padding is zero. No derivative. Source: the layout of block scaling factors of cuBLAS and
+    CUTLASS (`fusion_moe.layouts.SF128X4`).
     """
     return torch.ops.fusion_moe.grouped_swizzle_block_scale(block_scale, offs)
 
@@ -155,10 +179,14 @@ def scaled_swiglu(
     """gate * sigmoid(alpha * gate) * (up + up_offset) * scale, in float32 and rounded once to the
     dtype of x -> [..., I].
 
-    x: float [..., 2I], gate and up. scale: float [...], one for each row; None: 1. interleave: 0:
-    gate is the first half of the columns; n: blocks of n gate columns and n up columns alternate.
-    limit: gate is clamped to at most limit, up to -limit .. limit; None: no clamping. alpha: 1 for
-    SiLU.
+    Args:
+        x: float [..., 2I], gate and up.
+        scale: float [...], one for each row; None: 1.
+        interleave: 0: gate is the first half of the columns; n: blocks of n gate columns and n up
+            columns alternate.
+        limit: gate is clamped to at most limit, up to -limit .. limit; None: no clamping.
+        alpha: 1 for SiLU.
+        up_offset: what is added to up.
 
     Source: SwiGLU (Shazeer, 2020); limit = 7, alpha = 1.702 and up_offset = 1 are those of gpt-oss.
     """
@@ -172,13 +200,19 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sorts the slots of tokens by expert, stably -> (ends, row_of, slot_of).
 
-    ids: int64 or int32 [T, k], the experts of each token, from 0 to groups - 1; groups: how many
-    experts there are. first_expert: the id of the first of these experts, if others exist
-    elsewhere: slots of any other id are dropped, and their rows come after the last end, where
-    products are zero. None: ids start at 0, and -1 names no expert; other ids are an error. ends:
-    int32 [groups], where the rows of each expert end: `offs` of the products; row_of: int32 [T*k],
-    the token of each sorted row, so that x[row_of] are the rows; slot_of: int32 [T, k], the row of
-    each slot. No derivative.
+    Args:
+        ids: int64 or int32 [T, k], the experts of each token, from 0 to groups - 1.
+        groups: the number of experts.
+        first_expert: the id of the first of these experts, if others exist elsewhere: slots of any
+            other id are dropped, and their rows come after the last end, where products are zero.
+            None: ids start at 0, and -1 names no expert; other ids are an error.
+
+    Returns:
+        ends: int32 [groups], where the rows of each expert end: `offs` of the products.
+        row_of: int32 [T*k], the token of each sorted row, so that x[row_of] are the rows.
+        slot_of: int32 [T, k], the row of each slot.
+
+    No derivative.
     """
     return torch.ops.fusion_moe.route(ids, groups, first_expert=first_expert)
 
@@ -198,15 +232,24 @@ def topk_router(
 ) -> tuple[Tensor, Tensor]:
     """Chooses for each token the k experts with the best scores -> (weights, ids), best first.
 
-    logits: float [T, E]. Scores are computed in float32 (float64 for float64). bias: float32 [E],
-    added to scores only to choose experts, not in weights; None: 0. scoring: "softmax" over all
-    experts, or "sigmoid". renormalize: weights are divided by their sum; those of softmax are then
-    the softmax of the chosen logits. routed_scaling_factor: multiplies weights, at the end.
-    n_group: if more than 1, the experts form n_group equal groups of consecutive experts, and only
-    those of the best topk_group groups are candidates; the best groups are those with the largest
-    sum of their best_of_group (1 or 2) best scores. out_dtype: the dtype to which weights are
-    rounded at the end; None: float32 (float64 for float64). weights: [T, k]; ids: int64 [T, k], k
-    different experts, which `route` and `fused_experts` take.
+    Args:
+        logits: float [T, E]. Scores are computed in float32 (float64 for float64).
+        k: the number of experts of a token.
+        bias: float32 [E], added to scores only to choose experts, not in weights; None: 0.
+        scoring: "softmax" over all experts, or "sigmoid".
+        renormalize: weights are divided by their sum; those of softmax are then the softmax of the
+            chosen logits.
+        routed_scaling_factor: multiplies weights, at the end.
+        n_group: if more than 1, the experts form n_group equal groups of consecutive experts, and
+            only those of the best topk_group groups are candidates.
+        topk_group: the number of groups that are chosen.
+        best_of_group: 1 or 2; the best groups have the largest sum of so many best scores.
+        out_dtype: the dtype to which weights are rounded at the end; None: float32 (float64 for
+            float64).
+
+    Returns:
+        weights: [T, k].
+        ids: int64 [T, k], k different experts, which `route` and `fused_experts` take.
 
     Of equal scores the first expert is chosen, which torch.topk leaves open. If only the order of
     scores matters (no bias, no sum of two), logits are compared instead, which have the same order:
@@ -237,8 +280,10 @@ def combine(y: Tensor, slot_of: Tensor, w: Tensor) -> Tensor:
     """Adds each token's rows times the router's weights, in the order of slots and in float32 ->
     [T, N], in the dtype of y.
 
-    y: float [M, N], rows sorted by expert. slot_of: int [T, k], as `route` returns it. w: float [T,
-    k].
+    Args:
+        y: float [M, N], rows sorted by expert.
+        slot_of: int [T, k], as `route` returns it.
+        w: float [T, k], the router's weights.
     """
     return torch.ops.fusion_moe.combine(y, slot_of, w)
 
@@ -246,8 +291,10 @@ def combine(y: Tensor, slot_of: Tensor, w: Tensor) -> Tensor:
 def group_add(y: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
     """Adds to each row the bias of its group -> [M, N]; rows past the last group stay unchanged.
 
-    y: float [M, N], rows sorted by group. bias: [G, N], of the dtype of y. offs: int32 [G], where
-    the rows of each group end.
+    Args:
+        y: float [M, N], rows sorted by group.
+        bias: [G, N], of the dtype of y.
+        offs: int32 [G], where the rows of each group end.
     """
     return torch.ops.fusion_moe.group_add(y, bias, offs)
 

@@ -39,8 +39,16 @@ def check_translator(
 
     It does so with the given arguments; with random floats of the same shapes; and with random
     floats of 0, 1 and 3 more rows in every tensor that has as many rows as the first one, if the
-    operation takes them. rtol, atol: tolerances, as in torch.testing.assert_close. TranslatorError
-    says what differs or fails; Untranslatable means that the translator refuses the given call.
+    operation takes them.
+
+    Args:
+        op: the operation, or its name.
+        rtol: relative tolerance, as in torch.testing.assert_close.
+        atol: absolute tolerance.
+
+    Raises:
+        TranslatorError: says what differs or fails.
+        Untranslatable: the translator refuses the given call.
     """
     overload, call = overload_of(op), (args, kwargs)
     near = {"rtol": rtol, "atol": atol}

@@ -1,8 +1,9 @@
 """Docstrings here are plain text with `code` between backticks, not reStructuredText: this makes
 them that, for autodoc.
 
-Indented paragraphs and doctests become code. A line that begins with parameters of the function or
-class, `target, gpu: ...`, begins an item of a list.
+`Args:`, `Returns:`, `Raises:` and `Attributes:` begin sections, whose lines `name, other: text` are
+items of a list. Other indented paragraphs and doctests become code. In prose, a line that begins
+with parameters of the function or class, `target, gpu: ...`, begins an item too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ CODE = re.compile(r"``?([^`]+)``?")
 SPECIAL = re.compile(r"([\\*_|]|^[^\w\s`(\[]|:(?=:?$))", re.MULTILINE)
 LETTER = re.compile(r"(?=\w)")
 ITEM = re.compile(r"(?P<names>\w+(?:, \w+)*): ")
+SECTION = re.compile(r"(Args|Returns|Raises|Attributes):$")
 
 
 def marked(text: str) -> str:
@@ -45,12 +47,34 @@ def items(paragraph: list[str], parameters: Collection[str]) -> Iterator[tuple[s
     yield names, "\n".join(lines)
 
 
+def section(paragraph: list[str]) -> Iterator[str]:
+    """A section as a field: its items, or prose."""
+    depth = len(paragraph[1]) - len(paragraph[1].lstrip())
+    entries: list[list[str]] = []
+    for line in paragraph[1:]:
+        if line[depth:].startswith(" ") and entries:
+            entries[-1].append(line.strip())
+        else:
+            entries.append([line.strip()])
+    yield from (f":{paragraph[0]}", "")
+    for first, *rest in entries:
+        named = ITEM.match(first)
+        head = ", ".join(f"``{name}``" for name in named["names"].split(", ")) if named else ""
+        text = marked("\n".join([first[named.end() :] if named else first, *rest]))
+        entry = f"- {head}: {text}" if named else text
+        yield from (f"    {line}" for line in entry.replace("\n", "\n  ").split("\n"))
+    yield ""
+
+
 def as_rst(lines: list[str], parameters: Collection[str]) -> Iterator[str]:
     """The lines of a docstring as reStructuredText."""
     for filled, run in groupby(lines, lambda line: bool(line.strip())):
         if not filled:
             continue
         paragraph = list(run)
+        if SECTION.match(paragraph[0]):
+            yield from section(paragraph)
+            continue
         if paragraph[0].startswith((" ", ">>>")):
             language = "pycon" if paragraph[0].lstrip().startswith(">>>") else "none"
             yield from (

@@ -133,18 +133,22 @@ _warned_unknown: set[str] = set()  # names without an operation about which a wa
 def translator(
     op: Operation, *, as_stored: bool = False, version: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a function as the translator of an operation: of "namespace::name" or
-    "namespace::name.overload", or of the object itself.
+    """Registers a function as the translator of an operation.
 
-    as_stored: an argument of a region that is the transposed view of a contiguous tensor is passed
-    as `permute` of that tensor. A translator that looks through the `permute` reads the tensor as
-    it is stored; otherwise it is copied. version: with one, Inductor finds code in its caches that
-    an earlier process compiled with a translator of the same version: change it whenever the
-    translator, or anything that it calls or reads, changes. Without one nothing is cached. The
-    operation of a name may be registered later.
-    TranslatorError for text that is not such a name, for an operation with several overloads if
-    none is named, for a function that cannot be called, and for an operation that already has a
-    translator.
+    Args:
+        op: "namespace::name", "namespace::name.overload", or the object itself. The operation of a
+            name may be registered later.
+        as_stored: an argument of a region that is the transposed view of a contiguous tensor is
+            passed as `permute` of that tensor. A translator that looks through the `permute` reads
+            the tensor as it is stored; otherwise it is copied.
+        version: with one, Inductor finds code in its caches that an earlier process compiled with
+            a translator of the same version: change it whenever the translator, or anything that
+            it calls or reads, changes. Without one nothing is cached.
+
+    Raises:
+        TranslatorError: for text that is not such a name, for an operation with several overloads
+            if none is named, for a function that cannot be called, and for an operation that
+            already has a translator.
     """
 
     if isinstance(op, FunctionType):

@@ -62,17 +62,25 @@ def explain(
     as in `if x.sum() > 0`, is run once instead, by the reference. Nothing is compiled to machine
     code.
 
-    target: None: the target of the tensors' device; otherwise a name in target.py, even of a target
-    whose programs cannot run here. gpu: the name of a GPU ("H100") whose kernels to show, even if
-    it is absent; the target is then "cuda". None: the GPU at hand, or an H200. measure, load: also
-    run the call, on real tensors, with its fusions as compiled programs; the model's writes into
-    itself take effect. measure: reports the time of each kernel, next to the time that this machine
-    takes to read the kernel's inputs. On a GPU, CUDA events measure. Report.void says if the
-    machine was too busy for the times to mean something. load: reports how many rows each group
-    (expert) has. backward: also reports the backward pass: what is saved for it, what it
-    recomputes, and where gradients come from. OptionError for an unknown target or GPU.
-    UnsupportedError for a call that asks for values that do not exist, for one that cannot be run
-    or measured, for a backward if there is none, and for something that cannot be called.
+    Args:
+        model_or_fn: what is called with `args` and `kwargs`.
+        target: None: the target of the tensors' device; otherwise a name in target.py, even of a
+            target whose programs cannot run here.
+        gpu: the name of a GPU ("H100") whose kernels to show, even if it is absent; the target is
+            then "cuda". None: the GPU at hand, or an H200.
+        measure: also run the call, on real tensors, with its fusions as compiled programs, and
+            report the time of each kernel, next to the time that this machine takes to read the
+            kernel's inputs. The model's writes into itself take effect. On a GPU, CUDA events
+            measure. Report.void says if the machine was too busy for the times to mean something.
+        load: also run the call, and report how many rows each group (expert) has.
+        backward: also report the backward pass: what is saved for it, what it recomputes, and where
+            gradients come from.
+
+    Raises:
+        OptionError: for an unknown target or GPU.
+        UnsupportedError: for a call that asks for values that do not exist, for one that cannot be
+            run or measured, for a backward if there is none, and for something that cannot be
+            called.
     """
     if not callable(model_or_fn):
         raise UnsupportedError(

@@ -73,10 +73,16 @@ def preparing(sizes: str = "called") -> Iterator[Collection[Noted]]:
     """Compiles the kernels that the calls inside the block need: at its end, in parallel, with
     progress on stderr. Yields the calls.
 
-    sizes: "called": the sizes of the calls; "all": these, and all others in the same proportions,
-    up to 131,072 times as large, as far as a bisection finds other kernels. Inside, programs launch
-    nothing and return zeros, so results are meaningless. If the block raises, nothing is compiled.
-    OptionError for any other value, BuildError for a kernel that does not compile.
+    Inside, programs launch nothing and return zeros, so results are meaningless. If the block
+    raises, nothing is compiled.
+
+    Args:
+        sizes: "called": the sizes of the calls; "all": these, and all others in the same
+            proportions, up to 131,072 times as large, as far as a bisection finds other kernels.
+
+    Raises:
+        OptionError: for any other value of `sizes`.
+        BuildError: for a kernel that does not compile.
     """
     if sizes not in (_CALLED, _ALL):
         raise OptionError(

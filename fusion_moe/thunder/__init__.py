@@ -36,10 +36,15 @@ def thunder_executors(nvfuser: bool = False) -> tuple[Any, ...]:
 
     Makes every operation that has a translator now known to thunder, with the derivative that torch
     knows of it. Afterwards the name "fusion_moe" stands for the executor: `thunder.jit(model,
-    executors=["fusion_moe"])` is ours and none of the defaults. nvfuser: thunder's nvFuser executor
-    comes first and takes these operations into its own regions, by the same translators; ours has
-    what it refuses. UnsupportedError where there is no thunder that imports, or nvFuser is asked
-    for and thunder cannot use it.
+    executors=["fusion_moe"])` is ours and none of the defaults.
+
+    Args:
+        nvfuser: thunder's nvFuser executor comes first and takes these operations into its own
+            regions, by the same translators; ours has what it refuses.
+
+    Raises:
+        UnsupportedError: where there is no thunder that imports, or nvFuser is asked for and
+            thunder cannot use it.
     """
     executor = thunder_executor()
     from thunder.extend import get_default_executors

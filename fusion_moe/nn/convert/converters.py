@@ -86,13 +86,20 @@ def _by_name() -> Mapping[str, Converter | str]:
 
 
 def convert(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> nn.Module:
-    """The module of fusion_moe.nn that replaces another library's module. name: the module's name,
-    for messages.
+    """The module of fusion_moe.nn that replaces another library's module.
 
     Parts that are not quantized (a router, a shared expert, a norm) are reused, not copied. Weights
     that are fake or on the meta device give weights of the same kind, for `fusion_moe.explain`.
-    UnsupportedError for an unknown class, or for experts that a parallel plan divides;
-    NonFiniteError for NaN or infinite weights; ShapeError for sizes that are not multiples of 16.
+
+    Args:
+        module: the module to replace, which stays as it is.
+        config: how experts are quantized and computed; None: `NVFP4Config()`.
+        name: the module's name, for messages.
+
+    Raises:
+        UnsupportedError: for an unknown class, or for experts that a parallel plan divides.
+        NonFiniteError: for NaN or infinite weights.
+        ShapeError: for sizes that are not multiples of 16.
     """
     _need_converter(module, name)
     _check_values(module, name)

@@ -27,13 +27,22 @@ def quantize_(
     stays as it is.
 
     A layer that is known as a whole is replaced as a whole, and its submodules are not looked at.
-    filter_fn(module, name) chooses modules; without it all are replaced. Fails before it changes
-    anything, with the module's name: UnsupportedError if the model has no experts that it knows,
-    NonFiniteError for NaN or infinite weights, ShapeError for sizes that are not multiples of 16;
-    also OptionError for an invalid config. Each module is replaced as soon as its weights are
-    quantized, so that only one is in memory in both forms. After an interruption, another call
-    completes the work. A model whose experts are all replaced already stays as it is, with a
-    warning.
+    Each module is replaced as soon as its weights are quantized, so that only one is in memory in
+    both forms. After an interruption, another call completes the work. A model whose experts are
+    all replaced already stays as it is, with a warning.
+
+    Args:
+        model: the model, in floating point.
+        config: how experts are quantized and computed; None: `NVFP4Config()`.
+        filter_fn: filter_fn(module, name) chooses modules; None: all are replaced.
+
+    Raises:
+        UnsupportedError: if the model has no experts that it knows.
+        NonFiniteError: for NaN or infinite weights.
+        ShapeError: for sizes that are not multiples of 16.
+        OptionError: for an invalid config.
+
+    An error names the module, and comes before anything changes.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedError(

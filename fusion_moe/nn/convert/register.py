@@ -31,12 +31,16 @@ def register_converter(cls: type[nn.Module]) -> Callable[[C], C]:
     precedence over the library's own converter of a class. `quantize_` calls it twice: first with
     parameters on the meta device, so that a model is not changed at all if a part of it cannot be
     converted, and then with real ones. So the function must not read values on the host (`.item()`)
-    and must leave `experts` unchanged.
+    and must leave `experts` unchanged. During conversion, UnsupportedError says that it failed or
+    did not return a new module.
 
-    OptionError if `cls` is not a class of modules or is torch.nn.Module itself, if the function
-    cannot be called, and if the class already has a converter (`fusion_moe.nn.unregister_converter`
-    removes it). During conversion: UnsupportedError if the function fails or does not return a new
-    module.
+    Args:
+        cls: a class of modules.
+
+    Raises:
+        OptionError: if `cls` is not a class of modules or is torch.nn.Module itself, if the
+            function cannot be called, and if the class already has a converter
+            (`fusion_moe.nn.unregister_converter` removes it).
     """
     _check_class(cls)
 

@@ -35,8 +35,7 @@ _FEW = (1, 2, 3)
 def prepare_(
     model: nn.Module, to: str = "auto", *, tokens: Sequence[int] | Literal["all"] = ()
 ) -> None:
-    """Puts the weights of a model in the layout of a target ("auto": of the option `target`, then
-    of the weights' device), in place.
+    """Puts the weights of a model in the layout of a target, in place.
 
     On CUDA, modules do this by themselves at their first call, unless the option `order_weights` is
     off; `prepare_` chooses the time. It needs memory for one extra copy of one weight of a layer.
@@ -51,16 +50,23 @@ def prepare_(
     C++ launches this process's calls from then on, where Python would (the option `native_calls`):
     the library for that is compiled now, unless the cache folder has it.
 
-    tokens: numbers of tokens whose kernels are compiled now, in parallel and with a progress line,
-    instead of in the middle of serving. For each number the model is called with that many tokens
-    in one sequence, and with one token in that many sequences; none of this library's kernels runs
-    meanwhile. "all": the model is called with up to three tokens, and the kernels for all other
-    numbers are derived from these calls' programs. Compiling a model afterwards makes other
-    programs: pass `prepare_` the model that torch.compile returned. UnsupportedError for a model
-    that calls nothing of this library, and for one that takes no `input_ids`: such a model can be
-    called with its own arguments inside `with fusion_moe.preparing("all"):`. NonFiniteError for a
-    block scale that is negative or NaN. An interrupted call leaves each module in one layout or the
-    other.
+    Args:
+        model: any module; its submodules of fusion_moe.nn are prepared.
+        to: a target; "auto": the one of the option `target`, then that of the weights' device.
+        tokens: numbers of tokens whose kernels are compiled now, in parallel and with a progress
+            line, instead of in the middle of serving. For each number the model is called with that
+            many tokens in one sequence, and with one token in that many sequences; none of this
+            library's kernels runs meanwhile. "all": the model is called with up to three tokens,
+            and the kernels for all other numbers are derived from these calls' programs. Compiling
+            a model afterwards makes other programs: pass the model that torch.compile returned.
+
+    Raises:
+        UnsupportedError: for a model that calls nothing of this library, and for one that takes no
+            `input_ids`: call that with its own arguments inside
+            `with fusion_moe.preparing("all"):`.
+        NonFiniteError: for a block scale that is negative or NaN.
+
+    An interrupted call leaves each module in one layout or the other.
     """
     need_one_of("to", to, ("auto", *backends.TARGETS), where="prepare_")
     _check_tokens(model, tokens)

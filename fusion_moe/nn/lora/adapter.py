@@ -94,18 +94,31 @@ def add_lora_(
     filter_fn: Filter | None = None,
 ) -> list[str]:
     """Adds adapters to the experts of a model, in place, and freezes everything else: only A and B
-    train, as with PEFT. Returns the names of what it adapted. A model that has adapters already,
-    from here or from PEFT, was frozen then, and what trains in it goes on training.
+    train, as with PEFT.
 
-    Experts are modules of fusion_moe.nn, quantized (`quantize_`) or float; filter_fn(module, name)
-    chooses among them, without it all are adapted. targets: "gate_up", the first projection (`up`
-    if there is no gate), "down", and "linear", any NVFP4GroupedLinear outside of a GroupedSwiGLU.
-    dtype: of A and B, float32 as in PEFT; products are computed in the dtype of activations. To
-    train anything else, call `requires_grad_()` on it afterwards.
+    Experts are modules of fusion_moe.nn, quantized (`quantize_`) or float. A model that has
+    adapters already, from here or from PEFT, was frozen then, and what trains in it goes on
+    training. To train anything else, call `requires_grad_()` on it afterwards.
 
-    Fails before it changes anything: UnsupportedError for a model without experts or without these
-    targets, or with adapters already; OptionError for an invalid rank, alpha or target; DtypeError
-    for an integer dtype.
+    Args:
+        model: the model.
+        rank: the number of features between A and B.
+        alpha: an adapter adds alpha / rank * B @ A to its weight.
+        targets: "gate_up": the first projection (`up` if there is no gate); "down"; "linear": any
+            NVFP4GroupedLinear outside of a GroupedSwiGLU.
+        dtype: of A and B, float32 as in PEFT; products are computed in the dtype of activations.
+        filter_fn: filter_fn(module, name) chooses experts; None: all are adapted.
+
+    Returns:
+        The names of the modules that it adapted.
+
+    Raises:
+        UnsupportedError: for a model without experts or without these targets, or with adapters
+            already.
+        OptionError: for an invalid rank, alpha or target.
+        DtypeError: for an integer dtype.
+
+    An error comes before anything changes.
     """
     modules = adaptable(model, "add_lora_", filter_fn)
     _check_options(rank, alpha, dtype)

@@ -21,15 +21,24 @@ from .adapter import Adapter, adaptable, adapters_of
 
 
 def merge_lora_(model: nn.Module, *, requantize: bool = False) -> list[str]:
-    """Adds the adapters of a model to its weights, in place, and removes them. Returns the names of
-    what it merged.
+    """Adds the adapters of a model to its weights, in place, and removes them.
 
     Float weights become W + alpha / rank * B @ A, computed in float32 and rounded once to their
-    dtype. Quantized weights would lose most of what was learned: UnsupportedError, unless
-    requantize is True: then they are dequantized, added to, and quantized again with new scales.
-    `requires_grad` of other parameters does not change. UnsupportedError also for a model without
-    adapters; NonFiniteError for NaN or infinity that would be quantized. A module is merged as a
-    whole or not at all.
+    dtype. `requires_grad` of other parameters does not change. A module is merged as a whole or not
+    at all.
+
+    Args:
+        model: a model with adapters.
+        requantize: quantized weights are dequantized, added to, and quantized again with new
+            scales, which loses most of what was learned.
+
+    Returns:
+        The names of the modules that it merged.
+
+    Raises:
+        UnsupportedError: for a model without adapters, or with quantized weights unless
+            `requantize` is True.
+        NonFiniteError: for NaN or infinity that would be quantized.
     """
     adapted = _adapted(model, "merge_lora_")
     for name, module in adapted.items():
@@ -46,10 +55,15 @@ def merge_lora_(model: nn.Module, *, requantize: bool = False) -> list[str]:
 
 def remove_lora_(model: nn.Module) -> list[str]:
     """Removes the adapters of a model, in place: it then computes what it did before `add_lora_`.
-    Returns the names of what had one.
 
     Weights do not change, nor does `requires_grad` of other parameters: after `add_lora_`, nothing
-    trains. UnsupportedError for a model without adapters.
+    trains.
+
+    Returns:
+        The names of the modules that had one.
+
+    Raises:
+        UnsupportedError: for a model without adapters.
     """
     return [
         full

@@ -130,8 +130,15 @@ class ScaledClampedQGeGLU(_ScaledGLU):
 
 
 def interleave(rows: Tensor, size: int, dim: int = 0) -> Tensor:
-    """A weight or bias with gate rows before linear rows along `dim` (2H) -> alternating blocks of
-    `size` gate and linear rows.
+    """Blocks of gate rows and of linear rows in turns.
+
+    Args:
+        rows: a weight or bias, its gate rows before its linear rows along `dim`.
+        size: the number of rows of a block.
+        dim: the dimension of 2H rows.
+
+    Returns:
+        The same rows; along `dim`, blocks of `size` gate and `size` linear rows alternate.
     """
     return _reordered(rows, size, dim, (2, -1, size))
 
