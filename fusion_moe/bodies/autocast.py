@@ -40,10 +40,10 @@ def _autocast(spec: Spec, device: str, *args: Any, **kwargs: Any) -> Any:
             else v
         )
 
-    given = named_arguments(spec.name, args, kwargs)
-    given |= casted(spec, given, cast, dtype)
+    named = named_arguments(spec.name, args, kwargs)
+    named |= casted(spec, named, cast, dtype)
     with _ExcludeDispatchKeyGuard(DispatchKeySet(_KEYS[device])):
-        return getattr(torch.ops.fusion_moe, spec.name)(**given)
+        return getattr(torch.ops.fusion_moe, spec.name)(**named)
 
 
 def casted(

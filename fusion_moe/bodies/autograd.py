@@ -84,16 +84,16 @@ class Programs:
         """The programs that compute the gradients of the inputs `wanted`. names: what error
         messages call the inputs.
         """
-        made = differentiate(fusion, wanted, router_gradient=router_gradient, names=names)
-        found = cls(
-            made,
+        derivative = differentiate(fusion, wanted, router_gradient=router_gradient, names=names)
+        programs = cls(
+            derivative,
             tuple(wanted),
             len(fusion.outputs),
-            one_line(made.forward),
-            one_line(made.backward),
+            one_line(derivative.forward),
+            one_line(derivative.backward),
         )
-        _derivatives[found.backward] = made
-        return found
+        _derivatives[programs.backward] = derivative
+        return programs
 
     @property
     def saves(self) -> bool:
@@ -111,12 +111,12 @@ class Programs:
             self.derivative.forward,
             len(self.derivative.forward.inputs) + self.results,
         )
-        found = dependent(forward.ops, [forward.inputs[i] for i in self.wanted])
+        reached = dependent(forward.ops, [forward.inputs[i] for i in self.wanted])
         there = [*forward.inputs, *forward.outputs]
         lost = [
             there[i]
             for i in self.derivative.reads
-            if i >= saved_from and there[i] in found and there[i].type.dtype in FLOATS
+            if i >= saved_from and there[i] in reached and there[i].type.dtype in FLOATS
         ]
         return f"{lost[0].name} {lost[0].type}" if lost else ""
 
@@ -199,10 +199,10 @@ class _Step:
             )
         except UnsupportedError as error:
             names = list(call.tensors)
-            what = (
+            described = (
                 f"{call.spec.name}, derivative with respect to {', '.join(names[i] for i in wants)}"
             )
-            return cls(error.at(what), None, wants, {})
+            return cls(error.at(described), None, wants, {})
         env = (
             sizes.values()
             if sizes
@@ -226,8 +226,8 @@ class _Step:
         except UnsupportedError as error:
             if derivative_of(program) is not None:
                 return cls(_second_derivative(error), parts, wants, {})
-            what = f"run, derivative with respect to inputs {', '.join(map(str, wants))}"
-            return cls(error.at(what), parts, wants, {})
+            described = f"run, derivative with respect to inputs {', '.join(map(str, wants))}"
+            return cls(error.at(described), parts, wants, {})
         return cls(
             programs,
             parts,
@@ -336,14 +336,14 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        found = ctx.step.backward(grouped(ctx.saved_tensors, ctx.parts), grads)
+        gradients = ctx.step.backward(grouped(ctx.saved_tensors, ctx.parts), grads)
         needed = ctx.needs_input_grad[2:]
         return (
             None,
             None,
             *(
                 g if need else None
-                for g, need in zip(split(found, ctx.step.parts, ctx.count), needed, strict=True)
+                for g, need in zip(split(gradients, ctx.step.parts, ctx.count), needed, strict=True)
             ),
         )
 
@@ -379,10 +379,10 @@ def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     operation = _below(spec.name, keyset)
     if torch.is_grad_enabled() and _any_requires_grad(*args):
         call = bind(spec, args, kwargs)
-        made = _Differentiated.apply(
+        outputs = _Differentiated.apply(
             _Step.of_call(call), partial(operation, *args, **kwargs), *call.tensors.values()
         )
-        return made if isinstance(made, tuple) else call.restore(made)
+        return outputs if isinstance(outputs, tuple) else call.restore(outputs)
     with _AutoDispatchBelowAutograd():
         return operation(*args, **kwargs)
 
@@ -395,10 +395,10 @@ def _called_run(
     operation = _below(name, keyset)
     if torch.is_grad_enabled() and _any_requires_grad(inputs):
         step = _Step.of_run(program, inputs, sizes, *rest)
-        made = _Differentiated.apply(
+        outputs = _Differentiated.apply(
             step, lambda: tuple(operation(program, inputs, sizes, *rest)), *inputs
         )
-        return list(made) if isinstance(made, tuple) else [made]
+        return list(outputs) if isinstance(outputs, tuple) else [outputs]
     with _AutoDispatchBelowAutograd():
         return operation(program, inputs, sizes, *rest)
 

@@ -28,12 +28,12 @@ def grouped(tensors: Sequence[Tensor], parts: PartCounts | None) -> list[Input]:
         raise ShapeError(
             f"{len(tensors)} tensors", expected=f"{count}, for inputs of {list(parts)} parts"
         )
-    found: list[Input] = []
+    inputs: list[Input] = []
     at = 0
     for n in parts:
-        found.append(tuple(tensors[at : at + n]) if n else tensors[at])
+        inputs.append(tuple(tensors[at : at + n]) if n else tensors[at])
         at += n or 1
-    return found
+    return inputs
 
 
 def flat(inputs: Sequence[Input]) -> tuple[list[Tensor], list[int] | None]:

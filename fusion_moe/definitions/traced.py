@@ -109,10 +109,10 @@ def _pairs(a: int | torch.SymInt, b: int | torch.SymInt) -> list[tuple[torch.Sym
     # a symbol that is equal to it would become a constant
     if any(factor.is_number for factors in only for factor in factors):
         return []
-    found = [[_factor(f, a.node.shape_env) for f in factors] for factors in only]
-    if any(hint(n) is None for factors in found for _, n in factors):
+    numbered = [[_factor(f, a.node.shape_env) for f in factors] for factors in only]
+    if any(hint(n) is None for factors in numbered for _, n in factors):
         return []
-    ours, theirs = (sorted(factors, key=lambda f: (hint(f[1]), f[0])) for factors in found)
+    ours, theirs = (sorted(factors, key=lambda f: (hint(f[1]), f[0])) for factors in numbered)
     paired = [hint(n) for _, n in ours] == [hint(n) for _, n in theirs]
     return [(x, y) for (_, x), (_, y) in zip(ours, theirs, strict=True)] if paired else []
 

@@ -102,14 +102,14 @@ class Translator:
     def _check(
         self, fd: FusionDefinition, outputs: Sequence[Any], expected: Sequence[TensorType]
     ) -> None:
-        found = [_returned(fd, v) for v in outputs]
+        types = [_returned(fd, v) for v in outputs]
         same = (
             isinstance(t, TensorType) and same_storage(t, e)
-            for t, e in zip(found, expected, strict=False)
+            for t, e in zip(types, expected, strict=False)
         )
-        if len(found) != len(expected) or not all(same):
+        if len(types) != len(expected) or not all(same):
             raise TranslatorError(
-                f"the translator of {self.op} returned {', '.join(map(str, found)) or 'nothing'}",
+                f"the translator of {self.op} returned {', '.join(map(str, types)) or 'nothing'}",
                 expected=f"{', '.join(map(str, expected))}, as its fake returns",
                 todo="return values of these shapes and dtypes: fd.ops.cast changes a dtype",
                 where=self.where,
@@ -219,22 +219,22 @@ def overload_of(op: Operation) -> OpOverload:
     if isinstance(op, CustomOpDef):
         return op._opoverload
     known = _op_names()
-    found = (
+    names = (
         [getattr(op, name) for name in op.overloads()] if isinstance(op, OpOverloadPacket) else []
     )
     # the others are TorchScript's
-    found = [overload for overload in found if overload.name() in known]
-    if not found:
+    names = [overload for overload in names if overload.name() in known]
+    if not names:
         raise TranslatorError(
             f"{op!r} is not an operation",
             expected="a name, torch.ops.x.y, one of its overloads, or a custom_op",
         )
-    default = [overload for overload in found if overload._overloadname == "default"]
-    if len(found) > 1 and not default:
+    default = [overload for overload in names if overload._overloadname == "default"]
+    if len(names) > 1 and not default:
         raise TranslatorError(
-            f"{op} has {len(found)} overloads", expected=f"one of {', '.join(map(str, found))}"
+            f"{op} has {len(names)} overloads", expected=f"one of {', '.join(map(str, names))}"
         )
-    return (default or found)[0]
+    return (default or names)[0]
 
 
 def warn_of_unknown() -> None:

@@ -144,27 +144,27 @@ class FusionDefinition:
         If its partitions by ends already partition rows here, they become these partitions; rows
         partitioned by other ends count as plain rows.
         """
-        made: dict[Any, Any] = dict(zip(fusion.inputs, inputs, strict=True))
+        copies: dict[Any, Any] = dict(zip(fusion.inputs, inputs, strict=True))
         groups: dict[Groups, Groups] = {}
         for op in fusion.ops:
             if op.kind.name == "ends":
-                made[op.outputs[0]] = ends = self.groups_of(
-                    made[op.values[0]], value(op.attrs["rows"], sizes)
+                copies[op.outputs[0]] = ends = self.groups_of(
+                    copies[op.values[0]], value(op.attrs["rows"], sizes)
                 )
                 assert ends.type.ends is not None
                 groups[op.attrs["groups"]] = ends.type.ends
                 continue
             if op.kind.name == "partition":
-                made[op.outputs[0]] = self.partition_by(*(made[v] for v in op.values))
+                copies[op.outputs[0]] = self.partition_by(*(copies[v] for v in op.values))
                 continue
             for made_here in (v.type.ends for v in op.outputs if v.type.ends):
                 groups[made_here] = self.fresh_groups(value(made_here.count, sizes))
             attrs = {name: _moved(attr, sizes, groups) for name, attr in op.attrs.items()}
             outputs = self.append(
-                op.kind, [made[v] if isinstance(v, Value) else v for v in op.inputs], attrs
+                op.kind, [copies[v] if isinstance(v, Value) else v for v in op.inputs], attrs
             )
-            made.update(zip(op.outputs, outputs, strict=True))
-        return tuple(made[v] for v in fusion.outputs)
+            copies.update(zip(op.outputs, outputs, strict=True))
+        return tuple(copies[v] for v in fusion.outputs)
 
     @contextmanager
     def at(self, source: str, translator: str = "") -> Iterator[None]:

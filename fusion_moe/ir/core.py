@@ -110,12 +110,12 @@ class Op:
 def infer(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
     """The types of the outputs; an error in the arguments names the operation."""
     try:
-        made = kind.infer(*types, **kind.signature.check(attrs))
-        assert kind.outputs in (None, len(made)), kind.name
+        types_out = kind.infer(*types, **kind.signature.check(attrs))
+        assert kind.outputs in (None, len(types_out)), kind.name
         for size, why in _needs(kind, types, attrs):
             if never_negative(size) is False:
                 raise ShapeError(why)
-        return tuple(map(checked_type, made))
+        return tuple(map(checked_type, types_out))
     except Error as error:
         raise error.at(kind.name) from None
     except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
@@ -208,12 +208,12 @@ class Fusion:
                 raise self._error(
                     i, f"is typed {_types(got)}", f"{_types(want)}, as its rule gives"
                 )
-            for made in (v.type.ends.name for v in op.outputs if v.type.ends):
-                if made in partitions:
+            for partition in (v.type.ends.name for v in op.outputs if v.type.ends):
+                if partition in partitions:
                     raise self._error(
-                        i, f"defines the partition {made} twice", "one name for each partition"
+                        i, f"defines the partition {partition} twice", "one name for each partition"
                     )
-                partitions.append(made)
+                partitions.append(partition)
             if again := [v.name for v in op.outputs if v in seen]:
                 raise self._error(
                     i, f"computes {', '.join(again)} twice", "a new value for each result"
@@ -265,26 +265,26 @@ class Fusion:
     @cached_property
     def symbols(self) -> tuple[str, ...]:
         """The names of the sizes that become known only at launch, in order of first use."""
-        found = [s for v in self.inputs for s in v.type.symbols()]
+        names = [s for v in self.inputs for s in v.type.symbols()]
         for op in self.ops:
-            found += [s for attr in op.attrs.values() for s in attribute_symbols(attr)]
-            found += [s for v in op.outputs for s in v.type.symbols()]
-        return tuple(dict.fromkeys(found))
+            names += [s for attr in op.attrs.values() for s in attribute_symbols(attr)]
+            names += [s for v in op.outputs for s in v.type.symbols()]
+        return tuple(dict.fromkeys(names))
 
     @cached_property
     def needs(self) -> tuple[Need, ...]:
         """Conditions that depend on the symbols' values: sizes that must not be negative, with
         sentences about them.
         """
-        found = [need for op in self.ops for need in _needs(op.kind, tuple(op.types()), op.attrs)]
+        needs = [need for op in self.ops for need in _needs(op.kind, tuple(op.types()), op.attrs)]
         for v in (*self.inputs, *(v for op in self.ops for v in op.outputs)):
             for d in v.type.shape:
-                found += [
+                needs += [
                     (size, f"{size} in the shape {v.type} is negative")
                     for size in with_ceilings(plain(d))
                 ]
                 if isinstance(d, Rows):
-                    found.append(
+                    needs.append(
                         (
                             MOST_ROWS - d.total,
                             f"{d.total} rows are partitioned by "
@@ -293,10 +293,10 @@ class Fusion:
                     )
             count = reduce(mul, map(plain, v.type.shape), 1)
             if isinstance(count, Size):
-                found.append(
+                needs.append(
                     (MOST_ELEMENTS - count, f"{count} elements are more than 63 bits can count")
                 )
-        return tuple(dict.fromkeys(need for need in found if not never_negative(need[0])))
+        return tuple(dict.fromkeys(need for need in needs if not never_negative(need[0])))
 
     @cached_property
     def producers(self) -> Mapping[Value, Op]:
@@ -306,11 +306,11 @@ class Fusion:
     @cached_property
     def readers(self) -> Mapping[Value, tuple[Op, ...]]:
         """The operations that read each value, in order."""
-        found: dict[Value, list[Op]] = {}
+        readers: dict[Value, list[Op]] = {}
         for op in self.ops:
             for v in dict.fromkeys(op.values):
-                found.setdefault(v, []).append(op)
-        return {v: tuple(ops) for v, ops in found.items()}
+                readers.setdefault(v, []).append(op)
+        return {v: tuple(ops) for v, ops in readers.items()}
 
     def role(self, value: Value) -> str:
         """One of "argument", "weight" and "state"."""
@@ -346,15 +346,15 @@ class Fusion:
         """
         env = self.bind(tensors, sizes)
         check_targets(self.targets(tensors))
-        made: dict[Any, Any] = dict(zip(self.inputs, tensors, strict=True))
-        for v, tensor in made.items():
+        values: dict[Any, Any] = dict(zip(self.inputs, tensors, strict=True))
+        for v, tensor in values.items():
             if v.type.ends:
                 check_ends(tensor, rows_of(v.type.ends, self, env), v.name)
         device = elements_of(tensors[0]).device if tensors else torch.device("cpu")
         # for operations that create tensors without inputs
         with torch.device(device) if device.type != "cpu" else nullcontext():
-            self._run(made, env, using or {})
-        return write_over(self.targets(tensors), [made[v] for v in self.outputs])
+            self._run(values, env, using or {})
+        return write_over(self.targets(tensors), [values[v] for v in self.outputs])
 
     def targets(self, tensors: Sequence[Any]) -> dict[int, torch.Tensor]:
         """The tensors that outputs are written over, by the outputs' positions."""

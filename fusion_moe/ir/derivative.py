@@ -260,10 +260,10 @@ def _differentiate(fd: FusionDefinition, op: Op, grads: Gradients, by_router: bo
         of_combine(fd, op, got, grads.leads) if by_router and op.kind.name == "combine" else None
     )
     try:
-        given: Iterable[tuple[Any, Value | None]] = rewritten or zip(
+        pairs: Iterable[tuple[Any, Value | None]] = rewritten or zip(
             op.inputs, op.kind.grad(fd, op, got), strict=True
         )
-        for v, grad in given:
+        for v, grad in pairs:
             if isinstance(v, Value) and grad is not None:
                 grads.add(v, grad)
     except NotImplementedError as error:
@@ -279,20 +279,20 @@ def _differentiate(fd: FusionDefinition, op: Op, grads: Gradients, by_router: bo
 def _backward(whole: _Whole, kept: Sequence[Value]) -> Fusion:
     """(kept..., seeds...) -> the gradients."""
     fd, inputs = FusionDefinition(), whole.forward.inputs
-    given = {
+    seeds = {
         v: fd.define_like(v.type if v in inputs else _stored(v), whole.fusion.role(v)) for v in kept
     }
-    made: dict[Any, Any] = {v: fd.define_like(v.type) for v in whole.seeds} | {
-        v: given[v] for v in kept if v in inputs
+    copies: dict[Any, Any] = {v: fd.define_like(v.type) for v in whole.seeds} | {
+        v: seeds[v] for v in kept if v in inputs
     }
     # ends first: other rows are partitioned by them
-    for v in sorted(given, key=lambda v: v.type.ends is None):
+    for v in sorted(seeds, key=lambda v: v.type.ends is None):
         if v not in inputs:
-            made[v] = _as_it_was(fd, given[v], v.type, made, whole)
+            copies[v] = _as_it_was(fd, seeds[v], v.type, copies, whole)
     for op in (*made_again(whole.forward.ops, whole.needed, kept), *whole.later):
-        _copied(fd, op, made)
+        _copied(fd, op, copies)
     for v in whole.fusion.outputs:
-        fd.add_output(made[v])
+        fd.add_output(copies[v])
     return fd.fusion()
 
 

@@ -9,17 +9,17 @@ from .core import Op, Value
 
 def dependent(ops: Sequence[Op], values: Collection[Value]) -> set[Value]:
     """These values and all that the operations, in their order, compute from them."""
-    found = set(values)
+    reached = set(values)
     for op in ops:
-        if not found.isdisjoint(op.values):
-            found.update(op.outputs)
-    return found
+        if not reached.isdisjoint(op.values):
+            reached.update(op.outputs)
+    return reached
 
 
 def needed(ops: Sequence[Op], values: Collection[Value]) -> set[Value]:
     """These values and all from which the operations, in their order, compute them."""
-    found = set(values)
+    needed_values = set(values)
     for op in reversed(ops):
-        if not found.isdisjoint(op.outputs):
-            found.update(op.values)
-    return found
+        if not needed_values.isdisjoint(op.outputs):
+            needed_values.update(op.values)
+    return needed_values

@@ -59,8 +59,8 @@ def _tiled(fd: FusionDefinition, pads: Sequence[Op]) -> Value | None:
         pieces[piece] = fd.ops.add(pieces[piece], v) if piece in pieces else v
     whole = tuple(map(plain, pads[0].attrs["shape"]))
     for dim in range(len(whole)):
-        if found := _in_a_row(pieces, dim, whole):
-            return found[0] if len(found) == 1 else fd.ops.cat(*found, dim=dim)
+        if run := _in_a_row(pieces, dim, whole):
+            return run[0] if len(run) == 1 else fd.ops.cat(*run, dim=dim)
     return None
 
 
@@ -71,13 +71,13 @@ def _in_a_row(
     pieces: Mapping[_Piece, Value], dim: int, whole: tuple[AnySize, ...]
 ) -> list[Value] | None:
     """The slices in order, if they are all of `whole`, divided along only one dimension."""
-    left, found = dict(pieces), []
+    left, ordered = dict(pieces), []
     at: AnySize = 0
     while left:
         start = tuple(at if i == dim else 0 for i in range(len(whole)))
         piece = next((p for p in left if p[0] == start), None)
         if piece is None or any(piece[1][i] != size for i, size in enumerate(whole) if i != dim):
             return None
-        found.append(left.pop(piece))
+        ordered.append(left.pop(piece))
         at = at + piece[1][dim]
-    return found if at == whole[dim] else None
+    return ordered if at == whole[dim] else None

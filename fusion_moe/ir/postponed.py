@@ -39,13 +39,15 @@ def postponed(program: str, places: tuple[int, ...]) -> tuple[str, tuple[Later, 
     fusion = parse(program)
     wanted = tuple(v for i, v in enumerate(fusion.outputs) if i not in places)
     early = made_again(fusion.ops, wanted, ())
-    made = {v for op in early if op.kind.name not in _AGAIN for v in op.outputs}
-    late = [_late(fusion, fusion.outputs[i], made) for i in places]
+    computed = {v for op in early if op.kind.name not in _AGAIN for v in op.outputs}
+    late = [_late(fusion, fusion.outputs[i], computed) for i in places]
     read = dict.fromkeys(
         v for ops, i in zip(late, places, strict=True) for v in _read(ops, fusion.outputs[i])
     )
     now = replace(
-        fusion, ops=early, outputs=(*wanted, *(v for v in read if v in made and v not in wanted))
+        fusion,
+        ops=early,
+        outputs=(*wanted, *(v for v in read if v in computed and v not in wanted)),
     )
     there = (*now.inputs, *now.outputs)
     return one_line(now), tuple(
@@ -76,8 +78,8 @@ def _late(fusion: Fusion, output: Value, made: set[Value]) -> tuple[Op, ...]:
 
 def _later(fusion: Fusion, ops: Sequence[Op], output: Value, there: Sequence[Value]) -> Later:
     fd, read, ends = FusionDefinition(), _read(ops, output), _ends(fusion)
-    given = {v: fd.define_like(_stored(v.type), fusion.role(v)) for v in read}
-    made: dict[Value, Value] = {}
+    inputs = {v: fd.define_like(_stored(v.type), fusion.role(v)) for v in read}
+    copies: dict[Value, Value] = {}
 
     def of(v: Any) -> Any:
         """The copy of a value; rows are partitioned again when they are read, since ends are made
@@ -85,14 +87,14 @@ def _later(fusion: Fusion, ops: Sequence[Op], output: Value, there: Sequence[Val
         """
         if not isinstance(v, Value):
             return v
-        if v not in made:
+        if v not in copies:
             by = next(v.type.partitions(), None)
-            made[v] = given[v] if by is None else fd.ops.partition(given[v], made[ends[by]])
-        return made[v]
+            copies[v] = inputs[v] if by is None else fd.ops.partition(inputs[v], copies[ends[by]])
+        return copies[v]
 
     for op in ops:
         with fd.at(op.source, op.translator):
-            made.update(
+            copies.update(
                 zip(
                     op.outputs,
                     fd.append(op.kind, [of(v) for v in op.inputs], op.attrs),

@@ -108,20 +108,24 @@ def _adapter(fd: FusionDefinition, op: Op, linear: _Linear) -> tuple[Op, float] 
     """The product with an adapter's A, and the scale, if `op` is that with its B and A's rows are
     those of another product in the sum.
     """
-    scale, made = 1.0, fd.producer(op.values[0])
-    while made is not None and made.kind.name in ("cast", "mul"):
-        factor = made.inputs[1] if made.kind.name == "mul" else 1.0
+    scale, producer = 1.0, fd.producer(op.values[0])
+    while producer is not None and producer.kind.name in ("cast", "mul"):
+        factor = producer.inputs[1] if producer.kind.name == "mul" else 1.0
         if not isinstance(factor, float):
             return None
-        scale, made = scale * factor, fd.producer(made.values[0])
+        scale, producer = scale * factor, fd.producer(producer.values[0])
     if (
-        made is None
-        or made.kind.name not in ("grouped_mm", "grouped_mm_t")
-        or made.values[2] is not op.values[2]
+        producer is None
+        or producer.kind.name not in ("grouped_mm", "grouped_mm_t")
+        or producer.values[2] is not op.values[2]
     ):
         return None
     beside = (other.values[0] for other in linear.products if other is not op)
-    return (made, scale) if made.values[0] in beside and not made.values[1].type.quantized else None
+    return (
+        (producer, scale)
+        if producer.values[0] in beside and not producer.values[1].type.quantized
+        else None
+    )
 
 
 def _linear(fd: FusionDefinition, y: Value) -> _Linear | None:
@@ -138,8 +142,8 @@ def _linear(fd: FusionDefinition, y: Value) -> _Linear | None:
         first, second = (_linear(fd, v) for v in op.values)
         return first + second if first and second else None
     if name == "group_add":
-        made = _linear(fd, source)
-        return made and _Linear(made.products, (*made.biases, op))
+        inner = _linear(fd, source)
+        return inner and _Linear(inner.products, (*inner.biases, op))
     if (name == "cast" and source.type.dtype in FLOATS) or (
         name in ("reshape", "partition") and _same_rows(source, y)
     ):

@@ -76,12 +76,12 @@ def made_again(
     ops: Sequence[Op], needed: Iterable[Value], kept: Collection[Value]
 ) -> tuple[Op, ...]:
     """The operations that make the needed values from the kept ones, in order."""
-    missing, found = set(needed) - set(kept), []
+    missing, recomputed = set(needed) - set(kept), []
     for op in reversed(ops):
         if not missing.isdisjoint(op.outputs):
             missing |= set(op.values) - set(kept)
-            found.append(op)
-    return tuple(reversed(found))
+            recomputed.append(op)
+    return tuple(reversed(recomputed))
 
 
 def _cost(forward: Fusion, op: Op, v: Value, again: Again) -> int:

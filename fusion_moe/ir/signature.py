@@ -55,10 +55,10 @@ class Signature:
             operands, more = operands[:end], operands[end:]
         if len(operands) < (self.operands or 0) or len(more) > len(self.attributes):
             raise FusionError(f"{len(inputs)} arguments by position", expected=self._expected())
-        given = dict(zip(self.attributes, more, strict=False))
-        if twice := given.keys() & attrs.keys():
+        named = dict(zip(self.attributes, more, strict=False))
+        if twice := named.keys() & attrs.keys():
             raise FusionError(f"{', '.join(sorted(twice))} given twice", expected=self._expected())
-        return tuple(operands), self.check({**given, **attrs})
+        return tuple(operands), self.check({**named, **attrs})
 
     def check(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """The attributes in the order of the rule, lists as tuples. FusionError unless all are

@@ -72,9 +72,9 @@ def _lines(fusion: Fusion) -> list[str]:
 
 def value_names(fusion: Fusion) -> dict[Value, str]:
     """The name of each value in the text of the fusion."""
-    made = [v for op in fusion.ops for v in op.outputs]
+    results = [v for op in fusion.ops for v in op.outputs]
     return {v: f"i{n}" for n, v in enumerate(fusion.inputs)} | {
-        v: f"t{n}" for n, v in enumerate(made)
+        v: f"t{n}" for n, v in enumerate(results)
     }
 
 

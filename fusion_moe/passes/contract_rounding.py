@@ -44,18 +44,20 @@ def contract_rounding(fusion: Fusion) -> Fusion:
             )
         if op.outputs[0] not in results:
             return None
-        made, way = inputs[0], results[op.outputs[0]]
+        contracted, way = inputs[0], results[op.outputs[0]]
         for _ in way:  # back to the value before rounding
-            source = fd.producer(made)
+            source = fd.producer(contracted)
             assert source is not None
-            made = source.values[0]
+            contracted = source.values[0]
         for move in way[1:]:
-            (made,) = fd.append(move.kind, [made], move.attrs)
-        return (made,)
+            (contracted,) = fd.append(move.kind, [contracted], move.attrs)
+        return (contracted,)
 
-    made = pruned(rewrite(fusion, rule)) if ways or sums else fusion
-    apart = len({*made.inputs, *made.outputs}) == len(made.inputs) + len(made.outputs)
-    return made if apart else fusion
+    contracted = pruned(rewrite(fusion, rule)) if ways or sums else fusion
+    apart = len({*contracted.inputs, *contracted.outputs}) == len(contracted.inputs) + len(
+        contracted.outputs
+    )
+    return contracted if apart else fusion
 
 
 def _sums(fusion: Fusion) -> tuple[Op, ...]:

@@ -39,9 +39,9 @@ def _with_own_gathers(fusion: Fusion, op: Op, copies: dict[Op, list[Op]]) -> Op:
             continue
         (output,) = gather.outputs
         if fusion.readers[output][0] is not op:
-            made = copies.setdefault(gather, [])
-            own = Value(f"{output.name}_{len(made) + 1}", output.type)
-            made.append(replace(gather, outputs=(own,)))
+            gathers = copies.setdefault(gather, [])
+            own = Value(f"{output.name}_{len(gathers) + 1}", output.type)
+            gathers.append(replace(gather, outputs=(own,)))
             inputs[i] = own
     return op if inputs == list(op.inputs) else op.with_inputs(tuple(inputs))
 

@@ -17,12 +17,12 @@ def rewrite(fusion: Fusion, rule: Rule) -> Fusion:
     outputs stay in order.
     """
     fd = FusionDefinition()
-    made: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
+    copies: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
     for op in fusion.ops:
-        inputs = [made[v] if isinstance(v, Value) else v for v in op.inputs]
+        inputs = [copies[v] if isinstance(v, Value) else v for v in op.inputs]
         with fd.at(op.source, op.translator):
             outputs = rule(fd, op, inputs) or fd.append(op.kind, inputs, op.attrs)
-        made.update(zip(op.outputs, outputs, strict=True))
+        copies.update(zip(op.outputs, outputs, strict=True))
     for i, v in enumerate(fusion.outputs):
-        fd.add_output(made[v], made.get(fusion.aliases.get(i)))
+        fd.add_output(copies[v], copies.get(fusion.aliases.get(i)))
     return fd.fusion()

@@ -90,11 +90,11 @@ def matrices(w: Quantized) -> tuple[Tensor, Tensor, Tensor]:
         .int()
     )
     wide = _blocks(codes, BLOCK).unflatten(-1, (-1, _CODES))
-    made = (wide * ratios[..., None] + 128) >> 8
+    scaled = (wide * ratios[..., None] + 128) >> 8
     of_matrix = w[2] if len(w) > 2 else torch.ones(lead, device=packed.device)
     runs = of_matrix.reshape(*lead, -1)
     factors = runs.repeat_interleave(n // runs.shape[-1], -1)
-    return made.flatten(-2).float(), _steps(largest, some, largest / _CODES), factors
+    return scaled.flatten(-2).float(), _steps(largest, some, largest / _CODES), factors
 
 
 def product(a: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -109,8 +109,8 @@ def _where_type(condition: TensorType, a: Any, b: Any) -> Types:
     of the tensor beside it.
     """
     need_dtype("condition", condition, "bool")
-    (made,) = _bounded(a, b)
-    return (made.with_(shape=joined_shape((condition, a, b))),)
+    (result,) = _bounded(a, b)
+    return (result.with_(shape=joined_shape((condition, a, b))),)
 
 
 def _as_tensors(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -212,8 +212,8 @@ def _quantize(x: torch.Tensor, *beside: torch.Tensor, encoding: str) -> tuple[An
         check_finite(x, descriptor)  # on CUDA the check would wait for the device
         for scale in beside:
             check_matrix_scales(scale)
-    made = quantize(x, descriptor, next(iter(beside), None))
-    return (made.elements if made.encoding.plain else made,)
+    weight = quantize(x, descriptor, next(iter(beside), None))
+    return (weight.elements if weight.encoding.plain else weight,)
 
 
 def _quantize_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:

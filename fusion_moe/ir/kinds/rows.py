@@ -379,8 +379,10 @@ def weighted(fd: Any, rows: Value, w: Value, slot_of: Value) -> Value:
 
 def ones(fd: Any, w: Value) -> bool:
     """Whether all elements of a value are ones."""
-    made = fd.producer(w)
-    return made is not None and made.kind.name == "full" and made.attrs["fill_value"] == 1
+    producer = fd.producer(w)
+    return (
+        producer is not None and producer.kind.name == "full" and producer.attrs["fill_value"] == 1
+    )
 
 
 def slot_values(fd: Any, rows: Value, slot_of: Value) -> Value:

@@ -55,10 +55,10 @@ def quantize_(
     for name, *_ in progress(names, "checking experts", len(names)):
         check(model.get_submodule(name), config, name)
     for name, *others in progress(names, "quantizing experts", len(names)):
-        made = converted(model.get_submodule(name), config, name)
+        replacement = converted(model.get_submodule(name), config, name)
         for each in (name, *others):
-            model.set_submodule(each, made)
-        for module in made.modules():
+            model.set_submodule(each, replacement)
+        for module in replacement.modules():
             if isinstance(module, PackedModule):
                 module.order()
     for tell in plugins.quantized:
@@ -95,11 +95,11 @@ def _known(model: nn.Module) -> dict[str, nn.Module]:
             expected="a model with such modules inside",
             todo="fusion_moe.nn.convert(module) returns its replacement",
         )
-    found: dict[str, nn.Module] = {}
+    experts: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if converter_of(module) and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
-    return found
+        if converter_of(module) and not any(name.startswith(f"{outer}.") for outer in experts):
+            experts[name] = module
+    return experts
 
 
 def _check_why_none(model: nn.Module, filtered: bool) -> None:

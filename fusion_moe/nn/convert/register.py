@@ -78,20 +78,26 @@ def registered_converter(module: nn.Module) -> Converter | None:
 def _checked(cls: type[nn.Module], function: Converter) -> Converter:
     def convert(module: nn.Module, config: NVFP4Config) -> nn.Module:
         try:
-            made = function(module, config)
+            replacement = function(module, config)
         except Error:
             raise
         except Exception as error:
             todo = "it is called with parameters on the meta device first, which have no values"
             found = f"the converter of {cls.__name__} failed: {type(error).__name__}: {error}"
             raise UnsupportedError(found, expected="a module in its place", todo=todo) from error
-        if not isinstance(made, nn.Module) or made is module or isinstance(made, cls):
-            what = "the module itself" if made is module else f"a {type(made).__name__}"
+        if (
+            not isinstance(replacement, nn.Module)
+            or replacement is module
+            or isinstance(replacement, cls)
+        ):
+            description = (
+                "the module itself" if replacement is module else f"a {type(replacement).__name__}"
+            )
             expected = f"a new module, which is no {cls.__name__}"
             raise UnsupportedError(
-                f"the converter of {cls.__name__} returned {what}", expected=expected
+                f"the converter of {cls.__name__} returned {description}", expected=expected
             )
-        return made
+        return replacement
 
     return convert
 

@@ -53,16 +53,16 @@ def quantized(x: Tensor) -> Quantized:
     if x.dim() < 3 or not pages.takes(x) or x.numel() // 2 < pages.PAGE:
         return Quantized(*quantize(x), encoding=NVFP4)
     *lead, n, k = x.shape
-    made = Quantized(
+    weight = Quantized(
         *(pages.empty(NVFP4.part_shape(part, lead, n, k), part.dtype) for part in NVFP4.parts),
         encoding=NVFP4,
     )
     step = max(1, _PANEL * len(x) // x.numel())
     for start in range(0, len(x), step):
         some = slice(start, start + step)
-        for part, panel in zip(made, quantize(x[some]), strict=True):
+        for part, panel in zip(weight, quantize(x[some]), strict=True):
             part[some] = panel
-    return made
+    return weight
 
 
 class FrozenModule(nn.Module):

@@ -29,8 +29,8 @@ class Llama4MoE(nn.Module):
         E].
         """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        found = self.router(tokens)
-        logits = found[1] if isinstance(found, tuple) else found
+        routed = self.router(tokens)
+        logits = routed[1] if isinstance(routed, tuple) else routed
         chosen, index = logits.topk(self.top_k)
         weights = chosen.float().sigmoid().to(logits.dtype)
         out = self.shared_expert(tokens) + self.experts(tokens, index, weights)

@@ -124,11 +124,13 @@ class PackedModule(FrozenModule):
         """The parts of a weight, as they are stored, in the dtypes of the encoding."""
         # getattr takes ten times as long; wrappers such as FSDP put attributes in their place
         own: dict[str, Any] = self._parameters
-        found = [own[key] if key in own else self._replaced(key) for key in self.part_names[weight]]
+        tensors = [
+            own[key] if key in own else self._replaced(key) for key in self.part_names[weight]
+        ]
         return (
-            [as_part(t, part) for t, part in zip(found, self.encoding.parts, strict=True)]
+            [as_part(t, part) for t, part in zip(tensors, self.encoding.parts, strict=True)]
             if self.as_integers
-            else found
+            else tensors
         )
 
     def _replaced(self, key: str) -> Any:
@@ -273,38 +275,42 @@ class PackedModule(FrozenModule):
         unexpected: Any,
         errors: list[str],
     ) -> None:
-        given, own = dict(state_dict), self._own(prefix, state_dict)
+        entries, own = dict(state_dict), self._own(prefix, state_dict)
         fixed = {name: prefix + name for name in own if name not in self.castable}
         refused = [
             f"{prefix}{name} is {layout}, not strided."
             for name in own
-            if (layout := given[prefix + name].layout) != torch.strided
+            if (layout := entries[prefix + name].layout) != torch.strided
         ]
         refused = refused or [
-            why for name, key in fixed.items() if (why := self._why_not_load(name, key, given[key]))
+            why
+            for name, key in fixed.items()
+            if (why := self._why_not_load(name, key, entries[key]))
         ]
         if refused:
             errors += refused
             return
-        given.update({key: self._as_stored(name, given[key]) for name, key in fixed.items()})
+        entries.update({key: self._as_stored(name, entries[key]) for name, key in fixed.items()})
         if self.sharding is not None:
-            given.update(
-                {prefix + name: self.sharding.share(name, given[prefix + name]) for name in own}
+            entries.update(
+                {prefix + name: self.sharding.share(name, entries[prefix + name]) for name in own}
             )
-        for names, keys in self._reordered(given, prefix):
-            packing, parts = _packing(self, names[0]), [given[key].detach() for key in keys]
+        for names, keys in self._reordered(entries, prefix):
+            packing, parts = _packing(self, names[0]), [entries[key].detach() for key in keys]
             kept = [
                 as_part(getattr(self, name).detach(), part)
                 for name, part in zip(names, self.encoding.parts, strict=False)
             ]
             if wrong := packing.why_not(keys, parts, kept, self.encoding):
                 errors.append(wrong)
-            given.update(
+            entries.update(
                 zip(keys, kept if wrong else packing.pack(parts, self.encoding), strict=True)
             )
         for name, key in fixed.items() if self.as_integers else ():
-            given[key] = given[key].view(getattr(self, name).dtype)
-        super()._load_from_state_dict(given, prefix, metadata, strict, missing, unexpected, errors)
+            entries[key] = entries[key].view(getattr(self, name).dtype)
+        super()._load_from_state_dict(
+            entries, prefix, metadata, strict, missing, unexpected, errors
+        )
 
     def _as_stored(self, name: str, t: Tensor) -> Tensor:
         """A tensor of a state dict in the dtype of the parameter: bytes are those of 8-bit floats,
@@ -322,19 +328,19 @@ class PackedModule(FrozenModule):
         """An error text in torch's style for another dtype, and for scales that no quantizer
         writes; "" if there is none.
         """
-        found, want, part = (
+        stored, want, part = (
             self._as_stored(name, t),
             self._dtype(name),
             self._parts_by_name().get(name),
         )
-        if found.dtype != want:
+        if stored.dtype != want:
             return (
                 f"dtype mismatch for {key}: copying a param of {t.dtype} from checkpoint, the "
                 f"dtype in current model is {want}."
             )
         try:
             if part and type(t) in (Tensor, nn.Parameter) and not t.is_meta:
-                check_part_scales(part, found, key)  # waits for the device
+                check_part_scales(part, stored, key)  # waits for the device
         except NonFiniteError as error:
             return str(error)
         return ""
@@ -360,14 +366,14 @@ class PackedModule(FrozenModule):
         """Names and keys of those weights in a state dict whose layout in memory is not the linear
         one.
         """
-        found = [
+        weights = [
             (names, [prefix + name for name in names])
             for names in self.packed
             if self.weight_layout != "linear"
         ]
         return [
             (names, keys)
-            for names, keys in found
+            for names, keys in weights
             if all(isinstance(tensors.get(key), Tensor) for key in keys)
         ]
 
@@ -474,12 +480,12 @@ def _move(module: PackedModule, names: Sequence[str], here: Packing, there: Pack
     parts = [as_part(p.detach(), part) for p, part in zip(old, module.encoding.parts, strict=False)]
     shapes = there.shapes(parts[0].shape[:-2], module.encoding)
     with torch.inference_mode(parts[0].is_inference()):
-        made = [_empty(shape, part) for shape, part in zip(shapes, parts, strict=True)]
-        for source, target in zip(_matrices(parts), _matrices(made), strict=True):
+        moved_parts = [_empty(shape, part) for shape, part in zip(shapes, parts, strict=True)]
+        for source, target in zip(_matrices(parts), _matrices(moved_parts), strict=True):
             moved = there.pack(here.unpack(source, module.encoding), module.encoding)
             for part, t in zip(target, moved, strict=True):
                 part.view(torch.uint8).copy_(t.view(torch.uint8))
-    for name, p, t in zip(names, old, made, strict=True):
+    for name, p, t in zip(names, old, moved_parts, strict=True):
         new = nn.Parameter(t, requires_grad=False)
         new.__dict__.update(p.__dict__)
         setattr(module, name, new)

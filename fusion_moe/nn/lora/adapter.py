@@ -152,15 +152,15 @@ def _places(
         for name, module in modules.items()
         for p, target in zip(module.projections, module.targets, strict=True)
     ]
-    found = [(name, projection) for name, projection, target in known if target in targets]
-    if not found:
+    places = [(name, projection) for name, projection, target in known if target in targets]
+    if not places:
         there = ", ".join(dict.fromkeys(target for _, _, target in known))
         raise UnsupportedError(
             f"no {' or '.join(targets)} among the experts",
             expected=f"targets of these: {there}",
             where="add_lora_",
         )
-    return found
+    return places
 
 
 def adaptable(
@@ -218,12 +218,12 @@ def is_alpha(value: object) -> bool:
 
 def _need_targets(targets: Iterable[str]) -> tuple[str, ...]:
     """The targets in order, without duplicates."""
-    given = (targets,) if isinstance(targets, str) else tuple(targets)
-    for target in given:
+    names = (targets,) if isinstance(targets, str) else tuple(targets)
+    for target in names:
         need_one_of("targets", target, TARGETS, where="add_lora_")
-    if not given:
+    if not names:
         raise OptionError("no targets", expected=" or ".join(TARGETS), where="add_lora_")
-    return tuple(target for target in TARGETS if target in given)
+    return tuple(target for target in TARGETS if target in names)
 
 
 def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:

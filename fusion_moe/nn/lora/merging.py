@@ -74,12 +74,12 @@ def remove_lora_(model: nn.Module) -> list[str]:
 
 def _adapted(model: nn.Module, where: str) -> dict[str, AdaptableModule]:
     """The modules that have adapters, by name. UnsupportedError if there are none."""
-    found = {name: module for name, module in adaptable(model, where).items() if module.adapted}
-    if not found:
+    modules = {name: module for name, module in adaptable(model, where).items() if module.adapted}
+    if not modules:
         raise UnsupportedError(
             "no adapters", expected="a model that add_lora_ or load_lora_ gave some", where=where
         )
-    return found
+    return modules
 
 
 def _removed(name: str, module: AdaptableModule) -> list[str]:
@@ -95,11 +95,11 @@ def _merged(name: str, module: AdaptableModule) -> list[str]:
     layout = module.weight_layout
     relayout_(module, "linear")
     try:
-        made = {
+        merged = {
             p: _sum(module.weight_of(p), adapter, f"{name}.{p}")
             for p, adapter in adapters_of(module)
         }
-        for projection, weight in made.items():
+        for projection, weight in merged.items():
             for stored, part in zip(module.weight_of(projection), weight, strict=True):
                 stored.data.copy_(part)
     finally:
@@ -110,13 +110,13 @@ def _merged(name: str, module: AdaptableModule) -> list[str]:
 @torch.no_grad()
 def _sum(weight: Quantized, adapter: Adapter, name: str) -> Quantized:
     """A weight [E, N, K] plus its adapter, computed one expert at a time."""
-    made = weight.of(torch.empty_like(part) for part in weight)
+    merged = weight.of(torch.empty_like(part) for part in weight)
     for e in range(weight.shape[0]):
         expert = weight.of(part[e] for part in weight)
         new = _encoded(dequantize(expert) + adapter.delta(e), expert, name)
-        for part, tensor in zip(made, new, strict=True):
+        for part, tensor in zip(merged, new, strict=True):
             part[e] = tensor
-    return made
+    return merged
 
 
 def _encoded(x: Tensor, like: Quantized, name: str) -> Quantized:

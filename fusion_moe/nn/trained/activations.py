@@ -73,9 +73,9 @@ class _ScaledGLU(nn.Module):
         destination[prefix + _KEY] = torch.tensor(self.glu_interleave_size or 0)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        given, own = dict(state_dict), self.glu_interleave_size or 0
-        given.pop(prefix + "_extra_state", None)  # Transformer Engine's
-        saved = given.pop(prefix + _KEY, own)
+        entries, own = dict(state_dict), self.glu_interleave_size or 0
+        entries.pop(prefix + "_extra_state", None)  # Transformer Engine's
+        saved = entries.pop(prefix + _KEY, own)
         if checks.are_alike([saved], dims=0) and not saved.is_meta:
             saved = saved.item()
         if type(saved) is not int or saved != own:
@@ -87,7 +87,7 @@ class _ScaledGLU(nn.Module):
                 "fusion_moe.nn.interleave, deinterleave",
                 where=prefix.rstrip(".") or type(self).__name__,
             )
-        super()._load_from_state_dict(given, prefix, *args)
+        super()._load_from_state_dict(entries, prefix, *args)
 
     def extra_repr(self) -> str:
         """For print(model)."""

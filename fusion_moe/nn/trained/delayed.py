@@ -47,15 +47,15 @@ class Waiting:
                     todo="call backward_dw before their memory is used again",
                     where=where,
                 )
-        (found,) = main_grad.run(
+        (gradient,) = main_grad.run(
             self.text, self.inputs, self.env, self.options, {0: self.params} if self.main else {}
         )
-        if found is None:
+        if gradient is None:
             for p in self.params:
                 if p.requires_grad and hasattr(p, "grad_added_to_main_grad"):
                     p.grad_added_to_main_grad = True
             return
-        each = found.unbind() if self.params[0].dim() == 2 else (found,)
+        each = gradient.unbind() if self.params[0].dim() == 2 else (gradient,)
         for p, grad in zip(self.params, each, strict=True):
             if p.requires_grad:
                 p.grad = grad.to(p.dtype) if p.grad is None else p.grad.add_(grad)

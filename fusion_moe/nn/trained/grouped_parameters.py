@@ -85,8 +85,8 @@ class GroupedParameters(nn.Module):
 
     def each(self, name: str) -> Sequence[Tensor]:
         """The tensor [*shape] of each group."""
-        found = self.grouped(name)
-        return found if isinstance(found, tuple) else found.unbind()
+        parameters = self.grouped(name)
+        return parameters if isinstance(parameters, tuple) else parameters.unbind()
 
     # ----------------------------------------------------------------------------------- one buffer
 
@@ -112,9 +112,9 @@ class GroupedParameters(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for name in self.shapes:
-            found = list(filter(_in_memory, self._parameters_of(name)))
-            if len({p.untyped_storage().data_ptr() for p in found}) == len(found):
-                for p in found:
+            parameters = list(filter(_in_memory, self._parameters_of(name)))
+            if len({p.untyped_storage().data_ptr() for p in parameters}) == len(parameters):
+                for p in parameters:
                     # pickle stores the whole buffer with each
                     if p.untyped_storage().nbytes() > p.nbytes and not p.is_shared():
                         p.data = p.detach().clone()
@@ -122,13 +122,15 @@ class GroupedParameters(nn.Module):
 
     def _parameters_of(self, name: str) -> list[nn.Parameter]:
         """Those that are there: a reparametrized one is computed from others."""
-        found = [self._parameters.get(key) for key in self.keys(name)]
-        return [p for p in found if p is not None]
+        parameters = [self._parameters.get(key) for key in self.keys(name)]
+        return [p for p in parameters if p is not None]
 
     def _packed(self, name: str) -> bool:
-        found = self._parameters_of(name)
+        parameters = self._parameters_of(name)
         return (
-            len(found) == self.num_groups and all(map(_in_memory, found)) and are_neighbours(found)
+            len(parameters) == self.num_groups
+            and all(map(_in_memory, parameters))
+            and are_neighbours(parameters)
         )
 
     def _pack(self, names: Iterable[str]) -> None:
@@ -136,12 +138,17 @@ class GroupedParameters(nn.Module):
         device, and share no memory with others.
         """
         for name in names:
-            found = self._parameters_of(name)
-            alike = len({(p.shape, p.dtype, p.device) for p in found}) == 1
-            whole = len({id(p) for p in found}) == self.num_groups and not self.single[name]
-            if whole and alike and all(map(_may_move, found)) and not are_neighbours(found):
+            parameters = self._parameters_of(name)
+            alike = len({(p.shape, p.dtype, p.device) for p in parameters}) == 1
+            whole = len({id(p) for p in parameters}) == self.num_groups and not self.single[name]
+            if (
+                whole
+                and alike
+                and all(map(_may_move, parameters))
+                and not are_neighbours(parameters)
+            ):
                 for p, t in zip(
-                    found, torch.stack([p.detach() for p in found]).unbind(), strict=True
+                    parameters, torch.stack([p.detach() for p in parameters]).unbind(), strict=True
                 ):
                     p.data = t
 
@@ -166,26 +173,26 @@ class GroupedParameters(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
-        given = dict(state_dict)
-        given.pop(prefix + "_extra_state", None)  # Transformer Engine's, of scales for FP8
+        entries = dict(state_dict)
+        entries.pop(prefix + "_extra_state", None)  # Transformer Engine's, of scales for FP8
         for name in self.shapes:
             one, each = prefix + name, [f"{prefix}{name}{g}" for g in range(self.num_groups)]
             dims = len(self.shapes[name])
-            if self.single[name] and are_alike([given.get(key) for key in each], dims):
-                given[one] = torch.stack([given.pop(key) for key in each])
+            if self.single[name] and are_alike([entries.get(key) for key in each], dims):
+                entries[one] = torch.stack([entries.pop(key) for key in each])
             elif (
                 not self.single[name]
-                and are_alike([given.get(one)], dims + 1)
-                and len(given[one]) == self.num_groups
+                and are_alike([entries.get(one)], dims + 1)
+                and len(entries[one]) == self.num_groups
             ):
-                given.update(zip(each, given.pop(one).unbind(), strict=True))
-        super()._load_from_state_dict(given, prefix, local_metadata, *args)
+                entries.update(zip(each, entries.pop(one).unbind(), strict=True))
+        super()._load_from_state_dict(entries, prefix, local_metadata, *args)
         if local_metadata.get("assign_to_params_buffers"):
             self._pack(
                 [
                     name
                     for name in self.shapes
-                    if all(prefix + key in given for key in self.keys(name))
+                    if all(prefix + key in entries for key in self.keys(name))
                 ]
             )
 

@@ -188,17 +188,17 @@ class GroupedLinear(GroupedParameters):
         out: Tensor | None,
         grad_input: Tensor | None,
     ) -> Tensor:
-        made, rows = (
+        y, rows = (
             call(x.reshape(-1, self.in_features), [self.stage(x, ends, scales)]),
             x.shape[:-1],
         )
-        effects = self.effects(made)
+        effects = self.effects(y)
         if out is None and grad_input is None and effects is None:
-            return restored(made.run(), rows)
-        self._check_buffers(x, made.inputs, out, grad_input)
+            return restored(y.run(), rows)
+        self._check_buffers(x, y.inputs, out, grad_input)
         flat = [None if t is None else t.view(-1, t.shape[-1]) for t in (out, grad_input)]
         return restored(
-            tracked(made, effects or Effects({}, {}), ends, *flat, x.is_leaf, type(self).__name__),
+            tracked(y, effects or Effects({}, {}), ends, *flat, x.is_leaf, type(self).__name__),
             rows,
         )
 

@@ -49,8 +49,8 @@ class Sequential(nn.Sequential):
             )
         rest = iter(extra)
         for modules in _runs(list(self)):
-            given = [[next(rest) for _ in range(_takes(module))] for module in modules]
-            x = modules[0](x, *given[0]) if len(modules) == 1 else _fused(modules, x, given)
+            extras = [[next(rest) for _ in range(_takes(module))] for module in modules]
+            x = modules[0](x, *extras[0]) if len(modules) == 1 else _fused(modules, x, extras)
         return x
 
 

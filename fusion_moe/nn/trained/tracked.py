@@ -142,14 +142,14 @@ class _Tracked(torch.autograd.Function):
         mains = {
             work.now.index(i): params for i, params in work.effects.mains.items() if i in work.now
         }
-        made = (
+        gradients = (
             main_grad.run(text, inputs, work.env, work.options, mains)
             if parse(text).outputs
             else []
         )
         for place, later in zip(work.later, waiting, strict=True):
             queue, params = work.effects.delayed[place]
-            reads: list[Any] = [[*inputs, *made][i] for i in later.reads]
+            reads: list[Any] = [[*inputs, *gradients][i] for i in later.reads]
             queue.waiting.append(
                 Waiting(
                     later.program,
@@ -161,11 +161,13 @@ class _Tracked(torch.autograd.Function):
                 )
             )
         # other outputs are read later
-        found = {i: grad for i, grad in zip(work.now, made, strict=False) if grad is not None}
-        if 0 in found and work.grad_input is not None:
-            written = _write(work.grad_input, found[0], work.ends).detach()
-            found[0] = found[0] if work.is_leaf else written
-        return None, *_returned(work, found, ctx.needs_input_grad[1:])
+        by_input = {
+            i: grad for i, grad in zip(work.now, gradients, strict=False) if grad is not None
+        }
+        if 0 in by_input and work.grad_input is not None:
+            written = _write(work.grad_input, by_input[0], work.ends).detach()
+            by_input[0] = by_input[0] if work.is_leaf else written
+        return None, *_returned(work, by_input, ctx.needs_input_grad[1:])
 
 
 def _returned(work: _Work, found: Mapping[int, Any], needed: Sequence[bool]) -> list[Tensor | None]:

@@ -53,26 +53,26 @@ def save_lora(model: nn.Module, directory: str | Path) -> Path:
     or cannot be written.
     """
     dst = destination(directory)
-    found = [
+    adapted = [
         (name, module) for name, module in adaptable(model, "save_lora").items() if module.adapted
     ]
-    if not found:
+    if not adapted:
         raise UnsupportedError(
             "no adapters",
             expected="a model that add_lora_ or load_lora_ gave some",
             where="save_lora",
         )
     rank, alpha = common(
-        [(a.rank, a.alpha) for _, module in found for _, a in adapters_of(module)], "save_lora"
+        [(a.rank, a.alpha) for _, module in adapted for _, a in adapters_of(module)], "save_lora"
     )
     targets = tuple(
         _parameter(name, module, projection)
-        for name, module in found
+        for name, module in adapted
         for projection, _ in adapters_of(module)
     )
     config = LoraConfig(rank, alpha, targets).written(getattr(model, "name_or_path", None) or None)
-    tensors = {key: t for name, module in found for key, t in _stored(name, module)}
-    if not _divided(found) or torch.distributed.get_rank() == 0:
+    tensors = {key: t for name, module in adapted for key, t in _stored(name, module)}
+    if not _divided(adapted) or torch.distributed.get_rank() == 0:
         _write(dst, tensors, config)
     return dst
 
@@ -92,8 +92,8 @@ def load_lora_(
     path, modules = Path(directory), adaptable(model, "load_lora_")
     need_unadapted(modules, "load_lora_")
     config, entries = read_config(path), _entries(path)
-    made = {name: _planned(name, modules, config, entries) for name in _named(entries)}
-    if lost := entries.keys() - {key for name, its in made.items() for key in _keys(name, its)}:
+    planned = {name: _planned(name, modules, config, entries) for name in _named(entries)}
+    if lost := entries.keys() - {key for name, its in planned.items() for key in _keys(name, its)}:
         raise CheckpointError(
             f"{min(lost)} has no place",
             expected="adapters of experts alone",
@@ -101,11 +101,11 @@ def load_lora_(
         )
     tensors = _read(path / TENSORS)
     freeze_(model)
-    for name, projections in made.items():
+    for name, projections in planned.items():
         _fill(name, modules[name], projections, config, tensors, dtype)
     return [
         f"{name}.{projection}" if name else projection
-        for name, its in made.items()
+        for name, its in planned.items()
         for projection in its
     ]
 
@@ -133,11 +133,11 @@ def _keys(name: str, adapters: Collection[str]) -> list[str]:
 
 def _named(entries: Mapping[str, Entry]) -> list[str]:
     """The modules for which a file has adapters."""
-    found = dict.fromkeys(key.partition(".lora_")[0] for key in entries)
+    names = dict.fromkeys(key.partition(".lora_")[0] for key in entries)
     return list(
         dict.fromkeys(
             ".".join(p for p in name.removeprefix(_ROOT).split(".") if p and p != _INNER)
-            for name in found
+            for name in names
         )
     )
 
