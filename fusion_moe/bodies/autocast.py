@@ -53,16 +53,15 @@ def casted(
     autocast does; leaves the rest.
     """
     changed = {name: cast(given[name]) for name in spec.autocast}
-    if "weight_format" in given and _plain(given):
+    # weights that are float tensors in row-major order
+    if (
+        given.get("weight_format", "") in map(dtype_name, _CAST)
+        and given["weight_layout"] == "linear"
+    ):
         changed |= {name: [cast(t) for t in given[name]] for name in spec.weights} | {
             "weight_format": dtype_name(dtype)
         }
     return changed
-
-
-def _plain(given: Mapping[str, Any]) -> bool:
-    """Whether the weights are float tensors, which are cast, in row-major order."""
-    return given["weight_format"] in map(dtype_name, _CAST) and given["weight_layout"] == "linear"
 
 
 def _register() -> None:

@@ -149,7 +149,10 @@ def never_negative(size: AnySize) -> bool | None:
     """
     if isinstance(size, int):
         return size >= 0
-    if all(c > 0 and all(_counts(a) for a in atoms) for atoms, c in size.terms):
+    if all(
+        c > 0 and all(isinstance(a, str) or never_negative(a.of) for a in atoms)
+        for atoms, c in size.terms
+    ):
         return True
     refuted = (
         all(c < 0 and all(isinstance(a, str) for a in atoms) for atoms, c in size.terms)
@@ -161,11 +164,6 @@ def never_negative(size: AnySize) -> bool | None:
 def value(size: AnySize, env: Mapping[str, Any]) -> Any:
     """`size` as a number, with the symbols' values from `env`."""
     return size.value(env) if isinstance(size, Size) else size
-
-
-def _counts(atom: Atom) -> bool:
-    """Whether an atom is never negative."""
-    return isinstance(atom, str) or bool(never_negative(atom.of))
 
 
 def _terms(size: AnySize) -> tuple[tuple[Monomial, int], ...]:

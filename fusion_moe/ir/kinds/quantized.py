@@ -62,7 +62,9 @@ def _pack_type(*parts: TensorType, encoding: str, layout: str, transposed: bool 
         raise ShapeError(f"layout {layout!r}", expected=f"one of {', '.join(LAYOUTS)}")
     if len(parts[0].shape) < 2:
         raise ShapeError(f"{descriptor.parts[0].name} {parts[0]}", expected="[..., N, K]")
-    *lead, n, packed_k = _rows_and_columns(parts[0], transposed)
+    *lead, n, packed_k = parts[0].shape
+    if transposed:
+        n, packed_k = packed_k, n
     k = descriptor.elements(known(packed_k))
     _need_layout(layout, n, k, descriptor)
     for part, type in zip(descriptor.parts[1:], parts[1:], strict=True):
@@ -79,11 +81,6 @@ def _pack_type(*parts: TensorType, encoding: str, layout: str, transposed: bool 
         else:
             _need_matrix_scale(part.scale, type, tuple(lead), n)
     return (TensorType((*lead, n, k), encoding, layout),)
-
-
-def _rows_and_columns(elements: TensorType, transposed: bool) -> tuple[Dim, ...]:
-    *lead, rows, columns = elements.shape
-    return (*lead, columns, rows) if transposed else elements.shape
 
 
 def _need_layout(layout: str, n: Dim, k: int, encoding: Encoding) -> None:

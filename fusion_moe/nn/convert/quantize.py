@@ -50,7 +50,10 @@ def quantize_(
             expected="a torch.nn.Module with experts",
             where="quantize_",
         )
-    _check_config(config)
+    if config is not None and not isinstance(config, NVFP4Config):
+        raise OptionError(
+            f"config = {config!r}", expected="fusion_moe.NVFP4Config(), or none", where="quantize_"
+        )
     names = _chosen(model, filter_fn)
     for name, *_ in progress(names, "checking experts", len(names)):
         check(model.get_submodule(name), config, name)
@@ -63,13 +66,6 @@ def quantize_(
                 module.order()
     for tell in plugins.quantized:
         tell(model)
-
-
-def _check_config(config: NVFP4Config | None) -> None:
-    if config is not None and not isinstance(config, NVFP4Config):
-        raise OptionError(
-            f"config = {config!r}", expected="fusion_moe.NVFP4Config(), or none", where="quantize_"
-        )
 
 
 def _chosen(model: nn.Module, filter_fn: Filter | None) -> list[list[str]]:

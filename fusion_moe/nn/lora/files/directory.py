@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ def save_lora(model: nn.Module, directory: str | Path) -> Path:
     )
     config = LoraConfig(rank, alpha, targets).written(getattr(model, "name_or_path", None) or None)
     tensors = {key: t for name, module in adapted for key, t in _stored(name, module)}
-    if not _divided(adapted) or torch.distributed.get_rank() == 0:
+    divided = any(is_dtensor(a.A) for _, module in adapted for _, a in adapters_of(module))
+    if not divided or torch.distributed.get_rank() == 0:
         _write(dst, tensors, config)
     return dst
 
@@ -162,16 +163,12 @@ def _rows_there(module: AdaptableModule, projection: str, adapter: Adapter) -> T
     return interleave(rows, 1, 1) if module.in_turns and projection == "gate_up" else rows
 
 
-def _divided(modules: Iterable[tuple[str, AdaptableModule]]) -> bool:
-    return any(is_dtensor(adapter.A) for _, module in modules for _, adapter in adapters_of(module))
-
-
 def _write(dst: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     """Writes the two files, under another name until they are synced to disk."""
     steps = [
         Step(
             tuple(Planned(key, t.dtype, tuple(t.shape)) for key, t in tensors.items()),
-            lambda: _on_cpu(tensors),
+            lambda: {key: t.cpu() for key, t in tensors.items()},
         )
     ]
     partial = dst.with_name(f".{dst.name}.{os.getpid()}.partial")
@@ -185,10 +182,6 @@ def _write(dst: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) 
             sync(dst.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: t.cpu() for key, t in tensors.items()}
 
 
 # Loading ------------------------------------------------------------------------------------------
