@@ -3,10 +3,10 @@ checks and flops. eager.py has the bodies.
 
 run         -> new tensors
 run_into    writes each output into a tensor of the caller: `written` has one for each output; for
-            an output that is written over an input,
-            it is that input, which then is not among `inputs`
+            an output that is written over an input, it is that input, which then is not among
+            `inputs`
 
-parts: how many tensors each of the inputs is made of (parts.py); None: each is one.
+parts: how many tensors each of the inputs is made of (tensor_lists.py); None: each is one.
 """
 
 from __future__ import annotations

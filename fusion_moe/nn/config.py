@@ -11,8 +11,13 @@ from ..target import ACTIVATION_FORMATS
 
 @dataclass(frozen=True)
 class NVFP4Config:
-    """How experts are quantized and computed. activation_format: "bf16", "nvfp4" (compute
-    capability 10.0 only) or "int8" (CPUs only); OptionError for anything else.
+    """How experts are quantized and computed.
+
+    Args:
+        activation_format: "bf16", "nvfp4" (compute capability 10.0 only) or "int8" (CPUs only).
+
+    Raises:
+        OptionError: for any other activation_format.
     """
 
     # by which transformers finds the quantizer for a quantization_config

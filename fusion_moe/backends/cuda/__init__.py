@@ -10,8 +10,8 @@ gemm.py         those of training: fprop with results of several widths, dgrad, 
                 matrices; dgrad of weights in few bits
 readers.py      the readers of weights: derived from descriptors, or written
 variants.py     the kernels of products as data; table.py, tables/: which are candidates for how
-                many rows, by GPU; choice.py: one's choice
-parts.py        the segments of a call as facts; join.py: those of a program in one call
+                many rows, by GPU; heuristics.py: the choice for a product
+dataflow.py     the segments of a call as facts; join.py: those of a program in one call
 choose.py       parts, sizes, a GPU -> the Choice: kernels, what is chained, memory; launch.py:
                 compiling and launching it
 kernels/        the kernels, fixed

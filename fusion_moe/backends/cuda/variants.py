@@ -1,6 +1,6 @@
 """The kernels of grouped products, as data: compile-time parameters, conditions of use, and cost.
 
-Tables say which of them are candidates for how many rows (table.py), and choice.py chooses.
+Tables say which of them are candidates for how many rows (table.py), and heuristics.py chooses.
 """
 
 from __future__ import annotations

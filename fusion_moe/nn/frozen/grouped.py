@@ -27,9 +27,17 @@ class NVFP4GroupedLinear(AdaptableModule):
                                                            of S equal runs of its rows
         bias                 float          [G, N]         or None
 
-    An optional submodule weight_lora is an adapter that trains (lora.py). activation_format:
-    "bf16", activations as they come in; or quantized too: "nvfp4" (compute capability 10.0 only) or
-    "int8" (CPUs only).
+    An optional submodule weight_lora is an adapter that trains (nn/lora).
+
+    Args:
+        weight: nvfp4 [G, N, K].
+        bias: float [G, N], or None.
+        activation_format: "bf16", activations as they come in; or quantized too: "nvfp4" (compute
+            capability 10.0 only) or "int8" (CPUs only).
+
+    Raises:
+        ShapeError: for a weight or bias of another shape.
+        OptionError: for another activation_format.
     """
 
     castable = ("bias",)
@@ -40,7 +48,6 @@ class NVFP4GroupedLinear(AdaptableModule):
     def __init__(
         self, weight: Quantized, bias: Tensor | None = None, activation_format: str = "bf16"
     ):
-        """weight nvfp4[G, N, K], bias float[G, N]."""
         super().__init__()
         if len(weight.shape) != 3 or (bias is not None and bias.shape != weight.shape[:2]):
             found = "" if bias is None else f" and bias {list(bias.shape)}"

@@ -26,18 +26,21 @@ class Projections(AdaptableModule):
         gate_up_proj, down_proj              elements: [E, 2I, H] and [E, H, I], packed along the
                                              last dimension
         gate_up_proj_scale, down_proj_scale  block scales, in linear order
-        gate_up_decode_scale                 float32 [E, 2], a scale for gate and one for up;
-                                             down_decode_scale float32 [E]
+        gate_up_decode_scale                 float32 [E, 2], a scale for gate and one for up
+        down_decode_scale                    float32 [E]
         gate_up_proj_bias, down_proj_bias    float [E, 2I] and [E, H], or None; the only ones that a
                                              cast of the model casts
 
     or up_proj [E, I, H], up_proj_scale, up_decode_scale [E], up_proj_bias [E, I]. Scales of other
     names keep them: gate_up_proj_super_scale, of blocks, and gate_up_outer_scale, of a matrix.
-    Optional submodules gate_up_lora and down_lora are adapters that train (lora.py).
-    activation_format: "bf16", activations as they come in; or quantized too: "nvfp4" (compute
-    capability 10.0 only) or "int8" (CPUs only, weights in NVFP4 or MXFP4). first_expert: None: ids
-    are 0 to E - 1, or -1 for no expert; otherwise the module has E local experts of more, this is
-    the id of the first, and slots with other ids add nothing to the result.
+    Optional submodules gate_up_lora and down_lora are adapters that train (nn/lora).
+
+    Attributes:
+        activation_format: "bf16", activations as they come in; or quantized too: "nvfp4" (compute
+            capability 10.0 only) or "int8" (CPUs only, weights in NVFP4 or MXFP4).
+        first_expert: None: ids are 0 to E - 1, or -1 for no expert; otherwise the module has E
+            local experts of more, this is the id of the first, and slots with other ids add
+            nothing to the result.
     """
 
     down_proj: nn.Parameter

@@ -19,9 +19,15 @@ class QuantizedLinear(PackedModule):
     """x @ weight.T + bias, computed as a grouped product with one group.
 
     N out-features, K in-features. Frozen parameters: weight, weight_scale and, if the encoding has
-    a scale of the matrix, weight_scale_2 are the parts of nvfp4, mxfp4 or int4 [N, K], in linear
-    order; bias float [N] or None is the only one that a cast of the model casts. A scale that is a
-    scalar is a buffer.
+    a scale of the matrix, weight_scale_2 are the parts of the weight, in linear order; bias is the
+    only one that a cast of the model casts. A scale that is a scalar is a buffer.
+
+    Args:
+        weight: [N, K] in any encoding.
+        bias: float [N], or None.
+
+    Raises:
+        ShapeError: for a weight or bias of another shape.
     """
 
     castable = ("bias",)
@@ -29,7 +35,6 @@ class QuantizedLinear(PackedModule):
     bias: nn.Parameter | None
 
     def __init__(self, weight: Quantized, bias: Tensor | None = None):
-        """weight [N, K] in one of the encodings, bias float[N]."""
         super().__init__()
         if len(weight.shape) != 2 or (bias is not None and bias.shape != weight.shape[:1]):
             found = "" if bias is None else f" and bias {list(bias.shape)}"

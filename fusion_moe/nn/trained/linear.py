@@ -30,7 +30,7 @@ class GroupedLinear(GroupedParameters):
 
         weight0 .. weight{G-1}  [N, K] each, or with single_grouped_weight  weight [G, N, K]
         bias0 .. bias{G-1}      [N] each, or with single_grouped_bias       bias [G, N]; None
-            without bias
+                                without bias
 
     Weights start kaiming-uniform with a = sqrt(5), biases at zero. weight0 .. are views of one
     buffer, so that a product takes them as [G, N, K] without a copy. Other parameters may be
@@ -45,21 +45,30 @@ class GroupedLinear(GroupedParameters):
     not take). Gradients are computed only for tensors that require one; those of weight0 .. are
     slices of one [G, N, K].
 
-    scale_bias: with a bias, row r gets scales[r] * bias[g]; scales may require a gradient.
-    return_bias: a call adds no bias, and returns (result, biases) for the caller to add: a list of
-    G [N] in the result's dtype, with their
-        gradients; an empty list without bias. Not with scale_bias, and not in a `Sequential`.
-    accumulate_into_main_grad: the backward adds a weight's gradient to `weight.main_grad` (or to
-    what `weight.get_main_grad()` returns), a
-        float32 or bfloat16 tensor of the weight's shape that must exist in the forward; if
-        `weight.overwrite_main_grad`, it overwrites it. If a weight has an attribute
-        `grad_added_to_main_grad`, it is set to True, and autograd's hooks see a gradient without
-        meaning (zeros if `weight.zero_out_wgrad`); for any other weight they see None.
-    delay_wgrad_compute: the backward leaves out the gradients of weights; `backward_dw` computes
-    those of the oldest backward.
-
     Under torch.compile a call is part of the graph, unless it writes: out, grad_input, main_grad
     and delayed gradients break the graph.
+
+    Args:
+        num_groups: G.
+        in_features: K.
+        out_features: N.
+        bias: whether there are biases.
+        device: of the parameters.
+        dtype: of the parameters, a float.
+        accumulate_into_main_grad: the backward adds a weight's gradient to `weight.main_grad` (or
+            to what `weight.get_main_grad()` returns), a float32 or bfloat16 tensor of the weight's
+            shape that must exist in the forward; if `weight.overwrite_main_grad`, it overwrites it.
+            If a weight has an attribute `grad_added_to_main_grad`, it is set to True, and
+            autograd's hooks see a gradient without meaning (zeros if `weight.zero_out_wgrad`); for
+            any other weight they see None.
+        single_grouped_weight: one parameter weight [G, N, K].
+        single_grouped_bias: one parameter bias [G, N].
+        delay_wgrad_compute: the backward leaves out the gradients of weights; `backward_dw`
+            computes those of the oldest backward.
+        scale_bias: with a bias, row r gets scales[r] * bias[g]; scales may require a gradient.
+        return_bias: a call adds no bias, and returns (result, biases) for the caller to add: a
+            list of G [N] in the result's dtype, with their gradients; an empty list without bias.
+            Not with scale_bias, and not in a `Sequential`.
     """
 
     def __init__(
