@@ -55,7 +55,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import fusion_moe
 from fusion_moe.encodings import NVFP4, quantize
-from fusion_moe.nn import Experts, NVFP4Linear
+from fusion_moe.nn import Experts, QuantizedLinear
 from fusion_moe.transformers import from_pretrained, fuse_routers_
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
@@ -215,7 +215,7 @@ def with_attention(of: Contender) -> Contender:
             setattr(
                 layer.self_attn,
                 name,
-                NVFP4Linear(quantize(getattr(layer.self_attn, name).weight.detach(), NVFP4)),
+                QuantizedLinear(quantize(getattr(layer.self_attn, name).weight.detach(), NVFP4)),
             )
     return Contender(f"{of.name}, all", model, of.backend)
 

@@ -12,7 +12,7 @@ from .frozen.experts import Experts, NVFP4Experts
 from .frozen.grouped import GroupedSwiGLU, NVFP4GroupedLinear
 from .frozen.llama4 import Llama4MoE
 from .frozen.prepare import prepare_
-from .frozen.quantized_linear import NVFP4Linear, QuantizedLinear
+from .frozen.quantized_linear import QuantizedLinear
 from .lora.adapter import Adapter, add_lora_
 from .lora.merging import merge_lora_, remove_lora_
 from .trained.activations import (
@@ -35,7 +35,6 @@ __all__ = [
     "NVFP4Config",
     "NVFP4Experts",
     "NVFP4GroupedLinear",
-    "NVFP4Linear",
     "QuantizedLinear",
     "ScaledClampedQGeGLU",
     "ScaledSwiGLU",

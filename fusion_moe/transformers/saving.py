@@ -20,7 +20,7 @@ from ..checkpoints.modelopt import own_entries, quantization_config
 from ..checkpoints.schemes import MODELOPT, MODELOPT_FUSED, Scheme
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
-from ..nn import NVFP4Config, NVFP4Linear, QuantizedLinear
+from ..nn import NVFP4Config, QuantizedLinear
 from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
 from .conversions import Converter, expert_converters
@@ -49,7 +49,7 @@ def linears_as_stored(
     others = {
         name: m
         for name, m in model.named_modules()
-        if isinstance(m, QuantizedLinear) and not isinstance(m, NVFP4Linear)
+        if isinstance(m, QuantizedLinear) and m.encoding != NVFP4
     }
     if not others:
         return state
@@ -170,7 +170,7 @@ def modelopt_config(model: Any) -> dict[str, Any]:
     scaled = all(
         any(name.endswith("input_scale") for name, _ in m.named_buffers(recurse=False))
         for m in model.modules()
-        if isinstance(m, (Projections, NVFP4Linear))
+        if isinstance(m, Projections) or (isinstance(m, QuantizedLinear) and m.encoding == NVFP4)
     )
     algorithm = "NVFP4" if scaled else "W4A16_NVFP4"
     # one for all

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ..checkpoints import Scheme, StoredPart, StoredWeight
 from ..checkpoints.values import check_scale
-from ..encodings import NVFP4, Quantized
+from ..encodings import Quantized
 from ..errors import Error
-from ..nn import NVFP4Linear, QuantizedLinear
+from ..nn import QuantizedLinear
 from ..nn.frozen.base import own_parameters, place_
 from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
@@ -57,9 +57,8 @@ class StoredModule(nn.Module):
         """
         scheme, module, parts = self.stored.scheme, self.__dict__["module"], self.parts().values()
         if scheme.encoding is not None and type(module) is nn.Linear:
-            linear = NVFP4Linear if scheme.encoding == NVFP4 else QuantizedLinear
             q = Quantized(*parts, encoding=scheme.encoding)
-            module = linear(q, self._parameters["bias"])
+            module = QuantizedLinear(q, self._parameters["bias"])
             if "input_scale" in self._buffers:
                 module.register_buffer("input_scale", self._buffers["input_scale"])
             return module

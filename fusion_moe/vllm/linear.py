@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from ..checkpoints import Scheme
 from ..encodings import NVFP4, Quantized
 from ..errors import ShapeError, UnsupportedError
-from ..nn import NVFP4Linear, prepare_
+from ..nn import QuantizedLinear, prepare_
 from .log import logger
 from .scales import check_scales
 
@@ -42,8 +42,8 @@ def is_linear_on_cpu(layer: Any) -> bool:
 
 @register_weight_loader_v2_supported_method
 class NVFP4LinearMethod(LinearMethodBase):
-    """x @ weight.T + bias by `NVFP4Linear`. Layers that vLLM joins (q, k and v; gate and up) keep
-    the decode scales of their parts.
+    """x @ weight.T + bias by `QuantizedLinear`. Layers that vLLM joins (q, k and v; gate and up)
+    keep the decode scales of their parts.
     """
 
     def __init__(self, prefix: str, scheme: Scheme, activations: str):
@@ -86,7 +86,7 @@ class NVFP4LinearMethod(LinearMethodBase):
         )
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replaces the loaded weights by `NVFP4Linear`. NonFiniteError for bad scales."""
+        """Replaces the loaded weights by `QuantizedLinear`. NonFiniteError for bad scales."""
         widths, names = layer.logical_widths, [part.name for part in self.scheme.parts]
         tensors = [getattr(layer, name).data for name in names]
         codes, scale, matrix = (
@@ -103,7 +103,7 @@ class NVFP4LinearMethod(LinearMethodBase):
             check_scales(self.prefix, weight=weight)
         for name in (*names, self.activations):
             delattr(layer, name)
-        layer.fusion_moe = nn.ModuleList(map(NVFP4Linear, weights))
+        layer.fusion_moe = nn.ModuleList(map(QuantizedLinear, weights))
         prepare_(layer.fusion_moe)
         logger.info_once(
             "fusion_moe serves linear layers in nvfp4 on CPUs, activations as they are"

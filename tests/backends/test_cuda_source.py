@@ -780,8 +780,8 @@ def test_small_operations_have_kernels():
 
 @pytest.mark.parametrize(("filled", "kernels"), [(8, 1), (7, 2)])
 def test_ends_that_a_fusion_fills(filled, kernels):
-    """NVFP4Linear under torch.compile, followed by a residual: where they say that all rows are of
-    one group, nobody writes them.
+    """QuantizedLinear under torch.compile, followed by a residual: where they say that all rows
+    are of one group, nobody writes them.
     """
     fd, groups, k, n = FusionDefinition(), 1, 128, 64
     x = fd.define_tensor(shape=[8, k], dtype="bf16")

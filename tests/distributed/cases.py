@@ -44,7 +44,7 @@ from fusion_moe.checkpoints import Directory
 from fusion_moe.distributed import clip_grad_norm_, parallelize_
 from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
-from fusion_moe.nn import Experts, GroupedLinear, NVFP4Linear, add_lora_
+from fusion_moe.nn import Experts, GroupedLinear, QuantizedLinear, add_lora_
 from fusion_moe.nn.local import gathered, local
 from fusion_moe.nn.lora.files import load_lora_, save_lora
 
@@ -729,7 +729,7 @@ def linear_layers_in_wrappers(mesh):
     """The scale of the matrix, a scalar, is the same on all ranks and whole."""
     g = torch.Generator().manual_seed(0)
     alone = nn.Sequential(
-        nn.Linear(64, 64), NVFP4Linear(quantize(torch.randn(96, 64, generator=g) / 8, NVFP4))
+        nn.Linear(64, 64), QuantizedLinear(quantize(torch.randn(96, 64, generator=g) / 8, NVFP4))
     ).to(DEVICE)
     with torch.no_grad():
         alone[0].weight.copy_(torch.randn(64, 64, generator=g))

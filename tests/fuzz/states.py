@@ -18,7 +18,7 @@ from fusion_moe.nn import (
     GroupedLinear,
     NVFP4Experts,
     NVFP4GroupedLinear,
-    NVFP4Linear,
+    QuantizedLinear,
     ScaledSwiGLU,
     Sequential,
     add_lora_,
@@ -81,7 +81,7 @@ MODULES: tuple[Callable[[], nn.Module], ...] = (
             for n, k in ((2 * I, H), (H, I))
         )
     ),
-    lambda: NVFP4Linear(
+    lambda: QuantizedLinear(
         encodings.Quantized(
             *torch.ops.fusion_moe.nvfp4_quantize(torch.randn(I, H)), encoding=encodings.NVFP4
         )

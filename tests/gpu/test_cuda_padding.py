@@ -18,7 +18,6 @@ from fusion_moe.nn import (
     Experts,
     NVFP4Experts,
     NVFP4GroupedLinear,
-    NVFP4Linear,
     QuantizedLinear,
     add_lora_,
 )
@@ -105,7 +104,7 @@ def test_other_encodings_with_biases(encoding):
 
 
 def test_linear_layers():
-    one = NVFP4Linear(
+    one = QuantizedLinear(
         Quantized(*(t[0] for t in quantize(torch.randn(1, 200, 80).cuda(), NVFP4)), encoding=NVFP4),
         torch.randn(200).cuda(),
     )
@@ -197,7 +196,7 @@ def test_a_first_call_on_a_gpu_orders_the_weights_once(inner):
 
 @pytest.mark.parametrize("rows", [1, 8, 300])
 def test_a_compiled_linear_layer_before_a_residual(rows):
-    module = NVFP4Linear(quantize(torch.randn(320, 256) / 16, NVFP4)).cuda()
+    module = QuantizedLinear(quantize(torch.randn(320, 256) / 16, NVFP4)).cuda()
     x, residual = (
         torch.randn(rows, 1, 256, device="cuda").bfloat16(),
         torch.randn(rows, 1, 320, device="cuda").bfloat16(),

@@ -11,7 +11,13 @@ from torch import nn
 
 from fusion_moe import options
 from fusion_moe.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
-from fusion_moe.nn import CustomExperts, NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, quantize_
+from fusion_moe.nn import (
+    CustomExperts,
+    NVFP4Experts,
+    NVFP4GroupedLinear,
+    QuantizedLinear,
+    quantize_,
+)
 from fusion_moe.nn.frozen.base import quantized
 from fusion_moe.nn.frozen.experts import quantize_gate_up
 
@@ -34,7 +40,7 @@ OFFS = torch.tensor([1, 2, 4, 6], dtype=torch.int32)
 EXPERTS = NVFP4Experts.from_float(GATE_UP, DOWN)
 CUSTOM = CustomExperts(quantize_gate_up(GATE_UP), quantized(DOWN), Gate())
 GROUPED = NVFP4GroupedLinear.from_float(GATE_UP)
-LINEAR = NVFP4Linear(quantized(GATE_UP[0]))
+LINEAR = QuantizedLinear(quantized(GATE_UP[0]))
 
 
 def with_gradient(experts):

@@ -15,7 +15,7 @@ from fusion_moe.nn import (
     GroupedSwiGLU,
     NVFP4Experts,
     NVFP4GroupedLinear,
-    NVFP4Linear,
+    QuantizedLinear,
     ScaledSwiGLU,
     Sequential,
 )
@@ -45,7 +45,7 @@ CALLS = {
     "NVFP4GroupedLinear": lambda x: grouped()(x, ENDS),
     "NVFP4GroupedLinear with a bias": lambda x: grouped(uniform(G, 64))(x, ENDS),
     "GroupedSwiGLU": lambda x: GroupedSwiGLU(grouped(), grouped())(x, ENDS),
-    "NVFP4Linear": lambda x: NVFP4Linear(encoded(48, 32))(x),
+    "QuantizedLinear": lambda x: QuantizedLinear(encoded(48, 32))(x),
     "NVFP4Experts": lambda x: NVFP4Experts.from_float(uniform(G, 64, 32), uniform(G, 32, 32))(
         x, IDS, torch.ones(ROWS, 2)
     ),

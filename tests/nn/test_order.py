@@ -16,7 +16,7 @@ import fusion_moe
 from fusion_moe import backends, options
 from fusion_moe.distributed.shares import keep_features
 from fusion_moe.layouts import W16x64
-from fusion_moe.nn import GroupedSwiGLU, NVFP4Linear
+from fusion_moe.nn import GroupedSwiGLU, QuantizedLinear
 from fusion_moe.nn.frozen import packed
 from fusion_moe.nn.frozen.packed import PackedModule, say_once
 
@@ -71,7 +71,7 @@ def test_every_module_with_encoded_weights(pretended):
     layers = GroupedSwiGLU.from_float(*(torch.ones(E, I, H) for _ in range(2)), torch.ones(E, H, I))
     layers(torch.ones(3, H).bfloat16(), torch.tensor([1, 2, 3], dtype=torch.int32))
     assert {m.weight_layout for m in layers.modules() if isinstance(m, PackedModule)} == {"w16x64"}
-    one = NVFP4Linear(
+    one = QuantizedLinear(
         experts(1, H, I).weight_of("down").of(t[0] for t in experts(1, H, I).weight_of("down"))
     )
     one(torch.ones(2, I).bfloat16())

@@ -20,7 +20,7 @@ from fusion_moe.nn import (
     CustomExperts,
     Experts,
     NVFP4GroupedLinear,
-    NVFP4Linear,
+    QuantizedLinear,
     add_lora_,
     merge_lora_,
 )
@@ -156,7 +156,7 @@ def test_linear_layers(n, k, runs):
     offs = torch.tensor([2, 2, T], dtype=torch.int32)
     module = NVFP4GroupedLinear(weight(NVFP4, E, n, k, runs=runs), torch.ones(E, n))
     same_results(module, padded(module), calls(k)[0], offs)
-    one = NVFP4Linear(weight(NVFP4, n, k), torch.ones(n))
+    one = QuantizedLinear(weight(NVFP4, n, k), torch.ones(n))
     same_results(one, padded(one), calls(k)[0][:, None])
 
 

@@ -1,4 +1,4 @@
-"""QuantizedLinear and NVFP4Linear: a linear layer as a grouped product of one group."""
+"""QuantizedLinear: a linear layer as a grouped product of one group."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 import fusion_moe
 from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import ShapeError
-from fusion_moe.nn import NVFP4Linear, QuantizedLinear
+from fusion_moe.nn import QuantizedLinear
 
 N, K = 48, 128
 
 
-def linear(bias: bool = True) -> NVFP4Linear:
+def linear(bias: bool = True) -> QuantizedLinear:
     g = torch.Generator().manual_seed(0)
-    return NVFP4Linear(
+    return QuantizedLinear(
         quantize(torch.randn(N, K, generator=g), NVFP4),
         torch.randn(N, generator=g) if bias else None,
     )
@@ -74,7 +74,7 @@ def test_a_bias_of_another_length():
         match=r"weight \[48, 128\] and bias \[47\]; expected \[N, K\] "
         r"and \[N\]",
     ):
-        NVFP4Linear(quantize(torch.randn(N, K), NVFP4), torch.randn(47))
+        QuantizedLinear(quantize(torch.randn(N, K), NVFP4), torch.randn(47))
 
 
 @pytest.mark.parametrize("encoding", ["mxfp4", "int4"])

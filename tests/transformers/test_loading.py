@@ -31,7 +31,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 import fusion_moe
 from fusion_moe.checkpoints import Directory, check_scales, convert, stored_weights
 from fusion_moe.errors import CheckpointError, NonFiniteError, OptionError, UnsupportedError
-from fusion_moe.nn import NVFP4Linear
+from fusion_moe.nn import QuantizedLinear
 from fusion_moe.nn.frozen.packed import PackedModule
 from fusion_moe.transformers import NVFP4Config, from_pretrained
 from fusion_moe.transformers.registration import register
@@ -106,7 +106,7 @@ def test_plain_from_pretrained_reads_modelopt():
     model, info = AutoModelForCausalLM.from_pretrained(
         MADE / "modelopt-mixtral", output_loading_info=True
     )
-    assert isinstance(model.model.layers[0].self_attn.q_proj, NVFP4Linear)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, QuantizedLinear)
     assert not any(info.values())
     assert same_parameters(model, from_pretrained(MADE / "modelopt-mixtral"))
 
@@ -114,7 +114,9 @@ def test_plain_from_pretrained_reads_modelopt():
 def test_a_prepared_model_is_saved_as_it_was_loaded(tmp_path):
     model = from_pretrained(MADE / "modelopt-qwen3_moe")
     fusion_moe.prepare_(model, "cuda")
-    assert any(m.weight_layout != "linear" for m in model.modules() if isinstance(m, NVFP4Linear))
+    assert any(
+        m.weight_layout != "linear" for m in model.modules() if isinstance(m, QuantizedLinear)
+    )
     model.save_pretrained(tmp_path)
     was, now = tensors(MADE / "modelopt-qwen3_moe"), tensors(tmp_path)
     assert was.keys() == now.keys()
@@ -666,7 +668,7 @@ def test_accelerates_hooks_stay_on_linear_layers(tmp_path):
         for rest in ("self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp")
     }
     model = from_pretrained(MADE / "ct-qwen3_moe", device_map=device_map, offload_folder=tmp_path)
-    assert isinstance(q := model.model.layers[0].self_attn.q_proj, NVFP4Linear)
+    assert isinstance(q := model.model.layers[0].self_attn.q_proj, QuantizedLinear)
     assert hasattr(q, "_hf_hook")
     assert relative(logits(model), logits(from_pretrained(MADE / "ct-qwen3_moe"))) <= 1e-2
 

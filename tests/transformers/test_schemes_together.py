@@ -31,7 +31,7 @@ from fusion_moe.checkpoints import (
     stored_weights,
 )
 from fusion_moe.errors import CheckpointError, UnsupportedError
-from fusion_moe.nn import NVFP4Linear, QuantizedLinear
+from fusion_moe.nn import QuantizedLinear
 from fusion_moe.nn.frozen.packed import PackedModule
 from fusion_moe.transformers import from_pretrained
 
@@ -290,7 +290,7 @@ def test_layers_of_one_name_in_several_schemes(tmp_path):
     model = assert_loads(*pair(tmp_path, QWEN, MIXED, rules))
     first, second = (layer.self_attn for layer in model.model.layers)
     assert (type(first.q_proj), type(second.q_proj), type(second.v_proj)) == (
-        NVFP4Linear,
+        QuantizedLinear,
         QuantizedLinear,
         nn.Linear,
     )

@@ -60,17 +60,17 @@ class QuantizedLinear(PackedModule):
         rows = padding.pad_columns(rows) if padding else rows
         offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
         try:
-            y = self._product(rows, [t[None] for t in self._parts("weight")], offs)
+            y = torch.ops.fusion_moe.grouped_mm(
+                rows,
+                [t[None] for t in self._parts("weight")],
+                offs,
+                weight_format=self.encoding.name,
+                weight_layout=self.weight_layout,
+            )
         except Error as error:  # whose message has the operation's argument names
             raise error.at(f"{type(self).__name__}, whose x is a") from None
         y = restored(padding.cut_rows(y) if padding else y, x.shape[:-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def _product(self, rows: Tensor, weight: list[Tensor], offs: Tensor) -> Tensor:
-        layout, encoding = self.weight_layout, self.encoding.name
-        return torch.ops.fusion_moe.grouped_mm(
-            rows, weight, offs, weight_format=encoding, weight_layout=layout
-        )
 
     def extra_repr(self) -> str:
         """For print(model)."""
@@ -79,17 +79,3 @@ class QuantizedLinear(PackedModule):
             f"bias={self.bias is not None}"
         )
         return f"{sizes}, weight_layout={self.weight_layout!r}"
-
-
-class NVFP4Linear(QuantizedLinear):
-    """A linear layer in NVFP4. Its tensors have nvidia-modelopt's names:
-
-    weight          uint8          [N, K/2]    two codes a byte, low nibble first
-    weight_scale    float8_e4m3fn  [N, K/16]   linear order
-    weight_scale_2  float32        []          multiplies; a buffer
-    """
-
-    def _product(self, rows: Tensor, weight: list[Tensor], offs: Tensor) -> Tensor:
-        return torch.ops.fusion_moe.nvfp4_grouped_mm(
-            rows, *weight, offs, weight_layout=self.weight_layout
-        )
