@@ -7,19 +7,15 @@ never seen incomplete.
 
 What makes it safe:
 - A file is made in a temporary folder of its own and renamed into place, so no reader sees a part
-of it, and a killed process leaves only
-  that folder. The next process to make a file removes it: if nobody holds the lock of its file, its
-      maker is dead. No clock is used.
+  of it, and a killed process leaves only that folder. The next process to make a file removes it:
+  if nobody holds the lock of its file, its maker is dead. No clock is used.
 - Beside each file lies a digest of its key and content. A file that is damaged, truncated by a
-power cut, or that belongs to another
-  key is made again.
+  power cut, or that belongs to another key is made again.
 - Whoever makes a file holds a lock (flock, which the system releases when its holder dies); others
-wait for it. If a file system has
-  no locks, all make the file, and all results are right.
+  wait for it. If a file system has no locks, all make the file, and all results are right.
 - Code is loaded from here, so nobody else may be able to write to the folder, to replace it, or to
-write to a file in it (trust.py).
-  An unsafe folder is not used, an unsafe file is made again, and a warning says so. New files are
-      private to this user, whatever the umask.
+  write to a file in it (trust.py). An unsafe folder is not used, an unsafe file is made again, and
+  a warning says so. New files are private to this user, whatever the umask.
 
 The folder is the option cache_dir; if it cannot be used, a temporary folder is used instead, and a
 warning says so once.
