@@ -78,8 +78,14 @@ class FusionDefinition:
         ends: Groups | None = None,
         role: str = "argument",
     ) -> Value:
-        """An input. A size of -1 becomes known only at launch. dtype: bf16, f32, ... or torch's;
-        role: argument, weight or state.
+        """An input.
+
+        Args:
+            shape: its sizes. A size of -1 becomes known only at launch.
+            dtype: "bf16", "f32", ... or a dtype of torch.
+            layout: the order of its elements in memory.
+            ends: the partition whose ends its elements are.
+            role: "argument", "weight" or "state".
         """
         dims = tuple(
             self.define_size(self._fresh("s")) if isinstance(d, int) and d == -1 else d
@@ -106,7 +112,12 @@ class FusionDefinition:
         return self.define_tensor(shape=tuple(tensor.shape), dtype=tensor.dtype)
 
     def add_output(self, value: Value, alias_input: Value | None = None) -> None:
-        """Declares an output; with alias_input, one that is written over that input."""
+        """Declares an output.
+
+        Args:
+            value: what is returned.
+            alias_input: the input that it is written over; None: it is a new tensor.
+        """
         self._check_may("add_output")
         for v in (value, value if alias_input is None else alias_input):
             if not isinstance(v, Value):
@@ -138,11 +149,18 @@ class FusionDefinition:
     def inline(
         self, fusion: Fusion, inputs: Sequence[Value], sizes: Mapping[str, AnySize]
     ) -> tuple[Value, ...]:
-        """Copies the operations of a Fusion onto other inputs and sizes; returns the copies of its
-        outputs.
+        """Copies the operations of a Fusion onto other inputs and sizes.
 
         If its partitions by ends already partition rows here, they become these partitions; rows
         partitioned by other ends count as plain rows.
+
+        Args:
+            fusion: the Fusion, which stays as it is.
+            inputs: a value of this one for each input of the Fusion.
+            sizes: what the symbols of the Fusion are here.
+
+        Returns:
+            The copies of its outputs.
         """
         copies: dict[Any, Any] = dict(zip(fusion.inputs, inputs, strict=True))
         groups: dict[Groups, Groups] = {}
@@ -250,8 +268,10 @@ class FusionDefinition:
         """The ends-typed value for a vector of group ends and this many rows; equal calls return
         the same value and the same partition.
 
-        offs: i32[G], or the ends of another partition. If that has as many rows, its ends are
-        returned; otherwise they are checked anew.
+        Args:
+            offs: i32[G], or the ends of another partition. If that has as many rows, its ends are
+                returned; otherwise they are checked anew.
+            rows: the number of rows that are partitioned.
         """
         if offs.type.ends is not None and self._partitions.rows(offs.type.ends) in (None, rows):
             return offs
