@@ -46,9 +46,14 @@ class autocast:
     """Inside a `with` block, `GroupedLinear`, `Sequential` and transformers' experts with float
     weights compute by a recipe; None: by none.
 
-    recipe: a recipe of `fusion_moe.recipe`; OptionError for anything else. It affects this thread
-    only. It does not set dtypes: results have the dtype of `torch.autocast` if that is on,
-    otherwise the weights'.
+    It affects this thread only. It does not set dtypes: results have the dtype of `torch.autocast`
+    if that is on, otherwise the weights'.
+
+    Args:
+        recipe: a recipe of `fusion_moe.recipe`, or None.
+
+    Raises:
+        OptionError: for anything else.
     """
 
     def __init__(self, recipe: MXFP8BlockScaling | None):
