@@ -24,7 +24,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import fusion_moe
 from fusion_moe.encodings import MXFP4, Quantized, quantize
-from fusion_moe.nn import Experts
+from fusion_moe.nn import Experts, swiglu
 
 # for "gate_up_proj" and "down_proj": blocks u8 [E, N, K/32, 16], scales u8 [E, N, K/32]
 Packed = dict[str, tuple[Tensor, Tensor]]
@@ -76,10 +76,7 @@ def ours(experts: nn.Module, packed: Packed) -> Experts:
         gate_up,
         down,
         **biases,
-        interleave=1,
-        limit=experts.limit,
-        alpha=experts.alpha,
-        up_offset=1.0,
+        activation=swiglu(interleave=1, limit=experts.limit, alpha=experts.alpha, up_offset=1.0),
     )  # type: ignore[arg-type]
 
 

@@ -312,10 +312,7 @@ def expert_mlp(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     *,
-    interleave: int = 0,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
+    activation: str | None = None,
     scale_on: str = "output",
     activation_format: str = "bf16",
     weight_layout: str = "linear",
@@ -339,10 +336,7 @@ def expert_mlp(
         down_decode_scale,
         gate_up_bias,
         down_bias,
-        interleave=interleave,
-        limit=limit,
-        alpha=alpha,
-        up_offset=up_offset,
+        activation=activation,
         scale_on=scale_on,
         activation_format=activation_format,
         weight_layout=weight_layout,
@@ -363,10 +357,7 @@ def fused_experts(
     down_lora_a: Tensor | None = None,
     down_lora_b: Tensor | None = None,
     *,
-    interleave: int = 0,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
+    activation: str | None = None,
     scale_on: str = "output",
     activation_format: str = "bf16",
     weight_layout: str = "linear",
@@ -375,31 +366,32 @@ def fused_experts(
     transposed: bool = False,
     lora_scale: float = 1.0,
 ) -> Tensor:
-    """Sum over each token's experts of down(act(gate(x)) * (up(x) + up_offset)) times the router's
-    weight -> [..., H], in the dtype of x.
+    """Sum over each token's experts of down(activation(gate_up(x))) times the router's weight ->
+    [..., H], in the dtype of x.
 
     x: float [..., H], T tokens in all. ids: int64 or int32 [T, k], the experts of each token. w:
     float [T, k], the router's weights. Both may also have the leading dimensions of x. gate_up,
     down: the parts of [E, 2I, H] and [E, H, I] in the encoding weight_format (see `grouped_mm`),
     stored in weight_layout. transposed: both are float tensors, [E, H, 2I] and [E, I, H].
-    gate_up_bias [E, 2I], down_bias [E, H]: in the dtype of x, or None. interleave: 0: in the rows
-    of gate_up, gate stands above up; n: blocks of n gate rows and n up rows alternate. act(gate):
-    gate * sigmoid(alpha * gate). limit: gate is clamped to at most limit, up to -limit .. limit;
-    None: no clamping. scale_on: what w multiplies, the "output" of experts or, as in Llama-4, their
-    "input". activation_format: "bf16", activations as they come in, "nvfp4" (compute capability
-    10.0 only, else UnsupportedError), "int8" (CPUs only), "mxfp8" or "mxfp8_wgrad_bf16" as in
-    `grouped_mm`. first_expert: the E experts here have the ids first_expert to first_expert + E -
-    1, and others exist elsewhere: slots of any other id, including -1, add nothing, so the result
-    is a partial sum. None: all experts are here, and of other ids -1 adds nothing, as for padding,
-    and the rest are an error. Slots that add nothing have zero gradients.
+    gate_up_bias [E, 2I], down_bias [E, H]: in the dtype of x, or None. activation: what stands
+    between the products, as the text of a program, computed in float32 and rounded once:
+    `fusion_moe.nn.activation` writes the text of a torch function, `fusion_moe.nn.swiglu` that of
+    the variants of SwiGLU; None: silu(gate) * up, gate above up in the rows of gate_up. Without a
+    gate, gate_up is up alone: [E, I, H], gate_up_bias [E, I]. scale_on: what w multiplies, the
+    "output" of experts or, as in Llama-4, their "input". activation_format: "bf16", activations as
+    they come in, "nvfp4" (compute capability 10.0 only, else UnsupportedError), "int8" (CPUs only),
+    "mxfp8" or "mxfp8_wgrad_bf16" as in `grouped_mm`. first_expert: the E experts here have the ids
+    first_expert to first_expert + E - 1, and others exist elsewhere: slots of any other id,
+    including -1, add nothing, so the result is a partial sum. None: all experts are here, and of
+    other ids -1 adds nothing, as for padding, and the rest are an error. Slots that add nothing
+    have zero gradients.
 
     gate_up_lora_a [E, r, H] and gate_up_lora_b [E, 2I, r], down_lora_a [E, r, I] and down_lora_b
     [E, H, r], float: the adapters of the two weights, multiplied by lora_scale (see `grouped_mm`);
     the rows of gate_up_lora_b are in the order of gate_up's.
 
     Derivatives: with respect to x, w, biases, adapters, and float weights. Quantized weights are
-    frozen. Source: the experts of Qwen3-MoE; limit = 7, alpha = 1.702 and up_offset = 1 are those
-    of gpt-oss.
+    frozen. Source: the experts of Qwen3-MoE.
     """
     return torch.ops.fusion_moe.fused_experts(
         x,
@@ -413,10 +405,7 @@ def fused_experts(
         gate_up_lora_b,
         down_lora_a,
         down_lora_b,
-        interleave=interleave,
-        limit=limit,
-        alpha=alpha,
-        up_offset=up_offset,
+        activation=activation,
         scale_on=scale_on,
         activation_format=activation_format,
         weight_layout=weight_layout,

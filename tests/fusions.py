@@ -16,6 +16,7 @@ from fusion_moe.encodings.mxfp8 import BY_AXIS
 from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.ir.text import NAMES, one_line, parse, text
 from fusion_moe.ir.types import plain
+from fusion_moe.nn import swiglu
 
 
 def executed(source: str) -> Fusion:
@@ -88,12 +89,9 @@ def expert_mlp_variants(groups: int, hidden: int, intermediate: int) -> dict[str
     """The options of expert_mlp, each by name; biases by their shapes."""
     return {
         "plain": {},
-        "interleave": {"interleave": 8},
+        "interleave": {"activation": swiglu(interleave=8)},
         "limit, alpha and offset": {
-            "limit": 7.0,
-            "alpha": 1.702,
-            "up_offset": 1.0,
-            "interleave": 1,
+            "activation": swiglu(limit=7.0, alpha=1.702, up_offset=1.0, interleave=1),
         },
         "bias": {"gate_up_bias": (groups, 2 * intermediate), "down_bias": (groups, hidden)},
         "scale on the input": {"scale_on": "input"},

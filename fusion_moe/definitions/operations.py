@@ -72,9 +72,9 @@ class Spec:
 _EXPERTS = tuple(
     f"{p}_{t}" for p in ("gate_up", "down") for t in ("codes", "block_scale", "decode_scale")
 )
-_HOW = """Tensor? gate_up_bias=None, Tensor? down_bias=None, *, int interleave=0, float? limit=None,
-    float alpha=1.0, float up_offset=0.0, str scale_on="output", str activation_format="bf16",
-    str weight_layout="linear", int? first_expert=None"""
+_HOW = """Tensor? gate_up_bias=None, Tensor? down_bias=None, *, str? activation=None,
+    str scale_on="output", str activation_format="bf16", str weight_layout="linear",
+    int? first_expert=None"""
 _EXPERT_MLP = f"""(
     Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)},
     {_HOW}) -> Tensor"""

@@ -134,31 +134,33 @@ def keep_features(module: Experts, rank: int, ranks: int) -> None:
     step = columns(module)
     kept, (experts, _, intermediate) = features_of(down.shape[-1] // step, rank, ranks), down.shape
     features = range(kept.start * step, kept.stop * step)
-    rows = _rows(intermediate, features, module.interleave)
+    gate_up, parts = module.projections[0], up.shape[1] // intermediate
+    rows = _rows(intermediate, features, parts, module.interleave)
     if up.device.type != "meta":
         rows = rows.to(up.device)
     divided = _rows_of(up, rows)
-    parts = zip(module.part_names["gate_up"], up.named(), strict=True)
+    named = zip(module.part_names[gate_up], up.named(), strict=True)
     scales = {
         name: t
-        for name, (part, t) in parts
+        for name, (part, t) in named
         if part.of_matrix and not _same_runs(t, up.shape[1], rows)
     }
     module._set_weights(divided, _columns_of(down, features))
     module.sharding = FeatureShards(experts, intermediate, features, rows.cpu(), scales, rank == 0)
-    if (bias := module.gate_up_proj_bias) is not None:
-        module.gate_up_proj_bias = nn.Parameter(bias.detach()[:, rows], requires_grad=False)
+    if (bias := getattr(module, f"{gate_up}_proj_bias")) is not None:
+        divided_bias = nn.Parameter(bias.detach()[:, rows], requires_grad=False)
+        setattr(module, f"{gate_up}_proj_bias", divided_bias)
     if (bias := module.down_proj_bias) is not None and rank > 0:
         module.down_proj_bias = nn.Parameter(torch.zeros_like(bias), requires_grad=False)
 
 
-def _rows(intermediate: int, features: range, interleave: int) -> Tensor:
-    """The rows of gate_up, out of 2I, for some features."""
+def _rows(intermediate: int, features: range, parts: int, interleave: int) -> Tensor:
+    """The rows of the first projection, out of parts * I, for some features."""
     block = interleave or intermediate
-    blocks = torch.arange(2 * intermediate, device="cpu").view(-1, 2, block)
-    # the rows of gate and up for each feature
-    pairs = blocks.transpose(1, 2).reshape(-1, 2)[features.start : features.stop]
-    return pairs.view(-1, interleave or len(pairs), 2).transpose(1, 2).flatten()
+    blocks = torch.arange(parts * intermediate, device="cpu").view(-1, parts, block)
+    # the rows of all parts for each feature
+    rows = blocks.transpose(1, 2).reshape(-1, parts)[features.start : features.stop]
+    return rows.view(-1, interleave or len(rows), parts).transpose(1, 2).flatten()
 
 
 def _rows_of(w: Quantized, rows: Tensor) -> Quantized:

@@ -2,11 +2,13 @@
 LoRA, which convert models to the latter.
 """
 
+from ..ir.activation import swiglu
 from .config import NVFP4Config
 from .convert.contract import ExpertsContract, contract_of, experts_from
 from .convert.converters import convert
 from .convert.quantize import quantize_
 from .convert.register import register_converter, unregister_converter
+from .convert.traced_activation import activation
 from .frozen.custom import CustomExperts
 from .frozen.experts import Experts, NVFP4Experts
 from .frozen.grouped import GroupedSwiGLU, NVFP4GroupedLinear
@@ -39,6 +41,7 @@ __all__ = [
     "ScaledClampedQGeGLU",
     "ScaledSwiGLU",
     "Sequential",
+    "activation",
     "add_lora_",
     "contract_of",
     "convert",
@@ -50,5 +53,6 @@ __all__ = [
     "quantize_",
     "register_converter",
     "remove_lora_",
+    "swiglu",
     "unregister_converter",
 ]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import recipe
 from ..ir.types import dtype_name
-from ..nn.convert.gates import swiglu_of
+from ..nn.convert.traced_activation import activation_of
 from ..nn.frozen.custom import in_steps
 from ..nn.local import local
 
@@ -28,9 +28,8 @@ def experts_forward(
     hidden_states.
 
     Computed in the weights' dtype, bf16, f16 or f32, or in autocast's, and by the recipe of
-    `fusion_moe.autocast` if one is in force. The variants of SwiGLU that `fused_experts` knows are
-    that single operation; for any other activation, the module's own function runs between two
-    grouped products.
+    `fusion_moe.autocast` if one is in force. With a pointwise activation they are the single
+    operation `fused_experts`; any other function of the module runs between two grouped products.
     """
     up, down = (
         _projection(module, "gate_up_proj" if module.has_gate else "up_proj"),
@@ -42,8 +41,9 @@ def experts_forward(
     first_expert = getattr(
         module, "first_expert", 0 if getattr(module, "_is_expert_parallel", False) else None
     )
-    swiglu = None if getattr(module, "has_post_expert_norm", False) else swiglu_of(module)
-    if swiglu is None:
+    normed = getattr(module, "has_post_expert_norm", False)
+    activation = None if normed else activation_of(module, as_stored=True)
+    if activation is None:
         products = partial(_grouped_linear, module, *up), partial(_grouped_linear, module, *down)
         return in_steps(module, x, ids, w, len(up[0]), *products, first_expert).to(
             hidden_states.dtype
@@ -57,10 +57,7 @@ def experts_forward(
         [down_weight],
         up_bias,
         down_bias,
-        interleave=swiglu.interleave,
-        limit=swiglu.limit,
-        alpha=swiglu.alpha,
-        up_offset=swiglu.up_offset,
+        activation=activation,
         weight_format=dtype_name(up_weight.dtype),
         transposed=module.is_transposed,
         activation_format=recipe.activation_format(),

@@ -14,7 +14,7 @@ from .. import backends, options
 from ..checkpoints import Scheme
 from ..encodings import Encoding, Quantized
 from ..errors import ShapeError, UnsupportedError
-from ..nn import Experts, prepare_
+from ..nn import Experts, prepare_, swiglu
 from ..runtime.host_memory import pages
 from .log import logger
 from .scales import check_scales
@@ -44,7 +44,7 @@ class ExpertsMethod(FusedMoEMethodBase):
         # not that of the next class, which selects a kernel of vLLM
         FusedMoEMethodBase.__init__(self, moe)
         need_served(moe)
-        self.swiglu = swiglu_of(moe, self.interleave)
+        self.activation = activation_of(moe, self.interleave)
         if moe.has_bias and not self.biased:
             raise _unsupported(
                 f"experts in {self.encoding.name} with biases",
@@ -133,8 +133,7 @@ class ExpertsMethod(FusedMoEMethodBase):
             scale_on="input" if layer.apply_router_weight_on_input else "output",
             gate_up_bias=biases["w13_bias"],
             down_bias=biases["w2_bias"],
-            interleave=self.interleave,
-            **self.swiglu,
+            activation=self.activation,
         )
         layer.fusion_moe.first_expert = self.first_expert
         prepare_(layer.fusion_moe)
@@ -192,24 +191,24 @@ def need_served(moe: Any) -> None:
         )
 
 
-def swiglu_of(moe: Any, interleave: int) -> dict[str, Any]:
-    """limit, alpha and up_offset of `Experts`, from vLLM's configuration of a layer.
-    UnsupportedError for another activation.
+def activation_of(moe: Any, interleave: int) -> str:
+    """The activation of `Experts`, from vLLM's configuration of a layer. UnsupportedError for
+    another one.
 
     interleave: that of the loaded rows. "swigluoai" means alternating rows and the constants of
     gpt-oss.
     """
     name = moe.activation.value
     if name == "silu" and not interleave:
-        return {"limit": moe.swiglu_limit}
+        return swiglu(limit=moe.swiglu_limit)
     if name == "swigluoai" and interleave:
-        return {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+        return swiglu(interleave, limit=7.0, alpha=1.702, up_offset=1.0)
     if name == "swigluoai_uninterleave" and not interleave:
         alpha, offset = (
             usual if given is None else given
             for usual, given in ((1.0, moe.swiglu_alpha), (0.0, moe.swiglu_beta))
         )
-        return {"limit": moe.swiglu_limit, "alpha": alpha, "up_offset": offset}
+        return swiglu(limit=moe.swiglu_limit, alpha=alpha, up_offset=offset)
     expected = "'swigluoai'" if interleave else "'silu' or 'swigluoai_uninterleave'"
     raise _unsupported(f"experts with activation {name!r}", expected, LEAVE)
 

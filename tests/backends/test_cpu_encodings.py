@@ -23,6 +23,7 @@ from cpu_tiers import (
 from fusion_moe.encodings import ENCODINGS, INT4, MXFP4, Quantized, dequantize, quantize
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.types import DTYPES as DTYPE_OF
+from fusion_moe.nn import swiglu
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
 PLAIN = ("bf16", "f16", "f32")
@@ -211,7 +212,6 @@ def test_experts(tier, encoding):
         list(down),
         bias,
         weight_format=encoding,
-        interleave=8,
-        limit=7.0,
+        activation=swiglu(interleave=8, limit=7.0),
     )
     check_segments(fusion, tier, [x, ids, w, *gate_up, *down, bias])

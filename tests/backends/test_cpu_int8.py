@@ -15,6 +15,7 @@ from test_cpu_kernels import random_weight
 
 from fusion_moe.encodings import MXFP4, NVFP4, Quantized, quantize
 from fusion_moe.ir.kinds import int8
+from fusion_moe.nn import swiglu
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
 
@@ -159,7 +160,7 @@ def test_layers(tier, columns):
     kwargs = {
         "weight_format": "nvfp4",
         "activation_format": "int8",
-        "interleave": (0, 2, 0)[columns - 1],
+        "activation": swiglu((0, 2, 0)[columns - 1]),
     }
     if columns == 3:
         kwargs |= {

@@ -32,6 +32,7 @@ from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.ir.derivative import Derivative, differentiate
 from fusion_moe.ir.types import FLOATS, dtype_name
 from fusion_moe.layouts.groups import ends_from_sizes
+from fusion_moe.nn import swiglu
 from fusion_moe.runtime.program import Program
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
@@ -338,7 +339,7 @@ def experts(
 
 LAYERS = {
     "plain": {},
-    "clamped": {"interleave": 8, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0},
+    "clamped": {"activation": swiglu(interleave=8, limit=7.0, alpha=1.702, up_offset=1.0)},
     "biases": {"biases": True},
     "scale_on_input": {"scale_on": "input"},
 }

@@ -63,6 +63,7 @@ from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.sizes import AnySize, symbol
 from fusion_moe.ir.types import TensorType, dtype_name
 from fusion_moe.layouts import W16X64
+from fusion_moe.nn import swiglu
 from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
 from fusion_moe.runtime.kernel import Kernel
@@ -84,10 +85,7 @@ MODELS = {
 }
 MORE_MODELS = {"mixtral": (8, 2, 4096, 14336), "scout": (16, 1, 5120, 8192)}
 DEFAULTS = {
-    "interleave": 0,
-    "limit": None,
-    "alpha": 1.0,
-    "up_offset": 0.0,
+    "activation": None,
     "scale_on": "output",
     "activation_format": "bf16",
     "gate_up_bias": None,
@@ -224,10 +222,13 @@ LAYOUTS_AND_ARCHS = [
     ("layout", "arch"), LAYOUTS_AND_ARCHS, ids=lambda value: getattr(value, "nvrtc", value)
 )
 def test_a_layer_compiles_for_every_architecture(arch, layout):
-    clamped = {"interleave": 8, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "bias": True}
+    clamped = {
+        "activation": swiglu(interleave=8, limit=7.0, alpha=1.702, up_offset=1.0),
+        "bias": True,
+    }
     layers = (
         sources(layout=layout, **changes)
-        for changes in ({}, clamped, {"scale_on": "input", "interleave": 1})
+        for changes in ({}, clamped, {"scale_on": "input", "activation": swiglu(interleave=1)})
     )
     tokens = (1, 300)  # ids that fit one block, and more
     build_all(

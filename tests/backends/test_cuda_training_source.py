@@ -36,6 +36,7 @@ from fusion_moe.definitions.operations import (
 from fusion_moe.encodings import ENCODINGS, NVFP4, quantize
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import Derivative, differentiate
+from fusion_moe.nn import swiglu
 from fusion_moe.runtime import nvrtc
 
 pytestmark = [
@@ -45,12 +46,9 @@ pytestmark = [
 
 HOW: dict[str, dict[str, Any]] = {
     "plain": {},
-    "biases, gate and up by 32": {"interleave": 32},
+    "biases, gate and up by 32": {"activation": swiglu(interleave=32)},
     "gpt-oss": {
-        "interleave": 32,
-        "limit": 7.0,
-        "alpha": 1.702,
-        "up_offset": 1.0,
+        "activation": swiglu(interleave=32, limit=7.0, alpha=1.702, up_offset=1.0),
         "transposed": True,
     },
     "scale on input": {"scale_on": "input"},

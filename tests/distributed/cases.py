@@ -44,7 +44,7 @@ from fusion_moe.checkpoints import Directory
 from fusion_moe.distributed import clip_grad_norm_, parallelize_
 from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
-from fusion_moe.nn import Experts, GroupedLinear, QuantizedLinear, add_lora_
+from fusion_moe.nn import Experts, GroupedLinear, QuantizedLinear, add_lora_, swiglu
 from fusion_moe.nn.local import gathered, local
 from fusion_moe.nn.lora.files import load_lora_, save_lora
 
@@ -198,16 +198,16 @@ def variants() -> list[Experts]:
     in_turns = Experts(
         turns.weight_of("gate_up").with_(decode_scale=turns.gate_up_decode_scale[:, 1]),
         turns.weight_of("down"),
-        interleave=1,
+        activation=swiglu(interleave=1),
         **bias,
     )
     halves = Experts(
-        turns.weight_of("gate_up"), turns.weight_of("down"), interleave=1
+        turns.weight_of("gate_up"), turns.weight_of("down"), activation=swiglu(interleave=1)
     )  # each with a scale, of whose rows ranks have others
     made = (
         turns,
         in_turns,
-        Experts(*mxfp4, interleave=8),
+        Experts(*mxfp4, activation=swiglu(interleave=8)),
         Experts(*mxfp4_rows(gate_up, down)),
         halves,
     )

@@ -20,7 +20,8 @@ from tests.families.models import AnyConfig, E, H, K, class_of, decorated, occur
 
 CLASSES = sorted(decorated())
 NAMES = [f"{family}.{name}" for family, name in CLASSES]
-LIMIT, GPT_OSS, CUSTOM = "limit=7.0", "limit=7.0, alpha=1.702, up_offset=1.0", "function="
+LIMIT, GPT_OSS, CUSTOM = "minimum(gate, 7.0)", "1.702", "function="
+TANH, SQUARED = "tanh(", "relu(up); t1 = mul(t0, t0)"
 RUNS = {
     "DeepseekV4Experts": LIMIT,
     "HYV4Experts": LIMIT,
@@ -28,10 +29,10 @@ RUNS = {
     "GptOssExperts": GPT_OSS,
     "OpenAIPrivacyFilterExperts": GPT_OSS,
     "MiniMaxM3VLExperts": GPT_OSS,
-    "Gemma4TextExperts": CUSTOM,
-    "DiffusionGemmaTextExperts": CUSTOM,
-    "Inkling2Experts": CUSTOM,
-    "NemotronHExperts": CUSTOM,
+    "Gemma4TextExperts": TANH,
+    "DiffusionGemmaTextExperts": TANH,
+    "Inkling2Experts": TANH,
+    "NemotronHExperts": SQUARED,
     "Inkling2LoopExperts": CUSTOM,
     "MuseSparkExperts": CUSTOM,
 }

@@ -14,11 +14,11 @@ pytest.importorskip("transformers")
 import torch
 
 import fusion_moe
-from fusion_moe.nn import CustomExperts, Llama4MoE, NVFP4Experts, convert
+from fusion_moe.nn import Llama4MoE, NVFP4Experts, convert
 from tests.families.decoded import plain_model, relative
 from tests.families.models import MODELS, E, model_of
 
-KINDS = {"gemma4": CustomExperts, "nemotron_h": CustomExperts, "llama4": Llama4MoE}
+KINDS = {"llama4": Llama4MoE}
 
 
 @pytest.fixture(params=MODELS)

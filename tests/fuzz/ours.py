@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from fusion_moe.layouts import SF128X4
+from fusion_moe.nn import swiglu as swiglu_text
 
 from . import values
 from .builder import Builder, Skip, aten
@@ -318,8 +319,8 @@ def expert_mlp(b: Builder) -> Any:
         else [None, None]
     )
     forms = (
-        {"interleave": 8},
-        {"limit": 2.0, "alpha": 2.0, "up_offset": 1.0},
+        {"activation": swiglu_text(interleave=8)},
+        {"activation": swiglu_text(limit=2.0, alpha=2.0, up_offset=1.0)},
         {"scale_on": "input"},
         {"first_expert": 1},
     )

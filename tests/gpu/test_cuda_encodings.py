@@ -19,6 +19,7 @@ from fusion_moe.definitions.operations import SPECS, bind
 from fusion_moe.encodings import ENCODINGS, Encoding, Quantized, dequantize, quantize
 from fusion_moe.layouts import W16X64
 from fusion_moe.layouts.groups import ceil_to
+from fusion_moe.nn import swiglu
 
 pytestmark = pytest.mark.gpu
 registered = pytest.fixture(scope="module", autouse=True)(registered)
@@ -219,9 +220,9 @@ def test_every_code_under_every_scale_of_int4(activations, layout, rows):
 
 LAYERS = {
     "plain": {},
-    "interleaved by 1": {"interleave": 1, "limit": 1.0, "alpha": 1.702, "up_offset": 1.0},
+    "interleaved by 1": {"activation": swiglu(interleave=1, limit=1.0, alpha=1.702, up_offset=1.0)},
     "bias": {
-        "interleave": 8,
+        "activation": swiglu(interleave=8),
         "gate_up_bias": torch.randn(E, 2 * I),
         "down_bias": torch.randn(E, H),
     },

@@ -30,6 +30,7 @@ from fusion_moe.encodings import NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import BuildError, GroupsError
 from fusion_moe.frontends.inductor import backend
 from fusion_moe.layouts import W16X64
+from fusion_moe.nn import swiglu
 from fusion_moe.nn.frozen.experts import quantize_gate_up
 from fusion_moe.options import Options
 
@@ -431,9 +432,9 @@ def test_the_layout_on_the_gpu_is_that_of_the_cpu():
 
 VARIANTS = {
     "plain": {},
-    "interleaved by 1": {"interleave": 1, "limit": 1.0, "alpha": 1.702, "up_offset": 1.0},
-    "interleaved by 8": {"interleave": 8},
-    "interleaved by 32": {"interleave": 32},
+    "interleaved by 1": {"activation": swiglu(interleave=1, limit=1.0, alpha=1.702, up_offset=1.0)},
+    "interleaved by 8": {"activation": swiglu(interleave=8)},
+    "interleaved by 32": {"activation": swiglu(interleave=32)},
     "bias": {"gate_up_bias": torch.randn(E, 2 * I), "down_bias": torch.randn(E, H)},
     "scale on the input": {"scale_on": "input"},
     "local experts": {"first_expert": 2},
@@ -482,7 +483,14 @@ def test_ids_of_no_expert(name, layout, share):
 
 @pytest.mark.parametrize("inner", [384, 512])
 @pytest.mark.parametrize(
-    "changes", [{}, {"interleave": 1, "limit": 1.0}, {"interleave": 64}, {"bias": True}], ids=str
+    "changes",
+    [
+        {},
+        {"activation": swiglu(interleave=1, limit=1.0)},
+        {"activation": swiglu(interleave=64)},
+        {"bias": True},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "variant",

@@ -20,6 +20,7 @@ from fusion_moe.nn import (
     NVFP4GroupedLinear,
     QuantizedLinear,
     add_lora_,
+    swiglu,
 )
 from fusion_moe.nn.frozen.packed import PackedModule
 
@@ -94,7 +95,11 @@ def test_experts(hidden, inner):
 def test_other_encodings_with_biases(encoding):
     bias = {"gate_up_bias": torch.randn(E, 192), "down_bias": torch.randn(E, 160)}
     module = encoded(
-        encoding, 160, 96, interleave=1, limit=7.0, alpha=1.702, up_offset=1.0, **bias
+        encoding,
+        160,
+        96,
+        activation=swiglu(interleave=1, limit=7.0, alpha=1.702, up_offset=1.0),
+        **bias,
     ).cuda()
     other = padded(module)
     with torch.inference_mode():

@@ -21,7 +21,7 @@ from fusion_moe.compile import compile_fusion
 from fusion_moe.errors import GroupsError
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
-from fusion_moe.nn import GroupedLinear, ScaledSwiGLU, Sequential
+from fusion_moe.nn import GroupedLinear, ScaledSwiGLU, Sequential, swiglu
 from fusion_moe.runtime.program import Program
 
 pytestmark = ON_HOPPER
@@ -286,9 +286,20 @@ def test_gradients_are_better_than_torchs(tokens, experts, slots, hidden, inner,
     def plain(x: Tensor, w: Tensor, *parts: Tensor) -> Tensor:
         return loop(x, ids, w, parts, **how)
 
+    numbers = {name: how[name] for name in ("limit", "alpha", "up_offset")}
+    text = swiglu(interleave=1, **numbers)
+
     def ours(x: Tensor, w: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
         return ops.fused_experts(
-            x, ids, w, [gate_up], [down], *biases, weight_format="bf16", interleave=1, **how
+            x,
+            ids,
+            w,
+            [gate_up],
+            [down],
+            *biases,
+            weight_format="bf16",
+            activation=text,
+            transposed=transposed,
         )
 
     exact, torchs = (

@@ -20,7 +20,7 @@ from fusion_moe.encodings import NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.layouts import SF128X4
 from fusion_moe.layouts.groups import ends_from_sizes, padded_starts, starts
-from fusion_moe.nn import GroupedLinear
+from fusion_moe.nn import GroupedLinear, swiglu
 from fusion_moe.recipe import MXFP8BlockScaling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvfuser]
@@ -134,8 +134,8 @@ def tokens(count, dtype=torch.bfloat16, experts_used=E):
 
 VARIANTS = {
     "plain": {},
-    "interleave": {"interleave": 8},
-    "limit": {"limit": 1.0, "alpha": 1.702, "up_offset": 1.0, "interleave": 1},
+    "interleave": {"activation": swiglu(interleave=8)},
+    "limit": {"activation": swiglu(limit=1.0, alpha=1.702, up_offset=1.0, interleave=1)},
     "bias": {"gate_up_bias": torch.randn(E, 2 * I), "down_bias": torch.randn(E, H)},
     "scale on the input": {"scale_on": "input"},
 }

@@ -54,10 +54,7 @@ def mlp(dtype: str = "bf16", variant: str = "plain") -> tuple[Fusion, tuple[str,
     others = {
         "gate_up_bias": None,
         "down_bias": None,
-        "interleave": 0,
-        "limit": None,
-        "alpha": 1.0,
-        "up_offset": 0.0,
+        "activation": None,
     }
     others |= {
         "scale_on": "output",

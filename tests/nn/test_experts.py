@@ -20,7 +20,7 @@ from fusion_moe.definitions.operations import (
 )
 from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, dequantize, quantize
 from fusion_moe.errors import ShapeError, UnsupportedError
-from fusion_moe.nn import Experts
+from fusion_moe.nn import Experts, swiglu
 
 E, H, I = 3, 64, 64
 
@@ -60,10 +60,7 @@ def test_biases_clamp_and_interleave(encoding):
         down,
         gate_up_bias=biases[0],
         down_bias=biases[1],
-        interleave=1,
-        limit=0.5,
-        alpha=1.702,
-        up_offset=1.0,
+        activation=swiglu(interleave=1, limit=0.5, alpha=1.702, up_offset=1.0),
     )
     w = {name: dequantize(q) for name, q in (("gate_up", gate_up), ("down", down))}
 
@@ -77,7 +74,7 @@ def test_biases_clamp_and_interleave(encoding):
         return (out.gather(1, ids[..., None].expand(-1, -1, H)) * p[..., None]).sum(1)
 
     torch.testing.assert_close(call(module), call(by_hand), rtol=1e-4, atol=1e-4)
-    assert "interleave=1, limit=0.5, alpha=1.702, up_offset=1.0" in repr(module)
+    assert "activation='t5 = minimum(gate, 0.5); t6 = minimum(up, 0.5)" in repr(module)
     assert call(module.bfloat16(), torch.bfloat16).dtype == torch.bfloat16
     assert module.gate_up_proj_bias.dtype == torch.bfloat16
     assert module.gate_up_proj.dtype == ENCODINGS[encoding].element.dtype
@@ -103,7 +100,7 @@ def test_mxfp4_experts_become_nvfp4():
     """The same numbers, in what nvFuser reads; with biases and prepared weights too."""
     gate_up, down = weights("mxfp4")
     gate_up.block_scale.view(torch.uint8)[0, 0] += 20  # more octaves than one decode scale can take
-    module = Experts(gate_up, down, gate_up_bias=torch.ones(E, 2 * I), limit=2.0)
+    module = Experts(gate_up, down, gate_up_bias=torch.ones(E, 2 * I), activation=swiglu(limit=2.0))
     want, numbers = call(module), [dequantize(q) for q in (gate_up, down)]
     fusion_moe.prepare_(module, "cuda")
     assert module.to_nvfp4() is module

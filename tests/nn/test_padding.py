@@ -23,6 +23,7 @@ from fusion_moe.nn import (
     QuantizedLinear,
     add_lora_,
     merge_lora_,
+    swiglu,
 )
 from fusion_moe.nn.frozen.packed import PackedModule
 
@@ -116,13 +117,15 @@ def test_biases_and_rows_in_turns(interleave):
     up, down = torch.randint(-2, 3, (E, 192)) * 64.0, torch.randint(-3, 4, (E, 80)).float()
     parts = weight(NVFP4, E, 192, 80), weight(NVFP4, E, 80, 96)
     module = Experts(
-        *parts, interleave=interleave, gate_up_bias=up, down_bias=down, up_offset=1.0, limit=512.0
+        *parts, gate_up_bias=up, down_bias=down, activation=swiglu(interleave, 512.0, up_offset=1.0)
     )
     same_results(module, padded(module), *calls(80))
 
 
 def test_blocks_in_turns_that_tiles_would_break_stay_linear():
-    module = Experts(weight(NVFP4, E, 192, 64), weight(NVFP4, E, 64, 96), interleave=48)
+    module = Experts(
+        weight(NVFP4, E, 192, 64), weight(NVFP4, E, 64, 96), activation=swiglu(interleave=48)
+    )
     fusion_moe.prepare_(module, "cuda")
     assert module.weight_layout == "linear"
     assert module.why_not(W16X64) == "128 features, which tiles need, are no whole blocks of 48"
@@ -192,7 +195,11 @@ def test_features_of_another_size_are_refused_in_the_sizes_of_the_weights(width)
 
 @pytest.mark.parametrize("interleave", [0, 1])
 def test_adapters_and_gradients(interleave):
-    module = Experts(weight(NVFP4, E, 192, 80), weight(NVFP4, E, 80, 96), interleave=interleave)
+    module = Experts(
+        weight(NVFP4, E, 192, 80),
+        weight(NVFP4, E, 80, 96),
+        activation=swiglu(interleave=interleave),
+    )
     add_lora_(module, rank=2, alpha=2)
     for adapter in (module.gate_up_lora, module.down_lora):
         adapter.A.data, adapter.B.data = (

@@ -29,11 +29,13 @@ from fusion_moe.errors import (
     GroupsError,
     NonFiniteError,
     OptionError,
+    ParseError,
     ShapeError,
     TranslatorError,
     UnsupportedError,
 )
 from fusion_moe.ir.types import TensorType
+from fusion_moe.nn import activation
 
 
 def ends(*values):
@@ -165,7 +167,15 @@ BAD = {
         ),
     ),
     "bias of other columns": (ShapeError, lambda: mlp(X, IDS, W, GATE_UP, DOWN, random(3, 16))),
-    "interleave below zero": (OptionError, lambda: mlp(interleave=-1)),
+    "interleave below zero": (
+        OptionError,
+        lambda: OPS.scaled_swiglu(random(3, 12), None, -1),
+    ),
+    "an activation that is no program": (ParseError, lambda: mlp(activation="silu")),
+    "an activation of one part": (
+        ShapeError,
+        lambda: mlp(activation=activation(torch.relu, parts=1)),
+    ),
     "offs of two dimensions": (ShapeError, lambda: mm(offs=ends(2, 5)[None])),
     "offs of no dimension": (ShapeError, lambda: mm(offs=ends(2, 5)[0])),
     "offs of a bias of no dimension": (

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fusion_moe
 from fusion_moe.errors import DtypeError, OptionError
+from fusion_moe.nn import swiglu
 
 ops = torch.ops.fusion_moe
 pytestmark = pytest.mark.usefixtures("meaning")  # kernels are compared with it in tests/backends
@@ -191,8 +192,8 @@ def test_gradients_are_rounded_once():
 
 OPTIONS = {
     "plain": {},
-    "interleaved": {"interleave": 2},
-    "gpt-oss": {"limit": 1.5, "alpha": 1.702, "up_offset": 1.0, "interleave": 1},
+    "interleaved": {"activation": swiglu(interleave=2)},
+    "gpt-oss": {"activation": swiglu(limit=1.5, alpha=1.702, up_offset=1.0, interleave=1)},
     "scale on the input": {"scale_on": "input"},
 }
 

@@ -22,6 +22,7 @@ TYPES = {
     "float": float,
     "Optional[float]": float | None,
     "str": str,
+    "Optional[str]": str | None,
     "bool": bool,
     "Optional[int]": int | None,
     "Optional[ScalarType]": torch.dtype | None,

@@ -16,7 +16,7 @@ from routings import Partition, Routing, partitions, routings
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusion_moe import options
+from fusion_moe import nn, options
 from fusion_moe.errors import UnsupportedError
 
 OPS = torch.ops.fusion_moe
@@ -363,7 +363,9 @@ def test_expert_mlp(routing: Routing, variant):
         if variant.get("bias")
         else (None, None)
     )
-    found = OPS.expert_mlp(x, routing.ids, w, *gate_up, *down, *biases, **kwargs)
+    scale_on = {"scale_on": variant["scale_on"]} if "scale_on" in variant else {}
+    text = nn.swiglu(**{k: v for k, v in kwargs.items() if k != "scale_on"})
+    found = OPS.expert_mlp(x, routing.ids, w, *gate_up, *down, *biases, activation=text, **scale_on)
     wide = (None if b is None else b.double() for b in biases)
     want = mlp(
         x.double(), routing.ids, w.double(), decoded(*gate_up), decoded(*down), *wide, **kwargs
@@ -429,7 +431,9 @@ def test_derivative_of_expert_mlp(routing: Routing, variant):
     )
     leaves = [t.requires_grad_() for t in (x, w, *biases)]
     wide = [t.detach().double().requires_grad_() for t in leaves]
-    found = OPS.expert_mlp(x, routing.ids, w, *gate_up, *down, *biases, **kwargs)
+    scale_on = {"scale_on": variant["scale_on"]} if "scale_on" in variant else {}
+    text = nn.swiglu(**{k: v for k, v in kwargs.items() if k != "scale_on"})
+    found = OPS.expert_mlp(x, routing.ids, w, *gate_up, *down, *biases, activation=text, **scale_on)
     want = mlp(
         wide[0], routing.ids, wide[1], decoded(*gate_up), decoded(*down), *wide[2:], **kwargs
     )
@@ -507,10 +511,10 @@ def test_gradients_of_several_dimensions_and_of_one_argument():
     assert x.grad.reshape(6, 32).equal(flat.grad)
 
 
-ERF = """
+POWER = """
 def fusion(fd):
     v0 = fd.define_tensor(shape=[3], dtype="f32")
-    v1 = fd.ops.erf(v0)
+    v1 = fd.ops.pow(v0, v0)
     fd.add_output(v1)
 """
 
@@ -531,7 +535,7 @@ def test_what_has_no_derivative(golden):
         OPS.nvfp4_grouped_mm(a, *gate_up[:2], decode, ends).sum().backward()
     x = random(3).requires_grad_()
     with pytest.raises(UnsupportedError) as of_run:
-        OPS.run(ERF, [x], [], None)[0].sum().backward()
+        OPS.run(POWER, [x], [], None)[0].sum().backward()
     golden(
         f"second order\n    {second.value}\nof a program\n    {of_run.value}\na frozen scale\n "
         f"   {frozen.value}"
@@ -582,7 +586,7 @@ def calls():
         "group_add": ((random(5, 8), random(3, 8), ends), {}),
         "expert_mlp": (
             (random(5, 32, dtype=torch.bfloat16), ids, random(5, 2), *gate_up, *down),
-            {"interleave": 4},
+            {"activation": nn.swiglu(interleave=4)},
         ),
         "f16a_nvfp4weight_scaled_grouped_mm": (
             of_problem(random(5, 32, dtype=torch.bfloat16), weight(3, 24, 32), (2, 0, 3)),

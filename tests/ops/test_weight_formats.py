@@ -10,6 +10,7 @@ import fusion_moe
 from fusion_moe.encodings import ENCODINGS, dequantize, quantize
 from fusion_moe.errors import DtypeError, OptionError, ShapeError
 from fusion_moe.layouts import LAYOUTS
+from fusion_moe.nn import swiglu
 
 ops = torch.ops.fusion_moe
 E, H, I, T, K = 4, 64, 128, 9, 2
@@ -57,9 +58,12 @@ def test_named_operations_are_the_general_ones():
     x, ids, w = tokens()
     gate_up, down = weight("nvfp4", E, 2 * I, H), weight("nvfp4", E, H, I, seed=2)
     general = ops.fused_experts(
-        x, ids, w, gate_up, down, interleave=8, limit=2.0, weight_format="nvfp4"
+        x, ids, w, gate_up, down, activation=swiglu(interleave=8, limit=2.0), weight_format="nvfp4"
     )
-    assert torch.equal(general, ops.expert_mlp(x, ids, w, *gate_up, *down, interleave=8, limit=2.0))
+    assert torch.equal(
+        general,
+        ops.expert_mlp(x, ids, w, *gate_up, *down, activation=swiglu(interleave=8, limit=2.0)),
+    )
     a, offs = torch.randn(7, H).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
     assert torch.equal(
         ops.grouped_mm(a, gate_up, offs, weight_format="nvfp4"),

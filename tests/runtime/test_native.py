@@ -19,7 +19,7 @@ import fusion_moe
 from fusion_moe import options
 from fusion_moe.bodies import eager
 from fusion_moe.errors import BuildError, DtypeError, GroupsError, ShapeError, UnsupportedError
-from fusion_moe.nn import NVFP4Experts
+from fusion_moe.nn import NVFP4Experts, swiglu
 from fusion_moe.runtime import native
 
 pytestmark = pytest.mark.compiler
@@ -120,10 +120,10 @@ def test_what_makes_another_form(runs):
         "another dtype": lambda: experts(x.float(), ids, w),
         "another integer": lambda: experts(x, ids.int(), w),
         "an argument": lambda: OPS.fused_experts(
-            x, ids, w, gate_up, down, limit=0.5, weight_format="nvfp4"
+            x, ids, w, gate_up, down, activation=swiglu(limit=0.5), weight_format="nvfp4"
         ),
         "another value": lambda: OPS.fused_experts(
-            x, ids, w, gate_up, down, limit=0.25, weight_format="nvfp4"
+            x, ids, w, gate_up, down, activation=swiglu(limit=0.25), weight_format="nvfp4"
         ),
         "a word": lambda: OPS.fused_experts(
             x, ids, w, gate_up, down, scale_on="input", weight_format="nvfp4"

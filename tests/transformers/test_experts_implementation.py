@@ -12,7 +12,8 @@ transformers = pytest.importorskip("transformers")
 
 import fusion_moe.transformers  # noqa: E402
 from fusion_moe import options  # noqa: E402
-from fusion_moe.nn.convert.gates import Swiglu, swiglu_of  # noqa: E402
+from fusion_moe.ir.activation import read  # noqa: E402
+from fusion_moe.nn.convert.traced_activation import activation_of  # noqa: E402
 from fusion_moe.recipe import MXFP8BlockScaling  # noqa: E402
 from tests.families.models import AnyConfig, class_of, decorated, randomized  # noqa: E402
 
@@ -63,21 +64,21 @@ NEMOTRON = {
     "topk_group": 1,
     "num_nextn_predict_layers": 0,
 }
-FAMILIES = {  # name: its config, what is confirmed of its activation
-    "qwen3": ("Qwen3MoeConfig", QWEN3, Swiglu(0, None, 1.0, 0.0)),
+FAMILIES = {  # name: its config, an operation of its activation
+    "qwen3": ("Qwen3MoeConfig", QWEN3, "silu(gate)"),
     "mixtral": (
         "MixtralConfig",
         {"intermediate_size": I, "num_local_experts": E},
-        Swiglu(0, None, 1.0, 0.0),
+        "silu(gate)",
     ),
-    "deepseek_v3": ("DeepseekV3Config", DEEPSEEK, Swiglu(0, None, 1.0, 0.0)),
+    "deepseek_v3": ("DeepseekV3Config", DEEPSEEK, "silu(gate)"),
     "gpt_oss": (
         "GptOssConfig",
         {"intermediate_size": I, "num_local_experts": E},
-        Swiglu(1, 7.0, 1.702, 1.0),
+        "minimum(gate, 7.0)",
     ),
-    "qwen3_gelu": ("Qwen3MoeConfig", QWEN3 | {"hidden_act": "gelu_pytorch_tanh"}, None),
-    "nemotron_h": ("NemotronHConfig", NEMOTRON, None),
+    "qwen3_gelu": ("Qwen3MoeConfig", QWEN3 | {"hidden_act": "gelu_pytorch_tanh"}, "tanh("),
+    "nemotron_h": ("NemotronHConfig", NEMOTRON, "relu(up)"),
 }
 
 
@@ -134,8 +135,11 @@ def test_logits_and_all_gradients_are_those_of_eager(family):
     assert max(far.values()) < 1e-6, far
 
 
-def test_an_activation_is_confirmed_by_its_numbers(family):
-    assert swiglu_of(experts_of(model_of(family))) == FAMILIES[family][2]
+def test_the_activation_is_traced(family):
+    module = experts_of(model_of(family))
+    activation = read(activation_of(module, as_stored=True))
+    assert FAMILIES[family][2] in activation.formula
+    assert activation.interleave == (module.has_gate and not module.is_concatenated)
 
 
 def inputs(dtype: torch.dtype, w_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:

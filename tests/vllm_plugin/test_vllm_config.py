@@ -32,10 +32,11 @@ from fusion_moe.errors import (
     ShapeError,
     UnsupportedError,
 )
+from fusion_moe.nn import swiglu
 from fusion_moe.vllm import register
 from fusion_moe.vllm.compressed_tensors import FusionMoeInt4Method
 from fusion_moe.vllm.config import FusionMoeConfig, _of_experts_on_cpu
-from fusion_moe.vllm.experts import first_expert, need_served, swiglu_of
+from fusion_moe.vllm.experts import activation_of, first_expert, need_served
 from fusion_moe.vllm.mxfp4 import (
     FusionMoeGptOssConfig,
     FusionMoeGptOssMethod,
@@ -212,17 +213,17 @@ def test_ranks_with_tokens_of_their_own_on_gpus(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("changes", "interleave", "found"),
     [
-        ({}, 0, {"limit": None}),
-        ({"swiglu_limit": 7.0}, 0, {"limit": 7.0}),
+        ({}, 0, swiglu(limit=None)),
+        ({"swiglu_limit": 7.0}, 0, swiglu(limit=7.0)),
         (
             {"activation": MoEActivation.SWIGLUOAI},
             1,
-            {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0},
+            swiglu(limit=7.0, alpha=1.702, up_offset=1.0),
         ),
         (
             {"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, "swiglu_limit": 5.0},
             0,
-            {"limit": 5.0, "alpha": 1.0, "up_offset": 0.0},
+            swiglu(limit=5.0, alpha=1.0, up_offset=0.0),
         ),
         (
             {
@@ -232,14 +233,12 @@ def test_ranks_with_tokens_of_their_own_on_gpus(monkeypatch: pytest.MonkeyPatch)
                 "swiglu_beta": 1.0,
             },
             0,
-            {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0},
+            swiglu(limit=7.0, alpha=1.702, up_offset=1.0),
         ),
     ],
 )
-def test_activations_that_are_served(
-    changes: dict[str, Any], interleave: int, found: dict[str, Any]
-) -> None:
-    assert swiglu_of(layer(**changes), interleave) == found
+def test_activations_that_are_served(changes: dict[str, Any], interleave: int, found: str) -> None:
+    assert activation_of(layer(**changes), interleave) == found
 
 
 @pytest.mark.parametrize(
@@ -260,7 +259,7 @@ def test_activations_that_are_refused(name: str, interleave: int) -> None:
         match=f"experts with activation '{activation.value}'; "
         "expected 'swigluoai'|or 'swigluoai_unint",
     ):
-        swiglu_of(layer(activation=activation), interleave)
+        activation_of(layer(activation=activation), interleave)
 
 
 def test_biases_are_served_where_vllm_loads_them() -> None:

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 import fusion_moe
-from fusion_moe import options
+from fusion_moe import nn, options
 from fusion_moe.options import Options
 
 ARCHS = ("sm_90a", "sm_80")
@@ -97,7 +97,9 @@ def layer(
     if not bias:
         return Call("expert_mlp", tensors, {"weight_layout": layout})
     tensors += [t(e, 2 * i, dtype=dtype), t(e, h, dtype=dtype)]
-    more = {"interleave": 8, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+    numbers = {"interleave": 8, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+    # trees before the activation was a text take numbers
+    more = {"activation": nn.swiglu(**numbers)} if hasattr(nn, "swiglu") else numbers
     return Call("expert_mlp", tensors, {"weight_layout": layout, **more}, forced=False)
 
 

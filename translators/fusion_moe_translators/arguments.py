@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusion_moe.errors import DtypeError, OptionError, ShapeError
+from fusion_moe.errors import DtypeError, ShapeError
+from fusion_moe.ir.activation import Activation
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.types import DTYPES, INTS, TensorType, accumulated, plain
 
@@ -119,16 +120,13 @@ def need_bias(
         need_dtype(name, bias.type, (rows.dtype,))
 
 
-def need_halves(name: str, columns: object, interleave: int) -> None:
-    """Columns must be gate and up, in halves or, with interleave, in alternating blocks."""
-    if interleave < 0:
-        raise OptionError(
-            f"interleave = {interleave}",
-            expected="0 for gate before up, or the size of the blocks that take turns",
-        )
-    block = 2 * (interleave or 1)
+def need_parts(name: str, columns: object, activation: Activation) -> None:
+    """Columns must be those of the activation's parts: gate and up, in halves or alternating
+    blocks.
+    """
+    block = activation.parts * (activation.interleave or 1)
     if not isinstance(columns, int) or columns % block:
-        turns = f" with interleave = {interleave}" if interleave else ""
+        turns = f" with interleave = {activation.interleave}" if activation.interleave else ""
         raise ShapeError(
             f"{name} of {columns} columns, gate and up,{turns}".rstrip(","),
             expected=f"a multiple of {block}",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from fusion_moe.definitions.translate import translator
 from fusion_moe.encodings import NVFP4
 from fusion_moe.errors import OptionError, ShapeError, Untranslatable, need_one_of
+from fusion_moe.ir.activation import Activation, activated, read, swiglu
 from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.kinds import eight_bits, int8
@@ -236,49 +237,15 @@ def scaled_swiglu(
     of x
     """
     arguments.need_dtype("x", x.type, arguments.FLOATS)
-    arguments.need_halves("x", plain(x.type.shape[-1]), interleave)
+    activation = read(swiglu(interleave, limit, alpha, up_offset))
+    arguments.need_parts("x", plain(x.type.shape[-1]), activation)
     if scale is not None:
         arguments.need_dtype("scale", scale.type, arguments.FLOATS)
     rows, restore = flat(fd, x, keep=1)
-    gate, up = (
-        fd.ops.cast(half, dtype=accumulated(x.type.dtype)) for half in _halves(fd, rows, interleave)
-    )
-    if limit is not None:
-        gate = fd.ops.minimum(gate, float(limit))
-        up = fd.ops.maximum(fd.ops.minimum(up, float(limit)), -float(limit))
-    active = (
-        fd.ops.silu(gate)
-        if alpha == 1.0
-        else fd.ops.mul(gate, fd.ops.sigmoid(fd.ops.mul(gate, float(alpha))))
-    )
-    y = fd.ops.mul(active, fd.ops.add(up, float(up_offset)) if up_offset else up)
+    y = activated(fd, rows, activation)
     if scale is not None:
         y = fd.ops.mul(y, _column(fd, scale, y))
     return restore(fd.ops.cast(y, dtype=x.type.dtype))
-
-
-def _halves(fd: FusionDefinition, x: Value, interleave: int) -> tuple[Value, Value]:
-    """x [M, 2H] -> gate [M, H], up [M, H]; interleave 0: gate is the first half; n: blocks of n
-    gate columns and n up columns alternate
-    """
-    rows, width = x.type.shape[0], plain(x.type.shape[1])
-    assert isinstance(width, int)  # as need_halves has checked
-    half = width // 2
-    if interleave == 0:
-        gate, up = (
-            fd.ops.slice(x, start_indices=(0, s), end_indices=(rows, s + half)) for s in (0, half)
-        )
-        return gate, up
-    block = interleave
-    blocks = fd.ops.reshape(x, new_shape=(rows, half // block, 2, block))
-    parts = (
-        fd.ops.slice(
-            blocks, start_indices=(0, 0, s, 0), end_indices=(rows, half // block, s + 1, block)
-        )
-        for s in (0, 1)
-    )
-    gate, up = (fd.ops.reshape(part, new_shape=(rows, half)) for part in parts)
-    return gate, up
 
 
 def _column(fd: FusionDefinition, scale: Value, like: Value) -> Value:
@@ -380,10 +347,7 @@ def expert_mlp(
     down_decode_scale: Value,
     gate_up_bias: Value | None = None,
     down_bias: Value | None = None,
-    interleave: int = 0,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
+    activation: str | None = None,
     scale_on: str = "output",
     activation_format: str = "bf16",
     weight_layout: str = "linear",
@@ -407,10 +371,7 @@ def expert_mlp(
         down_bias,
         weight_format="nvfp4",
         weight_layout=weight_layout,
-        interleave=interleave,
-        limit=limit,
-        alpha=alpha,
-        up_offset=up_offset,
+        activation=activation,
         scale_on=scale_on,
         activation_format=activation_format,
         first_expert=first_expert,
@@ -434,10 +395,7 @@ def fused_experts(
     *,
     weight_format: str,
     weight_layout: str = "linear",
-    interleave: int = 0,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
+    activation: str | None = None,
     scale_on: str = "output",
     activation_format: str = "bf16",
     transposed: bool = False,
@@ -452,13 +410,14 @@ def fused_experts(
     r]. first_expert: the id of the first of G local experts; None: all are local.
     """
     need_one_of("scale_on", scale_on, ("output", "input"))
+    act = read(activation)
     _check_activation_format(activation_format, weight_format, weight_layout, transposed)
     weights = [
         weight_type(name, parts, weight_format, weight_layout, transposed)
         for name, parts in (("gate_up", gate_up), ("down", down))
     ]
     axis = 1 if transposed else 2
-    _need_experts(x.type, weights[0], weights[1], (gate_up_bias, down_bias), interleave, axis)
+    _need_experts(x.type, weights[0], weights[1], (gate_up_bias, down_bias), act, axis)
     of_gate_up = adapter(
         "gate_up_lora",
         gate_up_lora_a,
@@ -487,7 +446,7 @@ def fused_experts(
     how = activation_format, dtype, weight_format, weight_layout, transposed
     y = product(fd, a, gate_up, ends, *how, lora=of_gate_up)
     y = biased(fd, y, gate_up_bias, ends)
-    y = scaled_swiglu(fd, y, None, interleave, limit, alpha, up_offset)
+    y = fd.ops.cast(activated(fd, y, act), dtype=dtype)
     y = product(fd, y, down, ends, *how, lora=of_down)
     y = biased(fd, y, down_bias, ends)
     return restore(combine(fd, y, slot_of, w))
@@ -498,7 +457,7 @@ def _need_experts(
     gate_up: TensorType,
     down: TensorType,
     biases: Sequence[Value | None],
-    interleave: int,
+    activation: Activation,
     axis: int,
 ) -> None:
     """The two projections must be of one layer, for the features of x. axis: the weights'
@@ -515,12 +474,15 @@ def _need_experts(
         raise ShapeError(
             f"gate_up has {experts} experts, down has {down.shape[0]}", expected="as many"
         )
-    arguments.need_halves("gate_up", plain(rows), interleave)
-    if plain(inner) * 2 != plain(rows) or plain(down.shape[3 - axis]) != plain(hidden):
+    arguments.need_parts("gate_up", plain(rows), activation)
+    if plain(inner) * activation.parts != plain(rows) or plain(down.shape[3 - axis]) != plain(
+        hidden
+    ):
+        features = "2I" if activation.parts == 2 else "I"
         form = (
-            "gate_up [E, 2I, H] and down [E, H, I]"
+            f"gate_up [E, {features}, H] and down [E, H, I]"
             if axis == 2
-            else ("gate_up [E, H, 2I] and down [E, I, H], as transposed = True says")
+            else f"gate_up [E, H, {features}] and down [E, I, H], as transposed = True says"
         )
         raise ShapeError(f"gate_up {shown(gate_up)} and down {shown(down)}", expected=form)
     for name, bias, width in zip(

@@ -45,12 +45,12 @@ _BINARY = (
     "logical_and",
     "logical_or",
 )
-_OVERLOADS = {
+_OVERLOADS: dict[str, tuple[str, ...]] = {
     "minimum": ("",),
     "maximum": ("",),
     "logical_and": ("",),
     "logical_or": ("",),
-    "pow": (".Tensor_Scalar", ".Tensor_Tensor"),
+    "pow": (".Tensor_Tensor",),
 }
 _WIDER = {frozenset(("bf16", "f16")): "f32"}
 
@@ -126,6 +126,12 @@ for _name in _UNARY:
 for _name in _BINARY:
     for _overload in _OVERLOADS.get(_name, (".Tensor", ".Scalar")):
         translator(f"aten::{_name}{_overload}")(_binary(_name))
+
+
+@translator("aten::pow.Tensor_Scalar")
+def pow_(fd: FusionDefinition, x: Value, exponent: float) -> Value:
+    """x to the power of a number; a square is a product, as in torch"""
+    return fd.ops.mul(x, x) if exponent == 2 else _binary("pow")(fd, x, exponent)
 
 
 @translator("prims::convert_element_type")

@@ -7,6 +7,7 @@ each operation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -222,6 +223,18 @@ def _silu_grad(ops: Any, x: Value, y: Value, dy: Value) -> Value:
     return ops.mul(dy, ops.mul(s, ops.add(ops.mul(x, ops.sub(1.0, s)), 1.0)))
 
 
+def _erf_grad(ops: Any, x: Value, y: Value, dy: Value) -> Value:
+    return ops.mul(dy, ops.mul(ops.exp(ops.neg(ops.mul(x, x))), 2 / math.sqrt(math.pi)))
+
+
+def _pow_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    x, exponent = op.inputs
+    if not isinstance(x, Value) or isinstance(exponent, Value):
+        raise NotImplementedError("the derivative of pow with an exponent that is a tensor")
+    slope = fd.ops.mul(fd.ops.pow(x, exponent - 1), exponent) if exponent else 0.0
+    return [fd.ops.mul(dy, slope), None]
+
+
 def _silu(x: torch.Tensor) -> torch.Tensor:
     """x / (1 + exp(-x)) in float32 (float64 in float64), rounded once: bit for bit the result of
     its decomposition.
@@ -304,7 +317,7 @@ TABLE = (
         torch.tanh,
         _unary_grad(lambda o, x, y, g: o.mul(g, o.sub(1.0, o.mul(y, y)))),
     ),
-    _unary("erf", _float, torch.erf),
+    _unary("erf", _float, torch.erf, _unary_grad(_erf_grad)),
     _unary(
         "relu", _number, torch.relu, _unary_grad(lambda o, x, y, g: o.where(o.gt(x, 0.0), g, 0.0))
     ),
@@ -342,7 +355,7 @@ TABLE = (
     _binary(
         "maximum", _bounded, lambda a, b: torch.maximum(*_as_tensors(a, b)), _clamp_grad(_GREATER)
     ),
-    _binary("pow", _power, torch.pow),
+    _binary("pow", _power, torch.pow, _pow_grad),
     _binary("lt", _compared, lambda a, b: a < b),
     _binary("le", _compared, lambda a, b: a <= b),
     _binary("gt", _compared, lambda a, b: a > b),

@@ -21,7 +21,7 @@ from ..frozen.experts import Experts, NVFP4Experts
 from ..frozen.projections import Projections
 from ..local import is_dtensor
 from ..trained.activations import deinterleave
-from .gates import swiglu_of
+from .traced_activation import activation_of
 
 # the last raises for modules of codes, which have no others
 _FLAGS = ("has_gate", "has_bias", "is_concatenated", "is_transposed")
@@ -119,24 +119,27 @@ def experts_from(
 
     up [E, 2I, H], gate above up, or [E, I, H] without a gate, and down [E, H, I]; up_bias [E, 2I]
     or [E, I], down_bias [E, H]. The result is an `Experts` (NVFP4Experts for NVFP4) if the
-    activation is a variant of SwiGLU, otherwise a `CustomExperts`. It keeps none of the module's
+    activation is pointwise, otherwise a `CustomExperts`. It keeps none of the module's
     own weights. UnsupportedError if `module` is no expert module or is divided between devices;
     ShapeError for weights whose shapes are not the module's.
     """
     contract = need_contract(module)
     _check_shapes(contract, up, down, up_bias, down_bias)
     activation_format = (config or NVFP4Config()).activation_format
-    swiglu = None if contract.post_expert_norm else swiglu_of(module)
-    if swiglu is None:
+    activation = None if contract.post_expert_norm else activation_of(module)
+    if activation is None:
         made: Projections = CustomExperts(
             up, down, module, activation_format, up_bias=up_bias, down_bias=down_bias
         )
     else:
         cls = NVFP4Experts if up.encoding == NVFP4 else Experts
-        # whatever the module's order, gate stands above up here
-        numbers = {**swiglu._asdict(), "interleave": 0}
         made = cls(
-            up, down, activation_format, gate_up_bias=up_bias, down_bias=down_bias, **numbers
+            up,
+            down,
+            activation_format,
+            gate_up_bias=up_bias,
+            down_bias=down_bias,
+            activation=activation,
         )
     made.in_turns = contract.has_gate and not contract.concatenated
     return made.train(module.training)

@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer as one operation: SwiGLU and its variants."""
+"""The experts of a mixture-of-experts layer as one operation, with any pointwise activation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...encodings import NVFP4, Quantized
 from ...errors import Error, ShapeError, need_one_of
+from ...ir.activation import read, swiglu
 from ...layouts import Layout, Padding
 from ...layouts.groups import ceil_to
 from .. import checks
@@ -17,14 +18,13 @@ from .projections import Projections
 
 
 class Experts(Projections):
-    """E experts of gated MLPs: down(act(gate(x)) * (up(x) + up_offset)), summed over a token's
-    experts with the router's weights.
+    """E experts of MLPs: down(activation(gate_up(x))), summed over a token's experts with the
+    router's weights.
 
-    Computed by one operation, `fused_experts`. interleave: 0: in the rows of gate_up_proj, gate
-    stands above up; n: blocks of n gate rows and n up rows alternate. act(gate) is gate *
-    sigmoid(alpha * gate), where `limit` clamps gate (from above only) and up (on both sides).
-    scale_on: what the router's weights multiply, the "output" of experts or, as in Llama-4, their
-    "input".
+    Computed by one operation, `fused_experts`. activation: the text of a program (`activation`,
+    `swiglu`); None: silu(gate) * up, gate above up in the rows of gate_up_proj. One of a single
+    part takes up_proj [E, I, H] in place of gate_up_proj [E, 2I, H]. scale_on: what the router's
+    weights multiply, the "output" of experts or, as in Llama-4, their "input".
     """
 
     gate_up_proj: nn.Parameter
@@ -39,32 +39,30 @@ class Experts(Projections):
         *,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
-        interleave: int = 0,
-        limit: float | None = None,
-        alpha: float = 1.0,
-        up_offset: float = 0.0,
+        activation: str | None = None,
     ):
         """gate_up [E, 2I, H] and down [E, H, I] in one encoding, optionally with per-matrix scales
         of shapes [E, 2] and [E].
         """
-        super().__init__(True, gate_up, down, activation_format, gate_up_bias, down_bias)
+        parts = read(activation).parts
+        super().__init__(parts == 2, gate_up, down, activation_format, gate_up_bias, down_bias)
         need_one_of("scale_on", scale_on, ("output", "input"), where=type(self).__name__)
         self.scale_on = scale_on
-        self.interleave, self.limit, self.alpha, self.up_offset = (
-            interleave,
-            limit,
-            alpha,
-            up_offset,
-        )
+        self.activation = None if activation == swiglu() else activation
+
+    @property
+    def interleave(self) -> int:
+        """In the rows of gate_up_proj, 0: gate above up; n: blocks of n rows alternate."""
+        return read(self.activation).interleave
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]; T tokens
         in all.
         """
         self.order()
-        gate_up, down = self._parts("gate_up"), self._parts("down")
+        up, down = self.projections
         of_gate_up, of_down = (
-            (self._padding("gate_up"), self._padding("down")) if self.paddings else (None, None)
+            (self._padding(up), self._padding(down)) if self.paddings else (None, None)
         )
         if of_gate_up and of_gate_up.padded[1] != of_gate_up.shape[1]:
             checks.need_rows(
@@ -74,7 +72,12 @@ class Experts(Projections):
         arguments = self._arguments(hidden_states)
         try:
             y = torch.ops.fusion_moe.fused_experts(
-                hidden_states, top_k_index, top_k_weights, gate_up, down, **arguments
+                hidden_states,
+                top_k_index,
+                top_k_weights,
+                self._parts(up),
+                self._parts(down),
+                **arguments,
             )
         except Error as error:  # whose message has the operation's argument names
             raise error.at(
@@ -88,10 +91,7 @@ class Experts(Projections):
         passed takes torch 0.3 us.
         """
         usual = (  # a local, since a tracer guards each value of a global tuple
-            ("interleave", 0),
-            ("limit", None),
-            ("alpha", 1.0),
-            ("up_offset", 0.0),
+            ("activation", None),
             ("scale_on", "output"),
             ("activation_format", "bf16"),
             ("weight_layout", "linear"),
@@ -101,12 +101,12 @@ class Experts(Projections):
             name: value for name, default in usual if (value := getattr(self, name)) != default
         }
         found["weight_format"] = self.encoding.name
-        for name in ("gate_up", "down"):
-            if (bias := self._bias(name, like)) is not None:
+        for name, projection in zip(("gate_up", "down"), self.projections, strict=True):
+            if (bias := self._bias(projection, like)) is not None:
                 found[f"{name}_bias"] = bias
         if self._modules and self.adapted:
-            for name in ("gate_up", "down"):
-                found[f"{name}_lora_a"], found[f"{name}_lora_b"] = self._factors(name)
+            for name, projection in zip(("gate_up", "down"), self.projections, strict=True):
+                found[f"{name}_lora_a"], found[f"{name}_lora_b"] = self._factors(projection)
             found["lora_scale"] = self._lora_scale
         return found
 
@@ -118,9 +118,9 @@ class Experts(Projections):
         _, columns = layout.tile
         if name == self.part_names["down"][0]:
             return Padding((n, k), (ceil_to(n, columns), ceil_to(k, columns)))
-        return Padding(
-            (n, k), (2 * ceil_to(n // 2, columns), ceil_to(k, columns)), 1 if self.interleave else 2
-        )
+        parts = read(self.activation).parts
+        rows = parts * ceil_to(n // parts, columns)
+        return Padding((n, k), (rows, ceil_to(k, columns)), 1 if self.interleave else parts)
 
     def why_not(self, layout: Layout) -> str:
         """As in `PackedModule`; alternating blocks of gate and up rows are padded by whole
@@ -142,19 +142,9 @@ class Experts(Projections):
 
     def extra_repr(self) -> str:
         """For print(model)."""
-        usual = {
-            "interleave": 0,
-            "limit": None,
-            "alpha": 1.0,
-            "up_offset": 0.0,
-            "scale_on": "output",
-        }
-        changed = "".join(
-            f", {name}={getattr(self, name)!r}"
-            for name, value in usual.items()
-            if getattr(self, name) != value
-        )
-        return super().extra_repr() + changed
+        scale_on = "" if self.scale_on == "output" else f", scale_on={self.scale_on!r}"
+        formula = f", activation={read(self.activation).formula!r}" if self.activation else ""
+        return super().extra_repr() + scale_on + formula
 
 
 class NVFP4Experts(Experts):

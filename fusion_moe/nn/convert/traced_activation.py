@@ -1,0 +1,225 @@
+"""The text of an activation, traced from a torch function."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._guards import tracing
+from torch.fx import GraphModule, Node
+
+from ...definitions import translate
+from ...definitions.traced import Sizes, plain_argument
+from ...errors import Error, UnsupportedError, Untranslatable
+from ...ir.activation import read, real_tensors, written
+from ...ir.builder import FusionDefinition
+from ...ir.core import Value
+from ...ir.derivative import differentiate
+from ...ir.types import TensorType, dtype_name
+from ...messages.warn import warn_once
+from ...plugins import message
+
+_ROWS, _FEATURES = 3, 8  # of the tensors that are traced
+
+
+def activation(function: Callable[..., Tensor], parts: int = 2, interleave: int = 0) -> str:
+    """The text of a pointwise torch function, for `Experts` and `fused_experts`.
+
+        activation(lambda gate, up: torch.nn.functional.gelu(gate) * up)
+
+    Args:
+        function: takes the parts, float tensors [M, I], and returns one. It is traced once, in
+            float32.
+        parts: 2: gate and up; 1: up alone.
+        interleave: in the rows of gate_up, 0: gate above up; n: blocks of n gate rows and n up rows
+            alternate.
+
+    Raises:
+        UnsupportedError: for a function that is not pointwise, depends on data, has parameters or
+            calls an operation without a translator.
+    """
+
+    def of_columns(x: Tensor) -> Tensor:
+        return function(*x.unflatten(1, (parts, -1)).unbind(1))
+
+    try:
+        with real_tensors():
+            return _text(_columns(of_columns, parts), interleave)
+    except Error as error:
+        raise UnsupportedError(
+            error.found, expected=error.expected, todo=error.todo, where="activation"
+        ) from error
+
+
+_found = WeakKeyDictionary[Any, tuple[Hashable, dict[bool, str | None]]]()  # by module
+
+
+def activation_of(module: Any, as_stored: bool = False) -> str | None:
+    """The text of the activation of a module that follows transformers'
+    `use_experts_implementation`: of `_apply_gate`, or `act_fn` without a gate. None, after a
+    warning, if it has none.
+
+    as_stored: gate and up in the order of the module's weights; otherwise gate above up.
+    """
+    numbers, found = _numbers(module), _found.get(module)
+    if found is None or found[0] != numbers:
+        _found[module] = found = numbers, _of_module(module)
+    return found[1][as_stored]
+
+
+# torch.compiler.assume_constant_result or disable, which would import the tracer. What a module's
+# experts compute does not change. Tracers before torch 2.13 take no module as an argument: there
+# the graph breaks.
+activation_of.__dict__[
+    "_dynamo_marked_constant" if torch.__version__ >= "2.13" else "_torchdynamo_disable"
+] = True
+
+
+def _numbers(module: Any) -> Hashable:
+    """What an activation may depend on: numbers among the attributes of the module and of its
+    function, and the function.
+    """
+    function = getattr(module, "act_fn", None)
+    owners = vars(module), getattr(function, "__dict__", {})
+    return id(function), tuple(
+        (name, v)
+        for owner in owners
+        for name, v in owner.items()
+        if isinstance(v, (bool, int, float)) and name != "training"
+    )
+
+
+def _of_module(module: Any) -> dict[bool, str | None]:
+    function, parts = (module._apply_gate, 2) if module.has_gate else (module.act_fn, 1)
+    try:
+        with real_tensors():
+            columns = _columns(function, parts)
+            return {stored: _text(columns, columns.interleave * stored) for stored in (False, True)}
+    except Error as error:
+        warn_once(
+            f"the activation of {type(module).__name__} runs between two products, not inside of "
+            f"them: {error.found}"
+        )
+        return {False: None, True: None}
+
+
+def _text(columns: _Columns, interleave: int) -> str:
+    """The text of what a graph computes, if it has a derivative. interleave: of the text."""
+    text = written(columns.body, columns.parts, interleave)
+    differentiate(read(text).fusion, [0])
+    return text
+
+
+def _columns(function: Callable[..., Any], parts: int) -> _Columns:
+    """The graph of a function of f32[_ROWS, parts * I]. What has no translator is decomposed."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def called(x: Tensor) -> Any:  # the tracer reads signatures, and miscounts those of methods
+        return function(x)
+
+    x = torch.empty(_ROWS, parts * _FEATURES, dtype=torch.float32)
+    try:
+        with tracing(None):  # otherwise sizes would be the symbols of a trace around this call
+            graph = make_fx(called, _decompositions(), "fake", _allow_non_fake_inputs=True)(x)
+    except Exception as error:  # of the user's function, or of the tracer
+        raise Untranslatable(message(error).split("\n")[0]) from error
+    return _Columns(graph, parts)
+
+
+@lru_cache(maxsize=1)
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    from torch._decomp import decomposition_table
+
+    known = {t.op for t in translate.registered()}
+    return {op: f for op, f in decomposition_table.items() if op.name() not in known}
+
+
+class _Columns:
+    """A graph of one tensor [M, parts * I], as a function of its parts.
+
+    Views of the input are run on the positions of its elements: they must give the same columns of
+    each row, those of one part.
+    """
+
+    def __init__(self, graph: GraphModule, parts: int):
+        self.nodes, self.parts = list(graph.graph.nodes), parts
+        x = torch.arange(_ROWS * parts * _FEATURES).view(_ROWS, -1)
+        self.positions: dict[Node, Any] = {}
+        for n in self.nodes:
+            if n.op == "placeholder":
+                self.positions[n] = x
+            elif n.op == "get_attr":
+                raise Untranslatable(
+                    f"a tensor of its own, {n.target}", expected="an activation without parameters"
+                )
+            elif n.op == "call_function" and _is_view(n) and n.args[0] in self.positions:
+                self.positions[n] = n.target(self.positions[n.args[0]], *n.args[1:], **n.kwargs)
+        self.part_of = {
+            n: self._part(self.positions[n])
+            for n in self.nodes
+            if n in self.positions and any(u not in self.positions for u in n.users)
+        }
+        self.interleave = max((turns for _, turns in self.part_of.values()), default=0)
+
+    def _part(self, positions: Any) -> tuple[int, int]:
+        """The part that has these columns, and the size of the blocks that alternate."""
+        for turns in (0, 1, 2, 4) if self.parts > 1 else (0,):
+            block = turns or _FEATURES
+            every = torch.arange(_ROWS * self.parts * _FEATURES)
+            divided = every.view(_ROWS, -1, self.parts, block)
+            for part in range(self.parts):
+                if torch.equal(divided[:, :, part].flatten(1), positions):
+                    return part, turns
+        raise Untranslatable("an operation on columns other than all of gate, or all of up")
+
+    def body(self, fd: FusionDefinition, *parts: Value) -> Value:
+        """What the graph computes of the parts."""
+        if len({turns for _, turns in self.part_of.values()}) > 1:
+            raise Untranslatable("gate and up in two orders")
+        made: dict[Any, Any] = {n: parts[part] for n, (part, _) in self.part_of.items()}
+        kind = parts[0].type
+
+        def value(a: Any) -> Any:
+            if isinstance(a, (list, tuple)):
+                return tuple(map(value, a))
+            if not isinstance(a, Node):
+                return plain_argument(a, Sizes())
+            return made[a]
+
+        for n in self.nodes:
+            if n.op == "output":
+                return value(n.args[0])
+            if n in self.positions:
+                continue
+            if n.target is operator.getitem:
+                made[n] = made[n.args[0]][n.args[1]]
+                continue
+            translator = translate.find(n.target.name())
+            if translator is None:
+                raise Untranslatable(f"{n.target.name()}, which has no translator")
+            vals = n.meta["val"] if isinstance(n.meta["val"], tuple) else (n.meta["val"],)
+            args, kwargs = value(n.args), {k: value(v) for k, v in n.kwargs.items()}
+            outputs = translator(fd, args, kwargs, [_type(v, kind) for v in vals])
+            made[n] = outputs if isinstance(n.meta["val"], tuple) else outputs[0]
+        raise AssertionError("a graph without output")
+
+
+def _type(val: Tensor, like: TensorType) -> TensorType:
+    if tuple(val.shape) != (_ROWS, _FEATURES):
+        raise Untranslatable(
+            f"a tensor of shape {list(val.shape)} for {_ROWS} rows of {_FEATURES} features",
+            expected="one number for each feature of each row",
+        )
+    return like.with_(dtype=dtype_name(val.dtype))
+
+
+def _is_view(n: Node) -> bool:
+    """Whether a node returns what one tensor has, in another shape or order."""
+    op: Any = n.target
+    views = ("aten::clone", "aten::_unsafe_view")
+    return op is operator.getitem or op.is_view or op.name() in views
