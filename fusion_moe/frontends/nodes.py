@@ -1,11 +1,13 @@
 """Queries about single nodes of an FX graph: is it a call, of which operation, with which results,
-from which line.
+from which line; and of where the values of symbolic sizes can be read.
 """
 
 from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +122,31 @@ def source_of(n: Node) -> str:
         if frame
         else ""
     )
+
+
+@dataclass(frozen=True)
+class SizeSource:
+    """Where a size can be read: a node that is the size, or a dimension of a tensor; the value
+    there is `by` times the size.
+    """
+
+    node: Node
+    dim: int | None
+    by: int
+
+
+def size_sources(nodes: Sequence[Node]) -> dict[Any, list[SizeSource]]:
+    """Where each symbolic size can be read. A whole multiple of a symbol is also a source of it."""
+    sources: dict[Any, list[SizeSource]] = {}
+    for n in nodes:
+        val = n.meta.get("val")
+        dims: Iterable[tuple[int | None, Any]] = (
+            enumerate(val.shape) if isinstance(val, torch.Tensor) else [(None, val)]
+        )
+        for dim, size in dims:
+            if isinstance(size, torch.SymInt):
+                by, rest = size.node.expr.as_coeff_Mul()
+                sources.setdefault(size.node.expr, []).append(SizeSource(n, dim, 1))
+                if by != 1 and by.is_Integer and rest.is_Symbol:
+                    sources.setdefault(rest, []).append(SizeSource(n, dim, int(by)))
+    return sources

@@ -15,8 +15,8 @@ from torch.fx import Graph, Node
 from ..compile import program_of
 from ..ir.text import one_line
 from ..options import Options
+from .nodes import SizeSource
 from .regions import Region
-from .size_sources import SizeSource
 from .walk import mT_dims
 
 
