@@ -320,9 +320,16 @@ def expert_mlp(
 ) -> Tensor:
     """`fused_experts` with NVFP4 weights whose parts are separate arguments -> [..., H].
 
-    gate_up_codes uint8 [E, 2I, H/2], gate_up_block_scale float8_e4m3fn [E, 2I, H/16],
-    gate_up_decode_scale float32 [E] or [E, 2]; down_codes [E, H, I/2], down_block_scale [E, H,
-    I/16], down_decode_scale [E]. The other arguments are those of `fused_experts`.
+    Args:
+        x, ids, w, gate_up_bias, down_bias: as in `fused_experts`.
+        gate_up_codes: uint8 [E, 2I, H/2].
+        gate_up_block_scale: float8_e4m3fn [E, 2I, H/16].
+        gate_up_decode_scale: float32 [E] or [E, 2].
+        down_codes: uint8 [E, H, I/2].
+        down_block_scale: float8_e4m3fn [E, H, I/16].
+        down_decode_scale: float32 [E].
+        activation, scale_on, activation_format, weight_layout, first_expert: as in
+            `fused_experts`.
     """
     return torch.ops.fusion_moe.expert_mlp(
         x,
@@ -369,26 +376,34 @@ def fused_experts(
     """Sum over each token's experts of down(activation(gate_up(x))) times the router's weight ->
     [..., H], in the dtype of x.
 
-    x: float [..., H], T tokens in all. ids: int64 or int32 [T, k], the experts of each token. w:
-    float [T, k], the router's weights. Both may also have the leading dimensions of x. gate_up,
-    down: the parts of [E, 2I, H] and [E, H, I] in the encoding weight_format (see `grouped_mm`),
-    stored in weight_layout. transposed: both are float tensors, [E, H, 2I] and [E, I, H].
-    gate_up_bias [E, 2I], down_bias [E, H]: in the dtype of x, or None. activation: what stands
-    between the products, as the text of a program, computed in float32 and rounded once:
-    `fusion_moe.nn.activation` writes the text of a torch function, `fusion_moe.nn.swiglu` that of
-    the variants of SwiGLU; None: silu(gate) * up, gate above up in the rows of gate_up. Without a
-    gate, gate_up is up alone: [E, I, H], gate_up_bias [E, I]. scale_on: what w multiplies, the
-    "output" of experts or, as in Llama-4, their "input". activation_format: "bf16", activations as
-    they come in, "nvfp4" (compute capability 10.0 only, else UnsupportedError), "int8" (CPUs only),
-    "mxfp8" or "mxfp8_wgrad_bf16" as in `grouped_mm`. first_expert: the E experts here have the ids
-    first_expert to first_expert + E - 1, and others exist elsewhere: slots of any other id,
-    including -1, add nothing, so the result is a partial sum. None: all experts are here, and of
-    other ids -1 adds nothing, as for padding, and the rest are an error. Slots that add nothing
-    have zero gradients.
+    Args:
+        x: float [..., H], T tokens in all.
+        ids: int64 or int32 [T, k], the experts of each token.
+        w: float [T, k], the router's weights. ids and w may also have the leading dimensions of x.
+        gate_up, down: the parts of [E, 2I, H] and [E, H, I] in the encoding weight_format. Without a
+            gate, gate_up is up alone, [E, I, H].
+        gate_up_bias, down_bias: [E, 2I] (or [E, I]) and [E, H] in the dtype of x, or None.
+        gate_up_lora_a, gate_up_lora_b: float [E, r, H] and [E, 2I, r], the adapter of gate_up, or
+            None. The rows of gate_up_lora_b are in the order of gate_up's.
+        down_lora_a, down_lora_b: float [E, r, I] and [E, H, r], the adapter of down, or None.
+        activation: what stands between the products, as the text of a program, computed in float32
+            and rounded once: `fusion_moe.nn.activation` writes the text of a torch function,
+            `fusion_moe.nn.swiglu` that of the variants of SwiGLU. None: silu(gate) * up, gate above
+            up in the rows of gate_up.
+        scale_on: what w multiplies, the "output" of experts or, as in Llama-4, their "input".
+        activation_format: "bf16", "nvfp4", "int8", "mxfp8" or "mxfp8_wgrad_bf16", as in
+            `grouped_mm`.
+        weight_layout: the order of the weights' bytes, as in `grouped_mm`.
+        first_expert: the E experts here have the ids first_expert to first_expert + E - 1, and
+            others exist elsewhere: slots of any other id, including -1, add nothing, so the result
+            is a partial sum. None: all experts are here; -1 adds nothing, as for padding, and other
+            ids are an error. Slots that add nothing have zero gradients.
+        weight_format: the encoding of the weights, as in `grouped_mm`.
+        transposed: both weights are float tensors, [E, H, 2I] and [E, I, H].
+        lora_scale: the factor of the adapters.
 
-    gate_up_lora_a [E, r, H] and gate_up_lora_b [E, 2I, r], down_lora_a [E, r, I] and down_lora_b
-    [E, H, r], float: the adapters of the two weights, multiplied by lora_scale (see `grouped_mm`);
-    the rows of gate_up_lora_b are in the order of gate_up's.
+    Raises:
+        UnsupportedError: for an activation_format that the device does not have.
 
     Derivatives: with respect to x, w, biases, adapters, and float weights. Quantized weights are
     frozen. Source: the experts of Qwen3-MoE.
