@@ -1,5 +1,5 @@
 """Fused is never slower than what it replaces, on a CPU: every pointwise operation of the IR after
-a product, and the activations of all families of models, alone and between the products of experts.
+a product, and the activations of all families of models between the products of experts.
 
     python benchmarks/cpu_pointwise.py                   all; exits with 1 if one takes more than
                                                          1.05 of the time of eager torch
@@ -25,7 +25,6 @@ from torch.nn import functional as F
 
 import fusion_moe
 from fusion_moe import FusionDefinition
-from fusion_moe.ir.activation import activated, read
 from fusion_moe.ir.core import Fusion, OpKind
 from fusion_moe.ir.kinds.pointwise import TABLE
 from fusion_moe.ir.types import DTYPES
@@ -102,18 +101,6 @@ def _attributes(kind: OpKind, dtype: str) -> dict[str, str]:
     return {"dtype": "bf16" if dtype == "f32" else "f32"} if kind.name == "cast" else {}
 
 
-def activations() -> Iterator[tuple[str, Call, Call]]:
-    """Each activation by itself, in bfloat16."""
-    for name, (function, parts) in ACTIVATIONS.items():
-        x = torch.randn(ROWS, parts * WIDTH).bfloat16()
-        fd = FusionDefinition()
-        value = fd.from_pytorch(x)
-        y = activated(fd, value, read(activation(function, parts)))
-        fd.add_output(fd.ops.cast(y, dtype="bf16"))
-        fused = partial(fusion_moe.run, fd.fusion(), [x])
-        yield f"activation {name}", fused, lambda f=function, n=parts, x=x: f(*x.chunk(n, 1))
-
-
 def layers() -> Iterator[tuple[str, Call, Call]]:
     """Experts with each activation, as one program; eager: the function between two products."""
     ops = torch.ops.fusion_moe
@@ -156,7 +143,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a regular expression for labels")
     parser.add_argument("--rounds", type=int, default=200)
     told, slow = parser.parse_args(), []
-    for cases in (kinds(), activations(), layers()):
+    for cases in (kinds(), layers()):
         for label, fused, eager in cases:
             if re.search(told.only, label):
                 found = ratio(fused, eager, told.rounds)
