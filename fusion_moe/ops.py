@@ -380,8 +380,8 @@ def fused_experts(
         x: float [..., H], T tokens in all.
         ids: int64 or int32 [T, k], the experts of each token.
         w: float [T, k], the router's weights. Both may also have the leading dimensions of x.
-        gate_up, down: the parts of [E, 2I, H] and [E, H, I] in the encoding weight_format. Without a
-            gate, gate_up is up alone, [E, I, H].
+        gate_up, down: the parts of [E, 2I, H] and [E, H, I] in the encoding weight_format. Without
+            a gate, gate_up is up alone, [E, I, H].
         gate_up_bias, down_bias: [E, 2I] (or [E, I]) and [E, H] in the dtype of x, or None.
         gate_up_lora_a, gate_up_lora_b: float [E, r, H] and [E, 2I, r], the adapter of gate_up, or
             None. The rows of gate_up_lora_b are in the order of gate_up's.
