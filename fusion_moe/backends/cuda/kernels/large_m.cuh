@@ -114,9 +114,8 @@ struct LargeM {
     // fewest, which suffice if tiles are equally spaced (see Weights).
     static constexpr int MIN_PRODUCER_REGISTERS = REPEATS > 1 && TILE_M > 32 ? 32 : 64;
     static constexpr int REGISTER_POOL = 65536 / THREADS / 8 * 8 * (CONSUMERS + 1);
-    static constexpr int FAIR_REGISTERS =
+    static constexpr int CONSUMER_REGISTERS =
         (REGISTER_POOL - MIN_PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
-    static constexpr int CONSUMER_REGISTERS = FAIR_REGISTERS < 256 ? FAIR_REGISTERS : 256;
     static constexpr int PRODUCER_REGISTERS = REGISTER_POOL - CONSUMERS * CONSUMER_REGISTERS;
     static constexpr int WEIGHT_TILES = TILES_OF_K_BLOCK * CONSUMERS * REPEATS;  // in a K block
     static constexpr int TILE_N =
@@ -217,10 +216,11 @@ struct LargeM {
         if (size_class.concurrent_with_next) griddepcontrol_launch_dependents();
         if constexpr (SPLIT_K > 1) cluster_wait();  // barriers of other blocks are there
         if (threadIdx.x < WARPGROUP * CONSUMERS) {
-            setmaxnreg_inc<CONSUMER_REGISTERS>();
+            // Each thread of two warpgroups may have all registers that an instruction can name.
+            if constexpr (CONSUMERS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
             consume(s, shared);
         } else {
-            setmaxnreg_dec<PRODUCER_REGISTERS>();
+            if constexpr (CONSUMERS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();
             produce(s, shared);
         }
         griddepcontrol_launch_dependents();
