@@ -185,8 +185,13 @@ def _limited(program: Any, seconds: int) -> Iterator[None]:
 
 
 def _read(size: Any, get: Any, program: Any) -> bytes:
-    held = b" " * _checked(size(program))
-    _checked(get(program, held))
+    """What NVRTC writes into memory that it is given: one byte more than it needs, since Python
+    shares bytes objects of length 1.
+    """
+    count = _checked(size(program))
+    memory = bytes(count + 1)
+    _checked(get(program, memory))
+    held = memory[:count]
     return held.rstrip(b"\0") if size.__name__ == "nvrtcGetProgramLogSize" else held
 
 

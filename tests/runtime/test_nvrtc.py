@@ -44,6 +44,12 @@ def test_a_compilation_that_takes_too_long_is_ended(folder):
         assert build().read_bytes().startswith(b"\x7fELF")
 
 
+def test_a_log_of_one_byte_is_read_into_memory_of_its_own():
+    """Python shares bytes objects of length 1: NVRTC once wrote over all of b" "."""
+    build()
+    assert ord(b" ") == 32
+
+
 def test_a_folder_without_space(folder):
     folder.mkdir()
     if subprocess.run(
