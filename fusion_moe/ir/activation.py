@@ -102,7 +102,7 @@ def columns(fd: FusionDefinition, x: Value, parts: int, interleave: int) -> tupl
         return (x,)
     rows, width = x.type.shape[0], plain(x.type.shape[1])
     blocks = exact_div(width, parts * (interleave or 1))
-    if blocks is None or blocks == 0:
+    if blocks is None:
         raise ShapeError(
             f"{width} columns before the activation",
             expected=f"a multiple of {parts * (interleave or 1)}",
