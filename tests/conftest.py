@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import difflib
 import importlib.util
+import logging
 import os
 import re
 import shlex
@@ -111,9 +112,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow") or item.get_closest_marker("once")
     }
     items.sort(key=lambda item: item.path not in long)
+    folders = {TESTS / name for name in ONE_TORCH}
     for item in items:
-        folder = item.path.relative_to(TESTS).parts[0]
-        if folder in ONE_TORCH and not any(map(item.get_closest_marker, ("nvfuser", "thunder"))):
+        once = not folders.isdisjoint(item.path.parents)
+        if once and not any(map(item.get_closest_marker, ("nvfuser", "thunder"))):
             item.add_marker("once")
 
 
@@ -157,6 +159,18 @@ def _has_compiler() -> bool:
     from fusion_moe.frontends.inductor.compile_graph import has_compiler
 
     return has_compiler()
+
+
+@pytest.fixture(autouse=True)
+def no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    """Logs that tests read have nothing of torch's trace, which is written at any level: pytest
+    listens to loggers that do not propagate, if torch was imported before a test.
+    """
+    caplog.handler.addFilter(_is_no_trace)
+
+
+def _is_no_trace(record: logging.LogRecord) -> bool:
+    return record.name != "torch.__trace"
 
 
 @pytest.fixture(scope="session", autouse=True)
