@@ -317,7 +317,7 @@ def test_options_given_to_compile_hold_when_the_compiled_code_runs(monkeypatch):
         (
             {"options": {"fusion_moe.target": "tpu"}},
             errors.OptionError,
-            "target 'tpu'; expected one of auto, reference, cpu",
+            "target 'tpu'; expected one of auto, cpu, cuda, reference",
         ),
         (
             {"options": {"fusion_moe.target": "sm_100"}},

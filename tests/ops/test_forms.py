@@ -14,7 +14,7 @@ import fusion_moe
 from fusion_moe import options
 from fusion_moe.encodings import NVFP4
 from fusion_moe.errors import DtypeError, GroupsError, ShapeError, UnsupportedError
-from fusion_moe.nn import NVFP4Experts
+from fusion_moe.nn import NVFP4Experts, swiglu
 from fusion_moe.runtime.remembered import Remembered
 
 OPS = torch.ops.fusion_moe
@@ -96,9 +96,9 @@ def test_a_weight_that_was_changed_in_place_is_checked_again():
 def test_other_arguments_and_options_are_part_of_a_form():
     experts, token = layer(), call()
     plain = experts(*token)
-    experts.limit = 0.25
+    experts.activation = swiglu(limit=0.25)
     limited = experts(*token)
-    experts.limit = None
+    experts.activation = None
     assert not limited.equal(plain)
     assert experts(*token).equal(plain)
     with options.override(target="sm_100"), pytest.raises(UnsupportedError):

@@ -146,7 +146,7 @@ def test_refusals():
     a, offs = torch.randn(7, H).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
     q = weight("nvfp4", E, 96, H)
     with pytest.raises(
-        OptionError, match="grouped_mm: weight_format = 'fp5'; expected one of int4, mxfp4, nvfp4"
+        OptionError, match="grouped_mm: weight_format = 'fp5'; expected one of int4, nvfp4, mxfp4"
     ):
         ops.grouped_mm(a, list(q), offs, weight_format="fp5")
     with pytest.raises(

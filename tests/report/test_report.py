@@ -321,7 +321,9 @@ def test_a_target_that_is_not_here_is_shown_and_called_unexecuted(x):
 
 
 def test_an_unknown_target_raises(x):
-    with pytest.raises(OptionError, match="target 'sm_42'; expected one of auto, reference, cpu"):
+    with pytest.raises(
+        OptionError, match="target 'sm_42'; expected one of auto, cpu, cuda, reference"
+    ):
         fusion_moe.explain(Layer(), x, target="sm_42")
 
 

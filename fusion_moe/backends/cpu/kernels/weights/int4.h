@@ -1,5 +1,5 @@
-// INT4, as readers.py derives it from the descriptor: here, because wheels with kernels are built
-// where there is no torch.
+// INT4, as readers.py derives it from the descriptor: here, since wheels with kernels are built
+// where descriptors cannot be read.
 #pragma once
 
 #include "derived.h"
