@@ -11,7 +11,7 @@ import torch
 from hopper import ON_HOPPER
 from kernel_tables import use_variant
 from test_cuda_encodings import exact_weight, product
-from test_cuda_source import build, only, product_of, sass
+from test_cuda_source import build, needs_nvdisasm, only, product_of, sass
 
 from fusion_moe.arch import H200
 from fusion_moe.backends.cuda.variants import LargeM
@@ -39,6 +39,7 @@ LEVELS = {
 }
 
 
+@needs_nvdisasm
 @pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
 @pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
 def test_levels_compile_with_as_many_stages(level):
