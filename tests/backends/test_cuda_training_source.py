@@ -67,7 +67,7 @@ def derivative(
     down, gate_up = (groups, hidden, inner), (groups, 2 * inner, hidden)
     if kwargs.get("transposed"):
         down, gate_up = (groups, inner, hidden), (groups, hidden, 2 * inner)
-    biases = [meta(groups, 2 * inner), meta(groups, hidden)] if "biases" in how else []
+    biases = [meta(groups, 2 * inner), meta(groups, hidden)] if "activation" in kwargs else []
     weight_format = "bf16" if dtype == torch.bfloat16 else "f16"
     args = (
         meta(64, hidden),

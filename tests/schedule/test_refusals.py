@@ -11,6 +11,7 @@ from fusions import assert_same_bits, evaluate
 import fusion_moe
 from fusion_moe import FusionDefinition, options
 from fusion_moe.backends import TARGETS, backend_of, emit
+from fusion_moe.backends.cpu import readers
 from fusion_moe.backends.inexpressible import Inexpressible
 from fusion_moe.compile import compile_fusion, segments
 from fusion_moe.ir.core import Fusion
@@ -108,7 +109,7 @@ def test_no_fused_segment_is_on_the_reference():
 
 
 @pytest.mark.parametrize("target", [CPU, CUDA], ids=lambda target: target.name)
-def test_plans_and_sources_do_not_depend_on_what_is_installed(target, monkeypatch):
+def test_plans_and_sources_do_not_depend_on_what_is_installed(target, monkeypatch, tmp_path):
     """Tools to compile are only needed to run: plain torch stands in, and says why."""
 
     def emitted():
@@ -118,6 +119,7 @@ def test_plans_and_sources_do_not_depend_on_what_is_installed(target, monkeypatc
     before = emitted()
     monkeypatch.setattr("fusion_moe.runtime.nvrtc.why_missing", lambda: "NVRTC is missing")
     monkeypatch.setenv("CXX", "/nowhere/g++")
+    monkeypatch.setattr(readers, "SHIPPED", tmp_path)
     assert emitted() == before
     program = compile_fusion(product(thirds), target, options.current())
     why = "NVRTC is missing" if target is CUDA else "no C++ compiler: CXX='/nowhere/g++'"
