@@ -36,7 +36,7 @@ from results import table, write  # noqa: E402
 import fusion_moe  # noqa: E402
 import fusion_moe.transformers  # noqa: E402  (loads ModelOpt's directories)
 from fusion_moe.encodings import find, quantize  # noqa: E402
-from fusion_moe.nn.convert.contract import contract_of, experts_from  # noqa: E402
+from fusion_moe.nn.conversion.contract import contract_of, experts_from  # noqa: E402
 
 MODEL = EXAMPLES / "tiny_qwen3_moe"
 

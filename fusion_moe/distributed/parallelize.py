@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import OptionError, UnsupportedError, need_one_of
 from ..nn import Experts
-from ..nn.convert.contract import contract_of
+from ..nn.conversion.contract import contract_of
 from ..nn.frozen.projections import Projections
 from .all_to_all import AllToAll
 from .dispatch import TOKENS, Dispatcher, Gathered, Replicated, divide_forward, is_divided

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..encodings import ROW, Quantized
 from ..layouts.layout import as_bytes
 from ..nn import Experts
-from ..nn.convert.contract import contract_of
+from ..nn.conversion.contract import contract_of
 from ..nn.frozen.packed import relayout_
 from ..nn.frozen.projections import Projections
 from ..nn.lora.adapter import adapters_of

@@ -4,11 +4,11 @@ LoRA, which convert models to the latter.
 
 from ..ir.activation import swiglu
 from .config import NVFP4Config
-from .convert.contract import ExpertsContract, contract_of, experts_from
-from .convert.converters import convert
-from .convert.quantize import quantize_
-from .convert.register import register_converter, unregister_converter
-from .convert.traced_activation import activation
+from .conversion.contract import ExpertsContract, contract_of, experts_from
+from .conversion.converters import convert
+from .conversion.quantize import quantize_
+from .conversion.register import register_converter, unregister_converter
+from .conversion.traced_activation import activation
 from .frozen.custom import CustomExperts
 from .frozen.experts import Experts, NVFP4Experts
 from .frozen.grouped import GroupedSwiGLU, NVFP4GroupedLinear

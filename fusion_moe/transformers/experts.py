@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import recipe
 from ..ir.types import dtype_name
-from ..nn.convert.traced_activation import activation_of
+from ..nn.conversion.traced_activation import activation_of
 from ..nn.frozen.custom import in_steps
 from ..nn.local import local
 

@@ -12,7 +12,7 @@ from transformers.core_model_loading import ConversionOps
 from ..encodings import NVFP4, Quantized, check_finite
 from ..nn import quantize_
 from ..nn.config import NVFP4Config
-from ..nn.convert.contract import ExpertsContract, contract_of
+from ..nn.conversion.contract import ExpertsContract, contract_of
 from ..nn.frozen.base import quantized
 from ..nn.frozen.experts import quantize_gate_up
 from .operations import one

@@ -19,8 +19,8 @@ from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, UnsupportedError
 from ..nn import Llama4MoE
 from ..nn.config import NVFP4Config
-from ..nn.convert.contract import contract_of, experts_from
-from ..nn.convert.converters import convert
+from ..nn.conversion.contract import contract_of, experts_from
+from ..nn.conversion.converters import convert
 from ..nn.frozen.projections import Projections
 from .names import any_of, live_names, of_heads
 from .sources import INPUT_SCALES, ExpertsSource, Stored, find_experts, some, weights_of

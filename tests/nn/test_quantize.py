@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusion_moe
 from fusion_moe.encodings import NVFP4, dequantize, quantize
 from fusion_moe.errors import NonFiniteError, OptionError, ShapeError, UnsupportedError
-from fusion_moe.nn.convert import quantize as quantize_module
+from fusion_moe.nn.conversion import quantize as quantize_module
 
 transformers = pytest.importorskip("transformers")
 SMALL = {

@@ -15,7 +15,7 @@ from fusion_moe.encodings import BF16, NVFP4, Quantized
 from fusion_moe.errors import Error, OptionError, ParseError, UnsupportedError
 from fusion_moe.ir.activation import read
 from fusion_moe.nn import Experts, activation, swiglu
-from fusion_moe.nn.convert.traced_activation import activation_of
+from fusion_moe.nn.conversion.traced_activation import activation_of
 from tests.nn.test_padding import E, calls, padded, same_results, weight
 
 FUNCTIONS = {

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 import fusion_moe.transformers  # noqa: E402
 from fusion_moe import options  # noqa: E402
 from fusion_moe.ir.activation import read  # noqa: E402
-from fusion_moe.nn.convert.traced_activation import activation_of  # noqa: E402
+from fusion_moe.nn.conversion.traced_activation import activation_of  # noqa: E402
 from fusion_moe.recipe import MXFP8BlockScaling  # noqa: E402
 from tests.families.models import AnyConfig, class_of, decorated, randomized  # noqa: E402
 
