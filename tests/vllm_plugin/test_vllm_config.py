@@ -218,7 +218,7 @@ def test_ranks_with_tokens_of_their_own_on_gpus(monkeypatch: pytest.MonkeyPatch)
         (
             {"activation": MoEActivation.SWIGLUOAI},
             1,
-            swiglu(limit=7.0, alpha=1.702, up_offset=1.0),
+            swiglu(interleave=1, limit=7.0, alpha=1.702, up_offset=1.0),
         ),
         (
             {"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, "swiglu_limit": 5.0},
