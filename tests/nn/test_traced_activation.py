@@ -34,10 +34,11 @@ PARTS = {"squared relu": 1}
 def test_a_text_means_its_function(name, interleave):
     function, parts = FUNCTIONS[name], PARTS.get(name, 2)
     text = activation(function, parts, interleave)
-    columns = torch.randn(5, parts, 16) * 3
+    columns = torch.randn(5, parts, 16, generator=torch.Generator().manual_seed(0)) * 3
     x = columns.view(5, parts, -1, interleave or 16).transpose(1, 2).reshape(5, -1)
     (found,) = read(text).fusion.evaluate(x)
-    torch.testing.assert_close(found, function(*columns.unbind(1)), rtol=1e-6, atol=1e-6)
+    # 1 + erf cancels: an ulp of 1 times gate * up
+    torch.testing.assert_close(found, function(*columns.unbind(1)), rtol=1e-6, atol=1e-5)
     assert (read(text).parts, read(text).interleave) == (parts, interleave if parts == 2 else 0)
 
 
