@@ -45,7 +45,7 @@ from torch.nn.functional import linear, silu
 
 import fusion_moe
 from fusion_moe.encodings import MXFP4, NVFP4, Encoding, Quantized, dequantize, quantize
-from fusion_moe.runtime import isa
+from fusion_moe.runtime import isa, native
 from fusion_moe.runtime.host_memory import bandwidth, pages
 
 PAUSE = 0.07  # s; the threads of kt-kernel spin for up to 0.05
@@ -148,7 +148,8 @@ def copied(weights: Weights) -> Weights:
 
 
 def ours(weights: Weights, activation_format: str) -> Layer:
-    """The operation that nn.Experts calls."""
+    """The operation that nn.Experts calls, from C++ as after prepare_."""
+    native.use()
     (gate_up, down), how = (
         map(list, weights),
         {"weight_format": weights[0].encoding.name, "activation_format": activation_format},
