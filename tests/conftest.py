@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import difflib
 import importlib.util
 import logging
@@ -10,11 +9,8 @@ import os
 import re
 import shlex
 import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.metadata import distribution
 from pathlib import Path
 
 import hypothesis
@@ -62,31 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def _use_entry_points_of_this_tree() -> None:
-    """Where an older state or another checkout is installed, its entry points are hidden by those
-    that pyproject.toml has now, also from what a test starts.
-    """
-    text = (TESTS.parent / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.findall(r'^\[project\.entry-points\."?([\w.]+)"?\]\n((?:\w+ = .+\n)+)', text, re.M)
-    now = {f"{group}: {line}" for group, lines in found for line in lines.splitlines()}
-    installed = distribution("fusion_moe")
-    if now <= {f'{e.group}: {e.name} = "{e.value}"' for e in installed.entry_points}:
-        return
-    folder = tempfile.TemporaryDirectory()
-    atexit.register(folder.cleanup)
-    about = Path(folder.name) / "fusion_moe-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(installed.read_text("METADATA") or "")
-    (about / "entry_points.txt").write_text(
-        "".join(f"[{group}]\n{lines}\n" for group, lines in found).replace('"', "")
-    )
-    sys.path.insert(0, folder.name)
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([folder.name, *([before] if before else [])])
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    _use_entry_points_of_this_tree()
     if folder := config.getoption("--keep-definitions"):
         import judge
 

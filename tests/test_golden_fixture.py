@@ -54,7 +54,6 @@ def project(pytester: pytest.Pytester) -> pytest.Pytester:
     goldens.
     """
     pytester.makeini("[pytest]\ntestpaths = tests\nmarkers =\n    gpu\n    judges")
-    write(pytester, "pyproject.toml", "")
     write(pytester, "tests/conftest.py", CONFTEST)
     write(pytester, "tests/precompiled.py", IMPORTED)
     write(pytester, "tests/sub/test_inside.py", TWO_TESTS)
