@@ -1,11 +1,11 @@
 """The operations as typed and documented functions: each calls the operation of its name in
 `torch.ops.fusion_moe`, and does nothing else.
 
-    y = fusion_moe.ops.fused_experts(x, ids, w, gate_up, down)
+    y = fusion_moe.ops.fused_experts(x, ids, w, gate_up, down, weight_format="nvfp4")
 
 is traced as `torch.ops.fusion_moe.fused_experts`. What an operation computes is defined once, by
-its translator (translators/fusion_moe_translators/moe.py); schemas are in op_definitions.py, and a
-test compares them with these signatures.
+its translator (translators/fusion_moe_translators/moe.py); schemas are in
+definitions/operations.py, and a test compares them with these signatures.
 
 Letters: T tokens, k experts a token, M rows, E experts or G groups, H hidden and I intermediate
 features, K in-features, N out-features.

@@ -34,8 +34,7 @@ from ..ir.types import (
     TensorType,
     dtype_name,
 )
-from . import run as run_ops
-from . import translate
+from . import run, translate
 from .run import NAMESPACE, empty_outputs, flops
 from .traced import Sizes, equal, tensor_type
 
@@ -535,7 +534,7 @@ def _register() -> torch.library.Library:
         register_flop_formula(getattr(torch.ops.fusion_moe, spec.name), get_raw=True)(
             partial(_call_flops, spec)
         )
-    run_ops.register(lib)
+    run.register(lib)
     return lib
 
 

@@ -75,7 +75,6 @@ def swiglu(
     interleave: 0: columns of gate before columns of up; n: blocks of n columns alternate. limit:
     gate is clamped to at most limit, up to -limit .. limit; None: no clamping.
     """
-
     if interleave < 0:
         raise OptionError(
             f"interleave = {interleave}",
@@ -113,13 +112,13 @@ def columns(fd: FusionDefinition, x: Value, parts: int, interleave: int) -> tupl
             for p in range(parts)
         )
     divided = fd.ops.reshape(x, new_shape=(rows, blocks, parts, interleave))
-    made = []
+    split = []
     for p in range(parts):
         part = fd.ops.slice(
             divided, start_indices=(0, 0, p, 0), end_indices=(rows, blocks, p + 1, interleave)
         )
-        made.append(fd.ops.reshape(part, new_shape=(rows, blocks * interleave)))
-    return tuple(made)
+        split.append(fd.ops.reshape(part, new_shape=(rows, blocks * interleave)))
+    return tuple(split)
 
 
 @lru_cache(maxsize=256)
@@ -157,8 +156,8 @@ def _divided(fusion: Fusion, parts: int) -> Activation:
             _lines(fusion.ops[:count])[0] if fusion.ops else "no operations",
             f"first {'; '.join(_lines(wanted))}",
         )
-    made = {v.name: v for v in (*fusion.inputs, *(v for op in fusion.ops for v in op.outputs))}
-    inputs = tuple(made[name] for name in names)
+    by_name = {v.name: v for v in (*fusion.inputs, *(v for op in fusion.ops for v in op.outputs))}
+    inputs = tuple(by_name[name] for name in names)
     return Activation(fusion, parts, interleave, inputs, fusion.ops[count:])
 
 
@@ -204,9 +203,9 @@ def activated(fd: FusionDefinition, x: Value, activation: Activation) -> Value:
     """x [M, parts * N] -> the result [M, N], not yet rounded to the dtype of x."""
     wide = accumulated(x.type.dtype)
     parts = columns(fd, x, activation.parts, activation.interleave)
-    made = dict(zip(activation.inputs, [fd.ops.cast(p, dtype=wide) for p in parts], strict=True))
+    values = dict(zip(activation.inputs, [fd.ops.cast(p, dtype=wide) for p in parts], strict=True))
     for op in activation.body:
         attrs = {name: wide if attr == _WIDE else attr for name, attr in op.attrs.items()}
-        inputs = [made[v] if isinstance(v, Value) else v for v in op.inputs]
-        made.update(zip(op.outputs, fd.append(op.kind, inputs, attrs), strict=True))
-    return made[activation.fusion.outputs[0]]
+        inputs = [values[v] if isinstance(v, Value) else v for v in op.inputs]
+        values.update(zip(op.outputs, fd.append(op.kind, inputs, attrs), strict=True))
+    return values[activation.fusion.outputs[0]]

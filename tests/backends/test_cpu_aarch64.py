@@ -23,7 +23,7 @@ from fusion_moe import options
 from fusion_moe.backends import TARGETS, cpu
 from fusion_moe.backends.cpu import readers
 from fusion_moe.compile import compile_fusion
-from fusion_moe.definitions import operations as op_definitions
+from fusion_moe.definitions import operations
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.ir.binding import storage_shape
 from fusion_moe.ir.core import Fusion
@@ -106,8 +106,8 @@ def check(source: str, folder: Path) -> None:
 
 
 def fusion_of(name: str, *args: object) -> Fusion:
-    call = op_definitions.bind(op_definitions.SPECS[name], args, {})
-    return op_definitions.fusion_of(name, op_definitions.eager_types(call), call.others)
+    call = operations.bind(operations.SPECS[name], args, {})
+    return operations.fusion_of(name, operations.eager_types(call), call.others)
 
 
 def expert_mlp_args() -> list[torch.Tensor]:

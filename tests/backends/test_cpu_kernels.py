@@ -33,7 +33,7 @@ from fusion_moe import FusionDefinition, options
 from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cpu import readers
 from fusion_moe.compile import lower
-from fusion_moe.definitions import operations as op_definitions
+from fusion_moe.definitions import operations
 from fusion_moe.encodings import NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.ir.core import Fusion
@@ -336,8 +336,8 @@ def test_sizes_that_a_tracer_knows(name, tokens, slots):
     """One token, or one slot, is what graphs are specialized for."""
     routing = Routing(torch.arange(tokens * slots).view(tokens, slots) % G, G)
     args, kwargs = expert_mlp(name, torch.bfloat16, routing)
-    call = op_definitions.bind(op_definitions.SPECS["expert_mlp"], args, kwargs)
-    fusion = op_definitions.fusion_of("expert_mlp", call.types(lambda arg, dim, n: n), call.others)
+    call = operations.bind(operations.SPECS["expert_mlp"], args, kwargs)
+    fusion = operations.fusion_of("expert_mlp", call.types(lambda arg, dim, n: n), call.others)
     check_segments(
         fusion, TIERS[0], [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
     )

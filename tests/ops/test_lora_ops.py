@@ -19,7 +19,7 @@ from torch.library import opcheck
 import fusion_moe
 from fusion_moe.backends import TARGETS
 from fusion_moe.compile import lower
-from fusion_moe.definitions import operations as op_definitions
+from fusion_moe.definitions import operations
 from fusion_moe.encodings import ENCODINGS, dequantize, quantize
 from fusion_moe.errors import DtypeError, ShapeError
 from fusion_moe.ir.derivative import differentiate
@@ -244,10 +244,8 @@ def test_the_cpu_adds_products_before_it_stores_them():
         "weight_format": "bf16",
         "lora_scale": SCALE,
     }
-    bound = op_definitions.bind(op_definitions.SPECS["fused_experts"], tensors, options)
-    fusion = op_definitions.fusion_of(
-        "fused_experts", op_definitions.eager_types(bound), bound.others
-    )
+    bound = operations.bind(operations.SPECS["fused_experts"], tensors, options)
+    fusion = operations.fusion_of("fused_experts", operations.eager_types(bound), bound.others)
     made = differentiate(fusion, [0, 2, *range(len(fusion.inputs) - 4, len(fusion.inputs))])
     for program, kind, counts in (
         (made.forward, "grouped_mm", [1, 2, 1, 2]),

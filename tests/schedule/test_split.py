@@ -16,7 +16,7 @@ import fusion_moe
 from fusion_moe import FusionDefinition, options, schedule
 from fusion_moe.backends import TARGETS
 from fusion_moe.compile import segments
-from fusion_moe.definitions import operations as op_definitions
+from fusion_moe.definitions import operations
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.frontends.inductor.compile_graph import compile_calls
 from fusion_moe.frontends.inductor.fusion_pass import FusionPass
@@ -166,8 +166,8 @@ def tokens(dtype=torch.bfloat16, count: int = 5, groups: int = G):
 
 
 def fusion_of_call(name: str, *args, **kwargs) -> Fusion:
-    call = op_definitions.bind(op_definitions.SPECS[name], args, kwargs)
-    return op_definitions.fusion_of(name, op_definitions.eager_types(call), call.others)
+    call = operations.bind(operations.SPECS[name], args, kwargs)
+    return operations.fusion_of(name, operations.eager_types(call), call.others)
 
 
 def small_ops(x, ids, w, *weights):

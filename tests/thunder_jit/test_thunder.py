@@ -30,8 +30,7 @@ import fusion_moe
 from fusion_moe import errors, options, translator
 from fusion_moe.backends import TARGETS
 from fusion_moe.compile import lower
-from fusion_moe.definitions import operations as op_definitions
-from fusion_moe.definitions import translate
+from fusion_moe.definitions import operations, translate
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ops import topk_router
 from fusion_moe.thunder import thunder_executors
@@ -145,8 +144,8 @@ def test_one_program_many_doors():
         return O.combine(O.nvfp4_grouped_mm(y, *parts[3:], ends), slot_of, w)
 
     x = bf16(5)
-    call = op_definitions.bind(op_definitions.SPECS["expert_mlp"], (x, ids, w, *parts), {})
-    eager = op_definitions.fusion_of("expert_mlp", call.types(lambda name, i, n: n), call.others)
+    call = operations.bind(operations.SPECS["expert_mlp"], (x, ids, w, *parts), {})
+    eager = operations.fusion_of("expert_mlp", call.types(lambda name, i, n: n), call.others)
     doors = [eager, *(region.fusion for f in (one, small) for region in found(f, x).regions)]
     assert len(doors) == 3
     assert len({kernels(fusion) for fusion in doors}) == 1

@@ -56,7 +56,7 @@ def activation(function: Callable[..., Tensor], parts: int = 2, interleave: int 
         ) from error
 
 
-_found = WeakKeyDictionary[Any, tuple[Hashable, dict[bool, str | None]]]()  # by module
+_traced = WeakKeyDictionary[Any, tuple[Hashable, dict[bool, str | None]]]()  # by module
 
 
 def activation_of(module: Any, as_stored: bool = False) -> str | None:
@@ -66,10 +66,10 @@ def activation_of(module: Any, as_stored: bool = False) -> str | None:
 
     as_stored: gate and up in the order of the module's weights; otherwise gate above up.
     """
-    numbers, found = _numbers(module), _found.get(module)
-    if found is None or found[0] != numbers:
-        _found[module] = found = numbers, _of_module(module)
-    return found[1][as_stored]
+    numbers, cached = _numbers(module), _traced.get(module)
+    if cached is None or cached[0] != numbers:
+        _traced[module] = cached = numbers, _of_module(module)
+    return cached[1][as_stored]
 
 
 # torch.compiler.assume_constant_result or disable, which would import the tracer. What a module's
@@ -181,7 +181,7 @@ class _Columns:
         """What the graph computes of the parts."""
         if len({turns for _, turns in self.part_of.values()}) > 1:
             raise Untranslatable("gate and up in two orders")
-        made: dict[Any, Any] = {n: parts[part] for n, (part, _) in self.part_of.items()}
+        values: dict[Any, Any] = {n: parts[part] for n, (part, _) in self.part_of.items()}
         kind = parts[0].type
 
         def value(a: Any) -> Any:
@@ -189,7 +189,7 @@ class _Columns:
                 return tuple(map(value, a))
             if not isinstance(a, Node):
                 return plain_argument(a, Sizes())
-            return made[a]
+            return values[a]
 
         for n in self.nodes:
             if n.op == "output":
@@ -197,7 +197,7 @@ class _Columns:
             if n in self.positions:
                 continue
             if n.target is operator.getitem:
-                made[n] = made[n.args[0]][n.args[1]]
+                values[n] = values[n.args[0]][n.args[1]]
                 continue
             translator = translate.find(n.target.name())
             if translator is None:
@@ -205,7 +205,7 @@ class _Columns:
             vals = n.meta["val"] if isinstance(n.meta["val"], tuple) else (n.meta["val"],)
             args, kwargs = value(n.args), {k: value(v) for k, v in n.kwargs.items()}
             outputs = translator(fd, args, kwargs, [_type(v, kind) for v in vals])
-            made[n] = outputs if isinstance(n.meta["val"], tuple) else outputs[0]
+            values[n] = outputs if isinstance(n.meta["val"], tuple) else outputs[0]
         raise AssertionError("a graph without output")
 
 
