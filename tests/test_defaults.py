@@ -12,8 +12,20 @@ from experts import experts
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.backends.cpu import readers
-from fusion_moe.encodings import INT4, MXFP4, NVFP4, dequantize, quantize
+from fusion_moe.backends.cuda import readers as cuda_readers
+from fusion_moe.encodings import (
+    INT4,
+    MXFP4,
+    NVFP4,
+    Element,
+    Encoding,
+    Scale,
+    dequantize,
+    quantize,
+)
 from fusion_moe.frontends.meaning import drawn
+from fusion_moe.ir.activation import read
+from fusion_moe.nn import swiglu
 from fusion_moe.report.repro import random_inputs
 from fusion_moe.runtime import build, isa
 
@@ -49,6 +61,25 @@ def test_a_layer(dtype):
     for target in "auto", "reference":
         with default_dtype(dtype), options.override(target=target):
             torch.testing.assert_close(module(*args), want)
+
+
+def look_up_format() -> tuple[object, ...]:
+    """What is derived from a format's table: its codes, and its reader's text."""
+    element = Element.look_up("quarters", [i / 4 for i in range(16)])
+    of = Encoding("quarters", element, (Scale("scale", torch.float16, 32, lambda amax, _: amax),))
+    return element.values, element.affine, tuple(cuda_readers._descriptor(of, tiled=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "make",
+    [look_up_format, lambda: str(read.__wrapped__(swiglu(limit=7.0)))],
+    ids=["format", "activation"],
+)
+def test_what_is_derived_once(make, dtype):
+    want = make()
+    with default_dtype(dtype), torch.device("meta"):
+        assert make() == want
 
 
 @pytest.mark.compiler  # to build what comes with the package

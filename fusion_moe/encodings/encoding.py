@@ -72,7 +72,7 @@ class Element:
         """Numbers from a table: code i is values[i], for 2, 4, 16 or 256 of them. A tie goes to the
         smaller one. OptionError for NaN or infinity among them.
         """
-        table = torch.tensor(values, dtype=torch.float32)
+        table = torch.tensor(values, dtype=torch.float32, device="cpu")
         bits = len(values).bit_length() - 1
         if not table.isfinite().all() or len(values) != 2**bits:
             raise OptionError(
@@ -109,7 +109,7 @@ class Element:
         """The number of each code of up to 8 bits; () for wider ones."""
         if self.bits > 8:
             return ()
-        codes = torch.arange(2**self.bits, dtype=torch.uint8)
+        codes = torch.arange(2**self.bits, dtype=torch.uint8, device="cpu")
         found = self.decode(codes.int()) if self.decode else codes.view(self.dtype).float()
         return tuple(found.tolist())
 

@@ -175,7 +175,7 @@ def _checked(activation: Activation) -> Activation:
             raise _refused(f"{op.kind.name} of {', '.join(map(str, op.types()))}", "pointwise")
     width = activation.parts * (activation.interleave or 1)
     with real_tensors():
-        (y,) = activation.fusion.evaluate(torch.zeros(1, width))
+        (y,) = activation.fusion.evaluate(torch.zeros(1, width, dtype=torch.float32))
         finite = bool(y.isfinite().all())
     if not finite:
         raise _refused("NaN or infinity for columns of zeros", "a finite number")

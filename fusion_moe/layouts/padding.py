@@ -110,5 +110,5 @@ def _zero(encoding: Encoding) -> int:
     element = encoding.element
     if element.encode is None:
         return 0
-    code = int(element.encode(torch.zeros(1)))
+    code = int(element.encode(torch.zeros(1, dtype=torch.float32, device="cpu")))
     return sum(code << i * element.bits for i in range(element.per_item))

@@ -69,7 +69,7 @@ def random_inputs(fusion: Fusion, seed: int, sizes: dict[str, int] | None = None
 def _random(v: Value, fusion: Fusion, env: dict[str, int], generator: torch.Generator) -> Tensor:
     shape = storage_shape(v.type, env)
     if v.type.dtype in FLOATS:
-        numbers = torch.randn(shape, generator=generator)
+        numbers = torch.randn(shape, generator=generator, dtype=torch.float32)
         return (numbers.abs() / 100 if _is_matrix_scale(v, fusion) else numbers).to(
             DTYPES[v.type.dtype]
         )

@@ -207,7 +207,7 @@ def _rounding_of_weights(product: Op, backend: str) -> float:
 def _digits(encoding: Encoding) -> float:
     """How many significant binary digits a code times its first scale may have."""
     element, scale = encoding.element, encoding.scales[0].dtype
-    codes = torch.arange(2**element.bits, dtype=torch.uint8)
+    codes = torch.arange(2**element.bits, dtype=torch.uint8, device="cpu")
     numbers = element.decode(codes) if element.decode else codes.view(element.dtype).float()
     whole = numbers[numbers.isfinite() & (numbers != 0)].frexp().mantissa.mul(2**24).int()
     return 24 - math.log2((whole & -whole).min().item()) + 1 - math.log2(torch.finfo(scale).eps)

@@ -192,7 +192,7 @@ def _scale(i: int, scale: Scale, tiled: bool) -> list[str]:
 
 def _recoded(scale: Scale) -> list[float]:
     """What each byte means that a tile stores for a scale."""
-    stored = scale.recoding.inverse(torch.arange(256, dtype=torch.uint8))
+    stored = scale.recoding.inverse(torch.arange(256, dtype=torch.uint8, device="cpu"))
     values = stored.view(scale.dtype).float()
     return (values.reciprocal() if scale.divides else values).tolist()
 
@@ -203,7 +203,8 @@ def _function(declaration: str, value: str) -> list[str]:
 
 
 def _look_up(name: str, values: list[float] | tuple[float, ...]) -> list[str]:
-    bits = ", ".join(hex(b & 0xFFFFFFFF) for b in torch.tensor(values).view(torch.int32).tolist())
+    words = torch.tensor(values, dtype=torch.float32, device="cpu").view(torch.int32).tolist()
+    bits = ", ".join(hex(word & 0xFFFFFFFF) for word in words)
     return [
         f"static __device__ __forceinline__ float {name}(u32 code) {{",
         f"    static const u32 bits[] = {{{bits}}};",

@@ -91,7 +91,7 @@ def matrices(w: Quantized) -> tuple[Tensor, Tensor, Tensor]:
     )
     wide = _blocks(codes, BLOCK).unflatten(-1, (-1, _CODES))
     scaled = (wide * ratios[..., None] + 128) >> 8
-    of_matrix = w[2] if len(w) > 2 else torch.ones(lead, device=packed.device)
+    of_matrix = w[2] if len(w) > 2 else torch.ones(lead, dtype=torch.float32, device=packed.device)
     runs = of_matrix.reshape(*lead, -1)
     factors = runs.repeat_interleave(n // runs.shape[-1], -1)
     return scaled.flatten(-2).float(), _steps(largest, some, largest / _CODES), factors
