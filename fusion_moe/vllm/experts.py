@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.platforms import current_platform
@@ -16,6 +17,7 @@ from ..encodings import Encoding, Quantized
 from ..errors import ShapeError, UnsupportedError
 from ..nn import Experts, prepare_, swiglu
 from ..runtime.host_memory import pages
+from ..runtime.precompile import preparing
 from .log import logger
 from .scales import check_scales
 
@@ -137,6 +139,7 @@ class ExpertsMethod(FusedMoEMethodBase):
         )
         layer.fusion_moe.first_expert = self.first_expert
         prepare_(layer.fusion_moe)
+        self._compile(layer.fusion_moe, w2)
         on = backends.find(options.current().target, w2.device).name
         logger.info_once(
             "fusion_moe serves experts in %s, activations in %s, on %s",
@@ -144,6 +147,19 @@ class ExpertsMethod(FusedMoEMethodBase):
             self.moe.in_dtype,
             on,
         )
+
+    def _compile(self, experts: Experts, w2: Quantized) -> None:
+        """Compiles the kernels for all numbers of tokens, so that no request waits for a compiler.
+        Layers of one shape share them.
+        """
+        where, hidden = w2.device, w2.shape[-2]
+        # 1 token makes a program of its own
+        with preparing("all"), torch.inference_mode():
+            for tokens in (1, 2, 3):
+                x = torch.zeros(tokens, hidden, dtype=self.moe.in_dtype, device=where)
+                slots = tokens, self.moe.experts_per_token
+                ids = torch.zeros(slots, dtype=torch.int32, device=where)
+                experts(x, ids, torch.zeros(slots, dtype=torch.float32, device=where))
 
     def apply(
         self,
