@@ -29,7 +29,10 @@ def page(files: Sequence[Mapping[str, Any]]) -> Path:
     draw(results, DOCS / "performance" / f"cpu_moe_{m['tier']}.svg", f"{m['cpu']}, one token")
     where = ", ".join(f"{k} {v}" for k, v in m.items())
     return write(
-        f"layers_{m['tier']}", "cpu_moe.py", where, *(layer(*key, r) for key, r in results.items())
+        f"layers_{m['tier']}",
+        "benchmarks/cpu_moe.py",
+        where,
+        *(layer(*key, r) for key, r in results.items()),
     )
 
 

@@ -331,7 +331,14 @@ def page(file: Path) -> None:
     """Writes the table of a run."""
     rows = [json.loads(text) for text in file.read_text().splitlines()]
     title = f"{rows[0]['ranks']} x {rows[0]['device']}, torch {rows[0]['torch']}:"
-    print(write("parallel", "h100_parallel.py", title, "\n".join([HEAD, RULE, *map(line, rows)])))
+    print(
+        write(
+            "parallel",
+            "benchmarks/h100_parallel.py",
+            title,
+            "\n".join([HEAD, RULE, *map(line, rows)]),
+        )
+    )
 
 
 def run(args: argparse.Namespace, **where: Any) -> None:

@@ -51,7 +51,7 @@ def page(rows: Sequence[Row]) -> Path:
         draw([row for row in of_mlp if row["routing"] == "uniform"], DOCS / "h200.svg")
     return write(
         f"cells_{card.lower()}",
-        "h200_page.py",
+        "benchmarks/h200_page.py",
         *lines,
         summary(rows),
         overview(of_mlp),

@@ -128,7 +128,7 @@ def main() -> None:
     )
     size = sum(len(text.encode()) for text in texts)
     found = f"{size:,} bytes of held-out text; {versions}", measured(texts)
-    print(write("quality", "quality.py", *found))
+    print(write("quality", "benchmarks/quality.py", *found))
 
 
 if __name__ == "__main__":

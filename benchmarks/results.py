@@ -17,9 +17,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def write(name: str, by: str, *parts: str) -> Path:
-    """Makes a page of these parts; by: the script that measures them."""
+    """Makes a page of these parts; by: the script that measures them, from the root."""
     page = RESULTS / f"{name}.md"
-    head = f"# {name}\n\nWritten by `benchmarks/{by}`."
+    head = f"# {name}\n\nWritten by `{by}`."
     page.write_text("\n\n".join((head, *parts)) + "\n", encoding="utf-8")
     return page
 

@@ -1,0 +1,106 @@
+"""This library in vLLM on a GPU, beside vLLM's own kernels, in vLLM's default mode.
+
+    python tools/vllm_gpu FOLDER [--models nvfp4 mxfp4] [--together] [--soak 600]
+
+Needs a GPU and vLLM. Makes models with random weights in FOLDER, measures an engine of each kind of
+experts, then a server with clients, and writes FOLDER/serving.json; `--page` only writes
+benchmarks/results/serving.md from it. --together starts the engines of all kinds at the same time,
+which takes more of the GPU's memory, and measures them one at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "benchmarks")]
+
+import models
+import page
+import server
+
+OURS = "fusion_moe"
+# kinds of experts: vLLM's options
+KINDS = {OURS: ["--quantization", OURS], "vllm": [], "marlin": ["--moe-backend", "marlin"]}
+CLIENTS, PORT = (16, 64), 8123
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="vllm_gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--models", nargs="+", choices=models.NAMES, default=models.NAMES)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--lengths", type=int, default=500, help="how many new lengths of prompts")
+    parser.add_argument("--parts", nargs="+", default=["engine", "server"])
+    parser.add_argument("--together", action="store_true")
+    parser.add_argument("--soak", type=float, default=0, help="seconds")
+    parser.add_argument("--page", action="store_true")
+    asked = parser.parse_args()
+    record = asked.folder / "serving.json"
+    if not asked.page:
+        record.write_text(json.dumps(_measured(asked)))
+    page.page(json.loads(record.read_text()))
+
+
+def _measured(asked: argparse.Namespace) -> dict[str, Any]:
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    made = {name: models.make(asked.folder, name, asked.layers) for name in asked.models}
+    found: dict[str, Any] = {
+        "versions": {n: importlib.metadata.version(n) for n in ("vllm", "torch")}
+    }
+    if "engine" in asked.parts:
+        found["engines"] = _engines(asked, made)
+    if "server" in asked.parts:
+        found["servers"] = {name: _servers(asked, path) for name, path in made.items()}
+    return found
+
+
+def _engines(asked: argparse.Namespace, made: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    running = {}
+    for model, path in made.items():
+        for kind in asked.kinds:
+            out = asked.folder / f"{model}-{kind}.json"
+            out.unlink(missing_ok=True)
+            command = [sys.executable, str(Path(__file__).parent / "engine.py"), str(path)]
+            command += [*KINDS[kind], "--out", str(out), "--lengths", str(asked.lengths)]
+            command += ["--turn", str(asked.folder / "turn")] if asked.together else []
+            with out.with_suffix(".log").open("w") as log:
+                started = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            running[model, kind] = started, out
+            if not asked.together:
+                started.wait()
+    found: dict[str, dict[str, Any]] = {model: {} for model in made}
+    for (model, kind), (started, out) in running.items():
+        if started.wait():
+            print(f"{model} with {kind} failed: see {out.with_suffix('.log')}", file=sys.stderr)
+        else:
+            found[model][kind] = json.loads(out.read_text())
+    return found
+
+
+def _servers(asked: argparse.Namespace, path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in asked.kinds:
+        with server.serving(path, PORT, *KINDS[kind]) as running:
+            found[kind] = {"start_s": running.start_s}
+            found[kind] |= {str(n): server.latencies(running, n) for n in CLIENTS}
+            if asked.soak and kind == OURS:
+                found["soak"] = server.soak(running, CLIENTS[-1], asked.soak)
+    if soaked := found.get("soak"):  # the server was killed; another one finds its caches
+        with server.serving(path, PORT, *KINDS[OURS]) as running:
+            soaked["restart_s"] = running.start_s
+            again = running.greedy(soaked["prompt"])
+            soaked["same after a restart"] = [t for t, _ in again] == [
+                t for t, _ in soaked["alone"]
+            ]
+    return found
+
+
+if __name__ == "__main__":
+    main()

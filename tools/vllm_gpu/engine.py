@@ -1,0 +1,182 @@
+"""One engine of vLLM in this process, with its default settings: what it says and how fast it is.
+
+    python tools/vllm_gpu/engine.py MODEL --quantization fusion_moe --out FILE.json
+
+Prompts are token ids. `--turn FILE` is a lock: engines that start side by side are measured one at
+a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from vllm import LLM, SamplingParams
+
+SEQUENCES, PREFILL, LONGEST = (1, 8, 64, 256), 8191, 8192
+_SHORT, _LONG = 32, 96  # generated tokens: a step is their difference in time
+_TIMES = 3
+
+
+class Engine:
+    """An engine, and prompts for it."""
+
+    def __init__(self, model: str, **options: Any):
+        begun = time.perf_counter()
+        self.llm = LLM(
+            model=model,
+            dtype="bfloat16",
+            max_model_len=LONGEST + 1024,
+            max_num_batched_tokens=LONGEST,
+            max_num_seqs=max(SEQUENCES),
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=2 << 30,
+            gpu_memory_utilization=0.1,  # what must be free at the start: others may run here
+            disable_log_stats=True,
+            seed=0,
+            **options,
+        )
+        torch.cuda.synchronize()
+        self.start_s = time.perf_counter() - begun
+        self.vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+
+    def prompts(self, count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
+        """Random ones, the same for the same seed."""
+        drawn = random.Random(seed)
+        return [
+            {"prompt_token_ids": [drawn.randrange(10, self.vocabulary) for _ in range(length)]}
+            for _ in range(count)
+        ]
+
+    def generate(self, prompts: Any, tokens: int, **asked: Any) -> Any:
+        """Greedily, this many tokens for each."""
+        wanted = SamplingParams(
+            max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, **asked
+        )
+        return self.llm.generate(prompts, wanted, use_tqdm=False)
+
+    def seconds(self, prompts: Any, tokens: int) -> float:
+        """The time of a call of `generate`."""
+        begun = time.perf_counter()
+        self.generate(prompts, tokens)
+        return time.perf_counter() - begun
+
+    def gpu_us(self, prompts: Any, tokens: int) -> dict[str, float]:
+        """The time of each kernel in a call."""
+        with profile(activities=[ProfilerActivity.CUDA]) as prof:
+            self.generate(prompts, tokens)
+        found: dict[str, float] = {}
+        for event in prof.events():
+            if event.device_time_total and "Memcpy" not in event.name:
+                found[event.name] = found.get(event.name, 0.0) + event.device_time_total
+        return found
+
+
+def numbers(engine: Engine) -> list[dict[str, Any]]:
+    """What it says for six prompts: greedy tokens, and log-probabilities of the prompts."""
+    prompts = engine.prompts(6, 48, seed=11)
+    answers = engine.generate(prompts, 24, prompt_logprobs=0)
+    return [
+        {
+            "tokens": list(answer.outputs[0].token_ids),
+            "logprobs": [
+                at[token].logprob
+                for at, token in zip(
+                    answer.prompt_logprobs[1:], prompt["prompt_token_ids"][1:], strict=True
+                )
+            ],
+        }
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def decode(engine: Engine, sequences: int) -> dict[str, Any]:
+    """A step by the clock, and its GPU time with that of each kernel."""
+    prompts = engine.prompts(sequences, 32, seed=sequences)
+    engine.generate(prompts, 8)
+    times = [
+        (engine.seconds(prompts, _LONG) - engine.seconds(prompts, _SHORT)) / (_LONG - _SHORT)
+        for _ in range(_TIMES)
+    ]
+    few, many = engine.gpu_us(prompts, 1), engine.gpu_us(prompts, 9)
+    kernels = {name: (us - few.get(name, 0.0)) / 8 for name, us in many.items()}
+    return {
+        "ms": [1e3 * t for t in sorted(times)],
+        "gpu_us": sum(kernels.values()),
+        "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1])[:30]),
+    }
+
+
+def prefill(engine: Engine) -> dict[str, Any]:
+    """One long prompt."""
+    prompts = engine.prompts(1, PREFILL, seed=3)
+    times = [engine.seconds(prompts, 1) for _ in range(_TIMES + 1)][1:]
+    kernels = engine.gpu_us(prompts, 1)
+    return {
+        "ms": [1e3 * t for t in sorted(times)],
+        "gpu_us": sum(kernels.values()),
+        "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1])[:30]),
+    }
+
+
+def lengths(engine: Engine, count: int) -> dict[str, Any]:
+    """Prompts of drawn lengths that the engine has not had: how long the first time takes, beside
+    the second.
+    """
+    drawn = random.Random(7).sample(range(1, LONGEST), count)
+    found = []
+    for n in drawn:
+        prompts = engine.prompts(1, n, seed=n)
+        found.append((n, 1e3 * engine.seconds(prompts, 1), 1e3 * engine.seconds(prompts, 1)))
+    extra = [first - second for _, first, second in found]
+    return {
+        "longest_extra_ms": max(extra),
+        "median_extra_ms": statistics.median(extra),
+        "all": found,
+    }
+
+
+def measured(engine: Engine, count: int) -> dict[str, Any]:
+    """Everything of an engine, with this many lengths of prompts."""
+    engine.generate(engine.prompts(2, 20, seed=1), 4)
+    return {
+        "start_s": engine.start_s,
+        "gpu": torch.cuda.get_device_name(),
+        "reserved_gib": torch.cuda.memory_reserved() / 2**30 - 2,
+        "numbers": numbers(engine),
+        "decode": {n: decode(engine, n) for n in SEQUENCES},
+        "prefill": prefill(engine),
+        "lengths": lengths(engine, count),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--quantization")
+    parser.add_argument("--moe-backend")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--lengths", type=int, default=500)
+    parser.add_argument("--turn", type=Path)
+    asked = parser.parse_args()
+    given = {"quantization": asked.quantization, "moe_backend": asked.moe_backend}
+    engine = Engine(asked.model, **{name: value for name, value in given.items() if value})
+    with (asked.turn or Path(os.devnull)).open("w") as turn:
+        if asked.turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+        asked.out.write_text(json.dumps(measured(engine, asked.lengths)))
+
+
+if __name__ == "__main__":
+    main()

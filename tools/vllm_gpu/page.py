@@ -1,0 +1,109 @@
+"""Writes what tools/vllm_gpu measured into benchmarks/results/serving.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from results import table, write
+
+OURS = "fusion_moe"
+Found = Mapping[str, Any]
+
+
+def page(record: Found) -> Path:
+    """Writes the page. record: what a run of this tool found."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    parts = [f"{versions}. Ratios: how many times as fast as the fastest of vLLM's own."]
+    for model, kinds in record.get("engines", {}).items():
+        parts += [f"## {model}: engine", _engine(kinds), *_numbers(kinds)]
+    for model, kinds in record.get("servers", {}).items():
+        parts += [f"## {model}: server", _server(kinds), *_soak(kinds.get("soak"))]
+    return write("serving", "tools/vllm_gpu", *parts)
+
+
+def _engine(kinds: Found) -> str:
+    """A row for each kind of experts: medians by the clock, and times on the GPU."""
+    first = next(iter(kinds.values()))
+    cells = [*(("decode", n) for n in first["decode"]), ("prefill", None)]
+
+    def of(kind: str, cell: tuple[str, Any], what: str) -> float:
+        found = kinds[kind][cell[0]]
+        found = found if cell[1] is None else found[cell[1]]
+        return statistics.median(found["ms"]) if what == "clock" else found["gpu_us"] / 1e3
+
+    head = [first["gpu"], *(f"{n} sequences" for n in first["decode"]), "prefill of 8,191"]
+    rows = []
+    for what in "clock", "GPU":
+        times = {kind: [of(kind, cell, what) for cell in cells] for kind in kinds}
+        others = [found for kind, found in times.items() if kind != OURS]
+        rows += [[f"{kind}, ms by the {what}", *map(_ms, found)] for kind, found in times.items()]
+        if OURS in times and others:
+            best = [min(found) for found in zip(*others, strict=True)]
+            ratios = (b / t for b, t in zip(best, times[OURS], strict=True))
+            rows.append([f"ratio by the {what}", *(f"{ratio:.2f}x" for ratio in ratios)])
+    other = [
+        [
+            kind,
+            f"{found['start_s']:.0f}",
+            f"{found['reserved_gib']:.2f}",
+            f"{found['lengths']['longest_extra_ms']:.0f}",
+        ]
+        for kind, found in kinds.items()
+    ]
+    legend = "start, s", "memory without the cache, GiB", "longest extra of a new length, ms"
+    return table(head, rows) + "\n\n" + table(["experts", *legend], other)
+
+
+def _numbers(kinds: Found) -> Iterator[str]:
+    """How ours differ from those of the others."""
+    if OURS not in kinds:
+        return
+    for kind, found in kinds.items():
+        if kind == OURS:
+            continue
+        pairs = list(zip(kinds[OURS]["numbers"], found["numbers"], strict=True))
+        apart = [
+            abs(a - b) for x, y in pairs for a, b in zip(x["logprobs"], y["logprobs"], strict=True)
+        ]
+        same = sum(x["tokens"] == y["tokens"] for x, y in pairs)
+        yield (
+            f"Log-probabilities differ from those with {kind} by {statistics.mean(apart):.4f} on "
+            f"average, {max(apart):.3f} at most; the same 24 tokens for {same} of {len(pairs)} "
+            "prompts."
+        )
+
+
+def _server(kinds: Found) -> str:
+    rows = []
+    for kind, found in kinds.items():
+        for clients in (key for key in found if key.isdigit()):
+            of = found[clients]
+            rows.append(
+                [
+                    f"{kind}, {clients} clients",
+                    f"{of['median_ttft_ms']:.0f}, {of['p99_ttft_ms']:.0f}",
+                    f"{of['median_itl_ms']:.1f}, {of['p99_itl_ms']:.1f}",
+                    f"{of['output_throughput']:.0f}",
+                    f"{found['start_s']:.0f}",
+                ]
+            )
+    head = "median and p99 to the first token, ms", "between tokens, ms", "tokens/s", "start, s"
+    return table(["", *head], rows)
+
+
+def _soak(soaked: Found | None) -> Sequence[str]:
+    if soaked is None:
+        return []
+    answers = ", ".join(f"{n} {how}" for how, n in sorted(soaked["answers"].items()))
+    return [
+        f"{soaked['clients']} clients for {soaked['seconds']:.0f} s: {answers}. GPU memory grew by "
+        f"{soaked['grown_mib']} MiB. After kill -9 a new server started in "
+        f"{soaked['restart_s']:.0f} s; the same tokens: {soaked['same after a restart']}."
+    ]
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.3g}"

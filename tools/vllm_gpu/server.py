@@ -1,0 +1,179 @@
+"""A server of vLLM with clients: time to first token and between tokens, and minutes of mixed
+requests, malformed ones among them, whose answers are compared with those of single requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_NEAR = 0.05  # of log-probabilities: sums of a batch have another order
+_START_S, _ANSWER_S = 600, 300
+_PROMPTS, _TOKENS = 48, 64
+# a request that is refused, and how
+_MALFORMED: tuple[dict[str, Any] | bytes, ...] = (
+    b"{",
+    {"prompt": [10**9]},
+    {"prompt": [-1]},
+    {"prompt": [11], "max_tokens": -1},
+    {"prompt": [11] * 100_000},
+    {"prompt": [11], "temperature": "warm"},
+)
+
+
+class Server:
+    """A running server of one model."""
+
+    def __init__(self, model: Path, port: int, *options: str):
+        self.model, self.port = model, port
+        self.vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model),
+        ]
+        command += ["--port", str(port), "--max-model-len", "9216", *options]
+        self.log = tempfile.NamedTemporaryFile(suffix=".log", delete=False)  # noqa: SIM115
+        begun = time.perf_counter()
+        self.process = subprocess.Popen(
+            command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self._wait()
+        self.start_s = time.perf_counter() - begun
+
+    def _wait(self) -> None:
+        until = time.monotonic() + _START_S
+        while self.process.poll() is None and time.monotonic() < until:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5)
+                return
+            except OSError:
+                time.sleep(0.5)
+        raise RuntimeError(f"the server did not start: {Path(self.log.name).read_text()[-2000:]}")
+
+    def kill(self) -> None:
+        """As kill -9 of all its processes."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def post(self, body: dict[str, Any] | bytes) -> Any:
+        """The answer to a completion. urllib.error.HTTPError for one that is refused."""
+        if isinstance(body, dict):
+            body = json.dumps({"model": str(self.model)} | body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            body,
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
+            return json.load(answer)
+
+    def greedy(self, prompt: list[int]) -> list[tuple[str, float]]:
+        """Tokens and their log-probabilities."""
+        asked = {"prompt": prompt, "max_tokens": _TOKENS, "temperature": 0, "logprobs": 0}
+        said = self.post(asked | {"ignore_eos": True})["choices"][0]["logprobs"]
+        return list(zip(said["tokens"], said["token_logprobs"], strict=True))
+
+
+@contextmanager
+def serving(model: Path, port: int, *options: str) -> Iterator[Server]:
+    """A server, until the end of the block."""
+    server = Server(model, port, *options)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def latencies(server: Server, clients: int) -> dict[str, float]:
+    """`vllm bench serve` with random prompts of 512 tokens and answers of 128: median and 99th
+    percentile of the times to the first token and between tokens, in ms; tokens a second.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+        command += ["--model", str(server.model), "--port", str(server.port), "--seed", "0"]
+        command += ["--dataset-name", "random", "--random-input-len", "512"]
+        command += ["--random-output-len", "128", "--num-prompts", str(8 * clients), "--ignore-eos"]
+        command += ["--max-concurrency", str(clients), "--disable-tqdm"]
+        command += ["--save-result", "--result-dir", folder, "--result-filename", "r.json"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"vllm bench serve: {done.stderr[-2000:]}")
+        found = json.loads((Path(folder) / "r.json").read_text())
+    wanted = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms", "output_throughput")
+    return {name: found[name] for name in wanted}
+
+
+def soak(server: Server, clients: int, seconds: float) -> dict[str, Any]:
+    """Clients that ask until the time is over. Returns how many answers there were and how many
+    differ from those to single requests, what was refused, and the growth of the GPU's memory.
+    """
+    drawn = random.Random(0)
+    prompts = [
+        [drawn.randrange(10, server.vocabulary) for _ in range(drawn.randrange(50, 1600))]
+        for _ in range(_PROMPTS)
+    ]
+    alone = [server.greedy(prompt) for prompt in prompts]
+    until, before = time.monotonic() + seconds, _memory_mib()
+
+    def client(seed: int) -> Counter[str]:
+        own, counts = random.Random(seed), Counter[str]()
+        while time.monotonic() < until:
+            if own.random() < 0.05:
+                counts[_refused(server, own.choice(_MALFORMED))] += 1
+            else:
+                i = own.randrange(_PROMPTS)
+                counts["same" if _alike(server.greedy(prompts[i]), alone[i]) else "other"] += 1
+        return counts
+
+    with ThreadPoolExecutor(clients) as pool:
+        counts = sum(pool.map(client, range(clients)), Counter[str]())
+    return {
+        "seconds": seconds,
+        "clients": clients,
+        "answers": dict(counts),
+        "grown_mib": _memory_mib() - before,
+        "prompt": prompts[0],
+        "alone": alone[0],
+    }
+
+
+def _refused(server: Server, body: dict[str, Any] | bytes) -> str:
+    try:
+        server.post(body)
+    except urllib.error.HTTPError as error:
+        return f"refused with {error.code}"
+    return "malformed, and answered"
+
+
+def _alike(found: list[tuple[str, float]], alone: list[tuple[str, float]]) -> bool:
+    """Whether log-probabilities are near up to the first other token, and for it: another token is
+    right where two were as likely.
+    """
+    for (token, probability), (wanted, expected) in zip(found, alone, strict=True):
+        if abs(probability - expected) > _NEAR:
+            return False
+        if token != wanted:
+            return True
+    return True
+
+
+def _memory_mib() -> int:
+    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return sum(map(int, subprocess.run(asked, capture_output=True, text=True).stdout.split()))
