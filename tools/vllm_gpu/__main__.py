@@ -3,8 +3,8 @@
     python tools/vllm_gpu FOLDER [--models nvfp4 mxfp4] [--together] [--soak 600]
 
 Needs a GPU and vLLM. Makes models with random weights in FOLDER, measures an engine of each kind of
-experts, then a server with clients, and writes FOLDER/serving.json; `--page` only writes
-benchmarks/results/serving.md from it. --together starts the engines of all kinds at the same time,
+experts, then a server with clients. FOLDER/serving.json keeps the last run of each part, and
+benchmarks/results/serving.md is written from it; --page only does that. --together starts the engines of all kinds at the same time,
 which takes more of the GPU's memory, and measures them one at a time.
 """
 
@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def main() -> None:
     asked = parser.parse_args()
     record = asked.folder / "serving.json"
     if not asked.page:
-        record.write_text(json.dumps(_measured(asked)))
+        before = json.loads(record.read_text()) if record.exists() else {}
+        record.write_text(json.dumps(before | _measured(asked)))
     page.page(json.loads(record.read_text()))
 
 
@@ -63,18 +65,26 @@ def _measured(asked: argparse.Namespace) -> dict[str, Any]:
 
 def _engines(asked: argparse.Namespace, made: dict[str, Path]) -> dict[str, dict[str, Any]]:
     running = {}
+    turn = asked.folder / "turn"
+    turn.write_text("")
     for model, path in made.items():
         for kind in asked.kinds:
             out = asked.folder / f"{model}-{kind}.json"
-            out.unlink(missing_ok=True)
+            ready = out.with_suffix(".ready")
+            for stale in out, ready:
+                stale.unlink(missing_ok=True)
             command = [sys.executable, str(Path(__file__).parent / "engine.py"), str(path)]
             command += [*KINDS[kind], "--out", str(out), "--lengths", str(asked.lengths)]
-            command += ["--turn", str(asked.folder / "turn")] if asked.together else []
+            command += ["--turn", str(turn)] if asked.together else []
             with out.with_suffix(".log").open("w") as log:
                 started = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
             running[model, kind] = started, out
             if not asked.together:
                 started.wait()
+    for started, out in running.values():
+        while started.poll() is None and not out.with_suffix(".ready").exists():
+            time.sleep(0.2)
+    turn.write_text("all are ready")
     found: dict[str, dict[str, Any]] = {model: {} for model in made}
     for (model, kind), (started, out) in running.items():
         if started.wait():

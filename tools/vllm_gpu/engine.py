@@ -2,8 +2,8 @@
 
     python tools/vllm_gpu/engine.py MODEL --quantization fusion_moe --out FILE.json
 
-Prompts are token ids. `--turn FILE` is a lock: engines that start side by side are measured one at
-a time.
+Prompts are token ids. `--turn FILE`: engines that start side by side are measured one at a time,
+under a lock of this file, once it says "all are ready".
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -172,10 +174,22 @@ def main() -> None:
     asked = parser.parse_args()
     given = {"quantization": asked.quantization, "moe_backend": asked.moe_backend}
     engine = Engine(asked.model, **{name: value for name, value in given.items() if value})
-    with (asked.turn or Path(os.devnull)).open("w") as turn:
-        if asked.turn:
-            fcntl.flock(turn, fcntl.LOCK_EX)
+    with _turn(asked.turn, asked.out):
         asked.out.write_text(json.dumps(measured(engine, asked.lengths)))
+
+
+@contextmanager
+def _turn(file: Path | None, out: Path) -> Iterator[None]:
+    """Waits until it is this engine's turn to be measured."""
+    if file is None:
+        yield
+        return
+    out.with_suffix(".ready").touch()
+    while not file.read_text():
+        time.sleep(0.2)
+    with file.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 if __name__ == "__main__":
