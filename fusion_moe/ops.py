@@ -4,8 +4,8 @@
     y = fusion_moe.ops.fused_experts(x, ids, w, gate_up, down, weight_format="nvfp4")
 
 is traced as `torch.ops.fusion_moe.fused_experts`. What an operation computes is defined once, by
-its translator (translators/fusion_moe_translators/moe.py); schemas are in
-definitions/operations.py, and a test compares them with these signatures.
+its translator (translators/fusion_moe_translators/moe.py), and what it takes once, by its signature
+here: definitions/operations.py derives the schema from it.
 
 Letters: T tokens, k experts a token, M rows, E experts or G groups, H hidden and I intermediate
 features, K in-features, N out-features.
@@ -18,7 +18,9 @@ ones raise GroupsError. On CUDA they are first made safe; the error is raised by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,8 +39,21 @@ __all__ = [
     "scaled_swiglu",
     "topk_router",
 ]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+def _operation(signature: Callable[P, R]) -> Callable[P, R]:
+    """The operation with the name of this function, which only says what it takes and returns."""
+
+    @wraps(signature)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return getattr(torch.ops.fusion_moe, signature.__name__)(*args, **kwargs)
+
+    return call
+
+
+@_operation
 def nvfp4_quantize(x: Tensor, decode_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes matrices to NVFP4 along their last dimension -> (codes, block_scale, decode_scale).
 
@@ -58,9 +73,9 @@ def nvfp4_quantize(x: Tensor, decode_scale: Tensor | None = None) -> tuple[Tenso
 
     No derivative. Source: the numbers of nvidia-modelopt, bit for bit.
     """
-    return torch.ops.fusion_moe.nvfp4_quantize(x, decode_scale)
 
 
+@_operation
 def nvfp4_grouped_mm(
     a: Tensor,
     b_codes: Tensor,
@@ -81,18 +96,9 @@ def nvfp4_grouped_mm(
         b_decode_scale: float32 [G] or [G, S].
         offs, activation_format, weight_layout, out_dtype: as in `grouped_mm`.
     """
-    return torch.ops.fusion_moe.nvfp4_grouped_mm(
-        a,
-        b_codes,
-        b_block_scale,
-        b_decode_scale,
-        offs,
-        activation_format=activation_format,
-        weight_layout=weight_layout,
-        out_dtype=out_dtype,
-    )
 
 
+@_operation
 def grouped_mm(
     a: Tensor,
     weight: Sequence[Tensor],
@@ -138,21 +144,9 @@ def grouped_mm(
     frozen. Source: torch.nn.functional.grouped_mm, here for quantized weights; LoRA (Hu et al.,
     2021).
     """
-    return torch.ops.fusion_moe.grouped_mm(
-        a,
-        weight,
-        offs,
-        lora_a,
-        lora_b,
-        weight_format=weight_format,
-        weight_layout=weight_layout,
-        activation_format=activation_format,
-        out_dtype=out_dtype,
-        transposed=transposed,
-        lora_scale=lora_scale,
-    )
 
 
+@_operation
 def grouped_swizzle_block_scale(block_scale: Tensor, offs: Tensor) -> Tensor:
     """Reorders block scales as Blackwell's products read them, each group padded to 128 rows ->
     [bound(M, G), ceil4(K/16)].
@@ -164,9 +158,9 @@ def grouped_swizzle_block_scale(block_scale: Tensor, offs: Tensor) -> Tensor:
     Padding is zero. No derivative. Source: the layout of block scaling factors of cuBLAS and
     CUTLASS (`fusion_moe.layouts.SF128X4`).
     """
-    return torch.ops.fusion_moe.grouped_swizzle_block_scale(block_scale, offs)
 
 
+@_operation
 def scaled_swiglu(
     x: Tensor,
     scale: Tensor | None = None,
@@ -190,11 +184,9 @@ def scaled_swiglu(
 
     Source: SwiGLU (Shazeer, 2020); limit = 7, alpha = 1.702 and up_offset = 1 are those of gpt-oss.
     """
-    return torch.ops.fusion_moe.scaled_swiglu(
-        x, scale, interleave, limit=limit, alpha=alpha, up_offset=up_offset
-    )
 
 
+@_operation
 def route(
     ids: Tensor, groups: int, *, first_expert: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,9 +206,9 @@ def route(
 
     No derivative.
     """
-    return torch.ops.fusion_moe.route(ids, groups, first_expert=first_expert)
 
 
+@_operation
 def topk_router(
     logits: Tensor,
     k: int,
@@ -262,20 +254,9 @@ def topk_router(
     gpt-oss; sigmoid with a bias, n_group = 8, topk_group = 4, best_of_group = 2: DeepSeek-V3;
     softmax with groups: DeepSeek-V2.
     """
-    return torch.ops.fusion_moe.topk_router(
-        logits,
-        k,
-        bias,
-        scoring=scoring,
-        renormalize=renormalize,
-        routed_scaling_factor=routed_scaling_factor,
-        n_group=n_group,
-        topk_group=topk_group,
-        best_of_group=best_of_group,
-        out_dtype=out_dtype,
-    )
 
 
+@_operation
 def combine(y: Tensor, slot_of: Tensor, w: Tensor) -> Tensor:
     """Adds each token's rows times the router's weights, in the order of slots and in float32 ->
     [T, N], in the dtype of y.
@@ -285,9 +266,9 @@ def combine(y: Tensor, slot_of: Tensor, w: Tensor) -> Tensor:
         slot_of: int [T, k], as `route` returns it.
         w: float [T, k], the router's weights.
     """
-    return torch.ops.fusion_moe.combine(y, slot_of, w)
 
 
+@_operation
 def group_add(y: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
     """Adds to each row the bias of its group -> [M, N]; rows past the last group stay unchanged.
 
@@ -296,9 +277,9 @@ def group_add(y: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
         bias: [G, N], of the dtype of y.
         offs: int32 [G], where the rows of each group end.
     """
-    return torch.ops.fusion_moe.group_add(y, bias, offs)
 
 
+@_operation
 def expert_mlp(
     x: Tensor,
     ids: Tensor,
@@ -331,26 +312,9 @@ def expert_mlp(
         activation, scale_on, activation_format, weight_layout, first_expert: as in
             `fused_experts`.
     """
-    return torch.ops.fusion_moe.expert_mlp(
-        x,
-        ids,
-        w,
-        gate_up_codes,
-        gate_up_block_scale,
-        gate_up_decode_scale,
-        down_codes,
-        down_block_scale,
-        down_decode_scale,
-        gate_up_bias,
-        down_bias,
-        activation=activation,
-        scale_on=scale_on,
-        activation_format=activation_format,
-        weight_layout=weight_layout,
-        first_expert=first_expert,
-    )
 
 
+@_operation
 def fused_experts(
     x: Tensor,
     ids: Tensor,
@@ -408,29 +372,9 @@ def fused_experts(
     Derivatives: with respect to x, w, biases, adapters, and float weights. Quantized weights are
     frozen. Source: the experts of Qwen3-MoE.
     """
-    return torch.ops.fusion_moe.fused_experts(
-        x,
-        ids,
-        w,
-        gate_up,
-        down,
-        gate_up_bias,
-        down_bias,
-        gate_up_lora_a,
-        gate_up_lora_b,
-        down_lora_a,
-        down_lora_b,
-        activation=activation,
-        scale_on=scale_on,
-        activation_format=activation_format,
-        weight_layout=weight_layout,
-        first_expert=first_expert,
-        weight_format=weight_format,
-        transposed=transposed,
-        lora_scale=lora_scale,
-    )
 
 
+@_operation
 def f16a_nvfp4weight_scaled_grouped_mm(
     activation: Tensor,
     fp4_weight: Tensor,
@@ -455,13 +399,3 @@ def f16a_nvfp4weight_scaled_grouped_mm(
     Source: thunder's operation of this name in `nvf_cutlass` (`fusion_moe.compat` registers it
     there).
     """
-    return torch.ops.fusion_moe.f16a_nvfp4weight_scaled_grouped_mm(
-        activation,
-        fp4_weight,
-        weight_scaling_factor,
-        global_scale,
-        offsets,
-        blockscale_offsets,
-        problem_sizes,
-        activation_format=activation_format,
-    )

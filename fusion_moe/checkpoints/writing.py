@@ -258,7 +258,7 @@ def _locked(partial: Path) -> Iterator[None]:
     import fcntl  # imported here, since Windows does not have it
 
     partial.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if why := trust.why_not_own(partial):
+    if why := trust.why_not(partial):
         todo = "remove it if it is not needed, or name another destination"
         raise CheckpointError(f"{partial} {why}", todo=todo, where="writing beside the destination")
     with os.fdopen(

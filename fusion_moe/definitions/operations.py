@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..errors import (
     DeviceError,
     DtypeError,
@@ -41,7 +42,7 @@ from .traced import Sizes, equal, tensor_type
 
 @dataclass(frozen=True)
 class Spec:
-    """One public operation.
+    """One public operation, whose signature is that of its function in ops.py.
 
     rows: arguments whose leading dimensions are rows, and how many trailing dimensions are not (a
     [..., K]: 1). The number of rows may change from call to call without a new program; arguments
@@ -52,7 +53,6 @@ class Spec:
     """
 
     name: str
-    schema: str
     rows: Mapping[str, int] = field(default_factory=dict)
     equal: tuple[str, ...] = ()
     flatten: str = ""
@@ -61,6 +61,12 @@ class Spec:
     autocast: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
 
+    @property
+    def schema(self) -> str:
+        """Types and defaults of arguments, and types of results."""
+        inferred = torch.library.infer_schema(getattr(ops, self.name), mutates_args=())
+        return inferred.replace("SymInt", "int")  # numbers of experts are constants of a program
+
     def fixes(self, name: str, i: int, rank: int) -> bool:
         """Whether size i of an argument is a constant of the program: all sizes but rows; only the
         last one if no argument has rows.
@@ -68,46 +74,21 @@ class Spec:
         return (i > 0 or name not in self.rows) if self.rows else i == rank - 1
 
 
-_EXPERTS = tuple(
-    f"{p}_{t}" for p in ("gate_up", "down") for t in ("codes", "block_scale", "decode_scale")
-)
-_HOW = """Tensor? gate_up_bias=None, Tensor? down_bias=None, *, str? activation=None,
-    str scale_on="output", str activation_format="bf16", str weight_layout="linear",
-    int? first_expert=None"""
-_EXPERT_MLP = f"""(
-    Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)},
-    {_HOW}) -> Tensor"""
-_BIASES, _OPTIONS = _HOW.split(" *, ")
-_LORA = ", ".join(f"Tensor? {p}_lora_{t}=None" for p in ("gate_up", "down") for t in ("a", "b"))
-_FUSED_EXPERTS = f"""(
-    Tensor x, Tensor ids, Tensor w, Tensor[] gate_up, Tensor[] down, {_BIASES} {_LORA}, *,
-    {_OPTIONS}, str weight_format, bool transposed=False, float lora_scale=1.0) -> Tensor"""
-
 SPECS = {
     spec.name: spec
     for spec in (
         Spec(
             "nvfp4_quantize",
-            "(Tensor x, Tensor? decode_scale=None) -> (Tensor codes, Tensor block_scale, Tensor "
-            "decode_scale)",
             differentiable=False,
         ),
         Spec(
             "nvfp4_grouped_mm",
-            "(Tensor a, Tensor b_codes, Tensor b_block_scale, Tensor b_decode_scale, Tensor "
-            "offs, *, "
-            'str activation_format="bf16", str weight_layout="linear", ScalarType? '
-            "out_dtype=None) -> Tensor",
             rows={"a": 1},
             flatten="a",
             autocast=("a",),
         ),
         Spec(
             "grouped_mm",
-            "(Tensor a, Tensor[] weight, Tensor offs, Tensor? lora_a=None, Tensor? lora_b=None, *, "
-            'str weight_format, str weight_layout="linear", str activation_format="bf16", '
-            "ScalarType? out_dtype=None, "
-            "bool transposed=False, float lora_scale=1.0) -> Tensor",
             rows={"a": 1},
             flatten="a",
             autocast=("a",),
@@ -115,49 +96,36 @@ SPECS = {
         ),
         Spec(
             "grouped_swizzle_block_scale",
-            "(Tensor block_scale, Tensor offs) -> Tensor",
             rows={"block_scale": 1},
             differentiable=False,
         ),
         Spec(
             "scaled_swiglu",
-            "(Tensor x, Tensor? scale=None, int interleave=0, *, float? limit=None, float "
-            "alpha=1.0, float up_offset=0.0) -> Tensor",
             rows={"x": 1, "scale": 0},
             equal=("x", "scale"),
             flatten="x",
         ),
         Spec(
             "route",
-            "(Tensor ids, int groups, *, int? first_expert=None) -> (Tensor ends, Tensor "
-            "row_of, Tensor slot_of)",
             rows={"ids": 1},
             differentiable=False,
         ),
         Spec(
             "topk_router",
-            '(Tensor logits, int k, Tensor? bias=None, *, str scoring="softmax", bool '
-            "renormalize=False, "
-            "float routed_scaling_factor=1.0, int n_group=1, int topk_group=1, int "
-            "best_of_group=1, ScalarType? out_dtype=None) "
-            "-> (Tensor weights, Tensor ids)",
             rows={"logits": 1},
         ),
         Spec(
             "combine",
-            "(Tensor y, Tensor slot_of, Tensor w) -> Tensor",
             rows={"y": 1, "slot_of": 1, "w": 1},
             equal=("slot_of", "w"),
         ),
         Spec(
             "group_add",
-            "(Tensor y, Tensor bias, Tensor offs) -> Tensor",
             rows={"y": 1},
             autocast=("y", "bias"),
         ),
         Spec(
             "expert_mlp",
-            _EXPERT_MLP,
             rows={"x": 1, "ids": 1, "w": 1},
             equal=("x", "ids", "w"),
             flatten="x",
@@ -165,7 +133,6 @@ SPECS = {
         ),
         Spec(
             "fused_experts",
-            _FUSED_EXPERTS,
             rows={"x": 1, "ids": 1, "w": 1},
             equal=("x", "ids", "w"),
             flatten="x",
@@ -174,10 +141,6 @@ SPECS = {
         ),
         Spec(
             "f16a_nvfp4weight_scaled_grouped_mm",
-            "(Tensor activation, Tensor fp4_weight, Tensor weight_scaling_factor, Tensor "
-            "global_scale, Tensor offsets, "
-            'Tensor blockscale_offsets, Tensor problem_sizes, *, str activation_format="bf16") '
-            "-> Tensor",
             rows={"activation": 1},
             flatten="activation",
             k_major=("fp4_weight",),

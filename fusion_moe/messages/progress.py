@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -36,18 +36,6 @@ def progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
             file=sys.stderr,
             flush=True,
         )
-
-
-@contextmanager
-def saying_after(seconds: float, what: Callable[[], str]) -> Iterator[None]:
-    """Says something once if the block takes longer than so many seconds."""
-    timer = threading.Timer(seconds, lambda: print(what(), file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import re
 import shlex
@@ -37,12 +36,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO
 
 from .. import options
 from ..errors import BuildError
 from ..messages.warn import warn_once
-from . import dump, isa, store, transient
+from . import dump, isa, store
 
 # No -ffast-math, nor anything else that changes results. -ffast-math also makes g++ link code that
 # flushes denormals in the whole process that loads the library. Contraction of a * b + c into one
@@ -58,10 +56,7 @@ BASE_FLAGS = (
     "-fPIC",
     "-shared",
 )
-_NEVER = ("-ffast-math", "-Ofast", "-funsafe-math-optimizations", "-march=native", "-mcpu=native")
 _SHOWN_ERRORS = 5
-_MOST_OUTPUT = 2**20  # bytes that are read of what a compiler says
-_FULL = ("No space left on device", "Disk quota exceeded")  # in the words of compilers and linkers
 
 
 @dataclass(frozen=True)
@@ -157,7 +152,7 @@ def build(source: LibrarySource) -> Path:
         compiler = find_compiler()
         if compiler is None:
             raise BuildError(why_no_compiler(), where=source.name)
-        command = _allowed(source.command(compiler), source.name)
+        command = source.command(compiler)
         with store.as_build_error(source.name):
             path = store.get_or_make(
                 source.file(compiler), lambda path: _compile(command, source, path)
@@ -173,25 +168,14 @@ def ship(source: LibrarySource, having: Collection[str]) -> Path:
     compiler, path = find_compiler(), source.came_with(having)
     if compiler is None or path is None:
         raise BuildError(why_no_compiler(), where=source.name)
-    command = _allowed(source.command(compiler, having), source.name)
     path.parent.mkdir(exist_ok=True)
     with (
         store.as_build_error(source.name),
         tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch,
     ):
-        _compile(command, source, Path(scratch) / path.name)
+        _compile(source.command(compiler, having), source, Path(scratch) / path.name)
         (Path(scratch) / path.name).replace(path)
     return path
-
-
-def _allowed(command: list[str], name: str) -> list[str]:
-    if wrong := [flag for flag in command if flag in _NEVER]:
-        raise BuildError(
-            f"compiler flag {wrong[0]}",
-            expected="flags that keep results and name the instructions",
-            where=name,
-        )
-    return command
 
 
 @cache
@@ -199,10 +183,9 @@ def _open(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as e:
-        store.forget(path)  # a compiler that failed and did not say so may not fail again
         todo = (
-            "if the folder's file system forbids programs (noexec), set FUSION_MOE_CACHE_DIR "
-            "to another folder"
+            "remove that file to have it compiled again; if the folder's file system forbids "
+            "programs (noexec), set FUSION_MOE_CACHE_DIR to another folder"
         )
         raise BuildError(
             f"the compiled kernel does not load: {e}", todo=todo, where=str(path)
@@ -215,8 +198,6 @@ def _open(path: Path) -> ctypes.CDLL:
 def find_compiler() -> Compiler | None:
     """$CXX if it is set, else the first of g++, clang++, c++ on PATH that runs; None if there is
     none.
-
-    BuildError if it cannot be told now, since no process can be started.
     """
     return _first_that_runs(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
 
@@ -255,7 +236,7 @@ def _first_that_runs(cxx: str, path: str) -> Compiler | None:
 
 
 def _version(command: Sequence[str]) -> str:
-    with transient.missing_ok(command[0]), contextlib.suppress(subprocess.TimeoutExpired):
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = _run([*command, "--version"])
         return done.stdout if done.returncode == 0 else ""
     return ""
@@ -267,20 +248,19 @@ def _run(
     """A compiler's output. TimeoutExpired after compile_seconds; then, or on an interruption, all
     processes that it started are ended.
 
-    The output goes to files: a pipe would be open for as long as any process that a wrapper left
+    The output goes to a file: a pipe would be open for as long as any process that a wrapper left
     running, such as its cache's server.
     """
     with (
-        _scratch() as out,
-        _scratch() as err,
+        tempfile.TemporaryFile("w+", errors="replace") as said,
         subprocess.Popen(
             command,
             cwd=cwd,
             env=env,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
+            stdout=said,
+            stderr=subprocess.STDOUT,
         ) as running,
     ):
         try:
@@ -290,28 +270,15 @@ def _run(
             if running.returncode is None:
                 os.killpg(running.pid, signal.SIGKILL)
             raise
-        said = [
-            os.pread(file.fileno(), _MOST_OUTPUT, 0).decode(errors="replace") for file in (out, err)
-        ]
-    return subprocess.CompletedProcess(command, running.returncode, *said)
-
-
-def _scratch() -> IO[bytes]:
-    """A file without a name: in memory if the system can, for compilers say so if there is no space
-    on disk.
-    """
-    return (
-        os.fdopen(os.memfd_create("compiler"), "w+b")
-        if hasattr(os, "memfd_create")
-        else tempfile.TemporaryFile()
-    )
+        said.seek(0)
+        return subprocess.CompletedProcess(command, running.returncode, said.read())
 
 
 def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
     """Compiles in the folder of `path`, with relative names, so that equal sources give equal files
     wherever they are built.
 
-    A source that does not compile is kept in the store. OSError if there is no space left.
+    A source that does not compile is kept in the store.
     """
     file = f"{source.name}.cpp"
     (path.parent / file).write_text(source.text, encoding="utf-8")
@@ -330,11 +297,9 @@ def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
             seconds = time.monotonic() - start
             options.log("compile", "%s %s: %.1f s", source.name, source.tier, seconds)
             return
-        if any(full in done.stderr for full in _FULL):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path.parent.parent))
         found = (
             f"{source.name} does not compile (exit status "
-            f"{done.returncode})\n{_first_errors(done.stderr)}"
+            f"{done.returncode})\n{_first_errors(done.stdout)}"
         )
         todo = "to see it all"
     kept = store.get_or_make(

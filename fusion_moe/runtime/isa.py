@@ -11,6 +11,7 @@ unreliable on virtual ones.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Collection
@@ -20,7 +21,6 @@ from pathlib import Path
 
 from .. import options
 from ..errors import OptionError
-from . import transient
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def features() -> frozenset[str]:
     """The instruction sets that the operating system lets programs use, as /proc/cpuinfo names
     them; none on other systems.
     """
-    with transient.missing_ok("/proc/cpuinfo"), Path("/proc/cpuinfo").open() as lines:
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
         for line in lines:  # only the first CPU's: reading hundreds of them takes a while
             name, _, value = line.partition(":")
             if name.strip() in ("flags", "Features"):

@@ -130,10 +130,7 @@ def why_not() -> str:
     """Why Python runs all calls; "" if C++ can run them."""
     if not options.current().native_calls:
         return "the option native_calls is off"
-    try:
-        return "" if build.find_compiler() else build.why_no_compiler()
-    except BuildError as error:  # which may be over at the next call
-        return str(error)
+    return "" if build.find_compiler() else build.why_no_compiler()
 
 
 def is_built() -> bool:
