@@ -203,7 +203,7 @@ def _of_another(partial: Path, victim: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        (_link, "is not a folder (mode lrwxrwxrwx, expected drwx------)"),
+        (_link, "is neither a plain file nor a folder (mode lrwxrwxrwx)"),
         (_open_to_all, "can be written by other users (mode 777, expected 755: chmod go-w "),
         (_of_another, "belongs to another user (12345, expected 0"),
     ],
