@@ -385,25 +385,44 @@ def of_each(names: tuple[str, ...], dtype: str) -> Fusion:
 @pytest.mark.parametrize("tier", isa.available())
 def test_functions_are_right_to_two_units(tier):
     """For every bfloat16, and numbers between them; infinities, NaN, subnormals and both zeros are
-    among them.
+    among them. Powers, and logarithms, to one unit: also those of what has rules of its own,
+    exponents that are odd, even, neither, or just so large that all are even.
     """
-    names, between = (
-        ("tanh", "erf", "exp"),
-        torch.arange(-(2**31), 2**31, 4099).to(torch.int32).view(torch.float32),
-    )
-    of_floats, of_bf16 = (compiled(of_each(names, dtype), tier) for dtype in ("f32", "bf16"))
-    for program, x, most in (
-        (of_floats, EVERY_BF16.float(), 2),
-        (of_floats, between, 2),
-        (of_bf16, EVERY_BF16, 0.501),
-    ):
-        for name, found in zip(names, program([x]), strict=True):
-            assert units(found, getattr(torch, name)(x.double())) < most, name
+    names = ("tanh", "erf", "exp", "log")
+    fd = FusionDefinition()
+    floats, narrow = (fd.define_tensor(shape=[-1], dtype=dtype) for dtype in ("f32", "bf16"))
+    count = fd.define_size("n")
+    base, exponent = (fd.define_tensor(shape=[count], dtype="f32") for _ in range(2))
+    for x in (floats, narrow):
+        for name in names:
+            fd.add_output(getattr(fd.ops, name)(x))
+    fd.add_output(fd.ops.pow(base, exponent))
+    between = torch.arange(-(2**31), 2**31, 4099).to(torch.int32).view(torch.float32)
+    x, (a, b) = torch.cat([EVERY_BF16.float(), between]), powers()
+    *found, power = compiled(fd.fusion(), tier)([x, EVERY_BF16, a, b])
+    for i, made in enumerate(found):
+        name, of = names[i % len(names)], (x, EVERY_BF16)[i // len(names)]
+        most = 0.501 if of is EVERY_BF16 else 1 if name == "log" else 2
+        assert units(made, getattr(torch, name)(of.double())) < most, name
+    assert units(power, torch.pow(a.double(), b.double())) < 1
+
+
+def powers() -> tuple[Tensor, Tensor]:
+    """Bases and exponents: each of special numbers with each; any; any to whole powers; near 1."""
+    special = [0.0, 1.0, 2.0, 0.5, 3.0, 2.5, 1e-40, 1e30, 2.0**24 - 1, 2.0**24 + 2, torch.inf]
+    each = torch.tensor([*special, *(-x for x in special), torch.nan])
+    of_each = torch.cartesian_prod(each, each).unbind(1)
+    bits = torch.randint(-(2**31), 2**31, (200_000,), generator=g)
+    x, y = bits.to(torch.int32).view(torch.float32), torch.randn(bits.shape, generator=g)
+    whole = torch.randint(-9, 9, bits.shape, generator=g).float()
+    near_one = 1 + torch.randn(bits.shape, generator=g) / 1000
+    return torch.cat([of_each[0], x, x, near_one]), torch.cat([of_each[1], 2 * y, whole, 1e4 * y])
 
 
 def test_functions_call_no_others():
     """Otherwise loops over them are not vector code."""
-    for kernel in in_cpp(of_each(("tanh", "erf", "exp", "sigmoid", "silu"), "bf16")).kernels:
+    names = ("tanh", "erf", "exp", "log", "sigmoid", "silu")
+    for kernel in in_cpp(of_each(names, "bf16")).kernels:
         assert "std::" not in kernel.source
 
 

@@ -21,7 +21,7 @@ from .segment import Source
 # C++ headers that are included only by texts with such words: they take longer to compile than most
 # segments.
 _WORDS = {
-    "cmath": re.compile(r"\bstd::(fabs|log|sqrt|pow)\b|\b(NAN|INFINITY)\b"),
+    "cmath": re.compile(r"\bstd::(fabs|sqrt)\b|\b(NAN|INFINITY)\b"),
     "numeric": re.compile(r"\bstd::accumulate\b"),
     "vector": re.compile(r"\bstd::vector\b"),
 }

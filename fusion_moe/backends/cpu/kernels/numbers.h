@@ -96,6 +96,14 @@ inline float rounded(float x) {
     return widen(narrow<T>(x));
 }
 
+// A constant in place of NaN would lead g++ to copies of what follows, of which it makes no
+// vectors.
+template <>
+inline float rounded<bf16>(float x) {
+    const u32 bits = as_bits(x), nearest = bits + 0x7FFFu + ((bits >> 16) & 1);
+    return as_float((x != x ? bits | 0x400000u : nearest) & 0xFFFF0000u);
+}
+
 // A number that T holds, which is not rounded again.
 template <class T, class R>
 inline T held(R x) {
@@ -204,12 +212,15 @@ inline bool quantize_mxfp8(const float* x, u8* codes, u8* scale) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// functions of the IR Written without branches, so that loops over them become vector code. In
+// Functions of the IR. Written without branches, so that loops over them become vector code. In
 // polynomials the highest coefficient comes first.
 
-inline float polynomial(float, float p) { return p; }
-template <class... Rest>
-float polynomial(float x, float p, float next, Rest... rest) {
+template <class T>
+T polynomial(T, T p) {
+    return p;
+}
+template <class T, class... Rest>
+T polynomial(T x, T p, T next, Rest... rest) {
     return polynomial(x, p * x + next, rest...);
 }
 
@@ -218,20 +229,77 @@ inline float with_sign(float size, float x) {
     return as_float(as_bits(size) | (as_bits(x) & 0x80000000u));
 }
 
-// exp(x), to about one unit in the last place: x = n ln2 + r with |r| <= ln2 / 2, a polynomial for
-// exp(r), 2^n in two factors.
-inline float exp_(float x) {
-    const float kept = x < -104.f ? -104.f : x > 89.f ? 89.f : x;  // NaN is kept
-    const float shifted = kept * 1.44269504f + 12582912.f;  // 1.5 * 2^23: rounds to an integer
-    const float n = shifted - 12582912.f;
-    const float r = (kept - n * 0.693359375f) - n * -2.12194440e-4f;
+// exp(r) 2^n for |r| <= ln2 / 2: a polynomial, and 2^n in two factors.
+inline float exp_of(float r, i32 n) {
     const float p = polynomial(r, 1.98756915e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                                4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f);
     const float power = p * (r * r) + r + 1.f;
-    const i32 whole = i32(as_bits(shifted)) - i32(0x4B400000), half = whole >> 1;
-    const float scaled =
-        power * as_float(u32(half + 127) << 23) * as_float(u32(whole - half + 127) << 23);
-    return x != x ? x : scaled;
+    const i32 half = n >> 1;
+    return power * as_float(u32(half + 127) << 23) * as_float(u32(n - half + 127) << 23);
+}
+
+constexpr float INTEGERS = 0x1.8p23f;  // numbers around it are integers, whose bits are consecutive
+inline i32 integer_of(float shifted) { return i32(as_bits(shifted)) - i32(as_bits(INTEGERS)); }
+
+// exp(x), to about one unit in the last place: x = n ln2 + r.
+inline float exp_(float x) {
+    const float kept = x < -104.f ? -104.f : x > 89.f ? 89.f : x;  // NaN is kept
+    const float shifted = kept * 1.44269504f + INTEGERS, n = shifted - INTEGERS;
+    const float r = (kept - n * 0.693359375f) - n * -2.12194440e-4f;
+    return x != x ? x : exp_of(r, integer_of(shifted));
+}
+
+// x >= 0 -> m from sqrt(1/2) to sqrt(2) and n, where x = m 2^n. 0 is 2^-infinity, and infinity and
+// NaN are powers of themselves.
+inline float mantissa_of(float x, float& n) {
+    const bool small = x < 0x1p-126f;
+    const u32 bits = as_bits(small ? x * 0x1p23f : x);
+    const i32 exponent = i32(bits - as_bits(0.707106781f)) >> 23;
+    const float finite = float(small ? exponent - 23 : exponent);
+    n = x == 0.f ? -__builtin_inff() : x <= 0x1.fffffep127f ? finite : x;
+    return as_float(bits - (u32(exponent) << 23));
+}
+
+// log(x), to one unit in the last place: n ln2 + log(1 + f), of which a polynomial makes what
+// follows f - f^2 / 2.
+inline float log_(float x) {
+    float n;
+    const float f = mantissa_of(x, n) - 1.f, square = f * f;
+    const float p = polynomial(f, -0.0763438874f, 0.127654283f, -0.13162004f, 0.142013686f,
+                               -0.166231445f, 0.200012359f, -0.250008268f, 0.333333317f);
+    const float rest = n * 3.19461846e-5f + (f * square * p - 0.5f * square);
+    const float found = n * 0.693115234375f + (f + rest);
+    return x < 0.f ? as_float(0x7FC00000) : found;
+}
+
+// log2(x) of x >= 0, to 2^-37 of it: n, and a polynomial in (m - 1) / (m + 1).
+inline double log2_of(float x) {
+    float n;
+    const double m = mantissa_of(x, n), s = (m - 1.) / (m + 1.);
+    const double p = polynomial(s * s, 0.34072996641946074, 0.4116727274365268, 0.5770835848230823,
+                                0.9617966733424195, 2.8853900817900855);
+    return double(n) + s * p;
+}
+
+// x to the power of y, to one unit in the last place: 2^(y log2 |x|), with the sign of x if y is
+// odd.
+inline float pow_(float x, float y) {
+    const float size = __builtin_fabsf(x), of_y = __builtin_fabsf(y);
+    const double power = double(y) * log2_of(size);
+    const float near = float(power);
+    const float shifted = (near < -152.f ? -152.f : near > 129.f ? 129.f : near) + INTEGERS;
+    const float n = shifted - INTEGERS, r = float((power - double(n)) * 0.6931471805599453);
+    const float inside = exp_of(r, integer_of(shifted));
+    const float all = near < -152.f ? 0.f : near > 129.f ? __builtin_inff() : inside;
+    const float found = size == 1.f ? 1.f : y == 0.f ? 1.f : all;
+    // y + 2^23 is an integer, whose last bit says whether it is odd; from 2^24 on all are even
+    const float ones = of_y < 0x1p23f ? 0x1p23f : 0.f, whole = of_y + ones;
+    const u32 odd = of_y >= 0x1p24f ? 0u : as_bits(whole) << 31;
+    const float of_whole = as_float(as_bits(found) | (odd & as_bits(x)));
+    const float of_negative = size <= 0x1.fffffep127f ? as_float(0x7FC00000) : found;
+    const float of_broken = x < 0.f ? of_negative : found;
+    const float of_both = whole - ones == of_y ? of_whole : of_broken;
+    return x == 1.f ? 1.f : y != y ? y : of_both;
 }
 
 // tanh(x), to two units in the last place: near 0 x + x^3 p(x^2), elsewhere 1 - 2 / (exp(2 |x|) +

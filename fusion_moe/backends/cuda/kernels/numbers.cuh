@@ -15,9 +15,7 @@ using i64 = long long;
 namespace std {  // the functions that generated code calls, in float32
 
 __device__ __forceinline__ float fabs(float x) { return ::fabsf(x); }
-__device__ __forceinline__ float log(float x) { return ::logf(x); }
 __device__ __forceinline__ float sqrt(float x) { return ::sqrtf(x); }
-__device__ __forceinline__ float pow(float x, float y) { return ::powf(x, y); }
 
 }  // namespace std
 
@@ -204,6 +202,8 @@ __device__ __forceinline__ float e4m3_(u8 code) { return widen(f16{u16(halves_of
 // functions of the IR
 
 __device__ __forceinline__ float exp_(float x) { return ::expf(x); }
+__device__ __forceinline__ float log_(float x) { return ::logf(x); }
+__device__ __forceinline__ float pow_(float x, float y) { return ::powf(x, y); }
 __device__ __forceinline__ float tanh_(float x) { return ::tanhf(x); }
 __device__ __forceinline__ float erf_(float x) { return ::erff(x); }
 // Approximate, to 2^-16 of the result: exact ones make gate and up of large M 2 to 5 % slower,
