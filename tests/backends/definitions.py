@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 
 import torch
-from interpreter import interpret, output_dtypes, round_trip
+from interpreter import interpret
 from meaning.blockscale import addresses, ceil_to
 from meaning.values import E4M3
 
@@ -145,18 +145,3 @@ def defined(build, *inputs):
         for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
             fd.add_output(output)
     return fd
-
-
-def computed(build, *inputs):
-    """What the printed definition computes; the text and the dtypes survive the round trip."""
-    fd = defined(build, *inputs)
-    assert round_trip(fd) == output_dtypes(str(fd), inputs)
-    return interpret(str(fd), inputs)
-
-
-def sample(dtype, shape=(4, 6)):
-    """1, 2, 3, ... or for floats 1/8, 2/8, 3/8, ..."""
-    numbers = torch.arange(1, math.prod(shape) + 1).view(shape)
-    if dtype == torch.bool:
-        return numbers % 3 == 0
-    return (numbers / 8).to(dtype) if dtype.is_floating_point else numbers.to(dtype)

@@ -78,10 +78,6 @@ class Skip(Exception):
     """A step that cannot be done here."""
 
 
-class Found(Exception):
-    """Something wrong that building a graph has shown already."""
-
-
 class Builder:
     """graph: so far. real: node -> its value. raised: the error of ours that the last call raises
     when it runs; nothing may follow then.
@@ -199,18 +195,18 @@ class Builder:
         except Exception as error:
             if isinstance(real, Error) or op.namespace != "fusion_moe":
                 raise Skip from None
-            raise Found(
+            raise AssertionError(
                 f"the fake of {op} refuses what eager takes: {type(error).__name__}: {error}"
             ) from error
         if isinstance(real, (ShapeError, DtypeError)) and op.namespace == "fusion_moe":
-            raise Found(f"the fake of {op} takes what eager refuses: {real}")
+            raise AssertionError(f"the fake of {op} takes what eager refuses: {real}")
         self.raised = real if isinstance(real, Error) else self.raised
         if not isinstance(real, Error):
             found, want = (
                 [(tuple(map(int, t.shape)), t.dtype) for t in _tensors(v)] for v in (fake, real)
             )
             if found != want and not self.dynamic:
-                raise Found(f"the fake of {op} gives {found}, eager {want}")
+                raise AssertionError(f"the fake of {op} gives {found}, eager {want}")
         return fake
 
     def _rough(self, op: Any, args: Any, kwargs: Any) -> bool:

@@ -1,5 +1,4 @@
-"""Block scales: the order in which compute capability 10.0 reads them, and the quantizers that make
-them.
+"""Block scales: the order in which compute capability 10.0 reads them.
 
 Scales [rows, c] are padded to whole tiles of 128 rows and 4 columns, C = 4 ceil(c/4) columns.
 Element (r, j) is at
@@ -18,14 +17,7 @@ from typing import Any
 import torch
 
 from .values import (
-    E2M1,
-    E4M3,
-    E4M3_MAX,
-    E8M0,
-    HALVES,
     Swizzled,
-    Value,
-    converted,
     described,
     held,
     need,
@@ -34,7 +26,6 @@ from .values import (
 )
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
-FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 def ceil_to(n: int, multiple: int) -> int:
@@ -111,104 +102,4 @@ def preprocess_grouped_matmul_input_sf(x: Any, input_offsets: Any, output_offset
     return swizzle(x.data, x.dtype, input_offsets, output_offsets)
 
 
-# Quantizers ---------------------------------------------------------------------------------------
-
-
-def _blocks(x: Any, block_size: int) -> torch.Tensor:
-    """float32[..., k / block_size, block_size]"""
-    x = tensor(x, "Float", *HALVES)
-    need(
-        x.data.dim() and x.shape[-1] % block_size == 0,
-        f"blocks of {block_size} in {described(x)}: K must be a multiple",
-    )
-    return x.data.float().unflatten(-1, (-1, block_size))
-
-
-def _amax(blocks: torch.Tensor) -> torch.Tensor:
-    """Of the elements that are not NaN."""
-    return torch.where(blocks.isnan(), -torch.inf, blocks.abs()).amax(-1)
-
-
-def _nvfp4(x: Any, global_scale: Any) -> tuple[Value, torch.Tensor]:
-    """(e2m1[..., k], e4m3[..., k/16]); global_scale is an encode scale, 0-d. All in float32, in
-    this order.
-    """
-    blocks, largest = _blocks(x, 16), torch.tensor(FLOAT_MAX)
-    scale = _amax(blocks) / 6
-    if global_scale is not None:
-        gs = tensor(global_scale, "Float").data
-        need(gs.dim() == 0, f"global_scale {list(gs.shape)}, expected no dimensions")
-        scale = scale * gs
-    scale = converted(torch.fmin(scale, largest), "Float", E4M3)
-    decode = scale if global_scale is None else scale * (1 / gs)
-    codes = converted(blocks * torch.fmin(1 / decode, largest)[..., None], "Float", E2M1)
-    return Value(codes.flatten(-2), E2M1), scale
-
-
-def _mxfp8(x: Any) -> tuple[Value, Value]:
-    """(e4m3[..., k], e8m0[..., k/32]). Blocks whose scale is 2^-127, the zero blocks, are not
-    scaled.
-    """
-    blocks = _blocks(x, 32)
-    need(not bool(blocks.isnan().any()), "NaN: what becomes of it is not modelled")
-    scale = converted(_amax(blocks) * torch.tensor(1 / E4M3_MAX), "Float", E8M0)
-    inverse = torch.where(scale == 2.0**-127, 1, torch.where(scale == 2.0**127, 0, 1 / scale))
-    return Value(converted(blocks * inverse[..., None], "Float", E4M3).flatten(-2), E4M3), Value(
-        scale, E8M0
-    )
-
-
-def nv_block_quantize(
-    x: Any,
-    *,
-    global_scale: Any = None,
-    block_size: int = 16,
-    swizzle_block_scales: bool = False,
-    dtype: str = E2M1,
-) -> tuple[Value, Value | Swizzled]:
-    need(
-        (dtype, block_size) in ((E2M1, 16), (E4M3, 32)),
-        f"nv_block_quantize to {dtype} in blocks of {block_size}",
-    )
-    if dtype == E4M3:
-        need(
-            global_scale is None and not swizzle_block_scales,
-            f"nv_block_quantize to {dtype} takes no global_scale and swizzles nothing",
-        )
-        return _mxfp8(x)
-    codes, scales = _nvfp4(x, global_scale)
-    if not swizzle_block_scales:
-        return codes, Value(scales, E4M3)
-    need(
-        scales.dim() == 2,
-        f"swizzled block scales of {list(scales.shape)}: only those of two dimensions are modelled",
-    )
-    (rows, columns), memory = (
-        scales.shape,
-        torch.full((ceil_to(scales.shape[0], 128) * ceil_to(scales.shape[1], 4),), poison(E4M3)),
-    )
-    memory[addresses(rows, columns)] = scales
-    return codes, Swizzled(memory, E4M3)
-
-
-def nv_grouped_block_quantize(
-    x: Any,
-    input_offsets: Any,
-    output_offsets: Any,
-    *,
-    global_scale: Any = None,
-    block_size: int = 16,
-    dtype: str = E2M1,
-) -> tuple[Value, Swizzled]:
-    need(
-        (dtype, block_size) == (E2M1, 16),
-        f"nv_grouped_block_quantize to {dtype} in blocks of {block_size}",
-    )
-    codes, scales = _nvfp4(x, global_scale)
-    return codes, swizzle(scales, E4M3, input_offsets, output_offsets)
-
-
-OPS = {
-    f.__name__: f
-    for f in (preprocess_grouped_matmul_input_sf, nv_block_quantize, nv_grouped_block_quantize)
-}
+OPS = {"preprocess_grouped_matmul_input_sf": preprocess_grouped_matmul_input_sf}

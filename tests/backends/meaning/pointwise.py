@@ -128,16 +128,6 @@ def _divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
 
 
-def _power(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Of integers by squaring, wrapping around; 1 / a**-b toward zero when b is negative."""
-    if a.is_floating_point():
-        return torch.pow(a, b)
-    a, b = torch.broadcast_tensors(a, b)
-    odd = b % 2 == 1
-    inverse = torch.where(a == 1, 1, torch.where(a == -1, torch.where(odd, -1, 1), 0)).to(a.dtype)
-    return torch.where(b < 0, inverse, torch.pow(a, b.clamp(min=0)))
-
-
 def _maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where((a != a) | (a > b), a, b)
 
@@ -172,70 +162,34 @@ def _binary(
     return Pointwise(name, 2, function, dtypes, result)
 
 
-_BOOL, _BITS = ("Bool",), INTS
+_NAMES = ["exp", "exp2", "log", "log2", "tanh", "erf", "sqrt", "rsqrt", "ceil"]
 TABLE = (
-    *(
-        _unary(name, getattr(torch, name))
-        for name in ("exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "sin", "cos", "tan")
-    ),
-    *(
-        _unary(name, getattr(torch, name))
-        for name in (
-            "tanh",
-            "erf",
-            "erfc",
-            "sqrt",
-            "rsqrt",
-            "floor",
-            "ceil",
-            "trunc",
-            "frac",
-            "round",
-        )
-    ),
+    *(_unary(name, getattr(torch, name)) for name in _NAMES),
     _unary("reciprocal", lambda x: 1 / x),
     _unary("sigmoid", _sigmoid),
     _unary("silu", lambda x: x * _sigmoid(x)),
     _unary("relu", _relu),
     _unary("abs", torch.abs, (*NUMBERS, *HALVES)),
     _unary("neg", torch.neg, NUMBERS),
-    _unary("isfinite", torch.isfinite, (*FLOATS, *HALVES), "Bool"),
-    *(
-        _unary(name, getattr(torch, name), FLOATS, "Bool")
-        for name in ("isnan", "isinf", "isposinf", "isneginf")
-    ),
-    _unary("signbit", torch.signbit, NUMBERS, "Bool"),
-    _unary("logical_not", torch.logical_not, _BOOL),
-    _unary("bitwise_not", torch.bitwise_not, _BITS),
+    _unary("logical_not", torch.logical_not, ("Bool",)),
     _binary("add", torch.add),
     _binary("sub", torch.sub),
     _binary("mul", torch.mul),
     _binary("div", _divide),
-    _binary("mod", torch.fmod, INTS),
-    _binary("fmod", torch.fmod),
-    _binary("remainder", torch.remainder),
-    _binary("pow", _power),
-    _binary("atan2", torch.atan2, FLOATS),
+    _binary("pow", torch.pow, FLOATS),
     _binary("maximum", _maximum),
     _binary("minimum", _minimum),
-    _binary("ceilDiv", lambda a, b: _divide(a + b - 1, b), INTS),
     *(_binary(name, getattr(torch, name), (*NUMBERS, "Bool"), "Bool") for name in ("eq", "ne")),
     *(_binary(name, getattr(torch, name), NUMBERS, "Bool") for name in ("lt", "le", "gt", "ge")),
-    *(_binary(name, getattr(torch, name), _BOOL) for name in ("logical_and", "logical_or")),
+    *(_binary(name, getattr(torch, name), ("Bool",)) for name in ("logical_and", "logical_or")),
     *(
-        _binary(name, getattr(torch, name), _BITS)
-        for name in ("bitwise_and", "bitwise_or", "bitwise_xor")
+        _binary(name, getattr(torch, name), INTS)
+        for name in ("bitwise_and", "bitwise_left_shift", "bitwise_right_shift")
     ),
-    *(
-        _binary(name, getattr(torch, name), _BITS)
-        for name in ("bitwise_left_shift", "bitwise_right_shift")
-    ),
-    Pointwise("clamp", 3, lambda x, low, high: _minimum(_maximum(x, low), high), NUMBERS),
 )
 POINTWISE = {row.name: row for row in TABLE}
 OPS: dict[str, Callable[..., Any]] = {
     **POINTWISE,
-    "truediv": POINTWISE["div"],
     "cast": cast,
     "set": lambda x: x,
     "where": where,

@@ -15,39 +15,12 @@ from .values import (
     FLOATS,
     HALVES,
     Value,
-    converted,
     described,
     held,
     need,
     poison,
     tensor,
 )
-
-_FACTORS = (*FLOATS, *HALVES)
-
-
-def _factors(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor, str]:
-    a = tensor(a, *_FACTORS)
-    return a.data.double(), tensor(b, a.dtype).data.double(), a.dtype
-
-
-def matmul(a: Any, b: Any) -> Value:
-    x, y, dtype = _factors(a, b)
-    return Value(torch.matmul(x, y).to(held(dtype)), dtype)
-
-
-def linear(x: Any, weight: Any, *, bias: Any = None) -> Value:
-    """x [..., k], weight [n, k], bias [n] -> [..., n], rounded after the bias is added."""
-    a, b, dtype = _factors(x, weight)
-    need(b.dim() == 2, f"linear with the weight {list(b.shape)}")
-    product = a @ b.T
-    return Value(
-        (product if bias is None else product + tensor(bias, dtype).data.double()).to(held(dtype)),
-        dtype,
-    )
-
-
-# Grouped products ---------------------------------------------------------------------------------
 
 
 def _runs(offsets: Any, size: int) -> list[tuple[int, int]]:
@@ -86,43 +59,13 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, offsets: Any) -> torch.Tensor:
     return out
 
 
-def grouped_mm(
-    mat1: Any,
-    mat2: Any,
-    offsets: Any,
-    scale1: Any = None,
-    scale2: Any = None,
-    *,
-    dtype: str = "BFloat16",
-    **rest: Any,
-) -> Any:
-    """Without scales: the dtype of mat1. With scales, of e4m3 [m, k] and [g, k, n] with scale1
-    Float [m, 1] and scale2 Float [g, 1, n]: (product, None, None), rounded to BFloat16 and then to
-    `dtype`.
-
-    Rows past the last end are not written by the kernel of capability 10.0; elsewhere nvFuser fails
-    if there are any.
+def grouped_mm(mat1: Any, mat2: Any, offsets: Any) -> Value:
+    """Rows past the last end are not written by the kernel of capability 10.0; elsewhere nvFuser
+    fails if there are any.
     """
-    need(not rest, f"grouped_mm with {', '.join(rest)}, which nvFuser does not support yet")
-    if scale1 is None:
-        a, b, dtype = _factors(mat1, mat2)
-        return Value(_grouped(a, b, offsets).to(held(dtype)), dtype)
-    a, b = (tensor(x, E4M3).data.double() for x in (mat1, mat2))
-    row_scale, column_scale = (tensor(x, "Float").data.double() for x in (scale1, scale2))
-    need(
-        a.dim() == 2 and b.dim() == 3,
-        f"grouped_mm with scales of {list(a.shape)} and {list(b.shape)}: not modelled",
-    )
-    need(
-        row_scale.shape == (a.shape[0], 1),
-        f"scale1 {list(row_scale.shape)}, expected {[a.shape[0], 1]}",
-    )
-    need(
-        column_scale.shape == (b.shape[0], 1, b.shape[2]),
-        f"scale2 {list(column_scale.shape)}, expected {[b.shape[0], 1, b.shape[2]]}",
-    )
-    product = _grouped(a * row_scale, b * column_scale, offsets).bfloat16()
-    return Value(converted(product, "BFloat16", dtype), dtype), None, None
+    a = tensor(mat1, *FLOATS, *HALVES)
+    product = _grouped(a.data.double(), tensor(mat2, a.dtype).data.double(), offsets)
+    return Value(product.to(held(a.dtype)), a.dtype)
 
 
 def cutlass_nvfp4_grouped_mm(
@@ -221,4 +164,4 @@ def _scaled(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.double() * scales.double().repeat_interleave(16, dim=1)
 
 
-OPS = {f.__name__: f for f in (matmul, linear, grouped_mm, cutlass_nvfp4_grouped_mm)}
+OPS = {"grouped_mm": grouped_mm, "cutlass_nvfp4_grouped_mm": cutlass_nvfp4_grouped_mm}

@@ -1,4 +1,4 @@
-"""Operations that move elements, make tensors of nothing, or ask for sizes."""
+"""Operations that move elements, or make tensors of nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from .values import (
     integer,
     integers,
     need,
-    scalar,
     tensor,
 )
 
@@ -53,18 +52,6 @@ def expand(x: Any, *, shape: list[Any]) -> Value:
     )
     need(fits, f"expand of {list(x.shape)} to {sizes}")
     return x.with_(x.data.expand(sizes))
-
-
-def broadcast_in_dim(x: Any, *, shape: list[Any], broadcast_dims: list[int]) -> Value:
-    x = tensor(x)
-    need(
-        len(broadcast_dims) == x.data.dim(),
-        f"broadcast_in_dim of {list(x.shape)} with {broadcast_dims}",
-    )
-    return expand(
-        broadcast(x, is_broadcast_dim=[i not in broadcast_dims for i in range(len(shape))]),
-        shape=shape,
-    )
 
 
 def squeeze(x: Any, *, dims: list[int], squeeze_expanded: bool = False) -> Value:
@@ -145,26 +132,8 @@ def iota(*, length: Any, start: Any = None, step: Any = None, dtype: str = "Int"
     return Value(first + by * torch.arange(integer(length)).to(held(dtype)), dtype)
 
 
-def stride_order(x: Any, *, stride_order: list[int]) -> Value:
-    """The same elements; stride_order[i] tells how many dimensions are faster in memory than
-    dimension i.
-    """
-    x = tensor(x)
-    need(
-        sorted(stride_order) == list(range(x.data.dim())),
-        f"stride_order {stride_order} of {list(x.shape)}",
-    )
-    slowest_first = sorted(range(x.data.dim()), key=lambda d: -stride_order[d])
-    back = [slowest_first.index(d) for d in range(x.data.dim())]
-    return x.with_(x.data.permute(slowest_first).contiguous().permute(back))
-
-
 def size(x: Any, *, dim: int) -> Scalar:
     return Scalar(tensor(x).shape[dim], "Index")
-
-
-def shape(x: Any) -> tuple[Scalar, ...]:
-    return tuple(size(x, dim=d) for d in range(tensor(x).data.dim()))
 
 
 # Indexing -----------------------------------------------------------------------------------------
@@ -177,58 +146,11 @@ def _indices(index: Any) -> torch.Tensor:
     return index.data.long()
 
 
-def gather(x: Any, index: Any, *, dim: int) -> Value:
-    x = tensor(x)
-    return x.with_(torch.gather(x.data, axis(dim, x.data.dim()), _indices(index)))
-
-
-def take_along_axis(x: Any, index: Any, *, dim: int) -> Value:
-    """gather, but all other dimensions are equal, or 1 and repeated."""
-    x, at = tensor(x), _indices(index)
-    dim = axis(dim, x.data.dim())
-    need(
-        at.dim() == x.data.dim(),
-        f"take_along_axis of {list(x.shape)} with indices {list(at.shape)}",
-    )
-    others = torch.broadcast_shapes(
-        *([n for d, n in enumerate(t.shape) if d != dim] for t in (x.data, at))
-    )
-    wide = [(*others[:dim], t.shape[dim], *others[dim:]) for t in (x.data, at)]
-    return x.with_(torch.gather(x.data.expand(wide[0]), dim, at.expand(wide[1])))
-
-
-def scatter(x: Any, index: Any, src: Any, *, dim: int) -> Value:
-    """Two different elements for one place are refused: which one stays is not defined."""
-    x, at = tensor(x), _indices(index)
-    source = (
-        tensor(src, x.dtype).data
-        if isinstance(src, Value)
-        else constant(src, x.dtype).expand(at.shape)
-    )
-    need(source.shape == at.shape, f"scatter of {list(source.shape)} with indices {list(at.shape)}")
-    dim = axis(dim, x.data.dim())
-    data = torch.scatter(x.data, dim, at, source)
-    kept = torch.gather(data, dim, at)
-    need(
-        bool(((kept == source) | ((kept != kept) & (source != source))).all()),
-        "scatter of two values to one place",
-    )
-    return x.with_(data)
-
-
 def index_select(x: Any, index: Any, *, dim: int) -> Value:
     """The index is 1-d, or of x's rank with size 1 in all dimensions but `dim`."""
     x, at = tensor(x), _indices(index)
     need(at.numel() == max(at.shape, default=1), f"index_select with indices {list(at.shape)}")
     return x.with_(torch.index_select(x.data, axis(dim, x.data.dim()), at.reshape(-1)))
-
-
-def select(x: Any, index: Any, *, dim: int) -> Value:
-    """The index is a scalar or a 0-d tensor."""
-    x = tensor(x)
-    at = int(_indices(index).item()) if isinstance(index, Value) else integer(scalar(index))
-    need(at >= 0, f"a negative index: {at}")
-    return x.with_(torch.select(x.data, axis(dim, x.data.dim()), at))
 
 
 OPS = {
@@ -239,17 +161,14 @@ OPS = {
             permute,
             broadcast,
             expand,
-            broadcast_in_dim,
             squeeze,
             pad,
             cat,
             full,
             iota,
-            stride_order,
+            size,
+            index_select,
         )
-    },
-    **{
-        f.__name__: f for f in (size, shape, gather, take_along_axis, scatter, index_select, select)
     },
     "slice": slice_,
 }

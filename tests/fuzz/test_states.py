@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
+import pytest
 import torch
+from hypothesis import given, note
 from torch import Tensor, nn
 
 from fusion_moe import encodings, options
@@ -25,8 +27,11 @@ from fusion_moe.nn import (
 )
 from fusion_moe.nn.frozen.packed import PackedModule, relayout_
 
+from . import NUMBERS, examples
 from .case import REFERENCE
 from .compare import outcome
+
+pytestmark = [pytest.mark.once, pytest.mark.slow]
 
 State = dict[str, Any]
 E, H, I = 2, 32, 32  # experts; columns of tokens; of what is between the products
@@ -191,53 +196,36 @@ def changed(rng: Random, state: State) -> None:
         state[key] = t if isinstance(new, Exception) else new
 
 
-def judged(seed: int) -> tuple[str, str]:
-    """What is wrong with how a module loads the state dict of a seed, "" if nothing is; and how
-    that differs from its own.
-    """
-    rng = Random(seed)
-    torch.manual_seed(seed)
+@given(NUMBERS)
+@examples(8)
+def test_state_dicts_are_loaded_or_refused(rng):
+    torch.manual_seed(rng.getrandbits(32))
     with options.using(REFERENCE), torch.no_grad():
-        make = MODULES[seed % len(MODULES)]
-        module, given = make(), make().state_dict()
-        for part in (
-            m for m in module.modules() if isinstance(m, PackedModule) and rng.random() < 0.4
-        ):
-            outcome(lambda part=part: relayout_(part, "w16x64"))  # which some encodings do not have
+        make = rng.choice(MODULES)
+        module, state = make(), make().state_dict()
+        for part in module.modules():
+            if isinstance(part, PackedModule) and rng.random() < 0.4:
+                outcome(lambda part=part: relayout_(part, "w16x64"))  # which some cannot have
         before = {key: _form(t) for key, t in module.state_dict().items()}
-        plain = dict(given)
+        plain = dict(state)
         for _ in range(rng.choice((1, 1, 2, 4))):
-            changed(rng, given)
+            changed(rng, state)
         how = {"strict": rng.random() < 0.8, "assign": rng.random() < 0.1}
-        found = _wrong(module, given, how, before)
-    said = (
-        f"{key}: {given.get(key)!r:.300}"
-        for key in (*plain, *given)
-        if given.get(key) is not plain.get(key)
-    )
-    return found, found and "\n".join([f"{type(module).__name__} {how}", *dict.fromkeys(said)])
+        keys = [key for key in (*plain, *state) if state.get(key) is not plain.get(key)]
+        note(f"{module} {how} {[(key, state.get(key)) for key in keys]}")
+        check(module, state, how, before)
 
 
-def _wrong(module: nn.Module, given: State, how: dict[str, bool], before: Mapping[str, Any]) -> str:
-    loaded = outcome(lambda: module.load_state_dict(given, **how))
-    if (
-        isinstance(loaded, Exception)
-        and not isinstance(loaded, Error)
-        and type(loaded) is not RuntimeError
-    ):
-        return f"load_state_dict raises {type(loaded).__name__}: {str(loaded)[:300]}"
-    after = outcome(module.state_dict)
-    if isinstance(after, Exception):
-        return f"state_dict raises {type(after).__name__} afterwards: {str(after)[:300]}"
-    if not how["assign"] and (
-        other := [key for key, t in after.items() if _form(t) != before.get(key)]
-    ):
-        return f"{other[0]} is {_form(after[other[0]])}, not {before.get(other[0])}"
+def check(module: nn.Module, state: State, how: dict[str, bool], before: Mapping[str, Any]) -> None:
+    """Loads a state dict: the module keeps its form, and holds what it was given or refuses it."""
+    loaded = outcome(lambda: module.load_state_dict(state, **how))
+    if isinstance(loaded, Exception):
+        assert isinstance(loaded, Error) or type(loaded) is RuntimeError, loaded
+    after = module.state_dict()
+    assert how["assign"] or {key: _form(t) for key, t in after.items()} == before
     if not isinstance(loaded, Exception) and how["strict"]:
-        for key in after.keys() & given.keys():
-            if not _same(after[key], given[key]):
-                return f"{key} is not what was loaded"
-    return ""
+        for key in after.keys() & state.keys():
+            assert _same(after[key], state[key]), key
 
 
 def _form(t: Any) -> Any:

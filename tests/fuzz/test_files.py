@@ -10,28 +10,34 @@ import json
 import os
 import resource
 import shutil
+import signal
+import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
+from hypothesis import given
 from typer.testing import CliRunner
 
 from fusion_moe import options
 from fusion_moe.checkpoints import convert, quantize
 from fusion_moe.checkpoints.headers import read_header
 from fusion_moe.cli.app import app
-from fusion_moe.errors import Error
+from fusion_moe.errors import CheckpointError, Error
 from fusion_moe.nn.lora.files.config import read_config
 
+from . import NUMBERS, examples
 from .case import REFERENCE
 from .compare import outcome
 
+pytestmark = [pytest.mark.once, pytest.mark.slow]
+
 _TESTS = Path(__file__).parents[1]
 MADE = [*sorted((_TESTS / "checkpoints" / "made").iterdir()), _TESTS / "adapters" / "made"]
-_SECONDS, _LONGEST = 20.0, 5000  # of processor time for a call; characters of a message
+_SECONDS, _LONGEST = 60, 5000  # for all calls of a directory; characters of a message
 _NUMBERS = (
     0,
     1,
@@ -220,8 +226,38 @@ def change(rng: Random, directory: Path) -> None:
     rng.choice((*ways, *[often] * 9))(rng, file)
 
 
-def wrong(directory: Path) -> str:
-    """What is wrong with how a directory is read; "" if nothing is."""
+@pytest.fixture(scope="module", autouse=True)
+def limits() -> Iterator[None]:
+    """What takes more than 4 GiB raises a MemoryError, what takes too long a TimeoutError."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + 4 * 2**30
+    handler = signal.signal(signal.SIGALRM, _too_long)
+    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    with options.using(REFERENCE):
+        yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    signal.signal(signal.SIGALRM, handler)
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError
+
+
+@given(NUMBERS)
+@examples(2)
+def test_directories_are_read_or_refused(rng):
+    with tempfile.TemporaryDirectory(prefix="files-") as folder:
+        directory = Path(shutil.copytree(rng.choice(MADE), Path(folder) / "src"))
+        for _ in range(rng.choice((1, 1, 1, 2, 4))):
+            change(rng, directory)
+        check(directory)
+
+
+def check(directory: Path) -> None:
+    """Reads a directory in all ways: none leaves anything behind, each error is one of ours, short
+    and printable.
+    """
     dst = directory.with_name("dst")
     calls: dict[str, Callable[[], Any]] = {
         "inspect": lambda: _command("inspect", "--values", str(directory)),
@@ -233,69 +269,41 @@ def wrong(directory: Path) -> str:
         "read_header": lambda: read_header(directory / "adapter_model.safetensors"),
     }
     for name, call in calls.items():
-        start = time.process_time()
+        signal.alarm(_SECONDS)
         found = outcome(call)
-        seconds = time.process_time() - start
-        if isinstance(found, Exception) and not isinstance(found, Error):
-            return f"{name} raises {type(found).__name__}: {str(found)[:200]}"
-        if isinstance(found, Error) and (
-            len(said := str(found)) > _LONGEST or not said.isprintable()
-        ):
-            return (
-                f"{name} raises a message of {len(said)} characters, or with some that are not "
-                f"printable: {said[:200]!r}"
-            )
-        if seconds > _SECONDS:
-            return f"{name} takes {seconds:.0f} s"
+        signal.alarm(0)
+        if isinstance(found, Exception):
+            assert isinstance(found, Error), f"{name} raises {found!r}"
+            assert len(str(found)) <= _LONGEST, name
+            assert str(found).isprintable(), name
         shutil.rmtree(dst, ignore_errors=True)
-        if left := [path.name for path in directory.parent.iterdir() if path != directory]:
-            return f"{name} leaves {left}"
-    return ""
+        assert [*directory.parent.iterdir()] == [directory], name
 
 
-def _command(*arguments: str) -> str:
-    """The output of a command; raises what it raises."""
+def _command(*arguments: str) -> None:
+    """Runs a command, whose output must be printable; raises what it raises."""
     result = CliRunner().invoke(app, arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    if not all(line.isprintable() for line in result.output.split("\n")):
-        raise ValueError(f"not printable: {result.output!r}")
-    return result.output
+    assert all(line.isprintable() for line in result.output.split("\n"))
 
 
-def judged(seed: int) -> tuple[str, str]:
-    """What is wrong with the directory of a seed, "" if nothing is; and what was changed in it."""
-    rng, source = Random(seed), MADE[seed % len(MADE)]
-    with tempfile.TemporaryDirectory(prefix="files-") as folder, options.using(REFERENCE):
-        directory = Path(shutil.copytree(source, Path(folder) / "src"))
-        for _ in range(rng.choice((1, 1, 1, 2, 4))):
-            change(rng, directory)
-        found = wrong(directory)
-        return found, found and _difference(source, directory)
+def test_what_is_not_of_ours_is_found(monkeypatch, tmp_path):
+    """An error of another kind, a long message, and what is left behind."""
+    source = shutil.copytree(MADE[0], tmp_path / "src")
+    check(source)
+    for wrong in (
+        _raises(TypeError("oh")),
+        _raises(CheckpointError("x" * 9999)),
+        lambda src, dst, **how: (tmp_path / "left").touch(),
+    ):
+        monkeypatch.setattr(sys.modules[__name__], "convert", wrong)
+        with pytest.raises(AssertionError, match="convert"):
+            check(source)
 
 
-def _difference(source: Path, directory: Path) -> str:
-    """Which files differ, and how they begin."""
-    said = [source.name]
-    for file in sorted(directory.iterdir()):
-        plain = file.is_file() and not file.is_symlink()
-        data = (
-            file.read_bytes()[:2000]
-            if plain and file.stat().st_size < 10**8
-            else oct(file.lstat().st_mode)
-        )
-        if (
-            not plain
-            or not (source / file.name).exists()
-            or data != (source / file.name).read_bytes()[:2000]
-        ):
-            said.append(f"{file.name!r}: {data!r}")
-    return "\n".join(said)
+def _raises(error: Exception) -> Callable[..., None]:
+    def convert(src: Path, dst: Path, **how: Any) -> None:
+        raise error
 
-
-def limit_memory(more: int = 4 * 2**30) -> None:
-    """What takes more than so many bytes from now on raises a MemoryError."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(
-        resource.RLIMIT_AS, (pages * resource.getpagesize() + more, resource.RLIM_INFINITY)
-    )
+    return convert
