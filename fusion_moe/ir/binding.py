@@ -108,23 +108,6 @@ def _resolve(attr: Any, env: Mapping[str, int]) -> Any:
     return dim_value(attr, env) if isinstance(attr, (Size, Rows)) else attr
 
 
-def attribute_symbols(attr: Any) -> Iterator[str]:
-    """The symbols in an attribute."""
-    for size in attribute_sizes(attr):
-        yield from size.symbols()
-
-
-def attribute_sizes(attr: Any) -> Iterator[Size]:
-    """The sizes in an attribute that depend on symbols."""
-    if isinstance(attr, tuple):
-        for a in attr:
-            yield from attribute_sizes(a)
-    elif isinstance(attr, Rows):
-        yield from attribute_sizes((attr.total, attr.groups.count))
-    elif isinstance(attr, Size):
-        yield attr
-
-
 def with_ceilings(size: AnySize) -> Iterator[AnySize]:
     """A size, and what is rounded up in it."""
     yield size

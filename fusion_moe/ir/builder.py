@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..errors import FusionError
+from ..errors import Error, FusionError
 from .core import ROLES, Fusion, Op, OpKind, Partitions, Value, infer
 from .kinds.rules import need_rank
 from .op_methods import Ops
@@ -213,12 +213,18 @@ class FusionDefinition:
         """Adds one operation; its output types come from its kind's type rule. Equal views are made
         only once.
         """
-        inputs, attrs = self._bound(kind, inputs, attrs)
-        key = (kind.name, inputs, tuple(attrs.items())) if kind.view else None
-        if key in self._views:
-            return self._views[key]
-        types = infer(kind, [v.type if isinstance(v, Value) else v for v in inputs], attrs)
-        self._add_cuts(kind, types, attrs)
+        try:
+            operands, attrs = kind.signature.bind(inputs, attrs)
+            inputs = tuple(
+                self._own(v) if isinstance(v, Value) else checked_operand(v) for v in operands
+            )
+            key = (kind.name, inputs, tuple(attrs.items())) if kind.view else None
+            if key in self._views:
+                return self._views[key]
+            types = infer(kind, [v.type if isinstance(v, Value) else v for v in inputs], attrs)
+            self._partitions.add(types, attrs)
+        except Error as error:
+            raise error.at(kind.name) from None
         first = len(self._producers)
         outputs = tuple(Value(f"t{first + i}", t) for i, t in enumerate(types))
         op = Op(kind, inputs, attrs, outputs, self._source, self._translator or _caller())
@@ -228,17 +234,14 @@ class FusionDefinition:
             self._views[key] = outputs
         return outputs
 
-    def _bound(
-        self, kind: OpKind, inputs: Sequence[Any], attrs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The operands and attributes of an operation, each checked for its type."""
-        try:
-            operands, attrs = kind.signature.bind(inputs, attrs)
-            return tuple(
-                self._own(v) if isinstance(v, Value) else checked_operand(v) for v in operands
-            ), attrs
-        except FusionError as error:
-            raise error.at(kind.name) from None
+    def copy(self, op: Op, copies: dict[Any, Any]) -> tuple[Value, ...]:
+        """Adds a copy of an operation of another Fusion, on the copies of its operands, and its
+        results to `copies`.
+        """
+        with self.at(op.source, op.translator):
+            outputs = self.append(op.kind, [copies.get(v, v) for v in op.inputs], op.attrs)
+        copies.update(zip(op.outputs, outputs, strict=True))
+        return outputs
 
     def _own(self, value: Value) -> Value:
         if not self.has(value):
@@ -255,14 +258,6 @@ class FusionDefinition:
                 expected="operations on its arguments",
                 todo="return the results",
             )
-
-    def _add_cuts(
-        self, kind: OpKind, types: Sequence[TensorType], attrs: Mapping[str, Any]
-    ) -> None:
-        try:
-            self._partitions.add(types, attrs)
-        except FusionError as error:
-            raise error.at(kind.name) from None
 
     def groups_of(self, offs: Value, rows: AnySize) -> Value:
         """The ends-typed value for a vector of group ends and this many rows; equal calls return

@@ -20,11 +20,11 @@ import torch
 
 from ..errors import Error, FusionError, ShapeError
 from ..layouts.groups import check_ends
-from .binding import attribute_sizes, attribute_symbols, bind, elements_of, resolve, with_ceilings
+from .binding import bind, elements_of, resolve, with_ceilings
 from .effects import check_targets, write_over
 from .signature import Signature, signature
 from .sizes import AnySize, Size, never_negative, value
-from .types import MOST_ELEMENTS, Groups, Rows, TensorType, checked_type, plain
+from .types import MOST_ELEMENTS, Groups, Rows, TensorType, checked_type, plain, sizes_in
 
 MOST_ROWS = 2**31 - 1  # the most that the int32 ends of a partition can express
 # an input is new at each call, the same at each call, or changed by each call
@@ -108,7 +108,7 @@ class Op:
 
 
 def infer(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
-    """The types of the outputs; an error in the arguments names the operation."""
+    """The types of the outputs."""
     try:
         types_out = kind.infer(*types, **kind.signature.check(attrs))
         assert kind.outputs in (None, len(types_out)), kind.name
@@ -116,11 +116,11 @@ def infer(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> tuple
             if never_negative(size) is False:
                 raise ShapeError(why)
         return tuple(map(checked_type, types_out))
-    except Error as error:
-        raise error.at(kind.name) from None
+    except Error:
+        raise
     except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
         raise FusionError(
-            f"{kind.name} does not accept these arguments: {error}",
+            f"arguments that it does not accept: {error}",
             todo="fusion_moe/ir/kinds has its signature",
         ) from None
 
@@ -129,7 +129,7 @@ def _needs(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> Iter
     if kind.needs is not None:
         yield from kind.needs(*types, **attrs)
     for attr in attrs.values():
-        for size in attribute_sizes(attr):
+        for size in sizes_in(attr):
             yield from ((of, f"{of} in {size} is negative") for of in size.ceilings())
 
 
@@ -267,7 +267,7 @@ class Fusion:
         """The names of the sizes that become known only at launch, in order of first use."""
         names = [s for v in self.inputs for s in v.type.symbols()]
         for op in self.ops:
-            names += [s for attr in op.attrs.values() for s in attribute_symbols(attr)]
+            names += [s for size in sizes_in(tuple(op.attrs.values())) for s in size.symbols()]
             names += [s for v in op.outputs for s in v.type.symbols()]
         return tuple(dict.fromkeys(names))
 
@@ -297,6 +297,21 @@ class Fusion:
                     (MOST_ELEMENTS - count, f"{count} elements are more than 63 bits can count")
                 )
         return tuple(dict.fromkeys(need for need in needs if not never_negative(need[0])))
+
+    @cached_property
+    def ends(self) -> Mapping[Groups, Value]:
+        """For each partition, the value that holds its ends."""
+        values = (*self.inputs, *(v for op in self.ops for v in op.outputs))
+        return {v.type.ends: v for v in values if v.type.ends}
+
+    @cached_property
+    def partitions(self) -> Partitions:
+        """The number of rows of each partition."""
+        partitions = Partitions()
+        partitions.add(v.type for v in self.inputs)
+        for op in self.ops:
+            partitions.add((v.type for v in op.outputs), op.attrs)
+        return partitions
 
     @cached_property
     def producers(self) -> Mapping[Value, Op]:
@@ -349,7 +364,8 @@ class Fusion:
         values: dict[Any, Any] = dict(zip(self.inputs, tensors, strict=True))
         for v, tensor in values.items():
             if v.type.ends:
-                check_ends(tensor, rows_of(v.type.ends, self, env), v.name)
+                rows = self.partitions.rows(v.type.ends)
+                check_ends(tensor, MOST_ROWS if rows is None else value(rows, env), v.name)
         device = elements_of(tensors[0]).device if tensors else torch.device("cpu")
         # for operations that create tensors without inputs
         with torch.device(device) if device.type != "cpu" else nullcontext():
@@ -384,15 +400,6 @@ class Fusion:
         from .text import text  # text imports this module
 
         return text(self)
-
-
-def rows_of(groups: Groups, fusion: Fusion, env: Mapping[str, int]) -> int:
-    """The rows of a partition: the total of any of the fusion's values with this partition."""
-    values = [*fusion.inputs, *(v for op in fusion.ops for v in op.outputs)]
-    totals = [
-        d.total for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == groups
-    ]
-    return value(totals[0], env) if totals else torch.iinfo(torch.int32).max
 
 
 def _types(types: Sequence[TensorType]) -> str:

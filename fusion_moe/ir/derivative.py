@@ -16,12 +16,12 @@ from typing import Any
 
 from ..errors import OptionError, UnsupportedError
 from .builder import FusionDefinition
-from .core import Fusion, Op, Partitions, Value
-from .flow import dependent
+from .core import Fusion, Op, Value
+from .flow import dependent, made_again, part
 from .gradients import Gradients
 from .router_gradient import of_combine
-from .saved import POLICIES, made_again, saved
-from .types import FLOATS, Groups, Rows, TensorType, plain
+from .saved import POLICIES, saved
+from .types import FLOATS, plain
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ def differentiate(
         fusion, ops=_with_copies(fusion, whole, kept), outputs=there[len(fusion.inputs) :]
     )
     reads = tuple(there.index(whole.original[v]) for v in kept)
-    return Derivative(forward, _backward(whole, kept), reads, _seeded(fusion), whole.rewritten)
+    ops = (*made_again(whole.forward.ops, whole.needed, kept), *whole.later)
+    backward = part(whole.fusion, ops, (*kept, *whole.seeds), whole.fusion.outputs)
+    return Derivative(forward, backward, reads, _seeded(fusion), whole.rewritten)
 
 
 # ---------------------------------------------------------------------- forward and backward in one
@@ -109,33 +111,13 @@ class _Whole:
         return self.fusion.inputs[len(self.forward.inputs) :]
 
     @cached_property
-    def ends(self) -> Mapping[Groups, Value]:
-        """For each partition, the value of the forward that holds its ends."""
-        return {v.type.ends: v for v in self.original if v.type.ends}
-
-    @cached_property
     def needed(self) -> tuple[Value, ...]:
         """The values of the forward that the backward reads, and the ends of the partitions in
         their types.
         """
         read = [v for op in self.later for v in op.values if v in self.original]
-        return tuple(
-            dict.fromkeys(
-                (
-                    *read,
-                    *(self.ends[g] for v in read for g in v.type.partitions() if g in self.ends),
-                )
-            )
-        )
-
-    @cached_property
-    def partitions(self) -> Partitions:
-        """The number of rows of each partition."""
-        partitions = Partitions()
-        partitions.add(v.type for v in self.forward.inputs)
-        for op in self.forward.ops:
-            partitions.add((v.type for v in op.outputs), op.attrs)
-        return partitions
+        ends = [self.forward.ends.get(g) for v in read for g in v.type.partitions()]
+        return tuple(dict.fromkeys((*read, *filter(None, ends))))
 
 
 def _seeded(fusion: Fusion) -> tuple[int, ...]:
@@ -152,7 +134,10 @@ def _whole(
     seeds = [
         (v, fd.define_like(v.type.with_(shape=tuple(map(plain, v.type.shape))))) for v in outputs
     ]
-    ops = [_copied(fd, op, made) for op in fusion.ops]
+    ops = [
+        replace(op, inputs=tuple(made.get(v, v) for v in op.inputs), outputs=fd.copy(op, made))
+        for op in fusion.ops
+    ]
     first = fd.count
 
     leads = dependent(ops, {made[fusion.inputs[i]] for i in wrt})
@@ -172,7 +157,7 @@ def _whole(
             fd.ops.reshape(grads.of(value), new_shape=tuple(map(plain, value.type.shape)))
         )
     whole, inputs = fd.fusion(), tuple(made[v] for v in fusion.inputs)
-    later = made_again(whole.ops[first:], whole.outputs, ())
+    later = made_again(whole.ops[first:], whole.outputs)
     copies = _copies(later, [seed for _, seed in seeds])
     forward = replace(
         whole,
@@ -215,12 +200,12 @@ def _copies(later: Sequence[Op], seeds: Collection[Value]) -> tuple[Op, ...]:
     """
     by_seeds = dependent(later, seeds)
     parts = [v for op in later if op.kind.name == "unpack" for v in op.outputs if v not in by_seeds]
-    return made_again(later, parts, ())
+    return made_again(later, parts)
 
 
 def _with_copies(fusion: Fusion, whole: _Whole, kept: Sequence[Value]) -> tuple[Op, ...]:
     """The operations of the Fusion, and those that make the copies which are saved."""
-    copies = made_again(whole.copies, kept, ())
+    copies = made_again(whole.copies, kept)
     return (
         *fusion.ops,
         *(
@@ -228,15 +213,6 @@ def _with_copies(fusion: Fusion, whole: _Whole, kept: Sequence[Value]) -> tuple[
             for op in copies
         ),
     )
-
-
-def _copied(fd: FusionDefinition, op: Op, made: dict[Any, Any]) -> Op:
-    """A copy of an operation, on the copies of its operands; adds its results to `made`."""
-    inputs = tuple(made.get(v, v) if isinstance(v, Value) else v for v in op.inputs)
-    with fd.at(op.source, op.translator):
-        outputs = fd.append(op.kind, inputs, op.attrs)
-    made.update(zip(op.outputs, outputs, strict=True))
-    return replace(op, inputs=inputs, outputs=outputs)
 
 
 def _differentiate(fd: FusionDefinition, op: Op, grads: Gradients, by_router: bool) -> bool:
@@ -271,47 +247,3 @@ def _differentiate(fd: FusionDefinition, op: Op, grads: Gradients, by_router: bo
             f"not supported: {error}", todo="compute it under torch.no_grad()", where=op.source
         ) from None
     return rewritten is not None
-
-
-# --------------------------------------------------------------------------------------- and in two
-
-
-def _backward(whole: _Whole, kept: Sequence[Value]) -> Fusion:
-    """(kept..., seeds...) -> the gradients."""
-    fd, inputs = FusionDefinition(), whole.forward.inputs
-    seeds = {
-        v: fd.define_like(v.type if v in inputs else _stored(v), whole.fusion.role(v)) for v in kept
-    }
-    copies: dict[Any, Any] = {v: fd.define_like(v.type) for v in whole.seeds} | {
-        v: seeds[v] for v in kept if v in inputs
-    }
-    # ends first: other rows are partitioned by them
-    for v in sorted(seeds, key=lambda v: v.type.ends is None):
-        if v not in inputs:
-            copies[v] = _as_it_was(fd, seeds[v], v.type, copies, whole)
-    for op in (*made_again(whole.forward.ops, whole.needed, kept), *whole.later):
-        _copied(fd, op, copies)
-    for v in whole.fusion.outputs:
-        fd.add_output(copies[v])
-    return fd.fusion()
-
-
-def _stored(v: Value) -> TensorType:
-    """The type of a saved value as an input of the backward: without its rows' partition."""
-    return TensorType(tuple(map(plain, v.type.shape)), v.type.dtype)
-
-
-def _as_it_was(
-    fd: FusionDefinition, tensor: Value, type: TensorType, made: Mapping[Any, Any], whole: _Whole
-) -> Value:
-    """A saved value, converted to the type that it had in the forward."""
-    if type.ends:
-        rows = whole.partitions.rows(type.ends)
-        assert rows is not None  # values that need these ends have rows partitioned by them
-        return fd.ops.ends(tensor, rows=rows, groups=type.ends)
-    if tensor.type == type:
-        return tensor
-    ends = [made.get(whole.ends.get(g)) for g in type.partitions()]
-    if len(ends) == 1 and ends[0] is not None and isinstance(type.shape[0], Rows):
-        return fd.ops.partition(tensor, ends[0])
-    return fd.ops.reshape(tensor, new_shape=type.shape)

@@ -1,10 +1,13 @@
-"""Which values are computed from which."""
+"""Which values are computed from which, and the part of a program that computes some of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
-from .core import Op, Value
+from .builder import FusionDefinition
+from .core import Fusion, Op, Value
+from .types import Rows, TensorType, plain
 
 
 def dependent(ops: Sequence[Op], values: Collection[Value]) -> set[Value]:
@@ -16,10 +19,62 @@ def dependent(ops: Sequence[Op], values: Collection[Value]) -> set[Value]:
     return reached
 
 
+def made_again(
+    ops: Sequence[Op], needed: Iterable[Value], kept: Collection[Value] = ()
+) -> tuple[Op, ...]:
+    """The operations that make the needed values from the kept ones, in order."""
+    missing, recomputed = set(needed) - set(kept), []
+    for op in reversed(ops):
+        if not missing.isdisjoint(op.outputs):
+            missing |= set(op.values) - set(kept)
+            recomputed.append(op)
+    return tuple(reversed(recomputed))
+
+
 def needed(ops: Sequence[Op], values: Collection[Value]) -> set[Value]:
     """These values and all from which the operations, in their order, compute them."""
-    needed_values = set(values)
-    for op in reversed(ops):
-        if not needed_values.isdisjoint(op.outputs):
-            needed_values.update(op.values)
-    return needed_values
+    return {*values, *(v for op in made_again(ops, values) for v in op.values)}
+
+
+def part(
+    fusion: Fusion, ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value]
+) -> Fusion:
+    """The program of some operations of a Fusion, from values that are passed on to it. Results
+    are passed on without the partition of their rows: it is made again where they are read.
+    """
+    fd = FusionDefinition()
+    passed = {
+        v: fd.define_like(v.type if v in fusion.inputs else _stored(v), fusion.role(v))
+        for v in inputs
+    }
+    made: dict[Any, Any] = {}
+
+    def of(v: Value) -> Value:
+        if v in passed and v not in made:
+            made[v] = as_it_was(passed[v], v.type)
+        return made[v]
+
+    def as_it_was(tensor: Value, type: TensorType) -> Value:
+        if type.ends and tensor.type.ends is None:
+            rows = fusion.partitions.rows(type.ends)
+            assert rows is not None  # values that need these ends have rows partitioned by them
+            return fd.ops.ends(tensor, rows=rows, groups=type.ends)
+        if tensor.type == type:
+            return tensor
+        ends = [fusion.ends.get(g) for g in type.partitions()]
+        if len(ends) == 1 and isinstance(type.shape[0], Rows) and ends[0] in {*passed, *made}:
+            return fd.ops.partition(tensor, of(ends[0]))
+        return fd.ops.reshape(tensor, new_shape=type.shape)
+
+    for op in ops:
+        for v in op.values:
+            of(v)
+        fd.copy(op, made)
+    for v in outputs:
+        fd.add_output(of(v))
+    return fd.fusion()
+
+
+def _stored(v: Value) -> TensorType:
+    """The type of a value that is passed on."""
+    return TensorType(tuple(map(plain, v.type.shape)), v.type.dtype)

@@ -4,16 +4,13 @@ that waits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
-from .builder import FusionDefinition
 from .core import Fusion, Op, Value
-from .saved import made_again
+from .flow import made_again, part
 from .text import one_line, parse
-from .types import Groups, TensorType, plain
 
 _AGAIN = ("ends", "partition", "reshape")  # repeated rather than passed on: they cost nothing
 
@@ -38,7 +35,7 @@ def postponed(program: str, places: tuple[int, ...]) -> tuple[str, tuple[Later, 
     """
     fusion = parse(program)
     wanted = tuple(v for i, v in enumerate(fusion.outputs) if i not in places)
-    early = made_again(fusion.ops, wanted, ())
+    early = made_again(fusion.ops, wanted)
     computed = {v for op in early if op.kind.name not in _AGAIN for v in op.outputs}
     late = [_late(fusion, fusion.outputs[i], computed) for i in places]
     read = dict.fromkeys(
@@ -63,48 +60,15 @@ def _read(ops: Sequence[Op], output: Value) -> tuple[Value, ...]:
     )
 
 
-def _ends(fusion: Fusion) -> Mapping[Groups, Value]:
-    return {v.type.ends: v for op in fusion.ops for v in op.outputs if v.type.ends}
-
-
 def _late(fusion: Fusion, output: Value, made: set[Value]) -> tuple[Op, ...]:
     """The operations that make an output from inputs and from values already made, with the ends
     that partition these values' rows.
     """
-    ops, ends = made_again(fusion.ops, [output], made), _ends(fusion)
-    by = (ends[g] for v in _read(ops, output) for g in v.type.partitions())
+    ops = made_again(fusion.ops, [output], made)
+    by = (fusion.ends[g] for v in _read(ops, output) for g in v.type.partitions())
     return made_again(fusion.ops, [output, *by], made)
 
 
 def _later(fusion: Fusion, ops: Sequence[Op], output: Value, there: Sequence[Value]) -> Later:
-    fd, read, ends = FusionDefinition(), _read(ops, output), _ends(fusion)
-    inputs = {v: fd.define_like(_stored(v.type), fusion.role(v)) for v in read}
-    copies: dict[Value, Value] = {}
-
-    def of(v: Any) -> Any:
-        """The copy of a value; rows are partitioned again when they are read, since ends are made
-        first.
-        """
-        if not isinstance(v, Value):
-            return v
-        if v not in copies:
-            by = next(v.type.partitions(), None)
-            copies[v] = inputs[v] if by is None else fd.ops.partition(inputs[v], copies[ends[by]])
-        return copies[v]
-
-    for op in ops:
-        with fd.at(op.source, op.translator):
-            copies.update(
-                zip(
-                    op.outputs,
-                    fd.append(op.kind, [of(v) for v in op.inputs], op.attrs),
-                    strict=True,
-                )
-            )
-    fd.add_output(of(output))
-    return Later(one_line(fd.fusion()), tuple(there.index(v) for v in read))
-
-
-def _stored(type: TensorType) -> TensorType:
-    """The type of a tensor that is passed on, without its partition."""
-    return type.with_(shape=tuple(map(plain, type.shape)))
+    read = _read(ops, output)
+    return Later(one_line(part(fusion, ops, read, [output])), tuple(map(there.index, read)))

@@ -8,7 +8,7 @@ values behind it are recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 from .core import Fusion, Op, Value
 from .kinds.shape import elements
@@ -70,18 +70,6 @@ def saved(forward: Fusion, needed: Collection[Value], again: Again) -> tuple[Val
     _, (_, behind) = networkx.minimum_cut(flow, _SOURCE, _SINK)
     values = (*forward.inputs, *(v for op in forward.ops for v in op.outputs))
     return tuple(v for v in values if (v, "out") in behind and (v, "in") not in behind)
-
-
-def made_again(
-    ops: Sequence[Op], needed: Iterable[Value], kept: Collection[Value]
-) -> tuple[Op, ...]:
-    """The operations that make the needed values from the kept ones, in order."""
-    missing, recomputed = set(needed) - set(kept), []
-    for op in reversed(ops):
-        if not missing.isdisjoint(op.outputs):
-            missing |= set(op.values) - set(kept)
-            recomputed.append(op)
-    return tuple(reversed(recomputed))
 
 
 def _cost(forward: Fusion, op: Op, v: Value, again: Again) -> int:

@@ -115,6 +115,17 @@ def dim_value(dim: Dim, env: Mapping[str, Any]) -> Any:
     return value(dim, env)
 
 
+def sizes_in(attr: Any) -> Iterator[Size]:
+    """The sizes in an attribute, or in a shape, that depend on symbols."""
+    if isinstance(attr, tuple):
+        for a in attr:
+            yield from sizes_in(a)
+    elif isinstance(attr, Rows):
+        yield from sizes_in((attr.total, attr.groups.count))
+    elif isinstance(attr, Size):
+        yield attr
+
+
 def plain(dim: Dim) -> AnySize:
     """A dimension without its partition into groups."""
     return dim.total if isinstance(dim, Rows) else dim
@@ -157,12 +168,8 @@ class TensorType:
 
     def symbols(self) -> Iterator[str]:
         """The names of the symbols in its shape, possibly repeated."""
-        for dim in self.shape:
-            if isinstance(dim, Rows):
-                yield from _symbols(dim.total)
-                yield from _symbols(dim.groups.count)
-            else:
-                yield from _symbols(dim)
+        for size in sizes_in(self.shape):
+            yield from size.symbols()
 
     def partitions(self) -> Iterator[Groups]:
         """The partitions of its rows."""
@@ -218,8 +225,3 @@ def _check_dim(d: Any, t: TensorType) -> None:
         )
     if aligned and t.layout == LINEAR.name:
         raise ShapeError(f"padded rows in {t}", expected="a layout that pads: sf128x4")
-
-
-def _symbols(size: AnySize) -> Iterator[str]:
-    if isinstance(size, Size):
-        yield from size.symbols()

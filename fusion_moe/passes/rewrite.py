@@ -19,10 +19,9 @@ def rewrite(fusion: Fusion, rule: Rule) -> Fusion:
     fd = FusionDefinition()
     copies: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
     for op in fusion.ops:
-        inputs = [copies[v] if isinstance(v, Value) else v for v in op.inputs]
         with fd.at(op.source, op.translator):
-            outputs = rule(fd, op, inputs) or fd.append(op.kind, inputs, op.attrs)
-        copies.update(zip(op.outputs, outputs, strict=True))
+            outputs = rule(fd, op, [copies.get(v, v) for v in op.inputs])
+        copies.update(zip(op.outputs, outputs or fd.copy(op, copies), strict=True))
     for i, v in enumerate(fusion.outputs):
         fd.add_output(copies[v], copies.get(fusion.aliases.get(i)))
     return fd.fusion()

@@ -57,7 +57,7 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
         return why
     product = main.op
     after = dependent(fusion.ops, [p.result for p in found])
-    before = set[Value]().union(*(needed(fusion.ops, p.op.values) for p in found))
+    before = needed(fusion.ops, [v for p in found for v in p.op.values])
     tokens = {
         v
         for op in fusion.ops

@@ -20,7 +20,7 @@ from definitions import (
 )
 from interpreter import UnknownOperation, canonical, interpret, output_dtypes, rebuilt, round_trip
 from meaning.blockscale import addresses, ceil_to, swizzle, unswizzle
-from meaning.values import E2M1, E4M3, Refused, Value, converted, poison, to_e2m1, to_e8m0
+from meaning.values import E2M1, E4M3, Refused, Value, converted, to_e2m1, to_e8m0
 
 nvfuser = pytest.mark.nvfuser
 
@@ -321,16 +321,6 @@ def test_grouped_swizzle(sizes, columns):
         same(unswizzle(memory.float(), padded_row, size, columns), scales[row : row + size].float())
 
 
-def test_grouped_swizzle_of_integers_and_of_rows_past_the_groups():
-    rows, padded = starts_of([2, 3])
-    memory = swizzle(
-        torch.arange(18).view(9, 2), "Int", Value(rows, "Int32"), Value(padded, "Int32")
-    ).storage
-    # the last group takes all rows that are left, as nvFuser does
-    assert int((memory != poison("Int")).sum()) == 18
-    assert torch.equal(unswizzle(memory, 128, 7, 2), torch.arange(4, 18).view(7, 2))
-
-
 @pytest.mark.parametrize(
     ("m", "rows", "padded", "message"),
     [
@@ -427,31 +417,6 @@ def test_cutlass_product(sizes, k):
     same(interpret(text, inputs, cutlass_dtype="Half")[0], want.half())
 
 
-def test_cutlass_product_leaves_other_rows_unwritten():
-    inputs, want = nvfp4_problem([2, 3], m=7)
-    (out,) = interpret(cutlass_text(inputs), inputs)
-    assert out[5:].isnan().all()
-    same(out, want.bfloat16())
-
-
-def test_cutlass_product_takes_scales_that_were_swizzled_before():
-    inputs, want = nvfp4_problem([2, 3])
-    (memory,) = run(
-        "fd.ops.preprocess_grouped_matmul_input_sf(tv0, tv1, tv2)", inputs[2], inputs[6], inputs[7]
-    )
-    text = (
-        cutlass_text(inputs)
-        .replace("tv8 = fd.ops.preprocess_grouped_matmul_input_sf(tv2, tv6, tv7)\n    ", "")
-        .replace("tv8", "tv2")
-    )
-    inputs[2] = memory.view(-1, 4)
-    text = text.replace(
-        "tv2 = fd.define_tensor(shape=[5, 4]",
-        f"tv2 = fd.define_tensor(shape={list(inputs[2].shape)}",
-    )
-    same(interpret(text, inputs)[0], want.bfloat16())
-
-
 @pytest.mark.parametrize(
     ("at", "change", "message"),
     [
@@ -477,15 +442,3 @@ def test_cutlass_product_refuses(at, change, message):
     inputs[at] = change(inputs[at])
     with pytest.raises(Refused, match=message):
         interpret(cutlass_text(inputs), inputs)
-
-
-def test_cutlass_product_needs_k_fastest():
-    inputs, _ = nvfp4_problem([2, 3], k=128)
-    inputs[1] = torch.randint(0, 256, (2, 128, 64), dtype=torch.uint8)  # packed along n
-    with pytest.raises(Refused, match="k is not the fastest"):
-        interpret(
-            cutlass_text([inputs[0], inputs[1].transpose(1, 2), *inputs[2:]]).replace(
-                ", stride_order=[2, 0, 1]", ""
-            ),
-            inputs,
-        )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fusions import G, assert_same_bits, evaluate, inputs_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pointwise import BINARY, UNARY, sample
 from routings import Partition, Routing, partitions, routings
@@ -193,6 +193,7 @@ def test_index_select():
 
 
 @about("index_select")
+@settings(max_examples=8)
 @given(
     routings().filter(lambda routing: routing.groups < 10 and routing.ids.shape[0] < 20),
     st.integers(0, 2),
@@ -239,6 +240,7 @@ def test_topk_weights(scoring, renormalize):
 
 
 @about("combine")
+@settings(max_examples=8)
 @given(routings())
 def test_combine_of_a_routing(routing: Routing):
     (tokens, slots), g = routing.ids.shape, torch.Generator().manual_seed(0)
@@ -291,9 +293,11 @@ def _rows(fd, partition, a, offs):
 
 # a loop of autograd's over more groups takes long
 SMALL = partitions().filter(lambda partition: len(partition.sizes) < 10)
+FEW = settings(max_examples=8)
 
 
 @about("zero_rest", "partition")
+@FEW
 @given(SMALL)
 def test_zero_rest(partition: Partition):
     kept = torch.arange(partition.rows)[:, None] < sum(partition.sizes)
@@ -308,6 +312,7 @@ def test_zero_rest(partition: Partition):
 
 
 @about("grouped_mm", "partition")
+@FEW
 @given(SMALL)
 def test_grouped_mm_with_float_weights(partition: Partition):
     w = torch.randn(len(partition.sizes), 4, 5)
@@ -315,6 +320,7 @@ def test_grouped_mm_with_float_weights(partition: Partition):
 
 
 @about("grouped_mm_t")
+@FEW
 @given(SMALL)
 def test_grouped_mm_with_weights_stored_the_other_way(partition: Partition):
     w = torch.randn(len(partition.sizes), 5, 4)
@@ -334,6 +340,7 @@ def _check_product(op: str, partition: Partition, w, plain):
 
 
 @about("grouped_mm")
+@FEW
 @given(SMALL)
 def test_grouped_mm_with_frozen_weights(partition: Partition):
     q = quantize(torch.randn(len(partition.sizes), 4, 16), NVFP4)
@@ -375,6 +382,7 @@ def test_quantize_is_straight_through():
 
 
 @about("group_add", "partition")
+@FEW
 @given(SMALL)
 def test_group_add(partition: Partition):
     def build(fd, y, bias, offs):

@@ -345,8 +345,8 @@ REFUSED = {
     "float64": (
         {"gate_up_lora_a": A.double(), "gate_up_lora_b": B},
         DtypeError,
-        r"gate_up_lora_a is torch.float64, rows are torch.float32; expected torch.float64 for "
-        r"both, or for neither; pass gate_up_lora_a.to",
+        r"gate_up_lora_a is torch.float64, rows torch.float32; expected torch.float64 for both, "
+        r"or for neither; pass gate_up_lora_a.to",
     ),
 }
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from fusion_moe.errors import DtypeError, ShapeError
 from fusion_moe.ir.activation import Activation
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.types import DTYPES, INTS, TensorType, accumulated, plain
 
 FLOATS = ("bf16", "f16", "f32", "f64")
-QUANTIZABLE = FLOATS[:3]
 
 
 def need_dtype(name: str, type: TensorType, dtypes: Sequence[str], todo: str = "") -> None:
@@ -63,33 +64,28 @@ def need_operand(name: str, x: TensorType, of: str, weight: TensorType, axis: in
             expected=f"{want}, the in-features of {of} {shown(weight)}",
             todo=todo,
         )
-    if accumulated(x.dtype) != accumulated(weight.dtype):
-        _refuse_float64(name, x, of, weight)
+    need_one_width(name, x, of, weight)
 
 
-def _refuse_float64(name: str, x: TensorType, of: str, weight: TensorType) -> None:
+def need_one_width(name: str, x: TensorType, of: str, other: TensorType) -> None:
     """float64 is multiplied only with float64."""
-    if weight.dtype == "f64":
-        found = f"{name} is {DTYPES[x.dtype]}, {of} is torch.float64"
-        raise DtypeError(found, expected="torch.float64 for both", todo=f"pass {name}.double()")
-    stored = f"{weight.dtype} weights" if weight.quantized else f"weights in {DTYPES[weight.dtype]}"
-    raise DtypeError(
-        f"{name} is torch.float64",
-        expected=f"{_listed(FLOATS[:3])} beside {stored}",
-        todo=f"pass {name}.to(torch.bfloat16)",
-    )
+    if accumulated(x.dtype) != accumulated(other.dtype):
+        raise DtypeError(
+            f"{name} is {_dtype(x)}, {of} {_dtype(other)}",
+            expected="torch.float64 for both, or for neither",
+            todo=f"pass {name}.to({DTYPES.get(other.dtype, torch.bfloat16)})",
+        )
+
+
+def _dtype(type: TensorType) -> object:
+    """As torch names it; an encoding by its name."""
+    return DTYPES.get(type.dtype, type.dtype)
 
 
 def need_ends(name: str, offs: TensorType, groups: object) -> None:
     """i32[G]"""
     need_dtype(name, offs, ("i32",))
     need_shape(name, offs, (groups,), "where the rows of each group end")
-
-
-def need_vector(name: str, offs: TensorType) -> None:
-    """i32[G] of any number of groups"""
-    need_dtype(name, offs, ("i32",))
-    need_rank(name, offs, "[G]")
 
 
 def need_slots(name: str, slots: TensorType) -> None:
@@ -99,14 +95,14 @@ def need_slots(name: str, slots: TensorType) -> None:
     need_rank(name, slots, "[T, k]")
 
 
-def need_slot_weights(w: TensorType, name: str, slots: TensorType) -> None:
+def need_slot_weights(w: TensorType, slots: TensorType) -> None:
     """w float[T, k], one for each slot. T is only compared if it is known."""
     need_dtype("w", w, FLOATS)
     need_rank("w", w, "[T, k]")
     weights, k = plain(w.shape[1]), plain(slots.shape[1])
     if weights != k:
         raise ShapeError(
-            f"w [T, {weights}] and {name} [T, {k}]",
+            f"w [T, {weights}] and ids [T, {k}]",
             expected="one shape: a weight for each slot of a token",
         )
 

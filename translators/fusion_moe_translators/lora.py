@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fusion_moe.errors import DtypeError, ShapeError
+from fusion_moe.errors import ShapeError
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Value
-from fusion_moe.ir.types import DTYPES, TensorType, accumulated, plain
+from fusion_moe.ir.types import TensorType, accumulated, plain
 
 from . import arguments
 from .arguments import shown
@@ -59,22 +59,9 @@ def adapter(
         f"the {n} out-features of {of} {shown(weight)} from those of {name}_a",
     )
     for part, v in (("a", a), ("b", b)):
-        _need_float(f"{name}_{part}", v.type, rows)
+        arguments.need_dtype(f"{name}_{part}", v.type, arguments.FLOATS)
+        arguments.need_one_width(f"{name}_{part}", v.type, "rows", rows)
     return Adapter(a, b, scale)
-
-
-def _need_float(name: str, factor: TensorType, rows: TensorType) -> None:
-    """The factor must be a float, which is rounded to the dtype of rows; float64 goes only with
-    float64.
-    """
-    arguments.need_dtype(name, factor, arguments.FLOATS)
-    if accumulated(factor.dtype) != accumulated(rows.dtype):
-        found = f"{name} is {DTYPES[factor.dtype]}, rows are {DTYPES[rows.dtype]}"
-        raise DtypeError(
-            found,
-            expected="torch.float64 for both, or for neither",
-            todo=f"pass {name}.to({DTYPES[rows.dtype]})",
-        )
 
 
 def low_rank(fd: FusionDefinition, a: Value, lora: Adapter, ends: Value) -> Value:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fusion_moe.definitions.translate import translator
-from fusion_moe.encodings import NVFP4
 from fusion_moe.errors import OptionError, ShapeError, Untranslatable, need_one_of
 from fusion_moe.ir.activation import Activation, activated, read, swiglu
 from fusion_moe.ir.builder import FusionDefinition, rows_like
@@ -20,6 +19,7 @@ from fusion_moe.ir.kinds.eight_bits import WGRADS
 from fusion_moe.ir.kinds.rows import weighted
 from fusion_moe.ir.kinds.rules import need_same
 from fusion_moe.ir.kinds.shape import elements, merged
+from fusion_moe.ir.sizes import AnySize
 from fusion_moe.ir.text import parse
 from fusion_moe.ir.types import TensorType, accumulated, plain
 
@@ -94,24 +94,10 @@ def nvfp4_quantize(
     """x float[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale
     f32[...]
     """
-    _need_matrices(x.type, decode_scale)
     made = fd.ops.decode_scale(x, encoding="nvfp4") if decode_scale is None else decode_scale
     codes, block_scale = fd.ops.unpack(fd.ops.quantize(x, made, encoding="nvfp4"))
     # an operation of torch must not return its own input
     return codes, block_scale, made if decode_scale is None else fd.ops.cast(made, dtype="f32")
-
-
-def _need_matrices(x: TensorType, decode_scale: Value | None) -> None:
-    """x must be bf16, f16 or f32 [..., N, K] with K in whole blocks; scales, if any, float32, one
-    for each matrix or run of its rows
-    """
-    arguments.need_dtype("x", x, arguments.QUANTIZABLE)
-    if len(x.shape) < 2:
-        raise ShapeError(f"x has rank {len(x.shape)}", expected="[..., N, K], one matrix or more")
-    if isinstance(k := x.shape[-1], int):
-        NVFP4.packed(k)
-    if decode_scale is not None:
-        arguments.need_dtype("decode_scale", decode_scale.type, ("f32",))
 
 
 @translator("fusion_moe::nvfp4_grouped_mm")
@@ -217,8 +203,6 @@ def _check_activation_format(
 @translator("fusion_moe::grouped_swizzle_block_scale")
 def grouped_swizzle_block_scale(fd: FusionDefinition, block_scale: Value, offs: Value) -> Value:
     """block_scale f8e4m3[M, K/16], offs i32[G] -> f8e4m3[M/g%128, K/16]@sf128x4"""
-    arguments.need_rank("block_scale", block_scale.type, "[M, K/16]")
-    arguments.need_vector("offs", offs.type)
     ends = fd.groups_of(offs, plain(block_scale.type.shape[0]))
     return fd.ops.grouped_swizzle(fd.partition_by(block_scale, ends), ends, layout="sf128x4")
 
@@ -259,7 +243,7 @@ def _column(fd: FusionDefinition, scale: Value, like: Value) -> Value:
 
 @translator("fusion_moe::route")
 def route(
-    fd: FusionDefinition, ids: Value, groups: int, first_expert: int | None = None
+    fd: FusionDefinition, ids: Value, groups: AnySize, first_expert: int | None = None
 ) -> tuple[Value, ...]:
     """ids int[T, k] -> ends i32[G]@ends(g), row_of i32[M/g], slot_of i32[T, k]"""
     arguments.need_slots("ids", ids.type)
@@ -284,45 +268,29 @@ def topk_router(
     """logits [T, E], bias f32[E] -> weights [T, k], in float32 unless out_dtype is given, ids
     i64[T, k]
     """
-    arguments.need_dtype("logits", logits.type, arguments.FLOATS)
-    arguments.need_rank("logits", logits.type, "[T, E]")
-    if bias is not None:
-        arguments.need_dtype("bias", bias.type, (accumulated(logits.type.dtype),))
-        arguments.need_shape(
-            "bias", bias.type, (plain(logits.type.shape[1]),), "one number for each expert"
-        )
     fd.mark_weight(bias)
     groups = {"n_group": n_group, "topk_group": topk_group, "best_of_group": best_of_group}
     ids = fd.ops.topk_ids(logits, 0 if bias is None else bias, k=k, scoring=scoring, **groups)
-    dtype = out_dtype or accumulated(logits.type.dtype)
-    arguments.need_float_dtype("out_dtype", dtype)
-    factor = float(routed_scaling_factor)
-    return fd.ops.topk_weights(
+    w = fd.ops.topk_weights(
         logits,
         ids,
         scoring=scoring,
         renormalize=renormalize,
-        routed_scaling_factor=factor,
-        dtype=dtype,
-    ), ids
+        routed_scaling_factor=float(routed_scaling_factor),
+        dtype=out_dtype or accumulated(logits.type.dtype),
+    )
+    return w, ids
 
 
 @translator("fusion_moe::combine")
 def combine(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:
     """y [M, N], slot_of i32[T, k], w [T, k] -> [T, N]"""
-    arguments.need_dtype("y", y.type, arguments.FLOATS)
-    arguments.need_rank("y", y.type, "[M, N]")
-    arguments.need_slots("slot_of", slot_of.type)
-    arguments.need_slot_weights(w.type, "slot_of", slot_of.type)
     return fd.ops.cast(fd.ops.combine(y, slot_of, w), dtype=y.type.dtype)
 
 
 @translator("fusion_moe::group_add")
 def group_add(fd: FusionDefinition, y: Value, bias: Value, offs: Value) -> Value:
     """y [M, N], bias [G, N], offs i32[G] -> [M, N]"""
-    arguments.need_rank("y", y.type, "[M, N]")
-    arguments.need_vector("offs", offs.type)
-    arguments.need_bias("bias", bias, plain(offs.type.shape[0]), plain(y.type.shape[1]), y.type)
     ends = fd.groups_of(offs, plain(y.type.shape[0]))
     return biased(fd, fd.partition_by(y, ends), bias, ends)
 
@@ -434,10 +402,10 @@ def fused_experts(
     tokens, restore = flat(fd, x, keep=1)
     ids, w = flat(fd, ids, keep=1)[0], flat(fd, w, keep=1)[0]
     arguments.need_slots("ids", ids.type)
-    arguments.need_slot_weights(w.type, "ids", ids.type)
+    arguments.need_slot_weights(w.type, ids.type)
     need_same("token count", "x", tokens.type.shape[0], "ids", ids.type.shape[0])
     dtype = x.type.dtype
-    ends, row_of, slot_of = route(fd, ids, _count(gate_up[0]), first_expert)
+    ends, row_of, slot_of = route(fd, ids, plain(gate_up[0].type.shape[0]), first_expert)
     a = fd.ops.index_select(tokens, row_of, dim=0)
     if scale_on == "input":
         wide = accumulated(dtype)
@@ -489,16 +457,6 @@ def _need_experts(
         ("gate_up_bias", "down_bias"), biases, (rows, hidden), strict=True
     ):
         arguments.need_bias(name, bias, experts, width, x)
-
-
-def _count(elements: Value) -> int:
-    count = elements.type.shape[0]
-    if not isinstance(count, int):
-        raise ShapeError(
-            f"{count} experts in {elements.type}",
-            expected="a number of experts known when compiling",
-        )
-    return count
 
 
 @translator("fusion_moe::run")

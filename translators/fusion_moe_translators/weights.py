@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusion_moe.encodings import ENCODINGS, find
+from fusion_moe.encodings import ENCODINGS
 from fusion_moe.errors import Error, OptionError, ShapeError, need_one_of
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.kinds import KINDS
-from fusion_moe.ir.types import FLOATS, TensorType, dtype_name
+from fusion_moe.ir.types import FLOATS, TensorType
 
 from .arguments import need_dtype, need_rank
 
@@ -50,15 +50,22 @@ def weight_type(
         todo="fusion_moe.encodings.register adds one",
     )
     types = [part.type for part in parts]
-    _need_parts(name, types, weight_format)
-    need_rank(name, types[0], "[G, N, K]")
-    if transposed and not is_plain(weight_format, layout):
+    plain = is_plain(weight_format, layout)
+    if transposed and not plain:
         found = (
             f"transposed = True with weight_format = {weight_format!r} and weight_layout = "
             f"{layout!r}"
         )
         raise OptionError(found, expected="weights of floats [G, K, N], in the linear layout")
-    if is_plain(weight_format, layout):
+    if not parts or (plain and len(parts) != 1):
+        raise ShapeError(
+            f"{name} of {len(parts)} tensors",
+            expected=f"the parts of {weight_format}",
+            todo="weight_format says how weights are stored",
+        )
+    need_rank(name, types[0], "[G, N, K]")
+    if plain:
+        need_dtype(name, types[0], (weight_format,), "weight_format says so")
         return types[0]
     try:
         (weight,) = KINDS["pack"].infer(*types, encoding=weight_format, layout=layout)
@@ -70,22 +77,3 @@ def weight_type(
 def is_plain(weight_format: str, layout: str) -> bool:
     """Whether a weight is one tensor of floats in row-major order."""
     return weight_format in FLOATS and layout == "linear"
-
-
-def _need_parts(name: str, types: Sequence[TensorType], weight_format: str) -> None:
-    """Each part must be one tensor of the right dtype."""
-    known = (
-        [("values", "f64")]
-        if weight_format == "f64"
-        else [(p.name, dtype_name(p.dtype)) for p in find(weight_format).parts]
-    )
-    stored = f"weight_format = {weight_format!r}"
-    if len(types) != len(known):
-        expected = f"{len(known)} for {stored}: {', '.join(part for part, _ in known)}"
-        raise ShapeError(
-            f"{name} of {len(types)} tensors",
-            expected=expected,
-            todo="weight_format says how weights are stored",
-        )
-    for (part, dtype), type in zip(known, types, strict=True):
-        need_dtype(f"{part} of {name}", type, (dtype,), f"{stored} says so")
