@@ -61,8 +61,9 @@ def part(
             return fd.ops.ends(tensor, rows=rows, groups=type.ends)
         if tensor.type == type:
             return tensor
-        ends = [fusion.ends.get(g) for g in type.partitions()]
-        if len(ends) == 1 and isinstance(type.shape[0], Rows) and ends[0] in {*passed, *made}:
+        ends = [fusion.ends[g] for g in type.partitions() if g in fusion.ends]
+        there = len(ends) == 1 and (ends[0] in passed or ends[0] in made)
+        if there and isinstance(type.shape[0], Rows):
             return fd.ops.partition(tensor, of(ends[0]))
         return fd.ops.reshape(tensor, new_shape=type.shape)
 

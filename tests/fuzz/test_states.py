@@ -98,102 +98,67 @@ MODULES: tuple[Callable[[], nn.Module], ...] = (
 )
 
 
+_SHAPES: tuple[Callable[[Tensor], Any], ...] = (
+    lambda t: t.mT,
+    lambda t: t[None],
+    lambda t: t[:0],
+    lambda t: t[:1],
+    lambda t: t.flatten(),
+    lambda t: t.reshape(-1)[0],
+    lambda t: t[..., :-1],
+    lambda t: torch.cat([t, t]),
+    lambda t: t.unflatten(-1, (2, -1)),
+    lambda t: t.new_empty(0, 2**40),
+)
+_OBJECTS: tuple[Callable[[Tensor], Any], ...] = (
+    *((lambda t, v=v: v) for v in (None, 1, 1.5, "text", [1.0], {}, b"bytes")),
+    lambda t: (t, t),
+    lambda t: t.tolist() if t.numel() < 100 else 0,
+)
+_KINDS: tuple[Callable[[Tensor], Any], ...] = (
+    lambda t: t.to("meta"),
+    lambda t: t.to_sparse(),
+    lambda t: t[:1].expand(t.shape),
+    lambda t: nn.Parameter(t, requires_grad=t.is_floating_point()),
+    lambda t: t.mT.contiguous().mT,
+    lambda t: t.float().numpy(),
+)
+
+
 def changed(rng: Random, state: State) -> None:
     """Changes one entry."""
     key = rng.choice(sorted(state) or [""])
-    t = state.get(key)
-    way = rng.choice(
-        (
-            "gone",
-            "extra",
-            "name",
-            "swap",
-            "bytes",
-            "numbers",
-            "shape",
-            "shape",
-            "value",
-            "value",
-            "object",
-            "kind",
-        )
+    t = state.pop(key, None)
+    names = (f"{key}0", f"{key}_", key.upper(), f"{key}_decode_scale", "weight", "weight0", "", ".")
+    ways: tuple[Callable[[], State], ...] = (
+        dict,
+        lambda: {key: t, rng.choice(names): t},
+        lambda: {rng.choice(names): t},
+        lambda: _swapped(key, t, rng.choice(sorted(state)), state),
+        lambda: {key: t.view(rng.choice(_DTYPES))},
+        lambda: {key: t.to(rng.choice(_DTYPES))},
+        lambda: {key: _with_a_value(rng, t)},
+        *(lambda some=some: {key: rng.choice(some)(t)} for some in (_SHAPES, _OBJECTS, _KINDS)),
     )
-    if way == "gone" or not isinstance(t, Tensor) or t.is_meta or t.is_sparse:
-        state.pop(key, None)
-    elif way in ("extra", "name"):
-        new = rng.choice(
-            (
-                f"{key}0",
-                f"{key}_",
-                key.upper(),
-                f"{key}_decode_scale",
-                "weight",
-                "weight0",
-                "",
-                ".",
-            )
-        )
-        state[new] = t if way == "extra" else state.pop(key)
-    elif way == "swap":
-        other = rng.choice(sorted(state))
-        state[key], state[other] = state[other], t
-    elif way == "bytes":
-        new = outcome(lambda: t.view(rng.choice(_DTYPES)))
-        state[key] = t if isinstance(new, Exception) else new
-    elif way == "numbers":
-        state[key] = t.to(rng.choice(_DTYPES))
-    elif way == "shape":
-        ways: tuple[Callable[[], Tensor], ...] = (
-            lambda: t.mT,
-            lambda: t[None],
-            lambda: t[:0],
-            lambda: t[:1],
-            lambda: t.flatten(),
-            lambda: t.reshape(-1)[0],
-            lambda: t[..., :-1],
-            lambda: torch.cat([t, t]),
-            lambda: t.unflatten(-1, (2, -1)),
-            lambda: t.new_empty(0, 2**40),
-        )
+    if isinstance(t, Tensor):
         new = outcome(rng.choice(ways))
-        state[key] = t if isinstance(new, Exception) else new
-    elif way == "value":
-        state[key] = new = t.clone(memory_format=torch.contiguous_format)
-        if new.numel():
-            at = rng.randrange(new.numel())
-            if new.dtype.itemsize == 1:
-                new.reshape(-1).view(torch.uint8)[at] = rng.choice((0, 127, 128, 255, 254))
-            else:
-                new.view(-1)[at] = rng.choice(
-                    (0, -1, 1)
-                    if not new.is_floating_point()
-                    else (float("nan"), float("inf"), -1.0, 0.0, 1e30)
-                )
-    elif way == "object":
-        state[key] = rng.choice(
-            (
-                None,
-                1,
-                1.5,
-                "text",
-                [1.0],
-                {},
-                b"bytes",
-                (t, t),
-                t.tolist() if t.numel() < 100 else 0,
-            )
-        )
+        state.update({key: t} if isinstance(new, Exception) else new)
+
+
+def _swapped(key: str, t: Any, other: str, state: State) -> State:
+    return {key: state[other], other: t}
+
+
+def _with_a_value(rng: Random, t: Tensor) -> Tensor:
+    """A tensor with one element changed."""
+    new = t.clone(memory_format=torch.contiguous_format)
+    at = rng.randrange(new.numel())
+    if new.dtype.itemsize == 1:
+        new.reshape(-1).view(torch.uint8)[at] = rng.choice((0, 127, 128, 255, 254))
     else:
-        others: tuple[Callable[[], Any], ...] = (
-            lambda: t.to("meta"),
-            t.to_sparse,
-            lambda: t[:1].expand(t.shape),
-            lambda: nn.Parameter(t, requires_grad=t.is_floating_point()),
-            lambda: t.mT.contiguous().mT,
-            lambda: t.float().numpy(),
-        )
-        new = outcome(rng.choice(others))
-        state[key] = t if isinstance(new, Exception) else new
+        special = (float("nan"), float("inf"), -1.0, 0.0, 1e30)
+        new.view(-1)[at] = rng.choice(special if new.is_floating_point() else (0, -1, 1))
+    return new
 
 
 @given(NUMBERS)
