@@ -4,8 +4,9 @@
 
 Needs a GPU and vLLM. Makes models with random weights in FOLDER, measures an engine of each kind of
 experts, then a server with clients. FOLDER/serving.json keeps the last run of each part, and
-benchmarks/results/serving.md is written from it; --page only does that. --together starts the engines of all kinds at the same time,
-which takes more of the GPU's memory, and measures them one at a time.
+benchmarks/results/serving.md is written from it; --page only does that. --together starts the
+engines of all kinds at the same time, which takes more of the GPU's memory, and measures them one
+at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, default=500, help="how many new lengths of prompts")
     parser.add_argument("--parts", nargs="+", default=["engine", "server"])
     parser.add_argument("--together", action="store_true")
-    parser.add_argument("--soak", type=float, default=0, help="seconds")
+    parser.add_argument("--soak", type=float, default=0, help="seconds with mixed requests")
     parser.add_argument("--page", action="store_true")
     asked = parser.parse_args()
     record = asked.folder / "serving.json"
@@ -58,7 +59,7 @@ def _measured(asked: argparse.Namespace) -> dict[str, Any]:
     }
     if "engine" in asked.parts:
         found["engines"] = _engines(asked, made)
-    if "server" in asked.parts:
+    if "server" in asked.parts or asked.soak:
         found["servers"] = {name: _servers(asked, path) for name, path in made.items()}
     return found
 
@@ -99,16 +100,17 @@ def _servers(asked: argparse.Namespace, path: Path) -> dict[str, Any]:
     for kind in asked.kinds:
         with server.serving(path, PORT, *KINDS[kind]) as running:
             found[kind] = {"start_s": running.start_s}
-            found[kind] |= {str(n): server.latencies(running, n) for n in CLIENTS}
-            if asked.soak and kind == OURS:
-                found["soak"] = server.soak(running, CLIENTS[-1], asked.soak)
-    if soaked := found.get("soak"):  # the server was killed; another one finds its caches
-        with server.serving(path, PORT, *KINDS[OURS]) as running:
-            soaked["restart_s"] = running.start_s
-            again = running.greedy(soaked["prompt"])
-            soaked["same after a restart"] = [t for t, _ in again] == [
-                t for t, _ in soaked["alone"]
-            ]
+            if "server" in asked.parts:
+                found[kind] |= {str(n): server.latencies(running, n) for n in CLIENTS}
+            if asked.soak:
+                found[kind]["soak"] = server.soak(running, CLIENTS[-1], asked.soak)
+        # it was killed; another one finds its caches
+        if asked.soak and kind == OURS:
+            with server.serving(path, PORT, *KINDS[kind]) as running:
+                soaked = found[kind]["soak"]
+                tokens = [token for token, _ in running.greedy(soaked["prompt"])]
+                soaked["same after a restart"] = tokens == [t for t, _ in soaked["alone"]]
+                soaked["restart_s"] = running.start_s
     return found
 
 

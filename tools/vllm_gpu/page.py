@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ def page(record: Found) -> Path:
     for model, kinds in record.get("engines", {}).items():
         parts += [f"## {model}: engine", _engine(kinds), *_numbers(kinds)]
     for model, kinds in record.get("servers", {}).items():
-        parts += [f"## {model}: server", _server(kinds), *_soak(kinds.get("soak"))]
+        parts += [f"## {model}: server", _server(kinds), *_soaks(kinds)]
     return write("serving", "tools/vllm_gpu", *parts)
 
 
@@ -94,15 +94,25 @@ def _server(kinds: Found) -> str:
     return table(["", *head], rows)
 
 
-def _soak(soaked: Found | None) -> Sequence[str]:
-    if soaked is None:
-        return []
-    answers = ", ".join(f"{n} {how}" for how, n in sorted(soaked["answers"].items()))
-    return [
-        f"{soaked['clients']} clients for {soaked['seconds']:.0f} s: {answers}. GPU memory grew by "
-        f"{soaked['grown_mib']} MiB. After kill -9 a new server started in "
-        f"{soaked['restart_s']:.0f} s; the same tokens: {soaked['same after a restart']}."
-    ]
+def _soaks(kinds: Found) -> Iterator[str]:
+    """How mixed requests went."""
+    for kind, found in kinds.items():
+        if soaked := found.get("soak"):
+            refused = ", ".join(f"{n} {how}" for how, n in sorted(soaked["malformed"].items()))
+            median, high = (soaked["apart"][i] for i in (499, 989))
+            again = (
+                f" After kill -9 a new server started in {soaked['restart_s']:.0f} s; the same "
+                f"tokens: {soaked['same after a restart']}."
+                if "restart_s" in soaked
+                else ""
+            )
+            yield (
+                f"{kind}, {soaked['clients']} clients for {soaked['seconds']:.0f} s: "
+                f"{soaked['answers']} answers, log-probabilities of 64 tokens apart from those of "
+                f"single requests by at most {median:.3f} (median), {high:.3f} (99 %), "
+                f"{soaked['most apart']:.3f} (all). Malformed: {refused}. GPU memory grew by "
+                f"{soaked['grown_mib']} MiB.{again}"
+            )
 
 
 def _ms(ms: float) -> str:

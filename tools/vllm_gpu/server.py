@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_NEAR = 0.05  # of log-probabilities: sums of a batch have another order
 _START_S, _ANSWER_S = 600, 300
 _PROMPTS, _TOKENS = 48, 64
 # a request that is refused, and how
@@ -121,8 +121,10 @@ def latencies(server: Server, clients: int) -> dict[str, float]:
 
 
 def soak(server: Server, clients: int, seconds: float) -> dict[str, Any]:
-    """Clients that ask until the time is over. Returns how many answers there were and how many
-    differ from those to single requests, what was refused, and the growth of the GPU's memory.
+    """Clients that ask until the time is over. Returns what happened to malformed requests, the
+    growth of the GPU's memory, and of each answer how far it is from that to a single request: the
+    largest difference of a log-probability up to the first other token, and of that. Sums of a
+    batch have another order, so another token is right where two are as likely.
     """
     drawn = random.Random(0)
     prompts = [
@@ -132,22 +134,26 @@ def soak(server: Server, clients: int, seconds: float) -> dict[str, Any]:
     alone = [server.greedy(prompt) for prompt in prompts]
     until, before = time.monotonic() + seconds, _memory_mib()
 
-    def client(seed: int) -> Counter[str]:
-        own, counts = random.Random(seed), Counter[str]()
+    malformed, apart = Counter[str](), list[float]()
+
+    def client(seed: int) -> None:
+        own = random.Random(seed)
         while time.monotonic() < until:
             if own.random() < 0.05:
-                counts[_refused(server, own.choice(_MALFORMED))] += 1
+                malformed[_refused(server, own.choice(_MALFORMED))] += 1
             else:
                 i = own.randrange(_PROMPTS)
-                counts["same" if _alike(server.greedy(prompts[i]), alone[i]) else "other"] += 1
-        return counts
+                apart.append(_apart(server.greedy(prompts[i]), alone[i]))
 
     with ThreadPoolExecutor(clients) as pool:
-        counts = sum(pool.map(client, range(clients)), Counter[str]())
+        list(pool.map(client, range(clients)))
     return {
         "seconds": seconds,
         "clients": clients,
-        "answers": dict(counts),
+        "malformed": dict(malformed),
+        "answers": len(apart),
+        "apart": statistics.quantiles(apart, n=1000, method="inclusive"),
+        "most apart": max(apart),
         "grown_mib": _memory_mib() - before,
         "prompt": prompts[0],
         "alone": alone[0],
@@ -162,16 +168,14 @@ def _refused(server: Server, body: dict[str, Any] | bytes) -> str:
     return "malformed, and answered"
 
 
-def _alike(found: list[tuple[str, float]], alone: list[tuple[str, float]]) -> bool:
-    """Whether log-probabilities are near up to the first other token, and for it: another token is
-    right where two were as likely.
-    """
+def _apart(found: list[tuple[str, float]], alone: list[tuple[str, float]]) -> float:
+    """The largest difference of a log-probability up to the first other token, and of that."""
+    largest = 0.0
     for (token, probability), (wanted, expected) in zip(found, alone, strict=True):
-        if abs(probability - expected) > _NEAR:
-            return False
+        largest = max(largest, abs(probability - expected))
         if token != wanted:
-            return True
-    return True
+            break
+    return largest
 
 
 def _memory_mib() -> int:
