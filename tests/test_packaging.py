@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import shlex
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +18,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from fusion_moe.backends.cpu import readers
+from fusion_moe.runtime import isa
 
 # By their metadata: as soon as a process imports pip, or looks for it, setuptools can no longer be
 # imported there.
@@ -129,21 +131,16 @@ def test_sdist_has_what_its_makefile_installs_with(source):
     )
 
 
-@pytest.mark.once
-@pytest.mark.slow
-@pytest.mark.compiler
 def test_a_wheel_brings_the_kernels_of_every_cpu(source, tmp_path):
-    """Those that this machine looks for among them; and its tag says for which machines it is. They
-    are compiled, but not optimized.
+    """Those that this machine looks for among them; and its tag says for which machines it is.
+    Nothing compiles them here but a stand-in.
     """
-    from fusion_moe.backends.cpu import readers
-    from fusion_moe.runtime import build as compilers
-    from fusion_moe.runtime import isa
-
-    quick = tmp_path / "quick"
-    quick.write_text(f'#!/bin/sh\nexec {shlex.join(compilers.find_compiler().command)} "$@" -O0\n')
-    quick.chmod(0o755)
-    wheel = build("wheel", tmp_path / "wheel", source, compiler=str(quick))
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec echo 1.0\nfor last; do :; done\ntouch "$last"\n'
+    )
+    compiler.chmod(0o755)
+    wheel = build("wheel", tmp_path / "wheel", source, compiler=str(compiler))
     shipped = {Path(name).name for name in files_of(wheel) if "/shipped/" in name}
     assert shipped >= {
         readers.library_source(tier, encoding).came_with().name
@@ -239,34 +236,12 @@ def stand_in(folder: Path) -> Path:
     return path
 
 
-def from_the_index(folder: Path) -> Path:
-    """PyPI's own, 0.1 MB; skips where no index can be reached."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--retries",
-        "0",
-        "--timeout",
-        "10",
-    ]
-    done = subprocess.run(
-        [*command, "-d", str(folder), "translators==6.0.4"], capture_output=True, text=True
-    )
-    if done.returncode != 0:
-        pytest.skip(f"pip cannot download translators: {done.stderr.strip().splitlines()[-1]}")
-    return next(folder.glob("translators-*.whl"))
-
-
 @pytest.mark.once
-@pytest.mark.parametrize("theirs", [stand_in, from_the_index])
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_installs_beside_another_translators_and_leaves_it_alone(kind, theirs, request, tmp_path):
+def test_installs_beside_another_translators_and_leaves_it_alone(kind, request, tmp_path):
+    """And torch finds the backend by its entry point."""
     venv = Venv(tmp_path / "venv")
-    venv.pip("install", "--no-deps", "--no-index", theirs(tmp_path))
+    venv.pip("install", "--no-deps", "--no-index", stand_in(tmp_path))
     their_folder = venv.site / "translators"
     before = {path: path.read_bytes() for path in their_folder.rglob("*.py")}
     assert before
@@ -281,25 +256,16 @@ def test_installs_beside_another_translators_and_leaves_it_alone(kind, theirs, r
     for package, source in PACKAGES.items():
         folder = source if kind == "editable" else venv.site / package
         assert venv.origin(package) == folder / "__init__.py"
-    assert venv.run_with_torch(
-        "import fusion_moe, fusion_moe_translators; print(fusion_moe.__version__)"
-    ).strip()
+    code = (
+        "import fusion_moe_translators; from torch._dynamo import lookup_backend as f; "
+        "b = f('fusion_moe'); print(b.__module__, callable(b))"
+    )
+    assert venv.run_with_torch(code).split() == ["fusion_moe.frontends.inductor", "True"]
 
     venv.pip("uninstall", "-y", "fusion_moe")
     assert_theirs_is_intact()
     for package in PACKAGES:
         assert venv.origin(package) is None
-
-
-@pytest.mark.slow
-def test_torch_finds_the_backend_by_its_entry_point(wheel, tmp_path):
-    venv = Venv(tmp_path / "venv")
-    venv.pip("install", "--no-deps", "--no-index", wheel)
-    code = (
-        "import torch; from torch._dynamo import lookup_backend as f; b = f('fusion_moe'); "
-        "print(b.__module__, callable(b))"
-    )
-    assert venv.run_with_torch(code).split() == ["fusion_moe.frontends.inductor", "True"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
@@ -53,9 +53,7 @@ from ..definitions.tensor_lists import flat as in_parts
 from ..errors import Error, UnsupportedError
 from ..ir.core import Fusion
 from ..ir.derivative import Derivative, differentiate
-from ..ir.flow import dependent
 from ..ir.text import one_line, parse
-from ..ir.types import FLOATS
 from ..runtime import native
 from .eager import BODIES
 
@@ -99,26 +97,6 @@ class Programs:
     def saves(self) -> bool:
         """Whether the forward returns more than the Fusion does."""
         return len(self.derivative.forward.outputs) > self.results
-
-    @cached_property
-    def severed(self) -> str:
-        """What the backward reads of the forward that depends on an input whose gradient is
-        computed; "" for nothing.
-
-        It has no graph, so a derivative of the backward would lack all that goes through it.
-        """
-        forward, saved_from = (
-            self.derivative.forward,
-            len(self.derivative.forward.inputs) + self.results,
-        )
-        reached = dependent(forward.ops, [forward.inputs[i] for i in self.wanted])
-        there = [*forward.inputs, *forward.outputs]
-        lost = [
-            there[i]
-            for i in self.derivative.reads
-            if i >= saved_from and there[i] in reached and there[i].type.dtype in FLOATS
-        ]
-        return f"{lost[0].name} {lost[0].type}" if lost else ""
 
     def seeds(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """The last inputs of the backward, made from the gradients of the outputs."""
@@ -224,8 +202,6 @@ class _Step:
         try:
             programs = programs_of(program, wants)
         except UnsupportedError as error:
-            if derivative_of(program) is not None:
-                return cls(_second_derivative(error), parts, wants, {})
             described = f"run, derivative with respect to inputs {', '.join(map(str, wants))}"
             return cls(error.at(described), parts, wants, {})
         return cls(
@@ -269,12 +245,10 @@ class _Step:
         """The gradients of the inputs that want one, by position."""
         if isinstance(self.programs, Error):
             raise self.programs
-        if torch.is_grad_enabled() and self.programs.severed:
+        if torch.is_grad_enabled():  # the forward saved values without their graph
             raise UnsupportedError(
-                f"a second derivative through {self.programs.severed}, which the forward saved "
-                "without its graph",
-                expected="first derivatives",
-                todo="leave out create_graph=True",
+                "create_graph=True",
+                expected="first derivatives: a backward without a graph",
                 where="backward",
             )
         inputs = [*saved, *self.programs.seeds(grads)]
@@ -286,16 +260,6 @@ class _Step:
             self.options,
         )
         return dict(zip(self.wanted, outputs, strict=True))
-
-
-def _second_derivative(error: UnsupportedError) -> UnsupportedError:
-    """The error for an operation without a derivative in a program that is itself a backward."""
-    return UnsupportedError(
-        f"a second derivative, but {error.found}",
-        expected="first derivatives, or a backward whose operations have derivatives",
-        todo="leave out create_graph=True, or detach the gradient",
-        where="run of a backward",
-    )
 
 
 def wanted(inputs: Sequence[Input]) -> tuple[int, ...]:

@@ -248,27 +248,11 @@ def test_a_result_may_be_written(name, shape):
     assert_same_bits(found.grad, want.grad)
 
 
-def test_no_second_derivative_lacks_a_part():
-    """The backward reads FC1's result, which the forward made without a graph."""
+def test_there_are_no_second_derivatives():
+    """The backward reads what the forward made without a graph."""
     given = arguments(torch.float32)
-    with pytest.raises(
-        UnsupportedError,
-        match="a second derivative through .* which the forward saved without its graph",
-    ):
+    with pytest.raises(UnsupportedError, match="backward: create_graph=True; expected first deriv"):
         torch.autograd.grad(call(given, "x").sum(), given["x"], create_graph=True)
-    given = arguments(torch.float32)
-    (first,) = torch.autograd.grad(call(given, "w").square().sum(), given["w"], create_graph=True)
-    first.sum().backward()  # 2 sum of J^T J w: nothing saved depends on w
-    rows = (
-        torch.stack(
-            [call({**given, "w": one}) for one in torch.eye(TOKENS * SLOTS).view(-1, TOKENS, SLOTS)]
-        )
-        .flatten(1)
-        .detach()
-    )
-    torch.testing.assert_close(
-        given["w"].grad.flatten(), 2 * (rows @ rows.T).sum(1), rtol=1e-4, atol=1e-4
-    )
 
 
 def test_gradients_of_a_program():

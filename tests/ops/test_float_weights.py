@@ -4,15 +4,13 @@ ones, what is kept, gradcheck.
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import pytest
 import torch
 from fusions import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routings import Partition, Routing, partitions, routings
-from test_autograd import Called, kept_by
+from test_autograd import kept_by
 from torch import Tensor
 
 import fusion_moe
@@ -93,10 +91,8 @@ def gradients(function, given: dict[str, Tensor], wanted, dy: Tensor) -> dict[st
 SMALL = routings().filter(lambda routing: routing.groups < 10 and 0 < routing.ids.shape[0] < 20)
 
 
-@pytest.mark.parametrize("scale_on", ["output", "input"])
-@pytest.mark.parametrize("transposed", [False, True])
-@settings(max_examples=10)
-@given(routing=SMALL)
+@settings(max_examples=12)
+@given(routing=SMALL, transposed=st.booleans(), scale_on=st.sampled_from(("output", "input")))
 def test_fused_experts_against_a_loop(routing, transposed, scale_on):
     given, dy = layer(routing, transposed=transposed), drawn(len(routing.ids), H, seed=9)
     found = gradients(
@@ -112,8 +108,8 @@ ROUTING = Routing(torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0], [4, 4]]), 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_set_of_wanted_gradients(dtype):
-    """Wanted ones are near float64's, the others are None."""
+def test_wanted_gradients(dtype):
+    """Each alone and all: wanted ones are near float64's, the others are None."""
     given, dy = layer(ROUTING, dtype), drawn(5, H, seed=9, dtype=dtype)
     want = gradients(
         plain,
@@ -121,25 +117,21 @@ def test_every_set_of_wanted_gradients(dtype):
         FLOATS,
         dy.double(),
     )
-    for count in range(1, len(FLOATS) + 1):
-        for wanted in combinations(FLOATS, count):
-            found = gradients(call, given, wanted, dy)
-            for n in FLOATS:
-                if n not in wanted:
-                    assert found[n] is None
-                    continue
-                assert found[n].dtype == dtype
-                assert (found[n].double() - want[n]).norm() < 8 * torch.finfo(dtype).eps * want[
-                    n
-                ].norm()
+    for wanted in (*((name,) for name in FLOATS), FLOATS):
+        found = gradients(call, given, wanted, dy)
+        assert {n for n in FLOATS if found[n] is not None} == set(wanted)
+        for n in wanted:
+            assert found[n].dtype == dtype
+            off = (found[n].double() - want[n]).norm()
+            assert off < 8 * torch.finfo(dtype).eps * want[n].norm()
     assert not found["gate_up"][[2, 5]].any()
     assert not found["down_bias"][[2, 5]].any()
 
 
-@pytest.mark.parametrize("transposed", [False, True])
 @settings(max_examples=20)
 @given(
     partition=partitions().filter(lambda partition: len(partition.sizes) < 10),
+    transposed=st.booleans(),
     dtype=st.sampled_from(list(FORMATS)),
 )
 def test_what_no_group_has_enters_no_gradient(partition: Partition, transposed, dtype):
@@ -191,7 +183,6 @@ def test_gradients_are_rounded_once():
 
 
 OPTIONS = {
-    "plain": {},
     "interleaved": {"activation": swiglu(interleave=2)},
     "gpt-oss": {"activation": swiglu(limit=1.5, alpha=1.702, up_offset=1.0, interleave=1)},
     "scale on the input": {"scale_on": "input"},
@@ -199,18 +190,13 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_gradcheck_of_fused_experts(options, transposed):
-    given = {
-        n: t.requires_grad_(t.is_floating_point())
-        for n, t in layer(ROUTING, transposed=transposed).items()
-    }
-    names = list(given)
+def test_gradcheck_of_fused_experts(options):
+    given = {n: t.requires_grad_(t.is_floating_point()) for n, t in layer(ROUTING).items()}
 
     def function(*values):
-        return call(dict(zip(names, values, strict=True)), transposed=transposed, **options)
+        return call(dict(zip(given, values, strict=True)), **options)
 
-    assert torch.autograd.gradcheck(function, tuple(given.values()))
+    assert torch.autograd.gradcheck(function, tuple(given.values()), fast_mode=True)
 
 
 def test_gradcheck():
@@ -247,13 +233,6 @@ def test_what_is_kept():
     frozen = {n: t.detach().requires_grad_(n in ("x", "w")) for n, t in given.items()}
     activations = ["w", "gate_up", "down", "down_bias", *indices, ("bfloat16", rows, 2 * I)]
     assert sorted(map(str, kept_by(lambda: call(frozen), frozen))) == sorted(map(str, activations))
-
-
-def test_one_call_forward_one_backward():
-    given = {n: t.requires_grad_(n in FLOATS) for n, t in layer(ROUTING, torch.bfloat16).items()}
-    with Called() as seen:
-        call(given).sum().backward()
-    assert seen.names == ["run", "run"]
 
 
 def test_compiled():

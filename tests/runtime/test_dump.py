@@ -4,9 +4,6 @@ caches.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -106,16 +103,6 @@ def test_nothing_is_written_unless_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert program("", "reference").dumped is None
     assert not list(tmp_path.iterdir())
-
-
-def test_the_variable(tmp_path):
-    """Of two processes at once: each file is whole."""
-    code = "import torch, fusion_moe; torch.ops.fusion_moe.scaled_swiglu(torch.ones(4, 8))"
-    environment = {**os.environ, "FUSION_MOE_DUMP": str(tmp_path), "FUSION_MOE_TARGET": "reference"}
-    running = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
-    assert [process.wait() for process in running] == [0, 0]
-    (folder,) = tmp_path.iterdir()
-    assert {*STAGES} < set(content(folder))
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):

@@ -157,8 +157,7 @@ def test_nothing_to_compile():
 
 @pytest.mark.slow
 @pytest.mark.once
-@pytest.mark.parametrize("tokens", [[1, 8], "all"])
-def test_a_model_generates_without_compiling(cold, monkeypatch, tokens):
+def test_a_model_generates_without_compiling(cold, monkeypatch):
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3MoeConfig(
         hidden_size=64,
@@ -177,7 +176,7 @@ def test_a_model_generates_without_compiling(cold, monkeypatch, tokens):
     ):
         fusion_moe.prepare_(model, tokens=[1])
     fusion_moe.quantize_(model)
-    fusion_moe.prepare_(model, tokens=tokens)
+    fusion_moe.prepare_(model, tokens=[1, 8])
     forbid(monkeypatch)
     with torch.no_grad():
         model.generate(torch.ones(1, 8, dtype=torch.long), max_new_tokens=3, do_sample=False)
