@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..errors import OptionError, UnsupportedError
+from ..errors import UnsupportedError
 from .builder import FusionDefinition
 from .core import Fusion, Op, Value
 from .flow import dependent, made_again, part
 from .gradients import Gradients
 from .router_gradient import of_combine
-from .saved import POLICIES, saved
+from .saved import saved
 from .types import FLOATS, plain
 
 
@@ -50,22 +50,17 @@ class Derivative:
 def differentiate(
     fusion: Fusion,
     wrt: Sequence[int],
-    save: str = "values",
     router_gradient: bool = True,
     names: Sequence[str] = (),
 ) -> Derivative:
     """The forward, and the backward that computes the gradients of inputs `wrt`, each in its
     input's dtype.
 
-    save: "values": no product is recomputed; "inputs": the forward saves nothing. Both save only
-    what some of these gradients need. router_gradient: whether the router's weights get their
-    gradient from that of the preceding product (router_gradient.py). names: what error messages
-    call the inputs. UnsupportedError if no derivative reaches an input: packed weights are frozen.
+    The forward saves only what some of these gradients need. router_gradient: whether the router's
+    weights get their gradient from that of the preceding product (router_gradient.py). names: what
+    error messages call the inputs. UnsupportedError if no derivative reaches an input: packed
+    weights are frozen.
     """
-    if save not in POLICIES:
-        raise OptionError(
-            f"save = {save!r}", expected=f"one of {', '.join(POLICIES)}", where="differentiate"
-        )
     if fusion.aliases:
         raise UnsupportedError(
             "the derivative of a program that writes over its inputs",
@@ -74,7 +69,7 @@ def differentiate(
     whole = _whole(
         fusion, wrt, router_gradient, names or [f"input {i}" for i in range(len(fusion.inputs))]
     )
-    kept = saved(whole.forward, whole.needed, POLICIES[save])
+    kept = saved(whole.forward, whole.needed)
     there = tuple(
         dict.fromkeys((*fusion.inputs, *fusion.outputs, *(whole.original[v] for v in kept)))
     )

@@ -8,15 +8,14 @@ values behind it are recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 
 from .core import Fusion, Op, Value
 from .kinds.shape import elements
 from .sizes import value
 from .types import DTYPES
 
-Again = Callable[[Op], bool]  # whether the backward may recompute an operation of the forward
-
+# an element of the result needs one of each input
 _ELEMENTWISE = ("pointwise", "view", "shape", "gather", "grouped_add")
 _INDICES = ("invert", "problem_ends")  # arithmetic on 4 bytes a row; `route` sorts
 _TYPICAL = 4096  # assumed for sizes that are known only at launch, to compare bytes
@@ -25,24 +24,9 @@ _SOURCE, _SINK = "source", "sink"
 _NEVER = 1 << 60  # bytes: more than any cut
 
 
-def elementwise(op: Op) -> bool:
-    """The policy save="values": an element of the result needs one of each input. So products, sums
-    and sorts are never recomputed.
-    """
-    return op.kind.role in _ELEMENTWISE or op.kind.name in _INDICES
-
-
-def everything(op: Op) -> bool:
-    """The policy save="inputs": all of the forward is recomputed, only inputs are saved."""
-    return True
-
-
-POLICIES: Mapping[str, Again] = {"values": elementwise, "inputs": everything}
-
-
-def saved(forward: Fusion, needed: Collection[Value], again: Again) -> tuple[Value, ...]:
-    """The inputs and values of the forward, in order, from which the operations that `again` allows
-    make everything that is needed.
+def saved(forward: Fusion, needed: Collection[Value]) -> tuple[Value, ...]:
+    """The inputs and values of the forward, in order, from which elementwise operations make
+    everything that is needed. So products, sums and sorts are never recomputed.
 
     They take the fewest bytes; among equal choices, they are nearest to what is needed.
     """
@@ -58,10 +42,11 @@ def saved(forward: Fusion, needed: Collection[Value], again: Again) -> tuple[Val
         edge(_SOURCE, (v, "in"))
         edge((v, "in"), (v, "out"), 0)
     for op in forward.ops:
+        again = op.kind.role in _ELEMENTWISE or op.kind.name in _INDICES
         # whose parts are stored
-        once = not again(op) and (all(map(_storable, op.outputs)) or op.kind.role == "quantize")
+        once = not again and (all(map(_storable, op.outputs)) or op.kind.role == "quantize")
         for v in op.outputs:
-            edge((v, "in"), (v, "out"), _cost(forward, op, v, again))
+            edge((v, "in"), (v, "out"), _cost(forward, op, v))
             for source in [_SOURCE] if once else [(operand, "out") for operand in op.values]:
                 edge(source, (v, "in"))
     for v in needed:
@@ -72,11 +57,11 @@ def saved(forward: Fusion, needed: Collection[Value], again: Again) -> tuple[Val
     return tuple(v for v in values if (v, "out") in behind and (v, "in") not in behind)
 
 
-def _cost(forward: Fusion, op: Op, v: Value, again: Again) -> int:
+def _cost(forward: Fusion, op: Op, v: Value) -> int:
     """The bytes that saving a value takes. A value that shares another value's memory is never
     saved: the other one is.
     """
-    if again is everything or op.kind.view or op.kind.name == "reshape" or not _storable(v):
+    if op.kind.view or op.kind.name == "reshape" or not _storable(v):
         return _NEVER
     if v in forward.outputs:
         return 0

@@ -343,21 +343,18 @@ LAYERS = {
     "biases": {"biases": True},
     "scale_on_input": {"scale_on": "input"},
 }
-LAYERS_AND_DTYPES = [(name, torch.bfloat16, "values") for name in LAYERS] + [
-    ("plain", dtype, "values") for dtype in DTYPES[1:]
+LAYERS_AND_DTYPES = [(name, torch.bfloat16) for name in LAYERS] + [
+    ("plain", dtype) for dtype in DTYPES[1:]
 ]
 
 
-LAYERS_AND_DTYPES += [("plain", torch.bfloat16, "inputs")]
-
-
-def layer_and_inputs(layer: str, dtype: torch.dtype, save: str) -> tuple[Derivative, list[Tensor]]:
+def layer_and_inputs(layer: str, dtype: torch.dtype) -> tuple[Derivative, list[Tensor]]:
     fusion, inputs, wrt = experts(dtype, **LAYERS[layer])
-    return differentiate(fusion, wrt, save), inputs
+    return differentiate(fusion, wrt), inputs
 
 
 @cache
-def layers(tier: str) -> dict[tuple[str, torch.dtype, str, str], Program]:
+def layers(tier: str) -> dict[tuple[str, torch.dtype, str], Program]:
     """The forward and the backward of each."""
     made = {case: layer_and_inputs(*case)[0] for case in LAYERS_AND_DTYPES}
     return together(
@@ -370,11 +367,11 @@ def layers(tier: str) -> dict[tuple[str, torch.dtype, str, str], Program]:
     )
 
 
-@pytest.mark.parametrize(("layer", "dtype", "save"), LAYERS_AND_DTYPES, ids=str)
+@pytest.mark.parametrize(("layer", "dtype"), LAYERS_AND_DTYPES, ids=str)
 @pytest.mark.parametrize("tier", TIERS)
-def test_an_expert_layer(tier, layer, dtype, save):
+def test_an_expert_layer(tier, layer, dtype):
     """Forward and backward, each kernel against its segment; none is the reference's."""
-    made, inputs = layer_and_inputs(layer, dtype, save)
+    made, inputs = layer_and_inputs(layer, dtype)
     outputs = made.forward.evaluate(*inputs)
     seeds = [small_integers(*outputs[i].shape, dtype=outputs[i].dtype) for i in made.seeds]
     backward = [*made.read(inputs, outputs), *seeds]
@@ -382,4 +379,4 @@ def test_an_expert_layer(tier, layer, dtype, save):
         fusion = getattr(made, part)
         lowered = lower(fusion, TARGETS["cpu"], options.current())
         assert not [s.plan.why for s in lowered.segments if s.plan.why]
-        check_segments(fusion, tier, given, layers(tier)[layer, dtype, save, part])
+        check_segments(fusion, tier, given, layers(tier)[layer, dtype, part])

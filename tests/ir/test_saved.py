@@ -7,13 +7,12 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-import torch
-from fusions import G, assert_same_bits, evaluate, expert_mlp_variants, inputs_of, programs
+from fusions import G, expert_mlp_variants, programs
 from hypothesis import given
 
 from fusion_moe import FusionDefinition
 from fusion_moe.definitions.operations import fusion_of
-from fusion_moe.errors import OptionError, UnsupportedError
+from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import Derivative, differentiate
 from fusion_moe.ir.sizes import symbol
@@ -133,16 +132,6 @@ def test_no_product_is_done_twice(variant, dtype):
             assert all(str(v.type).startswith((dtype, "i32")) for v in derivative.forward.outputs)
 
 
-def test_save_inputs_saves_no_value():
-    fusion, names = mlp()
-    derivative = differentiate(fusion, [0, 2], save="inputs")
-    assert derivative.forward == fusion
-    assert read(derivative, names) == list(names)
-    assert products(derivative.backward) == ["grouped_mm"] + ["grouped_mm_t"] * 2
-    with pytest.raises(OptionError, match=r"save = 'all'; expected one of values, inputs"):
-        differentiate(fusion, [0], save="all")
-
-
 def test_the_fewest_bytes_are_saved():
     """Of what leads from a product to what the backward reads: the narrowest; one value, not its
     halves; not what is spread over more.
@@ -189,23 +178,13 @@ def test_outputs_and_inputs_are_there_anyway():
 
 
 @given(programs())
-def test_saved_or_done_again_the_gradients_are_the_same(fusion):
-    inputs = inputs_of(4)
-    wrt = [
-        i
-        for i, v in enumerate(fusion.inputs)
-        if v.type.dtype in ("f32", "bf16") and fusion.role(v) == "argument"
-    ]
-    for i in wrt:
+def test_no_product_of_any_program_is_done_again(fusion):
+    for i, v in enumerate(fusion.inputs):
+        if v.type.dtype not in ("f32", "bf16") or fusion.role(v) != "argument":
+            continue
         try:
-            values, again = (differentiate(fusion, [i], save) for save in ("values", "inputs"))
+            backward = differentiate(fusion, [i]).backward
         except UnsupportedError:
             continue
-        made = evaluate(values.forward, *inputs)
-        seeds = [torch.ones(made[o].shape, dtype=made[o].dtype) for o in values.seeds]
-        found = evaluate(values.backward, *values.read(inputs, made), *seeds)
-        assert_same_bits(found, evaluate(again.backward, *again.read(inputs, made), *seeds))
-        dgrads = {"grouped_mm": "grouped_mm_t", "grouped_mm_t": "grouped_mm"}
-        # more of them would be products of the forward, done again
-        for dgrad, product in dgrads.items():
-            assert products(values.backward).count(dgrad) <= products(fusion).count(product)
+        for dgrad, product in ("grouped_mm_t", "grouped_mm"), ("grouped_mm", "grouped_mm_t"):
+            assert products(backward).count(dgrad) <= products(fusion).count(product)
