@@ -152,10 +152,8 @@ def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             where="run",
         )
     source = text(fusion)
-    if (
-        torch.is_grad_enabled()
-        and not fusion.aliases
-        and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled() and any(
+        isinstance(t, torch.Tensor) and t.requires_grad for t in tensors
     ):
         program = parse(source)
         sizes = program.bind(tensors)

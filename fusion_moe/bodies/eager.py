@@ -32,11 +32,10 @@ from ..definitions.run import (
     RUN_INTO,
     all_inputs,
     named_sizes,
-    need_pure,
     need_written,
 )
 from ..definitions.tensor_lists import PartCounts, grouped, joined
-from ..ir.effects import check_targets, write_over
+from ..ir.effects import check_targets
 from ..ir.text import parse, text
 from ..options import Options, current, from_key
 from ..runtime import native
@@ -150,7 +149,7 @@ def _run(
             native.use()
         device = tensors[0].device if tensors else torch.device("cpu")
         compiled = program_of(program, device, from_key(options) if options else None)
-        named = named_sizes(need_pure(compiled.stages[0][1]), sizes)
+        named = named_sizes(compiled.stages[0][1], sizes)
         found = _runs[key] = _Found.of(compiled, tensors, [fp4_as_bytes(t) for t in tensors], named)
     return found.run(tensors)
 
@@ -162,31 +161,22 @@ def _run_into(
     sizes: Sequence[int] | None,
     options: str | None = None,
     parts: PartCounts | None = None,
+    read: Sequence[int] | None = None,
 ) -> None:
     fusion = parse(program)
     whole = [fp4_as_bytes(t) for t in _whole(inputs, parts)]
-    tensors, env = all_inputs(fusion, whole, written), named_sizes(fusion, sizes or ())
+    tensors, env = all_inputs(fusion, whole, written, read), named_sizes(fusion, sizes or ())
     need_written(fusion, written, env)
-    targets = dict(enumerate(written))
-    check_targets(targets)
+    check_targets(written)
     device = tensors[0].device if tensors else torch.device("cpu")
-    write_over(
-        targets,
-        program_of(_pure_text(program), device, from_key(options) if options else None)(
-            tensors, env
-        ),
-    )
+    compiled = program_of(program, device, from_key(options) if options else None)
+    for t, made in zip(written, compiled(tensors, env), strict=True):
+        t.copy_(made)
 
 
 def _whole(tensors: Sequence[Tensor], parts: PartCounts | None) -> list[Tensor]:
     """The inputs of a program, each one tensor."""
     return [joined(t) if isinstance(t, tuple) else t for t in grouped(tensors, parts)]
-
-
-@lru_cache(maxsize=512)
-def _pure_text(program: str) -> str:
-    """The text of a program that computes the same but writes over no input."""
-    return text(parse(program).pure)
 
 
 BODIES: Mapping[str, Callable[..., Any]] = {

@@ -2,9 +2,8 @@
 checks and flops. eager.py has the bodies.
 
 run         -> new tensors
-run_into    writes each output into a tensor of the caller: `written` has one for each output; for
-            an output that is written over an input, it is that input, which then is not among
-            `inputs`
+run_into    writes each output into a tensor of the caller, once everything is computed: `written`
+            has one for each output. read: which of them the program reads, as its last inputs
 
 parts: how many tensors each of the inputs is made of (tensor_lists.py); None: each is one.
 """
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, FusionError, ShapeError
+from ..errors import DtypeError, ShapeError
 from ..ir.binding import storage_shape
 from ..ir.core import Fusion
 from ..ir.sizes import value
@@ -29,9 +28,10 @@ NAMESPACE = "fusion_moe"
 # CUDA graphs leave out the first of each
 RUN, RUN_INTO = ("run", "run_graph_safe"), ("run_into", "run_into_graph_safe")
 # options: None for those in force when the program runs
-_TAKES = "(str program, Tensor[] inputs, {}SymInt[] sizes, str? options=None, int[]? parts=None)"
-_SCHEMAS = {name: _TAKES.format("") + " -> Tensor[]" for name in RUN}
-_SCHEMAS |= {name: _TAKES.format("Tensor(a!)[] written, ") + " -> ()" for name in RUN_INTO}
+_TAKES = "(str program, Tensor[] inputs, {}SymInt[] sizes, str? options=None, int[]? parts=None{})"
+_INTO = _TAKES.format("Tensor(a!)[] written, ", ", int[]? read=None")
+_SCHEMAS = {name: _TAKES.format("", "") + " -> Tensor[]" for name in RUN}
+_SCHEMAS |= dict.fromkeys(RUN_INTO, _INTO + " -> ()")
 
 
 def register(lib: torch.library.Library) -> None:
@@ -80,34 +80,19 @@ def flops(fusion: Fusion, env: Mapping[str, Any]) -> int:
     )
 
 
-def need_pure(fusion: Fusion) -> Fusion:
-    """The program itself. FusionError if it writes over inputs, since `run` promises not to."""
-    if fusion.aliases:
-        raise FusionError(
-            "a program that writes over its inputs",
-            expected="outputs in new memory",
-            todo="call run_into",
-            where="run",
-        )
-    return fusion
-
-
-def all_inputs(fusion: Fusion, inputs: Sequence[Any], written: Sequence[Tensor]) -> list[Any]:
-    """All inputs of a program that `run_into` runs: `inputs`, with the inputs that are written over
-    in their places. ShapeError.
-    """
+def all_inputs(
+    fusion: Fusion, inputs: Sequence[Any], written: Sequence[Tensor], read: Sequence[int] | None
+) -> list[Any]:
+    """All inputs of a program that `run_into` runs. ShapeError."""
     if len(written) != len(fusion.outputs):
         raise ShapeError(
             f"{len(written)} tensors to write",
             expected=f"{len(fusion.outputs)}, one for each output",
             where="run_into",
         )
-    over = {v: written[i] for i, v in fusion.aliases.items()}
-    if len(inputs) != len(fusion.inputs) - len(over):
-        want = f"{len(fusion.inputs) - len(over)}, those that no output is written over"
-        raise ShapeError(f"{len(inputs)} inputs", expected=want, where="run_into")
-    rest = iter(inputs)
-    return [over[v] if v in over else next(rest) for v in fusion.inputs]
+    whole = [*inputs, *(written[i] for i in read or ())]
+    fusion.need_inputs(whole)
+    return whole
 
 
 def need_written(fusion: Fusion, written: Sequence[Tensor], env: Mapping[str, Any]) -> None:
@@ -135,7 +120,7 @@ def _fake(
     options: str | None = None,
     parts: PartCounts | None = None,
 ) -> list[Tensor]:
-    fusion = need_pure(parse(program))
+    fusion = parse(program)
     fusion.need_inputs(grouped(inputs, parts))
     return empty_outputs(
         fusion, named_sizes(fusion, sizes), inputs[0].device if inputs else torch.device("cpu")
@@ -149,9 +134,10 @@ def _into_fake(
     sizes: Sequence[Any],
     options: str | None = None,
     parts: PartCounts | None = None,
+    read: Sequence[int] | None = None,
 ) -> None:
     fusion = parse(program)
-    all_inputs(fusion, grouped(inputs, parts), written)
+    all_inputs(fusion, grouped(inputs, parts), written, read)
     need_written(fusion, written, named_sizes(fusion, sizes))
 
 

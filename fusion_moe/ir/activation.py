@@ -127,7 +127,7 @@ def read(text: str | None) -> Activation:
     OptionError for another Fusion than this page describes.
     """
     fusion = parse(swiglu() if text is None else text)
-    if len(fusion.inputs) != 1 or len(fusion.outputs) != 1 or fusion.aliases:
+    if len(fusion.inputs) != 1 or len(fusion.outputs) != 1:
         raise _refused(
             f"{len(fusion.inputs)} inputs and {len(fusion.outputs)} outputs", "1 of each"
         )

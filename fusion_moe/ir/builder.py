@@ -45,7 +45,6 @@ class FusionDefinition:
         self._ops: list[Op] = []
         self._outputs: list[Value] = []
         self._roles: dict[Value, str] = {}
-        self._aliases: dict[int, Value] = {}
         self._names: set[str] = set()
         self._views: dict[Any, tuple[Value, ...]] = {}
         self._producers: dict[Value, Op] = {}
@@ -111,23 +110,15 @@ class FusionDefinition:
         """An input with the shape and dtype of a tensor."""
         return self.define_tensor(shape=tuple(tensor.shape), dtype=tensor.dtype)
 
-    def add_output(self, value: Value, alias_input: Value | None = None) -> None:
-        """Declares an output.
-
-        Args:
-            value: what is returned.
-            alias_input: the input that it is written over; None: it is a new tensor.
-        """
+    def add_output(self, value: Value) -> None:
+        """Declares a value that is returned as an output."""
         self._check_may("add_output")
-        for v in (value, value if alias_input is None else alias_input):
-            if not isinstance(v, Value):
-                raise FusionError(
-                    f"the output {v!r}",
-                    expected="a value of this Fusion",
-                    todo="create constants with fd.ops.full",
-                )
-        if alias_input is not None:
-            self._aliases[len(self._outputs)] = alias_input
+        if not isinstance(value, Value):
+            raise FusionError(
+                f"the output {value!r}",
+                expected="a value of this Fusion",
+                todo="create constants with fd.ops.full",
+            )
         self._outputs.append(value)
 
     def mark_weight(self, *values: Value | None) -> None:
@@ -139,7 +130,7 @@ class FusionDefinition:
     def fusion(self) -> Fusion:
         """The verified Fusion of everything built so far."""
         return Fusion(
-            tuple(self._inputs), tuple(self._ops), tuple(self._outputs), self._roles, self._aliases
+            tuple(self._inputs), tuple(self._ops), tuple(self._outputs), self._roles
         ).verify()
 
     def fresh_groups(self, count: AnySize) -> Groups:

@@ -21,7 +21,6 @@ import torch
 from ..errors import Error, FusionError, ShapeError
 from ..layouts.groups import check_ends
 from .binding import bind, elements_of, resolve, with_ceilings
-from .effects import check_targets, write_over
 from .signature import Signature, signature
 from .sizes import AnySize, Size, never_negative, value
 from .types import MOST_ELEMENTS, Groups, Rows, TensorType, checked_type, plain, sizes_in
@@ -168,16 +167,13 @@ class Partitions:
 class Fusion:
     """A program: inputs, operations in order, outputs.
 
-    roles: input -> "argument" | "weight" | "state"; "argument" if missing. aliases: {position among
-    the outputs: input}: this output is written over this input once everything is computed, so that
-    no operation reads what was written.
+    roles: input -> "argument" | "weight" | "state"; "argument" if missing.
     """
 
     inputs: tuple[Value, ...]
     ops: tuple[Op, ...]
     outputs: tuple[Value, ...]
     roles: Mapping[Value, str] = field(default_factory=dict)
-    aliases: Mapping[int, Value] = field(default_factory=dict)
 
     def verify(self) -> Fusion:
         """This Fusion; FusionError unless values are made before they are read, types follow their
@@ -224,26 +220,7 @@ class Fusion:
                 f"output {', '.join(missing)} is never computed",
                 todo="add the operation that computes it",
             )
-        self._verify_aliases()
         return self
-
-    def _verify_aliases(self) -> None:
-        for i, target in self.aliases.items():
-            if (
-                not 0 <= i < len(self.outputs)
-                or target not in self.inputs
-                or self.outputs[i].type != target.type
-                or target.type.quantized
-            ):
-                raise FusionError(
-                    f"output {i} over {target.name}",
-                    expected="an output and an input of one type, each one tensor",
-                )
-        if len(set(self.aliases.values())) < len(self.aliases):
-            raise FusionError(
-                f"{len(self.aliases)} outputs over one input",
-                expected="one output for each input that is written over",
-            )
 
     def _error(self, at: int, why: str, expected: str = "") -> FusionError:
         # text imports this module; only messages need it here
@@ -355,12 +332,9 @@ class Fusion:
         """The outputs for these inputs, in plain torch: the meaning of the program. Checks ends and
         ids on the host.
 
-        An output with an alias is the input that it is written over.
-
         using: replacements for operations, called like the `evaluate` of their kinds.
         """
         env = self.bind(tensors, sizes)
-        check_targets(self.targets(tensors))
         values: dict[Any, Any] = dict(zip(self.inputs, tensors, strict=True))
         for v, tensor in values.items():
             if v.type.ends:
@@ -370,16 +344,7 @@ class Fusion:
         # for operations that create tensors without inputs
         with torch.device(device) if device.type != "cpu" else nullcontext():
             self._run(values, env, using or {})
-        return write_over(self.targets(tensors), [values[v] for v in self.outputs])
-
-    def targets(self, tensors: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """The tensors that outputs are written over, by the outputs' positions."""
-        return {i: tensors[self.inputs.index(v)] for i, v in self.aliases.items()}
-
-    @property
-    def pure(self) -> Fusion:
-        """The Fusion with the same outputs that writes over no input."""
-        return replace(self, aliases={}) if self.aliases else self
+        return tuple(values[v] for v in self.outputs)
 
     def _run(
         self,

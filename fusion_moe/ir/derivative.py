@@ -61,11 +61,6 @@ def differentiate(
     error messages call the inputs. UnsupportedError if no derivative reaches an input: packed
     weights are frozen.
     """
-    if fusion.aliases:
-        raise UnsupportedError(
-            "the derivative of a program that writes over its inputs",
-            todo="differentiate the one without alias_input",
-        )
     whole = _whole(
         fusion, wrt, router_gradient, names or [f"input {i}" for i in range(len(fusion.inputs))]
     )

@@ -1,25 +1,22 @@
-"""Effects of a program on its inputs: outputs with an alias are written over them, all at once,
-after everything is computed.
-"""
+"""Checks of the tensors into which the outputs of a program are written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations
-from typing import Any
 
 import torch
 
 from ..errors import ShapeError, UnsupportedError
 
 
-def check_targets(targets: Mapping[int, torch.Tensor]) -> None:
-    """Raises, before anything is computed, if tensors cannot be written over. targets: by the
-    positions of the outputs.
+def check_targets(targets: Sequence[torch.Tensor]) -> None:
+    """Raises, before anything is computed, if tensors cannot be written. targets: one for each
+    output.
 
     UnsupportedError for a tensor that autograd tracks, ShapeError for elements that share memory.
     """
-    for i, t in targets.items():
+    for i, t in enumerate(targets):
         if t.requires_grad and torch.is_grad_enabled():
             todo = "call it under torch.no_grad()"
             raise UnsupportedError(
@@ -38,26 +35,13 @@ def check_targets(targets: Mapping[int, torch.Tensor]) -> None:
                 todo="write over a .contiguous() copy",
                 where="fusion",
             )
-    for (i, a), (j, b) in combinations(targets.items(), 2):
+    for (i, a), (j, b) in combinations(enumerate(targets), 2):
         if overlap(a, b):
             raise ShapeError(
                 f"outputs {i} and {j} over tensors that overlap",
                 expected="memory of its own for each",
                 where="fusion",
             )
-
-
-def write_over(targets: Mapping[int, torch.Tensor], outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The outputs; those with a target are written over it. An output that is a view of a target
-    keeps its old values.
-    """
-    if not targets:
-        return tuple(outputs)
-    memory = {_memory(t) for t in targets.values()}
-    apart = [
-        t.clone() if isinstance(t, torch.Tensor) and _memory(t) in memory else t for t in outputs
-    ]
-    return tuple(targets[i].copy_(t) if i in targets else t for i, t in enumerate(apart))
 
 
 def _memory(t: torch.Tensor) -> int:

@@ -64,10 +64,7 @@ def _lines(fusion: Fusion) -> list[str]:
         f"{names[v]} = fd.define_tensor({_tensor(v.type, fusion.role(v))})" for v in fusion.inputs
     ]
     lines += [op_text(op, names) for op in fusion.ops]
-    for i, v in enumerate(fusion.outputs):
-        alias = f", alias_input={names[fusion.aliases[i]]}" if i in fusion.aliases else ""
-        lines.append(f"fd.add_output({names[v]}{alias})")
-    return lines
+    return lines + [f"fd.add_output({names[v]})" for v in fusion.outputs]
 
 
 def value_names(fusion: Fusion) -> dict[Value, str]:

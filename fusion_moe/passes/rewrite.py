@@ -22,6 +22,6 @@ def rewrite(fusion: Fusion, rule: Rule) -> Fusion:
         with fd.at(op.source, op.translator):
             outputs = rule(fd, op, [copies.get(v, v) for v in op.inputs])
         copies.update(zip(op.outputs, outputs or fd.copy(op, copies), strict=True))
-    for i, v in enumerate(fusion.outputs):
-        fd.add_output(copies[v], copies.get(fusion.aliases.get(i)))
+    for v in fusion.outputs:
+        fd.add_output(copies[v])
     return fd.fusion()

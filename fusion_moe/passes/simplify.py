@@ -41,7 +41,6 @@ def pruned(fusion: Fusion) -> Fusion:
         tuple(ops),
         tuple(same.get(v, v) for v in fusion.outputs),
         fusion.roles,
-        fusion.aliases,
     ).verify()
 
 

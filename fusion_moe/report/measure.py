@@ -312,6 +312,5 @@ def ends_of(fusion: Fusion, tensors: Sequence[Tensor], env: Mapping[str, int]) -
         fusion,
         ops=tuple(op for op in fusion.ops if values_needed & set(op.outputs)),
         outputs=tuple(ends.values()),
-        aliases={},
     )
     return dict(zip(ends, part.evaluate(*tensors, sizes=env), strict=True))

@@ -17,7 +17,6 @@ from ..definitions.tensor_lists import need_memory
 from ..errors import DeviceError, ShapeError
 from ..ir.binding import storage_shape
 from ..ir.core import Fusion, Value
-from ..ir.effects import check_targets, write_over
 from ..ir.types import DTYPES
 from ..schedule.segment import Segment
 from ..target import Target
@@ -83,8 +82,6 @@ class Program:
     ) -> list[torch.Tensor]:
         """The outputs for these inputs: new, contiguous tensors that share no memory with the
         inputs.
-
-        An output with an alias is the input that it is written over, after all kernels.
         """
         return self.run(tensors, self.sizes(tensors, sizes or {}))
 
@@ -93,26 +90,22 @@ class Program:
         env: they are not checked again.
         """
         need_memory(tensors)
-        targets = self.fusion.targets(tensors)
-        if targets:
-            check_targets(targets)
         if note(self._compiled, _device_of(tensors), env):
             native.use()
-            return self._zeros(tensors, env, targets)
+            return self._zeros(tensors, env)
         if self.checked:
             check.refuse_capture(_device_of(tensors))
             check.check_stages(self.stages, self.segments, tensors, env)
         if self.dumped:
             with dump.into(self.dumped):
-                return list(write_over(targets, self._launched(tensors, env)))
-        return list(write_over(targets, self._launched(tensors, env)))
+                return list(self._launched(tensors, env))
+        return list(self._launched(tensors, env))
 
     def descriptor(
         self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]
     ) -> native.Descriptor | None:
         """What C++ launches instead of such a call of `run`; None if Python must run it."""
-        seen = self.dumped is not None or "launch" in options.words("log")
-        by_python = self.checked or seen or self.fusion.aliases
+        by_python = self.checked or self.dumped is not None or "launch" in options.words("log")
         return None if by_python or self.joined is None else self.joined.descriptor(tensors, env)
 
     def prepare(self, device: torch.device | str = "cpu", **sizes: int) -> None:
@@ -136,21 +129,13 @@ class Program:
         )
         return tuple(launch for launch in launches if isinstance(launch, Compiled))
 
-    def _zeros(
-        self,
-        tensors: Sequence[torch.Tensor],
-        env: Mapping[str, int],
-        targets: Mapping[int, torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """Outputs of the right types, filled with zeros; inputs that would be written over stay
-        unchanged.
-        """
+    def _zeros(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
+        """Outputs of the right types, filled with zeros."""
         device = _device_of(tensors)
-        made = (
+        return [
             torch.zeros(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype], device=device)
             for v in self.fusion.outputs
-        )
-        return [targets.get(i, t) for i, t in enumerate(made)]
+        ]
 
     def sizes(self, tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> Mapping[str, int]:
         """The values of the symbols, from the inputs' shapes and the given ones; raises if inputs

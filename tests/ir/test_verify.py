@@ -55,12 +55,6 @@ def broken(fusion):
             ),
         ),
         "output never made": replace(fusion, outputs=(other,)),
-        "alias of another type": replace(fusion, aliases={0: fusion.inputs[2]}),
-        "alias of what is no input": replace(fusion, aliases={0: mm.outputs[0]}),
-        "alias of what is no output": replace(fusion, aliases={1: fusion.inputs[2]}),
-        "an input that is written over twice": replace(
-            fusion, outputs=(fusion.inputs[2],) * 2, aliases=dict.fromkeys((0, 1), fusion.inputs[2])
-        ),
         "an input twice": replace(fusion, inputs=(*fusion.inputs, fusion.inputs[0])),
         "a wrong attribute": at(fusion, 1, attrs={"axis": 0}),
         "a wrong operand": at(fusion, -2, inputs=(mm.inputs[0], fusion.inputs[0], mm.inputs[2])),

@@ -19,27 +19,27 @@ GROUPS, N, K = 3, 4, 8
 
 
 def gradient() -> str:
-    """dy bf16[t, N], grad f32[G, N, K], x bf16[t, K], offs i32[G] -> sum of dy's rows; grad and the
-    weight's gradient, over grad.
+    """dy bf16[t, N], x bf16[t, K], offs i32[G], grad f32[G, N, K] -> sum of dy's rows; grad and the
+    weight's gradient.
     """
     fd = FusionDefinition()
     t = fd.define_size("t")
-    dy, grad = (
-        fd.define_tensor(shape=[t, N], dtype="bf16"),
-        fd.define_tensor(shape=[GROUPS, N, K], dtype="f32", role="state"),
-    )
-    x, offs = (
-        fd.define_tensor(shape=[t, K], dtype="bf16"),
-        fd.define_tensor(shape=[GROUPS], dtype="i32"),
-    )
+    dy, x = (fd.define_tensor(shape=[t, n], dtype="bf16") for n in (N, K))
+    offs = fd.define_tensor(shape=[GROUPS], dtype="i32")
+    grad = fd.define_tensor(shape=[GROUPS, N, K], dtype="f32", role="state")
     ends = fd.groups_of(offs, t)
     fd.add_output(fd.ops.sum(dy, dims=(0,), keepdim=False))
     made = fd.ops.grouped_outer(fd.ops.partition(dy, ends), fd.ops.partition(x, ends), ends)
-    fd.add_output(fd.ops.add(grad, made), alias_input=grad)
+    fd.add_output(fd.ops.add(grad, made))
     return one_line(fd.fusion())
 
 
 PROGRAM = gradient()
+
+
+def run_into(inputs: list[Tensor], written: list[Tensor], sizes: list[int]) -> None:
+    """Runs the program, which reads the gradient that it writes."""
+    OPS.run_into(PROGRAM, inputs, written, sizes, read=[1])
 
 
 def given(rows: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -58,7 +58,7 @@ def given(rows: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def step(dy: Tensor, x: Tensor, offs: Tensor, total: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Reads what is written before and after."""
     before = grad.sum()
-    OPS.run_into(PROGRAM, [dy, x, offs], [total, grad], [dy.shape[0]])
+    run_into([dy, x, offs], [total, grad], [dy.shape[0]])
     return before, total * 2
 
 
@@ -115,7 +115,9 @@ def test_a_functional_graph_does_not_write():
 @pytest.mark.parametrize("name", ["run_into", "run_into_graph_safe"])
 def test_opcheck(name):
     dy, x, offs, total, grad = given()
-    torch.library.opcheck(getattr(OPS, name).default, (PROGRAM, [dy, x, offs], [total, grad], [6]))
+    torch.library.opcheck(
+        getattr(OPS, name).default, (PROGRAM, [dy, x, offs], [total, grad], [6]), {"read": [1]}
+    )
 
 
 @pytest.mark.parametrize("name", ["run", "run_into"])
@@ -141,7 +143,7 @@ def test_fakes_write_nothing_and_check_the_same():
         fakes = [mode.from_tensor(t) for t in (dy, x, offs, total, grad)]
         step(*fakes)
         with pytest.raises(ShapeError, match=r"output 0 into a tensor of shape \[3, 4, 8\]"):
-            OPS.run_into(PROGRAM, fakes[:3], [fakes[4], fakes[4]], [6])
+            run_into(fakes[:3], [fakes[4], fakes[4]], [6])
     assert (grad == 0.5).all()
 
 
@@ -150,24 +152,22 @@ def test_bad_calls(golden):
     dy, x, offs, total, grad = given()
     late = offs + 1
     cases = {
-        "one tensor too few to write": lambda: OPS.run_into(PROGRAM, [dy, x, offs], [total], [6]),
-        "what is written among the inputs": lambda: OPS.run_into(
-            PROGRAM, [dy, grad, x, offs], [total, grad], [6]
+        "one tensor too few to write": lambda: run_into([dy, x, offs], [total], [6]),
+        "what is written among the inputs": lambda: run_into(
+            [dy, x, offs, grad], [total, grad], [6]
         ),
-        "an input too few": lambda: OPS.run_into(PROGRAM, [dy, x], [total, grad], [6]),
-        "a size too many": lambda: OPS.run_into(PROGRAM, [dy, x, offs], [total, grad], [6, 6]),
-        "another shape": lambda: OPS.run_into(PROGRAM, [dy, x, offs], [total[:3], grad], [6]),
-        "another dtype": lambda: OPS.run_into(PROGRAM, [dy, x, offs], [total.float(), grad], [6]),
-        "tensors that overlap": lambda: OPS.run_into(
-            PROGRAM, [dy, x, offs], [grad.view(-1)[:2].view(torch.bfloat16), grad], [6]
+        "an input too few": lambda: run_into([dy, x], [total, grad], [6]),
+        "a size too many": lambda: run_into([dy, x, offs], [total, grad], [6, 6]),
+        "another shape": lambda: run_into([dy, x, offs], [total[:3], grad], [6]),
+        "another dtype": lambda: run_into([dy, x, offs], [total.float(), grad], [6]),
+        "tensors that overlap": lambda: run_into(
+            [dy, x, offs], [grad.view(-1)[:2].view(torch.bfloat16), grad], [6]
         ),
-        "ends beyond the rows": lambda: OPS.run_into(PROGRAM, [dy, x, late], [total, grad], [6]),
-        "the operation that says it writes nothing": lambda: OPS.run(
-            PROGRAM, [dy, grad, x, offs], [6]
+        "one element many times": lambda: run_into(
+            [dy, x, offs], [total, grad[:1].expand(GROUPS, -1, -1)], [6]
         ),
-        "a gradient": lambda: OPS.run_into(
-            PROGRAM, [dy.clone().requires_grad_(), x, offs], [total, grad], [6]
-        ),
+        "ends beyond the rows": lambda: run_into([dy, x, late], [total, grad], [6]),
+        "a gradient": lambda: run_into([dy.clone().requires_grad_(), x, offs], [total, grad], [6]),
     }
     total.fill_(0)
     said = []

@@ -88,19 +88,6 @@ def test_numbers_that_are_equal_in_python_are_not_one(a, b):
     assert_same_bits(evaluate(fusion, *inputs), evaluate(fd.fusion(), *inputs))
 
 
-def test_one_value_may_be_written_over_two_inputs():
-    fd = FusionDefinition()
-    x, a, b = (
-        fd.define_tensor(shape=[3], dtype="f32", role=role)
-        for role in ("argument", "state", "state")
-    )
-    for state in (a, b):
-        fd.add_output(fd.ops.exp(x), alias_input=state)
-    fusion = simplify(fd.fusion(), CPU)
-    assert list(fusion.aliases.items()) == [(0, a), (1, b)]
-    assert fusion.outputs[0] is fusion.outputs[1]
-
-
 # canonicalize -------------------------------------------------------------------------------------
 
 

@@ -76,11 +76,6 @@ def states_an_output(fd, x):
     return fd.ops.add(x, x)
 
 
-def writes_over_an_input(fd, x):
-    fd.add_output(fd.ops.add(x, x), alias_input=x)
-    return fd.ops.add(x, x)
-
-
 def defines_an_input(fd, x):
     return fd.ops.add(x, fd.define_tensor(shape=[5, I], dtype="f32"))
 
@@ -116,7 +111,6 @@ FAULTS = {
         states_an_output,
         "fd.add_output in a translator; expected operations on its arguments",
     ),
-    "writes over an input": (writes_over_an_input, "fd.add_output in a translator"),
     "defines an input": (defines_an_input, "fd.define_tensor in a translator"),
     "defines a size": (lambda fd, x: fd.define_size("n") and x, "fd.define_size in a translator"),
     "a size nobody knows": (

@@ -112,7 +112,8 @@ def run(
     targets: list[Tensor] = empty_outputs(program, env, tensors[0].device)
     for place, (t, _) in whole.items():
         targets[place] = targets[place] if t is None else t
-    torch.ops.fusion_moe.run_into(into(text, ways), tensors, targets, sizes, options, parts)
+    read = sorted(place for place, _, add in ways if add)
+    torch.ops.fusion_moe.run_into(into(text, ways), tensors, targets, sizes, options, parts, read)
     for place, (t, _) in whole.items():
         if t is None:
             _one_by_one(mains[place], targets[place])
@@ -146,8 +147,8 @@ def _one_by_one(params: Params, found: Tensor) -> None:
 
 @lru_cache(maxsize=256)
 def into(program: str, ways: tuple[tuple[int, str, bool], ...]) -> str:
-    """The program with the outputs at these positions in another dtype; with `add`, added to an
-    input that they are written over.
+    """The program with the outputs at these positions in another dtype; with `add`, added to one
+    more input, the tensor into which they are written. These inputs come last.
 
     They are not rounded in between: sums of a product go from float32 directly to the output's
     dtype.
@@ -163,7 +164,7 @@ def into(program: str, ways: tuple[tuple[int, str, bool], ...]) -> str:
         (dtype, add), v = how[place], _unrounded(fd, v)
         main = fd.define_like(v.type.with_(dtype=dtype), "state") if add else None
         total = v if main is None else fd.ops.add(fd.ops.cast(main, dtype=v.type.dtype), v)
-        fd.add_output(fd.ops.cast(total, dtype=dtype), main)
+        fd.add_output(fd.ops.cast(total, dtype=dtype))
     return one_line(fd.fusion())
 
 
