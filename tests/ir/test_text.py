@@ -122,9 +122,6 @@ NOT_DATA = {
     "null bytes": "def fusion(fd):\0",
     "nothing": "",
     "an output that is no value": GOOD.format("exp(i0)").replace("add_output(t0)", "add_output(1)"),
-    "an input that is written by another type": GOOD.format("cast(i0, 'bf16')").replace(
-        "add_output(t0)", "add_output(t0, alias_input=i0)"
-    ),
     "one partition twice": "def fusion(fd):\n    g = fd.define_groups('g', 2)\n    i0 = "
     "fd.define_tensor(shape=[2], dtype='i32')\n"
     "    t0 = fd.ops.ends(i0, rows=4, groups=g)\n    t1 = fd.ops.ends(t0, rows=4, groups=g)\n    "
