@@ -90,7 +90,7 @@ class CustomExperts(Projections):
         self.order()
         where = type(self).__name__
         checks.need_narrow_rows("hidden_states", hidden_states, self.shape_of("down")[1], where)
-        checks.need_device("the weights", self.down_proj, hidden_states, where)
+        checks.need_device("the weights", self.down_proj, hidden_states.device, where)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         y = in_steps(
             self.function,

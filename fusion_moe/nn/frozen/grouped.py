@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from ...definitions.operations import restored
 from ...encodings import Quantized
-from ...errors import Error, ShapeError
+from ...errors import Error, ShapeError, need_one_of
+from ...target import ACTIVATION_FORMATS
 from .. import checks
-from ..config import need_activation_format
 from .adaptable import AdaptableModule
 from .base import frozen, quantized
 from .experts import quantize_gate_up
@@ -56,7 +56,9 @@ class NVFP4GroupedLinear(AdaptableModule):
                 expected="[G, N, K] and [G, N]",
                 where=type(self).__name__,
             )
-        need_activation_format(activation_format, type(self).__name__)
+        need_one_of(
+            "activation_format", activation_format, ACTIVATION_FORMATS, where=type(self).__name__
+        )
         self.activation_format, self.encoding = activation_format, weight.encoding
         self.part_names = {"weight": ("weight", "weight_scale", "weight_decode_scale")}
         self.weight, self.weight_scale, self.weight_decode_scale = map(frozen, weight)
