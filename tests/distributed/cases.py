@@ -33,7 +33,6 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -549,8 +548,8 @@ def layer(module: nn.Module) -> Layer:
 
 @case
 def training(mesh):
-    """Steps of an optimizer with clipped gradients, then a checkpoint: the rest of the model in
-    FSDP2's shards, or on every rank.
+    """Steps of an optimizer with clipped gradients: the rest of the model in FSDP2's shards, or on
+    every rank.
     """
     x, ranks = inputs(4 * mesh.size())[0], mesh.size()
     for whole, sharded_rest in (
@@ -583,60 +582,26 @@ def training(mesh):
         found = [gathered(p.detach()) for p in model.parameters() if p.requires_grad]
         assert_alike(found, [p.detach() for p in alone.parameters() if p.requires_grad])
 
-        state = {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizers[1]),
-        }
-        path = Path(sys.argv[1], f"training{ranks}{type(whole).__name__}{sharded_rest}")
-        checkpoint.save(state, checkpoint_id=path)
-        fresh = deepcopy(alone)
-        with torch.no_grad():
-            for p in fresh.parameters():
-                p.data = torch.zeros_like(p)
-        optimizer = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad], **STEP)
-        state = {
-            "model": get_model_state_dict(fresh),
-            "optimizer": get_optimizer_state_dict(fresh, optimizer),
-        }
-        checkpoint.load(state, checkpoint_id=path)
-        set_model_state_dict(fresh, state["model"])
-        assert_alike([p.detach() for p in fresh.parameters() if p.requires_grad], found)
-        moments = [
-            state["optimizer"]["state"][name]["exp_avg"]
-            for name, p in fresh.named_parameters()
-            if p.requires_grad
-        ]
-        assert_alike(
-            moments,
-            [optimizers[0].state[p]["exp_avg"] for p in alone.parameters() if p.requires_grad],
-        )
+        for p, state in optimizers[1].state.items():  # which checkpoints keep as the parameters
+            assert isinstance(state["exp_avg"], DTensor) == isinstance(p, DTensor)
 
 
 @case
 def residuals_in_place(mesh):
     """FSDP2 around each layer, whose result is written in place: the gradients of one process."""
-    c = torch.tensor([8, 8], device=DEVICE)
 
-    class Block(nn.Module):
-        def __init__(self, single):
-            super().__init__()
-            self.a, self.b = (
-                GroupedLinear(2, 32, 32, bias=False, single_grouped_weight=single, **ON)
-                for _ in range(2)
-            )
-
+    class Residual(GroupedLinear):
         def forward(self, x):
-            for layer in (self.a, self.b):
-                y = layer(x, c)
-                y += x
-                x = y
-            return x
+            y = super().forward(x, torch.tensor([8, 8], device=DEVICE))
+            y += x
+            return y
 
     for single, shape in (False, (16, 32)), (True, (2, 8, 32)):
         torch.manual_seed(0)
-        alone, x = Block(single), torch.randn(shape).to(**ON)
-        model = deepcopy(alone)
-        for part in (model.a, model.b, model):
+        how = {"bias": False, "single_grouped_weight": single, **ON}
+        alone = nn.Sequential(*(Residual(2, 32, 32, **how) for _ in range(2)))
+        model, x = deepcopy(alone), torch.randn(shape).to(**ON)
+        for part in (*model, model):
             fully_shard(part, mesh=mesh)
         for m in (alone, model):
             m(x).square().sum().backward()

@@ -37,9 +37,6 @@ from ways import compiled
 
 from fusion_moe import options
 from fusion_moe.definitions.tensor_lists import are_neighbours
-from fusion_moe.errors import (
-    OptionError,
-)
 from fusion_moe.nn import GroupedLinear, Sequential
 
 pytestmark = pytest.mark.usefixtures("meaning")
@@ -390,16 +387,11 @@ def test_biases_that_the_caller_adds(single, autocast):
     assert_near(torch.stack(gradients(module, "bias")), want, added.dtype, scale=4.0)
 
 
-def test_what_return_bias_goes_with():
+def test_return_bias_without_bias():
     x, module = rows(), layer(G, K, N, bias=False, return_bias=True)
     y, biases = module(x, COUNTS, out=torch.zeros(ROWS, N))
     assert biases == []
     assert y.equal(layer(G, K, N, bias=False)(x, COUNTS))
-    assert "return_bias=True" in repr(module)
-    with pytest.raises(OptionError, match="scale_bias and return_bias"):
-        GroupedLinear(G, K, N, scale_bias=True, return_bias=True)
-    with pytest.raises(OptionError, match="a GroupedLinear with return_bias.*call it outside"):
-        Sequential(module)(x, COUNTS)
 
 
 # Memory of the caller -----------------------------------------------------------------------------
@@ -517,6 +509,8 @@ def test_bad_calls(golden):
         "nothing to do": lambda: layer(G, K, N, delay_wgrad_compute=True).backward_dw(),
         "nothing delayed": lambda: module.backward_dw(),
         "no groups": lambda: GroupedLinear(0, K, N),
+        "scales for what is returned": lambda: layer(G, K, N, scale_bias=True, return_bias=True),
+        "biases in a sequence": lambda: Sequential(layer(G, K, N, return_bias=True))(x, COUNTS),
         "a half of a column": lambda: GroupedLinear(G, 1.5, N),
         "integers": lambda: GroupedLinear(G, K, N, dtype=torch.int8),
     }

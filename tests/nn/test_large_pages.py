@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import io
 
 import pytest
@@ -146,21 +145,6 @@ def test_prepare_puts_copies_there_and_leaves_shared_memory(made):
     assert all(p.is_shared() for p in shared.parameters())
     assert [p.data_ptr() for p in shared.parameters()] == places
     assert same_bytes(shared, made)
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("safetensors") is None,
-    reason="safetensors is not installed: pip install -e '.[models]'",
-)
-def test_safetensors(made, tmp_path):
-    from safetensors.torch import load_file, save_model
-
-    save_model(made, str(tmp_path / "experts.safetensors"))
-    other = experts(E, H, I)
-    for p in other.parameters():
-        p.detach().view(torch.uint8).zero_()
-    other.load_state_dict(load_file(tmp_path / "experts.safetensors"))
-    assert same_bytes(other, made)
 
 
 @needs_advice

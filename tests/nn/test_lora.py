@@ -284,15 +284,6 @@ def test_copies_casts_and_state_dicts():
     assert copy.deepcopy(module).to("meta").down_lora.A.is_meta
 
 
-def test_save_pretrained_writes_the_base_model(tmp_path):
-    model = quantized_model()
-    model.save_pretrained(tmp_path / "base")
-    add_lora_(model)
-    model.save_pretrained(tmp_path / "adapted")
-    for file in (tmp_path / "base").iterdir():
-        assert file.read_bytes() == (tmp_path / "adapted" / file.name).read_bytes()
-
-
 # Merging ------------------------------------------------------------------------------------------
 
 

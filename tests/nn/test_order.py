@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -18,7 +17,6 @@ from fusion_moe.distributed.shares import keep_features
 from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.errors import NonFiniteError, ShapeError
 from fusion_moe.layouts import LAYOUTS, W16X64, W16x64
-from fusion_moe.messages import warn
 from fusion_moe.nn import GroupedSwiGLU, NVFP4GroupedLinear, QuantizedLinear
 from fusion_moe.nn.frozen import packed
 from fusion_moe.nn.frozen.packed import PackedModule
@@ -101,16 +99,6 @@ def test_on_a_cpu_nothing_happens():
     module = experts(E, H, I)
     call(module)
     assert module.weight_layout == "linear"
-
-
-def test_what_has_no_order_is_said_once(pretended, monkeypatch, caplog):
-    monkeypatch.setattr(W16x64, "why_not", lambda *_: "nvfp4 has no order")
-    warn._said.clear()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            call(experts(E, H, I))
-    (said,) = (r.getMessage() for r in caplog.records if "linear layout" in r.getMessage())
-    assert said.startswith("weights stay in the linear layout: NVFP4Experts: nvfp4 has no order")
 
 
 def test_shares_of_features_are_cut_from_the_linear_layout(pretended):

@@ -238,16 +238,6 @@ def test_compiled(chain):
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
 
 
-def test_compiled_with_a_hook():
-    model = Sequential(*CHAINS["an MLP"]())
-    model[2].register_forward_hook(lambda m, args, y: 2 * y)
-    torch._dynamo.reset()
-    x, extra = uniform(ROWS, H), operands(model)
-    assert_same_bits(
-        [torch.compile(model, backend="eager", fullgraph=True)(x, *extra)], [model(x, *extra)]
-    )
-
-
 def test_bad_calls(golden):
     model, x = Sequential(*CHAINS["an MLP"]()), uniform(ROWS, H)
     given = operands(model)

@@ -88,8 +88,7 @@ def convert(module: nn.Module, config: NVFP4Config | None = None, name: str = ""
         NonFiniteError: for NaN or infinite weights.
         ShapeError: for sizes that are not multiples of 16.
     """
-    _need_converter(module, name)
-    _check_values(module, name)
+    check(module, config, name)
     return converted(module, config, name)
 
 
@@ -98,10 +97,6 @@ def check(module: nn.Module, config: NVFP4Config | None = None, name: str = "") 
     values.
     """
     converted(_without_memory(module), config, name)
-    _check_values(module, name)
-
-
-def _check_values(module: nn.Module, name: str) -> None:
     for key, parameter in module.named_parameters():
         has_values = not parameter.is_meta and not isinstance(parameter.data, FakeTensor)
         if parameter.dim() == 3 and has_values:  # the weights that are quantized
@@ -110,14 +105,6 @@ def _check_values(module: nn.Module, name: str) -> None:
 
 def converted(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> nn.Module:
     """`convert` for weights whose values are already checked."""
-    converter = _need_converter(module, name)
-    try:
-        return converter(module, config or NVFP4Config()).train(module.training)
-    except Error as error:
-        raise error.at(name or type(module).__name__) from None
-
-
-def _need_converter(module: nn.Module, name: str) -> Converter:
     converter, kind = converter_of(module), type(module).__name__
     if converter is None:
         why = why_refused(module)
@@ -127,7 +114,10 @@ def _need_converter(module: nn.Module, name: str) -> Converter:
             todo="fusion_moe.register_converter adds a class",
             where=name or kind,
         )
-    return converter
+    try:
+        return converter(module, config or NVFP4Config()).train(module.training)
+    except Error as error:
+        raise error.at(name or kind) from None
 
 
 def _without_memory(module: nn.Module) -> nn.Module:

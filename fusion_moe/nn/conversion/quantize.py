@@ -69,33 +69,25 @@ def quantize_(
 
 
 def _chosen(model: nn.Module, filter_fn: Filter | None) -> list[list[str]]:
-    """The names of each module to convert. UnsupportedError if there are none and the model is not
-    quantized already.
+    """The names of each module to convert, none inside of another: the outer one may depend on what
+    the inner one is. UnsupportedError if there are none and the model is not quantized already.
     """
-    known, names = _known(model), dict[int, list[str]]()
-    for name, module in known.items():
-        if filter_fn is None or filter_fn(module, name):
-            names.setdefault(id(module), []).append(name)
-    if not names:
-        _check_why_none(model, bool(known))
-    return list(names.values())
-
-
-def _known(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that can be converted, none inside of another: the outer one may depend on what
-    the inner one is.
-    """
-    experts: dict[str, nn.Module] = {}
+    known: list[str] = []
+    names = dict[int, list[str]]()
     for name, module in model.named_modules(remove_duplicate=False):
-        if converter_of(module) and not any(name.startswith(f"{outer}.") for outer in experts):
-            experts[name] = module
-    if "" in experts:
+        if converter_of(module) and not any(name.startswith(f"{outer}.") for outer in known):
+            known.append(name)
+            if filter_fn is None or filter_fn(module, name):
+                names.setdefault(id(module), []).append(name)
+    if "" in known:
         raise UnsupportedError(
             f"{type(model).__name__}, which is not part of a model",
             expected="a model with such modules inside",
             todo="fusion_moe.nn.convert(module) returns its replacement",
         )
-    return experts
+    if not names:
+        _check_why_none(model, bool(known))
+    return list(names.values())
 
 
 def _check_why_none(model: nn.Module, filtered: bool) -> None:

@@ -28,7 +28,7 @@ def register_converter(cls: type[nn.Module]) -> Callable[[C], C]:
 
     to_nvfp4(experts: cls, config: NVFP4Config) -> nn.Module, which is called as `experts` was: same
     arguments, same results. `quantize_` and `fusion_moe.nn.convert` call the function; it takes
-    precedence over the library's own converter of a class. `quantize_` calls it twice: first with
+    precedence over the library's own converter of a class. They call it twice: first with
     parameters on the meta device, so that a model is not changed at all if a part of it cannot be
     converted, and then with real ones. So the function must not read values on the host (`.item()`)
     and must leave `experts` unchanged. During conversion, UnsupportedError says that it failed or

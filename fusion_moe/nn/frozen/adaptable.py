@@ -23,6 +23,7 @@ class AdaptableModule(PackedModule):
 
     projections: tuple[str, ...]
     targets: tuple[str, ...]
+    activation_format: str
     # whether rows of gate and up alternated in the module that this one was converted from
     in_turns = False
 
@@ -61,6 +62,23 @@ class AdaptableModule(PackedModule):
             )
         padding, a, b = self._padding(projection), local(adapter.A), local(adapter.B)
         return (padding.pad_columns(a), padding.pad_rows(b, -2)) if padding else (a, b)
+
+    def _product(self, projection: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """rows [..., K] that are sorted by group, ends i32[G] of the groups -> [..., N], with what
+        an adapter adds.
+        """
+        padding = self._padding(projection)
+        y = torch.ops.fusion_moe.grouped_mm(
+            padding.pad_columns(rows) if padding else rows,
+            self._parts(projection),
+            ends,
+            *self._factors(projection),
+            weight_format=self.encoding.name,
+            weight_layout=self.weight_layout,
+            activation_format=self.activation_format,
+            lora_scale=self._lora_scale,
+        )
+        return padding.cut_rows(y) if padding else y
 
     def _padding(self, projection: str) -> Padding | None:
         """The padding of a projection's weight."""

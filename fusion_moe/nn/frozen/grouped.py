@@ -78,25 +78,12 @@ class NVFP4GroupedLinear(AdaptableModule):
         zeros for rows at or past offs[-1].
         """
         self.order()
-        padding = self._padding("weight")
-        if padding:
+        if padding := self._padding("weight"):
             checks.need_rows("x", x, padding.shape[1], type(self).__name__)
-            x = padding.pad_columns(x)
-        weight, factors = self._parts("weight"), self._factors("weight")
         try:
-            y = torch.ops.fusion_moe.grouped_mm(
-                x,
-                weight,
-                offs,
-                *factors,
-                weight_format=self.encoding.name,
-                weight_layout=self.weight_layout,
-                activation_format=self.activation_format,
-                lora_scale=self._lora_scale,
-            )
+            y = self._product("weight", x, offs)
         except Error as error:  # whose message has the operation's argument names
             raise error.at(f"{type(self).__name__}, whose x is a") from None
-        y = padding.cut_rows(y) if padding else y
         if self.bias is None:
             return y
         rows = y.reshape(-1, y.shape[-1])
