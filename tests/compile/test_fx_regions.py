@@ -527,10 +527,10 @@ def test_three_thousand_nodes_with_48_layers_take_seconds():
         at = call(torch.ops.aten.add.Tensor, at, call(O.expert_mlp.default, between, *others))
     graph.output(at)
     assert len(graph.nodes) > 2000
-    start = time.perf_counter()
+    start = time.process_time()
     result = found(graph)
     assert len(result.regions) == 48
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_what_is_stored_in_a_layout_is_read_by_torch_as_it_is_stored():
