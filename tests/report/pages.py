@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from experts import Layer
+from layer import Layer
 
 import fusion_moe
 from fusion_moe.report import Load, Machine, Measured, NotFusedReport, Report

@@ -2,7 +2,7 @@
 stays as it is.
 """
 
-import experts
+import layer
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -15,7 +15,7 @@ from fusion_moe.errors import ShapeError, UnsupportedError
 EXPERTS, HIDDEN, TOKENS, TOP_K = 4, 64, 6, 2
 
 
-class Layer(experts.Layer):
+class Layer(layer.Layer):
     """A layer that writes into itself, as layers with statistics or caches do."""
 
     def __init__(self, **sizes):

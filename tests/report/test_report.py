@@ -72,7 +72,7 @@ def test_roundings_that_the_kernels_drop_are_listed(report, x):
 
 def test_what_was_not_fused_is_told(report):
     assert {x.op: x.why for x in report.not_fused} == {"aten.topk.default": "it has no translator"}
-    assert all("experts.py" in x.source for x in report.not_fused)
+    assert all("layer.py" in x.source for x in report.not_fused)
 
 
 def test_json_has_a_versioned_schema(report):

@@ -189,6 +189,6 @@ def test_what_changes_a_program_is_told(report):
     )
     (listing,) = report.listings
     assert (listing.file, listing.text.splitlines()[0].strip()) == (
-        "experts.py",
+        "layer.py",
         "def forward(self, x: Tensor) -> Tensor:",
     )

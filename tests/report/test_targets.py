@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from experts import Layer
+from layer import Layer
 from pages import STAGES
 
 import fusion_moe

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from experts import Layer
+from layer import Layer
 
 import fusion_moe
 from fusion_moe.backends.nvfuser import library
@@ -50,7 +50,7 @@ def test_the_same_report_as_of_torch_compile(x, ours):
     assert {left.op: left.why for left in report.not_fused}[
         "aten.topk.default"
     ] == "it has no translator"
-    assert "experts.py" in report.fusions[0].segments[0].sources[0]
+    assert "layer.py" in report.fusions[0].segments[0].sources[0]
 
 
 def test_nothing_runs_and_what_was_compiled_stays(x, monkeypatch):
