@@ -126,7 +126,7 @@ class Options:
         words=("lineinfo", "ptxas", "sass"),
     )
     compile_seconds: int = _option(
-        300, "how long a compiler may take for one kernel before it is killed", in_keys=False
+        300, "how long a C++ compiler may take for one kernel before it is killed", in_keys=False
     )
 
     def replace(self, **changes: Any) -> Options:

@@ -14,8 +14,7 @@ not set.
                                         and .sass (the option cuda_debug)
 
 A library that many programs share, such as the CPU's product, is in the folder of the first program
-for which this process loaded it. Every file appears whole or not at all; an existing file is
-replaced by an equal one.
+for which this process loaded it. An existing file is replaced by an equal one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import contextlib
 import contextvars
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
@@ -119,12 +117,7 @@ def _write(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=path.parent, prefix=".", ignore_cleanup_errors=True
-        ) as scratch:
-            made = Path(scratch, path.name)
-            made.write_bytes(data)
-            made.replace(path)
+        path.write_bytes(data)
     except OSError as e:
         raise BuildError(
             f"what is compiled could not be written: {e}",

@@ -86,15 +86,6 @@ class Form {
         });
     }
 
-    u64 hash() const {
-        u64 h = 0x9E3779B97F4A7C15;
-        for (const u64 w : words) {
-            h = (h ^ w) * 0xD6E8FEB86659FD93;
-            h ^= h >> 32;
-        }
-        return h;
-    }
-
   private:
     enum Tag : u64 { NONE, INT, BOOL, DOUBLE, STRING, LIST, TENSOR };
 
@@ -384,19 +375,17 @@ class OnCuda final : public Descriptor {
 
 class Known {
   public:
-    std::shared_ptr<const Descriptor> find(u64 hash, const std::vector<u64>& words) {
+    std::shared_ptr<const Descriptor> find(const std::vector<u64>& words) {
         const std::shared_lock lock(mutex_);
-        const auto [begin, end] = descriptors_.equal_range(hash);
-        for (auto at = begin; at != end; ++at)
-            if (at->second.words == words) return at->second.descriptor;
-        return nullptr;
+        const auto at = descriptors_.find(words);
+        return at == descriptors_.end() ? nullptr : at->second;
     }
 
     // Starts anew when it is full.
-    void put(u64 hash, std::vector<u64> words, std::shared_ptr<const Descriptor> descriptor) {
+    void put(std::vector<u64> words, std::shared_ptr<const Descriptor> descriptor) {
         const std::unique_lock lock(mutex_);
         if (descriptors_.size() >= MOST) descriptors_.clear();
-        descriptors_.emplace(hash, Entry{std::move(words), std::move(descriptor)});
+        descriptors_.emplace(std::move(words), std::move(descriptor));
     }
 
     std::size_t size() {
@@ -405,12 +394,18 @@ class Known {
     }
 
   private:
-    struct Entry {
-        std::vector<u64> words;
-        std::shared_ptr<const Descriptor> descriptor;
+    struct Hash {
+        std::size_t operator()(const std::vector<u64>& words) const {
+            u64 h = 0x9E3779B97F4A7C15;
+            for (const u64 w : words) {
+                h = (h ^ w) * 0xD6E8FEB86659FD93;
+                h ^= h >> 32;
+            }
+            return h;
+        }
     };
     std::shared_mutex mutex_;
-    std::unordered_multimap<u64, Entry> descriptors_;
+    std::unordered_map<std::vector<u64>, std::shared_ptr<const Descriptor>, Hash> descriptors_;
 };
 
 Known& known() {
@@ -485,8 +480,7 @@ class OfBackend final : public Kernel {
         const bool told = std::all_of(arguments.begin(), arguments.end(),
                                       [&](const IValue& v) { return form.add(v); });
         if (!told || !usual()) return python(keys, stack, nullptr);
-        const u64 hash = form.hash();
-        const auto descriptor = known().find(hash, form.words);
+        const auto descriptor = known().find(form.words);
         Results results;
         if (descriptor && form.in_memory() && descriptor->run(form, results)) {
             torch::jit::drop(*stack, count);
@@ -495,7 +489,7 @@ class OfBackend final : public Kernel {
         std::shared_ptr<Descriptor> place;
         python(keys, stack, descriptor ? nullptr : &place);
         if (place && place->fits(form.tensors.size(), returned(op, *stack)))
-            known().put(hash, std::move(form.words), std::move(place));
+            known().put(std::move(form.words), std::move(place));
     }
 
   private:

@@ -7,19 +7,14 @@ nvcc, no GPU needed.
 `why_missing()` is a sentence where NVRTC is not installed (the extra `cuda`), and `build` raises
 BuildError then, as it does for source that does not compile.
 
-NVRTC runs in this process, so nothing can end it from outside. It asks now and then whether it is
-to go on, between its passes, and ends itself once the option compile_seconds is over. A pass that
-hangs does not ask: the process is to be ended then.
+NVRTC runs in this process, so nothing can end it: the option compile_seconds does not hold for it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -142,18 +137,11 @@ def _compile(
     program = _checked(
         nvrtc.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), len(names), contents, names)
     )
-    seconds, start = options.current().compile_seconds, time.monotonic()
+    start = time.monotonic()
     try:
-        with _limited(program, seconds):
-            status, *_ = nvrtc.nvrtcCompileProgram(
-                program, len(flags), [flag.encode() for flag in flags]
-            )
-        if status == nvrtc.nvrtcResult.NVRTC_ERROR_CANCELLED:
-            raise BuildError(
-                f"NVRTC took more than {seconds} s",
-                todo="raise FUSION_MOE_COMPILE_SECONDS",
-                where=name,
-            )
+        status, *_ = nvrtc.nvrtcCompileProgram(
+            program, len(flags), [flag.encode() for flag in flags]
+        )
         said = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
         if int(status):
             raise _refused(text, name, flags, said, path)
@@ -163,25 +151,6 @@ def _compile(
         path.write_bytes(_read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-
-
-@contextmanager
-def _limited(program: Any, seconds: int) -> Iterator[None]:
-    """Has NVRTC give up a compilation inside the block after so many seconds.
-
-    It asks a function of a text, thousands of times in a kernel: 1 ends it, 0 lets it go on. C's
-    atoi is such a function, and needs no GIL.
-    """
-    answer = ctypes.create_string_buffer(b"0")
-    atoi = ctypes.cast(ctypes.CDLL(None).atoi, ctypes.c_void_p).value
-    _checked(_nvrtc().nvrtcSetFlowCallback(program, atoi, ctypes.addressof(answer)))
-    timer = threading.Timer(seconds, setattr, (answer, "value", b"1"))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _read(size: Any, get: Any, program: Any) -> bytes:

@@ -149,8 +149,7 @@ def tokens(count: int):
     )
 
 
-@pytest.mark.parametrize("function", [whole, small])
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(("function", "train"), [(whole, True), (small, False)])
 def test_one_graph_for_all_token_counts(function, train):
     torch._dynamo.reset()
     graphs = []
@@ -168,8 +167,7 @@ def test_one_graph_for_all_token_counts(function, train):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("function", [whole, small])
-def test_export(function):
+def test_export():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -177,7 +175,7 @@ def test_export(function):
                 self.register_buffer(f"b{i}", t)
 
         def forward(self, x, ids, w):
-            return function(x, ids, w, *(getattr(self, f"b{i}") for i in range(6)))
+            return small(x, ids, w, *(getattr(self, f"b{i}") for i in range(6)))
 
     dim, model = torch.export.Dim("tokens", min=2, max=4096), Model()
     program = torch.export.export(model, tokens(7), dynamic_shapes=({0: dim}, {0: dim}, {0: dim}))
@@ -186,21 +184,18 @@ def test_export(function):
     torch.export.save(program, file)
     file.seek(0)
     loaded = torch.export.load(file).module()
-    for n in (2, 7, 40):
-        want = model(*tokens(n))
-        assert program.module()(*tokens(n)).equal(want)
-        assert loaded(*tokens(n)).equal(want)
+    for n in (2, 40):
+        assert loaded(*tokens(n)).equal(model(*tokens(n)))
 
 
 _B, _S = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("sequence", min=2, max=64)
 
 
 @pytest.mark.parametrize(
-    "dims",
-    [{0: _B, 1: _S}, {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}],
+    ("dims", "lead"),
+    [({0: _B, 1: _S}, (3, 5)), ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}, (3, 3))],
     ids=["named", "auto"],
 )
-@pytest.mark.parametrize("lead", [(3, 5), (3, 3)])
 def test_export_of_a_batch_of_sequences(dims, lead):
     weights = [t for part in experts(3) for t in part]
 

@@ -4,8 +4,6 @@ call before.
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,10 +34,6 @@ def call(tokens: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, to
     )
 
 
-def arguments(experts: NVFP4Experts) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return list(experts.weight_of("gate_up")), list(experts.weight_of("down"))
-
-
 def reference(experts: NVFP4Experts, *token: torch.Tensor) -> torch.Tensor:
     with options.override(target="reference"):
         return experts(*token)
@@ -68,14 +62,6 @@ def test_leading_dimensions():
 def test_no_experts_add_nothing(lead):
     ids = torch.zeros(*lead, 0, dtype=torch.int64)
     assert layer()(torch.ones(*lead, 32), ids, ids.float()).equal(torch.zeros(*lead, 32))
-
-
-def test_codes_as_fp4():
-    experts, token = layer(), call()
-    (codes, *rest), down = arguments(experts)
-    want = experts(*token)
-    for given in (codes, codes.detach().view(torch.float4_e2m1fn_x2)) * 2:
-        assert OPS.fused_experts(*token, [given, *rest], down, weight_format="nvfp4").equal(want)
 
 
 def test_a_weight_that_was_changed_in_place_is_checked_again():
@@ -162,27 +148,6 @@ def test_modes_of_dispatch_see_the_operation(mode):
             got = experts(*token)
     assert got.equal(want)
     assert seen.ops == ["fusion_moe.fused_experts.default"]
-
-
-def test_threads():
-    """Each gets the results of its own arguments, while forms are new and while they are known."""
-    experts, wrong = layer(), list[int]()
-    want = {tokens: experts(*call(tokens, seed=tokens)) for tokens in range(1, 9)}
-    fresh = layer()
-
-    def work(first: int) -> None:
-        for i in range(200):
-            tokens = 1 + (first + i) % 8
-            with torch.no_grad():
-                if not fresh(*call(tokens, seed=tokens)).equal(want[tokens]):
-                    wrong.append(tokens)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not wrong
 
 
 def test_remembered_starts_anew_when_it_is_full():

@@ -1,17 +1,14 @@
-"""What the operations compute, against loops in float64 that decode bytes with ml_dtypes; and what
-they never do.
-"""
+"""What the operations compute, against loops in float64; and what they never do."""
 
 from __future__ import annotations
 
 import loops
-import ml_dtypes
-import numpy as np
 import pytest
 import torch
 from fusions import assert_same_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from loops import decoded
 from routings import Partition, Routing, partitions, routings
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,19 +20,6 @@ OPS = torch.ops.fusion_moe
 NAN = float("nan")
 # of a result: its rounding, and some of float32 sums
 EPS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
-
-def decoded(codes: Tensor, block_scale: Tensor, decode_scale: Tensor) -> Tensor:
-    """f64[G, N, K], without our formats: code * (float32(block_scale) * decode_scale)."""
-    packed = codes.view(torch.uint8).numpy()
-    nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(
-        *packed.shape[:-1], 2 * packed.shape[-1]
-    )
-    code = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    block = block_scale.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    decode = decode_scale.numpy().reshape(codes.shape[0], -1)
-    rows = np.repeat(decode, codes.shape[1] // decode.shape[1], 1)[..., None]
-    return torch.from_numpy((code * np.repeat(block * rows, 16, -1)).astype(np.float64))
 
 
 def weight(
@@ -137,18 +121,6 @@ def test_strides_do_not_matter():
         assert found.is_contiguous()
 
 
-def test_splitting_a_group_changes_nothing():
-    (codes, scale, decode), a = weight(2, 6, 32), random(9, 32)
-    whole = OPS.nvfp4_grouped_mm(a, codes, scale, decode, torch.tensor([4, 9], dtype=torch.int32))
-    again = [t[[0, 0, 1]] for t in (codes, scale, decode)]
-    torch.testing.assert_close(
-        OPS.nvfp4_grouped_mm(a, *again, torch.tensor([1, 4, 9], dtype=torch.int32)),
-        whole,
-        rtol=1e-6,
-        atol=1e-6,
-    )
-
-
 @options.override(target="reference")
 def test_the_layout_of_a_weight_changes_no_bit():
     def stored(parts):
@@ -167,38 +139,6 @@ def test_the_layout_of_a_weight_changes_no_bit():
     assert OPS.expert_mlp(
         x, ids, w, *stored(gate_up), *stored(down), weight_layout="sf128x4"
     ).equal(want)
-
-
-def test_nvfp4_activations_on_the_reference():
-    parts, a, ends = (
-        weight(2, 6, 32),
-        random(5, 32, dtype=torch.bfloat16),
-        torch.tensor([2, 5], dtype=torch.int32),
-    )
-    with options.override(target="reference"):
-        found = OPS.nvfp4_grouped_mm(
-            a, *parts, ends, activation_format="nvfp4", out_dtype=torch.float32
-        )
-    codes, scale, decode = OPS.nvfp4_quantize(a)
-    near = decoded(codes[None], scale[None], decode[None])[0]
-    want = product(Partition((2, 3), 0), near, decoded(*parts))
-    close(
-        found, want, product(Partition((2, 3), 0), near.abs(), decoded(*parts).abs()), torch.float32
-    )
-
-
-def test_nvfp4_activations_do_not_depend_on_rows_of_no_group():
-    parts, a, ends = (
-        weight(2, 6, 32),
-        random(5, 32, dtype=torch.bfloat16),
-        torch.tensor([2, 4], dtype=torch.int32),
-    )
-    with options.override(target="reference"):
-        want = OPS.nvfp4_grouped_mm(a[:4], *parts, ends, activation_format="nvfp4")
-        a[4] = float("nan")
-        found = OPS.nvfp4_grouped_mm(a, *parts, ends, activation_format="nvfp4")
-    assert found[:4].equal(want)
-    assert not found[4].any()
 
 
 # scaled_swiglu ------------------------------------------------------------------------------------
@@ -576,13 +516,17 @@ def of_problem(
     order.
     """
     codes, block_scale, decode_scale = parts
-    n, k = codes.shape[1], 2 * codes.shape[2]
+    ints = problem(sizes, codes.shape[1], 2 * codes.shape[2])
+    return (a, codes.mT, loops.swizzled(block_scale), decode_scale, *ints)
+
+
+def problem(sizes: tuple[int, ...], n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """offsets, blockscale_offsets and problem_sizes, counted on the host."""
     starts = [sum(sizes[:g]) for g in range(len(sizes))]
     padded = [sum(-(-m // 128) * 128 for m in sizes[:g]) for g in range(len(sizes))]
-    ints = [
+    return tuple(
         torch.tensor(t, dtype=torch.int32) for t in (starts, padded, [[m, n, k] for m in sizes])
-    ]
-    return (a, codes.mT, loops.swizzled(block_scale), decode_scale, *ints)
+    )
 
 
 @pytest.mark.parametrize("name", calls())

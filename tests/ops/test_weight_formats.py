@@ -87,8 +87,8 @@ def test_prepared_weights_compute_the_same(encoding):
         )
 
 
-@pytest.mark.parametrize("encoding", ["mxfp4", "int4", "bf16"])
-def test_compiled(encoding):
+def test_compiled():
+    encoding = "mxfp4"
     gate_up, down = weight(encoding, E, 2 * I, H), weight(encoding, E, H, I, seed=2)
 
     def layer(x, ids, w):
@@ -113,33 +113,6 @@ def test_opcheck(encoding):
         {"weight_format": encoding},
         test_utils=utils,
     )
-
-
-def test_gradients_of_plain_weights():
-    """Each tensor of a list has its own."""
-    x, ids, w = tokens(torch.float32)
-    gate_up, down = (weight("f32", *s).values.requires_grad_() for s in ((E, 2 * I, H), (E, H, I)))
-    x.requires_grad_(), w.requires_grad_()
-    ops.fused_experts(x, ids, w, [gate_up], [down], weight_format="f32").square().sum().backward()
-    got = [t.grad.clone() for t in (x, w, gate_up, down)]
-    for t in (x, w, gate_up, down):
-        t.grad = None
-    y = torch.einsum("enh,th->ten", gate_up, x)
-    gate, up = y.chunk(2, -1)
-    out = torch.einsum("ehi,tei->teh", down, torch.nn.functional.silu(gate) * up)
-    (out.gather(1, ids[..., None].expand(-1, -1, H)) * w[..., None]).sum(
-        1
-    ).square().sum().backward()
-    for a, b in zip(got, (x.grad, w.grad, gate_up.grad, down.grad), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * b.abs().max().item())
-
-
-def test_only_a_weight_in_a_list_wants_a_gradient():
-    a, offs = torch.randn(6, H), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
-    w = weight("f32", E, 32, H).values.requires_grad_()
-    ops.grouped_mm(a, [w], offs, weight_format="f32").sum().backward()
-    rows = torch.stack([a[s:e].sum(0) for s, e in ((0, 2), (2, 2), (2, 5), (5, 6))])
-    torch.testing.assert_close(w.grad, rows[:, None].expand_as(w), rtol=1e-5, atol=1e-5)
 
 
 def test_refusals():

@@ -13,7 +13,7 @@ import torch
 from forgetting import forgetting
 
 from fusion_moe import options
-from fusion_moe.runtime import build, store
+from fusion_moe.runtime import build
 from fusion_moe.runtime.host_memory import bandwidth, pages
 
 CACHES = (bandwidth.of, bandwidth._library, bandwidth._why_not_cpp)
@@ -82,39 +82,13 @@ def test_it_is_measured_once_for_each_number_of_threads(quick, tmp_path):
     bandwidth.of.cache_clear()  # as another process
     assert (bandwidth.of(1), bandwidth.of(2)) == (one, two)
     assert quick == [1, 2]
+    if one.ahead is not None:
+        assert one.by.startswith(f"C++, prefetching {one.ahead} bytes ahead; 4 MiB, ")
     assert (one.threads, two.threads) == (1, 2)
     assert {json.loads(file.read_text())["bytes_per_second"] for file in kept(tmp_path)} == {
         one.bytes_per_second,
         two.bytes_per_second,
     }
-
-
-def test_another_machine_measures_its_own(quick, tmp_path, monkeypatch):
-    bandwidth.of(1)
-    for name, there in (("cpu", "another CPU"), ("cpus", 4096)):
-        monkeypatch.setattr(bandwidth, name, lambda there=there: there)
-        bandwidth.of.cache_clear()
-        bandwidth.of(1)
-    assert quick == [1, 1, 1]
-    assert len(kept(tmp_path)) == 3
-
-
-def test_a_damaged_file_is_measured_anew(quick, tmp_path):
-    bandwidth.of(1)
-    (file,) = kept(tmp_path)
-    file.write_text("{")
-    bandwidth.of.cache_clear()
-    assert bandwidth.of(1).bytes_per_second > 0
-    assert quick == [1, 1]
-
-
-def test_without_a_folder_it_is_measured_all_the_same(quick, monkeypatch):
-    def refuse(key, make):
-        raise OSError("nowhere")
-
-    bandwidth._why_not_cpp()  # the library is built
-    monkeypatch.setattr(store, "get_or_make", refuse)
-    assert bandwidth.of(1).bytes_per_second > 0
 
 
 def test_without_a_compiler_torch_reads(quick, monkeypatch):
@@ -125,13 +99,6 @@ def test_without_a_compiler_torch_reads(quick, monkeypatch):
     before = torch.get_num_threads()
     found.read(torch.ones(2**20, dtype=torch.uint8))
     assert torch.get_num_threads() == before
-
-
-@needs_compiler
-def test_the_c_plus_plus_says_how_it_reads(quick):
-    found = bandwidth.of(1)
-    assert found.ahead in bandwidth._AHEAD
-    assert found.by.startswith(f"C++, prefetching {found.ahead} bytes ahead; 4 MiB, ")
 
 
 def test_a_pool_is_larger_than_the_caches():
@@ -171,8 +138,3 @@ def test_without_a_compiler_other_memory_is_read_instead(quick, monkeypatch):
     bandwidth.evict(torch.ones(8))
     assert bandwidth._kept_pool.cache_info().currsize == 1
     bandwidth._kept_pool.cache_clear()
-
-
-def test_the_cpu_has_a_name():
-    assert bandwidth.cpu()
-    assert bandwidth.cpus() >= 1

@@ -52,11 +52,6 @@ def test_it_takes_no_more_than_arrays_by_themselves_and_no_less_than_a_step_need
     assert max(map(sum, steps)) <= plan(arrays).nbytes <= sum(whole)
 
 
-@given(arrays())
-def test_the_same_every_time(arrays):
-    assert plan(arrays) == plan(list(arrays))
-
-
 def test_memory_is_used_again_after_the_last_reader():
     found = plan([Array("x", 1000, 0, 1), Array("y", 500, 1, 2), Array("z", 1000, 2, 2)])
     assert (found.offsets, found.nbytes) == ((0, 1024, 0), 1536)

@@ -90,10 +90,7 @@ def of(threads: int) -> Bandwidth:
     def make(path: Path) -> None:
         path.write_text(json.dumps(asdict(_measured(threads))))
 
-    try:
-        return Bandwidth(**json.loads(store.get_or_make(f"bandwidth-{key}.json", make).read_text()))
-    except OSError:  # there is no folder to store it in
-        return _measured(threads)
+    return Bandwidth(**json.loads(store.get_or_make(f"bandwidth-{key}.json", make).read_text()))
 
 
 def evict(*tensors: Tensor) -> None:
