@@ -123,23 +123,13 @@ def test_refusals():
     ):
         ops.grouped_mm(a, list(q), offs, weight_format="fp5")
     with pytest.raises(
-        ShapeError,
-        match="grouped_mm: weight of 3 tensors; expected 2 for "
-        "weight_format = 'mxfp4': codes, block_scale",
+        ShapeError, match="grouped_mm: weight: 3 parts of mxfp4; expected codes, block_scale"
     ):
         ops.grouped_mm(a, list(q), offs, weight_format="mxfp4")
-    with pytest.raises(
-        ShapeError, match="grouped_mm: weight of 0 tensors; expected 3 for weight_format = 'nvfp4'"
-    ):
-        ops.grouped_mm(a, [], offs, weight_format="nvfp4")
-    with pytest.raises(
-        DtypeError,
-        match="grouped_mm: block_scale of weight is "
-        "torch.float8_e4m3fn; expected torch.float8_e8m0fnu",
-    ):
+    with pytest.raises(DtypeError, match="weight: block_scale is f8e4m3.*; expected dtype f8e8m0"):
         ops.grouped_mm(a, list(q[:2]), offs, weight_format="mxfp4")
     with pytest.raises(
-        DtypeError, match="grouped_mm: values of weight is torch.float16; expected torch.bfloat16"
+        DtypeError, match="grouped_mm: weight is torch.float16; expected torch.bfloat16"
     ):
         ops.grouped_mm(a, [torch.zeros(E, 96, H).half()], offs, weight_format="bf16")
     with pytest.raises(ShapeError, match="N = 96 is not a multiple of 16, or K = 32 not of 64"):
