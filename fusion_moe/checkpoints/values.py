@@ -4,7 +4,7 @@ multipliers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -34,16 +34,16 @@ def check_scales(directory: Directory, weights: Mapping[str, StoredWeight]) -> N
 
 def check_weight(directory: Directory, weight: StoredWeight) -> None:
     """`check_scales` of one weight."""
-    for part in weight.scheme.parts[1:]:
-        entry = weight.entries[part.part]
-        try:
-            check_scale(weight.scheme, part, part.to_part(directory.read(entry.name)), entry.name)
-        except CheckpointError as error:
-            raise error.at(str(entry.file)) from None
-        except NonFiniteError as error:
-            raise CheckpointError(
-                error.found, expected=error.expected, where=str(entry.file)
-            ) from None
+    entries = [weight.entries[part.part] for part in weight.scheme.parts]
+    tensors = (directory.read(entry.name) for entry in entries)
+    parts = (part.to_part(t) for part, t in zip(weight.scheme.parts, tensors, strict=True))
+    file = str(entries[-1].file)
+    try:
+        check_scales_of(weight.scheme, parts, weight.name)
+    except CheckpointError as error:
+        raise error.at(file) from None
+    except NonFiniteError as error:
+        raise CheckpointError(error.found, expected=error.expected, where=file) from None
     recorded = directory.tensors.get(f"{weight.name}.weight_shape")
     shape = [*weight.shape] if recorded is None else directory.read(recorded.name).tolist()
     if recorded is not None and shape != [*weight.shape]:
@@ -52,6 +52,13 @@ def check_weight(directory: Directory, weight: StoredWeight) -> None:
             expected=f"{[*weight.shape]}, which the codes have",
             where=str(recorded.file),
         )
+
+
+def check_scales_of(scheme: Scheme, parts: Iterable[Tensor], name: str) -> None:
+    """`check_scale` of all scales among the parts of a weight of this name."""
+    _, *scales = parts
+    for part, t in zip(scheme.parts[1:], scales, strict=True):
+        check_scale(scheme, part, t, name + part.suffix)
 
 
 def check_scale(scheme: Scheme, part: StoredPart, scale: Tensor, name: str) -> None:

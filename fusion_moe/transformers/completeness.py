@@ -4,7 +4,6 @@ and prints a table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -16,14 +15,14 @@ from .sources import some
 
 
 def check_complete(replaced: Replacements, model: Any, conversions: list[Any]) -> None:
-    """CheckpointError for parameters of which the files have nothing, but for new heads. Checks
-    names only: conversions change them.
+    """CheckpointError for parameters of which the files have nothing, but for encoded ones and new
+    heads. Checks names only: conversions change them.
     """
     converters, known = (
         [c for c in conversions if isinstance(c, WeightConverter)],
         model.state_dict(),
     )
-    provided = {name for module in replaced.experts for name in _own(model, module)}
+    provided = set[str]()
     for name in replaced.entries.keys() - replaced.taken:
         provided.update(_made_of(name, converters))
     tied, ignored = model.all_tied_weights_keys, any_of(model._keys_to_ignore_on_load_missing)
@@ -55,16 +54,6 @@ def new_heads(model: Any) -> set[str]:
         for name, p in model.named_parameters()
         if not name.startswith(base) and id(p) not in known
     }
-
-
-def _own(model: Any, name: str) -> Iterator[str]:
-    """The names of the tensors that make up a module's weights."""
-    module = model.get_submodule(name)
-    return (
-        f"{name}.{key}"
-        for key, t in (*module._parameters.items(), *module._buffers.items())
-        if t is not None
-    )
 
 
 def _made_of(name: str, converters: list[WeightConverter]) -> list[str]:

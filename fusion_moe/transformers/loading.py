@@ -28,11 +28,9 @@ from ..checkpoints.directory import (
     CONFIG,
     INDEX,
     OLDER_CONFIG,
-    SINGLE,
     architectures_of,
     older_quantization,
     quantization_of,
-    read_index,
 )
 from ..checkpoints.headers import read_json, shown
 from ..errors import CheckpointError, OptionError
@@ -40,8 +38,8 @@ from ..nn.config import NVFP4Config
 from .adapters import read_adapters_
 from .completeness import new_heads
 from .config import set_quantization
-from .quantizer import state_dict_entries
-from .share import Share, sharing
+from .quantizer import Tensors, state_dict
+from .share import Share
 from .sources import some
 
 if TYPE_CHECKING:
@@ -123,7 +121,10 @@ def from_pretrained(
             found["experts_config"] = dataclasses.asdict(kwargs.pop("quantization_config"))
         set_quantization(config, found)
     if directory is None or kwargs.get("state_dict") is not None:
-        model, info = _from_state_dict(directory, auto_class, config, kwargs)
+        given, file = kwargs["state_dict"], Path("state_dict")
+        entries = {name: Entry(name, t.dtype, (*t.shape,), file) for name, t in given.items()}
+        tensors = Tensors(entries, given.__getitem__)
+        model, info = _in_place_of_files(tensors, auto_class, config, kwargs, directory)
     elif mesh is None:
         model, info = auto_class.from_pretrained(
             directory, config=config, output_loading_info=True, **kwargs
@@ -150,23 +151,10 @@ def from_pretrained(
 
 
 def _check_json(path: Path) -> None:
-    """CheckpointError for files that transformers would read without end, or whose entries it would
-    miss. Whether an index is right is asked later, with the headers.
-    """
-    for file in (path / CONFIG, path / "generation_config.json"):
+    """CheckpointError for files that transformers would read without end."""
+    for file in (path / CONFIG, path / "generation_config.json", path / INDEX):
         if os.path.lexists(file):
             read_json(file)
-    index = path / INDEX
-    if (
-        os.path.lexists(index)
-        and not (path / SINGLE).is_file()
-        and not isinstance(read_index(index).get("metadata"), dict)
-    ):
-        raise CheckpointError(
-            "no metadata",
-            expected='"metadata", an object, if only {}: transformers reads it',
-            where=str(index),
-        )
 
 
 def _class_named(config: Any, directory: str | Path | None, kwargs: dict[str, Any]) -> Any:
@@ -224,22 +212,22 @@ def configuration(directory: str | Path | None, **kwargs: Any) -> Any:
     return CONFIG_MAPPING[family].from_dict(config_dict | {"model_type": family}, **entries)
 
 
-def _from_state_dict(
-    directory: str | Path | None, auto_class: Any, config: Any, kwargs: dict[str, Any]
+def _in_place_of_files(
+    tensors: Tensors,
+    auto_class: Any,
+    config: Any,
+    kwargs: dict[str, Any],
+    directory: str | Path | None = None,
 ) -> tuple[Any, Any]:
-    """A model of tensors that the caller has, with transformers' report about loading it."""
-    named = Path("state_dict")
-    entries = {
-        name: Entry(name, t.dtype, (*t.shape,), named) for name, t in kwargs["state_dict"].items()
-    }
+    """A model of a state dict, with transformers' report about loading it."""
     model_class, config = _class_and_config(auto_class, config)
-    token = state_dict_entries.set(entries)
+    token = state_dict.set(tensors)
     try:
         return model_class.from_pretrained(
             directory, config=config, output_loading_info=True, **kwargs
         )
     finally:
-        state_dict_entries.reset(token)
+        state_dict.reset(token)
 
 
 def _some_of(kwargs: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -254,11 +242,9 @@ def _shared(
     in_floats = not (quantization or "quantization_config" in kwargs)
     if in_floats:  # our quantizer makes the modules smaller
         config.quantization_config = quantization = {"quant_method": "fusion_moe", "source": ""}
-    share, (model_class, config) = Share(directory, division), _class_and_config(auto_class, config)
-    with sharing(share):
-        made, info = model_class.from_pretrained(
-            None, config=config, state_dict=share, output_loading_info=True, **kwargs
-        )
+    share = Share(directory, division)
+    tensors = Tensors(directory.tensors, directory.read, share)
+    made, info = _in_place_of_files(tensors, auto_class, config, kwargs | {"state_dict": share})
     if in_floats:
         made.hf_quantizer.remove_quantization_config(made)
     share.join(made)

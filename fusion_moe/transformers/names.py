@@ -19,7 +19,8 @@ def live_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     renamings = [
         c
         for c in get_model_conversion_mapping(model)
-        if isinstance(c, WeightRenaming) and not is_weight_norm(c)
+        # without the name boundaries of 5.21, it also renames `.weight_global_scale`
+        if isinstance(c, WeightRenaming) and ".weight_g" not in c._original_source_patterns
     ]
     known = model.state_dict()
     modules = {name for name, _ in model.named_modules()}
@@ -63,23 +64,6 @@ def _with_prefix(model: Any, name: str) -> str:
 
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def is_weight_norm(conversion: Any) -> bool:
-    """Whether a conversion renames `.weight_g`: without the name boundaries of 5.21, it also
-    renames `.weight_global_scale`.
-    """
-    return (
-        isinstance(conversion, WeightRenaming)
-        and ".weight_g" in conversion._original_source_patterns
-    )
-
-
-def tail(name: str) -> str:
-    """A pattern for modules of this name in all layers: `.experts` for
-    `model.layers.3.mlp.experts`, whatever a renaming does before it.
-    """
-    return r"\." + name.rpartition(".")[2]
 
 
 def any_of(patterns: Iterable[str] | None) -> re.Pattern[str]:

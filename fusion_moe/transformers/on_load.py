@@ -15,7 +15,6 @@ from ..nn.config import NVFP4Config
 from ..nn.conversion.contract import ExpertsContract, contract_of
 from ..nn.frozen.base import quantized
 from ..nn.frozen.experts import quantize_gate_up
-from .operations import one
 
 Contracts = dict[str, ExpertsContract]  # the contracts of the original expert modules, by name
 
@@ -64,7 +63,7 @@ class QuantizeExperts(ConversionOps):
 
     def convert(self, input_dict: dict[str, Any], model: Any = None, **_: Any) -> dict[str, Any]:
         """The results by parameter name."""
-        tensors = [(name, one(input_dict.pop(name))) for name in list(input_dict)]
+        tensors = [(name, t[0] if isinstance(t, list) else t) for name, t in input_dict.items()]
         return {k: v for name, t in tensors for k, v in self._converted(name, t, model).items()}
 
     def _converted(self, name: str, t: Any, model: Any) -> dict[str, Any]:

@@ -8,10 +8,12 @@ import re
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from transformers.integrations.accelerate import get_device
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -19,28 +21,38 @@ from ..checkpoints import KNOWN, Directory, Entry
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import Adapter, prepare_
+from ..nn.frozen.base import own_parameters, place_
 from ..nn.frozen.packed import PackedModule
 from .adapters import read_adapters_, write_adapters
 from .completeness import check_complete
 from .config import ModelOptConfig, NVFP4Config, set_quantization
-from .conversions import expert_converters, longest_first, without
-from .names import is_weight_norm
 from .on_load import Contracts, QuantizeExperts, prepare_to_quantize
-from .operations import is_ours
 from .replacements import Replacements, replace_modules
 from .saving import (
     conversions_for_saving,
     linears_as_stored,
+    makes_experts,
     modelopt_config,
     with_activation_format,
 )
-from .share import shared
-from .stored_module import StoredModule, cast_, check_scales, finish_, freeze_
+from .share import Share
+from .tensors import Read, load_
 
 before_training: list[Callable[[], None]] = []  # done when a Trainer gets a model of ours
-state_dict_entries: ContextVar[Mapping[str, Entry] | None] = ContextVar(
-    "fusion_moe_state_dict_entries", default=None
-)
+
+
+class Tensors(NamedTuple):
+    """What transformers is going to read: by name, and the function that reads one. share: of
+    which a rank reads a part.
+    """
+
+    entries: Mapping[str, Entry]
+    read: Read
+    share: Share | None = None
+
+
+# those of a state dict
+state_dict: ContextVar[Tensors | None] = ContextVar("fusion_moe_state_dict", default=None)
 
 
 class FusionMoeQuantizer(HfQuantizer):
@@ -56,7 +68,6 @@ class FusionMoeQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self._contracts: Contracts = {}
         self._theirs: list[Any] = []  # transformers' conversions
-        self._of_others: list[Any] = []  # those for other parameters than ours
         self._ignored: Any = None  # transformers' patterns of names that are not needed
         self._dtypes: dict[str, torch.dtype] = {}
 
@@ -81,21 +92,22 @@ class FusionMoeQuantizer(HfQuantizer):
                 todo="fusion_moe.transformers.from_pretrained(directory, mesh=mesh) reads each "
                 "rank's experts, without those plans",
             )
-        self._model, share = model, shared()
+        self._model, tensors = model, state_dict.get()
+        share = tensors.share if tensors else None
         if not self.pre_quantized:
             self._contracts = prepare_to_quantize(model, self.quantization_config)
             _check_in_memory(model, kwargs.get("device_map"))
             if share is not None:
                 share.take(model, {})
             return
-        tensors = share.directory.tensors if share is not None else _tensors(checkpoint_files)
+        tensors = tensors or _tensors(checkpoint_files)
         self._path = Path(checkpoint_files[0]).parent if checkpoint_files else None
         self._dtypes = {
             name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()
         }
         config = self.quantization_config
         self.replaced = replace_modules(
-            model, tensors, config.method, config.experts, config.quantizes
+            model, tensors.entries, config.method, config.experts, config.quantizes
         )
         _check_in_memory(model, kwargs.get("device_map"))
         self._ignored = model._keys_to_ignore_on_load_unexpected
@@ -105,34 +117,49 @@ class FusionMoeQuantizer(HfQuantizer):
         }
         if share is not None:
             share.take(model, self.replaced.experts)
+        self._load_later(model, self.replaced, tensors.read)
+
+    def _load_later(self, model: Any, replaced: Replacements, read: Read) -> None:
+        """Hides encoded parameters from transformers, which would read tensors of the same names,
+        and loads them when it has placed all others, before accelerate moves any.
+        """
+        place, hidden = model._move_missing_keys_from_meta_to_device, []
+        sources = replaced.experts | replaced.linears
+        for name, source in sources.items():
+            module = model.get_submodule(name)
+            names = {"weight"}
+            if isinstance(module, PackedModule):
+                names = {row.parameter for row in source.rows(module)}
+                names.update(key for keys in module.part_names.values() for key in keys)
+            hidden.append(module.register_state_dict_post_hook(partial(_hide, names)))
+            # the numbers of layers and experts are left open: one pattern for all of them
+            pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
+            model._keys_to_ignore_on_load_unexpected.add(rf"^{pattern}\.")
+
+        def read_live(name: str) -> torch.Tensor:
+            return read(replaced.in_files[name])
+
+        def place_all(missing: Any, device_map: Any, *args: Any) -> None:
+            del model._move_missing_keys_from_meta_to_device
+            place(missing, device_map, *args)
+            for hook in hidden:
+                hook.remove()
+            for name, source in sources.items():
+                device = get_device(device_map, f"{name}.weight")
+                load_(model.get_submodule(name), source, replaced.weights, read_live, device)
+
+        model._move_missing_keys_from_meta_to_device = place_all
 
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: Any = None
     ) -> list[Any]:
-        """Our conversions before transformers', which may still read experts that are not encoded,
-        by other names.
+        """transformers' conversions, which read what is not encoded. CheckpointError as from
+        `check_complete`.
         """
-        if self.replaced is None:
-            return weight_conversions
-        self._theirs = [c for c in weight_conversions if not is_weight_norm(c)]
-        ours = expert_converters(
-            (source, self._model.get_submodule(name))
-            for name, source in self.replaced.experts.items()
-        )
-        self._of_others = without(self._theirs, ours)
-        conversions = [*longest_first(ours), *self._theirs]
-        check_complete(self.replaced, self._model, conversions)
-        return conversions
-
-    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """8-bit floats are not cast, nor are the inputs of our operations."""
-        if isinstance(param, torch.Tensor):
-            eight_bit = param.dtype.itemsize == 1
-        else:
-            eight_bit = str(param.get_dtype()).startswith("F8")
-        if eight_bit or is_ours(converter):
-            return None
-        return super().get_new_dtype(converter, param, dtype)
+        if self.replaced is not None:
+            self._theirs = weight_conversions
+            check_complete(self.replaced, self._model, weight_conversions)
+        return weight_conversions
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Whether a parameter is quantized after its float tensor was read."""
@@ -152,12 +179,17 @@ class FusionMoeQuantizer(HfQuantizer):
         if self.replaced is not None:
             model._keys_to_ignore_on_load_unexpected = self._ignored
             model._weight_conversions = [
-                c for c in self._theirs if c.was_used() or c not in self._of_others
+                c for c in self._theirs if c.was_used() or makes_experts(c, model)
             ]
-        check_scales(model, {} if self.replaced is None else self.replaced.experts)
-        finish_(model)
-        cast_(model, self._dtypes)
-        freeze_(model)
+        for name, module in model.named_modules():
+            if isinstance(module, PackedModule):
+                # transformers makes every float require a gradient
+                for p in own_parameters(module):
+                    p.requires_grad_(False)
+                place_(module)
+            else:  # before 5.21, transformers does not cast if anything is quantized
+                for key, p in module.named_parameters(name, recurse=False):
+                    p.data = p.data.to(self._dtypes.get(key, p.dtype))
         if any(p.is_cuda for p in model.parameters()):
             prepare_(model)
         if self._path is not None:
@@ -230,12 +262,13 @@ class FusionMoeQuantizer(HfQuantizer):
         return True
 
 
-def _tensors(files: list[str] | None) -> Mapping[str, Entry]:
-    """The tensors that transformers is going to read: of a state dict, or of files, whatever
-    variant these are.
-    """
-    if (given := state_dict_entries.get()) is not None:
-        return given
+def _hide(names: set[str], module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name in names:
+        state.pop(prefix + name, None)
+
+
+def _tensors(files: list[str] | None) -> Tensors:
+    """Those of files, whatever variant these are."""
     if files is None:
         todo = "fusion_moe.transformers.from_pretrained takes config and state_dict"
         raise UnsupportedError(
@@ -244,7 +277,8 @@ def _tensors(files: list[str] | None) -> Mapping[str, Entry]:
             todo=todo,
             where="from_pretrained",
         )
-    return Directory.open(Path(files[0]).parent, [Path(file).name for file in files]).tensors
+    directory = Directory.open(Path(files[0]).parent, [Path(file).name for file in files])
+    return Tensors(directory.tensors, directory.read)
 
 
 def _check_in_memory(model: Any, device_map: Any) -> None:
@@ -254,7 +288,7 @@ def _check_in_memory(model: Any, device_map: Any) -> None:
     # else the name of a way to make one
     devices = device_map if isinstance(device_map, Mapping) else {}
     for name, module in model.named_modules():
-        if not isinstance(module, (PackedModule, StoredModule)):
+        if not isinstance(module, PackedModule):
             continue
         for place, _ in module.named_parameters(name, recurse=False):
             while place and place not in devices:

@@ -12,39 +12,55 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoints import Entry, Scheme, StoredWeight, stored_weights
+from ..checkpoints import Entry, Scheme, StoredPart, StoredWeight, stored_weights
 from ..checkpoints.experts import expert_of, hidden_layers_of, predicts_further_tokens
-from ..encodings import NVFP4, Encoding, Quantized
+from ..encodings import F32, NVFP4, Encoding, Quantized
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, UnsupportedError
-from ..nn import Llama4MoE
+from ..nn import Llama4MoE, QuantizedLinear
 from ..nn.config import NVFP4Config
 from ..nn.conversion.contract import contract_of, experts_from
 from ..nn.conversion.converters import convert
 from ..nn.frozen.projections import Projections
 from .names import any_of, live_names, of_heads
-from .sources import INPUT_SCALES, ExpertsSource, Stored, find_experts, some, weights_of
-from .stored_module import StoredModule
+from .sources import INPUT_SCALES, Source, Weights, find_experts, some, weights_of
 
 log = logging.getLogger("fusion_moe")
 
 
+# experts in floats beside those in 8-bit floats, which are rounded to NVFP4 with them
+_FLOATS = Scheme("floats", F32, (StoredPart("values", ".weight", FLOATS, cast=torch.float32),))
+
+
 @dataclass
 class Replacements:
-    """The replaced modules by name, and where each is stored.
+    """What is stored encoded, and where.
 
-    entries: tensors by their names in the model; taken: those that belong to experts; linears: the
-    schemes of other modules.
+    entries: tensors by their names in the model; in_files: the names in files of these; weights: by
+    their names in the model; experts: modules of ours, by name; linears: other modules with one
+    weight; taken: the tensors that belong to any of them.
     """
 
     entries: Mapping[str, Entry]
-    experts: dict[str, ExpertsSource] = field(default_factory=dict)
-    linears: dict[str, Scheme] = field(default_factory=dict)
+    in_files: Mapping[str, str]
+    weights: Mapping[str, StoredWeight]
+    experts: dict[str, Source] = field(default_factory=dict)
+    linears: dict[str, Source] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
 
-    def take(self, weight: StoredWeight) -> None:
-        """Marks a weight's tensors as belonging to a module."""
-        self.taken.update(entry.name for entry in weight.entries.values())
+    def take(self, source: Source, weights: Iterable[StoredWeight]) -> Source:
+        """Marks the tensors of weights as belonging to a module, and the scales of activations if
+        each weight has one. Returns the source with these.
+        """
+        names = [weight.name for weight in weights]
+        for name in names:
+            self.taken.update(entry.name for entry in self.weights[name].entries.values())
+        # those of 8-bit floats mean something else in NVFP4
+        for suffix in () if source.rounds else INPUT_SCALES:
+            if all(name + suffix in self.entries for name in names):
+                self.taken.update(name + suffix for name in names)
+                return replace(source, input_scale=suffix)
+        return source
 
 
 def replace_modules(
@@ -59,27 +75,17 @@ def replace_modules(
 
     method: `quant_method` of the configuration. quantizes: whether experts in 8-bit floats, and
     those in floats beside them, may be rounded to NVFP4. CheckpointError for an incomplete weight
-    or one that no module takes, UnsupportedError for one of a module that cannot have it, and for
-    experts in several encodings whose tensors have the same names.
+    or one that no module takes, UnsupportedError for one of a module that cannot have it.
     """
     names = live_names(model, tensors)
-    replaced = Replacements(
-        {live: replace(tensors[name], name=live) for name, live in names.items()}
-    )
-    stored = stored_weights(replaced.entries, method)
-    modules = dict(model.named_modules())
-    sources = _sources(modules, stored)
-    _check_schemes(sources.values())
-    floats = _floats(replaced.entries, sources.values()) if quantizes else {}
-    sources |= _sources(
-        {name: module for name, module in modules.items() if name not in sources}, floats
-    )
-    of_experts = {**floats, **stored}
-    for name, module in modules.items():
-        if name in sources:
-            _replace_experts(
-                replaced, model, name, module, sources[name], of_experts, config, quantizes
-            )
+    entries = {live: replace(tensors[name], name=live) for name, live in names.items()}
+    stored = stored_weights(entries, method)
+    floats = _floats(entries) if quantizes and any(map(_is_fp8_expert, stored.values())) else {}
+    in_files = {live: name for name, live in names.items()}
+    replaced = Replacements(entries, in_files, {**floats, **stored})
+    for name, module in dict(model.named_modules()).items():
+        if (source := _experts_at(name, module, replaced.weights)) is not None:
+            _replace_experts(replaced, model, name, module, source, config, quantizes)
         elif (
             name in stored
             and isinstance(module._parameters.get("weight"), nn.Parameter)
@@ -92,7 +98,7 @@ def replace_modules(
 
 
 def _check_none_left(
-    model: Any, replaced: Replacements, names: Mapping[str, str], stored: Stored
+    model: Any, replaced: Replacements, names: Mapping[str, str], stored: Weights
 ) -> None:
     """UnsupportedError for an encoded weight of a module that cannot have one, CheckpointError for
     one of no module.
@@ -132,7 +138,7 @@ def _check_none_left(
     )
 
 
-def _warn_of_rounding(stored: Stored) -> None:
+def _warn_of_rounding(stored: Weights) -> None:
     """Warns of scales that are rounded to the dtype that our kernels read, as transformers does
     when it loads a model in that dtype.
     """
@@ -146,53 +152,20 @@ def _warn_of_rounding(stored: Stored) -> None:
                 return
 
 
-def _sources(modules: Mapping[str, nn.Module], stored: Stored) -> dict[str, ExpertsSource]:
-    """Where modules of experts are stored, by name; only those of encoded ones."""
+def _is_fp8_expert(weight: StoredWeight) -> bool:
+    return weight.scheme.encoding is None and expert_of(weight.name) is not None
+
+
+def _floats(entries: Mapping[str, Entry]) -> dict[str, StoredWeight]:
+    """The weights of experts in floats."""
     return {
-        name: source
-        for name, module in modules.items()
-        if (source := _experts_at(name, module, stored)) is not None
-    }
-
-
-def _check_schemes(sources: Iterable[ExpertsSource]) -> None:
-    """UnsupportedError for layers with different schemes: a conversion is for all layers, and would
-    take the tensors of both.
-    """
-    first: dict[tuple[str, bool], ExpertsSource] = {}
-    for source in sources:
-        other = first.setdefault((source.tail, source.joined), source)
-        if source.scheme != other.scheme:
-            call = "convert(src, dst, to='dense') makes floats"
-            if None in (source.scheme.encoding, other.scheme.encoding):
-                call = "quantize(src, dst) makes NVFP4"
-            raise UnsupportedError(
-                f"experts in {source.scheme.name}, and those of {other.name} in "
-                f"{other.scheme.name}",
-                expected="one format in all layers",
-                todo=f"fusion_moe.checkpoints.{call} of all of them; load that",
-                where=source.name,
-            )
-
-
-def _floats(
-    entries: Mapping[str, Entry], sources: Iterable[ExpertsSource]
-) -> dict[str, StoredWeight]:
-    """Weights in floats, as weights without scales in the scheme of the experts in 8-bit floats; {}
-    if there are none.
-    """
-    scheme = next((source.scheme for source in sources if source.scheme.encoding is None), None)
-    if scheme is None:
-        return {}
-    floats, elements = replace(scheme, name="floats"), scheme.parts[0]
-    return {
-        weight: StoredWeight(weight, floats, {elements.part: entry}, entry.shape)
+        weight: StoredWeight(weight, _FLOATS, {"values": entry}, entry.shape)
         for name, entry in entries.items()
-        if entry.dtype in FLOATS and (weight := name.removesuffix(elements.suffix)) != name
+        if entry.dtype in FLOATS and expert_of(weight := name.removesuffix(".weight")) is not None
     }
 
 
-def _experts_at(name: str, module: nn.Module, stored: Stored) -> ExpertsSource | None:
+def _experts_at(name: str, module: nn.Module, stored: Weights) -> Source | None:
     if type(module).__name__ == "Llama4TextMoe":
         return find_experts(f"{name}.experts", True, False, stored)
     if (contract := contract_of(module)) is None:
@@ -205,12 +178,11 @@ def _replace_experts(
     model: Any,
     name: str,
     module: nn.Module,
-    source: ExpertsSource,
-    stored: Stored,
+    source: Source,
     config: NVFP4Config,
     quantizes: bool,
 ) -> None:
-    if source.scheme.encoding is None and not quantizes:
+    if source.rounds and not quantizes:
         todo = (
             "quantization_config=fusion_moe.transformers.NVFP4Config() for "
             "fusion_moe.transformers.from_pretrained rounds them to NVFP4"
@@ -219,21 +191,20 @@ def _replace_experts(
             f"experts in {source.scheme.name}", expected="experts in 4 bits", todo=todo, where=name
         )
     with torch.device("meta"):
-        replacement = _on_meta(module, source.scheme.encoding or NVFP4, config, name)
+        encoding = NVFP4 if source.rounds else source.scheme.encoding
+        assert encoding is not None
+        replacement = _on_meta(module, encoding, config, name)
         experts = replacement.experts if isinstance(replacement, Llama4MoE) else replacement
         assert isinstance(experts, Projections)
         model.set_submodule(name, replacement)
-        weights = weights_of(source, experts, stored)
-        suffix = _input_scales(replaced, [weight.name for weight in weights])
-        for projection in experts.projections if suffix else ():
+        source = replaced.take(source, weights_of(source, experts, replaced.weights))
+        for projection in experts.projections if source.input_scale else ():
             # nothing here reads the scales of activations, but saving writes them again
             count = experts.shape_of(projection)[0]
             shape = (count, 2) if projection == "gate_up" else (count,)
             scales = torch.empty(shape, dtype=torch.float32)
             experts.register_buffer(f"{projection}_input_scale", scales)
-    replaced.experts[source.name] = replace(source, input_scale=suffix)
-    for weight in weights:
-        replaced.take(weight)
+    replaced.experts[source.name] = source
 
 
 def _on_meta(module: nn.Module, encoding: Encoding, config: NVFP4Config, name: str) -> nn.Module:
@@ -265,21 +236,12 @@ def _weight(encoding: Encoding, shape: tuple[int, ...]) -> Quantized:
     )
 
 
-def _input_scales(replaced: Replacements, weights: list[str]) -> str:
-    """The suffix of the scales of activations; "" unless each weight has one. They are then marked
-    as taken.
-    """
-    for suffix in INPUT_SCALES:
-        names = [weight + suffix for weight in weights]
-        if all(name in replaced.entries for name in names):
-            replaced.taken.update(names)
-            return suffix
-    return ""
-
-
 def _replace_linear(
     replaced: Replacements, model: Any, name: str, module: nn.Module, weight: StoredWeight
 ) -> None:
+    """A QuantizedLinear for a linear layer in an encoding; any other module gets its weight in
+    floats, and stays.
+    """
     shape = tuple(module.get_parameter("weight").shape)
     if weight.shape != shape:
         raise CheckpointError(
@@ -287,8 +249,11 @@ def _replace_linear(
             expected=f"{list(shape)}, as the model",
             where=weight.scheme.name,
         )
-    keep_input_scale = (
-        weight.scheme.encoding == NVFP4 and f"{name}{INPUT_SCALES[0]}" in replaced.entries
-    )
-    model.set_submodule(name, StoredModule(module, weight, keep_input_scale))
-    replaced.linears[name] = weight.scheme
+    source = replaced.take(Source(name, weight.scheme, {"weight": ("",)}), [weight])
+    if (encoding := source.scheme.encoding) is not None and type(module) is nn.Linear:
+        with torch.device("meta"):
+            linear = QuantizedLinear(_weight(encoding, shape), module._parameters["bias"])
+            if source.input_scale:
+                linear.register_buffer("input_scale", torch.empty((), dtype=torch.float32))
+        model.set_submodule(name, linear)
+    replaced.linears[name] = source

@@ -7,44 +7,90 @@ that transformers reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    ConversionOps,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from ..checkpoints.experts import PER_EXPERT
 from ..checkpoints.modelopt import own_entries, quantization_config
-from ..checkpoints.schemes import MODELOPT, MODELOPT_FUSED, Scheme
+from ..checkpoints.schemes import MODELOPT, MODELOPT_FUSED
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import NVFP4Config, QuantizedLinear
 from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
-from .conversions import Converter, expert_converters
-from .operations import is_ours, stored_tensors
-from .sources import ExpertsSource
+from .sources import Row, Source
+from .tensors import stored
 
-Sources = Mapping[str, ExpertsSource]
+Sources = Mapping[str, Source]
+
+
+class SaveExperts(ConversionOps):
+    """Reversed: a parameter of experts -> the tensors that it has in files."""
+
+    def __init__(self, row: Row):
+        self.row = row
+
+    def convert(self, input_dict: dict[str, Any], *_: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The tensors by their names, before transformers' own renamings."""
+        ((t,),) = input_dict.values()
+        return dict(stored(self.row, t))
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """Itself: it is made to be reversed."""
+        return self
 
 
 def conversions_for_saving(model: Any, sources: Sources) -> list[Any]:
     """The conversions that transformers reverses. sources: where the experts were loaded from."""
-    ours = expert_converters(_with_sources(model, sources))
-    # transformers tries the last one first
-    ours.sort(key=lambda c: len(c._original_target_patterns[0]))
-    return [*(c for c in _of_transformers(model) if not _renames(c, ours)), *ours]
+    rows, below = list[tuple[str, Row]](), set[str]()
+    for name, source, module in _with_sources(model, sources):
+        last = name.rpartition(".")[2]
+        for row in source.rows(module):
+            rows.append((re.escape(f"{name}.{row.parameter}"), row))
+            below.update(
+                f".{last}{one.removeprefix(name)}{row.part.suffix}".replace("*", "0")
+                for one in row.names
+            )
+    # transformers tries the last one first; before 5.21, a pattern also matches longer names
+    rows.sort(key=lambda row: len(row[0]))
+    ours = [WeightConverter([name], [name], [SaveExperts(row)]) for name, row in rows]
+    return [*(c for c in _of_transformers(model) if not _renames(c, below)), *ours]
+
+
+def makes_experts(conversion: Any, model: nn.Module) -> bool:
+    """Whether transformers' conversion makes a parameter that modules of ours have."""
+    ours = {
+        (name.rpartition(".")[2], key)
+        for name, module in model.named_modules()
+        if isinstance(module, Projections)
+        for key in module._parameters
+    }
+    return isinstance(conversion, WeightConverter) and any(
+        (*target.replace("\\.", ".").split("."),)[-2:] in ours
+        for target in conversion._original_target_patterns
+    )
 
 
 def linears_as_stored(
-    model: Any, linears: Mapping[str, Scheme], state: dict[str, Any] | None
+    model: Any, linears: Sources, state: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     """The state of a model whose linear layers in other encodings than NVFP4 are as they were in
     files; `state` if there are none.
 
-    linears: the schemes of those that were loaded. UnsupportedError for one that was not.
+    linears: where those that were loaded are. UnsupportedError for one that was not.
     """
     others = {
         name: m
@@ -61,27 +107,22 @@ def linears_as_stored(
                 expected="linear layers in NVFP4, or as they were loaded",
                 where=name,
             )
-        for part, key in zip(linears[name].parts, module.part_names["weight"], strict=True):
-            state |= dict(stored_tensors(part, f"{name}{part.suffix}", state.pop(f"{name}.{key}")))
+        for row in linears[name].rows(module):
+            state |= dict(stored(row, state.pop(f"{name}.{row.parameter}")))
     return state
 
 
-def _renames(conversion: Any, ours: Iterable[Converter]) -> bool:
+def _renames(conversion: Any, names: set[str]) -> bool:
     """Whether transformers' conversion changes what ours call the tensors of experts: one for a
     shared expert's `down_proj`, say.
     """
     if not isinstance(conversion, WeightRenaming):
         return False
-    names = (
-        pattern.replace("\\", "").replace("*", "0")
-        for c in ours
-        for pattern in c._original_source_patterns
-    )
     reverse = conversion.reverse_transform()
     return not all(reverse.rename_source_key(name)[0].endswith(name) for name in names)
 
 
-def _with_sources(model: Any, sources: Sources) -> Iterator[tuple[ExpertsSource, Projections]]:
+def _with_sources(model: Any, sources: Sources) -> Iterator[tuple[str, Source, Projections]]:
     for name, module in model.named_modules():
         if isinstance(module, Projections) and module.sharding is not None:
             raise UnsupportedError(
@@ -91,7 +132,7 @@ def _with_sources(model: Any, sources: Sources) -> Iterator[tuple[ExpertsSource,
                 where=name,
             )
         if isinstance(module, Projections):
-            yield _source_for_saving(model, name, module, sources.get(name)), module
+            yield name, _source_for_saving(model, name, module, sources.get(name)), module
         elif isinstance(module, PackedModule) and not isinstance(module, QuantizedLinear):
             raise UnsupportedError(
                 f"a {type(module).__name__} to save",
@@ -100,12 +141,11 @@ def _with_sources(model: Any, sources: Sources) -> Iterator[tuple[ExpertsSource,
             )
 
 
-def _source_for_saving(
-    model: Any, name: str, module: Projections, source: ExpertsSource | None
-) -> ExpertsSource:
+def _source_for_saving(model: Any, name: str, module: Projections, source: Source | None) -> Source:
     if source is None:
         suffix = ".input_scale" if hasattr(module, "down_input_scale") else ""
-        source = ExpertsSource(name, MODELOPT, _names(model, name, module), input_scale=suffix)
+        names = dict(zip(module.projections, _names(model, module), strict=True))
+        source = Source(name, MODELOPT, names, input_scale=suffix)
     elif module.encoding == NVFP4 and source.scheme not in (MODELOPT, MODELOPT_FUSED):
         source = replace(source, scheme=MODELOPT)
     if module.encoding != source.scheme.encoding:
@@ -117,7 +157,7 @@ def _source_for_saving(
     return source
 
 
-def _names(model: Any, name: str, module: Projections) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _names(model: Any, module: Projections) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names under which transformers reads experts of this model, else the usual names."""
     gated = module.projections[0] == "gate_up"
     for triple in PER_EXPERT:
@@ -141,7 +181,7 @@ def _of_transformers(model: Any) -> list[Any]:
     """
     used = getattr(model, "_weight_conversions", None)
     if used is not None:
-        return [c for c in used if not is_ours(c)]
+        return [c for c in used if not isinstance(getattr(c, "operations", [None])[0], SaveExperts)]
     return [
         c
         for c in get_model_conversion_mapping(model, add_legacy=False)

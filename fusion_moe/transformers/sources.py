@@ -1,6 +1,6 @@
-"""Finds where the weights of a module of experts are stored in files, by their names in the model.
+"""Finds where the weights of a module are stored in files, by their names in the model.
 
-They are E weights for each projection, `…experts.3.gate_proj`, or one weight for all experts,
+Experts are E weights for each projection, `…experts.3.gate_proj`, or one weight for all experts,
 `…experts.gate_up_proj`. The stored weights decide what is encoded and how, not the model's family.
 """
 
@@ -8,78 +8,111 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ..checkpoints import Scheme, StoredWeight
+import torch
+
+from ..checkpoints import Direction, Scheme, StoredPart, StoredWeight
 from ..checkpoints.experts import PER_EXPERT
 from ..errors import CheckpointError
+from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
-from .names import tail
 
 INPUT_SCALES = (".input_scale", "_input_scale")
 SHOWN = 3  # how many names a message shows
 
-Stored = Mapping[str, StoredWeight]
+Weights = Mapping[str, StoredWeight]
+
+
+class Row(NamedTuple):
+    """A parameter, or a buffer, and its tensors in files: `part.suffix` follows each of the names.
+
+    Their rows follow one another. `*` in a name stands for the number of an expert; a name without
+    it has all of them. in_turns: rows of gate and up alternate in the file.
+    """
+
+    parameter: str
+    names: tuple[str, ...]
+    part: StoredPart
+    in_turns: bool
 
 
 @dataclass(frozen=True)
-class ExpertsSource:
-    """Where a module of experts is stored: its name in the model, and below it the names that make
-    up each projection, gate before up.
+class Source:
+    """Where a module is stored: its name in the model, and for each of its weights the names below
+    it, gate before up.
 
-    `*` stands for the index of an expert. in_turns: gate and up rows alternate in the file.
+    `*` stands for the number of an expert. in_turns: gate and up rows alternate in the file.
     input_scale: the suffix of the scales of activations, which are kept; "" if there are none.
     """
 
     name: str
     scheme: Scheme
-    names: tuple[tuple[str, ...], tuple[str, ...]]
+    names: Mapping[str, tuple[str, ...]]
     in_turns: bool = False
     input_scale: str = ""
 
     @property
-    def tail(self) -> str:
-        """The part of the name that the modules of all layers share."""
-        return tail(self.name)
+    def rounds(self) -> bool:
+        """Whether the files have floats, with scales or without, which become NVFP4."""
+        return self.scheme.encoding is None or self.scheme.encoding.plain
 
-    @property
-    def joined(self) -> bool:
-        """Whether each expert has weights of its own."""
-        return "*" in self.names[0][0]
+    def weights(self, projection: str, experts: int, first: int = 0) -> list[list[str]]:
+        """For each of the names that make up a projection, those of the experts from `first` on."""
+        return [
+            [f"{self.name}.{name.replace('*', str(e))}" for e in range(first, first + experts)]
+            if "*" in name
+            else [f"{self.name}.{name}"]
+            for name in self.names[projection]
+        ]
 
-    def weights(self, names: Sequence[str], experts: int) -> Iterator[str]:
-        """The names of the weights that make up a projection."""
-        for name in names:
-            yield from (
-                f"{self.name}.{name.replace('*', str(e))}"
-                for e in range(experts if self.joined else 1)
-            )
+    def rows(self, module: PackedModule) -> Iterator[Row]:
+        """Where each tensor of the module lies: parts, unless they are made by rounding, biases of
+        experts, scales of activations.
+        """
+        for weight, below in self.names.items():
+            names = tuple(f"{self.name}.{one}".removesuffix(".") for one in below)
+            tensors = {}
+            if not self.rounds:
+                tensors = dict(zip(module.part_names[weight], self.scheme.parts, strict=True))
+            bias = f"{weight}_proj_bias"
+            if getattr(module, bias, None) is not None:
+                tensors[bias] = StoredPart("bias", ".bias" if "*" in below[0] else "_bias", ())
+            if self.input_scale:
+                scale = "input_scale" if weight == "weight" else f"{weight}_input_scale"
+                tensors[scale] = StoredPart(
+                    scale, self.input_scale, (torch.float32,), direction=Direction.MULTIPLIER
+                )
+            for key, part in tensors.items():
+                yield Row(key, names, part, self.in_turns and weight == "gate_up")
 
 
-def find_experts(name: str, gated: bool, in_turns: bool, stored: Stored) -> ExpertsSource | None:
+def find_experts(name: str, gated: bool, in_turns: bool, stored: Weights) -> Source | None:
     """Where a module of experts is stored, by the first of its weights that is found; None if none
     of them is encoded.
     """
-    for gate, up, down in PER_EXPERT:
-        names = ((f"*.{gate}", f"*.{up}") if gated else (f"*.{up}",)), (f"*.{down}",)
-        for one in (*names[0], *names[1]):
-            if (found := stored.get(f"{name}.{one.replace('*', '0')}")) is not None:
-                return ExpertsSource(name, found.scheme, names)
-    names = ("gate_up_proj" if gated else "up_proj",), ("down_proj",)
-    for (one,) in names:
-        if (found := stored.get(f"{name}.{one}")) is not None:
-            return ExpertsSource(name, found.scheme, names, in_turns)
+    for gate, up, down in (*PER_EXPERT, ("", "gate_up_proj" if gated else "up_proj", "down_proj")):
+        projections = ((gate, up) if gated and gate else (up,)), (down,)
+        star = "*." if gate else ""
+        for one in (*projections[0], *projections[1]):
+            if (found := stored.get(f"{name}.{star.replace('*', '0')}{one}")) is not None:
+                names = (tuple(star + below for below in each) for each in projections)
+                keys = "gate_up" if gated else "up", "down"
+                return Source(
+                    name, found.scheme, dict(zip(keys, names, strict=True)), in_turns and not gate
+                )
     return None
 
 
-def weights_of(source: ExpertsSource, module: Projections, stored: Stored) -> list[StoredWeight]:
+def weights_of(source: Source, module: Projections, stored: Weights) -> list[StoredWeight]:
     """All weights that make up a module of experts. CheckpointError for one that is missing or has
     another scheme or shape.
     """
     taken: list[StoredWeight] = []
-    for projection, names in zip(module.projections, source.names, strict=True):
+    for projection, names in source.names.items():
         experts, rows, k = module.shape_of(projection)
-        shape = (rows // len(names), k) if source.joined else (experts, rows, k)
-        wanted = list(source.weights(names, experts))
+        shape = (rows // len(names), k) if "*" in names[0] else (experts, rows, k)
+        wanted = [name for each in source.weights(projection, experts) for name in each]
         if missing := [name for name in wanted if name not in stored]:
             raise CheckpointError(
                 f"no encoded {some(missing)}",

@@ -13,13 +13,13 @@ from vllm.platforms import current_platform
 
 from .. import backends, options
 from ..checkpoints import Scheme
+from ..checkpoints.values import check_scales_of
 from ..encodings import Encoding, Quantized
 from ..errors import ShapeError, UnsupportedError
 from ..nn import Experts, prepare_, swiglu
 from ..runtime.host_memory import pages
 from ..runtime.precompile import preparing
 from .log import logger
-from .scales import check_scales
 
 LEAVE = "run without --quantization fusion_moe"
 # with it vLLM gathers tokens before `apply`, and reduce-scatters the ranks' results
@@ -110,19 +110,21 @@ class ExpertsMethod(FusedMoEMethodBase):
         return [f"{weight}_{name}" for weight in ("w13", "w2") for name in (*parts, *self.unread)]
 
     def weight(self, layer: Any, name: str) -> Quantized:
-        """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
+        """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded.
+        NonFiniteError for scales that no quantizer writes, CheckpointError for those that are the
+        wrong way round.
+        """
         tensors = [getattr(layer, key).data for key in self.loaded if key.startswith(f"{name}_")]
-        parts = zip(self.scheme.parts, tensors, strict=False)
-        return Quantized(
-            *(part.to_part(t, tuple(t.shape)) for part, t in parts), encoding=self.encoding
-        )
+        stored = zip(self.scheme.parts, tensors, strict=False)
+        parts = [part.to_part(t, tuple(t.shape)) for part, t in stored]
+        check_scales_of(self.scheme, parts, f"{layer.layer_name}.{name}")
+        return Quantized(*parts, encoding=self.encoding)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replaces the loaded weights by `Experts`, in the layout that kernels read. NonFiniteError
-        for bad scales.
+        """Replaces the loaded weights by `Experts`, in the layout that kernels read. Raises as
+        `weight`.
         """
         w13, w2 = self.weight(layer, "w13"), self.weight(layer, "w2")
-        check_scales(layer.layer_name, w13=w13, w2=w2)
         biases = {
             name: getattr(layer, name).data if self.moe.has_bias else None
             for name in ("w13_bias", "w2_bias")

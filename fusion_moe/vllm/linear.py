@@ -18,11 +18,11 @@ from vllm.model_executor.parameter import ModelWeightParameter, PerTensorScalePa
 from vllm.platforms import current_platform
 
 from ..checkpoints import Scheme
+from ..checkpoints.values import check_scales_of
 from ..encodings import NVFP4, Quantized
 from ..errors import ShapeError, UnsupportedError
 from ..nn import QuantizedLinear, prepare_
 from .log import logger
-from .scales import check_scales
 
 
 def linear_method(layer: Any, prefix: str, scheme: Scheme, activations: str) -> LinearMethodBase:
@@ -89,18 +89,15 @@ class NVFP4LinearMethod(LinearMethodBase):
         """Replaces the loaded weights by `QuantizedLinear`. NonFiniteError for bad scales."""
         widths, names = layer.logical_widths, [part.name for part in self.scheme.parts]
         tensors = [getattr(layer, name).data for name in names]
-        codes, scale, matrix = (
-            part.to_part(t, tuple(t.shape))
-            for part, t in zip(self.scheme.parts, tensors, strict=True)
-        )
+        stored = zip(self.scheme.parts, tensors, strict=True)
+        codes, scale, matrix = parts = [part.to_part(t, tuple(t.shape)) for part, t in stored]
+        check_scales_of(self.scheme, parts, self.prefix)
         if bool((matrix == matrix[0]).all()):
             widths = [sum(widths)]
         weights = [
             Quantized(*parts, encoding=NVFP4)
             for parts in zip(codes.split(widths), scale.split(widths), matrix, strict=False)
         ]
-        for weight in weights:
-            check_scales(self.prefix, weight=weight)
         for name in (*names, self.activations):
             delattr(layer, name)
         layer.fusion_moe = nn.ModuleList(map(QuantizedLinear, weights))

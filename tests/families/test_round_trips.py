@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import fusion_moe
@@ -37,16 +38,13 @@ def same(a: Any, b: Any) -> bool:
     """Whether two models have the same class, and the same bytes in the same parameters and
     buffers.
     """
-    first, second = a.state_dict(), b.state_dict()
-    as_bytes = [
-        (t.flatten().view(torch.uint8), second[name].flatten().view(torch.uint8))
-        for name, t in first.items()
-        if name in second
-    ]
-    return (
-        type(a) is type(b)
-        and first.keys() == second.keys()
-        and all(torch.equal(x, y) for x, y in as_bytes)
+    return type(a) is type(b) and same_tensors(a.state_dict(), b.state_dict())
+
+
+def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(t.flatten().view(torch.uint8), b[name].flatten().view(torch.uint8))
+        for name, t in a.items()
     )
 
 
@@ -67,6 +65,7 @@ def test_every_family():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trips(family: str, tmp_path: Path):
+    """What is saved loads again; and `quantize` writes the same, or what loads as the same."""
     model = tiny(family)
     model.save_pretrained(tmp_path / "floats")
     fusion_moe.quantize_(model)
@@ -75,10 +74,9 @@ def test_round_trips(family: str, tmp_path: Path):
     saved = from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert same(saved, model)
     assert relative(logits(saved), logits(model)) <= 1e-6
-    quantized = from_pretrained(
-        quantize(tmp_path / "floats", tmp_path / "quantized"), dtype=torch.float32
-    )
-    assert relative(logits(quantized), logits(model)) <= 1e-6
-    assert (
-        same(quantized, model) or family == "dots3_note"
-    )  # the experts of its vision tower stay in floats: their files call them fc1 to fc3
+    files = tmp_path / "saved", quantize(tmp_path / "floats", tmp_path / "quantized")
+    if not same_tensors(*(load_file(path / "model.safetensors") for path in files)):
+        quantized = from_pretrained(files[1], dtype=torch.float32)
+        assert relative(logits(quantized), logits(model)) <= 1e-6
+        # the experts of its vision tower stay in floats: their files call them fc1 to fc3
+        assert same(quantized, model) or family == "dots3_note"

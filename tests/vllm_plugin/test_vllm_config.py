@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +44,6 @@ from fusion_moe.vllm.mxfp4 import (
     FusionMoeMxfp4Config,
     FusionMoeMxfp4Method,
 )
-from fusion_moe.vllm.scales import check_scales
 
 NVFP4_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
 
@@ -386,20 +386,20 @@ def test_placements_of_experts() -> None:
         first_expert(torch.tensor([-1, 1, 0]), "")
 
 
-@pytest.mark.parametrize("part", ["block_scale", "decode_scale"])
-def test_bad_scales_are_found(part: str) -> None:
-    weight, _ = weights()
-    bad = {name.name: tensor.clone() for name, tensor in weight.named()}
-    bad[part].view(torch.uint8).reshape(-1)[:4] = 0x7F if part == "block_scale" else 0xFF
-    with pytest.raises(NonFiniteError, match=f"layer 3: .*w13's {part}"):
-        check_scales("layer 3", w13=weight.with_(**bad))
-
-
-def test_a_divisor_for_a_multiplier_is_found() -> None:
-    weight, _ = weights()
-    inverted = weight.with_(decode_scale=1 / weight.decode_scale)
-    with pytest.raises(
-        CheckpointError,
-        match="layer 3: w13's decode_scale makes the largest weight .*; expected at most 2688",
-    ):
-        check_scales("layer 3", w13=inverted)
+@pytest.mark.parametrize(
+    ("key", "change", "error", "message"),
+    [
+        ("w13_weight_scale", lambda t: t.view(torch.uint8).fill_(0x7F), NonFiniteError, "NaN"),
+        ("w2_weight_scale_2", lambda t: t.fill_(-1.0), NonFiniteError, "negative"),
+        ("w13_weight_scale_2", lambda t: t.reciprocal_(), CheckpointError, "makes the largest"),
+    ],
+)
+def test_bad_scales_are_found(
+    key: str, change: Callable[[torch.Tensor], object], error: type[Exception], message: str
+) -> None:
+    method, (w13, w2) = experts_method(), weights()
+    owner = loaded(method, w13, w2)
+    change(getattr(owner, key).data)
+    with pytest.raises(error, match=message) as raised:
+        method.process_weights_after_loading(owner)
+    assert key.replace("_", ".", 1) in str(raised.value)

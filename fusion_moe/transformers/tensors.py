@@ -1,0 +1,151 @@
+"""The way of a tensor from a file into a module, and back.
+
+`Source.rows` says for each parameter which tensors of which names it is made of, and `StoredPart`
+how each of them is converted. Letters: E experts, N out-features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints import StoredPart, StoredWeight
+from ..checkpoints.values import check_scale, check_scales_of
+from ..errors import UnsupportedError
+from ..nn.frozen.base import quantized
+from ..nn.frozen.experts import quantize_gate_up
+from ..nn.frozen.packed import PackedModule
+from ..nn.frozen.projections import Projections
+from ..nn.trained.activations import deinterleave, interleave
+from ..runtime.host_memory import pages
+from .sources import Row, Source, Weights
+
+Read = Callable[[str], Tensor]
+
+
+def load_(module: nn.Module, source: Source, weights: Weights, read: Read, device: Any) -> None:
+    """Gives a module on the meta device the weights that it has in files: encoded ones as they are,
+    or rounded to NVFP4; any other module than ours gets its weight in floats.
+
+    weights: those in files; read: a tensor by the name that it has in the model. NonFiniteError for
+    scales that no quantizer writes; CheckpointError for those that are the wrong way round.
+    """
+    if not isinstance(module, PackedModule):
+        floats, like = _floats(weights[source.name], read), module.get_parameter("weight")
+        _set(module, "weight", floats.to(device, like.dtype))
+        return
+    for projection, keys in module.part_names.items() if source.rounds else ():
+        parts = _rounded(cast(Projections, module), projection, source, weights, read)
+        for key, t in zip(keys, parts, strict=True):
+            _set(module, key, pages.on_large_pages(t.to(device)))
+    for row in source.rows(module):
+        t = _loaded(row, module, read, device)
+        if row.part in source.scheme.parts[1:]:
+            check_scale(source.scheme, row.part, t, f"{source.name}.{row.parameter}")
+        _set(module, row.parameter, t)
+
+
+def _set(module: nn.Module, key: str, t: Tensor) -> None:
+    """Gives a module a parameter, or a buffer, which its family then does not initialize."""
+    t = t if key in module._buffers else nn.Parameter(t, requires_grad=False)
+    t._is_hf_initialized = True  # type: ignore[attr-defined]
+    setattr(module, key, t)
+
+
+def _loaded(row: Row, module: PackedModule, read: Read, device: Any) -> Tensor:
+    """A parameter, on large pages if it is on the CPU, with the experts and features that the
+    module has.
+    """
+    like = getattr(module, row.parameter)
+    whole = (
+        pages.empty(like.shape, like.dtype)
+        if torch.device(device).type == "cpu"
+        else torch.empty(like.shape, dtype=like.dtype, device=device)
+    )
+    first = getattr(module, "first_expert", None) or 0
+    if "*" in row.names[0]:
+        for e, runs in enumerate(whole.view(len(whole), len(row.names), -1), first):
+            for name, run in zip(row.names, runs, strict=True):
+                t = row.part.to_part(read(name.replace("*", str(e)) + row.part.suffix))
+                run.copy_(_share(t, row, module, 0).reshape(-1))
+        return whole
+    t = row.part.to_part(read(row.names[0] + row.part.suffix))
+    if isinstance(module, Projections) and t.dim():
+        t = t[first : first + len(whole)]
+        t = _share(deinterleave(t, 1, 1) if row.in_turns else t, row, module, 1)
+    return whole.copy_(t)
+
+
+def _share(t: Tensor, row: Row, module: PackedModule, dim: int) -> Tensor:
+    """What a rank's features need of a tensor with rows along `dim`: rows of gate and up, columns
+    of down; down's bias on one rank; scales of matrices whole.
+    """
+    shards: Any = module.sharding
+    features = getattr(shards, "features", None)
+    if features is None or row.part.direction is not None:
+        return t
+    size = len(features)
+    if row.parameter == "down_proj_bias":
+        return t if shards.biased else torch.zeros_like(t)
+    if row.parameter.startswith("down"):
+        of_items = t.shape[-1] * features.start // shards.intermediate
+        return t.narrow(-1, of_items, t.shape[-1] * size // shards.intermediate)
+    runs = t.unflatten(dim, (t.shape[dim] // shards.intermediate, -1))
+    return runs.narrow(dim + 1, features.start, size).flatten(dim, dim + 1)
+
+
+def _rounded(
+    module: Projections, projection: str, source: Source, weights: Weights, read: Read
+) -> Iterator[Tensor]:
+    """The parts of a projection in NVFP4, as by `quantize_`, one expert after the other. 8-bit
+    floats are rounded to bfloat16 first.
+    """
+    names = source.weights(projection, len(module.down_proj), module.first_expert or 0)
+    quantize = quantized if len(names) == 1 else quantize_gate_up
+    parts = []
+    for of_expert in zip(*names, strict=True):
+        floats = torch.cat([_floats(weights[name], read) for name in of_expert])
+        parts.append(
+            quantize((floats.bfloat16() if source.scheme.encoding is None else floats)[None])
+        )
+    return map(torch.cat, zip(*parts, strict=True))
+
+
+def _floats(weight: StoredWeight, read: Read) -> Tensor:
+    parts = weight.parts(read)
+    check_scales_of(weight.scheme, parts, weight.name)
+    return weight.scheme.floats(parts)
+
+
+def stored(row: Row, t: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The inverse: a parameter as tensors in files, each with its name there; no copies, but for
+    rows that alternate. UnsupportedError if one scale for all matrices is to be saved but they have
+    several.
+    """
+    if "*" in row.names[0]:
+        # [E, names, ...]
+        runs = t[:, None] if t.dim() == 1 else t.unflatten(1, (len(row.names), -1))
+        for e, run in enumerate(runs):
+            for name, one in zip(row.names, run, strict=True):
+                yield from _with_shape(row.part, name.replace("*", str(e)), one)
+        return
+    if row.part.direction is not None and (t != t.flatten()[0]).any():
+        raise UnsupportedError(
+            "matrices with scales of their own",
+            expected="one scale for all experts",
+            where=row.names[0],
+        )
+    turned = row.in_turns and row.part.direction is None
+    yield from _with_shape(row.part, row.names[0], interleave(t, 1, 1) if turned else t)
+
+
+def _with_shape(part: StoredPart, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A part as it is stored; also the weight's shape if another package expects it next to 32-bit
+    words.
+    """
+    yield name + part.suffix, part.from_part(t)
+    if part.dtypes == (torch.int32,):
+        yield f"{name}.weight_shape", torch.tensor([t.shape[0], 2 * t.shape[1]])
