@@ -28,7 +28,7 @@ from .experts import experts_of, layers_of_experts
 from .headers import Entry
 from .methods import method_of
 from .modelopt import nvfp4_step, older_config, own_entries, quantization_config
-from .schemes import FP8
+from .schemes import FP8, KNOWN
 from .shard import Planned, Step
 from .stored import StoredWeight, stored_weights
 from .values import check_weight
@@ -45,8 +45,7 @@ def convert(
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Writes src in another form as dst, which appears whole; a call after an interruption
-    continues. Returns dst.
+    """Writes src in another form as dst, which appears whole. Returns dst.
 
     to: "modelopt" or "dense"; dtype: of dense weights, float32, bfloat16 or float16. OptionError
     for others; UnsupportedError for weights without an exact equivalent there (INT4 in NVFP4; MXFP4
@@ -165,7 +164,10 @@ def modelopt_step(source: Source, weight: StoredWeight) -> Step:
     """
     encoding = weight.scheme.encoding
     if encoding is None:
-        return fp8_step(source, weight) if weight.of_matrix else exact_bf16_step(source, weight)
+        if weight.of_matrix:
+            return fp8_step(source, weight)
+        # exact in bfloat16 if scales are powers of two
+        return dense_step(source, weight, torch.bfloat16, exact=True)
     if encoding is not NVFP4 and NVFP4.name not in encoding.equivalents:
         raise UnsupportedError(
             f"{weight.name} in {encoding.name}",
@@ -218,26 +220,6 @@ def fp8_step(source: Source, weight: StoredWeight) -> Step:
     )
 
 
-def exact_bf16_step(source: Source, weight: StoredWeight) -> Step:
-    """FP8 whose scales are powers of two is exact in bfloat16. UnsupportedError, when the step
-    runs, for other scales.
-    """
-
-    def make() -> dict[str, Tensor]:
-        (floats,) = source.matrices(weight)
-        rounded = floats.bfloat16()
-        if not torch.equal(rounded.float(), floats):
-            raise UnsupportedError(
-                f"{weight.name}: FP8 whose scales are no powers of two",
-                expected="numbers that bfloat16 holds",
-                todo='convert it to="dense", or quantize it',
-                where="convert",
-            )
-        return {f"{weight.name}.weight": rounded}
-
-    return Step((Planned(f"{weight.name}.weight", torch.bfloat16, weight.shape),), make)
-
-
 def renamed(source: Source, entry: Entry) -> Step | None:
     """Scales of activations are multipliers in ModelOpt's form, and divisors in that of
     compressed-tensors.
@@ -284,9 +266,12 @@ def modelopt_configs(source: Source, steps: Sequence[Step]) -> Configs:
 # To floats ----------------------------------------------------------------------------------------
 
 
-def dense_step(source: Source, weight: StoredWeight, dtype: torch.dtype) -> Step:
+def dense_step(
+    source: Source, weight: StoredWeight, dtype: torch.dtype, exact: bool = False
+) -> Step:
     """Writes a weight in plain floats: [N, K]; for all experts in one tensor, [E, K, N], as the
-    families do that store it so.
+    families do that store it so. exact: UnsupportedError, when the step runs, for numbers that
+    dtype does not hold.
     """
     *lead, n, k = weight.shape
     name, shape = (weight.name, (*lead, k, n)) if lead else (f"{weight.name}.weight", (n, k))
@@ -295,6 +280,13 @@ def dense_step(source: Source, weight: StoredWeight, dtype: torch.dtype) -> Step
         whole = torch.empty(shape, dtype=dtype)
         for into, matrix in zip(whole if lead else [whole], source.matrices(weight), strict=True):
             into.copy_(matrix.mT if lead else matrix)
+            if exact and not torch.equal(into.float(), matrix):
+                raise UnsupportedError(
+                    f"{weight.name}: FP8 whose scales are no powers of two",
+                    expected="numbers that bfloat16 holds",
+                    todo='convert it to="dense", or quantize it',
+                    where="convert",
+                )
         return {name: whole}
 
     return Step((Planned(name, dtype, shape),), make)
@@ -302,16 +294,7 @@ def dense_step(source: Source, weight: StoredWeight, dtype: torch.dtype) -> Step
 
 def _unless_known(source: Source, entry: Entry) -> Step | None:
     """Plain floats have no scales of activations: leaves them out."""
-    return None if entry.name.endswith(_ACTIVATIONS) else source.kept(entry)
-
-
-_ACTIVATIONS = (
-    "input_scale",
-    ".input_global_scale",
-    ".activation_scale",
-    ".output_scale",
-    ".weight_shape",
-)
+    return None if entry.name.endswith(KNOWN) else source.kept(entry)
 
 
 # Comparing ----------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -123,7 +124,11 @@ def _sharded(path: Path, index: Path) -> dict[str, Entry]:
                 where=str(path),
             )
         return _single(path)  # transformers leaves the index when it saves one file over shards
-    _check_shards(path, index, shards)
+    if missing := [shard for shard in shards if not _exists(path / shard)]:
+        found, todo = f"{missing[0]} is not there{_and_more(missing)}", "download it again"
+        raise CheckpointError(
+            found, expected="every file that the index names", todo=todo, where=str(index)
+        )
     return _indexed(path, index, shard_of)
 
 
@@ -182,7 +187,17 @@ def read_index(index: Path) -> dict[str, Any]:
         raise CheckpointError(
             "no weight_map", expected="weight_map: the file of each tensor", where=str(index)
         )
-    _check_names(index, dict.fromkeys(shard_of.values()))
+    for shard in dict.fromkeys(shard_of.values()):
+        parts = PurePosixPath(shard)
+        if (
+            parts.is_absolute()
+            or ".." in parts.parts
+            or "\\" in shard
+            or "\0" in shard
+            or parts.suffix != ".safetensors"
+        ):
+            expected = "names of safetensors files inside of the directory"
+            raise CheckpointError(f"a shard {shown(shard)}", expected=expected, where=str(index))
     return entries
 
 
@@ -231,30 +246,6 @@ def older_quantization(file: Path) -> dict[str, Any]:
     return {"quant_method": "modelopt", "ignore": entries.get("exclude_modules", []), **entries}
 
 
-def _check_names(index: Path, shards: Iterable[str]) -> None:
-    """Checks that shard names stay inside the directory."""
-    for shard in shards:
-        parts = PurePosixPath(shard)
-        if (
-            parts.is_absolute()
-            or ".." in parts.parts
-            or "\\" in shard
-            or "\0" in shard
-            or parts.suffix != ".safetensors"
-        ):
-            expected = "names of safetensors files inside of the directory"
-            raise CheckpointError(f"a shard {shown(shard)}", expected=expected, where=str(index))
-
-
-def _check_shards(path: Path, index: Path, shards: Iterable[str]) -> None:
-    """Checks that the files exist. They may be links, as in Hugging Face's cache."""
-    if missing := [shard for shard in shards if not _exists(path / shard)]:
-        found, todo = f"{missing[0]} is not there{_and_more(missing)}", "download it again"
-        raise CheckpointError(
-            found, expected="every file that the index names", todo=todo, where=str(index)
-        )
-
-
 def _not_a_checkpoint(path: Path) -> CheckpointError:
     """The error for a path that is not a directory with a configuration."""
     todo = "name the directory of a model, or download one first: hf download NAME --local-dir DIR"
@@ -268,10 +259,9 @@ def _not_a_checkpoint(path: Path) -> CheckpointError:
 
 
 def _exists(path: Path) -> bool:
-    try:
+    with contextlib.suppress(OSError, ValueError):  # an invalid file name
         return path.exists()
-    except (OSError, ValueError):  # an invalid file name
-        return False
+    return False
 
 
 def _and_more(names: Any) -> str:

@@ -39,8 +39,7 @@ from .writing import SHARD_BYTES, write
 
 
 def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Writes src with its experts in NVFP4 as dst, which appears whole; a call after an
-    interruption continues. Returns dst.
+    """Writes src with its experts in NVFP4 as dst, which appears whole. Returns dst.
 
     src: in bfloat16, float16, float32, or FP8, which is rounded to bfloat16 first. Each matrix of
     an expert gets its own scale and the same bytes as from `quantize_`; gate and up are two

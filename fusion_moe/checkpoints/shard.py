@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -50,9 +50,9 @@ class Step:
         return sum(planned.nbytes for planned in self.planned)
 
 
-def header_of(steps: Iterable[Step]) -> bytes:
-    """The header of a file, preceded by its length and padded with spaces to a multiple of 8
-    bytes.
+def write_shard(path: Path, steps: Sequence[Step]) -> None:
+    """Writes a file and syncs it to disk. Holds one step's tensors in memory at a time. OSError if
+    the disk is full.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -64,16 +64,9 @@ def header_of(steps: Iterable[Step]) -> bytes:
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
-
-
-def write_shard(path: Path, steps: Sequence[Step]) -> None:
-    """Writes a file and syncs it to disk. Holds one step's tensors in memory at a time. OSError if
-    the disk is full.
-    """
-    header = header_of(steps)
+    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
     with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
+        file.write(len(text).to_bytes(8, "little") + text)
         for step in progress(steps, "writing tensors", len(steps)):
             tensors = step.make()
             for planned in step.planned:

@@ -1,28 +1,23 @@
-"""Writes a directory that appears whole or not at all, and continues after an interruption.
-
-Until then `.DST.partial` lies beside DST, with `plan`: a digest of what is written from what; and
-`files`: the future DST. A shard is written under another name, synced to disk, and renamed, so that
-one with its own name is whole; in the end `files` is renamed to DST. After a crash, ctrl-C or
-kill -9 the next call with the same plan keeps these shards. `check` compares all of them.
+"""Writes a directory that appears whole or not at all: until its files are synced to disk and
+checked, they lie beside it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, Error
+from ..errors import CheckpointError
 from ..messages.progress import progress
-from ..runtime import trust
 from .directory import CONFIG, INDEX, OLDER_CONFIG, SINGLE, Directory
-from .shard import Step, header_of, write_shard
+from .shard import Step, write_shard
 
 SHARD_BYTES = 5 * 10**9
 SPARE_BYTES = 64 * 2**20  # of free space to leave: for tokenizers and similar files
@@ -48,36 +43,28 @@ def write(
 
     configs: for config.json, and for hf_quant_config.json if there is to be one. check: called with
     the Directory before it gets its name; if it raises, there is no dst. CheckpointError if dst
-    exists already, is a mount point, the disk is full, or another process is writing the same;
-    whatever is raised, nothing incomplete has dst's name. Returns dst, absolute and without
-    symbolic links.
+    exists already, is a mount point, or the disk is full; whatever is raised, nothing has dst's
+    name. Returns dst, absolute and without symbolic links.
     """
     dst = destination(dst)
     copied = _to_copy(source)
     shards = _shards(steps, shard_bytes)
-    partial = dst.with_name(f".{dst.name}.partial")
-    files = partial / "files"
-    with readable_errors(dst, partial), _locked(partial), _removed_unless_it_can_go_on(partial):
-        _begin(partial, files, _plan(source, shards, configs[0]))
+    with appearing(dst) as files:
         needed = sum(step.nbytes for step in steps) + sum(file.stat().st_size for file in copied)
-        missing = needed - sum(file.stat().st_size for file in files.iterdir())
-        free = shutil.disk_usage(partial).free
-        if free < missing + SPARE_BYTES:
-            found = f"{free / 1e9:.1f} GB free, {missing / 1e9:.1f} GB to write"
+        free = shutil.disk_usage(files).free
+        if free < needed + SPARE_BYTES:
+            found = f"{free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB to write"
             raise OSError(errno.ENOSPC, found)
         for name, its in progress(shards.items(), f"writing files of {dst.name}", len(shards)):
-            if not (files / name).exists():
-                unfinished = partial / f"{name}.unfinished"
-                try:
-                    write_shard(unfinished, its)
-                    unfinished.rename(files / name)
-                finally:
-                    unfinished.unlink(missing_ok=True)
-        _write_rest(files, copied, shards, configs)
+            write_shard(files / name, its)
+        for other in copied:
+            shutil.copyfile(other, files / other.name)
+            sync(files / other.name)
+        texts = zip((CONFIG, OLDER_CONFIG, INDEX), (*configs, _index(shards)), strict=True)
+        for name, value in texts:
+            if value is not None:
+                write_json(files / name, value)
         check(Directory.open(files))
-        files.rename(dst)
-        sync(dst.parent)
-        shutil.rmtree(partial, ignore_errors=True)
     return dst
 
 
@@ -142,49 +129,6 @@ def _shards(steps: Sequence[Step], shard_bytes: int) -> dict[str, list[Step]]:
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": its for i, its in enumerate(groups, 1)}
 
 
-def _plan(
-    source: Directory, shards: Mapping[str, Sequence[Step]], config: Mapping[str, Any]
-) -> str:
-    """A digest of what is written from what: the source's files with sizes and times, the headers,
-    the configuration.
-    """
-    digest = hashlib.sha256()
-    for file in sorted({entry.file for entry in source.tensors.values()}):
-        stat = file.stat()
-        digest.update(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    for name, steps in shards.items():
-        digest.update(name.encode() + header_of(steps))
-    digest.update(json.dumps(config, sort_keys=True).encode())
-    return digest.hexdigest()
-
-
-def _begin(partial: Path, files: Path, plan: str) -> None:
-    """Makes the folder of files, or keeps an earlier call's if the plan is the same."""
-    saved = partial / "plan"
-    if not saved.exists() or saved.read_text() != plan:
-        shutil.rmtree(files, ignore_errors=True)
-        write_text(saved, plan)
-    files.mkdir(exist_ok=True)
-
-
-def _write_rest(
-    files: Path,
-    copied: Sequence[Path],
-    shards: Mapping[str, Sequence[Step]],
-    configs: Configs,
-) -> None:
-    """Writes everything except the shards."""
-    for other in copied:
-        shutil.copyfile(other, files / other.name)
-        sync(files / other.name)
-    texts = zip((CONFIG, OLDER_CONFIG, INDEX), (*configs, _index(shards)), strict=True)
-    for name, value in texts:
-        (files / name).unlink(missing_ok=True)
-        if value is not None:
-            write_text(files / name, json.dumps(value, indent=2) + "\n")
-    sync(files)
-
-
 def _index(shards: Mapping[str, Sequence[Step]]) -> dict[str, Any] | None:
     """The index of several shards, which one does not need."""
     if len(shards) == 1:
@@ -199,12 +143,10 @@ def _index(shards: Mapping[str, Sequence[Step]]) -> dict[str, Any] | None:
 # The file system ----------------------------------------------------------------------------------
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a small file atomically and syncs it to disk."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(text)
-    sync(unfinished)
-    unfinished.rename(path)
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file of JSON and syncs it to disk."""
+    path.write_text(json.dumps(value, indent=2) + "\n")
+    sync(path)
 
 
 def sync(path: Path) -> None:
@@ -217,59 +159,25 @@ def sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def readable_errors(dst: Path, partial: Path) -> Iterator[None]:
-    """Turns the system's errors into CheckpointErrors."""
-    try:
-        yield
-    except OSError as error:
-        todo = "free some space and run it again" if error.errno in _FULL else "run it again"
-        if error.errno == errno.ENAMETOOLONG:
-            todo = "give it a shorter name"
-        elif os.path.lexists(partial):
-            todo += f", to go on where it stopped; {partial} has what is finished"
-        raise CheckpointError(
-            f"not written: {error.strerror or error}", todo=todo, where=str(dst)
-        ) from error
+def appearing(dst: Path) -> Iterator[Path]:
+    """A folder for the files of dst, which gets this name at the end of the block, or is removed if
+    the block raises. The system's errors become CheckpointErrors.
 
-
-@contextlib.contextmanager
-def _removed_unless_it_can_go_on(partial: Path) -> Iterator[None]:
-    """Removes the folder at the end of the block: on success, after an error that would recur, or
-    if no shard is finished.
+    It lies in `.DST.….partial` beside dst, which only this user may read.
     """
-    try:
-        yield
-    except Error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    finally:
-        if not any(partial.glob("files/*.safetensors")):
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(partial: Path) -> Iterator[None]:
-    """Makes the folder, for this user alone, and locks it against other processes until the block
-    or the process ends.
-
-    CheckpointError for one that somebody else made or may write to: links in it would lead to other
-    files.
-    """
-    import fcntl  # imported here, since Windows does not have it
-
-    partial.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if why := trust.why_not(partial):
-        todo = "remove it if it is not needed, or name another destination"
-        raise CheckpointError(f"{partial} {why}", todo=todo, where="writing beside the destination")
-    with os.fdopen(
-        os.open(partial / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w"
-    ) as lock:
+    with contextlib.ExitStack() as undone:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                "another process is writing it", todo="wait for it", where=str(partial)
-            ) from None
-        except OSError:  # the file system has no locks
-            pass
-        yield
+            dst.parent.mkdir(parents=True, exist_ok=True)
+            partial = tempfile.mkdtemp(".partial", f".{dst.name}.", dst.parent)
+            undone.callback(shutil.rmtree, partial, ignore_errors=True)
+            files = Path(partial, "files")
+            files.mkdir()
+            yield files
+            sync(files)
+            files.rename(dst)
+            sync(dst.parent)
+        except OSError as error:
+            todo = "free some space and run it again" if error.errno in _FULL else "run it again"
+            todo = "give it a shorter name" if error.errno == errno.ENAMETOOLONG else todo
+            found = f"not written: {error.strerror or error}"
+            raise CheckpointError(found, todo=todo, where=str(dst)) from error

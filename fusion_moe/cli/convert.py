@@ -54,8 +54,7 @@ def convert(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write SRC in another form, without loss, read it again and compare. If interrupted, run it
-    again: it continues.
+    """Write SRC in another form, without loss, read it again and compare.
 
     Prints what `inspect DST` prints.
     """

@@ -14,7 +14,7 @@ def quantize(context: typer.Context, src: Source, dst: Destination, json: Json =
     """Write SRC with its experts in NVFP4, from bfloat16, float16, float32 or FP8, without building
     the model.
 
-    The numbers are those of nvidia-modelopt's weight quantization. If interrupted, run it again: it
-    continues. Prints what `inspect DST` prints.
+    The numbers are those of nvidia-modelopt's weight quantization. Prints what `inspect DST`
+    prints.
     """
     finish(context, lambda: inspection(quantized(src, dst)), json)

@@ -198,22 +198,13 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "negative shape": _header("[32,64]", "[-32,-64]"),
     "too large for strides, without elements": _header("[32,64]", f"[0,{2**62}]"),
     "a size of 4,000 digits": _header("[32,64]", f"[32,{'9' * 4000}]"),
-    "an offset of 4,000 digits": _header('"data_offsets":[0,', f'"data_offsets":[{"9" * 4000},'),
-    "a thousand dimensions": _header("[32,64]", f"[32,64{',1' * 1000}]"),
-    "an endless name": _header("lm_head.weight", "l" * 10**6),
     "metadata that are many": _header('{"format":"pt"}', f"[{'1,' * 10**4}1]"),
-    "a name that clears the screen": _header(
-        'lm_head.weight":{"dtype":"BF16"', 'lm\\u001b[2J\\u009b\\ud800":{"dtype":"BF17"'
+    "a name that clears the screen": _index(
+        lambda index: index["weight_map"].update({"lm\x1b[2J\x9b\ud800": FIRST})
     ),
-    "deep in an index": _index(
-        lambda index: index.update({"metadata": json.loads("[" * 900 + "]" * 900)})
-    ),
-    "an index that is a pipe": _pipe(INDEX),
     "a shard that is a pipe": _pipe(FIRST),
     "a configuration that is a pipe": _pipe("config.json"),
-    "an index that never ends": _device(INDEX),
     "a shard that never ends": _device(FIRST),
-    "a configuration that never ends": _device("config.json"),
     "a configuration of a gigabyte": lambda path: os.truncate(path / "config.json", 10**9),
     "a configuration that is a folder": lambda path: (
         (path / "config.json").unlink(),
@@ -260,16 +251,6 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
         match="lm_head.weight in model-00004-of-00004.safetensors, by the index in model-00001",
     ):
         Directory.open(path)
-
-
-def test_a_name_twice_among_very_many(tmp_path: Path) -> None:
-    """In time that grows with their number, not with its square."""
-    names = json.dumps({f"x{i}": 1 for i in range(200_000)})
-    (tmp_path / "config.json").write_text(names[:-1] + ', "x199999": 1}')
-    start = time.process_time()
-    with pytest.raises(CheckpointError, match="'x199999' twice"):
-        Directory.open(tmp_path)
-    assert time.process_time() - start < 10
 
 
 @given(
@@ -324,10 +305,9 @@ def test_any_bytes_as_a_header(tmp_path_factory: pytest.TempPathFactory, text: b
         read_header(file)
 
 
-@pytest.mark.once
-def test_headers_of_92000_tensors_in_seconds(tmp_path: Path) -> None:
+def test_headers_of_many_tensors(tmp_path: Path) -> None:
     parts = {"": ("U8", [1, 8], 8), "_scale": ("F8_E4M3", [1, 1], 1), "_scale_2": ("F32", [], 4)}
-    experts = [f"model.layers.{layer}.mlp.experts.{e}" for layer in range(48) for e in range(213)]
+    experts = [f"model.layers.{layer}.mlp.experts.{e}" for layer in range(12) for e in range(70)]
     weights = [
         f"{expert}.{name}_proj.weight" for expert in experts for name in ("gate", "up", "down")
     ]
@@ -351,7 +331,6 @@ def test_headers_of_92000_tensors_in_seconds(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     start = time.process_time()
     directory = Directory.open(tmp_path)
-    assert len(directory.tensors) == 92016
-    assert len(stored_weights(directory.tensors, "modelopt")) == len(weights) == 30672
-    assert time.process_time() - start < 15
+    assert len(stored_weights(directory.tensors, "modelopt")) == len(weights) == 2520
+    assert time.process_time() - start < 2
     assert directory.read(weights[-1]).tolist() == [[0] * 8]

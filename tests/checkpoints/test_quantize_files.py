@@ -46,6 +46,8 @@ def test_experts_of_bf16(tmp_path: Path) -> None:
     directory = Directory.open(dst)
     assert directory.quantization["quant_algo"] == "W4A16_NVFP4"
     assert "model.layers.0.self_attn.q_proj" in directory.quantization["ignore"]
+    older = json.loads((dst / "hf_quant_config.json").read_text())["quantization"]
+    assert (older["quant_algo"], older["group_size"]) == ("W4A16_NVFP4", 16)
     check_scales(directory, stored_weights(directory.tensors, method_of(directory.quantization)))
 
 
@@ -93,18 +95,6 @@ def test_layers_for_further_tokens_stay(layer: str, tmp_path: Path) -> None:
     assert f"{layer}.experts" in Directory.open(dst).quantization["ignore"]
 
 
-@pytest.mark.judges("modelopt")
-def test_bytes_of_modelopt(tmp_path: Path) -> None:
-    from modelopt.torch.quantization.qtensor import NVFP4QTensor
-
-    before, after = loaded(SRC), loaded(quantize(SRC, tmp_path / "dst"))
-    for name in (name for name in before if ".experts." in name):
-        codes, block_scale, decode_scale = NVFP4QTensor.quantize(before[name], 16)
-        assert torch.equal(after[name], codes._quantized_data)
-        assert torch.equal(after[f"{name}_scale"].float(), block_scale.float())
-        assert after[f"{name}_scale_2"] == decode_scale
-
-
 def fused(tensors: Tensors) -> None:
     """The experts of a file in one tensor for each projection, as Qwen3.5-MoE has them."""
     one = {
@@ -122,8 +112,6 @@ def whole(path: Path) -> Path:
     tensors = loaded(path)
     for file in path.glob("model*"):
         file.unlink()
-    from safetensors.torch import save_file
-
     save_file(tensors, path / "model.safetensors")
     return path
 
@@ -225,26 +213,6 @@ def test_other_quantized_weights_become_those_of_modelopt(tmp_path: Path) -> Non
     assert len(weights) == 4 + 12
 
 
-def test_a_whole_model_by_quantize_has_the_same_bytes(tmp_path: Path) -> None:
-    """quantize_ keeps the scales of gate and up, as files do."""
-    transformers = pytest.importorskip("transformers")
-    from fusion_moe.nn import quantize_
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(SRC, dtype=torch.bfloat16)
-    quantize_(model)
-    experts = model.model.layers[0].mlp.experts
-    after = loaded(quantize(SRC, tmp_path / "dst"))
-    gate, up, down = (
-        [after[f"{EXPERTS}.{e}.{p}_proj.weight"] for e in range(4)] for p in ("gate", "up", "down")
-    )
-    assert torch.equal(experts.gate_up_proj, torch.cat([torch.stack(gate), torch.stack(up)], 1))
-    assert torch.equal(experts.down_proj, torch.stack(down))
-    scales = [
-        [after[f"{EXPERTS}.{e}.{p}_proj.weight_scale_2"] for p in ("gate", "up")] for e in range(4)
-    ]
-    assert experts.gate_up_decode_scale.tolist() == torch.tensor(scales).tolist()
-
-
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="experts that are quantized already"):
         quantize(MADE / "modelopt-qwen3_moe", tmp_path / "dst")
@@ -279,10 +247,3 @@ def test_transposed_experts_are_the_models_to_quantize(tmp_path: Path) -> None:
         r"64\]; expected .*; load the model, quant",
     ):
         quantize(src, tmp_path / "dst")
-
-
-def test_configuration(tmp_path: Path) -> None:
-    said = json.loads((quantize(SRC, tmp_path / "dst") / "hf_quant_config.json").read_text())[
-        "quantization"
-    ]
-    assert (said["quant_algo"], said["group_size"]) == ("W4A16_NVFP4", 16)

@@ -151,20 +151,16 @@ def need_contract(module: nn.Module) -> ExpertsContract:
     """
     contract, where = contract_of(module), type(module).__name__
     if contract is None:
-        raise UnsupportedError(
-            "not a module of experts",
-            expected="a class that use_experts_implementation decorates",
-            where=where,
-        )
+        expected = "a class that use_experts_implementation decorates"
+        raise UnsupportedError("not a module of experts", expected=expected, where=where)
     if getattr(module, "_is_expert_parallel", False) or any(
         is_dtensor(p) for p in module.parameters(recurse=False)
     ):
-        raise UnsupportedError(
+        found, todo = (
             "experts that a parallel plan divides between devices",
-            expected="all experts on one device",
-            todo="load the model without tp_plan and expert parallelism",
-            where=where,
+            "load the model without tp_plan and expert parallelism",
         )
+        raise UnsupportedError(found, expected="all experts on one device", todo=todo, where=where)
     tensors = {
         name
         for found in (module.named_parameters, module.named_buffers)
@@ -185,10 +181,8 @@ def _check_shapes(
     down_bias: Tensor | None,
 ) -> None:
     if up.shape != contract.up_shape or down.shape != contract.down_shape:
-        raise ShapeError(
-            f"weights {list(up.shape)} and {list(down.shape)}",
-            expected=f"{list(contract.up_shape)} and {list(contract.down_shape)}, as the module",
-        )
+        expected = f"{list(contract.up_shape)} and {list(contract.down_shape)}, as the module"
+        raise ShapeError(f"weights {list(up.shape)} and {list(down.shape)}", expected=expected)
     if (up_bias is not None) != contract.has_bias or (down_bias is not None) != contract.has_bias:
         wanted = "biases of both projections" if contract.has_bias else "no biases"
         given = [name for name, bias in (("up", up_bias), ("down", down_bias)) if bias is not None]

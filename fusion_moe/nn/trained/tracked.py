@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,19 +34,16 @@ def _untraced(function: Any) -> Any:
     return _disable_dynamo(function)
 
 
-class Effect(NamedTuple):
-    """What the backward of a program does to a weight, which is one of its inputs.
+@dataclass(frozen=True)
+class Effects:
+    """What the backward of a program does to weights, by their positions among its inputs.
 
-    main: whether the gradient goes to the parameters' main_grad. delayed: where it waits, if it
-    does.
+    mains: weights whose gradient goes to main_grad; delayed: weights whose gradient waits, and
+    where it waits.
     """
 
-    params: main_grad.Params
-    main: bool
-    delayed: Delayed | None
-
-
-Effects = Mapping[int, Effect]  # by position among the program's inputs
+    mains: Mapping[int, main_grad.Params]
+    delayed: Mapping[int, tuple[Delayed, main_grad.Params]]
 
 
 @dataclass(frozen=True)
@@ -67,19 +64,14 @@ class _Work:
     wanted: tuple[int, ...]
 
     @property
-    def later(self) -> list[int]:
-        """The inputs whose gradient waits."""
-        return [i for i in self.wanted if i in self.effects and self.effects[i].delayed]
-
-    @property
-    def now(self) -> list[int]:
+    def now(self) -> tuple[int, ...]:
         """The inputs that get their gradient in the backward."""
-        return [i for i in self.wanted if i not in self.later]
+        return tuple(i for i in self.wanted if i not in self.effects.delayed)
 
     @property
-    def mains(self) -> dict[int, main_grad.Params]:
-        """The parameters whose main_grad the backward writes."""
-        return {i: e.params for i, e in self.effects.items() if e.main and i in self.now}
+    def later(self) -> tuple[int, ...]:
+        """The inputs whose gradient waits."""
+        return tuple(i for i in self.wanted if i in self.effects.delayed)
 
 
 @_untraced
@@ -98,9 +90,8 @@ def tracked(
     is_leaf: whether x is a leaf. Its `grad` is a tensor of its own, not grad_input, which the next
     backward writes.
     """
-    for effect in effects.values():
-        if effect.main:
-            main_grad.check(effect.params, where)
+    for params in effects.mains.values():
+        main_grad.check(params, where)
     tensors, parts = flat(call.inputs)
     needed = wanted(call.inputs) if torch.is_grad_enabled() else ()
     if not needed:
@@ -139,7 +130,7 @@ class _Tracked(torch.autograd.Function):
     @_untraced
     def backward(ctx: Any, dy: Tensor) -> Any:
         work: _Work = ctx.work
-        if torch.is_grad_enabled() and any(effect.main for effect in work.effects.values()):
+        if work.effects.mains and torch.is_grad_enabled():
             raise UnsupportedError(
                 "create_graph=True",
                 expected="a backward without a graph, since gradients are written to main_grad",
@@ -148,18 +139,26 @@ class _Tracked(torch.autograd.Function):
             )
         inputs = [*grouped(ctx.saved_tensors, ctx.parts), *work.programs.seeds([dy])]
         text, waiting = postponed(work.programs.backward, tuple(map(work.wanted.index, work.later)))
-        mains = {work.now.index(i): params for i, params in work.mains.items()}
+        mains = {
+            work.now.index(i): params for i, params in work.effects.mains.items() if i in work.now
+        }
         gradients = (
             main_grad.run(text, inputs, work.env, work.options, mains)
             if parse(text).outputs
             else []
         )
         for place, later in zip(work.later, waiting, strict=True):
-            params, main, queue = work.effects[place]
-            assert queue is not None
+            queue, params = work.effects.delayed[place]
             reads: list[Any] = [[*inputs, *gradients][i] for i in later.reads]
             queue.waiting.append(
-                Waiting(later.program, reads, work.env, work.options, params, main)
+                Waiting(
+                    later.program,
+                    reads,
+                    work.env,
+                    work.options,
+                    params,
+                    place in work.effects.mains,
+                )
             )
         # other outputs are read later
         by_input = {
@@ -176,7 +175,8 @@ def _returned(work: _Work, found: Mapping[int, Any], needed: Sequence[bool]) -> 
     grads = split(found, work.parts, len(needed))
     first = 0
     for i, n in enumerate(work.parts or [0] * len(needed)):
-        if params := work.mains.get(i):
+        if i in work.effects.mains and i in work.now:
+            params = work.effects.mains[i]
             grads[first : first + len(params)] = [
                 main_grad.written(p) if p.requires_grad else None for p in params
             ]
