@@ -53,7 +53,7 @@ def check(case: Case) -> None:
 
 
 @given(NUMBERS)
-@examples(2)
+@examples(3)
 def test_regions_mean_what_eager_computes(rng):
     check(drawn(rng))
 
