@@ -87,7 +87,7 @@ def test_nothing_is_left_of_what_fails(tmp_path, monkeypatch):
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "write_text", full)
+    monkeypatch.setattr(files, "write_json", full)
     with pytest.raises(
         CheckpointError, match="not written: No space left on device; free some space"
     ):
