@@ -205,39 +205,36 @@ def loops(lines: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [loop for loop in found if not any("BAR" in x for x in loop)]
 
 
+def spills(lines: tuple[str, ...]) -> list[str]:
+    """The instructions that use local memory."""
+    return [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
+
+
 # Every source compiles ----------------------------------------------------------------------------
 
 
-# What an L40S has of its own, the conversion of scales, is in both layouts.
-LAYOUTS_AND_ARCHS = [
-    ("linear", A100),
-    ("linear", H200),
-    ("w16x64", A100),
-    ("w16x64", L40S),
-    ("w16x64", H200),
-]
+CLAMPED = {
+    "activation": swiglu(interleave=8, limit=7.0, alpha=1.702, up_offset=1.0),
+    "bias": True,
+}
 
 
 @pytest.mark.parametrize(
-    ("layout", "arch"), LAYOUTS_AND_ARCHS, ids=lambda value: getattr(value, "nvrtc", value)
+    ("layout", "arch", "tokens", "changes"),
+    [
+        ("linear", A100, 1, CLAMPED),
+        ("w16x64", A100, 300, CLAMPED),
+        ("w16x64", L40S, 1, {}),  # which has an instruction that converts scales
+        ("w16x64", H200, 1, CLAMPED),  # ids that fit one block
+        ("w16x64", H200, 300, {"scale_on": "input", "activation": swiglu(interleave=1)}),
+    ],
 )
-def test_a_layer_compiles_for_every_architecture(arch, layout):
-    clamped = {
-        "activation": swiglu(interleave=8, limit=7.0, alpha=1.702, up_offset=1.0),
-        "bias": True,
-    }
-    layers = (
-        sources(layout=layout, **changes)
-        for changes in ({}, clamped, {"scale_on": "input", "activation": swiglu(interleave=1)})
-    )
-    tokens = (1, 300)  # ids that fit one block, and more
+def test_a_layer_compiles_for_every_architecture(layout, arch, tokens, changes):
     build_all(
         [
-            x
-            for layer in layers
-            for source in layer
-            for count in tokens
-            for x in launches(source, count, arch)
+            kernel
+            for source in sources(layout=layout, **changes)
+            for kernel in launches(source, tokens, arch)
         ],
         arch,
     )
@@ -285,15 +282,10 @@ def product_of(
     return kernel.launch.source
 
 
-@pytest.mark.parametrize("arch", [A100, H200], ids=lambda arch: arch.nvrtc)
 @pytest.mark.parametrize("layout", ["linear", "w16x64"])
 @pytest.mark.parametrize(("fmt", "activations"), PAIRS)
-def test_every_encoding_compiles(fmt, activations, layout, arch):
-    source = product_of(fmt, activations, layout)
-    for rows in (16, 16 * 64):
-        assert all(
-            build(launched, arch).stat().st_size for launched in launches(source, rows, arch)
-        )
+def test_every_encoding_compiles_without_wgmma(fmt, activations, layout):
+    build_all(launches(product_of(fmt, activations, layout), 16, A100), A100)
 
 
 @pytest.mark.parametrize(
@@ -328,22 +320,17 @@ def test_readers_say_what_they_need_of_an_encoding(monkeypatch, fmt, layout, cha
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize(
-    "variant",
-    [M8[0], M16[0], SETS["WIDE_M8"][0], SETS["WIDE_M16"][0], M48_96[1], *M160],
-    ids=lambda v: v.name,
-)
-@pytest.mark.parametrize(
-    ("fmt", "activations"),
-    [("nvfp4", "f16"), ("mxfp4", "f16"), ("int4", "bf16"), ("int4", "f16"), ("bf16", "bf16")],
-)
+@pytest.mark.parametrize("variant", [M8[0], SETS["WIDE_M8"][0], *M160], ids=lambda v: v.name)
+@pytest.mark.parametrize(("fmt", "activations"), PAIRS)
 def test_encodings_need_no_local_memory(fmt, activations, variant):
     source = product_of(fmt, activations, "w16x64")
     if not variant.fits(source.matrices, H200):
         assert source.matrices.wide
         return
+    if variant in SETS["WIDE_M8"] and not source.matrices.wide:
+        return  # no table has it for these
     lines = sass(build(source.products(only(variant), {"s0": 512}, H200)[0], H200))
-    assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
+    assert not spills(lines)
     assert {m[1] for x in lines if (m := re.search(r"\bHG?MMA\.\S*?F32(\.BF16)?", x))} == {
         ".BF16" if activations == "bf16" else None
     }
@@ -374,8 +361,7 @@ def test_wide_tiles_have_kernels_of_their_own():
     assert isinstance(choose_kernels(10**4, replace(wide, tiled=False), H200)[0].variant, SmallM)
 
 
-@pytest.mark.parametrize("inner", [96, 720, 1392, 2064])
-@pytest.mark.parametrize("hidden", [256, 240])
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 96), (240, 1392)])
 def test_sizes_off_the_tiles_have_kernels_when_they_are_padded(monkeypatch, hidden, inner):
     layer = experts_of_ones(1, hidden, inner)
     h, i = layer.padding("down_proj", W16X64).padded
@@ -384,11 +370,10 @@ def test_sizes_off_the_tiles_have_kernels_when_they_are_padded(monkeypatch, hidd
     monkeypatch.setitem(MODELS, "shard", (8, 2, h, i))
     made = sources("shard")
     assert all(source.reader.tiled for source in made)
-    build_all([x for source in made for count in (1, 300) for x in launches(source, count)], H200)
+    build_all([x for source in made for x in launches(source, 300)], H200)
 
 
-@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 8), (2, 1)])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("tokens", "slots", "bias"), [(1, 1, False), (1, 8, True), (2, 1, False)])
 def test_sizes_that_a_tracer_knows_have_kernels(tokens, slots, bias):
     """One token, or one slot, is what graphs are specialized for."""
     build_all(
@@ -407,19 +392,25 @@ def round_of(variant: SmallM) -> int:
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.name}@{v.per_sm}")
-@pytest.mark.parametrize("model", MODELS)
-def test_variants_need_no_local_memory_and_have_lean_loops(model, variant: Variant):
+@pytest.mark.parametrize(
+    ("number", "variant"),
+    list(enumerate(VARIANTS)),
+    ids=[f"{v.name}@{v.per_sm}" for v in VARIANTS],
+)
+def test_variants_need_no_local_memory_and_have_lean_loops(number, variant: Variant):
+    """The models, whose K is in whole stages or not, take turns, in both products of a layer."""
+    models = list(MODELS)
+    of_products = [models[(number + i) % len(models)] for i in range(2)]
     for layout, regimes in (("w16x64", TABLE.tiled), ("linear", TABLE.linear)):
         if not any(variant in regime.variants for regime in regimes):
             continue
-        for source in sources(model, layout):
+        for source in (sources(model, layout)[i] for i, model in enumerate(of_products)):
             assert isinstance(source, Product)
             if not variant.fits(source.matrices, H200):
                 continue  # gate and up would be in two blocks, or registers would not do
             # blocks enough for halves
             lines = sass(build(source.products(only(variant), {"s0": 512}, H200)[0], H200))
-            assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
+            assert not spills(lines)
             assert any("HGMMA" in x if isinstance(variant, LargeM) else "HMMA" in x for x in lines)
             # a compiler that cannot follow which registers are in use makes each product wait for
             # the one before
@@ -428,56 +419,48 @@ def test_variants_need_no_local_memory_and_have_lean_loops(model, variant: Varia
             )
             if isinstance(variant, SmallM) and layout == "w16x64" and variant.tiles_m == 1:
                 # a tile of 16 rows and 64 k is 1,024 weights and 4 products
-                products = [(sum("HMMA" in x for x in loop), len(loop)) for loop in loops(lines)]
-                assert all(
-                    size / (found / 4) <= LOOP
-                    for found, size in products
-                    if found == 4 * variant.tiles_per_warp * round_of(variant)
-                )
+                products = 4 * variant.tiles_per_warp * round_of(variant)
+                sizes = [
+                    len(loop) for loop in loops(lines) if sum("HMMA" in x for x in loop) == products
+                ]
+                assert all(size / (products / 4) <= LOOP for size in sizes)
+                assert sizes or source.matrices.k < 64 * variant.split_k * 2 * round_of(variant)
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("variant", [LargeM(160, 3), LargeM(48, 4, 2)], ids=lambda v: v.name)
-@pytest.mark.parametrize("writes_fragment_order", [False, True])
-def test_large_m_stores_by_whole_instructions(variant, writes_fragment_order):
+@pytest.mark.parametrize(
+    ("variant", "product", "fragment_order"),
+    [(LargeM(160, 3), 0, False), (LargeM(160, 3), 1, True), (LargeM(48, 4, 2), 0, True)],
+)
+def test_large_m_stores_by_whole_instructions(variant, product, fragment_order):
     """At least 8 bytes at a time; elements of 16 bits are transposed."""
-    for source in sources("qwen3"):
-        assert isinstance(source, Product)
-        lines = sass(
-            build(
-                source.products(
-                    replace(only(variant), writes_fragment_order=writes_fragment_order),
-                    {"s0": 64},
-                    H200,
-                )[0],
-                H200,
-            )
-        )
-        stores = [m[1] for line in lines if (m := re.search(r"\bSTG\.E\.(\w+)(?!.*STRONG)", line))]
-        assert set(stores) <= {"64", "128"}
-        assert any("STSM" in line for line in lines)
+    source = sources("qwen3")[product]
+    assert isinstance(source, Product)
+    chosen = replace(only(variant), writes_fragment_order=fragment_order)
+    lines = sass(build(source.products(chosen, {"s0": 64}, H200)[0], H200))
+    stores = [m[1] for line in lines if (m := re.search(r"\bSTG\.E\.(\w+)(?!.*STRONG)", line))]
+    assert set(stores) <= {"64", "128"}
+    assert any("STSM" in line for line in lines)
 
 
 @needs_nvdisasm
 @pytest.mark.parametrize("in_fragment_order", [False, True])
 @pytest.mark.parametrize(
-    "variant", [v for v in VARIANTS if v.reads_fragment_order], ids=lambda v: v.name
+    ("variant", "k"), [(M48_96[0], 2048), (M48_96[1], 320), (M80[0], 64), (M160[0], 320)], ids=str
 )
-@pytest.mark.parametrize("k", [64, 320, 2048, 14336])
 def test_rows_in_natural_order_are_reordered_or_read_as_they_are(
-    k, variant, in_fragment_order, monkeypatch
+    variant, k, in_fragment_order, monkeypatch
 ):
     monkeypatch.setattr(Product, "needs_reordering", lambda self, variant: in_fragment_order)
-    source = sorted_rows(k)
-    if not variant.fits(source.matrices, H200):
-        pytest.skip("never chosen: registers would not do")
-    lines = sass(build(source.products(only(variant), {"s0": 2**17}, H200)[0], H200))
-    assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
+    source, sizes = sorted_rows(k), {"s0": 2**17}
+    assert variant.fits(source.matrices, H200)
+    lines = sass(build(source.products(only(variant), sizes, H200)[0], H200))
+    assert not spills(lines)
     assert any(x.startswith("LDSM") for x in lines) != in_fragment_order
     assert [x.name for x in launches(source, 2**17)[:-1]] == (
         ["reorder_activations"] if in_fragment_order else []
     )
-    assert source.count(source.scratch[-1], source.choose({"s0": 2**17}, H200), {"s0": 2**17}) == (
+    assert source.count(source.scratch[-1], source.choose(sizes, H200), sizes) == (
         2**17 * k if in_fragment_order else 0
     )
 
@@ -486,18 +469,6 @@ def test_many_rows_in_natural_order_are_read_as_they_are():
     source = sorted_rows(2048)
     for rows, first in ((2**17, "large_m_160x3"), (2**11, "reorder_activations")):
         assert launches(source, rows)[0].name == first
-
-
-@needs_nvdisasm
-def test_the_loop_of_long_matrices_is_counted():
-    """So that the test above counts something."""
-    (first, _), (variant, *_) = sources("dsv3"), TABLE.tiled[0].variants
-    lines = sass(build(first.products(only(variant), {"s0": 64}, H200)[0], H200))
-    assert [
-        len(loop)
-        for loop in loops(lines)
-        if sum("HMMA" in x for x in loop) == 4 * round_of(variant)
-    ]
 
 
 def test_there_are_few_variants():
@@ -826,7 +797,7 @@ def test_local_experts():
         assert routing.blocks == 129
         assert route in routing.text
         assert f", {first_expert or 0}, i32(rows()), number);" in product.text  # by ids
-        build_all([routing, product, *launches(down, 4)], H200)
+    build_all([routing, product, *launches(down, 4)], H200)
 
 
 def test_tensors_elsewhere_are_refused():

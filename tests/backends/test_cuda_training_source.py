@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda_source import needs_nvdisasm, sass
+from test_cuda_source import needs_nvdisasm, sass, spills
 
 from fusion_moe import options
 from fusion_moe.arch import H200
@@ -192,7 +192,7 @@ def test_products_keep_their_registers(dtype):
     ]
     for kernel in products:
         lines = sass(build(kernel, H200))
-        assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
+        assert not spills(lines), kernel.title
         assert sum("HGMMA" in x for x in lines) == (8 if kernel.title == "wgrad_256x128" else 4)
         assert sum("WARPGROUP.DEPBAR" in x for x in lines) == 2
 
@@ -234,13 +234,12 @@ def test_wgrads_of_adapters_have_tiles_of_few_columns():
     assert sorted(k.title for k in wgrads) == ["wgrad_256x64"] * 2 + ["wgrad_64x256"] * 2
     for kernel in wgrads:
         lines = sass(build(kernel, H200))
-        assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
+        assert not spills(lines), kernel.title
         assert sum("HGMMA" in x for x in lines) == (8 if kernel.title == "wgrad_256x64" else 4)
 
 
 ADAPTED = [
     ("nvfp4", "w16x64", 16),
-    ("nvfp4", "w16x64", 8),
     ("mxfp4", "w16x64", 36),
     ("nvfp4", "linear", 16),
     ("int4", "w16x64", 64),
@@ -256,7 +255,7 @@ def test_an_adapters_product_joins_the_accumulators(weight_format, layout, rank)
     both = [s for s in sources(made.forward) if isinstance(s, Product | Gemm) and s.plan.added]
     assert len(both) == 2
     for source in both:
-        for rows in (2, 200, 2000, 20000):
+        for rows in (2, 20000):
             sizes = dict.fromkeys(source.fusion.symbols, rows)
             *_, kernel = (
                 k
@@ -264,7 +263,7 @@ def test_an_adapters_product_joins_the_accumulators(weight_format, layout, rank)
                 if k.title.startswith(("gemm", "large", "small"))
             )
             lines = sass(build(kernel, H200))
-            assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
+            assert not spills(lines), kernel.title
             if not kernel.title.startswith("small"):
                 # the mainloop's instructions are others
                 assert any(x.startswith("HMMA") for x in lines)
@@ -334,9 +333,8 @@ def test_weights_in_few_bits_have_a_dgrad(weight_format, layout, tokens, title):
         products, waits = (sum(what in x for x in lines) for what in ("HGMMA", "WARPGROUP"))
         # two for each product where the compiler makes it wait for the one before
         assert waits < 0.6 * products or layout == "linear"
-        spills = [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
         # in the epilogue of high tiles
-        assert len(spills) <= (
+        assert len(spills(lines)) <= (
             12 if dgrad.plan.sums and tokens == 4096 and layout == "w16x64" else 0
         )
 
