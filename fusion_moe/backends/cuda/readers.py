@@ -1,8 +1,8 @@
 """The readers of weights in kernels/weights/, by encoding and layout: only this file names
 encodings and layouts.
 
-Every encoding has a reader, which is made from its descriptor (kernels/weights/derived.cuh). Those
-that have a header of their own are read faster: WRITTEN.
+Every encoding has a reader, which is made from its descriptor (kernels/weights/derived.cuh). Tiles
+of those that have a header of their own are read faster: WRITTEN.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ class Reader:
 WRITTEN = {
     (encoding, layout): Reader(
         f"{name}{'Linear' if layout == 'linear' else 'Tiled'}",
-        f"weights/{header}.cuh",
+        f"weights/{name.lower()}.cuh",
         activations,
         layout == TILED,
     )
-    for encoding, name, header, activations in (
-        ("nvfp4", "Nvfp4", "nvfp4", ("bf16", "f16")),
-        ("mxfp4", "Mxfp4", "mxfp4", ("bf16", "f16")),
-        ("int4", "Int4", "int4", ("bf16", "f16")),
-        ("bf16", "Plain", "plain", ("bf16",)),
-        ("f16", "Plain", "plain", ("f16",)),
+    for encoding, layouts, name, activations in (
+        ("nvfp4", (TILED,), "Nvfp4", ("bf16", "f16")),
+        ("mxfp4", (TILED,), "Mxfp4", ("bf16", "f16")),
+        ("int4", (TILED,), "Int4", ("bf16", "f16")),
+        ("bf16", ("linear", TILED), "Plain", ("bf16",)),
+        ("f16", ("linear", TILED), "Plain", ("f16",)),
     )
-    for layout in ("linear", TILED)
+    for layout in layouts
 }
 DERIVED = {
     layout: Reader(name, "weights/derived.cuh", tiled=layout == TILED, derived=True)

@@ -198,7 +198,7 @@ struct GroupedGemm {
     using T = typename Segment::Activation;
     static constexpr int TILE_COLUMNS = TILE_N / Segment::COLUMNS_PER_RESULT;  // of a result
     static constexpr int N_TILES = (Segment::WIDTH + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    using Runs = RunsOf<Segment>;
+    using Runs = typename WeightTiles<Segment, TILE_N, 128>::Runs;
     static constexpr int K_BLOCKS = Runs::COUNT * Runs::BLOCKS;
     using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, 1>;
     using WorkTiles = typename TileScheduler::WorkTiles;
@@ -206,8 +206,8 @@ struct GroupedGemm {
     static constexpr int WARPGROUPS = Segment::B_PACKED && TILE_M == 64 ? 2 : 1;  // of producers
     static constexpr int PRODUCERS = COPIES || Segment::B_PACKED ? WARPGROUPS * GEMM_PRODUCERS : 32;
     using Weight = WeightTiles<Segment, TILE_N, PRODUCERS>;
-    static constexpr int BESIDE = sizeof(TileScheduler) + sizeof(typename Weight::Memory);
-    using Ring = GemmRing<Segment, TILE_M, TILE_N, PRODUCERS, BESIDE, COPIES, Segment::B_PACKED>;
+    using Ring = GemmRing<Segment, TILE_M, TILE_N, PRODUCERS, sizeof(TileScheduler), COPIES,
+                          Segment::B_PACKED>;
     using Stage = typename Ring::Stage;
     static_assert(TILE_COLUMNS % 32 == 0, "four lanes have eight columns each");
     static_assert(!Ring::SHARES_ROWS || Segment::COLUMNS_PER_RESULT == 1,
@@ -216,7 +216,6 @@ struct GroupedGemm {
     struct Shared {
         Ring ring;
         TileScheduler scheduler;
-        typename Weight::Memory weight;
     };
     static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES &&
                   4 * sizeof(i32) * (Segment::GROUPS + 1) <= sizeof(Stage) * Ring::STAGES);
@@ -225,7 +224,6 @@ struct GroupedGemm {
         extern __shared__ __align__(1024) u8 memory[];
         Shared& shared = *reinterpret_cast<Shared*>(memory);
         shared.ring.init();
-        shared.weight.init();
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         i64* error = blockIdx.x == 0 ? s.error : nullptr;
@@ -250,7 +248,7 @@ struct GroupedGemm {
         if (thread >= PRODUCERS) return;
         typename Ring::Producer producer(shared.ring);
         typename Ring::Queue::Taker numbers(shared.ring.queue, s.tile_counter, thread == 0);
-        Weight weight(s, shared.weight, thread);
+        Weight weight(s, thread);
         for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
             const WorkTile tile = tiles.current();
             if (tile.m_tile.group == Segment::GROUPS) continue;  // rows of no group

@@ -1,19 +1,15 @@
 // How producers fill a stage with a tile of the weight, in fprop and dgrad. There is a class for
 // each way in which weights are stored:
 //
-//     Memory                         its shared memory; all threads of a block call `init`
+//     Runs                           in which order the contracted rows are taken
 //     begin(runs, group, n_tile)     starts a work tile
 //     copy(to, kb)                   copies this thread's part of K block kb; called in order
 #pragma once
 
-#include "dequantized_columns.cuh"
 #include "pieces.cuh"
+#include "scale_runs.cuh"
 
 namespace {
-
-struct NoMemory {
-    __device__ __forceinline__ void init() {}
-};
 
 // As ScaleRuns, for contracted rows with one outer scale.
 template <int K>
@@ -35,9 +31,8 @@ __device__ __forceinline__ i32 column_of_tile(i32 n_tile, i32 c) {
 // Weights in boxes: the kernel's one copying thread copies them, so there is nothing to do here.
 template <class Segment>
 struct WeightBoxes {
-    using Memory = NoMemory;
-    __device__ __forceinline__ WeightBoxes(const Segment&, Memory&, i32) {}
-    template <class Runs>
+    using Runs = OneRun<Segment::K>;
+    __device__ __forceinline__ WeightBoxes(const Segment&, i32) {}
     __device__ __forceinline__ void begin(const Runs&, i32, i32) {}
     __device__ __forceinline__ void copy(u32, i32) const {}
 };
@@ -45,16 +40,15 @@ struct WeightBoxes {
 // Weights stored [n, k]: a thread copies every 16th row of the tile.
 template <class Segment, int TILE_N>
 struct WeightRows {
-    using Memory = NoMemory;
+    using Runs = OneRun<Segment::K>;
     static constexpr int COUNT = TILE_N / 16;
     const Segment& s;
     const typename Segment::Activation* matrix;
     i32 row[COUNT], thread;
 
-    __device__ __forceinline__ WeightRows(const Segment& s_, Memory&, i32 thread_)
+    __device__ __forceinline__ WeightRows(const Segment& s_, i32 thread_)
         : s(s_), thread(thread_) {}
 
-    template <class Runs>
     __device__ __forceinline__ void begin(const Runs&, i32 group, i32 n_tile) {
         matrix = s.b_matrix(group);
 #pragma unroll
@@ -73,16 +67,15 @@ struct WeightRows {
 // Weights stored [k, n]: a thread copies eight columns of every STEP-th row.
 template <class Segment, int TILE_N, int THREADS>
 struct WeightColumns {
-    using Memory = NoMemory;
+    using Runs = OneRun<Segment::K>;
     static constexpr int PIECES = TILE_N / 8, STEP = THREADS / PIECES;
     const Segment& s;
     const typename Segment::Activation* matrix;
     i32 column, thread;
 
-    __device__ __forceinline__ WeightColumns(const Segment& s_, Memory&, i32 thread_)
+    __device__ __forceinline__ WeightColumns(const Segment& s_, i32 thread_)
         : s(s_), thread(thread_) {}
 
-    template <class Runs>
     __device__ __forceinline__ void begin(const Runs&, i32 group, i32 n_tile) {
         matrix = s.b_matrix(group);
         column = column_of_tile<Segment, TILE_N>(n_tile, thread % PIECES * 8);
@@ -100,53 +93,85 @@ struct WeightColumns {
     }
 };
 
-// Quantized weights stored [k, n]: each producer warpgroup dequantizes a part of the columns.
+// Quantized weights stored [k, n]: each producer warpgroup dequantizes a part of the columns, and
+// each of its warps 16 of a K block's 64 rows, a tile of the weight at a time, as readers have it.
+// Of a tile a lane makes 16 columns of two rows, which are four pieces of the stage.
 template <class Segment, int TILE_N, int THREADS>
-struct PackedWeight {
-    static constexpr int EACH = TILE_N / (THREADS / 128);
-    using Columns = DequantizedColumns<Segment, EACH / 64, THREADS / 32>;
-    using Memory = typename Columns::Memory;
-    Columns columns;
-    i32 first;
+class PackedWeight {
+  public:
+    using Runs = ScaleRuns<Segment>;
 
-    __device__ __forceinline__ PackedWeight(const Segment& s, Memory& memory, i32 thread)
-        : columns(s, memory), first(thread / 128 * EACH) {}
+    __device__ __forceinline__ PackedWeight(const Segment& s, i32 thread)
+        : weight_(s), first_(thread / 128 * EACH) {}
 
-    __device__ __forceinline__ void begin(const ScaleRuns<Segment>& runs, i32 group, i32 n_tile) {
-        columns.begin(runs, group, n_tile * TILE_N + first);
+    __device__ __forceinline__ void begin(const Runs& runs, i32 group, i32 n_tile) {
+        runs_ = &runs, group_ = group, column_ = n_tile * TILE_N + first_;
     }
 
-    __device__ __forceinline__ void copy(u32 to, i32 kb) {
-        columns.store(to + first / 64 * PIECE_BYTES, kb);
+    __device__ __forceinline__ void copy(u32 to, i32 kb) const {
+        typename Weights::Packed packed[EACH / 64] = {};
+        // rows past those of the block's run are zeros, since they are multiplied too
+        const bool in_run = Runs::LENGTH % 64 == 0 || kb % Runs::BLOCKS * 64 + row_ < Runs::LENGTH;
+        if (in_run) {
+            Weights reader;
+            reader.open(weight_, group_, runs_->first_row(kb) + row_, column_ / 64, lane_);
+#pragma unroll
+            for (int c = 0; c < EACH / 64; ++c) packed[c] = reader.load(c);
+        }
+#pragma unroll
+        for (int c = 0; c < EACH / 64; ++c)
+            store(to + (first_ / 64 + c) * PIECE_BYTES, packed[c], in_run);
     }
+
+  private:
+    using Weights = typename Segment::Weights;
+    static constexpr int EACH = TILE_N / (THREADS / 128);  // columns of a warpgroup
+
+    // A tile, to a piece of 64 columns.
+    __device__ __forceinline__ void store(u32 to, const typename Weights::Packed& packed,
+                                          bool in_run) const {
+        const auto scales = Weights::scales(packed);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 a[4][2] = {};
+#pragma unroll
+            for (int v = 0; v < 4; ++v)
+                if (in_run) Weights::dequantize(packed, scales, v, half, a[v]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const u32 piece = to + swizzled(row_ + lane_ / 4 + 8 * i, 2 * (lane_ % 4) + half);
+                asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(piece), "r"(a[0][i]),
+                             "r"(a[1][i]), "r"(a[2][i]), "r"(a[3][i])
+                             : "memory");
+            }
+        }
+    }
+
+    const StoredWeight<Segment> weight_;
+    const i32 first_, row_ = threadIdx.x / 32 % 4 * 16, lane_ = threadIdx.x % 32;
+    const Runs* runs_;
+    i32 group_, column_;
 };
 
-template <class Segment, int TILE_N, int THREADS, bool BOXES, bool PACKED, bool MN>
+template <class Segment, int TILE_N, int THREADS, bool BOXES = Segment::B_BOXES,
+          bool PACKED = Segment::B_PACKED, bool MN = Segment::B_MN>
 struct WeightTilesOf {
-    using Runs = OneRun<Segment::K>;
-    using Tiles = WeightRows<Segment, TILE_N>;
+    using type = WeightRows<Segment, TILE_N>;
 };
 template <class Segment, int TILE_N, int THREADS, bool MN>
 struct WeightTilesOf<Segment, TILE_N, THREADS, true, false, MN> {
-    using Runs = OneRun<Segment::K>;
-    using Tiles = WeightBoxes<Segment>;
+    using type = WeightBoxes<Segment>;
 };
 template <class Segment, int TILE_N, int THREADS>
 struct WeightTilesOf<Segment, TILE_N, THREADS, false, false, true> {
-    using Runs = OneRun<Segment::K>;
-    using Tiles = WeightColumns<Segment, TILE_N, THREADS>;
+    using type = WeightColumns<Segment, TILE_N, THREADS>;
 };
 template <class Segment, int TILE_N, int THREADS>
 struct WeightTilesOf<Segment, TILE_N, THREADS, false, true, true> {
-    using Runs = ScaleRuns<Segment>;
-    using Tiles = PackedWeight<Segment, TILE_N, THREADS>;
+    using type = PackedWeight<Segment, TILE_N, THREADS>;
 };
 
 template <class Segment, int TILE_N, int THREADS>
-using WeightTiles = typename WeightTilesOf<Segment, TILE_N, THREADS, Segment::B_BOXES,
-                                           Segment::B_PACKED, Segment::B_MN>::Tiles;
-template <class Segment>
-using RunsOf = typename WeightTilesOf<Segment, 256, 128, Segment::B_BOXES, Segment::B_PACKED,
-                                      Segment::B_MN>::Runs;
+using WeightTiles = typename WeightTilesOf<Segment, TILE_N, THREADS>::type;
 
 }  // namespace
