@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from kernel_tables import TABLE, variants_of
-from test_cuda_kernels import generator, program, random_weight
+from test_cuda_kernels import exact_weight, generator, program
 from torch.utils._pytree import tree_map
 
 import fusion_moe
@@ -64,14 +64,10 @@ def is_faulty() -> bool:
     return False
 
 
-def in_layout(weight: Quantized, layout: str) -> tuple[torch.Tensor, ...]:
-    """codes, block scales and decode scales."""
-    codes, scales, decode = weight
-    return (
-        (codes, scales, decode)
-        if layout == "linear"
-        else (*W16X64.pack(codes, scales, encoding=NVFP4), decode)
-    )
+def in_layout(weight: Quantized, layout: str) -> list[torch.Tensor]:
+    """The parts."""
+    packed = layout == "w16x64"
+    return list(W16X64.pack(*weight, encoding=weight.encoding) if packed else weight)
 
 
 def products(layout: str, k: int = 320) -> Iterator[Call]:
@@ -81,7 +77,7 @@ def products(layout: str, k: int = 320) -> Iterator[Call]:
     k, n = (80, 33) if layout == "linear" else (k, 80)
     a, weight = (
         torch.randn(M, k, generator=generator()).bfloat16(),
-        in_layout(random_weight(G, n, k), layout),
+        in_layout(exact_weight(NVFP4, G, n, k), layout),
     )
     right = ([0, 1, 1, 30, 41], [0, 0, M, M, M], [0] * G)
     wrong = ([9, 3, 4, 400, 20], [-5, 3, 3, 3, BIG], [BIG] * G)
@@ -95,8 +91,9 @@ def products(layout: str, k: int = 320) -> Iterator[Call]:
 def encoded(fmt: str, activations: torch.dtype, layout: str) -> Iterator[Call]:
     """The same with weights of another encoding: right ends and wrong ones."""
     k, n, encoding = (96, 33, ENCODINGS[fmt]) if layout == "linear" else (320, 80, ENCODINGS[fmt])
-    weight = quantize(torch.randn(G, n, k, generator=generator()), encoding=encoding)
-    parts = list(weight) if layout == "linear" else list(W16X64.pack(*weight, encoding=encoding))
+    parts = in_layout(
+        quantize(torch.randn(G, n, k, generator=generator()), encoding=encoding), layout
+    )
     a = torch.randn(M, k, generator=generator()).to(activations)
     for ends in ([0, 1, 1, 30, 41], [9, 3, 4, 400, 20]):
         offs = torch.tensor(ends, dtype=torch.int32)
@@ -111,7 +108,8 @@ def encoded(fmt: str, activations: torch.dtype, layout: str) -> Iterator[Call]:
 def layers(layout: str, tokens: int) -> Iterator[Call]:
     """Gather, SwiGLU, combine: two experts without tokens; one with all; ids that name none."""
     g = generator()
-    gate_up, down = random_weight(G, 2 * I, H, runs=2), random_weight(G, H, I)
+    gate_up, down = exact_weight(NVFP4, G, 2 * I, H), exact_weight(NVFP4, G, H, I)
+    gate_up = gate_up.with_(decode_scale=torch.ones(G, 2))
     weights = (*in_layout(gate_up, layout), *in_layout(down, layout))
     x, w = torch.randn(tokens, H, generator=g).bfloat16(), torch.rand(tokens, SLOTS, generator=g)
     few, one = (

@@ -1,5 +1,5 @@
-"""A product that joins the accumulators of another, on a GPU: exactly, by every kernel that makes
-rows.
+"""Products that a layer with adapters has, on a GPU, exactly: dgrad of quantized weights, and a
+product that joins the accumulators of another, by every kernel that makes rows.
 """
 
 from __future__ import annotations
@@ -8,21 +8,25 @@ import pytest
 import torch
 from hopper import ON_HOPPER
 from kernel_tables import use_variant
-from test_cuda_encodings import DTYPES, exact_weight, stored
-from test_cuda_kernels import ways_of
-from test_cuda_packed_dgrad import LARGE_M, two_runs
+from own_encodings import registered
+from test_cuda_kernels import DTYPES, exact_weight, stored, ways_of
 from test_cuda_training import SPLITS, TAIL, compiled, ends_of, integers
 from torch import Tensor
 
 import fusion_moe
 from fusion_moe import options
+from fusion_moe.arch import H200
+from fusion_moe.backends.cuda import gemm
 from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.variants import ALL, Matrices
 from fusion_moe.encodings import ENCODINGS, Quantized, dequantize
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.types import dtype_name
+from fusion_moe.layouts.groups import ceil_to
 
 pytestmark = ON_HOPPER
+registered = pytest.fixture(scope="module", autouse=True)(registered)
 
 WAYS = [
     ("nvfp4", "f16", "w16x64"),
@@ -33,13 +37,30 @@ WAYS = [
     ("f16", "f16", "linear"),
     ("bf16", "bf16", "w16x64"),
 ]
+DGRADS = [
+    ("nvfp4", "bf16", "w16x64"),
+    ("nvfp4", "bf16", "linear"),
+    ("mxfp4", "f16", "linear"),
+    ("uint4_128", "bf16", "w16x64"),  # derived readers in tiles from here on
+    ("uint4_128", "f16", "linear"),
+    ("levels", "bf16", "w16x64"),
+]
+_ANY = Matrices(8, 256, 16, 1, 576, True, "dgrad")
+LARGE_M = sorted({v.name for v in ALL if v.fits(_ANY, H200)})
+
+
+def two_runs(weight: Quantized, scales: tuple[float, float]) -> Quantized:
+    """The weight with a scale for each half of its rows, which differ from group to group."""
+    groups = len(weight[0])
+    decode = torch.tensor([scales if g % 2 else scales[::-1] for g in range(groups)])
+    return weight.with_(decode_scale=decode)
 
 
 def fusion_of(
     weight: Quantized, layout: str, dtype: str, rank: int, gathered: bool, gated: bool, dgrad: bool
 ) -> Fusion:
-    """a times weight [G, N, K] and low [M/g, R] times b [G, N, R], added: f32 [M/g, N]; or `gated`:
-    halves multiplied, in the dtype.
+    """a times weight [G, N, K] and, if the rank R is not 0, low [M/g, R] times b [G, N, R], added:
+    f32 [M/g, N]; or `gated`: halves multiplied, in the dtype.
 
     dgrad: N is contracted, b is [G, R, K], and what is gated is the sum, in the dtype, beside its
     sums over columns.
@@ -57,15 +78,14 @@ def fusion_of(
         if weight.encoding.plain and layout == "linear"
         else fd.ops.pack(*given, encoding=weight.encoding.name, layout=layout)
     )
-    low, product = (
-        fd.define_tensor(shape=(rows, rank), dtype=dtype),
-        fd.ops.grouped_mm_t if dgrad else fd.ops.grouped_mm,
-    )
-    b = fd.define_tensor(shape=(groups, rank, n) if dgrad else (groups, n, rank), dtype=dtype)
-    y = fd.ops.add(
-        product(fd.ops.partition(low, ends), b, ends),
-        product(fd.ops.partition(a, ends), w, ends, w_layout=layout),
-    )
+    product = fd.ops.grouped_mm_t if dgrad else fd.ops.grouped_mm
+    made = []
+    if rank:
+        low = fd.define_tensor(shape=(rows, rank), dtype=dtype)
+        b = fd.define_tensor(shape=(groups, rank, n) if dgrad else (groups, n, rank), dtype=dtype)
+        made.append(product(fd.ops.partition(low, ends), b, ends))
+    made.append(product(fd.ops.partition(a, ends), w, ends, w_layout=layout))
+    y = fd.ops.add(*made) if rank else made[0]
     if gated and dgrad:
         fd.add_output(fd.ops.cast(y, dtype=dtype))
         y = fd.ops.sum(y, dims=[1], keepdim=False)
@@ -125,8 +145,7 @@ def check(
             a,
             *([picks] if gathered else []),
             *parts,
-            low,
-            b.mT.contiguous() if dgrad else b,
+            *([low, b.mT.contiguous() if dgrad else b] if rank else []),
         ]
     )
     assert all(torch.equal(f.double(), t.double()) for f, t in zip(found, wanted, strict=True))
@@ -162,52 +181,52 @@ def test_exactly(fmt, dtype, layout, splits):
     )
 
 
-@pytest.mark.parametrize(
-    "splits", [SPLITS[name] for name in ("ragged", "uneven", "63 groups")], ids=len
-)
-@pytest.mark.parametrize(
-    ("fmt", "dtype", "layout"), [*WAYS[:6], ("nvfp4", "bf16", "linear")], ids=str
-)
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize(("fmt", "dtype", "layout"), [*WAYS[:6], *DGRADS], ids=str)
 def test_dgrad_exactly(fmt, dtype, layout, splits):
     """Rows that tiles are made of, and those that are not whole K blocks; results of one width, and
-    sums beside them.
+    sums beside them; alone and with an added product.
     """
-    for n, rank, gathered in ((192, 16, True), (144, 36, False)):
+    k = ceil_to(320, ENCODINGS[fmt].block)
+    for n, rank, gathered in ((192, 16, True), (144, 36, False), (192, 0, False), (144, 0, True)):
         for sums in (False, True):
-            weight = exact_weight(ENCODINGS[fmt], len(splits), n, 320)
+            weight = exact_weight(ENCODINGS[fmt], len(splits), n, k)
             check(weight, layout, dtype, splits, rank, gathered, gated=sums, dgrad=True)
 
 
 @pytest.mark.parametrize("variant", LARGE_M, ids=str)
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
-def test_every_variant_of_dgrad_exactly(fmt, variant):
-    """Runs with a scale each, too: accumulators are multiplied by the last one's before what is
-    added.
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [way[:2] for way in (*WAYS, *DGRADS) if way[2] == "w16x64" and way[0] != "bf16"],
+)
+def test_every_variant_of_dgrad_exactly(fmt, dtype, variant):
+    """K blocks that fill a last stage or not, columns that fill a last N tile or not, runs with a
+    scale each: accumulators are multiplied by the last one's before what is added.
     """
     with options.override(cuda_variant=variant):
-        for n, k in ((320, 1344), (768, 256)):
-            weight = exact_weight(ENCODINGS[fmt], 8, n, k)
-            check(
-                weight,
-                "w16x64",
-                "bf16",
-                SPLITS["ragged"],
-                16,
-                gathered=False,
-                gated=n == 320,
-                dgrad=True,
-            )
+        for n, k, rank in ((320, 1344, 16), (768, 256, 20), (320, 1344, 0), (768, 256, 0)):
+            weight = exact_weight(ENCODINGS[fmt], 8, n, ceil_to(k, ENCODINGS[fmt].block))
+            weights = [weight]
             if fmt == "nvfp4" and n == 768:
+                weights.append(two_runs(weight, (0.5, 2.0)))
+            for each in weights:
                 check(
-                    two_runs(weight, (0.5, 2.0)),
-                    "w16x64",
-                    "bf16",
-                    SPLITS["ragged"],
-                    20,
-                    gathered=True,
-                    gated=True,
-                    dgrad=True,
+                    each, "w16x64", dtype, SPLITS["ragged"], rank, n == 768, gated=True, dgrad=True
                 )
+
+
+@pytest.mark.parametrize("tile_m", [64, 128])
+@pytest.mark.parametrize("n", [96, 352, 512])
+@pytest.mark.parametrize("scales", [(0.5, 2.0), (1.0, 0.0), (0.0, 0.0), (-2.0, 1.0)], ids=str)
+def test_runs_with_a_scale_each(scales, n, tile_m, monkeypatch):
+    """Runs that do not begin where blocks of 64 rows do, zero scales, either run first, both
+    heights of tiles.
+    """
+    monkeypatch.setattr(gemm, "_FEW_ROWS", 0 if tile_m == 128 else 10**6)
+    weight = two_runs(exact_weight(ENCODINGS["nvfp4"], 4, n, 256), scales)
+    for layout in ("w16x64", "linear"):
+        for splits, gathered in (([115, 144, 8, 757], False), ([3, 0, 60, 64], True)):
+            check(weight, layout, "bf16", splits, 0, gathered, gated=False, dgrad=True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What kernels find wrong, told by program and stream, also in replays of CUDA graphs."""
+"""What kernels find wrong, told by program and stream, also in replays of CUDA graphs; and what
+calls remember of their sizes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import torch
 from test_cuda_kernels import E, K, generator, program, quantized, tokens
 
 import fusion_moe
-from fusion_moe.errors import GroupsError
+from fusion_moe.backends.cuda import launch
+from fusion_moe.errors import BuildError, GroupsError
 from fusion_moe.runtime import faults
 
 pytestmark = pytest.mark.gpu
@@ -92,3 +95,23 @@ def test_words_are_pinned_whatever_device_tensors_are_made_on():
     with torch.device("cuda"):
         made.new("")
     assert made._memory[0].is_pinned()
+
+
+def test_a_graph_replays_after_its_sizes_were_forgotten(monkeypatch):
+    monkeypatch.setattr(launch, "_REMEMBERED", 2)
+    x = torch.randn(8, 64, device="cuda").bfloat16()
+    made = program("scaled_swiglu", (x,), {})
+    made([x])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (found,) = made([x])
+    for rows in range(9, 12):
+        made([x.new_zeros(rows, 64)])
+    with (
+        pytest.raises(BuildError, match="not compiled yet"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        made([x])
+    x.copy_(torch.randn(8, 64))
+    graph.replay()
+    assert torch.equal(found, made([x])[0])

@@ -1,16 +1,19 @@
-"""The CUDA backend's kernels against `evaluate`, on a GPU."""
+"""The CUDA backend's kernels on a GPU: products with weights of every encoding, exactly; then
+layers, bad input and CUDA graphs, against the reference.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from experts import experts, float_weights
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 from kernel_tables import TABLE, use, use_variant, variants_of
-from routings import Partition, Routing, partitions, routings
+from own_encodings import registered
+from routings import Partition
+from test_cuda_readers import EXACT, positive_scales
 
 import fusion_moe
 from fusion_moe import options
@@ -26,20 +29,41 @@ from fusion_moe.definitions.operations import (
     eager_types,
     fusion_of,
 )
-from fusion_moe.encodings import NVFP4, Quantized, dequantize, quantize
-from fusion_moe.errors import BuildError, GroupsError
+from fusion_moe.encodings import ENCODINGS, NVFP4, Encoding, Quantized, dequantize, quantize
+from fusion_moe.errors import GroupsError
 from fusion_moe.frontends.inductor import backend
 from fusion_moe.layouts import W16X64
+from fusion_moe.layouts.groups import ceil_to
 from fusion_moe.nn import swiglu
 from fusion_moe.nn.frozen.experts import quantize_gate_up
 from fusion_moe.options import Options
+from fusion_moe.runtime.program import Program
 
 pytestmark = pytest.mark.gpu
+registered = pytest.fixture(scope="module", autouse=True)(registered)
 
 ops = torch.ops.fusion_moe
 LAYOUTS = ("linear", "w16x64")
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+PAIRS = [  # of weights and activations
+    ("nvfp4", "bf16"),
+    ("nvfp4", "f16"),
+    ("mxfp4", "bf16"),
+    ("mxfp4", "f16"),
+    ("int4", "bf16"),
+    ("int4", "f16"),
+    ("bf16", "bf16"),
+    ("f16", "f16"),
+]
+DERIVED = [  # read by their descriptors: zero points, levels of scales, a table
+    ("uint4_128", "bf16"),
+    ("uint4_128", "f16"),
+    ("uint4_-1", "bf16"),
+    ("levels", "bf16"),
+]
+# of a layer: those of its results, and of what is between its products
+ROUNDINGS = {"bf16": 8e-3, "f16": 1.5e-3}
 E, K, H, I = 8, 3, 256, 192  # experts, slots of a token, hidden and intermediate features
-few = settings(max_examples=20, suppress_health_check=list(HealthCheck), deadline=None)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -51,13 +75,9 @@ def on_cuda(*tensors):
 
 
 def stored(weight: Quantized, layout: str) -> list[torch.Tensor]:
-    """codes, block scales and decode scales on the GPU, in a layout."""
-    codes, scales, decode = on_cuda(*weight)
-    return (
-        [codes, scales, decode]
-        if layout == "linear"
-        else [*W16X64.pack(codes, scales, encoding=NVFP4), decode]
-    )
+    """The parts on the GPU, in a layout."""
+    parts = on_cuda(*weight)
+    return parts if layout == "linear" else list(W16X64.pack(*parts, encoding=weight.encoding))
 
 
 def close(found: torch.Tensor, want: torch.Tensor, most: float) -> None:
@@ -77,34 +97,65 @@ def poison() -> None:
     del held
 
 
-def product(a, weight, ends, layout, **kwargs):
+def program(name: str, args: Any, kwargs: dict[str, Any]) -> Program:
+    """The program of a call, all of it in kernels."""
+    call = bind(SPECS[name], args, kwargs)
+    made = compile_fusion(
+        fusion_of(name, eager_types(call), call.others), TARGETS["cuda"], Options()
+    )
+    assert [k.why for k in made.kernels] == [""] * len(made.kernels)
+    return made
+
+
+def by_kernels(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The first result of a call, by kernels alone."""
+    made = program(name, args, kwargs)
     poison()
-    return ops.nvfp4_grouped_mm(a, *weight, ends, weight_layout=layout, **kwargs)
+    return made(list(bind(SPECS[name], args, kwargs).tensors.values()))[0]
 
 
-def random_weight(groups: int, n: int, k: int, runs: int = 0, exact: bool = False) -> Quantized:
-    """All codes, all sizes of block scales; or those whose sums with small integers float32 holds
-    exactly.
+def product(a: torch.Tensor, weight: Quantized, ends: torch.Tensor, layout: str) -> torch.Tensor:
+    """In float32."""
+    kwargs = {
+        "weight_format": weight.encoding.name,
+        "weight_layout": layout,
+        "out_dtype": torch.float32,
+    }
+    return by_kernels("grouped_mm", (a, stored(weight, layout), ends), kwargs)
+
+
+def exact_weight(encoding: Encoding, *shape: int) -> Quantized:
+    """Elements whose sums with small integers float32 holds exactly: all codes, or small integers;
+    scales are powers of two.
     """
-    g = generator()
-    codes = torch.randint(0, 256, (groups, n, k // 2), generator=g, dtype=torch.uint8)
-    if exact:
-        scales = (2.0 ** torch.randint(-1, 2, (groups, n, k // 16), generator=g)).to(
-            torch.float8_e4m3fn
-        )
-        return Quantized(codes, scales, torch.full((groups,), 0.25), encoding=NVFP4)
-    scales = torch.randint(0x01, 0x7F, (groups, n, k // 16), generator=g, dtype=torch.uint8).view(
-        torch.float8_e4m3fn
-    )
-    return Quantized(
-        codes,
-        scales,
-        torch.rand((groups, runs) if runs else (groups,), generator=g) + 0.5,
-        encoding=NVFP4,
-    )
+    *groups, n, k = shape
+    g, parts = generator(), []
+    for part in encoding.parts:
+        size = encoding.part_shape(part, groups, n, k)
+        if part.scale is None and encoding.plain:
+            parts.append(torch.randint(-3, 4, size, generator=g).to(part.dtype))
+        elif part.scale is None:
+            parts.append(torch.randint(0, 256, size, generator=g, dtype=torch.uint8))
+        else:
+            parts.append((2.0 ** torch.randint(-1, 2, size, generator=g)).to(part.dtype))
+    return Quantized(*parts, encoding=encoding)
+
+
+def check_exactly(weight: Quantized, activations: str, layout: str, partition: Partition) -> None:
+    """The product with small integers is exact, twice, and rows of no group are not read."""
+    _, n, k = weight.shape
+    x = torch.randint(-3, 4, (partition.rows, k), generator=generator()).to(DTYPES[activations])
+    x[int(partition.ends[-1]) :] = torch.nan
+    x, matrices = x.cuda(), dequantize(weight).cuda()
+    want = torch.zeros(partition.rows, n, device="cuda")
+    for group, rows in partition.runs:
+        want[rows] = x[rows].float() @ matrices[group].T
+    for _ in range(2):
+        assert torch.equal(product(x, weight, partition.ends.cuda(), layout), want)
 
 
 def quantized(layout: str, count: int = E, hidden: int = H, inner: int = I):
+    """Weights of expert_mlp."""
     gate_up, down = (w * 0.4 for w in float_weights(count, hidden, inner))
     return [*stored(quantize_gate_up(gate_up), layout), *stored(quantize(down, NVFP4), layout)]
 
@@ -118,97 +169,57 @@ def tokens(ids: torch.Tensor, hidden: int = H):
     )
 
 
-def mlp(args, **kwargs):
-    """What the kernels make, and what the reference does."""
-    poison()
-    found = ops.expert_mlp(*args, **kwargs)
+def by_reference(operation: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     with options.override(target="reference"):
-        return found, ops.expert_mlp(*args, **kwargs)
-
-
-def program(name: str, args, kwargs):
-    """The program of a call, all of it in kernels."""
-    call = bind(SPECS[name], args, kwargs)
-    made = compile_fusion(
-        fusion_of(name, eager_types(call), call.others), TARGETS["cuda"], Options()
-    )
-    assert [k.why for k in made.kernels] == [""] * len(made.kernels)
-    return made
+        return operation(*args, **kwargs)
 
 
 # One product --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_code_under_every_scale(layout):
-    """Row n has block scale n, block b has code b; a row of activations picks one block."""
-    byte, code = (
-        torch.arange(256 if layout == "linear" else 127, dtype=torch.uint8),
-        torch.arange(16, dtype=torch.uint8),
-    )
-    n = 256 if layout == "linear" else 112
-    codes = (code | code << 4).repeat_interleave(8).expand(1, n, 128).contiguous()
-    x = torch.zeros(16, 256, dtype=torch.bfloat16)
-    x[torch.arange(16), torch.arange(0, 256, 16) + torch.arange(16)] = 1
-    for first in {0, len(byte) - n}:
-        scales = (
-            byte[first : first + n, None].expand(n, 16).contiguous()[None].view(torch.float8_e4m3fn)
-        )
-        weight = Quantized(codes, scales, torch.ones(1), encoding=NVFP4)
-        want = dequantize(weight)[0, :, ::16].T.cuda()  # [code, scale]
-        found = product(
-            x.cuda(),
-            stored(weight, layout),
-            torch.tensor([16], dtype=torch.int32).cuda(),
-            layout,
-            out_dtype=torch.float32,
-        )
-        nan = (scales[0, :, 0].float().isnan() | (scales.view(torch.uint8)[0, :, 0] == 0)).cuda()
-        assert torch.equal(found[:, ~nan], want[:, ~nan])
-        assert found[:, scales[0, :, 0].float().isnan().cuda()].isnan().all()
-        assert found[:, scales.view(torch.uint8)[0, :, 0].cuda() == 0].abs().le(6 * 2.0**-23).all()
-
-
-@pytest.mark.parametrize("k", [64, 192, 1024, 2880])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_position(layout, k):
-    """One row of activations for each k: what comes out is the weight. In groups of one row, of a
-    few, of many.
+def every_code(
+    scales: torch.Tensor, encoding: Encoding, activations: str, layout: str, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, scales]: found and wanted. Row n of the matrix has scale n, block b of columns code b;
+    a row of activations picks a code.
     """
-    for size in (1, 5, 40, k):
-        count = -(-k // size)
-        one = random_weight(1, 80, k).with_(decode_scale=torch.ones(1))
-        codes, scales = (t.view(torch.uint8).repeat(count, 1, 1) for t in one[:2])
-        weight = Quantized(
-            codes, scales.view(torch.float8_e4m3fn), torch.ones(count), encoding=NVFP4
-        )
-        ends = (torch.arange(1, count + 1) * size).clamp(max=k).int().cuda()
-        found = product(
-            torch.eye(k).bfloat16().cuda(),
-            stored(weight, layout),
-            ends,
-            layout,
-            out_dtype=torch.float32,
-        )
-        assert torch.equal(found, dequantize(one)[0].T.cuda())
-
-
-@few
-@given(partitions(), st.sampled_from(LAYOUTS), st.sampled_from(((64, 16), (128, 48), (320, 144))))
-@example(Partition((300, 0, 1), 5), "w16x64", (320, 144))
-@example(Partition((0, 0), 7), "w16x64", (64, 16))
-def test_any_groups_exactly(partition: Partition, layout, sizes):
-    k, n = sizes
-    x = torch.randint(-3, 4, (partition.rows, k), generator=generator()).bfloat16()
-    x[int(partition.ends[-1]) :] = torch.nan  # rows of no group are not read
-    weight = random_weight(len(partition.sizes), n, k, exact=True)
-    want = torch.zeros(partition.rows, n)
-    for group, rows in partition.runs:
-        want[rows] = x[rows].float() @ dequantize(weight)[group].T
-    found = product(
-        x.cuda(), stored(weight, layout), partition.ends.cuda(), layout, out_dtype=torch.float32
+    block, n = encoding.block, len(scales)
+    code = torch.arange(16, dtype=torch.uint8)
+    codes = (code | code << 4).repeat_interleave(block // 2).expand(1, n, 8 * block).contiguous()
+    ones = [torch.ones(1)] * (len(encoding.scales) - 1)
+    weight = Quantized(
+        codes, scales[None, :, None].expand(1, n, 16).contiguous(), *ones, encoding=encoding
     )
-    assert torch.equal(found.cpu(), want)
+    row = torch.arange(rows)
+    x = torch.zeros(rows, 16 * block, dtype=DTYPES[activations])
+    x[row, row % 16 * block + row % (block - 1)] = 1
+    found = product(x.cuda(), weight, torch.tensor([rows], dtype=torch.int32).cuda(), layout)
+    return found.cpu(), dequantize(weight)[0, :, ::block].T[row % 16]
+
+
+@pytest.mark.parametrize("rows", [16, 400])  # small-M and large-M kernels
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("fmt", "activations"), PAIRS[:6])
+def test_every_code_under_every_scale(fmt, activations, layout, rows):
+    """Those with which weights are exact, once they are rounded to the type of the activations."""
+    scales, (first, last) = positive_scales(ENCODINGS[fmt]), EXACT[fmt][activations]
+    size = scales.float().abs()
+    scales = scales[(size >= first) & (size <= last) & (size > 0)]
+    for some in scales[: len(scales) // 16 * 16].split(4096):
+        found, want = every_code(some, ENCODINGS[fmt], activations, layout, rows)
+        assert torch.equal(found, want.to(DTYPES[activations]).float())
+
+
+@pytest.mark.parametrize("rows", [16, 400])
+@pytest.mark.parametrize("activations", DTYPES)
+def test_scales_of_mxfp4_that_are_out_of_range(activations, rows):
+    """In tiles larger ones count as the last, smaller ones are as good as zero, and NaN is NaN."""
+    scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    found, want = every_code(scales, ENCODINGS["mxfp4"], activations, "w16x64", rows)
+    first, last = (127 + int(math.log2(scale)) for scale in EXACT["mxfp4"][activations])
+    assert torch.equal(found[:, last + 1 : 255], want[:, last : last + 1].expand(-1, 254 - last))
+    assert (found[:, :first] - want[:, :first]).abs().max() <= 6 * 2.0 ** (first - 1 - 127)
+    assert found[:, 255].isnan().all()
 
 
 RAGGED = [
@@ -233,35 +244,57 @@ def ways_of(table: str) -> list[tuple[str, Variant, bool]]:
     ]
 
 
+def ways() -> list[tuple[str, str, str, Variant, bool]]:
+    """Encoding, activations, table, kernel, and whether a kernel before it puts rows in order. f16
+    differs from bf16 in instructions.
+    """
+    found = []
+    for fmt, activations in [*PAIRS, *DERIVED]:
+        wide = "wide_" if fmt in DTYPES else ""
+        for table in (f"{wide}linear", f"{wide}tiled"):
+            of_table = ways_of(table)
+            if fmt == "f16":
+                large = [way for way in of_table if way[1].header == "large_m.cuh"]
+                of_table = [of_table[0], *large[:2]]
+            found += [(fmt, activations, *way) for way in of_table]
+    return found
+
+
 @pytest.mark.parametrize(
-    ("table", "variant", "in_fragment_order"), [*ways_of("linear"), *ways_of("tiled")], ids=str
+    ("fmt", "activations", "table", "variant", "in_fragment_order"), ways(), ids=str
 )
-@pytest.mark.parametrize(("k", "n"), [(64, 16), (320, 144), (320, 2064), (1024, 2064), (384, 1024)])
-def test_every_variant_exactly(table, variant, in_fragment_order, k, n, monkeypatch):
-    layout = {"linear": "linear", "tiled": "w16x64"}[table]
+def test_every_variant_exactly(fmt, activations, table, variant, in_fragment_order, monkeypatch):
     monkeypatch.setattr(
         Product,
         "needs_reordering",
         lambda self, variant: in_fragment_order and variant.reads_fragment_order,
     )
     use_variant(monkeypatch, table, variant)
-    weight = random_weight(7, n, k, exact=True)
-    packed, matrices = stored(weight, layout), dequantize(weight).cuda()
-    for partition in RAGGED:
-        x = torch.randint(-3, 4, (partition.rows, k), generator=generator()).bfloat16().cuda()
-        x[int(partition.ends[-1]) :] = torch.nan  # rows of no group are not read
-        want = torch.zeros(partition.rows, n, device="cuda")
-        for group, rows in partition.runs:
-            want[rows] = x[rows].float() @ matrices[group].T
-        args, kwargs = (
-            (x, *packed, partition.ends.cuda()),
-            {"weight_layout": layout, "out_dtype": torch.float32},
-        )
-        poison()
-        found = program("nvfp4_grouped_mm", args, kwargs)(list(args))[0]
-        assert torch.equal(found, want)
-        poison()
-        assert torch.equal(program("nvfp4_grouped_mm", args, kwargs)(list(args))[0], found)
+    layout = "w16x64" if table.endswith("tiled") else "linear"
+    shapes, all_of_it = [(320, 144), (384, 1024)], (fmt, activations) == PAIRS[0]
+    for k, n in [*shapes, *([(64, 16), (320, 2064), (1024, 2064)] if all_of_it else [])]:
+        weight = exact_weight(ENCODINGS[fmt], 7, n, ceil_to(k, ENCODINGS[fmt].block))
+        for partition in RAGGED if all_of_it else RAGGED[:6]:
+            check_exactly(weight, activations, layout, partition)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "activations"), [*PAIRS, *DERIVED, ("twos", "bf16"), ("two_bits", "f16")]
+)
+@pytest.mark.parametrize(("k", "n"), [(16, 8), (96, 33), (288, 70)])
+def test_sizes_off_the_tile_run_in_the_linear_layout(fmt, activations, k, n):
+    weight = exact_weight(ENCODINGS[fmt], 4, n, ceil_to(k, ENCODINGS[fmt].block))
+    check_exactly(weight, activations, "linear", Partition((1, 0, 11, 7), 1))
+
+
+@pytest.mark.parametrize("rows", [20, 400])
+@pytest.mark.parametrize(("n", "runs"), [(96, 3), (144, 6)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_decode_scales_of_runs_of_rows(layout, n, runs, rows):
+    """Runs of whole tiles, and others; by small-M and large-M kernels."""
+    decode = 2.0 ** torch.randint(-1, 2, (2, runs), generator=generator())
+    weight = exact_weight(NVFP4, 2, n, 128).with_(decode_scale=decode)
+    check_exactly(weight, "bf16", layout, Partition((7, rows - 7), 0))
 
 
 @pytest.mark.parametrize(("n", "k"), [(512, 2048), (2048, 4096), (1040, 1536)])
@@ -269,21 +302,18 @@ def test_one_group_exactly(n, k):
     """By the kernels that the model chooses: small M, clusters that share K, large M. In a graph,
     each call after the one before.
     """
-    weight = random_weight(1, n, k, exact=True)
+    weight = exact_weight(NVFP4, 1, n, k)
     packed, matrix = stored(weight, "w16x64"), dequantize(weight)[0].cuda()
     for rows in (1, 9, 40, 100, 140, 300, 700):
         x = torch.randint(-3, 4, (rows, k), generator=generator()).bfloat16().cuda()
         ends = torch.tensor([rows], dtype=torch.int32).cuda()
         want = x.float() @ matrix.T
-        assert torch.equal(product(x, packed, ends, "w16x64", out_dtype=torch.float32), want)
+        assert torch.equal(product(x, weight, ends, "w16x64"), want)
+        how = {"weight_layout": "w16x64", "out_dtype": torch.float32}
+        ops.nvfp4_grouped_mm(x, *packed, ends, **how)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = [
-                ops.nvfp4_grouped_mm(
-                    x, *packed, ends, weight_layout="w16x64", out_dtype=torch.float32
-                )
-                for _ in range(10)
-            ]
+            found = [ops.nvfp4_grouped_mm(x, *packed, ends, **how) for _ in range(10)]
         for result in found:
             result.fill_(math.nan)
         graph.replay()
@@ -313,46 +343,15 @@ def uneven(request, monkeypatch):
 
 @pytest.mark.parametrize(("k", "n"), [(64, 16), (320, 144), (1024, 2064)])
 def test_groups_of_uneven_sizes_exactly(uneven, k, n):
-    weight = random_weight(7, n, k, exact=True)
-    packed, matrices = stored(weight, "w16x64"), dequantize(weight).cuda()
+    weight = exact_weight(NVFP4, 7, n, k)
+    args = (torch.zeros(8, k).bfloat16(), [*weight], torch.zeros(7, dtype=torch.int32))
+    how = {"weight_format": "nvfp4", "weight_layout": "w16x64"}
+    source = program("grouped_mm", args, how).kernels[0].launch.source
+    sizes = dict.fromkeys(source.fusion.symbols, 10**4)
+    assert len(source.choose(sizes, H200).size_classes) == len(uneven)
     one_group = (Partition((0,) * i + (900,) + (0,) * (6 - i), 70) for i in (0, 6))
     for partition in (*RAGGED, *one_group, Partition((32, 33, 80, 112, 113, 8, 9), 300)):
-        x = torch.randint(-3, 4, (partition.rows, k), generator=generator()).bfloat16().cuda()
-        x[int(partition.ends[-1]) :] = torch.nan  # rows of no group are not read
-        want = torch.zeros(partition.rows, n, device="cuda")
-        for group, rows in partition.runs:
-            want[rows] = x[rows].float() @ matrices[group].T
-        args, kwargs = (
-            (x, *packed, partition.ends.cuda()),
-            {"weight_layout": "w16x64", "out_dtype": torch.float32},
-        )
-        made = program("nvfp4_grouped_mm", args, kwargs)
-        source = made.kernels[0].launch.source
-        assert len(
-            source.choose(dict.fromkeys(source.fusion.symbols, 10**4), H200).size_classes
-        ) == len(uneven)
-        for _ in range(3):
-            poison()
-            assert torch.equal(made(list(args))[0], want)
-
-
-def test_bad_ends_of_uneven_groups(uneven):
-    a, weight = torch.randn(300, 128).bfloat16().cuda(), stored(random_weight(4, 32, 128), "w16x64")
-    for ends, bad in (
-        ([90, 30, 40, 400], 1),
-        ([-5, 30, 30, 30], 0),
-        ([2**31 - 1] * 4, 0),
-        ([3, 43, 83, 301], 3),
-    ):
-        args, kwargs = (
-            (a, *weight, torch.tensor(ends, dtype=torch.int32).cuda()),
-            {"weight_layout": "w16x64"},
-        )
-        poison()
-        found = program("nvfp4_grouped_mm", args, kwargs)(list(args))[0]
-        with pytest.raises(GroupsError, match=rf"offs\[{bad}\] = {ends[bad]}, in an earlier call"):
-            fusion_moe.synchronize()
-        assert found.isfinite().all()
+        check_exactly(weight, "bf16", "w16x64", partition)
 
 
 @pytest.mark.parametrize("scale_on", ["output", "input"])
@@ -378,107 +377,58 @@ def test_a_graph_of_a_layer_of_uneven_groups(uneven, scale_on):
         for result in found:
             result.fill_(math.nan)
         graph.replay()
-        with options.override(target="reference"):
-            close(found[0], ops.expert_mlp(*args, **kwargs), 8e-3)
+        close(found[0], by_reference(ops.expert_mlp, *args, **kwargs), 8e-3)
         assert all(torch.equal(result, found[0]) for result in found)
-
-
-@pytest.mark.parametrize(("k", "n"), [(16, 8), (48, 33), (80, 40), (272, 70)])
-def test_sizes_off_the_tile_run_in_the_linear_layout(k, n):
-    ends = torch.tensor([1, 1, 12, 19], dtype=torch.int32)
-    x, weight = torch.randn(20, k, generator=generator()).bfloat16(), random_weight(4, n, k)
-    found = product(
-        x.cuda(), stored(weight, "linear"), ends.cuda(), "linear", out_dtype=torch.float32
-    )
-    want = torch.cat(
-        [
-            x[a:b].float() @ dequantize(weight)[g].T
-            for g, (a, b) in enumerate(((0, 1), (1, 1), (1, 12), (12, 19)))
-        ]
-    )
-    close(found[:19], want.cuda(), 3e-3)
-    assert found[19:].eq(0).all()
-
-
-@pytest.mark.parametrize("rows", [20, 400])
-@pytest.mark.parametrize(("n", "runs"), [(96, 3), (144, 6)], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_decode_scales_of_runs_of_rows(layout, n, runs, rows):
-    """Runs of whole tiles, and others; by small-M and large-M kernels."""
-    x, weight = (
-        torch.randn(rows, 128, generator=generator()).bfloat16(),
-        random_weight(2, n, 128, runs=runs),
-    )
-    found = product(
-        x.cuda(), stored(weight, layout), torch.tensor([7, rows], dtype=torch.int32).cuda(), layout
-    )
-    want = torch.cat(
-        [x[:7].float() @ dequantize(weight)[0].T, x[7:].float() @ dequantize(weight)[1].T]
-    )
-    close(found, want.cuda(), 3e-3)
-
-
-def test_the_layout_on_the_gpu_is_that_of_the_cpu():
-    codes, scales, _ = random_weight(3, 48, 192)
-    for a, b in zip(
-        W16X64.pack(codes, scales, encoding=NVFP4),
-        W16X64.pack(*on_cuda(codes, scales), encoding=NVFP4),
-        strict=True,
-    ):
-        assert torch.equal(a.view(torch.uint8), b.cpu().view(torch.uint8))
 
 
 # A whole layer ------------------------------------------------------------------------------------
 
-VARIANTS = {
+LAYERS = {
     "plain": {},
     "interleaved by 1": {"activation": swiglu(interleave=1, limit=1.0, alpha=1.702, up_offset=1.0)},
-    "interleaved by 8": {"activation": swiglu(interleave=8)},
+    "bias": {
+        "activation": swiglu(interleave=8),
+        "gate_up_bias": torch.randn(E, 2 * I),
+        "down_bias": torch.randn(E, H),
+    },
     "interleaved by 32": {"activation": swiglu(interleave=32)},
-    "bias": {"gate_up_bias": torch.randn(E, 2 * I), "down_bias": torch.randn(E, H)},
     "scale on the input": {"scale_on": "input"},
     "local experts": {"first_expert": 2},
 }
+SOME_LAYERS = [
+    *((*PAIRS[0], name) for name in LAYERS),
+    *((*pair, name) for pair in PAIRS[1:] for name in ("interleaved by 1", "bias")),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_whole_layer(name, layout):
-    kwargs = {
-        k: v.bfloat16().cuda() if isinstance(v, torch.Tensor) else v
-        for k, v in VARIANTS[name].items()
-    } | {"weight_layout": layout}
-    for count in (1, 10, 21, 37, 500):
-        args = [*tokens(torch.randint(0, E, (count, K), generator=generator())), *quantized(layout)]
-        program("expert_mlp", args, kwargs)
-        close(*mlp(args, **kwargs), 8e-3)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("share", [0.3, 1.0])
-def test_ids_of_no_expert(name, layout, share):
-    """-1 for single slots and for whole tokens, in calls of few rows, whose product finds its tiles
-    in ids, and of more.
+@pytest.mark.parametrize("of_no_expert", [0, 0.3, 1])
+@pytest.mark.parametrize(("fmt", "activations", "name"), SOME_LAYERS)
+def test_a_whole_layer(fmt, activations, name, of_no_expert, layout):
+    """With ids of -1 too, for single slots and for whole tokens, in calls of few rows, whose
+    product finds its tiles in ids, and of more.
     """
-    kwargs = {
-        k: v.bfloat16().cuda() if isinstance(v, torch.Tensor) else v
-        for k, v in VARIANTS[name].items()
-    } | {"weight_layout": layout}
+    dtype, g = DTYPES[activations], generator()
+    changes = {
+        k: v.to(dtype).cuda() if isinstance(v, torch.Tensor) else v for k, v in LAYERS[name].items()
+    }
+    weights = [
+        stored(
+            quantize(torch.randn(E, *shape, generator=g) * 0.05, encoding=ENCODINGS[fmt]), layout
+        )
+        for shape in ((2 * I, H), (H, I))
+    ]
+    kwargs = {**changes, "weight_format": fmt, "weight_layout": layout}
     for count in (1, 4, 10, 21, 37, 500):
         ids = torch.randint(0, E, (count, K), generator=generator())
-        ids[torch.rand(ids.shape, generator=generator(1)) < share] = -1
-        ids[-1] = -1
+        ids[torch.rand(ids.shape, generator=generator(1)) < of_no_expert] = -1
         x, ids, w = tokens(ids)
-        x[-1] = math.nan  # padding
-        found, want = mlp([x, ids, w, *quantized(layout)], **kwargs)
+        x[(ids == -1).all(1)] = math.nan  # padding
+        args = (x.to(dtype), ids, w, *weights)
+        found = by_kernels("fused_experts", args, kwargs)
         fusion_moe.synchronize()  # -1 is no fault
-        close(found, want, 8e-3)
+        close(found, by_reference(ops.fused_experts, *args, **kwargs), ROUNDINGS[activations])
         assert not found[(ids == -1).all(1)].any()
-        if "first_expert" not in kwargs:
-            assert torch.equal(
-                found, ops.expert_mlp(x, ids, w, *quantized(layout), first_expert=0, **kwargs)
-            )
 
 
 @pytest.mark.parametrize("inner", [384, 512])
@@ -511,19 +461,8 @@ def test_a_layer_of_two_repeats(variant, changes, inner, monkeypatch):
             *tokens(torch.randint(0, E, (count, K), generator=generator()), hidden),
             *quantized("w16x64", E, hidden, inner),
         ]
-        given = list(bind(SPECS["expert_mlp"], args, kwargs).tensors.values())
-        made = program("expert_mlp", args, kwargs)
-        poison()
-        found = made(given)[0]
-        with options.override(target="reference"):
-            close(found, ops.expert_mlp(*args, **kwargs), 8e-3)
-
-
-@few
-@given(routings(), st.sampled_from(LAYOUTS))
-def test_any_routing(routing: Routing, layout):
-    args = [*tokens(routing.ids), *quantized(layout, routing.groups)]
-    close(*mlp(args, weight_layout=layout), 8e-3)
+        found = by_kernels("expert_mlp", args, kwargs)
+        close(found, by_reference(ops.expert_mlp, *args, **kwargs), 8e-3)
 
 
 @pytest.mark.parametrize("groups", [1, 8, 37, 256, 300])
@@ -543,8 +482,7 @@ def test_ids_are_routed_by_blocks_of_one_warp_and_of_several(count, slots, group
     ):
         poison()
         found = ops.route(these.cuda(), groups)
-        with options.override(target="reference"):
-            want = ops.route(these.cuda(), groups)
+        want = by_reference(ops.route, these.cuda(), groups)
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
@@ -559,41 +497,40 @@ def test_small_operations():
         torch.randperm(50, generator=g).view(10, 5).int(), torch.rand(10, 5, generator=g)
     )
     ends = torch.tensor([3, 3, 9, 9, 20, 31, 31, 48], dtype=torch.int32).cuda()
-    calls = {"combine": (y, slot_of, w), "group_add": (y, bias, ends)}
-    for name, args in calls.items():
-        program(name, args, {})
-        poison()
-        found = getattr(ops, name)(*args)
-        with options.override(target="reference"):
-            assert torch.equal(found, getattr(ops, name)(*args))
-    found = ops.scaled_swiglu(x, scale, 8)
-    with options.override(target="reference"):
-        close(found, ops.scaled_swiglu(x, scale, 8), 1e-3)
-
-
-def test_twenty_runs_are_equal():
-    args = [*tokens(torch.randint(0, E, (300, K), generator=generator())), *quantized("w16x64")]
-    first = ops.expert_mlp(*args, weight_layout="w16x64")
-    for _ in range(20):
-        poison()
-        assert torch.equal(ops.expert_mlp(*args, weight_layout="w16x64"), first)
+    for name, args in {"combine": (y, slot_of, w), "group_add": (y, bias, ends)}.items():
+        found = by_kernels(name, args, {})
+        assert torch.equal(found, by_reference(getattr(ops, name), *args))
+    close(ops.scaled_swiglu(x, scale, 8), by_reference(ops.scaled_swiglu, x, scale, 8), 1e-3)
 
 
 # Bad input ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ends", "bad"),
-    [([9, 3, 4, 40], 1), ([-5, 3, 3, 3], 0), ([2**31 - 1] * 4, 0), ([3, 3, 3, 21], 3)],
-)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bad_ends_are_made_safe_and_reported(ends, bad, layout):
-    a, weight = torch.randn(20, 128).bfloat16().cuda(), stored(random_weight(4, 32, 128), layout)
-    found = product(a, weight, torch.tensor(ends, dtype=torch.int32).cuda(), layout)
-    with pytest.raises(GroupsError, match=rf"offs\[{bad}\] = {ends[bad]}, in an earlier call"):
+def check_bad_ends(layout: str) -> None:
+    """They are made safe, and reported once."""
+    a = torch.randn(300, 128).bfloat16().cuda()
+    weight = stored(exact_weight(NVFP4, 4, 32, 128), layout)
+    for ends, bad in (
+        ([90, 30, 40, 400], 1),
+        ([-5, 30, 30, 30], 0),
+        ([2**31 - 1] * 4, 0),
+        ([3, 43, 83, 301], 3),
+    ):
+        args = (a, *weight, torch.tensor(ends, dtype=torch.int32).cuda())
+        found = by_kernels("nvfp4_grouped_mm", args, {"weight_layout": layout})
+        with pytest.raises(GroupsError, match=rf"offs\[{bad}\] = {ends[bad]}, in an earlier call"):
+            fusion_moe.synchronize()
+        assert found.isfinite().all()
         fusion_moe.synchronize()
-    assert found.isfinite().all()
-    fusion_moe.synchronize()  # said once
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bad_ends_are_made_safe_and_reported(layout):
+    check_bad_ends(layout)
+
+
+def test_bad_ends_of_uneven_groups(uneven):
+    check_bad_ends("w16x64")
 
 
 @pytest.mark.parametrize("count", [6, 10, 11, 21, 22])  # 18, 30, 33, 63, 66 ids
@@ -631,8 +568,8 @@ def test_one_graph_replays_with_any_routing(layout):
         ids[:seed] = -1
         found.fill_(math.nan)
         graph.replay()
-        with options.override(target="reference"):
-            close(found, ops.expert_mlp(x, ids, w, *weights, weight_layout=layout), 8e-3)
+        want = by_reference(ops.expert_mlp, x, ids, w, *weights, weight_layout=layout)
+        close(found, want, 8e-3)
 
 
 @pytest.mark.parametrize("before", ["kernel", "copy", "other stream"])
@@ -660,8 +597,8 @@ def test_a_call_waits_for_what_is_before_it(before):
         given[0].neg_()
         given[1].copy_(torch.randint(0, E, ids.shape, generator=generator(seed)))
         for result in (graph.replay() or found, made()):
-            with options.override(target="reference"):
-                close(result, ops.expert_mlp(*given, w, *weights, weight_layout="w16x64"), 8e-3)
+            want = by_reference(ops.expert_mlp, *given, w, *weights, weight_layout="w16x64")
+            close(result, want, 8e-3)
 
 
 @pytest.mark.parametrize("count", [1, 33])
@@ -679,30 +616,5 @@ def test_compiled_with_cuda_graphs(mode, count):
     with torch.inference_mode():
         for seed, used in enumerate((E, E, E, 1, 2)):
             x, ids, w = tokens(torch.randint(0, used, (count, K), generator=generator(seed)))
-            with options.override(target="reference"):
-                want = layer(x, ids, w)
-            close(compiled(x, ids, w).clone(), want, 8e-3)
+            close(compiled(x, ids, w).clone(), by_reference(layer, x, ids, w), 8e-3)
     assert counters["inductor"]["cudagraph_skips"] == 0
-
-
-def test_nothing_is_compiled_during_a_capture():
-    args = [*tokens(torch.zeros(7, 1, dtype=torch.long)), *quantized("w16x64", 3)]
-    graph = torch.cuda.CUDAGraph()
-    with (
-        pytest.raises(BuildError, match="not compiled yet, and a CUDA graph is being captured"),
-        torch.cuda.graph(graph),
-    ):
-        ops.expert_mlp(*args, weight_layout="w16x64")
-    torch.cuda.synchronize()
-
-
-def test_the_reference_is_said_to_be_used():
-    args = [*tokens(torch.zeros(7, 1, dtype=torch.long)), *quantized("linear")]
-    args[0] = args[0].float()
-    made = bind(SPECS["expert_mlp"], args, {})
-    program = compile_fusion(
-        fusion_of("expert_mlp", eager_types(made), made.others), TARGETS["cuda"], Options()
-    )
-    products = [k for k in program.kernels if k.backend == "reference"]
-    assert [k.segment.fusion.ops[-1].kind.name for k in products] == ["grouped_mm"] * 2
-    assert all("activations in f32" in k.why for k in products)

@@ -11,6 +11,7 @@ import long_sums
 import pytest
 import torch
 from hopper import ON_HOPPER
+from test_cuda_kernels import DTYPES
 from torch import Tensor
 
 import fusion_moe
@@ -22,12 +23,12 @@ from fusion_moe.errors import GroupsError
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
 from fusion_moe.nn import GroupedLinear, ScaledSwiGLU, Sequential, swiglu
+from fusion_moe.recipe import MXFP8BlockScaling
 from fusion_moe.runtime.program import Program
 
 pytestmark = ON_HOPPER
 
 ops = torch.ops.fusion_moe
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 SPLITS = {
     "ragged": [0, 1, 7, 15, 17, 127, 128, 129],
     "none": [0, 0, 0, 0],
@@ -339,10 +340,10 @@ def mlp() -> Sequential:
 
 
 class Step:
-    """Forward, backward and a fused AdamW step on static tensors."""
+    """Forward, backward and a fused AdamW step on static tensors, under a recipe."""
 
-    def __init__(self) -> None:
-        self.model = mlp()
+    def __init__(self, recipe: MXFP8BlockScaling | None = None) -> None:
+        self.model, self.recipe = mlp(), recipe
         self.x = torch.randn(ROWS, HIDDEN, device="cuda").bfloat16().requires_grad_()
         self.dy, self.scales = (
             torch.randn(ROWS, HIDDEN, device="cuda").bfloat16(),
@@ -354,7 +355,8 @@ class Step:
         )
 
     def __call__(self) -> list[Tensor]:
-        y = self.model(self.x, self.splits, self.scales, self.splits, self.scales)
+        with fusion_moe.autocast(self.recipe):
+            y = self.model(self.x, self.splits, self.scales, self.splits, self.scales)
         params = [self.x, self.scales, *self.model.parameters()]
         grads = torch.autograd.grad(y, params, self.dy)
         for p, g in zip(self.model.parameters(), grads[2:], strict=True):
@@ -363,8 +365,11 @@ class Step:
         return [y.detach(), *grads]
 
 
-def test_a_captured_step_equals_eager_with_other_splits():
-    eager, captured = Step(), Step()
+@pytest.mark.parametrize(
+    "recipe", [None, MXFP8BlockScaling(), MXFP8BlockScaling(wgrad="bf16")], ids=str
+)
+def test_a_captured_step_equals_eager_with_other_splits(recipe):
+    eager, captured = Step(recipe), Step(recipe)
     with torch.no_grad():
         captured.x.copy_(eager.x), captured.dy.copy_(eager.dy), captured.scales.copy_(eager.scales)
     stream = torch.cuda.Stream()
@@ -447,44 +452,3 @@ def test_compiled_equals_eager(mode):
             model(x, splits, scales, splits, scales), [x, scales, *model.parameters()], dy
         )
         assert all(map(torch.equal, found, want))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_main_grad(dtype, overwrite):
-    layer_ = GroupedLinear(
-        4,
-        64,
-        48,
-        device="cuda",
-        dtype=torch.bfloat16,
-        bias=False,
-        accumulate_into_main_grad=True,
-        single_grouped_weight=True,
-    )
-    layer_.weight.main_grad = torch.full(
-        (4, 48, 64), float("nan") if overwrite else 0.5, device="cuda", dtype=dtype
-    )
-    layer_.weight.overwrite_main_grad, layer_.weight.grad_added_to_main_grad = overwrite, False
-    x, dy = integers(90, 64, dtype=torch.bfloat16), integers(90, 48, dtype=torch.bfloat16)
-    splits = torch.tensor([10, 0, 50, 30], device="cuda")
-    layer_(x, splits).backward(dy)
-    want = torch.stack(
-        [
-            b.float().T @ a.float()
-            for a, b in zip(x.split(splits.tolist()), dy.split(splits.tolist()), strict=True)
-        ]
-    )
-    assert torch.equal(layer_.weight.main_grad, (want + (0 if overwrite else 0.5)).to(dtype))
-    assert layer_.weight.grad_added_to_main_grad
-
-
-def test_groups_in_state_dicts_have_storages_of_their_own():
-    """On the parameters' memory: accelerate and safetensors take tensors of one storage for one."""
-    layer = GroupedLinear(3, 16, 8, bias=False, dtype=torch.bfloat16, device="cuda")
-    state = layer.state_dict()
-    assert len({t.untyped_storage().data_ptr() for t in state.values()}) == 3
-    assert all(t.is_cuda and torch.equal(t, getattr(layer, name)) for name, t in state.items())
-    state["weight1"].zero_()
-    assert not layer.weight1.any()
-    assert layer.weight2.any()

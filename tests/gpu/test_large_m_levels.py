@@ -10,7 +10,7 @@ import pytest
 import torch
 from hopper import ON_HOPPER
 from kernel_tables import use_variant
-from test_cuda_encodings import exact_weight, product
+from test_cuda_kernels import exact_weight, product
 from test_cuda_source import build, needs_nvdisasm, only, product_of, sass
 
 from fusion_moe.arch import H200

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fusion_moe
-from fusion_moe import FusionDefinition, options
+from fusion_moe import options
 from fusion_moe.encodings import NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.layouts import SF128X4
@@ -264,38 +264,3 @@ def test_four_bit_products_are_refused_before_launch():
     with pytest.raises(UnsupportedError, match="activation_format = 'nvfp4' on sm_90"), nvfuser():
         ops.nvfp4_grouped_mm(*args, activation_format="nvfp4")
     assert torch.zeros(1).cuda().item() == 0  # the context is alive
-
-
-def test_the_cpu_is_refused():
-    with (
-        nvfuser(),
-        pytest.raises(
-            UnsupportedError,
-            match="sm_90 requires a CUDA device with compute capability 9.0, got cpu",
-        ),
-    ):
-        ops.nvfp4_grouped_mm(
-            tokens(3)[0], *quantized()[:3], torch.tensor([1, 2, 3, 3], dtype=torch.int32)
-        )
-
-
-def test_swiglu_alone_is_one_definition():
-    x = torch.randn(50, 2 * I, generator=generator()).bfloat16().cuda()
-    with nvfuser():
-        found = ops.scaled_swiglu(x, torch.rand(50).cuda() * 0 + 0.5, interleave=8)
-    close(found, ops.scaled_swiglu(x, torch.full((50,), 0.5).cuda(), interleave=8))
-
-
-def test_a_fusion_by_hand():
-    fd = FusionDefinition()
-    x = fd.define_tensor(shape=[-1, 64], dtype="bf16")
-    fd.add_output(
-        fd.ops.cast(
-            fd.ops.sum(fd.ops.cast(fd.ops.silu(x), dtype="f32"), dims=(1,), keepdim=False),
-            dtype="bf16",
-        )
-    )
-    t = torch.randn(9, 64).bfloat16().cuda()
-    with nvfuser():
-        (found,) = fusion_moe.run(fd.fusion(), [t])
-    close(found, fd.fusion().evaluate(t)[0])
