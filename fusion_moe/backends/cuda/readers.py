@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ...encodings import ENCODINGS, Encoding, Scale, find
+from ...encodings.encoding import Element
 from ...encodings.orders import UNCHANGED
 from ...errors import UnsupportedError
 from ..cxx.statements import inner
@@ -155,7 +156,7 @@ def _descriptor(of: Encoding, tiled: bool) -> list[str]:
                 f"static constexpr bool AFFINE = {str(of.element.affine is not None).lower()};",
                 f"static constexpr u32 FLIP = {flip};",
                 f"static constexpr i32 FIRST = {first};",
-                *([] if of.element.affine else _look_up("number", of.element.values)),
+                *([] if of.element.affine else _number(of.element)),
                 *(line for i, s in enumerate(scales) for line in _scale(i, s, tiled)),
                 f"using Scales = Parts<{', '.join(f'Scale{i}' for i in range(len(scales)))}>;",
                 *(["struct Matrix {", *inner(matrix), "};"] if outer else []),
@@ -164,6 +165,22 @@ def _descriptor(of: Encoding, tiled: bool) -> list[str]:
         ),
         "};",
     ]
+
+
+def _number(of: Element) -> list[str]:
+    """What a code means: codes of floats of few bits by their bits, others by a table."""
+    half, wanted = 2 ** (of.bits - 1), torch.tensor(of.values)
+    codes = torch.arange(2 * half, dtype=torch.int32)
+    for mantissa in range(of.bits - 1):
+        sizes = ((codes % half) << (23 - mantissa)).view(torch.float32)
+        factor = of.values[1] / float(sizes[1])
+        found = torch.where(codes < half, sizes, -sizes) * factor
+        if torch.equal(found.view(torch.int32), wanted.view(torch.int32)):
+            bits = f"(code & {half}u) << {32 - of.bits} | (code & {half - 1}u) << {23 - mantissa}"
+            return _function(
+                "@ float number(u32 code)", f"__uint_as_float({bits}) * {factor.hex()}f"
+            )
+    return _look_up("number", of.values)
 
 
 def _scale(i: int, scale: Scale, tiled: bool) -> list[str]:
