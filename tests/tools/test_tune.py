@@ -22,7 +22,6 @@ from fusion_moe.backends.cuda.table import (
     parse,
     path_of,
     table_of,
-    text,
 )
 from fusion_moe.backends.cuda.variants import SETS, Matrices
 from fusion_moe.runtime import nvrtc
@@ -182,7 +181,7 @@ def test_a_fit_from_the_command_line(tmp_path):
     assert "\ntiled: up to 39, weights up to 536870912: M32\n" in done.stdout
     assert path_of(H200).read_bytes() == before
     found = fit.fit(table_of(H200), timings())
-    assert parse(text(found), "t.json") == found
+    assert parse(fit.text(found)) == found
 
 
 @pytest.mark.parametrize(
@@ -255,7 +254,7 @@ def test_what_a_sweep_times(part):
         assert len({way(w) for w in ways}) == len(ways) > 1 or tokens == 4096
         for classes in ways:
             assert all(c.variant.fits(product.matrices, H200) for c in classes)
-            made = Launch(sweep.Forced(product, classes)).call.choose(
+            made = Launch(sweep.Forced(product, classes)).choose(
                 {product.fusion.symbols[0]: rows}, H200
             )
             assert [kernel.name for kernel in made.kernels] == [c.variant.name for c in classes]

@@ -200,7 +200,8 @@ def makers_of(made: Any) -> list[tuple[Sequence[str], Maker]]:
     if not find_spec("fusion_moe.backends.cuda.choose"):
         return [(source.fusion.symbols, source.launches) for source in having(made, "launches")]
     calls = [
-        *(kernel.launch.call for kernel in made.kernels),
+        # an older tree has a call in a launch
+        *(getattr(kernel.launch, "call", kernel.launch) for kernel in made.kernels),
         *([made.joined] if made.joined else []),
     ]
     return [

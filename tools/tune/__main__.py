@@ -28,7 +28,7 @@ from pathlib import Path
 import fit
 import timings as files
 
-from fusion_moe.backends.cuda.table import path_of, table_of, text
+from fusion_moe.backends.cuda.table import path_of, table_of
 
 HERE = Path(__file__).parent
 
@@ -135,7 +135,7 @@ def _fit(asked: argparse.Namespace) -> int:
     print("\nbefore:", *fit.summary(fit.fitted(before, found)))
     print("\n".join(fit.changes(before, after)) or "nothing changes")
     if asked.write:
-        path_of(found.arch).write_text(text(after), encoding="utf-8")
+        path_of(found.arch).write_text(fit.text(after), encoding="utf-8")
         print(f"written to {path_of(found.arch)}")
     return 0
 

@@ -7,12 +7,14 @@ least sum of losses, beyond 5 % three times, and of a price for each regime.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 from timings import Cell, Timings, way
 
@@ -52,6 +54,33 @@ _SMALL_UP_TO = 5
 # of rows that are no product's result, for kernels that read them in fragment order: no sweep times
 # it
 _REORDERING_US = 1.5
+
+
+def text(found: Table) -> str:
+    """A table as JSON, with a line for each regime."""
+    names = {variants: name for name, variants in SETS.items()}
+
+    def line(regime: Regime) -> str:
+        said: dict[str, Any] = {
+            "max_average": None if regime.max_average == ALWAYS else regime.max_average
+        }
+        said["variants"] = names[regime.variants]
+        if regime.size_classes:
+            said["size_classes"] = [
+                [most, names[variants]] for most, variants in regime.size_classes
+            ]
+        said |= {
+            key: bound
+            for key in ("max_groups", "below_weights")
+            if (bound := getattr(regime, key)) is not None
+        }
+        return "    " + json.dumps(said)
+
+    parts = list[str]()
+    for name in KINDS:
+        lines = ",\n".join(map(line, getattr(found, name)))
+        parts.append(f'  "{name}": [\n{lines}\n  ]')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,7 @@ class Swept:
             having = [t for t in tokens if classes in self.ways[t]]
             # between them kernels change once at most, where blocks become more than a wave
             for t in (having[0], having[-1]):
-                for kernel in launch.call.choose({self.symbol: t * task.layer.slots}, arch).kernels:
+                for kernel in launch.choose({self.symbol: t * task.layer.slots}, arch).kernels:
                     texts[kernel.text] = kernel
         self.kernels = len(texts)
         self._builds: list[Future[object]] = [

@@ -107,7 +107,7 @@ def choices(
         choice = joined.choose(sizes, arch, any_size)
         return (choice,), choice.steps
     alone = [
-        k.launch.call.choose(sizes, arch, any_size) if isinstance(k.launch, Launch) else None
+        k.launch.choose(sizes, arch, any_size) if isinstance(k.launch, Launch) else None
         for k in kernels
     ]
     return tuple(choice for choice in alone if choice), tuple(

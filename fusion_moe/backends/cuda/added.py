@@ -43,29 +43,21 @@ def functions(source: Source, plan: ProductPlan) -> list[str]:
     """
     if not plan.added:
         return ["static constexpr i32 ADDED = 0;"]
-    if len(plan.added) > 1:
-        raise _refusal(plan, f"no kernel adds {len(plan.added)} products to another", "one")
-    (product,) = plan.added
-    features, dtype = known(product.size(product.contracted)), plan.a.type.dtype
+    product, dtype = plan.added[0], plan.a.type.dtype
+    features = known(product.size(product.contracted))
     found = source.elements().row_in_memory(product.a, _M, features)
-    if {product.a.type.dtype, product.b.type.dtype} != {dtype}:
+    if (
+        len(plan.added) > 1
+        or {product.a.type.dtype, product.b.type.dtype} != {dtype}
+        or features % _LANE
+        or found is None
+        or found[1] != _M
+    ):
+        types = " and ".join(f"{p.a.type} by {p.b.type}" for p in plan.added)
         raise _refusal(
             plan,
-            f"no kernel adds {product.op.kind.name} of {product.a.type} and {product.b.type} to "
-            "another product",
-            dtype,
-        )
-    if features % _LANE:
-        raise _refusal(
-            plan,
-            f"no kernel adds a second product that contracts {features} features",
-            f"a multiple of {_LANE}",
-        )
-    if found is None or found[1] != _M:
-        raise _refusal(
-            plan,
-            f"rows {product.a.type} of an added product are computed in the same segment",
-            "rows in memory",
+            f"no kernel adds {types} to another product",
+            f"one product of {dtype} rows in memory, of a multiple of {_LANE} features",
         )
     return [
         f"static constexpr i32 ADDED = {features};  // that the added product contracts",

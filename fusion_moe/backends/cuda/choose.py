@@ -40,15 +40,16 @@ class Step:
 
     def __str__(self) -> str:
         """The titles of the kernels, and what they are chained with."""
-        chained = {
+        return "; ".join([", ".join(kernel.title for kernel in self.kernels), *self.chained])
+
+    @property
+    def chained(self) -> list[str]:
+        """What the rows of its product are chained with."""
+        said = {
             "activations in fragment order, of segment": self.previous,
             "result in fragment order, for segment": self.next,
         }
-        said = [
-            ", ".join(kernel.title for kernel in self.kernels),
-            *(f"{what} {i}" for what, i in chained.items() if i is not None),
-        ]
-        return "; ".join(said)
+        return [f"{what} {i}" for what, i in said.items() if i is not None]
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,7 @@ class Choice:
                     f"    {kernel.title}: {kernel.grid(self.arch)} blocks{clusters} of "
                     f"{kernel.threads} threads{shared}"
                 )
-            if step.previous is not None:
-                yield f"    reads the result of segment {step.previous} in fragment order"
-            if step.next is not None:
-                yield f"    writes its result in fragment order, for segment {step.next}"
+            yield from (f"    {said}" for said in step.chained)
         yield f"workspace: {self.workspace.nbytes} bytes"
         for offset, array in sorted(
             zip(self.workspace.offsets, self.workspace.arrays, strict=True),

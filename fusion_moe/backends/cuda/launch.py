@@ -239,34 +239,29 @@ class Call:
         results = ((tuple(storage_shape(v.type, sizes)), DTYPES[v.type.dtype]) for v in parts.made)
         of_parts = zip(parts.parts, parts.places, choice.steps, strict=True)
         steps = (
-            _Loaded(_numbers(part.source, sizes), places, _loaded(step, cubins, device.index))
+            _Loaded(
+                tuple(sizes[s] for s in part.source.fusion.symbols),
+                places,
+                _loaded(step, cubins, device.index),
+            )
             for part, places, step in of_parts
         )
         return _Prepared(tuple(results), choice.workspace, tuple(steps), until)
 
 
-class Launch:
+class Launch(Call):
     """launch(*inputs, sizes=...) -> outputs: the kernels of a segment. variant: the option
     cuda_variant.
     """
 
     def __init__(self, source: Source, variant: str = AUTO):
-        self.source, self.call = source, Call(one_part(source, variant))
+        super().__init__(one_part(source, variant))
+        self.source = source
 
-    def builds(self, device: torch.device, sizes: Sizes) -> Iterator[Build]:
-        """The kernels for a call of these sizes."""
-        return self.call.builds(device, sizes)
-
-    def is_loaded(self, device: torch.device, sizes: Sizes) -> bool:
-        """Whether `load` has nothing to do."""
-        return self.call.is_loaded(device, sizes)
-
-    def load(self, device: torch.device, sizes: Sizes) -> None:
-        """Loads the kernels."""
-        self.call.load(device, sizes)
-
-    def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
-        return self.call(inputs, sizes)
+    def __call__(  # type: ignore[override]  # kernels get their inputs one by one
+        self, *inputs: torch.Tensor, sizes: Sizes
+    ) -> tuple[torch.Tensor, ...]:
+        return super().__call__(inputs, sizes)
 
 
 def _title(parts: Parts) -> str:
@@ -322,10 +317,6 @@ def _missing(choice: Choice) -> list[Build]:
 @cache
 def _headers() -> nvrtc.Headers:
     return nvrtc.headers(KERNELS)
-
-
-def _numbers(source: Source, sizes: Sizes) -> tuple[int, ...]:
-    return tuple(sizes[s] for s in source.fusion.symbols)
 
 
 def _loaded(

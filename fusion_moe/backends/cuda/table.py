@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ...arch import H200, Arch
-from ...errors import ParseError
 from .variants import SETS, Matrices, Variant
 
 TABLES = Path(__file__).parent / "tables"
@@ -72,12 +71,9 @@ def kind_of(of: Matrices) -> str:
 
 @cache
 def table_of(arch: Arch) -> Table:
-    """The table of a GPU; the H200's for a GPU that was not tuned. ParseError if the file is not a
-    table.
-    """
+    """The table of a GPU; the H200's for a GPU that was not tuned."""
     path = path_of(arch)
-    path = path if path.exists() else path_of(H200)
-    return parse(path.read_text(encoding="utf-8"), path.name)
+    return parse((path if path.exists() else path_of(H200)).read_text(encoding="utf-8"))
 
 
 def path_of(arch: Arch) -> Path:
@@ -85,48 +81,10 @@ def path_of(arch: Arch) -> Path:
     return TABLES / f"{arch.name.lower().replace(' ', '_')}.json"
 
 
-# Text ---------------------------------------------------------------------------------------------
-
-
-def text(found: Table) -> str:
-    """A table as JSON, with a line for each regime."""
-    names = {variants: name for name, variants in SETS.items()}
-
-    def line(regime: Regime) -> str:
-        said: dict[str, Any] = {
-            "max_average": None if regime.max_average == ALWAYS else regime.max_average
-        }
-        said["variants"] = names[regime.variants]
-        if regime.size_classes:
-            said["size_classes"] = [
-                [most, names[variants]] for most, variants in regime.size_classes
-            ]
-        said |= {
-            key: bound
-            for key in ("max_groups", "below_weights")
-            if (bound := getattr(regime, key)) is not None
-        }
-        return "    " + json.dumps(said)
-
-    parts = list[str]()
-    for name in KINDS:
-        lines = ",\n".join(map(line, getattr(found, name)))
-        parts.append(f'  "{name}": [\n{lines}\n  ]')
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def parse(text: str, where: str) -> Table:
-    """The table in a text. ParseError if it is none: tools/tune writes them."""
-    try:
-        rows: dict[str, list[dict[str, Any]]] = json.loads(text)
-        found = {kind: tuple(_regime(**row) for row in rows[kind]) for kind in rows}
-        for kind, (*_, last) in found.items():
-            if last != Regime(ALWAYS, last.variants, last.size_classes):
-                raise ValueError(f"the last regime of {kind} has bounds")
-        return Table(**found)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ParseError(what, expected="a table of tools/tune", where=where) from None
+def parse(text: str) -> Table:
+    """The table in a text that tools/tune has written."""
+    rows: dict[str, list[dict[str, Any]]] = json.loads(text)
+    return Table(**{kind: tuple(_regime(**row) for row in rows[kind]) for kind in rows})
 
 
 def _regime(

@@ -85,7 +85,7 @@ def _refusal(op: Op, fusion: Fusion, target: Target) -> str | None:
     if any(plain(d) == 0 for t in types for d in t.shape):
         return f"{op.kind.name} of an empty tensor: nvFuser asserts"
     rule = _RULES.get(op.kind.name)
-    return rule(op, fusion, target) if rule else None
+    return rule(op, fusion, target) if rule else NEVER.get(op.kind.name)
 
 
 def _cast(op: Op, fusion: Fusion, target: Target) -> str | None:
@@ -194,13 +194,6 @@ def _stored_scale(op: Op, target: Target) -> str | None:
     return None
 
 
-def _swizzle(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return (
-        "grouped_swizzle by itself: nvFuser leaves the padding uninitialized, and only its own "
-        "product may read the result"
-    )
-
-
 def _product(op: Op, fusion: Fusion, target: Target) -> str | None:
     product = GroupedProduct.of(op)
     if product.weight is None:
@@ -278,22 +271,20 @@ def _combine(op: Op, fusion: Fusion, target: Target) -> str | None:
     )
 
 
-def _scatter(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return "index_put_accumulate: nvFuser's scatter does not add"
-
-
-def _group_sum(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return "group_sum: nvFuser has no sums over ragged dimensions"
-
-
-def _scores(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return f"{op.kind.name}: nvFuser leaves open which of equal scores it chooses"
-
-
 def _is_output(op: Op, fusion: Fusion) -> bool:
     return any(v in fusion.outputs for v in op.outputs)
 
 
+# whatever the types
+NEVER = {
+    "grouped_swizzle": "grouped_swizzle by itself: nvFuser leaves the padding uninitialized, and "
+    "only its own product may read the result",
+    "index_put_accumulate": "index_put_accumulate: nvFuser's scatter does not add",
+    "group_sum": "group_sum: nvFuser has no sums over ragged dimensions",
+} | {
+    name: f"{name}: nvFuser leaves open which of equal scores it chooses"
+    for name in ("topk_ids", "topk_weights", "topk_weights_backward")
+}
 Rule = Callable[[Op, Fusion, Target], str | None]
 _RULES: dict[str, Rule] = {
     "cast": _cast,
@@ -302,13 +293,9 @@ _RULES: dict[str, Rule] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
     "relayout": _inside,
-    "grouped_swizzle": _swizzle,
     "grouped_mm": _product,
     "grouped_mm_t": _product,
     "grouped_outer": _product,
     "combine": _combine,
-    "index_put_accumulate": _scatter,
-    "group_sum": _group_sum,
     **dict.fromkeys(_SORTS, _sort),
-    **dict.fromkeys(("topk_ids", "topk_weights", "topk_weights_backward"), _scores),
 }
