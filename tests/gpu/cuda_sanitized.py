@@ -70,38 +70,25 @@ def in_layout(weight: Quantized, layout: str) -> list[torch.Tensor]:
     return list(W16X64.pack(*weight, encoding=weight.encoding) if packed else weight)
 
 
-def products(layout: str, k: int = 320) -> Iterator[Call]:
+def products(
+    layout: str, fmt: str = "nvfp4", activations: torch.dtype = torch.bfloat16, k: int = 320
+) -> Iterator[Call]:
     """Empty groups, rows of no group, one group with all rows; ends that decrease, are negative or
-    past the rows. k: of tiles.
+    past the rows. k: of tiles. Of other encodings than NVFP4 two calls.
     """
-    k, n = (80, 33) if layout == "linear" else (k, 80)
-    a, weight = (
-        torch.randn(M, k, generator=generator()).bfloat16(),
-        in_layout(exact_weight(NVFP4, G, n, k), layout),
+    k, n = (96, 33) if layout == "linear" else (k, 80)
+    a = torch.randn(M, k, generator=generator()).to(activations)
+    parts = in_layout(
+        quantize(torch.randn(G, n, k, generator=generator()), encoding=ENCODINGS[fmt]), layout
     )
     right = ([0, 1, 1, 30, 41], [0, 0, M, M, M], [0] * G)
     wrong = ([9, 3, 4, 400, 20], [-5, 3, 3, 3, BIG], [BIG] * G)
-    for ends in (*right, *wrong):
-        offs = torch.tensor(ends, dtype=torch.int32)
-        yield Call(
-            "nvfp4_grouped_mm", (a, *weight, offs), {"weight_layout": layout}, faulty=ends in wrong
-        )
-
-
-def encoded(fmt: str, activations: torch.dtype, layout: str) -> Iterator[Call]:
-    """The same with weights of another encoding: right ends and wrong ones."""
-    k, n, encoding = (96, 33, ENCODINGS[fmt]) if layout == "linear" else (320, 80, ENCODINGS[fmt])
-    parts = in_layout(
-        quantize(torch.randn(G, n, k, generator=generator()), encoding=encoding), layout
-    )
-    a = torch.randn(M, k, generator=generator()).to(activations)
-    for ends in ([0, 1, 1, 30, 41], [9, 3, 4, 400, 20]):
-        offs = torch.tensor(ends, dtype=torch.int32)
+    for ends in (*right, *wrong) if fmt == "nvfp4" else (right[0], wrong[0]):
         yield Call(
             "grouped_mm",
-            (a, parts, offs),
+            (a, parts, torch.tensor(ends, dtype=torch.int32)),
             {"weight_format": fmt, "weight_layout": layout},
-            faulty=ends[0] > ends[1],
+            faulty=ends in wrong,
         )
 
 
@@ -261,16 +248,17 @@ def inference() -> None:
             use_first(kind, regime)
             for call in (*products(layout), *layers(layout, tokens=7), *layers(layout, tokens=60)):
                 call.run()
-            for call in (
-                *encoded("mxfp4", torch.bfloat16, layout),
-                *encoded("int4", torch.bfloat16, layout),
-                *encoded("nvfp4", torch.float16, layout),
+            for fmt, dtype in (
+                ("mxfp4", torch.bfloat16),
+                ("int4", torch.bfloat16),
+                ("nvfp4", torch.float16),
             ):
-                call.run()
+                for call in products(layout, fmt, dtype):
+                    call.run()
     for layout, kind in (("linear", "wide_linear"), ("w16x64", "wide_tiled")):
         for variant in variants_of(kind):
             use_first(kind, Regime(ALWAYS, (variant,)))
-            for call in encoded("bf16", torch.bfloat16, layout):
+            for call in products(layout, "bf16"):
                 call.run()
 
 
