@@ -159,28 +159,6 @@ def build_all(kernels: Iterable[KernelSource], arch: Arch) -> None:
         assert all(path.stat().st_size for path in pool.map(partial(build, arch=arch), kernels))
 
 
-def sorted_rows(k: int, n: int = 1536, groups: int = 128) -> Product:
-    """One product, whose rows are in memory, sorted."""
-    t, e = TensorType, groups
-    given = {
-        "a": t((TOKENS, k), "bf16"),
-        "b_codes": t((e, n, k // 2), "u8"),
-        "b_block_scale": t((e, n, k // 16), "f8e4m3"),
-        "b_decode_scale": t((e,), "f32"),
-        "offs": t((e,), "i32"),
-    }
-    others = {"activation_format": "bf16", "weight_layout": "w16x64", "out_dtype": None}
-    lowered = lower(
-        fusion_of("nvfp4_grouped_mm", tuple(given.items()), tuple(others.items())),
-        TARGETS["cuda"],
-        Options(),
-    )
-    (segment,) = lowered.segments
-    source = emit(segment, TARGETS["cuda"]).launch.source
-    assert isinstance(source, Product)
-    return source
-
-
 @cache
 def sass(path: Path) -> tuple[str, ...]:
     """The instructions and labels of a cubin."""
@@ -280,6 +258,9 @@ def product_of(
     assert not kernel.why
     assert isinstance(kernel.launch.source, Product)
     return kernel.launch.source
+
+
+sorted_rows = partial(product_of, "nvfp4", "bf16", "w16x64", n=1536, groups=128)
 
 
 @pytest.mark.parametrize("layout", ["linear", "w16x64"])

@@ -17,7 +17,6 @@ from torch import Tensor
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.backends import TARGETS
-from fusion_moe.backends.cuda.gemm import Gemm, PlainProduct, Wgrad
 from fusion_moe.compile import compile_fusion
 from fusion_moe.errors import GroupsError
 from fusion_moe.ir.builder import FusionDefinition
@@ -155,14 +154,6 @@ def test_products_exactly(kind, gathered, splits):
         (poisoned,) = program(given)
         assert torch.equal(poisoned, want)
     fusion_moe.synchronize()
-
-
-def test_which_kernels():
-    works = [
-        type(compiled(product(kind, "bf16", 4, 64, 64, "")).segments[0].plan.work)
-        for kind in ("fprop", "dgrad", "wgrad")
-    ]
-    assert works == [PlainProduct, Gemm, Wgrad]
 
 
 @pytest.mark.parametrize("kind", ["dgrad", "wgrad"])
@@ -402,30 +393,6 @@ def test_nothing_is_copied_to_the_host():
         step()
         torch.cuda.synchronize()
     assert not [e.name for e in profile.events() if "DtoH" in e.name]
-
-
-def test_make_graphed_callables():
-    model, other = mlp(), mlp()
-    x, dy = (
-        torch.randn(ROWS, HIDDEN, device="cuda").bfloat16().requires_grad_(),
-        torch.randn(ROWS, HIDDEN, device="cuda").bfloat16(),
-    )
-    # a tensor given twice would get its gradient twice
-    scales = [torch.rand(ROWS, device="cuda").requires_grad_() for _ in range(2)]
-
-    def arguments(pattern: list[int]) -> tuple[Tensor, ...]:
-        splits = [torch.tensor(pattern, device="cuda") for _ in range(2)]
-        return x, splits[0], scales[0], splits[1], scales[1]
-
-    graphed = torch.cuda.make_graphed_callables(model, arguments(PATTERNS[0]))
-    for pattern in PATTERNS:
-        found = torch.autograd.grad(
-            graphed(*arguments(pattern)), [x, *scales, *model.parameters()], dy
-        )
-        want = torch.autograd.grad(
-            other(*arguments(pattern)), [x, *scales, *other.parameters()], dy
-        )
-        assert all(map(torch.equal, found, want))
 
 
 @pytest.mark.slow

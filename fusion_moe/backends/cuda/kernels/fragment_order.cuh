@@ -1,18 +1,20 @@
-// Fragment order, in which large-M kernels can read activations: of each K block, the 16 bytes that
-// a row of a tensor core's operand has in one place hold the q-th pairs of all four blocks of 16 k,
-// as fragments do (weights/reader.cuh): q = 0, 4, 1, 5, 2, 6, 3, 7.
+// Fragment order is an order of the columns of activations in which large-M kernels can read them.
+// A K block of 64 columns has four blocks of 16, each of eight pairs. In fragment order every 16
+// bytes hold the pairs of one number from all four: first the pairs 0, then 4, 1, 5, 2, 6, 3, 7. A
+// lane's fragments of weights are made of the same columns (weights/reader.cuh).
 #pragma once
 
 #include "memory.cuh"
 
 namespace {
 
-// Where k stands.
+// The place of column k in a row.
 __device__ __forceinline__ constexpr i64 fragment_place(i64 k) {
     return k / 64 * 64 + k / 2 % 4 * 16 + k / 8 % 2 * 8 + k / 16 % 4 * 2 + k % 2;
 }
 
-// The eight numbers of 16 bits from place 8 * piece on, of rows of whole K blocks.
+// Returns the eight numbers of 16 bits that stand from place 8 * piece on. Rows have whole K
+// blocks.
 template <class T>
 __device__ __forceinline__ Vector<T, 8> fragment_piece(const T* x, i64 piece) {
     const u32* pair =
@@ -21,8 +23,8 @@ __device__ __forceinline__ Vector<T, 8> fragment_piece(const T* x, i64 piece) {
     return reinterpret_cast<const Vector<T, 8>&>(pairs);
 }
 
-// V columns of a result that follow each other, from j on: which they are, and where they are
-// stored in a row.
+// Says which V columns of a result a thread has, from j on, and where a row stores them: here
+// columns that follow each other.
 struct RowMajor {
     static constexpr bool FRAGMENT_ORDER = false;
     i32 j;
@@ -31,7 +33,7 @@ struct RowMajor {
     __device__ __forceinline__ i64 place() const { return j; }
 };
 
-// V columns that follow each other in fragment order: a pair of each block of 16, from j on.
+// The same for V columns that follow each other in fragment order, a pair of each block of 16.
 struct FragmentOrder {
     static constexpr bool FRAGMENT_ORDER = true;
     i32 j;
@@ -40,7 +42,7 @@ struct FragmentOrder {
     __device__ __forceinline__ i64 place() const { return fragment_place(j); }
 };
 
-// Stores columns of row m of a result, of group g: those that it has.
+// Stores those columns of row m, which is of group g, that result I has.
 template <int I, int V, class T, class Segment, class Columns>
 __device__ __forceinline__ void store_columns_of(const Segment& s, T* row, i32 m, i32 g, Columns at,
                                                  const float (&p)[Segment::COLUMNS_PER_RESULT][V]) {
@@ -63,7 +65,7 @@ __device__ __forceinline__ void store_columns_of(const Segment& s, T* row, i32 m
     }
 }
 
-// Of all results.
+// The same for all results.
 template <int V, int I = 0, class Segment, class Columns>
 __device__ __forceinline__ void store_columns(const Segment& s, i32 m, i32 g, Columns at,
                                               const float (&p)[Segment::COLUMNS_PER_RESULT][V]) {

@@ -1,7 +1,8 @@
 // Routing, and loops over the elements of results.
 //
-// `route` is a stable counting sort without a table: each group has a block, which reads all ids
-// and places those of its group. Blocks need nothing of each other, and ids come from a cache.
+// `route` is a stable counting sort without a table: there is a block for each group, which reads
+// all ids and places those of its group. No block needs what another one computes, and all but the
+// first to read an id find it in the cache.
 #pragma once
 
 #include "fragment_order.cuh"
@@ -9,9 +10,9 @@
 
 namespace {
 
-// The sorted rows of [T, slots] ids. Each warp of a block reads a run of ids. The ids of groups
-// begin at `first`, and a block more than there are groups places the rows of other ids, past the
-// last end. Unless LOCAL, those other than -1 are reported.
+// Sorts the rows of ids [T, slots] by group. Each warp of a block reads a run of ids. Group 0 has
+// the id `first`. One more block than there are groups places the rows of ids that name none, past
+// the last end; unless LOCAL, it reports those other than -1.
 template <class Id, bool LOCAL = false>
 struct Route {
     const Id* ids;  // [T, slots]
@@ -20,7 +21,7 @@ struct Route {
     i64* error;
     i32 first = 0;
 
-    // The rows of the block's group.
+    // Writes the end and the rows of the block's group.
     __device__ void run() const {
         __shared__ i32 before[MOST_WARPS],
             same[MOST_WARPS];  // ids of the groups before and of this one, that each warp has
@@ -45,7 +46,8 @@ struct Route {
   private:
     static constexpr i32 MOST_WARPS = 32;
 
-    // The group of an id, `groups` for ids of none; past the last id one without a block.
+    // Returns the group of the i-th id: `groups` if the id names none, and past the last id a
+    // number that no block has.
     __device__ __forceinline__ i32 group_at(i32 i) const {
         if (i >= count) return groups + 1;
         const i32 group = group_of_id(ids[i], first, groups);
@@ -54,7 +56,7 @@ struct Route {
         return group;
     }
 
-    // Those of a warp's ids that name a group get rows from `row` on.
+    // Gives the ids of a warp that name the group `mine` the rows from `row` on, in order.
     __device__ __forceinline__ void place(i32 from, i32 each, i32 mine, i32 row) const {
         const u32 lower_lanes = (1u << threadIdx.x % 32) - 1;
 #pragma unroll 8
@@ -79,7 +81,7 @@ __device__ __forceinline__ void for_all(i64 count, Body body) {
         body(i);
 }
 
-// The same on all warps: i is that of a warp.
+// Does the same with all warps: the lanes of a warp get the same i.
 template <class Body>
 __device__ __forceinline__ void for_all_warps(i64 count, Body body) {
     const i32 warps = blockDim.x / 32;
@@ -93,7 +95,7 @@ __device__ __forceinline__ float sum_of_warp(float x) {
     return x;
 }
 
-// Of the same lane of all warps of a block, in the first of them.
+// Adds what the same lane of all warps of a block has. The first warp gets the sums.
 template <int WARPS>
 __device__ __forceinline__ float sum_of_warps(float x) {
     __shared__ float of_warp[WARPS][32];
@@ -104,8 +106,8 @@ __device__ __forceinline__ float sum_of_warps(float x) {
     return total;
 }
 
-// The sum of terms start .. stop - 1, where add(first, end) is that of up to AT_ONCE. The sums of
-// such blocks are added in float64, so errors do not grow with the number of terms.
+// Returns the sum of the terms start .. stop - 1; add(first, end) returns that of up to AT_ONCE
+// terms. Sums of such blocks are added in float64, so errors do not grow with the number of terms.
 template <i64 AT_ONCE, class Add>
 __device__ __forceinline__ float sum_blocks(i64 start, i64 stop, Add add) {
     double total = 0;
@@ -117,7 +119,7 @@ __device__ __forceinline__ float sum_blocks(i64 start, i64 stop, Add add) {
     return float(total);
 }
 
-// The rows of a group, within those that there are; ends that are wrong are reported.
+// Returns the rows of a group, limited to rows that there are. Reports ends that are wrong.
 __device__ __forceinline__ MTile rows_of_group(const i32* ends, i64 g, i64 rows, i64* error) {
     const i32 before = g > 0 ? ends[g - 1] : 0, end = ends[g];
     if ((end < before || end < 0 || end > rows) && threadIdx.x == 0)
@@ -126,7 +128,7 @@ __device__ __forceinline__ MTile rows_of_group(const i32* ends, i64 g, i64 rows,
     return {i32(g), first, min(max(end, first), i32(rows))};
 }
 
-// Needs something now, so that it is in L1 later.
+// Uses a number, so that it is loaded now and is in L1 when it is needed.
 __device__ __forceinline__ void prefetch(i64 x) { asm volatile("" ::"l"(x)); }
 __device__ __forceinline__ void prefetch(float x) { asm volatile("" ::"f"(x)); }
 

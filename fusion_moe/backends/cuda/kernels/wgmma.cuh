@@ -1,5 +1,5 @@
-// Products of a warpgroup: 64 rows of one matrix, fragments in registers or a tile in shared
-// memory, times a tile of another in shared memory.
+// The products that a warpgroup makes at once: 64 rows of one matrix, which are fragments in
+// registers or a tile in shared memory, times a tile of another matrix in shared memory.
 #pragma once
 
 #include "numbers.cuh"
@@ -15,8 +15,8 @@ __device__ __forceinline__ u32 swizzled(u32 row, u32 piece) {
     return row * TILE_ROW_BYTES + (piece ^ row % 8) * 16;
 }
 
-// The descriptor of a tile at a multiple of 1024 bytes of shared memory; 2 more for each 16 k
-// further on.
+// Returns the descriptor of a tile at a multiple of 1024 bytes of shared memory. That of the next 16
+// columns of K is 2 more.
 __device__ __forceinline__ u64 tile_descriptor(u32 address) {
     constexpr u64 SWIZZLE_128 = 1;
     return SWIZZLE_128 << 62 | u64(CORE_MATRIX_BYTES >> 4) << 32 | 1ull << 16 |
@@ -33,18 +33,18 @@ __device__ __forceinline__ u64 tile_descriptor_mn(u32 address) {
            (address & 0x3FFFF) >> 4;
 }
 
-// Registers that products read or add to are complete; before the first product that follows such a
-// write.
+// Makes writes to registers visible to the products that read them or add to them. It stands before
+// the first product after such a write.
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// The products since the last commit become one group of which can be waited for.
+// Makes one group of the products since the last commit, which can be waited for.
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until at most `Pending` groups are not done.
+// Waits until at most `Pending` groups are not done.
 template <int Pending>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");

@@ -13,13 +13,13 @@ namespace {
 
 constexpr u32 SIGNS = 0x80008000;
 
-// Where a pair of codes has its exponents and mantissas.
+// The bits in which a pair of codes has its exponents and mantissas.
 template <class T>
 constexpr u32 SIZES = 0x01C001C0;
 template <>
 constexpr u32 SIZES<f16> = 0x0E000E00;
 
-// Two codes of a word of w16x64: of rows r or r + 8 (i), the half's.
+// Returns two codes of a word of a tile: those of one half of the columns, of row r or r + 8 (i).
 template <class T>
 __device__ __forceinline__ u32 codes_of_word(u32 word, int half, int i);
 

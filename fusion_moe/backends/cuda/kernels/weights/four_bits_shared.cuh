@@ -1,8 +1,9 @@
-// Tiles of codes of four bits in shared memory: where producers copy them, and how consumers read
-// them, and their scales.
+// Tiles of codes of four bits in shared memory: where producers copy the codes and their scales,
+// and how consumers read them.
 //
-// A lane copies 16 bytes of codes; the 32 bytes of two that follow each other in memory stay
-// together: apart, a product takes 1.1 to 1.5 times as long, as seen on an H200.
+// A lane copies 16 bytes of codes. The 32 bytes of two lanes that follow each other in memory stay
+// together in shared memory: when they were apart, a product took 1.1 to 1.5 times as long, as seen
+// on an H200.
 #pragma once
 
 #include "pipeline.cuh"
@@ -28,7 +29,7 @@ struct FourBits {
     }
 };
 
-// A lane's share of a tile.
+// What a lane has of a tile.
 struct TiledCodes {
     uint4 codes;
     u32 scales;  // two as they are stored: of rows r and r + 8
@@ -82,11 +83,11 @@ __device__ __forceinline__ constexpr i32 scales_of_lane(i32 lane) {
     return BYTES * (BLOCK == 16 ? 2 * lane : lane / 4 * (128 / BLOCK) + lane % 4 * 16 / BLOCK * 2);
 }
 
-// For activations in fragment order, tiles lie in shared memory as in global memory.
+// If activations are in fragment order, tiles lie in shared memory as in global memory.
 template <class Format, bool FRAGMENT_ORDER>
 struct FourBitShared {
     using Packed = TiledCodes;
-    u32 codes, scales;  // where a lane's are, after where those of all tiles begin
+    u32 codes, scales;  // the offsets of a lane's codes and scales among those of all tiles
 
     __device__ __forceinline__ FourBitShared(u32 first_code, u32 first_scale, i32 lane)
         : codes(first_code + swizzled_lane(lane, 0)),
@@ -108,17 +109,17 @@ struct FourBitShared {
     }
 };
 
-// Four matrices of 8 rows of 16 bytes, of which a lane says where one row lies: lane 4 r + c gets
-// word c of row r of each.
+// Loads four matrices of 8 rows of 16 bytes. Each lane says where one row lies, and lane 4 r + c
+// gets word c of row r of each matrix.
 __device__ __forceinline__ void load_matrices(u32 (&words)[4], const u8* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "r"(shared_address(row)));
 }
 
-// For row-major activations: step v multiplies by block v of 16 k, of which lane 4 r + c needs word
-// c of row r, and the scales. To ldmatrix the codes of a block are a matrix of 8 rows of 16 bytes;
-// four rows of it share no bank.
+// If activations are row-major, step v multiplies by block v of 16 columns, of which lane 4 r + c
+// needs word c of row r, and the scales. The codes of a block are a matrix of 8 rows of 16 bytes,
+// which ldmatrix loads; no two of four rows share a bank.
 template <class Format>
 struct FourBitShared<Format, false> {
     static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale),
@@ -157,14 +158,15 @@ struct FourBitShared<Format, false> {
     }
 };
 
-// A matrix of 8 x 8 numbers of 16 bits, of which lane 4 r + c has the c-th pair of row r.
+// Transposes a matrix of 8 x 8 numbers of 16 bits, of which lane 4 r + c has the c-th pair of row
+// r.
 __device__ __forceinline__ u32 transposed(u32 pair) {
     u32 found;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(pair));
     return found;
 }
 
-// Lane 4 r + c's, of lane 4 from + c.
+// Gives lane 4 r + c the number of lane 4 from + c.
 __device__ __forceinline__ u32 of_quarter(u32 x, int from) {
     constexpr int SAME_C = 0x031F;
     u32 found;
@@ -174,11 +176,11 @@ __device__ __forceinline__ u32 of_quarter(u32 x, int from) {
     return found;
 }
 
-// For dgrad, which contracts a tile's 16 rows: four tiles are the steps of a K block, each APART
-// tiles after the one before. Warp w of four multiplies by block w of their columns: to lane 4 r +
-// c go word c of row r of each tile, whose halves, columns, are transposed, and so codes of rows 2
-// c, 2 c + 1, and these 8 further on. Their scales: lane 4 (2 v + i) + c makes those of step v, and
-// all with c get them.
+// A dgrad contracts a tile's 16 rows: four tiles, each APART tiles after the one before, are the
+// steps of a K block. Warp w of four multiplies by block w of their columns. Lane 4 r + c loads
+// word c of row r of each tile. The halves of words, which are columns, are transposed, so that it
+// has codes of rows 2 c and 2 c + 1, and of the rows 8 further on. Lane 4 (2 v + i) + c makes the
+// scales of step v, and all lanes with the same c get them.
 template <class Format, int APART>
 struct FourBitTransposed {
     static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale),

@@ -1,24 +1,25 @@
-// Plain weights: numbers of 16 bits, of the type of the activations. There is nothing to
-// dequantize.
+// Readers of plain weights: numbers of 16 bits, of the type of the activations, which need no
+// dequantizing.
 #pragma once
 
 #include "weights/reader.cuh"
 
 namespace {
 
-// Tiles in shared memory. Lane 4 r + c of run v lies where lane 4 r + (c ^ v) would: neither those
-// that follow each other in a run nor those of one row in all four runs meet in a bank. The former
-// are what a step multiplies by where activations are in fragment order, the latter where not.
+// How tiles lie in shared memory. The 16 bytes of lane 4 r + c in run v lie where those of lane
+// 4 r + (c ^ v) would. So no two of the 16 bytes that follow each other in a run share a bank,
+// which a step multiplies by if activations are in fragment order, and no two of one row in all
+// four runs, which it multiplies by if they are row-major.
 //
-// What is loaded is the fragments: the next ones are loaded when the products before have ended.
-// (Loaded while these ran, right numbers came to wrong products, as seen on an H200 with NVRTC 13;
-// what is dequantized goes to registers of its own after they have ended.)
+// What is loaded is a fragment already, so the next ones may only be loaded when the products
+// before have ended. (When they were loaded while these ran, right numbers came to wrong products,
+// as seen on an H200 with NVRTC 13. Readers that dequantize write to other registers.)
 template <bool FRAGMENT_ORDER>
 struct PlainShared {
     struct Packed {
         uint4 step[4];
     };
-    u32 first[4];  // where a lane's are, in each step, after where those of all tiles begin
+    u32 first[4];  // the offset of a lane's elements among those of all tiles, in each step
 
     __device__ __forceinline__ PlainShared(u32 first_element, u32, i32 lane) {
 #pragma unroll
@@ -101,8 +102,8 @@ struct PlainTiled : NoOuterScale {
     const u8* values_;
 };
 
-// Any N, and K in whole blocks of 16: rows past the last are read as the last, blocks past the last
-// as zeros.
+// Reads matrices of any N, and of K in whole blocks of 16. For rows past the last it reads the last
+// one; blocks past the last are zeros.
 template <class T>
 struct PlainLinear : NoOuterScale {
     static_assert(sizeof(T) == 2, "plain weights have 16 bits");
