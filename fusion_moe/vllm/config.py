@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import vllm
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
@@ -16,13 +17,23 @@ from ..errors import UnsupportedError
 from .log import NAME, logger
 
 _MXFP4 = ("mxfp4", "gpt_oss_mxfp4")  # vLLM renames gpt-oss's
+_TESTED = "0.32."
 _READ = "ModelOpt's NVFP4 and W4A16_NVFP4, compressed-tensors, or MXFP4"
 
 
 class FusionMoeConfig(QuantizationConfig):
-    """What vLLM finds under the name "fusion_moe". Never instantiated: `from_config` returns the
-    checkpoint method's configuration.
+    """What vLLM finds under the name "fusion_moe". `from_config` returns the checkpoint method's
+    configuration.
     """
+
+    def __init__(self) -> None:
+        """UnsupportedError: vLLM makes one for a directory that says nothing of quantization."""
+        raise UnsupportedError(
+            "a directory in floating point",
+            expected=_READ,
+            todo="quantize it first: fusion-moe quantize DIRECTORY OUTPUT",
+            where=f"vLLM with --quantization {NAME}",
+        )
 
     @classmethod
     def override_quantization_method(
@@ -33,16 +44,19 @@ class FusionMoeConfig(QuantizationConfig):
         """
         if user_quant == NAME:
             return NAME
-        if user_quant is None and _of_experts_on_cpu(hf_quant_cfg):
+        if user_quant is None and _nvfp4_on_cpu(hf_quant_cfg):
             logger.info(
-                "vLLM has no NVFP4 and MXFP4 experts for CPUs; fusion_moe has: "
-                "--quantization fusion_moe"
+                "vLLM has no NVFP4 experts for CPUs; fusion_moe has: --quantization fusion_moe"
             )
         return None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
         """The configuration of a checkpoint; UnsupportedError for an unsupported method."""
+        if not vllm.__version__.startswith(_TESTED):
+            logger.warning_once(
+                "fusion_moe was tested with vLLM %s, not with %s", _TESTED, vllm.__version__
+            )
         # hf_quant_config.json has none
         method = config.get("quant_method") or ("modelopt" if "quantization" in config else None)
         if method == "compressed-tensors":
@@ -67,10 +81,8 @@ class FusionMoeConfig(QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """The file that older exports of ModelOpt have instead of a quantization_config in
-        config.json.
-        """
-        return ["hf_quant_config.json"]
+        """None: vLLM itself reads the file that older exports of ModelOpt have."""
+        return []
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -100,11 +112,8 @@ def _algorithm(config: Mapping[str, Any]) -> str:
     return str(config.get("quantization", config).get("quant_algo", "")).upper()
 
 
-def _of_experts_on_cpu(config: Mapping[str, Any]) -> bool:
+def _nvfp4_on_cpu(config: Mapping[str, Any]) -> bool:
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return False
-    if config.get("quant_method") in _MXFP4 or "NVFP4" in _algorithm(config):
-        return True
-    return any(name in str(config.get("format", "")) for name in ("nvfp4", "mxfp4"))
+    named = _algorithm(config), str(config.get("format", "")).upper()
+    return current_platform.is_cpu() and any("NVFP4" in name for name in named)

@@ -201,6 +201,9 @@ def need_served(moe: Any) -> None:
                 "tokens that vLLM gathers before experts",
                 "run without --prefill-context-parallel-size",
             )
+    if moe.moe_backend != "auto":
+        found = f"--moe-backend {moe.moe_backend}, which names kernels of vLLM"
+        raise _unsupported(found, "this library's", "leave out one of the two options")
     if moe.is_lora_enabled:
         raise _unsupported(
             "LoRA",

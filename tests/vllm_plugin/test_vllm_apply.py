@@ -32,6 +32,7 @@ def configuration(activation: str, has_bias: bool) -> Any:
     return SimpleNamespace(
         moe_parallel_config=SimpleNamespace(use_all2all_kernels=False, dp_size=1),
         is_lora_enabled=False,
+        moe_backend="auto",
         experts_per_token=SLOTS,
         has_bias=has_bias,
         swiglu_limit=None,

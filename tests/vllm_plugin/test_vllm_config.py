@@ -36,7 +36,7 @@ from fusion_moe.errors import (
 from fusion_moe.nn import swiglu
 from fusion_moe.vllm import register
 from fusion_moe.vllm.compressed_tensors import FusionMoeInt4Method
-from fusion_moe.vllm.config import FusionMoeConfig, _of_experts_on_cpu
+from fusion_moe.vllm.config import FusionMoeConfig, _nvfp4_on_cpu
 from fusion_moe.vllm.experts import activation_of, first_expert, need_served
 from fusion_moe.vllm.mxfp4 import (
     FusionMoeGptOssConfig,
@@ -103,13 +103,22 @@ def test_only_who_asks_gets_it() -> None:
 
 
 def test_what_vllm_has_no_experts_for_on_cpus() -> None:
-    compressed = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
-    assert all(map(_of_experts_on_cpu, (NVFP4_CONFIG, {"quant_method": "mxfp4"}, compressed)))
-    assert not any(
-        map(
-            _of_experts_on_cpu, ({"quant_method": "fp8"}, compressed | {"format": "pack-quantized"})
-        )
-    )
+    compressed = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    assert all(map(_nvfp4_on_cpu, (NVFP4_CONFIG, compressed)))
+    others = {"quant_method": "mxfp4"}, {"quant_method": "fp8"}
+    assert not any(map(_nvfp4_on_cpu, (*others, compressed | {"format": "pack-quantized"})))
+
+
+def test_a_directory_in_floating_point() -> None:
+    assert FusionMoeConfig.get_config_filenames() == []  # vLLM then makes one without arguments
+    with pytest.raises(UnsupportedError, match="fusion-moe quantize"):
+        FusionMoeConfig()
+
+
+def test_another_version_of_vllm(caplog, monkeypatch) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.99.1")
+    FusionMoeConfig.from_config(NVFP4_CONFIG)
+    assert "tested with vLLM 0.32., not with 0.99.1" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -178,6 +187,7 @@ def test_layers_that_are_served() -> None:
             "ranks that have tokens of their own, .* in place of --data-parallel",
         ),
         ({"is_lora_enabled": True}, "LoRA"),
+        ({"moe_backend": "marlin"}, "--moe-backend marlin, .*; leave out one"),
     ],
 )
 def test_layers_that_are_refused(changes: dict[str, Any], found: str) -> None:
