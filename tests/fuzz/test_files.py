@@ -169,7 +169,7 @@ def _bytes(rng: Random, file: Path) -> None:
     data = bytearray(file.read_bytes())
     for _ in range(rng.choice((1, 1, 10))):
         if data:
-            data[min(int(rng.expovariate(1 / 200)), len(data) - 1)] = rng.randrange(256)
+            data[rng.randrange(min(len(data), 1000))] = rng.randrange(256)
     file.write_bytes(
         data[: rng.choice((0, 7, 8, 100, len(data) - 1, len(data), len(data)))]
         + bytes(rng.choice((0, 0, 1, 1000)))
