@@ -34,9 +34,8 @@ def compiled(model, backend: str) -> tuple[list[int], int]:
     return tokens, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "modelopt-gpt_oss", "mxfp4-gpt_oss"])
-def test_a_static_cache_gives_the_same_tokens(name):
-    model = from_pretrained(MADE / name, dtype=torch.float32)
+def test_a_static_cache_gives_the_same_tokens():
+    model = from_pretrained(MADE / "mxfp4-gpt_oss", dtype=torch.float32)
     assert model.hf_quantizer.is_compileable
     assert generated(model, cache_implementation="static") == generated(model)
 

@@ -98,7 +98,7 @@ def test_a_model_compiled():
         moe_intermediate_size=64,
         num_experts=8,
         num_experts_per_tok=2,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
@@ -108,7 +108,7 @@ def test_a_model_compiled():
     ids = torch.arange(12)[None]
     with torch.no_grad():
         want = model(ids).logits
-        assert fuse_routers_(model) == ("model.layers.0.mlp.gate", "model.layers.1.mlp.gate")
+        assert fuse_routers_(model) == ("model.layers.0.mlp.gate",)
         torch.testing.assert_close(
             torch.compile(model, backend="fusion_moe")(ids).logits, want, rtol=1e-3, atol=1e-3
         )
