@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusion_moe import NVFP4Experts
 
@@ -30,3 +32,32 @@ def experts_of_ones(
     return NVFP4Experts.from_float(
         torch.ones(count, 2 * inner, hidden), torch.ones(count, hidden, inner), activation_format
     )
+
+
+def routed(count: int, hidden: int, tokens: int = 7, slots: int = 2) -> tuple[Tensor, ...]:
+    """Tokens bf16[tokens, hidden], ids of their experts, out of `count`, and the router's
+    weights.
+    """
+    g = torch.Generator().manual_seed(1)
+    ids = torch.rand(tokens, count, generator=g).argsort(-1)[:, :slots]
+    return (
+        torch.randn(tokens, hidden, generator=g).bfloat16(),
+        ids,
+        torch.rand(tokens, slots, generator=g),
+    )
+
+
+def copied(module: nn.Module) -> dict[str, Tensor]:
+    """A state dict that no longer shares memory with its module."""
+    return {name: t.detach().clone() for name, t in module.state_dict().items()}
+
+
+def same_state(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether two state dicts have the same tensors, byte for byte."""
+    return list(a) == list(b) and all(
+        a[name].shape == t.shape and as_bytes(a[name]).equal(as_bytes(t)) for name, t in b.items()
+    )
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    return t.detach().reshape(-1).view(torch.uint8)

@@ -16,7 +16,7 @@ gradients. Letters: T tokens of a rank, k experts a token, E experts, R ranks, C
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from ..definitions.operations import restored
 from .collectives import all_to_all
+from .dispatch import Linear
 from .shares import owner_of
 
 
@@ -81,21 +82,21 @@ class AllToAll:
         if isinstance(self.capacity, int) or self.capacity < 1:
             module.dropped.add_(assigned.dropped.sum())  # type: ignore[operator]
         flat = (x.reshape(-1, x.shape[-1]) for x in given)
-        return _Sent.apply(self.group, self.ranks, assigned.slot_of, assigned.token_of, *flat), (
-            assigned,
-            given[0].shape,
+        sent = Linear.apply(
+            _send, _return, self.group, self.ranks, assigned.token_of, assigned.slot_of, *flat
         )
+        return sent, (assigned, given[0].shape)
 
     def combine(self, y: Tensor, kept: tuple[Assignment, torch.Size]) -> Tensor:
         """[R (C + 1), H] -> [..., H]"""
         assigned, shape = kept
-        return restored(
-            _Returned.apply(self.group, self.ranks, assigned.slot_of, assigned.token_of, y),
-            shape[:-1],
+        (sums,) = Linear.apply(
+            _return, _send, self.group, self.ranks, assigned.slot_of, assigned.token_of, y
         )
+        return restored(sums, shape[:-1])
 
 
-def _send(x: Tensor, token_of: Tensor, group: str, ranks: int) -> Tensor:
+def _send(x: Tensor, group: str, ranks: int, token_of: Tensor) -> Tensor:
     """[T, N] -> [R (C + 1), N], the rows that all ranks sent here: empty rows are zeros, and -1 for
     ids.
     """
@@ -103,48 +104,8 @@ def _send(x: Tensor, token_of: Tensor, group: str, ranks: int) -> Tensor:
     return all_to_all(padded.index_select(0, token_of), group, ranks)
 
 
-def _return(y: Tensor, slot_of: Tensor, group: str, ranks: int) -> Tensor:
+def _return(y: Tensor, group: str, ranks: int, slot_of: Tensor) -> Tensor:
     """[R (C + 1), N] -> [T, N], the sums of each token's rows, added in the order of ranks."""
     return torch.ops.fusion_moe.combine(
         all_to_all(y, group, ranks), slot_of, y.new_ones(slot_of.shape)
     )
-
-
-class _Sent(torch.autograd.Function):
-    """Sends tokens' rows; the backward returns their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: str, ranks: int, slot_of: Tensor, token_of: Tensor, *xs: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.ranks = group, ranks
-        ctx.save_for_backward(slot_of)
-        made = tuple(_send(x, token_of, group, ranks) for x in xs)
-        ctx.mark_non_differentiable(*(x for x in made if not x.is_floating_point()))
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        (slot_of,), needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
-        made = (
-            _return(dy, slot_of, ctx.group, ctx.ranks) if need else None
-            for dy, need in zip(dys, needed, strict=True)
-        )
-        return None, None, None, None, *made
-
-
-class _Returned(torch.autograd.Function):
-    """Returns sums of rows; the backward sends their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: str, ranks: int, slot_of: Tensor, token_of: Tensor, y: Tensor
-    ) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
-        ctx.save_for_backward(token_of)
-        return _return(y, slot_of, group, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None, None, Tensor]:
-        (token_of,) = ctx.saved_tensors
-        return None, None, None, None, _send(dy, token_of, ctx.group, ctx.ranks)

@@ -4,19 +4,19 @@ The module's result is the sum of what all ranks compute. So is the gradient of 
 rank computes the gradient by way of its own share. A dispatcher brings the inputs to the ranks that
 need them, and adds up the ranks' results:
 
-        Replicated  tokens are the same on all ranks, and all ranks get all sums
-        Gathered    each rank has its own tokens, equally many: all ranks compute on all tokens, and
-                    each gets the sums of its own
+        Everywhere  all ranks compute on all tokens. Either these are the same on all ranks, and all
+                    ranks get all sums; or each rank has its own, equally many, and gets their sums
         AllToAll    each rank has its own tokens, and sends them only to the ranks that hold their
                     experts (all_to_all.py)
 
-Of the two functions that a dispatcher consists of, each is the derivative of the other.
+Of the two functions that a dispatcher consists of, each is the derivative of the other (`Linear`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, Protocol
 
@@ -47,7 +47,7 @@ def divide_forward(module: nn.Module, dispatcher: Dispatcher) -> None:
     outside of all.
 
     The first dimension of the input tensors and of the result counts tokens. Copies of the module
-    are wrapped too.
+    are wrapped too. The module gets an attribute `is_divided`.
     """
     inner = module.forward.__func__  # type: ignore[attr-defined]  # unbound, for a copy's self instead of this module
     names = tuple(inspect.signature(inner).parameters)[1:]
@@ -68,112 +68,57 @@ def divide_forward(module: nn.Module, dispatcher: Dispatcher) -> None:
     module.is_divided = True  # type: ignore[assignment]
 
 
-def is_divided(module: nn.Module) -> bool:
-    """Whether `divide_forward` was called for a module."""
-    return hasattr(module, "is_divided")
+class Everywhere:
+    """All ranks of a process group compute on the tokens of all ranks."""
 
-
-class Replicated:
-    """The sum over all ranks of a process group, for tokens that all ranks have."""
-
-    def __init__(self, group: str, ranks: int):
-        """group: the name of the process group."""
+    def __init__(self, group: str, ranks: int, sharded: bool):
+        """group: the name of the process group. sharded: whether each rank has its own tokens."""
         self.group, self.ranks = group, ranks
+        self.there, self.back = (all_gather, reduce_scatter) if sharded else (_same, all_reduce)
 
     def dispatch(
         self, module: nn.Module, given: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, ...], None]:
-        """The inputs unchanged."""
-        return _Replicated.apply(self.group, *given), None
+        """The tensors of all ranks."""
+        return Linear.apply(self.there, self.back, self.group, self.ranks, None, None, *given), None
 
     def combine(self, y: Tensor, kept: None) -> Tensor:
-        """An all-reduce."""
-        return _Sum.apply(self.group, y)
+        """The sums over ranks for the rank's own tokens."""
+        return Linear.apply(self.back, self.there, self.group, self.ranks, None, None, y)[0]
 
 
-class Gathered:
-    """Gathers the tokens of all ranks of a process group; each rank gets its part of the sum."""
-
-    def __init__(self, group: str, ranks: int):
-        """group: the name of the process group."""
-        self.group, self.ranks = group, ranks
-
-    def dispatch(
-        self, module: nn.Module, given: tuple[Tensor, ...]
-    ) -> tuple[tuple[Tensor, ...], None]:
-        """An all-gather of each tensor."""
-        return _Gathered.apply(self.group, self.ranks, *given), None
-
-    def combine(self, y: Tensor, kept: None) -> Tensor:
-        """A reduce-scatter."""
-        return _ScatteredSum.apply(self.group, self.ranks, y)
+def _same(x: Tensor, group: str, ranks: int) -> Tensor:
+    """What every rank has: in the backward, the gradients of all ranks' shares are added."""
+    return x.view_as(x)
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over ranks; every rank already has its gradient."""
+class Linear(torch.autograd.Function):
+    """there(x, group, ranks) of each tensor; the gradients go through `back`, its transpose.
 
-    @staticmethod
-    def forward(ctx: Any, group: str, x: Tensor) -> Tensor:
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
-        return None, dy
-
-
-class _Replicated(torch.autograd.Function):
-    """A tensor that every rank has: in the backward, the gradients of all ranks' shares are added,
-    in the order of the inputs.
+    at, at_back: a further argument of either, if they take one.
     """
 
     @staticmethod
-    def forward(ctx: Any, group: str, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        ctx.mark_non_differentiable(*(x for x in xs if not x.is_floating_point()))
-        return tuple(x.view_as(x) for x in xs)
+    def forward(
+        ctx: Any,
+        there: Callable[..., Tensor],
+        back: Callable[..., Tensor],
+        group: str,
+        ranks: int,
+        at: Tensor | None,
+        at_back: Tensor | None,
+        *xs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.back, ctx.group, ctx.ranks = back, group, ranks
+        ctx.save_for_backward(*([] if at_back is None else [at_back]))
+        ys = tuple(there(x, group, ranks, *([] if at is None else [at])) for x in xs)
+        ctx.mark_non_differentiable(*(y for y in ys if not y.is_floating_point()))
+        return ys
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]
-        return None, *(
-            all_reduce(dy, ctx.group) if need else None
-            for dy, need in zip(dys, needed, strict=True)
+        gradients = (
+            ctx.back(dy, ctx.group, ctx.ranks, *ctx.saved_tensors) if need else None
+            for dy, need in zip(dys, ctx.needs_input_grad[6:], strict=True)
         )
-
-
-class _ScatteredSum(torch.autograd.Function):
-    """Each rank's part of the sum over ranks, to all parts of which every rank contributes."""
-
-    @staticmethod
-    def forward(ctx: Any, group: str, ranks: int, x: Tensor) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
-        return reduce_scatter(x, group, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, all_gather(dy, ctx.group, ctx.ranks)
-
-
-class _Gathered(torch.autograd.Function):
-    """The tensors of all ranks, one after the other; in the backward, a rank gets the sum of all
-    ranks' gradients for its part.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, group: str, ranks: int, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.ranks = group, ranks
-        made = tuple(all_gather(x, group, ranks) for x in xs)
-        ctx.mark_non_differentiable(*(x for x in made if not x.is_floating_point()))
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
-        return (
-            None,
-            None,
-            *(
-                reduce_scatter(dy, ctx.group, ctx.ranks) if need else None
-                for dy, need in zip(dys, needed, strict=True)
-            ),
-        )
+        return None, None, None, None, None, None, *gradients

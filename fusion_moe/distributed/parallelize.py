@@ -14,7 +14,7 @@ from ..nn import Experts
 from ..nn.conversion.contract import contract_of
 from ..nn.frozen.projections import Projections
 from .all_to_all import AllToAll
-from .dispatch import TOKENS, Dispatcher, Gathered, Replicated, divide_forward, is_divided
+from .dispatch import TOKENS, Dispatcher, Everywhere, divide_forward
 from .shares import (
     columns,
     experts_of,
@@ -109,7 +109,19 @@ class Division:
 
     def modules(self, model: nn.Module) -> dict[str, nn.Module]:
         """The modules to divide, by name. UnsupportedError unless all of them can be divided."""
-        modules = _modules(model)
+        modules = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, Projections) or contract_of(module)
+        }
+        if not modules:
+            raise UnsupportedError(
+                f"no modules of experts in a {type(model).__name__}",
+                expected="some",
+                todo="quantize_(model), or import fusion_moe.transformers and set "
+                'experts_implementation="fusion_moe"',
+                where="parallelize_",
+            )
         for name, module in modules.items():
             for dim, keep in enumerate(PLANS[self.plan]):
                 if why := _undividable(module, keep, self.mesh.size(dim)):
@@ -138,9 +150,7 @@ class Division:
         # tokens sent to experts are then gathered for their features
         for dim, keep in reversed(tuple(enumerate(PLANS[self.plan]))):
             group, ranks = self.mesh.get_group(dim).group_name, self.mesh.size(dim)
-            dispatcher: Dispatcher = (Gathered if self.tokens == "sharded" else Replicated)(
-                group, ranks
-            )
+            dispatcher: Dispatcher = Everywhere(group, ranks, self.tokens == "sharded")
             if keep is keep_experts and self.dispatch == "all_to_all":
                 dispatcher = AllToAll(group, ranks, experts, self.capacity)
                 module.register_buffer(
@@ -152,87 +162,56 @@ class Division:
 
 
 def _check_dispatch(plan: str, tokens: str, dispatch: str, capacity: int | float) -> None:
-    if dispatch == "all_to_all" and tokens != "sharded":
-        raise OptionError(
-            f"dispatch = {dispatch!r}, tokens = {tokens!r}",
-            expected="tokens = 'sharded'",
-            where="parallelize_",
-        )
-    if dispatch == "all_to_all" and keep_experts not in PLANS[plan]:
-        raise OptionError(
-            f"dispatch = {dispatch!r}, plan = {plan!r}",
-            expected="plan = 'ep' or 'ep_tp'",
-            where="parallelize_",
-        )
-    if (isinstance(capacity, int) or capacity != 1) and dispatch != "all_to_all":
-        raise OptionError(
-            f"capacity = {capacity}, dispatch = {dispatch!r}",
-            expected="dispatch = 'all_to_all'",
-            where="parallelize_",
-        )
-    if not (capacity >= 1 if isinstance(capacity, int) else 0 < capacity <= 1):
-        expected = "a number of tokens, 1 or more, or a part of a rank's, above 0 and up to 1.0"
-        raise OptionError(f"capacity = {capacity}", expected=expected, where="parallelize_")
+    sent, named = dispatch == "all_to_all", f"dispatch = {dispatch!r}"
+    a_part = capacity >= 1 if isinstance(capacity, int) else 0 < capacity <= 1
+    for wrong, found, expected in (
+        (sent and tokens != "sharded", f"{named}, tokens = {tokens!r}", "tokens = 'sharded'"),
+        (sent and plan == "tp", f"{named}, plan = {plan!r}", "plan = 'ep' or 'ep_tp'"),
+        (
+            not sent and (isinstance(capacity, int) or capacity != 1),
+            f"capacity = {capacity}, {named}",
+            "dispatch = 'all_to_all'",
+        ),
+        (
+            not a_part,
+            f"capacity = {capacity}",
+            "a number of tokens, 1 or more, or a part of a rank's, above 0 and up to 1.0",
+        ),
+    ):
+        if wrong:
+            raise OptionError(found, expected=expected, where="parallelize_")
 
 
 def _check_mesh(mesh: object, plan: str, ndim: int) -> None:
-    expected = (
-        f"a DeviceMesh of {('one dimension', 'two dimensions')[ndim - 1]} for plan = {plan!r}"
-    )
-    if not isinstance(mesh, DeviceMesh):
-        raise OptionError(f"a {type(mesh).__name__}", expected=expected, where="parallelize_")
-    if mesh.ndim != ndim:
-        todo = (
-            "mesh['ep'] is one of several"
-            if mesh.ndim > ndim
-            else ('init_device_mesh(device, (2, 2), mesh_dim_names=("ep", "tp"))')
-        )
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != ndim:
         raise OptionError(
-            f"a mesh with ndim = {mesh.ndim}", expected=expected, todo=todo, where="parallelize_"
-        )
-
-
-def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The expert modules, by name. UnsupportedError if there are none."""
-    found = {
-        name: m for name, m in model.named_modules() if isinstance(m, Projections) or contract_of(m)
-    }
-    if not found:
-        todo = (
-            "quantize_(model), or import fusion_moe.transformers and set "
-            'experts_implementation="fusion_moe"'
-        )
-        raise UnsupportedError(
-            f"no modules of experts in a {type(model).__name__}",
-            expected="some",
-            todo=todo,
+            f"a mesh with ndim = {mesh.ndim}"
+            if isinstance(mesh, DeviceMesh)
+            else f"a {type(mesh).__name__}",
+            expected=f"a DeviceMesh with ndim = {ndim} for plan = {plan!r}",
+            todo="mesh['ep'] is one dimension of several",
             where="parallelize_",
         )
-    return found
-
-
-def _implementation(module: Any) -> str | None:
-    return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
 def _undividable(
     module: Any, keep: Callable[[Any, int, int], None], ranks: int
 ) -> tuple[str, str] | None:
     """Why a module cannot be divided in this way, and what was expected; None if it can be."""
-    if is_divided(module):
+    if hasattr(module, "is_divided"):
         return "it is divided already", "a model that is not"
-    if not isinstance(module, Projections) and _implementation(module) != "fusion_moe":
+    config = getattr(module, "config", None)
+    ours = getattr(config, "_experts_implementation", None) == "fusion_moe"
+    if not (ours or isinstance(module, Projections)):
         return "experts that transformers computes", 'experts_implementation="fusion_moe"'
     if keep is keep_experts:
         experts = experts_of(module)
         without = [rank for rank in range(ranks) if not whole_experts_of(experts, rank, ranks)]
+        if not without:
+            return None
         return (
-            (
-                f"{experts} experts for {ranks} ranks",
-                f"an expert for each rank; {without} would have none",
-            )
-            if without
-            else None
+            f"{experts} experts for {ranks} ranks",
+            f"an expert for each rank; {without} would have none",
         )
     if not isinstance(module, Experts):
         return (

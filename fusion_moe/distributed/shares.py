@@ -51,14 +51,10 @@ def owner_of(ids: Tensor, count: int, ranks: int) -> Tensor:
 
 def experts_of(module: nn.Module) -> int:
     """E of a module that `parallelize_` supports."""
+    if isinstance(module, Projections):
+        return module.shape_of("down")[0]
     contract = contract_of(module)
-    return (
-        module.shape_of("down")[0]
-        if isinstance(module, Projections)
-        else contract.experts
-        if contract
-        else 0
-    )
+    return contract.experts if contract else 0
 
 
 def keep_experts(module: nn.Module, rank: int, ranks: int) -> None:
@@ -66,15 +62,7 @@ def keep_experts(module: nn.Module, rank: int, ranks: int) -> None:
     kept = whole_experts_of(experts_of(module), rank, ranks)
     for holder, names in _holders(module):
         for name in names:
-            t = getattr(holder, name)
-            some = t.detach()[kept.start : kept.stop].clone()
-            setattr(
-                holder,
-                name,
-                nn.Parameter(some, requires_grad=t.requires_grad)
-                if isinstance(t, nn.Parameter)
-                else some,
-            )
+            _replace(holder, name, getattr(holder, name).detach()[kept.start : kept.stop].clone())
     module.first_expert = kept.start  # type: ignore[assignment]
     if isinstance(module, Projections) and isinstance(module.sharding, FeatureShards):
         module.sharding.keep(kept)
@@ -86,20 +74,20 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, experts: int) -> None:
     """
     for holder, names in _holders(module):
         if isinstance(holder, Projections):
-            kept = range(
-                holder.first_expert or 0, (holder.first_expert or 0) + len(holder.down_proj)
-            )
+            first = holder.first_expert or 0
+            kept = range(first, first + len(holder.down_proj))
             holder.sharding = ExpertShards(mesh, kept, experts)
             continue
         for name in names:
-            p = holder.get_parameter(name)
-            setattr(
-                holder,
-                name,
-                nn.Parameter(
-                    expert_shard(p.detach(), mesh, experts), requires_grad=p.requires_grad
-                ),
-            )
+            shard = expert_shard(holder.get_parameter(name).detach(), mesh, experts)
+            _replace(holder, name, shard)
+
+
+def _replace(holder: nn.Module, name: str, t: Tensor) -> None:
+    """Puts t in the place of a parameter, whose `requires_grad` stays, or of a buffer."""
+    old = getattr(holder, name)
+    is_parameter = isinstance(old, nn.Parameter)
+    setattr(holder, name, nn.Parameter(t, old.requires_grad) if is_parameter else t)
 
 
 def _holders(module: nn.Module) -> list[tuple[nn.Module, list[str]]]:

@@ -93,20 +93,13 @@ class FeatureShards:
             biased,
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FeatureShards:
-        made = FeatureShards(
-            self.experts, self.intermediate, self.features, self.rows, self.scales, self.biased
-        )
-        return made.keep(self.kept)
-
-    def keep(self, kept: range) -> FeatureShards:
-        """The same for only some of the experts."""
+    def keep(self, kept: range) -> None:
+        """Keeps only some of the experts."""
         self.scales = {
             name: t[kept.start - self.kept.start : kept.stop - self.kept.start].clone()
             for name, t in self.scales.items()
         }
         self.kept = kept
-        return self
 
     def whole(self, name: str, t: Tensor) -> Tensor:
         """Pieces of [E, ...]."""
@@ -179,11 +172,10 @@ class Pieces(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
-        todo = "save and load it with torch.distributed.checkpoint"
         raise UnsupportedError(
             f"{func} of features that are divided between ranks",
             expected="a tensor in a state dict",
-            todo=todo,
+            todo="save and load it with torch.distributed.checkpoint",
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -18,19 +18,21 @@ def are_alike(entries: Sequence[object], dims: int) -> bool:
     """Whether entries of a state dict are plain tensors of one dtype and one shape of so many
     dimensions, which may be stacked.
     """
-    found = [
-        t
+    kinds = {
+        (t.layout, t.dim(), t.dtype, t.shape, t.device) if isinstance(t, Tensor) else None
         for t in entries
-        if isinstance(t, Tensor) and t.layout is torch.strided and t.dim() == dims
-    ]
-    return len(found) == len(entries) and len({(t.dtype, t.shape, t.device) for t in found}) == 1
+    }
+    return len(kinds) == 1 and all(kind and kind[:2] == (torch.strided, dims) for kind in kinds)
 
 
 def need_rows(name: str, x: Tensor, width: int, where: str) -> None:
     """ShapeError or DtypeError unless x is float[..., width]."""
     if x.dim() < 1 or x.shape[-1] != width:
-        found = f"{name} has {x.shape[-1]} features" if x.dim() else f"{name} has no dimensions"
-        raise ShapeError(found, expected=f"{width}, the in-features of the weights", where=where)
+        raise ShapeError(
+            f"{name} has {x.shape[-1]} features" if x.dim() else f"{name} has no dimensions",
+            expected=f"{width}, the in-features of the weights",
+            where=where,
+        )
     need_float(name, x, where)
 
 
@@ -40,10 +42,9 @@ def need_narrow_rows(name: str, x: Tensor, width: int, where: str) -> None:
     """
     need_rows(name, x, width, where)
     if x.dtype == torch.float64:
-        expected = "torch.bfloat16, torch.float16 or torch.float32 beside quantized weights"
         raise DtypeError(
             f"{name} is torch.float64",
-            expected=expected,
+            expected="torch.bfloat16, torch.float16 or torch.float32 beside quantized weights",
             todo=f"pass {name}.to(torch.bfloat16)",
             where=where,
         )
@@ -55,28 +56,26 @@ def need_slots(x: Tensor, ids: Tensor, w: Tensor, where: str) -> None:
     """
     tokens = {1: 1, 2: ids.shape[0]}.get(ids.dim(), x.shape[0])
     if tokens != x.shape[0] or ids.shape != w.shape:
-        found = (
+        raise ShapeError(
             f"top_k_index {list(ids.shape)} and top_k_weights {list(w.shape)} for "
-            f"{x.shape[0]} tokens"
+            f"{x.shape[0]} tokens",
+            expected="[T, k] each, a row for each token",
+            where=where,
         )
-        raise ShapeError(found, expected="[T, k] each, a row for each token", where=where)
     need_float("top_k_weights", w, where)
     for name, t in (("top_k_index", ids), ("top_k_weights", w)):
-        need_device(name, t, x, where)
+        need_device(name, t, x.device, where)
 
 
 def need_float(name: str, t: Tensor, where: str) -> None:
     """DtypeError unless products take the float dtype of t."""
     if t.dtype not in FLOAT_DTYPES:
-        todo = (
-            "quantized weights are frozen: fusion_moe.nn.NVFP4GroupedLinear takes them"
-            if name.startswith("weight")
-            else ""
-        )
         raise DtypeError(
             f"{name} is {t.dtype}",
             expected=f"one of {', '.join(map(str, FLOAT_DTYPES))}",
-            todo=todo,
+            todo="quantized weights are frozen: fusion_moe.nn.NVFP4GroupedLinear takes them"
+            if name.startswith("weight")
+            else "",
             where=where,
         )
 
@@ -85,26 +84,23 @@ def need_scales(scales: Tensor | None, x: Tensor, where: str) -> Tensor:
     """scales float[...], one for each row of x [..., K] -> [M]. Raises ShapeError, DtypeError or
     DeviceError.
     """
-    if scales is None:
+    lead, flat = x.shape[:-1], (x.numel() // x.shape[-1],)
+    if scales is None or (scales.shape != lead and scales.shape != flat):
         raise ShapeError(
-            "no scales", expected=f"{list(x.shape[:-1])}, one for each row", where=where
-        )
-    if scales.shape != x.shape[:-1] and scales.shape != (x.numel() // x.shape[-1],):
-        raise ShapeError(
-            f"scales {list(scales.shape)}",
-            expected=f"{list(x.shape[:-1])}, one for each row",
+            "no scales" if scales is None else f"scales {list(scales.shape)}",
+            expected=f"{list(lead)}, one for each row",
             where=where,
         )
     need_float("scales", scales, where)
-    need_device("scales", scales, x, where)
+    need_device("scales", scales, x.device, where)
     return scales.reshape(-1)
 
 
-def need_device(name: str, t: Tensor, x: Tensor, where: str) -> None:
+def need_device(name: str, t: Tensor, device: torch.device, where: str) -> None:
     """DeviceError unless a tensor is on the device of the rows."""
-    if t.device != x.device:
+    if t.device != device:
         raise DeviceError(
-            f"{name} on {t.device}, rows on {x.device}",
+            f"{name} on {t.device}, rows on {device}",
             expected="one device",
             todo="move it with .to(device)",
             where=where,
@@ -129,8 +125,11 @@ def need_buffer(
     if buffer.device != device:
         raise DeviceError(f"{name} on {buffer.device}", expected=str(device), where=where)
     if not buffer.is_contiguous():
-        found = f"{name} {list(buffer.shape)} with strides {list(buffer.stride())}"
-        raise ShapeError(found, expected="a contiguous tensor", where=where)
+        raise ShapeError(
+            f"{name} {list(buffer.shape)} with strides {list(buffer.stride())}",
+            expected="a contiguous tensor",
+            where=where,
+        )
     if buffer.requires_grad:
         raise UnsupportedError(
             f"{name} requires a gradient",

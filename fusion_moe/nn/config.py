@@ -26,13 +26,10 @@ class NVFP4Config:
     activation_format: str = "bf16"
 
     def __post_init__(self) -> None:
-        need_activation_format(self.activation_format, "NVFP4Config")
+        need_one_of(
+            "activation_format", self.activation_format, ACTIVATION_FORMATS, where="NVFP4Config"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The entries for config.json."""
         return {"quant_method": self.quant_method, **asdict(self)}
-
-
-def need_activation_format(name: str, where: str) -> None:
-    """OptionError unless products can take activations in this format."""
-    need_one_of("activation_format", name, ACTIVATION_FORMATS, where=where)

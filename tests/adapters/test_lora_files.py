@@ -165,7 +165,7 @@ BAD = {
     "another rank": (
         with_config(r=3),
         CheckpointError,
-        r"float32 \[6, 32\]\); expected "
+        r"float32 \[6, 32\]; expected "
         r".*lora_A.weight of floats \[9, 32\]",
     ),
     "no alpha": (

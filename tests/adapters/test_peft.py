@@ -87,7 +87,7 @@ def test_from_peft(how, tmp_path):
 
 
 @pytest.mark.judges("peft")
-@pytest.mark.parametrize("targets", [("gate_up", "down"), ("gate_up",), ("down",)])
+@pytest.mark.parametrize("targets", [("gate_up", "down"), ("down",)])
 def test_to_peft(targets, tmp_path):
     from peft import PeftModel
 
@@ -169,7 +169,7 @@ def test_peft_does_not_adapt_codes(how):
 
 
 @pytest.mark.judges("peft")
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "nemotron_h"])
+@pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h"])
 def test_families(family, tmp_path):
     """Weights stored either way, gate and up in turns, no gate: the same is added to the weights as
     they are here.

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +15,42 @@ import pytest
 import torch.distributed
 
 CASES = Path(__file__).with_name("cases.py")
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="torch was built without torch.distributed"
+TWO = "2"  # all cases
+# what depends on how many ranks there are
+FOUR = (
+    "4:whole_experts,tokens_of_a_rank,tokens_sent_to_experts,numbers_of_tokens_that_differ,"
+    "more_tokens_than_the_capacity,experts_and_features,checkpoints"
 )
+LOST = ("2:dies", "2:hangs")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.compiler,
+    pytest.mark.skipif(
+        not torch.distributed.is_available(), reason="torch was built without torch.distributed"
+    ),
+]
 
 
-def outcomes(
-    folder: Path, ranks: int, device: str, *case: str, target: str = "auto"
-) -> list[dict[str, str]]:
-    """What each rank that lives found: the traceback of each case, "" for those that pass. target:
-    what ranks compile for.
+def outcomes(folder: Path, device: str, *groups: str) -> dict[str, list[dict[str, str]]]:
+    """What each rank of each group that lives found: the traceback of each case, "" for those that
+    pass.
     """
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "FUSION_MOE_TARGET": target,
-    }
+    # plain torch on CPUs: to compile kernels of each share takes longer than the rest
+    target = "reference" if device == "cpu" else "auto"
+    fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "FUSION_MOE_TARGET": target}
     with Path(folder, "log").open("wb") as log:
         subprocess.run(
-            [sys.executable, CASES, folder, str(ranks), device, *case],
-            env=env,
+            [sys.executable, CASES, folder, device, *groups],
+            env={**os.environ, **fixed},
             stdout=log,
             stderr=log,
             timeout=500,
         )
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    assert found, Path(folder, "log").read_text()[-2000:]
-    return found
-
-
-def on_gpus(ranks: int) -> Any:
-    few = torch.cuda.device_count() < ranks
-    marks = [
-        pytest.mark.gpu,
-        pytest.mark.skipif(
-            few, reason=f"needs {ranks} CUDA GPUs; {torch.cuda.device_count()} here"
-        ),
-    ]
-    marks += [pytest.mark.multi] if ranks > 1 else []
-    return pytest.param("cuda", ranks, marks=marks)
+    assert list(folder.glob("*.json")), Path(folder, "log").read_text()[-2000:]
+    return {
+        group: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{group}.*.json"))]
+        for group in groups
+    }
 
 
 def assert_agree(found: list[dict[str, str]], ranks: int) -> None:
@@ -69,51 +64,45 @@ def assert_agree(found: list[dict[str, str]], ranks: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
-@pytest.mark.compiler
-@pytest.mark.once
-def test_two_ranks_agree_with_one_process(tmp_path):
-    """With kernels of the CPU."""
-    assert_agree(outcomes(tmp_path, 2, "cpu", "but", "compiled"), 2)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
 
 
-@pytest.mark.slow
-@pytest.mark.compiler
-def test_two_ranks_that_torch_compiles_agree_with_one_process(tmp_path):
-    assert_agree(outcomes(tmp_path, 2, "cpu", "compiled"), 2)
+@pytest.fixture(scope="module")
+def on_cpus(folder):
+    """One group after another, forked from one process: its imports take longer than cases."""
+    return outcomes(folder, "cpu", TWO, FOUR, *LOST)
 
 
-@pytest.mark.slow
-def test_four_ranks_agree_with_one_process(tmp_path):
-    """In plain torch: kernels of other sizes than those of two ranks' shares take longer to compile
-    than the rest does.
-    """
-    assert_agree(outcomes(tmp_path, 4, "cpu", target="reference"), 4)
+def test_two_ranks_agree_with_one_process(on_cpus):
+    assert_agree(on_cpus[TWO], 2)
 
 
-@pytest.mark.slow
-@pytest.mark.compiler
-@pytest.mark.parametrize(("device", "ranks"), [on_gpus(1), on_gpus(2), on_gpus(4)])
-def test_ranks_agree_with_one_process(device, ranks, tmp_path):
-    assert_agree(outcomes(tmp_path, ranks, device), ranks)
+def test_four_ranks_agree_with_one_process(on_cpus):
+    assert_agree(on_cpus[FOUR], 4)
 
 
-@pytest.mark.slow
-def test_a_lost_rank_is_an_error_for_the_others(tmp_path):
+def test_a_lost_rank_is_an_error_for_the_others(on_cpus, folder):
     """gloo knows ranks by their addresses, and those that hang not at all."""
-    folders = {case: tmp_path / case for case in ("dies", "hangs")}
-    for folder in folders.values():
-        folder.mkdir()
-    with ThreadPoolExecutor() as pool:
-        found = dict(
-            zip(
-                folders,
-                pool.map(lambda case: outcomes(folders[case], 2, "cpu", case), folders),
-                strict=True,
-            )
-        )
-    assert found == {"dies": [{"dies": ""}], "hangs": [{"hangs": ""}, {"hangs": ""}]}
-    said = {case: (folder / "log").read_text() for case, folder in folders.items()}
-    assert "peer" in said["dies"]
-    assert "[127.0.0.1]:" in said["dies"]
-    assert "Timed out" in said["hangs"]
+    assert [on_cpus[group] for group in LOST] == [[{"dies": ""}], [{"hangs": ""}] * 2]
+    said = (folder / "log").read_text()
+    assert "peer" in said
+    assert "[127.0.0.1]:" in said
+    assert "Timed out" in said
+
+
+def on_gpus(ranks: int) -> Any:
+    few = torch.cuda.device_count() < ranks
+    marks = [
+        pytest.mark.gpu,
+        pytest.mark.skipif(
+            few, reason=f"needs {ranks} CUDA GPUs; {torch.cuda.device_count()} here"
+        ),
+    ]
+    return pytest.param(ranks, marks=[*marks, *([pytest.mark.multi] if ranks > 1 else [])])
+
+
+@pytest.mark.parametrize("ranks", [on_gpus(1), on_gpus(2), on_gpus(4)])
+def test_ranks_on_gpus_agree_with_one_process(ranks, tmp_path):
+    assert_agree(outcomes(tmp_path, "cuda", str(ranks))[str(ranks)], ranks)

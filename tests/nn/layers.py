@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_moe.nn import GroupedLinear
+from fusion_moe.nn import GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU, Sequential
 
 G, K, N = 4, 24, 40
 SIZES = (5, 0, 7, 3)
@@ -40,6 +40,20 @@ def layer(*sizes: int, seed: int = 1, **how: Any) -> GroupedLinear:
         for i, p in enumerate(made.parameters()):
             p.copy_(uniform(*p.shape, seed=seed + i))
     return made
+
+
+def one_by_one(model: Sequential, x: Tensor, *extra: Tensor) -> Tensor:
+    """What a Sequential means: its modules called in order, ours with what they take beside x."""
+    rest = list(extra)
+    for module in model:
+        count = 0
+        if isinstance(module, GroupedLinear):
+            count = 1 + module.scale_bias
+        elif isinstance(module, (ScaledSwiGLU, ScaledClampedQGeGLU)):
+            count = 1
+        x, rest = module(x, *rest[:count]), rest[count:]
+    assert not rest
+    return x
 
 
 def wide(t: Tensor) -> Tensor:

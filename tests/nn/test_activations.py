@@ -4,28 +4,25 @@ read.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from fusions import assert_same_bits
+from bad_calls import messages
 from layers import NEAR, assert_near, glu, layer, uniform, wide
 from torch import nn
 from ways import compiled
 
 from fusion_moe import options
-from fusion_moe.errors import DeviceError, DtypeError, OptionError, ShapeError
+from fusion_moe.errors import OptionError
 from fusion_moe.nn import ScaledClampedQGeGLU, ScaledSwiGLU, Sequential, deinterleave, interleave
 
-SHAPES = [(71, 192), (5, 7, 128), (13, 200), (0, 64)]
+SHAPES = [(5, 7, 128), (13, 200), (0, 64)]
+NUMBERS = {"limit": 2.0, "alpha": 1.5, "offset": 0.5}
 KINDS = {
-    "swiglu": (ScaledSwiGLU, {}, {}),
-    "clamped": (ScaledClampedQGeGLU, {}, {"limit": 7.0, "alpha": 1.702, "offset": 1.0}),
-    "clamped, no offset": (
-        ScaledClampedQGeGLU,
-        {"limit": 2.0, "alpha": 1.0, "offset": 0.0},
-        {"limit": 2.0, "alpha": 1.0, "offset": 0.0},
-    ),
+    "swiglu": (ScaledSwiGLU, {}),
+    "clamped": (partial(ScaledClampedQGeGLU, **NUMBERS), NUMBERS),
 }
 
 
@@ -47,9 +44,9 @@ def test_kernels_against_float64():
 
 
 def compare(kind, shape, dtype, cases):
-    make, given, meant = KINDS[kind]
+    make, meant = KINDS[kind]
     for size, of_x, of_scales in cases:
-        module = make(size, **given)
+        module = make(size)
         x, scales = (
             uniform(*shape, dtype=dtype, low=-4, high=4),
             uniform(*shape[:-1], seed=1, low=0.0),
@@ -83,34 +80,25 @@ def test_interleaved_rows(dim):
     assert deinterleave(found, 4, dim).equal(weight)
 
 
-def test_an_interleaved_layer_computes_the_same():
-    counts, x, scales = torch.tensor([3, 4]), uniform(7, 16), uniform(7, seed=1)
-    plain, other = layer(2, 16, 64), layer(2, 16, 64)
-    with torch.no_grad():
-        for name in ("weight", "bias"):
-            for ours, theirs in zip(plain.each(name), other.each(name), strict=True):
-                theirs.copy_(interleave(ours, 8))
-    want = ScaledSwiGLU()(plain(x, counts), scales)
-    torch.testing.assert_close(
-        ScaledSwiGLU(8)(other(x, counts), scales), want, rtol=1e-6, atol=1e-6
-    )
-
-
-def test_state_dicts_say_the_order(tmp_path):
-    made = {size: nn.ModuleDict({"act": ScaledSwiGLU(size)}) for size in (None, 8, 32)}
+def test_state_dicts_say_the_order():
+    made = {size: nn.ModuleDict({"act": ScaledSwiGLU(size)}) for size in (None, 8)}
     for size, model in made.items():
-        torch.save(model.state_dict(), tmp_path / "state.pt")
-        state = torch.load(tmp_path / "state.pt")
         for other, into in made.items():
             if other == size:
-                into.load_state_dict(state)
+                into.load_state_dict(model.state_dict())
                 continue
-            with pytest.raises(
-                OptionError,
-                match=f"act: a state dict with glu_interleave_size = {size}; expected {other}; ",
-            ):
-                into.load_state_dict(state)
-    made[32].load_state_dict({})  # another library's, which says nothing
+            says = f"act: a state dict with glu_interleave_size = {size}; expected {other}; "
+            with pytest.raises(OptionError, match=says):
+                into.load_state_dict(model.state_dict())
+    made[8].load_state_dict({})  # another library's, which says nothing
+
+
+@pytest.mark.parametrize(
+    "saved", [torch.zeros(24), torch.tensor(8), "none", None, torch.tensor(0.5)]
+)
+def test_a_state_dict_of_another_order(saved):
+    with pytest.raises(OptionError, match="a state dict with glu_interleave_size = "):
+        ScaledSwiGLU().load_state_dict({"glu_interleave_size": saved})
 
 
 def test_compiled():
@@ -123,16 +111,6 @@ def test_compiled():
         )
         assert_near(x.grad, want[0], torch.float32)
         assert_near(scales.grad, want[1], torch.float32, 4)
-
-
-def test_repeats_are_equal():
-    found = []
-    for _ in range(5):
-        x, scales = uniform(71, 192).requires_grad_(), uniform(71).requires_grad_()
-        ScaledSwiGLU(32)(x, scales).sum().backward()
-        found.append([x.grad, scales.grad])
-    for other in found[1:]:
-        assert_same_bits(other, found[0])
 
 
 def test_bad_calls(golden):
@@ -150,9 +128,4 @@ def test_bad_calls(golden):
             layer(2, 24, 20), ScaledSwiGLU(8)
         )(x, torch.tensor([3, 3]), scales),
     }
-    said = []
-    for what, do in cases.items():
-        with pytest.raises((ShapeError, DtypeError, DeviceError, OptionError)) as caught:
-            do()
-        said.append(f"{what}\n    {caught.value}")
-    golden("\n".join(said))
+    golden(messages(cases))

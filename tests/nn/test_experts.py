@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from experts import copied, routed, same_state
 
 import fusion_moe
 from fusion_moe import NVFP4Experts
@@ -35,9 +36,8 @@ def weights(encoding: str):
 
 
 def call(module, dtype=torch.float32):
-    g = torch.Generator().manual_seed(1)
-    ids = torch.rand(7, E, generator=g).argsort(-1)[:, :2]
-    return module(torch.randn(7, H, generator=g).to(dtype), ids, torch.rand(7, 2, generator=g))
+    x, ids, w = routed(E, H)
+    return module(x.to(dtype), ids, w)
 
 
 def gpt_oss_example():
@@ -78,22 +78,6 @@ def test_biases_clamp_and_interleave(encoding):
     assert call(module.bfloat16(), torch.bfloat16).dtype == torch.bfloat16
     assert module.gate_up_proj_bias.dtype == torch.bfloat16
     assert module.gate_up_proj.dtype == ENCODINGS[encoding].element.dtype
-
-
-def test_prepared_mxfp4():
-    """The layout of CUDA's kernels in memory, the linear one in a state dict."""
-    module = Experts(*weights("mxfp4"))
-    want, before = call(module), {name: t.clone() for name, t in module.state_dict().items()}
-    fusion_moe.prepare_(module, "cuda")
-    assert module.weight_layout == "w16x64"
-    assert not torch.equal(module.gate_up_proj, before["gate_up_proj"])
-    after = module.state_dict()
-    assert all(
-        torch.equal(after[name].view(torch.uint8), t.view(torch.uint8))
-        for name, t in before.items()
-    )
-    with fusion_moe.options.override(target="reference"):
-        torch.testing.assert_close(call(module), want, rtol=1e-5, atol=1e-5)
 
 
 def test_mxfp4_experts_become_nvfp4():
@@ -171,28 +155,18 @@ def test_state_dicts_of_other_dtypes(encoding):
     would rounded scales.
     """
     module, other = both(encoding)
-    want = {name: t.clone() for name, t in other.state_dict().items()}
+    want = copied(other)
     for name, t in module.state_dict().items():
         for dtype in torch.float8_e5m2, torch.int8, torch.int32, torch.float32, torch.float64:
             if dtype != t.dtype:
-                with pytest.raises(
-                    RuntimeError,
-                    match=f"dtype mismatch for {name}: copying a param of {dtype} from checkpoint",
-                ):
+                says = f"dtype mismatch for {name}: copying a param of {dtype} from checkpoint"
+                with pytest.raises(RuntimeError, match=says):
                     other.load_state_dict({name: torch.ones(t.shape).to(dtype)}, strict=False)
-    assert all(
-        other.state_dict()[name].view(torch.uint8).equal(t.view(torch.uint8))
-        for name, t in want.items()
-    )
+    assert same_state(other.state_dict(), want)
 
 
 def test_numbers_in_state_dicts():
-    """Those of a scale may become wider; those of plain weights are cast, as torch does."""
-    module, other = both("nvfp4")
-    state = module.state_dict()
-    state["gate_up_decode_scale"] = state["gate_up_decode_scale"].bfloat16()
-    other.load_state_dict(state)
-    assert torch.equal(other.gate_up_decode_scale, state["gate_up_decode_scale"].float())
+    """Those of plain weights are cast, as torch does."""
     module, other = both("bf16")
     other.load_state_dict({name: t.float() for name, t in module.state_dict().items()})
     assert torch.equal(call(module), call(other))

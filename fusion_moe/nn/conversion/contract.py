@@ -151,16 +151,20 @@ def need_contract(module: nn.Module) -> ExpertsContract:
     """
     contract, where = contract_of(module), type(module).__name__
     if contract is None:
-        expected = "a class that use_experts_implementation decorates"
-        raise UnsupportedError("not a module of experts", expected=expected, where=where)
+        raise UnsupportedError(
+            "not a module of experts",
+            expected="a class that use_experts_implementation decorates",
+            where=where,
+        )
     if getattr(module, "_is_expert_parallel", False) or any(
         is_dtensor(p) for p in module.parameters(recurse=False)
     ):
-        found, todo = (
+        raise UnsupportedError(
             "experts that a parallel plan divides between devices",
-            "load the model without tp_plan and expert parallelism",
+            expected="all experts on one device",
+            todo="load the model without tp_plan and expert parallelism",
+            where=where,
         )
-        raise UnsupportedError(found, expected="all experts on one device", todo=todo, where=where)
     tensors = {
         name
         for found in (module.named_parameters, module.named_buffers)
@@ -181,8 +185,10 @@ def _check_shapes(
     down_bias: Tensor | None,
 ) -> None:
     if up.shape != contract.up_shape or down.shape != contract.down_shape:
-        expected = f"{list(contract.up_shape)} and {list(contract.down_shape)}, as the module"
-        raise ShapeError(f"weights {list(up.shape)} and {list(down.shape)}", expected=expected)
+        raise ShapeError(
+            f"weights {list(up.shape)} and {list(down.shape)}",
+            expected=f"{list(contract.up_shape)} and {list(contract.down_shape)}, as the module",
+        )
     if (up_bias is not None) != contract.has_bias or (down_bias is not None) != contract.has_bias:
         wanted = "biases of both projections" if contract.has_bias else "no biases"
         given = [name for name, bias in (("up", up_bias), ("down", down_bias)) if bias is not None]

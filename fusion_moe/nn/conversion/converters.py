@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import plugins
@@ -23,29 +23,16 @@ from .register import Converter, registered_converter
 def _by_contract(experts: nn.Module, config: NVFP4Config) -> nn.Module:
     """Modules that `use_experts_implementation` of transformers describes."""
     contract = need_contract(experts)
-    up, down = (
-        contract.up(_weight(experts, contract.up_name)),
-        contract.down(_weight(experts, "down_proj")),
-    )
-    up_bias, down_bias = (
-        (_weight(experts, name) for name in contract.names[2:])
-        if contract.has_bias
-        else (None, None)
-    )
-    if up_bias is not None:
-        up_bias = contract.up_rows(up_bias)
+    up, down, *biases = (experts.get_parameter(name).detach() for name in contract.names)
+    up_bias, down_bias = biases or (None, None)
     return experts_from(
         experts,
-        quantize_gate_up(up) if contract.has_gate else quantized(up),
-        quantized(down),
-        up_bias,
+        (quantize_gate_up if contract.has_gate else quantized)(contract.up(up)),
+        quantized(contract.down(down)),
+        None if up_bias is None else contract.up_rows(up_bias),
         down_bias,
         config,
     )
-
-
-def _weight(module: nn.Module, name: str) -> Tensor:
-    return module.get_parameter(name).detach()
 
 
 DECORATED = "experts that use_experts_implementation decorates"
@@ -56,11 +43,11 @@ def converter_of(module: nn.Module) -> Converter | None:
     Users' converters take precedence.
     """
     named = _named(module)
-    return (
-        registered_converter(module)
-        or (None if isinstance(named, str) else named)
-        or (_by_contract if contract_of(module) else None)
-    )
+    if own := registered_converter(module):
+        return own
+    if callable(named):
+        return named
+    return _by_contract if contract_of(module) else None
 
 
 def why_refused(module: nn.Module) -> str:
@@ -101,8 +88,7 @@ def convert(module: nn.Module, config: NVFP4Config | None = None, name: str = ""
         NonFiniteError: for NaN or infinite weights.
         ShapeError: for sizes that are not multiples of 16.
     """
-    _need_converter(module, name)
-    _check_values(module, name)
+    check(module, config, name)
     return converted(module, config, name)
 
 
@@ -111,10 +97,6 @@ def check(module: nn.Module, config: NVFP4Config | None = None, name: str = "") 
     values.
     """
     converted(_without_memory(module), config, name)
-    _check_values(module, name)
-
-
-def _check_values(module: nn.Module, name: str) -> None:
     for key, parameter in module.named_parameters():
         has_values = not parameter.is_meta and not isinstance(parameter.data, FakeTensor)
         if parameter.dim() == 3 and has_values:  # the weights that are quantized
@@ -123,45 +105,32 @@ def _check_values(module: nn.Module, name: str) -> None:
 
 def converted(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> nn.Module:
     """`convert` for weights whose values are already checked."""
-    converter = _need_converter(module, name)
+    converter, kind = converter_of(module), type(module).__name__
+    if converter is None:
+        why = why_refused(module)
+        raise UnsupportedError(
+            f"{kind}: {why}" if why else f"no converter for {kind}",
+            expected=f"{DECORATED}, or {known_names()}",
+            todo="fusion_moe.register_converter adds a class",
+            where=name or kind,
+        )
     try:
         return converter(module, config or NVFP4Config()).train(module.training)
     except Error as error:
-        raise error.at(name or type(module).__name__) from None
-
-
-def _need_converter(module: nn.Module, name: str) -> Converter:
-    converter = converter_of(module)
-    if converter is None:
-        todo = "fusion_moe.register_converter adds a class"
-        raise UnsupportedError(
-            _what(module),
-            expected=f"{DECORATED}, or {known_names()}",
-            todo=todo,
-            where=name or type(module).__name__,
-        )
-    return converter
-
-
-def _what(module: nn.Module) -> str:
-    why = why_refused(module)
-    return f"{type(module).__name__}: {why}" if why else f"no converter for {type(module).__name__}"
+        raise error.at(name or kind) from None
 
 
 def _without_memory(module: nn.Module) -> nn.Module:
     """A copy whose parameters are on the meta device. Everything else is shared."""
     made = copy.copy(module)
     made._parameters = {
-        name: None if p is None else _on_meta(p) for name, p in module._parameters.items()
+        name: None if p is None else nn.Parameter(torch.empty_like(p, device="meta"), False)
+        for name, p in module._parameters.items()
     }
     made._modules = {
         name: None if m is None else _without_memory(m) for name, m in module._modules.items()
     }
     return made
-
-
-def _on_meta(p: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(p.detach(), device="meta"), requires_grad=False)
 
 
 def known_names() -> str:

@@ -69,67 +69,50 @@ def quantize_(
 
 
 def _chosen(model: nn.Module, filter_fn: Filter | None) -> list[list[str]]:
-    """The names of each module to convert. UnsupportedError if there are none and the model is not
-    quantized already.
+    """The names of each module to convert, none inside of another: the outer one may depend on what
+    the inner one is. UnsupportedError if there are none and the model is not quantized already.
     """
-    known, names = _known(model), dict[int, list[str]]()
-    for name, module in known.items():
-        if filter_fn is None or filter_fn(module, name):
-            names.setdefault(id(module), []).append(name)
-    if not names:
-        _check_why_none(model, bool(known))
-    return list(names.values())
-
-
-def _known(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that can be converted, none inside of another: the outer one may depend on what
-    the inner one is.
-    """
-    if converter_of(model):
+    known: list[str] = []
+    names = dict[int, list[str]]()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if converter_of(module) and not any(name.startswith(f"{outer}.") for outer in known):
+            known.append(name)
+            if filter_fn is None or filter_fn(module, name):
+                names.setdefault(id(module), []).append(name)
+    if "" in known:
         raise UnsupportedError(
             f"{type(model).__name__}, which is not part of a model",
             expected="a model with such modules inside",
             todo="fusion_moe.nn.convert(module) returns its replacement",
         )
-    experts: dict[str, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if converter_of(module) and not any(name.startswith(f"{outer}.") for outer in experts):
-            experts[name] = module
-    return experts
+    if not names:
+        _check_why_none(model, bool(known))
+    return list(names.values())
 
 
 def _check_why_none(model: nn.Module, filtered: bool) -> None:
     """If nothing is to be converted: a warning for a model that is quantized already, otherwise an
     error that says why.
     """
-    where = type(model).__name__
-    there = [m for m in model.modules() if isinstance(m, (Projections, NVFP4GroupedLinear))]
+    where, modules = type(model).__name__, dict(model.named_modules())
+    there = [m for m in modules.values() if isinstance(m, (Projections, NVFP4GroupedLinear))]
     if there:
-        encodings = ", ".join(dict.fromkeys(m.encoding.name for m in there))
-        rest = ", and filter_fn rejects the others" if filtered else ""
         log.warning(
             "quantize_ changes nothing: experts of this %s are in %s already%s",
             where,
-            encodings,
-            rest,
+            ", ".join(dict.fromkeys(m.encoding.name for m in there)),
+            ", and filter_fn rejects the others" if filtered else "",
         )
         return
     if filtered:
         raise UnsupportedError(
             "filter_fn rejected all experts", expected="True for at least one", where=where
         )
-    for name, module in model.named_modules():
-        if why := why_refused(module):
-            found, todo = (
-                f"{name} ({type(module).__name__}) cannot be quantized: {why}",
-                "keep it in floating point",
-            )
-            raise UnsupportedError(found, expected=DECORATED, todo=todo, where=where)
-    others = {
-        f"{name} ({type(m).__name__})"
-        for name, m in model.named_modules()
-        if any(p.dim() == 3 for p in m.parameters(recurse=False))
-    }
+    others = [
+        f"{name} ({type(m).__name__}{f': {why}' if (why := why_refused(m)) else ''})"
+        for name, m in modules.items()
+        if why_refused(m) or any(p.dim() == 3 for p in m.parameters(recurse=False))
+    ]
     raise UnsupportedError(
         "no experts that can be quantized; modules with 3-D weights: "
         f"{', '.join(sorted(others)) or 'none'}",

@@ -28,7 +28,7 @@ def register_converter(cls: type[nn.Module]) -> Callable[[C], C]:
 
     to_nvfp4(experts: cls, config: NVFP4Config) -> nn.Module, which is called as `experts` was: same
     arguments, same results. `quantize_` and `fusion_moe.nn.convert` call the function; it takes
-    precedence over the library's own converter of a class. `quantize_` calls it twice: first with
+    precedence over the library's own converter of a class. They call it twice: first with
     parameters on the meta device, so that a model is not changed at all if a part of it cannot be
     converted, and then with real ones. So the function must not read values on the host (`.item()`)
     and must leave `experts` unchanged. During conversion, UnsupportedError says that it failed or
@@ -38,23 +38,24 @@ def register_converter(cls: type[nn.Module]) -> Callable[[C], C]:
         cls: a class of modules.
 
     Raises:
-        OptionError: if `cls` is not a class of modules or is torch.nn.Module itself, if the
-            function cannot be called, and if the class already has a converter
-            (`fusion_moe.nn.unregister_converter` removes it).
+        OptionError: if `cls` is not a class of modules or is torch.nn.Module itself, and if the
+            class already has a converter (`fusion_moe.nn.unregister_converter` removes it).
     """
-    _check_class(cls)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)) or cls is nn.Module:
+        raise OptionError(
+            f"a converter of {cls!r}",
+            expected="a class that derives from torch.nn.Module",
+            todo="write @register_converter(MyExperts)",
+            where="register_converter",
+        )
 
     def register(function: C) -> C:
-        if not callable(function):
-            raise OptionError(
-                f"the converter {function!r}",
-                expected="a function of the module and an NVFP4Config",
-                where=_where(cls),
-            )
         if cls in _registered:
-            todo = "fusion_moe.nn.unregister_converter(cls) takes the first away"
             raise OptionError(
-                "a second converter", expected="one for each class", todo=todo, where=_where(cls)
+                "a second converter",
+                expected="one for each class",
+                todo="fusion_moe.nn.unregister_converter(cls) takes the first away",
+                where=f"register_converter({cls.__name__})",
             )
         _registered[cls] = function
         return function
@@ -82,36 +83,16 @@ def _checked(cls: type[nn.Module], function: Converter) -> Converter:
         except Error:
             raise
         except Exception as error:
-            todo = "it is called with parameters on the meta device first, which have no values"
-            found = f"the converter of {cls.__name__} failed: {type(error).__name__}: {error}"
-            raise UnsupportedError(found, expected="a module in its place", todo=todo) from error
-        if (
-            not isinstance(replacement, nn.Module)
-            or replacement is module
-            or isinstance(replacement, cls)
-        ):
-            description = (
-                "the module itself" if replacement is module else f"a {type(replacement).__name__}"
-            )
-            expected = f"a new module, which is no {cls.__name__}"
             raise UnsupportedError(
-                f"the converter of {cls.__name__} returned {description}", expected=expected
+                f"the converter of {cls.__name__} failed: {type(error).__name__}: {error}",
+                expected="a module in its place",
+                todo="it is called with parameters on the meta device first, which have no values",
+            ) from error
+        if not isinstance(replacement, nn.Module) or isinstance(replacement, cls):
+            raise UnsupportedError(
+                f"the converter of {cls.__name__} returned a {type(replacement).__name__}",
+                expected=f"a new module, which is no {cls.__name__}",
             )
         return replacement
 
     return convert
-
-
-def _check_class(cls: object) -> None:
-    if not isinstance(cls, type) or not issubclass(cls, nn.Module) or cls is nn.Module:
-        expected, todo = (
-            "a class that derives from torch.nn.Module",
-            "write @register_converter(MyExperts)",
-        )
-        raise OptionError(
-            f"a converter of {cls!r}", expected=expected, todo=todo, where="register_converter"
-        )
-
-
-def _where(cls: type[nn.Module]) -> str:
-    return f"register_converter({cls.__name__})"

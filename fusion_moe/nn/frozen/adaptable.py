@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ...encodings import Quantized
 from ...layouts import Padding
+from ...messages.warn import warn_once
 from ..local import local
-from .packed import PackedModule, say_once
+from .packed import PackedModule
 
 
 class AdaptableModule(PackedModule):
@@ -22,16 +23,9 @@ class AdaptableModule(PackedModule):
 
     projections: tuple[str, ...]
     targets: tuple[str, ...]
+    activation_format: str
     # whether rows of gate and up alternated in the module that this one was converted from
     in_turns = False
-
-    @property
-    def packed(self) -> tuple[tuple[str, ...], ...]:  # type: ignore[override]
-        """The names of elements and block scales of each weight."""
-        return tuple(
-            self.part_names[name][: 1 + len(self.encoding.block_scales)]
-            for name in self.projections
-        )
 
     def weight_of(self, projection: str) -> Quantized:
         """The weight of a projection, as it is stored."""
@@ -41,16 +35,6 @@ class AdaptableModule(PackedModule):
         """E, N and K of the weight of a projection, without padding."""
         name = self.part_names[projection][0]
         return (len(getattr(self, name)), *self.matrix_shape(name))
-
-    def row_scales(self, name: str) -> int:
-        """See `PackedModule`."""
-        names = next(names for names in self.part_names.values() if names[0] == name)
-        scales = [
-            getattr(self, key)
-            for key, part in zip(names, self.encoding.parts, strict=True)
-            if part.of_matrix
-        ]
-        return max([t.shape[1] for t in scales if t.dim() > 1], default=1)
 
     def adapter(self, projection: str) -> Any:
         """The adapter that `add_lora_` gave a projection; None if it has none."""
@@ -72,12 +56,29 @@ class AdaptableModule(PackedModule):
             and not torch.compiler.is_compiling()
             and not adapter.A.requires_grad
         ):
-            say_once(
+            warn_once(
                 f"training mode, but the adapters of {type(self).__name__} are frozen: call "
                 "add_lora_ after what freezes a model"
             )
         padding, a, b = self._padding(projection), local(adapter.A), local(adapter.B)
         return (padding.pad_columns(a), padding.pad_rows(b, -2)) if padding else (a, b)
+
+    def _product(self, projection: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """rows [..., K] that are sorted by group, ends i32[G] of the groups -> [..., N], with what
+        an adapter adds.
+        """
+        padding = self._padding(projection)
+        y = torch.ops.fusion_moe.grouped_mm(
+            padding.pad_columns(rows) if padding else rows,
+            self._parts(projection),
+            ends,
+            *self._factors(projection),
+            weight_format=self.encoding.name,
+            weight_layout=self.weight_layout,
+            activation_format=self.activation_format,
+            lora_scale=self._lora_scale,
+        )
+        return padding.cut_rows(y) if padding else y
 
     def _padding(self, projection: str) -> Padding | None:
         """The padding of a projection's weight."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class CustomExperts(Projections):
         self.order()
         where = type(self).__name__
         checks.need_narrow_rows("hidden_states", hidden_states, self.shape_of("down")[1], where)
-        checks.need_device("the weights", self.down_proj, hidden_states, where)
+        checks.need_device("the weights", self.down_proj, hidden_states.device, where)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         y = in_steps(
             self.function,
@@ -99,33 +100,18 @@ class CustomExperts(Projections):
             top_k_weights,
             len(self.down_proj),
             self._up,
-            self._down,
+            partial(self._biased_product, "down"),
             self.first_expert,
         )
         return restored(y.to(x.dtype), hidden_states.shape[:-1])
 
     def _up(self, rows: Tensor, ends: Tensor) -> Tensor:
-        y = self._product(self.projections[0], rows, ends)
+        y = self._biased_product(self.projections[0], rows, ends)
         in_turns = self.function.has_gate and not self.function.is_concatenated
         return interleave(y, 1, -1) if in_turns else y
 
-    def _down(self, rows: Tensor, ends: Tensor) -> Tensor:
-        return self._product("down", rows, ends)
-
-    def _product(self, projection: str, rows: Tensor, ends: Tensor) -> Tensor:
-        padding = self._padding(projection)
-        rows = padding.pad_columns(rows) if padding else rows
-        y = ops.grouped_mm(
-            rows,
-            self._parts(projection),
-            ends,
-            *self._factors(projection),
-            weight_format=self.encoding.name,
-            weight_layout=self.weight_layout,
-            activation_format=self.activation_format,
-            lora_scale=self._lora_scale,
-        )
-        y = padding.cut_rows(y) if padding else y
+    def _biased_product(self, projection: str, rows: Tensor, ends: Tensor) -> Tensor:
+        y = self._product(projection, rows, ends)
         bias = self._bias(projection, y)
         return y if bias is None else ops.group_add(y, bias, ends)
 

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from ...definitions.operations import restored
 from ...encodings import Quantized
-from ...errors import Error, ShapeError
+from ...errors import Error, ShapeError, need_one_of
+from ...target import ACTIVATION_FORMATS
 from .. import checks
-from ..config import need_activation_format
 from .adaptable import AdaptableModule
 from .base import frozen, quantized
 from .experts import quantize_gate_up
@@ -56,7 +56,9 @@ class NVFP4GroupedLinear(AdaptableModule):
                 expected="[G, N, K] and [G, N]",
                 where=type(self).__name__,
             )
-        need_activation_format(activation_format, type(self).__name__)
+        need_one_of(
+            "activation_format", activation_format, ACTIVATION_FORMATS, where=type(self).__name__
+        )
         self.activation_format, self.encoding = activation_format, weight.encoding
         self.part_names = {"weight": ("weight", "weight_scale", "weight_decode_scale")}
         self.weight, self.weight_scale, self.weight_decode_scale = map(frozen, weight)
@@ -76,25 +78,12 @@ class NVFP4GroupedLinear(AdaptableModule):
         zeros for rows at or past offs[-1].
         """
         self.order()
-        padding = self._padding("weight")
-        if padding:
+        if padding := self._padding("weight"):
             checks.need_rows("x", x, padding.shape[1], type(self).__name__)
-            x = padding.pad_columns(x)
-        weight, factors = self._parts("weight"), self._factors("weight")
         try:
-            y = torch.ops.fusion_moe.grouped_mm(
-                x,
-                weight,
-                offs,
-                *factors,
-                weight_format=self.encoding.name,
-                weight_layout=self.weight_layout,
-                activation_format=self.activation_format,
-                lora_scale=self._lora_scale,
-            )
+            y = self._product("weight", x, offs)
         except Error as error:  # whose message has the operation's argument names
             raise error.at(f"{type(self).__name__}, whose x is a") from None
-        y = padding.cut_rows(y) if padding else y
         if self.bias is None:
             return y
         rows = y.reshape(-1, y.shape[-1])

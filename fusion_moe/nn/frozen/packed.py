@@ -1,11 +1,9 @@
-"""Encoded weights of a module in a layout: in memory they have a target's layout and padding, in
-every state dict the linear layout.
+"""Modules with encoded weights: parameters that are not trained, whose bytes survive a cast of the
+model. In memory they have a target's layout and padding, in every state dict the linear layout.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,49 +14,66 @@ from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ... import backends, options
-from ...encodings import (
-    Encoding,
-    Part,
-    check_part_scales,
-)
+from ...encodings import Encoding, Part, check_part_scales
 from ...errors import NonFiniteError, UnsupportedError
 from ...layouts import LAYOUTS, Layout, Padding
 from ...layouts.groups import ceil_to
+from ...messages.warn import warn_once
 from ...runtime.host_memory import pages
 from ..local import Sharding
-from .base import FrozenModule
+from .base import own_parameters
 
-log = logging.getLogger("fusion_moe")
 _ordering = threading.Lock()
 _INTEGERS = {1: torch.uint8, 4: torch.int32}  # by size; gloo and NCCL have none of two bytes
 
 
-class PackedModule(FrozenModule):
-    """A module with encoded weights.
+class PackedModule(nn.Module):
+    """A module with encoded weights. Its own tensors move but are never cast, since a cast would
+    change what their bytes mean.
 
-    part_names: for each weight, the parameters that hold its parts. as_integers: whether 8-bit
-    floats and scales of matrices are stored as integers of the same bits, since a wrapper may cast
-    floats, and gloo has no 8-bit ones. State dicts have the dtypes of the encoding. packed: the
-    names of the elements and block scales of each weight; weight_layout: their layout; paddings: of
+    castable: the names of exceptions. part_names: for each weight, the parameters that hold its
+    parts. as_integers: whether 8-bit floats and scales of matrices are stored as integers of the
+    same bits, since a wrapper may cast floats, and gloo has no 8-bit ones. State dicts have the
+    dtypes of the encoding. weight_layout: the layout of elements and block scales; paddings: of
     weights that are not whole tiles of the layout, by the name of their elements; considered:
     whether `order` has decided about the weights where they are now; sharding: how state dicts
     represent tensors that are a rank's share.
     """
 
-    packed: tuple[tuple[str, ...], ...] = ()
-    part_names: Mapping[str, tuple[str, ...]] = {}
+    castable: tuple[str, ...] = ()
+    part_names: Mapping[str, tuple[str, ...]]
     encoding: Encoding
-    weight_layout: str = "linear"
-    paddings: Mapping[str, Padding] = {}
+    weight_layout: str
+    paddings: Mapping[str, Padding]
     considered = False
     sharding: Sharding | None = None
-    as_integers = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.as_integers = False
         # per instance: torch.compile guards class attributes in each class of the MRO
-        self.weight_layout, self.paddings = "linear", {}
+        self.as_integers, self.weight_layout, self.paddings = False, "linear", {}
+
+    @property
+    def packed(self) -> tuple[tuple[str, ...], ...]:
+        """The names of elements and block scales of each weight."""
+        kept = 1 + len(self.encoding.block_scales)
+        return tuple(names[:kept] for names in self.part_names.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights: codes and scales."""
+        return sum(t.nbytes for t in (*own_parameters(self), *self.buffers(recurse=False)))
+
+    def requires_grad_(self, requires_grad: bool = True) -> PackedModule:
+        """As torch's; UnsupportedError for a request to train codes."""
+        if requires_grad and not all(p.is_floating_point() for p in own_parameters(self)):
+            raise UnsupportedError(
+                "quantized weights do not train",
+                expected="requires_grad_(False)",
+                todo="train weights in floating point, and quantize them then: docs/training.md",
+                where=type(self).__name__,
+            )
+        return super().requires_grad_(requires_grad)
 
     @property
     def is_transposed(self) -> bool:
@@ -67,13 +82,12 @@ class PackedModule(FrozenModule):
         """
         if self.encoding.plain:
             return False
-        found = f"an adapter of another library on a parameter of {self.encoding.name} codes"
-        todo = (
-            "fusion_moe.nn.add_lora_(model) adapts experts; name other layers in the library's "
-            "target_modules"
-        )
         raise UnsupportedError(
-            found, expected="parameters that are numbers", todo=todo, where=type(self).__name__
+            f"an adapter of another library on a parameter of {self.encoding.name} codes",
+            expected="parameters that are numbers",
+            todo="fusion_moe.nn.add_lora_(model) adapts experts; name other layers in the "
+            "library's target_modules",
+            where=type(self).__name__,
         )
 
     def named_parameters(
@@ -125,27 +139,13 @@ class PackedModule(FrozenModule):
         # getattr takes ten times as long; wrappers such as FSDP put attributes in their place
         own: dict[str, Any] = self._parameters
         tensors = [
-            own[key] if key in own else self._replaced(key) for key in self.part_names[weight]
+            own[key] if key in own else getattr(self, key) for key in self.part_names[weight]
         ]
         return (
             [as_part(t, part) for t, part in zip(tensors, self.encoding.parts, strict=True)]
             if self.as_integers
             else tensors
         )
-
-    def _replaced(self, key: str) -> Any:
-        """What is in the place of a parameter. UnsupportedError for what torch computes from
-        codes.
-        """
-        if "parametrizations" in self._modules and not self.encoding.plain:
-            found, todo = (
-                f"{key} of {self.encoding.name} codes, parametrized",
-                "fusion_moe.nn.add_lora_(model) adapts experts",
-            )
-            raise UnsupportedError(
-                found, expected="the codes as they are", todo=todo, where=type(self).__name__
-            )
-        return getattr(self, key)
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
         """N and K of the weight whose elements have this name, without padding."""
@@ -156,7 +156,13 @@ class PackedModule(FrozenModule):
 
     def row_scales(self, name: str) -> int:
         """S: how many runs of a matrix's rows have their own scale."""
-        return 1
+        names = next(names for names in self.part_names.values() if names[0] == name)
+        scales = [
+            getattr(self, key)
+            for key, part in zip(names, self.encoding.parts, strict=True)
+            if part.of_matrix
+        ]
+        return max([t.shape[1] for t in scales if t.dim() > 1], default=1)
 
     def padding(self, name: str, layout: Layout) -> Padding:
         """The padding that makes a weight whole tiles of a layout: rows are padded in each run with
@@ -208,35 +214,48 @@ class PackedModule(FrozenModule):
             if not (
                 self.considered or captured or self.encoding.plain or self.weight_layout != "linear"
             ):
-                self._order(backends.find(wanted, p.device).weight_layout)
+                layout = backends.find(wanted, p.device).weight_layout
+                try:
+                    why = self.put_in(layout) if layout != "linear" else ""
+                except (NonFiniteError, torch.OutOfMemoryError) as error:
+                    why = str(error)
+                if why:
+                    warn_once(f"weights stay in the linear layout: {type(self).__name__}: {why}")
             self.considered = True
 
-    def _order(self, layout: str) -> None:
-        """Puts weights in a layout, or logs why they stay as they are."""
-        why = self.why_not(LAYOUTS[layout])
-        try:
-            if layout != "linear" and not why:
-                self.check_block_scales()
-                relayout_(self, layout)
-        except (NonFiniteError, torch.OutOfMemoryError) as error:
-            why = str(error)
-        if why:
-            say_once(f"weights stay in the linear layout: {type(self).__name__}: {why}")
+    def put_in(self, layout: str) -> str:
+        """Puts weights in a layout. Returns why they are in the linear one instead; "" if not.
 
-    def check_block_scales(self) -> None:
-        """NonFiniteError for block scales, in linear order, that no quantizer writes. Waits for the
-        device.
+        NonFiniteError for block scales that no quantizer writes, for which it waits for the device.
         """
-        for name, part in self._parts_by_name().items():
-            if part.of_blocks:
-                check_part_scales(part, as_part(getattr(self, name).detach(), part), name)
+        why = self.why_not(LAYOUTS[layout])
+        layout = "linear" if why else layout
+        if layout != "linear" and self.weight_layout == "linear":
+            for name, part in self._parts_by_name().items():
+                if part.of_blocks:
+                    check_part_scales(part, as_part(getattr(self, name).detach(), part), name)
+        relayout_(self, layout)
+        return why
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         here = getattr(self, self.packed[0][0]).device
         moves = fn(torch.empty(0, dtype=torch.uint8, device=here)).device.type != here.type
         if moves:
             relayout_(self, "linear")
-        super()._apply(fn, recurse)
+        fixed = [
+            t
+            for name, t in (*self._parameters.items(), *self._buffers.items())
+            if name not in self.castable
+        ]
+
+        def keep_dtype(t: Tensor) -> Tensor:
+            moved = fn(t)
+            if not any(t is p for p in fixed):
+                return moved
+            kept = t.to(moved.device) if moved.dtype != t.dtype else moved
+            return pages.on_large_pages(kept) if kept.device != t.device else kept
+
+        super()._apply(keep_dtype, recurse)
         if moves:
             self.considered = False
             self.order()
@@ -276,79 +295,66 @@ class PackedModule(FrozenModule):
         errors: list[str],
     ) -> None:
         entries, own = dict(state_dict), self._own(prefix, state_dict)
-        fixed = {name: prefix + name for name in own if name not in self.castable}
-        refused = [
-            f"{prefix}{name} is {layout}, not strided."
-            for name in own
-            if (layout := entries[prefix + name].layout) != torch.strided
-        ]
-        refused = refused or [
-            why
-            for name, key in fixed.items()
-            if (why := self._why_not_load(name, key, entries[key]))
-        ]
+        parts = self._parts_by_name()
+        refused = []
+        for name in own:
+            key = prefix + name
+            entries[key] = t = self._as_stored(entries[key], parts.get(name))
+            if why := self._why_not_load(key, t, parts.get(name)):
+                refused.append(why)
         if refused:
             errors += refused
             return
-        entries.update({key: self._as_stored(name, entries[key]) for name, key in fixed.items()})
         if self.sharding is not None:
             entries.update(
                 {prefix + name: self.sharding.share(name, entries[prefix + name]) for name in own}
             )
         for names, keys in self._reordered(entries, prefix):
-            packing, parts = _packing(self, names[0]), [entries[key].detach() for key in keys]
+            packing, tensors = _packing(self, names[0]), [entries[key].detach() for key in keys]
             kept = [
                 as_part(getattr(self, name).detach(), part)
                 for name, part in zip(names, self.encoding.parts, strict=False)
             ]
-            if wrong := packing.why_not(keys, parts, kept, self.encoding):
+            if wrong := packing.why_not(keys, tensors, kept, self.encoding):
                 errors.append(wrong)
             entries.update(
-                zip(keys, kept if wrong else packing.pack(parts, self.encoding), strict=True)
+                zip(keys, kept if wrong else packing.pack(tensors, self.encoding), strict=True)
             )
-        for name, key in fixed.items() if self.as_integers else ():
-            entries[key] = entries[key].view(getattr(self, name).dtype)
+        for name in parts.keys() & own if self.as_integers else ():
+            entries[prefix + name] = entries[prefix + name].view(getattr(self, name).dtype)
         super()._load_from_state_dict(
             entries, prefix, metadata, strict, missing, unexpected, errors
         )
 
-    def _as_stored(self, name: str, t: Tensor) -> Tensor:
-        """A tensor of a state dict in the dtype of the parameter: bytes are those of 8-bit floats,
-        numbers may become wider.
+    def _as_stored(self, t: Tensor, part: Part | None) -> Tensor:
+        """A tensor of a state dict in the dtype of its part: bytes are those of 8-bit floats, and
+        numbers of plain weights are cast.
         """
-        want = self._dtype(name)
-        if t.dtype == torch.uint8 and want.is_floating_point and want.itemsize == 1:
-            return t.view(want)
-        wider = _numbers(t.dtype, want) and (
-            self.encoding.plain or torch.promote_types(t.dtype, want) == want
-        )
-        return t.to(want) if wider else t
+        if part is None or t.layout != torch.strided:
+            return t
+        if self.encoding.plain:
+            return t.to(part.dtype)
+        want = part.dtype
+        is_bytes = t.dtype == torch.uint8 and want.is_floating_point and want.itemsize == 1
+        return t.view(want) if is_bytes else t
 
-    def _why_not_load(self, name: str, key: str, t: Tensor) -> str:
-        """An error text in torch's style for another dtype, and for scales that no quantizer
-        writes; "" if there is none.
+    def _why_not_load(self, key: str, t: Tensor, part: Part | None) -> str:
+        """An error text in torch's style for another layout or dtype, and for scales that no
+        quantizer writes; "" if there is none.
         """
-        stored, want, part = (
-            self._as_stored(name, t),
-            self._dtype(name),
-            self._parts_by_name().get(name),
-        )
-        if stored.dtype != want:
+        if t.layout != torch.strided:
+            return f"{key} is {t.layout}, not strided."
+        if part and t.dtype != part.dtype:
             return (
                 f"dtype mismatch for {key}: copying a param of {t.dtype} from checkpoint, the "
-                f"dtype in current model is {want}."
+                f"dtype in current model is {part.dtype}."
             )
         try:
             if part and type(t) in (Tensor, nn.Parameter) and not t.is_meta:
-                check_part_scales(part, stored, key)  # waits for the device
+                check_part_scales(part, t, key)  # waits for the device
         except NonFiniteError as error:
             return str(error)
         return ""
-
-    def _dtype(self, name: str) -> torch.dtype:
-        """The dtype in state dicts of a tensor of this module."""
-        part = None if self.encoding.plain else self._parts_by_name().get(name)
-        return part.dtype if part else getattr(self, name).dtype
 
     def _own(self, prefix: str, tensors: Mapping[str, Any]) -> list[str]:
         """The names of the module's own tensors that are in a state dict, as tensors: torch refuses
@@ -385,16 +391,6 @@ def as_part(t: Tensor, part: Part) -> Tensor:
     )
 
 
-def _numbers(*dtypes: torch.dtype) -> bool:
-    """Whether these are dtypes of numbers, not of encoded bytes."""
-    return all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes)
-
-
-@functools.cache
-def say_once(text: str) -> None:
-    log.warning("%s", text)
-
-
 @dataclass(frozen=True)
 class Packing:
     """How the parts of a weight are stored: padded, and then in a layout."""
@@ -409,14 +405,6 @@ class Packing:
     def unpack(self, parts: Sequence[Tensor], encoding: Encoding) -> tuple[Tensor, ...]:
         """The inverse of `pack`."""
         return self.padding.cut(*self.layout.unpack(*parts, encoding=encoding), encoding=encoding)
-
-    def shapes(self, lead: Sequence[int], encoding: Encoding) -> list[tuple[int, ...]]:
-        """The shapes of elements and block scales of a weight [*lead, N, K]."""
-        return [
-            encoding.part_shape(part, lead, *self.padding.padded)
-            for part in encoding.parts
-            if not part.of_matrix
-        ]
 
     def why_not(
         self,
@@ -478,9 +466,12 @@ def _move(module: PackedModule, names: Sequence[str], here: Packing, there: Pack
     """Replaces the parameters of one weight by new ones, made one matrix at a time."""
     old = [getattr(module, name) for name in names]
     parts = [as_part(p.detach(), part) for p, part in zip(old, module.encoding.parts, strict=False)]
-    shapes = there.shapes(parts[0].shape[:-2], module.encoding)
+    lead, padded = parts[0].shape[:-2], there.padding.padded
     with torch.inference_mode(parts[0].is_inference()):
-        moved_parts = [_empty(shape, part) for shape, part in zip(shapes, parts, strict=True)]
+        moved_parts = [
+            _empty(module.encoding.part_shape(part, lead, *padded), t)
+            for part, t in zip(module.encoding.parts, parts, strict=False)
+        ]
         for source, target in zip(_matrices(parts), _matrices(moved_parts), strict=True):
             moved = there.pack(here.unpack(source, module.encoding), module.encoding)
             for part, t in zip(target, moved, strict=True):

@@ -18,12 +18,11 @@ from ...errors import (
     UnsupportedError,
     need_one_of,
 )
-from ...layouts import LAYOUTS
 from ...messages.progress import progress
 from ...runtime import native
 from ...runtime.precompile import preparing
 from .base import place_
-from .packed import PackedModule, relayout_
+from .packed import PackedModule
 
 log = logging.getLogger("fusion_moe")
 _ALL = "all"
@@ -75,12 +74,12 @@ def prepare_(
     for name, module in progress(modules.items(), "ordering weights", len(modules)):
         device = next(module.parameters()).device
         wanted = options.current().target if to == "auto" else to
-        layout = backends.find(wanted, device).weight_layout
-        if why := module.why_not(LAYOUTS[layout]):
+        try:
+            why = module.put_in(backends.find(wanted, device).weight_layout)
+        except NonFiniteError as error:
+            raise error.at(name) from None
+        if why:
             kept[name or type(module).__name__] = why
-            layout = "linear"
-        _check_scales(module, name, layout)
-        relayout_(module, layout)
         place_(module)
         module.considered = True
     if modules:
@@ -111,12 +110,11 @@ def _check_tokens(model: nn.Module, tokens: Sequence[int] | str) -> None:
             where="prepare_",
         )
     if tokens and not hasattr(getattr(model, "config", None), "vocab_size"):
-        found, todo = (
-            f"tokens for a {type(model).__name__}",
-            "with fusion_moe.preparing(): call the model with inputs of these sizes",
-        )
         raise UnsupportedError(
-            found, expected="a language model with a config", todo=todo, where="prepare_"
+            f"tokens for a {type(model).__name__}",
+            expected="a language model with a config",
+            todo="with fusion_moe.preparing(): call the model with inputs of these sizes",
+            where="prepare_",
         )
 
 
@@ -128,20 +126,9 @@ def _compile(model: nn.Module, tokens: Sequence[int] | str) -> None:
         for shape in dict.fromkeys(shape for count in counts for shape in ((1, count), (count, 1))):
             model(input_ids=torch.zeros(shape, dtype=torch.long, device=device), use_cache=False)
         if not noted:
-            todo = "fusion_moe.quantize_(model), or give prepare_ what torch.compile returned"
-            found = f"a {type(model).__name__} that calls nothing of fusion_moe"
             raise UnsupportedError(
-                found, expected="experts of ours, or a compiled model", todo=todo, where="prepare_"
+                f"a {type(model).__name__} that calls nothing of fusion_moe",
+                expected="experts of ours, or a compiled model",
+                todo="fusion_moe.quantize_(model), or give prepare_ what torch.compile returned",
+                where="prepare_",
             )
-
-
-def _check_scales(module: PackedModule, name: str, layout: str) -> None:
-    """NonFiniteError unless all block scales that would be reordered are such as quantizers
-    write.
-    """
-    if layout == "linear" or module.weight_layout != "linear":
-        return  # they are not reordered, or were already checked
-    try:
-        module.check_block_scales()
-    except NonFiniteError as error:
-        raise error.at(name) from None

@@ -10,8 +10,8 @@ from ...encodings import (
     Quantized,
     exactly,
 )
-from ...errors import ShapeError
-from ..config import need_activation_format
+from ...errors import ShapeError, need_one_of
+from ...target import ACTIVATION_FORMATS
 from .adaptable import AdaptableModule
 from .base import frozen
 from .packed import relayout_
@@ -61,7 +61,9 @@ class Projections(AdaptableModule):
         super().__init__()
         self.first_expert = None
         self.projections = ("gate_up" if gated else "up", "down")
-        need_activation_format(activation_format, type(self).__name__)
+        need_one_of(
+            "activation_format", activation_format, ACTIVATION_FORMATS, where=type(self).__name__
+        )
         self._check(gated, up, down)
         experts, rows, hidden = up.shape
         self.activation_format = activation_format
@@ -95,25 +97,16 @@ class Projections(AdaptableModule):
         return self
 
     def _check(self, gated: bool, up: Quantized, down: Quantized) -> None:
-        if len(up.shape) == len(down.shape) == 3:
-            (experts, rows, hidden), wanted = up.shape, down.shape[-1] * (2 if gated else 1)
-            if (
-                rows == wanted
-                and down.shape[:2] == (experts, hidden)
-                and up.encoding == down.encoding
-            ):
-                return
-        found = (
-            f"{self.projections[0]} {up.encoding.name} {list(up.shape)} and down "
-            f"{down.encoding.name} {list(down.shape)}"
-        )
-        expected = f"[E, {'2I' if gated else 'I'}, H] and [E, H, I] of one encoding"
-        raise ShapeError(
-            found,
-            expected=expected,
-            todo="transpose weights that are stored [E, K, N]",
-            where=type(self).__name__,
-        )
+        experts, hidden, intermediate = down.shape if len(down.shape) == 3 else (0, 0, 0)
+        wanted = (experts, intermediate * (2 if gated else 1), hidden)
+        if tuple(up.shape) != wanted or up.encoding != down.encoding:
+            raise ShapeError(
+                f"{self.projections[0]} {up.encoding.name} {list(up.shape)} and down "
+                f"{down.encoding.name} {list(down.shape)}",
+                expected=f"[E, {'2I' if gated else 'I'}, H] and [E, H, I] of one encoding",
+                todo="transpose weights that are stored [E, K, N]",
+                where=type(self).__name__,
+            )
 
     def _bias(self, projection: str, like: Tensor) -> Tensor | None:
         """The bias of a projection in the dtype of activations."""
@@ -133,12 +126,11 @@ class Projections(AdaptableModule):
 
 def _names(encoding: Encoding, projection: str) -> tuple[str, ...]:
     """The names of the parameters that are the parts of a weight."""
-    own = ("scale" if s.part == "block_scale" else s.part for s in encoding.scales)
-    kinds = ("_proj" if s.block else "" for s in encoding.scales)
-    return (
-        f"{projection}_proj",
-        *(f"{projection}{kind}_{name}" for kind, name in zip(kinds, own, strict=True)),
-    )
+    names = [f"{projection}_proj"]
+    for s in encoding.scales:
+        kind = "_proj" if s.block else ""
+        names.append(f"{projection}{kind}_{'scale' if s.part == 'block_scale' else s.part}")
+    return tuple(names)
 
 
 def _bias(name: str, bias: Tensor | None, shape: tuple[int, int]) -> nn.Parameter | None:

@@ -31,7 +31,6 @@ class QuantizedLinear(PackedModule):
     """
 
     castable = ("bias",)
-    packed = (("weight", "weight_scale"),)
     bias: nn.Parameter | None
 
     def __init__(self, weight: Quantized, bias: Tensor | None = None):

@@ -182,13 +182,10 @@ def adaptable(
         if filter_fn is None or filter_fn(module, name)
     }
     if not modules:
-        found = (
+        raise UnsupportedError(
             "filter_fn rejected all experts"
             if known
-            else (f"no experts of fusion_moe.nn in a {type(model).__name__}")
-        )
-        raise UnsupportedError(
-            found,
+            else (f"no experts of fusion_moe.nn in a {type(model).__name__}"),
             expected="at least one module of them",
             todo="" if known else "quantize_(model) first",
             where=where,
@@ -230,19 +227,19 @@ def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
     """UnsupportedError if one of the modules has an adapter or cannot have one."""
     for name, module in modules.items():
         if module.sharding is not None and not module.sharding.adaptable:
-            found = f"{name or type(module).__name__} has a part of each expert's features"
             raise UnsupportedError(
-                found,
+                f"{name or type(module).__name__} has a part of each expert's features",
                 expected="whole experts",
                 todo="parallelize_(model, mesh, plan='ep')",
                 where=where,
             )
         if module.adapted:
-            found = f"{name or type(module).__name__} has adapters already"
-            todo = (
-                "train these, also after load_lora_; for other ones, call remove_lora_(model) first"
+            raise UnsupportedError(
+                f"{name or type(module).__name__} has adapters already",
+                todo="train these, also after load_lora_; for other ones, call "
+                "remove_lora_(model) first",
+                where=where,
             )
-            raise UnsupportedError(found, todo=todo, where=where)
 
 
 def adapt(

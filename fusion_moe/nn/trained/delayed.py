@@ -80,12 +80,11 @@ class Delayed:
         is none, or its inputs changed.
         """
         if not self.waiting:
-            expected, todo = (
-                "a backward whose weights' gradients wait",
-                "call it once for each backward through the module",
-            )
             raise UnsupportedError(
-                "backward_dw with nothing to do", expected=expected, todo=todo, where=where
+                "backward_dw with nothing to do",
+                expected="a backward whose weights' gradients wait",
+                todo="call it once for each backward through the module",
+                where=where,
             )
         with torch.no_grad():
             self.waiting.popleft().run(where)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from ...definitions.tensor_lists import Input, are_neighbours
-from ...errors import DeviceError, DtypeError, ShapeError
+from ...errors import ShapeError
 from ..checks import are_alike
 
 
@@ -33,55 +33,42 @@ class GroupedParameters(nn.Module):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._keys: dict[str, list[str]] = {}
 
-    def add_grouped(self, name: str, shape: tuple[int, ...], single: bool, **factory: Any) -> None:
-        """Adds an uninitialized parameter [*shape] for each group."""
-        self.single[name], self.shapes[name], self._keys[name] = (
-            single,
-            shape,
-            self._names(name, single),
-        )
+    def add_grouped(
+        self, name: str, shape: tuple[int, ...], single: bool, absent: bool = False, **factory: Any
+    ) -> None:
+        """Adds an uninitialized parameter [*shape] for each group, or None in its place if they are
+        absent.
+        """
+        keys = [name] if single else [f"{name}{g}" for g in range(self.num_groups)]
+        self.single[name] = single
+        if absent:
+            for key in keys:
+                self.register_parameter(key, None)
+            return
+        self.shapes[name], self._keys[name] = shape, keys
         buffer = torch.empty(self.num_groups, *shape, **factory)
-        for key, t in zip(self.keys(name), [buffer] if single else buffer.unbind(), strict=True):
+        for key, t in zip(keys, [buffer] if single else buffer.unbind(), strict=True):
             self.register_parameter(key, nn.Parameter(t))
-
-    def add_none(self, name: str, single: bool) -> None:
-        """Registers None under the names that the parameters would have."""
-        for key in self._names(name, single):
-            self.register_parameter(key, None)
-
-    def _names(self, name: str, single: bool) -> list[str]:
-        return [name] if single else [f"{name}{g}" for g in range(self.num_groups)]
 
     def keys(self, name: str) -> list[str]:
         """The names of the parameters."""
         return self._keys[name]
 
     def grouped(self, name: str) -> Input:
-        """The one parameter, or those of all groups. ShapeError, DtypeError or DeviceError for one
-        that does not fit.
+        """The one parameter, or those of all groups. ShapeError for one that does not fit; what
+        joins them compares their dtypes and devices.
         """
-        found, shape, where = (
-            [getattr(self, key) for key in self._keys[name]],
-            self.shapes[name],
-            type(self).__name__,
-        )
-        want = (self.num_groups, *shape) if self.single[name] else shape
+        found = [getattr(self, key) for key in self._keys[name]]
+        single, shape = self.single[name], self.shapes[name]
+        want = (self.num_groups, *shape) if single else shape
         for key, p in zip(self._keys[name], found, strict=True):
             if p is None or p.shape != want:
                 raise ShapeError(
                     f"{key} {'is None' if p is None else list(p.shape)}",
                     expected=str(list(want)),
-                    where=where,
+                    where=type(self).__name__,
                 )
-            if p.dtype != found[0].dtype:
-                raise DtypeError(
-                    f"{key} is {p.dtype}", expected=f"{found[0].dtype}, as {name}0", where=where
-                )
-            if p.device != found[0].device:
-                raise DeviceError(
-                    f"{key} on {p.device}", expected=f"{found[0].device}, as {name}0", where=where
-                )
-        return found[0] if self.single[name] else tuple(found)
+        return found[0] if single else tuple(found)
 
     def each(self, name: str) -> Sequence[Tensor]:
         """The tensor [*shape] of each group."""
@@ -141,15 +128,10 @@ class GroupedParameters(nn.Module):
             parameters = self._parameters_of(name)
             alike = len({(p.shape, p.dtype, p.device) for p in parameters}) == 1
             whole = len({id(p) for p in parameters}) == self.num_groups and not self.single[name]
-            if (
-                whole
-                and alike
-                and all(map(_may_move, parameters))
-                and not are_neighbours(parameters)
-            ):
-                for p, t in zip(
-                    parameters, torch.stack([p.detach() for p in parameters]).unbind(), strict=True
-                ):
+            movable = whole and alike and all(map(_may_move, parameters))
+            if movable and not are_neighbours(parameters):
+                moved = torch.stack([p.detach() for p in parameters])
+                for p, t in zip(parameters, moved.unbind(), strict=True):
                     p.data = t
 
     # ---------------------------------------------------------------------------------- state dicts
@@ -175,26 +157,20 @@ class GroupedParameters(nn.Module):
     ) -> None:
         entries = dict(state_dict)
         entries.pop(prefix + "_extra_state", None)  # Transformer Engine's, of scales for FP8
-        for name in self.shapes:
+        for name, shape in self.shapes.items():
             one, each = prefix + name, [f"{prefix}{name}{g}" for g in range(self.num_groups)]
-            dims = len(self.shapes[name])
-            if self.single[name] and are_alike([entries.get(key) for key in each], dims):
+            if self.single[name] and are_alike([entries.get(key) for key in each], len(shape)):
                 entries[one] = torch.stack([entries.pop(key) for key in each])
             elif (
                 not self.single[name]
-                and are_alike([entries.get(one)], dims + 1)
+                and are_alike([entries.get(one)], 1 + len(shape))
                 and len(entries[one]) == self.num_groups
             ):
                 entries.update(zip(each, entries.pop(one).unbind(), strict=True))
         super()._load_from_state_dict(entries, prefix, local_metadata, *args)
         if local_metadata.get("assign_to_params_buffers"):
-            self._pack(
-                [
-                    name
-                    for name in self.shapes
-                    if all(prefix + key in entries for key in self.keys(name))
-                ]
-            )
+            whole = (all(prefix + key in entries for key in keys) for keys in self._keys.values())
+            self._pack([name for name, there in zip(self._keys, whole, strict=True) if there])
 
 
 def _in_memory(p: Tensor) -> bool:
@@ -210,9 +186,5 @@ def _may_move(p: Tensor) -> bool:
     """
     if not _in_memory(p) or torch.compiler.is_compiling():
         return False
-    if p.is_cuda:
-        return (
-            p.untyped_storage().nbytes() == p.nbytes
-            and not torch.cuda.is_current_stream_capturing()
-        )
-    return p.untyped_storage().nbytes() == p.nbytes and not p.is_shared()
+    shared = torch.cuda.is_current_stream_capturing() if p.is_cuda else p.is_shared()
+    return p.untyped_storage().nbytes() == p.nbytes and not shared

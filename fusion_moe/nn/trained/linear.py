@@ -17,7 +17,7 @@ from . import splits
 from .delayed import Delayed
 from .grouped_parameters import GroupedParameters
 from .stages import ROWS, Call, Operand, Stage, call
-from .tracked import Effects, tracked
+from .tracked import Effect, tracked
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -118,12 +118,9 @@ class GroupedLinear(GroupedParameters):
         self.add_grouped(
             "weight", (out_features, in_features), single_grouped_weight, device=device, dtype=dtype
         )
-        if bias:
-            self.add_grouped(
-                "bias", (out_features,), single_grouped_bias, device=device, dtype=dtype
-            )
-        else:
-            self.add_none("bias", single_grouped_bias)
+        self.add_grouped(
+            "bias", (out_features,), single_grouped_bias, not bias, device=device, dtype=dtype
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -180,36 +177,21 @@ class GroupedLinear(GroupedParameters):
         GroupsError, ShapeError, DtypeError, DeviceError or UnsupportedError for arguments that do
         not fit, before memory is written.
         """
-        where = type(self).__name__
+        where, lead = type(self).__name__, x.shape[:-1]
         checks.need_rows("x", x, self.in_features, where)
-        y = self._product(
-            x, splits.ends_of(split_sizes, offs, self.num_groups, x, where), scales, out, grad_input
-        )
+        ends = splits.ends_of(split_sizes, offs, self.num_groups, x, where)
+        program = call(x.reshape(-1, self.in_features), [self.stage(x, ends, scales)])
+        effects = self.effects(program)
+        if out is None and grad_input is None and not effects:
+            y = program.run()
+        else:
+            self._check_buffers(x, program.inputs, out, grad_input)
+            rows = [None if t is None else t.view(-1, t.shape[-1]) for t in (out, grad_input)]
+            y = tracked(program, effects, ends, *rows, x.is_leaf, where)
+        y = restored(y, lead)
         if not self.return_bias:
             return y
         return y, [bias.to(y.dtype) for bias in self.each("bias")] if self.use_bias else []
-
-    def _product(
-        self,
-        x: Tensor,
-        ends: Tensor,
-        scales: Tensor | None,
-        out: Tensor | None,
-        grad_input: Tensor | None,
-    ) -> Tensor:
-        y, rows = (
-            call(x.reshape(-1, self.in_features), [self.stage(x, ends, scales)]),
-            x.shape[:-1],
-        )
-        effects = self.effects(y)
-        if out is None and grad_input is None and effects is None:
-            return restored(y.run(), rows)
-        self._check_buffers(x, y.inputs, out, grad_input)
-        flat = [None if t is None else t.view(-1, t.shape[-1]) for t in (out, grad_input)]
-        return restored(
-            tracked(y, effects or Effects({}, {}), ends, *flat, x.is_leaf, type(self).__name__),
-            rows,
-        )
 
     def stage(self, x: Tensor, ends: Tensor, scales: Tensor | None) -> Stage:
         """The stage that the layer adds to a program: ends i32[G], scales float[...] or None, for
@@ -234,7 +216,7 @@ class GroupedLinear(GroupedParameters):
             if operand is not None:
                 first = operand.tensor[0] if isinstance(operand.tensor, tuple) else operand.tensor
                 checks.need_float(name, first, where)
-                checks.need_device(name, first, x, where)
+                checks.need_device(name, first, x.device, where)
         dtype, by = dtype_name(self.compute_dtype(x.device)), recipe.current()
         return Stage(
             "linear",
@@ -250,32 +232,30 @@ class GroupedLinear(GroupedParameters):
         on = kind != "meta" and torch.is_autocast_enabled(kind)
         return torch.get_autocast_dtype(kind) if on and dtype != torch.float64 else dtype
 
-    def effects(self, made: Call) -> Effects | None:
-        """What the backward of a program with this layer writes for its weights; None if
-        nothing.
-        """
-        if not (self.accumulate_into_main_grad or self.delayed) or not torch.is_grad_enabled():
-            return None
+    def effects(self, made: Call) -> dict[int, Effect]:
+        """What the backward of a program with this layer writes for its weights."""
         weight = self.grouped("weight")
         params = weight if isinstance(weight, tuple) else (weight,)
-        if not any(p.requires_grad for p in params):
-            return None
-        place = made.place(weight)
-        mains = {place: params} if self.accumulate_into_main_grad else {}
-        return Effects(mains, {place: (self.delayed, params)} if self.delayed is not None else {})
+        if not (
+            (self.accumulate_into_main_grad or self.delayed)
+            and torch.is_grad_enabled()
+            and any(p.requires_grad for p in params)
+        ):
+            return {}
+        return {made.place(weight): Effect(params, self.accumulate_into_main_grad, self.delayed)}
 
     def _check_buffers(
         self, x: Tensor, inputs: Any, out: Tensor | None, grad_input: Tensor | None
     ) -> None:
-        where, dtype, buffers = type(self).__name__, self.compute_dtype(x.device), []
-        if out is not None:
-            checks.need_buffer(
-                "out", out, (*x.shape[:-1], self.out_features), dtype, x.device, where
-            )
-            buffers.append(("out", out))
-        if grad_input is not None:
-            checks.need_buffer("grad_input", grad_input, x.shape, x.dtype, x.device, where)
-            buffers.append(("grad_input", grad_input))
+        where, result = type(self).__name__, (*x.shape[:-1], self.out_features)
+        buffers = []
+        for name, t, shape, dtype in (
+            ("out", out, result, self.compute_dtype(x.device)),
+            ("grad_input", grad_input, x.shape, x.dtype),
+        ):
+            if t is not None:
+                checks.need_buffer(name, t, shape, dtype, x.device, where)
+                buffers.append((name, t))
         names = ["x"] + ["an operand"] * (len(inputs) - 1)
         others = (
             (name, t)
@@ -292,21 +272,16 @@ class GroupedLinear(GroupedParameters):
         backward waits, or if what it read, an input or the gradient of the result, was written in
         place since.
         """
-        if self.delayed is None:
-            raise OptionError(
-                "backward_dw", expected="delay_wgrad_compute=True", where=type(self).__name__
-            )
-        self.delayed.run(type(self).__name__)
+        self._need_delayed("backward_dw").run(type(self).__name__)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
         """hook() is called at the end of each `backward_dw`."""
+        self._need_delayed("a hook of backward_dw").hooks.append(hook)
+
+    def _need_delayed(self, found: str) -> Delayed:
         if self.delayed is None:
-            raise OptionError(
-                "a hook of backward_dw",
-                expected="delay_wgrad_compute=True",
-                where=type(self).__name__,
-            )
-        self.delayed.hooks.append(hook)
+            raise OptionError(found, expected="delay_wgrad_compute=True", where=type(self).__name__)
+        return self.delayed
 
     def extra_repr(self) -> str:
         """For print(model)."""
@@ -317,7 +292,7 @@ class GroupedLinear(GroupedParameters):
         flags = {
             "accumulate_into_main_grad": self.accumulate_into_main_grad,
             "single_grouped_weight": self.single["weight"],
-            "single_grouped_bias": self.single.get("bias", False),
+            "single_grouped_bias": self.single["bias"],
             "delay_wgrad_compute": self.delay_wgrad_compute,
             "scale_bias": self.scale_bias,
             "return_bias": self.return_bias,

@@ -46,9 +46,11 @@ def check(params: Params, where: str) -> None:
 
 def _checked(name: str, param: Tensor, main: Tensor | None, where: str) -> Tensor:
     if main is None:
-        todo = "allocate it before the forward, or leave out accumulate_into_main_grad"
         raise ShapeError(
-            f"no {name}", expected=f"a tensor {list(param.shape)}", todo=todo, where=where
+            f"no {name}",
+            expected=f"a tensor {list(param.shape)}",
+            todo="allocate it before the forward, or leave out accumulate_into_main_grad",
+            where=where,
         )
     if main.shape != param.shape:
         raise ShapeError(f"{name} {list(main.shape)}", expected=f"{list(param.shape)}", where=where)

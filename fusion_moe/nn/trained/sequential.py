@@ -10,12 +10,11 @@ from torch.nn.modules import module as hooks
 from ...definitions.operations import restored
 from ...errors import OptionError, ShapeError
 from .. import checks
-from . import main_grad, splits
+from . import splits
 from .activations import _ScaledGLU
-from .delayed import Delayed
 from .linear import GroupedLinear
-from .stages import Call, Stage, call
-from .tracked import Effects, tracked
+from .stages import Stage, call
+from .tracked import Effect, tracked
 
 
 class Sequential(nn.Sequential):
@@ -36,78 +35,61 @@ class Sequential(nn.Sequential):
         return_bias.
         """
         if any(isinstance(module, GroupedLinear) and module.return_bias for module in self):
-            expected, todo = "modules that return only rows", "call it outside the Sequential"
             raise OptionError(
-                "a GroupedLinear with return_bias", expected=expected, todo=todo, where="Sequential"
+                "a GroupedLinear with return_bias",
+                expected="modules that return only rows",
+                todo="call it outside the Sequential",
+                where="Sequential",
             )
-        wanted = sum(_takes(module) for module in self)
-        if len(extra) != wanted:
+        wanted = [name for module in self for name in _takes(module)]
+        if len(extra) != len(wanted):
             raise ShapeError(
                 f"{len(extra)} tensors beside x",
-                expected=f"{wanted}: {_described(self)}",
+                expected=f"{len(wanted)}: {', '.join(wanted) or 'none'}",
                 where="Sequential",
             )
         rest = iter(extra)
-        for modules in _runs(list(self)):
-            extras = [[next(rest) for _ in range(_takes(module))] for module in modules]
+        for modules in _runs(self):
+            extras = [[next(rest) for _ in _takes(module)] for module in modules]
             x = modules[0](x, *extras[0]) if len(modules) == 1 else _fused(modules, x, extras)
         return x
 
 
-def _takes(module: nn.Module) -> int:
-    """How many tensors a module takes besides x."""
+def _takes(module: nn.Module) -> tuple[str, ...]:
+    """What a module takes besides x."""
     if isinstance(module, GroupedLinear):
-        return 1 + module.scale_bias
-    return int(isinstance(module, _ScaledGLU))
+        return ("split_sizes", "scales")[: 1 + module.scale_bias]
+    return ("scales",) if isinstance(module, _ScaledGLU) else ()
 
 
-def _described(modules: Iterable[nn.Module]) -> str:
-    names: dict[int, list[str]] = {0: [], 1: ["split_sizes"], 2: ["split_sizes", "scales"]}
-    return (
-        ", ".join(
-            n
-            for m in modules
-            for n in (["scales"] if isinstance(m, _ScaledGLU) else names[_takes(m)])
-        )
-        or "none"
-    )
-
-
-def _runs(modules: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
+def _runs(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     """Adjacent modules that become one program: modules of ours, at least one of them a layer."""
-    run: list[nn.Module] = []
+    runs: list[list[nn.Module]] = []
+    joining = False
     for module in modules:
-        if _is_plain(module):
-            run.append(module)
-            continue
-        yield from _together(run)
-        yield [module]
-        run = []
-    yield from _together(run)
+        plain = _is_plain(module)
+        if plain and joining:
+            runs[-1].append(module)
+        else:
+            runs.append([module])
+        joining = plain
+    for run in runs:
+        layers = any(isinstance(module, GroupedLinear) for module in run)
+        yield from [run] if layers else [[module] for module in run]
 
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a call of the module is one of ours and nothing else: no hooks, no other forward."""
-    if not isinstance(module, (GroupedLinear, _ScaledGLU)) or hooks._has_any_global_hook():
-        return False
-    if (
-        type(module).forward not in (GroupedLinear.forward, _ScaledGLU.forward)
-        or "forward" in module.__dict__
-    ):
-        return False
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+    return (
+        isinstance(module, (GroupedLinear, _ScaledGLU))
+        and type(module).forward in (GroupedLinear.forward, _ScaledGLU.forward)
+        and "forward" not in module.__dict__
+        and not hooks._has_any_global_hook()
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
     )
-
-
-def _together(run: list[nn.Module]) -> Iterator[list[nn.Module]]:
-    if any(isinstance(module, GroupedLinear) for module in run):
-        yield run
-    else:
-        yield from ([module] for module in run)
 
 
 def _fused(modules: Sequence[nn.Module], x: Tensor, given: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -136,8 +118,11 @@ def _fused(modules: Sequence[nn.Module], x: Tensor, given: Sequence[Sequence[Ten
             stages.append(module.stage(x, width, tensors[0]))
             width //= 2
     made = call(x.reshape(-1, stages[0].width), stages)
-    effects = _effects(modules, made)
-    y = made.run() if effects is None else tracked(made, effects, ends, where="Sequential")
+    effects: dict[int, Effect] = {}
+    for module in modules:
+        if isinstance(module, GroupedLinear):
+            effects |= module.effects(made)
+    y = tracked(made, effects, ends, where="Sequential") if effects else made.run()
     return restored(y, x.shape[:-1])
 
 
@@ -149,15 +134,3 @@ def _width(modules: Sequence[nn.Module]) -> int:
     layer = modules[first]
     assert isinstance(layer, GroupedLinear)
     return layer.in_features * 2**first
-
-
-def _effects(modules: Sequence[nn.Module], made: Call) -> Effects | None:
-    """What the backward writes for all layers; None if nothing."""
-    mains: dict[int, main_grad.Params] = {}
-    delayed: dict[int, tuple[Delayed, main_grad.Params]] = {}
-    for module in modules:
-        effects = module.effects(made) if isinstance(module, GroupedLinear) else None
-        if effects is not None:
-            mains.update(effects.mains)
-            delayed.update(effects.delayed)
-    return Effects(mains, delayed) if mains or delayed else None

@@ -8,13 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import (
-    DeviceError,
-    DtypeError,
-    GroupsError,
-    ShapeError,
-)
+from ...errors import DtypeError, GroupsError, ShapeError
 from ...layouts.groups import ends_from_sizes
+from ..checks import need_device
 
 INTEGERS = (
     torch.int64,
@@ -42,28 +38,23 @@ def ends_of(
     error is raised later); ShapeError, DtypeError or DeviceError for a tensor that does not fit.
     """
     if (split_sizes is None) == (offs is None):
-        found = "neither split_sizes nor offs" if offs is None else "split_sizes and offs"
         raise GroupsError(
-            found,
+            "neither split_sizes nor offs" if offs is None else "split_sizes and offs",
             expected="one of them: split_sizes counts the rows of each "
             "group, offs says where they end",
             where=where,
         )
-    if split_sizes is None:
-        assert offs is not None
+    if offs is not None:
         _check("offs", offs, groups, (torch.int32,), rows.device, where)
         return offs
     if isinstance(split_sizes, (list, tuple)) and all(isinstance(n, int) for n in split_sizes):
-        _check_counts(split_sizes, rows.numel() // rows.shape[-1], where)
+        _check_counts(split_sizes, rows, where)
         split_sizes = torch.tensor(split_sizes, dtype=torch.int64).to(rows.device)
     _check("split_sizes", split_sizes, groups, INTEGERS, rows.device, where)
-    if (
-        type(split_sizes) is Tensor
-        and split_sizes.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-    ):
-        _check_counts(split_sizes.flatten().tolist(), rows.numel() // rows.shape[-1], where)
     assert isinstance(split_sizes, Tensor)
+    on_host = type(split_sizes) is Tensor and split_sizes.device.type == "cpu"
+    if on_host and not torch.compiler.is_compiling():
+        _check_counts(split_sizes.flatten().tolist(), rows, where)
     return ends_from_sizes(split_sizes.reshape(groups))
 
 
@@ -76,25 +67,23 @@ def _check(
     where: str,
 ) -> None:
     if not isinstance(t, Tensor):
-        found, expected = f"{name} is a {type(t).__name__}", "a tensor, on the device of the rows"
-        raise DtypeError(found, expected=expected, todo=f"torch.tensor({name})", where=where)
-    if t.dtype not in dtypes:
-        expected, todo = (
-            ("an integer dtype", "")
-            if len(dtypes) > 1
-            else (str(dtypes[0]), f"{name}.to({dtypes[0]})")
+        raise DtypeError(
+            f"{name} is a {type(t).__name__}",
+            expected="a tensor, on the device of the rows",
+            todo=f"torch.tensor({name})",
+            where=where,
         )
-        raise DtypeError(f"{name} is {t.dtype}", expected=expected, todo=todo, where=where)
-    count = t.numel()
-    if _differ(count, groups) or (name == "offs" and t.dim() != 1):
+    if t.dtype not in dtypes:
+        raise DtypeError(
+            f"{name} is {t.dtype}",
+            expected="an integer dtype" if len(dtypes) > 1 else str(dtypes[0]),
+            where=where,
+        )
+    if _differ(t.numel(), groups) or (name == "offs" and t.dim() != 1):
         raise ShapeError(
             f"{name} {list(t.shape)}", expected=f"[{groups}], one for each group", where=where
         )
-    if t.device != device:
-        todo = f"move {name} before the step"
-        raise DeviceError(
-            f"{name} on {t.device}, rows on {device}", expected="one device", todo=todo, where=where
-        )
+    need_device(name, t, device, where)
 
 
 def _differ(count: int, groups: int) -> bool:
@@ -111,7 +100,7 @@ def _differ(count: int, groups: int) -> bool:
     return False
 
 
-def _check_counts(counts: Sequence[int], rows: int, where: str) -> None:
+def _check_counts(counts: Sequence[int], rows: Tensor, where: str) -> None:
     for group, count in enumerate(counts):
         if count < 0:
             raise GroupsError(
@@ -119,9 +108,11 @@ def _check_counts(counts: Sequence[int], rows: int, where: str) -> None:
                 expected="0 rows or more for each group",
                 where=where,
             )
-    if sum(counts) > rows:
-        found, expected = (
+    total = rows.numel() // rows.shape[-1]
+    if sum(counts) > total:
+        raise GroupsError(
             f"split_sizes of {sum(counts)} rows in all",
-            f"at most the {rows} rows there are",
+            expected=f"at most the {total} rows there are",
+            todo="pass ends of groups as offs",
+            where=where,
         )
-        raise GroupsError(found, expected=expected, todo="pass ends of groups as offs", where=where)

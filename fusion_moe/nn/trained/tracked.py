@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,16 +34,19 @@ def _untraced(function: Any) -> Any:
     return _disable_dynamo(function)
 
 
-@dataclass(frozen=True)
-class Effects:
-    """What the backward of a program does to weights, by their positions among its inputs.
+class Effect(NamedTuple):
+    """What the backward of a program does to a weight, which is one of its inputs.
 
-    mains: weights whose gradient goes to main_grad; delayed: weights whose gradient waits, and
-    where it waits.
+    main: whether the gradient goes to the parameters' main_grad. delayed: where it waits, if it
+    does.
     """
 
-    mains: Mapping[int, main_grad.Params]
-    delayed: Mapping[int, tuple[Delayed, main_grad.Params]]
+    params: main_grad.Params
+    main: bool
+    delayed: Delayed | None
+
+
+Effects = Mapping[int, Effect]  # by position among the program's inputs
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,19 @@ class _Work:
     wanted: tuple[int, ...]
 
     @property
-    def now(self) -> tuple[int, ...]:
-        """The inputs that get their gradient in the backward."""
-        return tuple(i for i in self.wanted if i not in self.effects.delayed)
+    def later(self) -> list[int]:
+        """The inputs whose gradient waits."""
+        return [i for i in self.wanted if i in self.effects and self.effects[i].delayed]
 
     @property
-    def later(self) -> tuple[int, ...]:
-        """The inputs whose gradient waits."""
-        return tuple(i for i in self.wanted if i in self.effects.delayed)
+    def now(self) -> list[int]:
+        """The inputs that get their gradient in the backward."""
+        return [i for i in self.wanted if i not in self.later]
+
+    @property
+    def mains(self) -> dict[int, main_grad.Params]:
+        """The parameters whose main_grad the backward writes."""
+        return {i: e.params for i, e in self.effects.items() if e.main and i in self.now}
 
 
 @_untraced
@@ -90,8 +98,9 @@ def tracked(
     is_leaf: whether x is a leaf. Its `grad` is a tensor of its own, not grad_input, which the next
     backward writes.
     """
-    for params in effects.mains.values():
-        main_grad.check(params, where)
+    for effect in effects.values():
+        if effect.main:
+            main_grad.check(effect.params, where)
     tensors, parts = flat(call.inputs)
     needed = wanted(call.inputs) if torch.is_grad_enabled() else ()
     if not needed:
@@ -130,7 +139,7 @@ class _Tracked(torch.autograd.Function):
     @_untraced
     def backward(ctx: Any, dy: Tensor) -> Any:
         work: _Work = ctx.work
-        if work.effects.mains and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(effect.main for effect in work.effects.values()):
             raise UnsupportedError(
                 "create_graph=True",
                 expected="a backward without a graph, since gradients are written to main_grad",
@@ -139,26 +148,18 @@ class _Tracked(torch.autograd.Function):
             )
         inputs = [*grouped(ctx.saved_tensors, ctx.parts), *work.programs.seeds([dy])]
         text, waiting = postponed(work.programs.backward, tuple(map(work.wanted.index, work.later)))
-        mains = {
-            work.now.index(i): params for i, params in work.effects.mains.items() if i in work.now
-        }
+        mains = {work.now.index(i): params for i, params in work.mains.items()}
         gradients = (
             main_grad.run(text, inputs, work.env, work.options, mains)
             if parse(text).outputs
             else []
         )
         for place, later in zip(work.later, waiting, strict=True):
-            queue, params = work.effects.delayed[place]
+            params, main, queue = work.effects[place]
+            assert queue is not None
             reads: list[Any] = [[*inputs, *gradients][i] for i in later.reads]
             queue.waiting.append(
-                Waiting(
-                    later.program,
-                    reads,
-                    work.env,
-                    work.options,
-                    params,
-                    place in work.effects.mains,
-                )
+                Waiting(later.program, reads, work.env, work.options, params, main)
             )
         # other outputs are read later
         by_input = {
@@ -175,8 +176,7 @@ def _returned(work: _Work, found: Mapping[int, Any], needed: Sequence[bool]) -> 
     grads = split(found, work.parts, len(needed))
     first = 0
     for i, n in enumerate(work.parts or [0] * len(needed)):
-        if i in work.effects.mains and i in work.now:
-            params = work.effects.mains[i]
+        if params := work.mains.get(i):
             grads[first : first + len(params)] = [
                 main_grad.written(p) if p.requires_grad else None for p in params
             ]

@@ -5,7 +5,7 @@ because they would be ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,29 +69,24 @@ def read_config(directory: Path) -> LoraConfig:
     other kinds of adapters.
     """
     file = directory / CONFIG
-    return _parsed(read_json(file, "what save_lora or PEFT wrote"), file)
-
-
-def _parsed(config: Mapping[str, Any], file: Path) -> LoraConfig:
+    config = read_json(file, "what save_lora or PEFT wrote")
     kind, bias = config.get("peft_type"), config.get("bias", "none")
     if kind != "LORA" or bias != "none":
-        found = f"peft_type = {shown(kind)}, bias = {shown(bias)}"
-        raise UnsupportedError(found, expected="LORA adapters without biases", where=str(file))
-    if used := [key for key in _REFUSED if config.get(key)]:
-        found = ", ".join(f"{key} = {shown(config[key])}" for key in used)
         raise UnsupportedError(
-            found,
+            f"peft_type = {shown(kind)}, bias = {shown(bias)}",
+            expected="LORA adapters without biases",
+            where=str(file),
+        )
+    if used := [key for key in _REFUSED if config.get(key)]:
+        raise UnsupportedError(
+            ", ".join(f"{key} = {shown(config[key])}" for key in used),
             expected="adapters of experts' parameters alone, all of one rank",
             where=str(file),
         )
     rank, alpha = _number(config, "r", file), _number(config, "lora_alpha", file)
     alpha = alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
     targets = config.get("target_parameters")
-    if (
-        not isinstance(targets, list)
-        or not targets
-        or not all(isinstance(target, str) for target in targets)
-    ):
+    if not (isinstance(targets, list) and targets and all(isinstance(t, str) for t in targets)):
         raise CheckpointError(
             f"target_parameters = {shown(targets)}",
             expected="names of experts' parameters",
@@ -103,15 +98,11 @@ def _parsed(config: Mapping[str, Any], file: Path) -> LoraConfig:
 def _number(config: Mapping[str, Any], key: str, file: Path) -> float:
     value: Any = config.get(key)
     if not is_alpha(value) or (key == "r" and not (1 <= value < 2**31 and value == int(value))):
-        expected = "a positive integer of 31 bits" if key == "r" else "a finite number in float32"
-        raise CheckpointError(f"{key} = {shown(value)}", expected=expected, where=str(file))
+        raise CheckpointError(
+            f"{key} = {shown(value)}",
+            expected="a positive integer of 31 bits"
+            if key == "r"
+            else "a finite number in float32",
+            where=str(file),
+        )
     return float(value)
-
-
-def common(ranks_and_alphas: Sequence[tuple[int, float]], where: str) -> tuple[int, float]:
-    """The rank and alpha that all adapters share. UnsupportedError if they differ."""
-    different = sorted(set(ranks_and_alphas))
-    if len(different) > 1:
-        found = " and ".join(f"rank {rank} with alpha {alpha}" for rank, alpha in different)
-        raise UnsupportedError(found, expected="adapters of one rank and one alpha", where=where)
-    return different[0]

@@ -4,16 +4,14 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ....checkpoints.headers import Entry, read_header
-from ....checkpoints.shard import Planned, Step, write_shard
-from ....checkpoints.writing import appearing, destination, write_json
+from ....checkpoints.writing import appearing, destination, sync, write_json
 from ....errors import CheckpointError, NonFiniteError, UnsupportedError
 from ...frozen.adaptable import AdaptableModule
 from ...local import gathered, is_dtensor, local
@@ -26,7 +24,7 @@ from ..adapter import (
     freeze_,
     need_unadapted,
 )
-from .config import CONFIG, LoraConfig, common, read_config
+from .config import CONFIG, LoraConfig, read_config
 from .factors import from_peft, peft_shapes, to_peft
 
 TENSORS = "adapter_model.safetensors"
@@ -54,15 +52,19 @@ def save_lora(model: nn.Module, directory: str | Path) -> Path:
             expected="a model that add_lora_ or load_lora_ gave some",
             where="save_lora",
         )
-    rank, alpha = common(
-        [(a.rank, a.alpha) for _, module in adapted for _, a in adapters_of(module)], "save_lora"
-    )
+    kinds = sorted({(a.rank, a.alpha) for _, module in adapted for _, a in adapters_of(module)})
+    if len(kinds) > 1:
+        raise UnsupportedError(
+            " and ".join(f"rank {rank} with alpha {alpha}" for rank, alpha in kinds),
+            expected="adapters of one rank and one alpha",
+            where="save_lora",
+        )
     targets = tuple(
         _parameter(name, module, projection)
         for name, module in adapted
         for projection, _ in adapters_of(module)
     )
-    config = LoraConfig(rank, alpha, targets).written(getattr(model, "name_or_path", None) or None)
+    config = LoraConfig(*kinds[0], targets).written(getattr(model, "name_or_path", None) or None)
     tensors = {key: t for name, module in adapted for key, t in _stored(name, module)}
     divided = any(is_dtensor(a.A) for _, module in adapted for _, a in adapters_of(module))
     if not divided or torch.distributed.get_rank() == 0:
@@ -84,15 +86,17 @@ def load_lora_(
     """
     path, modules = Path(directory), adaptable(model, "load_lora_")
     need_unadapted(modules, "load_lora_")
-    config, entries = read_config(path), _entries(path)
-    planned = {name: _planned(name, modules, config, entries) for name in _named(entries)}
-    if lost := entries.keys() - {key for name, its in planned.items() for key in _keys(name, its)}:
+    config, tensors = read_config(path), _read(path / TENSORS)
+    named = _named(tensors)
+    # what has no place is refused first
+    names = [*sorted(named - modules.keys()), *(name for name in modules if name in named)]
+    planned = {name: _planned(name, modules, config, tensors) for name in names}
+    if lost := tensors.keys() - {key for name, its in planned.items() for key in _keys(name, its)}:
         raise CheckpointError(
             f"{min(lost)} has no place",
             expected="adapters of experts alone",
             where=str(path / TENSORS),
         )
-    tensors = _read(path / TENSORS)
     freeze_(model)
     for name, projections in planned.items():
         _fill(name, modules[name], projections, config, tensors, dtype)
@@ -124,15 +128,10 @@ def _keys(name: str, adapters: Collection[str]) -> list[str]:
     ]
 
 
-def _named(entries: Mapping[str, Entry]) -> list[str]:
+def _named(keys: Iterable[str]) -> set[str]:
     """The modules for which a file has adapters."""
-    names = dict.fromkeys(key.partition(".lora_")[0] for key in entries)
-    return list(
-        dict.fromkeys(
-            ".".join(p for p in name.removeprefix(_ROOT).split(".") if p and p != _INNER)
-            for name in names
-        )
-    )
+    paths = (key.partition(".lora_")[0].removeprefix(_ROOT).split(".") for key in keys)
+    return {".".join(p for p in path if p and p != _INNER) for path in paths}
 
 
 # Saving -------------------------------------------------------------------------------------------
@@ -157,40 +156,31 @@ def _rows_there(module: AdaptableModule, projection: str, adapter: Adapter) -> T
 
 def _write(dst: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     """Writes the two files, under another name until they are synced to disk."""
-    planned = tuple(Planned(key, t.dtype, tuple(t.shape)) for key, t in tensors.items())
+    from safetensors.torch import save_file
+
     with appearing(dst) as files:
-        write_shard(files / TENSORS, [Step(planned, lambda: tensors)])
+        save_file({key: t.cpu() for key, t in tensors.items()}, files / TENSORS, {"format": "pt"})
+        sync(files / TENSORS)
         write_json(files / CONFIG, config)
 
 
 # Loading ------------------------------------------------------------------------------------------
 
 
-def _entries(path: Path) -> dict[str, Entry]:
-    """The entries of a directory's file, by name; no data is read."""
-    file = path / TENSORS
-    if not file.exists() and (path / "adapter_model.bin").exists():
-        found, todo = (
-            "adapter_model.bin: pickled tensors, which can run code when they are read",
-            "save it with safe_serialization=True",
-        )
-        raise UnsupportedError(found, expected=TENSORS, todo=todo, where=str(path))
-    return {entry.name: entry for entry in read_header(file)}
-
-
 def _planned(
     name: str,
     modules: Mapping[str, AdaptableModule],
     config: LoraConfig,
-    entries: Mapping[str, Entry],
+    tensors: Mapping[str, Tensor],
 ) -> list[str]:
     """The projections of a module that get adapters, for which the file has tensors of the right
     shapes.
     """
     if name not in modules:
-        expected = f"modules with experts: {', '.join(modules)}"
         raise CheckpointError(
-            f"adapters of {name or 'the whole model'}", expected=expected, where="load_lora_"
+            f"adapters of {name or 'the whole model'}",
+            expected=f"modules with experts: {', '.join(modules)}",
+            where="load_lora_",
         )
     module = modules[name]
     projections = [p for p in module.projections if config.targeted(_parameter(name, module, p))]
@@ -200,14 +190,12 @@ def _planned(
         for shape in peft_shapes(_experts(module), *module.shape_of(p)[1:], config.rank)
     ]
     for key, shape in zip(_keys(name, projections), wanted, strict=True):
-        if (
-            key not in entries
-            or entries[key].shape != shape
-            or not entries[key].dtype.is_floating_point
-        ):
-            found = str(entries.get(key, f"no {key}"))
+        t = tensors.get(key)
+        if t is None or t.shape != shape or not t.is_floating_point():
             raise CheckpointError(
-                found, expected=f"{key} of floats {list(shape)}", where="load_lora_"
+                f"no {key}" if t is None else f"{key}, {t.dtype} {list(t.shape)}",
+                expected=f"{key} of floats {list(shape)}",
+                where="load_lora_",
             )
     return projections
 
@@ -225,19 +213,27 @@ def _read(file: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if not file.exists() and file.with_name("adapter_model.bin").exists():
+        raise UnsupportedError(
+            "adapter_model.bin: pickled tensors, which can run code when they are read",
+            expected=TENSORS,
+            todo="save it with safe_serialization=True",
+            where=str(file.parent),
+        )
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            str(error), expected="the file as it was when its header was read", where=str(file)
+            str(error), expected="a file of safetensors", where=str(file)
         ) from None
     for key, t in tensors.items():
         if bad := int((~t.float().isfinite()).sum()):
-            found, todo = (
+            raise NonFiniteError(
                 f"{bad} NaN or infinite among the {t.numel()} elements of {key}",
-                "the file is damaged, or training diverged",
+                expected="finite numbers",
+                todo="the file is damaged, or training diverged",
+                where=str(file),
             )
-            raise NonFiniteError(found, expected="finite numbers", todo=todo, where=str(file))
     return tensors
 
 
