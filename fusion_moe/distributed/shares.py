@@ -22,13 +22,6 @@ from ..nn.lora.adapter import adapters_of
 from .states import ExpertShards, FeatureShards, expert_shard, runs_of
 
 
-def features_of(count: int, rank: int, ranks: int) -> range:
-    """A rank's part of `count` blocks of features: consecutive blocks, and sizes that differ by at
-    most one.
-    """
-    return range(count * rank // ranks, count * (rank + 1) // ranks)
-
-
 def whole_experts_of(count: int, rank: int, ranks: int) -> range:
     """A rank's part of `count` experts, as by DTensor's Shard(0): equally many, but the last ranks
     may have fewer or none.
@@ -120,8 +113,9 @@ def keep_features(module: Experts, rank: int, ranks: int) -> None:
     module.considered = False
     up, down = (module.weight_of(name) for name in module.projections)
     step = columns(module)
-    kept, (experts, _, intermediate) = features_of(down.shape[-1] // step, rank, ranks), down.shape
-    features = range(kept.start * step, kept.stop * step)
+    experts, _, intermediate = down.shape
+    blocks = intermediate // step  # ranks have equally many, or one more
+    features = range(blocks * rank // ranks * step, blocks * (rank + 1) // ranks * step)
     gate_up, parts = module.projections[0], up.shape[1] // intermediate
     rows = _rows(intermediate, features, parts, module.interleave)
     if up.device.type != "meta":

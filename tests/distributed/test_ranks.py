@@ -15,7 +15,6 @@ import pytest
 import torch.distributed
 
 CASES = Path(__file__).with_name("cases.py")
-TWO = "2"  # all cases
 # what depends on how many ranks there are
 FOUR = (
     "4:whole_experts,tokens_of_a_rank,tokens_sent_to_experts,numbers_of_tokens_that_differ,"
@@ -64,29 +63,20 @@ def assert_agree(found: list[dict[str, str]], ranks: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
+def test_two_ranks_agree_with_one_process(tmp_path):
+    """In all cases."""
+    assert_agree(outcomes(tmp_path, "cpu", "2")["2"], 2)
 
 
-@pytest.fixture(scope="module")
-def on_cpus(folder):
-    """One group after another, forked from one process: its imports take longer than cases."""
-    return outcomes(folder, "cpu", TWO, FOUR, *LOST)
-
-
-def test_two_ranks_agree_with_one_process(on_cpus):
-    assert_agree(on_cpus[TWO], 2)
-
-
-def test_four_ranks_agree_with_one_process(on_cpus):
-    assert_agree(on_cpus[FOUR], 4)
-
-
-def test_a_lost_rank_is_an_error_for_the_others(on_cpus, folder):
-    """gloo knows ranks by their addresses, and those that hang not at all."""
-    assert [on_cpus[group] for group in LOST] == [[{"dies": ""}], [{"hangs": ""}] * 2]
-    said = (folder / "log").read_text()
+@pytest.mark.once
+def test_four_ranks_and_lost_ones(tmp_path):
+    """Four agree with one process. Of two, a lost rank is an error for the other: gloo knows ranks
+    by their addresses, and those that hang not at all.
+    """
+    found = outcomes(tmp_path, "cpu", FOUR, *LOST)
+    assert_agree(found[FOUR], 4)
+    assert [found[group] for group in LOST] == [[{"dies": ""}], [{"hangs": ""}] * 2]
+    said = (tmp_path / "log").read_text()
     assert "peer" in said
     assert "[127.0.0.1]:" in said
     assert "Timed out" in said

@@ -163,8 +163,8 @@ REFUSED = {
     ),
     "no target": (
         lambda: add_lora_(experts(), targets=()),
-        OptionError,
-        "no targets; expected gate_up or down",
+        UnsupportedError,
+        "no targets among the experts; expected targets of these: gate_up, down",
     ),
     "integers": (
         lambda: add_lora_(experts(), dtype=torch.int8),

@@ -121,8 +121,21 @@ def add_lora_(
     An error comes before anything changes.
     """
     modules = adaptable(model, "add_lora_", filter_fn)
-    _check_options(rank, alpha, dtype)
-    chosen = _need_targets(targets)
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank <= 0:
+        raise OptionError(f"rank = {rank!r}", expected="a positive integer", where="add_lora_")
+    if not is_alpha(alpha):
+        raise OptionError(
+            f"alpha = {alpha!r}", expected="a finite number in float32", where="add_lora_"
+        )
+    if dtype not in FLOAT_DTYPES:
+        raise DtypeError(
+            f"dtype = {dtype}",
+            expected=f"one of {', '.join(map(str, FLOAT_DTYPES))}",
+            where="add_lora_",
+        )
+    chosen = (targets,) if isinstance(targets, str) else tuple(targets)
+    for target in chosen:
+        need_one_of("targets", target, TARGETS, where="add_lora_")
     need_unadapted(modules, "add_lora_")
     places = _places(modules, chosen)
     freeze_(model)
@@ -156,7 +169,7 @@ def _places(
     if not places:
         there = ", ".join(dict.fromkeys(target for _, _, target in known))
         raise UnsupportedError(
-            f"no {' or '.join(targets)} among the experts",
+            f"no {' or '.join(targets) or 'targets'} among the experts",
             expected=f"targets of these: {there}",
             where="add_lora_",
         )
@@ -193,34 +206,9 @@ def adaptable(
     return modules
 
 
-def _check_options(rank: int, alpha: float, dtype: torch.dtype) -> None:
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank <= 0:
-        raise OptionError(f"rank = {rank!r}", expected="a positive integer", where="add_lora_")
-    if not is_alpha(alpha):
-        raise OptionError(
-            f"alpha = {alpha!r}", expected="a finite number in float32", where="add_lora_"
-        )
-    if dtype not in FLOAT_DTYPES:
-        raise DtypeError(
-            f"dtype = {dtype}",
-            expected=f"one of {', '.join(map(str, FLOAT_DTYPES))}",
-            where="add_lora_",
-        )
-
-
 def is_alpha(value: object) -> bool:
     """Whether a value is a number that is finite in float32, in which alpha / rank multiplies."""
     return isinstance(value, (int, float)) and abs(value) <= torch.finfo(torch.float32).max
-
-
-def _need_targets(targets: Iterable[str]) -> tuple[str, ...]:
-    """The targets in order, without duplicates."""
-    names = (targets,) if isinstance(targets, str) else tuple(targets)
-    for target in names:
-        need_one_of("targets", target, TARGETS, where="add_lora_")
-    if not names:
-        raise OptionError("no targets", expected=" or ".join(TARGETS), where="add_lora_")
-    return tuple(target for target in TARGETS if target in names)
 
 
 def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
@@ -248,9 +236,10 @@ def adapt(
     """Adds an adapter to a projection, on its weight's device; beside a rank's share of experts, a
     share of the adapters of all experts.
     """
-    adapter = _class()(
-        module.shape_of(projection), rank, alpha, dtype, module.weight_of(projection).device
-    )
+    # a package's own, if one wants to know adapters
+    cls = next((found for ask in plugins.adapter_class if (found := ask())), Adapter)
+    weight = module.weight_of(projection)
+    adapter = cls(module.shape_of(projection), rank, alpha, dtype, weight.device)
     if module.sharding is not None:
         adapter.A, adapter.B = (
             nn.Parameter(module.sharding.whole(name, getattr(adapter, name).detach()))
@@ -258,11 +247,6 @@ def adapt(
         )
     module.add_module(f"{projection}_lora", adapter)
     return adapter
-
-
-def _class() -> type[Adapter]:
-    """The class of new adapters: a package's own, if one wants to know them."""
-    return next((found for ask in plugins.adapter_class if (found := ask())), Adapter)
 
 
 def adapters_of(module: AdaptableModule) -> Iterator[tuple[str, Adapter]]:

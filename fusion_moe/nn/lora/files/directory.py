@@ -17,7 +17,6 @@ from ...frozen.adaptable import AdaptableModule
 from ...local import gathered, is_dtensor, local
 from ...trained.activations import deinterleave, interleave
 from ..adapter import (
-    Adapter,
     adapt,
     adaptable,
     adapters_of,
@@ -138,20 +137,15 @@ def _named(keys: Iterable[str]) -> set[str]:
 
 
 def _stored(name: str, module: AdaptableModule) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a module's adapters, under PEFT's names."""
-    adapters = dict(adapters_of(module))
-    pairs = (
-        (gathered(adapter.A.detach()), _rows_there(module, projection, adapter))
-        for projection, adapter in adapters.items()
-    )
-    factors = [t for pair in pairs for t in to_peft(*pair)]
+    """The tensors of a module's adapters, under PEFT's names; rows of B in the order that the
+    weight had before the experts were converted.
+    """
+    adapters, factors = dict(adapters_of(module)), list[Tensor]()
+    for projection, adapter in adapters.items():
+        a, b = gathered(adapter.A.detach()), gathered(adapter.B.detach())
+        in_turns = module.in_turns and projection == "gate_up"
+        factors += to_peft(a, interleave(b, 1, 1) if in_turns else b)
     return zip(_keys(name, adapters), factors, strict=True)
-
-
-def _rows_there(module: AdaptableModule, projection: str, adapter: Adapter) -> Tensor:
-    """B with its rows in the order that the weight had before the experts were converted."""
-    rows = gathered(adapter.B.detach())
-    return interleave(rows, 1, 1) if module.in_turns and projection == "gate_up" else rows
 
 
 def _write(dst: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
