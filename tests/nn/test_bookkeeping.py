@@ -425,19 +425,3 @@ def test_a_layer_that_is_used_twice():
     for found in main_grads(twice), gradients(module, "weight"):
         for grad, expected in zip(found, gradients(want, "weight"), strict=True):
             torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_compiled_autograd_does_not_trace_what_writes():
-    """It runs the backward between two graphs: only those are traced."""
-    from torch._dynamo import compiled_autograd
-    from torch._dynamo.utils import counters
-
-    want, _ = plain()
-    module, x = layer(G, K, N, delay_wgrad_compute=True), rows()
-    counters.clear()
-    with compiled_autograd._enable(torch.compile(backend="eager")):
-        module(x, COUNTS).backward(dy())
-    assert counters["frames"]["total"] < 10
-    module.backward_dw()
-    for found, p in zip(weights(module), weights(want), strict=True):
-        assert_same_bits(found.grad, p.grad)

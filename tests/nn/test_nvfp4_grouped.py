@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import loops
@@ -143,22 +142,10 @@ def test_a_cast_changes_the_bias_and_no_byte(change):
     assert module.bias.grad.dtype == module.bias.dtype
 
 
-def test_copies_and_state_dicts():
-    module, other, x, ends = (
-        linear(2, bias=True),
-        linear(2, bias=True),
-        random(5, 64),
-        Partition((2, 3), 0).ends,
-    )
-    with torch.no_grad():
-        other.bias.zero_()
-    assert not other(x, ends).equal(module(x, ends))
-    other.load_state_dict(module.state_dict())
-    assert other(x, ends).equal(module(x, ends))
-    assert copy.deepcopy(module)(x, ends).equal(module(x, ends))
-    assert repr(module).startswith(
-        "NVFP4GroupedLinear(groups=2, in_features=64, out_features=48, bias=True"
-    )
+def test_shown():
+    module = linear(2, bias=True)
+    sizes = "NVFP4GroupedLinear(groups=2, in_features=64, out_features=48, bias=True"
+    assert repr(module).startswith(sizes)
     assert module.nbytes == 2 * 48 * 64 * 9 // 16 + 2 * 4 + 2 * 48 * 4
 
 
