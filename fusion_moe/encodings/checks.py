@@ -38,12 +38,19 @@ def check_parts(
     *lead, n, k = _logical_shape(tensors[0], names[0], encoding, where)
     for part, name, tensor in zip(parts[1:], names[1:], tensors[1:], strict=True):
         assert part.scale is not None
-        if part.scale.block:
-            _check_block_scale(
-                tensor, part, name, (*lead, n, k), (names[0], tensors[0]), encoding, where
-            )
-        else:
+        if part.of_matrix:
             check_matrix_scale(tensor, lead, n, part.scale, name, where)
+        elif tuple(tensor.shape) != (want := encoding.part_shape(part, lead, n, k)):
+            raise ShapeError(
+                f"{name} is {list(tensor.shape)}",
+                expected=f"{list(want)}, one "
+                f"{'zero point' if part.scale.zero_point else 'scale'} for "
+                f"{part.scale.block if part.scale.block > 0 else 'a row of'} codes of {names[0]} "
+                f"{list(tensors[0].shape)}",
+                todo="undo a swizzle or padding with fusion_moe.layouts first: block scales are "
+                "linear",
+                where=where,
+            )
     for name, tensor in zip(names[1:], tensors[1:], strict=True):
         check_same_device(tensors[0], tensor, name, where)
     return (*lead, n, k)
@@ -54,26 +61,16 @@ def _check_dtype(part: Part, name: str, tensor: Tensor, where: str) -> None:
         part.dtype == torch.uint8 and tensor.dtype == torch.float4_e2m1fn_x2
     ):
         return
-    if part.scale is not None and not part.scale.block:
+    expected, todo = f"{part.dtype}", ""
+    if part.of_matrix:
         todo = "pass the scale that the weight was quantized with; rounding it changes the weights"
-        raise DtypeError(
-            f"{name} is {tensor.dtype}", expected=f"{part.dtype}", todo=todo, where=where
-        )
-    if part.scale is not None:
+    elif part.scale is not None:
         todo = f"scales stored as bytes: {name}.view({part.dtype}), not a cast"
-        raise DtypeError(
-            f"{name} is {tensor.dtype}", expected=f"{part.dtype}", todo=todo, where=where
+    elif part.dtype == torch.uint8:
+        expected = "torch.uint8 (or torch.float4_e2m1fn_x2), two codes a byte"
+        todo = (
+            "quantize floats with fusion_moe.encodings.quantize; view packed bytes as torch.uint8"
         )
-    expected = (
-        "torch.uint8 (or torch.float4_e2m1fn_x2), two codes a byte"
-        if part.dtype == torch.uint8
-        else f"{part.dtype}"
-    )
-    todo = (
-        "quantize floats with fusion_moe.encodings.quantize; view packed bytes as torch.uint8"
-        if part.dtype == torch.uint8
-        else ""
-    )
     raise DtypeError(f"{name} is {tensor.dtype}", expected=expected, todo=todo, where=where)
 
 
@@ -92,29 +89,6 @@ def _logical_shape(elements: Tensor, name: str, encoding: Encoding, where: str) 
             where=where,
         )
     return (*elements.shape[:-1], k)
-
-
-def _check_block_scale(
-    tensor: Tensor,
-    part: Part,
-    name: str,
-    shape: tuple[int, ...],
-    of: tuple[str, Tensor],
-    encoding: Encoding,
-    where: str,
-) -> None:
-    *lead, n, k = shape
-    want = encoding.part_shape(part, lead, n, k)
-    if tuple(tensor.shape) != want:
-        assert part.scale is not None
-        raise ShapeError(
-            f"{name} is {list(tensor.shape)}",
-            expected=f"{list(want)}, one {'zero point' if part.scale.zero_point else 'scale'} for "
-            f"{part.scale.block if part.scale.block > 0 else 'a row of'} codes of {of[0]} "
-            f"{list(of[1].shape)}",
-            todo="undo a swizzle or padding with fusion_moe.layouts first: block scales are linear",
-            where=where,
-        )
 
 
 def check_matrix_scale(
