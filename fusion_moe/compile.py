@@ -68,26 +68,22 @@ def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
     return replace(program, dumped=dump.program(program, with_))
 
 
-def check(fusion: Fusion, to: Target, with_: Options) -> None:
-    """Raises what compiling a Fusion would, up to its kernels' source, whatever is installed."""
-    lowered = lower(fusion, to, with_)
+def check(fusion: Fusion, to: Target, with_: Options) -> str:
+    """Raises what compiling a Fusion would, up to its kernels' source, whatever is installed.
+
+    -> why grouped products would run in plain torch on this machine; "" if they would not, or if
+    that was asked for.
+    """
+    lowered, why = lower(fusion, to, with_), ""
     with options.using(with_):
         for segment in lowered.segments:
             backend = backend_for(segment, to)
             if not backend.why_missing():
                 backend.emit(segment)
-
-
-def why_in_torch(fusion: Fusion, to: Target, with_: Options) -> str:
-    """Why grouped products of a Fusion would run in plain torch on this machine; "" if they would
-    not, or if that was asked for.
-    """
-    if to.name == REFERENCE:
-        return ""
-    segments = lower(fusion, to, with_).segments
-    with options.using(with_):
-        kernels = (in_place_of_kernel(s, to) for s in segments if _has_products(s))
-        return next((k.why for k in kernels if k and k.backend == REFERENCE), "")
+            kernel = in_place_of_kernel(segment, to) if _has_products(segment) else None
+            if kernel and kernel.backend == REFERENCE != to.name:
+                why = why or kernel.why
+    return why
 
 
 def program_of(source: str, device: torch.device, with_: Options | None = None) -> Program:

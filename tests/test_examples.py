@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -64,3 +66,20 @@ runpy.run_path(f"{folder}/generate.py", run_name="__main__")
         said = ast.get_docstring(ast.parse((EXAMPLES / name).read_text(encoding="utf-8")))
         assert shown[name].startswith(f"usage: {name} [-h]")
         assert said.splitlines()[0] in shown[name]
+
+
+@pytest.mark.once
+def test_gpus_that_are_not_there():
+    """inspect_blackwell.py shows definitions, or what to install."""
+    pytest.importorskip("transformers")
+    example = runpy.run_path(str(EXAMPLES / "inspect_blackwell.py"))
+    (machine, _) = example["MACHINES"]
+    report = example["explained"](*machine)
+    shown = " ".join(report.details().split())
+    assert "for sm_100 (emitted, unexecuted); " in shown
+    assert "never run on compute capability 10.0" in shown
+    source = report.stage("source")
+    if importlib.util.find_spec("nvfuser_direct") is None:
+        assert "nvFuser is not installed; pip install '.[nvfuser]' in a clone" in source
+    else:
+        assert source.count("fd.ops.cutlass_nvfp4_grouped_mm(") == 2

@@ -62,11 +62,6 @@ def project(pytester: pytest.Pytester) -> pytest.Pytester:
     return pytester
 
 
-@pytest.fixture(params=[(), ("-n", "2")], ids=["one process", "two workers"])
-def run(project: pytest.Pytester, request: pytest.FixtureRequest):
-    return lambda *args: project.runpytest(*request.param, *args)
-
-
 def write(project: pytest.Pytester, path: str, text: str) -> Path:
     file = project.path / path
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -74,52 +69,34 @@ def write(project: pytest.Pytester, path: str, text: str) -> Path:
     return file
 
 
-def test_equal_goldens_pass(project):
+def test_missing_goldens_fail_and_say_how_to_accept_them(project):
+    """With a command that is quoted for the shell, and what differs."""
+    folder = project.path / "tests/golden/sub/test_inside"
+    (folder / "test_plain.txt").unlink()
+    (folder / "TestClass.test_method[a-b].txt").write_text("a\nb\n")
     result = project.runpytest()
-    result.assert_outcomes(passed=2)
-    assert result.ret == 0
+    result.assert_outcomes(failed=2)
+    said = result.stdout.str()
+    assert "tests/golden/sub/test_inside/test_plain.txt (missing)" in said
+    assert "\n+one\n+two\n" in said
+    assert "pytest --update-golden tests/sub/test_inside.py::test_plain\n" in said
+    assert "\n-a\n-b\n+a/b\n" in said
+    assert "--update-golden 'tests/sub/test_inside.py::TestClass::test_method[a/b]'" in said
 
 
-def test_missing_golden_fails_and_says_how_to_accept_it(project):
-    (project.path / "tests/golden/sub/test_inside/test_plain.txt").unlink()
-    result = project.runpytest()
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(
-        ["*tests/golden/sub/test_inside/test_plain.txt (missing)*", "+one", "+two"]
-    )
-    result.stdout.fnmatch_lines(
-        ["If the new text is right: pytest --update-golden tests/sub/test_inside.py::test_plain"]
-    )
-
-
-def test_changed_golden_fails_with_a_diff(project):
-    write(project, "tests/golden/sub/test_inside/test_plain.txt", "one\n2\n")
-    result = project.runpytest()
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines([" one", "-2", "+two"])
-
-
-def test_the_command_in_the_message_is_quoted_for_the_shell(project):
-    (project.path / "tests/golden/sub/test_inside/TestClass.test_method[a-b].txt").unlink()
-    result = project.runpytest()
-    assert (
-        "--update-golden 'tests/sub/test_inside.py::TestClass::test_method[a/b]'"
-        in result.stdout.str()
-    )
-
-
-def test_update_writes_missing_and_changed_and_removes_stale(run, project):
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "two workers"])
+def test_update_writes_missing_and_changed_and_removes_stale(workers, project):
     folder = project.path / "tests/golden/sub/test_inside"
     (folder / "test_plain.other.txt").unlink()
     write(project, "tests/golden/sub/test_inside/test_plain.txt", "old\n")
     write(project, "tests/golden/sub/test_inside/test_gone.txt", "old\n")
-    assert run("--update-golden").ret == 0
+    assert project.runpytest(*workers, "--update-golden").ret == 0
     assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == GOLDENS
 
 
-def test_stale_golden_fails_a_run_of_all_tests(run, project):
+def test_stale_golden_fails_a_run_of_all_tests(project):
     write(project, "tests/golden/sub/test_inside/test_plain.gone.txt", "old\n")
-    result = run()
+    result = project.runpytest()
     result.assert_outcomes(passed=2)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
@@ -140,7 +117,7 @@ def test_stale_golden_does_not_fail_a_run_of_some_tests(project, narrowed):
     assert project.runpytest(*narrowed).ret == 0
 
 
-def test_skipped_tests_and_files_keep_their_goldens(run, project):
+def test_skipped_tests_and_files_keep_their_goldens(project):
     write(
         project,
         "tests/test_one.py",
@@ -154,7 +131,7 @@ def test_skipped_tests_and_files_keep_their_goldens(run, project):
     for file in "test_one", "test_all":
         write(project, f"tests/golden/{file}/test_it.txt", "x\n")
         write(project, f"tests/golden/{file}/test_it.more.txt", "x\n")
-    result = run()
+    result = project.runpytest()
     assert result.ret == 0, result.stdout.str()
 
 

@@ -38,8 +38,7 @@ def compiled_by(function: Callable[..., Any]) -> plugins.CompiledBy | None:
     def look(function: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
         from ..thunder import found_in
 
-        anew = thunder.jit(function, executors=compiled.executors_list)
-        return found_in(anew, *args, **kwargs)
+        return found_in(function, args, kwargs, compiled.executors_list)
 
     return plugins.CompiledBy("thunder.jit", compiled.fn, look)
 

@@ -4,7 +4,6 @@ find out from a profile.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +13,11 @@ from torch.fx import GraphModule, Node
 
 from .. import plugins
 from ..definitions import translate
+from ..definitions.nodes import users_name
 from ..messages.warn import warn_once
 
 _SHOWN = 4
 _LEAST = 16  # features: weights of convolutions have three dimensions too, but a smaller last one
-_IN_SOURCE = re.compile(r"_(?:modules|parameters)\['([^']+)'\]")
 
 
 def float_experts(model: GraphModule) -> tuple[str, ...]:
@@ -36,7 +35,7 @@ def float_experts(model: GraphModule) -> tuple[str, ...]:
     written = {m for n in nodes if _writes(n) for m in n.all_input_nodes}
     return tuple(
         dict.fromkeys(
-            _name(n)
+            users_name(n)
             for n in model.graph.nodes
             if n not in written and not _writes(n) and _is_experts(n)
         )
@@ -101,10 +100,3 @@ def _may_be_experts(x: torch.Tensor) -> bool:
     if x.dim() != 3 or not x.is_floating_point():
         return False
     return all(not isinstance(size, int) or size >= _LEAST for size in x.shape[1:])
-
-
-def _name(n: Node) -> str:
-    """The name of a parameter in its model, if Dynamo knows it."""
-    source = getattr(n, "_dynamo_source", None)
-    name = getattr(source, "name", "")  # a method in torch 2.10, a property in 2.13
-    return ".".join(_IN_SOURCE.findall(name() if callable(name) else name)) or n.name

@@ -13,27 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import tracing
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..definitions import translate
+from ..definitions.nodes import called_op
 from ..definitions.operations import fp4_as_bytes
-from ..definitions.traced import (
-    Sizes,
-    hint,
-    plain_argument,
-    tensor_type,
-)
+from ..definitions.traced import hint
 from ..definitions.translate import Translator
+from ..definitions.walk import Walk
 from ..errors import Error, TranslatorError
-from ..ir.builder import FusionDefinition
-from ..ir.core import Fusion, Value
+from ..ir.core import Fusion
 from ..messages.warn import warn_once
 from ..plugins import message
-from .nodes import called_op
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ANOTHER = 0.03  # a difference that two roundings, or two orders of a sum, do not cause
@@ -63,7 +59,8 @@ def compared(
     rtol, atol: tolerances, as in torch.testing.assert_close.
     """
     translator = found(op)
-    fakes = _results(_on_fakes(op, args, kwargs))
+    walk, inputs = _translated(op, args, kwargs)
+    fakes = _results(walk.nodes[0].meta["val"])
     want = _results(op(*args, **kwargs))
     if _forms(want) != _forms(fakes):
         raise TranslatorError(
@@ -71,7 +68,14 @@ def compared(
             expected=f"{_forms(fakes)}, as its fake returns",
             todo="fix the fake",
         )
-    fusion, inputs = _translation(translator, *_as_in_graphs(op, args, kwargs), fakes)
+    for refusal in walk.refused.values():
+        raise refusal
+    try:
+        fusion = walk.fusion
+    except Error as error:
+        raise TranslatorError(
+            error.found, expected=error.expected, todo=error.todo, where=translator.where
+        ) from error
     same(translator, "in plain torch", fusion.evaluate(*inputs), want, rtol, atol)
     return Translated(fusion, inputs, want)
 
@@ -163,15 +167,6 @@ def _real(a: Any) -> Any:
     return drawn(torch.zeros([int(hint(s)) for s in val.shape], dtype=val.dtype, device=val.device))
 
 
-def _on_fakes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with FakeTensorMode() as mode:
-        fake_args, fake_kwargs = tree_map(
-            lambda a: mode.from_tensor(a) if isinstance(a, Tensor) else a,
-            (tuple(args), dict(kwargs)),
-        )
-        return op(*fake_args, **fake_kwargs)
-
-
 def _results(result: Any) -> tuple[Tensor, ...]:
     return tuple(t for t in tree_leaves(result) if isinstance(t, Tensor))
 
@@ -180,49 +175,24 @@ def _forms(tensors: Sequence[Tensor]) -> str:
     return ", ".join(f"{t.dtype} {list(t.shape)}" for t in tensors)
 
 
-def _as_in_graphs(
+def _translated(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments as graphs have them: by position if possible, without defaults at the end."""
-    names, given = [a for a in op._schema.arguments if not a.kwarg_only], dict(kwargs)
-    placed = [(v, a) for v, a in zip(args, names, strict=False)]
-    placed += [(given.pop(a.name, a.default_value), a) for a in names[len(args) :]]
-    while placed and placed[-1][1].has_default_value() and _is_default(*placed[-1]):
-        placed.pop()
-    return [v for v, _ in placed], given
+) -> tuple[Walk, tuple[Tensor, ...]]:
+    """The walk over a call in a graph, and the tensors that are its inputs, codes as bytes."""
+    leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+    tensors = {id(a): a for a in leaves if isinstance(a, Tensor)}
 
+    def call(*fakes: Tensor) -> Any:
+        fake = dict(zip(tensors, fakes, strict=True))
+        fake_args, fake_kwargs = tree_unflatten([fake.get(id(a), a) for a in leaves], spec)
+        return op(*fake_args, **fake_kwargs)
 
-def _is_default(v: Any, a: Any) -> bool:
-    return not isinstance(v, Tensor) and v == a.default_value
-
-
-def _translation(
-    translator: Translator,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    results: Sequence[Tensor],
-) -> tuple[Fusion, tuple[Tensor, ...]]:
-    """What a translator makes of a call, and the tensors that are its inputs."""
-    fd, sizes, inputs = FusionDefinition(), Sizes(), dict[int, tuple[Tensor, Value]]()
-
-    def argument(a: Any) -> Any:
-        if isinstance(a, (list, tuple)):
-            return tuple(map(argument, a))
-        if not isinstance(a, Tensor):
-            return plain_argument(a, sizes)
-        if id(a) not in inputs:
-            inputs[id(a)] = (a, fd.define_like(tensor_type(a.dtype, a.shape)))
-        return inputs[id(a)][1]
-
-    expected = [tensor_type(t.dtype, t.shape) for t in results]
-    outputs = translator(
-        fd, [argument(a) for a in args], {k: argument(v) for k, v in kwargs.items()}, expected
-    )
-    for v in outputs:
-        fd.add_output(v)
-    try:
-        return fd.fusion(), tuple(fp4_as_bytes(t) for t, _ in inputs.values())
-    except Error as error:
-        raise TranslatorError(
-            error.found, expected=error.expected, todo=error.todo, where=translator.where
-        ) from error
+    with torch.no_grad(), tracing(None):  # otherwise in the mode of a trace around this call
+        graph = make_fx(call, tracing_mode="fake")(*tensors.values()).graph
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    if called_op(nodes[0]) is not op:
+        raise TranslatorError(f"{op} is decomposed in graphs", expected="an operation that is not")
+    walk = Walk(nodes)
+    given = dict(zip(graph.nodes, tensors.values(), strict=False))  # a graph begins with its inputs
+    read = (given[n].mT if n in walk.transposed else given[n] for n in walk.inputs)
+    return walk, tuple(map(fp4_as_bytes, read))

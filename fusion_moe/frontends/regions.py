@@ -18,15 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import backends
 from .. import compile as pipeline
 from ..definitions import translate
-from ..errors import Error, FusionError, TranslatorError, UnsupportedError, Untranslatable
-from ..ir.core import Fusion
-from ..messages.warn import warn_once
-from ..options import Options
-from ..plugins import message
-from ..schedule.segment import by_structure
-from ..target import Target
-from .meaning import other_meaning
-from .nodes import (
+from ..definitions.nodes import (
     SizeSource,
     call_of,
     called_op,
@@ -41,9 +33,17 @@ from .nodes import (
     with_parts,
     writes,
 )
+from ..definitions.walk import Walk
+from ..errors import Error, FusionError, TranslatorError, UnsupportedError, Untranslatable
+from ..ir.core import Fusion
+from ..messages.warn import warn_once
+from ..options import Options
+from ..plugins import message
+from ..schedule.segment import by_structure
+from ..target import Target
+from .meaning import other_meaning
 from .paths import Paths
 from .trim import trim
-from .walk import Walk
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,7 @@ class _Search:
         return self.found
 
     def _makes_product(self, n: Node) -> bool:
-        """Whether a call, translated by itself, makes a grouped product for which there is a
-        kernel, or which torch does not have.
-        """
+        """Whether a call, translated by itself, makes a grouped product."""
         if n.target is operator.getitem or not self._candidate(n):
             return False
         walk = Walk(with_parts(n))
@@ -177,20 +175,8 @@ class _Search:
             failed = isinstance(error, TranslatorError) or error.__cause__ is not None
             if failed or not is_torchs(call):
                 self.alone[call] = error
-        if walk.refused or not any(
-            op.kind.role == "grouped" for ops in walk.made.values() for op in ops
-        ):
-            return False
-        if is_torchs(n) and (why := self._no_kernel(walk)):
-            self.refused[n] = Untranslatable(
-                why, expected="a product that the target has a kernel for: torch has its own"
-            )
-        return n not in self.refused
-
-    def _no_kernel(self, walk: Walk) -> str:
-        """Why the reference would compute a product of a walk; "" if it would not."""
-        with _disable_current_modes():
-            return pipeline.why_in_torch(walk.fusion, self._target(walk), self.with_)
+        made = (op for ops in walk.made.values() for op in ops)
+        return not walk.refused and any(op.kind.role == "grouped" for op in made)
 
     def _region(self, seed: Node) -> Region | None:
         """The region around a seed. A refused call is taken out, and the region grows again without
@@ -201,10 +187,17 @@ class _Search:
             self.refused.update(walk.refused)
             if not walk.refused and not self._other_meanings(walk):
                 try:
-                    walk = self._trimmed(walk)
-                    if of_users(walk):
-                        self._check(walk)
-                    return self._made(walk)
+                    walk, trimmed = self._trimmed(walk)
+                    if of_users(walk) or is_torchs(seed):
+                        why = self._check(walk)
+                        if why and is_torchs(seed):
+                            expected = (
+                                "a product that the target has a kernel for: torch has its own"
+                            )
+                            raise Untranslatable(why, expected=expected)
+                    region = self._made(walk)
+                    self.trimmed.update(trimmed)
+                    return region
                 except Exception as error:  # an error in what translators made, wherever it shows
                     at_fault = attribute_failure(walk, self._check)
                     self.refused.update(at_fault)
@@ -224,10 +217,12 @@ class _Search:
         self.refused.update(wrong)
         return bool(wrong)
 
-    def _check(self, walk: Walk) -> None:
-        """Raises the errors that compiling a walk would raise."""
+    def _check(self, walk: Walk) -> str:
+        """Raises the errors that compiling a walk would raise. -> why the reference would compute a
+        product of it; "" if it would not.
+        """
         with _disable_current_modes():  # nvFuser calls torch, which would fail on fake tensors
-            pipeline.check(walk.fusion, self._target(walk), self.with_)
+            return pipeline.check(walk.fusion, self._target(walk), self.with_)
 
     def _target(self, walk: Walk) -> Target:
         return backends.find(self.with_.target, walk.device)
@@ -255,15 +250,13 @@ class _Search:
         }
         return [n for n in self._in_order(near) if self._candidate(n) and device_of(n) == device]
 
-    def _trimmed(self, walk: Walk) -> Walk:
-        """The walk over the nodes that gain from being inside."""
+    def _trimmed(self, walk: Walk) -> tuple[Walk, Mapping[Node, str]]:
+        """The walk over the nodes that gain from being inside, and why others do not."""
         segments = by_structure(walk.fusion, self._target(walk))
         kept, why = trim(walk, segments, lambda nodes: self.paths.span(nodes).convex)
         again = Walk(kept) if len(kept) < len(walk.nodes) else walk
-        if again.refused:  # a translator depends on a node that was trimmed
-            return walk
-        self.trimmed.update(why)
-        return again
+        # a translator may depend on a node that was trimmed
+        return (walk, {}) if again.refused else (again, why)
 
     def _made(self, walk: Walk) -> Region:
         """A walk as a Region. Untranslatable if the value of a size of its program is found
@@ -282,9 +275,7 @@ class _Search:
                     raise Untranslatable(
                         f"the size {expr} cannot be read from any value outside the fusion"
                     )
-                sizes[name] = min(
-                    places, key=lambda s: (s.by, s.dim is not None, self.place[s.node])
-                )
+                sizes[name] = min(places, key=lambda s: (s.dim is not None, self.place[s.node]))
         return Region(
             walk.nodes, tuple(walk.inputs), tuple(walk.outputs), walk.fusion, sizes, walk.transposed
         )
@@ -360,7 +351,7 @@ def of_users(walk: Walk) -> list[Node]:
 
 
 def attribute_failure(
-    walk: Walk, compile: Callable[[Walk], None]
+    walk: Walk, compile: Callable[[Walk], object]
 ) -> Mapping[Node, TranslatorError]:
     """The users' calls without which the rest compiles, with the error for each: only those at
     fault if they can be told apart, else all.
@@ -370,24 +361,18 @@ def attribute_failure(
     users = of_users(walk)
     if not users or _error(walk, users, compile) is not None:
         return {}
-    whole = _error(walk, (), compile)
     found = {n: _error(walk, [m for m in users if m is not n], compile) for n in users}
-    alone = {n: error for n, error in found.items() if error is not None}
-    return {
-        n: _at_fault(n, error)
-        for n, error in (alone or dict.fromkeys(users, whole)).items()
-        if error is not None
-    }
+    errors = found if any(found.values()) else dict.fromkeys(users, _error(walk, (), compile))
+    return {n: _at_fault(n, error) for n, error in errors.items() if error is not None}
 
 
 def _error(
-    walk: Walk, without: Collection[Node], compile: Callable[[Walk], None]
+    walk: Walk, without: Collection[Node], compile: Callable[[Walk], object]
 ) -> Exception | None:
     """The error when a walk is compiled without some of its calls, whose results become inputs."""
-    kept = [n for n in walk.nodes if call_of(n) not in without]
-    again = Walk(kept) if kept else None
     try:
-        if again is not None and not again.refused:
+        kept = [n for n in walk.nodes if call_of(n) not in without]
+        if kept and not (again := Walk(kept)).refused:
             compile(again)
     except Exception as error:
         return error

@@ -13,11 +13,11 @@ from torch._prims_common import compute_elementwise_output_logical_to_physical_p
 from torch.fx import Graph, Node
 
 from ..compile import program_of
+from ..definitions.nodes import SizeSource
+from ..definitions.walk import mT_dims
 from ..ir.text import one_line
 from ..options import Options
-from .nodes import SizeSource
 from .regions import Region
-from .walk import mT_dims
 
 
 def replace_regions(graph: Graph, regions: Sequence[Region], with_: Options) -> list[Node]:
@@ -37,10 +37,10 @@ def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]
     last = region.nodes[-1]
     with graph.inserting_before(last.next):
         sizes = [_size_node(graph, region.sizes[s], now) for s in region.fusion.symbols]
-        inputs = [
-            _as_stored(n, now.get(n, n)) if n in region.transposed else now.get(n, n)
-            for n in region.inputs
-        ]
+        inputs = [now.get(n, n) for n in region.inputs]
+        for i, (n, x) in enumerate(zip(region.inputs, inputs, strict=True)):
+            if n in region.transposed:  # then the program reads the contiguous tensor
+                inputs[i] = _called(n, torch.ops.aten.permute.default, x, mT_dims(x.meta["val"]))
         program = one_line(region.fusion)
         call = graph.call_function(
             _operation(program, region, with_), (program, inputs, sizes, with_.key())
@@ -71,11 +71,6 @@ def _in_order_of(n: Node, made: Node) -> Node:
     return _called(n, torch.ops.aten.permute.default, made, back)
 
 
-def _as_stored(n: Node, x: Node) -> Node:
-    """The contiguous tensor of which `x`, the replacement of `n`, is the transposed view."""
-    return _called(n, torch.ops.aten.permute.default, x, mT_dims(x.meta["val"]))
-
-
 def _called(n: Node, op: OpOverload, x: Node, *args: Any, **kwargs: Any) -> Node:
     """A call on the way to the value of `n`."""
     call = n.graph.call_function(op, (x, *args), kwargs)
@@ -99,12 +94,8 @@ def _operation(program: str, region: Region, with_: Options) -> OpOverload:
 def _size_node(graph: Graph, source: SizeSource, now: Mapping[Node, Node]) -> Node:
     """A node whose value is the size found at a source."""
     node = now.get(source.node, source.node)
-    if source.dim is not None:
-        size = node.meta["val"].shape[source.dim]
-        node = graph.call_function(torch.ops.aten.sym_size.int, (node, source.dim))
-        node.meta["val"] = size
-    if source.by != 1:
-        size = node.meta["val"] // source.by
-        node = graph.call_function(operator.floordiv, (node, source.by))
-        node.meta["val"] = size
-    return node
+    if source.dim is None:
+        return node
+    size = graph.call_function(torch.ops.aten.sym_size.int, (node, source.dim))
+    size.meta["val"] = node.meta["val"].shape[source.dim]
+    return size

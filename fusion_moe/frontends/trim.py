@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from torch.fx import Node
 
+from ..definitions.nodes import call_of, is_call, is_torchs, is_view, tensors, with_parts
+from ..definitions.walk import Walk
 from ..schedule.segment import Segment
-from .nodes import call_of, is_call, is_torchs, is_view, tensors, with_parts
-from .walk import Walk
 
 
 def trim(

@@ -40,26 +40,15 @@ def progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows on a terminal, in place and every two seconds, that work without countable parts is
-    running. Elsewhere it shows nothing.
+    """Says on a terminal that work without countable parts is running, once it takes long.
+    Elsewhere it says nothing.
     """
-    if not sys.stderr.isatty():
-        yield
-        return
-    done, start = threading.Event(), time.monotonic()
-
-    def say() -> None:
-        while not done.wait(QUIET_SECONDS):
-            print(
-                f"{what}: {time.monotonic() - start:.0f} s", end="\r", file=sys.stderr, flush=True
-            )
-
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
+    said = f"{what}..."
+    timer = threading.Timer(QUIET_SECONDS, print, (said,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
     try:
         yield
     finally:
-        done.set()
-        thread.join()
-        if (seconds := time.monotonic() - start) > QUIET_SECONDS:
-            print(f"{what}: {seconds:.0f} s", file=sys.stderr, flush=True)
+        timer.cancel()

@@ -13,7 +13,7 @@ from typing import Any
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from .rewrite import rewrite
-from .simplify import pruned
+from .simplify import simplify
 
 
 def dropped_roundings(fusion: Fusion) -> tuple[Op, ...]:
@@ -53,7 +53,7 @@ def contract_rounding(fusion: Fusion) -> Fusion:
             (contracted,) = fd.append(move.kind, [contracted], move.attrs)
         return (contracted,)
 
-    contracted = pruned(rewrite(fusion, rule)) if ways or sums else fusion
+    contracted = simplify(rewrite(fusion, rule)) if ways or sums else fusion
     apart = len({*contracted.inputs, *contracted.outputs}) == len(contracted.inputs) + len(
         contracted.outputs
     )

@@ -13,13 +13,8 @@ from ..ir.core import Fusion, Op, Value
 from ..target import Target
 
 
-def simplify(fusion: Fusion, target: Target) -> Fusion:
-    """The Fusion without dead and repeated operations, in canonical order."""
-    return pruned(fusion)
-
-
-def pruned(fusion: Fusion) -> Fusion:
-    """The same for a pass that leaves unread operations behind."""
+def simplify(fusion: Fusion, target: Target | None = None) -> Fusion:
+    """The Fusion without dead and repeated operations, in canonical order, for any target."""
     same: dict[Any, Any] = {}  # a value -> the first value equal to it
     seen: dict[Any, tuple[Value, ...]] = {}
     ops: list[Op] = []

@@ -8,7 +8,6 @@ for each input of the forward.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..bodies.autograd import derivative_of
-from ..frontends.nodes import call_of, called_op, is_view
+from ..definitions.nodes import call_of, called_op, is_view, users_name
 from ..frontends.regions import Region
 from ..ir.core import Fusion, Value
 from ..ir.types import DTYPES
@@ -26,10 +25,6 @@ from .data import TensorReport
 
 # an output of a fusion -> the segment that makes it, and the operation
 Origins = Mapping[Node, tuple[str, str]]
-# parts of a module, in Dynamo's name of an input
-_PARTS = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
-_ARGUMENT = re.compile(r"L\['args'\](?P<place>\[\d+\])|L\['kwargs'\]\['(?P<name>[^']+)'\]")
-_GLOBAL = re.compile(r"G\['(?P<name>[^']+)'\](\.(?P<of>.+))?")  # a global of a Python module
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -60,19 +55,7 @@ class Step:
 
 def input_names(model: GraphModule) -> list[str]:
     """The inputs of a Dynamo graph as the user names them: "experts.gate_up", "args[0]"."""
-    return [_named(n) for n in _placeholders(model.graph)]
-
-
-def _named(n: Node) -> str:
-    name = getattr(getattr(n, "_dynamo_source", None), "name", "")
-    name = str(name() if callable(name) else name)  # a property since torch 2.11
-    if parts := _PARTS.findall(name):
-        return ".".join(parts)
-    if argument := _ARGUMENT.fullmatch(name):
-        return argument["name"] or f"args{argument['place']}"
-    if named := _GLOBAL.fullmatch(name):
-        return named["of"] or named["name"]
-    return n.name
+    return [users_name(n) for n in _placeholders(model.graph)]
 
 
 def is_backward(graph: Graph) -> bool:

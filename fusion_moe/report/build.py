@@ -5,7 +5,7 @@ cost of its segments.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..target import Target
 from . import cost, outside
 from .backward import Step, is_backward, made_again, makers, rewritten
 from .data import FusionReport, NotFusedReport, SegmentReport
-from .kernels import Launched, Made, launched, launched_at, made_of, weight_layouts
+from .kernels import Made, made_of, on_gpu, weight_layouts
 from .listings import listings
 from .measure import Watch, Watched, identity, numbers
 from .report import Report
@@ -54,23 +54,13 @@ class Seen:
 @dataclass(frozen=True)
 class _Wanted:
     """What the report is made for. why_not: why programs for the target cannot run on the tensors'
-    device; "" if they can.
-
-    gpu: the GPU for which CUDA's kernels are chosen; None: that of the tensors, else the one at
-    hand, or an H200 if there is none.
+    device; "" if they can. gpu: the GPU for which CUDA's kernels are chosen.
     """
 
     target: Target
     why_not: str
     switches: Options
-    device: torch.device
-    gpu: Arch | None
-
-    def arch(self) -> Arch:
-        """The facts of the GPU for which kernels are chosen."""
-        if self.gpu or not torch.cuda.is_available():
-            return self.gpu or arch.H200
-        return gpus.arch(gpus.index_of(self.device))
+    gpu: Arch
 
 
 _Place = tuple[Region, Watched | None]  # one occurrence of a fusion
@@ -78,7 +68,7 @@ _Place = tuple[Region, Watched | None]  # one occurrence of a fusion
 
 def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
     """The report of what was seen, for the target in `switches`. gpu: the GPU to choose CUDA's
-    kernels for, if not the one at hand.
+    kernels for; None: that of the tensors, else the one at hand, or an H200 if there is none.
     """
     graphs = seen.graphs
     regions = [region for graph in graphs for region in graph.regions]
@@ -120,7 +110,7 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
         unfused_bytes=outside.moved(calls_outside),
         version=__version__,
         # those that change what is compiled
-        options=tuple((k, str(v)) for k, v in switches.compared().items() if k != "target"),
+        options={k: str(v) for k, v in switches.compared().items() if k != "target"},
         listings=listings(
             [*calls_outside, *(n for region in regions for n in region.nodes)], sources
         ),
@@ -130,7 +120,10 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
 def _wanted(regions: list[Region], switches: Options, gpu: Arch | None) -> _Wanted:
     device = regions[0].device if regions else torch.device("cpu")
     target = backends.find(switches.target, device)
-    return _Wanted(target, targets.why_not_on(target, device), switches, device, gpu)
+    if gpu is None:
+        here = torch.cuda.is_available()
+        gpu = gpus.arch(gpus.index_of(device)) if here else arch.H200
+    return _Wanted(target, targets.why_not_on(target, device), switches, gpu)
 
 
 def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
@@ -143,66 +136,28 @@ def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
             for s, kernel in zip(lowered.segments, kernels, strict=True)
         ]
     fusion = lowered.stages[-1][1]
-    runs: Launched | None = None
-    others: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    more: dict[str, Any] = {}
     if any(m.backend == cuda.NAME for m in made) and set(fusion.symbols) <= set(env):
-        runs = launched(fusion, made, env, wanted.arch())
-        others = launched_at(fusion, made, wanted.arch()) if len(env) == 1 else ()
+        made, more = on_gpu(fusion, made, env, wanted.gpu)
+    if is_backward(region.nodes[0].graph):
+        more.update(backward=True, made_again=made_again(region), rewritten=rewritten(region))
+    times = ran.kernels if ran and ran.kernels else [None] * len(made)
     segments = tuple(
-        replace(
-            _segment(id, i, lowered, m, env, wanted),
-            launched=runs.kernels[i] if runs else "",
-            measured=ran.kernels[i] if ran and ran.kernels else None,
-        )
-        for i, m in enumerate(made)
+        replace(_segment(id, i, lowered, m, env, wanted), measured=measured)
+        for i, (m, measured) in enumerate(zip(made, times, strict=True))
     )
     makers_ = {v: s.id for x, s in zip(lowered.segments, segments, strict=True) for v in x.outputs}
-    of_backward: dict[str, Any] = {}
-    if is_backward(region.nodes[0].graph):
-        again, rewritten_ = made_again(region), rewritten(region)
-        of_backward = {"backward": True, "made_again": again, "rewritten": rewritten_}
     return FusionReport(
         id,
         len(places),
-        tuple(env.items()),
+        env,
         segments,
-        tuple(_stages(lowered, segments, made, runs)),
+        {name: text(stage) for name, stage in lowered.stages},
         ran.whole if ran else None,
         loads=tuple(load for _, one in places if one for load in one.loads),
-        gpu=runs.gpu if runs else "",
-        workspace=runs.workspace if runs else None,
-        launched_at=others,
         made_by=tuple(makers_.get(v, "") for v in fusion.outputs),
-        **of_backward,
+        **more,
     )
-
-
-def _stages(
-    lowered: Lowered,
-    segments: Sequence[SegmentReport],
-    made: Sequence[Made],
-    runs: Launched | None,
-) -> Iterator[tuple[str, str]]:
-    """The stages of a fusion as text: for CUDA the sources of the kernels that are launched."""
-    yield from ((name, text(fusion)) for name, fusion in lowered.stages)
-    irs = [text(x.fusion) for x in lowered.segments]
-    yield (
-        "segments",
-        _blocks((f"{s.id}: {s.kind}", ir) for s, ir in zip(segments, irs, strict=True)),
-    )
-    yield "schedules", "\n".join(f"{s.id}: {s.schedule}" for s in segments)
-    sources = [m.source for m in made]
-    if runs:
-        yield "choice", runs.text
-        sources = [run or source for run, source in zip(runs.sources, sources, strict=True)]
-    yield (
-        "source",
-        _blocks((f"{s.id}: {s.backend}", x) for s, x in zip(segments, sources, strict=True)),
-    )
-
-
-def _blocks(of_segments: Iterable[tuple[str, str]]) -> str:
-    return "\n\n".join(f"# {title}\n{text}" for title, text in of_segments)
 
 
 def _segment(
@@ -214,16 +169,19 @@ def _segment(
     wanted: _Wanted,
 ) -> SegmentReport:
     segment = lowered.segments[i]
+    program = segment.fusion
+    ops = [op for op in program.ops if not op.kind.view]
+    known = set(program.symbols) <= set(env)
+    counts = cost.flops, cost.bytes_read, cost.bytes_written, cost.bytes_avoided
+    costs: dict[str, Any] = {f.__name__: f(program, env) if known else None for f in counts}
     return SegmentReport(
         id=f"{fusion}.{i}",
         kind=segment.kind,
-        ops=tuple(op.kind.name for op in segment.fusion.ops if not op.kind.view),
-        sources=tuple(
-            dict.fromkeys(op.source for op in segment.fusion.ops if op.source and not op.kind.view)
-        ),
-        inputs=tuple(str(_bound(v.type, env)) for v in segment.fusion.inputs),
-        outputs=tuple(str(_bound(v.type, env)) for v in segment.fusion.outputs),
-        **_costs(segment, env),
+        ops=tuple(op.kind.name for op in ops),
+        sources=tuple(dict.fromkeys(op.source for op in ops if op.source)),
+        inputs=tuple(str(_bound(v.type, env)) for v in program.inputs),
+        outputs=tuple(str(_bound(v.type, env)) for v in program.outputs),
+        **costs,
         roundings=_roundings(segment),
         schedule=str(segment.plan.schedule or ""),
         backend=made.backend,
@@ -234,23 +192,11 @@ def _segment(
             if set(s.outputs) & set(segment.inputs)
         ),
         boundary=segment.boundary,
-        layouts=weight_layouts(segment.fusion, wanted.target),
+        ir=text(program),
+        source=made.source,
+        layouts=weight_layouts(program, wanted.target),
+        launched=made.launched,
     )
-
-
-def _costs(segment: Segment, env: Mapping[str, int]) -> dict[str, Any]:
-    fusion = segment.fusion
-    if not set(fusion.symbols) <= set(env):
-        return dict.fromkeys(("flops", "bytes_read", "bytes_written", "bytes_avoided", "intensity"))
-    flops, read = cost.flops(fusion, env), cost.bytes_read(fusion, env)
-    written = cost.bytes_written(fusion, env)
-    return {
-        "flops": flops,
-        "bytes_read": read,
-        "bytes_written": written,
-        "bytes_avoided": cost.bytes_avoided(fusion, env),
-        "intensity": flops / max(read + written, 1),
-    }
 
 
 def _bound(type: TensorType, env: Mapping[str, int]) -> TensorType:

@@ -1,7 +1,7 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/6": the fields of the classes below under their names, with lists
-for tuples, `stages`, `sizes` and `options` as objects, and `schema` itself. Sizes are in bytes,
+JSON, schema "fusion_moe.explain/7": the fields of the classes below under their names, with lists
+for tuples, and `schema` itself. Sizes are in bytes,
 flops in operations, times in seconds, all for one call with the sizes of the example; null if a
 size is known only to the device. `times` says how often the model has a fusion, or a call that was
 not fused. `measured` and `machine` are null, and `loads` is empty, if they were not requested.
@@ -10,12 +10,12 @@ not fused. `measured` and `machine` are null, and `loads` is empty, if they were
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 
 from ..errors import OptionError
 
-SCHEMA = "fusion_moe.explain/6"
+SCHEMA = "fusion_moe.explain/7"
 _ALONE = 0.7  # a share of a machine's bandwidth: below it, something else is reading memory too
 
 
@@ -37,11 +37,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that was measured. tier: the CPU instructions that C++ kernels use; tier_why:
-    why. Both are "" without such kernels.
+    """The machine that was measured. tier: the CPU instructions that C++ kernels use; "" without
+    such kernels.
 
-    products: for the dtypes of activations and weights, which kernels multiply groups of how many
-    rows. bytes_per_second: the speed of reading memory with this many threads, measured once on
+    bytes_per_second: the speed of reading memory with this many threads, measured once on
     this machine; now: the same, measured for this report; read_by: what did the reading, and where
     the value is from. Floors use the faster of the two. repeats: runs of each kernel; preemptions:
     how often it was preempted meanwhile. weight_bytes: of the weights that the programs read, and
@@ -52,16 +51,14 @@ class Machine:
     cpu: str
     cpus: int
     threads: int
-    tier: str
-    tier_why: str
+    repeats: int
+    preemptions: int
     bytes_per_second: float
     now: float
     read_by: str
-    repeats: int
-    preemptions: int
-    weight_bytes: int
-    weight_bytes_on_large_pages: int
-    products: tuple[tuple[str, str], ...] = ()
+    tier: str = ""
+    weight_bytes: int = 0
+    weight_bytes_on_large_pages: int = 0
     gpu: str = ""
 
     @property
@@ -91,15 +88,20 @@ class Load:
     partition: str
     rows: tuple[int, ...]
 
+    @property
+    def empty(self) -> int:
+        """How many groups have no rows."""
+        return self.rows.count(0)
+
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """One kernel. after: the segments that it reads from; boundary: why it is not one with them;
-    roundings: the casts that are left out.
+    """One kernel. ir: its program; source: its code. after: the segments that it reads from;
+    boundary: why it is not one with them; roundings: the casts that are left out.
 
-    intensity: floating-point operations for each byte read or written. layouts: of weights that are
-    not in the target's layout, and what `prepare_` does about it. launched: CUDA's kernels for
-    these sizes, in order, and the segments with which they are chained.
+    layouts: of weights that are not in the target's layout, and what `prepare_` does about it.
+    launched: CUDA's kernels for these sizes, in order, and the segments with which they are
+    chained.
     """
 
     id: str
@@ -112,28 +114,34 @@ class SegmentReport:
     bytes_read: int | None
     bytes_written: int | None
     bytes_avoided: int | None
-    intensity: float | None
     roundings: tuple[str, ...]
     schedule: str
     backend: str
     backend_why: str
     after: tuple[str, ...]
     boundary: str
+    ir: str
+    source: str
     layouts: tuple[tuple[str, str], ...] = ()
     launched: str = ""
     measured: Measured | None = None
 
+    @property
+    def intensity(self) -> float | None:
+        """Floating-point operations for each byte read or written."""
+        moved = total((self.bytes_read, self.bytes_written))
+        return None if self.flops is None or moved is None else self.flops / max(moved, 1)
+
 
 @dataclass(frozen=True)
 class FusionReport:
-    """One region of the model that became one program. stages: (name, text), from the translated
-    program to the kernels' sources.
+    """One region of the model that became one program. programs: the translated program, and what
+    each pass makes of it.
 
-    sizes: (symbol, number) for the sizes that the program leaves open, from the call. measured: all
-    of its kernels in one call, at the first place where the program ran; loads: in the order of the
-    runs. gpu: the GPU for which CUDA's kernels are chosen; workspace: bytes that a call allocates
-    for them in addition to its results. Without such kernels these are "" and null. launched_at: if
-    one size is open, other values of it and the kernels that each segment launches for them.
+    sizes: those that the program leaves open, from the call. measured: all of its kernels in one
+    call, at the first place where the program ran; loads: in the order of the runs. gpu: the GPU
+    for which CUDA's kernels are chosen; choice: what is launched there; workspace: bytes that a
+    call allocates for it in addition to its results. Without such kernels these are "" and null.
     made_by: the segment of each output.
 
     For a backward pass, made_again: the operations that read no gradient, that is, values that the
@@ -143,18 +151,30 @@ class FusionReport:
 
     id: str
     times: int
-    sizes: tuple[tuple[str, int], ...]
+    sizes: Mapping[str, int]
     segments: tuple[SegmentReport, ...]
-    stages: tuple[tuple[str, str], ...]
+    programs: Mapping[str, str]
     measured: Measured | None = None
     loads: tuple[Load, ...] = ()
     gpu: str = ""
+    choice: str = ""
     workspace: int | None = None
-    launched_at: tuple[tuple[int, tuple[str, ...]], ...] = ()
     made_by: tuple[str, ...] = ()
     backward: bool = False
     made_again: tuple[str, ...] = ()
     rewritten: tuple[str, ...] = ()
+
+    @property
+    def stages(self) -> Mapping[str, str]:
+        """By name, from the translated program to the kernels' sources."""
+        chosen = {"choice": self.choice} if self.choice else {}
+        return {
+            **self.programs,
+            "segments": "\n\n".join(f"# {s.id}: {s.kind}\n{s.ir}" for s in self.segments),
+            "schedules": "\n".join(f"{s.id}: {s.schedule}" for s in self.segments),
+            **chosen,
+            "source": "\n\n".join(f"# {s.id}: {s.backend}\n{s.source}" for s in self.segments),
+        }
 
 
 @dataclass(frozen=True)
@@ -224,8 +244,8 @@ class ReportData:
     custom_ops: operations in the graphs that are neither torch's nor translated; machine: where
     times were measured, if they were; saved, gradients: for a training step; float_experts: the
     names of expert weights that operations other than ours compute with in floating point; version,
-    options: of fusion_moe, (name, value) of options that change what is compiled; listings: the
-    functions of `sources`.
+    options: of fusion_moe, those that change what is compiled; listings: the functions of
+    `sources`.
     """
 
     target: str
@@ -243,7 +263,7 @@ class ReportData:
     unfused_flops: int | None = None
     unfused_bytes: int | None = None
     version: str = ""
-    options: tuple[tuple[str, str], ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
     listings: tuple[Listing, ...] = ()
 
     @property
@@ -277,7 +297,7 @@ class ReportData:
     @property
     def stages(self) -> tuple[str, ...]:
         """The stage names that `stage` takes."""
-        return tuple(name for name, _ in self.fusions[0].stages) if self.fusions else ()
+        return tuple(self.fusions[0].stages) if self.fusions else ()
 
     def fusion(self, id: str) -> FusionReport:
         """The fusion called `id`."""
@@ -289,27 +309,23 @@ class ReportData:
 
     def stage(self, name: str, fusion: str = "fusion0") -> str:
         """The text of one stage of a fusion."""
-        texts = dict(self.fusion(fusion).stages)
+        texts = self.fusion(fusion).stages
         if name not in texts:
             raise OptionError(f"no stage named {name!r}", expected=f"one of {', '.join(texts)}")
         return texts[name]
 
     def to_json(self) -> str:
         """The report as JSON; the head of this file describes the schema."""
-        data = {"schema": SCHEMA, **asdict(self)}
-        for fusion in data["fusions"]:
-            fusion.update(stages=dict(fusion["stages"]), sizes=dict(fusion["sizes"]))
-        data["options"] = dict(data["options"])
-        return json.dumps(data, indent=1)
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
 
     @property
     def why_nothing(self) -> str:
         """Why there are no fusions, if there are none."""
-        return (
-            "no call makes a grouped product that can join others"
-            if self.graphs
-            else "no graph was captured from this call"
-        )
+        if not self.graphs:
+            return "no graph was captured from this call"
+        names = ", ".join(self.custom_ops)
+        without = f" (without a translator: {names})" if names else ""
+        return f"no call makes a grouped product that can join others{without}"
 
 
 def total(numbers: Iterable[int | None]) -> int | None:

@@ -6,31 +6,32 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from statistics import median_low
 
 from ..backends import TARGETS, backend_of
 from ..frontends.float_experts import advice
-from .data import FusionReport, Load, Measured, ReportData, SegmentReport, TensorReport, total
-from .summary import what
-from .units import amount, count, duration
+from ..messages.units import amount, count, duration, ratio
+from .data import Load, ReportData, TensorReport, total
+from .summary import after, what
 
 WIDTH = 120
-_HEAD = ("segment", "kind", "operations", "flops", "read", "written", "avoided", "flop/B")
+_COLUMNS = ("segment", "kind", "operations", "flops", "read", "written", "avoided", "flop/B")
 _TIMES = ("measured", "kernel", "time", "spread", "floor", "x floor", "GB/s", "GFLOP/s")
-_OPERATIONS = 42
+_OPERATIONS = 42  # columns
 
 
 def details(report: ReportData) -> str:
     """The whole report."""
     fusions, segments = report.fusions, report.segments
+    emulated = [f.id for f in fusions if any("dequantize" in s.ops for s in f.segments)]
     sections = (
         ("measured on", _machine(report)),
         ("load", ((f"{f.id}, {x.partition}", _load(x)) for f in fusions for x in f.loads)),
         ("source lines", ((s.id, source) for s in segments for source in s.sources)),
         ("types", ((s.id, f"{', '.join(s.inputs)} -> {', '.join(s.outputs)}") for s in segments)),
-        ("boundaries", ((_place(s), s.boundary) for s in segments if s.boundary)),
-        ("emulated", ((f.id, _EMULATED) for f in fusions if _is_emulated(f))),
+        ("boundaries", ((s.id, after(s)) for s in segments if s.boundary)),
+        ("emulated", ((id, _EMULATED) for id in emulated)),
         ("saved for the backward", _saved(report)),
         ("made again", ((f.id, " ".join(f.made_again)) for f in fusions if f.made_again)),
         ("gradients", ((x.name, _tensor(x, "that of a result")) for x in report.gradients)),
@@ -46,11 +47,10 @@ def details(report: ReportData) -> str:
     parts = [
         f"{title}; {calls}",
         _filled(advice(report.float_experts) if report.float_experts else ""),
+        *(_table(rows(report)) for rows in (_segments, _times) if fusions),
+        *(_section(title, rows) for title, rows in sections),
+        _filled(_legend(report) if fusions else f"nothing was fused: {report.why_nothing}"),
     ]
-    if fusions:
-        parts += [_rows(report), _times(report)]
-    parts += [_section(title, rows) for title, rows in sections]
-    parts.append(_filled(_legend(report) if fusions else _nothing(report)))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -58,55 +58,50 @@ def _filled(text: str) -> str:
     return textwrap.fill(text, WIDTH, break_long_words=False)
 
 
-def _rows(report: ReportData) -> str:
-    lines = [_line(*_HEAD)]
+def _segments(report: ReportData) -> Iterator[tuple[str, ...]]:
+    """Rows of columns, and of lines that have one."""
+    id, kind, operations, *numbers = _COLUMNS
+    yield id, kind, f"{operations:<{_OPERATIONS + 2}}", *numbers
     for fusion in report.fusions:
-        for segment in fusion.segments:
-            lines += _row(segment)
+        for s in fusion.segments:
+            lines = textwrap.wrap(" ".join(s.ops), _OPERATIONS) or [""]
+            moved = (amount(n, "B") for n in (s.bytes_read, s.bytes_written, s.bytes_avoided))
+            first, *rest = (f"{line:<{_OPERATIONS + 2}}" for line in lines)
+            yield s.id, s.kind, first, amount(s.flops), *moved, ratio(s.intensity)
+            yield from (("", "", line) for line in rest)
         if fusion.times > 1:
-            lines.append(f"{fusion.id} occurs {fusion.times} times in the model")
+            yield (f"{fusion.id} occurs {fusion.times} times in the model",)
         if fusion.backward:
-            lines.append(f"{fusion.id} is part of the backward pass")
-    return "\n".join(lines)
+            yield (f"{fusion.id} is part of the backward pass",)
 
 
-def _row(s: SegmentReport) -> Iterator[str]:
-    first, *rest = textwrap.wrap(" ".join(s.ops), _OPERATIONS) or [""]
-    numbers = [amount(s.flops)] + [
-        amount(n, "B") for n in (s.bytes_read, s.bytes_written, s.bytes_avoided)
-    ]
-    yield _line(s.id, s.kind, first, *numbers, "?" if s.intensity is None else f"{s.intensity:.3g}")
-    yield from (f"{'':26}{line}" for line in rest)
-
-
-def _line(id: str, kind: str, ops: str, *numbers: str) -> str:
-    return (
-        f"{id:<12}{kind:<14}{ops:<{_OPERATIONS + 2}}{''.join(f'{n:>10}' for n in numbers)}".rstrip()
-    )
-
-
-def _times(report: ReportData) -> str:
-    lines = []
-    for fusion in (fusion for fusion in report.fusions if fusion.measured):
+def _times(report: ReportData) -> Iterator[tuple[str, ...]]:
+    """Rows of columns, if there are any."""
+    if report.machine:
+        yield _TIMES
+    for fusion in report.fusions:
         flops = total(s.flops for s in fusion.segments)
         rows = [(s.id, s.backend, s.measured, s.flops) for s in fusion.segments]
-        rows.append((fusion.id, "whole program", fusion.measured, flops))
-        lines += [_time(id, kernel, *_numbers(m, n)) for id, kernel, m, n in rows if m]
-    return "\n".join([_time(*_TIMES), *lines]) if lines else ""
+        for id, kernel, m, n in (*rows, (fusion.id, "whole program", fusion.measured, flops)):
+            if m:
+                yield (
+                    id,
+                    kernel,
+                    duration(m.seconds),
+                    f"{(m.longest - m.shortest) / m.seconds:.0%}",
+                    duration(m.floor),
+                    ratio(m.seconds / m.floor if m.floor else None),
+                    ratio(m.bytes_read / m.seconds / 1e9),
+                    ratio(None if n is None else n / m.seconds / 1e9),
+                )
 
 
-def _time(id: str, kernel: str, *numbers: str) -> str:
-    return f"{id:<12}{kernel:<14}{''.join(f'{n:>10}' for n in numbers)}".rstrip()
-
-
-def _numbers(m: Measured, flops: int | None) -> Iterator[str]:
-    """time, spread, floor, x floor, GB/s, GFLOP/s"""
-    yield duration(m.seconds)
-    yield f"{(m.longest - m.shortest) / m.seconds:.0%}"
-    yield duration(m.floor)
-    yield f"{m.seconds / m.floor:.3g}" if m.floor else "?"
-    yield f"{m.bytes_read / m.seconds / 1e9:.3g}"
-    yield "?" if flops is None else f"{flops / m.seconds / 1e9:.3g}"
+def _table(rows: Iterable[tuple[str, ...]]) -> str:
+    lines = (
+        id if not cells else f"{id:<12}{cells[0]:<14}{''.join(f'{x:>10}' for x in cells[1:])}"
+        for id, *cells in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _machine(report: ReportData) -> Iterable[tuple[str, str]]:
@@ -117,10 +112,8 @@ def _machine(report: ReportData) -> Iterable[tuple[str, str]]:
         yield (
             m.cpu,
             f"{count(m.cpus, 'CPU')}, "
-            f"{count(m.threads, 'thread')}{f'; C++ for {m.tier}, {m.tier_why}' if m.tier else ''}",
+            f"{count(m.threads, 'thread')}{f'; C++ for {m.tier}' if m.tier else ''}",
         )
-        for dtype, kernels in m.products:
-            yield f"products of {dtype}", f"groups of {kernels}"
         yield (
             "read bandwidth",
             f"{amount(m.bytes_per_second, 'B/s')} ({m.read_by}), {amount(m.now, 'B/s')} for "
@@ -140,41 +133,15 @@ def _machine(report: ReportData) -> Iterable[tuple[str, str]]:
 
 
 def _load(load: Load) -> str:
-    empty = [group for group, rows in enumerate(load.rows) if not rows]
-    spread = (
-        f"least {min(load.rows)}, median {median_low(load.rows)}, most {max(load.rows)}"
-        if load.rows
-        else "none"
-    )
-    unused = f"{len(empty)} empty: {_ranges(empty)}" if empty else "none empty"
-    return f"{count(sum(load.rows), 'row')} in {count(len(load.rows), 'group')}: {spread}; {unused}"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """[1, 2, 3, 7] -> "1-3, 7"."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-def _place(s: SegmentReport) -> str:
-    """A segment and those that it reads from, as "fusion0: 0, 1 | 2"."""
-    fusion, _, number = s.id.rpartition(".")
-    return f"{fusion}: {', '.join(id.rpartition('.')[2] for id in s.after)} | {number}"
+    rows = load.rows or (0,)
+    spread = f"least {min(rows)}, median {median_low(rows)}, most {max(rows)}; {load.empty} empty"
+    return f"{count(sum(load.rows), 'row')} in {count(len(load.rows), 'group')}: {spread}"
 
 
 # of products whose operands are rounded to 8 bits
 _EMULATED = (
     "products of MXFP8 operands, multiplied as the bf16 numbers that these are: fidelity, not speed"
 )
-
-
-def _is_emulated(fusion: FusionReport) -> bool:
-    return any("dequantize" in s.ops for s in fusion.segments)
 
 
 def _saved(report: ReportData) -> Iterable[tuple[str, str]]:
@@ -218,43 +185,27 @@ def _section(title: str, rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join([title, *lines]) if lines else ""
 
 
+_FLOPS_AND_BYTES = (
+    "flops and bytes are for one call with these sizes; of grouped weights, at most one group per "
+    "row counts as read. avoided: the traffic between operations that separate kernels would have "
+    "caused; views and casts are not kernels of their own. flop/B: flops per byte read or written. "
+    "?: a size known only on the device. boundaries: the segments that a segment reads from, and "
+    "why they are not one kernel."
+)
+_TIME = (
+    " time: the median of {} runs with cold inputs, where a fusion first runs; spread: (longest - "
+    "shortest) / median. floor: the time to read the inputs at the read bandwidth; of grouped "
+    "weights, those of groups with rows."
+)
+_BACKWARD = (
+    " saved: what the forward pass keeps. made again: operations of the backward that read no "
+    "gradient, which make what was not saved, and factors of derivatives. rewritten: derivatives "
+    "that are not the operations' own, and round elsewhere."
+)
+
+
 def _legend(report: ReportData) -> str:
-    text = (
-        "flops and bytes are for one call with these sizes; of grouped weights, at most one group "
-        "per row counts as read. avoided: the "
-        "traffic between operations that separate kernels would have caused; views and casts are "
-        "not kernels of their own. flop/B: "
-        "flops per byte read or written. ?: a size known only on the device. boundaries: the "
-        "segments that a segment reads from, and "
-        "why they are not one kernel."
-    )
-    if report.machine:
-        text += (
-            f" time: the median of {report.machine.repeats} runs with cold inputs, where a fusion "
-            "first runs; spread: (longest - shortest) "
-            "/ median. floor: the time to read the inputs at the read bandwidth; of grouped "
-            "weights, those of groups with rows."
-        )
-    if report.gradients:
-        text += (
-            " saved: what the forward pass keeps. made again: operations of the backward that "
-            "read no gradient, which make what was not "
-            "saved, and factors of derivatives. rewritten: derivatives that are not the "
-            "operations' own, and round elsewhere."
-        )
-    if (backend := backend_of(TARGETS[report.target])).note:
-        text += f" {backend.name}: {backend.note}."
-    return text
-
-
-def _nothing(report: ReportData) -> str:
-    if not report.graphs:
-        return (
-            "nothing was fused: no graph was captured from this call (TORCH_LOGS=graph_breaks "
-            "shows why)"
-        )
-    custom = f" (without a translator: {', '.join(report.custom_ops)})" if report.custom_ops else ""
-    return (
-        "nothing was fused: no call in these graphs has a translator that makes a grouped "
-        f"product which can join others{custom}"
-    )
+    times = _TIME.format(report.machine.repeats) if report.machine else ""
+    backend = backend_of(TARGETS[report.target])
+    note = f" {backend.name}: {backend.note}." if backend.note else ""
+    return f"{_FLOPS_AND_BYTES}{times}{_BACKWARD if report.gradients else ''}{note}"

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
+from ..messages.units import amount, count, duration
 from .data import FusionReport, ReportData, SegmentReport
-from .lines import blocks_of, changed_lines, differences
 from .output import Shown
-from .units import amount, count, duration
 
 Facts = dict[str, str]
-# a segment, the fusion that it is in, and its IR and source without their first lines
-Block = tuple[SegmentReport, FusionReport, str, str]
+
+
+def differences(before: str, now: str) -> list[str]:
+    """Lines that start with "+", "-" or " ", and "..." for lines left out. Values that differ only
+    in their number count as the same.
+    """
+    old, new = before.splitlines(), now.splitlines()
+    matcher = SequenceMatcher(None, _unnumbered(old), _unnumbered(new), autojunk=False)
+    lines: list[str] = []
+    for group in matcher.get_grouped_opcodes(2):
+        lines.append("...")
+        for tag, i, i1, j, j1 in group:
+            if tag == "equal":
+                lines += [f"  {line}" for line in new[j:j1]]
+            else:
+                lines += [f"- {line}" for line in old[i:i1]] + [f"+ {line}" for line in new[j:j1]]
+    return lines[1:]
+
+
+def _unnumbered(lines: Sequence[str]) -> list[str]:
+    return [re.sub(r"\b[tie]\d+\b", "_", line) for line in lines]
+
+
+def changed_lines(lines: Sequence[str]) -> str:
+    """A summary of the result of `differences`, as "3 lines more, 2 less"; "" if there is no
+    change.
+    """
+    more, less = (sum(line.startswith(sign) for line in lines) for sign in "+-")
+    return f"{more} lines more, {less} less" if lines else ""
 
 
 @dataclass(frozen=True)
@@ -61,15 +88,11 @@ class Difference(Shown):
         for about, changes in self.changes.items():
             shown += ["", about]
             for change in changes:
-                first, others = f"  {change.name:<20}  ", f"{'':24}"
-                if len(change.name) > 20:
-                    shown.append(first.rstrip())
-                    first = others
                 shown += textwrap.wrap(
                     str(change),
                     width,
-                    initial_indent=first,
-                    subsequent_indent=others,
+                    initial_indent=f"  {change.name:<20}  ",
+                    subsequent_indent=f"{'':24}",
                     break_long_words=False,
                 )
                 shown += [f"    {line}" for line in change.lines if lines]
@@ -108,41 +131,28 @@ def _changes(before: Facts, after: Facts) -> Iterator[Change]:
 
 def _segments(report: ReportData, other: ReportData) -> Iterator[tuple[str, tuple[Facts, Facts]]]:
     """The facts of segments that both reports have, and of those that one has, by their names."""
-    before, after = _blocks(report), _blocks(other)
-    matcher = SequenceMatcher(
-        a=[s.ops for s, *_ in before], b=[s.ops for s, *_ in after], autojunk=False
-    )
+    timed = not (report.void or other.void)
+    before, after = ([(f, s) for f in r.fusions for s in f.segments] for r in (report, other))
+    ops, others = ([s.ops for _, s in those] for those in (before, after))
+    matcher = SequenceMatcher(a=ops, b=others, autojunk=False)
     for _, i, i1, j, j1 in matcher.get_opcodes():
         if i1 - i == j1 - j:
-            for a, b in zip(before[i:i1], after[j:j1], strict=True):
-                facts = _facts(a), _facts(b)
-                if not (report.void or other.void):
-                    _add_times(*facts, a[0], b[0])
-                yield a[0].id if a[0].id == b[0].id else f"{a[0].id} -> {b[0].id}", facts
+            for (f, a), (g, b) in zip(before[i:i1], after[j:j1], strict=True):
+                facts = _facts(f, a), _facts(g, b)
+                m, n = a.measured, b.measured
+                if timed and m and n and (m.longest < n.shortest or n.longest < m.shortest):
+                    facts[0]["time"], facts[1]["time"] = duration(m.seconds), duration(n.seconds)
+                yield a.id if a.id == b.id else f"{a.id} -> {b.id}", facts
         else:
-            yield from ((f"{s.id}, before", (_only(s), {})) for s, *_ in before[i:i1])
-            yield from ((f"{s.id}, after", ({}, _only(s))) for s, *_ in after[j:j1])
-
-
-def _blocks(report: ReportData) -> list[Block]:
-    return [
-        (s, fusion, ir.partition("\n")[2], source.partition("\n")[2])
-        for fusion in report.fusions
-        for s, (_, ir), (_, source) in zip(
-            fusion.segments,
-            blocks_of(fusion, "segments"),
-            blocks_of(fusion, "source"),
-            strict=True,
-        )
-    ]
+            yield from ((f"{s.id}, before", (_only(s), {})) for _, s in before[i:i1])
+            yield from ((f"{s.id}, after", ({}, _only(s))) for _, s in after[j:j1])
 
 
 def _only(s: SegmentReport) -> Facts:
     return {"operations": " ".join(s.ops)}
 
 
-def _facts(block: Block) -> Facts:
-    s, fusion, ir, source = block
+def _facts(fusion: FusionReport, s: SegmentReport) -> Facts:
     return {
         "occurs": count(fusion.times, "time"),
         "kind": s.kind,
@@ -158,18 +168,9 @@ def _facts(block: Block) -> Facts:
         "backend": f"{s.backend}: {s.backend_why}",
         "schedule": s.schedule,
         "launched": s.launched,
-        "IR": ir,
-        "source": source,
+        "IR": s.ir,
+        "source": s.source,
     }
-
-
-def _add_times(before: Facts, after: Facts, a: SegmentReport, b: SegmentReport) -> None:
-    if (
-        (m := a.measured)
-        and (n := b.measured)
-        and (m.longest < n.shortest or n.longest < m.shortest)
-    ):
-        before["time"], after["time"] = duration(m.seconds), duration(n.seconds)
 
 
 def _asked(report: ReportData) -> Facts:
@@ -177,7 +178,7 @@ def _asked(report: ReportData) -> Facts:
         "fusion_moe": report.version,
         "target": report.target,
         "runs here": "yes" if report.executed else "no",
-        **dict(report.options),
+        **report.options,
         "graphs": str(report.graphs),
         "calls": str(report.calls),
     }

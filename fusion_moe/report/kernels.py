@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from .. import options
 from ..arch import Arch
@@ -23,34 +24,18 @@ from ..schedule.product import products
 from ..schedule.segment import Segment
 from ..target import Target, never_run
 
-_SIZES = (1, 8, 32, 128, 512, 2048, 8192)
-
 
 @dataclass(frozen=True)
 class Made:
     """A kernel as it is reported: the backend's name, why it is that one or why it does not run,
-    the source. kernel: itself, if made.
+    the source. kernel: itself, if made; launched: what CUDA launches for it.
     """
 
     backend: str
     why: str
     source: str
     kernel: Kernel | None = None
-
-
-@dataclass(frozen=True)
-class Launched:
-    """What a program launches for known sizes on a GPU. kernels, sources: of each segment, "" for
-    one that CUDA's backend did not make.
-
-    workspace: bytes that a call allocates beside its results, at a time.
-    """
-
-    gpu: str
-    text: str
-    kernels: tuple[str, ...]
-    sources: tuple[str, ...]
-    workspace: int
+    launched: str = ""
 
 
 def made_of(segment: Segment, to: Target, why_not: str, ran: Kernel | None = None) -> Made:
@@ -70,9 +55,11 @@ def made_of(segment: Segment, to: Target, why_not: str, ran: Kernel | None = Non
     )
 
 
-def launched(fusion: Fusion, made: Sequence[Made], sizes: Mapping[str, int], gpu: Arch) -> Launched:
-    """What the kernels of a program for CUDA launch. UnsupportedError if the option cuda_variant
-    names what does not fit.
+def on_gpu(
+    fusion: Fusion, made: Sequence[Made], sizes: Mapping[str, int], gpu: Arch
+) -> tuple[list[Made], dict[str, Any]]:
+    """The kernels of a program for CUDA with what is launched for these sizes, and a FusionReport's
+    fields about it. UnsupportedError if the option cuda_variant names what does not fit.
     """
     kernels = [m.kernel for m in made if m.kernel]
     choices, steps = cuda.choices(fusion, kernels, sizes, gpu)
@@ -82,27 +69,17 @@ def launched(fusion: Fusion, made: Sequence[Made], sizes: Mapping[str, int], gpu
             for choice in cuda.choices(fusion, kernels, sizes, gpu, any_size=True)[0]:
                 texts.append(f"while these are compiled, kernels for any size: {choice}")
     never = never_run(TARGETS[cuda.NAME], gpu.capability)
-    return Launched(
-        gpu=f"{gpu.name} ({gpu.nvrtc})" + (f", {never}" if never else ""),
-        text="\n\n".join(texts),
-        kernels=tuple(str(step or "") for step in steps),
-        sources=tuple(
-            "\n".join(kernel.text for kernel in step.kernels) if step else "" for step in steps
-        ),
-        workspace=max(choice.workspace.nbytes for choice in choices),
-    )
-
-
-def launched_at(
-    fusion: Fusion, made: Sequence[Made], gpu: Arch
-) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """The kernels of each segment for a few values of the one size that a program leaves open; none
-    if it leaves none or several.
-    """
-    if len(fusion.symbols) != 1:
-        return ()
-    (symbol,) = fusion.symbols
-    return tuple((size, launched(fusion, made, {symbol: size}, gpu).kernels) for size in _SIZES)
+    launched = [
+        replace(m, launched=str(step), source="\n".join(kernel.text for kernel in step.kernels))
+        if step
+        else m
+        for m, step in zip(made, steps, strict=True)
+    ]
+    return launched, {
+        "gpu": f"{gpu.name} ({gpu.nvrtc})" + (f", {never}" if never else ""),
+        "choice": "\n\n".join(texts),
+        "workspace": max(choice.workspace.nbytes for choice in choices),
+    }
 
 
 def _why(backend: str, to: Target, why_not: str) -> str:

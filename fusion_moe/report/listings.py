@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import linecache
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from torch.fx import Node
 
-from ..frontends.nodes import frame_of, source_of
+from ..definitions.nodes import frame_of, function_around, source_of
 from .data import Listing
 
 
@@ -27,19 +26,6 @@ def listings(nodes: Iterable[Node], sources: Collection[str]) -> tuple[Listing, 
 
 
 def _place(file: str, line: int) -> tuple[str, int, int]:
-    """File, first and last line of the innermost function around a line; just the line outside of
-    functions and Python files.
-    """
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return file, line, line
-    functions = (
-        f for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))
-    )
-    around = [
-        (f.lineno, f.end_lineno or f.lineno)
-        for f in functions
-        if f.lineno <= line <= (f.end_lineno or f.lineno)
-    ]
-    return (file, *max(around, default=(line, line)))
+    """File, first and last line of the innermost function around a line; else just the line."""
+    function = function_around(file, line)
+    return (file, function.lineno, function.end_lineno or line) if function else (file, line, line)

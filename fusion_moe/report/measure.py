@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from statistics import median
 from typing import Any
@@ -17,7 +17,6 @@ from torch.fx import Graph
 
 from .. import backends, options
 from ..backends import cpu
-from ..backends.cpu import prebuilt
 from ..compile import compile_fusion
 from ..definitions.operations import fp4_as_bytes
 from ..frontends.regions import Region
@@ -25,14 +24,12 @@ from ..frontends.rewrite import replace_regions
 from ..ir.core import Fusion, Value
 from ..ir.flow import needed
 from ..ir.text import text
-from ..ir.types import DTYPES
 from ..layouts import groups
 from ..messages.progress import progress
 from ..options import Options
 from ..runtime import cuda, isa
 from ..runtime.host_memory import bandwidth, pages
 from ..runtime.program import Program
-from ..schedule.product import main_and_added, products
 from . import cost
 from .data import Load, Machine, Measured
 
@@ -85,52 +82,30 @@ class Watch:
         device = next((w.region.device for w in self.watched if w.whole), None)
         if device is None:
             return None
+        common: dict[str, Any] = {
+            "cpu": bandwidth.cpu(),
+            "cpus": bandwidth.cpus(),
+            "threads": torch.get_num_threads(),
+            "repeats": REPEATS,
+            "preemptions": self.preemptions,
+        }
         if device.type == "cuda":
-            speed = self.bytes_per_second(device)
+            speed, gpu = self.bytes_per_second(device), torch.cuda.get_device_name(device)
             return Machine(
-                cpu=bandwidth.cpu(),
-                cpus=bandwidth.cpus(),
-                threads=torch.get_num_threads(),
-                tier="",
-                tier_why="",
-                bytes_per_second=speed,
-                now=speed,
-                read_by="as specified",
-                repeats=REPEATS,
-                preemptions=self.preemptions,
-                weight_bytes=0,
-                weight_bytes_on_large_pages=0,
-                gpu=torch.cuda.get_device_name(device),
+                bytes_per_second=speed, now=speed, read_by="as specified", gpu=gpu, **common
             )
         weights = {t.data_ptr(): t for w in self.watched for t in w.weights}.values()
-        tier, why = self._tier() if any(w.in_cpp for w in self.watched) else ("", "")
-        products = sorted({dtypes for w in self.watched for dtypes in w.products})
+        with options.using(self.switches):
+            tier = isa.selected() if any(w.in_cpp for w in self.watched) else ""
         return Machine(
-            cpu=bandwidth.cpu(),
-            cpus=bandwidth.cpus(),
-            threads=self.memory.threads,
             tier=tier,
-            tier_why=why,
             bytes_per_second=self.memory.bytes_per_second,
             now=self.now,
             read_by=self.memory.by,
-            repeats=REPEATS,
-            preemptions=self.preemptions,
             weight_bytes=sum(t.nbytes for t in weights),
             weight_bytes_on_large_pages=pages.obtained(*weights),
-            products=tuple(
-                (
-                    f"{a} by {w}" + f", {operands} operands" * bool(operands),
-                    prebuilt.kernels(tier, w, DTYPES[a], operands or "fprop"),
-                )
-                for a, w, operands in products
-            ),
+            **common,
         )
-
-    def _tier(self) -> tuple[str, str]:
-        best = self.switches.cpu_isa == "auto"
-        with options.using(self.switches):
-            return isa.selected(), "the best tier of this CPU" if best else "set by cpu_isa"
 
 
 class Watched:
@@ -163,20 +138,6 @@ class Watched:
         """Whether some of its kernels are in C++."""
         return any(kernel.backend == cpu.NAME for kernel in self.program.kernels)
 
-    @property
-    def products(self) -> set[tuple[str, str, str]]:
-        """The dtypes of activations and weights of its forward products that C++ kernels compute,
-        and how their operands are rounded.
-        """
-        ours = (kernel for kernel in self.program.kernels if kernel.backend == cpu.NAME)
-        grouped = (
-            main_and_added(kernel.segment.fusion)[0]
-            for kernel in ours
-            if products(kernel.segment.fusion)
-        )
-        forward = (product for product in grouped if product.kind == "fprop")
-        return {(p.a.type.dtype, p.b.type.dtype, p.op.attrs.get("operands", "")) for p in forward}
-
     def run(
         self, source: str, inputs: Sequence[Tensor], sizes: Sequence[int], key: str
     ) -> list[Tensor]:
@@ -197,16 +158,16 @@ class Watched:
         self, tensors: Sequence[Tensor], env: Mapping[str, int], used: Mapping[str, int]
     ) -> None:
         values: dict[Value, Any] = dict(zip(self.program.fusion.inputs, tensors, strict=True))
-        calls = []
+        calls: list[_Call] = []
         for kernel in self.program.kernels:
             inputs = [values[v] for v in kernel.segment.inputs]
             # the first call builds the kernel
             values.update(zip(kernel.segment.outputs, kernel(inputs, env), strict=True))
             read = cost.bytes_read(kernel.segment.fusion, env, used)
-            calls.append(_Call(partial(kernel, inputs, env), inputs, read))
+            calls.append((partial(kernel, inputs, env), inputs, read))
         self.program(tensors, env)
         read = cost.bytes_read(self.program.fusion, env, used)
-        calls.append(_Call(partial(self.program, tensors, env), tensors, read))
+        calls.append((partial(self.program, tensors, env), tensors, read))
         before = _preemptions()
         *self.kernels, self.whole = _times(
             calls, self.region.device, self.watch.bytes_per_second(self.region.device)
@@ -214,11 +175,7 @@ class Watched:
         self.watch.preemptions += _preemptions() - before
 
 
-@dataclass(frozen=True)
-class _Call:
-    function: Callable[[], object]
-    inputs: Sequence[Tensor]
-    bytes_read: int
+_Call = tuple[Callable[[], object], Sequence[Tensor], int]  # its inputs, and their bytes
 
 
 def _times(calls: Sequence[_Call], device: torch.device, bytes_per_second: float) -> list[Measured]:
@@ -227,19 +184,20 @@ def _times(calls: Sequence[_Call], device: torch.device, bytes_per_second: float
     """
     times: list[list[float]] = [[] for _ in calls]
     for _ in progress(range(REPEATS), "measuring a program, runs", REPEATS):
-        for call, seconds in zip(calls, times, strict=True):
-            seconds.append(_gpu_seconds(call, device) if device.type == "cuda" else _seconds(call))
+        for (call, inputs, _), seconds in zip(calls, times, strict=True):
+            on_gpu = device.type == "cuda"
+            seconds.append(_gpu_seconds(call, device) if on_gpu else _seconds(call, inputs))
     return [
-        Measured(median(s), min(s), max(s), call.bytes_read, call.bytes_read / bytes_per_second)
-        for s, call in zip(times, calls, strict=True)
+        Measured(median(s), min(s), max(s), read, read / bytes_per_second)
+        for s, (_, _, read) in zip(times, calls, strict=True)
     ]
 
 
-def _seconds(call: _Call) -> float:
+def _seconds(call: Callable[[], object], inputs: Sequence[Tensor]) -> float:
     """The time of one call on the CPU, with its inputs not in the caches."""
-    bandwidth.evict(*call.inputs)
+    bandwidth.evict(*inputs)
     start = time.perf_counter()
-    call.function()
+    call()
     return time.perf_counter() - start
 
 
@@ -247,14 +205,14 @@ def _seconds(call: _Call) -> float:
 _QUEUED = 1_000_000
 
 
-def _gpu_seconds(call: _Call, device: torch.device) -> float:
+def _gpu_seconds(call: Callable[[], object], device: torch.device) -> float:
     """The time of one call, between two CUDA events, with none of its inputs in the L2 cache."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
     with torch.cuda.device(device):
         _other_memory(cuda.index_of(device)).zero_()
         torch.cuda._sleep(_QUEUED)
         start.record()
-        call.function()
+        call()
         end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3
@@ -297,7 +255,7 @@ def numbers(region: Region) -> dict[str, int]:
         val = source.node.meta["val"]
         size = val if source.dim is None else val.shape[source.dim]
         if size.node.has_hint():
-            sizes[name] = int(size.node.hint) // source.by
+            sizes[name] = int(size.node.hint)
     return sizes
 
 

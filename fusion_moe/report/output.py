@@ -1,16 +1,10 @@
-"""Output of text: the width of the terminal, colours for rich, files that appear whole or not at
-all.
-"""
+"""Output of text: the width of the terminal, and colours for rich."""
 
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
-
-from ..errors import OptionError
 
 
 def fitting(width: int) -> int:
@@ -43,23 +37,3 @@ class Shown:
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         yield coloured(self.text(fitting(options.max_width)))
-
-
-def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) -> None:
-    """Writes the text in the format of a path's suffix; OptionError for a suffix not in `formats`,
-    and for a folder that does not exist.
-    """
-    path = Path(path)
-    if path.suffix not in formats:
-        *some, last = formats
-        found = f"{what} as {path.suffix or 'a file without a suffix'}"
-        raise OptionError(found, expected=f"{', '.join(some)} or {last}", where=str(path))
-    if not path.parent.is_dir():
-        raise OptionError(f"no folder {path.parent}", expected="one that is there", where=str(path))
-    text = formats[path.suffix]()
-    with tempfile.TemporaryDirectory(
-        dir=path.parent, prefix=".", ignore_cleanup_errors=True
-    ) as scratch:
-        part = Path(scratch, path.name)  # in a shared folder too, nobody else can put a link there
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)

@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ..frontends.nodes import is_call, is_view, tensors
+from ..definitions.nodes import is_call, is_view, tensors
 
 _GATHERS = ("aten::embedding", "aten::gather", "aten::index", "aten::index_select")
 

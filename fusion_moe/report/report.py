@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from ..errors import OptionError
 from .data import ReportData
 from .details import details
 from .html import frame, page
-from .output import Shown, save
+from .output import Shown
 from .repro import script
 from .summary import summary, what
 
@@ -35,12 +37,21 @@ class Report(ReportData, Shown):
 
         OptionError for any other suffix.
         """
+        path = Path(path)
         texts = {
             ".html": lambda: page(self),
             ".json": self.to_json,
             ".txt": lambda: f"{self.details()}\n",
         }
-        save(path, "a report", texts)
+        if path.suffix not in texts:
+            found = f"a report as {path.suffix or 'a file without a suffix'}"
+            raise OptionError(found, expected=".html, .json or .txt", where=str(path))
+        text = texts[path.suffix]()
+        # in a shared folder too, nobody else can put a link into this one
+        with TemporaryDirectory(dir=path.parent, prefix=".", ignore_cleanup_errors=True) as scratch:
+            part = Path(scratch, path.name)
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
 
     def __repr__(self) -> str:
         return f"<Report of fusion_moe.explain: {what(self)}, {self.flops} of flops fused>"

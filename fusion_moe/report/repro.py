@@ -43,7 +43,7 @@ def script(fusion: FusionReport, target: str) -> str:
     device = "cpu" if target in ("cpu", "reference") else "cuda"
     return _SCRIPT.format(
         id=fusion.id,
-        program=dict(fusion.stages)["translated"],
+        program=fusion.programs["translated"],
         sizes=dict(fusion.sizes),
         target=target,
         device=device,

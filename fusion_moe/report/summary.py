@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from ..frontends.float_experts import advice
+from ..messages.units import amount, count, duration, ratio
 from ..schedule.plan import REFERENCE
 from .data import FusionReport, ReportData, SegmentReport, total
-from .units import amount, count, duration, ratio
 
 _SEGMENTS, _REASONS, _LINES = 8, 6, 3  # how many of each are shown; lines of a reason
 NEXT = (
@@ -28,13 +28,22 @@ def summary(report: ReportData, width: int, next: Iterable[tuple[str, str]] = NE
             for name, unit, share in (("flops", "", report.flops), ("bytes", "B", report.bytes))
         )
         shares = ["fused", *told, f"  {report.fused_calls} of {count(report.calls, 'call')}"]
+    marked = textwrap.TextWrapper(
+        width, initial_indent="! ", subsequent_indent="  ", break_long_words=False
+    )
+    backends = (
+        (s.backend_why, s.id)
+        for s in report.segments
+        if not is_plain(s) and s.backend_why != "compiles it whole"
+    )
+    not_fused = ((x.why, x.op if x.times == 1 else f"{x.op} x {x.times}") for x in report.not_fused)
     parts = [
         [f"fusion_moe.explain: {what(report)}"],
         shares,
-        [line for text in warnings(report) for line in _marked(text, width)],
+        [line for text in warnings(report) for line in marked.wrap(text)],
         _kernels(report, width),
-        _backends(report, width),
-        _not_fused(report, width),
+        _reasons("backends", backends, width),
+        _reasons("not fused", not_fused, width),
         ["look next", *(f"  {name:<28}{text}" for name, text in next)],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
@@ -61,6 +70,11 @@ def warnings(report: ReportData) -> Iterator[str]:
         yield f"plain torch runs {_some(ids)}: {why}"
     if report.void:
         yield f"times are void: {report.void}"
+
+
+def after(s: SegmentReport) -> str:
+    """Why a segment begins where it does."""
+    return f"after {', '.join(s.after)}: {s.boundary}" if s.after else "reads from no other segment"
 
 
 def is_plain(s: SegmentReport) -> bool:
@@ -93,25 +107,22 @@ def _row(fusion: FusionReport, s: SegmentReport, width: int) -> str:
     return f"{head}{ops:<{room}}{numbers}"
 
 
-def _backends(report: ReportData, width: int) -> list[str]:
-    """Why kernels do not run, or not all that could."""
-    reasons = _grouped(
-        (s.backend_why, s.id)
-        for s in report.segments
-        if not is_plain(s) and s.backend_why != "compiles it whole"
-    )
-    lines = [line for why, ids in reasons for line in _wrapped(f"{_some(ids)}: {why}", width)]
-    return ["backends", *lines] if lines else []
-
-
-def _not_fused(report: ReportData, width: int) -> list[str]:
-    reasons = _grouped(
-        (x.why, f"{x.op} x {x.times}" if x.times > 1 else x.op) for x in report.not_fused
-    )
+def _reasons(title: str, pairs: Iterable[tuple[str, str]], width: int) -> list[str]:
+    """(reason, its subject), those with the same reason together."""
+    reasons = _grouped(pairs)
     lines = [
-        line for why, ops in reasons[:_REASONS] for line in _wrapped(f"{_some(ops)}: {why}", width)
+        line
+        for why, subjects in reasons[:_REASONS]
+        for line in textwrap.wrap(
+            f"{_some(subjects)}: {why}",
+            width,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            max_lines=_LINES,
+            placeholder=" ...",
+        )
     ]
-    return ["not fused", *lines, *_more(len(reasons) - _REASONS)] if lines else []
+    return [title, *lines, *_more(len(reasons) - _REASONS)] if lines else []
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
@@ -125,23 +136,6 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
 def _some(names: list[str]) -> str:
     names = list(dict.fromkeys(names))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _marked(text: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent="! ", subsequent_indent="  ", break_long_words=False
-    )
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent="  ",
-        subsequent_indent="    ",
-        max_lines=_LINES,
-        placeholder=" ...",
-    )
 
 
 def _more(n: int) -> list[str]:

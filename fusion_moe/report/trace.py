@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -21,11 +20,11 @@ from .. import target as targets
 from ..arch import Arch, named
 from ..backends import cuda
 from ..definitions import translate
-from ..errors import Error, OptionError, UnsupportedError, did_you_mean
+from ..definitions.nodes import called_op
+from ..errors import Error, OptionError, UnsupportedError
 from ..frontends.float_experts import experts_outside, float_experts
 from ..frontends.inductor.compile_graph import compile_calls
 from ..frontends.inductor.dynamo import apart, first_break
-from ..frontends.nodes import called_op
 from ..frontends.regions import NotFused, find_regions
 from ..options import Options
 from ..plugins import CompiledBy
@@ -92,16 +91,22 @@ def explain(
     switches = options.current().replace(**({} if target is None else {"target": target}))
     # an unknown name raises here and not inside a compiler
     backends.find(switches.target, torch.device("cpu"))
-    _check_names(_original(model_or_fn), kwargs)
     watch = Watch(switches, measure, load) if measure or load else None
-    look, function = _looker(model_or_fn, switches, watch, backward)
-    if watch is not None:
-        _check_can_run(watch, backward, device_of_values(function, args, kwargs))
+    compiled = next((c for ask in plugins.compiled_by if (c := ask(model_or_fn))), None)
+    function = compiled.function if compiled else _original(model_or_fn)
+    _check(compiled, function, args, kwargs, watch, backward)
+
+    def look(function: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
+        if not compiled:
+            return _in_dynamo(switches, watch, backward, function, args, kwargs)
+        with options.override(target=switches.target):
+            return Seen(compiled.look(function, args, kwargs))
+
     try:
-        if watch is None:
-            seen = on_fakes(look, function, args, kwargs)
-        else:
+        if watch:
             seen = look(function, args, kwargs)
+        else:
+            seen = on_fakes(look, function, args, kwargs)
     except TorchDynamoException as error:
         if own := _own_error(error):
             raise own.at("explain") from error
@@ -125,21 +130,32 @@ def _own_error(error: BaseException) -> Error | None:
     return inner
 
 
-def _check_can_run(watch: Watch, backward: bool, device: torch.device) -> None:
-    """UnsupportedError if the watched call cannot be run, or measured, on a device."""
-    if backward:
-        raise UnsupportedError(
+def _check(
+    compiled: CompiledBy | None,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    watch: Watch | None,
+    backward: bool,
+) -> None:
+    """UnsupportedError if a call cannot be run, measured or differentiated as it is asked for."""
+    found = expected = todo = ""
+    if compiled and (watch or backward):
+        found = f"backward, measure or load of the result of {compiled.name}"
+        expected = "a module or a function"
+        todo = f"pass what {compiled.name} was given: it is then traced as under torch.compile"
+    elif watch and backward:
+        found, expected = (
             "backward=True with measure or load",
-            expected="one of them: the backward is not run",
-            where="explain",
+            "one of them: the backward is not run",
         )
-    targets.check_device(backends.find(watch.switches.target, device), device, "explain")
-    if watch.measure and device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(
-            f"measure=True for tensors on {device}",
-            expected="tensors on a CPU or a CUDA GPU",
-            where="explain",
-        )
+    elif watch:
+        device = device_of_values(function, args, kwargs)
+        targets.check_device(backends.find(watch.switches.target, device), device, "explain")
+        if watch.measure and device.type not in ("cpu", "cuda"):
+            found, expected = f"measure=True for tensors on {device}", "a CPU or a CUDA GPU"
+    if found:
+        raise UnsupportedError(found, expected=expected, todo=todo, where="explain")
 
 
 def _of_gpu(name: str, target: str | None) -> tuple[str, Arch]:
@@ -151,61 +167,6 @@ def _of_gpu(name: str, target: str | None) -> tuple[str, Arch]:
             where="explain",
         )
     return cuda.NAME, named(name)
-
-
-def _check_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """OptionError for an argument that nothing called takes and whose name resembles one of
-    explain's own.
-    """
-    called = function.forward if isinstance(function, torch.nn.Module) else function
-    try:
-        named = signature(called).parameters
-    except (TypeError, ValueError):  # of a callable written in C
-        return
-    name_of_function = getattr(function, "__name__", type(function).__name__)
-    own = [p.name for p in signature(explain).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    for name in kwargs:
-        if name not in named and (todo := did_you_mean(name, own)):
-            raise OptionError(
-                f"{name} = {kwargs[name]!r}, which {name_of_function} does not name",
-                todo=todo,
-                where="explain",
-            )
-
-
-def _looker(
-    function: Callable[..., Any], switches: Options, watch: Watch | None, backward: bool
-) -> tuple[Callable[..., Seen], Callable[..., Any]]:
-    """The function that looks at a call, and the function underneath what a compiler made."""
-    for ask in plugins.compiled_by:
-        if (compiled := ask(function)) is not None:
-            _check_only_fused(compiled.name, watch, backward)
-            return partial(_in_other, compiled, switches), compiled.function
-    return partial(_in_dynamo, switches, watch, backward), _original(function)
-
-
-def _check_only_fused(name: str, watch: Watch | None, backward: bool) -> None:
-    """UnsupportedError for what is only known of torch.compile."""
-    asked = "backward" if backward else "measure or load"
-    if watch is not None or backward:
-        raise UnsupportedError(
-            f"{asked}=True for the result of {name}",
-            expected="a module or a function",
-            todo=f"pass what {name} was given: it is then traced as under torch.compile",
-            where="explain",
-        )
-
-
-def _in_other(
-    compiled: CompiledBy,
-    switches: Options,
-    function: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-) -> Seen:
-    """What is found when another compiler traces a call."""
-    with options.override(target=switches.target):
-        return Seen(compiled.look(function, args, kwargs))
 
 
 def _in_dynamo(
@@ -245,9 +206,7 @@ def _in_dynamo(
     limits = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
     # it measures on the GPU which shapes to pad
     no_timing = inductor_config.patch(shape_padding=False)
-    at_once = (
-        functorch_config.patch(force_non_lazy_backward_lowering=True) if backward else nullcontext()
-    )
+    at_once = functorch_config.patch(force_non_lazy_backward_lowering=backward)
     with limits, no_timing, at_once, options.override(target="reference"):
         compiled(*args, **kwargs)
         if not seen.graphs and (found := first_break(function, args, kwargs)):

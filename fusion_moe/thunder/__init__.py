@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import Error, UnsupportedError
+from ..errors import UnsupportedError
 from ..frontends.regions import Found
 from ..messages.extras import install
 
@@ -67,24 +67,21 @@ def thunder_executor() -> FusionMoe:
     return executor
 
 
-def found_in(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Found]:
-    """What is fused, and what not and why, in the forward pass of a call: of a function, a module,
-    or what thunder.jit made of one.
+def found_in(
+    function: Callable[..., Any], args: Any, kwargs: Any, executors: Any = None
+) -> list[Found]:
+    """What is fused, and what not and why, in the forward pass of a call of a function or a module.
 
     The call is traced anew, nothing of it is run, and what `function` compiled before stays as it
-    is.
+    is. executors: those of what thunder.jit made of it before; None: ours and thunder's defaults.
     """
     executor = thunder_executor()
     import thunder
 
-    executors = thunder_executors()
-    if (compiled := thunder.compile_data(function)) is not None:
-        executors = (
-            compiled.executors_list
-            if executor in compiled.executors_list
-            else (executor, *compiled.executors_list)
-        )
-        function = compiled.fn
+    if executors is None:
+        executors = thunder_executors()
+    elif executor not in executors:
+        executors = (executor, *executors)
     anew = thunder.jit(function, executors=executors)
     with executor.listening() as heard:
         thunder.compile_data(anew).get_computation_and_inputs(*args, **kwargs)
@@ -101,21 +98,13 @@ def _with_nvfuser(executor: FusionMoe) -> tuple[Any, ...]:
 
 
 def _need_thunder() -> None:
-    """UnsupportedError if thunder cannot be imported."""
+    """UnsupportedError if thunder cannot be imported: with a newer torch it misses names."""
     try:
         importlib.import_module("thunder")
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"thunder is not installed: {error}",
-            expected="lightning-thunder 0.2.6 or newer",
-            todo=install("thunder"),
-        ) from None
-    except Error:
-        raise
-    except Exception as error:  # it reads names of torch that a newer torch has no more
+    except Exception as error:
         raise UnsupportedError(
             f"thunder does not import with torch {torch.__version__}: "
             f"{type(error).__name__}: {error}",
-            expected="a torch that this thunder supports",
-            todo=f"{install('thunder')} installs one",
+            expected="lightning-thunder 0.2.6 or newer, and a torch that it supports",
+            todo=f"{install('thunder')} installs both",
         ) from error

@@ -20,9 +20,10 @@ from torch.fx import Node
 
 from .. import options
 from ..compile import program_of
+from ..definitions.nodes import source_of
 from ..definitions.operations import fp4_as_bytes
+from ..definitions.walk import Walk
 from ..frontends.inductor.log_found import log_found
-from ..frontends.nodes import source_of
 from ..frontends.regions import (
     Found,
     NotFused,
@@ -30,7 +31,6 @@ from ..frontends.regions import (
     burn,
     find_regions,
 )
-from ..frontends.walk import Walk
 from ..ir.core import Fusion
 from ..ir.text import one_line
 from ..runtime.program import Program

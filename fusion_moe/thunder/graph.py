@@ -8,12 +8,10 @@ under torch.compile. A bound symbol that cannot be run this way becomes one opaq
 
 from __future__ import annotations
 
-import ast
 import functools
-import heapq
 import linecache
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map as map_tree
 
+from ..definitions.nodes import function_around
 from ..definitions.operations import SPECS
 from ..errors import UnsupportedError
 
@@ -144,7 +143,9 @@ class TraceGraph:
         self._values: dict[str, Any] = {}
         opaque, k_major = set(opaque), _k_major(bsyms)
         for p in _inputs(bsyms):
-            self._define(p, self.graph.placeholder(p.name), self._fake(p, p.name in k_major))
+            self._define(
+                p, self.graph.placeholder(p.name), fake_of(p, self._recorder, p.name in k_major)
+            )
         for i, bsym in enumerate(bsyms):
             before = len(self.graph.nodes)
             if i in opaque or not self._run(bsym):
@@ -157,9 +158,6 @@ class TraceGraph:
     def _define(self, p: TensorProxy, node: Node, value: torch.Tensor) -> None:
         self._recorder.give(node, value)
         self._values[p.name], self.proxies[node] = value, p
-
-    def _fake(self, p: TensorProxy, k_major: bool = False) -> torch.Tensor:
-        return fake_of(p, self._recorder, k_major)
 
     def _run(self, bsym: BoundSymbol) -> bool:
         """Records what a bound symbol does; False, with nothing recorded, if it cannot be run on
@@ -204,7 +202,9 @@ class TraceGraph:
         ]
         node = self.graph.call_function(_not_recorded, tuple(inputs))
         outputs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
-        node.meta.update(val=tuple(map(self._fake, outputs)), stack_trace=_stack_trace(bsym))
+        node.meta.update(
+            val=tuple(fake_of(p, self._recorder) for p in outputs), stack_trace=_stack_trace(bsym)
+        )
         for i, p in enumerate(outputs):
             self._define(
                 p, self.graph.call_function(operator.getitem, (node, i)), node.meta["val"][i]
@@ -273,27 +273,16 @@ def _k_major(bsyms: Sequence[BoundSymbol]) -> set[str]:
 
 def in_order(items: Sequence[tuple[int, BoundSymbol]]) -> list[BoundSymbol]:
     """Bound symbols ordered after those that make what they read, otherwise by position."""
+    from networkx import DiGraph, lexicographical_topological_sort  # which torch needs
+
     maker = {p.name: k for k, (_, bsym) in enumerate(items) for p in bsym.flat_proxy_outs}
-    waits = [
-        {maker[p.name] for p in bsym.flat_proxy_args if p.name in maker} - {k}
-        for k, (_, bsym) in enumerate(items)
-    ]
-    readers: Mapping[int, list[int]] = {k: [] for k in range(len(items))}
-    for k, before in enumerate(waits):
-        for j in before:
-            readers[j].append(k)
-    ready = [(items[k][0], k) for k, before in enumerate(waits) if not before]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, k = heapq.heappop(ready)
-        order.append(items[k][1])
-        for j in readers[k]:
-            waits[j].discard(k)
-            if not waits[j]:
-                heapq.heappush(ready, (items[j][0], j))
-    assert len(order) == len(items), "a region depends on itself"
-    return order
+    graph: Any = DiGraph()
+    graph.add_nodes_from(range(len(items)))
+    for k, (_, bsym) in enumerate(items):
+        makers = {maker.get(p.name, k) for p in bsym.flat_proxy_args} - {k}
+        graph.add_edges_from((before, k) for before in makers)
+    order = lexicographical_topological_sort(graph, key=lambda k: items[k][0])
+    return [items[k][1] for k in order]
 
 
 def _inputs(bsyms: Sequence[BoundSymbol]) -> list[TensorProxy]:
@@ -365,25 +354,6 @@ def _stack_trace(bsym: BoundSymbol) -> str:
     if not bsym.source_filename or not line or bsym.source_filename.startswith(_THUNDER):
         return ""
     code = linecache.getline(bsym.source_filename, line).strip()
-    return (
-        f'File "{bsym.source_filename}", line {line}, in '
-        f"{_function_at(bsym.source_filename, line)}\n    {code}\n"
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _function_at(filename: str, line: int) -> str:
-    """The name of the innermost function around a line: thunder keeps only the line."""
-    around = [f for f in _functions(filename) if f.lineno <= line <= (f.end_lineno or 0)]
-    return max(around, key=lambda f: f.lineno).name if around else "<module>"
-
-
-@functools.lru_cache(maxsize=64)
-def _functions(filename: str) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
-    try:
-        tree = ast.parse(Path(filename).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):  # a notebook's cell, or a file that changed
-        return ()
-    return tuple(
-        n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
-    )
+    function = function_around(bsym.source_filename, line)  # thunder keeps only the line
+    name = function.name if function else "<module>"
+    return f'File "{bsym.source_filename}", line {line}, in {name}\n    {code}\n'

@@ -38,18 +38,18 @@ from ..backends.nvfuser.values import (
     Codes,
     form_of,
 )
+from ..definitions.walk import Walk
 from ..errors import Error, UnsupportedError, Untranslatable
-from ..frontends.walk import Walk
 from ..ir.core import Fusion, Value
 from ..messages.warn import warn_once
 from ..passes import PASSES
 from ..schedule.product import products
 from .graph import in_order
 from .ops import (
-    RecordedCall,
     Symbols,
     meta_of,
     proxy_of,
+    recorded,
     tensors_in,
 )
 from .quirks import thunders_nvfuser
@@ -188,7 +188,7 @@ def lower(op: OpOverload, args: Any, kwargs: Any) -> Lowered:
     """A call with proxies as a Fusion that nvFuser takes. Raises the Error with which its
     translator or nvFuser refuses it.
     """
-    with RecordedCall(op, args, kwargs) as call:
+    with recorded(op, args, kwargs) as call:
         pass
     graph, results = call.recorder.graph, [call.recorder.node(r) for r in call.results]
     made = [n for n in graph.nodes if n.op == "call_function"]

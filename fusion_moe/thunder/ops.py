@@ -7,10 +7,9 @@ formula given to torch.library.register_autograd works in thunder too, whatever 
 
 from __future__ import annotations
 
-import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,12 +25,13 @@ from thunder.torch import register_function
 from thunder.transforms.autocast import disable_autocast, maybe_downcast_to, register_autocast_rule
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
+from torch.fx.operator_schemas import get_signature_for_torch_op
 
 from ..bodies.autocast import casted
 from ..definitions import translate
 from ..definitions.operations import SPECS, Spec, named_arguments
 from ..definitions.run import NAMESPACE
-from ..errors import UnsupportedError
+from ..errors import TranslatorError, UnsupportedError
 from .graph import Recorder, as_torch, fake_of, k_major_arguments
 from .quirks import at_users_line
 
@@ -61,15 +61,10 @@ class Symbols:
         self.of(torch.ops.aten._grouped_mm.default, torch._grouped_mm)
         self.of(torch.ops.aten._unsafe_view.default)
         for translator in translate.registered():
-            namespace, _, name = translator.op.partition("::")
-            packet = (
-                getattr(getattr(torch.ops, namespace), name.partition(".")[0], None)
-                if namespace not in ("aten", "prims")
-                else None
-            )
-            op = getattr(packet, name.partition(".")[2] or "default", None)
-            if op is not None:  # a translator may be registered before its operation
-                self.of(op)
+            if not translator.op.startswith(("aten::", "prims::")):
+                # a translator may be registered before its operation
+                with suppress(TranslatorError):
+                    self.of(translate.overload_of(translator.op))
 
     def items(self) -> list[tuple[OpOverload, Symbol]]:
         """All operations that have a symbol, and their symbols."""
@@ -121,46 +116,42 @@ class Symbols:
         return result
 
 
+@dataclass
 class RecordedCall:
-    """A call of an operation with proxies, recorded on fakes; a context in which recording
-    continues.
-
-    tensors, inputs: the fakes of its tensor arguments and their nodes; results: the tensors that it
-    returns. tracked: arguments that require a gradient.
+    """A call that was recorded on fakes. tensors, inputs: the fakes of its tensor arguments and
+    their nodes; results: the tensors that it returns.
     """
 
-    def __init__(self, op: OpOverload, args: Any, kwargs: Any, tracked: Sequence[int] = ()):
-        self.recorder = Recorder(Graph())
-        proxies = tensors_in((args, kwargs))
-        k_major = {id(args[i]) for i in k_major_arguments(op)}
-        self.tensors = [
-            fake_of(p, self.recorder, id(p) in k_major).requires_grad_(i in tracked)
-            for i, p in enumerate(proxies)
-        ]
-        self.inputs = [self.recorder.graph.placeholder(f"x{i}") for i in range(len(self.tensors))]
-        for node, t in zip(self.inputs, self.tensors, strict=True):
-            self.recorder.give(node, t)
-        self._call = partial(self._run, op, args, kwargs)
-        self._context = ExitStack()
+    recorder: Recorder
+    tensors: Sequence[torch.Tensor]
+    inputs: Sequence[Node]
+    result: Any
+    results: Sequence[torch.Tensor]
 
-    def __enter__(self) -> RecordedCall:
-        with ExitStack() as entered:
-            entered.enter_context(self.recorder.running())
-            entered.enter_context(torch.enable_grad())
-            self.result = self._call()
-            self.results = tensors_in(self.result, torch.Tensor)
-            self._context = entered.pop_all()
-        return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
-
-    def _run(self, op: OpOverload, args: Any, kwargs: Any) -> Any:
-        given = iter(self.tensors)
-        fake_args, fake_kwargs = tree_map(
-            lambda a: next(given) if isinstance(a, TensorProxy) else _plain(a), (args, kwargs)
-        )
-        return op(*fake_args, **fake_kwargs)
+@contextmanager
+def recorded(
+    op: OpOverload, args: Any, kwargs: Any, tracked: Sequence[int] = ()
+) -> Iterator[RecordedCall]:
+    """Records a call of an operation with proxies; a context in which recording continues. tracked:
+    the tensor arguments that require a gradient.
+    """
+    recorder = Recorder(Graph())
+    k_major = {id(args[i]) for i in k_major_arguments(op)}
+    tensors = [
+        fake_of(p, recorder, id(p) in k_major).requires_grad_(i in tracked)
+        for i, p in enumerate(tensors_in((args, kwargs)))
+    ]
+    inputs = [recorder.graph.placeholder(f"x{i}") for i in range(len(tensors))]
+    for node, t in zip(inputs, tensors, strict=True):
+        recorder.give(node, t)
+    given = iter(tensors)
+    fake_args, fake_kwargs = tree_map(
+        lambda a: next(given) if isinstance(a, TensorProxy) else _plain(a), (args, kwargs)
+    )
+    with recorder.running(), torch.enable_grad():
+        result = op(*fake_args, **fake_kwargs)
+        yield RecordedCall(recorder, tensors, inputs, result, tensors_in(result, torch.Tensor))
 
 
 @dataclass
@@ -219,7 +210,7 @@ class Derivative:
     ) -> Derivative:
         # if nothing has a derivative: the results whose gradient may be wanted
         tracked = wanted or list(missing)
-        with RecordedCall(op, args, kwargs, tracked) as call:
+        with recorded(op, args, kwargs, tracked) as call:
             seeds, seed_nodes = {}, {}
             for i, r in enumerate(call.results):
                 if r.requires_grad:
@@ -287,7 +278,7 @@ def meta_of(op: OpOverload) -> Callable[..., Any]:
     """The meta function of an operation: its fake, with the parameters in its schema."""
 
     def meta(*args: Any, **kwargs: Any) -> Any:
-        with RecordedCall(op, args, kwargs) as call:
+        with recorded(op, args, kwargs) as call:
             return tree_map(
                 lambda r: (
                     proxy_of(r.shape, r.device, r.dtype) if isinstance(r, torch.Tensor) else r
@@ -295,24 +286,9 @@ def meta_of(op: OpOverload) -> Callable[..., Any]:
                 call.result,
             )
 
-    meta.__signature__ = _signature(op)  # type: ignore[attr-defined]
+    # thunder binds arguments by it
+    (meta.__signature__,) = get_signature_for_torch_op(op)  # type: ignore[attr-defined,misc]
     return meta
-
-
-def _signature(op: OpOverload) -> inspect.Signature:
-    def parameter(a: Any) -> inspect.Parameter:
-        kind = (
-            inspect.Parameter.KEYWORD_ONLY
-            if a.kwarg_only
-            else inspect.Parameter.POSITIONAL_OR_KEYWORD
-        )
-        return inspect.Parameter(
-            a.name,
-            kind,
-            default=a.default_value if a.has_default_value() else inspect.Parameter.empty,
-        )
-
-    return inspect.Signature([parameter(a) for a in op._schema.arguments])
 
 
 def proxy_of(shape: Sequence[int], device: Any, dtype: torch.dtype) -> TensorProxy:

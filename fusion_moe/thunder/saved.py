@@ -1,26 +1,20 @@
 """Protects what the backward of a thunder trace reads from writes in between.
 
 thunder saves a tensor under its name. If `v /= v.sum()` then writes into it, the backward reads the
-written values. This pass copies whatever the backward reads of that memory before the write. If the
-memory is read afterwards through another name, thunder's derivative of that read does not know of
-the write: a warning says so.
+written values. This pass copies whatever the backward reads of that memory before the write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import torch
-from thunder.core import dtypes, prims
+from thunder.core import prims
 from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy, variableify
-from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.extend import Executor
-
-from ..messages.warn import warn_once
 
 
 class SaveCopies:
@@ -72,8 +66,6 @@ class SaveCopies:
                 alive.update((p.name, p) for p in bsym.flat_proxy_outs if p.name in read)
                 _join(memory, bsym)
             result.bound_symbols.append(bsym)
-        if read:
-            _warn_of_views(trace)
         if not copies:
             return trace
         result.bound_symbols = [
@@ -140,48 +132,3 @@ def _join(memory: dict[str, set[str]], bsym: BoundSymbol) -> None:
         return
     joined = set(names).union(*(memory.get(name, ()) for name in names))
     memory.update(dict.fromkeys(joined, joined))
-
-
-def _warn_of_views(trace: TraceCtx) -> None:
-    """Warns where a float was written that the forward then reads through another tensor of the
-    same memory.
-    """
-    memory: dict[str, set[str]] = {}
-    # names of written memory, except the result of the write -> the write
-    stale: dict[str, BoundSymbol] = {}
-    for bsym in trace.bound_symbols:
-        if _is_backward(bsym):
-            continue
-        if bsym.sym.name == "update_aliases":
-            pairs = zip(bsym.flat_proxy_args, bsym.flat_proxy_outs, strict=True)
-            stale.update((new.name, stale[old.name]) for old, new in pairs if old.name in stale)
-        else:
-            for p in _floats_read(bsym):
-                if p.name in stale:
-                    warn_once(
-                        f"{_place(stale[p.name])} writes into memory that is then read through "
-                        "another view: thunder's gradients "
-                        "ignore this write; expected no in-place operation on a view, or on a "
-                        "tensor that has views"
-                    )
-        for target in _written(bsym):
-            stale.update(dict.fromkeys(memory.get(target, {target}), bsym))
-        _join(memory, bsym)
-
-
-def _place(bsym: BoundSymbol) -> str:
-    line = getattr(bsym.source_positions, "lineno", None)
-    return (
-        f"{Path(bsym.source_filename).name}:{line}"
-        if bsym.source_filename and line
-        else "an in-place operation"
-    )
-
-
-def _floats_read(bsym: BoundSymbol) -> list[TensorProxy]:
-    read = (
-        tree_flatten(bsym.args[0]["fw_flat_out"])[0]
-        if bsym.sym.id is prims.PrimIDs.RETURN
-        else bsym.flat_proxy_args
-    )
-    return [p for p in read if isinstance(p, TensorProxy) and dtypes.is_inexact_dtype(p.dtype)]

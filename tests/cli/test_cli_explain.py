@@ -1,9 +1,6 @@
-"""fusion-moe explain: the model of a directory on fake tensors, in both phases, on targets that are
-not here.
-"""
+"""fusion-moe explain: the model of a directory on fake tensors, for targets that are not here."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -15,9 +12,12 @@ from files import MADE, change, change_json, copied
 from typer.testing import CliRunner
 
 from fusion_moe.cli.app import app
+from fusion_moe.cli.explain import model_of
+from fusion_moe.nn import Experts
 from fusion_moe.runtime import nvrtc
 
-DIRECTORIES = sorted(path.name for path in MADE.iterdir() if (path / "config.json").exists())
+DIRECTORIES = sorted(path for path in MADE.iterdir() if (path / "config.json").exists())
+MIXTRAL = str(MADE / "modelopt-mixtral")
 
 
 def run(*arguments: str):
@@ -30,86 +30,61 @@ def found(*arguments: str):
     return json.loads(result.stdout)
 
 
-def in_both_lanes(name: str) -> bool:
-    """One of each way in which experts are stored: which models there are depends on transformers,
-    the same in both.
-    """
-    return name in ("modelopt-mixtral", "ct-gpt_oss", "mxfp4-gpt_oss") or name.startswith("bf16")
+@pytest.mark.parametrize("path", DIRECTORIES, ids=[path.name for path in DIRECTORIES])
+def test_the_model_of_every_directory(path):
+    """Its experts are the modules that are loaded, without memory."""
+    model = model_of(path)
+    assert all(t.is_meta for t in model.parameters())
+    encoded = any(isinstance(m, Experts) for m in model.modules())
+    assert encoded != path.name.startswith("bf16")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(d, marks=[] if in_both_lanes(d) else [pytest.mark.once]) for d in DIRECTORIES],
+    ("name", "scale"),
+    [
+        ("ct-gpt_oss", "f8e4m3["),
+        ("mxfp4-gpt_oss", "f8e8m0["),
+        ("ct-qwen3_moe-int4", "bf16["),
+        ("bf16-qwen3_moe", "bf16["),
+    ],
 )
-def test_every_directory(name):
-    """The products of experts are fused, in the encoding of the files."""
-    if name.startswith("bf16") and torch.__version__ < "2.13":
-        result = run(str(MADE / name))
-        assert (result.exit_code, result.stderr.count("\n")) == (3, 1)
-        return
-    report = found(str(MADE / name), "--target", "cpu")
-    experts = [
-        f for f in report["fusions"] if any("route" in segment["ops"] for segment in f["segments"])
-    ]
-    assert experts
-    assert (
-        sum(
-            op == "grouped_mm"
-            for f in experts
-            for segment in f["segments"]
-            for op in segment["ops"]
-        )
-        >= 2
-    )
-    encoded = {"int4": "bf16[", "mxfp4": "f8e8m0[", "bf16": "bf16["}
-    scale = next((scale for word, scale in encoded.items() if word in name), "f8e4m3[")
-    assert any(
-        scale in given for f in experts for segment in f["segments"] for given in segment["inputs"]
-    )
+def test_products_are_fused_in_the_encoding_of_the_files(name, scale):
+    shown = run(str(MADE / name), "--target", "cpu", "--details").stdout
+    assert "source lines\n" in shown
+    segments, _, types = shown.partition("types\n")
+    assert "route" in segments
+    assert segments.count("grouped_mm") >= 2
+    assert scale in types.partition("->")[0]
 
 
-def test_phases_and_targets():
-    folder = str(MADE / "modelopt-mixtral")
-    asked = (
-        ("--phase", "decode"),
-        (),
-        ("--tokens", "40"),
-        ("--phase", "prefill", "--tokens", "40"),
-        ("--phase", "prefill"),
-    )
-    reports = [found(folder, *options, "--batch", "3") for options in asked]
-    rows = [r["fusions"][-1]["segments"][-1]["outputs"][0] for r in reports]
-    assert [re.search(r"\[3, (\d+), ", row)[1] for row in rows] == ["1", "1", "40", "40", "512"]
-    refused = run(folder, "--phase", "decode", "--tokens", "40")
-    assert (
-        refused.exit_code,
-        "--tokens 40 with --phase decode; expected --phase prefill" in refused.stderr,
-    ) == (2, True)
-    assert run(folder, "--target", "nope").exit_code == 2
-    both = run(folder, "--target", "cpu", "--gpu", "H100")
-    assert (both.exit_code, "gpu = 'H100' for the target 'cpu'" in both.stderr) == (2, True)
-    assert run(folder, "--tokens", "40").stdout.startswith(
-        "prefill: 1 sequence of 40 tokens\n\nfusion_moe.explain: 1 graph"
-    )
-
-
-def test_a_gpu_that_is_absent(monkeypatch):
+def test_an_absent_gpu_a_prompt_and_a_file(tmp_path, monkeypatch):
     """Which kernels it would get does not depend on what is installed to compile them."""
-    folder = str(MADE / "modelopt-mixtral")
-    with_nvrtc = found(folder, "--gpu", "H100")
-    assert "H100" in json.dumps(with_nvrtc)
     monkeypatch.setattr(nvrtc, "why_missing", lambda: "cuda-bindings is not installed")
-    assert found(folder, "--gpu", "H100") == with_nvrtc
+    file = tmp_path / "report.json"
+    asked = ("--tokens", "40", "--batch", "3", "--gpu", "H100", "--save", str(file))
+    shown = run(MIXTRAL, *asked).stdout
+    assert shown.startswith("3 sequences of 40 tokens\n\nfusion_moe.explain: 1 graph")
+    assert "--details" in shown
+    assert shown.endswith(f"saved: {file}\n")
+    fusion = json.loads(file.read_text())["fusions"][-1]
+    assert fusion["gpu"].startswith("H100")
+    assert "[3, 40, " in fusion["segments"][-1]["outputs"][0]
+    assert "small_m" in fusion["segments"][0]["launched"]
+
+
+def test_what_is_not_there():
+    assert run(MIXTRAL, "--target", "nope").exit_code == 2
+    both = run(MIXTRAL, "--target", "cpu", "--gpu", "H100")
+    assert (both.exit_code, "gpu = 'H100' for the target 'cpu'" in both.stderr) == (2, True)
 
 
 def test_no_weight_is_read(tmp_path):
     """Other numbers, the same report."""
-    want = found(str(MADE / "modelopt-mixtral"))
     spoiled = change(
         copied("modelopt-mixtral", tmp_path),
         lambda tensors: [t.flatten().view(torch.uint8).fill_(0xFF) for t in tensors.values()],
     )
-    assert found(str(spoiled)) == want
+    assert found(str(spoiled)) == found(MIXTRAL)
 
 
 def test_models_that_transformers_lacks_exit_with_3(tmp_path):
@@ -118,13 +93,3 @@ def test_models_that_transformers_lacks_exit_with_3(tmp_path):
     result = run(str(folder))
     assert (result.exit_code, result.stderr.count("\n")) == (3, 1)
     assert "another" in result.stderr
-
-
-def test_the_summary_the_details_and_files(tmp_path):
-    folder, file = str(MADE / "modelopt-mixtral"), tmp_path / "report.json"
-    short = run(folder, "--target", "cpu", "--save", str(file)).stdout
-    assert "--details" in short
-    assert short.endswith(f"saved: {file}\n")
-    assert json.loads(file.read_text())["target"] == "cpu"
-    assert "source lines\n" in run(folder, "--target", "cpu", "--details").stdout
-    assert run(folder, "--save", str(tmp_path / "report.pdf")).exit_code == 2

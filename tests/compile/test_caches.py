@@ -1,5 +1,5 @@
 """Inductor's and AOTAutograd's caches are hit from process to process, and never serve what other
-translators, options or sources made.
+translators, options or sources made; hits are reported and logged like misses.
 """
 
 from __future__ import annotations
@@ -10,100 +10,88 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fusion_moe import options, translator
 from fusion_moe.definitions import translate
+from fusion_moe.frontends.inductor import fusion_pass
 from fusion_moe.frontends.inductor.fusion_pass import FusionPass
 
 HERE = Path(__file__).parent
-USER = """
-from fusion_moe import translator
-
-@translator("test_caches::scale", version="{version}")
-def scale(fd, x):
-    return fd.ops.mul(x, {version})
-"""
+ROOT = HERE.parents[1]
 
 
-def _install_metadata(folder: Path) -> None:
-    """What an installed copy says, so that torch.compile finds the backend by its name."""
-    (group,) = re.findall(
-        r"\[project.entry-points.torch_dynamo_backends\]\n(.+?)\n\n",
-        (HERE.parents[1] / "pyproject.toml").read_text(),
-        re.DOTALL,
-    )
-    info = folder / "fusion_moe-0.dist-info"
-    info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fusion_moe\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[torch_dynamo_backends]\n" + group.replace('"', ""))
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    """process("as before", ..., version=2) -> the caches' answers in a new process; version: of a
-    user's translator.
-    """
-    folder = tmp_path_factory.mktemp("caches")
-    root = HERE.parents[1]
-
-    def run(*situations: str, version: int = 2, **environment: str) -> dict[str, dict]:
-        (folder / "user_translator.py").write_text(USER.format(version=version))
-        _install_metadata(folder)
-        path = os.pathsep.join(map(str, (folder, HERE.parent, root, root / "translators")))
-        env = {
-            **os.environ,
-            "PYTHONPATH": path,
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-            **environment,
-        }
-        done = subprocess.run(
-            [sys.executable, str(HERE / "cache_process.py"), *situations],
-            env=env,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        results = json.loads(done.stdout.splitlines()[-1])
-        assert all(r["right"] for r in results.values())
-        return {name: {"fx": r["fx"], "aot": r["aot"]} for name, r in results.items()}
-
-    return run
-
-
-MISS, HIT = {"fx": False, "aot": False}, {"fx": True, "aot": True}
+def process(
+    folder: Path, trace: str, *others: str, **environment: str
+) -> tuple[dict[str, Any], str, int]:
+    """The caches' answers in a new process, what it reports, and how many artifacts it logs."""
+    path = os.pathsep.join(map(str, (folder, HERE.parent, ROOT, ROOT / "translators")))
+    env = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TORCH_TRACE": str(folder / trace),
+        **environment,
+    }
+    command = [sys.executable, str(HERE / "cache_process.py"), *others]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    logged = "".join(p.read_text() for p in (folder / trace).iterdir())
+    hits, report = json.loads(done.stdout.splitlines()[-1])
+    return hits, report, logged.count('"name": "fusion_moe_fusions"')
 
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_caches_are_hit_from_process_to_process_and_only_by_the_same(process):
-    assert process("as before", PYTHONHASHSEED="1") == {"as before": MISS}
-    changed = ("other sources", "another translator", "other options in force")
-    assert process("as before", *changed, "other options given", PYTHONHASHSEED="2") == {
-        "as before": HIT,
-        **dict.fromkeys(changed, MISS),
-        "other options given": HIT,  # the options are the key, wherever they come from
-    }
-    assert process("as before", version=3) == {"as before": MISS}
-    assert process("as before", version=2, PYTHONOPTIMIZE="0") == {"as before": HIT}
+def test_caches_are_hit_from_process_to_process_and_only_by_the_same(tmp_path):
+    # what an installed copy says, so that torch.compile finds the backend by its name
+    (group,) = re.findall(
+        r"\[project.entry-points.torch_dynamo_backends\]\n(.+?)\n\n",
+        (ROOT / "pyproject.toml").read_text(),
+        re.DOTALL,
+    )
+    info = tmp_path / "fusion_moe-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fusion_moe\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[torch_dynamo_backends]\n" + group.replace('"', ""))
+    missed, told, logged = process(tmp_path, "first", PYTHONHASHSEED="1")
+    assert missed == {"as before": [False, False]}
+    other = "cache_process::never"
+    hit, told_again, logged_again = process(tmp_path, "again", other, PYTHONHASHSEED="2")
+    assert hit == {"as before": [True, True], other: [False, False]}
+    assert told == told_again
+    assert "1 graph, 1 fusion with 2 segments for cpu" in told
+    assert (logged, logged_again) == (2, 3)  # each of a forward; a miss also of its backward
 
 
-def test_a_translator_without_a_version_turns_caching_off_and_says_so(caplog):
+def uuid() -> Any:
+    return FusionPass(options.current()).uuid()
+
+
+def test_what_is_compiled_depends_on_translators_options_and_sources(caplog, monkeypatch):
+    """A translator without a version turns caching off and says so."""
     caplog.set_level("INFO", "fusion_moe")
-    before = FusionPass(options.current()).uuid()
+    before = uuid()
     assert before is not None
     uuids = {}
     for version in ("", "1", "2"):
         translator("test_caches::scale", version=version)(lambda fd, x: fd.ops.mul(x, 2.5))
         try:
-            uuids[version] = FusionPass(options.current()).uuid()
+            uuids[version] = uuid()
         finally:
             translate.unregister("test_caches::scale")
     assert uuids[""] is None
-    assert len({before, uuids["1"], uuids["2"]}) == 3
+    with options.override(contract_rounding=False):
+        uuids["options"] = uuid()
+        # the options are the key, wherever they come from
+        assert uuids["options"] == FusionPass(options.current()).uuid()
+    assert uuid() == before
+    monkeypatch.setattr(fusion_pass, "library_digest", lambda: "other")
+    uuids["sources"] = uuid()
+    assert len({before, *uuids.values()}) == 6
     assert [r.getMessage() for r in caplog.records if "test_caches::scale" in r.getMessage()] == [
         "compiled code is not cached: the translator of test_caches::scale has no version; pass "
         "one to fusion_moe.translator"
     ]
-    assert FusionPass(options.current()).uuid() == before

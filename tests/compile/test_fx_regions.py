@@ -30,7 +30,7 @@ from moe_models import (
 )
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fusion_moe import Untranslatable, options, translator
@@ -160,42 +160,17 @@ def test_two_layers_without_anything_between_them_are_one_fusion():
     assert sum(op.kind.role == "grouped" for op in region.fusion.ops) == 4
 
 
-def test_inputs_that_two_fusions_share():
-    def f(x):
-        return mlp(x).cumsum(0), mlp(x.cumsum(0))
-
-    result = check(f, tokens(5))
-    assert len(result.regions) == 2
-    shared = set(result.regions[0].inputs) & set(result.regions[1].inputs)
-    assert len(shared) >= 6  # weights, ids, w
-
-
 # --------------------------------------------------------------------------------- edges of regions
 
 
-def test_a_value_read_inside_and_outside_is_an_output():
+def test_what_is_read_outside_and_what_the_graph_returns_are_outputs():
     def f(x):
         y = product(x, OFFS)
-        return product(y, OFFS), y.cumsum(0)
+        z = product(y, OFFS)
+        return x, z, product(z, OFFS), y.cumsum(0)
 
     (region,) = check(f, tokens(5)).regions
-    assert len(region.outputs) == 2
-
-
-def test_an_output_of_the_graph_is_an_output_of_the_region():
-    def f(x):
-        y = product(x, OFFS)
-        return y, product(y, OFFS)
-
-    (region,) = check(f, tokens(5)).regions
-    assert len(region.outputs) == 2
-
-
-def test_an_input_may_be_an_output_of_the_graph():
-    def f(x, w):
-        return x, mlp(x, w=w), w
-
-    check(f, tokens(5), W)
+    assert len(region.outputs) == 3
 
 
 def test_results_of_an_operation_with_several_are_read_in_any_way():
@@ -240,12 +215,6 @@ def test_a_view_between_two_members_goes_with_them():
     result = check(lambda x: x + mlp(x.reshape(5, H)).reshape(1, 5, H), tokens(1, 5))
     (region,) = result.regions
     assert calls(region.nodes)[-2:] == ["aten.view.default", "aten.add.Tensor"]
-
-
-def test_inputs_of_any_strides():
-    x = torch.randn(H, 5).t()
-    (region,) = check(lambda x: x + mlp(x), x).regions
-    assert not region.inputs[0].meta["val"].is_contiguous()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -368,98 +337,10 @@ def refuse(fd, x):
     raise Untranslatable("never")
 
 
-@pytest.mark.parametrize(
-    ("function", "why"),
-    [
-        (
-            lambda fd, x: 1 / 0,
-            "failed: ZeroDivisionError: division by zero; expected values, or Untranslatable",
-        ),
-        (
-            lambda fd, x: fd.ops.cast(x, dtype="bf16"),
-            "returned bf16[5, 32]; expected f32[5, 32], as its fake returns",
-        ),
-        (
-            lambda fd, x: (x, x),
-            "returned f32[5, 32], f32[5, 32]; expected f32[5, 32], as its fake returns",
-        ),
-        (lambda fd, x: None, "returned a NoneType; expected f32[5, 32], as its fake returns"),
-    ],
-    ids=["raises", "another dtype", "two values", "no value"],
-)
-def test_a_translator_at_fault_costs_only_its_call(lib, function, why, caplog):
-    op = define(lib, "plus_one")
-    translator("fx_regions::plus_one")(function)
-    for _ in range(2):
-        result = check(lambda x: op(mlp(x)), tokens(5))
-    assert len(result.regions) == 1
-    (entry,) = [x for x in result.not_fused if x.broken]
-    assert f"the translator of fx_regions::plus_one {why}" in entry.why
-    assert entry.why.startswith("test_fx_regions.py:")  # where the translator is
-    warned = [
-        r.message
-        for r in caplog.records
-        if r.levelname == "WARNING" and "fx_regions.plus_one" in r.message
-    ]
-    assert len(warned) <= 1  # once in a process
-    alone = found(traced(lambda x: op(x).cumsum(0), tokens(5)))
-    assert [x.broken for x in alone.not_fused] == [True]
-
-
-def test_a_value_of_another_definition_is_found_out(lib):
-    op = define(lib, "plus_one")
-    others = []
-
-    @translator("fx_regions::plus_one")
-    def plus_one(fd, x):
-        others.append(fd.ops.add(x, 1))
-        return others[0]  # of the walk that tried the call alone
-
-    result = found(traced(lambda x: op(mlp(x)), tokens(5)))
-    (region,) = result.regions
-    assert calls(region.nodes) == ["fusion_moe.expert_mlp.default"]
-    assert "returned a f32[5, 32] of another FusionDefinition" in left(
-        result, "fx_regions.plus_one.default"
-    )
-
-
 # -------------------------------------------------------------------------------------------- sizes
 
 
-def test_a_size_shown_as_a_multiple_is_divided():
-    graph = _product_of_symbolic_rows(4)
-    result = passed(graph)
-    gm = GraphModule({}, graph)
-    (shown,) = result.regions[0].sizes.values()
-    assert (shown.node.name, shown.dim, shown.by) == ("x", 0, 4)
-    real, ends = tokens(20), torch.tensor([1, 3, 3, 20], dtype=torch.int32)
-    torch.testing.assert_close(gm(real, *SQUARE, ends), product(real, ends))
-
-
 def test_a_size_that_nothing_shows_is_a_refusal():
-    graph = _product_of_symbolic_rows(None)
-    result = found(graph)
-    assert result.regions == []
-    assert "cannot be read from any value outside the fusion" in left(
-        result, "fusion_moe.nvfp4_grouped_mm.default"
-    )
-
-
-def _product_of_symbolic_rows(times: int | None) -> Graph:
-    """x of `_symbolic_rows`, multiplied."""
-    x, offs = _symbolic_rows(times)
-    graph = Graph()
-    nodes = [graph.placeholder(name) for name in ("x", "codes", "scale", "decode", "offs")]
-    for n, val in zip(nodes, (x, *SQUARE, offs), strict=True):
-        n.meta["val"] = val
-    y = graph.call_function(O.nvfp4_grouped_mm.default, tuple(nodes))
-    y.meta["val"] = x
-    graph.output(y)
-    return graph
-
-
-def _symbolic_rows(times: int | None) -> tuple[Tensor, Tensor]:
-    """A fake [times * s, H], or [s * t, H] for None; ends i32[G]"""
     env = ShapeEnv()
     s, t = (
         env.create_symintnode(
@@ -468,7 +349,19 @@ def _symbolic_rows(times: int | None) -> tuple[Tensor, Tensor]:
         for n in (5, 7)
     )
     with torch._subclasses.FakeTensorMode(shape_env=env):
-        return torch.empty(s * (times or t), H), torch.empty(G, dtype=torch.int32)
+        x, offs = torch.empty(s * t, H), torch.empty(G, dtype=torch.int32)
+    graph = Graph()
+    nodes = [graph.placeholder(name) for name in ("x", "codes", "scale", "decode", "offs")]
+    for n, val in zip(nodes, (x, *SQUARE, offs), strict=True):
+        n.meta["val"] = val
+    y = graph.call_function(O.nvfp4_grouped_mm.default, tuple(nodes))
+    y.meta["val"] = x
+    graph.output(y)
+    result = found(graph)
+    assert result.regions == []
+    assert "cannot be read from any value outside the fusion" in left(
+        result, "fusion_moe.nvfp4_grouped_mm.default"
+    )
 
 
 def test_three_dimensional_tokens_of_symbolic_sizes():
@@ -608,53 +501,36 @@ def test_sums_of_rows_in_any_order_are_left_outside():
     )
 
 
-def test_the_source_is_the_users_line():
-    (region,) = found(traced(lambda x: torch.nn.functional.silu(mlp(x)), tokens(5))).regions
-    assert {op.source.split(":")[0] for op in region.fusion.ops} == {"test_fx_regions.py"}
-
-
 # ------------------------------------------------------------------------------------------- effort
 
 
 def test_three_thousand_nodes_with_48_layers_take_seconds():
-    layers = [[torch.empty_like(t) for t in (*UP, *DOWN)] for _ in range(48)]
     graph = Graph()
-    fakes = torch._subclasses.FakeTensorMode()
-    with fakes:
-        x, ids, w = torch.empty(5, H), torch.empty(5, K, dtype=torch.int64), torch.empty(5, K)
-        fake_layers = [[torch.empty(t.shape, dtype=t.dtype) for t in layer] for layer in layers]
-
-    def node(name, val):
-        n = graph.placeholder(name)
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(5, H)
+        vals = [x, *(torch.empty(t.shape, dtype=t.dtype) for t in (IDS, W, *UP, *DOWN))]
+    at, *others = [graph.placeholder(f"x{i}") for i in range(len(vals))]
+    for n, val in zip((at, *others), vals, strict=True):
         n.meta["val"] = val
-        return n
-
-    weights = [
-        [node(f"w{i}_{j}", t) for j, t in enumerate(layer)] for i, layer in enumerate(fake_layers)
-    ]
-    at, ids_, w_ = node("x", x), node("ids", ids), node("w", w)
 
     def call(op, *args):
         n = graph.call_function(op, args)
         n.meta["val"] = x
         return n
 
-    for layer in weights:
+    for _ in range(48):
         for _ in range(18):
             at = call(torch.ops.aten.add.Tensor, call(torch.ops.aten.relu.default, at), at)
         between = call(torch.ops.aten.cumsum.default, at, 0)  # what attention is here
         for _ in range(8):
             between = call(torch.ops.aten.mul.Tensor, between, between)
-        y = call(O.expert_mlp.default, between, ids_, w_, *layer)
-        at = call(torch.ops.aten.add.Tensor, at, y)
+        at = call(torch.ops.aten.add.Tensor, at, call(O.expert_mlp.default, between, *others))
     graph.output(at)
-    assert len(graph.nodes) > 2500
-    start = time.perf_counter()
+    assert len(graph.nodes) > 2000
+    start = time.process_time()
     result = found(graph)
-    seconds = time.perf_counter() - start
-    print(f"{len(graph.nodes)} nodes: {seconds:.1f} s")
     assert len(result.regions) == 48
-    assert seconds < 10
+    assert time.process_time() - start < 10
 
 
 def test_what_is_stored_in_a_layout_is_read_by_torch_as_it_is_stored():

@@ -53,7 +53,7 @@ def check(case: Case) -> None:
 
 
 @given(NUMBERS)
-@examples(3)
+@examples(2)
 def test_regions_mean_what_eager_computes(rng):
     check(drawn(rng))
 

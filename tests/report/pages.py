@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from experts import experts
+from layer import Layer
 
 import fusion_moe
 from fusion_moe.report import Load, Machine, Measured, NotFusedReport, Report
@@ -29,19 +29,6 @@ HARM = (
     "</script><script>window.harmed = 1</script>"
     """<img src="http://example.com/x" onerror='window.harmed = 1'>"""
 )
-
-
-class Layer(torch.nn.Module):
-    """A mixture-of-experts layer with a router and a residual sum."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = torch.nn.Linear(HIDDEN, EXPERTS, dtype=torch.bfloat16)
-        self.experts = experts(EXPERTS, HIDDEN, INTERMEDIATE)
-
-    def forward(self, x):
-        weights, ids = self.router(x).softmax(-1).topk(TOP_K)
-        return x + self.experts(x, ids, weights)
 
 
 def explained(**options) -> Report:
@@ -71,18 +58,7 @@ def measured(report: Report) -> Report:
         loads=loads,
     )
     machine = Machine(
-        "Some CPU",
-        4,
-        2,
-        "avx2",
-        "the best tier of this CPU",
-        20e9,
-        19e9,
-        "C++, 256 MiB",
-        7,
-        0,
-        340_000_000,
-        339_000_000,
+        "Some CPU", 4, 2, 7, 0, 20e9, 19e9, "C++, 256 MiB", "avx2", 340_000_000, 339_000_000
     )
     return replace(report, fusions=(fusion,), machine=machine)
 
@@ -91,17 +67,15 @@ def harmful(report: Report) -> Report:
     """A report whose texts come from somebody who means harm."""
     (fusion,) = report.fusions
     source = f"{HARM}.py:1, in forward: {HARM}"
-    segments = tuple(
-        replace(s, sources=(source,), boundary=HARM, backend_why=HARM, ops=(HARM,), launched=HARM)
-        for s in fusion.segments
-    )
-    stages = tuple((name, f"{text}\n{HARM}") for name, text in fusion.stages)
+    texts = dict.fromkeys(("boundary", "backend_why", "launched", "ir", "source"), HARM)
+    segments = tuple(replace(s, sources=(source,), ops=(HARM,), **texts) for s in fusion.segments)
+    programs = {name: f"{text}\n{HARM}" for name, text in fusion.programs.items()}
     return replace(
         report,
-        fusions=(replace(fusion, segments=segments, stages=stages),),
+        fusions=(replace(fusion, segments=segments, programs=programs),),
         not_fused=(NotFusedReport(HARM, source, HARM, 1),),
         listings=(Listing(f"{HARM}.py", 1, HARM),),
         float_experts=(HARM,),
-        options=((HARM, HARM),),
+        options={HARM: HARM},
         target=HARM,
     )

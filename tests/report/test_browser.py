@@ -109,12 +109,6 @@ def test_hovering_says_why(opened, report):
     assert page.locator(".box .tip").first.is_visible()
 
 
-def test_stages_open(opened, report):
-    page = opened(report)
-    page.click("summary:has-text('simplify')")
-    assert page.locator("details[open] .more").first.is_visible()
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_it_can_be_read(opened, report, tmp_path, width, height, scheme):

@@ -55,9 +55,9 @@ def test_a_target(cpu, hopper, golden, monkeypatch):
 
 def test_changed_lines_and_no_renumbered_values(cpu):
     (fusion,) = cpu.fusions
-    stages = dict(fusion.stages)
-    ir = stages["segments"].replace("t0", "t99").replace("silu", "sigmoid")
-    changed = replace(fusion, stages=tuple((stages | {"segments": ir}).items()))
+    first, *others = fusion.segments
+    ir = first.ir.replace("t0", "t99").replace("silu", "sigmoid")
+    changed = replace(fusion, segments=(replace(first, ir=ir), *others))
     difference = fusion_moe.diff(cpu, replace(cpu, fusions=(changed,)))
     ((about, (change,)),) = difference.changes.items()
     assert (about, change.name, str(change)) == ("fusion0.0", "IR", "1 lines more, 1 less")

@@ -12,10 +12,8 @@ from html.parser import HTMLParser
 import pages
 import pytest
 
+from fusion_moe.report.difference import differences
 from fusion_moe.report.html import frame, page
-from fusion_moe.report.html.glossary import WORDS
-from fusion_moe.report.html.markup import Html, element, joined
-from fusion_moe.report.lines import differences
 
 VOID = {"meta", "link"}
 
@@ -65,44 +63,20 @@ def many(report):
     }
 
 
-NAMES = ["plain", "measured", "harmful", "nothing", "cuda", "hopper"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_it_is_well_formed(many, name):
+@pytest.mark.parametrize("name", ["plain", "measured", "harmful", "nothing", "cuda", "hopper"])
+def test_it_is_well_formed_and_loads_and_runs_nothing_but_itself(many, name):
     read = Read(many[name])
     assert (read.open, read.unbalanced) == ([], [])
     assert len(read.all("script")) == len(read.all("style")) == 1
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_loaded(many, name):
-    for tag, attributes in Read(many[name]).elements:
-        assert tag not in (
-            "img",
-            "iframe",
-            "object",
-            "embed",
-            "video",
-            "audio",
-            "base",
-            "form",
-            "a",
-        )
+    loading = {"img", "iframe", "object", "embed", "video", "audio", "base", "form", "a"}
+    assert not {tag for tag, _ in read.elements} & loading
+    for _, attributes in read.elements:
         assert not attributes.keys() & {"src", "srcset", "action", "onclick", "onerror", "onload"}
         assert attributes.get("href") in (None, "data:,")
     style = re.search(r"<style>(.*?)</style>", many[name], re.DOTALL)[1]
     assert "url(" not in style
     assert "@import" not in style
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_script_may_run_but_its_own(many, name):
-    (policy,) = [
-        m["content"]
-        for m in Read(many[name]).all("meta")
-        if m.get("http-equiv") == "Content-Security-Policy"
-    ]
+    (policy,) = [m["content"] for m in read.all("meta") if "http-equiv" in m]
     script = re.search(r"<script>(.*?)</script>", many[name], re.DOTALL)[1]
     digest = b64encode(sha256(script.encode()).digest()).decode()
     assert policy == (
@@ -135,7 +109,6 @@ def test_reasons_and_boundaries_are_there(report, many):
     text = unescape(many["plain"])
     assert all(s.boundary in text for s in report.segments)
     assert all(x.why in text for x in report.not_fused)
-    assert all(word in text and said in text for word, said in WORDS)
 
 
 def test_equal_calls_with_equal_reasons_are_one_box(report):
@@ -178,9 +151,3 @@ def test_stages_are_told_by_what_they_change():
         "- i",
         "+ y",
     ]
-
-
-def test_elements_escape_what_is_no_markup():
-    made = element("b", "<&>", Html("<i>"), None, title='"', class_="x", data_y=1)
-    assert made == '<b title="&quot;" class="x" data-y="1">&lt;&amp;&gt;<i></b>'
-    assert isinstance(joined(["a"]), Html)

@@ -4,10 +4,8 @@ fused.
 
 import inspect
 import json
-import os
 import runpy
-import subprocess
-import sys
+from dataclasses import fields
 
 import pytest
 import torch
@@ -15,10 +13,7 @@ from pages import EXPERTS, HIDDEN, INTERMEDIATE, STAGES, TOKENS, TOP_K, Layer
 from torch._dynamo.testing import CompileCounter
 
 import fusion_moe
-from fusion_moe import Untranslatable
-from fusion_moe.definitions import translate
-from fusion_moe.errors import OptionError, UnsupportedError
-from fusion_moe.report import repro
+from fusion_moe.errors import OptionError
 from fusion_moe.report.html import page
 
 ops = torch.ops.fusion_moe
@@ -77,36 +72,17 @@ def test_roundings_that_the_kernels_drop_are_listed(report, x):
 
 def test_what_was_not_fused_is_told(report):
     assert {x.op: x.why for x in report.not_fused} == {"aten.topk.default": "it has no translator"}
-    assert all("pages.py" in x.source for x in report.not_fused)
+    assert all("layer.py" in x.source for x in report.not_fused)
 
 
 def test_json_has_a_versioned_schema(report):
     data = json.loads(report.to_json())
-    assert data["schema"] == "fusion_moe.explain/6"
-    assert set(data) == {
-        "schema",
-        "target",
-        "executed",
-        "graphs",
-        "calls",
-        "fused_calls",
-        "fusions",
-        "not_fused",
-        "custom_ops",
-        "machine",
-        "saved",
-        "gradients",
-        "float_experts",
-        "unfused_flops",
-        "unfused_bytes",
-        "version",
-        "options",
-        "listings",
-    }
+    assert data["schema"] == "fusion_moe.explain/7"
+    assert data.keys() == {"schema"} | {f.name for f in fields(report)}
     assert data["fusions"][0]["segments"][1]["boundary"].startswith(
         "grouped_mm contracts the result of grouped_mm"
     )
-    assert list(data["fusions"][0]["stages"]) == list(report.stages)
+    assert data["fusions"][0]["programs"]["translated"] == report.stage("translated")
 
 
 def test_a_boundary_names_the_segments_that_are_read(x):
@@ -124,9 +100,11 @@ def test_sizes_left_open_are_those_of_the_call(x, report):
     torch._dynamo.mark_dynamic(marked, 0)
     with torch.no_grad():
         found = fusion_moe.explain(Layer(), marked).fusions[0]
-    assert dict(found.sizes) == {"s0": TOKENS}
-    assert "fd.define_size('s0')" in dict(found.stages)["translated"]
-    assert found.segments == report.fusions[0].segments
+    assert found.sizes == {"s0": TOKENS}
+    assert "fd.define_size('s0')" in found.programs["translated"]
+    assert [(s.ops, s.flops, s.bytes_read) for s in found.segments] == [
+        (s.ops, s.flops, s.bytes_read) for s in report.fusions[0].segments
+    ]
 
 
 def test_sizes_that_only_the_device_knows_are_not_made_up(x):
@@ -136,6 +114,7 @@ def test_sizes_that_only_the_device_knows_are_not_made_up(x):
     assert found.fusions[0].segments[0].flops is None
     assert found.fusions[0].segments[0].outputs[-1] == "bf16[2*s0/g0, 32]"
     assert " ?" in found.details()
+    assert str(found.flops) == str(found.bytes) == "?"
 
 
 def test_every_stage_is_shown(report):
@@ -150,16 +129,6 @@ def test_every_stage_is_shown(report):
         report.stage("translated", "fusion7")
 
 
-def test_repro_is_a_script_that_runs(report, tmp_path):
-    script = tmp_path / "repro.py"
-    script.write_text(report.repro("fusion0"))
-    out = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=True
-    ).stdout
-    assert out.startswith("output 0: bf16[6, 64], largest difference ")
-    assert float(out.rsplit(" ", 1)[1]) < 0.1
-
-
 def ran(script, tmp_path, capsys):
     """What a script prints."""
     file = tmp_path / "script.py"
@@ -168,15 +137,10 @@ def ran(script, tmp_path, capsys):
     return capsys.readouterr().out
 
 
-def test_repro_takes_tokens_in_batches(tmp_path, capsys):
-    experts = fusion_moe.NVFP4Experts.from_float(torch.randn(2, 32, 16), torch.randn(2, 16, 16))
-    with torch.no_grad():
-        found = fusion_moe.explain(
-            experts, torch.randn(2, 3, 16), torch.zeros(2, 3, 2).long(), torch.ones(2, 3, 2)
-        )
-    assert ran(found.repro(), tmp_path, capsys).startswith(
-        "output 0: f32[2, 3, 16], largest difference "
-    )
+def test_repro_is_a_script_that_runs(report, tmp_path, capsys):
+    out = ran(report.repro("fusion0"), tmp_path, capsys)
+    assert out.startswith("output 0: bf16[6, 64], largest difference ")
+    assert float(out.rsplit(" ", 1)[1]) < 0.1
 
 
 def test_repro_of_what_cannot_run_here_runs_the_reference(x, tmp_path, capsys):
@@ -189,58 +153,9 @@ def test_repro_of_what_cannot_run_here_runs_the_reference(x, tmp_path, capsys):
     )
 
 
-def test_random_inputs_fit_what_reads_them():
-    fd = fusion_moe.FusionDefinition()
-    m = fd.define_size("m")
-    rows, offs = (
-        fd.define_tensor(shape=[m, 16], dtype="f32"),
-        fd.define_tensor(shape=[3], dtype="i32"),
-    )
-    table, index = (
-        fd.define_tensor(shape=[5, 16], dtype="f32"),
-        fd.define_tensor(shape=[m], dtype="i64"),
-    )
-    ends = fd.ops.ends(offs, rows=m, groups=fd.fresh_groups(3))
-    weight = fd.define_tensor(shape=[3, 8, 16], dtype="f32")
-    fd.add_output(
-        fd.ops.grouped_mm(
-            fd.ops.partition(fd.ops.add(rows, fd.ops.index_select(table, index, dim=0)), ends),
-            weight,
-            ends,
-        )
-    )
-    fusion = fd.fusion()
-    for seed in range(5):
-        inputs = repro.random_inputs(fusion, seed, {"m": 11})
-        assert fusion.evaluate(*inputs)[0].shape == (11, 8)
-
-
-def test_equal_layers_are_one_entry(x):
-    layer = Layer()
-    with torch.no_grad():
-        twice = fusion_moe.explain(
-            lambda x: layer(torch.relu(layer(x) @ torch.eye(HIDDEN, dtype=x.dtype))), x
-        )
-    assert sum(f.times for f in twice.fusions) == 2
-
-
 def test_nothing_fused_says_so(x, golden):
     with torch.no_grad():
         golden(fusion_moe.explain(lambda x: torch.relu(x) * 2, x).details())
-
-
-def test_a_graph_break_makes_two_graphs(x):
-    layer = Layer()
-
-    def broken(x):
-        y = layer(x)
-        torch._dynamo.graph_break()
-        return layer(y)
-
-    with torch.no_grad():
-        found = fusion_moe.explain(broken, x)
-    assert found.graphs == 2
-    assert sum(f.times for f in found.fusions) == 2
 
 
 def test_asked_often_it_answers_the_same_and_what_the_user_compiled_stays(x):
@@ -257,7 +172,9 @@ def test_asked_often_it_answers_the_same_and_what_the_user_compiled_stays(x):
         compiled(x)
         before = counter.frame_count
         # more often than a frame may be compiled anew
-        assert [fusion_moe.explain(broken, x).graphs for _ in range(10)] == [2] * 10
+        with torch._dynamo.config.patch(recompile_limit=2):
+            found = [fusion_moe.explain(broken, x) for _ in range(3)]
+        assert [(r.graphs, sum(f.times for f in r.fusions)) for r in found] == [(2, 2)] * 3
         compiled(x)
         assert counter.frame_count == before
         # before torch 2.13, what explain compiles counts too
@@ -266,58 +183,8 @@ def test_asked_often_it_answers_the_same_and_what_the_user_compiled_stays(x):
             assert counter.frame_count > before  # Dynamo has not given this function up
 
 
-def test_operations_without_a_translator_are_named(x):
-    name = "report_test::alone"
-    torch.library.define(name, "(Tensor x) -> Tensor")
-    torch.library.impl(name, "CompositeExplicitAutograd", lambda x: x * 2)
-    torch.library.register_fake(name, torch.empty_like)
-    found = fusion_moe.explain(lambda x: torch.ops.report_test.alone(x) + 1, x)
-    assert found.custom_ops == (name,)
-    assert "which can join others (without a translator: report_test::alone)" in " ".join(
-        found.details().split()
-    )
-
-
 def test_no_graph_is_told_apart_from_no_fusion():
     assert "no graph was captured from this call" in fusion_moe.explain(lambda: 3).details()
-
-
-def test_a_refusal_is_shown_with_its_sentence(x):
-    name = "report_test::twice"
-    torch.library.define(name, "(Tensor x) -> Tensor")
-    torch.library.impl(name, "CompositeExplicitAutograd", lambda x: x * 2)
-    torch.library.register_fake(name, torch.empty_like)
-
-    @fusion_moe.translator(name)
-    def refuse(fd, x):
-        raise Untranslatable(f"{x.type} is not to my taste", expected="something else")
-
-    layer = Layer()
-    try:
-        with torch.no_grad():
-            found = fusion_moe.explain(
-                lambda x: torch.ops.report_test.twice(
-                    layer.experts(x, torch.zeros(TOKENS, 1).long(), x[:, :1])
-                ),
-                x,
-            )
-    finally:
-        translate.unregister(name)
-    assert "refused: bf16[6, 64] is not to my taste; expected something else" in found.details()
-
-
-def test_a_target_that_is_not_here_is_shown_and_called_unexecuted(x):
-    layer = Layer()
-    layer.experts.activation_format = "nvfp4"
-    with torch.no_grad():
-        found = fusion_moe.explain(layer, x, target="sm_100")
-    assert "for sm_100 (emitted, unexecuted)" in found.details()
-    assert "relayout" in found.stage("assign_layouts")
-    with (
-        torch.no_grad(),
-        pytest.raises(UnsupportedError, match="activation_format = 'nvfp4' on cpu"),
-    ):
-        layer(x)
 
 
 def test_an_unknown_target_raises(x):
@@ -325,17 +192,6 @@ def test_an_unknown_target_raises(x):
         OptionError, match="target 'sm_42'; expected one of auto, cpu, cuda, reference"
     ):
         fusion_moe.explain(Layer(), x, target="sm_42")
-
-
-def test_an_option_that_is_misspelled_raises(x):
-    with pytest.raises(
-        OptionError,
-        match="explain: mesure = True, which Layer does not name; did you mean 'measure'?",
-    ):
-        fusion_moe.explain(Layer(), x, mesure=True)
-    layer = Layer()
-    # its own argument, however it is called
-    assert fusion_moe.explain(lambda x, loads: layer(x), x, loads=1).fusions
 
 
 def test_a_compiled_model_is_looked_into(x, report):
@@ -360,49 +216,11 @@ def test_with_gradients_the_forward_pass_is_shown(x, report):
 
 def test_saved_whole(report, tmp_path):
     report.save(tmp_path / "r.json")
-    (tmp_path / "keys").write_text("precious")
-    # in a shared folder, by somebody who guesses names
-    (tmp_path / f".r.txt.{os.getpid()}").symlink_to(tmp_path / "keys")
     report.save(tmp_path / "r.txt")
     report.save(tmp_path / "r.html")
-    assert (tmp_path / "keys").read_text() == "precious"
-    (tmp_path / "keys").unlink()
-    (tmp_path / f".r.txt.{os.getpid()}").unlink()
     with pytest.raises(OptionError, match=r"a report as \.pdf; expected \.html, \.json or \.txt"):
         report.save(tmp_path / "r.pdf")
-    with pytest.raises(OptionError, match="no folder"):
-        report.save(tmp_path / "none" / "r.txt")
     assert json.loads((tmp_path / "r.json").read_text())["graphs"] == 1
     assert (tmp_path / "r.txt").read_text() == f"{report.details()}\n"
     assert (tmp_path / "r.html").read_text(encoding="utf-8") == page(report)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r.html", "r.json", "r.txt"]
-
-
-def test_kernels_have_names_in_the_profiler(x):
-    layer = Layer()
-    with torch.no_grad(), torch.profiler.profile() as profile:
-        layer(x)
-    names = {event.name for event in profile.events()}
-    assert {"fusion_moe::0[grouped_gemm, cpu]", "fusion_moe::1[grouped_gemm, cpu]"} <= names
-
-
-def test_fusions_are_artifacts_of_the_structured_trace(tmp_path):
-    script = tmp_path / "traced.py"
-    script.write_text(
-        "import torch, fusion_moe\n"
-        "from fusion_moe.frontends.inductor.compile_graph import compile_calls\n"
-        "from fusion_moe.frontends.inductor.fusion_pass import FusionPass\n"
-        "e = fusion_moe.NVFP4Experts.from_float(torch.randn(2, 32, 16), torch.randn(2, 16, 16))\n"
-        "f = torch.compile(e, backend=lambda m, i: "
-        "compile_calls(FusionPass(fusion_moe.options.current()), m, i))\n"
-        "with torch.no_grad(): f(torch.randn(3, 16), torch.zeros(3, 1).long(), torch.ones(3, 1))\n"
-    )
-    subprocess.run(
-        [sys.executable, script],
-        env=os.environ | {"TORCH_TRACE": str(tmp_path / "trace")},
-        check=True,
-        capture_output=True,
-    )
-    logs = "".join(p.read_text() for p in (tmp_path / "trace").iterdir())
-    assert '"name": "fusion_moe_fusions"' in logs
-    assert "fd.ops.grouped_mm" in logs

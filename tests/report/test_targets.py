@@ -2,32 +2,20 @@
 
 import pytest
 import torch
-from experts import experts_of_ones
+from layer import Layer
 from pages import STAGES
 
 import fusion_moe
 from fusion_moe.backends.nvfuser import library
 from fusion_moe.ir.text import parse
 
-EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 256, 128, 6, 2
-
-
-class Layer(torch.nn.Module):
-    """A mixture-of-experts layer whose sizes the 4-bit product takes."""
-
-    def __init__(self, activation_format):
-        super().__init__()
-        self.router = torch.nn.Linear(HIDDEN, EXPERTS, dtype=torch.bfloat16)
-        self.experts = experts_of_ones(EXPERTS, HIDDEN, INTERMEDIATE, activation_format)
-
-    def forward(self, x):
-        weights, ids = self.router(x).softmax(-1).topk(TOP_K)
-        return self.experts(x, ids, weights)
+HIDDEN, TOKENS, TOP_K = 256, 6, 2  # the 4-bit product takes them
 
 
 def explained(target, activation_format="bf16"):
     with torch.device("meta"):
-        layer, x = Layer(activation_format), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
+        layer = Layer(activation_format, hidden=HIDDEN, inner=128)
+        x = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
     with torch.no_grad():
         return fusion_moe.explain(layer, x, target=target)
 

@@ -4,7 +4,6 @@ prepare_ then does it.
 
 from __future__ import annotations
 
-import pytest
 import torch
 from experts import experts_of_ones
 
@@ -49,13 +48,6 @@ def test_what_prepare_would_do_is_said_until_it_is_done():
     assert layouts(module, *tokens(), target="cpu") == [()] * 2
 
 
-def test_weights_off_the_tiles_are_padded():
-    module = experts_of_ones(EXPERTS, HIDDEN, 32)
-    assert layouts(module, *tokens(), target="cuda") == [(("linear", TILED),)] * 2
-    fusion_moe.prepare_(module, "cuda")
-    assert layouts(module, *tokens(), target="cuda") == [()] * 2
-
-
 def test_weights_without_an_order_stay_and_why_is_said(monkeypatch):
     monkeypatch.setattr(W16x64, "why_not", lambda *_: "nvfp4 has no order")
     module = experts_of_ones(EXPERTS, HIDDEN, 64)
@@ -74,13 +66,9 @@ def test_each_module_is_moved_by_itself():
         torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16),
         torch.tensor([2, TOKENS], dtype=torch.int32),
     )
-    assert layouts(module, *args, target="cuda") == [(("linear", TILED),)] * 2
     fusion_moe.prepare_(module.gate_up_proj, "cuda")
     assert layouts(module, *args, target="cuda") == [(), (("linear", TILED),)]
-    fusion_moe.prepare_(module, "cuda")
-    assert layouts(module, *args, target="cuda") == [()] * 2
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-def test_targets_that_read_the_linear_layout_have_nothing_to_say(target):
-    assert layouts(experts_of_ones(EXPERTS, HIDDEN, 64), *tokens(), target=target) == [()]
+def test_targets_that_read_the_linear_layout_have_nothing_to_say():
+    assert layouts(experts_of_ones(EXPERTS, HIDDEN, 64), *tokens(), target="sm_90") == [()]

@@ -22,24 +22,25 @@ CPU, CUDA = TARGETS["cpu"], TARGETS["cuda"]
 G, K, N, ROWS = 3, 64, 96, 7
 
 
-def product(epilogue, dtype: str = "bf16", width: int = N) -> Fusion:
+def operands(fd, x_dtype: str = "bf16", w_dtype: str = "bf16", columns: int = K):
+    """x [M/g, columns] and w [G, N, K], which are inputs, and the ends of the groups."""
+    x = fd.define_tensor(shape=[ROWS, columns], dtype=x_dtype)
+    w = fd.define_tensor(shape=[G, N, K], dtype=w_dtype)
+    ends = fd.groups_of(fd.define_tensor(shape=[G], dtype="i32"), ROWS)
+    return fd.ops.partition(x, ends), w, ends
+
+
+def product(epilogue) -> Fusion:
     """x @ w^T by groups, and what `epilogue(fd, y)` makes of the result."""
     fd = FusionDefinition()
-    x = fd.define_tensor(shape=[ROWS, K], dtype=dtype)
-    w = fd.define_tensor(shape=[G, width, K], dtype=dtype)
-    offs = fd.define_tensor(shape=[G], dtype="i32")
-    ends = fd.ops.ends(offs, rows=ROWS, groups=fd.define_groups("g", G))
-    y = fd.ops.grouped_mm(fd.ops.partition(x, ends), w, ends)
-    for v in epilogue(fd, y):
+    for v in epilogue(fd, fd.ops.grouped_mm(*operands(fd))):
         fd.add_output(v)
     return fd.fusion()
 
 
-def inputs(width: int = N):
+def inputs():
     g = torch.Generator().manual_seed(0)
-    x, w = (
-        torch.randint(-2, 3, shape, generator=g).bfloat16() for shape in ((ROWS, K), (G, width, K))
-    )
+    x, w = (torch.randint(-2, 3, shape, generator=g).bfloat16() for shape in ((ROWS, K), (G, N, K)))
     return [x, w, torch.tensor([2, 2, 7], dtype=torch.int32)]
 
 
@@ -91,14 +92,8 @@ def test_results_are_those_of_the_whole(epilogue):
 def test_no_fused_segment_is_on_the_reference():
     """Whatever is refused: products in float32, scales of activations."""
     fd = FusionDefinition()
-    x, w = (
-        fd.define_tensor(shape=[ROWS, N], dtype="f32"),
-        fd.define_tensor(shape=[G, N, K], dtype="f32"),
-    )
-    ends = fd.ops.ends(
-        fd.define_tensor(shape=[G], dtype="i32"), rows=ROWS, groups=fd.define_groups("g", G)
-    )
-    dx = fd.ops.grouped_mm_t(fd.ops.partition(fd.ops.relu(x), ends), w, ends)
+    x, w, ends = operands(fd, "f32", "f32", columns=N)
+    dx = fd.ops.grouped_mm_t(fd.ops.relu(x), w, ends)
     fd.add_output(fd.ops.decode_scale(fd.ops.neg(dx), encoding="nvfp4"))
     found = planned(fd.fusion())
     for s, ops in zip(found, fused(found), strict=True):
@@ -154,14 +149,8 @@ def test_a_refusal_that_names_no_operation_halves_what_is_around_the_product():
 def test_what_is_also_read_outside_is_cut_out_of_the_prologue(target):
     """The epilogue stays."""
     fd = FusionDefinition()
-    x, w = (
-        fd.define_tensor(shape=[ROWS, K], dtype="f32"),
-        fd.define_tensor(shape=[G, N, K], dtype="bf16"),
-    )
-    ends = fd.ops.ends(
-        fd.define_tensor(shape=[G], dtype="i32"), rows=ROWS, groups=fd.define_groups("g", G)
-    )
-    read_twice = fd.ops.cast(fd.ops.partition(x, ends), dtype="bf16")
+    x, w, ends = operands(fd, "f32")
+    read_twice = fd.ops.cast(x, dtype="bf16")
     y = fd.ops.grouped_mm(read_twice, w, ends)
     for made in (fd.ops.exp, fd.ops.abs, fd.ops.sigmoid, fd.ops.relu):
         y = made(y)
@@ -210,12 +199,7 @@ def test_a_combine_is_cut_off_from_what_it_reads_as_a_whole():
 def test_a_backend_names_the_operation_that_it_cannot_express(target):
     """The one that reads what has no C++, not those around it, and not a view."""
     fd = FusionDefinition()
-    x, offs = (
-        fd.define_tensor(shape=[ROWS, K], dtype="f8e4m3"),
-        fd.define_tensor(shape=[G], dtype="i32"),
-    )
-    ends = fd.ops.ends(offs, rows=ROWS, groups=fd.define_groups("g", G))
-    rows = fd.ops.reshape(fd.ops.partition(x, ends), new_shape=[ROWS, K])
+    rows = fd.ops.reshape(operands(fd, "f8e4m3")[0], new_shape=[ROWS, K])
     fd.add_output(fd.ops.permute(rows, dims=[1, 0]))
     with pytest.raises(Inexpressible, match="f8e4m3") as caught:
         backend_of(target).plan(fd.fusion(), "pointwise")
@@ -237,14 +221,8 @@ def test_columns_that_a_tensor_picks_are_no_epilogue(target):
 def test_the_prologue_is_cut_off_before_the_product():
     """Rows that are cast from a type without a kernel, and then picked."""
     fd = FusionDefinition()
-    x, w = (
-        fd.define_tensor(shape=[ROWS, K], dtype="f8e4m3"),
-        fd.define_tensor(shape=[G, N, K], dtype="bf16"),
-    )
-    ends = fd.ops.ends(
-        fd.define_tensor(shape=[G], dtype="i32"), rows=ROWS, groups=fd.define_groups("g", G)
-    )
-    rows = fd.ops.neg(fd.ops.cast(fd.ops.partition(x, ends), dtype="bf16"))
+    x, w, ends = operands(fd, "f8e4m3")
+    rows = fd.ops.neg(fd.ops.cast(x, dtype="bf16"))
     fd.add_output(fd.ops.relu(fd.ops.grouped_mm(rows, w, ends)))
     cast, rest = planned(fd.fusion())
     assert (fused([cast]), cast.plan.backend) == ([["cast"]], "reference")

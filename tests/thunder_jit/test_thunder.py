@@ -28,9 +28,7 @@ from torch import nn
 
 import fusion_moe
 from fusion_moe import errors, options, translator
-from fusion_moe.backends import TARGETS
-from fusion_moe.compile import lower
-from fusion_moe.definitions import operations, translate
+from fusion_moe.definitions import translate
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ops import topk_router
 from fusion_moe.thunder import thunder_executors
@@ -95,15 +93,17 @@ def halved(model: Block) -> Block:
 def found(f, *args, **kwargs):
     from fusion_moe.thunder import found_in
 
-    (result,) = found_in(f, *args, **kwargs)
+    (result,) = found_in(f, args, kwargs)
     return result
 
 
 # ---------------------------------------------------------------------------------------- inference
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("small", [False, True], ids=["one operation", "small operations"])
+@pytest.mark.parametrize(
+    ("small", "context"),
+    [(False, torch.inference_mode), (True, torch.no_grad), (True, torch.enable_grad)],
+)
 def test_a_block_is_one_fusion_with_the_bits_of_eager(small, context):
     model, x = halved(Block(small)), bf16(5)
     with context():
@@ -126,36 +126,6 @@ def test_the_trace_shows_what_is_inside_of_a_fusion(golden):
     # thunder's depend on its version
     names = {name: f"t{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\bt\d+\b", text)))}
     golden(re.sub(r"\bt\d+\b", lambda found: names[found[0]], text))
-
-
-def test_one_program_many_doors():
-    """expert_mlp in eager, through thunder, and in small operations through thunder: the same
-    kernels
-    """
-    ids, w = routing(5)
-    parts = (*weight(2 * I, H), *weight(H, I))
-
-    def one(x):
-        return O.expert_mlp(x, ids, w, *parts)
-
-    def small(x):
-        ends, row_of, slot_of = O.route(ids, G)
-        y = O.scaled_swiglu(O.nvfp4_grouped_mm(x[row_of], *parts[:3], ends))
-        return O.combine(O.nvfp4_grouped_mm(y, *parts[3:], ends), slot_of, w)
-
-    x = bf16(5)
-    call = operations.bind(operations.SPECS["expert_mlp"], (x, ids, w, *parts), {})
-    eager = operations.fusion_of("expert_mlp", call.types(lambda name, i, n: n), call.others)
-    doors = [eager, *(region.fusion for f in (one, small) for region in found(f, x).regions)]
-    assert len(doors) == 3
-    assert len({kernels(fusion) for fusion in doors}) == 1
-
-
-def kernels(fusion: Fusion) -> str:
-    """Each segment as text, with its schedule; inputs in the order in which they are read."""
-    lowered = lower(fusion, TARGETS["cpu"], options.current())
-    assert [s.kind for s in lowered.segments] == ["grouped_gemm", "grouped_gemm"]
-    return "\n\n".join(f"{s.plan.schedule}\n{s.plan.fusion}" for s in lowered.segments)
 
 
 class Routed(nn.Module):
@@ -189,7 +159,7 @@ def test_a_router_is_in_the_program_of_its_experts():
     }
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 33])
+@pytest.mark.parametrize("count", [0, 1, 33])
 def test_all_token_counts(count):
     model = Experts()
     run = jitted(model)
@@ -281,16 +251,15 @@ def call_of(name: str):
     }[name]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "dtype"),
     [
-        "expert_mlp",
-        "expert_mlp with biases",
-        "nvfp4_grouped_mm",
-        "scaled_swiglu",
-        "combine",
-        "group_add",
+        ("expert_mlp", torch.float32),
+        ("expert_mlp with biases", torch.bfloat16),
+        ("nvfp4_grouped_mm", torch.float32),
+        ("scaled_swiglu", torch.bfloat16),
+        ("combine", torch.float32),
+        ("group_add", torch.bfloat16),
     ],
 )
 def test_gradients_of_operations_are_those_of_eager(name, dtype):
@@ -306,10 +275,7 @@ def test_gradients_of_operations_are_those_of_eager(name, dtype):
         assert a.grad.equal(b.grad)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["expert_mlp with biases", "float weights", "nvfp4_grouped_mm", "scaled_swiglu", "group_add"],
-)
+@pytest.mark.parametrize("name", ["expert_mlp with biases", "float weights", "group_add"])
 def test_autocast_casts_as_in_eager(name):
     f, *values = call_of(name)
     ours, theirs = ([v.requires_grad_() for v in map(torch.clone, values)] for _ in range(2))
@@ -338,17 +304,14 @@ def test_autocast_may_be_off_for_a_part():
     assert x.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_gradients_of_some_inputs(frozen):
+def test_gradients_of_some_inputs():
     f, *values = call_of("expert_mlp")
-    ours, theirs = (
-        [v.clone().requires_grad_(i != frozen) for i, v in enumerate(values)] for _ in range(2)
-    )
+    ours, theirs = ([v.clone().requires_grad_(i == 1) for i, v in enumerate(values)] for _ in "ab")
     jitted(f)(*ours).sum().backward()
     f(*theirs).sum().backward()
     # what else is wanted decides the product
-    torch.testing.assert_close(ours[1 - frozen].grad, theirs[1 - frozen].grad)
-    assert ours[frozen].grad is None
+    torch.testing.assert_close(ours[1].grad, theirs[1].grad)
+    assert ours[0].grad is None
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["one operation", "small operations"])
@@ -369,23 +332,9 @@ def test_training_a_block(small):
         ["grouped_mm"] * 2,
         ["grouped_mm_t"] * 2,
     ]
-
-
-def test_the_backward_of_small_operations_is_fused_with_what_stands_between():
-    run = jitted(Experts(small=True))
-    run(tokens(5).requires_grad_()).sum().backward()
-    assert any(
-        {"grouped_mm_t", "silu"} <= {op.kind.name for op in fusion.ops}
-        or [op.kind.name for op in fusion.ops].count("mul") > 2
-        for fusion in programs(backward_fusions(run))
-    )
-
-
-@pytest.mark.parametrize("small", [False, True], ids=["one operation", "small operations"])
-def test_products_of_the_forward_are_not_made_again_in_the_backward(small):
-    run = jitted(Experts(small))
-    run(tokens(5).requires_grad_()).sum().backward()
-    assert products(backward_fusions(run)) == ["grouped_mm_t"] * 2
+    # what stands between them is fused with them
+    ops = [op.kind.name for fusion in programs(backward_fusions(run)) for op in fusion.ops]
+    assert ops.count("mul") > 2
 
 
 def test_quantized_weights_have_no_gradient_and_it_is_told_when_one_is_wanted():
@@ -460,22 +409,9 @@ def test_a_users_operation_that_its_translator_refuses(squared_relu):
     assert len(result.regions) == 2
 
 
-def raises(fd, x, power=2):
-    return x.no_such_thing
-
-
-def wider(fd, x, power=2):
-    return fd.ops.cast(x, dtype="f64")
-
-
-def text(fd, x, power=2):
-    return "x"
-
-
-@pytest.mark.parametrize("broken", [raises, wider, text])
-def test_a_translator_at_fault(squared_relu, broken, caplog):
+def test_a_translator_at_fault(squared_relu, caplog):
     """the operation stays a call, and a warning names the translator, once"""
-    translator("thunder_user::squared_relu")(broken)
+    translator("thunder_user::squared_relu")(lambda fd, x, power=2: fd.ops.cast(x, dtype="f64"))
     model = Relu()
     with torch.no_grad(), caplog.at_level(logging.WARNING, "fusion_moe"):
         for _ in range(2):
@@ -531,6 +467,20 @@ def test_an_operation_without_derivative():
         translate.unregister("thunder_user::halved")
 
 
+def test_translators_of_operations_that_do_not_exist(squared_relu):
+    """there may be none yet, or no such overload"""
+    translate_squared_relu()
+    names = ("no_such_library::op", "thunder_user::no_such_op", "thunder_user::squared_relu.other")
+    for name in names:
+        translator(name)(lambda fd, x: x)
+    try:
+        with torch.no_grad():
+            assert jitted(Relu())(tokens(5)).equal(Relu()(tokens(5)))
+    finally:
+        for name in names:
+            translate.unregister(name)
+
+
 def test_a_part_of_an_operation_is_not_fused(squared_relu):
     """relu is translated and cumsum is not: what thunder has as one bound symbol stays one"""
     squared_relu.define("running(Tensor x) -> Tensor")
@@ -553,8 +503,7 @@ def test_a_part_of_an_operation_is_not_fused(squared_relu):
 # ---------------------------------------------------------------------------------- other executors
 
 
-@pytest.mark.parametrize("small", [False, True], ids=["one operation", "small operations"])
-def test_an_executor_that_keeps_what_it_could_fuse(small):
+def test_an_executor_that_keeps_what_it_could_fuse():
     """as nvFuser's does: our regions take what it has not fused yet"""
     from thunder.extend import FusionExecutor
 
@@ -565,7 +514,7 @@ def test_an_executor_that_keeps_what_it_could_fuse(small):
         def fusion_pass(self, trace):
             return trace
 
-    model, x = Block(small), tokens(5)
+    model, x = Block(small=True), tokens(5)
     run = jitted(model, Keeps("keeps"))
     with torch.no_grad():
         torch.testing.assert_close(run(x), model(x), rtol=0, atol=1e-6)
@@ -619,24 +568,16 @@ def test_the_experts_of_transformers():
 # ------------------------------------------------------------------------------------- what is told
 
 
-@pytest.mark.parametrize("how", ["model", "function", "jitted"])
-def test_what_is_found(how):
-    model, x = Block(), tokens(5)
+def test_what_is_found():
+    model = Block()
     with torch.no_grad():
-        given = {"model": model, "function": lambda x: model(x), "jitted": jitted(model)}[how]
-        if how == "jitted":
-            given(x)  # what is compiled already is looked at anew
-        result = found(given, x)
+        result = found(lambda x: model(x), tokens(5))
     (region,) = result.regions
     assert calls(region.nodes) == ["fusion_moe.expert_mlp.default", "aten.add.Tensor"]
     sources = {op.source.partition(":")[0] for op in region.fusion.ops}
     assert sources == {"moe_models.py"}
     assert any("return O.expert_mlp(" in op.source for op in region.fusion.ops)
     assert {x.op: x.why for x in result.not_fused}["aten.topk.default"] == "it has no translator"
-
-
-def test_what_is_found_in_a_training_step_is_its_forward():
-    assert len(found(Block(), tokens(5).requires_grad_()).regions) == 1
 
 
 def test_open_sizes_are_refused_with_a_sentence():
@@ -654,25 +595,19 @@ def test_open_sizes_are_refused_with_a_sentence():
 # torch's grouped product --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["jit", "thunderfx"])
-def test_torchs_grouped_product_is_fused(way):
+def test_torchs_grouped_product_is_fused():
     """thunder's own executor of it takes no arguments by default; its results and gradients are
     torch's
     """
-    import thunder
-    from thunder.dynamo import thunderfx
-
     x, w = torch.randn(5, 64).bfloat16(), torch.randn(4, 64, 64).bfloat16()
 
     def f(x, w, ends):
         return torch.nn.functional.silu(torch._grouped_mm(x, w, offs=ends))
 
-    compile = thunder.jit if way == "jit" else thunderfx
+    compiled = jitted(f)
     with torch.no_grad():
-        compiled = compile(f, executors=thunder_executors())
         torch.testing.assert_close(compiled(x, w, ENDS), f(x, w, ENDS))
-    if way == "jit":
-        assert products(fusions(compiled)) == ["grouped_mm_t"]
+    assert products(fusions(compiled)) == ["grouped_mm_t"]
 
 
 def test_the_gradient_of_torchs_grouped_product():

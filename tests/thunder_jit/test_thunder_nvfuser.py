@@ -223,14 +223,6 @@ def test_the_trace(device, golden):
         )
 
 
-def test_what_operations_share_is_written_once(device):
-    device(9, 0)
-    result = traced(small, *inputs())
-    (fusion,) = [b for b in result.forward.bound_symbols if b.sym.name.startswith("nvFusion")]
-    # the ends of groups, for both products
-    assert str(definition(fusion)).count("fd.ops.max(") == 1
-
-
 def test_codes_that_are_used_twice_are_viewed_once(device):
     def f(x, ends, *up):
         return O.nvfp4_grouped_mm(x, *up, ends) + O.nvfp4_grouped_mm(x + 1, *up, ends)
@@ -261,7 +253,7 @@ def test_4_bit_activations_need_capability_10(device):
 
 
 @pytest.mark.parametrize(
-    ("activation_format", "capability"), [("bf16", (9, 0)), ("bf16", (10, 0)), ("nvfp4", (10, 0))]
+    ("activation_format", "capability"), [("bf16", (9, 0)), ("nvfp4", (10, 0))]
 )
 def test_weights_as_thunders_benchmarks_have_them(activation_format, capability, device):
     """[G, K/2, N], K running fastest, in fp4; 4-bit activations take them as they are"""
@@ -333,25 +325,13 @@ def test_a_users_operation(device):
         translate.unregister("thunder_nv::squared_relu")
 
 
-@pytest.mark.parametrize(
-    ("function", "why"),
-    [
-        (lambda fd, x: 1 / 0, "failed: ZeroDivisionError"),
-        (
-            lambda fd, x: fd.ops.cast(x, dtype="f32"),
-            r"returned f32\[5, 128\]; expected bf16\[5, "
-            r"128\], as its fake returns",
-        ),
-    ],
-    ids=["raises", "dtype"],
-)
-def test_a_users_translator_at_fault(function, why, device, caplog):
+def test_a_users_translator_at_fault(device, caplog):
     """its call stays between two regions, and a warning says where the translator is"""
     with torch.library._scoped_library("thunder_nv", "FRAGMENT") as lib:
         lib.define("at_fault(Tensor x) -> Tensor")
         lib.impl("at_fault", lambda x: x * 2, "CompositeExplicitAutograd")
         torch.library.register_fake("thunder_nv::at_fault", torch.empty_like, lib=lib)
-        translator("thunder_nv::at_fault")(function)
+        translator("thunder_nv::at_fault")(lambda fd, x: fd.ops.cast(x, dtype="f32"))
 
         def f(x, ends, *parts):
             y = torch.ops.thunder_nv.at_fault(O.nvfp4_grouped_mm(x, *parts[:3], ends) * 2)
@@ -373,7 +353,7 @@ def test_a_users_translator_at_fault(function, why, device, caplog):
     assert "thunder_nv_at_fault" in result.others()
     said = (
         r"thunder_nv.at_fault.default is not fused by nvFuser: test_thunder_nvfuser.py:\d+: "
-        rf"the translator of .*at_fault {why}"
+        r"the translator of .*at_fault returned f32\[5, 128\]; expected bf16\[5, 128\], as its fake"
     )
     assert any(re.search(said, r.getMessage()) for r in caplog.records)
 

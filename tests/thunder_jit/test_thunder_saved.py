@@ -4,8 +4,6 @@ program without writes.
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from moe_models import Experts, G, H, O, tokens
@@ -127,33 +125,3 @@ def test_without_a_backward_nothing_is_copied():
     with torch.no_grad():
         run(tokens(5))
     assert kept(run) == 0
-
-
-def view_written_base_read(y):
-    y[0].mul_(2)
-    return y.sin()
-
-
-def base_written_view_returned(y):
-    view = y.view(-1)
-    y.mul_(3)
-    return view
-
-
-def result_read(y):
-    y.mul_(4)
-    return y.sin() + y.mul_(5)
-
-
-@pytest.mark.parametrize(
-    ("f", "warned"),
-    [(view_written_base_read, True), (base_written_view_returned, True), (result_read, False)],
-)
-def test_gradients_that_thunder_gets_wrong_are_told(f, warned, caplog):
-    with caplog.at_level(logging.WARNING, "fusion_moe"):
-        jitted(lambda x: f(x.exp()))(tokens(5).requires_grad_())
-    assert [
-        "writes into memory that is then read through another view" in record.message
-        for record in caplog.records
-    ] == [True] * warned
-    assert all(record.message.startswith("test_thunder_saved.py:") for record in caplog.records)

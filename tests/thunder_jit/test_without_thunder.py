@@ -4,7 +4,6 @@ before.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -13,16 +12,11 @@ from fusion_moe.errors import UnsupportedError
 from fusion_moe.thunder import thunder_executors
 
 
-def test_importing_us_imports_no_thunder():
-    code = "import sys, fusion_moe; sys.exit('thunder' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_thunder_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "thunder", None)
     with pytest.raises(
         UnsupportedError,
-        match=r"thunder is not installed.*pip install "
+        match=r"thunder does not import with torch .*: ModuleNotFoundError.*pip install "
         r"'\.\[thunder\]' in a clone",
     ):
         thunder_executors()

@@ -34,15 +34,6 @@ def product_of(tier: str, encoding: str, kind: str = "fprop") -> ctypes.CDLL:
     return build.library(library_source(tier, encoding, kind))
 
 
-def kernels(tier: str, encoding: str, dtype: torch.dtype, kind: str = "fprop") -> str:
-    """Which of a tier's kernels multiply groups of how many rows, for activations of a dtype and
-    weights in an encoding.
-    """
-    function = product_of(tier, encoding, kind).kernels
-    function.restype = ctypes.c_char_p
-    return str(function(_DTYPES[dtype]).decode())
-
-
 @dataclass(frozen=True)
 class Product:
     """A segment whose grouped product the library that came with the package computes, and plain

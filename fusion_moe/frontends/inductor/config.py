@@ -36,22 +36,8 @@ def inductor_config(mode: str | None, options: Mapping[str, Any]) -> dict[str, A
                 todo=did_you_mean(name, [*known, *own]),
                 where="torch.compile(options=...)",
             )
-    modes = _modes()
-    if mode is not None and mode not in modes:
-        near = did_you_mean(mode, modes)
-        raise OptionError(
-            f"mode {mode!r}",
-            expected=f"one of {', '.join(modes)}",
-            todo=near,
-            where="torch.compile(mode=...)",
-        )
     try:
         return torch._TorchCompileInductorWrapper(mode, dict(options), None).config
-    except RuntimeError as error:  # a value of another type
-        raise OptionError(str(error), where="torch.compile(options=...)") from None
-
-
-def _modes() -> list[str]:
-    from torch._inductor import list_mode_options
-
-    return list(list_mode_options())
+    except RuntimeError as error:  # another mode, or a value of another type
+        where = "torch.compile(mode=..., options=...)"
+        raise OptionError(str(error), where=where) from None

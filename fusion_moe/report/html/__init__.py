@@ -1,5 +1,150 @@
-"""Reports as pages: files that load nothing from the network and run no script but their own."""
+"""Reports as pages: files that load nothing from the network and run no script but their own.
 
-from .page import frame, page
+page.html is the template, of Jinja, which escapes every text; here is what it shows beside the
+report's data.
+"""
 
-__all__ = ["frame", "page"]
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from functools import cache
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from ...messages.units import amount, count, duration, ratio
+from ..data import FusionReport, Listing, Measured, ReportData, SegmentReport
+from ..difference import changed_lines, differences
+from ..summary import after, warnings, what
+
+WIDTH, HEIGHT, APART, BELOW = 168, 62, 12, 34  # of the boxes of segments and between them, pixels
+
+
+def page(report: ReportData) -> str:
+    """The whole file. Its content security policy forbids loading anything and running any script
+    but the page's own.
+    """
+    script = _part("script.js")
+    times = _times(report)
+    text: str = _template().render(
+        report=report,
+        script=script,
+        digest=b64encode(sha256(script.encode()).digest()).decode(),
+        style=_part("style.css"),
+        warnings=list(warnings(report)),
+        hues={s.id: (210 + 67 * i) % 360 for i, s in enumerate(report.segments)},
+        left_out=_left_out(report),
+        listings=[(listing, list(_lines(listing, report))) for listing in report.listings],
+        loads=[(fusion.id, load) for fusion in report.fusions for load in fusion.loads],
+        times=times,
+        longest=max((max(m.seconds, m.floor) for _, m in times), default=0),
+    )
+    return text
+
+
+def frame(text: str) -> str:
+    """A page inside a notebook, isolated from the rest of it."""
+    style = "width: 100%; height: 42rem; border: 1px solid #8888"
+    return (
+        f'<iframe sandbox="allow-scripts" title="fusion_moe report" style="{style}" '
+        f'srcdoc="{escape(text)}"></iframe>'
+    )
+
+
+def _part(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment  # which torch needs
+
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(
+        amount=amount, changed=changed_lines, count=count, duration=duration, ratio=ratio
+    )
+    environment.globals.update(
+        after=after,
+        arrows=_arrows,
+        box=(WIDTH, HEIGHT),
+        changes=_changes,
+        places=_places,
+        what=what,
+    )
+    return environment.from_string(_part("page.html"))
+
+
+def _places(segments: Sequence[SegmentReport]) -> dict[str, tuple[int, int]]:
+    """The upper left corner of each segment's box: below all segments that it reads from."""
+    depth: dict[str, int] = {}
+    places = {}
+    for s in segments:
+        depth[s.id] = max((depth[id] + 1 for id in s.after), default=0)
+        across = sum(d == depth[s.id] for d in depth.values()) - 1
+        places[s.id] = (across * (WIDTH + APART), depth[s.id] * (HEIGHT + BELOW))
+    return places
+
+
+def _arrows(
+    segments: Sequence[SegmentReport], places: dict[str, tuple[int, int]]
+) -> Iterator[tuple[str, str]]:
+    """(class, path) of a curve from each segment to those that read from it, and of its tip."""
+    for s in segments:
+        x, y = places[s.id][0] + WIDTH // 2, places[s.id][1]
+        for id in s.after:
+            x0, y0 = places[id][0] + WIDTH // 2, places[id][1] + HEIGHT
+            yield "edge", f"M{x0},{y0} C{x0},{y0 + 20} {x},{y - 20} {x},{y - 6}"
+        if s.after:
+            yield "tip", f"M{x - 5},{y - 8} L{x + 5},{y - 8} L{x},{y} Z"
+
+
+def _left_out(report: ReportData) -> dict[tuple[str, str], tuple[int, list[str]]]:
+    """By operation and reason of the calls that were not fused: how many, and their source
+    lines.
+    """
+    equal: dict[tuple[str, str], tuple[int, list[str]]] = {}
+    for x in report.not_fused:
+        times, sources = equal.get((x.op, x.why), (0, []))
+        new = [x.source] if x.source and x.source not in sources else []
+        equal[x.op, x.why] = times + x.times, [*sources, *new]
+    return equal
+
+
+class _Line(NamedTuple):
+    """A line of the user's program: the segments that are made from it, and why its calls were not
+    fused.
+    """
+
+    number: int
+    text: str
+    segments: list[str]
+    reasons: list[str]
+
+
+def _lines(listing: Listing, report: ReportData) -> Iterator[_Line]:
+    for n, text in enumerate(listing.text.splitlines(), listing.first_line):
+        start, end = f"{listing.file}:{n}, in ", f": {text.strip()}"
+
+        def here(source: str, start: str = start, end: str = end) -> bool:
+            return source.startswith(start) and source.endswith(end)
+
+        reasons = [f"{x.op}: {x.why}" for x in report.not_fused if here(x.source)]
+        segments = [s.id for s in report.segments if any(map(here, s.sources))]
+        yield _Line(n, text, segments, list(dict.fromkeys(reasons)))
+
+
+def _changes(fusion: FusionReport) -> Iterator[tuple[str, list[str]]]:
+    """(name, what it changes) of each program of a fusion but the first."""
+    texts = list(fusion.programs.items())
+    for (_, before), (name, text) in pairwise(texts):
+        yield name, differences(before, text)
+
+
+def _times(report: ReportData) -> list[tuple[str, Measured]]:
+    rows: list[tuple[str, Measured | None]] = []
+    for f in report.fusions:
+        rows += [(s.id, s.measured) for s in f.segments] + [(f"{f.id}, whole", f.measured)]
+    return [(name, m) for name, m in rows if m]

@@ -488,7 +488,6 @@ struct Amx {
     using Activation = bf16;
     using Packed = u16;  // tiles, one after the other, of 16 rows; zeros up to a multiple of 16
                          // rows and 128 activations
-    static constexpr auto NAME = "by tiles of AMX";
     static constexpr i64 MAX_ROWS = TILE_M;
     // See `in_range` and the head of this file.
     static constexpr int MIN_EXPONENT = -74 - Weight::MIN_EXPONENT - Weight::F16_WEIGHT,

@@ -207,7 +207,6 @@ struct AmxInt8 {
     using Activation = float;
     using Packed = u16;  // in place of an element each, of 16 rows together: their tiles, then what
                          // integers are worth
-    static constexpr auto NAME = "by tiles of AMX, in int8";
     static constexpr i64 MAX_ROWS = TILE_M;
     static constexpr int MIN_EXPONENT = -127, MAX_EXPONENT = 128;  // whatever they are
 

@@ -23,7 +23,6 @@ template <class Weight_>
 struct Avx2 : Avx2F32 {
     using Weight = Weight_;
     using Columns = typename Weight::Columns;
-    static constexpr auto SMALL_M_NAME = "by dot products with the codes";
     static constexpr int SMALL_M = 4, MIN_EXPONENT = F32_MIN_EXPONENT<Weight>,
                          MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
     static constexpr i64 BLOCK = Weight::BLOCK;

@@ -123,7 +123,6 @@ template <class Weight_>
 struct Avx512 : Avx512F32 {
     using Weight = Weight_;
     using Columns = typename Weight::Columns;
-    static constexpr auto SMALL_M_NAME = "straight from the codes";
     static constexpr int SMALL_M = 16, MIN_EXPONENT = F32_MIN_EXPONENT<Weight>,
                          MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
 
@@ -236,7 +235,6 @@ struct Avx512Dots {
     using Columns = typename Weight::Columns;
     using Activation = typename Run::Activation;
     using Packed = typename Run::Packed;
-    static constexpr auto SMALL_M_NAME = "by dot products with the codes";
     static constexpr int SMALL_M = MAX_ROWS, VECTORS = Run::VECTORS;
     static constexpr int MIN_EXPONENT = F32_MIN_EXPONENT<Weight>,
                          MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;

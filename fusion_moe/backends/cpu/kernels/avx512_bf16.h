@@ -45,7 +45,6 @@ struct Avx512Bf16 {
     using Activation = bf16;
     using Packed = u32;  // two bfloat16, of k and k + 4
     using Panel = u32;   // [K/2][column_blocks][16] pairs
-    static constexpr auto SMALL_M_NAME = "straight from the codes";
     static constexpr int SMALL_M = 16, ROWS = 6, COLUMN_BLOCKS = 4;
     static constexpr int MIN_EXPONENT = F32_MIN_EXPONENT<Weight>,
                          MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;

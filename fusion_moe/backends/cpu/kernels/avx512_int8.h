@@ -236,7 +236,6 @@ struct Avx512Int8 {
     using Packed = u16;  // in place of an element each: its byte, then the `Block`s
     using Panel = u32;   // of each block the steps [column_blocks][16], then integers of four
                          // columns [64][column_blocks][16]
-    static constexpr auto SMALL_M_NAME = "straight from the codes, in int8";
     static constexpr int SMALL_M = MAX_ROWS, ROWS = 6, COLUMN_BLOCKS = 4, MIN_EXPONENT = -127,
                          MAX_EXPONENT = 128;  // whatever they are
 

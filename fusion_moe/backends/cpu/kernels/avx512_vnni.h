@@ -22,7 +22,6 @@ struct Avx512Digits {
     using Activation = bf16;
     using Packed = u32;
     using InFloats = Avx512Dots<Avx512Run, 1, Weight>;
-    static constexpr auto SMALL_M_NAME = InFloats::SMALL_M_NAME;
     static constexpr int SMALL_M = 1, MIN_EXPONENT = InFloats::MIN_EXPONENT,
                          MAX_EXPONENT = InFloats::MAX_EXPONENT;
     static constexpr i64 BLOCK = Weight::BLOCK, RUN_CODES = 256,

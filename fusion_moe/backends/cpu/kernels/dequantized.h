@@ -14,7 +14,6 @@ struct DequantizedRows {
     using Columns = typename Weight::Columns;
     using Activation = float;
     using Packed = float;
-    static constexpr auto SMALL_M_NAME = "by dot products with dequantized weights";
     static constexpr int SMALL_M = 4, MIN_EXPONENT = -127, MAX_EXPONENT = 128;  // whatever they are
 
     // RUN activations of each row, then the next; zeros at the end. Whole rows may lie a power of

@@ -19,14 +19,6 @@ extern "C" void product(const Problem* problem, Team* team) {
     }
 }
 
-// How rows of a group are multiplied, in words.
-extern "C" const char* kernels(int activation) {
-    static const std::string f32 = describe(Tier::Fast<float>{}),
-                             bf16_ = describe(Tier::Fast<bf16>{}),
-                             f16_ = describe(Tier::Fast<f16>{});
-    return (activation == OF_BF16 ? bf16_ : activation == OF_F16 ? f16_ : f32).c_str();
-}
-
 // p: the parts of the weight, PARTS of them or null, ends, activations [rows, K], out [rows, N];
 // sizes: G, N, K, runs, rows
 extern "C" void standalone(const void* const* p, const long long* sizes, int activation,

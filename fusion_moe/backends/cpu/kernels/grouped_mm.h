@@ -2,7 +2,6 @@
 // Each result is computed by one thread, in an order that does not depend on how many there are.
 #pragma once
 
-#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -24,18 +23,6 @@ struct ThreadState {
                                  // groups may have the same
     std::vector<WorkTile> work_tiles;
 };
-
-// Which kernels take groups of how many rows.
-template <class Kernel, class... Others>
-std::string describe(Kernels<Kernel, Others...>) {
-    if constexpr (sizeof...(Others) > 0) {
-        const std::string rows =
-            Kernel::MAX_ROWS == 1 ? "1 row" : "up to " + std::to_string(Kernel::MAX_ROWS) + " rows";
-        return rows + " " + Kernel::NAME + ", " + describe(Kernels<Others...>{});
-    } else {
-        return std::string("more ") + Kernel::NAME;
-    }
-}
 
 template <class Tier, class Weight, class A>
 class GroupedMM {

@@ -28,9 +28,3 @@ extern "C" void product(const Problem* problem, Team* team) {
             return GroupedMM<Tier, Reader, float>(*problem).run(*team);
     }
 }
-
-// How rows of a group are multiplied, in words.
-extern "C" const char* kernels(int) {
-    static const std::string text = describe(Tier::Fast<float>{});
-    return text.c_str();
-}

@@ -2,9 +2,9 @@
 // read by a reader `Weight`, a struct `Vectors` with
 //
 //     pack_small_m      row r of a few, wherever `small_m` wants it
-//     small_m           rows x Columns straight from the weight, up to SMALL_M rows; SMALL_M_NAME
-//     says how, for people pack, dequantize  Columns -> a panel of weights, up to COLUMN_BLOCKS of
-//     them multiply          rows x a panel, up to ROWS rows
+//     small_m           rows x Columns straight from the weight, up to SMALL_M rows
+//     pack, dequantize  Columns -> a panel of weights, up to COLUMN_BLOCKS of them
+//     multiply          rows x a panel, up to ROWS rows
 //
 // MIN_EXPONENT and MAX_EXPONENT are those of activations that are `in_range`.
 #pragma once
@@ -21,7 +21,6 @@ struct SmallM {
     using Activation = typename Vectors::Activation;
     using Packed = typename Vectors::Packed;
     using Columns = typename Vectors::Weight::Columns;
-    static constexpr auto NAME = Vectors::SMALL_M_NAME;
     static constexpr i64 MAX_ROWS = Vectors::SMALL_M;
     static constexpr int MIN_EXPONENT = Vectors::MIN_EXPONENT, MAX_EXPONENT = Vectors::MAX_EXPONENT;
 
@@ -53,7 +52,6 @@ struct Panels {
     using Activation = typename Vectors::Activation;
     using Packed = typename Vectors::Packed;
     using Columns = typename Vectors::Weight::Columns;
-    static constexpr auto NAME = "by panels of dequantized weights";
     static constexpr i64 MAX_ROWS = TILE_M, ROWS = Vectors::ROWS,
                          COLUMN_BLOCKS = Vectors::COLUMN_BLOCKS;
     static constexpr int MIN_EXPONENT = Vectors::MIN_EXPONENT, MAX_EXPONENT = Vectors::MAX_EXPONENT;

@@ -8,7 +8,6 @@
 // A kernel is a struct with
 //
 //     Activation, Packed  the type of the activations that it takes, and of what it makes of them
-//     NAME                what it does, for people
 //     MAX_ROWS            how many rows it takes
 //     MIN_EXPONENT,
 //     MAX_EXPONENT        what activations must be to be `in_range`; the weight must be

@@ -5,7 +5,7 @@ it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
 from math import prod
@@ -15,36 +15,36 @@ import torch
 from torch._prims_common import is_contiguous_or_false
 from torch.fx import Node
 
-from ..definitions import translate
-from ..definitions.traced import (
-    Sizes,
-    may_be_equal,
-    plain_argument,
-    tensor_type,
-)
-from ..definitions.translate import Translator
 from ..errors import Error, FusionError, ShapeError, TranslatorError, Untranslatable
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.types import TensorType
+from . import translate
 from .nodes import call_of, device_of, is_torchs, op_name, source_of, tensors
+from .traced import Sizes, may_be_equal, plain_argument, tensor_type
+from .translate import Translator
 
 
 class Walk:
     """One walk over nodes in order, in which their translators build a Fusion.
 
-    made: the operations of each node; refused: nodes with reasons; transposed: inputs that are read
-    as the tensor whose transposed view they are.
+    values: what nodes stand for, to begin with those before the walk that have values; made: the
+    operations of each node; refused: nodes with reasons; transposed: inputs that are read as the
+    tensor whose transposed view they are.
     """
 
-    def __init__(self, nodes: Sequence[Node]):
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        fd: FusionDefinition | None = None,
+        values: Mapping[Node, Any] | None = None,
+    ):
         self.nodes = tuple(nodes)
-        self.device = device_of(nodes[0])
-        self.fd = FusionDefinition()
+        self.fd = fd or FusionDefinition()
         self.sizes = Sizes()
         self.inputs: dict[Node, Value] = {}
         self.transposed: set[Node] = set()
-        self.values: dict[Node, Any] = {}
+        self.values: dict[Node, Any] = dict(values or {})
         self.made: dict[Node, tuple[Op, ...]] = {}
         self.refused: dict[Node, Error] = {}
         for n in nodes:
@@ -56,6 +56,11 @@ class Walk:
                     break  # the definition may be inconsistent now
                 except Error as error:  # the walk continues, to find all refusals at once
                     self.refused[call_of(n)] = error
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the results."""
+        return device_of(self.nodes[0])
 
     @property
     def outputs(self) -> list[Node]:
@@ -86,7 +91,8 @@ class Walk:
             self.values[n] = self.values[call_of(n)][n.args[1]]
         else:
             translator = translate.find(op_name(n))
-            assert translator is not None
+            if translator is None:
+                raise Untranslatable(f"{op_name(n)}, which has no translator")
             with self.fd.at(source_of(n), translator.where):
                 args, kwargs = (
                     [self._argument(n, a) for a in n.args],
@@ -94,7 +100,7 @@ class Walk:
                 )
                 try:
                     outputs = translator(
-                        self.fd, args, kwargs, [self._type(v) for v in tensors(n.meta["val"])]
+                        self.fd, args, kwargs, [self.type_of(v) for v in tensors(n.meta["val"])]
                     )
                 except (TranslatorError, Untranslatable) as error:
                     raise self._reported(n, translator, error) from error.__cause__ or error
@@ -176,7 +182,7 @@ class Walk:
             ):
                 self.transposed.add(n)
             self.inputs[n] = self.fd.define_like(
-                self._type(val.mT if n in self.transposed else val)
+                self.type_of(val.mT if n in self.transposed else val)
             )
         if n not in self.transposed:
             return self.inputs[n]
@@ -191,7 +197,8 @@ class Walk:
             raise Untranslatable(f"argument {n.name} is {v.type}", expected="the linear layout")
         return v
 
-    def _type(self, val: torch.Tensor) -> TensorType:
+    def type_of(self, val: torch.Tensor) -> TensorType:
+        """The type of a tensor of the graph."""
         return tensor_type(val.dtype, self.sizes.shape(val.shape))
 
 

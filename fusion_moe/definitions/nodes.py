@@ -4,10 +4,13 @@ from which line; and of where the values of symbolic sizes can be read.
 
 from __future__ import annotations
 
+import ast
+import linecache
 import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -124,19 +127,51 @@ def source_of(n: Node) -> str:
     )
 
 
+def function_around(file: str, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The innermost function around a line; None outside of functions and Python files."""
+    around = [f for f in _functions(file) if f.lineno <= line <= (f.end_lineno or f.lineno)]
+    return max(around, key=lambda f: f.lineno, default=None)
+
+
+@lru_cache(maxsize=64)
+def _functions(file: str) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ()
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef
+    return tuple(n for n in ast.walk(tree) if isinstance(n, kinds))
+
+
+# Dynamo's names of inputs: parts of modules, arguments, globals of a Python module
+_PARTS = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
+_ARGUMENT = re.compile(r"L\['args'\](?P<place>\[\d+\])|L\['kwargs'\]\['(?P<name>[^']+)'\]")
+_GLOBAL = re.compile(r"G\['(?P<name>[^']+)'\](\.(?P<of>.+))?")
+
+
+def users_name(n: Node) -> str:
+    """An input of a Dynamo graph as the user names it: "experts.gate_up", "args[0]"."""
+    name = getattr(getattr(n, "_dynamo_source", None), "name", "")
+    name = str(name() if callable(name) else name)  # a property since torch 2.11
+    if parts := _PARTS.findall(name):
+        return ".".join(parts)
+    if argument := _ARGUMENT.fullmatch(name):
+        return argument["name"] or f"args{argument['place']}"
+    if named := _GLOBAL.fullmatch(name):
+        return named["of"] or named["name"]
+    return n.name
+
+
 @dataclass(frozen=True)
 class SizeSource:
-    """Where a size can be read: a node that is the size, or a dimension of a tensor; the value
-    there is `by` times the size.
-    """
+    """Where a size can be read: a node that is the size, or a dimension of a tensor."""
 
     node: Node
     dim: int | None
-    by: int
 
 
 def size_sources(nodes: Sequence[Node]) -> dict[Any, list[SizeSource]]:
-    """Where each symbolic size can be read. A whole multiple of a symbol is also a source of it."""
+    """Where each symbolic size can be read."""
     sources: dict[Any, list[SizeSource]] = {}
     for n in nodes:
         val = n.meta.get("val")
@@ -145,8 +180,5 @@ def size_sources(nodes: Sequence[Node]) -> dict[Any, list[SizeSource]]:
         )
         for dim, size in dims:
             if isinstance(size, torch.SymInt):
-                by, rest = size.node.expr.as_coeff_Mul()
-                sources.setdefault(size.node.expr, []).append(SizeSource(n, dim, 1))
-                if by != 1 and by.is_Integer and rest.is_Symbol:
-                    sources.setdefault(rest, []).append(SizeSource(n, dim, int(by)))
+                sources.setdefault(size.node.expr, []).append(SizeSource(n, dim))
     return sources

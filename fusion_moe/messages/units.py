@@ -4,12 +4,14 @@ from __future__ import annotations
 
 
 def count(n: int, what: str) -> str:
-    """2, "call" -> "2 calls"."""
-    return f"{n} {what}{'' if n == 1 else 's'}"
+    """2, "call" -> "2 calls"; 1,234 has a comma."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
-def ratio(x: float) -> str:
-    """1.234 -> "1.23", 12345.6 -> "12,346"."""
+def ratio(x: float | None) -> str:
+    """1.234 -> "1.23", 12345.6 -> "12,346"; None, an unknown number, -> "?"."""
+    if x is None:
+        return "?"
     return f"{x:.3g}" if x < 999.5 else f"{x:,.0f}"
 
 
