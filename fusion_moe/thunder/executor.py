@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from thunder.core.proxies import TensorProxy, unvariableify
+from thunder.core.proxies import unvariableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.core.transform_common import dce
@@ -31,7 +31,6 @@ from ..frontends.regions import (
     burn,
     find_regions,
 )
-from ..ir.core import Fusion
 from ..ir.text import one_line
 from ..runtime.program import Program
 from .graph import (
@@ -103,12 +102,7 @@ class FusionMoe(FusionExecutor):
         walk = Walk([n for nodes in inside.nodes for n in nodes])
         if walk.refused:
             raise next(iter(walk.refused.values()))
-        inputs, outputs = (
-            [inside.proxies[n] for n in nodes] for nodes in (walk.inputs, walk.outputs)
-        )
-        return self._bound(
-            walk.fusion, walk.device, inputs, outputs, region.bound_symbols, fusion_counter
-        )
+        return self._bound(inside, walk, region.bound_symbols, fusion_counter)
 
     @contextmanager
     def listening(self) -> Iterator[list[Found]]:
@@ -149,42 +143,25 @@ class FusionMoe(FusionExecutor):
         taken = {i for members in groups.values() for i in members}
         items = [(i, bsym) for i, bsym in enumerate(bsyms) if i not in taken]
         for k, members in groups.items():
-            items.append(
-                (
-                    members[-1],
-                    self._replaced(
-                        seen, found.regions[k], [bsyms[i] for i in members], next(counter)
-                    ),
-                )
-            )
+            replaced = [bsyms[i] for i in members]
+            one = self._bound(seen, found.regions[k], replaced, next(counter))
+            items.append((members[-1], one))
         return in_order(items), found
 
-    def _replaced(
-        self, seen: TraceGraph, region: Region, bsyms: Sequence[BoundSymbol], count: int
-    ) -> BoundSymbol:
-        inputs, outputs = (
-            [seen.proxies[n] for n in nodes] for nodes in (region.inputs, region.outputs)
-        )
-        return self._bound(region.fusion, region.device, inputs, outputs, bsyms, count)
-
     def _bound(
-        self,
-        fusion: Fusion,
-        device: torch.device,
-        inputs: Sequence[TensorProxy],
-        outputs: Sequence[TensorProxy],
-        bsyms: Sequence[BoundSymbol],
-        count: int,
+        self, seen: TraceGraph, part: Region | Walk, bsyms: Sequence[BoundSymbol], count: int
     ) -> BoundSymbol:
         """One bound symbol that runs the program of a Fusion; thunder prints the bound symbols that
         it replaces below it.
         """
         name = f"fusion_moe{count}"
-        heard = _listener.get() is not None  # then nothing is run, and the target may be absent
-        call = _not_run if heard else _Run(program_of(one_line(fusion), device, options.current()))
+        call: Any = _not_run
+        if _listener.get() is None:  # else nothing is run, and the target may be absent
+            call = _Run(program_of(one_line(part.fusion), part.device, options.current()))
+        inputs, outputs = ([seen.proxies[n] for n in ns] for ns in (part.inputs, part.outputs))
         symbol = Symbol(name, meta=None, is_fusion=True, executor=self)
         bound = BoundSymbol(
-            symbol, tuple(inputs), {}, list(outputs), tuple(bsyms), _call_ctx={name: call}
+            symbol, tuple(inputs), {}, outputs, tuple(bsyms), _call_ctx={name: call}
         )
         bound.source_filename, bound.source_positions = (
             bsyms[-1].source_filename,

@@ -12,14 +12,14 @@ from fusion_moe.messages import warn
 transformers = pytest.importorskip("transformers")
 
 
-def qwen3_moe():
+def qwen3_moe(layers: int):
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
         vocab_size=96,
         hidden_size=64,
         intermediate_size=32,
         moe_intermediate_size=32,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
@@ -51,25 +51,26 @@ FIRST = "model.layers.0.mlp.experts.gate_up_proj"
 def test_a_model_that_is_not_quantized_is_warned_of_once(warned, monkeypatch):
     # Inductor's kernels have no part in it, and take long
     monkeypatch.setattr(compile_graph, "has_compiler", lambda: False)
-    compiled = torch.compile(qwen3_moe(), backend="fusion_moe", dynamic=False)
+    compiled = torch.compile(qwen3_moe(1), backend="fusion_moe", dynamic=False)
     with torch.no_grad():
         compiled(TOKENS, use_cache=False)
         compiled(TOKENS[:, :3], use_cache=False)
     assert len(warned()) == 1
     assert warned()[0].startswith(
-        f"expert weights in floating point: {FIRST}, model.layers.0.mlp.experts.down_proj, "
+        f"expert weights in floating point: {FIRST}, model.layers.0.mlp.experts.down_proj; "
+        "fusion_moe.quantize_(model) packs them in NVFP4"
     )
-    assert " and 2 more; fusion_moe.quantize_(model) packs them in NVFP4" in warned()[0]
 
 
 def test_explain_says_it_first():
     with torch.no_grad():
-        report = fusion_moe.explain(qwen3_moe(), TOKENS, use_cache=False)
+        report = fusion_moe.explain(qwen3_moe(3), TOKENS, use_cache=False)
     assert report.float_experts[0] == FIRST
     assert len(report.float_experts) == 6
     title, said, *_ = report.details().split("\n\n")
     assert title.startswith("fusion_moe.explain: ")
     assert said.startswith("expert weights in floating point: ")
+    assert " and 2 more; fusion_moe.quantize_(model) packs them in NVFP4" in " ".join(said.split())
 
 
 class Loop(torch.nn.Module):
@@ -121,7 +122,7 @@ def test_nothing_is_said_of_what_an_optimizer_steps(warned, monkeypatch):
 
 
 def test_nothing_is_said_of_packed_experts():
-    model = qwen3_moe()
+    model = qwen3_moe(1)
     fusion_moe.quantize_(model)
     with torch.no_grad():
         assert fusion_moe.explain(model, TOKENS, use_cache=False).float_experts == ()

@@ -13,7 +13,6 @@ from experts import experts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
-from fusion_moe import options
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.messages.units import duration
 from fusion_moe.nn import NVFP4GroupedLinear
@@ -144,13 +143,6 @@ def test_without_a_compiler_what_runs_then_is_measured(x, no_compiler):
         assert s.measured.seconds > 0
         assert "CXX='/nowhere/g++' does not run" in s.backend_why
     assert report.machine.read_by.startswith("torch's amax")
-
-
-@pytest.mark.skipif(build.find_compiler() is None, reason=build.why_no_compiler())
-def test_a_tier_that_is_asked_for_is_named(x):
-    with options.override(cpu_isa="generic"):
-        machine = explained(Layer(), x, IDS, W).machine
-    assert machine.tier == "generic"
 
 
 def test_weights_on_large_pages_are_counted():

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
@@ -22,11 +21,10 @@ from ... import backends, target
 from ... import options as switches
 from ...errors import Error
 from ...messages.progress import waiting
-from ...options import Options
 from ..compiled import keep
 from ..float_experts import warn_of_float_experts
 from ..regions import Found, find_regions
-from .compile_graph import compile_calls, compile_with
+from .compile_graph import compile_calls, compile_with, devices
 from .config import separate
 from .dynamo import as_it_is
 from .fusion_pass import FusionPass, passes_set
@@ -48,7 +46,8 @@ def backend(
     own, rest = separate(options or {})
     try:
         switched = switches.current().replace(**own)
-        _check_target(switched, inputs)
+        for device in devices(inputs):  # where it could not run, it is not compiled
+            target.check_device(backends.find(switched.target, device), device, "torch.compile")
         warn_of_float_experts(model)
         compiled, found = keep(model, switched), list[Found]()
         with waiting("compiling a graph"):
@@ -81,11 +80,3 @@ def disable() -> None:
     inductor_config.post_grad_custom_pre_pass = (
         list(others) if len(others) > 1 else others[0] if others else None
     )
-
-
-def _check_target(with_: Options, inputs: Sequence[Any]) -> None:
-    """UnsupportedError if the compiled code could not run."""
-    for device in {t.device for t in inputs if isinstance(t, torch.Tensor)} or {
-        torch.device("cpu")
-    }:
-        target.check_device(backends.find(with_.target, device), device, "torch.compile")

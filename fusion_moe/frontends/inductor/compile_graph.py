@@ -28,7 +28,7 @@ def compile_with(
     generation.
     """
     patches = {**inductor_config(mode, options), "post_grad_custom_pre_pass": fusion_pass}
-    if "cpu" in _device_types(inputs) and not has_compiler():
+    if any(device.type == "cpu" for device in devices(inputs)) and not has_compiler():
         return compile_calls(fusion_pass, model, inputs)
     return compile_fx(model, inputs, config_patches=patches)
 
@@ -73,5 +73,6 @@ def has_compiler() -> bool:
     return True
 
 
-def _device_types(inputs: Sequence[Any]) -> set[str]:
-    return {t.device.type for t in inputs if isinstance(t, torch.Tensor)} or {"cpu"}
+def devices(inputs: Sequence[Any]) -> set[torch.device]:
+    """The devices of a graph's inputs; the CPU without tensors among them."""
+    return {t.device for t in inputs if isinstance(t, torch.Tensor)} or {torch.device("cpu")}
