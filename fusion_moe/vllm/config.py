@@ -18,7 +18,7 @@ from .log import NAME, logger
 
 _MXFP4 = ("mxfp4", "gpt_oss_mxfp4")  # vLLM renames gpt-oss's
 _TESTED = "0.32."
-_READ = "ModelOpt's NVFP4 and W4A16_NVFP4, compressed-tensors, or MXFP4"
+_READ = "ModelOpt's NVFP4, W4A16_NVFP4 and MIXED_PRECISION, compressed-tensors, or MXFP4"
 
 
 class FusionMoeConfig(QuantizationConfig):
@@ -63,10 +63,13 @@ class FusionMoeConfig(QuantizationConfig):
             from .compressed_tensors import FusionMoeCompressedTensorsConfig
 
             return FusionMoeCompressedTensorsConfig.from_config(dict(config))
-        if method == "modelopt" and _algorithm(config) in ("NVFP4", "W4A16_NVFP4"):
-            from .modelopt import FusionMoeModelOptConfig
+        if method == "modelopt":
+            from .modelopt import ALGORITHMS, FusionMoeMixedConfig, FusionMoeModelOptConfig
 
-            return FusionMoeModelOptConfig.from_config(dict(config))
+            if _algorithm(config) in ALGORITHMS:
+                return FusionMoeModelOptConfig.from_config(dict(config))
+            if _algorithm(config) == "MIXED_PRECISION":
+                return FusionMoeMixedConfig.from_config(dict(config))
         if method in _MXFP4:
             from .mxfp4 import FusionMoeGptOssConfig, FusionMoeMxfp4Config
 

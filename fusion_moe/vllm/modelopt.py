@@ -1,11 +1,15 @@
-"""ModelOpt's NVFP4: vLLM reads the configuration and loads the weights, this library multiplies."""
+"""ModelOpt's NVFP4, alone or beside other formats: vLLM reads the configuration and loads the
+weights, this library multiplies.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.modelopt import (
+    ModelOptMixedPrecisionConfig,
     ModelOptNvFp4Config,
     ModelOptNvFp4FusedMoE,
 )
@@ -14,6 +18,8 @@ from ..checkpoints.schemes import MODELOPT
 from .experts import ExpertsMethod
 from .linear import is_linear_on_cpu, linear_method
 from .log import NAME
+
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 
 
 class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
@@ -50,5 +56,28 @@ class FusionMoeModelOptConfig(ModelOptNvFp4Config):
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """vLLM's own method, except for experts, and on CPUs for linear layers."""
         if is_linear_on_cpu(layer) and not self.is_layer_excluded(prefix):
+            return linear_method(layer, prefix, MODELOPT, "input_scale")
+        return super().get_quant_method(layer, prefix)
+
+
+class FusionMoeMixedConfig(ModelOptMixedPrecisionConfig):
+    """vLLM's configuration of a checkpoint that names a format for each layer: this library has
+    what is in NVFP4, as with `FusionMoeModelOptConfig`; vLLM the rest, experts in FP8 too.
+    """
+
+    def get_name(self) -> str:
+        """The name of the quantization."""
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """The dtypes that activations may have."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """vLLM's own method, except for experts in NVFP4, and on CPUs for such linear layers."""
+        named = None if self.is_layer_excluded(prefix) else self._resolve_quant_algo(prefix)
+        if named in ALGORITHMS and isinstance(layer, RoutedExperts):
+            return FusionMoeModelOptMethod(self.nvfp4_config, layer.moe_config)
+        if named in ALGORITHMS and is_linear_on_cpu(layer):
             return linear_method(layer, prefix, MODELOPT, "input_scale")
         return super().get_quant_method(layer, prefix)

@@ -34,6 +34,23 @@ def modelopt_demo(folder: Path) -> Path:
     return quantize(DEMO, folder / "modelopt")
 
 
+def mixed_demo(folder: Path) -> Path:
+    """The same, where ModelOpt names a format for each layer that has one."""
+    made = modelopt_demo(folder)
+    config = json.loads((made / "config.json").read_text())
+    names = load_file(made / "model.safetensors")
+    held = [name.removesuffix(".weight_scale") for name in names if name.endswith(".weight_scale")]
+    config["quantization_config"] = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {name: {"quant_algo": "NVFP4", "group_size": 16} for name in held},
+        "ignore": config["quantization_config"]["ignore"],
+    }
+    (made / "config.json").write_text(json.dumps(config))
+    (made / "hf_quant_config.json").unlink()
+    return made
+
+
 def compressed_tensors_demo(folder: Path) -> Path:
     """The same in the form of compressed-tensors: other names, and a divisor in place of the decode
     scale.

@@ -156,10 +156,6 @@ def test_mxfp4_is_read() -> None:
     [
         ({"quant_method": "fp8"}, "quant_method 'fp8'"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo FP8"),
-        (
-            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
-            "quant_algo MIXED_PRECISION",
-        ),
     ],
 )
 def test_other_methods_are_refused(config: dict[str, Any], found: str) -> None:

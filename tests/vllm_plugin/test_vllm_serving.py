@@ -28,6 +28,7 @@ from served import (
     greedy,
     judged,
     log_probabilities,
+    mixed_demo,
     modelopt_demo,
     mxfp4_alone_demo,
     mxfp4_demo,
@@ -71,7 +72,7 @@ def compare(directory: Path, folder: Path, found: list[dict[str, Any]], toleranc
 
 
 @pytest.mark.parametrize(
-    "write", [modelopt_demo, compressed_tensors_demo, mxfp4_demo, mxfp4_alone_demo]
+    "write", [modelopt_demo, mixed_demo, compressed_tensors_demo, mxfp4_demo, mxfp4_alone_demo]
 )
 def test_demo_offline(write: Any, tmp_path: Path) -> None:
     directory = write(tmp_path)
@@ -83,9 +84,13 @@ def test_demo_offline(write: Any, tmp_path: Path) -> None:
 
 @pytest.mark.compiler
 def test_demo_compiled(tmp_path: Path) -> None:
-    """By vLLM's own use of torch.compile."""
+    """By vLLM's own use of torch.compile, in float32 and as by default, in bfloat16."""
     directory = modelopt_demo(tmp_path)
     compare(directory, tmp_path, generated(directory, enforce_eager=False)[0], 1e-3)
+    found = generated(directory, enforce_eager=False, dtype="auto")[0]
+    _, wanted = judged(directory, tmp_path, PROMPTS)
+    for answer, want in zip(found, wanted, strict=True):
+        assert answer["log_probabilities"] == pytest.approx(want, abs=0.1)
 
 
 @pytest.mark.parametrize(
