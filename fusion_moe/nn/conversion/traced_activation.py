@@ -14,7 +14,7 @@ from torch._guards import tracing
 from torch.fx import GraphModule, Node
 
 from ...definitions import translate
-from ...definitions.traced import Sizes, plain_argument
+from ...definitions.walk import Walk
 from ...errors import Error, UnsupportedError, Untranslatable
 from ...ir.activation import read, real_tensors, written
 from ...ir.builder import FusionDefinition
@@ -181,41 +181,29 @@ class _Columns:
         """What the graph computes of the parts."""
         if len({turns for _, turns in self.part_of.values()}) > 1:
             raise Untranslatable("gate and up in two orders")
-        values: dict[Any, Any] = {n: parts[part] for n, (part, _) in self.part_of.items()}
-        kind = parts[0].type
-
-        def value(a: Any) -> Any:
-            if isinstance(a, (list, tuple)):
-                return tuple(map(value, a))
-            if not isinstance(a, Node):
-                return plain_argument(a, Sizes())
-            return values[a]
-
-        for n in self.nodes:
-            if n.op == "output":
-                return value(n.args[0])
-            if n in self.positions:
-                continue
-            if n.target is operator.getitem:
-                values[n] = values[n.args[0]][n.args[1]]
-                continue
-            translator = translate.find(n.target.name())
-            if translator is None:
-                raise Untranslatable(f"{n.target.name()}, which has no translator")
-            vals = n.meta["val"] if isinstance(n.meta["val"], tuple) else (n.meta["val"],)
-            args, kwargs = value(n.args), {k: value(v) for k, v in n.kwargs.items()}
-            outputs = translator(fd, args, kwargs, [_type(v, kind) for v in vals])
-            values[n] = outputs if isinstance(n.meta["val"], tuple) else outputs[0]
-        raise AssertionError("a graph without output")
-
-
-def _type(val: Tensor, like: TensorType) -> TensorType:
-    if tuple(val.shape) != (_ROWS, _FEATURES):
-        raise Untranslatable(
-            f"a tensor of shape {list(val.shape)} for {_ROWS} rows of {_FEATURES} features",
-            expected="one number for each feature of each row",
+        rows = _Rows(
+            [n for n in self.nodes if n.op == "call_function" and n not in self.positions],
+            fd,
+            {self.nodes[0]: parts[0]} | {n: parts[part] for n, (part, _) in self.part_of.items()},
         )
-    return like.with_(dtype=dtype_name(val.dtype))
+        for refusal in rows.refused.values():
+            raise refusal
+        result: Any = self.nodes[-1].args[0]
+        return rows.values[result] if isinstance(result, Node) else result
+
+
+class _Rows(Walk):
+    """A walk over calls on tensors [_ROWS, _FEATURES], which stand for those of any sizes."""
+
+    def type_of(self, val: Tensor) -> TensorType:
+        """Of the number of rows and features that the parts have."""
+        if tuple(val.shape) != (_ROWS, _FEATURES):
+            raise Untranslatable(
+                f"a tensor of shape {list(val.shape)} for {_ROWS} rows of {_FEATURES} features",
+                expected="one number for each feature of each row",
+            )
+        part: Value = next(iter(self.values.values()))
+        return part.type.with_(dtype=dtype_name(val.dtype))
 
 
 def _is_view(n: Node) -> bool:
