@@ -263,7 +263,7 @@ def test_refusals():
         )
     with pytest.raises(
         DtypeError,
-        match="a is torch.float32, the weight is torch.float64; expected torch.float64 for both",
+        match="a is torch.float32, the weight torch.float64; expected torch.float64 for both",
     ):
         ops.grouped_mm(a, [w.double()], offs, weight_format="f64", transposed=True)
     q = fusion_moe.encodings.quantize(torch.ones(1, 16, 16), fusion_moe.encodings.NVFP4)
