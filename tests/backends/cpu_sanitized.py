@@ -9,18 +9,26 @@ from collections.abc import Iterable, Iterator
 
 import precompiled
 import torch
-from cpu_tiers import TIERS, emulated_amx, fusion_of_call, together
-from test_cpu_added import computed as summed
+from cpu_tiers import OF_VECTORS, TIERS, emulated_amx, fusion_of_call, together
+from test_cpu_added import fusion_of
 from test_cpu_added import operands as beside
-from test_cpu_encodings import FORMATS, random_weights
+from test_cpu_encodings import random_weights
 from test_cpu_kernels import VARIANTS, expert_mlp, random_weight
-from test_cpu_loops import CASES, OF_ANY_ROWS, compiled, swizzled
-from test_cpu_training import computed, operands
+from test_cpu_loops import CASES, OF_ANY_ROWS, swizzled
+from test_cpu_training import BF16, KINDS, operands, product
 
 from fusion_moe.ir.core import Fusion
 from fusion_moe.runtime import build, isa, memory
 
 Cases = Iterator[tuple[Fusion, list[torch.Tensor]]]
+# of each tier, the encodings that it has kernels of its own for, and those in products of int8
+BOTH = ("nvfp4", "mxfp4")
+OWN = {
+    "amx": (BOTH, BOTH),
+    "avx512": ((*BOTH, "int4", "bf16"), BOTH),
+    "avx2": ((*BOTH, "bf16"), ()),
+    "generic": (("nvfp4", "int4"), ("nvfp4",)),
+}
 
 
 def allocate_apart(
@@ -46,80 +54,77 @@ def main() -> None:
     )
     precompiled.use()
     tier = isa.selected()
-    run(tier, [*products_of_nvfp4(), *products_of_encodings(), *products_of_int8(), *experts()])
-    products_of_training(tier)
-    products_beside_others(tier)
-    if tier == TIERS[-1]:  # no tier has loops of its own
-        loops()
+    encodings, of_int8 = OWN[tier]
+    cases = [*products_of(encodings), *products_of_int8(of_int8)]
+    if tier in OF_VECTORS:
+        cases += [*products_of_training(), *products_beside_others()]
+    if tier == TIERS[-1]:  # no tier has loops, prologues and epilogues of its own
+        cases += [*experts(), *loops()]
+    run(tier, cases)
     print("clean")
 
 
 def run(tier: str, cases: Iterable[tuple[Fusion, list[torch.Tensor]]]) -> None:
     """Kernel by kernel, and in one call."""
-    cases = [(str(fusion), fusion, inputs) for fusion, inputs in cases]
-    programs = together({text: fusion for text, fusion, _ in cases}, tier)
-    for text, _, inputs in cases:
-        programs[text]._one_by_one(inputs, programs[text].sizes(inputs, {}))
-        programs[text](inputs)
+    programs = together({str(fusion): fusion for fusion, _ in cases}, tier)
+    for fusion, inputs in cases:
+        program = programs[str(fusion)]
+        program._one_by_one(inputs, program.sizes(inputs, {}))
+        program(inputs)
 
 
-def products_of_nvfp4() -> Cases:
-    for k, n, sizes in ((16, 1, (1, 0, 2)), (80, 33, (3, 17, 40)), (1296, 20, (1, 16, 0))):
-        weight, rows = random_weight(3, n, k), sum(sizes) + 2
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for value in (1.0, torch.inf):
-                x = torch.full((rows, k), value, dtype=dtype)
-                args = (x, *weight, torch.tensor(sizes).cumsum(0).int())
-                yield fusion_of_call("nvfp4_grouped_mm", *args), list(args)
+def weights(encoding: str, n: int, k: int) -> list[torch.Tensor]:
+    return list(
+        random_weight(3, n, k) if encoding == "nvfp4" else random_weights(encoding, 3, n, k)
+    )
 
 
-def products_of_encodings() -> Cases:
-    for encoding in FORMATS:
+def products_of(encodings: Iterable[str]) -> Cases:
+    for encoding in encodings:
         for n, k, sizes in ((1, 32, (1, 0, 2)), (33, 96, (3, 17, 40)), (20, 1312, (1, 16, 0))):
-            x, ends = torch.randn(sum(sizes) + 2, k).bfloat16(), torch.tensor(sizes).cumsum(0).int()
-            args = (x, random_weights(encoding, 3, n, k), ends)
-            yield fusion_of_call("grouped_mm", *args, weight_format=encoding), [x, *args[1], ends]
+            w, ends = weights(encoding, n, k), torch.tensor(sizes).cumsum(0).int()
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                for value in (1.0, torch.inf):
+                    x = torch.full((sum(sizes) + 2, k), value, dtype=dtype)
+                    yield (
+                        fusion_of_call("grouped_mm", x, w, ends, weight_format=encoding),
+                        [
+                            x,
+                            *w,
+                            ends,
+                        ],
+                    )
 
 
-def products_of_int8() -> Cases:
-    for encoding in ("nvfp4", "mxfp4"):
+def products_of_int8(encodings: Iterable[str]) -> Cases:
+    for encoding in encodings:
         for n, k, sizes in ((1, 32, (1, 0, 2)), (33, 1312, (250, 5, 33))):
-            weight, rows = (
-                random_weight(3, n, k)
-                if encoding == "nvfp4"
-                else random_weights(encoding, 3, n, k),
-                sum(sizes) + 2,
-            )
-            ends = torch.tensor(sizes).cumsum(0).int()
+            w, ends = weights(encoding, n, k), torch.tensor(sizes).cumsum(0).int()
             for value in (1.0, torch.inf):
-                x = torch.full((rows, k), value, dtype=torch.bfloat16)
-                fusion = fusion_of_call(
-                    "grouped_mm",
-                    x,
-                    list(weight),
-                    ends,
-                    weight_format=encoding,
-                    activation_format="int8",
-                )
-                yield fusion, [x, *weight, ends]
+                x = torch.full((sum(sizes) + 2, k), value, dtype=torch.bfloat16)
+                how = {"weight_format": encoding, "activation_format": "int8"}
+                yield fusion_of_call("grouped_mm", x, w, ends, **how), [x, *w, ends]
 
 
-def products_of_training(tier: str) -> None:
-    for kind in ("grouped_mm_t", "grouped_outer"):
+def products_of_training() -> Cases:
+    for kind in KINDS:
         for n, k, sizes, b_dtype in (
             (45, 71, (3, 17, 40), torch.bfloat16),
             (20, 200, (1100, 16, 0), torch.float32),
         ):
             dtypes = (torch.bfloat16, b_dtype if kind == "grouped_outer" else torch.bfloat16)
             a, b = operands(kind, sizes, n, k, dtypes, exact=False)
-            computed(kind, tier, a, b, torch.tensor(sizes).cumsum(0).int())
+            shape = tuple(b.shape[1:] if kind == "grouped_outer" else b.shape)
+            fusion = product(kind, (n, a.dtype), (shape, b.dtype), len(sizes))
+            yield fusion, [a, b, torch.tensor(sizes).cumsum(0).int()]
 
 
-def products_beside_others(tier: str) -> None:
-    both = (torch.bfloat16, torch.bfloat16)
+def products_beside_others() -> Cases:
     for kind in ("grouped_mm", "grouped_mm_t"):
         for n, sizes in ((1, (1, 0, 2)), (71, (3, 17, 40))):
-            summed([(kind, beside(kind, sizes, n, k, both, 0)) for k in (40, 3)], sizes, tier)
+            both = [(kind, beside(kind, sizes, n, k, BF16, 0)) for k in (40, 3)]
+            tensors = [t for _, each in both for t in each]
+            yield fusion_of(both), [torch.tensor(sizes).cumsum(0).int(), *tensors]
 
 
 def experts() -> Cases:
@@ -129,16 +134,16 @@ def experts() -> Cases:
         yield fusion_of_call("expert_mlp", *args, **kwargs), inputs
 
 
-def loops() -> None:
+def loops() -> Cases:
     for name, make in CASES.items():
         fusion, inputs = make()
         for rows in (7, 1, 0) if name in OF_ANY_ROWS else (7,):
-            compiled(fusion)([t[:rows] if t.shape[0] == 7 else t for t in inputs])
+            yield fusion, [t[:rows] if t.shape[0] == 7 else t for t in inputs]
     for sizes in ((0, 0), (1, 200), (31, 1)):
         fusion, inputs = swizzled(sizes, 7)
-        compiled(fusion)(inputs)
+        yield fusion, inputs
         # no row to spare: of no group, nothing at all
-        compiled(fusion)([inputs[0][: int(inputs[1][-1])], inputs[1]])
+        yield fusion, [inputs[0][: int(inputs[1][-1])], inputs[1]]
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ EMULATED = (
 )
 THREADS = (1, 2, 3, 7, 16)
 TIERS = ["amx"] * EMULATED + list(isa.available())
+# of kernels without tiles: with AMX they are those of "avx512"
+OF_VECTORS = [tier for tier in TIERS if tier != "amx"]
 
 
 @contextmanager

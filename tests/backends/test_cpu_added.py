@@ -11,17 +11,17 @@ import pytest
 import torch
 from cpu_tiers import (
     DTYPES,
+    OF_VECTORS,
     TIERS,
     check_segments,
     emulated_amx,
     program,
     same,
-    same_on_any_threads,
     small_integers,
     together,
 )
 from test_cpu_encodings import random_weights
-from test_cpu_training import PARTITIONS, expected
+from test_cpu_training import BF16, PARTITIONS, expected
 from torch import Tensor
 
 from fusion_moe import FusionDefinition, options
@@ -89,15 +89,21 @@ def fusion_of(products: Products, rest: Rest = summed) -> Fusion:
     return fd.fusion()
 
 
-def computed(products: Products, sizes: tuple[int, ...], tier: str, rest: Rest = summed) -> Tensor:
-    return results(program(fusion_of(products, rest), tier), products, sizes)
-
-
-def results(compiled: Program, products: Products, sizes: tuple[int, ...]) -> Tensor:
+def computed(products: Products, sizes: tuple[int, ...], tier: str) -> Tensor:
+    compiled = programs(tier)[str(fusion_of(products))]
     assert len(compiled.segments) == 1
-    return compiled(
-        [ends_from_sizes(torch.tensor(sizes)), *(t for _, tensors in products for t in tensors)]
-    )[0]
+    tensors = [t for _, both in products for t in both]
+    return compiled([ends_from_sizes(torch.tensor(sizes)), *tensors])[0]
+
+
+@cache
+def programs(tier: str) -> dict[str, Program]:
+    """Of all products below, in one library, by their texts."""
+    cases = [pair(*kinds, sizes) for kinds in PAIRS for sizes in PARTITIONS.values()]
+    cases += [of_dtypes(kind, turn) for kind in KINDS for turn in TURNS]
+    cases += [in_any_order(), two_of(SEVEN, 64, 80, 4)]
+    fusions = [fusion_of(products) for products in cases]
+    return together({str(fusion): fusion for fusion in fusions}, tier)
 
 
 def wanted(products: Products, sizes: tuple[int, ...]) -> Tensor:
@@ -116,33 +122,19 @@ PAIRS = [
 
 
 def pair(kind: str, added: str, sizes: tuple[int, ...]) -> Products:
-    both = (torch.bfloat16, torch.bfloat16)
     return [
-        (kind, operands(kind, sizes, 71, 100, both, 0)),
-        (added, operands(added, sizes, 71, 5, both, 2)),
+        (kind, operands(kind, sizes, 71, 100, BF16, 0)),
+        (added, operands(added, sizes, 71, 5, BF16, 2)),
     ]
-
-
-@cache
-def pairs(tier: str) -> dict[tuple[str, str, int], Program]:
-    """Of each pair and number of groups."""
-    return together(
-        {
-            (*kinds, len(sizes)): fusion_of(pair(*kinds, sizes))
-            for kinds in PAIRS
-            for sizes in PARTITIONS.values()
-        },
-        tier,
-    )
 
 
 @pytest.mark.parametrize("sizes", PARTITIONS.values(), ids=PARTITIONS)
 @pytest.mark.parametrize(("kind", "added"), PAIRS)
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_exactly(tier, kind, added, sizes):
     """Every group and every row; what is NaN past the last end is not read, and gives zeros."""
     products = pair(kind, added, sizes)
-    same(results(pairs(tier)[kind, added, len(sizes)], products, sizes), wanted(products, sizes))
+    same(computed(products, sizes, tier), wanted(products, sizes))
 
 
 KINDS, TURNS = ("grouped_mm", "grouped_mm_t"), range(len(DTYPES))
@@ -157,33 +149,42 @@ def of_dtypes(kind: str, turn: int) -> Products:
     ]
 
 
-@cache
-def of_all_dtypes(tier: str) -> dict[tuple[str, int], Program]:
-    return together(
-        {(kind, turn): fusion_of(of_dtypes(kind, turn)) for kind in KINDS for turn in TURNS}, tier
-    )
-
-
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_every_pair_of_dtypes(tier, kind, turn):
     """Of products whose own are others, with as many features as there may be: each dtype of rows,
     with one of matrices.
     """
     products = of_dtypes(kind, turn)
-    same(results(of_all_dtypes(tier)[kind, turn], products, SEVEN), wanted(products, SEVEN))
+    same(computed(products, SEVEN, tier), wanted(products, SEVEN))
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_the_order_does_not_matter_and_there_may_be_several(tier):
-    """Which product is the kernel's own is seen by what it contracts."""
-    both = (torch.bfloat16, torch.bfloat16)
-    products = [
-        ("grouped_mm", operands("grouped_mm", SEVEN, 40, features, both, i))
+def in_any_order() -> Products:
+    return [
+        ("grouped_mm", operands("grouped_mm", SEVEN, 40, features, BF16, i))
         for i, features in enumerate((3, 80, 16))
     ]
+
+
+def two_of(sizes: tuple[int, ...], n: int, *features: int) -> Products:
+    return [("grouped_mm", operands("grouped_mm", sizes, n, k, BF16, k)) for k in features]
+
+
+@pytest.mark.parametrize("tier", OF_VECTORS)
+def test_the_order_does_not_matter_and_there_may_be_several(tier):
+    """Which product is the kernel's own is seen by what it contracts."""
+    products = in_any_order()
     same(computed(products, SEVEN, tier), wanted(products, SEVEN))
+
+
+@pytest.mark.parametrize("tier", OF_VECTORS)
+def test_what_changes_between_calls_is_read_again(tier):
+    """In the same memory, as an optimizer leaves it."""
+    products = two_of(SEVEN, 64, 80, 4)
+    for _ in range(3):
+        same(computed(products, SEVEN, tier), wanted(products, SEVEN))
+        products[1][1][1].add_(1)
 
 
 def gated(fd: FusionDefinition, y: Value, more: Value) -> Value:
@@ -197,8 +198,13 @@ def gated(fd: FusionDefinition, y: Value, more: Value) -> Value:
     return fd.ops.cast(fd.ops.mul(fd.ops.silu(gate), up), dtype="bf16")
 
 
-@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4"])
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    ("tier", "encoding"),
+    [
+        *((tier, encoding) for tier in TIERS for encoding in ("nvfp4", "mxfp4")),
+        *((tier, "int4") for tier in OF_VECTORS),
+    ],
+)
 def test_beside_a_quantized_weight(tier, encoding):
     """Few rows and many, all columns and pairs of them; what is added to is read from the codes."""
     fd, sizes, n, k, rank = FusionDefinition(), (1, 0, 3, 20, 300), 96, 160, 6
@@ -223,8 +229,8 @@ def test_beside_a_quantized_weight(tier, encoding):
     rows = [small_integers(sum(sizes) + 2, c, seed=i) for i, c in enumerate((k, rank))]
     b = small_integers(len(sizes), n, rank, seed=2)
     inputs = [ends_from_sizes(torch.tensor(sizes)), *rows, *weight, b]
-    check_segments(fd.fusion(), tier, inputs)
-    compiled = program(fd.fusion(), tier)
+    compiled = program(fd.fusion(), tier, joined=True)
+    check_segments(fd.fusion(), tier, inputs, compiled)
     assert len(compiled.segments) == 1
     (found, _), w = compiled(inputs), dequantize(weight)
     want = expected("grouped_mm_t", rows[0], w.mT, sizes) + expected(
@@ -236,7 +242,7 @@ def test_beside_a_quantized_weight(tier, encoding):
     assert ((found.double() - want).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_rows_that_are_made(tier):
     """A prologue of its own: rows that are gathered, and others computed while they are loaded."""
     fd, sizes = FusionDefinition(), (2, 30)
@@ -274,47 +280,6 @@ def test_rows_that_are_made(tier):
     each = zip((rows, source[at], others / 2), weights, strict=True)
     same(
         compiled(inputs)[0], sum(expected("grouped_mm_t", a, w.mT, sizes) for a, w in each).float()
-    )
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_what_changes_between_calls_is_read_again(tier):
-    """In the same memory, as an optimizer leaves it."""
-    both = (torch.bfloat16, torch.bfloat16)
-    products = [
-        ("grouped_mm", operands("grouped_mm", SEVEN, 64, features, both, 0)) for features in (80, 4)
-    ]
-    compiled = program(fusion_of(products), tier)
-    inputs = [
-        ends_from_sizes(torch.tensor(SEVEN)),
-        *(t for _, tensors in products for t in tensors),
-    ]
-    for _ in range(3):
-        same(compiled(inputs)[0], wanted(products, SEVEN))
-        products[1][1][1].add_(1)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_threads_change_no_bit(tier):
-    products = [
-        ("grouped_mm", [torch.randn(811, k).bfloat16(), torch.randn(5, 400, k).bfloat16()])
-        for k in (150, 12)
-    ]
-    same_on_any_threads(lambda: computed(products, (1, 0, 20, 700, 90), tier))
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_what_is_not_finite_stays_in_its_row(tier):
-    products = [
-        ("grouped_mm", operands("grouped_mm", (3, 5), 24, k, (torch.bfloat16, torch.bfloat16), k))
-        for k in (40, 7)
-    ]
-    rows = products[1][1][0]
-    rows[1, 6], rows[2, 3] = torch.nan, 2.0**100
-    want = wanted(products, (3, 5))
-    assert want.isnan().any()
-    torch.testing.assert_close(
-        computed(products, (3, 5), tier), want, rtol=1e-6, atol=0, equal_nan=True
     )
 
 

@@ -5,29 +5,35 @@ reference, for every byte there is.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
 from cpu_tiers import (
     DTYPES,
+    OF_VECTORS,
     TIERS,
-    check_segments,
     emulated_amx,
     fusion_of_call,
-    program,
     same,
     same_on_any_threads,
     together,
 )
 
 from fusion_moe.encodings import ENCODINGS, INT4, MXFP4, Quantized, dequantize, quantize
-from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.types import DTYPES as DTYPE_OF
-from fusion_moe.nn import swiglu
+from fusion_moe.runtime.program import Program
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
 PLAIN = ("bf16", "f16", "f32")
 FORMATS = ("mxfp4", "int4", *PLAIN)
+# with AMX there are kernels of its own for e2m1 codes only
+TIERS_AND_FORMATS = [
+    (tier, encoding)
+    for encoding in FORMATS
+    for tier in (TIERS if encoding == "mxfp4" else OF_VECTORS)
+]
+SIZES = (1, 0, 2, 3, 4, 16, 50, 300)
 NAN = 255  # of e8m0
 IN_RANGE = (106, 133)  # what kernels/weights/mxfp4.h has in range
 
@@ -70,20 +76,37 @@ def random_weights(
     return mxfp4(codes, torch.randint(*scales, (groups, n, k // 32), generator=g))
 
 
+def key_of(weight: Quantized, dtype: torch.dtype) -> tuple[object, ...]:
+    return weight.encoding.name, *weight.shape, dtype
+
+
+@cache
+def products(tier: str) -> dict[tuple[object, ...], Program]:
+    """Of all weights below that the tier has, each with its dtypes of activations, in one
+    library.
+    """
+    cases = [(random_weights(e, len(SIZES), 133, columns(e)), DTYPES) for e in FORMATS]
+    cases += [(random_weights(e, 1, len(every_scale(e)[0]), 512), DTYPES) for e in FORMATS[:2]]
+    cases += [(random_weights(e, 1, 2**16, 1), (DTYPE_OF[e],)) for e in PLAIN[:2]]
+    cases += [(random_weights("mxfp4", 3, 500, 96), DTYPES[:1])]
+    fusions = {}
+    for weight, dtypes in cases:
+        for dtype in dtypes if (tier, weight.encoding.name) in TIERS_AND_FORMATS else ():
+            x, ends = torch.empty(2, weight.shape[-1], dtype=dtype), torch.zeros(weight.shape[0])
+            fusions[key_of(weight, dtype)] = fusion_of_call(
+                "grouped_mm",
+                x,
+                list(weight),
+                ends.int(),
+                weight_format=weight.encoding.name,
+                out_dtype=torch.float32,
+            )
+    return together(fusions, tier)
+
+
 def product(tier: str, x: torch.Tensor, weight: Quantized, sizes: tuple[int, ...]) -> torch.Tensor:
     """f32, of groups of so many rows."""
-    return program(fusion_of(x, weight, sizes), tier)([x, *weight, ends_of(sizes)])[0]
-
-
-def fusion_of(x: torch.Tensor, weight: Quantized, sizes: tuple[int, ...]) -> Fusion:
-    return fusion_of_call(
-        "grouped_mm",
-        x,
-        list(weight),
-        ends_of(sizes),
-        weight_format=weight.encoding.name,
-        out_dtype=torch.float32,
-    )
+    return products(tier)[key_of(weight, x.dtype)]([x, *weight, ends_of(sizes)])[0]
 
 
 def ends_of(sizes: tuple[int, ...]) -> torch.Tensor:
@@ -100,20 +123,21 @@ def assert_close(found: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("encoding", [MXFP4, INT4], ids=lambda e: e.name)
-def test_every_code_under_every_scale(encoding, tier, dtype):
+@pytest.mark.parametrize(
+    ("tier", "encoding"), [t for t in TIERS_AND_FORMATS if t[1] in FORMATS[:2]]
+)
+def test_every_code_under_every_scale(tier, encoding, dtype):
     """Row n has block scale n; block b has code b; a row of activations picks one block."""
     code = torch.arange(16, dtype=torch.uint8)
     codes = (code | code << 4).repeat_interleave(16)
     x = torch.zeros(16, 512, dtype=dtype)
     x[torch.arange(16), torch.arange(0, 512, 32) + torch.arange(16)] = 1
-    for scales in every_scale(encoding.name):
+    for scales in every_scale(encoding):
         parts = (
             codes.expand(1, len(scales), 256).contiguous(),
             scales[None, :, None].expand(1, -1, 16).contiguous(),
         )
-        weight = Quantized(*parts, encoding=encoding)
+        weight = Quantized(*parts, encoding=ENCODINGS[encoding])
         want = dequantize(weight)[0, :, ::32].T
         finite = want.isfinite().all(0)
         for rows in (1, 4, 16, 40, 130):  # each kernel there is for so many rows
@@ -125,7 +149,7 @@ def test_every_code_under_every_scale(encoding, tier, dtype):
                 assert found[:, ~finite].isnan().all()
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 @pytest.mark.parametrize(("encoding", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
 def test_every_number(tier, encoding, dtype):
     """Subnormal, infinite and NaN ones too: K is 1."""
@@ -135,83 +159,41 @@ def test_every_number(tier, encoding, dtype):
         same(product(tier, torch.ones(rows, 1), weight, (rows,)), numbers.float().expand(rows, -1))
 
 
+def columns(encoding: str) -> int:
+    """No multiple of more than a block."""
+    return 299 if encoding in PLAIN else 1312
+
+
 @pytest.mark.parametrize(
-    ("encoding", "scales"),
+    ("tier", "encoding", "scales"),
     [
-        ("mxfp4", IN_RANGE),
-        ("mxfp4", (0, NAN - 30)),
-        ("mxfp4", (IN_RANGE[0] - 2, IN_RANGE[1] + 2)),
-        *((name, IN_RANGE) for name in FORMATS[1:]),
+        *((*both, IN_RANGE) for both in TIERS_AND_FORMATS),
+        *((tier, "mxfp4", (0, NAN - 30)) for tier in TIERS),
+        *((tier, "mxfp4", (IN_RANGE[0] - 2, IN_RANGE[1] + 2)) for tier in TIERS),
     ],
 )
-@pytest.mark.parametrize("tier", TIERS)
 def test_groups_of_any_size(tier, encoding, scales):
-    """K is no multiple of more than a block, and there are columns with zeros under the smallest
-    scale, as quantizers make them.
-    """
-    n, k, sizes = 133, 299 if encoding in PLAIN else 1312, (1, 0, 2, 3, 4, 16, 50, 300)
-    weight = random_weights(encoding, len(sizes), n, k, scales)
+    """There are columns with zeros under the smallest scale, as quantizers make them."""
+    k = columns(encoding)
+    weight = random_weights(encoding, len(SIZES), 133, k, scales)
     if encoding == "mxfp4":
         weight.codes[:, ::5, :16] = 0x80
         weight.block_scale.view(torch.uint8)[:, ::5, 0] = 0
-    rows_of = {
-        dtype: torch.randn(sum(sizes) + 2, k, generator=torch.Generator().manual_seed(1)).to(dtype)
-        for dtype in DTYPES
-    }
-    for dtype, compiled in together(
-        {dtype: fusion_of(x, weight, sizes) for dtype, x in rows_of.items()}, tier
-    ).items():
-        x = rows_of[dtype]
-        x[sum(sizes) :] = torch.nan  # rows of no group are not read
-        found, start = compiled([x, *weight, ends_of(sizes)])[0], 0
-        for rows, w in zip(sizes, dequantize(weight), strict=True):
+    for dtype in DTYPES:
+        g = torch.Generator().manual_seed(1)
+        x = torch.randn(sum(SIZES) + 2, k, generator=g).to(dtype)
+        x[sum(SIZES) :] = torch.nan  # rows of no group are not read
+        found, start = product(tier, x, weight, SIZES), 0
+        for rows, w in zip(SIZES, dequantize(weight), strict=True):
             assert_close(found[start : start + rows], x[start : start + rows], w)
             start += rows
         assert not found[start:].any()
 
 
-@pytest.mark.parametrize("encoding", ["mxfp4", "int4", "bf16"])
 @pytest.mark.parametrize("tier", TIERS)
-def test_threads_change_no_bit(tier, encoding):
-    """Nor do they where some columns have scales out of range, which are for another kernel."""
-    weight, sizes = random_weights(encoding, 3, 500, 96), (1, 20, 90)
-    if encoding == "mxfp4":
-        weight.block_scale.view(torch.uint8)[:, 300, 1] = 70
+def test_threads_change_no_bit(tier):
+    """Where some columns have scales out of range, which are for another kernel."""
+    weight, sizes = random_weights("mxfp4", 3, 500, 96), (1, 20, 90)
+    weight.block_scale.view(torch.uint8)[:, 300, 1] = 70
     x = torch.randn(sum(sizes), 96).bfloat16()
     same_on_any_threads(lambda: product(tier, x, weight, sizes))
-
-
-@pytest.mark.parametrize("encoding", FORMATS)
-@pytest.mark.parametrize("tier", TIERS)
-def test_experts(tier, encoding):
-    """What is fused around the products, each kernel against its segment. Weights of small
-    integers, or halves of them.
-    """
-    groups, hidden, inner = 4, 96, 64
-    g = torch.Generator().manual_seed(2)
-    gate_up, down = (
-        quantize(
-            torch.randint(-2, 3, (groups, *shape), generator=g).float(),
-            encoding=ENCODINGS[encoding],
-        )
-        for shape in ((2 * inner, hidden), (hidden, inner))
-    )
-    ids, w = (
-        torch.randint(0, groups, (40, 2), generator=g),
-        2.0 ** torch.randint(-3, 1, (40, 2), generator=g),
-    )
-    dtype = DTYPE_OF[encoding] if encoding in PLAIN else torch.bfloat16
-    bias = torch.randint(-3, 4, (groups, 2 * inner), generator=g).to(dtype)
-    x = torch.randint(-3, 4, (40, hidden), generator=g).to(dtype)
-    fusion = fusion_of_call(
-        "fused_experts",
-        x,
-        ids,
-        w,
-        list(gate_up),
-        list(down),
-        bias,
-        weight_format=encoding,
-        activation=swiglu(interleave=8, limit=7.0),
-    )
-    check_segments(fusion, tier, [x, ids, w, *gate_up, *down, bias])

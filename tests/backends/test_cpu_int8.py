@@ -31,7 +31,7 @@ def weights(encoding: str, groups: int = 3, n: int = 200, k: int = 544, seed: in
     compiled.
     """
     return (
-        random_weight(groups, n, k, seed, 1)
+        random_weight(groups, n, k, seed)
         if encoding == "nvfp4"
         else random_weights(encoding, groups, n, k, seed=seed)
     )

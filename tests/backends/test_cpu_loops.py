@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 
 import long_sums
 import pytest
 import torch
+from cpu_tiers import together
 from fusions import assert_same_bits, bits, inputs_of, mxfp8_copies, numbers_of_all_sizes, programs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -83,6 +85,7 @@ def of(*tensors: Tensor):
 
 
 CASES: dict = {}
+BOTH_TIERS = (isa.available()[0], "generic")  # with the longest vectors, and the shortest
 OF_ANY_ROWS = (
     "sum_of_rows",
     "sum_of_columns",
@@ -256,11 +259,16 @@ def scales_of_matrices(fd, x):
     return fd.ops.decode_scale(x, encoding="nvfp4")
 
 
+@cache
+def of_cases() -> dict[str, Program]:
+    """All in one library."""
+    return together({case: make()[0] for case, make in CASES.items()}, BOTH_TIERS[0])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_an_operation(case):
     fusion, inputs = CASES[case]()
-    program = in_cpp(fusion)
-    for found, want in zip(program(inputs), fusion.evaluate(*inputs), strict=True):
+    for found, want in zip(of_cases()[case](inputs), fusion.evaluate(*inputs), strict=True):
         close(found, want, 1e-5 if want.dtype == torch.float32 else 2.0**-8)
 
 
@@ -269,7 +277,7 @@ def test_few_rows(rows):
     for case in OF_ANY_ROWS:
         fusion, inputs = CASES[case]()
         inputs = [t[:rows] for t in inputs]
-        for found, want in zip(in_cpp(fusion)(inputs), fusion.evaluate(*inputs), strict=True):
+        for found, want in zip(of_cases()[case](inputs), fusion.evaluate(*inputs), strict=True):
             close(found, want, 2.0**-8)
 
 
@@ -285,7 +293,7 @@ def quantized(shape, dtype: str, runs: int = 0) -> Fusion:
     return fd.fusion()
 
 
-@pytest.mark.parametrize("tier", isa.available())
+@pytest.mark.parametrize("tier", BOTH_TIERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_quantize_is_that_of_the_reference(dtype, tier):
     """Every float16 there is, and numbers of all sizes; given scales that fit, that saturate, and
@@ -312,7 +320,7 @@ def test_quantize_says_what_is_not_finite():
         in_cpp(quantized(x.shape, "f32"))([x, torch.ones(1)])
 
 
-@pytest.mark.parametrize("tier", isa.available())
+@pytest.mark.parametrize("tier", BOTH_TIERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_mxfp8_is_that_of_the_reference(axis, dtype, tier):
@@ -322,7 +330,7 @@ def test_mxfp8_is_that_of_the_reference(axis, dtype, tier):
     assert in_cpp(fusion)
 
 
-@pytest.mark.parametrize("tier", isa.available())
+@pytest.mark.parametrize("tier", BOTH_TIERS)
 @pytest.mark.parametrize("sizes", [(5, 0, 33, 64, 1), (0, 0), (32,), (96, 7)])
 @pytest.mark.parametrize("columns", [48, 600])
 def test_mxfp8_along_rows_of_groups_is_that_of_the_reference(columns, sizes, tier):
@@ -473,6 +481,7 @@ def test_long_sums_of_what_is_not_finite(kind, value):
 # Whole programs -----------------------------------------------------------------------------------
 
 
+@settings(max_examples=15)
 @given(programs(), st.sampled_from([0, 1, 5]), st.sampled_from(isa.available()), st.booleans())
 def test_any_program(fusion, tokens, tier, contract):
     """In one call and kernel by kernel; what was not rounded, or rounded elsewhere, grows with the
@@ -486,6 +495,7 @@ def test_any_program(fusion, tokens, tier, contract):
     assert_same_bits(program._one_by_one(inputs, fusion.bind(inputs)), found)
 
 
+@settings(max_examples=10)
 @given(programs(), st.sampled_from(("ids", "weights")))
 def test_any_program_says_what_the_reference_says(fusion, what):
     inputs = inputs_of(3)

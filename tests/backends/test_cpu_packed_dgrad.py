@@ -4,19 +4,16 @@ kernels for pairs take, and others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
 from cpu_tiers import (
     DTYPES,
-    TIERS,
+    OF_VECTORS,
     check_segments,
-    emulated_amx,
-    program,
     same,
-    same_on_any_threads,
     small_integers,
     together,
 )
@@ -35,22 +32,20 @@ SIZES = (1, 0, 6, 7, 70, 0, 300)
 ENCODED = ("nvfp4", "mxfp4", "int4")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def amx() -> Iterator[None]:
-    with emulated_amx():
-        yield
+Shape = tuple[str, tuple[tuple[str, tuple[int, ...]], ...], torch.dtype]
 
 
-@cache
-def product(
-    encoding: str,
-    parts: tuple[tuple[str, tuple[int, ...]], ...],
-    dtype: torch.dtype,
-    rest: Rest | None = None,
-) -> Fusion:
+def shape_of(weight: Quantized, dtype: torch.dtype) -> Shape:
+    """The encoding, the types of the weight's parts, and the dtype of rows."""
+    parts = tuple((dtype_name(t.dtype), tuple(t.shape)) for t in weight)
+    return weight.encoding.name, parts, dtype
+
+
+def product(shape: Shape, rest: Rest | None = None) -> Fusion:
     """dy [M, N] of a dtype, ends, the parts of a weight [G, N, K] -> f32 [M/g, K]. rest: what is
     fused after it.
     """
+    encoding, parts, dtype = shape
     fd = FusionDefinition()
     rows, (groups, n, _) = fd.define_size("m"), parts[0][1]
     dy = fd.define_tensor(shape=[rows, n], dtype=dtype_name(dtype))
@@ -63,15 +58,6 @@ def product(
     made = fd.ops.grouped_mm_t(fd.ops.partition(dy, ends), w, ends)
     fd.add_output(rest(fd, made, ends) if rest else made)
     return fd.fusion()
-
-
-def fusion_of(weight: Quantized, dtype: torch.dtype, rest: Rest | None = None) -> Fusion:
-    return product(
-        weight.encoding.name,
-        tuple((dtype_name(t.dtype), tuple(t.shape)) for t in weight),
-        dtype,
-        rest,
-    )
 
 
 def weight_of(
@@ -92,30 +78,32 @@ def weight_of(
     )
 
 
-def check(tier: str, weight: Quantized, dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> None:
-    check_all(tier, [(weight, dtype)], sizes)
+ODD = ((45, 160), (96, 32), (1, 64))
+RUNS = ((0.5, 2.0), (1.0, 0.0), (-3.0, 1e-3), (1e-35, 1.0), (1e30, 1e-30))
 
 
-def check_all(
-    tier: str, cases: Sequence[tuple[Quantized, torch.dtype]], sizes: Sequence[int] = SIZES
-) -> None:
-    programs = together({i: fusion_of(*case) for i, case in enumerate(cases)}, tier)
-    for i, case in enumerate(cases):
-        assert_near(programs[i], *case, sizes)
+@cache
+def products(tier: str) -> dict[Shape, Program]:
+    """Of all weights below, in one library."""
+    weights = [(weight_of("nvfp4", len(SIZES), n, 80, RUNS[0]), DTYPES[:1]) for n in (96, 90)]
+    for encoding in ENCODED:
+        weights += [(weight_of(encoding, len(SIZES), n, k), DTYPES) for n, k in ODD]
+        weights += [(weight_of(encoding, len(SIZES), 64, 96), DTYPES[:1])]
+    shapes = [shape_of(weight, dtype) for weight, dtypes in weights for dtype in dtypes]
+    return together({shape: product(shape) for shape in shapes}, tier)
 
 
-def assert_near(
-    compiled: Program, weight: Quantized, dtype: torch.dtype, sizes: Sequence[int]
-) -> None:
+def check(tier: str, weight: Quantized, dtype: torch.dtype = torch.bfloat16) -> None:
     """N products, each rounded once, N sums of them, and the one factor of a sum."""
     n = weight.shape[1]
-    dy = torch.randn(sum(sizes) + 3, n, generator=torch.Generator().manual_seed(1)).to(dtype)
-    dy[sum(sizes) :] = torch.nan  # rows of no group
-    found = compiled([dy, ends_from_sizes(torch.tensor(sizes)), *weight])[0]
+    dy = torch.randn(sum(SIZES) + 3, n, generator=torch.Generator().manual_seed(1)).to(dtype)
+    dy[sum(SIZES) :] = torch.nan  # rows of no group
+    compiled = products(tier)[shape_of(weight, dtype)]
+    found = compiled([dy, ends_from_sizes(torch.tensor(SIZES)), *weight])[0]
     dy, w = dy.nan_to_num(), dequantize(weight).double()
     want, sizes_of = (
-        expected("grouped_mm_t", dy, w, sizes),
-        expected("grouped_mm_t", dy.abs(), w.abs(), sizes),
+        expected("grouped_mm_t", dy, w, SIZES),
+        expected("grouped_mm_t", dy.abs(), w.abs(), SIZES),
     )
     same(found.isnan(), want.isnan())
     near = (found.double() - want).abs() <= (n + 4) * 2.0**-24 * sizes_of + 2.0**-140
@@ -123,49 +111,45 @@ def assert_near(
 
 
 @pytest.mark.parametrize("encoding", ENCODED)
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_every_dtype_and_odd_sizes(tier, encoding):
-    shapes = ((45, 160), (96, 32), (1, 64))
-    check_all(
-        tier,
-        [(weight_of(encoding, len(SIZES), n, k), dtype) for dtype in DTYPES for n, k in shapes],
-    )
+    for n, k in ODD:
+        for dtype in DTYPES:
+            check(tier, weight_of(encoding, len(SIZES), n, k), dtype)
 
 
 @pytest.mark.parametrize("n", [96, 90], ids=["even", "odd"])
-@pytest.mark.parametrize(
-    "scales", [(0.5, 2.0), (1.0, 0.0), (-3.0, 1e-3), (1e-35, 1.0), (1e30, 1e-30)], ids=str
-)
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("scales", RUNS, ids=str)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_runs_with_a_scale_each(tier, scales, n):
     """Of an even or an odd number of rows, and scales that keep products among the normal numbers
     or do not.
     """
-    check(tier, weight_of("nvfp4", len(SIZES), n, 80, scales), torch.bfloat16)
+    check(tier, weight_of("nvfp4", len(SIZES), n, 80, scales))
 
 
 @pytest.mark.parametrize(
     "scales", [IN_RANGE, (IN_RANGE[0] - 2, IN_RANGE[1] + 2), (0, 60), (200, NAN - 30)], ids=str
 )
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_every_scale_of_mxfp4(tier, scales):
-    check(tier, random_weights("mxfp4", len(SIZES), 64, 96, scales), torch.bfloat16)
+    check(tier, random_weights("mxfp4", len(SIZES), 64, 96, scales))
 
 
 @pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_a_scale_that_is_no_number(tier, encoding):
     """Spoils the columns of its block in its group, and nothing else."""
     weight = weight_of(encoding, len(SIZES), 64, 96)
     weight[1].view(torch.uint8)[4, 17, 1] = NAN if encoding == "mxfp4" else 0x7F
-    check(tier, weight, torch.bfloat16)
+    check(tier, weight)
 
 
 INTERLEAVED = (0, 1, 8)
 
 
 def apart(encoding: str, interleave: int) -> Fusion:
-    return fusion_of(weight_of(encoding, 3, 40, 96), torch.bfloat16, gated(interleave, 48))
+    return product(shape_of(weight_of(encoding, 3, 40, 96), torch.bfloat16), gated(interleave, 48))
 
 
 @cache
@@ -177,7 +161,7 @@ def all_apart(tier: str) -> dict[tuple[str, int], Program]:
 
 @pytest.mark.parametrize("interleave", INTERLEAVED)
 @pytest.mark.parametrize("encoding", ENCODED)
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_columns_that_lie_apart(tier, encoding, interleave):
     """What is fused after it reads two columns of the product."""
     inputs = [
@@ -186,12 +170,3 @@ def test_columns_that_lie_apart(tier, encoding, interleave):
         *weight_of(encoding, 3, 40, 96),
     ]
     check_segments(apart(encoding, interleave), tier, inputs, all_apart(tier)[encoding, interleave])
-
-
-@pytest.mark.parametrize("encoding", ENCODED)
-@pytest.mark.parametrize("tier", TIERS)
-def test_threads_change_no_bit(tier, encoding):
-    weight = weight_of(encoding, len(SIZES), 128, 416)
-    dy = torch.randn(sum(SIZES), 128).bfloat16()
-    compiled = program(fusion_of(weight, torch.bfloat16), tier)
-    same_on_any_threads(lambda: compiled([dy, ends_from_sizes(torch.tensor(SIZES)), *weight]))

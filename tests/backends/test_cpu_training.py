@@ -4,16 +4,15 @@ fused around them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
 import torch
 from cpu_tiers import (
     DTYPES,
-    TIERS,
+    OF_VECTORS,
     check_segments,
-    emulated_amx,
     fusion_of_call,
     program,
     same,
@@ -21,13 +20,11 @@ from cpu_tiers import (
     small_integers,
     together,
 )
-from test_cpu_encodings import random_weights
 from torch import Tensor
 
 from fusion_moe import FusionDefinition, options
 from fusion_moe.backends import TARGETS
 from fusion_moe.compile import lower
-from fusion_moe.encodings import ENCODINGS, dequantize, quantize
 from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.ir.derivative import Derivative, differentiate
 from fusion_moe.ir.types import FLOATS, dtype_name
@@ -55,12 +52,6 @@ PRODUCTS = [(sizes, 100, 71) for sizes in PARTITIONS.values()] + [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def amx() -> Iterator[None]:
-    with emulated_amx():
-        yield
-
-
 Rest = Callable[[FusionDefinition, Value, Value], Value]  # (fd, the product, ends) -> the result
 
 
@@ -86,13 +77,6 @@ def product(
     made = getattr(fd.ops, kind)(fd.ops.partition(x, ends), other, ends)
     fd.add_output(rest(fd, made, ends) if rest else made)
     return fd.fusion()
-
-
-def computed(kind: str, tier: str, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    shape = tuple(b.shape[1:] if kind == "grouped_outer" else b.shape)
-    return program(product(kind, (a.shape[1], a.dtype), (shape, b.dtype), len(ends)), tier)(
-        [a, b, ends]
-    )[0]
 
 
 def expected(kind: str, a: Tensor, b: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -137,104 +121,79 @@ def operands(
 # Products -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sizes", "n", "k"), PRODUCTS, ids=[*PARTITIONS, "wide", "one_number"])
-@pytest.mark.parametrize("kind", ["grouped_mm_t", "grouped_outer"])
-@pytest.mark.parametrize("tier", TIERS)
-def test_exactly(tier, kind, sizes, n, k):
-    """Small integers, every group and every row; what is NaN past the last end is not read."""
-    a, b = operands(kind, sizes, n, k, (torch.bfloat16, torch.bfloat16), exact=True)
-    same(
-        computed(kind, tier, a, b, ends_from_sizes(torch.tensor(sizes))),
-        expected(kind, a, b, sizes).float(),
-    )
-
-
+KINDS = ("grouped_mm_t", "grouped_outer")
+BF16 = (torch.bfloat16, torch.bfloat16)
 BOTH_DTYPES = [(a, b) for a in DTYPES for b in DTYPES]
+SHAPES = {  # groups, n, k and the dtypes of both operands of all products below
+    *((len(sizes), n, k, BF16) for sizes, n, k in PRODUCTS),
+    *((7, 100, 71, two) for two in BOTH_DTYPES),
+    *((5, 400, 150, (dtype, dtype)) for dtype in (torch.bfloat16, torch.float32)),
+    (2, 40, 24, BF16),
+}
 
 
 @cache
-def of_all_dtypes(tier: str) -> dict[tuple[str, torch.dtype, torch.dtype], Program]:
-    """Of 100 and 71 columns, in seven groups."""
-    shapes = {"grouped_mm_t": (7, 100, 71), "grouped_outer": (71,)}
-    return together(
-        {
-            (kind, *two): product(kind, (100, two[0]), (shape, two[1]), 7)
-            for kind, shape in shapes.items()
-            for two in BOTH_DTYPES
-        },
-        tier,
-    )
+def products(tier: str) -> dict[tuple[object, ...], Program]:
+    """Of all kinds and shapes, in one library."""
+    fusions = {}
+    for kind in KINDS:
+        for groups, n, k, (a, b) in SHAPES:
+            shape = (k,) if kind == "grouped_outer" else (groups, n, k)
+            fusions[kind, groups, n, k, (a, b)] = product(kind, (n, a), (shape, b), groups)
+    return together(fusions, tier)
+
+
+def computed(kind: str, tier: str, a: Tensor, b: Tensor, sizes: Sequence[int]) -> Tensor:
+    shape = len(sizes), a.shape[1], b.shape[-1], (a.dtype, b.dtype)
+    return products(tier)[(kind, *shape)]([a, b, ends_from_sizes(torch.tensor(sizes))])[0]
+
+
+@pytest.mark.parametrize(("sizes", "n", "k"), PRODUCTS, ids=[*PARTITIONS, "wide", "one_number"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
+def test_exactly(tier, kind, sizes, n, k):
+    """Small integers, every group and every row; what is NaN past the last end is not read."""
+    a, b = operands(kind, sizes, n, k, BF16, exact=True)
+    same(computed(kind, tier, a, b, sizes), expected(kind, a, b, sizes).float())
 
 
 @pytest.mark.parametrize("dtypes", BOTH_DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["grouped_mm_t", "grouped_outer"])
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_every_pair_of_dtypes(tier, kind, dtypes):
     """Each product and each sum is rounded once, to float32: as many units in the last place of the
     sum of sizes as there are products.
     """
     sizes = PARTITIONS["seven"]
-    ends = ends_from_sizes(torch.tensor(sizes))
-    compiled = of_all_dtypes(tier)[(kind, *dtypes)]
     a, b = operands(kind, sizes, 100, 71, dtypes, exact=True)
-    same(compiled([a, b, ends])[0], expected(kind, a, b, sizes).float())
+    same(computed(kind, tier, a, b, sizes), expected(kind, a, b, sizes).float())
     a, b = operands(kind, sizes, 100, 71, dtypes, exact=False)
     contracted = max(sizes) if kind == "grouped_outer" else 100
     bound = (contracted + 3) * 2.0**-24 * expected(kind, a.abs(), b.abs(), sizes)
-    assert ((compiled([a, b, ends])[0].double() - expected(kind, a, b, sizes)).abs() <= bound).all()
+    found, want = computed(kind, tier, a, b, sizes).double(), expected(kind, a, b, sizes)
+    assert ((found - want).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["grouped_mm_t", "grouped_outer"])
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_threads_change_no_bit(tier, kind, dtype):
     sizes = (1, 0, 20, 700, 90)
     a, b = operands(kind, sizes, 400, 150, (dtype, dtype), exact=False)
-    same_on_any_threads(lambda: computed(kind, tier, a, b, ends_from_sizes(torch.tensor(sizes))))
+    same_on_any_threads(lambda: computed(kind, tier, a, b, sizes))
 
 
-@pytest.mark.parametrize("kind", ["grouped_mm_t", "grouped_outer"])
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_what_is_not_finite_stays_in_its_row_or_group(tier, kind):
     """And numbers of bfloat16 as large as there are."""
     sizes = (3, 5)
-    a, b = operands(kind, sizes, 40, 24, (torch.bfloat16, torch.bfloat16), exact=True)
+    a, b = operands(kind, sizes, 40, 24, BF16, exact=True)
     a[1, 7], a[2, 3] = torch.nan, 2.0**100
     want = expected(kind, a, b, sizes).float()
-    found = computed(kind, tier, a, b, ends_from_sizes(torch.tensor(sizes)))
     assert want.isnan().any()
+    found = computed(kind, tier, a, b, sizes)
     torch.testing.assert_close(found, want, rtol=1e-6, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4"])
-@pytest.mark.parametrize("tier", TIERS)
-def test_the_gradient_of_rows_by_a_quantized_weight(tier, encoding):
-    n, k, sizes = 45, 160, (1, 0, 20, 70)
-    if encoding == "nvfp4":
-        weight = quantize(
-            torch.randn(len(sizes), n, k, generator=torch.Generator().manual_seed(0)),
-            encoding=ENCODINGS[encoding],
-        )
-    else:
-        weight = random_weights(encoding, len(sizes), n, k, (120, 130))
-    ends = ends_from_sizes(torch.tensor(sizes))
-    for dtype in DTYPES:
-        x = torch.randn(sum(sizes), k).to(dtype)
-        fusion = fusion_of_call(
-            "grouped_mm", x, list(weight), ends, weight_format=encoding, out_dtype=torch.float32
-        )
-        backward = differentiate(fusion, [0])
-        dy = torch.randn(sum(sizes), n)
-        args = [*backward.read([x, *weight, ends], [dy]), dy]
-        (found,) = program(backward.backward, tier)(args)
-        w = dequantize(weight)
-        want = expected("grouped_mm_t", dy, w, sizes)
-        bound = (
-            (n + 4) * 2.0**-24 * expected("grouped_mm_t", dy.abs(), w.abs(), sizes)
-            + torch.finfo(dtype).eps * want.abs()
-            + 2.0**-25
-        )
-        assert ((found.double() - want).abs() <= bound).all()
 
 
 # What is fused ------------------------------------------------------------------------------------
@@ -263,7 +222,7 @@ def test_a_matrix_is_added_to_another():
         torch.arange(59, -1, -1),
         small_integers(3, n, k, dtype=torch.float32),
     ]
-    for tier in TIERS:
+    for tier in OF_VECTORS:
         check_segments(fd.fusion(), tier, [*inputs, torch.tensor([0, 50, 58], dtype=torch.int32)])
         assert len(program(fd.fusion(), tier).segments) == 1
 
@@ -291,24 +250,24 @@ def gated(interleave: int, hidden: int) -> Rest:
     return rest
 
 
-@pytest.mark.parametrize("interleave", [0, 1, 8])
-@pytest.mark.parametrize("tier", TIERS)
+INTERLEAVED = (0, 1, 8)
+
+
+@cache
+def of_columns_apart(tier: str) -> dict[int, Program]:
+    shape = (40, torch.bfloat16), ((3, 40, 96), torch.bfloat16), 3
+    return together({i: product("grouped_mm_t", *shape, gated(i, 48)) for i in INTERLEAVED}, tier)
+
+
+@pytest.mark.parametrize("interleave", INTERLEAVED)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_columns_of_transposed_weights(tier, interleave):
     """FC1 whose weight is stored [G, K, N], with what reads two columns of its product."""
-    fusion = product(
-        "grouped_mm_t",
-        (40, torch.bfloat16),
-        ((3, 40, 96), torch.bfloat16),
-        3,
-        gated(interleave, 48),
-    )
-    inputs = [
-        small_integers(50, 40),
-        small_integers(3, 40, 96),
-        torch.tensor([7, 7, 45], dtype=torch.int32),
-    ]
-    check_segments(fusion, tier, inputs)
-    assert len(program(fusion, tier).segments) == 1
+    compiled = of_columns_apart(tier)[interleave]
+    ends = torch.tensor([7, 7, 45], dtype=torch.int32)
+    inputs = [small_integers(50, 40), small_integers(3, 40, 96), ends]
+    check_segments(compiled.fusion, tier, inputs, compiled)
+    assert len(compiled.segments) == 1
 
 
 def experts(
@@ -368,7 +327,7 @@ def layers(tier: str) -> dict[tuple[str, torch.dtype, str], Program]:
 
 
 @pytest.mark.parametrize(("layer", "dtype"), LAYERS_AND_DTYPES, ids=str)
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_an_expert_layer(tier, layer, dtype):
     """Forward and backward, each kernel against its segment; none is the reference's."""
     made, inputs = layer_and_inputs(layer, dtype)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, fusion_of_call, program
+from cpu_tiers import DTYPES, TIERS, emulated_amx, fusion_of_call, program
 from torch import Tensor
 
 import fusion_moe
@@ -82,16 +82,6 @@ def test_grouped_mm(tier, dtype):
     )
     (found,), (want,) = program(fusion, tier)([x, *w, ends]), fusion.evaluate(x, *w, ends)
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_fused_experts_by_segments(tier):
-    g = torch.Generator().manual_seed(3)
-    gate_up, down = weight(E, 2 * I, H), weight(E, H, I, seed=2)
-    ids = torch.rand(9, E, generator=g).argsort(1)[:, :2]
-    x, w = torch.randn(9, H, generator=g).bfloat16(), torch.rand(9, 2, generator=g)
-    fusion = fusion_of_call("fused_experts", x, ids, w, gate_up, down, weight_format=INT8_G32.name)
-    check_segments(fusion, tier, [x, ids, w, *gate_up, *down])
 
 
 def test_the_option_check_finds_a_reader_at_fault(tmp_path):

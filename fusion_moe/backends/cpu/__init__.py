@@ -58,10 +58,10 @@ def substitute(segment: Segment) -> Kernel | None:
         return None
     build.warn_of_no_compiler()
     try:
-        product = prebuilt.product(segment.plan.fusion)
+        evaluate, why = prebuilt.product(segment.plan.fusion)
     except UnsupportedError as error:
         return reference.in_torch(segment, str(error))
-    return Kernel(segment, NAME, str(segment.plan.fusion), product.evaluate, why=product.why)
+    return Kernel(segment, NAME, str(segment.plan.fusion), evaluate, why=why)
 
 
 BACKEND = Backend(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...encodings import find
+from ...encodings import MXFP8, MXFP8_COLUMNS, NVFP4, Encoding, find
+from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize
@@ -18,13 +19,19 @@ from ..cxx.product_plan import MADE_FIRST, known
 from ..cxx.statements import Statement, branches, hoisted, inner, written
 from ..cxx.sums import reduction
 from ..inexpressible import Inexpressible, naming
-from .encoders import encoder
 from .segment import SegmentWriter, Source
 
 _B, _I, _J, _K, _L, _M, _R = map(Variable, "bijklmr")
 _ROW = Variable("row")
 # terms of a sum that are added one after another; sums along memory are made in up to 16 lanes
 _AT_ONCE, _LANES = 256, 16
+# encoding -> the function in kernels/numbers.h that quantizes a block of floats to it. The
+# reference quantizes to all others.
+_ENCODERS = {
+    NVFP4.name: "quantize_block",
+    MXFP8.name: "quantize_mxfp8",
+    MXFP8_COLUMNS.name: "quantize_mxfp8",
+}
 
 
 def source(fusion: Fusion) -> Source:
@@ -186,7 +193,9 @@ class _Writer(SegmentWriter):
         ]
 
     def _decode_scale(self, op: Op) -> list[str]:
-        (x,), (out,), made_by = op.values, op.outputs, encoder(find(op.attrs["encoding"]))
+        (x,), (out,), encoding = op.values, op.outputs, find(op.attrs["encoding"])
+        _encoder(encoding)
+        most = encoding.element.maximum * encoding.scales[0].maximum
         *lead, rows, k = x.type.shape
         made = self.elements()
         element = made.of(x, [*unflat(_L, lead), _M, _K])
@@ -202,7 +211,7 @@ class _Writer(SegmentWriter):
         body = [
             "std::atomic<u32> most{0};  // magnitudes order as their bits do, NaN above all",
             *_for_rows(plain(rows), plain(k), of_row),
-            f"{self.names[out]}[l] = as_float(most) / {_float(made_by.divisor)};",
+            f"{self.names[out]}[l] = as_float(most) / {most!r}f;",
         ]
         return [f"for (i64 l = 0; l < {size(elements(lead))}; ++l) {{", *inner(body), "}"]
 
@@ -213,7 +222,7 @@ class _Writer(SegmentWriter):
         encoding = find(op.attrs["encoding"])
         if encoding.axis == -2:
             return self._quantize_runs(op) if len(op.values) > 1 else self._quantize_columns(op)
-        made_by, block = encoder(encoding), encoding.block
+        block = encoding.block
         (x, *matrix_scale), (codes, scales) = op.values, _unpacked(self.fusion, op)
         *lead, n, k = x.type.shape
         made = self.elements()
@@ -238,7 +247,7 @@ class _Writer(SegmentWriter):
             *inner(inner([*made.lines, f"block[i] = {element};"])),
             "    }",
             f"    const i64 at = m * {blocks} + b;",
-            f"    good = good & {made_by.function}({', '.join(given)});",
+            f"    good = good & {_encoder(encoding)}({', '.join(given)});",
             "}",
         ]
         loop = _for_rows(rows, plain(k), [*body, "if (!good) finite = false;"])
@@ -326,8 +335,7 @@ class _Writer(SegmentWriter):
             "        const i64 row = first + i;",
             *inner(inner([*made.lines, f"block[i] = {element};"])),
             "    }",
-            f"    {encoder(encoding).function}(block, made, {self.names[scales]} + at * "
-            f"{columns} + j);",
+            f"    {_encoder(encoding)}(block, made, {self.names[scales]} + at * {columns} + j);",
             f"    for (i64 i = 0; i < {count}; ++i) {self.names[codes]}[(first + i) * {columns} + "
             "j] = made[i];",
             "}",
@@ -399,5 +407,9 @@ def _rows_of(shape: Sequence[Dim]) -> tuple[AnySize, AnySize]:
     return elements(shape[:-1]), plain(shape[-1]) if shape else 1
 
 
-def _float(x: float) -> str:
-    return f"{x!r}f"
+def _encoder(encoding: Encoding) -> str:
+    if encoding.name not in _ENCODERS:
+        raise UnsupportedError(
+            f"quantizing to {encoding.name} has no kernel here", expected=" or ".join(_ENCODERS)
+        )
+    return _ENCODERS[encoding.name]

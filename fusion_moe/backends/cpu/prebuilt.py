@@ -8,7 +8,7 @@ everything around them.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from ...encodings import Encoding, Quantized
 from ...errors import UnsupportedError
-from ...ir.core import Fusion, Op
+from ...ir.core import Fusion
 from ...layouts.groups import check_ends
 from ...runtime import build, isa
 from ...schedule.product import main_and_added, products
@@ -34,38 +34,15 @@ def product_of(tier: str, encoding: str, kind: str = "fprop") -> ctypes.CDLL:
     return build.library(library_source(tier, encoding, kind))
 
 
-@dataclass(frozen=True)
-class Product:
-    """A segment whose grouped product the library that came with the package computes, and plain
-    torch the rest.
-    """
-
-    fusion: Fusion
-    op: Op
-    encoding: Encoding
-    tier: str
-
-    @property
-    def why(self) -> str:
-        """A description for people."""
-        return f"the product that came with the package for {self.tier}: {build.why_no_compiler()}"
-
-    def evaluate(self, *inputs: Any, sizes: Any) -> Any:
-        """The outputs."""
-        entry = product_of(self.tier, self.encoding.name).standalone
-        using = {self.op: partial(_grouped_mm, entry, self.encoding)}
-        return self.fusion.evaluate(*inputs, sizes=sizes, using=using)
-
-
-def product(fusion: Fusion) -> Product:
-    """The product of a segment. UnsupportedError if it has none, or if no such product came with
-    the package.
+def product(fusion: Fusion) -> tuple[Callable[..., Any], str]:
+    """What evaluates a segment, its grouped product by the library that came with the package; and
+    a description for people. UnsupportedError if no such product came with the package.
     """
     main = main_and_added(fusion)[0] if products(fusion) else None
     if main is None or main.kind != "fprop":
         raise UnsupportedError(build.why_no_compiler())
-    encoding, tier = main.b.type.encoding, isa.selected()
-    if operands := main.op.attrs.get("operands"):
+    op, encoding, tier = main.op, main.b.type.encoding, isa.selected()
+    if operands := op.attrs.get("operands"):
         raise UnsupportedError(
             f"{build.why_no_compiler()}; no products of {operands} operands came with the package"
         )
@@ -75,7 +52,14 @@ def product(fusion: Fusion) -> Product:
             f"{build.why_no_compiler()}; this installation has no prebuilt "
             f"kernels of {encoding.name} for {tier}"
         )
-    return Product(fusion, main.op, encoding, tier)
+
+    def evaluate(*inputs: Any, sizes: Any) -> Any:
+        entry = product_of(tier, encoding.name).standalone
+        using = {op: partial(_grouped_mm, entry, encoding)}
+        return fusion.evaluate(*inputs, sizes=sizes, using=using)
+
+    why = f"the product that came with the package for {tier}: {build.why_no_compiler()}"
+    return evaluate, why
 
 
 def _grouped_mm(

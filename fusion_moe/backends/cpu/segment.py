@@ -50,6 +50,15 @@ int run(void* const* p, const long long* n, Product product, Team& team) {
 """)
 
 
+# Whose second operand are indices: into this dimension of the first operand.
+_INDEXED = {
+    "index_put_accumulate": 0,
+    "combine": 0,
+    "topk_weights": 1,
+    "topk_weights_backward": 1,
+}
+
+
 @dataclass(frozen=True)
 class Source:
     """The C++ of a segment: a struct and a function `run`, to be put in a namespace.
@@ -140,6 +149,13 @@ class SegmentWriter(Writer):
         for op in self.fusion.ops:
             write = getattr(self, f"_first_{op.kind.name}", None)
             with naming(op):
+                dim = (
+                    op.attrs["dim"]
+                    if op.kind.name == "index_select"
+                    else _INDEXED.get(op.kind.name)
+                )
+                if dim is not None:
+                    lines += self._checked(op.values[1], op.values[0].type.shape[dim])
                 lines += write(op) if write else []
             if op.kind.name in MADE_FIRST:
                 self.ready(op.outputs)
@@ -173,7 +189,7 @@ class SegmentWriter(Writer):
         return [f"TopK<{router.of_choice(op)}>::run({given}, {self.names[ids]}, team);"]
 
     def _first_topk_weights(self, op: Op) -> list[str]:
-        return [*self._checked(op.values[1], op.values[0].type.shape[1]), self.of_weights(op)]
+        return [self.of_weights(op)]
 
     def of_weights(self, op: Op) -> str:
         """The call that computes the router's weights, or their derivative."""
@@ -188,9 +204,6 @@ class SegmentWriter(Writer):
             "team",
         ]
         return f"{op.kind.name}<{router.of_weights(op)}>({', '.join(map(str, given))});"
-
-    def _first_topk_weights_backward(self, op: Op) -> list[str]:
-        return self._checked(op.values[1], op.values[0].type.shape[1])
 
     def _first_route(self, op: Op) -> list[str]:
         (ids,), (t, slots) = op.values, op.values[0].type.shape
@@ -222,15 +235,6 @@ class SegmentWriter(Writer):
         a, count = op.attrs, size(op.outputs[0].type.shape[0])
         given = f"{starts}, {problem}, {padded}, {count}, {size(a['rows'])}, {a['n']}, {a['k']}"
         return [f"if (!problem_ends({given}, {self.names[op.outputs[0]]})) return false;"]
-
-    def _first_index_select(self, op: Op) -> list[str]:
-        return self._checked(op.values[1], op.values[0].type.shape[op.attrs["dim"]])
-
-    def _first_index_put_accumulate(self, op: Op) -> list[str]:
-        return self._checked(op.values[1], op.values[0].type.shape[0])
-
-    def _first_combine(self, op: Op) -> list[str]:
-        return self._checked(op.values[1], op.values[0].type.shape[0])
 
     def _checked(self, index: Value, limit: Dim) -> list[str]:
         """The check that a whole index is below a limit, unless the operation that made it

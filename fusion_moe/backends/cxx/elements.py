@@ -259,8 +259,7 @@ class Elements:
     def _partition(self, op: Op, at: Sequence[Index]) -> Variable:
         return self.of(op.values[0], at)
 
-    def _ends(self, op: Op, at: Sequence[Index]) -> Variable:
-        return self.of(op.values[0], at)
+    _ends = _partition
 
     def _reshape(self, op: Op, at: Sequence[Index]) -> Variable:
         (v,) = op.values

@@ -170,13 +170,12 @@ def size(n: AnySize | Dim) -> Index:
     for atoms, coefficient in n.terms:
         term: Index = Number(coefficient)
         for atom in atoms:
-            term = term * (_ceiling(atom) if isinstance(atom, CeilDiv) else Variable(f"n_{atom}"))
+            if isinstance(atom, CeilDiv):
+                term = term * ((size(atom.of) + Number(atom.by - 1)) // Number(atom.by))
+            else:
+                term = term * Variable(f"n_{atom}")
         total = total + term
     return total
-
-
-def _ceiling(atom: CeilDiv) -> Index:
-    return (size(atom.of) + Number(atom.by - 1)) // Number(atom.by)
 
 
 def flat(indices: Sequence[Index], shape: Sequence[Dim]) -> Index:
@@ -226,14 +225,10 @@ def _matching(new: Sequence[Dim], old: Sequence[Dim]) -> list[tuple[slice, slice
         while elements(new[first_i:i]) != elements(old[first_j:j]) and (
             i < len(new) or j < len(old)
         ):
-            shorter = _divides(elements(new[first_i:i]), elements(old[first_j:j]))
+            shorter = exact_div(elements(old[first_j:j]), elements(new[first_i:i])) is not None
             if (shorter and i < len(new)) or j == len(old):
                 i += 1
             else:
                 j += 1
         runs.append((slice(first_i, i), slice(first_j, j)))
     return runs
-
-
-def _divides(a: AnySize, b: AnySize) -> bool:
-    return exact_div(b, a) is not None

@@ -248,16 +248,7 @@ class AmxProduct {
                                        factors_of(reader_.columns()[1])};
             if (shared_) reader_.next_panel();
             for (i64 t = 0, group = 0; t < tiles_; t += in_group(t), ++group) {
-                switch (in_group(t)) {
-                    case 1:
-                        panel<1>(t, group);
-                        break;
-                    case 2:
-                        panel<2>(t, group);
-                        break;
-                    default:
-                        panel<3>(t, group);
-                }
+                with_constant<1, 2, 3>(int(in_group(t)), [&](auto n) { panel<n>(t, group); });
                 finish(column_block, t, factors);
             }
             if (shared_) dequantize_rest();

@@ -61,16 +61,8 @@ struct Avx2 : Avx2F32 {
 
     static void small_m(int rows, const Columns& c, const Columns&, const Packed* x, i64 stride,
                         i64 K, float* out, i64 out_stride) {
-        switch (rows) {
-            case 1:
-                return small_m_rows<1>(c, x, stride, K, out, out_stride);
-            case 2:
-                return small_m_rows<2>(c, x, stride, K, out, out_stride);
-            case 3:
-                return small_m_rows<3>(c, x, stride, K, out, out_stride);
-            default:
-                return small_m_rows<4>(c, x, stride, K, out, out_stride);
-        }
+        with_constant<1, 2, 3, 4>(
+            rows, [&](auto r) { small_m_rows<r>(c, x, stride, K, out, out_stride); });
     }
 
     static void dequantize(const Columns* c, const Columns* next, int, i64 K, Panel* panel) {

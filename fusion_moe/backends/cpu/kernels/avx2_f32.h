@@ -19,20 +19,8 @@ struct Avx2F32 : F32Words {  // panels are [K][16]
     template <class Columns>
     static void multiply(int rows, int, const Packed* x, i64 stride, const Panel* panel, i64 K,
                          const Columns*, float* out, i64 out_stride) {
-        switch (rows) {
-            case 1:
-                return tile<1>(x, stride, panel, K, out, out_stride);
-            case 2:
-                return tile<2>(x, stride, panel, K, out, out_stride);
-            case 3:
-                return tile<3>(x, stride, panel, K, out, out_stride);
-            case 4:
-                return tile<4>(x, stride, panel, K, out, out_stride);
-            case 5:
-                return tile<5>(x, stride, panel, K, out, out_stride);
-            default:
-                return tile<6>(x, stride, panel, K, out, out_stride);
-        }
+        with_constant<1, 2, 3, 4, 5, 6>(
+            rows, [&](auto r) { tile<r>(x, stride, panel, K, out, out_stride); });
     }
 
   private:

@@ -158,21 +158,8 @@ struct Avx512 : Avx512F32 {
 
     static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x,
                         i64 stride, i64 K, float* out, i64 out_stride) {
-        switch (rows) {
-            case 1:
-            case 2:
-                return small_m_rows<2>(c, next, x, stride, K, out, out_stride);
-            case 3:
-            case 4:
-                return small_m_rows<4>(c, next, x, stride, K, out, out_stride);
-            case 5:
-            case 6:
-            case 7:
-            case 8:
-                return small_m_rows<8>(c, next, x, stride, K, out, out_stride);
-            default:
-                return small_m_rows<16>(c, next, x, stride, K, out, out_stride);
-        }
+        with_constant<2, 4, 8, 16>(
+            rows, [&](auto r) { small_m_rows<r>(c, next, x, stride, K, out, out_stride); });
     }
 
     static void dequantize(const Columns* c, const Columns* next, int column_blocks, i64 K,
@@ -247,19 +234,13 @@ struct Avx512Dots {
 
     static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x, i64,
                         i64 K, float* out, i64 out_stride) {
+        const auto of = [&](auto r) {
+            small_m_rows<r, r == 1 ? 1 : 2>(c, next, x, K, out, out_stride);
+        };
         if constexpr (MAX_ROWS == 1) {
-            small_m_rows<1, 1>(c, next, x, K, out, out_stride);
+            of(std::integral_constant<int, 1>());
         } else {
-            switch (rows) {
-                case 1:
-                    return small_m_rows<1, 1>(c, next, x, K, out, out_stride);
-                case 2:
-                    return small_m_rows<2, 2>(c, next, x, K, out, out_stride);
-                case 3:
-                    return small_m_rows<3, 2>(c, next, x, K, out, out_stride);
-                default:
-                    return small_m_rows<4, 2>(c, next, x, K, out, out_stride);
-            }
+            with_constant<1, 2, 3, 4>(rows, of);
         }
     }
 

@@ -96,28 +96,8 @@ struct Avx512Bf16 {
 
     static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x,
                         i64 stride, i64 K, float* out, i64 out_stride) {
-        switch (rows) {
-            case 1:
-            case 2:
-                return small_m_rows<2>(c, next, x, stride, K, out, out_stride);
-            case 3:
-                return small_m_rows<3>(c, next, x, stride, K, out, out_stride);
-            case 4:
-                return small_m_rows<4>(c, next, x, stride, K, out, out_stride);
-            case 5:
-            case 6:
-                return small_m_rows<6>(c, next, x, stride, K, out, out_stride);
-            case 7:
-            case 8:
-                return small_m_rows<8>(c, next, x, stride, K, out, out_stride);
-            case 9:
-            case 10:
-            case 11:
-            case 12:
-                return small_m_rows<12>(c, next, x, stride, K, out, out_stride);
-            default:
-                return small_m_rows<16>(c, next, x, stride, K, out, out_stride);
-        }
+        with_constant<2, 3, 4, 6, 8, 12, 16>(
+            rows, [&](auto r) { small_m_rows<r>(c, next, x, stride, K, out, out_stride); });
     }
 
     // Code times a scale in range has at most six significant bits: exact in bfloat16. A product of
@@ -152,13 +132,7 @@ struct Avx512Bf16 {
     static void multiply(int rows, int column_blocks, const Packed* x, i64 stride,
                          const Panel* panel, i64 K, const Columns* c, float* out, i64 out_stride) {
         multiply_tile<Avx512Pairs>(rows, column_blocks, x, stride, panel, K / 2, out, out_stride);
-        for (int r = 0; r < rows; ++r) {
-            for (int s = 0; s < column_blocks; ++s) {
-                float* at = out + r * out_stride + s * LANES;
-                _mm512_storeu_ps(at,
-                                 _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_load_ps(c[s].factor)));
-            }
-        }
+        multiply_by_factors(rows, column_blocks, c, out, out_stride);
     }
 };
 

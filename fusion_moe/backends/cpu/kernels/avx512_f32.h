@@ -50,38 +50,26 @@ inline void transpose_words(const Word* in, i64 in_stride, Word* out, i64 out_st
 }
 
 // A tile of as many rows and Columns as there are.
-template <class Vectors, int S>
-inline void multiply_rows(int rows, const typename Vectors::Packed* x, i64 stride,
-                          const typename Vectors::Panel* panel, i64 K, float* out, i64 out_stride) {
-    switch (rows) {
-        case 1:
-            return Vectors::template tile<1, S>(x, stride, panel, K, out, out_stride);
-        case 2:
-            return Vectors::template tile<2, S>(x, stride, panel, K, out, out_stride);
-        case 3:
-            return Vectors::template tile<3, S>(x, stride, panel, K, out, out_stride);
-        case 4:
-            return Vectors::template tile<4, S>(x, stride, panel, K, out, out_stride);
-        case 5:
-            return Vectors::template tile<5, S>(x, stride, panel, K, out, out_stride);
-        default:
-            return Vectors::template tile<6, S>(x, stride, panel, K, out, out_stride);
-    }
-}
-
 template <class Vectors>
 inline void multiply_tile(int rows, int column_blocks, const typename Vectors::Packed* x,
                           i64 stride, const typename Vectors::Panel* panel, i64 K, float* out,
                           i64 out_stride) {
-    switch (column_blocks) {
-        case 1:
-            return multiply_rows<Vectors, 1>(rows, x, stride, panel, K, out, out_stride);
-        case 2:
-            return multiply_rows<Vectors, 2>(rows, x, stride, panel, K, out, out_stride);
-        case 3:
-            return multiply_rows<Vectors, 3>(rows, x, stride, panel, K, out, out_stride);
-        default:
-            return multiply_rows<Vectors, 4>(rows, x, stride, panel, K, out, out_stride);
+    with_constant<1, 2, 3, 4>(column_blocks, [&](auto s) {
+        with_constant<1, 2, 3, 4, 5, 6>(rows, [&](auto r) {
+            Vectors::template tile<r, s>(x, stride, panel, K, out, out_stride);
+        });
+    });
+}
+
+// A tile times the factors of its Columns.
+template <class Columns>
+inline void multiply_by_factors(int rows, int column_blocks, const Columns* c, float* out,
+                                i64 out_stride) {
+    for (int r = 0; r < rows; ++r) {
+        for (int s = 0; s < column_blocks; ++s) {
+            float* at = out + r * out_stride + s * LANES;
+            _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_load_ps(c[s].factor)));
+        }
     }
 }
 

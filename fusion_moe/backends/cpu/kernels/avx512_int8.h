@@ -317,12 +317,11 @@ struct Avx512Int8 {
 
     static void small_m(int rows, const Columns& c, const Columns& next, const Packed* packed, i64,
                         i64 K, float* out, i64 out_stride) {
-        if (rows == 1) return small_m_rows<1>(c, next, packed, K, out, out_stride);
-        if (rows == 2) return small_m_rows<2>(c, next, packed, K, out, out_stride);
-        if (rows <= 4) return small_m_rows<4>(c, next, packed, K, out, out_stride);
+        const auto of = [&](auto r) { small_m_rows<r>(c, next, packed, K, out, out_stride); };
         if constexpr (MAX_ROWS > 4) {
-            if (rows <= 8) return small_m_rows<8>(c, next, packed, K, out, out_stride);
-            return small_m_rows<16>(c, next, packed, K, out, out_stride);
+            with_constant<1, 2, 4, 8, 16>(rows, of);
+        } else {
+            with_constant<1, 2, 4>(rows, of);
         }
     }
 
@@ -345,13 +344,7 @@ struct Avx512Int8 {
     static void multiply(int rows, int column_blocks, const Packed* x, i64 stride,
                          const Panel* panel, i64 K, const Columns* c, float* out, i64 out_stride) {
         multiply_tile<Avx512Int8>(rows, column_blocks, x, stride, panel, K, out, out_stride);
-        for (int r = 0; r < rows; ++r) {
-            for (int s = 0; s < column_blocks; ++s) {
-                float* at = out + r * out_stride + s * LANES;
-                _mm512_storeu_ps(at,
-                                 _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_load_ps(c[s].factor)));
-            }
-        }
+        multiply_by_factors(rows, column_blocks, c, out, out_stride);
     }
 
     template <int R, int S>

@@ -27,16 +27,8 @@ struct DequantizedRows {
 
     static void small_m(int rows, const Columns& c, const Columns&, const Packed* x, i64, i64 K,
                         float* out, i64 out_stride) {
-        switch (rows) {
-            case 1:
-                return small_m_rows<1, 1>(c, x, K, out, out_stride);
-            case 2:
-                return small_m_rows<2, 2>(c, x, K, out, out_stride);
-            case 3:
-                return small_m_rows<3, 2>(c, x, K, out, out_stride);
-            default:
-                return small_m_rows<4, 2>(c, x, K, out, out_stride);
-        }
+        with_constant<1, 2, 3, 4>(
+            rows, [&](auto r) { small_m_rows<r, r == 1 ? 1 : 2>(c, x, K, out, out_stride); });
     }
 
   private:

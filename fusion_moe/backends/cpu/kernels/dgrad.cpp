@@ -7,12 +7,7 @@
 using Tier = TransposedTier<F32, Pairs, Weight>;
 
 extern "C" void product(const Problem* problem, Team* team) {
-    switch (problem->activation) {
-        case OF_BF16:
-            return GroupedMM<Tier, Tier::Reader<bf16>, bf16>(*problem).run(*team);
-        case OF_F16:
-            return GroupedMM<Tier, Tier::Reader<f16>, f16>(*problem).run(*team);
-        default:
-            return GroupedMM<Tier, Tier::Reader<float>, float>(*problem).run(*team);
-    }
+    with_type(problem->activation, [=](auto x) {
+        GroupedMM<Tier, Tier::Reader<decltype(x)>, decltype(x)>(*problem).run(*team);
+    });
 }

@@ -9,14 +9,8 @@ using Tier = std::conditional_t<HAS_E2M1_CODES<Weight>, TierOfCodes<Weight>,
                                 DequantizedTier<F32, Pairs, Weight>>;
 
 extern "C" void product(const Problem* problem, Team* team) {
-    switch (problem->activation) {
-        case OF_BF16:
-            return GroupedMM<Tier, Weight, bf16>(*problem).run(*team);
-        case OF_F16:
-            return GroupedMM<Tier, Weight, f16>(*problem).run(*team);
-        default:
-            return GroupedMM<Tier, Weight, float>(*problem).run(*team);
-    }
+    with_type(problem->activation,
+              [=](auto x) { GroupedMM<Tier, Weight, decltype(x)>(*problem).run(*team); });
 }
 
 // p: the parts of the weight, PARTS of them or null, ends, activations [rows, K], out [rows, N];

@@ -18,13 +18,7 @@ using Tier = Int8Tier<Weight>;
 #include "grouped_mm.h"
 
 extern "C" void product(const Problem* problem, Team* team) {
-    using Reader = OfAnyScales<Weight>;
-    switch (problem->activation) {
-        case OF_BF16:
-            return GroupedMM<Tier, Reader, bf16>(*problem).run(*team);
-        case OF_F16:
-            return GroupedMM<Tier, Reader, f16>(*problem).run(*team);
-        default:
-            return GroupedMM<Tier, Reader, float>(*problem).run(*team);
-    }
+    with_type(problem->activation, [=](auto x) {
+        GroupedMM<Tier, OfAnyScales<Weight>, decltype(x)>(*problem).run(*team);
+    });
 }

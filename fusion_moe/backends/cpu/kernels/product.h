@@ -43,6 +43,14 @@ struct Problem {
                   i64 stride);
 };
 
+// Calls body(x) with a number of the type that an Activation means.
+template <class Body>
+void with_type(int activation, const Body& body) {
+    if (activation == OF_BF16) return body(bf16());
+    if (activation == OF_F16) return body(f16());
+    body(float());
+}
+
 using Product = void (*)(const Problem* problem, Team* team);
 
 }  // namespace

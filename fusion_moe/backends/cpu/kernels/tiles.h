@@ -43,6 +43,15 @@ struct TileM {
     static constexpr i64 of(i64) { return TILE_M; }
 };
 
+// Calls body(N), N a constant: the first number that is not below n, or the last one.
+template <int FIRST, int... MORE, class Body>
+[[gnu::always_inline]] inline void with_constant(int n, const Body& body) {
+    if constexpr (sizeof...(MORE) > 0) {
+        if (n > FIRST) return with_constant<MORE...>(n, body);
+    }
+    body(std::integral_constant<int, FIRST>());
+}
+
 // Rows of one group times blocks of its columns.
 struct WorkTile {
     const Problem* p;
