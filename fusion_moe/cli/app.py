@@ -57,7 +57,5 @@ app.command(
     epilog=_examples("convert DIR DIR-modelopt", "convert DIR DIR-bf16 --to dense --dtype bfloat16")
 )(convert)
 app.command(epilog=_examples("quantize Qwen3-30B-A3B Qwen3-30B-A3B-NVFP4"))(quantize)
-app.command(
-    epilog=_examples("explain DIR", "explain DIR --phase prefill --tokens 2048 --gpu H100")
-)(explain)
+app.command(epilog=_examples("explain DIR", "explain DIR --tokens 2048 --gpu H100"))(explain)
 app.command(epilog=_examples("doctor", "doctor --json"))(doctor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,11 +14,12 @@ from torch import nn
 
 from ..checkpoints import Directory, method_of
 from ..checkpoints.modelopt import own_entries
-from ..errors import OptionError, UnsupportedError
+from ..env import has_cuda
+from ..errors import UnsupportedError
 from ..messages.extras import install
+from ..messages.units import count
 from ..nn.config import NVFP4Config
-from . import machine
-from .output import FINE, Json, count, finish
+from .output import FINE, Json, finish
 
 # reports import Dynamo and Inductor, which takes seconds that other commands and --help do without
 if TYPE_CHECKING:
@@ -29,14 +29,6 @@ _NEXT = (
     ("--details", "every type, source line and boundary"),
     ("--save report.html", "source, IR and kernels side by side"),
 )
-_PROMPT = 512  # tokens
-
-
-class Phase(str, Enum):
-    """Of generating text: a token of each sequence, or all tokens of prompts."""
-
-    DECODE = "decode"
-    PREFILL = "prefill"
 
 
 @dataclass(frozen=True)
@@ -75,17 +67,11 @@ def explain(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A directory with config.json and safetensors.")
     ],
-    phase: Annotated[
-        Phase | None,
-        typer.Option(
-            help="A token of each sequence, or all tokens of prompts. "
-            "[default: decode; with --tokens, prefill]"
-        ),
-    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Tokens of a prompt. [default: {_PROMPT}]")
-    ] = None,
+        int,
+        typer.Option(min=1, help="Of each sequence: one as while generating, more as a prompt."),
+    ] = 1,
     target: Annotated[
         str,
         typer.Option(
@@ -106,46 +92,19 @@ def explain(
     """
 
     def find() -> Explanation:
-        now, length = _phase(phase, tokens)
-        report = explained(directory, batch, length, target, gpu)
+        from ..report import explain as report_of
+
+        model = model_of(directory)
+        to = target or (None if gpu else ("cuda" if has_cuda() else "cpu"))
+        ids = torch.zeros(batch, tokens, dtype=torch.long)
+        with torch.no_grad():
+            report = report_of(model, input_ids=ids, use_cache=False, target=to, gpu=gpu or None)
         if save:
             report.save(save)
-        return Explanation(
-            report,
-            f"{now.value}: {count(batch, 'sequence')} of {count(length, 'token')}",
-            details,
-            save,
-        )
+        of = f"{count(batch, 'sequence')} of {count(tokens, 'token')}"
+        return Explanation(report, of, details, save)
 
     finish(context, find, json)
-
-
-def _phase(phase: Phase | None, tokens: int | None) -> tuple[Phase, int]:
-    """What is asked for, and how many tokens each sequence has. OptionError for tokens of a phase
-    that has one.
-    """
-    if phase is Phase.DECODE and tokens is not None:
-        expected = "--phase prefill, which alone it applies to, or --batch for more sequences"
-        raise OptionError(
-            f"--tokens {tokens} with --phase decode", expected=expected, where="explain"
-        )
-    phase = phase or (Phase.DECODE if tokens is None else Phase.PREFILL)
-    return phase, 1 if phase is Phase.DECODE else tokens or _PROMPT
-
-
-def explained(path: Path, batch: int, length: int, target: str = "", gpu: str = "") -> Report:
-    """The report of one forward pass without a cache. UnsupportedError for a model that is not
-    loaded, CheckpointError for its files.
-    """
-    from ..report import explain as report_of
-
-    model = model_of(path)
-    target = target or ("" if gpu else machine.target())
-    ids = torch.zeros(batch, length, dtype=torch.long)
-    with torch.no_grad():
-        return report_of(
-            model, input_ids=ids, use_cache=False, target=target or None, gpu=gpu or None
-        )
 
 
 def model_of(path: Path) -> nn.Module:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
+from ..backends.cpu import readers as cpu
+from ..backends.cuda import readers as cuda
 from ..checkpoints import (
     KNOWN,
     Directory,
@@ -23,11 +26,12 @@ from ..checkpoints import (
     method_of,
     stored_weights,
 )
-from ..encodings import BF16, F16, F32
-from ..errors import CheckpointError, printable
-from ..messages.progress import progress
-from .machine import kernels_for
-from .output import FINE, PROBLEMS, Json, bytes_of, count, finish, table
+from ..encodings import BF16, F16, F32, Encoding
+from ..env import has_cuda
+from ..errors import CheckpointError, UnsupportedError, printable
+from ..messages.units import amount, count
+from ..runtime import build, isa
+from .output import FINE, PROBLEMS, Json, finish, table
 
 _LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 _EXPERTS = re.compile(r"\bexperts\b")
@@ -49,20 +53,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Range:
-    """What the scales of one kind hold. largest, smallest: but for zeros; zeros: how many of
-    `scales`.
-    """
-
-    format: str
-    part: str
-    scales: int
-    zeros: int
-    smallest: float
-    largest: float
-
-
-@dataclass(frozen=True)
 class Inspection:
     """What was found. method: `quant_method`, "" if nothing is quantized."""
 
@@ -74,8 +64,7 @@ class Inspection:
     tensors: int = 0
     bytes: int = 0
     groups: tuple[Group, ...] = ()
-    ranges: tuple[Range, ...] = ()
-    problems: tuple[str, ...] = field(default=())
+    problems: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -84,52 +73,23 @@ class Inspection:
 
     def to_json(self) -> dict[str, Any]:
         """The fields of the classes here."""
-        return {"schema": "fusion_moe.inspect/1", **asdict(self)}
+        return {"schema": "fusion_moe.inspect/2", **asdict(self)}
 
     def print(self, console: Console) -> None:
-        """A head, a table of formats, one of scales, problems."""
+        """A head, a table of formats, problems."""
         console.print(printable(self.directory), soft_wrap=True)
         if self.files:
-            quantized = (
-                (f"quantized by {self.method}{f', {self.algorithm}' if self.algorithm else ''}")
-                if self.method
-                else "not quantized"
-            )
-            counts = (
+            by = ", ".join(filter(None, (self.method, self.algorithm)))
+            head = (
+                ", ".join(self.architectures) or "no architecture",
+                f"quantized by {by}" if by else "not quantized",
                 f"{count(self.tensors, 'tensor')} in {count(self.files, 'file')}, "
-                f"{bytes_of(self.bytes)}"
+                f"{amount(self.bytes, 'B')}",
             )
-            console.print(
-                printable(
-                    f"{', '.join(self.architectures) or 'no architecture'}; {quantized}; {counts}"
-                ),
-                soft_wrap=True,
-            )
-            rows = (
-                (g.format, g.of, g.weights, g.layers, bytes_of(g.bytes), g.runs)
-                for g in self.groups
-            )
-            console.print()
-            console.print(
-                table(
-                    ("format", "of", "weights", "layers", "bytes", "runs here"),
-                    rows,
-                    right=(2, 3, 4),
-                )
-            )
-        if self.ranges:
-            rows = (
-                (r.format, r.part, r.scales, r.zeros, f"{r.smallest:.4g}", f"{r.largest:.4g}")
-                for r in self.ranges
-            )
-            console.print()
-            console.print(
-                table(
-                    ("format", "scale", "numbers", "zeros", "smallest", "largest"),
-                    rows,
-                    right=(2, 3, 4, 5),
-                )
-            )
+            console.print(printable("; ".join(head)), soft_wrap=True)
+            names = "format", "of", "weights", "layers", "bytes", "runs here"
+            groups = ((*row[:4], amount(row[4], "B"), row[5]) for row in map(astuple, self.groups))
+            console.print("", table(names, groups, right=(2, 3, 4)), sep="\n")
         console.print()
         for problem in self.problems:
             console.print(f"problem: {' '.join(problem.split())}", soft_wrap=True)
@@ -146,7 +106,7 @@ def inspect(
         bool,
         typer.Option(
             "--values",
-            help="Read all scales too: their ranges, and numbers that no quantizer writes.",
+            help="Read all scales too, and report numbers that no quantizer writes.",
         ),
     ] = False,
     json: Json = False,
@@ -167,7 +127,6 @@ def inspection(path: Path, values: bool = False) -> Inspection:
         return Inspection(str(path), problems=(str(error),))
     entries, problems = directory.tensors, []
     weights: Mapping[str, StoredWeight] = {}
-    ranges: tuple[Range, ...] = ()
     try:
         weights = stored_weights(entries, method)
         layers_of_experts(
@@ -175,9 +134,6 @@ def inspection(path: Path, values: bool = False) -> Inspection:
             experts_of(directory.config),
         )
         if values:
-            ranges = tuple(
-                _ranges(directory, progress(weights.values(), "reading scales", len(weights)))
-            )
             check_scales(directory, weights)
     except CheckpointError as error:
         problems.append(str(error))
@@ -190,7 +146,6 @@ def inspection(path: Path, values: bool = False) -> Inspection:
         len(entries),
         sum(entry.nbytes for entry in entries.values()),
         tuple(_groups(entries, weights)),
-        ranges,
         tuple(problems),
     )
 
@@ -212,7 +167,7 @@ def _groups(entries: Mapping[str, Entry], weights: Mapping[str, StoredWeight]) -
     for weight in weights.values():
         encoding = weight.scheme.encoding
         runs = (
-            "dequantized to bf16 when it is loaded" if encoding is None else kernels_for(encoding)
+            "dequantized to bf16 when it is loaded" if encoding is None else _kernels_for(encoding)
         )
         of[weight.scheme.name, _role(weight.name, "linear layers"), runs].append(
             (weight.name, weight.nbytes)
@@ -224,7 +179,7 @@ def _groups(entries: Mapping[str, Entry], weights: Mapping[str, StoredWeight]) -
             "what no weight needs" if entry.name.endswith(KNOWN) else _role(entry.name, "all else")
         )
         runs = (
-            kernels_for(_PLAIN[entry.dtype])
+            _kernels_for(_PLAIN[entry.dtype])
             if role == "experts" and entry.dtype in _PLAIN and len(entry.shape) > 1
             else "-"
         )
@@ -234,26 +189,18 @@ def _groups(entries: Mapping[str, Entry], weights: Mapping[str, StoredWeight]) -
         yield Group(format, role, len(stored), len(layers), sum(size for _, size in stored), runs)
 
 
+def _kernels_for(encoding: Encoding) -> str:
+    """What multiplies by weights in an encoding."""
+    if has_cuda() and (encoding.name, "linear") in cuda.readable():
+        return f"CUDA, {torch.cuda.get_device_name()}"
+    try:
+        cpu.reader_of(encoding.name)
+    except UnsupportedError:
+        return "plain torch: no kernel reads it"
+    if build.find_compiler() is None:
+        return "plain torch, or C++ that came with the package: no compiler"
+    return f"C++, {isa.selected()}"
+
+
 def _role(name: str, otherwise: str) -> str:
     return "experts" if _EXPERTS.search(name) and not name.endswith("bias") else otherwise
-
-
-def _ranges(directory: Directory, weights: Iterable[StoredWeight]) -> Iterator[Range]:
-    """Of the scales of each format, by part, in the order of files."""
-    least: dict[tuple[str, str], float] = {}
-    most: dict[tuple[str, str], float] = {}
-    numbers, zeros = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for weight in weights:
-        for part in weight.scheme.parts[1:]:
-            key, scale = (
-                (weight.scheme.name, part.part),
-                part.to_part(directory.read(weight.entries[part.part].name)).float(),
-            )
-            used = scale[scale != 0]
-            numbers[key] += scale.numel()
-            zeros[key] += scale.numel() - used.numel()
-            if used.numel():
-                least[key] = min(least.get(key, float("inf")), used.min().item())
-                most[key] = max(most.get(key, float("-inf")), used.max().item())
-    for key, scales in numbers.items():
-        yield Range(*key, scales, zeros[key], least.get(key, 0.0), most.get(key, 0.0))

@@ -66,21 +66,6 @@ def table(
     return made
 
 
-def bytes_of(count: int) -> str:
-    """A count of bytes in three digits, as "1.23 GB"."""
-    size, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 999.5:
-            break
-        size, unit = size / 1000, larger
-    return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
-
-
-def count(n: int, what: str) -> str:
-    """As "1 file", "2 files"."""
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
-
-
 def _code_of(error: Error) -> int:
     if isinstance(error, UnsupportedError):
         return UNSUPPORTED
