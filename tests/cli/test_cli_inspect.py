@@ -81,7 +81,7 @@ def test_what_is_missing_is_a_problem_beside_what_is_there(tmp_path):
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
     code, shown = found(str(folder))
     assert (code, shown["files"]) == (1, 0)
-    assert "truncated" in shown["problems"][0]
+    assert "a whole file of safetensors" in shown["problems"][0]
     assert run(str(folder)).stdout.splitlines()[-1].startswith("problem: ")
 
 
