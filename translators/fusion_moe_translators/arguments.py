@@ -17,6 +17,7 @@ from fusion_moe.ir.core import Value
 from fusion_moe.ir.types import DTYPES, INTS, TensorType, accumulated, plain
 
 FLOATS = ("bf16", "f16", "f32", "f64")
+QUANTIZABLE = FLOATS[:3]
 
 
 def need_dtype(name: str, type: TensorType, dtypes: Sequence[str], todo: str = "") -> None:

@@ -94,6 +94,7 @@ def nvfp4_quantize(
     """x float[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale
     f32[...]
     """
+    arguments.need_dtype("x", x.type, arguments.QUANTIZABLE)
     made = fd.ops.decode_scale(x, encoding="nvfp4") if decode_scale is None else decode_scale
     codes, block_scale = fd.ops.unpack(fd.ops.quantize(x, made, encoding="nvfp4"))
     # an operation of torch must not return its own input
@@ -269,6 +270,7 @@ def topk_router(
     i64[T, k]
     """
     fd.mark_weight(bias)
+    arguments.need_dtype("logits", logits.type, arguments.FLOATS)
     groups = {"n_group": n_group, "topk_group": topk_group, "best_of_group": best_of_group}
     ids = fd.ops.topk_ids(logits, 0 if bias is None else bias, k=k, scoring=scoring, **groups)
     w = fd.ops.topk_weights(
