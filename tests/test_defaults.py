@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from experts import experts
+from torch._subclasses import FakeTensorMode
 
 import fusion_moe
 from fusion_moe import options
@@ -70,15 +71,16 @@ def look_up_format() -> tuple[object, ...]:
     return element.values, element.affine, tuple(cuda_readers._descriptor(of, tiled=False))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])
 @pytest.mark.parametrize(
     "make",
     [look_up_format, lambda: str(read.__wrapped__(swiglu(limit=7.0)))],
     ids=["format", "activation"],
 )
-def test_what_is_derived_once(make, dtype):
+def test_what_is_derived_once(make, mode):
+    """Also if it is while a model is loaded in bfloat16, or traced."""
     want = make()
-    with default_dtype(dtype), torch.device("meta"):
+    with default_dtype(torch.bfloat16), mode:
         assert make() == want
 
 

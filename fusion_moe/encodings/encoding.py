@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import OptionError, ShapeError
 from .orders import UNCHANGED, CodeOrder, Recoding, usual_order
+from .real import real_tensors
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ROW = -1  # the block of a scale that covers a whole row, whatever K is
@@ -68,11 +69,12 @@ class Element:
         return cls(name, bits, torch.uint8, float(largest), encode, decode)
 
     @classmethod
+    @real_tensors()
     def look_up(cls, name: str, values: Sequence[float]) -> Element:
         """Numbers from a table: code i is values[i], for 2, 4, 16 or 256 of them. A tie goes to the
         smaller one. OptionError for NaN or infinity among them.
         """
-        table = torch.tensor(values, dtype=torch.float32, device="cpu")
+        table = torch.tensor(values, dtype=torch.float32)
         bits = len(values).bit_length() - 1
         if not table.isfinite().all() or len(values) != 2**bits:
             raise OptionError(
@@ -105,11 +107,12 @@ class Element:
         return self.order or usual_order(self.bits)
 
     @cached_property
+    @real_tensors()
     def values(self) -> tuple[float, ...]:
         """The number of each code of up to 8 bits; () for wider ones."""
         if self.bits > 8:
             return ()
-        codes = torch.arange(2**self.bits, dtype=torch.uint8, device="cpu")
+        codes = torch.arange(2**self.bits, dtype=torch.uint8)
         found = self.decode(codes.int()) if self.decode else codes.view(self.dtype).float()
         return tuple(found.tolist())
 

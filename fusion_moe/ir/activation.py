@@ -12,14 +12,13 @@ summed, float64 for rows in float64; the result is rounded once to the dtype of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ..encodings.real import real_tensors
 from ..errors import OptionError, ShapeError
 from .builder import FusionDefinition
 from .core import Fusion, Op, Value
@@ -180,14 +179,6 @@ def _checked(activation: Activation) -> Activation:
     if not finite:
         raise _refused("NaN or infinity for columns of zeros", "a finite number")
     return activation
-
-
-@contextmanager
-def real_tensors() -> Iterator[None]:
-    """Inside, tensors have memory, on the CPU, whatever traces the call."""
-    autocast = torch.autocast("cpu", enabled=False)
-    with _disable_current_modes(), torch.device("cpu"), torch.no_grad(), autocast:
-        yield
 
 
 def _refused(found: str, expected: str) -> OptionError:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..encodings import Encoding, Part
+from ..encodings.real import real_tensors
 from .layout import as_bytes
 
 
@@ -105,10 +106,11 @@ def _in_runs(t: Tensor, runs: int) -> Tensor:
     return t.unflatten(-2, (runs, -1))
 
 
+@real_tensors()
 def _zero(encoding: Encoding) -> int:
     """The item whose elements are all zero."""
     element = encoding.element
     if element.encode is None:
         return 0
-    code = int(element.encode(torch.zeros(1, dtype=torch.float32, device="cpu")))
+    code = int(element.encode(torch.zeros(1, dtype=torch.float32)))
     return sum(code << i * element.bits for i in range(element.per_item))

@@ -15,6 +15,7 @@ import torch
 
 from .. import options
 from ..encodings import Encoding, find
+from ..encodings.real import real_tensors
 from ..errors import FusionError, UnsupportedError
 from ..ir.core import Fusion, Op, Value
 from ..ir.text import text
@@ -204,10 +205,11 @@ def _rounding_of_weights(product: Op, backend: str) -> float:
 
 
 @cache
+@real_tensors()
 def _digits(encoding: Encoding) -> float:
     """How many significant binary digits a code times its first scale may have."""
     element, scale = encoding.element, encoding.scales[0].dtype
-    codes = torch.arange(2**element.bits, dtype=torch.uint8, device="cpu")
+    codes = torch.arange(2**element.bits, dtype=torch.uint8)
     numbers = element.decode(codes) if element.decode else codes.view(element.dtype).float()
     whole = numbers[numbers.isfinite() & (numbers != 0)].frexp().mantissa.mul(2**24).int()
     return 24 - math.log2((whole & -whole).min().item()) + 1 - math.log2(torch.finfo(scale).eps)

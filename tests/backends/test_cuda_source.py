@@ -270,18 +270,32 @@ def test_every_encoding_compiles_without_wgmma(fmt, activations, layout):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "block", "sentence"),
+    ("fmt", "layout", "change", "sentence"),
     [
-        ("int4", 128, "block scales of four-bit codes cover 16, 32 or 64 columns"),
-        ("mxfp4", 16, "has codes and block scales of other sizes than its reader"),
+        (
+            "int4",
+            "linear",
+            ("BLOCK = 32", "BLOCK = 128"),
+            "block scales of four-bit codes cover 16, 32 or 64 columns",
+        ),
+        (
+            "int4",
+            "w16x64",
+            ("BLOCK = 32", "BLOCK = 64"),
+            "has codes and block scales of other sizes than its reader",
+        ),
+        (
+            "mxfp4",
+            "linear",
+            ("BLOCK = 32", "BLOCK = 16"),
+            "has codes and block scales of other sizes than its reader",
+        ),
     ],
 )
-def test_readers_say_what_they_need_of_an_encoding(fmt, block, sentence):
-    product = launches(product_of(fmt, "bf16", "w16x64"), 16)[-1]
+def test_readers_say_what_they_need_of_an_encoding(monkeypatch, fmt, layout, change, sentence):
+    product = launches(product_of(fmt, "bf16", layout), 16)[-1]
     headers = nvrtc.headers(KERNELS)  # no key was made of them yet
-    headers[f"weights/{fmt}.cuh"] = headers[f"weights/{fmt}.cuh"].replace(
-        "BLOCK = 32", f"BLOCK = {block}"
-    )
+    headers[f"weights/{fmt}.cuh"] = headers[f"weights/{fmt}.cuh"].replace(*change)
     with pytest.raises(BuildError, match=f"static assertion failed with .*{sentence}"):
         nvrtc.build(product.text, name=product.name, arch=H200.nvrtc, headers=headers)
 

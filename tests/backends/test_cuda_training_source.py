@@ -306,7 +306,7 @@ FEW_BITS = [
     ("mxfp4", "w16x64", 128, "large_m_64x4"),
     ("int4", "w16x64", 256, "large_m_80x4"),
     ("nvfp4", "linear", 4096, "gemm_128x256"),
-    ("int4", "linear", 64, "gemm_128x256"),
+    ("int4", "linear", 64, "gemm_64x256"),
 ]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.arch import H200
+from fusion_moe.backends.cuda import gemm
 from fusion_moe.backends.cuda.grouped_mm import Product
 from fusion_moe.backends.cuda.variants import ALL, Matrices
 from fusion_moe.encodings import ENCODINGS, Quantized, dequantize
@@ -214,10 +215,14 @@ def test_every_variant_of_dgrad_exactly(fmt, dtype, variant):
                 )
 
 
+@pytest.mark.parametrize("tile_m", [64, 128])
 @pytest.mark.parametrize("n", [96, 352, 512])
 @pytest.mark.parametrize("scales", [(0.5, 2.0), (1.0, 0.0), (0.0, 0.0), (-2.0, 1.0)], ids=str)
-def test_runs_with_a_scale_each(scales, n):
-    """Runs that do not begin where blocks of 64 rows do, zero scales, either run first."""
+def test_runs_with_a_scale_each(scales, n, tile_m, monkeypatch):
+    """Runs that do not begin where blocks of 64 rows do, zero scales, either run first, both
+    heights of tiles.
+    """
+    monkeypatch.setattr(gemm, "_FEW_ROWS", 0 if tile_m == 128 else 10**6)
     weight = two_runs(exact_weight(ENCODINGS["nvfp4"], 4, n, 256), scales)
     for layout in ("w16x64", "linear"):
         for splits, gathered in (([115, 144, 8, 757], False), ([3, 0, 60, 64], True)):

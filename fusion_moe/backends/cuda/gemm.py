@@ -30,8 +30,12 @@ from .vectors import VECTOR, Store, VectorElements, follow, in_vectors
 DTYPES = ("bf16", "f16")
 READERS = [(dtype, "linear") for dtype in DTYPES]  # encodings and layouts of weights
 HEADER = "gemm.cuh"
-_TILE_M = 128  # rows
+_TILES_M = (128, 64)  # rows
 _K_BLOCK, _THREADS = 64, 384
+# with two producer warpgroups, if the consumers' accumulators leave them registers
+_MORE_THREADS = 512
+# average rows per group up to which tiles of 64 rows are faster for quantized weights
+_FEW_ROWS = 64
 _RUN_OF_ROWS = 16  # of a quantized weight: the rows that a warp has share one outer scale
 _MANY_ROWS = 32  # average rows per group from which tiles of 128 rows are faster
 _BOX_ROWS = (128, 64, 32, 16, 8)  # of K-major matrices
@@ -89,7 +93,7 @@ class Gemm(Source):
             *self.operand.made(sizes),
             self._product(sizes, arch),
         ]
-        made += self.sums(self._tiles, sizes)
+        made += self.sums(self._tiles * self._parts(sizes), sizes)
         if self.plan.combine:
             with naming(self.plan.combine):
                 made.append(
@@ -104,22 +108,24 @@ class Gemm(Source):
         return readers.reader(plan.encoding.name, plan.layout, plan.a.type.dtype)
 
     def _product(self, sizes: Sizes, arch: Arch) -> KernelSource:
-        rows, n = value(self._rows, sizes), self._tile_n
-        tiles = bound(rows, min(self.plan.groups, rows) + 1, _TILE_M) // _TILE_M * self._tiles
+        rows, m, n = value(self._rows, sizes), self._tile_m(sizes), self._tile_n
+        tiles = bound(rows, min(self.plan.groups, rows) + 1, m) // m * self._tiles
         boxes = {
-            "a": self.operand.boxes(_TILE_M, sizes) if self.operand.in_boxes else None,
+            "a": self.operand.boxes(m, sizes) if self.operand.in_boxes else None,
             "b": self._weight_boxes(),
         }
         header = self._reader(self.plan).header if self.packed else None
+        threads = _THREADS if m == _TILES_M[0] else _MORE_THREADS
         return product_kernel(
             self,
-            f"GroupedGemm<Segment, {_TILE_M}, {n}>",
-            f"gemm_{_TILE_M}x{n}",
+            f"GroupedGemm<Segment, {m}, {n}>",
+            f"gemm_{m}x{n}",
             self._functions,
             tiles,
             arch,
             boxes,
             header,
+            threads,
         )
 
     def _weight_boxes(self) -> Boxes | None:
@@ -152,6 +158,19 @@ class Gemm(Source):
     @property
     def _rows(self) -> AnySize:
         return plain(self.plan.a.type.shape[0])
+
+    def _tile_m(self, sizes: Sizes) -> int:
+        """Rows of a tile. Quantized weights are dequantized for each tile: low tiles are faster if
+        most rows of a high one are empty.
+        """
+        few = self.packed and value(self._rows, sizes) <= _FEW_ROWS * self.plan.groups
+        return _TILES_M[few]
+
+    def _parts(self, sizes: Sizes) -> int:
+        """How many parts of a tile's row are summed separately: with tiles of 64 rows, each
+        consumer warpgroup has half of a row.
+        """
+        return _TILES_M[0] // self._tile_m(sizes)
 
     @property
     def _most_parts(self) -> int:
@@ -568,6 +587,7 @@ def product_kernel(
     arch: Arch,
     boxes: Mapping[str, Boxes | None],
     reader: str | None = None,
+    threads: int = _THREADS,
 ) -> KernelSource:
     """A persistent kernel of a product. boxes: those of operands a and b that it copies in boxes;
     reader: the header that dequantizes b.
@@ -582,7 +602,7 @@ def product_kernel(
         [*functions, shared],
         tiles,
         headers=(reader, HEADER) if reader else (HEADER,),
-        threads=_THREADS,
+        threads=threads,
         shared=arch.shared_per_block,
         max_resident=1,
         boxes=tuple(given.values()),

@@ -1,8 +1,8 @@
 """The readers of weights in kernels/weights/, by encoding and layout: only this file names
 encodings and layouts.
 
-Every encoding has a reader, which is made from its descriptor (kernels/weights/derived.cuh). Tiles
-of those that have a header of their own are read faster: WRITTEN.
+Every encoding has a reader, which is made from its descriptor (kernels/weights/derived.cuh). Those
+that have a header of their own are read faster: WRITTEN.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from ...encodings import ENCODINGS, Encoding, Scale, find
 from ...encodings.encoding import Element
 from ...encodings.orders import UNCHANGED
+from ...encodings.real import real_tensors
 from ...errors import UnsupportedError
 from ..cxx.statements import inner
 
@@ -61,18 +62,18 @@ class Reader:
 WRITTEN = {
     (encoding, layout): Reader(
         f"{name}{'Linear' if layout == 'linear' else 'Tiled'}",
-        f"weights/{name.lower()}.cuh",
+        f"weights/{header}.cuh",
         activations,
         layout == TILED,
     )
-    for encoding, layouts, name, activations in (
-        ("nvfp4", (TILED,), "Nvfp4", ("bf16", "f16")),
-        ("mxfp4", (TILED,), "Mxfp4", ("bf16", "f16")),
-        ("int4", (TILED,), "Int4", ("bf16", "f16")),
-        ("bf16", ("linear", TILED), "Plain", ("bf16",)),
-        ("f16", ("linear", TILED), "Plain", ("f16",)),
+    for encoding, name, header, activations in (
+        ("nvfp4", "Nvfp4", "nvfp4", ("bf16", "f16")),
+        ("mxfp4", "Mxfp4", "mxfp4", ("bf16", "f16")),
+        ("int4", "Int4", "int4", ("bf16", "f16")),
+        ("bf16", "Plain", "plain", ("bf16",)),
+        ("f16", "Plain", "plain", ("f16",)),
     )
-    for layout in layouts
+    for layout in ("linear", TILED)
 }
 DERIVED = {
     layout: Reader(name, "weights/derived.cuh", tiled=layout == TILED, derived=True)
@@ -167,9 +168,10 @@ def _descriptor(of: Encoding, tiled: bool) -> list[str]:
     ]
 
 
+@real_tensors()
 def _number(of: Element) -> list[str]:
     """What a code means: codes of floats of few bits by their bits, others by a table."""
-    half, wanted = 2 ** (of.bits - 1), torch.tensor(of.values)
+    half, wanted = 2 ** (of.bits - 1), torch.tensor(of.values, dtype=torch.float32)
     codes = torch.arange(2 * half, dtype=torch.int32)
     for mantissa in range(of.bits - 1):
         sizes = ((codes % half) << (23 - mantissa)).view(torch.float32)
@@ -207,9 +209,10 @@ def _scale(i: int, scale: Scale, tiled: bool) -> list[str]:
     ]
 
 
+@real_tensors()
 def _recoded(scale: Scale) -> list[float]:
     """What each byte means that a tile stores for a scale."""
-    stored = scale.recoding.inverse(torch.arange(256, dtype=torch.uint8, device="cpu"))
+    stored = scale.recoding.inverse(torch.arange(256, dtype=torch.uint8))
     values = stored.view(scale.dtype).float()
     return (values.reciprocal() if scale.divides else values).tolist()
 
@@ -219,8 +222,9 @@ def _function(declaration: str, value: str) -> list[str]:
     return [f"{declaration.replace('@', static)} {{ return {value}; }}"]
 
 
+@real_tensors()
 def _look_up(name: str, values: list[float] | tuple[float, ...]) -> list[str]:
-    words = torch.tensor(values, dtype=torch.float32, device="cpu").view(torch.int32).tolist()
+    words = torch.tensor(values, dtype=torch.float32).view(torch.int32).tolist()
     bits = ", ".join(hex(word & 0xFFFFFFFF) for word in words)
     return [
         f"static __device__ __forceinline__ float {name}(u32 code) {{",

@@ -15,8 +15,9 @@ from torch.fx import GraphModule, Node
 
 from ...definitions import translate
 from ...definitions.walk import Walk
+from ...encodings.real import real_tensors
 from ...errors import Error, UnsupportedError, Untranslatable
-from ...ir.activation import read, real_tensors, written
+from ...ir.activation import read, written
 from ...ir.builder import FusionDefinition
 from ...ir.core import Value
 from ...ir.derivative import differentiate

@@ -177,14 +177,15 @@ struct GemmRing {
     };
 };
 
-// Consumer warpgroups come first, and take registers from the producers.
-template <bool DEQUANTIZES, class Consume, class Produce>
+// Consumer warpgroups come first, and take registers from the producers. FEW: whether accumulators
+// are so few that nobody needs to give registers away.
+template <bool DEQUANTIZES, bool FEW, class Consume, class Produce>
 __device__ __forceinline__ void by_warpgroups(Consume consume, Produce produce) {
     if (threadIdx.x < 128 * GEMM_CONSUMERS) {
-        setmaxnreg_inc<DEQUANTIZES ? 192 : 208>();
+        if constexpr (!FEW) setmaxnreg_inc<DEQUANTIZES ? 192 : 208>();
         consume();
     } else {
-        setmaxnreg_dec<DEQUANTIZES ? 120 : 88>();
+        if constexpr (!FEW) setmaxnreg_dec<DEQUANTIZES ? 120 : 88>();
         produce();
     }
 }
@@ -202,13 +203,15 @@ struct GroupedGemm {
     using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, 1>;
     using WorkTiles = typename TileScheduler::WorkTiles;
     static constexpr bool COPIES = !Segment::A_BOXES || !(Segment::B_BOXES || Segment::B_PACKED);
-    static constexpr int PRODUCERS = COPIES || Segment::B_PACKED ? GEMM_PRODUCERS : 32;
+    static constexpr int WARPGROUPS = Segment::B_PACKED && TILE_M == 64 ? 2 : 1;  // of producers
+    static constexpr int PRODUCERS = COPIES || Segment::B_PACKED ? WARPGROUPS * GEMM_PRODUCERS : 32;
     using Weight = WeightTiles<Segment, TILE_N, PRODUCERS>;
     using Ring = GemmRing<Segment, TILE_M, TILE_N, PRODUCERS, sizeof(TileScheduler), COPIES,
                           Segment::B_PACKED>;
     using Stage = typename Ring::Stage;
     static_assert(TILE_COLUMNS % 32 == 0, "four lanes have eight columns each");
-    static_assert(!Ring::SHARES_ROWS, "a consumer has all columns that a result reads");
+    static_assert(!Ring::SHARES_ROWS || Segment::COLUMNS_PER_RESULT == 1,
+                  "a consumer has all columns that a result reads");
 
     struct Shared {
         Ring ring;
@@ -226,8 +229,8 @@ struct GroupedGemm {
         i64* error = blockIdx.x == 0 ? s.error : nullptr;
         shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, ALL_GROUPS, error,
                                reinterpret_cast<i32*>(shared.ring.stage));
-        by_warpgroups<Segment::B_PACKED>([&] { consume(s, shared); },
-                                         [&] { produce(s, shared, a_map, b_map); });
+        by_warpgroups<Segment::B_PACKED, Ring::SHARES_ROWS>(
+            [&] { consume(s, shared); }, [&] { produce(s, shared, a_map, b_map); });
     }
 
   private:
@@ -316,7 +319,7 @@ struct GroupedGemm {
         typename Ring::Queue::Reader numbers(shared.ring.queue);
         for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
             const WorkTile tile = tiles.current();
-            const i32 first = tile.m_tile.first + 64 * consumer;
+            const i32 first = tile.m_tile.first + (Ring::SHARES_ROWS ? 0 : 64 * consumer);
             const bool grouped = tile.m_tile.group < Segment::GROUPS;
             if (first >= tile.m_tile.end) {
                 if (grouped) mainloop.skip(K_BLOCKS);
@@ -337,21 +340,22 @@ struct GroupedGemm {
                 }
             }
             if constexpr (Segment::ADDED > 0) {
-                if (grouped) add(s, tile, first, sum[0]);
+                if (grouped) add(s, tile, first, sum[0], consumer);
             }
-            store(s, tile, first, sum[0]);
+            store(s, tile, first, sum[0], consumer);
         }
     }
 
     // The added (LoRA) product for the same output tile.
     __device__ static __forceinline__ void add(const Segment& s, const WorkTile& tile, i32 first,
-                                               float (&sum)[Ring::COLUMNS / 2]) {
+                                               float (&sum)[Ring::COLUMNS / 2], int consumer) {
         const i32 row = threadIdx.x % 32 / 4, m = first + threadIdx.x / 32 % 4 * 16 + row,
                   last = tile.m_tile.end - 1;
         using Added = AddedProduct<Segment>;
         const auto rows = Added::rows(s);
         const auto matrix = Added::columns(s, tile.m_tile.group);
-        const i32 column = tile.n_tile * TILE_COLUMNS + row;
+        const i32 column =
+            tile.n_tile * TILE_COLUMNS + (Ring::SHARES_ROWS ? consumer * Ring::COLUMNS : 0) + row;
         const auto columns = [&](int i, int k) {
             const i32 j = min(column + 8 * i % TILE_COLUMNS, Segment::WIDTH - 1);
             return matrix.four(Segment::column(8 * i / TILE_COLUMNS, j), k);
@@ -362,23 +366,28 @@ struct GroupedGemm {
     }
 
     __device__ static __forceinline__ void store(const Segment& s, const WorkTile& tile, i32 first,
-                                                 const float (&sum)[Ring::COLUMNS / 2]) {
-        const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+                                                 const float (&sum)[Ring::COLUMNS / 2],
+                                                 int consumer) {
+        constexpr int COLUMNS = Ring::COLUMNS / Segment::COLUMNS_PER_RESULT,
+                      PARTS = TILE_COLUMNS / COLUMNS;  // of a result; of a tile's row
+        const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4,
+                  part = PARTS == 1 ? 0 : consumer;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const i32 m = first + 16 * warp + lane / 4 + 8 * h;
             const bool good = m < tile.m_tile.end;
             float total[Segment::SUMS > 0 ? Segment::SUMS : 1] = {};  // of this tile's columns
 #pragma unroll
-            for (int i = 0; i < TILE_COLUMNS / 32; ++i) {
+            for (int i = 0; i < COLUMNS / 32; ++i) {
                 float p[Segment::COLUMNS_PER_RESULT][8];
 #pragma unroll
                 for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f)
-                    row_of_quad(p[f], sum, f * TILE_COLUMNS / 8 + 4 * i, h);
-                const i32 j = tile.n_tile * TILE_COLUMNS + 32 * i + 8 * (lane % 4);
+                    row_of_quad(p[f], sum, f * COLUMNS / 8 + 4 * i, h);
+                const i32 j = tile.n_tile * TILE_COLUMNS + part * COLUMNS + 32 * i + 8 * (lane % 4);
                 if (good) s.store(m, tile.m_tile.group, j, p, total);
             }
-            if constexpr (Segment::SUMS > 0) store_sums<4>(s, m, tile.n_tile, good, total);
+            if constexpr (Segment::SUMS > 0)
+                store_sums<4>(s, m, tile.n_tile * PARTS + part, good, total);
         }
     }
 };
@@ -455,8 +464,8 @@ struct GroupedWgrad {
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         shared.scheduler.build(s.ends, i32(s.rows()), blockIdx.x == 0 ? s.error : nullptr);
-        by_warpgroups<false>([&] { consume(s, shared); },
-                             [&] { produce(s, shared, a_map, b_map); });
+        by_warpgroups<false, false>([&] { consume(s, shared); },
+                                    [&] { produce(s, shared, a_map, b_map); });
     }
 
   private:

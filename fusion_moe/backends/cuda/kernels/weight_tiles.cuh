@@ -93,36 +93,39 @@ struct WeightColumns {
     }
 };
 
-// Quantized weights stored [k, n]: each warp dequantizes 16 of a K block's 64 rows, a tile of the
-// weight at a time, as readers have it. Of a tile a lane makes 16 columns of two rows, which are
-// four pieces of the stage.
-template <class Segment, int TILE_N>
+// Quantized weights stored [k, n]: each producer warpgroup dequantizes a part of the columns, and
+// each of its warps 16 of a K block's 64 rows, a tile of the weight at a time, as readers have it.
+// Of a tile a lane makes 16 columns of two rows, which are four pieces of the stage.
+template <class Segment, int TILE_N, int THREADS>
 class PackedWeight {
   public:
     using Runs = ScaleRuns<Segment>;
 
-    __device__ __forceinline__ PackedWeight(const Segment& s, i32) : weight_(s) {}
+    __device__ __forceinline__ PackedWeight(const Segment& s, i32 thread)
+        : weight_(s), first_(thread / 128 * EACH) {}
 
     __device__ __forceinline__ void begin(const Runs& runs, i32 group, i32 n_tile) {
-        runs_ = &runs, group_ = group, column_ = n_tile * TILE_N;
+        runs_ = &runs, group_ = group, column_ = n_tile * TILE_N + first_;
     }
 
     __device__ __forceinline__ void copy(u32 to, i32 kb) const {
-        typename Weights::Packed packed[TILE_N / 64] = {};
+        typename Weights::Packed packed[EACH / 64] = {};
         // rows past those of the block's run are zeros, since they are multiplied too
         const bool in_run = Runs::LENGTH % 64 == 0 || kb % Runs::BLOCKS * 64 + row_ < Runs::LENGTH;
         if (in_run) {
             Weights reader;
             reader.open(weight_, group_, runs_->first_row(kb) + row_, column_ / 64, lane_);
 #pragma unroll
-            for (int c = 0; c < TILE_N / 64; ++c) packed[c] = reader.load(c);
+            for (int c = 0; c < EACH / 64; ++c) packed[c] = reader.load(c);
         }
 #pragma unroll
-        for (int c = 0; c < TILE_N / 64; ++c) store(to + c * PIECE_BYTES, packed[c], in_run);
+        for (int c = 0; c < EACH / 64; ++c)
+            store(to + (first_ / 64 + c) * PIECE_BYTES, packed[c], in_run);
     }
 
   private:
     using Weights = typename Segment::Weights;
+    static constexpr int EACH = TILE_N / (THREADS / 128);  // columns of a warpgroup
 
     // A tile, to a piece of 64 columns.
     __device__ __forceinline__ void store(u32 to, const typename Weights::Packed& packed,
@@ -145,7 +148,7 @@ class PackedWeight {
     }
 
     const StoredWeight<Segment> weight_;
-    const i32 row_ = threadIdx.x / 32 % 4 * 16, lane_ = threadIdx.x % 32;
+    const i32 first_, row_ = threadIdx.x / 32 % 4 * 16, lane_ = threadIdx.x % 32;
     const Runs* runs_;
     i32 group_, column_;
 };
@@ -165,7 +168,7 @@ struct WeightTilesOf<Segment, TILE_N, THREADS, false, false, true> {
 };
 template <class Segment, int TILE_N, int THREADS>
 struct WeightTilesOf<Segment, TILE_N, THREADS, false, true, true> {
-    using type = PackedWeight<Segment, TILE_N>;
+    using type = PackedWeight<Segment, TILE_N, THREADS>;
 };
 
 template <class Segment, int TILE_N, int THREADS>

@@ -41,12 +41,21 @@ __device__ __forceinline__ u32 codes_of_word<f16>(u32 word, int half, int i) {
     return and_or(word * 4u, SIGNS, and_or(word >> 3, 0x08000800u, (word * 32u) & 0x06000600u));
 }
 
+// The two codes of a byte -> one in each half.
+template <class T>
+__device__ __forceinline__ u32 codes_of_byte(u32 byte) {
+    constexpr int UP = SIZES<T> == SIZES<f16> ? 9 : 6;
+    const u32 spread = (byte & 0xFF) * 0x1001u;
+    return and_or(spread << UP, SIZES<T>, (spread << 12) & SIGNS);
+}
+
 // What the bytes of block scales mean, an encoding says (Scales_):
 //
-//     Outer, BLOCK, RESCALE    as formats have them
-//     tiled(two)               two scales as a tile stores them, a byte in each half, times a power
-//                              of two
-//     multiply(codes, scale)   a pair of weights over RESCALE
+//     Outer, BLOCK, TILED_RESCALE, LINEAR_RESCALE   as formats have them
+//     tiled(two)                                    two scales as w16x64 stores them, a byte in
+//     each half, times a power of two linear(byte)                                  a pair of the
+//     scale, as the linear layout stores it, times a power of two multiply(codes, scale) a pair of
+//     weights over a power of two, TILED_RESCALE or LINEAR_RESCALE
 template <class T, class Scales_>
 struct E2m1 : Scales_ {
     using Scale = u8;
@@ -57,6 +66,9 @@ struct E2m1 : Scales_ {
     }
 
     static __device__ __forceinline__ Scales tiled(u32 low, u32 high) { return {low, high}; }
+    static __device__ __forceinline__ Scales linear(u32 low, u32 high) {
+        return {Scales_::linear(low), Scales_::linear(high)};
+    }
 
     static __device__ __forceinline__ constexpr bool beside(int half, int i) {
         return half == 1 && i == 0;
@@ -67,6 +79,10 @@ struct E2m1 : Scales_ {
 
     static __device__ __forceinline__ u32 weights(u32 codes, const Scales& scales, int i) {
         return Scales_::multiply(codes, i == 0 ? scales.low : scales.high);
+    }
+
+    static __device__ __forceinline__ u32 linear_pair(u32 byte, const Scales& scales, bool row_8) {
+        return Scales_::multiply(codes_of_byte<T>(byte), row_8 ? scales.high : scales.low);
     }
 };
 

@@ -1,19 +1,17 @@
-// Readers of weights in tiles (w16x64) that are codes of four bits with block scales; layouts/ says
-// where each bit lies. In linear order such weights are read as their descriptors say
-// (derived.cuh). A format says what codes and scales mean, for activations of a type:
+// Readers of weights that are codes of four bits with block scales, from the layout w16x64
+// (layouts/ says where each bit lies) and from the linear one. What codes and scales mean, a format
+// says, for activations of a type:
 //
-//     BLOCK, Scale              the columns that share a scale, and the unsigned type of a stored
-//                               scale
-//     Outer, RESCALE            see reader.cuh
-//     Scales                    of two rows, r and r + 8 of a tile, ready to multiply by
-//     u32 ready(word, byte)     the two scales that a tile stores from a byte of a word on: one in
-//                               each half
-//     Scales tiled(low, high)   the scales of rows r and r + 8, of pairs of these
-//     u32 codes(word, half, i)  a pair of columns: the half's, of row r or r + 8 (i), of a word of
-//                               a tile
-//     bool beside(half, i)      whether some bits of a pair's columns lie in the other half of the
-//                               word
-//     u32 weights(codes, scales, i)  the weights of a pair
+//     BLOCK, Scale                           columns that share a scale, and the unsigned type of a
+//     stored one Outer                                  see reader.cuh TILED_RESCALE,
+//     LINEAR_RESCALE          see reader.cuh, for either layout Scales of two rows, r and r + 8 of
+//     a tile, ready to multiply by u32 ready(word, byte)                  of two scales that a tile
+//     stores from a byte of a word on: one in each half Scales tiled(low, high)                of
+//     pairs of these, for rows r and r + 8 Scales linear(low, high)               of what the
+//     linear layout stores u32 codes(word, half, i)               the half's pair of columns of row
+//     r or r + 8 (i), of a word of a tile bool beside(half, i)                   whether some bits
+//     of a pair's column lie in the word's half of the other one u32 weights(codes, scales, i) a
+//     pair linear_pair(byte, scales, row_8)       two columns of a row, r or r + 8, of a byte
 #pragma once
 
 #include "weights/four_bits_shared.cuh"
@@ -23,9 +21,10 @@ namespace {
 
 template <class Format>
 struct FourBitTiled : Format::Outer, FourBits<Format> {
+    using InTiles = void;
     static constexpr bool SCALES_FOLLOW = true;
     using Scale = typename Format::Scale;
-    static constexpr float RESCALE = Format::RESCALE;
+    static constexpr float RESCALE = Format::TILED_RESCALE;
     static constexpr int ELEMENTS = RUN, SCALES = 1024 / Format::BLOCK * sizeof(Scale);
 
     template <bool FRAGMENT_ORDER>
@@ -74,6 +73,69 @@ struct FourBitTiled : Format::Outer, FourBits<Format> {
 
   private:
     const u8 *codes_, *scales_;
+};
+
+// Any N, and K in whole blocks of scales: rows past the last are read as the last, blocks past the
+// last as zeros.
+template <class Format>
+struct FourBitLinear : Format::Outer, FourBits<Format> {
+    using Scale = typename Format::Scale;
+    static constexpr float RESCALE = Format::LINEAR_RESCALE;
+    static constexpr int BLOCK = Format::BLOCK,
+                         STEP = 64 / BLOCK * sizeof(Scale);  // bytes of scales of a K block
+
+    struct Packed {
+        uint2 low, high;  // codes of rows r and r + 8
+        u32 scale_of_row, scale_of_row_8;
+    };
+    using Scales = typename Format::Scales;
+
+    template <class Segment>
+    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block,
+                                         i32 lane) {
+        FourBits<Format>::template check<Segment>();
+        static_assert(Segment::K % BLOCK == 0,
+                      "a row of a weight is made of whole blocks of scales");
+        const i32 row = first_row + lane / 4, k = 64 * block + 16 * (lane % 4);
+        const i64 first = i64(group) * Segment::N;
+        const i64 low = (first + min(row, Segment::N - 1)) * Segment::K + k,
+                  high = (first + min(row + 8, Segment::N - 1)) * Segment::K + k;
+        const u8* scales = reinterpret_cast<const u8*>(s.block_scale);
+        codes_[0] = s.codes + low / 2, codes_[1] = s.codes + high / 2;
+        scales_[0] = scales + low / BLOCK * sizeof(Scale),
+        scales_[1] = scales + high / BLOCK * sizeof(Scale);
+        left_ = Segment::K - k;
+    }
+
+    __device__ __forceinline__ Packed load(int blocks_ahead) const {
+        if (left_ <= 64 * blocks_ahead) return {};
+        return {load_no_allocate_8(codes_[0] + 32 * blocks_ahead),
+                load_no_allocate_8(codes_[1] + 32 * blocks_ahead),
+                load_scale<Scale>(scales_[0] + STEP * blocks_ahead),
+                load_scale<Scale>(scales_[1] + STEP * blocks_ahead)};
+    }
+
+    __device__ __forceinline__ void advance(int blocks) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) codes_[i] += 32 * blocks, scales_[i] += STEP * blocks;
+        left_ -= 64 * blocks;
+    }
+
+    static __device__ __forceinline__ Scales scales(const Packed& packed) {
+        return Format::linear(packed.scale_of_row, packed.scale_of_row_8);
+    }
+
+    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales,
+                                                      int v, int half, u32* a) {
+        a[0] =
+            Format::linear_pair((half == 0 ? packed.low.x : packed.low.y) >> 8 * v, scales, false);
+        a[1] =
+            Format::linear_pair((half == 0 ? packed.high.x : packed.high.y) >> 8 * v, scales, true);
+    }
+
+  private:
+    const u8 *codes_[2], *scales_[2];
+    i32 left_;
 };
 
 }  // namespace

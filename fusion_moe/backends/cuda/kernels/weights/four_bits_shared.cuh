@@ -47,6 +47,12 @@ struct PairOfScales {
     u32 low, high;
 };
 
+// Loads a stored scale, which has one byte or two.
+template <class Scale>
+__device__ __forceinline__ u32 load_scale(const u8* p) {
+    return sizeof(Scale) == 1 ? load_no_allocate_1(p) : load_no_allocate_2(p);
+}
+
 template <class Scale>
 __device__ __forceinline__ u32 load_two_scales(const u8* p) {
     return sizeof(Scale) == 1 ? load_no_allocate_2(p) : load_no_allocate_4(p);

@@ -1,5 +1,5 @@
-// MXFP4: codes of e2m1, and for 32 of them a block scale e8m0, 2^(byte - 127); 255 is NaN.
-// Tiles store it as it is.
+// MXFP4: codes of e2m1, and for 32 of them a block scale e8m0, 2^(byte - 127); 255 is NaN. Both
+// layouts store it as it is.
 //
 // Scales have a wider range than products of 16 bits: what lies beyond is named below. A trained
 // weight's scales lie within: the largest weight of a block is 4 to 8 times its scale.
@@ -23,13 +23,15 @@ template <>
 struct Mxfp4Scales<bf16> {
     using Outer = NoOuterScale;
     static constexpr int BLOCK = 32;
-    static constexpr float RESCALE = 0x1p60f;
+    static constexpr float TILED_RESCALE = 0x1p60f, LINEAR_RESCALE = TILED_RESCALE;
 
     static __device__ __forceinline__ u32 tiled(u32 two) {
         constexpr u32 UP = 66, MAX = 254 - UP;
         const u32 nan = bit_8_of_nan(two);  // 254 becomes 255, and the mantissa is not zero
         return __vminu2(two, MAX * BOTH) * 0x80 + UP * BOTH * 0x80 + nan - (nan >> 2);
     }
+
+    static __device__ __forceinline__ u32 linear(u32 byte) { return tiled(byte * BOTH); }
 
     static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) {
         return multiply_pair<bf16>(codes, scale);
@@ -43,13 +45,15 @@ template <>
 struct Mxfp4Scales<f16> {
     using Outer = NoOuterScale;
     static constexpr int BLOCK = 32;
-    static constexpr float RESCALE = 0x1p-5f;
+    static constexpr float TILED_RESCALE = 0x1p-5f, LINEAR_RESCALE = TILED_RESCALE;
 
     static __device__ __forceinline__ u32 tiled(u32 two) {
         constexpr u32 ZERO = 105, MAX = ZERO + 30;
         return (__vminu2(__vmaxu2(two, ZERO * BOTH), MAX * BOTH) - ZERO * BOTH) * 0x400 +
                bit_8_of_nan(two) * 6;  // 30 becomes 31
     }
+
+    static __device__ __forceinline__ u32 linear(u32 byte) { return tiled(byte * BOTH); }
 
     static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) {
         constexpr u32 UP = 0x6C006C00;  // 2^12
@@ -59,5 +63,7 @@ struct Mxfp4Scales<f16> {
 
 template <class T>
 using Mxfp4Tiled = FourBitTiled<E2m1<T, Mxfp4Scales<T>>>;
+template <class T>
+using Mxfp4Linear = FourBitLinear<E2m1<T, Mxfp4Scales<T>>>;
 
 }  // namespace

@@ -12,11 +12,19 @@ template <>
 struct Nvfp4Scales<bf16> {
     using Outer = DecodeScale;
     static constexpr int BLOCK = 16;
-    static constexpr float RESCALE = 128.f;
+    static constexpr float TILED_RESCALE = 128.f, LINEAR_RESCALE = 256.f;
 
     static __device__ __forceinline__ u32 tiled(u32 two) {
         return two * 0x10 + 0x6F806F80u;
     }  // E5M3, times 2^119
+
+    // e4m3, times 2^118. A subnormal float32 holds subnormal scales.
+    static __device__ __forceinline__ u32 linear(u32 byte) {
+        const float size = __uint_as_float((byte & 0x7F) << 20) * 0x1p127f * 0x1p111f;
+        const u32 half =
+            (byte & 0x7F) == 0x7F ? 0x7FC0u : __float_as_uint(size) >> 16 | (byte & 0x80) << 8;
+        return half * 0x10001u;
+    }
 
     static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) {
         return multiply_pair<bf16>(codes, scale);
@@ -29,11 +37,18 @@ template <>
 struct Nvfp4Scales<f16> {
     using Outer = DecodeScale;
     static constexpr int BLOCK = 16;
-    static constexpr float RESCALE = 128.f;
+    static constexpr float TILED_RESCALE = 128.f, LINEAR_RESCALE = 128.f;
 
     // E5M3. Bytes of scales begin at 112, but for zero.
     static __device__ __forceinline__ u32 tiled(u32 two) {
         return __vmaxu2(two, 0x00080008u) * 0x80 - 0x04000400u;
+    }
+
+    // e4m3: a subnormal float16 holds subnormal scales, times 2^-8.
+    static __device__ __forceinline__ u32 linear(u32 byte) {
+        constexpr u32 UP = 0x78007800;  // 2^15
+        const u32 half = (byte & 0x7F) == 0x7F ? 0x7E00u : (byte & 0x7F) << 7 | (byte & 0x80) << 8;
+        return multiply_pair<f16>(half * 0x10001u, UP);
     }
 
     static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) {
@@ -43,5 +58,7 @@ struct Nvfp4Scales<f16> {
 
 template <class T>
 using Nvfp4Tiled = FourBitTiled<E2m1<T, Nvfp4Scales<T>>>;
+template <class T>
+using Nvfp4Linear = FourBitLinear<E2m1<T, Nvfp4Scales<T>>>;
 
 }  // namespace

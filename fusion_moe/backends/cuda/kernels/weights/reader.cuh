@@ -1,33 +1,32 @@
-// What a kernel of a product knows of its weights is a reader, `Segment::Weights`, a template of
-// the type of the activations that its fragments are multiplied by. No other file knows an
-// encoding.
+// What a kernel of a product knows of its weights: a reader, `Segment::Weights`, a template of the
+// type of the activations that its fragments are multiplied by. No other file knows an encoding.
 //
-// Small-M kernels read tiles of 16 rows and 64 columns that follow each other along K, from memory
-// to registers, by these functions of a reader:
+// Small-M kernels read tiles of 16 rows and 64 k that follow each other along K, from memory to
+// registers:
 //
-//     open(s, group, first_row, block, lane)   finds where a lane's first tile lies, the block-th
-//                                              along K
-//     Packed load(blocks_ahead)                returns what the lane has of a tile, as it is stored
-//     advance(blocks)                          goes further along K
-//     Scales scales(packed)                    returns the scales of all that the lane has
-//     dequantize(packed, scales, v, half, a)   makes a[0] and a[1]: columns 16 c + 8 half + 2 v and
-//                                              the next, of rows r and r + 8
+//     open(s, group, first_row, block, lane)         where a lane's first tile lies, the block-th
+//     along K Packed load(blocks_ahead); advance(blocks)     what the lane has of a tile, as it is
+//     stored; further along K Scales scales(packed)                          of all that the lane
+//     has dequantize(packed, scales, v, half, a)         a[0], a[1]: columns 16 c + 8 half + 2 v
+//     and the next, of rows r and r + 8
 //
 // Lane 4 r + c holds rows r and r + 8, and of each the 16 columns from 16 c on. Step v of four
 // multiplies by two pairs of these in each row: both halves make the fragment of a tensor core's
 // instruction.
 //
-// Large-M kernels copy tiles to shared memory as they are stored. ELEMENTS and SCALES are the bytes
-// of a tile there (0: no scales); elements(s) and scales(s) are where those of all matrices begin.
-// Unless SCALES_FOLLOW, the scales of a tile are in several arrays, or tiles share them: then
-// scale_piece(s, row_tiles, tile, piece) says where each 16 bytes of them are.
-// Shared<FRAGMENT_ORDER> says where the 16 bytes of a producer's lane go in each run of 512 bytes
-// of elements (swizzled_lane), and makes the fragments of step v, for activations in fragment order
-// or row-major ones. Transposed<APART> makes fragments for dgrad, where a reader has it.
+// Large-M kernels copy tiles to shared memory as they are stored. ELEMENTS and SCALES are bytes of
+// a tile there (0: no scales), elements(s) and scales(s) where those of all matrices begin. If not
+// SCALES_FOLLOW, those of a tile are several arrays, or tiles share them: scale_piece(s, row_tiles,
+// tile, piece) says where each 16 bytes of them are.
+// Shared<FRAGMENT_ORDER> says where the 16 bytes of a producer's lane go, in each run of 512 bytes
+// of elements (swizzled_lane), and makes fragments of step v; FRAGMENT_ORDER: whether activations
+// are in fragment order, or row-major. Transposed<APART> makes fragments for dgrad, of readers that
+// have it; InTiles, void, is there where its producers can copy tiles as they are stored
+// (Shared<true> reads them).
 //
-// `dequantize` makes the weights over RESCALE, a power of two that keeps them in range, and over
-// the outer scale, one for a run of rows: outer(s, group, row), and outer_of_lane(...) of rows r
-// and r + 8 of a tile.
+// What `dequantize` makes are the weights over RESCALE, a power of two that keeps them in range,
+// and over the outer scale, one for a run of rows: outer(s, group, row), and outer_of_lane(...) of
+// rows r and r + 8 of a tile.
 #pragma once
 
 #include "memory.cuh"
