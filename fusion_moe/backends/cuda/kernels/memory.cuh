@@ -74,6 +74,12 @@ __device__ __forceinline__ uint4 load_no_allocate(const u8* p) {
     return x;
 }
 
+__device__ __forceinline__ uint2 load_no_allocate_8(const u8* p) {
+    uint2 x;
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+    return x;
+}
+
 __device__ __forceinline__ u32 load_no_allocate_4(const u8* p) {
     u32 x;
     asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(x) : "l"(p));
