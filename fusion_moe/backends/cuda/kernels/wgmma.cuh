@@ -15,8 +15,8 @@ __device__ __forceinline__ u32 swizzled(u32 row, u32 piece) {
     return row * TILE_ROW_BYTES + (piece ^ row % 8) * 16;
 }
 
-// Returns the descriptor of a tile at a multiple of 1024 bytes of shared memory. That of the next 16
-// columns of K is 2 more.
+// Returns the descriptor of a tile at a multiple of 1024 bytes of shared memory. That of the next
+// 16 columns of K is 2 more.
 __device__ __forceinline__ u64 tile_descriptor(u32 address) {
     constexpr u64 SWIZZLE_128 = 1;
     return SWIZZLE_128 << 62 | u64(CORE_MATRIX_BYTES >> 4) << 32 | 1ull << 16 |
