@@ -37,15 +37,23 @@ Sources = Mapping[str, Source]
 
 
 class SaveExperts(ConversionOps):
-    """Reversed: a parameter of experts -> the tensors that it has in files."""
+    """Reversed: a parameter of experts -> the tensors that it has in files. name: the module's."""
 
-    def __init__(self, row: Row):
-        self.row = row
+    def __init__(self, name: str, row: Row):
+        self.name, self.row = name, row
 
-    def convert(self, input_dict: dict[str, Any], *_: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The tensors by their names, before transformers' own renamings."""
+    def convert(
+        self, input_dict: dict[str, Any], *_: Any, full_layer_name: str, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """The tensors by their names, before transformers' own renamings: before 5.21, it has
+        renamed `full_layer_name` already.
+        """
         ((t,),) = input_dict.values()
-        return dict(stored(self.row, t))
+        there = full_layer_name.removesuffix(f".{self.row.parameter}")
+        return {
+            there + name.removeprefix(self.name) if name.startswith(self.name) else name: one
+            for name, one in stored(self.row, t)
+        }
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -55,18 +63,18 @@ class SaveExperts(ConversionOps):
 
 def conversions_for_saving(model: Any, sources: Sources) -> list[Any]:
     """The conversions that transformers reverses. sources: where the experts were loaded from."""
-    rows, below = list[tuple[str, Row]](), set[str]()
+    rows, below = list[tuple[str, SaveExperts]](), set[str]()
     for name, source, module in _with_sources(model, sources):
         last = name.rpartition(".")[2]
         for row in source.rows(module):
-            rows.append((re.escape(f"{name}.{row.parameter}"), row))
+            rows.append((re.escape(f"{name}.{row.parameter}"), SaveExperts(name, row)))
             below.update(
                 f".{last}{one.removeprefix(name)}{row.part.suffix}".replace("*", "0")
                 for one in row.names
             )
     # transformers tries the last one first; before 5.21, a pattern also matches longer names
     rows.sort(key=lambda row: len(row[0]))
-    ours = [WeightConverter([name], [name], [SaveExperts(row)]) for name, row in rows]
+    ours = [WeightConverter([pattern], [pattern], [save]) for pattern, save in rows]
     return [*(c for c in _of_transformers(model) if not _renames(c, below)), *ours]
 
 
