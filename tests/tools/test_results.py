@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path += [str(Path(__file__).resolve().parents[2] / d) for d in ("benchmarks", "tools/vllm_gpu")]
 
 import cpu_moe_page
 import h200_page
+import page as serving_page
 import results
 
 REPO = Path(__file__).resolve().parents[2]
@@ -102,3 +103,25 @@ def test_layers_on_a_cpu_of_several_files(written):
     files[1]["machine"] = machine | {"cpu": "D"}
     with pytest.raises(ValueError, match="files of 2 machines"):
         cpu_moe_page.page(files)
+
+
+def test_the_page_of_serving(written):
+    """Times as fast as the fastest of the others; what differs in numbers."""
+
+    def engine(ms: float, logprob: float) -> dict[str, Any]:
+        times = {"ms": [ms, ms, 9.0], "gpu_us": 1e3 * ms}
+        return {
+            "gpu": "a GPU",
+            "start_s": 60.0,
+            "reserved_gib": 3.0,
+            "decode": {"1": times, "8": times},
+            "prefill": times,
+            "lengths": {"longest_extra_ms": 12.0},
+            "numbers": [{"tokens": [1, 2], "logprobs": [logprob]}],
+        }
+
+    kinds = {"fusion_moe": engine(2.0, -1.0), "vllm": engine(3.0, -1.5), "marlin": engine(4.0, -1)}
+    serving_page.page({"versions": {"vllm": "0.32.0"}, "engines": {"nvfp4": kinds}})
+    text = (written / "serving.md").read_text()
+    assert "| ratio by the GPU | 1.50x | 1.50x | 1.50x |" in text
+    assert "with vllm by 0.5000 on average, 0.500 at most; the same 24 tokens for 1 of 1" in text

@@ -39,7 +39,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--layers", type=int)
     parser.add_argument("--lengths", type=int, default=500, help="how many new lengths of prompts")
-    parser.add_argument("--parts", nargs="+", default=["engine", "server"])
+    parts = "engine", "server"
+    parser.add_argument("--parts", nargs="*", choices=parts, default=parts)
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--soak", type=float, default=0, help="seconds with mixed requests")
     parser.add_argument("--page", action="store_true")

@@ -34,7 +34,7 @@ def _engine(kinds: Found) -> str:
         found = found if cell[1] is None else found[cell[1]]
         return statistics.median(found["ms"]) if what == "clock" else found["gpu_us"] / 1e3
 
-    head = [first["gpu"], *(f"{n} sequences" for n in first["decode"]), "prefill of 8,191"]
+    head = [first["gpu"], *(f"batch {n}" for n in first["decode"]), "prefill of 8,191"]
     rows = []
     for what in "clock", "GPU":
         times = {kind: [of(kind, cell, what) for cell in cells] for kind in kinds}
