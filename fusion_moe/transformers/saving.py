@@ -30,6 +30,7 @@ from ..errors import UnsupportedError
 from ..nn import NVFP4Config, QuantizedLinear
 from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
+from .names import parameter_of
 from .sources import Row, Source
 from .tensors import stored
 
@@ -87,8 +88,7 @@ def makes_experts(conversion: Any, model: nn.Module) -> bool:
         for key in module._parameters
     }
     return isinstance(conversion, WeightConverter) and any(
-        (*target.replace("\\.", ".").split("."),)[-2:] in ours
-        for target in conversion._original_target_patterns
+        parameter_of(target) in ours for target in conversion._original_target_patterns
     )
 
 

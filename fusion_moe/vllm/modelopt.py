@@ -38,12 +38,8 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
         self.use_global_sf = False
 
 
-class FusionMoeModelOptConfig(ModelOptNvFp4Config):
-    """vLLM's configuration of ModelOpt's NVFP4, with this library's experts and, on CPUs, linear
-    layers.
-    """
-
-    FusedMoEMethodCls = FusionMoeModelOptMethod
+class _Config:
+    """What both configurations say instead of vLLM's."""
 
     def get_name(self) -> str:
         """The name of the quantization."""
@@ -52,6 +48,14 @@ class FusionMoeModelOptConfig(ModelOptNvFp4Config):
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """The dtypes that activations may have."""
         return [torch.bfloat16, torch.float16, torch.float32]
+
+
+class FusionMoeModelOptConfig(_Config, ModelOptNvFp4Config):
+    """vLLM's configuration of ModelOpt's NVFP4, with this library's experts and, on CPUs, linear
+    layers.
+    """
+
+    FusedMoEMethodCls = FusionMoeModelOptMethod
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """vLLM's own method, except for experts, and on CPUs for linear layers."""
@@ -60,18 +64,10 @@ class FusionMoeModelOptConfig(ModelOptNvFp4Config):
         return super().get_quant_method(layer, prefix)
 
 
-class FusionMoeMixedConfig(ModelOptMixedPrecisionConfig):
+class FusionMoeMixedConfig(_Config, ModelOptMixedPrecisionConfig):
     """vLLM's configuration of a checkpoint that names a format for each layer: this library has
     what is in NVFP4, as with `FusionMoeModelOptConfig`; vLLM the rest, experts in FP8 too.
     """
-
-    def get_name(self) -> str:
-        """The name of the quantization."""
-        return NAME
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """The dtypes that activations may have."""
-        return [torch.bfloat16, torch.float16, torch.float32]
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """vLLM's own method, except for experts in NVFP4, and on CPUs for such linear layers."""

@@ -15,7 +15,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,20 +113,19 @@ def decode(engine: Engine, sequences: int) -> dict[str, Any]:
     ]
     few, many = engine.gpu_us(prompts, 1), engine.gpu_us(prompts, 9)
     kernels = {name: (us - few.get(name, 0.0)) / 8 for name, us in many.items()}
-    return {
-        "ms": [1e3 * t for t in sorted(times)],
-        "gpu_us": sum(kernels.values()),
-        "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1])[:30]),
-    }
+    return _times(times, kernels)
 
 
 def prefill(engine: Engine) -> dict[str, Any]:
     """One long prompt."""
     prompts = engine.prompts(1, PREFILL, seed=3)
     times = [engine.seconds(prompts, 1) for _ in range(_TIMES + 1)][1:]
-    kernels = engine.gpu_us(prompts, 1)
+    return _times(times, engine.gpu_us(prompts, 1))
+
+
+def _times(seconds: Sequence[float], kernels: Mapping[str, float]) -> dict[str, Any]:
     return {
-        "ms": [1e3 * t for t in sorted(times)],
+        "ms": [1e3 * t for t in sorted(seconds)],
         "gpu_us": sum(kernels.values()),
         "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1])[:30]),
     }

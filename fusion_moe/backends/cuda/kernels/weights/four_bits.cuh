@@ -21,7 +21,6 @@ namespace {
 
 template <class Format>
 struct FourBitTiled : Format::Outer, FourBits<Format> {
-    using InTiles = void;
     static constexpr bool SCALES_FOLLOW = true;
     using Scale = typename Format::Scale;
     static constexpr float RESCALE = Format::TILED_RESCALE;

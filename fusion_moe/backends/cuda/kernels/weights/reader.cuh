@@ -21,8 +21,7 @@
 // Shared<FRAGMENT_ORDER> says where the 16 bytes of a producer's lane go, in each run of 512 bytes
 // of elements (swizzled_lane), and makes fragments of step v; FRAGMENT_ORDER: whether activations
 // are in fragment order, or row-major. Transposed<APART> makes fragments for dgrad, of readers that
-// have it; InTiles, void, is there where its producers can copy tiles as they are stored
-// (Shared<true> reads them).
+// have it.
 //
 // What `dequantize` makes are the weights over RESCALE, a power of two that keeps them in range,
 // and over the outer scale, one for a run of rows: outer(s, group, row), and outer_of_lane(...) of
