@@ -112,15 +112,17 @@ def layers(layout: str, tokens: int) -> Iterator[Call]:
 
 
 def without_product() -> Iterator[Call]:
-    """Routing in one block, at once or in parts, and in several; a combine; loops."""
+    """Routing in one block, at once or in parts, and in several; a combine; loops. An id of -1 is a
+    slot without an expert, -2 is wrong.
+    """
     g = generator()
     for ids in (torch.randint(0, 37, (tokens, SLOTS), generator=g) for tokens in (300, 701, 1501)):
         yield Call("route", (ids, 37), {})
-        yield Call("route", (ids.int() - 1, 37), {}, faulty=True)
+        yield Call("route", (ids.int() - 2, 37), {}, faulty=True)
     y, w = torch.randn(M, H, generator=g).bfloat16(), torch.rand(M // SLOTS, SLOTS, generator=g)
     slots = torch.randperm(M, generator=g).view(-1, SLOTS).int()
     yield Call("combine", (y, slots, w), {})
-    yield Call("combine", (y, slots - 1, w), {}, faulty=True)
+    yield Call("combine", (y, slots - 2, w), {}, faulty=True)
     yield Call(
         "group_add",
         (

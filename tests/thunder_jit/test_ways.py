@@ -9,8 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-pytestmark = [pytest.mark.thunder, pytest.mark.nvfuser, pytest.mark.compiler]
+pytestmark = [
+    pytest.mark.thunder,
+    pytest.mark.nvfuser,
+    pytest.mark.compiler,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is pretended where there is none"),
+]
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "pretended_gpu"
 PROGRAM = """
