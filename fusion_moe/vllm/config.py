@@ -17,7 +17,7 @@ from ..errors import UnsupportedError
 from .log import NAME, logger
 
 _MXFP4 = ("mxfp4", "gpt_oss_mxfp4")  # vLLM renames gpt-oss's
-_TESTED = "0.32"
+_TESTED = ("0.32", "0.33")
 _READ = "ModelOpt's NVFP4, W4A16_NVFP4 and MIXED_PRECISION, compressed-tensors, or MXFP4"
 
 
@@ -53,9 +53,10 @@ class FusionMoeConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
         """The configuration of a checkpoint; UnsupportedError for an unsupported method."""
-        if not vllm.__version__.startswith(f"{_TESTED}."):
+        if not vllm.__version__.startswith(tuple(f"{version}." for version in _TESTED)):
+            tested = " and ".join(_TESTED)
             logger.warning_once(
-                "fusion_moe was tested with vLLM %s, not with %s", _TESTED, vllm.__version__
+                "fusion_moe was tested with vLLM %s, not with %s", tested, vllm.__version__
             )
         # hf_quant_config.json has none
         method = config.get("quant_method") or ("modelopt" if "quantization" in config else None)
