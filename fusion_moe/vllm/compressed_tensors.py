@@ -25,9 +25,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from ..checkpoints.schemes import PACKED_INT4, PACKED_MXFP4, PACKED_NVFP4
 from ..encodings import INT4
 from ..errors import DtypeError, UnsupportedError
-from .experts import LEAVE, ExpertsMethod
+from ..serving import LEAVE, NAME
+from .experts import ExpertsMethod
 from .linear import is_linear_on_cpu, linear_method
-from .log import NAME
 
 
 class FusionMoeNvFp4Method(ExpertsMethod, CompressedTensorsW4A4Nvfp4MoEMethod):

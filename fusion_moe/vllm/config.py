@@ -14,7 +14,8 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from ..errors import UnsupportedError
-from .log import NAME, logger
+from ..serving import NAME
+from .log import logger
 
 _MXFP4 = ("mxfp4", "gpt_oss_mxfp4")  # vLLM renames gpt-oss's
 _TESTED = ("0.32", "0.33")

@@ -6,22 +6,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.platforms import current_platform
 
-from .. import backends, options
 from ..checkpoints import Scheme
-from ..checkpoints.values import check_scales_of
 from ..encodings import Encoding, Quantized
-from ..errors import ShapeError, UnsupportedError
-from ..nn import Experts, prepare_, swiglu
-from ..runtime.host_memory import pages
-from ..runtime.precompile import preparing
+from ..errors import UnsupportedError
+from ..nn import Experts, swiglu
+from ..serving import LEAVE, need_blocks, place_, serve_, weight_of
 from .log import logger
 
-LEAVE = "run without --quantization fusion_moe"
 # with it vLLM gathers tokens before `apply`, and reduce-scatters the ranks' results
 _GATHERS = "allgather_reducescatter"
 
@@ -78,17 +73,7 @@ class ExpertsMethod(FusedMoEMethodBase):
         ShapeError for sizes that the encoding does not take, UnsupportedError if a rank's experts
         are not consecutive.
         """
-        block = self.encoding.block
-        for name, size in (
-            ("hidden", hidden_size),
-            ("intermediate", intermediate_size_per_partition),
-        ):
-            if size % block:
-                todo = "choose another --tensor-parallel-size" if name == "intermediate" else LEAVE
-                expected = f"a multiple of {block}, the block of {self.encoding.name}"
-                raise ShapeError(
-                    f"{name} size {size}", expected=expected, todo=todo, where=layer.layer_name
-                )
+        need_blocks(self.encoding, hidden_size, intermediate_size_per_partition, layer.layer_name)
         self.first_expert = first_expert(layer.expert_map, layer.layer_name)
         super().create_weights(
             layer,
@@ -98,10 +83,7 @@ class ExpertsMethod(FusedMoEMethodBase):
             params_dtype,
             **attributes,
         )
-        # placed where `Experts` would place them, so that it does not copy them
-        for name in self.loaded:
-            parameter = getattr(layer, name)
-            parameter.data = pages.on_large_pages(parameter.data)
+        place_(layer, self.loaded)
 
     @property
     def loaded(self) -> list[str]:
@@ -110,15 +92,11 @@ class ExpertsMethod(FusedMoEMethodBase):
         return [f"{weight}_{name}" for weight in ("w13", "w2") for name in (*parts, *self.unread)]
 
     def weight(self, layer: Any, name: str) -> Quantized:
-        """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded.
-        NonFiniteError for scales that no quantizer writes, CheckpointError for those that are the
-        wrong way round.
+        """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded. Raises as
+        `weight_of`.
         """
         tensors = [getattr(layer, key).data for key in self.loaded if key.startswith(f"{name}_")]
-        stored = zip(self.scheme.parts, tensors, strict=False)
-        parts = [part.to_part(t, tuple(t.shape)) for part, t in stored]
-        check_scales_of(self.scheme, parts, f"{layer.layer_name}.{name}")
-        return Quantized(*parts, encoding=self.encoding)
+        return weight_of(self.scheme, tensors, f"{layer.layer_name}.{name}")
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replaces the loaded weights by `Experts`, in the layout that kernels read. Raises as
@@ -140,28 +118,7 @@ class ExpertsMethod(FusedMoEMethodBase):
             activation=self.activation,
         )
         layer.fusion_moe.first_expert = self.first_expert
-        prepare_(layer.fusion_moe)
-        self._compile(layer.fusion_moe, w2)
-        on = backends.find(options.current().target, w2.device).name
-        logger.info_once(
-            "fusion_moe serves experts in %s, activations in %s, on %s",
-            self.encoding.name,
-            self.moe.in_dtype,
-            on,
-        )
-
-    def _compile(self, experts: Experts, w2: Quantized) -> None:
-        """Compiles the kernels for all numbers of tokens, so that no request waits for a compiler.
-        Layers of one shape share them.
-        """
-        where, hidden = w2.device, w2.shape[-2]
-        # 1 token makes a program of its own
-        with preparing("all"), torch.inference_mode():
-            for tokens in (1, 2, 3):
-                x = torch.zeros(tokens, hidden, dtype=self.moe.in_dtype, device=where)
-                slots = tokens, self.moe.experts_per_token
-                ids = torch.zeros(slots, dtype=torch.int32, device=where)
-                experts(x, ids, torch.zeros(slots, dtype=torch.float32, device=where))
+        logger.info_once(serve_(layer.fusion_moe, self.moe.in_dtype, self.moe.experts_per_token))
 
     def apply(
         self,

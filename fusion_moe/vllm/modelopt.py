@@ -15,9 +15,9 @@ from vllm.model_executor.layers.quantization.modelopt import (
 )
 
 from ..checkpoints.schemes import MODELOPT
+from ..serving import NAME
 from .experts import ExpertsMethod
 from .linear import is_linear_on_cpu, linear_method
-from .log import NAME
 
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 

@@ -17,8 +17,8 @@ from vllm.utils.math_utils import round_up
 
 from ..checkpoints.schemes import PACKED_MXFP4
 from ..encodings import MXFP4
+from ..serving import NAME
 from .experts import ExpertsMethod
-from .log import NAME
 
 
 class _Loaded(ExpertsMethod):

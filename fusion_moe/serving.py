@@ -1,0 +1,72 @@
+"""What the plug-ins of serving engines share: an engine makes parameters and loads them, and then
+`Experts` takes their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from . import backends, options
+from .checkpoints import Scheme
+from .checkpoints.values import check_scales_of
+from .encodings import Encoding, Quantized
+from .errors import ShapeError
+from .nn import Experts, prepare_
+from .runtime.host_memory import pages
+from .runtime.precompile import preparing
+
+NAME = "fusion_moe"  # of the quantization
+LEAVE = f"run without --quantization {NAME}"
+
+
+def need_blocks(encoding: Encoding, hidden: int, intermediate: int, where: str) -> None:
+    """ShapeError for sizes of a rank's experts that are not whole blocks of the encoding."""
+    for name, size in ("hidden", hidden), ("intermediate", intermediate):
+        if size % encoding.block:
+            todo = "choose another --tensor-parallel-size" if name == "intermediate" else LEAVE
+            expected = f"a multiple of {encoding.block}, the block of {encoding.name}"
+            raise ShapeError(f"{name} size {size}", expected=expected, todo=todo, where=where)
+
+
+def place_(layer: nn.Module, names: Sequence[str]) -> None:
+    """Moves the data of parameters to where `Experts` would place it, so that it does not copy."""
+    for name in names:
+        parameter = getattr(layer, name)
+        parameter.data = pages.on_large_pages(parameter.data)
+
+
+def weight_of(scheme: Scheme, tensors: Sequence[Tensor], where: str) -> Quantized:
+    """The weight of the parts that an engine loaded, as files have them. NonFiniteError for scales
+    that no quantizer writes, CheckpointError for those that are the wrong way round.
+    """
+    assert scheme.encoding is not None, scheme.name
+    stored = zip(scheme.parts, tensors, strict=False)
+    parts = [part.to_part(t, tuple(t.shape)) for part, t in stored]
+    check_scales_of(scheme, parts, where)
+    return Quantized(*parts, encoding=scheme.encoding)
+
+
+def compile_(experts: Experts, dtype: torch.dtype, slots: int) -> None:
+    """Compiles the kernels for all numbers of tokens, so that no request waits for a compiler.
+    Layers of one shape share them.
+
+    dtype: of the tokens; slots: experts of each.
+    """
+    where, hidden = experts.weight_of("down").device, experts.shape_of("down")[1]
+    # 1 token makes a program of its own
+    with preparing("all"), torch.inference_mode():
+        for tokens in (1, 2, 3):
+            x = torch.zeros(tokens, hidden, dtype=dtype, device=where)
+            ids = torch.zeros(tokens, slots, dtype=torch.int32, device=where)
+            experts(x, ids, torch.zeros(tokens, slots, dtype=torch.float32, device=where))
+
+
+def serve_(experts: Experts, dtype: torch.dtype, slots: int) -> str:
+    """Prepares experts, compiles as `compile_`, and returns the line for an engine's log."""
+    prepare_(experts)
+    compile_(experts, dtype, slots)
+    on = backends.find(options.current().target, experts.weight_of("down").device).name
+    return f"fusion_moe serves experts in {experts.encoding.name}, activations in {dtype}, on {on}"
