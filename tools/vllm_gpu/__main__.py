@@ -1,18 +1,20 @@
 """This library in vLLM on a GPU, beside vLLM's own kernels, in vLLM's default mode.
 
     python tools/vllm_gpu FOLDER [--models nvfp4 mxfp4] [--together] [--soak 600]
+        [--ranks tp2 ep2 tp4 ep4]
 
 Needs a GPU and vLLM. Makes models with random weights in FOLDER, measures an engine of each kind of
 experts, then a server with clients. FOLDER/serving.json keeps the last run of each part, and
 benchmarks/results/serving.md is written from it; --page only does that. --together starts the
 engines of all kinds at the same time, which takes more of the GPU's memory, and measures them one
-at a time.
+at a time. --ranks measures engines that divide each expert (tp) or the experts (ep) between GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import subprocess
 import sys
@@ -30,6 +32,11 @@ OURS = "fusion_moe"
 # kinds of experts: vLLM's options
 KINDS = {OURS: ["--quantization", OURS], "vllm": [], "marlin": ["--moe-backend", "marlin"]}
 CLIENTS, PORT = (16, 64), 8123
+RANKS = {
+    f"{name}{n}": ["--tensor-parallel-size", str(n), *more]
+    for n in (2, 4)
+    for name, more in (("tp", []), ("ep", ["--enable-expert-parallel"]))
+} | {"1": []}
 
 
 def main() -> None:
@@ -38,6 +45,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=models.NAMES, default=models.NAMES)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--layers", type=int)
+    parser.add_argument(
+        "--ranks",
+        nargs="+",
+        choices=RANKS,
+        default=["1"],
+        help="tp2: each expert divided between 2 GPUs; ep2: the experts",
+    )
     parser.add_argument("--lengths", type=int, default=500, help="how many new lengths of prompts")
     parts = "engine", "server"
     parser.add_argument("--parts", nargs="*", choices=parts, default=parts)
@@ -48,7 +62,9 @@ def main() -> None:
     record = asked.folder / "serving.json"
     if not asked.page:
         before = json.loads(record.read_text()) if record.exists() else {}
-        record.write_text(json.dumps(before | _measured(asked)))
+        found = _measured(asked)
+        merged = {part: before.get(part, {}) | value for part, value in found.items()}
+        record.write_text(json.dumps(before | merged))
     page.page(json.loads(record.read_text()))
 
 
@@ -69,30 +85,32 @@ def _engines(asked: argparse.Namespace, made: dict[str, Path]) -> dict[str, dict
     running = {}
     turn = asked.folder / "turn"
     turn.write_text("")
-    for model, path in made.items():
+    for model, ranks in itertools.product(made, asked.ranks):
+        path, title = made[model], model if ranks == "1" else f"{model}, {ranks}"
         for kind in asked.kinds:
-            out = asked.folder / f"{model}-{kind}.json"
+            out = asked.folder / f"{model}-{ranks}-{kind}.json"
             ready = out.with_suffix(".ready")
             for stale in out, ready:
                 stale.unlink(missing_ok=True)
             command = [sys.executable, str(Path(__file__).parent / "engine.py"), str(path)]
-            command += [*KINDS[kind], "--out", str(out), "--lengths", str(asked.lengths)]
+            command += [*KINDS[kind], *RANKS[ranks], "--out", str(out)]
+            command += ["--lengths", str(asked.lengths)]
             command += ["--turn", str(turn)] if asked.together else []
             with out.with_suffix(".log").open("w") as log:
                 started = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-            running[model, kind] = started, out
+            running[title, kind] = started, out
             if not asked.together:
                 started.wait()
     for started, out in running.values():
         while started.poll() is None and not out.with_suffix(".ready").exists():
             time.sleep(0.2)
     turn.write_text("all are ready")
-    found: dict[str, dict[str, Any]] = {model: {} for model in made}
-    for (model, kind), (started, out) in running.items():
+    found: dict[str, dict[str, Any]] = {title: {} for title, _ in running}
+    for (title, kind), (started, out) in running.items():
         if started.wait():
-            print(f"{model} with {kind} failed: see {out.with_suffix('.log')}", file=sys.stderr)
+            print(f"{title} with {kind} failed: see {out.with_suffix('.log')}", file=sys.stderr)
         else:
-            found[model][kind] = json.loads(out.read_text())
+            found[title][kind] = json.loads(out.read_text())
     return found
 
 

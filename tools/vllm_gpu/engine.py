@@ -3,7 +3,8 @@
     python tools/vllm_gpu/engine.py MODEL --quantization fusion_moe --out FILE.json
 
 Prompts are token ids. `--turn FILE`: engines that start side by side are measured one at a time,
-under a lock of this file, once it says "all are ready".
+under a lock of this file, once it says "all are ready". With `--tensor-parallel-size` the ranks are
+processes of their own, whose kernels this one does not see: there are times by the clock alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -49,8 +54,8 @@ class Engine:
             seed=0,
             **options,
         )
-        torch.cuda.synchronize()
         self.start_s = time.perf_counter() - begun
+        self.is_here = options.get("tensor_parallel_size", 1) == 1
         self.vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
 
     def prompts(self, count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
@@ -75,7 +80,9 @@ class Engine:
         return time.perf_counter() - begun
 
     def gpu_us(self, prompts: Any, tokens: int) -> dict[str, float]:
-        """The time of each kernel in a call."""
+        """The time of each kernel in a call; of none if they run in other processes."""
+        if not self.is_here:
+            return {}
         with profile(activities=[ProfilerActivity.CUDA]) as prof:
             self.generate(prompts, tokens)
         found: dict[str, float] = {}
@@ -154,7 +161,7 @@ def measured(engine: Engine, count: int) -> dict[str, Any]:
     return {
         "start_s": engine.start_s,
         "gpu": torch.cuda.get_device_name(),
-        "reserved_gib": torch.cuda.memory_reserved() / 2**30 - 2,
+        "reserved_gib": torch.cuda.memory_reserved() / 2**30 - 2 if engine.is_here else None,
         "numbers": numbers(engine),
         "decode": {n: decode(engine, n) for n in SEQUENCES},
         "prefill": prefill(engine),
@@ -167,12 +174,15 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--quantization")
     parser.add_argument("--moe-backend")
+    parser.add_argument("--tensor-parallel-size", type=int)
+    parser.add_argument("--enable-expert-parallel", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--lengths", type=int, default=500)
     parser.add_argument("--turn", type=Path)
     asked = parser.parse_args()
-    given = {"quantization": asked.quantization, "moe_backend": asked.moe_backend}
-    engine = Engine(asked.model, **{name: value for name, value in given.items() if value})
+    names = "quantization", "moe_backend", "tensor_parallel_size", "enable_expert_parallel"
+    given = {name: getattr(asked, name) for name in names if getattr(asked, name)}
+    engine = Engine(asked.model, **given)
     with _turn(asked.turn, asked.out):
         asked.out.write_text(json.dumps(measured(engine, asked.lengths)))
 

@@ -1,7 +1,8 @@
 """Directories of models with random weights in the shapes and the layouts that people serve.
 
-nvfp4  layers of Qwen3-30B-A3B in ModelOpt's NVFP4
-mxfp4  layers of gpt-oss-20b in its own MXFP4
+nvfp4     16 of the 48 layers of Qwen3-30B-A3B in ModelOpt's NVFP4
+nvfp4-48  all of them
+mxfp4     8 of the 24 layers of gpt-oss-20b in its own MXFP4
 """
 
 from __future__ import annotations
@@ -71,9 +72,7 @@ _GPT_OSS = {
 
 
 def make(folder: Path, name: str, layers: int | None = None) -> Path:
-    """Writes folder/name unless it is there: "nvfp4" or "mxfp4", with some layers, by default 16
-    and 8.
-    """
+    """Writes folder/name unless it is there, with some layers, by default those of its name."""
     made, (config, tensors) = folder / name, _MODELS[name]
     config = config | {"num_hidden_layers": layers or config["num_hidden_layers"]}
     if name == "mxfp4":
@@ -208,6 +207,10 @@ _FLOATS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed
 _MODELS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any], int, torch.Generator], Tensors]]]
 _MODELS = {
     "nvfp4": (_QWEN3 | {"quantization_config": _nvfp4_config()}, _qwen3_layer),
+    "nvfp4-48": (
+        _QWEN3 | {"quantization_config": _nvfp4_config(), "num_hidden_layers": 48},
+        _qwen3_layer,
+    ),
     "mxfp4": (
         _GPT_OSS
         | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": _FLOATS}},

@@ -17,8 +17,8 @@ def page(record: Found) -> Path:
     """Writes the page. record: what a run of this tool found."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     parts = [f"{versions}. Ratios: how many times as fast as the fastest of vLLM's own."]
-    for model, kinds in record.get("engines", {}).items():
-        parts += [f"## {model}: engine", _engine(kinds), *_numbers(kinds)]
+    for title, kinds in record.get("engines", {}).items():
+        parts += [f"## {title}: engine", _engine(kinds), *_numbers(kinds)]
     for model, kinds in record.get("servers", {}).items():
         parts += [f"## {model}: server", _server(kinds), *_soaks(kinds)]
     return write("serving", "tools/vllm_gpu", *parts)
@@ -36,7 +36,7 @@ def _engine(kinds: Found) -> str:
 
     head = [first["gpu"], *(f"batch {n}" for n in first["decode"]), "prefill of 8,191"]
     rows = []
-    for what in "clock", "GPU":
+    for what in ("clock", "GPU") if first["prefill"]["gpu_us"] else ("clock",):
         times = {kind: [of(kind, cell, what) for cell in cells] for kind in kinds}
         others = [found for kind, found in times.items() if kind != OURS]
         rows += [[f"{kind}, ms by the {what}", *map(_ms, found)] for kind, found in times.items()]
@@ -48,7 +48,7 @@ def _engine(kinds: Found) -> str:
         [
             kind,
             f"{found['start_s']:.0f}",
-            f"{found['reserved_gib']:.2f}",
+            "" if found["reserved_gib"] is None else f"{found['reserved_gib']:.2f}",
             f"{found['lengths']['longest_extra_ms']:.0f}",
         ]
         for kind, found in kinds.items()
