@@ -18,7 +18,14 @@ from .compile import run
 from .definitions.translate import translator
 from .errors import Untranslatable
 from .ir.builder import FusionDefinition
-from .nn import NVFP4Config, NVFP4Experts, prepare_, quantize_, register_converter
+from .nn import (
+    NVFP4Config,
+    NVFP4Experts,
+    prepare_,
+    quantize_,
+    register_converter,
+    update_weights_,
+)
 from .recipe import autocast
 from .runtime.faults import synchronize
 from .runtime.precompile import preparing
@@ -51,6 +58,7 @@ __all__ = [
     "synchronize",
     "testing",
     "translator",
+    "update_weights_",
 ]
 
 # These import Dynamo and Inductor, which takes a while.

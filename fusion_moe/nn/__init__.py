@@ -15,6 +15,7 @@ from .frozen.grouped import GroupedSwiGLU, NVFP4GroupedLinear
 from .frozen.llama4 import Llama4MoE
 from .frozen.prepare import prepare_
 from .frozen.quantized_linear import QuantizedLinear
+from .frozen.update import update_weights_
 from .lora.adapter import Adapter, add_lora_
 from .lora.merging import merge_lora_, remove_lora_
 from .trained.activations import (
@@ -55,4 +56,5 @@ __all__ = [
     "remove_lora_",
     "swiglu",
     "unregister_converter",
+    "update_weights_",
 ]

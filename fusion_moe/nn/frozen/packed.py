@@ -272,7 +272,7 @@ class PackedModule(nn.Module):
         ):
             destination[key] = as_part(destination[key], part)
         for names, keys in self._reordered(destination, prefix):
-            linear = _packing(self, names[0]).unpack(
+            linear = packing_of(self, names[0]).unpack(
                 [destination[key].detach() for key in keys], self.encoding
             )
             destination.update(zip(keys, linear, strict=True))
@@ -310,7 +310,7 @@ class PackedModule(nn.Module):
                 {prefix + name: self.sharding.share(name, entries[prefix + name]) for name in own}
             )
         for names, keys in self._reordered(entries, prefix):
-            packing, tensors = _packing(self, names[0]), [entries[key].detach() for key in keys]
+            packing, tensors = packing_of(self, names[0]), [entries[key].detach() for key in keys]
             kept = [
                 as_part(getattr(self, name).detach(), part)
                 for name, part in zip(names, self.encoding.parts, strict=False)
@@ -426,7 +426,7 @@ class Packing:
         return ""
 
 
-def _packing(module: PackedModule, name: str, layout: Layout | None = None) -> Packing:
+def packing_of(module: PackedModule, name: str, layout: Layout | None = None) -> Packing:
     """How the weight whose elements have this name is stored, or would be in a given layout."""
     if layout is not None:
         return Packing(layout, module.padding(name, layout))
@@ -444,7 +444,7 @@ def relayout_(module: PackedModule, layout: str) -> None:
     if layout == module.weight_layout:
         return
     packings = {
-        names: (_packing(module, names[0]), _packing(module, names[0], LAYOUTS[layout]))
+        names: (packing_of(module, names[0]), packing_of(module, names[0], LAYOUTS[layout]))
         for names in module.packed
     }
     done = []
