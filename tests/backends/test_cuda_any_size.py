@@ -4,6 +4,7 @@ sizes, and not compiled twice.
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from fusion_moe.backends.cuda import launch
 from fusion_moe.backends.cuda.choose import Choice, choose
 from fusion_moe.backends.cuda.dataflow import one_part
 from fusion_moe.backends.cuda.launch import _missing
+from fusion_moe.backends.cuda.source import Source
 from fusion_moe.runtime import nvrtc, store
 from fusion_moe.runtime.precompile import run_builds
 
@@ -65,6 +67,22 @@ def test_other_sizes_look_for_no_kernel_again(monkeypatch):
     with options.override(cache_dir="/elsewhere"):
         launch._cubins(choice)
     assert len(built) > len(set(built))
+
+
+def test_other_sizes_write_no_kernel_again(monkeypatch):
+    """The texts of kernels are written once: a call of a new size only counts its blocks."""
+    parts, written, write = [one_part(s) for s in sources("qwen3", "w16x64")], [], Source.calling
+    monkeypatch.setattr(Source, "calling", lambda *a, **b: written.append(a[2]) or write(*a, **b))
+
+    def choose_all(counts):
+        for p, n in product(parts, counts):
+            choose(p, dict.fromkeys(p.symbols, n), H200)
+
+    choose_all([*range(1, 64), *range(64, 2000, 3)])
+    assert written
+    written.clear()
+    choose_all(range(65, 2000, 3))
+    assert not written
 
 
 @pytest.mark.once

@@ -25,6 +25,9 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* activ
     return *flags = 0, *active = 1, CUDA_SUCCESS;
 }
 CUresult cuCtxGetCurrent(CUcontext* context) { return *context = (CUcontext)1, CUDA_SUCCESS; }
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+    return *status = CU_STREAM_CAPTURE_STATUS_NONE, CUDA_SUCCESS;
+}
 CUresult cuGetErrorName(CUresult error, const char** name) {
     return *name = "pretended", CUDA_SUCCESS;
 }

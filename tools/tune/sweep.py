@@ -194,7 +194,7 @@ def ways(table: Table, of: Matrices, rows: int, arch: Arch) -> list[tuple[SizeCl
             if v.fits(of, arch) and (rows <= v.tile_m * _HIGHEST_OF_ONE or v.persistent)
         ]
         return [(SizeClass(v),) for v in near]
-    regimes, average = table.regimes(of), rows / _touched(of.groups, rows)
+    regimes, average = tuple(table.regimes(of)), rows / _touched(of.groups, rows)
     variants = [
         v for v in dict.fromkeys(v for r in regimes for v in r.variants) if v.fits(of, arch)
     ]

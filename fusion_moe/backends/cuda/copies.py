@@ -11,7 +11,7 @@ from ...encodings import find
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.quantized import TRAINED
 from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, value
+from ...ir.sizes import AnySize, ceildiv
 from ...ir.types import plain
 from ...runtime import cuda
 from ..cxx.elements import stored
@@ -20,7 +20,7 @@ from ..cxx.product_plan import known
 from ..cxx.product_plan import source as memory_of
 from ..cxx.statements import hoisted, inner, written
 from ..inexpressible import Inexpressible
-from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
+from .source import MAX_RESIDENT, THREADS, KernelSource, Source
 from .vectors import FIRST, of_eight
 
 _ROWS, _COLUMNS = 32, 256  # of a warp's part of a tile; rows in a block of a copy along columns
@@ -138,7 +138,7 @@ def _read_apart(fusion: Fusion, part: Value, numbers: Value | None) -> bool:
 
 
 def kernel(
-    source: Source, name: str, copies: Sequence[Copy], left: Sequence[Value], sizes: Sizes
+    source: Source, name: str, copies: Sequence[Copy], left: Sequence[Value]
 ) -> KernelSource:
     """The kernel that makes copies of one value, each along another axis. left: values that are not
     in memory yet.
@@ -169,7 +169,7 @@ def kernel(
         "};",
         f"make_copies<{number}, {width}, {which}>({tiles}, row, {made_to});",
     ]
-    return _of_tiles(source, name, body, rows, groups, width, sizes)
+    return _of_tiles(source, name, body, rows, groups, width)
 
 
 def _stored(source: Source, copy: Copy | None) -> str:
@@ -180,7 +180,7 @@ def _stored(source: Source, copy: Copy | None) -> str:
     return f"Copy{{{', '.join('nullptr' if v is None else source.names[v] for v in stored)}}}"
 
 
-def reading(source: Source, name: str, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
+def reading(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
     """The kernel that decodes a saved copy. left: values that are not in memory yet."""
     (packed, ends), (numbers,) = op.values, op.outputs
     width, rows, groups = (
@@ -195,7 +195,7 @@ def reading(source: Source, name: str, op: Op, left: Sequence[Value], sizes: Siz
         f"read_copy<{width}>({_grouped(source, ends, rows, left)}, {parts}, "
         f"{source.names[numbers]});",
     ]
-    return _of_tiles(source, name, body, rows, groups, width, sizes)
+    return _of_tiles(source, name, body, rows, groups, width)
 
 
 def _grouped(source: Source, ends: Value, rows: AnySize, left: Sequence[Value]) -> str:
@@ -213,11 +213,10 @@ def _of_tiles(
     rows: AnySize,
     groups: int,
     width: int,
-    sizes: Sizes,
 ) -> KernelSource:
     """A kernel whose warps compute parts of tiles; groups: 0 for rows without groups."""
-    tiles = -(-value(plain(rows), sizes) // _ROWS) + (groups + 1 if groups else 0)
-    blocks = -(-tiles * -(-width // _COLUMNS) * 32 // THREADS)
+    tiles = ceildiv(plain(rows), _ROWS) + (groups + 1 if groups else 0)
+    blocks = ceildiv(tiles * -(-width // _COLUMNS) * 32, THREADS)
     return source.kernel(
         name,
         body,

@@ -85,20 +85,20 @@ class Gemm(Source):
             *([NO_ENDS] if self.plan.of_one_group else []),
         ]
 
-    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+    def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; computed activations; the product; sums over its tiles and rows."""
         made = [
-            reset_tile_counter(self, sizes),
+            reset_tile_counter(self),
             *self.made_first(sizes, chosen.any_size),
-            *self.operand.made(sizes),
+            *self.operand.made(),
             self._product(sizes, arch),
         ]
-        made += self.sums(self._tiles * self._parts(sizes), sizes)
+        made += self.sums(self._tiles * self._parts(sizes))
         if self.plan.combine:
             with naming(self.plan.combine):
                 made.append(
                     self.sum_of_slots(
-                        self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True
+                        self.plan.combine, self.plan.tokens, (), reads_before_wait=True
                     )
                 )
         return made
@@ -141,11 +141,11 @@ class Gemm(Source):
             self.array_number(plan.weight[0]), self.dtype, (inner_size, outer, plan.groups), box
         )
 
-    def sums(self, parts: int, sizes: Sizes) -> list[KernelSource]:
+    def sums(self, parts: int) -> list[KernelSource]:
         """The kernels that add, in order, the `parts` partial sums of each row."""
-        return [self._sums(i, v, parts, sizes) for i, v in enumerate(self.plan.summed)]
+        return [self._sums(i, v, parts) for i, v in enumerate(self.plan.summed)]
 
-    def _sums(self, i: int, v: Value, parts: int, sizes: Sizes) -> KernelSource:
+    def _sums(self, i: int, v: Value, parts: int) -> KernelSource:
         count = len(self.plan.sums)
         body = [
             "float total = 0;",
@@ -153,7 +153,7 @@ class Gemm(Source):
             "rows() + i];",
             f"{self.names[v]}[i] = stored<{stored(v)}>(total);",
         ]
-        return self.for_all(f"row_sums_{i}", self._rows, body, sizes)
+        return self.for_all(f"row_sums_{i}", self._rows, body)
 
     @property
     def _rows(self) -> AnySize:
@@ -324,12 +324,12 @@ class EitherProduct(Product):
         self._others = tuple(self.scratch)
         self.scratch = self._gemm.scratch = [*self.scratch, *self._gemm.scratch]
 
-    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+    def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """The kernels of one of the two."""
         return (
-            super().launches(chosen, sizes, arch)
+            super().kernels(chosen, sizes, arch)
             if chosen.size_classes
-            else self._gemm.launches(chosen, sizes, arch)
+            else self._gemm.kernels(chosen, sizes, arch)
         )
 
     def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
@@ -368,11 +368,11 @@ class PackedDgrad(EitherProduct):
             return super().choose(sizes, arch, variant)
         return Chosen()
 
-    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+    def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """The kernels of one of the two, and those for sums."""
-        made = super().launches(chosen, sizes, arch)
+        made = super().kernels(chosen, sizes, arch)
         return (
-            [*made, *self._gemm.sums(-(-self.plan.width // LARGE_M_COLUMNS), sizes)]
+            [*made, *self._gemm.sums(-(-self.plan.width // LARGE_M_COLUMNS))]
             if chosen.size_classes
             else made
         )
@@ -441,11 +441,11 @@ class Wgrad(Source):
             *self._make_store(),
         ]
 
-    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+    def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; computed operands; the product."""
         m, n = self._tile
         tiles = self.plan.groups * -(-self.plan.n // m) * -(-self.plan.k // n)
-        made = [kernel for operand in self.operands for kernel in operand.made(sizes)]
+        made = [kernel for operand in self.operands for kernel in operand.made()]
         boxes = {o.name: o.boxes(_K_BLOCK, sizes) if o.in_boxes else None for o in self.operands}
         product = product_kernel(
             self,
@@ -457,7 +457,7 @@ class Wgrad(Source):
             boxes,
         )
         return [
-            reset_tile_counter(self, sizes),
+            reset_tile_counter(self),
             *self.made_first(sizes, chosen.any_size),
             *made,
             product,
@@ -528,18 +528,14 @@ class Operand:
             self.owner.array_number(self._matrix), self.value.type.dtype, (self.columns, count), box
         )
 
-    def made(self, sizes: Sizes) -> list[KernelSource]:
+    def made(self) -> list[KernelSource]:
         """The kernel that computes the rows, if they are not in memory."""
         if not self.scratch:
             return []
         (array,), made = self.scratch, self.owner.elements(without=self.owner.made_later)
         element = made.of(self.value, [_I // size(self.columns), _I % size(self.columns)])
         body = [*made.lines, f"{array.name}[i] = narrow<{array.type}>({element});"]
-        return [
-            self.owner.for_all(
-                f"prologue_{self.name}", elements(self.value.type.shape), body, sizes
-            )
-        ]
+        return [self.owner.for_all(f"prologue_{self.name}", elements(self.value.type.shape), body)]
 
     def functions(self) -> list[str]:
         """The matrix, the gather of row m, and which of the matrix's rows it is."""
@@ -573,9 +569,9 @@ def _unchecked(row: Index) -> tuple[Index, Index]:
     return row, Variable("index")
 
 
-def reset_tile_counter(source: Source, sizes: Sizes) -> KernelSource:
+def reset_tile_counter(source: Source) -> KernelSource:
     """The kernel before a product: see kernels/tile_queue.cuh."""
-    return source.for_all("reset_tile_counter", 1, [f"{TILE_COUNTER.name}[i] = 0;"], sizes)
+    return source.for_all("reset_tile_counter", 1, [f"{TILE_COUNTER.name}[i] = 0;"])
 
 
 def product_kernel(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -114,7 +113,7 @@ class Product(Source):
             choose_kernels(_USUAL_ROWS * self.groups, self.matrices, arch, variant), any_size=True
         )
 
-    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+    def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; activations that are computed, or needed in fragment order; the product; sums of
         its rows.
         """
@@ -122,13 +121,13 @@ class Product(Source):
         prologue = (
             []
             if chosen.reads_fragment_order
-            else self._prologue(chosen.activation_reader, sizes, after_routing=bool(first))
+            else self.once(self._prologue, chosen.activation_reader, bool(first))
         )
         products = self.products(
             chosen, sizes, arch, reads_before_wait=self._routing is None or bool(prologue)
         )
         found = [*first, *prologue, *products]
-        return [*found, self._combine(sizes)] if self.plan.combine else found
+        return [*found, self.once(self._combine)] if self.plan.combine else found
 
     def products(
         self, chosen: Chosen, sizes: Sizes, arch: Arch, *, reads_before_wait: bool = False
@@ -138,23 +137,12 @@ class Product(Source):
         """
         size_classes, variant = chosen.size_classes, chosen.activation_reader
         first, last = size_classes[0], size_classes[-1]
-        fragment_order = chosen.reads_fragment_order or (
-            self._takes_fragment_order(variant) and not self._reads_in_place(variant)
-        )
-        row = self._row(variant, chosen.reads_fragment_order)
-        large_m = [
-            f"using Columns = {'FragmentOrder' if chosen.writes_fragment_order else 'RowMajor'};",
-            f"static constexpr bool FRAGMENT_ORDER = {str(fragment_order).lower()};  // whether "
-            "activations are",
-            f"static constexpr i32 GROUPS_READ_PER_TWO_TILES = {arch.groups_read_per_two_tiles};",
-            f"static constexpr int MAX_SHARED_BYTES = {arch.shared_per_block};",
-        ]
+        order = variant, chosen.reads_fragment_order, chosen.writes_fragment_order
         return [
             self._product(
+                self.once(self._of_variant, s.variant, arch, *order),
                 s,
-                sizes,
-                arch,
-                [*row, *(large_m if s.variant.persistent else self._find())],
+                value(self.rows, sizes),
                 reads_before_wait or s is not first,
                 s is not first,
                 s is not last,
@@ -164,26 +152,55 @@ class Product(Source):
             for s in size_classes
         ]
 
+    def _of_variant(
+        self, variant: Variant, arch: Arch, reader: Variant, reads: bool, writes: bool
+    ) -> KernelSource:
+        """The kernel of a variant, the same for all launches. reader: the variant that determines
+        the order of activations; reads, writes: whether activations, or results, are in fragment
+        order in memory.
+        """
+        fragment_order = reads or (
+            self._takes_fragment_order(reader) and not self._reads_in_place(reader)
+        )
+        large_m = [
+            f"using Columns = {'FragmentOrder' if writes else 'RowMajor'};",
+            f"static constexpr bool FRAGMENT_ORDER = {str(fragment_order).lower()};  // whether "
+            "activations are",
+            f"static constexpr i32 GROUPS_READ_PER_TWO_TILES = {arch.groups_read_per_two_tiles};",
+            f"static constexpr int MAX_SHARED_BYTES = {arch.shared_per_block};",
+        ]
+        return self.calling(
+            variant.call(arch),
+            variant.name,
+            [*self._row(reader, reads), *(large_m if variant.persistent else self._find())],
+            0,
+            headers=(self.reader.header, variant.header),
+            threads=variant.threads,
+            shared=variant.shared(arch),
+            min_blocks=variant.per_sm,
+            max_resident=1 if variant.persistent else 0,
+            given=Given("SizeClass size_class", ()),
+            cluster=variant.cluster,
+        )
+
     def _product(
         self,
+        kernel: KernelSource,
         size_class: SizeClass,
-        sizes: Sizes,
-        arch: Arch,
-        functions: Sequence[str],
+        rows: int,
         reads_before_wait: bool,
         concurrent_with_previous: bool,
         concurrent_with_next: bool,
         with_small_m: bool,
         any_size: bool,
     ) -> KernelSource:
-        """One kernel of the product.
+        """One launch of a variant's kernel.
 
-        functions: its own functions. concurrent_with_previous, concurrent_with_next: whether the
-        kernel before or after it belongs to the same product; with_small_m: whether one of these is
-        a small-M kernel. All launches of a variant have the same text: `given`, the SizeClass of
-        kernels/ragged.cuh, carries the differences.
+        concurrent_with_previous, concurrent_with_next: whether the kernel before or after it
+        belongs to the same product; with_small_m: whether one of these is a small-M kernel.
+        `given`, the SizeClass of kernels/ragged.cuh, carries what differs between launches.
         """
-        variant, rows = size_class.variant, value(self.rows, sizes)
+        variant = size_class.variant
         ids = (
             not any_size
             and not variant.persistent
@@ -197,21 +214,14 @@ class Product(Source):
             _UNBOUNDED if size_class.max_rows is None else size_class.max_rows,
         )
         flags = reads_before_wait, concurrent_with_previous, concurrent_with_next, with_small_m, ids
-        return self.calling(
-            variant.call(arch),
-            variant.name,
-            functions,
-            blocks(size_class, rows, self.matrices),
-            headers=(self.reader.header, variant.header),
-            threads=variant.threads,
-            shared=variant.shared(arch),
-            min_blocks=variant.per_sm,
-            max_resident=1 if variant.persistent else 0,
+        carveout = concurrent_with_previous and not variant.persistent
+        return replace(
+            kernel,
+            blocks=blocks(size_class, rows, self.matrices),
             reads_before_wait=reads_before_wait,
-            carveout=concurrent_with_previous and not variant.persistent,
+            carveout_blocks=variant.per_sm if carveout else 0,
             title=str(size_class),
             given=Given("SizeClass size_class", (*bounds, *map(int, flags))),
-            cluster=variant.cluster,
         )
 
     def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
@@ -224,7 +234,7 @@ class Product(Source):
 
     # The rows of activations ----------------------------------------------------------------------
 
-    def _prologue(self, variant: Variant, sizes: Sizes, after_routing: bool) -> list[KernelSource]:
+    def _prologue(self, variant: Variant, after_routing: bool) -> list[KernelSource]:
         """Makes the activations, unless they are in memory as the product reads them."""
         k = self.plan.k
         if self.matrix is None:
@@ -236,7 +246,6 @@ class Product(Source):
                     "prologue",
                     count,
                     [*made.lines, f"{ACTIVATIONS}[{place}] = narrow<{self.dtype}>({element});"],
-                    sizes,
                 )
             ]
         if self._reads_in_place(variant):
@@ -248,7 +257,7 @@ class Product(Source):
         )
         # routing has waited for the kernel that made the matrix
         before_wait, body = ([store], []) if after_routing else ([], [store])
-        reorder = self.for_all("reorder_activations", pieces, body, sizes, before_wait=before_wait)
+        reorder = self.for_all("reorder_activations", pieces, body, before_wait=before_wait)
         return [replace(reorder, writes_before_wait=after_routing)]
 
     def _row(self, variant: Variant, reads_fragment_order: bool) -> list[str]:
@@ -387,9 +396,9 @@ class Product(Source):
 
     # Results for tokens ---------------------------------------------------------------------------
 
-    def _combine(self, sizes: Sizes) -> KernelSource:
+    def _combine(self) -> KernelSource:
         assert self.plan.combine is not None
         with naming(self.plan.combine):
             return self.sum_of_slots(
-                self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True
+                self.plan.combine, self.plan.tokens, (), reads_before_wait=True
             )

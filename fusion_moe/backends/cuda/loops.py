@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ...arch import Arch
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, exact_div, value
+from ...ir.sizes import AnySize, ceildiv, exact_div
 from ...ir.types import plain
 from ..cxx.elements import stored
 from ..cxx.indices import Number, Variable, reshaped, size, unflat
@@ -58,44 +58,43 @@ class Loops(Source):
         """None: its kernels contain everything."""
         return []
 
-    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+    def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; sums and copies, in order; then the results, with one kernel for all results
         that have as many elements.
         """
-        found = self.made_first(sizes, chosen.any_size)
+        return [*self.made_first(sizes, chosen.any_size), *self.once(self._after_routing)]
+
+    def _after_routing(self) -> list[KernelSource]:
+        found = list[KernelSource]()
         ready = [v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs]
         left = [v for v in self.memory if v not in ready]
         for op in self.fusion.ops:
             if op in self.sums:
                 with naming(op):
-                    found.append(self._summed(op, left, sizes))
+                    found.append(self._summed(op, left))
                 left = [v for v in left if v not in op.outputs]
             elif of_x := self.copies.get(op, ()):
                 with naming(op):
-                    found.append(copies.kernel(self, f"copies_{len(found)}", of_x, left, sizes))
+                    found.append(copies.kernel(self, f"copies_{len(found)}", of_x, left))
                 left = [v for v in left if not any(v in copy.memory for copy in of_x)]
             elif op in self.saved:
                 with naming(op):
-                    found.append(copies.reading(self, f"copies_{len(found)}", op, left, sizes))
+                    found.append(copies.reading(self, f"copies_{len(found)}", op, left))
                 left = [v for v in left if v not in op.outputs]
         counts = dict.fromkeys(elements(v.type.shape) for v in left)
         of_count = [(n, [v for v in left if elements(v.type.shape) == n]) for n in counts]
         return found + [
-            self._elementwise(i, values, n, left, sizes) for i, (n, values) in enumerate(of_count)
+            self._elementwise(i, values, n, left) for i, (n, values) in enumerate(of_count)
         ]
 
-    def _summed(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
+    def _summed(self, op: Op, left: Sequence[Value]) -> KernelSource:
         if op.kind.name == "combine":
-            return self.sum_of_slots(op, op.outputs, left, sizes)
+            return self.sum_of_slots(op, op.outputs, left)
         if op.kind.name == "topk_weights_backward":
-            return router.backward(self, op, left, sizes)
-        return (
-            self._group_sum(op, left, sizes)
-            if op.kind.name == "group_sum"
-            else self._sum(op, left, sizes)
-        )
+            return router.backward(self, op, left)
+        return self._group_sum(op, left) if op.kind.name == "group_sum" else self._sum(op, left)
 
-    def _sum(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
+    def _sum(self, op: Op, left: Sequence[Value]) -> KernelSource:
         """A warp for each row, or a thread for each column of each row."""
         (x,), (y,), found = op.values, op.outputs, reduction(op)
         if found.along_memory:
@@ -108,9 +107,7 @@ class Loops(Source):
                 f"    if (threadIdx.x % 32 == 0) {self.store(y, Variable('m'), 'total')}",
                 "});",
             ]
-            return self.kernel(
-                "sum", body, -(-value(found.rows, sizes) // _WARPS), max_resident=MAX_RESIDENT
-            )
+            return self.kernel("sum", body, ceildiv(found.rows, _WARPS), max_resident=MAX_RESIDENT)
         made, columns = self.elements(without=left), size(found.columns)
         term = made.of(x, found.at)
         add = [
@@ -123,7 +120,7 @@ class Loops(Source):
             _sum_blocks(1, "0", str(size(found.over)), add),
         )
         body = [place, *sums, self.store(y, _I, "sum")]
-        return self.for_all("sum", elements((found.rows, found.columns)), body, sizes)
+        return self.for_all("sum", elements((found.rows, found.columns)), body)
 
     def _added(self, x: Value, found: Reduction, left: Sequence[Value]) -> list[str]:
         """The terms of a row that a lane adds: eight columns at a time, or one."""
@@ -147,7 +144,7 @@ class Loops(Source):
             "}",
         ]
 
-    def _group_sum(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
+    def _group_sum(self, op: Op, left: Sequence[Value]) -> KernelSource:
         """A block for each group and 32 columns: its warps divide the rows, and their sums are
         added.
         """
@@ -173,7 +170,7 @@ class Loops(Source):
         return self.kernel("group_sum", body, groups * tiles)
 
     def _elementwise(
-        self, i: int, values: Sequence[Value], count: AnySize, left: Sequence[Value], sizes: Sizes
+        self, i: int, values: Sequence[Value], count: AnySize, left: Sequence[Value]
     ) -> KernelSource:
         width = plain(values[0].type.shape[-1]) if values[0].type.shape else 1
         if (
@@ -181,13 +178,13 @@ class Loops(Source):
             and width % VECTOR == 0
             and (rows := exact_div(count, width)) is not None
         ):
-            return self._by_eights(f"elements_{i}", values, rows, width, left, sizes)
+            return self._by_eights(f"elements_{i}", values, rows, width, left)
         made = self.elements(without=left)
         stores = []
         for v in values:
             at = unflat(_I, [plain(d) for d in v.type.shape])
             stores.append(self.store(v, _I, made.of(v, at)))
-        return self.for_all(f"elements_{i}", count, [*made.lines, *stores], sizes)
+        return self.for_all(f"elements_{i}", count, [*made.lines, *stores])
 
     def _by_eights(
         self,
@@ -196,7 +193,6 @@ class Loops(Source):
         rows: AnySize,
         width: int,
         left: Sequence[Value],
-        sizes: Sizes,
     ) -> KernelSource:
         """A thread for eight columns of a row."""
         made, store = self.elements(without=left, below={_J.name: width}), Store(width)
@@ -205,7 +201,7 @@ class Loops(Source):
             store.add(v, self.names[v], f"stored<{stored(v)}>({element})", width, _J)
         place = f"const i64 m = i / {width // VECTOR}, j0 = i % {width // VECTOR} * {VECTOR};"
         return self.for_all(
-            name, elements((rows, width // VECTOR)), [place, *store.body(made.statements)], sizes
+            name, elements((rows, width // VECTOR)), [place, *store.body(made.statements)]
         )
 
 

@@ -36,9 +36,16 @@ def made_first(
     them, the rows.
     """
     _need_small(op)
+    tokens = value(plain(op.values[0].type.shape[0]), sizes)
+    few = () if any_size else (w for most, w in _WARPS.items() if tokens <= most)
+    return source.once(_made_first, source, op, next(iter(few), 0))
+
+
+def _made_first(source: Source, op: Op, warps: int) -> tuple[KernelSource, list[Op]]:
+    """warps: of the block that sorts the rows too; 0: none does."""
     if op.kind.name == "topk_weights":
         body = _weights(source, [op], _given_expert(source, op, source.made_later))
-        return _of_tokens(source, "topk_weights", op, body, sizes), [op]
+        return _of_tokens(source, "topk_weights", op, body), [op]
     weights = [
         o
         for o in source.fusion.ops
@@ -59,14 +66,8 @@ def made_first(
         f"const i32 expert = {chosen};",
         f"if (threadIdx.x % 32 < {k}) {source.names[ids]}[i * {k} + threadIdx.x % 32] = expert;",
     ]
-    warps = next(
-        (w for most, w in _WARPS.items() if value(plain(logits.type.shape[0]), sizes) <= most), 0
-    )
-    if routed is None or not warps or any_size:
-        return _of_tokens(source, "topk_ids", op, _weights(source, weights, body), sizes), [
-            op,
-            *weights,
-        ]
+    if routed is None or not warps:
+        return _of_tokens(source, "topk_ids", op, _weights(source, weights, body)), [op, *weights]
     count, groups = size(elements(ids.type.shape)), routed.attrs["groups"].count
     group, first = "expert", routed.attrs.get("first_expert")
     if first is not None:
@@ -90,7 +91,7 @@ def made_first(
     ]
 
 
-def backward(source: Source, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
+def backward(source: Source, op: Op, left: Sequence[Value]) -> KernelSource:
     """The kernel of the derivative of weights. left: values that are not in memory yet."""
     _need_small(op)
     (logits, _, dw), (dlogits,), k, experts = (
@@ -107,16 +108,12 @@ def backward(source: Source, op: Op, left: Sequence[Value], sizes: Sizes) -> Ker
         f"+ i * {experts}, expert, dw, "
         f"{router.factor(op)}, {source.names[dlogits]} + i * {experts});",
     ]
-    return _of_tokens(source, "topk_weights_backward", op, body, sizes)
+    return _of_tokens(source, "topk_weights_backward", op, body)
 
 
-def _of_tokens(
-    source: Source, name: str, op: Op, body: Sequence[str], sizes: Sizes
-) -> KernelSource:
+def _of_tokens(source: Source, name: str, op: Op, body: Sequence[str]) -> KernelSource:
     """A kernel that runs `body` for each token i, with a warp."""
-    return source.for_all_warps(
-        name, plain(op.values[0].type.shape[0]), body, sizes, headers=HEADERS
-    )
+    return source.for_all_warps(name, plain(op.values[0].type.shape[0]), body, headers=HEADERS)
 
 
 def _need_small(op: Op) -> None:

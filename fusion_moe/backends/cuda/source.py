@@ -9,16 +9,17 @@ indices safe, and report the fault in the word `error`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from string import Template
+from typing import Any, TypeVar
 
 from ...arch import Arch
 from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, value
+from ...ir.sizes import AnySize, ceildiv, value
 from ...ir.types import Dim, plain
 from ..cxx.elements import Elements, stored
 from ..cxx.indices import Call, Index, Variable, is_index, size
@@ -29,6 +30,7 @@ from ..inexpressible import Inexpressible, naming
 from . import router
 from .heuristics import AUTO, Chosen
 
+T = TypeVar("T")
 THREADS = 256
 MAX_RESIDENT = 16  # blocks of an elementwise kernel
 _WARPS = {32: 1, 1024: 8}  # of a block of `route`, for up to this many ids
@@ -85,9 +87,10 @@ class Given:
 class KernelSource:
     """One kernel: its text, and how it is launched.
 
-    blocks: as many as there is work for; max_resident: the most that a multiprocessor gets, which
-    then loop over the work; 0: no limit; shared: bytes of dynamic shared memory; reads_before_wait,
-    writes_before_wait: whether it reads, or writes, before it waits for the previous kernel.
+    blocks: as many as there is work for, a number once sizes are known (`at`); max_resident: the
+    most that a multiprocessor gets, which then loop over the work; 0: no limit; shared: bytes of
+    dynamic shared memory; reads_before_wait, writes_before_wait: whether it reads, or writes,
+    before it waits for the previous kernel.
     carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout must
     hold just these: see runtime/cuda.py. title: a name for people. given, boxes: its parameters
     after the struct. cluster: blocks of a cluster; `blocks` and the launched blocks are multiples
@@ -96,7 +99,7 @@ class KernelSource:
 
     name: str
     text: str
-    blocks: int
+    blocks: AnySize
     threads: int = THREADS
     shared: int = 0
     max_resident: int = 0
@@ -108,8 +111,14 @@ class KernelSource:
     given: Given | None = None
     cluster: int = 1
 
+    def at(self, sizes: Sizes) -> KernelSource:
+        """The same with a number of blocks."""
+        blocks = value(self.blocks, sizes)
+        return self if blocks is self.blocks else replace(self, blocks=blocks)
+
     def grid(self, arch: Arch) -> int:
         """The number of blocks to launch on a GPU."""
+        assert isinstance(self.blocks, int)
         return (
             min(self.blocks, self.max_resident * arch.clustered(self.cluster))
             if self.max_resident
@@ -163,10 +172,7 @@ class Source(Writer):
     ):
         super().__init__(fusion, memory, names)
         self.scratch: list[Array] = []
-        self._slot_sums: dict[
-            tuple[Op, tuple[Value, ...], tuple[Value, ...]],
-            tuple[AnySize, Sequence[str], Sequence[str]],
-        ] = {}
+        self._once: dict[Hashable, Any] = {}
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
         """The choice for these sizes on a GPU, for a segment by itself. UnsupportedError if the
@@ -180,13 +186,24 @@ class Source(Writer):
         """
         return Chosen(any_size=True)
 
-    @abstractmethod
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """The kernels, in order, for the choice for these sizes on a GPU."""
+        return [kernel.at(sizes) for kernel in self.kernels(chosen, sizes, arch)]
+
+    @abstractmethod
+    def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """The same, with numbers of blocks that may depend on symbols."""
 
     def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
         """The number of elements of a scratch array that the kernels use."""
         return value(array.count, sizes)
+
+    def once(self, make: Callable[..., T], *of: Hashable) -> T:
+        """What make(*of) returns; it is called once, so that a call of new sizes writes no text."""
+        if (make, of) not in self._once:
+            self._once[make, of] = make(*of)
+        found: T = self._once[make, of]
+        return found
 
     @property
     def made_later(self) -> list[Value]:
@@ -198,7 +215,7 @@ class Source(Writer):
         self,
         name: str,
         body: Sequence[str],
-        blocks: int,
+        blocks: AnySize,
         *,
         headers: Sequence[str] = ("routing.cuh",),
         threads: int = THREADS,
@@ -225,7 +242,7 @@ class Source(Writer):
         call: str,
         name: str,
         functions: Sequence[str],
-        blocks: int,
+        blocks: AnySize,
         *,
         headers: Sequence[str] = ("routing.cuh",),
         threads: int = THREADS,
@@ -233,8 +250,6 @@ class Source(Writer):
         min_blocks: int = 1,
         max_resident: int = 0,
         reads_before_wait: bool = False,
-        carveout: bool = False,
-        title: str = "",
         boxes: Sequence[Boxes] = (),
         given: Given | None = None,
         cluster: int = 1,
@@ -242,8 +257,7 @@ class Source(Writer):
         """A kernel that makes a call, with additional functions in its struct. min_blocks: how many
         must fit on one multiprocessor.
 
-        carveout: whether the shared-memory carveout must hold just these blocks. boxes: parameters
-        map0, map1, ...
+        boxes: parameters map0, map1, ...
         """
         declared = [
             "Segment s",
@@ -262,7 +276,6 @@ class Source(Writer):
             parameters=parameters,
             cluster=f" __cluster_dims__({cluster})" if cluster > 1 else "",
         )
-        carveout_blocks = min_blocks if carveout else 0
         return KernelSource(
             name,
             text,
@@ -271,8 +284,7 @@ class Source(Writer):
             shared,
             max_resident,
             reads_before_wait,
-            carveout_blocks,
-            title or name,
+            title=name,
             boxes=tuple(boxes),
             given=given,
             cluster=cluster,
@@ -287,14 +299,13 @@ class Source(Writer):
         name: str,
         count: AnySize,
         body: Sequence[str],
-        sizes: Sizes,
         *,
         before_wait: Sequence[str] = (),
     ) -> KernelSource:
         """A kernel that runs `body` for each i below a count, and `before_wait` while the previous
         kernel, which it does not need, runs.
         """
-        blocks = -(-value(count, sizes) // THREADS)
+        blocks = ceildiv(count, THREADS)
         first, then = (
             [f"for_all({size(count)}, [&](i64 i) {{", *inner(lines), "});"] if lines else []
             for lines in (before_wait, body)
@@ -309,7 +320,6 @@ class Source(Writer):
         name: str,
         count: AnySize,
         body: Sequence[str],
-        sizes: Sizes,
         *,
         headers: Sequence[str] = ("routing.cuh",),
     ) -> KernelSource:
@@ -319,7 +329,7 @@ class Source(Writer):
             "griddepcontrol_launch_dependents();",
             f"for_all_warps({size(count)}, [&](i64 i) {{",
         ]
-        blocks = -(-value(count, sizes) // (THREADS // 32))
+        blocks = ceildiv(count, THREADS // 32)
         return self.kernel(
             name, [*lines, *inner(body), "});"], blocks, headers=headers, max_resident=MAX_RESIDENT
         )
@@ -355,18 +365,21 @@ class Source(Writer):
                 elif op.kind.name == "route":
                     found.append(self._route(op, sizes, any_size))
                 elif op.kind.name == "invert":
-                    found += self._invert(op, sizes)
+                    found += self.once(self._invert, op)
                 elif op.kind.name == "problem_ends":
                     raise Inexpressible(op, "problem_ends has no kernel here yet")
         return found
 
     def _route(self, op: Op, sizes: Sizes, any_size: bool) -> KernelSource:
+        count = value(elements(op.values[0].type.shape), sizes)
+        warps = next(
+            (w for most, w in _WARPS.items() if not any_size and count <= most), _MAX_WARPS
+        )
+        return replace(self.once(self._routing_kernel, op), threads=32 * warps)
+
+    def _routing_kernel(self, op: Op) -> KernelSource:
         (ids,), groups, (ends, row_of, slot_of) = op.values, op.attrs["groups"].count, op.outputs
         count, slots = elements(ids.type.shape), size(ids.type.shape[1])
-        warps = next(
-            (w for most, w in _WARPS.items() if not any_size and value(count, sizes) <= most),
-            _MAX_WARPS,
-        )
         given = f"{self.array(ids, self.made_later)}, i32({size(count)}), i32({slots}), {groups}, "
         given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, error"
         types, first = stored(ids), op.attrs.get("first_expert")
@@ -377,31 +390,27 @@ class Source(Writer):
             "griddepcontrol_launch_dependents();",
             f"Route<{types}>{{{given}}}.run();",
         ]
-        return replace(
-            self.kernel("route", body, groups + 1, threads=32 * _MAX_WARPS), threads=32 * warps
-        )
+        return self.kernel("route", body, groups + 1, threads=32 * _MAX_WARPS)
 
-    def _invert(self, op: Op, sizes: Sizes) -> list[KernelSource]:
+    def _invert(self, op: Op) -> list[KernelSource]:
         """One kernel for a permutation. If it may not be one, every row is first made to name a
         valid slot.
         """
         (slot_of,), count, made = op.values, plain(op.attrs["rows"]), self.array(op.outputs[0])
         place = f"{self.array(slot_of, self.made_later)}[i]"
         if made_by_route(self.fusion, slot_of) == "slot_of":
-            return [self.for_all("invert", count, [f"{made}[{place}] = i32(i);"], sizes)]
+            return [self.for_all("invert", count, [f"{made}[{place}] = i32(i);"])]
         return [
-            self.for_all("invert_begin", count, [f"{made}[i] = -1;"], sizes),
+            self.for_all("invert_begin", count, [f"{made}[i] = -1;"]),
             self.for_all(
                 "invert",
                 count,
                 [f"{made}[clamp_index({place}, {size(count)}, error)] = i32(i);"],
-                sizes,
             ),
             self.for_all(
                 "invert_end",
                 count,
                 [f"{made}[i] = i32(clamp_index({made}[i], {size(count)}, error));"],
-                sizes,
             ),
         ]
 
@@ -412,7 +421,6 @@ class Source(Writer):
         combine: Op,
         results: Sequence[Value],
         without: Sequence[Value],
-        sizes: Sizes,
         *,
         reads_before_wait: bool = False,
     ) -> KernelSource:
@@ -422,20 +430,15 @@ class Source(Writer):
         reads_before_wait: whether slots and weights are available before the previous kernel has
         ended; they are prefetched meanwhile.
         """
-        key = combine, tuple(results), tuple(without)
-        if key not in self._slot_sums:
-            self._slot_sums[key] = self._sum_of_slots(*key)
-        count, body, prefetched = self._slot_sums[key]
+        count, body, prefetched = self._sum_of_slots(combine, results, without)
         return self.for_all(
-            "combine", count, body, sizes, before_wait=prefetched if reads_before_wait else ()
+            "combine", count, body, before_wait=prefetched if reads_before_wait else ()
         )
 
     def _sum_of_slots(
         self, combine: Op, results: Sequence[Value], without: Sequence[Value]
     ) -> tuple[AnySize, Sequence[str], Sequence[str]]:
-        """What does not depend on sizes: the count of threads, what each does, and what it
-        prefetches.
-        """
+        """The count of threads, what each does, and what it prefetches."""
         (y, slot_of, w), (total,) = combine.values, combine.outputs
         (tokens, width), slots = total.type.shape, size(slot_of.type.shape[1])
         if not isinstance(width, int):

@@ -8,7 +8,7 @@ costs in variants.py choose one of a set.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -58,10 +58,10 @@ class Table:
     wide_tiled: tuple[Regime, ...]
     wide_linear: tuple[Regime, ...]
 
-    def regimes(self, of: Matrices) -> tuple[Regime, ...]:
+    def regimes(self, of: Matrices) -> Iterator[Regime]:
         """The regimes for such matrices."""
         found: tuple[Regime, ...] = getattr(self, kind_of(of))
-        return tuple(regime for regime in found if regime.admits(of))
+        return (regime for regime in found if regime.admits(of))
 
 
 def kind_of(of: Matrices) -> str:
