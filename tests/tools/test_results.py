@@ -109,7 +109,8 @@ def test_the_page_of_serving(written):
     """Times as fast as the fastest of the others; what differs in numbers."""
 
     def engine(ms: float, logprob: float) -> dict[str, Any]:
-        times = {"ms": [ms, ms, 9.0], "gpu_us": 1e3 * ms}
+        kernels = {"small_m_1x1": 500 * ms, "topkGating": 9.0, "void humming<A>": 100.0}
+        times = {"ms": [ms, ms, 9.0], "gpu_us": 1e3 * ms, "kernels": kernels}
         return {
             "gpu": "a GPU",
             "start_s": 60.0,
@@ -124,4 +125,5 @@ def test_the_page_of_serving(written):
     serving_page.page({"versions": {"vllm": "0.32.0"}, "engines": {"nvfp4": kinds}})
     text = (written / "serving.md").read_text()
     assert "| ratio by the GPU | 1.50x | 1.50x | 1.50x |" in text
+    assert "| fusion_moe, ms by the GPU, experts alone | 1.1 | 1.1 | 1.1 |" in text
     assert "with vllm by 0.5000 on average, 0.500 at most; the same 24 tokens for 1 of 1" in text

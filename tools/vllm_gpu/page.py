@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,12 @@ from typing import Any
 from results import table, write
 
 OURS = "fusion_moe"
+# kernels of experts: this library's, Humming's, triton_kernels', Marlin's; no choice of experts
+_EXPERTS = re.compile(
+    "^(small_m|large_m|combine|route|reorder_activations)"
+    "|humming|process_input|moe_align|count_and_sort|moe_fused_mul_sum"
+    "|_matmul_ogs|_reduce_grouped|_combined_routing|_sum_bitmatrix|[mM]arlin"
+)
 Found = Mapping[str, Any]
 
 
@@ -32,11 +39,16 @@ def _engine(kinds: Found) -> str:
     def of(kind: str, cell: tuple[str, Any], what: str) -> float:
         found = kinds[kind][cell[0]]
         found = found if cell[1] is None else found[cell[1]]
-        return statistics.median(found["ms"]) if what == "clock" else found["gpu_us"] / 1e3
+        if what == "clock":
+            return statistics.median(found["ms"])
+        if what == "GPU":
+            return found["gpu_us"] / 1e3
+        return sum(us for name, us in found["kernels"].items() if _EXPERTS.search(name)) / 1e3
 
     head = [first["gpu"], *(f"batch {n}" for n in first["decode"]), "prefill of 8,191"]
     rows = []
-    for what in ("clock", "GPU") if first["prefill"]["gpu_us"] else ("clock",):
+    here = bool(first["prefill"]["gpu_us"])
+    for what in ("clock", "GPU", "GPU, experts alone") if here else ("clock",):
         times = {kind: [of(kind, cell, what) for cell in cells] for kind in kinds}
         others = [found for kind, found in times.items() if kind != OURS]
         rows += [[f"{kind}, ms by the {what}", *map(_ms, found)] for kind, found in times.items()]
