@@ -27,6 +27,7 @@ from ..encodings import INT4
 from ..errors import DtypeError, UnsupportedError
 from ..serving import LEAVE, NAME
 from .experts import ExpertsMethod
+from .gpt_oss import LoadsGptOss
 from .linear import is_linear_on_cpu, linear_method
 
 
@@ -67,7 +68,7 @@ class FusionMoeInt4Method(ExpertsMethod, CompressedTensorsWNA16MoEMethod):
             )
 
 
-class FusionMoeCompressedTensorsConfig(CompressedTensorsConfig):
+class FusionMoeCompressedTensorsConfig(LoadsGptOss, CompressedTensorsConfig):
     """vLLM's configuration of compressed-tensors, with this library's experts and, on CPUs, NVFP4
     linear layers.
     """

@@ -4,9 +4,12 @@ replaces the weights.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.platforms import current_platform
 
@@ -29,9 +32,7 @@ class ExpertsMethod(FusedMoEMethodBase):
     scheme: Scheme
     parts: tuple[str, ...] = ()  # vLLM's names of the parts, if they are not those in files
     unread: tuple[str, ...] = ()  # what vLLM loads beside them, except biases
-    interleave = 0  # the interleave of gate and up rows as vLLM loads them
-    # whether vLLM loads biases; down's bias, which ranks would add up, on one rank only
-    biased = False
+    interleave = 0  # the interleave of gate and up rows as they are loaded
     supports_pre_processed_weights = False
     supports_eplb = False
     first_expert: int | None = None  # of this rank, None if all experts are here
@@ -42,12 +43,6 @@ class ExpertsMethod(FusedMoEMethodBase):
         FusedMoEMethodBase.__init__(self, moe)
         need_served(moe)
         self.activation = activation_of(moe, self.interleave)
-        if moe.has_bias and not self.biased:
-            raise _unsupported(
-                f"experts in {self.encoding.name} with biases",
-                "those of gpt-oss, in its own MXFP4",
-                LEAVE,
-            )
 
     @property
     def encoding(self) -> Encoding:
@@ -83,7 +78,20 @@ class ExpertsMethod(FusedMoEMethodBase):
             params_dtype,
             **attributes,
         )
+        if self.moe.has_bias and not hasattr(layer, "w13_bias"):
+            rows = self.moe.w13_num_shards * intermediate_size_per_partition
+            for name, width in ("w13_bias", rows), ("w2_bias", hidden_size):
+                bias = torch.zeros(num_experts, width, dtype=params_dtype)
+                layer.register_parameter(name, nn.Parameter(bias, requires_grad=False))
+                getattr(layer, name).weight_loader = attributes["weight_loader"]
+        gpt_oss = getattr(getattr(layer, "quant_config", None), "gpt_oss", None)
+        if gpt_oss is not None and self.moe.activation.value == "swigluoai":
+            gpt_oss[layer.layer_name] = layer
         place_(layer, self.loaded)
+
+    def load(self, layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads tensors of gpt-oss's experts, by their names after "experts."."""
+        deque(layer.load_weights(tensors), maxlen=0)
 
     @property
     def loaded(self) -> list[str]:
@@ -107,6 +115,8 @@ class ExpertsMethod(FusedMoEMethodBase):
             name: getattr(layer, name).data if self.moe.has_bias else None
             for name in ("w13_bias", "w2_bias")
         }
+        if biases["w2_bias"] is not None and self.moe.tp_rank:
+            biases["w2_bias"].zero_()  # ranks' results are added up, and the first one has it
         for name in (*self.loaded, *(name for name, bias in biases.items() if bias is not None)):
             delattr(layer, name)
         layer.fusion_moe = Experts(
@@ -173,13 +183,12 @@ def activation_of(moe: Any, interleave: int) -> str:
     """The activation of `Experts`, from vLLM's configuration of a layer. UnsupportedError for
     another one.
 
-    interleave: that of the loaded rows. "swigluoai" means alternating rows and the constants of
-    gpt-oss.
+    interleave: that of the loaded rows. "swigluoai" means the constants of gpt-oss.
     """
     name = moe.activation.value
     if name == "silu" and not interleave:
         return swiglu(limit=moe.swiglu_limit)
-    if name == "swigluoai" and interleave:
+    if name == "swigluoai":
         return swiglu(interleave, limit=7.0, alpha=1.702, up_offset=1.0)
     if name == "swigluoai_uninterleave" and not interleave:
         alpha, offset = (

@@ -4,9 +4,11 @@ weights, this library multiplies.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptMixedPrecisionConfig,
@@ -14,9 +16,11 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4FusedMoE,
 )
 
-from ..checkpoints.schemes import MODELOPT
+from ..checkpoints.schemes import MODELOPT, MODELOPT_FUSED
+from ..errors import CheckpointError
 from ..serving import NAME
 from .experts import ExpertsMethod
+from .gpt_oss import LoadsGptOss
 from .linear import is_linear_on_cpu, linear_method
 
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
@@ -32,13 +36,38 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
 
     def __init__(self, quant_config: ModelOptNvFp4Config, moe_config: Any):
         """quant_config: of the checkpoint; moe_config: of the layer."""
+        # the rows of gate and up take turns in gpt-oss's tensors
+        self.interleave = int(moe_config.activation.value == "swigluoai")
         super().__init__(moe_config)
         self.quant_config = quant_config
         # scales of activations are loaded only for this rank's experts, and not read
         self.use_global_sf = False
 
+    def load(self, layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads this rank's shares of gpt-oss's tensors, each of all experts. CheckpointError for
+        other names than ModelOpt's.
+        """
+        transposed = {part.suffix: part.transposed for part in MODELOPT_FUSED.parts}
+        for name, t in tensors:
+            projection, found, suffix = name.partition("_proj")
+            into = f"{'w2' if projection == 'down' else 'w13'}{suffix or '_weight'}"
+            if not found or "." in name or not hasattr(layer, into):
+                raise CheckpointError(
+                    f"a tensor {name!r} of gpt-oss's experts",
+                    expected="gate_up_proj and down_proj, of all experts, as ModelOpt writes them",
+                    where=layer.layer_name,
+                )
+            self._fill(getattr(layer, into).data, t.mT if transposed.get(suffix) else t)
 
-class _Config:
+    def _fill(self, share: Tensor, t: Tensor) -> None:
+        """share [E, ...] of this rank: of the experts, or of the features, that t has more of."""
+        for d, size in enumerate(share.shape if t.dim() else ()):
+            first = (self.first_expert or 0) if d == 0 else self.moe.tp_rank * size
+            t = t.narrow(d, first if t.shape[d] != size else 0, size)
+        share.copy_(t)
+
+
+class _Config(LoadsGptOss):
     """What both configurations say instead of vLLM's."""
 
     def get_name(self) -> str:

@@ -46,7 +46,6 @@ class FusionMoeGptOssMethod(_Loaded, GptOssMxfp4MoEMethod):
     """gpt-oss's experts: rows of gate and up alternate, and both projections have biases."""
 
     interleave = 1
-    biased = True
     weight_dtype = "gpt_oss_mxfp4"  # vLLM's loader for gpt-oss reads it
 
     def maybe_roundup_sizes(

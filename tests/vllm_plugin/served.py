@@ -161,10 +161,15 @@ def judged(
     """
     import transformers
 
-    dense = folder / "dense"
-    if not dense.exists():
-        convert(directory, dense, to="dense")
-    model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    import fusion_moe.transformers
+
+    if directory.name == "ct-gpt_oss":  # its experts' names are not those of the model
+        model = fusion_moe.transformers.from_pretrained(directory, dtype=torch.float32)
+    else:
+        dense = folder / "dense"
+        if not dense.exists():
+            convert(directory, dense, to="dense")
+        model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     return model, [log_probabilities(model, prompt) for prompt in prompts]
 
 

@@ -129,6 +129,7 @@ def _modules() -> dict[str, ModuleType]:
         *GIVEN,
         "vllm.model_executor.layers.quantization.base_config",
         "vllm.model_executor.layers.vocab_parallel_embedding",
+        "vllm.model_executor.models.utils",
         "vllm.model_executor.parameter",
         "vllm.platforms",
         "vllm.utils.math_utils",

@@ -35,6 +35,7 @@ def configuration(activation: str, has_bias: bool) -> Any:
         moe_backend="auto",
         experts_per_token=SLOTS,
         has_bias=has_bias,
+        tp_rank=0,
         swiglu_limit=None,
         activation=SimpleNamespace(value=activation),
         in_dtype=torch.bfloat16,

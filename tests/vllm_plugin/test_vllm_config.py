@@ -25,7 +25,8 @@ from vllm.model_executor.layers.fused_moe.config import (
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
-from fusion_moe.encodings import NVFP4, Quantized
+from fusion_moe.checkpoints.schemes import Direction
+from fusion_moe.encodings import NVFP4, Quantized, quantize
 from fusion_moe.errors import (
     CheckpointError,
     DtypeError,
@@ -35,12 +36,16 @@ from fusion_moe.errors import (
 )
 from fusion_moe.nn import swiglu
 from fusion_moe.vllm import register
-from fusion_moe.vllm.compressed_tensors import FusionMoeInt4Method
+from fusion_moe.vllm.compressed_tensors import (
+    FusionMoeInt4Method,
+    FusionMoeNvFp4Method,
+    FusionMoePackedMxfp4Method,
+)
 from fusion_moe.vllm.config import FusionMoeConfig, _nvfp4_on_cpu
 from fusion_moe.vllm.experts import activation_of, first_expert, need_served
+from fusion_moe.vllm.modelopt import FusionMoeModelOptMethod
 from fusion_moe.vllm.mxfp4 import (
     FusionMoeGptOssConfig,
-    FusionMoeGptOssMethod,
     FusionMoeMxfp4Config,
     FusionMoeMxfp4Method,
 )
@@ -69,6 +74,14 @@ def layer(**changes: Any) -> FusedMoEConfig:
         in_dtype=torch.bfloat16,
     )
     return dataclasses.replace(made, **changes)
+
+
+@pytest.fixture
+def no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's parameters ask its group of processes for their rank."""
+    for name, value in ("rank", 0), ("world_size", 1):
+        asked = f"vllm.model_executor.parameter.get_tensor_model_parallel_{name}"
+        monkeypatch.setattr(asked, lambda value=value: value)
 
 
 def test_registered_once_or_more_often() -> None:
@@ -255,7 +268,6 @@ def test_activations_that_are_served(changes: dict[str, Any], interleave: int, f
         ("GELU", 0),
         ("SWIGLUSTEP", 0),
         ("SITU", 0),
-        ("SWIGLUOAI", 0),
         ("SWIGLUOAI_UNINTERLEAVE", 1),
         ("SILU", 1),
     ],
@@ -268,19 +280,6 @@ def test_activations_that_are_refused(name: str, interleave: int) -> None:
         "expected 'swigluoai'|or 'swigluoai_unint",
     ):
         activation_of(layer(activation=activation), interleave)
-
-
-def test_biases_are_served_where_vllm_loads_them() -> None:
-    FusionMoeGptOssMethod(layer(has_bias=True, activation=MoEActivation.SWIGLUOAI))
-    for make, encoding in (
-        (experts_method, "nvfp4"),
-        (lambda **changes: FusionMoeMxfp4Method(layer(**changes)), "mxfp4"),
-    ):
-        with pytest.raises(
-            UnsupportedError,
-            match=f"experts in {encoding} with biases; expected those of gpt-oss, in its own MXFP4",
-        ):
-            make(has_bias=True)
 
 
 def test_int4_in_float16_is_refused() -> None:
@@ -392,6 +391,58 @@ def test_placements_of_experts() -> None:
         first_expert(determine_expert_map(3, 2, 2)[1], "")
     with pytest.raises(UnsupportedError, match="experts 1, 2 on a rank"):
         first_expert(torch.tensor([-1, 1, 0]), "")
+
+
+def filled(method: Any, **biases: torch.Tensor) -> tuple[torch.nn.Module, dict[str, Quantized]]:
+    """A layer with parameters of its method, as vLLM's loader fills them, and its weights."""
+    owner, weights = torch.nn.Module(), {}
+    owner.layer_name, owner.apply_router_weight_on_input = "model.layers.0.mlp.experts", False
+    owner.expert_map = None
+    method.create_weights(owner, 4, 64, 32, torch.float32, weight_loader=None)
+    parts = method.moe.w13_num_shards
+    for name, shape in ("w13", (4, parts, 32, 64)), ("w2", (4, 1, 64, 32)):
+        made = quantize(torch.randn(shape), method.encoding)
+        # gate and up have scales of their own
+        joined = [t.flatten(1, 2) if t.dim() == 4 else t.squeeze(1) for t in made]
+        weights[name] = Quantized(*joined, encoding=method.encoding)
+        keys = [key for key in method.loaded if key.startswith(f"{name}_")]
+        for stored, key, t in zip(method.scheme.parts, keys, joined, strict=False):
+            parameter = getattr(owner, key).data
+            t = t.reciprocal() if stored.direction is Direction.DIVISOR else t
+            alike = t.dtype == parameter.dtype or t.dtype == torch.bfloat16
+            parameter.view(t.shape if alike else parameter.shape).copy_(
+                t if alike else t.contiguous().view(parameter.dtype)
+            )
+    for name, bias in biases.items():
+        getattr(owner, name).data.copy_(bias)
+    return owner, weights
+
+
+METHODS: dict[str, Callable[[FusedMoEConfig], Any]] = {
+    "modelopt": lambda moe: FusionMoeModelOptMethod(FusionMoeConfig.from_config(NVFP4_CONFIG), moe),
+    "compressed-tensors nvfp4": FusionMoeNvFp4Method,
+    "compressed-tensors mxfp4": FusionMoePackedMxfp4Method,
+    "compressed-tensors int4": FusionMoeInt4Method,
+    "mxfp4": FusionMoeMxfp4Method,
+}
+
+
+@pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_biases_in_every_encoding(make: Callable[[Any], Any], rank: int, no_group: None) -> None:
+    """vLLM adds up what ranks return, so that one of them has down's bias."""
+    torch.manual_seed(0)
+    biases = {"w13_bias": torch.randn(4, 64).bfloat16(), "w2_bias": torch.randn(4, 64).bfloat16()}
+    ranks = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), tp_rank=rank)
+    moe = layer(has_bias=True, in_dtype=torch.float32, moe_parallel_config=ranks)
+    method = make(moe)
+    owner, weights = filled(method, **biases)
+    method.process_weights_after_loading(owner)
+    assert all(name.startswith("fusion_moe.") for name, _ in owner.named_parameters())
+    x, w = torch.randn(5, 64), torch.rand(5, 2)
+    ids = torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]])
+    want = expected(x, ids, w, **weights, **biases | ({"w2_bias": None} if rank else {}))
+    assert (method.apply(owner, x, w, ids.int()) - want).norm() <= 1e-6 * want.norm()
 
 
 @pytest.mark.parametrize(

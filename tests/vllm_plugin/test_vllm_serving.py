@@ -98,8 +98,10 @@ def test_demo_compiled(tmp_path: Path) -> None:
     [
         "modelopt-qwen3_moe",
         "modelopt-mixtral",
+        "modelopt-gpt_oss",
         "ct-qwen3_moe",
         "ct-qwen3_moe-int4",
+        "ct-gpt_oss",
         "mxfp4-gpt_oss",
     ],
 )

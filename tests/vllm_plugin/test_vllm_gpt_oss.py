@@ -1,0 +1,132 @@
+"""gpt-oss's experts in NVFP4, by vLLM's own layer for them: what is loaded of the tensors in files
+on one rank and on two, and what is left to vLLM's loader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
+
+from files import MADE
+from method_layers import expected
+from safetensors.torch import load_file
+from test_vllm_config import layer, no_group, parallel
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM, GptOssRoutedExperts
+from vllm.model_executor.models.utils import AutoWeightsLoader
+
+from fusion_moe.encodings import NVFP4, Quantized
+from fusion_moe.errors import CheckpointError
+from fusion_moe.vllm.config import FusionMoeConfig
+
+pytestmark = pytest.mark.usefixtures(no_group.__name__)
+NAME = "model.layers.0.mlp.experts"
+ALONE = FusedMoEParallelConfig.make_no_parallel()
+RANKS = {
+    "alone": [ALONE],
+    "features": [dataclasses.replace(ALONE, tp_size=2, tp_rank=rank) for rank in range(2)],
+    "experts": [parallel(ep_size=2, ep_rank=rank) for rank in range(2)],
+}
+
+
+def experts_of(directory: str, ranks: FusedMoEParallelConfig) -> Any:
+    """vLLM's layer of a rank, and its configuration of the quantization."""
+    config = json.loads((MADE / directory / "config.json").read_text())["quantization_config"]
+    quantization = FusionMoeConfig.from_config(config)
+    placed = ExpertMapManager(64, 2, 4, 0, None, ranks, "linear", False)
+    moe = layer(
+        intermediate_size=64,
+        num_local_experts=placed.local_num_experts,
+        moe_parallel_config=ranks,
+        activation=MoEActivation.SWIGLUOAI,
+        has_bias=True,
+        in_dtype=torch.float32,
+    )
+    return GptOssRoutedExperts(NAME, torch.float32, moe, quantization, placed), quantization
+
+
+def load(owner: Any, quantization: Any, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """As vLLM's loader: the names that it reads itself."""
+    mapper = GptOssForCausalLM.hf_to_vllm_mapper | quantization.get_cache_scale_mapper()
+    mapper |= quantization.get_checkpoint_weight_mapper()
+    mapper |= AutoWeightsLoader.REMOVE_UNUSED_ROTARY_EMBEDS_MAPPER
+    left = [name for name, _ in mapper.apply(tensors.items())]
+    owner.quant_method.process_weights_after_loading(owner)
+    return left
+
+
+def fused(t: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The meaning of ModelOpt's tensors: rows of gate and up take turns."""
+
+    def weight(name: str) -> Quantized:
+        codes, scale = (t[f"{NAME}.{name}{suffix}"].mT for suffix in ("", "_weight_scale"))
+        matrix = t[f"{NAME}.{name}_weight_scale_2"].expand(4)
+        return Quantized(codes.contiguous(), scale.contiguous(), matrix, encoding=NVFP4)
+
+    return {
+        "w13": weight("gate_up_proj"),
+        "w2": weight("down_proj"),
+        "w13_bias": t[f"{NAME}.gate_up_proj_bias"],
+        "w2_bias": t[f"{NAME}.down_proj_bias"],
+        "interleave": 1,
+    }
+
+
+def apart(t: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Of llm-compressor's, one by one."""
+
+    def stacked(name: str, suffix: str) -> torch.Tensor:
+        return torch.stack([t[f"{NAME}.{expert}.{name}.{suffix}"] for expert in range(4)])
+
+    def weight(*names: str) -> Quantized:
+        codes, scale, divisor = (
+            torch.cat([stacked(name, suffix) for name in names], 1)
+            for suffix in ("weight_packed", "weight_scale", "weight_global_scale")
+        )
+        matrices = 1 / (divisor if len(names) > 1 else divisor[:, 0])
+        return Quantized(codes, scale, matrices, encoding=NVFP4)
+
+    both = [stacked(name, "bias") for name in ("gate_proj", "up_proj")]
+    return {
+        "w13": weight("gate_proj", "up_proj"),
+        "w2": weight("down_proj"),
+        "w13_bias": torch.cat(both, 1),
+        "w2_bias": stacked("down_proj", "bias"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("directory", "meaning"), [("modelopt-gpt_oss", fused), ("ct-gpt_oss", apart)]
+)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_experts_of_ranks_add_up(directory: str, meaning: Any, ranks: str) -> None:
+    tensors = load_file(MADE / directory / "model.safetensors")
+    g = torch.Generator().manual_seed(1)
+    for name, t in tensors.items():
+        if name.endswith("bias"):  # zeros in the files
+            t.copy_(torch.randn(t.shape, generator=g))
+    x, w = torch.randn(3, 64, generator=g), torch.rand(3, 2, generator=g)
+    ids = torch.tensor([[0, 3], [2, 1], [3, 2]])
+    total = torch.zeros(3, 64)
+    for rank in RANKS[ranks]:
+        owner, quantization = experts_of(directory, rank)
+        left = load(owner, quantization, tensors)
+        assert len(left) == sum(".experts." not in name for name in tensors)
+        total += owner.quant_method.apply(owner, x, w, ids.int())
+    want = expected(x, ids, w, **meaning(tensors), limit=7.0, alpha=1.702, up_offset=1.0)
+    assert (total - want).norm() <= 1e-6 * want.norm()
+
+
+def test_other_tensors_of_modelopt_are_refused() -> None:
+    owner, quantization = experts_of("modelopt-gpt_oss", ALONE)
+    tensors = {f"{NAME}.3.gate_proj.weight": torch.zeros(64, 32, dtype=torch.uint8)}
+    with pytest.raises(CheckpointError, match="'3.gate_proj.weight'.*; expected gate_up_proj"):
+        load(owner, quantization, tensors)
