@@ -115,11 +115,22 @@ def _scale(
     *lead, n, k = x.shape
     if scale.block:
         blocks = x.reshape(*lead, n, *_of_size(scale.block, k))
-        return _rounded(_size(blocks, (-1,), encoding), scale, _coarser(outer, blocks.shape[-2]))
+        size = _of_rows(_size(blocks, (-1,), encoding), scale.rows)
+        return _rounded(size, scale, _coarser(outer, blocks.shape[-2]))
     made = matrix_scale_of(x, encoding) if given is None else given
     check_matrix_scale(made, lead, n, scale)
     check_same_device(x, made, scale.part)
     return made
+
+
+def _of_rows(size: Tensor, rows: int) -> Tensor:
+    """The largest of so many rows each f32 [..., N, blocks], for each of them; the last may be
+    fewer.
+    """
+    if rows == 1 or not size.numel():
+        return size
+    most = torch.stack([run.amax(-2) for run in size.split(rows, -2)], -2)
+    return most.repeat_interleave(rows, -2)[..., : size.shape[-2], :]
 
 
 def _rounded(amax: Tensor, scale: Scale, outer: Tensor | float) -> Tensor:

@@ -117,6 +117,25 @@ class Element:
         return tuple(found.tolist())
 
     @cached_property
+    @real_tensors()
+    def few_bits(self) -> tuple[int, float] | None:
+        """(mantissa, factor) if a code is a float of few bits: its sign, exponent and `mantissa`
+        bits, as those of a float32, make its number over the factor. Codes of ones, whatever their
+        sign, may be NaN.
+        """
+        half, wanted = 2 ** (self.bits - 1), torch.tensor(self.values, dtype=torch.float32)
+        codes = torch.arange(len(wanted), dtype=torch.int32)
+        ones = codes % half == half - 1
+        for mantissa in range(self.bits - 1 if self.values else 0):
+            sizes = ((codes % half) << (23 - mantissa)).view(torch.float32)
+            factor = self.values[1] / float(sizes[1])
+            found = torch.where(codes < half, sizes, -sizes) * factor
+            same = found.view(torch.int32) == wanted.view(torch.int32)
+            if bool((same | (ones & wanted[ones].isnan().all())).all()):
+                return mantissa, factor
+        return None
+
+    @cached_property
     def affine(self) -> tuple[int, int] | None:
         """(flip, first) if the number of each code is the integer `(code ^ flip) + first`: flip is
         0, or the sign bit of two's complement.
@@ -146,8 +165,8 @@ class Scale:
     maximum and rounded to dtype. Where there are zero points, `amax` is the distance from the least
     element to the largest, 0 among them; the zero points follow from the scales.
 
-    signed: whether files may hold negative ones. recoding: of its bytes, in the tiles that CUDA's
-    kernels read.
+    signed: whether files may hold negative ones. rows: how many rows, from the first on, have equal
+    ones. recoding: of its bytes, in the tiles that CUDA's kernels read.
     """
 
     part: str
@@ -159,6 +178,7 @@ class Scale:
     divides: bool = False
     zero_point: bool = False
     signed: bool = True
+    rows: int = 1
     recoding: Recoding = field(default=UNCHANGED, repr=False)
 
     def count(self, size: Any) -> Any:

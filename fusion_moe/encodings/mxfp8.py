@@ -30,7 +30,7 @@ def encode(x: Tensor) -> Tensor:
     return x.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
 
 
-def _power_of_two(amax: Tensor, outer: Tensor | float) -> Tensor:
+def power_of_two(amax: Tensor, outer: Tensor | float) -> Tensor:
     """amax / 448 rounded up to a power of two, computed from its bits: exact."""
     bits = (amax * (1 / _LARGEST)).view(torch.int32)  # torch rounds the number to float32 first
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
@@ -39,11 +39,11 @@ def _power_of_two(amax: Tensor, outer: Tensor | float) -> Tensor:
     return torch.where(amax.isnan(), 255, byte).view(torch.float8_e8m0fnu).float()
 
 
-_E4M3 = Element("e4m3", 8, torch.float8_e4m3fn, _LARGEST, encode=encode)
+E4M3 = Element("e4m3", 8, torch.float8_e4m3fn, _LARGEST, encode=encode)
 _SCALES = (
-    Scale("block_scale", torch.float8_e8m0fnu, 32, _power_of_two, minimum=2.0**-127, signed=False),
+    Scale("block_scale", torch.float8_e8m0fnu, 32, power_of_two, minimum=2.0**-127, signed=False),
 )
 
-MXFP8 = register(Encoding("mxfp8", _E4M3, _SCALES))
-MXFP8_COLUMNS = register(Encoding("mxfp8_columns", _E4M3, _SCALES, axis=-2))
+MXFP8 = register(Encoding("mxfp8", E4M3, _SCALES))
+MXFP8_COLUMNS = register(Encoding("mxfp8_columns", E4M3, _SCALES, axis=-2))
 BY_AXIS = {encoding.axis: encoding for encoding in (MXFP8, MXFP8_COLUMNS)}

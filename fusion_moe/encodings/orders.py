@@ -5,6 +5,9 @@ the usual one. x is [..., r, c, v, j, h, i], as defined there.
 4 bits: code (r, c, v, j, h, i) -> byte 64 r + 16 c + 4 v + 2 j + h, the low nibble for i = 0. A
 single `and` makes a pair of numbers from a word or a shifted word.
 
+8 bits: code (r, c, v, j, h, i) -> byte 512 (v // 2) + 64 r + 16 c + 8 (v % 2) + 4 h + 2 i + j: a
+word has two pairs of numbers of a step of a lane.
+
 16 bits: element (r, c, v, j, h, i) -> byte 512 v + 64 r + 16 c + 8 h + 4 i + 2 j: step v of a lane
 is 16 bytes.
 """
@@ -50,6 +53,29 @@ class Nibbles:
         return self.unpacked(t).view(*tiles, 8, 4, 4, 2, 2, 2)
 
 
+class Bytes:
+    """Codes of a byte."""
+
+    def unpacked(self, t: Tensor) -> Tensor:
+        """t"""
+        return t.view(torch.uint8)
+
+    def packed(self, x: Tensor) -> Tensor:
+        """x"""
+        return x
+
+    def stored(self, x: Tensor) -> Tensor:
+        """[..., r, c, v, j, h, i] -> [..., v // 2, r, c, v % 2, h, i, j]"""
+        x, lead = x.unflatten(-4, (2, 2)), x.dim() - 6
+        return x.permute(*range(lead), *(lead + d for d in (2, 0, 1, 3, 5, 6, 4))).contiguous()
+
+    def read(self, t: Tensor, tiles: tuple[int, ...]) -> Tensor:
+        """The inverse of `stored`."""
+        x, lead = t.view(torch.uint8).view(*tiles, 2, 8, 4, 2, 2, 2, 2), len(tiles)
+        x = x.permute(*range(lead), *(lead + d for d in (1, 2, 0, 3, 6, 4, 5)))
+        return x.flatten(-5, -4)
+
+
 class SixteenBits:
     """Numbers of 16 bits."""
 
@@ -76,7 +102,7 @@ class SixteenBits:
         )
 
 
-_USUAL: dict[int, CodeOrder] = {4: Nibbles(), 16: SixteenBits()}
+_USUAL: dict[int, CodeOrder] = {4: Nibbles(), 8: Bytes(), 16: SixteenBits()}
 
 
 def usual_order(bits: int) -> CodeOrder | None:

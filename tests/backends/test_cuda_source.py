@@ -224,6 +224,11 @@ PAIRS = [  # of weights and activations
     ("mxfp4", "f16"),
     ("int4", "bf16"),
     ("int4", "f16"),
+    ("fp8", "bf16"),
+    ("fp8", "f16"),
+    ("fp8_e8m0", "bf16"),
+    ("fp8_channel", "bf16"),
+    ("fp8_tensor", "bf16"),
     ("bf16", "bf16"),
     ("f16", "f16"),
 ]

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from fusion_moe.backends.cpu import readers
 from fusion_moe.encodings import (
+    FP8,
+    FP8_CHANNEL,
+    FP8_E8M0,
+    FP8_TENSOR,
     INT4,
     MXFP4,
     MXFP8,
@@ -74,6 +78,7 @@ ENCODINGS = {
     "mxfp4": MXFP4,
     "int4": INT4,
     "mxfp8": MXFP8,
+    **{e.name: e for e in (FP8, FP8_E8M0, FP8_CHANNEL, FP8_TENSOR)},
     "zeros": Encoding("zeros", Element.integers("uint4", 4, 0), (_scale(F16, 128), _zero(128))),
     "rows": Encoding("rows", INT8, (_scale(F32, ROW), _zero(ROW, F16))),
     "levels": Encoding("levels", INT8, LEVELS),

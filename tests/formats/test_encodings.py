@@ -41,11 +41,15 @@ def numbers(*shape: int, spread: float = 6.0) -> torch.Tensor:
 
 def test_what_is_derived():
     assert list(ENCODINGS) == [
+        "mxfp8",
+        "mxfp8_columns",
+        "fp8",
+        "fp8_channel",
+        "fp8_tensor",
+        "fp8_e8m0",
         "int4",
         "nvfp4",
         "mxfp4",
-        "mxfp8",
-        "mxfp8_columns",
         "bf16",
         "f16",
         "f32",
@@ -60,7 +64,9 @@ def test_what_is_derived():
     assert [e.plain for e in (NVFP4, MXFP4, BF16)] == [False, False, True]
     with pytest.raises(ShapeError, match="mxfp4: K = 48; expected a multiple of 32"):
         MXFP4.packed(48)
-    with pytest.raises(OptionError, match="encoding 'fp5'; expected one of int4, nvfp4, mxfp4"):
+    with pytest.raises(
+        OptionError, match="encoding 'fp5'; expected one of mxfp8, .*, int4, nvfp4, mxfp4"
+    ):
         encodings.find("fp5")
     with pytest.raises(OptionError, match="another encoding called 'nvfp4'"):
         encodings.register(Encoding("nvfp4", MXFP4.element))

@@ -60,6 +60,11 @@ DERIVED = [  # read by their descriptors: zero points, levels of scales, a table
     ("uint4_128", "f16"),
     ("uint4_-1", "bf16"),
     ("levels", "bf16"),
+    ("fp8", "bf16"),
+    ("fp8", "f16"),
+    ("fp8_e8m0", "bf16"),
+    ("fp8_channel", "bf16"),
+    ("fp8_tensor", "bf16"),
 ]
 # of a layer: those of its results, and of what is between its products
 ROUNDINGS = {"bf16": 8e-3, "f16": 1.5e-3}
@@ -132,7 +137,7 @@ def exact_weight(encoding: Encoding, *shape: int) -> Quantized:
     g, parts = generator(), []
     for part in encoding.parts:
         size = encoding.part_shape(part, groups, n, k)
-        if part.scale is None and encoding.plain:
+        if part.scale is None and (encoding.plain or encoding.element.dtype != torch.uint8):
             parts.append(torch.randint(-3, 4, size, generator=g).to(part.dtype))
         elif part.scale is None:
             parts.append(torch.randint(0, 256, size, generator=g, dtype=torch.uint8))
@@ -211,6 +216,38 @@ def test_every_code_under_every_scale(fmt, activations, layout, rows):
 
 
 @pytest.mark.parametrize("rows", [16, 400])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activations", DTYPES)
+@pytest.mark.parametrize("fmt", ["fp8", "fp8_e8m0", "fp8_channel", "fp8_tensor"])
+def test_every_code_of_fp8(fmt, activations, layout, rows):
+    """Column k of every row has code k; a row of activations picks a column. NaN stays in its
+    column of the result.
+    """
+    encoding, n, k = ENCODINGS[fmt], 64, 256
+    parts = [torch.arange(k, dtype=torch.uint8).view(torch.float8_e4m3fn).expand(1, n, k).clone()]
+    for part in encoding.parts[1:]:
+        scale = torch.rand(encoding.part_shape(part, (1,), n, k), generator=generator()) / 64 + 0.01
+        parts.append(scale.to(part.dtype))
+    weight = Quantized(*parts, encoding=encoding)
+    bits = weight.codes.view(torch.uint8)
+    bits[bits % 128 == 127] = 0
+    x, row = torch.zeros(rows, k, dtype=DTYPES[activations]), torch.arange(rows)
+    x[row, row * 37 % k] = 1
+    ends = torch.tensor([rows], dtype=torch.int32).cuda()
+    want = dequantize(
+        weight.with_(**{p.name: torch.ones_like(t) for p, t in weight.named() if p.of_matrix})
+    )
+    want = want.to(DTYPES[activations]).float()
+    if fmt == "fp8_tensor":
+        want *= weight.decode_scale
+    found = product(x.cuda(), weight, ends, layout).cpu()
+    assert torch.equal(found, want[0][:, row * 37 % k].T)
+    bits[0, 5, 100], bits[0, 9, 200] = 0x7F, 0xFF
+    nan = product(x.cuda(), weight, ends, layout).cpu().isnan()
+    assert nan[:, [5, 9]].all() and nan.sum() == 2 * rows
+
+
+@pytest.mark.parametrize("rows", [16, 400])
 @pytest.mark.parametrize("activations", DTYPES)
 def test_scales_of_mxfp4_that_are_out_of_range(activations, rows):
     """In tiles larger ones count as the last, smaller ones are as good as zero, and NaN is NaN."""
@@ -250,7 +287,7 @@ def ways() -> list[tuple[str, str, str, Variant, bool]]:
     """
     found = []
     for fmt, activations in [*PAIRS, *DERIVED]:
-        wide = "wide_" if fmt in DTYPES else ""
+        wide = "wide_" if fmt in DTYPES or fmt.startswith("fp8") else ""
         for table in (f"{wide}linear", f"{wide}tiled"):
             of_table = ways_of(table)
             if fmt == "f16":

@@ -23,7 +23,8 @@ from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, dequantize, quantize
 from fusion_moe.errors import ShapeError, UnsupportedError
 from fusion_moe.nn import Experts, swiglu
 
-E, H, I = 3, 64, 64
+E, H, I = 3, 128, 128
+FP8 = ["fp8", "fp8_e8m0", "fp8_channel", "fp8_tensor"]
 
 
 def weights(encoding: str):
@@ -48,7 +49,7 @@ def gpt_oss_example():
     return module
 
 
-@pytest.mark.parametrize("encoding", ["mxfp4", "int4", "bf16", "nvfp4"])
+@pytest.mark.parametrize("encoding", ["mxfp4", "int4", "bf16", "nvfp4", *FP8])
 def test_biases_clamp_and_interleave(encoding):
     """Interleaved rows of gate and up with everything that gpt-oss has, against the same rows
     apart, by hand.
@@ -134,7 +135,7 @@ def fp8(t):
 
 
 @pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "fp8", "fp8_e8m0"])
 def test_state_dicts_of_bytes(encoding, assign):
     """As files that are older than float8 types have them, and gpt-oss's: bytes of the scales, not
     numbers.
@@ -149,7 +150,7 @@ def test_state_dicts_of_bytes(encoding, assign):
     assert torch.equal(call(module), call(other))
 
 
-@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4"])
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4", *FP8])
 def test_state_dicts_of_other_dtypes(encoding):
     """Numbers in place of bytes, and bytes of another format, would load as other numbers; and so
     would rounded scales.
@@ -179,6 +180,9 @@ def test_numbers_in_state_dicts():
         ("mxfp4", "down_proj_scale", 0xFF),
         ("int4", "down_proj_scale", float("nan")),
         ("nvfp4", "down_decode_scale", float("inf")),
+        ("fp8", "down_proj_scale", float("inf")),
+        ("fp8_e8m0", "gate_up_proj_scale", 0xFF),
+        ("fp8_tensor", "down_decode_scale", float("nan")),
     ],
 )
 def test_scales_that_are_not_numbers(encoding, name, value):
@@ -199,12 +203,12 @@ def test_refusals():
     gate_up, down = weights("mxfp4")
     with pytest.raises(
         ShapeError,
-        match=r"gate_up mxfp4 \[3, 128, 64\] and down nvfp4 \[3, 64, "
-        r"64\]; expected .* of one encoding",
+        match=r"gate_up mxfp4 \[3, 256, 128\] and down nvfp4 \[3, 128, "
+        r"128\]; expected .* of one encoding",
     ):
         Experts(gate_up, weights("nvfp4")[1])
-    with pytest.raises(ShapeError, match=r"down_bias \[3, 128\]; expected \[3, 64\]"):
-        Experts(gate_up, down, down_bias=torch.zeros(3, 128))
+    with pytest.raises(ShapeError, match=r"down_bias \[3, 256\]; expected \[3, 128\]"):
+        Experts(gate_up, down, down_bias=torch.zeros(3, 256))
     assert (
         Experts(gate_up, down).encoding,
         NVFP4Experts(*weights("nvfp4")[:1], weights("nvfp4")[1]).encoding,

@@ -62,7 +62,7 @@ def test_a_bias_of_another_length():
         QuantizedLinear(quantize(torch.randn(N, K), NVFP4), torch.randn(47))
 
 
-@pytest.mark.parametrize("encoding", ["mxfp4", "int4"])
+@pytest.mark.parametrize("encoding", ["mxfp4", "int4", "fp8", "fp8_tensor"])
 def test_other_encodings(encoding):
     weight = quantize(
         torch.randn(N, K, generator=torch.Generator().manual_seed(0)), encoding=ENCODINGS[encoding]

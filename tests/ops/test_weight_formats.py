@@ -14,7 +14,7 @@ from fusion_moe.nn import swiglu
 
 ops = torch.ops.fusion_moe
 E, H, I, T, K = 4, 64, 128, 9, 2
-FORMATS = ["nvfp4", "mxfp4", "int4", "bf16", "f16", "f32"]
+FORMATS = ["nvfp4", "mxfp4", "int4", "fp8_channel", "fp8_tensor", "bf16", "f16", "f32"]
 
 
 def weight(encoding: str, *shape: int, seed: int = 0):
@@ -119,7 +119,8 @@ def test_refusals():
     a, offs = torch.randn(7, H).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
     q = weight("nvfp4", E, 96, H)
     with pytest.raises(
-        OptionError, match="grouped_mm: weight_format = 'fp5'; expected one of int4, nvfp4, mxfp4"
+        OptionError,
+        match="grouped_mm: weight_format = 'fp5'; expected one of mxfp8, .*, int4, nvfp4, mxfp4",
     ):
         ops.grouped_mm(a, list(q), offs, weight_format="fp5")
     with pytest.raises(

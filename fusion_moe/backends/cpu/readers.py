@@ -110,6 +110,11 @@ def derived(encoding: Encoding) -> str:
     element = encoding.element
     if element.affine is None:
         numbers = f"float TABLE[] = {{{', '.join(map(_literal, _of_register(element.values)))}}}"
+        mantissa, factor = element.few_bits or (0, 0.0)
+        if element.bits == 8 and mantissa > 2:  # of an exponent that float16 has without infinity
+            halves = f"float FACTOR = {_literal(factor * 2.0**-112)}"
+            numbers += f";\n    static constexpr int SHIFT = {10 - mantissa};"
+            numbers += f"\n    static constexpr {halves}"
     else:
         numbers = "int FLIP = {}, FIRST = {}".format(*element.affine)
     return f"""#include "derived.h"

@@ -7,6 +7,7 @@ that have a header of their own are read faster: WRITTEN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -117,8 +118,8 @@ def _misfits(of: Encoding, tiled: bool) -> Iterator[tuple[str, str]]:
     element, matrix = of.element, [s for s in of.scales if not s.block]
     if of.axis != -1:
         yield "with blocks along N", "blocks along K"
-    if element.bits > 8 or (tiled and (element.bits != 4 or element.order)):
-        expected = "4 bits in their usual order" if tiled else "at most 8 bits"
+    if element.bits > 8 or (tiled and (element.bits not in (4, 8) or element.order)):
+        expected = "4 or 8 bits in their usual order" if tiled else "at most 8 bits"
         yield f"with codes of {element.bits} bits", expected
     for scale in of.block_scales:
         if scale.block > 0 and scale.block % _LANE_COLUMNS:
@@ -154,7 +155,8 @@ def _descriptor(of: Encoding, tiled: bool) -> list[str]:
         *inner(
             [
                 f"static constexpr int BITS = {of.element.bits};",
-                f"static constexpr bool AFFINE = {str(of.element.affine is not None).lower()};",
+                f"static constexpr bool AFFINE = {_bool(of.element.affine is not None)}, "
+                f"E4M3 = {_bool(_is_e4m3(of.element))};",
                 f"static constexpr u32 FLIP = {flip};",
                 f"static constexpr i32 FIRST = {first};",
                 *([] if of.element.affine else _number(of.element)),
@@ -168,20 +170,19 @@ def _descriptor(of: Encoding, tiled: bool) -> list[str]:
     ]
 
 
-@real_tensors()
+def _is_e4m3(of: Element) -> bool:
+    """Whether an instruction converts codes."""
+    return of.dtype == torch.float8_e4m3fn and of.decode is None
+
+
 def _number(of: Element) -> list[str]:
     """What a code means: codes of floats of few bits by their bits, others by a table."""
-    half, wanted = 2 ** (of.bits - 1), torch.tensor(of.values, dtype=torch.float32)
-    codes = torch.arange(2 * half, dtype=torch.int32)
-    for mantissa in range(of.bits - 1):
-        sizes = ((codes % half) << (23 - mantissa)).view(torch.float32)
-        factor = of.values[1] / float(sizes[1])
-        found = torch.where(codes < half, sizes, -sizes) * factor
-        if torch.equal(found.view(torch.int32), wanted.view(torch.int32)):
-            bits = f"(code & {half}u) << {32 - of.bits} | (code & {half - 1}u) << {23 - mantissa}"
-            return _function(
-                "@ float number(u32 code)", f"__uint_as_float({bits}) * {factor.hex()}f"
-            )
+    if _is_e4m3(of):
+        return []
+    if (found := of.few_bits) and not any(map(math.isnan, of.values)):
+        (mantissa, factor), half = found, 2 ** (of.bits - 1)
+        bits = f"(code & {half}u) << {32 - of.bits} | (code & {half - 1}u) << {23 - mantissa}"
+        return _function("@ float number(u32 code)", f"__uint_as_float({bits}) * {factor.hex()}f")
     return _look_up("number", of.values)
 
 
@@ -193,7 +194,7 @@ def _scale(i: int, scale: Scale, tiled: bool) -> list[str]:
             [
                 f"static constexpr i32 BYTES = {scale.dtype.itemsize}, "
                 f"BLOCK = {max(scale.block, 0)};",
-                f"static constexpr bool ZERO_POINT = {str(scale.zero_point).lower()};",
+                f"static constexpr bool ZERO_POINT = {_bool(scale.zero_point)};",
                 *_function(
                     "template <class S> @ const u8* of(const S& s)",
                     f"reinterpret_cast<const u8*>(s.weight_{scale.part})",
@@ -215,6 +216,10 @@ def _recoded(scale: Scale) -> list[float]:
     stored = scale.recoding.inverse(torch.arange(256, dtype=torch.uint8))
     values = stored.view(scale.dtype).float()
     return (values.reciprocal() if scale.divides else values).tolist()
+
+
+def _bool(x: bool) -> str:
+    return str(x).lower()
 
 
 def _function(declaration: str, value: str) -> list[str]:

@@ -53,7 +53,7 @@ class Matrices:
         """Whether a stage of shared memory has room for only 64 columns, and registers only for few
         tiles.
         """
-        return self.tile_bytes > TILE
+        return self.tile_bytes >= TILE
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,10 @@ void from_memory(float* out) {
 template <class Shared, class R = Reader>
 void copy(u8* elements, u8* scales, i32 tile) {
     const Segment s;
-    for (i32 lane = 0; lane < 32; ++lane)
-        std::memcpy(elements + Shared::swizzled_lane(lane, 0),
-                    R::elements(s) + i64(tile) * R::ELEMENTS + 16 * lane, 16);
+    for (i32 run = 0; run < R::ELEMENTS / RUN; ++run)
+        for (i32 lane = 0; lane < 32; ++lane)
+            std::memcpy(elements + RUN * run + Shared::swizzled_lane(lane, run),
+                        R::elements(s) + i64(tile) * R::ELEMENTS + RUN * run + 16 * lane, 16);
     for (i32 piece = 0; piece < R::SCALES / 16; ++piece) {
         if constexpr (R::SCALES_FOLLOW)
             std::memcpy(scales + 16 * piece, R::scales(s) + i64(tile) * R::SCALES + 16 * piece, 16);
@@ -49,7 +50,7 @@ void copy(u8* elements, u8* scales, i32 tile) {
     }
 }
 
-alignas(16) u8 elements[4 * 512], scales[4 * 1024];
+alignas(16) u8 elements[4 * 1024], scales[4 * 1024];
 
 template <bool FRAGMENT_ORDER>
 void from_shared(float* out) {

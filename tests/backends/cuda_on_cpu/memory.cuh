@@ -102,10 +102,12 @@ inline u32 __vmaxu2(u32 a, u32 b) {
 inline float e8m0_(u32 byte) {
     return __uint_as_float(byte == 255 ? 0x7FC00000 : max(byte << 23, 0x400000u));
 }
-inline float e4m3_(u8 code) {
-    if ((code & 0x7F) == 0x7F) return NAN;
-    return widen(f16{u16((code & 0x80) << 8 | (code & 0x7F) << 7)}) * 256.f;
+inline u32 half_of(u8 code) {
+    if ((code & 0x7F) == 0x7F) return 0x7FFF;
+    return narrow<f16>(widen(f16{u16((code & 0x80) << 8 | (code & 0x7F) << 7)}) * 256.f).bits;
 }
+inline u32 halves_of(u16 codes) { return half_of(u8(codes)) | half_of(u8(codes >> 8)) << 16; }
+inline float e4m3_(u8 code) { return widen(f16{u16(half_of(code))}); }
 
 template <class T>
 T read(const u8* p) {

@@ -4,6 +4,8 @@
 //     BITS          of a code: 1, 2, 4 or 8
 //     FLIP, FIRST   the number of a code is (code ^ FLIP) + FIRST, an integer; or, if there is one,
 //     TABLE         is what each code stands for
+//     SHIFT, FACTOR of floats of 8 bits: those but the sign, so much further left, are of a float16
+//                   that makes the number times FACTOR. Codes of ones may be NaN
 //     Scales        Levels of the parts after the codes, in their order
 //
 // element = (code - zero point) * (scale * scale * ...), every operation one of float32.
@@ -123,12 +125,26 @@ constexpr bool HAS_TABLE = false;
 template <class Format>
 constexpr bool HAS_TABLE<Format, std::void_t<decltype(Format::TABLE)>> = true;
 
+template <class Format, class = void>
+constexpr bool IS_FLOAT = false;
+template <class Format>
+constexpr bool IS_FLOAT<Format, std::void_t<decltype(Format::SHIFT)>> = true;
+
 // The numbers of as many codes as a register holds, each in 32 bits. A table of sixteen numbers
 // fits in one register, or two; one of 256 stays in memory.
 #if defined(__AVX512F__)
 template <class Format>
 inline __m512 numbers_of(__m512i code) {
-    if constexpr (HAS_TABLE<Format> && Format::BITS == 8) {
+    if constexpr (IS_FLOAT<Format>) {
+        const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127)),
+                      sign = _mm512_slli_epi32(_mm512_xor_si512(code, size), 8),
+                      half = _mm512_or_si512(sign, _mm512_slli_epi32(size, Format::SHIFT));
+        const __m512 found = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(half)),
+                                           _mm512_set1_ps(Format::FACTOR));
+        if constexpr (Format::TABLE[127] == Format::TABLE[127]) return found;
+        return _mm512_mask_mov_ps(found, _mm512_cmpeq_epi32_mask(size, _mm512_set1_epi32(127)),
+                                  _mm512_set1_ps(Format::TABLE[127]));
+    } else if constexpr (HAS_TABLE<Format> && Format::BITS == 8) {
         return _mm512_i32gather_ps(code, Format::TABLE, 4);
     } else if constexpr (HAS_TABLE<Format>) {
         return _mm512_permutexvar_ps(code, _mm512_loadu_ps(Format::TABLE));
@@ -140,7 +156,19 @@ inline __m512 numbers_of(__m512i code) {
 #elif defined(__AVX2__)
 template <class Format>
 inline __m256 numbers_of(__m256i code) {
-    if constexpr (HAS_TABLE<Format> && Format::BITS == 8) {
+    if constexpr (IS_FLOAT<Format>) {
+        const __m256i size = _mm256_and_si256(code, _mm256_set1_epi32(127)),
+                      sign = _mm256_slli_epi32(_mm256_xor_si256(code, size), 8),
+                      half = _mm256_or_si256(sign, _mm256_slli_epi32(size, Format::SHIFT));
+        const __m128i halves =
+            _mm_packus_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+        const __m256 found =
+            _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(Format::FACTOR));
+        if constexpr (Format::TABLE[127] == Format::TABLE[127]) return found;
+        return _mm256_blendv_ps(
+            found, _mm256_set1_ps(Format::TABLE[127]),
+            _mm256_castsi256_ps(_mm256_cmpeq_epi32(size, _mm256_set1_epi32(127))));
+    } else if constexpr (HAS_TABLE<Format> && Format::BITS == 8) {
         return _mm256_i32gather_ps(Format::TABLE, code, 4);
     } else if constexpr (HAS_TABLE<Format>) {
         const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(Format::TABLE), code),

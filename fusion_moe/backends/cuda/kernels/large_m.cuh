@@ -129,7 +129,7 @@ struct LargeM {
     // Maximum parts per work tile. Splitting does not pay when K is small or there is one group.
     static constexpr int MOST_PARTS =
         SPLIT_K == 1 && Segment::GROUPS > 1 && ALL_K_BLOCKS >= 64 ? CONSUMERS : 1;
-    static constexpr int STAGE_K_BLOCKS = ELEMENTS + SCALES <= 1024 ? 2 : 1;
+    static constexpr int STAGE_K_BLOCKS = ELEMENTS + SCALES < 1024 ? 2 : 1;
     static constexpr int UNROLL_K_BLOCKS =
         REPEATS == 1 ? 2 * STAGE_K_BLOCKS
                      : STAGE_K_BLOCKS;  // of the producers' loop, as registers last

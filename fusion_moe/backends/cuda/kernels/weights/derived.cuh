@@ -1,5 +1,5 @@
 // Readers that are made from an encoding's descriptor alone (readers.py): codes of 1, 2, 4 or 8
-// bits in the linear layout, of 4 in tiles; any number of block scales; zero points. Weights are
+// bits in the linear layout, of 4 or 8 in tiles; any number of block scales; zero points. Weights are
 // made as the reference makes them, in float32, and are rounded once to the type of the
 // activations, so they are those of a model that was dequantized to it. A header of its own
 // (int4.cuh) is faster: it computes in pairs of 16-bit numbers.
@@ -8,6 +8,7 @@
 //
 //     BITS, AFFINE, FLIP, FIRST     bits of a code. If AFFINE, a code's number is
 //                                   (code ^ FLIP) + FIRST; if not, `number(code)` looks it up
+//     E4M3                          whether codes are those of an instruction that converts two
 //     Scales                        Parts<...>: the block scales and zero points, each with
 //         BYTES, BLOCK              the size of a stored one; the columns that share one, 0 for all
 //         ZERO_POINT                whether it is subtracted from numbers, and is no factor
@@ -67,8 +68,17 @@ struct Decode<E, Parts<Part...>> {
         return found;
     }
 
-    static __device__ __forceinline__ float weight(u32 code, const Affine& scales) {
-        return (number(code) - scales.zero) * scales.step;
+    // Of two codes, each with its scales.
+    static __device__ __forceinline__ void weights(u32 first, u32 second, const Affine& of_first,
+                                                   const Affine& of_second, float (&found)[2]) {
+        if constexpr (E::E4M3) {
+            const u32 halves = halves_of(u16(first | second << 8));
+            found[0] = widen(f16{u16(halves)}), found[1] = widen(f16{u16(halves >> 16)});
+        } else {
+            found[0] = number(first), found[1] = number(second);
+        }
+        found[0] = (found[0] - of_first.zero) * of_first.step;
+        found[1] = (found[1] - of_second.zero) * of_second.step;
     }
 
   private:
@@ -93,7 +103,9 @@ struct Decode<E, Parts<Part...>> {
 template <class T, class E>
 __device__ __forceinline__ u32 decoded_pair(u32 first, u32 second, const Affine& of_first,
                                             const Affine& of_second) {
-    return narrow_pair<T>(Decode<E>::weight(first, of_first), Decode<E>::weight(second, of_second));
+    float found[2];
+    Decode<E>::weights(first, second, of_first, of_second, found);
+    return narrow_pair<T>(found[0], found[1]);
 }
 
 // In the linear layout: any N, and K in whole blocks. Rows past the last are read as the last,
@@ -208,8 +220,68 @@ struct ScaleTile {
     }
 };
 
-// Tiles of four-bit codes in shared memory, as they are stored. A lane that has a word of codes has
-// those of columns 16 c + 8 half + 2 v + j, of row r (i = 0) and r + 8, at bit 16 j + 8 half + 4 i.
+// The codes that a lane has of a tile, of rows r (i = 0) and r + 8: those of columns 16 c + 8 half +
+// 2 v + j are in word v at bit 16 j + 8 half + 4 i, or, of eight bits, in word 2 v + half at bit
+// 16 i + 8 j.
+template <int BITS>
+struct TileCodes;
+
+template <>
+struct TileCodes<4> {
+    static constexpr int RUNS = 1;
+    u32 words[4];
+
+    // Those of columns j = 0 and 1.
+    __device__ __forceinline__ void pair(int v, int half, int i, u32& first, u32& second) const {
+        const u32 codes = words[v] >> (8 * half + 4 * i);
+        first = codes & 15, second = codes >> 16 & 15;
+    }
+
+    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int) { return 16 * lane; }
+
+    // From shared memory. BY_STEP: of block v of 16 columns those of lane column c, for every v.
+    template <bool BY_STEP>
+    __device__ __forceinline__ void read(const u8* tile, i32 r, i32 c) {
+        const u32* row = reinterpret_cast<const u32*>(tile + 64 * r);
+#pragma unroll
+        for (int v = 0; v < 4; ++v) words[v] = BY_STEP ? row[4 * v + c] : row[4 * c + v];
+    }
+};
+
+// Two runs of 512 bytes, of v = 0, 1 and of v = 2, 3. In shared memory the 16 bytes of lane
+// 4 r + c in a run lie where no two of those share a bank that lanes read at once: all of two rows,
+// or block v of four rows in both runs.
+template <>
+struct TileCodes<8> {
+    static constexpr int RUNS = 2;
+    u32 words[8];
+
+    __device__ __forceinline__ void pair(int v, int half, int i, u32& first, u32& second) const {
+        const u32 codes = words[2 * v + half] >> 16 * i;
+        first = codes & 255, second = codes >> 8 & 255;
+    }
+
+    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) {
+        return 16 * (lane ^ lane / 8 ^ 2 * run);
+    }
+
+    // The eight bytes of step v in block c of row r.
+    static __device__ __forceinline__ uint2 of_step(const u8* tile, i32 r, i32 c, i32 v) {
+        return *reinterpret_cast<const uint2*>(tile + RUN * (v / 2) +
+                                               swizzled_lane(4 * r + c, v / 2) + 8 * (v % 2));
+    }
+
+    template <bool BY_STEP>
+    __device__ __forceinline__ void read(const u8* tile, i32 r, i32 c) {
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            const uint2 two = BY_STEP ? of_step(tile, r, v, c) : of_step(tile, r, c, v);
+            words[2 * v] = two.x, words[2 * v + 1] = two.y;
+        }
+    }
+};
+
+// Tiles of codes in shared memory, each run of lanes as `swizzled_lane` says.
 template <class T, class E, bool FRAGMENT_ORDER, class List = typename E::Scales>
 struct DerivedShared;
 
@@ -221,22 +293,22 @@ struct DerivedShared<T, E, FRAGMENT_ORDER, Parts<Part...>> {
     static constexpr int STEPS = FRAGMENT_ORDER ? 1 : 4;
 
     struct Packed {
-        u32 codes[4], scales[STEPS][2][STORED];
+        TileCodes<E::BITS> codes;
+        u32 scales[STEPS][2][STORED];
     };
     u32 codes, scales, lane;
 
     __device__ __forceinline__ DerivedShared(u32 first_code, u32 first_scale, i32 lane_)
         : codes(first_code), scales(first_scale), lane(lane_) {}
 
-    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int) { return 16 * lane; }
+    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) {
+        return TileCodes<E::BITS>::swizzled_lane(lane, run);
+    }
 
     __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
         Packed packed = {};
         const i32 r = lane / 4, c = lane % 4;
-        const u32* row = reinterpret_cast<const u32*>(all_codes + codes + 64 * r);
-#pragma unroll
-        for (int v = 0; v < 4; ++v)
-            packed.codes[v] = FRAGMENT_ORDER ? row[4 * c + v] : row[4 * v + c];
+        packed.codes.template read<!FRAGMENT_ORDER>(all_codes + codes, r, c);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -257,8 +329,9 @@ struct DerivedShared<T, E, FRAGMENT_ORDER, Parts<Part...>> {
             const Affine scales = Decode<E>::scales(packed.scales[FRAGMENT_ORDER ? 0 : v][i]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const u32 codes = packed.codes[v] >> (8 * half + 4 * i);
-                a[2 * half + i] = decoded_pair<T, E>(codes & 15, codes >> 16 & 15, scales, scales);
+                u32 first, second;
+                packed.codes.pair(v, half, i, first, second);
+                a[2 * half + i] = decoded_pair<T, E>(first, second, scales, scales);
             }
         }
     }
@@ -275,8 +348,10 @@ template <class T, class E, int APART, int ELEMENTS, int SCALES, class... Part>
 struct DerivedTransposed<T, E, APART, ELEMENTS, SCALES, Parts<Part...>> {
     static constexpr int STORED = Parts<Part...>::STORED;
 
+    // Of each step; scales of i, j. Word half of a step has pairs of rows (j), i = 0 before 1; if
+    // codes have four bits, both halves share word 0, at bit 16 j + 8 half + 4 i.
     struct Packed {
-        u32 codes[4], scales[4][2][2][STORED];  // of each step; of i, j
+        u32 codes[4][E::BITS / 4], scales[4][2][2][STORED];
     };
     u32 codes, scales, warp, lane;
 
@@ -284,16 +359,26 @@ struct DerivedTransposed<T, E, APART, ELEMENTS, SCALES, Parts<Part...>> {
                                                  i32 lane_)
         : codes(first_code), scales(first_scale), warp(warp_), lane(lane_) {}
 
-    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int) { return 16 * lane; }
+    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) {
+        return TileCodes<E::BITS>::swizzled_lane(lane, run);
+    }
 
     __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
         Packed packed = {};
         const i32 r = lane / 4, row = 2 * (lane % 4);
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
-            const u8* tile =
-                all_codes + codes + v * APART * ELEMENTS + 64 * row + 16 * warp + 2 * r;
-            packed.codes[v] = read_shared<2>(tile) | read_shared<2>(tile + 64) << 16;
+            const u8* tile = all_codes + codes + v * APART * ELEMENTS;
+            if constexpr (E::BITS == 4) {
+                const u8* place = tile + 64 * row + 16 * warp + 2 * r;
+                packed.codes[v][0] = read_shared<2>(place) | read_shared<2>(place + 64) << 16;
+            } else {
+                const uint2 one = TileCodes<8>::of_step(tile, row, warp, r / 2),
+                            next = TileCodes<8>::of_step(tile, row + 1, warp, r / 2);
+                const u32 bytes = 0x6240 + 0x1111 * (r % 2);  // both of column j = r % 2 in turn
+                packed.codes[v][0] = __byte_perm(one.x, next.x, bytes);
+                packed.codes[v][1] = __byte_perm(one.y, next.y, bytes);
+            }
 #pragma unroll
             for (int ij = 0; ij < 4; ++ij) {
                 const u8* from = all_scales + scales + v * APART * SCALES;
@@ -314,24 +399,27 @@ struct DerivedTransposed<T, E, APART, ELEMENTS, SCALES, Parts<Part...>> {
                          second = Decode<E>::scales(packed.scales[v][i][1]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const u32 codes = packed.codes[v] >> (8 * half + 4 * i);
-                a[half + 2 * i] = decoded_pair<T, E>(codes & 15, codes >> 16 & 15, first, second);
+                constexpr bool FOUR = E::BITS == 4;
+                constexpr u32 MASK = (1u << E::BITS) - 1;
+                const u32 codes =
+                    FOUR ? packed.codes[v][0] >> (8 * half + 4 * i) : packed.codes[v][half] >> 16 * i;
+                a[half + 2 * i] = decoded_pair<T, E>(codes & MASK, codes >> (FOUR ? 16 : 8) & MASK,
+                                                     first, second);
             }
         }
     }
 };
 
-// In tiles (w16x64) of four-bit codes in their usual order.
+// In tiles (w16x64) of codes in their usual order.
 template <class T, class E, class List = typename E::Scales>
 struct DerivedTiled;
 
 template <class T, class E, class... Part>
 struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
     static constexpr float RESCALE = 1.f;
-    static constexpr int ELEMENTS = RUN, SCALES = (0 + ... + ScaleTile<Part>::BYTES),
+    static constexpr int ELEMENTS = TileCodes<E::BITS>::RUNS * RUN, SCALES = (0 + ... + ScaleTile<Part>::BYTES),
                          STORED = Parts<Part...>::STORED;
     static constexpr bool SCALES_FOLLOW = false;
-    static_assert(E::BITS == 4, "tiles of other codes have no order");
 
     template <bool FRAGMENT_ORDER>
     using Shared = DerivedShared<T, E, FRAGMENT_ORDER>;
@@ -339,7 +427,8 @@ struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
     using Transposed = DerivedTransposed<T, E, APART, ELEMENTS, SCALES>;
 
     struct Packed {
-        u32 codes[4], scales[2][STORED];
+        TileCodes<E::BITS> codes;
+        u32 scales[2][STORED];
     };
     struct Scales {
         Affine of_row[2];
@@ -383,9 +472,12 @@ struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
         const i32 block = block_ + blocks_ahead;
         Packed packed = {};
         if (block >= tiles_) return packed;
-        const uint4 codes = load_no_allocate(codes_ + ELEMENTS * blocks_ahead);
-        packed.codes[0] = codes.x, packed.codes[1] = codes.y, packed.codes[2] = codes.z,
-        packed.codes[3] = codes.w;
+#pragma unroll
+        for (int run = 0; run < TileCodes<E::BITS>::RUNS; ++run) {
+            const uint4 codes = load_no_allocate(codes_ + ELEMENTS * blocks_ahead + RUN * run);
+            u32* words = packed.codes.words + 4 * run;
+            words[0] = codes.x, words[1] = codes.y, words[2] = codes.z, words[3] = codes.w;
+        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int p = 0;
@@ -410,9 +502,9 @@ struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
                                                       int v, int half, u32* a) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const u32 codes = packed.codes[v] >> (8 * half + 4 * i);
-            a[i] = decoded_pair<T, E>(codes & 15, codes >> 16 & 15, scales.of_row[i],
-                                      scales.of_row[i]);
+            u32 first, second;
+            packed.codes.pair(v, half, i, first, second);
+            a[i] = decoded_pair<T, E>(first, second, scales.of_row[i], scales.of_row[i]);
         }
     }
 
