@@ -19,7 +19,9 @@ from .log import logger
 
 _MXFP4 = ("mxfp4", "gpt_oss_mxfp4")  # vLLM renames gpt-oss's
 _TESTED = ("0.32", "0.33")
-_READ = "ModelOpt's NVFP4, W4A16_NVFP4 and MIXED_PRECISION, compressed-tensors, or MXFP4"
+_READ = (
+    "ModelOpt's NVFP4, W4A16_NVFP4 and MIXED_PRECISION, compressed-tensors, MXFP4, or DeepSeek-V4"
+)
 
 
 class FusionMoeConfig(QuantizationConfig):
@@ -77,6 +79,10 @@ class FusionMoeConfig(QuantizationConfig):
 
             made = FusionMoeMxfp4Config if method == "mxfp4" else FusionMoeGptOssConfig
             return made.from_config(config)
+        if method == "deepseek_v4_fp8":  # vLLM renames DeepSeek-V4's "fp8"
+            from .deepseek_v4 import FusionMoeDeepseekV4Config
+
+            return FusionMoeDeepseekV4Config.from_config(dict(config))
         found = f"quant_method {method!r}" + (
             f", quant_algo {_algorithm(config)}" if method == "modelopt" else ""
         )

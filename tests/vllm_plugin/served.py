@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from files import MADE
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from fusion_moe import encodings
 from fusion_moe.checkpoints import convert, quantize
@@ -151,6 +153,70 @@ def gpt_oss_between_two(folder: Path) -> Path:
         json.dumps(config | {"num_key_value_heads": 2, "intermediate_size": 96})
     )
     return made
+
+
+_V4_LINEAR = re.compile(r"(wq_[ab]|attn\.wkv|wo_[ab]|shared_experts\.w[123])\.weight$")
+
+
+def deepseek_v4(folder: Path) -> Path:
+    """DeepSeek-V4 as published: experts in MXFP4, FP8 in blocks of 128 x 128, the published names
+    and entries of config.json; with the only numbers of experts that vLLM's kernels for CPUs take.
+    A hash chooses the experts of the first layer, and most values reach the limit.
+    """
+    import transformers
+
+    made, dense = folder / "v4", folder / "dense"
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "q_lora_rank": 128, "vocab_size": 96}
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 2, "o_groups": 2, "o_lora_rank": 128}
+    sizes |= {"n_routed_experts": 256, "num_experts_per_tok": 6, "index_n_heads": 2}
+    entries = sizes | {"num_hash_layers": 1, "compress_ratios": [0, 4, 128], "sliding_window": 8}
+    entries |= {"qk_rope_head_dim": 64, "swiglu_limit": 1.0, "max_position_embeddings": 4096}
+    config = transformers.DeepseekV4Config(**entries)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    table = model.get_buffer("model.layers.0.mlp.gate.tid2eid")
+    table.copy_(torch.rand(table.shape[0], 256).argsort(1)[:, : table.shape[1]])
+    model.save_pretrained(dense)
+    tensors, files = load_file(dense / "model.safetensors"), {}
+    for full, weight in tensors.items():
+        # transformers calls these otherwise than the published files
+        name = full.removeprefix("model.").replace("attn.norm.", "attn.kv_norm.")
+        name = name.replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+        scale = name.removesuffix("weight") + "scale"
+        if ".experts." in name:
+            codes, files[scale] = encoded = encodings.quantize(weight, encoding=encodings.MXFP4)
+            files[name], tensors[full] = codes.view(torch.int8), encodings.dequantize(encoded)
+        elif _V4_LINEAR.search(name):
+            files[name], files[scale], tensors[full] = _fp8_blocks(weight)
+        elif "hc_" in name or weight.dtype != torch.float32 or "weight" not in name:
+            files[name] = weight
+        else:
+            files[name] = weight.bfloat16()
+            tensors[full] = files[name].float()
+    save_file(tensors, dense / "model.safetensors", {"format": "pt"})
+    made.mkdir()
+    save_file(files, made / "model.safetensors", {"format": "pt"})
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"}
+    quantization |= {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    entries = config.to_dict() | entries | {"topk_method": "noaux_tc", "expert_dtype": "fp4"}
+    for name in ("layer_types", "mlp_layer_types", "compress_rates"):  # transformers' own
+        del entries[name]
+    entries |= {"rope_scaling": {"rope_type": "default"}, "dtype": "bfloat16"}
+    entries |= {"architectures": ["DeepseekV4ForCausalLM"], "quantization_config": quantization}
+    (made / "config.json").write_text(json.dumps(entries))
+    return made
+
+
+def _fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """e4m3 [N, K], a power of two for each block, and what they mean; N, K multiples of 128."""
+    blocks = weight.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scale = 2.0 ** (blocks.abs().amax((1, 3), keepdim=True) / 448).log2().ceil()
+    values = (blocks / scale).to(torch.float8_e4m3fn)
+    meant = (values.float() * scale).reshape(weight.shape)
+    return values.reshape(weight.shape), scale[:, 0, :, 0].to(torch.float8_e8m0fnu), meant
 
 
 def judged(

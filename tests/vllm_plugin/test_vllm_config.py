@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 from method_layers import expected
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
@@ -164,6 +165,32 @@ def test_mxfp4_is_read() -> None:
     assert isinstance(gpt_oss, FusionMoeGptOssConfig)
     assert gpt_oss.get_name() == "gpt_oss_mxfp4"
     assert isinstance(FusionMoeConfig.from_config({"quant_method": "mxfp4"}), FusionMoeMxfp4Config)
+
+
+def routed_experts(**changes: Any) -> Any:
+    """vLLM's layer, as far as a method is chosen by it."""
+    made = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(made)
+    made.moe_config = layer(**changes)
+    return made
+
+
+def test_deepseek_v4_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts in 4 bits are this library's, those that are left in floats or in FP8 vLLM's."""
+    config = {"quant_method": "deepseek_v4_fp8", "weight_block_size": [128, 128]}
+    config |= {"activation_scheme": "dynamic", "ignored_layers": ["layers.1.ffn.experts.0.w1"]}
+    made, owner = FusionMoeConfig.from_config(config), routed_experts(swiglu_limit=10.0)
+    monkeypatch.setattr(type(made).__base__, "get_quant_method", lambda *arguments: "vLLM's")
+    assert (made.get_name(), made.weight_block_size) == ("fusion_moe", [128, 128])
+    method = made.get_quant_method(owner, "layers.0.ffn.experts")
+    assert isinstance(method, FusionMoeMxfp4Method)
+    assert method.activation == swiglu(limit=10.0)
+    assert made.get_quant_method(owner, "layers.1.ffn.experts") == "vLLM's"
+    assert made.get_quant_method(torch.nn.Linear(2, 2), "layers.0.attn.wq_b") == "vLLM's"
+    made._resolved_moe_quant_algo = "NVFP4"
+    assert "ModelOpt" in type(made.get_quant_method(owner, "layers.0.ffn.experts")).__name__
+    made._resolved_expert_dtype = "fp8"
+    assert made.get_quant_method(owner, "layers.0.ffn.experts") == "vLLM's"
 
 
 @pytest.mark.parametrize(
