@@ -415,6 +415,19 @@ def test_functions_are_right_to_two_units(tier):
     assert units(power, torch.pow(a.double(), b.double())) < 1
 
 
+def test_nan_of_any_bits_stays_nan():
+    """Also those that rounding to bf16 would carry into infinity or zero."""
+    bits = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFF8000, 0x7FFFFFFF], dtype=torch.int32)
+    x = torch.cat([bits, bits | -(2**31)]).view(torch.float32)
+    fd = FusionDefinition()
+    y = fd.ops.cast(fd.define_tensor(shape=[8], dtype="f32"), dtype="bf16")
+    for name in ("exp", "tanh", "erf", "log", "sqrt", "reciprocal", "relu", "sigmoid", "silu"):
+        fd.add_output(getattr(fd.ops, name)(y))
+    for name in ("add", "mul", "minimum", "pow"):
+        fd.add_output(getattr(fd.ops, name)(y, 2.0))
+    assert all(made.isnan().all() for made in in_cpp(fd.fusion())([x]))
+
+
 def powers() -> tuple[Tensor, Tensor]:
     """Bases and exponents: each of special numbers with each; any; any to whole powers; near 1."""
     special = [0.0, 1.0, 2.0, 0.5, 3.0, 2.5, 1e-40, 1e30, 2.0**24 - 1, 2.0**24 + 2, torch.inf]

@@ -213,7 +213,7 @@ class Elements:
             else _literal(v, like, op)
             for v in op.inputs
         ]
-        return _rounded(formula(_CALLS[op.kind.name], *operands), out.dtype)
+        return _rounded(formula(_CALLS[op.kind.name], *operands), out.dtype, like)
 
     def _cast(self, op: Op, at: Sequence[Index]) -> Expression:
         (v,), to = op.values, op.attrs["dtype"]
@@ -243,7 +243,7 @@ class Elements:
         )
         group = self._define("i64", formula("{}", found))
         added = self._guarded([(formula("{} < {}", group, groups), bias, [group, at[1]])])
-        return _rounded(formula("{} + {}", self.of(y, at), added), y.type.dtype)
+        return _rounded(formula("{} + {}", self.of(y, at), added), y.type.dtype, y.type.dtype)
 
     def _array(self, v: Value) -> str:
         return array(self._fusion, self._memory, v)
@@ -394,9 +394,11 @@ def _broadcast(at: Sequence[Index], shape: Sequence[Dim]) -> list[Index]:
     return [ZERO if plain(d) == 1 else i for i, d in zip(at, shape, strict=True)]
 
 
-def _rounded(expression: Expression, dtype: str) -> Expression:
+def _rounded(expression: Expression, dtype: str, of: str = "") -> Expression:
+    """A number as one of this dtype. of: the dtype of all that it was computed from."""
     if dtype in _NARROW:
-        return formula(f"rounded<{dtype}>({{}})", expression)
+        again = "_again" if dtype == of else ""
+        return formula(f"rounded{again}<{dtype}>({{}})", expression)
     return (
         formula(f"i64({STORED[dtype]}({{}}))", expression) if dtype in ("i32", "u8") else expression
     )

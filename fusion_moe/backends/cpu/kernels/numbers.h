@@ -104,6 +104,18 @@ inline float rounded<bf16>(float x) {
     return as_float((x != x ? bits | 0x400000u : nearest) & 0xFFFF0000u);
 }
 
+// The same of what was computed of T alone: bits of NaN that bf16 does not have are zeros then, so
+// rounding leaves it.
+template <class T>
+inline float rounded_again(float x) {
+    return rounded<T>(x);
+}
+template <>
+inline float rounded_again<bf16>(float x) {
+    const u32 bits = as_bits(x);
+    return as_float((bits + 0x7FFFu + ((bits >> 16) & 1)) & 0xFFFF0000u);
+}
+
 // A number that T holds, which is not rounded again.
 template <class T, class R>
 inline T held(R x) {
@@ -224,29 +236,44 @@ T polynomial(T x, T p, T next, Rest... rest) {
     return polynomial(x, p * x + next, rest...);
 }
 
+// x, but at most `most`, and at least `least`, which is negative. Of integers, since g++ makes
+// copies of what follows a choice of floats; NaN is not kept.
+inline float clamped(float x, float least, float most) {
+    return as_float(u32(std::min(i32(std::min(as_bits(x), as_bits(least))), i32(as_bits(most)))));
+}
+
 // The magnitude of a result, and the sign of an odd function's argument.
 inline float with_sign(float size, float x) {
     return as_float(as_bits(size) | (as_bits(x) & 0x80000000u));
 }
 
-// exp(r) 2^n for |r| <= ln2 / 2: a polynomial, and 2^n in two factors.
-inline float exp_of(float r, i32 n) {
+// n + INTEGERS is n to the nearest integer, as its last bits, shifted by a float's bias.
+constexpr float INTEGERS = 0x1.8p23f + 254;
+
+// exp(r) 2^n for |r| <= ln2 / 2: a polynomial, and 2^n in two factors. shifted: n + INTEGERS.
+inline float exp_of(float r, float shifted) {
     const float p = polynomial(r, 1.98756915e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                                4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f);
     const float power = p * (r * r) + r + 1.f;
-    const i32 half = n >> 1;
-    return power * as_float(u32(half + 127) << 23) * as_float(u32(n - half + 127) << 23);
+    const u32 n = as_bits(shifted), half = n >> 1;
+    return power * as_float(half << 23) * as_float((n - half) << 23);
 }
-
-constexpr float INTEGERS = 0x1.8p23f;  // numbers around it are integers, whose bits are consecutive
-inline i32 integer_of(float shifted) { return i32(as_bits(shifted)) - i32(as_bits(INTEGERS)); }
 
 // exp(x), to about one unit in the last place: x = n ln2 + r.
 inline float exp_(float x) {
-    const float kept = x < -104.f ? -104.f : x > 89.f ? 89.f : x;  // NaN is kept
+    const float kept = clamped(x, -104.f, 89.f);
     const float shifted = kept * 1.44269504f + INTEGERS, n = shifted - INTEGERS;
     const float r = (kept - n * 0.693359375f) - n * -2.12194440e-4f;
-    return x != x ? x : exp_of(r, integer_of(shifted));
+    const float found = exp_of(r, shifted);
+    return x != x ? x : found;
+}
+
+// 2^x for |x| < 126, to one unit in the last place: x = n + r.
+inline float exp2_(float x) {
+    const float shifted = x + INTEGERS, r = x - (shifted - INTEGERS);
+    const float power = polynomial(r, 1.5353362e-4f, 1.33988746e-3f, 9.61843736e-3f, 0.0555033247f,
+                                   0.240226479f, 0.693147203f, 1.f);
+    return power * as_float((as_bits(shifted) - 127) << 23);
 }
 
 // x >= 0 -> m from sqrt(1/2) to sqrt(2) and n, where x = m 2^n. 0 is 2^-infinity, and infinity and
@@ -286,10 +313,9 @@ inline double log2_of(float x) {
 inline float pow_(float x, float y) {
     const float size = __builtin_fabsf(x), of_y = __builtin_fabsf(y);
     const double power = double(y) * log2_of(size);
-    const float near = float(power);
-    const float shifted = (near < -152.f ? -152.f : near > 129.f ? 129.f : near) + INTEGERS;
+    const float near = float(power), shifted = clamped(near, -152.f, 129.f) + INTEGERS;
     const float n = shifted - INTEGERS, r = float((power - double(n)) * 0.6931471805599453);
-    const float inside = exp_of(r, integer_of(shifted));
+    const float inside = exp_of(r, shifted);
     const float all = near < -152.f ? 0.f : near > 129.f ? __builtin_inff() : inside;
     const float found = size == 1.f ? 1.f : y == 0.f ? 1.f : all;
     // y + 2^23 is an integer, whose last bit says whether it is odd; from 2^24 on all are even
@@ -303,25 +329,27 @@ inline float pow_(float x, float y) {
 }
 
 // tanh(x), to two units in the last place: near 0 x + x^3 p(x^2), elsewhere 1 - 2 / (exp(2 |x|) +
-// 1).
+// 1), which is 1 from 10 on.
 inline float tanh_(float x) {
     const float size = __builtin_fabsf(x), square = size * size;
+    const float kept = as_float(std::min(as_bits(size), as_bits(10.f)));
     const float p = polynomial(square, 0.0164375789f, -0.0526718125f, 0.133207247f, -0.333329469f);
-    const float near = size + size * (square * p), far = 1.f - 2.f / (exp_(size + size) + 1.f);
-    return with_sign(size < 0.55f ? near : far, x);
+    const float near = size + size * (square * p);
+    const float far = 1.f - 2.f / (exp2_(kept * 2.88539008f) + 1.f);
+    return with_sign(size >= 0.55f ? far : near, x);
 }
 
-// erf(x), to two units in the last place: near 0 x + x p(x^2), elsewhere 1 - exp(q(|x|)), which is
-// 1 from 4 on.
+// erf(x), to two units in the last place: near 0 x + x p(x^2), elsewhere 1 - 2^(|x| q(|x|)), which
+// is 1 from 4 on.
 inline float erf_(float x) {
-    const float size = __builtin_fabsf(x), square = size * size,
-                kept = size > 4.f ? 4.f : size;  // NaN is kept
+    const float size = __builtin_fabsf(x), square = size * size;
+    const float kept = as_float(std::min(as_bits(size), as_bits(4.f)));
     const float p = polynomial(square, -6.33261167e-4f, 5.05427038e-3f, -0.0268045701f,
                                0.112827703f, -0.376125753f, 0.128379166f);
-    const float q = polynomial(kept, -1.3153964e-3f, 0.0160613935f, -0.0925261006f, -0.648730755f,
-                               -1.12159932f, -1.49538228e-3f);
-    const float near = size + size * p, far = 1.f - exp_(q);
-    return with_sign(size < 0.85f ? near : far, x);
+    const float q = polynomial(kept, 3.10635573e-4f, -4.65408759e-3f, 0.0330743678f, -0.151940778f,
+                               -0.91708672f, -1.62812018f);
+    const float near = size + size * p, far = 1.f - exp2_(kept * q);
+    return with_sign(size >= 0.85f ? far : near, x);
 }
 
 inline float sigmoid_(float x) { return 1.f / (1.f + exp_(-x)); }

@@ -76,6 +76,12 @@ __device__ __forceinline__ float rounded<bf16>(float x) {
     return __uint_as_float(both);
 }
 
+// The same of what was computed of T alone, which is less work on CPUs.
+template <class T>
+__device__ __forceinline__ float rounded_again(float x) {
+    return rounded<T>(x);
+}
+
 // A number as it is kept in memory.
 template <class T, class R>
 __device__ __forceinline__ T stored(R x) {
