@@ -92,7 +92,9 @@ class FusionMoeCompressedTensorsConfig(LoadsGptOss, CompressedTensorsConfig):
     def _experts_method(self, layer: Any, prefix: str) -> ExpertsMethod | None:
         self._add_fused_moe_to_target_scheme_map()
         names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
-        gate, *others = (self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names)
+        gate, *others = (
+            self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names if name
+        )
         if any(other != gate for other in others):
             raise UnsupportedError(
                 "projections in several formats", expected="one", todo=LEAVE, where=prefix

@@ -5,10 +5,12 @@ replaces the weights.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.platforms import current_platform
@@ -16,7 +18,7 @@ from vllm.platforms import current_platform
 from ..checkpoints import Scheme
 from ..encodings import Encoding, Quantized
 from ..errors import UnsupportedError
-from ..nn import Experts, swiglu
+from ..nn import Experts, activation, swiglu
 from ..serving import LEAVE, need_blocks, place_, serve_, weight_of
 from .log import logger
 
@@ -100,11 +102,13 @@ class ExpertsMethod(FusedMoEMethodBase):
         return [f"{weight}_{name}" for weight in ("w13", "w2") for name in (*parts, *self.unread)]
 
     def weight(self, layer: Any, name: str) -> Quantized:
-        """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded. Raises as
-        `weight_of`.
+        """The weight that vLLM loaded: "w13" [E, 2I, H], gate above up, or [E, I, H] without a
+        gate; "w2" [E, H, I]. Raises as `weight_of`.
         """
         tensors = [getattr(layer, key).data for key in self.loaded if key.startswith(f"{name}_")]
-        return weight_of(self.scheme, tensors, f"{layer.layer_name}.{name}")
+        # without a gate, scales of matrices are [E, 1]
+        alone = [t.squeeze(1) if t.dim() == 2 else t for t in tensors]
+        return weight_of(self.scheme, alone, f"{layer.layer_name}.{name}")
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replaces the loaded weights by `Experts`, in the layout that kernels read. Raises as
@@ -180,24 +184,55 @@ def need_served(moe: Any) -> None:
 
 
 def activation_of(moe: Any, interleave: int) -> str:
-    """The activation of `Experts`, from vLLM's configuration of a layer. UnsupportedError for
-    another one.
+    """The activation of `Experts`, from vLLM's configuration of a layer. UnsupportedError for one
+    that vLLM has no meaning of.
 
     interleave: that of the loaded rows. "swigluoai" means the constants of gpt-oss.
     """
     name = moe.activation.value
-    if name == "silu" and not interleave:
-        return swiglu(limit=moe.swiglu_limit)
     if name == "swigluoai":
         return swiglu(interleave, limit=7.0, alpha=1.702, up_offset=1.0)
-    if name == "swigluoai_uninterleave" and not interleave:
+    if interleave:
+        raise _unsupported(f"experts with activation {name!r}", "'swigluoai'", LEAVE)
+    if name == "silu":
+        return swiglu(limit=moe.swiglu_limit)
+    if name == "swigluoai_uninterleave":
         alpha, offset = (
             usual if given is None else given
             for usual, given in ((1.0, moe.swiglu_alpha), (0.0, moe.swiglu_beta))
         )
         return swiglu(limit=moe.swiglu_limit, alpha=alpha, up_offset=offset)
-    expected = "'swigluoai'" if interleave else "'silu' or 'swigluoai_uninterleave'"
-    raise _unsupported(f"experts with activation {name!r}", expected, LEAVE)
+    if name == "situ":
+        return _situ(moe.activation_situ_beta, moe.activation_situ_linear_beta)
+    if name not in _PROGRAMS:
+        expected = ", ".join(("silu", "situ", "swigluoai", "swigluoai_uninterleave", *_PROGRAMS))
+        raise _unsupported(f"experts with activation {name!r}", f"one of {expected}", LEAVE)
+    return _traced(name)
+
+
+_PROGRAMS: dict[str, Callable[..., Tensor]] = {  # of gate and up, or, without a gate, of up
+    "gelu": lambda gate, up: F.gelu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "swiglustep": lambda gate, up: F.silu(gate).clamp(max=7.0) * up.clamp(-7.0, 7.0),
+    "silu_no_mul": F.silu,
+    "gelu_no_mul": F.gelu,
+    "gelu_tanh_no_mul": lambda up: F.gelu(up, approximate="tanh"),
+    "relu2_no_mul": lambda up: F.relu(up).square(),
+}
+
+
+@lru_cache
+def _traced(name: str) -> str:
+    return activation(_PROGRAMS[name], 1 if name.endswith("_no_mul") else 2)
+
+
+@lru_cache
+def _situ(beta: float, linear_beta: float | None) -> str:
+    def situ(gate: Tensor, up: Tensor) -> Tensor:
+        bounded = up if linear_beta is None else linear_beta * torch.tanh(up / linear_beta)
+        return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * bounded
+
+    return activation(situ)
 
 
 def first_expert(expert_map: Tensor | None, where: str) -> int | None:

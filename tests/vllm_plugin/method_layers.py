@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,11 +23,20 @@ def expected(
     limit: float | None = None,
     alpha: float = 1.0,
     up_offset: float = 0.0,
+    function: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """x [T, H], ids int[T, k], w [T, k], w13 [E, 2I, H], w2 [E, H, I] -> float64[T, H].
 
-    interleave: of the rows of w13: 0, gate above up; 1, they take turns.
+    interleave: of the rows of w13: 0, gate above up; 1, they take turns. function: of experts
+    without a gate, whose w13 is [E, I, H].
     """
+
+    def swiglu(both: Tensor) -> Tensor:
+        gate, value = (both[0::2], both[1::2]) if interleave else both.chunk(2)
+        if limit is not None:
+            gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (value + up_offset)
+
     up, down = dequantize(w13).double(), dequantize(w2).double()
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for t, row in enumerate(x.double()):
@@ -33,9 +44,6 @@ def expected(
             both = up[e] @ row
             if w13_bias is not None:
                 both = both + w13_bias[e]
-            gate, value = (both[0::2], both[1::2]) if interleave else both.chunk(2)
-            if limit is not None:
-                gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
-            y = down[e] @ (gate * torch.sigmoid(alpha * gate) * (value + up_offset))
+            y = down[e] @ (function or swiglu)(both)
             out[t] += weight * (y if w2_bias is None else y + w2_bias[e])
     return out

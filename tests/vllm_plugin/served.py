@@ -132,6 +132,44 @@ def mxfp4_alone_demo(folder: Path) -> Path:
     return made
 
 
+def gemma4(folder: Path) -> Path:
+    """A small Gemma 4, whose experts have GELU by tanh, in ModelOpt's NVFP4, which has all of their
+    numbers; beside it "dense".
+    """
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        global_head_dim=32,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=32,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+        max_position_embeddings=64,
+    )
+    model = Gemma4ForCausalLM(config).bfloat16()
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape) * 0.1
+        if ".experts." in name:
+            values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[torch.randint(8, values.shape)]
+            values[..., ::16] = -6  # the largest of each block
+            values /= 32
+        parameter.data.copy_(values if parameter.dim() > 1 else 1 + values)
+    model.save_pretrained(folder / "dense")
+    return quantize(folder / "dense", folder / "gemma4")
+
+
 def gpt_oss_between_two(folder: Path) -> Path:
     """gpt-oss with each head of keys and values twice, since vLLM gives each rank heads of its own;
     and with three blocks of features.

@@ -35,8 +35,9 @@ class ModelOpt(Method):
     def create_weights(
         self, layer: Any, experts: int, hidden: int, inner: int, dtype: Any, **attributes: Any
     ) -> None:
-        for name, n, k in ("w13", 2 * inner, hidden), ("w2", hidden, inner):
-            scalar = (experts, 2) if name == "w13" else (experts,)
+        shards = self.moe.w13_num_shards
+        for name, n, k in ("w13", shards * inner, hidden), ("w2", hidden, inner):
+            scalar = (experts, shards) if name == "w13" else (experts,)
             parameters(
                 layer,
                 **{

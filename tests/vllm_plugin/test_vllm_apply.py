@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from method_layers import expected
 from stubs import installed
 
@@ -36,6 +38,7 @@ def configuration(activation: str, has_bias: bool) -> Any:
         experts_per_token=SLOTS,
         has_bias=has_bias,
         tp_rank=0,
+        w13_num_shards=1 if activation.endswith("_no_mul") else 2,
         swiglu_limit=None,
         activation=SimpleNamespace(value=activation),
         in_dtype=torch.bfloat16,
@@ -67,16 +70,32 @@ def load(owner: Any, here: slice = slice(None), **loaded: torch.Tensor) -> None:
         getattr(owner, name).data.copy_(tensor[here])
 
 
+def _geglu(both: torch.Tensor) -> torch.Tensor:
+    gate, up = both.chunk(2)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+FUNCTIONS: dict[str, Any] = {
+    "silu": None,
+    "gelu_tanh": _geglu,
+    "relu2_no_mul": lambda up: up.relu().square(),
+}
+
+
 def modelopt(
-    plugin: Any, device: str, expert_map: torch.Tensor | None = None, here: slice = slice(None)
+    plugin: Any,
+    device: str,
+    expert_map: torch.Tensor | None = None,
+    here: slice = slice(None),
+    activation: str = "silu",
 ) -> tuple[Any, Any, Any]:
     """A method, its layer on a device, and the meaning of both: a function of x, ids and w."""
-    method = plugin("modelopt").FusionMoeModelOptMethod(
-        SimpleNamespace(), configuration("silu", False)
-    )
+    moe = configuration(activation, False)
+    method = plugin("modelopt").FusionMoeModelOptMethod(SimpleNamespace(), moe)
     g = torch.Generator().manual_seed(0)
+    matrices = torch.tensor([1.0, 8.0])[: moe.w13_num_shards]
     up, down = (
-        torch.randn(E, 2, I, H, generator=g) * torch.tensor([1.0, 8.0])[:, None, None],
+        torch.randn(E, len(matrices), I, H, generator=g) * matrices[:, None, None],
         torch.randn(E, H, I, generator=g),
     )
     codes, scale, matrix = quantize(up, NVFP4)
@@ -96,7 +115,9 @@ def modelopt(
                 )
             },
         )
-    return method, owner, lambda x, ids, w: expected(x, ids, w, w13, w2)
+    alone = w13 if len(matrices) > 1 else Quantized(*w13[:2], matrix[:, 0], encoding=NVFP4)
+    function = FUNCTIONS[activation]
+    return method, owner, lambda x, ids, w: expected(x, ids, w, alone, w2, function=function)
 
 
 def gpt_oss(plugin: Any, device: str) -> tuple[Any, Any, Any]:
@@ -150,7 +171,15 @@ def near(found: torch.Tensor, want: torch.Tensor) -> bool:
     return bool((found.cpu().double() - want).norm() <= 2**-7 * want.norm())
 
 
-@pytest.mark.parametrize("make", [modelopt, gpt_oss])
+MAKERS = {
+    "modelopt": modelopt,
+    "gpt_oss": gpt_oss,
+    "gelu": partial(modelopt, activation="gelu_tanh"),
+    "no gate": partial(modelopt, activation="relu2_no_mul"),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_layers(plugin: Any, make: Any, device: str) -> None:
     method, owner, meaning = make(plugin, device)
@@ -188,7 +217,7 @@ def test_ranks_add_up(plugin: Any, device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("make", [modelopt, gpt_oss])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_graph_replays_with_other_routings(plugin: Any, make: Any) -> None:
     method, owner, _ = make(plugin, "cuda")
     method.process_weights_after_loading(owner)

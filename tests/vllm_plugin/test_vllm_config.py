@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 from method_layers import expected
+from vllm.model_executor.layers.activation import GeluAndMul, SituAndMul, SwigluStepAndMul
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
     FusedMoEParallelConfig,
@@ -35,6 +37,7 @@ from fusion_moe.errors import (
     ShapeError,
     UnsupportedError,
 )
+from fusion_moe.ir.activation import read
 from fusion_moe.nn import swiglu
 from fusion_moe.vllm import register
 from fusion_moe.vllm.compressed_tensors import (
@@ -51,6 +54,7 @@ from fusion_moe.vllm.mxfp4 import (
     FusionMoeMxfp4Method,
 )
 
+WITHOUT_GATE = [a for a in MoEActivation if not a.is_gated]
 NVFP4_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
 
 
@@ -75,6 +79,13 @@ def layer(**changes: Any) -> FusedMoEConfig:
         in_dtype=torch.bfloat16,
     )
     return dataclasses.replace(made, **changes)
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes no configuration of layers without a gate on a CPU."""
+    platform = SimpleNamespace(is_cuda_alike=lambda: True)
+    monkeypatch.setattr("vllm.model_executor.layers.fused_moe.config.current_platform", platform)
 
 
 @pytest.fixture
@@ -289,24 +300,44 @@ def test_activations_that_are_served(changes: dict[str, Any], interleave: int, f
     assert activation_of(layer(**changes), interleave) == found
 
 
+def _vllm_computes(activation: MoEActivation, x: torch.Tensor) -> torch.Tensor:
+    """By vLLM's own layers in plain torch."""
+    layers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "gelu": partial(GeluAndMul.forward_native, SimpleNamespace(approximate="none")),
+        "gelu_tanh": partial(GeluAndMul.forward_native, SimpleNamespace(approximate="tanh")),
+        "swiglustep": partial(SwigluStepAndMul.forward_native, SimpleNamespace(limit=7.0)),
+        "situ": partial(SituAndMul.forward_native, SimpleNamespace(beta=8.0, linear_beta=25.0)),
+    }
+    if activation.is_gated:
+        return layers[activation.value](x)
+    return apply_moe_activation(activation, torch.empty_like(x), x.clone())
+
+
 @pytest.mark.parametrize(
-    ("name", "interleave"),
-    [
-        ("GELU", 0),
-        ("SWIGLUSTEP", 0),
-        ("SITU", 0),
-        ("SWIGLUOAI_UNINTERLEAVE", 1),
-        ("SILU", 1),
-    ],
+    "name", ["GELU", "GELU_TANH", "SWIGLUSTEP", "SITU", *(a.name for a in WITHOUT_GATE)]
 )
-def test_activations_that_are_refused(name: str, interleave: int) -> None:
+def test_activations_mean_what_they_mean_in_vllm(name: str, pretended_gpu: None) -> None:
     activation = MoEActivation[name]
-    with pytest.raises(
-        UnsupportedError,
-        match=f"experts with activation '{activation.value}'; "
-        "expected 'swigluoai'|or 'swigluoai_unint",
-    ):
-        activation_of(layer(activation=activation), interleave)
+    given = {"activation_situ_beta": 8.0, "activation_situ_linear_beta": 25.0}
+    program = read(activation_of(layer(activation=activation, **given), 0))
+    assert program.parts == 1 + activation.is_gated
+    x = 9 * torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    (found,) = program.fusion.evaluate(x)
+    torch.testing.assert_close(found, _vllm_computes(activation, x), rtol=1e-5, atol=1e-5)
+
+
+def test_every_activation_is_served_or_refused(pretended_gpu: None) -> None:
+    served = {a for a in MoEActivation if a is not MoEActivation.RELU2}
+    for activation in served:
+        activation_of(layer(activation=activation, activation_situ_beta=1.0), 0)
+    with pytest.raises(UnsupportedError, match="activation 'relu2'; expected one of silu, situ, "):
+        activation_of(layer(activation=MoEActivation.RELU2), 0)
+
+
+@pytest.mark.parametrize("name", ["SILU", "SWIGLUOAI_UNINTERLEAVE", "GELU"])
+def test_activations_of_interleaved_rows_that_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match="experts with activation .*; expected 'swigluoai'"):
+        activation_of(layer(activation=MoEActivation[name]), 1)
 
 
 def test_int4_in_float16_is_refused() -> None:
@@ -469,6 +500,22 @@ def test_biases_in_every_encoding(make: Callable[[Any], Any], rank: int, no_grou
     x, w = torch.randn(5, 64), torch.rand(5, 2)
     ids = torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]])
     want = expected(x, ids, w, **weights, **biases | ({"w2_bias": None} if rank else {}))
+    assert (method.apply(owner, x, w, ids.int()) - want).norm() <= 1e-6 * want.norm()
+
+
+@pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
+def test_experts_without_a_gate(
+    make: Callable[[Any], Any], pretended_gpu: None, no_group: None
+) -> None:
+    torch.manual_seed(0)
+    bias = torch.randn(4, 32).bfloat16()
+    activation = MoEActivation.RELU2_NO_MUL
+    method = make(layer(has_bias=True, in_dtype=torch.float32, activation=activation))
+    owner, weights = filled(method, w13_bias=bias)
+    method.process_weights_after_loading(owner)
+    x, w = torch.randn(5, 64), torch.rand(5, 2)
+    ids = torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]])
+    want = expected(x, ids, w, **weights, w13_bias=bias, function=lambda up: up.relu().square())
     assert (method.apply(owner, x, w, ids.int()) - want).norm() <= 1e-6 * want.norm()
 
 

@@ -26,6 +26,7 @@ from served import (
     ENVIRONMENT,
     compressed_tensors_demo,
     deepseek_v4,
+    gemma4,
     gpt_oss_between_two,
     greedy,
     judged,
@@ -77,7 +78,8 @@ def compare(directory: Path, folder: Path, found: list[dict[str, Any]], toleranc
 
 
 @pytest.mark.parametrize(
-    "write", [modelopt_demo, mixed_demo, compressed_tensors_demo, mxfp4_demo, mxfp4_alone_demo]
+    "write",
+    [modelopt_demo, mixed_demo, compressed_tensors_demo, mxfp4_demo, mxfp4_alone_demo, gemma4],
 )
 def test_demo_offline(write: Any, tmp_path: Path) -> None:
     directory = write(tmp_path)

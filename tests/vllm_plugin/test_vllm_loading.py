@@ -1,11 +1,13 @@
-"""gpt-oss's experts in NVFP4, by vLLM's own layer for them: what is loaded of the tensors in files
-on one rank and on two, and what is left to vLLM's loader.
+"""Experts in NVFP4 that vLLM's own layers load from files, on one rank and on two: of gpt-oss, of
+which its loader reads only what is left, and of Nemotron-H, which have no gate.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 from files import MADE
 from method_layers import expected
 from safetensors.torch import load_file
-from test_vllm_config import layer, no_group, parallel
+from test_vllm_config import layer, no_group, parallel, pretended_gpu
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
@@ -27,7 +30,7 @@ from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.errors import CheckpointError
 from fusion_moe.vllm.config import FusionMoeConfig
 
-pytestmark = pytest.mark.usefixtures(no_group.__name__)
+pytestmark = pytest.mark.usefixtures(no_group.__name__, pretended_gpu.__name__)
 NAME = "model.layers.0.mlp.experts"
 ALONE = FusedMoEParallelConfig.make_no_parallel()
 RANKS = {
@@ -37,20 +40,25 @@ RANKS = {
 }
 
 
-def experts_of(directory: str, ranks: FusedMoEParallelConfig) -> Any:
+def experts_of(
+    directory: str,
+    ranks: FusedMoEParallelConfig,
+    cls: type[RoutedExperts] = GptOssRoutedExperts,
+    names: Mapping[str, str | None] = MappingProxyType({}),
+    **changes: Any,
+) -> tuple[Any, Any]:
     """vLLM's layer of a rank, and its configuration of the quantization."""
     config = json.loads((MADE / directory / "config.json").read_text())["quantization_config"]
     quantization = FusionMoeConfig.from_config(config)
     placed = ExpertMapManager(64, 2, 4, 0, None, ranks, "linear", False)
+    made = {"activation": MoEActivation.SWIGLUOAI, "has_bias": True, "intermediate_size": 64}
     moe = layer(
-        intermediate_size=64,
         num_local_experts=placed.local_num_experts,
         moe_parallel_config=ranks,
-        activation=MoEActivation.SWIGLUOAI,
-        has_bias=True,
         in_dtype=torch.float32,
+        **made | changes,
     )
-    return GptOssRoutedExperts(NAME, torch.float32, moe, quantization, placed), quantization
+    return cls(NAME, torch.float32, moe, quantization, placed, **names), quantization
 
 
 def load(owner: Any, quantization: Any, tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -107,7 +115,7 @@ def apart(t: dict[str, torch.Tensor]) -> dict[str, Any]:
     ("directory", "meaning"), [("modelopt-gpt_oss", fused), ("ct-gpt_oss", apart)]
 )
 @pytest.mark.parametrize("ranks", RANKS)
-def test_experts_of_ranks_add_up(directory: str, meaning: Any, ranks: str) -> None:
+def test_gpt_oss(directory: str, meaning: Any, ranks: str) -> None:
     tensors = load_file(MADE / directory / "model.safetensors")
     g = torch.Generator().manual_seed(1)
     for name, t in tensors.items():
@@ -122,6 +130,42 @@ def test_experts_of_ranks_add_up(directory: str, meaning: Any, ranks: str) -> No
         assert len(left) == sum(".experts." not in name for name in tensors)
         total += owner.quant_method.apply(owner, x, w, ids.int())
     want = expected(x, ids, w, **meaning(tensors), limit=7.0, alpha=1.702, up_offset=1.0)
+    assert (total - want).norm() <= 1e-6 * want.norm()
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_nemotron_h(ranks: str) -> None:
+    tensors = load_file(MADE / "modelopt-nemotron_h" / "model.safetensors")
+    start = "backbone.layers.0.mixer.experts."
+    tensors = {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
+    g = torch.Generator().manual_seed(1)
+    x, w = torch.randn(3, 64, generator=g), torch.rand(3, 2, generator=g)
+    ids = torch.tensor([[0, 3], [2, 1], [3, 2]])
+    total = torch.zeros(3, 64)
+    for rank in RANKS[ranks]:
+        owner, _ = experts_of(
+            "modelopt-nemotron_h",
+            rank,
+            RoutedExperts,
+            {"ckpt_gate_proj_name": "up_proj", "ckpt_up_proj_name": None},
+            activation=MoEActivation.RELU2_NO_MUL,
+            has_bias=False,
+            intermediate_size=32,
+        )
+        assert len(set(owner.load_weights(tensors.items()))) == 8
+        owner.quant_method.process_weights_after_loading(owner)
+        total += owner.quant_method.apply(owner, x, w, ids.int())
+
+    def weight(name: str) -> Quantized:
+        parts = [
+            torch.stack([tensors[f"{expert}.{name}.{suffix}"] for expert in range(4)])
+            for suffix in ("weight", "weight_scale", "weight_scale_2")
+        ]
+        return Quantized(*parts, encoding=NVFP4)
+
+    want = expected(
+        x, ids, w, weight("up_proj"), weight("down_proj"), function=lambda up: up.relu().square()
+    )
     assert (total - want).norm() <= 1e-6 * want.norm()
 
 
