@@ -6,6 +6,11 @@ the other way. Results are compared first.
         Calls go round matrices that no cache holds together; the floor reads the matrix once.
     python benchmarks/h200_small.py router [--rows 1 8 65 ...]
         From logits to router weights, ids and sorted rows, beside torch's operations.
+    python benchmarks/h200_small.py combine [--rows 1 8 64]
+        The sum of each token's rows in float32, beside torch's operations.
+    python benchmarks/h200_small.py layer [--rows 1 8 64]
+        The experts of gpt-oss-20b in MXFP4, with biases: calls go round layers that no cache holds
+        together.
     python benchmarks/h200_small.py block [--rows 1 8 32]
         A block of Qwen3-30B-A3B, norm to residual, with these experts: eager; under Inductor; under
         backend="fusion_moe" with torch's router; and with `topk_router`.
@@ -27,9 +32,9 @@ from torch.nn.functional import linear, rms_norm
 
 import fusion_moe
 from fusion_moe import FusionDefinition
-from fusion_moe.encodings import NVFP4, dequantize, quantize
+from fusion_moe.encodings import MXFP4, NVFP4, dequantize, quantize
 from fusion_moe.layouts import W16X64
-from fusion_moe.nn import NVFP4Experts
+from fusion_moe.nn import NVFP4Experts, swiglu
 from fusion_moe.ops import topk_router
 from fusion_moe.runtime import cuda
 
@@ -47,6 +52,8 @@ ROUTERS: dict[str, tuple[int, int, str]] = {
     "gpt-oss-120b": (128, 4, "softmax"),
     "256 experts, by sigmoid": (256, 8, "sigmoid"),
 }
+SUMS = {"gpt-oss-20b": (2880, 4), "Qwen3-30B-A3B": (2048, 8), "DeepSeek-V3": (7168, 8)}  # H, k
+GPT_OSS, LAYERS = (32, 4, 2880, 2880), 8  # experts, k, H, I
 COPIES_BYTES, MOST_COPIES, REPEATS = 2e8, 64, 7
 Ways = Mapping[str, Sequence[Callable[[], Any]]]  # calls that go round; the first way is ours
 
@@ -110,6 +117,53 @@ def routers(counts: Sequence[int]) -> Iterator[tuple[str, Ways]]:
             )
 
 
+def combines(counts: Sequence[int]) -> Iterator[tuple[str, Ways]]:
+    """Of several widths and numbers of slots."""
+    for name, (width, k) in SUMS.items():
+        fd = FusionDefinition()
+        rows, t = fd.define_size("m"), fd.define_size("t")
+        given = ([rows, width], "bf16"), ([t, k], "i32"), ([t, k], "f32")
+        tensors = [fd.define_tensor(shape=shape, dtype=dtype) for shape, dtype in given]
+        fd.add_output(fd.ops.combine(*tensors))
+        fusion = fd.fusion()
+        for tokens in counts:
+            y = torch.randn(tokens * k, width, device="cuda", dtype=torch.bfloat16)
+            slot_of = torch.randperm(tokens * k, device="cuda", dtype=torch.int32).view(tokens, k)
+            w = torch.rand(tokens, k, device="cuda")
+            yield (
+                f"{name}, {tokens} tokens",
+                {
+                    "ours": [lambda f=fusion, x=(y, slot_of, w): fusion_moe.run(f, x)[0]],  # type: ignore[misc]
+                    "torch": [lambda y=y, at=slot_of, w=w: (y[at] * w[..., None]).sum(1)],  # type: ignore[misc]
+                },
+            )
+
+
+def layers(counts: Sequence[int]) -> Iterator[tuple[str, Ways]]:
+    """Ours alone; each layer has weights and a routing of its own."""
+    experts, k, h, i = GPT_OSS
+    activation = swiglu(interleave=1, limit=7.0, alpha=1.702, up_offset=1.0)
+    how = {"weight_format": "mxfp4", "weight_layout": "w16x64", "activation": activation}
+
+    def weight(n: int, k: int) -> list[Tensor]:
+        codes = torch.randint(0, 256, (experts, n, k // 2), device="cuda", dtype=torch.uint8)
+        scales = torch.randint(118, 122, (experts, n, k // 32), device="cuda", dtype=torch.uint8)
+        return list(W16X64.pack(codes, scales.view(torch.float8_e8m0fnu), encoding=MXFP4))
+
+    def bias(n: int) -> Tensor:
+        return torch.randn(experts, n, device="cuda", dtype=torch.bfloat16)
+
+    made = [(weight(2 * i, h), weight(h, i), bias(2 * i), bias(h)) for _ in range(LAYERS)]
+    for tokens in counts:
+        x = torch.randn(tokens, h, device="cuda", dtype=torch.bfloat16)
+        calls = []
+        for of_layer in made:
+            w, ids = torch.rand(tokens, experts, device="cuda").topk(k)
+            ours = torch.ops.fusion_moe.fused_experts
+            calls.append(partial(ours, x, ids, w, *of_layer, **how))
+        yield f"gpt-oss-20b's experts, MXFP4, {tokens} tokens", {"ours": calls}
+
+
 class Block(torch.nn.Module):
     """x bf16[T, H] -> [T, H]: what a decoder layer does after attention."""
 
@@ -159,6 +213,8 @@ def blocks(counts: Sequence[int]) -> Iterator[tuple[str, Ways]]:
 WHAT = {
     "matrix": (matrices, (1, 8, 16, 32, 64, 128, 256, 512, 2048)),
     "router": (routers, (1, 8, 65, 256, 4096)),
+    "combine": (combines, (1, 8, 64)),
+    "layer": (layers, (1, 8, 64)),
     "block": (blocks, (1, 8, 32)),
 }
 

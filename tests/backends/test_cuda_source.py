@@ -736,6 +736,23 @@ def test_small_operations_have_kernels():
             assert all(build(x, H200).stat().st_size for x in launches(kernel.launch.source, 3))
 
 
+@needs_nvdisasm
+def test_sums_wait_for_rows_only():
+    """A thread reads its rows' numbers and weights before it waits, then all rows at once."""
+    kernel = next(x for x in launches(sources("qwen3")[-1], 8) if x.name == "combine")
+    lines = sass(build(kernel, H200))
+    (wait,) = [i for i, line in enumerate(lines) if "ACQBULK" in line]
+    of_rows = [i for i, line in enumerate(lines) if "LDG.E.128" in line]
+    assert sum("LDG" in line for line in lines[:wait]) == 2 * 8
+    assert len(of_rows) == 8
+    assert wait < of_rows[0]
+    assert not any("FADD" in line for line in lines[wait : of_rows[-1]])
+    assert [line.split()[0] for line in lines if "STG" in line and "STRONG" not in line] == [
+        "STG.E.128"
+    ]
+    assert not spills(lines)
+
+
 @pytest.mark.parametrize(("filled", "kernels"), [(8, 1), (7, 2)])
 def test_ends_that_a_fusion_fills(filled, kernels):
     """QuantizedLinear under torch.compile, followed by a residual: where they say that all rows

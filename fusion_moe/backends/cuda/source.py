@@ -22,7 +22,7 @@ from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv, value
 from ...ir.types import Dim, plain
 from ..cxx.elements import Elements, stored
-from ..cxx.indices import Call, Index, Variable, is_index, size
+from ..cxx.indices import Call, Index, Variable, is_index, reshaped, size
 from ..cxx.product_plan import MADE_FIRST, below, made_by_route
 from ..cxx.statements import Expression, indented, inner
 from ..cxx.writer import Writer
@@ -35,6 +35,9 @@ THREADS = 256
 MAX_RESIDENT = 16  # blocks of an elementwise kernel
 _WARPS = {32: 1, 1024: 8}  # of a block of `route`, for up to this many ids
 _MAX_WARPS = 32
+# of a combine: threads of a block, few so that one fits beside the blocks before it; slots that a
+# thread reads at once
+_SUM_THREADS, _SLOTS = 64, 8
 _J, _S, _T = map(Variable, "jst")
 NO_ENDS = "static constexpr const i32* ends = nullptr;  // all rows are of one group"
 
@@ -428,41 +431,21 @@ class Source(Writer):
         are not in memory yet.
 
         reads_before_wait: whether slots and weights are available before the previous kernel has
-        ended; they are prefetched meanwhile.
+        ended; they are read meanwhile.
         """
-        count, body, prefetched = self._sum_of_slots(combine, results, without)
-        return self.for_all(
-            "combine", count, body, before_wait=prefetched if reads_before_wait else ()
-        )
-
-    def _sum_of_slots(
-        self, combine: Op, results: Sequence[Value], without: Sequence[Value]
-    ) -> tuple[AnySize, Sequence[str], Sequence[str]]:
-        """The count of threads, what each does, and what it prefetches."""
         (y, slot_of, w), (total,) = combine.values, combine.outputs
-        (tokens, width), slots = total.type.shape, size(slot_of.type.shape[1])
+        (tokens, width), slots = total.type.shape, plain(slot_of.type.shape[1])
         if not isinstance(width, int):
             raise UnsupportedError(
                 f"combine of {y.type} has no kernel here",
                 expected="a number of columns known when compiling",
             )
         columns = next(v for v in (8, 4, 2, 1) if width % v == 0)
+        at_once = slots if isinstance(slots, int) and 0 < slots <= _SLOTS else _SLOTS
         hidden = (*without, *results)
         slot, weight = (self.elements(without=hidden) for _ in range(2))
         row = safe(self.fusion, slot_of, y.type.shape[0], slot.of(slot_of, [_T, _S]))
         factor = weight.of(w, [_T, _S])
-        prefetched = [f"const i64 t = i / {width // columns}, s = 0;"]
-        prefetched += [
-            f"{{ {' '.join(made.lines)} prefetch({found}); }}"
-            for made, found in ((slot, row), (weight, factor))
-        ]
-        body = [
-            f"const i64 t = i / {width // columns}, j0 = i % {width // columns} * {columns};",
-            f"float total[{columns}];",
-            f"sum_slots(total, {self.array(y, without)}, {width}, j0, i32({slots}),",
-            f"    [&](i64 s) {{ {' '.join(slot.lines)} return {row}; }}, [&](i64 s) {{ "
-            f"{' '.join(weight.lines)} return {factor}; }});",
-        ]
 
         def of_thread(at: Sequence[Index]) -> Expression:
             if not is_index(at[0], _T, tokens) or not is_index(at[1], _J, width):
@@ -470,15 +453,48 @@ class Source(Writer):
             return Expression("total[v]", frozenset("v"))
 
         made = self.elements({total: of_thread}, without=hidden)
-        stores = [self._put(made, v, (tokens, width)) for v in results]
-        each = ["const i64 j = j0 + v;", *made.lines, *stores]
-        body += ["#pragma unroll", f"for (int v = 0; v < {columns}; ++v) {{", *inner(each), "}"]
-        return elements((plain(tokens), width // columns)), body, prefetched
+        kept = [
+            f"result{i}.at[v] = stored<{stored(v)}>({self._of_token(made, v, (tokens, width))});"
+            for i, v in enumerate(results)
+        ]
+        vectors = [f"Vector<{stored(v)}, {columns}> result{i};" for i, v in enumerate(results)]
+        stores = [
+            f"store_vector<{columns}>({self.names[v]} + t * {width} + j0, result{i});"
+            for i, v in enumerate(results)
+        ]
+        before = str(reads_before_wait).lower()
+        body = [
+            f"combine_slots<{columns}, {at_once}, {before}>({self.array(y, without)}, "
+            f"{size(tokens)}, {width}, i32({size(slots)}),",
+            *inner(
+                [
+                    f"[&](i64 t, i64 s) {{ {' '.join(slot.lines)} return {row}; }},",
+                    f"[&](i64 t, i64 s) {{ {' '.join(weight.lines)} return {factor}; }},",
+                    f"[&](i64 t, i64 j0, const float (&total)[{columns}]) {{",
+                    *inner(vectors),
+                    "    #pragma unroll",
+                    f"    for (int v = 0; v < {columns}; ++v) {{",
+                    *inner(inner(["const i64 j = j0 + v;", *made.lines, *kept])),
+                    "    }",
+                    *inner(stores),
+                    "});",
+                ]
+            ),
+        ]
+        pieces = elements((plain(tokens), width // columns))
+        return self.kernel(
+            "combine",
+            body,
+            ceildiv(pieces, _SUM_THREADS),
+            threads=_SUM_THREADS,
+            max_resident=MAX_RESIDENT * THREADS // _SUM_THREADS,
+            reads_before_wait=reads_before_wait,
+        )
 
-    def _put(self, made: Elements, v: Value, shape: Sequence[Dim]) -> str:
-        """Stores element (t, j) of a value, viewed as a matrix of a shape."""
+    def _of_token(self, made: Elements, v: Value, shape: Sequence[Dim]) -> Variable:
+        """Element (t, j) of a value, viewed as a matrix of a shape."""
         if elements(v.type.shape) != elements(shape):
             raise UnsupportedError(
                 f"{v.name} {v.type} is not a matrix of {' x '.join(map(str, shape))}"
             )
-        return self.put(made, v, shape, _T, _J)
+        return made.of(v, reshaped([_T, _J], shape, v.type.shape))
