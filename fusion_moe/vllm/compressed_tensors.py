@@ -29,6 +29,7 @@ from ..serving import LEAVE, NAME
 from .experts import ExpertsMethod
 from .gpt_oss import LoadsGptOss
 from .linear import is_linear_on_cpu, linear_method
+from .log import logger
 
 
 class FusionMoeNvFp4Method(ExpertsMethod, CompressedTensorsW4A4Nvfp4MoEMethod):
@@ -78,8 +79,8 @@ class FusionMoeCompressedTensorsConfig(LoadsGptOss, CompressedTensorsConfig):
         return NAME
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """vLLM's own, except for experts, and on CPUs for NVFP4 linear layers. None for experts
-        that the checkpoint leaves in floats.
+        """vLLM's own, except for experts in 4 bits, and on CPUs for NVFP4 linear layers. None for
+        experts that the checkpoint leaves in floats.
         """
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
@@ -89,7 +90,7 @@ class FusionMoeCompressedTensorsConfig(LoadsGptOss, CompressedTensorsConfig):
             return linear_method(layer, prefix, PACKED_NVFP4, "input_global_scale")
         return super().get_quant_method(layer, prefix)
 
-    def _experts_method(self, layer: Any, prefix: str) -> ExpertsMethod | None:
+    def _experts_method(self, layer: Any, prefix: str) -> Any:
         self._add_fused_moe_to_target_scheme_map()
         names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
         gate, *others = (
@@ -108,11 +109,19 @@ class FusionMoeCompressedTensorsConfig(LoadsGptOss, CompressedTensorsConfig):
             return FusionMoePackedMxfp4Method(layer.moe_config)
         if _is_int4(weights, gate["input_activations"]):
             return FusionMoeInt4Method(layer.moe_config)
-        found, expected = (
-            f"experts in {gate.get('format')}: {weights}",
-            "NVFP4, MXFP4, or symmetric INT4 in groups of 32",
-        )
-        raise UnsupportedError(found, expected=expected, todo=LEAVE, where=prefix)
+        return self._by_vllm(layer, prefix, gate)
+
+    def _by_vllm(self, layer: Any, prefix: str, scheme: Any) -> Any:
+        """vLLM's own method for experts; UnsupportedError if it has none."""
+        found = f"experts in {scheme['format']}"
+        try:
+            method = super().get_quant_method(layer, prefix)
+        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+            expected = f"NVFP4, MXFP4, symmetric INT4 in groups of {INT4.block}, or what vLLM has"
+            todo = f"quantize them so; vLLM says: {error}"
+            raise UnsupportedError(found, expected=expected, todo=todo, where=prefix) from error
+        logger.info_once("%s are served by vLLM: %s", found, type(method).__name__)
+        return method
 
 
 def _is_int4(weights: Any, activations: Any) -> bool:

@@ -73,6 +73,53 @@ def compressed_tensors_demo(folder: Path) -> Path:
     return made
 
 
+def mixed_precision_demo(folder: Path) -> Path:
+    """The same with attention in FP8, a scale for each row, and the last layer's experts in INT8;
+    beside it "dense", what it means in bfloat16.
+    """
+    made = compressed_tensors_demo(folder)
+    dense = convert(made, folder / "dense", to="dense")
+    meant, tensors = load_file(dense / "model.safetensors"), load_file(made / "model.safetensors")
+    for name in [name for name in meant if re.search(r"_proj\.weight$", name)]:
+        last = ".layers.3.mlp.experts." in name
+        if not last and "self_attn" not in name:
+            continue
+        dtype, largest = (torch.int8, 127) if last else (torch.float8_e4m3fn, 448)
+        scale = (meant[name].float().abs().amax(1, keepdim=True) / largest).bfloat16()
+        values = meant[name].float() / scale.float()
+        values = (values.round() if last else values).clamp(-largest, largest).to(dtype)
+        for part in ("packed", "global_scale", "scale"):
+            tensors.pop(f"{name}_{part}", None)
+        tensors |= {name: values, f"{name}_scale": scale}
+        meant[name] = (values.float() * scale.float()).bfloat16()
+    save_file(tensors, made / "model.safetensors", {"format": "pt"})
+    save_file(meant, dense / "model.safetensors", {"format": "pt"})
+    config = json.loads((made / "config.json").read_text())
+    written = config["quantization_config"]
+    (group,) = written["config_groups"].values()
+    rows = {"num_bits": 8, "strategy": "channel", "symmetric": True}
+    tokens = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
+    groups = {
+        "group_0": _group("re:.*self_attn.*_proj$", "float", "float-quantized", rows, tokens),
+        "group_1": _group(r"re:.*layers\.3\.mlp\.experts.*", "int", "int-quantized", rows, tokens),
+        "group_2": group | {"targets": ["re:.*mlp.experts.*"], "format": written["format"]},
+    }
+    written |= {"format": "mixed-precision", "config_groups": groups}
+    written["ignore"] = ["lm_head", "re:.*mlp.gate$"]
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
+def _group(target: str, kind: str, named: str, rows: Any, tokens: Any) -> dict[str, Any]:
+    weights, activations = rows | {"type": kind}, tokens | {"type": kind}
+    return {
+        "targets": [target],
+        "weights": weights,
+        "input_activations": activations,
+        "format": named,
+    }
+
+
 def mxfp4_demo(folder: Path) -> Path:
     """The demo model with experts in the MXFP4 of compressed-tensors; beside it "dense", the same
     numbers in bfloat16.

@@ -183,7 +183,27 @@ def routed_experts(**changes: Any) -> Any:
     made = RoutedExperts.__new__(RoutedExperts)
     torch.nn.Module.__init__(made)
     made.moe_config = layer(**changes)
+    for name in ("gate", "up", "down"):
+        setattr(made, f"ckpt_{name}_proj_name", f"{name}_proj")
     return made
+
+
+def compressed(**weights: Any) -> Any:
+    """The configuration of compressed-tensors with such experts."""
+    group = {"targets": ["re:.*experts.*"], "weights": {"num_bits": 4, "type": "int"} | weights}
+    written = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    return FusionMoeConfig.from_config(written | {"config_groups": {"group_0": group}})
+
+
+def test_experts_that_neither_serves() -> None:
+    with pytest.raises(
+        UnsupportedError,
+        match="layers.0.mlp.experts: experts in pack-quantized; expected NVFP4, .*, or what vLLM "
+        "has; quantize them so; vLLM says: No WNA16 MoE backend",
+    ):
+        compressed(num_bits=2, strategy="group", group_size=32).get_quant_method(
+            routed_experts(), "layers.0.mlp.experts"
+        )
 
 
 def test_deepseek_v4_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

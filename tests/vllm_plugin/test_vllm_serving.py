@@ -32,6 +32,7 @@ from served import (
     judged,
     log_probabilities,
     mixed_demo,
+    mixed_precision_demo,
     modelopt_demo,
     mxfp4_alone_demo,
     mxfp4_demo,
@@ -131,14 +132,32 @@ def test_deepseek_v4(tmp_path: Path) -> None:
     script = OFFLINE.with_name("offline_deepseek_v4.py")
     found, log = generated(directory, script=script, dtype="bfloat16")
     assert "fusion_moe serves experts in mxfp4, activations in torch.bfloat16, on cpu" in log
-    _, wanted = judged(directory, tmp_path, PROMPTS)
-    differences = [
+    mean, largest = differences(directory, tmp_path, found)
+    assert mean <= 0.08
+    assert largest <= 0.3
+
+
+def differences(directory: Path, folder: Path, found: list[dict[str, Any]]) -> tuple[float, float]:
+    """Of the prompts' log-probabilities from transformers': the mean and the largest."""
+    _, wanted = judged(directory, folder, PROMPTS)
+    apart = [
         abs(a - b)
         for answer, want in zip(found, wanted, strict=True)
         for a, b in zip(answer["log_probabilities"], want, strict=True)
     ]
-    assert sum(differences) / len(differences) <= 0.08
-    assert max(differences) <= 0.3
+    return sum(apart) / len(apart), max(apart)
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's kernels need AMX")
+def test_mixed_precision(tmp_path: Path) -> None:
+    """vLLM serves attention in FP8 and one layer's experts in INT8, and quantizes activations for
+    them.
+    """
+    directory = mixed_precision_demo(tmp_path)
+    found, log = generated(directory, dtype="bfloat16")
+    assert "experts in int-quantized are served by vLLM: CompressedTensorsW8A8Int8" in log
+    assert "fusion_moe serves experts in nvfp4" in log
+    assert differences(directory, tmp_path, found)[0] <= 0.2
 
 
 @pytest.mark.parametrize(
