@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from .checkpoints import Scheme
 from .checkpoints.values import check_scales_of
 from .encodings import Encoding, Quantized
 from .errors import ShapeError
-from .nn import Experts, prepare_
+from .nn import Experts, prepare_, update_weights_
 from .runtime.host_memory import pages
 from .runtime.precompile import preparing
 
@@ -62,6 +62,24 @@ def compile_(experts: Experts, dtype: torch.dtype, slots: int) -> None:
             x = torch.zeros(tokens, hidden, dtype=dtype, device=where)
             ids = torch.zeros(tokens, slots, dtype=torch.int32, device=where)
             experts(x, ids, torch.zeros(tokens, slots, dtype=torch.float32, device=where))
+
+
+class Kept:
+    """The tensors of a module that serves, while an engine loads others into the place where they
+    came from. vLLM's reloading meanwhile takes all parameters and buffers off all modules.
+    """
+
+    def __init__(self, module: nn.Module):
+        """module: prepared, so that its tensors stay where they are."""
+        self.module = module
+        self._own = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+
+    def update_(self, tensors: Mapping[str, Tensor]) -> None:
+        """As `update_weights_`, after the module has its tensors again."""
+        for module, parameters, buffers in self._own:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+        update_weights_(self.module, tensors)
 
 
 def serve_(experts: Experts, dtype: torch.dtype, slots: int) -> str:

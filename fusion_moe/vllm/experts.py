@@ -19,7 +19,7 @@ from ..checkpoints import Scheme
 from ..encodings import Encoding, Quantized
 from ..errors import UnsupportedError
 from ..nn import Experts, activation, swiglu
-from ..serving import LEAVE, need_blocks, place_, serve_, weight_of
+from ..serving import LEAVE, Kept, need_blocks, place_, serve_, weight_of
 from .log import logger
 
 # with it vLLM gathers tokens before `apply`, and reduce-scatters the ranks' results
@@ -38,6 +38,7 @@ class ExpertsMethod(FusedMoEMethodBase):
     supports_pre_processed_weights = False
     supports_eplb = False
     first_expert: int | None = None  # of this rank, None if all experts are here
+    kept: Kept | None = None  # once weights are loaded
 
     def __init__(self, moe: Any):
         """moe: vLLM's configuration of the layer. UnsupportedError if it cannot be served."""
@@ -111,8 +112,8 @@ class ExpertsMethod(FusedMoEMethodBase):
         return weight_of(self.scheme, alone, f"{layer.layer_name}.{name}")
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replaces the loaded weights by `Experts`, in the layout that kernels read. Raises as
-        `weight`.
+        """Replaces the loaded weights by `Experts`, in the layout that kernels read; when vLLM
+        reloads, puts them where these have theirs. Raises as `weight`.
         """
         w13, w2 = self.weight(layer, "w13"), self.weight(layer, "w2")
         biases = {
@@ -123,6 +124,9 @@ class ExpertsMethod(FusedMoEMethodBase):
             biases["w2_bias"].zero_()  # ranks' results are added up, and the first one has it
         for name in (*self.loaded, *(name for name, bias in biases.items() if bias is not None)):
             delattr(layer, name)
+        if self.kept is not None:
+            self.kept.update_(_named(layer.fusion_moe, w13, w2, *biases.values()))
+            return
         layer.fusion_moe = Experts(
             w13,
             w2,
@@ -133,6 +137,7 @@ class ExpertsMethod(FusedMoEMethodBase):
         )
         layer.fusion_moe.first_expert = self.first_expert
         logger.info_once(serve_(layer.fusion_moe, self.moe.in_dtype, self.moe.experts_per_token))
+        self.kept = Kept(layer.fusion_moe)
 
     def apply(
         self,
@@ -148,6 +153,18 @@ class ExpertsMethod(FusedMoEMethodBase):
         itself.
         """
         return layer.fusion_moe(x, topk_ids, topk_weights)
+
+
+def _named(
+    experts: Experts, w13: Quantized, w2: Quantized, w13_bias: Tensor | None, w2_bias: Tensor | None
+) -> dict[str, Tensor]:
+    """Weights by the names of the parameters."""
+    found: dict[str, Tensor] = {}
+    for name, weight, bias in zip(experts.projections, (w13, w2), (w13_bias, w2_bias), strict=True):
+        found.update(zip(experts.part_names[name], weight, strict=True))
+        if bias is not None:
+            found[f"{name}_proj_bias"] = bias
+    return found
 
 
 def need_served(moe: Any) -> None:

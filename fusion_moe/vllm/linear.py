@@ -22,6 +22,7 @@ from ..checkpoints.values import check_scales_of
 from ..encodings import NVFP4, Quantized
 from ..errors import ShapeError, UnsupportedError
 from ..nn import QuantizedLinear, prepare_
+from ..serving import Kept
 from .log import logger
 
 
@@ -49,6 +50,7 @@ class NVFP4LinearMethod(LinearMethodBase):
     def __init__(self, prefix: str, scheme: Scheme, activations: str):
         """scheme: of the weights; activations: the name of their scales, which are not read."""
         self.prefix, self.scheme, self.activations = prefix, scheme, activations
+        self.kept: Kept | None = None  # once weights are loaded
 
     def create_weights(
         self,
@@ -86,13 +88,23 @@ class NVFP4LinearMethod(LinearMethodBase):
         )
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replaces the loaded weights by `QuantizedLinear`. NonFiniteError for bad scales."""
+        """Replaces the loaded weights by `QuantizedLinear`; when vLLM reloads, puts them where
+        these have theirs. NonFiniteError for bad scales.
+        """
         widths, names = layer.logical_widths, [part.name for part in self.scheme.parts]
         tensors = [getattr(layer, name).data for name in names]
         stored = zip(self.scheme.parts, tensors, strict=True)
         codes, scale, matrix = parts = [part.to_part(t, tuple(t.shape)) for part, t in stored]
         check_scales_of(self.scheme, parts, self.prefix)
-        if bool((matrix == matrix[0]).all()):
+        one = bool((matrix == matrix[0]).all())
+        if one if self.kept is None else len(layer.fusion_moe) == 1:
+            if not one:
+                raise UnsupportedError(
+                    "joined layers with scales of their own",
+                    expected="one scale, as in the weights that are reloaded",
+                    todo="start another engine",
+                    where=self.prefix,
+                )
             widths = [sum(widths)]
         weights = [
             Quantized(*parts, encoding=NVFP4)
@@ -100,8 +112,19 @@ class NVFP4LinearMethod(LinearMethodBase):
         ]
         for name in (*names, self.activations):
             delattr(layer, name)
+        if self.kept is not None:
+            named = zip(layer.fusion_moe, weights, strict=True)
+            self.kept.update_(
+                {
+                    f"{i}.{name}": t
+                    for i, (linear, weight) in enumerate(named)
+                    for name, t in zip(linear.part_names["weight"], weight, strict=True)
+                }
+            )
+            return
         layer.fusion_moe = nn.ModuleList(map(QuantizedLinear, weights))
         prepare_(layer.fusion_moe)
+        self.kept = Kept(layer.fusion_moe)
         logger.info_once(
             "fusion_moe serves linear layers in nvfp4 on CPUs, activations as they are"
         )

@@ -43,6 +43,14 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
         # scales of activations are loaded only for this rank's experts, and not read
         self.use_global_sf = False
 
+    def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
+        """As of all experts. gpt-oss's tensors have a loader that takes all experts at once, around
+        which vLLM puts its own when it reloads.
+        """
+        super().create_weights(layer, *sizes, **attributes)
+        for name in (*self.loaded, "w13_bias", "w2_bias") if self.interleave else ():
+            getattr(layer, name).weight_loader = self._fill
+
     def load(self, layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Loads this rank's shares of gpt-oss's tensors, each of all experts. CheckpointError for
         other names than ModelOpt's.
@@ -57,14 +65,18 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
                     expected="gate_up_proj and down_proj, of all experts, as ModelOpt writes them",
                     where=layer.layer_name,
                 )
-            self._fill(getattr(layer, into).data, t.mT if transposed.get(suffix) else t)
+            param = getattr(layer, into)
+            param.weight_loader(param, t.mT if transposed.get(suffix) else t)
 
-    def _fill(self, share: Tensor, t: Tensor) -> None:
-        """share [E, ...] of this rank: of the experts, or of the features, that t has more of."""
-        for d, size in enumerate(share.shape if t.dim() else ()):
+    def _fill(self, param: Tensor, loaded_weight: Tensor) -> None:
+        """param [E, ...] of this rank: of the experts, or of the features, that the other tensor
+        has more of.
+        """
+        t = loaded_weight
+        for d, size in enumerate(param.shape if t.dim() else ()):
             first = (self.first_expert or 0) if d == 0 else self.moe.tp_rank * size
             t = t.narrow(d, first if t.shape[d] != size else 0, size)
-        share.copy_(t)
+        param.data.copy_(t.expand(param.shape))
 
 
 class _Config(LoadsGptOss):

@@ -4,9 +4,11 @@ loads the weights.
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.quantization.mxfp4 import (
     GptOssMxfp4Config,
     GptOssMxfp4MoEMethod,
@@ -55,6 +57,19 @@ class FusionMoeGptOssMethod(_Loaded, GptOssMxfp4MoEMethod):
         by 4 ranks, and leaves zeros.
         """
         return hidden_size, round_up(intermediate_size_per_partition, MXFP4.block)
+
+    def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
+        """As of all experts. The features that fill the last block are zeros when vLLM reloads too,
+        into memory that nobody has set.
+        """
+        loader = attributes["weight_loader"]
+
+        @wraps(loader)
+        def load(param: Tensor, *args: Any, **more: Any) -> Any:
+            param.data.zero_()
+            return loader(param, *args, **more)
+
+        super().create_weights(layer, *sizes, **attributes | {"weight_loader": load})
 
 
 class _Dtypes:

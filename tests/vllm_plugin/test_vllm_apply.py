@@ -60,7 +60,9 @@ def empty_layer(
         expert_map,
     )
     with torch.device(device):
-        method.create_weights(owner, experts, hidden, inner, torch.bfloat16)
+        method.create_weights(
+            owner, experts, hidden, inner, torch.bfloat16, weight_loader=lambda *_: None
+        )
     return owner
 
 
