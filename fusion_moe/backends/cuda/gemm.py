@@ -96,11 +96,7 @@ class Gemm(Source):
         made += self.sums(self._tiles * self._parts(sizes))
         if self.plan.combine:
             with naming(self.plan.combine):
-                made.append(
-                    self.sum_of_slots(
-                        self.plan.combine, self.plan.tokens, (), reads_before_wait=True
-                    )
-                )
+                made.append(self.sum_of_slots(self.plan.combine, self.plan.tokens, (), self.plan))
         return made
 
     @staticmethod

@@ -399,6 +399,4 @@ class Product(Source):
     def _combine(self) -> KernelSource:
         assert self.plan.combine is not None
         with naming(self.plan.combine):
-            return self.sum_of_slots(
-                self.plan.combine, self.plan.tokens, (), reads_before_wait=True
-            )
+            return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), self.plan)

@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 from ...arch import Arch
 from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
+from ...ir.flow import needed
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv, value
 from ...ir.types import Dim, plain
 from ..cxx.elements import Elements, stored
 from ..cxx.indices import Call, Index, Variable, is_index, reshaped, size
-from ..cxx.product_plan import MADE_FIRST, below, made_by_route
+from ..cxx.product_plan import MADE_FIRST, ProductPlan, below, made_by_route
 from ..cxx.statements import Expression, indented, inner
 from ..cxx.writer import Writer
 from ..inexpressible import Inexpressible, naming
@@ -424,16 +425,18 @@ class Source(Writer):
         combine: Op,
         results: Sequence[Value],
         without: Sequence[Value],
-        *,
-        reads_before_wait: bool = False,
+        after: ProductPlan | None = None,
     ) -> KernelSource:
         """The kernel of a combine, and of the results computed only from it. without: values that
         are not in memory yet.
 
-        reads_before_wait: whether slots and weights are available before the previous kernel has
-        ended; they are read meanwhile.
+        after: the product whose kernel comes before. Slots and weights are read while that runs,
+        unless it makes something that they are computed from.
         """
         (y, slot_of, w), (total,) = combine.values, combine.outputs
+        reads_before_wait = after is not None and needed(self.fusion.ops, [slot_of, w]).isdisjoint(
+            (*after.made, *after.rows, *after.summed)
+        )
         (tokens, width), slots = total.type.shape, plain(slot_of.type.shape[1])
         if not isinstance(width, int):
             raise UnsupportedError(
