@@ -21,8 +21,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 from files import MADE
 from safetensors.torch import load_file, save_file
 from served import ENVIRONMENT
-from test_vllm_config import NVFP4_CONFIG, layer, no_group
-from test_vllm_gpt_oss import ALONE, NAME, RANKS, experts_of
+from test_vllm_config import NVFP4_CONFIG, layer, no_group, pretended_gpu
+from test_vllm_loading import ALONE, NAME, RANKS, experts_of
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
@@ -37,7 +37,7 @@ from fusion_moe.encodings import MXFP4, NVFP4, quantize
 from fusion_moe.errors import NonFiniteError
 from fusion_moe.vllm.config import FusionMoeConfig
 
-pytestmark = pytest.mark.usefixtures(no_group.__name__)
+pytestmark = pytest.mark.usefixtures(no_group.__name__, pretended_gpu.__name__)
 E, H, I = 4, 64, 32
 # a layer, and what loads it from a seed
 Made = tuple[Any, Callable[[Any, int], None]]
