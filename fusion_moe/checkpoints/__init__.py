@@ -12,7 +12,7 @@ from .headers import Entry
 from .methods import method_of
 from .quantization import quantize
 from .schemes import KNOWN, SCHEMES, Direction, Scheme, StoredPart
-from .stored import StoredWeight, stored_weights
+from .stored import StoredWeight, all_eight_bits, stored_weights
 from .values import check_scales
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Scheme",
     "StoredPart",
     "StoredWeight",
+    "all_eight_bits",
     "check_scales",
     "convert",
     "experts_of",

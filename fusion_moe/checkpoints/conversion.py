@@ -163,7 +163,7 @@ def modelopt_step(source: Source, weight: StoredWeight) -> Step:
     form.
     """
     encoding = weight.scheme.encoding
-    if encoding is None:
+    if encoding is None or weight.scheme.eight_bits:
         if weight.of_matrix:
             return fp8_step(source, weight)
         # exact in bfloat16 if scales are powers of two

@@ -1,4 +1,5 @@
-"""Weights in 8-bit floats with scales, which are converted to floats when read.
+"""Weights in 8-bit floats with scales: which encoding they are in, by the shape of the scales. If
+the last block of 128 columns is short they are in none, and are converted to floats when read.
 
 values  float8_e4m3fn  [N, K]
 scale   float          [] or [1], one for the matrix; [N] or [N, 1], one for a row; [ceil(N/128),
@@ -7,12 +8,28 @@ scale   float          [] or [1], one for the matrix; [N] or [N, 1], one for a r
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
-from ..encodings import check_matrix_scales
+from ..encodings import FP8, FP8_CHANNEL, FP8_E8M0, FP8_TENSOR, Encoding, check_matrix_scales
 from ..errors import NonFiniteError, ShapeError, UnsupportedError
 
 BLOCK = (128, 128)
+
+
+def encoding_of(values: tuple[int, ...], scale: tuple[int, ...], e8m0: bool) -> Encoding | None:
+    """The encoding of values and a scale of these shapes; None if there is none."""
+    if len(values) != 2 or 0 in values:
+        return None
+    n, k = values
+    if math.prod(scale) == 1:
+        return FP8_TENSOR
+    if scale in ((n,), (n, 1)):
+        return FP8_CHANNEL
+    if scale == (-(-n // BLOCK[0]), k / BLOCK[1]):
+        return FP8_E8M0 if e8m0 else FP8
+    return None
 
 
 def check_fp8(values: Tensor, scale: Tensor) -> tuple[int, ...]:

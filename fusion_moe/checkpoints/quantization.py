@@ -68,7 +68,7 @@ def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES
     def of_weight(weight: StoredWeight) -> Step:
         if weight.name in experts:
             return experts[weight.name]
-        if weight.scheme.encoding is None and not weight.of_matrix:
+        if weight.scheme.eight_bits and not weight.of_matrix:
             return dense_step(source, weight, torch.bfloat16)
         return modelopt_step(source, weight)
 
@@ -93,9 +93,7 @@ def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES
 def _experts(source: Source) -> Iterator[tuple[str, Step]]:
     """The steps that write experts, each with the name of the original weight or bias."""
     plain, config = plain_weights(source.directory), source.directory.config
-    fp8 = {
-        name: weight for name, weight in source.weights.items() if weight.scheme.encoding is None
-    }
+    fp8 = {name: weight for name, weight in source.weights.items() if weight.scheme.eight_bits}
     for layer in layers_of_experts([*plain, *fp8], experts_of(config)).values():
         if predicts_further_tokens(f"{layer.name}.", hidden_layers_of(config)):
             continue

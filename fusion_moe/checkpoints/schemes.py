@@ -10,7 +10,7 @@ is encoded, never a configuration: one directory may hold weights of several sch
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ..encodings import INT4, MXFP4, NVFP4, Encoding, Quantized, dequantize
 from ..encodings.encoding import FLOATS
+from ..errors import UnsupportedError
+from ..layouts.layout import as_bytes
 from .fp8 import dequantize_fp8
 
 
@@ -35,7 +37,8 @@ class StoredPart:
     part: its name in the encoding; dtypes: those that it may have; view: the dtype as which its
     bytes are read; cast: the dtype to which its numbers are rounded; flattened: stored with its
     last dimension split in two; transposed: stored with its last two dimensions swapped; direction:
-    of a matrix's scale, stored as [] or [1].
+    of a matrix's scale, stored as [] or [1]; rows: of the encoding, for each stored one; shape: as
+    which a scale of a matrix or of rows is stored, if not as [] or [N, 1].
     """
 
     part: str
@@ -46,15 +49,17 @@ class StoredPart:
     flattened: bool = False
     transposed: bool = False
     direction: Direction | None = None
+    rows: int = 1
+    shape: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
         """The suffix as the name of a module's parameter."""
         return self.suffix.removeprefix(".")
 
-    def to_part(self, t: Tensor, matrices: tuple[int, ...] = ()) -> Tensor:
-        """A stored tensor -> the part; a view if no number changes. Scales of matrices become
-        multipliers of this shape.
+    def to_part(self, t: Tensor, matrices: tuple[int, ...] = (), n: int | None = None) -> Tensor:
+        """A stored tensor -> the part; a view if no number changes and none is repeated. Scales of
+        matrices become multipliers of this shape. n: the rows of the matrix; None: whole blocks.
         """
         if self.view is not None:
             t = t.contiguous().view(self.view)
@@ -64,38 +69,64 @@ class StoredPart:
             t = t.flatten(-2)
         if self.transposed:
             t = t.mT
+        if self.rows > 1:
+            t = as_bytes(t).repeat_interleave(self.rows, -2).view(t.dtype)
+            return t if n is None else t[..., :n, :]
         if self.direction is None:
-            return t
+            return t.unsqueeze(-1) if self.shape == (-1,) else t
         t = t.reshape(matrices)
         return 1.0 / t if self.direction is Direction.DIVISOR else t
 
     def from_part(self, t: Tensor) -> Tensor:
         """The inverse of `to_part`, with equal values; the scales of matrices, which must all be
-        equal, become one 0-d tensor.
+        equal, become one. UnsupportedError for rows that do not have equal ones.
         """
+        if self.rows > 1:
+            t = self._of_blocks(t)
+        if self.cast is not None and len(self.dtypes) == 1:
+            t = t.to(self.dtypes[0])
         if self.direction is not None:
             t = t.flatten()[0]
-            return 1.0 / t if self.direction is Direction.DIVISOR else t
+            t = 1.0 / t if self.direction is Direction.DIVISOR else t
+        if self.shape is not None:
+            return t.reshape(self.shape)
+        if self.direction is not None:
+            return t
         if self.transposed:
             t = t.mT
         if self.flattened:
             t = t.unflatten(-1, (-1, 16))
         return t.contiguous() if self.view is None else t.contiguous().view(self.dtypes[0])
 
+    def _of_blocks(self, t: Tensor) -> Tensor:
+        """The scales of rows [N, K/128] -> of blocks [ceil(N/128), K/128]."""
+        stored = t[:: self.rows]
+        if not torch.equal(*map(as_bytes, (self.to_part(stored, n=t.shape[0]), t))):
+            raise UnsupportedError(
+                f"{self.part} {list(t.shape)} that differ between the rows of a block",
+                expected=f"equal ones in {self.rows} rows, as files have them",
+            )
+        return stored
+
 
 @dataclass(frozen=True)
 class Scheme:
     """One way to store weights.
 
-    encoding: None for 8-bit floats with scales, which are read as floats (`fp8.py`). fused: a
-    tensor holds all experts, [E, N, K], and there is one matrix scale for all of them. The first
-    part holds the elements.
+    encoding: None for 8-bit floats whose scales follow from their shape (`fp8.py`), and which are
+    read as floats if these are of no encoding. fused: a tensor holds all experts, [E, N, K], and
+    there is one matrix scale for all of them. The first part holds the elements.
     """
 
     name: str
     encoding: Encoding | None
     parts: tuple[StoredPart, ...]
     fused: bool = False
+
+    @property
+    def eight_bits(self) -> bool:
+        """Whether elements are 8-bit floats."""
+        return self.encoding is None or self.encoding.element.dtype == torch.float8_e4m3fn
 
     def floats(self, parts: Iterable[Tensor]) -> Tensor:
         """f32 [N, K] or [E, N, K], of the parts as `StoredPart.to_part` returns them."""
@@ -121,6 +152,23 @@ def _fp8(name: str, suffix: str) -> Scheme:
             StoredPart("scale", suffix, (*FLOATS, torch.float8_e8m0fnu)),
         ),
     )
+
+
+def of_encoding(
+    scheme: Scheme, encoding: Encoding, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Scheme:
+    """A scheme of 8-bit floats for an encoding, with scales of a dtype and shape in files."""
+    (scale,), (elements, stored) = encoding.scales, scheme.parts
+    part = replace(
+        stored,
+        part=scale.part,
+        dtypes=(dtype,),
+        cast=None if dtype == scale.dtype else scale.dtype,
+        direction=None if scale.block else _MULTIPLIER,
+        rows=scale.rows,
+        shape=None if scale.rows > 1 else (-1, *shape[1:]) if scale.block else shape,
+    )
+    return replace(scheme, encoding=encoding, parts=(replace(elements, part="codes"), part))
 
 
 MODELOPT = Scheme(

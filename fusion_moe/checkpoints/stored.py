@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..encodings import Encoding, Quantized
 from ..errors import CheckpointError, Error, ShapeError, UnsupportedError
-from .fp8 import check_fp8
+from .fp8 import check_fp8, encoding_of
 from .headers import Entry
-from .schemes import KNOWN, SCHEMES, Scheme, StoredPart
+from .schemes import KNOWN, SCHEMES, Scheme, StoredPart, of_encoding
 
 Read = Callable[[str], Tensor]
 
@@ -37,8 +37,9 @@ class StoredWeight:
 
     @property
     def of_matrix(self) -> bool:
-        """Whether 8-bit floats have one scale for the whole matrix."""
-        return self.scheme.encoding is None and self.entries["scale"].shape in ((), (1,))
+        """Whether 8-bit floats have one scale for the whole matrix, as ModelOpt stores it."""
+        scale = self.entries.get("decode_scale")
+        return scale is not None and self.scheme.eight_bits and scale.shape in ((), (1,))
 
     def parts(self, read: Read) -> list[Tensor]:
         """The weight's parts, each as the encoding has it. read: returns a tensor by name, as
@@ -47,14 +48,16 @@ class StoredWeight:
         parts = []
         for part in self.scheme.parts:
             entry, t = self.entries[part.part], read(self.entries[part.part].name)
-            if part.cast not in (None, t.dtype) and not torch.equal(t.to(part.cast).to(t.dtype), t):
+            if part.cast not in (None, t.dtype, torch.float32) and not torch.equal(
+                t.to(part.cast).to(t.dtype), t
+            ):
                 cast = str(part.cast).removeprefix("torch.")
                 raise UnsupportedError(
                     f"{entry}, which {cast} does not hold",
                     expected=f"numbers that {cast} holds",
                     where=str(entry.file),
                 )
-            parts.append(part.to_part(t))
+            parts.append(part.to_part(t, n=self.shape[-2]))
         if self.scheme.fused:  # one scale for all experts
             parts = [t.expand(self.shape[0]) if t.dim() == 0 else t for t in parts]
         return parts
@@ -67,6 +70,13 @@ class StoredWeight:
     def floats(self, read: Read) -> Tensor:
         """f32 [N, K] or [E, N, K]: elements times their scales."""
         return self.scheme.floats(self.parts(read))
+
+
+def all_eight_bits(weights: Mapping[str, StoredWeight]) -> bool:
+    """Whether all weights are 8-bit floats. Linear layers in such stay so when a model is loaded;
+    beside weights of 4 bits they become floats, with which all of them can be saved again.
+    """
+    return all(weight.scheme.eight_bits for weight in weights.values())
 
 
 def stored_weights(tensors: Mapping[str, Entry], method: str) -> dict[str, StoredWeight]:
@@ -87,7 +97,8 @@ def stored_weights(tensors: Mapping[str, Entry], method: str) -> dict[str, Store
                 both = f"{name} in {weights[name].scheme.name} and in {scheme.name}"
                 where = str(entries[scheme.parts[0].part].file)
                 raise CheckpointError(both, expected="one of the two", where=where)
-            weights[name] = StoredWeight(name, scheme, entries, _shape(scheme, entries))
+            its, found = _encoded(scheme, entries)
+            weights[name] = StoredWeight(name, its, found, _shape(its, found))
     used = {entry.name for weight in weights.values() for entry in weight.entries.values()}
     for name, entry in tensors.items():
         if (
@@ -171,10 +182,26 @@ def _left(
     )
 
 
+def _encoded(scheme: Scheme, entries: dict[str, Entry]) -> tuple[Scheme, dict[str, Entry]]:
+    """The scheme of a weight, and its entries by the names of parts: for 8-bit floats those of the
+    encoding that the shapes say.
+    """
+    if scheme.encoding is not None:
+        return scheme, entries
+    values, scale = (entries[part.part] for part in scheme.parts)
+    e8m0 = scale.dtype == torch.float8_e8m0fnu
+    if (encoding := encoding_of(values.shape, scale.shape, e8m0)) is None:
+        return scheme, entries
+    its = of_encoding(scheme, encoding, scale.dtype, scale.shape)
+    return its, dict(zip((part.part for part in its.parts), (values, scale), strict=True))
+
+
 def _shape(scheme: Scheme, entries: Mapping[str, Entry]) -> tuple[int, ...]:
     """The logical shape of a weight; CheckpointError for a part of another shape."""
     elements = entries[scheme.parts[0].part]
-    parts = [_on_meta(part, entries[part.part], scheme) for part in scheme.parts]
+    parts = [
+        _on_meta(part, entries[part.part], scheme, elements.shape[:-1]) for part in scheme.parts
+    ]
     try:
         if scheme.encoding is None:
             return check_fp8(*parts)
@@ -187,10 +214,11 @@ def _shape(scheme: Scheme, entries: Mapping[str, Entry]) -> tuple[int, ...]:
         raise error.at(f"{elements.file}: {elements}") from None
 
 
-def _on_meta(part: StoredPart, entry: Entry, scheme: Scheme) -> Tensor:
-    """A part on the meta device, without values."""
+def _on_meta(part: StoredPart, entry: Entry, scheme: Scheme, rows: tuple[int, ...]) -> Tensor:
+    """A part on the meta device, without values, of a weight [*rows, ...]."""
     try:
-        return part.to_part(torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+        empty = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        return part.to_part(empty, n=next(reversed(rows), None))
     except (RuntimeError, IndexError):
         scale = "[] or [1], the scale of a matrix"
         expected = scale if part.direction else f"the {part.part} of {scheme.name}"

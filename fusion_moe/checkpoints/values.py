@@ -67,16 +67,16 @@ def check_scale(scheme: Scheme, part: StoredPart, scale: Tensor, name: str) -> N
 
     scale: as the encoding has it; name: for the message. Waits for the device.
     """
-    if scheme.encoding is None:
+    if scheme.eight_bits or scheme.encoding is None:
         check_fp8_scales(scale, name)
     else:
         (of_encoding,) = (p for p in scheme.encoding.parts if p.name == part.part)
         check_part_scales(of_encoding, scale, name)
-    if (scheme.encoding is None or part.direction is not None) and (
+    if (scheme.eight_bits or part.direction is not None) and (
         largest := scale.float().max().item()
     ) > LARGEST:
         bound, stored = (
-            448 if scheme.encoding is None else 2688,
+            448 if scheme.eight_bits else 2688,
             part.direction or Direction.MULTIPLIER,
         )
         found = f"{name} as a {stored.value} makes the largest weight {bound * largest:.4g}"

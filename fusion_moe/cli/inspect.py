@@ -20,6 +20,7 @@ from ..checkpoints import (
     Directory,
     Entry,
     StoredWeight,
+    all_eight_bits,
     check_scales,
     experts_of,
     layers_of_experts,
@@ -164,14 +165,14 @@ def _groups(entries: Mapping[str, Entry], weights: Mapping[str, StoredWeight]) -
     needs.
     """
     of: dict[tuple[str, str, str], list[tuple[str, int]]] = defaultdict(list)
+    whole = all_eight_bits(weights)
     for weight in weights.values():
-        encoding = weight.scheme.encoding
+        encoding, role = weight.scheme.encoding, _role(weight.name, "linear layers")
+        kept = whole or role == "experts" or not weight.scheme.eight_bits
         runs = (
-            "dequantized to bf16 when it is loaded" if encoding is None else _kernels_for(encoding)
+            _kernels_for(encoding) if encoding and kept else "dequantized to bf16 when it is loaded"
         )
-        of[weight.scheme.name, _role(weight.name, "linear layers"), runs].append(
-            (weight.name, weight.nbytes)
-        )
+        of[weight.scheme.name, role, runs].append((weight.name, weight.nbytes))
     used = {entry.name for weight in weights.values() for entry in weight.entries.values()}
     for entry in (entry for name, entry in entries.items() if name not in used):
         dtype = str(entry.dtype).removeprefix("torch.")

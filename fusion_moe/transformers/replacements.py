@@ -14,9 +14,11 @@ from torch import nn
 
 from ..checkpoints import Entry, Scheme, StoredPart, StoredWeight, stored_weights
 from ..checkpoints.experts import expert_of, hidden_layers_of, predicts_further_tokens
+from ..checkpoints.fp8 import BLOCK
+from ..checkpoints.stored import all_eight_bits
 from ..encodings import F32, NVFP4, Encoding, Quantized
 from ..encodings.encoding import FLOATS
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError, ShapeError, UnsupportedError
 from ..nn import Llama4MoE, QuantizedLinear
 from ..nn.config import NVFP4Config
 from ..nn.conversion.contract import contract_of, experts_from
@@ -83,6 +85,7 @@ def replace_modules(
     floats = _floats(entries) if quantizes and any(map(_is_fp8_expert, stored.values())) else {}
     in_files = {live: name for name, live in names.items()}
     replaced = Replacements(entries, in_files, {**floats, **stored})
+    keeps_fp8 = not quantizes and all_eight_bits(stored)
     for name, module in dict(model.named_modules()).items():
         if (source := _experts_at(name, module, replaced.weights)) is not None:
             _replace_experts(replaced, model, name, module, source, config, quantizes)
@@ -91,7 +94,7 @@ def replace_modules(
             and isinstance(module._parameters.get("weight"), nn.Parameter)
             and not isinstance(module, nn.Embedding)
         ):
-            _replace_linear(replaced, model, name, module, stored[name])
+            _replace_linear(replaced, model, name, module, stored[name], keeps_fp8)
     _check_none_left(model, replaced, names, stored)
     _warn_of_rounding(stored)
     return replaced
@@ -153,7 +156,7 @@ def _warn_of_rounding(stored: Weights) -> None:
 
 
 def _is_fp8_expert(weight: StoredWeight) -> bool:
-    return weight.scheme.encoding is None and expert_of(weight.name) is not None
+    return weight.scheme.eight_bits and expert_of(weight.name) is not None
 
 
 def _floats(entries: Mapping[str, Entry]) -> dict[str, StoredWeight]:
@@ -182,18 +185,25 @@ def _replace_experts(
     config: NVFP4Config,
     quantizes: bool,
 ) -> None:
-    if source.rounds and not quantizes:
+    plain = source.scheme.encoding is not None and source.scheme.encoding.plain
+    source = replace(source, rounds=quantizes and (plain or source.scheme.eight_bits))
+    encoding = NVFP4 if source.rounds else source.scheme.encoding
+    if encoding is None:
         todo = (
             "quantization_config=fusion_moe.transformers.NVFP4Config() for "
             "fusion_moe.transformers.from_pretrained rounds them to NVFP4"
         )
         raise UnsupportedError(
-            f"experts in {source.scheme.name}", expected="experts in 4 bits", todo=todo, where=name
+            f"experts in {source.scheme.name}, the last of which is short",
+            expected=f"K a multiple of {BLOCK[1]}",
+            todo=todo,
+            where=name,
         )
     with torch.device("meta"):
-        encoding = NVFP4 if source.rounds else source.scheme.encoding
-        assert encoding is not None
-        replacement = _on_meta(module, encoding, config, name)
+        try:
+            replacement = _on_meta(module, encoding, config, name, source)
+        except ShapeError as error:
+            raise error.at(name) from None
         experts = replacement.experts if isinstance(replacement, Llama4MoE) else replacement
         assert isinstance(experts, Projections)
         model.set_submodule(name, replacement)
@@ -207,7 +217,9 @@ def _replace_experts(
     replaced.experts[source.name] = source
 
 
-def _on_meta(module: nn.Module, encoding: Encoding, config: NVFP4Config, name: str) -> nn.Module:
+def _on_meta(
+    module: nn.Module, encoding: Encoding, config: NVFP4Config, name: str, source: Source
+) -> nn.Module:
     """The replacement for a module of experts, without weights."""
     if encoding == NVFP4:
         return convert(module, config, name)
@@ -220,27 +232,34 @@ def _on_meta(module: nn.Module, encoding: Encoding, config: NVFP4Config, name: s
         )
     dtype = module.get_parameter("down_proj").dtype
     shapes = contract.up_shape, contract.down_shape
-    up, down = (_weight(encoding, shape) for shape in shapes)
+    runs = (len(names) if len(names) > 1 else 0 for names in source.names.values())
+    up, down = (_weight(encoding, shape, r) for shape, r in zip(shapes, runs, strict=True))
     up_bias, down_bias = (
         torch.empty(shape[:2], dtype=dtype) if contract.has_bias else None for shape in shapes
     )
     return experts_from(module, up, down, up_bias, down_bias, config)
 
 
-def _weight(encoding: Encoding, shape: tuple[int, ...]) -> Quantized:
-    """A weight without values, on the default device."""
+def _weight(encoding: Encoding, shape: tuple[int, ...], runs: int = 0) -> Quantized:
+    """A weight without values, on the default device. runs: of rows, with a scale each."""
     *lead, n, k = shape
+    shapes = ((encoding.part_shape(p, lead, n, k, runs), p.dtype) for p in encoding.parts)
     return Quantized(
-        *(torch.empty(encoding.part_shape(p, lead, n, k), dtype=p.dtype) for p in encoding.parts),
+        *(torch.empty(shape, dtype=dtype) for shape, dtype in shapes),
         encoding=encoding,
     )
 
 
 def _replace_linear(
-    replaced: Replacements, model: Any, name: str, module: nn.Module, weight: StoredWeight
+    replaced: Replacements,
+    model: Any,
+    name: str,
+    module: nn.Module,
+    weight: StoredWeight,
+    keeps_fp8: bool,
 ) -> None:
     """A QuantizedLinear for a linear layer in an encoding; any other module gets its weight in
-    floats, and stays.
+    floats, and stays, and so does one in 8-bit floats unless keeps_fp8.
     """
     shape = tuple(module.get_parameter("weight").shape)
     if weight.shape != shape:
@@ -250,7 +269,8 @@ def _replace_linear(
             where=weight.scheme.name,
         )
     source = replaced.take(Source(name, weight.scheme, {"weight": ("",)}), [weight])
-    if (encoding := source.scheme.encoding) is not None and type(module) is nn.Linear:
+    encoding = source.scheme.encoding if keeps_fp8 or not source.scheme.eight_bits else None
+    if encoding is not None and type(module) is nn.Linear:
         with torch.device("meta"):
             linear = QuantizedLinear(_weight(encoding, shape), module._parameters["bias"])
             if source.input_scale:

@@ -155,7 +155,7 @@ def _source_for_saving(model: Any, name: str, module: Projections, source: Sourc
         names = dict(zip(module.projections, _names(model, module), strict=True))
         source = Source(name, MODELOPT, names, input_scale=suffix)
     elif module.encoding == NVFP4 and source.scheme not in (MODELOPT, MODELOPT_FUSED):
-        source = replace(source, scheme=MODELOPT)
+        source = replace(source, scheme=MODELOPT, rounds=False)
     if module.encoding != source.scheme.encoding:
         raise UnsupportedError(
             f"experts in {module.encoding.name}",

@@ -44,6 +44,7 @@ class Source:
 
     `*` stands for the number of an expert. in_turns: gate and up rows alternate in the file.
     input_scale: the suffix of the scales of activations, which are kept; "" if there are none.
+    rounds: whether the files have floats, with scales or without, which become NVFP4.
     """
 
     name: str
@@ -51,11 +52,7 @@ class Source:
     names: Mapping[str, tuple[str, ...]]
     in_turns: bool = False
     input_scale: str = ""
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the files have floats, with scales or without, which become NVFP4."""
-        return self.scheme.encoding is None or self.scheme.encoding.plain
+    rounds: bool = False
 
     def weights(self, projection: str, experts: int, first: int = 0) -> list[list[str]]:
         """For each of the names that make up a projection, those of the experts from `first` on."""
@@ -120,7 +117,10 @@ def weights_of(source: Source, module: Projections, stored: Weights) -> list[Sto
                 where=source.name,
             )
         for weight in (stored[name] for name in wanted):
-            if weight.scheme != source.scheme or weight.shape != shape:
+            same = weight.scheme == source.scheme or (
+                source.rounds and weight.scheme.name == source.scheme.name
+            )
+            if not same or weight.shape != shape:
                 found = f"{weight.name} is {weight.scheme.name} {list(weight.shape)}"
                 raise CheckpointError(
                     found, expected=f"{source.scheme.name} {list(shape)}", where=source.name

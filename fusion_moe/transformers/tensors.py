@@ -69,14 +69,24 @@ def _loaded(row: Row, module: PackedModule, read: Read, device: Any) -> Tensor:
     if "*" in row.names[0]:
         for e, runs in enumerate(whole.view(len(whole), len(row.names), -1), first):
             for name, run in zip(row.names, runs, strict=True):
-                t = row.part.to_part(read(name.replace("*", str(e)) + row.part.suffix))
+                stored = read(name.replace("*", str(e)) + row.part.suffix)
+                t = row.part.to_part(stored, n=_rows(row, module))
                 run.copy_(_share(t, row, module, 0).reshape(-1))
         return whole
-    t = row.part.to_part(read(row.names[0] + row.part.suffix))
+    t = row.part.to_part(read(row.names[0] + row.part.suffix), n=len(like) if like.dim() else None)
     if isinstance(module, Projections) and t.dim():
         t = t[first : first + len(whole)]
         t = _share(deinterleave(t, 1, 1) if row.in_turns else t, row, module, 1)
     return whole.copy_(t)
+
+
+def _rows(row: Row, module: PackedModule) -> int | None:
+    """N of each matrix in files that a parameter of experts is made of."""
+    shards: Any = module.sharding
+    if getattr(shards, "features", None) is not None and not row.parameter.startswith("down"):
+        return int(shards.intermediate)
+    like = getattr(module, row.parameter)
+    return like.shape[1] // len(row.names) if like.dim() > 2 else None
 
 
 def _share(t: Tensor, row: Row, module: PackedModule, dim: int) -> Tensor:
@@ -108,9 +118,7 @@ def _rounded(
     parts = []
     for of_expert in zip(*names, strict=True):
         floats = torch.cat([_floats(weights[name], read) for name in of_expert])
-        parts.append(
-            quantize((floats.bfloat16() if source.scheme.encoding is None else floats)[None])
-        )
+        parts.append(quantize((floats.bfloat16() if source.scheme.eight_bits else floats)[None]))
     return map(torch.cat, zip(*parts, strict=True))
 
 

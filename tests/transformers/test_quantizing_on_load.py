@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import fusion_moe
 from fusion_moe.checkpoints import convert
 from fusion_moe.checkpoints import quantize as quantize_files
-from fusion_moe.encodings import MXFP4, quantize
+from fusion_moe.encodings import FP8_TENSOR, MXFP4, NVFP4, quantize
 from fusion_moe.errors import NonFiniteError, OptionError, UnsupportedError
 from fusion_moe.nn import Experts, Llama4MoE
 from fusion_moe.nn.frozen.projections import Projections
@@ -257,11 +257,8 @@ def test_eight_bit_floats_are_quantized_if_asked(family, left, tmp_path):
         tmp_path / "plain" / "model.safetensors",
         {"format": "pt"},
     )
-    with pytest.raises(
-        UnsupportedError,
-        match="experts in FP8 in blocks; expected experts in 4 bits; quantization_config=",
-    ):
-        from_pretrained(tmp_path / "eight")
+    as_it_is = from_pretrained(tmp_path / "eight").model.layers[1].mlp.experts
+    assert as_it_is.encoding == FP8_TENSOR
     made = from_pretrained(tmp_path / "eight", quantization_config=NVFP4Config())
     want = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     fusion_moe.quantize_(want)
@@ -301,8 +298,8 @@ def test_experts_in_several_formats(tmp_path):
             f"{name}_scale": torch.tensor(0.1),
         }
     save_file(found, mixed / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedError, match="experts in FP8; expected experts in 4 bits"):
-        from_pretrained(mixed)
+    layers = from_pretrained(mixed).model.layers
+    assert [layer.mlp.experts.encoding for layer in layers] == [NVFP4, FP8_TENSOR]
     made = from_pretrained(mixed, quantization_config=NVFP4Config())
     on_disk = from_pretrained(quantize_files(mixed, tmp_path / "quantized"))
     assert same_parameters(made.model.layers[1].mlp, on_disk.model.layers[1].mlp)

@@ -30,10 +30,10 @@ from fusion_moe.checkpoints import (
     quantize,
     stored_weights,
 )
-from fusion_moe.errors import CheckpointError, UnsupportedError
+from fusion_moe.errors import CheckpointError, ShapeError, UnsupportedError
 from fusion_moe.nn import QuantizedLinear
 from fusion_moe.nn.frozen.packed import PackedModule
-from fusion_moe.transformers import from_pretrained
+from fusion_moe.transformers import NVFP4Config, from_pretrained
 
 TOKENS = torch.arange(3, 20)[None]
 QWEN = Qwen3MoeConfig(
@@ -135,6 +135,23 @@ def fp8(
             f"{name}.weight": values,
             f"{name}.{suffix}": scale,
         }, values.float() * scale.float().reshape(-1, 1)
+
+    return encode
+
+
+def in_blocks(n: int, k: int) -> tuple[int, ...]:
+    return (-(-n // 128), -(-k // 128))
+
+
+def fp8_blocks(suffix: str, dtype: torch.dtype = torch.float32) -> Encode:
+    """The last blocks may be short."""
+
+    def encode(name: str, n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
+        values, scale = torch.randn(n, k).to(torch.float8_e4m3fn), torch.rand(in_blocks(n, k)) / 8
+        scale = (2.0 ** scale.log2().ceil() if dtype == torch.float8_e8m0fnu else scale).to(dtype)
+        of_all = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)[:n, :k]
+        parts = {f"{name}.weight": values, f"{name}.{suffix}": scale}
+        return parts, values.float() * of_all
 
     return encode
 
@@ -262,6 +279,61 @@ def test_compressed_tensors_in_mixed_precision(shape, dtype, tmp_path):
         )
         <= 1e-5
     )
+
+
+WHOLE = Qwen3MoeConfig(
+    **{**QWEN.to_dict(), "hidden_size": 256, "moe_intermediate_size": 128, "num_key_value_heads": 1}
+    | {"head_dim": 64, "num_attention_heads": 4}
+)
+FLOAT_QUANTIZED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+FP8_OF = {
+    "DeepSeek-V3": (fp8_blocks("weight_scale_inv"), BLOCKS, "fp8"),
+    "Qwen": (fp8_blocks("weight_scale_inv", torch.bfloat16), BLOCKS, "fp8"),
+    "DeepSeek-V4": (fp8_blocks("scale", torch.float8_e8m0fnu), BLOCKS, "fp8_e8m0"),
+    "channels": (fp8("weight_scale", of_rows), FLOAT_QUANTIZED, "fp8_channel"),
+    "rows": (fp8("weight_scale", lambda n, k: (n,)), FLOAT_QUANTIZED, "fp8_channel"),
+    "compressed-tensors": (fp8("weight_scale", of_matrix), FLOAT_QUANTIZED, "fp8_tensor"),
+    "ModelOpt": (
+        fp8("weight_scale", lambda n, k: ()),
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        "fp8_tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", FP8_OF)
+def test_fp8_as_it_is(which, tmp_path):
+    """Experts and linear layers, of which k_proj has 64 rows; saved, all bytes are those of the
+    files.
+    """
+    encode, said, encoding = FP8_OF[which]
+    encoded, plain = pair(tmp_path, WHOLE, said, {r"\.experts\.|self_attn\..*proj": encode})
+    model = assert_loads(encoded, plain)
+    layer = model.model.layers[1]
+    for module in (layer.mlp.experts, layer.self_attn.k_proj, layer.self_attn.o_proj):
+        assert module.encoding.name == encoding
+    model.save_pretrained(tmp_path / "saved")
+    want, got = (load_file(d / "model.safetensors") for d in (encoded, tmp_path / "saved"))
+    assert want.keys() == got.keys()
+    assert all(same_bytes(t, got[name]) for name, t in want.items())
+    assert_loads(tmp_path / "saved", plain)
+    made = from_pretrained(encoded, quantization_config=NVFP4Config())
+    assert made.model.layers[1].mlp.experts.encoding.name == "nvfp4"
+
+
+def test_fp8_whose_last_block_is_short(tmp_path):
+    """Of K: experts are refused before they are read, or rounded to NVFP4 on request; linear layers
+    become floats.
+    """
+    rules = {r"self_attn\..*proj": fp8_blocks("weight_scale_inv")}
+    assert_loads(*pair(tmp_path, QWEN, BLOCKS, rules))
+    with_experts = {r"\.experts\.": fp8_blocks("weight_scale_inv")}
+    (tmp_path / "more").mkdir()
+    config = Qwen3MoeConfig(**{**WHOLE.to_dict(), "moe_intermediate_size": 192})
+    encoded, _ = pair(tmp_path / "more", config, BLOCKS, with_experts)
+    with pytest.raises(ShapeError, match=r"layers.0.mlp.experts: fp8: K = 192; expected .* of 128"):
+        from_pretrained(encoded)
+    from_pretrained(encoded, quantization_config=NVFP4Config())
 
 
 def test_mxfp4_of_compressed_tensors(tmp_path):
