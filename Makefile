@@ -21,9 +21,9 @@ QUICK       := tests/ir tests/passes tests/schedule tests/formats tests/translat
 CXX_FILES   = $(shell find fusion_moe tests tools -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 DEMO_ARGS   ?=
 # Without "judges" the comparisons with other people's packages are skipped, without "sass" the look at compiled CUDA kernels, which needs no
-# GPU, without "typing" type checkers on a user's script. The full lane does without: once is enough, and its torch wants an older
-# cuda-bindings.
-TEST_EXTRAS ?= test,judges,sass,typing
+# GPU, without "typing" type checkers on a user's script, without "serve" the server. The full lane does without: once is enough, and its
+# torch wants an older cuda-bindings.
+TEST_EXTRAS ?= test,judges,sass,typing,serve
 
 BIN      := $(VENV)/bin
 FULL     := $(VENV_FULL)/bin

@@ -12,6 +12,7 @@ from .doctor import doctor
 from .explain import explain
 from .inspect import inspect
 from .quantize import quantize
+from .serve import serve
 
 app = typer.Typer(
     name="fusion-moe",
@@ -59,3 +60,8 @@ app.command(
 app.command(epilog=_examples("quantize Qwen3-30B-A3B Qwen3-30B-A3B-NVFP4"))(quantize)
 app.command(epilog=_examples("explain DIR", "explain DIR --tokens 2048 --gpu H100"))(explain)
 app.command(epilog=_examples("doctor", "doctor --json"))(doctor)
+app.command(
+    # all arguments are those of transformers' command, --help too
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    add_help_option=False,
+)(serve)
