@@ -235,7 +235,13 @@ PAIRS = [  # of weights and activations
 
 
 def product_of(
-    fmt: str, activations: str, layout: str, k: int = 1024, n: int = 1024, groups: int = 16
+    fmt: str,
+    activations: str,
+    layout: str,
+    k: int = 1024,
+    n: int = 1024,
+    groups: int = 16,
+    out_dtype: str | None = None,
 ) -> Product:
     """One product with weights of an encoding."""
     t, encoding = TensorType, ENCODINGS[fmt]
@@ -252,7 +258,8 @@ def product_of(
         "weight_format": fmt,
         "weight_layout": layout,
         "activation_format": "bf16",
-    } | dict.fromkeys(("out_dtype", "lora_a", "lora_b"))
+        "out_dtype": out_dtype,
+    } | dict.fromkeys(("lora_a", "lora_b"))
     lowered = lower(
         fusion_of("grouped_mm", tuple(given.items()), tuple(others.items())),
         TARGETS["cuda"],
@@ -320,6 +327,12 @@ def test_encodings_need_no_local_memory(fmt, activations, variant):
     assert {m[1] for x in lines if (m := re.search(r"\bHG?MMA\.\S*?F32(\.BF16)?", x))} == {
         ".BF16" if activations == "bf16" else None
     }
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e8m0", "fp8_tensor"])
+def test_results_in_float32_are_transposed_where_a_stage_has_few_bytes(fmt):
+    source = product_of(fmt, "bf16", "w16x64", out_dtype="f32")
+    build_all(source.products(only(M160[0]), {"s0": 512}, H200), H200)
 
 
 def test_wide_tiles_have_kernels_of_their_own():

@@ -14,7 +14,7 @@ from fusion_moe.nn import Experts, NVFP4Experts
 pytestmark = pytest.mark.gpu
 
 # experts, hidden and intermediate features: whole tiles, and not
-SIZES = [(16, 256, 128), (8, 192, 720)]
+SIZES = [(16, 256, 128), (8, 192, 736)]
 
 
 def made(encoding: object, weights: list[torch.Tensor]) -> Experts:

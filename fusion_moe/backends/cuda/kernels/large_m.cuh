@@ -54,6 +54,16 @@ struct SharedTiles<TILES, STAGE_K_BLOCKS, ELEMENTS, 0> {
     __device__ __forceinline__ const u8* first_scales(int) const { return nullptr; }
 };
 
+// T, with as many bytes as a result needs that is transposed in its place: a stage of 8-bit codes
+// has fewer.
+template <class T, int BYTES, bool IS_SMALL = (sizeof(T) < BYTES)>
+struct AtLeast : T {};
+
+template <class T, int BYTES>
+struct AtLeast<T, BYTES, true> : T {
+    u8 padding[BYTES - sizeof(T)];
+};
+
 // Where a block of a cluster receives the partial sums of the other blocks, in the order of their
 // registers, for the warpgroups whose results it stores.
 template <int TILE_M, int CONSUMERS, int SPLIT_K>
@@ -165,7 +175,8 @@ struct LargeM {
     static_assert(TILE_M % 16 == 0 && TILE_M <= 256,
                   "M tiles are transposed 16 rows at a time, and fit an instruction");
 
-    using RepeatWeights = SharedTiles<TILES_OF_K_BLOCK, STAGE_K_BLOCKS, ELEMENTS, SCALES>;
+    using RepeatWeights = AtLeast<SharedTiles<TILES_OF_K_BLOCK, STAGE_K_BLOCKS, ELEMENTS, SCALES>,
+                                  Transpose::BUFFER_BYTES>;
 
     struct alignas(1024) Stage {
         u8 activations[STAGE_K_BLOCKS][TILE_M * TILE_ROW_BYTES];
@@ -193,8 +204,7 @@ struct LargeM {
         u64 full[STAGES], empty[STAGES];
         TileScheduler scheduler;
     };
-    static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES &&
-                  sizeof(RepeatWeights) >= Transpose::BUFFER_BYTES);
+    static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES);
 
     __device__ static void run(const Segment& s, const SizeClass& size_class) {
         extern __shared__ __align__(1024) u8 memory[];
