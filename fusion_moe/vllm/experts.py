@@ -36,7 +36,7 @@ class ExpertsMethod(FusedMoEMethodBase):
     unread: tuple[str, ...] = ()  # what vLLM loads beside them, except biases
     interleave = 0  # the interleave of gate and up rows as they are loaded
     supports_pre_processed_weights = False
-    supports_eplb = False
+    supports_eplb = True  # vLLM moves what is [E, ...] between ranks, in whatever order
     first_expert: int | None = None  # of this rank, None if all experts are here
     kept: Kept | None = None  # once weights are loaded
 
@@ -137,6 +137,9 @@ class ExpertsMethod(FusedMoEMethodBase):
         )
         layer.fusion_moe.first_expert = self.first_expert
         logger.info_once(serve_(layer.fusion_moe, self.moe.in_dtype, self.moe.experts_per_token))
+        if self.moe.moe_parallel_config.enable_eplb:
+            # not all that vLLM sends them with takes floats of 8 bits
+            layer.fusion_moe.become_integers()
         self.kept = Kept(layer.fusion_moe)
 
     def apply(

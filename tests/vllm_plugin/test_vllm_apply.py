@@ -32,7 +32,9 @@ def plugin() -> Iterator[Callable[[str], Any]]:
 def configuration(activation: str, has_bias: bool) -> Any:
     """As vLLM's of a layer."""
     return SimpleNamespace(
-        moe_parallel_config=SimpleNamespace(use_all2all_kernels=False, dp_size=1),
+        moe_parallel_config=SimpleNamespace(
+            use_all2all_kernels=False, dp_size=1, enable_eplb=False
+        ),
         is_lora_enabled=False,
         moe_backend="auto",
         experts_per_token=SLOTS,

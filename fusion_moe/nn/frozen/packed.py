@@ -101,12 +101,12 @@ class PackedModule(nn.Module):
             and distributed.is_available()
             and distributed.is_initialized()
         ):
-            self._become_integers()
+            self.become_integers()
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
-    def _become_integers(self) -> None:
-        """Before a wrapper takes parameters: their dtypes and their layout stay what they are
-        now.
+    def become_integers(self) -> None:
+        """For who takes parameters and sends them, or casts floats: their dtypes and their layout
+        stay what they are now.
         """
         if self.encoding.plain or any(
             p.is_meta for p in self._parameters.values() if p is not None
