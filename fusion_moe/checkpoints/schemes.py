@@ -16,7 +16,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ..encodings import INT4, MXFP4, NVFP4, Encoding, Quantized, dequantize
+from ..encodings import FP8_TENSOR, INT4, MXFP4, NVFP4, Encoding, Quantized, dequantize
 from ..encodings.encoding import FLOATS
 from ..errors import UnsupportedError
 from ..layouts.layout import as_bytes
@@ -216,6 +216,8 @@ PACKED_INT4 = Scheme(
     ),
 )
 FP8 = _fp8("FP8", ".weight_scale")  # ModelOpt's and compressed-tensors'
+FP8_OF_MATRIX = of_encoding(FP8, FP8_TENSOR, torch.float32, ())
+FP8_INVERSE = _fp8("FP8 in blocks", ".weight_scale_inv")  # a multiplier, for all that
 
 SCHEMES: tuple[Scheme, ...] = (
     MODELOPT,
@@ -241,7 +243,7 @@ SCHEMES: tuple[Scheme, ...] = (
             StoredPart("block_scale", ".scale", _E8M0[::-1], view=torch.float8_e8m0fnu),
         ),
     ),
-    _fp8("FP8 in blocks", ".weight_scale_inv"),
+    FP8_INVERSE,
     _fp8("FP8 in blocks, DeepSeek-V4", ".scale"),
 )
 

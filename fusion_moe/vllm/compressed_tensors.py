@@ -27,6 +27,7 @@ from ..encodings import INT4
 from ..errors import DtypeError, UnsupportedError
 from ..serving import LEAVE, NAME
 from .experts import ExpertsMethod
+from .fp8 import FusionMoePackedFp8Method, packed_scheme
 from .gpt_oss import LoadsGptOss
 from .linear import is_linear_on_cpu, linear_method
 from .log import logger
@@ -79,8 +80,8 @@ class FusionMoeCompressedTensorsConfig(LoadsGptOss, CompressedTensorsConfig):
         return NAME
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """vLLM's own, except for experts in 4 bits, and on CPUs for NVFP4 linear layers. None for
-        experts that the checkpoint leaves in floats.
+        """vLLM's own, except for experts in 4 bits or FP8, and on CPUs for NVFP4 linear layers.
+        None for experts that the checkpoint leaves in floats.
         """
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
@@ -109,6 +110,10 @@ class FusionMoeCompressedTensorsConfig(LoadsGptOss, CompressedTensorsConfig):
             return FusionMoePackedMxfp4Method(layer.moe_config)
         if _is_int4(weights, gate["input_activations"]):
             return FusionMoeInt4Method(layer.moe_config)
+        if (scheme := packed_scheme(weights)) is not None:
+            return FusionMoePackedFp8Method(
+                scheme, weights, gate["input_activations"], layer.moe_config
+            )
         return self._by_vllm(layer, prefix, gate)
 
     def _by_vllm(self, layer: Any, prefix: str, scheme: Any) -> Any:
@@ -117,7 +122,7 @@ class FusionMoeCompressedTensorsConfig(LoadsGptOss, CompressedTensorsConfig):
         try:
             method = super().get_quant_method(layer, prefix)
         except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-            expected = f"NVFP4, MXFP4, symmetric INT4 in groups of {INT4.block}, or what vLLM has"
+            expected = f"NVFP4, MXFP4, FP8, symmetric INT4 in groups of {INT4.block}, or vLLM's"
             todo = f"quantize them so; vLLM says: {error}"
             raise UnsupportedError(found, expected=expected, todo=todo, where=prefix) from error
         logger.info_once("%s are served by vLLM: %s", found, type(method).__name__)

@@ -20,7 +20,8 @@ from .log import logger
 _MXFP4 = ("mxfp4", "gpt_oss_mxfp4")  # vLLM renames gpt-oss's
 _TESTED = ("0.32", "0.33")
 _READ = (
-    "ModelOpt's NVFP4, W4A16_NVFP4 and MIXED_PRECISION, compressed-tensors, MXFP4, or DeepSeek-V4"
+    "ModelOpt's NVFP4, W4A16_NVFP4, FP8 and MIXED_PRECISION, compressed-tensors, MXFP4, FP8, or "
+    "DeepSeek-V4"
 )
 
 
@@ -68,12 +69,23 @@ class FusionMoeConfig(QuantizationConfig):
 
             return FusionMoeCompressedTensorsConfig.from_config(dict(config))
         if method == "modelopt":
-            from .modelopt import ALGORITHMS, FusionMoeMixedConfig, FusionMoeModelOptConfig
+            from .modelopt import (
+                ALGORITHMS,
+                FusionMoeMixedConfig,
+                FusionMoeModelOptConfig,
+                FusionMoeModelOptFp8Config,
+            )
 
             if _algorithm(config) in ALGORITHMS:
                 return FusionMoeModelOptConfig.from_config(dict(config))
             if _algorithm(config) == "MIXED_PRECISION":
                 return FusionMoeMixedConfig.from_config(dict(config))
+            if _algorithm(config) == "FP8":
+                return FusionMoeModelOptFp8Config.from_config(dict(config))
+        if method == "fp8":
+            from .fp8 import FusionMoeFp8Config
+
+            return FusionMoeFp8Config.from_config(dict(config))
         if method in _MXFP4:
             from .mxfp4 import FusionMoeGptOssConfig, FusionMoeMxfp4Config
 

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.modelopt import (
+    ModelOptFp8Config,
+    ModelOptFp8MoEMethod,
     ModelOptMixedPrecisionConfig,
     ModelOptNvFp4Config,
     ModelOptNvFp4FusedMoE,
 )
 
-from ..checkpoints.schemes import MODELOPT, MODELOPT_FUSED
+from ..checkpoints.schemes import FP8_OF_MATRIX, MODELOPT, MODELOPT_FUSED
 from ..errors import CheckpointError
 from ..serving import NAME
 from .experts import ExpertsMethod
@@ -79,6 +81,18 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
         param.data.copy_(t.expand(param.shape))
 
 
+class FusionMoeModelOptFp8Method(ExpertsMethod, ModelOptFp8MoEMethod):
+    """Experts in ModelOpt's FP8, a scale for each matrix."""
+
+    scheme = FP8_OF_MATRIX
+    unread = ("input_scale",)
+
+    def __init__(self, quant_config: ModelOptFp8Config, moe_config: Any):
+        """quant_config: of the checkpoint; moe_config: of the layer."""
+        super().__init__(moe_config)
+        self.quant_config = quant_config
+
+
 class _Config(LoadsGptOss):
     """What both configurations say instead of vLLM's."""
 
@@ -105,16 +119,26 @@ class FusionMoeModelOptConfig(_Config, ModelOptNvFp4Config):
         return super().get_quant_method(layer, prefix)
 
 
+class FusionMoeModelOptFp8Config(_Config, ModelOptFp8Config):
+    """vLLM's configuration of ModelOpt's FP8, with this library's experts."""
+
+    FusedMoEMethodCls = FusionMoeModelOptFp8Method
+
+
 class FusionMoeMixedConfig(_Config, ModelOptMixedPrecisionConfig):
     """vLLM's configuration of a checkpoint that names a format for each layer: this library has
-    what is in NVFP4, as with `FusionMoeModelOptConfig`; vLLM the rest, experts in FP8 too.
+    what is in NVFP4, as with `FusionMoeModelOptConfig`, and experts in FP8; vLLM the rest.
     """
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """vLLM's own method, except for experts in NVFP4, and on CPUs for such linear layers."""
+        """vLLM's own method, except for experts in NVFP4 or FP8, and on CPUs for linear layers
+        in NVFP4.
+        """
         named = None if self.is_layer_excluded(prefix) else self._resolve_quant_algo(prefix)
         if named in ALGORITHMS and isinstance(layer, RoutedExperts):
             return FusionMoeModelOptMethod(self.nvfp4_config, layer.moe_config)
+        if named == "FP8" and isinstance(layer, RoutedExperts):
+            return FusionMoeModelOptFp8Method(self.fp8_config, layer.moe_config)
         if named in ALGORITHMS and is_linear_on_cpu(layer):
             return linear_method(layer, prefix, MODELOPT, "input_scale")
         return super().get_quant_method(layer, prefix)

@@ -179,6 +179,62 @@ def mxfp4_alone_demo(folder: Path) -> Path:
     return made
 
 
+_OTHERS = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
+
+
+def fp8_demo(folder: Path) -> Path:
+    """The demo model with experts in FP8 of `quant_method: fp8`, with scales for 128 x 128; beside
+    it "dense", what they mean.
+    """
+    names = [f"model.layers.{i}.{at}" for i in range(4) for at in ("self_attn", "mlp.gate")]
+    names = [f"{n}.{p}_proj" for n in names if "attn" in n for p in "qkvo"] + names[1::2]
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    said |= {"activation_scheme": "dynamic", "modules_to_not_convert": [*names, "lm_head"]}
+    return _fp8(folder, encodings.FP8, "weight_scale_inv", said)
+
+
+def fp8_modelopt_demo(folder: Path) -> Path:
+    """The same in ModelOpt's FP8: a scale for each matrix, and one for its activations."""
+    said = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    said |= {"ignore": ["lm_head", "*self_attn*", "*mlp.gate"]}
+    return _fp8(folder, encodings.FP8_TENSOR, "weight_scale", said, "input_scale")
+
+
+def fp8_channels_demo(folder: Path) -> Path:
+    """The same in compressed-tensors' FP8: a scale for each row."""
+    rows = {"num_bits": 8, "strategy": "channel", "symmetric": True}
+    tokens = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
+    said = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    said |= {"quantization_status": "compressed", "ignore": _OTHERS}
+    group = _group("Linear", "float", "float-quantized", rows, tokens)
+    return _fp8(
+        folder, encodings.FP8_CHANNEL, "weight_scale", said | {"config_groups": {"group_0": group}}
+    )
+
+
+def _fp8(
+    folder: Path, encoding: encodings.Encoding, suffix: str, said: dict[str, Any], *inputs: str
+) -> Path:
+    made, dense = folder / "fp8", folder / "dense"
+    shutil.copytree(DEMO, dense)
+    tensors = load_file(dense / "model.safetensors")
+    packed = dict(tensors)
+    for name in [name for name in tensors if ".experts." in name]:
+        weight = encodings.quantize(tensors[name], encoding=encoding)
+        tensors[name], (packed[name], scale) = encodings.dequantize(weight), weight
+        below = name.removesuffix("weight")
+        packed[below + suffix] = scale[::128] if encoding == encodings.FP8 else scale
+        packed |= {below + one: torch.tensor(0.5) for one in inputs}
+    save_file(tensors, dense / "model.safetensors", {"format": "pt"})
+    shutil.copytree(dense, made)
+    save_file(
+        {n: t.contiguous() for n, t in packed.items()}, made / "model.safetensors", {"format": "pt"}
+    )
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    return made
+
+
 def gemma4(folder: Path) -> Path:
     """A small Gemma 4, whose experts have GELU by tanh, in ModelOpt's NVFP4, which has all of their
     numbers; beside it "dense".

@@ -29,7 +29,7 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_ex
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
 from fusion_moe.checkpoints.schemes import Direction
-from fusion_moe.encodings import NVFP4, Quantized, quantize
+from fusion_moe.encodings import FP8, NVFP4, Quantized, quantize
 from fusion_moe.errors import (
     CheckpointError,
     DtypeError,
@@ -198,12 +198,27 @@ def compressed(**weights: Any) -> Any:
 def test_experts_that_neither_serves() -> None:
     with pytest.raises(
         UnsupportedError,
-        match="layers.0.mlp.experts: experts in pack-quantized; expected NVFP4, .*, or what vLLM "
-        "has; quantize them so; vLLM says: No WNA16 MoE backend",
+        match="layers.0.mlp.experts: experts in pack-quantized; expected NVFP4, .*, or vLLM's; "
+        "quantize them so; vLLM says: No WNA16 MoE backend",
     ):
         compressed(num_bits=2, strategy="group", group_size=32).get_quant_method(
             routed_experts(), "layers.0.mlp.experts"
         )
+
+
+def test_fp8_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts by this library, those that are skipped and linear layers by vLLM."""
+    config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    config |= {"weight_block_size": [128, 128], "ignored_layers": ["layers.1.mlp.experts"]}
+    made, owner = FusionMoeConfig.from_config(config), routed_experts()
+    monkeypatch.setattr(type(made).__base__, "get_quant_method", lambda *arguments: "vLLM's")
+    assert made.get_name() == "fusion_moe"
+    assert made.get_quant_method(owner, "layers.0.mlp.experts").encoding == FP8
+    assert made.get_quant_method(owner, "layers.1.mlp.experts") == "vLLM's"
+    assert made.get_quant_method(torch.nn.Linear(2, 2), "layers.0.mlp.gate") == "vLLM's"
+    other = FusionMoeConfig.from_config(config | {"weight_block_size": [1, 128]})
+    with pytest.raises(UnsupportedError, match=r"FP8 in blocks of \[1, 128\]; expected \[128, 128"):
+        other.get_quant_method(owner, "layers.0.mlp.experts")
 
 
 def test_deepseek_v4_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +242,8 @@ def test_deepseek_v4_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("config", "found"),
     [
-        ({"quant_method": "fp8"}, "quant_method 'fp8'"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo FP8"),
+        ({"quant_method": "mxfp8"}, "quant_method 'mxfp8'"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "quant_algo FP8_PB_WO"),
     ],
 )
 def test_other_methods_are_refused(config: dict[str, Any], found: str) -> None:

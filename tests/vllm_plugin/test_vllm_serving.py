@@ -26,6 +26,9 @@ from served import (
     ENVIRONMENT,
     compressed_tensors_demo,
     deepseek_v4,
+    fp8_channels_demo,
+    fp8_demo,
+    fp8_modelopt_demo,
     gemma4,
     gpt_oss_between_two,
     greedy,
@@ -86,6 +89,18 @@ def test_demo_offline(write: Any, tmp_path: Path) -> None:
     directory = write(tmp_path)
     found, log = generated(directory)
     encoding = "mxfp4" if "mxfp4" in write.__name__ else "nvfp4"
+    assert f"fusion_moe serves experts in {encoding}, activations in torch.float32, on cpu" in log
+    compare(directory, tmp_path, found, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("write", "encoding"),
+    [(fp8_demo, "fp8"), (fp8_modelopt_demo, "fp8_tensor"), (fp8_channels_demo, "fp8_channel")],
+)
+def test_fp8_offline(write: Any, encoding: str, tmp_path: Path) -> None:
+    """As they are; gate and up keep separate scales."""
+    directory = write(tmp_path)
+    found, log = generated(directory)
     assert f"fusion_moe serves experts in {encoding}, activations in torch.float32, on cpu" in log
     compare(directory, tmp_path, found, 1e-3)
 
