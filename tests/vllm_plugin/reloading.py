@@ -1,7 +1,7 @@
 """A process of its own: an engine of one directory reloads another one, and then the tensors of the
 first. Prints, as JSON, what was generated before and after, and by a new engine.
 
-Arguments: both directories; JSON of prompts, lists of ids.
+Arguments: both directories; JSON of prompts, lists of ids; JSON of options of LLM.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ def main() -> None:
     from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
 
-    first, second, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    first, second = sys.argv[1:3]
+    prompts, options = map(json.loads, sys.argv[3:])
 
     def engine(directory: str) -> Any:
         return LLM(
@@ -24,10 +25,9 @@ def main() -> None:
             skip_tokenizer_init=True,
             max_num_seqs=4,
             seed=0,
-            dtype="float32",
-            enforce_eager=True,
             max_model_len=64,
             quantization="fusion_moe",
+            **options,
         )
 
     def generated(llm: Any) -> list[Any]:

@@ -192,8 +192,12 @@ def test_bad_weights_change_nothing() -> None:
 
 @pytest.mark.slow
 def test_an_engine(tmp_path: Path) -> None:
+    an_engine_reloads(tmp_path, {"dtype": "float32", "enforce_eager": True})
+
+
+def an_engine_reloads(folder: Path, options: dict[str, Any]) -> None:
     """Experts, attention and embeddings; from a directory, and from tensors as of a trainer."""
-    first, second = MADE / "modelopt-qwen3_moe", tmp_path / "second"
+    first, second = MADE / "modelopt-qwen3_moe", folder / "second"
     shutil.copytree(first, second)
     tensors = load_file(second / "model.safetensors")
     for i, name in enumerate(tensors):
@@ -203,7 +207,7 @@ def test_an_engine(tmp_path: Path) -> None:
     save_file(tensors, second / "model.safetensors", {"format": "pt"})
     prompts = [[3, 9, 27, 20, 5, 11, 30], [8, 4]]
     script = Path(__file__).with_name("reloading.py")
-    command = [sys.executable, script, first, second, json.dumps(prompts)]
+    command = [sys.executable, script, first, second, json.dumps(prompts), json.dumps(options)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]

@@ -1,0 +1,70 @@
+"""vLLM on a GPU, in its default mode (CUDA graphs, torch.compile), in bfloat16: what it says is
+compared with transformers' model of the same numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
+
+from files import MADE
+from served import (
+    compressed_tensors_demo,
+    gemma4,
+    judged,
+    mixed_demo,
+    modelopt_demo,
+    mxfp4_alone_demo,
+    mxfp4_demo,
+)
+from test_vllm_reload import an_engine_reloads
+from test_vllm_serving import PROMPTS, generated
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+DEFAULT: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "enforce_eager": False,
+    "gpu_memory_utilization": 0.1,
+}
+
+
+def near(directory: Path, folder: Path, found: list[dict[str, Any]]) -> None:
+    _, wanted = judged(directory, folder, PROMPTS)
+    for answer, want in zip(found, wanted, strict=True):
+        assert answer["log_probabilities"] == pytest.approx(want, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        modelopt_demo,
+        mixed_demo,
+        compressed_tensors_demo,
+        mxfp4_demo,
+        mxfp4_alone_demo,
+        gemma4,
+    ],
+)
+def test_directories(write: Any, tmp_path: Path) -> None:
+    directory = write(tmp_path)
+    found, log = generated(directory, **DEFAULT)
+    assert "fusion_moe serves experts in" in log
+    assert ", on cuda" in log
+    near(directory, tmp_path, found)
+
+
+@pytest.mark.parametrize(
+    "name", ["modelopt-mixtral", "modelopt-gpt_oss", "ct-qwen3_moe-int4", "mxfp4-gpt_oss"]
+)
+def test_made_by_other_packages(name: str, tmp_path: Path) -> None:
+    found, log = generated(MADE / name, **DEFAULT)
+    assert ", on cuda" in log
+    near(MADE / name, tmp_path, found)
+
+
+def test_captured_graphs_read_reloaded_weights(tmp_path: Path) -> None:
+    an_engine_reloads(tmp_path, DEFAULT)
