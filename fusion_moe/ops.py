@@ -327,6 +327,9 @@ def fused_experts(
     gate_up_lora_b: Tensor | None = None,
     down_lora_a: Tensor | None = None,
     down_lora_b: Tensor | None = None,
+    lora_of: Tensor | None = None,
+    gate_up_lora_of: Tensor | None = None,
+    down_lora_of: Tensor | None = None,
     *,
     activation: str | None = None,
     scale_on: str = "output",
@@ -350,6 +353,10 @@ def fused_experts(
         gate_up_lora_a, gate_up_lora_b: float [E, r, H] and [E, 2I, r], the adapter of gate_up, or
             None. The rows of gate_up_lora_b are in the order of gate_up's.
         down_lora_a, down_lora_b: float [E, r, I] and [E, H, r], the adapter of down, or None.
+        lora_of: int64 or int32 [T], the adapter of each token, if the r features are those of
+            several adapters, one after another; a number that no feature has, such as -1: none.
+            None: all tokens have all features.
+        gate_up_lora_of, down_lora_of: int64 or int32 [r], the adapter of each feature.
         activation: what stands between the products, as the text of a program, computed in float32
             and rounded once: `fusion_moe.nn.activation` writes the text of a torch function,
             `fusion_moe.nn.swiglu` that of the variants of SwiGLU. None: silu(gate) * up, gate above

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from .runtime.precompile import preparing
 
 NAME = "fusion_moe"  # of the quantization
 LEAVE = f"run without --quantization {NAME}"
+# for a number of tokens, arguments of `fused_experts`
+Adapters = Callable[[int], Mapping[str, Tensor]]
 
 
 def need_blocks(encoding: Encoding, hidden: int, intermediate: int, where: str) -> None:
@@ -49,7 +51,9 @@ def weight_of(scheme: Scheme, tensors: Sequence[Tensor], where: str) -> Quantize
     return Quantized(*parts, encoding=scheme.encoding)
 
 
-def compile_(experts: Experts, dtype: torch.dtype, slots: int) -> None:
+def compile_(
+    experts: Experts, dtype: torch.dtype, slots: int, adapters: Adapters | None = None
+) -> None:
     """Compiles the kernels for all numbers of tokens, so that no request waits for a compiler.
     Layers of one shape share them.
 
@@ -61,7 +65,8 @@ def compile_(experts: Experts, dtype: torch.dtype, slots: int) -> None:
         for tokens in (1, 2, 3):
             x = torch.zeros(tokens, hidden, dtype=dtype, device=where)
             ids = torch.zeros(tokens, slots, dtype=torch.int32, device=where)
-            experts(x, ids, torch.zeros(tokens, slots, dtype=torch.float32, device=where))
+            w = torch.zeros(tokens, slots, dtype=torch.float32, device=where)
+            experts(x, ids, w, adapters(tokens) if adapters else None)
 
 
 class Kept:

@@ -134,8 +134,8 @@ SPECS = {
         ),
         Spec(
             "fused_experts",
-            rows={"x": 1, "ids": 1, "w": 1},
-            equal=("x", "ids", "w"),
+            rows={"x": 1, "ids": 1, "w": 1, "lora_of": 0},
+            equal=("x", "ids", "w", "lora_of"),
             flatten="x",
             autocast=("x", "gate_up_bias", "down_bias"),
             weights=("gate_up", "down"),
@@ -202,6 +202,9 @@ _INTEGERS = {
     "ids": (torch.int64, torch.int32),
     "slot_of": (torch.int64, torch.int32),
     "offs": (torch.int32,),
+    "lora_of": (torch.int64, torch.int32),
+    "gate_up_lora_of": (torch.int64, torch.int32),
+    "down_lora_of": (torch.int64, torch.int32),
 }
 
 

@@ -19,7 +19,7 @@ from ..checkpoints import Scheme
 from ..encodings import Encoding, Quantized
 from ..errors import UnsupportedError
 from ..nn import Experts, activation, swiglu
-from ..serving import LEAVE, Kept, need_blocks, place_, serve_, weight_of
+from ..serving import LEAVE, Adapters, Kept, need_blocks, place_, serve_, weight_of
 from .log import logger
 
 # with it vLLM gathers tokens before `apply`, and reduce-scatters the ranks' results
@@ -39,6 +39,7 @@ class ExpertsMethod(FusedMoEMethodBase):
     supports_eplb = True  # vLLM moves what is [E, ...] between ranks, in whatever order
     first_expert: int | None = None  # of this rank, None if all experts are here
     kept: Kept | None = None  # once weights are loaded
+    adapters: Adapters | None = None  # of each number of tokens, with --enable-lora
 
     def __init__(self, moe: Any):
         """moe: vLLM's configuration of the layer. UnsupportedError if it cannot be served."""
@@ -155,7 +156,8 @@ class ExpertsMethod(FusedMoEMethodBase):
         partial sum of this rank's experts, which vLLM sums over ranks. vLLM computes shared experts
         itself.
         """
-        return layer.fusion_moe(x, topk_ids, topk_weights)
+        adapters = self.adapters(len(x)) if self.adapters else None
+        return layer.fusion_moe(x, topk_ids, topk_weights, adapters)
 
 
 def _named(
@@ -196,11 +198,9 @@ def need_served(moe: Any) -> None:
         found = f"--moe-backend {moe.moe_backend}, which names kernels of vLLM"
         raise _unsupported(found, "this library's", "leave out one of the two options")
     if moe.is_lora_enabled:
-        raise _unsupported(
-            "LoRA",
-            "experts without adapters",
-            "run without --enable-lora, or merge the adapter into the weights first",
-        )
+        from . import lora
+
+        lora.need_served(moe)
 
 
 def activation_of(moe: Any, interleave: int) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from hopper import ON_HOPPER
 from torch import Tensor, nn
@@ -83,4 +84,44 @@ def test_graphs_replay_with_other_ids():
     )
     for seed in range(4):
         assert all(map(torch.equal, step(graphed, *arguments(seed)), step(layer, *arguments(seed))))
+    fusion_moe.synchronize()
+
+
+@pytest.mark.parametrize("rank", [4, 24])
+def test_several_adapters_in_a_graph(rank):
+    """Which adapter a token has, and what adapters are, are read at each replay. With ranks of 4
+    the added product is in the accumulators, with 24 it has a kernel of its own.
+    """
+    slots, layer = 3, prepared().experts
+    of = torch.arange(slots).repeat_interleave(rank).cuda()
+    sizes = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
+    lora = {"lora_of": torch.full((TOKENS,), -1).cuda()}
+    for name, (n, k) in sizes.items():
+        shapes = {"a": (EXPERTS, len(of), k), "b": (EXPERTS, n, len(of))}
+        lora |= {f"{name}_lora_{f}": torch.zeros(s).bfloat16().cuda() for f, s in shapes.items()}
+        lora[f"{name}_lora_of"] = of
+    for name in "gate_up_lora", "down_lora":
+        delattr(layer, name)
+    x, ids, w = arguments(0)
+    layer(x, ids, w, lora)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = layer(x, ids, w, lora)
+    factors = {name: t for name, t in lora.items() if t.is_floating_point()}
+    for seed in range(1, 4):
+        g = torch.Generator().manual_seed(seed)
+        lora["lora_of"].copy_(torch.randint(-1, slots, (TOKENS,), generator=g))
+        for t in factors.values():
+            t.copy_(torch.randn(t.shape, generator=g) * t.shape[-1] ** -0.5)
+        for into, new in zip((x, ids, w), arguments(seed), strict=True):
+            into.copy_(new)
+        graph.replay()
+        for slot in range(-1, slots):
+            own = {
+                name: (t[:, of == slot] if name.endswith("a") else t[..., of == slot]).contiguous()
+                for name, t in factors.items()
+            }
+            here, want = lora["lora_of"] == slot, layer(x, ids, w, own if slot >= 0 else None)
+            want = want[here].double()
+            assert (found[here].double() - want).norm() <= 2**-7 * want.norm()
     fusion_moe.synchronize()

@@ -290,18 +290,90 @@ def test_compiled():
         assert (found[n] - want[n]).norm() <= 2e-2 * want[n].norm()
 
 
+# Features of three adapters, in any order. One token has none, two numbers name none of them.
+OF_TOKENS = torch.tensor([2, -1, 0, 7, 1])
+OF_FEATURES = torch.tensor([0, 2, 1, 1, 0, 2, 2])
+RANKS = torch.arange(R)
+OF = "gate_up_lora_of", "down_lora_of"
+
+
+def several() -> dict[str, Tensor]:
+    """Those of `layer` with adapters of which each token has at most one."""
+    given = layer(ROUTING, "both") | factors(ROUTING.groups, H, I, len(OF_FEATURES))
+    return given | {"lora_of": OF_TOKENS} | dict.fromkeys(OF, OF_FEATURES)
+
+
+@pytest.mark.parametrize("other", [None, torch.int32], ids=["i64", "i32"])
+def test_each_token_has_one_of_several(other: torch.dtype | None):
+    """Results, and what each adapter learns, are those of calls for one adapter's tokens."""
+    given, dy = several(), drawn(len(OF_TOKENS), H, seed=9)
+    given["lora_of"] = given["lora_of"].to(other)
+    wanted = [n for n, t in given.items() if t.is_floating_point()]
+    found = gradients(call, given, wanted, dy)
+    y, want = call(given), {n: torch.zeros_like(t) for n, t in given.items() if n in wanted}
+    for adapter in OF_TOKENS.unique():
+        here, features = adapter == OF_TOKENS, adapter == OF_FEATURES
+        one = {n: t[here] if n in ("x", "ids", "w") else t for n, t in given.items()}
+        for n in FACTORS["both"]:
+            one[n] = given[n] * (features if n.endswith("b") else features[:, None])
+        alone = {n: t for n, t in one.items() if not n.endswith("_of")}
+        torch.testing.assert_close(y[here], call(alone), rtol=1e-12, atol=1e-12)
+        for n, grad in gradients(call, alone, wanted, dy[here]).items():
+            if n in ("x", "w"):
+                want[n][here] = grad
+            elif n in wanted:
+                mask = features if n.endswith("lora_b") else features[:, None]
+                want[n] += grad * mask if n in FACTORS["both"] else grad
+    for n in wanted:
+        torch.testing.assert_close(found[n], want[n], rtol=1e-10, atol=1e-10)
+
+
+def test_what_one_adapter_reads_is_not_what_another_has():
+    """Not a number in A of one adapter: others, and tokens without one, do not see it."""
+    given = several()
+    want = call(given)
+    for n in "gate_up_lora_a", "down_lora_a":
+        given[n][:, OF_FEATURES == 1] = float("nan")
+    found = call(given)
+    assert found[OF_TOKENS == 1].isnan().all()
+    assert torch.equal(found[OF_TOKENS != 1], want[OF_TOKENS != 1])
+
+
+def test_tokens_of_sequences():
+    given = several()
+    lists = {n: t[None] if n in ("x", "lora_of") else t for n, t in given.items()}
+    assert torch.equal(call(lists)[0], call(given))
+
+
 def test_opcheck():
     given = narrow(x=True, w=True)
     tensors = [given[n] for n in ("x", "ids", "w")] + [[given[n]] for n in ("gate_up", "down")]
     opcheck(
         ops.fused_experts.default,
-        (*tensors, None, None, *(given[n] for n in FACTORS["both"])),
+        (*tensors, None, None, *(given[n] for n in FACTORS["both"]), OF_TOKENS, *[RANKS] * 2),
         {"weight_format": "bf16"},
     )
 
 
 A, B = torch.zeros(6, R, H), torch.zeros(6, 2 * I, R)
+BOTH = {"gate_up_lora_a": A, "gate_up_lora_b": B, "lora_of": OF_TOKENS}
 REFUSED = {
+    "features of none": (BOTH, ShapeError, "lora_of without gate_up_lora_of; expected the adapter"),
+    "features of others": (
+        BOTH | {"gate_up_lora_of": RANKS[1:]},
+        ShapeError,
+        r"gate_up_lora_of \[2\]; expected \[3\], the adapter of each feature of gate_up_lora_a",
+    ),
+    "adapters in floats": (
+        BOTH | {"lora_of": OF_TOKENS.float(), "gate_up_lora_of": RANKS},
+        DtypeError,
+        "lora_of is torch.float32; expected torch.int",
+    ),
+    "another number of tokens": (
+        BOTH | {"lora_of": OF_TOKENS[1:], "gate_up_lora_of": RANKS},
+        ShapeError,
+        "x has 5 rows, lora_of 4",
+    ),
     "one alone": (
         {"gate_up_lora_a": A},
         ShapeError,
@@ -346,5 +418,5 @@ def test_refused(added, error, says):
         for n, t in layer(ROUTING, "both").items()
         if "lora" not in n
     }
-    with pytest.raises(error, match=f"fused_experts: {says}"):
+    with pytest.raises(error, match=f"fused_experts: .*{says}"):
         call(given | added)

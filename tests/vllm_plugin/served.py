@@ -360,6 +360,38 @@ def _fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values.reshape(weight.shape), scale[:, 0, :, 0].to(torch.float8_e8m0fnu), meant
 
 
+def adapter_of(model: Any, folder: Path, seed: int, attention: bool = False, rank: int = 8) -> Path:
+    """A random adapter of experts, of attention too if asked, in PEFT's files, with factors for
+    each expert as vLLM wants them; merged into the model, which is transformers'.
+    """
+    generator, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+
+    def add(weight: torch.Tensor, name: str) -> None:
+        (n, k), where = weight.shape, f"base_model.model.{name}"
+        a = tensors[f"{where}.lora_A.weight"] = torch.randn(rank, k, generator=generator) * k**-0.5
+        b = tensors[f"{where}.lora_B.weight"] = torch.randn(n, rank, generator=generator) * 0.2
+        weight += 0.5 * b @ a
+
+    with torch.no_grad():
+        for i, layer in enumerate(model.model.layers):
+            at = f"model.layers.{i}"
+            for name in ("q_proj", "o_proj") if attention else ():
+                add(getattr(layer.self_attn, name).weight, f"{at}.self_attn.{name}")
+            experts = layer.mlp.experts
+            for e, (up, down) in enumerate(
+                zip(experts.gate_up_proj, experts.down_proj, strict=True)
+            ):
+                gate, value = up.chunk(2)
+                for name, weight in ("gate", gate), ("up", value), ("down", down):
+                    add(weight, f"{at}.mlp.experts.{e}.{name}_proj")
+    made = folder / f"adapter-{seed}"
+    made.mkdir()
+    save_file(tensors, made / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank / 2, "target_modules": ["experts"]}
+    (made / "adapter_config.json").write_text(json.dumps(config))
+    return made
+
+
 def judged(
     directory: Path, folder: Path, prompts: list[list[int]]
 ) -> tuple[Any, list[list[float]]]:

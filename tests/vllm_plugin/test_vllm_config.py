@@ -17,8 +17,11 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 from method_layers import expected
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.lora import LoRAConfig
+from vllm.lora import utils as lora_utils
 from vllm.model_executor.layers.activation import GeluAndMul, SituAndMul, SwigluStepAndMul
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import MoERunner, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
@@ -270,13 +273,76 @@ def test_layers_that_are_served() -> None:
             {"moe_parallel_config": parallel(dp_size=2)},
             "ranks that have tokens of their own, .* in place of --data-parallel",
         ),
-        ({"is_lora_enabled": True}, "LoRA"),
         ({"moe_backend": "marlin"}, "--moe-backend marlin, .*; leave out one"),
     ],
 )
 def test_layers_that_are_refused(changes: dict[str, Any], found: str) -> None:
     with pytest.raises(UnsupportedError, match=found):
         need_served(layer(**changes))
+
+
+def with_adapters(**options: Any) -> Any:
+    """A configuration of vLLM with --enable-lora, in force."""
+    made = VllmConfig()
+    made.lora_config = LoRAConfig(lora_dtype="bfloat16", **options)
+    return set_current_vllm_config(made)
+
+
+def test_adapters_are_this_librarys_for_its_experts() -> None:
+    with with_adapters():
+        need_served(layer(is_lora_enabled=True))
+        need_served(layer(is_lora_enabled=True))
+    names = [cls.__name__ for cls in lora_utils._all_lora_classes]
+    assert names.count("FusedMoEWithLoRA") == 2
+    assert lora_utils._all_lora_classes[0].__module__ == "fusion_moe.vllm.lora"
+    others = MoERunner.__new__(MoERunner)
+    torch.nn.Module.__init__(others)
+    others.routed_experts = SimpleNamespace()
+    found = [
+        cls.__module__
+        for cls in lora_utils._all_lora_classes
+        if cls.__name__ == "FusedMoEWithLoRA"
+        and cls.can_replace_layer(others, LoRAConfig(), ["w1", "w3"])
+    ]
+    assert found == ["vllm.lora.layers.fused_moe"]
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "found"),
+    [
+        ({"fully_sharded_loras": True}, {}, "--fully-sharded-loras"),
+        ({"enable_moe_shared_loras": True}, {}, "--enable-moe-shared-loras"),
+        ({}, {"enable_eplb": True}, "--enable-eplb"),
+    ],
+)
+def test_adapters_that_are_refused(
+    options: dict[str, Any], changes: dict[str, Any], found: str
+) -> None:
+    with (
+        with_adapters(**options),
+        pytest.raises(UnsupportedError, match=f"--enable-lora with {found}; expected whole"),
+    ):
+        need_served(layer(is_lora_enabled=True, moe_parallel_config=parallel(**changes)))
+
+
+@pytest.mark.parametrize(("slices", "alternate"), [(2, False), (2, True), (1, False)])
+def test_slots_of_adapters(slices: int, alternate: bool) -> None:
+    """What vLLM writes to a slot is that slot's B A for each part of the rows."""
+    from fusion_moe.vllm.lora import Slots
+
+    slots, experts, rank, n, k = 3, 2, 4, 8, 6
+    made = Slots((experts, n, k), slots, rank, torch.empty(0), slices, alternate)
+    generator = torch.Generator().manual_seed(0)
+    for a, b in zip(made.a_slices, made.b_slices, strict=True):
+        assert a.shape == (slots, experts, rank, k)
+        assert b.shape == (slots, experts, n // slices, rank)
+        for views in a, b:
+            views.copy_(torch.randn(views.shape, generator=generator))
+    for slot in range(slots):
+        parts = [b[slot] @ a[slot] for a, b in zip(made.a_slices, made.b_slices, strict=True)]
+        want = torch.stack(parts, 2).flatten(1, 2) if alternate else torch.cat(parts, 1)
+        of = made.of == slot
+        torch.testing.assert_close(made.b[..., of] @ made.a[:, of], want)
 
 
 def test_ranks_with_tokens_of_their_own_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ the same numbers, in float32.
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import subprocess
@@ -24,6 +25,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 from files import MADE
 from served import (
     ENVIRONMENT,
+    adapter_of,
     compressed_tensors_demo,
     deepseek_v4,
     fp8_channels_demo,
@@ -51,9 +53,11 @@ def generated(
     directory: Path,
     environment: Mapping[str, str] | None = None,
     script: Path = OFFLINE,
+    prompts: list[list[int]] = PROMPTS,
+    adapters: list[Path | None] | None = None,
     **options: Any,
 ) -> tuple[list[dict[str, Any]], str]:
-    """What a process found, and its log."""
+    """What a process found, and its log. adapters: of the prompts."""
     given = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -61,7 +65,8 @@ def generated(
         "quantization": "fusion_moe",
         **options,
     }
-    command = [sys.executable, script, directory, json.dumps(given), json.dumps(PROMPTS)]
+    chosen = [str(adapter) if adapter else None for adapter in adapters or [None] * len(prompts)]
+    command = [sys.executable, script, directory, *map(json.dumps, (given, prompts, chosen))]
     done = subprocess.run(
         command,
         env={**ENVIRONMENT, **(environment or {})},
@@ -188,6 +193,45 @@ def test_two_processes(write: Any, experts: bool, tmp_path: Path) -> None:
     assert "fusion_moe serves experts" in log
     assert ("Worker_TP0_EP0" in log) == experts
     compare(directory, tmp_path, found, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("write", "attention", "options"),
+    [
+        (modelopt_demo, False, {}),
+        (mxfp4_demo, True, {"tensor_parallel_size": 2}),
+        (modelopt_demo, True, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ],
+)
+def test_adapters(write: Any, attention: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    """Three adapters in two slots. Requests without one are in the same batch, except beside
+    adapters of attention: vLLM 0.32 gives those an adapter there, on CPUs.
+    """
+    directory, prompt = write(tmp_path), PROMPTS[0]
+    base, (alone,) = judged(directory, tmp_path, [prompt])
+    models, adapters = [copy.deepcopy(base) for _ in range(3)], list[Path | None]()
+    adapters += [adapter_of(m, tmp_path, i, attention) for i, m in enumerate(models)]
+    if not attention:
+        models.append(base)
+        adapters.append(None)
+    found, _ = generated(
+        directory,
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if options else {},
+        prompts=[prompt] * len(models),
+        adapters=adapters,
+        enable_lora=True,
+        max_loras=2,
+        max_cpu_loras=3,
+        max_lora_rank=16,
+        # with lm_head, vLLM cannot give log-probabilities of prompts on CPUs
+        lora_target_modules=["qkv_proj", "o_proj", "experts"],
+        **options,
+    )
+    for model, answer in zip(models, found, strict=True):
+        want = log_probabilities(model, prompt)
+        assert answer["log_probabilities"] == pytest.approx(want, abs=1e-3)
+        assert greedy(model, prompt, answer["tokens"])
+        assert model is base or want != pytest.approx(alone, abs=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -11,18 +11,37 @@ from typing import NamedTuple
 from fusion_moe.errors import ShapeError
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Value
-from fusion_moe.ir.types import TensorType, accumulated, plain
+from fusion_moe.ir.types import INTS, TensorType, accumulated, plain
 
 from . import arguments
 from .arguments import shown
 
 
 class Adapter(NamedTuple):
-    """a float[G, r, K], b float[G, N, r], and the factor of their product."""
+    """a float[G, r, K], b float[G, N, r], and the factor of their product.
+
+    Of several adapters, the r features are one after another, and each row has those of at most
+    one: features int[r], the adapter of each feature; rows int[M/g], that of each row.
+    """
 
     a: Value
     b: Value
     scale: float
+    features: Value | None = None
+    rows: Value | None = None
+
+    def of_several(self, name: str, features: Value | None, rows: Value) -> Adapter:
+        """With the adapter of each feature and row. Raises ShapeError or DtypeError."""
+        if features is None:
+            raise ShapeError(
+                f"lora_of without {name}_of", expected="the adapter of each feature too"
+            )
+        rank = plain(self.a.type.shape[1])
+        arguments.need_dtype(f"{name}_of", features.type, INTS)
+        arguments.need_shape(
+            f"{name}_of", features.type, (rank,), f"the adapter of each feature of {name}_a"
+        )
+        return self._replace(features=features, rows=rows)
 
 
 def adapter(
@@ -64,6 +83,18 @@ def adapter(
     return Adapter(a, b, scale)
 
 
+def own(fd: FusionDefinition, h: Value, lora: Adapter) -> Value:
+    """h f32[M/g, r] with zeros for the features of adapters that a row does not have."""
+    if lora.features is None or lora.rows is None:
+        return h
+    features, rows = lora.features, lora.rows
+    if features.type.dtype != rows.type.dtype:
+        features = fd.ops.cast(features, dtype=rows.type.dtype)
+    of_row = fd.ops.reshape(rows, new_shape=(rows.type.shape[0], 1))
+    of_feature = fd.ops.reshape(features, new_shape=(1, features.type.shape[0]))
+    return fd.ops.where(fd.ops.eq(of_row, of_feature), h, 0.0)
+
+
 def low_rank(fd: FusionDefinition, a: Value, lora: Adapter, ends: Value) -> Value:
     """a float[M/g, K] -> f32[M/g, N] (f64 in float64), to be added to the product of a weight.
 
@@ -76,7 +107,7 @@ def low_rank(fd: FusionDefinition, a: Value, lora: Adapter, ends: Value) -> Valu
     factor_a, factor_b = (
         fd.ops.cast(v, dtype=dtype) if v.type.dtype != dtype else v for v in (lora.a, lora.b)
     )
-    h = fd.ops.cast(fd.ops.grouped_mm(a, factor_a, ends), dtype=dtype)
+    h = fd.ops.cast(own(fd, fd.ops.grouped_mm(a, factor_a, ends), lora), dtype=dtype)
     if lora.scale != 1.0:
         h = fd.ops.cast(
             fd.ops.mul(fd.ops.cast(h, dtype=accumulated(dtype)), float(lora.scale)), dtype=dtype

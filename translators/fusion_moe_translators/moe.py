@@ -21,7 +21,7 @@ from fusion_moe.ir.kinds.rules import need_same
 from fusion_moe.ir.kinds.shape import elements, merged
 from fusion_moe.ir.sizes import AnySize
 from fusion_moe.ir.text import parse
-from fusion_moe.ir.types import TensorType, accumulated, plain
+from fusion_moe.ir.types import INTS, TensorType, accumulated, plain
 
 from . import arguments
 from .arguments import shown
@@ -362,6 +362,9 @@ def fused_experts(
     gate_up_lora_b: Value | None = None,
     down_lora_a: Value | None = None,
     down_lora_b: Value | None = None,
+    lora_of: Value | None = None,
+    gate_up_lora_of: Value | None = None,
+    down_lora_of: Value | None = None,
     *,
     weight_format: str,
     weight_layout: str = "linear",
@@ -377,7 +380,8 @@ def fused_experts(
 
     transposed: the weights are floats, gate_up [G, H, 2I] and down [G, I, H]. Adapters:
     gate_up_lora_a [G, r, H], gate_up_lora_b [G, 2I, r], down_lora_a [G, r, I], down_lora_b [G, H,
-    r]. first_expert: the id of the first of G local experts; None: all are local.
+    r]; lora_of int[T], gate_up_lora_of and down_lora_of int[r]: which of several each token has.
+    first_expert: the id of the first of G local experts; None: all are local.
     """
     need_one_of("scale_on", scale_on, ("output", "input"))
     act = read(activation)
@@ -409,6 +413,16 @@ def fused_experts(
     dtype = x.type.dtype
     ends, row_of, slot_of = route(fd, ids, plain(gate_up[0].type.shape[0]), first_expert)
     a = fd.ops.index_select(tokens, row_of, dim=0)
+    if lora_of is not None:
+        arguments.need_dtype("lora_of", lora_of.type, INTS)
+        of_rows = fd.ops.index_select(flat(fd, lora_of, keep=0)[0], row_of, dim=0)
+        of_gate_up, of_down = (
+            lora and lora.of_several(name, features, of_rows)
+            for lora, name, features in (
+                (of_gate_up, "gate_up_lora", gate_up_lora_of),
+                (of_down, "down_lora", down_lora_of),
+            )
+        )
     if scale_on == "input":
         wide = accumulated(dtype)
         a = fd.ops.cast(weighted(fd, fd.ops.cast(a, dtype=wide), w, slot_of), dtype=dtype)

@@ -60,7 +60,11 @@ class AdaptableModule(PackedModule):
                 f"training mode, but the adapters of {type(self).__name__} are frozen: call "
                 "add_lora_ after what freezes a model"
             )
-        padding, a, b = self._padding(projection), local(adapter.A), local(adapter.B)
+        return self.padded_factors(projection, local(adapter.A), local(adapter.B))
+
+    def padded_factors(self, projection: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """a [G, r, K] and b [G, N, r], padded like a projection's weight."""
+        padding = self._padding(projection)
         return (padding.pad_columns(a), padding.pad_rows(b, -2)) if padding else (a, b)
 
     def _product(self, projection: str, rows: Tensor, ends: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,9 +56,15 @@ class Experts(Projections):
         """In the rows of gate_up_proj, 0: gate above up; n: blocks of n rows alternate."""
         return read(self.activation).interleave
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        adapters: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]; T tokens
-        in all.
+        in all. adapters: arguments of `fused_experts`, in place of the module's own adapters.
         """
         self.order()
         up, down = self.projections
@@ -70,6 +77,8 @@ class Experts(Projections):
             )
             hidden_states = of_gate_up.pad_columns(hidden_states)
         arguments = self._arguments(hidden_states)
+        if adapters:
+            arguments |= adapters
         try:
             y = torch.ops.fusion_moe.fused_experts(
                 hidden_states,
