@@ -87,8 +87,8 @@ def test_prepared_weights_compute_the_same(encoding):
         )
 
 
-def test_compiled():
-    encoding = "mxfp4"
+@pytest.mark.parametrize("encoding", ["mxfp4", "fp8_channel"])
+def test_compiled(encoding):
     gate_up, down = weight(encoding, E, 2 * I, H), weight(encoding, E, H, I, seed=2)
 
     def layer(x, ids, w):
