@@ -35,7 +35,7 @@ class _Tier:
 
 _AVX2 = ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "popcnt")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vbmi")
-_AMX = (*_AVX512, "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
+_AMX = (*_AVX512, "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16")
 _TIERS = {
     "amx": _Tier(_AMX),
     "avx512": _Tier(_AVX512, ("avx512_bf16", "avx512_vnni", "avx512_fp16")),
@@ -49,7 +49,6 @@ _FLAGS = {
     "abm": "-mlzcnt",
     "amx_tile": "-mamx-tile",
     "amx_bf16": "-mamx-bf16",
-    "amx_int8": "-mamx-int8",
 }
 
 

@@ -8,7 +8,6 @@
 
 #define __AMX_TILE__ 1
 #define __AMX_BF16__ 1
-#define __AMX_INT8__ 1
 #define __AVX512FP16__ 1
 
 namespace emulated {
@@ -63,21 +62,6 @@ inline void dpbf16(int c, int a, int b) {
     }
 }
 
-// c += a b; 16 rows of 16 times four signed bytes each.
-inline void dpbssd(int c, int a, int b) {
-    for (int m = 0; m < 16; ++m) {
-        __m512i sum = _mm512_loadu_si512(tile(c).bytes[m]);
-        for (int k = 0; k < 64; ++k) {
-            const __m512i four = _mm512_loadu_si512(tile(b).bytes[k / 4]);
-            const __m512i y =
-                _mm512_srai_epi32(_mm512_sllv_epi32(four, _mm512_set1_epi32(24 - k % 4 * 8)), 24);
-            const int x = static_cast<signed char>(tile(a).bytes[m][k]);
-            sum = _mm512_add_epi32(sum, _mm512_mullo_epi32(y, _mm512_set1_epi32(x)));
-        }
-        _mm512_storeu_si512(tile(c).bytes[m], sum);
-    }
-}
-
 inline __m512i mul_ph(__m512i a, __m512i b) {
     __m256i out[2];
     for (int i = 0; i < 2; ++i) {
@@ -99,7 +83,6 @@ inline __m512i mul_ph(__m512i a, __m512i b) {
 #undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
-#undef _tile_dpbssd
 #define _tile_loadconfig(config) (void)(config)
 #define _tile_release() (void)0
 #define _tile_zero(i) std::memset(&emulated::tile(i), 0, sizeof(emulated::Tile))
@@ -107,7 +90,6 @@ inline __m512i mul_ph(__m512i a, __m512i b) {
 #define _tile_stream_loadd(i, base, stride) emulated::load(i, base, stride)
 #define _tile_stored(i, base, stride) emulated::store(i, base, stride)
 #define _tile_dpbf16ps(c, a, b) emulated::dpbf16(c, a, b)
-#define _tile_dpbssd(c, a, b) emulated::dpbssd(c, a, b)
 #define _mm512_castsi512_ph(v) (v)
 #define _mm512_castph_si512(v) (v)
 #define _mm512_mul_ph(a, b) emulated::mul_ph(a, b)

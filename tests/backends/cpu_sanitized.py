@@ -24,7 +24,7 @@ Cases = Iterator[tuple[Fusion, list[torch.Tensor]]]
 # of each tier, the encodings that it has kernels of its own for, and those in products of int8
 BOTH = ("nvfp4", "mxfp4")
 OWN = {
-    "amx": (BOTH, BOTH),
+    "amx": (BOTH, ()),
     "avx512": ((*BOTH, "int4", "bf16"), BOTH),
     "avx2": ((*BOTH, "bf16"), ()),
     "generic": (("nvfp4", "int4"), ("nvfp4",)),

@@ -4,11 +4,9 @@ and numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from cpu_tiers import TIERS, emulated_amx, fusion_of_call, program, same, same_on_any_threads
+from cpu_tiers import OF_VECTORS, fusion_of_call, program, same, same_on_any_threads
 from fusions import evaluate
 from test_cpu_encodings import random_weights
 from test_cpu_kernels import random_weight
@@ -18,12 +16,6 @@ from fusion_moe.ir.kinds import int8
 from fusion_moe.nn import swiglu
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def amx() -> Iterator[None]:
-    with emulated_amx():
-        yield
 
 
 def weights(encoding: str, groups: int = 3, n: int = 200, k: int = 544, seed: int = 0) -> Quantized:
@@ -55,7 +47,7 @@ def both(
 
 
 @pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_bits(tier, encoding):
     """Groups of rows for each kernel there is, and its last rows."""
     for sizes in ((3, 17, 40), (250, 1, 8), (0, 4, 0), (0, 0, 0), (31, 33, 2), (5, 0, 16)):
@@ -66,7 +58,7 @@ def test_bits(tier, encoding):
         same(*both(tier, x, weights(encoding), torch.tensor(sizes).cumsum(0).int()))
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_sizes(tier):
     for n, k, dtype in ((1, 16, torch.float16), (33, 1312, torch.float32)):
         x = torch.randn(50, k, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -76,7 +68,7 @@ def test_sizes(tier):
 
 
 @pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_every_code_under_every_pair_of_scales(tier, encoding):
     """Row n has scales n and n + d in turns, negative ones and NaN among them; each column of
     activations is one once.
@@ -110,7 +102,7 @@ def _mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
 @pytest.mark.parametrize(
     ("encoding", "dtype"), [("nvfp4", torch.bfloat16), ("mxfp4", torch.float32)]
 )
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_activations_of_any_size(tier, encoding, dtype):
     """Blocks of zeros, of numbers that count as zeros, with infinity or NaN, of the largest numbers
     and of those halfway between codes.
@@ -132,7 +124,7 @@ def test_activations_of_any_size(tier, encoding, dtype):
         )
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OF_VECTORS)
 def test_threads_change_no_bit(tier):
     x = torch.randn(400, 544).bfloat16()
     w, ends = weights("nvfp4"), torch.tensor([1, 300, 400], dtype=torch.int32)
@@ -140,7 +132,8 @@ def test_threads_change_no_bit(tier):
 
 
 @pytest.mark.parametrize(
-    ("tier", "columns"), [*((tier, 2) for tier in TIERS), (TIERS[0], 1), (TIERS[0], 3)]
+    ("tier", "columns"),
+    [*((tier, 2) for tier in OF_VECTORS), (OF_VECTORS[0], 1), (OF_VECTORS[0], 3)],
 )
 def test_layers(tier, columns):
     """Experts, with gate and up apart and in turns of two (tiles of which a column is made of

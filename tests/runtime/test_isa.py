@@ -14,7 +14,7 @@ HASWELL = frozenset({"sse4_2", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "po
 SKYLAKE_SERVER = HASWELL | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
 ICE_LAKE = SKYLAKE_SERVER | {"avx512vbmi", "avx512_vnni"}
 ZEN4 = ICE_LAKE | {"avx512_bf16"}
-SAPPHIRE_RAPIDS = ZEN4 | {"avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"}
+SAPPHIRE_RAPIDS = ZEN4 | {"avx512_fp16", "amx_tile", "amx_bf16"}
 NEOVERSE = frozenset({"fp", "asimd", "sve", "bf16", "i8mm"})
 
 

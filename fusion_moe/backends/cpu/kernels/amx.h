@@ -15,10 +15,25 @@
 #include <algorithm>
 #include <atomic>
 
-#include "amx_thread.h"
 #include "avx512_vnni.h"
 
 namespace {
+
+// Tiles of 16 rows of 64 bytes, all eight, for a thread.
+class AmxThread {
+  public:
+    AmxThread() {
+        struct alignas(64) {
+            u8 palette = 1, start_row = 0, reserved[14] = {};
+            u16 row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            u8 rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } config;
+        _tile_loadconfig(&config);
+    }
+    AmxThread(const AmxThread&) = delete;
+    AmxThread& operator=(const AmxThread&) = delete;
+    ~AmxThread() { _tile_release(); }
+};
 
 constexpr i64 TILE = 512;           // numbers of a tile of bfloat16
 constexpr i64 CODES = 128;          // of a row of the weight that are dequantized at once
@@ -497,7 +512,7 @@ struct Amx {
                 a[i] = _mm512_shuffle_epi8(
                     _mm512_maskz_add_epi16(normal, v, _mm512_set1_epi16(96 << 7)), order);
             }
-            transpose(a, b);
+            transpose_vectors(a, b);
             // word 4 i + j: activations k + 8 i + j and k + 8 i + j + 4
             Packed* at = packed + k / CODES * 4 * TILE + k % CODES / 8 * 32;
             for (int i = 0; i < 4; ++i) {

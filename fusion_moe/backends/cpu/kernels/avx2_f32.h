@@ -9,12 +9,7 @@
 namespace {
 
 struct Avx2F32 : F32Words {  // panels are [K][16]
-    using Activation = float;
     static constexpr int ROWS = 6, COLUMN_BLOCKS = 1;
-
-    static void pack(const float* x, Packed* packed, i64 K) {
-        std::memcpy(packed, x, std::size_t(K) * sizeof(float));
-    }
 
     template <class Columns>
     static void multiply(int rows, int, const Packed* x, i64 stride, const Panel* panel, i64 K,

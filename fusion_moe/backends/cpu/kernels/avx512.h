@@ -87,7 +87,7 @@ inline void words_of(const u8* const* row, i64 at, i64 size, __m512i* out) {
     } else {
         for (int i = 0; i < 16; ++i) a[i] = load_some(row[i], at, size);
     }
-    transpose(a, out);
+    transpose_vectors(a, out);
 }
 
 // Calls body(words, b, scales) for every b, 16 codes: words[0] and words[1] are its 8 + 8 codes of
@@ -182,9 +182,7 @@ struct Avx512 : Avx512F32 {
 };
 
 // 16 times 16 codes of a row of the weight by one row of activations, in float32.
-struct Avx512Run {
-    using Activation = float;
-    using Packed = float;
+struct Avx512Run : Avx512F32 {
     static constexpr i64 STEP = 256;
 
     // 256 activations, or `count` and zeros: sixteen vectors, the same one of each block, in lane i
@@ -193,7 +191,7 @@ struct Avx512Run {
         __m512i blocks[16], lanes[16];
         for (i64 i = 0; i < 16; ++i)
             blocks[i] = 16 * i < count ? _mm512_loadu_si512(x + 16 * i) : _mm512_setzero_si512();
-        transpose(blocks, lanes);
+        transpose_vectors(blocks, lanes);
         for (int j = 0; j < 16; ++j)
             _mm512_store_si512(packed + 16 * j, lanes[j / 8 * 8 + code_of(j % 8)]);
     }
@@ -207,9 +205,6 @@ struct Avx512Run {
         const __m512i shifted = _mm512_srli_epi32(half, 4 * (j / 2));
         return j % 2 == 0 ? _mm512_permutexvar_epi32(shifted, f32_table())
                           : _mm512_maskz_permutexvar_epi16(0xAAAAAAAA, shifted, bf16_table());
-    }
-    static __m512 multiply(__m512i w, __m512i x, __m512 sum) {
-        return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), sum);
     }
 };
 
@@ -328,7 +323,7 @@ struct Avx512Dots {
             for (int r = 0; r < R; ++r) {
                 const __m512i a = _mm512_load_si512(x + place(run, r) + 16 * (VECTORS * half + j));
                 for (int i = 0; i < WEIGHT_ROWS; ++i)
-                    p[chain][i][r] = Run::multiply(w[i], a, p[chain][i][r]);
+                    p[chain][i][r] = Run::add(w[i], a, p[chain][i][r]);
             }
         }
         for (int i = 0; i < WEIGHT_ROWS; ++i) {

@@ -7,9 +7,7 @@
 namespace {
 
 // 16 times 16 codes by one row of activations, in products of pairs.
-struct Avx512PairsRun {
-    using Activation = bf16;
-    using Packed = u32;  // two bfloat16, of k and k + 4
+struct Avx512PairsRun : Avx512Pairs {  // of k and k + 4
     static constexpr i64 STEP = 128;
 
     // 256 activations, or `count` and zeros: sixteen pairs, the same one of each block, in lane i
@@ -25,7 +23,7 @@ struct Avx512PairsRun {
                     ? _mm512_zextsi256_si512(_mm256_shuffle_epi8(_mm256_loadu_si256(at), order))
                     : _mm512_setzero_si512();
         }
-        transpose(blocks, words);
+        transpose_vectors(blocks, words);
         for (int part = 0; part < 8; ++part) _mm512_store_si512(packed + 16 * part, words[part]);
     }
 
@@ -33,19 +31,13 @@ struct Avx512PairsRun {
     static __m512i weights(__m512i half, int j) {
         return _mm512_permutexvar_epi16(_mm512_srli_epi16(half, 4 * j), bf16_table());
     }
-    static __m512 multiply(__m512i w, __m512i x, __m512 sum) {
-        return _mm512_dpbf16_ps(sum, pairs(w), pairs(x));
-    }
 };
 
 template <class Weight_>
-struct Avx512Bf16 {
+struct Avx512Bf16 : Avx512Pairs {  // of k and k + 4
     using Weight = Weight_;
     using Columns = typename Weight::Columns;
-    using Activation = bf16;
-    using Packed = u32;  // two bfloat16, of k and k + 4
-    using Panel = u32;   // [K/2][column_blocks][16] pairs
-    static constexpr int SMALL_M = 16, ROWS = 6, COLUMN_BLOCKS = 4;
+    static constexpr int SMALL_M = 16;
     static constexpr int MIN_EXPONENT = F32_MIN_EXPONENT<Weight>,
                          MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
 
@@ -71,20 +63,17 @@ struct Avx512Bf16 {
     template <int R>
     static void small_m_rows(const Columns& c, const Columns& next, const Packed* x, i64 stride,
                              i64 K, float* out, i64 out_stride) {
-        const __m512i table = bf16_table();
         __m512 sum[R];
         for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
         for_blocks<Weight>(c, next, K, [&](const __m512i* words, i64 block, __m512 scale) {
-            __m512bh w[8];
-            for (int j = 0; j < 8; ++j)
-                w[j] = pairs(
-                    _mm512_permutexvar_epi16(_mm512_srli_epi16(words[j / 4], 4 * (j % 4)), table));
+            __m512i w[8];
+            for (int j = 0; j < 8; ++j) w[j] = Avx512PairsRun::weights(words[j / 4], j % 4);
             const Packed* at = x + 8 * block;
             for (int r = 0; r < R; ++r) {
                 __m512 p = _mm512_setzero_ps(), q = p;
                 for (int j = 0; j < 4; ++j) {
-                    p = _mm512_dpbf16_ps(p, w[j], all(at[r * stride + j]));
-                    q = _mm512_dpbf16_ps(q, w[4 + j], all(at[r * stride + 4 + j]));
+                    p = Avx512Pairs::add(w[j], all(at[r * stride + j]), p);
+                    q = Avx512Pairs::add(w[4 + j], all(at[r * stride + 4 + j]), q);
                 }
                 sum[r] = _mm512_fmadd_ps(_mm512_add_ps(p, q), scale, sum[r]);
             }
@@ -105,7 +94,7 @@ struct Avx512Bf16 {
     // upper half is its bfloat16.
     static void dequantize(const Columns* c, const Columns* next, int column_blocks, i64 K,
                            Panel* panel) {
-        const __m512i table = bf16_table(), upper = _mm512_set1_epi32(int(0xFFFF0000));
+        const __m512i upper = _mm512_set1_epi32(int(0xFFFF0000));
         for (int s = 0; s < column_blocks; ++s) {
             for_blocks<Weight>(
                 c[s], next[s], K, [&](const __m512i* words, i64 block, __m512 scale) {
@@ -113,8 +102,7 @@ struct Avx512Bf16 {
                                   of_low = _mm512_srli_epi32(of_high, 16);
                     u32* out = panel + (8 * block * column_blocks + s) * LANES;
                     for (int j = 0; j < 8; ++j) {
-                        const __m512bh w = pairs(_mm512_permutexvar_epi16(
-                            _mm512_srli_epi16(words[j / 4], 4 * (j % 4)), table));
+                        const __m512bh w = pairs(Avx512PairsRun::weights(words[j / 4], j % 4));
                         const __m512i high = _mm512_castps_si512(
                             _mm512_dpbf16_ps(_mm512_setzero_ps(), w, pairs(of_high)));
                         const __m512i low = _mm512_castps_si512(
@@ -131,7 +119,7 @@ struct Avx512Bf16 {
 
     static void multiply(int rows, int column_blocks, const Packed* x, i64 stride,
                          const Panel* panel, i64 K, const Columns* c, float* out, i64 out_stride) {
-        multiply_tile<Avx512Pairs>(rows, column_blocks, x, stride, panel, K / 2, out, out_stride);
+        Avx512Pairs::multiply(rows, column_blocks, x, stride, panel, K, c, out, out_stride);
         multiply_by_factors(rows, column_blocks, c, out, out_stride);
     }
 };

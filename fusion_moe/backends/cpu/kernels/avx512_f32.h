@@ -16,7 +16,7 @@ inline __m512i load_some(const u8* bytes, i64 at, i64 size) {
 }
 
 // Sixteen rows of sixteen words -> word w of every row, for each w.
-inline void transpose(__m512i (&a)[16], __m512i* out) {
+inline void transpose_vectors(__m512i (&a)[16], __m512i* out) {
     __m512i b[16];
     for (int i = 0; i < 16; i += 2) {
         b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
@@ -45,7 +45,7 @@ template <class Word>
 inline void transpose_words(const Word* in, i64 in_stride, Word* out, i64 out_stride) {
     __m512i a[16], b[16];
     for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(in + i * in_stride);
-    transpose(a, b);
+    transpose_vectors(a, b);
     for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * out_stride, b[i]);
 }
 
@@ -73,31 +73,30 @@ inline void multiply_by_factors(int rows, int column_blocks, const Columns* c, f
     }
 }
 
-struct Avx512F32 : F32Words {  // panels are [K][column_blocks][16]
-    using Activation = float;
+// Products of words: `V::add` adds those of sixteen, or of one of them sixteen times, to sums.
+// Panels are [words][column_blocks][16].
+template <class V, class Word>
+struct WordTiles {
     static constexpr int ROWS = 6, COLUMN_BLOCKS = 4;
 
-    static void transpose(const float* in, i64 in_stride, float* out, i64 out_stride) {
+    static void transpose(const Word* in, i64 in_stride, Word* out, i64 out_stride) {
         transpose_words(in, in_stride, out, out_stride);
     }
 
-    static void pack(const float* x, Packed* packed, i64 K) {
-        std::memcpy(packed, x, std::size_t(K) * sizeof(float));
-    }
-
+    // x [R][stride] of so many words times the panel -> out [R][out_stride]
     template <int R, int S>
-    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out,
+    static void tile(const Word* x, i64 stride, const Word* panel, i64 count, float* out,
                      i64 out_stride) {
         __m512 sum[R][S];
         for (int r = 0; r < R; ++r) {
             for (int s = 0; s < S; ++s) sum[r][s] = _mm512_setzero_ps();
         }
-        for (i64 k = 0; k < K; ++k, panel += S * LANES) {
-            __m512 w[S];
-            for (int s = 0; s < S; ++s) w[s] = _mm512_load_ps(panel + s * LANES);
+        for (i64 p = 0; p < count; ++p, panel += S * LANES) {
+            __m512i w[S];
+            for (int s = 0; s < S; ++s) w[s] = _mm512_load_si512(panel + s * LANES);
             for (int r = 0; r < R; ++r) {
-                const __m512 a = _mm512_set1_ps(x[r * stride + k]);
-                for (int s = 0; s < S; ++s) sum[r][s] = _mm512_fmadd_ps(a, w[s], sum[r][s]);
+                const __m512i a = V::all(x[r * stride + p]);
+                for (int s = 0; s < S; ++s) sum[r][s] = V::add(w[s], a, sum[r][s]);
             }
         }
         for (int r = 0; r < R; ++r) {
@@ -107,9 +106,18 @@ struct Avx512F32 : F32Words {  // panels are [K][column_blocks][16]
     }
 
     template <class Columns>
-    static void multiply(int rows, int column_blocks, const Packed* x, i64 stride,
-                         const Panel* panel, i64 K, const Columns*, float* out, i64 out_stride) {
-        multiply_tile<Avx512F32>(rows, column_blocks, x, stride, panel, K, out, out_stride);
+    static void multiply(int rows, int column_blocks, const Word* x, i64 stride, const Word* panel,
+                         i64 K, const Columns*, float* out, i64 out_stride) {
+        multiply_tile<V>(rows, column_blocks, x, stride, panel, words_of<V>(K), out, out_stride);
+    }
+};
+
+struct Avx512F32 : F32Words, WordTiles<Avx512F32, float> {
+    using WordTiles::transpose;
+
+    static __m512i all(float x) { return _mm512_castps_si512(_mm512_set1_ps(x)); }
+    static __m512 add(__m512i w, __m512i x, __m512 sum) {
+        return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), sum);
     }
 };
 

@@ -46,21 +46,17 @@ class Int8Reader {
   public:
     using Columns = typename Weight::Columns;
 
-    Int8Reader() = default;
-
     // next: what is read after it, which comes nearer
-    Int8Reader(const Columns& c, const Columns& next, i64 K) : c_(&c), next_(&next), K_(K) {
-        start_ahead();
-    }
+    Int8Reader(const Columns& c, const Columns& next, i64 K) : c_(c), next_(next), K_(K) {}
 
     // What the integers of a block are worth, a lane for each row.
     __m512 start(i64 block) {
         constexpr i64 OF_LINE = Weight::BLOCK / 4;  // blocks that 64 scales of a row belong to
         const i64 at = block / OF_LINE * 64;
         if (block % OF_LINE == 0) {
-            words_of(c_->scales, at, K_ / Weight::BLOCK, scales_);
+            words_of(c_.scales, at, K_ / Weight::BLOCK, scales_);
             for (int i = 0; i < LANES; ++i)
-                _mm_prefetch(reinterpret_cast<const char*>(next_->scales[i] + at), _MM_HINT_T1);
+                _mm_prefetch(reinterpret_cast<const char*>(next_.scales[i] + at), _MM_HINT_T1);
         }
         if constexpr (Weight::POWERS_OF_TWO) {
             if ((powers_ = start_powers(block % OF_LINE))) return step_;
@@ -91,18 +87,18 @@ class Int8Reader {
     }
 
     // Calls body(i, integers) for words i = 0, 1, ... of four columns each of half a block, as
-    // bytes; 128 larger, if PLUS_128.
-    template <bool PLUS_128, class Body>
+    // bytes; 128 larger.
+    template <class Body>
     [[gnu::always_inline]] void half(i64 block, int half, Body body) {
         const i64 at = (INT8_BLOCK * block + 128 * half) / 2;
         alignas(64) __m512i words[16];
-        words_of(c_->codes, at, K_ / 2, words);
-        prefetch();
+        words_of(c_.codes, at, K_ / 2, words);
+        for (int i = 0; i < LANES; ++i)
+            _mm_prefetch(reinterpret_cast<const char*>(next_.codes[i] + at), _MM_HINT_T1);
         const int count = int(std::min<i64>(16, (K_ - 2 * at) / 8));
         const __m512i flip = _mm512_set1_epi8(char(0x80));
         if (powers_) {
-            const __m512i of_power = _mm512_load_si512(INT8_TABLES.of_power);
-            const __m512i numbers = PLUS_128 ? _mm512_xor_si512(of_power, flip) : of_power;
+            const __m512i numbers = _mm512_xor_si512(_mm512_load_si512(INT8_TABLES.of_power), flip);
             const __m512i code = _mm512_set1_epi8(15);
             for (int i = 0; i < 16; ++i) {
                 const __m512i halved = ratios_[4 * half + i / 4];
@@ -130,31 +126,13 @@ class Int8Reader {
                     const __m512i high = _mm512_add_epi16(
                         _mm512_mullo_epi16(pairs(4 * p + 8, of_high), ratio), half_of_256);
                     const __m512i bytes = _mm512_mask_mov_epi8(high, 0x5555555555555555ull, low);
-                    body(2 * (i + j) + p, PLUS_128 ? _mm512_xor_si512(bytes, flip) : bytes);
+                    body(2 * (i + j) + p, _mm512_xor_si512(bytes, flip));
                 }
             }
         }
     }
 
   private:
-    // As many lines of what is read next as `half` reads, in the order of memory, which the CPU's
-    // own prefetching follows.
-    void prefetch() {
-        for (int i = 0; i < LANES; ++i)
-            _mm_prefetch(reinterpret_cast<const char*>(ahead_ + 64 * i), _MM_HINT_T1);
-        ahead_ += 64 * LANES;
-        if (ahead_ >= end_ahead_) start_ahead();
-    }
-
-    // Goes on with the next row, and those that lie behind it.
-    void start_ahead() {
-        row_ahead_ %= LANES;
-        ahead_ = next_->codes[row_ahead_], end_ahead_ = ahead_ + K_ / 2;
-        for (++row_ahead_; row_ahead_ < LANES && next_->codes[row_ahead_] == end_ahead_;
-             ++row_ahead_)
-            end_ahead_ += K_ / 2;
-    }
-
     // Whether a whole block has no scale below an eighth of the largest of its row, nor NaN: then
     // `ratios_` of 32 codes each are how many times their scale is half of it, 16 times that in
     // each byte.
@@ -181,19 +159,17 @@ class Int8Reader {
         return true;
     }
 
-    const Columns *c_ = nullptr, *next_ = nullptr;
-    i64 K_ = 0;
-    int row_ahead_ = 0;
-    const u8 *ahead_ = nullptr, *end_ahead_ = nullptr;
+    const Columns &c_, &next_;
+    const i64 K_;
     __m512i scales_[16];  // a line of them: word w of every row
     __m512i ratios_[INT8_BLOCK / INT8_CODES];
     __m512 step_;
     bool powers_ = false;
 };
 
-// Activations of a block -> bytes in the order of the weight's integers, zeros behind them, of 64
-// columns each `step` apart; what one is worth.
-inline float int8_block(const float* x, i64 count, u8* out, i64 step = 64) {
+// Activations of a block -> bytes in the order of the weight's integers, zeros behind them; what
+// one is worth.
+inline float int8_block(const float* x, i64 count, u8* out) {
     alignas(64) float padded[INT8_BLOCK];
     if (count < INT8_BLOCK) {
         std::fill(std::copy(x, x + count, padded), padded + INT8_BLOCK, 0.f);
@@ -221,14 +197,13 @@ inline float int8_block(const float* x, i64 count, u8* out, i64 step = 64) {
         bytes = _mm512_inserti32x4(bytes, four(1), 1);
         bytes = _mm512_inserti32x4(bytes, four(2), 2);
         bytes = _mm512_inserti32x4(bytes, four(3), 3);
-        _mm512_storeu_si512(out + step * i,
+        _mm512_storeu_si512(out + 64 * i,
                             _mm512_shuffle_epi8(bytes, _mm512_load_si512(INT8_TABLES.order)));
     }
     return int8_step(largest, largest / 127.f);
 }
 
-// Small M: up to MAX_ROWS rows.
-template <class Weight_, int MAX_ROWS>
+template <class Weight_>
 struct Avx512Int8 {
     using Weight = Weight_;
     using Columns = typename Weight::Columns;
@@ -236,7 +211,7 @@ struct Avx512Int8 {
     using Packed = u16;  // in place of an element each: its byte, then the `Block`s
     using Panel = u32;   // of each block the steps [column_blocks][16], then integers of four
                          // columns [64][column_blocks][16]
-    static constexpr int SMALL_M = MAX_ROWS, ROWS = 6, COLUMN_BLOCKS = 4, MIN_EXPONENT = -127,
+    static constexpr int SMALL_M = 16, ROWS = 6, COLUMN_BLOCKS = 4, MIN_EXPONENT = -127,
                          MAX_EXPONENT = 128;  // whatever they are
 
     struct Block {
@@ -295,7 +270,7 @@ struct Avx512Int8 {
             Sums of_block[CHAINS][R] = {};
             for (int half = 0; half < 2 && b * INT8_BLOCK + 128 * half < K; ++half) {
                 const u8* at = x + 128 * half;
-                reader.template half<true>(b, half, [&](int i, __m512i w) {
+                reader.half(b, half, [&](int i, __m512i w) {
                     for (int r = 0; r < R; ++r) {
                         Sums& to = of_block[i % CHAINS][r];
                         to = Sums(
@@ -317,12 +292,8 @@ struct Avx512Int8 {
 
     static void small_m(int rows, const Columns& c, const Columns& next, const Packed* packed, i64,
                         i64 K, float* out, i64 out_stride) {
-        const auto of = [&](auto r) { small_m_rows<r>(c, next, packed, K, out, out_stride); };
-        if constexpr (MAX_ROWS > 4) {
-            with_constant<1, 2, 4, 8, 16>(rows, of);
-        } else {
-            with_constant<1, 2, 4>(rows, of);
-        }
+        with_constant<1, 2, 4, 8, 16>(
+            rows, [&](auto r) { small_m_rows<r>(c, next, packed, K, out, out_stride); });
     }
 
     static void dequantize(const Columns* c, const Columns* next, int column_blocks, i64 K,
@@ -333,7 +304,7 @@ struct Avx512Int8 {
             for (i64 b = 0; b < int8_blocks(K); ++b, block += OF_BLOCK * column_blocks) {
                 _mm512_store_ps(block, reader.start(b));
                 for (int half = 0; half < 2 && b * INT8_BLOCK + 128 * half < K; ++half) {
-                    reader.template half<true>(b, half, [&](int i, __m512i w) {
+                    reader.half(b, half, [&](int i, __m512i w) {
                         _mm512_store_si512(block + (1 + 32 * half + i) * column_blocks * LANES, w);
                     });
                 }
@@ -402,9 +373,9 @@ struct Avx512Int8 {
 
 template <class Weight>
 struct Avx512Int8Tier {
-    using Wide = Panels<Avx512Int8<Weight, 16>>;
+    using Wide = Panels<Avx512Int8<Weight>>;
     template <class A>
-    using Fast = Kernels<SmallM<Avx512Int8<Weight, 16>>, Wide>;
+    using Fast = Kernels<SmallM<Avx512Int8<Weight>>, Wide>;
     struct Thread {};
     static constexpr double DEQUANTIZE_ROWS = 8;
 };

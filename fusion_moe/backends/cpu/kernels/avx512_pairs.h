@@ -7,13 +7,11 @@
 namespace {
 
 inline __m512bh pairs(__m512i v) { return reinterpret_cast<__m512bh>(v); }
-inline __m512bh all(u32 pair) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(int(pair))); }
 
-struct Avx512Pairs {
+struct Avx512Pairs : WordTiles<Avx512Pairs, u32> {
     using Activation = bf16;
     using Packed = u32;  // elements k and k + 1
-    using Panel = u32;   // [K/2][column_blocks][16]
-    static constexpr int ROWS = 6, COLUMN_BLOCKS = 4;
+    using Panel = u32;
     static constexpr int MIN_EXPONENT = -60, MAX_EXPONENT = 60;
     static constexpr i64 DEPTH = 2;
 
@@ -39,42 +37,14 @@ struct Avx512Pairs {
                            _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(low, 16), high));
     }
 
-    static void transpose(const u32* in, i64 in_stride, u32* out, i64 out_stride) {
-        transpose_words(in, in_stride, out, out_stride);
-    }
-
     static void pack(const bf16* x, Packed* packed, i64 K) {
         std::memcpy(packed, x, std::size_t(K) * sizeof(bf16));
         if (K % 2 == 1) packed[K / 2] = x[K - 1].bits;
     }
 
-    // x [R][stride] of so many pairs times the panel -> out [R][out_stride]
-    template <int R, int S>
-    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 count, float* out,
-                     i64 out_stride) {
-        __m512 sum[R][S];
-        for (int r = 0; r < R; ++r) {
-            for (int s = 0; s < S; ++s) sum[r][s] = _mm512_setzero_ps();
-        }
-        for (i64 p = 0; p < count; ++p, panel += S * LANES) {
-            __m512bh w[S];
-            for (int s = 0; s < S; ++s) w[s] = pairs(_mm512_load_si512(panel + s * LANES));
-            for (int r = 0; r < R; ++r) {
-                const __m512bh a = all(x[r * stride + p]);
-                for (int s = 0; s < S; ++s) sum[r][s] = _mm512_dpbf16_ps(sum[r][s], a, w[s]);
-            }
-        }
-        for (int r = 0; r < R; ++r) {
-            for (int s = 0; s < S; ++s)
-                _mm512_storeu_ps(out + r * out_stride + s * LANES, sum[r][s]);
-        }
-    }
-
-    template <class Columns>
-    static void multiply(int rows, int column_blocks, const Packed* x, i64 stride,
-                         const Panel* panel, i64 K, const Columns*, float* out, i64 out_stride) {
-        multiply_tile<Avx512Pairs>(rows, column_blocks, x, stride, panel, (K + 1) / 2, out,
-                                   out_stride);
+    static __m512i all(u32 pair) { return _mm512_set1_epi32(int(pair)); }
+    static __m512 add(__m512i w, __m512i x, __m512 sum) {
+        return _mm512_dpbf16_ps(sum, pairs(w), pairs(x));
     }
 };
 

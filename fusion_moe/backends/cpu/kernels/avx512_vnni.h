@@ -79,7 +79,7 @@ struct Avx512Digits {
                         ? _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at)), 16)
                         : _mm512_setzero_si512();
             }
-            transpose(numbers, lanes);
+            transpose_vectors(numbers, lanes);
             __m512i largest = _mm512_setzero_si512();
             for (int j = 0; j < 16; ++j)
                 largest = _mm512_max_epu32(largest, _mm512_slli_epi32(lanes[j], 1));

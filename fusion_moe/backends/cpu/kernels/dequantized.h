@@ -46,7 +46,7 @@ struct DequantizedRows {
             for (i64 k = 0; k < K; k += RUN) {
                 const i64 count = std::min(RUN, K - k);
                 for (int j = 0; j < WEIGHT_ROWS; ++j) {
-                    Weight::dequantize(*c.problem, c.g, c.n[n + j], k, count, w[j]);
+                    Weight::dequantize(*c.problem, c.g, c.at[n + j], k, count, w[j]);
                     std::fill(w[j] + count, w[j] + RUN, 0.f);
                 }
                 for (i64 i = 0; i < count; i += 2 * LANES) {
@@ -96,7 +96,7 @@ struct Dequantized : F32 {
             const i64 count = std::min(RUN, K - k);
             for (int s = 0; s < column_blocks; ++s) {
                 for (int i = 0; i < LANES; ++i)
-                    Weight::dequantize(*c[s].problem, c[s].g, c[s].n[i], k, count, w[i]);
+                    Weight::dequantize(*c[s].problem, c[s].g, c[s].at[i], k, count, w[i]);
                 float* out = panel + (k * column_blocks + s) * LANES;
                 const i64 stride = column_blocks * LANES;
                 i64 j = 0;
@@ -124,7 +124,7 @@ struct PlainPairs : Pairs {
             const i64 count = std::min(RUN, K - k), words = (count + 1) / 2;
             for (int s = 0; s < column_blocks; ++s) {
                 for (int i = 0; i < LANES; ++i)
-                    Pairs::pack(Weight::matrix(*c[s].problem, c[s].g) + c[s].n[i] * K + k, w[i],
+                    Pairs::pack(Weight::matrix(*c[s].problem, c[s].g) + c[s].at[i] * K + k, w[i],
                                 count);
                 auto* out = panel + (k / 2 * column_blocks + s) * LANES;
                 i64 j = 0;

@@ -162,8 +162,7 @@ inline __m256 numbers_of(__m256i code) {
                       half = _mm256_or_si256(sign, _mm256_slli_epi32(size, Format::SHIFT));
         const __m128i halves =
             _mm_packus_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-        const __m256 found =
-            _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(Format::FACTOR));
+        const __m256 found = _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(Format::FACTOR));
         if constexpr (Format::TABLE[127] == Format::TABLE[127]) return found;
         return _mm256_blendv_ps(
             found, _mm256_set1_ps(Format::TABLE[127]),

@@ -9,12 +9,7 @@
 namespace {
 
 struct GenericF32 : F32Words {  // panels are [K][COLUMN_BLOCKS][16]
-    using Activation = float;
     static constexpr int ROWS = 4, COLUMN_BLOCKS = 1;
-
-    static void pack(const float* x, Packed* packed, i64 K) {
-        std::memcpy(packed, x, std::size_t(K) * sizeof(float));
-    }
 
     // x [rows][stride] times the panel -> out [rows][out_stride], of which LANES are written
     template <class Columns>

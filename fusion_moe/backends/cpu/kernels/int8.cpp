@@ -4,13 +4,8 @@
 
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
     defined(__AVX512DQ__) && defined(__AVX512VNNI__)
-#if defined(__AMX_TILE__) && defined(__AMX_INT8__)
-#include "amx_int8.h"
-using Tier = AmxInt8Tier<Weight>;
-#else
 #include "avx512_int8.h"
 using Tier = Avx512Int8Tier<Weight>;
-#endif
 #else
 #include "int8.h"
 using Tier = Int8Tier<Weight>;

@@ -37,8 +37,6 @@ inline i64 largest(const u32* keys, i64 count) {
     return std::find(keys, keys + count, most) - keys;
 }
 
-inline float sigmoid_of(float x) { return 1.f / (1.f + exp_(-x)); }
-
 // x [count] -> exp(x - the largest) and their sum; NaN if one of them is, or all are -infinity.
 inline float exponentials(float* x, i64 count) {
     float most = -INFINITY, total = 0.f;
@@ -51,7 +49,7 @@ inline float exponentials(float* x, i64 count) {
 template <bool SIGMOID>
 void to_scores(float* x, i64 count) {
     if constexpr (SIGMOID) {
-        for (i64 e = 0; e < count; ++e) x[e] = sigmoid_of(x[e]);
+        for (i64 e = 0; e < count; ++e) x[e] = sigmoid_(x[e]);
     } else {
         const float total = exponentials(x, count);
         for (i64 e = 0; e < count; ++e) x[e] /= total;

@@ -10,32 +10,18 @@
 namespace {
 
 template <class Weight_>
-struct Transposed {
+struct Transposed : PortableWeight {
     static constexpr double BYTES = Weight_::BYTES;
 
-    struct Columns {
-        const Problem* problem;
-        i64 g, k[LANES];
-
-        // Whether they lie one after the other.
-        bool consecutive() const {
-            bool found = true;
-            for (int i = 1; i < LANES; ++i) found = found && k[i] == k[0] + i;
-            return found;
-        }
-    };
-
-    template <class Column>
-    static Columns open(const Problem& p, i64 g, Column column) {
-        Columns c{&p, g, {}};
-        for (int i = 0; i < LANES; ++i) c.k[i] = column(i);
-        return c;
-    }
-
-    static bool scales_in_range(const WorkTile&) { return true; }
-    static void fetch_scales(const WorkTile&) {}
     static i64 contracted(const Problem& p) { return p.N; }
 };
+
+// Whether `count` columns lie one after the other.
+inline bool consecutive(const PortableWeight::Columns* c, i64 count = LANES) {
+    bool found = true;
+    for (i64 i = 1; i < count; ++i) found = found && c[i / LANES].at[i % LANES] == c->at[0] + i;
+    return found;
+}
 
 // Panels of float32, from any reader.
 template <class F32, class Weight_>
@@ -47,9 +33,9 @@ struct TransposedPanels : F32 {
     static void dequantize(const Columns* c, const Columns*, int column_blocks, i64 N,
                            float* panel) {
         const i64 count = column_blocks * LANES;
-        if (c->k[0] % ALIGNED == 0 && count % ALIGNED == 0 && consecutive(c, column_blocks)) {
+        if (c->at[0] % ALIGNED == 0 && count % ALIGNED == 0 && consecutive(c, count)) {
             for (i64 n = 0; n < N; ++n, panel += count)
-                Weight_::dequantize(*c->problem, c->g, n, c->k[0], count, panel);
+                Weight_::dequantize(*c->problem, c->g, n, c->at[0], count, panel);
             return;
         }
         for (i64 n = 0; n < N; ++n) {
@@ -60,22 +46,15 @@ struct TransposedPanels : F32 {
   private:
     static constexpr i64 ALIGNED = Weight_::ALIGNED;
 
-    static bool consecutive(const Columns* c, int column_blocks) {
-        bool found = true;
-        for (int s = 0; s < column_blocks; ++s)
-            found = found && c[s].k[0] == c->k[0] + s * LANES && c[s].consecutive();
-        return found;
-    }
-
     static void gather(const Columns& c, i64 n, float* out) {
         float held[ALIGNED];
         for (i64 i = 0, first = -1; i < LANES; ++i) {
-            if (const i64 wanted = c.k[i] / ALIGNED * ALIGNED; wanted != first) {
+            if (const i64 wanted = c.at[i] / ALIGNED * ALIGNED; wanted != first) {
                 first = wanted;
                 Weight_::dequantize(*c.problem, c.g, n, first,
                                     std::min(ALIGNED, c.problem->K - first), held);
             }
-            out[i] = held[c.k[i] - first];
+            out[i] = held[c.at[i] - first];
         }
     }
 };
@@ -91,20 +70,20 @@ struct TransposedPairs : Pairs {
         const i64 K = c->problem->K;
         const bf16* matrix = PlainWeight<bf16>::matrix(*c->problem, c->g);
         const auto row = [&](i64 n) { return matrix + n * K; };
-        bool consecutive[Pairs::COLUMN_BLOCKS];
-        for (int s = 0; s < column_blocks; ++s) consecutive[s] = c[s].consecutive();
+        bool together[Pairs::COLUMN_BLOCKS];
+        for (int s = 0; s < column_blocks; ++s) together[s] = consecutive(c + s);
         const bf16* ahead = PlainWeight<bf16>::matrix(*next->problem, next->g);
         for (i64 n = 0; n < N; n += Pairs::DEPTH) {
             for (i64 i = n; i < std::min(n + Pairs::DEPTH, N); ++i) {
                 for (int s = 0; s < column_blocks; ++s)
-                    __builtin_prefetch(ahead + i * K + next[s].k[0], 0, 2);
+                    __builtin_prefetch(ahead + i * K + next[s].at[0], 0, 2);
             }
             for (int s = 0; s < column_blocks; ++s, panel += LANES) {
-                if (consecutive[s]) {
-                    words_of_rows<Pairs>(row, n, N, c[s].k[0], LANES, panel);
+                if (together[s]) {
+                    words_of_rows<Pairs>(row, n, N, c[s].at[0], LANES, panel);
                 } else {
                     for (int i = 0; i < LANES; ++i)
-                        words_of_rows<Pairs>(row, n, N, c[s].k[i], 1, panel + i);
+                        words_of_rows<Pairs>(row, n, N, c[s].at[i], 1, panel + i);
                 }
             }
         }
@@ -126,22 +105,22 @@ struct TransposedCodes : Pairs {
         const Matrix matrix(*c->problem, c->g);
         bool together[Pairs::COLUMN_BLOCKS];
         for (int s = 0; s < column_blocks; ++s)
-            together[s] = c[s].k[0] % LANES == 0 && c[s].consecutive();
-        const u8* ahead = Weight_::codes_of(*next->problem, next->g) + next->k[0] / 2;
+            together[s] = c[s].at[0] % LANES == 0 && consecutive(c + s);
+        const u8* ahead = Weight_::codes_of(*next->problem, next->g) + next->at[0] / 2;
         for (i64 n = 0; n < N; n += Pairs::DEPTH) {
             const i64 last = std::min(n + 1, N - 1);
             __builtin_prefetch(ahead + n * of_row, 0, 2);
             __builtin_prefetch(ahead + last * of_row, 0, 2);
             for (int s = 0; s < column_blocks; ++s, panel += LANES) {
                 if (together[s]) {
-                    const i64 k = c[s].k[0];
+                    const i64 k = c[s].at[0];
                     Pairs::words_of_codes(matrix.codes(n, k), matrix.scale(n, k),
                                           matrix.codes(last, k),
                                           last > n ? matrix.scale(last, k) : 0.f, panel);
                 } else {
                     for (int i = 0; i < LANES; ++i)
-                        panel[i] = matrix.bits(n, c[s].k[i]) |
-                                   (last > n ? matrix.bits(last, c[s].k[i]) << 16 : 0);
+                        panel[i] = matrix.bits(n, c[s].at[i]) |
+                                   (last > n ? matrix.bits(last, c[s].at[i]) << 16 : 0);
                 }
             }
         }

@@ -29,13 +29,13 @@ struct PortableWeight {
 
     struct Columns {
         const Problem* problem;
-        i64 g, n[LANES];
+        i64 g, at[LANES];  // which rows of the matrix; in dgrad which columns
     };
 
     template <class Row>
     static Columns open(const Problem& p, i64 g, Row row) {
         Columns c{&p, g, {}};
-        for (int i = 0; i < LANES; ++i) c.n[i] = row(i);
+        for (int i = 0; i < LANES; ++i) c.at[i] = row(i);
         return c;
     }
 

@@ -18,9 +18,14 @@ constexpr i64 words_of(i64 contracted) {
 
 // Float32.
 struct F32Words {
+    using Activation = float;
     using Packed = float;
     using Panel = float;
     static constexpr i64 DEPTH = 1;
+
+    static void pack(const float* x, Packed* packed, i64 K) {
+        std::memcpy(packed, x, std::size_t(K) * sizeof(float));
+    }
 
     template <class T>
     static float word(const T* row, const T*, i64 j) {
