@@ -168,12 +168,10 @@ struct Avx2 : Avx2F32 {
 };
 
 template <class Weight>
-struct Avx2Tier {
+struct Avx2Tier : VectorTier {
     using Wide = Panels<Avx2<Weight>>;
     template <class A>
     using Fast = Kernels<SmallM<Avx2<Weight>>, Panels<Avx2<Weight>>>;
-    struct Thread {};
-    static constexpr double DEQUANTIZE_ROWS = 8;
 };
 
 }  // namespace

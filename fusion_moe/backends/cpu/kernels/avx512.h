@@ -361,13 +361,11 @@ struct Avx512Dots {
 };
 
 template <class Weight>
-struct Avx512Tier {
+struct Avx512Tier : VectorTier {
     using Wide = Panels<Avx512<Weight>>;
     template <class A>
     using Fast = Kernels<SmallM<Avx512Dots<Avx512Run, 1, Weight>>, SmallM<Avx512<Weight>>,
                          Panels<Avx512<Weight>>>;
-    struct Thread {};
-    static constexpr double DEQUANTIZE_ROWS = 8;
 };
 
 }  // namespace

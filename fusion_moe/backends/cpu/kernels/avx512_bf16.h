@@ -125,15 +125,13 @@ struct Avx512Bf16 : Avx512Pairs {  // of k and k + 4
 };
 
 template <class Weight>
-struct Avx512Bf16Tier {
+struct Avx512Bf16Tier : VectorTier {
     using Wide = Panels<Avx512<Weight>>;
     using OfBf16 = Kernels<SmallM<Avx512Dots<Avx512PairsRun, 4, Weight>>,
                            SmallM<Avx512Bf16<Weight>>, Panels<Avx512Bf16<Weight>>>;
     template <class A>
     using Fast = std::conditional_t<std::is_same<A, bf16>::value, OfBf16,
                                     typename Avx512Tier<Weight>::template Fast<A>>;
-    struct Thread {};
-    static constexpr double DEQUANTIZE_ROWS = 8;
 };
 
 }  // namespace

@@ -8,11 +8,14 @@
 
 namespace {
 
+// The first `count` of 64.
+inline __mmask64 first_of(i64 count) {
+    return count >= 64 ? ~0ull : count <= 0 ? 0 : (1ull << count) - 1;
+}
+
 // Bytes at .. at + 63 of `size`, those past it zero.
 inline __m512i load_some(const u8* bytes, i64 at, i64 size) {
-    const i64 left = size - at;
-    const __mmask64 mask = left >= 64 ? ~0ull : left <= 0 ? 0 : (1ull << left) - 1;
-    return _mm512_maskz_loadu_epi8(mask, bytes + at);
+    return _mm512_maskz_loadu_epi8(first_of(size - at), bytes + at);
 }
 
 // Sixteen rows of sixteen words -> word w of every row, for each w.

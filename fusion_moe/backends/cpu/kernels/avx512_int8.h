@@ -372,12 +372,10 @@ struct Avx512Int8 {
 };
 
 template <class Weight>
-struct Avx512Int8Tier {
+struct Avx512Int8Tier : VectorTier {
     using Wide = Panels<Avx512Int8<Weight>>;
     template <class A>
     using Fast = Kernels<SmallM<Avx512Int8<Weight>>, Wide>;
-    struct Thread {};
-    static constexpr double DEQUANTIZE_ROWS = 8;
 };
 
 }  // namespace

@@ -24,8 +24,7 @@ struct Avx512Digits {
     using InFloats = Avx512Dots<Avx512Run, 1, Weight>;
     static constexpr int SMALL_M = 1, MIN_EXPONENT = InFloats::MIN_EXPONENT,
                          MAX_EXPONENT = InFloats::MAX_EXPONENT;
-    static constexpr i64 BLOCK = Weight::BLOCK, RUN_CODES = 256,
-                         RUNS = 64 * BLOCK / RUN_CODES;  // RUNS: that have 64 scales
+    static constexpr i64 BLOCK = Weight::BLOCK, RUN_CODES = 256;
 
     // How the row is packed: DIGITS, or 0 for float32; then its runs, or its numbers.
     static constexpr i64 HEADER = 16;  // words
@@ -177,33 +176,21 @@ struct Avx512Digits {
             const u8 *codes = c.codes[n], *scales = c.scales[n];
             const i64 to_next = next.codes[n] - codes, to_next_scales = next.scales[n] - scales;
             __m512 sum = _mm512_setzero_ps();
-            i64 k = 0;
-            for (; k + 64 * BLOCK <= K; k += 64 * BLOCK) {
+            for (i64 k = 0; k < K; k += 64 * BLOCK) {
+                i64 left = std::min(64 * BLOCK, K - k);
                 _mm_prefetch(reinterpret_cast<const char*>(scales + to_next_scales),
                              _MM_HINT_T1);  // a line of them
-                const __m512i of_runs = _mm512_loadu_si512(scales);
-                if (!are_shifted(of_runs, ~0ull)) {
-                    sum = any<DIGITS>(codes, scales, 64 * BLOCK, run, sum);
-                    codes += 32 * BLOCK, scales += 64, run += RUNS;
-                    continue;
-                }
-                for (int part = 0; part < RUNS; ++part)
-                    sum = shifted<DIGITS>(codes, to_next, scales, *run++, sum);
-            }
-            if (k < K) {
-                _mm_prefetch(reinterpret_cast<const char*>(scales + to_next_scales), _MM_HINT_T1);
-                i64 left = K - k;
-                if (are_shifted(load_some(scales, 0, left / BLOCK), (1ull << left / BLOCK) - 1)) {
+                if (are_shifted(scales, left / BLOCK)) {
                     for (; left >= RUN_CODES; left -= RUN_CODES)
                         sum = shifted<DIGITS>(codes, to_next, scales, *run++, sum);
                 }
-                if (left > 0) {
-                    for (const i64 byte : {i64(0), left / 2 - 1}) {
-                        _mm_prefetch(reinterpret_cast<const char*>(codes + to_next + byte),
-                                     _MM_HINT_T1);
-                    }
-                    sum = any<DIGITS>(codes, scales, left, run, sum);
-                }
+                if (left == 0) continue;
+                for (const i64 byte : {i64(0), left / 2 - 1})
+                    _mm_prefetch(reinterpret_cast<const char*>(codes + to_next + byte),
+                                 _MM_HINT_T1);
+                sum = any<DIGITS>(codes, scales, left, run, sum);
+                codes += left / 2, scales += left / BLOCK;
+                run += (left + RUN_CODES - 1) / RUN_CODES;
             }
             sums[n] = sum;
         }
@@ -243,12 +230,12 @@ struct Avx512Digits {
         return sum;
     }
 
-    // Whether the bits of these scales are those of float32, but for the exponent's bias.
-    static bool are_shifted(__m512i scales, __mmask64 these) {
-        const __m512i above =
-            _mm512_sub_epi8(scales, _mm512_set1_epi8(char(Weight::FIRST_SHIFTED)));
+    // Whether the bits of so many scales are those of float32, but for the exponent's bias.
+    static bool are_shifted(const u8* scales, i64 count) {
+        const __m512i above = _mm512_sub_epi8(load_some(scales, 0, count),
+                                              _mm512_set1_epi8(char(Weight::FIRST_SHIFTED)));
         return _mm512_mask_cmpgt_epu8_mask(
-                   these, above,
+                   first_of(count), above,
                    _mm512_set1_epi8(char(Weight::LAST_SHIFTED - Weight::FIRST_SHIFTED))) == 0;
     }
 

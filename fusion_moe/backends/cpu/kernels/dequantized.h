@@ -139,14 +139,12 @@ struct PlainPairs : Pairs {
 };
 
 template <class F32, class Pairs, class Weight>
-struct DequantizedTier {
+struct DequantizedTier : VectorTier {
     using Wide = Panels<Dequantized<F32, Weight>>;
     template <class A>
     using Fast =
         Kernels<SmallM<DequantizedRows<Weight>>,
                 std::conditional_t<ARE_PAIRS<Pairs, Weight, A>, Panels<PlainPairs<Pairs>>, Wide>>;
-    struct Thread {};
-    static constexpr double DEQUANTIZE_ROWS = 8;
 };
 
 // A reader of codes without what kernels for codes read by.

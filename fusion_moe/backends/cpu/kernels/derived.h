@@ -11,7 +11,7 @@
 // element = (code - zero point) * (scale * scale * ...), every operation one of float32.
 #pragma once
 
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -130,12 +130,16 @@ constexpr bool IS_FLOAT = false;
 template <class Format>
 constexpr bool IS_FLOAT<Format, std::void_t<decltype(Format::SHIFT)>> = true;
 
-// The numbers of as many codes as a register holds, each in 32 bits. A table of sixteen numbers
-// fits in one register, or two; one of 256 stays in memory.
 #if defined(__AVX512F__)
+// The numbers of sixteen codes. A table of sixteen fits in a register, floats of 8 bits are moved
+// to where float16 has them: compilers would read either from memory, one by one.
 template <class Format>
-inline __m512 numbers_of(__m512i code) {
-    if constexpr (IS_FLOAT<Format>) {
+inline __m512 numbers_of(const u8* codes) {
+    const __m512i code =
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    if constexpr (!IS_FLOAT<Format>) {
+        return _mm512_permutexvar_ps(code, _mm512_loadu_ps(Format::TABLE));
+    } else {
         const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127)),
                       sign = _mm512_slli_epi32(_mm512_xor_si512(code, size), 8),
                       half = _mm512_or_si512(sign, _mm512_slli_epi32(size, Format::SHIFT));
@@ -144,38 +148,6 @@ inline __m512 numbers_of(__m512i code) {
         if constexpr (Format::TABLE[127] == Format::TABLE[127]) return found;
         return _mm512_mask_mov_ps(found, _mm512_cmpeq_epi32_mask(size, _mm512_set1_epi32(127)),
                                   _mm512_set1_ps(Format::TABLE[127]));
-    } else if constexpr (HAS_TABLE<Format> && Format::BITS == 8) {
-        return _mm512_i32gather_ps(code, Format::TABLE, 4);
-    } else if constexpr (HAS_TABLE<Format>) {
-        return _mm512_permutexvar_ps(code, _mm512_loadu_ps(Format::TABLE));
-    } else {
-        const __m512i flipped = _mm512_xor_si512(code, _mm512_set1_epi32(Format::FLIP));
-        return _mm512_cvtepi32_ps(_mm512_add_epi32(flipped, _mm512_set1_epi32(Format::FIRST)));
-    }
-}
-#elif defined(__AVX2__)
-template <class Format>
-inline __m256 numbers_of(__m256i code) {
-    if constexpr (IS_FLOAT<Format>) {
-        const __m256i size = _mm256_and_si256(code, _mm256_set1_epi32(127)),
-                      sign = _mm256_slli_epi32(_mm256_xor_si256(code, size), 8),
-                      half = _mm256_or_si256(sign, _mm256_slli_epi32(size, Format::SHIFT));
-        const __m128i halves =
-            _mm_packus_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-        const __m256 found = _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(Format::FACTOR));
-        if constexpr (Format::TABLE[127] == Format::TABLE[127]) return found;
-        return _mm256_blendv_ps(
-            found, _mm256_set1_ps(Format::TABLE[127]),
-            _mm256_castsi256_ps(_mm256_cmpeq_epi32(size, _mm256_set1_epi32(127))));
-    } else if constexpr (HAS_TABLE<Format> && Format::BITS == 8) {
-        return _mm256_i32gather_ps(Format::TABLE, code, 4);
-    } else if constexpr (HAS_TABLE<Format>) {
-        const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(Format::TABLE), code),
-                     high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(Format::TABLE + 8), code);
-        return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(code, 28)));
-    } else {
-        const __m256i flipped = _mm256_xor_si256(code, _mm256_set1_epi32(Format::FLIP));
-        return _mm256_cvtepi32_ps(_mm256_add_epi32(flipped, _mm256_set1_epi32(Format::FIRST)));
     }
 }
 #endif
@@ -184,18 +156,11 @@ inline __m256 numbers_of(__m256i code) {
 template <class Format>
 inline void elements_of(const u8* code, float zero, float scale, float* out) {
 #if defined(__AVX512F__)
-    const __m512i each =
-        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(code)));
-    const __m512 x = _mm512_sub_ps(numbers_of<Format>(each), _mm512_set1_ps(zero));
-    _mm512_storeu_ps(out, _mm512_mul_ps(x, _mm512_set1_ps(scale)));
-#elif defined(__AVX2__)
-    for (int i = 0; i < LANES; i += 8) {
-        const __m256i each =
-            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(code + i)));
-        const __m256 x = _mm256_sub_ps(numbers_of<Format>(each), _mm256_set1_ps(zero));
-        _mm256_storeu_ps(out + i, _mm256_mul_ps(x, _mm256_set1_ps(scale)));
+    if constexpr (IS_FLOAT<Format> || (HAS_TABLE<Format> && Format::BITS < 8)) {
+        const __m512 x = _mm512_sub_ps(numbers_of<Format>(code), _mm512_set1_ps(zero));
+        return _mm512_storeu_ps(out, _mm512_mul_ps(x, _mm512_set1_ps(scale)));
     }
-#else
+#endif
     u8 codes[LANES];  // `code` may lie in `out`, for all that a compiler knows
     std::memcpy(codes, code, sizeof codes);
     for (int i = 0; i < LANES; ++i) {
@@ -207,7 +172,6 @@ inline void elements_of(const u8* code, float zero, float scale, float* out) {
         }
         out[i] = (x - zero) * scale;
     }
-#endif
 }
 
 template <class Format>

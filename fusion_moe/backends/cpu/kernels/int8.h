@@ -136,12 +136,10 @@ struct Int8 {
 };
 
 template <class Weight>
-struct Int8Tier {
+struct Int8Tier : VectorTier {
     using Wide = Panels<Int8<Weight>>;  // and the only one
     template <class A>
     using Fast = Kernels<Wide>;
-    struct Thread {};
-    static constexpr double DEQUANTIZE_ROWS = 8;
 };
 
 }  // namespace

@@ -99,4 +99,10 @@ struct Panels {
     }
 };
 
+// A tier without a state of its threads.
+struct VectorTier {
+    struct Thread {};
+    static constexpr double DEQUANTIZE_ROWS = 8;
+};
+
 }  // namespace

@@ -9,20 +9,6 @@
 
 namespace {
 
-// How `topk_ids` chooses. GROUPS > 1: among the experts of the TOPK_GROUP groups with the largest
-// sums of their BEST best scores.
-template <i64 E, i64 K, bool SIGMOID, bool SCORES, i64 GROUPS, i64 TOPK_GROUP, i64 BEST>
-struct TopK {
-    static constexpr i64 SIZE = E / GROUPS;
-
-    // logits [T, E], bias [E] or null -> ids [T, K]
-    template <class T, class Id>
-    static void run(const T* logits, const float* bias, i64 tokens, Id* ids, Team& team);
-
-  private:
-    static void choose(u32* keys, float* numbers);
-};
-
 // Of numbers that order as floats do, NaN the largest, both zeros equal, all above 0.
 inline u32 key_of(float x) {
     const u32 bits = as_bits(x + 0.f);
@@ -56,50 +42,56 @@ void to_scores(float* x, i64 count) {
     }
 }
 
-// Experts outside of the chosen groups get key 0, which nothing else has.
+// How `topk_ids` chooses. GROUPS > 1: among the experts of the TOPK_GROUP groups with the largest
+// sums of their BEST best scores.
 template <i64 E, i64 K, bool SIGMOID, bool SCORES, i64 GROUPS, i64 TOPK_GROUP, i64 BEST>
-void TopK<E, K, SIGMOID, SCORES, GROUPS, TOPK_GROUP, BEST>::choose(u32* keys, float* numbers) {
-    u32 of_group[GROUPS];
-    for (i64 g = 0; g < GROUPS; ++g) {
-        u32* const own = keys + g * SIZE;
-        const i64 first = largest(own, SIZE);
-        float sum = numbers[g * SIZE + first];
-        if (BEST > 1) {
-            const u32 key = own[first];
-            own[first] = 0;
-            sum += numbers[g * SIZE + largest(own, SIZE)];
-            own[first] = key;
-        }
-        of_group[g] = key_of(sum);
-    }
-    bool chosen[GROUPS] = {};
-    for (i64 i = 0; i < TOPK_GROUP; ++i) {
-        const i64 g = largest(of_group, GROUPS);
-        chosen[g] = true, of_group[g] = 0;
-    }
-    for (i64 e = 0; e < E; ++e) keys[e] = chosen[e / SIZE] ? keys[e] : 0;
-}
+struct TopK {
+    static constexpr i64 SIZE = E / GROUPS;
 
-template <i64 E, i64 K, bool SIGMOID, bool SCORES, i64 GROUPS, i64 TOPK_GROUP, i64 BEST>
-template <class T, class Id>
-void TopK<E, K, SIGMOID, SCORES, GROUPS, TOPK_GROUP, BEST>::run(const T* logits, const float* bias,
-                                                                i64 tokens, Id* ids, Team& team) {
-    for_rows(tokens, rows_per_step(E), team, [&](i64 t) {
-        std::vector<float> numbers(E);
-        std::vector<u32> keys(E);
-        for (i64 e = 0; e < E; ++e) numbers[e] = widen(logits[t * E + e]);
-        if constexpr (SCORES) to_scores<SIGMOID>(numbers.data(), E);
-        if (bias != nullptr) {
-            for (i64 e = 0; e < E; ++e) numbers[e] += bias[e];
+    // logits [T, E], bias [E] or null -> ids [T, K]
+    template <class T, class Id>
+    static void run(const T* logits, const float* bias, i64 tokens, Id* ids, Team& team) {
+        for_rows(tokens, rows_per_step(E), team, [&](i64 t) {
+            std::vector<float> numbers(E);
+            std::vector<u32> keys(E);
+            for (i64 e = 0; e < E; ++e) numbers[e] = widen(logits[t * E + e]);
+            if constexpr (SCORES) to_scores<SIGMOID>(numbers.data(), E);
+            if (bias != nullptr) {
+                for (i64 e = 0; e < E; ++e) numbers[e] += bias[e];
+            }
+            for (i64 e = 0; e < E; ++e) keys[e] = key_of(numbers[e]);
+            if constexpr (GROUPS > 1) choose(keys.data(), numbers.data());
+            for (i64 i = 0; i < K; ++i) {
+                const i64 e = largest(keys.data(), E);
+                ids[t * K + i] = Id(e), keys[e] = 0;
+            }
+        });
+    }
+
+  private:
+    // Experts outside of the chosen groups get key 0, which nothing else has.
+    static void choose(u32* keys, float* numbers) {
+        u32 of_group[GROUPS];
+        for (i64 g = 0; g < GROUPS; ++g) {
+            u32* const own = keys + g * SIZE;
+            const i64 first = largest(own, SIZE);
+            float sum = numbers[g * SIZE + first];
+            if (BEST > 1) {
+                const u32 key = own[first];
+                own[first] = 0;
+                sum += numbers[g * SIZE + largest(own, SIZE)];
+                own[first] = key;
+            }
+            of_group[g] = key_of(sum);
         }
-        for (i64 e = 0; e < E; ++e) keys[e] = key_of(numbers[e]);
-        if constexpr (GROUPS > 1) choose(keys.data(), numbers.data());
-        for (i64 i = 0; i < K; ++i) {
-            const i64 e = largest(keys.data(), E);
-            ids[t * K + i] = Id(e), keys[e] = 0;
+        bool chosen[GROUPS] = {};
+        for (i64 i = 0; i < TOPK_GROUP; ++i) {
+            const i64 g = largest(of_group, GROUPS);
+            chosen[g] = true, of_group[g] = 0;
         }
-    });
-}
+        for (i64 e = 0; e < E; ++e) keys[e] = chosen[e / SIZE] ? keys[e] : 0;
+    }
+};
 
 // logits [E], ids [k] -> s [k]: the scores of the chosen, divided by their sum if RENORMALIZE; of
 // softmax these are made of no others.

@@ -180,7 +180,7 @@ struct TransposedInRange : Transposed<Weight_> {
 };
 
 template <class F32, class Pairs, class Weight>
-struct TransposedTier {
+struct TransposedTier : VectorTier {
     using Wide = Panels<TransposedPanels<F32, Weight>>;
     template <class A>
     using Vectors = std::conditional_t<ARE_PAIRS_OF_CODES<Pairs, Weight, A>,
@@ -192,8 +192,6 @@ struct TransposedTier {
     template <class A>
     using Reader = std::conditional_t<ARE_PAIRS_OF_CODES<Pairs, Weight, A>,
                                       TransposedInRange<Weight>, Transposed<Weight>>;
-    struct Thread {};
-    static constexpr double DEQUANTIZE_ROWS = 8;
 };
 
 }  // namespace
