@@ -28,8 +28,8 @@ from ..errors import DtypeError, UnsupportedError
 from ..serving import LEAVE, NAME
 from .experts import ExpertsMethod
 from .fp8 import FusionMoePackedFp8Method, packed_scheme
-from .gpt_oss import LoadsGptOss
 from .linear import is_linear_on_cpu, linear_method
+from .loading import LoadsExperts
 from .log import logger
 
 
@@ -70,7 +70,7 @@ class FusionMoeInt4Method(ExpertsMethod, CompressedTensorsWNA16MoEMethod):
             )
 
 
-class FusionMoeCompressedTensorsConfig(LoadsGptOss, CompressedTensorsConfig):
+class FusionMoeCompressedTensorsConfig(LoadsExperts, CompressedTensorsConfig):
     """vLLM's configuration of compressed-tensors, with this library's experts and, on CPUs, NVFP4
     linear layers.
     """

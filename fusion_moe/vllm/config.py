@@ -47,6 +47,7 @@ class FusionMoeConfig(QuantizationConfig):
         if vLLM lacks a method for it.
         """
         if user_quant == NAME:
+            _complete(hf_config)
             return NAME
         if user_quant is None and _nvfp4_on_cpu(hf_quant_cfg):
             logger.info(
@@ -128,6 +129,14 @@ class FusionMoeConfig(QuantizationConfig):
 def register_config() -> None:
     """Registers the quantization with vLLM; may be called more than once in a process."""
     register_quantization_config(NAME)(FusionMoeConfig)
+
+
+def _complete(hf_config: Any) -> None:
+    """Adds what transformers leaves out when it writes DeepSeek-V3's configuration: without it
+    vLLM has no selection bias.
+    """
+    if getattr(hf_config, "model_type", None) == "deepseek_v3":
+        hf_config.topk_method = getattr(hf_config, "topk_method", "noaux_tc")
 
 
 def _algorithm(config: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from ..encodings import Encoding, Quantized
 from ..errors import UnsupportedError
 from ..nn import Experts, activation, swiglu
 from ..serving import LEAVE, Adapters, Kept, need_blocks, place_, serve_, weight_of
+from .loading import LoadsExperts
 from .log import logger
 
 # with it vLLM gathers tokens before `apply`, and reduce-scatters the ranks' results
@@ -88,13 +89,18 @@ class ExpertsMethod(FusedMoEMethodBase):
                 bias = torch.zeros(num_experts, width, dtype=params_dtype)
                 layer.register_parameter(name, nn.Parameter(bias, requires_grad=False))
                 getattr(layer, name).weight_loader = attributes["weight_loader"]
-        gpt_oss = getattr(getattr(layer, "quant_config", None), "gpt_oss", None)
-        if gpt_oss is not None and self.moe.activation.value == "swigluoai":
-            gpt_oss[layer.layer_name] = layer
+        if isinstance(getattr(layer, "quant_config", None), LoadsExperts):
+            layer.quant_config.experts[layer.layer_name] = layer
         place_(layer, self.loaded)
 
+    def loads(self, layer: Any, name: str) -> bool:
+        """Whether `load` has a tensor of a layer's experts, by its name after "experts.": those of
+        gpt-oss. vLLM loads others.
+        """
+        return self.moe.activation.value == "swigluoai"
+
     def load(self, layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads tensors of gpt-oss's experts, by their names after "experts."."""
+        """Loads tensors of a layer's experts, by their names after "experts."."""
         deque(layer.load_weights(tensors), maxlen=0)
 
     @property

@@ -112,6 +112,9 @@ class NVFP4LinearMethod(LinearMethodBase):
         ]
         for name in (*names, self.activations):
             delattr(layer, name)
+        # vLLM's MLA multiplies kv_b_proj by an identity matrix, on the device of its weight
+        empty = nn.Parameter(codes.new_empty(0), requires_grad=False)
+        layer.register_parameter(names[0], empty)
         if self.kept is not None:
             named = zip(layer.fusion_moe, weights, strict=True)
             self.kept.update_(

@@ -4,7 +4,7 @@ weights, this library multiplies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from ..checkpoints.schemes import FP8_OF_MATRIX, MODELOPT, MODELOPT_FUSED
 from ..errors import CheckpointError
 from ..serving import NAME
 from .experts import ExpertsMethod
-from .gpt_oss import LoadsGptOss
 from .linear import is_linear_on_cpu, linear_method
+from .loading import LoadsExperts
 
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 
@@ -53,17 +53,25 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
         for name in (*self.loaded, "w13_bias", "w2_bias") if self.interleave else ():
             getattr(layer, name).weight_loader = self._fill
 
+    def loads(self, layer: Any, name: str) -> bool:
+        """Those of Llama-4 too, if they are of all experts."""
+        fused = name.startswith(("gate_up_proj", "down_proj"))
+        return (fused and layer.apply_router_weight_on_input) or super().loads(layer, name)
+
     def load(self, layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads this rank's shares of gpt-oss's tensors, each of all experts. CheckpointError for
-        other names than ModelOpt's.
+        """Loads this rank's shares of tensors, each of all experts. CheckpointError for other names
+        than ModelOpt's.
         """
+        if not self.interleave:
+            super().load(layer, _of_each(tensors, self.moe.num_experts))
+            return
         transposed = {part.suffix: part.transposed for part in MODELOPT_FUSED.parts}
         for name, t in tensors:
             projection, found, suffix = name.partition("_proj")
             into = f"{'w2' if projection == 'down' else 'w13'}{suffix or '_weight'}"
             if not found or "." in name or not hasattr(layer, into):
                 raise CheckpointError(
-                    f"a tensor {name!r} of gpt-oss's experts",
+                    f"a tensor {name!r} of experts",
                     expected="gate_up_proj and down_proj, of all experts, as ModelOpt writes them",
                     where=layer.layer_name,
                 )
@@ -81,6 +89,19 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
         param.data.copy_(t.expand(param.shape))
 
 
+def _of_each(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
+    """Llama-4's tensors, transposed, by the names and in the order of those of one expert each; one
+    number is for all of them.
+    """
+    for name, t in tensors:
+        projection, _, suffix = name.partition("_proj")
+        t = t.mT if t.dim() else t.expand(experts)
+        both = zip(("gate", "up"), t.chunk(2, 1) if t.dim() > 1 else (t, t), strict=True)
+        for part, of in both if projection == "gate_up" else [(projection, t)]:
+            for expert, matrix in enumerate(of):
+                yield f"{expert}.{part}_proj.{suffix.removeprefix('_') or 'weight'}", matrix
+
+
 class FusionMoeModelOptFp8Method(ExpertsMethod, ModelOptFp8MoEMethod):
     """Experts in ModelOpt's FP8, a scale for each matrix."""
 
@@ -93,7 +114,7 @@ class FusionMoeModelOptFp8Method(ExpertsMethod, ModelOptFp8MoEMethod):
         self.quant_config = quant_config
 
 
-class _Config(LoadsGptOss):
+class _Config(LoadsExperts):
     """What both configurations say instead of vLLM's."""
 
     def get_name(self) -> str:

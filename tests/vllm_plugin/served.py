@@ -296,6 +296,49 @@ def gpt_oss_between_two(folder: Path) -> Path:
     return made
 
 
+def deepseek_v3(folder: Path) -> Path:
+    """DeepSeek-V3 with all linear layers in ModelOpt's W4A16_NVFP4, as transformers writes its
+    configuration: without `topk_method`. vLLM's attention on CPUs takes only this rank of keys and
+    values.
+    """
+    import transformers
+
+    made, dense = folder / "v3", folder / "dense"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    sizes |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    sizes |= {"num_hidden_layers": 2, "first_k_dense_replace": 1, "q_lora_rank": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 512}
+    sizes |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "vocab_size": 96}
+    config = transformers.DeepseekV3Config(**sizes, max_position_embeddings=64)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, t in model.state_dict().items():
+        if t.dim() > 1 or "bias" in name:
+            t.normal_(std=0.1)
+    model.save_pretrained(dense)
+    tensors, files = load_file(dense / "model.safetensors"), {}
+    for name, weight in tensors.items():
+        if name.endswith(("_proj.weight", "_with_mqa.weight")):
+            encoded = encodings.quantize(weight, encoding=encodings.NVFP4)
+            for suffix, part in zip(("", "_scale", "_scale_2"), encoded, strict=True):
+                files[name + suffix] = part
+            tensors[name] = encodings.dequantize(encoded)
+        else:
+            files[name] = weight.bfloat16()
+            tensors[name] = files[name].float()
+    save_file(tensors, dense / "model.safetensors", {"format": "pt"})
+    made.mkdir()
+    save_file(files, made / "model.safetensors", {"format": "pt"})
+    entries = json.loads((dense / "config.json").read_text())
+    written = json.loads((MADE / "modelopt-deepseek_v3-w4a16" / "config.json").read_text())
+    quantization = written["quantization_config"] | {
+        "ignore": ["lm_head", "model.layers.1.mlp.gate"]
+    }
+    entries |= {"quantization_config": quantization, "dtype": "bfloat16"}
+    (made / "config.json").write_text(json.dumps(entries))
+    return made
+
+
 _V4_LINEAR = re.compile(r"(wq_[ab]|attn\.wkv|wo_[ab]|shared_experts\.w[123])\.weight$")
 
 

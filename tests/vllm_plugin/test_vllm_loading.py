@@ -1,13 +1,11 @@
-"""Experts in NVFP4 that vLLM's own layers load from files, on one rank and on two: of gpt-oss, of
-which its loader reads only what is left, and of Nemotron-H, which have no gate.
+"""Experts in NVFP4 that vLLM's own layers load from files, on one rank and on two: of gpt-oss and
+Llama-4, of which its loader reads only what is left, and of Nemotron-H, which have no gate.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -44,7 +42,8 @@ def experts_of(
     directory: str,
     ranks: FusedMoEParallelConfig,
     cls: type[RoutedExperts] = GptOssRoutedExperts,
-    names: Mapping[str, str | None] = MappingProxyType({}),
+    names: dict[str, Any] | None = None,
+    on_input: bool = False,
     **changes: Any,
 ) -> tuple[Any, Any]:
     """vLLM's layer of a rank, and its configuration of the quantization."""
@@ -58,7 +57,8 @@ def experts_of(
         in_dtype=torch.float32,
         **made | changes,
     )
-    return cls(NAME, torch.float32, moe, quantization, placed, **names), quantization
+    given = (names or {}) | {"apply_router_weight_on_input": on_input}
+    return cls(NAME, torch.float32, moe, quantization, placed, **given), quantization
 
 
 def load(owner: Any, quantization: Any, tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -72,16 +72,17 @@ def load(owner: Any, quantization: Any, tensors: dict[str, torch.Tensor]) -> lis
 
 
 def fused(t: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The meaning of ModelOpt's tensors: rows of gate and up take turns."""
+    """The meaning of ModelOpt's tensors: of gpt-oss, rows of gate and up take turns."""
 
     def weight(name: str) -> Quantized:
         codes, scale = (t[f"{NAME}.{name}{suffix}"].mT for suffix in ("", "_weight_scale"))
         matrix = t[f"{NAME}.{name}_weight_scale_2"].expand(4)
         return Quantized(codes.contiguous(), scale.contiguous(), matrix, encoding=NVFP4)
 
-    return {
-        "w13": weight("gate_up_proj"),
-        "w2": weight("down_proj"),
+    weights = {"w13": weight("gate_up_proj"), "w2": weight("down_proj")}
+    if f"{NAME}.down_proj_bias" not in t:
+        return weights
+    return weights | {
         "w13_bias": t[f"{NAME}.gate_up_proj_bias"],
         "w2_bias": t[f"{NAME}.down_proj_bias"],
         "interleave": 1,
@@ -141,6 +142,33 @@ def as_compressed_tensors(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
         + "_packed" * name.endswith(".weight"): 1 / v if name.endswith("_scale_2") else v
         for name, v in kept.items()
     }
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_llama4(ranks: str) -> None:
+    """The router's weights scale what goes into experts."""
+    tensors = load_file(MADE / "modelopt-llama4_text" / "model.safetensors")
+    tensors = {name.replace("feed_forward", "mlp"): t for name, t in tensors.items()}
+    g = torch.Generator().manual_seed(1)
+    x, w = torch.randn(3, 64, generator=g), torch.rand(3, 1, generator=g)
+    ids = torch.tensor([[3], [1], [2]])
+    total = torch.zeros(3, 64)
+    for rank in RANKS[ranks]:
+        owner, quantization = experts_of(
+            "modelopt-llama4_text",
+            rank,
+            RoutedExperts,
+            on_input=True,
+            activation=MoEActivation.SILU,
+            has_bias=False,
+            intermediate_size=32,
+            experts_per_token=1,
+        )
+        left = load(owner, quantization, tensors)
+        assert len(left) == sum(".experts." not in name for name in tensors)
+        total += owner.quant_method.apply(owner, x, w, ids.int())
+    want = expected(x * w, ids, torch.ones_like(w), **fused(tensors))
+    assert (total - want).norm() <= 1e-6 * want.norm()
 
 
 @pytest.mark.parametrize("directory", ["modelopt-nemotron_h", "ct-gpt_oss"])

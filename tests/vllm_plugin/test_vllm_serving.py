@@ -27,6 +27,7 @@ from served import (
     ENVIRONMENT,
     adapter_of,
     compressed_tensors_demo,
+    deepseek_v3,
     deepseek_v4,
     fp8_channels_demo,
     fp8_demo,
@@ -127,6 +128,7 @@ def test_demo_compiled(tmp_path: Path) -> None:
         "modelopt-qwen3_moe",
         "modelopt-mixtral",
         "modelopt-gpt_oss",
+        "modelopt-llama4_text",
         "ct-qwen3_moe",
         "ct-qwen3_moe-int4",
         "ct-gpt_oss",
@@ -166,6 +168,16 @@ def differences(directory: Path, folder: Path, found: list[dict[str, Any]]) -> t
         for a, b in zip(answer["log_probabilities"], want, strict=True)
     ]
     return sum(apart) / len(apart), max(apart)
+
+
+def test_deepseek_v3(tmp_path: Path) -> None:
+    """vLLM's attention in bfloat16; one of its linear layers is read, not called."""
+    directory = deepseek_v3(tmp_path)
+    found, log = generated(directory, dtype="bfloat16")
+    assert "fusion_moe serves experts in nvfp4" in log
+    mean, largest = differences(directory, tmp_path, found)
+    assert mean <= 0.06
+    assert largest <= 0.3
 
 
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's kernels need AMX")

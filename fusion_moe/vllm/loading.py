@@ -1,5 +1,6 @@
-"""gpt-oss in other formats than its own: vLLM's loader for this model skips tensors of experts that
-it has no names for. So they are taken out of what it reads, and loaded here.
+"""gpt-oss in other formats than its own, and Llama-4 in ModelOpt's NVFP4: vLLM's loaders for these
+models have no names for all tensors of experts. So these are taken out of what they read, and
+loaded here.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from vllm.model_executor.models.utils import WeightsMapper
 _EXPERTS = ".experts."
 
 
-class LoadsGptOss:
-    """A configuration whose methods load the experts of gpt-oss."""
+class LoadsExperts:
+    """A configuration whose methods load tensors in place of vLLM (`ExpertsMethod.loads`)."""
 
     @cached_property
-    def gpt_oss(self) -> dict[str, Any]:
-        """The layers to load, by name."""
+    def experts(self) -> dict[str, Any]:
+        """The layers of experts, by name."""
         return {}
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
         """What vLLM passes all tensors of a checkpoint through."""
-        return _Experts(super().get_checkpoint_weight_mapper(), self.gpt_oss)  # type: ignore[misc]
+        return _Experts(super().get_checkpoint_weight_mapper(), self.experts)  # type: ignore[misc]
 
 
 class _Experts(WeightsMapper):
@@ -54,4 +55,6 @@ class _Experts(WeightsMapper):
                 layer.quant_method.load(layer, ((n.split(_EXPERTS)[1], t) for n, t in tensors))
 
     def _layer(self, named: tuple[str, Tensor]) -> Any:
-        return self._layers.get(named[0].partition(_EXPERTS)[0] + ".experts")
+        before, _, name = named[0].partition(_EXPERTS)
+        layer = self._layers.get(f"{before}.experts")
+        return layer if layer is not None and layer.quant_method.loads(layer, name) else None
