@@ -5,6 +5,7 @@ weights, this library multiplies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from vllm.model_executor.layers.quantization.modelopt import (
 )
 
 from ..checkpoints.schemes import FP8_OF_MATRIX, MODELOPT, MODELOPT_FUSED
+from ..encodings import NVFP4, check_finite
+from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError
 from ..serving import NAME
 from .experts import ExpertsMethod
@@ -46,12 +49,12 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
         self.use_global_sf = False
 
     def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
-        """As of all experts. gpt-oss's tensors have a loader that takes all experts at once, around
-        which vLLM puts its own when it reloads.
-        """
+        """As of all experts. When vLLM reloads, it puts loaders of its own around these."""
         super().create_weights(layer, *sizes, **attributes)
         for name in (*self.loaded, "w13_bias", "w2_bias") if self.interleave else ():
-            getattr(layer, name).weight_loader = self._fill
+            getattr(layer, name).weight_loader = MethodType(_fill, layer)
+        for name in () if self.interleave else ("w13_weight", "w2_weight"):
+            getattr(layer, name).weight_loader = MethodType(_load_numbers, layer)
 
     def loads(self, layer: Any, name: str) -> bool:
         """Those of Llama-4 too, if they are of all experts."""
@@ -78,15 +81,49 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
             param = getattr(layer, into)
             param.weight_loader(param, t.mT if transposed.get(suffix) else t)
 
-    def _fill(self, param: Tensor, loaded_weight: Tensor) -> None:
-        """param [E, ...] of this rank: of the experts, or of the features, that the other tensor
-        has more of.
-        """
-        t = loaded_weight
-        for d, size in enumerate(param.shape if t.dim() else ()):
-            first = (self.first_expert or 0) if d == 0 else self.moe.tp_rank * size
-            t = t.narrow(d, first if t.shape[d] != size else 0, size)
-        param.data.copy_(t.expand(param.shape))
+
+# methods of a layer, from which vLLM takes the layer while it keeps them
+def _fill(layer: Any, param: Tensor, loaded_weight: Tensor) -> None:
+    """param [E, ...] of this rank, from a tensor of gpt-oss: of the experts, or of the features,
+    that this has more of.
+    """
+    t, method = loaded_weight, layer.quant_method
+    for d, size in enumerate(param.shape if t.dim() else ()):
+        first = (method.first_expert or 0) if d == 0 else method.moe.tp_rank * size
+        t = t.narrow(d, first if t.shape[d] != size else 0, size)
+    param.data.copy_(t.expand(param.shape))
+
+
+def _load_numbers(
+    layer: Any,
+    param: Tensor,
+    loaded_weight: Tensor,
+    weight_name: str,
+    shard_id: str,
+    expert_id: int,
+    return_success: bool = False,
+) -> Any:
+    """vLLM's loader of codes, which when it reloads quantizes numbers, as a trainer has them.
+    NonFiniteError for NaN and infinity.
+    """
+    method, how = layer.quant_method, (shard_id, expert_id, return_success)
+    if method.kept is None or loaded_weight.dtype not in FLOATS:
+        return layer.weight_loader(param, loaded_weight, weight_name, *how)
+    if param.is_meta:  # vLLM counts what it will load
+        loaded_weight = loaded_weight.to("meta")
+    else:
+        check_finite(loaded_weight, NVFP4, weight_name)
+    parts = *torch.ops.fusion_moe.nvfp4_quantize(loaded_weight), torch.ones(())
+    before, _, projection = weight_name.removesuffix("_weight").rpartition(".")
+    into = [name for name in method.loaded if name.startswith(f"{projection}_")]
+    loaded = [
+        layer.weight_loader(getattr(layer, name), t, f"{before}.{name}", *how)
+        for name, t in zip(into, parts, strict=True)
+    ]
+    return all(loaded) if return_success else None
+
+
+_load_numbers.supports_moe_loading = True  # type: ignore[attr-defined]
 
 
 def _of_each(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:

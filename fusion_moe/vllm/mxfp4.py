@@ -4,7 +4,7 @@ loads the weights.
 
 from __future__ import annotations
 
-from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -62,14 +62,24 @@ class FusionMoeGptOssMethod(_Loaded, GptOssMxfp4MoEMethod):
         """As of all experts. The features that fill the last block are zeros when vLLM reloads too,
         into memory that nobody has set.
         """
-        loader = attributes["weight_loader"]
-
-        @wraps(loader)
-        def load(param: Tensor, *args: Any, **more: Any) -> Any:
-            param.data.zero_()
-            return loader(param, *args, **more)
-
+        load = MethodType(_load_beside_zeros, layer)
         super().create_weights(layer, *sizes, **attributes | {"weight_loader": load})
+
+
+# a method of a layer, from which vLLM takes the layer while it keeps it
+def _load_beside_zeros(
+    layer: Any,
+    param: Tensor,
+    loaded_weight: Tensor,
+    weight_name: str,
+    shard_id: str,
+    expert_id: int,
+    return_success: bool = False,
+) -> Any:
+    param.data.zero_()
+    return layer.weight_loader(
+        param, loaded_weight, weight_name, shard_id, expert_id, return_success
+    )
 
 
 class _Dtypes:
