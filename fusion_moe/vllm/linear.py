@@ -112,7 +112,8 @@ class NVFP4LinearMethod(LinearMethodBase):
         ]
         for name in (*names, self.activations):
             delattr(layer, name)
-        # vLLM's MLA multiplies kv_b_proj by an identity matrix, on the device of its weight
+        # vLLM asks a weight for its device: adapters, and MLA, which multiplies kv_b_proj by an
+        # identity matrix
         empty = nn.Parameter(codes.new_empty(0), requires_grad=False)
         layer.register_parameter(names[0], empty)
         if self.kept is not None:

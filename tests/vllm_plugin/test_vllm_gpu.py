@@ -4,7 +4,6 @@ compared with transformers' model of the same numbers.
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,19 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 from files import MADE
 from served import (
-    adapter_of,
     compressed_tensors_demo,
     fp8_channels_demo,
     fp8_demo,
     fp8_modelopt_demo,
     gemma4,
     judged,
-    log_probabilities,
     mixed_demo,
     modelopt_demo,
     mxfp4_alone_demo,
     mxfp4_demo,
 )
 from test_vllm_reload import an_engine_reloads
-from test_vllm_serving import PROMPTS, generated
+from test_vllm_serving import PROMPTS, generated, serves_adapters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 DEFAULT: dict[str, Any] = {
@@ -79,23 +76,8 @@ def test_captured_graphs_read_reloaded_weights(tmp_path: Path) -> None:
     an_engine_reloads(tmp_path, DEFAULT)
 
 
-def test_adapters(tmp_path: Path) -> None:
-    """Three adapters of experts and attention in two slots, and a request without one."""
-    directory, prompt = modelopt_demo(tmp_path), PROMPTS[0]
-    base, _ = judged(directory, tmp_path, [prompt])
-    models = [copy.deepcopy(base) for _ in range(3)]
-    adapters = [adapter_of(m, tmp_path, i, attention=True) for i, m in enumerate(models)]
-    found, _ = generated(
-        directory,
-        prompts=[prompt] * 4,
-        adapters=[*adapters, None],
-        enable_lora=True,
-        max_loras=2,
-        max_cpu_loras=3,
-        max_lora_rank=16,
-        lora_target_modules=["qkv_proj", "o_proj", "experts"],
-        **DEFAULT,
+@pytest.mark.parametrize("write", [modelopt_demo, mxfp4_demo])
+def test_adapters(write: Any, tmp_path: Path) -> None:
+    serves_adapters(
+        write(tmp_path), tmp_path, attention=True, alone=True, tolerance=0.15, **DEFAULT
     )
-    for model, answer in zip([*models, base], found, strict=True):
-        want = log_probabilities(model, prompt)
-        assert answer["log_probabilities"] == pytest.approx(want, abs=0.15)
