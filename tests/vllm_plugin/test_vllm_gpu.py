@@ -31,7 +31,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 DEFAULT: dict[str, Any] = {
     "dtype": "bfloat16",
     "enforce_eager": False,
-    "gpu_memory_utilization": 0.1,
+    "gpu_memory_utilization": 0.05,  # what must be free at the start: others may run here
+    "kv_cache_memory_bytes": 1 << 28,
 }
 
 
