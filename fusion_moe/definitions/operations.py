@@ -28,7 +28,6 @@ from ..errors import (
 )
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion
-from ..ir.kinds import KINDS
 from ..ir.sizes import symbol
 from ..ir.types import (
     DTYPES,
@@ -384,7 +383,7 @@ def fusion_of(name: str, types: Types, others: tuple[tuple[str, Any], ...]) -> F
     """The Fusion that a call of an operation stands for: what its translator builds from inputs of
     these types.
     """
-    fd = FusionDefinition()
+    fd = FusionDefinition(places=False)
     tensors = {n: fd.define_like(t) for n, t in types}
     arguments = {**dict(others), **tensors}
     _need_given(name, arguments)
@@ -395,9 +394,6 @@ def fusion_of(name: str, types: Types, others: tuple[tuple[str, Any], ...]) -> F
             fd, **{n: _argument(n, arguments) for n, _ in _signature(name)}
         )
     except Error as error:
-        step, _, place = error.where.partition(": ")
-        if step in KINDS:  # what fails in a step of the operation fails in the operation
-            error.where = place
         raise error.at(name) from None
     for output in result if isinstance(result, tuple) else (result,):
         fd.add_output(output)

@@ -35,10 +35,14 @@ _TAKEN = re.compile(r"[it]\d+|fd|ceildiv|inf|nan")
 class FusionDefinition:
     """Collects inputs, operations and outputs; `fusion()` gives the verified Fusion. `fd.ops` has
     one method for each kind.
+
+    Args:
+        places: whether errors say which operation they are about. Without, the caller does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, places: bool = True) -> None:
         self.ops = Ops(self.append)
+        self._places = places
         self._source = ""  # the line of the user's program that the next operations come from
         self._translator = ""  # the line of the translator that makes them; "": the caller's line
         self._inputs: list[Value] = []
@@ -215,7 +219,7 @@ class FusionDefinition:
             types = infer(kind, [v.type if isinstance(v, Value) else v for v in inputs], attrs)
             self._partitions.add(types, attrs)
         except Error as error:
-            raise error.at(kind.name) from None
+            raise (error.at(kind.name) if self._places else error) from None
         first = len(self._producers)
         outputs = tuple(Value(f"t{first + i}", t) for i, t in enumerate(types))
         op = Op(kind, inputs, attrs, outputs, self._source, self._translator or _caller())

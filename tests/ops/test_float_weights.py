@@ -14,7 +14,6 @@ from test_autograd import kept_by
 from torch import Tensor
 
 import fusion_moe
-from fusion_moe.errors import DtypeError, OptionError
 from fusion_moe.nn import swiglu
 
 ops = torch.ops.fusion_moe
@@ -249,27 +248,3 @@ def test_compiled():
         found = gradients(step, given, FLOATS, dy)
     for n in FLOATS:
         torch.testing.assert_close(found[n], want[n], rtol=1e-5, atol=1e-5)
-
-
-def test_refusals():
-    a, offs, w = torch.ones(2, 16), torch.tensor([2], dtype=torch.int32), torch.ones(1, 16, 8)
-    with pytest.raises(
-        OptionError,
-        match=r"grouped_mm: transposed = True with activation_format "
-        r"= 'nvfp4'; expected 'bf16'",
-    ):
-        ops.grouped_mm(
-            a, [w], offs, weight_format="f32", activation_format="nvfp4", transposed=True
-        )
-    with pytest.raises(
-        DtypeError,
-        match="a is torch.float32, the weight torch.float64; expected torch.float64 for both",
-    ):
-        ops.grouped_mm(a, [w.double()], offs, weight_format="f64", transposed=True)
-    q = fusion_moe.encodings.quantize(torch.ones(1, 16, 16), fusion_moe.encodings.NVFP4)
-    with pytest.raises(
-        OptionError,
-        match=r"transposed = True with weight_format = 'nvfp4' .*; "
-        r"expected weights of floats \[G, K, N\]",
-    ):
-        ops.grouped_mm(a, list(q), offs, transposed=True, weight_format="nvfp4")

@@ -132,6 +132,13 @@ FAULTS = {
         "of type longdouble",
     ),
     "no values": (lambda fd, x: (), "returned nothing; expected f32[5, 16], as its fake returns"),
+    "several values": (lambda fd, x: (x, x), "returned f32[5/g0, 16], f32[5/g0, 16]; expected f32"),
+    "values of another shape": (
+        lambda fd, x: fd.ops.permute(x, dims=(1, 0)),
+        "returned f32[16, 5/g0]; expected f32[5, 16]",
+    ),
+    "a number": (lambda fd, x: 3, "returned a int"),
+    "None": (lambda fd, x: None, "returned a NoneType"),
     "a bare KeyError": (lambda fd, x: {}["a"], "failed: KeyError: 'a'"),
     "no end": (recurses, "failed: RecursionError: "),
     "an error without text": (unprintable, "failed: Unprintable; "),
@@ -333,6 +340,13 @@ def test_an_operation_may_come_after_its_translator(lib, caplog):
     assert found.not_fused == []
 
 
+def test_an_operation_has_one_translator(lib):
+    translator(NAME)(lambda fd, x: fd.ops.add(x, x))
+    for name, place in (NAME, r"test_mistakes.py:\d+"), ("aten::exp", r"pointwise.py:\d+"):
+        with pytest.raises(TranslatorError, match=f"{name} already has a translator, at {place}"):
+            translator(name)(lambda fd, x: x)
+
+
 # ----------------------------------------------------------------------------------------- mutation
 
 
@@ -425,6 +439,13 @@ def test_a_wrong_translator_does_not_pass(lib, function, said):
         TranslatorError, match=f"^test_mistakes.py:.*the translator of {NAME}.*{said}"
     ):
         check_translator(torch.ops.bad_translators.twice, torch.ones(5, 16))
+
+
+def test_what_a_translator_raised_is_the_cause(lib):
+    translator(NAME)(lambda fd, x: 1 / 0)
+    with pytest.raises(TranslatorError, match="failed: ZeroDivisionError") as caught:
+        check_translator(NAME, torch.ones(3))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_a_fake_that_lies_does_not_pass(lib):
