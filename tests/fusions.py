@@ -11,12 +11,20 @@ from judge import HAS_NVFUSER, judge
 from torch import Tensor
 
 from fusion_moe import FusionDefinition
+from fusion_moe.definitions import operations
 from fusion_moe.encodings import NVFP4, Quantized, quantize
 from fusion_moe.encodings.mxfp8 import BY_AXIS
 from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.ir.text import NAMES, one_line, parse, text
 from fusion_moe.ir.types import plain
 from fusion_moe.nn import swiglu
+
+
+def fusion_of_call(name: str, *args: Any, static: bool = False, **kwargs: Any) -> Fusion:
+    """The Fusion of a call: for any number of rows, or static, for those of its arguments."""
+    call = operations.bind(operations.SPECS[name], args, kwargs)
+    types = call.types(lambda argument, i, n: n) if static else operations.eager_types(call)
+    return operations.fusion_of(name, types, call.others)
 
 
 def executed(source: str) -> Fusion:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 
 import precompiled
 import torch
-from cpu_tiers import OF_VECTORS, TIERS, emulated_amx, fusion_of_call, together
+from cpu_tiers import OF_VECTORS, TIERS, emulated_amx, together
+from fusions import fusion_of_call
 from test_cpu_added import fusion_of
 from test_cpu_added import operands as beside
 from test_cpu_encodings import random_weights

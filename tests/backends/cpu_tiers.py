@@ -15,7 +15,6 @@ from fusion_moe import options
 from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cpu import join
 from fusion_moe.compile import lower
-from fusion_moe.definitions import operations
 from fusion_moe.ir.core import Fusion
 from fusion_moe.runtime import isa
 from fusion_moe.runtime.check import differences
@@ -77,11 +76,6 @@ def together(fusions: Mapping[Key, Fusion], tier: str) -> dict[Key, Program]:
     with options.override(cpu_isa=tier):
         assert Batch(list(made.values()), tier, ())._loaded
     return made
-
-
-def fusion_of_call(name: str, *args, **kwargs) -> Fusion:
-    call = operations.bind(operations.SPECS[name], args, kwargs)
-    return operations.fusion_of(name, operations.eager_types(call), call.others)
 
 
 def small_integers(*shape: int, dtype=torch.bfloat16, seed: int = 0):

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from fusions import fusion_of_call
 
 from fusion_moe import options
 from fusion_moe.backends import TARGETS, cpu
 from fusion_moe.backends.cpu import readers
 from fusion_moe.compile import compile_fusion
-from fusion_moe.definitions import operations
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.ir.binding import storage_shape
 from fusion_moe.ir.core import Fusion
@@ -105,11 +105,6 @@ def check(source: str, folder: Path) -> None:
 # The programs -------------------------------------------------------------------------------------
 
 
-def fusion_of(name: str, *args: object) -> Fusion:
-    call = operations.bind(operations.SPECS[name], args, {})
-    return operations.fusion_of(name, operations.eager_types(call), call.others)
-
-
 def expert_mlp_args() -> list[torch.Tensor]:
     """Rows for two of four experts: some with many, some with one, some with none."""
     g = torch.Generator().manual_seed(0)
@@ -147,7 +142,7 @@ def test_fixed_kernels(source, tmp_path):
 @pytest.mark.compiler
 @pytest.mark.parametrize("name", CALLS)
 def test_generated_kernels(name, tmp_path):
-    for kernel in program_of(fusion_of(name, *CALLS[name]())).kernels:
+    for kernel in program_of(fusion_of_call(name, *CALLS[name]())).kernels:
         check(kernel.source, tmp_path)
 
 
@@ -183,7 +178,7 @@ def test_emulated(name, tmp_path):
     for object, source in (("product", FIXED["nvfp4"]), ("main", MAIN)):
         assert compiled(compiler(), source, tmp_path, object).returncode == 0
     args = CALLS[name]()
-    program = program_of(fusion_of(name, *args))
+    program = program_of(fusion_of_call(name, *args))
     env = program.fusion.bind(args)
     made = dict(zip(program.fusion.inputs, args, strict=True))
     for kernel in program.kernels:

@@ -14,11 +14,11 @@ from cpu_tiers import (
     OF_VECTORS,
     TIERS,
     emulated_amx,
-    fusion_of_call,
     same,
     same_on_any_threads,
     together,
 )
+from fusions import fusion_of_call
 
 from fusion_moe.encodings import ENCODINGS, INT4, MXFP4, Quantized, dequantize, quantize
 from fusion_moe.runtime.program import Program

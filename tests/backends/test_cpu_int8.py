@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cpu_tiers import OF_VECTORS, fusion_of_call, program, same, same_on_any_threads
-from fusions import evaluate
+from cpu_tiers import OF_VECTORS, program, same, same_on_any_threads
+from fusions import evaluate, fusion_of_call
 from test_cpu_encodings import random_weights
 from test_cpu_kernels import random_weight
 

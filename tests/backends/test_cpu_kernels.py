@@ -17,14 +17,13 @@ from cpu_tiers import (
     TIERS,
     check_segments,
     emulated_amx,
-    fusion_of_call,
     program,
     same,
     same_on_any_threads,
     small_integers,
     together,
 )
-from fusions import expert_mlp_variants
+from fusions import expert_mlp_variants, fusion_of_call
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from routings import Partition, Routing, partitions, routings
@@ -33,7 +32,6 @@ from fusion_moe import FusionDefinition, options
 from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cpu import readers
 from fusion_moe.compile import lower
-from fusion_moe.definitions import operations
 from fusion_moe.encodings import NVFP4, Quantized, dequantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.ir.core import Fusion
@@ -344,10 +342,8 @@ def test_sizes_that_a_tracer_knows():
         for name in ("plain", "bias", "local experts"):
             routing = Routing(torch.arange(tokens * slots).view(tokens, slots) % G, G)
             args, kwargs = expert_mlp(name, torch.bfloat16, routing)
-            call = operations.bind(operations.SPECS["expert_mlp"], args, kwargs)
-            types = call.types(lambda arg, dim, n: n)
             key = name, tokens, slots
-            fusions[key] = operations.fusion_of("expert_mlp", types, call.others)
+            fusions[key] = fusion_of_call("expert_mlp", *args, static=True, **kwargs)
             inputs[key] = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
     for key, compiled in together(fusions, TIERS[0]).items():
         check_segments(fusions[key], TIERS[0], inputs[key], compiled)

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cpu_tiers import TIERS, emulated_amx, fusion_of_call, program, same, same_on_any_threads
+from cpu_tiers import TIERS, emulated_amx, program, same, same_on_any_threads
+from fusions import fusion_of_call
 from test_cpu_kernels import random_weight
 from test_cpu_training import experts
 

@@ -13,13 +13,13 @@ from cpu_tiers import (
     DTYPES,
     OF_VECTORS,
     check_segments,
-    fusion_of_call,
     program,
     same,
     same_on_any_threads,
     small_integers,
     together,
 )
+from fusions import fusion_of_call
 from torch import Tensor
 
 from fusion_moe import FusionDefinition, options

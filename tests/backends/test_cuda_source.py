@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from experts import experts_of_ones
+from fusions import fusion_of_call
 from kernel_tables import TABLE, use, variants_of
 
 from fusion_moe import FusionDefinition, options
@@ -52,9 +53,6 @@ from fusion_moe.backends.cuda.variants import (
 from fusion_moe.backends.cxx.indices import Number, Variable
 from fusion_moe.compile import lower
 from fusion_moe.definitions.operations import (
-    SPECS,
-    bind,
-    eager_types,
     fusion_of,
 )
 from fusion_moe.encodings import ENCODINGS
@@ -741,8 +739,7 @@ def test_small_operations_have_kernels():
         *((*call, {}) for call in calls),
         ("route", (ids, 4), {"first_expert": 8}),
     ]:
-        call = bind(SPECS[name], args, more)
-        lowered = lower(fusion_of(name, eager_types(call), call.others), TARGETS["cuda"], Options())
+        lowered = lower(fusion_of_call(name, *args, **more), TARGETS["cuda"], Options())
         for s in lowered.segments:
             kernel = emit(s, TARGETS["cuda"])
             assert kernel.backend == "cuda", kernel.why

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fusions import fusion_of_call
 from test_cuda_source import needs_nvdisasm, sass, spills
 
 from fusion_moe import options
@@ -27,12 +28,6 @@ from fusion_moe.backends.cuda.loops import Loops
 from fusion_moe.backends.cuda.source import KernelSource, Source
 from fusion_moe.backends.cuda.variants import LargeM, Matrices, SmallM
 from fusion_moe.compile import compile_fusion
-from fusion_moe.definitions.operations import (
-    SPECS,
-    bind,
-    eager_types,
-    fusion_of,
-)
 from fusion_moe.encodings import ENCODINGS, NVFP4, quantize
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import Derivative, differentiate
@@ -77,11 +72,8 @@ def derivative(
         [meta(*down)],
         *biases,
     )
-    call = bind(SPECS["fused_experts"], args, {"weight_format": weight_format, **kwargs})
-    return differentiate(
-        fusion_of("fused_experts", eager_types(call), call.others),
-        [i for i, n in enumerate(call.tensors) if n != "ids"],
-    )
+    fusion = fusion_of_call("fused_experts", *args, weight_format=weight_format, **kwargs)
+    return differentiate(fusion, [i for i in range(len(fusion.inputs)) if i != 1])
 
 
 def sources(fusion: Fusion) -> list[Source]:
@@ -106,10 +98,8 @@ def test_mxfp8_is_one_call_of_our_kernels():
         [meta(8, 384, 256)],
         [meta(8, 256, 192)],
     )
-    call = bind(
-        SPECS["fused_experts"], args, {"weight_format": "bf16", "activation_format": "mxfp8"}
-    )
-    made = differentiate(fusion_of("fused_experts", eager_types(call), call.others), [0, 2, 3, 4])
+    how = {"weight_format": "bf16", "activation_format": "mxfp8"}
+    made = differentiate(fusion_of_call("fused_experts", *args, **how), [0, 2, 3, 4])
     found = []
     for fusion in (made.forward, made.backward):
         program = compile_fusion(fusion, TARGETS["cuda"], options.current())
@@ -219,9 +209,11 @@ def adapted(
         torch.zeros(64, 2),
     )
     how = {"weight_format": weight_format, "weight_layout": layout, "lora_scale": 2.0, **factors}
-    call = bind(SPECS["fused_experts"], (x.to("meta"), ids.to("meta"), w.to("meta"), *weights), how)
-    wanted = [i for i, n in enumerate(call.tensors) if n in ("x", "w", *names)]
-    return differentiate(fusion_of("fused_experts", eager_types(call), call.others), wanted)
+    fusion = fusion_of_call(
+        "fused_experts", x.to("meta"), ids.to("meta"), w.to("meta"), *weights, **how
+    )
+    count = len(fusion.inputs)
+    return differentiate(fusion, [0, 2, *range(count - len(names), count)])
 
 
 @needs_nvdisasm
@@ -294,10 +286,8 @@ def packed(weight_format: str, layout: str, hidden: int = 256, inner: int = 192)
         weight(8, 2 * inner, hidden),
         weight(8, hidden, inner),
     )
-    call = bind(
-        SPECS["fused_experts"], args, {"weight_format": weight_format, "weight_layout": layout}
-    )
-    return differentiate(fusion_of("fused_experts", eager_types(call), call.others), [0, 2])
+    how = {"weight_format": weight_format, "weight_layout": layout}
+    return differentiate(fusion_of_call("fused_experts", *args, **how), [0, 2])
 
 
 FEW_BITS = [
@@ -365,8 +355,8 @@ def test_rows_that_are_not_in_sixteens_are_left_to_the_reference():
         [codes, scales, decode],
         torch.zeros(4, dtype=torch.int32, device="meta"),
     )
-    call = bind(SPECS["grouped_mm"], args, {"weight_format": "nvfp4"})
-    backward = differentiate(fusion_of("grouped_mm", eager_types(call), call.others), [0]).backward
+    fusion = fusion_of_call("grouped_mm", *args, weight_format="nvfp4")
+    backward = differentiate(fusion, [0]).backward
     (why,) = (
         s.plan.why
         for s in compile_fusion(backward, TARGETS["cuda"], options.current()).segments

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cpu_tiers import DTYPES, TIERS, emulated_amx, fusion_of_call, program
+from cpu_tiers import DTYPES, TIERS, emulated_amx, program
+from fusions import fusion_of_call
 from torch import Tensor
 
 import fusion_moe

@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 import torch
-from fusions import evaluate
+from fusions import evaluate, fusion_of_call
 from judge import judge
 
 from fusion_moe import FusionDefinition, options
@@ -20,7 +20,6 @@ from fusion_moe.backends import TARGETS
 from fusion_moe.backends.nvfuser import headers, library
 from fusion_moe.backends.nvfuser import scheduler as facts
 from fusion_moe.compile import lower
-from fusion_moe.definitions import operations
 from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.core import Fusion
@@ -56,10 +55,7 @@ ENDS = torch.tensor([3, 3, 10, 11], dtype=torch.int32)
 
 
 def call(name, args, static=False, **kwargs) -> Fusion:
-    """The Fusion of a call: for any number of rows, or for those of its arguments."""
-    bound = operations.bind(operations.SPECS[name], args, kwargs)
-    types = bound.types(lambda argument, i, n: n) if static else operations.eager_types(bound)
-    return operations.fusion_of(name, types, bound.others)
+    return fusion_of_call(name, *args, static=static, **kwargs)
 
 
 def sources(fusion, target="sm_100"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from experts import experts, float_weights
+from fusions import fusion_of_call
 from kernel_tables import TABLE, use, use_variant, variants_of
 from own_encodings import registered
 from routings import Partition
@@ -26,8 +27,6 @@ from fusion_moe.compile import compile_fusion
 from fusion_moe.definitions.operations import (
     SPECS,
     bind,
-    eager_types,
-    fusion_of,
 )
 from fusion_moe.encodings import ENCODINGS, NVFP4, Encoding, Quantized, dequantize, quantize
 from fusion_moe.errors import GroupsError
@@ -104,10 +103,7 @@ def poison() -> None:
 
 def program(name: str, args: Any, kwargs: dict[str, Any]) -> Program:
     """The program of a call, all of it in kernels."""
-    call = bind(SPECS[name], args, kwargs)
-    made = compile_fusion(
-        fusion_of(name, eager_types(call), call.others), TARGETS["cuda"], Options()
-    )
+    made = compile_fusion(fusion_of_call(name, *args, **kwargs), TARGETS["cuda"], Options())
     assert [k.why for k in made.kernels] == [""] * len(made.kernels)
     return made
 

@@ -10,7 +10,7 @@ import mxfp8
 import pytest
 import torch
 from experts import float_weights
-from fusions import inputs_of, programs
+from fusions import fusion_of_call, inputs_of, programs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -232,12 +232,6 @@ def test_four_bit_products_are_refused_before_launch():
     """Below capability 10.0 nvFuser would launch them, and end the CUDA context."""
     from fusion_moe.backends import TARGETS, emit
     from fusion_moe.compile import lower
-    from fusion_moe.definitions.operations import (
-        SPECS,
-        bind,
-        eager_types,
-        fusion_of,
-    )
 
     g = generator()
     args = on_cuda(
@@ -245,9 +239,8 @@ def test_four_bit_products_are_refused_before_launch():
         *quantize(torch.randn(E, 128, H, generator=g), NVFP4),
         torch.tensor([3, 3, 9, 20], dtype=torch.int32),
     )
-    call = bind(SPECS["nvfp4_grouped_mm"], args, {"activation_format": "nvfp4"})
     lowered = lower(
-        fusion_of(call.spec.name, eager_types(call), call.others),
+        fusion_of_call("nvfp4_grouped_mm", *args, activation_format="nvfp4"),
         TARGETS["sm_100"],
         options.Options(),
     )

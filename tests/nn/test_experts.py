@@ -8,17 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from experts import copied, routed, same_state
+from fusions import fusion_of_call
 
 import fusion_moe
 from fusion_moe import NVFP4Experts
 from fusion_moe.backends import TARGETS
 from fusion_moe.backends.nvfuser.scheduler import can_schedule
-from fusion_moe.definitions.operations import (
-    SPECS,
-    bind,
-    eager_types,
-    fusion_of,
-)
 from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, dequantize, quantize
 from fusion_moe.errors import ShapeError, UnsupportedError
 from fusion_moe.nn import Experts, swiglu
@@ -104,20 +99,13 @@ def test_mxfp4_experts_become_nvfp4():
     assert module.to_nvfp4().weight_of("down").codes.data_ptr() == module.down_proj.data_ptr()
     with pytest.raises(UnsupportedError, match="a weight in int4; expected nvfp4 or mxfp4"):
         Experts(*weights("int4")).to_nvfp4()
-    call_of = {
-        "x": torch.zeros(4, H).bfloat16(),
-        "offs": torch.tensor([1, 2, 4], dtype=torch.int32),
-    }
+    x, offs = torch.zeros(4, H).bfloat16(), torch.tensor([1, 2, 4], dtype=torch.int32)
     for weight, why in (
         (weights("mxfp4")[0], "pack of mxfp4: nvfp4 is lowered"),
         (module.weight_of("gate_up"), None),
     ):
-        bound = bind(
-            SPECS["grouped_mm"],
-            (call_of["x"], list(weight), call_of["offs"]),
-            {"weight_format": weight.encoding.name},
-        )
-        fusion = fusion_of("grouped_mm", eager_types(bound), bound.others)
+        how = {"weight_format": weight.encoding.name}
+        fusion = fusion_of_call("grouped_mm", x, list(weight), offs, **how)
         assert can_schedule(fusion, TARGETS["sm_90"]) == why
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fusions import fusion_of_call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -167,13 +168,8 @@ def test_what_has_no_such_products():
     int4 = quantize(floats, encoding=INT4)
     with pytest.raises(OptionError, match="weights in int4"):
         OPS.grouped_mm(x, list(int4), offs, weight_format="int4", activation_format="int8")
-    fusion = fusion_moe.definitions.operations
-    call = fusion.bind(
-        fusion.SPECS["grouped_mm"],
-        (x.bfloat16(), list(w), offs),
-        {"weight_format": "nvfp4", "activation_format": "int8"},
-    )
-    made = fusion.fusion_of("grouped_mm", fusion.eager_types(call), call.others)
+    how = {"weight_format": "nvfp4", "activation_format": "int8"}
+    made = fusion_of_call("grouped_mm", x.bfloat16(), list(w), offs, **how)
     assert "operands='int8'" in str(made)
     for target in ("cuda", "sm_90", "sm_100"):
         expected = (

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fusions import fusion_of_call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routings import Partition, Routing, partitions
@@ -19,7 +20,6 @@ from torch.library import opcheck
 import fusion_moe
 from fusion_moe.backends import TARGETS
 from fusion_moe.compile import lower
-from fusion_moe.definitions import operations
 from fusion_moe.encodings import ENCODINGS, dequantize, quantize
 from fusion_moe.errors import DtypeError, ShapeError
 from fusion_moe.ir.derivative import differentiate
@@ -238,8 +238,7 @@ def test_the_cpu_adds_products_before_it_stores_them():
         "weight_format": "bf16",
         "lora_scale": SCALE,
     }
-    bound = operations.bind(operations.SPECS["fused_experts"], tensors, options)
-    fusion = operations.fusion_of("fused_experts", operations.eager_types(bound), bound.others)
+    fusion = fusion_of_call("fused_experts", *tensors, **options)
     made = differentiate(fusion, [0, 2, *range(len(fusion.inputs) - 4, len(fusion.inputs))])
     for program, kind, counts in (
         (made.forward, "grouped_mm", [1, 2, 1, 2]),

@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from fusions import fusion_of_call
 from moe_models import H, I, routing, tokens, weight
 
 from fusion_moe import options
 from fusion_moe.backends import TARGETS
 from fusion_moe.compile import compile_fusion
-from fusion_moe.definitions.operations import (
-    SPECS,
-    bind,
-    eager_types,
-    fusion_of,
-)
 from fusion_moe.errors import BuildError
 from fusion_moe.ir.text import parse
 from fusion_moe.options import Options
@@ -48,9 +43,8 @@ def arguments() -> list[torch.Tensor]:
 
 def program(folder: Path | str, target: str = "cpu") -> Program:
     """A program of this test alone: none that another one has compiled."""
-    call = bind(SPECS["expert_mlp"], arguments(), {})
     return compile_fusion(
-        fusion_of("expert_mlp", eager_types(call), call.others),
+        fusion_of_call("expert_mlp", *arguments()),
         TARGETS[target],
         Options().replace(dump=str(folder)),
     )

@@ -6,16 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fusions import fusion_of_call
 
 import fusion_moe
 from fusion_moe import backends, options
 from fusion_moe import compile as pipeline
-from fusion_moe.definitions.operations import (
-    SPECS,
-    bind,
-    eager_types,
-    fusion_of,
-)
 from fusion_moe.encodings import find, quantize
 from fusion_moe.errors import FusionError, ShapeError, UnsupportedError
 from fusion_moe.ir.types import dtype_name
@@ -173,8 +168,7 @@ def test_weights_that_the_activations_dtype_does_not_hold_may_be_rounded(weights
     b = list(quantize(torch.randn(1, 16, 64, generator=g), encoding=find(weights)))
     a = torch.randn(8, 64, generator=g).to(dtype)
     given = {"weight_format": weights, "out_dtype": torch.float32}
-    call = bind(SPECS["grouped_mm"], (a, b, ends), given)
-    fusion = fusion_of("grouped_mm", eager_types(call), call.others)
+    fusion = fusion_of_call("grouped_mm", a, b, ends, **given)
     (want,) = fusion.evaluate(a, *b, ends)
     near = want + want.abs().max() * 2**-8
     for backend, tolerated in ("cpu", False), ("cuda", rounded):
@@ -183,16 +177,13 @@ def test_weights_that_the_activations_dtype_does_not_hold_may_be_rounded(weights
 
 
 def product_of_rows(dtype):
-    call = bind(
-        SPECS["grouped_mm"],
-        (
-            torch.zeros(4, 1024, dtype=dtype),
-            [torch.zeros(1, 64, 1024, dtype=dtype)],
-            torch.zeros(1).int(),
-        ),
-        {"weight_format": dtype_name(dtype)},
+    return fusion_of_call(
+        "grouped_mm",
+        torch.zeros(4, 1024, dtype=dtype),
+        [torch.zeros(1, 64, 1024, dtype=dtype)],
+        torch.zeros(1).int(),
+        weight_format=dtype_name(dtype),
     )
-    return fusion_of("grouped_mm", eager_types(call), call.others)
 
 
 def test_outputs_share_no_memory_with_inputs_or_each_other():

@@ -7,16 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusions import assert_same_bits, evaluate, expert_mlp_variants, inputs_of, programs
-from hypothesis import example, given, settings
+from fusions import (
+    assert_same_bits,
+    evaluate,
+    expert_mlp_variants,
+    fusion_of_call,
+    inputs_of,
+    programs,
+)
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from routings import Routing, routings
 
 import fusion_moe
 from fusion_moe import FusionDefinition, options, schedule
 from fusion_moe.backends import TARGETS
 from fusion_moe.compile import segments
-from fusion_moe.definitions import operations
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.frontends.inductor.compile_graph import compile_calls
 from fusion_moe.frontends.inductor.fusion_pass import FusionPass
@@ -162,11 +167,6 @@ def tokens(dtype=torch.bfloat16, count: int = 5, groups: int = G):
     g = torch.Generator().manual_seed(1)
     x, w = torch.randn(count, H, generator=g).to(dtype), torch.rand(count, K, generator=g)
     return x, torch.randint(0, groups, (count, K), generator=g), w
-
-
-def fusion_of_call(name: str, *args, **kwargs) -> Fusion:
-    call = operations.bind(operations.SPECS[name], args, kwargs)
-    return operations.fusion_of(name, operations.eager_types(call), call.others)
 
 
 def small_ops(x, ids, w, *weights):
@@ -335,27 +335,6 @@ def test_variants_keep_every_bit(name):
     for target in ("reference", "sm_100"):
         fusion = prepared(fusion_of_call("expert_mlp", *args, **kwargs), TARGETS[target])
         assert_same_bits(run_segments(fusion, TARGETS[target], *inputs), evaluate(fusion, *inputs))
-
-
-@settings(max_examples=8)
-@given(routings())
-@example(Routing(torch.zeros(0, 2, dtype=torch.int64), 3))
-def test_expert_mlp_in_segments_for_any_routing(routing: Routing):
-    g = torch.Generator().manual_seed(0)
-    count, slots = routing.ids.shape
-    packed = [
-        t
-        for shape in ((routing.groups, 32, 16), (routing.groups, 16, 16))
-        for t in quantize(torch.randn(shape, generator=g), NVFP4)
-    ]
-    inputs = [
-        torch.randn(count, 16, generator=g).bfloat16(),
-        routing.ids,
-        torch.rand(count, slots, generator=g),
-        *packed,
-    ]
-    fusion = prepared(fusion_of_call("expert_mlp", *inputs))
-    assert_same_bits(run_segments(fusion, CPU, *inputs), evaluate(fusion, *inputs))
 
 
 # Broken -------------------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ kernel.
 from __future__ import annotations
 
 import pytest
-from fusions import assert_same_bits
+from fusions import assert_same_bits, fusion_of_call
 from moe_models import H, I, routing, weight
 from moe_models import tokens as random_tokens
-from test_split import fusion_of_call, prepared, run_segments, shown
+from test_split import prepared, run_segments, shown
 
 from fusion_moe import options
 from fusion_moe.backends import TARGETS
