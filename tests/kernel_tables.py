@@ -13,6 +13,23 @@ from fusion_moe.backends.cuda.table import ALWAYS, Regime, table_of
 from fusion_moe.backends.cuda.variants import Variant
 
 TABLE = table_of(H200)
+PAIRS = [  # of weights and activations
+    ("nvfp4", "bf16"),
+    ("nvfp4", "f16"),
+    ("mxfp4", "bf16"),
+    ("mxfp4", "f16"),
+    ("int4", "bf16"),
+    ("int4", "f16"),
+    ("bf16", "bf16"),
+    ("f16", "f16"),
+]
+EIGHT_BITS = [
+    ("fp8", "bf16"),
+    ("fp8", "f16"),
+    ("fp8_e8m0", "bf16"),
+    ("fp8_channel", "bf16"),
+    ("fp8_tensor", "bf16"),
+]
 
 
 def variants_of(kind: str) -> list[Variant]:

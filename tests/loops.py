@@ -36,8 +36,8 @@ def decoded(codes: Tensor, block_scale: Tensor, decode_scale: Tensor) -> Tensor:
     each, as the format says.
     """
     packed = codes.contiguous().view(torch.uint8).numpy()
-    groups, n, _ = packed.shape
-    code = np.stack([_E2M1[packed & 15], _E2M1[packed >> 4]], -1).reshape(groups, n, -1)
+    groups, n, half = packed.shape
+    code = np.stack([_E2M1[packed & 15], _E2M1[packed >> 4]], -1).reshape(groups, n, 2 * half)
     decode = decode_scale.numpy().reshape(groups, -1)
     step = (
         _E4M3[block_scale.view(torch.uint8).numpy()].astype(np.float32)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from experts import experts_of_ones
 from fusions import fusion_of_call
-from kernel_tables import TABLE, use, variants_of
+from kernel_tables import EIGHT_BITS, PAIRS, TABLE, use, variants_of
 
 from fusion_moe import FusionDefinition, options
 from fusion_moe.arch import A100, H100, H200, L40S, Arch, Measured
@@ -216,20 +216,8 @@ def test_a_layer_compiles_for_every_architecture(layout, arch, tokens, changes):
     )
 
 
-PAIRS = [  # of weights and activations
-    ("nvfp4", "f16"),
-    ("mxfp4", "bf16"),
-    ("mxfp4", "f16"),
-    ("int4", "bf16"),
-    ("int4", "f16"),
-    ("fp8", "bf16"),
-    ("fp8", "f16"),
-    ("fp8_e8m0", "bf16"),
-    ("fp8_channel", "bf16"),
-    ("fp8_tensor", "bf16"),
-    ("bf16", "bf16"),
-    ("f16", "f16"),
-]
+# those of layers are compiled above
+BESIDE_LAYERS = [*PAIRS[1:], *EIGHT_BITS]
 
 
 def product_of(
@@ -274,7 +262,7 @@ sorted_rows = partial(product_of, "nvfp4", "bf16", "w16x64", n=1536, groups=128)
 
 
 @pytest.mark.parametrize("layout", ["linear", "w16x64"])
-@pytest.mark.parametrize(("fmt", "activations"), PAIRS)
+@pytest.mark.parametrize(("fmt", "activations"), BESIDE_LAYERS)
 def test_every_encoding_compiles_without_wgmma(fmt, activations, layout):
     build_all(launches(product_of(fmt, activations, layout), 16, A100), A100)
 
@@ -312,7 +300,7 @@ def test_readers_say_what_they_need_of_an_encoding(monkeypatch, fmt, layout, cha
 
 @needs_nvdisasm
 @pytest.mark.parametrize("variant", [M8[0], SETS["WIDE_M8"][0], *M160], ids=lambda v: v.name)
-@pytest.mark.parametrize(("fmt", "activations"), PAIRS)
+@pytest.mark.parametrize(("fmt", "activations"), BESIDE_LAYERS)
 def test_encodings_need_no_local_memory(fmt, activations, variant):
     source = product_of(fmt, activations, "w16x64")
     if not variant.fits(source.matrices, H200):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from experts import experts, float_weights
 from fusions import fusion_of_call
-from kernel_tables import TABLE, use, use_variant, variants_of
+from kernel_tables import EIGHT_BITS, PAIRS, TABLE, use, use_variant, variants_of
 from own_encodings import registered
 from routings import Partition
 from test_cuda_readers import EXACT, positive_scales
@@ -44,26 +44,12 @@ registered = pytest.fixture(scope="module", autouse=True)(registered)
 ops = torch.ops.fusion_moe
 LAYOUTS = ("linear", "w16x64")
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
-PAIRS = [  # of weights and activations
-    ("nvfp4", "bf16"),
-    ("nvfp4", "f16"),
-    ("mxfp4", "bf16"),
-    ("mxfp4", "f16"),
-    ("int4", "bf16"),
-    ("int4", "f16"),
-    ("bf16", "bf16"),
-    ("f16", "f16"),
-]
 DERIVED = [  # read by their descriptors: zero points, levels of scales, a table
     ("uint4_128", "bf16"),
     ("uint4_128", "f16"),
     ("uint4_-1", "bf16"),
     ("levels", "bf16"),
-    ("fp8", "bf16"),
-    ("fp8", "f16"),
-    ("fp8_e8m0", "bf16"),
-    ("fp8_channel", "bf16"),
-    ("fp8_tensor", "bf16"),
+    *EIGHT_BITS,
 ]
 # of a layer: those of its results, and of what is between its products
 ROUNDINGS = {"bf16": 8e-3, "f16": 1.5e-3}
