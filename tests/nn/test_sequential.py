@@ -14,8 +14,7 @@ from fusions import assert_same_bits
 from layers import assert_near, glu, layer, linear, one_by_one, stacked, uniform, wide
 from torch import Tensor, nn
 from torch.nn.utils import prune
-from torch.utils._python_dispatch import TorchDispatchMode
-from ways import compiled
+from ways import Called, compiled
 
 from fusion_moe import options
 from fusion_moe.nn import GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU, Sequential
@@ -123,18 +122,6 @@ def test_in_16_bits(dtype):
     wanted = [x.grad, *(t.grad for t in factors), *(g for t in params for g in t.grad)]
     for grad, other in zip(found, wanted, strict=True):
         assert_near(grad, other, dtype, 4)
-
-
-class Called(TorchDispatchMode):
-    """How often each operation of ours runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names += [func.name().partition("::")[2]] if func.namespace == "fusion_moe" else []
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from fusions import assert_same_bits
 from test_ops import OPS, count_flops, decoded, experts, mlp, random
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from ways import Called
 
 import fusion_moe
 from fusion_moe.errors import UnsupportedError
@@ -45,18 +45,6 @@ def arguments(dtype: torch.dtype = torch.bfloat16, biases: bool = False) -> dict
 
 def call(given: dict[str, Tensor], *wanted: str) -> Tensor:
     return OPS.expert_mlp(**{n: t.requires_grad_() if n in wanted else t for n, t in given.items()})
-
-
-class Called(TorchDispatchMode):
-    """The operations of ours that are run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names += [func.name().partition("::")[2]] if func.namespace == "fusion_moe" else []
-        return func(*args, **(kwargs or {}))
 
 
 def called(function) -> list[str]:

@@ -15,6 +15,7 @@ from fusion_moe import (
     FusionDefinition,
     options,
 )
+from fusion_moe.encodings import INT4, quantize
 from fusion_moe.errors import (
     OptionError,
 )
@@ -35,6 +36,10 @@ def mm(a=A, codes=CODES, scale=SCALE, decode=DECODE, offs=None, **kwargs):
     return OPS.nvfp4_grouped_mm(
         a, codes, scale, decode, ends(2, 5) if offs is None else offs, **kwargs
     )
+
+
+def grouped(parts, weight_format, **kwargs):
+    return OPS.grouped_mm(A, parts, ends(2, 5), weight_format=weight_format, **kwargs)
 
 
 def mlp(x=X, ids=IDS, w=W, gate_up=GATE_UP, down=DOWN, *biases, **kwargs):
@@ -91,8 +96,8 @@ BAD = {
     "decode scale is bf16": lambda: mm(decode=DECODE.bfloat16()),
     "offs are int64": lambda: mm(offs=ends(2, 5).long()),
     "out_dtype is int8": lambda: mm(out_dtype=torch.int8),
-    "an out_dtype that no product has": lambda: OPS.grouped_mm(
-        A, [CODES, SCALE, DECODE], ends(2, 5), out_dtype=torch.int16, weight_format="nvfp4"
+    "an out_dtype that no product has": lambda: grouped(
+        [CODES, SCALE, DECODE], "nvfp4", out_dtype=torch.int16
     ),
     "ids are int16": lambda: mlp(ids=IDS.short()),
     "ids and weights in each other's place": lambda: mlp(ids=W, w=IDS),
@@ -228,26 +233,32 @@ BAD = {
     "options that are no object": lambda: run(switches="[1]"),
     "an output that is a number": output_of_a_number,
     "an unknown activation format": lambda: mm(activation_format="fp6"),
-    "an unknown weight format": lambda: OPS.grouped_mm(
-        A, [CODES, SCALE, DECODE], ends(2, 5), weight_format="nvfp5"
-    ),
+    "an unknown weight format": lambda: grouped([CODES, SCALE, DECODE], "nvfp5"),
     "an unknown weight layout": lambda: mlp(weight_layout="sideways"),
     "an unknown place of the scale": lambda: mlp(scale_on="middle"),
     "nvfp4 activations on a CPU": lambda: mm(activation_format="nvfp4"),
     "nvfp4 activations of experts on a CPU": lambda: mlp(activation_format="nvfp4"),
-    "4-bit activations with a transposed weight": lambda: OPS.grouped_mm(
-        A,
-        [random(2, 32, 8)],
-        ends(2, 5),
-        weight_format="f32",
-        activation_format="nvfp4",
-        transposed=True,
+    "4-bit activations with a transposed weight": lambda: grouped(
+        [random(2, 32, 8)], "f32", activation_format="nvfp4", transposed=True
     ),
-    "a is float32 beside a weight in float64": lambda: OPS.grouped_mm(
-        A, [random(2, 32, 8).double()], ends(2, 5), weight_format="f64", transposed=True
+    "a is float32 beside a weight in float64": lambda: grouped(
+        [random(2, 32, 8).double()], "f64", transposed=True
     ),
-    "a packed weight that is transposed": lambda: OPS.grouped_mm(
-        A, [CODES, SCALE, DECODE], ends(2, 5), weight_format="nvfp4", transposed=True
+    "a packed weight that is transposed": lambda: grouped(
+        [CODES, SCALE, DECODE], "nvfp4", transposed=True
+    ),
+    "parts of a weight in another format": lambda: grouped([CODES, SCALE, DECODE], "mxfp4"),
+    "scales of a weight in another format": lambda: grouped([CODES, SCALE], "mxfp4"),
+    "a weight of another float dtype": lambda: grouped([random(2, 8, 32).half()], "bf16"),
+    "a weight without whole tiles": lambda: mm(weight_layout="w16x64"),
+    "int8 activations with floats": lambda: grouped(
+        [random(2, 8, 32)], "f32", activation_format="int8"
+    ),
+    "int8 activations with int4": lambda: grouped(
+        list(quantize(random(2, 8, 32), encoding=INT4)), "int4", activation_format="int8"
+    ),
+    "mxfp8 activations with nvfp4": lambda: grouped(
+        [CODES, SCALE, DECODE], "nvfp4", activation_format="mxfp8"
     ),
     "an unknown option": lambda: options.override(nonsense=1).__enter__(),
     "an option of another type": lambda: options.override(check="maybe").__enter__(),

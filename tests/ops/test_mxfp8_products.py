@@ -7,9 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion_moe.encodings import NVFP4, quantize
-from fusion_moe.errors import OptionError
-
 ops = torch.ops.fusion_moe
 G, K, N, T = 4, 64, 32, 20
 SIZES = (7, 0, 9, 24)
@@ -77,10 +74,3 @@ def test_fused_experts(transposed):
     for a, b, same in zip(rounded, exact, step("mxfp8", False), strict=True):
         assert 0.01 < (a - b).norm() / b.norm() < 0.2
         assert (a - same).norm() <= 0.02 * same.norm()
-
-
-def test_weights_must_be_floats():
-    a, offs = drawn(4, K), torch.tensor([4], dtype=torch.int32)
-    packed = list(quantize(torch.randn(1, N, K), NVFP4))
-    with pytest.raises(OptionError, match="activation_format = 'mxfp8' with weights in nvfp4"):
-        ops.grouped_mm(a, packed, offs, activation_format="mxfp8", weight_format="nvfp4")

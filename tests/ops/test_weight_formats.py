@@ -8,7 +8,6 @@ from torch.library import opcheck
 
 import fusion_moe
 from fusion_moe.encodings import ENCODINGS, dequantize, quantize
-from fusion_moe.errors import DtypeError, OptionError, ShapeError
 from fusion_moe.layouts import LAYOUTS
 from fusion_moe.nn import swiglu
 
@@ -113,31 +112,3 @@ def test_opcheck(encoding):
         {"weight_format": encoding},
         test_utils=utils,
     )
-
-
-def test_refusals():
-    a, offs = torch.randn(7, H).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
-    q = weight("nvfp4", E, 96, H)
-    with pytest.raises(
-        OptionError,
-        match="grouped_mm: weight_format = 'fp5'; expected one of mxfp8, .*, int4, nvfp4, mxfp4",
-    ):
-        ops.grouped_mm(a, list(q), offs, weight_format="fp5")
-    with pytest.raises(
-        ShapeError, match="grouped_mm: weight: 3 parts of mxfp4; expected codes, block_scale"
-    ):
-        ops.grouped_mm(a, list(q), offs, weight_format="mxfp4")
-    with pytest.raises(DtypeError, match="weight: block_scale is f8e4m3.*; expected dtype f8e8m0"):
-        ops.grouped_mm(a, list(q[:2]), offs, weight_format="mxfp4")
-    with pytest.raises(
-        DtypeError, match="grouped_mm: weight is torch.float16; expected torch.bfloat16"
-    ):
-        ops.grouped_mm(a, [torch.zeros(E, 96, H).half()], offs, weight_format="bf16")
-    with pytest.raises(ShapeError, match="N = 96 is not a multiple of 16, or K = 32 not of 64"):
-        ops.grouped_mm(
-            a[:, :32],
-            list(weight("nvfp4", E, 96, 32)),
-            offs,
-            weight_layout="w16x64",
-            weight_format="nvfp4",
-        )
