@@ -330,6 +330,7 @@ def fused_experts(
     lora_of: Tensor | None = None,
     gate_up_lora_of: Tensor | None = None,
     down_lora_of: Tensor | None = None,
+    activation_parameters: Tensor | None = None,
     *,
     activation: str | None = None,
     scale_on: str = "output",
@@ -357,6 +358,8 @@ def fused_experts(
             several adapters, one after another; a number that no feature has, such as -1: none.
             None: all tokens have all features.
         gate_up_lora_of, down_lora_of: int64 or int32 [r], the adapter of each feature.
+        activation_parameters: float [E, P, I], or [E, P, 1] for one number for all features, if
+            the activation has P parameters of each expert; otherwise None.
         activation: what stands between the products, as the text of a program, computed in float32
             and rounded once: `fusion_moe.nn.activation` writes the text of a torch function,
             `fusion_moe.nn.swiglu` that of the variants of SwiGLU. None: silu(gate) * up, gate above
@@ -376,7 +379,8 @@ def fused_experts(
     Raises:
         UnsupportedError: for an activation_format that the device does not have.
 
-    Derivatives: with respect to x, w, biases, adapters, and float weights. Quantized weights are
+    Derivatives: with respect to x, w, biases, adapters, parameters of the activation, and float
+    weights. Quantized weights are
     frozen. Source: the experts of Qwen3-MoE.
     """
 

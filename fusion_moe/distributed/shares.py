@@ -132,6 +132,9 @@ def keep_features(module: Experts, rank: int, ranks: int) -> None:
     if (bias := getattr(module, f"{gate_up}_proj_bias")) is not None:
         divided_bias = nn.Parameter(bias.detach()[:, rows], requires_grad=False)
         setattr(module, f"{gate_up}_proj_bias", divided_bias)
+    if (more := module.activation_parameters) is not None and more.shape[2] > 1:
+        kept = more.detach()[:, :, features.start : features.stop].clone()
+        _replace(module, "activation_parameters", kept)
     if (bias := module.down_proj_bias) is not None and rank > 0:
         module.down_proj_bias = nn.Parameter(torch.zeros_like(bias), requires_grad=False)
 

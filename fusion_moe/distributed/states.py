@@ -110,7 +110,9 @@ class FeatureShards:
             pieces = [
                 ((first, row, *[0] * (t.dim() - 2)), t[:, here]) for row, here in runs(self.rows)
             ]
-        elif name.startswith("down_proj") and name != "down_proj_bias":
+        elif (name.startswith("down_proj") and name != "down_proj_bias") or (
+            name == "activation_parameters" and t.shape[2] == len(self.features)
+        ):
             shape = (*shape[:2], t.shape[2] * self.intermediate // len(self.features))
             pieces = [((first, 0, t.shape[2] * self.features.start // len(self.features)), t)]
         elif name == "down_proj_bias" and not self.biased:

@@ -1,11 +1,12 @@
-"""The activation between an expert's two products: the text of a Fusion of one input and one
-output.
+"""The activation between an expert's two products: the text of a Fusion of the product's rows, and
+optionally of parameters, with one output.
 
     def fusion(fd): m = fd.define_size('m'); n = fd.define_size('n');
         i0 = fd.define_tensor(shape=[m, 2*n], dtype='f32'); ...
 
-First the columns of the input are divided into its parts, gate and up: by `columns`, one after the
-other or in alternating blocks. All other operations are pointwise. So no row depends on another,
+First the columns of the rows are divided into parts, gate and up: by `columns`, one after the other
+or in alternating blocks. Each further input f32[m, n] has, in each row, a parameter of that row's
+expert. All other operations are pointwise. So no row depends on another,
 and columns can be padded and divided between devices. "f32" is the dtype in which products are
 summed, float64 for rows in float64; the result is rounded once to the dtype of the rows.
 """
@@ -22,6 +23,7 @@ from ..encodings.real import real_tensors
 from ..errors import OptionError, ShapeError
 from .builder import FusionDefinition
 from .core import Fusion, Op, Value
+from .kinds.grouped import bias_rows
 from .sizes import Size, exact_div
 from .text import one_line, op_text, parse, value_names
 from .types import accumulated, plain
@@ -34,7 +36,8 @@ class Activation:
     """An activation that was read.
 
     parts: 2: gate and up; 1: up alone. interleave: 0: one part after the other; n: blocks of n
-    columns of each part alternate. inputs: the parts in the Fusion; body: what is computed of them.
+    columns of each part alternate. inputs: the parts in the Fusion, then the parameters; body: what
+    is computed of them.
     """
 
     fusion: Fusion
@@ -42,6 +45,11 @@ class Activation:
     interleave: int
     inputs: tuple[Value, ...]
     body: tuple[Op, ...]
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters of each expert it reads."""
+        return len(self.inputs) - self.parts
 
     @cached_property
     def formula(self) -> str:
@@ -52,16 +60,24 @@ class Activation:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return ("gate", "up") if self.parts == 2 else ("up",)
+        parts = ("gate", "up") if self.parts == 2 else ("up",)
+        return (*parts, *(f"parameter{i}" for i in range(self.parameters)))
 
 
-def written(function: Callable[..., Value], parts: int, interleave: int = 0) -> str:
-    """The text of an activation. function(fd, *parts) -> the result; parts are f32[m, n]."""
+def written(
+    function: Callable[..., Value], parts: int, interleave: int = 0, parameters: int = 0
+) -> str:
+    """The text of an activation. function(fd, *parts, *parameters) -> the result; all are f32[m,
+    n].
+    """
     fd = FusionDefinition()
     rows, features = fd.define_size("m"), fd.define_size("n")
-    width = parts * (interleave or 1) * features if parts == 2 else features
-    x = fd.define_tensor(shape=(rows, width), dtype=_WIDE)
-    fd.add_output(function(fd, *columns(fd, x, parts, interleave)))
+    width = (interleave or 1) * features if parts == 2 else features
+    x, *more = (
+        fd.define_tensor(shape=(rows, size), dtype=_WIDE)
+        for size in (parts * width, *[width] * parameters)
+    )
+    fd.add_output(function(fd, *columns(fd, x, parts, interleave), *more))
     return one_line(fd.fusion())
 
 
@@ -126,14 +142,18 @@ def read(text: str | None) -> Activation:
     OptionError for another Fusion than this page describes.
     """
     fusion = parse(swiglu() if text is None else text)
-    if len(fusion.inputs) != 1 or len(fusion.outputs) != 1:
+    if not fusion.inputs or len(fusion.outputs) != 1:
         raise _refused(
-            f"{len(fusion.inputs)} inputs and {len(fusion.outputs)} outputs", "1 of each"
+            f"{len(fusion.inputs)} inputs and {len(fusion.outputs)} outputs",
+            "an input or more, and 1 output",
         )
-    (x,), (y,) = fusion.inputs, fusion.outputs
+    (x, *parameters), (y,) = fusion.inputs, fusion.outputs
     wide = all(v.type.dtype == _WIDE and len(v.type.shape) == 2 for v in (x, y))
     if not wide or not all(isinstance(d, Size) for d in x.type.shape):
         raise _refused(f"{x.type} -> {y.type}", "f32[m, 2*n] -> f32[m, n], or f32[m, n] -> itself")
+    for p in parameters:
+        if p.type != y.type:
+            raise _refused(f"a parameter {p.type}", f"{y.type}, as the result")
     parts = exact_div(plain(x.type.shape[1]), plain(y.type.shape[1]))
     if parts not in (1, 2):
         raise _refused(f"{x.type} -> {y.type}", "gate and up beside each other, or up alone")
@@ -156,7 +176,7 @@ def _divided(fusion: Fusion, parts: int) -> Activation:
             f"first {'; '.join(_lines(wanted))}",
         )
     by_name = {v.name: v for v in (*fusion.inputs, *(v for op in fusion.ops for v in op.outputs))}
-    inputs = tuple(by_name[name] for name in names)
+    inputs = (*(by_name[name] for name in names), *fusion.inputs[1:])
     return Activation(fusion, parts, interleave, inputs, fusion.ops[count:])
 
 
@@ -165,16 +185,21 @@ def _lines(ops: tuple[Op, ...]) -> list[str]:
 
 
 def _checked(activation: Activation) -> Activation:
-    """The activation, if its body is pointwise and finite for zeros, which padded columns have."""
+    """The activation, if its body is pointwise and finite for zeros, which padded columns and their
+    parameters have.
+    """
     shape = activation.fusion.outputs[0].type.shape
     known = {*activation.inputs, *(v for op in activation.body for v in op.outputs)}
     for op in activation.body:
         alike = all(v in known and v.type.shape == shape for v in (*op.values, *op.outputs))
         if op.kind.role != "pointwise" or not alike:
             raise _refused(f"{op.kind.name} of {', '.join(map(str, op.types()))}", "pointwise")
-    width = activation.parts * (activation.interleave or 1)
+    width = activation.interleave or 1
+    widths = activation.parts * width, *[width] * activation.parameters
     with real_tensors():
-        (y,) = activation.fusion.evaluate(torch.zeros(1, width, dtype=torch.float32))
+        (y,) = activation.fusion.evaluate(
+            *(torch.zeros(1, columns, dtype=torch.float32) for columns in widths)
+        )
         finite = bool(y.isfinite().all())
     if not finite:
         raise _refused("NaN or infinity for columns of zeros", "a finite number")
@@ -190,11 +215,26 @@ def _refused(found: str, expected: str) -> OptionError:
     )
 
 
-def activated(fd: FusionDefinition, x: Value, activation: Activation) -> Value:
-    """x [M, parts * N] -> the result [M, N], not yet rounded to the dtype of x."""
+def activated(
+    fd: FusionDefinition,
+    x: Value,
+    activation: Activation,
+    parameters: Value | None = None,
+    ends: Value | None = None,
+) -> Value:
+    """x [M/g, parts * N] -> the result [M/g, N], not yet rounded to the dtype of x.
+
+    parameters: float [G, P, N] or [G, P, 1], each group's; ends i32[G]: of the groups.
+    """
     wide = accumulated(x.type.dtype)
-    parts = columns(fd, x, activation.parts, activation.interleave)
-    values = dict(zip(activation.inputs, [fd.ops.cast(p, dtype=wide) for p in parts], strict=True))
+    given = [*columns(fd, x, activation.parts, activation.interleave)]
+    if parameters is not None and ends is not None:
+        groups, _, features = map(plain, parameters.type.shape)
+        count = activation.parameters
+        of_groups = fd.ops.reshape(parameters, new_shape=(groups, count * features))
+        of_rows = bias_rows(fd, of_groups, ends, x.type.with_(dtype=wide))
+        given += columns(fd, of_rows, count, 0)
+    values = dict(zip(activation.inputs, [fd.ops.cast(v, dtype=wide) for v in given], strict=True))
     for op in activation.body:
         attrs = {name: wide if attr == _WIDE else attr for name, attr in op.attrs.items()}
         inputs = [values[v] if isinstance(v, Value) else v for v in op.inputs]

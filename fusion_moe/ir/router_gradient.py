@@ -97,7 +97,7 @@ def _given(
                 dtype=op.values[1].type.dtype,
             ),
         )
-        along.append((d, bias_rows(fd, op.values[1], op.values[2], d)))
+        along.append((d, bias_rows(fd, op.values[1], op.values[2], d.type)))
     if not all(h in leads for h in us):
         along = [(d, wide_like(fd, y, d))]
     dw = reduce(ops.add, (ops.sum(ops.mul(a, b), dims=(1,), keepdim=False) for a, b in along))

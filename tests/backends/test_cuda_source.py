@@ -61,7 +61,7 @@ from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.sizes import AnySize, symbol
 from fusion_moe.ir.types import TensorType, dtype_name
 from fusion_moe.layouts import W16X64
-from fusion_moe.nn import swiglu
+from fusion_moe.nn import activation, swiglu
 from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
 from fusion_moe.runtime.kernel import Kernel
@@ -214,6 +214,34 @@ def test_a_layer_compiles_for_every_architecture(layout, arch, tokens, changes):
         ],
         arch,
     )
+
+
+@pytest.mark.parametrize("width", [1, 768])
+def test_parameters_of_each_expert_are_read_by_the_first_product(width):
+    e, k, h, i = MODELS["qwen3"]
+
+    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def nvfp4(n: int, m: int) -> list[torch.Tensor]:
+        codes, scales = meta(e, n, m // 2, dtype=torch.uint8), meta(e, n, m // 16)
+        return [codes, scales.to(torch.float8_e4m3fn), meta(e)]
+
+    args = (
+        *(meta(64, h, dtype=torch.bfloat16), meta(64, k, dtype=torch.int64), meta(64, k)),
+        *(nvfp4(2 * i, h), nvfp4(h, i)),
+    )
+    text = activation(
+        lambda gate, up, slope: torch.where(gate > 0, gate, slope * gate) * up, parameters=1
+    )
+    others = {"weight_format": "nvfp4", "weight_layout": "w16x64", "activation": text}
+    others["activation_parameters"] = meta(e, 1, width)
+    fusion = fusion_of_call("fused_experts", *args, **others)
+    segments = lower(fusion, TARGETS["cuda"], Options()).segments
+    products = [emit(s, TARGETS["cuda"]).launch.source for s in segments]
+    assert [type(p) for p in products] == [Product, Product]
+    for arch in (A100, H200):
+        build_all(launches(products[0], 300, arch), arch)
 
 
 # those of layers are compiled above

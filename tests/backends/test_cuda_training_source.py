@@ -31,7 +31,7 @@ from fusion_moe.compile import compile_fusion
 from fusion_moe.encodings import ENCODINGS, NVFP4, quantize
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import Derivative, differentiate
-from fusion_moe.nn import swiglu
+from fusion_moe.nn import activation, swiglu
 from fusion_moe.runtime import nvrtc
 
 pytestmark = [
@@ -47,6 +47,12 @@ HOW: dict[str, dict[str, Any]] = {
         "transposed": True,
     },
     "scale on input": {"scale_on": "input"},
+    "a slope of each expert": {
+        "activation": activation(
+            lambda gate, up, slope: torch.where(gate > 0, gate, slope * gate) * up, parameters=1
+        ),
+        "activation_parameters": torch.zeros(8, 1, 192, device="meta"),
+    },
 }
 
 

@@ -11,8 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_moe
+from fusion_moe import options
+from fusion_moe.distributed.shares import keep_experts, keep_features
 from fusion_moe.encodings import BF16, NVFP4, Quantized
-from fusion_moe.errors import Error, OptionError, ParseError, UnsupportedError
+from fusion_moe.errors import Error, OptionError, ParseError, ShapeError, UnsupportedError
 from fusion_moe.ir.activation import read
 from fusion_moe.nn import Experts, activation, swiglu
 from fusion_moe.nn.conversion.traced_activation import activation_of
@@ -27,18 +29,29 @@ FUNCTIONS = {
     "leaky": lambda gate, up: F.leaky_relu(gate) * up,
 }
 PARTS = {"squared relu": 1}
+OF_EXPERTS = {  # parameters of each expert: for each feature, or one for all
+    "slope": lambda gate, up, slope: torch.where(gate > 0, gate, slope * gate) * up,
+    "two": lambda up, scale, shift: F.silu(up * (scale + 1)) + shift.tanh() * up,
+}
+CASES = [  # parts, parameters, and features of these
+    *((name, PARTS.get(name, 2), 0, 1) for name in FUNCTIONS),
+    ("slope", 2, 1, 1),
+    ("slope", 2, 1, 48),
+    ("two", 1, 2, 48),
+]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "parts", "count", "width"), CASES)
 @pytest.mark.parametrize("interleave", [0, 1, 8])
-def test_a_text_means_its_function(name, interleave):
-    function, parts = FUNCTIONS[name], PARTS.get(name, 2)
-    text = activation(function, parts, interleave)
-    columns = torch.randn(5, parts, 16, generator=torch.Generator().manual_seed(0)) * 3
+def test_a_text_means_its_function(name, parts, count, width, interleave):
+    function, g = (FUNCTIONS | OF_EXPERTS)[name], torch.Generator().manual_seed(0)
+    text = activation(function, parts, interleave, count)
+    columns = torch.randn(5, parts, 16, generator=g) * 3
+    more = torch.randn(count, 5, 16, generator=g)
     x = columns.view(5, parts, -1, interleave or 16).transpose(1, 2).reshape(5, -1)
-    (found,) = read(text).fusion.evaluate(x)
+    (found,) = read(text).fusion.evaluate(x, *more)
     # 1 + erf cancels: an ulp of 1 times gate * up
-    torch.testing.assert_close(found, function(*columns.unbind(1)), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found, function(*columns.unbind(1), *more), rtol=1e-6, atol=1e-5)
     assert (read(text).parts, read(text).interleave) == (parts, interleave if parts == 2 else 0)
 
 
@@ -161,25 +174,30 @@ def test_numbers_and_functions_of_an_instance_count():
     assert "relu" in activation_of(module)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_experts_and_their_gradients(name):
+@pytest.mark.parametrize(("name", "parts", "count", "width"), CASES)
+def test_experts_and_their_gradients(name, parts, count, width):
     """Against the function by hand, in float64."""
-    parts, function = PARTS.get(name, 2), FUNCTIONS[name]
-    text, g = activation(function, parts), torch.Generator().manual_seed(0)
+    function, g = (FUNCTIONS | OF_EXPERTS)[name], torch.Generator().manual_seed(0)
+    text = activation(function, parts, parameters=count)
+    more = torch.randn(3, count, width, generator=g).double() if count else None
     up, down = (torch.randn(3, *s, generator=g).double() / 8 for s in ((parts * 48, 32), (32, 48)))
     x, w = torch.randn(7, 32).double(), torch.rand(7, 2).double()
     ids = torch.randint(0, 3, (7, 2))
 
-    def fused(x, w, up, down):
+    def fused(x, w, up, down, more=None):
         return fusion_moe.ops.fused_experts(
-            x, ids, w, [up], [down], activation=text, weight_format="f64"
+            *(x, ids, w, [up], [down]),
+            activation=text,
+            activation_parameters=more,
+            weight_format="f64",
         )
 
-    def by_hand(x, w, up, down):
+    def by_hand(x, w, up, down, more=None):
         each = torch.einsum("tkph,th->tkp", up[ids], x).unflatten(-1, (parts, -1)).unbind(-2)
+        each = each if more is None else (*each, *more[ids].unbind(2))
         return (torch.einsum("tkhi,tki->tkh", down[ids], function(*each)) * w[..., None]).sum(1)
 
-    given = [t.requires_grad_() for t in (x, w, up, down)]
+    given = [t.requires_grad_() for t in (x, w, up, down, more) if t is not None]
     found, want = fused(*given), by_hand(*given)
     torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
     dy = torch.randn_like(want)
@@ -197,3 +215,48 @@ def test_padded_columns_and_copies():
     module = Experts(weight(NVFP4, E, 96, 80, runs=1), weight(NVFP4, E, 80, 96), activation=text)
     same_results(module, padded(module), *calls(80))
     assert "t0 = relu(up); t1 = mul(t0, t0)" in repr(copy.deepcopy(module))
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "count", "width", "dtype"),
+    [("slope", 2, 1, 1, torch.float32), ("two", 1, 2, 96, torch.bfloat16)],
+)
+def test_parameters_of_each_expert(name, parts, count, width, dtype):
+    """The module in its own kernels, padded, in a graph, without compilers, on one rank of several
+    and with a gradient.
+    """
+    g = torch.Generator().manual_seed(0)
+    text = activation(OF_EXPERTS[name], parts, parameters=count)
+    up, down = weight(NVFP4, E, parts * 96, 80, runs=1), weight(NVFP4, E, 80, 96)
+    more = torch.randn(E, count, width, generator=g)
+    module = Experts(up, down, activation=text, activation_parameters=more)
+    x, ids, w = calls(80)
+    x = x.to(dtype)
+    found = module(x, ids, w)
+    torch.testing.assert_close(torch.compile(module, fullgraph=True)(x, ids, w), found)
+    with options.override(target="reference"):
+        for other in (module, padded(module)):
+            torch.testing.assert_close(other(x, ids, w), found, rtol=1e-2, atol=1e-2)
+    for divide in (keep_experts, keep_features):
+        ranks = [copy.deepcopy(module) for _ in range(2)]
+        for rank, part in enumerate(ranks):
+            divide(part, rank, 2)
+        wide = x.float(), ids, w  # partial sums are not rounded to bfloat16
+        torch.testing.assert_close(sum(r(*wide) for r in ranks), module(*wide), rtol=1e-4, atol=0.1)
+    kept = ranks[1].activation_parameters
+    whole = ranks[1].sharding.whole("activation_parameters", kept)
+    assert (whole.shape, kept.shape[2]) == (more.shape, max(1, width // 2))
+    assert [offset for offset, _ in whole.pieces] == [(0, 0, width // 2)]
+    module.activation_parameters.requires_grad_()
+    module(x, ids, w).float().sum().backward()
+    assert module.activation_parameters.grad.abs().sum(-1).gt(0).all()
+
+
+def test_parameters_that_do_not_fit_are_refused():
+    up, down = weight(NVFP4, E, 192, 80, runs=1), weight(NVFP4, E, 80, 96)
+    text, given = activation(OF_EXPERTS["slope"], parameters=1), torch.ones(E, 1, 96)
+    for activation_, more in ((text, None), (text, given[..., :5]), (None, given)):
+        with pytest.raises(ShapeError, match="activation_parameters"):
+            Experts(up, down, activation=activation_, activation_parameters=more)
+    with pytest.raises(UnsupportedError, match="parameter 0 has no derivative"):
+        activation(lambda gate, up, slope: gate * up, parameters=1)

@@ -365,6 +365,7 @@ def fused_experts(
     lora_of: Value | None = None,
     gate_up_lora_of: Value | None = None,
     down_lora_of: Value | None = None,
+    activation_parameters: Value | None = None,
     *,
     weight_format: str,
     weight_layout: str = "linear",
@@ -392,6 +393,10 @@ def fused_experts(
     ]
     axis = 1 if transposed else 2
     _need_experts(x.type, weights[0], weights[1], (gate_up_bias, down_bias), act, axis)
+    fd.mark_weight(activation_parameters)
+    arguments.need_parameters(
+        activation_parameters, act, weights[1].shape[0], plain(weights[1].shape[axis])
+    )
     of_gate_up = adapter(
         "gate_up_lora",
         gate_up_lora_a,
@@ -430,7 +435,7 @@ def fused_experts(
     how = activation_format, dtype, weight_format, weight_layout, transposed
     y = product(fd, a, gate_up, ends, *how, lora=of_gate_up)
     y = biased(fd, y, gate_up_bias, ends)
-    y = fd.ops.cast(activated(fd, y, act), dtype=dtype)
+    y = fd.ops.cast(activated(fd, y, act, activation_parameters, ends), dtype=dtype)
     y = product(fd, y, down, ends, *how, lora=of_down)
     y = biased(fd, y, down_bias, ends)
     return restore(combine(fd, y, slot_of, w))

@@ -275,15 +275,13 @@ def _add_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     return [dy, fd.ops.cast(fd.ops.group_sum(dy, ends), dtype=bias.type.dtype), None]
 
 
-def bias_rows(fd: Any, bias: Value, ends: Value, like: Value) -> Value:
-    """bias [G, N] -> [M/g, N], the bias of each row's group, in the dtype of `like` [M/g, N]; zeros
-    past the last end
+def bias_rows(fd: Any, bias: Value, ends: Value, like: TensorType) -> Value:
+    """bias [G, N] -> [M/g, N], the bias of each row's group, in the dtype and for the rows of
+    `like` [M/g, ...]; zeros past the last end
     """
-    dtype = like.type.dtype
-    nothing = fd.ops.partition(
-        fd.ops.full(shape=tuple(map(plain, like.type.shape)), fill_value=0.0, dtype=dtype), ends
-    )
-    return fd.ops.group_add(nothing, fd.ops.cast(bias, dtype=dtype), ends)
+    shape = plain(like.shape[0]), plain(bias.type.shape[1])
+    nothing = fd.ops.partition(fd.ops.full(shape=shape, fill_value=0.0, dtype=like.dtype), ends)
+    return fd.ops.group_add(nothing, fd.ops.cast(bias, dtype=like.dtype), ends)
 
 
 def _product_flops(op: Op) -> Any:

@@ -28,29 +28,33 @@ from ...plugins import message
 _ROWS, _FEATURES = 3, 8  # of the tensors that are traced
 
 
-def activation(function: Callable[..., Tensor], parts: int = 2, interleave: int = 0) -> str:
+def activation(
+    function: Callable[..., Tensor], parts: int = 2, interleave: int = 0, parameters: int = 0
+) -> str:
     """The text of a pointwise torch function, for `Experts` and `fused_experts`.
 
         activation(lambda gate, up: torch.nn.functional.gelu(gate) * up)
 
     Args:
-        function: takes the parts, float tensors [M, I], and returns one. It is traced once, in
-            float32.
+        function: takes the parts, then the parameters, float tensors [M, I], and returns one. It
+            is traced once, in float32.
         parts: 2: gate and up; 1: up alone.
         interleave: in the rows of gate_up, 0: gate above up; n: blocks of n gate rows and n up rows
             alternate.
+        parameters: of each expert, which the function takes in each row: those of the row's expert
+            in `activation_parameters`.
 
     Raises:
-        UnsupportedError: for a function that is not pointwise, depends on data, has parameters or
-            calls an operation without a translator.
+        UnsupportedError: for a function that is not pointwise, depends on data, has tensors of its
+            own or calls an operation without a translator.
     """
 
-    def of_columns(x: Tensor) -> Tensor:
-        return function(*x.unflatten(1, (parts, -1)).unbind(1))
+    def of_columns(x: Tensor, *more: Tensor) -> Tensor:
+        return function(*x.unflatten(1, (parts, -1)).unbind(1), *more)
 
     try:
         with real_tensors():
-            return _text(_columns(of_columns, parts), interleave)
+            return _text(_columns(of_columns, parts, parameters), interleave)
     except Error as error:
         raise UnsupportedError(
             error.found, expected=error.expected, todo=error.todo, where="activation"
@@ -111,22 +115,30 @@ def _of_module(module: Any) -> dict[bool, str | None]:
 
 def _text(columns: _Columns, interleave: int) -> str:
     """The text of what a graph computes, if it has a derivative. interleave: of the text."""
-    text = written(columns.body, columns.parts, interleave)
-    differentiate(read(text).fusion, [0])
+    parameters = len(columns.parameters)
+    text = written(columns.body, columns.parts, interleave, parameters)
+    differentiate(
+        read(text).fusion,
+        range(1 + parameters),
+        names=("the rows", *(f"parameter {i}" for i in range(parameters))),
+    )
     return text
 
 
-def _columns(function: Callable[..., Any], parts: int) -> _Columns:
-    """The graph of a function of f32[_ROWS, parts * I]. What has no translator is decomposed."""
+def _columns(function: Callable[..., Any], parts: int, parameters: int = 0) -> _Columns:
+    """The graph of a function of f32[_ROWS, parts * I], and of parameters f32[_ROWS, I]. What has
+    no translator is decomposed.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    def called(x: Tensor) -> Any:  # the tracer reads signatures, and miscounts those of methods
-        return function(x)
+    def called(*inputs: Tensor) -> Any:  # the tracer reads signatures, and miscounts methods'
+        return function(*inputs)
 
-    x = torch.empty(_ROWS, parts * _FEATURES, dtype=torch.float32)
+    widths = parts * _FEATURES, *[_FEATURES] * parameters
+    inputs = [torch.empty(_ROWS, width, dtype=torch.float32) for width in widths]
     try:
         with tracing(None):  # otherwise sizes would be the symbols of a trace around this call
-            graph = make_fx(called, _decompositions(), "fake", _allow_non_fake_inputs=True)(x)
+            graph = make_fx(called, _decompositions(), "fake", _allow_non_fake_inputs=True)(*inputs)
     except Exception as error:  # of the user's function, or of the tracer
         raise Untranslatable(message(error).split("\n")[0]) from error
     return _Columns(graph, parts)
@@ -141,7 +153,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 class _Columns:
-    """A graph of one tensor [M, parts * I], as a function of its parts.
+    """A graph of one tensor [M, parts * I], as a function of its parts and of parameters.
 
     Views of the input are run on the positions of its elements: they must give the same columns of
     each row, those of one part.
@@ -149,16 +161,17 @@ class _Columns:
 
     def __init__(self, graph: GraphModule, parts: int):
         self.nodes, self.parts = list(graph.graph.nodes), parts
-        x = torch.arange(_ROWS * parts * _FEATURES).view(_ROWS, -1)
-        self.positions: dict[Node, Any] = {}
+        x, *self.parameters = (n for n in self.nodes if n.op == "placeholder")
+        every = torch.arange(_ROWS * parts * _FEATURES).view(_ROWS, -1)
+        self.positions: dict[Node, Any] = {x: every}
         for n in self.nodes:
-            if n.op == "placeholder":
-                self.positions[n] = x
-            elif n.op == "get_attr":
+            if n.op == "get_attr":
                 raise Untranslatable(
-                    f"a tensor of its own, {n.target}", expected="an activation without parameters"
+                    f"a tensor of its own, {n.target}",
+                    expected="a function of its arguments",
+                    todo="activation(function, parameters=1) passes it parameters of each expert",
                 )
-            elif n.op == "call_function" and _is_view(n) and n.args[0] in self.positions:
+            if n.op == "call_function" and _is_view(n) and n.args[0] in self.positions:
                 self.positions[n] = n.target(self.positions[n.args[0]], *n.args[1:], **n.kwargs)
         self.part_of = {
             n: self._part(self.positions[n])
@@ -178,14 +191,18 @@ class _Columns:
                     return part, turns
         raise Untranslatable("an operation on columns other than all of gate, or all of up")
 
-    def body(self, fd: FusionDefinition, *parts: Value) -> Value:
-        """What the graph computes of the parts."""
+    def body(self, fd: FusionDefinition, *inputs: Value) -> Value:
+        """What the graph computes of the parts, then the parameters."""
         if len({turns for _, turns in self.part_of.values()}) > 1:
             raise Untranslatable("gate and up in two orders")
         rows = _Rows(
             [n for n in self.nodes if n.op == "call_function" and n not in self.positions],
             fd,
-            {self.nodes[0]: parts[0]} | {n: parts[part] for n, (part, _) in self.part_of.items()},
+            {
+                self.nodes[0]: inputs[0],
+                **{n: inputs[part] for n, (part, _) in self.part_of.items()},
+                **dict(zip(self.parameters, inputs[self.parts :], strict=True)),
+            },
         )
         for refusal in rows.refused.values():
             raise refusal

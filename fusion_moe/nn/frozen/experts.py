@@ -24,12 +24,15 @@ class Experts(Projections):
 
     Computed by one operation, `fused_experts`. activation: the text of a program (`activation`,
     `swiglu`); None: silu(gate) * up, gate above up in the rows of gate_up_proj. One of a single
-    part takes up_proj [E, I, H] in place of gate_up_proj [E, 2I, H]. scale_on: what the router's
-    weights multiply, the "output" of experts or, as in Llama-4, their "input".
+    part takes up_proj [E, I, H] in place of gate_up_proj [E, 2I, H]. activation_parameters: float
+    [E, P, I] or [E, P, 1], if the activation has P parameters of each expert; frozen, unless
+    `requires_grad_` says otherwise. scale_on: what the router's weights multiply, the "output" of
+    experts or, as in Llama-4, their "input".
     """
 
     gate_up_proj: nn.Parameter
     gate_up_proj_bias: nn.Parameter | None
+    activation_parameters: nn.Parameter | None
 
     def __init__(
         self,
@@ -41,15 +44,18 @@ class Experts(Projections):
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         activation: str | None = None,
+        activation_parameters: Tensor | None = None,
     ):
         """gate_up [E, 2I, H] and down [E, H, I] in one encoding, optionally with per-matrix scales
         of shapes [E, 2] and [E].
         """
-        parts = read(activation).parts
-        super().__init__(parts == 2, gate_up, down, activation_format, gate_up_bias, down_bias)
+        program = read(activation)
+        gated = program.parts == 2
+        super().__init__(gated, gate_up, down, activation_format, gate_up_bias, down_bias)
         need_one_of("scale_on", scale_on, ("output", "input"), where=type(self).__name__)
         self.scale_on = scale_on
         self.activation = None if activation == swiglu() else activation
+        self.activation_parameters = _parameters(activation_parameters, program.parameters, down)
 
     @property
     def interleave(self) -> int:
@@ -113,6 +119,9 @@ class Experts(Projections):
         for name, projection in zip(("gate_up", "down"), self.projections, strict=True):
             if (bias := self._bias(projection, like)) is not None:
                 found[f"{name}_bias"] = bias
+        if (more := self.activation_parameters) is not None:
+            padding = self._padding("down") if more.shape[-1] > 1 else None
+            found["activation_parameters"] = padding.pad_columns(more) if padding else more
         if self._modules and self.adapted:
             for name, projection in zip(("gate_up", "down"), self.projections, strict=True):
                 found[f"{name}_lora_a"], found[f"{name}_lora_b"] = self._factors(projection)
@@ -154,6 +163,20 @@ class Experts(Projections):
         scale_on = "" if self.scale_on == "output" else f", scale_on={self.scale_on!r}"
         formula = f", activation={read(self.activation).formula!r}" if self.activation else ""
         return super().extra_repr() + scale_on + formula
+
+
+def _parameters(given: Tensor | None, count: int, down: Quantized) -> nn.Parameter | None:
+    """The parameters of an activation that has `count` of each expert."""
+    shapes = [[down.shape[0], count, n] for n in (down.shape[2], 1)] if count else [None]
+    found = None if given is None else [*given.shape]
+    if found not in shapes:
+        raise ShapeError(
+            f"activation_parameters {found}",
+            expected=" or ".join(map(str, shapes)),
+            todo="" if count else "the activation reads no parameters",
+            where="Experts",
+        )
+    return None if given is None else nn.Parameter(given.detach().clone(), requires_grad=False)
 
 
 class NVFP4Experts(Experts):

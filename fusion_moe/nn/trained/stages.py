@@ -164,7 +164,7 @@ def _linear(
     column = fd.ops.partition(
         fd.ops.cast(fd.ops.reshape(scales, new_shape=(total, 1)), dtype=wide), ends
     )
-    each = bias_rows(fd, bias, ends, y)
+    each = bias_rows(fd, bias, ends, y.type)
     return fd.ops.cast(fd.ops.add(y, fd.ops.mul(each, fd.ops.zero_rest(column, ends))), dtype=dtype)
 
 
