@@ -16,10 +16,10 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config, metrics
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from users_operations import library
 
 from fusion_moe import compile as pipeline
 from fusion_moe import errors, options, translator
-from fusion_moe.definitions import translate
 from fusion_moe.frontends import inductor
 from fusion_moe.frontends.inductor import compile_graph
 from fusion_moe.frontends.inductor.compile_graph import compile_calls, compile_with
@@ -445,20 +445,15 @@ def test_import_alone_changes_nothing():
 
 
 def test_a_translator_at_fault_is_a_warning_and_not_an_error(caplog):
-    with torch.library._scoped_library("in_inductor", "FRAGMENT") as lib:
-        lib.define("twice(Tensor x) -> Tensor")
-        lib.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
-        torch.library.register_fake("in_inductor::twice", torch.empty_like, lib=lib)
+    with library("in_inductor") as define:
+        twice = define("twice", "(Tensor x) -> Tensor", lambda x: x * 2)
         translator("in_inductor::twice")(lambda fd, x: fd.ops.cast(x, dtype="f64"))
-        try:
-            model = Experts()
-            with torch.no_grad(), caplog.at_level(logging.WARNING, "fusion_moe"):
-                for t in (5, 6):
-                    torch._dynamo.reset()
-                    got = compiled(lambda x: torch.ops.in_inductor.twice(model(x)))(tokens(t))
-                    torch.testing.assert_close(got, 2 * model(tokens(t)), **TOLERANCE)
-        finally:
-            translate.unregister("in_inductor::twice")
+        model = Experts()
+        with torch.no_grad(), caplog.at_level(logging.WARNING, "fusion_moe"):
+            for t in (5, 6):
+                torch._dynamo.reset()
+                got = compiled(lambda x: twice(model(x)))(tokens(t))
+                torch.testing.assert_close(got, 2 * model(tokens(t)), **TOLERANCE)
     warned = [
         r.getMessage()
         for r in caplog.records

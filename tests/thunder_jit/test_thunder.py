@@ -25,6 +25,7 @@ from moe_models import (
     writes_between,
 )
 from torch import nn
+from users_operations import library
 
 import fusion_moe
 from fusion_moe import errors, options, translator
@@ -350,17 +351,15 @@ def test_quantized_weights_have_no_gradient_and_it_is_told_when_one_is_wanted():
 
 
 @pytest.fixture
-def squared_relu():
-    """A user's operation: relu(x) ** power, without derivative and translator."""
-    lib = torch.library.Library("thunder_user", "DEF")
-    lib.define("squared_relu(Tensor x, int power=2) -> Tensor")
-    lib.impl("squared_relu", lambda x, power=2: x.relu() ** power, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "thunder_user::squared_relu", lambda x, power=2: torch.empty_like(x), lib=lib
-    )
-    yield lib
-    translate.unregister("thunder_user::squared_relu")
-    lib._destroy()
+def define():
+    """Defines operations of a user; there is one already: relu(x) ** power, without derivative and
+    translator.
+    """
+    with library("thunder_user") as define:
+        schema = "(Tensor x, int power=2) -> Tensor"
+        body, fake = lambda x, power=2: x.relu() ** power, lambda x, power=2: torch.empty_like(x)
+        define("squared_relu", schema, body, fake)
+        yield define
 
 
 def translate_squared_relu() -> None:
@@ -384,7 +383,7 @@ class Relu(nn.Module):
         return O.nvfp4_grouped_mm(y, *self.down, ENDS)
 
 
-def test_a_users_operation_is_fused(squared_relu):
+def test_a_users_operation_is_fused(define):
     translate_squared_relu()
     run, model = jitted(Relu()), Relu()
     with torch.no_grad():
@@ -393,7 +392,7 @@ def test_a_users_operation_is_fused(squared_relu):
     assert [op.kind.name for op in fusion.ops].count("grouped_mm") == 2
 
 
-def test_a_users_operation_that_its_translator_refuses(squared_relu):
+def test_a_users_operation_that_its_translator_refuses(define):
     translate_squared_relu()
     model = Relu()
     with torch.no_grad():
@@ -409,7 +408,7 @@ def test_a_users_operation_that_its_translator_refuses(squared_relu):
     assert len(result.regions) == 2
 
 
-def test_a_translator_at_fault(squared_relu, caplog):
+def test_a_translator_at_fault(define, caplog):
     """the operation stays a call, and a warning names the translator, once"""
     translator("thunder_user::squared_relu")(lambda fd, x, power=2: fd.ops.cast(x, dtype="f64"))
     model = Relu()
@@ -421,7 +420,7 @@ def test_a_translator_at_fault(squared_relu, caplog):
     assert "the translator of thunder_user::squared_relu" in record.message
 
 
-def test_the_derivative_that_a_user_registered(squared_relu):
+def test_the_derivative_that_a_user_registered(define):
     """it saves a result, and is fused with the derivatives around it"""
     translate_squared_relu()
 
@@ -433,13 +432,12 @@ def test_the_derivative_that_a_user_registered(squared_relu):
         (y,) = ctx.saved_tensors
         return ctx.power * y.sqrt() * grad, None
 
-    torch.library.register_autograd(
-        "thunder_user::squared_relu", backward, setup_context=setup_context, lib=squared_relu
-    )
     model, (ours, theirs) = Relu(), (tokens(5).requires_grad_() for _ in range(2))
-    run = jitted(model)
-    run(ours).sum().backward()
-    model(theirs).sum().backward()
+    run, name = jitted(model), "thunder_user::squared_relu"
+    with torch.library._scoped_library("thunder_user", "FRAGMENT") as lib:
+        torch.library.register_autograd(name, backward, setup_context=setup_context, lib=lib)
+        run(ours).sum().backward()
+        model(theirs).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6)
     (fusion,) = programs(backward_fusions(run))
     names = [op.kind.name for op in fusion.ops]
@@ -447,7 +445,7 @@ def test_the_derivative_that_a_user_registered(squared_relu):
     assert "sqrt" in names
 
 
-def test_an_operation_without_derivative():
+def test_an_operation_without_derivative(define):
     """runs in grad mode, and says what is missing when its gradient is wanted"""
 
     @torch.library.custom_op("thunder_user::halved", mutates_args=())
@@ -456,18 +454,15 @@ def test_an_operation_without_derivative():
 
     halved.register_fake(torch.empty_like)
     translator("thunder_user::halved")(lambda fd, x: fd.ops.mul(x, 0.5))
-    try:
-        up, x = weight(I, H), tokens(5).requires_grad_()
-        y = jitted(lambda x: halved(O.nvfp4_grouped_mm(x, *up, ENDS)))(x)
-        with pytest.raises(
-            errors.UnsupportedError, match="halved.* no autograd formula was registered"
-        ):
-            y.sum().backward()
-    finally:
-        translate.unregister("thunder_user::halved")
+    up, x = weight(I, H), tokens(5).requires_grad_()
+    y = jitted(lambda x: halved(O.nvfp4_grouped_mm(x, *up, ENDS)))(x)
+    with pytest.raises(
+        errors.UnsupportedError, match="halved.* no autograd formula was registered"
+    ):
+        y.sum().backward()
 
 
-def test_translators_of_operations_that_do_not_exist(squared_relu):
+def test_translators_of_operations_that_do_not_exist(define):
     """there may be none yet, or no such overload"""
     translate_squared_relu()
     names = ("no_such_library::op", "thunder_user::no_such_op", "thunder_user::squared_relu.other")
@@ -481,21 +476,17 @@ def test_translators_of_operations_that_do_not_exist(squared_relu):
             translate.unregister(name)
 
 
-def test_a_part_of_an_operation_is_not_fused(squared_relu):
+def test_a_part_of_an_operation_is_not_fused(define):
     """relu is translated and cumsum is not: what thunder has as one bound symbol stays one"""
-    squared_relu.define("running(Tensor x) -> Tensor")
-    squared_relu.impl("running", lambda x: x.relu().cumsum(0), "CompositeImplicitAutograd")
-    translator("thunder_user::running")(lambda fd, x: fd.ops.neg(x))
-    try:
-        up, f = (
-            weight(I, H),
-            lambda x: torch.ops.thunder_user.running(O.nvfp4_grouped_mm(x, *up, ENDS)),
-        )
+    with torch.library._scoped_library("thunder_user", "FRAGMENT") as lib:
+        lib.define("running(Tensor x) -> Tensor")
+        lib.impl("running", lambda x: x.relu().cumsum(0), "CompositeImplicitAutograd")
+        translator("thunder_user::running")(lambda fd, x: fd.ops.neg(x))
+        up = weight(I, H)
+        f = lambda x: torch.ops.thunder_user.running(O.nvfp4_grouped_mm(x, *up, ENDS))  # noqa: E731
         with torch.no_grad():
             assert jitted(f)(tokens(5)).equal(f(tokens(5)))
             result = found(f, tokens(5))
-    finally:
-        translate.unregister("thunder_user::running")
     assert [calls(r.nodes) for r in result.regions] == [["fusion_moe.nvfp4_grouped_mm.default"]]
     assert "fusing it would split an operation of thunder's" in [x.why for x in result.not_fused]
 
@@ -523,20 +514,6 @@ def test_an_executor_that_keeps_what_it_could_fuse():
     run(ours).sum().backward()
     model(theirs).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_thunderfx():
-    from thunder.dynamo import thunderfx
-
-    torch._dynamo.reset()
-    model, x = Block(small=True), tokens(5)
-    run = thunderfx(model, executors=thunder_executors())
-    with torch.no_grad():
-        torch.testing.assert_close(run(x), model(x), rtol=0, atol=1e-6)
-    (graph,) = run._backend.subgraph_infos
-    (compiled,) = graph.thunder_compiled_fns
-    assert len(fusions(compiled)) == 1
 
 
 @pytest.mark.slow

@@ -18,11 +18,11 @@ import torch
 from interpreter import interpret
 from torch._subclasses import fake_tensor
 from torch.nn import functional as F
+from users_operations import library
 
 import fusion_moe
 from fusion_moe import errors, translator
 from fusion_moe.backends.nvfuser import headers
-from fusion_moe.definitions import translate
 from fusion_moe.runtime.program import Program
 from fusion_moe.thunder import thunder_executors
 
@@ -293,62 +293,46 @@ def swizzled(scale: torch.Tensor) -> torch.Tensor:
     )
 
 
-def test_a_users_operation(device):
-    lib = torch.library.Library("thunder_nv", "DEF")
-    lib.define("squared_relu(Tensor x) -> Tensor")
-    lib.impl("squared_relu", lambda x: x.relu() ** 2, "CompositeExplicitAutograd")
-    torch.library.register_fake("thunder_nv::squared_relu", torch.empty_like, lib=lib)
+@pytest.fixture
+def define():
+    with library("thunder_nv") as define:
+        yield define
+
+
+def between(operation):
+    """A function of two products with an operation between, and its arguments."""
+
+    def f(x, ends, *parts):
+        y = operation(O.nvfp4_grouped_mm(x, *parts[:3], ends) * 2)
+        return O.nvfp4_grouped_mm(y + 1, *parts[3:], ends)
+
+    ends = torch.tensor([1, 1, 4, 5], dtype=torch.int32)
+    return f, (inputs()[0], ends, *weight(I, H), *weight(H, I))
+
+
+def test_a_users_operation(device, define):
+    f, args = between(define("squared_relu", "(Tensor x) -> Tensor", lambda x: x.relu() ** 2))
 
     @translator("thunder_nv::squared_relu")
     def _(fd, x):
         y = fd.ops.relu(x)
         return fd.ops.mul(y, y)
 
-    def f(x, ends, *parts):
-        y = torch.ops.thunder_nv.squared_relu(O.nvfp4_grouped_mm(x, *parts[:3], ends))
-        return O.nvfp4_grouped_mm(y, *parts[3:], ends) * 2
-
-    args = (
-        inputs()[0],
-        torch.tensor([1, 1, 4, 5], dtype=torch.int32),
-        *weight(I, H),
-        *weight(H, I),
-    )
     want = f(*args)
-    try:
-        device(9, 0)
-        result = traced(f, *args)
-        (inside,) = result.fusions()
-        assert "nv_thunder_nv_squared_relu" in inside
-        close(result.run(*args)[0], want)
-    finally:
-        translate.unregister("thunder_nv::squared_relu")
+    device(9, 0)
+    result = traced(f, *args)
+    (inside,) = result.fusions()
+    assert "nv_thunder_nv_squared_relu" in inside
+    close(result.run(*args)[0], want)
 
 
-def test_a_users_translator_at_fault(device, caplog):
+def test_a_users_translator_at_fault(device, define, caplog):
     """its call stays between two regions, and a warning says where the translator is"""
-    with torch.library._scoped_library("thunder_nv", "FRAGMENT") as lib:
-        lib.define("at_fault(Tensor x) -> Tensor")
-        lib.impl("at_fault", lambda x: x * 2, "CompositeExplicitAutograd")
-        torch.library.register_fake("thunder_nv::at_fault", torch.empty_like, lib=lib)
-        translator("thunder_nv::at_fault")(lambda fd, x: fd.ops.cast(x, dtype="f32"))
-
-        def f(x, ends, *parts):
-            y = torch.ops.thunder_nv.at_fault(O.nvfp4_grouped_mm(x, *parts[:3], ends) * 2)
-            return O.nvfp4_grouped_mm(y + 1, *parts[3:], ends)
-
-        try:
-            device(9, 0)
-            with caplog.at_level(logging.WARNING, "fusion_moe"):
-                result = traced(
-                    f,
-                    inputs()[0],
-                    torch.tensor([1, 1, 4, 5], dtype=torch.int32),
-                    *weight(I, H),
-                    *weight(H, I),
-                )
-        finally:
-            translate.unregister("thunder_nv::at_fault")
+    f, args = between(define("at_fault", "(Tensor x) -> Tensor", lambda x: x * 2))
+    translator("thunder_nv::at_fault")(lambda fd, x: fd.ops.cast(x, dtype="f32"))
+    device(9, 0)
+    with caplog.at_level(logging.WARNING, "fusion_moe"):
+        result = traced(f, *args)
     assert len(result.fusions()) == 2
     assert "thunder_nv_at_fault" in result.others()
     said = (
@@ -373,33 +357,30 @@ def test_the_backward_too(device):
     assert any(b.sym.name.startswith("fusion_moe0") for b in result.backward.bound_symbols)
 
 
-def test_what_nvfuser_refuses_is_ours(device):
-    """its product takes no float32"""
-    device(9, 0)
-    result = traced(one, *inputs(torch.float32))
-    assert "nv_fusion_moe_expert_mlp" not in [
-        name for fusion in result.fusions() for name in fusion
-    ]
-    assert any(name.startswith("fusion_moe0") for name in result.others())
-
-
-def test_sorts_without_headers_are_ours(device, monkeypatch):
-    """nvFuser would assert, and has no way back"""
-    device(9, 0)
-    monkeypatch.setattr(headers, "_version", lambda folder: "")
-    result = traced(small, *inputs())
-    inside = [name for fusion in result.fusions() for name in fusion]
-    assert "nv_fusion_moe_route" not in inside
-    assert inside.count("nv_fusion_moe_nvfp4_grouped_mm") == 2
-
-
-def test_no_rows_are_not_for_nvfuser(device):
+def no_rows() -> tuple[torch.Tensor, ...]:
     x, ids, w, *parts = inputs()
+    return x[:0], ids[:0], w[:0], *parts
+
+
+@pytest.mark.parametrize(
+    ("f", "args", "refused", "products"),
+    [
+        (one, inputs(torch.float32), "expert_mlp", 0),  # its product takes no float32
+        (one, no_rows(), "expert_mlp", 0),
+        # without headers for sorts nvFuser would assert, and has no way back
+        (small, inputs(), "route", 2),
+    ],
+    ids=["float32", "no rows", "no headers"],
+)
+def test_what_nvfuser_refuses_is_ours(f, args, refused, products, device, monkeypatch):
     device(9, 0)
-    result = traced(one, x[:0], ids[:0], w[:0], *parts)
-    assert "nv_fusion_moe_expert_mlp" not in [
-        name for fusion in result.fusions() for name in fusion
-    ]
+    if refused == "route":
+        monkeypatch.setattr(headers, "_version", lambda folder: "")
+    result = traced(f, *args)
+    inside = [name for fusion in result.fusions() for name in fusion]
+    assert f"nv_fusion_moe_{refused}" not in inside
+    assert inside.count("nv_fusion_moe_nvfp4_grouped_mm") == products
+    assert any(name.startswith("fusion_moe") for name in result.others())
 
 
 @pytest.mark.parametrize("transposed", [False, True])

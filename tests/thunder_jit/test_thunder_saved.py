@@ -112,12 +112,17 @@ def gradients(f, model):
 
 @pytest.mark.parametrize("how", ["jit", pytest.param("thunderfx", marks=pytest.mark.slow)])
 def test_the_router_of_experts(how):
+    import thunder
     from thunder.dynamo import thunderfx
 
     torch._dynamo.reset()
     model = Normalized()
     run = jitted(model) if how == "jit" else thunderfx(model, executors=thunder_executors())
     torch.testing.assert_close(gradients(run, model), gradients(model, model), rtol=1e-5, atol=1e-5)
+    if how == "thunderfx":
+        (graph,) = run._backend.subgraph_infos
+        (run,) = graph.thunder_compiled_fns
+    assert any(b.sym.name == "fusion_moe0" for b in thunder.last_traces(run)[-1].bound_symbols)
 
 
 def test_without_a_backward_nothing_is_copied():

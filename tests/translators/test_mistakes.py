@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from moe_models import H, I, O, tokens, weight
+from users_operations import library
 
 import fusion_moe
 from fusion_moe import Untranslatable, translator
@@ -28,20 +29,10 @@ UP, DOWN = weight(I, H), weight(H, I)
 
 @pytest.fixture
 def lib():
-    """A library of a test, with an operation `twice`; translators of its operations go with it."""
-    with torch.library._scoped_library("bad_translators", "DEF") as lib:
-        define(lib, "twice", "(Tensor x) -> Tensor", lambda x: x * 2, torch.empty_like)
-        yield lib
-    for t in translate.registered():
-        if t.op.startswith("bad_translators::"):
-            translate.unregister(t.op)
-
-
-def define(lib, name, schema, body, fake):
-    lib.define(name + schema)
-    lib.impl(name, body, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"bad_translators::{name}", fake, lib=lib)
-    return getattr(torch.ops.bad_translators, name)
+    """Defines operations for a test; there is one already, `twice`."""
+    with library("bad_translators") as define:
+        define("twice", "(Tensor x) -> Tensor", lambda x: x * 2)
+        yield define
 
 
 def between(x):
@@ -172,7 +163,7 @@ def test_explain_says_the_same(lib):
 
 def test_the_one_of_two_that_is_at_fault_is_blamed(lib):
     """what is wrong shows when both are compiled, and not when they are translated"""
-    thrice = define(lib, "thrice", "(Tensor x) -> Tensor", lambda x: x * 3, torch.empty_like)
+    thrice = lib("thrice", "(Tensor x) -> Tensor", lambda x: x * 3, torch.empty_like)
     translator(NAME)(of_a_size_nobody_knows)
     translator(thrice)(lambda fd, x: fd.ops.mul(x, 3.0))
     for first, second in (
@@ -243,7 +234,7 @@ def test_a_fake_may_have_to_relate_sizes(lib, relates):
             torch._check(x.shape[0] == y.shape[0])
         return torch.empty_like(x)
 
-    plus = define(lib, "plus", "(Tensor x, Tensor y) -> Tensor", lambda x, y: x + y, fake)
+    plus = lib("plus", "(Tensor x, Tensor y) -> Tensor", lambda x, y: x + y, fake)
     translator(plus)(lambda fd, x, y: fd.ops.add(x, y))
     x, y = tokens(5), torch.ones(5, I)
     for t in (x, y):
@@ -335,7 +326,7 @@ def test_an_operation_may_come_after_its_translator(lib, caplog):
     finally:
         translate.unregister("library_to_come::late")
     assert "library_to_come" not in caplog.text
-    late = define(lib, "late", "(Tensor x) -> Tensor", lambda x: x * 2, torch.empty_like)
+    late = lib("late", "(Tensor x) -> Tensor", lambda x: x * 2, torch.empty_like)
     _, found = compiled(lambda x: late(O.nvfp4_grouped_mm(x, *UP, ENDS)), tokens(5))
     assert found.not_fused == []
 
@@ -351,11 +342,8 @@ def test_an_operation_has_one_translator(lib):
 
 
 def test_an_operation_that_writes_into_its_arguments_is_told(lib):
-    double = define(
-        lib, "double_", "(Tensor(a!) x) -> ()", lambda x: (x.mul_(2), None)[1], lambda x: None
-    )
-    both = define(
-        lib,
+    double = lib("double_", "(Tensor(a!) x) -> ()", lambda x: (x.mul_(2), None)[1], lambda x: None)
+    both = lib(
         "both",
         "(Tensor x, Tensor(a!) y) -> Tensor",
         lambda x, y: y.add_(x) * 2,
@@ -394,8 +382,7 @@ def test_a_right_translator_passes(lib):
 
 def test_a_right_translator_of_several_tensors_passes(lib):
     """Each has as many rows as the result of the product."""
-    total = define(
-        lib,
+    total = lib(
         "total",
         "(Tensor x, Tensor[] others) -> Tensor",
         lambda x, ys: x + sum(ys),
@@ -449,7 +436,7 @@ def test_what_a_translator_raised_is_the_cause(lib):
 
 
 def test_a_fake_that_lies_does_not_pass(lib):
-    lies = define(lib, "lies", "(Tensor x) -> Tensor", lambda x: x + 1, lambda x: x.new_empty(2))
+    lies = lib("lies", "(Tensor x) -> Tensor", lambda x: x + 1, lambda x: x.new_empty(2))
     translator(lies)(lambda fd, x: fd.ops.add(x, 1.0))
     said = (
         r"returns torch.float32 \[3\]; expected torch.float32 \[2\], as its fake returns; fix "
