@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
+from bad_calls import messages
 from fusions import assert_same_bits, executed, round_trip
 
 from fusion_moe import FusionDefinition
@@ -182,12 +184,7 @@ def test_messages(golden):
         "a loop",
         "nothing",
     )
-    said = []
-    for case in cases:
-        with pytest.raises(ParseError) as caught:
-            parse(NOT_DATA[case])
-        said.append(f"{case}\n    {caught.value}")
-    golden("\n".join(said))
+    golden(messages({case: partial(parse, NOT_DATA[case]) for case in cases}))
 
 
 def test_the_good_text_of_these_cases_is_parsed():

@@ -160,13 +160,12 @@ def test_a_router_is_in_the_program_of_its_experts():
     }
 
 
-@pytest.mark.parametrize("count", [0, 1, 33])
-def test_all_token_counts(count):
+def test_all_token_counts():
     model = Experts()
     run = jitted(model)
     with torch.no_grad():
-        run(tokens(5))
-        torch.testing.assert_close(run(tokens(count)), model(tokens(count)), rtol=0, atol=0)
+        for count in (5, 0, 1, 33):
+            torch.testing.assert_close(run(tokens(count)), model(tokens(count)), rtol=0, atol=0)
 
 
 def test_options_in_force_at_the_first_call_hold():
