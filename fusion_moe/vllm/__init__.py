@@ -1,4 +1,4 @@
-"""A plug-in for vLLM that serves experts in NVFP4, MXFP4, FP8 and INT4 with this library's operations.
+"""A plug-in for vLLM that serves NVFP4, MXFP4, FP8 and INT4 experts with this library's operations.
 
     vllm serve DIRECTORY --quantization fusion_moe
 
