@@ -45,7 +45,7 @@ import fusion_moe.transformers as ours
 from fusion_moe.checkpoints import Directory
 from fusion_moe.distributed import clip_grad_norm_, parallelize_
 from fusion_moe.distributed.collectives import all_reduce
-from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, quantize
+from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, Quantized, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.nn import Experts, GroupedLinear, QuantizedLinear, add_lora_, swiglu
 from fusion_moe.nn.local import gathered, local
@@ -212,16 +212,14 @@ def variants() -> list[Experts]:
         turns,
         in_turns,
         Experts(*mxfp4, activation=swiglu(interleave=8)),
-        Experts(*mxfp4_rows(gate_up, down)),
+        Experts(*scales_of_rows(gate_up, down)),
         halves,
     )
     return [module.to(DEVICE) for module in made]
 
 
-def mxfp4_rows(gate_up: Tensor, down: Tensor) -> Any:
+def scales_of_rows(gate_up: Tensor, down: Tensor) -> Any:
     """NVFP4 with a decode scale of each row."""
-    from fusion_moe.encodings import Quantized
-
     for w in gate_up, down:
         codes, block_scale, decode_scale = torch.ops.fusion_moe.nvfp4_quantize(w[:, :, None])
         yield Quantized(codes[:, :, 0], block_scale[:, :, 0], decode_scale, encoding=NVFP4)
