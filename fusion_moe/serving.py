@@ -24,6 +24,24 @@ LEAVE = f"run without --quantization {NAME}"
 Adapters = Callable[[int], Mapping[str, Tensor]]
 
 
+class AnyDtype:
+    """A configuration of an engine, whose layers take activations in any of these dtypes."""
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """The dtypes that activations may have."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+
+class Named(AnyDtype):
+    """One that an engine knows by this library's name."""
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The name of the quantization."""
+        return NAME
+
+
 def need_blocks(encoding: Encoding, hidden: int, intermediate: int, where: str) -> None:
     """ShapeError for sizes of a rank's experts that are not whole blocks of the encoding."""
     for name, size in ("hidden", hidden), ("intermediate", intermediate):

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import sglang
-import torch
 from sglang.srt.arg_groups.choices import QUANTIZATION_CHOICES
 from sglang.srt.layers import quantization
 from sglang.srt.layers.linear import LinearBase
@@ -21,7 +20,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.runtime_context import get_device
 
 from ..errors import UnsupportedError
-from ..serving import NAME
+from ..serving import NAME, AnyDtype
 from .experts import FusionMoeModelOptMethod, FusionMoeMxfp4Method
 
 _ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
@@ -29,14 +28,7 @@ _TESTED = "0.5.23"
 logger = logging.getLogger(__name__)
 
 
-class _Dtypes:
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """The dtypes that activations may have."""
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-
-class FusionMoeModelOptConfig(_Dtypes, ModelOptFp4Config):
+class FusionMoeModelOptConfig(AnyDtype, ModelOptFp4Config):
     """SGLang's configuration of ModelOpt's NVFP4, with this library's experts. It keeps SGLang's
     name, which SGLang's weight loader checks.
     """
@@ -60,7 +52,7 @@ class FusionMoeModelOptConfig(_Dtypes, ModelOptFp4Config):
         return method
 
 
-class FusionMoeMxfp4Config(_Dtypes, Mxfp4Config):
+class FusionMoeMxfp4Config(AnyDtype, Mxfp4Config):
     """SGLang's configuration of MXFP4, with this library's experts. It keeps SGLang's name, which
     SGLang's model of gpt-oss checks.
     """

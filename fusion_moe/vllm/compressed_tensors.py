@@ -1,5 +1,5 @@
-"""NVFP4, MXFP4 and INT4 of compressed-tensors: vLLM reads the configuration and loads the weights,
-this library multiplies.
+"""NVFP4, MXFP4, FP8 and INT4 of compressed-tensors: vLLM reads the configuration and loads the
+weights, this library multiplies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from ..checkpoints.schemes import PACKED_INT4, PACKED_MXFP4, PACKED_NVFP4
 from ..encodings import INT4
 from ..errors import DtypeError, UnsupportedError
-from ..serving import LEAVE, NAME
+from ..serving import LEAVE
 from .experts import ExpertsMethod
 from .fp8 import FusionMoePackedFp8Method, packed_scheme
 from .linear import is_linear_on_cpu, linear_method
@@ -74,10 +74,6 @@ class FusionMoeCompressedTensorsConfig(LoadsExperts, CompressedTensorsConfig):
     """vLLM's configuration of compressed-tensors, with this library's experts and, on CPUs, NVFP4
     linear layers.
     """
-
-    def get_name(self) -> str:
-        """The name of the quantization."""
-        return NAME
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """vLLM's own, except for experts in 4 bits or FP8, and on CPUs for NVFP4 linear layers.

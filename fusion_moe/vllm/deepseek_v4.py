@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
-from ..serving import NAME
+from ..serving import Named
 from .modelopt import FusionMoeModelOptMethod
 from .mxfp4 import FusionMoeMxfp4Method
 
@@ -19,20 +18,10 @@ from .mxfp4 import FusionMoeMxfp4Method
 _Config: Any = get_quantization_config("deepseek_v4_fp8")
 
 
-class FusionMoeDeepseekV4Config(_Config):
+class FusionMoeDeepseekV4Config(Named, _Config):
     """vLLM's configuration of DeepSeek-V4, with this library's experts in 4 bits; vLLM has the
     rest, experts in FP8 too.
     """
-
-    @classmethod
-    def get_name(cls) -> str:
-        """The name of the quantization."""
-        return NAME
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """The dtypes that activations may have."""
-        return [torch.bfloat16, torch.float16, torch.float32]
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """vLLM's own method, except for experts in 4 bits."""

@@ -120,8 +120,16 @@ class ExpertsMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replaces the loaded weights by `Experts`, in the layout that kernels read; when vLLM
-        reloads, puts them where these have theirs. Raises as `weight`.
+        reloads, puts them where these have theirs. Raises as `weight`. UnsupportedError for a
+        reload with load balancing: vLLM loads experts to where they were before they moved.
         """
+        balanced = self.moe.moe_parallel_config.enable_eplb
+        if balanced and self.kept is not None:
+            raise _unsupported(
+                "new weights with --enable-eplb, which has moved experts",
+                "experts that stay",
+                "start another engine",
+            )
         w13, w2 = self.weight(layer, "w13"), self.weight(layer, "w2")
         biases = {
             name: getattr(layer, name).data if self.moe.has_bias else None
@@ -144,7 +152,7 @@ class ExpertsMethod(FusedMoEMethodBase):
         )
         layer.fusion_moe.first_expert = self.first_expert
         logger.info_once(serve_(layer.fusion_moe, self.moe.in_dtype, self.moe.experts_per_token))
-        if self.moe.moe_parallel_config.enable_eplb:
+        if balanced:
             # not all that vLLM sends them with takes floats of 8 bits
             layer.fusion_moe.become_integers()
         self.kept = Kept(layer.fusion_moe)

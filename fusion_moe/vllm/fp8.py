@@ -4,9 +4,11 @@ loads the weights, this library multiplies. Activations stay in 16 bits.
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (  # noqa: E501
     CompressedTensorsW8A8Fp8MoEMethod,
@@ -19,8 +21,8 @@ from ..checkpoints.fp8 import BLOCK
 from ..checkpoints.schemes import FP8 as FP8_SCALED
 from ..checkpoints.schemes import FP8_INVERSE, FP8_OF_MATRIX, of_encoding
 from ..encodings import FP8, FP8_CHANNEL
-from ..errors import UnsupportedError
-from ..serving import LEAVE, NAME
+from ..errors import DtypeError, UnsupportedError
+from ..serving import LEAVE, Named
 from .experts import ExpertsMethod
 
 # as vLLM has the scales that it loads
@@ -32,16 +34,50 @@ _OF_STRATEGY = {
 _IN_BLOCKS = of_encoding(FP8_INVERSE, FP8, torch.float32, (-1, -1))
 
 
-class FusionMoeFp8Method(ExpertsMethod, Fp8MoEMethod):
+class Fp8ExpertsMethod(ExpertsMethod):
+    """Experts in FP8, of any scales."""
+
+    def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
+        """As of all experts. DtypeError when numbers are loaded, which vLLM would round to FP8."""
+        load = MethodType(_load_codes, layer)
+        super().create_weights(layer, *sizes, **attributes | {"weight_loader": load})
+
+
+# a method of a layer, from which vLLM takes the layer while it keeps it
+def _load_codes(
+    layer: Any, param: Tensor, loaded_weight: Tensor, weight_name: str, *where: Any, **named: Any
+) -> Any:
+    codes = torch.float8_e4m3fn
+    if param.dtype == codes != loaded_weight.dtype:
+        raise DtypeError(
+            f"{weight_name} in {loaded_weight.dtype}",
+            expected=f"{codes}, and scales",
+            todo="quantize it as the experts that were loaded first",
+            where=layer.layer_name,
+        )
+    return layer.weight_loader(param, loaded_weight, weight_name, *where, **named)
+
+
+_load_codes.supports_moe_loading = True  # type: ignore[attr-defined]
+
+
+class FusionMoeFp8Method(Fp8ExpertsMethod, Fp8MoEMethod):
     """Experts of `quant_method: fp8`, as DeepSeek-V3, Qwen and GLM publish them."""
 
     weight_scale_refine = None
 
     def __init__(self, quant_config: Fp8Config, moe_config: Any):
         """quant_config: of the checkpoint; moe_config: of the layer. UnsupportedError for other
-        blocks.
+        blocks, and for gpt-oss.
         """
         super().__init__(moe_config)
+        if moe_config.activation.value == "swigluoai":  # vLLM would skip its experts
+            raise UnsupportedError(
+                "gpt-oss in quant_method fp8",
+                expected="ModelOpt's or compressed-tensors' FP8",
+                todo=LEAVE,
+                where="vLLM",
+            )
         self.quant_config = quant_config
         self.weight_block_size = self.moe_block_shape = block = quant_config.weight_block_size
         if block not in (None, [*BLOCK]):
@@ -54,7 +90,7 @@ class FusionMoeFp8Method(ExpertsMethod, Fp8MoEMethod):
         self.unread = ("input_scale",) if quant_config.activation_scheme == "static" else ()
 
 
-class FusionMoePackedFp8Method(ExpertsMethod, CompressedTensorsW8A8Fp8MoEMethod):
+class FusionMoePackedFp8Method(Fp8ExpertsMethod, CompressedTensorsW8A8Fp8MoEMethod):
     """Experts in compressed-tensors' FP8."""
 
     def __init__(self, scheme: Scheme, weights: Any, activations: Any, moe: Any):
@@ -77,18 +113,8 @@ def packed_scheme(weights: Any) -> Scheme | None:
     return None if blocks else _OF_STRATEGY.get(weights.strategy)
 
 
-class FusionMoeFp8Config(Fp8Config):
+class FusionMoeFp8Config(Named, Fp8Config):
     """vLLM's configuration of FP8, with this library's experts."""
-
-    @classmethod
-    def get_name(cls) -> str:
-        """The name of the quantization."""
-        return NAME
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """The dtypes that activations may have."""
-        return [torch.bfloat16, torch.float16, torch.float32]
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """vLLM's own method, except for experts in FP8."""

@@ -18,11 +18,10 @@ from vllm.model_executor.parameter import ModelWeightParameter, PerTensorScalePa
 from vllm.platforms import current_platform
 
 from ..checkpoints import Scheme
-from ..checkpoints.values import check_scales_of
 from ..encodings import NVFP4, Quantized
 from ..errors import ShapeError, UnsupportedError
 from ..nn import QuantizedLinear, prepare_
-from ..serving import Kept
+from ..serving import Kept, weight_of
 from .log import logger
 
 
@@ -93,9 +92,7 @@ class NVFP4LinearMethod(LinearMethodBase):
         """
         widths, names = layer.logical_widths, [part.name for part in self.scheme.parts]
         tensors = [getattr(layer, name).data for name in names]
-        stored = zip(self.scheme.parts, tensors, strict=True)
-        codes, scale, matrix = parts = [part.to_part(t, tuple(t.shape)) for part, t in stored]
-        check_scales_of(self.scheme, parts, self.prefix)
+        codes, scale, matrix = weight_of(self.scheme, tensors, self.prefix)
         one = bool((matrix == matrix[0]).all())
         if one if self.kept is None else len(layer.fusion_moe) == 1:
             if not one:

@@ -13,10 +13,12 @@ from typing import Any
 from torch import Tensor
 from vllm.model_executor.models.utils import WeightsMapper
 
+from ..serving import Named
+
 _EXPERTS = ".experts."
 
 
-class LoadsExperts:
+class LoadsExperts(Named):
     """A configuration whose methods load tensors in place of vLLM (`ExpertsMethod.loads`)."""
 
     @cached_property

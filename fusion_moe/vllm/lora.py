@@ -8,6 +8,7 @@ Letters: L slots, r rank, E experts, H hidden, I intermediate features.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -68,8 +69,6 @@ class Served:
         """base_layer: vLLM's runner of a layer whose experts are this library's."""
         # not that of the next class, which needs a kernel of vLLM
         BaseLayerWithLoRA.__init__(self)
-        routed = base_layer.routed_experts
-        routed.lora_base_layer_prefix = "base_layer."
         self.base_layer, self.moe_config = base_layer, base_layer.moe_config
         self._shared_experts = base_layer._shared_experts
         parallel = self.moe_config.moe_parallel_config
@@ -89,6 +88,11 @@ class Served:
         routed = getattr(source_layer, "routed_experts", None)
         ours = isinstance(getattr(routed, "fusion_moe", None), Experts)
         return ours and super().can_replace_layer(source_layer, *args, **kwargs)  # type: ignore[misc]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
+        """New weights of experts, by the names in files, or by vLLM's, with "base_layer."."""
+        named = ((name.replace(".base_layer.", "."), t) for name, t in weights)
+        return super().load_weights(named)  # type: ignore[misc]
 
     def _create_lora_a_weights(self, max_loras: int, lora_config: Any) -> None:
         """Both factors of both projections."""

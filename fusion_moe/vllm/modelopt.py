@@ -23,8 +23,8 @@ from ..checkpoints.schemes import FP8_OF_MATRIX, MODELOPT, MODELOPT_FUSED
 from ..encodings import NVFP4, check_finite
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError
-from ..serving import NAME
 from .experts import ExpertsMethod
+from .fp8 import Fp8ExpertsMethod
 from .linear import is_linear_on_cpu, linear_method
 from .loading import LoadsExperts
 
@@ -99,16 +99,15 @@ def _load_numbers(
     param: Tensor,
     loaded_weight: Tensor,
     weight_name: str,
-    shard_id: str,
-    expert_id: int,
-    return_success: bool = False,
+    *where: Any,
+    **named: Any,
 ) -> Any:
     """vLLM's loader of codes, which when it reloads quantizes numbers, as a trainer has them.
     NonFiniteError for NaN and infinity.
     """
-    method, how = layer.quant_method, (shard_id, expert_id, return_success)
+    method = layer.quant_method
     if method.kept is None or loaded_weight.dtype not in FLOATS:
-        return layer.weight_loader(param, loaded_weight, weight_name, *how)
+        return layer.weight_loader(param, loaded_weight, weight_name, *where, **named)
     if param.is_meta:  # vLLM counts what it will load
         loaded_weight = loaded_weight.to("meta")
     else:
@@ -117,10 +116,10 @@ def _load_numbers(
     before, _, projection = weight_name.removesuffix("_weight").rpartition(".")
     into = [name for name in method.loaded if name.startswith(f"{projection}_")]
     loaded = [
-        layer.weight_loader(getattr(layer, name), t, f"{before}.{name}", *how)
+        layer.weight_loader(getattr(layer, name), t, f"{before}.{name}", *where, **named)
         for name, t in zip(into, parts, strict=True)
     ]
-    return all(loaded) if return_success else None
+    return all(loaded)
 
 
 _load_numbers.supports_moe_loading = True  # type: ignore[attr-defined]
@@ -139,7 +138,7 @@ def _of_each(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tu
                 yield f"{expert}.{part}_proj.{suffix.removeprefix('_') or 'weight'}", matrix
 
 
-class FusionMoeModelOptFp8Method(ExpertsMethod, ModelOptFp8MoEMethod):
+class FusionMoeModelOptFp8Method(Fp8ExpertsMethod, ModelOptFp8MoEMethod):
     """Experts in ModelOpt's FP8, a scale for each matrix."""
 
     scheme = FP8_OF_MATRIX
@@ -151,19 +150,7 @@ class FusionMoeModelOptFp8Method(ExpertsMethod, ModelOptFp8MoEMethod):
         self.quant_config = quant_config
 
 
-class _Config(LoadsExperts):
-    """What both configurations say instead of vLLM's."""
-
-    def get_name(self) -> str:
-        """The name of the quantization."""
-        return NAME
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """The dtypes that activations may have."""
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-
-class FusionMoeModelOptConfig(_Config, ModelOptNvFp4Config):
+class FusionMoeModelOptConfig(LoadsExperts, ModelOptNvFp4Config):
     """vLLM's configuration of ModelOpt's NVFP4, with this library's experts and, on CPUs, linear
     layers.
     """
@@ -177,13 +164,13 @@ class FusionMoeModelOptConfig(_Config, ModelOptNvFp4Config):
         return super().get_quant_method(layer, prefix)
 
 
-class FusionMoeModelOptFp8Config(_Config, ModelOptFp8Config):
+class FusionMoeModelOptFp8Config(LoadsExperts, ModelOptFp8Config):
     """vLLM's configuration of ModelOpt's FP8, with this library's experts."""
 
     FusedMoEMethodCls = FusionMoeModelOptFp8Method
 
 
-class FusionMoeMixedConfig(_Config, ModelOptMixedPrecisionConfig):
+class FusionMoeMixedConfig(LoadsExperts, ModelOptMixedPrecisionConfig):
     """vLLM's configuration of a checkpoint that names a format for each layer: this library has
     what is in NVFP4, as with `FusionMoeModelOptConfig`, and experts in FP8; vLLM the rest.
     """

@@ -7,7 +7,6 @@ from __future__ import annotations
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.model_executor.layers.quantization.mxfp4 import (
     GptOssMxfp4Config,
@@ -19,7 +18,7 @@ from vllm.utils.math_utils import round_up
 
 from ..checkpoints.schemes import PACKED_MXFP4
 from ..encodings import MXFP4
-from ..serving import NAME
+from ..serving import AnyDtype, Named
 from .experts import ExpertsMethod
 
 
@@ -67,40 +66,19 @@ class FusionMoeGptOssMethod(_Loaded, GptOssMxfp4MoEMethod):
 
 
 # a method of a layer, from which vLLM takes the layer while it keeps it
-def _load_beside_zeros(
-    layer: Any,
-    param: Tensor,
-    loaded_weight: Tensor,
-    weight_name: str,
-    shard_id: str,
-    expert_id: int,
-    return_success: bool = False,
-) -> Any:
+def _load_beside_zeros(layer: Any, param: Tensor, *loaded: Any, **named: Any) -> Any:
     param.data.zero_()
-    return layer.weight_loader(
-        param, loaded_weight, weight_name, shard_id, expert_id, return_success
-    )
+    return layer.weight_loader(param, *loaded, **named)
 
 
-class _Dtypes:
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """The dtypes that activations may have."""
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-
-class FusionMoeMxfp4Config(_Dtypes, Mxfp4Config):
+class FusionMoeMxfp4Config(Named, Mxfp4Config):
     """vLLM's configuration of MXFP4, with this library's experts."""
-
-    @classmethod
-    def get_name(cls) -> str:
-        """The name of the quantization."""
-        return NAME
 
     def _make_moe_method(self, moe: Any) -> FusionMoeMxfp4Method:
         return FusionMoeMxfp4Method(moe)
 
 
-class FusionMoeGptOssConfig(_Dtypes, GptOssMxfp4Config):
+class FusionMoeGptOssConfig(AnyDtype, GptOssMxfp4Config):
     """vLLM's configuration of gpt-oss, with this library's experts. It keeps vLLM's name, which
     vLLM's weight loader checks.
     """

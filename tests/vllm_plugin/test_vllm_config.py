@@ -214,7 +214,7 @@ def test_fp8_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     config |= {"weight_block_size": [128, 128], "ignored_layers": ["layers.1.mlp.experts"]}
     made, owner = FusionMoeConfig.from_config(config), routed_experts()
-    monkeypatch.setattr(type(made).__base__, "get_quant_method", lambda *arguments: "vLLM's")
+    monkeypatch.setattr(type(made).__bases__[-1], "get_quant_method", lambda *arguments: "vLLM's")
     assert made.get_name() == "fusion_moe"
     assert made.get_quant_method(owner, "layers.0.mlp.experts").encoding == FP8
     assert made.get_quant_method(owner, "layers.1.mlp.experts") == "vLLM's"
@@ -222,6 +222,9 @@ def test_fp8_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     other = FusionMoeConfig.from_config(config | {"weight_block_size": [1, 128]})
     with pytest.raises(UnsupportedError, match=r"FP8 in blocks of \[1, 128\]; expected \[128, 128"):
         other.get_quant_method(owner, "layers.0.mlp.experts")
+    gpt_oss = routed_experts(activation=MoEActivation.SWIGLUOAI)
+    with pytest.raises(UnsupportedError, match="gpt-oss in quant_method fp8; expected ModelOpt's"):
+        made.get_quant_method(gpt_oss, "layers.0.mlp.experts")
 
 
 def test_deepseek_v4_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +232,7 @@ def test_deepseek_v4_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"quant_method": "deepseek_v4_fp8", "weight_block_size": [128, 128]}
     config |= {"activation_scheme": "dynamic", "ignored_layers": ["layers.1.ffn.experts.0.w1"]}
     made, owner = FusionMoeConfig.from_config(config), routed_experts(swiglu_limit=10.0)
-    monkeypatch.setattr(type(made).__base__, "get_quant_method", lambda *arguments: "vLLM's")
+    monkeypatch.setattr(type(made).__bases__[-1], "get_quant_method", lambda *arguments: "vLLM's")
     assert (made.get_name(), made.weight_block_size) == ("fusion_moe", [128, 128])
     method = made.get_quant_method(owner, "layers.0.ffn.experts")
     assert isinstance(method, FusionMoeMxfp4Method)

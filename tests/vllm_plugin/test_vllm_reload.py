@@ -37,7 +37,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM, GptOssRoutedExperts
 
 from fusion_moe.encodings import MXFP4, NVFP4, quantize
-from fusion_moe.errors import NonFiniteError
+from fusion_moe.errors import DtypeError, NonFiniteError, UnsupportedError
 from fusion_moe.vllm.config import FusionMoeConfig
 
 pytestmark = pytest.mark.usefixtures(no_group.__name__, pretended_gpu.__name__)
@@ -213,9 +213,45 @@ def test_bad_weights_change_nothing() -> None:
     assert torch.equal(kept, before)
 
 
+def test_experts_that_move_are_not_reloaded() -> None:
+    """vLLM would load them to where they were."""
+    owner, load = qwen(dataclasses.replace(ALONE, use_ep=True, enable_eplb=True))
+    record_metadata_for_reloading(owner)
+    load(owner, 1)
+    owner.quant_method.process_weights_after_loading(owner)
+    initialize_layerwise_reload(owner)
+    with pytest.raises(UnsupportedError, match="--enable-eplb, .*; start another engine"):
+        load(owner, 2)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+    ],
+    ids=lambda config: config["quant_method"],
+)
+def test_numbers_are_not_rounded_to_fp8(config: dict[str, Any]) -> None:
+    placed = ExpertMapManager(64, 2, E, 0, None, ALONE, "linear", False)
+    quantization = FusionMoeConfig.from_config(config)
+    owner = RoutedExperts(NAME, torch.float32, layer(), quantization, placed)
+    for dtype in torch.float8_e4m3fn, torch.bfloat16:
+        matrix = torch.zeros(I, H).to(dtype)
+        loaded = owner.load_weights([("0.gate_proj.weight", matrix)])
+        if dtype == torch.bfloat16:
+            with pytest.raises(DtypeError, match="weight in torch.bfloat16; expected .*, and scal"):
+                list(loaded)
+        else:
+            assert list(loaded) == ["w13_weight"]
+
+
 @pytest.mark.slow
 def test_an_engine(tmp_path: Path) -> None:
-    an_engine_reloads(tmp_path, {"dtype": "float32", "enforce_eager": True})
+    """With adapters too, whose layers are around those that reload."""
+    names = ["qkv_proj", "o_proj", "experts"]
+    adapters = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": names}
+    an_engine_reloads(tmp_path, {"dtype": "float32", "enforce_eager": True, **adapters})
 
 
 def an_engine_reloads(folder: Path, options: dict[str, Any]) -> None:

@@ -91,7 +91,7 @@ def compare(directory: Path, folder: Path, found: list[dict[str, Any]], toleranc
 
 @pytest.mark.parametrize(
     "write",
-    [modelopt_demo, mixed_demo, compressed_tensors_demo, mxfp4_demo, mxfp4_alone_demo, gemma4],
+    [mixed_demo, compressed_tensors_demo, mxfp4_demo, mxfp4_alone_demo, gemma4],
 )
 def test_demo_offline(write: Any, tmp_path: Path) -> None:
     directory = write(tmp_path)
@@ -248,10 +248,9 @@ def serves_adapters(
 @pytest.mark.parametrize(
     ("write", "attention", "options"),
     [
-        (modelopt_demo, False, {}),
         (lambda folder: MADE / "modelopt-qwen3_moe", True, {}),
         (mxfp4_demo, True, {"tensor_parallel_size": 2}),
-        (modelopt_demo, True, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        (modelopt_demo, False, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
 )
 def test_adapters(write: Any, attention: bool, options: dict[str, Any], tmp_path: Path) -> None:
