@@ -46,6 +46,7 @@ ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], int]] = {  # with the number
     ),
     "geglu, tanh": (lambda gate, up: F.gelu(gate, approximate="tanh") * up, 2),
     "geglu, erf": (lambda gate, up: F.gelu(gate) * up, 2),
+    "mish": (lambda gate, up: F.mish(gate) * up, 2),
     "squared relu": (lambda up: F.relu(up).square(), 1),
     "situ": (
         lambda gate, up: 30 * torch.tanh(gate / 30) * gate.sigmoid() * (30 * torch.tanh(up / 30)),

@@ -15,6 +15,8 @@ UNARY = {
     "abs": torch.abs,
     "exp": torch.exp,
     "log": torch.log,
+    "expm1": torch.expm1,
+    "log1p": torch.log1p,
     "sqrt": torch.sqrt,
     "rsqrt": lambda x: 1 / torch.sqrt(x),
     "reciprocal": lambda x: 1 / x,
@@ -42,7 +44,8 @@ COMPARISONS = {
     "ne": operator.ne,
 }
 LOGICAL = ("logical_and", "logical_or", "logical_not")
-POSITIVE = ("log", "sqrt", "rsqrt", "reciprocal", "pow", "div")  # taken at numbers from 0.1 on
+# taken at numbers from 0.1 on
+POSITIVE = ("log", "log1p", "sqrt", "rsqrt", "reciprocal", "pow", "div")
 
 
 def sample(name: str) -> Tensor:

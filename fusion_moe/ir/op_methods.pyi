@@ -23,6 +23,10 @@ class Ops:
         """exp of each element of x, in its dtype."""
     def log(self, x: Value, /) -> Value:
         """log of each element of x, in its dtype."""
+    def expm1(self, x: Value, /) -> Value:
+        """expm1 of each element of x, in its dtype."""
+    def log1p(self, x: Value, /) -> Value:
+        """log1p of each element of x, in its dtype."""
     def sqrt(self, x: Value, /) -> Value:
         """sqrt of each element of x, in its dtype."""
     def rsqrt(self, x: Value, /) -> Value:

@@ -24,7 +24,9 @@ from . import values
 aten = torch.ops.aten
 _INEXACT = (
     "exp",
+    "expm1",
     "log",
+    "log1p",
     "sqrt",
     "rsqrt",
     "reciprocal",
@@ -53,6 +55,7 @@ _STEEP = (
     "amax",
     "reciprocal",
     "log",
+    "log1p",
     "sqrt",
     "rsqrt",
     "div",

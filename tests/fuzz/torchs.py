@@ -54,6 +54,8 @@ UNARY = (
     "reciprocal",
     "exp",
     "log",
+    "expm1",
+    "log1p",
     "tanh",
     "erf",
     "sigmoid",

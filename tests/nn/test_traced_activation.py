@@ -26,6 +26,10 @@ FUNCTIONS = {
     "squared relu": lambda up: F.relu(up).square(),
     "situ": lambda gate, up: 30 * torch.tanh(gate / 30) * gate.sigmoid() * torch.tanh(up),
     "clamped after": lambda gate, up: F.silu(gate).clamp(max=1) * up.clamp(-1, 1),
+    "softplus": lambda gate, up: F.softplus(gate) * up,
+    "mish": lambda gate, up: F.mish(gate) * up,
+    "elu": lambda gate, up: F.elu(gate) * up,
+    "the larger, the smaller": lambda gate, up: torch.maximum(gate, up) * torch.minimum(gate, up),
     "leaky": lambda gate, up: F.leaky_relu(gate) * up,
 }
 PARTS = {"squared relu": 1}
@@ -68,7 +72,7 @@ REFUSED = {
     "it mixes rows": (lambda gate, up: gate.flip(0) * up, UnsupportedError),
     "it depends on data": (lambda gate, up: gate if gate.sum() > 0 else up, UnsupportedError),
     "it has parameters": (lambda gate, up: F.prelu(gate, torch.ones(1)) * up, UnsupportedError),
-    "it has no derivative": (torch.maximum, UnsupportedError),
+    "it has no derivative": (lambda gate, up: (gate.abs() + 1).pow(up), UnsupportedError),
     "no translator": (lambda gate, up: gate.sin() * up, UnsupportedError),
     "columns of zeros": (lambda gate, up: gate.log() * up, UnsupportedError),
     "one column for all": (lambda gate, up: gate[:, :1] * up, UnsupportedError),

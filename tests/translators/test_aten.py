@@ -91,10 +91,12 @@ def _of(name, prepare=lambda x: x):
 
 
 POINTWISE = {
-    **{name: _of(name) for name in ("neg", "abs", "exp", "tanh", "erf", "relu", "sigmoid")},
+    **{
+        name: _of(name) for name in ("neg", "abs", "exp", "expm1", "tanh", "erf", "relu", "sigmoid")
+    },
     **{
         name: _of(name, lambda x: x.abs() + 0.125)
-        for name in ("log", "sqrt", "rsqrt", "reciprocal")
+        for name in ("log", "log1p", "sqrt", "rsqrt", "reciprocal")
     },
     # 16 bits hold what is added: else torch on CPUs rounds it first
     "scalars": lambda x: (x * 2.1 + 0.125 - 3) / 7,

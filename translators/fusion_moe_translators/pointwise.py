@@ -18,6 +18,8 @@ _UNARY = (
     "abs",
     "exp",
     "log",
+    "expm1",
+    "log1p",
     "sqrt",
     "rsqrt",
     "reciprocal",

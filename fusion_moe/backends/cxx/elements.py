@@ -46,6 +46,8 @@ _CALLS = {
     "abs": "std::fabs({0})",
     "exp": "exp_({0})",
     "log": "log_({0})",
+    "expm1": "expm1_({0})",
+    "log1p": "log1p_({0})",
     "sqrt": "std::sqrt({0})",
     "rsqrt": "1.f / std::sqrt({0})",
     "reciprocal": "1.f / {0}",

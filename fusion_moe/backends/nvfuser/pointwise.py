@@ -16,6 +16,8 @@ _NAMES = (
     "abs",
     "exp",
     "log",
+    "expm1",
+    "log1p",
     "sqrt",
     "rsqrt",
     "reciprocal",

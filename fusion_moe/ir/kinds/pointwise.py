@@ -183,15 +183,21 @@ def _passes_at_bound() -> bool:
 _LESS, _GREATER = ("le", "ge") if _passes_at_bound() else ("lt", "gt")
 
 
-def _clamp_grad(inside: str) -> Grad:
-    """minimum and maximum with a number pass the gradient where the tensor was kept; at the bound
-    they do so if torch.clamp does.
+def _extreme_grad(inside: str, lost: str) -> Grad:
+    """minimum and maximum pass the gradient to the tensor that was kept: with a number at the bound
+    too if torch.clamp does, and half of it to each of two tensors where they are equal.
     """
+
+    def share(ops: Any, x: Value, other: Value, g: Value) -> Value:
+        kept = ops.where(ops.eq(x, other), ops.mul(g, 0.5), g)
+        return ops.where(getattr(ops, lost)(x, other), 0.0, kept)
+
+    of_two = _binary_grad(lambda o, a, b, y, g: (share(o, a, b, g), share(o, b, a, g)))
 
     def grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
         a, b = op.inputs
         if isinstance(a, Value) and isinstance(b, Value):
-            raise NotImplementedError(f"the derivative of {op.kind.name} of two tensors")
+            return of_two(fd, op, dy)
         x, bound = (a, b) if isinstance(a, Value) else (b, a)
         dx = fd.ops.where(getattr(fd.ops, inside)(x, bound), dy, 0.0)
         return [dx if v is x else None for v in (a, b)]
@@ -298,6 +304,8 @@ TABLE = (
     ),
     _unary("exp", _float, torch.exp, _unary_grad(lambda o, x, y, g: o.mul(g, y))),
     _unary("log", _float, torch.log, _unary_grad(lambda o, x, y, g: o.div(g, x))),
+    _unary("expm1", _float, torch.expm1, _unary_grad(lambda o, x, y, g: o.mul(g, o.add(y, 1.0)))),
+    _unary("log1p", _float, torch.log1p, _unary_grad(lambda o, x, y, g: o.div(g, o.add(x, 1.0)))),
     _unary("sqrt", _float, torch.sqrt, _unary_grad(lambda o, x, y, g: o.div(g, o.mul(y, 2.0)))),
     _unary(
         "rsqrt",
@@ -350,10 +358,16 @@ TABLE = (
         _binary_grad(lambda o, a, b, y, g: (o.div(g, b), o.neg(o.div(o.mul(g, y), b)))),
     ),
     _binary(
-        "minimum", _bounded, lambda a, b: torch.minimum(*_as_tensors(a, b)), _clamp_grad(_LESS)
+        "minimum",
+        _bounded,
+        lambda a, b: torch.minimum(*_as_tensors(a, b)),
+        _extreme_grad(_LESS, "gt"),
     ),
     _binary(
-        "maximum", _bounded, lambda a, b: torch.maximum(*_as_tensors(a, b)), _clamp_grad(_GREATER)
+        "maximum",
+        _bounded,
+        lambda a, b: torch.maximum(*_as_tensors(a, b)),
+        _extreme_grad(_GREATER, "lt"),
     ),
     _binary("pow", _power, torch.pow, _pow_grad),
     _binary("lt", _compared, lambda a, b: a < b),

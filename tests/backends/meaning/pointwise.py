@@ -162,7 +162,7 @@ def _binary(
     return Pointwise(name, 2, function, dtypes, result)
 
 
-_NAMES = ["exp", "exp2", "log", "log2", "tanh", "erf", "sqrt", "rsqrt", "ceil"]
+_NAMES = ["exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "sqrt", "rsqrt", "ceil"]
 TABLE = (
     *(_unary(name, getattr(torch, name)) for name in _NAMES),
     _unary("reciprocal", lambda x: 1 / x),

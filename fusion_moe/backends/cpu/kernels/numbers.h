@@ -250,22 +250,42 @@ inline float with_sign(float size, float x) {
 // n + INTEGERS is n to the nearest integer, as its last bits, shifted by a float's bias.
 constexpr float INTEGERS = 0x1.8p23f + 254;
 
-// exp(r) 2^n for |r| <= ln2 / 2: a polynomial, and 2^n in two factors. shifted: n + INTEGERS.
-inline float exp_of(float r, float shifted) {
+// exp(r) - 1 for |r| <= ln2 / 2: a polynomial.
+inline float expm1_of(float r) {
     const float p = polynomial(r, 1.98756915e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                                4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f);
-    const float power = p * (r * r) + r + 1.f;
+    return p * (r * r) + r;
+}
+
+// exp(r) 2^n for |r| <= ln2 / 2, 2^n in two factors. shifted: n + INTEGERS.
+inline float exp_of(float r, float shifted) {
+    const float power = expm1_of(r) + 1.f;
     const u32 n = as_bits(shifted), half = n >> 1;
     return power * as_float(half << 23) * as_float((n - half) << 23);
 }
 
-// exp(x), to about one unit in the last place: x = n ln2 + r.
+// x = n ln2 + r: shifted is n + INTEGERS.
+inline float rest_of(float x, float& shifted) {
+    shifted = x * 1.44269504f + INTEGERS;
+    const float n = shifted - INTEGERS;
+    return (x - n * 0.693359375f) - n * -2.12194440e-4f;
+}
+
+// exp(x), to about one unit in the last place.
 inline float exp_(float x) {
-    const float kept = clamped(x, -104.f, 89.f);
-    const float shifted = kept * 1.44269504f + INTEGERS, n = shifted - INTEGERS;
-    const float r = (kept - n * 0.693359375f) - n * -2.12194440e-4f;
-    const float found = exp_of(r, shifted);
+    float shifted;
+    const float r = rest_of(clamped(x, -104.f, 89.f), shifted), found = exp_of(r, shifted);
     return x != x ? x : found;
+}
+
+// exp(x) - 1, to two units in the last place: 2^n (exp(r) - 1) + (2^n - 1), both halved, since
+// 2^128 is no float.
+inline float expm1_(float x) {
+    float shifted;
+    const float r = rest_of(clamped(x, -18.f, 89.f), shifted);
+    const float half = as_float((as_bits(shifted) - 128) << 23);
+    const float found = 2.f * (expm1_of(r) * half + (half - 0.5f));
+    return x != x ? x : with_sign(found, x);
 }
 
 // 2^x for |x| < 126, to one unit in the last place: x = n + r.
@@ -287,16 +307,33 @@ inline float mantissa_of(float x, float& n) {
     return as_float(bits - (u32(exponent) << 23));
 }
 
-// log(x), to one unit in the last place: n ln2 + log(1 + f), of which a polynomial makes what
-// follows f - f^2 / 2.
-inline float log_(float x) {
-    float n;
-    const float f = mantissa_of(x, n) - 1.f, square = f * f;
+// n ln2 + log(1 + f), of which a polynomial makes what follows f - f^2 / 2. low: the lower part of
+// n ln2, and what else is small.
+inline float log_of(float f, float n, float low) {
+    const float square = f * f;
     const float p = polynomial(f, -0.0763438874f, 0.127654283f, -0.13162004f, 0.142013686f,
                                -0.166231445f, 0.200012359f, -0.250008268f, 0.333333317f);
-    const float rest = n * 3.19461846e-5f + (f * square * p - 0.5f * square);
-    const float found = n * 0.693115234375f + (f + rest);
+    const float rest = low + (f * square * p - 0.5f * square);
+    return n * 0.693115234375f + (f + rest);
+}
+
+// log(x), to one unit in the last place.
+inline float log_(float x) {
+    float n;
+    const float f = mantissa_of(x, n) - 1.f, found = log_of(f, n, n * 3.19461846e-5f);
     return x < 0.f ? as_float(0x7FC00000) : found;
+}
+
+// log(1 + x), to one unit in the last place: near 0 that of f = x, elsewhere log(u) + lost / u, of
+// u = 1 + x and what its rounding lost.
+inline float log1p_(float x) {
+    float n;
+    const float u = 1.f + x, mantissa = mantissa_of(u, n);
+    const float lost = x < 1.f ? x - (u - 1.f) : 1.f - (u - x), more = lost / u;
+    const bool near = n == 0.f, finite = x > -1.f && x < 0x1p25f;
+    const float f = near ? x : mantissa - 1.f, added = near ? 0.f : finite ? more : 0.f;
+    const float found = with_sign(log_of(f, n, n * 3.19461846e-5f + added), x);
+    return x < -1.f ? as_float(0x7FC00000) : found;
 }
 
 // log2(x) of x >= 0, to 2^-37 of it: n, and a polynomial in (m - 1) / (m + 1).

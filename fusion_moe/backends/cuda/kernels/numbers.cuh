@@ -209,6 +209,8 @@ __device__ __forceinline__ float e4m3_(u8 code) { return widen(f16{u16(halves_of
 
 __device__ __forceinline__ float exp_(float x) { return ::expf(x); }
 __device__ __forceinline__ float log_(float x) { return ::logf(x); }
+__device__ __forceinline__ float expm1_(float x) { return ::expm1f(x); }
+__device__ __forceinline__ float log1p_(float x) { return ::log1pf(x); }
 __device__ __forceinline__ float pow_(float x, float y) { return ::powf(x, y); }
 __device__ __forceinline__ float tanh_(float x) { return ::tanhf(x); }
 __device__ __forceinline__ float erf_(float x) { return ::erff(x); }
