@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.platforms import current_platform
 
@@ -208,6 +209,9 @@ def need_served(moe: Any) -> None:
                 "tokens that vLLM gathers before experts",
                 "run without --prefill-context-parallel-size",
             )
+    config = get_current_vllm_config_or_none()
+    if config is not None and config.parallel_config.enable_elastic_ep:
+        raise _unsupported("--enable-elastic-ep", "ranks that keep their experts", "leave it out")
     if moe.moe_backend != "auto":
         found = f"--moe-backend {moe.moe_backend}, which names kernels of vLLM"
         raise _unsupported(found, "this library's", "leave out one of the two options")

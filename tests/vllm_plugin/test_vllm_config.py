@@ -284,6 +284,16 @@ def test_layers_that_are_refused(changes: dict[str, Any], found: str) -> None:
         need_served(layer(**changes))
 
 
+def test_ranks_that_come_and_go_are_refused() -> None:
+    made = VllmConfig()
+    made.parallel_config.enable_elastic_ep = True
+    with (
+        set_current_vllm_config(made),
+        pytest.raises(UnsupportedError, match="--enable-elastic-ep; .*; leave it out"),
+    ):
+        need_served(layer())
+
+
 def with_adapters(**options: Any) -> Any:
     """A configuration of vLLM with --enable-lora, in force."""
     made = VllmConfig()
