@@ -22,6 +22,7 @@ from ..nn import Experts, swiglu
 from ..serving import LEAVE, NAME, need_blocks, place_, serve_, weight_of
 
 _BIASES = ("w13_weight_bias", "w2_weight_bias")
+_NO_UPDATE = f"New weights are not supported with --quantization {NAME}: restart the engine"
 log_once = functools.cache(logging.getLogger(__name__).info)
 
 
@@ -97,6 +98,8 @@ class ExpertsMethod(FusedMoEMethodBase):
             down_bias=biases[1],
             activation=self.activation,
         )
+        # what SGLang answers who wants to load new weights; its loader would skip experts
+        layer._derived_weight_cache_error = _NO_UPDATE
         log_once(serve_(layer.fusion_moe, layer.params_dtype, self.moe_runner_config.top_k))
 
     def apply(self, layer: Any, dispatch_output: Any) -> StandardCombineInput:

@@ -47,6 +47,9 @@ def main() -> None:
         }
         for answer in answers
     ]
+    updated, message, *_ = engine.update_weights_from_disk(directory)
+    assert not updated
+    assert "not supported with --quantization fusion_moe" in message
     print("FOUND", json.dumps(found), flush=True)
     engine.shutdown()
 
