@@ -8,6 +8,8 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -75,6 +77,7 @@ def logger(name: str) -> Any:
 
 
 GIVEN = {
+    "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
     "vllm.logger": {"init_logger": logger},
     "vllm.model_executor.layers.fused_moe": {"FusedMoEMethodBase": Method},
     "vllm.model_executor.layers.linear": {
@@ -100,6 +103,20 @@ class Stub(ModuleType):
         return GIVEN.get(self.__name__, {}).get(name) or type(name, (), {})
 
 
+class Finder(MetaPathFinder, Loader):
+    """Has every module of vLLM, each a package."""
+
+    def find_spec(self, fullname: str, *others: Any) -> ModuleSpec | None:
+        is_vllm = fullname.split(".")[0] == "vllm"
+        return ModuleSpec(fullname, self, is_package=True) if is_vllm else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return Stub(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has all."""
+
+
 @contextmanager
 def installed() -> Iterator[None]:
     """In the place of vLLM, inside the block; the plug-in's modules are imported anew, and after it
@@ -107,10 +124,11 @@ def installed() -> Iterator[None]:
     """
     before = dict(sys.modules)
     _forget()
-    sys.modules.update(_modules())
+    sys.meta_path.insert(0, Finder())
     try:
         yield
     finally:
+        del sys.meta_path[0]
         _forget()
         for name in [name for name in before if name.startswith(_STUBBED)]:
             sys.modules[name] = before[name]
@@ -123,24 +141,3 @@ def _forget() -> None:
     for name in [name for name in sys.modules if name.startswith(_STUBBED)]:
         del sys.modules[name]
         vars(fusion_moe.vllm).pop(name.removeprefix("fusion_moe.vllm."), None)
-
-
-def _modules() -> dict[str, ModuleType]:
-    leaves = (
-        *GIVEN,
-        "vllm.model_executor.layers.quantization.base_config",
-        "vllm.model_executor.layers.vocab_parallel_embedding",
-        "vllm.model_executor.models.utils",
-        "vllm.model_executor.parameter",
-        "vllm.platforms",
-        "vllm.utils.math_utils",
-    )
-    names = {
-        ".".join(parts[: i + 1])
-        for parts in (leaf.split(".") for leaf in leaves)
-        for i in range(len(parts))
-    }
-    made = {name: Stub(name) for name in names}
-    for module in made.values():
-        module.__path__ = []  # a package
-    return made
