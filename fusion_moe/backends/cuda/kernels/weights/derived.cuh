@@ -1,6 +1,6 @@
 // Readers that are made from an encoding's descriptor alone (readers.py): codes of 1, 2, 4 or 8
-// bits in the linear layout, of 4 or 8 in tiles; any number of block scales; zero points. Weights are
-// made as the reference makes them, in float32, and are rounded once to the type of the
+// bits in the linear layout, of 4 or 8 in tiles; any number of block scales; zero points. Weights
+// are made as the reference makes them, in float32, and are rounded once to the type of the
 // activations, so they are those of a model that was dequantized to it. A header of its own
 // (int4.cuh) is faster: it computes in pairs of 16-bit numbers.
 //
@@ -220,8 +220,8 @@ struct ScaleTile {
     }
 };
 
-// The codes that a lane has of a tile, of rows r (i = 0) and r + 8: those of columns 16 c + 8 half +
-// 2 v + j are in word v at bit 16 j + 8 half + 4 i, or, of eight bits, in word 2 v + half at bit
+// The codes that a lane has of a tile, of rows r (i = 0) and r + 8: those of columns 16 c + 8 half
+// + 2 v + j are in word v at bit 16 j + 8 half + 4 i, or, of eight bits, in word 2 v + half at bit
 // 16 i + 8 j.
 template <int BITS>
 struct TileCodes;
@@ -401,8 +401,8 @@ struct DerivedTransposed<T, E, APART, ELEMENTS, SCALES, Parts<Part...>> {
             for (int half = 0; half < 2; ++half) {
                 constexpr bool FOUR = E::BITS == 4;
                 constexpr u32 MASK = (1u << E::BITS) - 1;
-                const u32 codes =
-                    FOUR ? packed.codes[v][0] >> (8 * half + 4 * i) : packed.codes[v][half] >> 16 * i;
+                const u32 codes = FOUR ? packed.codes[v][0] >> (8 * half + 4 * i)
+                                       : packed.codes[v][half] >> 16 * i;
                 a[half + 2 * i] = decoded_pair<T, E>(codes & MASK, codes >> (FOUR ? 16 : 8) & MASK,
                                                      first, second);
             }
@@ -417,7 +417,8 @@ struct DerivedTiled;
 template <class T, class E, class... Part>
 struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
     static constexpr float RESCALE = 1.f;
-    static constexpr int ELEMENTS = TileCodes<E::BITS>::RUNS * RUN, SCALES = (0 + ... + ScaleTile<Part>::BYTES),
+    static constexpr int ELEMENTS = TileCodes<E::BITS>::RUNS * RUN,
+                         SCALES = (0 + ... + ScaleTile<Part>::BYTES),
                          STORED = Parts<Part...>::STORED;
     static constexpr bool SCALES_FOLLOW = false;
 
