@@ -15,7 +15,6 @@ from ...encodings import (
     F32,
     NVFP4,
     Encoding,
-    Quantized,
     check_finite,
     check_part_scales,
     check_parts,
@@ -24,6 +23,7 @@ from ...encodings import (
 from ...encodings.encoding import FLOATS
 from ...errors import CheckpointError, DtypeError, ShapeError, UnsupportedError, did_you_mean
 from ..local import is_dtensor
+from .base import quantized
 from .packed import PackedModule, as_part, packing_of
 
 _WHERE = "update_weights_"
@@ -198,11 +198,7 @@ class _Place:
     def _rounded(self, x: Tensor, encoding: Encoding) -> list[Tensor]:
         """x float [E, N, K] -> its parts, with as many scales of a matrix as there are."""
         runs = x.unflatten(1, (self._packed.row_scales(self.names[0]), -1))
-        weight = (
-            Quantized(*torch.ops.fusion_moe.nvfp4_quantize(runs), encoding=NVFP4)
-            if encoding == NVFP4
-            else quantize(runs, encoding)
-        )
+        weight = quantized(runs) if encoding == NVFP4 else quantize(runs, encoding)
         return [t if part.of_matrix else t.flatten(1, 2) for part, t in weight.named()]
 
     def spoil(self) -> None:
