@@ -149,7 +149,7 @@ class Served:
 
     def _factors(self) -> dict[str, Tensor]:
         """All slots, as `fused_experts` takes them: copies where weights are padded."""
-        found = {}
+        found: dict[str, Tensor] = {}
         named = zip(("gate_up", "down"), self.experts.projections, self.slots, strict=True)
         for name, projection, slots in named:
             a, b = self.experts.padded_factors(projection, slots.a, slots.b)
