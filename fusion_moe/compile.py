@@ -93,7 +93,10 @@ def program_of(source: str, device: torch.device, with_: Options | None = None) 
     with_ = with_ or options.current()
     to = find(with_.target, device)
     target.check_device(to, device)
-    return _program(source, to.name, with_)
+    program = _program(source, to.name, with_)
+    if to.requires:
+        _check_formats(program.fusion, to, device)
+    return program
 
 
 @lru_cache(maxsize=1024)
@@ -160,14 +163,16 @@ def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return program_of(source, device)(tensors)
 
 
-def _check_formats(fusion: Fusion, to: Target) -> None:
+def _check_formats(fusion: Fusion, to: Target, device: torch.device | None = None) -> None:
+    formats = {encoding: name for name, encoding in target.ROWS.items()}
     for op in fusion.ops:
         if operands := op.attrs.get("operands", ""):
-            target.check_formats(to, operands, op.kind.name)
+            target.check_formats(to, operands, op.kind.name, device)
         # 8 bits: emulated
         if (
             op.kind.role == "grouped"
             and op.values[0].type.quantized
             and not is_eight_bits(op.values[0].type)
         ):
-            target.check_formats(to, op.values[0].type.dtype, op.kind.name)
+            rows = op.values[0].type.dtype
+            target.check_formats(to, formats.get(rows, rows), op.kind.name, device)

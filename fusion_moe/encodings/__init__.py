@@ -31,7 +31,7 @@ from .encoding import (
     register,
     unregister,
 )
-from .fp8 import FP8, FP8_CHANNEL, FP8_E8M0, FP8_TENSOR
+from .fp8 import FP8, FP8_CHANNEL, FP8_E8M0, FP8_ROWS, FP8_TENSOR
 from .int4 import INT4
 from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8, MXFP8_COLUMNS
@@ -46,6 +46,7 @@ __all__ = [
     "FP8",
     "FP8_CHANNEL",
     "FP8_E8M0",
+    "FP8_ROWS",
     "FP8_TENSOR",
     "INT4",
     "MXFP4",

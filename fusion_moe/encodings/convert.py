@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import UnsupportedError
 from .checks import check_floats, check_matrix_scale, check_parts, check_same_device
@@ -32,6 +33,7 @@ def quantize(x: Tensor, encoding: Encoding, matrix_scale: Tensor | None = None) 
         return turned.of(t.contiguous() for t in turned)
     if encoding.plain:
         return Quantized(x.to(encoding.element.dtype), encoding=encoding)
+    packed, x = encoding.packed(x.shape[-1]), _in_whole_blocks(x, encoding.block)
     *lead, n, k = x.shape
     step: Tensor | float = 1.0
     parts: dict[str, Tensor] = {}
@@ -46,7 +48,7 @@ def quantize(x: Tensor, encoding: Encoding, matrix_scale: Tensor | None = None) 
         parts[zero.part] = _zero_points(codes, zero, encoding.element)
         codes = codes + parts[zero.part].float().unsqueeze(-1)
     ordered = (parts[s.part] for s in encoding.scales)
-    elements = _coded(codes.reshape(*lead, n, k), encoding.element)
+    elements = _coded(codes.reshape(*lead, n, k), encoding.element)[..., :packed].contiguous()
     return Quantized(elements, *ordered, encoding=encoding)
 
 
@@ -73,17 +75,19 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     if encoding.axis == -2:
         return dequantize(_transposed(q, _along_k(encoding)), dtype).mT
     *lead, n, k = check_parts(q, encoding)
-    values = _values(q[0], encoding.element).view(*lead, n, *_blocks(encoding, k))
+    values = _in_whole_blocks(_values(q[0], encoding.element), encoding.block)
+    whole = values.shape[-1]
+    values = values.view(*lead, n, *_blocks(encoding, whole))
     step: Tensor | None = None
     for scale, part in zip(encoding.scales, q[1:], strict=True):
-        factor = _factor(part, scale, lead, n, k, encoding)
+        factor = _factor(part, scale, lead, n, whole, encoding)
         if scale.zero_point:
             values = values - factor.unsqueeze(-1)
         else:
             step = factor if step is None else step * factor
     if step is not None:
         values = values * step.unsqueeze(-1) if encoding.plain else values.mul_(step.unsqueeze(-1))
-    return values.view(*lead, n, k).to(dtype)
+    return values.view(*lead, n, whole)[..., :k].contiguous().to(dtype)
 
 
 def exactly(q: Quantized, encoding: Encoding, runs: int = 0) -> Quantized:
@@ -181,6 +185,12 @@ def _blocks(encoding: Encoding, k: int) -> tuple[int, int]:
     has.
     """
     return _of_size(min((s.block for s in encoding.scales if s.block > 0), default=ROW), k)
+
+
+def _in_whole_blocks(x: Tensor, block: int) -> Tensor:
+    """x [..., K] with zeros after the last block, if that is short."""
+    missing = -x.shape[-1] % block
+    return pad(x, (0, missing)) if missing else x
 
 
 def _of_size(block: int, k: int) -> tuple[int, int]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
-from ..ir.kinds.quantized import TRAINED
 from ..ir.types import FLOATS
 from ..target import Target
 from .rewrite import rewrite
@@ -97,7 +96,7 @@ def _quantize(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[V
     """Scales depend on values, not on their dtype: an exact widening does nothing, as before
     products.
     """
-    return _product(fd, op, inputs) if op.attrs["encoding"] in TRAINED else None
+    return _product(fd, op, inputs) if len(op.values) == 1 else None
 
 
 def _gather(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:

@@ -46,6 +46,7 @@ def test_what_is_derived():
         "fp8",
         "fp8_channel",
         "fp8_tensor",
+        "fp8_rows",
         "fp8_e8m0",
         "int4",
         "nvfp4",

@@ -21,7 +21,7 @@ from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.kinds import eight_bits
 from fusion_moe.ir.types import DTYPES
-from fusion_moe.passes import PASSES, dequantize_operands
+from fusion_moe.passes import PASSES, lower_operands
 
 K, N = 64, 96
 FEW = partitions().filter(lambda partition: len(partition.sizes) < 10)
@@ -167,7 +167,7 @@ def test_the_passes_keep_every_bit():
             if op.kind.role == "grouped"
             for v in op.values
         )
-        assert str(dequantize_operands(after, TARGETS["cpu"])) == str(after)
+        assert str(lower_operands(after, TARGETS["cpu"])) == str(after)
 
 
 @given(FEW)

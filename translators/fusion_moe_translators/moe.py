@@ -16,6 +16,7 @@ from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.kinds import eight_bits, int8
 from fusion_moe.ir.kinds.eight_bits import WGRADS
+from fusion_moe.ir.kinds.quantized import as_rows, has_matrix_scale
 from fusion_moe.ir.kinds.rows import weighted
 from fusion_moe.ir.kinds.rules import need_same
 from fusion_moe.ir.kinds.shape import elements, merged
@@ -29,7 +30,7 @@ from .lora import Adapter, adapter, low_rank
 from .weights import is_plain, packed, weight_type
 
 # those in WGRADS, and int8, round weights too
-ACTIVATION_FORMATS = ("bf16", "nvfp4", int8.NAME, *WGRADS)
+ACTIVATION_FORMATS = ("bf16", "nvfp4", int8.NAME, "fp8", *WGRADS)
 
 
 def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Value], Value]]:
@@ -44,11 +45,11 @@ def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Va
 
 
 def operand(fd: FusionDefinition, x: Value, ends: Value, activation_format: str) -> Value:
-    """x [M, K] -> [M/g, K], possibly quantized: the rows' single decode scale must not depend on
-    rows that belong to no group.
+    """x [M, K] -> [M/g, K]. A decode scale of all rows must not depend on rows that belong to no
+    group.
     """
     rows = fd.partition_by(x, ends)
-    return fd.ops.zero_rest(rows, ends) if activation_format == "nvfp4" else rows
+    return fd.ops.zero_rest(rows, ends) if has_matrix_scale(activation_format) else rows
 
 
 def product(
@@ -76,11 +77,7 @@ def product(
         y = fd.ops.grouped_mm_t(a, w, ends)
     else:
         stored = {} if weight_layout == "linear" else {"w_layout": weight_layout}
-        rows = (
-            fd.ops.quantize(a, fd.ops.decode_scale(a, encoding="nvfp4"), encoding="nvfp4")
-            if activation_format == "nvfp4"
-            else a
-        )
+        rows = as_rows(fd, a, activation_format)
         y = fd.ops.grouped_mm(rows, w, ends, **stored, **int8.attributes(activation_format))
     return fd.ops.cast(
         y if lora is None else fd.ops.add(y, low_rank(fd, a, lora, ends)), dtype=dtype

@@ -25,6 +25,7 @@ from ...encodings import (
 )
 from ...errors import ShapeError
 from ...layouts import LAYOUTS, SF128x4, TensorLayout
+from ...target import ROWS
 from ..core import Need, Op, OpKind, Value
 from ..sizes import ceildiv
 from ..types import DTYPES, FLOATS, Dim, TensorType, dtype_name, plain
@@ -205,7 +206,7 @@ def _quantize(x: torch.Tensor, *beside: torch.Tensor, encoding: str) -> tuple[An
     descriptor = find(encoding)
     if beside and not _matrix_scales(descriptor):
         return (quantize_runs(x, beside[0], descriptor),)
-    if not x.is_cuda and encoding not in TRAINED:  # the trained encodings can hold NaN and infinity
+    if not x.is_cuda and not descriptor.element.holds_nan:
         check_finite(x, descriptor)  # on CUDA the check would wait for the device
         for scale in beside:
             check_matrix_scales(scale)
@@ -242,6 +243,25 @@ def _dequantize(x: Quantized, *ends: torch.Tensor, dtype: str) -> tuple[torch.Te
     return (
         dequantize_runs(x, ends[0]).to(DTYPES[dtype]) if ends else dequantize(x, DTYPES[dtype]),
     )
+
+
+def as_rows(fd: Any, a: Value, activation_format: str) -> Value:
+    """a float[M/g, K] as a product reads it: in the encoding of its activation_format, if that has
+    one.
+    """
+    if (encoding := ROWS.get(activation_format)) is None:
+        return a
+    scale = (
+        [fd.ops.decode_scale(a, encoding=encoding)] if has_matrix_scale(activation_format) else []
+    )
+    rows: Value = fd.ops.quantize(a, *scale, encoding=encoding)
+    return rows
+
+
+def has_matrix_scale(activation_format: str) -> bool:
+    """Whether all rows share a scale in the encoding of this activation_format."""
+    rows = ROWS.get(activation_format)
+    return rows is not None and bool(_matrix_scales(find(rows)))
 
 
 def _decode_scale_type(x: TensorType, encoding: str) -> Types:
