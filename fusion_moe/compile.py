@@ -13,6 +13,7 @@ from .backends import TARGETS, backend_for, backend_of, emit, find, in_place_of_
 from .errors import FusionError
 from .ir.core import Fusion
 from .ir.kinds.eight_bits import is_one as is_eight_bits
+from .ir.kinds.quantized import format_of
 from .ir.text import parse, text
 from .messages.warn import warn_once
 from .options import Options
@@ -164,7 +165,6 @@ def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _check_formats(fusion: Fusion, to: Target, device: torch.device | None = None) -> None:
-    formats = {encoding: name for name, encoding in target.ROWS.items()}
     for op in fusion.ops:
         if operands := op.attrs.get("operands", ""):
             target.check_formats(to, operands, op.kind.name, device)
@@ -174,5 +174,4 @@ def _check_formats(fusion: Fusion, to: Target, device: torch.device | None = Non
             and op.values[0].type.quantized
             and not is_eight_bits(op.values[0].type)
         ):
-            rows = op.values[0].type.dtype
-            target.check_formats(to, formats.get(rows, rows), op.kind.name, device)
+            target.check_formats(to, format_of(op.values[0].type), op.kind.name, device)

@@ -29,7 +29,8 @@ class Target:
     device that its kernels run on, "" for every one; capability: the CUDA compute capability that
     they require; ran_on: the compute capabilities of the GPUs on which they have run.
     unshared_roles: roles of operations whose results are read only in the kernel that computes
-    them. weight_layout: the one that its kernels read fastest. added_features: for each kind of
+    them. weight_layout: the one that its kernels read fastest; linear_weights: for activation
+    formats, the encodings of weights that they read as they are. added_features: for each kind of
     product, up to how many features a second product may contract that is added in the same kernel;
     kernels of other kinds add none.
     """
@@ -45,6 +46,12 @@ class Target:
     weight_layout: str = "linear"
     added_features: Mapping[str, int] = field(default_factory=dict)
     requires: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    linear_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def layout_of(self, encoding: str, activation_format: str) -> str:
+        """The layout in which products of such weights and activations are fastest."""
+        as_they_are = self.linear_weights.get(activation_format, ())
+        return "linear" if encoding in as_they_are else self.weight_layout
 
 
 _WHERE = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..encodings import find
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.types import FLOATS
@@ -96,7 +97,8 @@ def _quantize(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[V
     """Scales depend on values, not on their dtype: an exact widening does nothing, as before
     products.
     """
-    return _product(fd, op, inputs) if len(op.values) == 1 else None
+    of_matrix = any(part.of_matrix for part in find(op.attrs["encoding"]).parts)
+    return None if of_matrix else _product(fd, op, inputs)
 
 
 def _gather(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:

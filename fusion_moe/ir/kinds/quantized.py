@@ -258,6 +258,12 @@ def as_rows(fd: Any, a: Value, activation_format: str) -> Value:
     return rows
 
 
+def format_of(rows: TensorType) -> str:
+    """The activation_format that a product's rows of this type are in; "bf16" for floats."""
+    formats = {encoding: name for name, encoding in ROWS.items()}
+    return formats.get(rows.dtype, rows.dtype) if rows.quantized else "bf16"
+
+
 def has_matrix_scale(activation_format: str) -> bool:
     """Whether all rows share a scale in the encoding of this activation_format."""
     rows = ROWS.get(activation_format)

@@ -20,6 +20,7 @@ from ...layouts import LAYOUTS, Layout, Padding
 from ...layouts.groups import ceil_to
 from ...messages.warn import warn_once
 from ...runtime.host_memory import pages
+from ...target import Target
 from ..local import Sharding
 from .base import own_parameters
 
@@ -214,7 +215,7 @@ class PackedModule(nn.Module):
             if not (
                 self.considered or captured or self.encoding.plain or self.weight_layout != "linear"
             ):
-                layout = backends.find(wanted, p.device).weight_layout
+                layout = self.layout_on(backends.find(wanted, p.device))
                 try:
                     why = self.put_in(layout) if layout != "linear" else ""
                 except (NonFiniteError, torch.OutOfMemoryError) as error:
@@ -222,6 +223,10 @@ class PackedModule(nn.Module):
                 if why:
                     warn_once(f"weights stay in the linear layout: {type(self).__name__}: {why}")
             self.considered = True
+
+    def layout_on(self, target: Target) -> str:
+        """The layout that a target's kernels read fastest."""
+        return target.layout_of(self.encoding.name, getattr(self, "activation_format", "bf16"))
 
     def put_in(self, layout: str) -> str:
         """Puts weights in a layout. Returns why they are in the linear one instead; "" if not.
