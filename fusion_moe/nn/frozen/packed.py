@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ... import backends, options
-from ...encodings import Encoding, Part, check_part_scales
+from ... import backends, options, plugins
+from ...encodings import Encoding, Part, Quantized, check_part_scales
 from ...errors import NonFiniteError, UnsupportedError
 from ...layouts import LAYOUTS, Layout, Padding
 from ...layouts.groups import ceil_to
@@ -51,6 +51,7 @@ class PackedModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        plugins.load_all()  # of which some look at modules from now on
         # per instance: torch.compile guards class attributes in each class of the MRO
         self.as_integers, self.weight_layout, self.paddings = False, "linear", {}
 
@@ -76,20 +77,9 @@ class PackedModule(nn.Module):
             )
         return super().requires_grad_(requires_grad)
 
-    @property
-    def is_transposed(self) -> bool:
-        """False: weights are [E, N, K]. PEFT asks before it adapts a parameter: UnsupportedError if
-        its numbers are codes.
-        """
-        if self.encoding.plain:
-            return False
-        raise UnsupportedError(
-            f"an adapter of another library on a parameter of {self.encoding.name} codes",
-            expected="parameters that are numbers",
-            todo="fusion_moe.nn.add_lora_(model) adapts experts; name other layers in the "
-            "library's target_modules",
-            where=type(self).__name__,
-        )
+    def weight_of(self, weight: str) -> Quantized:
+        """A weight, as it is stored."""
+        return Quantized(*self._parts(weight), encoding=self.encoding)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
