@@ -12,7 +12,7 @@ from . import options, target
 from .backends import TARGETS, backend_for, backend_of, emit, find, in_place_of_kernel, plan
 from .errors import FusionError
 from .ir.core import Fusion
-from .ir.kinds.eight_bits import is_one as is_eight_bits
+from .ir.kinds import eight_bits
 from .ir.kinds.quantized import format_of
 from .ir.text import parse, text
 from .messages.warn import warn_once
@@ -168,10 +168,10 @@ def _check_formats(fusion: Fusion, to: Target, device: torch.device | None = Non
     for op in fusion.ops:
         if operands := op.attrs.get("operands", ""):
             target.check_formats(to, operands, op.kind.name, device)
-        # 8 bits: emulated
+        # trained in 8 bits: emulated
         if (
             op.kind.role == "grouped"
             and op.values[0].type.quantized
-            and not is_eight_bits(op.values[0].type)
+            and not eight_bits.is_trained(op)
         ):
             target.check_formats(to, format_of(op.values[0].type), op.kind.name, device)

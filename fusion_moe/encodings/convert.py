@@ -41,9 +41,12 @@ def quantize(x: Tensor, encoding: Encoding, matrix_scale: Tensor | None = None) 
         parts[scale.part] = _scale(x, scale, step, matrix_scale, encoding)
         step = step * _factor(parts[scale.part], scale, lead, n, k, encoding)
     blocks = x.reshape(*lead, n, *_blocks(encoding, k))
-    # the value of a code of 1; avoids 0 / 0
-    unit = torch.where(blocks.abs().amax(-1) == 0, 1.0, step)
-    codes = blocks / unit.unsqueeze(-1)
+    if over := encoding.scales[0].over:
+        codes = blocks * over(_largest(x, encoding.scales[0], encoding)).unsqueeze(-1)
+    else:
+        # the value of a code of 1; avoids 0 / 0
+        unit = torch.where(blocks.abs().amax(-1) == 0, 1.0, step)
+        codes = blocks / unit.unsqueeze(-1)
     for zero in encoding.zero_points:
         parts[zero.part] = _zero_points(codes, zero, encoding.element)
         codes = codes + parts[zero.part].float().unsqueeze(-1)
@@ -116,15 +119,20 @@ def _scale(
     x: Tensor, scale: Scale, outer: Tensor | float, given: Tensor | None, encoding: Encoding
 ) -> Tensor:
     """A scale of x, in its dtype: chosen, or the given one if it is the matrix's."""
-    *lead, n, k = x.shape
+    *lead, n, _ = x.shape
     if scale.block:
-        blocks = x.reshape(*lead, n, *_of_size(scale.block, k))
-        size = _of_rows(_size(blocks, (-1,), encoding), scale.rows)
-        return _rounded(size, scale, _coarser(outer, blocks.shape[-2]))
+        size = _largest(x, scale, encoding)
+        return _rounded(size, scale, _coarser(outer, size.shape[-1]))
     made = matrix_scale_of(x, encoding) if given is None else given
     check_matrix_scale(made, lead, n, scale)
     check_same_device(x, made, scale.part)
     return made
+
+
+def _largest(x: Tensor, scale: Scale, encoding: Encoding) -> Tensor:
+    """The sizes of a scale's blocks of x [..., N, K] -> f32 [..., N, blocks]."""
+    blocks = x.unflatten(-1, _of_size(scale.block, x.shape[-1]))
+    return _of_rows(_size(blocks, (-1,), encoding), scale.rows)
 
 
 def _of_rows(size: Tensor, rows: int) -> Tensor:
@@ -247,9 +255,13 @@ def _along_n(x: Tensor, encoding: Encoding) -> Quantized:
     blocks = x.unflatten(-2, (-1, scale.block))
     amax = blocks.abs().amax(-2).float()
     made = _rounded(amax, scale, 1.0)
-    unit = torch.where(amax == 0, 1.0, made.float().reciprocal() if scale.divides else made.float())
-    codes = _coded(blocks / unit.unsqueeze(-2), encoding.element)
-    return Quantized(codes.flatten(-3, -2), made, encoding=encoding)
+    if scale.over:
+        codes = blocks * scale.over(amax).unsqueeze(-2)
+    else:
+        step = made.float().reciprocal() if scale.divides else made.float()
+        codes = blocks / torch.where(amax == 0, 1.0, step).unsqueeze(-2)
+    elements = _coded(codes, encoding.element).flatten(-3, -2)
+    return Quantized(elements, made, encoding=encoding)
 
 
 def _along_k(encoding: Encoding) -> Encoding:

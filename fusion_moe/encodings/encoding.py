@@ -172,7 +172,8 @@ class Scale:
 
     signed: whether files may hold negative ones. rows: how many rows, from the first on, have equal
     ones. short: whether the last block of a row may have fewer elements. recoding: of its bytes, in
-    the tiles that CUDA's kernels read.
+    the tiles that CUDA's kernels read. over(amax): what elements are multiplied by to become codes,
+    if this is the only scale; None: they are divided by the scale.
     """
 
     part: str
@@ -187,6 +188,7 @@ class Scale:
     rows: int = 1
     short: bool = False
     recoding: Recoding = field(default=UNCHANGED, repr=False)
+    over: Callable[[Tensor], Tensor] | None = None
 
     def count(self, size: Any) -> Any:
         """How many of them `size` elements along the blocks have (int or SymInt)."""

@@ -1,5 +1,6 @@
-"""Operands that the program quantizes, as kernels read them: MXFP8 ones by their bf16 values, rows
-that are quantized by themselves by their parts, codes and scales in memory.
+"""Operands that the program quantizes, as kernels read them: those of a recipe by their values in
+bf16, or in float32 where scales are no powers of two; rows that are quantized by themselves by
+their parts, codes and scales in memory.
 
 If rows are picked by at least as many indices as there are rows, they are picked from these values
 or parts, so that each row is rounded once.
@@ -25,8 +26,8 @@ ByWayOf = Callable[[FusionDefinition, Value], Value]
 
 
 def lower_operands(fusion: Fusion, target: Target) -> Fusion:
-    """The Fusion with a `dequantize` before each product of MXFP8 operands, since products count
-    such operands as these values anyway; and a `pack` of parts before each product of other rows.
+    """The Fusion with a `dequantize` before each product by a recipe, since products count such
+    operands as these values anyway; and a `pack` of parts before each product of other rows.
     """
     by_way_of = _itself if "quantize" in target.unshared_roles else eight_bits.in_parts
     return (
@@ -50,14 +51,17 @@ def _rule(
 ) -> Sequence[Value] | None:
     if not _reads_quantized(op):
         return None
-    lowered = [_lowered(by_way_of, fd, v, inputs[2]) for v in inputs]
     attrs = {name: attr for name, attr in op.attrs.items() if name != "wgrad"}
-    return None if lowered == list(inputs) else fd.append(op.kind, lowered, attrs)
+    if not eight_bits.is_trained(op):
+        lowered = [_in_memory(fd, v) for v in inputs]
+        return None if lowered == list(inputs) else fd.append(op.kind, lowered, attrs)
+    family = eight_bits.family_of(inputs[0].type)
+    assert family is not None
+    numbers = partial(_numbers, by_way_of, family.numbers, fd, ends=inputs[2])
+    return fd.append(op.kind, [*map(numbers, inputs[:2]), inputs[2]], attrs)
 
 
-def _lowered(by_way_of: ByWayOf, fd: FusionDefinition, v: Value, ends: Value) -> Value:
-    if eight_bits.is_one(v.type):
-        return _numbers(by_way_of, fd, v, ends)
+def _in_memory(fd: FusionDefinition, v: Value) -> Value:
     made = fd.producer(v)
     if made is None or made.kind.name != "quantize" or len(made.values) > 1:
         return v
@@ -69,12 +73,12 @@ def _lowered(by_way_of: ByWayOf, fd: FusionDefinition, v: Value, ends: Value) ->
     return packed
 
 
-def _numbers(by_way_of: ByWayOf, fd: FusionDefinition, v: Value, ends: Value) -> Value:
+def _numbers(by_way_of: ByWayOf, dtype: str, fd: FusionDefinition, v: Value, ends: Value) -> Value:
     if (picked := _picked(fd, v)) is not None:
         rows, gather = picked
-        return _gathered(fd, _numbers(by_way_of, fd, rows, ends), gather)
+        return _gathered(fd, _numbers(by_way_of, dtype, fd, rows, ends), gather)
     of_runs = [ends] if in_runs(v.type.encoding, v.type.shape) else []
-    return fd.ops.dequantize(by_way_of(fd, v), *of_runs, dtype="bf16")
+    return fd.ops.dequantize(by_way_of(fd, v), *of_runs, dtype=dtype)
 
 
 def _gathered(fd: FusionDefinition, rows: Value, gather: Op) -> Value:

@@ -335,7 +335,7 @@ class Elements:
         return Variable(name)
 
     def _dequantize(self, op: Op, at: Sequence[Index]) -> Expression:
-        """For MXFP8: an e4m3 code times a power of two, which is exact."""
+        """For trained encodings: an e4m3 code times its scale; exact if that is a power of two."""
         packed, *ends = op.values
         pack, encoding = self._fusion.producers.get(packed), packed.type.encoding
         if pack is None or pack.kind.name != "pack" or encoding.name not in TRAINED:
@@ -346,12 +346,15 @@ class Elements:
             first = self._define(
                 "i64",
                 formula(
-                    "block_of({}, {}, {})", self._array(ends[0]), size(ends[0].type.shape[0]), at[0]
+                    f"block_of<{encoding.block}>({{}}, {{}}, {{}})",
+                    self._array(ends[0]),
+                    size(ends[0].type.shape[0]),
+                    at[0],
                 ),
             )
             # some are read before it is known which are needed, hence the maximum
             inside = Call("maximum_", (first, Variable("i64(0)")))
-            of_rows = formula("e8m0_({})", self._byte(scales, [inside, at[1]]))
+            of_rows = self._scale(scales, [inside, at[1]])
             return _rounded(
                 formula("{} < 0 ? 0 : {} * {}", first, code, of_rows), op.attrs["dtype"]
             )
@@ -364,11 +367,7 @@ class Elements:
         (codes, scales), encoding = op.values, op.outputs[0].type.encoding
         block = Number(encoding.block)
         place = [i // block if d == len(at) + encoding.axis else i for d, i in enumerate(at)]
-        of_block = (
-            self.of(scales, place)
-            if scales.type.dtype in COMPUTED
-            else formula("e8m0_({})", self._byte(*self._in_memory(scales, place)))
-        )
+        of_block = self._scale(scales, place)
         return formula("e4m3_({}) * {}", self._byte(*self._in_memory(codes, at)), of_block)
 
     def _in_memory(self, v: Value, at: Sequence[Index]) -> tuple[Value, Sequence[Index]]:
@@ -378,6 +377,11 @@ class Elements:
             return v, at
         found = self.row_in_memory(v, at[0], width)
         return (v, at) if found is None else (found[0], [found[1], at[1]])
+
+    def _scale(self, scales: Value, at: Sequence[Index]) -> Expression | Variable:
+        if scales.type.dtype in COMPUTED:
+            return self.of(scales, at)
+        return formula("e8m0_({})", self._byte(*self._in_memory(scales, at)))
 
     def _byte(self, v: Value, at: Sequence[Index]) -> Expression:
         return formula("{}[{}]", self._array(v), flat(at, v.type.shape))

@@ -11,6 +11,12 @@ import torch
 
 from ...encodings import (
     ENCODINGS,
+    FP8_BLOCKS_F32,
+    FP8_COLUMNS,
+    FP8_COLUMNS_F32,
+    FP8_E8M0,
+    FP8_ROWS,
+    FP8_ROWS_F32,
     MXFP8,
     MXFP8_COLUMNS,
     Encoding,
@@ -34,7 +40,19 @@ from .runs import dequantize_runs, in_runs, part_shape, quantize_runs
 
 ENCODED_FROM = ("f32", "bf16", "f16")
 # encodings that both operands of a product can have, forward and backward
-TRAINED = (MXFP8.name, MXFP8_COLUMNS.name)
+TRAINED = tuple(
+    encoding.name
+    for encoding in (
+        MXFP8,
+        MXFP8_COLUMNS,
+        FP8_ROWS,
+        FP8_COLUMNS,
+        FP8_E8M0,
+        FP8_ROWS_F32,
+        FP8_COLUMNS_F32,
+        FP8_BLOCKS_F32,
+    )
+)
 
 
 def encoded() -> tuple[str, ...]:

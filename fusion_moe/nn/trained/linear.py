@@ -217,12 +217,11 @@ class GroupedLinear(GroupedParameters):
                 first = operand.tensor[0] if isinstance(operand.tensor, tuple) else operand.tensor
                 checks.need_float(name, first, where)
                 checks.need_device(name, first, x.device, where)
-        dtype, by = dtype_name(self.compute_dtype(x.device)), recipe.current()
         return Stage(
             "linear",
             self.in_features,
             (weight, Operand(ends, (groups,)), bias, column),
-            (dtype, by.wgrad if by else ""),
+            (dtype_name(self.compute_dtype(x.device)), recipe.activation_format()),
         )
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
