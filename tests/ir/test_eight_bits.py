@@ -1,5 +1,5 @@
-"""Products of operands in 8 bits: types, meaning and derivative, by loops in float64 that share no code
-with them.
+"""Products of operands in 8 bits: types, meaning and derivative, by loops in float64 that share no
+code with them.
 """
 
 from __future__ import annotations

@@ -117,11 +117,17 @@ def computed(encoding: Encoding) -> torch.dtype:
 
 
 def product(
-    fd: Any, x: Value, weight: Value, ends: Value, activation_format: str, transposed: bool = False
+    fd: Any,
+    x: Value,
+    weight: Value,
+    ends: Value,
+    activation_format: str,
+    transposed: bool = False,
+    held: Sequence[Value] = (),
 ) -> Value:
     """x float[M/g, K], weight float[G, N, K], or [G, K, N] if transposed -> f32[M/g, N], by the
-    recipe that has this activation_format. ShapeError unless its blocks divide K and N, or may be
-    short.
+    recipe that has this activation_format. held: the parts of the weight's copy, if it was made
+    before. ShapeError unless the recipe's blocks divide K and N, or may be short.
     """
     name, wgrad = FORMATS[activation_format]
     family = FAMILIES[name]
@@ -130,7 +136,12 @@ def product(
     for letter, size in zip("KN" if transposed else "NK", weight.type.shape[1:], strict=True):
         family.rows.need_whole(known(size), letter)
     a = fd.ops.quantize(x, encoding=family.rows.name)
-    w = fd.ops.quantize(weight, encoding=family.along(-2 if transposed else -1, True).name)
+    encoding = family.along(-2 if transposed else -1, True).name
+    w = (
+        fd.ops.pack_for(weight, *held, encoding=encoding)
+        if held
+        else fd.ops.quantize(weight, encoding=encoding)
+    )
     return (fd.ops.grouped_mm_t if transposed else fd.ops.grouped_mm)(a, w, ends, wgrad=wgrad)
 
 
@@ -157,7 +168,7 @@ def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 def _floats(fd: Any, copied: Value) -> Value:
     """The floats that a copy was made from."""
     op = fd.producer(copied)
-    if op is None or op.kind.name != "quantize":
+    if op is None or op.kind.name not in ("quantize", "pack_for"):
         raise NotImplementedError(
             f"the derivative of a product of {copied.type} that was not made from floats here"
         )
@@ -167,7 +178,11 @@ def _floats(fd: Any, copied: Value) -> Value:
 
 def in_parts(fd: Any, copied: Value) -> Value:
     """A copy rebuilt from its parts, which the forward can save and kernels can pass on."""
-    if fd.made_by(copied) == "pack":
+    op = fd.producer(copied)
+    if op is not None and op.kind.name == "pack":
         return copied
+    if op is not None and op.kind.name == "pack_for":
+        held: Value = fd.ops.pack(*op.values[1:], encoding=copied.type.dtype, layout="linear")
+        return held
     packed: Value = fd.ops.pack(*fd.ops.unpack(copied), encoding=copied.type.dtype, layout="linear")
     return packed

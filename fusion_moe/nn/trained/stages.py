@@ -139,11 +139,14 @@ def _linear(
     offs: Value,
     bias: Value | None,
     scales: Value | None,
+    codes: Value | None,
+    block_scale: Value | None,
     dtype: str,
     activation_format: str,
 ) -> Value:
     """x [M, K], weight [G, N, K], offs i32[G], bias [G, N], scales [M] -> dtype[M/g, N]: the
-    product, plus the bias times the scales
+    product, plus the bias times the scales. codes, block_scale: of the weight's copy, if it was
+    made before.
 
     activation_format: that of a recipe; "bf16" without one.
     """
@@ -152,7 +155,14 @@ def _linear(
     ends = fd.groups_of(offs, total)
     x, weight = fd.ops.cast(fd.partition_by(x, ends), dtype=dtype), fd.ops.cast(weight, dtype=dtype)
     y = (
-        eight_bits.product(fd, x, weight, ends, activation_format)
+        eight_bits.product(
+            fd,
+            x,
+            weight,
+            ends,
+            activation_format,
+            held=[] if codes is None or block_scale is None else [codes, block_scale],
+        )
         if activation_format in recipe.FORMATS
         else fd.ops.grouped_mm(x, weight, ends)
     )
