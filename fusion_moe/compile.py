@@ -10,10 +10,9 @@ import torch
 
 from . import options, target
 from .backends import TARGETS, backend_for, backend_of, emit, find, in_place_of_kernel, plan
-from .errors import FusionError
+from .errors import FusionError, UnsupportedError
 from .ir.core import Fusion
-from .ir.kinds import eight_bits
-from .ir.kinds.quantized import format_of
+from .ir.kinds.eight_bits import is_one as is_eight_bits
 from .ir.text import parse, text
 from .messages.warn import warn_once
 from .options import Options
@@ -38,6 +37,7 @@ class Lowered:
 def lower(fusion: Fusion, to: Target, with_: Options) -> Lowered:
     """Passes, segments, plans: all stages that do not need the target's machine."""
     _check_formats(fusion, to)
+    _check_order(to, with_)
     stages = [("translated", fusion)]
     for run in PASSES:
         fusion = run(fusion, to).verify()
@@ -54,9 +54,15 @@ def lower(fusion: Fusion, to: Target, with_: Options) -> Lowered:
 def segments(fusion: Fusion, to: Target, with_: Options) -> tuple[Segment, ...]:
     """The segments of a Fusion that has been through the passes, each planned by the target's
     backend.
+
+    With order="row" a row's numbers are the same in whatever segments its operations are: nothing
+    is kept in float32 where the program rounds, and no product joins another.
     """
+    contract = with_.contract_rounding and not with_.row_order
+    if with_.row_order:
+        to = replace(to, added_features={})
     with options.using(with_):
-        return split(fusion, to, partial(plan, target=to, contract=with_.contract_rounding))
+        return split(fusion, to, partial(plan, target=to, contract=contract))
 
 
 def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
@@ -94,10 +100,7 @@ def program_of(source: str, device: torch.device, with_: Options | None = None) 
     with_ = with_ or options.current()
     to = find(with_.target, device)
     target.check_device(to, device)
-    program = _program(source, to.name, with_)
-    if to.requires:
-        _check_formats(program.fusion, to, device)
-    return program
+    return _program(source, to.name, with_)
 
 
 @lru_cache(maxsize=1024)
@@ -164,14 +167,23 @@ def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return program_of(source, device)(tensors)
 
 
-def _check_formats(fusion: Fusion, to: Target, device: torch.device | None = None) -> None:
+def _check_order(to: Target, with_: Options) -> None:
+    if with_.row_order and not backend_of(to).row_order:
+        able = [name for name in TARGETS if backend_of(TARGETS[name]).row_order]
+        raise UnsupportedError(
+            f"the target {to.name!r} with order='row': its sums may depend on the batch",
+            expected=f"one of {', '.join(able)}, or order='free'",
+        )
+
+
+def _check_formats(fusion: Fusion, to: Target) -> None:
     for op in fusion.ops:
         if operands := op.attrs.get("operands", ""):
-            target.check_formats(to, operands, op.kind.name, device)
-        # trained in 8 bits: emulated
+            target.check_formats(to, operands, op.kind.name)
+        # 8 bits: emulated
         if (
             op.kind.role == "grouped"
             and op.values[0].type.quantized
-            and not eight_bits.is_trained(op)
+            and not is_eight_bits(op.values[0].type)
         ):
-            target.check_formats(to, format_of(op.values[0].type), op.kind.name, device)
+            target.check_formats(to, op.values[0].type.dtype, op.kind.name)

@@ -32,11 +32,16 @@ _KINDS = {bool: "a bool, as text 1 or 0", int: f"an int from 1 to {_MOST}", str:
 
 
 def _option(
-    default: Any, doc: str, *, in_keys: bool = True, words: tuple[str, ...] | None = None
+    default: Any,
+    doc: str,
+    *,
+    in_keys: bool = True,
+    words: tuple[str, ...] | None = None,
+    one_of: tuple[str, ...] | None = None,
 ) -> Any:
-    """words: what a text may list, separated by commas; None: any text."""
+    """words: what a text may list, separated by commas; one_of: what it may be; None: any text."""
     return dataclasses.field(
-        default=default, metadata={"doc": doc, "words": words}, compare=in_keys
+        default=default, metadata={"doc": doc, "words": words, "one_of": one_of}, compare=in_keys
     )
 
 
@@ -63,6 +68,12 @@ class Options:
     contract_rounding: bool = _option(
         True,
         "keep float32 inside a fused kernel where the program rounds to a narrower type and back",
+    )
+    order: str = _option(
+        "free",
+        "the order of a row's sums in products: 'free' may depend on the batch, 'row' depends on "
+        "the weight alone, so that no other row changes a row's bits",
+        one_of=("free", "row"),
     )
     router_gradient: bool = _option(
         True,
@@ -135,6 +146,11 @@ class Options:
             self, **{name: _checked(name, value) for name, value in changes.items()}
         )
 
+    @property
+    def row_order(self) -> bool:
+        """Whether a row's bits may depend on nothing but that row and the weights."""
+        return self.order == "row"
+
     def compared(self) -> dict[str, Any]:
         """The values of the options that change what is compiled or computed, by name."""
         return {name: getattr(self, name) for name, field in _FIELDS.items() if field.compare}
@@ -175,6 +191,8 @@ def _checked(name: str, value: Any) -> Any:
         raise OptionError(
             f"option {name} = {value!r}", expected=f"{_KINDS[wanted]} ({field.metadata['doc']})"
         )
+    if one_of := field.metadata["one_of"]:
+        need_one_of(f"option {name}", value, one_of)
     for word in value.split(",") if field.metadata["words"] and value else ():
         need_one_of(f"option {name}", word, field.metadata["words"])
     return value

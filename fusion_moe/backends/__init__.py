@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .. import plugins, schedule
+from .. import options, plugins, schedule
 from ..errors import OptionError, PluginError, UnsupportedError, did_you_mean
 from ..ir.core import Fusion
 from ..passes import contract_rounding
@@ -171,10 +171,18 @@ def emit(segment: Segment, target: Target) -> Kernel:
 
 def in_place_of_kernel(segment: Segment, target: Target) -> Kernel | None:
     """What runs in plain torch: a segment that has no kernel, or whose kernel cannot be compiled on
-    this machine. None for all others.
+    this machine. None for all others. UnsupportedError with order="row", which torch's kernels do
+    not keep.
     """
     backend = backend_for(segment, target)
-    return backend.emit(segment) if backend.name == REFERENCE else backend.substitute(segment)
+    found = backend.emit(segment) if backend.name == REFERENCE else backend.substitute(segment)
+    if found and options.current().row_order:
+        names = ", ".join(dict.fromkeys(op.kind.name for op in segment.fusion.ops))
+        raise UnsupportedError(
+            f"order='row' for {names}, which has no kernel here: {segment.plan.why or found.why}",
+            expected="a kernel, since the bits of plain torch may depend on the batch",
+        )
+    return found
 
 
 def backend_for(segment: Segment, target: Target) -> Backend:

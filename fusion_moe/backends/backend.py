@@ -41,7 +41,8 @@ class Backend:
     them if that is possible. why_missing() -> what is not installed without which `emit` writes no
     source; "" if nothing. substitute(segment) -> what runs in place of the kernel where nothing can
     be compiled; None where it can. note: what the numbers of `explain` mean for its segments, where
-    that is not what they mean for others'.
+    that is not what they mean for others'. row_order: whether the option order is followed: with
+    order="row" no row changes the bits of another one's results.
     """
 
     name: str
@@ -55,3 +56,4 @@ class Backend:
     why_missing: Callable[[], str] = str
     substitute: Callable[[Segment], Kernel | None] = _nothing
     note: str = ""
+    row_order: bool = False

@@ -57,6 +57,8 @@ def what(report: ReportData, with_segments: bool = False) -> str:
             f" with {count(sum(len(f.segments) * f.times for f in report.fusions), 'segment')}"
         )
     where = report.target if report.executed else f"{report.target} (emitted, unexecuted)"
+    if report.options.get("order") == "row":
+        where += ", no row changes another one's bits"
     return f"{count(report.graphs, 'graph')}, {fusions} for {where}"
 
 

@@ -18,7 +18,7 @@ STAGES = (
     "translated",
     "canonicalize",
     "assign_layouts",
-    "lower_operands",
+    "dequantize_operands",
     "simplify",
     "gather_for_each",
     "segments",

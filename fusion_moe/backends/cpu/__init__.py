@@ -80,4 +80,5 @@ BACKEND = Backend(
     interface=1,
     join=join,
     substitute=substitute,
+    row_order=True,
 )

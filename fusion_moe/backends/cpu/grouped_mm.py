@@ -111,6 +111,7 @@ class _Writer(SegmentWriter):
             "static const Columns columns;",
             "problem.W = W, problem.F = F, problem.columns = columns.of[0];",
             f"problem.activation = {ACTIVATION[plan.a.type.dtype]}, problem.segment = this;",
+            *(["problem.row_order = true;"] if plan.row_order else []),
             *row_pointer(plan.a, "problem.row", "row"),
             "problem.store = [](const void* segment, i64 m, i64 rows, i64 g, i64 j, i64 count, "
             "const float* p, i64 stride) {",

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...encodings import MXFP8, MXFP8_COLUMNS, find
+from ...encodings import find
 from ...ir.core import Fusion, Op, Value
+from ...ir.kinds.quantized import TRAINED
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv
 from ...ir.types import plain
@@ -44,7 +45,7 @@ class Copy:
         reader.
         """
         encoding, (made,) = find(op.attrs["encoding"]), op.outputs
-        if encoding not in (MXFP8, MXFP8_COLUMNS):
+        if encoding.name not in TRAINED:
             raise Inexpressible(op, f"quantizing to {encoding.name} has no kernel here")
         if why := cuda.why_no_wgmma():
             raise Inexpressible(op, why)
@@ -103,8 +104,6 @@ def saved(fusion: Fusion) -> list[Op]:
             else None
         )
         if pack is None or pack.kind.name != "pack" or op.attrs["dtype"] != "bf16":
-            continue
-        if pack.outputs[0].type.encoding is not MXFP8_COLUMNS:
             continue
         if all(memory_of(fusion, part) in fusion.inputs for part in pack.values):
             found.append(op)

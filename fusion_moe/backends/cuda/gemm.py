@@ -157,10 +157,10 @@ class Gemm(Source):
 
     def _tile_m(self, sizes: Sizes) -> int:
         """Rows of a tile. Quantized weights are dequantized for each tile: low tiles are faster if
-        most rows of a high one are empty.
+        most rows of a high one are empty, and add up each row in two parts.
         """
-        few = self.packed and value(self._rows, sizes) <= _FEW_ROWS * self.plan.groups
-        return _TILES_M[few]
+        few = value(self._rows, sizes) <= _FEW_ROWS * self.plan.groups
+        return _TILES_M[self.packed and few and not self.plan.row_order]
 
     def _parts(self, sizes: Sizes) -> int:
         """How many parts of a tile's row are summed separately: with tiles of 64 rows, each
@@ -340,11 +340,13 @@ class EitherProduct(Product):
 
 
 class PlainProduct(EitherProduct):
-    """For an fprop with a 16-bit weight: by `Gemm` if groups have many rows."""
+    """For an fprop with a 16-bit weight: by `Gemm` if groups have many rows, or a row's bits may
+    not depend on their number.
+    """
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
         """The kernels; no variants if by `Gemm`."""
-        many = value(self.rows, sizes) >= _MANY_ROWS * self.groups
+        many = self.plan.row_order or value(self.rows, sizes) >= _MANY_ROWS * self.groups
         return (
             Chosen()
             if many and arch.wgmma and variant == AUTO

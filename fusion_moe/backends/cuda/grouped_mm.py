@@ -87,6 +87,7 @@ class Product(Source):
             self.reader.tiled,
             self.plan.kind,
             runs,
+            self.plan.row_order,
         )
 
     @property
@@ -287,9 +288,8 @@ class Product(Source):
         """Whether a kernel before the product writes rows in fragment order. If not, rows are in
         natural order.
         """
-        return self._takes_fragment_order(variant) and not (
-            self._natural_order and variant.prefers_natural_order
-        )
+        natural = self._natural_order and variant.prefers_natural_order and not self.plan.row_order
+        return self._takes_fragment_order(variant) and not natural
 
     def _takes_fragment_order(self, variant: Variant) -> bool:
         """Whether the product can read fragment order. A dgrad transposes weights to fragments, so

@@ -22,7 +22,8 @@ class Matrices:
     tiles: of 16 columns of the product; each `block` of them make 16 or 8 whole columns of a
     result. tile_bytes: bytes of the elements and block scales of 16 rows and 64 columns; tiled:
     whether these are contiguous. kind: fprop, or dgrad, which contracts the rows of such tiles;
-    runs: the runs of these rows, each with an outer scale.
+    runs: the runs of these rows, each with an outer scale. row_order: whether all kernels must add
+    up K in the same order, whatever the number of rows.
     """
 
     groups: int
@@ -33,6 +34,7 @@ class Matrices:
     tiled: bool
     kind: str = "fprop"
     runs: int = 1
+    row_order: bool = False
 
     @property
     def whole(self) -> bool:
@@ -62,7 +64,9 @@ class SmallM:
     warp; split-K by split_k warps.
 
     in_flight: K blocks requested ahead, at least; batch: how many more are requested at a time.
-    per_sm: blocks that share a multiprocessor, which limits their registers.
+    per_sm: blocks that share a multiprocessor, which limits their registers. row_order: whether it
+    adds up K as large-M kernels do that read fragment order: without split-K, and 16 columns at a
+    time, the same ones.
     """
 
     tiles_m: int
@@ -71,6 +75,7 @@ class SmallM:
     in_flight: int
     batch: int
     per_sm: int
+    row_order: bool = False
 
     header = "small_m.cuh"
     cluster = 1  # blocks in a cluster, which share a work tile
@@ -115,7 +120,7 @@ class SmallM:
     def name(self) -> str:
         """The kernel's name."""
         tile = f"{self.tiles_m}x{self.tiles_per_warp}x{self.split_k}"
-        return f"small_m_{tile}x{self.in_flight}x{self.batch}"
+        return f"small_m_{tile}x{self.in_flight}x{self.batch}{'_row' if self.row_order else ''}"
 
     def call(self, arch: Arch) -> str:
         """The call in the kernel."""
@@ -126,7 +131,7 @@ class SmallM:
             self.in_flight,
             self.batch,
             self.warps,
-            self.wave(arch),
+            *((0, "true") if self.row_order else (self.wave(arch),)),
         )
         return f"SmallM<Segment, {', '.join(map(str, sizes))}>::run(s, size_class);"
 
@@ -139,6 +144,7 @@ class SmallM:
         registers = min(255, arch.registers // (self.threads * self.per_sm))
         return (
             of.kind == "fprop"
+            and of.row_order == self.row_order
             and self.tiles % of.block == 0
             and packed + sums_and_rows + _OTHER_REGISTERS <= registers
         )
@@ -147,7 +153,9 @@ class SmallM:
         """Whether idle blocks take over halves of the last wave's tiles: see
         kernels/small_m.cuh.
         """
-        return 2 * self.split_k <= self.warps and self.tiles % (2 * block) == 0
+        return (
+            not self.row_order and 2 * self.split_k <= self.warps and self.tiles % (2 * block) == 0
+        )
 
     def cost(self, blocks: float, idle_blocks: float, of: Matrices, arch: Arch) -> float:
         """The time of that many blocks with work, in units of a warp's time for a K block, as far
@@ -258,6 +266,7 @@ class LargeM:
         )
         return (
             arch.wgmma
+            and (self.cluster == 1 or not of.row_order)
             and of.tiled
             and of.whole
             and self.tiles % of.block == 0
@@ -283,14 +292,22 @@ class LargeM:
 Variant = SmallM | LargeM
 
 
-# Sets of kernels that tables name. Of each set, the kernel with the least cost is chosen.
+# Sets of kernels that tables name. Of each set, the kernel with the least cost is chosen, of equal
+# ones the first.
 M8 = (
     SmallM(1, 1, 1, 1, 3, 8),
     SmallM(1, 1, 2, 1, 3, 8),
     SmallM(1, 1, 4, 1, 3, 4),
     SmallM(1, 1, 8, 1, 3, 4),
+    SmallM(1, 1, 1, 4, 4, 4, row_order=True),
+    SmallM(1, 1, 1, 1, 3, 6, row_order=True),
 )
-M16 = (SmallM(2, 2, 1, 2, 2, 4), SmallM(2, 2, 2, 2, 2, 4), SmallM(2, 2, 4, 2, 2, 4))
+M16 = (
+    SmallM(2, 2, 1, 2, 2, 4),
+    SmallM(2, 2, 2, 2, 2, 4),
+    SmallM(2, 2, 4, 2, 2, 4),
+    SmallM(2, 2, 1, 2, 2, 4, row_order=True),
+)
 M32, M48_96 = (LargeM(32, 5), LargeM(32, 4, 2)), (LargeM(48, 4, 2), LargeM(64, 4), LargeM(96, 4))
 M80, M160 = (LargeM(80, 4),), (LargeM(160, 3),)
 SETS: Mapping[str, tuple[Variant, ...]] = {
@@ -303,17 +320,31 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
     "M64_96": (LargeM(64, 4), LargeM(96, 4)),
     "M80": M80,
     "M160": M160,
-    "SMALL_M32": (SmallM(4, 2, 4, 1, 1, 2),),
-    "LINEAR_M8": (SmallM(1, 1, 2, 1, 3, 4), SmallM(1, 1, 4, 1, 3, 2), SmallM(1, 1, 8, 1, 3, 2)),
-    "LINEAR_M16": (SmallM(2, 1, 2, 1, 3, 4), SmallM(2, 1, 4, 1, 3, 2)),
+    "SMALL_M32": (SmallM(4, 2, 4, 1, 1, 2), SmallM(4, 2, 1, 1, 1, 2, row_order=True)),
+    "LINEAR_M8": (
+        SmallM(1, 1, 2, 1, 3, 4),
+        SmallM(1, 1, 4, 1, 3, 2),
+        SmallM(1, 1, 8, 1, 3, 2),
+        SmallM(1, 1, 1, 1, 3, 4, row_order=True),
+    ),
+    "LINEAR_M16": (
+        SmallM(2, 1, 2, 1, 3, 4),
+        SmallM(2, 1, 4, 1, 3, 2),
+        SmallM(2, 1, 1, 1, 3, 4, row_order=True),
+    ),
     # Registers hold fewer tiles of 2,048 bytes.
     "WIDE_M8": (
         SmallM(1, 1, 1, 1, 2, 4),
         SmallM(1, 1, 2, 1, 2, 4),
         SmallM(1, 1, 4, 1, 2, 2),
         SmallM(1, 1, 8, 1, 2, 2),
+        SmallM(1, 1, 1, 1, 2, 4, row_order=True),
     ),
-    "WIDE_M16": (SmallM(2, 1, 2, 1, 1, 4), SmallM(2, 1, 4, 1, 1, 2)),
+    "WIDE_M16": (
+        SmallM(2, 1, 2, 1, 1, 4),
+        SmallM(2, 1, 4, 1, 1, 2),
+        SmallM(2, 1, 1, 1, 1, 4, row_order=True),
+    ),
 }
 # only for products with one group: see one_group.py
 SPLIT_K = (LargeM(64, 4, 1, 2), LargeM(96, 4, 1, 2), LargeM(96, 4, 1, 4))

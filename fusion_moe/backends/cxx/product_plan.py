@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from ... import options
 from ...encodings import Encoding
 from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
@@ -34,7 +35,8 @@ class ProductPlan:
     each row of groups. width: the columns that a tile's columns j stand for: a row of a value is as
     long, or several times as long (see `parts`). sums: sums over the columns of a row, after `rows`
     in order; combine: the sum of a token's rows, of a value in `rows`; tokens: the values stored
-    after it. added: products with float weights whose tiles are made beside its own.
+    after it. added: products with float weights whose tiles are made beside its own. row_order:
+    whether no row may change the bits of another one's results: the option order.
     """
 
     fusion: Fusion
@@ -51,6 +53,7 @@ class ProductPlan:
     kind: str = "fprop"
     sums: tuple[Op, ...] = ()
     added: tuple[GroupedProduct, ...] = ()
+    row_order: bool = False
 
     @property
     def made(self) -> tuple[Value, ...]:
@@ -61,13 +64,6 @@ class ProductPlan:
     def a(self) -> Value:
         """The activations, [M/g, K]."""
         return self.product.values[0]
-
-    @property
-    def activations(self) -> str:
-        """The dtype in which kernels of 16 bits multiply the activations; it holds all numbers of
-        encoded ones.
-        """
-        return "bf16" if self.a.type.quantized else self.a.type.dtype
 
     @property
     def ends(self) -> Value:
@@ -149,17 +145,12 @@ Readers = Collection[tuple[str, str]]  # (encoding, layout) of the weights that 
 
 
 def plan_product(
-    fusion: Fusion,
-    readers: Readers,
-    dgrad: Readers = (),
-    of_added: Readers = (),
-    of_rows: Collection[str] = ACTIVATIONS,
+    fusion: Fusion, readers: Readers, dgrad: Readers = (), of_added: Readers = ()
 ) -> ProductPlan:
     """The plan of a segment; UnsupportedError with the reason if a backend with such readers, and
     others for dgrad, has no kernel.
 
-    of_added: the readers for added products. of_rows: the dtypes and encodings of activations that
-    the backend has kernels for.
+    of_added: the readers for added products.
     """
     found, added = main_and_added(fusion)
     op = found.op
@@ -167,11 +158,11 @@ def plan_product(
         raise UnsupportedError(f"{op.kind.name} has no kernel here yet")
     weight, transposed = _weight(fusion, op, dgrad if found.kind == "dgrad" else readers)
     w = op.values[1].type
-    _check_activations(op, of_rows)
+    _check_activations(op)
     for other in added:
         with naming(other.op):
             _weight(fusion, other.op, of_added)
-            _check_activations(other.op, ACTIVATIONS)
+            _check_activations(other.op)
     after = dependent(fusion.ops, [op.outputs[0], *(p.result for p in added)])
     first = tuple(o for o in fusion.ops if o.kind.name in MADE_FIRST)
     sums = tuple(o for o in fusion.ops if o.kind.name == "sum" and o.outputs[0] in after)
@@ -206,6 +197,7 @@ def plan_product(
         found.kind,
         sums,
         added,
+        options.current().row_order,
     )
 
 
@@ -328,11 +320,11 @@ def _need_ends(fusion: Fusion, product: GroupedProduct, made: Collection[Value])
         )
 
 
-def _check_activations(op: Op, rows: Collection[str]) -> None:
-    if op.values[0].type.dtype not in rows:
+def _check_activations(op: Op) -> None:
+    if op.values[0].type.dtype not in ACTIVATIONS:
         raise UnsupportedError(
             f"activations {op.values[0].type} have no kernel here",
-            expected=f"one of {', '.join(rows)}",
+            expected=f"one of {', '.join(ACTIVATIONS)}",
         )
 
 

@@ -158,7 +158,7 @@ struct Avx512 : Avx512F32 {
 
     static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x,
                         i64 stride, i64 K, float* out, i64 out_stride) {
-        with_constant<2, 4, 8, 16>(
+        with_constant<1, 2, 4, 8, 16>(
             rows, [&](auto r) { small_m_rows<r>(c, next, x, stride, K, out, out_stride); });
     }
 
@@ -364,8 +364,8 @@ template <class Weight>
 struct Avx512Tier : VectorTier {
     using Wide = Panels<Avx512<Weight>>;
     template <class A>
-    using Fast = Kernels<SmallM<Avx512Dots<Avx512Run, 1, Weight>>, SmallM<Avx512<Weight>>,
-                         Panels<Avx512<Weight>>>;
+    using Fast = Kernels<SmallM<Avx512Dots<Avx512Run, 1, Weight>>,
+                         OfAllRows<SmallM<Avx512<Weight>>>, Panels<Avx512<Weight>>>;
 };
 
 }  // namespace

@@ -85,7 +85,7 @@ struct Avx512Bf16 : Avx512Pairs {  // of k and k + 4
 
     static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x,
                         i64 stride, i64 K, float* out, i64 out_stride) {
-        with_constant<2, 3, 4, 6, 8, 12, 16>(
+        with_constant<1, 2, 3, 4, 6, 8, 12, 16>(
             rows, [&](auto r) { small_m_rows<r>(c, next, x, stride, K, out, out_stride); });
     }
 
@@ -128,7 +128,7 @@ template <class Weight>
 struct Avx512Bf16Tier : VectorTier {
     using Wide = Panels<Avx512<Weight>>;
     using OfBf16 = Kernels<SmallM<Avx512Dots<Avx512PairsRun, 4, Weight>>,
-                           SmallM<Avx512Bf16<Weight>>, Panels<Avx512Bf16<Weight>>>;
+                           OfAllRows<SmallM<Avx512Bf16<Weight>>>, Panels<Avx512Bf16<Weight>>>;
     template <class A>
     using Fast = std::conditional_t<std::is_same<A, bf16>::value, OfBf16,
                                     typename Avx512Tier<Weight>::template Fast<A>>;

@@ -33,7 +33,8 @@ class GroupedMM {
           F(problem.F),
           blocks_((problem.W + LANES - 1) / LANES),
           stride_((K + 255) / 256 * 256),
-          tile_m_(TileM<Tier, A>::of(K)) {}
+          tile_m_(
+              std::min(TileM<Tier, A>::of(K), problem.row_order ? RowKernel::MAX_ROWS : TILE_M)) {}
 
     void run(Team& team) {
         const i64 last = p_.G > 0 ? p_.ends[p_.G - 1] : 0;
@@ -61,6 +62,8 @@ class GroupedMM {
     }
 
   private:
+    using RowKernel = typename RowOrder<typename Tier::template Fast<A>>::Kernel;
+
     // How long so many rows of a group take for a block of columns: by the bytes of the weight,
     // which cost more where they meet many rows.
     double cost(i64 rows) const {
@@ -118,10 +121,25 @@ class GroupedMM {
             part.first_block = b,
             part.last_block =
                 in_range ? work_tile.last_block : std::min(b + piece(), work_tile.last_block);
-            const bool fast = (in_range || Weight::scales_in_range(part)) &&
-                              dispatch(typename Tier::template Fast<A>{}, part, state);
-            if (!fast) run<typename Tier::Wide, false>(part, state);
+            compute(part, in_range || Weight::scales_in_range(part), state);
         }
+    }
+
+    // By the kernel for everything, if scales or some activation are not in range; in row order,
+    // only rows that are not.
+    void compute(const WorkTile& part, bool scales_in_range, ThreadState& state) const {
+        const auto fast = [&] {
+            return p_.row_order ? run<RowKernel, true>(part, state)
+                                : dispatch(typename Tier::template Fast<A>{}, part, state);
+        };
+        if (scales_in_range && fast()) return;
+        if (!scales_in_range || !p_.row_order || part.rows == 1) {
+            run<typename Tier::Wide, false>(part, state);
+            return;
+        }
+        WorkTile row = part;
+        for (row.rows = 1; row.first < part.first + part.rows; ++row.first)
+            compute(row, true, state);
     }
 
     template <class Kernel, class... Others>

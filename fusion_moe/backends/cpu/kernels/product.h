@@ -41,6 +41,7 @@ struct Problem {
     // the last end g is G and all numbers are zero.
     void (*store)(const void* segment, i64 m, i64 rows, i64 g, i64 j, i64 count, const float* p,
                   i64 stride);
+    bool row_order;  // whether no row may change the bits of another one's results
 };
 
 // Calls body(x) with a number of the type that an Activation means.

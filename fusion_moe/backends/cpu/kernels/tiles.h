@@ -36,6 +36,24 @@ constexpr i64 BLOCKS = 4;      // that work tiles of many rows are made of
 template <class... Kernel>
 struct Kernels {};
 
+// Which kernel of a list is used for all rows if none may change the bits of another one's results:
+// the one in this frame, or else the last. A work tile then has no more rows than it takes.
+template <class Kernel>
+struct OfAllRows : Kernel {};
+
+template <class List>
+struct RowOrder;
+template <class Last>
+struct RowOrder<Kernels<Last>> {
+    using Kernel = Last;
+};
+template <class Framed, class... Others>
+struct RowOrder<Kernels<OfAllRows<Framed>, Others...>> {
+    using Kernel = Framed;
+};
+template <class First, class... Others>
+struct RowOrder<Kernels<First, Others...>> : RowOrder<Kernels<Others...>> {};
+
 // Rows of a work tile, at most, of K activations each: fewer than TILE_M where a tier's kernels for
 // activations of type A want all of them in the second-level cache.
 template <class Tier, class A>

@@ -25,9 +25,9 @@
 namespace {
 
 template <class Segment, int TILES_M, int TILES_PER_WARP, int SPLIT_K, int IN_FLIGHT, int BATCH,
-          int WARPS, int WAVE>
+          int WARPS, int WAVE, bool ROW_ORDER = false>
 class SmallM {
-    template <class, int, int, int, int, int, int, int>
+    template <class, int, int, int, int, int, int, int, bool>
     friend class SmallM;
 
     static constexpr int SPLIT_N = WARPS / SPLIT_K, TILE_M = 8 * TILES_M,
@@ -86,7 +86,7 @@ class SmallM {
                                                       float* partials) {
         if constexpr (TILES_M % 2 == 0) {
             using HalfM = SmallM<Segment, TILES_M / 2, TILES_PER_WARP, SPLIT_K, IN_FLIGHT, BATCH,
-                                 WARPS, WAVE>;
+                                 WARPS, WAVE, ROW_ORDER>;
             if (m_tile.end - m_tile.first <= TILE_M / 2)
                 return HalfM::run_tile(s, size_class, m_tile, column, partials);
         }
@@ -200,9 +200,10 @@ class SmallM {
 
     __device__ static __forceinline__ void multiply(float (&sum)[TILES_M][4], const Packed& now,
                                                     const uint4 (&activations)[TILES_M][2]) {
+        const typename Weights::Scales scales = Weights::scales(now);
+        if constexpr (ROW_ORDER) return multiply_words(sum, now, scales, activations);
         // A product reads activations from registers that follow each other: so it reads one half
         // each of two words of codes.
-        const typename Weights::Scales scales = Weights::scales(now);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -217,6 +218,29 @@ class SmallM {
                         sum[t], fragment, v == 0 ? pairs.x : pairs.z, v == 0 ? pairs.y : pairs.w);
                 }
             }
+    }
+
+    // The same in row order: a product reads both halves of a word, as in large-M kernels, which
+    // takes moves of activations. Tensor cores add up the 16 columns of a product in one step:
+    // their order there changes no bit, nor does mma or wgmma, as measured on an H100.
+    __device__ static __forceinline__ void multiply_words(float (&sum)[TILES_M][4],
+                                                          const Packed& now,
+                                                          const typename Weights::Scales& scales,
+                                                          const uint4 (&activations)[TILES_M][2]) {
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            u32 fragment[4];
+            Weights::dequantize(now, scales, v, 0, fragment);
+            Weights::dequantize(now, scales, v, 1, fragment + 2);
+#pragma unroll
+            for (int t = 0; t < TILES_M; ++t)
+                mma_16x8x16<typename Segment::Activation>(
+                    sum[t], fragment, pair(activations[t][0], v), pair(activations[t][1], v));
+        }
+    }
+
+    __device__ static __forceinline__ u32 pair(const uint4& pairs, int v) {
+        return v == 0 ? pairs.x : v == 1 ? pairs.y : v == 2 ? pairs.z : pairs.w;
     }
 
     // The mainloop of the tile that was prefetched: its partial sums.

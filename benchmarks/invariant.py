@@ -1,0 +1,194 @@
+"""What order="row" costs: layers of NVFP4 experts, by tokens, with the option order "free" and
+"row"; and whether rows keep their bits.
+
+    python benchmarks/invariant.py [--device cuda] [--models qwen3 ...] [--tokens 1 8 ...]
+        [--dtype bfloat16] [--threads 1] [--repeats 7] [--no-page]
+
+On a GPU (h200_cells.py has the models) calls rotate over layers and routings in CUDA graphs; on a
+CPU (cpu_moe.py) they are timed one by one, in CPU time for one thread. Both orders take turns.
+Before that, bits of the first tokens, each in a call by itself, are compared with those in calls of
+2 to 8,192 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import results
+import torch
+from torch import Tensor
+
+from fusion_moe import options
+
+ORDERS = ("free", "row")
+FEW = 256  # tokens
+TOKENS = {"cuda": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)}
+TOKENS["cpu"] = TOKENS["cuda"][:11]
+ALONE, COMPARED = 8, (2, 7, 16, 33, 100, 256, 700, 2048, 8192)
+Run = Callable[..., Tensor]  # x, ids, w -> y
+
+
+def differing(run: Run, x: Tensor, ids: Tensor, w: Tensor) -> int:
+    """How many of the first tokens have other bits in some larger call than alone."""
+    alone = torch.cat([run(*(t[i : i + 1] for t in (x, ids, w))) for i in range(ALONE)])
+    differ = torch.zeros(ALONE, dtype=torch.bool, device=x.device)
+    for count in (c for c in COMPARED if c <= len(x)):
+        n = min(count, ALONE)
+        y = run(x[:count], ids[:count], w[:count])
+        differ[:n] |= (y[:n] != alone[:n]).any(1)
+    return int(differ.sum())
+
+
+class OnGPU:
+    """Layers of a model on the GPU, calls in graphs."""
+
+    def __init__(self, name: str, dtype: torch.dtype):
+        import h200_cells
+        import h200_contenders
+
+        model = h200_cells.MODELS[name]
+        self.title, self.cell = model.title, partial(h200_cells.Cell, name, "mlp")
+        self.routed, self.ours = (
+            h200_cells.routed,
+            h200_contenders.Ours(model, h200_cells.layers(model)),
+        )
+
+    def prepare(self, tokens: Sequence[int]) -> None:
+        """Compiles all kernels at once."""
+        cells = [self.cell(t, "uniform") for t in {*tokens, *COMPARED, 1} if t <= max(tokens)]
+        for order in ORDERS:
+            with options.override(order=order):
+                self.ours.prepare(cells)
+
+    def rows(self, count: int) -> tuple[Tensor, ...]:
+        to = self.routed(self.cell(count, "uniform"))[0]
+        return to.x, to.ids, to.w
+
+    def run(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        layer = self.ours.weights[0]
+        return torch.ops.fusion_moe.expert_mlp(
+            x, ids, w, *layer.gate_up, *layer.down, weight_layout=self.ours.layout
+        )
+
+    def times(self, tokens: int, repeats: int) -> dict[str, float]:
+        """Microseconds of a call, by order."""
+        from cuda_graphs import capture, medians
+
+        cell, graphs = self.cell(tokens, "uniform"), {}
+        to = self.routed(cell)
+        count = min(32, max(len(self.ours.layers), math.ceil(1e-3 / cell.floor(to[0].touched))))
+        for order in ORDERS:
+            with options.override(order=order):
+                calls = [
+                    self.ours.run(cell, i % len(self.ours.layers), to[i % len(to)]).run
+                    for i in range(count)
+                ]
+                graphs[order] = capture(calls)
+        return medians(graphs, repeats)
+
+
+class OnCPU:
+    """A model's layer on the CPU, and a copy for each second call."""
+
+    def __init__(self, name: str, dtype: torch.dtype):
+        import cpu_moe
+
+        self.model, self.dtype = cpu_moe.MODELS[name], dtype
+        self.title, self.calls = self.model.name, partial(cpu_moe.calls, self.model)
+        weights = cpu_moe.random_weights(cpu_moe.NVFP4, self.model)
+        self.layers = [cpu_moe.ours(w, "bf16") for w in (weights, cpu_moe.copied(weights))]
+
+    def prepare(self, tokens: Sequence[int]) -> None:
+        """Nothing: a call of any size compiles all."""
+
+    def rows(self, count: int) -> tuple[Tensor, ...]:
+        ((x, ids, w),) = self.calls(count, 1)
+        return x.to(self.dtype), ids, w
+
+    def run(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        return self.layers[0](x, ids, w)
+
+    def times(self, tokens: int, repeats: int) -> dict[str, float]:
+        """Microseconds of a call, by order."""
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        calls = [(x.to(self.dtype), ids, w) for x, ids, w in self.calls(tokens, 4)]
+        count = max(1, 32 // tokens)
+        found: dict[str, list[float]] = {order: [] for order in ORDERS}
+        for _, order in itertools.product(range(repeats), ORDERS):
+            with options.override(order=order):
+                self.layers[1](*calls[-1])
+                start = clock()
+                for i in range(count):
+                    self.layers[i % 2](*calls[i % len(calls)])
+                found[order].append((clock() - start) / count * 1e6)
+        return {order: statistics.median(us) for order, us in found.items()}
+
+
+def mean(ratios: Sequence[float]) -> str:
+    """The geometric mean, for people."""
+    return f"{statistics.geometric_mean(ratios):.2f}" if ratios else "-"
+
+
+def main() -> None:
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", default=here, choices=list(TOKENS))
+    parser.add_argument("--models", nargs="+")
+    parser.add_argument("--tokens", nargs="+", type=int)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--no-page", action="store_true")
+    asked = parser.parse_args()
+    on_gpu, dtype = asked.device == "cuda", getattr(torch, asked.dtype)
+    torch.set_num_threads(asked.threads)
+    torch.manual_seed(0)
+    tokens = asked.tokens or TOKENS[asked.device]
+    lines, bits = list[list[str]](), list[str]()
+    ratios: dict[bool, list[float]] = {True: [], False: []}  # by whether tokens are few
+    for name in asked.models or (["qwen3", "gpt-oss", "mixtral"] if on_gpu else ["qwen3"]):
+        made = (OnGPU if on_gpu else OnCPU)(name, dtype)
+        made.prepare(tokens)
+        rows = made.rows(max(tokens))
+        for order in ORDERS:
+            with torch.no_grad(), options.override(order=order):
+                count = differing(made.run, *rows)
+            bits.append(
+                f"{made.title}, {order}: {count} of {ALONE} tokens have other bits in calls of more"
+            )
+            print(bits[-1], flush=True)
+        lines.append([made.title])
+        for t in tokens:
+            us = made.times(t, asked.repeats)
+            ratio = us["row"] / us["free"]
+            ratios[t <= FEW].append(ratio)
+            lines[-1].append(f"{us['free']:.1f}, {us['row']:.1f}, {ratio:.2f}")
+            print(made.title, t, lines[-1][-1], flush=True)
+    head = ["model", *(f"{t:,}" for t in tokens)]
+    table = results.table(head, lines)
+    said = (
+        f"{mean(ratios[True])} of the free order's time up to {FEW} tokens, {mean(ratios[False])} "
+        "above (geometric means)."
+    )
+    card = (
+        torch.cuda.get_device_name() if on_gpu else f"CPU, {asked.threads} threads, {asked.dtype}"
+    )
+    print(table, said, sep="\n\n")
+    if not asked.no_page:
+        about = f"On {card}: microseconds of a layer by tokens, free and row, and their ratio."
+        by = "python benchmarks/invariant.py"
+        results.write(
+            f"row_order_{asked.device}", by, about, table, said, "\n".join(f"- {b}" for b in bits)
+        )
+
+
+if __name__ == "__main__":
+    main()
