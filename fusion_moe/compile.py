@@ -12,7 +12,8 @@ from . import options, target
 from .backends import TARGETS, backend_for, backend_of, emit, find, in_place_of_kernel, plan
 from .errors import FusionError, UnsupportedError
 from .ir.core import Fusion
-from .ir.kinds.eight_bits import is_one as is_eight_bits
+from .ir.kinds import eight_bits
+from .ir.kinds.quantized import format_of
 from .ir.text import parse, text
 from .messages.warn import warn_once
 from .options import Options
@@ -100,7 +101,10 @@ def program_of(source: str, device: torch.device, with_: Options | None = None) 
     with_ = with_ or options.current()
     to = find(with_.target, device)
     target.check_device(to, device)
-    return _program(source, to.name, with_)
+    program = _program(source, to.name, with_)
+    if to.requires:
+        _check_formats(program.fusion, to, device)
+    return program
 
 
 @lru_cache(maxsize=1024)
@@ -176,14 +180,14 @@ def _check_order(to: Target, with_: Options) -> None:
         )
 
 
-def _check_formats(fusion: Fusion, to: Target) -> None:
+def _check_formats(fusion: Fusion, to: Target, device: torch.device | None = None) -> None:
     for op in fusion.ops:
         if operands := op.attrs.get("operands", ""):
-            target.check_formats(to, operands, op.kind.name)
-        # 8 bits: emulated
+            target.check_formats(to, operands, op.kind.name, device)
+        # trained in 8 bits: emulated
         if (
             op.kind.role == "grouped"
             and op.values[0].type.quantized
-            and not is_eight_bits(op.values[0].type)
+            and not eight_bits.is_trained(op)
         ):
-            target.check_formats(to, op.values[0].type.dtype, op.kind.name)
+            target.check_formats(to, format_of(op.values[0].type), op.kind.name, device)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -83,12 +83,13 @@ class Hook(Generic[F]):
         return function
 
     def __iter__(self) -> Iterator[F]:
-        _load()
+        load_all()
         return iter(tuple(self._functions))
 
 
 @cache
-def _load() -> None:
+def load_all() -> None:
+    """Loads all packages, once."""
     load(GROUP)
 
 
@@ -120,10 +121,9 @@ quantized: Hook[Callable[[Any], None]] = Hook()
 # converters() -> by the qualified name of a class of modules: a function (module, config) -> the
 # module that replaces it; or the reason why it is not converted.
 converters: Hook[Callable[[], Mapping[str, Any]]] = Hook()
-# adapter_class() -> the class of new adapters, derived from nn's Adapter; None for that itself.
-adapter_class: Hook[Callable[[], Any]] = Hook()
-# adapted(model) -> whether a model has adapters of a package, which has frozen the rest of it.
-adapted: Hook[Callable[[Any], bool]] = Hook()
+# adapt(model, places, rank, alpha, dtype) -> the adapters that a package added to weights, each
+# named by a module and a projection of it; None if it has not adapted the model.
+adapt: Hook[Callable[[Any, Any, int, float, Any], Sequence[Any] | None]] = Hook()
 # training() -> how float experts of a package's models train with our operations: an imperative.
 training: Hook[Callable[[], str]] = Hook()
 # compiled_by(function) -> what `explain` needs of a function that another compiler made, or None.

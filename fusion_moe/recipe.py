@@ -1,7 +1,7 @@
 """Recipes: the precision in which products of trained layers are computed. `fusion_moe.autocast`
 puts one in force.
 
-    with fusion_moe.autocast(recipe=fusion_moe.recipe.MXFP8BlockScaling()):
+    with fusion_moe.autocast(recipe=fusion_moe.recipe.Float8BlockScaling()):
         y = layer(x, splits)
 
 The recipe in force when the forward is called counts; the backward follows it, wherever it runs.
@@ -11,15 +11,26 @@ again, so there the `with` belongs inside the checkpointed function.
 
 from __future__ import annotations
 
+import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 from .errors import OptionError, need_one_of
 
-__all__ = ["MXFP8BlockScaling"]
-# activation_format of operations, by `wgrad`
-FORMATS = {"mxfp8": "mxfp8", "bf16": "mxfp8_wgrad_bf16"}
+__all__ = ["Float8BlockScaling", "MXFP8BlockScaling"]
+_FLOATS = "bf16"  # as `wgrad`: weight gradients are products of unquantized operands
+# activation_format of operations -> the family of encodings that its operands have, and `wgrad`
+FORMATS = {
+    f"{family}{end}": (family, wgrad)
+    for family, own in (("mxfp8", "mxfp8"), ("fp8_block", "fp8"), ("fp8_block_f32", "fp8"))
+    for end, wgrad in (("", own), (f"_wgrad_{_FLOATS}", _FLOATS))
+}
+
+
+def _format(family: str, wgrad: str) -> str:
+    return next(name for name, of in FORMATS.items() if of == (family, wgrad))
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,87 @@ class MXFP8BlockScaling:
     wgrad: str = "mxfp8"
 
     def __post_init__(self) -> None:
-        need_one_of("wgrad", self.wgrad, FORMATS)
+        need_one_of("wgrad", self.wgrad, ("mxfp8", _FLOATS))
+
+    @property
+    def activation_format(self) -> str:
+        """The `activation_format` that operations get."""
+        return _format("mxfp8", self.wgrad)
+
+
+def _powers_of_two() -> bool:
+    return os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") != "1"
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling:
+    """Transformer Engine's recipe: E4M3 elements in forward, dgrad and wgrad, with a scale for each
+    128 of activations and gradients along the contracted dimension, and for each 128 x 128 of
+    weights.
+
+    Operands are quantized as Transformer Engine does, bit for bit where they are finite. What is
+    not finite becomes NaN, together with its block. Features and groups may have any sizes: the
+    last block of each may be short.
+
+    power_2_scale: whether scales are powers of two; the default, unless the environment variable
+    NVTE_FP8_BLOCK_SCALING_FP32_SCALES is 1 then. wgrad: "fp8"; or "bf16": weight gradients are
+    products of the unquantized activations and gradients.
+    """
+
+    power_2_scale: bool = field(default_factory=_powers_of_two)
+    wgrad: str = "fp8"
+
+    def __post_init__(self) -> None:
+        need_one_of("wgrad", self.wgrad, ("fp8", _FLOATS))
+
+    @property
+    def activation_format(self) -> str:
+        """The `activation_format` that operations get."""
+        return _format("fp8_block" if self.power_2_scale else "fp8_block_f32", self.wgrad)
+
+
+Recipe = MXFP8BlockScaling | Float8BlockScaling
+
+
+def _adopted(recipe: Any) -> Recipe | None:
+    """A recipe of ours, or ours for Transformer Engine's Float8BlockScaling, by its fields.
+    OptionError if its fields ask for what is not computed here.
+    """
+    if recipe is None or isinstance(recipe, Recipe):
+        return recipe
+    where = "fusion_moe.autocast"
+    if type(recipe).__name__ != "Float8BlockScaling":
+        raise OptionError(
+            f"recipe = {recipe!r}",
+            expected="a recipe of fusion_moe.recipe, Transformer Engine's Float8BlockScaling, or "
+            "None",
+            where=where,
+        )
+    operands = [f"fp8_quant_{name}" for name in ("fwd_inp", "fwd_weight", "bwd_grad")]
+    found = {
+        **{f"{name}.amax_epsilon": getattr(recipe, name).amax_epsilon for name in operands},
+        "x_block_scaling_dim": recipe.x_block_scaling_dim,
+        "w_block_scaling_dim": recipe.w_block_scaling_dim,
+        "grad_block_scaling_dim": recipe.grad_block_scaling_dim,
+        "fp8_format": recipe.fp8_format.name,
+        "backward_override": getattr(recipe, "backward_override", None),
+    }
+    for (name, value), computed in zip(
+        found.items(), (0.0, 0.0, 0.0, 1, 2, 1, "E4M3", None), strict=True
+    ):
+        if value != computed:
+            raise OptionError(
+                f"Float8BlockScaling with {name} = {value!r}", expected=repr(computed), where=where
+            )
+    powers = {name: bool(getattr(recipe, name).power_2_scale) for name in operands}
+    if len(set(powers.values())) > 1:
+        raise OptionError(
+            "Float8BlockScaling with power_2_scale of "
+            + ", ".join(f"{name} {value}" for name, value in powers.items()),
+            expected="one for all operands",
+            where=where,
+        )
+    return Float8BlockScaling(power_2_scale=powers[operands[0]])
 
 
 class autocast:
@@ -50,20 +141,15 @@ class autocast:
     if that is on, otherwise the weights'.
 
     Args:
-        recipe: a recipe of `fusion_moe.recipe`, or None.
+        recipe: a recipe of `fusion_moe.recipe`, Transformer Engine's Float8BlockScaling, or None.
 
     Raises:
-        OptionError: for anything else.
+        OptionError: for anything else, or if a field of Transformer Engine's asks for what is not
+            computed here.
     """
 
-    def __init__(self, recipe: MXFP8BlockScaling | None):
-        if recipe is not None and not isinstance(recipe, MXFP8BlockScaling):
-            raise OptionError(
-                f"recipe = {recipe!r}",
-                expected="a recipe of fusion_moe.recipe, or None",
-                where="fusion_moe.autocast",
-            )
-        self._recipe = recipe
+    def __init__(self, recipe: Any):
+        self._recipe = _adopted(recipe)
 
     def __enter__(self) -> None:
         _state.before = (*getattr(_state, "before", ()), current())
@@ -83,7 +169,7 @@ class autocast:
 _state = threading.local()
 
 
-def current() -> MXFP8BlockScaling | None:
+def current() -> Recipe | None:
     """The recipe in force."""
     return getattr(_state, "recipe", None)
 
@@ -91,4 +177,4 @@ def current() -> MXFP8BlockScaling | None:
 def activation_format() -> str:
     """The `activation_format` that operations get under the recipe in force."""
     by = current()
-    return "bf16" if by is None else FORMATS[by.wgrad]
+    return "bf16" if by is None else by.activation_format

@@ -12,21 +12,25 @@ import torch
 
 from .errors import UnsupportedError
 
+# activation_format -> the encoding to which rows are quantized before each product
+ROWS = {"nvfp4": "nvfp4", "fp8": "fp8_rows"}
 # of all targets: activations as they come in, or quantized
-ACTIVATION_FORMATS = ("bf16", "nvfp4", "int8")
+ACTIVATION_FORMATS = ("bf16", "nvfp4", "int8", "fp8")
 
 
 @dataclass(frozen=True)
 class Target:
     """A kind of machine.
 
-    activation_formats: those that its grouped products accept. schedulers: those that are asked
+    activation_formats: those that its grouped products accept; requires: the compute capability
+    that one of them requires, if only that has the instructions. schedulers: those that are asked
     whether one kernel can compute a piece, in order (`schedule.Scheduler`). operand_layouts: the
     layout in which products read the block scales of a quantized activation. device: the kind of
     device that its kernels run on, "" for every one; capability: the CUDA compute capability that
     they require; ran_on: the compute capabilities of the GPUs on which they have run.
     unshared_roles: roles of operations whose results are read only in the kernel that computes
-    them. weight_layout: the one that its kernels read fastest. added_features: for each kind of
+    them. weight_layout: the one that its kernels read fastest; linear_weights: for activation
+    formats, the encodings of weights that they read as they are. added_features: for each kind of
     product, up to how many features a second product may contract that is added in the same kernel;
     kernels of other kinds add none.
     """
@@ -41,11 +45,19 @@ class Target:
     ran_on: tuple[tuple[int, int], ...] = ()
     weight_layout: str = "linear"
     added_features: Mapping[str, int] = field(default_factory=dict)
+    requires: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    linear_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def layout_of(self, encoding: str, activation_format: str) -> str:
+        """The layout in which products of such weights and activations are fastest."""
+        as_they_are = self.linear_weights.get(activation_format, ())
+        return "linear" if encoding in as_they_are else self.weight_layout
 
 
 _WHERE = {
     "nvfp4": "nvfp4 activations require compute capability 10.0",
     "int8": "int8 activations require a CPU",
+    "fp8": "fp8 activations require compute capability 9.0",
 }
 
 
@@ -93,15 +105,28 @@ def check_device(target: Target, device: torch.device, where: str = "") -> None:
         )
 
 
-def check_formats(target: Target, activation_format: str, where: str) -> None:
-    """UnsupportedError if the target has no product on activations of this format: hardware never
-    changes what was asked for.
+def check_formats(
+    target: Target, activation_format: str, where: str, device: torch.device | None = None
+) -> None:
+    """UnsupportedError if the target, or a device of it, has no product on activations of this
+    format: hardware never changes what was asked for.
     """
-    if activation_format not in target.activation_formats:
-        raise UnsupportedError(
-            f"activation_format = {activation_format!r} on {target.name}",
-            expected=f"one of {', '.join(target.activation_formats)}",
-            todo=f"{_WHERE[activation_format]}; options.override(target='reference') computes "
-            "them in plain torch",
-            where=where,
-        )
+    wanted, on, formats = (
+        target.requires.get(activation_format),
+        target.name,
+        [*target.activation_formats],
+    )
+    if wanted and device is not None and device.type == "cuda" and torch.cuda.is_available():
+        found = torch.cuda.get_device_capability(device)
+        if found != wanted:
+            on = f"compute capability {'.'.join(map(str, found))}"
+            formats = [f for f in formats if target.requires.get(f, found) == found]
+    if activation_format in formats:
+        return
+    where_it_runs = _WHERE.get(activation_format, f"rows in {activation_format} have no kernels")
+    raise UnsupportedError(
+        f"activation_format = {activation_format!r} on {on}",
+        expected=f"one of {', '.join(formats)}",
+        todo=f"{where_it_runs}; options.override(target='reference') computes them in plain torch",
+        where=where,
+    )

@@ -1,5 +1,4 @@
-"""Weights in 8-bit floats with scales: which encoding they are in, by the shape of the scales. If
-the last block of 128 columns is short they are in none, and are converted to floats when read.
+"""Weights in 8-bit floats with scales: which encoding they are in, by the shape of the scales.
 
 values  float8_e4m3fn  [N, K]
 scale   float          [] or [1], one for the matrix; [N] or [N, 1], one for a row; [ceil(N/128),
@@ -27,7 +26,7 @@ def encoding_of(values: tuple[int, ...], scale: tuple[int, ...], e8m0: bool) -> 
         return FP8_TENSOR
     if scale in ((n,), (n, 1)):
         return FP8_CHANNEL
-    if scale == (-(-n // BLOCK[0]), k / BLOCK[1]):
+    if scale == (-(-n // BLOCK[0]), -(-k // BLOCK[1])):
         return FP8_E8M0 if e8m0 else FP8
     return None
 

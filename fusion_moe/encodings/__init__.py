@@ -1,5 +1,5 @@
 """Encodings: how weights are stored, as data. encoding.py defines the data model; nvfp4.py,
-mxfp4.py, mxfp8.py, fp8.py, int4.py and plain.py are the known encodings.
+mxfp4.py, mxfp8.py, fp8.py, fp8_block.py, int4.py and plain.py are the known encodings.
 
 >>> import torch
 >>> q = quantize(torch.tensor([[6.0, -3.0, 0.5, 0.0] * 4]), NVFP4, torch.tensor(1.0))
@@ -31,7 +31,8 @@ from .encoding import (
     register,
     unregister,
 )
-from .fp8 import FP8, FP8_CHANNEL, FP8_E8M0, FP8_TENSOR
+from .fp8 import FP8, FP8_CHANNEL, FP8_E8M0, FP8_ROWS, FP8_TENSOR
+from .fp8_block import FP8_BLOCKS_F32, FP8_COLUMNS, FP8_COLUMNS_F32, FP8_ROWS_F32
 from .int4 import INT4
 from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8, MXFP8_COLUMNS
@@ -44,8 +45,13 @@ __all__ = [
     "F16",
     "F32",
     "FP8",
+    "FP8_BLOCKS_F32",
     "FP8_CHANNEL",
+    "FP8_COLUMNS",
+    "FP8_COLUMNS_F32",
     "FP8_E8M0",
+    "FP8_ROWS",
+    "FP8_ROWS_F32",
     "FP8_TENSOR",
     "INT4",
     "MXFP4",

@@ -81,10 +81,10 @@ def _logical_shape(elements: Tensor, name: str, encoding: Encoding, where: str) 
         raise ShapeError(f"{name} is {list(elements.shape)}", expected=expected, where=where)
     k = encoding.elements(elements.shape[-1])
     along, size = ("N", elements.shape[-2]) if encoding.axis == -2 else ("K", k)
-    if size % encoding.block != 0:
+    if size % encoding.multiple != 0:
         raise ShapeError(
             f"{name} is {list(elements.shape)}, so {along} = {size}",
-            expected=f"{along} a multiple of {encoding.block}, the block of {encoding.name}",
+            expected=f"{along} a multiple of {encoding.multiple}, the block of {encoding.name}",
             todo="pack two codes a byte along K, the last dimension",
             where=where,
         )

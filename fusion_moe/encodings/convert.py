@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import UnsupportedError
 from .checks import check_floats, check_matrix_scale, check_parts, check_same_device
@@ -32,6 +33,7 @@ def quantize(x: Tensor, encoding: Encoding, matrix_scale: Tensor | None = None) 
         return turned.of(t.contiguous() for t in turned)
     if encoding.plain:
         return Quantized(x.to(encoding.element.dtype), encoding=encoding)
+    packed, x = encoding.packed(x.shape[-1]), _in_whole_blocks(x, encoding.block)
     *lead, n, k = x.shape
     step: Tensor | float = 1.0
     parts: dict[str, Tensor] = {}
@@ -39,14 +41,17 @@ def quantize(x: Tensor, encoding: Encoding, matrix_scale: Tensor | None = None) 
         parts[scale.part] = _scale(x, scale, step, matrix_scale, encoding)
         step = step * _factor(parts[scale.part], scale, lead, n, k, encoding)
     blocks = x.reshape(*lead, n, *_blocks(encoding, k))
-    # the value of a code of 1; avoids 0 / 0
-    unit = torch.where(blocks.abs().amax(-1) == 0, 1.0, step)
-    codes = blocks / unit.unsqueeze(-1)
+    if over := encoding.scales[0].over:
+        codes = blocks * over(_largest(x, encoding.scales[0], encoding)).unsqueeze(-1)
+    else:
+        # the value of a code of 1; avoids 0 / 0
+        unit = torch.where(blocks.abs().amax(-1) == 0, 1.0, step)
+        codes = blocks / unit.unsqueeze(-1)
     for zero in encoding.zero_points:
         parts[zero.part] = _zero_points(codes, zero, encoding.element)
         codes = codes + parts[zero.part].float().unsqueeze(-1)
     ordered = (parts[s.part] for s in encoding.scales)
-    elements = _coded(codes.reshape(*lead, n, k), encoding.element)
+    elements = _coded(codes.reshape(*lead, n, k), encoding.element)[..., :packed].contiguous()
     return Quantized(elements, *ordered, encoding=encoding)
 
 
@@ -73,17 +78,19 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     if encoding.axis == -2:
         return dequantize(_transposed(q, _along_k(encoding)), dtype).mT
     *lead, n, k = check_parts(q, encoding)
-    values = _values(q[0], encoding.element).view(*lead, n, *_blocks(encoding, k))
+    values = _in_whole_blocks(_values(q[0], encoding.element), encoding.block)
+    whole = values.shape[-1]
+    values = values.view(*lead, n, *_blocks(encoding, whole))
     step: Tensor | None = None
     for scale, part in zip(encoding.scales, q[1:], strict=True):
-        factor = _factor(part, scale, lead, n, k, encoding)
+        factor = _factor(part, scale, lead, n, whole, encoding)
         if scale.zero_point:
             values = values - factor.unsqueeze(-1)
         else:
             step = factor if step is None else step * factor
     if step is not None:
         values = values * step.unsqueeze(-1) if encoding.plain else values.mul_(step.unsqueeze(-1))
-    return values.view(*lead, n, k).to(dtype)
+    return values.view(*lead, n, whole)[..., :k].contiguous().to(dtype)
 
 
 def exactly(q: Quantized, encoding: Encoding, runs: int = 0) -> Quantized:
@@ -112,15 +119,20 @@ def _scale(
     x: Tensor, scale: Scale, outer: Tensor | float, given: Tensor | None, encoding: Encoding
 ) -> Tensor:
     """A scale of x, in its dtype: chosen, or the given one if it is the matrix's."""
-    *lead, n, k = x.shape
+    *lead, n, _ = x.shape
     if scale.block:
-        blocks = x.reshape(*lead, n, *_of_size(scale.block, k))
-        size = _of_rows(_size(blocks, (-1,), encoding), scale.rows)
-        return _rounded(size, scale, _coarser(outer, blocks.shape[-2]))
+        size = _largest(x, scale, encoding)
+        return _rounded(size, scale, _coarser(outer, size.shape[-1]))
     made = matrix_scale_of(x, encoding) if given is None else given
     check_matrix_scale(made, lead, n, scale)
     check_same_device(x, made, scale.part)
     return made
+
+
+def _largest(x: Tensor, scale: Scale, encoding: Encoding) -> Tensor:
+    """The sizes of a scale's blocks of x [..., N, K] -> f32 [..., N, blocks]."""
+    blocks = x.unflatten(-1, _of_size(scale.block, x.shape[-1]))
+    return _of_rows(_size(blocks, (-1,), encoding), scale.rows)
 
 
 def _of_rows(size: Tensor, rows: int) -> Tensor:
@@ -183,6 +195,12 @@ def _blocks(encoding: Encoding, k: int) -> tuple[int, int]:
     return _of_size(min((s.block for s in encoding.scales if s.block > 0), default=ROW), k)
 
 
+def _in_whole_blocks(x: Tensor, block: int) -> Tensor:
+    """x [..., K] with zeros after the last block, if that is short."""
+    missing = -x.shape[-1] % block
+    return pad(x, (0, missing)) if missing else x
+
+
 def _of_size(block: int, k: int) -> tuple[int, int]:
     return (1, k) if block == ROW else (k // block, block)
 
@@ -237,9 +255,13 @@ def _along_n(x: Tensor, encoding: Encoding) -> Quantized:
     blocks = x.unflatten(-2, (-1, scale.block))
     amax = blocks.abs().amax(-2).float()
     made = _rounded(amax, scale, 1.0)
-    unit = torch.where(amax == 0, 1.0, made.float().reciprocal() if scale.divides else made.float())
-    codes = _coded(blocks / unit.unsqueeze(-2), encoding.element)
-    return Quantized(codes.flatten(-3, -2), made, encoding=encoding)
+    if scale.over:
+        codes = blocks * scale.over(amax).unsqueeze(-2)
+    else:
+        step = made.float().reciprocal() if scale.divides else made.float()
+        codes = blocks / torch.where(amax == 0, 1.0, step).unsqueeze(-2)
+    elements = _coded(codes, encoding.element).flatten(-3, -2)
+    return Quantized(elements, made, encoding=encoding)
 
 
 def _along_k(encoding: Encoding) -> Encoding:

@@ -102,6 +102,11 @@ class Element:
         return max(1, 8 // self.bits)
 
     @property
+    def holds_nan(self) -> bool:
+        """Whether one of its codes is NaN."""
+        return any(v != v for v in self.values)
+
+    @property
     def tile_order(self) -> CodeOrder | None:
         """How codes lie in a tile of `w16x64`; None if they have no order there."""
         return self.order or usual_order(self.bits)
@@ -166,7 +171,9 @@ class Scale:
     element to the largest, 0 among them; the zero points follow from the scales.
 
     signed: whether files may hold negative ones. rows: how many rows, from the first on, have equal
-    ones. recoding: of its bytes, in the tiles that CUDA's kernels read.
+    ones. short: whether the last block of a row may have fewer elements. recoding: of its bytes, in
+    the tiles that CUDA's kernels read. over(amax): what elements are multiplied by to become codes,
+    if this is the only scale; None: they are divided by the scale.
     """
 
     part: str
@@ -179,11 +186,15 @@ class Scale:
     zero_point: bool = False
     signed: bool = True
     rows: int = 1
+    short: bool = False
     recoding: Recoding = field(default=UNCHANGED, repr=False)
+    over: Callable[[Tensor], Tensor] | None = None
 
     def count(self, size: Any) -> Any:
         """How many of them `size` elements along the blocks have (int or SymInt)."""
-        return 1 if self.block == ROW else size // self.block
+        if self.block == ROW:
+            return 1
+        return -(-size // self.block) if self.short else size // self.block
 
 
 @dataclass(frozen=True)
@@ -276,8 +287,15 @@ class Encoding:
 
     @property
     def block(self) -> int:
-        """The number of which K is a multiple."""
+        """The number of which K is a multiple, unless last blocks may be short: then that of where
+        a matrix can be cut.
+        """
         return max([self.element.per_item, *(s.block for s in self.scales)])
+
+    @property
+    def multiple(self) -> int:
+        """The number of which K is a multiple."""
+        return max([self.element.per_item, *(s.block for s in self.scales if not s.short)])
 
     @property
     def weight_bits(self) -> float:
@@ -326,11 +344,11 @@ class Encoding:
     def need_whole(self, size: int, name: str = "") -> None:
         """ShapeError unless a size along the blocks, called `name`, is a multiple of the block."""
         name = name or ("N" if self.axis == -2 else "K")
-        if size % self.block != 0:
+        if size % self.multiple != 0:
             raise ShapeError(
                 f"{name} = {size}",
-                expected=f"a multiple of {self.block}, the block of {self.name}",
-                todo=f"pad {name} with zeros to a multiple of {self.block}, or keep this weight "
+                expected=f"a multiple of {self.multiple}, the block of {self.name}",
+                todo=f"pad {name} with zeros to a multiple of {self.multiple}, or keep this weight "
                 "in floating point",
                 where=self.name,
             )

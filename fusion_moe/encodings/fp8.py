@@ -6,11 +6,18 @@
                  float32        [..., N, 1]      fp8_channel: one for each row
     decode_scale float32        [...] or [..., S]   fp8_tensor: one for the matrix, or for each of S
                                                  runs of its rows
+    block_scale  float32        [..., M, K/128]  fp8_rows: one for 128 columns of a row, of
+                                                 activations
 
 A scale of 128 x 128 is stored for each of its rows, in 3 % of the weight's memory, so that rows of
 several matrices may be joined, divided and reordered as all others; files have it once. The last of
-them may cover fewer rows. Scales that are chosen here are float32(amax / 448), e8m0 rounded up as
-in MXFP8, and 1 for zeros. NaN is a code (0x7F, 0xFF) and stays NaN.
+them may cover fewer rows, or columns: K/128 is rounded up. Scales that are chosen here are
+float32(amax / 448), e8m0 rounded up as in MXFP8, and 1 for zeros. NaN is a code (0x7F, 0xFF) and
+stays NaN.
+
+In `fp8_rows` a scale is the least power of two with amax <= 448 scale, but 2^-127 at least, as in
+Transformer Engine and DeepGEMM: its numbers are exact in bfloat16, and dividing by a scale rounds
+nothing. A block with infinity or NaN has the scale NaN, so that all of it is NaN.
 
 >>> import torch
 >>> from fusion_moe.encodings import dequantize, quantize
@@ -23,6 +30,8 @@ in MXFP8, and 1 for zeros. NaN is a code (0x7F, 0xFF) and stays NaN.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,6 +39,7 @@ from .encoding import ROW, Encoding, Scale, register
 from .mxfp8 import E4M3, power_of_two
 
 BLOCK = 128  # rows and columns of a block
+_TO_448 = 0x1FFFFF  # added to the bits of a float, it raises the exponent of those above 1.75 * 2^n
 
 
 def _scale(amax: Tensor, outer: Tensor | float) -> Tensor:
@@ -37,14 +47,25 @@ def _scale(amax: Tensor, outer: Tensor | float) -> Tensor:
     return torch.where(amax == 0, 1.0, amax / torch.full_like(amax, E4M3.maximum))
 
 
-def _fp8(name: str, block: int, part: str = "block_scale", rows: int = 1) -> Encoding:
-    scale = Scale(part, torch.float32, block, _scale, signed=False, rows=rows)
+def _of_rows(amax: Tensor, outer: Tensor | float) -> Tensor:
+    exponent = ((amax.view(torch.int32) + _TO_448) >> 23) - 8
+    power = torch.where(exponent > 0, exponent << 23, 1 << 22).view(
+        torch.float32
+    )  # 1 << 22: 2^-127
+    return torch.where(amax == 0, 1.0, power.where(amax.isfinite(), torch.nan))
+
+
+def _fp8(
+    name: str, block: int, part: str = "block_scale", rows: int = 1, choose: Any = _scale
+) -> Encoding:
+    scale = Scale(part, torch.float32, block, choose, signed=False, rows=rows, short=block == BLOCK)
     return register(Encoding(name, E4M3, (scale,)))
 
 
 FP8 = _fp8("fp8", BLOCK, rows=BLOCK)
 FP8_CHANNEL = _fp8("fp8_channel", ROW)
 FP8_TENSOR = _fp8("fp8_tensor", 0, "decode_scale")
+FP8_ROWS = _fp8("fp8_rows", BLOCK, choose=_of_rows)
 FP8_E8M0 = register(
     Encoding(
         "fp8_e8m0",
@@ -58,6 +79,7 @@ FP8_E8M0 = register(
                 minimum=2.0**-127,
                 signed=False,
                 rows=BLOCK,
+                short=True,
             ),
         ),
     )

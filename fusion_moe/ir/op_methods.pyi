@@ -227,6 +227,16 @@ class Ops:
         elements are [..., K/2, N], strided so that the two codes of a byte still run along K
         and no byte has to move.
         """
+    @overload
+    def pack_for(self, x: Value, *parts: Value, encoding: str) -> Value:
+        """x float[..., N, K], the parts of its copy in an encoding -> that copy, mxfp8[..., N,
+        K]; its gradient is that of x, which is not read.
+        """
+    @overload
+    def pack_for(self, operands: Sequence[Operand], /, encoding: str) -> Value:
+        """x float[..., N, K], the parts of its copy in an encoding -> that copy, mxfp8[..., N,
+        K]; its gradient is that of x, which is not read.
+        """
     def unpack(self, x: Value, /) -> Any:
         """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]: all parts
         except the scales of whole matrices
@@ -276,8 +286,9 @@ class Ops:
         """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times its group's
         matrix. Layouts: how a and w are stored.
 
-        wgrad: for MXFP8 operands, what the gradient of w is made from: "mxfp8" or "bf16".
-        operands: "int8" rounds floats a and E2M1 codes w.
+        wgrad: for trained operands in 8 bits, what the gradient of w is made from: "mxfp8" or
+        "fp8", their own encodings, or "bf16". operands: "int8" rounds floats a and E2M1 codes
+        w.
         """
     def grouped_mm_t(
         self, a: Value, w: Value, ends: Value, /, w_layout: str = 'linear', wgrad: str = '',

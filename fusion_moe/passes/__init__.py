@@ -5,19 +5,19 @@
 from .assign_layouts import assign_layouts
 from .canonicalize import canonicalize
 from .contract_rounding import contract_rounding, dropped_roundings
-from .dequantize_operands import dequantize_operands
 from .gather_for_each import gather_for_each
+from .lower_operands import lower_operands
 from .simplify import simplify
 
-PASSES = (canonicalize, assign_layouts, dequantize_operands, simplify, gather_for_each)
+PASSES = (canonicalize, assign_layouts, lower_operands, simplify, gather_for_each)
 
 __all__ = [
     "PASSES",
     "assign_layouts",
     "canonicalize",
     "contract_rounding",
-    "dequantize_operands",
     "dropped_roundings",
     "gather_for_each",
+    "lower_operands",
     "simplify",
 ]

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..encodings import find
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
-from ..ir.kinds.quantized import TRAINED
 from ..ir.types import FLOATS
 from ..target import Target
 from .rewrite import rewrite
@@ -97,7 +97,13 @@ def _quantize(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[V
     """Scales depend on values, not on their dtype: an exact widening does nothing, as before
     products.
     """
-    return _product(fd, op, inputs) if op.attrs["encoding"] in TRAINED else None
+    of_matrix = any(part.of_matrix for part in find(op.attrs["encoding"]).parts)
+    return None if of_matrix else _product(fd, op, inputs)
+
+
+def _pack_for(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
+    """What it is for matters to derivatives only."""
+    return (fd.ops.pack(*inputs[1:], encoding=op.attrs["encoding"], layout="linear"),)
 
 
 def _gather(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
@@ -137,5 +143,6 @@ _RULES = {
     "partition": _partition,
     "index_select": _gather,
     "quantize": _quantize,
+    "pack_for": _pack_for,
     **dict.fromkeys(_PRODUCTS, _product),
 }

@@ -140,7 +140,7 @@ def _load(load: Load) -> str:
 
 # of products whose operands are rounded to 8 bits
 _EMULATED = (
-    "products of MXFP8 operands, multiplied as the bf16 numbers that these are: fidelity, not speed"
+    "products of operands in 8 bits, multiplied as the floats that these are: fidelity, not speed"
 )
 
 

@@ -14,6 +14,7 @@ from ..arch import Arch
 from ..backends import TARGETS, backend_for, cuda
 from ..errors import UnsupportedError
 from ..ir.core import Fusion
+from ..ir.kinds.quantized import format_of
 from ..ir.sizes import value
 from ..ir.text import text
 from ..ir.types import TensorType, plain
@@ -95,19 +96,23 @@ def weight_layouts(fusion: Fusion, to: Target) -> tuple[tuple[str, str], ...]:
     """(layout, what `prepare_` does about it) for encoded weights that are not in a target's layout
     but in one that `prepare_` knows.
     """
-    prepared = {target.weight_layout for target in TARGETS.values()} - {to.weight_layout}
-    weights = (product.weight.type for product in products(fusion) if product.weight is not None)
+    prepared = {target.weight_layout for target in TARGETS.values()}
+    found = (
+        (p.weight.type, to.layout_of(p.weight.type.dtype, format_of(p.a.type)))
+        for p in products(fusion)
+        if p.weight is not None
+    )
     return tuple(
         dict.fromkeys(
-            (w.layout, _what_prepare_does(w, to))
-            for w in weights
-            if w.quantized and w.layout in prepared and not set(w.symbols())
+            (w.layout, _what_prepare_does(w, wanted, to))
+            for w, wanted in found
+            if w.quantized and w.layout in prepared - {wanted} and not set(w.symbols())
         )
     )
 
 
-def _what_prepare_does(w: TensorType, to: Target) -> str:
-    layout = LAYOUTS[to.weight_layout]
+def _what_prepare_does(w: TensorType, wanted: str, to: Target) -> str:
+    layout = LAYOUTS[wanted]
     if layout is not LINEAR:
         n, k = (
             ceil_to(value(plain(d), {}), n) for d, n in zip(w.shape[1:], layout.tile, strict=True)
@@ -115,6 +120,6 @@ def _what_prepare_does(w: TensorType, to: Target) -> str:
         if why := layout.why_not(n, k, w.encoding):
             return f"prepare_ leaves them as they are: {why}"
     return (
-        f"fusion_moe.prepare_(model, {to.name!r}) reorders them to {to.weight_layout}, the "
+        f"fusion_moe.prepare_(model, {to.name!r}) reorders them to {wanted}, the "
         f"layout of {to.name}"
     )

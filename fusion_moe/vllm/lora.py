@@ -102,6 +102,7 @@ class Served:
         up = Slots(first, *size, self._w13_slices, alternate=bool(experts.interleave))
         down = Slots(second, *size)
         self.slots = up, down
+        self.factors = self._factors()
         self.w13_lora_a_stacked, self.w13_lora_b_stacked = up.a_slices, up.b_slices
         self.w2_lora_a_stacked, self.w2_lora_b_stacked = down.a_slices, down.b_slices
 
@@ -115,6 +116,12 @@ class Served:
         super().set_lora(index, lora_a, lora_b)  # type: ignore[misc]
         for b in (*self.w13_lora_b_stacked, *self.w2_lora_b_stacked):
             b[index].nan_to_num_()
+        self._update()
+
+    def reset_lora(self, index: int) -> None:
+        """Empties a slot, also for an adapter that has nothing for these experts."""
+        super().reset_lora(index)  # type: ignore[misc]
+        self._update()
 
     def set_mapping(self, punica_wrapper: Any) -> None:
         """punica_wrapper: what knows each token's slot. Compiles the kernels."""
@@ -134,7 +141,15 @@ class Served:
 
     def _arguments(self, tokens: int) -> dict[str, Tensor]:
         # padded as a graph's batch is, unlike what the wrapper's property returns
-        found = {"lora_of": self.punica_wrapper._token_lora_indices[:tokens]}
+        return {"lora_of": self.punica_wrapper._token_lora_indices[:tokens], **self.factors}
+
+    def _update(self) -> None:
+        for name, t in self._factors().items():
+            self.factors[name].copy_(t)
+
+    def _factors(self) -> dict[str, Tensor]:
+        """All slots, as `fused_experts` takes them: copies where weights are padded."""
+        found: dict[str, Tensor] = {}
         named = zip(("gate_up", "down"), self.experts.projections, self.slots, strict=True)
         for name, projection, slots in named:
             a, b = self.experts.padded_factors(projection, slots.a, slots.b)

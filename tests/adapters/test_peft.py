@@ -15,7 +15,6 @@ from torch import Tensor
 import fusion_moe
 from fusion_moe import nn
 from fusion_moe.encodings import dequantize
-from fusion_moe.errors import UnsupportedError
 from fusion_moe.nn.lora.files import load_lora_, save_lora
 
 TOKENS = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -102,70 +101,6 @@ def test_to_peft(targets, tmp_path):
     assert sum(p.numel() for n, p in wrapped.named_parameters() if "lora" in n) == sum(
         p.numel() for n, p in quantized.named_parameters() if "lora" in n
     )
-
-
-def on_attention(model: Any) -> Any:
-    import peft
-
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-
-
-def ours_then_pefts() -> Any:
-    model = quantized_and_decoded()[0]
-    nn.add_lora_(model, 2, 4)
-    return on_attention(model)
-
-
-def pefts_then_ours() -> Any:
-    wrapped = on_attention(quantized_and_decoded()[0])
-    nn.add_lora_(wrapped, 2, 4)
-    return wrapped
-
-
-@pytest.mark.judges("peft")
-@pytest.mark.parametrize("both", [ours_then_pefts, pefts_then_ours])
-def test_both_train_and_are_saved(both, tmp_path):
-    wrapped, other = both(), both()
-    trained = {n for n, p in wrapped.named_parameters() if p.requires_grad}
-    layer = "base_model.model.model.layers.0"
-    assert trained == {
-        *(f"{layer}.mlp.experts.{p}_lora.{f}" for p in ("gate_up", "down") for f in "AB"),
-        *(f"{layer}.self_attn.q_proj.lora_{f}.default.weight" for f in "AB"),
-    }
-    for name, p in wrapped.named_parameters():
-        if name in trained:
-            p.data.normal_(0, 0.2)
-    wrapped.save_pretrained(tmp_path)
-    other.load_adapter(tmp_path, "default", is_trainable=True)
-    assert torch.equal(logits(other), logits(wrapped))
-    assert {n for n, p in other.named_parameters() if p.requires_grad} == trained
-    with wrapped.disable_adapter():
-        assert torch.equal(logits(wrapped), logits(quantized_and_decoded()[0]))
-    with_both = logits(wrapped)
-    wrapped.merge_adapter()
-    # PEFT's, in bf16: ours stay beside the weights
-    assert (logits(wrapped) - with_both).norm() < 0.05 * with_both.norm()
-    assert wrapped.base_model.model.model.layers[0].mlp.experts.adapted
-
-
-@pytest.mark.judges("peft")
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"target_modules": "all-linear"},
-        {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]},
-    ],
-    ids=str,
-)
-def test_peft_does_not_adapt_codes(how):
-    import peft
-
-    says = (
-        r"NVFP4Experts: an adapter of another library on a parameter of nvfp4 codes; "
-        r"expected parameters that are numbers; fusion_moe.nn.add_lora_\(model\)"
-    )
-    with pytest.raises(UnsupportedError, match=says):
-        peft.get_peft_model(quantized_and_decoded()[0], peft.LoraConfig(r=2, **how))
 
 
 @pytest.mark.judges("peft")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fusion_moe import FusionDefinition
 from fusion_moe.backends.cxx.elements import Elements
 from fusion_moe.backends.cxx.indices import Number, Variable
@@ -35,6 +37,23 @@ def elements_of(build, shape=(7, 4), at=(M, J)) -> Elements:
     made = Elements(fusion, {v: v.name for v in fusion.inputs})
     made.of(fusion.outputs[0], at)
     return made
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_rows_of_codes_are_numbers_where_they_are_read(gathered):
+    fd = FusionDefinition()
+    codes = fd.define_tensor(shape=[7, 192], dtype="f8e4m3")
+    scales = fd.define_tensor(shape=[7, 2], dtype="f32")
+    index = fd.define_tensor(shape=[9], dtype="i32")
+    parts = [fd.ops.index_select(p, index, dim=0) if gathered else p for p in (codes, scales)]
+    rows = fd.ops.pack(*parts, encoding="fp8_rows", layout="linear")
+    fd.add_output(rows)
+    fusion = fd.fusion()
+    made = Elements(fusion, {v: v.name for v in fusion.inputs})
+    made.of(fusion.outputs[0], (M, J))
+    row, found = ("e0" if gathered else "m"), " ".join(made.lines)
+    assert f"e4m3_(i0[(({row} * 192) + j)]) * e" in found
+    assert f"i1[(({row} * 2) + (j / 128))]" in found
 
 
 def test_a_formula_reads_what_its_operands_read():

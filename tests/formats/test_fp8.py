@@ -1,20 +1,25 @@
 """FP8 with scales for 128 x 128, for rows, for a matrix, by numpy and ml_dtypes."""
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fusion_moe.encodings import (
     FP8,
     FP8_CHANNEL,
     FP8_E8M0,
+    FP8_ROWS,
     FP8_TENSOR,
     check_part_scales,
     dequantize,
     quantize,
 )
-from fusion_moe.errors import NonFiniteError, ShapeError
+from fusion_moe.errors import NonFiniteError
 from fusion_moe.layouts import W16X64
 
 ALL = (FP8, FP8_E8M0, FP8_CHANNEL, FP8_TENSOR)
@@ -40,9 +45,10 @@ def scales(x: np.ndarray, encoding) -> np.ndarray:
     return found
 
 
+@pytest.mark.parametrize("columns", [256, 300])
 @pytest.mark.parametrize("encoding", ALL, ids=lambda e: e.name)
-def test_by_ml_dtypes(encoding):
-    x = numbers(200, 256)  # the last block of rows is short
+def test_by_ml_dtypes(encoding, columns):
+    x = numbers(200, columns)  # the last block of rows is short, or also that of columns
     scale = scales(x.numpy(), encoding)
     codes = (x.numpy() / scale).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
     q = quantize(x, encoding)
@@ -73,10 +79,54 @@ def test_zeros_and_nan():
     assert dequantize(q).isnan().sum() == 2
 
 
+def of_row(row: np.ndarray) -> tuple[np.ndarray, list[float]]:
+    """The codes and scales of a row of activations, by Transformer Engine's published rule."""
+    codes, scales = [], []
+    for k in range(0, len(row), 128):
+        block = row[k : k + 128]
+        amax = np.abs(block).max()
+        if not np.isfinite(amax):
+            codes.append(np.full(len(block), np.nan))
+            scales.append(np.nan)
+            continue
+        factor = np.float32(1)
+        if amax > 0:
+            with np.errstate(over="ignore"):
+                factor = np.minimum(np.float32(448) / amax, np.finfo(np.float32).max)
+            factor = (np.array(factor).view(np.uint32) & 0xFF800000).view(np.float32)
+        codes.append(block * factor)
+        scales.append(np.float32(1) / factor)
+    return np.concatenate(codes).astype(ml_dtypes.float8_e4m3fn), scales
+
+
+@settings(max_examples=100)
+@given(
+    st.sampled_from((1, 127, 128, 129, 300)),
+    st.sampled_from((torch.bfloat16, torch.float16, torch.float32)),
+    st.integers(0, 2**31),
+    st.sampled_from((-130, -40, 0, 10, 120)),
+    st.sampled_from((None, 0.0, -0.0, 448.0, 449.0, 448.0 * 2**100, math.inf, -math.inf, math.nan)),
+)
+def test_rows(columns, dtype, seed, exponent, special):
+    g = torch.Generator().manual_seed(seed)
+    x = (torch.randn(3, columns, generator=g) * 2.0**exponent).to(dtype).nan_to_num()
+    if special is not None:
+        x[1] = 0
+        x[1, seed % columns] = special
+    q = quantize(x, FP8_ROWS)
+    numbers = dequantize(q)
+    for row, codes, scales, number in zip(x.float().numpy(), *q, numbers, strict=True):
+        wanted, of_blocks = of_row(row)
+        np.testing.assert_array_equal(scales.numpy(), of_blocks)
+        np.testing.assert_array_equal(codes.float().numpy(), wanted.astype(np.float32))
+        if np.isfinite(row).all() and np.abs(row).max() > 2.0**-100:
+            assert torch.equal(number.bfloat16().float(), number)  # what 16-bit kernels multiply
+
+
 def test_sizes_and_scales_that_are_refused():
-    with pytest.raises(ShapeError, match="fp8: K = 192; expected a multiple of 128"):
-        quantize(torch.ones(8, 192), FP8)
-    assert quantize(torch.ones(8, 100), FP8_CHANNEL).shape == (8, 100)
+    for encoding in (FP8, FP8_E8M0, FP8_ROWS, FP8_CHANNEL):
+        assert quantize(torch.ones(8, 100), encoding).shape == (8, 100)
+        assert (encoding.block, encoding.multiple) == (1 if encoding is FP8_CHANNEL else 128, 1)
     for bad in (float("nan"), float("inf"), -1.0):
         with pytest.raises(NonFiniteError, match="1 NaN|0 NaN and 1 negative"):
             check_part_scales(FP8.parts[1], torch.tensor([[1.0], [bad]]), "weight_scale_inv")

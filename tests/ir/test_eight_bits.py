@@ -1,9 +1,12 @@
-"""Products of MXFP8 operands: types, meaning and derivative, by loops in float64 that share no code
-with them.
+"""Products of operands in 8 bits: types, meaning and derivative, by loops in float64 that share no
+code with them.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
+import fp8_block
 import mxfp8
 import pytest
 import torch
@@ -15,36 +18,57 @@ from routings import Partition, partitions
 import fusion_moe
 from fusion_moe import FusionDefinition
 from fusion_moe.backends import TARGETS
-from fusion_moe.encodings import MXFP8, MXFP8_COLUMNS, dequantize, quantize
+from fusion_moe.encodings import (
+    FP8_COLUMNS,
+    FP8_COLUMNS_F32,
+    MXFP8,
+    MXFP8_COLUMNS,
+    dequantize,
+    quantize,
+)
 from fusion_moe.errors import DtypeError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.kinds import eight_bits
 from fusion_moe.ir.types import DTYPES
-from fusion_moe.passes import PASSES, dequantize_operands
+from fusion_moe.passes import PASSES, lower_operands
 
 K, N = 64, 96
+WIDE = 200, 144  # in FP8, with last blocks that are short
+# activation_format -> y, dx, dW of x, weight, dy, sizes
+PRODUCTS = {
+    "mxfp8": mxfp8.products,
+    "mxfp8_wgrad_bf16": partial(mxfp8.products, wgrad="bf16"),
+    "fp8_block": fp8_block.products,
+    "fp8_block_wgrad_bf16": partial(fp8_block.products, wgrad="bf16"),
+    "fp8_block_f32": partial(fp8_block.products, power_of_two=False),
+}
 FEW = partitions().filter(lambda partition: len(partition.sizes) < 10)
 LAYER = Partition((5, 0, 33, 64, 1), 3)
 
 
+def sizes_of(form: str) -> tuple[int, int]:
+    """K and N"""
+    return WIDE if form.startswith("fp8") else (K, N)
+
+
 def layer(
-    groups: int, wgrad: str = "mxfp8", transposed: bool = False, dtype: str = "bf16"
+    groups: int, form: str = "mxfp8", transposed: bool = False, dtype: str = "bf16"
 ) -> Fusion:
     """x [M, K], offs i32[G], weight [G, N, K] or [G, K, N] -> [M, N]"""
-    fd = FusionDefinition()
+    fd, (k, n) = FusionDefinition(), sizes_of(form)
     rows = fd.define_size("s0")
     x, offs = (
-        fd.define_tensor(shape=[rows, K], dtype=dtype),
+        fd.define_tensor(shape=[rows, k], dtype=dtype),
         fd.define_tensor(shape=[groups], dtype="i32"),
     )
     weight = fd.define_tensor(
-        shape=[groups, *((K, N) if transposed else (N, K))], dtype=dtype, role="weight"
+        shape=[groups, *((k, n) if transposed else (n, k))], dtype=dtype, role="weight"
     )
     ends = fd.groups_of(offs, rows)
     fd.add_output(
         fd.ops.cast(
-            eight_bits.product(fd, fd.partition_by(x, ends), weight, ends, wgrad, transposed),
+            eight_bits.product(fd, fd.partition_by(x, ends), weight, ends, form, transposed),
             dtype=dtype,
         )
     )
@@ -52,17 +76,18 @@ def layer(
 
 
 def operands(
-    partition: Partition, dtype: torch.dtype = torch.bfloat16
+    partition: Partition, dtype: torch.dtype = torch.bfloat16, form: str = "mxfp8"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [M, K], weight [G, N, K], dy [M, N]: rows of many magnitudes, NaN past the last end"""
     g, rows, groups = torch.Generator().manual_seed(0), partition.rows, len(partition.sizes)
+    k, n = sizes_of(form)
     x, dy = (
-        torch.randn(rows, n, generator=g) * 2.0 ** torch.randint(-5, 5, (rows, n), generator=g)
-        for n in (K, N)
+        torch.randn(rows, m, generator=g) * 2.0 ** torch.randint(-5, 5, (rows, m), generator=g)
+        for m in (k, n)
     )
     for t in (x, dy):
         t[rows - partition.spare :] = float("nan")
-    return x.to(dtype), (torch.randn(groups, N, K, generator=g) / 8).to(dtype), dy.to(dtype)
+    return x.to(dtype), (torch.randn(groups, n, k, generator=g) / 8).to(dtype), dy.to(dtype)
 
 
 def near(found: torch.Tensor, want: torch.Tensor) -> None:
@@ -76,37 +101,41 @@ def near(found: torch.Tensor, want: torch.Tensor) -> None:
     )
 
 
-@settings(max_examples=12)
-@given(FEW, st.sampled_from(("mxfp8", "bf16")), st.booleans())
-def test_products_and_gradients(partition, wgrad, transposed):
-    x, weight, dy = operands(partition)
-    fusion = layer(len(partition.sizes), wgrad, transposed)
+@settings(max_examples=20)
+@given(FEW, st.sampled_from(tuple(PRODUCTS)), st.booleans())
+def test_products_and_gradients(partition, form, transposed):
+    x, weight, dy = operands(partition, form=form)
+    fusion = layer(len(partition.sizes), form, transposed)
     given_ = (x, partition.ends, weight.mT.contiguous() if transposed else weight)
     derivative = differentiate(fusion, (0, 2))
     made = evaluate(derivative.forward, *given_)
     dx, dw = evaluate(derivative.backward, *derivative.read(given_, made), dy)
     for found, want in zip(
         (made[0], dx, dw.mT if transposed else dw),
-        mxfp8.products(x, weight, dy, partition.sizes, wgrad),
+        PRODUCTS[form](x, weight, dy, partition.sizes),
         strict=True,
     ):
         near(found, want)
 
 
 @pytest.mark.parametrize(
-    ("wgrad", "transposed", "dtype"),
+    ("form", "transposed", "dtype"),
     [
         ("mxfp8", False, "bf16"),
-        ("bf16", True, "bf16"),
+        ("mxfp8_wgrad_bf16", True, "bf16"),
         ("mxfp8", True, "f16"),
-        ("bf16", False, "f32"),
+        ("mxfp8_wgrad_bf16", False, "f32"),
+        ("fp8_block", False, "bf16"),
+        ("fp8_block_wgrad_bf16", True, "f16"),
+        ("fp8_block", True, "f32"),
+        ("fp8_block_f32", False, "bf16"),
     ],
 )
-def test_compiled_programs_give_the_same(wgrad, transposed, dtype):
+def test_compiled_programs_give_the_same(form, transposed, dtype):
     """Copies bit for bit, products as near as kernels are to their meaning."""
-    x, weight, dy = operands(LAYER, DTYPES[dtype])
+    x, weight, dy = operands(LAYER, DTYPES[dtype], form)
     given_ = (x, LAYER.ends, weight.mT.contiguous() if transposed else weight)
-    derivative = differentiate(layer(5, wgrad, transposed, dtype), (0, 2))
+    derivative = differentiate(layer(5, form, transposed, dtype), (0, 2))
     want = derivative.forward.evaluate(*given_)
     made = fusion_moe.run(derivative.forward, given_)
     assert_same_bits(made[1:], want[1:])
@@ -114,28 +143,34 @@ def test_compiled_programs_give_the_same(wgrad, transposed, dtype):
     found = (made[0], *fusion_moe.run(derivative.backward, [*read, dy]))
     for a, b in zip(found, (want[0], *derivative.backward.evaluate(*read, dy)), strict=True):
         near(a, b)
-    y, dx, dw = mxfp8.products(x, weight, dy, LAYER.sizes, wgrad)
+    y, dx, dw = PRODUCTS[form](x, weight, dy, LAYER.sizes)
     for a, b in zip(found, (y, dx, dw.mT if transposed else dw), strict=True):
         near(a, b)
 
 
 COPIES = ["f8e4m3[s0/g0, 64]", "f8e8m0[ceildiv(s0, 32) + 5, 64]"]
-# the inputs whose gradients are wanted, the wgrad: what the forward saves, the inputs that the
+COLUMNS = ["f8e4m3[s0/g0, 200]", "f32[ceildiv(s0, 128) + 5, 200]"]
+BLOCKS = ["f8e4m3[5, 144, 200]", "f8e8m0[5, 144, 2]"]
+# the inputs whose gradients are wanted, the format: what the forward saves, the inputs that the
 # backward reads, what it quantizes
 SAVED = {
     ((0,), "mxfp8"): ([], [1, 2], ["mxfp8", "mxfp8_columns"]),
-    ((0,), "bf16"): ([], [1, 2], ["mxfp8", "mxfp8_columns"]),
+    ((0,), "mxfp8_wgrad_bf16"): ([], [1, 2], ["mxfp8", "mxfp8_columns"]),
     ((2,), "mxfp8"): (COPIES, [1], ["mxfp8_columns"]),
-    ((2,), "bf16"): ([], [0, 1], []),
+    ((2,), "mxfp8_wgrad_bf16"): ([], [0, 1], []),
     ((0, 2), "mxfp8"): (COPIES, [1, 2], ["mxfp8", "mxfp8_columns", "mxfp8_columns"]),
-    ((0, 2), "bf16"): ([], [0, 1, 2], ["mxfp8", "mxfp8_columns"]),
+    ((0, 2), "mxfp8_wgrad_bf16"): ([], [0, 1, 2], ["mxfp8", "mxfp8_columns"]),
+    ((0,), "fp8_block"): (BLOCKS, [1], ["fp8_rows"]),
+    ((2,), "fp8_block"): (COLUMNS, [1], ["fp8_columns"]),
+    ((0, 2), "fp8_block"): ([*BLOCKS, *COLUMNS], [1], ["fp8_columns", "fp8_rows"]),
+    ((0, 2), "fp8_block_wgrad_bf16"): (BLOCKS, [0, 1], ["fp8_rows"]),
 }
 
 
 @pytest.mark.parametrize("wanted", SAVED)
 def test_what_is_saved_and_quantized(wanted):
     """Which copies there are follows from who wants a gradient. The copy of x is made in the
-    forward and saved; x itself is not.
+    forward and saved; x itself is not. Weights in FP8 are quantized once.
     """
     fusion, (saved, reads, quantized) = layer(5, wanted[1]), SAVED[wanted]
     derivative = differentiate(fusion, wanted[0])
@@ -145,13 +180,16 @@ def test_what_is_saved_and_quantized(wanted):
         [op.attrs["encoding"] for op in f.ops if op.kind.name == "quantize"]
         for f in (derivative.forward, derivative.backward)
     ]
-    assert kinds[0] == ["mxfp8", "mxfp8", *["mxfp8_columns"] * bool(saved)]
+    made = ["fp8_rows", "fp8_e8m0"] if wanted[1].startswith("fp8") else ["mxfp8", "mxfp8"]
+    columns = ["fp8_columns"] * (COLUMNS[0] in saved) + ["mxfp8_columns"] * (COPIES[0] in saved)
+    assert kinds[0] == [*made, *columns]
     assert sorted(kinds[1]) == quantized
 
 
-def test_the_passes_keep_every_bit():
-    x, weight, dy = operands(LAYER)
-    derivative = differentiate(layer(5), (0, 2))
+@pytest.mark.parametrize("form", ["mxfp8", "fp8_block", "fp8_block_f32"])
+def test_the_passes_keep_every_bit(form):
+    x, weight, dy = operands(LAYER, form=form)
+    derivative = differentiate(layer(5, form), (0, 2))
     made = derivative.forward.evaluate(x, LAYER.ends, weight)
     for fusion, inputs in (
         (derivative.forward, (x, LAYER.ends, weight)),
@@ -162,29 +200,26 @@ def test_the_passes_keep_every_bit():
             after = run(after, TARGETS["cpu"]).verify()
             assert_same_bits(evaluate(after, *inputs), want)
         assert not any(
-            eight_bits.is_one(v.type)
-            for op in after.ops
-            if op.kind.role == "grouped"
-            for v in op.values
+            v.type.quantized for op in after.ops if op.kind.role == "grouped" for v in op.values
         )
-        assert str(dequantize_operands(after, TARGETS["cpu"])) == str(after)
+        assert str(lower_operands(after, TARGETS["cpu"])) == str(after)
 
 
-@given(FEW)
-def test_blocks_begin_at_each_group(partition):
+@given(FEW, st.sampled_from((MXFP8_COLUMNS, FP8_COLUMNS, FP8_COLUMNS_F32)))
+def test_blocks_begin_at_each_group(partition, encoding):
     """The parts along rows of groups are those of each group by itself, padded with zeros."""
     x, *_ = operands(partition)
     fd = FusionDefinition()
     v, offs = fd.from_pytorch(x), fd.from_pytorch(partition.ends)
     ends = fd.groups_of(offs, partition.rows)
-    q = fd.ops.quantize(fd.partition_by(v, ends), ends, encoding="mxfp8_columns")
+    q = fd.ops.quantize(fd.partition_by(v, ends), ends, encoding=encoding.name)
     for out in (*fd.ops.unpack(q), fd.ops.dequantize(q, ends, dtype="f32")):
         fd.add_output(out)
     codes, _, numbers = evaluate(fd.fusion(), x, partition.ends)
     for _, rows in partition.runs:
         mine = x[rows]
         whole = quantize(
-            torch.cat([mine, mine.new_zeros(-len(mine) % 32, K)]), encoding=MXFP8_COLUMNS
+            torch.cat([mine, mine.new_zeros(-len(mine) % encoding.block, K)]), encoding=encoding
         )
         assert torch.equal(
             codes[rows].view(torch.uint8), whole.codes.view(torch.uint8)[: len(mine)]

@@ -89,6 +89,10 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
     ],
     "topk_weights_backward": [([X, (32, 2), (32, 2)], [{}])],
     "pack": list(parts()),
+    "pack_for": [
+        ([MATRICES, MATRICES, (2, 32, 1)], each("encoding", ("mxfp8", "fp8_e8m0", "fp8_rows"))),
+        ([X, X, (1, 32)], each("encoding", ("mxfp8_columns",))),
+    ],
     "unpack": [([x], [{}]) for x in (X, ROWS, MATRICES)],
     "decode_scale": [([x], each("encoding", ENCODINGS)) for x in (X, ROWS, MATRICES)],
     "quantize": [
@@ -110,10 +114,10 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
     "grouped_swizzle": [([ROWS, ENDS], each("layout", LAYOUTS))],
     "relayout": [([ROWS, ENDS], each("layout", LAYOUTS))],
     "grouped_mm": [
-        ([ROWS, MATRICES, ENDS], each("wgrad", ("", "mxfp8", "bf16"), operands=o))
+        ([ROWS, MATRICES, ENDS], each("wgrad", ("", "mxfp8", "fp8", "bf16"), operands=o))
         for o in ("", "int8")
     ],
-    "grouped_mm_t": [([ROWS, MATRICES, ENDS], each("wgrad", ("", "mxfp8", "bf16")))],
+    "grouped_mm_t": [([ROWS, MATRICES, ENDS], each("wgrad", ("", "mxfp8", "fp8", "bf16")))],
     "grouped_outer": [([ROWS, ROWS, ENDS], [{}])],
     "group_add": [([ROWS, (2, 32), ENDS], [{}])],
     "group_sum": [([ROWS, ENDS], [{}])],

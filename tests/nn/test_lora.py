@@ -112,8 +112,8 @@ def test_frozen_adapters_in_training_mode_are_a_warning(caplog):
     assert "frozen" not in caplog.text
     module.train()(*routed(E, H))
     assert (
-        "training mode, but the adapters of Experts are frozen: call add_lora_ after what "
-        "freezes a model"
+        "training mode, but the adapters of Experts are frozen: add them after what freezes a "
+        "model, and load them to train"
     ) in caplog.text
 
 

@@ -27,7 +27,7 @@ STAGES = [
             "translated",
             "canonicalize",
             "assign_layouts",
-            "dequantize_operands",
+            "lower_operands",
             "simplify",
             "gather_for_each",
         )

@@ -117,13 +117,22 @@ def test_the_page_of_serving(written):
             "reserved_gib": 3.0,
             "decode": {"1": times, "8": times},
             "prefill": times,
-            "lengths": {"longest_extra_ms": 12.0},
+            "lengths": {"longest_extra_ms": 12.0, "longest_ratio": 1.25},
             "numbers": [{"tokens": [1, 2], "logprobs": [logprob]}],
         }
 
     kinds = {"fusion_moe": engine(2.0, -1.0), "vllm": engine(3.0, -1.5), "marlin": engine(4.0, -1)}
-    serving_page.page({"versions": {"vllm": "0.32.0"}, "engines": {"nvfp4": kinds}})
+    kinds["adapters"] = (slow := engine(2.5, -1.0)) | {"adapted": slow["decode"]}
+    soaked = {"seconds": 9.0, "clients": 64, "malformed": {"refused with 400": 3}, "answers": 5}
+    soaked |= {"apart": [0.03] * 999, "most apart": 0.1, "grown_mib": [0, 1]}
+    soaked |= {"restart_s": 70.0, "apart after a restart": 0.0}
+    servers = {"nvfp4": {"fusion_moe": {"start_s": 60.0, "soak": soaked}}}
+    record = {"versions": {"vllm": "0.32.0"}, "engines": {"nvfp4": kinds}, "servers": servers}
+    serving_page.page(record)
     text = (written / "serving.md").read_text()
     assert "| ratio by the GPU | 1.50x | 1.50x | 1.50x |" in text
     assert "| fusion_moe, ms by the GPU, experts alone | 1.1 | 1.1 | 1.1 |" in text
+    assert "| adapters, in all requests, ms by the clock | 2.5 | 2.5 |  |" in text
+    assert "| 60 | 3.00 | 12 | 1.25x |" in text
+    assert "Malformed: 3 refused with 400. Memory grew by 0 MiB on the GPU, 1 on the host." in text
     assert "with vllm by 0.5000 on average, 0.500 at most; the same 24 tokens for 1 of 1" in text

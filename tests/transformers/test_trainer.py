@@ -246,7 +246,7 @@ def test_both_adapters_resume(tmp_path):
     trainer_of(there, tmp_path / "b").train(
         resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2")
     )
-    assert model.base_model.model.model.layers[0].mlp.experts.down_lora.B.any()
+    assert model.base_model.model.model.layers[0].mlp.experts.B.any()
     assert_equal(there, model)
 
 

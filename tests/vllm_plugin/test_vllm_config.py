@@ -31,6 +31,7 @@ from vllm.model_executor.layers.fused_moe.config import (
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
+from fusion_moe import options
 from fusion_moe.checkpoints.schemes import Direction
 from fusion_moe.encodings import FP8, NVFP4, Quantized, quantize
 from fusion_moe.errors import (
@@ -41,7 +42,7 @@ from fusion_moe.errors import (
     UnsupportedError,
 )
 from fusion_moe.ir.activation import read
-from fusion_moe.nn import swiglu
+from fusion_moe.nn import Experts, prepare_, swiglu
 from fusion_moe.vllm import register
 from fusion_moe.vllm.compressed_tensors import (
     FusionMoeInt4Method,
@@ -356,6 +357,47 @@ def test_slots_of_adapters(slices: int, alternate: bool) -> None:
         want = torch.stack(parts, 2).flatten(1, 2) if alternate else torch.cat(parts, 1)
         of = made.of == slot
         torch.testing.assert_close(made.b[..., of] @ made.a[:, of], want)
+
+
+def test_adapters_of_padded_weights() -> None:
+    """What vLLM writes to a slot is added as without padding, from the memory that was there before
+    it was written.
+    """
+    from fusion_moe.vllm.lora import FusedMoEWithLoRA
+
+    count, hidden, inner, rank, g = 4, 80, 48, 8, torch.Generator().manual_seed(0)
+    up, down = (
+        quantize(torch.randn(shape, generator=g), NVFP4)
+        for shape in ((count, 2 * inner, hidden), (count, hidden, inner))
+    )
+    a = [torch.randn(count, rank, k, generator=g) for k in (hidden, inner, hidden)]
+    b = [torch.randn(count, n, rank, generator=g) for n in (inner, hidden, inner)]
+    x, w = torch.randn(3, hidden, generator=g).bfloat16(), torch.rand(3, 2, generator=g)
+    ids, given = torch.tensor([[0, 1], [2, 3], [3, 1]]), {"max_loras": 2, "max_lora_rank": rank}
+    results = []
+    for padded in False, True:
+        experts = Experts(up, down)
+        if padded:
+            prepare_(experts, "cuda")
+        assert bool(experts.paddings) == padded
+        moe = layer(hidden_dim=hidden, intermediate_size=inner)
+        routed = SimpleNamespace(fusion_moe=experts)
+        made = FusedMoEWithLoRA(
+            SimpleNamespace(routed_experts=routed, moe_config=moe, _shared_experts=None)
+        )
+        made.create_lora_weights(2, LoRAConfig(lora_dtype="bfloat16", **given))
+        made.punica_wrapper = SimpleNamespace(_token_lora_indices=torch.tensor([1, 0, 1, 0]))
+        arguments = made._arguments(len(x))
+        with options.override(target="reference"):
+            results.append(experts(x, ids, w, arguments))
+            made.set_lora(1, [t.bfloat16() for t in a], [t.bfloat16() for t in b])
+            results.append(experts(x, ids, w, arguments))
+            made.reset_lora(1)
+            assert torch.equal(experts(x, ids, w, arguments), results[-2])
+    zeros, found, zeros_padded, found_padded = results
+    assert torch.equal(zeros, zeros_padded)
+    assert torch.equal(found, found_padded)
+    assert [torch.equal(*rows) for rows in zip(zeros, found, strict=True)] == [False, True, False]
 
 
 def test_ranks_with_tokens_of_their_own_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

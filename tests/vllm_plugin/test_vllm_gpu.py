@@ -14,6 +14,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 from files import MADE
 from served import (
     compressed_tensors_demo,
+    deepseek_v3,
+    deepseek_v4,
     fp8_channels_demo,
     fp8_demo,
     fp8_modelopt_demo,
@@ -25,7 +27,9 @@ from served import (
     mxfp4_demo,
 )
 from test_vllm_reload import an_engine_reloads
-from test_vllm_serving import PROMPTS, generated, serves_adapters
+from test_vllm_serving import PROMPTS, differences, generated, serves_adapters
+from vllm.utils.import_utils import has_deep_gemm
+from vllm.v1.attention.ops.flashmla import is_flashmla_sparse_supported
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 DEFAULT: dict[str, Any] = {
@@ -54,6 +58,7 @@ def near(directory: Path, folder: Path, found: list[dict[str, Any]]) -> None:
         fp8_modelopt_demo,
         fp8_channels_demo,
         gemma4,
+        deepseek_v3,
     ],
 )
 def test_directories(write: Any, tmp_path: Path) -> None:
@@ -68,6 +73,9 @@ def test_directories(write: Any, tmp_path: Path) -> None:
     "name",
     [
         "modelopt-mixtral",
+        "modelopt-qwen3_moe",
+        "modelopt-llama4_text",
+        "ct-gpt_oss",
         pytest.param(
             "modelopt-gpt_oss",
             marks=pytest.mark.xfail(
@@ -82,6 +90,20 @@ def test_made_by_other_packages(name: str, tmp_path: Path) -> None:
     found, log = generated(MADE / name, **DEFAULT)
     assert ", on cuda" in log
     near(MADE / name, tmp_path, found)
+
+
+@pytest.mark.skipif(
+    not (is_flashmla_sparse_supported()[0] and has_deep_gemm()),
+    reason="vLLM's attention of DeepSeek-V4 needs FlashMLA and DeepGEMM",
+)
+def test_deepseek_v4(tmp_path: Path) -> None:
+    """As published. vLLM attends over keys and values in FP8."""
+    directory = deepseek_v4(tmp_path)
+    found, log = generated(directory, **DEFAULT)
+    assert "fusion_moe serves experts in mxfp4" in log
+    mean, largest = differences(directory, tmp_path, found)
+    assert mean <= 0.08
+    assert largest <= 0.3
 
 
 def test_captured_graphs_read_reloaded_weights(tmp_path: Path) -> None:

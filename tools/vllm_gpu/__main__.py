@@ -8,6 +8,8 @@ experts, then a server with clients. FOLDER/serving.json keeps the last run of e
 benchmarks/results/serving.md is written from it; --page only does that. --together starts the
 engines of all kinds at the same time, which takes more of the GPU's memory, and measures them one
 at a time. --ranks measures engines that divide each expert (tp) or the experts (ep) between GPUs.
+The kind "adapters" is an engine of ours that has an adapter of experts, which no request asks for,
+and then all.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ import models
 import page
 import server
 
-OURS = "fusion_moe"
-# kinds of experts: vLLM's options
+OURS, ADAPTERS = page.OURS, page.ADAPTERS
+# kinds of experts: options of vLLM, or of engine.py
 KINDS = {OURS: ["--quantization", OURS], "vllm": [], "marlin": ["--moe-backend", "marlin"]}
+ENGINES = KINDS | {ADAPTERS: [*KINDS[OURS], "--adapter"]}
 CLIENTS, PORT = (16, 64), 8123
 RANKS = {
     f"{name}{n}": ["--tensor-parallel-size", str(n), *more]
@@ -42,8 +45,8 @@ RANKS = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="vllm_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--models", nargs="+", choices=models.NAMES, default=models.NAMES)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--models", nargs="+", choices=models.NAMES, default=["nvfp4", "mxfp4"])
+    parser.add_argument("--kinds", nargs="+", choices=ENGINES, default=list(KINDS))
     parser.add_argument("--layers", type=int)
     parser.add_argument(
         "--ranks",
@@ -93,7 +96,7 @@ def _engines(asked: argparse.Namespace, made: dict[str, Path]) -> dict[str, dict
             for stale in out, ready:
                 stale.unlink(missing_ok=True)
             command = [sys.executable, str(Path(__file__).parent / "engine.py"), str(path)]
-            command += [*KINDS[kind], *RANKS[ranks], "--out", str(out)]
+            command += [*ENGINES[kind], *RANKS[ranks], "--out", str(out)]
             command += ["--lengths", str(asked.lengths)]
             command += ["--turn", str(turn)] if asked.together else []
             with out.with_suffix(".log").open("w") as log:
@@ -122,14 +125,15 @@ def _servers(asked: argparse.Namespace, path: Path) -> dict[str, Any]:
             if "server" in asked.parts:
                 found[kind] |= {str(n): server.latencies(running, n) for n in CLIENTS}
             if asked.soak:
-                found[kind]["soak"] = server.soak(running, CLIENTS[-1], asked.soak)
+                found[kind]["soak"], prompts, alone = server.soak(running, CLIENTS[-1], asked.soak)
         # it was killed; another one finds its caches
         if asked.soak and kind == OURS:
             with server.serving(path, PORT, *KINDS[kind]) as running:
-                soaked = found[kind]["soak"]
-                tokens = [token for token, _ in running.greedy(soaked["prompt"])]
-                soaked["same after a restart"] = tokens == [t for t, _ in soaked["alone"]]
-                soaked["restart_s"] = running.start_s
+                again = [running.greedy(prompt) for prompt in prompts]
+                found[kind]["soak"] |= {
+                    "restart_s": running.start_s,
+                    "apart after a restart": max(map(server.apart, again, alone)),
+                }
     return found
 
 

@@ -5,6 +5,7 @@
 Prompts are token ids. `--turn FILE`: engines that start side by side are measured one at a time,
 under a lock of this file, once it says "all are ready". With `--tensor-parallel-size` the ranks are
 processes of their own, whose kernels this one does not see: there are times by the clock alone.
+With `--adapter`, decoding is measured once more, all requests with an adapter of experts.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ os.environ |= {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 
+import models
 import torch
 from torch.profiler import ProfilerActivity, profile
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 SEQUENCES, PREFILL, LONGEST = (1, 8, 64, 256), 8191, 8192
 _SHORT, _LONG = 32, 96  # generated tokens: a step is their difference in time
@@ -56,6 +59,7 @@ class Engine:
         )
         self.start_s = time.perf_counter() - begun
         self.is_here = options.get("tensor_parallel_size", 1) == 1
+        self.adapter: LoRARequest | None = None  # of all requests
         self.vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
 
     def prompts(self, count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
@@ -71,7 +75,7 @@ class Engine:
         wanted = SamplingParams(
             max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, **asked
         )
-        return self.llm.generate(prompts, wanted, use_tqdm=False)
+        return self.llm.generate(prompts, wanted, use_tqdm=False, lora_request=self.adapter)
 
     def seconds(self, prompts: Any, tokens: int) -> float:
         """The time of a call of `generate`."""
@@ -140,25 +144,27 @@ def _times(seconds: Sequence[float], kernels: Mapping[str, float]) -> dict[str, 
 
 def lengths(engine: Engine, count: int) -> dict[str, Any]:
     """Prompts of drawn lengths that the engine has not had: how long the first time takes, beside
-    the second.
+    the median of further times.
     """
     drawn = random.Random(7).sample(range(1, LONGEST), count)
     found = []
     for n in drawn:
         prompts = engine.prompts(1, n, seed=n)
-        found.append((n, 1e3 * engine.seconds(prompts, 1), 1e3 * engine.seconds(prompts, 1)))
-    extra = [first - second for _, first, second in found]
+        first, *further = (1e3 * engine.seconds(prompts, 1) for _ in range(1 + _TIMES))
+        found.append((n, first, statistics.median(further)))
+    extra = [first - usual for _, first, usual in found]
     return {
         "longest_extra_ms": max(extra),
         "median_extra_ms": statistics.median(extra),
+        "longest_ratio": max(first / usual for _, first, usual in found),
         "all": found,
     }
 
 
-def measured(engine: Engine, count: int) -> dict[str, Any]:
+def measured(engine: Engine, count: int, adapter: Path | None) -> dict[str, Any]:
     """Everything of an engine, with this many lengths of prompts."""
     engine.generate(engine.prompts(2, 20, seed=1), 4)
-    return {
+    found = {
         "start_s": engine.start_s,
         "gpu": torch.cuda.get_device_name(),
         "reserved_gib": torch.cuda.memory_reserved() / 2**30 - 2 if engine.is_here else None,
@@ -167,6 +173,10 @@ def measured(engine: Engine, count: int) -> dict[str, Any]:
         "prefill": prefill(engine),
         "lengths": lengths(engine, count),
     }
+    if adapter is not None:
+        engine.adapter = LoRARequest("adapter", 1, str(adapter))
+        found["adapted"] = {n: decode(engine, n) for n in SEQUENCES}
+    return found
 
 
 def main() -> None:
@@ -176,15 +186,20 @@ def main() -> None:
     parser.add_argument("--moe-backend")
     parser.add_argument("--tensor-parallel-size", type=int)
     parser.add_argument("--enable-expert-parallel", action="store_true")
+    parser.add_argument("--adapter", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--lengths", type=int, default=500)
     parser.add_argument("--turn", type=Path)
     asked = parser.parse_args()
     names = "quantization", "moe_backend", "tensor_parallel_size", "enable_expert_parallel"
     given = {name: getattr(asked, name) for name in names if getattr(asked, name)}
+    adapter = models.adapter(Path(asked.model)) if asked.adapter else None
+    if adapter:
+        given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": models.RANK}
+        given["lora_target_modules"] = ["experts"]
     engine = Engine(asked.model, **given)
     with _turn(asked.turn, asked.out):
-        asked.out.write_text(json.dumps(measured(engine, asked.lengths)))
+        asked.out.write_text(json.dumps(measured(engine, asked.lengths, adapter)))
 
 
 @contextmanager

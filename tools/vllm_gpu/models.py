@@ -3,10 +3,12 @@
 nvfp4     16 of the 48 layers of Qwen3-30B-A3B in ModelOpt's NVFP4
 nvfp4-48  all of them
 mxfp4     8 of the 24 layers of gpt-oss-20b in its own MXFP4
+fp8       16 layers of Qwen3-30B-A3B with experts in FP8, a scale for each 128 x 128
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+RANK = 16  # of adapters
 _QWEN3 = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -100,6 +103,28 @@ def make(folder: Path, name: str, layers: int | None = None) -> Path:
     return made
 
 
+def adapter(model: Path) -> Path:
+    """Writes model/adapter unless it is there: PEFT's files of a model of Qwen3, with factors for
+    each of its experts.
+    """
+    made, config = model / "adapter", json.loads((model / "config.json").read_text())
+    if made.exists():
+        return made
+    g, tensors, experts = torch.Generator().manual_seed(0), Tensors(), config["num_experts"]
+    for i, (name, n, k) in itertools.product(
+        range(config["num_hidden_layers"]), _projections(config)
+    ):
+        for factor, shape in ("A", (RANK, k)), ("B", (n, RANK)):
+            for e, t in enumerate(_normal(g, experts, *shape)):
+                where = f"base_model.model.model.layers.{i}.mlp.experts.{e}.{name}"
+                tensors[f"{where}.lora_{factor}.weight"] = t.clone()
+    made.mkdir()
+    save_file(tensors, made / "adapter_model.safetensors")
+    written = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["experts"]}
+    (made / "adapter_config.json").write_text(json.dumps(written))
+    return made
+
+
 def _tokenizer(size: int) -> Tokenizer:
     """Token i is the word "ti"."""
     made = Tokenizer(models.WordLevel({f"t{i}": i for i in range(size)}, unk_token="t0"))
@@ -143,33 +168,45 @@ def _attention(
 
 
 def _qwen3_layer(config: dict[str, Any], i: int, g: torch.Generator) -> Tensors:
-    layer, hidden, inner = (
-        f"model.layers.{i}",
-        config["hidden_size"],
-        config["moe_intermediate_size"],
-    )
+    layer, hidden = f"model.layers.{i}", config["hidden_size"]
     experts, ones = config["num_experts"], torch.ones(config["head_dim"], dtype=torch.bfloat16)
     made = dict(_attention(config, layer, g))
     made |= {f"{layer}.self_attn.{name}_norm.weight": ones.clone() for name in "qk"}
     made[f"{layer}.mlp.gate.weight"] = _normal(g, experts, hidden)
-    for name, n, k in (
-        ("gate_proj", inner, hidden),
-        ("up_proj", inner, hidden),
-        ("down_proj", hidden, inner),
-    ):
-        codes = _bytes(g, experts, n, k // 2).cpu()
-        scales = torch.rand(experts, n, k // 16, device=g.device, generator=g) * 200 + 56
-        scales = scales.to(torch.float8_e4m3fn).cpu()
-        for e in range(experts):
-            weight = f"{layer}.mlp.experts.{e}.{name}"
-            made |= {
-                f"{weight}.weight": codes[e],
-                f"{weight}.weight_scale": scales[e],
-                # codes are 2.9 and scales 156 on average, weights then 0.02
-                f"{weight}.weight_scale_2": torch.tensor(0.02 / 2.9 / 156),
-                f"{weight}.input_scale": torch.tensor(0.01),
-            }
+    parts = _PARTS[config["quantization_config"]["quant_method"]]
+    for name, n, k in _projections(config):
+        for suffix, of in parts(g, experts, n, k).items():
+            made |= {f"{layer}.mlp.experts.{e}.{name}.{suffix}": t for e, t in enumerate(of)}
     return made
+
+
+def _projections(config: dict[str, Any]) -> list[tuple[str, int, int]]:
+    """Names of an expert's weights, and their rows and columns."""
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    up = [(f"{name}_proj", inner, hidden) for name in ("gate", "up")]
+    return [*up, ("down_proj", hidden, inner)]
+
+
+def _nvfp4(g: torch.Generator, experts: int, n: int, k: int) -> Tensors:
+    scales = torch.rand(experts, n, k // 16, device=g.device, generator=g) * 200 + 56
+    return {
+        "weight": _bytes(g, experts, n, k // 2).cpu(),
+        "weight_scale": scales.to(torch.float8_e4m3fn).cpu(),
+        # codes are 2.9 and scales 156 on average, weights then 0.02
+        "weight_scale_2": torch.full((experts,), 0.02 / 2.9 / 156),
+        "input_scale": torch.full((experts,), 0.01),
+    }
+
+
+def _fp8(g: torch.Generator, experts: int, n: int, k: int) -> Tensors:
+    scales = torch.rand(experts, n // 128, k // 128, device=g.device, generator=g)
+    return {
+        "weight": _normal(g, experts, n, k, std=100.0).to(torch.float8_e4m3fn).cpu(),
+        "weight_scale_inv": (scales + 0.5).mul(2e-4).cpu(),
+    }
+
+
+_PARTS = {"modelopt": _nvfp4, "fp8": _fp8}
 
 
 def _gpt_oss_layer(config: dict[str, Any], i: int, g: torch.Generator) -> Tensors:
@@ -203,6 +240,17 @@ def _nvfp4_config() -> dict[str, Any]:
     }
 
 
+_FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": [
+        "lm_head",
+        *(f"model.layers.{i}.mlp.gate" for i in range(48)),
+        *(f"model.layers.{i}.self_attn.{p}_proj" for i in range(48) for p in "qkvo"),
+    ],
+}
 _FLOATS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 _MODELS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any], int, torch.Generator], Tensors]]]
 _MODELS = {
@@ -216,5 +264,6 @@ _MODELS = {
         | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": _FLOATS}},
         _gpt_oss_layer,
     ),
+    "fp8": (_QWEN3 | {"quantization_config": _FP8}, _qwen3_layer),
 }
 NAMES = tuple(_MODELS)

@@ -10,11 +10,13 @@ from typing import Any
 
 from results import table, write
 
-OURS = "fusion_moe"
-# kernels of experts: this library's, Humming's, triton_kernels', Marlin's; no choice of experts
+OURS, ADAPTERS = "fusion_moe", "adapters"
+# kernels of experts: this library's, Humming's, Triton's, triton_kernels', Marlin's; no choice of
+# experts
 _EXPERTS = re.compile(
     "^(small_m|large_m|combine|route|reorder_activations)"
     "|humming|process_input|moe_align|count_and_sort|moe_fused_mul_sum"
+    "|fused_moe_kernel|per_token_group_quant|act_and_mul|moe_sum"
     "|_matmul_ogs|_reduce_grouped|_combined_routing|_sum_bitmatrix|[mM]arlin"
 )
 Found = Mapping[str, Any]
@@ -36,9 +38,8 @@ def _engine(kinds: Found) -> str:
     first = next(iter(kinds.values()))
     cells = [*(("decode", n) for n in first["decode"]), ("prefill", None)]
 
-    def of(kind: str, cell: tuple[str, Any], what: str) -> float:
-        found = kinds[kind][cell[0]]
-        found = found if cell[1] is None else found[cell[1]]
+    def of(found: Found, cell: tuple[str, Any], what: str) -> float:
+        found = found[cell[0]] if cell[1] is None else found[cell[0]][cell[1]]
         if what == "clock":
             return statistics.median(found["ms"])
         if what == "GPU":
@@ -49,23 +50,28 @@ def _engine(kinds: Found) -> str:
     rows = []
     here = bool(first["prefill"]["gpu_us"])
     for what in ("clock", "GPU", "GPU, experts alone") if here else ("clock",):
-        times = {kind: [of(kind, cell, what) for cell in cells] for kind in kinds}
-        others = [found for kind, found in times.items() if kind != OURS]
+        times = {k: [of(found, cell, what) for cell in cells] for k, found in kinds.items()}
+        others = [found for kind, found in times.items() if kind not in (OURS, ADAPTERS)]
         rows += [[f"{kind}, ms by the {what}", *map(_ms, found)] for kind, found in times.items()]
         if OURS in times and others:
             best = [min(found) for found in zip(*others, strict=True)]
             ratios = (b / t for b, t in zip(best, times[OURS], strict=True))
             rows.append([f"ratio by the {what}", *(f"{ratio:.2f}x" for ratio in ratios)])
+        if adapted := kinds.get(ADAPTERS, {}).get("adapted"):
+            found = (of(adapted, (n, None), what) for n in adapted)
+            rows.append([f"{ADAPTERS}, in all requests, ms by the {what}", *map(_ms, found), ""])
     other = [
         [
             kind,
             f"{found['start_s']:.0f}",
             "" if found["reserved_gib"] is None else f"{found['reserved_gib']:.2f}",
             f"{found['lengths']['longest_extra_ms']:.0f}",
+            f"{ratio:.2f}x" if (ratio := found["lengths"].get("longest_ratio")) else "",
         ]
         for kind, found in kinds.items()
     ]
     legend = "start, s", "memory without the cache, GiB", "longest extra of a new length, ms"
+    legend += ("longest time of one, by the median",)
     return table(head, rows) + "\n\n" + table(["experts", *legend], other)
 
 
@@ -112,9 +118,10 @@ def _soaks(kinds: Found) -> Iterator[str]:
         if soaked := found.get("soak"):
             refused = ", ".join(f"{n} {how}" for how, n in sorted(soaked["malformed"].items()))
             median, high = (soaked["apart"][i] for i in (499, 989))
+            gpu, host = soaked["grown_mib"]
             again = (
-                f" After kill -9 a new server started in {soaked['restart_s']:.0f} s; the same "
-                f"tokens: {soaked['same after a restart']}."
+                f" After kill -9 a new server started in {soaked['restart_s']:.0f} s; its answers "
+                f"to single requests: {soaked['apart after a restart']:.3f} apart at most."
                 if "restart_s" in soaked
                 else ""
             )
@@ -122,8 +129,8 @@ def _soaks(kinds: Found) -> Iterator[str]:
                 f"{kind}, {soaked['clients']} clients for {soaked['seconds']:.0f} s: "
                 f"{soaked['answers']} answers, log-probabilities of 64 tokens apart from those of "
                 f"single requests by at most {median:.3f} (median), {high:.3f} (99 %), "
-                f"{soaked['most apart']:.3f} (all). Malformed: {refused}. GPU memory grew by "
-                f"{soaked['grown_mib']} MiB.{again}"
+                f"{soaked['most apart']:.3f} (all). Malformed: {refused}. Memory grew by {gpu} MiB "
+                f"on the GPU, {host} on the host.{again}"
             )
 
 

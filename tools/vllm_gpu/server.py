@@ -18,13 +18,14 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 _START_S, _ANSWER_S = 600, 300
 _PROMPTS, _TOKENS = 48, 64
-# a request that is refused, and how
+Answer = list[tuple[str, float]]  # tokens and their log-probabilities
+# requests that are refused
 _MALFORMED: tuple[dict[str, Any] | bytes, ...] = (
     b"{",
     {"prompt": [10**9]},
@@ -72,6 +73,17 @@ class Server:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    def memory_mib(self) -> tuple[int, int]:
+        """Of the GPUs, and of the host's that the server's processes do not share."""
+        asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+        host = 0
+        for status in Path("/proc").glob("[0-9]*/smaps_rollup"):
+            with suppress(OSError):  # of processes that end meanwhile
+                if os.getsid(int(status.parent.name)) == self.process.pid:
+                    host += int(status.read_text().split("Private_Dirty:")[1].split()[0])
+        return sum(map(int, said.split())), host // 1024
+
     def post(self, body: dict[str, Any] | bytes) -> Any:
         """The answer to a completion. urllib.error.HTTPError for one that is refused."""
         if isinstance(body, dict):
@@ -84,8 +96,8 @@ class Server:
         with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
             return json.load(answer)
 
-    def greedy(self, prompt: list[int]) -> list[tuple[str, float]]:
-        """Tokens and their log-probabilities."""
+    def greedy(self, prompt: list[int]) -> Answer:
+        """The answer of 64 tokens."""
         asked = {"prompt": prompt, "max_tokens": _TOKENS, "temperature": 0, "logprobs": 0}
         said = self.post(asked | {"ignore_eos": True})["choices"][0]["logprobs"]
         return list(zip(said["tokens"], said["token_logprobs"], strict=True))
@@ -120,11 +132,12 @@ def latencies(server: Server, clients: int) -> dict[str, float]:
     return {name: found[name] for name in wanted}
 
 
-def soak(server: Server, clients: int, seconds: float) -> dict[str, Any]:
+def soak(
+    server: Server, clients: int, seconds: float
+) -> tuple[dict[str, Any], list[list[int]], list[Answer]]:
     """Clients that ask until the time is over. Returns what happened to malformed requests, the
-    growth of the GPU's memory, and of each answer how far it is from that to a single request: the
-    largest difference of a log-probability up to the first other token, and of that. Sums of a
-    batch have another order, so another token is right where two are as likely.
+    growth of memory, and how far answers are from those to single requests; prompts, and the
+    answers to single requests.
     """
     drawn = random.Random(0)
     prompts = [
@@ -132,9 +145,9 @@ def soak(server: Server, clients: int, seconds: float) -> dict[str, Any]:
         for _ in range(_PROMPTS)
     ]
     alone = [server.greedy(prompt) for prompt in prompts]
-    until, before = time.monotonic() + seconds, _memory_mib()
+    until, before = time.monotonic() + seconds, server.memory_mib()
 
-    malformed, apart = Counter[str](), list[float]()
+    malformed, far = Counter[str](), list[float]()
 
     def client(seed: int) -> None:
         own = random.Random(seed)
@@ -143,21 +156,20 @@ def soak(server: Server, clients: int, seconds: float) -> dict[str, Any]:
                 malformed[_refused(server, own.choice(_MALFORMED))] += 1
             else:
                 i = own.randrange(_PROMPTS)
-                apart.append(_apart(server.greedy(prompts[i]), alone[i]))
+                far.append(apart(server.greedy(prompts[i]), alone[i]))
 
     with ThreadPoolExecutor(clients) as pool:
         list(pool.map(client, range(clients)))
-    return {
+    found = {
         "seconds": seconds,
         "clients": clients,
         "malformed": dict(malformed),
-        "answers": len(apart),
-        "apart": statistics.quantiles(apart, n=1000, method="inclusive"),
-        "most apart": max(apart),
-        "grown_mib": _memory_mib() - before,
-        "prompt": prompts[0],
-        "alone": alone[0],
+        "answers": len(far),
+        "apart": statistics.quantiles(far, n=1000, method="inclusive"),
+        "most apart": max(far),
+        "grown_mib": [now - then for now, then in zip(server.memory_mib(), before, strict=True)],
     }
+    return found, prompts, alone
 
 
 def _refused(server: Server, body: dict[str, Any] | bytes) -> str:
@@ -168,16 +180,13 @@ def _refused(server: Server, body: dict[str, Any] | bytes) -> str:
     return "malformed, and answered"
 
 
-def _apart(found: list[tuple[str, float]], alone: list[tuple[str, float]]) -> float:
-    """The largest difference of a log-probability up to the first other token, and of that."""
+def apart(found: Answer, alone: Answer) -> float:
+    """The largest difference of a log-probability up to the first other token, and of that. Sums of
+    a batch have another order, so another token is right where two are as likely.
+    """
     largest = 0.0
     for (token, probability), (wanted, expected) in zip(found, alone, strict=True):
         largest = max(largest, abs(probability - expected))
         if token != wanted:
             break
     return largest
-
-
-def _memory_mib() -> int:
-    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return sum(map(int, subprocess.run(asked, capture_output=True, text=True).stdout.split()))

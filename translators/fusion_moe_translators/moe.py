@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fusion_moe import recipe
 from fusion_moe.definitions.translate import translator
 from fusion_moe.errors import OptionError, ShapeError, Untranslatable, need_one_of
 from fusion_moe.ir.activation import Activation, activated, read, swiglu
 from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.kinds import eight_bits, int8
-from fusion_moe.ir.kinds.eight_bits import WGRADS
+from fusion_moe.ir.kinds.quantized import as_rows, has_matrix_scale
 from fusion_moe.ir.kinds.rows import weighted
 from fusion_moe.ir.kinds.rules import need_same
 from fusion_moe.ir.kinds.shape import elements, merged
@@ -28,8 +29,8 @@ from .arguments import shown
 from .lora import Adapter, adapter, low_rank
 from .weights import is_plain, packed, weight_type
 
-# those in WGRADS, and int8, round weights too
-ACTIVATION_FORMATS = ("bf16", "nvfp4", int8.NAME, *WGRADS)
+# those of recipes, and int8, round weights too
+ACTIVATION_FORMATS = ("bf16", "nvfp4", int8.NAME, "fp8", *recipe.FORMATS)
 
 
 def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Value], Value]]:
@@ -44,11 +45,11 @@ def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Va
 
 
 def operand(fd: FusionDefinition, x: Value, ends: Value, activation_format: str) -> Value:
-    """x [M, K] -> [M/g, K], possibly quantized: the rows' single decode scale must not depend on
-    rows that belong to no group.
+    """x [M, K] -> [M/g, K]. A decode scale of all rows must not depend on rows that belong to no
+    group.
     """
     rows = fd.partition_by(x, ends)
-    return fd.ops.zero_rest(rows, ends) if activation_format == "nvfp4" else rows
+    return fd.ops.zero_rest(rows, ends) if has_matrix_scale(activation_format) else rows
 
 
 def product(
@@ -70,17 +71,13 @@ def product(
     the two codes of a byte run along K. lora: the adapter's product is added before rounding.
     """
     w = packed(fd, weight, weight_format, weight_layout, k_major)
-    if activation_format in WGRADS:
-        y = eight_bits.product(fd, a, w, ends, WGRADS[activation_format], transposed)
+    if activation_format in recipe.FORMATS:
+        y = eight_bits.product(fd, a, w, ends, activation_format, transposed)
     elif transposed:
         y = fd.ops.grouped_mm_t(a, w, ends)
     else:
         stored = {} if weight_layout == "linear" else {"w_layout": weight_layout}
-        rows = (
-            fd.ops.quantize(a, fd.ops.decode_scale(a, encoding="nvfp4"), encoding="nvfp4")
-            if activation_format == "nvfp4"
-            else a
-        )
+        rows = as_rows(fd, a, activation_format)
         y = fd.ops.grouped_mm(rows, w, ends, **stored, **int8.attributes(activation_format))
     return fd.ops.cast(
         y if lora is None else fd.ops.add(y, low_rank(fd, a, lora, ends)), dtype=dtype
@@ -180,7 +177,7 @@ def _check_activation_format(
     activation_format: str, weight_format: str, weight_layout: str, transposed: bool = False
 ) -> None:
     need_one_of("activation_format", activation_format, ACTIVATION_FORMATS)
-    if activation_format in WGRADS:
+    if activation_format in recipe.FORMATS:
         if not is_plain(weight_format, weight_layout):
             found = (
                 f"activation_format = {activation_format!r} with weights in {weight_format}, "

@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...encodings import MXFP8, MXFP8_COLUMNS, NVFP4, Encoding, find
+from ...encodings import (
+    FP8_BLOCKS_F32,
+    FP8_COLUMNS,
+    FP8_COLUMNS_F32,
+    FP8_E8M0,
+    FP8_ROWS,
+    FP8_ROWS_F32,
+    MXFP8,
+    MXFP8_COLUMNS,
+    NVFP4,
+    Encoding,
+    find,
+)
 from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
@@ -25,12 +37,16 @@ _B, _I, _J, _K, _L, _M, _R = map(Variable, "bijklmr")
 _ROW = Variable("row")
 # terms of a sum that are added one after another; sums along memory are made in up to 16 lanes
 _AT_ONCE, _LANES = 256, 16
-# encoding -> the function in kernels/numbers.h that quantizes a block of floats to it. The
-# reference quantizes to all others.
-_ENCODERS = {
-    NVFP4.name: "quantize_block",
-    MXFP8.name: "quantize_mxfp8",
-    MXFP8_COLUMNS.name: "quantize_mxfp8",
+# encoding -> how kernels/numbers.h chooses the scale of a block of e4m3 codes. It quantizes to
+# NVFP4 too; the reference quantizes to all others.
+_SCALES = {
+    encoding.name: f"{scale}Scale"
+    for scale, encodings in (
+        ("E8m0", (MXFP8, MXFP8_COLUMNS, FP8_E8M0)),
+        ("PowerOfTwo", (FP8_ROWS, FP8_COLUMNS)),
+        ("Float32", (FP8_ROWS_F32, FP8_COLUMNS_F32, FP8_BLOCKS_F32)),
+    )
+    for encoding in encodings
 }
 
 
@@ -194,7 +210,8 @@ class _Writer(SegmentWriter):
 
     def _decode_scale(self, op: Op) -> list[str]:
         (x,), (out,), encoding = op.values, op.outputs, find(op.attrs["encoding"])
-        _encoder(encoding)
+        if encoding is not NVFP4:
+            raise _no_kernel(encoding)
         most = encoding.element.maximum * encoding.scales[0].maximum
         *lead, rows, k = x.type.shape
         made = self.elements()
@@ -222,6 +239,8 @@ class _Writer(SegmentWriter):
         encoding = find(op.attrs["encoding"])
         if encoding.axis == -2:
             return self._quantize_runs(op) if len(op.values) > 1 else self._quantize_columns(op)
+        if encoding.scales[0].rows > 1:
+            return self._quantize_squares(op)
         block = encoding.block
         (x, *matrix_scale), (codes, scales) = op.values, _unpacked(self.fusion, op)
         *lead, n, k = x.type.shape
@@ -230,24 +249,29 @@ class _Writer(SegmentWriter):
             x, [*reshaped([_M], (elements((*lead, n)),), (*lead, n)), _B * Number(block) + _I]
         )
         rows, blocks = elements((*lead, n)), encoding.blocks(known(k))
-        stored = f"{self.names[codes]} + at * {encoding.packed(block)}"
-        given = [
-            "block",
-            *["decode_scale"] * len(matrix_scale),
-            stored,
-            f"{self.names[scales]} + at",
-        ]
+        whole = known(k) % block == 0
+        count = str(block) if whole else f"std::min({block}, {known(k)} - int(b) * {block})"
+        place = (
+            f"{self.names[codes]} + m * {encoding.packed(known(k))} + b * {encoding.packed(block)}"
+        )
+        encoder = (
+            f"quantize_block(block, decode_scale, {place}, {self.names[scales]} + at)"
+            if encoding is NVFP4
+            else f"quantize_fp8<{_scale(encoding)}>(block, count, {place}, "
+            f"{self.names[scales]} + at)"
+        )
         body = [
             *(line for scale in matrix_scale for line in self._of_matrix(scale, lead, n)),
             *([] if matrix_scale else ["bool good = true;"]),
             f"for (i64 b = 0; b < {blocks}; ++b) {{",
             f"    float block[{block}];",
+            f"    const int count = {count};",
             *([] if branches(made.statements) else ["#pragma omp simd"]),
-            f"    for (int i = 0; i < {block}; ++i) {{",
+            "    for (int i = 0; i < count; ++i) {",
             *inner(inner([*made.lines, f"block[i] = {element};"])),
             "    }",
             f"    const i64 at = m * {blocks} + b;",
-            f"    good = good & {_encoder(encoding)}({', '.join(given)});",
+            f"    good = good & {encoder};",
             "}",
         ]
         loop = _for_rows(rows, plain(k), [*body, "if (!good) finite = false;"])
@@ -261,6 +285,47 @@ class _Writer(SegmentWriter):
             f"const float decode_scale = {self.array(decode_scale)}[{at}];",
             "bool good = decode_scale >= 0.f && decode_scale < INFINITY;",
         ]
+
+    def _quantize_squares(self, op: Op) -> list[str]:
+        """Blocks of as many rows as columns, the last ones of a matrix shorter; block m is `i`."""
+        (x,), (codes, scales), encoding = (
+            op.values,
+            _unpacked(self.fusion, op),
+            find(op.attrs["encoding"]),
+        )
+        *lead, n, k = x.type.shape
+        block, columns, made = encoding.block, known(k), self.elements()
+        (rows, across), all_rows = (
+            (-(-known(size) // block) for size in (n, k)),
+            elements((*lead, n)),
+        )
+        element = made.of(x, [*reshaped([_ROW], (all_rows,), (*lead, n)), _B * Number(block) + _I])
+        simd = [] if branches(made.statements) else ["#pragma omp simd"]
+        each = [
+            "for (i64 row = first; row < end; ++row) {",
+            f"    float block[{block}];",
+            *simd,
+            "    for (int i = 0; i < count; ++i) {",
+            *inner(inner([*made.lines, f"block[i] = {element};"])),
+            "    }",
+        ]
+        body = [
+            f"const i64 b = m % {across}, top = m / {across} % {rows} * {block},",
+            f"          first = m / {across * rows} * {size(n)} + top,",
+            f"          end = first + std::min<i64>({block}, {size(n)} - top);",
+            f"const int count = std::min<i64>({block}, {columns} - b * {block});",
+            "u32 most = 0;",
+            *each,
+            "    most = std::max(most, largest_of(block, count));",
+            "}",
+            f"const {_scale(encoding)} made(most);",
+            *each,
+            f"    {self.names[scales]}[row * {across} + b] = made.stored;",
+            f"    quantize_by(made.over, block, count, {self.names[codes]} + row * {columns} + "
+            f"b * {block});",
+            "}",
+        ]
+        return _for_all_rows(elements((*lead, rows * across)), block * block, body)
 
     def _quantize_columns(self, op: Op) -> list[str]:
         """Blocks of rows in which no matrix begins: block m is rows 32 m to 32 m + 31."""
@@ -282,7 +347,7 @@ class _Writer(SegmentWriter):
 
     def _quantize_runs(self, op: Op) -> list[str]:
         """Blocks of each group's rows, the last one padded with zeros; zeros past the last end, and
-        in blocks without rows.
+        the scale of zeros in blocks without rows.
         """
         (x, ends), (codes, scales), block = (
             op.values,
@@ -306,7 +371,8 @@ class _Writer(SegmentWriter):
         ]
         columns = size(plain(k))
         return [
-            f"std::fill_n({self.names[scales]}, {size(plain(blocks))} * {columns}, u8(0));",
+            f"std::fill_n({self.names[scales]}, {size(plain(blocks))} * {columns}, "
+            f"{_scale(find(op.attrs['encoding']))}(0).stored);",
             f"const i64 past = {groups} == 0 ? 0 : {end}[{groups} - 1];",
             f"std::fill_n({self.names[codes]} + past * {columns}, ({size(plain(rows))} - past) * "
             f"{columns}, u8(0));",
@@ -335,7 +401,8 @@ class _Writer(SegmentWriter):
             "        const i64 row = first + i;",
             *inner(inner([*made.lines, f"block[i] = {element};"])),
             "    }",
-            f"    {_encoder(encoding)}(block, made, {self.names[scales]} + at * {columns} + j);",
+            f"    quantize_fp8<{_scale(encoding)}>(block, {block}, made, {self.names[scales]} + "
+            f"at * {columns} + j);",
             f"    for (i64 i = 0; i < {count}; ++i) {self.names[codes]}[(first + i) * {columns} + "
             "j] = made[i];",
             "}",
@@ -407,9 +474,14 @@ def _rows_of(shape: Sequence[Dim]) -> tuple[AnySize, AnySize]:
     return elements(shape[:-1]), plain(shape[-1]) if shape else 1
 
 
-def _encoder(encoding: Encoding) -> str:
-    if encoding.name not in _ENCODERS:
-        raise UnsupportedError(
-            f"quantizing to {encoding.name} has no kernel here", expected=" or ".join(_ENCODERS)
-        )
-    return _ENCODERS[encoding.name]
+def _scale(encoding: Encoding) -> str:
+    if encoding.name not in _SCALES:
+        raise _no_kernel(encoding)
+    return _SCALES[encoding.name]
+
+
+def _no_kernel(encoding: Encoding) -> UnsupportedError:
+    return UnsupportedError(
+        f"quantizing to {encoding.name} has no kernel here",
+        expected=" or ".join((NVFP4.name, *_SCALES)),
+    )

@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...encodings import find
+from ...encodings import MXFP8, MXFP8_COLUMNS, find
 from ...ir.core import Fusion, Op, Value
-from ...ir.kinds.quantized import TRAINED
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv
 from ...ir.types import plain
@@ -45,7 +44,7 @@ class Copy:
         reader.
         """
         encoding, (made,) = find(op.attrs["encoding"]), op.outputs
-        if encoding.name not in TRAINED:
+        if encoding not in (MXFP8, MXFP8_COLUMNS):
             raise Inexpressible(op, f"quantizing to {encoding.name} has no kernel here")
         if why := cuda.why_no_wgmma():
             raise Inexpressible(op, why)
@@ -104,6 +103,8 @@ def saved(fusion: Fusion) -> list[Op]:
             else None
         )
         if pack is None or pack.kind.name != "pack" or op.attrs["dtype"] != "bf16":
+            continue
+        if pack.outputs[0].type.encoding is not MXFP8_COLUMNS:
             continue
         if all(memory_of(fusion, part) in fusion.inputs for part in pack.values):
             found.append(op)

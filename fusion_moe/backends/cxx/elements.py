@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+from ...encodings.mxfp8 import E4M3
 from ...errors import UnsupportedError
 from ...ir import types as ir
 from ...ir.core import Fusion, Op, Value
@@ -334,32 +335,53 @@ class Elements:
         return Variable(name)
 
     def _dequantize(self, op: Op, at: Sequence[Index]) -> Expression:
-        """For MXFP8: an e4m3 code times a power of two, which is exact."""
+        """For trained encodings: an e4m3 code times its scale; exact if that is a power of two."""
         packed, *ends = op.values
         pack, encoding = self._fusion.producers.get(packed), packed.type.encoding
         if pack is None or pack.kind.name != "pack" or encoding.name not in TRAINED:
             raise Inexpressible(op, f"dequantize of {packed.type} has no C++ implementation")
-        (codes, scales), block = pack.values, encoding.block
-        code = formula("e4m3_({})", self._byte(codes, at))
         if ends:
+            codes, scales = pack.values
+            code = formula("e4m3_({})", self._byte(codes, at))
             first = self._define(
                 "i64",
                 formula(
-                    "block_of({}, {}, {})", self._array(ends[0]), size(ends[0].type.shape[0]), at[0]
+                    f"block_of<{encoding.block}>({{}}, {{}}, {{}})",
+                    self._array(ends[0]),
+                    size(ends[0].type.shape[0]),
+                    at[0],
                 ),
             )
             # some are read before it is known which are needed, hence the maximum
             inside = Call("maximum_", (first, Variable("i64(0)")))
-            of_rows = formula("e8m0_({})", self._byte(scales, [inside, at[1]]))
+            of_rows = self._scale(scales, [inside, at[1]])
             return _rounded(
                 formula("{} < 0 ? 0 : {} * {}", first, code, of_rows), op.attrs["dtype"]
             )
-        place = [
-            i // Number(block) if d == len(at) + encoding.axis else i for d, i in enumerate(at)
-        ]
-        return _rounded(
-            formula("{} * e8m0_({})", code, self._byte(scales, place)), op.attrs["dtype"]
-        )
+        return _rounded(self._pack(pack, at), op.attrs["dtype"])
+
+    def _pack(self, op: Op, at: Sequence[Index]) -> Expression:
+        """Of rows whose parts may be gathered: an e4m3 code times the scale of its block."""
+        if not holds_rows(op.outputs[0]):
+            raise Inexpressible(op, f"{op.outputs[0].type} has no C++ implementation")
+        (codes, scales), encoding = op.values, op.outputs[0].type.encoding
+        block = Number(encoding.block)
+        place = [i // block if d == len(at) + encoding.axis else i for d, i in enumerate(at)]
+        of_block = self._scale(scales, place)
+        return formula("e4m3_({}) * {}", self._byte(*self._in_memory(codes, at)), of_block)
+
+    def _in_memory(self, v: Value, at: Sequence[Index]) -> tuple[Value, Sequence[Index]]:
+        """The value in memory, and the place in it, that an element of a value is."""
+        width = plain(v.type.shape[-1])
+        if len(at) != 2 or not isinstance(width, int):
+            return v, at
+        found = self.row_in_memory(v, at[0], width)
+        return (v, at) if found is None else (found[0], [found[1], at[1]])
+
+    def _scale(self, scales: Value, at: Sequence[Index]) -> Expression | Variable:
+        if scales.type.dtype in COMPUTED:
+            return self.of(scales, at)
+        return formula("e8m0_({})", self._byte(*self._in_memory(scales, at)))
 
     def _byte(self, v: Value, at: Sequence[Index]) -> Expression:
         return formula("{}[{}]", self._array(v), flat(at, v.type.shape))
@@ -387,9 +409,16 @@ def stored(v: Value) -> str:
 
 def computed(v: Value) -> str:
     """The C++ type in which a value's elements are computed."""
+    if holds_rows(v):
+        return "float"
     if v.type.dtype not in COMPUTED:
         raise UnsupportedError(f"{v.type} has no C++ implementation")
     return COMPUTED[v.type.dtype]
+
+
+def holds_rows(v: Value) -> bool:
+    """Whether elements of a value are e4m3 codes, each with a scale of its block."""
+    return v.type.quantized and v.type.encoding.element is E4M3 and len(v.type.encoding.parts) == 2
 
 
 def _broadcast(at: Sequence[Index], shape: Sequence[Dim]) -> list[Index]:

@@ -66,6 +66,13 @@ class ProductPlan:
         return self.product.values[0]
 
     @property
+    def activations(self) -> str:
+        """The dtype in which kernels of 16 bits multiply the activations; it holds all numbers of
+        encoded ones.
+        """
+        return "bf16" if self.a.type.quantized else self.a.type.dtype
+
+    @property
     def ends(self) -> Value:
         """The ends of the groups, if they are in memory: an input, or made by `route`. See
         `of_one_group`.
@@ -145,12 +152,17 @@ Readers = Collection[tuple[str, str]]  # (encoding, layout) of the weights that 
 
 
 def plan_product(
-    fusion: Fusion, readers: Readers, dgrad: Readers = (), of_added: Readers = ()
+    fusion: Fusion,
+    readers: Readers,
+    dgrad: Readers = (),
+    of_added: Readers = (),
+    of_rows: Collection[str] = ACTIVATIONS,
 ) -> ProductPlan:
     """The plan of a segment; UnsupportedError with the reason if a backend with such readers, and
     others for dgrad, has no kernel.
 
-    of_added: the readers for added products.
+    of_added: the readers for added products. of_rows: the dtypes and encodings of activations that
+    the backend has kernels for.
     """
     found, added = main_and_added(fusion)
     op = found.op
@@ -158,11 +170,11 @@ def plan_product(
         raise UnsupportedError(f"{op.kind.name} has no kernel here yet")
     weight, transposed = _weight(fusion, op, dgrad if found.kind == "dgrad" else readers)
     w = op.values[1].type
-    _check_activations(op)
+    _check_activations(op, of_rows)
     for other in added:
         with naming(other.op):
             _weight(fusion, other.op, of_added)
-            _check_activations(other.op)
+            _check_activations(other.op, ACTIVATIONS)
     after = dependent(fusion.ops, [op.outputs[0], *(p.result for p in added)])
     first = tuple(o for o in fusion.ops if o.kind.name in MADE_FIRST)
     sums = tuple(o for o in fusion.ops if o.kind.name == "sum" and o.outputs[0] in after)
@@ -320,11 +332,11 @@ def _need_ends(fusion: Fusion, product: GroupedProduct, made: Collection[Value])
         )
 
 
-def _check_activations(op: Op) -> None:
-    if op.values[0].type.dtype not in ACTIVATIONS:
+def _check_activations(op: Op, rows: Collection[str]) -> None:
+    if op.values[0].type.dtype not in rows:
         raise UnsupportedError(
             f"activations {op.values[0].type} have no kernel here",
-            expected=f"one of {', '.join(ACTIVATIONS)}",
+            expected=f"one of {', '.join(rows)}",
         )
 
 

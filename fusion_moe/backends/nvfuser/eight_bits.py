@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...encodings import Encoding, find
+from ...encodings import MXFP8, MXFP8_COLUMNS, Encoding, find
 from ...encodings.encoding import Scale
 from ...ir.core import Op
 from ...ir.types import Dim, plain
@@ -17,6 +17,7 @@ from .library import dtype
 from .values import EightBits
 from .writer import Writer
 
+NAMES = (MXFP8.name, MXFP8_COLUMNS.name)
 _SHARE, _LESS = 9586981, 32  # float32(1 / 448) is _SHARE / 2^_LESS
 _STEP = 16  # exponent of the largest power of two in one constant: 65536
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from ...encodings import NVFP4
 from ...ir.core import Op
-from ...ir.kinds.quantized import TRAINED
 from ...layouts import SF128X4
 from ...layouts.groups import ceil_to
 from ...schedule.product import GroupedProduct
@@ -96,7 +95,7 @@ def _per_block(w: Writer, packed: Packed, shape: Matrices) -> Any:
 def _pack(
     w: Writer, op: Op, codes: Any, block_scale: Any, decode_scale: Any = None
 ) -> Packed | EightBits:
-    if op.attrs["encoding"] in TRAINED:
+    if op.attrs["encoding"] in eight_bits.NAMES:
         return EightBits(codes, block_scale)
     codes_type, decode_type = op.values[0].type, op.values[2].type
     runs = decode_type.shape[-1] if len(decode_type.shape) == len(codes_type.shape) - 1 else 0
@@ -113,7 +112,7 @@ def _quantize(w: Writer, op: Op, x: Any, decode_scale: Any = None) -> Encoded | 
     """The same as encodings.quantize, operation by operation; nvFuser's nv_block_quantize
     multiplies by rounded reciprocals instead.
     """
-    if op.attrs["encoding"] in TRAINED:
+    if op.attrs["encoding"] in eight_bits.NAMES:
         return eight_bits.quantized(w, op, x)
     *lead, n, k = op.values[0].type.shape
     assert isinstance(k, int)

@@ -25,12 +25,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ...ir.core import Fusion, Op, Value
-from ...ir.kinds.quantized import TRAINED
 from ...ir.kinds.runs import in_runs
 from ...ir.kinds.shape import elements
 from ...ir.types import STORED, TensorType, plain
 from ...schedule.product import GroupedProduct, products
 from ...target import Target
+from . import eight_bits
 
 NAME = "nvfuser"
 CONTRACTS_ROUNDING = False  # it stores the 16-bit results of its products
@@ -97,7 +97,7 @@ def _cast(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
-    if op.attrs["encoding"] in TRAINED:
+    if op.attrs["encoding"] in eight_bits.NAMES:
         inside = fusion.producers.get(op.values[1])
         return (
             _of_runs(op, op.outputs[0].type)
@@ -131,7 +131,7 @@ def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _quantize(op: Op, fusion: Fusion, target: Target) -> str | None:
-    if op.attrs["encoding"] in TRAINED:
+    if op.attrs["encoding"] in eight_bits.NAMES:
         return _of_runs(op, op.outputs[0].type) or _inside(op, fusion)
     if op.attrs["encoding"] not in PACKED:
         return f"{op.kind.name} to {op.attrs['encoding']}: {' and '.join(PACKED)} is lowered"
@@ -146,7 +146,7 @@ def _quantize(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _dequantize(op: Op, fusion: Fusion, target: Target) -> str | None:
-    if op.values[0].type.dtype in TRAINED and op.values[0] in fusion.producers:
+    if op.values[0].type.dtype in eight_bits.NAMES and op.values[0] in fusion.producers:
         return _of_runs(op, op.values[0].type)
     return f"dequantize of {op.values[0].type.dtype}: nvFuser has no quantized tensors"
 
@@ -166,7 +166,7 @@ def _inside(op: Op, fusion: Fusion, target: Target | None = None) -> str | None:
 def _unpack(op: Op, fusion: Fusion, target: Target) -> str | None:
     if op.values[0] not in fusion.producers:
         return "unpack of an input: nvFuser has no quantized tensors"
-    if op.values[0].type.dtype in TRAINED:
+    if op.values[0].type.dtype in eight_bits.NAMES:
         return _stored_scale(op, target) if op.outputs[1] in fusion.outputs else None
     return (
         "unpack of swizzled scales: nvFuser leaves their padding uninitialized"

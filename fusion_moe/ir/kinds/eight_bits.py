@@ -1,57 +1,108 @@
-"""Products of MXFP8 operands, forward and backward: which quantized copies are multiplied.
+"""Products of operands in 8 bits, forward and backward: which quantized copies are multiplied.
 
     y = x W^T      x in blocks along K, W along K
     dx = dy W      dy along N, W along N
     dW = dy^T x    dy along the rows of each group, x along them
 
-Blocks lie along the contracted dimension, so W, x and dy have two copies each, both made from the
-floats. Gradients are straight-through: they ignore the rounding. The elements of a copy are exact
-in bf16 (E4M3 times a power of two), so kernels for bf16 compute the product: it is emulated, for
-its numbers and not for speed. A float32 tensor may lose digits below 2^-133. Source: Transformer
-Engine's MXFP8BlockScaling; torchao's `wgrad_with_hp` is wgrad="bf16".
+Blocks lie along the contracted dimension, so x and dy have two copies each, both made from the
+floats. W has two in MXFP8, and one in FP8, whose blocks of 128 x 128 lie along both. Gradients are
+straight-through: they ignore the rounding.
+
+Where scales are powers of two, the elements of a copy are exact in bf16, so kernels for bf16 can
+compute the product: emulated, for its numbers and not for speed. A tensor with numbers below 2^-133
+may lose digits of these. Sources: Transformer Engine's MXFP8BlockScaling and Float8BlockScaling;
+torchao's `wgrad_with_hp` is wgrad="bf16".
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ...encodings import Encoding
-from ...encodings.mxfp8 import BY_AXIS
+from ...encodings import (
+    FP8_BLOCKS_F32,
+    FP8_COLUMNS,
+    FP8_COLUMNS_F32,
+    FP8_E8M0,
+    FP8_ROWS,
+    FP8_ROWS_F32,
+    MXFP8,
+    MXFP8_COLUMNS,
+    Encoding,
+)
 from ...errors import DtypeError, OptionError
 from ...recipe import FORMATS
 from ..core import Op, Value
 from ..types import TensorType
-from .quantized import TRAINED, known
+from .quantized import known
 from .rules import need_dtype
 
-# activation_format -> what weight gradients use: copies, or floats
-WGRADS = {form: wgrad for wgrad, form in FORMATS.items()}
+
+class Family(NamedTuple):
+    """The encodings of a recipe's operands. rows, columns: of x and dy in blocks along features,
+    and along rows; weight: of W in blocks along its last dimension, and the one before. numbers:
+    the dtype that has their numbers; wgrad: the name of a wgrad in these encodings.
+    """
+
+    rows: Encoding
+    columns: Encoding
+    weight: tuple[Encoding, Encoding]
+    numbers: str
+    wgrad: str
+
+    def along(self, axis: int, of_weight: bool) -> Encoding:
+        """The encoding in blocks along an axis, -1 or -2."""
+        return self.weight[-1 - axis] if of_weight else (self.rows, self.columns)[-1 - axis]
 
 
-def is_one(type: TensorType) -> bool:
-    """Whether a type is MXFP8."""
-    return type.dtype in TRAINED
+FAMILIES = {
+    "mxfp8": Family(MXFP8, MXFP8_COLUMNS, (MXFP8, MXFP8_COLUMNS), "bf16", "mxfp8"),
+    "fp8_block": Family(FP8_ROWS, FP8_COLUMNS, (FP8_E8M0, FP8_E8M0), "bf16", "fp8"),
+    "fp8_block_f32": Family(
+        FP8_ROWS_F32, FP8_COLUMNS_F32, (FP8_BLOCKS_F32, FP8_BLOCKS_F32), "f32", "fp8"
+    ),
+}
+_FROZEN_TOO = (FP8_ROWS.name,)  # which rows of products with frozen weights are too
+_BY_OPERAND = {e.name: f for f in FAMILIES.values() for e in (f.rows, f.columns)}
 
 
-def need_along(name: str, type: TensorType, axis: int) -> None:
-    """DtypeError unless a type is MXFP8 with blocks along an axis, -1 or -2."""
-    if type.dtype != BY_AXIS[axis].name:
-        expected = (
-            f"{BY_AXIS[axis].name}: blocks along what is contracted, as those of the other operand"
-        )
+def family_of(type: TensorType) -> Family | None:
+    """The family of which a type can be x or dy."""
+    return _BY_OPERAND.get(type.dtype)
+
+
+def of_recipe(a: TensorType, wgrad: str) -> bool:
+    """Whether a product with rows of type a, and this wgrad, is one of a recipe."""
+    return family_of(a) is not None and bool(wgrad or a.dtype not in _FROZEN_TOO)
+
+
+def is_trained(op: Op) -> bool:
+    """Whether an operation is a product by a recipe."""
+    return op.kind.role == "grouped" and of_recipe(op.values[0].type, op.attrs.get("wgrad", ""))
+
+
+def need_along(name: str, type: TensorType, like: TensorType, axis: int) -> None:
+    """DtypeError unless a type is in the family of `like`, with blocks along an axis, -1 or -2."""
+    family = family_of(like)
+    assert family is not None
+    wanted = family.along(axis, len(type.shape) == 3)
+    if type.dtype != wanted.name:
         raise DtypeError(
             f"{name} is {type}",
-            expected=expected,
+            expected=f"{wanted.name}: blocks along what is contracted, as those of the other "
+            "operand",
             todo="quantize the floats that it was made from along the other axis",
         )
 
 
 def need_wgrad(a: TensorType, wgrad: str) -> None:
     """OptionError unless a product with rows of type a can take this wgrad."""
-    allowed = tuple(WGRADS.values()) if is_one(a) else ("",)
+    family = family_of(a)
+    allowed = [] if family is None else [family.wgrad, "bf16"]
+    if family is None or a.dtype in _FROZEN_TOO:
+        allowed = ["", *allowed]
     if wgrad not in allowed:
         raise OptionError(
             f"wgrad = {wgrad!r} of a product on {a.dtype}",
@@ -61,36 +112,51 @@ def need_wgrad(a: TensorType, wgrad: str) -> None:
 
 def computed(encoding: Encoding) -> torch.dtype:
     """The dtype in which a product computes with an encoding's numbers."""
-    return torch.bfloat16 if encoding.name in TRAINED else torch.float32
+    mx = encoding.name in (MXFP8.name, MXFP8_COLUMNS.name)
+    return torch.bfloat16 if mx else torch.float32
 
 
 def product(
-    fd: Any, x: Value, weight: Value, ends: Value, wgrad: str, transposed: bool = False
+    fd: Any,
+    x: Value,
+    weight: Value,
+    ends: Value,
+    activation_format: str,
+    transposed: bool = False,
+    held: Sequence[Value] = (),
 ) -> Value:
-    """x float[M/g, K], weight float[G, N, K], or [G, K, N] if transposed -> f32[M/g, N]. ShapeError
-    unless 32 divides K and N.
+    """x float[M/g, K], weight float[G, N, K], or [G, K, N] if transposed -> f32[M/g, N], by the
+    recipe that has this activation_format. held: the parts of the weight's copy, if it was made
+    before. ShapeError unless the recipe's blocks divide K and N, or may be short.
     """
+    name, wgrad = FORMATS[activation_format]
+    family = FAMILIES[name]
     need_dtype("x", x.type, "f32", "bf16", "f16")
     need_dtype("the weight", weight.type, "f32", "bf16", "f16")
-    for name, size in zip("KN" if transposed else "NK", weight.type.shape[1:], strict=True):
-        BY_AXIS[-1].need_whole(known(size), name)
-    a, w = copy(fd, x, -1), copy(fd, weight, -2 if transposed else -1)
+    for letter, size in zip("KN" if transposed else "NK", weight.type.shape[1:], strict=True):
+        family.rows.need_whole(known(size), letter)
+    a = fd.ops.quantize(x, encoding=family.rows.name)
+    encoding = family.along(-2 if transposed else -1, True).name
+    w = (
+        fd.ops.pack_for(weight, *held, encoding=encoding)
+        if held
+        else fd.ops.quantize(weight, encoding=encoding)
+    )
     return (fd.ops.grouped_mm_t if transposed else fd.ops.grouped_mm)(a, w, ends, wgrad=wgrad)
-
-
-def copy(fd: Any, x: Value, axis: int, *ends: Value) -> Value:
-    """x quantized in blocks along an axis; ends: of its rows' groups, if that axis is the rows."""
-    return fd.ops.quantize(x, *ends, encoding=BY_AXIS[axis].name)
 
 
 def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     """The gradients of x and of the weight, by way of their copies, for dy f32[M/g, N]."""
     (a, w, ends), transposed = op.values, op.kind.name == "grouped_mm_t"
-    x, weight = _floats(fd, a), _floats(fd, w)
+    x, weight, family = _floats(fd, a), _floats(fd, w), family_of(a.type)
+    assert family is not None
     back = fd.ops.grouped_mm if transposed else fd.ops.grouped_mm_t
-    dx = back(copy(fd, dy, -1), copy(fd, weight, -1 if transposed else -2), ends, wgrad="mxfp8")
-    if op.attrs["wgrad"] == "mxfp8":
-        x, dy = in_parts(fd, copy(fd, x, -2, ends)), copy(fd, dy, -2, ends)
+    other = family.along(-1 if transposed else -2, True)
+    w = in_parts(fd, w) if w.type.encoding == other else fd.ops.quantize(weight, other.name)
+    dx = back(fd.ops.quantize(dy, family.rows.name), w, ends, wgrad=family.wgrad)
+    if op.attrs["wgrad"] == family.wgrad:
+        x, dy = (fd.ops.quantize(t, ends, encoding=family.columns.name) for t in (x, dy))
+        x = in_parts(fd, x)
     dw = fd.ops.grouped_outer(*((x, dy) if transposed else (dy, x)), ends)
     return [
         fd.ops.cast(dx, dtype=_floats(fd, a).type.dtype),
@@ -102,7 +168,7 @@ def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 def _floats(fd: Any, copied: Value) -> Value:
     """The floats that a copy was made from."""
     op = fd.producer(copied)
-    if op is None or op.kind.name != "quantize":
+    if op is None or op.kind.name not in ("quantize", "pack_for"):
         raise NotImplementedError(
             f"the derivative of a product of {copied.type} that was not made from floats here"
         )
@@ -112,7 +178,11 @@ def _floats(fd: Any, copied: Value) -> Value:
 
 def in_parts(fd: Any, copied: Value) -> Value:
     """A copy rebuilt from its parts, which the forward can save and kernels can pass on."""
-    if fd.made_by(copied) == "pack":
+    op = fd.producer(copied)
+    if op is not None and op.kind.name == "pack":
         return copied
+    if op is not None and op.kind.name == "pack_for":
+        held: Value = fd.ops.pack(*op.values[1:], encoding=copied.type.dtype, layout="linear")
+        return held
     packed: Value = fd.ops.pack(*fd.ops.unpack(copied), encoding=copied.type.dtype, layout="linear")
     return packed

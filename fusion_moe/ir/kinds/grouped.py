@@ -15,9 +15,9 @@ checks, only on the reference.
 
 w is in any encoding, such as nvfp4[G, N, K], or a float tensor; it is dequantized a few groups at a
 time. a may be nvfp4[M/g, K]; a_layout and w_layout are the layouts of both operands' block scales.
-Both operands of each product may be MXFP8, with blocks along the contracted dimension
-(eight_bits.py); they count as their exact bf16 values. With operands="int8" grouped_mm rounds both
-to int8 (int8.py); its derivative is that of the unrounded product.
+Both operands of each product may be trained in 8 bits, with blocks along the contracted dimension
+(eight_bits.py); those in MXFP8 count as their exact bf16 values. With operands="int8" grouped_mm
+rounds both to int8 (int8.py); its derivative is that of the unrounded product.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ from .shape import elements
 _PANEL = 2**21  # how many elements are decoded at once
 
 
-def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int, w_layout: str) -> None:
+def _operands(
+    a: TensorType, w: TensorType, ends: TensorType, contract: int, w_layout: str, wgrad: str
+) -> None:
     need_rank("a", a, 2)
     need_rank("w", w, 3)
     for name, type in (("a", a), ("w", w)):
@@ -58,9 +60,10 @@ def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int, w_l
     rows = need_partition("a", a, ends)
     need_same("group count", "w", w.shape[0], "ends", rows.groups.count)
     need_same("contracted size", f"a {a}", a.shape[1], f"w {w}", w.shape[contract])
-    if eight_bits.is_one(a):
-        eight_bits.need_along("a", a, -1)
-        eight_bits.need_along("w", w, contract - 3)
+    if eight_bits.of_recipe(a, wgrad):
+        eight_bits.need_along("a", a, a, -1)
+        eight_bits.need_along("w", w, a, contract - 3)
+    eight_bits.need_wgrad(a, wgrad)
     if w.layout != w_layout:
         raise ShapeError(f"w is {w}", expected=f"the layout {w_layout}", todo="w_layout states it")
 
@@ -89,12 +92,11 @@ def _mm_type(
     """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times its group's matrix.
     Layouts: how a and w are stored.
 
-    wgrad: for MXFP8 operands, what the gradient of w is made from: "mxfp8" or "bf16". operands:
-    "int8" rounds floats a and E2M1 codes w.
+    wgrad: for trained operands in 8 bits, what the gradient of w is made from: "mxfp8" or "fp8",
+    their own encodings, or "bf16". operands: "int8" rounds floats a and E2M1 codes w.
     """
-    _operands(a, w, ends, 2, w_layout)
+    _operands(a, w, ends, 2, w_layout, wgrad)
     int8.need_operands(operands, a, w)
-    eight_bits.need_wgrad(a, wgrad)
     if a.layout != a_layout:
         raise ShapeError(
             f"a is {a}",
@@ -110,9 +112,8 @@ def _mm_t_type(
     """a [M/g, N], w [G, N, K] of any encoding -> f32[M/g, K]: each row times the transposed matrix
     of its group. wgrad: see grouped_mm.
     """
-    _operands(a, w, ends, 1, w_layout)
-    eight_bits.need_wgrad(a, wgrad)
-    if a.quantized and not eight_bits.is_one(a):
+    _operands(a, w, ends, 1, w_layout, wgrad)
+    if a.quantized and not wgrad:
         raise DtypeError(
             f"a is {a}", expected="floats: the blocks of a run along N, which is contracted"
         )
@@ -125,9 +126,9 @@ def _outer_type(a: TensorType, b: TensorType, ends: TensorType) -> Types:
     """
     rows = need_partition("a", a, ends)
     need_partition("b", b, ends)
-    if eight_bits.is_one(a):
-        eight_bits.need_along("a", a, -2)
-        eight_bits.need_along("b", b, -2)
+    if eight_bits.family_of(a):
+        eight_bits.need_along("a", a, a, -2)
+        eight_bits.need_along("b", b, a, -2)
     else:
         need_dtype("a", a, *FLOATS)
         need_dtype("b", b, *FLOATS)
@@ -262,7 +263,7 @@ def product_grad(
 
 def _mm_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     a = op.values[0]
-    if eight_bits.is_one(a.type):
+    if op.attrs.get("wgrad"):
         return eight_bits.gradients(fd, op, dy)
     if a.type.quantized:
         return [None, None, None]

@@ -11,6 +11,12 @@ import torch
 
 from ...encodings import (
     ENCODINGS,
+    FP8_BLOCKS_F32,
+    FP8_COLUMNS,
+    FP8_COLUMNS_F32,
+    FP8_E8M0,
+    FP8_ROWS,
+    FP8_ROWS_F32,
     MXFP8,
     MXFP8_COLUMNS,
     Encoding,
@@ -25,6 +31,7 @@ from ...encodings import (
 )
 from ...errors import ShapeError
 from ...layouts import LAYOUTS, SF128x4, TensorLayout
+from ...target import ROWS
 from ..core import Need, Op, OpKind, Value
 from ..sizes import ceildiv
 from ..types import DTYPES, FLOATS, Dim, TensorType, dtype_name, plain
@@ -33,7 +40,19 @@ from .runs import dequantize_runs, in_runs, part_shape, quantize_runs
 
 ENCODED_FROM = ("f32", "bf16", "f16")
 # encodings that both operands of a product can have, forward and backward
-TRAINED = (MXFP8.name, MXFP8_COLUMNS.name)
+TRAINED = tuple(
+    encoding.name
+    for encoding in (
+        MXFP8,
+        MXFP8_COLUMNS,
+        FP8_ROWS,
+        FP8_COLUMNS,
+        FP8_E8M0,
+        FP8_ROWS_F32,
+        FP8_COLUMNS_F32,
+        FP8_BLOCKS_F32,
+    )
+)
 
 
 def encoded() -> tuple[str, ...]:
@@ -106,6 +125,21 @@ def _pack(*parts: torch.Tensor, encoding: str, layout: str, transposed: bool = F
     descriptor = find(encoding)
     elements = parts[0].mT if transposed else parts[0]
     return (elements if descriptor.plain else Quantized(elements, *parts[1:], encoding=descriptor),)
+
+
+def _pack_for_type(x: TensorType, *parts: TensorType, encoding: str) -> Types:
+    """x float[..., N, K], the parts of its copy in an encoding -> that copy, mxfp8[..., N, K]; its
+    gradient is that of x, which is not read.
+    """
+    _need_matrices(x, find(encoding))
+    (made,) = _pack_type(*parts, encoding=encoding, layout="linear")
+    if made.shape != x.shape:
+        raise ShapeError(f"parts of {made}", expected=f"those of x {x}")
+    return (made,)
+
+
+def _pack_for(x: torch.Tensor, *parts: torch.Tensor, encoding: str) -> tuple[Any]:
+    return _pack(*parts, encoding=encoding, layout="linear")
 
 
 def known(k: Dim) -> int:
@@ -205,7 +239,7 @@ def _quantize(x: torch.Tensor, *beside: torch.Tensor, encoding: str) -> tuple[An
     descriptor = find(encoding)
     if beside and not _matrix_scales(descriptor):
         return (quantize_runs(x, beside[0], descriptor),)
-    if not x.is_cuda and encoding not in TRAINED:  # the trained encodings can hold NaN and infinity
+    if not x.is_cuda and not descriptor.element.holds_nan:
         check_finite(x, descriptor)  # on CUDA the check would wait for the device
         for scale in beside:
             check_matrix_scales(scale)
@@ -242,6 +276,31 @@ def _dequantize(x: Quantized, *ends: torch.Tensor, dtype: str) -> tuple[torch.Te
     return (
         dequantize_runs(x, ends[0]).to(DTYPES[dtype]) if ends else dequantize(x, DTYPES[dtype]),
     )
+
+
+def as_rows(fd: Any, a: Value, activation_format: str) -> Value:
+    """a float[M/g, K] as a product reads it: in the encoding of its activation_format, if that has
+    one.
+    """
+    if (encoding := ROWS.get(activation_format)) is None:
+        return a
+    scale = (
+        [fd.ops.decode_scale(a, encoding=encoding)] if has_matrix_scale(activation_format) else []
+    )
+    rows: Value = fd.ops.quantize(a, *scale, encoding=encoding)
+    return rows
+
+
+def format_of(rows: TensorType) -> str:
+    """The activation_format that a product's rows of this type are in; "bf16" for floats."""
+    formats = {encoding: name for name, encoding in ROWS.items()}
+    return formats.get(rows.dtype, rows.dtype) if rows.quantized else "bf16"
+
+
+def has_matrix_scale(activation_format: str) -> bool:
+    """Whether all rows share a scale in the encoding of this activation_format."""
+    rows = ROWS.get(activation_format)
+    return rows is not None and bool(_matrix_scales(find(rows)))
 
 
 def _decode_scale_type(x: TensorType, encoding: str) -> Types:
@@ -344,6 +403,7 @@ def linear(x: Any, encoding: Encoding, layout: str, ends: torch.Tensor | None = 
 
 TABLE = (
     OpKind("pack", _pack_type, _pack, needs=_pack_needs, view=True, role="view"),
+    OpKind("pack_for", _pack_for_type, _pack_for, _quantize_grad, view=True, role="view"),
     OpKind("unpack", _unpack_type, _unpack, role="view", outputs=None),
     OpKind("decode_scale", _decode_scale_type, _decode_scale, role="reduce"),
     OpKind(

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...encodings import Quantized
 from ...layouts import Padding
 from ...messages.warn import warn_once
 from ..local import local
@@ -16,9 +15,11 @@ from .packed import PackedModule
 
 class AdaptableModule(PackedModule):
     """A module with encoded weights and optional adapters that train, each in a submodule
-    `<projection>_lora` (lora.py).
+    `<projection>_lora` (nn/lora) or outside.
 
-    projections: the names of the weights; targets: what `add_lora_` calls them.
+    projections: the names of the weights; targets: what `add_lora_` calls them; wrappers: the
+    adapters of another library, which wrap this module, by projection. An adapter has A [G, r, K],
+    B [G, N, r], scale, and whether it is disabled.
     """
 
     projections: tuple[str, ...]
@@ -27,9 +28,9 @@ class AdaptableModule(PackedModule):
     # whether rows of gate and up alternated in the module that this one was converted from
     in_turns = False
 
-    def weight_of(self, projection: str) -> Quantized:
-        """The weight of a projection, as it is stored."""
-        return Quantized(*self._parts(projection), encoding=self.encoding)
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrappers: dict[str, Any] = {}  # no submodules, since this is one of theirs
 
     def shape_of(self, projection: str) -> tuple[int, int, int]:
         """E, N and K of the weight of a projection, without padding."""
@@ -37,8 +38,8 @@ class AdaptableModule(PackedModule):
         return (len(getattr(self, name)), *self.matrix_shape(name))
 
     def adapter(self, projection: str) -> Any:
-        """The adapter that `add_lora_` gave a projection; None if it has none."""
-        return self._modules.get(f"{projection}_lora")
+        """The adapter of a projection; None if it has none."""
+        return self._modules.get(f"{projection}_lora", self.wrappers.get(projection))
 
     @property
     def adapted(self) -> bool:
@@ -50,17 +51,20 @@ class AdaptableModule(PackedModule):
         adapter = self.adapter(projection)
         if adapter is None or adapter.disabled:
             return None, None
+        a, b = local(adapter.A), local(adapter.B)
         if (
             self.training
             and torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
-            and not adapter.A.requires_grad
+            and not a.requires_grad
         ):
             warn_once(
-                f"training mode, but the adapters of {type(self).__name__} are frozen: call "
-                "add_lora_ after what freezes a model"
+                f"training mode, but the adapters of {type(self).__name__} are frozen: add them "
+                "after what freezes a model, and load them to train"
             )
-        return self.padded_factors(projection, local(adapter.A), local(adapter.B))
+        if adapter.scale != self._lora_scale:
+            b = b * adapter.scale
+        return self.padded_factors(projection, a, b)
 
     def padded_factors(self, projection: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """a [G, r, K] and b [G, N, r], padded like a projection's weight."""
@@ -90,6 +94,7 @@ class AdaptableModule(PackedModule):
 
     @property
     def _lora_scale(self) -> float:
-        """The factor of B @ A: the same number for all projections."""
+        """The factor of B @ A for all projections; 1 if theirs differ."""
         adapters = map(self.adapter, self.projections)
-        return next((adapter.scale for adapter in adapters if adapter is not None), 1.0)
+        scales = {adapter.scale for adapter in adapters if adapter and not adapter.disabled}
+        return scales.pop() if len(scales) == 1 else 1.0

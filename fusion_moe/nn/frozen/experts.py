@@ -122,7 +122,7 @@ class Experts(Projections):
         if (more := self.activation_parameters) is not None:
             padding = self._padding("down") if more.shape[-1] > 1 else None
             found["activation_parameters"] = padding.pad_columns(more) if padding else more
-        if self._modules and self.adapted:
+        if (self._modules or self.wrappers) and self.adapted:
             for name, projection in zip(("gate_up", "down"), self.projections, strict=True):
                 found[f"{name}_lora_a"], found[f"{name}_lora_b"] = self._factors(projection)
             found["lora_scale"] = self._lora_scale

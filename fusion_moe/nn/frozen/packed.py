@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ... import backends, options
-from ...encodings import Encoding, Part, check_part_scales
+from ... import backends, options, plugins
+from ...encodings import Encoding, Part, Quantized, check_part_scales
 from ...errors import NonFiniteError, UnsupportedError
 from ...layouts import LAYOUTS, Layout, Padding
 from ...layouts.groups import ceil_to
 from ...messages.warn import warn_once
 from ...runtime.host_memory import pages
+from ...target import Target
 from ..local import Sharding
 from .base import own_parameters
 
@@ -50,6 +51,7 @@ class PackedModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        plugins.load_all()  # of which some look at modules from now on
         # per instance: torch.compile guards class attributes in each class of the MRO
         self.as_integers, self.weight_layout, self.paddings = False, "linear", {}
 
@@ -75,20 +77,9 @@ class PackedModule(nn.Module):
             )
         return super().requires_grad_(requires_grad)
 
-    @property
-    def is_transposed(self) -> bool:
-        """False: weights are [E, N, K]. PEFT asks before it adapts a parameter: UnsupportedError if
-        its numbers are codes.
-        """
-        if self.encoding.plain:
-            return False
-        raise UnsupportedError(
-            f"an adapter of another library on a parameter of {self.encoding.name} codes",
-            expected="parameters that are numbers",
-            todo="fusion_moe.nn.add_lora_(model) adapts experts; name other layers in the "
-            "library's target_modules",
-            where=type(self).__name__,
-        )
+    def weight_of(self, weight: str) -> Quantized:
+        """A weight, as it is stored."""
+        return Quantized(*self._parts(weight), encoding=self.encoding)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -214,7 +205,7 @@ class PackedModule(nn.Module):
             if not (
                 self.considered or captured or self.encoding.plain or self.weight_layout != "linear"
             ):
-                layout = backends.find(wanted, p.device).weight_layout
+                layout = self.layout_on(backends.find(wanted, p.device))
                 try:
                     why = self.put_in(layout) if layout != "linear" else ""
                 except (NonFiniteError, torch.OutOfMemoryError) as error:
@@ -222,6 +213,10 @@ class PackedModule(nn.Module):
                 if why:
                     warn_once(f"weights stay in the linear layout: {type(self).__name__}: {why}")
             self.considered = True
+
+    def layout_on(self, target: Target) -> str:
+        """The layout that a target's kernels read fastest."""
+        return target.layout_of(self.encoding.name, getattr(self, "activation_format", "bf16"))
 
     def put_in(self, layout: str) -> str:
         """Puts weights in a layout. Returns why they are in the linear one instead; "" if not.

@@ -75,7 +75,7 @@ def prepare_(
         device = next(module.parameters()).device
         wanted = options.current().target if to == "auto" else to
         try:
-            why = module.put_in(backends.find(wanted, device).weight_layout)
+            why = module.put_in(module.layout_on(backends.find(wanted, device)))
         except NonFiniteError as error:
             raise error.at(name) from None
         if why:

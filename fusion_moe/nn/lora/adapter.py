@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,8 @@ class Adapter(nn.Module):
     Parameters: A float[E, r, K], uniform in -1 / sqrt(K) .. 1 / sqrt(K), and B float[E, N, r],
     zero, so that it adds nothing at first.
     """
+
+    disabled = False
 
     def __init__(
         self,
@@ -62,10 +65,11 @@ class Adapter(nn.Module):
         """The factor of B @ A: alpha / rank."""
         return self.alpha / self.rank
 
-    @property
-    def disabled(self) -> bool:
-        """Whether nothing is added for now."""
-        return False
+    def fill_(self, a: Tensor, b: Tensor) -> None:
+        """Takes A and B [E, ...], or the parts of them that are this rank's."""
+        with torch.no_grad():
+            local(self.A).copy_(a)
+            local(self.B).copy_(b)
 
     def delta(self, expert: int) -> Tensor:
         """float32 [N, K]: the term that is added to the weight of an expert; counted among the
@@ -97,8 +101,9 @@ def add_lora_(
     train, as with PEFT.
 
     Experts are modules of fusion_moe.nn, quantized (`quantize_`) or float. A model that has
-    adapters already, from here or from PEFT, was frozen then, and what trains in it goes on
-    training. To train anything else, call `requires_grad_()` on it afterwards.
+    adapters already was frozen then, and what trains in it goes on training. In a model that PEFT
+    has adapted, they become part of PEFT's adapter. To train anything else, call
+    `requires_grad_()` on it afterwards.
 
     Args:
         model: the model.
@@ -138,20 +143,8 @@ def add_lora_(
         need_one_of("targets", target, TARGETS, where="add_lora_")
     need_unadapted(modules, "add_lora_")
     places = _places(modules, chosen)
-    freeze_(model)
-    for name, projection in places:
-        adapt(modules[name], projection, rank, float(alpha), dtype)
+    adapt_(model, places, rank, float(alpha), dtype)
     return [f"{name}.{projection}" if name else projection for name, projection in places]
-
-
-def freeze_(model: nn.Module) -> None:
-    """Freezes a model to which the first adapters are added. Other packages whose adapters are in
-    it froze it themselves.
-    """
-    if not any(isinstance(module, Adapter) for module in model.modules()) and not any(
-        has_others(model) for has_others in plugins.adapted
-    ):
-        model.requires_grad_(False)
 
 
 def _places(
@@ -224,22 +217,39 @@ def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
         if module.adapted:
             raise UnsupportedError(
                 f"{name or type(module).__name__} has adapters already",
-                todo="train these, also after load_lora_; for other ones, call "
-                "remove_lora_(model) first",
+                todo="train these, also after load_lora_; for other ones, first call "
+                "remove_lora_(model), or what removes them in the library that added them",
                 where=where,
             )
 
 
-def adapt(
+def adapt_(
+    model: nn.Module,
+    places: Sequence[tuple[str, str]],
+    rank: int,
+    alpha: float,
+    dtype: torch.dtype,
+) -> Sequence[Any]:
+    """Adds adapters to weights, each named by a module and a projection of it. The first ones in a
+    model freeze all else.
+    """
+    for add in plugins.adapt:
+        if (added := add(model, places, rank, alpha, dtype)) is not None:
+            return added
+    if not any(isinstance(module, Adapter) for module in model.modules()):
+        model.requires_grad_(False)
+    modules = dict(model.named_modules())
+    return [_adapter(modules[name], p, rank, alpha, dtype) for name, p in places]
+
+
+def _adapter(
     module: AdaptableModule, projection: str, rank: int, alpha: float, dtype: torch.dtype
 ) -> Adapter:
     """Adds an adapter to a projection, on its weight's device; beside a rank's share of experts, a
     share of the adapters of all experts.
     """
-    # a package's own, if one wants to know adapters
-    cls = next((found for ask in plugins.adapter_class if (found := ask())), Adapter)
     weight = module.weight_of(projection)
-    adapter = cls(module.shape_of(projection), rank, alpha, dtype, weight.device)
+    adapter = Adapter(module.shape_of(projection), rank, alpha, dtype, weight.device)
     if module.sharding is not None:
         adapter.A, adapter.B = (
             nn.Parameter(module.sharding.whole(name, getattr(adapter, name).detach()))
@@ -250,8 +260,27 @@ def adapt(
 
 
 def adapters_of(module: AdaptableModule) -> Iterator[tuple[str, Adapter]]:
-    """The adapters of a module, by projection."""
+    """The adapters of a module that are parts of it, by projection."""
     for projection in module.projections:
         adapter = module.adapter(projection)
-        if adapter is not None:
+        if isinstance(adapter, Adapter):
             yield projection, adapter
+
+
+def adapted(model: nn.Module, where: str) -> dict[str, AdaptableModule]:
+    """The modules that have adapters, by name. UnsupportedError if there are none, or others than
+    these functions know.
+    """
+    modules = {name: module for name, module in adaptable(model, where).items() if module.adapted}
+    if not modules:
+        raise UnsupportedError(
+            "no adapters", expected="a model that add_lora_ or load_lora_ gave some", where=where
+        )
+    if name := next((name for name, module in modules.items() if module.wrappers), ""):
+        raise UnsupportedError(
+            f"adapters of another library around {name}",
+            expected="adapters of add_lora_ or load_lora_",
+            todo="that library saves, merges and removes its own",
+            where=where,
+        )
+    return modules

@@ -4,20 +4,18 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor, nn
 
-from ...encodings import (
-    Quantized,
-    check_finite,
-    dequantize,
-    matrix_scale_of,
-    quantize,
-)
+from ...encodings import Quantized, check_finite, dequantize, matrix_scale_of, quantize
 from ...errors import UnsupportedError
 from ..frozen.adaptable import AdaptableModule
-from ..frozen.packed import relayout_
-from .adapter import Adapter, adaptable, adapters_of
+from ..frozen.packed import PackedModule, packing_of
+from .adapter import adapted, adapters_of
+
+Delta = Callable[[int], Tensor]
 
 
 def merge_lora_(model: nn.Module, *, requantize: bool = False) -> list[str]:
@@ -38,10 +36,10 @@ def merge_lora_(model: nn.Module, *, requantize: bool = False) -> list[str]:
     Raises:
         UnsupportedError: for a model without adapters, or with quantized weights unless
             `requantize` is True.
-        NonFiniteError: for NaN or infinity that would be quantized.
+        NonFiniteError: for NaN or infinity.
     """
-    adapted = _adapted(model, "merge_lora_")
-    for name, module in adapted.items():
+    modules = adapted(model, "merge_lora_")
+    for name, module in modules.items():
         if not module.encoding.plain and not requantize:
             raise UnsupportedError(
                 f"adapters of {module.encoding.name} weights",
@@ -50,7 +48,11 @@ def merge_lora_(model: nn.Module, *, requantize: bool = False) -> list[str]:
                 "adapters as they are",
                 where=name,
             )
-    return [full for name, module in adapted.items() for full in _merged(name, module)]
+    merged = []
+    for name, module in modules.items():
+        add_(module, {p: adapter.delta for p, adapter in adapters_of(module)}, name)
+        merged += _removed(name, module)
+    return merged
 
 
 def remove_lora_(model: nn.Module) -> list[str]:
@@ -67,19 +69,9 @@ def remove_lora_(model: nn.Module) -> list[str]:
     """
     return [
         full
-        for name, module in _adapted(model, "remove_lora_").items()
+        for name, module in adapted(model, "remove_lora_").items()
         for full in _removed(name, module)
     ]
-
-
-def _adapted(model: nn.Module, where: str) -> dict[str, AdaptableModule]:
-    """The modules that have adapters, by name. UnsupportedError if there are none."""
-    modules = {name: module for name, module in adaptable(model, where).items() if module.adapted}
-    if not modules:
-        raise UnsupportedError(
-            "no adapters", expected="a model that add_lora_ or load_lora_ gave some", where=where
-        )
-    return modules
 
 
 def _removed(name: str, module: AdaptableModule) -> list[str]:
@@ -90,41 +82,44 @@ def _removed(name: str, module: AdaptableModule) -> list[str]:
     return [f"{name}.{projection}" if name else projection for projection in projections]
 
 
-def _merged(name: str, module: AdaptableModule) -> list[str]:
-    """Merges the adapters of one module; returns the names of their projections."""
-    layout = module.weight_layout
-    relayout_(module, "linear")
-    try:
-        merged = {
-            p: _sum(module.weight_of(p), adapter, f"{name}.{p}")
-            for p, adapter in adapters_of(module)
-        }
-        for projection, weight in merged.items():
-            for stored, part in zip(module.weight_of(projection), weight, strict=True):
-                stored.data.copy_(part)
-    finally:
-        relayout_(module, layout)
-    return _removed(name, module)
-
-
 @torch.no_grad()
-def _sum(weight: Quantized, adapter: Adapter, name: str) -> Quantized:
-    """A weight [E, N, K] plus its adapter, computed one expert at a time."""
-    merged = weight.of(torch.empty_like(part) for part in weight)
-    for e in range(weight.shape[0]):
-        expert = weight.of(part[e] for part in weight)
-        new = _encoded(dequantize(expert) + adapter.delta(e), expert, name)
-        for part, tensor in zip(merged, new, strict=True):
-            part[e] = tensor
-    return merged
+def add_(module: PackedModule, deltas: Mapping[str, Delta], where: str) -> Tensor:
+    """Adds delta(e), f32 [N, K], to each matrix e of some weights, in place, and rounds once to
+    their encoding. All of them change, or none.
+
+    Returns the squared norms of what rounding lost and of what was added: f32 [2].
+    """
+    sums = {name: _sum(module, name, delta, f"{where}.{name}") for name, delta in deltas.items()}
+    for name, (made, _) in sums.items():
+        for stored, part in zip(module.weight_of(name), made, strict=True):
+            stored.data.copy_(part)
+    return torch.stack([norms for _, norms in sums.values()]).sum(0)
+
+
+def _sum(module: PackedModule, name: str, delta: Delta, where: str) -> tuple[Quantized, Tensor]:
+    """A weight plus delta, as the weight is stored, computed one matrix at a time; with the norms
+    of `add_`.
+    """
+    weight, packing = module.weight_of(name), packing_of(module, module.part_names[name][0])
+    made = weight.of(torch.empty_like(part) for part in weight)
+    stack = len(weight.shape) > 2
+    norms = torch.zeros(2, device=made[0].device)
+    for e in range(weight.shape[0] if stack else 1):
+        parts, new = ([t[e] if stack else t for t in both] for both in (weight, made))
+        old = weight.of(packing.unpack(parts, weight.encoding))
+        added = delta(e)
+        total = dequantize(old) + added
+        rounded = _encoded(total, old, where)
+        norms += torch.stack([(dequantize(rounded) - total).square().sum(), added.square().sum()])
+        for t, part in zip(new, packing.pack(rounded, weight.encoding), strict=True):
+            t.copy_(part)
+    return made, norms
 
 
 def _encoded(x: Tensor, like: Quantized, name: str) -> Quantized:
     """x f32 [N, K] in the encoding of a matrix of `like`, with a scale for each of its runs of
     rows.
     """
-    if like.encoding.plain:
-        return quantize(x, like.encoding)
     check_finite(x, like.encoding, name)
     scales = [part for of, part in like.named() if of.of_matrix]
     if not scales:

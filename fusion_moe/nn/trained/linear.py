@@ -16,6 +16,7 @@ from .. import checks
 from . import splits
 from .delayed import Delayed
 from .grouped_parameters import GroupedParameters
+from .held import Held
 from .stages import ROWS, Call, Operand, Stage, call
 from .tracked import Effect, tracked
 
@@ -69,6 +70,9 @@ class GroupedLinear(GroupedParameters):
         return_bias: a call adds no bias, and returns (result, biases) for the caller to add: a
             list of G [N] in the result's dtype, with their gradients; an empty list without bias.
             Not with scale_bias, and not in a `Sequential`.
+
+    Copies of weights that `is_first_microbatch` keeps are in no state dict, and go when the module
+    is copied or pickled.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class GroupedLinear(GroupedParameters):
         self.scale_bias, self.return_bias = scale_bias and bias, return_bias
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delayed = Delayed() if delay_wgrad_compute else None
+        self.held = Held()
         self.add_grouped(
             "weight", (out_features, in_features), single_grouped_weight, device=device, dtype=dtype
         )
@@ -164,6 +169,7 @@ class GroupedLinear(GroupedParameters):
         offs: Tensor | None = None,
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """x [..., K], M rows sorted by group -> [..., N], and with return_bias also the biases.
 
@@ -174,13 +180,18 @@ class GroupedLinear(GroupedParameters):
         what they hold. Autograd gets grad_input itself as x's gradient, unless x is a leaf: do not
         write into it while that is in use.
 
+        is_first_microbatch: under the recipe Float8BlockScaling, True keeps the quantized weights
+        of this call, False reads those of the last such call, whatever the weights are now; None
+        quantizes them. It breaks the graph under torch.compile, and changes nothing else.
+
         GroupsError, ShapeError, DtypeError, DeviceError or UnsupportedError for arguments that do
         not fit, before memory is written.
         """
         where, lead = type(self).__name__, x.shape[:-1]
         checks.need_rows("x", x, self.in_features, where)
         ends = splits.ends_of(split_sizes, offs, self.num_groups, x, where)
-        program = call(x.reshape(-1, self.in_features), [self.stage(x, ends, scales)])
+        stage = self.stage(x, ends, scales, is_first_microbatch)
+        program = call(x.reshape(-1, self.in_features), [stage])
         effects = self.effects(program)
         if out is None and grad_input is None and not effects:
             y = program.run()
@@ -193,7 +204,13 @@ class GroupedLinear(GroupedParameters):
             return y
         return y, [bias.to(y.dtype) for bias in self.each("bias")] if self.use_bias else []
 
-    def stage(self, x: Tensor, ends: Tensor, scales: Tensor | None) -> Stage:
+    def stage(
+        self,
+        x: Tensor,
+        ends: Tensor,
+        scales: Tensor | None,
+        is_first_microbatch: bool | None = None,
+    ) -> Stage:
         """The stage that the layer adds to a program: ends i32[G], scales float[...] or None, for
         rows like those of x.
         """
@@ -218,11 +235,14 @@ class GroupedLinear(GroupedParameters):
                 checks.need_float(name, first, where)
                 checks.need_device(name, first, x.device, where)
         dtype, by = dtype_name(self.compute_dtype(x.device)), recipe.current()
+        held: tuple[Operand | None, ...] = (None, None)
+        if is_first_microbatch is not None and isinstance(by, recipe.Float8BlockScaling):
+            held = self.held.parts(weight, dtype, by, is_first_microbatch, where)
         return Stage(
             "linear",
             self.in_features,
-            (weight, Operand(ends, (groups,)), bias, column),
-            (dtype, by.wgrad if by else ""),
+            (weight, Operand(ends, (groups,)), bias, column, *held),
+            (dtype, recipe.activation_format()),
         )
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:

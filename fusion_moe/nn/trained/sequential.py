@@ -28,11 +28,11 @@ class Sequential(nn.Sequential):
     on the instance.
     """
 
-    def forward(self, x: Tensor, *extra: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *extra: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """x [..., K] -> [..., N]. extra: what each of our modules takes besides x, in order: for a
         GroupedLinear split_sizes int[G] and, with scale_bias, scales [...]; for a scaled activation
-        its scales [...]. ShapeError for too many or too few, OptionError for a GroupedLinear with
-        return_bias.
+        its scales [...]. is_first_microbatch: as each GroupedLinear takes it. ShapeError for too
+        many or too few, OptionError for a GroupedLinear with return_bias.
         """
         if any(isinstance(module, GroupedLinear) and module.return_bias for module in self):
             raise OptionError(
@@ -51,7 +51,12 @@ class Sequential(nn.Sequential):
         rest = iter(extra)
         for modules in _runs(self):
             extras = [[next(rest) for _ in _takes(module)] for module in modules]
-            x = modules[0](x, *extras[0]) if len(modules) == 1 else _fused(modules, x, extras)
+            if len(modules) > 1:
+                x = _fused(modules, x, extras, is_first_microbatch)
+            elif isinstance(modules[0], GroupedLinear) and is_first_microbatch is not None:
+                x = modules[0](x, *extras[0], is_first_microbatch=is_first_microbatch)
+            else:
+                x = modules[0](x, *extras[0])
         return x
 
 
@@ -92,7 +97,12 @@ def _is_plain(module: nn.Module) -> bool:
     )
 
 
-def _fused(modules: Sequence[nn.Module], x: Tensor, given: Sequence[Sequence[Tensor]]) -> Tensor:
+def _fused(
+    modules: Sequence[nn.Module],
+    x: Tensor,
+    given: Sequence[Sequence[Tensor]],
+    is_first_microbatch: bool | None,
+) -> Tensor:
     """x [..., K] through our modules, as one program."""
     width = _width(modules)
     checks.need_rows("x", x, width, "Sequential")
@@ -111,7 +121,8 @@ def _fused(modules: Sequence[nn.Module], x: Tensor, given: Sequence[Sequence[Ten
             if ends is None:
                 ends = splits.ends_of(tensors[0], None, module.num_groups, x, type(module).__name__)
                 divided.append((tensors[0], ends))
-            stages.append(module.stage(x, ends, tensors[1] if len(tensors) > 1 else None))
+            scales = tensors[1] if len(tensors) > 1 else None
+            stages.append(module.stage(x, ends, scales, is_first_microbatch))
             width = module.out_features
         else:
             assert isinstance(module, _ScaledGLU)

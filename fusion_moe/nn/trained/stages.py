@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import recipe
 from ...definitions import translate
 from ...definitions.tensor_lists import Input, flat
 from ...ir.builder import FusionDefinition
@@ -138,21 +139,31 @@ def _linear(
     offs: Value,
     bias: Value | None,
     scales: Value | None,
+    codes: Value | None,
+    block_scale: Value | None,
     dtype: str,
-    wgrad: str,
+    activation_format: str,
 ) -> Value:
     """x [M, K], weight [G, N, K], offs i32[G], bias [G, N], scales [M] -> dtype[M/g, N]: the
-    product, plus the bias times the scales
+    product, plus the bias times the scales. codes, block_scale: of the weight's copy, if it was
+    made before.
 
-    wgrad: that of the recipe MXFP8BlockScaling; "" without a recipe.
+    activation_format: that of a recipe; "bf16" without one.
     """
     fd.mark_weight(weight, bias)
     total = plain(x.type.shape[0])
     ends = fd.groups_of(offs, total)
     x, weight = fd.ops.cast(fd.partition_by(x, ends), dtype=dtype), fd.ops.cast(weight, dtype=dtype)
     y = (
-        eight_bits.product(fd, x, weight, ends, wgrad)
-        if wgrad
+        eight_bits.product(
+            fd,
+            x,
+            weight,
+            ends,
+            activation_format,
+            held=[] if codes is None or block_scale is None else [codes, block_scale],
+        )
+        if activation_format in recipe.FORMATS
         else fd.ops.grouped_mm(x, weight, ends)
     )
     if bias is None:

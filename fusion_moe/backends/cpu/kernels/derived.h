@@ -49,7 +49,7 @@ struct Level {
 
     Level(const void* part, const Problem& p, i64 g, i64 n) : first(static_cast<const T*>(part)) {
         const i64 row = g * p.N + n;
-        first += BLOCK > 0         ? row * (p.K / BLOCK)
+        first += BLOCK > 0         ? row * ((p.K + BLOCK - 1) / BLOCK)
                  : BLOCK == OF_ROW ? row
                                    : g * p.runs + n / (p.N / p.runs);
     }

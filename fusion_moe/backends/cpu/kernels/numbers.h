@@ -195,7 +195,7 @@ inline bool quantize_block(const float* x, float decode_scale, u8* codes, u8* sc
 }
 
 // -------------------------------------------------------------------------------------------------
-// MXFP8
+// MXFP8 and FP8 in blocks
 
 // 2^(byte - 127); 255 is NaN.
 inline float e8m0_(u8 byte) {
@@ -208,18 +208,61 @@ inline u8 e4m3_saturated(float x) {
     return u8(e4m3_of(size > 448.f ? 448.f : size) | (as_bits(x) >> 31) << 7);
 }
 
-// 32 numbers -> their codes and block scale: amax / 448, rounded up to a power of two.
-inline bool quantize_mxfp8(const float* x, u8* codes, u8* scale) {
+// The scale of numbers whose largest magnitude has the bits `most`, and what they are multiplied by
+// to become codes. E8m0: amax / 448, rounded up to a power of two.
+struct E8m0Scale {
+    u8 stored;
+    float over;
+
+    explicit E8m0Scale(u32 most) {
+        const u32 bits = as_bits(as_float(most) * (1.f / 448.f)), exponent = bits >> 23,
+                  mantissa = bits & 0x7FFFFFu;
+        const bool up = mantissa > 0 && exponent < 254 && (exponent > 0 || mantissa > 0x400000u);
+        stored = u8(most > 0x7F800000u ? 255 : std::min(exponent + up, 254u));
+        over = 1.f / e8m0_(stored);
+    }
+};
+
+// The same as a float32; 1 for zeros, NaN for what is not finite.
+struct PowerOfTwoScale {
+    float stored, over;
+
+    explicit PowerOfTwoScale(u32 most)
+        : stored(most == 0 ? 1.f : e8m0_(most < 0x7F800000u ? E8m0Scale(most).stored : 255)),
+          over(1.f / stored) {}
+};
+
+// Numbers are multiplied by 448 / amax, which is the largest bfloat16 at most.
+struct Float32Scale {
+    float stored, over;
+
+    explicit Float32Scale(u32 most)
+        : over(most == 0             ? 1.f
+               : most >= 0x7F800000u ? as_float(0x7FC00000u)
+                                     : std::min(448.f / as_float(most), 0x1.FEp127f)) {
+        stored = 1.f / over;
+    }
+};
+
+// The bits of the largest magnitude.
+inline u32 largest_of(const float* x, int count) {
     u32 most = 0;
 #pragma omp simd reduction(max : most)
-    for (int i = 0; i < 32; ++i) most = std::max(most, as_bits(x[i]) & 0x7FFFFFFFu);
-    const u32 bits = as_bits(as_float(most) * (1.f / 448.f)), exponent = bits >> 23,
-              mantissa = bits & 0x7FFFFFu;
-    const bool up = mantissa > 0 && exponent < 254 && (exponent > 0 || mantissa > 0x400000u);
-    *scale = u8(most > 0x7F800000u ? 255 : std::min(exponent + up, 254u));
-    const float step = e8m0_(*scale);
+    for (int i = 0; i < count; ++i) most = std::max(most, as_bits(x[i]) & 0x7FFFFFFFu);
+    return most;
+}
+
+inline void quantize_by(float over, const float* x, int count, u8* codes) {
 #pragma omp simd
-    for (int i = 0; i < 32; ++i) codes[i] = e4m3_saturated(x[i] / step);
+    for (int i = 0; i < count; ++i) codes[i] = e4m3_saturated(x[i] * over);
+}
+
+// Numbers -> their codes and block scale.
+template <class Scale, class Stored>
+bool quantize_fp8(const float* x, int count, u8* codes, Stored* scale) {
+    const Scale made(largest_of(x, count));
+    *scale = made.stored;
+    quantize_by(made.over, x, count, codes);
     return true;
 }
 

@@ -28,11 +28,12 @@ inline i64 group_of(const i32* ends, i64 groups, i64 row) {
     return std::upper_bound(ends, ends + groups, i32(row)) - ends;
 }
 
-// The block of 32 rows that a row is in, where each group begins with a block of its own
+// The block of rows that a row is in, where each group begins with a block of its own
 // (layouts/groups.py's block_slots); -1 past the last end.
-inline i64 block_of(const i32* ends, i64 groups, i64 row) {
+template <i64 BLOCK>
+i64 block_of(const i32* ends, i64 groups, i64 row) {
     const i64 g = group_of(ends, groups, row), start = g == 0 ? 0 : ends[g - 1];
-    return g == groups ? -1 : start / 32 + g + (row - start) / 32;
+    return g == groups ? -1 : start / BLOCK + g + (row - start) / BLOCK;
 }
 
 // A stable counting sort of slots by group(i), which is `groups` for those of no group.

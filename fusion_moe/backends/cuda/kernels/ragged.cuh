@@ -36,12 +36,13 @@ __device__ __forceinline__ i64 group_of(const i32* ends, i64 groups, i64 row) {
     return low;
 }
 
-// The block of 32 rows that a row is in, where each group begins with a block of its own
+// The block of rows that a row is in, where each group begins with a block of its own
 // (groups.block_slots); -1 past the last end.
+template <i32 BLOCK>
 __device__ __forceinline__ i64 block_of(const i32* ends, i64 groups, i64 row) {
     const i64 g = group_of(ends, groups, row),
               start = g == 0 ? 0 : min(max(i64(ends[g - 1]), i64(0)), row);
-    return g == groups ? -1 : start / 32 + g + (row - start) / 32;
+    return g == groups ? -1 : start / BLOCK + g + (row - start) / BLOCK;
 }
 
 // Which lanes of a warp have the same number, of 0 .. MAX, as a lane, and which have smaller ones:

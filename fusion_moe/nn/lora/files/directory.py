@@ -14,15 +14,9 @@ from torch import Tensor, nn
 from ....checkpoints.writing import appearing, destination, sync, write_json
 from ....errors import CheckpointError, NonFiniteError, UnsupportedError
 from ...frozen.adaptable import AdaptableModule
-from ...local import gathered, is_dtensor, local
+from ...local import gathered, is_dtensor
 from ...trained.activations import deinterleave, interleave
-from ..adapter import (
-    adapt,
-    adaptable,
-    adapters_of,
-    freeze_,
-    need_unadapted,
-)
+from ..adapter import adapt_, adaptable, adapted, adapters_of, need_unadapted
 from .config import CONFIG, LoraConfig, read_config
 from .factors import from_peft, peft_shapes, to_peft
 
@@ -42,16 +36,8 @@ def save_lora(model: nn.Module, directory: str | Path) -> Path:
     or cannot be written.
     """
     dst = destination(directory)
-    adapted = [
-        (name, module) for name, module in adaptable(model, "save_lora").items() if module.adapted
-    ]
-    if not adapted:
-        raise UnsupportedError(
-            "no adapters",
-            expected="a model that add_lora_ or load_lora_ gave some",
-            where="save_lora",
-        )
-    kinds = sorted({(a.rank, a.alpha) for _, module in adapted for _, a in adapters_of(module)})
+    modules = adapted(model, "save_lora")
+    kinds = sorted({(a.rank, a.alpha) for m in modules.values() for _, a in adapters_of(m)})
     if len(kinds) > 1:
         raise UnsupportedError(
             " and ".join(f"rank {rank} with alpha {alpha}" for rank, alpha in kinds),
@@ -60,12 +46,12 @@ def save_lora(model: nn.Module, directory: str | Path) -> Path:
         )
     targets = tuple(
         _parameter(name, module, projection)
-        for name, module in adapted
+        for name, module in modules.items()
         for projection, _ in adapters_of(module)
     )
     config = LoraConfig(*kinds[0], targets).written(getattr(model, "name_or_path", None) or None)
-    tensors = {key: t for name, module in adapted for key, t in _stored(name, module)}
-    divided = any(is_dtensor(a.A) for _, module in adapted for _, a in adapters_of(module))
+    tensors = {key: t for name, module in modules.items() for key, t in _stored(name, module)}
+    divided = any(is_dtensor(a.A) for m in modules.values() for _, a in adapters_of(m))
     if not divided or torch.distributed.get_rank() == 0:
         _write(dst, tensors, config)
     return dst
@@ -96,14 +82,16 @@ def load_lora_(
             expected="adapters of experts alone",
             where=str(path / TENSORS),
         )
-    freeze_(model)
-    for name, projections in planned.items():
-        _fill(name, modules[name], projections, config, tensors, dtype)
-    return [
-        f"{name}.{projection}" if name else projection
+    places = [(name, projection) for name, its in planned.items() for projection in its]
+    factors = [
+        pair
         for name, its in planned.items()
-        for projection in its
+        for pair in _factors(name, modules[name], its, tensors)
     ]
+    adapters = adapt_(model, places, config.rank, config.alpha, dtype)
+    for adapter, (a, b) in zip(adapters, factors, strict=True):
+        adapter.fill_(a, b)
+    return [f"{name}.{projection}" if name else projection for name, projection in places]
 
 
 # Names --------------------------------------------------------------------------------------------
@@ -231,22 +219,14 @@ def _read(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _fill(
-    name: str,
-    module: AdaptableModule,
-    projections: Sequence[str],
-    config: LoraConfig,
-    tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,
-) -> None:
-    """Gives a module its adapters, with the values from the file."""
+def _factors(
+    name: str, module: AdaptableModule, projections: Sequence[str], tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """A and B for each adapter of a module, from the file."""
     keys = _keys(name, projections)
     for projection, key_a, key_b in zip(projections, keys[::2], keys[1::2], strict=True):
         a, b = from_peft(tensors[key_a], tensors[key_b], _experts(module))
-        adapter = adapt(module, projection, config.rank, config.alpha, dtype)
         b = deinterleave(b, 1, 1) if module.in_turns and projection == "gate_up" else b
         if module.sharding is not None:
             a, b = module.sharding.share("A", a), module.sharding.share("B", b)
-        with torch.no_grad():
-            local(adapter.A).copy_(a)
-            local(adapter.B).copy_(b)
+        yield a, b

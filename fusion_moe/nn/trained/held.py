@@ -1,0 +1,73 @@
+"""A quantized copy of a layer's weights, made in one call and read in later ones."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from ...definitions.tensor_lists import flat
+from ...errors import UnsupportedError
+from ...ir.builder import FusionDefinition
+from ...ir.kinds import eight_bits
+from ...ir.text import one_line
+from ...ir.types import TensorType, dtype_name
+from ...recipe import FORMATS, Float8BlockScaling
+from .stages import Operand
+
+
+class Held:
+    """The parts of the copy. They keep their addresses, for captured graphs, while shapes and
+    device stay. Who is copied or pickled has none.
+    """
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._parts: tuple[Tensor, ...] = ()
+
+    def __deepcopy__(self, memo: Any) -> Held:
+        return Held()
+
+    def __reduce__(self) -> Any:
+        return (Held, ())
+
+    @_disable_dynamo
+    def parts(
+        self, weight: Operand, dtype: str, by: Float8BlockScaling, again: bool, where: str
+    ) -> tuple[Operand, ...]:
+        """Codes and block scales of a weight [G, N, K] in `dtype`: made now, or else before.
+        UnsupportedError if there are none.
+        """
+        tensors, counts = flat([weight.tensor])
+        family, _ = FORMATS[by.activation_format]
+        key = family, dtype, weight.shape, tensors[0].device
+        if not again and key != self._key:
+            raise UnsupportedError(
+                "is_first_microbatch=False",
+                expected="quantized weights of an earlier call, with this recipe, dtype and device",
+                todo="pass True in the first call after weights change",
+                where=where,
+            )
+        if again:
+            program = _program(dtype_name(tensors[0].dtype), weight.shape, dtype, family)
+            with torch.no_grad():
+                made = torch.ops.fusion_moe.run(program, tensors, [], None, counts)
+                if key == self._key:
+                    for part, new in zip(self._parts, made, strict=True):
+                        part.copy_(new)
+                else:
+                    self._key, self._parts = key, tuple(made)
+        return tuple(Operand(part, tuple(part.shape)) for part in self._parts)
+
+
+@lru_cache(maxsize=256)
+def _program(stored: str, shape: tuple[int, ...], dtype: str, family: str) -> str:
+    fd = FusionDefinition()
+    weight = fd.ops.cast(fd.define_like(TensorType(shape, stored), "weight"), dtype=dtype)
+    encoding = eight_bits.FAMILIES[family].along(-1, True)
+    for part in fd.ops.unpack(fd.ops.quantize(weight, encoding=encoding.name)):
+        fd.add_output(part)
+    return one_line(fd.fusion())

@@ -1,0 +1,106 @@
+"""Operands that the program quantizes, as kernels read them: those of a recipe by their values in
+bf16, or in float32 where scales are no powers of two; rows that are quantized by themselves by
+their parts, codes and scales in memory.
+
+If rows are picked by at least as many indices as there are rows, they are picked from these values
+or parts, so that each row is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from ..encodings import find
+from ..ir.builder import FusionDefinition
+from ..ir.core import Fusion, Op, Value
+from ..ir.kinds import eight_bits
+from ..ir.kinds.runs import in_runs
+from ..ir.sizes import exact_div
+from ..ir.types import plain
+from ..target import Target
+from .rewrite import rewrite
+
+ByWayOf = Callable[[FusionDefinition, Value], Value]
+
+
+def lower_operands(fusion: Fusion, target: Target) -> Fusion:
+    """The Fusion with a `dequantize` before each product by a recipe, since products count such
+    operands as these values anyway; and a `pack` of parts before each product of other rows.
+    """
+    by_way_of = _itself if "quantize" in target.unshared_roles else eight_bits.in_parts
+    return (
+        rewrite(fusion, partial(_rule, by_way_of))
+        if any(map(_reads_quantized, fusion.ops))
+        else fusion
+    )
+
+
+def _itself(fd: FusionDefinition, v: Value) -> Value:
+    """The value itself: if quantized values never leave their kernel, neither must their parts."""
+    return v
+
+
+def _reads_quantized(op: Op) -> bool:
+    return op.kind.role == "grouped" and op.values[0].type.quantized
+
+
+def _rule(
+    by_way_of: ByWayOf, fd: FusionDefinition, op: Op, inputs: Sequence[Any]
+) -> Sequence[Value] | None:
+    if not _reads_quantized(op):
+        return None
+    attrs = {name: attr for name, attr in op.attrs.items() if name != "wgrad"}
+    if not eight_bits.is_trained(op):
+        lowered = [_in_memory(fd, v) for v in inputs]
+        return None if lowered == list(inputs) else fd.append(op.kind, lowered, attrs)
+    family = eight_bits.family_of(inputs[0].type)
+    assert family is not None
+    numbers = partial(_numbers, by_way_of, family.numbers, fd, ends=inputs[2])
+    return fd.append(op.kind, [*map(numbers, inputs[:2]), inputs[2]], attrs)
+
+
+def _in_memory(fd: FusionDefinition, v: Value) -> Value:
+    made = fd.producer(v)
+    if made is None or made.kind.name != "quantize" or len(made.values) > 1:
+        return v
+    if (picked := _picked(fd, v)) is None:
+        return eight_bits.in_parts(fd, v)
+    rows, gather = picked
+    parts = [_gathered(fd, part, gather) for part in fd.ops.unpack(rows)]
+    packed: Value = fd.ops.pack(*parts, encoding=v.type.dtype, layout="linear")
+    return packed
+
+
+def _numbers(by_way_of: ByWayOf, dtype: str, fd: FusionDefinition, v: Value, ends: Value) -> Value:
+    if (picked := _picked(fd, v)) is not None:
+        rows, gather = picked
+        return _gathered(fd, _numbers(by_way_of, dtype, fd, rows, ends), gather)
+    of_runs = [ends] if in_runs(v.type.encoding, v.type.shape) else []
+    return fd.ops.dequantize(by_way_of(fd, v), *of_runs, dtype=dtype)
+
+
+def _gathered(fd: FusionDefinition, rows: Value, gather: Op) -> Value:
+    """The rows that an `index_select` picks, of another value."""
+    return fd.append(gather.kind, [rows, gather.values[1]], gather.attrs)[0]
+
+
+def _picked(fd: FusionDefinition, v: Value) -> tuple[Value, Op] | None:
+    """All rows, quantized, and the `index_select` of those that a `quantize` made v of, if each row
+    is picked once or more on average.
+    """
+    quantize = fd.producer(v)
+    if (
+        quantize is None
+        or quantize.kind.name != "quantize"
+        or len(quantize.values) > 1
+        or find(quantize.attrs["encoding"]).axis != -1
+    ):
+        return None
+    gather = fd.producer(quantize.values[0])
+    if gather is None or gather.kind.name != "index_select" or gather.attrs["dim"] != 0:
+        return None
+    x, index = gather.values
+    often = exact_div(plain(index.type.shape[0]), plain(x.type.shape[0])) is not None
+    return (fd.append(quantize.kind, [x], quantize.attrs)[0], gather) if often else None

@@ -1,0 +1,190 @@
+"""activation_format="fp8": rows are rounded to e4m3 with a power of two for 128 columns before each
+product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from fusions import assert_same_bits, evaluate, fusion_of_call
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fusion_moe
+from fusion_moe import NVFP4Config, options
+from fusion_moe.backends import TARGETS
+from fusion_moe.encodings import (
+    FP8,
+    FP8_E8M0,
+    FP8_ROWS,
+    MXFP4,
+    NVFP4,
+    Quantized,
+    dequantize,
+    find,
+    quantize,
+)
+from fusion_moe.errors import OptionError, UnsupportedError
+from fusion_moe.passes import PASSES
+from fusion_moe.target import check_formats
+
+OPS = torch.ops.fusion_moe
+E, H, I, T, SLOTS = 4, 192, 160, 7, 2
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    return dequantize(quantize(x, FP8_ROWS))
+
+
+def layer(encoding: str = "nvfp4") -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    return tuple(  # type: ignore[return-value]
+        list(quantize(torch.randn(E, *shape, generator=g) * 0.1, find(encoding)))
+        for shape in ((2 * I, H), (H, I))
+    )
+
+
+def inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, H, generator=g).bfloat16()
+    return x, torch.randint(0, E, (T, SLOTS), generator=g), torch.rand(T, SLOTS, generator=g)
+
+
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    w: torch.Tensor,
+    weights: Sequence[Sequence[torch.Tensor]],
+    encoding: str = "nvfp4",
+    **how: object,
+) -> torch.Tensor:
+    with options.override(target="reference"):
+        return OPS.fused_experts(
+            x, ids, w, *weights, weight_format=encoding, activation_format="fp8", **how
+        )
+
+
+@pytest.mark.parametrize("encoding", [NVFP4, MXFP4, FP8, FP8_E8M0], ids=lambda e: e.name)
+def test_a_product_is_that_of_the_rounded_numbers(encoding):
+    g = torch.Generator().manual_seed(0)
+    x, offs = torch.randn(9, 160, generator=g), torch.tensor([4, 4, 7], dtype=torch.int32)
+    w = quantize(torch.randn(3, 24, 160, generator=g), encoding)
+    with options.override(target="reference"):
+        y = OPS.grouped_mm(x, list(w), offs, weight_format=encoding.name, activation_format="fp8")
+    for group, (start, end) in enumerate(((0, 4), (4, 4), (4, 7))):
+        assert torch.equal(y[start:end], rounded(x[start:end]) @ dequantize(w)[group].T)
+    assert not y[7:].any()
+
+
+def test_both_products_of_experts_round_their_rows():
+    (x, ids, w), weights = inputs(), layer()
+    gate_up, down = (dequantize(Quantized(*parts, encoding=NVFP4)) for parts in weights)
+    wanted = torch.zeros(T, H)
+    for t in range(T):
+        for slot in range(SLOTS):
+            e = ids[t, slot]
+            gate, up = (rounded(x[t : t + 1]) @ gate_up[e].T).bfloat16().float().chunk(2, -1)
+            h = (torch.nn.functional.silu(gate) * up).bfloat16()
+            wanted[t] += (w[t, slot] * (rounded(h) @ down[e].T).bfloat16().float())[0]
+    with options.override(contract_rounding=False):
+        assert torch.equal(experts(x, ids, w, weights), wanted.bfloat16())
+
+
+def test_kernels_get_codes_and_scales_of_rows_that_are_quantized_once():
+    (x, ids, w), weights = inputs(), layer()
+    how = {"weight_format": "nvfp4", "activation_format": "fp8"}
+    fusion = fusion_of_call("fused_experts", x, ids, w, *weights, **how)
+    tensors = x, ids, w, *weights[0], *weights[1]
+    before = evaluate(fusion, *tensors)
+    for run in PASSES:
+        fusion = run(fusion, TARGETS["cuda"]).verify()
+        assert_same_bits(evaluate(fusion, *tensors), before)
+    quantized = [op for op in fusion.ops if op.kind.name == "quantize"]
+    assert quantized[0].values[0] is fusion.inputs[0]  # tokens, before they are gathered
+    products = [op for op in fusion.ops if op.kind.name == "grouped_mm"]
+    assert len(quantized) == len(products) == 2
+    for product in products:
+        rows = fusion.producers[product.values[0]]
+        assert (rows.kind.name, rows.outputs[0].type.dtype) == ("pack", "fp8_rows")
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(0, 2**16),
+    st.lists(
+        st.tuples(
+            st.integers(0, T - 1),
+            st.integers(0, H - 1),
+            st.sampled_from((math.nan, math.inf, -math.inf)),
+        ),
+        max_size=3,
+    ),
+)
+def test_non_finite_rows_stay_so_and_others_never_see_them(seed, bad):
+    (x, ids, w), weights = inputs(seed), layer()
+    clean = experts(x, ids, w, weights)
+    for row, column, value in bad:
+        x[row, column] = value
+    y, rows = experts(x, ids, w, weights), {row for row, *_ in bad}
+    for t in range(T):
+        assert y[t].isnan().all() if t in rows else torch.equal(y[t], clean[t])
+
+
+def test_zeros_and_large_numbers():
+    (x, ids, w), weights = inputs(), layer()
+    x[0], x[1] = 0, 3e38
+    y = experts(x, ids, w, weights)
+    assert not y[0].any()
+    assert torch.equal(y[2:], experts(*inputs(), weights)[2:])
+
+
+def test_where_it_runs(monkeypatch):
+    (x, ids, w), weights = inputs(), layer()
+    how = {"weight_format": "nvfp4", "activation_format": "fp8"}
+    with pytest.raises(UnsupportedError, match=r"'fp8' on cpu.*compute capability 9\.0.*reference"):
+        OPS.fused_experts(x, ids, w, *weights, **how)
+    with pytest.raises(OptionError, match=r"transposed = True with activation_format = 'fp8'"):
+        OPS.grouped_mm(
+            x,
+            [torch.randn(1, H, 8).bfloat16()],
+            torch.tensor([T], dtype=torch.int32),
+            weight_format="bf16",
+            activation_format="fp8",
+            transposed=True,
+        )
+    hopper = replace(TARGETS["cuda"], activation_formats=("bf16", "fp8"), requires={"fp8": (9, 0)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    check_formats(hopper, "bf16", "", torch.device("cuda"))
+    wanted = r"'fp8' on compute capability 8\.9; expected one of bf16; .* 9\.0"
+    with pytest.raises(UnsupportedError, match=wanted):
+        check_formats(hopper, "fp8", "", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check_formats(hopper, "fp8", "", torch.device("cuda"))
+
+
+@pytest.mark.parametrize("encoding", [FP8, FP8_E8M0], ids=lambda e: e.name)
+def test_weights_whose_last_block_is_short(encoding):
+    """By kernels for CPUs, with activations in 16 bits."""
+    (x, ids, w), weights = inputs(), layer(encoding.name)
+    found = OPS.fused_experts(x, ids, w, *weights, weight_format=encoding.name)
+    with options.override(target="reference"):
+        wanted = OPS.fused_experts(x, ids, w, *weights, weight_format=encoding.name)
+    torch.testing.assert_close(found, wanted, rtol=2**-6, atol=2**-6)
+
+
+def test_modules_and_their_config():
+    g = torch.Generator().manual_seed(0)
+    weights = torch.randn(E, 2 * I, H, generator=g), torch.randn(E, H, I, generator=g)
+    module = fusion_moe.nn.NVFP4Experts.from_float(*weights, NVFP4Config("fp8").activation_format)
+    x, ids, w = inputs()
+    with options.override(target="reference"):
+        y = module(x, ids, w)
+        module.activation_format = "bf16"
+        of_bf16 = module(x, ids, w)
+    error = (y - of_bf16).float().norm() / of_bf16.float().norm()
+    assert 0.01 < error < 0.08
