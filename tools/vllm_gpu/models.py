@@ -200,8 +200,9 @@ def _nvfp4(g: torch.Generator, experts: int, n: int, k: int) -> Tensors:
 
 def _fp8(g: torch.Generator, experts: int, n: int, k: int) -> Tensors:
     scales = torch.rand(experts, n // 128, k // 128, device=g.device, generator=g)
+    values = _normal(g, experts, n, k, std=100.0).clamp(-448, 448)  # codes beyond are NaN
     return {
-        "weight": _normal(g, experts, n, k, std=100.0).to(torch.float8_e4m3fn).cpu(),
+        "weight": values.to(torch.float8_e4m3fn).cpu(),
         "weight_scale_inv": (scales + 0.5).mul(2e-4).cpu(),
     }
 
