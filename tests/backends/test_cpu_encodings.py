@@ -14,13 +14,24 @@ from cpu_tiers import (
     OF_VECTORS,
     TIERS,
     emulated_amx,
+    program,
     same,
     same_on_any_threads,
     together,
 )
 from fusions import fusion_of_call
 
-from fusion_moe.encodings import ENCODINGS, INT4, MXFP4, Quantized, dequantize, quantize
+from fusion_moe.encodings import (
+    ENCODINGS,
+    FP8,
+    FP8_CHANNEL,
+    INT4,
+    MXFP4,
+    Encoding,
+    Quantized,
+    dequantize,
+    quantize,
+)
 from fusion_moe.runtime.program import Program
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
@@ -196,3 +207,35 @@ def test_threads_change_no_bit(tier):
     weight.block_scale.view(torch.uint8)[:, 300, 1] = 70
     x = torch.randn(sum(sizes), 96).bfloat16()
     same_on_any_threads(lambda: product(tier, x, weight, sizes))
+
+
+@pytest.mark.parametrize("tier", [t for t in TIERS if t in (TIERS[0], "avx2")])
+@pytest.mark.parametrize(("encoding", "k"), [(FP8, 384), (FP8_CHANNEL, 200)], ids=str)
+def test_fp8_of_all_codes_and_scales(tier: str, encoding: Encoding, k: int) -> None:
+    """Rows with scales of all sizes; in the last four a code, or a scale, is no number or
+    infinite.
+    """
+    groups, n, g = (1, 3, 0, 8, 13), 40, torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (len(groups), n, k), generator=g, dtype=torch.uint8)
+    codes[(codes & 127) == 127] = 1
+    codes[:, n - 4, k - 1], codes[:, n - 3, 0] = 127, 255
+    scale = torch.rand(len(groups), n, -(-k // 128) if encoding is FP8 else 1, generator=g) + 0.5
+    for group in (0, 4):  # the others have scales of the kernel for bytes alone
+        scale[group, :32] *= 2.0 ** torch.arange(-128, 112, 7.5)[:, None]
+    scale[:, n - 2, -1], scale[:, n - 1, 0] = torch.nan, torch.inf
+    weight = Quantized(codes.view(torch.float8_e4m3fn), scale, encoding=encoding)
+    dequantized = dequantize(weight)
+    for dtype in DTYPES[::2]:
+        x = torch.randn(sum(groups), k, generator=g).to(dtype)
+        fusion = fusion_of_call(
+            "grouped_mm",
+            x,
+            list(weight),
+            ends_of(groups),
+            weight_format=encoding.name,
+            out_dtype=torch.float32,
+        )
+        (found,) = program(fusion, tier)([x, *weight, ends_of(groups)])
+        for rows, out, w in zip(x.split(groups), found.split(groups), dequantized, strict=True):
+            assert out[:, n - 4 :].isnan().all()
+            assert_close(out[:, : n - 4], rows, w[: n - 4])

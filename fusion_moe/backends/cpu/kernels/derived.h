@@ -59,6 +59,20 @@ struct Level {
         const float x = widen(first[BLOCK > 0 ? u64(k) / u64(BLOCK) : 0]);
         return ROLE == Role::DIVISOR ? 1.f / x : x;
     }
+
+    // Whether all of a row, multiplied after products are added, leave those among the normal
+    // numbers.
+    bool in_range(i64 K) const {
+        constexpr u32 LEAST = 0x21800000u, MOST = 0x49800000u;  // 2^-60, 2^20; or zero
+        const i64 count = BLOCK > 0 ? K / BLOCK : 1;
+        u32 most = 0;
+#pragma omp simd reduction(max : most)
+        for (i64 i = 0; i < count; ++i) {
+            const u32 size = as_bits(widen(first[i])) & 0x7FFFFFFFu;
+            most = std::max(most, size == 0 ? 0 : size - LEAST);
+        }
+        return most <= MOST - LEAST;
+    }
 };
 
 // Those of a row, from the finest to the coarsest.
@@ -66,6 +80,8 @@ template <class... Each>
 struct Levels {
     static_assert(sizeof...(Each) < PARTS, "a problem has a place for each part");
     static constexpr bool HAS_ZERO_POINT = ((Each::ROLE == Role::ZERO_POINT) || ...);
+    static constexpr bool IS_FACTOR =
+        sizeof...(Each) == 1 && ((Each::ROLE == Role::MULTIPLIER) && ...);
     // How many elements of a row share all of their scales, in equal pieces of a run.
     static constexpr i64 LEAST = std::min({RUN, (Each::BLOCK > 0 ? Each::BLOCK : RUN)...}),
                          SHARED = RUN % LEAST == 0 ? LEAST : LANES;
@@ -85,6 +101,10 @@ struct Levels {
             },
             each);
         return product;
+    }
+
+    bool in_range(i64 K) const {
+        return std::apply([&](const Each&... level) { return (level.in_range(K) && ...); }, each);
     }
 
     float zero_point(i64 k) const {
@@ -176,9 +196,27 @@ inline void elements_of(const u8* code, float zero, float scale, float* out) {
 
 template <class Format>
 struct DerivedWeight : PortableWeight {
+    using Codes = Format;
     using Scales = typename Format::Scales;
     static constexpr double BYTES = Format::BYTES;
     static constexpr i64 ALIGNED = LANES, SHARED = Scales::SHARED;
+    static constexpr bool ARE_BYTES = IS_FLOAT<Format> && Scales::IS_FACTOR && SHARED % 128 == 0;
+
+    // Row n of matrix g, of codes of 8 bits.
+    static const u8* codes(const Problem& p, i64 g, i64 n) {
+        return static_cast<const u8*>(p.parts[0]) + (g * p.N + n) * p.K;
+    }
+
+    // What bytes.h asks; other kernels of derived readers take every scale.
+    static bool scales_in_range(const WorkTile& work_tile) {
+        bool good = true;
+        for (i64 s = 0; ARE_BYTES && s < work_tile.column_blocks(); ++s) {
+            const Columns c = work_tile.columns<DerivedWeight>(s);
+            for (int i = 0; i < LANES; ++i)
+                good = good && Scales::of(*c.problem, c.g, c.at[i]).in_range(c.problem->K);
+        }
+        return good;
+    }
 
     // `out` is written up to a multiple of LANES.
     static void dequantize(const Problem& p, i64 g, i64 n, i64 k, i64 count, float* out) {

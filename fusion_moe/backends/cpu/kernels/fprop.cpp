@@ -1,12 +1,13 @@
 // The fixed library of a tier and an encoding. The compiler's flags say which tier; what stands
 // before this file, the reader of an encoding, says which `Weight`.
 #include "tiers.h"
-#include "dequantized.h"
+#include "bytes.h"
 #include "grouped_mm.h"
 #include "standalone.h"
 
-using Tier = std::conditional_t<HAS_E2M1_CODES<Weight>, TierOfCodes<Weight>,
-                                DequantizedTier<F32, Pairs, Weight>>;
+using Tier = std::conditional_t<
+    HAS_E2M1_CODES<Weight>, TierOfCodes<Weight>,
+    std::conditional_t<ARE_BYTES<Weight>, BytesTier<Weight>, DequantizedTier<F32, Pairs, Weight>>>;
 
 extern "C" void product(const Problem* problem, Team* team) {
     with_type(problem->activation,
