@@ -12,8 +12,9 @@ go round `--copies` copies of the weights. Results are compared with float64 fir
 turns in one process: a pause, in which a peer's threads stop spinning; a call of one token, which
 wakes them; then the calls that are measured. Numbers are medians of the turns, spreads (longest -
 shortest) / median. "Reading" is the loop of fusion_moe/runtime/host_memory/bandwidth.cpp over the
-NVFP4 weights of a call's experts, with as many threads. Times are CPU time for one thread (of the
-calling one and of kt-kernel's worker, not of its thread that spins meanwhile), wall time for more.
+weights of a call's experts in the first of the formats, with as many threads. Times are CPU time
+for one thread (of the calling one and of kt-kernel's worker, not of its thread that spins
+meanwhile), wall time for more.
 kt-kernel's weights are on large pages, as ours and ggml's are, with
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment. "int8" in a name says that activations are
 rounded to it. cpu_moe_page.py makes a page and a chart of them.
@@ -40,11 +41,22 @@ import ggml_library
 import torch
 from cpu_ggml import Ggml
 from cpu_peers import KtKernel, Layer, matrices
+from cpu_vllm import Vllm
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
 import fusion_moe
-from fusion_moe.encodings import MXFP4, NVFP4, Encoding, Quantized, dequantize, quantize
+from fusion_moe.encodings import (
+    FP8,
+    INT4,
+    MXFP4,
+    NVFP4,
+    Encoding,
+    Quantized,
+    dequantize,
+    find,
+    quantize,
+)
 from fusion_moe.runtime import isa, native
 from fusion_moe.runtime.host_memory import bandwidth, pages
 
@@ -272,6 +284,22 @@ def of_kt(kt: KtKernel) -> list[Kernel]:
     ]
 
 
+def of_vllm(vllm: Vllm) -> list[Kernel]:
+    """Those for quantized weights, but int8's."""
+
+    def made(make: Callable[..., Layer], copies: Sequence[Weights]) -> list[Layer]:
+        return [make(*weights) for weights in copies]
+
+    return [
+        Kernel(vllm, name, called, encoding, partial(made, make), most)
+        for name, called, encoding, make, most in (
+            ("mxfp4", "CPUExpertsMxfp4", MXFP4, vllm.mxfp4, 0.01),
+            ("int4, int8", "CPUExpertsInt4", INT4, vllm.int4, 0.03),
+            ("fp8", "CPUExpertsFp8", FP8, vllm.fp8, 0.01),
+        )
+    ]
+
+
 def peers(
     kernels: Sequence[Kernel], copies: Mapping[Encoding, Sequence[Weights]], chosen: Sequence[str]
 ) -> tuple[list[Contender], list[str]]:
@@ -461,15 +489,16 @@ def of_model(model: Model, told: argparse.Namespace) -> Iterator[dict[str, Any]]
     """What is measured of a model: an entry for each number of threads, once more after each number
     of tokens.
     """
-    encodings = [e for e in (NVFP4, MXFP4) if e.name in told.formats]
+    encodings = [find(name) for name in told.formats]
     given = {e: random_weights(e, model) for e in encodings}
     copies = {e: [copied(w) for _ in range(told.copies)] for e, w in given.items()}
     (call,) = calls(model, CHECKED, 1)
     checks = {e: (call, exact(w, *call)) for e, w in given.items()}
     mine = contenders(copies, told.activations, not told.no_torch)
-    ggml = installed(Ggml) if told.peers else None
+    ggml, vllm = (installed(package) if told.peers else None for package in (Ggml, Vllm))
+    kernels = [*(of_ggml(ggml) if ggml else ()), *(of_vllm(vllm) if vllm else ())]
     # on any number of threads, as ours
-    of_any, without = peers(of_ggml(ggml) if ggml else [], copies, told.kernels)
+    of_any, without = peers(kernels, copies, told.kernels)
     for threads in told.threads:
         torch.set_num_threads(threads)
         if ggml:
@@ -484,7 +513,7 @@ def of_model(model: Model, told: argparse.Namespace) -> Iterator[dict[str, Any]]
             else None
         )
         more, missing = peers(of_kt(kt) if kt else [], copies, told.kernels)
-        packages = [package for package in (ggml, kt) if package]
+        packages = [package for package in (ggml, vllm, kt) if package]
         check(mine, checks)
         of_others, wrong = right([*of_any, *more], checks)
         found = [loop, *mine, *of_others]
@@ -562,7 +591,7 @@ def main() -> None:
         default=float("inf"),
         help="s of a call; a peer that takes longer is left out of more tokens",
     )
-    parser.add_argument("--peers", action="store_true", help="measure kt-kernel and ggml too")
+    parser.add_argument("--peers", action="store_true", help="measure other packages too")
     parser.add_argument("--no-torch", action="store_true", help="leave torch's bf16 products out")
     parser.add_argument(
         "--json",

@@ -202,7 +202,7 @@ def matrices(q: Quantized, dtype: torch.dtype) -> list[Tensor]:
     """Each, dequantized; those of the same codes, which are copies, once: they are one tensor."""
     seen, made = dict[int, int](), list[Tensor]()
     for e, codes in enumerate(q[0]):
-        like = seen.setdefault(hash(codes.numpy().tobytes()), e)
+        like = seen.setdefault(hash(codes.view(torch.uint8).numpy().tobytes()), e)
         made.append(
             made[like]
             if like != e
