@@ -32,6 +32,7 @@ ONE_TORCH = {
     "schedule",
     "tools",
     "transformers",
+    "tuning",
 }
 
 hypothesis.settings.register_profile(

@@ -1,0 +1,56 @@
+"""DDP and FSDP2 around PEFT's adapters, over gloo and over NCCL."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.judges("peft"),
+    pytest.mark.skipif(
+        not torch.distributed.is_available(), reason="torch was built without torch.distributed"
+    ),
+]
+
+
+def agreements(device: str, ranks: int) -> list[str]:
+    """What each rank found to agree with one process."""
+    # plain torch on CPUs: to compile kernels takes longer than the rest
+    target = "reference" if device == "cpu" else "auto"
+    fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "FUSION_MOE_TARGET": target}
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    run += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    done = subprocess.run(
+        [*run, str(Path(__file__).with_name("processes.py")), device],
+        env={**os.environ, **fixed},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return sorted(line for line in done.stdout.splitlines() if line.endswith(": agree"))
+
+
+def every_case(ranks: int) -> list[str]:
+    return sorted(
+        f"rank {rank} {how} {checkpointed}: agree"
+        for rank in range(ranks)
+        for how in ("ddp", "fsdp2")
+        for checkpointed in (False, True)
+    )
+
+
+def test_two_processes_train_as_one():
+    assert agreements("cpu", 2) == every_case(2)
+
+
+@pytest.mark.gpu
+@pytest.mark.multi
+def test_two_gpus_train_as_one():
+    assert agreements("cuda", 2) == every_case(2)
