@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusion_moe import FusionDefinition
 from fusion_moe.definitions import operations
-from fusion_moe.encodings import NVFP4, Quantized, quantize
+from fusion_moe.encodings import NVFP4, Encoding, Quantized, quantize
 from fusion_moe.encodings.mxfp8 import BY_AXIS
 from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.ir.text import NAMES, one_line, parse, text
@@ -108,7 +108,12 @@ def expert_mlp_variants(groups: int, hidden: int, intermediate: int) -> dict[str
 
 
 def mxfp8_copies(x: Tensor, axes: Sequence[int], ends: Tensor | None = None) -> Fusion:
-    """The parts of x along each axis, and the numbers that they are; ends: of groups of its
+    """As `copies`, in MXFP8."""
+    return copies(x, [BY_AXIS[axis] for axis in axes], ends)
+
+
+def copies(x: Tensor, encodings: Sequence[Encoding], ends: Tensor | None = None) -> Fusion:
+    """The parts of x in each encoding, and the numbers that they are; ends: of groups of its
     rows.
     """
     fd = FusionDefinition()
@@ -116,11 +121,12 @@ def mxfp8_copies(x: Tensor, axes: Sequence[int], ends: Tensor | None = None) -> 
     if ends is not None:
         of_rows = [fd.groups_of(fd.from_pytorch(ends), x.shape[0])]
         v = fd.partition_by(v, of_rows[0])
-    for axis in axes:
-        encoding, of_runs = BY_AXIS[axis].name, of_rows if axis == -2 else []
-        parts = fd.ops.unpack(fd.ops.quantize(v, *of_runs, encoding=encoding))
-        packed = fd.ops.pack(*parts, encoding=encoding, layout="linear")
-        for out in (*parts, fd.ops.dequantize(packed, *of_runs, dtype="bf16")):
+    for encoding in encodings:
+        name, of_runs = encoding.name, of_rows if encoding.axis == -2 else []
+        parts = fd.ops.unpack(fd.ops.quantize(v, *of_runs, encoding=name))
+        packed = fd.ops.pack(*parts, encoding=name, layout="linear")
+        dtype = "f32" if name.endswith("_f32") else "bf16"
+        for out in (*parts, fd.ops.dequantize(packed, *of_runs, dtype=dtype)):
             fd.add_output(out)
     return fd.fusion()
 

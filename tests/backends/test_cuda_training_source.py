@@ -89,7 +89,12 @@ def sources(fusion: Fusion) -> list[Source]:
     return [s.plan.work for s in program.segments]
 
 
-def test_mxfp8_is_one_call_of_our_kernels():
+@needs_nvdisasm
+@pytest.mark.parametrize(
+    ("form", "copies"),
+    [("mxfp8", [5, 6]), ("fp8_block", [5, 6]), ("fp8_block_wgrad_bf16", [4, 4])],
+)
+def test_a_recipe_is_one_call_of_our_kernels(form, copies):
     """Copies of one tensor are made by one kernel. Rows are picked from numbers that were rounded
     once, as the product reads them.
     """
@@ -104,7 +109,7 @@ def test_mxfp8_is_one_call_of_our_kernels():
         [meta(8, 384, 256)],
         [meta(8, 256, 192)],
     )
-    how = {"weight_format": "bf16", "activation_format": "mxfp8"}
+    how = {"weight_format": "bf16", "activation_format": form}
     made = differentiate(fusion_of_call("fused_experts", *args, **how), [0, 2, 3, 4])
     found = []
     for fusion in (made.forward, made.backward):
@@ -113,10 +118,12 @@ def test_mxfp8_is_one_call_of_our_kernels():
         found.append([type(s.plan.work).__name__ for s in program.segments])
         for kernel in program.joined.choose(dict.fromkeys(fusion.symbols, 64), H200).kernels:
             if kernel.name.startswith(("copies", "elements", "sum")):
-                assert build(kernel, H200).exists()
+                cubin = build(kernel, H200)
+                assert cubin.exists()
+                assert not spills(sass(cubin))
     products = [[name for name in names if name != "Loops"] for names in found]
     assert products == [["Gemm", "PlainProduct"], ["Gemm", "Gemm", "Wgrad", "Wgrad"]]
-    assert [names.count("Loops") for names in found] == [5, 6]
+    assert [names.count("Loops") for names in found] == copies
 
 
 def kernels(fusion: Fusion) -> list[KernelSource]:

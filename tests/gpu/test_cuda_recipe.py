@@ -1,23 +1,34 @@
-"""The MXFP8 recipe on a GPU: parts of copies bit for bit those of the CPU, layers as near as
-kernels for bf16 are.
+"""Recipes on a GPU: parts of copies bit for bit those of the CPU, layers as near as kernels for
+bf16 are.
 """
 
+import fp8_block
 import mxfp8
 import pytest
 import torch
-from fusions import assert_same_bits, mxfp8_copies, numbers_of_all_sizes
+from fusions import assert_same_bits, copies, mxfp8_copies, numbers_of_all_sizes
 from hopper import ON_HOPPER
 
 import fusion_moe
 from fusion_moe.compile import program_of
-from fusion_moe.encodings import MXFP8, MXFP8_COLUMNS, quantize
+from fusion_moe.encodings import (
+    FP8_BLOCKS_F32,
+    FP8_COLUMNS,
+    FP8_COLUMNS_F32,
+    FP8_E8M0,
+    FP8_ROWS,
+    FP8_ROWS_F32,
+    MXFP8,
+    MXFP8_COLUMNS,
+    quantize,
+)
 from fusion_moe.errors import GroupsError
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.kinds.runs import dequantize_runs, quantize_runs
 from fusion_moe.ir.text import text
 from fusion_moe.nn import GroupedLinear
-from fusion_moe.recipe import MXFP8BlockScaling
+from fusion_moe.recipe import Float8BlockScaling, MXFP8BlockScaling
 
 pytestmark = ON_HOPPER
 SIZES = (5, 0, 33, 64)
@@ -64,6 +75,75 @@ def test_kernels_of_copies(axes, dtype):
     assert_bits_of_the_reference(mxfp8_copies(x, axes), x)
 
 
+IN_GROUPS = [
+    (5, 0, 33, 64, 1),
+    (0, 0),
+    (128,),
+    (384, 7),
+    (0, 130, 0),
+    tuple(5 * g % 37 for g in range(70)),
+]
+
+
+@pytest.mark.parametrize("of", [[FP8_ROWS], [FP8_COLUMNS], [FP8_ROWS, FP8_COLUMNS], [FP8_E8M0]])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [384, 264])
+def test_kernels_of_fp8_copies(of, dtype, columns):
+    """264 columns: a last block that is short."""
+    x = numbers_of_all_sizes(512, columns).to(dtype).view(2, 256, columns)
+    x = torch.where(x.isinf(), 1.0, x.float()).to(dtype)
+    assert_bits_of_the_reference(copies(x, of), x)
+
+
+@pytest.mark.parametrize("of", [FP8_ROWS_F32, FP8_COLUMNS_F32, FP8_BLOCKS_F32])
+def test_kernels_of_fp8_copies_with_scales_in_float32(of):
+    x = numbers_of_all_sizes(256, 384).bfloat16()
+    x = torch.where(x.isinf(), 1, x)
+    fd = FusionDefinition()
+    for part in fd.ops.unpack(fd.ops.quantize(fd.from_pytorch(x), encoding=of.name)):
+        fd.add_output(part)
+    assert_bits_of_the_reference(fd.fusion(), x)
+
+
+@pytest.mark.parametrize("rows", [1, 127, 200])
+def test_matrices_whose_last_block_has_few_rows(rows):
+    x = numbers_of_all_sizes(3 * rows, 136).bfloat16().view(3, rows, 136)
+    x = torch.where(x.isinf(), 1, x)
+    assert_bits_of_the_reference(copies(x, [FP8_E8M0]), x)
+
+
+@pytest.mark.parametrize("of", [[FP8_COLUMNS], [FP8_ROWS, FP8_COLUMNS]])
+@pytest.mark.parametrize("sizes", IN_GROUPS, ids=str)
+def test_kernels_of_fp8_copies_along_rows_of_groups(of, sizes):
+    ends = torch.tensor(sizes).cumsum(0).int()
+    x = numbers_of_all_sizes(sum(sizes) + 4, 288).bfloat16()
+    x = torch.where(x.isinf(), 1, x)
+    if FP8_ROWS not in of:
+        x[sum(sizes) :] = torch.nan
+    assert_bits_of_the_reference(copies(x, of, ends), x, ends)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("of", [FP8_ROWS, FP8_COLUMNS, FP8_ROWS_F32, FP8_COLUMNS_F32])
+def test_fp8_blocks_that_are_not_finite(of, bad):
+    """NaN as a whole; no other block is."""
+    x = numbers_of_all_sizes(256, 384).clamp(-1e30, 1e30).bfloat16()
+    x[200, 130] = bad
+    fusion = copies(x, [of])
+    found = fusion_moe.run(fusion, [x.cuda()])[-1].isnan().cpu()
+    assert torch.equal(found, fusion.evaluate(x)[-1].isnan())
+    assert found.sum() == 128
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 33, 64, 1), (0, 0), (384, 7)], ids=str)
+def test_the_numbers_of_an_fp8_copy_that_was_saved(sizes):
+    ends = torch.tensor(sizes).cumsum(0).int()
+    x = numbers_of_all_sizes(sum(sizes) + 4, 264).clamp(-1e30, 1e30).bfloat16()
+    codes, scales = quantize_runs(x, ends, FP8_COLUMNS)
+    fusion = numbers_of_a_copy(codes, scales, ends, FP8_COLUMNS.name)
+    assert_bits_of_the_reference(fusion, codes, scales, ends)
+
+
 def test_every_amax():
     x = mxfp8.every_amax()
     assert_bits_of_the_reference(mxfp8_copies(x, [-1]), x)
@@ -104,14 +184,17 @@ def test_the_numbers_of_a_copy_that_was_saved(sizes):
     assert_bits_of_the_reference(fusion, codes, scales, ends)
 
 
-def numbers_of_a_copy(codes: torch.Tensor, scales: torch.Tensor, ends: torch.Tensor) -> Fusion:
+def numbers_of_a_copy(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    ends: torch.Tensor,
+    encoding: str = MXFP8_COLUMNS.name,
+) -> Fusion:
     """In blocks along rows of groups."""
     fd = FusionDefinition()
     rows, parts = fd.from_pytorch(codes), fd.from_pytorch(scales)
     groups = fd.groups_of(fd.from_pytorch(ends), len(codes))
-    packed = fd.ops.pack(
-        fd.partition_by(rows, groups), parts, encoding=MXFP8_COLUMNS.name, layout="linear"
-    )
+    packed = fd.ops.pack(fd.partition_by(rows, groups), parts, encoding=encoding, layout="linear")
     fd.add_output(fd.ops.dequantize(packed, groups, dtype="bf16"))
     return fd.fusion()
 
@@ -124,16 +207,70 @@ def test_wrong_ends_are_said():
         fusion_moe.synchronize()
 
 
-@pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
-def test_a_layer(wgrad):
+@pytest.mark.parametrize(
+    ("recipe", "k", "n"),
+    [
+        (MXFP8BlockScaling(), 64, 96),
+        (MXFP8BlockScaling(wgrad="bf16"), 64, 96),
+        (Float8BlockScaling(), 256, 128),
+        (Float8BlockScaling(), 264, 136),
+        (Float8BlockScaling(wgrad="bf16"), 256, 128),
+        (Float8BlockScaling(power_2_scale=False), 256, 128),
+    ],
+    ids=str,
+)
+def test_a_layer(recipe, k, n):
     g = torch.Generator().manual_seed(0)
-    x, dy = ((torch.randn(sum(SIZES) + 3, n, generator=g)).bfloat16() for n in (64, 96))
-    module = GroupedLinear(4, 64, 96, bias=False, device="cuda", dtype=torch.bfloat16)
+    x, dy = ((torch.randn(sum(SIZES) + 3, m, generator=g)).bfloat16() for m in (k, n))
+    module = GroupedLinear(4, k, n, bias=False, device="cuda", dtype=torch.bfloat16)
     weights = torch.stack(list(module.parameters())).detach().cpu()
     rows = x.cuda().requires_grad_()
-    with fusion_moe.autocast(MXFP8BlockScaling(wgrad=wgrad)):
+    with fusion_moe.autocast(recipe):
         y = module(rows, torch.tensor(SIZES, device="cuda"))
     y.backward(dy.cuda())
     found = (y, rows.grad, torch.stack([p.grad for p in module.parameters()]))
-    for a, want in zip(found, mxfp8.products(x, weights, dy, SIZES, wgrad), strict=True):
+    operands = x, weights, dy, SIZES, recipe.wgrad
+    products = (
+        fp8_block.products(*operands, recipe.power_2_scale)
+        if isinstance(recipe, Float8BlockScaling)
+        else mxfp8.products(*operands)
+    )
+    for a, want in zip(found, products, strict=True):
         torch.testing.assert_close(a.double().cpu(), want, rtol=2**-8, atol=1e-3)
+
+
+def test_a_graph_of_microbatches():
+    """One graph quantizes the weights, the other reads them; replayed with other weights and group
+    sizes they give the bits of eager calls.
+    """
+    g = torch.Generator().manual_seed(0)
+    module = GroupedLinear(4, 256, 128, bias=False, device="cuda", dtype=torch.bfloat16)
+    x, dy = (torch.randn(128, m, generator=g).bfloat16().cuda() for m in (256, 128))
+    x.requires_grad_()
+    splits = torch.tensor([32, 32, 32, 32], device="cuda")
+
+    def step(first: bool) -> list[torch.Tensor]:
+        with fusion_moe.autocast(Float8BlockScaling()):
+            y = module(x, splits, is_first_microbatch=first)
+        return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], dy)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for first in (True, False, False):
+            step(first)
+    torch.cuda.current_stream().wait_stream(stream)
+    graphs, results = [], []
+    for first in (True, False):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            results.append(step(first))
+    for sizes in ((32, 32, 32, 32), (0, 128, 0, 0), (5, 60, 0, 63), (0, 0, 0, 0)):
+        splits.copy_(torch.tensor(sizes))
+        with torch.no_grad():
+            for p in module.parameters():
+                p.mul_(1.25)
+        for graph in graphs:
+            graph.replay()
+        found = [[t.clone() for t in made] for made in results]
+        for first, made in zip((True, False), found, strict=True):
+            assert_same_bits(made, step(first))

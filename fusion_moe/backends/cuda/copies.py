@@ -1,5 +1,6 @@
-"""The CUDA C++ of MXFP8 copies, around kernels/mxfp8.cuh: a kernel that makes and stores all copies
-of one value, and a kernel that decodes a saved copy.
+"""The CUDA C++ of copies in 8 bits, in MXFP8 around kernels/mxfp8.cuh, otherwise by
+block_copies.py: a kernel that makes and stores all copies of one value, and a kernel that decodes a
+saved copy.
 """
 
 from __future__ import annotations
@@ -7,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...encodings import MXFP8, MXFP8_COLUMNS, find
+from ...encodings import FP8_COLUMNS, MXFP8_COLUMNS, Encoding, find
 from ...ir.core import Fusion, Op, Value
+from ...ir.kinds.quantized import TRAINED
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv
 from ...ir.types import plain
@@ -19,8 +21,9 @@ from ..cxx.product_plan import known
 from ..cxx.product_plan import source as memory_of
 from ..cxx.statements import hoisted, inner, written
 from ..inexpressible import Inexpressible
+from . import block_copies
 from .source import MAX_RESIDENT, THREADS, KernelSource, Source
-from .vectors import FIRST, of_eight
+from .vectors import FIRST, VECTOR, of_eight
 
 _ROWS, _COLUMNS = 32, 256  # of a warp's part of a tile; rows in a block of a copy along columns
 _MIN_BLOCKS = 2  # leaves registers for everything that a lane loads ahead
@@ -40,19 +43,20 @@ class Copy:
 
     @classmethod
     def of(cls, fusion: Fusion, op: Op) -> Copy:
-        """Inexpressible for other encodings than MXFP8, and unless one `unpack` is the only
+        """Inexpressible for encodings that are not trained in, and unless one `unpack` is the only
         reader.
         """
         encoding, (made,) = find(op.attrs["encoding"]), op.outputs
-        if encoding not in (MXFP8, MXFP8_COLUMNS):
+        if encoding.name not in TRAINED:
             raise Inexpressible(op, f"quantizing to {encoding.name} has no kernel here")
         if why := cuda.why_no_wgmma():
             raise Inexpressible(op, why)
-        if known(op.values[0].type.shape[-1]) % encoding.block:
+        multiple = VECTOR if encoding.name in block_copies.SCALES else encoding.block
+        if known(op.values[0].type.shape[-1]) % multiple:
             raise Inexpressible(
                 op,
                 f"quantizing {op.values[0].type} has no kernel here, expected "
-                f"a multiple of {encoding.block} columns",
+                f"a multiple of {multiple} columns",
             )
         readers = fusion.readers.get(made, ())
         if made in fusion.outputs or [r.kind.name for r in readers] != ["unpack"]:
@@ -66,9 +70,14 @@ class Copy:
         return cls(op, codes, scales, numbers)
 
     @property
+    def encoding(self) -> Encoding:
+        """The encoding."""
+        return find(self.op.attrs["encoding"])
+
+    @property
     def in_columns(self) -> bool:
         """Whether its blocks lie along rows."""
-        return find(self.op.attrs["encoding"]).axis == -2
+        return self.encoding.axis == -2
 
     @property
     def memory(self) -> list[Value]:
@@ -104,7 +113,7 @@ def saved(fusion: Fusion) -> list[Op]:
         )
         if pack is None or pack.kind.name != "pack" or op.attrs["dtype"] != "bf16":
             continue
-        if pack.outputs[0].type.encoding is not MXFP8_COLUMNS:
+        if pack.outputs[0].type.encoding not in (MXFP8_COLUMNS, FP8_COLUMNS):
             continue
         if all(memory_of(fusion, part) in fusion.inputs for part in pack.values):
             found.append(op)
@@ -153,21 +162,27 @@ def kernel(
     made = source.elements(without=left, below={_J.name: width})
     element = made.of(x, reshaped([_M, _J], (rows, width), x.type.shape))
     of_row, of_columns = hoisted(made.statements, FIRST.name, _J.name)
-    groups = 0 if ends is None else known(ends.type.shape[0])
-    tiles = f"PlainRows{{{size(rows)}}}" if ends is None else _grouped(source, ends, rows, left)
-    number = "bf16" if stored(x) == "bf16" else "float"
-    by_axis = {copy.in_columns: copy for copy in copies}
-    made_to = ", ".join(_stored(source, by_axis.get(axis)) for axis in (False, True))
-    which = ", ".join(str(axis in by_axis).lower() for axis in (False, True))
-    body = [
-        "griddepcontrol_wait();",
-        "griddepcontrol_launch_dependents();",
+    made_row = [
         "const auto row = [&](i64 m) {",
         *inner(written(of_row)),
         "    return [=](i64 j0, float (&x)[8]) {",
         *inner(inner(of_eight(of_columns, [f"x[v] = {element};"]))),
         "    };",
         "};",
+    ]
+    number = "bf16" if stored(x) == "bf16" else "float"
+    if copies[0].encoding.name in block_copies.SCALES:
+        each = [(copy.encoding, _places(source, copy)) for copy in copies]
+        return block_copies.kernel(source, name, made_row, each, number, x.type.shape, ends, left)
+    groups = 0 if ends is None else known(ends.type.shape[0])
+    tiles = f"PlainRows{{{size(rows)}}}" if ends is None else _grouped(source, ends, rows, left)
+    by_axis = {copy.in_columns: copy for copy in copies}
+    made_to = ", ".join(_stored(source, by_axis.get(axis)) for axis in (False, True))
+    which = ", ".join(str(axis in by_axis).lower() for axis in (False, True))
+    body = [
+        "griddepcontrol_wait();",
+        "griddepcontrol_launch_dependents();",
+        *made_row,
         f"make_copies<{number}, {width}, {which}>({tiles}, row, {made_to});",
     ]
     return _of_tiles(source, name, body, rows, groups, width)
@@ -175,10 +190,13 @@ def kernel(
 
 def _stored(source: Source, copy: Copy | None) -> str:
     """The function that stores a copy."""
-    if copy is None:
-        return "Copy{}"
+    return "Copy{}" if copy is None else f"Copy{{{_places(source, copy)}}}"
+
+
+def _places(source: Source, copy: Copy) -> str:
+    """Where its codes, scales and numbers are stored."""
     stored = copy.codes, copy.scales, copy.numbers
-    return f"Copy{{{', '.join('nullptr' if v is None else source.names[v] for v in stored)}}}"
+    return ", ".join("nullptr" if v is None else source.names[v] for v in stored)
 
 
 def reading(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
@@ -189,7 +207,10 @@ def reading(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelS
         plain(numbers.type.shape[0]),
         known(ends.type.shape[0]),
     )
-    parts = ", ".join(source.array(v, left) for v in source.fusion.producers[packed].values)
+    stored_parts = source.fusion.producers[packed].values
+    if packed.type.encoding is FP8_COLUMNS:
+        return block_copies.reading(source, name, stored_parts, ends, numbers, left)
+    parts = ", ".join(source.array(v, left) for v in stored_parts)
     body = [
         "griddepcontrol_wait();",
         "griddepcontrol_launch_dependents();",

@@ -129,7 +129,7 @@ struct Copy {
     }
 };
 
-// Rows from the first on, 32 at most. in_group: whether some group has them.
+// Rows from the first on, as many as a tile has at most. in_group: whether some group has them.
 struct RowTile {
     i64 first;
     i32 rows;
@@ -137,26 +137,29 @@ struct RowTile {
 };
 
 // Rows of matrices.
-struct PlainRows {
+template <i32 TILE>
+struct PlainTiles {
     i64 rows;
 
-    __device__ __forceinline__ i64 tiles() const { return (rows + 31) / 32; }
+    __device__ __forceinline__ i64 tiles() const { return (rows + TILE - 1) / TILE; }
     __device__ __forceinline__ i64 blocks() const { return tiles(); }
     __device__ __forceinline__ RowTile at(i64 tile) const {
-        return {32 * tile, i32(min(rows - 32 * tile, i64(32))), true};
+        return {TILE * tile, i32(min(rows - TILE * tile, i64(TILE))), true};
     }
 };
 
+using PlainRows = PlainTiles<32>;
+
 // Rows of groups, each of which begins with a tile of its own, as groups.block_slots has it; then
 // those of no group. Tiles may be empty.
-template <i32 GROUPS>
+template <i32 GROUPS, i32 TILE = 32>
 struct GroupedRows {
     const i32* ends;
     i64 rows;
     i64* error;
 
     __device__ __forceinline__ i64 tiles() const { return blocks() + 1; }
-    __device__ __forceinline__ i64 blocks() const { return (rows + 31) / 32 + GROUPS; }
+    __device__ __forceinline__ i64 blocks() const { return (rows + TILE - 1) / TILE + GROUPS; }
 
     // By whole warps. Ends that are wrong are reported, and nothing is read past the rows.
     __device__ __forceinline__ RowTile at(i64 tile) const {
@@ -164,13 +167,13 @@ struct GroupedRows {
         for (i32 g = threadIdx.x % 32; g < GROUPS; g += 32) {
             const i32 end = ends[g], least = tile == 0 && g > 0 ? ends[g - 1] : 0;
             if (tile == 0 && (end < least || end > rows)) report(error, BAD_END, g, end);
-            before += end / 32 + g + 1 <= tile;
+            before += end / TILE + g + 1 <= tile;
         }
         const i32 group = __reduce_add_sync(WHOLE_WARP, before);
         const i64 start = group > 0 ? min(max(i64(ends[group - 1]), i64(0)), rows) : 0;
         const i64 end = group < GROUPS ? min(max(i64(ends[group]), start), rows) : rows;
-        const i64 first = min(max(start + 32 * (tile - start / 32 - group), start), end);
-        return {first, i32(min(end - first, i64(32))), group < GROUPS};
+        const i64 first = min(max(start + TILE * (tile - start / TILE - group), start), end);
+        return {first, i32(min(end - first, i64(TILE))), group < GROUPS};
     }
 };
 

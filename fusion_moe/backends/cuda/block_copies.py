@@ -1,0 +1,122 @@
+"""The CUDA C++ of copies with a scale for 128 numbers of a row, 128 of a column, or 128 x 128,
+around kernels/block_copies.cuh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...encodings import (
+    FP8_BLOCKS_F32,
+    FP8_COLUMNS,
+    FP8_COLUMNS_F32,
+    FP8_E8M0,
+    FP8_ROWS,
+    FP8_ROWS_F32,
+    Encoding,
+)
+from ...ir.core import Value
+from ...ir.kinds.shape import elements
+from ...ir.sizes import AnySize, ceildiv
+from ...ir.types import Dim, plain
+from ..cxx.indices import size
+from ..cxx.product_plan import known
+from .source import MAX_RESIDENT, THREADS, KernelSource, Source
+
+BLOCK = 128
+_MIN_BLOCKS = 2  # leaves registers for everything that a lane loads ahead
+# encoding -> how the header chooses its scales
+SCALES = {
+    FP8_ROWS.name: "PowerOfTwoScale",
+    FP8_COLUMNS.name: "PowerOfTwoScale",
+    FP8_E8M0.name: "E8m0Scale",
+    FP8_ROWS_F32.name: "Float32Scale",
+    FP8_COLUMNS_F32.name: "Float32Scale",
+    FP8_BLOCKS_F32.name: "Float32Scale",
+}
+
+
+def kind_of(encoding: Encoding) -> str:
+    """What a scale of an encoding is for."""
+    if encoding.axis == -2:
+        return "columns"
+    return "squares" if encoding.scales[0].rows > 1 else "rows"
+
+
+def kernel(
+    source: Source,
+    name: str,
+    row: Sequence[str],
+    copies: Sequence[tuple[Encoding, str]],
+    number: str,
+    shape: Sequence[Dim],
+    ends: Value | None,
+    left: Sequence[Value],
+) -> KernelSource:
+    """The kernel that makes copies of a value [*lead, N, K]. row: the C++ of its rows; copies:
+    their encodings, and where each is stored; number: the C++ type of the value's numbers.
+    """
+    *lead, n, k = shape
+    made = {kind_of(e): f"BlockCopy<{SCALES[e.name]}>{{{where}}}" for e, where in copies}
+    to = ", ".join(made.get(kind, "NoCopy{}") for kind in ("rows", "columns", "squares"))
+    rows, matrices = plain(n), elements(lead)
+    if "squares" in made:
+        tiles = f"MatrixTiles<{known(n)}>{{{size(matrices)}}}"
+        count: AnySize = matrices * -(-known(n) // BLOCK)
+    elif ends is None:
+        tiles = f"PlainTiles<{BLOCK}>{{{size(matrices * rows)}}}"
+        count = ceildiv(matrices * rows, BLOCK)
+    else:
+        tiles, count = _grouped(source, ends, rows, left)
+    body = [
+        "griddepcontrol_wait();",
+        "griddepcontrol_launch_dependents();",
+        *row,
+        f"make_block_copies<{number}, {known(k)}>({tiles}, row, {to});",
+    ]
+    return _of_tiles(source, name, body, count, known(k))
+
+
+def reading(
+    source: Source,
+    name: str,
+    parts: Sequence[Value],
+    ends: Value,
+    numbers: Value,
+    left: Sequence[Value],
+) -> KernelSource:
+    """The kernel that decodes a copy in blocks along rows of groups, whose scales are powers of
+    two.
+    """
+    rows, k = plain(numbers.type.shape[0]), known(numbers.type.shape[-1])
+    tiles, count = _grouped(source, ends, rows, left)
+    given = ", ".join(source.array(v, left) for v in parts)
+    body = [
+        "griddepcontrol_wait();",
+        "griddepcontrol_launch_dependents();",
+        f"read_block_copy<{k}>({tiles}, {given}, {source.names[numbers]});",
+    ]
+    return _of_tiles(source, name, body, count, k)
+
+
+def _grouped(
+    source: Source, ends: Value, rows: AnySize, left: Sequence[Value]
+) -> tuple[str, AnySize]:
+    """Tiles of rows of groups, and how many there are."""
+    groups = known(ends.type.shape[0])
+    tiles = f"GroupedRows<{groups}, {BLOCK}>{{{source.array(ends, left)}, {size(rows)}, error}}"
+    return tiles, ceildiv(rows, BLOCK) + groups + 1
+
+
+def _of_tiles(
+    source: Source, name: str, body: Sequence[str], tiles: AnySize, width: int
+) -> KernelSource:
+    assert THREADS == 256  # as the header has it
+    return source.kernel(
+        name,
+        body,
+        tiles * -(-width // BLOCK),
+        headers=("block_copies.cuh",),
+        max_resident=MAX_RESIDENT,
+        min_blocks=_MIN_BLOCKS,
+    )

@@ -1,0 +1,257 @@
+// Copies of numbers in e4m3 codes with a scale for 128 of them in a row, 128 in a column, or 128 x
+// 128; all from one read.
+//
+// A block of threads has a tile of 128 x 128. A warp has 16 of its rows, a lane eight columns of
+// every second one of these. Rows of groups are in tiles that no group shares.
+#pragma once
+
+#include "mxfp8.cuh"
+
+namespace {
+
+// The scale of numbers whose largest magnitude has the bits `most`, as it is stored and as a
+// number; over: what they are multiplied by to become codes.
+struct E8m0Scale {
+    using Stored = u8;
+    u8 stored;
+    float scale, over;
+
+    __device__ __forceinline__ explicit E8m0Scale(u32 most)
+        : stored(u8(e8m0_of(most))), scale(e8m0_(stored)), over(over_e8m0(stored)) {}
+};
+
+// 448 over the magnitude, or the power of two below that; 1 for zeros, NaN for what is not finite.
+template <bool POWER_OF_TWO>
+struct FloatScale {
+    using Stored = float;
+    float stored, scale, over;
+
+    __device__ __forceinline__ explicit FloatScale(u32 most) {
+        const float whole = fminf(__fdiv_rn(448.f, __uint_as_float(most)), 0x1.FEp127f),
+                    finite =
+                        POWER_OF_TWO ? __uint_as_float(__float_as_uint(whole) & 0xFF800000) : whole;
+        over = most == 0 ? 1.f : most >= 0x7F800000 ? __uint_as_float(0x7FC00000) : finite;
+        stored = scale = __fdiv_rn(1.f, over);
+    }
+};
+
+using PowerOfTwoScale = FloatScale<true>;
+using Float32Scale = FloatScale<false>;
+
+// Where a copy is stored, null where it is not needed. numbers: those that codes and scales stand
+// for.
+template <class Scale_>
+struct BlockCopy {
+    using Scale = Scale_;
+    static constexpr bool MADE = true;
+    u8* codes;
+    typename Scale::Stored* scales;
+    bf16* numbers;
+
+    // Eight of a row, from place `at` on; of(v): the scale of each.
+    template <class T, class Of>
+    __device__ __forceinline__ void store(i64 at, const Bits<T>& x, Of of) const {
+        Vector<u16, 4> made;
+        Vector<u32, 4> wide;
+#pragma unroll
+        for (int v = 0; v < 8; v += 2) {
+            const Scale low = of(v), high = of(v + 1);
+            made.at[v / 2] = e4m3_pair(x.number(v) * low.over, x.number(v + 1) * high.over);
+            wide.at[v / 2] = numbers_of(made.at[v / 2], low.scale, high.scale);
+        }
+        if (codes) store_vector<4>(reinterpret_cast<u16*>(codes + at), made);
+        if (numbers) store_vector<4>(reinterpret_cast<u32*>(numbers + at), wide);
+    }
+};
+
+struct NoCopy {
+    static constexpr bool MADE = false;
+};
+
+// Rows of matrices of N rows, each of which begins with a tile of its own.
+template <i32 N>
+struct MatrixTiles {
+    static constexpr i32 EACH = (N + 127) / 128;
+    i64 matrices;
+
+    __device__ __forceinline__ i64 tiles() const { return matrices * EACH; }
+    __device__ __forceinline__ i64 blocks() const { return tiles(); }
+    __device__ __forceinline__ RowTile at(i64 tile) const {
+        const i32 top = i32(tile % EACH) * 128;
+        return {tile / EACH * N + top, min(N - top, 128), true};
+    }
+};
+
+// A lane's place in a tile.
+template <i32 K>
+struct Square {
+    static constexpr i32 ACROSS = (K + 127) / 128;  // tiles
+    static constexpr i32 STEPS = 8;                 // rows of a lane
+
+    __device__ __forceinline__ static i32 column(i32 across) {
+        return 128 * across + threadIdx.x % 16 * 8;
+    }
+    __device__ __forceinline__ static i32 row(int s) {
+        return threadIdx.x / 32 * 16 + 2 * s + threadIdx.x % 32 / 16;
+    }
+
+    // Calls body(tile, its number, tiles before it in its rows) on all threads of a block.
+    template <class Tiles, class Body>
+    __device__ __forceinline__ static void for_all(const Tiles& tiles, Body body) {
+        for (i64 i = blockIdx.x; i < tiles.tiles() * ACROSS; i += gridDim.x)
+            body(tiles.at(i / ACROSS), i / ACROSS, i32(i % ACROSS));
+    }
+};
+
+// The largest magnitude of a lane's numbers, as bits.
+template <class T, int COUNT>
+__device__ __forceinline__ u32 largest_of(const Bits<T>* x) {
+    u32 most = 0;
+#pragma unroll
+    for (int s = 0; s < COUNT; ++s) {
+#pragma unroll
+        for (int w = 0; w < Bits<T>::WORDS; ++w)
+            most = x[s].larger(most, x[s].magnitude(x[s].at[w]));
+    }
+    return Bits<T>::largest(most);
+}
+
+// Copies of [rows, K] numbers of type T, by blocks of 256 threads. row(m)(j0, x): columns j0 .. j0
+// + 7 of row m.
+template <class T, i32 K, class Tiles, class Row, class InRows, class InColumns, class InSquares>
+__device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
+                                                  const InRows& in_rows,
+                                                  const InColumns& in_columns,
+                                                  const InSquares& in_squares) {
+    using S = Square<K>;
+    __shared__ __align__(16) u32 of_warp[8][128], of_all[128];
+    S::for_all(tiles, [&](const RowTile& tile, i64 number, i32 across) {
+        const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, j0 = S::column(across);
+        const bool there = K % 128 == 0 || j0 < K;
+        const auto store_column_scales = [&](const u32* most) {
+            if constexpr (InColumns::MADE) {
+                if (!in_columns.scales || threadIdx.x >= 16 || !there || number >= tiles.blocks())
+                    return;
+#pragma unroll
+                for (int v = 0; v < 8; ++v)
+                    in_columns.scales[number * K + j0 + v] =
+                        typename InColumns::Scale(most ? most[v] : 0).stored;
+            }
+        };
+        if (tile.rows == 0) {
+            store_column_scales(nullptr);
+            return;
+        }
+        Bits<T> x[S::STEPS] = {};
+        if (there) {
+            const auto at = [&](int s) { return row(tile.first + min(S::row(s), tile.rows - 1)); };
+            const decltype(at(0)) rows[8] = {at(0), at(1), at(2), at(3),
+                                             at(4), at(5), at(6), at(7)};
+#pragma unroll
+            for (int s = 0; s < S::STEPS; ++s) {
+                float wide[8];
+                rows[s](j0, wide);
+                x[s] = Bits<T>(wide);
+            }
+        }
+        const auto store_rows = [&](const auto& copy, int s, const auto& by) {
+            const i64 m = tile.first + S::row(s);
+            if (S::row(s) >= tile.rows || !there) return;
+            if (copy.scales && lane % 16 == 0) copy.scales[m * S::ACROSS + across] = by.stored;
+            copy.store(m * K + j0, x[s], [&](int) { return by; });
+        };
+        if constexpr (InRows::MADE) {
+#pragma unroll
+            for (int s = 0; s < S::STEPS; ++s) {
+                u32 most = largest_of<T, 1>(&x[s]);
+#pragma unroll
+                for (int lanes = 1; lanes < 16; lanes *= 2)
+                    most = max(most, __shfl_xor_sync(WHOLE_WARP, most, lanes));
+                store_rows(in_rows, s, typename InRows::Scale(most));
+            }
+        }
+        if constexpr (InSquares::MADE) {
+            const u32 most = __reduce_max_sync(WHOLE_WARP, largest_of<T, S::STEPS>(x));
+            if (lane == 0) of_warp[warp][0] = most;
+            __syncthreads();
+            u32 of_tile = 0;
+#pragma unroll
+            for (int w = 0; w < 8; ++w) of_tile = max(of_tile, of_warp[w][0]);
+            const typename InSquares::Scale by(of_tile);
+#pragma unroll
+            for (int s = 0; s < S::STEPS; ++s) store_rows(in_squares, s, by);
+            __syncthreads();  // the next tile writes what this one read
+        }
+        if constexpr (InColumns::MADE) {
+            if (!tile.in_group) {
+#pragma unroll
+                for (int s = 0; s < S::STEPS; ++s) x[s] = {};
+            }
+            Bits<T> most{};
+#pragma unroll
+            for (int w = 0; w < Bits<T>::WORDS; ++w) {
+#pragma unroll
+                for (int s = 0; s < S::STEPS; ++s)
+                    most.at[w] = most.larger(most.at[w], most.magnitude(x[s].at[w]));
+                most.at[w] = most.larger(most.at[w], __shfl_xor_sync(WHOLE_WARP, most.at[w], 16));
+            }
+            if (lane < 16) {
+#pragma unroll
+                for (int v = 0; v < 8; ++v)
+                    of_warp[warp][8 * lane + v] = __float_as_uint(most.number(v));
+            }
+            __syncthreads();
+            if (threadIdx.x < 128) {
+                u32 of_column = 0;
+#pragma unroll
+                for (int w = 0; w < 8; ++w) of_column = max(of_column, of_warp[w][threadIdx.x]);
+                of_all[threadIdx.x] = of_column;
+            }
+            __syncthreads();
+            const u32* const mine = of_all + lane % 16 * 8;
+            store_column_scales(mine);
+#pragma unroll
+            for (int s = 0; s < S::STEPS; ++s) {
+                if (S::row(s) < tile.rows && there)
+                    in_columns.store((tile.first + S::row(s)) * K + j0, x[s],
+                                     [&](int v) { return typename InColumns::Scale(mine[v]); });
+            }
+            __syncthreads();
+        }
+    });
+}
+
+// The bf16 numbers of a copy [rows, K] in blocks along rows of groups, whose scales are powers of
+// two; zeros in rows of none.
+template <i32 K, i32 GROUPS>
+__device__ __forceinline__ void read_block_copy(const GroupedRows<GROUPS, 128>& tiles,
+                                                const u8* codes, const float* scales,
+                                                bf16* numbers) {
+    using S = Square<K>;
+    S::for_all(tiles, [&](const RowTile& tile, i64 number, i32 across) {
+        const i32 j0 = S::column(across);
+        if (tile.rows == 0 || j0 >= K) return;
+        Eight<float> scale = {};
+        Vector<u16, 4> x[S::STEPS] = {};
+        if (tile.in_group) {
+            scale = load_eight(scales + number * K + j0);
+#pragma unroll
+            for (int s = 0; s < S::STEPS; ++s) {
+                const i64 m = tile.first + min(S::row(s), tile.rows - 1);
+                x[s] = load_vector<4>(reinterpret_cast<const u16*>(codes + m * K + j0));
+            }
+        }
+#pragma unroll
+        for (int s = 0; s < S::STEPS; ++s) {
+            Vector<u32, 4> wide;
+#pragma unroll
+            for (int v = 0; v < 8; v += 2)
+                wide.at[v / 2] = numbers_of(x[s].at[v / 2], scale.at[v], scale.at[v + 1]);
+            const i64 m = tile.first + S::row(s);
+            if (S::row(s) < tile.rows)
+                store_vector<4>(reinterpret_cast<u32*>(numbers + m * K + j0), wide);
+        }
+    });
+}
+
+}  // namespace
