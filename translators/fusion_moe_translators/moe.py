@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fusion_moe import recipe
 from fusion_moe.definitions.translate import translator
 from fusion_moe.errors import OptionError, ShapeError, Untranslatable, need_one_of
 from fusion_moe.ir.activation import Activation, activated, read, swiglu
@@ -30,7 +29,7 @@ from .lora import Adapter, adapter, low_rank
 from .weights import is_plain, packed, weight_type
 
 # those of recipes, and int8, round weights too
-ACTIVATION_FORMATS = ("bf16", "nvfp4", int8.NAME, "fp8", *recipe.FORMATS)
+ACTIVATION_FORMATS = ("bf16", "nvfp4", int8.NAME, "fp8", *eight_bits.BY_FORMAT)
 
 
 def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Value], Value]]:
@@ -71,7 +70,7 @@ def product(
     the two codes of a byte run along K. lora: the adapter's product is added before rounding.
     """
     w = packed(fd, weight, weight_format, weight_layout, k_major)
-    if activation_format in recipe.FORMATS:
+    if activation_format in eight_bits.BY_FORMAT:
         y = eight_bits.product(fd, a, w, ends, activation_format, transposed)
     elif transposed:
         y = fd.ops.grouped_mm_t(a, w, ends)
@@ -177,7 +176,7 @@ def _check_activation_format(
     activation_format: str, weight_format: str, weight_layout: str, transposed: bool = False
 ) -> None:
     need_one_of("activation_format", activation_format, ACTIVATION_FORMATS)
-    if activation_format in recipe.FORMATS:
+    if activation_format in eight_bits.BY_FORMAT:
         if not is_plain(weight_format, weight_layout):
             found = (
                 f"activation_format = {activation_format!r} with weights in {weight_format}, "

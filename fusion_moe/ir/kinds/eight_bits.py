@@ -64,7 +64,10 @@ FAMILIES = {
         FP8_ROWS_F32, FP8_COLUMNS_F32, (FP8_BLOCKS_F32, FP8_BLOCKS_F32), "f32", "fp8"
     ),
 }
+# activation_format -> the family, and what weight gradients are made from
+BY_FORMAT = {form: (FAMILIES[name], wgrad) for form, (name, wgrad) in FORMATS.items()}
 _FROZEN_TOO = (FP8_ROWS.name,)  # which rows of products with frozen weights are too
+# of the rows of a product, and of both operands of a wgrad
 _BY_OPERAND = {e.name: f for f in FAMILIES.values() for e in (f.rows, f.columns)}
 
 
@@ -129,8 +132,7 @@ def product(
     recipe that has this activation_format. held: the parts of the weight's copy, if it was made
     before. ShapeError unless the recipe's blocks divide K and N, or may be short.
     """
-    name, wgrad = FORMATS[activation_format]
-    family = FAMILIES[name]
+    family, wgrad = BY_FORMAT[activation_format]
     need_dtype("x", x.type, "f32", "bf16", "f16")
     need_dtype("the weight", weight.type, "f32", "bf16", "f16")
     for letter, size in zip("KN" if transposed else "NK", weight.type.shape[1:], strict=True):

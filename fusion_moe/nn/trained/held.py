@@ -15,7 +15,7 @@ from ...ir.builder import FusionDefinition
 from ...ir.kinds import eight_bits
 from ...ir.text import one_line
 from ...ir.types import TensorType, dtype_name
-from ...recipe import FORMATS, Float8BlockScaling
+from ...recipe import Float8BlockScaling
 from .stages import Operand
 
 
@@ -42,8 +42,9 @@ class Held:
         UnsupportedError if there are none.
         """
         tensors, counts = flat([weight.tensor])
-        family, _ = FORMATS[by.activation_format]
-        key = family, dtype, weight.shape, tensors[0].device
+        family, _ = eight_bits.BY_FORMAT[by.activation_format]
+        encoding = family.along(-1, True).name
+        key = encoding, dtype, weight.shape, tensors[0].device
         if not again and key != self._key:
             raise UnsupportedError(
                 "is_first_microbatch=False",
@@ -52,7 +53,7 @@ class Held:
                 where=where,
             )
         if again:
-            program = _program(dtype_name(tensors[0].dtype), weight.shape, dtype, family)
+            program = _program(dtype_name(tensors[0].dtype), weight.shape, dtype, encoding)
             with torch.no_grad():
                 made = torch.ops.fusion_moe.run(program, tensors, [], None, counts)
                 if key == self._key:
@@ -64,10 +65,9 @@ class Held:
 
 
 @lru_cache(maxsize=256)
-def _program(stored: str, shape: tuple[int, ...], dtype: str, family: str) -> str:
+def _program(stored: str, shape: tuple[int, ...], dtype: str, encoding: str) -> str:
     fd = FusionDefinition()
     weight = fd.ops.cast(fd.define_like(TensorType(shape, stored), "weight"), dtype=dtype)
-    encoding = eight_bits.FAMILIES[family].along(-1, True)
-    for part in fd.ops.unpack(fd.ops.quantize(weight, encoding=encoding.name)):
+    for part in fd.ops.unpack(fd.ops.quantize(weight, encoding=encoding)):
         fd.add_output(part)
     return one_line(fd.fusion())

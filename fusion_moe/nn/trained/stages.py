@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import recipe
 from ...definitions import translate
 from ...definitions.tensor_lists import Input, flat
 from ...ir.builder import FusionDefinition
@@ -163,7 +162,7 @@ def _linear(
             activation_format,
             held=[] if codes is None or block_scale is None else [codes, block_scale],
         )
-        if activation_format in recipe.FORMATS
+        if activation_format in eight_bits.BY_FORMAT
         else fd.ops.grouped_mm(x, weight, ends)
     )
     if bias is None:
