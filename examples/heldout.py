@@ -60,18 +60,27 @@ def split_windows(tokens: list[int], context: int) -> Iterator[tuple[list[int], 
             return
 
 
-@torch.inference_mode()
 def bits_per_byte_and_perplexity(
     model: Any, tokenizer: Any, texts: list[str], context: int = CONTEXT, batch_size: int = 8
 ) -> tuple[float, float]:
     """Return (bits per UTF-8 byte, perplexity per token) of `texts` under `model`."""
+    losses = torch.cat(losses_of_windows(model, tokenizer, texts, context, batch_size)).double()
+    size = sum(len(text.encode()) for text in texts)
+    return float(losses.sum()) / math.log(2) / size, math.exp(float(losses.mean()))
+
+
+@torch.inference_mode()
+def losses_of_windows(
+    model: Any, tokenizer: Any, texts: list[str], context: int = CONTEXT, batch_size: int = 8
+) -> list[torch.Tensor]:
+    """Return the loss of every token in nats, f32 [scored], for each window of `texts`."""
     windows = [
         window
         for text in texts
         for window in split_windows([tokenizer.eos_token_id, *tokenizer(text).input_ids], context)
     ]
     windows.sort(key=lambda window: len(window[0]))  # equal lengths share a batch: little padding
-    nats, scored = 0.0, 0
+    found = []
     for start in range(0, len(windows), batch_size):
         batch = windows[start : start + batch_size]
         width = len(batch[-1][0])
@@ -83,7 +92,6 @@ def bits_per_byte_and_perplexity(
             model.device
         )
         logits = model(input_ids=inputs.to(model.device), use_cache=False).logits.float()
-        nats += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
-        scored += int((targets != -100).sum())
-    size = sum(len(text.encode()) for text in texts)
-    return nats / math.log(2) / size, math.exp(nats / scored)
+        losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        found += [row[scored].cpu() for row, scored in zip(losses, targets != -100, strict=True)]
+    return found

@@ -190,7 +190,10 @@ class FusionMoeQuantizer(HfQuantizer):
             else:  # before 5.21, transformers does not cast if anything is quantized
                 for key, p in module.named_parameters(name, recurse=False):
                     p.data = p.data.to(self._dtypes.get(key, p.dtype))
-        if any(p.is_cuda for p in model.parameters()):
+        asked = getattr(self.quantization_config, "experts", self.quantization_config)
+        if asked.weights != "packed":
+            prepare_(model, weights=asked.weights)
+        elif any(p.is_cuda for p in model.parameters()):
             prepare_(model)
         if self._path is not None:
             read_adapters_(model, self._path)

@@ -70,7 +70,7 @@ def test_a_config_that_is_none():
     with pytest.raises(
         OptionError,
         match=r"activation_format = 'nvfp44'; expected one of bf16, "
-        r"nvfp4, int8; did you mean 'nvfp4'",
+        r"nvfp4, int8, fp8; did you mean 'nvfp4'",
     ):
         fusion_moe.NVFP4Config("nvfp44")
     with pytest.raises(OptionError, match=r"config = 'nvfp4'; expected fusion_moe.NVFP4Config\(\)"):
@@ -192,3 +192,11 @@ def test_progress_is_told_after_two_seconds(capsys, monkeypatch):
         "quantizing: 1 of 3, 4 s",
         "quantizing: 3 of 3, 4 s",
     ]
+
+
+def test_weights_are_folded_if_the_config_says_so(tokens):
+    model = qwen3_moe(moe_intermediate_size=48)
+    fusion_moe.quantize_(model, fusion_moe.NVFP4Config("fp8", weights="fp8"))
+    assert [(e.weights, e.activation_format) for e in experts_of(model)] == [("fp8", "fp8")] * 2
+    with fusion_moe.options.override(target="reference"):
+        assert model(tokens).logits.isfinite().all()

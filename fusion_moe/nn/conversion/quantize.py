@@ -13,6 +13,7 @@ from ...messages.progress import progress
 from ..config import NVFP4Config
 from ..frozen.grouped import NVFP4GroupedLinear
 from ..frozen.packed import PackedModule
+from ..frozen.prepare import prepare_
 from ..frozen.projections import Projections
 from .converters import DECORATED, check, converted, converter_of, known_names, why_refused
 
@@ -64,6 +65,8 @@ def quantize_(
         for module in replacement.modules():
             if isinstance(module, PackedModule):
                 module.order()
+    if config is not None and config.weights != "packed":
+        prepare_(model, weights=config.weights)  # type: ignore[arg-type]  # checked by NVFP4Config
     for tell in plugins.quantized:
         tell(model)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...layouts import Padding
+from ...encodings.folding import FOLDED
+from ...layouts import Layout, Padding
 from ...messages.warn import warn_once
+from ...target import Target
 from ..local import local
+from . import folded
 from .packed import PackedModule
 
 
@@ -19,7 +23,8 @@ class AdaptableModule(PackedModule):
 
     projections: the names of the weights; targets: what `add_lora_` calls them; wrappers: the
     adapters of another library, which wrap this module, by projection. An adapter has A [G, r, K],
-    B [G, N, r], scale, and whether it is disabled.
+    B [G, N, r], scale, and whether it is disabled. weights: what they are read as (folded.py);
+    rounding: what folding them did.
     """
 
     projections: tuple[str, ...]
@@ -27,10 +32,48 @@ class AdaptableModule(PackedModule):
     activation_format: str
     # whether rows of gate and up alternated in the module that this one was converted from
     in_turns = False
+    weights = "packed"
+    rounding: folded.Rounding | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.wrappers: dict[str, Any] = {}  # no submodules, since this is one of theirs
+
+    def layout_on(self, target: Target) -> str:
+        """As in `PackedModule`; parameters that only state dicts read stay linear."""
+        return "linear" if self.weights == "fp8" else super().layout_on(target)
+
+    def why_not(self, layout: Layout) -> str:
+        """As in `PackedModule`; folded weights are not padded."""
+        padded = [name for name, *_ in self.packed if self.padding(name, layout)]
+        if self.weights != "packed" and padded:
+            return f"{padded[0]} would be padded, and its folded weight is not"
+        return super().why_not(layout)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaptableModule:
+        super()._apply(fn, recurse)
+        folded.park_(self)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        folded.refold_(self)
+
+    def _folded(self, rows: int) -> bool:
+        """Whether products of so many rows read folded weights."""
+        return self.weights == "fp8" or (
+            self.weights == "both" and rows >= folded.FROM * self.shape_of(self.projections[-1])[0]
+        )
+
+    def _operand(self, projection: str, of_fold: bool) -> list[Tensor]:
+        """The parts of a weight that a product reads."""
+        return folded.folded_of(self, projection) if of_fold else self._parts(projection)
+
+    def _format(self, of_fold: bool) -> dict[str, str]:
+        """The arguments that say how these parts are stored."""
+        if of_fold:
+            return {"weight_format": FOLDED.name, "weight_layout": "linear"}
+        return {"weight_format": self.encoding.name, "weight_layout": self.weight_layout}
 
     def shape_of(self, projection: str) -> tuple[int, int, int]:
         """E, N and K of the weight of a projection, without padding."""
@@ -75,14 +118,15 @@ class AdaptableModule(PackedModule):
         """rows [..., K] that are sorted by group, ends i32[G] of the groups -> [..., N], with what
         an adapter adds.
         """
-        padding = self._padding(projection)
+        padding, of_fold = self._padding(projection), False
+        if self.weights != "packed":
+            of_fold = self._folded(rows.numel() // rows.shape[-1])
         y = torch.ops.fusion_moe.grouped_mm(
             padding.pad_columns(rows) if padding else rows,
-            self._parts(projection),
+            self._operand(projection, of_fold),
             ends,
             *self._factors(projection),
-            weight_format=self.encoding.name,
-            weight_layout=self.weight_layout,
+            **self._format(of_fold),
             activation_format=self.activation_format,
             lora_scale=self._lora_scale,
         )

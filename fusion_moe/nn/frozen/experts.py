@@ -82,7 +82,9 @@ class Experts(Projections):
                 "hidden_states", hidden_states, of_gate_up.shape[1], type(self).__name__
             )
             hidden_states = of_gate_up.pad_columns(hidden_states)
-        arguments = self._arguments(hidden_states)
+        arguments, of_fold = self._arguments(hidden_states), False
+        if self.weights != "packed" and (of_fold := self._folded(top_k_index.numel())):
+            arguments |= self._format(of_fold)
         if adapters:
             arguments |= adapters
         try:
@@ -90,8 +92,8 @@ class Experts(Projections):
                 hidden_states,
                 top_k_index,
                 top_k_weights,
-                self._parts(up),
-                self._parts(down),
+                self._operand(up, of_fold),
+                self._operand(down, of_fold),
                 **arguments,
             )
         except Error as error:  # whose message has the operation's argument names

@@ -21,7 +21,10 @@ from ...errors import (
 from ...messages.progress import progress
 from ...runtime import native
 from ...runtime.precompile import preparing
+from ..config import WEIGHTS
+from .adaptable import AdaptableModule
 from .base import place_
+from .folded import fold_, folding
 from .packed import PackedModule
 
 log = logging.getLogger("fusion_moe")
@@ -32,7 +35,11 @@ _FEW = (1, 2, 3)
 
 
 def prepare_(
-    model: nn.Module, to: str = "auto", *, tokens: Sequence[int] | Literal["all"] = ()
+    model: nn.Module,
+    to: str = "auto",
+    *,
+    tokens: Sequence[int] | Literal["all"] = (),
+    weights: Literal["packed", "fp8", "both"] | None = None,
 ) -> None:
     """Puts the weights of a model in the layout of a target, in place.
 
@@ -58,6 +65,13 @@ def prepare_(
             library's kernels runs meanwhile. "all": the model is called with up to three tokens,
             and the kernels for all other numbers are derived from these calls' programs. Compiling
             a model afterwards makes other programs: pass the model that torch.compile returned.
+        weights: what experts in fewer than 8 bits are read as from now on, for
+            activation_format="fp8"; None: as before. "packed": as they are stored. "fp8": folded to
+            FP8 with a power of two for 128 x 128, once, now; what was loaded stays in the host's
+            memory, for state dicts and `save_pretrained`, which never write the fold. "both":
+            packed below 64 rows an expert, folded from there on, and both in the device's memory;
+            then numbers depend on how many rows are computed together. Logs what was rounded, and
+            how large it is.
 
     Raises:
         UnsupportedError: for a model that calls nothing of this library, and for one that takes no
@@ -68,12 +82,16 @@ def prepare_(
     An interrupted call leaves each module in one layout or the other.
     """
     need_one_of("to", to, ("auto", *backends.TARGETS), where="prepare_")
+    if weights is not None:
+        need_one_of("weights", weights, WEIGHTS, where="prepare_")
     _check_tokens(model, tokens)
     modules = {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
     kept: dict[str, str] = {}
     for name, module in progress(modules.items(), "ordering weights", len(modules)):
         device = next(module.parameters()).device
         wanted = options.current().target if to == "auto" else to
+        if weights is not None and isinstance(module, AdaptableModule):
+            fold_(module, weights)
         try:
             why = module.put_in(module.layout_on(backends.find(wanted, device)))
         except NonFiniteError as error:
@@ -82,6 +100,8 @@ def prepare_(
             kept[name or type(module).__name__] = why
         place_(module)
         module.considered = True
+    if weights is not None and (did := folding(modules.values())):
+        log.warning("%s", did)
     if modules:
         native.use()
     if kept:

@@ -12,6 +12,7 @@ from ...encodings import (
 )
 from ...errors import ShapeError, need_one_of
 from ...target import ACTIVATION_FORMATS
+from . import folded
 from .adaptable import AdaptableModule
 from .base import frozen
 from .packed import relayout_
@@ -74,11 +75,14 @@ class Projections(AdaptableModule):
             setattr(self, f"{name}_proj_bias", _bias(f"{name}_bias", bias, shape))
 
     def _set_weights(self, up: Quantized, down: Quantized) -> None:
+        weights = self.weights
+        folded.fold_(self, "packed")
         self.encoding = up.encoding
         self.part_names = {name: _names(up.encoding, name) for name in self.projections}
         for name, weight in zip(self.projections, (up, down), strict=True):
             for key, part in zip(self.part_names[name], weight, strict=True):
                 setattr(self, key, frozen(part))
+        folded.fold_(self, weights)
 
     def to_nvfp4(self) -> Projections:
         """Converts MXFP4 weights to NVFP4 with equal values, in place, in the linear layout: for

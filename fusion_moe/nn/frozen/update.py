@@ -23,7 +23,9 @@ from ...encodings import (
 from ...encodings.encoding import FLOATS
 from ...errors import CheckpointError, DtypeError, ShapeError, UnsupportedError, did_you_mean
 from ..local import is_dtensor
+from .adaptable import AdaptableModule
 from .base import quantized
+from .folded import refold_
 from .packed import PackedModule, as_part, packing_of
 
 _WHERE = "update_weights_"
@@ -75,6 +77,9 @@ def update_weights_(
         for place in begun:
             place.spoil()
         raise
+    for module in {place.module for place in begun}:
+        if isinstance(module, AdaptableModule):
+            refold_(module)
     for place in begun:
         there = [other for other in places.values() if other.module is place.module]
         if isinstance(place.module, _Unusable) and all(other in begun for other in there):

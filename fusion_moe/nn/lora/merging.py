@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...encodings import Quantized, check_finite, dequantize, matrix_scale_of, quantize
 from ...errors import UnsupportedError
 from ..frozen.adaptable import AdaptableModule
+from ..frozen.folded import refold_
 from ..frozen.packed import PackedModule, packing_of
 from .adapter import adapted, adapters_of
 
@@ -93,6 +94,8 @@ def add_(module: PackedModule, deltas: Mapping[str, Delta], where: str) -> Tenso
     for name, (made, _) in sums.items():
         for stored, part in zip(module.weight_of(name), made, strict=True):
             stored.data.copy_(part)
+    if isinstance(module, AdaptableModule):
+        refold_(module)
     return torch.stack([norms for _, norms in sums.values()]).sum(0)
 
 
@@ -107,7 +110,7 @@ def _sum(module: PackedModule, name: str, delta: Delta, where: str) -> tuple[Qua
     for e in range(weight.shape[0] if stack else 1):
         parts, new = ([t[e] if stack else t for t in both] for both in (weight, made))
         old = weight.of(packing.unpack(parts, weight.encoding))
-        added = delta(e)
+        added = delta(e).to(made[0].device)
         total = dequantize(old) + added
         rounded = _encoded(total, old, where)
         norms += torch.stack([(dequantize(rounded) - total).square().sum(), added.square().sum()])

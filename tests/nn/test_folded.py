@@ -1,0 +1,203 @@
+"""Weights in few bits that are read as FP8: what folding rounds, which numbers kernels read, and
+that state dicts never see it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from fusion_moe import NVFP4Config, options, prepare_
+from fusion_moe.encodings import (
+    FP8,
+    FP8_E8M0,
+    INT4,
+    MXFP4,
+    NVFP4,
+    Quantized,
+    dequantize,
+    find,
+    quantize,
+)
+from fusion_moe.encodings.folding import fold, foldable
+from fusion_moe.errors import OptionError, UnsupportedError
+from fusion_moe.nn import Experts, add_lora_, merge_lora_, update_weights_
+from fusion_moe.nn.frozen import folded
+
+E, H, I, T, SLOTS = 4, 160, 192, 6, 2
+
+
+def module(encoding=NVFP4, activation_format: str = "bf16") -> Experts:
+    g = torch.Generator().manual_seed(0)
+    gate_up, down = (torch.randn(E, *shape, generator=g) * 0.1 for shape in ((2, I, H), (H, I)))
+    up = quantize(gate_up, encoding)
+    joined = Quantized(
+        *(t if part.of_matrix else t.flatten(1, 2) for part, t in up.named()), encoding=encoding
+    )
+    return Experts(joined, quantize(down, encoding), activation_format)
+
+
+def inputs(tokens: int = T) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, H, generator=g).bfloat16()
+    return (
+        x,
+        torch.randint(0, E, (tokens, SLOTS), generator=g),
+        torch.rand(tokens, SLOTS, generator=g),
+    )
+
+
+def of_numbers(experts: Experts) -> Experts:
+    """The same experts with folded weights as the only ones they have."""
+    parts = [
+        Quantized(*folded.folded_of(experts, p), encoding=FP8_E8M0) for p in ("gate_up", "down")
+    ]
+    return Experts(*parts, experts.activation_format)
+
+
+# Folding ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("spread", "exact"), [(0, True), (14, True), (16, False), (30, False)])
+def test_mxfp4_is_exact_where_a_block_spans_few_powers_of_two(spread, exact):
+    """By scales of one block of 128 x 128 that are 2^0 and 2^-spread; others are exact."""
+    scales = torch.full((256, 10), 127, dtype=torch.uint8)
+    scales[3, 2] = 127 - spread
+    codes = torch.full((256, 160), 0x77, dtype=torch.uint8)  # 6
+    codes[3, 32:48] = 0x11  # 0.5
+    w = Quantized(codes, scales.view(torch.float8_e8m0fnu), encoding=MXFP4)
+    made, count = fold(w)
+    assert count[:2].tolist() == [6 if exact or spread < 12 else 5, 6]
+    assert torch.equal(dequantize(made), dequantize(w)) == (count[0] == 6)
+    assert (count[2] == 0) == (count[0] == 6)
+
+
+@pytest.mark.parametrize("encoding", [NVFP4, INT4], ids=lambda e: e.name)
+def test_other_scales_are_rounded_once_more(encoding):
+    g = torch.Generator().manual_seed(0)
+    w = quantize(torch.randn(2, 256, 320, generator=g), encoding)
+    made, (exact, blocks, error, weight) = fold(w)
+    assert made.encoding == FP8_E8M0
+    assert (exact, blocks) == (0, 2 * 2 * 3)
+    assert 0.015 < (error / weight).sqrt() < 0.03
+    assert (dequantize(made) - dequantize(w)).norm() ** 2 == pytest.approx(float(error), rel=1e-4)
+
+
+def test_gate_and_up_share_no_block():
+    w = torch.ones(1, 2 * 96, 128)
+    w[:, 96:] = 2.0**-12
+    made, count = fold(quantize(w, MXFP4), runs=2)
+    assert torch.equal(dequantize(made), w)
+    assert count[:2].tolist() == [2, 2]
+
+
+def test_what_cannot_be_folded():
+    assert [e.name for e in (NVFP4, MXFP4, INT4, FP8, find("bf16")) if foldable(e)] == [
+        "nvfp4",
+        "mxfp4",
+        "int4",
+    ]
+    with pytest.raises(UnsupportedError, match="a weight in fp8 to fold"):
+        fold(quantize(torch.ones(128, 128), FP8))
+    experts = module(FP8)
+    prepare_(experts, weights="fp8")  # FP8 is read as it is
+    assert experts.weights == "packed"
+    assert experts.rounding is None
+
+
+# The policy ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", [NVFP4, MXFP4, INT4], ids=lambda e: e.name)
+def test_products_read_what_was_folded(encoding):
+    experts = module(encoding, "fp8")
+    prepare_(experts, weights="fp8")
+    with options.override(target="reference"):
+        assert torch.equal(experts(*inputs()), of_numbers(experts)(*inputs()))
+    experts.activation_format = "bf16"
+    assert torch.equal(experts(*inputs()), of_numbers(experts)(*inputs()))  # by kernels
+
+
+def test_both_reads_by_the_number_of_rows(monkeypatch):
+    experts, packed = module(), module()
+    prepare_(experts, weights="both")
+    monkeypatch.setattr(folded, "FROM", 3)
+    assert torch.equal(experts(*inputs(5)), packed(*inputs(5)))
+    assert torch.equal(experts(*inputs(6)), of_numbers(experts)(*inputs(6)))
+    prepare_(experts, weights="packed")
+    assert torch.equal(experts(*inputs(6)), packed(*inputs(6)))
+    assert not experts._non_persistent_buffers_set & experts._buffers.keys()
+
+
+@pytest.mark.parametrize("weights", ["fp8", "both"])
+def test_state_dicts_have_what_was_loaded(weights):
+    experts, packed = module(), module()
+    prepare_(experts, weights=weights)
+    found, wanted = experts.state_dict(), packed.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(
+        torch.equal(t.view(torch.uint8), found[n].view(torch.uint8)) for n, t in wanted.items()
+    )
+    other = {name: t.clone() for name, t in wanted.items()}
+    other["down_decode_scale"] *= 2
+    before = [t.data_ptr() for t in folded.folded_of(experts, "down")]
+    experts.load_state_dict(other)
+    packed.load_state_dict(other)
+    prepare_(packed, weights="fp8")
+    assert [t.data_ptr() for t in folded.folded_of(experts, "down")] == before
+    for p in ("gate_up", "down"):
+        assert all(map(torch.equal, folded.folded_of(experts, p), folded.folded_of(packed, p)))
+
+
+def test_weights_that_change_are_folded_again():
+    g = torch.Generator().manual_seed(5)
+    new = {"down_proj": torch.randn(E, H, I, generator=g)}
+    experts, packed = module(), module()
+    prepare_(experts, weights="fp8")
+    for each in (experts, packed):
+        update_weights_(each, new)
+    prepare_(packed, weights="fp8")
+    assert torch.equal(experts(*inputs()), packed(*inputs()))
+    model = torch.nn.ModuleDict({"experts": experts})
+    add_lora_(model, rank=4)
+    torch.nn.init.normal_(model["experts"].down_lora.B)
+    with_adapter = experts(*inputs())
+    merge_lora_(model, requantize=True)
+    error = (experts(*inputs()) - with_adapter).float().norm() / with_adapter.float().norm()
+    assert error < 0.2
+    assert torch.equal(experts(*inputs()), of_numbers(experts)(*inputs()))
+
+
+def test_copies_and_casts_keep_the_fold():
+    experts = module()
+    prepare_(experts, weights="fp8")
+    wanted = experts(*inputs())
+    for other in (copy.deepcopy(experts), copy.deepcopy(experts).half().bfloat16()):
+        assert torch.equal(other(*inputs()), wanted)
+
+
+def test_compiled():
+    experts = module()
+    prepare_(experts, weights="fp8")
+    compiled = torch.compile(experts, backend="fusion_moe", fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs()), experts(*inputs()), rtol=2**-6, atol=2**-6)
+
+
+def test_what_it_says(caplog):
+    model = torch.nn.Sequential(module(), module(MXFP4))
+    with caplog.at_level(logging.WARNING, "fusion_moe"):
+        prepare_(model[0], weights="both")
+        prepare_(model[1], weights="fp8")
+    of_nvfp4, of_mxfp4 = (r.getMessage() for r in caplog.records)
+    assert "1 x weights in nvfp4" in of_nvfp4
+    assert "rounded once more, by 0.02" in of_nvfp4
+    assert of_nvfp4.endswith("depend on how many rows are computed together")
+    assert "1 x weights in mxfp4" in of_mxfp4
+    assert of_mxfp4.endswith("exactly")
+    with pytest.raises(OptionError, match="weights = 'fp4'; expected one of packed, fp8, both"):
+        prepare_(model, weights="fp4")
+    with pytest.raises(OptionError, match="NVFP4Config: weights = 'int8'"):
+        NVFP4Config(weights="int8")
