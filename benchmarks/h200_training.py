@@ -2,7 +2,7 @@
 peers.
 
     python benchmarks/h200_training.py [--out FILE.jsonl] [--cells 'qwen3:*'] [--repeats 10]
-        [--contender fusion_moe torch] [--minutes 8] [--commit HASH]
+        [--contender fusion_moe torch] [--recipe fp8] [--minutes 8] [--commit HASH]
     python benchmarks/h200_training.py [--out FILE.jsonl] --table   # what the file has
     python benchmarks/h200_training.py --device cpu --tiny
 
@@ -12,6 +12,9 @@ Cells (training_cells.py): a layer from the router's ids to tokens, in the sizes
 torch's first. Then all run in turn, forward under no_grad, and forward and backward. A time is the
 median between two CUDA events, the spread longest - shortest over it; before each start the host
 gets ahead. Peak memory is that of one forward and backward beyond weights and inputs.
+
+--recipe fp8 measures only this library, in bf16 and by a recipe of Transformer Engine, with weight
+gradients by the recipe and in bf16: weights are quantized in each step.
 
 A finished cell is appended to --out; cells in the file are skipped, and none starts after
 --minutes. liger: `pip install liger-kernel`.
@@ -36,7 +39,7 @@ import torch
 from results import table as tabled
 from torch import Tensor
 from training_cells import FAR, Layer, apart, cells, digest, flops
-from training_peers import LAYER, Contender
+from training_peers import LAYER, RECIPES, Contender
 
 WARM_UPS = 2
 _AHEAD = 10**7  # clocks that the device waits while the host enqueues
@@ -261,6 +264,7 @@ def main() -> None:
         choices=sorted(LAYER),
         default=sorted(LAYER),
     )
+    parser.add_argument("--recipe", choices=("mxfp8", "fp8"), help="beside bf16, and nothing else")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -272,6 +276,8 @@ def main() -> None:
     )
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
+    if told.recipe:
+        told.contender = ["fusion_moe", *(n for n in RECIPES if n.startswith(told.recipe))]
     rows = resumed(
         told,
         cells(told.tiny),

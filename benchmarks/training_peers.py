@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,9 +56,9 @@ def ours(on: LayerInputs, activation_format: str = "bf16") -> Contender:
     return _on(on, lambda: ops.fused_experts(on.x, on.ids, on.w, [on.gate_up], [on.down], **how))
 
 
-def mxfp8(on: LayerInputs) -> Contender:
-    """The same by the MXFP8 recipe, emulated: its numbers are others on purpose."""
-    return replace(ours(on, "mxfp8"), exact=False)
+def rounded(on: LayerInputs, activation_format: str) -> Contender:
+    """The same by a recipe, whose numbers are others on purpose."""
+    return replace(ours(on, activation_format), exact=False)
 
 
 def grouped_mm(on: LayerInputs) -> Contender:
@@ -150,9 +150,11 @@ def dense(on: LayerInputs) -> Contender:
     )
 
 
+# contender -> the activation_format of its recipe
+RECIPES = {"mxfp8": "mxfp8", "fp8": "fp8_block", "fp8_wgrad_bf16": "fp8_block_wgrad_bf16"}
 LAYER: Mapping[str, Callable[[LayerInputs], Contender]] = {
     "fusion_moe": ours,
-    "mxfp8": mxfp8,
+    **{name: partial(rounded, activation_format=form) for name, form in RECIPES.items()},
     "torch": grouped_mm,
     "liger": liger,
     "dense": dense,
