@@ -112,6 +112,7 @@ def grouped_mm(
     out_dtype: torch.dtype | None = None,
     transposed: bool = False,
     lora_scale: float = 1.0,
+    straight_through: str = "exact",
 ) -> Tensor:
     """For each row of group g: weight[g] @ row, summed in float32 (float64 in float64) -> [..., N];
     zeros for rows past the last group.
@@ -136,12 +137,17 @@ def grouped_mm(
         out_dtype: the dtype of the result; None: that of a.
         transposed: a float weight is [G, K, N].
         lora_scale: the factor of the adapter.
+        straight_through: for a weight with a master, which is one more tensor after the parts,
+            float [G, N, K], that they were rounded from. It gets the gradient as if it had been
+            multiplied. "exact": the result is that of the parts alone, bit for bit, and the
+            backward computes again what it reads. "float": so too, but the gradient of a is a
+            product with the master. "saved": what the backward reads is saved.
 
     Raises:
         UnsupportedError: for an activation_format that the device does not have.
 
-    Derivatives: with respect to a, lora_a, lora_b, and a float weight. Quantized weights are
-    frozen. Source: torch.nn.functional.grouped_mm, here for quantized weights; LoRA (Hu et al.,
+    Derivatives: with respect to a, lora_a, lora_b, a float weight, and a master. Quantized weights
+    are frozen. Source: torch.nn.functional.grouped_mm, here for quantized weights; LoRA (Hu et al.,
     2021).
     """
 
@@ -340,6 +346,7 @@ def fused_experts(
     weight_format: str,
     transposed: bool = False,
     lora_scale: float = 1.0,
+    straight_through: str = "exact",
 ) -> Tensor:
     """Sum over each token's experts of down(activation(gate_up(x))) times the router's weight ->
     [..., H], in the dtype of x.
@@ -375,13 +382,14 @@ def fused_experts(
         weight_format: the encoding of the weights, as in `grouped_mm`.
         transposed: both weights are float tensors, [E, H, 2I] and [E, I, H].
         lora_scale: the factor of the adapters.
+        straight_through: how weights with masters are differentiated, as in `grouped_mm`. gate_up
+            and down may each have one.
 
     Raises:
         UnsupportedError: for an activation_format that the device does not have.
 
-    Derivatives: with respect to x, w, biases, adapters, parameters of the activation, and float
-    weights. Quantized weights are
-    frozen. Source: the experts of Qwen3-MoE.
+    Derivatives: with respect to x, w, biases, adapters, parameters of the activation, float weights
+    and masters. Quantized weights are frozen. Source: the experts of Qwen3-MoE.
     """
 
 

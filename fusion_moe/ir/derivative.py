@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import UnsupportedError
 from .builder import FusionDefinition
 from .core import Fusion, Op, Value
-from .flow import dependent, made_again, part
+from .flow import dependent, made_again, needed, part
 from .gradients import Gradients
 from .router_gradient import of_combine
 from .saved import saved
@@ -64,7 +64,7 @@ def differentiate(
     whole = _whole(
         fusion, wrt, router_gradient, names or [f"input {i}" for i in range(len(fusion.inputs))]
     )
-    kept = saved(whole.forward, whole.needed)
+    kept = _kept(whole)
     there = tuple(
         dict.fromkeys((*fusion.inputs, *fusion.outputs, *(whole.original[v] for v in kept)))
     )
@@ -77,6 +77,16 @@ def differentiate(
     return Derivative(forward, backward, reads, _seeded(fusion), whole.rewritten)
 
 
+def _kept(whole: _Whole) -> tuple[Value, ...]:
+    """What the backward reads: what `saved` says or, for a weight with a master whose forward is to
+    be that of the weight alone, inputs.
+    """
+    if not whole.exact:
+        return saved(whole.forward, whole.needed)
+    read = needed(whole.forward.ops, whole.needed)
+    return tuple(v for v in whole.forward.inputs if v in read)
+
+
 # ---------------------------------------------------------------------- forward and backward in one
 
 
@@ -85,7 +95,8 @@ class _Whole:
     """(inputs..., seeds...) -> gradients, in one Fusion. forward: its first operations, which
     compute the outputs. copies: operations that make copies, which may be saved. later: those of
     the other operations that the gradients need. original: the value in the Fusion that is
-    differentiated, for each value of `forward`. rewritten: see Derivative.
+    differentiated, for each value of `forward`. rewritten: see Derivative. exact: whether the
+    forward must return nothing else than the Fusion. No operation is `straight_through`.
     """
 
     fusion: Fusion
@@ -94,6 +105,7 @@ class _Whole:
     later: tuple[Op, ...]
     original: Mapping[Value, Value]
     rewritten: tuple[Op, ...]
+    exact: bool
 
     @property
     def seeds(self) -> tuple[Value, ...]:
@@ -128,8 +140,6 @@ def _whole(
         replace(op, inputs=tuple(made.get(v, v) for v in op.inputs), outputs=fd.copy(op, made))
         for op in fusion.ops
     ]
-    first = fd.count
-
     leads = dependent(ops, {made[fusion.inputs[i]] for i in wrt})
     grads, rewritten = Gradients(fd, leads), []
     for value, seed in seeds:
@@ -146,7 +156,9 @@ def _whole(
         fd.add_output(
             fd.ops.reshape(grads.of(value), new_shape=tuple(map(plain, value.type.shape)))
         )
-    whole, inputs = fd.fusion(), tuple(made[v] for v in fusion.inputs)
+    straight = [op for op in ops if op.kind.name == "straight_through"]
+    first = len(ops) - len(straight)
+    whole, inputs = _of_weights(fd.fusion()), tuple(made[v] for v in fusion.inputs)
     later = made_again(whole.ops[first:], whole.outputs)
     copies = _copies(later, [seed for _, seed in seeds])
     forward = replace(
@@ -165,7 +177,23 @@ def _whole(
         tuple(op for op in later if op not in copies),
         original,
         tuple(reversed(rewritten)),
+        any(op.attrs["how"] != "saved" for op in straight),
     )
+
+
+def _of_weights(fusion: Fusion) -> Fusion:
+    """The Fusion with encoded weights themselves in place of `straight_through`, which would read
+    their masters.
+    """
+    weights: dict[Any, Any] = {}
+    ops = []
+    for op in fusion.ops:
+        op = op.with_inputs([weights.get(v, v) for v in op.inputs])
+        if op.kind.name == "straight_through":
+            weights[op.outputs[0]] = op.inputs[0]
+        else:
+            ops.append(op)
+    return replace(fusion, ops=tuple(ops))
 
 
 def _no_derivative(fusion: Fusion, value: Value, name: str) -> UnsupportedError:

@@ -6,6 +6,7 @@ from ..ir.activation import swiglu
 from .config import NVFP4Config
 from .conversion.contract import ExpertsContract, contract_of, experts_from
 from .conversion.converters import convert
+from .conversion.qat import qat_
 from .conversion.quantize import quantize_
 from .conversion.register import register_converter, unregister_converter
 from .conversion.traced_activation import activation
@@ -51,6 +52,7 @@ __all__ = [
     "interleave",
     "merge_lora_",
     "prepare_",
+    "qat_",
     "quantize_",
     "register_converter",
     "remove_lora_",

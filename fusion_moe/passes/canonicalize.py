@@ -93,6 +93,11 @@ def _product(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Va
     )
 
 
+def _straight_through(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value]:
+    """The weight itself: its master matters to derivatives only."""
+    return (inputs[0],)
+
+
 def _quantize(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
     """Scales depend on values, not on their dtype: an exact widening does nothing, as before
     products.
@@ -144,5 +149,6 @@ _RULES = {
     "index_select": _gather,
     "quantize": _quantize,
     "pack_for": _pack_for,
+    "straight_through": _straight_through,
     **dict.fromkeys(_PRODUCTS, _product),
 }

@@ -651,6 +651,43 @@ def encoded(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @case
+def rounded_weights_that_train(mesh):
+    """DDP and FSDP2, with mixed precision and without, take the floats: steps are those of one
+    process, and each forward rounds what the step before has made.
+    """
+    wraps: dict[str, Any] = {
+        "ddp": lambda m: in_ddp(m, mesh),
+        "fsdp2": lambda m: fully_shard(m, mesh=mesh),
+        "bf16": lambda m: fully_shard(
+            m, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        ),
+    }
+    for name, wrap in wraps.items():
+        alone = OfExperts(nn.Sequential(float_experts()))
+        fusion_moe.nn.qat_(alone, scales="frozen")
+        model = wrap(deepcopy(alone))
+        optimizers = [torch.optim.SGD(m.parameters(), lr=20.0) for m in (alone, model)]
+        before = alone.model[0].down_proj.detach().clone()
+        for tokens in range(T, T + 3):
+            for m, optimizer in zip((alone, model), optimizers, strict=True):
+                m(*inputs(tokens)).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found = [gathered(p.detach()) for p in model.parameters()]
+        if name != "bf16":
+            assert_alike(found, [p.detach() for p in alone.parameters()])
+        assert (found[1] - before).norm() > 0.05 * before.norm()
+        given = inputs()
+        with torch.no_grad():
+            for p, t in zip(alone.parameters(), found, strict=True):
+                p.copy_(t)
+        if name == "bf16":
+            alone.bfloat16()
+            given = given[0].bfloat16(), given[1], given[2].bfloat16()
+        assert torch.equal(model(*given), alone(*given)), name
+
+
+@case
 def encoded_weights_in_wrappers(mesh):
     """DDP broadcasts them and FSDP2 casts all floats that it takes; state dicts have the dtypes of
     the encoding.

@@ -63,13 +63,15 @@ def product(
     transposed: bool = False,
     k_major: bool = False,
     lora: Adapter | None = None,
+    straight_through: str = "exact",
 ) -> Value:
     """a [M/g, K], the parts of a weight [G, N, K], ends i32[G]@ends(g) -> dtype[M/g, N]
 
     transposed: the weight is float[G, K, N]. k_major: its codes are [G, K/2, N], strided so that
     the two codes of a byte run along K. lora: the adapter's product is added before rounding.
+    straight_through: how a weight with a master is differentiated.
     """
-    w = packed(fd, weight, weight_format, weight_layout, k_major)
+    w = packed(fd, weight, weight_format, weight_layout, k_major, straight_through)
     if activation_format in eight_bits.BY_FORMAT:
         y = eight_bits.product(fd, a, w, ends, activation_format, transposed)
     elif transposed:
@@ -138,6 +140,7 @@ def grouped_mm(
     out_dtype: str | None = None,
     transposed: bool = False,
     lora_scale: float = 1.0,
+    straight_through: str = "exact",
 ) -> Value:
     """a [..., K], the parts of a weight [G, N, K] in the encoding `weight_format`, offs i32[G] ->
     [..., N]
@@ -168,6 +171,7 @@ def grouped_mm(
         weight_layout,
         transposed=transposed,
         lora=lora,
+        straight_through=straight_through,
     )
     return restore(y)
 
@@ -371,6 +375,7 @@ def fused_experts(
     transposed: bool = False,
     lora_scale: float = 1.0,
     first_expert: int | None = None,
+    straight_through: str = "exact",
 ) -> Value:
     """x [..., H], ids int[T, k], w [T, k], the parts of gate_up [G, 2I, H] and down [G, H, I] in
     `weight_format` -> [..., H]
@@ -429,10 +434,10 @@ def fused_experts(
         a = fd.ops.cast(weighted(fd, fd.ops.cast(a, dtype=wide), w, slot_of), dtype=dtype)
         w = fd.ops.full(shape=w.type.shape, fill_value=1.0, dtype=wide)
     how = activation_format, dtype, weight_format, weight_layout, transposed
-    y = product(fd, a, gate_up, ends, *how, lora=of_gate_up)
+    y = product(fd, a, gate_up, ends, *how, lora=of_gate_up, straight_through=straight_through)
     y = biased(fd, y, gate_up_bias, ends)
     y = fd.ops.cast(activated(fd, y, act, activation_parameters, ends), dtype=dtype)
-    y = product(fd, y, down, ends, *how, lora=of_down)
+    y = product(fd, y, down, ends, *how, lora=of_down, straight_through=straight_through)
     y = biased(fd, y, down_bias, ends)
     return restore(combine(fd, y, slot_of, w))
 

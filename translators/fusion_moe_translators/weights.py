@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusion_moe.encodings import ENCODINGS
+from fusion_moe.encodings import ENCODINGS, find
 from fusion_moe.errors import Error, OptionError, ShapeError, need_one_of
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Value
@@ -22,16 +22,29 @@ def packed(
     weight_format: str,
     layout: str,
     k_major: bool = False,
+    straight_through: str = "exact",
 ) -> Value:
-    """The checked parts of a weight -> the weight; a plain weight in row-major order is its only
-    part.
+    """The checked parts of a weight, and perhaps its master -> the weight; a plain weight in
+    row-major order is its only part.
     """
     fd.mark_weight(*parts)
     if is_plain(weight_format, layout):
         return parts[0]
-    return fd.ops.pack(
+    parts, master = without_master(parts, weight_format)
+    weight = fd.ops.pack(
         *parts, encoding=weight_format, layout=layout, **({"transposed": True} if k_major else {})
     )
+    return (
+        weight if master is None else fd.ops.straight_through(weight, master, how=straight_through)
+    )
+
+
+def without_master(
+    tensors: Sequence[Value], weight_format: str
+) -> tuple[Sequence[Value], Value | None]:
+    """The parts of a weight, and the floats that they were rounded from, if those come last."""
+    count = len(find(weight_format).parts)
+    return (tensors[:count], tensors[count]) if len(tensors) == count + 1 else (tensors, None)
 
 
 def weight_type(
@@ -68,7 +81,12 @@ def weight_type(
         need_dtype(name, types[0], (weight_format,), "weight_format says so")
         return types[0]
     try:
-        (weight,) = KINDS["pack"].infer(*types, encoding=weight_format, layout=layout)
+        given, master = without_master(parts, weight_format)
+        (weight,) = KINDS["pack"].infer(
+            *(part.type for part in given), encoding=weight_format, layout=layout
+        )
+        if master is not None:
+            KINDS["straight_through"].infer(weight, master.type, how="exact")
     except Error as error:
         raise error.at(name) from None
     return weight

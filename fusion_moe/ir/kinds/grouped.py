@@ -244,20 +244,25 @@ def _sum(y: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
 def product_grad(
     fd: Any, op: Op, dy: Value, a: Value, dy_of_weight: Value | None = None
 ) -> tuple[Value, Value | None]:
-    """The gradients of a grouped_mm or grouped_mm_t: of its rows, in float32, and of its float
-    weight, in the weight's dtype.
+    """The gradients of a grouped_mm or grouped_mm_t: of its rows, in float32, and of its weight, in
+    the dtype of the weight or of its master; None for a quantized weight without a master.
 
     a, dy_of_weight: the factors of the weight's gradient: the product's rows and dy, or
     replacements for them.
     """
     (_, w, ends), transposed = op.values, op.kind.name == "grouped_mm_t"
     at = {name: layout for name, layout in op.attrs.items() if name == "w_layout"}
-    da = (fd.ops.grouped_mm if transposed else fd.ops.grouped_mm_t)(dy, w, ends, **at)
-    if w.type.quantized:
+    master, read = w, w
+    if (made := fd.producer(w)) is not None and made.kind.name == "straight_through":
+        _, master = made.values
+        if made.attrs["how"] == "float":
+            read, at = fd.ops.cast(master, dtype=op.values[0].type.dtype), {}
+    da = (fd.ops.grouped_mm if transposed else fd.ops.grouped_mm_t)(dy, read, ends, **at)
+    if master.type.quantized:
         return da, None
     d = dy if dy_of_weight is None else dy_of_weight
     return da, fd.ops.cast(
-        fd.ops.grouped_outer(*((a, d) if transposed else (d, a)), ends), dtype=w.type.dtype
+        fd.ops.grouped_outer(*((a, d) if transposed else (d, a)), ends), dtype=master.type.dtype
     )
 
 

@@ -29,7 +29,7 @@ from ...encodings import (
     matrix_scale_of,
     quantize,
 )
-from ...errors import ShapeError
+from ...errors import ShapeError, need_one_of
 from ...layouts import LAYOUTS, SF128x4, TensorLayout
 from ...target import ROWS
 from ..core import Need, Op, OpKind, Value
@@ -343,6 +343,30 @@ def _unpack(x: Quantized) -> tuple[torch.Tensor, ...]:
     return tuple(t for p, t in x.named() if not p.of_matrix)
 
 
+# how a product is differentiated whose weight has a master: see straight_through
+STRAIGHT_THROUGH = ("exact", "float", "saved")
+
+
+def _straight_type(w: TensorType, master: TensorType, how: str) -> Types:
+    """w nvfp4[..., N, K] in any layout, master float[..., N, K] -> w, whose gradient the master
+    gets: w was rounded from it.
+
+    how: "exact": the forward is that of w alone, and the backward computes again what it reads;
+    "float": so too, but the gradients of activations are products with the master; "saved": the
+    forward saves products for the backward.
+    """
+    need_dtype("w", w, *encoded())
+    need_dtype("the master", master, *FLOATS)
+    need_one_of("straight_through", how, STRAIGHT_THROUGH)
+    if master.shape != w.shape:
+        raise ShapeError(f"master {master}", expected=f"the shape of the weight {w}")
+    return (w,)
+
+
+def _straight_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    return [None, dy]
+
+
 def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
     """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: each group is stored separately in the
     layout
@@ -405,6 +429,14 @@ TABLE = (
     OpKind("pack", _pack_type, _pack, needs=_pack_needs, view=True, role="view"),
     OpKind("pack_for", _pack_for_type, _pack_for, _quantize_grad, view=True, role="view"),
     OpKind("unpack", _unpack_type, _unpack, role="view", outputs=None),
+    OpKind(
+        "straight_through",
+        _straight_type,
+        lambda w, master, how: (w,),
+        _straight_grad,
+        view=True,
+        role="view",
+    ),
     OpKind("decode_scale", _decode_scale_type, _decode_scale, role="reduce"),
     OpKind(
         "quantize",

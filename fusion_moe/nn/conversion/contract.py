@@ -23,6 +23,7 @@ from ..local import is_dtensor
 from ..trained.activations import deinterleave
 from .traced_activation import activation_of
 
+FROZEN = "_frozen_scale"  # buffers of `qat_`, by how their names end
 # the last raises for modules of codes, which have no others
 _FLAGS = ("has_gate", "has_bias", "is_concatenated", "is_transposed")
 
@@ -170,7 +171,7 @@ def need_contract(module: nn.Module) -> ExpertsContract:
         for found in (module.named_parameters, module.named_buffers)
         for name, _ in found(recurse=False)
     }
-    if unknown := sorted(tensors - set(contract.names)):
+    if unknown := sorted(n for n in tensors - {*contract.names} if not n.endswith(FROZEN)):
         raise UnsupportedError(
             f"parameters {', '.join(unknown)}", expected=", ".join(contract.names), where=where
         )

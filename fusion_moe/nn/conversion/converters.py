@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
@@ -11,24 +11,32 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import plugins
-from ...encodings import NVFP4, check_finite
+from ...encodings import NVFP4, Quantized, check_finite
 from ...errors import Error, UnsupportedError
 from ..config import NVFP4Config
 from ..frozen.base import quantized
 from ..frozen.experts import quantize_gate_up
+from ..frozen.projections import Projections
 from .contract import contract_of, experts_from, need_contract
 from .register import Converter, registered_converter
 
 
-def _by_contract(experts: nn.Module, config: NVFP4Config) -> nn.Module:
-    """Modules that `use_experts_implementation` of transformers describes."""
+def by_contract(
+    experts: nn.Module, config: NVFP4Config, weights: Sequence[Quantized] | None = None
+) -> Projections:
+    """Modules that `use_experts_implementation` of transformers describes. weights: those of both
+    projections; None: in NVFP4.
+    """
     contract = need_contract(experts)
     up, down, *biases = (experts.get_parameter(name).detach() for name in contract.names)
     up_bias, down_bias = biases or (None, None)
     return experts_from(
         experts,
-        (quantize_gate_up if contract.has_gate else quantized)(contract.up(up)),
-        quantized(contract.down(down)),
+        *weights
+        or (
+            (quantize_gate_up if contract.has_gate else quantized)(contract.up(up)),
+            quantized(contract.down(down)),
+        ),
         None if up_bias is None else contract.up_rows(up_bias),
         down_bias,
         config,
@@ -42,12 +50,14 @@ def converter_of(module: nn.Module) -> Converter | None:
     """The converter for a module's class or one of its base classes; None for any other module.
     Users' converters take precedence.
     """
+    if own := getattr(type(module), "as_quantized", None):
+        return own
     named = _named(module)
     if own := registered_converter(module):
         return own
     if callable(named):
         return named
-    return _by_contract if contract_of(module) else None
+    return by_contract if contract_of(module) else None
 
 
 def why_refused(module: nn.Module) -> str:
@@ -96,7 +106,7 @@ def check(module: nn.Module, config: NVFP4Config | None = None, name: str = "") 
     """Raises the errors that `convert` would: converts a copy on the meta device, then checks the
     values.
     """
-    converted(_without_memory(module), config, name)
+    converted(without_memory(module), config, name)
     for key, parameter in module.named_parameters():
         has_values = not parameter.is_meta and not isinstance(parameter.data, FakeTensor)
         if parameter.dim() == 3 and has_values:  # the weights that are quantized
@@ -120,7 +130,7 @@ def converted(module: nn.Module, config: NVFP4Config | None = None, name: str = 
         raise error.at(name or kind) from None
 
 
-def _without_memory(module: nn.Module) -> nn.Module:
+def without_memory(module: nn.Module) -> nn.Module:
     """A copy whose parameters are on the meta device. Everything else is shared."""
     made = copy.copy(module)
     made._parameters = {
@@ -128,7 +138,7 @@ def _without_memory(module: nn.Module) -> nn.Module:
         for name, p in module._parameters.items()
     }
     made._modules = {
-        name: None if m is None else _without_memory(m) for name, m in module._modules.items()
+        name: None if m is None else without_memory(m) for name, m in module._modules.items()
     }
     return made
 

@@ -55,7 +55,7 @@ def quantize_(
         raise OptionError(
             f"config = {config!r}", expected="fusion_moe.NVFP4Config(), or none", where="quantize_"
         )
-    names = _chosen(model, filter_fn)
+    names = chosen(model, filter_fn)
     for name, *_ in progress(names, "checking experts", len(names)):
         check(model.get_submodule(name), config, name)
     for name, *others in progress(names, "quantizing experts", len(names)):
@@ -71,7 +71,7 @@ def quantize_(
         tell(model)
 
 
-def _chosen(model: nn.Module, filter_fn: Filter | None) -> list[list[str]]:
+def chosen(model: nn.Module, filter_fn: Filter | None) -> list[list[str]]:
     """The names of each module to convert, none inside of another: the outer one may depend on what
     the inner one is. UnsupportedError if there are none and the model is not quantized already.
     """

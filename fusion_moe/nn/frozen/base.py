@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...encodings import NVFP4, Quantized
+from ...encodings import NVFP4, Encoding, Quantized, quantize
 from ...runtime.host_memory import pages
 
 _PANEL = 2**24  # how many elements are quantized at once
@@ -37,16 +37,29 @@ def place_(module: nn.Module) -> None:
                 p.data = pages.on_large_pages(p.data)
 
 
-def quantized(x: Tensor) -> Quantized:
-    """x float[G, ..., N, K] -> nvfp4[G, ..., N, K] with a decode scale for each matrix: by the
-    operation, which has CPU kernels.
+def rounded(
+    x: Tensor, encoding: Encoding, runs: int = 1, matrix_scale: Tensor | None = None
+) -> Quantized:
+    """x float[G, N, K] -> the same in an encoding. If matrices have scales, one for each of so many
+    runs of their rows: matrix_scale, f32[G] or [G, runs], or chosen.
+    """
+    x = x if runs == 1 else x.unflatten(1, (runs, -1))
+    made = quantized(x, matrix_scale) if encoding == NVFP4 else quantize(x, encoding, matrix_scale)
+    return made.of(
+        t if runs == 1 or part.of_matrix else t.flatten(1, 2) for part, t in made.named()
+    )
+
+
+def quantized(x: Tensor, decode_scale: Tensor | None = None) -> Quantized:
+    """x float[G, ..., N, K] -> nvfp4[G, ..., N, K] with a decode scale for each matrix, the given
+    one or amax / 2688: by the operation, which has CPU kernels.
 
     On the CPU a few of the G groups are quantized at a time, so that quantizing needs little memory
     besides the result.
     """
-    x, quantize = x.detach(), torch.ops.fusion_moe.nvfp4_quantize
+    x, by = x.detach(), torch.ops.fusion_moe.nvfp4_quantize
     if x.dim() < 3 or not pages.takes(x) or x.numel() // 2 < pages.PAGE:
-        return Quantized(*quantize(x), encoding=NVFP4)
+        return Quantized(*by(x, decode_scale), encoding=NVFP4)
     *lead, n, k = x.shape
     weight = Quantized(
         *(pages.empty(NVFP4.part_shape(part, lead, n, k), part.dtype) for part in NVFP4.parts),
@@ -55,6 +68,7 @@ def quantized(x: Tensor) -> Quantized:
     step = max(1, _PANEL * len(x) // x.numel())
     for start in range(0, len(x), step):
         some = slice(start, start + step)
-        for part, panel in zip(weight, quantize(x[some]), strict=True):
+        scale = None if decode_scale is None else decode_scale[some]
+        for part, panel in zip(weight, by(x[some], scale), strict=True):
             part[some] = panel
     return weight

@@ -14,7 +14,7 @@ from ...ir.activation import read, swiglu
 from ...layouts import Layout, Padding
 from ...layouts.groups import ceil_to
 from .. import checks
-from .base import quantized
+from .base import quantized, rounded
 from .projections import Projections
 
 
@@ -210,6 +210,4 @@ def quantize_gate_up(gate_up: Tensor) -> Quantized:
             expected="[E, 2I, H], gate above up",
             where="NVFP4Experts",
         )
-    experts, rows, hidden = gate_up.shape
-    codes, block_scale, decode_scale = quantized(gate_up.reshape(experts, 2, rows // 2, hidden))
-    return Quantized(codes.flatten(1, 2), block_scale.flatten(1, 2), decode_scale, encoding=NVFP4)
+    return rounded(gate_up, NVFP4, 2)

@@ -464,10 +464,13 @@ def _move(module: PackedModule, names: Sequence[str], here: Packing, there: Pack
     lead, padded = parts[0].shape[:-2], there.padding.padded
     with torch.inference_mode(parts[0].is_inference()):
         moved_parts = [
-            _empty(module.encoding.part_shape(part, lead, *padded), t)
+            empty(module.encoding.part_shape(part, lead, *padded), t, t.dtype)
             for part, t in zip(module.encoding.parts, parts, strict=False)
         ]
-        for source, target in zip(_matrices(parts), _matrices(moved_parts), strict=True):
+        matrices = (
+            [] if parts[0].is_meta else zip(_matrices(parts), _matrices(moved_parts), strict=True)
+        )
+        for source, target in matrices:
             moved = there.pack(here.unpack(source, module.encoding), module.encoding)
             for part, t in zip(target, moved, strict=True):
                 part.view(torch.uint8).copy_(t.view(torch.uint8))
@@ -477,12 +480,23 @@ def _move(module: PackedModule, names: Sequence[str], here: Packing, there: Pack
         setattr(module, name, new)
 
 
-def _empty(shape: Sequence[int], like: Tensor) -> Tensor:
+def empty_parts(x: Tensor, encoding: Encoding, padded: Sequence[int], runs: int) -> list[Tensor]:
+    """Uninitialized memory for x float [E, N, K] in an encoding, as it is stored. runs: as in
+    `Encoding.part_shape`.
+    """
+    n, k = padded
+    return [
+        empty(encoding.part_shape(part, x.shape[:1], n, k, runs), x, part.dtype)
+        for part in encoding.parts
+    ]
+
+
+def empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
     """Uninitialized memory: on the CPU on large pages, as for all weights."""
     return (
-        pages.empty(shape, like.dtype)
+        pages.empty(shape, dtype)
         if pages.takes(like)
-        else torch.empty(shape, dtype=like.dtype, device=like.device)
+        else torch.empty(shape, dtype=dtype, device=like.device)
     )
 
 

@@ -4,7 +4,8 @@ or rolls out with it at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,20 +14,18 @@ from torch import Tensor, nn
 
 from ...encodings import (
     F32,
-    NVFP4,
     Encoding,
     check_finite,
     check_part_scales,
     check_parts,
-    quantize,
 )
 from ...encodings.encoding import FLOATS
 from ...errors import CheckpointError, DtypeError, ShapeError, UnsupportedError, did_you_mean
 from ..local import is_dtensor
 from .adaptable import AdaptableModule
-from .base import quantized
+from .base import rounded
 from .folded import refold_
-from .packed import PackedModule, as_part, packing_of
+from .packed import PackedModule, Packing, as_part, packing_of
 
 _WHERE = "update_weights_"
 _PANEL, _LARGE_PANEL = 2**24, 2**28  # elements that are quantized at once, on CPUs and on GPUs
@@ -186,25 +185,11 @@ class _Place:
             if encoding is None:
                 own[0].copy_(given[self.names[0]])
                 return
-            packing, numbers = packing_of(self._packed, self.names[0]), self.has_numbers(given)
             tensors = [given[name] for name in self.names if name in given]
             if own[0].dim() == 2:
                 own, tensors = [t[None] for t in own], [t[None] for t in tensors]
-            device, (n, k) = own[0].device, self.shape[-2:]
-            step = max(1, (_PANEL if device.type == "cpu" else _LARGE_PANEL) // (n * k))
-            for start in range(0, len(own[0]), step):
-                some = slice(start, start + step)
-                parts = [t[some].to(device).contiguous() for t in tensors]
-                parts = self._rounded(parts[0], encoding) if numbers else parts
-                for t, made in zip(own, packing.pack(parts, encoding), strict=True):
-                    made = made.reshape(t[some].shape)
-                    t[some].view(torch.uint8).copy_(made.view(torch.uint8))
-
-    def _rounded(self, x: Tensor, encoding: Encoding) -> list[Tensor]:
-        """x float [E, N, K] -> its parts, with as many scales of a matrix as there are."""
-        runs = x.unflatten(1, (self._packed.row_scales(self.names[0]), -1))
-        weight = quantized(runs) if encoding == NVFP4 else quantize(runs, encoding)
-        return [t if part.of_matrix else t.flatten(1, 2) for part, t in weight.named()]
+            runs = self._packed.row_scales(self.names[0]) if self.has_numbers(given) else 0
+            write_weight_(own, tensors, encoding, packing_of(self._packed, self.names[0]), runs)
 
     def spoil(self) -> None:
         """Makes the tensors useless, and the module unusable."""
@@ -215,6 +200,34 @@ class _Place:
             if t.is_floating_point():
                 with torch.inference_mode(t.is_inference()), torch.no_grad():
                     t.fill_(float("nan"))
+
+
+def write_weight_(
+    own: Sequence[Tensor],
+    given: Sequence[Tensor],
+    encoding: Encoding,
+    packing: Packing,
+    runs: int,
+    matrix_scale: Tensor | None = None,
+) -> None:
+    """Puts a weight into its parts as they are stored, a panel of matrices at a time. given: parts
+    in linear order or, with `runs` scales of a matrix, numbers [E, N, K], which are rounded.
+    """
+    device = own[0].device
+    panel, matrix = (
+        _PANEL if device.type == "cpu" else _LARGE_PANEL,
+        math.prod(packing.padding.shape),
+    )
+    step = max(1, panel // matrix)
+    for start in range(0, len(own[0]), step):
+        some = slice(start, start + step)
+        parts: Sequence[Tensor] = [t[some].to(device).contiguous() for t in given]
+        if runs:
+            scale = None if matrix_scale is None else matrix_scale[some]
+            parts = rounded(parts[0], encoding, runs, scale)
+        for t, made in zip(own, packing.pack(parts, encoding), strict=True):
+            made = made.reshape(t[some].shape)
+            t[some].view(torch.uint8).copy_(made.view(torch.uint8))
 
 
 def _need_shape(name: str, found: tuple[int, ...], want: tuple[int, ...]) -> None:

@@ -1,0 +1,276 @@
+"""qat_: experts whose weights are floats that train, rounded in every forward, which runs what
+`quantize_` would make of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ... import backends, options
+from ...backends import TARGETS
+from ...definitions.operations import LIBRARY
+from ...encodings import MXFP4, NVFP4, Encoding, Quantized, find
+from ...errors import OptionError, UnsupportedError, need_one_of
+from ...ir.kinds.quantized import STRAIGHT_THROUGH
+from ...layouts import LAYOUTS, Padding
+from ..config import NVFP4Config
+from ..frozen.base import rounded
+from ..frozen.packed import Packing, empty_parts, relayout_
+from ..frozen.projections import Projections
+from ..frozen.update import write_weight_
+from .contract import FROZEN, ExpertsContract, contract_of
+from .converters import DECORATED, by_contract, check, without_memory
+from .quantize import Filter, chosen
+
+_WHERE = "qat_"
+_SCALES = "recomputed", "frozen"
+
+
+def qat_(
+    model: nn.Module,
+    encoding: str = "nvfp4",
+    *,
+    scales: str = "recomputed",
+    straight_through: str = "exact",
+    filter_fn: Filter | None = None,
+) -> list[str]:
+    """Makes the experts of a model compute with rounded weights, while their weights stay the
+    floats that train: quantization-aware training, in place. Returns the names of the modules.
+
+    Parameters, names and state dicts stay those of the model. Each forward rounds the weights as
+    `quantize_` does and runs its program, so results are those of the quantized model bit for bit,
+    with gradients or without. Rounding is the identity to gradients, also for weights that are
+    clipped or lie between two codes. `quantize_(model)` ends it, and changes no result.
+
+    Args:
+        model: the model, in floating point: before DDP or FSDP2 get it.
+        encoding: "nvfp4" or "mxfp4", whose matrices have K in whole blocks of 32.
+        scales: "recomputed": all scales follow the weights. "frozen": NVFP4's scales of matrices
+            stay what they are now, in buffers; weights that outgrow them are clipped.
+        straight_through: "exact"; the backward multiplies with the rounded weights, and computes
+            the first product again. "float": as "exact", but gradients of activations are products
+            with the float weights. "saved": saves the first product, which is faster, but the
+            results of bf16 and fp16 with gradients differ from those without by its rounding.
+        filter_fn: filter_fn(module, name) chooses modules; None: all.
+
+    Raises:
+        UnsupportedError: for a model without such experts, or whose parameters are divided already.
+        OptionError: for an option that is not listed here.
+        NonFiniteError, ShapeError: as `quantize_`.
+    """
+    need_one_of("encoding", encoding, (NVFP4.name, MXFP4.name), where=_WHERE)
+    need_one_of("scales", scales, _SCALES, where=_WHERE)
+    need_one_of("straight_through", straight_through, STRAIGHT_THROUGH, where=_WHERE)
+    if scales == "frozen" and encoding != NVFP4.name:
+        raise OptionError(
+            f"scales = {scales!r} with {encoding}", expected="'recomputed'", where=_WHERE
+        )
+    names = [name for name, *_ in chosen(model, filter_fn)]
+    for name in names:
+        module = model.get_submodule(name)
+        if (contract := contract_of(module)) is None or isinstance(module, RoundedExperts):
+            raise UnsupportedError(
+                f"{name}, a {type(module).__name__}",
+                expected=f"{DECORATED}, with weights in floating point",
+                todo="filter_fn chooses modules",
+                where=_WHERE,
+            )
+        check(module, None, name)
+        how = _Rounding(find(encoding), straight_through, contract)
+        if contract.post_expert_norm and straight_through == "float":
+            raise OptionError(
+                "straight_through = 'float' for experts with a norm",
+                expected="'exact' or 'saved'",
+                where=name,
+            )
+        _start(module, how, frozen=scales == "frozen")
+    return names
+
+
+def _start(module: nn.Module, how: _Rounding, frozen: bool) -> None:
+    cls = type(module)
+    if frozen:
+        for name, master, runs in how.masters(module):
+            scale = rounded(master.detach(), how.encoding, runs)[-1]
+            # a matrix of zeros may grow
+            module.register_buffer(_scale_of(name), torch.where(scale == 0, 1.0, scale))
+    module.__class__ = type(cls.__name__, (RoundedExperts, cls), {"__module__": cls.__module__})
+    module.__dict__["rounding"] = how
+    how.prepare(module)
+
+
+def _scale_of(projection: str) -> str:
+    return projection + FROZEN
+
+
+@dataclass
+class _Rounding:
+    """How the weights of a module are rounded. template: what `quantize_` would make of the module,
+    without memory; made: the same with memory, for calls without gradients, while `seen` is what
+    it was made of.
+    """
+
+    encoding: Encoding
+    straight_through: str
+    contract: ExpertsContract
+    template: Any = None
+    made: Projections | None = None
+    seen: list[Any] = field(default_factory=list)
+
+    def masters(self, module: nn.Module) -> list[tuple[str, Tensor, int]]:
+        """For each projection its name, its weight [E, N, K], gate above up, and how many scales a
+        matrix has.
+        """
+        up, down = (module.get_parameter(name) for name in self.contract.names[:2])
+        gated = self.contract.has_gate
+        return [
+            ("gate_up" if gated else "up", self.contract.up(up), 1 + gated),
+            ("down", self.contract.down(down), 1),
+        ]
+
+    def rounded(self, module: nn.Module) -> list[Quantized]:
+        """The weights of both projections, in linear order."""
+        return [
+            rounded(
+                master.detach(),
+                self.encoding,
+                runs,
+                None if master.is_meta else getattr(module, _scale_of(name), None),
+            )
+            for name, master, runs in self.masters(module)
+        ]
+
+    def prepare(self, module: nn.Module) -> None:
+        """Makes the template, in the layout of the module's device."""
+        self.made, self.seen = None, []
+        device = module.get_parameter("down_proj").device
+        made = RoundedExperts.as_quantized(without_memory(module), NVFP4Config())
+        wanted = options.current().target
+        if device.type in TARGETS or wanted != "auto":
+            layout = backends.find(wanted, device).weight_layout
+            if not made.why_not(LAYOUTS[layout]):
+                relayout_(made, layout)
+        made.considered = True
+        kind = type(made)
+        made.__class__ = type(kind.__name__, (_Template, kind), {})
+        for name in made.projections:
+            made.register_parameter(f"{name}_master", None)
+        made.straight_through = self.straight_through
+        self.template = made
+
+    def tensors(self, module: nn.Module) -> dict[str, Tensor]:
+        """The parameters of the template, computed from the module's."""
+        made = self.template
+        found: dict[str, Tensor] = {}
+        for name, master, runs in self.masters(module):
+            padding = made._padding(name) or Padding(master.shape[1:], master.shape[1:])
+            parts = torch.ops.fusion_moe.encode_weight(
+                master.detach(),
+                self.encoding.name,
+                made.weight_layout,
+                runs,
+                [*padding.padded, padding.runs],
+                getattr(module, _scale_of(name), None),
+            )
+            found |= zip(made.part_names[name], parts, strict=True)
+            found[f"{name}_master"] = padding.pad_rows(padding.pad_columns(master), -2)
+        if self.contract.has_bias:
+            up, down = self.contract.names[2:]
+            found[up] = self.contract.up_rows(module.get_parameter(up))
+            found[down] = module.get_parameter(down)
+        return found | {name: p for name, p in module.named_parameters() if "." in name}
+
+    def quantized(self, module: nn.Module) -> nn.Module:
+        """The module with memory, made again if a parameter changed."""
+        of = [*module.parameters(), *module.buffers()]
+        now: list[Any] = [None]
+        if not any(t.is_inference() for t in of):
+            now = [(id(t), t.data_ptr(), t._version) for t in of]
+        if self.made is None or now != self.seen or None in now:
+            self.made = RoundedExperts.as_quantized(module, NVFP4Config())
+            self.made.put_in(self.template.weight_layout)
+            self.made.considered, self.seen = True, now
+        return self.made
+
+
+class RoundedExperts(nn.Module):
+    """What `qat_` puts in front of the class of a module of experts."""
+
+    rounding: _Rounding
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]"""
+        how, rows = self.rounding, (hidden_states, top_k_index, top_k_weights)
+        if torch.compiler.is_compiling():
+            return functional_call(how.template, how.tensors(self), rows)
+        if torch.is_grad_enabled():
+            how.made = None  # a step may follow whose writes no version counts
+            return functional_call(how.template, how.tensors(self), rows)
+        made: Tensor = how.quantized(self)(*rows)
+        return made
+
+    def as_quantized(self, config: NVFP4Config) -> Projections:
+        """The module that `quantize_` replaces this one by."""
+        return by_contract(self, config, self.rounding.rounded(self))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RoundedExperts:
+        scales = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, t in scales.items():  # a cast is for the weights
+            if t is not None and name.endswith(FROZEN):
+                self._buffers[name] = t.to(self._buffers[name].device)  # type: ignore[union-attr]
+        self.rounding.prepare(self)
+        return self
+
+
+class _Template(Projections):
+    """What is put in front of the class of a template: its weights have masters."""
+
+    straight_through: str
+
+    def _parts(self, weight: str) -> list[Tensor]:
+        master = self._parameters[f"{weight}_master"]
+        assert master is not None
+        return [*super()._parts(weight), master]
+
+    def _arguments(self, like: Tensor) -> dict[str, Any]:
+        given: dict[str, Any] = super()._arguments(like)  # type: ignore[misc]
+        return given | {"straight_through": self.straight_through}
+
+
+# The operation that rounds ------------------------------------------------------------------------
+
+
+def _empty(
+    x: Tensor, encoding: str, layout: str, runs: int, padding: Sequence[int], *scale: Tensor | None
+) -> list[Tensor]:
+    return empty_parts(x, find(encoding), padding[:2], runs if runs > 1 else 0)
+
+
+def _encode(
+    x: Tensor,
+    encoding: str,
+    layout: str,
+    runs: int,
+    padding: Sequence[int],
+    matrix_scale: Tensor | None = None,
+) -> list[Tensor]:
+    own = _empty(x, encoding, layout, runs, padding)
+    rows, columns, padded_runs = padding
+    packing = Packing(LAYOUTS[layout], Padding(tuple(x.shape[1:]), (rows, columns), padded_runs))
+    write_weight_(own, [x], find(encoding), packing, runs, matrix_scale)
+    return own
+
+
+LIBRARY.define(
+    "encode_weight(Tensor x, str encoding, str layout, int runs, int[] padding, "
+    "Tensor? matrix_scale=None) -> Tensor[]"
+)
+LIBRARY.impl("encode_weight", _encode, "CompositeExplicitAutograd")
+torch.library.register_fake("fusion_moe::encode_weight", _empty, lib=LIBRARY)
