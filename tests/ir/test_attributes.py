@@ -96,6 +96,7 @@ def program():
             [dense, tensor(2, 32, 32, dtype="f8e4m3"), tensor(2, 32, 1, dtype="f8e8m0")],
             {"encoding": "mxfp8"},
         ),
+        "straight_through": ([weight, dense], {"how": "exact"}),
         "decode_scale": ([dense], {"encoding": "nvfp4"}),
         "quantize": ([dense, tensor(2)], {"encoding": "nvfp4"}),
         "grouped_swizzle": (

@@ -19,6 +19,7 @@ from fusion_moe import FusionDefinition
 from fusion_moe.encodings import MXFP8, NVFP4, dequantize, quantize
 from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.kinds import KINDS
+from fusion_moe.ir.kinds.quantized import STRAIGHT_THROUGH
 
 CASES: dict[str, set[str]] = {}
 
@@ -356,6 +357,38 @@ def test_grouped_mm_with_frozen_weights(partition: Partition):
     for g, rows in partition.runs:
         want[rows] = dy.double()[rows] @ w[g]
     torch.testing.assert_close(da.double(), want, rtol=1e-5, atol=1e-4)
+
+
+@about("straight_through")
+@pytest.mark.parametrize("how", STRAIGHT_THROUGH)
+@FEW
+@given(SMALL)
+def test_a_master_gets_the_gradient_of_a_weight(how, partition: Partition):
+    """Unless products are saved the forward is the program itself."""
+    master = torch.randn(len(partition.sizes), 4, 16)
+    q = quantize(master + 1, NVFP4)
+
+    def build(fd, a, master, offs, *parts):
+        rows, ends = _rows(fd, partition, a, offs)
+        w = fd.ops.pack(*parts, encoding="nvfp4", layout="linear")
+        y = fd.ops.grouped_mm(rows, fd.ops.straight_through(w, master, how=how), ends)
+        return fd.ops.mul(y, y)
+
+    a = torch.randn(partition.rows, 16)
+    tensors = [a, master, partition.ends, *q]
+    (da, dw), dy = gradients(build, tensors, (0, 1))
+    fd = FusionDefinition()
+    fd.add_output(build(fd, *(fd.from_pytorch(t) for t in tensors)))
+    saves = len(differentiate(fd.fusion(), (0, 1)).forward.outputs) - 1
+    assert saves == (how == "saved")
+
+    by = (master if how == "float" else dequantize(q)).double()
+    want_a, want_w = torch.zeros_like(da).double(), torch.zeros_like(dw).double()
+    for g, rows in partition.runs:
+        d = 2 * dy.double()[rows] * (a.double()[rows] @ dequantize(q).double()[g].T)
+        want_a[rows], want_w[g] = d @ by[g], d.T @ a.double()[rows]
+    for found, want in ((da, want_a), (dw, want_w)):
+        torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-2)
 
 
 @about("quantize")

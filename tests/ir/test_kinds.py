@@ -760,6 +760,18 @@ def test_quantize(lead):
     assert (near[..., 0, :16] == 0).all()
 
 
+@about("straight_through")
+def test_straight_through_is_the_weight():
+    x = torch.randn(3, 4, 48, generator=torch.Generator().manual_seed(0))
+
+    def build(fd, master, *parts):
+        w = fd.ops.pack(*parts, encoding="nvfp4", layout="linear")
+        return fd.ops.dequantize(fd.ops.straight_through(w, master, how="exact"), dtype="f32")
+
+    (found,) = run(build, x, *quantize(x + 1, NVFP4))
+    assert torch.equal(found, loops.decoded(*quantize(x + 1, NVFP4)))
+
+
 @about("dequantize")
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_dequantize(dtype):

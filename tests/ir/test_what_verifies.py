@@ -14,6 +14,7 @@ from fusion_moe import FusionDefinition
 from fusion_moe.encodings import ENCODINGS, Quantized
 from fusion_moe.errors import Error
 from fusion_moe.ir.kinds import KINDS
+from fusion_moe.ir.kinds.quantized import STRAIGHT_THROUGH
 from fusion_moe.ir.kinds.runs import part_shape
 from fusion_moe.ir.types import DTYPES, dim_value
 from fusion_moe.layouts import LAYOUTS, SF128x4
@@ -94,6 +95,7 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
         ([X, X, (1, 32)], each("encoding", ("mxfp8_columns",))),
     ],
     "unpack": [([x], [{}]) for x in (X, ROWS, MATRICES)],
+    "straight_through": [([MATRICES, MATRICES], each("how", STRAIGHT_THROUGH))],
     "decode_scale": [([x], each("encoding", ENCODINGS)) for x in (X, ROWS, MATRICES)],
     "quantize": [
         (operands, each("encoding", ENCODINGS))

@@ -44,7 +44,8 @@ def without_master(
 ) -> tuple[Sequence[Value], Value | None]:
     """The parts of a weight, and the floats that they were rounded from, if those come last."""
     count = len(find(weight_format).parts)
-    return (tensors[:count], tensors[count]) if len(tensors) == count + 1 else (tensors, None)
+    given = len(tensors) == count + 1 and len(tensors[count].type.shape) == 3
+    return (tensors[:count], tensors[count]) if given else (tensors, None)
 
 
 def weight_type(

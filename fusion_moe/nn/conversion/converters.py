@@ -30,13 +30,14 @@ def by_contract(
     contract = need_contract(experts)
     up, down, *biases = (experts.get_parameter(name).detach() for name in contract.names)
     up_bias, down_bias = biases or (None, None)
+    of_up, of_down = weights or (
+        (quantize_gate_up if contract.has_gate else quantized)(contract.up(up)),
+        quantized(contract.down(down)),
+    )
     return experts_from(
         experts,
-        *weights
-        or (
-            (quantize_gate_up if contract.has_gate else quantized)(contract.up(up)),
-            quantized(contract.down(down)),
-        ),
+        of_up,
+        of_down,
         None if up_bias is None else contract.up_rows(up_bias),
         down_bias,
         config,

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from ... import backends, options
 from ...backends import TARGETS
 from ...definitions.operations import LIBRARY
-from ...encodings import MXFP4, NVFP4, Encoding, Quantized, find
+from ...encodings import MXFP4, NVFP4, Encoding, find
 from ...errors import OptionError, UnsupportedError, need_one_of
 from ...ir.kinds.quantized import STRAIGHT_THROUGH
 from ...layouts import LAYOUTS, Padding
@@ -134,9 +134,9 @@ class _Rounding:
             ("down", self.contract.down(down), 1),
         ]
 
-    def rounded(self, module: nn.Module) -> list[Quantized]:
-        """The weights of both projections, in linear order."""
-        return [
+    def quantized(self, module: nn.Module, config: NVFP4Config) -> Projections:
+        """What `quantize_` makes of the module."""
+        weights = [
             rounded(
                 master.detach(),
                 self.encoding,
@@ -145,12 +145,13 @@ class _Rounding:
             )
             for name, master, runs in self.masters(module)
         ]
+        return by_contract(module, config, weights)
 
     def prepare(self, module: nn.Module) -> None:
         """Makes the template, in the layout of the module's device."""
         self.made, self.seen = None, []
         device = module.get_parameter("down_proj").device
-        made = RoundedExperts.as_quantized(without_memory(module), NVFP4Config())
+        made: Any = self.quantized(without_memory(module), NVFP4Config())
         wanted = options.current().target
         if device.type in TARGETS or wanted != "auto":
             layout = backends.find(wanted, device).weight_layout
@@ -169,7 +170,8 @@ class _Rounding:
         made = self.template
         found: dict[str, Tensor] = {}
         for name, master, runs in self.masters(module):
-            padding = made._padding(name) or Padding(master.shape[1:], master.shape[1:])
+            shape = master.shape[1], master.shape[2]
+            padding = made._padding(name) or Padding(shape, shape)
             parts = torch.ops.fusion_moe.encode_weight(
                 master.detach(),
                 self.encoding.name,
@@ -186,14 +188,14 @@ class _Rounding:
             found[down] = module.get_parameter(down)
         return found | {name: p for name, p in module.named_parameters() if "." in name}
 
-    def quantized(self, module: nn.Module) -> nn.Module:
+    def cached(self, module: nn.Module) -> nn.Module:
         """The module with memory, made again if a parameter changed."""
         of = [*module.parameters(), *module.buffers()]
         now: list[Any] = [None]
         if not any(t.is_inference() for t in of):
             now = [(id(t), t.data_ptr(), t._version) for t in of]
         if self.made is None or now != self.seen or None in now:
-            self.made = RoundedExperts.as_quantized(module, NVFP4Config())
+            self.made = self.quantized(module, NVFP4Config())
             self.made.put_in(self.template.weight_layout)
             self.made.considered, self.seen = True, now
         return self.made
@@ -212,12 +214,12 @@ class RoundedExperts(nn.Module):
         if torch.is_grad_enabled():
             how.made = None  # a step may follow whose writes no version counts
             return functional_call(how.template, how.tensors(self), rows)
-        made: Tensor = how.quantized(self)(*rows)
+        made: Tensor = how.cached(self)(*rows)
         return made
 
     def as_quantized(self, config: NVFP4Config) -> Projections:
         """The module that `quantize_` replaces this one by."""
-        return by_contract(self, config, self.rounding.rounded(self))
+        return self.rounding.quantized(self, config)
 
     def _apply(self, fn: Any, recurse: bool = True) -> RoundedExperts:
         scales = dict(self._buffers)
@@ -262,8 +264,8 @@ def _encode(
     matrix_scale: Tensor | None = None,
 ) -> list[Tensor]:
     own = _empty(x, encoding, layout, runs, padding)
-    rows, columns, padded_runs = padding
-    packing = Packing(LAYOUTS[layout], Padding(tuple(x.shape[1:]), (rows, columns), padded_runs))
+    (_, n, k), (rows, columns, padded_runs) = x.shape, padding
+    packing = Packing(LAYOUTS[layout], Padding((n, k), (rows, columns), padded_runs))
     write_weight_(own, [x], find(encoding), packing, runs, matrix_scale)
     return own
 
