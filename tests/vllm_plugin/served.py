@@ -298,8 +298,8 @@ def gpt_oss_between_two(folder: Path) -> Path:
 
 def deepseek_v3(folder: Path) -> Path:
     """DeepSeek-V3 with all linear layers in ModelOpt's W4A16_NVFP4, as transformers writes its
-    configuration: without `topk_method`. vLLM's attention on CPUs takes only this rank of keys and
-    values.
+    configuration: without `topk_method`. vLLM's attention takes only this rank of keys and values
+    on CPUs, and only some widths of heads on GPUs.
     """
     import transformers
 
@@ -308,7 +308,7 @@ def deepseek_v3(folder: Path) -> Path:
     sizes |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     sizes |= {"num_hidden_layers": 2, "first_k_dense_replace": 1, "q_lora_rank": 32}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 512}
-    sizes |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "vocab_size": 96}
+    sizes |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "vocab_size": 96}
     config = transformers.DeepseekV3Config(**sizes, max_position_embeddings=64)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -436,22 +436,22 @@ def adapter_of(model: Any, folder: Path, seed: int, attention: bool = False, ran
 
 
 def judged(
-    directory: Path, folder: Path, prompts: list[list[int]]
+    directory: Path, folder: Path, prompts: list[list[int]], dtype: torch.dtype = torch.float32
 ) -> tuple[Any, list[list[float]]]:
-    """transformers' model of a directory in float32, and the log-probabilities of the tokens of
-    prompts but the first.
+    """transformers' model of a directory, and the log-probabilities of the tokens of prompts but
+    the first.
     """
     import transformers
 
     import fusion_moe.transformers
 
     if directory.name == "ct-gpt_oss":  # its experts' names are not those of the model
-        model = fusion_moe.transformers.from_pretrained(directory, dtype=torch.float32)
+        model = fusion_moe.transformers.from_pretrained(directory, dtype=dtype)
     else:
         dense = folder / "dense"
         if not dense.exists():
             convert(directory, dense, to="dense")
-        model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=dtype)
     return model, [log_probabilities(model, prompt) for prompt in prompts]
 
 

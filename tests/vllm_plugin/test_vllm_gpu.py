@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
@@ -41,9 +42,15 @@ DEFAULT: dict[str, Any] = {
 
 
 def near(directory: Path, folder: Path, found: list[dict[str, Any]]) -> None:
-    _, wanted = judged(directory, folder, PROMPTS)
-    for answer, want in zip(found, wanted, strict=True):
-        assert answer["log_probabilities"] == pytest.approx(want, abs=0.15)
+    """To transformers' model in float32, or in bfloat16, which may choose other experts where two
+    are as likely.
+    """
+    exact, rounded = (
+        judged(directory, folder, PROMPTS, dtype)[1] for dtype in (torch.float32, torch.bfloat16)
+    )
+    for answer, *wanted in zip(found, exact, rounded, strict=True):
+        for value, *either in zip(answer["log_probabilities"], *wanted, strict=True):
+            assert min(abs(value - want) for want in either) <= 0.15
 
 
 @pytest.mark.parametrize(
@@ -76,12 +83,7 @@ def test_directories(write: Any, tmp_path: Path) -> None:
         "modelopt-qwen3_moe",
         "modelopt-llama4_text",
         "ct-gpt_oss",
-        pytest.param(
-            "modelopt-gpt_oss",
-            marks=pytest.mark.xfail(
-                strict=False, reason="1.5 apart on an H200; attention in NVFP4 is vLLM's there"
-            ),
-        ),
+        "modelopt-gpt_oss",
         "ct-qwen3_moe-int4",
         "mxfp4-gpt_oss",
     ],
