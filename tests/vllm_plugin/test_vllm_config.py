@@ -30,6 +30,7 @@ from vllm.model_executor.layers.fused_moe.config import (
 )
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+from vllm.platforms import current_platform
 
 from fusion_moe import options
 from fusion_moe.checkpoints.schemes import Direction
@@ -58,6 +59,7 @@ from fusion_moe.vllm.mxfp4 import (
     FusionMoeMxfp4Method,
 )
 
+on_cpus = pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM for CPUs")
 WITHOUT_GATE = [a for a in MoEActivation if not a.is_gated]
 NVFP4_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
 
@@ -131,6 +133,7 @@ def test_only_who_asks_gets_it() -> None:
     assert asked(NVFP4_CONFIG, "modelopt_fp4") is None
 
 
+@on_cpus
 def test_what_vllm_has_no_experts_for_on_cpus() -> None:
     compressed = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
     assert all(map(_nvfp4_on_cpu, (NVFP4_CONFIG, compressed)))
@@ -199,6 +202,7 @@ def compressed(**weights: Any) -> Any:
     return FusionMoeConfig.from_config(written | {"config_groups": {"group_0": group}})
 
 
+@on_cpus
 def test_experts_that_neither_serves() -> None:
     with pytest.raises(
         UnsupportedError,
@@ -269,13 +273,13 @@ def test_layers_that_are_served() -> None:
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        (
-            {"moe_parallel_config": parallel(ep_size=2, dp_size=2)},
-            "ranks that have tokens of their own, .* in place of --data-parallel",
-        ),
-        (
-            {"moe_parallel_config": parallel(dp_size=2)},
-            "ranks that have tokens of their own, .* in place of --data-parallel",
+        *(
+            pytest.param(
+                {"moe_parallel_config": parallel(dp_size=2, **more)},
+                "ranks that have tokens of their own, .* in place of --data-parallel",
+                marks=on_cpus,
+            )
+            for more in ({"ep_size": 2}, {})
         ),
         ({"moe_backend": "marlin"}, "--moe-backend marlin, .*; leave out one"),
     ],
