@@ -220,7 +220,7 @@ def tensor_map(address: int, type: str, sizes: tuple[int, ...], box: tuple[int, 
     """A contiguous tensor at an address, read in swizzled boxes of 128 bytes in the fastest
     dimension; zeros outside of the tensor.
 
-    sizes, box: the fastest dimension first. type: "bf16" or "f16". For a tensor without elements,
+    sizes, box: the fastest dimension first. type: "bf16", "f16" or "u8". For a tensor without elements,
     which no kernel reads, all bytes are zero.
     """
     if 0 in sizes:
@@ -228,11 +228,12 @@ def tensor_map(address: int, type: str, sizes: tuple[int, ...], box: tuple[int, 
         return TensorMap(empty, ctypes.addressof(empty))
     d = _driver()
     dtypes = d.CUtensorMapDataType
-    dtype = {
-        "bf16": dtypes.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        "f16": dtypes.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    dtype, itemsize = {
+        "bf16": (dtypes.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2),
+        "f16": (dtypes.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2),
+        "u8": (dtypes.CU_TENSOR_MAP_DATA_TYPE_UINT8, 1),
     }[type]
-    strides = [2 * prod(sizes[: i + 1]) for i in range(len(sizes) - 1)]  # bytes
+    strides = [itemsize * prod(sizes[: i + 1]) for i in range(len(sizes) - 1)]  # bytes
     made = _checked(
         d.cuTensorMapEncodeTiled(
             dtype,

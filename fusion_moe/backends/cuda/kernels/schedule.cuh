@@ -1,13 +1,13 @@
 // The tile scheduler of a persistent grid: groups whose sizes only the device knows.
 //
 // A group of `size` rows is divided into the fewest M tiles that TILE_M allows. Their height is a
-// multiple of 8, and equal but for the last. A work tile is an M tile and one of `n_tiles` N tiles.
-// Block b takes work tiles b, b + blocks, ...; if the blocks of a cluster share work tiles, the
-// cluster takes them that way. If MOST_PARTS is more than 1 and no other kernel runs at the same
-// time, waves.cuh distributes the work tiles instead. Groups with the highest M tiles come first,
-// so that small work tiles are left for the end. A group's M tiles are divided into rotations: a
-// few M tiles with all N tiles. The blocks that run at a time then read about as many bytes of
-// weights as of activations, which minimizes the sum.
+// multiple of HEIGHTS, and equal but for the last. A work tile is an M tile and one of `n_tiles` N
+// tiles. Block b takes work tiles b, b + blocks, ...; if the blocks of a cluster share work tiles,
+// the cluster takes them that way. If MOST_PARTS is more than 1 and no other kernel runs at the
+// same time, waves.cuh distributes the work tiles instead. Groups with the highest M tiles come
+// first, so that small work tiles are left for the end. A group's M tiles are divided into
+// rotations: a few M tiles with all N tiles. The blocks that run at a time then read about as many
+// bytes of weights as of activations, which minimizes the sum.
 //
 // Next to a concurrent small-M kernel, which has the groups with fewer rows, only so few blocks are
 // active that they finish in about half of its time: the small-M kernel needs nearly all
@@ -33,8 +33,9 @@ struct alignas(16) WorkTile {
 
 constexpr i32 NO_WORK_TILE = 1 << 30;  // the number of an idle block, past the last tile
 
+// HEIGHTS: what heights of M tiles are multiples of.
 template <int GROUPS, int TILE_M, i32 GROUPS_READ_PER_TWO_TILES, int CLUSTER = 1,
-          int MOST_PARTS = 1>
+          int MOST_PARTS = 1, int HEIGHTS = 8>
 class TileScheduler {
   public:
     // Called by all threads of a block; `scratch` has room for 4 (GROUPS + 1) numbers.
@@ -168,7 +169,7 @@ class TileScheduler {
 
     __device__ i32 tile_m_of(i32 g) const {
         const i32 size = m_tiles_.first[g + 1] - m_tiles_.first[g], m_tiles = m_tiles_of(g);
-        return m_tiles == 0 ? 0 : (size + 8 * m_tiles - 1) / (8 * m_tiles) * 8;
+        return m_tiles == 0 ? 0 : (size + HEIGHTS * m_tiles - 1) / (HEIGHTS * m_tiles) * HEIGHTS;
     }
 
     MTiles<GROUPS, TILE_M> m_tiles_;

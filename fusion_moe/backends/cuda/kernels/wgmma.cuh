@@ -196,4 +196,16 @@ WGMMA_SHARED(f16, 256, 128, 129)
 #undef WGMMA_SHARED
 #undef WGMMA_SHARED_OF
 
+// d [64, 128] = a [64, 32] b [128, 32]^T, plus d if ADDS: e4m3 codes from K-major tiles in shared
+// memory. Sums have some 14 bits.
+template <bool ADDS>
+__device__ __forceinline__ void wgmma_e4m3(float* d, u64 a, u64 b) {
+    asm volatile(
+        "{.reg .pred adds; setp.ne.b32 adds, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" REGISTERS_128
+        "}, %64, %65, adds, 1, 1;}"
+        : SUMS_128
+        : "l"(a), "l"(b), "n"(int(ADDS)));
+}
+
 }  // namespace

@@ -1,0 +1,371 @@
+// Grouped products of e4m3 codes with e4m3 codes: rows with a scale for 128 columns, matrices with
+// a scale for 128 columns of each row, both through shared memory to wgmma, as in gemm.cuh.
+//
+// The sums of the tensor cores have some 14 bits. So after each K block of 128 columns a consumer
+// multiplies them by both scales and adds them to sums in float32. It multiplies half of a tile's
+// columns at a time, since registers hold only one such set of sums beside the others; meanwhile
+// the other consumer keeps the tensor cores busy.
+//
+// Columns of a tile that follow each other in runs of 32 share a scale. A half has the columns of
+// the product that make HALF_COLUMNS columns of a result.
+#pragma once
+
+#include "e4m3.cuh"
+#include "gemm.cuh"
+
+namespace {
+
+//
+// The two blocks of a CLUSTER have the same rows and adjacent tiles of columns: each copies half of
+// the rows to both.
+template <class Segment, int CLUSTER = 1>
+struct Fp8Gemm {
+    static constexpr int TILE_M = 128, TILE_N = 256, HALF = 128, K_BLOCK = 128, RUN_COLUMNS = 32;
+    static constexpr int HALF_COLUMNS = HALF / Segment::COLUMNS_PER_RESULT,
+                         TILE_COLUMNS = 2 * HALF_COLUMNS;  // of a result
+    static constexpr i32 N_TILES = (Segment::WIDTH + TILE_COLUMNS - 1) / TILE_COLUMNS,
+                         K_BLOCKS = (Segment::K + K_BLOCK - 1) / K_BLOCK;
+    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, 1, CLUSTER, 1, 64>;
+    using WorkTiles = typename TileScheduler::WorkTiles;
+    static constexpr int PRODUCERS = GEMM_PRODUCERS, MOST_STAGES = 6;
+    static_assert(PRODUCERS == TILE_M, "each producer thread copies the scale of a row");
+    static_assert(HALF_COLUMNS % RUN_COLUMNS == 0, "one or two columns make one of a result");
+    static_assert(Segment::K % 16 == 0, "rows are aligned");
+    static_assert(CLUSTER == 1 || (CLUSTER == 2 && Segment::A_BOXES), "rows are copied in boxes");
+
+    struct alignas(16) Scales {
+        float a[TILE_M], b[TILE_N / RUN_COLUMNS];
+    };
+    using Ring = GemmRing<Segment, TILE_M, TILE_N, PRODUCERS,
+                          int(sizeof(TileScheduler) + MOST_STAGES * (sizeof(Scales) + 8) + 512),
+                          !Segment::A_BOXES, true>;
+    using Stage = typename Ring::Stage;
+    static_assert(Ring::STAGES <= MOST_STAGES);
+
+    struct Shared {
+        Ring ring;
+        Scales scales[Ring::STAGES];
+        u64 begun[Ring::STAGES];  // by the first consumer
+        u32 most[GEMM_CONSUMERS][64];
+        TileScheduler scheduler;
+    };
+    static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES &&
+                  4 * sizeof(i32) * (Segment::GROUPS + 1) <= sizeof(Stage) * Ring::STAGES);
+
+    __device__ static void run(const Segment& s, const TensorMap* a_map, const TensorMap* b_map) {
+        extern __shared__ __align__(1024) u8 memory[];
+        Shared& shared = *reinterpret_cast<Shared*>(memory);
+        shared.ring.init(CLUSTER);
+        if (threadIdx.x < Ring::STAGES) mbarrier_init(shared.begun[threadIdx.x], 4);
+        if constexpr (CLUSTER > 1) cluster_arrive();
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
+        i64* error = blockIdx.x == 0 ? s.error : nullptr;
+        shared.scheduler.build(s.ends, i32(s.rows()), (N_TILES + CLUSTER - 1) / CLUSTER, ALL_GROUPS,
+                               error, reinterpret_cast<i32*>(shared.ring.stage));
+        if constexpr (CLUSTER > 1) cluster_wait();
+        if (threadIdx.x < 128 * GEMM_CONSUMERS) {
+            setmaxnreg_inc<216>();
+            consume(s, shared);
+        } else {
+            setmaxnreg_dec<72>();
+            produce(s, shared, a_map, b_map);
+        }
+        if constexpr (CLUSTER > 1) cluster_arrive(), cluster_wait();  // the other still copies here
+    }
+
+  private:
+    // The work tiles of a block. Those of a cluster are dealt out beforehand.
+    template <class Numbers>
+    __device__ static __forceinline__ void advance(WorkTiles& tiles, Numbers& numbers) {
+        if constexpr (CLUSTER > 1)
+            tiles.advance();
+        else
+            tiles.go_to(numbers.next());
+    }
+
+    __device__ static __forceinline__ WorkTile current(const WorkTiles& tiles) {
+        WorkTile tile = tiles.current();
+        if constexpr (CLUSTER > 1) tile.n_tile = CLUSTER * tile.n_tile + cluster_rank();
+        return tile;
+    }
+
+    // Producers
+    // ---------------------------------------------------------------------------------------------
+
+    static constexpr int A_STEP = PRODUCERS / 8, A_ROWS = TILE_M / A_STEP;  // of a thread
+    static constexpr u32 BOX_BYTES = (Segment::A_BOXES ? sizeof(Stage::a) : 0) + sizeof(Stage::b);
+
+    // The row of the matrix that is column c of a tile.
+    __device__ static __forceinline__ i32 column(i32 n_tile, i32 c) {
+        return Segment::column(c % HALF / HALF_COLUMNS,
+                               n_tile * TILE_COLUMNS + c / HALF * HALF_COLUMNS + c % HALF_COLUMNS);
+    }
+
+    __device__ static void produce(const Segment& s, Shared& shared, const TensorMap* a_map,
+                                   const TensorMap* b_map) {
+        const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS, piece = thread % 8;
+        typename Ring::Producer producer(shared.ring);
+        typename Ring::Queue::Taker numbers(shared.ring.queue, s.tile_counter, thread == 0);
+        for (WorkTiles tiles(shared.scheduler); tiles.more(); advance(tiles, numbers)) {
+            const WorkTile tile = current(tiles);
+            if (tile.m_tile.group == Segment::GROUPS) continue;  // rows of no group
+            i32 row[Segment::A_BOXES ? 1 : A_ROWS];
+            if constexpr (!Segment::A_BOXES) {
+                i64 index[A_ROWS] = {};  // all are read before any is needed
+                const i32 first = tile.m_tile.first + thread / 8;
+#pragma unroll
+                for (int i = 0; i < A_ROWS; ++i)
+                    if (first + A_STEP * i < tile.m_tile.end)
+                        index[i] = s.a_index(first + A_STEP * i);
+#pragma unroll
+                for (int i = 0; i < A_ROWS; ++i)
+                    row[i] = first + A_STEP * i < tile.m_tile.end ? i32(s.a_row_of(index[i])) : -1;
+            }
+            const i64 scaled =
+                s.a_row_of(s.a_index(min(tile.m_tile.first + thread, tile.m_tile.end - 1)));
+            const float* a_scales = s.a_scales() + scaled * K_BLOCKS;
+            const i32 run = min(thread, TILE_N / RUN_COLUMNS - 1) * RUN_COLUMNS;
+            const auto* b_scales = s.b_scales() + (i64(tile.m_tile.group) * Segment::N +
+                                                   min(column(tile.n_tile, run), Segment::N - 1)) *
+                                                      K_BLOCKS;
+            float a_scale = a_scales[0], b_scale = s.b_scale(b_scales[0]);
+#pragma unroll 1
+            for (i32 kb = 0; kb < K_BLOCKS; ++kb) {
+                Stage& stage = producer.open();
+                Scales& scales = shared.scales[producer.filling.stage];
+                if (thread == 0) {
+                    u64& barrier = producer.expect(BOX_BYTES);
+                    if constexpr (CLUSTER > 1)
+                        copy_box_to_cluster<CLUSTER>(
+                            shared_address(stage.a) + cluster_rank() * (sizeof(stage.a) / CLUSTER),
+                            *a_map, kb * K_BLOCK,
+                            tile.m_tile.first + i32(cluster_rank()) * (TILE_M / CLUSTER), barrier);
+                    else if constexpr (Segment::A_BOXES)
+                        copy_box(shared_address(stage.a), *a_map, kb * K_BLOCK, tile.m_tile.first,
+                                 barrier);
+#pragma unroll
+                    for (int c = 0; c < TILE_N; c += Segment::BOX_ROWS)
+                        copy_box(shared_address(stage.b) + c * TILE_ROW_BYTES, *b_map, kb * K_BLOCK,
+                                 column(tile.n_tile, c), tile.m_tile.group, barrier);
+                }
+                if constexpr (!Segment::A_BOXES) {
+                    const u32 to = shared_address(stage.a);
+                    const i32 k = kb * K_BLOCK + 16 * piece;
+#pragma unroll
+                    for (int i = 0; i < A_ROWS; ++i)
+                        cp_async_16_or_zeros(to + swizzled(thread / 8 + A_STEP * i, piece),
+                                             s.a_matrix() + i64(row[i]) * Segment::K + k,
+                                             row[i] >= 0 && k < Segment::K);
+                }
+                scales.a[thread] = a_scale;
+                if (thread < TILE_N / RUN_COLUMNS) scales.b[thread] = b_scale;
+                const i32 next = min(kb + 1, K_BLOCKS - 1);
+                a_scale = a_scales[next], b_scale = s.b_scale(b_scales[next]);
+                producer.close(true);
+            }
+        }
+        producer.finish();
+    }
+
+    // Consumers
+    // ---------------------------------------------------------------------------------------------
+
+    // What a consumer has of a tile: 64 rows, or, of a tile with no more, half of its columns.
+    template <bool SHARES_ROWS>
+    struct Part {
+        static constexpr int HALVES = SHARES_ROWS ? 1 : 2, COLUMNS = HALVES * HALF_COLUMNS;
+        const Segment& s;
+        Shared& shared;
+        const WorkTile& tile;
+        const i32 consumer, row;  // of a tile: the first of the thread's two rows, 8 apart
+        float sum[HALVES][HALF / 2] = {};
+
+        __device__ __forceinline__ Part(const Segment& s_, Shared& shared_, const WorkTile& tile_)
+            : s(s_),
+              shared(shared_),
+              tile(tile_),
+              consumer(threadIdx.x / 128),
+              row((SHARES_ROWS ? 0 : 64 * consumer) + threadIdx.x / 32 % 4 * 16 +
+                  threadIdx.x % 32 / 4) {}
+
+        // The second consumer's products of a stage begin after the first one's: then one adds up
+        // while the other multiplies.
+        __device__ __forceinline__ void multiply(PipelineState<Ring::STAGES>& reading) {
+#pragma unroll 1
+            for (i32 kb = 0; kb < K_BLOCKS; ++kb) {
+                mbarrier_wait(shared.ring.full[reading.stage], reading.parity);
+                const Stage& stage = shared.ring.stage[reading.stage];
+                const Scales& scales = shared.scales[reading.stage];
+                const float a_scale[2] = {scales.a[row], scales.a[row + 8]};
+                const u64 a = tile_descriptor(shared_address(stage.a) +
+                                              (SHARES_ROWS ? 0 : consumer * 64 * TILE_ROW_BYTES)),
+                          b = tile_descriptor(shared_address(stage.b));
+                if (consumer == 1) mbarrier_wait(shared.begun[reading.stage], reading.parity);
+#pragma unroll
+                for (int i = 0; i < HALVES; ++i) {
+                    const int half = SHARES_ROWS ? consumer : i;
+                    const u64 columns = b + (HALF * TILE_ROW_BYTES >> 4) * half;
+                    float part[HALF / 2];
+                    wgmma_fence();
+                    wgmma_e4m3<false>(part, a, columns);
+#pragma unroll
+                    for (int v = 1; v < K_BLOCK / 32; ++v)
+                        wgmma_e4m3<true>(part, a + 2 * v, columns + 2 * v);
+                    wgmma_commit();
+                    if (i == 0 && consumer == 0) mbarrier_arrive(shared.begun[reading.stage]);
+                    const Vector<float, 4> b_scale = load_vector<4>(scales.b + 4 * half);
+                    wgmma_wait<0>();
+                    if (i == HALVES - 1) release(shared.ring.empty[reading.stage]);
+#pragma unroll
+                    for (int c = 0; c < HALF / 2; ++c)
+                        sum[i][c] =
+                            fmaf(part[c], a_scale[c / 2 % 2] * b_scale.at[2 * c / RUN_COLUMNS],
+                                 sum[i][c]);
+                }
+                reading.advance();
+            }
+        }
+
+        static __device__ __forceinline__ void release(u64& empty) {
+            if constexpr (CLUSTER == 1) {
+                mbarrier_arrive(empty);
+            } else {
+#pragma unroll
+                for (u32 rank = 0; rank < CLUSTER; ++rank) mbarrier_release_in_block(rank, empty);
+            }
+        }
+
+        // The first of the columns of a result.
+        __device__ __forceinline__ i32 column() const {
+            return tile.n_tile * TILE_COLUMNS + (SHARES_ROWS ? consumer * HALF_COLUMNS : 0);
+        }
+
+        // Element I of the e-th of two columns in block b of eight of the i-th 32. h: which row.
+        template <int I>
+        __device__ __forceinline__ auto element(i64 m, int i, int b, int e, int h) const {
+            constexpr int IN_HALF = HALF_COLUMNS / 32;
+            float p[Segment::COLUMNS_PER_RESULT];
+#pragma unroll
+            for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f)
+                p[f] = sum[i / IN_HALF][4 * (4 * (f * IN_HALF + i % IN_HALF) + b) + 2 * h + e];
+            const i32 j = column() + 32 * i + 8 * b + threadIdx.x % 4 * 2 + e;
+            return s.template result<I>(m, tile.m_tile.group, min(j, Segment::WIDTH - 1), p);
+        }
+
+        // Pairs of 16-bit elements of 32 columns: those of each block of eight.
+        __device__ __forceinline__ void pairs(u32 (&found)[4], i64 m, int i, int h) const {
+#pragma unroll
+            for (int b = 0; b < 4; ++b)
+                found[b] = element<0>(m, i, b, 0, h).bits | u32(element<0>(m, i, b, 1, h).bits)
+                                                                << 16;
+        }
+
+        template <int I = 0>
+        __device__ __forceinline__ void store() const {
+            if constexpr (I < Segment::RESULTS) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const i32 own = tile.m_tile.first + row + 8 * h, last = tile.m_tile.end - 1;
+                    auto* to = s.template array<I>() + i64(own) * Segment::WIDTH;
+#pragma unroll
+                    for (int i = 0; i < COLUMNS / 32; ++i)
+                        store_32<I>(to, min(own, last), i, h, own <= last);
+                }
+                store<I + 1>();
+            }
+        }
+
+        // Elements of four bytes are stored as the threads have them, two at a time.
+        template <int I, class T>
+        __device__ __forceinline__ void store_32(T* to, i64 m, int i, int h, bool good) const {
+            const i32 first = column() + 32 * i, quarter = threadIdx.x % 4;
+            if constexpr (I == 0 && sizeof(T) == 2) {
+                Vector<u32, 4> eight;
+                pairs(eight.at, m, i, h);
+                transpose_quad(eight.at);
+                if (good && first + 8 * quarter < Segment::WIDTH)
+                    store_vector<4>(reinterpret_cast<u32*>(to + first + 8 * quarter), eight);
+            } else {
+#pragma unroll
+                for (int b = 0; b < 4; ++b) {
+                    Vector<T, 2> two{{element<I>(m, i, b, 0, h), element<I>(m, i, b, 1, h)}};
+                    const i32 j = first + 8 * b + 2 * quarter;
+                    if (good && j < Segment::WIDTH) store_vector<2>(to + j, two);
+                }
+            }
+        }
+
+        // Stores rows as codes, each block of 128 columns with its scale. If a consumer has half of
+        // a block, it asks the other one for the largest number of its half.
+        __device__ __forceinline__ void store_codes() const {
+            constexpr bool SHARES_BLOCK = COLUMNS < SCALED_COLUMNS;
+            constexpr int PARTS = (SHARES_BLOCK ? COLUMNS : SCALED_COLUMNS) / 32;
+            constexpr i32 BLOCKS = (Segment::WIDTH + SCALED_COLUMNS - 1) / SCALED_COLUMNS;
+            if constexpr (SHARES_BLOCK) named_barrier_sync(1, 128 * GEMM_CONSUMERS);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const i32 own = tile.m_tile.first + row + 8 * h, last = tile.m_tile.end - 1;
+                const i64 m = min(own, last);
+#pragma unroll
+                for (int block = 0; block < COLUMNS / (32 * PARTS); ++block) {
+                    const i32 first = column() + block * SCALED_COLUMNS;
+                    u32 x[PARTS][4], most = 0;
+#pragma unroll
+                    for (int i = 0; i < PARTS; ++i) {
+                        pairs(x[i], m, block * PARTS + i, h);
+#pragma unroll
+                        for (int b = 0; b < 4; ++b)
+                            if (first + 32 * i + 8 * b < Segment::WIDTH)
+                                most = max(most,
+                                           max(x[i][b] << 16 & 0x7FFF0000, x[i][b] & 0x7FFF0000));
+                    }
+                    most = most_of_lanes<4>(most);
+                    if constexpr (SHARES_BLOCK) {
+                        if (threadIdx.x % 4 == 0) shared.most[consumer][row + 8 * h] = most;
+                        named_barrier_sync(1, 128 * GEMM_CONSUMERS);
+                        most = max(most, shared.most[1 - consumer][row + 8 * h]);
+                    }
+                    const RowScale by(most);
+#pragma unroll
+                    for (int i = 0; i < PARTS; ++i) {
+                        const i32 j = first + 32 * i + threadIdx.x % 4 * 8;
+                        const Vector<u32, 2> codes = codes_of_quad(x[i], by.over);
+                        if (own <= last && j < Segment::WIDTH)
+                            store_vector<2>(
+                                reinterpret_cast<u32*>(s.codes() + m * Segment::WIDTH + j), codes);
+                    }
+                    if (own <= last && first < Segment::WIDTH && threadIdx.x % 4 == 0 &&
+                        first % SCALED_COLUMNS == 0)
+                        s.scales()[m * BLOCKS + first / SCALED_COLUMNS] = by.scale;
+                }
+            }
+        }
+    };
+
+    template <bool SHARES_ROWS>
+    __device__ static __forceinline__ void consume_part(const Segment& s, Shared& shared,
+                                                        const WorkTile& tile,
+                                                        PipelineState<Ring::STAGES>& reading) {
+        Part<SHARES_ROWS> part(s, shared, tile);
+        if (tile.m_tile.group < Segment::GROUPS) part.multiply(reading);
+        if constexpr (Segment::QUANTIZES)
+            part.store_codes();
+        else
+            part.store();
+    }
+
+    __device__ static void consume(const Segment& s, Shared& shared) {
+        PipelineState<Ring::STAGES> reading;
+        typename Ring::Queue::Reader numbers(shared.ring.queue);
+        for (WorkTiles tiles(shared.scheduler); tiles.more(); advance(tiles, numbers)) {
+            const WorkTile tile = current(tiles);
+            if (tile.m_tile.end - tile.m_tile.first <= 64)
+                consume_part<true>(s, shared, tile, reading);
+            else
+                consume_part<false>(s, shared, tile, reading);
+        }
+    }
+};
+
+}  // namespace
