@@ -51,6 +51,7 @@ DENSE_TOKENS = (
 ZIPF = 1.2
 # relative Frobenius error that a result may have
 LIMIT = {"gemm1": 3e-3, "gemm2": 3e-3, "mlp": 8e-3}
+FP8_LIMIT = 0.08  # of weights and rows that are rounded to e4m3
 PEERS = ("humming indexed", "humming grouped", "torch")
 PEERS_MARGIN = 1.5  # what peers, which round in places of their own, may have of that
 _ENOUGH_BYTES, _MOST_LAYERS = 1e9, 8
@@ -265,9 +266,8 @@ def error(cell: Cell, layer: Layer, to: Routed, found: Tensor) -> float:
 
 def is_right(name: str, part: str, found: Mapping[str, Any]) -> bool:
     """Whether a contender's result was: an error beyond the limit, or NaN, is none."""
-    return "error" not in found or (found["error"] or math.inf) <= LIMIT[part] * (
-        PEERS_MARGIN if name in PEERS else 1
-    )
+    limit = FP8_LIMIT if name == "fp8" else LIMIT[part] * (PEERS_MARGIN if name in PEERS else 1)
+    return "error" not in found or (found["error"] or math.inf) <= limit
 
 
 def _spread(items: Sequence[int], most: int) -> list[int]:

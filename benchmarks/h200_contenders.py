@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
 
 import fusion_moe
-from fusion_moe.encodings import NVFP4, Quantized
+from fusion_moe.encodings import FP8_E8M0, NVFP4, Quantized, dequantize, quantize
 from fusion_moe.layouts import W16X64, Padding
 
 _AT_ONCE = 2**28  # elements of a weight that change their form at once
@@ -125,6 +125,34 @@ class Linear(Ours):
     @cached_property
     def weights(self) -> list[Layer]:
         return self.layers
+
+
+class Fp8(Ours):
+    """Both operands of products in e4m3: weights rounded once, with a power of two for 128 x 128,
+    and rows before each product.
+    """
+
+    @cached_property
+    def weights(self) -> list[Layer]:
+        return [Layer(*map(folded, layer)) for layer in self.layers]
+
+    def run(self, cell: Cell, layer: int, to: Routed) -> Call:
+        ops, w = torch.ops.fusion_moe, self.weights[layer]
+        how = {"weight_format": FP8_E8M0.name, "activation_format": "fp8"}
+        if cell.part == "mlp":
+            run = partial(ops.fused_experts, to.x, to.ids, to.w, [*w.gate_up], [*w.down], **how)
+        else:
+            run = partial(ops.grouped_mm, to.rows(cell.part), [*w.of(cell.part)], to.ends, **how)
+        return Call(run, layer, to)
+
+
+def folded(weight: Quantized) -> Quantized:
+    """An NVFP4 weight rounded to FP8."""
+    parts = [
+        quantize(dequantize(weight.of(t[some] for t in weight)), FP8_E8M0)
+        for some in panels(weight)
+    ]
+    return Quantized(*(torch.cat(t) for t in zip(*parts, strict=True)), encoding=FP8_E8M0)
 
 
 # torch --------------------------------------------------------------------------------------------

@@ -12,6 +12,9 @@ over layers and routings, captured in a CUDA graph. The graph's result is filled
 is replayed, and the result of its last call is checked against float32; then the graphs are
 replayed, interleaved. Times are medians, divided by the number of calls.
 
+--activations fp8 measures the kernels that multiply e4m3 by e4m3, the NVFP4 weights rounded to it,
+beside those of NVFP4 weights with rows of 16 bits.
+
 The shards of tensor parallelism, --model qwen3-tp8 gpt-oss-tp4 i1392 i2064 --part mlp, are padded,
 which "fusion_moe" does and --contender linear, the kernels for weights as they are stored, need
 not.
@@ -56,7 +59,7 @@ from h200_cells import (
     layers,
     routed,
 )
-from h200_contenders import Call, Contender, Dense, Linear, Ours, Torch
+from h200_contenders import Call, Contender, Dense, Fp8, Linear, Ours, Torch
 from h200_humming import Grouped, Indexed
 
 import fusion_moe
@@ -64,6 +67,7 @@ import fusion_moe
 CONTENDERS: dict[str, type[Contender]] = {
     "fusion_moe": Ours,
     "linear": Linear,
+    "fp8": Fp8,
     "humming indexed": Indexed,
     "humming grouped": Grouped,
     "torch": Torch,
@@ -243,12 +247,19 @@ def main() -> None:
         "--contender",
         nargs="+",
         choices=CONTENDERS,
-        default=[name for name in CONTENDERS if name != "linear"],
+        default=[name for name in CONTENDERS if name not in ("linear", "fp8")],
+    )
+    parser.add_argument(
+        "--activations",
+        choices=["fp8"],
+        help="measure rows and weights in FP8 beside NVFP4 with 16-bit rows, no peers",
     )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=7)
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
+    if told.activations:
+        told.contender = ["fusion_moe", "fp8"]
     begun, made = time.monotonic(), provenance(told.commit)
     told.out.parent.mkdir(parents=True, exist_ok=True)
     lines = told.out.read_text(encoding="utf-8").splitlines() if told.out.exists() else []

@@ -215,38 +215,54 @@ class TensorMap:
     address: int
 
 
+def map_numbers(type: str, sizes: tuple[int, ...], box: tuple[int, ...]) -> list[list[int]]:
+    """How a contiguous tensor is read in swizzled boxes of 128 bytes in the fastest dimension,
+    zeros outside of the tensor, in the driver's numbers: the type; how; sizes; strides, box.
+
+    sizes, box: the fastest dimension first. type: "bf16", "f16" or "u8".
+    """
+    d = _driver()
+    dtypes, itemsize = d.CUtensorMapDataType, 1 if type == "u8" else 2
+    dtype = {
+        "bf16": dtypes.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "f16": dtypes.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "u8": dtypes.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    }[type]
+    how = (
+        d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    strides = [itemsize * prod(sizes[: i + 1]) for i in range(len(sizes) - 1)]  # bytes
+    return [[int(dtype)], [*map(int, how)], [*sizes], strides, [*box]]
+
+
 @lru_cache(_MAPS)
 def tensor_map(address: int, type: str, sizes: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
-    """A contiguous tensor at an address, read in swizzled boxes of 128 bytes in the fastest
-    dimension; zeros outside of the tensor.
-
-    sizes, box: the fastest dimension first. type: "bf16", "f16" or "u8". For a tensor without elements,
-    which no kernel reads, all bytes are zero.
+    """A tensor at an address, read in boxes: see map_numbers. For a tensor without elements, which
+    no kernel reads, all bytes are zero.
     """
     if 0 in sizes:
         empty = ctypes.create_string_buffer(_MAP_BYTES)
         return TensorMap(empty, ctypes.addressof(empty))
-    d = _driver()
-    dtypes = d.CUtensorMapDataType
-    dtype, itemsize = {
-        "bf16": (dtypes.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2),
-        "f16": (dtypes.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2),
-        "u8": (dtypes.CU_TENSOR_MAP_DATA_TYPE_UINT8, 1),
-    }[type]
-    strides = [itemsize * prod(sizes[: i + 1]) for i in range(len(sizes) - 1)]  # bytes
+    d, ((dtype,), how, _, strides, _) = _driver(), map_numbers(type, sizes, box)
+    kinds = (
+        d.CUtensorMapInterleave,
+        d.CUtensorMapSwizzle,
+        d.CUtensorMapL2promotion,
+        d.CUtensorMapFloatOOBfill,
+    )
     made = _checked(
         d.cuTensorMapEncodeTiled(
-            dtype,
+            d.CUtensorMapDataType(dtype),
             len(sizes),
             address,
             [d.cuuint64_t(n) for n in sizes],
             [d.cuuint64_t(n) for n in strides],
             [d.cuuint32_t(n) for n in box],
             [d.cuuint32_t(1)] * len(sizes),
-            d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            *(kind(number) for kind, number in zip(kinds, how, strict=True)),
         ),
         f"a tensor map of {sizes} in boxes of {box}",
     )

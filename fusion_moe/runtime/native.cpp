@@ -19,6 +19,7 @@
 #include <torch/csrc/autograd/forward_grad.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -49,6 +50,7 @@ constexpr i64 KEPT =
     i64(1) << 28;  // bytes of workspace, at most, that a thread keeps between its calls on the CPU
 constexpr i64 PIECE = 1 << 20;         // bytes: what a workspace is a multiple of
 constexpr std::uintptr_t VECTOR = 16;  // bytes that CUDA's kernels load at once
+constexpr std::size_t MOST_MAPS = 2;   // that a kernel takes
 
 // Forms
 // -------------------------------------------------------------------------------------------------
@@ -262,6 +264,7 @@ class OnCuda final : public Descriptor {
     explicit OnCuda(Numbers& said)
         : Descriptor(said),
           launch_(said.address<Launch>()),
+          encode_(said.address<Encode>()),
           stream_(said.address<Stream>()),
           capturing_(said.address<Capturing>()),
           words_(said.address<const Words>()) {
@@ -270,10 +273,14 @@ class OnCuda final : public Descriptor {
             for (i64 kernels = said.next(); kernels > 0; --kernels) {
                 void* const function = said.address<void>();
                 const Config config = *said.address<const Config>();
-                part.kernels.push_back(
-                    {function, config, {config.attributes, config.attributes + config.count}, {}});
-                for (const i64 n : said.list())
-                    part.kernels.back().given.push_back(static_cast<int>(n));
+                part.kernels.push_back({function,
+                                        config,
+                                        {config.attributes, config.attributes + config.count},
+                                        {},
+                                        {}});
+                Kernel& kernel = part.kernels.back();
+                for (const i64 n : said.list()) kernel.given.push_back(static_cast<int>(n));
+                for (i64 boxes = said.next(); boxes > 0; --boxes) kernel.boxes.emplace_back(said);
             }
             parts_.push_back(std::move(part));
         }
@@ -312,11 +319,31 @@ class OnCuda final : public Descriptor {
         const Attribute* attributes;
         unsigned count;
     };
+    struct alignas(64) Map {  // CUtensorMap
+        u64 words[16];
+    };
+    // cuTensorMapEncodeTiled
+    using Encode = int(Map*, int type, unsigned rank, void* address, const u64* sizes,
+                       const u64* strides, const unsigned* box, const unsigned* steps,
+                       int interleave, int swizzle, int promotion, int fill);
+    struct Boxes {  // the array that is copied in boxes; map_numbers of runtime/cuda.py
+        i64 array;
+        std::vector<i64> type, how, sizes, strides, box;
+
+        explicit Boxes(Numbers& said)
+            : array(said.next()),
+              type(said.list()),
+              how(said.list()),
+              sizes(said.list()),
+              strides(said.list()),
+              box(said.list()) {}
+    };
     struct Kernel {
         void* function;
         Config config;
         std::vector<Attribute> attributes;
-        std::vector<int> given;  // its second parameter, if it has one
+        std::vector<int> given;    // its second parameter, if it has one
+        std::vector<Boxes> boxes;  // of its last parameters
     };
     struct Part {  // whose kernels have the same first parameter
         std::vector<i64> sizes, arrays;
@@ -347,6 +374,18 @@ class OnCuda final : public Descriptor {
         return nullptr;
     }
 
+    // Whether the map could be made. That of a tensor without elements is zeros.
+    bool encode(Map& map, const Boxes& of, void* address) const {
+        if (std::find(of.sizes.begin(), of.sizes.end(), 0) != of.sizes.end()) return true;
+        const auto number = [](i64 n) { return static_cast<int>(n); };
+        const std::vector<u64> sizes(of.sizes.begin(), of.sizes.end()),
+            strides(of.strides.begin(), of.strides.end());
+        const std::vector<unsigned> box(of.box.begin(), of.box.end()), steps(box.size(), 1);
+        return encode_(&map, number(of.type[0]), static_cast<unsigned>(sizes.size()), address,
+                       sizes.data(), strides.data(), box.data(), steps.data(), number(of.how[0]),
+                       number(of.how[1]), number(of.how[2]), number(of.how[3])) == 0;
+    }
+
     bool run(const Part& part, const Addresses& found, void* stream,
              const volatile u64* fault) const {
         c10::SmallVector<i64, 48> struct_(part.sizes.begin(), part.sizes.end());
@@ -354,16 +393,25 @@ class OnCuda final : public Descriptor {
             struct_.push_back(reinterpret_cast<i64>(found[static_cast<std::size_t>(i)]));
         struct_.push_back(reinterpret_cast<i64>(fault));
         for (const Kernel& kernel : part.kernels) {
-            void* parameters[] = {struct_.data(), const_cast<int*>(kernel.given.data())};
+            c10::SmallVector<void*, 4> parameters{struct_.data()};
+            if (!kernel.given.empty()) parameters.push_back(const_cast<int*>(kernel.given.data()));
+            std::array<Map, MOST_MAPS> maps{};
+            for (std::size_t i = 0; i < kernel.boxes.size(); ++i) {
+                const Boxes& boxes = kernel.boxes[i];
+                if (!encode(maps[i], boxes, found[static_cast<std::size_t>(boxes.array)]))
+                    return false;
+                parameters.push_back(&maps[i]);
+            }
             Config config = kernel.config;
             config.stream = stream;
             config.attributes = kernel.attributes.data();
-            if (launch_(&config, kernel.function, parameters, nullptr) != 0) return false;
+            if (launch_(&config, kernel.function, parameters.data(), nullptr) != 0) return false;
         }
         return true;
     }
 
     Launch* launch_;
+    Encode* encode_;
     Stream* stream_;
     Capturing* capturing_;
     const Words* words_;

@@ -203,9 +203,9 @@ def address(function: Any) -> int:
 
 
 @cache
-def cuda_functions() -> tuple[int, int, int]:
-    """The addresses of the driver's launch, of torch's function for the current stream, and of the
-    one that says if it is captured.
+def cuda_functions() -> tuple[int, int, int, int]:
+    """The addresses of the driver's launch, of the function that makes tensor maps, of torch's
+    function for the current stream, and of the one that says if it is captured.
     """
     driver, cuda = (
         ctypes.CDLL("libcuda.so.1"),
@@ -213,6 +213,7 @@ def cuda_functions() -> tuple[int, int, int]:
     )
     return (
         address(driver.cuLaunchKernelEx),
+        address(driver.cuTensorMapEncodeTiled),
         address(cuda.aoti_torch_get_current_cuda_stream),
         address(driver.cuStreamIsCapturing),
     )

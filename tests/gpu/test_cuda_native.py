@@ -8,6 +8,7 @@ import torch
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.bodies import eager
+from fusion_moe.encodings import FP8, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.nn import NVFP4Experts
 from fusion_moe.runtime import native
@@ -140,3 +141,22 @@ def test_compiled_graphs(without_python):
         compiled(*token)
         without_python()
         assert compiled(*token).equal(want)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8"])
+def test_kernels_that_copy_in_boxes(fmt, without_python):
+    """Wherever their tensors lie."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("boxes")
+    g = torch.Generator("cuda").manual_seed(0)
+    w = torch.randn(2, 256, 128, generator=g, device="cuda").bfloat16()
+    weight = [*quantize(w, FP8)] if fmt == "fp8" else [w]
+    ends = torch.tensor([100, 300], dtype=torch.int32, device="cuda")
+    xs = [torch.randn(300, 128, generator=g, device="cuda").bfloat16() for _ in range(3)]
+    op, how = torch.ops.fusion_moe.grouped_mm, {"weight_format": fmt, "activation_format": fmt}
+    with options.override():
+        wanted = [op(x, weight, ends, **how) for x in xs]
+    op(xs[0], weight, ends, **how)
+    without_python()
+    for x, y in zip(xs, wanted, strict=True):
+        assert torch.equal(op(x, [t.clone() for t in weight], ends, **how), y)

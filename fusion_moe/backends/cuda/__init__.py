@@ -6,6 +6,7 @@ loops.py        segments without a product; copies.py: copies in MXFP8, made in 
 grouped_mm.py   products, with gather, routing and epilogue; columns.py: which columns a result is
                 made of
 added.py        a product that joins the accumulators of another, as an adapter's
+fp8.py          products of rows in e4m3 codes
 gemm.py         those of training: fprop with results of several widths, dgrad, wgrad of 16-bit
                 matrices; dgrad of weights in few bits
 readers.py      the readers of weights: derived from descriptors, or written
@@ -34,8 +35,8 @@ from ...schedule.segment import Segment
 from ...target import Target
 from .. import reference
 from ..backend import Backend
-from ..cxx.product_plan import need_one_width, plan_product, plan_wgrad
-from . import gemm
+from ..cxx.product_plan import ACTIVATIONS, need_one_width, plan_product, plan_wgrad
+from . import fp8, gemm
 from .choose import Choice, Step
 from .gemm import Gemm, PackedDgrad, PlainProduct, Wgrad
 from .grouped_mm import Product
@@ -67,7 +68,11 @@ def _product(fusion: Fusion) -> Source:
         return Wgrad(plan_wgrad(fusion, gemm.DTYPES))
     read = readable()
     transposed = [*gemm.READERS, *(r for r in read if r[0] not in gemm.DTYPES)]
-    made = plan_product(fusion, read, transposed, of_added=gemm.READERS)
+    made = plan_product(
+        fusion, read, transposed, of_added=gemm.READERS, of_rows=(*ACTIVATIONS, *fp8.ROWS)
+    )
+    if made.a.type.quantized:
+        return fp8.Fp8Product(need_one_width(made))
     as_in_torch = (made.encoding.name, made.layout) in gemm.READERS
     without_wgmma = cuda.why_no_wgmma()
     if made.kind == "fprop" and (not as_in_torch or without_wgmma):
@@ -128,12 +133,14 @@ BACKEND = Backend(
     (
         Target(
             NAME,
-            ("bf16",),
+            ("bf16", "fp8"),
             STANDARD,
             device="cuda",
             ran_on=((9, 0),),
             weight_layout="w16x64",
             added_features={"fprop": 64, "dgrad": 64},
+            requires={"fp8": (9, 0)},
+            linear_weights={"fp8": fp8.LINEAR_WEIGHTS},
         ),
     ),
     plan,

@@ -12,6 +12,7 @@ from ...errors import UnsupportedError
 from ...ir.core import Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, value
+from ...ir.types import DTYPES as TORCH_DTYPES
 from ...ir.types import plain
 from ...layouts.groups import bound
 from ..cxx.elements import Elements, stored
@@ -32,6 +33,7 @@ READERS = [(dtype, "linear") for dtype in DTYPES]  # encodings and layouts of we
 HEADER = "gemm.cuh"
 _TILES_M = (128, 64)  # rows
 _K_BLOCK, _THREADS = 64, 384
+_BOX_BYTES, _ALIGNED = 128, 16  # of a row
 # with two producer warpgroups, if the consumers' accumulators leave them registers
 _MORE_THREADS = 512
 # average rows per group up to which tiles of 64 rows are faster for quantized weights
@@ -515,15 +517,17 @@ class Operand:
         self.scratch = (
             [] if found else [Array(f"{name}_computed", v.type.dtype, elements(v.type.shape))]
         )
-        self._matrix = found[0] if found else self.scratch[0]
-        self.in_boxes = (not found or found[1] == _M) and columns % VECTOR == 0
+        self._matrix: Value | Array = found[0] if found else self.scratch[0]
+        self.row = found[1] if found else _M
+        self._itemsize = TORCH_DTYPES[v.type.dtype].itemsize
+        self.in_boxes = self.row == _M and columns * self._itemsize % _ALIGNED == 0
 
     def boxes(self, rows: int, sizes: Sizes) -> Boxes:
         """Boxes of rows, if these are the matrix's own rows."""
         count = value(elements(self.value.type.shape), sizes) // self.columns
-        box = (_K_BLOCK, rows)
+        box = (_BOX_BYTES // self._itemsize, rows)
         return Boxes(
-            self.owner.array_number(self._matrix), self.value.type.dtype, (self.columns, count), box
+            self.owner.array_number(self._matrix), stored(self.value), (self.columns, count), box
         )
 
     def made(self) -> list[KernelSource]:
@@ -544,7 +548,7 @@ class Operand:
         )
         picked, checked = _unchecked(row)
         dtype, picks = (
-            self.value.type.dtype,
+            stored(self.value),
             [op for op in self.owner.fusion.ops if op.kind.name == "index_select"],
         )
         index = "i32" if all(op.values[1].type.dtype == "i32" for op in picks) else "i64"
@@ -582,6 +586,7 @@ def product_kernel(
     boxes: Mapping[str, Boxes | None],
     reader: str | None = None,
     threads: int = _THREADS,
+    header: str = HEADER,
 ) -> KernelSource:
     """A persistent kernel of a product. boxes: those of operands a and b that it copies in boxes;
     reader: the header that dequantizes b.
@@ -595,7 +600,7 @@ def product_kernel(
         name,
         [*functions, shared],
         tiles,
-        headers=(reader, HEADER) if reader else (HEADER,),
+        headers=(reader, header) if reader else (header,),
         threads=threads,
         shared=arch.shared_per_block,
         max_resident=1,

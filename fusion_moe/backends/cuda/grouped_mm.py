@@ -38,12 +38,12 @@ class Product(Source):
     """The source of a planned segment."""
 
     def __init__(self, plan: ProductPlan):
-        self.reader = reader(plan.encoding.name, plan.layout, plan.a.type.dtype)
+        self.reader = reader(plan.encoding.name, plan.layout, plan.activations)
         names = dict(zip(plan.weight, self.reader.names(plan.encoding), strict=True))
         super().__init__(
             plan.fusion, plan.memory, names if plan.of_one_group else {**names, plan.ends: "ends"}
         )
-        self.plan, self.dtype = plan, plan.a.type.dtype
+        self.plan, self.dtype = plan, plan.activations
         self.transposed = plan.weight[0] if plan.transposed else None
         if plan.k % _COLUMNS_PER_THREAD:
             raise UnsupportedError(

@@ -161,19 +161,14 @@ class Call:
         return tuple([arrays[i] for i in self._outputs])
 
     def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Descriptor | None:
-        """What C++ does for such a call; None while kernels are compiled, if some copy in boxes,
-        and if tensors would be copied first.
+        """What C++ does for such a call; None while kernels are compiled, and if tensors would be
+        copied first.
         """
         prepared, swapped = (
             self._prepared(tensors[0].device, sizes),
             [i for i, swap in enumerate(self._swap) if swap],
         )
-        launches = [launch for step in prepared.steps for launch in step.launches]
-        if (
-            prepared.until
-            or any(boxes for *_, boxes in launches)
-            or not native.as_stored(tensors, swapped)
-        ):
+        if prepared.until or not native.as_stored(tensors, swapped):
             return None
         made = [self._outputs.index(len(tensors) + i) for i in range(len(self.parts.made))]
         numbers = native.arrays(len(tensors), made, prepared.workspace)
@@ -188,8 +183,14 @@ class Call:
                 *native.counted(step.places),
                 len(step.launches),
             ]
-            for launch, given, _ in step.launches:
-                numbers += [*launch.addresses(), *native.counted(list(given or ()))]
+            for launch, given, boxes in step.launches:
+                numbers += [*launch.addresses(), *native.counted(list(given or ())), len(boxes)]
+                for b in boxes:
+                    lists = cuda.map_numbers(b.type, b.sizes, b.box)
+                    numbers += [
+                        step.places[b.array],
+                        *(n for x in lists for n in native.counted(x)),
+                    ]
         return Descriptor(True, tuple(numbers))
 
     def _prepared(self, device: torch.device, sizes: Sizes) -> _Prepared:

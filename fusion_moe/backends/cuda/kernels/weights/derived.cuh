@@ -132,8 +132,6 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
     template <class Segment>
     __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block,
                                          i32 lane) {
-        static_assert(((Part::BLOCK == 0 || Segment::K % at_least_1(Part::BLOCK) == 0) && ...),
-                      "a row of a weight is made of whole blocks of scales");
         k_ = 64 * block + 16 * (lane % 4), size_ = Segment::K;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -141,7 +139,8 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
                 i64(group) * Segment::N + min(first_row + lane / 4 + 8 * i, Segment::N - 1);
             codes_[i] = s.weight_codes + (row * Segment::K + k_) / (8 / BITS);
             int p = 0;
-            ((scales_[i][p++] = Part::of(s) + row * blocks_of_row<Part>(Segment::K) * Part::BYTES),
+            ((scales_[i][p++] =
+                  Part::of(s) + row * (blocks_before<Part>(Segment::K - 1) + 1) * Part::BYTES),
              ...);
         }
     }
@@ -158,7 +157,7 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
                 packed.codes[i][w] = load_number<WORD_BYTES>(codes + 4 * w);
             int p = 0;
             ((packed.scales[i][p] = load_number<Part::BYTES>(
-                  scales_[i][p] + (Part::BLOCK > 0 ? blocks_of_row<Part>(k) : 0) * Part::BYTES),
+                  scales_[i][p] + blocks_before<Part>(k) * Part::BYTES),
               ++p),
              ...);
         }
@@ -189,8 +188,8 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
 
   private:
     template <class P>
-    static __device__ __forceinline__ constexpr i32 blocks_of_row(i32 columns) {
-        return P::BLOCK > 0 ? columns / at_least_1(P::BLOCK) : 1;
+    static __device__ __forceinline__ constexpr i32 blocks_before(i32 column) {
+        return P::BLOCK > 0 ? column / at_least_1(P::BLOCK) : 0;
     }
 
     const u8 *codes_[2], *scales_[2][STORED];
@@ -210,7 +209,7 @@ struct ScaleTile {
 
     // Of a tile in a row of `tiles`, which begins after row_of_tiles of such: where its scales lie.
     static __device__ __forceinline__ i64 place(i32 row_of_tiles, i32 tiles, i32 tile) {
-        const i32 count = Part::BLOCK > 0 ? tiles / COVERS : 1;
+        const i32 count = Part::BLOCK > 0 ? (tiles + COVERS - 1) / COVERS : 1;
         return (i64(row_of_tiles) * count + (Part::BLOCK > 0 ? tile / COVERS : 0)) * BYTES;
     }
 

@@ -1,0 +1,141 @@
+"""The CUDA C++ of products of rows in e4m3 codes: with weights in such codes around
+kernels/fp8.cuh, if groups have many rows; else by the kernels for products in any encoding, which
+read the numbers that the codes stand for.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ...arch import Arch
+from ...errors import UnsupportedError
+from ...ir.core import Value
+from ...ir.sizes import value
+from ...layouts.groups import bound
+from ..cxx.elements import stored
+from ..cxx.indices import Variable
+from ..cxx.product_plan import ProductPlan
+from .copies import ROWS
+from .gemm import TILE_COUNTER, Operand, product_kernel, reset_tile_counter
+from .grouped_mm import Product
+from .heuristics import AUTO, Chosen
+from .source import Array, Boxes, KernelSource, Sizes
+from .vectors import VECTOR, follow
+
+__all__ = ["LINEAR_WEIGHTS", "ROWS", "Fp8Product"]
+
+LINEAR_WEIGHTS = ("fp8", "fp8_e8m0")  # encodings of weights, in the linear layout
+# average rows per group from which both operands are multiplied as codes
+_MANY_ROWS = 48
+_TILE_M, _HALF, _K_BLOCK, _ALIGNED = 128, 128, 128, 16
+_M = Variable("m")
+
+
+class Fp8Product(Product):
+    """The source of a planned product of rows in e4m3 codes with scales of their blocks."""
+
+    def __init__(self, plan: ProductPlan):
+        super().__init__(plan)
+        self._others, self._codes = tuple(self.scratch), list[str]()
+        with suppress(UnsupportedError):
+            self._operand = _operand(self)
+            self._codes = self._make_codes()
+            self.scratch.append(TILE_COUNTER)
+
+    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
+        """The kernels; no variants if both operands are multiplied as codes."""
+        many = value(self.rows, sizes) >= _MANY_ROWS * self.groups
+        if self._codes and many and arch.wgmma and variant == AUTO:
+            return Chosen()
+        return super().choose(sizes, arch, variant)
+
+    def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """Routing; the product; sums of its rows."""
+        if chosen.size_classes:
+            return super().kernels(chosen, sizes, arch)
+        made = [
+            reset_tile_counter(self),
+            *self.made_first(sizes, chosen.any_size),
+            self._product_of_codes(sizes, arch),
+        ]
+        return [*made, self.once(self._combine)] if self.plan.combine else made
+
+    def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
+        """No elements for the arrays of the other kernels."""
+        if bool(chosen.size_classes) != (array in self._others):
+            return 0
+        return super().count(array, chosen, sizes) if chosen.size_classes else 1
+
+    def _product_of_codes(self, sizes: Sizes, arch: Arch) -> KernelSource:
+        plan, read = self.plan, len(self.columns.read)
+        rows = value(self.rows, sizes)
+        tiles = bound(rows, min(plan.groups, rows) + 1, _TILE_M) // _TILE_M
+        weight = Boxes(
+            self.array_number(plan.weight[0]),
+            "u8",
+            (plan.k, plan.n, plan.groups),
+            (_K_BLOCK, _HALF // read, 1),
+        )
+        rows_of_a = self._operand.boxes(_TILE_M, sizes) if self._operand.in_boxes else None
+        return product_kernel(
+            self,
+            "Fp8Gemm<Segment>",
+            "fp8_gemm",
+            self._codes,
+            tiles * -(-plan.width // (2 * _HALF // read)),
+            arch,
+            {"a": rows_of_a, "b": weight},
+            header="fp8.cuh",
+        )
+
+    def _make_codes(self) -> list[str]:
+        """See kernels/fp8.cuh. UnsupportedError if it does not compute this product."""
+        plan, read, operand = self.plan, self.columns.read, self._operand
+        _, scales = plan.weight
+        columns = _HALF // len(read)
+        fits = (
+            plan.encoding.name in LINEAR_WEIGHTS
+            and plan.layout == "linear"
+            and not (plan.transposed or plan.added)
+            and plan.kind == "fprop"
+            and plan.k % _ALIGNED == plan.width % VECTOR == 0
+            and len(read) <= 2
+            and all(follow(column, plan.width, columns) for column in read)
+        )
+        if not fits:
+            raise UnsupportedError("a product of such codes has no kernel here")
+        scale = "e8m0_(x)" if stored(scales) == "u8" else "x"
+        return [
+            f"static constexpr bool A_BOXES = {str(operand.in_boxes).lower()}, B_BOXES = true, "
+            "QUANTIZES = false;",
+            f"static constexpr int BOX_ROWS = {columns};",
+            *operand.functions(),
+            f"__device__ const float* a_scales() const {{ return {self._scales(operand)}; }}",
+            f"__device__ const {stored(scales)}* b_scales() const {{ return "
+            f"{self.names[scales]}; }}",
+            f"__device__ static float b_scale({stored(scales)} x) {{ return {scale}; }}",
+        ]
+
+    def _scales(self, operand: Operand) -> str:
+        """The array of the scales of rows, which are gathered as the codes are."""
+        _, scales = _parts(self)
+        found = self.elements(without=self.made_later).row_in_memory(
+            scales, _M, -(-self.plan.k // _K_BLOCK)
+        )
+        if found is None or found[1] != operand.row:
+            raise UnsupportedError("scales of rows that are not those of the codes")
+        return self.names[found[0]]
+
+
+def _parts(source: Product) -> tuple[Value, Value]:
+    """The codes and the scales of the rows."""
+    codes, scales = source.fusion.producers[source.plan.a].values
+    return codes, scales
+
+
+def _operand(source: Product) -> Operand:
+    """The codes of the rows. UnsupportedError unless they are in memory."""
+    found = Operand(source, _parts(source)[0], source.plan.k, "a")
+    if found.scratch:
+        raise UnsupportedError("codes that are computed have no kernel here")
+    return found

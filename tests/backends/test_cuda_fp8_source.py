@@ -1,0 +1,82 @@
+"""Kernels of products of rows in e4m3: which are chosen, and their machine code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusions import fusion_of_call
+from test_cuda_source import MODELS, MORE_MODELS, needs_nvdisasm, sass, spills
+
+from fusion_moe.arch import H200
+from fusion_moe.backends import TARGETS, emit
+from fusion_moe.backends.cuda import choices
+from fusion_moe.backends.cuda.launch import build
+from fusion_moe.backends.cuda.source import KernelSource
+from fusion_moe.compile import lower
+from fusion_moe.options import Options
+from fusion_moe.runtime import nvrtc
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing()),
+]
+SCALES = {"fp8": torch.float32, "fp8_e8m0": torch.float8_e8m0fnu}
+
+
+def kernels(model: str, tokens: int, encoding: str = "fp8") -> list[list[KernelSource]]:
+    """Those of each segment of a layer."""
+    e, k, h, i = (MODELS | MORE_MODELS)[model]
+
+    def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def weight(n: int, k: int) -> list[torch.Tensor]:
+        scale = meta(e, n, -(-k // 128), dtype=SCALES[encoding])
+        return [meta(e, n, k, dtype=torch.float8_e4m3fn), scale]
+
+    fusion = fusion_of_call(
+        "fused_experts",
+        meta(tokens, h, dtype=torch.bfloat16),
+        meta(tokens, k, dtype=torch.int64),
+        meta(tokens, k, dtype=torch.float32),
+        weight(2 * i, h),
+        weight(h, i),
+        weight_format=encoding,
+        activation_format="fp8",
+    )
+    lowered = lower(fusion, TARGETS["cuda"], Options())
+    made = [emit(segment, TARGETS["cuda"]) for segment in lowered.segments]
+    assert [kernel.why for kernel in made] == [""] * len(made)
+    sizes = dict.fromkeys(fusion.symbols, tokens)
+    return [[*step.kernels] for step in choices(fusion, made, sizes, H200)[1] if step]
+
+
+def names(model: str, tokens: int) -> list[list[str]]:
+    return [[kernel.name for kernel in segment] for segment in kernels(model, tokens)]
+
+
+def test_codes_are_multiplied_where_groups_have_many_rows():
+    assert names("qwen3", 4096) == [
+        ["copies_0"],
+        ["reset_tile_counter", "route", "fp8_gemm"],
+        ["copies_0"],
+        ["reset_tile_counter", "fp8_gemm", "combine"],
+    ]
+    few = [name for segment in names("qwen3", 8) for name in segment]
+    assert "prologue" in few
+    assert "fp8_gemm" not in few
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(
+    ("model", "encoding"), [*((m, "fp8") for m in MODELS), ("scout", "fp8_e8m0")]
+)
+def test_sums_stay_in_registers(model, encoding):
+    """Each half of a tile is multiplied by four instructions, which nothing serializes."""
+    made = [kernel for segment in kernels(model, 8192, encoding) for kernel in segment]
+    for kernel in made:
+        if kernel.name in ("fp8_gemm", "copies_0"):
+            lines = sass(build(kernel, H200))
+            assert not spills(lines), kernel.name
+            if kernel.name == "fp8_gemm":
+                assert sum("QGMMA" in line for line in lines) == 12

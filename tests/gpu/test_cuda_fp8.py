@@ -1,0 +1,132 @@
+"""Rows in e4m3, and products of them with FP8 weights, against the reference on the same GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusions import assert_same_bits
+from hopper import ON_HOPPER
+
+import fusion_moe
+from fusion_moe import FusionDefinition, options
+from fusion_moe.encodings import ENCODINGS, Quantized, quantize
+from fusion_moe.errors import GroupsError
+
+pytestmark = ON_HOPPER
+OPS = torch.ops.fusion_moe
+HOW = {"activation_format": "fp8"}
+# rows of each group, then of none; the first ones are many enough for products of codes
+MANY, FEW = ((300, 0, 1, 160, 161, 64, 0), 5), ((3, 0, 1, 16, 0, 7, 0), 2)
+
+
+def integers(*shape: int, most: int, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(-most, most + 1, shape, generator=g).cuda()
+
+
+def exact_weight(groups: int, n: int, k: int, encoding: str) -> Quantized:
+    """Small integers, times powers of two that differ between blocks."""
+    parts = [integers(groups, n, k, most=2).to(torch.float8_e4m3fn)]
+    blocks = integers(groups, -(-n // 32), -(-k // 128), most=2, seed=1).float().exp2()
+    scale = blocks.repeat_interleave(32, 1)[:, :n].contiguous()
+    of = ENCODINGS[encoding]
+    return Quantized(*parts, scale.to(of.parts[1].dtype), encoding=of)
+
+
+def ends_of(sizes: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(sizes, dtype=torch.int32).cumsum(0).int().cuda()
+
+
+def both(run):
+    """By our kernels, and by the reference."""
+    with options.override(target="cuda"):
+        found = run()
+    with options.override(target="reference"):
+        return found, run()
+
+
+@pytest.mark.parametrize("columns", [128, 200, 2880])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_are_quantized_bit_for_bit(dtype, columns):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(333, columns, generator=g) * torch.randn(333, 1, generator=g).mul(6).exp2()
+    x = x.to(dtype)
+    x[0], x[1, 3], x[2, 7], x[3, -1] = 0, torch.nan, torch.inf, -torch.inf
+    x[4], x[5, 0], x[6, 0], x[7, 0] = -0.0, 448, 449, 1e-38
+    fd = FusionDefinition()
+    of = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[dtype]
+    rows = fd.define_tensor(shape=[333, columns], dtype=of)
+    for part in fd.ops.unpack(fd.ops.quantize(rows, encoding="fp8_rows")):
+        fd.add_output(part)
+    found, wanted = both(lambda: fusion_moe.run(fd.fusion(), [x.cuda()]))
+    assert_same_bits(found[1], wanted[1])
+    good = wanted[1].isfinite().repeat_interleave(128, 1)[:, :columns]
+    codes = [v[0].view(torch.uint8) for v in (found, wanted)]
+    assert torch.equal(codes[0][good], codes[1][good])
+    assert (codes[0][~good] & 0x7F == 0x7F).all()
+
+
+@pytest.mark.parametrize("encoding", ["fp8", "fp8_e8m0"])
+@pytest.mark.parametrize(("sizes", "rest"), [MANY, FEW])
+@pytest.mark.parametrize(("k", "n"), [(128, 64), (400, 320), (2880, 544)])
+def test_products_are_exact(k, n, sizes, rest, encoding):
+    x = integers(sum(sizes) + rest, k, most=3).bfloat16()
+    weight = exact_weight(len(sizes), n, k, encoding)
+    how = {"weight_format": encoding, **HOW}
+    found, wanted = both(lambda: OPS.grouped_mm(x, list(weight), ends_of(sizes), **how))
+    assert torch.equal(found, wanted)
+
+
+def layer(experts: int, hidden: int, inner: int) -> list[list[torch.Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    shapes = (2 * inner, hidden), (hidden, inner)
+    made = (
+        quantize(torch.randn(experts, *shape, generator=g) / 16, ENCODINGS["fp8"])
+        for shape in shapes
+    )
+    return [[t.cuda() for t in weight] for weight in made]
+
+
+@pytest.mark.parametrize("tokens", [3, 700])
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (384, 192), (720, 384)])
+def test_experts(hidden, inner, tokens):
+    weights, g = layer(8, hidden, inner), torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, hidden, generator=g).bfloat16().cuda()
+    ids = torch.randint(0, 8, (tokens, 2), generator=g).cuda()
+    w = torch.rand(tokens, 2, generator=g).cuda()
+    how = {"weight_format": "fp8", **HOW}
+    with options.override(contract_rounding=False):
+        found, wanted = both(lambda: OPS.fused_experts(x, ids, w, *weights, **how))
+    error = (found.float() - wanted.float()).norm() / wanted.float().norm()
+    assert error < 4e-3  # some of the rounded numbers between the products round otherwise
+    if tokens > 3:
+        bad = x.clone()
+        bad[1, 5], bad[2, 7] = torch.nan, torch.inf
+        with options.override(target="cuda"):
+            y = OPS.fused_experts(bad, ids, w, *weights, **how)
+        assert y[1:3].isnan().all(1).all()
+        assert torch.equal(y[3:], OPS.fused_experts(x, ids, w, *weights, **how)[3:])
+
+
+def test_graphs_are_bit_equal():
+    weights, g = layer(8, 256, 128), torch.Generator().manual_seed(1)
+    x = torch.randn(700, 256, generator=g).bfloat16().cuda()
+    ids, w = torch.randint(0, 8, (700, 2), generator=g).cuda(), torch.rand(700, 2).cuda()
+    how = {"weight_format": "fp8", **HOW}
+    wanted = OPS.fused_experts(x, ids, w, *weights, **how)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = OPS.fused_experts(x, ids, w, *weights, **how)
+    for _ in range(3):
+        found.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("ends", [[100, 400], [300, 200], [-1, 300]])
+def test_bad_ends_are_reported(ends):
+    x, weight = integers(300, 128, most=3).bfloat16(), exact_weight(2, 64, 128, "fp8")
+    bad = torch.tensor(ends, dtype=torch.int32).cuda()
+    OPS.grouped_mm(x, list(weight), bad, weight_format="fp8", **HOW)
+    with pytest.raises(GroupsError, match="offs"):
+        fusion_moe.synchronize()
