@@ -32,7 +32,8 @@ class Target:
     them. weight_layout: the one that its kernels read fastest; linear_weights: for activation
     formats, the encodings of weights that they read as they are. added_features: for each kind of
     product, up to how many features a second product may contract that is added in the same kernel;
-    kernels of other kinds add none.
+    kernels of other kinds add none. quantized_results: encodings to which kernels of products can
+    quantize the rows that they make.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Target:
     added_features: Mapping[str, int] = field(default_factory=dict)
     requires: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     linear_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    quantized_results: tuple[str, ...] = ()
 
     def layout_of(self, encoding: str, activation_format: str) -> str:
         """The layout in which products of such weights and activations are fastest."""

@@ -23,7 +23,7 @@ from ..ir.kinds.shape import elements
 from ..ir.sizes import exact_div
 from ..ir.types import Rows, plain
 from ..target import Target
-from .product import GroupedProduct, cat_before, main_and_added, products
+from .product import GroupedProduct, cat_before, main_and_added, products, quantized_result
 
 NAME = "grouped_gemm"
 CONTRACTS_ROUNDING = True
@@ -70,14 +70,18 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
         if (
             op.kind.role != "grouped"
             and op not in sums
-            and (why := _refusal(op, after, before, product))
+            and (why := _refusal(op, after, before, product, target))
         ):
             return why
         if why := _of_sums(op, of_rows):
             return why
     if main.kind == "wgrad":
         return _elementwise(fusion, after)
-    return _one_combine(fusion, after) or _widths(fusion, product, kept, after - tokens - of_rows)
+    return (
+        _one_combine(fusion, after)
+        or _quantized(fusion, after)
+        or _widths(fusion, product, kept, after - tokens - of_rows)
+    )
 
 
 def describe(fusion: Fusion) -> GroupedGemm:
@@ -126,10 +130,17 @@ def _reads(op: Op, values: Set[Value]) -> bool:
     return any(v in values for v in op.values)
 
 
-def _refusal(op: Op, after: Set[Value], before: Set[Value], product: Op) -> str | None:
+def _refusal(
+    op: Op, after: Set[Value], before: Set[Value], product: Op, target: Target
+) -> str | None:
     name, role = op.kind.name, op.kind.role
     if _reads(op, after):
         allowed = role in EPILOGUE or name in EPILOGUE_SHAPES
+        allowed = allowed or (
+            name == "quantize"
+            and len(op.values) == 1
+            and op.attrs["encoding"] in target.quantized_results
+        )
         return None if allowed else f"{name} reads more of the product's result than one tile"
     beside = before.isdisjoint(op.outputs)
     if beside and _as_large(op, product):
@@ -155,6 +166,16 @@ def _one_combine(fusion: Fusion, after: Set[Value]) -> str | None:
     if combines and not any(v in after for v in combines[0].values[:1]):
         return "combine sums rows of something other than this product"
     return None
+
+
+def _quantized(fusion: Fusion, after: Set[Value]) -> str | None:
+    """Why a quantized result, if there is one, cannot be stored by the product's kernel."""
+    if not any(op.kind.name == "quantize" and _reads(op, after) for op in fusion.ops):
+        return None
+    parts = quantized_result(fusion)
+    stored = [v for v in fusion.outputs if v in after]
+    alone = parts is not None and set(stored) <= set(parts.outputs)
+    return None if alone else "a kernel that quantizes its result stores nothing else"
 
 
 def _sums_rows(op: Op, product: Op) -> bool:
@@ -194,7 +215,11 @@ def _widths(
     of its result.
     """
     rows = plain(product.outputs[0].type.shape[0])
+    parts = quantized_result(fusion)
     stored = [v for v in fusion.outputs if v in rows_of_product]
+    if parts is not None:  # whose rows are those that it quantizes
+        stored = [v for v in stored if v not in parts.outputs]
+        stored += fusion.producers[parts.values[0]].values
     stored += [op.values[0] for op in fusion.ops if op.kind.role == "combine"]
     whole = exact_div(elements(product.outputs[0].type.shape), rows)
     widths = {

@@ -19,6 +19,7 @@ from math import inf
 from typing import Literal
 
 from ..ir.core import Fusion, Op, Value
+from ..ir.flow import dependent
 from ..ir.types import Dim, plain
 
 Axis = Literal["M", "N", "K"]
@@ -122,3 +123,14 @@ def cat_before(fusion: Fusion, v: Value) -> Op | None:
         if op is not None and op.kind.name in ("cast", "reshape", "partition")
         else None
     )
+
+
+def quantized_result(fusion: Fusion) -> Op | None:
+    """The `unpack` of rows that are quantized after a product, if nothing else reads these."""
+    made = dependent(fusion.ops, [p.result for p in products(fusion)])
+    for op in fusion.ops:
+        if op.kind.name == "quantize" and op.values[0] in made:
+            readers = fusion.readers.get(op.outputs[0], ())
+            alone = len(readers) == 1 and readers[0].kind.name == "unpack"
+            return readers[0] if alone and op.outputs[0] not in fusion.outputs else None
+    return None

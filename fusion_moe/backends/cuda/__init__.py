@@ -36,6 +36,7 @@ from ...target import Target
 from .. import reference
 from ..backend import Backend
 from ..cxx.product_plan import ACTIVATIONS, need_one_width, plan_product, plan_wgrad
+from ..inexpressible import Inexpressible
 from . import fp8, gemm
 from .choose import Choice, Step
 from .gemm import Gemm, PackedDgrad, PlainProduct, Wgrad
@@ -71,6 +72,9 @@ def _product(fusion: Fusion) -> Source:
     made = plan_product(
         fusion, read, transposed, of_added=gemm.READERS, of_rows=(*ACTIVATIONS, *fp8.ROWS)
     )
+    if made.quantized and not made.a.type.quantized:
+        quantize = fusion.producers[fusion.producers[made.quantized[0]].values[0]]
+        raise Inexpressible(quantize, "the kernels of this product do not quantize its result")
     if made.a.type.quantized:
         return fp8.Fp8Product(need_one_width(made))
     as_in_torch = (made.encoding.name, made.layout) in gemm.READERS
@@ -141,6 +145,7 @@ BACKEND = Backend(
             added_features={"fprop": 64, "dgrad": 64},
             requires={"fp8": (9, 0)},
             linear_weights={"fp8": fp8.LINEAR_WEIGHTS},
+            quantized_results=fp8.ROWS,
         ),
     ),
     plan,

@@ -8,25 +8,26 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ...arch import Arch
+from ...encodings import FP8, FP8_E8M0, FP8_ROWS
 from ...errors import UnsupportedError
 from ...ir.core import Value
+from ...ir.kinds.shape import elements
 from ...ir.sizes import value
 from ...layouts.groups import bound
 from ..cxx.elements import stored
 from ..cxx.indices import Variable
 from ..cxx.product_plan import ProductPlan
-from .copies import ROWS
+from . import block_copies
 from .gemm import TILE_COUNTER, Operand, product_kernel, reset_tile_counter
-from .grouped_mm import Product
+from .grouped_mm import UNQUANTIZED, Product
 from .heuristics import AUTO, Chosen
 from .source import Array, Boxes, KernelSource, Sizes
 from .vectors import VECTOR, follow
 
-__all__ = ["LINEAR_WEIGHTS", "ROWS", "Fp8Product"]
-
-LINEAR_WEIGHTS = ("fp8", "fp8_e8m0")  # encodings of weights, in the linear layout
+ROWS = (FP8_ROWS.name,)  # encodings of rows
+LINEAR_WEIGHTS = (FP8.name, FP8_E8M0.name)  # encodings of weights, in the linear layout
 # average rows per group from which both operands are multiplied as codes
-_MANY_ROWS = 48
+_MANY_ROWS = 16
 _TILE_M, _HALF, _K_BLOCK, _ALIGNED = 128, 128, 128, 16
 _M = Variable("m")
 
@@ -36,6 +37,8 @@ class Fp8Product(Product):
 
     def __init__(self, plan: ProductPlan):
         super().__init__(plan)
+        for v in plan.rows if plan.quantized else ():
+            self.scratch.append(Array(UNQUANTIZED, stored(v), elements(v.type.shape)))
         self._others, self._codes = tuple(self.scratch), list[str]()
         with suppress(UnsupportedError):
             self._operand = _operand(self)
@@ -44,7 +47,7 @@ class Fp8Product(Product):
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
         """The kernels; no variants if both operands are multiplied as codes."""
-        many = value(self.rows, sizes) >= _MANY_ROWS * self.groups
+        many = self.plan.row_order or value(self.rows, sizes) >= _MANY_ROWS * self.groups
         if self._codes and many and arch.wgmma and variant == AUTO:
             return Chosen()
         return super().choose(sizes, arch, variant)
@@ -52,13 +55,30 @@ class Fp8Product(Product):
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; the product; sums of its rows."""
         if chosen.size_classes:
-            return super().kernels(chosen, sizes, arch)
+            made = super().kernels(chosen, sizes, arch)
+            return [*made, self.once(self._quantize)] if self.plan.quantized else made
         made = [
             reset_tile_counter(self),
             *self.made_first(sizes, chosen.any_size),
             self._product_of_codes(sizes, arch),
         ]
         return [*made, self.once(self._combine)] if self.plan.combine else made
+
+    def _quantize(self) -> KernelSource:
+        """Quantizes the product's result."""
+        (result,), width = self.plan.rows, self.plan.width
+        row = [
+            "const auto row = [&](i64 m) {",
+            "    return [=](i64 j0, float (&x)[8]) {",
+            f"        const auto eight = load_eight({UNQUANTIZED} + m * {width} + j0);",
+            "        for (int v = 0; v < 8; ++v) x[v] = widen(eight.at[v]);",
+            "    };",
+            "};",
+        ]
+        where = ", ".join([*(self.names[v] for v in self.plan.quantized), "nullptr"])
+        copies, shape = [(FP8_ROWS, where)], (self.rows, width)
+        number = "bf16" if stored(result) == "bf16" else "float"
+        return block_copies.kernel(self, "quantize", row, copies, number, shape, None, ())
 
     def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
         """No elements for the arrays of the other kernels."""
@@ -105,9 +125,19 @@ class Fp8Product(Product):
         if not fits:
             raise UnsupportedError("a product of such codes has no kernel here")
         scale = "e8m0_(x)" if stored(scales) == "u8" else "x"
+        to = [self.names[v] for v in plan.quantized]
+        quantized = (
+            [
+                f"__device__ u8* codes() const {{ return {to[0]}; }}",
+                f"__device__ float* scales() const {{ return {to[1]}; }}",
+            ]
+            if to
+            else []
+        )
         return [
             f"static constexpr bool A_BOXES = {str(operand.in_boxes).lower()}, B_BOXES = true, "
-            "QUANTIZES = false;",
+            f"QUANTIZES = {str(bool(to)).lower()};",
+            *quantized,
             f"static constexpr int BOX_ROWS = {columns};",
             *operand.functions(),
             f"__device__ const float* a_scales() const {{ return {self._scales(operand)}; }}",

@@ -25,6 +25,7 @@ from .source import NO_ENDS, Array, Given, KernelSource, Sizes, Source
 from .variants import Matrices, Variant
 
 ACTIVATIONS = "activations"  # the array that the prologue makes
+UNQUANTIZED = "unquantized"  # that of rows which a kernel after the product quantizes
 _I, _J, _M = map(Variable, "ijm")
 _COLUMNS_PER_THREAD = 16  # columns that a thread reads
 _USUAL_ROWS = 40  # rows of a group for which kernels that can get any number are chosen
@@ -40,6 +41,8 @@ class Product(Source):
     def __init__(self, plan: ProductPlan):
         self.reader = reader(plan.encoding.name, plan.layout, plan.activations)
         names = dict(zip(plan.weight, self.reader.names(plan.encoding), strict=True))
+        if plan.quantized:
+            names[plan.rows[0]] = UNQUANTIZED
         super().__init__(
             plan.fusion, plan.memory, names if plan.of_one_group else {**names, plan.ends: "ends"}
         )

@@ -15,7 +15,13 @@ from ...ir.flow import dependent, needed
 from ...ir.kinds.shape import elements
 from ...ir.sizes import exact_div
 from ...ir.types import Dim, plain
-from ...schedule.product import GroupedProduct, cat_before, main_and_added, products
+from ...schedule.product import (
+    GroupedProduct,
+    cat_before,
+    main_and_added,
+    products,
+    quantized_result,
+)
 from ..inexpressible import Inexpressible, naming
 from .indices import Index, Number, Variable, flat, unflat
 
@@ -36,7 +42,8 @@ class ProductPlan:
     long, or several times as long (see `parts`). sums: sums over the columns of a row, after `rows`
     in order; combine: the sum of a token's rows, of a value in `rows`; tokens: the values stored
     after it. added: products with float weights whose tiles are made beside its own. row_order:
-    whether no row may change the bits of another one's results: the option order.
+    whether no row may change the bits of another one's results: the option order. quantized: the parts that are stored in place of the only value in
+    `rows`.
     """
 
     fusion: Fusion
@@ -54,6 +61,7 @@ class ProductPlan:
     sums: tuple[Op, ...] = ()
     added: tuple[GroupedProduct, ...] = ()
     row_order: bool = False
+    quantized: tuple[Value, ...] = ()
 
     @property
     def made(self) -> tuple[Value, ...]:
@@ -145,7 +153,7 @@ class ProductPlan:
     def memory(self) -> tuple[Value, ...]:
         """What the kernel allocates: results, and its own intermediate values."""
         made = [v for op in self.first for v in op.outputs]
-        return tuple(dict.fromkeys((*made, *self.stored)))
+        return tuple(dict.fromkeys((*made, *(self.quantized or self.stored))))
 
 
 Readers = Collection[tuple[str, str]]  # (encoding, layout) of the weights that a backend reads
@@ -190,6 +198,9 @@ def plan_product(
     _check_sums(fusion, sums, of_sums)
     if combine and combine.values[0] not in rows:
         rows.append(combine.values[0])
+    unpack = quantized_result(fusion)
+    if unpack is not None:
+        rows = list(fusion.producers[unpack.values[0]].values)
     tokens = tuple(v for v in fusion.outputs if v in summed)
     of_product = [v for v in (*rows, *(o.values[0] for o in sums)) if v in after]
     width = _width(fusion, op, of_product)
@@ -210,6 +221,7 @@ def plan_product(
         sums,
         added,
         options.current().row_order,
+        () if unpack is None else unpack.outputs,
     )
 
 

@@ -10,34 +10,54 @@
 // the product that make HALF_COLUMNS columns of a result.
 #pragma once
 
-#include "e4m3.cuh"
+#include "block_copies.cuh"
 #include "gemm.cuh"
 
 namespace {
 
-//
-// The two blocks of a CLUSTER have the same rows and adjacent tiles of columns: each copies half of
-// the rows to both.
-template <class Segment, int CLUSTER = 1>
+// The largest number of the four lanes that share a row.
+__device__ __forceinline__ u32 most_of_quad(u32 most) {
+    most = max(most, __shfl_xor_sync(WHOLE_WARP, most, 1));
+    return max(most, __shfl_xor_sync(WHOLE_WARP, most, 2));
+}
+
+// Of four lanes that have pairs of bf16 numbers in each of four blocks of eight columns, lane q
+// gets the codes of block q.
+__device__ __forceinline__ Vector<u32, 2> codes_of_quad(const u32 (&pair)[4], float over) {
+    u32 codes[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b)
+        codes[b] = e4m3_pair(__uint_as_float(pair[b] << 16) * over,
+                             __uint_as_float(pair[b] & 0xFFFF0000) * over);
+    const bool odd = threadIdx.x & 1;
+    u32 low = codes[0] | codes[1] << 16, high = codes[2] | codes[3] << 16;
+    change_places(low, high, threadIdx.x & 2,
+                  2);  // two blocks: of a lower lane, and of a higher one
+    u32 even_block = __byte_perm(low, high, 0x5410), odd_block = __byte_perm(low, high, 0x7632);
+    change_places(even_block, odd_block, odd, 1);
+    return {
+        {__byte_perm(even_block, odd_block, 0x5410), __byte_perm(even_block, odd_block, 0x7632)}};
+}
+
+template <class Segment>
 struct Fp8Gemm {
     static constexpr int TILE_M = 128, TILE_N = 256, HALF = 128, K_BLOCK = 128, RUN_COLUMNS = 32;
     static constexpr int HALF_COLUMNS = HALF / Segment::COLUMNS_PER_RESULT,
                          TILE_COLUMNS = 2 * HALF_COLUMNS;  // of a result
     static constexpr i32 N_TILES = (Segment::WIDTH + TILE_COLUMNS - 1) / TILE_COLUMNS,
                          K_BLOCKS = (Segment::K + K_BLOCK - 1) / K_BLOCK;
-    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, 1, CLUSTER, 1, 64>;
+    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, 1, 1, 1, 64>;
     using WorkTiles = typename TileScheduler::WorkTiles;
     static constexpr int PRODUCERS = GEMM_PRODUCERS, MOST_STAGES = 6;
     static_assert(PRODUCERS == TILE_M, "each producer thread copies the scale of a row");
     static_assert(HALF_COLUMNS % RUN_COLUMNS == 0, "one or two columns make one of a result");
     static_assert(Segment::K % 16 == 0, "rows are aligned");
-    static_assert(CLUSTER == 1 || (CLUSTER == 2 && Segment::A_BOXES), "rows are copied in boxes");
 
     struct alignas(16) Scales {
         float a[TILE_M], b[TILE_N / RUN_COLUMNS];
     };
     using Ring = GemmRing<Segment, TILE_M, TILE_N, PRODUCERS,
-                          int(sizeof(TileScheduler) + MOST_STAGES * (sizeof(Scales) + 8) + 512),
+                          int(sizeof(TileScheduler) + MOST_STAGES * sizeof(Scales) + 512),
                           !Segment::A_BOXES, true>;
     using Stage = typename Ring::Stage;
     static_assert(Ring::STAGES <= MOST_STAGES);
@@ -45,7 +65,6 @@ struct Fp8Gemm {
     struct Shared {
         Ring ring;
         Scales scales[Ring::STAGES];
-        u64 begun[Ring::STAGES];  // by the first consumer
         u32 most[GEMM_CONSUMERS][64];
         TileScheduler scheduler;
     };
@@ -55,15 +74,12 @@ struct Fp8Gemm {
     __device__ static void run(const Segment& s, const TensorMap* a_map, const TensorMap* b_map) {
         extern __shared__ __align__(1024) u8 memory[];
         Shared& shared = *reinterpret_cast<Shared*>(memory);
-        shared.ring.init(CLUSTER);
-        if (threadIdx.x < Ring::STAGES) mbarrier_init(shared.begun[threadIdx.x], 4);
-        if constexpr (CLUSTER > 1) cluster_arrive();
+        shared.ring.init();
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         i64* error = blockIdx.x == 0 ? s.error : nullptr;
-        shared.scheduler.build(s.ends, i32(s.rows()), (N_TILES + CLUSTER - 1) / CLUSTER, ALL_GROUPS,
-                               error, reinterpret_cast<i32*>(shared.ring.stage));
-        if constexpr (CLUSTER > 1) cluster_wait();
+        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, ALL_GROUPS, error,
+                               reinterpret_cast<i32*>(shared.ring.stage));
         if (threadIdx.x < 128 * GEMM_CONSUMERS) {
             setmaxnreg_inc<216>();
             consume(s, shared);
@@ -71,25 +87,9 @@ struct Fp8Gemm {
             setmaxnreg_dec<72>();
             produce(s, shared, a_map, b_map);
         }
-        if constexpr (CLUSTER > 1) cluster_arrive(), cluster_wait();  // the other still copies here
     }
 
   private:
-    // The work tiles of a block. Those of a cluster are dealt out beforehand.
-    template <class Numbers>
-    __device__ static __forceinline__ void advance(WorkTiles& tiles, Numbers& numbers) {
-        if constexpr (CLUSTER > 1)
-            tiles.advance();
-        else
-            tiles.go_to(numbers.next());
-    }
-
-    __device__ static __forceinline__ WorkTile current(const WorkTiles& tiles) {
-        WorkTile tile = tiles.current();
-        if constexpr (CLUSTER > 1) tile.n_tile = CLUSTER * tile.n_tile + cluster_rank();
-        return tile;
-    }
-
     // Producers
     // ---------------------------------------------------------------------------------------------
 
@@ -107,8 +107,8 @@ struct Fp8Gemm {
         const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS, piece = thread % 8;
         typename Ring::Producer producer(shared.ring);
         typename Ring::Queue::Taker numbers(shared.ring.queue, s.tile_counter, thread == 0);
-        for (WorkTiles tiles(shared.scheduler); tiles.more(); advance(tiles, numbers)) {
-            const WorkTile tile = current(tiles);
+        for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
+            const WorkTile tile = tiles.current();
             if (tile.m_tile.group == Segment::GROUPS) continue;  // rows of no group
             i32 row[Segment::A_BOXES ? 1 : A_ROWS];
             if constexpr (!Segment::A_BOXES) {
@@ -136,12 +136,7 @@ struct Fp8Gemm {
                 Scales& scales = shared.scales[producer.filling.stage];
                 if (thread == 0) {
                     u64& barrier = producer.expect(BOX_BYTES);
-                    if constexpr (CLUSTER > 1)
-                        copy_box_to_cluster<CLUSTER>(
-                            shared_address(stage.a) + cluster_rank() * (sizeof(stage.a) / CLUSTER),
-                            *a_map, kb * K_BLOCK,
-                            tile.m_tile.first + i32(cluster_rank()) * (TILE_M / CLUSTER), barrier);
-                    else if constexpr (Segment::A_BOXES)
+                    if constexpr (Segment::A_BOXES)
                         copy_box(shared_address(stage.a), *a_map, kb * K_BLOCK, tile.m_tile.first,
                                  barrier);
 #pragma unroll
@@ -189,8 +184,6 @@ struct Fp8Gemm {
               row((SHARES_ROWS ? 0 : 64 * consumer) + threadIdx.x / 32 % 4 * 16 +
                   threadIdx.x % 32 / 4) {}
 
-        // The second consumer's products of a stage begin after the first one's: then one adds up
-        // while the other multiplies.
         __device__ __forceinline__ void multiply(PipelineState<Ring::STAGES>& reading) {
 #pragma unroll 1
             for (i32 kb = 0; kb < K_BLOCKS; ++kb) {
@@ -201,7 +194,6 @@ struct Fp8Gemm {
                 const u64 a = tile_descriptor(shared_address(stage.a) +
                                               (SHARES_ROWS ? 0 : consumer * 64 * TILE_ROW_BYTES)),
                           b = tile_descriptor(shared_address(stage.b));
-                if (consumer == 1) mbarrier_wait(shared.begun[reading.stage], reading.parity);
 #pragma unroll
                 for (int i = 0; i < HALVES; ++i) {
                     const int half = SHARES_ROWS ? consumer : i;
@@ -213,10 +205,9 @@ struct Fp8Gemm {
                     for (int v = 1; v < K_BLOCK / 32; ++v)
                         wgmma_e4m3<true>(part, a + 2 * v, columns + 2 * v);
                     wgmma_commit();
-                    if (i == 0 && consumer == 0) mbarrier_arrive(shared.begun[reading.stage]);
                     const Vector<float, 4> b_scale = load_vector<4>(scales.b + 4 * half);
                     wgmma_wait<0>();
-                    if (i == HALVES - 1) release(shared.ring.empty[reading.stage]);
+                    if (i == HALVES - 1) mbarrier_arrive(shared.ring.empty[reading.stage]);
 #pragma unroll
                     for (int c = 0; c < HALF / 2; ++c)
                         sum[i][c] =
@@ -224,15 +215,6 @@ struct Fp8Gemm {
                                  sum[i][c]);
                 }
                 reading.advance();
-            }
-        }
-
-        static __device__ __forceinline__ void release(u64& empty) {
-            if constexpr (CLUSTER == 1) {
-                mbarrier_arrive(empty);
-            } else {
-#pragma unroll
-                for (u32 rank = 0; rank < CLUSTER; ++rank) mbarrier_release_in_block(rank, empty);
             }
         }
 
@@ -299,9 +281,9 @@ struct Fp8Gemm {
         // Stores rows as codes, each block of 128 columns with its scale. If a consumer has half of
         // a block, it asks the other one for the largest number of its half.
         __device__ __forceinline__ void store_codes() const {
-            constexpr bool SHARES_BLOCK = COLUMNS < SCALED_COLUMNS;
-            constexpr int PARTS = (SHARES_BLOCK ? COLUMNS : SCALED_COLUMNS) / 32;
-            constexpr i32 BLOCKS = (Segment::WIDTH + SCALED_COLUMNS - 1) / SCALED_COLUMNS;
+            constexpr bool SHARES_BLOCK = COLUMNS < K_BLOCK;
+            constexpr int PARTS = (SHARES_BLOCK ? COLUMNS : K_BLOCK) / 32;
+            constexpr i32 BLOCKS = (Segment::WIDTH + K_BLOCK - 1) / K_BLOCK;
             if constexpr (SHARES_BLOCK) named_barrier_sync(1, 128 * GEMM_CONSUMERS);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -309,7 +291,7 @@ struct Fp8Gemm {
                 const i64 m = min(own, last);
 #pragma unroll
                 for (int block = 0; block < COLUMNS / (32 * PARTS); ++block) {
-                    const i32 first = column() + block * SCALED_COLUMNS;
+                    const i32 first = column() + block * K_BLOCK;
                     u32 x[PARTS][4], most = 0;
 #pragma unroll
                     for (int i = 0; i < PARTS; ++i) {
@@ -320,13 +302,13 @@ struct Fp8Gemm {
                                 most = max(most,
                                            max(x[i][b] << 16 & 0x7FFF0000, x[i][b] & 0x7FFF0000));
                     }
-                    most = most_of_lanes<4>(most);
+                    most = most_of_quad(most);
                     if constexpr (SHARES_BLOCK) {
                         if (threadIdx.x % 4 == 0) shared.most[consumer][row + 8 * h] = most;
                         named_barrier_sync(1, 128 * GEMM_CONSUMERS);
                         most = max(most, shared.most[1 - consumer][row + 8 * h]);
                     }
-                    const RowScale by(most);
+                    const PowerOfTwoScale by(most);
 #pragma unroll
                     for (int i = 0; i < PARTS; ++i) {
                         const i32 j = first + 32 * i + threadIdx.x % 4 * 8;
@@ -336,8 +318,8 @@ struct Fp8Gemm {
                                 reinterpret_cast<u32*>(s.codes() + m * Segment::WIDTH + j), codes);
                     }
                     if (own <= last && first < Segment::WIDTH && threadIdx.x % 4 == 0 &&
-                        first % SCALED_COLUMNS == 0)
-                        s.scales()[m * BLOCKS + first / SCALED_COLUMNS] = by.scale;
+                        first % K_BLOCK == 0)
+                        s.scales()[m * BLOCKS + first / K_BLOCK] = by.stored;
                 }
             }
         }
@@ -358,8 +340,8 @@ struct Fp8Gemm {
     __device__ static void consume(const Segment& s, Shared& shared) {
         PipelineState<Ring::STAGES> reading;
         typename Ring::Queue::Reader numbers(shared.ring.queue);
-        for (WorkTiles tiles(shared.scheduler); tiles.more(); advance(tiles, numbers)) {
-            const WorkTile tile = current(tiles);
+        for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
+            const WorkTile tile = tiles.current();
             if (tile.m_tile.end - tile.m_tile.first <= 64)
                 consume_part<true>(s, shared, tile, reading);
             else

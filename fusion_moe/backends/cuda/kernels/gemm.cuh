@@ -57,12 +57,11 @@ struct GemmRing {
     u64 full[STAGES], empty[STAGES];
     Queue queue;
 
-    // blocks: how many have consumers of each stage.
-    __device__ __forceinline__ void init(u32 blocks = 1) {
+    __device__ __forceinline__ void init() {
         if (threadIdx.x < STAGES) {
             mbarrier_init(full[threadIdx.x], 0,
                           (COPIES || STORES ? PRODUCERS : 0) + (BOXES ? 1 : 0));
-            mbarrier_init(empty[threadIdx.x], GEMM_CONSUMERS * 4 * blocks);
+            mbarrier_init(empty[threadIdx.x], GEMM_CONSUMERS * 4);
         }
         queue.init(GEMM_CONSUMERS * 4 + PRODUCERS / 32);
     }

@@ -111,18 +111,6 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& from, i32 x, i
         : "memory");
 }
 
-// The same to the same place in each block of a cluster, where its bytes arrive at the same
-// barrier.
-template <int BLOCKS>
-__device__ __forceinline__ void copy_box_to_cluster(u32 to, const TensorMap& from, i32 x, i32 y,
-                                                    u64& barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-        "l"(&from), "r"(x), "r"(y), "r"(shared_address(&barrier)), "h"(u16((1 << BLOCKS) - 1))
-        : "memory");
-}
-
 // By one thread: a multiple of 16 bytes, which arrive at the barrier.
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u64& barrier) {
     asm volatile(
@@ -191,15 +179,6 @@ __device__ __forceinline__ void mbarrier_arrive_in_block(u32 rank, u64& barrier)
     __syncwarp();
     if (threadIdx.x % 32 < ARRIVING)
         asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                         in_block(rank, shared_address(&barrier)))
-                     : "memory");
-}
-
-// The same without making known what was written: for what was only read.
-__device__ __forceinline__ void mbarrier_release_in_block(u32 rank, u64& barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 < ARRIVING)
-        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
                          in_block(rank, shared_address(&barrier)))
                      : "memory");
 }
