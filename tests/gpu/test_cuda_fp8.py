@@ -98,7 +98,7 @@ def test_experts(hidden, inner, tokens):
     with options.override(contract_rounding=False):
         found, wanted = both(lambda: OPS.fused_experts(x, ids, w, *weights, **how))
     error = (found.float() - wanted.float()).norm() / wanted.float().norm()
-    assert error < 4e-3  # some of the rounded numbers between the products round otherwise
+    assert error < 0.03  # some numbers between the products are rounded to another code
     if tokens > 3:
         bad = x.clone()
         bad[1, 5], bad[2, 7] = torch.nan, torch.inf

@@ -42,8 +42,8 @@ class ProductPlan:
     long, or several times as long (see `parts`). sums: sums over the columns of a row, after `rows`
     in order; combine: the sum of a token's rows, of a value in `rows`; tokens: the values stored
     after it. added: products with float weights whose tiles are made beside its own. row_order:
-    whether no row may change the bits of another one's results: the option order. quantized: the parts that are stored in place of the only value in
-    `rows`.
+    whether no row may change the bits of another one's results: the option order. quantized: the
+    parts that are stored in place of the only value in `rows`.
     """
 
     fusion: Fusion

@@ -156,8 +156,8 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
             for (int w = 0; w < WORDS; ++w)
                 packed.codes[i][w] = load_number<WORD_BYTES>(codes + 4 * w);
             int p = 0;
-            ((packed.scales[i][p] = load_number<Part::BYTES>(
-                  scales_[i][p] + blocks_before<Part>(k) * Part::BYTES),
+            ((packed.scales[i][p] =
+                  load_number<Part::BYTES>(scales_[i][p] + blocks_before<Part>(k) * Part::BYTES),
               ++p),
              ...);
         }
