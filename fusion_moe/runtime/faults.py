@@ -36,6 +36,10 @@ _FOUND = {  # by the number of the Fault in backends/cuda/kernels/ragged.cuh
         "ids from 0 to the number of groups - 1, or -1 for no expert",
     ),
     3: ("an index of {value}", "an index within the dimension it selects from"),
+    4: (
+        "row {value} of matrix {place} has another scale than the rows around it",
+        "FP8 weights whose rows share scales in aligned runs of 32 beside fp8 activations",
+    ),
 }
 _WORDS = 4096  # pinned at once. None is freed: a graph may hold its address
 _STREAMS = 64  # how many streams of a device a table holds

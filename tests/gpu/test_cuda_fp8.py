@@ -130,3 +130,11 @@ def test_bad_ends_are_reported(ends):
     OPS.grouped_mm(x, list(weight), bad, weight_format="fp8", **HOW)
     with pytest.raises(GroupsError, match="offs"):
         fusion_moe.synchronize()
+
+
+def test_rows_with_scales_of_their_own_are_reported():
+    x, weight = integers(300, 128, most=3).bfloat16(), exact_weight(2, 64, 128, "fp8")
+    weight.block_scale[1, 37] *= 2
+    OPS.grouped_mm(x, list(weight), ends_of((100, 200)), weight_format="fp8", **HOW)
+    with pytest.raises(GroupsError, match="row 37 of matrix 1"):
+        fusion_moe.synchronize()

@@ -159,8 +159,25 @@ struct Fp8Gemm {
                 a_scale = a_scales[next], b_scale = s.b_scale(b_scales[next]);
                 producer.close(true);
             }
+            check_scales(s, tile, thread);
         }
         producer.finish();
+    }
+
+    // Reports columns of a run that do not share the scale of the first K block. Other blocks are
+    // not looked at: a weight whose rows have scales of their own differs here too.
+    __device__ static __forceinline__ void check_scales(const Segment& s, const WorkTile& tile,
+                                                        i32 thread) {
+#pragma unroll
+        for (i32 c = thread; c < TILE_N; c += PRODUCERS) {
+            const i32 j = tile.n_tile * TILE_COLUMNS + c / HALF * HALF_COLUMNS + c % HALF_COLUMNS,
+                      row = min(column(tile.n_tile, c), Segment::N - 1);
+            const i64 place = (i64(tile.m_tile.group) * Segment::N + row) * K_BLOCKS;
+            const u32 own = __float_as_uint(s.b_scale(s.b_scales()[place])),
+                      first = __shfl_sync(WHOLE_WARP, own, 0);
+            if (j < Segment::WIDTH && own != first)
+                report(s.error, BAD_SCALE, tile.m_tile.group, row);
+        }
     }
 
     // Consumers
