@@ -159,17 +159,16 @@ struct Fp8Gemm {
                 a_scale = a_scales[next], b_scale = s.b_scale(b_scales[next]);
                 producer.close(true);
             }
-            check_scales(s, tile, thread);
+            check_scales(s, tile);
         }
         producer.finish();
     }
 
     // Reports columns of a run that do not share the scale of the first K block. Other blocks are
     // not looked at: a weight whose rows have scales of their own differs here too.
-    __device__ static __forceinline__ void check_scales(const Segment& s, const WorkTile& tile,
-                                                        i32 thread) {
-#pragma unroll
-        for (i32 c = thread; c < TILE_N; c += PRODUCERS) {
+    __device__ static __forceinline__ void check_scales(const Segment& s, const WorkTile& tile) {
+#pragma unroll 1
+        for (i32 c = threadIdx.x % PRODUCERS; c < TILE_N; c += PRODUCERS) {
             const i32 j = tile.n_tile * TILE_COLUMNS + c / HALF * HALF_COLUMNS + c % HALF_COLUMNS,
                       row = min(column(tile.n_tile, c), Segment::N - 1);
             const i64 place = (i64(tile.m_tile.group) * Segment::N + row) * K_BLOCKS;
