@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_moe.nn import GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU, Sequential
+from fusion_moe.nn import Activation, GroupedLinear, Sequential
 
 G, K, N = 4, 24, 40
 SIZES = (5, 0, 7, 3)
@@ -49,8 +49,8 @@ def one_by_one(model: Sequential, x: Tensor, *extra: Tensor) -> Tensor:
         count = 0
         if isinstance(module, GroupedLinear):
             count = 1 + module.scale_bias
-        elif isinstance(module, (ScaledSwiGLU, ScaledClampedQGeGLU)):
-            count = 1
+        elif isinstance(module, Activation):
+            count = int(module.scaled)
         x, rest = module(x, *rest[:count]), rest[count:]
     assert not rest
     return x

@@ -163,9 +163,9 @@ def test_every_change_of_a_weight_is_seen():
 
     with torch.no_grad():
         first = model[0](*rows)
-        made = model[0].rounding.made
+        made = model[0].qat.made
         assert torch.equal(model[0](*rows), first)
-        assert model[0].rounding.made is made
+        assert model[0].qat.made is made
         model[0].down_proj.mul_(1.5)
         assert torch.equal(model[0](*rows), fresh())
     model[0](*rows).sum().backward()

@@ -101,7 +101,7 @@ def _start(module: nn.Module, how: _Rounding, frozen: bool) -> None:
             # a matrix of zeros may grow
             module.register_buffer(_scale_of(name), torch.where(scale == 0, 1.0, scale))
     module.__class__ = type(cls.__name__, (RoundedExperts, cls), {"__module__": cls.__module__})
-    module.__dict__["rounding"] = how
+    module.__dict__["qat"] = how
     how.prepare(module)
 
 
@@ -204,11 +204,11 @@ class _Rounding:
 class RoundedExperts(nn.Module):
     """What `qat_` puts in front of the class of a module of experts."""
 
-    rounding: _Rounding
+    qat: _Rounding
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]"""
-        how, rows = self.rounding, (hidden_states, top_k_index, top_k_weights)
+        how, rows = self.qat, (hidden_states, top_k_index, top_k_weights)
         if torch.compiler.is_compiling():
             return functional_call(how.template, how.tensors(self), rows)
         if torch.is_grad_enabled():
@@ -219,7 +219,7 @@ class RoundedExperts(nn.Module):
 
     def as_quantized(self, config: NVFP4Config) -> Projections:
         """The module that `quantize_` replaces this one by."""
-        return self.rounding.quantized(self, config)
+        return self.qat.quantized(self, config)
 
     def _apply(self, fn: Any, recurse: bool = True) -> RoundedExperts:
         scales = dict(self._buffers)
@@ -227,7 +227,7 @@ class RoundedExperts(nn.Module):
         for name, t in scales.items():  # a cast is for the weights
             if t is not None and name.endswith(FROZEN):
                 self._buffers[name] = t.to(self._buffers[name].device)  # type: ignore[union-attr]
-        self.rounding.prepare(self)
+        self.qat.prepare(self)
         return self
 
 

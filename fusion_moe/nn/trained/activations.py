@@ -1,23 +1,84 @@
-"""Gated activations with a scale for each row, and the order of the gate and linear columns that
-they read.
+"""Activations of rows, gated or not, perhaps with a scale for each row, and the order of the gate
+and linear columns that they read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from math import inf, pi, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...definitions.operations import restored
 from ...errors import OptionError, ShapeError
+from ...ir.activation import read, swiglu, written
+from ...ir.builder import FusionDefinition
+from ...ir.core import Value
 from .. import checks
-from .stages import ROWS, Operand, Stage
+from .stages import ROWS, Operand, Stage, call
 
 _KEY = "glu_interleave_size"
 
 
-class _ScaledGLU(nn.Module):
+class Activation(nn.Module):
+    """A pointwise activation of rows by the text of a program (`activation`, `swiglu`): a stage of
+    the program of a Sequential.
+
+    x [..., N] -> [..., N], or [..., 2N] -> [..., N] with gate and up; computed in float32, rounded
+    once. scaled: it takes a factor for each row, scales [...], too. OptionError for a text that is
+    no activation, or one with parameters.
+    """
+
+    scaled = False
+
+    def __init__(self, text: str, scaled: bool = False):
+        super().__init__()
+        if (program := read(text)).parameters:
+            raise OptionError(
+                f"an activation with {program.parameters} parameters",
+                expected="one without: a Sequential knows no experts",
+                where=type(self).__name__,
+            )
+        self.text, self.parts, self.interleave = text, program.parts, program.interleave
+        self.scaled = scaled
+
+    def forward(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
+        """x float[..., parts * N], scales float[...] if it is scaled -> [..., N] of the dtype of
+        x.
+        """
+        checks.need_float("x", x, type(self).__name__)
+        stage = self.stage(x, x.shape[-1] if x.dim() else 0, scales)
+        rows = x.reshape(-1, stage.width)
+        return restored(call(rows, [stage]).run(), x.shape[:-1])
+
+    def stage(self, x: Tensor, width: int, scales: Tensor | None = None) -> Stage:
+        """The stage that the activation adds to a program, for rows like those of x that are
+        `width` wide.
+        """
+        self._check_width(width)
+        if not self.scaled and scales is not None:
+            raise ShapeError("scales", expected="none", where=type(self).__name__)
+        column = checks.need_scales(scales, x, type(self).__name__) if self.scaled else None
+        operand = None if column is None else Operand(column, (ROWS,))
+        return Stage("activation", width, (operand,), (self.text,))
+
+    def _check_width(self, width: int) -> None:
+        k = self.parts * (self.interleave or 1)
+        if width % k or not width:
+            raise ShapeError(
+                f"x of {width} columns", expected=f"a multiple of {k}", where=repr(self)
+            )
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        if type(self) is Activation:
+            return read(self.text).formula
+        return f"{_KEY}={self.interleave}" if self.interleave else ""
+
+
+class _ScaledGLU(Activation):
     """x [..., 2H], scales [...] -> [..., H]. glu_interleave_size k: blocks of k gate and k linear
     columns; None: the first half is gate.
 
@@ -25,46 +86,14 @@ class _ScaledGLU(nn.Module):
     interleave does.
     """
 
-    def __init__(
-        self, glu_interleave_size: int | None, limit: float | None, alpha: float, offset: float
-    ):
-        super().__init__()
+    def __init__(self, glu_interleave_size: int | None, text: Callable[[int], str]):
         k = glu_interleave_size
         if k is not None and (not isinstance(k, int) or k <= 0):
             raise OptionError(
                 f"{_KEY} = {k!r}", expected="a positive integer, or None", where=type(self).__name__
             )
+        super().__init__(text(k or 0), scaled=True)
         self.glu_interleave_size = k
-        self._numbers = limit, alpha, offset
-        self._text = repr((k or 0, limit, alpha, offset))
-
-    def forward(self, x: Tensor, scales: Tensor) -> Tensor:
-        """x float[..., 2H], scales float[...] -> [..., H] of the dtype of x: computed in float32,
-        rounded once.
-        """
-        where = type(self).__name__
-        self._check_width(x.shape[-1] if x.dim() else 0)
-        checks.need_float("x", x, where)
-        column = checks.need_scales(scales, x, where).view(x.shape[:-1])
-        limit, alpha, offset = self._numbers
-        return torch.ops.fusion_moe.scaled_swiglu(
-            x, column, self.glu_interleave_size or 0, limit=limit, alpha=alpha, up_offset=offset
-        )
-
-    def stage(self, x: Tensor, width: int, scales: Tensor | None) -> Stage:
-        """The stage that the activation adds to a program, for rows like those of x that are
-        `width` wide.
-        """
-        self._check_width(width)
-        column = checks.need_scales(scales, x, type(self).__name__)
-        return Stage("glu", width, (Operand(column, (ROWS,)),), (self._text,))
-
-    def _check_width(self, width: int) -> None:
-        k = self.glu_interleave_size or 1
-        if width % (2 * k) or not width:
-            raise ShapeError(
-                f"x of {width} columns", expected=f"a multiple of {2 * k}", where=repr(self)
-            )
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -103,7 +132,7 @@ class ScaledSwiGLU(_ScaledGLU):
     """
 
     def __init__(self, glu_interleave_size: int | None = None):
-        super().__init__(glu_interleave_size, None, 1.0, 0.0)
+        super().__init__(glu_interleave_size, swiglu)
 
 
 class ScaledClampedQGeGLU(_ScaledGLU):
@@ -120,13 +149,127 @@ class ScaledClampedQGeGLU(_ScaledGLU):
         alpha: float = 1.702,
         offset: float = 1.0,
     ):
-        super().__init__(glu_interleave_size, limit, alpha, offset)
+        super().__init__(glu_interleave_size, lambda k: swiglu(k, limit, alpha, offset))
+        self._numbers = limit, alpha, offset
 
     def extra_repr(self) -> str:
         """For print(model)."""
         return super().extra_repr() + "".join(
             f", {n}={v}" for n, v in zip(("limit", "alpha", "offset"), self._numbers, strict=True)
         )
+
+
+class ScaledSiTUGLU(_ScaledGLU):
+    """beta1 tanh(gate / beta1) sigmoid(gate) * beta2 tanh(linear / beta2) * scale: SwiGLU whose
+    factors are bounded. Everything else is as in ScaledSwiGLU. OptionError for a beta that is not
+    positive and finite.
+    """
+
+    def __init__(
+        self, glu_interleave_size: int | None = None, beta1: float = 4.0, beta2: float = 25.0
+    ):
+        for name, beta in (("beta1", beta1), ("beta2", beta2)):
+            if not 0 < beta < inf:
+                raise OptionError(
+                    f"{name} = {beta}", expected="a positive number", where=type(self).__name__
+                )
+
+        def bounded(fd: FusionDefinition, x: Value, beta: float) -> Value:
+            return fd.ops.mul(fd.ops.tanh(fd.ops.div(x, beta)), beta)
+
+        def situ(fd: FusionDefinition, gate: Value, up: Value) -> Value:
+            active = fd.ops.mul(bounded(fd, gate, float(beta1)), fd.ops.sigmoid(gate))
+            return fd.ops.mul(active, bounded(fd, up, float(beta2)))
+
+        super().__init__(glu_interleave_size, lambda k: written(situ, 2, k))
+
+
+def _gelu(fd: FusionDefinition, x: Value) -> Value:
+    """By tanh, as torch's approximate="tanh"."""
+    cube = fd.ops.mul(fd.ops.mul(x, x), x)
+    inner = fd.ops.mul(fd.ops.add(x, fd.ops.mul(cube, 0.044715)), sqrt(2 / pi))
+    return fd.ops.mul(fd.ops.mul(x, 0.5), fd.ops.add(fd.ops.tanh(inner), 1.0))
+
+
+def _squared_relu(fd: FusionDefinition, x: Value) -> Value:
+    return fd.ops.mul(fd.ops.relu(x), fd.ops.relu(x))
+
+
+def _quick_gelu(fd: FusionDefinition, x: Value) -> Value:
+    return fd.ops.mul(x, fd.ops.sigmoid(fd.ops.mul(x, 1.702)))
+
+
+# what a gate, or a row alone, becomes
+_FUNCTIONS: dict[str, Callable[[FusionDefinition, Value], Value]] = {
+    "sigmoid": lambda fd, x: fd.ops.sigmoid(x),
+    "silu": lambda fd, x: fd.ops.silu(x),
+    "relu": lambda fd, x: fd.ops.relu(x),
+    "gelu": _gelu,
+    "quick_gelu": _quick_gelu,
+    "squared_relu": _squared_relu,
+}
+
+
+class SReLU(Activation):
+    """relu(x)^2"""
+
+    def __init__(self) -> None:
+        super().__init__(written(_squared_relu, 1))
+
+
+class ScaledSReLU(Activation):
+    """relu(x)^2 * scale, one scale for each row."""
+
+    def __init__(self) -> None:
+        super().__init__(written(_squared_relu, 1), scaled=True)
+
+
+class _GLU(Activation):
+    """function(gate) * linear, x [..., 2H] -> [..., H]; glu_interleave_size as in ScaledSwiGLU."""
+
+    function: str
+
+    def __init__(self, glu_interleave_size: int | None = None):
+        f = _FUNCTIONS[self.function]
+        super().__init__(
+            written(lambda fd, gate, up: fd.ops.mul(f(fd, gate), up), 2, glu_interleave_size or 0)
+        )
+
+
+class GLU(_GLU):
+    """sigmoid(gate) * linear. Gate is the first half of x; in torch's GLU it is the second."""
+
+    function = "sigmoid"
+
+
+class SwiGLU(_GLU):
+    """silu(gate) * linear"""
+
+    function = "silu"
+
+
+class GEGLU(_GLU):
+    """gelu(gate) * linear, GELU by tanh."""
+
+    function = "gelu"
+
+
+class QGEGLU(_GLU):
+    """gate * sigmoid(1.702 * gate) * linear"""
+
+    function = "quick_gelu"
+
+
+class ReGLU(_GLU):
+    """relu(gate) * linear"""
+
+    function = "relu"
+
+
+class SReGLU(_GLU):
+    """relu(gate)^2 * linear"""
+
+    function = "squared_relu"
 
 
 def interleave(rows: Tensor, size: int, dim: int = 0) -> Tensor:

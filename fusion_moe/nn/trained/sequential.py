@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
@@ -11,14 +12,15 @@ from ...definitions.operations import restored
 from ...errors import OptionError, ShapeError
 from .. import checks
 from . import splits
-from .activations import _ScaledGLU
+from .activations import Activation
+from .channels import AddExtraInput, MakeExtraOutput
 from .linear import GroupedLinear
 from .stages import Stage, call
 from .tracked import Effect, tracked
 
 
 class Sequential(nn.Sequential):
-    """Modules one after another. Each run of GroupedLinear and scaled activations becomes one
+    """Modules one after another. Each run of GroupedLinear and activations of ours becomes one
     Fusion, forward and backward.
 
     The compiler decides how it is divided into kernels; results equal those of the modules called
@@ -28,11 +30,15 @@ class Sequential(nn.Sequential):
     on the instance.
     """
 
-    def forward(self, x: Tensor, *extra: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """x [..., K] -> [..., N]. extra: what each of our modules takes besides x, in order: for a
-        GroupedLinear split_sizes int[G] and, with scale_bias, scales [...]; for a scaled activation
-        its scales [...]. is_first_microbatch: as each GroupedLinear takes it. ShapeError for too
-        many or too few, OptionError for a GroupedLinear with return_bias.
+    def forward(
+        self, x: Tensor, *extra: Tensor, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
+        """x [..., K] -> [..., N], and behind it what each MakeExtraOutput without a channel makes.
+        extra: what each of our modules takes besides x, in order: for a GroupedLinear split_sizes
+        int[G] and, with scale_bias, scales [...]; for a scaled activation its scales [...]; for an
+        AddExtraInput without a channel what it adds. is_first_microbatch: as each GroupedLinear
+        takes it. ShapeError for too many or too few, OptionError for a GroupedLinear with
+        return_bias, or a channel that nothing fills before.
         """
         if any(isinstance(module, GroupedLinear) and module.return_bias for module in self):
             raise OptionError(
@@ -48,23 +54,48 @@ class Sequential(nn.Sequential):
                 expected=f"{len(wanted)}: {', '.join(wanted) or 'none'}",
                 where="Sequential",
             )
+        _check_channels(self)
         rest = iter(extra)
+        channels: dict[str, Tensor] = {}
+        outputs: list[Tensor] = []
         for modules in _runs(self):
-            extras = [[next(rest) for _ in _takes(module)] for module in modules]
+            first, extras = modules[0], [[next(rest) for _ in _takes(m)] for m in modules]
             if len(modules) > 1:
                 x = _fused(modules, x, extras, is_first_microbatch)
-            elif isinstance(modules[0], GroupedLinear) and is_first_microbatch is not None:
-                x = modules[0](x, *extras[0], is_first_microbatch=is_first_microbatch)
+            elif isinstance(first, GroupedLinear) and is_first_microbatch is not None:
+                x = first(x, *extras[0], is_first_microbatch=is_first_microbatch)
+            elif isinstance(first, AddExtraInput) and first.channel is not None:
+                x = first(x, channels[first.channel])
             else:
-                x = modules[0](x, *extras[0])
-        return x
+                x = first(x, *extras[0])
+            if type(first) is MakeExtraOutput and first.channel is not None:
+                channels[first.channel] = x
+            elif type(first) is MakeExtraOutput:
+                outputs.append(x)
+        return (x, *outputs) if outputs else x
 
 
 def _takes(module: nn.Module) -> tuple[str, ...]:
     """What a module takes besides x."""
     if isinstance(module, GroupedLinear):
         return ("split_sizes", "scales")[: 1 + module.scale_bias]
-    return ("scales",) if isinstance(module, _ScaledGLU) else ()
+    if isinstance(module, AddExtraInput):
+        return ("what it adds",) if module.channel is None else ()
+    return ("scales",) if isinstance(module, Activation) and module.scaled else ()
+
+
+def _check_channels(modules: Iterable[nn.Module]) -> None:
+    """OptionError for a channel that is read before it is filled."""
+    filled: list[str] = []
+    for module in modules:
+        if isinstance(module, AddExtraInput) and module.channel not in (*filled, None):
+            raise OptionError(
+                f"AddExtraInput({module.channel!r})",
+                expected="a MakeExtraOutput of this channel before it",
+                where="Sequential",
+            )
+        if isinstance(module, MakeExtraOutput) and module.channel is not None:
+            filled.append(module.channel)
 
 
 def _runs(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
@@ -86,8 +117,8 @@ def _runs(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
 def _is_plain(module: nn.Module) -> bool:
     """Whether a call of the module is one of ours and nothing else: no hooks, no other forward."""
     return (
-        isinstance(module, (GroupedLinear, _ScaledGLU))
-        and type(module).forward in (GroupedLinear.forward, _ScaledGLU.forward)
+        isinstance(module, (GroupedLinear, Activation))
+        and type(module).forward in (GroupedLinear.forward, Activation.forward)
         and "forward" not in module.__dict__
         and not hooks._has_any_global_hook()
         and not module._forward_hooks
@@ -125,9 +156,9 @@ def _fused(
             stages.append(module.stage(x, ends, scales, is_first_microbatch))
             width = module.out_features
         else:
-            assert isinstance(module, _ScaledGLU)
-            stages.append(module.stage(x, width, tensors[0]))
-            width //= 2
+            assert isinstance(module, Activation)
+            stages.append(module.stage(x, width, *tensors))
+            width //= module.parts
     made = call(x.reshape(-1, stages[0].width), stages)
     effects: dict[int, Effect] = {}
     for module in modules:
@@ -138,10 +169,11 @@ def _fused(
 
 
 def _width(modules: Sequence[nn.Module]) -> int:
-    """The columns that the first module takes: those of the first layer, doubled for each
+    """The columns that the first module takes: those of the first layer, times the parts of each
     activation before it.
     """
     first = next(i for i, module in enumerate(modules) if isinstance(module, GroupedLinear))
     layer = modules[first]
     assert isinstance(layer, GroupedLinear)
-    return layer.in_features * 2**first
+    before = [module.parts for module in modules[:first] if isinstance(module, Activation)]
+    return layer.in_features * prod(before)

@@ -7,7 +7,6 @@ as a constant.
 
 from __future__ import annotations
 
-from ast import literal_eval
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...definitions import translate
 from ...definitions.tensor_lists import Input, flat
-from ...ir.builder import FusionDefinition
+from ...ir.activation import activated, read
+from ...ir.builder import FusionDefinition, rows_like
 from ...ir.core import Value
 from ...ir.kinds import eight_bits
 from ...ir.kinds.grouped import bias_rows
@@ -178,13 +177,14 @@ def _linear(
     return fd.ops.cast(fd.ops.add(y, fd.ops.mul(each, fd.ops.zero_rest(column, ends))), dtype=dtype)
 
 
-def _glu(fd: FusionDefinition, x: Value, scales: Value, numbers: str) -> Value:
-    """x [M, 2H], scales [M] -> [M, H]: the result of fusion_moe::scaled_swiglu with these numbers,
-    which are Python literals
-    """
-    translator = translate.find("fusion_moe::scaled_swiglu")
-    assert translator is not None
-    return translator.function(fd, x, scales, *literal_eval(numbers))
+def _activation(fd: FusionDefinition, x: Value, scales: Value | None, text: str) -> Value:
+    """x [M, parts * N], scales [M] -> [M, N]: the activation of this text, times the scales"""
+    y = activated(fd, x, read(text))
+    if scales is not None:
+        rows = rows_like(y.type.shape[0], plain(scales.type.shape[0]))
+        column = fd.ops.reshape(scales, new_shape=(rows, 1))
+        y = fd.ops.mul(y, fd.ops.cast(column, dtype=y.type.dtype))
+    return fd.ops.cast(y, dtype=x.type.dtype)
 
 
-BUILDERS: dict[str, Callable[..., Value]] = {"linear": _linear, "glu": _glu}
+BUILDERS: dict[str, Callable[..., Value]] = {"linear": _linear, "activation": _activation}
