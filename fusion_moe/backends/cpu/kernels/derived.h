@@ -64,7 +64,7 @@ struct Level {
     // numbers.
     bool in_range(i64 K) const {
         constexpr u32 LEAST = 0x21800000u, MOST = 0x49800000u;  // 2^-60, 2^20; or zero
-        const i64 count = BLOCK > 0 ? K / BLOCK : 1;
+        const i64 count = BLOCK > 0 ? (K + BLOCK - 1) / BLOCK : 1;
         u32 most = 0;
 #pragma omp simd reduction(max : most)
         for (i64 i = 0; i < count; ++i) {
