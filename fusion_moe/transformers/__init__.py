@@ -20,6 +20,7 @@ from .experts import experts_forward
 from .loading import from_pretrained
 from .quantizer import FusionMoeQuantizer, before_training
 from .registration import register, register_backend
+from .resizing import register_resizing
 from .routers import fuse_routers_
 from .trainer import register_loading
 
@@ -30,4 +31,5 @@ register("modelopt", ModelOptConfig, FusionMoeQuantizer)
 register("fusion_moe", ModelOptConfig, FusionMoeQuantizer)
 register_backend()
 register_saving()
+register_resizing()
 before_training.append(register_loading)

@@ -5,7 +5,7 @@ tensors, and steps after loading.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict
 from functools import partial
@@ -53,6 +53,20 @@ class Tensors(NamedTuple):
 
 # those of a state dict
 state_dict: ContextVar[Tensors | None] = ContextVar("fusion_moe_state_dict", default=None)
+
+
+class Unsent:
+    """The names of a model's encoded tensors, also inside of a PeftModel, for DDP: each rank has
+    read them from files, and need not get those of the first.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __iter__(self) -> Iterator[str]:
+        for name, module in self.model.named_modules():
+            for key in module._parts_by_name() if isinstance(module, PackedModule) else ():
+                yield from (f"{outer}{name}.{key}" for outer in ("", "base_model.model."))
 
 
 class FusionMoeQuantizer(HfQuantizer):
@@ -190,6 +204,7 @@ class FusionMoeQuantizer(HfQuantizer):
             else:  # before 5.21, transformers does not cast if anything is quantized
                 for key, p in module.named_parameters(name, recurse=False):
                     p.data = p.data.to(self._dtypes.get(key, p.dtype))
+        model._ddp_params_and_buffers_to_ignore = Unsent(model)
         asked = getattr(self.quantization_config, "experts", self.quantization_config)
         if asked.weights != "packed":
             prepare_(model, weights=asked.weights)

@@ -1,6 +1,6 @@
 """PEFT's adapters of encoded experts under DDP and FSDP2: run by each rank, on the CPU or on GPUs.
 
-torchrun --nproc-per-node 2 tests/tuning/processes.py cuda     # prints "agree" for each case
+Two GPUs: pytest -m multi tests/tuning
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import fusion_moe
+from fusion_moe.nn.frozen.adaptable import AdaptableModule
+from fusion_moe.transformers import from_pretrained
 
 SIZES = {
     "vocab_size": 32,
@@ -98,7 +100,26 @@ def check(wrap: Callable[..., Any], checkpointed: bool, device: torch.device) ->
         assert (t - saved[name]).norm() <= 1e-4 * saved[name].norm(), name
 
 
-def main(device: str) -> None:
+def check_unsent(folder: str, device: torch.device) -> None:
+    """What each rank has read from files stays; factors are those of the first rank."""
+    rank = dist.get_rank()
+    model = from_pretrained(folder, dtype=torch.float32).to(device)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    torch.manual_seed(rank)
+    model = get_peft_model(model, lora)
+    held = next(m for m in model.modules() if isinstance(m, AdaptableModule))
+    codes = held.down_proj.data
+    codes += rank
+    before = codes.clone()
+    ddp(model, device)
+    assert torch.equal(codes, before)
+    factors = torch.cat([p.detach().flatten() for p in trained(model)])
+    first = factors.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(factors, first)
+
+
+def main(folder: str, device: str) -> None:
     rank = int(os.environ["RANK"])
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
@@ -108,8 +129,10 @@ def main(device: str) -> None:
         for checkpointed in False, True:
             check(wrap, checkpointed, here)
             print(f"rank {rank} {wrap.__name__} {checkpointed}: agree", flush=True)
+    check_unsent(folder, here)
+    print(f"rank {rank} unsent: agree", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
