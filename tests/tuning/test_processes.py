@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def agreements(device: str, ranks: int) -> list[str]:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return sorted(line for line in done.stdout.splitlines() if line.endswith(": agree"))
+    return sorted(re.findall(r"rank \d+ [\w ]+: agree", done.stdout))  # lines of ranks may join
 
 
 def every_case(ranks: int) -> list[str]:
