@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..nn.frozen.packed import PackedModule
 from ..nn.lora.files.factors import from_peft, to_peft
-from ..nn.lora.merging import add_
+from ..nn.lora.merging import add_, write_
 from ..nn.trained.activations import deinterleave, interleave
 
 # what rounding lost of what merging added, by the name of a weight
@@ -84,8 +84,7 @@ class _OnCodes(layer.LoraLayer):
     def unmerge(self) -> None:
         """As PEFT's: puts back the bits that were there before."""
         if self._before is not None:
-            for part, kept in zip(self._packed.weight_of(self.encoded), self._before, strict=True):
-                part.data.copy_(kept)
+            write_(self._packed, {self.encoded: self._before})
         self._before, self.merged_adapters = None, []
 
 

@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -91,12 +91,17 @@ def add_(module: PackedModule, deltas: Mapping[str, Delta], where: str) -> Tenso
     Returns the squared norms of what rounding lost and of what was added: f32 [2].
     """
     sums = {name: _sum(module, name, delta, f"{where}.{name}") for name, delta in deltas.items()}
-    for name, (made, _) in sums.items():
-        for stored, part in zip(module.weight_of(name), made, strict=True):
+    write_(module, {name: made for name, (made, _) in sums.items()})
+    return torch.stack([norms for _, norms in sums.values()]).sum(0)
+
+
+def write_(module: PackedModule, weights: Mapping[str, Sequence[Tensor]]) -> None:
+    """Gives weights the parts that they are stored as."""
+    for name, parts in weights.items():
+        for stored, part in zip(module.weight_of(name), parts, strict=True):
             stored.data.copy_(part)
     if isinstance(module, AdaptableModule):
         refold_(module)
-    return torch.stack([norms for _, norms in sums.values()]).sum(0)
 
 
 def _sum(module: PackedModule, name: str, delta: Delta, where: str) -> tuple[Quantized, Tensor]:
