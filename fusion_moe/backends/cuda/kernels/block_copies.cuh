@@ -95,6 +95,18 @@ struct Square {
         return threadIdx.x / 32 * 16 + 2 * s + threadIdx.x % 32 / 16;
     }
 
+    // Eight columns of a lane's row, if there are any, and their scale.
+    template <class Copy, class T>
+    __device__ __forceinline__ static void store_row(const Copy& copy, const RowTile& tile, int s,
+                                                     i32 across, const Bits<T>& x,
+                                                     const typename Copy::Scale& by) {
+        const i64 m = tile.first + row(s);
+        const i32 j0 = column(across);
+        if (row(s) >= tile.rows || (K % 128 != 0 && j0 >= K)) return;
+        if (copy.scales && threadIdx.x % 16 == 0) copy.scales[m * ACROSS + across] = by.stored;
+        copy.store(m * K + j0, x, [&](int) { return by; });
+    }
+
     // Calls body(tile, its number, tiles before it in its rows) on all threads of a block.
     template <class Tiles, class Body>
     __device__ __forceinline__ static void for_all(const Tiles& tiles, Body body) {
@@ -154,12 +166,6 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
                 x[s] = Bits<T>(wide);
             }
         }
-        const auto store_rows = [&](const auto& copy, int s, const auto& by) {
-            const i64 m = tile.first + S::row(s);
-            if (S::row(s) >= tile.rows || !there) return;
-            if (copy.scales && lane % 16 == 0) copy.scales[m * S::ACROSS + across] = by.stored;
-            copy.store(m * K + j0, x[s], [&](int) { return by; });
-        };
         if constexpr (InRows::MADE) {
 #pragma unroll
             for (int s = 0; s < S::STEPS; ++s) {
@@ -167,7 +173,7 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
 #pragma unroll
                 for (int lanes = 1; lanes < 16; lanes *= 2)
                     most = max(most, __shfl_xor_sync(WHOLE_WARP, most, lanes));
-                store_rows(in_rows, s, typename InRows::Scale(most));
+                S::store_row(in_rows, tile, s, across, x[s], typename InRows::Scale(most));
             }
         }
         if constexpr (InSquares::MADE) {
@@ -179,7 +185,7 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
             for (int w = 0; w < 8; ++w) of_tile = max(of_tile, of_warp[w][0]);
             const typename InSquares::Scale by(of_tile);
 #pragma unroll
-            for (int s = 0; s < S::STEPS; ++s) store_rows(in_squares, s, by);
+            for (int s = 0; s < S::STEPS; ++s) S::store_row(in_squares, tile, s, across, x[s], by);
             __syncthreads();  // the next tile writes what this one read
         }
         if constexpr (InColumns::MADE) {
