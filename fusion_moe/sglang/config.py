@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import sglang
-from sglang.srt.arg_groups.choices import QUANTIZATION_CHOICES
 from sglang.srt.layers import quantization
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
@@ -18,6 +17,7 @@ from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.runtime_context import get_device
+from sglang.srt.server_args import QUANTIZATION_CHOICES
 
 from ..errors import UnsupportedError
 from ..serving import NAME, AnyDtype
