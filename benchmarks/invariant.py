@@ -2,7 +2,7 @@
 "row"; and whether rows keep their bits.
 
     python benchmarks/invariant.py [--device cuda] [--models qwen3 ...] [--tokens 1 8 ...]
-        [--dtype bfloat16] [--threads 1] [--repeats 7] [--no-page]
+        [--cases auto-bfloat16 avx2-float32 ...] [--threads 1] [--repeats 7] [--no-page]
 
 On a GPU (h200_cells.py has the models) calls rotate over layers and routings in CUDA graphs; on a
 CPU (cpu_moe.py) they are timed one by one, in CPU time for one thread. Both orders take turns.
@@ -13,6 +13,7 @@ Before that, bits of the first tokens, each in a call by itself, are compared wi
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import math
 import statistics
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fusion_moe import options
+from fusion_moe.runtime import isa
 
 ORDERS = ("free", "row")
 FEW = 256  # tokens
@@ -48,7 +50,7 @@ def differing(run: Run, x: Tensor, ids: Tensor, w: Tensor) -> int:
 class OnGPU:
     """Layers of a model on the GPU, calls in graphs."""
 
-    def __init__(self, name: str, dtype: torch.dtype):
+    def __init__(self, name: str):
         import h200_cells
         import h200_contenders
 
@@ -132,7 +134,29 @@ class OnCPU:
 
 def mean(ratios: Sequence[float]) -> str:
     """The geometric mean, for people."""
-    return f"{statistics.geometric_mean(ratios):.2f}" if ratios else "-"
+    return f"{statistics.geometric_mean(ratios):.2f}" if ratios else ""
+
+
+def measured(
+    made: OnGPU | OnCPU, title: str, tokens: Sequence[int], repeats: int
+) -> tuple[list[str], str]:
+    """A line of the table, and what became of the bits."""
+    made.prepare(tokens)
+    rows, differ = made.rows(max(tokens)), []
+    for order in ORDERS:
+        with torch.no_grad(), options.override(order=order):
+            differ.append(f"{differing(made.run, *rows)} ({order})")
+    bits = f"{title}: of {ALONE} tokens, so many have other bits among others: {', '.join(differ)}"
+    print(bits, flush=True)
+    cells, ratios = list[str](), dict[int, float]()
+    for t in tokens:
+        us = made.times(t, repeats)
+        ratios[t] = us["row"] / us["free"]
+        cells.append(f"{us['free']:.1f}, {ratios[t]:.2f}")
+        print(title, t, us, cells[-1], flush=True)
+    means = [mean([r for t, r in ratios.items() if (t <= FEW) == few]) for few in (True, False)]
+    print(title, means, flush=True)
+    return [title, *cells, *means], bits
 
 
 def main() -> None:
@@ -143,50 +167,38 @@ def main() -> None:
     parser.add_argument("--device", default=here, choices=list(TOKENS))
     parser.add_argument("--models", nargs="+")
     parser.add_argument("--tokens", nargs="+", type=int)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--cases", nargs="+", default=["auto-bfloat16", "auto-float32"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--no-page", action="store_true")
     asked = parser.parse_args()
-    on_gpu, dtype = asked.device == "cuda", getattr(torch, asked.dtype)
     torch.set_num_threads(asked.threads)
     torch.manual_seed(0)
-    tokens = asked.tokens or TOKENS[asked.device]
-    lines, bits = list[list[str]](), list[str]()
-    ratios: dict[bool, list[float]] = {True: [], False: []}  # by whether tokens are few
-    for name in asked.models or (["qwen3", "gpt-oss", "mixtral"] if on_gpu else ["qwen3"]):
-        made = (OnGPU if on_gpu else OnCPU)(name, dtype)
-        made.prepare(tokens)
-        rows = made.rows(max(tokens))
-        for order in ORDERS:
-            with torch.no_grad(), options.override(order=order):
-                count = differing(made.run, *rows)
-            bits.append(
-                f"{made.title}, {order}: {count} of {ALONE} tokens have other bits in calls of more"
-            )
-            print(bits[-1], flush=True)
-        lines.append([made.title])
-        for t in tokens:
-            us = made.times(t, asked.repeats)
-            ratio = us["row"] / us["free"]
-            ratios[t <= FEW].append(ratio)
-            lines[-1].append(f"{us['free']:.1f}, {us['row']:.1f}, {ratio:.2f}")
-            print(made.title, t, lines[-1][-1], flush=True)
-    head = ["model", *(f"{t:,}" for t in tokens)]
-    table = results.table(head, lines)
-    said = (
-        f"{mean(ratios[True])} of the free order's time up to {FEW} tokens, {mean(ratios[False])} "
-        "above (geometric means)."
-    )
-    card = (
-        torch.cuda.get_device_name() if on_gpu else f"CPU, {asked.threads} threads, {asked.dtype}"
-    )
-    print(table, said, sep="\n\n")
+    tokens, found = asked.tokens or TOKENS[asked.device], list[tuple[list[str], str]]()
+    if asked.device == "cuda":
+        where = torch.cuda.get_device_name()
+        for name in asked.models or ("qwen3", "gpt-oss", "mixtral"):
+            made = OnGPU(name)
+            found.append(measured(made, made.title, tokens, asked.repeats))
+    else:
+        where = f"a CPU, threads: {asked.threads}"
+        for name, case in itertools.product(asked.models or ("qwen3",), asked.cases):
+            tier, dtype = case.split("-")
+            with options.override(cpu_isa=tier):
+                made, title = OnCPU(name, getattr(torch, dtype)), f"{isa.selected()}, {dtype}"
+                title = f"{made.title}, {title}"
+                found.append(measured(made, title, tokens, asked.repeats))
+    head = ["", *(f"{t:,}" for t in tokens), f"mean up to {FEW}", "above"]
+    table = results.table(head, [line for line, _ in found])
+    print(table)
     if not asked.no_page:
-        about = f"On {card}: microseconds of a layer by tokens, free and row, and their ratio."
-        by = "python benchmarks/invariant.py"
+        about = (
+            f"On {where}, {datetime.date.today()}: microseconds of a layer in free order, by "
+            "tokens, and in row order as a multiple of these; geometric means of the multiples."
+        )
+        bits = "\n".join(f"- {said}" for _, said in found)
         results.write(
-            f"row_order_{asked.device}", by, about, table, said, "\n".join(f"- {b}" for b in bits)
+            f"row_order_{asked.device}", "python benchmarks/invariant.py", about, table, bits
         )
 
 

@@ -49,7 +49,7 @@ struct RowOrder<Kernels<Last>> {
 };
 template <class Framed, class... Others>
 struct RowOrder<Kernels<OfAllRows<Framed>, Others...>> {
-    using Kernel = Framed;
+    using Kernel = OfAllRows<Framed>;
 };
 template <class First, class... Others>
 struct RowOrder<Kernels<First, Others...>> : RowOrder<Kernels<Others...>> {};
