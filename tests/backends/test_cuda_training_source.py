@@ -31,6 +31,7 @@ from fusion_moe.compile import compile_fusion
 from fusion_moe.encodings import ENCODINGS, NVFP4, quantize
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import Derivative, differentiate
+from fusion_moe.ir.types import dtype_name
 from fusion_moe.nn import activation, swiglu
 from fusion_moe.runtime import nvrtc
 
@@ -124,6 +125,37 @@ def test_a_recipe_is_one_call_of_our_kernels(form, copies):
     products = [[name for name in names if name != "Loops"] for names in found]
     assert products == [["Gemm", "PlainProduct"], ["Gemm", "Gemm", "Wgrad", "Wgrad"]]
     assert [names.count("Loops") for names in found] == copies
+
+
+@pytest.mark.parametrize("how", ["exact", "saved", "float"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rounded_weights_that_train_have_kernels(how, dtype):
+    """The forward of "exact" is that of the weights alone; weights' gradients are stored in their
+    own dtype.
+    """
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="meta")
+
+    def weight(n: int, k: int) -> list[torch.Tensor]:
+        scales = meta(8, n, k // 16, dtype=torch.float8_e4m3fn), meta(8, 2, dtype=torch.float32)
+        return [meta(8, n, k // 2, dtype=torch.uint8), *scales, meta(8, n, k, dtype=dtype)]
+
+    rows = meta(64, 2, dtype=torch.int64), meta(64, 2, dtype=torch.float32)
+    args = meta(64, 256), *rows, weight(384, 256), weight(256, 192)
+    given = {"weight_format": "nvfp4", "weight_layout": "w16x64", "straight_through": how}
+    made = differentiate(fusion_of_call("fused_experts", *args, **given), [0, 2, 6, 10])
+    forward, backward = (
+        [type(s).__name__ for s in sources(f) if not isinstance(s, Loops)]
+        for f in (made.forward, made.backward)
+    )
+    assert forward == ["Product", "Product"]
+    assert sorted(backward) == sorted(
+        ["Product"] * (how != "saved")
+        + ["Gemm" if how == "float" else "PackedDgrad"] * 2
+        + ["Wgrad"] * 2
+    )
+    assert [v.type.dtype for v in made.backward.outputs[2:]] == [dtype_name(dtype)] * 2
 
 
 def kernels(fusion: Fusion) -> list[KernelSource]:

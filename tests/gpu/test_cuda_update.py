@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from experts import float_weights, same_state
@@ -74,6 +77,34 @@ def test_an_unfinished_update_is_seen_in_a_replay():
             update_weights_(module, pairs())
         graph.replay()
         assert y.isnan().all()
+
+
+def sender(queue: Any, done: Any) -> None:
+    """Another process: pairs of names and tensors on the GPU, by their IPC handles."""
+    for name, t in zip(("gate_up_proj", "down_proj"), float_weights(16, 256, 128, 7), strict=True):
+        queue.put((name, t.cuda().bfloat16()))
+    queue.put(None)
+    done.wait(60)  # the memory is its own
+
+
+def test_weights_from_another_process():
+    """A trainer sends handles; the module reads the trainer's memory, one weight after the
+    other.
+    """
+    spawn = torch.multiprocessing.get_context("spawn")
+    queue, done = spawn.Queue(), spawn.Event()
+    module = NVFP4Experts.from_float(*(t.cuda() for t in float_weights(16, 256, 128)))
+    fusion_moe.prepare_(module)
+    process = spawn.Process(target=sender, args=(queue, done))
+    process.start()
+    try:
+        update_weights_(module, iter(partial(queue.get, timeout=60), None))
+        torch.cuda.synchronize()
+    finally:
+        done.set()
+        process.join(60)
+    fresh = NVFP4Experts.from_float(*(t.cuda().bfloat16() for t in float_weights(16, 256, 128, 7)))
+    assert same_state(module.state_dict(), fresh.state_dict())
 
 
 def test_seconds_of_a_layer_of_qwen3_30b(capsys):
