@@ -16,6 +16,7 @@ from ..encodings import find
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.kinds import eight_bits
+from ..ir.kinds.quantized import format_of, known
 from ..ir.kinds.runs import in_runs
 from ..ir.sizes import exact_div
 from ..ir.types import plain
@@ -27,11 +28,12 @@ ByWayOf = Callable[[FusionDefinition, Value], Value]
 
 def lower_operands(fusion: Fusion, target: Target) -> Fusion:
     """The Fusion with a `dequantize` before each product by a recipe, since products count such
-    operands as these values anyway; and a `pack` of parts before each product of other rows.
+    operands as these values anyway; and a `pack` of parts before each product of other rows, and
+    of those that the target multiplies as codes.
     """
     by_way_of = _itself if "quantize" in target.unshared_roles else eight_bits.in_parts
     return (
-        rewrite(fusion, partial(_rule, by_way_of))
+        rewrite(fusion, partial(_rule, by_way_of, target))
         if any(map(_reads_quantized, fusion.ops))
         else fusion
     )
@@ -46,12 +48,29 @@ def _reads_quantized(op: Op) -> bool:
     return op.kind.role == "grouped" and op.values[0].type.quantized
 
 
+def _multiplied_as_codes(op: Op, target: Target) -> bool:
+    """Whether a target has kernels that multiply the codes of a trained product: all of their
+    blocks are whole.
+    """
+    a, w = (v.type for v in op.values[:2])
+    return (
+        op.kind.name == "grouped_mm"
+        and w.dtype in target.linear_weights.get(format_of(a), ())
+        and not any(known(size) % w.encoding.block for size in w.shape[1:])
+    )
+
+
 def _rule(
-    by_way_of: ByWayOf, fd: FusionDefinition, op: Op, inputs: Sequence[Any]
+    by_way_of: ByWayOf, target: Target, fd: FusionDefinition, op: Op, inputs: Sequence[Any]
 ) -> Sequence[Value] | None:
     if not _reads_quantized(op):
         return None
     attrs = {name: attr for name, attr in op.attrs.items() if name != "wgrad"}
+    if _multiplied_as_codes(op, target) and eight_bits.is_trained(op):
+        # from one read of picked rows, beside their copy for wgrad
+        return fd.append(
+            op.kind, [*(eight_bits.in_parts(fd, v) for v in inputs[:2]), inputs[2]], attrs
+        )
     if not eight_bits.is_trained(op):
         lowered = [_in_memory(fd, v) for v in inputs]
         return None if lowered == list(inputs) else fd.append(op.kind, lowered, attrs)
