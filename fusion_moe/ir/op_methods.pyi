@@ -279,6 +279,11 @@ class Ops:
         """x mxfp8[..., N, K] -> dtype[..., N, K], rounded once; ends: of its rows, if blocks lie
         along rows of groups
         """
+    def turn(self, codes: Value, scales: Value, /) -> Value:
+        """The parts of matrices in blocks of 128 x 128, codes f8e4m3[G, N, K] and the scale of
+        each row of a block [G, N, K/128], -> those of the transposed matrices, [G, K, N] and
+        [G, K, N/128]
+        """
     def grouped_swizzle(self, x: Value, ends: Value, /, layout: str) -> Value:
         """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: each group is stored separately
         in the layout

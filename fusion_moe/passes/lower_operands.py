@@ -54,7 +54,7 @@ def _multiplied_as_codes(op: Op, target: Target) -> bool:
     """
     a, w = (v.type for v in op.values[:2])
     return (
-        op.kind.name == "grouped_mm"
+        op.kind.name in ("grouped_mm", "grouped_mm_t")
         and w.dtype in target.linear_weights.get(format_of(a), ())
         and not any(known(size) % w.encoding.block for size in w.shape[1:])
     )
@@ -68,9 +68,12 @@ def _rule(
     attrs = {name: attr for name, attr in op.attrs.items() if name != "wgrad"}
     if _multiplied_as_codes(op, target) and eight_bits.is_trained(op):
         # from one read of picked rows, beside their copy for wgrad
-        return fd.append(
-            op.kind, [*(eight_bits.in_parts(fd, v) for v in inputs[:2]), inputs[2]], attrs
-        )
+        a, w = (eight_bits.in_parts(fd, v) for v in inputs[:2])
+        if op.kind.name == "grouped_mm_t":
+            made = fd.producer(w)
+            assert made is not None
+            w = fd.ops.pack(*fd.ops.turn(*made.values), encoding=w.type.dtype, layout="linear")
+        return [fd.ops.grouped_mm(a, w, inputs[2])]
     if not eight_bits.is_trained(op):
         lowered = [_in_memory(fd, v) for v in inputs]
         return None if lowered == list(inputs) else fd.append(op.kind, lowered, attrs)

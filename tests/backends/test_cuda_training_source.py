@@ -92,10 +92,15 @@ def sources(fusion: Fusion) -> list[Source]:
 
 @needs_nvdisasm
 @pytest.mark.parametrize(
-    ("form", "copies"),
-    [("mxfp8", [5, 6]), ("fp8_block", [5, 6]), ("fp8_block_wgrad_bf16", [4, 4])],
+    ("form", "inner", "copies"),
+    [
+        ("mxfp8", 192, [5, 6]),
+        ("fp8_block", 160, [5, 6]),
+        ("fp8_block", 256, [4, 6]),  # whole blocks: multiplied as codes
+        ("fp8_block_wgrad_bf16", 256, [4, 4]),
+    ],
 )
-def test_a_recipe_is_one_call_of_our_kernels(form, copies):
+def test_a_recipe_is_one_call_of_our_kernels(form, inner, copies):
     """Copies of one tensor are made by one kernel. Rows are picked from numbers that were rounded
     once, as the product reads them.
     """
@@ -107,8 +112,8 @@ def test_a_recipe_is_one_call_of_our_kernels(form, copies):
         meta(64, 256),
         meta(64, 2, dtype=torch.int64),
         meta(64, 2, dtype=torch.float32),
-        [meta(8, 384, 256)],
-        [meta(8, 256, 192)],
+        [meta(8, 2 * inner, 256)],
+        [meta(8, 256, inner)],
     )
     how = {"weight_format": "bf16", "activation_format": form}
     made = differentiate(fusion_of_call("fused_experts", *args, **how), [0, 2, 3, 4])
@@ -118,12 +123,15 @@ def test_a_recipe_is_one_call_of_our_kernels(form, copies):
         assert program.joined
         found.append([type(s.plan.work).__name__ for s in program.segments])
         for kernel in program.joined.choose(dict.fromkeys(fusion.symbols, 64), H200).kernels:
-            if kernel.name.startswith(("copies", "elements", "sum")):
+            if kernel.name.startswith(("copies", "elements", "sum", "fp8")):
                 cubin = build(kernel, H200)
                 assert cubin.exists()
                 assert not spills(sass(cubin))
     products = [[name for name in names if name != "Loops"] for names in found]
-    assert products == [["Gemm", "PlainProduct"], ["Gemm", "Gemm", "Wgrad", "Wgrad"]]
+    forward, dgrad = [["Gemm", "PlainProduct"], ["Gemm", "Gemm"]]
+    if form.startswith("fp8") and inner % 128 == 0:
+        forward = dgrad = ["Fp8Product"] * 2
+    assert products == [forward, [*dgrad, "Wgrad", "Wgrad"]]
     assert [names.count("Loops") for names in found] == copies
 
 

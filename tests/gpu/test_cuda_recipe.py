@@ -123,6 +123,15 @@ def test_kernels_of_fp8_copies_along_rows_of_groups(of, sizes):
     assert_bits_of_the_reference(copies(x, of, ends), x, ends)
 
 
+@pytest.mark.parametrize("of", [FP8_E8M0, FP8_BLOCKS_F32])
+def test_turned_blocks(of):
+    codes, scales = quantize(numbers_of_all_sizes(3 * 256, 384).clamp(-9, 9).view(3, 256, 384), of)
+    fd = FusionDefinition()
+    for part in fd.ops.turn(fd.from_pytorch(codes), fd.from_pytorch(scales)):
+        fd.add_output(part)
+    assert_bits_of_the_reference(fd.fusion(), codes, scales)
+
+
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("of", [FP8_ROWS, FP8_COLUMNS, FP8_ROWS_F32, FP8_COLUMNS_F32])
 def test_fp8_blocks_that_are_not_finite(of, bad):

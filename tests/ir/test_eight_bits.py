@@ -19,8 +19,10 @@ import fusion_moe
 from fusion_moe import FusionDefinition
 from fusion_moe.backends import TARGETS
 from fusion_moe.encodings import (
+    FP8_BLOCKS_F32,
     FP8_COLUMNS,
     FP8_COLUMNS_F32,
+    FP8_E8M0,
     MXFP8,
     MXFP8_COLUMNS,
     dequantize,
@@ -203,6 +205,40 @@ def test_the_passes_keep_every_bit(form):
             v.type.quantized for op in after.ops if op.kind.role == "grouped" for v in op.values
         )
         assert str(lower_operands(after, TARGETS["cpu"])) == str(after)
+
+
+@pytest.mark.parametrize("encoding", [FP8_E8M0, FP8_BLOCKS_F32])
+def test_turned_blocks_are_those_of_the_transpose(encoding):
+    w = torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(0)) * 3
+    fd = FusionDefinition()
+    for part in fd.ops.turn(*fd.ops.unpack(fd.ops.quantize(fd.from_pytorch(w), encoding.name))):
+        fd.add_output(part)
+    assert_same_bits(evaluate(fd.fusion(), w), list(quantize(w.mT.contiguous(), encoding)))
+
+
+def test_products_that_a_target_multiplies_as_codes():
+    """Forward and dgrad, on turned weights, mean what they did."""
+    fd = FusionDefinition()
+    x = fd.define_tensor(shape=[-1, 256], dtype="bf16")
+    offs = fd.define_tensor(shape=[5], dtype="i32")
+    weight = fd.define_tensor(shape=[5, 128, 256], dtype="bf16", role="weight")
+    ends = fd.groups_of(offs, x.type.shape[0])
+    fd.add_output(eight_bits.product(fd, fd.partition_by(x, ends), weight, ends, "fp8_block"))
+    derivative = differentiate(fd.fusion(), (0, 2))
+    g = torch.Generator().manual_seed(0)
+    rows, dy = (torch.randn(LAYER.rows, n, generator=g) for n in (256, 128))
+    given_ = rows.bfloat16(), LAYER.ends, torch.randn(5, 128, 256, generator=g).bfloat16()
+    read = [*derivative.read(given_, derivative.forward.evaluate(*given_)), dy]
+    for fusion, inputs, turned in (
+        (derivative.forward, given_, 0),
+        (derivative.backward, read, 1),
+    ):
+        lowered = lower_operands(fusion, TARGETS["cuda"]).verify()
+        codes = [op for op in lowered.ops if op.kind.name == "grouped_mm"]
+        assert [[v.type.dtype for v in op.values[:2]] for op in codes] == [["fp8_rows", "fp8_e8m0"]]
+        assert sum(op.kind.name == "turn" for op in lowered.ops) == turned
+        for found, want in zip(evaluate(lowered, *inputs), evaluate(fusion, *inputs), strict=True):
+            near(found.float(), want.float())
 
 
 @given(FEW, st.sampled_from((MXFP8_COLUMNS, FP8_COLUMNS, FP8_COLUMNS_F32)))

@@ -94,6 +94,7 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
         ([MATRICES, MATRICES, (2, 32, 1)], each("encoding", ("mxfp8", "fp8_e8m0", "fp8_rows"))),
         ([X, X, (1, 32)], each("encoding", ("mxfp8_columns",))),
     ],
+    "turn": [([(2, 128, 256), (2, 128, 2)], [{}])],
     "unpack": [([x], [{}]) for x in (X, ROWS, MATRICES)],
     "straight_through": [([MATRICES, MATRICES], each("how", STRAIGHT_THROUGH))],
     "decode_scale": [([x], each("encoding", ENCODINGS)) for x in (X, ROWS, MATRICES)],

@@ -15,7 +15,7 @@ from ...encodings import (
     FP8_ROWS_F32,
     Encoding,
 )
-from ...ir.core import Value
+from ...ir.core import Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv
 from ...ir.types import Dim, plain
@@ -97,6 +97,19 @@ def reading(
         f"read_block_copy<{k}>({tiles}, {given}, {source.names[numbers]});",
     ]
     return _of_tiles(source, name, body, count, k)
+
+
+def turning(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
+    """The kernel that transposes matrices in blocks of 128 x 128."""
+    (codes, scales), made = op.values, op.outputs
+    groups, n, k = codes.type.shape
+    given = [*(source.array(v, left) for v in (codes, scales)), *(source.names[v] for v in made)]
+    body = [
+        "griddepcontrol_wait();",
+        "griddepcontrol_launch_dependents();",
+        f"turn_blocks<{known(n)}, {known(k)}>({size(plain(groups))}, {', '.join(given)});",
+    ]
+    return _of_tiles(source, name, body, plain(groups) * (known(n) // BLOCK), known(k))
 
 
 def _grouped(

@@ -20,7 +20,7 @@ from ..cxx.product_plan import MADE_FIRST, known
 from ..cxx.statements import hoisted, inner, written
 from ..cxx.sums import Reduction, reduction
 from ..inexpressible import Inexpressible, naming
-from . import copies, router
+from . import block_copies, copies, router
 from .heuristics import Chosen
 from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
 from .vectors import FIRST, VECTOR, Store, VectorElements, of_eight
@@ -45,7 +45,7 @@ class Loops(Source):
         whole = [
             v
             for op in fusion.ops
-            if op.kind.name in MADE_FIRST or op in (*self.sums, *self.saved)
+            if op.kind.name in (*MADE_FIRST, "turn") or op in (*self.sums, *self.saved)
             for v in op.outputs
         ]
         whole += [v for of_x in self.copies.values() for copy in of_x for v in copy.memory]
@@ -77,6 +77,10 @@ class Loops(Source):
                 with naming(op):
                     found.append(copies.kernel(self, f"copies_{len(found)}", of_x, left))
                 left = [v for v in left if not any(v in copy.memory for copy in of_x)]
+            elif op.kind.name == "turn":
+                with naming(op):
+                    found.append(block_copies.turning(self, f"copies_{len(found)}", op, left))
+                left = [v for v in left if v not in op.outputs]
             elif op in self.saved:
                 with naming(op):
                     found.append(copies.reading(self, f"copies_{len(found)}", op, left))

@@ -31,6 +31,7 @@ from ...encodings import (
 )
 from ...errors import ShapeError, need_one_of
 from ...layouts import LAYOUTS, SF128x4, TensorLayout
+from ...layouts.layout import as_bytes
 from ...target import ROWS
 from ..core import Need, Op, OpKind, Value
 from ..sizes import ceildiv
@@ -367,6 +368,29 @@ def _straight_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     return [None, dy]
 
 
+def _turn_type(codes: TensorType, scales: TensorType) -> Types:
+    """The parts of matrices in blocks of 128 x 128, codes f8e4m3[G, N, K] and the scale of each
+    row of a block [G, N, K/128], -> those of the transposed matrices, [G, K, N] and [G, K, N/128]
+    """
+    need_rank("the codes", codes, 3)
+    need_dtype("the codes", codes, "f8e4m3")
+    need_dtype("the scales", scales, "f8e8m0", "f32")
+    (groups, *sizes), block = codes.shape, FP8_E8M0.block
+    n, k = map(known, sizes)
+    if n % block or k % block or scales.shape != (groups, n, k // block):
+        raise ShapeError(
+            f"codes {codes}, scales {scales}", expected=f"whole blocks of {block} x {block}"
+        )
+    return codes.with_(shape=(groups, k, n)), scales.with_(shape=(groups, k, n // block))
+
+
+def _turn(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    block = FP8_E8M0.block
+    of_blocks = as_bytes(scales)[:, ::block].mT.repeat_interleave(block, 1)
+    turned = as_bytes(codes).mT.contiguous()
+    return turned.view(codes.dtype), of_blocks.contiguous().view(scales.dtype)
+
+
 def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
     """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: each group is stored separately in the
     layout
@@ -447,6 +471,7 @@ TABLE = (
         role="quantize",
     ),
     OpKind("dequantize", _dequantize_type, _dequantize, role="quantize"),
+    OpKind("turn", _turn_type, _turn, role="layout", outputs=2),
     OpKind("grouped_swizzle", _swizzle_type, _swizzle, role="layout"),
     OpKind("relayout", _relayout_type, _relayout, role="layout"),
 )

@@ -227,6 +227,51 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
     });
 }
 
+// Codes [G, N, K] and scales [G, N, K / 128] of blocks of 128 x 128 -> those of the transposed
+// matrices.
+template <i32 N, i32 K, class Scale>
+__device__ __forceinline__ void turn_blocks(i64 groups, const u8* codes, const Scale* scales,
+                                            u8* turned, Scale* turned_scales) {
+    constexpr i32 DOWN = N / 128, ACROSS = K / 128;
+    // words of rows; four more after each 16, so that 8 of these are in banks of their own
+    __shared__ __align__(16) u32 words[128 * 32 + 8 * 4];
+    const auto word = [&](i32 n, i32 w) { return words + n * 32 + n / 16 * 4 + w; };
+    for (i64 i = blockIdx.x; i < groups * DOWN * ACROSS; i += gridDim.x) {
+        const i64 g = i / (DOWN * ACROSS);
+        const i32 n0 = i32(i / ACROSS % DOWN) * 128, k0 = i32(i % ACROSS) * 128;
+        const u8* from = codes + (g * N + n0) * K + k0;
+        u8* to = turned + (g * K + k0) * N + n0;
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            const i32 n = threadIdx.x / 8 + 32 * v, w = threadIdx.x % 8 * 4;
+            *reinterpret_cast<Vector<u32, 4>*>(word(n, w)) =
+                load_vector<4>(reinterpret_cast<const u32*>(from + i64(n) * K + 4 * w));
+        }
+        if (threadIdx.x < 128)
+            turned_scales[(g * K + k0 + threadIdx.x) * DOWN + n0 / 128] =
+                scales[(g * N + n0) * ACROSS + k0 / 128];
+        __syncthreads();
+        const i32 n = threadIdx.x % 8 * 16, k = threadIdx.x / 8;  // 16 rows, a word of columns
+        Vector<u32, 4> made[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            u32 x[4];
+#pragma unroll
+            for (int r = 0; r < 4; ++r) x[r] = *word(n + 4 * q + r, k);
+            const u32 low[2] = {__byte_perm(x[0], x[1], 0x5140), __byte_perm(x[2], x[3], 0x5140)},
+                      high[2] = {__byte_perm(x[0], x[1], 0x7362), __byte_perm(x[2], x[3], 0x7362)};
+            made[0].at[q] = __byte_perm(low[0], low[1], 0x5410);
+            made[1].at[q] = __byte_perm(low[0], low[1], 0x7632);
+            made[2].at[q] = __byte_perm(high[0], high[1], 0x5410);
+            made[3].at[q] = __byte_perm(high[0], high[1], 0x7632);
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            store_vector<4>(reinterpret_cast<u32*>(to + i64(4 * k + c) * N + n), made[c]);
+        __syncthreads();  // the next block writes what this one read
+    }
+}
+
 // The bf16 numbers of a copy [rows, K] in blocks along rows of groups, whose scales are powers of
 // two; zeros in rows of none.
 template <i32 K, i32 GROUPS>
