@@ -227,16 +227,6 @@ class Ops:
         elements are [..., K/2, N], strided so that the two codes of a byte still run along K
         and no byte has to move.
         """
-    @overload
-    def pack_for(self, x: Value, *parts: Value, encoding: str) -> Value:
-        """x float[..., N, K], the parts of its copy in an encoding -> that copy, mxfp8[..., N,
-        K]; its gradient is that of x, which is not read.
-        """
-    @overload
-    def pack_for(self, operands: Sequence[Operand], /, encoding: str) -> Value:
-        """x float[..., N, K], the parts of its copy in an encoding -> that copy, mxfp8[..., N,
-        K]; its gradient is that of x, which is not read.
-        """
     def unpack(self, x: Value, /) -> Any:
         """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]: all parts
         except the scales of whole matrices
@@ -279,7 +269,7 @@ class Ops:
         """x mxfp8[..., N, K] -> dtype[..., N, K], rounded once; ends: of its rows, if blocks lie
         along rows of groups
         """
-    def turn(self, codes: Value, scales: Value, /) -> Value:
+    def turn(self, codes: Value, scales: Value, /) -> tuple[Value, Value]:
         """The parts of matrices in blocks of 128 x 128, codes f8e4m3[G, N, K] and the scale of
         each row of a block [G, N, K/128], -> those of the transposed matrices, [G, K, N] and
         [G, K, N/128]

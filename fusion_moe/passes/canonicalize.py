@@ -106,11 +106,6 @@ def _quantize(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[V
     return None if of_matrix else _product(fd, op, inputs)
 
 
-def _pack_for(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-    """What it is for matters to derivatives only."""
-    return (fd.ops.pack(*inputs[1:], encoding=op.attrs["encoding"], layout="linear"),)
-
-
 def _gather(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
     """Rows are gathered in their narrow dtype and widened afterwards."""
     x, index = inputs
@@ -148,7 +143,6 @@ _RULES = {
     "partition": _partition,
     "index_select": _gather,
     "quantize": _quantize,
-    "pack_for": _pack_for,
     "straight_through": _straight_through,
     **dict.fromkeys(_PRODUCTS, _product),
 }

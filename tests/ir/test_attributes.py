@@ -92,10 +92,6 @@ def program():
         "index_select": ([x, tensor(3, dtype="i64")], {"dim": 0}),
         "invert": ([tensor(m, 2, dtype="i32")], {"rows": m * 2}),
         "pack": (parts, {"encoding": "nvfp4", "layout": "linear", "transposed": False}),
-        "pack_for": (
-            [dense, tensor(2, 32, 32, dtype="f8e4m3"), tensor(2, 32, 1, dtype="f8e8m0")],
-            {"encoding": "mxfp8"},
-        ),
         "straight_through": ([weight, dense], {"how": "exact"}),
         "decode_scale": ([dense], {"encoding": "nvfp4"}),
         "quantize": ([dense, tensor(2)], {"encoding": "nvfp4"}),

@@ -19,10 +19,8 @@ import fusion_moe
 from fusion_moe import FusionDefinition
 from fusion_moe.backends import TARGETS
 from fusion_moe.encodings import (
-    FP8_BLOCKS_F32,
     FP8_COLUMNS,
     FP8_COLUMNS_F32,
-    FP8_E8M0,
     MXFP8,
     MXFP8_COLUMNS,
     dequantize,
@@ -205,15 +203,6 @@ def test_the_passes_keep_every_bit(form):
             v.type.quantized for op in after.ops if op.kind.role == "grouped" for v in op.values
         )
         assert str(lower_operands(after, TARGETS["cpu"])) == str(after)
-
-
-@pytest.mark.parametrize("encoding", [FP8_E8M0, FP8_BLOCKS_F32])
-def test_turned_blocks_are_those_of_the_transpose(encoding):
-    w = torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(0)) * 3
-    fd = FusionDefinition()
-    for part in fd.ops.turn(*fd.ops.unpack(fd.ops.quantize(fd.from_pytorch(w), encoding.name))):
-        fd.add_output(part)
-    assert_same_bits(evaluate(fd.fusion(), w), list(quantize(w.mT.contiguous(), encoding)))
 
 
 def test_products_that_a_target_multiplies_as_codes():

@@ -772,6 +772,15 @@ def test_straight_through_is_the_weight():
     assert torch.equal(found, loops.decoded(*quantize(x + 1, NVFP4)))
 
 
+@about("turn")
+@pytest.mark.parametrize("encoding", ["fp8_e8m0", "fp8_blocks_f32"])
+def test_turned_blocks_are_those_of_the_transpose(encoding):
+    w = 3 * torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(0))
+    found = run(lambda fd, *parts: fd.ops.turn(*parts)[0], *quantize(w, ENCODINGS[encoding]))
+    scales = run(lambda fd, *parts: fd.ops.turn(*parts)[1], *quantize(w, ENCODINGS[encoding]))
+    assert_same_bits([*found, *scales], list(quantize(w.mT.contiguous(), ENCODINGS[encoding])))
+
+
 @about("dequantize")
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_dequantize(dtype):

@@ -90,10 +90,6 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
     ],
     "topk_weights_backward": [([X, (32, 2), (32, 2)], [{}])],
     "pack": list(parts()),
-    "pack_for": [
-        ([MATRICES, MATRICES, (2, 32, 1)], each("encoding", ("mxfp8", "fp8_e8m0", "fp8_rows"))),
-        ([X, X, (1, 32)], each("encoding", ("mxfp8_columns",))),
-    ],
     "turn": [([(2, 128, 256), (2, 128, 2)], [{}])],
     "unpack": [([x], [{}]) for x in (X, ROWS, MATRICES)],
     "straight_through": [([MATRICES, MATRICES], each("how", STRAIGHT_THROUGH))],

@@ -139,11 +139,11 @@ def product(
         family.rows.need_whole(known(size), letter)
     a = fd.ops.quantize(x, encoding=family.rows.name)
     encoding = family.along(-2 if transposed else -1, True).name
-    w = (
-        fd.ops.pack_for(weight, *held, encoding=encoding)
-        if held
-        else fd.ops.quantize(weight, encoding=encoding)
-    )
+    if held:
+        made = fd.ops.pack(*held, encoding=encoding, layout="linear")
+        w = fd.ops.straight_through(made, weight, how="saved")
+    else:
+        w = fd.ops.quantize(weight, encoding=encoding)
     return (fd.ops.grouped_mm_t if transposed else fd.ops.grouped_mm)(a, w, ends, wgrad=wgrad)
 
 
@@ -170,11 +170,11 @@ def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 def _floats(fd: Any, copied: Value) -> Value:
     """The floats that a copy was made from."""
     op = fd.producer(copied)
-    if op is None or op.kind.name not in ("quantize", "pack_for"):
+    if op is None or op.kind.name not in ("quantize", "straight_through"):
         raise NotImplementedError(
             f"the derivative of a product of {copied.type} that was not made from floats here"
         )
-    source: Value = op.values[0]
+    source: Value = op.values[-1] if op.kind.name == "straight_through" else op.values[0]
     return source
 
 
@@ -183,8 +183,8 @@ def in_parts(fd: Any, copied: Value) -> Value:
     op = fd.producer(copied)
     if op is not None and op.kind.name == "pack":
         return copied
-    if op is not None and op.kind.name == "pack_for":
-        held: Value = fd.ops.pack(*op.values[1:], encoding=copied.type.dtype, layout="linear")
+    if op is not None and op.kind.name == "straight_through":
+        held: Value = op.values[0]
         return held
     packed: Value = fd.ops.pack(*fd.ops.unpack(copied), encoding=copied.type.dtype, layout="linear")
     return packed

@@ -128,21 +128,6 @@ def _pack(*parts: torch.Tensor, encoding: str, layout: str, transposed: bool = F
     return (elements if descriptor.plain else Quantized(elements, *parts[1:], encoding=descriptor),)
 
 
-def _pack_for_type(x: TensorType, *parts: TensorType, encoding: str) -> Types:
-    """x float[..., N, K], the parts of its copy in an encoding -> that copy, mxfp8[..., N, K]; its
-    gradient is that of x, which is not read.
-    """
-    _need_matrices(x, find(encoding))
-    (made,) = _pack_type(*parts, encoding=encoding, layout="linear")
-    if made.shape != x.shape:
-        raise ShapeError(f"parts of {made}", expected=f"those of x {x}")
-    return (made,)
-
-
-def _pack_for(x: torch.Tensor, *parts: torch.Tensor, encoding: str) -> tuple[Any]:
-    return _pack(*parts, encoding=encoding, layout="linear")
-
-
 def known(k: Dim) -> int:
     """A size that the program knows; ShapeError for one that depends on the call."""
     size = plain(k)
@@ -451,7 +436,6 @@ def linear(x: Any, encoding: Encoding, layout: str, ends: torch.Tensor | None = 
 
 TABLE = (
     OpKind("pack", _pack_type, _pack, needs=_pack_needs, view=True, role="view"),
-    OpKind("pack_for", _pack_for_type, _pack_for, _quantize_grad, view=True, role="view"),
     OpKind("unpack", _unpack_type, _unpack, role="view", outputs=None),
     OpKind(
         "straight_through",
