@@ -16,7 +16,7 @@ from pointwise import BINARY, COMPARISONS, LOGICAL, UNARY, sample
 from routings import Partition, Routing, partitions, routings
 
 from fusion_moe import FusionDefinition
-from fusion_moe.encodings import NVFP4, Quantized, quantize
+from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, quantize
 from fusion_moe.errors import FusionError, GroupsError, ShapeError
 from fusion_moe.ir.kinds import KINDS
 from fusion_moe.ir.types import DTYPES
