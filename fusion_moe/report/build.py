@@ -40,7 +40,8 @@ class Seen:
     have no translator.
 
     breaks: why no graph was captured; steps: the graphs of training steps; float_experts: the names
-    of expert weights in floating point; watch: what was noted while the call ran, if it ran.
+    of expert weights in floating point; folded: what folding experts to FP8 rounded; watch: what
+    was noted while the call ran, if it ran.
     """
 
     graphs: list[Found] = field(default_factory=list)
@@ -48,6 +49,7 @@ class Seen:
     steps: list[Step] = field(default_factory=list)
     custom_ops: dict[str, None] = field(default_factory=dict)
     float_experts: dict[str, None] = field(default_factory=dict)
+    folded: str = ""
     watch: Watch | None = None
 
 
@@ -106,6 +108,7 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
         saved=tuple(saved for step in seen.steps for saved in step.saved(origins)),
         gradients=tuple(gradient for step in seen.steps for gradient in step.gradients(origins)),
         float_experts=tuple(seen.float_experts),
+        folded=seen.folded,
         unfused_flops=outside.flops(calls_outside),
         unfused_bytes=outside.moved(calls_outside),
         version=__version__,

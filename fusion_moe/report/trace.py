@@ -26,6 +26,7 @@ from ..frontends.float_experts import experts_outside, float_experts
 from ..frontends.inductor.compile_graph import compile_calls
 from ..frontends.inductor.dynamo import apart, first_break
 from ..frontends.regions import NotFused, find_regions
+from ..nn.frozen.folded import folding
 from ..options import Options
 from ..plugins import CompiledBy
 from .backward import Step, input_names, is_backward
@@ -218,6 +219,9 @@ def _in_dynamo(
                     "graph break", found[1], f"{found[0]}{_LOOP if seen.float_experts else ''}"
                 )
             )
+    owner = getattr(function, "__self__", function)
+    if isinstance(owner, torch.nn.Module):
+        seen.folded = folding(owner.modules())
     return seen
 
 

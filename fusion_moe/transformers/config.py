@@ -4,12 +4,14 @@ the caller who loads a model.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoints.directory import QUANTIZATION, TEXT_MODEL
 from ..checkpoints.modelopt import own_entries
+from ..errors import UnsupportedError
 from ..nn import config as nn_config
 
 
@@ -38,8 +40,10 @@ class ModelOptConfig(QuantizationConfigMixin):
 
     @property
     def quantizes(self) -> bool:
-        """Whether experts in 8-bit floats are rounded to NVFP4."""
-        return "experts_config" in self.__dict__
+        """Whether experts in 8-bit floats are rounded to NVFP4: if the caller says how experts are
+        computed, and not that they are read as FP8.
+        """
+        return "experts_config" in self.__dict__ and self.experts.weights == "packed"
 
     @property
     def experts(self) -> nn_config.NVFP4Config:
@@ -53,6 +57,24 @@ class NVFP4Config(nn_config.NVFP4Config, QuantizationConfigMixin):
     """`quantization_config=NVFP4Config()` quantizes experts while a model in floating point is
     loaded, bit for bit as `quantize_`.
     """
+
+
+def experts_config(asked: Any) -> dict[str, Any] | None:
+    """What the caller's `quantization_config` says about the experts of an encoded directory: ours,
+    or transformers' FineGrainedFP8Config, by its fields. None for any other.
+
+    UnsupportedError for other blocks than 128 x 128, and for scales of activations that a file has.
+    """
+    if isinstance(asked, nn_config.NVFP4Config):
+        return asdict(asked)
+    if not hasattr(asked, "activation_scheme") or not hasattr(asked, "weight_block_size"):
+        return None
+    for name, value in ("weight_block_size", (128, 128)), ("activation_scheme", "dynamic"):
+        found = getattr(asked, name)
+        if (tuple(found) if isinstance(found, list) else found) != value:
+            where = type(asked).__name__
+            raise UnsupportedError(f"{name} = {found!r}", expected=repr(value), where=where)
+    return asdict(nn_config.NVFP4Config("fp8", "fp8"))
 
 
 def set_quantization(config: Any, entry: Any) -> None:

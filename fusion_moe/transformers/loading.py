@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,10 +33,9 @@ from ..checkpoints.directory import (
 )
 from ..checkpoints.headers import read_json, shown
 from ..errors import CheckpointError, OptionError
-from ..nn.config import NVFP4Config
 from .adapters import read_adapters_
 from .completeness import new_heads
-from .config import set_quantization
+from .config import experts_config, set_quantization
 from .quantizer import Tensors, state_dict
 from .share import Share
 from .sources import some
@@ -87,7 +85,10 @@ def from_pretrained(
     state_dict, tensors as in files. auto_class: None for the class that config.json names, such as
     one with a vision tower, or AutoModelForCausalLM if transformers has no such class. kwargs may
     change entries of the configuration, unless config is given, which stays as it is.
-    quantization_config=NVFP4Config(): rounds experts in floats, also in 8-bit floats, to NVFP4.
+    quantization_config=NVFP4Config(): rounds experts in floats, also in 8-bit floats, to NVFP4;
+    with weights="fp8" those in 8-bit floats stay, and all others in few bits are read as FP8.
+    transformers' FineGrainedFP8Config() asks for that and activation_format="fp8": what a directory
+    itself says about activations never does.
     UnsupportedError for a `quant_method` that is not supported here, and for a device_map with
     encoded weights outside of memory; CheckpointError for weights that are missing, left over or of
     another dtype or size. For encoded weights both are raised before any weight is read. In a
@@ -117,8 +118,9 @@ def from_pretrained(
         _beside(directory, _some_of(kwargs, _OF_HUB)) if directory else {}
     ):
         found = {**found, "source": method_of(found, str(directory)), "quant_method": "fusion_moe"}
-        if isinstance(kwargs.get("quantization_config"), NVFP4Config):
-            found["experts_config"] = dataclasses.asdict(kwargs.pop("quantization_config"))
+        if asked := experts_config(kwargs.get("quantization_config")):
+            found["experts_config"] = asked
+            del kwargs["quantization_config"]
         set_quantization(config, found)
     if directory is None or kwargs.get("state_dict") is not None:
         given, file = kwargs["state_dict"], Path("state_dict")

@@ -14,7 +14,6 @@ from torch import nn
 
 from ..checkpoints import Entry, Scheme, StoredPart, StoredWeight, stored_weights
 from ..checkpoints.experts import expert_of, hidden_layers_of, predicts_further_tokens
-from ..checkpoints.fp8 import BLOCK
 from ..checkpoints.stored import all_eight_bits
 from ..encodings import F32, NVFP4, Encoding, Quantized
 from ..encodings.encoding import FLOATS
@@ -188,17 +187,7 @@ def _replace_experts(
     plain = source.scheme.encoding is not None and source.scheme.encoding.plain
     source = replace(source, rounds=quantizes and (plain or source.scheme.eight_bits))
     encoding = NVFP4 if source.rounds else source.scheme.encoding
-    if encoding is None:
-        todo = (
-            "quantization_config=fusion_moe.transformers.NVFP4Config() for "
-            "fusion_moe.transformers.from_pretrained rounds them to NVFP4"
-        )
-        raise UnsupportedError(
-            f"experts in {source.scheme.name}, the last of which is short",
-            expected=f"K a multiple of {BLOCK[1]}",
-            todo=todo,
-            where=name,
-        )
+    assert encoding is not None, "FP8 whose scales fit is in one"
     with torch.device("meta"):
         try:
             replacement = _on_meta(module, encoding, config, name, source)

@@ -10,6 +10,7 @@ import logging
 import pytest
 import torch
 
+import fusion_moe
 from fusion_moe import NVFP4Config, options, prepare_
 from fusion_moe.encodings import (
     FP8,
@@ -106,6 +107,22 @@ def test_what_cannot_be_folded():
     prepare_(experts, weights="fp8")  # FP8 is read as it is
     assert experts.weights == "packed"
     assert experts.rounding is None
+
+
+def test_rows_that_must_not_depend_on_the_batch():
+    with options.override(order="row"):
+        prepare_(module(), weights="fp8")
+        with pytest.raises(OptionError, match='weights = "both" with order = "row"'):
+            prepare_(module(), weights="both")
+
+
+def test_explain_says_what_was_rounded():
+    experts = module()
+    prepare_(experts, weights="both")
+    report = fusion_moe.explain(experts, *inputs())
+    assert report.folded.startswith("1 x weights in nvfp4")
+    assert "rounded once more" in " ".join(str(report).split())
+    assert fusion_moe.explain(module(), *inputs()).folded == ""
 
 
 # The policy ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from decoded import relative, same_parameters
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 import fusion_moe
 from fusion_moe.checkpoints import convert
@@ -265,6 +265,39 @@ def test_eight_bit_floats_are_quantized_if_asked(family, left, tmp_path):
     assert same_parameters(made, want)
     made.save_pretrained(tmp_path / "saved")
     assert same_parameters(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), made)
+
+
+def test_eight_bit_floats_with_rows_in_fp8_if_asked(tmp_path):
+    """By our configuration or transformers'; never by what the directory says."""
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen3_moe", **{**SMALL, **FAMILIES["qwen3_moe"]})
+    ).save_pretrained(tmp_path)
+    eight_bit(tmp_path)
+
+    def experts(**how):
+        return from_pretrained(tmp_path, **how).model.layers[0].mlp.experts
+
+    asked = NVFP4Config("fp8", weights="fp8"), FineGrainedFP8Config()
+    for config, form in (None, "bf16"), *((config, "fp8") for config in asked):
+        made = experts(**({} if config is None else {"quantization_config": config}))
+        assert (made.encoding, made.activation_format) == (FP8_TENSOR, form)
+    for wrong in {"weight_block_size": (64, 64)}, {"activation_scheme": "static"}:
+        with pytest.raises(UnsupportedError, match="FineGrainedFP8Config: .* expected"):
+            experts(quantization_config=FineGrainedFP8Config(**wrong))
+
+
+def test_experts_are_folded_as_they_are_loaded_and_saved_as_they_were(tmp_path):
+    source = MADE / "modelopt-qwen3_5_moe-mixed"
+    as_it_is = from_pretrained(source)
+    made = from_pretrained(source, quantization_config=NVFP4Config("fp8", weights="fp8"))
+    folded = [m for m in made.modules() if getattr(m, "rounding", None)]
+    assert folded
+    assert {m.weights for m in folded} == {"fp8"}
+    made.save_pretrained(tmp_path)
+    again = from_pretrained(tmp_path)
+    assert same_parameters(again, as_it_is)
+    kept = {m.activation_format for m in again.modules() if hasattr(m, "rounding")}
+    assert kept == {"fp8"}
 
 
 @pytest.mark.parametrize("factor", [float("nan"), -1.0])

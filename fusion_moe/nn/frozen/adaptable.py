@@ -61,6 +61,8 @@ class AdaptableModule(PackedModule):
 
     def _folded(self, rows: int) -> bool:
         """Whether products of so many rows read folded weights."""
+        if self.weights == "both" and not torch.compiler.is_compiling():
+            folded.need_free_order()
         return self.weights == "fp8" or (
             self.weights == "both" and rows >= folded.FROM * self.shape_of(self.projections[-1])[0]
         )

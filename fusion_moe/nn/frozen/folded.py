@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ... import options
 from ...encodings import Quantized
 from ...encodings.folding import FOLDED, fold, foldable
+from ...errors import OptionError
 from .packed import packing_of
 
 if TYPE_CHECKING:
     from .adaptable import AdaptableModule
 
-FROM = 64  # rows for each matrix from which "both" reads the folded ones
+FROM = 128  # rows for each matrix from which "both" reads the folded ones
 _PANEL = 2**24  # elements that are folded at once
 
 
@@ -55,6 +57,8 @@ def fold_(module: AdaptableModule, weights: str) -> Rounding | None:
     _forget(module)
     if weights == "packed" or not foldable(module.encoding):
         return None
+    if weights == "both":
+        need_free_order()
     module.put_in("linear")
     module.weights = weights
     for projection in module.projections:
@@ -98,6 +102,16 @@ def park_(module: AdaptableModule) -> None:
     if module.weights == "fp8":
         for p in _packed(module):
             p.data = p.data.cpu()
+
+
+def need_free_order() -> None:
+    """OptionError if results must not depend on the batch."""
+    if options.current().row_order:
+        raise OptionError(
+            'weights = "both" with order = "row"',
+            expected='"packed" or "fp8": with both, numbers depend on how many rows there are',
+            where="prepare_",
+        )
 
 
 def folded_of(module: AdaptableModule, projection: str) -> list[Tensor]:
