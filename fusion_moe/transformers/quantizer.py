@@ -205,7 +205,7 @@ class FusionMoeQuantizer(HfQuantizer):
                 for key, p in module.named_parameters(name, recurse=False):
                     p.data = p.data.to(self._dtypes.get(key, p.dtype))
         model._ddp_params_and_buffers_to_ignore = Unsent(model)
-        asked = getattr(self.quantization_config, "experts", self.quantization_config)
+        asked: Any = getattr(self.quantization_config, "experts", self.quantization_config)
         if asked.weights != "packed":
             prepare_(model, weights=asked.weights)
         elif any(p.is_cuda for p in model.parameters()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -165,10 +165,10 @@ def _forget(module: AdaptableModule) -> None:
 
 def folding(modules: Iterable[torch.nn.Module]) -> str:
     """What folding did to modules, in a sentence; "" if none is folded."""
-    found = [m for m in modules if getattr(m, "rounding", None) is not None]
+    found: list[Any] = [m for m in modules if getattr(m, "rounding", None) is not None]
     if not found:
         return ""
-    each = [m.rounding for m in found]
+    each: list[Rounding] = [m.rounding for m in found]
     squares = sum(r.error**2 for r in each) / len(each)
     packed, folded = (sum(n) for n in zip(*(r.nbytes for r in each), strict=True))
     all_of = Rounding(
