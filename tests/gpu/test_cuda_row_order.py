@@ -27,7 +27,9 @@ def layer(encoding: str, experts: int, hidden: int, inner: int, prepared: bool =
     shapes = (experts, 2 * inner, hidden), (experts, hidden, inner)
     floats = [torch.randn(shape, generator=g).bfloat16() / 8 for shape in shapes]
     made = Experts(*(quantize(w, ENCODINGS[encoding]) for w in floats)).cuda()
-    return prepare_(made) if prepared else made
+    if prepared:
+        prepare_(made)
+    return made
 
 
 def batch(made: Experts, dtype: torch.dtype = torch.bfloat16):
