@@ -39,7 +39,8 @@ RUN = {
     "guides": (
         "start/quickstart.md",
         "start/first_compile.md",
-        *(f"guides/{name}.md" for name in ("generate", "memory", "export", "distributed")),
+        *(f"guides/{name}.md" for name in ("generate", "memory", "export", "finetune")),
+        "guides/distributed.md",
     ),
     "reference": (
         "reference/options.md",
