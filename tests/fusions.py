@@ -143,6 +143,22 @@ def numbers_of_all_sizes(rows: int, columns: int) -> Tensor:
     return x
 
 
+def weights_to_round(matrices: int, n: int, k: int) -> Tensor:
+    """f32 [matrices, N, K], seven matrices at least: of usual sizes, all sizes, near zero, ties of
+    codes, zeros, usual ones; NaN in the last but one.
+    """
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(matrices, n, k, generator=g)
+    x[1] *= torch.randint(-140, 100, (n, k), generator=g).exp2()
+    x[2] *= 2.0**-130
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    x[3] = ties[torch.randint(8, (n, k), generator=g)] * x[3].sign()
+    x[3, :, 0::16] = 6.0
+    x[4], x[5, 0, :40] = 0.0, -0.0
+    x[-2, 3, 17] = torch.nan
+    return x
+
+
 # Random programs ----------------------------------------------------------------------------------
 
 N, G, K = 16, 3, 2  # features, groups, slots of a token

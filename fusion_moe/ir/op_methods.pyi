@@ -278,9 +278,19 @@ class Ops:
         """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: each group is stored separately
         in the layout
         """
-    def relayout(self, x: Value, ends: Value, /, layout: str) -> Value:
-        """x nvfp4[M/g, K] -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in
-        another layout
+    @overload
+    def relayout(self, x: Value, *ends: Value, layout: str) -> Value:
+        """x nvfp4[M/g, K], ends -> nvfp4[M/g, K]@sf128x4: the same value, its block scales
+        stored in another layout
+
+        x nvfp4[..., N, K] -> nvfp4[..., N, K]@w16x64: a weight in a layout of weights.
+        """
+    @overload
+    def relayout(self, operands: Sequence[Operand], /, layout: str) -> Value:
+        """x nvfp4[M/g, K], ends -> nvfp4[M/g, K]@sf128x4: the same value, its block scales
+        stored in another layout
+
+        x nvfp4[..., N, K] -> nvfp4[..., N, K]@w16x64: a weight in a layout of weights.
         """
     def grouped_mm(
         self, a: Value, w: Value, ends: Value, /, a_layout: str = 'linear',

@@ -20,6 +20,7 @@ from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, quantize
 from fusion_moe.errors import FusionError, GroupsError, ShapeError
 from fusion_moe.ir.kinds import KINDS
 from fusion_moe.ir.types import DTYPES
+from fusion_moe.layouts import W16X64
 
 CASES: dict[str, set[str]] = {}  # the kinds that each test is about
 NAN = float("nan")
@@ -813,6 +814,21 @@ def test_grouped_swizzle(partition: Partition):
     stored = found.view(torch.uint8)
     assert stored[: len(want)].equal(want)
     assert not stored[len(want) :].any()
+
+
+@about("relayout", "unpack")
+def test_a_weight_is_stored_in_tiles():
+    q = weight(2, 32, 128)
+
+    def build(fd, *parts):
+        return fd.ops.unpack(fd.ops.relayout(packed(fd, *parts), layout="w16x64"))
+
+    assert_same_bits(run(build, *q), W16X64.pack(*q, encoding=NVFP4)[:2])
+    for n, layout in ((24, "w16x64"), (32, "sf128x4"), (32, "other")):
+        fd = FusionDefinition()
+        values = [fd.from_pytorch(t) for t in weight(2, n, 128)]
+        with pytest.raises(ShapeError):
+            fd.ops.relayout(packed(fd, *values), layout=layout)
 
 
 @about("relayout", "grouped_mm")

@@ -111,7 +111,7 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
         (operands, each("dtype", DTYPES)) for operands in ([X], [ROWS], [ROWS, ENDS], [MATRICES])
     ],
     "grouped_swizzle": [([ROWS, ENDS], each("layout", LAYOUTS))],
-    "relayout": [([ROWS, ENDS], each("layout", LAYOUTS))],
+    "relayout": [(x, each("layout", LAYOUTS)) for x in ([ROWS, ENDS], [MATRICES], [ROWS])],
     "grouped_mm": [
         ([ROWS, MATRICES, ENDS], each("wgrad", ("", "mxfp8", "fp8", "bf16"), operands=o))
         for o in ("", "int8")

@@ -90,11 +90,11 @@ def test_results_are_those_of_the_whole(epilogue):
 
 
 def test_no_fused_segment_is_on_the_reference():
-    """Whatever is refused: products in float32, scales of activations."""
+    """Whatever is refused: products in float32, scales of matrices in FP8."""
     fd = FusionDefinition()
     x, w, ends = operands(fd, "f32", "f32", columns=N)
     dx = fd.ops.grouped_mm_t(fd.ops.relu(x), w, ends)
-    fd.add_output(fd.ops.decode_scale(fd.ops.neg(dx), encoding="nvfp4"))
+    fd.add_output(fd.ops.decode_scale(fd.ops.neg(dx), encoding="fp8_tensor"))
     found = planned(fd.fusion())
     for s, ops in zip(found, fused(found), strict=True):
         assert s.plan.backend == "cuda" or len(ops) == 1

@@ -1,6 +1,6 @@
-"""The CUDA C++ of copies in 8 bits, in MXFP8 around kernels/mxfp8.cuh, otherwise by
-block_copies.py: a kernel that makes and stores all copies of one value, and a kernel that decodes a
-saved copy.
+"""The CUDA C++ of copies in few bits, in MXFP8 around kernels/mxfp8.cuh, otherwise by
+block_copies.py and e2m1_copies.py: a kernel that makes and stores all copies of one value, and a
+kernel that decodes a saved copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..cxx.product_plan import known
 from ..cxx.product_plan import source as memory_of
 from ..cxx.statements import hoisted, inner, written
 from ..inexpressible import Inexpressible
-from . import block_copies
+from . import block_copies, e2m1_copies
 from .source import MAX_RESIDENT, THREADS, KernelSource, Source
 from .vectors import FIRST, VECTOR, of_eight
 
@@ -43,11 +43,11 @@ class Copy:
 
     @classmethod
     def of(cls, fusion: Fusion, op: Op) -> Copy:
-        """Inexpressible for encodings that are not trained in, and unless one `unpack` is the only
-        reader.
+        """Inexpressible for encodings without a kernel, and unless one `unpack` is the only reader,
+        after a `relayout` of weights in E2M1.
         """
         encoding, (made,) = find(op.attrs["encoding"]), op.outputs
-        if encoding.name not in TRAINED:
+        if encoding.name not in (*TRAINED, *e2m1_copies.SCALES):
             raise Inexpressible(op, f"quantizing to {encoding.name} has no kernel here")
         if why := cuda.why_no_wgmma():
             raise Inexpressible(op, why)
@@ -58,14 +58,18 @@ class Copy:
                 f"quantizing {op.values[0].type} has no kernel here, expected "
                 f"a multiple of {multiple} columns",
             )
-        readers = fusion.readers.get(made, ())
+        readers, e2m1 = fusion.readers.get(made, ()), encoding.name in e2m1_copies.SCALES
+        relaid = [(r.kind.name, len(r.values), r.attrs.get("layout")) for r in readers]
+        if e2m1 and made not in fusion.outputs and relaid == [("relayout", 1, e2m1_copies.LAYOUT)]:
+            (made,) = readers[0].outputs
+            readers = fusion.readers.get(made, ())
         if made in fusion.outputs or [r.kind.name for r in readers] != ["unpack"]:
             raise Inexpressible(
                 op,
                 f"{made.name} {made.type} has no kernel here, expected quantize followed by unpack",
             )
         parts = readers[0].outputs
-        numbers = _numbers(fusion, parts)
+        numbers = None if e2m1 else _numbers(fusion, parts)
         codes, scales = (v if _read_apart(fusion, v, numbers) else None for v in parts)
         return cls(op, codes, scales, numbers)
 
@@ -89,10 +93,11 @@ def of_one_value(fusion: Fusion) -> dict[Op, list[Copy]]:
     """The copies in a fusion, grouped by value, under the first `quantize` of each value. Raises
     like `Copy.of`.
     """
-    found: dict[Value, list[Copy]] = {}
+    found: dict[object, list[Copy]] = {}
     for op in fusion.ops:
         if op.kind.name == "quantize":
-            found.setdefault(op.values[0], []).append(Copy.of(fusion, op))
+            alone = op.attrs["encoding"] in e2m1_copies.SCALES
+            found.setdefault(op if alone else op.values[0], []).append(Copy.of(fusion, op))
     if twice := [
         of_x for of_x in found.values() if len({copy.in_columns for copy in of_x}) < len(of_x)
     ]:
@@ -153,27 +158,16 @@ def kernel(
     """The kernel that makes copies of one value, each along another axis. left: values that are not
     in memory yet.
     """
-    (x, *_), ends = (
-        copies[0].op.values,
-        next((v for copy in copies for v in copy.op.values[1:]), None),
-    )
-    *lead, n, _ = x.type.shape
-    width, rows = known(x.type.shape[-1]), elements((*lead, n))
-    made = source.elements(without=left, below={_J.name: width})
-    element = made.of(x, reshaped([_M, _J], (rows, width), x.type.shape))
-    of_row, of_columns = hoisted(made.statements, FIRST.name, _J.name)
-    made_row = [
-        "const auto row = [&](i64 m) {",
-        *inner(written(of_row)),
-        "    return [=](i64 j0, float (&x)[8]) {",
-        *inner(inner(of_eight(of_columns, [f"x[v] = {element};"]))),
-        "    };",
-        "};",
-    ]
-    number = "bf16" if stored(x) == "bf16" else "float"
+    op = copies[0].op
+    x, ends = op.values[0], next((v for copy in copies for v in copy.op.values[1:]), None)
+    made_row, number = _row(source, x, left)
+    if copies[0].encoding.name in e2m1_copies.SCALES:
+        return e2m1_copies.kernel(source, name, made_row, op, copies[0].memory, number, left)
     if copies[0].encoding.name in block_copies.SCALES:
         each = [(copy.encoding, _places(source, copy)) for copy in copies]
         return block_copies.kernel(source, name, made_row, each, number, x.type.shape, ends, left)
+    *lead, n, width = x.type.shape
+    rows, width = elements((*lead, n)), known(width)
     groups = 0 if ends is None else known(ends.type.shape[0])
     tiles = f"PlainRows{{{size(rows)}}}" if ends is None else _grouped(source, ends, rows, left)
     by_axis = {copy.in_columns: copy for copy in copies}
@@ -186,6 +180,29 @@ def kernel(
         f"make_copies<{number}, {width}, {which}>({tiles}, row, {made_to});",
     ]
     return _of_tiles(source, name, body, rows, groups, width)
+
+
+def decode_scale(
+    source: Source, op: Op, left: Sequence[Value]
+) -> tuple[KernelSource, KernelSource]:
+    """The kernels of the scales of whole matrices. left: as in `kernel`."""
+    return e2m1_copies.of_matrices(source, op, *_row(source, op.values[0], left))
+
+
+def _row(source: Source, x: Value, left: Sequence[Value]) -> tuple[list[str], str]:
+    """The C++ of the rows of a value, eight columns at a time, and the type of its numbers."""
+    *lead, n, k = x.type.shape
+    width, made = known(k), source.elements(without=left, below={_J.name: known(k)})
+    element = made.of(x, reshaped([_M, _J], (elements((*lead, n)), width), x.type.shape))
+    of_row, of_columns = hoisted(made.statements, FIRST.name, _J.name)
+    return [
+        "const auto row = [&](i64 m) {",
+        *inner(written(of_row)),
+        "    return [=](i64 j0, float (&x)[8]) {",
+        *inner(inner(of_eight(of_columns, [f"x[v] = {element};"]))),
+        "    };",
+        "};",
+    ], "bf16" if stored(x) == "bf16" else "float"
 
 
 def _stored(source: Source, copy: Copy | None) -> str:

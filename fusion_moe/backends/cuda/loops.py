@@ -1,8 +1,8 @@
 """The CUDA C++ of a segment without a product: kernels that compute results elementwise, with a
 thread for each element or each eight of a row.
 
-Values that need more than one element of another one (routing, a combine, a sum, an MXFP8 copy) are
-made first, in memory. Sums are added in an order that depends only on sizes.
+Values that need more than one element of another one (routing, a combine, a sum, quantized rows)
+are made first, in memory. Sums are added in an order that depends only on sizes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..cxx.product_plan import MADE_FIRST, known
 from ..cxx.statements import hoisted, inner, written
 from ..cxx.sums import Reduction, reduction
 from ..inexpressible import Inexpressible, naming
-from . import block_copies, copies, router
+from . import block_copies, copies, e2m1_copies, router
 from .heuristics import Chosen
 from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
 from .vectors import FIRST, VECTOR, Store, VectorElements, of_eight
 
 _I, _J, _M, _R = map(Variable, "ijmr")
-_MISSING = ("index_put_accumulate", "decode_scale", "grouped_swizzle")
+_MISSING = ("index_put_accumulate", "grouped_swizzle")
 _SUMS = ("sum", "group_sum", "topk_weights_backward")
 _WARPS = THREADS // 32
 _AT_ONCE = 256  # terms of a sum that a thread adds one after another
@@ -45,7 +45,8 @@ class Loops(Source):
         whole = [
             v
             for op in fusion.ops
-            if op.kind.name in (*MADE_FIRST, "turn") or op in (*self.sums, *self.saved)
+            if op.kind.name in (*MADE_FIRST, "turn", "decode_scale")
+            or op in (*self.sums, *self.saved)
             for v in op.outputs
         ]
         whole += [v for of_x in self.copies.values() for copy in of_x for v in copy.memory]
@@ -53,6 +54,8 @@ class Loops(Source):
             fusion,
             tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs)))),
         )
+        of_matrices = (op for op in fusion.ops if op.kind.name == "decode_scale")
+        self.scratch += map(e2m1_copies.scratch, of_matrices)
 
     def functions(self) -> list[str]:
         """None: its kernels contain everything."""
@@ -77,6 +80,10 @@ class Loops(Source):
                 with naming(op):
                     found.append(copies.kernel(self, f"copies_{len(found)}", of_x, left))
                 left = [v for v in left if not any(v in copy.memory for copy in of_x)]
+            elif op.kind.name == "decode_scale":
+                with naming(op):
+                    found += copies.decode_scale(self, op, left)
+                left = [v for v in left if v not in op.outputs]
             elif op.kind.name == "turn":
                 with naming(op):
                     found.append(block_copies.turning(self, f"copies_{len(found)}", op, left))

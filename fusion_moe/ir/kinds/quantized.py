@@ -398,20 +398,30 @@ def _swizzle(x: torch.Tensor, ends: torch.Tensor, layout: str) -> tuple[torch.Te
     return (_scale_layout(layout).forward(x, ends),)
 
 
-def _relayout_type(x: TensorType, ends: TensorType, layout: str) -> Types:
-    """x nvfp4[M/g, K] -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in another
-    layout
+def _relayout_type(x: TensorType, *ends: TensorType, layout: str) -> Types:
+    """x nvfp4[M/g, K], ends -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in
+    another layout
+
+    x nvfp4[..., N, K] -> nvfp4[..., N, K]@w16x64: a weight in a layout of weights.
     """
     need_dtype("x", x, *encoded())
-    need_partition("x", x, ends)
     if x.layout != "linear" or x.encoding.axis != -1:
         raise ShapeError(f"x is {x}", expected="the linear layout, and blocks along K")
-    return (x.with_(layout=_scale_layout(layout).name),)
+    if len(ends) == 1:
+        need_partition("x", x, ends[0])
+        return (x.with_(layout=_scale_layout(layout).name),)
+    if ends or layout not in LAYOUTS or isinstance(LAYOUTS[layout], SF128x4):
+        found = f"layout {layout!r} and {len(ends)} operands beside x {x}"
+        raise ShapeError(found, expected="sf128x4 and ends, or a layout of weights")
+    _need_layout(layout, known(x.shape[-2]), known(x.shape[-1]), x.encoding)
+    return (x.with_(layout=layout),)
 
 
-def _relayout(x: Quantized, ends: torch.Tensor, layout: str) -> tuple[Quantized]:
+def _relayout(x: Quantized, *ends: torch.Tensor, layout: str) -> tuple[Quantized]:
+    if not ends:
+        return (x.of(LAYOUTS[layout].pack(*x, encoding=x.encoding)),)
     to = _scale_layout(layout)
-    return (x.of(to.forward(t, ends) if p.of_blocks else t for p, t in x.named()),)
+    return (x.of(to.forward(t, ends[0]) if p.of_blocks else t for p, t in x.named()),)
 
 
 def linear(x: Any, encoding: Encoding, layout: str, ends: torch.Tensor | None = None) -> Any:

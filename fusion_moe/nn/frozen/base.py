@@ -6,12 +6,18 @@ module made of several tensors never holds a second copy of all of them.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor, nn
 
-from ...encodings import NVFP4, Encoding, Quantized, quantize
+from ...encodings import MXFP4, NVFP4, Encoding, Quantized, quantize
+from ...ir.builder import FusionDefinition
+from ...ir.core import Value
+from ...ir.text import text
 from ...runtime.host_memory import pages
 
+ROUNDED_BY_KERNELS = NVFP4, MXFP4  # on CUDA
 _PANEL = 2**24  # how many elements are quantized at once
 
 
@@ -38,16 +44,57 @@ def place_(module: nn.Module) -> None:
 
 
 def rounded(
-    x: Tensor, encoding: Encoding, runs: int = 1, matrix_scale: Tensor | None = None
+    x: Tensor,
+    encoding: Encoding,
+    runs: int = 1,
+    matrix_scale: Tensor | None = None,
+    layout: str = "linear",
 ) -> Quantized:
     """x float[G, N, K] -> the same in an encoding. If matrices have scales, one for each of so many
-    runs of their rows: matrix_scale, f32[G] or [G, runs], or chosen.
+    runs of their rows: matrix_scale, f32[G] or [G, runs], or chosen. layout: of the result; on
+    CUDA, if runs are whole tiles of it.
     """
     x = x if runs == 1 else x.unflatten(1, (runs, -1))
-    made = quantized(x, matrix_scale) if encoding == NVFP4 else quantize(x, encoding, matrix_scale)
+    if x.is_cuda and encoding in ROUNDED_BY_KERNELS and x.numel():
+        made = _by_program(x.detach(), encoding, matrix_scale, layout)
+    elif encoding == NVFP4:
+        made = quantized(x, matrix_scale)
+    else:
+        made = quantize(x, encoding, matrix_scale)
     return made.of(
         t if runs == 1 or part.of_matrix else t.flatten(1, 2) for part, t in made.named()
     )
+
+
+def _by_program(
+    x: Tensor, encoding: Encoding, matrix_scale: Tensor | None, layout: str
+) -> Quantized:
+    """x float[..., N, K] -> the same in an encoding and a layout, by the kernels of the device."""
+    *lead, n, k = x.shape
+    source = _program(n, k, x.dtype, encoding.name, layout, matrix_scale is not None)
+    given = [x.reshape(-1, n, k), *([] if matrix_scale is None else [matrix_scale.reshape(-1)])]
+    made = torch.ops.fusion_moe.run(source, [t.contiguous() for t in given], [len(given[0])])
+    of_matrix = [] if matrix_scale is None else [matrix_scale]
+    parts = [*(t.unflatten(0, lead) for t in made), *of_matrix]
+    return Quantized(*parts, encoding=encoding)
+
+
+@lru_cache
+def _program(n: int, k: int, dtype: torch.dtype, encoding: str, layout: str, scaled: bool) -> str:
+    """The text of what makes the parts of matrices; scaled: their scales are given."""
+    fd = FusionDefinition()
+    count = fd.define_size("count")
+    x, scales = fd.define_tensor(shape=[count, n, k], dtype=dtype), list[Value]()
+    if scaled:
+        scales = [fd.define_tensor(shape=[count], dtype="f32")]
+    elif encoding == NVFP4.name:
+        scales = [fd.ops.decode_scale(x, encoding=encoding)]
+    made = fd.ops.quantize(x, *scales, encoding=encoding)
+    if layout != "linear":
+        made = fd.ops.relayout(made, layout=layout)
+    for part in (*fd.ops.unpack(made), *([] if scaled else scales)):
+        fd.add_output(part)
+    return text(fd.fusion())
 
 
 def quantized(x: Tensor, decode_scale: Tensor | None = None) -> Quantized:

@@ -4,7 +4,6 @@ or rolls out with it at the same time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,7 @@ from ...encodings.encoding import FLOATS
 from ...errors import CheckpointError, DtypeError, ShapeError, UnsupportedError, did_you_mean
 from ..local import is_dtensor
 from .adaptable import AdaptableModule
-from .base import rounded
+from .base import ROUNDED_BY_KERNELS, rounded
 from .folded import refold_
 from .packed import PackedModule, Packing, as_part, packing_of
 
@@ -213,19 +212,20 @@ def write_weight_(
     """Puts a weight into its parts as they are stored, a panel of matrices at a time. given: parts
     in linear order or, with `runs` scales of a matrix, numbers [E, N, K], which are rounded.
     """
-    device = own[0].device
-    panel, matrix = (
-        _PANEL if device.type == "cpu" else _LARGE_PANEL,
-        math.prod(packing.padding.shape),
-    )
-    step = max(1, panel // matrix)
+    device, (n, k), layout = own[0].device, packing.padding.shape, packing.layout
+    step = max(1, (_PANEL if device.type == "cpu" else _LARGE_PANEL) // (n * k))
+    in_order = "linear"
+    if runs and device.type == "cuda" and encoding in ROUNDED_BY_KERNELS:
+        in_order = "linear" if packing.padding or n // runs % layout.tile[0] else layout.name
     for start in range(0, len(own[0]), step):
         some = slice(start, start + step)
         parts: Sequence[Tensor] = [t[some].to(device).contiguous() for t in given]
         if runs:
             scale = None if matrix_scale is None else matrix_scale[some]
-            parts = rounded(parts[0], encoding, runs, scale)
-        for t, made in zip(own, packing.pack(parts, encoding), strict=True):
+            parts = rounded(parts[0], encoding, runs, scale, in_order)
+        if in_order == "linear":
+            parts = packing.pack(parts, encoding)
+        for t, made in zip(own, parts, strict=True):
             made = made.reshape(t[some].shape)
             t[some].view(torch.uint8).copy_(made.view(torch.uint8))
 

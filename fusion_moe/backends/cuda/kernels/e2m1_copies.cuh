@@ -1,0 +1,157 @@
+// Numbers as E2M1 codes with a scale for 16 or 32 of them in a row: NVFP4 and MXFP4, as the
+// encodings have them bit for bit.
+//
+// A warp has a tile of 16 rows and 64 columns, a lane 16 columns of two of its rows: what it stores
+// as 16 bytes in the order of tiles (layouts/w16x64.py).
+#pragma once
+
+#include "block_copies.cuh"
+
+namespace {
+
+// The code of a number, ties to the even one, beyond 6 that of 6, NaN 7; the sign of -0.0 is
+// dropped.
+__device__ __forceinline__ u32 e2m1_of(float x) {
+    const float size = fabsf(x);
+    const i32 below = (size <= 0.25f) + (size < 0.75f) + (size <= 1.25f) + (size < 1.75f) +
+                      (size <= 2.5f) + (size < 3.5f) + (size <= 5.f);
+    return 7 - below + 8 * (x < 0.f);
+}
+
+// The scale of numbers whose largest magnitude has the bits `most`, as it is stored and as in
+// tiles; unit: the number that code 2 stands for.
+struct E4m3Scale {
+    static constexpr i32 BLOCK = 16;
+    u32 stored;
+    float unit;
+
+    __device__ __forceinline__ E4m3Scale(u32 most, float of_matrix) {
+        const float wanted = __fdiv_rn(__uint_as_float(most), 6.f * of_matrix);
+        const float inside = wanted != wanted ? wanted : fminf(fmaxf(wanted, 0x1p-9f), 448.f);
+        stored = most == 0 ? 0x38 : e4m3_pair(inside, 0.f);
+        unit = most == 0 ? 1.f : of_matrix * e4m3_(stored);
+    }
+
+    // With five bits of exponent: bytes of subnormal numbers, 0x80 more, NaN.
+    __device__ __forceinline__ u32 in_tiles() const {
+        constexpr u64 SUBNORMAL = 0x868482807C787000;
+        return stored < 8 ? u8(SUBNORMAL >> 8 * stored) : stored == 0x7F ? 1 : stored + 0x80;
+    }
+};
+
+struct PowerOfTwoOf4Bits {
+    static constexpr i32 BLOCK = 32;
+    u32 stored;
+    float unit;
+
+    __device__ __forceinline__ PowerOfTwoOf4Bits(u32 most, float) {
+        stored = most >= 0x7F800000 ? 255 : max(most >> 23, 2u) - 2;
+        unit = most == 0 ? 1.f : e8m0_(stored);
+    }
+    __device__ __forceinline__ u32 in_tiles() const { return stored; }
+};
+
+// Both halves of a word of a tile (encodings/e2m1.py). at_hi: the codes of h and i, that of j = 0
+// in the low half.
+__device__ __forceinline__ u32 e2m1_word(u32 at_00, u32 at_01, u32 at_10, u32 at_11) {
+    constexpr u32 SIGN = 0x80008, SIZE = 0x70007;
+    const u32 rotated = __byte_perm(at_10 & SIZE, 0, 0x1032);
+    return (at_00 & SIGN) << 12 | (at_00 & SIZE) << 6 | (at_01 & SIGN) << 6 | (at_01 & SIZE) |
+           (at_10 & SIGN) | rotated << 10 | (at_11 & SIGN) << 10 | (at_11 & 0x40004) << 12 |
+           (at_11 & 0x30003) << 4;
+}
+
+// Codes and scales of [rows, K] numbers of type T, in the order of tiles or of rows. row(m)(j0, x):
+// columns j0 .. j0 + 7 of row m; of_matrix(m): the scale of its matrix.
+template <class T, class Scale, i32 K, bool TILES, class Row, class OfMatrix>
+__device__ __forceinline__ void make_e2m1(i64 rows, Row row, OfMatrix of_matrix, u8* codes,
+                                          u8* scales) {
+    constexpr i32 ACROSS = (K + 63) / 64, LANES = Scale::BLOCK / 16;  // lanes with one scale
+    for_all_warps((rows + 15) / 16 * ACROSS, [&](i64 tile) {
+        const i32 lane = threadIdx.x % 32, k0 = i32(tile % ACROSS) * 64 + lane % 4 * 16;
+        const i64 first = tile / ACROSS * 16 + lane / 4;
+        Bits<T> x[2][2] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (first + 8 * i >= rows || (K % 64 != 0 && k0 >= K)) continue;
+            const auto columns = row(first + 8 * i);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float wide[8];
+                columns(k0 + 8 * h, wide);
+                x[i][h] = Bits<T>(wide);
+            }
+        }
+        u32 code[2][16], in_tiles[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            u32 most = largest_of<T, 2>(x[i]);
+            if (LANES == 2) most = max(most, __shfl_xor_sync(WHOLE_WARP, most, 1));
+            const i64 m = min(first + 8 * i, rows - 1);
+            const Scale by(most, of_matrix(m));
+            in_tiles[i] = by.in_tiles();
+#pragma unroll
+            for (int v = 0; v < 16; ++v)
+                code[i][v] = e2m1_of(__fdiv_rn(x[i][v / 8].number(v % 8), by.unit));
+            if (TILES || first + 8 * i >= rows || (K % 64 != 0 && k0 >= K)) continue;
+            Vector<u32, 2> words = {};
+#pragma unroll
+            for (int v = 0; v < 16; ++v) words.at[v / 8] |= code[i][v] << v % 8 * 4;
+            store_vector<2>(reinterpret_cast<u32*>(codes + (m * K + k0) / 2), words);
+            if (lane % LANES == 0) scales[(m * K + k0) / Scale::BLOCK] = u8(by.stored);
+        }
+        if constexpr (TILES) {
+            Vector<u32, 4> words;
+#pragma unroll
+            for (int v = 0; v < 4; ++v) {
+                const auto pair = [&](int h, int i) {
+                    return code[i][8 * h + 2 * v] | code[i][8 * h + 2 * v + 1] << 16;
+                };
+                words.at[v] = e2m1_word(pair(0, 0), pair(0, 1), pair(1, 0), pair(1, 1));
+            }
+            store_vector<4>(reinterpret_cast<u32*>(codes + tile * 512) + lane * 4, words);
+            if (lane % LANES == 0)
+                reinterpret_cast<u16*>(scales)[(tile * 32 + lane) / LANES] =
+                    u16(in_tiles[0] | in_tiles[1] << 8);
+        }
+    });
+}
+
+// -------------------------------------------------------------------------------------------------
+// Scales of matrices
+
+constexpr i32 PIECES = 256;  // of a matrix, each with a largest magnitude of its own
+
+// most[l * PIECES + p]: the bits of the largest magnitude in a piece of matrix l [rows, K].
+template <class T, i32 K, class Row>
+__device__ __forceinline__ void largest_of_pieces(i64 matrices, i64 rows, Row row, u32* most) {
+    constexpr i32 EIGHTS = K / 8;
+    for_all_warps(matrices * PIECES, [&](i64 i) {
+        const i64 first = i / PIECES * rows;
+        u32 here = 0;
+#pragma unroll 4
+        for (i64 e = i % PIECES * 32 + threadIdx.x % 32; e < rows * EIGHTS; e += PIECES * 32) {
+            float wide[8];
+            row(first + e / EIGHTS)(e % EIGHTS * 8, wide);
+            const Bits<T> x(wide);
+            here = max(here, largest_of<T, 1>(&x));
+        }
+        here = __reduce_max_sync(WHOLE_WARP, here);
+        if (threadIdx.x % 32 == 0) most[i] = here;
+    });
+}
+
+// The largest magnitude of each matrix over the largest product of a code and a scale.
+__device__ __forceinline__ void scales_of_matrices(i64 matrices, const u32* most, float largest,
+                                                   float* scales) {
+    for_all_warps(matrices, [&](i64 l) {
+        u32 here = 0;
+#pragma unroll
+        for (int p = 0; p < PIECES; p += 32)
+            here = max(here, most[l * PIECES + p + threadIdx.x % 32]);
+        here = __reduce_max_sync(WHOLE_WARP, here);
+        if (threadIdx.x % 32 == 0) scales[l] = __fdiv_rn(__uint_as_float(here), largest);
+    });
+}
+
+}  // namespace

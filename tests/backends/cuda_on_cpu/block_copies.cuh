@@ -1,0 +1,77 @@
+// What e2m1_copies.cuh uses of block_copies.cuh and the headers below it, for a CPU: a warp is 32
+// threads. Numbers are float32.
+#pragma once
+
+#include <barrier>
+#include <thread>
+#include <vector>
+
+#include "memory.cuh"
+
+namespace {
+
+constexpr u32 WHOLE_WARP = 0xFFFFFFFF;
+thread_local struct {
+    i32 x;
+} threadIdx;
+std::barrier lanes(32);
+u32 of_lane[32];
+
+template <class Reduce>
+u32 among_lanes(u32 x, Reduce reduce) {
+    of_lane[threadIdx.x] = x;
+    lanes.arrive_and_wait();
+    const u32 found = reduce();
+    lanes.arrive_and_wait();
+    return found;
+}
+inline u32 __shfl_xor_sync(u32, u32 x, i32 by) {
+    return among_lanes(x, [&] { return of_lane[threadIdx.x ^ by]; });
+}
+inline u32 __reduce_max_sync(u32, u32 x) {
+    return among_lanes(x, [&] { return *std::max_element(of_lane, of_lane + 32); });
+}
+
+template <class Body>
+void for_all_warps(i64 count, Body body) {
+    for (i64 i = 0; i < count; ++i) body(i);
+}
+
+template <class Body>
+void on_lanes(Body body) {
+    std::vector<std::thread> all;
+    for (i32 lane = 0; lane < 32; ++lane) all.emplace_back([=] { threadIdx.x = lane, body(); });
+    for (auto& thread : all) thread.join();
+}
+
+template <int V, class T>
+void store_vector(T* p, const Vector<T, V>& x) {
+    std::memcpy(p, &x, sizeof(x));
+}
+
+inline float __fdiv_rn(float a, float b) { return a / b; }
+
+// To nearest, ties to even; NaN is 0x7F. For numbers from 2^-9 to 448.
+inline u16 e4m3_pair(float low, float) {
+    const u32 bits = __float_as_uint(low);
+    const u32 normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
+    return u16(low != low ? 0x7F : low < 0x1p-6f ? u32(std::nearbyint(low * 512)) : normal);
+}
+
+template <class T>
+struct Bits {
+    u32 at[8];
+
+    Bits() = default;
+    explicit Bits(const float (&x)[8]) { std::memcpy(at, x, sizeof(x)); }
+    float number(int v) const { return __uint_as_float(at[v]); }
+};
+
+template <class T, int COUNT>
+u32 largest_of(const Bits<T>* x) {
+    u32 most = 0;
+    for (int i = 0; i < 8 * COUNT; ++i) most = max(most, x[i / 8].at[i % 8] & 0x7FFFFFFF);
+    return most;
+}
+
+}  // namespace

@@ -1,0 +1,113 @@
+"""Kernels that round weights to E2M1 codes: which programs have them, their machine code, and what
+they make, on the CPU, where a header stands for what is PTX (cuda_on_cpu/).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from fusions import assert_same_bits, weights_to_round
+from test_cuda_source import needs_nvdisasm, sass, spills
+
+from fusion_moe import options
+from fusion_moe.arch import H200
+from fusion_moe.backends import TARGETS
+from fusion_moe.backends.cuda.e2m1_copies import SCALES
+from fusion_moe.backends.cuda.launch import KERNELS, build
+from fusion_moe.compile import compile_fusion
+from fusion_moe.encodings import MXFP4, NVFP4, quantize
+from fusion_moe.ir.text import parse
+from fusion_moe.layouts import LAYOUTS
+from fusion_moe.nn.frozen.base import _program
+from fusion_moe.runtime import nvrtc
+from fusion_moe.runtime.build import find_compiler
+
+pytestmark = [pytest.mark.compiler, pytest.mark.once]
+HERE = Path(__file__).parent / "cuda_on_cpu"
+
+
+@pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+@needs_nvdisasm
+@pytest.mark.parametrize("layout", ["linear", "w16x64"])
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rounding_a_weight_is_one_call_of_our_kernels(layout, encoding, dtype):
+    """Each lane stores its 16 bytes of a tile at once."""
+    fusion = parse(_program(768, 2048, dtype, encoding, layout, False))
+    program = compile_fusion(fusion, TARGETS["cuda"], options.current())
+    assert program.joined
+    kernels = program.joined.choose(dict.fromkeys(fusion.symbols, 128), H200).kernels
+    of_matrices = ["largest", "decode_scale"] if encoding == "nvfp4" else []
+    assert [kernel.name for kernel in kernels] == [*of_matrices, "copies_0"]
+    for kernel in kernels:
+        lines = sass(build(kernel, H200))
+        assert not spills(lines), kernel.name
+        if kernel.name == "copies_0":
+            wide = [line for line in lines if "STG.E.128" in line]
+            assert len(wide) == (layout == "w16x64")
+
+
+_CALLS = """
+#include "e2m1_copies.cuh"
+extern "C" void make(const float* x, const float* scales, i64 matrices, u8* codes, u8* stored) {{
+    const auto row = [=](i64 m) {{
+        return [=](i64 j0, float (&eight)[8]) {{
+            std::memcpy(eight, x + m * {k} + j0, sizeof(eight));
+        }};
+    }};
+    const auto of_matrix = [=](i64 m) {{ return scales[m / {n}]; }};
+    on_lanes([=] {{
+        make_e2m1<float, {scale}, {k}, {tiles}>(matrices * {n}, row, of_matrix, codes, stored);
+    }});
+}}
+extern "C" void decode_scale(const float* x, i64 matrices, float* scales) {{
+    const auto row = [=](i64 m) {{
+        return [=](i64 j0, float (&eight)[8]) {{
+            std::memcpy(eight, x + m * {k} + j0, sizeof(eight));
+        }};
+    }};
+    std::vector<u32> most(matrices * PIECES);
+    on_lanes([=, &most] {{ largest_of_pieces<float, {k}>(matrices, {n}, row, most.data()); }});
+    on_lanes([=, &most] {{ scales_of_matrices(matrices, most.data(), 2688.f, scales); }});
+}}
+"""
+
+
+@pytest.mark.parametrize(("layout", "n", "k"), [("linear", 21, 96), ("w16x64", 32, 128)])
+@pytest.mark.parametrize("encoding", [NVFP4, MXFP4], ids=lambda e: e.name)
+def test_codes_and_scales_are_those_of_the_encoding(encoding, layout, n, k, tmp_path):
+    x = weights_to_round(8, n, k)
+    made = tmp_path / "made.so"
+    (tmp_path / "e2m1_copies.cuh").write_text((KERNELS / "e2m1_copies.cuh").read_text())
+    tiles = str(layout != "linear").lower()
+    text = _CALLS.format(n=n, k=k, scale=SCALES[encoding.name], tiles=tiles)
+    made.with_suffix(".cpp").write_text(text)
+    compiler = find_compiler()
+    assert compiler
+    flags = f"-std=c++20 -O1 -pthread -fPIC -shared -ffp-contract=off -w -I{HERE}".split()
+    command = [*compiler.command, *flags, str(made.with_suffix(".cpp")), "-o", str(made)]
+    subprocess.run(command, check=True)
+    call = ctypes.CDLL(str(made))
+    scales = torch.ones(len(x))
+    if encoding is NVFP4:
+        call.decode_scale(pointer(x), ctypes.c_int64(len(x)), pointer(scales))
+    own = [
+        torch.empty(encoding.part_shape(p, x.shape[:1], n, k), dtype=p.dtype)
+        for p in encoding.parts[:2]
+    ]
+    want = quantize(x, encoding)
+    for given in (scales, torch.linspace(0.0, 1e-3, len(x))):
+        if given is not scales and encoding is NVFP4:
+            x[-1, 5, 5], x[0] = torch.inf, 0.0
+            want = quantize(x, encoding, given)
+        call.make(pointer(x), pointer(given), ctypes.c_int64(len(x)), *map(pointer, own))
+        parts = [*own, given][: len(want)]
+        assert_same_bits(parts, list(LAYOUTS[layout].pack(*want, encoding=encoding)))
+
+
+def pointer(t: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(t.data_ptr())

@@ -1,0 +1,55 @@
+"""Weights rounded to NVFP4 and MXFP4 by our kernels: the bits of torch's operations on the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusions import assert_same_bits, weights_to_round
+from hopper import ON_HOPPER
+
+from fusion_moe.compile import program_of
+from fusion_moe.encodings import MXFP4, NVFP4, quantize
+from fusion_moe.layouts import LAYOUTS
+from fusion_moe.nn.frozen.base import _program, rounded
+
+pytestmark = ON_HOPPER
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("layout", "n", "k"), [("linear", 21, 96), ("linear", 33, 2080), ("w16x64", 48, 320)]
+)
+@pytest.mark.parametrize("encoding", [NVFP4, MXFP4], ids=lambda e: e.name)
+def test_codes_and_scales_are_those_of_the_encoding(encoding, layout, n, k, dtype):
+    x = weights_to_round(9, n, k).to(dtype).cuda()
+    x[-1, 5, 5] = torch.inf
+    chosen = [None]
+    if encoding is NVFP4:
+        odd = [1e-3, 1e-38, 1e-42, 0.0, -0.0, 1e-3, torch.nan, -1.0, torch.inf]
+        chosen += [torch.tensor(odd).cuda(), torch.tensor(odd[::-1]).cuda()]
+    for scale in chosen:
+        source = _program(n, k, dtype, encoding.name, layout, scale is not None)
+        assert [kernel.why for kernel in program_of(source, x.device).kernels] == [""] * (
+            1 + (encoding is NVFP4 and scale is None)
+        )
+        found = rounded(x, encoding, 1, scale, layout)
+        want = quantize(x, encoding, scale)
+        assert_same_bits(
+            [t.cpu() for t in found],
+            [t.cpu() for t in LAYOUTS[layout].pack(*want, encoding=encoding)],
+        )
+
+
+@pytest.mark.parametrize("encoding", [NVFP4, MXFP4], ids=lambda e: e.name)
+def test_gate_and_up_have_scales_of_their_own(encoding):
+    x = torch.randn(130, 64, 256, device="cuda").bfloat16()
+    x[:, 32:] *= 3
+    found = rounded(x, encoding, 2)
+    want = quantize(x.unflatten(1, (2, 32)), encoding)
+    parts = [
+        t if part.of_matrix else t.flatten(1, 2)
+        for part, t in zip(encoding.parts, want, strict=True)
+    ]
+    assert_same_bits([t.cpu() for t in found], [t.cpu() for t in parts])
+    if encoding is NVFP4:
+        assert found.decode_scale.shape == (130, 2)
