@@ -20,6 +20,7 @@ from . import values
 from .compare import outcome
 
 _SIZES = (0, 1, 2, 3, 5, 16)
+_WIDEST = 2**63 - 1  # of a tensor, even of one without elements
 _MOST = 2**17  # elements of a value
 _SMALL = (0, 1, 2, 3, 4, 7, 8, 15, 16, 17, 32, 33, 64, 128, -1, -2)
 _LARGE = (2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63))
@@ -75,6 +76,8 @@ def inputs_of(rng: Random, fusion: Fusion) -> tuple[list[Any], dict[str, int]] |
     if isinstance(shapes, Exception) or any(v.type.quantized for v in fusion.inputs):
         return None
     if any(prod(shape) > _MOST or min(shape, default=0) < 0 for shape in shapes):
+        return None
+    if any(max(shape, default=0) > _WIDEST for shape in shapes):
         return None
     given = zip(fusion.inputs, shapes, strict=False)
     return [values.hostile(rng, tuple(s), DTYPES[v.type.dtype]) for v, s in given], env
