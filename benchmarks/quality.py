@@ -52,14 +52,14 @@ def plain(path: str | Path = MODEL) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
 
 
-def in_nvfp4(activation_format: str = "bf16") -> Any:
+def in_nvfp4(activation_format: str = "bf16", scales: str = "max") -> Any:
     """Its experts quantized by quantize_."""
     model = plain()
-    fusion_moe.quantize_(model, fusion_moe.NVFP4Config(activation_format))
+    fusion_moe.quantize_(model, fusion_moe.NVFP4Config(activation_format, scales=scales))
     return model
 
 
-def in_encoding(name: str, activation_format: str = "bf16") -> Any:
+def in_encoding(name: str, activation_format: str = "bf16", scales: str = "max") -> Any:
     """Its experts quantized to an encoding."""
     model, encoding, config = plain(), find(name), fusion_moe.NVFP4Config(activation_format)
     for path, experts in list(model.named_modules()):
@@ -68,7 +68,7 @@ def in_encoding(name: str, activation_format: str = "bf16") -> Any:
                 t.detach()
                 for t in (contract.up(experts.gate_up_proj), contract.down(experts.down_proj))
             )
-            weights = (quantize(t, encoding=encoding) for t in (up, down))
+            weights = (quantize(t, encoding, scales=scales) for t in (up, down))
             model.set_submodule(path, experts_from(experts, *weights, config=config))
     return model
 
@@ -104,9 +104,12 @@ def experts_bytes(model: nn.Module) -> int:
 VARIANTS: dict[str, Callable[[], Any]] = {
     "bf16": plain,
     "NVFP4, `quantize_`": in_nvfp4,
+    'NVFP4, `quantize_`, scales="four_over_six"': lambda: in_nvfp4(scales="four_over_six"),
+    'NVFP4, `quantize_`, scales="mse"': lambda: in_nvfp4(scales="mse"),
     "NVFP4, `quantize_`, int8 activations": lambda: in_nvfp4("int8"),
     "NVFP4, nvidia-modelopt's directory": by_modelopt,
     "MXFP4": lambda: in_encoding("mxfp4"),
+    'MXFP4, scales="mse"': lambda: in_encoding("mxfp4", scales="mse"),
     "MXFP4, int8 activations": lambda: in_encoding("mxfp4", "int8"),
     "INT4, groups of 32": lambda: in_encoding("int4"),
 }

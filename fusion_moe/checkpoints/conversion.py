@@ -235,8 +235,11 @@ def renamed(source: Source, entry: Entry) -> Step | None:
     )
 
 
-def modelopt_configs(source: Source, steps: Sequence[Step]) -> Configs:
-    """config.json and hf_quant_config.json for what is written in ModelOpt's form.
+def modelopt_configs(
+    source: Source, steps: Sequence[Step], own: Mapping[str, str] | None = None
+) -> Configs:
+    """config.json and hf_quant_config.json for what is written in ModelOpt's form. own: more
+    entries that only this library reads.
 
     A weight is NVFP4 if its activations have a scale. An lm_head that is tied to the embedding has
     no tensor, but counts as a plain matrix.
@@ -256,7 +259,8 @@ def modelopt_configs(source: Source, steps: Sequence[Step]) -> Configs:
     if not any("lm_head." in name for name in planned):
         plain.append("lm_head")
     directory = source.directory
-    config = quantization_config(algorithms, plain) | own_entries(directory.quantization)
+    config = quantization_config(algorithms, plain)
+    config |= own_entries(directory.quantization) | dict(own or {})
     return (
         without_quantization(directory.config) | {"quantization_config": config},
         older_config(config),

@@ -15,7 +15,7 @@ from ..encodings import NVFP4, Quantized
 from .schemes import MODELOPT, MODELOPT_FUSED
 from .shard import Planned, Step
 
-_OWN = ("activation_format", "weights")
+_OWN = ("activation_format", "weights", "scales")
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\..*")
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ..encodings import NVFP4, Quantized, check_finite
+from ..encodings.convert import to_nvfp4
+from ..encodings.search import check_rule
 from ..errors import CheckpointError, NonFiniteError, ShapeError, UnsupportedError
 from .conversion import (
     Source,
@@ -38,20 +40,24 @@ from .stored import StoredWeight, stored_weights
 from .writing import SHARD_BYTES, write
 
 
-def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES) -> Path:
+def quantize(
+    src: str | Path, dst: str | Path, *, scales: str = "max", shard_bytes: int = SHARD_BYTES
+) -> Path:
     """Writes src with its experts in NVFP4 as dst, which appears whole. Returns dst.
 
-    src: in bfloat16, float16, float32, or FP8, which is rounded to bfloat16 first. Each matrix of
-    an expert gets its own scale and the same bytes as from `quantize_`; gate and up are two
-    matrices. Experts in one tensor are written one by one, also those of Llama-4 and gpt-oss, which
-    are stored transposed. Layers for multi-token prediction stay in floats: transformers reads no
-    others. Everything else stays the same, except that FP8 with more than one scale becomes
-    bfloat16, since ModelOpt's form has no such FP8. UnsupportedError if there are no such experts,
-    ShapeError if K is not a multiple of 16, NonFiniteError for NaN and infinity, CheckpointError as
-    from `Directory.open`, `stored_weights` and `write`.
+    src: in bfloat16, float16, float32, or FP8, which is rounded to bfloat16 first. scales: as in
+    `NVFP4Config`; config.json says it if it is not "max". Each matrix of an expert gets its own
+    scale and the same bytes as from `quantize_`; gate and up are two matrices. Experts in one
+    tensor are written one by one, also those of Llama-4 and gpt-oss, which are stored transposed.
+    Layers for multi-token prediction stay in floats: transformers reads no others. Everything else
+    stays the same, except that FP8 with more than one scale becomes bfloat16, since ModelOpt's form
+    has no such FP8. UnsupportedError if there are no such experts, ShapeError if K is not a
+    multiple of 16, NonFiniteError for NaN and infinity, OptionError for other scales,
+    CheckpointError as from `Directory.open`, `stored_weights` and `write`.
     """
+    check_rule(scales, NVFP4)
     source = Source.open(src)
-    experts = dict(_experts(source))
+    experts = dict(_experts(source, scales))
     if not experts:
         found = "experts that are quantized already" if source.weights else "no experts"
         todo = (
@@ -84,13 +90,13 @@ def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES
         dst,
         source.directory,
         steps,
-        modelopt_configs(source, steps),
+        modelopt_configs(source, steps, {} if scales == "max" else {"scales": scales}),
         shard_bytes=shard_bytes,
         check=lambda written: stored_weights(written.tensors, "modelopt"),
     )
 
 
-def _experts(source: Source) -> Iterator[tuple[str, Step]]:
+def _experts(source: Source, scales: str) -> Iterator[tuple[str, Step]]:
     """The steps that write experts, each with the name of the original weight or bias."""
     plain, config = plain_weights(source.directory), source.directory.config
     fp8 = {name: weight for name, weight in source.weights.items() if weight.scheme.eight_bits}
@@ -103,11 +109,11 @@ def _experts(source: Source) -> Iterator[tuple[str, Step]]:
                 f"{empty}", expected="experts with elements", where=str(empty.file)
             )
         if layer.fused:
-            yield from _fused(source, layer, plain)
+            yield from _fused(source, layer, plain, scales)
             continue
         for name, to in _written(layer, config).items():
             shape = (fp8.get(name) or plain[name]).shape
-            yield name, _quantized(to, shape, partial(_matrix, source, name))
+            yield name, _quantized(to, shape, partial(_matrix, source, name), scales)
 
 
 def _written(layer: LayerExperts, config: Mapping[str, Any]) -> dict[str, str]:
@@ -135,7 +141,7 @@ def _matrix(source: Source, name: str) -> Tensor:
 
 
 def _fused(
-    source: Source, layer: LayerExperts, plain: Mapping[str, Entry]
+    source: Source, layer: LayerExperts, plain: Mapping[str, Entry], scales: str
 ) -> Iterator[tuple[str, Step]]:
     """Fused weights and biases of all experts, written as single experts, as ModelOpt writes
     them.
@@ -158,7 +164,10 @@ def _fused(
         yield (
             name,
             _joined(
-                [_quantized(to, (rows, k), partial(matrix, e, at, count)) for e, at, to in places]
+                [
+                    _quantized(to, (rows, k), partial(matrix, e, at, count), scales)
+                    for e, at, to in places
+                ]
             ),
         )
         if bias := plain.get(f"{name}_bias"):
@@ -180,7 +189,7 @@ def _joined(steps: list[Step]) -> Step:
     )
 
 
-def _quantized(name: str, shape: tuple[int, ...], read: Callable[[], Tensor]) -> Step:
+def _quantized(name: str, shape: tuple[int, ...], read: Callable[[], Tensor], scales: str) -> Step:
     try:
         NVFP4.packed(shape[1])
     except ShapeError as error:
@@ -192,6 +201,6 @@ def _quantized(name: str, shape: tuple[int, ...], read: Callable[[], Tensor]) ->
             check_finite(x, NVFP4)
         except NonFiniteError as error:
             raise error.at(name) from None
-        return Quantized(*torch.ops.fusion_moe.nvfp4_quantize(x), encoding=NVFP4)
+        return to_nvfp4(x, scales=scales)
 
     return nvfp4_step(name, shape, make)

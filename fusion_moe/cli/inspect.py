@@ -55,12 +55,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found. method: `quant_method`, "" if nothing is quantized."""
+    """What was found. method: `quant_method`, "" if nothing is quantized; scales: the
+    rule that chose those of blocks, if the directory says it.
+    """
 
     directory: str
     architectures: tuple[str, ...] = ()
     method: str = ""
     algorithm: str = ""
+    scales: str = ""
     files: int = 0
     tensors: int = 0
     bytes: int = 0
@@ -74,13 +77,14 @@ class Inspection:
 
     def to_json(self) -> dict[str, Any]:
         """The fields of the classes here."""
-        return {"schema": "fusion_moe.inspect/2", **asdict(self)}
+        return {"schema": "fusion_moe.inspect/3", **asdict(self)}
 
     def print(self, console: Console) -> None:
         """A head, a table of formats, problems."""
         console.print(printable(self.directory), soft_wrap=True)
         if self.files:
-            by = ", ".join(filter(None, (self.method, self.algorithm)))
+            scales = self.scales and f"scales by {self.scales}"
+            by = ", ".join(filter(None, (self.method, self.algorithm, scales)))
             head = (
                 ", ".join(self.architectures) or "no architecture",
                 f"quantized by {by}" if by else "not quantized",
@@ -143,6 +147,7 @@ def inspection(path: Path, values: bool = False) -> Inspection:
         _strings(directory.config.get("architectures")),
         method,
         ", ".join(_strings([quantization.get("quant_algo")])),
+        ", ".join(_strings([quantization.get("scales")])),
         len({entry.file for entry in entries.values()}),
         len(entries),
         sum(entry.nbytes for entry in entries.values()),

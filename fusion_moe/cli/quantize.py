@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from typing import Annotated
+
 import typer
 
 from ..checkpoints import quantize as quantized
@@ -10,11 +13,31 @@ from .inspect import inspection
 from .output import Json, finish
 
 
-def quantize(context: typer.Context, src: Source, dst: Destination, json: Json = False) -> None:
+class Scales(str, Enum):
+    """How the scale of a block is chosen."""
+
+    MAX = "max"
+    FOUR_OVER_SIX = "four_over_six"
+    MSE = "mse"
+
+
+def quantize(
+    context: typer.Context,
+    src: Source,
+    dst: Destination,
+    scales: Annotated[
+        Scales,
+        typer.Option(
+            help="How the scale of a block is chosen: from its largest magnitude; or what has the "
+            "least squared error, of two candidates or of twelve."
+        ),
+    ] = Scales.MAX,
+    json: Json = False,
+) -> None:
     """Write SRC with its experts in NVFP4, from bfloat16, float16, float32 or FP8, without building
     the model.
 
-    The numbers are those of nvidia-modelopt's weight quantization. Prints what `inspect DST`
-    prints.
+    The numbers are those of nvidia-modelopt's weight quantization, unless --scales says otherwise.
+    Prints what `inspect DST` prints.
     """
-    finish(context, lambda: inspection(quantized(src, dst)), json)
+    finish(context, lambda: inspection(quantized(src, dst, scales=scales.value)), json)

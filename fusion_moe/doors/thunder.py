@@ -53,12 +53,12 @@ def packages() -> tuple[plugins.Package, ...]:
 def _grouped_linear(linear: nn.Module, config: NVFP4Config) -> nn.Module:
     """GroupedLinear: weight [G, N, K]"""
     weight = linear.get_parameter("weight").detach()
-    return NVFP4GroupedLinear.from_float(weight, None, config.activation_format)
+    return NVFP4GroupedLinear.from_float(weight, None, config.activation_format, config.scales)
 
 
 def _grouped_swiglu(swiglu: nn.Module, config: NVFP4Config) -> nn.Module:
     """GroupedSwiGLU: three GroupedLinear, gate_proj and up_proj [G, I, H], down_proj [G, H, I]"""
-    return GroupedSwiGLU.from_float(*_projections(swiglu), config.activation_format)
+    return GroupedSwiGLU.from_float(*_projections(swiglu), config.activation_format, config.scales)
 
 
 def _llama4_moe(moe: nn.Module, config: NVFP4Config) -> nn.Module:
@@ -67,7 +67,7 @@ def _llama4_moe(moe: nn.Module, config: NVFP4Config) -> nn.Module:
     """
     gate, up, down = _projections(moe.get_submodule("routed_experts"))
     experts = NVFP4Experts.from_float(
-        torch.cat([gate, up], 1), down, config.activation_format, scale_on="input"
+        torch.cat([gate, up], 1), down, config.activation_format, "input", config.scales
     )
     return Llama4MoE(moe.get_submodule("gate"), experts, moe.get_submodule("shared_experts"))
 

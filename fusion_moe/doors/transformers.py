@@ -77,6 +77,8 @@ def _llama4_text_moe(moe: nn.Module, config: NVFP4Config) -> nn.Module:
     gate_up, down = (
         moe.get_parameter(f"experts.{name}").detach().mT for name in ("gate_up_proj", "down_proj")
     )
-    experts = NVFP4Experts.from_float(gate_up, down, config.activation_format, scale_on="input")
+    experts = NVFP4Experts.from_float(
+        gate_up, down, config.activation_format, "input", config.scales
+    )
     router, shared_expert = moe.get_submodule("router"), moe.get_submodule("shared_expert")
     return Llama4MoE(router, experts, shared_expert, int(moe.top_k))  # type: ignore[arg-type]

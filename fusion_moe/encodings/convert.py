@@ -7,21 +7,27 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import UnsupportedError
-from .checks import check_floats, check_matrix_scale, check_parts, check_same_device
+from ..ops import nvfp4_quantize
+from .checks import check_finite, check_floats, check_matrix_scale, check_parts, check_same_device
 from .encoding import ENCODINGS, ROW, Element, Encoding, Quantized, Scale
+from .search import check_rule, has_values, least_error
 
 
-def quantize(x: Tensor, encoding: Encoding, matrix_scale: Tensor | None = None) -> Quantized:
+def quantize(
+    x: Tensor, encoding: Encoding, matrix_scale: Tensor | None = None, scales: str = "max"
+) -> Quantized:
     """x float [..., N, K] -> its parts; NVFP4: codes u8 [..., N, K/2], block_scale e4m3 [..., N,
     K/16], decode_scale f32 [...] or [..., S].
 
     matrix_scale: float32 [...] or [..., S] with S dividing N, if the encoding has one; None:
-    `matrix_scale_of(x, encoding)`. Each encoding's file says how its scales are chosen. A code is
+    `matrix_scale_of(x, encoding)`. Each encoding's file says how its scales are chosen; scales: by
+    which of the rules in search.py, of which NVFP4 has all and MXFP4 "max" and "mse". A code is
     x / (scale_0 * scale_1 ...), plus the zero point, rounded as its element type rounds. NaN and
     infinity are not looked for, which would wait for the device: call `check_finite`. DtypeError,
-    ShapeError and DeviceError name what does not fit.
+    ShapeError, DeviceError, OptionError and UnsupportedError name what does not fit.
     """
     check_floats(x, encoding)
+    check_rule(scales, encoding)
     if (
         encoding.axis == -2
         and encoding.element.per_item == len(encoding.scales) == 1
@@ -38,7 +44,7 @@ def quantize(x: Tensor, encoding: Encoding, matrix_scale: Tensor | None = None) 
     step: Tensor | float = 1.0
     parts: dict[str, Tensor] = {}
     for scale in reversed(encoding.factors):
-        parts[scale.part] = _scale(x, scale, step, matrix_scale, encoding)
+        parts[scale.part] = _scale(x, scale, step, matrix_scale, encoding, scales)
         step = step * _factor(parts[scale.part], scale, lead, n, k, encoding)
     blocks = x.reshape(*lead, n, *_blocks(encoding, k))
     if over := encoding.scales[0].over:
@@ -55,6 +61,18 @@ def quantize(x: Tensor, encoding: Encoding, matrix_scale: Tensor | None = None) 
     return Quantized(elements, *ordered, encoding=encoding)
 
 
+def to_nvfp4(x: Tensor, decode_scale: Tensor | None = None, scales: str = "max") -> Quantized:
+    """`quantize` for weights: "max" by the operation, which has kernels. NonFiniteError for NaN and
+    infinity: on CUDA only the other rules look for them, and wait for the device.
+    """
+    encoding = ENCODINGS["nvfp4"]
+    if scales == "max":
+        return Quantized(*nvfp4_quantize(x, decode_scale), encoding=encoding)
+    if has_values(x):
+        check_finite(x, encoding)
+    return quantize(x, encoding, decode_scale, scales)
+
+
 def matrix_scale_of(x: Tensor, encoding: Encoding) -> Tensor:
     """x float [..., N, K] -> f32 [...]: the scale of each matrix, amax / 2688 in NVFP4. A 2-D x
     gives a 0-d tensor.
@@ -63,7 +81,7 @@ def matrix_scale_of(x: Tensor, encoding: Encoding) -> Tensor:
     dimensions or no elements.
     """
     check_floats(x, encoding, elements=True)
-    return _rounded(_size(x, (-2, -1), encoding), encoding.factors[-1], 1.0)
+    return encoding.factors[-1].rounded(_size(x, (-2, -1), encoding), 1.0)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -116,13 +134,21 @@ def exactly(q: Quantized, encoding: Encoding, runs: int = 0) -> Quantized:
 
 
 def _scale(
-    x: Tensor, scale: Scale, outer: Tensor | float, given: Tensor | None, encoding: Encoding
+    x: Tensor,
+    scale: Scale,
+    outer: Tensor | float,
+    given: Tensor | None,
+    encoding: Encoding,
+    rule: str,
 ) -> Tensor:
     """A scale of x, in its dtype: chosen, or the given one if it is the matrix's."""
     *lead, n, _ = x.shape
     if scale.block:
         size = _largest(x, scale, encoding)
-        return _rounded(size, scale, _coarser(outer, size.shape[-1]))
+        outer = _coarser(outer, size.shape[-1])
+        if rule in scale.others:
+            return least_error(x, size, outer, scale, encoding.element, rule)
+        return scale.rounded(size, outer)
     made = matrix_scale_of(x, encoding) if given is None else given
     check_matrix_scale(made, lead, n, scale)
     check_same_device(x, made, scale.part)
@@ -143,13 +169,6 @@ def _of_rows(size: Tensor, rows: int) -> Tensor:
         return size
     most = torch.stack([run.amax(-2) for run in size.split(rows, -2)], -2)
     return most.repeat_interleave(rows, -2)[..., : size.shape[-2], :]
-
-
-def _rounded(amax: Tensor, scale: Scale, outer: Tensor | float) -> Tensor:
-    wanted = scale.choose(amax, outer)
-    if scale.minimum or scale.maximum != float("inf"):
-        wanted = wanted.clamp(scale.minimum, scale.maximum)
-    return wanted.to(scale.dtype)
 
 
 def _size(x: Tensor, dims: tuple[int, ...], encoding: Encoding) -> Tensor:
@@ -254,7 +273,7 @@ def _along_n(x: Tensor, encoding: Encoding) -> Quantized:
     (scale,) = encoding.scales
     blocks = x.unflatten(-2, (-1, scale.block))
     amax = blocks.abs().amax(-2).float()
-    made = _rounded(amax, scale, 1.0)
+    made = scale.rounded(amax, 1.0)
     if scale.over:
         codes = blocks * scale.over(amax).unsqueeze(-2)
     else:

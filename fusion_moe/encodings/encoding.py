@@ -35,6 +35,7 @@ class Element:
     uint8 if they are narrower than a byte; maximum: the largest number. encode: float32 [...] ->
     uint8 [...], one code each, to nearest, ties to even, saturating at the maximum; decode: the
     inverse. Both None: codes are numbers of `dtype`. `integers` and `look_up` make the usual ones.
+    nearest: both, one after the other, for encodings whose scales may be searched (search.py).
     order: how codes lie in the tiles that CUDA's kernels read; None: the usual one for so many
     bits. OptionError for other bits.
     """
@@ -46,6 +47,7 @@ class Element:
     encode: Callable[[Tensor], Tensor] | None = None
     decode: Callable[[Tensor], Tensor] | None = None
     order: CodeOrder | None = None
+    nearest: Callable[[Tensor], Tensor] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.bits not in (1, 2, 4, 8, 16, 32):
@@ -173,7 +175,8 @@ class Scale:
     signed: whether files may hold negative ones. rows: how many rows, from the first on, have equal
     ones. short: whether the last block of a row may have fewer elements. recoding: of its bytes, in
     the tiles that CUDA's kernels read. over(amax): what elements are multiplied by to become codes,
-    if this is the only scale; None: they are divided by the scale.
+    if this is the only scale; None: they are divided by the scale. others: by the rules that search
+    (search.py), what else may be chosen: the scale for so many times amax, then so many bytes up.
     """
 
     part: str
@@ -189,6 +192,16 @@ class Scale:
     short: bool = False
     recoding: Recoding = field(default=UNCHANGED, repr=False)
     over: Callable[[Tensor], Tensor] | None = None
+    others: Mapping[str, Sequence[tuple[float, int]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def rounded(self, amax: Tensor, outer: Tensor | float) -> Tensor:
+        """The scale, in its dtype, for elements with this largest magnitude f32 [...]."""
+        wanted = self.choose(amax, outer)
+        if self.minimum or self.maximum != float("inf"):
+            wanted = wanted.clamp(self.minimum, self.maximum)
+        return wanted.to(self.dtype)
 
     def count(self, size: Any) -> Any:
         """How many of them `size` elements along the blocks have (int or SymInt)."""

@@ -133,6 +133,7 @@ MXFP4 = register(
                 _power_of_two,
                 minimum=2.0**-127,
                 signed=False,
+                others={"mse": ((1.0, -1), (1.0, 1))},
             ),
         ),
         equivalents={NVFP4.name: _as_nvfp4},

@@ -7,7 +7,8 @@
 
 The scales are chosen as nvidia-modelopt's `NVFP4QTensor.quantize` does on the CPU (source: its
 order of operations, compared byte by byte): decode scale = amax / 2688, block scale = e4m3(block
-amax / (6 * decode scale)) within [2^-9, 448], 1.0 for a block of zeros.
+amax / (6 * decode scale)) within [2^-9, 448], 1.0 for a block of zeros. A search (search.py) tries
+that block scale and 4/6, or the numbers of e4m3 from five below it to six above.
 
 In the tiles of `w16x64` a block scale becomes an unsigned number with five exponent bits and three
 mantissa bits: one multiplication and one addition turn it into the tensor cores' bfloat16, also for
@@ -68,6 +69,10 @@ NVFP4 = register(
                 maximum=_BLOCK_MAX,
                 signed=False,
                 recoding=_e5m3(),
+                others={
+                    "four_over_six": ((1.5, 0),),
+                    "mse": tuple((1.0, d) for d in range(-5, 7) if d),
+                },
             ),
             Scale("decode_scale", torch.float32, 0, _decode_scale),
         ),

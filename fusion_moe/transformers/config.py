@@ -46,6 +46,11 @@ class ModelOptConfig(QuantizationConfigMixin):
         return "experts_config" in self.__dict__ and self.experts.weights == "packed"
 
     @property
+    def scales_in_files(self) -> str:
+        """The rule by which scales in the directory were chosen, as far as it says."""
+        return str(own_entries(self.__dict__).get("scales", "max"))
+
+    @property
     def experts(self) -> nn_config.NVFP4Config:
         """How experts are computed: as the caller says, else as the directory says."""
         return nn_config.NVFP4Config(

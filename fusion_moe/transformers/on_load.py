@@ -9,12 +9,11 @@ from typing import Any
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 
-from ..encodings import NVFP4, Quantized, check_finite
+from ..encodings import NVFP4, check_finite
 from ..nn import quantize_
 from ..nn.config import NVFP4Config
 from ..nn.conversion.contract import ExpertsContract, contract_of
-from ..nn.frozen.base import quantized
-from ..nn.frozen.experts import quantize_gate_up
+from ..nn.frozen.base import quantized, rounded
 
 Contracts = dict[str, ExpertsContract]  # the contracts of the original expert modules, by name
 
@@ -72,11 +71,10 @@ class QuantizeExperts(ConversionOps):
         if key.endswith("_bias"):
             return {name: contract.up_rows(t) if key.startswith(contract.up_name) else t}
         check_finite(t, NVFP4, name)
+        module = model.get_submodule(base)
         if key == "down_proj":
-            parts: Quantized = quantized(contract.down(t))
+            parts = quantized(contract.down(t), scales=module.scales)
         else:
-            parts = (
-                quantize_gate_up(contract.up(t)) if contract.has_gate else quantized(contract.up(t))
-            )
-        keys = model.get_submodule(base).part_names[key.removesuffix("_proj")]
+            parts = rounded(contract.up(t), NVFP4, 1 + contract.has_gate, scales=module.scales)
+        keys = module.part_names[key.removesuffix("_proj")]
         return {f"{base}.{k}": part for k, part in zip(keys, parts, strict=True)}

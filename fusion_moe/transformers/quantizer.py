@@ -33,7 +33,7 @@ from .saving import (
     linears_as_stored,
     makes_experts,
     modelopt_config,
-    with_activation_format,
+    with_own_entries,
 )
 from .share import Share
 from .tensors import Read, load_
@@ -123,6 +123,9 @@ class FusionMoeQuantizer(HfQuantizer):
         self.replaced = replace_modules(
             model, tensors.entries, config.method, config.experts, config.quantizes
         )
+        for name, source in self.replaced.experts.items():
+            if not source.rounds:
+                model.get_submodule(name).scales = config.scales_in_files
         _check_in_memory(model, kwargs.get("device_map"))
         self._ignored = model._keys_to_ignore_on_load_unexpected
         model._keys_to_ignore_on_load_unexpected = {
@@ -221,7 +224,7 @@ class FusionMoeQuantizer(HfQuantizer):
         """
         sources = {} if self.replaced is None else self.replaced.experts
         model._weight_conversions = conversions_for_saving(model, sources)
-        set_quantization(model.config, with_activation_format(self._saved_config(model), model))
+        set_quantization(model.config, with_own_entries(self._saved_config(model), model))
         write_adapters(model)
         names = (name for name, module in model.named_modules() if isinstance(module, Adapter))
         adapters, state = tuple(f"{name}." for name in names), None

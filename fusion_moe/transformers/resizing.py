@@ -42,8 +42,8 @@ def _encoded(x: Tensor, kept: Quantized) -> Quantized:
     """x f32 [N, K] in the encoding of the first rows, which keep their bits and their scale of the
     matrix, unless rows share scales of blocks.
     """
-    scales = [t for part, t in kept.named() if part.of_matrix]
-    made = quantize(x, kept.encoding, *scales)
+    scale = next((t for part, t in kept.named() if part.of_matrix), None)
+    made = quantize(x, kept.encoding, scale)
     parts = [
         (old, new)
         for (part, old), new in zip(kept.named(), made, strict=True)

@@ -228,9 +228,9 @@ def modelopt_config(model: Any) -> dict[str, Any]:
     return written | {"producer": {"name": "fusion_moe", "version": __version__}}
 
 
-def with_activation_format(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """`quantization_config` with the experts' activation_format if it is not the default.
-    UnsupportedError if they have several.
+def with_own_entries(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """`quantization_config` with the experts' activation_format and scales if these are not the
+    default; no scales if there are several. UnsupportedError for several activation_formats.
     """
     rest = {key: value for key, value in config.items() if key not in own_entries(config)}
     formats = sorted({m.activation_format for m in model.modules() if isinstance(m, Projections)})
@@ -239,8 +239,7 @@ def with_activation_format(config: Mapping[str, Any], model: Any) -> dict[str, A
             f"experts with activation_format {' and '.join(formats)} to save",
             expected="one for all of them",
         )
-    return (
-        rest
-        if formats in ([], [NVFP4Config().activation_format])
-        else rest | {"activation_format": formats[0]}
-    )
+    rules = {m.scales for m in model.modules() if isinstance(m, Projections)}
+    entries = {"activation_format": formats, "scales": [*rules] if len(rules) == 1 else []}
+    usual = NVFP4Config().to_dict()
+    return rest | {k: its[0] for k, its in entries.items() if its not in ([], [usual[k]])}

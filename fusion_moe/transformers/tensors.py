@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ..checkpoints import StoredPart, StoredWeight
 from ..checkpoints.values import check_scale, check_scales_of
+from ..encodings import NVFP4
 from ..errors import UnsupportedError
-from ..nn.frozen.base import quantized
-from ..nn.frozen.experts import quantize_gate_up
+from ..nn.frozen.base import rounded
 from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
 from ..nn.trained.activations import deinterleave, interleave
@@ -114,11 +114,11 @@ def _rounded(
     floats are rounded to bfloat16 first.
     """
     names = source.weights(projection, len(module.down_proj), module.first_expert or 0)
-    quantize = quantized if len(names) == 1 else quantize_gate_up
     parts = []
     for of_expert in zip(*names, strict=True):
         floats = torch.cat([_floats(weights[name], read) for name in of_expert])
-        parts.append(quantize((floats.bfloat16() if source.scheme.eight_bits else floats)[None]))
+        floats = (floats.bfloat16() if source.scheme.eight_bits else floats)[None]
+        parts.append(rounded(floats, NVFP4, len(names), scales=module.scales))
     return map(torch.cat, zip(*parts, strict=True))
 
 

@@ -14,8 +14,23 @@ import torch
 from files import MADE, Tensors, change, change_json, copied, raw
 from safetensors.torch import load_file, save_file
 
-from fusion_moe.checkpoints import Directory, check_scales, method_of, quantize, stored_weights
-from fusion_moe.errors import CheckpointError, NonFiniteError, ShapeError, UnsupportedError
+from fusion_moe import encodings
+from fusion_moe.checkpoints import (
+    Directory,
+    check_scales,
+    convert,
+    method_of,
+    quantize,
+    stored_weights,
+)
+from fusion_moe.cli.inspect import inspection
+from fusion_moe.errors import (
+    CheckpointError,
+    NonFiniteError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+)
 
 SRC = MADE / "bf16-qwen3_moe"
 EXPERTS = "model.layers.0.mlp.experts"
@@ -247,3 +262,24 @@ def test_transposed_experts_are_the_models_to_quantize(tmp_path: Path) -> None:
         r"64\]; expected .*; load the model, quant",
     ):
         quantize(src, tmp_path / "dst")
+
+
+@pytest.mark.parametrize("rule", ["four_over_six", "mse"])
+def test_rules_for_scales_of_blocks(rule: str, tmp_path: Path) -> None:
+    dst = quantize(SRC, tmp_path / "dst", scales=rule)
+    before, after = loaded(SRC), loaded(dst)
+    name = f"{EXPERTS}.1.up_proj"
+    want = encodings.quantize(before[f"{name}.weight"], encodings.NVFP4, scales=rule)
+    assert torch.equal(after[f"{name}.weight"], want.codes)
+    assert torch.equal(after[f"{name}.weight_scale"].float(), want.block_scale.float())
+    assert torch.equal(after[f"{name}.weight_scale_2"], want.decode_scale)
+    assert Directory.open(dst).quantization["scales"] == rule
+    assert inspection(dst).scales == rule
+    assert "scales" not in Directory.open(quantize(SRC, tmp_path / "max")).quantization
+    again = convert(dst, tmp_path / "again")
+    assert Directory.open(again).quantization["scales"] == rule
+
+
+def test_a_rule_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="did you mean 'mse'"):
+        quantize(tmp_path / "nothing is read", tmp_path / "dst", scales="mes")

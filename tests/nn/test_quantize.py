@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
+from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import NonFiniteError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.nn.conversion import quantize as quantize_module
 
@@ -200,3 +201,32 @@ def test_weights_are_folded_if_the_config_says_so(tokens):
     assert [(e.weights, e.activation_format) for e in experts_of(model)] == [("fp8", "fp8")] * 2
     with fusion_moe.options.override(target="reference"):
         assert model(tokens).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("rule", ["four_over_six", "mse"])
+def test_rules_for_scales_of_blocks(rule):
+    model, config = qwen3_moe(), fusion_moe.NVFP4Config(scales=rule)
+    floats = {key: t.clone() for key, t in experts_of(model)[0].named_parameters()}
+    fusion_moe.quantize_(model, config)
+    module = experts_of(model)[0]
+    want = quantize(floats["down_proj"], NVFP4, scales=rule)
+    assert module.scales == rule
+    assert torch.equal(module.state_dict()["down_proj"], want.codes)
+    assert torch.equal(module.state_dict()["down_proj_scale"].float(), want.block_scale.float())
+    gate, _ = floats["gate_up_proj"].chunk(2, 1)
+    assert torch.equal(
+        module.state_dict()["gate_up_proj"][:, :32], quantize(gate, NVFP4, scales=rule).codes
+    )
+    before = {key: t.clone() for key, t in module.state_dict().items()}
+    fusion_moe.update_weights_(module, floats)  # by the module's own rule
+    assert all(
+        torch.equal(t.view(torch.uint8), before[key].view(torch.uint8))
+        for key, t in module.state_dict().items()
+    )
+    other = type(module).from_float(floats["gate_up_proj"], floats["down_proj"], scales=rule)
+    assert torch.equal(other.state_dict()["down_proj"], want.codes)
+
+
+def test_a_rule_that_is_none():
+    with pytest.raises(OptionError, match=r"scales = 'mes'; expected one of max, four_over_six, m"):
+        fusion_moe.NVFP4Config(scales="mes")

@@ -336,3 +336,33 @@ def test_experts_in_several_formats(tmp_path):
     made = from_pretrained(mixed, quantization_config=NVFP4Config())
     on_disk = from_pretrained(quantize_files(mixed, tmp_path / "quantized"))
     assert same_parameters(made.model.layers[1].mlp, on_disk.model.layers[1].mlp)
+
+
+def test_the_rule_for_scales_is_saved_and_loaded(saved, tmp_path):
+    config = NVFP4Config(scales="mse")
+    loaded, model = from_pretrained(saved, quantization_config=config), from_pretrained(saved)
+    fusion_moe.quantize_(model, config)
+    both = loaded.state_dict(), model.state_dict()
+    assert both[0].keys() == both[1].keys()
+    assert all(torch.equal(t.float(), both[1][key].float()) for key, t in both[0].items())
+    for made, name in (loaded, "one"), (model, "two"):
+        made.save_pretrained(tmp_path / name)
+        assert written(tmp_path / name)["scales"] == "mse"
+    again = from_pretrained(tmp_path / "one", quantization_config=NVFP4Config("nvfp4"))
+    again.save_pretrained(tmp_path / "again")  # whose bytes are those of the file
+    found = written(tmp_path / "again")
+    assert (found["scales"], found["activation_format"]) == ("mse", "nvfp4")
+
+
+def test_eight_bit_floats_by_a_rule(tmp_path):
+    sizes = {**SMALL, **FAMILIES["qwen3_moe"]}
+    floats = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
+    floats.save_pretrained(eight := tmp_path / "eight")
+    eight_bit(eight)
+    made = from_pretrained(eight, quantization_config=NVFP4Config(scales="mse"))
+    one = from_pretrained(eight, quantization_config=NVFP4Config())
+    pairs = zip(made.modules(), one.modules(), strict=True)
+    pairs = [(a, b) for a, b in pairs if isinstance(a, Projections)]
+    assert pairs
+    assert all((a.scales, b.scales) == ("mse", "max") for a, b in pairs)
+    assert all((a.down_proj_scale.float() != b.down_proj_scale.float()).any() for a, b in pairs)

@@ -8,14 +8,13 @@ from functools import cache
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import plugins
 from ...encodings import NVFP4, Quantized, check_finite
+from ...encodings.search import has_values
 from ...errors import Error, UnsupportedError
 from ..config import NVFP4Config
-from ..frozen.base import quantized
-from ..frozen.experts import quantize_gate_up
+from ..frozen.base import quantized, rounded
 from ..frozen.projections import Projections
 from .contract import contract_of, experts_from, need_contract
 from .register import Converter, registered_converter
@@ -31,10 +30,10 @@ def by_contract(
     up, down, *biases = (experts.get_parameter(name).detach() for name in contract.names)
     up_bias, down_bias = biases or (None, None)
     of_up, of_down = weights or (
-        (quantize_gate_up if contract.has_gate else quantized)(contract.up(up)),
-        quantized(contract.down(down)),
+        rounded(contract.up(up), NVFP4, 1 + contract.has_gate, scales=config.scales),
+        quantized(contract.down(down), scales=config.scales),
     )
-    return experts_from(
+    made = experts_from(
         experts,
         of_up,
         of_down,
@@ -42,6 +41,8 @@ def by_contract(
         down_bias,
         config,
     )
+    made.scales = config.scales
+    return made
 
 
 DECORATED = "experts that use_experts_implementation decorates"
@@ -109,8 +110,7 @@ def check(module: nn.Module, config: NVFP4Config | None = None, name: str = "") 
     """
     converted(without_memory(module), config, name)
     for key, parameter in module.named_parameters():
-        has_values = not parameter.is_meta and not isinstance(parameter.data, FakeTensor)
-        if parameter.dim() == 3 and has_values:  # the weights that are quantized
+        if parameter.dim() == 3 and has_values(parameter.data):  # the weights that are quantized
             check_finite(parameter.detach(), NVFP4, f"{name or type(module).__name__}.{key}")
 
 

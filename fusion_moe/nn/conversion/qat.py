@@ -142,6 +142,7 @@ class _Rounding:
                 self.encoding,
                 runs,
                 None if master.is_meta else getattr(module, _scale_of(name), None),
+                scales=config.scales,
             )
             for name, master, runs in self.masters(module)
         ]

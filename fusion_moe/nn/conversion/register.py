@@ -24,7 +24,9 @@ def register_converter(cls: type[nn.Module]) -> Callable[[C], C]:
 
         @fusion_moe.register_converter(MyExperts)
         def to_nvfp4(experts, config):
-            return NVFP4Experts.from_float(experts.gate_up, experts.down, config.activation_format)
+            return NVFP4Experts.from_float(
+                experts.gate_up, experts.down, config.activation_format, scales=config.scales
+            )
 
     to_nvfp4(experts: cls, config: NVFP4Config) -> nn.Module, which is called as `experts` was: same
     arguments, same results. `quantize_` and `fusion_moe.nn.convert` call the function; it takes

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...encodings import MXFP4, NVFP4, Encoding, Quantized, quantize
+from ...encodings.convert import to_nvfp4
 from ...ir.builder import FusionDefinition
 from ...ir.core import Value
 from ...ir.text import text
@@ -49,18 +50,19 @@ def rounded(
     runs: int = 1,
     matrix_scale: Tensor | None = None,
     layout: str = "linear",
+    scales: str = "max",
 ) -> Quantized:
     """x float[G, N, K] -> the same in an encoding. If matrices have scales, one for each of so many
     runs of their rows: matrix_scale, f32[G] or [G, runs], or chosen. layout: of the result; on
-    CUDA, if runs are whole tiles of it.
+    CUDA, by "max", if runs are whole tiles of it. scales: the rule for those of blocks.
     """
     x = x if runs == 1 else x.unflatten(1, (runs, -1))
-    if x.is_cuda and encoding in ROUNDED_BY_KERNELS and x.numel():
+    if x.is_cuda and encoding in ROUNDED_BY_KERNELS and x.numel() and scales == "max":
         made = _by_program(x.detach(), encoding, matrix_scale, layout)
     elif encoding == NVFP4:
-        made = quantized(x, matrix_scale)
+        made = quantized(x, matrix_scale, scales)
     else:
-        made = quantize(x, encoding, matrix_scale)
+        made = quantize(x, encoding, matrix_scale, scales)
     return made.of(
         t if runs == 1 or part.of_matrix else t.flatten(1, 2) for part, t in made.named()
     )
@@ -97,16 +99,16 @@ def _program(n: int, k: int, dtype: torch.dtype, encoding: str, layout: str, sca
     return text(fd.fusion())
 
 
-def quantized(x: Tensor, decode_scale: Tensor | None = None) -> Quantized:
+def quantized(x: Tensor, decode_scale: Tensor | None = None, scales: str = "max") -> Quantized:
     """x float[G, ..., N, K] -> nvfp4[G, ..., N, K] with a decode scale for each matrix, the given
-    one or amax / 2688: by the operation, which has CPU kernels.
+    one or amax / 2688, by `to_nvfp4`.
 
     On the CPU a few of the G groups are quantized at a time, so that quantizing needs little memory
     besides the result.
     """
-    x, by = x.detach(), torch.ops.fusion_moe.nvfp4_quantize
+    x = x.detach()
     if x.dim() < 3 or not pages.takes(x) or x.numel() // 2 < pages.PAGE:
-        return Quantized(*by(x, decode_scale), encoding=NVFP4)
+        return to_nvfp4(x, decode_scale, scales)
     *lead, n, k = x.shape
     weight = Quantized(
         *(pages.empty(NVFP4.part_shape(part, lead, n, k), part.dtype) for part in NVFP4.parts),
@@ -116,6 +118,6 @@ def quantized(x: Tensor, decode_scale: Tensor | None = None) -> Quantized:
     for start in range(0, len(x), step):
         some = slice(start, start + step)
         scale = None if decode_scale is None else decode_scale[some]
-        for part, panel in zip(weight, by(x[some], scale), strict=True):
+        for part, panel in zip(weight, to_nvfp4(x[some], scale, scales), strict=True):
             part[some] = panel
     return weight

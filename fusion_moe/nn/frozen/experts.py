@@ -193,14 +193,18 @@ class NVFP4Experts(Experts):
         down: Tensor,
         activation_format: str = "bf16",
         scale_on: str = "output",
+        scales: str = "max",
     ) -> NVFP4Experts:
-        """gate_up float[E, 2I, H], down float[E, H, I] -> the module with both quantized, bit for
-        bit as nvidia-modelopt does.
+        """gate_up float[E, 2I, H], down float[E, H, I] -> the module with both quantized, by "max"
+        bit for bit as nvidia-modelopt does. scales: as in `NVFP4Config`.
         """
-        return cls(quantize_gate_up(gate_up), quantized(down), activation_format, scale_on)
+        weights = quantize_gate_up(gate_up, scales), quantized(down, scales=scales)
+        made = cls(*weights, activation_format, scale_on)
+        made.scales = scales
+        return made
 
 
-def quantize_gate_up(gate_up: Tensor) -> Quantized:
+def quantize_gate_up(gate_up: Tensor, scales: str = "max") -> Quantized:
     """gate_up float[E, 2I, H], gate above up -> nvfp4[E, 2I, H] with decode scales [E, 2]: one for
     gate and one for up.
     """
@@ -210,4 +214,4 @@ def quantize_gate_up(gate_up: Tensor) -> Quantized:
             expected="[E, 2I, H], gate above up",
             where="NVFP4Experts",
         )
-    return rounded(gate_up, NVFP4, 2)
+    return rounded(gate_up, NVFP4, 2, scales=scales)

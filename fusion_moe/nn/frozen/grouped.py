@@ -66,12 +66,18 @@ class NVFP4GroupedLinear(AdaptableModule):
 
     @classmethod
     def from_float(
-        cls, weight: Tensor, bias: Tensor | None = None, activation_format: str = "bf16"
+        cls,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation_format: str = "bf16",
+        scales: str = "max",
     ) -> NVFP4GroupedLinear:
-        """weight float[G, N, K], bias float[G, N] -> the module, its weight quantized bit for bit
-        as nvidia-modelopt does.
+        """weight float[G, N, K], bias float[G, N] -> the module, its weight quantized, by "max" bit
+        for bit as nvidia-modelopt does. scales: as in `NVFP4Config`.
         """
-        return cls(quantized(weight), bias, activation_format)
+        made = cls(quantized(weight, scales=scales), bias, activation_format)
+        made.scales = scales
+        return made
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """x [..., K] whose rows are sorted by group, offs i32[G] where the runs end -> [..., N];
@@ -125,15 +131,21 @@ class GroupedSwiGLU(nn.Module):
 
     @classmethod
     def from_float(
-        cls, gate: Tensor, up: Tensor, down: Tensor, activation_format: str = "bf16"
+        cls,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        activation_format: str = "bf16",
+        scales: str = "max",
     ) -> GroupedSwiGLU:
         """gate, up float[G, I, H], down float[G, H, I] -> the module with all three quantized, each
-        with its own scales.
+        with its own scales. scales: as in `NVFP4Config`.
         """
         gate_up = NVFP4GroupedLinear(
-            quantize_gate_up(torch.cat([gate, up], 1)), None, activation_format
+            quantize_gate_up(torch.cat([gate, up], 1), scales), None, activation_format
         )
-        return cls(gate_up, NVFP4GroupedLinear.from_float(down, None, activation_format))
+        gate_up.scales = scales
+        return cls(gate_up, NVFP4GroupedLinear.from_float(down, None, activation_format, scales))
 
     def forward(self, hidden_states: Tensor, offs: Tensor) -> Tensor:
         """hidden_states [..., H] whose rows are sorted by group, offs i32[G] where the runs end ->

@@ -37,8 +37,9 @@ class PackedModule(nn.Module):
     same bits, since a wrapper may cast floats, and gloo has no 8-bit ones. State dicts have the
     dtypes of the encoding. weight_layout: the layout of elements and block scales; paddings: of
     weights that are not whole tiles of the layout, by the name of their elements; considered:
-    whether `order` has decided about the weights where they are now; sharding: how state dicts
-    represent tensors that are a rank's share.
+    whether `order` has decided about the weights where they are now; scales: the rule that chose
+    the scales of blocks, as in `NVFP4Config`; sharding: how state dicts represent tensors that are
+    a rank's share.
     """
 
     castable: tuple[str, ...] = ()
@@ -47,6 +48,7 @@ class PackedModule(nn.Module):
     weight_layout: str
     paddings: Mapping[str, Padding]
     considered = False
+    scales = "max"
     sharding: Sharding | None = None
 
     def __init__(self) -> None:

@@ -188,7 +188,8 @@ class _Place:
             if own[0].dim() == 2:
                 own, tensors = [t[None] for t in own], [t[None] for t in tensors]
             runs = self._packed.row_scales(self.names[0]) if self.has_numbers(given) else 0
-            write_weight_(own, tensors, encoding, packing_of(self._packed, self.names[0]), runs)
+            packing, rule = packing_of(self._packed, self.names[0]), self._packed.scales
+            write_weight_(own, tensors, encoding, packing, runs, scales=rule)
 
     def spoil(self) -> None:
         """Makes the tensors useless, and the module unusable."""
@@ -208,6 +209,7 @@ def write_weight_(
     packing: Packing,
     runs: int,
     matrix_scale: Tensor | None = None,
+    scales: str = "max",
 ) -> None:
     """Puts a weight into its parts as they are stored, a panel of matrices at a time. given: parts
     in linear order or, with `runs` scales of a matrix, numbers [E, N, K], which are rounded.
@@ -215,14 +217,15 @@ def write_weight_(
     device, (n, k), layout = own[0].device, packing.padding.shape, packing.layout
     step = max(1, (_PANEL if device.type == "cpu" else _LARGE_PANEL) // (n * k))
     in_order = "linear"
-    if runs and device.type == "cuda" and encoding in ROUNDED_BY_KERNELS:
+    by_kernels = device.type == "cuda" and encoding in ROUNDED_BY_KERNELS and scales == "max"
+    if runs and by_kernels:
         in_order = "linear" if packing.padding or n // runs % layout.tile[0] else layout.name
     for start in range(0, len(own[0]), step):
         some = slice(start, start + step)
         parts: Sequence[Tensor] = [t[some].to(device).contiguous() for t in given]
         if runs:
             scale = None if matrix_scale is None else matrix_scale[some]
-            parts = rounded(parts[0], encoding, runs, scale, in_order)
+            parts = rounded(parts[0], encoding, runs, scale, in_order, scales)
         if in_order == "linear":
             parts = packing.pack(parts, encoding)
         for t, made in zip(own, parts, strict=True):

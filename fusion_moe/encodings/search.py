@@ -1,0 +1,103 @@
+"""Rules by which the scale of each block is chosen. The scale of a matrix is the same by all.
+
+    max            from the block's largest magnitude, as `Scale.choose` says
+    four_over_six  that one, or the one that makes the largest magnitude 4 in place of 6
+    mse            that one, or one of its neighbours among the numbers that the scale's dtype has
+
+A search takes the candidate whose codes have the least squared error, the first of equal ones; that
+of "max" is the first. Its arithmetic is elementwise in float32, sums of squares too: CPUs and GPUs
+choose the same scales. Source of "four_over_six": Cook et al., "Four Over Six", where however the
+scale of a matrix is amax / 1536.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..errors import UnsupportedError, need_one_of
+from .encoding import Element, Encoding, Scale
+from .real import real_tensors
+
+RULES = ("max", "four_over_six", "mse")
+_PANEL = 2**25  # elements that are searched at once
+_CPU_PANEL = 2**15  # by each thread: what torch does not divide between its own, and caches hold
+
+
+def check_rule(rule: str, encoding: Encoding) -> None:
+    """OptionError for an unknown rule, UnsupportedError for one that the encoding does not have."""
+    need_one_of("scales", rule, RULES)
+    known = ("max", *(encoding.scales[0].others if encoding.scales else ()))
+    if rule not in known:
+        raise UnsupportedError(
+            f"scales = {rule!r} for {encoding.name}", expected=" or ".join(map(repr, known))
+        )
+
+
+def least_error(
+    x: Tensor, amax: Tensor, outer: Tensor | float, scale: Scale, element: Element, rule: str
+) -> Tensor:
+    """The scales [..., N, blocks] of x float [..., N, K], by a rule that searches. amax: those of
+    the blocks; outer: the product of the other scales, a number or f32 [..., N or 1, 1].
+    """
+    made = scale.rounded(amax, outer)
+    if not has_values(x) or not x.numel():
+        return made
+    blocks, sizes = x.reshape(-1, scale.block), amax.flatten()
+    outers = torch.as_tensor(outer, device=x.device).expand_as(amax).flatten()
+    cpu = x.device.type == "cpu"
+    step = (_CPU_PANEL if cpu else _PANEL) // scale.block
+
+    def best(start: int) -> Tensor:
+        some = slice(start, start + step)
+        columns = blocks[some].float().T.contiguous()
+        return _best(columns, sizes[some], outers[some], scale, element, rule)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        each = pool.map if cpu else map  # another thread has another stream
+        found = torch.cat([*each(best, range(0, len(blocks), step))])
+    return found.view(scale.dtype).view_as(made)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether x is neither fake nor on the meta device."""
+    return not x.is_meta and not isinstance(x, FakeTensor)
+
+
+def _best(
+    x: Tensor, amax: Tensor, outer: Tensor, scale: Scale, element: Element, rule: str
+) -> Tensor:
+    """x f32 [block, n], amax and outer f32 [n] -> the bytes of the scales, u8 [n]."""
+    best = scale.rounded(amax, outer).view(torch.uint8)
+    least = _squared_error(x, best, outer, scale, element)
+    for factor, offset in scale.others[rule]:
+        at = scale.rounded(amax * factor, outer).view(torch.uint8).short() + offset
+        tried = at.clamp(*_bytes(scale)).to(torch.uint8)
+        error = _squared_error(x, tried, outer, scale, element)
+        best = torch.where(error < least, tried, best)
+        least = torch.where(error < least, error, least)
+    return best
+
+
+def _squared_error(
+    x: Tensor, made: Tensor, outer: Tensor, scale: Scale, element: Element
+) -> Tensor:
+    assert element.nearest, "of encodings that say other scales"
+    step = outer * made.view(scale.dtype).float()
+    squares = element.nearest(x / step).mul_(step).sub_(x).square_()
+    while len(squares) > 1:  # in an order that does not depend on the device
+        squares = squares[0::2] + squares[1::2]
+    return squares[0]
+
+
+@cache
+@real_tensors()
+def _bytes(scale: Scale) -> tuple[int, int]:
+    """The bytes of the least scale and of the largest."""
+    limits = scale.minimum, min(scale.maximum, torch.finfo(scale.dtype).max)
+    least, largest = torch.tensor(limits).to(scale.dtype).view(torch.uint8).tolist()
+    return least, largest

@@ -1,0 +1,125 @@
+"""Rules that choose the scales of blocks: the best of their candidates, counted in float64."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fusion_moe.encodings import INT4, MXFP4, NVFP4, dequantize, matrix_scale_of, quantize, search
+from fusion_moe.encodings.convert import to_nvfp4
+from fusion_moe.encodings.e2m1 import E2M1
+from fusion_moe.errors import NonFiniteError, OptionError, UnsupportedError
+
+OFFSETS = {"mse": (0, *range(-5, 0), *range(1, 7))}
+RULES = [(NVFP4, "four_over_six"), (NVFP4, "mse"), (MXFP4, "mse")]
+
+
+def weight(rows=24, k=256, dtype=torch.bfloat16):
+    """Heavy tails, blocks of zeros, one number in a block, blocks near the matrix's amax."""
+    rand = torch.Generator().manual_seed(0)
+    x = torch.randn(2, rows, k, generator=rand) * torch.rand(2, rows, 1, generator=rand) ** 3
+    x[0, 0], x[0, 1, 1:] = 0, 0
+    x[:, 2] *= 4 / x[:, 2].abs().max()
+    x[1, 3] *= 2**-20
+    return x.to(dtype)
+
+
+def candidates(x, encoding, rule):
+    """float64 [candidates, ..., blocks]: bytes of scales around those of "max", which go first."""
+    made = quantize(x, encoding).block_scale
+    if rule == "mse":
+        offsets = OFFSETS[rule] if encoding == NVFP4 else (0, -1, 1)
+        tried = torch.stack([made.view(torch.uint8).int() + d for d in offsets])
+        tried = tried.clamp(*((1, 126) if encoding == NVFP4 else (0, 254)))
+        return tried.to(torch.uint8).view(made.dtype).double()
+    amax = x.float().unflatten(-1, (-1, 16)).abs().amax(-1)
+    four = amax / 4 / matrix_scale_of(x, NVFP4)[:, None, None]
+    four = torch.where(amax == 0, 1.0, four).clamp(2**-9, 448).to(made.dtype)
+    return torch.stack([made.double(), four.double()])
+
+
+def errors(x, scales, matrix, block):
+    """float64 [..., blocks] of squared errors, the codes rounded by ml_dtypes; and these codes."""
+    x, step = x.float().unflatten(-1, (-1, block)), (scales.float() * matrix)[..., None]
+    codes = (x / step).nan_to_num(0).clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn)
+    numbers = torch.from_numpy(codes.astype(np.float64))
+    return (numbers * step.double() - x).square().sum(-1), numbers
+
+
+@pytest.mark.parametrize(("encoding", "rule"), RULES, ids=lambda v: getattr(v, "name", v))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_best_of_the_candidates(encoding, rule, dtype, monkeypatch):
+    monkeypatch.setattr(search, "_CPU_PANEL", 1000)  # several panels, the last one short
+    x, nv = weight(dtype=dtype), encoding == NVFP4
+    q, block = quantize(x, encoding, scales=rule), 16 if nv else 32
+    matrix = q.decode_scale[:, None, None] if nv else 1.0
+    if nv:
+        assert torch.equal(q.decode_scale, matrix_scale_of(x, NVFP4))
+    tried = candidates(x, encoding, rule)
+    of_all = torch.stack([errors(x, t, matrix, block)[0] for t in tried])
+    chosen = q.block_scale.double()
+    assert (tried == chosen).any(0).all()
+    got, codes = errors(x, chosen, matrix, block)
+    assert (got <= of_all.amin(0) * (1 + 1e-5)).all()
+    assert (got < of_all[0]).any(), "else this is no test of a search"
+    # the first of equal ones
+    clear = (of_all[1:] > of_all[0] * (1 - 1e-5)).all(0)
+    assert torch.equal(chosen[clear], tried[0][clear])
+    want = (codes * (chosen.float() * matrix)[..., None]).flatten(-2)
+    torch.testing.assert_close(dequantize(q).double(), want, rtol=1e-6, atol=0)
+
+
+def test_limits_of_block_scales():
+    """A block at 448, for which nothing is larger; blocks of zeros; a given scale of the matrix
+    with which all blocks saturate.
+    """
+    x = weight()
+    for rule in ("four_over_six", "mse"):
+        q = quantize(x, NVFP4, scales=rule)
+        assert float(q.block_scale.float().amax()) <= 448
+        assert q.block_scale[0, 0].float().eq(1).all()
+        assert not q.codes[0, 0].any()
+        saturated = quantize(x, NVFP4, torch.tensor([1e-9, 1e-9]), rule)
+        assert saturated.block_scale[0, 2].float().eq(448).all()
+    zeros = quantize(torch.zeros(2, 16, 32), NVFP4, scales="mse")
+    assert all(map(torch.equal, zeros, quantize(torch.zeros(2, 16, 32), NVFP4)))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_same_bytes_on_any_number_of_threads(threads):
+    before, x = torch.get_num_threads(), weight(128, 1024)
+    want = quantize(x, NVFP4, scales="mse")
+    torch.set_num_threads(threads)
+    try:
+        assert all(map(torch.equal, quantize(x, NVFP4, scales="mse"), want))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_nearest_number_is_that_of_the_code():
+    x = torch.cat([torch.arange(-800, 801) / 100, torch.tensor([0.25, 5.0, 1e-30, 3e38, -3e38])])
+    assert torch.equal(E2M1.nearest(x), E2M1.decode(E2M1.encode(x)))
+
+
+def test_max_is_what_it_was():
+    x = weight()
+    assert all(map(torch.equal, to_nvfp4(x), torch.ops.fusion_moe.nvfp4_quantize(x)))
+    assert all(map(torch.equal, to_nvfp4(x), quantize(x, NVFP4, scales="max")))
+
+
+@pytest.mark.parametrize("rule", search.RULES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite(rule, bad):
+    x = weight()
+    x[1, 2, 3] = bad
+    with pytest.raises(NonFiniteError, match=r"the first at \(1, 2, 3\)"):
+        to_nvfp4(x, scales=rule)
+
+
+def test_rules_that_there_are_not():
+    with pytest.raises(OptionError, match=r"scales = 'msee'.*did you mean 'mse'"):
+        quantize(weight(), NVFP4, scales="msee")
+    with pytest.raises(UnsupportedError, match=r"'four_over_six' for mxfp4; expected 'max' or 'ms"):
+        quantize(weight(), MXFP4, scales="four_over_six")
+    with pytest.raises(UnsupportedError, match=r"'mse' for int4; expected 'max'"):
+        quantize(weight(), INT4, scales="mse")
