@@ -1,0 +1,23 @@
+"""Rules for scales of blocks on a GPU choose the scales that they choose on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion_moe.encodings import MXFP4, NVFP4, quantize, search
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("encoding", "rule"), [(NVFP4, "four_over_six"), (NVFP4, "mse"), (MXFP4, "mse")]
+)
+def test_the_bytes_of_a_cpu(encoding, rule, monkeypatch):
+    monkeypatch.setattr(search, "_PANEL", 2**18)  # several, the last one short
+    rand = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 96, 1024, generator=rand) * torch.rand(3, 96, 1, generator=rand) ** 3
+    x[0, 0] = 0
+    want, got = (quantize(t.bfloat16(), encoding, scales=rule) for t in (x, x.cuda()))
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.cpu().view(torch.uint8))
