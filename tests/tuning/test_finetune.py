@@ -65,7 +65,6 @@ def test_both_bases_have_the_same_numbers(example, tmp_path):
         found[base] = program["json"].loads((args.out / f"{base}-0.json").read_text())
     ours, theirs = (found[base]["losses"] for base in ("nvfp4", "bf16"))
     assert ours == pytest.approx(theirs, rel=2e-3)
-    assert ours[-1] < ours[0]
 
 
 TEXT = [{"text": f"def f{i}(x):\n    return x + {i}\n"} for i in range(6)]

@@ -281,6 +281,8 @@ NEVER = {
     "only its own product may read the result",
     "index_put_accumulate": "index_put_accumulate: nvFuser's scatter does not add",
     "group_sum": "group_sum: nvFuser has no sums over ragged dimensions",
+    "straight_through": "straight_through: canonicalize drops it before a backend sees it",
+    "turn": "turn: nvFuser does not permute codes and scales together",
 } | {
     name: f"{name}: nvFuser leaves open which of equal scores it chooses"
     for name in ("topk_ids", "topk_weights", "topk_weights_backward")

@@ -70,7 +70,8 @@ class Call(NamedTuple):
 def call(x: Tensor, stages: Sequence[Stage]) -> Call:
     """The call that passes x [M, K] through the stages, as one program."""
     inputs: list[Input] = [x]
-    types: list[Type] = [(x.dtype, (ROWS, stages[0].width))]
+    width = len(range(stages[0].width))  # a constant to a tracer of dynamic shapes
+    types: list[Type] = [(x.dtype, (ROWS, width))]
     plan = []
     for stage in stages:
         places = tuple(
