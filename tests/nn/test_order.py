@@ -120,7 +120,7 @@ def test_without_memory_they_stay_linear(pretended, monkeypatch, caplog):
 
     module = experts(E, H, I)
     want = module.state_dict()
-    monkeypatch.setattr(packed, "_empty", full)
+    monkeypatch.setattr(packed, "empty", full)
     call(module)
     assert module.weight_layout == "linear"
     assert same_state(module.state_dict(), want)
