@@ -210,7 +210,9 @@ def test_threads_change_no_bit(tier):
 
 
 @pytest.mark.parametrize("tier", [t for t in TIERS if t in (TIERS[0], "avx2")])
-@pytest.mark.parametrize(("encoding", "k"), [(FP8, 336), (FP8_CHANNEL, 200)], ids=["blocks", "rows"])
+@pytest.mark.parametrize(
+    ("encoding", "k"), [(FP8, 336), (FP8_CHANNEL, 200)], ids=["blocks", "rows"]
+)
 def test_fp8_of_all_codes_and_scales(tier: str, encoding: Encoding, k: int) -> None:
     """Scales of all sizes; four rows have a code, or a scale, that is no number or infinite."""
     groups, n, g = (1, 3, 0, 8, 13), 64, torch.Generator().manual_seed(0)
