@@ -96,7 +96,8 @@ def _adopted(recipe: Any) -> Recipe | None:
     """A recipe of ours, or ours for Transformer Engine's Float8BlockScaling, by its fields.
     OptionError if its fields ask for what is not computed here.
     """
-    if recipe is None or isinstance(recipe, Recipe):
+    # a tuple, since older tracers know no isinstance of a union
+    if recipe is None or isinstance(recipe, (MXFP8BlockScaling, Float8BlockScaling)):
         return recipe
     where = "fusion_moe.autocast"
     if type(recipe).__name__ != "Float8BlockScaling":
