@@ -18,7 +18,7 @@ from ...ir.core import Value
 from ...ir.text import text
 from ...runtime.host_memory import pages
 
-ROUNDED_BY_KERNELS = NVFP4, MXFP4  # on CUDA
+_ROUNDED_BY_KERNELS = NVFP4, MXFP4  # on CUDA
 _PANEL = 2**24  # how many elements are quantized at once
 
 
@@ -57,7 +57,7 @@ def rounded(
     CUDA, by "max", if runs are whole tiles of it. scales: the rule for those of blocks.
     """
     x = x if runs == 1 else x.unflatten(1, (runs, -1))
-    if x.is_cuda and encoding in ROUNDED_BY_KERNELS and x.numel() and scales == "max":
+    if x.numel() and by_kernels(x.device, encoding, scales):
         made = _by_program(x.detach(), encoding, matrix_scale, layout)
     elif encoding == NVFP4:
         made = quantized(x, matrix_scale, scales)
@@ -66,6 +66,11 @@ def rounded(
     return made.of(
         t if runs == 1 or part.of_matrix else t.flatten(1, 2) for part, t in made.named()
     )
+
+
+def by_kernels(device: torch.device, encoding: Encoding, scales: str) -> bool:
+    """Whether kernels of the device round weights to an encoding, in its order too."""
+    return device.type == "cuda" and encoding in _ROUNDED_BY_KERNELS and scales == "max"
 
 
 def _by_program(

@@ -22,7 +22,7 @@ from ...encodings.encoding import FLOATS
 from ...errors import CheckpointError, DtypeError, ShapeError, UnsupportedError, did_you_mean
 from ..local import is_dtensor
 from .adaptable import AdaptableModule
-from .base import ROUNDED_BY_KERNELS, rounded
+from .base import by_kernels, rounded
 from .folded import refold_
 from .packed import PackedModule, Packing, as_part, packing_of
 
@@ -217,8 +217,7 @@ def write_weight_(
     device, (n, k), layout = own[0].device, packing.padding.shape, packing.layout
     step = max(1, (_PANEL if device.type == "cpu" else _LARGE_PANEL) // (n * k))
     in_order = "linear"
-    by_kernels = device.type == "cuda" and encoding in ROUNDED_BY_KERNELS and scales == "max"
-    if runs and by_kernels:
+    if runs and by_kernels(device, encoding, scales):
         in_order = "linear" if packing.padding or n // runs % layout.tile[0] else layout.name
     for start in range(0, len(own[0]), step):
         some = slice(start, start + step)
