@@ -77,15 +77,15 @@ def refold_(module: AdaptableModule) -> None:
     """Folds weights that have changed, into the same memory. Waits for the device."""
     if module.weights == "packed":
         return
-    count = torch.zeros(4, dtype=torch.float64)
+    counts = []
     with torch.no_grad():
         for projection in module.projections:
             for some, into in _panels(module, projection):
                 found, counted = fold(some, _runs(module, projection))
                 for part, t in zip(into, found, strict=True):
                     part.view(torch.uint8).copy_(t.view(torch.uint8))
-                count += counted.cpu()
-    exact, blocks, error, weight = count.tolist()
+                counts.append(counted)
+    exact, blocks, error, weight = torch.stack(counts).sum(0).tolist() if counts else [0.0] * 4
     sizes = [sum(t.nbytes for t in of) for of in (_packed(module), _folded(module))]
     module.rounding = Rounding(
         module.encoding.name,
