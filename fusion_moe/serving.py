@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +71,13 @@ def weight_of(scheme: Scheme, tensors: Sequence[Tensor], where: str) -> Quantize
     return Quantized(*parts, encoding=scheme.encoding)
 
 
+def invariant(asked: bool) -> AbstractContextManager[Any]:
+    """For an engine that was asked for answers that do not depend on the batch: inside, no other
+    row changes a row's bits.
+    """
+    return options.override(order="row") if asked else nullcontext()
+
+
 def compile_(
     experts: Experts, dtype: torch.dtype, slots: int, adapters: Adapters | None = None
 ) -> None:
@@ -110,4 +119,6 @@ def serve_(experts: Experts, dtype: torch.dtype, slots: int) -> str:
     prepare_(experts)
     compile_(experts, dtype, slots)
     on = backends.find(options.current().target, experts.weight_of("down").device).name
-    return f"fusion_moe serves experts in {experts.encoding.name}, activations in {dtype}, on {on}"
+    order = ", in row order" if options.current().row_order else ""
+    served = f"experts in {experts.encoding.name}, activations in {dtype}, on {on}{order}"
+    return f"fusion_moe serves {served}"

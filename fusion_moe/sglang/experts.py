@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..checkpoints.schemes import MODELOPT, PACKED_MXFP4
 from ..encodings import MXFP4, Quantized
 from ..errors import UnsupportedError
 from ..nn import Experts, swiglu
-from ..serving import LEAVE, NAME, need_blocks, place_, serve_, weight_of
+from ..serving import LEAVE, NAME, invariant, need_blocks, place_, serve_, weight_of
 
 _BIASES = ("w13_weight_bias", "w2_weight_bias")
 _NO_UPDATE = f"New weights are not supported with --quantization {NAME}: restart the engine"
@@ -100,7 +101,9 @@ class ExpertsMethod(FusedMoEMethodBase):
         )
         # what SGLang answers who wants to load new weights; its loader would skip experts
         layer._derived_weight_cache_error = _NO_UPDATE
-        log_once(serve_(layer.fusion_moe, layer.params_dtype, self.moe_runner_config.top_k))
+        with _order():
+            said = serve_(layer.fusion_moe, layer.params_dtype, self.moe_runner_config.top_k)
+        log_once(said)
 
     def apply(self, layer: Any, dispatch_output: Any) -> StandardCombineInput:
         """Tokens [T, H] and their slots -> [T, H]: the partial sum of this rank's experts or
@@ -108,7 +111,13 @@ class ExpertsMethod(FusedMoEMethodBase):
         have the id -1.
         """
         weights, ids, _ = dispatch_output.topk_output
-        return StandardCombineInput(layer.fusion_moe(dispatch_output.hidden_states, ids, weights))
+        with _order():
+            y = layer.fusion_moe(dispatch_output.hidden_states, ids, weights)
+        return StandardCombineInput(y)
+
+
+def _order() -> AbstractContextManager[Any]:
+    return invariant(get_exec().deterministic.enable_deterministic_inference)
 
 
 class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoEMethod):

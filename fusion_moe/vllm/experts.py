@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.platforms import current_platform
@@ -20,7 +21,16 @@ from ..checkpoints import Scheme
 from ..encodings import Encoding, Quantized
 from ..errors import UnsupportedError
 from ..nn import Experts, activation, swiglu
-from ..serving import LEAVE, Adapters, Kept, need_blocks, place_, serve_, weight_of
+from ..serving import (
+    LEAVE,
+    Adapters,
+    Kept,
+    invariant,
+    need_blocks,
+    place_,
+    serve_,
+    weight_of,
+)
 from .loading import LoadsExperts
 from .log import logger
 
@@ -152,7 +162,9 @@ class ExpertsMethod(FusedMoEMethodBase):
             activation=self.activation,
         )
         layer.fusion_moe.first_expert = self.first_expert
-        logger.info_once(serve_(layer.fusion_moe, self.moe.in_dtype, self.moe.experts_per_token))
+        with invariant(envs.VLLM_BATCH_INVARIANT):
+            said = serve_(layer.fusion_moe, self.moe.in_dtype, self.moe.experts_per_token)
+        logger.info_once(said)
         if balanced:
             # not all that vLLM sends them with takes floats of 8 bits
             layer.fusion_moe.become_integers()
@@ -172,7 +184,8 @@ class ExpertsMethod(FusedMoEMethodBase):
         itself.
         """
         adapters = self.adapters(len(x)) if self.adapters else None
-        return layer.fusion_moe(x, topk_ids, topk_weights, adapters)
+        with invariant(envs.VLLM_BATCH_INVARIANT):
+            return layer.fusion_moe(x, topk_ids, topk_weights, adapters)
 
 
 def _named(

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.lora import layers, utils
 from vllm.lora.layers import BaseLayerWithLoRA
 
 from ..errors import UnsupportedError
 from ..nn import Experts
-from ..serving import NAME, compile_
+from ..serving import NAME, compile_, invariant
 
 
 class Slots:
@@ -127,7 +128,8 @@ class Served:
         """punica_wrapper: what knows each token's slot. Compiles the kernels."""
         BaseLayerWithLoRA.set_mapping(self, punica_wrapper)
         moe = self.moe_config
-        compile_(self.experts, moe.in_dtype, moe.experts_per_token, self._arguments)
+        with invariant(envs.VLLM_BATCH_INVARIANT):
+            compile_(self.experts, moe.in_dtype, moe.experts_per_token, self._arguments)
         self.base_layer.routed_experts.quant_method.adapters = self.arguments
 
     def arguments(self, tokens: int) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ def logger(name: str) -> Any:
 
 
 GIVEN = {
+    "vllm": {"envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False)},
     "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
     "vllm.logger": {"init_logger": logger},
     "vllm.model_executor.layers.fused_moe": {"FusedMoEMethodBase": Method},

@@ -5,6 +5,7 @@ graph captures it.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -205,6 +206,21 @@ def test_weights_are_not_copied(plugin: Any) -> None:
         owner.fusion_moe.gate_up_proj.data_ptr(),
         owner.fusion_moe.down_proj.data_ptr(),
     ] == loaded
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_batch_invariance_rows_are_alone(
+    plugin: Any, device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, owner, _ = modelopt(plugin, device)
+    monkeypatch.setattr(sys.modules["vllm"].envs, "VLLM_BATCH_INVARIANT", True)
+    with caplog.at_level("INFO", "vllm.fusion_moe"):
+        method.process_weights_after_loading(owner)
+    assert ", in row order" in caplog.text
+    x, ids, w = (t.to(device) for t in routing())
+    together = method.apply(owner, x, w, ids)
+    alone = [method.apply(owner, *(t[i : i + 1] for t in (x, w, ids))) for i in range(TOKENS)]
+    assert torch.equal(together, torch.cat(alone))
 
 
 @pytest.mark.parametrize("device", DEVICES)

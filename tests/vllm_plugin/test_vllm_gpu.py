@@ -108,6 +108,17 @@ def test_deepseek_v4(tmp_path: Path) -> None:
     assert largest <= 0.3
 
 
+@pytest.mark.parametrize("write", [modelopt_demo, mxfp4_demo])
+def test_batch_invariance(write: Any, tmp_path: Path) -> None:
+    """Of vLLM's whole model: the same bits in a batch and alone."""
+    directory, asked = write(tmp_path), {"VLLM_BATCH_INVARIANT": "1"}
+    together, log = generated(directory, asked, **DEFAULT)
+    assert ", in row order" in log
+    alone, _ = generated(directory, asked, prompts=PROMPTS[:1], **DEFAULT)
+    assert together[:1] == alone
+    near(directory, tmp_path, together)
+
+
 def test_captured_graphs_read_reloaded_weights(tmp_path: Path) -> None:
     an_engine_reloads(tmp_path, DEFAULT)
 
