@@ -13,6 +13,7 @@ from fusion_moe.backends.cuda import choices
 from fusion_moe.backends.cuda.launch import build
 from fusion_moe.backends.cuda.source import KernelSource
 from fusion_moe.compile import lower
+from fusion_moe.encodings import ENCODINGS
 from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
 
@@ -20,19 +21,21 @@ pytestmark = [
     pytest.mark.once,
     pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing()),
 ]
-SCALES = {"fp8": torch.float32, "fp8_e8m0": torch.float8_e8m0fnu}
+ENCODED = ("nvfp4", "mxfp4", "int4", "fp8", "fp8_e8m0", "fp8_channel", "fp8_tensor")
 
 
-def kernels(model: str, tokens: int, encoding: str = "fp8") -> list[list[KernelSource]]:
+def kernels(
+    model: str, tokens: int, encoding: str = "fp8", layout: str = "linear"
+) -> list[list[KernelSource]]:
     """Those of each segment of a layer."""
     e, k, h, i = (MODELS | MORE_MODELS)[model]
+    of = ENCODINGS[encoding]
 
     def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def weight(n: int, k: int) -> list[torch.Tensor]:
-        scale = meta(e, n, -(-k // 128), dtype=SCALES[encoding])
-        return [meta(e, n, k, dtype=torch.float8_e4m3fn), scale]
+        return [meta(*of.part_shape(part, (e,), n, k), dtype=part.dtype) for part in of.parts]
 
     fusion = fusion_of_call(
         "fused_experts",
@@ -42,6 +45,7 @@ def kernels(model: str, tokens: int, encoding: str = "fp8") -> list[list[KernelS
         weight(2 * i, h),
         weight(h, i),
         weight_format=encoding,
+        weight_layout=layout,
         activation_format="fp8",
     )
     lowered = lower(fusion, TARGETS["cuda"], Options())
@@ -64,6 +68,18 @@ def test_codes_are_multiplied_where_groups_have_many_rows():
     few = names("qwen3", 8)
     assert [segment[0] for segment in few] == ["copies_0", "route", "prologue"]
     assert few[1][-1] == "quantize"
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(
+    ("encoding", "layout"), [*((e, "linear") for e in ENCODED), ("nvfp4", "w16x64")]
+)
+def test_weights_in_every_encoding_are_multiplied_by_rows_in_e4m3(encoding, layout):
+    made = [kernel for segment in kernels("qwen3", 8, encoding, layout) for kernel in segment]
+    products = [kernel for kernel in made if kernel.name.startswith("small_m")]
+    assert len(products) == 2
+    for kernel in products:
+        assert not spills(sass(build(kernel, H200))), kernel.name
 
 
 @needs_nvdisasm

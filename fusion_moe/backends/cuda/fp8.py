@@ -113,7 +113,6 @@ class Fp8Product(Product):
     def _make_codes(self) -> list[str]:
         """See kernels/fp8.cuh. UnsupportedError if it does not compute this product."""
         plan, read, operand = self.plan, self.columns.read, self._operand
-        _, scales = plan.weight
         columns = _HALF // len(read)
         fits = (
             plan.encoding.name in LINEAR_WEIGHTS
@@ -126,6 +125,7 @@ class Fp8Product(Product):
         )
         if not fits:
             raise UnsupportedError("a product of such codes has no kernel here")
+        _, scales = plan.weight
         scale = "e8m0_(x)" if stored(scales) == "u8" else "x"
         to = [self.names[v] for v in plan.quantized]
         quantized = (

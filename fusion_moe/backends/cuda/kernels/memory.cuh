@@ -98,6 +98,22 @@ __device__ __forceinline__ u32 load_no_allocate_1(const u8* p) {
     return x;
 }
 
+// A number of 1, 2 or 4 bytes, kept in L1: others of the same sector are read soon.
+template <int BYTES>
+__device__ __forceinline__ u32 load_bytes(const u8* p) {
+    if constexpr (BYTES == 2) {
+        u16 x;
+        asm volatile("ld.global.u16 %0, [%1];" : "=h"(x) : "l"(p));
+        return x;
+    }
+    u32 x;
+    if constexpr (BYTES == 1)
+        asm volatile("ld.global.u8 %0, [%1];" : "=r"(x) : "l"(p));
+    else
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
+}
+
 // x = the 16 bytes at p where `good`, else x stays.
 __device__ __forceinline__ void load_if(uint4& x, const void* p, bool good) {
     asm volatile("{.reg .pred q; setp.ne.s32 q, %5, 0; @q ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"

@@ -27,13 +27,29 @@ struct Parts {
 
 __device__ constexpr i32 at_least_1(i32 n) { return n > 0 ? n : 1; }
 
-// A stored scale or the codes of a row, as a number of 1, 2 or 4 bytes.
+// A stored scale, as a number of 1, 2 or 4 bytes.
 template <int BYTES>
 __device__ __forceinline__ u32 load_number(const u8* p) {
     static_assert(BYTES == 1 || BYTES == 2 || BYTES == 4, "a scale has 1, 2 or 4 bytes");
     return BYTES == 1   ? load_no_allocate_1(p)
            : BYTES == 2 ? load_no_allocate_2(p)
                         : load_no_allocate_4(p);
+}
+
+// Codes of a row, 2 to 16 bytes, by one load: several that have the same sectors would read them
+// from the second-level cache as many times.
+template <int BYTES>
+__device__ __forceinline__ void load_codes(u32* words, const u8* p) {
+    static_assert(BYTES == 2 || BYTES == 4 || BYTES == 8 || BYTES == 16, "16 codes of 1 to 8 bits");
+    if constexpr (BYTES == 16) {
+        const uint4 all = load_no_allocate(p);
+        words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+    } else if constexpr (BYTES == 8) {
+        const uint2 all = load_no_allocate_8(p);
+        words[0] = all.x, words[1] = all.y;
+    } else {
+        words[0] = load_number<BYTES>(p);
+    }
 }
 
 template <int BYTES>
@@ -117,8 +133,7 @@ template <class T, class E, class... Part>
 struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
     static constexpr float RESCALE = 1.f;
     static constexpr int BITS = E::BITS, BYTES = 2 * BITS;  // of a lane's 16 columns of a row
-    static constexpr int WORDS = (BYTES + 3) / 4, WORD_BYTES = BYTES < 4 ? BYTES : 4,
-                         STORED = Parts<Part...>::STORED;
+    static constexpr int WORDS = (BYTES + 3) / 4, STORED = Parts<Part...>::STORED;
     static_assert(((Part::BLOCK % 16 == 0) && ...),
                   "a lane's 16 columns share a scale: blocks are multiples of 16");
 
@@ -151,13 +166,10 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
         if (k >= size_) return packed;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const u8* codes = codes_[i] + blocks_ahead * (8 * BITS);
-#pragma unroll
-            for (int w = 0; w < WORDS; ++w)
-                packed.codes[i][w] = load_number<WORD_BYTES>(codes + 4 * w);
+            load_codes<BYTES>(packed.codes[i], codes_[i] + blocks_ahead * (8 * BITS));
             int p = 0;
             ((packed.scales[i][p] =
-                  load_number<Part::BYTES>(scales_[i][p] + blocks_before<Part>(k) * Part::BYTES),
+                  load_bytes<Part::BYTES>(scales_[i][p] + blocks_before<Part>(k) * Part::BYTES),
               ++p),
              ...);
         }
