@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 SEQUENCES, PREFILL, LONGEST = (1, 8, 64, 256), 8191, 8192
-_SHORT, _LONG = 32, 96  # generated tokens: a step is their difference in time
+_STEPS = 64  # that are timed, after as many tokens as graphs and caches need
 _TIMES = 3
 
 
@@ -83,6 +84,23 @@ class Engine:
         self.generate(prompts, tokens)
         return time.perf_counter() - begun
 
+    def step_seconds(self, prompts: Any) -> list[float]:
+        """The times of the last steps of a call of `generate`."""
+        engine, ends = self.llm.llm_engine, list[float]()
+        step = engine.step
+
+        def timed() -> Any:
+            said = step()
+            ends.append(time.perf_counter())
+            return said
+
+        engine.step = timed
+        try:
+            self.generate(prompts, _STEPS + 32)
+        finally:
+            engine.step = step
+        return [b - a for a, b in pairwise(ends)][-_STEPS:-1]  # the last one frees requests
+
     def gpu_us(self, prompts: Any, tokens: int) -> dict[str, float]:
         """The time of each kernel in a call; of none if they run in other processes."""
         if not self.is_here:
@@ -118,10 +136,8 @@ def decode(engine: Engine, sequences: int) -> dict[str, Any]:
     """A step by the clock, and its GPU time with that of each kernel."""
     prompts = engine.prompts(sequences, 32, seed=sequences)
     engine.generate(prompts, 8)
-    times = [
-        (engine.seconds(prompts, _LONG) - engine.seconds(prompts, _SHORT)) / (_LONG - _SHORT)
-        for _ in range(_TIMES)
-    ]
+    steps = [seconds for _ in range(_TIMES) for seconds in engine.step_seconds(prompts)]
+    times = statistics.quantiles(steps, n=4)
     few, many = engine.gpu_us(prompts, 1), engine.gpu_us(prompts, 9)
     kernels = {name: (us - few.get(name, 0.0)) / 8 for name, us in many.items()}
     return _times(times, kernels)
