@@ -34,7 +34,7 @@ OURS, ADAPTERS = page.OURS, page.ADAPTERS
 # kinds of experts: options of vLLM, or of engine.py
 KINDS = {OURS: ["--quantization", OURS], "vllm": [], "marlin": ["--moe-backend", "marlin"]}
 ENGINES = KINDS | {ADAPTERS: [*KINDS[OURS], "--adapter"]}
-CLIENTS, PORT = (16, 64), 8123
+CLIENTS = 16, 64
 RANKS = {
     f"{name}{n}": ["--tensor-parallel-size", str(n), *more]
     for n in (2, 4)
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", choices=parts, default=parts)
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--soak", type=float, default=0, help="seconds with mixed requests")
+    parser.add_argument("--port", type=int, default=8123, help="of servers; default: %(default)s")
     parser.add_argument("--page", action="store_true")
     asked = parser.parse_args()
     record = asked.folder / "serving.json"
@@ -120,7 +121,7 @@ def _engines(asked: argparse.Namespace, made: dict[str, Path]) -> dict[str, dict
 def _servers(asked: argparse.Namespace, path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in asked.kinds:
-        with server.serving(path, PORT, *KINDS[kind]) as running:
+        with server.serving(path, asked.port, *KINDS[kind]) as running:
             found[kind] = {"start_s": running.start_s}
             if "server" in asked.parts:
                 found[kind] |= {str(n): server.latencies(running, n) for n in CLIENTS}
@@ -128,7 +129,7 @@ def _servers(asked: argparse.Namespace, path: Path) -> dict[str, Any]:
                 found[kind]["soak"], prompts, alone = server.soak(running, CLIENTS[-1], asked.soak)
         # it was killed; another one finds its caches
         if asked.soak and kind == OURS:
-            with server.serving(path, PORT, *KINDS[kind]) as running:
+            with server.serving(path, asked.port, *KINDS[kind]) as running:
                 again = [running.greedy(prompt) for prompt in prompts]
                 found[kind]["soak"] |= {
                     "restart_s": running.start_s,
