@@ -94,4 +94,6 @@ def test_sums_stay_in_registers(model, encoding):
             lines = sass(build(kernel, H200))
             assert not spills(lines), kernel.name
             if kernel.name == "fp8_gemm":
-                assert sum("QGMMA" in line for line in lines) == 12
+                # for tiles of all rows and columns, of few rows, and of half of the columns
+                kinds = 3 if model == "gptoss" else 2
+                assert sum("QGMMA" in line for line in lines) == 4 * (kinds + 1)

@@ -98,7 +98,7 @@ class Fp8Product(Product):
             (plan.k, plan.n, plan.groups),
             (_K_BLOCK, _HALF // read, 1),
         )
-        rows_of_a = self._operand.boxes(_TILE_M, sizes) if self._operand.in_boxes else None
+        rows_of_a = self._operand.boxes(_TILE_M // 2, sizes) if self._operand.in_boxes else None
         return product_kernel(
             self,
             "Fp8Gemm<Segment>",

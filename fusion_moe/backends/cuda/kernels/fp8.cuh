@@ -7,13 +7,22 @@
 // the other consumer keeps the tensor cores busy.
 //
 // Columns of a tile that follow each other in runs of 32 share a scale. A half has the columns of
-// the product that make HALF_COLUMNS columns of a result.
+// the product that make HALF_COLUMNS columns of a result. Of a tile with at most 64 rows, or
+// columns of one half, only these are copied and multiplied.
 #pragma once
 
 #include "block_copies.cuh"
 #include "gemm.cuh"
 
 namespace {
+
+// Two 16-bit numbers in a word. The assembler then rounds both by one instruction.
+template <class T>
+__device__ __forceinline__ u32 pair_of(T low, T high) {
+    u32 both;
+    asm("mov.b32 %0, {%1, %2};" : "=r"(both) : "h"(low.bits), "h"(high.bits));
+    return both;
+}
 
 // The largest number of the four lanes that share a row.
 __device__ __forceinline__ u32 most_of_quad(u32 most) {
@@ -46,6 +55,9 @@ struct Fp8Gemm {
                          TILE_COLUMNS = 2 * HALF_COLUMNS;  // of a result
     static constexpr i32 N_TILES = (Segment::WIDTH + TILE_COLUMNS - 1) / TILE_COLUMNS,
                          K_BLOCKS = (Segment::K + K_BLOCK - 1) / K_BLOCK;
+    static constexpr i32 LAST_COLUMNS = Segment::WIDTH - (N_TILES - 1) * TILE_COLUMNS;
+    static constexpr bool RAGGED = LAST_COLUMNS < TILE_COLUMNS,
+                          LAST_IS_HALF = LAST_COLUMNS <= HALF_COLUMNS;
     using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, 1, 1, 1, 64>;
     using WorkTiles = typename TileScheduler::WorkTiles;
     static constexpr int PRODUCERS = GEMM_PRODUCERS, MOST_STAGES = 6;
@@ -94,7 +106,13 @@ struct Fp8Gemm {
     // ---------------------------------------------------------------------------------------------
 
     static constexpr int A_STEP = PRODUCERS / 8, A_ROWS = TILE_M / A_STEP;  // of a thread
-    static constexpr u32 BOX_BYTES = (Segment::A_BOXES ? sizeof(Stage::a) : 0) + sizeof(Stage::b);
+
+    __device__ static __forceinline__ bool is_low(const WorkTile& tile) {
+        return tile.m_tile.end - tile.m_tile.first <= TILE_M / 2;
+    }
+    __device__ static __forceinline__ bool is_half(const WorkTile& tile) {
+        return LAST_IS_HALF && tile.n_tile == N_TILES - 1;
+    }
 
     // The row of the matrix that is column c of a tile.
     __device__ static __forceinline__ i32 column(i32 n_tile, i32 c) {
@@ -110,6 +128,8 @@ struct Fp8Gemm {
         for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
             const WorkTile tile = tiles.current();
             if (tile.m_tile.group == Segment::GROUPS) continue;  // rows of no group
+            const int rows = is_low(tile) ? TILE_M / 2 : TILE_M,
+                      columns = is_half(tile) ? HALF : TILE_N;
             i32 row[Segment::A_BOXES ? 1 : A_ROWS];
             if constexpr (!Segment::A_BOXES) {
                 i64 index[A_ROWS] = {};  // all are read before any is needed
@@ -135,23 +155,29 @@ struct Fp8Gemm {
                 Stage& stage = producer.open();
                 Scales& scales = shared.scales[producer.filling.stage];
                 if (thread == 0) {
-                    u64& barrier = producer.expect(BOX_BYTES);
-                    if constexpr (Segment::A_BOXES)
-                        copy_box(shared_address(stage.a), *a_map, kb * K_BLOCK, tile.m_tile.first,
-                                 barrier);
+                    u64& barrier =
+                        producer.expect(TILE_ROW_BYTES * ((Segment::A_BOXES ? rows : 0) + columns));
+#pragma unroll
+                    for (int r = 0; r < (Segment::A_BOXES ? TILE_M : 0); r += TILE_M / 2)
+                        if (r < rows)
+                            copy_box(shared_address(stage.a) + r * TILE_ROW_BYTES, *a_map,
+                                     kb * K_BLOCK, tile.m_tile.first + r, barrier);
 #pragma unroll
                     for (int c = 0; c < TILE_N; c += Segment::BOX_ROWS)
-                        copy_box(shared_address(stage.b) + c * TILE_ROW_BYTES, *b_map, kb * K_BLOCK,
-                                 column(tile.n_tile, c), tile.m_tile.group, barrier);
+                        if (c < columns)
+                            copy_box(shared_address(stage.b) + c * TILE_ROW_BYTES, *b_map,
+                                     kb * K_BLOCK, column(tile.n_tile, c), tile.m_tile.group,
+                                     barrier);
                 }
                 if constexpr (!Segment::A_BOXES) {
                     const u32 to = shared_address(stage.a);
                     const i32 k = kb * K_BLOCK + 16 * piece;
 #pragma unroll
                     for (int i = 0; i < A_ROWS; ++i)
-                        cp_async_16_or_zeros(to + swizzled(thread / 8 + A_STEP * i, piece),
-                                             s.a_matrix() + i64(row[i]) * Segment::K + k,
-                                             row[i] >= 0 && k < Segment::K);
+                        if (A_STEP * i < rows)
+                            cp_async_16_or_zeros(to + swizzled(thread / 8 + A_STEP * i, piece),
+                                                 s.a_matrix() + i64(row[i]) * Segment::K + k,
+                                                 row[i] >= 0 && k < Segment::K);
                 }
                 scales.a[thread] = a_scale;
                 if (thread < TILE_N / RUN_COLUMNS) scales.b[thread] = b_scale;
@@ -182,10 +208,10 @@ struct Fp8Gemm {
     // Consumers
     // ---------------------------------------------------------------------------------------------
 
-    // What a consumer has of a tile: 64 rows, or, of a tile with no more, half of its columns.
-    template <bool SHARES_ROWS>
+    // What a consumer has of a tile: 64 rows, or, of a tile with no more, one half of its columns.
+    template <bool SHARES_ROWS, int HALVES>
     struct Part {
-        static constexpr int HALVES = SHARES_ROWS ? 1 : 2, COLUMNS = HALVES * HALF_COLUMNS;
+        static constexpr int COLUMNS = HALVES * HALF_COLUMNS;
         const Segment& s;
         Shared& shared;
         const WorkTile& tile;
@@ -196,7 +222,8 @@ struct Fp8Gemm {
             : s(s_),
               shared(shared_),
               tile(tile_),
-              consumer(threadIdx.x / 128),
+              consumer(
+                  __shfl_sync(WHOLE_WARP, threadIdx.x / 128, 0)),  // the compiler sees: uniform
               row((SHARES_ROWS ? 0 : 64 * consumer) + threadIdx.x / 32 % 4 * 16 +
                   threadIdx.x % 32 / 4) {}
 
@@ -248,15 +275,19 @@ struct Fp8Gemm {
             for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f)
                 p[f] = sum[i / IN_HALF][4 * (4 * (f * IN_HALF + i % IN_HALF) + b) + 2 * h + e];
             const i32 j = column() + 32 * i + 8 * b + threadIdx.x % 4 * 2 + e;
-            return s.template result<I>(m, tile.m_tile.group, min(j, Segment::WIDTH - 1), p);
+            return s.template result<I>(m, tile.m_tile.group,
+                                        RAGGED ? min(j, Segment::WIDTH - 1) : j, p);
+        }
+
+        __device__ static __forceinline__ bool in_width(i32 j) {
+            return !RAGGED || j < Segment::WIDTH;
         }
 
         // Pairs of 16-bit elements of 32 columns: those of each block of eight.
         __device__ __forceinline__ void pairs(u32 (&found)[4], i64 m, int i, int h) const {
 #pragma unroll
             for (int b = 0; b < 4; ++b)
-                found[b] = element<0>(m, i, b, 0, h).bits | u32(element<0>(m, i, b, 1, h).bits)
-                                                                << 16;
+                found[b] = pair_of(element<0>(m, i, b, 0, h), element<0>(m, i, b, 1, h));
         }
 
         template <int I = 0>
@@ -282,14 +313,14 @@ struct Fp8Gemm {
                 Vector<u32, 4> eight;
                 pairs(eight.at, m, i, h);
                 transpose_quad(eight.at);
-                if (good && first + 8 * quarter < Segment::WIDTH)
+                if (good && in_width(first + 8 * quarter))
                     store_vector<4>(reinterpret_cast<u32*>(to + first + 8 * quarter), eight);
             } else {
 #pragma unroll
                 for (int b = 0; b < 4; ++b) {
                     Vector<T, 2> two{{element<I>(m, i, b, 0, h), element<I>(m, i, b, 1, h)}};
                     const i32 j = first + 8 * b + 2 * quarter;
-                    if (good && j < Segment::WIDTH) store_vector<2>(to + j, two);
+                    if (good && in_width(j)) store_vector<2>(to + j, two);
                 }
             }
         }
@@ -297,8 +328,8 @@ struct Fp8Gemm {
         // Stores rows as codes, each block of 128 columns with its scale. If a consumer has half of
         // a block, it asks the other one for the largest number of its half.
         __device__ __forceinline__ void store_codes() const {
-            constexpr bool SHARES_BLOCK = COLUMNS < K_BLOCK;
-            constexpr int PARTS = (SHARES_BLOCK ? COLUMNS : K_BLOCK) / 32;
+            constexpr bool SHARES_BLOCK = SHARES_ROWS && COLUMNS < K_BLOCK;
+            constexpr int PARTS = (COLUMNS < K_BLOCK ? COLUMNS : K_BLOCK) / 32;
             constexpr i32 BLOCKS = (Segment::WIDTH + K_BLOCK - 1) / K_BLOCK;
             if constexpr (SHARES_BLOCK) named_barrier_sync(1, 128 * GEMM_CONSUMERS);
 #pragma unroll
@@ -314,11 +345,10 @@ struct Fp8Gemm {
                         pairs(x[i], m, block * PARTS + i, h);
 #pragma unroll
                         for (int b = 0; b < 4; ++b)
-                            if (first + 32 * i + 8 * b < Segment::WIDTH)
-                                most = max(most,
-                                           max(x[i][b] << 16 & 0x7FFF0000, x[i][b] & 0x7FFF0000));
+                            if (in_width(first + 32 * i + 8 * b))
+                                most = __vmaxu2(most, x[i][b] & 0x7FFF7FFF);
                     }
-                    most = most_of_quad(most);
+                    most = most_of_quad(max(most << 16, most & 0x7FFF0000));
                     if constexpr (SHARES_BLOCK) {
                         if (threadIdx.x % 4 == 0) shared.most[consumer][row + 8 * h] = most;
                         named_barrier_sync(1, 128 * GEMM_CONSUMERS);
@@ -329,11 +359,11 @@ struct Fp8Gemm {
                     for (int i = 0; i < PARTS; ++i) {
                         const i32 j = first + 32 * i + threadIdx.x % 4 * 8;
                         const Vector<u32, 2> codes = codes_of_quad(x[i], by.over);
-                        if (own <= last && j < Segment::WIDTH)
+                        if (own <= last && in_width(j))
                             store_vector<2>(
                                 reinterpret_cast<u32*>(s.codes() + m * Segment::WIDTH + j), codes);
                     }
-                    if (own <= last && first < Segment::WIDTH && threadIdx.x % 4 == 0 &&
+                    if (own <= last && in_width(first) && threadIdx.x % 4 == 0 &&
                         first % K_BLOCK == 0)
                         s.scales()[m * BLOCKS + first / K_BLOCK] = by.stored;
                 }
@@ -341,11 +371,11 @@ struct Fp8Gemm {
         }
     };
 
-    template <bool SHARES_ROWS>
+    template <bool SHARES_ROWS, int HALVES>
     __device__ static __forceinline__ void consume_part(const Segment& s, Shared& shared,
                                                         const WorkTile& tile,
                                                         PipelineState<Ring::STAGES>& reading) {
-        Part<SHARES_ROWS> part(s, shared, tile);
+        Part<SHARES_ROWS, HALVES> part(s, shared, tile);
         if (tile.m_tile.group < Segment::GROUPS) part.multiply(reading);
         if constexpr (Segment::QUANTIZES)
             part.store_codes();
@@ -358,10 +388,17 @@ struct Fp8Gemm {
         typename Ring::Queue::Reader numbers(shared.ring.queue);
         for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
             const WorkTile tile = tiles.current();
-            if (tile.m_tile.end - tile.m_tile.first <= 64)
-                consume_part<true>(s, shared, tile, reading);
-            else
-                consume_part<false>(s, shared, tile, reading);
+            if (is_low(tile)) {
+                consume_part<true, 1>(s, shared, tile, reading);
+                continue;
+            }
+            if constexpr (LAST_IS_HALF) {
+                if (is_half(tile)) {
+                    consume_part<false, 1>(s, shared, tile, reading);
+                    continue;
+                }
+            }
+            consume_part<false, 2>(s, shared, tile, reading);
         }
     }
 };
