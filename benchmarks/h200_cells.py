@@ -51,7 +51,8 @@ DENSE_TOKENS = (
 ZIPF = 1.2
 # relative Frobenius error that a result may have
 LIMIT = {"gemm1": 3e-3, "gemm2": 3e-3, "mlp": 8e-3}
-FP8_LIMIT = 0.08  # of weights and rows that are rounded to e4m3
+FP8_LIMIT = 0.08  # of weights, rows or both that are rounded to e4m3
+FP8_CONTENDERS = ("packed", "fp8")
 PEERS = ("humming indexed", "humming grouped", "torch")
 PEERS_MARGIN = 1.5  # what peers, which round in places of their own, may have of that
 _ENOUGH_BYTES, _MOST_LAYERS = 1e9, 8
@@ -93,12 +94,18 @@ MODELS = {
     "deepseek": Model("DeepSeek-V3", 256, 8, 7168, 2048),
     "scout": Model("Llama-4-Scout", 16, 1, 5120, 8192),
 }
+MORE_MODELS = {
+    "glm-air": Model("GLM-4.5-Air", 128, 8, 4096, 1408),
+    "minimax": Model("MiniMax-M2", 256, 8, 3072, 1536),
+    "qwen3-next": Model("Qwen3-Next-80B-A3B", 512, 10, 2048, 512),
+}
 SHARDS = {  # of intermediate features, as tensor parallelism makes them: no whole tiles
     "qwen3-tp8": Model("Qwen3-30B-A3B, one of 8", 128, 8, 2048, 96),
     "gpt-oss-tp4": Model("gpt-oss-120b, one of 4", 128, 4, 2880, 720),
     "i1392": Model("1,392 features", 64, 8, 2048, 1392),
     "i2064": Model("2,064 features", 16, 2, 4096, 2064),
 }
+ALL_MODELS = MODELS | MORE_MODELS | SHARDS
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,7 @@ class Cell:
     @property
     def model(self) -> Model:
         """Whose experts."""
-        return (MODELS | SHARDS)[self.name]
+        return ALL_MODELS[self.name]
 
     @property
     def rows(self) -> int:
@@ -266,7 +273,11 @@ def error(cell: Cell, layer: Layer, to: Routed, found: Tensor) -> float:
 
 def is_right(name: str, part: str, found: Mapping[str, Any]) -> bool:
     """Whether a contender's result was: an error beyond the limit, or NaN, is none."""
-    limit = FP8_LIMIT if name == "fp8" else LIMIT[part] * (PEERS_MARGIN if name in PEERS else 1)
+    limit = (
+        FP8_LIMIT
+        if name in FP8_CONTENDERS
+        else LIMIT[part] * (PEERS_MARGIN if name in PEERS else 1)
+    )
     return "error" not in found or (found["error"] or math.inf) <= limit
 
 

@@ -127,6 +127,13 @@ class Linear(Ours):
         return self.layers
 
 
+class Packed(Ours):
+    """Rows rounded to e4m3 before each product, weights as they are."""
+
+    def run(self, cell: Cell, layer: int, to: Routed) -> Call:
+        return in_e4m3(cell, self.weights[layer], layer, to, NVFP4.name, self.layout)
+
+
 class Fp8(Ours):
     """Both operands of products in e4m3: weights rounded once, with a power of two for 128 x 128,
     and rows before each product.
@@ -137,13 +144,24 @@ class Fp8(Ours):
         return [Layer(*map(folded, layer)) for layer in self.layers]
 
     def run(self, cell: Cell, layer: int, to: Routed) -> Call:
-        ops, w = torch.ops.fusion_moe, self.weights[layer]
-        how = {"weight_format": FP8_E8M0.name, "activation_format": "fp8"}
-        if cell.part == "mlp":
-            run = partial(ops.fused_experts, to.x, to.ids, to.w, [*w.gate_up], [*w.down], **how)
-        else:
-            run = partial(ops.grouped_mm, to.rows(cell.part), [*w.of(cell.part)], to.ends, **how)
-        return Call(run, layer, to)
+        return in_e4m3(cell, self.weights[layer], layer, to, FP8_E8M0.name, "linear")
+
+
+def in_e4m3(
+    cell: Cell, w: Layer, layer: int, to: Routed, weight_format: str, weight_layout: str
+) -> Call:
+    """The call with rows in e4m3."""
+    ops = torch.ops.fusion_moe
+    how = {
+        "weight_format": weight_format,
+        "weight_layout": weight_layout,
+        "activation_format": "fp8",
+    }
+    if cell.part == "mlp":
+        run = partial(ops.fused_experts, to.x, to.ids, to.w, [*w.gate_up], [*w.down], **how)
+    else:
+        run = partial(ops.grouped_mm, to.rows(cell.part), [*w.of(cell.part)], to.ends, **how)
+    return Call(run, layer, to)
 
 
 def folded(weight: Quantized) -> Quantized:

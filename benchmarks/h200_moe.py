@@ -12,8 +12,9 @@ over layers and routings, captured in a CUDA graph. The graph's result is filled
 is replayed, and the result of its last call is checked against float32; then the graphs are
 replayed, interleaved. Times are medians, divided by the number of calls.
 
---activations fp8 measures the kernels that multiply e4m3 by e4m3, the NVFP4 weights rounded to it,
-beside those of NVFP4 weights with rows of 16 bits.
+--activations fp8 measures the MLPs of more models with rows in e4m3, "packed" by NVFP4 weights and
+"fp8" by those folded to FP8, beside NVFP4 weights with rows of 16 bits, and no peers.
+`prepare_(weights="both")` is the last one for few rows, and "fp8" for many.
 
 The shards of tensor parallelism, --model qwen3-tp8 gpt-oss-tp4 i1392 i2064 --part mlp, are padded,
 which "fusion_moe" does and --contender linear, the kernels for weights as they are stored, need
@@ -46,11 +47,13 @@ from typing import Any
 import torch
 from cuda_graphs import Captured, capture, replays
 from h200_cells import (
+    ALL_MODELS,
     DENSE_TOKENS,
+    FP8_CONTENDERS,
     MODELS,
+    MORE_MODELS,
     PARTS,
     ROUTINGS,
-    SHARDS,
     TOKENS,
     Cell,
     Layer,
@@ -59,7 +62,7 @@ from h200_cells import (
     layers,
     routed,
 )
-from h200_contenders import Call, Contender, Dense, Fp8, Linear, Ours, Torch
+from h200_contenders import Call, Contender, Dense, Fp8, Linear, Ours, Packed, Torch
 from h200_humming import Grouped, Indexed
 
 import fusion_moe
@@ -67,6 +70,7 @@ import fusion_moe
 CONTENDERS: dict[str, type[Contender]] = {
     "fusion_moe": Ours,
     "linear": Linear,
+    "packed": Packed,
     "fp8": Fp8,
     "humming indexed": Indexed,
     "humming grouped": Grouped,
@@ -97,7 +101,7 @@ class Bench:
     """The contenders with one model's weights."""
 
     def __init__(self, name: str, contenders: Iterable[str], cells: Sequence[Cell]):
-        self.model = (MODELS | SHARDS)[name]
+        self.model = ALL_MODELS[name]
         self.layers: list[Layer] = layers(self.model)
         self.contenders: dict[str, Contender] = {}
         self.missing: dict[str, str] = {}
@@ -232,7 +236,7 @@ def main() -> None:
         default=Path("build/h200_moe.jsonl"),
         help="where a run is resumed; %(default)s",
     )
-    parser.add_argument("--model", nargs="+", choices=MODELS | SHARDS, default=list(MODELS))
+    parser.add_argument("--model", nargs="+", choices=ALL_MODELS)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument(
         "--dense",
@@ -241,25 +245,27 @@ def main() -> None:
         const=list(DENSE_TOKENS),
         help="the tokens of a dense grid",
     )
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--part", nargs="+", choices=PARTS)
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
     parser.add_argument(
         "--contender",
         nargs="+",
         choices=CONTENDERS,
-        default=[name for name in CONTENDERS if name not in ("linear", "fp8")],
+        default=[name for name in CONTENDERS if name not in ("linear", *FP8_CONTENDERS)],
     )
     parser.add_argument(
         "--activations",
         choices=["fp8"],
-        help="measure rows and weights in FP8 beside NVFP4 with 16-bit rows, no peers",
+        help="measure rows in FP8 beside rows of 16 bits",
     )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=7)
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
     if told.activations:
-        told.contender = ["fusion_moe", "fp8"]
+        told.contender = ["fusion_moe", *FP8_CONTENDERS]
+    told.model = told.model or list(MODELS | MORE_MODELS if told.activations else MODELS)
+    told.part = told.part or (["mlp"] if told.activations else list(PARTS))
     begun, made = time.monotonic(), provenance(told.commit)
     told.out.parent.mkdir(parents=True, exist_ok=True)
     lines = told.out.read_text(encoding="utf-8").splitlines() if told.out.exists() else []
