@@ -29,10 +29,13 @@ __all__ = [
     "combine",
     "expert_mlp",
     "f16a_nvfp4weight_scaled_grouped_mm",
+    "fused_compute_score_for_moe_aux_loss",
     "fused_experts",
+    "fused_moe_aux_loss",
     "group_add",
     "grouped_mm",
     "grouped_swizzle_block_scale",
+    "moe_z_loss",
     "nvfp4_grouped_mm",
     "nvfp4_quantize",
     "route",
@@ -259,6 +262,72 @@ def topk_router(
     renormalize: the routers of Qwen3-MoE and Mixtral and, with the softmax after the choice,
     gpt-oss; sigmoid with a bias, n_group = 8, topk_group = 4, best_of_group = 2: DeepSeek-V3;
     softmax with groups: DeepSeek-V2.
+    """
+
+
+@_operation
+def fused_compute_score_for_moe_aux_loss(
+    logits: Tensor, topk: int, score_function: str
+) -> tuple[Tensor, Tensor]:
+    """What `fused_moe_aux_loss` takes, from the router's logits -> (routing_map, scores).
+
+    Args:
+        logits: float [T, E].
+        topk: the number of experts of a token.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus". The latter two are divided by their
+            sum plus 1e-20.
+
+    Returns:
+        routing_map: bool [T, E], whether an expert is one of the topk with the largest logits; of
+            equal ones the first are. Its sum over tokens is tokens_per_expert.
+        scores: float32 [T, E] (float64 for float64). The error of softmax is one unit in the last
+            place of the largest logit.
+
+    Derivative: of scores, with respect to logits. Source: Transformer Engine's function of this
+    name.
+    """
+
+
+@_operation
+def fused_moe_aux_loss(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: Tensor | None,
+    num_experts: int,
+    topk: int,
+    coeff: float,
+) -> Tensor:
+    """The loss that balances the load of experts, coeff * num_experts / (topk * n^2) *
+    sum(probs * tokens_per_expert), n = total_num_tokens -> [], in the dtype of probs.
+
+    Args:
+        probs: float [T, E], the scores of all experts.
+        tokens_per_expert: int or float [E], how many slots of tokens each expert gets.
+        total_num_tokens: int64 or int32 [], on the device of probs; None: T. It counts as at least
+            1, so that the loss of no tokens is 0.
+        num_experts: E; for losses of several sequences, which are columns of probs side by side,
+            the number of experts of one.
+        topk: the number of experts of a token; 1 for fractions of slots as in transformers, whose
+            loss grows with the number of experts of a token.
+        coeff: the loss's coefficient.
+
+    It is computed in float32 (float64 for float64), no number is read by the host, and CUDA graphs
+    capture it. Derivative: with respect to probs, and to tokens_per_expert if those are floats.
+    Source: Transformer Engine's function of this name; the loss of Switch Transformers (Fedus et
+    al., 2021).
+    """
+
+
+@_operation
+def moe_z_loss(logits: Tensor, coeff: float) -> Tensor:
+    """The loss that keeps the router's logits small, coeff * mean(logsumexp(logits)^2) -> [], in
+    float32 (float64 for float64).
+
+    Args:
+        logits: float [T, E]. The loss of no tokens is 0.
+        coeff: the loss's coefficient.
+
+    Derivative: with respect to logits. Source: ST-MoE (Zoph et al., 2022).
     """
 
 

@@ -218,6 +218,8 @@ class _Program:
             self.transposed,
             self.summed,
             self.chosen,
+            self.routed,
+            self.normalized,
         )
         self.draw(st.sampled_from(steps))()
 
@@ -293,6 +295,18 @@ class _Program:
             x, self.fd.ops.topk_ids(x, 0, k=K), renormalize=self.draw(st.booleans())
         )
         self.tokens.append(self.fd.ops.combine(self.pick(self.rows), self.slot_of, w))
+
+    def routed(self) -> None:
+        """The columns of tokens that are their largest numbers."""
+        x = self.pick(self.tokens[:2])
+        ids = self.fd.ops.topk_ids(x, 0, k=K)
+        mine = self.fd.ops.routing_map(ids, experts=plain(x.type.shape[1]))
+        self.tokens.append(self.fd.ops.where(mine, x, 0.0))
+
+    def normalized(self) -> None:
+        pool = self.pool()
+        x = self.wide(self.pick(pool))
+        pool.append(self.fd.ops.sub(x, self.fd.ops.logsumexp(x)))
 
     def scaled(self) -> None:
         pool = self.pool()

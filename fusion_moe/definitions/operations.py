@@ -115,6 +115,18 @@ SPECS = {
             rows={"logits": 1},
         ),
         Spec(
+            "fused_compute_score_for_moe_aux_loss",
+            rows={"logits": 1},
+        ),
+        Spec(
+            "fused_moe_aux_loss",
+            rows={"probs": 1},
+        ),
+        Spec(
+            "moe_z_loss",
+            rows={"logits": 1},
+        ),
+        Spec(
             "combine",
             rows={"y": 1, "slot_of": 1, "w": 1},
             equal=("slot_of", "w"),
@@ -201,6 +213,7 @@ _INTEGERS = {
     "ids": (torch.int64, torch.int32),
     "slot_of": (torch.int64, torch.int32),
     "offs": (torch.int32,),
+    "total_num_tokens": (torch.int64, torch.int32),
     "lora_of": (torch.int64, torch.int32),
     "gate_up_lora_of": (torch.int64, torch.int32),
     "down_lora_of": (torch.int64, torch.int32),

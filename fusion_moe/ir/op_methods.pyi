@@ -140,6 +140,10 @@ class Ops:
         """Sums over dimensions, in float32 (float64 for float64), rounded once to the dtype of
         x.
         """
+    def logsumexp(self, x: Value, /) -> Value:
+        """log(sum(exp(x))) over the last dimension, which stays with size 1: computed in float32
+        (float64 for float64), rounded once to the dtype of x.
+        """
     def topk_ids(
         self, logits: Value, bias: Operand, /, k: int, scoring: str = 'softmax', n_group: int = 1,
         topk_group: int = 1, best_of_group: int = 1,
@@ -149,6 +153,10 @@ class Ops:
 
         n_group > 1: of n_group equal runs of experts, only the topk_group with the largest
         sums of best_of_group scores count.
+        """
+    def routing_map(self, ids: Value, /, experts: int) -> Value:
+        """ids int[T, k] -> bool[T, experts]: whether an expert is one of the token's. An id that
+        is no expert is none.
         """
     def topk_weights(
         self, logits: Value, ids: Value, /, scoring: str = 'softmax', renormalize: bool = False,

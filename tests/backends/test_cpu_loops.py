@@ -100,6 +100,8 @@ F = torch.randn(7, 33, generator=g)
 CUBE = torch.randn(7, 3, 20, generator=g)
 COUNTS = torch.randint(-9, 9, (7, 33), generator=g)
 ENDS = torch.tensor([2, 2, 6], dtype=torch.int32)
+INF, NAN = float("inf"), float("nan")
+EDGES = torch.tensor([[-INF] * 3, [-INF, 1.0, 2.0], [INF, 1.0, -INF], [NAN, INF, 1.0]])
 
 
 @of(F)
@@ -251,6 +253,15 @@ def gradients_of_routers(fd, logits, ids, dw):
         )
         for s in ("softmax", "sigmoid")
         for r in (False, True)
+    )
+
+
+@of(torch.randn(7, 12, generator=g).argsort(1)[:, :3], F, F.bfloat16(), EDGES)
+def maps_and_logsumexp(fd, ids, x, narrow, edges):
+    return (
+        fd.ops.routing_map(ids, experts=12),
+        *(fd.ops.sub(v, fd.ops.logsumexp(v)) for v in (x, fd.ops.mul(narrow, 90.0))),
+        fd.ops.logsumexp(edges),
     )
 
 

@@ -5,13 +5,16 @@ of experts.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fusion_moe import FusionDefinition
 from fusion_moe.arch import H200
 from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cuda.launch import build
 from fusion_moe.compile import lower
+from fusion_moe.definitions.operations import SPECS, bind, eager_types, fusion_of
 from fusion_moe.ir.core import Fusion
+from fusion_moe.ir.derivative import differentiate
 from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
 from fusion_moe.runtime.kernel import Kernel
@@ -103,6 +106,25 @@ def test_derivatives():
     )
     fd.add_output(fd.ops.topk_weights_backward(logits, ids, dw))
     assert names(fd.fusion(), 3) == ["topk_weights_backward"]
+
+
+@pytest.mark.parametrize("experts", [128, 33])
+def test_losses(experts):
+    """Forward and backward: nothing is left to the reference."""
+    logits, counts = torch.randn(3, experts).bfloat16(), torch.ones(experts, dtype=torch.int64)
+    for name, args in {
+        "fused_compute_score_for_moe_aux_loss": (logits, 8, "softmax"),
+        "fused_moe_aux_loss": (logits, counts, torch.tensor(3), experts, 8, 0.01),
+        "moe_z_loss": (logits, 0.001),
+    }.items():
+        call = bind(SPECS[name], args, {})
+        made = differentiate(fusion_of(name, eager_types(call), call.others), (0,))
+        for fusion in made.forward, made.backward:
+            for kernel in kernels(fusion):
+                assert kernel.backend == "cuda", kernel.why
+                source, sizes = kernel.launch.source, dict.fromkeys(fusion.symbols, 9000)
+                for x in source.launches(source.choose(sizes, H200), sizes, H200):
+                    assert build(x, H200).stat().st_size
 
 
 def test_in_front_of_experts():

@@ -76,6 +76,7 @@ def program():
             [x, tensor(32)],
             {"k": 4, "scoring": "sigmoid", "n_group": 4, "topk_group": 2, "best_of_group": 2},
         ),
+        "routing_map": ([ids], {"experts": 4}),
         "topk_weights": (
             [x, ids],
             {

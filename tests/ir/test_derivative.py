@@ -147,6 +147,12 @@ def test_cast():
     assert dx.tolist() == dy.bfloat16().tolist()
 
 
+@about("logsumexp")
+def test_logsumexp():
+    x = torch.randn(3, 5).double()
+    check(lambda fd, v: fd.ops.logsumexp(v), lambda v: v.logsumexp(-1, keepdim=True), x)
+
+
 @about("reshape", "permute", "broadcast_in_dim", "slice", "pad", "sum")
 def test_shapes():
     x = torch.randn(2, 3, 4).double()

@@ -216,6 +216,23 @@ def test_sum(dims, keepdim, dtype):
     )
 
 
+@about("logsumexp")
+@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16"])
+def test_logsumexp(dtype):
+    """Far from 0, of masked elements, and of none that is finite."""
+    inf = float("inf")
+    x = torch.randn(4, 6, 700, generator=torch.Generator().manual_seed(0)) + 200
+    x[0, 0, 1:], x[0, 1], x[0, 2, 3], x[0, 3, 3] = -inf, -inf, inf, NAN
+    x = x.to(DTYPES[dtype])
+    (found,) = run(lambda fd, v: fd.ops.logsumexp(v), x)
+    assert found[0, 3].isnan()
+    close(
+        found.nan_to_num(7, inf, -inf),
+        x.double().logsumexp(-1, True).nan_to_num(7, inf, -inf),
+        DTYPES[dtype],
+    )
+
+
 # Rows ---------------------------------------------------------------------------------------------
 
 
@@ -486,6 +503,14 @@ def test_weights_of_masked_and_nan():
         )
         assert w[0].tolist() == [1, 0]
         assert w[1:].isnan().all()
+
+
+@about("routing_map")
+def test_routing_map():
+    """Ids that are no experts, and one that is there twice."""
+    ids = torch.tensor([[0, 2], [-1, 1], [3, 3], [4, 9]])
+    (found,) = run(lambda fd, v: fd.ops.routing_map(v, experts=4), ids)
+    assert found.tolist() == [[e in row for e in range(4)] for row in ids.tolist()]
 
 
 @about("topk_weights_backward")

@@ -71,6 +71,7 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
     ],
     "full": [([], each("fill_value", NUMBERS, shape=(2, 3), dtype=dtype)) for dtype in DTYPES],
     "sum": [([X], each("keepdim", TRUTH, dims=(0,)))],
+    "logsumexp": [([x], [{}]) for x in (X, ROWS, VECTOR)],
     "ends": [([(2,)], [{"rows": 32, "groups": 2}])],
     "problem_ends": [([(2,), (2, 3), (2,)], [{"rows": 32, "groups": 2, "n": 32, "k": 32}])],
     "partition": [([X, ENDS], [{}]), ([VECTOR, ENDS], [{}])],
@@ -84,6 +85,7 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
         ([X, VECTOR], each("scoring", ROUTING, k=2)),
         ([X, 0], each("n_group", (1, 4), k=2, topk_group=1)),
     ],
+    "routing_map": [([SLOTS], each("experts", (1, 32)))],
     "topk_weights": [
         ([X, (32, 2)], each("dtype", (None, *DTYPES), scoring=s, renormalize=r))
         for s, r in product(ROUTING, TRUTH)

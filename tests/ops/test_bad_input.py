@@ -149,6 +149,16 @@ BAD = {
     "a bias of other experts": lambda: OPS.topk_router(X, 2, random(31)),
     "a bias in bf16": lambda: OPS.topk_router(X, 2, random(32).bfloat16()),
     "an unknown scoring": lambda: OPS.topk_router(X, 2, scoring="tanh"),
+    "an unknown score_function": lambda: OPS.fused_compute_score_for_moe_aux_loss(X, 2, "tanh"),
+    "a loss of integers": lambda: OPS.fused_moe_aux_loss(IDS, IDS[0], None, 2, 2, 0.01),
+    "a loss of no experts": lambda: OPS.fused_moe_aux_loss(X, torch.ones(32), None, 32, 0, 0.01),
+    "a loss of other experts": lambda: OPS.fused_moe_aux_loss(X, W[0], None, 32, 2, 0.01),
+    "a number of tokens that is a mask": lambda: OPS.fused_moe_aux_loss(
+        X, X[0], torch.tensor(True), 32, 2, 0.01
+    ),
+    "a loss of tokens of several sequences": lambda: OPS.fused_moe_aux_loss(
+        X, X[0], torch.ones(2, dtype=torch.int64), 32, 2, 0.01
+    ),
     "groups that do not divide": lambda: OPS.topk_router(X, 2, n_group=5),
     "rows of three dimensions": lambda: OPS.group_add(random(2, 3, 8), random(2, 8), ends(2, 6)),
     "rows to combine of three dimensions": lambda: OPS.combine(

@@ -493,6 +493,12 @@ def calls():
             (random(5, 12, dtype=torch.bfloat16), 2, random(12)),
             {"n_group": 4, "topk_group": 2, "best_of_group": 2},
         ),
+        "fused_compute_score_for_moe_aux_loss": ((random(5, 12), 2, "softmax"), {}),
+        "fused_moe_aux_loss": (
+            (random(5, 12), torch.arange(12), torch.tensor(7), 12, 2, 0.01),
+            {},
+        ),
+        "moe_z_loss": ((random(5, 12, dtype=torch.bfloat16), 0.01), {}),
         "combine": ((random(10, 8, dtype=torch.bfloat16), slot_of, random(5, 2)), {}),
         "group_add": ((random(5, 8), random(3, 8), ends), {}),
         "expert_mlp": (

@@ -16,12 +16,13 @@ from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.kinds import eight_bits, int8
 from fusion_moe.ir.kinds.quantized import as_rows, has_matrix_scale
+from fusion_moe.ir.kinds.router import EPSILON
 from fusion_moe.ir.kinds.rows import weighted
-from fusion_moe.ir.kinds.rules import need_same
+from fusion_moe.ir.kinds.rules import need_rank, need_same
 from fusion_moe.ir.kinds.shape import elements, merged
 from fusion_moe.ir.sizes import AnySize
 from fusion_moe.ir.text import parse
-from fusion_moe.ir.types import INTS, TensorType, accumulated, plain
+from fusion_moe.ir.types import INTS, Dim, TensorType, accumulated, plain
 
 from . import arguments
 from .arguments import shown
@@ -282,6 +283,97 @@ def topk_router(
         dtype=out_dtype or accumulated(logits.type.dtype),
     )
     return w, ids
+
+
+@translator("fusion_moe::fused_compute_score_for_moe_aux_loss")
+def fused_compute_score_for_moe_aux_loss(
+    fd: FusionDefinition, logits: Value, topk: int, score_function: str
+) -> tuple[Value, Value]:
+    """logits [T, E] -> bool[T, E], the topk experts of each token, and their scores f32[T, E],
+    whose sum is 1
+    """
+    arguments.need_dtype("logits", logits.type, arguments.FLOATS)
+    need_one_of("score_function", score_function, ("softmax", *_SCORES))
+    ids, experts = fd.ops.topk_ids(logits, 0, k=topk), logits.type.shape[1]
+    assert isinstance(experts, int)  # checked by topk_ids
+    chosen = fd.ops.routing_map(ids, experts=experts)
+    x = fd.ops.cast(logits, dtype=accumulated(logits.type.dtype))
+    if score_function == "softmax":
+        return chosen, fd.ops.exp(fd.ops.sub(x, fd.ops.logsumexp(x)))
+    scores = _SCORES[score_function](fd, x)
+    total = fd.ops.sum(scores, dims=(1,), keepdim=True)
+    return chosen, fd.ops.div(scores, fd.ops.add(total, EPSILON))
+
+
+def _sqrtsoftplus(fd: FusionDefinition, x: Value) -> Value:
+    """The root of log(1 + exp(x)), which is the larger of x and 0, plus log(1 + exp(-|x|)). The
+    root of 0 would have no derivative.
+    """
+    small = fd.ops.log1p(fd.ops.exp(fd.ops.neg(fd.ops.abs(x))))
+    return fd.ops.sqrt(fd.ops.maximum(fd.ops.add(fd.ops.relu(x), small), 2.0**-126))
+
+
+# softmax aside, what is divided by its sum
+_SCORES: dict[str, Callable[[FusionDefinition, Value], Value]] = {
+    "sigmoid": lambda fd, x: fd.ops.sigmoid(x),
+    "sqrtsoftplus": _sqrtsoftplus,
+}
+
+
+@translator("fusion_moe::fused_moe_aux_loss")
+def fused_moe_aux_loss(
+    fd: FusionDefinition,
+    probs: Value,
+    tokens_per_expert: Value,
+    total_num_tokens: Value | None,
+    num_experts: int,
+    topk: int,
+    coeff: float,
+) -> Value:
+    """probs [T, E], tokens_per_expert [E], total_num_tokens [] -> []: coeff num_experts / topk
+    times the sum of probs tokens_per_expert, over the square of the number of tokens
+    """
+    arguments.need_dtype("probs", probs.type, arguments.FLOATS)
+    arguments.need_dtype("tokens_per_expert", tokens_per_expert.type, (*INTS, *arguments.FLOATS))
+    if total_num_tokens is not None:
+        arguments.need_dtype("total_num_tokens", total_num_tokens.type, INTS)
+        need_rank("total_num_tokens", total_num_tokens.type, 0)
+    if topk < 1:
+        raise OptionError(f"topk = {topk}", expected="1 or more experts of a token")
+    wide, (tokens, experts) = accumulated(probs.type.dtype), probs.type.shape
+    need_same(
+        "expert count", "tokens_per_expert", tokens_per_expert.type.shape[0], "probs", experts
+    )
+    counts = fd.ops.cast(fd.ops.reshape(tokens_per_expert, new_shape=(1, experts)), dtype=wide)
+    weighted = fd.ops.mul(fd.ops.cast(probs, dtype=wide), counts)
+    total = _sum_of_all(fd, fd.ops.sum(weighted, dims=(1,), keepdim=True))
+    n = (
+        _tokens(fd, tokens, wide)
+        if total_num_tokens is None
+        else fd.ops.maximum(fd.ops.cast(total_num_tokens, dtype=wide), 1.0)
+    )
+    mean = fd.ops.div(fd.ops.div(total, n), n)
+    return fd.ops.cast(fd.ops.mul(mean, num_experts * coeff / topk), dtype=probs.type.dtype)
+
+
+@translator("fusion_moe::moe_z_loss")
+def moe_z_loss(fd: FusionDefinition, logits: Value, coeff: float) -> Value:
+    """logits [T, E] -> f32[]: coeff times the mean of the squares of log(sum(exp(logits)))"""
+    arguments.need_dtype("logits", logits.type, arguments.FLOATS)
+    wide = accumulated(logits.type.dtype)
+    z = fd.ops.logsumexp(fd.ops.cast(logits, dtype=wide))
+    mean = fd.ops.div(_sum_of_all(fd, fd.ops.mul(z, z)), _tokens(fd, logits.type.shape[0], wide))
+    return fd.ops.mul(mean, float(coeff))
+
+
+def _sum_of_all(fd: FusionDefinition, x: Value) -> Value:
+    return fd.ops.sum(x, dims=(0, 1), keepdim=False)
+
+
+def _tokens(fd: FusionDefinition, tokens: Dim, dtype: str) -> Value:
+    """The number of rows, at least 1. It is not known when a program is compiled."""
+    ones = fd.ops.full(shape=(tokens,), fill_value=1.0, dtype=dtype)
+    return fd.ops.maximum(fd.ops.sum(ones, dims=(0,), keepdim=False), 1.0)
 
 
 @translator("fusion_moe::combine")

@@ -118,6 +118,25 @@ class _Writer(SegmentWriter):
             else self._added(y, counts, made.statements, term)
         )
 
+    def _logsumexp(self, op: Op) -> list[str]:
+        """In two passes: the largest number of a row, then the sum. The first looks over NaN, of
+        which the second makes NaN.
+        """
+        (x,), (y,), found, made = op.values, op.outputs, reduction(op), self.elements()
+        term = made.of(x, found.at)
+        larger = [*made.lines, f"largest = {term} > largest ? float({term}) : largest;"]
+        before = [
+            "float largest = -INFINITY;",
+            *([] if branches(made.statements) else ["#pragma omp simd reduction(max : largest)"]),
+            f"for (i64 r = 0; r < {size(found.over)}; ++r) {{",
+            *inner(larger),
+            "}",
+            "const float most = std::fabs(largest) <= 3.4028234664e38f ? largest : 0.f;",
+        ]
+        counts = (found.rows, found.columns, found.over)
+        power, result = f"exp_({term} - most)", "log_(sum[0]) + most"
+        return self._reduced(y, counts, made.statements, power, before, result)
+
     def _added(
         self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object
     ) -> list[str]:
@@ -151,9 +170,17 @@ class _Writer(SegmentWriter):
         ]
 
     def _reduced(
-        self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object
+        self,
+        y: Value,
+        counts: Sequence[AnySize],
+        statements: Sequence[Statement],
+        term: object,
+        before: Sequence[str] = (),
+        result: str = "sum[0]",
     ) -> list[str]:
-        """y [rows], each element the sum of a term over r, which runs along memory."""
+        """y [rows], each element the sum of a term over r, which runs along memory. before: lines
+        that come first for each row; result: what is made of the sum.
+        """
         rows, _, over = counts
         simd = not branches(statements)
         add = [
@@ -163,7 +190,8 @@ class _Writer(SegmentWriter):
         ]
         add += [*inner([*written(statements), f"lanes += {term};"]), "}", "sum[0] = lanes;"]
         sums = _sum_blocks(_AT_ONCE * _LANES if simd else _AT_ONCE, "0", str(size(over)), "1", add)
-        return _for_all_rows(rows, over, ["float sum[1];", *sums, self.store(y, _M, "sum[0]")])
+        body = [*before, "float sum[1];", *sums, self.store(y, _M, result)]
+        return _for_all_rows(rows, over, body)
 
     def _combine(self, op: Op) -> list[str]:
         (y, slot_of, w), (tokens, slots) = op.values, op.values[1].type.shape
@@ -420,6 +448,7 @@ class _Writer(SegmentWriter):
 
 _WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {
     "sum": _Writer._sum,
+    "logsumexp": _Writer._logsumexp,
     "combine": _Writer._combine,
     "group_sum": _Writer._group_sum,
     "index_put_accumulate": _Writer._index_put_accumulate,

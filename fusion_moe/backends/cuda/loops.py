@@ -27,7 +27,7 @@ from .vectors import FIRST, VECTOR, Store, VectorElements, of_eight
 
 _I, _J, _M, _R = map(Variable, "ijmr")
 _MISSING = ("index_put_accumulate", "grouped_swizzle")
-_SUMS = ("sum", "group_sum", "topk_weights_backward")
+_SUMS = ("sum", "logsumexp", "group_sum", "topk_weights_backward")
 _WARPS = THREADS // 32
 _AT_ONCE = 256  # terms of a sum that a thread adds one after another
 
@@ -103,17 +103,46 @@ class Loops(Source):
             return self.sum_of_slots(op, op.outputs, left)
         if op.kind.name == "topk_weights_backward":
             return router.backward(self, op, left)
+        if op.kind.name == "logsumexp":
+            return self._logsumexp(op, left)
         return self._group_sum(op, left) if op.kind.name == "group_sum" else self._sum(op, left)
 
-    def _sum(self, op: Op, left: Sequence[Value]) -> KernelSource:
-        """A warp for each row, or a thread for each column of each row."""
+    def _logsumexp(self, op: Op, left: Sequence[Value]) -> KernelSource:
+        """A warp for each row, which reads it twice: for its largest number, then to sum."""
         (x,), (y,), found = op.values, op.outputs, reduction(op)
+        over = str(size(found.over))
+        body = [
+            "const i64 m = i;",
+            "float largest = -INFINITY;",
+            "{",
+            f"    const i64 first = 0, end = {over};",
+            *inner(self._each(x, found, left, "largest = maximum_(largest, {});")),
+            "}",
+            "largest = max_of_warp(largest);",
+            "const float most = std::fabs(largest) == INFINITY ? 0.f : largest;",
+            *_sum_blocks(32, "0", over, self._each(x, found, left, "total += exp_({} - most);")),
+            "const float total = log_(sum_of_warp(sum)) + most;",
+            f"if (threadIdx.x % 32 == 0) {self.store(y, _M, 'total')}",
+        ]
+        return self.for_all_warps("logsumexp", found.rows, body, headers=router.HEADERS)
+
+    def _sum(self, op: Op, left: Sequence[Value]) -> KernelSource:
+        """A block for the only row, a warp for each of more, or a thread for each column of each
+        row.
+        """
+        (x,), (y,), found = op.values, op.outputs, reduction(op)
+        if found.along_memory and found.rows == 1:
+            return self._sum_of_all(x, y, found, left)
         if found.along_memory:
             body = [
                 "griddepcontrol_wait();",
                 "griddepcontrol_launch_dependents();",
                 f"for_all_warps({size(found.rows)}, [&](i64 m) {{",
-                *inner(_sum_blocks(32, "0", str(size(found.over)), self._added(x, found, left))),
+                *inner(
+                    _sum_blocks(
+                        32, "0", str(size(found.over)), self._each(x, found, left, "total += {};")
+                    )
+                ),
                 "    const float total = sum_of_warp(sum);",
                 f"    if (threadIdx.x % 32 == 0) {self.store(y, Variable('m'), 'total')}",
                 "});",
@@ -133,14 +162,34 @@ class Loops(Source):
         body = [place, *sums, self.store(y, _I, "sum")]
         return self.for_all("sum", elements((found.rows, found.columns)), body)
 
-    def _added(self, x: Value, found: Reduction, left: Sequence[Value]) -> list[str]:
-        """The terms of a row that a lane adds: eight columns at a time, or one."""
+    def _sum_of_all(
+        self, x: Value, y: Value, found: Reduction, left: Sequence[Value]
+    ) -> KernelSource:
+        """One block, whose threads take the terms in turns."""
+        made = self.elements(without=left)
+        term = made.of(x, [i.replaced(_M.name, Number(0)) for i in found.at])
+        add = [
+            f"for (i64 r = first + threadIdx.x; r < end; r += {THREADS}) {{",
+            *inner([*made.lines, f"total += {term};"]),
+            "}",
+        ]
+        body = [
+            "griddepcontrol_wait();",
+            "griddepcontrol_launch_dependents();",
+            *_sum_blocks(THREADS, "0", str(size(found.over)), add),
+            f"const float total = sum_of_warps<{_WARPS}>(sum_of_warp(sum));",
+            f"if (threadIdx.x == 0) {self.store(y, Number(0), 'total')}",
+        ]
+        return self.kernel("sum", body, 1)
+
+    def _each(self, x: Value, found: Reduction, left: Sequence[Value], line: str) -> list[str]:
+        """`line` for each term of a row that a lane takes: eight columns at a time, or one."""
         if not isinstance(found.over, int) or found.over % VECTOR:
             made = self.elements(without=left)
             term = made.of(x, found.at)
             return [
                 "for (i64 r = first + threadIdx.x % 32; r < end; r += 32) {",
-                *inner([*made.lines, f"total += {term};"]),
+                *inner([*made.lines, line.format(term)]),
                 "}",
             ]
         made = self.elements(without=left, below={_J.name: found.over})
@@ -151,7 +200,7 @@ class Loops(Source):
             "#pragma unroll 4",
             f"for (i64 j0 = first + {VECTOR} * (threadIdx.x % 32); j0 < end; j0 += "
             f"{32 * VECTOR}) {{",
-            *inner(of_eight(of_columns, [f"total += {term};"])),
+            *inner(of_eight(of_columns, [line.format(term)])),
             "}",
         ]
 

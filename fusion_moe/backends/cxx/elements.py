@@ -17,7 +17,7 @@ from ...ir.kinds.quantized import TRAINED
 from ...ir.types import Dim, plain
 from ..inexpressible import Inexpressible, naming
 from .indices import ZERO, Call, Index, Number, Variable, flat, reshaped, size
-from .product_plan import source
+from .product_plan import known, source
 from .statements import Case, Choice, Definition, Expression, Statement, formula, written
 
 # in memory
@@ -392,6 +392,14 @@ class Elements:
     def _index_select(self, op: Op, at: Sequence[Index]) -> Variable:
         dim = op.attrs["dim"]
         return self.of(op.values[0], [*at[:dim], self._picked(op, at[dim]), *at[dim + 1 :]])
+
+    def _routing_map(self, op: Op, at: Sequence[Index]) -> Expression:
+        (ids,) = op.values
+        slots = [self.of(ids, [at[0], Number(j)]) for j in range(known(ids.type.shape[1]))]
+        return formula(
+            " || ".join(["{} == {}"] * len(slots)) or "false",
+            *(part for slot in slots for part in (slot, at[1])),
+        )
 
     def _picked(self, op: Op, i: Index) -> Index:
         """The element that an index_select picks for index i."""

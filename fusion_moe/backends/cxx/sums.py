@@ -30,11 +30,11 @@ class Reduction:
 
 
 def reduction(op: Op) -> Reduction:
-    """The Reduction of a `sum`: the last dimension that is kept becomes columns, unless it comes
-    before those that are summed.
+    """The Reduction of a `sum`, or of a `logsumexp`, which is over the last dimension: the last
+    dimension that is kept becomes columns, unless it comes before those that are summed.
     """
     shape = op.values[0].type.shape
-    over = sorted(op.attrs["dims"])
+    over = sorted(op.attrs.get("dims", [len(shape) - 1]))
     kept = [i for i in range(len(shape)) if i not in over]
     columns = kept[-1:] if len(shape) - 1 not in over else []
     rows = kept[: len(kept) - len(columns)]

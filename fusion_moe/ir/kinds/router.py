@@ -133,6 +133,27 @@ def _need_ids(logits: TensorType, ids: TensorType) -> None:
     need_same("token count", "ids", ids.shape[0], "logits", logits.shape[0])
 
 
+def _routing_map_type(ids: TensorType, experts: int) -> Types:
+    """ids int[T, k] -> bool[T, experts]: whether an expert is one of the token's. An id that is no
+    expert is none.
+    """
+    need_rank("ids", ids, 2)
+    need_dtype("ids", ids, *INTS)
+    if not 1 <= experts < 2**31:
+        raise ShapeError(f"{experts} experts", expected="1 or more")
+    if not isinstance(ids.shape[1], int):
+        raise ShapeError(f"ids {ids}", expected="a number of slots known when compiling")
+    return (TensorType((plain(ids.shape[0]), experts), "bool"),)
+
+
+def _routing_map(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor]:
+    every = torch.arange(experts, device=ids.device)
+    found = torch.zeros(len(ids), experts, dtype=torch.bool, device=ids.device)
+    for of_slot in ids.unbind(1):
+        found |= of_slot[:, None] == every
+    return (found,)
+
+
 def _topk_weights_type(
     logits: TensorType,
     ids: TensorType,
@@ -243,6 +264,7 @@ def _topk_weights_backward(
 
 TABLE = (
     OpKind("topk_ids", _topk_ids_type, _topk_ids, role="routing"),
+    OpKind("routing_map", _routing_map_type, _routing_map, role="gather"),
     OpKind("topk_weights", _topk_weights_type, _topk_weights, _topk_weights_grad, role="routing"),
     OpKind(
         "topk_weights_backward", _topk_weights_backward_type, _topk_weights_backward, role="reduce"

@@ -1,5 +1,5 @@
 """Operations that move elements without changing them, and sums over dimensions. Named as in
-nvFuser.
+nvFuser, which has no logsumexp.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ...errors import DtypeError, ShapeError
 from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize
-from ..types import DTYPES, Dim, TensorType, plain
+from ..types import DTYPES, Dim, TensorType, plain, wide
 from .rules import Types, joined_dtype, need_dtype, need_finite, need_float
 
 
@@ -202,8 +202,25 @@ def _sum_type(x: TensorType, dims: tuple[int, ...], keepdim: bool) -> Types:
 
 def _sum(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
     """Sums in float32 (float64 for float64), rounded once."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.to(wide).sum(dims, keepdim=keepdim).to(x.dtype)
+    return wide(x).sum(dims, keepdim=keepdim).to(x.dtype)
+
+
+def _logsumexp_type(x: TensorType) -> Types:
+    """log(sum(exp(x))) over the last dimension, which stays with size 1: computed in float32
+    (float64 for float64), rounded once to the dtype of x.
+    """
+    need_float("x", _plain_storage(x))
+    if not x.shape:
+        raise ShapeError(f"x is {x}", expected="a dimension or more")
+    return (TensorType((*x.shape[:-1], 1), x.dtype),)
+
+
+def _logsumexp(x: torch.Tensor) -> torch.Tensor:
+    return wide(x).logsumexp(-1, keepdim=True).to(x.dtype)
+
+
+def _logsumexp_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    return [fd.ops.mul(fd.ops.exp(fd.ops.sub(op.values[0], op.outputs[0])), dy)]
 
 
 def _sum_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
@@ -268,6 +285,14 @@ TABLE = (
         _sum_type,
         lambda x, **a: (_sum(x, **a),),
         _sum_grad,
+        flops=lambda op: elements(op.values[0].type.shape),
+        role="reduce",
+    ),
+    OpKind(
+        "logsumexp",
+        _logsumexp_type,
+        lambda x: (_logsumexp(x),),
+        _logsumexp_grad,
         flops=lambda op: elements(op.values[0].type.shape),
         role="reduce",
     ),
