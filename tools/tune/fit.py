@@ -24,7 +24,9 @@ from fusion_moe.backends.cuda.heuristics import choose_from
 from fusion_moe.backends.cuda.table import (
     ALWAYS,
     KINDS,
+    Change,
     Regime,
+    Some,
     Table,
     kind_of,
 )
@@ -69,18 +71,22 @@ def text(found: Table) -> str:
             said["size_classes"] = [
                 [most, names[variants]] for most, variants in regime.size_classes
             ]
-        said |= {
-            key: bound
-            for key in ("max_groups", "below_weights")
-            if (bound := getattr(regime, key)) is not None
-        }
-        return "    " + json.dumps(said)
+        return "    " + json.dumps(said | _bounds(regime))
+
+    def change(found: Change) -> str:
+        return "    " + json.dumps({"from_average": found.from_average} | _bounds(found))
 
     parts = list[str]()
-    for name in KINDS:
-        lines = ",\n".join(map(line, getattr(found, name)))
-        parts.append(f'  "{name}": [\n{lines}\n  ]')
+    kinds = {name: map(line, getattr(found, name)) for name in KINDS}
+    for name, lines in (kinds | {n: map(change, of) for n, of in found.changes.items()}).items():
+        said = ",\n".join(lines)
+        parts.append(f'  "{name}": [\n{said}\n  ]')
     return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _bounds(some: Some) -> dict[str, int]:
+    bounds = {key: getattr(some, key) for key in ("max_groups", "below_weights")}
+    return {key: bound for key, bound in bounds.items() if bound is not None}
 
 
 @dataclass(frozen=True)

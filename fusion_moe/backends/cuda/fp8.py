@@ -22,12 +22,11 @@ from .gemm import TILE_COUNTER, Operand, product_kernel, reset_tile_counter
 from .grouped_mm import UNQUANTIZED, Product
 from .heuristics import AUTO, Chosen
 from .source import Array, Boxes, KernelSource, Sizes
+from .table import table_of
 from .vectors import VECTOR, follow
 
 ROWS = (FP8_ROWS.name,)  # encodings of rows
 LINEAR_WEIGHTS = (FP8.name, FP8_E8M0.name)  # encodings of weights, in the linear layout
-# average rows per group from which both operands are multiplied as codes
-_MANY_ROWS = 16
 _TILE_M, _HALF, _K_BLOCK, _ALIGNED = 128, 128, 128, 16
 _M = Variable("m")
 
@@ -49,7 +48,8 @@ class Fp8Product(Product):
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
         """The kernels; no variants if both operands are multiplied as codes."""
-        many = self.plan.row_order or value(self.rows, sizes) >= _MANY_ROWS * self.groups
+        rows = value(self.rows, sizes)
+        many = self.plan.row_order or table_of(arch).many("codes", rows, self.matrices)
         if self._codes and many and arch.wgmma and variant == AUTO:
             return Chosen()
         return super().choose(sizes, arch, variant)

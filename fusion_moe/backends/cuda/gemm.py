@@ -25,6 +25,7 @@ from . import added, readers
 from .grouped_mm import Product
 from .heuristics import AUTO, Chosen
 from .source import NO_ENDS, Array, Boxes, KernelSource, Sizes, Source
+from .table import table_of
 from .variants import Variant
 from .vectors import VECTOR, Store, VectorElements, follow, in_vectors
 
@@ -39,7 +40,6 @@ _MORE_THREADS = 512
 # average rows per group up to which tiles of 64 rows are faster for quantized weights
 _FEW_ROWS = 64
 _RUN_OF_ROWS = 16  # of a quantized weight: the rows that a warp has share one outer scale
-_MANY_ROWS = 32  # average rows per group from which tiles of 128 rows are faster
 _BOX_ROWS = (128, 64, 32, 16, 8)  # of K-major matrices
 LARGE_M_COLUMNS = 64  # columns of a warpgroup of kernels/large_m.cuh
 PARTIAL_SUMS = "partial_sums"
@@ -348,7 +348,8 @@ class PlainProduct(EitherProduct):
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
         """The kernels; no variants if by `Gemm`."""
-        many = self.plan.row_order or value(self.rows, sizes) >= _MANY_ROWS * self.groups
+        rows = value(self.rows, sizes)
+        many = self.plan.row_order or table_of(arch).many("gemm", rows, self.matrices)
         return (
             Chosen()
             if many and arch.wgmma and variant == AUTO

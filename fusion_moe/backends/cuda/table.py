@@ -1,5 +1,5 @@
-"""Which kernels are candidates for how many rows of a group: a table for each GPU that was tuned,
-tables/<name>.json.
+"""Which kernels are candidates for how many rows of a group, and from how many on products are
+computed in another way: a table for each GPU that was tuned, tables/<name>.json.
 
 tools/tune writes the tables from measured times. Sets of kernels have names (variants.SETS); the
 costs in variants.py choose one of a set.
@@ -8,7 +8,7 @@ costs in variants.py choose one of a set.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,49 +19,77 @@ from .variants import SETS, Matrices, Variant
 
 TABLES = Path(__file__).parent / "tables"
 ALWAYS = float("inf")
-KINDS = ("tiled", "linear", "wide_tiled", "wide_linear")  # kinds of weights: the fields of a table
+KINDS = ("tiled", "linear", "wide_tiled", "wide_linear")  # kinds of weights: fields of a table
+CHANGES = ("gemm", "codes", "folded")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Some:
+    """Some products: those with at most max_groups groups and fewer weights than below_weights;
+    None: any number.
+    """
+
+    max_groups: int | None = None
+    below_weights: int | None = None
+
+    def admits(self, of: Matrices) -> bool:
+        """Whether a product of such matrices is one of them."""
+        few = self.max_groups is None or of.groups <= self.max_groups
+        return few and (self.below_weights is None or of.weights < self.below_weights)
 
 
 @dataclass(frozen=True)
-class Regime:
+class Change(Some):
+    """from_average: the average number of rows per group from which a product is computed in
+    another way.
+    """
+
+    from_average: float
+
+
+@dataclass(frozen=True)
+class Regime(Some):
     """max_average: up to this average number of rows per group, one of the variants is chosen: the
     one with the least cost.
 
     size_classes: used instead if all of them fit; the same for groups of up to this many rows each
     (None: any), computed by kernels that run concurrently. If rows choose groups evenly, one of
-    them has nearly all of the work. max_groups, below_weights: for products with at most this many
-    groups and fewer weights; None: for all. With many groups, some can be so much heavier than
-    others that size classes pay off; with many weights, further launches are short; and few groups
-    leave multiprocessors idle.
+    them has nearly all of the work. With many groups, some can be so much heavier than others that
+    size classes pay off; with many weights, further launches are short; and few groups leave
+    multiprocessors idle.
     """
 
     max_average: float
     variants: tuple[Variant, ...]
     size_classes: tuple[tuple[int | None, tuple[Variant, ...]], ...] = ()
-    max_groups: int | None = None
-    below_weights: int | None = None
-
-    def admits(self, of: Matrices) -> bool:
-        """Whether it applies to a product of such matrices."""
-        few = self.max_groups is None or of.groups <= self.max_groups
-        return few and (self.below_weights is None or of.weights < self.below_weights)
 
 
 @dataclass(frozen=True)
 class Table:
     """Regimes in the order in which they are tried, for weights stored as tiles or not; `wide`:
     weights of more than 8 bits.
+
+    changes: by what happens from there on. "gemm": 16-bit matrices are multiplied by
+    kernels/gemm.cuh; "codes": e4m3 codes by kernels/fp8.cuh; "folded": of weights in few bits that
+    are there in FP8 too, those are read. The first that admits a product counts; the last admits
+    all.
     """
 
     tiled: tuple[Regime, ...]
     linear: tuple[Regime, ...]
     wide_tiled: tuple[Regime, ...]
     wide_linear: tuple[Regime, ...]
+    changes: Mapping[str, tuple[Change, ...]]
 
     def regimes(self, of: Matrices) -> Iterator[Regime]:
         """The regimes for such matrices."""
         found: tuple[Regime, ...] = getattr(self, kind_of(of))
         return (regime for regime in found if regime.admits(of))
+
+    def many(self, what: str, rows: int, of: Matrices) -> bool:
+        """Whether so many rows are computed as `changes` says of "gemm" or "codes"."""
+        found = next(change for change in self.changes[what] if change.admits(of))
+        return rows >= found.from_average * of.groups
 
 
 def kind_of(of: Matrices) -> str:
@@ -84,7 +112,10 @@ def path_of(arch: Arch) -> Path:
 def parse(text: str) -> Table:
     """The table in a text that tools/tune has written."""
     rows: dict[str, list[dict[str, Any]]] = json.loads(text)
-    return Table(**{kind: tuple(_regime(**row) for row in rows[kind]) for kind in rows})
+    return Table(
+        **{kind: tuple(_regime(**row) for row in rows[kind]) for kind in KINDS},
+        changes={what: tuple(Change(**row) for row in rows[what]) for what in CHANGES},
+    )
 
 
 def _regime(
@@ -94,4 +125,5 @@ def _regime(
     **bounds: int,
 ) -> Regime:
     classes = tuple((most, SETS[name]) for most, name in size_classes)
-    return Regime(ALWAYS if max_average is None else max_average, SETS[variants], classes, **bounds)
+    average = ALWAYS if max_average is None else max_average
+    return Regime(average, SETS[variants], classes, **bounds)
