@@ -7,11 +7,13 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .bench import bench
 from .convert import convert
 from .doctor import doctor
 from .explain import explain
 from .inspect import inspect
 from .quantize import quantize
+from .run import run
 from .serve import serve
 
 app = typer.Typer(
@@ -51,6 +53,8 @@ def _examples(*lines: str) -> str:
     return "\n".join(["\b", "Examples:", *(f"  fusion-moe {line}" for line in lines)])
 
 
+app.command(epilog=_examples('run DIR "Why is the sky blue?"', "run DIR -i"))(run)
+app.command(epilog=_examples("bench DIR", "bench --config qwen3-30b --layers 4"))(bench)
 app.command(
     epilog=_examples("inspect Qwen3-30B-A3B-NVFP4", "inspect --values --json DIR | jq .problems")
 )(inspect)

@@ -175,7 +175,7 @@ def _groups(entries: Mapping[str, Entry], weights: Mapping[str, StoredWeight]) -
         encoding, role = weight.scheme.encoding, _role(weight.name, "linear layers")
         kept = whole or role == "experts" or not weight.scheme.eight_bits
         runs = (
-            _kernels_for(encoding) if encoding and kept else "dequantized to bf16 when it is loaded"
+            kernels_for(encoding) if encoding and kept else "dequantized to bf16 when it is loaded"
         )
         of[weight.scheme.name, role, runs].append((weight.name, weight.nbytes))
     used = {entry.name for weight in weights.values() for entry in weight.entries.values()}
@@ -185,7 +185,7 @@ def _groups(entries: Mapping[str, Entry], weights: Mapping[str, StoredWeight]) -
             "what no weight needs" if entry.name.endswith(KNOWN) else _role(entry.name, "all else")
         )
         runs = (
-            _kernels_for(_PLAIN[entry.dtype])
+            kernels_for(_PLAIN[entry.dtype])
             if role == "experts" and entry.dtype in _PLAIN and len(entry.shape) > 1
             else "-"
         )
@@ -195,7 +195,7 @@ def _groups(entries: Mapping[str, Entry], weights: Mapping[str, StoredWeight]) -
         yield Group(format, role, len(stored), len(layers), sum(size for _, size in stored), runs)
 
 
-def _kernels_for(encoding: Encoding) -> str:
+def kernels_for(encoding: Encoding) -> str:
     """What multiplies by weights in an encoding."""
     if has_cuda() and (encoding.name, "linear") in cuda.readable():
         return f"CUDA, {torch.cuda.get_device_name()}"

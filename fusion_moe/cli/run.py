@@ -1,0 +1,247 @@
+"""fusion-moe run: text from a model on this machine."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from ..env import has_cuda
+from ..errors import OptionError
+from ..messages.units import amount, count
+from ..nn import Experts
+from .inspect import kernels_for
+from .models import quietly
+from .output import FINE, Json, finish
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..transformers.decoding import Decoder
+
+
+@dataclass
+class Answer:
+    """What one prompt took, in seconds and tokens: of the prompt, and after the first token."""
+
+    text: str
+    read: int
+    first: float
+    written: int
+    rest: float
+
+    def __str__(self) -> str:
+        rate = f"{(self.written - 1) / self.rest:,.1f}" if self.rest else "?"
+        return (
+            f"prompt: {count(self.read, 'token')}, {self.read / self.first:,.1f} tokens/s; "
+            f"answer: {count(self.written, 'token')}, {rate} tokens/s"
+        )
+
+
+@dataclass
+class Run:
+    """What was answered, and by what. experts: modules by encoding, with the kernels that read
+    them; weights, peak: bytes.
+    """
+
+    model: str
+    steps: str
+    experts: tuple[str, ...]
+    weights: int
+    peak: int = 0
+    answers: list[Answer] = field(default_factory=list)
+    exit_code: int = FINE
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields of the classes here."""
+        return {"schema": "fusion_moe.run/1", **asdict(self)}
+
+    def print(self, console: Console) -> None:
+        """What it took; the text itself was printed while it was made."""
+        for answer in self.answers[-1:]:
+            console.print(f"\n{answer}", soft_wrap=True)
+        console.print(
+            f"memory: {amount(self.weights, 'B')} of weights, {amount(self.peak, 'B')} at its peak",
+            f"experts: {'; '.join(self.experts) or 'in floats, by transformers'}",
+            f"steps: {self.steps}",
+            sep="\n",
+            soft_wrap=True,
+        )
+
+
+def run(
+    context: typer.Context,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A model and its tokenizer, local.")
+    ],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="What to answer, or go on from.")
+    ] = "",
+    interactive: Annotated[
+        bool, typer.Option("--interactive", "-i", help="Chat: a prompt a line, until an empty one.")
+    ] = False,
+    tokens: Annotated[int, typer.Option(min=1, help="To write at most.")] = 256,
+    length: Annotated[
+        int, typer.Option(min=2, help="Tokens of the whole conversation, with -i.")
+    ] = 4096,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="0: the likeliest token. [default: what the model's files say]"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda. [default: a GPU where there is one]")
+    ] = "",
+    json: Json = False,
+) -> None:
+    """Answer a prompt, or chat. Experts in floats are rounded to NVFP4 while they are read.
+
+    Says how many tokens a second, in how much memory, by which kernels. On a GPU the first step
+    takes a while: it is compiled, and replayed as a CUDA graph from then on.
+    """
+
+    def find() -> Run:
+        if bool(prompt) == interactive:
+            found = "a prompt and -i" if prompt else "no prompt"
+            raise OptionError(found, expected="a prompt, or -i for a chat", where="run")
+        where = device or ("cuda" if has_cuda() else "cpu")
+        torch.manual_seed(seed)
+        with quietly():
+            talk = Talk.open(directory, where, temperature, out=not json)
+            if not interactive:
+                talk.answer(prompt, tokens, None)
+            while interactive and (line := _line()):
+                print(talk.answer(line, tokens, length), file=sys.stderr)
+        return talk.run
+
+    finish(context, find, json)
+
+
+class Talk:
+    """A model, and what was said. out: whether text is printed while it is made."""
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, choose: Any, out: bool):
+        self.model, self.tokenizer, self.choose, self.out = model, tokenizer, choose, out
+        self.said: list[dict[str, str]] = []
+        self.decoder: Decoder | None = None
+        self.run = Run(
+            type(model).__name__, "", _experts_of(model), sum(t.nbytes for t in _tensors(model))
+        )
+
+    @classmethod
+    def open(cls, directory: Path, device: str, temperature: float | None, out: bool) -> Talk:
+        """Loads a model. Raises as `from_pretrained`."""
+        from transformers import AutoTokenizer
+
+        from ..transformers import NVFP4Config, from_pretrained, fuse_routers_
+        from ..transformers.decoding import sampling, share_keys_
+
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        model = from_pretrained(
+            directory, dtype=torch.bfloat16, quantization_config=NVFP4Config(), device_map=device
+        ).eval()
+        fuse_routers_(model)
+        share_keys_(model)
+        how = model.generation_config
+        if temperature is None:
+            temperature = (how.temperature or 1.0) if how.do_sample else 0.0
+        return cls(model, tokenizer, sampling(how, temperature), out)
+
+    def answer(self, prompt: str, tokens: int, length: int | None) -> Answer:
+        """length: of the cache; None: as many as are needed."""
+        from transformers import TextStreamer
+
+        self.said.append({"role": "user", "content": prompt})
+        ids = self._ids(prompt).to(self.model.device)
+        decoder = self._decoder(length or ids.shape[1] + tokens, ids.shape[1])
+        room = (length or ids.shape[1] + tokens) - ids.shape[1]
+        if room < 1:
+            raise OptionError(
+                f"a conversation of {count(ids.shape[1], 'token')}",
+                expected=f"fewer than {length}",
+                todo="--length makes room for more",
+                where="run",
+            )
+        streamer = TextStreamer(self.tokenizer, skip_special_tokens=True) if self.out else None
+        start = time.perf_counter()
+        written = [int(decoder.prompt(ids))]
+        first = time.perf_counter()
+        while written[-1] not in self._ends() and len(written) < min(tokens, room):
+            if streamer:
+                streamer.put(torch.tensor(written[-1:]))
+            written.append(int(decoder.step()))
+        end = time.perf_counter()
+        if streamer:
+            streamer.put(torch.tensor(written[-1:]))
+            streamer.end()
+        text = self.tokenizer.decode(written, skip_special_tokens=True)
+        self.said.append({"role": "assistant", "content": text})
+        found = Answer(text, ids.shape[1], first - start, len(written), end - first)
+        self.run.answers.append(found)
+        self.run.peak = _peak(self.model.device)
+        return found
+
+    def _ids(self, prompt: str) -> torch.Tensor:
+        """i64[1, P]: the conversation by the tokenizer's template, or the prompt alone."""
+        if not self.tokenizer.chat_template:
+            return self.tokenizer(prompt, return_tensors="pt").input_ids
+        return self.tokenizer.apply_chat_template(
+            self.said, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+
+    def _decoder(self, length: int, prompt: int) -> Decoder:
+        """prompt: tokens of the first one, whose kernels are compiled here, before it is timed."""
+        from ..nn import prepare_
+        from ..transformers.decoding import Decoder
+
+        if self.decoder is None:
+            prepare_(self.model, tokens=(1, prompt))
+            self.decoder = Decoder(self.model, length, choose=self.choose)
+            why = self.decoder.why_plain
+            self.run.steps = f"call by call: {why}" if why else "a replayed CUDA graph"
+        return self.decoder
+
+    def _ends(self) -> list[int]:
+        ends = self.model.generation_config.eos_token_id
+        return (
+            ends
+            if isinstance(ends, list)
+            else [self.tokenizer.eos_token_id if ends is None else ends]
+        )
+
+
+def _line() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _experts_of(model: torch.nn.Module) -> tuple[str, ...]:
+    """Modules of each encoding, and what multiplies by it."""
+    found: dict[Any, int] = {}
+    for module in model.modules():
+        if isinstance(module, Experts):
+            found[module.encoding] = found.get(module.encoding, 0) + 1
+    return tuple(
+        f"{count(n, 'layer')} in {encoding.name}, {kernels_for(encoding)}"
+        for encoding, n in found.items()
+    )
+
+
+def _peak(device: torch.device) -> int:
+    """Bytes of the GPU's memory, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,80 @@
+"""fusion-moe run and bench: on the small real model, and on random weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from fusion_moe.cli.app import app
+from fusion_moe.transformers import NVFP4Config, from_pretrained, fuse_routers_
+
+MODEL = Path(__file__).parents[2] / "examples" / "tiny_qwen3_moe"
+PROMPT = "def __repr__(self):"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def call(*arguments: object, input: str | None = None):
+    result = CliRunner().invoke(app, [str(a) for a in arguments], input=input)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def model():
+    kwargs = {"dtype": torch.bfloat16, "quantization_config": NVFP4Config()}
+    loaded = from_pretrained(MODEL, **kwargs).eval()
+    fuse_routers_(loaded)
+    return loaded
+
+
+def answer(model, text: str, tokens: int) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    made = model.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
+    return tokenizer.decode(made, skip_special_tokens=True)
+
+
+def test_run_answers_as_generate_does(model):
+    found = json.loads(call("run", MODEL, PROMPT, "--tokens", 12, "--json").stdout)
+    assert [a["text"] for a in found["answers"]] == [answer(model, PROMPT, 12)]
+    assert found["steps"] == "call by call: not on a GPU"
+    assert found["experts"][0].startswith("4 layers in nvfp4, ")
+    assert found["weights"] < 7e6 < found["peak"]
+
+
+def test_a_chat_reads_all_that_was_said_by_the_template(model, tmp_path):
+    for file in MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    result = call("run", tmp_path, "-i", "--tokens", 6, "--length", 64, input="one\ntwo\n\n")
+    one = answer(model, "<user>one", 6)
+    two = answer(model, f"<user>one<assistant>{one}<user>two", 6)
+    assert one in result.stdout
+    assert two in result.stdout
+
+
+def test_one_of_prompt_and_chat():
+    result = CliRunner().invoke(app, ["run", str(MODEL)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "no prompt" in result.stderr
+
+
+def test_bench_of_sizes_alone():
+    small = ("--prompt", 12, "--after", 4, "--repeats", 2, "--layers", 2)
+    found = json.loads(call("bench", "--config", "tiny", *small, "--json").stdout)
+    names = ["NVFP4", "bf16 grouped_mm", "bf16 batched_mm"]
+    cells = [(row["of"], row["name"], row["tokens"]) for row in found["rows"]]
+    assert cells == [("decode", n, 1) for n in names] + [("prompt", n, 12) for n in names[:2]]
+    assert all(0 < r["times"]["low"] <= r["times"]["median"] for r in found["rows"])
+    assert found["layers"] == [2, 4]
+    # experts: 2 layers of 16 of 3 * 256 * 128 weights, in bf16 and with 4.5 bits, and decode scales
+    experts = 2 * 16 * 3 * 256 * 128
+    saved = found["weights"]["bf16"] - found["weights"]["NVFP4"]
+    assert saved == experts * 2 - experts * 4.5 / 8 - 2 * 16 * 3 * 4
