@@ -7,9 +7,9 @@ H200.
 Milliseconds of the fastest of so many repeats, and GB at the peak beside weights and inputs:
 
     bf16              forward and backward of the experts with bf16 weights
-    exact, saved, float   the same with weights in NVFP4 and their bf16 masters, already rounded
+    saved, exact, float   the same with weights in NVFP4 and their bf16 masters, already rounded
     rounding          what each forward of `qat_` does before: both weights to NVFP4, reordered
-    step              what `qat_` takes: rounding, forward and backward, "exact"
+    step              what `qat_` takes: rounding, forward and backward, "saved"
     refit             `update_weights_` of a layer's numbers; 48 layers are Qwen3-30B-A3B
 
 The first line says whether the training forward has the bits of the frozen experts'.
@@ -112,14 +112,14 @@ def main() -> None:
     numbers = dict(zip(("gate_up_proj", "down_proj"), (m.detach() for m in masters), strict=True))
     rows: dict[str, Callable[[], Any]] = {
         "bf16": step(floats),
-        **{kind: step(with_rounded(kind)) for kind in ("exact", "saved", "float")},
+        **{kind: step(with_rounded(kind)) for kind in ("saved", "exact", "float")},
         "rounding": lambda: how.tensors(module),
         "step": step(lambda: module(x, ids, w)),
         "refit": lambda: fusion_moe.update_weights_(frozen, numbers),
     }
     for name, run in rows.items():
         if name == "step":
-            how.template.straight_through = "exact"
+            how.template.straight_through = "saved"
         took, peak = milliseconds(run, args.repeats, args.device)
         more = f", {LAYERS} layers {LAYERS * took / 1e3:.2f} s" if name == "refit" else ""
         print(f"{name:10s} {took:8.2f} ms {peak:7.2f} GB{more}", flush=True)

@@ -144,7 +144,7 @@ def grouped_mm(
             float [G, N, K], that they were rounded from. It gets the gradient as if it had been
             multiplied. "exact": the result is that of the parts alone, bit for bit, and the
             backward computes again what it reads. "float": so too, but the gradient of a is a
-            product with the master. "saved": what the backward reads is saved.
+            product with the master. "saved": what the backward reads is saved, of the same result.
 
     Raises:
         UnsupportedError: for an activation_format that the device does not have.

@@ -64,13 +64,15 @@ def differentiate(
     whole = _whole(
         fusion, wrt, router_gradient, names or [f"input {i}" for i in range(len(fusion.inputs))]
     )
-    kept = _kept(whole)
+    kept = _in_pieces(whole, _kept(whole)) if whole.apart else _kept(whole)
     there = tuple(
         dict.fromkeys((*fusion.inputs, *fusion.outputs, *(whole.original[v] for v in kept)))
     )
     forward = replace(
         fusion, ops=_with_copies(fusion, whole, kept), outputs=there[len(fusion.inputs) :]
     )
+    if whole.apart:
+        forward = _stored_apart(forward, len(fusion.outputs))
     reads = tuple(there.index(whole.original[v]) for v in kept)
     ops = (*made_again(whole.forward.ops, whole.needed, kept), *whole.later)
     backward = part(whole.fusion, ops, (*kept, *whole.seeds), whole.fusion.outputs)
@@ -87,6 +89,48 @@ def _kept(whole: _Whole) -> tuple[Value, ...]:
     return tuple(v for v in whole.forward.inputs if v in read)
 
 
+# A saved value is rounded as it is stored. Where the forward reads it too, that would round what a
+# kernel computes in float32 if nothing is saved.
+
+
+def _in_pieces(whole: _Whole, kept: Sequence[Value]) -> tuple[Value, ...]:
+    """In place of values that are read in slices alone, these: as wide as what is computed from
+    them, so that one kernel stores both.
+    """
+    readers = whole.forward.readers
+    found = list[Value]()
+    for v in kept:
+        slices = [op for op in readers.get(v, ()) if op.kind.name == "slice"]
+        whole_too = v in whole.needed or len(slices) < len(readers.get(v, ()))
+        found += [v] if whole_too or not slices else [op.outputs[0] for op in slices]
+    return tuple(found)
+
+
+def _stored_apart(forward: Fusion, results: int) -> Fusion:
+    """The forward whose saved values, the outputs after the first `results`, are rounded by casts
+    that nothing else reads.
+    """
+    fd = FusionDefinition()
+    made: dict[Any, Any] = {v: fd.define_like(v.type, forward.role(v)) for v in forward.inputs}
+    for op in forward.ops:
+        fd.copy(op, made)
+    for i, v in enumerate(forward.outputs):
+        fd.add_output(made[v] if i < results else _rounded_apart(fd, made[v]))
+    return fd.fusion()
+
+
+def _rounded_apart(fd: FusionDefinition, v: Value) -> Value:
+    op = fd.producer(v)
+    piece = op.attrs if op is not None and op.kind.name == "slice" else None
+    if op is not None and piece is not None:
+        op = fd.producer(op.values[0])
+    if op is None or op.kind.name != "cast" or op.values[0].type.dtype != "f32":
+        return v
+    (x,) = op.values
+    everything = {"start_indices": [0] * len(x.type.shape), "end_indices": list(x.type.shape)}
+    return fd.ops.cast(fd.ops.slice(x, **(piece or everything)), dtype=v.type.dtype)
+
+
 # ---------------------------------------------------------------------- forward and backward in one
 
 
@@ -96,7 +140,8 @@ class _Whole:
     compute the outputs. copies: operations that make copies, which may be saved. later: those of
     the other operations that the gradients need. original: the value in the Fusion that is
     differentiated, for each value of `forward`. rewritten: see Derivative. exact: whether the
-    forward must return nothing else than the Fusion. No operation is `straight_through`.
+    forward must return nothing else than the Fusion. apart: whether what it saves must not round
+    what it computes. No operation is `straight_through`.
     """
 
     fusion: Fusion
@@ -106,6 +151,7 @@ class _Whole:
     original: Mapping[Value, Value]
     rewritten: tuple[Op, ...]
     exact: bool
+    apart: bool
 
     @property
     def seeds(self) -> tuple[Value, ...]:
@@ -178,7 +224,14 @@ def _whole(
         original,
         tuple(reversed(rewritten)),
         any(op.attrs["how"] != "saved" for op in straight),
+        any(_is_packed(fd, op.values[0]) for op in straight),
     )
+
+
+def _is_packed(fd: FusionDefinition, w: Value) -> bool:
+    """Whether a weight comes in its parts, as one that is frozen does."""
+    op = fd.producer(w)
+    return op is not None and op.kind.name == "pack"
 
 
 def _of_weights(fusion: Fusion) -> Fusion:

@@ -61,7 +61,7 @@ extern "C" void make(const float* x, const float* scales, i64 matrices, u8* code
     }};
     const auto of_matrix = [=](i64 m) {{ return scales[m / {n}]; }};
     on_lanes([=] {{
-        make_e2m1<float, {scale}, {k}, {tiles}>(matrices * {n}, row, of_matrix, codes, stored);
+        make_e2m1<{number}, {scale}, {k}, {tiles}>(matrices * {n}, row, of_matrix, codes, stored);
     }});
 }}
 extern "C" void decode_scale(const float* x, i64 matrices, float* scales) {{
@@ -71,7 +71,7 @@ extern "C" void decode_scale(const float* x, i64 matrices, float* scales) {{
         }};
     }};
     std::vector<u32> most(matrices * PIECES);
-    on_lanes([=, &most] {{ largest_of_pieces<float, {k}>(matrices, {n}, row, most.data()); }});
+    on_lanes([=, &most] {{ largest_of_pieces<{number}, {k}>(matrices, {n}, row, most.data()); }});
     on_lanes([=, &most] {{ scales_of_matrices(matrices, most.data(), 2688.f, scales); }});
 }}
 """
@@ -79,12 +79,15 @@ extern "C" void decode_scale(const float* x, i64 matrices, float* scales) {{
 
 @pytest.mark.parametrize(("layout", "n", "k"), [("linear", 21, 96), ("w16x64", 32, 128)])
 @pytest.mark.parametrize("encoding", [NVFP4, MXFP4], ids=lambda e: e.name)
-def test_codes_and_scales_are_those_of_the_encoding(encoding, layout, n, k, tmp_path):
+@pytest.mark.parametrize("number", ["float", "bf16"])
+def test_codes_and_scales_are_those_of_the_encoding(encoding, layout, n, k, number, tmp_path):
     x = weights_to_round(8, n, k)
+    if number == "bf16":
+        x = x.bfloat16().float()
     made = tmp_path / "made.so"
     (tmp_path / "e2m1_copies.cuh").write_text((KERNELS / "e2m1_copies.cuh").read_text())
     tiles = str(layout != "linear").lower()
-    text = _CALLS.format(n=n, k=k, scale=SCALES[encoding.name], tiles=tiles)
+    text = _CALLS.format(n=n, k=k, scale=SCALES[encoding.name], tiles=tiles, number=number)
     made.with_suffix(".cpp").write_text(text)
     compiler = find_compiler()
     assert compiler
@@ -100,7 +103,7 @@ def test_codes_and_scales_are_those_of_the_encoding(encoding, layout, n, k, tmp_
         for p in encoding.parts[:2]
     ]
     want = quantize(x, encoding)
-    for given in (scales, torch.linspace(0.0, 1e-3, len(x))):
+    for given in (scales, torch.linspace(0.0, 1e-3, len(x)), 2.0 ** torch.arange(-110.0, 2, 14)):
         if given is not scales and encoding is NVFP4:
             x[-1, 5, 5], x[0] = torch.inf, 0.0
             want = quantize(x, encoding, given)

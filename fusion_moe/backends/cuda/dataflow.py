@@ -94,7 +94,7 @@ class Parts:
         return tuple(
             (makers[v], j)
             for j, v in read.items()
-            if _linked(self.parts[makers[v]].source, self.parts[j].source)
+            if _linked(self.parts[makers[v]], v, self.parts[j].source)
         )
 
     @property
@@ -137,20 +137,20 @@ class Parts:
         )
 
 
-def _linked(before: Source, after: Source) -> bool:
-    """Whether a product's only result is rows of the next product's width, which reads them only as
-    activations.
+def _linked(maker: Part, v: Value, after: Source) -> bool:
+    """Whether v is the first result of a product, in rows of the next product's width, which reads
+    them only as activations.
     """
+    before = maker.source
     if (
         not isinstance(before, Product)
         or not isinstance(after, Product)
         or after.plan.kind == "dgrad"
     ):
         return False
-    alone = (
-        len(before.plan.rows) == 1 and not before.plan.combine and before.plan.width == after.plan.k
-    )
-    return alone and _only_activations(after)
+    plan, own = before.plan, dict(zip(maker.outputs, before.fusion.outputs, strict=True))
+    first = own[v] in plan.rows[:1] and plan.one_width and not plan.combine
+    return first and plan.width == after.plan.k and _only_activations(after)
 
 
 def _only_activations(product: Product) -> bool:

@@ -23,7 +23,7 @@ from ..config import NVFP4Config
 from ..frozen.base import rounded
 from ..frozen.packed import Packing, empty_parts, relayout_
 from ..frozen.projections import Projections
-from ..frozen.update import write_weight_
+from ..frozen.update import order_by_kernels, write_weight_
 from .contract import FROZEN, ExpertsContract, contract_of
 from .converters import DECORATED, by_contract, check, without_memory
 from .quantize import Filter, chosen
@@ -37,7 +37,7 @@ def qat_(
     encoding: str = "nvfp4",
     *,
     scales: str = "recomputed",
-    straight_through: str = "exact",
+    straight_through: str = "saved",
     filter_fn: Filter | None = None,
 ) -> list[str]:
     """Makes the experts of a model compute with rounded weights, while their weights stay the
@@ -53,10 +53,10 @@ def qat_(
         encoding: "nvfp4" or "mxfp4", whose matrices have K in whole blocks of 32.
         scales: "recomputed": all scales follow the weights. "frozen": NVFP4's scales of matrices
             stay what they are now, in buffers; weights that outgrow them are clipped.
-        straight_through: "exact"; the backward multiplies with the rounded weights, and computes
-            the first product again. "float": as "exact", but gradients of activations are products
-            with the float weights. "saved": saves the first product, which is faster, but the
-            results of bf16 and fp16 with gradients differ from those without by its rounding.
+        straight_through: the backward multiplies with the rounded weights. "saved": it reads what
+            the forward saves of the first product, in the dtype of the activations. "exact":
+            nothing is saved, and it computes that product again. "float": as "exact", but gradients
+            of activations are products with the float weights.
         filter_fn: filter_fn(module, name) chooses modules; None: all.
 
     Raises:
@@ -264,10 +264,15 @@ def _encode(
     padding: Sequence[int],
     matrix_scale: Tensor | None = None,
 ) -> list[Tensor]:
-    own = _empty(x, encoding, layout, runs, padding)
-    (_, n, k), (rows, columns, padded_runs) = x.shape, padding
+    (_, n, k), (rows, columns, padded_runs), to = x.shape, padding, find(encoding)
     packing = Packing(LAYOUTS[layout], Padding((n, k), (rows, columns), padded_runs))
-    write_weight_(own, [x], find(encoding), packing, runs, matrix_scale)
+    if layout != "linear" and order_by_kernels(x.device, to, packing, runs) == layout:
+        made = rounded(x, to, runs, matrix_scale, layout)  # as they are stored: nothing to copy
+        shapes = [to.part_shape(p, x.shape[:1], n, k, runs if runs > 1 else 0) for p in to.parts]
+        parts = [t.reshape(shape) for t, shape in zip(made, shapes, strict=True)]
+        return parts if matrix_scale is None else [*parts[:-1], matrix_scale.clone()]
+    own = _empty(x, encoding, layout, runs, padding)
+    write_weight_(own, [x], to, packing, runs, matrix_scale)
     return own
 
 

@@ -214,11 +214,9 @@ def write_weight_(
     """Puts a weight into its parts as they are stored, a panel of matrices at a time. given: parts
     in linear order or, with `runs` scales of a matrix, numbers [E, N, K], which are rounded.
     """
-    device, (n, k), layout = own[0].device, packing.padding.shape, packing.layout
+    device, (n, k) = own[0].device, packing.padding.shape
     step = max(1, (_PANEL if device.type == "cpu" else _LARGE_PANEL) // (n * k))
-    in_order = "linear"
-    if runs and by_kernels(device, encoding, scales):
-        in_order = "linear" if packing.padding or n // runs % layout.tile[0] else layout.name
+    in_order = order_by_kernels(device, encoding, packing, runs, scales)
     for start in range(0, len(own[0]), step):
         some = slice(start, start + step)
         parts: Sequence[Tensor] = [t[some].to(device).contiguous() for t in given]
@@ -230,6 +228,17 @@ def write_weight_(
         for t, made in zip(own, parts, strict=True):
             made = made.reshape(t[some].shape)
             t[some].view(torch.uint8).copy_(made.view(torch.uint8))
+
+
+def order_by_kernels(
+    device: torch.device, encoding: Encoding, packing: Packing, runs: int, scales: str = "max"
+) -> str:
+    """The layout in which kernels write the parts of a weight that they round: the one that it is
+    stored in, if rows with a scale of their own are whole tiles of it; "linear" without kernels.
+    """
+    layout, (n, _) = packing.layout, packing.padding.shape
+    whole = runs and not packing.padding and n // runs % layout.tile[0] == 0
+    return layout.name if whole and by_kernels(device, encoding, scales) else "linear"
 
 
 def _need_shape(name: str, found: tuple[int, ...], want: tuple[int, ...]) -> None:

@@ -1,5 +1,5 @@
 // What e2m1_copies.cuh uses of block_copies.cuh and the headers below it, for a CPU: a warp is 32
-// threads. Numbers are float32.
+// threads.
 #pragma once
 
 #include <barrier>
@@ -51,6 +51,13 @@ void store_vector(T* p, const Vector<T, V>& x) {
 
 inline float __fdiv_rn(float a, float b) { return a / b; }
 
+// Of numbers whose sum a double holds.
+inline float __fmaf_rd(float a, float b, float c) {
+    const double sum = double(a) * b + c;
+    const float near = float(sum);
+    return near > sum ? std::nextafter(near, -INFINITY) : near;
+}
+
 // To nearest, ties to even; NaN is 0x7F. For numbers from 2^-9 to 448.
 inline u16 e4m3_pair(float low, float) {
     const u32 bits = __float_as_uint(low);
@@ -60,17 +67,33 @@ inline u16 e4m3_pair(float low, float) {
 
 template <class T>
 struct Bits {
-    u32 at[8];
+    static constexpr int WORDS = 8;
+    u32 at[WORDS];
 
     Bits() = default;
     explicit Bits(const float (&x)[8]) { std::memcpy(at, x, sizeof(x)); }
     float number(int v) const { return __uint_as_float(at[v]); }
+    static u32 magnitude(u32 word) { return word & 0x7FFFFFFF; }
+};
+
+template <>
+struct Bits<bf16> {
+    static constexpr int WORDS = 4;
+    u32 at[WORDS];
+
+    Bits() = default;
+    explicit Bits(const float (&x)[8]) {
+        for (int w = 0; w < WORDS; ++w) at[w] = narrow_pair<bf16>(x[2 * w], x[2 * w + 1]);
+    }
+    float number(int v) const { return widen(bf16{u16(at[v / 2] >> v % 2 * 16)}); }
+    static u32 magnitude(u32 word) { return word & 0x7FFF7FFF; }
 };
 
 template <class T, int COUNT>
 u32 largest_of(const Bits<T>* x) {
     u32 most = 0;
-    for (int i = 0; i < 8 * COUNT; ++i) most = max(most, x[i / 8].at[i % 8] & 0x7FFFFFFF);
+    for (int i = 0; i < 8 * COUNT; ++i)
+        most = max(most, __float_as_uint(x[i / 8].number(i % 8)) & 0x7FFFFFFF);
     return most;
 }
 

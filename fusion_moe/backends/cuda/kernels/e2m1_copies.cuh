@@ -18,6 +18,65 @@ __device__ __forceinline__ u32 e2m1_of(float x) {
     return 7 - below + 8 * (x < 0.f);
 }
 
+// The codes of numbers over a unit without dividing: those of the magnitudes that lie above limits,
+// the largest numbers whose quotients are rounded to below the middle of two codes (or to it, if
+// that is a tie of the lower code). For units from 2^-100, so that no limit is rounded twice, to 1,
+// so that no quotient becomes zero.
+template <class T>
+class E2m1Limits {
+    static constexpr int SIGN = Bits<T>::WORDS == 4 ? 15 : 31;  // its bit in a word's last number
+    static constexpr u32 ONES = SIGN == 31 ? 1 : 0x10001;       // in each number of a word
+    static constexpr u32 LARGEST = (1u << SIGN) - 1;
+    u32 over_[7];  // what makes a magnitude above the limit set the bit of the sign
+
+  public:
+    __device__ __forceinline__ static bool suit(float unit) {
+        return unit >= 0x1p-100f && unit <= 1.f;
+    }
+
+    __device__ __forceinline__ explicit E2m1Limits(float unit) {
+        constexpr float MIDDLE[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.f},
+                        HALF_ULP[7] = {0x1p-26f, -0x1p-25f, 0x1p-24f, -0x1p-24f,
+                                       0x1p-23f, -0x1p-23f, 0x1p-22f};
+#pragma unroll
+        for (int i = 0; i < 7; ++i) {
+            const u32 limit = __float_as_uint(__fmaf_rd(MIDDLE[i], unit, HALF_ULP[i] * unit));
+            over_[i] = (LARGEST - (limit >> (31 - SIGN))) * ONES;
+        }
+    }
+
+    // Of each number of a word, in the low bits of its half.
+    __device__ __forceinline__ u32 codes(u32 word) const {
+        const u32 size = Bits<T>::magnitude(word);
+        u32 above[7];
+#pragma unroll
+        for (int i = 0; i < 7; ++i) above[i] = size + over_[i];
+        const u32 two = above[5] | (above[1] & ~above[3]),
+                  one = above[6] | (above[4] & ~above[5]) | (above[2] & ~above[3]) |
+                        (above[0] & ~above[1]),
+                  negative = word & (size + LARGEST * ONES);
+        return (one >> SIGN & ONES) | (two >> (SIGN - 1) & 2 * ONES) |
+               (above[3] >> (SIGN - 2) & 4 * ONES) | (negative >> (SIGN - 3) & 8 * ONES);
+    }
+};
+
+// Codes of eight numbers over a unit, two in a word, the first in its low half.
+template <class T>
+__device__ __forceinline__ void e2m1_pairs(u32* pairs, const Bits<T>& x, float unit,
+                                           const E2m1Limits<T>& limits, bool suit) {
+#pragma unroll
+    for (int v = 0; v < 8; v += 2) {
+        if (!suit) {
+            pairs[v / 2] = e2m1_of(__fdiv_rn(x.number(v), unit)) |
+                           e2m1_of(__fdiv_rn(x.number(v + 1), unit)) << 16;
+        } else if constexpr (Bits<T>::WORDS == 4) {
+            pairs[v / 2] = limits.codes(x.at[v / 2]);
+        } else {
+            pairs[v / 2] = limits.codes(x.at[v]) | limits.codes(x.at[v + 1]) << 16;
+        }
+    }
+}
+
 // The scale of numbers whose largest magnitude has the bits `most`, as it is stored and as in
 // tiles; unit: the number that code 2 stands for.
 struct E4m3Scale {
@@ -82,7 +141,7 @@ __device__ __forceinline__ void make_e2m1(i64 rows, Row row, OfMatrix of_matrix,
                 x[i][h] = Bits<T>(wide);
             }
         }
-        u32 code[2][16], in_tiles[2];
+        u32 pairs[2][8], in_tiles[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             u32 most = largest_of<T, 2>(x[i]);
@@ -90,25 +149,24 @@ __device__ __forceinline__ void make_e2m1(i64 rows, Row row, OfMatrix of_matrix,
             const i64 m = min(first + 8 * i, rows - 1);
             const Scale by(most, of_matrix(m));
             in_tiles[i] = by.in_tiles();
+            const E2m1Limits<T> limits(by.unit);
+            const bool suit = limits.suit(by.unit);
 #pragma unroll
-            for (int v = 0; v < 16; ++v)
-                code[i][v] = e2m1_of(__fdiv_rn(x[i][v / 8].number(v % 8), by.unit));
+            for (int h = 0; h < 2; ++h)
+                e2m1_pairs(pairs[i] + 4 * h, x[i][h], by.unit, limits, suit);
             if (TILES || first + 8 * i >= rows || (K % 64 != 0 && k0 >= K)) continue;
             Vector<u32, 2> words = {};
 #pragma unroll
-            for (int v = 0; v < 16; ++v) words.at[v / 8] |= code[i][v] << v % 8 * 4;
+            for (int p = 0; p < 8; ++p)
+                words.at[p / 4] |= ((pairs[i][p] | pairs[i][p] >> 12) & 0xFF) << p % 4 * 8;
             store_vector<2>(reinterpret_cast<u32*>(codes + (m * K + k0) / 2), words);
             if (lane % LANES == 0) scales[(m * K + k0) / Scale::BLOCK] = u8(by.stored);
         }
         if constexpr (TILES) {
             Vector<u32, 4> words;
 #pragma unroll
-            for (int v = 0; v < 4; ++v) {
-                const auto pair = [&](int h, int i) {
-                    return code[i][8 * h + 2 * v] | code[i][8 * h + 2 * v + 1] << 16;
-                };
-                words.at[v] = e2m1_word(pair(0, 0), pair(0, 1), pair(1, 0), pair(1, 1));
-            }
+            for (int v = 0; v < 4; ++v)
+                words.at[v] = e2m1_word(pairs[0][v], pairs[1][v], pairs[0][4 + v], pairs[1][4 + v]);
             store_vector<4>(reinterpret_cast<u32*>(codes + tile * 512) + lane * 4, words);
             if (lane % LANES == 0)
                 reinterpret_cast<u16*>(scales)[(tile * 32 + lane) / LANES] =

@@ -33,7 +33,8 @@ struct RowMajor {
     __device__ __forceinline__ i64 place() const { return j; }
 };
 
-// The same for V columns that follow each other in fragment order, a pair of each block of 16.
+// The same for V columns that follow each other in fragment order, a pair of each block of 16. Only
+// the first result is stored so.
 struct FragmentOrder {
     static constexpr bool FRAGMENT_ORDER = true;
     i32 j;
@@ -57,7 +58,13 @@ __device__ __forceinline__ void store_columns_of(const Segment& s, T* row, i32 m
         Vector<T, V> made;
 #pragma unroll
         for (int v = 0; v < V; ++v) made.at[v] = element(v);
-        store_vector<V>(row + at.place(), made);
+        if constexpr (Columns::FRAGMENT_ORDER && I > 0) {
+#pragma unroll
+            for (int v = 0; v < V; v += 2)
+                store_vector<2>(row + at.column(v), Vector<T, 2>{made.at[v], made.at[v + 1]});
+        } else {
+            store_vector<V>(row + at.place(), made);
+        }
     } else {
 #pragma unroll
         for (int v = 0; v < V; ++v)
