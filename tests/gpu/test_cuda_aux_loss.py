@@ -57,14 +57,12 @@ def test_losses_against_float64(function, experts, topk, dtype):
         torch.testing.assert_close(
             loss.double(), want, rtol=2e-3 if tied else 5e-6, atol=1e-9, check_dtype=False
         )
-        if not tied:
-            loss.backward()
-            want.backward()
+        if not tied and tokens:
+            for made in loss, want:  # times a number, lest gradients be too small for float16
+                (made * tokens * 1000).backward()
+            near, most = 1e-5 if dtype == torch.float32 else 2.0**-8, other.grad.abs().max()
             torch.testing.assert_close(
-                logits.grad.double(),
-                other.grad,
-                rtol=1e-4 if dtype == torch.float32 else 2.0**-7,
-                atol=1e-9,
+                logits.grad.double(), other.grad, rtol=near, atol=float(near * most)
             )
 
 

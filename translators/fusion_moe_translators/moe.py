@@ -306,11 +306,12 @@ def fused_compute_score_for_moe_aux_loss(
 
 
 def _sqrtsoftplus(fd: FusionDefinition, x: Value) -> Value:
-    """The root of log(1 + exp(x)), which is the larger of x and 0, plus log(1 + exp(-|x|)). The
-    root of 0 would have no derivative.
+    """The root of log(1 + exp(x)), which from 20 on is x, as in torch. The root of 0 would have no
+    derivative.
     """
-    small = fd.ops.log1p(fd.ops.exp(fd.ops.neg(fd.ops.abs(x))))
-    return fd.ops.sqrt(fd.ops.maximum(fd.ops.add(fd.ops.relu(x), small), 2.0**-126))
+    small = fd.ops.log1p(fd.ops.exp(fd.ops.minimum(x, 20.0)))
+    softplus = fd.ops.where(fd.ops.gt(x, 20.0), x, small)
+    return fd.ops.sqrt(fd.ops.maximum(softplus, 2.0**-126))
 
 
 # softmax aside, what is divided by its sum
