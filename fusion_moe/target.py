@@ -4,7 +4,7 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,8 @@ class Target:
     formats, the encodings of weights that they read as they are. added_features: for each kind of
     product, up to how many features a second product may contract that is added in the same kernel;
     kernels of other kinds add none. quantized_results: encodings to which kernels of products can
-    quantize the rows that they make.
+    quantize the rows that they make. folded_from: for a device and [G, N, K], from how many rows a
+    matrix on average weights in few bits that are there in FP8 too are read as those.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Target:
     requires: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     linear_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     quantized_results: tuple[str, ...] = ()
+    folded_from: Callable[[torch.device, int, int, int], float] | None = None
 
     def layout_of(self, encoding: str, activation_format: str) -> str:
         """The layout in which products of such weights and activations are fastest."""

@@ -139,11 +139,16 @@ def test_products_read_what_was_folded(encoding):
 
 
 def test_both_reads_by_the_number_of_rows(monkeypatch):
+    monkeypatch.setattr(folded, "FROM", 3)
     experts, packed = module(), module()
     prepare_(experts, weights="both")
-    monkeypatch.setattr(folded, "FROM", 3)
     assert torch.equal(experts(*inputs(5)), packed(*inputs(5)))
     assert torch.equal(experts(*inputs(6)), of_numbers(experts)(*inputs(6)))
+    experts.activation_format = "fp8"  # which has no use beside packed weights
+    assert torch.equal(experts(*inputs(5)), packed(*inputs(5)))
+    with options.override(target="reference"):
+        assert torch.equal(experts(*inputs(6)), of_numbers(experts)(*inputs(6)))
+    experts.activation_format = "bf16"
     prepare_(experts, weights="packed")
     assert torch.equal(experts(*inputs(6)), packed(*inputs(6)))
     assert not experts._non_persistent_buffers_set & experts._buffers.keys()

@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+import torch
+
 from ... import options
 from ...arch import H200, Arch
 from ...errors import UnsupportedError
@@ -47,6 +49,8 @@ from .launch import Launch
 from .loops import Loops
 from .readers import readable
 from .source import Sizes, Source
+from .table import table_of
+from .variants import Matrices
 
 __all__ = ["BACKEND", "NAME", "choices"]
 
@@ -132,6 +136,13 @@ def _text(source: Source) -> str:
     )
 
 
+def _folded_from(device: torch.device, groups: int, n: int, k: int) -> float:
+    """By the table of the device's GPU."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    of = Matrices(groups, k, -(-n // 16), 1, 0, tiled=False)
+    return table_of(cuda.arch(index)).change("folded", of)
+
+
 BACKEND = Backend(
     NAME,
     (
@@ -146,6 +157,7 @@ BACKEND = Backend(
             requires={"fp8": (9, 0)},
             linear_weights={"fp8": fp8.LINEAR_WEIGHTS},
             quantized_results=fp8.ROWS,
+            folded_from=_folded_from,
         ),
     ),
     plan,

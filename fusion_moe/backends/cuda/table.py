@@ -86,10 +86,13 @@ class Table:
         found: tuple[Regime, ...] = getattr(self, kind_of(of))
         return (regime for regime in found if regime.admits(of))
 
+    def change(self, what: str, of: Matrices) -> float:
+        """The average number of rows from which something of `changes` happens."""
+        return next(c.from_average for c in self.changes[what] if c.admits(of))
+
     def many(self, what: str, rows: int, of: Matrices) -> bool:
-        """Whether so many rows are computed as `changes` says of "gemm" or "codes"."""
-        found = next(change for change in self.changes[what] if change.admits(of))
-        return rows >= found.from_average * of.groups
+        """Whether it happens for so many rows."""
+        return rows >= self.change(what, of) * of.groups
 
 
 def kind_of(of: Matrices) -> str:

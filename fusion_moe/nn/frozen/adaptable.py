@@ -24,7 +24,7 @@ class AdaptableModule(PackedModule):
     projections: the names of the weights; targets: what `add_lora_` calls them; wrappers: the
     adapters of another library, which wrap this module, by projection. An adapter has A [G, r, K],
     B [G, N, r], scale, and whether it is disabled. weights: what they are read as (folded.py);
-    rounding: what folding them did.
+    folded_from: from how many rows, if that is "both"; rounding: what folding them did.
     """
 
     projections: tuple[str, ...]
@@ -33,6 +33,7 @@ class AdaptableModule(PackedModule):
     # whether rows of gate and up alternated in the module that this one was converted from
     in_turns = False
     weights = "packed"
+    folded_from = 0
     rounding: folded.Rounding | None = None
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class AdaptableModule(PackedModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaptableModule:
         super()._apply(fn, recurse)
-        folded.park_(self)
+        folded.settle_(self)
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -63,19 +64,22 @@ class AdaptableModule(PackedModule):
         """Whether products of so many rows read folded weights."""
         if self.weights == "both" and not torch.compiler.is_compiling():
             folded.need_free_order()
-        return self.weights == "fp8" or (
-            self.weights == "both" and rows >= folded.FROM * self.shape_of(self.projections[-1])[0]
-        )
+        return self.weights == "fp8" or (self.weights == "both" and rows >= self.folded_from)
 
     def _operand(self, projection: str, of_fold: bool) -> list[Tensor]:
         """The parts of a weight that a product reads."""
         return folded.folded_of(self, projection) if of_fold else self._parts(projection)
 
     def _format(self, of_fold: bool) -> dict[str, str]:
-        """The arguments that say how these parts are stored."""
-        if of_fold:
-            return {"weight_format": FOLDED.name, "weight_layout": "linear"}
-        return {"weight_format": self.encoding.name, "weight_layout": self.weight_layout}
+        """The arguments that say how these parts are stored, and what rows are rounded to: with
+        "both", rows in FP8 have no use beside packed weights.
+        """
+        few = self.weights == "both" and self.activation_format == "fp8" and not of_fold
+        return {
+            "weight_format": FOLDED.name if of_fold else self.encoding.name,
+            "weight_layout": "linear" if of_fold else self.weight_layout,
+            "activation_format": "bf16" if few else self.activation_format,
+        }
 
     def shape_of(self, projection: str) -> tuple[int, int, int]:
         """E, N and K of the weight of a projection, without padding."""
@@ -129,7 +133,6 @@ class AdaptableModule(PackedModule):
             ends,
             *self._factors(projection),
             **self._format(of_fold),
-            activation_format=self.activation_format,
             lora_scale=self._lora_scale,
         )
         return padding.cut_rows(y) if padding else y

@@ -83,7 +83,8 @@ class Experts(Projections):
             )
             hidden_states = of_gate_up.pad_columns(hidden_states)
         arguments, of_fold = self._arguments(hidden_states), False
-        if self.weights != "packed" and (of_fold := self._folded(top_k_index.numel())):
+        if self.weights != "packed":
+            of_fold = self._folded(top_k_index.numel())
             arguments |= self._format(of_fold)
         if adapters:
             arguments |= adapters

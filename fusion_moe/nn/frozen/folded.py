@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ... import options
+from ... import backends, options
 from ...encodings import Quantized
 from ...encodings.folding import FOLDED, fold, foldable
 from ...errors import OptionError
@@ -23,7 +24,7 @@ from .packed import packing_of
 if TYPE_CHECKING:
     from .adaptable import AdaptableModule
 
-FROM = 128  # rows for each matrix from which "both" reads the folded ones
+FROM = 128  # rows for each matrix from which "both" reads the folded ones; on CUDA, by a table
 _PANEL = 2**24  # elements that are folded at once
 
 
@@ -94,14 +95,21 @@ def refold_(module: AdaptableModule) -> None:
         (error / weight) ** 0.5 if weight else 0.0,
         (sizes[0], sizes[1]),
     )
-    park_(module)
+    settle_(module)
 
 
-def park_(module: AdaptableModule) -> None:
-    """Puts parameters that only state dicts read in the host's memory."""
+def settle_(module: AdaptableModule) -> None:
+    """What depends on where weights lie. Puts parameters that only state dicts read in the host's
+    memory.
+    """
     if module.weights == "fp8":
         for p in _packed(module):
             p.data = p.data.cpu()
+    if module.weights == "both":
+        device, shape = _folded(module)[0].device, module.shape_of(module.projections[-1])
+        target = backends.TARGETS.get(device.type)
+        average = target.folded_from(device, *shape) if target and target.folded_from else FROM
+        module.folded_from = ceil(average * shape[0])
 
 
 def need_free_order() -> None:
