@@ -35,6 +35,8 @@ class Target:
     kernels of other kinds add none. quantized_results: encodings to which kernels of products can
     quantize the rows that they make. folded_from: for a device and [G, N, K], from how many rows a
     matrix on average weights in few bits that are there in FP8 too are read as those.
+    turned_columns: encodings along rows of groups whose codes products over rows read by columns
+    (`turn_runs`).
     """
 
     name: str
@@ -51,6 +53,7 @@ class Target:
     linear_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     quantized_results: tuple[str, ...] = ()
     folded_from: Callable[[torch.device, int, int, int], float] | None = None
+    turned_columns: tuple[str, ...] = ()
 
     def layout_of(self, encoding: str, activation_format: str) -> str:
         """The layout in which products of such weights and activations are fastest."""

@@ -282,6 +282,12 @@ class Ops:
         each row of a block [G, N, K/128], -> those of the transposed matrices, [G, K, N] and
         [G, K, N/128]
         """
+    def turn_runs(self, codes: Value, ends: Value, /) -> Value:
+        """codes f8e4m3[M/g, K] in blocks of 128 rows of each group -> f8e4m3[ceil(M/128) + G, K,
+        128]: those of each column of a block follow each other
+        """
+    def turn_back(self, turned: Value, ends: Value, /, rows: Dim) -> Value:
+        """The result of turn_runs -> its codes f8e4m3[M/g, K]; rows: M/g"""
     def grouped_swizzle(self, x: Value, ends: Value, /, layout: str) -> Value:
         """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: each group is stored separately
         in the layout

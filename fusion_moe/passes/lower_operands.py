@@ -60,6 +60,31 @@ def _multiplied_as_codes(op: Op, target: Target) -> bool:
     )
 
 
+def _by_columns(op: Op, target: Target) -> bool:
+    """The same of a product over rows: all blocks of its result are whole."""
+    return op.kind.name == "grouped_outer" and not any(
+        v.type.dtype not in target.turned_columns or known(v.type.shape[1]) % v.type.encoding.block
+        for v in op.values[:2]
+    )
+
+
+def _is_turned(fd: FusionDefinition, v: Value) -> bool:
+    made = fd.producer(v)
+    codes = fd.producer(made.values[0]) if made is not None else None
+    return codes is not None and codes.kind.name == "turn_back"
+
+
+def _turned(fd: FusionDefinition, v: Value, ends: Value) -> Value:
+    """An operand whose codes are in memory by columns."""
+    packed = fd.producer(eight_bits.in_parts(fd, v))
+    assert packed is not None
+    codes, scales = packed.values
+    turned = fd.ops.turn_runs(codes, ends)
+    back = fd.ops.turn_back(turned, ends, rows=v.type.shape[0])
+    made: Value = fd.ops.pack(back, scales, encoding=v.type.dtype, layout="linear")
+    return made
+
+
 def _rule(
     by_way_of: ByWayOf, target: Target, fd: FusionDefinition, op: Op, inputs: Sequence[Any]
 ) -> Sequence[Value] | None:
@@ -74,6 +99,11 @@ def _rule(
             assert made is not None
             w = fd.ops.pack(*fd.ops.turn(*made.values), encoding=w.type.dtype, layout="linear")
         return [fd.ops.grouped_mm(a, w, inputs[2])]
+    if _by_columns(op, target):
+        a, b, ends = inputs
+        if any(_is_turned(fd, v) for v in (a, b)):
+            return None
+        return [fd.ops.grouped_outer(_turned(fd, a, ends), _turned(fd, b, ends), ends)]
     if not eight_bits.is_trained(op):
         lowered = [_in_memory(fd, v) for v in inputs]
         return None if lowered == list(inputs) else fd.append(op.kind, lowered, attrs)

@@ -10,6 +10,7 @@ from itertools import combinations
 from .. import schedule
 from ..ir.core import Fusion, Op, Value
 from ..ir.flow import dependent
+from ..ir.types import DTYPES, FLOATS
 from ..target import Target
 from .product import some_may_be_added
 
@@ -57,6 +58,21 @@ class Pieces:
                         not self._creates_cycle(self.piece[b], self.piece[a])
                         and self._join(self.piece[a], self.piece[b])
                     ) or joined
+        for op in reversed(self.ops):
+            self._widen_later(op)
+
+    def _widen_later(self, op: Op) -> None:
+        """Moves a cast to a wider dtype into the piece that reads it, if that is the only one: less
+        is stored between them.
+        """
+        own, readers = self.piece[op], {self.piece[r] for r in self._readers(op)}
+        if not _widens(op) or len(own) == 1 or op.outputs[0] in self.fusion.outputs:
+            return
+        if len(readers) == 1 and own not in readers:
+            before, (after,) = own - {op}, readers
+            if self._accepted(before) and self._accepted(after | {op}):
+                self.piece.update(dict.fromkeys(before, before))
+                self.piece.update(dict.fromkeys(after | {op}, after | {op}))
 
     def _first(self, edges: Sequence[tuple[Op, Op]]) -> list[tuple[Op, Op]]:
         """The edges after products, then the edges from rows that a product gathers.
@@ -226,3 +242,12 @@ class Pieces:
         if not reader.kind.view:
             return reader not in members
         return any(self._read_outside(v, members) for v in reader.outputs)
+
+
+def _widens(op: Op) -> bool:
+    """Whether an operation is a cast of floats to a wider dtype."""
+    if op.kind.name != "cast":
+        return False
+    dtypes = [v.type.dtype for v in (*op.values, *op.outputs)]
+    narrow, wide = (DTYPES[dtype].itemsize for dtype in dtypes)
+    return set(dtypes) <= {*FLOATS} and narrow < wide

@@ -96,6 +96,10 @@ def program():
         "straight_through": ([weight, dense], {"how": "exact"}),
         "decode_scale": ([dense], {"encoding": "nvfp4"}),
         "quantize": ([dense, tensor(2)], {"encoding": "nvfp4"}),
+        "turn_back": (
+            [fd.ops.turn_runs(fd.ops.partition(tensor(m, 2, dtype="f8e4m3"), ends), ends), ends],
+            {"rows": m / g},
+        ),
         "grouped_swizzle": (
             [fd.ops.partition(tensor(m, 2, dtype="f8e4m3"), ends), ends],
             {"layout": "sf128x4"},

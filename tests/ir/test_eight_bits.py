@@ -206,7 +206,7 @@ def test_the_passes_keep_every_bit(form):
 
 
 def test_products_that_a_target_multiplies_as_codes():
-    """Forward and dgrad, on turned weights, mean what they did."""
+    """Forward, dgrad on turned weights, and wgrad on turned rows mean what they did."""
     fd = FusionDefinition()
     x = fd.define_tensor(shape=[-1, 256], dtype="bf16")
     offs = fd.define_tensor(shape=[5], dtype="i32")
@@ -225,7 +225,9 @@ def test_products_that_a_target_multiplies_as_codes():
         lowered = lower_operands(fusion, TARGETS["cuda"]).verify()
         codes = [op for op in lowered.ops if op.kind.name == "grouped_mm"]
         assert [[v.type.dtype for v in op.values[:2]] for op in codes] == [["fp8_rows", "fp8_e8m0"]]
-        assert sum(op.kind.name == "turn" for op in lowered.ops) == turned
+        kinds = [op.kind.name for op in lowered.ops]
+        assert [kinds.count(name) for name in ("turn", "turn_runs")] == [turned, 2 * turned]
+        assert str(lower_operands(lowered, TARGETS["cuda"])) == str(lowered)
         for found, want in zip(evaluate(lowered, *inputs), evaluate(fusion, *inputs), strict=True):
             near(found.float(), want.float())
 

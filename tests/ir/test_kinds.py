@@ -807,6 +807,30 @@ def test_turned_blocks_are_those_of_the_transpose(encoding):
     assert_same_bits([*found, *scales], list(quantize(w.mT.contiguous(), ENCODINGS[encoding])))
 
 
+@about("turn_runs", "turn_back")
+@given(partitions())
+def test_codes_by_columns(partition):
+    """Those of each group by itself, padded with zero rows."""
+    codes = torch.arange(partition.rows * 3).remainder(251).view(-1, 3).byte()
+    codes = codes.view(torch.float8_e4m3fn)
+
+    def build(fd, codes, offs):
+        rows, ends = partitioned_rows(fd, partition, codes, offs)
+        turned = fd.ops.turn_runs(rows, ends)
+        return turned, fd.ops.turn_back(turned, ends, rows=rows.type.shape[0])
+
+    turned, back = run(build, codes, partition.ends)
+    first = 0
+    for g, end in enumerate(partition.ends.tolist()):
+        count, at = -(-(end - first) // 128), first // 128 + g
+        whole = turned[at : at + count].view(torch.uint8).mT.flatten(0, 1)
+        own = codes.view(torch.uint8)[first:end]
+        assert torch.equal(whole[: end - first], own)
+        assert not whole[end - first :].any()
+        assert torch.equal(back.view(torch.uint8)[first:end], own)
+        first = end
+
+
 @about("dequantize")
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_dequantize(dtype):

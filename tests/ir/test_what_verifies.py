@@ -93,6 +93,8 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
     "topk_weights_backward": [([X, (32, 2), (32, 2)], [{}])],
     "pack": list(parts()),
     "turn": [([(2, 128, 256), (2, 128, 2)], [{}])],
+    "turn_runs": [([ROWS, ENDS], [{}])],
+    "turn_back": [([(3, 32, 128), ENDS], [{"rows": ROWS}])],
     "unpack": [([x], [{}]) for x in (X, ROWS, MATRICES)],
     "straight_through": [([MATRICES, MATRICES], each("how", STRAIGHT_THROUGH))],
     "decode_scale": [([x], each("encoding", ENCODINGS)) for x in (X, ROWS, MATRICES)],
@@ -148,6 +150,7 @@ def program(name, operands, dtypes, attrs):
                 shape=[32 / groups, 32] if o == ROWS else o, dtype=dtypes[i]
             )
     made = {"groups": fd.define_groups("made", attrs["groups"])} if "groups" in attrs else {}
+    made |= {"rows": 32 / groups} if attrs.get("rows") == ROWS else {}
     results = getattr(fd.ops, name)(*values, **{**attrs, **made})
     for v in results if isinstance(results, tuple) else (results,):
         fd.add_output(v)

@@ -70,7 +70,8 @@ def _product(fusion: Fusion) -> Source:
     if products(fusion)[0].kind == "wgrad":
         if why := cuda.why_no_wgmma():
             raise UnsupportedError(why)
-        return Wgrad(plan_wgrad(fusion, gemm.DTYPES))
+        outer = plan_wgrad(fusion, (*gemm.DTYPES, *fp8.COLUMNS))
+        return fp8.Fp8Wgrad(outer) if outer.product.a.type.quantized else Wgrad(outer)
     read = readable()
     transposed = [*gemm.READERS, *(r for r in read if r[0] not in gemm.DTYPES)]
     made = plan_product(
@@ -158,6 +159,7 @@ BACKEND = Backend(
             linear_weights={"fp8": fp8.LINEAR_WEIGHTS},
             quantized_results=fp8.ROWS,
             folded_from=_folded_from,
+            turned_columns=fp8.COLUMNS,
         ),
     ),
     plan,

@@ -24,7 +24,8 @@ from ..cxx.product_plan import known
 from .source import MAX_RESIDENT, THREADS, KernelSource, Source
 
 BLOCK = 128
-_MIN_BLOCKS = 2  # leaves registers for everything that a lane loads ahead
+# of a multiprocessor: leave registers for what a lane loads ahead, of one or two arrays, or more
+_MIN_BLOCKS, _FEW_BLOCKS = 3, 2
 # encoding -> how the header chooses its scales
 SCALES = {
     FP8_ROWS.name: "PowerOfTwoScale",
@@ -47,17 +48,21 @@ def kernel(
     source: Source,
     name: str,
     row: Sequence[str],
-    copies: Sequence[tuple[Encoding, str]],
+    copies: Sequence[tuple[Encoding, str, bool]],
     number: str,
     shape: Sequence[Dim],
     ends: Value | None,
     left: Sequence[Value],
 ) -> KernelSource:
     """The kernel that makes copies of a value [*lead, N, K]. row: the C++ of its rows; copies:
-    their encodings, and where each is stored; number: the C++ type of the value's numbers.
+    their encodings, where each is stored, and whether by columns; number: the C++ type of the
+    value's numbers.
     """
     *lead, n, k = shape
-    made = {kind_of(e): f"BlockCopy<{SCALES[e.name]}>{{{where}}}" for e, where in copies}
+    made = {
+        kind_of(e): f"{'Turned' if turned else 'Block'}Copy<{SCALES[e.name]}>{{{where}}}"
+        for e, where, turned in copies
+    }
     to = ", ".join(made.get(kind, "NoCopy{}") for kind in ("rows", "columns", "squares"))
     rows, matrices = plain(n), elements(lead)
     if "squares" in made:
@@ -74,7 +79,9 @@ def kernel(
         *row,
         f"make_block_copies<{number}, {known(k)}>({tiles}, row, {to});",
     ]
-    return _of_tiles(source, name, body, count, known(k))
+    simple = sum("load_eight" in line for line in row) <= 2
+    blocks = _MIN_BLOCKS if simple else _FEW_BLOCKS
+    return _of_tiles(source, name, body, count, known(k), blocks)
 
 
 def reading(
@@ -112,6 +119,20 @@ def turning(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelS
     return _of_tiles(source, name, body, plain(groups) * (known(n) // BLOCK), known(k))
 
 
+def turning_runs(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
+    """The kernel that stores by columns the codes of rows of groups."""
+    (codes, ends), (turned,) = op.values, op.outputs
+    rows, k = (plain(d) for d in codes.type.shape)
+    tiles, count = _grouped(source, ends, rows, left)
+    given = f"{source.array(codes, left)}, {source.names[turned]}"
+    body = [
+        "griddepcontrol_wait();",
+        "griddepcontrol_launch_dependents();",
+        f"turn_runs<{known(k)}>({tiles}, {given});",
+    ]
+    return _of_tiles(source, name, body, count, known(k))
+
+
 def _grouped(
     source: Source, ends: Value, rows: AnySize, left: Sequence[Value]
 ) -> tuple[str, AnySize]:
@@ -122,7 +143,12 @@ def _grouped(
 
 
 def _of_tiles(
-    source: Source, name: str, body: Sequence[str], tiles: AnySize, width: int
+    source: Source,
+    name: str,
+    body: Sequence[str],
+    tiles: AnySize,
+    width: int,
+    min_blocks: int = _MIN_BLOCKS,
 ) -> KernelSource:
     assert THREADS == 256  # as the header has it
     return source.kernel(
@@ -131,5 +157,5 @@ def _of_tiles(
         tiles * -(-width // BLOCK),
         headers=("block_copies.cuh",),
         max_resident=MAX_RESIDENT,
-        min_blocks=_MIN_BLOCKS,
+        min_blocks=min_blocks,
     )

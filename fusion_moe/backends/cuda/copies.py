@@ -33,13 +33,14 @@ _J, _M = map(Variable, "jm")
 @dataclass(frozen=True)
 class Copy:
     """A `quantize` and the operations after it: the parts, and the bf16 numbers that they stand
-    for; None for unread ones.
+    for; None for unread ones. turned: the codes by columns, in place of the others.
     """
 
     op: Op
     codes: Value | None
     scales: Value | None
     numbers: Value | None
+    turned: Value | None = None
 
     @classmethod
     def of(cls, fusion: Fusion, op: Op) -> Copy:
@@ -71,6 +72,8 @@ class Copy:
         parts = readers[0].outputs
         numbers = None if e2m1 else _numbers(fusion, parts)
         codes, scales = (v if _read_apart(fusion, v, numbers) else None for v in parts)
+        if turned := _turned(fusion, codes):
+            return cls(op, None, scales, None, turned)
         return cls(op, codes, scales, numbers)
 
     @property
@@ -86,7 +89,8 @@ class Copy:
     @property
     def memory(self) -> list[Value]:
         """The values of it that are stored."""
-        return [v for v in (self.codes, self.scales, self.numbers) if v is not None]
+        stored = self.codes, self.scales, self.numbers, self.turned
+        return [v for v in stored if v is not None]
 
 
 def of_one_value(fusion: Fusion) -> dict[Op, list[Copy]]:
@@ -143,6 +147,14 @@ def _numbers(fusion: Fusion, parts: Sequence[Value]) -> Value | None:
     )
 
 
+def _turned(fusion: Fusion, codes: Value | None) -> Value | None:
+    """The only reading of codes, if that is by columns."""
+    if codes is None or codes in fusion.outputs:
+        return None
+    readers = fusion.readers.get(codes, ())
+    return readers[0].outputs[0] if [r.kind.name for r in readers] == ["turn_runs"] else None
+
+
 def _read_apart(fusion: Fusion, part: Value, numbers: Value | None) -> bool:
     """Whether something other than the decoding operation reads a part."""
     if part in fusion.outputs:
@@ -164,7 +176,7 @@ def kernel(
     if copies[0].encoding.name in e2m1_copies.SCALES:
         return e2m1_copies.kernel(source, name, made_row, op, copies[0].memory, number, left)
     if copies[0].encoding.name in block_copies.SCALES:
-        each = [(copy.encoding, _places(source, copy)) for copy in copies]
+        each = [(copy.encoding, _places(source, copy), bool(copy.turned)) for copy in copies]
         return block_copies.kernel(source, name, made_row, each, number, x.type.shape, ends, left)
     *lead, n, width = x.type.shape
     rows, width = elements((*lead, n)), known(width)
@@ -212,7 +224,9 @@ def _stored(source: Source, copy: Copy | None) -> str:
 
 def _places(source: Source, copy: Copy) -> str:
     """Where its codes, scales and numbers are stored."""
-    stored = copy.codes, copy.scales, copy.numbers
+    stored = [copy.codes, copy.scales, copy.numbers]
+    if copy.turned:
+        stored = [copy.turned, copy.scales]
     return ", ".join("nullptr" if v is None else source.names[v] for v in stored)
 
 

@@ -1,6 +1,6 @@
 """The CUDA C++ of products of rows in e4m3 codes: with weights in such codes around
 kernels/fp8.cuh, if groups have many rows; else by the kernels for products in any encoding, which
-read the numbers that the codes stand for.
+read the numbers that the codes stand for. Products over rows, around kernels/fp8_wgrad.cuh.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ...arch import Arch
-from ...encodings import FP8, FP8_E8M0, FP8_ROWS
+from ...encodings import FP8, FP8_COLUMNS, FP8_E8M0, FP8_ROWS
 from ...errors import UnsupportedError
 from ...ir.core import Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import value
+from ...ir.types import plain
 from ...layouts.groups import bound
 from ..cxx.elements import stored
-from ..cxx.indices import Variable
+from ..cxx.indices import Variable, size
 from ..cxx.product_plan import ProductPlan
 from . import block_copies
-from .gemm import TILE_COUNTER, Operand, product_kernel, reset_tile_counter
+from .gemm import TILE_COUNTER, Operand, Wgrad, product_kernel, reset_tile_counter
 from .grouped_mm import UNQUANTIZED, Product
 from .heuristics import AUTO, Chosen
 from .source import Array, Boxes, KernelSource, Sizes
@@ -26,6 +27,7 @@ from .table import table_of
 from .vectors import VECTOR, follow
 
 ROWS = (FP8_ROWS.name,)  # encodings of rows
+COLUMNS = (FP8_COLUMNS.name,)  # of both operands of products over rows
 LINEAR_WEIGHTS = (FP8.name, FP8_E8M0.name)  # encodings of weights, in the linear layout
 _TILE_M, _HALF, _K_BLOCK, _ALIGNED = 128, 128, 128, 16
 _M = Variable("m")
@@ -78,7 +80,7 @@ class Fp8Product(Product):
             "};",
         ]
         where = ", ".join([*(self.names[v] for v in self.plan.quantized), "nullptr"])
-        copies, shape = [(FP8_ROWS, where)], (self.rows, width)
+        copies, shape = [(FP8_ROWS, where, False)], (self.rows, width)
         number = "bf16" if stored(result) == "bf16" else "float"
         return block_copies.kernel(self, "quantize", row, copies, number, shape, None, ())
 
@@ -157,6 +159,65 @@ class Fp8Product(Product):
         if found is None or found[1] != operand.row:
             raise UnsupportedError("scales of rows that are not those of the codes")
         return self.names[found[0]]
+
+
+class Fp8Wgrad(Wgrad):
+    """The source of a planned wgrad of operands in e4m3 codes, which are in memory by columns."""
+
+    def _find_operands(self) -> None:
+        """UnsupportedError unless `turn_runs` made their codes, for whole blocks of the result."""
+        plan, made = self.plan, self.fusion.producers
+        self.dtype = "bf16"
+        self._turned, self._scales = list[Value](), list[Value]()
+        for v in (plan.product.a, plan.product.b):
+            parts = [] if v not in made else list(made[v].values)
+            back = made.get(parts[0]) if len(parts) == 2 else None
+            if back is None or back.kind.name != "turn_back" or plan.n % _HALF or plan.k % _HALF:
+                raise UnsupportedError(f"{v.name} {v.type} over rows has no kernel here")
+            self._turned.append(back.values[0])
+            self._scales.append(parts[1])
+
+    def _make_functions(self) -> list[str]:
+        """See kernels/fp8_wgrad.cuh."""
+        rows = size(plain(self.plan.product.a.type.shape[0]))
+        readers = self.fusion.readers[self.plan.product.result]
+        casts = [op.attrs["dtype"] for op in readers if op.kind.name == "cast"]
+        rounded = str(casts == ["bf16"] * len(readers)).lower()
+        return [
+            f"static constexpr i32 GROUPS = {self.plan.groups}, N = {self.plan.n}, "
+            f"K = {self.plan.k};",
+            "static constexpr i32 WIDTH = K, COLUMNS_PER_RESULT = 1;",
+            f"static constexpr bool A_BOXES = true, B_BOXES = true, ROUNDED = {rounded};",
+            "using Activation = bf16;",
+            "",
+            f"__device__ i64 rows() const {{ return {rows}; }}",
+            *(
+                f"__device__ const float* {name}_scales() const {{ return "
+                f"{self.array(scales, ())}; }}"
+                for name, scales in zip("ab", self._scales, strict=True)
+            ),
+            *self._make_store(),
+        ]
+
+    def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """Routing; the product."""
+        plan, boxes = self.plan, dict[str, Boxes | None]()
+        for name, turned, columns in zip("ab", self._turned, (_TILE_M, 2 * _HALF), strict=True):
+            count, width, block = (value(plain(d), sizes) for d in turned.type.shape)
+            of = Boxes(self.array_number(turned), "u8", (block, width, count), (block, columns, 1))
+            boxes[name] = of
+        tiles = plan.groups * -(-plan.n // _TILE_M) * -(-plan.k // (2 * _HALF))
+        product = product_kernel(
+            self,
+            "Fp8Wgrad<Segment>",
+            "fp8_wgrad",
+            self._functions,
+            tiles,
+            arch,
+            boxes,
+            header="fp8_wgrad.cuh",
+        )
+        return [reset_tile_counter(self), *self.made_first(sizes, chosen.any_size), product]
 
 
 def _parts(source: Product) -> tuple[Value, Value]:

@@ -65,7 +65,8 @@ class Gemm(Source):
         super().__init__(
             plan.fusion, plan.memory, names if plan.of_one_group else {**names, plan.ends: "ends"}
         )
-        _check(plan.groups, plan.a, *(() if self.packed else plan.weight))
+        _check_groups(plan.groups)
+        _check(plan.a, *(() if self.packed else plan.weight))
         self.plan, self.dtype = plan, plan.a.type.dtype
         self.transposed = plan.weight[0] if plan.transposed else None
         self.operand = Operand(self, plan.a, plan.k, "a")
@@ -408,17 +409,21 @@ class Wgrad(Source):
 
     def __init__(self, plan: WgradPlan):
         super().__init__(plan.fusion, plan.memory, dict.fromkeys([plan.ends], "ends"))
-        _check(plan.groups, plan.product.a, plan.product.b)
-        self.plan, self.dtype = plan, plan.product.a.type.dtype
+        _check_groups(plan.groups)
+        self.plan = plan
+        self.scratch.append(TILE_COUNTER)
+        self._find_operands()
+        self._functions = self._make_functions()
+
+    def _find_operands(self) -> None:
+        plan = self.plan
+        _check(plan.product.a, plan.product.b)
+        self.dtype = plan.product.a.type.dtype
         self.operands = (
             Operand(self, plan.product.a, plan.n, "a"),
             Operand(self, plan.product.b, plan.k, "b"),
         )
-        self.scratch += [
-            TILE_COUNTER,
-            *(array for operand in self.operands for array in operand.scratch),
-        ]
-        self._functions = self._make_functions()
+        self.scratch += [array for operand in self.operands for array in operand.scratch]
 
     def functions(self) -> list[str]:
         """The functions that all kernels of the segment use."""
@@ -609,11 +614,14 @@ def product_kernel(
     )
 
 
-def _check(groups: int, *operands: Value) -> None:
+def _check_groups(groups: int) -> None:
     if groups > MAX_GROUPS:
         raise UnsupportedError(
             f"{groups} groups have no kernel here", expected=f"at most {MAX_GROUPS}"
         )
+
+
+def _check(*operands: Value) -> None:
     if len({v.type.dtype for v in operands}) > 1 or operands[0].type.dtype not in DTYPES:
         types = " and ".join(str(v.type) for v in operands)
         raise UnsupportedError(

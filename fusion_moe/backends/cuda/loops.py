@@ -23,11 +23,12 @@ from ..inexpressible import Inexpressible, naming
 from . import block_copies, copies, e2m1_copies, router
 from .heuristics import Chosen
 from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
-from .vectors import FIRST, VECTOR, Store, VectorElements, of_eight
+from .vectors import FIRST, VECTOR, Store, WholeEights, of_eight
 
 _I, _J, _M, _R = map(Variable, "ijmr")
 _MISSING = ("index_put_accumulate", "grouped_swizzle")
 _SUMS = ("sum", "logsumexp", "group_sum", "topk_weights_backward")
+_TURNING = {"turn": block_copies.turning, "turn_runs": block_copies.turning_runs}
 _WARPS = THREADS // 32
 _AT_ONCE = 256  # terms of a sum that a thread adds one after another
 
@@ -35,7 +36,7 @@ _AT_ONCE = 256  # terms of a sum that a thread adds one after another
 class Loops(Source):
     """The source of a segment. UnsupportedError with the reason if there is none."""
 
-    ELEMENTS = VectorElements
+    ELEMENTS = WholeEights
 
     def __init__(self, fusion: Fusion):
         if other := next((op for op in fusion.ops if op.kind.name in _MISSING), None):
@@ -45,7 +46,7 @@ class Loops(Source):
         whole = [
             v
             for op in fusion.ops
-            if op.kind.name in (*MADE_FIRST, "turn", "decode_scale")
+            if op.kind.name in (*MADE_FIRST, "turn", "turn_runs", "decode_scale")
             or op in (*self.sums, *self.saved)
             for v in op.outputs
         ]
@@ -84,9 +85,10 @@ class Loops(Source):
                 with naming(op):
                     found += copies.decode_scale(self, op, left)
                 left = [v for v in left if v not in op.outputs]
-            elif op.kind.name == "turn":
+            elif op.kind.name in _TURNING and op.outputs[0] in left:
                 with naming(op):
-                    found.append(block_copies.turning(self, f"copies_{len(found)}", op, left))
+                    made = _TURNING[op.kind.name](self, f"copies_{len(found)}", op, left)
+                    found.append(made)
                 left = [v for v in left if v not in op.outputs]
             elif op in self.saved:
                 with naming(op):

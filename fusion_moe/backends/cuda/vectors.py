@@ -11,7 +11,16 @@ from ...ir.core import Op, Value
 from ...ir.types import plain
 from ..cxx.elements import stored
 from ..cxx.indices import Index, Variable, flat
-from ..cxx.statements import Expression, Statement, formula, hoisted, inner, written
+from ..cxx.statements import (
+    Choice,
+    Definition,
+    Expression,
+    Statement,
+    formula,
+    hoisted,
+    inner,
+    written,
+)
 from .source import SafeElements
 
 VECTOR = 8
@@ -63,6 +72,19 @@ class VectorElements(SafeElements):
         ):
             return False
         return in_vectors(at[-1], below) and not any(_J.name in i.variables() for i in at[:-1])
+
+
+class WholeEights(VectorElements):
+    """Eight columns of a `cat` are of one of its values, if all of these have whole eights: there is
+    one branch for them.
+    """
+
+    def _before(self, i: Index, end: Index) -> Expression:
+        below = self._below.get(_J.name, 1)
+        whole = end.variables() == frozenset() and end.evaluate({}) % VECTOR == 0
+        if whole and i.variables() == {_J.name} and in_vectors(i, below):
+            i = i.replaced(_J.name, FIRST)
+        return super()._before(i, end)
 
 
 @dataclass
@@ -129,15 +151,53 @@ def of_eight(
     code before the loop, such as constants.
     """
     once, each = hoisted(statements, _J.name)
+    branches, each = _branches(each, column)
     return [
         *written(once),
         *before,
+        *branches,
         "#pragma unroll",
         f"for (int v = 0; v < {VECTOR}; ++v) {{",
         f"    const i64 j = {column};",
         *inner([*written(each), *kept]),
         "}",
     ]
+
+
+def _branches(body: Sequence[Statement], column: str) -> tuple[list[str], list[Statement]]:
+    """The code of branches that all columns take together, each with a loop of its own; and the
+    body of the loop after them, with their values in place of them.
+    """
+    changing = {_J.name, *(s.name for s in body if not isinstance(s, str))}
+    lines, rest = list[str](), list[Statement]()
+    for s in body:
+        if not isinstance(s, Choice) or _reads(s) & changing != {_J.name}:
+            rest.append(s)
+            continue
+        if any(_J.name in case.condition.reads for case in s.cases):
+            rest.append(s)
+            continue
+        lines.append(f"{s.type} {s.name}_of[{VECTOR}] = {{}};")
+        for i, case in enumerate(s.cases):
+            made = of_eight(case.body, [f"{s.name}_of[v] = {case.value};"], column)
+            head = f"{'else ' if i else ''}if ({case.condition}) {{"
+            lines += [head, *inner(made), "}"]
+        rest.append(Definition(s.type, s.name, Expression(f"{s.name}_of[v]")))
+    return lines, rest
+
+
+def _reads(s: Statement) -> set[str]:
+    """The variables that a statement reads, without those that it defines inside."""
+    if isinstance(s, str):
+        return set()
+    if isinstance(s, Definition):
+        return {*s.value.reads}
+    found = set[str]()
+    for case in s.cases:
+        own = {inside.name for inside in case.body if not isinstance(inside, str)}
+        read = set[str]().union(*map(_reads, case.body), case.value.variables())
+        found |= {*case.condition.reads} | (read - own)
+    return found
 
 
 def in_vectors(column: Index, width: int) -> bool:

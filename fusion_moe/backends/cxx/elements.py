@@ -299,13 +299,17 @@ class Elements:
                 return self.of(x, [*at[:dim], at[dim] + Number(-1) * start, *at[dim + 1 :]])
             parts.append(
                 (
-                    formula("{} < {}", at[dim], end),
+                    self._before(at[dim], end),
                     x,
                     [*at[:dim], at[dim] + Number(-1) * start, *at[dim + 1 :]],
                 )
             )
             start = end
         return self._guarded(parts)
+
+    def _before(self, i: Index, end: Index) -> Expression:
+        """Whether an index comes before the end of a part."""
+        return formula("{} < {}", i, end)
 
     def _values(self, index: Index) -> list[int]:
         """All values that an index can have; none if they are unknown."""

@@ -37,7 +37,7 @@ from ..core import Need, Op, OpKind, Value
 from ..sizes import ceildiv
 from ..types import DTYPES, FLOATS, Dim, TensorType, dtype_name, plain
 from .rules import Types, need_dtype, need_partition, need_rank, need_tensor
-from .runs import dequantize_runs, in_runs, part_shape, quantize_runs
+from .runs import dequantize_runs, in_runs, part_shape, quantize_runs, turn_back, turn_runs
 
 ENCODED_FROM = ("f32", "bf16", "f16")
 # encodings that both operands of a product can have, forward and backward
@@ -376,6 +376,27 @@ def _turn(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, ...]
     return turned.view(codes.dtype), of_blocks.contiguous().view(scales.dtype)
 
 
+def _turn_runs_type(codes: TensorType, ends: TensorType) -> Types:
+    """codes f8e4m3[M/g, K] in blocks of 128 rows of each group -> f8e4m3[ceil(M/128) + G, K, 128]:
+    those of each column of a block follow each other
+    """
+    need_rank("the codes", codes, 2)
+    need_dtype("the codes", codes, "f8e4m3")
+    rows, block = need_partition("the codes", codes, ends), FP8_COLUMNS.block
+    blocks = ceildiv(rows.total, block) + rows.groups.count
+    return (TensorType((blocks, codes.shape[1], block), codes.dtype),)
+
+
+def _turn_back_type(turned: TensorType, ends: TensorType, rows: Dim) -> Types:
+    """The result of turn_runs -> its codes f8e4m3[M/g, K]; rows: M/g"""
+    need_rank("the codes", turned, 3)
+    codes = TensorType((rows, turned.shape[1]), turned.dtype)
+    (wanted,) = _turn_runs_type(codes, ends)
+    if turned.shape != wanted.shape:
+        raise ShapeError(f"codes {turned} of {rows} rows", expected=str(wanted))
+    return (codes,)
+
+
 def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
     """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: each group is stored separately in the
     layout
@@ -466,6 +487,19 @@ TABLE = (
     ),
     OpKind("dequantize", _dequantize_type, _dequantize, role="quantize"),
     OpKind("turn", _turn_type, _turn, role="layout", outputs=2),
+    OpKind(
+        "turn_runs",
+        _turn_runs_type,
+        lambda codes, ends: (turn_runs(codes, ends, FP8_COLUMNS),),
+        role="layout",
+    ),
+    OpKind(
+        "turn_back",
+        _turn_back_type,
+        lambda turned, ends, rows: (turn_back(turned, ends, rows, FP8_COLUMNS),),
+        view=True,
+        role="view",
+    ),
     OpKind("grouped_swizzle", _swizzle_type, _swizzle, role="layout"),
     OpKind("relayout", _relayout_type, _relayout, role="layout"),
 )

@@ -56,6 +56,25 @@ def dequantize_runs(q: Quantized, ends: torch.Tensor) -> torch.Tensor:
     return torch.where((block < count)[:, None], numbers, 0)
 
 
+def turn_runs(codes: torch.Tensor, ends: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    """codes [M, K], ends i32[G] -> [ceil(M/128) + G, K, 128], zeros where a block has no row."""
+    block, k = encoding.block, codes.shape[1]
+    count, slots = _blocks(codes.shape[0], ends, encoding)
+    padded = as_bytes(codes).new_zeros((count + 1) * block, k)
+    padded.index_copy_(0, slots, as_bytes(codes))
+    turned = padded[: count * block].view(count, block, k).mT.contiguous()
+    return turned.view(codes.dtype)
+
+
+def turn_back(
+    turned: torch.Tensor, ends: torch.Tensor, rows: int, encoding: Encoding
+) -> torch.Tensor:
+    """What `turn_runs` was given; zeros past the last end."""
+    _, slots = _blocks(rows, ends, encoding)
+    padded = torch.nn.functional.pad(as_bytes(turned).mT.flatten(0, 1), (0, 0, 0, 1))
+    return padded.index_select(0, slots).view(turned.dtype)
+
+
 def _blocks(rows: int, ends: torch.Tensor, encoding: Encoding) -> tuple[int, torch.Tensor]:
     return block_count(rows, len(ends), encoding.block), block_slots(ends, rows, encoding.block)
 

@@ -2,7 +2,8 @@
 // 128; all from one read.
 //
 // A block of threads has a tile of 128 x 128. A warp has 16 of its rows, a lane eight columns of
-// every second one of these. Rows of groups are in tiles that no group shares.
+// eight rows that follow each other, so that a column's codes are in order too. Rows of groups are
+// in tiles that no group shares.
 #pragma once
 
 #include "mxfp8.cuh"
@@ -20,23 +21,31 @@ struct E8m0Scale {
         : stored(u8(e8m0_of(most))), scale(e8m0_(stored)), over(over_e8m0(stored)) {}
 };
 
-// 448 over the magnitude, or the power of two below that; 1 for zeros, NaN for what is not finite.
-template <bool POWER_OF_TWO>
-struct FloatScale {
+// The largest power of two that takes the magnitude to 448 at most, and is at most 2^127; 1 for
+// zeros, NaN for what is not finite. By whole numbers: there are as many scales as numbers / 8.
+struct PowerOfTwoScale {
     using Stored = float;
     float stored, scale, over;
 
-    __device__ __forceinline__ explicit FloatScale(u32 most) {
-        const float whole = fminf(__fdiv_rn(448.f, __uint_as_float(most)), 0x1.FEp127f),
-                    finite =
-                        POWER_OF_TWO ? __uint_as_float(__float_as_uint(whole) & 0xFF800000) : whole;
-        over = most == 0 ? 1.f : most >= 0x7F800000 ? __uint_as_float(0x7FC00000) : finite;
-        stored = scale = __fdiv_rn(1.f, over);
+    __device__ __forceinline__ explicit PowerOfTwoScale(u32 most) {
+        const u32 exponent = most == 0 ? 127 : max((most + 0x1FFFFF) >> 23, 8u) - 8,  // 1.75 * 2^8
+            nan = 0x7FC00000, finite = most < 0x7F800000;
+        over = __uint_as_float(finite ? (254 - exponent) << 23 : nan);
+        stored = scale = __uint_as_float(finite ? max(exponent << 23, 0x400000u) : nan);
     }
 };
 
-using PowerOfTwoScale = FloatScale<true>;
-using Float32Scale = FloatScale<false>;
+// 448 over the magnitude; 1 for zeros, NaN for what is not finite.
+struct Float32Scale {
+    using Stored = float;
+    float stored, scale, over;
+
+    __device__ __forceinline__ explicit Float32Scale(u32 most) {
+        const float whole = fminf(__fdiv_rn(448.f, __uint_as_float(most)), 0x1.FEp127f);
+        over = most == 0 ? 1.f : most >= 0x7F800000 ? __uint_as_float(0x7FC00000) : whole;
+        stored = scale = __fdiv_rn(1.f, over);
+    }
+};
 
 // Where a copy is stored, null where it is not needed. numbers: those that codes and scales stand
 // for.
@@ -48,25 +57,41 @@ struct BlockCopy {
     typename Scale::Stored* scales;
     bf16* numbers;
 
-    // Eight of a row, from place `at` on; of(v): the scale of each.
-    template <class T, class Of>
-    __device__ __forceinline__ void store(i64 at, const Bits<T>& x, Of of) const {
+    // Eight of a row, from place `at` on. over, scale: functions of a column, as in Scale.
+    template <class T, class Over, class Of>
+    __device__ __forceinline__ void store(i64 at, const Bits<T>& x, Over over, Of scale) const {
         Vector<u16, 4> made;
-        Vector<u32, 4> wide;
 #pragma unroll
-        for (int v = 0; v < 8; v += 2) {
-            const Scale low = of(v), high = of(v + 1);
-            made.at[v / 2] = e4m3_pair(x.number(v) * low.over, x.number(v + 1) * high.over);
-            wide.at[v / 2] = numbers_of(made.at[v / 2], low.scale, high.scale);
-        }
+        for (int v = 0; v < 8; v += 2)
+            made.at[v / 2] = e4m3_pair(x.number(v) * over(v), x.number(v + 1) * over(v + 1));
         if (codes) store_vector<4>(reinterpret_cast<u16*>(codes + at), made);
-        if (numbers) store_vector<4>(reinterpret_cast<u32*>(numbers + at), wide);
+        if (numbers) {
+            Vector<u32, 4> wide;
+#pragma unroll
+            for (int v = 0; v < 8; v += 2)
+                wide.at[v / 2] = numbers_of(made.at[v / 2], scale(v), scale(v + 1));
+            store_vector<4>(reinterpret_cast<u32*>(numbers + at), wide);
+        }
     }
+};
+
+// A copy in blocks along rows of groups whose codes are stored by columns: [blocks, K, 128].
+template <class Scale_>
+struct TurnedCopy {
+    using Scale = Scale_;
+    static constexpr bool MADE = true;
+    u8* codes;
+    typename Scale::Stored* scales;
 };
 
 struct NoCopy {
     static constexpr bool MADE = false;
 };
+
+template <class Copy>
+constexpr bool TURNED = false;
+template <class Scale>
+constexpr bool TURNED<TurnedCopy<Scale>> = true;
 
 // Rows of matrices of N rows, each of which begins with a tile of its own.
 template <i32 N>
@@ -91,9 +116,7 @@ struct Square {
     __device__ __forceinline__ static i32 column(i32 across) {
         return 128 * across + threadIdx.x % 16 * 8;
     }
-    __device__ __forceinline__ static i32 row(int s) {
-        return threadIdx.x / 32 * 16 + 2 * s + threadIdx.x % 32 / 16;
-    }
+    __device__ __forceinline__ static i32 row(int s) { return threadIdx.x / 16 * 8 + s; }
 
     // Eight columns of a lane's row, if there are any, and their scale.
     template <class Copy, class T>
@@ -104,7 +127,7 @@ struct Square {
         const i32 j0 = column(across);
         if (row(s) >= tile.rows || (K % 128 != 0 && j0 >= K)) return;
         if (copy.scales && threadIdx.x % 16 == 0) copy.scales[m * ACROSS + across] = by.stored;
-        copy.store(m * K + j0, x, [&](int) { return by; });
+        copy.store(m * K + j0, x, [&](int) { return by.over; }, [&](int) { return by.scale; });
     }
 
     // Calls body(tile, its number, tiles before it in its rows) on all threads of a block.
@@ -128,6 +151,81 @@ __device__ __forceinline__ u32 largest_of(const Bits<T>* x) {
     return Bits<T>::largest(most);
 }
 
+// The largest magnitudes in each of eight rows that 16 lanes share, as bits; bf16 numbers of two
+// rows in a word.
+template <class T>
+__device__ __forceinline__ void largest_of_rows(const Bits<T> (&x)[8], u32 (&most)[8]) {
+    constexpr bool PAIRS = Bits<T>::WORDS == 4;
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+        most[s] = 0;
+#pragma unroll
+        for (int w = 0; w < Bits<T>::WORDS; ++w)
+            most[s] = x[s].larger(most[s], x[s].magnitude(x[s].at[w]));
+    }
+#pragma unroll
+    for (int s = 0; s < 8; s += PAIRS ? 2 : 1) {
+        u32 both = most[s];
+        if constexpr (PAIRS)
+            both = x[s].larger(__byte_perm(most[s], most[s + 1], 0x5410),
+                               __byte_perm(most[s], most[s + 1], 0x7632));
+#pragma unroll
+        for (int lanes = 1; lanes < 16; lanes *= 2)
+            both = x[s].larger(both, __shfl_xor_sync(WHOLE_WARP, both, lanes));
+        most[s] = PAIRS ? both << 16 : both;
+        if constexpr (PAIRS) most[s + 1] = both & 0xFFFF0000;
+    }
+}
+
+// What a block has of the columns of a tile: the largest magnitudes of its warps, and scales.
+struct ColumnsOfTile {
+    u32 most[8][128];
+    float over[128], scale[128];
+};
+
+// Codes of a tile by columns, 16 of them in a piece. The piece i of column c lies where piece i ^ c
+// / 8 % 8 would, with its halves in the other order in the upper columns: so that neither those who
+// write eight codes of every eighth column meet in a bank, nor those who read pieces.
+struct TurnedTile {
+    u32 word[128 * 32];
+
+    // Codes of rows 8 * eighth and up.
+    __device__ __forceinline__ void put(i32 column, i32 eighth, u32 low, u32 high) {
+        const i32 piece = eighth / 2 ^ column / 8 % 8, half = eighth % 2 ^ column / 64;
+        *reinterpret_cast<Vector<u32, 2>*>(word + column * 32 + piece * 4 + half * 2) = {low, high};
+    }
+    __device__ __forceinline__ Vector<u32, 4> piece(i32 column, i32 i) const {
+        const Vector<u32, 4> x =
+            *reinterpret_cast<const Vector<u32, 4>*>(word + column * 32 + (i ^ column / 8 % 8) * 4);
+        return column / 64 ? Vector<u32, 4>{x.at[2], x.at[3], x.at[0], x.at[1]} : x;
+    }
+};
+
+// Stores a lane's eight columns of eight rows by columns, by way of a tile in shared memory. to: of
+// column 0 of the tile; columns: how many there are.
+template <class T>
+__device__ __forceinline__ void store_turned(u8* to, i32 columns, const Bits<T> (&x)[8],
+                                             const Eight<float>& over, TurnedTile& tile) {
+#pragma unroll
+    for (int v = 0; v < 8; ++v) {
+        u32 made[2] = {};
+#pragma unroll
+        for (int s = 0; s < 8; s += 2)
+            made[s / 4] |=
+                u32(e4m3_pair(x[s].number(v) * over.at[v], x[s + 1].number(v) * over.at[v]))
+                << s % 4 * 8;
+        tile.put(threadIdx.x % 16 * 8 + v, threadIdx.x / 16, made[0], made[1]);
+    }
+    __syncthreads();  // whose next one is before the tile is written again
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const i32 column = 32 * i + threadIdx.x / 8, piece = threadIdx.x % 8;
+        if (column < columns)
+            store_vector<4>(reinterpret_cast<u32*>(to + column * 128 + piece * 16),
+                            tile.piece(column, piece));
+    }
+}
+
 // Copies of [rows, K] numbers of type T, by blocks of 256 threads. row(m)(j0, x): columns j0 .. j0
 // + 7 of row m.
 template <class T, i32 K, class Tiles, class Row, class InRows, class InColumns, class InSquares>
@@ -136,22 +234,22 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
                                                   const InColumns& in_columns,
                                                   const InSquares& in_squares) {
     using S = Square<K>;
-    __shared__ __align__(16) u32 of_warp[8][128], of_all[128];
+    __shared__ __align__(16) ColumnsOfTile shared;
     S::for_all(tiles, [&](const RowTile& tile, i64 number, i32 across) {
         const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, j0 = S::column(across);
         const bool there = K % 128 == 0 || j0 < K;
-        const auto store_column_scales = [&](const u32* most) {
+        // By the first 128 threads, each for its column.
+        const auto make_column_scale = [&](u32 most) {
             if constexpr (InColumns::MADE) {
-                if (!in_columns.scales || threadIdx.x >= 16 || !there || number >= tiles.blocks())
-                    return;
-#pragma unroll
-                for (int v = 0; v < 8; ++v)
-                    in_columns.scales[number * K + j0 + v] =
-                        typename InColumns::Scale(most ? most[v] : 0).stored;
+                const typename InColumns::Scale by(most);
+                const i32 j = 128 * across + threadIdx.x;
+                shared.over[threadIdx.x] = by.over, shared.scale[threadIdx.x] = by.scale;
+                if (in_columns.scales && (K % 128 == 0 || j < K) && number < tiles.blocks())
+                    in_columns.scales[number * K + j] = by.stored;
             }
         };
         if (tile.rows == 0) {
-            store_column_scales(nullptr);
+            if (threadIdx.x < 128) make_column_scale(0);
             return;
         }
         Bits<T> x[S::STEPS] = {};
@@ -167,31 +265,29 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
             }
         }
         if constexpr (InRows::MADE) {
+            u32 most[S::STEPS];
+            largest_of_rows(x, most);
 #pragma unroll
-            for (int s = 0; s < S::STEPS; ++s) {
-                u32 most = largest_of<T, 1>(&x[s]);
-#pragma unroll
-                for (int lanes = 1; lanes < 16; lanes *= 2)
-                    most = max(most, __shfl_xor_sync(WHOLE_WARP, most, lanes));
-                S::store_row(in_rows, tile, s, across, x[s], typename InRows::Scale(most));
-            }
+            for (int s = 0; s < S::STEPS; ++s)
+                S::store_row(in_rows, tile, s, across, x[s], typename InRows::Scale(most[s]));
         }
         if constexpr (InSquares::MADE) {
             const u32 most = __reduce_max_sync(WHOLE_WARP, largest_of<T, S::STEPS>(x));
-            if (lane == 0) of_warp[warp][0] = most;
+            if (lane == 0) shared.most[warp][0] = most;
             __syncthreads();
             u32 of_tile = 0;
 #pragma unroll
-            for (int w = 0; w < 8; ++w) of_tile = max(of_tile, of_warp[w][0]);
+            for (int w = 0; w < 8; ++w) of_tile = max(of_tile, shared.most[w][0]);
             const typename InSquares::Scale by(of_tile);
 #pragma unroll
             for (int s = 0; s < S::STEPS; ++s) S::store_row(in_squares, tile, s, across, x[s], by);
             __syncthreads();  // the next tile writes what this one read
         }
         if constexpr (InColumns::MADE) {
-            if (!tile.in_group) {
+            if (!tile.in_group || (TURNED<InColumns> && tile.rows < 128)) {
 #pragma unroll
-                for (int s = 0; s < S::STEPS; ++s) x[s] = {};
+                for (int s = 0; s < S::STEPS; ++s)
+                    if (!tile.in_group || S::row(s) >= tile.rows) x[s] = {};
             }
             Bits<T> most{};
 #pragma unroll
@@ -203,53 +299,59 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
             }
             if (lane < 16) {
 #pragma unroll
-                for (int v = 0; v < 8; ++v)
-                    of_warp[warp][8 * lane + v] = __float_as_uint(most.number(v));
+                for (int v = 0; v < 8; v += 4) {
+                    Vector<u32, 4> four;
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) four.at[i] = __float_as_uint(most.number(v + i));
+                    *reinterpret_cast<Vector<u32, 4>*>(&shared.most[warp][8 * lane + v]) = four;
+                }
             }
-            __syncthreads();
+            __syncthreads();  // whose next one is before anything here is written again
             if (threadIdx.x < 128) {
                 u32 of_column = 0;
 #pragma unroll
-                for (int w = 0; w < 8; ++w) of_column = max(of_column, of_warp[w][threadIdx.x]);
-                of_all[threadIdx.x] = of_column;
+                for (int w = 0; w < 8; ++w) of_column = max(of_column, shared.most[w][threadIdx.x]);
+                make_column_scale(of_column);
             }
             __syncthreads();
-            const u32* const mine = of_all + lane % 16 * 8;
-            store_column_scales(mine);
+            const Eight<float> over = load_eight(shared.over + lane % 16 * 8);
+            if constexpr (TURNED<InColumns>) {
+                __shared__ __align__(16) TurnedTile turned;
+                if (number < tiles.blocks())
+                    store_turned(in_columns.codes + (number * K + 128 * across) * 128,
+                                 K - 128 * across, x, over, turned);
+            } else {
+                const Eight<float> scale = load_eight(shared.scale + lane % 16 * 8);
 #pragma unroll
-            for (int s = 0; s < S::STEPS; ++s) {
-                if (S::row(s) < tile.rows && there)
-                    in_columns.store((tile.first + S::row(s)) * K + j0, x[s],
-                                     [&](int v) { return typename InColumns::Scale(mine[v]); });
+                for (int s = 0; s < S::STEPS; ++s) {
+                    if (S::row(s) < tile.rows && there)
+                        in_columns.store((tile.first + S::row(s)) * K + j0, x[s],
+                                         [&](int v) { return over.at[v]; },
+                                         [&](int v) { return scale.at[v]; });
+                }
             }
-            __syncthreads();
         }
     });
 }
 
-// Codes [G, N, K] and scales [G, N, K / 128] of blocks of 128 x 128 -> those of the transposed
-// matrices.
-template <i32 N, i32 K, class Scale>
-__device__ __forceinline__ void turn_blocks(i64 groups, const u8* codes, const Scale* scales,
-                                            u8* turned, Scale* turned_scales) {
-    constexpr i32 DOWN = N / 128, ACROSS = K / 128;
-    // words of rows; four more after each 16, so that 8 of these are in banks of their own
-    __shared__ __align__(16) u32 words[128 * 32 + 8 * 4];
-    const auto word = [&](i32 n, i32 w) { return words + n * 32 + n / 16 * 4 + w; };
-    for (i64 i = blockIdx.x; i < groups * DOWN * ACROSS; i += gridDim.x) {
-        const i64 g = i / (DOWN * ACROSS);
-        const i32 n0 = i32(i / ACROSS % DOWN) * 128, k0 = i32(i % ACROSS) * 128;
-        const u8* from = codes + (g * N + n0) * K + k0;
-        u8* to = turned + (g * K + k0) * N + n0;
+// Bytes of 128 rows, by columns. words: of the rows, four more after each 16, so that 8 of these
+// are in banks of their own.
+struct TileToTurn {
+    u32 words[128 * 32 + 8 * 4];
+
+    __device__ __forceinline__ u32* word(i32 n, i32 w) { return words + n * 32 + n / 16 * 4 + w; }
+
+    // from(row): the tile's part of a row, null for zeros; to(column): where its bytes go.
+    template <class From, class To>
+    __device__ __forceinline__ void turn(From from, To to) {
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
             const i32 n = threadIdx.x / 8 + 32 * v, w = threadIdx.x % 8 * 4;
-            *reinterpret_cast<Vector<u32, 4>*>(word(n, w)) =
-                load_vector<4>(reinterpret_cast<const u32*>(from + i64(n) * K + 4 * w));
+            const u8* row = from(n);
+            Vector<u32, 4> x = {};
+            if (row) x = load_vector<4>(reinterpret_cast<const u32*>(row + 4 * w));
+            *reinterpret_cast<Vector<u32, 4>*>(word(n, w)) = x;
         }
-        if (threadIdx.x < 128)
-            turned_scales[(g * K + k0 + threadIdx.x) * DOWN + n0 / 128] =
-                scales[(g * N + n0) * ACROSS + k0 / 128];
         __syncthreads();
         const i32 n = threadIdx.x % 8 * 16, k = threadIdx.x / 8;  // 16 rows, a word of columns
         Vector<u32, 4> made[4];
@@ -267,9 +369,43 @@ __device__ __forceinline__ void turn_blocks(i64 groups, const u8* codes, const S
         }
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-            store_vector<4>(reinterpret_cast<u32*>(to + i64(4 * k + c) * N + n), made[c]);
-        __syncthreads();  // the next block writes what this one read
+            store_vector<4>(reinterpret_cast<u32*>(to(4 * k + c) + n), made[c]);
+        __syncthreads();  // the next tile writes what this one read
     }
+};
+
+// Codes [G, N, K] and scales [G, N, K / 128] of blocks of 128 x 128 -> those of the transposed
+// matrices.
+template <i32 N, i32 K, class Scale>
+__device__ __forceinline__ void turn_blocks(i64 groups, const u8* codes, const Scale* scales,
+                                            u8* turned, Scale* turned_scales) {
+    constexpr i32 DOWN = N / 128, ACROSS = K / 128;
+    __shared__ __align__(16) TileToTurn tile;
+    for (i64 i = blockIdx.x; i < groups * DOWN * ACROSS; i += gridDim.x) {
+        const i64 g = i / (DOWN * ACROSS);
+        const i32 n0 = i32(i / ACROSS % DOWN) * 128, k0 = i32(i % ACROSS) * 128;
+        if (threadIdx.x < 128)
+            turned_scales[(g * K + k0 + threadIdx.x) * DOWN + n0 / 128] =
+                scales[(g * N + n0) * ACROSS + k0 / 128];
+        const u8* from = codes + (g * N + n0) * K + k0;
+        u8* to = turned + (g * K + k0) * N + n0;
+        tile.turn([=](i32 n) { return from + i64(n) * K; }, [=](i32 k) { return to + i64(k) * N; });
+    }
+}
+
+// Codes [rows, K] in blocks along rows of groups, K a multiple of 128 -> [blocks, K, 128].
+template <i32 K, i32 GROUPS>
+__device__ __forceinline__ void turn_runs(const GroupedRows<GROUPS, 128>& tiles, const u8* codes,
+                                          u8* turned) {
+    __shared__ __align__(16) TileToTurn shared;
+    Square<K>::for_all(tiles, [&](const RowTile& tile, i64 number, i32 across) {
+        if (tile.rows == 0 || number >= tiles.blocks()) return;
+        const u8* from = codes + tile.first * K + 128 * across;
+        u8* to = turned + (number * K + 128 * across) * 128;
+        const i32 rows = tile.rows;
+        shared.turn([=](i32 n) { return n < rows ? from + i64(n) * K : nullptr; },
+                    [=](i32 k) { return to + k * 128; });
+    });
 }
 
 // The bf16 numbers of a copy [rows, K] in blocks along rows of groups, whose scales are powers of

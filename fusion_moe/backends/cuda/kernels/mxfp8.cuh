@@ -162,18 +162,25 @@ struct GroupedRows {
     __device__ __forceinline__ i64 blocks() const { return (rows + TILE - 1) / TILE + GROUPS; }
 
     // By whole warps. Ends that are wrong are reported, and nothing is read past the rows.
-    __device__ __forceinline__ RowTile at(i64 tile) const {
+    __device__ __forceinline__ RowTile at(i64 number) const {
+        const i32 tile = i32(number), all = i32(rows);
+        if (tile == 0) check_ends();
         i32 before = 0;
-        for (i32 g = threadIdx.x % 32; g < GROUPS; g += 32) {
-            const i32 end = ends[g], least = tile == 0 && g > 0 ? ends[g - 1] : 0;
-            if (tile == 0 && (end < least || end > rows)) report(error, BAD_END, g, end);
-            before += end / TILE + g + 1 <= tile;
-        }
+        for (i32 g = threadIdx.x % 32; g < GROUPS; g += 32)
+            before += ends[g] / TILE + g + 1 <= tile;
         const i32 group = __reduce_add_sync(WHOLE_WARP, before);
-        const i64 start = group > 0 ? min(max(i64(ends[group - 1]), i64(0)), rows) : 0;
-        const i64 end = group < GROUPS ? min(max(i64(ends[group]), start), rows) : rows;
-        const i64 first = min(max(start + TILE * (tile - start / TILE - group), start), end);
-        return {first, i32(min(end - first, i64(TILE))), group < GROUPS};
+        const i32 start = group > 0 ? min(max(ends[group - 1], 0), all) : 0;
+        const i32 end = group < GROUPS ? min(max(ends[group], start), all) : all;
+        const i32 first = min(max(start + TILE * (tile - start / TILE - group), start), end);
+        return {first, min(end - first, TILE), group < GROUPS};
+    }
+
+  private:
+    __device__ __forceinline__ void check_ends() const {
+        for (i32 g = threadIdx.x % 32; g < GROUPS; g += 32) {
+            const i32 end = ends[g], least = g > 0 ? ends[g - 1] : 0;
+            if (end < least || end > rows) report(error, BAD_END, g, end);
+        }
     }
 };
 
