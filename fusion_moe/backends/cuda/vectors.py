@@ -75,8 +75,8 @@ class VectorElements(SafeElements):
 
 
 class WholeEights(VectorElements):
-    """Eight columns of a `cat` are of one of its values, if all of these have whole eights: there is
-    one branch for them.
+    """Eight columns of a `cat` are of one of its values, if these have whole eights: there is one
+    branch for them.
     """
 
     def _before(self, i: Index, end: Index) -> Expression:
