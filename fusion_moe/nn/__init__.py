@@ -36,6 +36,7 @@ from .trained.activations import (
     interleave,
 )
 from .trained.channels import AddExtraInput, Bias, ConstantScale, MakeExtraOutput, Reshape
+from .trained.fusions import register_fusion, unregister_fusion
 from .trained.linear import GroupedLinear
 from .trained.sequential import Sequential
 
@@ -81,8 +82,10 @@ __all__ = [
     "qat_",
     "quantize_",
     "register_converter",
+    "register_fusion",
     "remove_lora_",
     "swiglu",
     "unregister_converter",
+    "unregister_fusion",
     "update_weights_",
 ]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 
 from ...definitions.operations import restored
 from ...errors import OptionError, ShapeError
 from .. import checks
-from . import splits
+from . import fusions, splits
 from .activations import Activation
 from .channels import AddExtraInput, MakeExtraOutput
 from .linear import GroupedLinear
@@ -27,7 +26,7 @@ class Sequential(nn.Sequential):
     one by one, except that kernels may leave out roundings between them. Other modules run as they
     are, and so does one of ours whose call does more than its `forward`: with hooks (those of FSDP2
     and of `torch.nn.utils.spectral_norm` are such), with a `forward` of a subclass, or with one set
-    on the instance.
+    on the instance. `register_fusion` adds fusions of your own.
     """
 
     def forward(
@@ -55,24 +54,64 @@ class Sequential(nn.Sequential):
                 where="Sequential",
             )
         _check_channels(self)
-        rest = iter(extra)
+        rest, modules = iter(extra), list(self)
+        given = [[next(rest) for _ in _takes(m)] for m in modules]
         channels: dict[str, Tensor] = {}
         outputs: list[Tensor] = []
-        for modules in _runs(self):
-            first, extras = modules[0], [[next(rest) for _ in _takes(m)] for m in modules]
-            if len(modules) > 1:
-                x = _fused(modules, x, extras, is_first_microbatch)
-            elif isinstance(first, GroupedLinear) and is_first_microbatch is not None:
-                x = first(x, *extras[0], is_first_microbatch=is_first_microbatch)
-            elif isinstance(first, AddExtraInput) and first.channel is not None:
-                x = first(x, channels[first.channel])
-            else:
-                x = first(x, *extras[0])
-            if type(first) is MakeExtraOutput and first.channel is not None:
-                channels[first.channel] = x
-            elif type(first) is MakeExtraOutput:
-                outputs.append(x)
+        at = 0
+        while at < len(modules):
+            x, count = _theirs(modules, at, x, given, channels)
+            if not count:
+                count = _run(modules, at)
+                own, extras = modules[at : at + count], given[at : at + count]
+                if count > 1:
+                    x = _fused(own, x, extras, is_first_microbatch)
+                elif isinstance(own[0], GroupedLinear) and is_first_microbatch is not None:
+                    x = own[0](x, *extras[0], is_first_microbatch=is_first_microbatch)
+                else:
+                    x = own[0](x, *_beside(own, extras, channels))
+                if type(own[0]) is MakeExtraOutput and own[0].channel is not None:
+                    channels[own[0].channel] = x
+                elif type(own[0]) is MakeExtraOutput:
+                    outputs.append(x)
+            at += count
         return (x, *outputs) if outputs else x
+
+
+def _theirs(
+    modules: Sequence[nn.Module],
+    at: int,
+    x: Tensor,
+    given: Sequence[Sequence[Tensor]],
+    channels: Mapping[str, Tensor],
+) -> tuple[Tensor, int]:
+    """The result of a registered fusion, and of how many modules; x and 0 if none was for them."""
+    for fusion in fusions.fitting(modules, at):
+        end = at + len(fusion.kinds)
+        extras = _beside(modules[at:end], given[at:end], channels)
+        made = fusion.function(*modules[at:end], x, *extras)
+        if made is not NotImplemented:
+            return made, len(fusion.kinds)
+    return x, 0
+
+
+def _beside(
+    modules: Sequence[nn.Module],
+    given: Sequence[Sequence[Tensor]],
+    channels: Mapping[str, Tensor],
+) -> list[Tensor]:
+    """What modules take besides x: what is given, and what others before put into channels."""
+    found: list[Tensor] = []
+    inside: list[str | None] = []
+    for module, tensors in zip(modules, given, strict=True):
+        found += tensors
+        if not isinstance(module, MakeExtraOutput):
+            continue
+        if not isinstance(module, AddExtraInput):
+            inside.append(module.channel)
+        elif module.channel is not None and module.channel not in inside:
+            found.append(channels[module.channel])
+    return found
 
 
 def _takes(module: nn.Module) -> tuple[str, ...]:
@@ -98,20 +137,16 @@ def _check_channels(modules: Iterable[nn.Module]) -> None:
             filled.append(module.channel)
 
 
-def _runs(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Adjacent modules that become one program: modules of ours, at least one of them a layer."""
-    runs: list[list[nn.Module]] = []
-    joining = False
-    for module in modules:
-        plain = _is_plain(module)
-        if plain and joining:
-            runs[-1].append(module)
-        else:
-            runs.append([module])
-        joining = plain
-    for run in runs:
-        layers = any(isinstance(module, GroupedLinear) for module in run)
-        yield from [run] if layers else [[module] for module in run]
+def _run(modules: Sequence[nn.Module], at: int) -> int:
+    """How many modules from `at` on become one program: modules of ours, at least one of them a
+    layer, before one where a registered fusion may begin.
+    """
+    end = at
+    while end < len(modules) and _is_plain(modules[end]):
+        if end > at and any(fusions.fitting(modules, end)):
+            break
+        end += 1
+    return end - at if any(isinstance(m, GroupedLinear) for m in modules[at:end]) else 1
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -119,12 +154,7 @@ def _is_plain(module: nn.Module) -> bool:
     return (
         isinstance(module, (GroupedLinear, Activation))
         and type(module).forward in (GroupedLinear.forward, Activation.forward)
-        and "forward" not in module.__dict__
-        and not hooks._has_any_global_hook()
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
+        and fusions.runs_forward_alone(module)
     )
 
 
