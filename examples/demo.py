@@ -10,7 +10,6 @@ made it).
 from __future__ import annotations
 
 import argparse
-import inspect
 import logging
 import os
 import statistics
@@ -32,6 +31,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 import fusion_moe
 from fusion_moe.frontends.inductor.compile_graph import has_compiler
 from fusion_moe.runtime import nvrtc
+from fusion_moe.transformers.decoding import cache_argument
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 BATCHES = (1, 32)
@@ -114,11 +114,6 @@ def perplexity(variant: Variant, tokenizer: Any, texts: list[str]) -> float:
         flush=True,
     )
     return ppl
-
-
-def cache_argument(model: torch.nn.Module) -> str:
-    """transformers' name of a model's cache argument: "cache" from 5.24 on."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 @torch.inference_mode()

@@ -57,20 +57,18 @@ from transformers.utils import logging
 import fusion_moe
 from fusion_moe.encodings import NVFP4, dequantize, quantize
 from fusion_moe.transformers import NVFP4Config, from_pretrained
+from fusion_moe.transformers.bench import SIZES as ALL_SIZES
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 DOCS = sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))
-SIZES: dict[str, dict[str, int]] = {  # beside those of the small model
-    "tiny": {},
-    "qwen3-30b": {
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
+# of these, what differs from the small model; depth, vocabulary and positions do not
+SIZES = {
+    name: {
+        entry: sizes[entry]
+        for entry in sizes
+        if entry.endswith(("_size", "_heads", "_dim", "_experts", "_tok")) and entry != "vocab_size"
+    }
+    for name, sizes in ALL_SIZES.items()
 }
 LORA = {
     "r": 16,

@@ -84,6 +84,13 @@ def convert(
     )
 
 
+def dense_tensors(src: str | Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What `convert(src, dst, to="dense", dtype=dtype)` would write, in memory."""
+    source = Source.open(src)
+    steps = source.steps(lambda weight: dense_step(source, weight, dtype), _unless_known)
+    return {name: tensor for step in steps for name, tensor in step.make().items()}
+
+
 @dataclass(frozen=True)
 class Source:
     """A directory and the weights in it."""

@@ -63,7 +63,7 @@ class Bench:
         said = []
         for call in dict.fromkeys((row.of, row.tokens) for row in self.rows):
             ours, best = self._of(*call)
-            said.append(f"{_call_of(ours)}: {verdict(ours.times, best.times, best.name)}")
+            said.append(f"{_call_of(ours)}: {verdict(ours, best)}")
             some, all_layers = self.layers
             if ours.of == "decode" and some < all_layers:
                 head = self.heads[ours.tokens].median
@@ -73,7 +73,7 @@ class Bench:
                     f"  all {all_layers} layers, computed from these: {rates} tokens/s, "
                     f"{(times[1] + head) / (times[0] + head):.2f}x"
                 )
-        ours_bytes, bf16 = self.weights["NVFP4"], self.weights["bf16"]
+        ours_bytes, bf16 = self.weights.values()
         said.append(
             f"weights: {amount(ours_bytes, 'B')}, in bf16 {amount(bf16, 'B')}: "
             f"{bf16 / ours_bytes:.2f}x smaller"
@@ -89,7 +89,7 @@ class Bench:
 def bench(
     context: typer.Context,
     directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="A model in bfloat16 or other floats.")
+        Path | None, typer.Argument(metavar="DIR", help="A model, in floats or quantized.")
     ] = None,
     config: Annotated[
         str,
@@ -139,17 +139,17 @@ def measured(
     """Loads or makes a model, and measures it."""
     from ..transformers import bench as of
     from ..transformers.decoding import why_plain
-    from ..transformers.loading import configuration, from_pretrained
+    from ..transformers.loading import configuration
 
     if directory is None:
         sizes = of.config_of(config) if config in of.SIZES else configuration(config)
-        whole = sizes.num_hidden_layers
-        model, weights = of.made(sizes, layers, device), "random weights"
+        whole, weights = sizes.num_hidden_layers, "random weights"
+        contenders = of.beside(of.made(sizes, layers, device))
     else:
-        model = from_pretrained(directory, dtype=torch.bfloat16, device_map=device).eval()
-        whole, weights = model.config.num_hidden_layers, str(directory)
+        contenders = of.loaded(directory, device)
+        whole, weights = contenders[0].model.config.num_hidden_layers, str(directory)
+    ours, model = contenders[0], contenders[-1].model
     some = model.config.num_hidden_layers
-    contenders = of.beside(model)
     longest = getattr(model.config, "max_position_embeddings", None) or prompt
     rows = tuple(of.compared(contenders, batches, context, min(prompt, longest), repeats))
     why = why_plain(model)
@@ -162,15 +162,16 @@ def measured(
         (some, whole),
         rows,
         {b: of.head(model, b, repeats) for b in batches} if some < whole else {},
-        {"NVFP4": of.bytes_of(contenders[0].model), "bf16": of.bytes_of(model)},
+        {ours.name: of.bytes_of(ours.model), "bf16": of.bytes_of(model)},
     )
 
 
-def verdict(ours: Times, other: Times, name: str) -> str:
+def verdict(ours: Row, other: Row) -> str:
     """How many times as fast ours is, unless their runs overlap."""
-    if ours.overlaps(other):
-        return f"NVFP4 and {name}: inconclusive, their times overlap"
-    return f"NVFP4 is {other.median / ours.median:.2f}x as fast as {name}"
+    if ours.times.overlaps(other.times):
+        return f"{ours.name} and {other.name}: inconclusive, their times overlap"
+    ratio = other.times.median / ours.times.median
+    return f"{ours.name} is {ratio:.2f}x as fast as {other.name}"
 
 
 def _call_of(row: Row) -> str:

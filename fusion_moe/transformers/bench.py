@@ -8,14 +8,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..nn import prepare_, quantize_
+from ..checkpoints.conversion import dense_tensors
+from ..nn import Experts, prepare_, quantize_
 from .decoding import Decoder, captured, share_keys_
+from .loading import configuration, from_pretrained
 from .routers import fuse_routers_
 
 # entries of configurations
@@ -123,15 +126,33 @@ def config_of(name: str) -> Any:
     return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
 
 
-def beside(model: Any) -> list[Contender]:
-    """A model in bf16, after one with NVFP4 experts that shares its other weights."""
+def loaded(directory: str | Path, device: str) -> list[Contender]:
+    """The model of a directory, and the same in bf16: of a quantized one with the numbers that its
+    weights have, rounded to bf16. Raises as `from_pretrained`.
+    """
+    where = {"dtype": torch.bfloat16, "device_map": device}
+    model = from_pretrained(directory, **where).eval()
+    if not any(isinstance(module, Experts) for module in model.modules()):
+        return beside(model)
+    config = configuration(directory)
+    config.quantization_config = None
+    numbers = dense_tensors(directory, torch.bfloat16)
+    dense = from_pretrained(None, config=config, state_dict=numbers, **where).eval()
+    return beside(dense, model)
+
+
+def beside(model: Any, encoded: Any = None) -> list[Contender]:
+    """A model in bf16 behind the same with encoded experts; None: in NVFP4, sharing the others."""
     share_keys_(model)
-    encoded = _sharing(model)
-    quantize_(encoded)
+    if encoded is None:
+        quantize_(encoded := _sharing(model))
+    else:
+        share_keys_(encoded)
     fuse_routers_(encoded)
     prepare_(encoded)
+    (name, *_) = (m.encoding.name.upper() for m in encoded.modules() if isinstance(m, Experts))
     return [
-        Contender("NVFP4", encoded, "fusion_moe"),
+        Contender(name, encoded, "fusion_moe"),
         *(Contender(f"bf16 {e}", _sharing(model), "inductor", e) for e in BF16_EXPERTS),
     ]
 

@@ -9,11 +9,13 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
+from files import MADE
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from fusion_moe.cli.app import app
 from fusion_moe.transformers import NVFP4Config, from_pretrained, fuse_routers_
+from fusion_moe.transformers.bench import loaded
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_qwen3_moe"
 PROMPT = "def __repr__(self):"
@@ -29,9 +31,9 @@ def call(*arguments: object, input: str | None = None):
 @pytest.fixture(scope="module")
 def model():
     kwargs = {"dtype": torch.bfloat16, "quantization_config": NVFP4Config()}
-    loaded = from_pretrained(MODEL, **kwargs).eval()
-    fuse_routers_(loaded)
-    return loaded
+    of = from_pretrained(MODEL, **kwargs).eval()
+    fuse_routers_(of)
+    return of
 
 
 def answer(model, text: str, tokens: int) -> str:
@@ -78,3 +80,14 @@ def test_bench_of_sizes_alone():
     experts = 2 * 16 * 3 * 256 * 128
     saved = found["weights"]["bf16"] - found["weights"]["NVFP4"]
     assert saved == experts * 2 - experts * 4.5 / 8 - 2 * 16 * 3 * 4
+
+
+@pytest.mark.parametrize("name", ["modelopt-mixtral", "mxfp4-gpt_oss"])
+@torch.no_grad()
+def test_beside_a_quantized_directory_stands_the_same_model_in_bf16(name):
+    ours, *others = loaded(MADE / name, "cpu")
+    ids = torch.arange(3, 12)[None]
+    wanted = ours.model(ids).logits
+    for other in others:
+        other.read(ids)  # by its own experts
+        torch.testing.assert_close(other.model(ids).logits, wanted, rtol=0.05, atol=0.05)
