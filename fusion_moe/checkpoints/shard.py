@@ -67,7 +67,7 @@ def write_shard(path: Path, steps: Sequence[Step]) -> None:
     text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for step in progress(steps, "writing tensors", len(steps)):
+        for step in progress(steps, "writing tensors", len(steps), [step.nbytes for step in steps]):
             tensors = step.make()
             for planned in step.planned:
                 file.write(_bytes(tensors[planned.name], planned))

@@ -5,37 +5,49 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from .units import amount
+
 T = TypeVar("T")
 QUIET_SECONDS = 2.0
+MUCH = 10**9  # bytes, work on which takes long enough to be told before it begins
 
 
-def progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
-    """Yields the items. Every two seconds, shows how many of `total` are done: in place on a
-    terminal, otherwise on a new line.
+def progress(items: Iterable[T], what: str, total: int, sizes: Sequence[int] = ()) -> Iterator[T]:
+    """Yields the items. Every two seconds, shows how many of `total` are done, and how long the
+    others will take: in place on a terminal, otherwise on a new line. sizes: bytes of each; their
+    speed is shown too, and much work is told at once.
     """
     start = said = time.monotonic()
-    end = "\r" if sys.stderr.isatty() else "\n"
+    at_once = sum(sizes) >= MUCH
+    if at_once:
+        _say(f"{what}: {total}, {amount(sum(sizes), 'B')}")
     for done, item in enumerate(items):
         now = time.monotonic()
         if now - said > QUIET_SECONDS:
-            print(
-                f"{what}: {done} of {total}, {now - start:.0f} s",
-                end=end,
-                file=sys.stderr,
-                flush=True,
-            )
+            _say(_line(what, done, total, now - start, sizes))
             said = now
         yield item
-    if said != start:
-        print(
-            f"{what}: {total} of {total}, {time.monotonic() - start:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+    if at_once or said != start:
+        _say(_line(what, total, total, time.monotonic() - start, sizes), last=True)
+
+
+def _line(what: str, done: int, total: int, seconds: float, sizes: Sequence[int]) -> str:
+    said = f"{what}: {done} of {total}, {seconds:.0f} s"
+    if sizes and seconds:
+        said += f", {amount(sum(sizes[:done]) / seconds, 'B')}/s"
+    share = sum(sizes[:done]) / sum(sizes) if sum(sizes) else done / total
+    return f"{said}, about {seconds / share - seconds:.0f} s left" if 0 < share < 1 else said
+
+
+def _say(line: str, last: bool = False) -> None:
+    """On a terminal over what was said before."""
+    on_terminal = sys.stderr.isatty()
+    end = "\r" if on_terminal and not last else "\n"
+    print(f"\x1b[K{line}" if on_terminal else line, end=end, file=sys.stderr, flush=True)
 
 
 @contextmanager

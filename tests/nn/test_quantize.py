@@ -190,8 +190,21 @@ def test_progress_is_told_after_two_seconds(capsys, monkeypatch):
     monkeypatch.setattr("fusion_moe.messages.progress.time.monotonic", lambda: next(clock))
     assert list(quantize_module.progress("abc", "quantizing", 3)) == ["a", "b", "c"]
     assert capsys.readouterr().err.splitlines() == [
-        "quantizing: 1 of 3, 4 s",
+        "quantizing: 1 of 3, 4 s, about 7 s left",
         "quantizing: 3 of 3, 4 s",
+    ]
+
+
+def test_much_is_told_at_once_with_its_speed(capsys, monkeypatch):
+    clock = iter([0.0, 1.0, 5.0, 10.0])
+    monkeypatch.setattr("fusion_moe.messages.progress.time.monotonic", lambda: next(clock))
+    told = quantize_module.progress("ab", "quantizing", 2, [10**9, 3 * 10**9])
+    assert next(told) == "a"
+    assert capsys.readouterr().err == "quantizing: 2, 4 GB\n"
+    assert list(told) == ["b"]
+    assert capsys.readouterr().err.splitlines() == [
+        "quantizing: 1 of 2, 5 s, 200 MB/s, about 15 s left",
+        "quantizing: 2 of 2, 10 s, 400 MB/s",
     ]
 
 

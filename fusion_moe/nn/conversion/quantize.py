@@ -56,9 +56,12 @@ def quantize_(
             f"config = {config!r}", expected="fusion_moe.NVFP4Config(), or none", where="quantize_"
         )
     names = chosen(model, filter_fn)
-    for name, *_ in progress(names, "checking experts", len(names)):
+    modules = [model.get_submodule(name) for name, *_ in names]
+    sizes = [sum(p.nbytes for p in module.parameters()) for module in modules]
+    del modules  # each is freed once it is replaced
+    for name, *_ in progress(names, "checking experts", len(names), sizes):
         check(model.get_submodule(name), config, name)
-    for name, *others in progress(names, "quantizing experts", len(names)):
+    for name, *others in progress(names, "quantizing experts", len(names), sizes):
         replacement = converted(model.get_submodule(name), config, name)
         for each in (name, *others):
             model.set_submodule(each, replacement)
