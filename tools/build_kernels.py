@@ -31,7 +31,7 @@ CPUS = {
 
 class KernelHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        build, isa, readers = _modules(Path(self.root))
+        build, isa, readers, messages = _modules(Path(self.root))
         if build.find_compiler() is None or sys.platform != "linux":
             self.app.display_warning("no C++ compiler for the CPU's kernels: the package gets none")
             return
@@ -47,7 +47,10 @@ class KernelHook(BuildHookInterface):
                 for tier, having in wanted
                 for encoding in readers.BUILT_IN
             ]
-            made = set(pool.map(partial(self._ship, build), *zip(*libraries, strict=True)))
+            what = "compiling the CPU's kernels"
+            self.app.display_info(f"{what}: {len(libraries)} files")
+            done = pool.map(partial(self._ship, build), *zip(*libraries, strict=True))
+            made = set(messages.progress(done, what, len(libraries)))
         for old in set(readers.SHIPPED.glob("*.so")) - made:
             old.unlink(missing_ok=True)
         build_data["pure_python"] = False
@@ -72,13 +75,14 @@ def _runs_here(tier: str) -> bool:
 
 
 def _modules(root: Path) -> tuple[Any, ...]:
-    """fusion_moe.runtime.build and .isa, fusion_moe.backends.cpu.readers, without the packages
-    around them, which need torch.
+    """fusion_moe.runtime.build and .isa, fusion_moe.backends.cpu.readers and messages.progress,
+    without the packages around them, which need torch.
     """
     for name in ("fusion_moe", "fusion_moe.backends", "fusion_moe.backends.cpu"):
         sys.modules[name] = package = types.ModuleType(name)
         package.__path__ = [str(root.joinpath(*name.split(".")))]
-    return tuple(
+    modules = (
         importlib.import_module(f"fusion_moe.{name}")
-        for name in ("runtime.build", "runtime.isa", "backends.cpu.readers")
+        for name in ("runtime.build", "runtime.isa", "backends.cpu.readers", "messages.progress")
     )
+    return tuple(modules)
