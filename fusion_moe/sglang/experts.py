@@ -196,14 +196,15 @@ def activation_of(config: Any, scheme: Scheme) -> str:
     """
     if config.is_gated and config.activation == "silu":
         alpha, limit = config.gemm1_alpha, config.gemm1_clamp_limit
+        beta = getattr(config, "gemm1_beta", None)  # older versions have none
         if alpha is None and limit is None:
             return swiglu(limit=config.swiglu_limit)
-        if config.gate_up_interleaved and config.gemm1_beta is None and scheme is PACKED_MXFP4:
+        if config.gate_up_interleaved and beta is None and scheme is PACKED_MXFP4:
             return swiglu(1, limit=limit, alpha=alpha, up_offset=1.0)
     found = f"experts in {scheme.name} with activation {config.activation!r}" + "".join(
         f", {name} {value}"
         for name in ("is_gated", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
-        if (value := getattr(config, name)) not in (None, True)
+        if (value := getattr(config, name, None)) not in (None, True)
     )
     raise _unsupported(found, "SwiGLU, or gpt-oss's in MXFP4", LEAVE)
 

@@ -169,6 +169,7 @@ def soak(
         "most apart": max(far),
         "grown_mib": [now - then for now, then in zip(server.memory_mib(), before, strict=True)],
     }
+    print({name: value for name, value in found.items() if name != "apart"}, flush=True)
     return found, prompts, alone
 
 
