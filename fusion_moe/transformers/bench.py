@@ -130,7 +130,7 @@ def loaded(directory: str | Path, device: str) -> list[Contender]:
     """The model of a directory, and the same in bf16: of a quantized one with the numbers that its
     weights have, rounded to bf16. Raises as `from_pretrained`.
     """
-    where = {"dtype": torch.bfloat16, "device_map": device}
+    where: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": device}
     model = from_pretrained(directory, **where).eval()
     if not any(isinstance(module, Experts) for module in model.modules()):
         return beside(model)
