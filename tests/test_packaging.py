@@ -168,6 +168,14 @@ def test_a_wheel_brings_the_kernels_of_every_cpu(source, tmp_path):
     )
 
 
+def test_the_workflow_runs_what_the_makefile_has():
+    steps = (REPO / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    targets = re.findall(
+        r"^([\w-]+):", (REPO / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert set(re.findall(r"run: make (\w+)", steps)) <= set(targets)
+
+
 def test_the_readme_is_short():
     assert len((REPO / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
