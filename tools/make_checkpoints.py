@@ -10,6 +10,11 @@ other people's packages.
         python -m venv /tmp/ct && /tmp/ct/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1
             transformers==5.17.0
 
+    /tmp/others/bin/python tools/make_checkpoints.py others        auto-round's quantize_and_save;
+        matrices packed by autoawq, compressed-tensors and bitsandbytes; in an environment of its
+        own: transformers, auto-round==0.16.1, autoawq==0.2.9, bitsandbytes==0.50.2,
+        compressed-tensors==0.20.0
+
 `--out DIR` writes elsewhere, `--only NAME` one directory. Not reproducible to the byte: calibration
 and safetensors' order are theirs.
 """
@@ -112,13 +117,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A random causal language model of a family, with weights as large as trained ones have."""
+def model_of(family: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+    """A random causal language model of a family, with weights as large as trained ones have.
+    changes: of its configuration.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]}), dtype=dtype
+        AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family], **changes}), dtype=dtype
     )
     with torch.no_grad():
         for p in model.parameters():
@@ -245,6 +252,119 @@ INT4: dict[str, Any] = {
     "config_groups": {"group_0": {"targets": ["re:.*experts.*"], "weights": _INT4}}
 }
 
+# others -------------------------------------------------------------------------------------------
+
+# attention and experts with matrices of at least one group of 128
+_OF_GROUPS = {"hidden_size": 128, "num_attention_heads": 4, "moe_intermediate_size": 128}
+
+
+def auto_round(**options: Any) -> Callable[[Path], None]:
+    """What AutoRound writes that rounds to nearest."""
+
+    def write(out: Path) -> None:
+        from auto_round import AutoRound
+        from tokenizers import Tokenizer, models
+        from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+        words = {f"t{i}": i for i in range(SMALL["vocab_size"])}
+        of_words = Tokenizer(models.WordLevel(words, unk_token="t0"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=of_words, unk_token="t0")
+        with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as written:
+            model_of("qwen3_moe", **_OF_GROUPS).save_pretrained(plain)
+            model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+            made = AutoRound(model, tokenizer, bits=4, iters=0, disable_opt_rtn=True, **options)
+            made.quantize_and_save(written, format="auto_round")
+            (folder,) = (file.parent for file in Path(written).rglob("config.json"))
+            for name in ("config.json", "generation_config.json", "model.safetensors"):
+                shutil.copy(folder / name, out / name)
+
+    return write
+
+
+Packed = dict[str, torch.Tensor]  # the tensors of a weight, by suffix
+
+
+def packed_by(
+    pack: Callable[[torch.Tensor], Packed], config: dict[str, Any]
+) -> Callable[[Path], None]:
+    """A model whose linear layers, but for routers and the head, are packed one by one."""
+
+    def write(out: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        model_of("qwen3_moe", **_OF_GROUPS).save_pretrained(out)
+        tensors = load_file(out / "model.safetensors")
+        for name in [name for name in tensors if "_proj.weight" in name]:
+            packed = pack(tensors.pop(name))
+            base = name.removesuffix(".weight")
+            tensors |= {base + suffix: t.contiguous() for suffix, t in packed.items()}
+        save_file(tensors, out / "model.safetensors", {"format": "pt"})
+        said = json.loads((out / "config.json").read_text()) | {"quantization_config": config}
+        (out / "config.json").write_text(json.dumps(said, indent=2) + "\n")
+
+    return write
+
+
+def by_autoawq(weight: torch.Tensor) -> Packed:
+    """AWQ without its search for scales of activations."""
+    from awq.modules.linear.gemm import WQLinear_GEMM
+    from awq.quantize.quantizer import AwqQuantizer
+
+    rounding = AwqQuantizer.__new__(AwqQuantizer)
+    rounding.group_size, rounding.w_bit, rounding.zero_point = 128, 4, True
+    linear = torch.nn.Linear(*weight.shape[::-1], bias=False)
+    linear.weight.data, scales, zeros = rounding.pseudo_quantize_tensor(weight.float())
+    made = WQLinear_GEMM.from_linear(linear, 4, 128, False, scales.t(), zeros.t())
+    return {f".{name}": t for name, t in made.state_dict().items()}
+
+
+def by_compressed_tensors(**weights: Any) -> Callable[[torch.Tensor], Packed]:
+    """compressed-tensors' `pack-quantized`."""
+
+    def pack(weight: torch.Tensor) -> Packed:
+        from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        args = QuantizationArgs(**weights)
+        groups = weight.unflatten(-1, (-1, args.group_size or weight.shape[-1]))
+        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+        state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+        scheme = QuantizationScheme(targets=["Linear"], weights=args)
+        made = PackedQuantizationCompressor.compress(state, scheme)
+        return {f".{name}": t for name, t in made.items()}
+
+    return pack
+
+
+def compressed_config(**weights: Any) -> dict[str, Any]:
+    """What llm-compressor's config.json says of such a model."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
+W4A16_ASYM: dict[str, Any] = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": False,
+    "strategy": "group",
+    "group_size": 128,
+}
+W8A16: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+AWQ: dict[str, Any] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": ["gate"],
+}
+
 MADE: dict[str, dict[str, Callable[[Path], None]]] = {
     "modelopt": {
         "modelopt-qwen3_moe": modelopt("qwen3_moe", "NVFP4_DEFAULT_CFG"),
@@ -264,6 +384,15 @@ MADE: dict[str, dict[str, Callable[[Path], None]]] = {
         "ct-mixtral": compressed("mixtral", **NVFP4A16),
         "ct-gpt_oss": compressed("gpt_oss", **NVFP4A16),
         "ct-qwen3_moe-int4": compressed("qwen3_moe", **INT4),
+    },
+    "others": {
+        "auto_round-gptq": auto_round(group_size=128, sym=True),
+        "auto_round-awq": auto_round(group_size=64, sym=False),
+        "awq-qwen3_moe": packed_by(by_autoawq, AWQ),
+        "ct-qwen3_moe-w4a16_asym": packed_by(
+            by_compressed_tensors(**W4A16_ASYM), compressed_config(**W4A16_ASYM)
+        ),
+        "ct-qwen3_moe-w8a16": packed_by(by_compressed_tensors(**W8A16), compressed_config(**W8A16)),
     },
 }
 

@@ -9,10 +9,11 @@ from .conversion import convert
 from .directory import Directory
 from .experts import LayerExperts, experts_of, layers_of_experts
 from .headers import Entry
-from .methods import method_of
+from .integers import Packing
+from .methods import method_of, packing_of
 from .quantization import quantize
 from .schemes import KNOWN, SCHEMES, Direction, Scheme, StoredPart
-from .stored import StoredWeight, all_eight_bits, stored_weights
+from .stored import StoredWeight, all_eight_bits, stored_weights, weights_in
 from .values import check_scales
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Directory",
     "Entry",
     "LayerExperts",
+    "Packing",
     "Scheme",
     "StoredPart",
     "StoredWeight",
@@ -31,6 +33,8 @@ __all__ = [
     "experts_of",
     "layers_of_experts",
     "method_of",
+    "packing_of",
     "quantize",
     "stored_weights",
+    "weights_in",
 ]

@@ -1,8 +1,9 @@
-"""Writes a directory in another form, without loss: ModelOpt's NVFP4, or plain floats. Weight by
-weight, without a model.
+"""Writes a directory in another form, without loss: ModelOpt's NVFP4, compressed-tensors, or plain
+floats. Weight by weight, without a model.
 
     convert(src, dst)                          NVFP4 of any scheme, MXFP4, and FP8 with one scale,
                                                to ModelOpt's names
+    convert(src, dst, to="compressed-tensors") integers of any scheme, and MXFP4 of single matrices
     convert(src, dst, to="dense")              float32, which holds every number of every encoding
     convert(src, dst, to="dense", dtype=torch.bfloat16)   rounded: NVFP4 has numbers with more than
                                                           the 8 bits of bfloat16
@@ -23,18 +24,18 @@ from ..encodings import NVFP4, Quantized, exactly
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, Error, OptionError, UnsupportedError
 from ..messages.progress import progress
+from .compressed import compressed_config, compressed_scheme, compressed_step
 from .directory import Directory, without_quantization
 from .experts import experts_of, layers_of_experts
 from .headers import Entry
-from .methods import method_of
 from .modelopt import nvfp4_step, older_config, own_entries, quantization_config
 from .schemes import FP8, KNOWN
 from .shard import Planned, Step
-from .stored import StoredWeight, stored_weights
+from .stored import StoredWeight, weights_in
 from .values import check_weight
 from .writing import SHARD_BYTES, Configs, write
 
-FORMS = ("modelopt", "dense")
+FORMS = ("modelopt", "compressed-tensors", "dense")
 
 
 def convert(
@@ -47,10 +48,10 @@ def convert(
 ) -> Path:
     """Writes src in another form as dst, which appears whole. Returns dst.
 
-    to: "modelopt" or "dense"; dtype: of dense weights, float32, bfloat16 or float16. OptionError
-    for others; UnsupportedError for weights without an exact equivalent there (INT4 in NVFP4; MXFP4
-    whose scales span more than an e4m3 scale holds); CheckpointError as from `Directory.open`,
-    `stored_weights` and `write`.
+    to: "modelopt", "compressed-tensors" or "dense"; dtype: of dense weights, float32, bfloat16 or
+    float16. OptionError for others; UnsupportedError for weights without an exact equivalent there
+    (INT4 in NVFP4; MXFP4 whose scales span more than an e4m3 scale holds); CheckpointError as from
+    `Directory.open`, `stored_weights` and `write`.
     """
     if to not in FORMS:
         raise OptionError(f"to={to!r}", expected=f"one of {', '.join(FORMS)}", where="convert")
@@ -71,6 +72,14 @@ def convert(
         config = without_quantization(source.directory.config)
         config.pop("torch_dtype", None)
         configs: Configs = config | {"dtype": str(dtype).removeprefix("torch.")}, None
+    elif to == "compressed-tensors":
+        steps = list(source.steps(lambda weight: _compressed_step(source, weight), _unless_known))
+        config = without_quantization(source.directory.config)
+        encodings = {w.name: e for w in source.weights.values() if (e := w.scheme.encoding)}
+        configs = (
+            config | {"quantization_config": compressed_config(encodings, _plain(steps))},
+            None,
+        )
     else:
         steps = list(source.steps(lambda weight: modelopt_step(source, weight), renamed))
         configs = modelopt_configs(source, steps)
@@ -102,7 +111,7 @@ class Source:
     def open(cls, path: str | Path) -> Source:
         """Raises as `Directory.open`, `method_of`, `stored_weights` and `layers_of_experts`."""
         directory = Directory.open(path)
-        weights = stored_weights(directory.tensors, method_of(directory.quantization, str(path)))
+        weights = weights_in(directory)
         layers_of_experts([*weights, *plain_weights(directory)], experts_of(directory.config))
         return cls(directory, weights)
 
@@ -179,7 +188,8 @@ def modelopt_step(source: Source, weight: StoredWeight) -> Step:
         raise UnsupportedError(
             f"{weight.name} in {encoding.name}",
             expected="nvfp4 or mxfp4: others have no exact NVFP4",
-            todo="convert it to dense, and quantize that, with its rounding",
+            todo='to="compressed-tensors" writes integers; or convert it to dense, and quantize '
+            "that, with its rounding",
             where="convert",
         )
 
@@ -252,7 +262,7 @@ def modelopt_configs(
     no tensor, but counts as a plain matrix.
     """
     planned = {p.name: p for step in steps for p in step.planned}
-    algorithms, plain = dict[str, str](), list[str]()
+    algorithms = dict[str, str]()
     for name, p in planned.items():
         of_weight = name.removesuffix(".weight")
         if name.endswith("weight_scale_2"):
@@ -261,17 +271,42 @@ def modelopt_configs(
             algorithms[prefix[:-1]] = "NVFP4" if scaled else "W4A16_NVFP4"
         elif name != of_weight and p.dtype == torch.float8_e4m3fn:
             algorithms[of_weight] = "FP8"
-        elif name != of_weight and p.dtype in FLOATS and len(p.shape) == 2:
-            plain.append(of_weight)
-    if not any("lm_head." in name for name in planned):
-        plain.append("lm_head")
     directory = source.directory
-    config = quantization_config(algorithms, plain)
+    config = quantization_config(algorithms, _plain(steps))
     config |= own_entries(directory.quantization) | dict(own or {})
     return (
         without_quantization(directory.config) | {"quantization_config": config},
         older_config(config),
     )
+
+
+# To compressed-tensors' form ----------------------------------------------------------------------
+
+
+def _compressed_step(source: Source, weight: StoredWeight) -> Step:
+    scheme = compressed_scheme(weight.scheme.encoding)
+    if scheme is None or weight.scheme.fused:
+        found = weight.scheme.encoding.name if weight.scheme.encoding else weight.scheme.name
+        raise UnsupportedError(
+            f"{weight.name} in {found}{', all experts in one tensor' if scheme else ''}",
+            expected="single matrices in integers or MXFP4",
+            todo='to="modelopt" writes NVFP4, and MXFP4 of any kind',
+            where="convert",
+        )
+    return compressed_step(weight.name, scheme, weight.shape, lambda: source.quantized(weight))
+
+
+def _plain(steps: Sequence[Step]) -> list[str]:
+    """The modules whose weights are matrices of floats, and an lm_head that is tied to the
+    embedding.
+    """
+    planned = [p for step in steps for p in step.planned]
+    plain = [
+        p.name.removesuffix(".weight")
+        for p in planned
+        if p.name.endswith(".weight") and p.dtype in FLOATS and len(p.shape) == 2
+    ]
+    return plain if any("lm_head." in p.name for p in planned) else [*plain, "lm_head"]
 
 
 # To floats ----------------------------------------------------------------------------------------
@@ -315,7 +350,7 @@ def _check(source: Source, written: Directory) -> None:
     """CheckpointError unless what was written has the numbers of the source: those of weights, in
     the dtype that they are written in, and the bytes of all other tensors.
     """
-    target = Source(written, stored_weights(written.tensors, method_of(written.quantization)))
+    target = Source(written, weights_in(written))
     for weight in progress(source.weights.values(), "comparing", len(source.weights)):
         for a, b in zip(source.matrices(weight), _written(target, weight), strict=True):
             _check_equal(a.to(b.dtype), b, weight.name)

@@ -4,11 +4,13 @@ for each that is not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..encodings import INTEGERS, ROW
 from ..errors import UnsupportedError
 from .headers import shown
+from .integers import Packing
 
 # for each method an entry of its configuration, and the values that it may have
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -25,16 +27,20 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "mxfp4": ("", ("None",)),
     "fp8": ("weight_block_size", ("[128, 128]", "None")),
+    "gptq": ("checkpoint_format", ("gptq", "gptq_v2", "None")),
+    "awq": ("version", ("gemm", "None")),
+    "auto-round": (
+        "packing_format",
+        ("auto_round", "auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq"),
+    ),
 }
 _SPELLINGS = {
     "modelopt_fp4": "modelopt",
     "modelopt_mixed": "modelopt",
     "compressed_tensors": "compressed-tensors",
+    "intel/auto-round": "auto-round",
 }
-_INT4 = {"num_bits": 4, "group_size": 32, "symmetric": True}  # the weights of pack-quantized
 _REFUSED = {
-    "awq": "AWQ has groups of 128 with zero points",
-    "gptq": "GPTQ has groups with zero points, of columns in an order of their own",
     "bitsandbytes": "bitsandbytes has tables of 4-bit codes and scales that are quantized "
     "themselves",
     "gguf": "GGUF is another kind of file",
@@ -66,16 +72,46 @@ def method_of(quantization: Mapping[str, Any], where: str = "") -> str:
     if str(value).lower() not in [known.lower() for known in values]:
         known = ", ".join(known for known in values if known != "None")
         raise UnsupportedError(f"{key} {shown(value)}", expected=f"one of {known}", where=where)
+    for weights in _integers(quantization):
+        _check_integers(weights, where)
+    return str(method)
+
+
+def packing_of(quantization: Mapping[str, Any]) -> Packing:
+    """What a configuration that `method_of` takes says of integers."""
+    groups = [(w["num_bits"], _group(w)) for w in _integers(quantization)]
+    bits, size = (quantization.get(key) for key in ("bits", "group_size"))
+    if not groups and type(bits) is int and type(size) is int:
+        groups = [(bits, size if size > 0 else ROW)]
+    first = quantization.get("checkpoint_format") in (None, "gptq") and quantization.get(
+        "packing_format"
+    ) in (None, "auto_round:auto_gptq")
+    return Packing(tuple(groups) or Packing.groups, quantization.get("sym") is True, int(first))
+
+
+def _integers(quantization: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What compressed-tensors says of each group of modules with weights in integers."""
     groups = quantization.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         if isinstance(weights, dict) and weights.get("type") == "int":
-            entries = {key: weights.get(key) for key in _INT4}
-            if entries != _INT4:
-                found = ", ".join(f"{key} {shown(value)}" for key, value in entries.items())
-                raise UnsupportedError(
-                    f"integers with {found}",
-                    expected="4 bits, groups of 32, symmetric",
-                    where=where,
-                )
-    return str(method)
+            yield weights
+
+
+def _group(weights: Mapping[str, Any]) -> Any:
+    return ROW if weights.get("strategy") == "channel" else weights.get("group_size")
+
+
+def _check_integers(weights: Mapping[str, Any], where: str) -> None:
+    bits, group, symmetric = weights.get("num_bits"), _group(weights), weights.get("symmetric")
+    name = f"{'' if symmetric in (True, None) else 'u'}int{bits}"
+    if not any((name, group) == known[:2] for known in INTEGERS):
+        found = ", ".join(
+            f"{key} {shown(weights.get(key))}"
+            for key in ("num_bits", "strategy", "group_size", "symmetric")
+        )
+        raise UnsupportedError(
+            f"integers with {found}",
+            expected="4 bits, or 8 symmetric ones, in groups of 32, 64, 128 or for channels",
+            where=where,
+        )

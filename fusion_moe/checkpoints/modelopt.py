@@ -15,6 +15,7 @@ from ..encodings import NVFP4, Quantized
 from .schemes import MODELOPT, MODELOPT_FUSED
 from .shard import Planned, Step
 
+PRODUCER = {"name": "fusion_moe"}
 _OWN = ("activation_format", "weights", "scales")
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\..*")
 
@@ -60,7 +61,7 @@ def quantization_config(algorithms: Mapping[str, str], plain: Iterable[str]) -> 
             for i, (name, its) in enumerate(targets.items())
         },
         "ignore": sorted({_layer(name) for name in plain}),
-        "producer": {"name": "fusion_moe"},
+        "producer": PRODUCER,
     }
 
 

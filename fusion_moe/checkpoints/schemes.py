@@ -9,8 +9,8 @@ is encoded, never a configuration: one directory may hold weights of several sch
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ..encodings import FP8_TENSOR, INT4, MXFP4, NVFP4, Encoding, Quantized, dequantize
 from ..encodings.encoding import FLOATS
-from ..errors import UnsupportedError
+from ..errors import Error, UnsupportedError
 from ..layouts.layout import as_bytes
 from .fp8 import dequantize_fp8
+from .words import Words, nibbles, packed_nibbles
 
 
 class Direction(Enum):
@@ -38,7 +39,8 @@ class StoredPart:
     bytes are read; cast: the dtype to which its numbers are rounded; flattened: stored with its
     last dimension split in two; transposed: stored with its last two dimensions swapped; direction:
     of a matrix's scale, stored as [] or [1]; rows: of the encoding, for each stored one; shape: as
-    which a scale of a matrix or of rows is stored, if not as [] or [N, 1].
+    which a scale of a matrix or of rows is stored, if not as [] or [N, 1]; words: how int32 words
+    hold codes or zero points.
     """
 
     part: str
@@ -51,6 +53,7 @@ class StoredPart:
     direction: Direction | None = None
     rows: int = 1
     shape: tuple[int, ...] | None = None
+    words: Words | None = None
 
     @property
     def name(self) -> str:
@@ -67,8 +70,12 @@ class StoredPart:
             t = t.to(self.cast)
         if self.flattened:
             t = t.flatten(-2)
+        if self.words is not None:
+            t = self.words.codes(t)
         if self.transposed:
             t = t.mT
+        if self.words is not None:
+            return packed_nibbles(t) if self._of_nibbles else t[..., :n, :]
         if self.rows > 1:
             t = as_bytes(t).repeat_interleave(self.rows, -2).view(t.dtype)
             return t if n is None else t[..., :n, :]
@@ -92,11 +99,20 @@ class StoredPart:
             return t.reshape(self.shape)
         if self.direction is not None:
             return t
+        if self._of_nibbles:
+            t = nibbles(t)
         if self.transposed:
             t = t.mT
+        if self.words is not None:
+            return self.words.words(t)
         if self.flattened:
             t = t.unflatten(-1, (-1, 16))
         return t.contiguous() if self.view is None else t.contiguous().view(self.dtypes[0])
+
+    @property
+    def _of_nibbles(self) -> bool:
+        """Whether words hold elements, of which the encoding has two in a byte."""
+        return self.words is not None and self.words.bits == 4 and self.part == "codes"
 
     def _of_blocks(self, t: Tensor) -> Tensor:
         """The scales of rows [N, K/128] -> of blocks [ceil(N/128), K/128]."""
@@ -110,23 +126,44 @@ class StoredPart:
 
 
 @dataclass(frozen=True)
+class Fixed:
+    """A tensor that says of a weight what its other tensors say anyway.
+
+    made(n, k, encoding): what it has to be; refused(found, wanted): the error if it is anything
+    else.
+    """
+
+    suffix: str
+    dtype: torch.dtype
+    made: Callable[[int, int, Encoding], Tensor] = field(compare=False)
+    refused: Callable[[Tensor, Tensor], Error] = field(compare=False)
+
+
+@dataclass(frozen=True)
 class Scheme:
     """One way to store weights.
 
-    encoding: None for 8-bit floats whose scales follow from their shape (`fp8.py`), and which are
-    read as floats if these are of no encoding. fused: a tensor holds all experts, [E, N, K], and
-    there is one matrix scale for all of them. The first part holds the elements.
+    encoding: None for those whose encoding follows from their shapes (`fp8.py`, `integers.py`);
+    8-bit floats whose shapes are of no encoding are read as floats. fused: a tensor holds all
+    experts, [E, N, K], and there is one matrix scale for all of them. The first part holds the
+    elements. fixed: tensors that may be there too.
     """
 
     name: str
     encoding: Encoding | None
     parts: tuple[StoredPart, ...]
     fused: bool = False
+    fixed: tuple[Fixed, ...] = field(default=(), compare=False)
 
     @property
     def eight_bits(self) -> bool:
         """Whether elements are 8-bit floats."""
         return self.encoding is None or self.encoding.element.dtype == torch.float8_e4m3fn
+
+    @property
+    def integers(self) -> bool:
+        """Whether elements are integers, of which shapes say the encoding."""
+        return self.parts[0].dtypes == (torch.int32,)
 
     def floats(self, parts: Iterable[Tensor]) -> Tensor:
         """f32 [N, K] or [E, N, K], of the parts as `StoredPart.to_part` returns them."""
@@ -207,12 +244,28 @@ PACKED_MXFP4 = Scheme(
         StoredPart("block_scale", ".weight_scale", _E8M0, view=torch.float8_e8m0fnu),
     ),
 )
+_INT32 = (torch.int32,)
 PACKED_INT4 = Scheme(
     "compressed-tensors INT4",
     INT4,
     (
-        StoredPart("codes", ".weight_packed", (torch.int32,), view=torch.uint8),
+        StoredPart("codes", ".weight_packed", _INT32, view=torch.uint8),
         StoredPart("block_scale", ".weight_scale", FLOATS, cast=torch.bfloat16),
+    ),
+)
+PACKED_ZERO_POINT = StoredPart(
+    "zero_point", ".weight_zero_point", _INT32, words=Words(4, along_rows=True)
+)
+PACKED_WITH_ZEROS = Scheme(
+    "compressed-tensors INT4 with zero points", None, (*PACKED_INT4.parts, PACKED_ZERO_POINT)
+)
+QWEIGHT = Scheme(
+    "GPTQ or AWQ",
+    None,
+    (
+        StoredPart("codes", ".qweight", _INT32),
+        StoredPart("block_scale", ".scales", FLOATS, transposed=True),
+        StoredPart("zero_point", ".qzeros", _INT32, transposed=True),
     ),
 )
 FP8 = _fp8("FP8", ".weight_scale")  # ModelOpt's and compressed-tensors'
@@ -225,7 +278,9 @@ SCHEMES: tuple[Scheme, ...] = (
     FP8,
     PACKED_NVFP4,
     PACKED_MXFP4,
+    PACKED_WITH_ZEROS,
     PACKED_INT4,
+    QWEIGHT,
     Scheme(
         "MXFP4",
         MXFP4,
@@ -248,7 +303,7 @@ SCHEMES: tuple[Scheme, ...] = (
 )
 
 # Suffixes of tensors that no weight needs: scales of activations and of key-value caches, and
-# shapes that packed tensors have anyway.
+# what packed tensors say anyway.
 KNOWN = (
     ".input_scale",
     "_input_scale",
@@ -259,4 +314,6 @@ KNOWN = (
     ".v_scale",
     ".q_scale",
     ".weight_shape",
+    ".g_idx",
+    ".weight_g_idx",
 )

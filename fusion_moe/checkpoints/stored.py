@@ -5,15 +5,19 @@ Headers show that every part exists and fits, and no scale is left.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..encodings import Encoding, Quantized
+from ..encodings.real import real_tensors
 from ..errors import CheckpointError, Error, ShapeError, UnsupportedError
+from .directory import Directory
 from .fp8 import check_fp8, encoding_of
 from .headers import Entry
+from .integers import USUAL, Packing, scheme_of
+from .methods import method_of, packing_of
 from .schemes import KNOWN, SCHEMES, Scheme, StoredPart, of_encoding
 
 Read = Callable[[str], Tensor]
@@ -21,8 +25,8 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight in files. entries: the tensor of each part, by the part's name; shape: the logical
-    one, [N, K], or [E, N, K] if fused.
+    """A weight in files. entries: the tensor of each part, by the part's name, and of what is fixed
+    beside it, by its suffix; shape: the logical one, [N, K], or [E, N, K] if fused.
     """
 
     name: str
@@ -62,6 +66,22 @@ class StoredWeight:
             parts = [t.expand(self.shape[0]) if t.dim() == 0 else t for t in parts]
         return parts
 
+    @real_tensors()
+    def check_fixed(self, read: Read) -> None:
+        """Raises unless the tensors beside the weight say what they have to."""
+        for fixed in self.scheme.fixed:
+            assert self.scheme.encoding is not None, self.name
+            entry, (n, k) = self.entries[fixed.suffix], self.shape
+            found, wanted = read(entry.name), fixed.made(n, k, self.scheme.encoding)
+            if not torch.equal(found.to(wanted.dtype), wanted):
+                error = fixed.refused(found, wanted)
+                raise type(error)(
+                    f"{entry.name}: {error.found}",
+                    expected=error.expected,
+                    todo=error.todo,
+                    where=str(entry.file),
+                )
+
     def quantized(self, read: Read) -> Quantized:
         """The weight in its encoding, [N, K] or [E, N, K]. Only for a scheme with an encoding."""
         assert self.scheme.encoding is not None, self.name
@@ -79,9 +99,17 @@ def all_eight_bits(weights: Mapping[str, StoredWeight]) -> bool:
     return all(weight.scheme.eight_bits for weight in weights.values())
 
 
-def stored_weights(tensors: Mapping[str, Entry], method: str) -> dict[str, StoredWeight]:
+def weights_in(directory: Directory) -> dict[str, StoredWeight]:
+    """`stored_weights` of a directory, with what its configuration says."""
+    said = directory.quantization
+    return stored_weights(directory.tensors, method_of(said, str(directory.path)), packing_of(said))
+
+
+def stored_weights(
+    tensors: Mapping[str, Entry], method: str, packing: Packing = USUAL
+) -> dict[str, StoredWeight]:
     """The weights among tensors that are not plain floats, by name. method: `quant_method` of the
-    configuration, "" if it has none.
+    configuration, "" if it has none; packing: what it says of integers (`packing_of`).
 
     CheckpointError, with file, tensor, found and expected, if a part is missing or has a shape that
     does not fit its weight, and for any part of a weight without a method. UnsupportedError for
@@ -93,12 +121,17 @@ def stored_weights(tensors: Mapping[str, Entry], method: str) -> dict[str, Store
         for name, entries in by_name.items():
             if len(entries) < len(scheme.parts):
                 continue
+            if name in weights and {*entries.values()} <= {*weights[name].entries.values()}:
+                continue  # without zero points, which are there
             if name in weights:
                 both = f"{name} in {weights[name].scheme.name} and in {scheme.name}"
                 where = str(entries[scheme.parts[0].part].file)
                 raise CheckpointError(both, expected="one of the two", where=where)
-            its, found = _encoded(scheme, entries)
-            weights[name] = StoredWeight(name, its, found, _shape(its, found))
+            its, found = _encoded(scheme, entries, packing)
+            its = replace(its, fixed=tuple(f for f in its.fixed if name + f.suffix in tensors))
+            shape = _shape(its, found)
+            beside = {fixed.suffix: tensors[name + fixed.suffix] for fixed in its.fixed}
+            weights[name] = StoredWeight(name, its, {**found, **beside}, shape)
     used = {entry.name for weight in weights.values() for entry in weight.entries.values()}
     for name, entry in tensors.items():
         if (
@@ -130,19 +163,14 @@ def _candidates(scheme: Scheme, tensors: Mapping[str, Entry]) -> Candidates:
 
 _BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 # parts of other formats
-_UNKNOWN = (
-    ".weight_zero_point",
-    ".weight_g_idx",
-    ".pre_quant_scale",
-    ".qweight",
-    ".qzeros",
-    ".g_idx",
-)
+_UNKNOWN = (".weight_g_idx", ".pre_quant_scale", ".g_idx")
 _PARTS = tuple(
     dict.fromkeys((*(part.suffix for scheme in SCHEMES for part in scheme.parts), *_UNKNOWN))
 )
 # of nothing but parts
-_SUFFIXES = tuple(suffix for suffix in _PARTS if suffix not in ("", ".weight", ".scale", "_scales"))
+_SUFFIXES = tuple(
+    suffix for suffix in _PARTS if suffix not in ("", ".weight", ".scale", ".scales", "_scales")
+)
 
 
 def _left(
@@ -182,10 +210,15 @@ def _left(
     )
 
 
-def _encoded(scheme: Scheme, entries: dict[str, Entry]) -> tuple[Scheme, dict[str, Entry]]:
-    """The scheme of a weight, and its entries by the names of parts: for 8-bit floats those of the
-    encoding that the shapes say.
+def _encoded(
+    scheme: Scheme, entries: dict[str, Entry], packing: Packing
+) -> tuple[Scheme, dict[str, Entry]]:
+    """The scheme of a weight, and its entries by the names of parts: for 8-bit floats and integers
+    those of the encoding that the shapes say.
     """
+    if scheme.integers:
+        its = scheme_of(scheme, entries, packing)
+        return its, {part.part: entries[part.part] for part in its.parts}
     if scheme.encoding is not None:
         return scheme, entries
     values, scale = (entries[part.part] for part in scheme.parts)
@@ -199,9 +232,10 @@ def _encoded(scheme: Scheme, entries: dict[str, Entry]) -> tuple[Scheme, dict[st
 def _shape(scheme: Scheme, entries: Mapping[str, Entry]) -> tuple[int, ...]:
     """The logical shape of a weight; CheckpointError for a part of another shape."""
     elements = entries[scheme.parts[0].part]
-    parts = [
-        _on_meta(part, entries[part.part], scheme, elements.shape[:-1]) for part in scheme.parts
-    ]
+    codes = _on_meta(scheme.parts[0], elements, scheme, None)
+    n = codes.shape[-2] if codes.dim() > 1 else None
+    scales = (_on_meta(part, entries[part.part], scheme, n) for part in scheme.parts[1:])
+    parts = [codes, *scales]
     try:
         if scheme.encoding is None:
             return check_fp8(*parts)
@@ -214,11 +248,11 @@ def _shape(scheme: Scheme, entries: Mapping[str, Entry]) -> tuple[int, ...]:
         raise error.at(f"{elements.file}: {elements}") from None
 
 
-def _on_meta(part: StoredPart, entry: Entry, scheme: Scheme, rows: tuple[int, ...]) -> Tensor:
-    """A part on the meta device, without values, of a weight [*rows, ...]."""
+def _on_meta(part: StoredPart, entry: Entry, scheme: Scheme, n: int | None) -> Tensor:
+    """A part on the meta device, without values, of a weight [..., n, K]."""
     try:
         empty = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        return part.to_part(empty, n=next(reversed(rows), None))
+        return part.to_part(empty, n=n)
     except (RuntimeError, IndexError):
         scale = "[] or [1], the scale of a matrix"
         expected = scale if part.direction else f"the {part.part} of {scheme.name}"

@@ -24,9 +24,10 @@ def check_scales(directory: Directory, weights: Mapping[str, StoredWeight]) -> N
     """Reads all scales. CheckpointError, with file, tensor, found and expected, for scales that are
     NaN, infinite or, but for those of integers, negative, and for a divisor.
 
-    It is also raised if compressed-tensors records another shape than the codes have: they were
-    padded, which is not undone. If a scale would make the largest weight exceed 2688 (FP8: 448), it
-    is the wrong way round; no trained weight comes near that.
+    It is also raised if compressed-tensors records another shape than the codes have (they were
+    padded, which is not undone), and as from `StoredWeight.check_fixed`. If a scale would make the
+    largest weight exceed 2688 (FP8: 448), it is the wrong way round; no trained weight comes near
+    that.
     """
     for weight in progress(weights.values(), "checking scales", len(weights)):
         check_weight(directory, weight)
@@ -36,7 +37,8 @@ def check_weight(directory: Directory, weight: StoredWeight) -> None:
     """`check_scales` of one weight."""
     entries = [weight.entries[part.part] for part in weight.scheme.parts]
     tensors = (directory.read(entry.name) for entry in entries)
-    parts = (part.to_part(t) for part, t in zip(weight.scheme.parts, tensors, strict=True))
+    n = weight.shape[-2]
+    parts = (part.to_part(t, n=n) for part, t in zip(weight.scheme.parts, tensors, strict=True))
     file = str(entries[-1].file)
     try:
         check_scales_of(weight.scheme, parts, weight.name)
@@ -44,14 +46,7 @@ def check_weight(directory: Directory, weight: StoredWeight) -> None:
         raise error.at(file) from None
     except NonFiniteError as error:
         raise CheckpointError(error.found, expected=error.expected, where=file) from None
-    recorded = directory.tensors.get(f"{weight.name}.weight_shape")
-    shape = [*weight.shape] if recorded is None else directory.read(recorded.name).tolist()
-    if recorded is not None and shape != [*weight.shape]:
-        raise CheckpointError(
-            f"{recorded.name}: {shape}",
-            expected=f"{[*weight.shape]}, which the codes have",
-            where=str(recorded.file),
-        )
+    weight.check_fixed(directory.read)
 
 
 def check_scales_of(scheme: Scheme, parts: Iterable[Tensor], name: str) -> None:

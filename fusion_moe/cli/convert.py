@@ -16,9 +16,10 @@ from .output import Json, finish
 
 
 class Format(str, Enum):
-    """What to write: ModelOpt's NVFP4, or plain floats."""
+    """What to write: ModelOpt's NVFP4, compressed-tensors' integers and MXFP4, or plain floats."""
 
     MODELOPT = "modelopt"
+    COMPRESSED_TENSORS = "compressed-tensors"
     DENSE = "dense"
 
 
@@ -44,7 +45,10 @@ def convert(
     src: Source,
     dst: Destination,
     to: Annotated[
-        Format, typer.Option(help="ModelOpt's NVFP4, or plain floats.")
+        Format,
+        typer.Option(
+            help="ModelOpt's NVFP4, compressed-tensors' integers and MXFP4, or plain floats."
+        ),
     ] = Format.MODELOPT,
     dtype: Annotated[
         Floats | None,

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from ..checkpoints import Directory, method_of
+from ..checkpoints import Directory, method_of, packing_of
 from ..checkpoints.modelopt import own_entries
 from ..env import has_cuda
 from ..errors import UnsupportedError
@@ -137,9 +137,9 @@ def model_of(path: Path) -> nn.Module:
             " ".join(str(error).split()), expected="a model of transformers", where=str(path)
         ) from None
     if method:
-        replace_modules(
-            model, directory.tensors, method, NVFP4Config(**own_entries(directory.quantization))
-        )
+        said = directory.quantization
+        config = NVFP4Config(**own_entries(said))
+        replace_modules(model, directory.tensors, method, config, packing=packing_of(said))
     else:
         model.set_experts_implementation("fusion_moe")
     return model.eval().requires_grad_(False)

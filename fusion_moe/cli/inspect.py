@@ -25,6 +25,7 @@ from ..checkpoints import (
     experts_of,
     layers_of_experts,
     method_of,
+    packing_of,
     stored_weights,
 )
 from ..encodings import BF16, F16, F32, Encoding
@@ -133,7 +134,7 @@ def inspection(path: Path, values: bool = False) -> Inspection:
     entries, problems = directory.tensors, []
     weights: Mapping[str, StoredWeight] = {}
     try:
-        weights = stored_weights(entries, method)
+        weights = stored_weights(entries, method, packing_of(quantization))
         layers_of_experts(
             [*weights, *(name.removesuffix(".weight") for name in entries)],
             experts_of(directory.config),

@@ -1,5 +1,5 @@
 """Encodings: how weights are stored, as data. encoding.py defines the data model; nvfp4.py,
-mxfp4.py, mxfp8.py, fp8.py, fp8_block.py, int4.py and plain.py are the known encodings.
+mxfp4.py, mxfp8.py, fp8.py, fp8_block.py, integers.py, nf4.py and plain.py are the known encodings.
 
 >>> import torch
 >>> q = quantize(torch.tensor([[6.0, -3.0, 0.5, 0.0] * 4]), NVFP4, torch.tensor(1.0))
@@ -33,9 +33,10 @@ from .encoding import (
 )
 from .fp8 import FP8, FP8_CHANNEL, FP8_E8M0, FP8_ROWS, FP8_TENSOR
 from .fp8_block import FP8_BLOCKS_F32, FP8_COLUMNS, FP8_COLUMNS_F32, FP8_ROWS_F32
-from .int4 import INT4
+from .integers import INT4, INTEGERS
 from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8, MXFP8_COLUMNS
+from .nf4 import NF4
 from .nvfp4 import NVFP4
 from .plain import BF16, F16, F32
 
@@ -54,9 +55,11 @@ __all__ = [
     "FP8_ROWS_F32",
     "FP8_TENSOR",
     "INT4",
+    "INTEGERS",
     "MXFP4",
     "MXFP8",
     "MXFP8_COLUMNS",
+    "NF4",
     "NVFP4",
     "ROW",
     "Element",

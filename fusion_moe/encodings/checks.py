@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import DeviceError, DtypeError, NonFiniteError, ShapeError
+from ..errors import CheckpointError, DeviceError, DtypeError, NonFiniteError, ShapeError
 from .encoding import FLOATS, Encoding, Part, Scale
 
 
@@ -193,10 +193,13 @@ def check_matrix_scales(scale: Tensor, name: str = "decode_scale") -> None:
 
 def check_part_scales(part: Part, tensor: Tensor, name: str) -> None:
     """NonFiniteError if a part in linear order holds scales that no quantizer writes: NaN,
-    infinity, and negative ones where the encoding has none. Elements are not checked. For loading a
+    infinity, and negative ones where the encoding has none; CheckpointError for zero points that
+    are no codes. Elements are not checked. For loading a
     checkpoint: kernels may store scales in an unsigned type. Waits for the device.
     """
-    if part.of_blocks and part.scale is not None:
+    if part.scale is not None and part.scale.zero_point:
+        _check_zero_points(tensor, part.scale, name)
+    elif part.of_blocks and part.scale is not None:
         _check_block_scales(tensor, part.scale, name)
     elif part.of_matrix:
         check_matrix_scales(tensor, name)
@@ -219,6 +222,17 @@ def _check_block_scales(tensor: Tensor, scale: Scale, name: str) -> None:
             f"{'finite' if scale.signed else 'numbers and not negative'}, as every quantizer "
             "writes them",
             todo="the file is damaged, or these are bytes of another type or of another tensor",
+        )
+
+
+def _check_zero_points(tensor: Tensor, zero: Scale, name: str) -> None:
+    largest = tensor.float().max().item() if tensor.numel() else 0
+    if not largest <= zero.maximum:
+        raise CheckpointError(
+            f"zero points of up to {largest:g} in {name} {list(tensor.shape)}",
+            expected=f"at most {zero.maximum:g}, the largest code",
+            todo="the file is damaged, or stores them in another way than it says "
+            "(checkpoint_format)",
         )
 
 

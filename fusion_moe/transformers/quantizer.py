@@ -17,7 +17,7 @@ from transformers.integrations.accelerate import get_device
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoints import KNOWN, Directory, Entry
+from ..checkpoints import KNOWN, Directory, Entry, packing_of
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import Adapter, prepare_
@@ -121,8 +121,14 @@ class FusionMoeQuantizer(HfQuantizer):
         }
         config = self.quantization_config
         self.replaced = replace_modules(
-            model, tensors.entries, config.method, config.experts, config.quantizes
+            model,
+            tensors.entries,
+            config.method,
+            config.experts,
+            config.quantizes,
+            packing_of(vars(config)),
         )
+        self.replaced.check_fixed(tensors.read)
         for name, source in self.replaced.experts.items():
             if not source.rounds:
                 model.get_submodule(name).scales = config.scales_in_files

@@ -5,15 +5,16 @@ all tensors that these need.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..checkpoints import Entry, Scheme, StoredPart, StoredWeight, stored_weights
+from ..checkpoints import Entry, Packing, Scheme, StoredPart, StoredWeight, stored_weights
 from ..checkpoints.experts import expert_of, hidden_layers_of, predicts_further_tokens
+from ..checkpoints.integers import USUAL
 from ..checkpoints.stored import all_eight_bits
 from ..encodings import F32, NVFP4, Encoding, Quantized
 from ..encodings.encoding import FLOATS
@@ -49,6 +50,11 @@ class Replacements:
     linears: dict[str, Source] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
 
+    def check_fixed(self, read: Callable[[str], Tensor]) -> None:
+        """Raises as `StoredWeight.check_fixed`. read: a tensor by its name in files."""
+        for weight in self.weights.values():
+            weight.check_fixed(lambda name: read(self.in_files[name]))
+
     def take(self, source: Source, weights: Iterable[StoredWeight]) -> Source:
         """Marks the tensors of weights as belonging to a module, and the scales of activations if
         each weight has one. Returns the source with these.
@@ -70,17 +76,19 @@ def replace_modules(
     method: str,
     config: NVFP4Config,
     quantizes: bool = False,
+    packing: Packing = USUAL,
 ) -> Replacements:
     """Puts modules of fusion_moe.nn, on the meta device, in the place of modules whose tensors in
     the files are encoded weights.
 
-    method: `quant_method` of the configuration. quantizes: whether experts in 8-bit floats, and
-    those in floats beside them, may be rounded to NVFP4. CheckpointError for an incomplete weight
-    or one that no module takes, UnsupportedError for one of a module that cannot have it.
+    method: `quant_method` of the configuration; packing: what it says of integers. quantizes:
+    whether experts in 8-bit floats, and those in floats beside them, may be rounded to NVFP4.
+    CheckpointError for an incomplete weight or one that no module takes, UnsupportedError for one
+    of a module that cannot have it.
     """
     names = live_names(model, tensors)
     entries = {live: replace(tensors[name], name=live) for name, live in names.items()}
-    stored = stored_weights(entries, method)
+    stored = stored_weights(entries, method, packing)
     floats = _floats(entries) if quantizes and any(map(_is_fp8_expert, stored.values())) else {}
     in_files = {live: name for name, live in names.items()}
     replaced = Replacements(entries, in_files, {**floats, **stored})

@@ -28,13 +28,15 @@ class Row(NamedTuple):
     """A parameter, or a buffer, and its tensors in files: `part.suffix` follows each of the names.
 
     Their rows follow one another. `*` in a name stands for the number of an expert; a name without
-    it has all of them. in_turns: rows of gate and up alternate in the file.
+    it has all of them. in_turns: rows of gate and up alternate in the file. scheme: of elements,
+    beside which are its fixed tensors.
     """
 
     parameter: str
     names: tuple[str, ...]
     part: StoredPart
     in_turns: bool
+    scheme: Scheme | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Source:
                     scale, self.input_scale, (torch.float32,), direction=Direction.MULTIPLIER
                 )
             for key, part in tensors.items():
-                yield Row(key, names, part, self.in_turns and weight == "gate_up")
+                scheme = self.scheme if part is self.scheme.parts[0] else None
+                yield Row(key, names, part, self.in_turns and weight == "gate_up", scheme)
 
 
 def find_experts(name: str, gated: bool, in_turns: bool, stored: Weights) -> Source | None:

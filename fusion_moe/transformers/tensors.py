@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints import StoredPart, StoredWeight
+from ..checkpoints import StoredWeight
 from ..checkpoints.values import check_scale, check_scales_of
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
@@ -138,7 +138,7 @@ def stored(row: Row, t: Tensor) -> Iterator[tuple[str, Tensor]]:
         runs = t[:, None] if t.dim() == 1 else t.unflatten(1, (len(row.names), -1))
         for e, run in enumerate(runs):
             for name, one in zip(row.names, run, strict=True):
-                yield from _with_shape(row.part, name.replace("*", str(e)), one)
+                yield from _with_fixed(row, name.replace("*", str(e)), one)
         return
     if row.part.direction is not None and (t != t.flatten()[0]).any():
         raise UnsupportedError(
@@ -147,13 +147,12 @@ def stored(row: Row, t: Tensor) -> Iterator[tuple[str, Tensor]]:
             where=row.names[0],
         )
     turned = row.in_turns and row.part.direction is None
-    yield from _with_shape(row.part, row.names[0], interleave(t, 1, 1) if turned else t)
+    yield from _with_fixed(row, row.names[0], interleave(t, 1, 1) if turned else t)
 
 
-def _with_shape(part: StoredPart, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A part as it is stored; also the weight's shape if another package expects it next to 32-bit
-    words.
-    """
-    yield name + part.suffix, part.from_part(t)
-    if part.dtypes == (torch.int32,):
-        yield f"{name}.weight_shape", torch.tensor([t.shape[0], 2 * t.shape[1]])
+def _with_fixed(row: Row, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A part as it is stored, and what is fixed beside elements."""
+    yield name + row.part.suffix, row.part.from_part(t)
+    if row.scheme is not None and (encoding := row.scheme.encoding) is not None:
+        for fixed in row.scheme.fixed:
+            yield name + fixed.suffix, fixed.made(len(t), encoding.elements(t.shape[-1]), encoding)

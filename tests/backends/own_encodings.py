@@ -26,7 +26,7 @@ def with_zeros(block: int, dtype: torch.dtype = torch.float16) -> Encoding:
         Scale("block_scale", dtype, block),
         Scale("zero_point", torch.uint8, block, zero_point=True),
     )
-    return Encoding(f"uint4_{block}", UINT4, scales)
+    return Encoding(f"zeros_{block}", UINT4, scales)
 
 
 LEVELS = (

@@ -109,7 +109,11 @@ def rounded(weight: Quantized) -> Tensor:
 @pytest.mark.parametrize("layout", WAYS)
 @pytest.mark.parametrize(
     "encoding",
-    [*OWN, *map(ENCODINGS.get, ("mxfp8", "fp8", "fp8_e8m0", "fp8_channel", "fp8_tensor"))],
+    [
+        *OWN,
+        *map(ENCODINGS.get, ("mxfp8", "fp8", "fp8_e8m0", "fp8_channel", "fp8_tensor")),
+        *map(ENCODINGS.get, ("uint4_32", "int8_128_f16", "nf4")),
+    ],
     ids=lambda e: e.name,
 )
 def test_derived_readers_make_what_the_reference_makes(encoding, layout, tmp_path):
@@ -194,15 +198,15 @@ def test_written_readers_make_what_derived_ones_make(name, layout, tmp_path):
     ],
 )
 def test_what_no_reader_takes_is_refused_when_it_is_planned(monkeypatch, change, layout, sentence):
-    monkeypatch.setitem(ENCODINGS, "uint4_16", replace(with_zeros(16), **change))
-    with pytest.raises(UnsupportedError, match=f"weights in uint4_16, {sentence}"):
-        reader("uint4_16", layout, "bf16")
+    monkeypatch.setitem(ENCODINGS, "zeros_16", replace(with_zeros(16), **change))
+    with pytest.raises(UnsupportedError, match=f"weights in zeros_16, {sentence}"):
+        reader("zeros_16", layout, "bf16")
 
 
 @pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
 @pytest.mark.parametrize("layout", WAYS)
 def test_a_layer_with_zero_points_has_all_kernels_forward_and_backward(layout):
-    made, titles = packed("uint4_128", layout, inner=256), set()
+    made, titles = packed("uint4_128_f16", layout, inner=256), set()
     for source in [*sources(made.forward), *sources(made.backward)]:
         for tokens in (4, 4096):
             sizes = dict.fromkeys(source.fusion.symbols, tokens)

@@ -267,7 +267,8 @@ def test_fp8_whose_scales_are_no_powers_of_two(tmp_path: Path) -> None:
 
 
 def test_no_other_form_is_known(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="to='gguf'; expected one of modelopt, dense"):
+    expected = "to='gguf'; expected one of modelopt, compressed-tensors, dense"
+    with pytest.raises(OptionError, match=expected):
         convert(MADE / "modelopt-qwen3_moe", tmp_path / "dst", "gguf")
 
 

@@ -13,7 +13,13 @@ import pytest
 import torch
 from files import MADE, Tensors, change, copied, raw, same
 
-from fusion_moe.checkpoints import Directory, StoredWeight, method_of, stored_weights
+from fusion_moe.checkpoints import (
+    Directory,
+    StoredWeight,
+    method_of,
+    stored_weights,
+    weights_in,
+)
 from fusion_moe.checkpoints.methods import METHODS
 from fusion_moe.errors import CheckpointError, UnsupportedError
 
@@ -22,7 +28,7 @@ GATE = "model.layers.0.mlp.experts.0.gate_proj"
 
 def weights_of(path: Path) -> tuple[Directory, dict[str, StoredWeight]]:
     directory = Directory.open(path)
-    return directory, stored_weights(directory.tensors, method_of(directory.quantization))
+    return directory, weights_in(directory)
 
 
 SCHEMES = {
@@ -140,30 +146,30 @@ def test_scales_of_matrices_in_any_float(dtype: torch.dtype, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "factor"), [(torch.float32, 1.0), (torch.float16, 1.0), (torch.float16, 1.01)]
+    ("dtype", "factor"), [(torch.float32, 1.0), (torch.float16, 1.01), (torch.float32, 1.01)]
 )
 def test_scales_of_integers_in_other_floats(
     dtype: torch.dtype, factor: float, tmp_path: Path
 ) -> None:
-    """They are those of bfloat16, or refused: INT4 has no others."""
+    """Those of float16 are kept; those of float32 are those of bfloat16, or refused."""
     path = change(
         copied("ct-qwen3_moe-int4", tmp_path),
         _replace(f"{GATE}.weight_scale", lambda t: (t.float() * factor).to(dtype)),
     )
     directory, weights = weights_of(path)
-    if factor == 1:
-        was, original = weights_of(MADE / "ct-qwen3_moe-int4")
-        assert torch.equal(
-            weights[GATE].quantized(directory.read).block_scale,
-            original[GATE].quantized(was.read).block_scale,
-        )
+    if dtype == torch.float32 and factor != 1:
+        with pytest.raises(
+            UnsupportedError,
+            match=r"gate_proj.weight_scale \(float32 .*, which bfloat16 does not hold",
+        ):
+            weights[GATE].quantized(directory.read)
         return
-    with pytest.raises(
-        UnsupportedError,
-        match=r"gate_proj.weight_scale \(float16 .*, which "
-        r"bfloat16 does not hold",
-    ):
-        weights[GATE].quantized(directory.read)
+    was, original = weights_of(MADE / "ct-qwen3_moe-int4")
+    (found, want) = (
+        w[GATE].quantized(d.read).block_scale for d, w in ((directory, weights), (was, original))
+    )
+    assert torch.equal(found, (want.float() * factor).to(found.dtype))
+    assert found.dtype == (torch.float16 if dtype == torch.float16 else torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (160,), (160, 1), (2, 1)])
@@ -225,8 +231,9 @@ def test_scales_without_a_configuration(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    {"quant_method": "awq", "bits": 4},
-    {"quant_method": "gptq"},
+    {"quant_method": "awq", "version": "gemv"},
+    {"quant_method": "gptq", "checkpoint_format": "marlin"},
+    {"quant_method": "auto-round", "packing_format": "auto_round:fp8_static"},
     {"quant_method": "bitsandbytes"},
     {"quant_method": "gguf"},
     {"quant_method": "quanto"},
@@ -240,7 +247,7 @@ REFUSED = [
         "format": "pack-quantized",
         "config_groups": {
             "group_0": {
-                "weights": {"type": "int", "num_bits": 4, "group_size": 128, "symmetric": False}
+                "weights": {"type": "int", "num_bits": 8, "group_size": 128, "symmetric": False}
             }
         },
     },

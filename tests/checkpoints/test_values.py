@@ -9,7 +9,7 @@ import pytest
 import torch
 from files import MADE, Tensors, change, copied
 
-from fusion_moe.checkpoints import Directory, check_scales, method_of, stored_weights
+from fusion_moe.checkpoints import Directory, check_scales, weights_in
 from fusion_moe.errors import CheckpointError
 
 GATE = "model.layers.0.mlp.experts.0.gate_proj"
@@ -17,7 +17,7 @@ GATE = "model.layers.0.mlp.experts.0.gate_proj"
 
 def check(path: Path) -> None:
     directory = Directory.open(path)
-    check_scales(directory, stored_weights(directory.tensors, method_of(directory.quantization)))
+    check_scales(directory, weights_in(directory))
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in MADE.iterdir()))

@@ -55,7 +55,9 @@ def test_counts_by_numpy(name):
     }
     assert len(experts) == 1
     if (quantizer := name.split("-")[0]) != "bf16":
-        assert shown["method"] == {"ct": "compressed-tensors"}.get(quantizer, quantizer)
+        assert shown["method"] == {"ct": "compressed-tensors", "auto_round": "auto-round"}.get(
+            quantizer, quantizer
+        )
 
 
 def test_a_scale_that_is_nan_is_seen_with_values(tmp_path):

@@ -59,16 +59,16 @@ def quantized_by(method: str, folder: Path) -> Path:
 
 
 def test_what_is_not_read_exits_with_3_and_one_sentence(tmp_path):
-    folder = quantized_by("awq", tmp_path)
+    folder = quantized_by("gguf", tmp_path)
     for command in ("inspect", "explain"):
         result = run(command, str(folder))
         assert (result.exit_code, result.stdout) == (3, "")
-        assert result.stderr.startswith(f"fusion-moe: {folder}: quant_method 'awq': AWQ ")
+        assert result.stderr.startswith(f"fusion-moe: {folder}: quant_method 'gguf': GGUF ")
         assert result.stderr.count("\n") == 1
 
 
 def test_errors_as_json(tmp_path):
-    result = run("inspect", "--json", str(quantized_by("awq", tmp_path)))
+    result = run("inspect", "--json", str(quantized_by("gguf", tmp_path)))
     error = json.loads(result.stdout)["error"]
     assert (result.exit_code, result.stderr, error["kind"], error["where"]) == (
         3,
@@ -76,7 +76,7 @@ def test_errors_as_json(tmp_path):
         "UnsupportedError",
         str(tmp_path),
     )
-    assert error["found"].startswith("quant_method 'awq'")
+    assert error["found"].startswith("quant_method 'gguf'")
     assert set(error) == {"kind", "message", "found", "expected", "todo", "where"}
 
 

@@ -40,7 +40,7 @@ def numbers(*shape: int, spread: float = 6.0) -> torch.Tensor:
 
 
 def test_what_is_derived():
-    assert list(ENCODINGS) == [
+    assert [name for name in ENCODINGS if "int" not in name or name == "int4"] == [
         "mxfp8",
         "mxfp8_columns",
         "fp8",
@@ -55,10 +55,13 @@ def test_what_is_derived():
         "int4",
         "nvfp4",
         "mxfp4",
+        "nf4",
         "bf16",
         "f16",
         "f32",
     ]
+    assert len(encodings.INTEGERS) == 3 * 4 * 2  # elements, groups, dtypes of scales
+    assert all(ENCODINGS[e.name] is e for e in encodings.INTEGERS.values())
     assert [(p.name, p.dtype) for p in MXFP4.parts] == [
         ("codes", torch.uint8),
         ("block_scale", E8M0),
@@ -70,7 +73,7 @@ def test_what_is_derived():
     with pytest.raises(ShapeError, match="mxfp4: K = 48; expected a multiple of 32"):
         MXFP4.packed(48)
     with pytest.raises(
-        OptionError, match="encoding 'fp5'; expected one of mxfp8, .*, int4, nvfp4, mxfp4"
+        OptionError, match="encoding 'fp5'; expected one of mxfp8, .*, int4, .*, nvfp4, mxfp4"
     ):
         encodings.find("fp5")
     with pytest.raises(OptionError, match="another encoding called 'nvfp4'"):

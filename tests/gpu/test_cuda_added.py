@@ -41,8 +41,8 @@ DGRADS = [
     ("nvfp4", "bf16", "w16x64"),
     ("nvfp4", "bf16", "linear"),
     ("mxfp4", "f16", "linear"),
-    ("uint4_128", "bf16", "w16x64"),  # derived readers in tiles from here on
-    ("uint4_128", "f16", "linear"),
+    ("uint4_128_f16", "bf16", "w16x64"),  # derived readers in tiles from here on
+    ("uint4_128_f16", "f16", "linear"),
     ("levels", "bf16", "w16x64"),
 ]
 _ANY = Matrices(8, 256, 16, 1, 576, True, "dgrad")

@@ -46,8 +46,13 @@ LAYOUTS = ("linear", "w16x64")
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 DERIVED = [  # read by their descriptors: zero points, levels of scales, a table
     ("uint4_128", "bf16"),
-    ("uint4_128", "f16"),
-    ("uint4_-1", "bf16"),
+    ("uint4_128_f16", "bf16"),
+    ("uint4_128_f16", "f16"),
+    ("uint4_channel", "bf16"),
+    ("uint4_32_f16", "f16"),
+    ("int4_64", "bf16"),
+    ("int8_channel", "bf16"),
+    ("int8_128_f16", "f16"),
     ("levels", "bf16"),
     *EIGHT_BITS,
 ]

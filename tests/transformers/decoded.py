@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from raw_integers import of_packed, of_qweight
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -31,7 +32,9 @@ def plain_model(directory: Path) -> Any:
     config = AutoConfig.from_pretrained(directory)
     config.__dict__.pop("quantization_config", None)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    quantization = json.loads((directory / "config.json").read_text()).get("quantization_config")
     tensors = _tensors(directory, config.model_type)
+    _decode_integers(tensors, quantization or {})
     state = model.state_dict()
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for key, like in state.items():
@@ -104,8 +107,6 @@ def _value(key: str, like: Tensor, tensors: dict[str, Tensor], module: Any) -> T
 
 def _weight(name: str, tensors: dict[str, Tensor]) -> Tensor:
     """A matrix under the names of ModelOpt or compressed-tensors."""
-    if f"{name}.weight_shape" in tensors:
-        return _int4(tensors[f"{name}.weight_packed"], tensors[f"{name}.weight_scale"])
     if f"{name}.weight_packed" in tensors:
         divisor = tensors[f"{name}.weight_global_scale"].numpy()
         return _nvfp4(
@@ -136,14 +137,20 @@ def _nvfp4(packed: Tensor, scale: Tensor, matrix: np.ndarray) -> Tensor:
     return torch.from_numpy(values * np.repeat(scales, 16, -1))
 
 
-def _int4(packed: Tensor, scale: Tensor) -> Tensor:
-    """Eight numbers in a word, the first in its lowest bits, each with 8 added."""
-    numbers = (
-        packed.numpy().view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
-    ).astype(np.float32) - 8
-    return torch.from_numpy(
-        numbers.reshape(len(packed), -1) * np.repeat(scale.float().numpy(), 32, -1)
-    )
+def _decode_integers(tensors: dict[str, Tensor], said: dict[str, Any]) -> None:
+    """Adds `….weight`, in float32, for each weight in words of integers."""
+    for name in list(tensors):
+        base, _, part = name.rpartition(".")
+        if part == "qweight":
+            tensors[f"{base}.weight"] = of_qweight(
+                *(tensors[f"{base}.{p}"] for p in ("qweight", "qzeros", "scales")), said
+            )
+        elif part == "weight_packed" and tensors[name].dtype == torch.int32:
+            zeros = tensors.get(f"{base}.weight_zero_point")
+            shape = tensors.pop(f"{base}.weight_shape").tolist()
+            tensors[f"{base}.weight"] = of_packed(
+                tensors.pop(name), tensors[f"{base}.weight_scale"], zeros, shape
+            )
 
 
 def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ MADE = Path(__file__).parents[1] / "checkpoints" / "made"
 DIRECTORIES = sorted(
     d.name for d in MADE.iterdir() if (d / "config.json").exists() and not d.name.startswith("bf16")
 )
-AS_MODELOPT = [name for name in DIRECTORIES if name.startswith("ct") and not name.endswith("int4")]
+AS_MODELOPT = [name for name in DIRECTORIES if name in ("ct-qwen3_moe", "ct-mixtral", "ct-gpt_oss")]
 AS_LOADED = [name for name in DIRECTORIES if name not in AS_MODELOPT]
 TOKENS = torch.arange(3, 12)[None]
 PARTS = ("weight", "weight_scale", "weight_scale_2")
@@ -83,11 +83,9 @@ def test_what_is_saved_has_the_same_bytes(name, tmp_path):
     }
     assert now.keys() <= was.keys()
     for key in now:
-        # what transformers keeps so: parts of routers
-        in_float32 = now[key].dtype == torch.float32 and now[key].equal(was[key].float())
-        assert (
-            key.rpartition(".")[0] in eight_bit or in_float32 or same_bytes(was[key], now[key])
-        ), key
+        # parts of routers, and what is in another dtype than the model
+        cast = now[key].is_floating_point() and now[key].equal(was[key].to(now[key].dtype))
+        assert key.rpartition(".")[0] in eight_bit or cast or same_bytes(was[key], now[key]), key
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert same_parameters(from_pretrained(tmp_path), model)
 
@@ -378,9 +376,9 @@ def test_scales_of_integers_may_be_negative(tmp_path):
 def test_a_method_that_is_not_read(tmp_path):
     copy = changed(tmp_path, lambda found: None)
     config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "quanto", "bits": 4}
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="quant_method 'gptq'"):
+    with pytest.raises(UnsupportedError, match="quant_method 'quanto'"):
         from_pretrained(copy)
 
 
