@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -51,16 +51,27 @@ def _say(line: str, last: bool = False) -> None:
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Says on a terminal that work without countable parts is running, once it takes long.
-    Elsewhere it says nothing.
+def waiting(what: str) -> Iterator[Callable[[str], None]]:
+    """Says on a terminal that work without countable parts is running, once it takes long; or at
+    once, in other words, if the function that it gives is called with them. Elsewhere it says
+    nothing.
     """
-    said = f"{what}..."
-    timer = threading.Timer(QUIET_SECONDS, print, (said,), {"file": sys.stderr, "flush": True})
+    on_terminal = sys.stderr.isatty()
+    timer = threading.Timer(QUIET_SECONDS, _say_on, (what,))
     timer.daemon = True
-    if sys.stderr.isatty():
+    if on_terminal:
         timer.start()
+
+    def at_once(instead: str) -> None:
+        timer.cancel()
+        if on_terminal:
+            _say_on(instead)
+
     try:
-        yield
+        yield at_once
     finally:
         timer.cancel()
+
+
+def _say_on(what: str) -> None:
+    print(f"{what}...", file=sys.stderr, flush=True)

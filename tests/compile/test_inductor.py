@@ -461,3 +461,14 @@ def test_a_translator_at_fault_is_a_warning_and_not_an_error(caplog):
     ]
     assert len(warned) == 2  # for shapes [5, 32] and [6, 32]
     assert "expected f32[5, 32], as its fake returns" in warned[0]
+
+
+def test_on_a_terminal_the_first_call_says_what_is_compiled(capsys, monkeypatch):
+    """How many programs; equal layers share one, and the second call compiles none."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr(compile_graph, "has_compiler", lambda: False)  # quickly
+    layers, x = torch.nn.Sequential(Block(), Block(seed=1)).requires_grad_(False), tokens(5)
+    model = torch.compile(layers, backend="fusion_moe")
+    for _ in range(2):
+        model(x)
+    assert capsys.readouterr().err.splitlines() == ["compiling 1 program and the graph around..."]

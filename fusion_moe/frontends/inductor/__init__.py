@@ -20,7 +20,9 @@ from torch.fx import GraphModule
 from ... import backends, target
 from ... import options as switches
 from ...errors import Error
+from ...ir.text import text
 from ...messages.progress import waiting
+from ...messages.units import count
 from ..compiled import keep
 from ..float_experts import warn_of_float_experts
 from ..regions import Found, find_regions
@@ -50,9 +52,15 @@ def backend(
             target.check_device(backends.find(switched.target, device), device, "torch.compile")
         warn_of_float_experts(model)
         compiled, found = keep(model, switched), list[Found]()
-        with waiting("compiling a graph"):
+        with waiting("compiling a graph") as tell:
+
+            def note(result: Found) -> None:
+                found.append(result)
+                programs = {text(region.fusion) for region in result.regions}
+                tell(f"compiling {count(len(programs), 'program')} and the graph around")
+
             made = compile_with(
-                FusionPass(switched, found.append, passes_set(rest)), model, inputs, mode, rest
+                FusionPass(switched, note, passes_set(rest)), model, inputs, mode, rest
             )
         # the pass was not called: the code came from a cache
         if not found and compiled and is_logged():
