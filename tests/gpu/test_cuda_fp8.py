@@ -15,8 +15,12 @@ from fusion_moe.errors import GroupsError
 pytestmark = ON_HOPPER
 OPS = torch.ops.fusion_moe
 HOW = {"activation_format": "fp8"}
-# rows of each group, then of none; the first ones are many enough for products of codes
-MANY, FEW = ((300, 0, 1, 160, 161, 64, 0), 5), ((3, 0, 1, 16, 0, 7, 0), 2)
+# rows of each group, then of none; the last ones are too few for products of codes
+MANY, FEW, FEWEST = (
+    ((300, 0, 1, 160, 161, 64, 0), 5),
+    ((3, 0, 1, 16, 0, 7, 0), 2),
+    ((3, 0, 1, 0, 0, 0, 0), 2),
+)
 
 
 def integers(*shape: int, most: int, seed: int = 0) -> torch.Tensor:
@@ -67,7 +71,7 @@ def test_rows_are_quantized_bit_for_bit(dtype, columns):
 
 
 @pytest.mark.parametrize("encoding", ["fp8", "fp8_e8m0"])
-@pytest.mark.parametrize(("sizes", "rest"), [MANY, FEW])
+@pytest.mark.parametrize(("sizes", "rest"), [MANY, FEW, FEWEST])
 @pytest.mark.parametrize(("k", "n"), [(128, 64), (400, 320), (2880, 544)])
 def test_products_are_exact(k, n, sizes, rest, encoding):
     x = integers(sum(sizes) + rest, k, most=3).bfloat16()
