@@ -66,7 +66,7 @@ def test_codes_are_multiplied_where_groups_have_many_rows():
         ["reset_tile_counter", "fp8_gemm", "combine"],
     ]
     few = names("qwen3", 8)
-    assert [segment[0] for segment in few] == ["copies_0", "route", "prologue"]
+    assert [segment[0] for segment in few] == ["copies_0", "route", "reorder_activations"]
     assert few[1][-1] == "quantize"
 
 

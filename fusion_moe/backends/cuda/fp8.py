@@ -15,8 +15,8 @@ from ...ir.kinds.shape import elements
 from ...ir.sizes import value
 from ...ir.types import plain
 from ...layouts.groups import bound
-from ..cxx.elements import stored
-from ..cxx.indices import Variable, size
+from ..cxx.elements import Elements, stored
+from ..cxx.indices import Index, Variable, size
 from ..cxx.product_plan import ProductPlan
 from . import block_copies
 from .gemm import TILE_COUNTER, Operand, Wgrad, product_kernel, reset_tile_counter
@@ -24,6 +24,7 @@ from .grouped_mm import UNQUANTIZED, Product
 from .heuristics import AUTO, Chosen
 from .source import Array, Boxes, KernelSource, Sizes
 from .table import table_of
+from .variants import Variant
 from .vectors import VECTOR, follow
 
 ROWS = (FP8_ROWS.name,)  # encodings of rows
@@ -47,6 +48,31 @@ class Fp8Product(Product):
             self._operand = _operand(self)
             self._codes = self._make_codes()
             self.scratch.append(TILE_COUNTER)
+
+    def rows_in_memory(self, made: Elements) -> tuple[Value, Index] | None:
+        """That of the codes, if scales are picked as they are."""
+        (codes, k), (scales, blocks) = zip(_parts(self), self._columns, strict=True)
+        found, beside = made.row_in_memory(codes, _M, k), made.row_in_memory(scales, _M, blocks)
+        if not found or not beside or found[1] != beside[1]:
+            return None
+        self._scales_matrix = beside[0]
+        return found
+
+    @property
+    def _columns(self) -> tuple[int, int]:
+        """Of codes and scales."""
+        return self.plan.k, -(-self.plan.k // _K_BLOCK)
+
+    piece_headers = ("routing.cuh", "coded_rows.cuh")
+
+    def _piece(self, variant: Variant) -> str:
+        assert self.matrix is not None
+        order = str(self._takes_fragment_order(variant)).lower()
+        parts = f"{self.names[self.matrix]}, {self.names[self._scales_matrix]}"
+        return f"decoded_piece<{self.dtype}, {self.plan.k}, {order}>({parts}, i)"
+
+    def _reads_in_place(self, variant: Variant, reads_fragment_order: bool = False) -> bool:
+        return False
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
         """The kernels; no variants if both operands are multiplied as codes."""
@@ -153,9 +179,7 @@ class Fp8Product(Product):
     def _scales(self, operand: Operand) -> str:
         """The array of the scales of rows, which are gathered as the codes are."""
         _, scales = _parts(self)
-        found = self.elements(without=self.made_later).row_in_memory(
-            scales, _M, -(-self.plan.k // _K_BLOCK)
-        )
+        found = self.elements(without=self.made_later).row_in_memory(scales, _M, self._columns[1])
         if found is None or found[1] != operand.row:
             raise UnsupportedError("scales of rows that are not those of the codes")
         return self.names[found[0]]

@@ -7,13 +7,13 @@ from functools import cached_property
 
 from ...arch import Arch
 from ...errors import UnsupportedError
-from ...ir.core import Op
+from ...ir.core import Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, exact_div, value
 from ...ir.types import plain
-from ..cxx.elements import stored
+from ..cxx.elements import Elements, stored
 from ..cxx.epilogue import Epilogue
-from ..cxx.indices import Number, Variable, size
+from ..cxx.indices import Index, Number, Variable, size
 from ..cxx.product_plan import ProductPlan
 from ..cxx.statements import inner
 from ..inexpressible import naming
@@ -57,7 +57,7 @@ class Product(Source):
             raise UnsupportedError(
                 f"{self.groups} groups have no kernel here", expected=f"at most {_MAX_GROUPS}"
             )
-        found = self.elements().row_in_memory(plan.a, _M, plan.k)
+        found = self.rows_in_memory(self.elements())
         # the matrix in memory whose rows are the activations
         self.matrix = found[0] if found else None
         # whether its row m is row m of the activations
@@ -71,6 +71,10 @@ class Product(Source):
             epilogue.columns or [_J], plan.width, aligned=self.reader.tiled
         )
         self._functions = self._make_functions()
+
+    def rows_in_memory(self, made: Elements) -> tuple[Value, Index] | None:
+        """The matrix in memory whose rows are the activations, and the number of row m's."""
+        return made.row_in_memory(self.plan.a, _M, self.plan.k)
 
     @property
     def groups(self) -> int:
@@ -256,18 +260,25 @@ class Product(Source):
             return []
         pieces = exact_div(elements(self.matrix.type.shape), 8)
         assert pieces is not None
-        store = (
-            f"store_vector<8>({ACTIVATIONS} + 8 * i, fragment_piece({self.names[self.matrix]}, i));"
-        )
+        store = f"store_vector<8>({ACTIVATIONS} + 8 * i, {self._piece(variant)});"
         # routing has waited for the kernel that made the matrix
         before_wait, body = ([store], []) if after_routing else ([], [store])
-        reorder = self.for_all("reorder_activations", pieces, body, before_wait=before_wait)
+        reorder = self.for_all(
+            "reorder_activations", pieces, body, before_wait=before_wait, headers=self.piece_headers
+        )
         return [replace(reorder, writes_before_wait=after_routing)]
+
+    piece_headers: tuple[str, ...] = ("routing.cuh",)  # that _piece needs
+
+    def _piece(self, variant: Variant) -> str:
+        """The i-th eight numbers of the activations, in the order in which the product reads."""
+        assert self.matrix is not None
+        return f"fragment_piece({self.names[self.matrix]}, i)"
 
     def _row(self, variant: Variant, reads_fragment_order: bool) -> list[str]:
         """The types of both operands, and where the product reads a row of activations."""
         made = self.elements()
-        matrix, row = made.row_in_memory(self.plan.a, _M, self.plan.k) or (None, _M)
+        matrix, row = self.rows_in_memory(made) or (None, _M)
         name = (
             self.names[matrix]
             if matrix is not None and self._reads_in_place(variant, reads_fragment_order)

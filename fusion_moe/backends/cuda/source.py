@@ -305,6 +305,7 @@ class Source(Writer):
         body: Sequence[str],
         *,
         before_wait: Sequence[str] = (),
+        headers: Sequence[str] = ("routing.cuh",),
     ) -> KernelSource:
         """A kernel that runs `body` for each i below a count, and `before_wait` while the previous
         kernel, which it does not need, runs.
@@ -316,7 +317,12 @@ class Source(Writer):
         )
         lines = [*first, "griddepcontrol_wait();", "griddepcontrol_launch_dependents();", *then]
         return self.kernel(
-            name, lines, blocks, max_resident=MAX_RESIDENT, reads_before_wait=bool(before_wait)
+            name,
+            lines,
+            blocks,
+            headers=headers,
+            max_resident=MAX_RESIDENT,
+            reads_before_wait=bool(before_wait),
         )
 
     def for_all_warps(

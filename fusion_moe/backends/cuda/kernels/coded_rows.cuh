@@ -1,0 +1,33 @@
+// Rows in e4m3 with a scale for 128 columns as numbers, for products in which both operands are such.
+#pragma once
+
+#include "memory.cuh"
+
+namespace {
+
+// What the eight codes from place 8 * piece on of rows of K columns stand for, or those that stand
+// there in fragment order.
+template <class T, i32 K, bool FRAGMENT_ORDER>
+__device__ __forceinline__ Vector<T, 8> decoded_piece(const u8* codes, const float* scales,
+                                                      i64 piece) {
+    const i64 first = 8 * piece, row = first / K;
+    const float scale = scales[row * ((K + 127) / 128) + first % K / 128];
+    Vector<u16, 4> pairs;
+    if constexpr (FRAGMENT_ORDER) {
+        const u16* pair =
+            reinterpret_cast<const u16*>(codes + piece / 8 * 64) + piece % 8 / 2 + piece % 2 * 4;
+        pairs = {{pair[0], pair[8], pair[16], pair[24]}};
+    } else {
+        pairs = load_vector<4>(reinterpret_cast<const u16*>(codes + first));
+    }
+    Vector<T, 8> found;
+#pragma unroll
+    for (int v = 0; v < 8; v += 2) {
+        const u32 halves = halves_of(pairs.at[v / 2]);
+        found.at[v] = narrow<T>(widen(f16{u16(halves)}) * scale);
+        found.at[v + 1] = narrow<T>(widen(f16{u16(halves >> 16)}) * scale);
+    }
+    return found;
+}
+
+}  // namespace
