@@ -33,8 +33,9 @@ class Target:
     formats, the encodings of weights that they read as they are. added_features: for each kind of
     product, up to how many features a second product may contract that is added in the same kernel;
     kernels of other kinds add none. quantized_results: encodings to which kernels of products can
-    quantize the rows that they make. folded_from: for a device and [G, N, K], from how many rows a
-    matrix on average weights in few bits that are there in FP8 too are read as those.
+    quantize the rows that they make; matrix_scales: those for which the kernel that quantizes a
+    matrix can choose the scale of the whole. folded_from: for a device and [G, N, K], from how many
+    rows a matrix on average weights in few bits that are there in FP8 too are read as those.
     turned_columns: encodings along rows of groups whose codes products over rows read by columns
     (`turn_runs`).
     """
@@ -54,6 +55,7 @@ class Target:
     quantized_results: tuple[str, ...] = ()
     folded_from: Callable[[torch.device, int, int, int], float] | None = None
     turned_columns: tuple[str, ...] = ()
+    matrix_scales: tuple[str, ...] = ()
 
     def layout_of(self, encoding: str, activation_format: str) -> str:
         """The layout in which products of such weights and activations are fastest."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..ir.core import Fusion, Value
+from ..ir.core import Fusion, Op, Value
 from ..ir.flow import dependent
 from ..target import Target
 from . import pointwise, rows
@@ -30,7 +30,9 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     value are gathered by its readers.
     """
     summed = {
-        op: dependent(fusion.ops, op.outputs) for op in fusion.ops if op.kind.role in rows.SUMS
+        op: dependent(fusion.ops, op.outputs)
+        for op in fusion.ops
+        if op.kind.role in rows.SUMS and not _is_chosen_inside(fusion, op, target)
     }
     whole = {
         op
@@ -48,6 +50,20 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
         None,
     )
     return f"{late.kind.name} reads rows of what is quantized" if late else rows.of_one_sum(fusion)
+
+
+def _is_chosen_inside(fusion: Fusion, op: Op, target: Target) -> bool:
+    """Whether an operation is the scale of matrices that only their own `quantize` reads, whose
+    kernel chooses it.
+    """
+    return (
+        op.kind.name == "decode_scale"
+        and op.attrs["encoding"] in target.matrix_scales
+        and all(
+            r.kind.name == "quantize" and r.values[0] is op.values[0]
+            for r in fusion.readers.get(op.outputs[0], ())
+        )
+    )
 
 
 def describe(fusion: Fusion) -> Layout:

@@ -27,6 +27,7 @@ import torch
 
 from ... import options
 from ...arch import H200, Arch
+from ...encodings import NVFP4
 from ...errors import UnsupportedError
 from ...ir.core import Fusion
 from ...runtime import cuda, nvrtc
@@ -158,6 +159,7 @@ BACKEND = Backend(
             requires={"fp8": (9, 0)},
             linear_weights={"fp8": fp8.LINEAR_WEIGHTS},
             quantized_results=fp8.ROWS,
+            matrix_scales=(NVFP4.name,),
             folded_from=_folded_from,
             turned_columns=fp8.COLUMNS,
         ),

@@ -164,12 +164,22 @@ def _read_apart(fusion: Fusion, part: Value, numbers: Value | None) -> bool:
     return len(packed) < len(fusion.readers.get(part, ())) or decoded != [numbers]
 
 
-def kernel(
+def kernels(
     source: Source, name: str, copies: Sequence[Copy], left: Sequence[Value]
-) -> KernelSource:
-    """The kernel that makes copies of one value, each along another axis. left: values that are not
+) -> tuple[KernelSource, ...]:
+    """The kernels that make copies of one value, each along another axis. left: values that are not
     in memory yet.
     """
+    op = copies[0].op
+    if e2m1_copies.chosen_inside(source.fusion, op):
+        row, number = _row(source, op.values[0], left)
+        return e2m1_copies.by_matrix(source, name, row, op, copies[0].memory, number)
+    return (_kernel(source, name, copies, left),)
+
+
+def _kernel(
+    source: Source, name: str, copies: Sequence[Copy], left: Sequence[Value]
+) -> KernelSource:
     op = copies[0].op
     x, ends = op.values[0], next((v for copy in copies for v in copy.op.values[1:]), None)
     made_row, number = _row(source, x, left)
@@ -192,13 +202,6 @@ def kernel(
         f"make_copies<{number}, {width}, {which}>({tiles}, row, {made_to});",
     ]
     return _of_tiles(source, name, body, rows, groups, width)
-
-
-def decode_scale(
-    source: Source, op: Op, left: Sequence[Value]
-) -> tuple[KernelSource, KernelSource]:
-    """The kernels of the scales of whole matrices. left: as in `kernel`."""
-    return e2m1_copies.of_matrices(source, op, *_row(source, op.values[0], left))
 
 
 def _row(source: Source, x: Value, left: Sequence[Value]) -> tuple[list[str], str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...encodings import MXFP4, NVFP4, find
-from ...ir.core import Op, Value
+from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv
 from ...ir.types import plain
@@ -18,7 +18,6 @@ from ..inexpressible import Inexpressible
 from .source import MAX_RESIDENT, THREADS, Array, KernelSource, Source
 
 _MIN_BLOCKS = 2  # leaves registers for everything that a lane loads ahead
-_PIECES = 256  # as the header has it
 _M = Variable("m")
 # encoding -> how the header chooses its scales
 SCALES = {NVFP4.name: "E4m3Scale", MXFP4.name: "PowerOfTwoOf4Bits"}
@@ -44,14 +43,21 @@ def kernel(
     for given in of_matrix:
         runs = given.type.shape[len(lead)] if len(given.type.shape) > len(lead) else 1
         scale = f"{source.array(given, left)}[{_M // (size(n) // size(runs))}]"
-    tiles = str(codes.type.layout == LAYOUT).lower()
     body = [
         *row,
         f"const auto of_matrix = [&](i64 m) {{ return {scale}; }};",
-        f"make_e2m1<{number}, {SCALES[op.attrs['encoding']]}, {known(k)}, {tiles}>({size(rows)}, "
+        f"make_e2m1<{number}, {SCALES[op.attrs['encoding']]}, {known(k)}, {_in_tiles(codes)}>("
+        f"{size(rows)}, "
         f"row, of_matrix, {source.names[codes]}, {source.names[scales]});",
     ]
     return _of_warps(source, name, body, ceildiv(rows, 16) * -(-known(k) // 64))
+
+
+def chosen_inside(fusion: Fusion, op: Op) -> Op | None:
+    """The `decode_scale` of what a `quantize` rounds, if the same kernel computes it."""
+    made = fusion.producers.get(op.values[1]) if len(op.values) > 1 else None
+    alike = made is not None and made.kind.name == "decode_scale" and made.values == op.values[:1]
+    return made if alike else None
 
 
 def scratch(op: Op) -> Array:
@@ -62,23 +68,30 @@ def scratch(op: Op) -> Array:
         raise Inexpressible(op, why)
     if op.attrs["encoding"] != NVFP4.name:
         raise Inexpressible(op, f"scales of matrices in {op.attrs['encoding']} have no kernel here")
-    return Array("largest", "i32", elements(op.values[0].type.shape[:-2]) * _PIECES)
+    return Array("state", "i32", 2 * elements(op.values[0].type.shape[:-2]) + 1)
 
 
-def of_matrices(
-    source: Source, op: Op, row: Sequence[str], number: str
+def by_matrix(
+    source: Source, name: str, row: Sequence[str], op: Op, stored: Sequence[Value], number: str
 ) -> tuple[KernelSource, KernelSource]:
-    """The kernels that make the scales of matrices, each over all of a matrix."""
-    (x,), (out,), encoding = op.values, op.outputs, find(op.attrs["encoding"])
+    """The kernels that choose the scales of matrices and make codes and scales."""
+    (x, scale), (codes, scales), encoding = op.values, stored, find(op.attrs["encoding"])
     *lead, n, k = x.type.shape
-    matrices, where = elements(lead), f"reinterpret_cast<u32*>({scratch(op).name})"
+    matrices, state = elements(lead), scratch(source.fusion.producers[scale])
     most = encoding.element.maximum * encoding.scales[0].maximum
-    pieces = f"largest_of_pieces<{number}, {known(k)}>({size(matrices)}, {size(plain(n))}, row, "
-    scales = f"scales_of_matrices({size(matrices)}, {where}, {most!r}f, {source.names[out]});"
+    types = f"{number}, {SCALES[encoding.name]}, {known(k)}, {_in_tiles(codes)}"
+    given = f"{size(matrices)}, {size(plain(n))}, row, {most!r}f"
+    arrays = ", ".join(source.names[v] for v in (codes, scales, scale))
+    make = f"make_e2m1_by_matrix<{types}>({given}, reinterpret_cast<u32*>({state.name}), {arrays});"
+    tiles = matrices * (ceildiv(plain(n), 16) * -(-known(k) // 64))
     return (
-        _of_warps(source, "largest", [*row, f"{pieces}{where});"], matrices * _PIECES),
-        _of_warps(source, "decode_scale", [scales], matrices),
+        source.for_all("begin", state.count, [f"{state.name}[i] = 0;"]),
+        _of_warps(source, name, [*row, make], tiles),
     )
+
+
+def _in_tiles(codes: Value) -> str:
+    return str(codes.type.layout == LAYOUT).lower()
 
 
 def _of_warps(source: Source, name: str, body: Sequence[str], warps: AnySize) -> KernelSource:

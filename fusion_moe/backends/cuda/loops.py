@@ -55,8 +55,11 @@ class Loops(Source):
             fusion,
             tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs)))),
         )
-        of_matrices = (op for op in fusion.ops if op.kind.name == "decode_scale")
-        self.scratch += map(e2m1_copies.scratch, of_matrices)
+        inside = [e2m1_copies.chosen_inside(fusion, op) for op in self.copies]
+        for op in (o for o in fusion.ops if o.kind.name == "decode_scale"):
+            if op not in inside:
+                raise Inexpressible(op, "a scale has a kernel only with what it is the scale of")
+            self.scratch.append(e2m1_copies.scratch(op))
 
     def functions(self) -> list[str]:
         """None: its kernels contain everything."""
@@ -79,12 +82,10 @@ class Loops(Source):
                 left = [v for v in left if v not in op.outputs]
             elif of_x := self.copies.get(op, ()):
                 with naming(op):
-                    found.append(copies.kernel(self, f"copies_{len(found)}", of_x, left))
-                left = [v for v in left if not any(v in copy.memory for copy in of_x)]
-            elif op.kind.name == "decode_scale":
-                with naming(op):
-                    found += copies.decode_scale(self, op, left)
-                left = [v for v in left if v not in op.outputs]
+                    found += copies.kernels(self, f"copies_{len(found)}", of_x, left)
+                scale = e2m1_copies.chosen_inside(self.fusion, op)
+                done = [*(scale.outputs if scale else ()), *(v for c in of_x for v in c.memory)]
+                left = [v for v in left if v not in done]
             elif op.kind.name in _TURNING and op.outputs[0] in left:
                 with naming(op):
                     made = _TURNING[op.kind.name](self, f"copies_{len(found)}", op, left)

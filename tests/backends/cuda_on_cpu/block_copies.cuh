@@ -2,6 +2,7 @@
 // threads.
 #pragma once
 
+#include <atomic>
 #include <barrier>
 #include <thread>
 #include <vector>
@@ -30,6 +31,20 @@ inline u32 __shfl_xor_sync(u32, u32 x, i32 by) {
 }
 inline u32 __reduce_max_sync(u32, u32 x) {
     return among_lanes(x, [&] { return *std::max_element(of_lane, of_lane + 32); });
+}
+
+// A block is one warp.
+constexpr struct {
+    i32 x;
+} blockDim{32};
+#define __shared__ static
+inline void __syncthreads() { lanes.arrive_and_wait(); }
+inline void __threadfence() {}
+inline u32 atomicAdd(u32* p, u32 by) { return std::atomic_ref(*p).fetch_add(by); }
+inline void atomicMax(u32* p, u32 x) {
+    std::atomic_ref at(*p);
+    for (u32 found = at; found < x && !at.compare_exchange_weak(found, x);) {
+    }
 }
 
 template <class Body>

@@ -120,96 +120,154 @@ __device__ __forceinline__ u32 e2m1_word(u32 at_00, u32 at_01, u32 at_10, u32 at
            (at_11 & 0x30003) << 4;
 }
 
-// Codes and scales of [rows, K] numbers of type T, in the order of tiles or of rows. row(m)(j0, x):
-// columns j0 .. j0 + 7 of row m; of_matrix(m): the scale of its matrix.
-template <class T, class Scale, i32 K, bool TILES, class Row, class OfMatrix>
-__device__ __forceinline__ void make_e2m1(i64 rows, Row row, OfMatrix of_matrix, u8* codes,
-                                          u8* scales) {
-    constexpr i32 ACROSS = (K + 63) / 64, LANES = Scale::BLOCK / 16;  // lanes with one scale
-    for_all_warps((rows + 15) / 16 * ACROSS, [&](i64 tile) {
-        const i32 lane = threadIdx.x % 32, k0 = i32(tile % ACROSS) * 64 + lane % 4 * 16;
-        const i64 first = tile / ACROSS * 16 + lane / 4;
-        Bits<T> x[2][2] = {};
+// A tile of [rows, K] numbers of type T, that begins at row `top` and column 64 * across; end: the
+// row after the last of its matrix.
+template <class T, class Scale, i32 K, bool TILES>
+class E2m1Tile {
+    static constexpr i32 LANES = Scale::BLOCK / 16;  // with one scale
+    const i64 first_, end_;                          // of a lane's rows; the other is eight below
+    const i32 k0_;
+    Bits<T> x_[2][2] = {};
+
+    __device__ __forceinline__ bool has(int i) const {
+        return first_ + 8 * i < end_ && (K % 64 == 0 || k0_ < K);
+    }
+
+  public:
+    static constexpr i32 ACROSS = (K + 63) / 64;
+
+    // row(m)(j0, x): columns j0 .. j0 + 7 of row m.
+    template <class Row>
+    __device__ __forceinline__ E2m1Tile(i64 top, i64 end, i32 across, Row row)
+        : first_(top + threadIdx.x % 32 / 4), end_(end), k0_(across * 64 + threadIdx.x % 4 * 16) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (first + 8 * i >= rows || (K % 64 != 0 && k0 >= K)) continue;
-            const auto columns = row(first + 8 * i);
+            if (!has(i)) continue;
+            const auto columns = row(first_ + 8 * i);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float wide[8];
-                columns(k0 + 8 * h, wide);
-                x[i][h] = Bits<T>(wide);
+                columns(k0_ + 8 * h, wide);
+                x_[i][h] = Bits<T>(wide);
             }
         }
+    }
+
+    // The bits of a lane's largest magnitude.
+    __device__ __forceinline__ u32 largest() const {
+        return max(largest_of<T, 2>(x_[0]), largest_of<T, 2>(x_[1]));
+    }
+
+    // Stores codes and scales. of_matrix(m): the scale of the matrix of row m; place: the tile's
+    // number in the order of tiles.
+    template <class OfMatrix>
+    __device__ __forceinline__ void store(OfMatrix of_matrix, i64 place, u8* codes,
+                                          u8* scales) const {
+        const i32 lane = threadIdx.x % 32;
         u32 pairs[2][8], in_tiles[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            u32 most = largest_of<T, 2>(x[i]);
+            u32 most = largest_of<T, 2>(x_[i]);
             if (LANES == 2) most = max(most, __shfl_xor_sync(WHOLE_WARP, most, 1));
-            const i64 m = min(first + 8 * i, rows - 1);
+            const i64 m = min(first_ + 8 * i, end_ - 1);
             const Scale by(most, of_matrix(m));
             in_tiles[i] = by.in_tiles();
             const E2m1Limits<T> limits(by.unit);
             const bool suit = limits.suit(by.unit);
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                e2m1_pairs(pairs[i] + 4 * h, x[i][h], by.unit, limits, suit);
-            if (TILES || first + 8 * i >= rows || (K % 64 != 0 && k0 >= K)) continue;
+                e2m1_pairs(pairs[i] + 4 * h, x_[i][h], by.unit, limits, suit);
+            if (TILES || !has(i)) continue;
             Vector<u32, 2> words = {};
 #pragma unroll
             for (int p = 0; p < 8; ++p)
                 words.at[p / 4] |= ((pairs[i][p] | pairs[i][p] >> 12) & 0xFF) << p % 4 * 8;
-            store_vector<2>(reinterpret_cast<u32*>(codes + (m * K + k0) / 2), words);
-            if (lane % LANES == 0) scales[(m * K + k0) / Scale::BLOCK] = u8(by.stored);
+            store_vector<2>(reinterpret_cast<u32*>(codes + (m * K + k0_) / 2), words);
+            if (lane % LANES == 0) scales[(m * K + k0_) / Scale::BLOCK] = u8(by.stored);
         }
         if constexpr (TILES) {
             Vector<u32, 4> words;
 #pragma unroll
             for (int v = 0; v < 4; ++v)
                 words.at[v] = e2m1_word(pairs[0][v], pairs[1][v], pairs[0][4 + v], pairs[1][4 + v]);
-            store_vector<4>(reinterpret_cast<u32*>(codes + tile * 512) + lane * 4, words);
+            store_vector<4>(reinterpret_cast<u32*>(codes + place * 512) + lane * 4, words);
             if (lane % LANES == 0)
-                reinterpret_cast<u16*>(scales)[(tile * 32 + lane) / LANES] =
+                reinterpret_cast<u16*>(scales)[(place * 32 + lane) / LANES] =
                     u16(in_tiles[0] | in_tiles[1] << 8);
         }
+    }
+};
+
+// Codes and scales of [rows, K] numbers of type T, in the order of tiles or of rows.
+template <class T, class Scale, i32 K, bool TILES, class Row, class OfMatrix>
+__device__ __forceinline__ void make_e2m1(i64 rows, Row row, OfMatrix of_matrix, u8* codes,
+                                          u8* scales) {
+    using Tile = E2m1Tile<T, Scale, K, TILES>;
+    for_all_warps((rows + 15) / 16 * Tile::ACROSS, [&](i64 i) {
+        const Tile tile(i / Tile::ACROSS * 16, rows, i32(i % Tile::ACROSS), row);
+        tile.store(of_matrix, i, codes, scales);
     });
 }
 
-// -------------------------------------------------------------------------------------------------
-// Scales of matrices
-
-constexpr i32 PIECES = 256;  // of a matrix, each with a largest magnitude of its own
-
-// most[l * PIECES + p]: the bits of the largest magnitude in a piece of matrix l [rows, K].
-template <class T, i32 K, class Row>
-__device__ __forceinline__ void largest_of_pieces(i64 matrices, i64 rows, Row row, u32* most) {
-    constexpr i32 EIGHTS = K / 8;
-    for_all_warps(matrices * PIECES, [&](i64 i) {
-        const i64 first = i / PIECES * rows;
-        u32 here = 0;
-#pragma unroll 4
-        for (i64 e = i % PIECES * 32 + threadIdx.x % 32; e < rows * EIGHTS; e += PIECES * 32) {
-            float wide[8];
-            row(first + e / EIGHTS)(e % EIGHTS * 8, wide);
-            const Bits<T> x(wide);
-            here = max(here, largest_of<T, 1>(&x));
+// The same for matrices [rows, K], each with the scale for which its largest magnitude is the
+// largest product of a code and a scale, which is `largest`. state: zeros, 1 + 2 * matrices.
+//
+// Blocks claim pieces of matrices, in order: one to find the largest magnitude of matrix l, then
+// one of matrix l - ahead to round, whose numbers come from the cache. Who rounds waits for pieces
+// that were claimed before, and these wait for none that were claimed later. CLAIMED: pieces that
+// all blocks have at once.
+template <class T, class Scale, i32 K, bool TILES, i32 CLAIMED = 640, class Row>
+__device__ __forceinline__ void make_e2m1_by_matrix(i64 matrices, i64 rows, Row row, float largest,
+                                                    u32* state, u8* codes, u8* scales,
+                                                    float* of_matrix) {
+    using Tile = E2m1Tile<T, Scale, K, TILES>;
+    constexpr i32 PIECE = 16;  // tiles
+    const i64 tiles = (rows + 15) / 16 * Tile::ACROSS, pieces = (tiles + PIECE - 1) / PIECE,
+              ahead = 2 + CLAIMED / (2 * pieces), all = (matrices + ahead) * 2 * pieces;
+    u32 *const most = state + 1, *const done = most + matrices;
+    __shared__ u32 claimed, found;
+    const i32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    while (true) {
+        __syncthreads();  // all have read the last piece
+        if (threadIdx.x == 0) {
+            claimed = atomicAdd(state, 1u);
+            const i64 l = claimed / (2 * pieces) - ahead;
+            if (claimed % 2 == 1 && l >= 0 && claimed < all) {
+                while (*const_cast<const volatile u32*>(done + l) < pieces) {
+                }
+                __threadfence();
+                found = *const_cast<const volatile u32*>(most + l);
+            }
         }
-        here = __reduce_max_sync(WHOLE_WARP, here);
-        if (threadIdx.x % 32 == 0) most[i] = here;
-    });
-}
-
-// The largest magnitude of each matrix over the largest product of a code and a scale.
-__device__ __forceinline__ void scales_of_matrices(i64 matrices, const u32* most, float largest,
-                                                   float* scales) {
-    for_all_warps(matrices, [&](i64 l) {
+        __syncthreads();
+        if (claimed >= all) return;
+        const bool rounds = claimed % 2;
+        const i64 l = claimed / (2 * pieces) - (rounds ? ahead : 0),
+                  first = claimed % (2 * pieces) / 2 * PIECE;
+        if (l < 0 || l >= matrices) continue;
+        const auto load = [&](i64 i) {
+            return Tile(l * rows + i / Tile::ACROSS * 16, (l + 1) * rows, i32(i % Tile::ACROSS),
+                        row);
+        };
+        const i64 end = min(first + PIECE, tiles);
+        if (rounds) {
+            const float scale = __fdiv_rn(__uint_as_float(found), largest);
+            if (first == 0 && threadIdx.x == 0) of_matrix[l] = scale;
+            for (i64 i = first + warp; i < end; i += warps)
+                load(i).store([=](i64) { return scale; }, l * tiles + i, codes, scales);
+            continue;
+        }
         u32 here = 0;
-#pragma unroll
-        for (int p = 0; p < PIECES; p += 32)
-            here = max(here, most[l * PIECES + p + threadIdx.x % 32]);
+#pragma unroll 2
+        for (i64 i = first + warp; i < end; i += warps) here = max(here, load(i).largest());
         here = __reduce_max_sync(WHOLE_WARP, here);
-        if (threadIdx.x % 32 == 0) scales[l] = __fdiv_rn(__uint_as_float(here), largest);
-    });
+        if (threadIdx.x % 32 == 0) {
+            atomicMax(most + l, here);
+            __threadfence();
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) atomicAdd(done + l, 1u);
+    }
 }
 
 }  // namespace
