@@ -77,6 +77,14 @@ class Sequential(nn.Sequential):
             at += count
         return (x, *outputs) if outputs else x
 
+    def __add__(self, other: nn.Sequential) -> Sequential:
+        """The modules of both; torch's would be a Sequential of torch."""
+        return Sequential(*self, *other)
+
+    def __mul__(self, other: int) -> Sequential:
+        """The same modules, `other` times."""
+        return Sequential(*list(self) * other)
+
 
 def _theirs(
     modules: Sequence[nn.Module],
