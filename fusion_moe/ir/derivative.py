@@ -267,10 +267,11 @@ def _no_derivative(fusion: Fusion, value: Value, name: str) -> UnsupportedError:
 
 def _copies(later: Sequence[Op], seeds: Collection[Value]) -> tuple[Op, ...]:
     """The operations, among those for gradients, that unpack quantized values of the forward (to
-    save the parts) or make these values.
+    save the parts, or those of transposed matrices) or make these values.
     """
     by_seeds = dependent(later, seeds)
-    parts = [v for op in later if op.kind.name == "unpack" for v in op.outputs if v not in by_seeds]
+    made = [op for op in later if op.kind.name in ("unpack", "turn")]
+    parts = [v for op in made for v in op.outputs if v not in by_seeds]
     return made_again(later, parts)
 
 

@@ -239,9 +239,21 @@ class Ops:
         """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]: all parts
         except the scales of whole matrices
         """
-    def straight_through(self, w: Value, master: Value, /, how: str) -> Value:
+    @overload
+    def straight_through(self, w: Value, master: Value, *turned: Value, how: str) -> Value:
         """w nvfp4[..., N, K] in any layout, master float[..., N, K] -> w, whose gradient the
-        master gets: w was rounded from it.
+        master gets: w was rounded from it. turned: the same of the transposed matrices, for
+        the backward.
+
+        how: "exact": the forward is that of w alone, and the backward computes again what it
+        reads; "float": so too, but the gradients of activations are products with the master;
+        "saved": the forward saves products for the backward.
+        """
+    @overload
+    def straight_through(self, operands: Sequence[Operand], /, how: str) -> Value:
+        """w nvfp4[..., N, K] in any layout, master float[..., N, K] -> w, whose gradient the
+        master gets: w was rounded from it. turned: the same of the transposed matrices, for
+        the backward.
 
         how: "exact": the forward is that of w alone, and the backward computes again what it
         reads; "float": so too, but the gradients of activations are products with the master;

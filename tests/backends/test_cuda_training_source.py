@@ -96,8 +96,8 @@ def sources(fusion: Fusion) -> list[Source]:
     [
         ("mxfp8", 192, [5, 6]),
         ("fp8_block", 160, [5, 6]),
-        ("fp8_block", 256, [4, 6]),  # whole blocks: multiplied as codes
-        ("fp8_block_wgrad_bf16", 256, [4, 4]),
+        ("fp8_block", 256, [4, 4]),  # whole blocks: multiplied as codes
+        ("fp8_block_wgrad_bf16", 256, [4, 2]),
     ],
 )
 def test_a_recipe_is_one_call_of_our_kernels(form, inner, copies):

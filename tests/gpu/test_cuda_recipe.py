@@ -25,7 +25,7 @@ from fusion_moe.encodings import (
 from fusion_moe.errors import GroupsError
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
-from fusion_moe.ir.kinds.runs import dequantize_runs, quantize_runs
+from fusion_moe.ir.kinds.runs import dequantize_runs, quantize_runs, turn_back
 from fusion_moe.ir.text import text
 from fusion_moe.nn import GroupedLinear
 from fusion_moe.recipe import Float8BlockScaling, MXFP8BlockScaling
@@ -121,6 +121,46 @@ def test_kernels_of_fp8_copies_along_rows_of_groups(of, sizes):
     if FP8_ROWS not in of:
         x[sum(sizes) :] = torch.nan
     assert_bits_of_the_reference(copies(x, of, ends), x, ends)
+
+
+@pytest.mark.parametrize("sizes", IN_GROUPS, ids=str)
+@pytest.mark.parametrize("made_here", [True, False])
+def test_codes_by_columns(sizes, made_here):
+    """Made from numbers, or from codes in memory; blocks without rows keep what memory had."""
+    ends = torch.tensor(sizes).cumsum(0).int()
+    x = numbers_of_all_sizes(sum(sizes) + 4, 256).bfloat16()
+    x = torch.where(x.isinf(), 1, x)
+    codes, scales = quantize_runs(x, ends, FP8_COLUMNS)
+    fd = FusionDefinition()
+    rows, offs = fd.from_pytorch(x if made_here else codes), fd.from_pytorch(ends)
+    groups = fd.groups_of(offs, len(x))
+    rows = fd.partition_by(rows, groups)
+    if made_here:
+        rows, of = fd.ops.unpack(fd.ops.quantize(rows, groups, encoding=FP8_COLUMNS.name))
+        fd.add_output(of)
+    fd.add_output(fd.ops.turn_runs(rows, groups))
+    program = program_of(text(fd.fusion()), torch.device("cuda"))
+    assert [k.why for k in program.kernels if k.why] == []
+    *of_blocks, turned = program([(x if made_here else codes).cuda(), ends.cuda()])
+    back = turn_back(turned, ends.cuda(), len(x), FP8_COLUMNS)[: sum(sizes)]
+    assert_same_bits(
+        [back.cpu(), *(t.cpu() for t in of_blocks)], [codes[: sum(sizes)], scales][: 1 + made_here]
+    )
+    first = 0
+    for g, end in enumerate(ends.tolist()):
+        last = turned[first // 128 + g : first // 128 + g + -(-(end - first) // 128)]
+        assert not last.view(torch.uint8).mT.flatten(0, 1)[end - first :].any()
+        first = end
+
+
+@pytest.mark.parametrize("of", [FP8_E8M0, FP8_BLOCKS_F32])
+def test_blocks_both_ways(of):
+    x = torch.where((x := numbers_of_all_sizes(3 * 256, 384)).isinf(), 1, x).bfloat16()
+    fd = FusionDefinition()
+    parts = fd.ops.unpack(fd.ops.quantize(fd.from_pytorch(x.view(3, 256, 384)), encoding=of.name))
+    for part in (*parts, *fd.ops.turn(*parts)):
+        fd.add_output(part)
+    assert_bits_of_the_reference(fd.fusion(), x.view(3, 256, 384))
 
 
 @pytest.mark.parametrize("of", [FP8_E8M0, FP8_BLOCKS_F32])
@@ -223,22 +263,24 @@ def test_wrong_ends_are_said():
         (MXFP8BlockScaling(wgrad="bf16"), 64, 96),
         (Float8BlockScaling(), 256, 128),
         (Float8BlockScaling(), 264, 136),
+        (Float8BlockScaling(), 384, 256),
         (Float8BlockScaling(wgrad="bf16"), 256, 128),
         (Float8BlockScaling(power_2_scale=False), 256, 128),
     ],
     ids=str,
 )
 def test_a_layer(recipe, k, n):
-    g = torch.Generator().manual_seed(0)
-    x, dy = ((torch.randn(sum(SIZES) + 3, m, generator=g)).bfloat16() for m in (k, n))
+    """384 features: half of a tile, of blocks of many rows."""
+    g, sizes = torch.Generator().manual_seed(0), (300, 0, 129, 5) if k == 384 else SIZES
+    x, dy = ((torch.randn(sum(sizes) + 3, m, generator=g)).bfloat16() for m in (k, n))
     module = GroupedLinear(4, k, n, bias=False, device="cuda", dtype=torch.bfloat16)
     weights = torch.stack(list(module.parameters())).detach().cpu()
     rows = x.cuda().requires_grad_()
     with fusion_moe.autocast(recipe):
-        y = module(rows, torch.tensor(SIZES, device="cuda"))
+        y = module(rows, torch.tensor(sizes, device="cuda"))
     y.backward(dy.cuda())
     found = (y, rows.grad, torch.stack([p.grad for p in module.parameters()]))
-    operands = x, weights, dy, SIZES, recipe.wgrad
+    operands = x, weights, dy, sizes, recipe.wgrad
     products = (
         fp8_block.products(*operands, recipe.power_2_scale)
         if isinstance(recipe, Float8BlockScaling)

@@ -96,7 +96,7 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
     "turn_runs": [([ROWS, ENDS], [{}])],
     "turn_back": [([(3, 32, 128), ENDS], [{"rows": ROWS}])],
     "unpack": [([x], [{}]) for x in (X, ROWS, MATRICES)],
-    "straight_through": [([MATRICES, MATRICES], each("how", STRAIGHT_THROUGH))],
+    "straight_through": [([MATRICES] * count, each("how", STRAIGHT_THROUGH)) for count in (2, 3)],
     "decode_scale": [([x], each("encoding", ENCODINGS)) for x in (X, ROWS, MATRICES)],
     "quantize": [
         (operands, each("encoding", ENCODINGS))

@@ -436,6 +436,31 @@ class _Writer(SegmentWriter):
             "}",
         ]
 
+    def _turn(self, op: Op) -> list[str]:
+        """Row m of all transposed matrices is column k of one; the scale of a block stands in each
+        of its rows.
+        """
+        (codes, scales), made = op.values, op.outputs
+        groups, *sizes = codes.type.shape
+        n, k = map(known, sizes)
+        across = known(scales.type.shape[-1])
+        block = k // across
+        body = [
+            f"const i64 row = m / {k} * {n}, k = m % {k};",
+            "for (i64 j = j0; j < j1; ++j) {",
+            f"    {self.names[made[0]]}[m * {n} + j] = {self.array(codes)}[(row + j) * {k} + k];",
+            "}",
+            f"for (i64 j = (j0 + {block - 1}) / {block}; j * {block} < j1; ++j) {{",
+            f"    {self.names[made[1]]}[m * {n // block} + j] = "
+            f"{self.array(scales)}[(row + j * {block}) * {across} + k / {block}];",
+            "}",
+        ]
+        return [
+            f"for_tiles({size(plain(groups) * k)}, {n}, team, [&](i64 m, i64 j0, i64 j1) {{",
+            *inner(body),
+            "});",
+        ]
+
     def _grouped_swizzle(self, op: Op) -> list[str]:
         (x, ends), (out,) = op.values, op.outputs
         rows, cols = x.type.shape
@@ -455,6 +480,7 @@ _WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {
     "topk_weights_backward": lambda writer, op: [writer.of_weights(op)],
     "decode_scale": _Writer._decode_scale,
     "quantize": _Writer._quantize,
+    "turn": _Writer._turn,
     "grouped_swizzle": _Writer._grouped_swizzle,
 }
 

@@ -24,6 +24,7 @@ from ..cxx.product_plan import known
 from .source import MAX_RESIDENT, THREADS, KernelSource, Source
 
 BLOCK = 128
+BLOCK_COPY = "BlockCopy<{scale}>"
 # of a multiprocessor: leave registers for what a lane loads ahead, of one or two arrays, or more
 _MIN_BLOCKS, _FEW_BLOCKS = 3, 2
 # encoding -> how the header chooses its scales
@@ -48,20 +49,19 @@ def kernel(
     source: Source,
     name: str,
     row: Sequence[str],
-    copies: Sequence[tuple[Encoding, str, bool]],
+    copies: Sequence[tuple[Encoding, str, str]],
     number: str,
     shape: Sequence[Dim],
     ends: Value | None,
     left: Sequence[Value],
 ) -> KernelSource:
     """The kernel that makes copies of a value [*lead, N, K]. row: the C++ of its rows; copies:
-    their encodings, where each is stored, and whether by columns; number: the C++ type of the
-    value's numbers.
+    their encodings, where each is stored, and the C++ type of each; number: that of the value's
+    numbers.
     """
     *lead, n, k = shape
     made = {
-        kind_of(e): f"{'Turned' if turned else 'Block'}Copy<{SCALES[e.name]}>{{{where}}}"
-        for e, where, turned in copies
+        kind_of(e): f"{copy.format(scale=SCALES[e.name])}{{{where}}}" for e, where, copy in copies
     }
     to = ", ".join(made.get(kind, "NoCopy{}") for kind in ("rows", "columns", "squares"))
     rows, matrices = plain(n), elements(lead)

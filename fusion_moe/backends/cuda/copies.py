@@ -22,6 +22,7 @@ from ..cxx.product_plan import source as memory_of
 from ..cxx.statements import hoisted, inner, written
 from ..inexpressible import Inexpressible
 from . import block_copies, e2m1_copies
+from .block_copies import BLOCK_COPY
 from .source import MAX_RESIDENT, THREADS, KernelSource, Source
 from .vectors import FIRST, VECTOR, of_eight
 
@@ -33,7 +34,8 @@ _J, _M = map(Variable, "jm")
 @dataclass(frozen=True)
 class Copy:
     """A `quantize` and the operations after it: the parts, and the bf16 numbers that they stand
-    for; None for unread ones. turned: the codes by columns, in place of the others.
+    for; None for unread ones. turned: the codes by columns, in place of the others; both_ways: the
+    parts of the transposed matrices.
     """
 
     op: Op
@@ -41,6 +43,7 @@ class Copy:
     scales: Value | None
     numbers: Value | None
     turned: Value | None = None
+    both_ways: tuple[Value, ...] = ()
 
     @classmethod
     def of(cls, fusion: Fusion, op: Op) -> Copy:
@@ -74,7 +77,7 @@ class Copy:
         codes, scales = (v if _read_apart(fusion, v, numbers) else None for v in parts)
         if turned := _turned(fusion, codes):
             return cls(op, None, scales, None, turned)
-        return cls(op, codes, scales, numbers)
+        return cls(op, codes, scales, numbers, both_ways=_both_ways(fusion, parts))
 
     @property
     def encoding(self) -> Encoding:
@@ -89,7 +92,7 @@ class Copy:
     @property
     def memory(self) -> list[Value]:
         """The values of it that are stored."""
-        stored = self.codes, self.scales, self.numbers, self.turned
+        stored = self.codes, self.scales, self.numbers, self.turned, *self.both_ways
         return [v for v in stored if v is not None]
 
 
@@ -155,6 +158,12 @@ def _turned(fusion: Fusion, codes: Value | None) -> Value | None:
     return readers[0].outputs[0] if [r.kind.name for r in readers] == ["turn_runs"] else None
 
 
+def _both_ways(fusion: Fusion, parts: Sequence[Value]) -> tuple[Value, ...]:
+    """The parts of transposed matrices, if these are in the segment."""
+    turns = (r for r in fusion.readers.get(parts[0], ()) if r.kind.name == "turn")
+    return next((r.outputs for r in turns if r.values == tuple(parts)), ())
+
+
 def _read_apart(fusion: Fusion, part: Value, numbers: Value | None) -> bool:
     """Whether something other than the decoding operation reads a part."""
     if part in fusion.outputs:
@@ -186,7 +195,7 @@ def _kernel(
     if copies[0].encoding.name in e2m1_copies.SCALES:
         return e2m1_copies.kernel(source, name, made_row, op, copies[0].memory, number, left)
     if copies[0].encoding.name in block_copies.SCALES:
-        each = [(copy.encoding, _places(source, copy), bool(copy.turned)) for copy in copies]
+        each = [(copy.encoding, _places(source, copy), _kind(copy)) for copy in copies]
         return block_copies.kernel(source, name, made_row, each, number, x.type.shape, ends, left)
     *lead, n, width = x.type.shape
     rows, width = elements((*lead, n)), known(width)
@@ -225,9 +234,16 @@ def _stored(source: Source, copy: Copy | None) -> str:
     return "Copy{}" if copy is None else f"Copy{{{_places(source, copy)}}}"
 
 
+def _kind(copy: Copy) -> str:
+    """What block_copies.cuh calls it."""
+    if copy.both_ways:
+        return f"BothWays<{{scale}}, {known(copy.op.values[0].type.shape[-2])}>"
+    return "TurnedCopy<{scale}>" if copy.turned else BLOCK_COPY
+
+
 def _places(source: Source, copy: Copy) -> str:
     """Where its codes, scales and numbers are stored."""
-    stored = [copy.codes, copy.scales, copy.numbers]
+    stored: list[Value | None] = [copy.codes, copy.scales, copy.numbers, *copy.both_ways]
     if copy.turned:
         stored = [copy.turned, copy.scales]
     return ", ".join("nullptr" if v is None else source.names[v] for v in stored)

@@ -106,7 +106,8 @@ class Fp8Product(Product):
             "};",
         ]
         where = ", ".join([*(self.names[v] for v in self.plan.quantized), "nullptr"])
-        copies, shape = [(FP8_ROWS, where, False)], (self.rows, width)
+        copies = [(FP8_ROWS, where, block_copies.BLOCK_COPY)]
+        shape = (self.rows, width)
         number = "bf16" if stored(result) == "bf16" else "float"
         return block_copies.kernel(self, "quantize", row, copies, number, shape, None, ())
 

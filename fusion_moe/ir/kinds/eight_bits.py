@@ -129,8 +129,8 @@ def product(
     held: Sequence[Value] = (),
 ) -> Value:
     """x float[M/g, K], weight float[G, N, K], or [G, K, N] if transposed -> f32[M/g, N], by the
-    recipe that has this activation_format. held: the parts of the weight's copy, if it was made
-    before. ShapeError unless the recipe's blocks divide K and N, or may be short.
+    recipe that has this activation_format. held: what `copy_of_weight` made before, if anything.
+    ShapeError unless the recipe's blocks divide K and N, or may be short.
     """
     family, wgrad = BY_FORMAT[activation_format]
     need_dtype("x", x.type, "f32", "bf16", "f16")
@@ -140,11 +140,42 @@ def product(
     a = fd.ops.quantize(x, encoding=family.rows.name)
     encoding = family.along(-2 if transposed else -1, True).name
     if held:
-        made = fd.ops.pack(*held, encoding=encoding, layout="linear")
-        w = fd.ops.straight_through(made, weight, how="saved")
+        made = (
+            fd.ops.pack(*parts, encoding=encoding, layout="linear")
+            for parts in (held[:2], held[2:])
+            if parts
+        )
+        packed, *turned = made
+        w = fd.ops.straight_through(packed, weight, *turned, how="saved")
     else:
         w = fd.ops.quantize(weight, encoding=encoding)
     return (fd.ops.grouped_mm_t if transposed else fd.ops.grouped_mm)(a, w, ends, wgrad=wgrad)
+
+
+def copy_of_weight(fd: Any, weight: Value, activation_format: str) -> Sequence[Value]:
+    """What products by a recipe read of a weight float[G, N, K]: the parts of its copy, and of that
+    of the transposed matrices if these are the same blocks.
+    """
+    family, _ = BY_FORMAT[activation_format]
+    made = fd.ops.unpack(fd.ops.quantize(weight, encoding=family.along(-1, True).name))
+    return [*made, *(fd.ops.turn(*made) if _turns(family, weight.type) else [])]
+
+
+def _turns(family: Family, weight: TensorType) -> bool:
+    """Whether the transpose of a weight's copy is a copy of its transpose: all blocks are whole."""
+    (along, before), sizes = family.weight, weight.shape[1:]
+    return along == before and not any(known(size) % along.block for size in sizes)
+
+
+def _turned(fd: Any, w: Value) -> Value:
+    """The copy of the transposed matrices."""
+    held = fd.producer(w)
+    if held is not None and held.kind.name == "straight_through" and len(held.values) > 2:
+        found: Value = held.values[2]
+        return found
+    packed = fd.producer(in_parts(fd, w))
+    made: Value = fd.ops.pack(*fd.ops.turn(*packed.values), encoding=w.type.dtype, layout="linear")
+    return made
 
 
 def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
@@ -154,7 +185,10 @@ def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     assert family is not None
     back = fd.ops.grouped_mm if transposed else fd.ops.grouped_mm_t
     other = family.along(-1 if transposed else -2, True)
-    w = in_parts(fd, w) if w.type.encoding == other else fd.ops.quantize(weight, other.name)
+    if not transposed and _turns(family, w.type):
+        w, back = _turned(fd, w), fd.ops.grouped_mm
+    else:
+        w = in_parts(fd, w) if w.type.encoding == other else fd.ops.quantize(weight, other.name)
     dx = back(fd.ops.quantize(dy, family.rows.name), w, ends, wgrad=family.wgrad)
     if op.attrs["wgrad"] == family.wgrad:
         x, dy = (fd.ops.quantize(t, ends, encoding=family.columns.name) for t in (x, dy))
@@ -174,7 +208,7 @@ def _floats(fd: Any, copied: Value) -> Value:
         raise NotImplementedError(
             f"the derivative of a product of {copied.type} that was not made from floats here"
         )
-    source: Value = op.values[-1] if op.kind.name == "straight_through" else op.values[0]
+    source: Value = op.values[1] if op.kind.name == "straight_through" else op.values[0]
     return source
 
 

@@ -333,9 +333,9 @@ def _unpack(x: Quantized) -> tuple[torch.Tensor, ...]:
 STRAIGHT_THROUGH = ("exact", "float", "saved")
 
 
-def _straight_type(w: TensorType, master: TensorType, how: str) -> Types:
+def _straight_type(w: TensorType, master: TensorType, *turned: TensorType, how: str) -> Types:
     """w nvfp4[..., N, K] in any layout, master float[..., N, K] -> w, whose gradient the master
-    gets: w was rounded from it.
+    gets: w was rounded from it. turned: the same of the transposed matrices, for the backward.
 
     how: "exact": the forward is that of w alone, and the backward computes again what it reads;
     "float": so too, but the gradients of activations are products with the master; "saved": the
@@ -346,11 +346,14 @@ def _straight_type(w: TensorType, master: TensorType, how: str) -> Types:
     need_one_of("straight_through", how, STRAIGHT_THROUGH)
     if master.shape != w.shape:
         raise ShapeError(f"master {master}", expected=f"the shape of the weight {w}")
+    wanted = w.with_(shape=(*w.shape[:-2], *w.shape[:-3:-1]))
+    if turned not in ((), (wanted,)):
+        raise ShapeError(" and ".join(map(str, turned)), expected=f"one of {wanted}, or none")
     return (w,)
 
 
 def _straight_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
-    return [None, dy]
+    return [None, dy, *[None] * len(op.values[2:])]
 
 
 def _turn_type(codes: TensorType, scales: TensorType) -> Types:
@@ -471,7 +474,7 @@ TABLE = (
     OpKind(
         "straight_through",
         _straight_type,
-        lambda w, master, how: (w,),
+        lambda w, master, *turned, how: (w,),
         _straight_grad,
         view=True,
         role="view",

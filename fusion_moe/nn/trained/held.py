@@ -38,13 +38,11 @@ class Held:
     def parts(
         self, weight: Operand, dtype: str, by: Float8BlockScaling, again: bool, where: str
     ) -> tuple[Operand, ...]:
-        """Codes and block scales of a weight [G, N, K] in `dtype`: made now, or else before.
-        UnsupportedError if there are none.
+        """Codes and block scales of a weight [G, N, K] in `dtype`, and of the transposed matrices:
+        made now, or else before. UnsupportedError if there are none.
         """
         tensors, counts = flat([weight.tensor])
-        family, _ = eight_bits.BY_FORMAT[by.activation_format]
-        encoding = family.along(-1, True).name
-        key = encoding, dtype, weight.shape, tensors[0].device
+        key = by.activation_format, dtype, weight.shape, tensors[0].device
         if not again and key != self._key:
             raise UnsupportedError(
                 "is_first_microbatch=False",
@@ -53,7 +51,8 @@ class Held:
                 where=where,
             )
         if again:
-            program = _program(dtype_name(tensors[0].dtype), weight.shape, dtype, encoding)
+            stored = dtype_name(tensors[0].dtype)
+            program = _program(stored, weight.shape, dtype, by.activation_format)
             with torch.no_grad():
                 made = torch.ops.fusion_moe.run(program, tensors, [], None, counts)
                 if key == self._key:
@@ -65,9 +64,9 @@ class Held:
 
 
 @lru_cache(maxsize=256)
-def _program(stored: str, shape: tuple[int, ...], dtype: str, encoding: str) -> str:
+def _program(stored: str, shape: tuple[int, ...], dtype: str, activation_format: str) -> str:
     fd = FusionDefinition()
     weight = fd.ops.cast(fd.define_like(TensorType(shape, stored), "weight"), dtype=dtype)
-    for part in fd.ops.unpack(fd.ops.quantize(weight, encoding=encoding)):
+    for part in eight_bits.copy_of_weight(fd, weight, activation_format):
         fd.add_output(part)
     return one_line(fd.fusion())

@@ -21,6 +21,7 @@ from .stages import ROWS, Call, Operand, Stage, call
 from .tracked import Effect, tracked
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_HELD = 4  # the most parts of a quantized copy
 
 
 class GroupedLinear(GroupedParameters):
@@ -235,13 +236,13 @@ class GroupedLinear(GroupedParameters):
                 checks.need_float(name, first, where)
                 checks.need_device(name, first, x.device, where)
         dtype, by = dtype_name(self.compute_dtype(x.device)), recipe.current()
-        held: tuple[Operand | None, ...] = (None, None)
+        held: tuple[Operand | None, ...] = ()
         if is_first_microbatch is not None and isinstance(by, recipe.Float8BlockScaling):
             held = self.held.parts(weight, dtype, by, is_first_microbatch, where)
         return Stage(
             "linear",
             self.in_features,
-            (weight, Operand(ends, (groups,)), bias, column, *held),
+            (weight, Operand(ends, (groups,)), bias, column, *held, *[None] * (_HELD - len(held))),
             (dtype, recipe.activation_format()),
         )
 

@@ -140,12 +140,14 @@ def _linear(
     scales: Value | None,
     codes: Value | None,
     block_scale: Value | None,
+    turned_codes: Value | None,
+    turned_scale: Value | None,
     dtype: str,
     activation_format: str,
 ) -> Value:
     """x [M, K], weight [G, N, K], offs i32[G], bias [G, N], scales [M] -> dtype[M/g, N]: the
     product, plus the bias times the scales. codes, block_scale: of the weight's copy, if it was
-    made before.
+    made before; turned: of the transposed matrices.
 
     activation_format: that of a recipe; "bf16" without one.
     """
@@ -160,7 +162,7 @@ def _linear(
             weight,
             ends,
             activation_format,
-            held=[] if codes is None or block_scale is None else [codes, block_scale],
+            held=[v for v in (codes, block_scale, turned_codes, turned_scale) if v is not None],
         )
         if activation_format in eight_bits.BY_FORMAT
         else fd.ops.grouped_mm(x, weight, ends)

@@ -84,6 +84,14 @@ struct TurnedCopy {
     typename Scale::Stored* scales;
 };
 
+// A copy of matrices of N rows in blocks of 128 x 128, and of the transposed matrices, whose codes
+// and scales are the same ones.
+template <class Scale_, i32 N>
+struct BothWays : BlockCopy<Scale_> {
+    u8* turned;
+    typename Scale_::Stored* turned_scales;
+};
+
 struct NoCopy {
     static constexpr bool MADE = false;
 };
@@ -92,6 +100,8 @@ template <class Copy>
 constexpr bool TURNED = false;
 template <class Scale>
 constexpr bool TURNED<TurnedCopy<Scale>> = true;
+template <class Scale, i32 N>
+constexpr bool TURNED<BothWays<Scale, N>> = true;
 
 // Rows of matrices of N rows, each of which begins with a tile of its own.
 template <i32 N>
@@ -202,9 +212,9 @@ struct TurnedTile {
 };
 
 // Stores a lane's eight columns of eight rows by columns, by way of a tile in shared memory. to: of
-// column 0 of the tile; columns: how many there are.
+// column 0 of the tile, the next one is `pitch` bytes further on; columns: how many there are.
 template <class T>
-__device__ __forceinline__ void store_turned(u8* to, i32 columns, const Bits<T> (&x)[8],
+__device__ __forceinline__ void store_turned(u8* to, i64 pitch, i32 columns, const Bits<T> (&x)[8],
                                              const Eight<float>& over, TurnedTile& tile) {
 #pragma unroll
     for (int v = 0; v < 8; ++v) {
@@ -221,9 +231,21 @@ __device__ __forceinline__ void store_turned(u8* to, i32 columns, const Bits<T> 
     for (int i = 0; i < 4; ++i) {
         const i32 column = 32 * i + threadIdx.x / 8, piece = threadIdx.x % 8;
         if (column < columns)
-            store_vector<4>(reinterpret_cast<u32*>(to + column * 128 + piece * 16),
+            store_vector<4>(reinterpret_cast<u32*>(to + column * pitch + piece * 16),
                             tile.piece(column, piece));
     }
+}
+
+// The same of a tile of matrices [N, K], both whole blocks.
+template <class T, class Scale, i32 N>
+__device__ __forceinline__ void store_turned_square(const BothWays<Scale, N>& copy, i64 tile, i32 k,
+                                                    i32 across, const Scale& by,
+                                                    const Bits<T> (&x)[8], const Eight<float>& over,
+                                                    TurnedTile& shared) {
+    constexpr i32 DOWN = N / 128;
+    const i64 row = tile / DOWN * k + 128 * across;
+    store_turned(copy.turned + row * N + tile % DOWN * 128, N, 128, x, over, shared);
+    if (threadIdx.x < 128) copy.turned_scales[(row + threadIdx.x) * DOWN + tile % DOWN] = by.stored;
 }
 
 // Copies of [rows, K] numbers of type T, by blocks of 256 threads. row(m)(j0, x): columns j0 .. j0
@@ -281,6 +303,13 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
             const typename InSquares::Scale by(of_tile);
 #pragma unroll
             for (int s = 0; s < S::STEPS; ++s) S::store_row(in_squares, tile, s, across, x[s], by);
+            if constexpr (TURNED<InSquares>) {
+                __shared__ __align__(16) TurnedTile turned;
+                Eight<float> over;
+#pragma unroll
+                for (int v = 0; v < 8; ++v) over.at[v] = by.over;
+                store_turned_square(in_squares, number, K, across, by, x, over, turned);
+            }
             __syncthreads();  // the next tile writes what this one read
         }
         if constexpr (InColumns::MADE) {
@@ -318,7 +347,7 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
             if constexpr (TURNED<InColumns>) {
                 __shared__ __align__(16) TurnedTile turned;
                 if (number < tiles.blocks())
-                    store_turned(in_columns.codes + (number * K + 128 * across) * 128,
+                    store_turned(in_columns.codes + (number * K + 128 * across) * 128, 128,
                                  K - 128 * across, x, over, turned);
             } else {
                 const Eight<float> scale = load_eight(shared.scale + lane % 16 * 8);
