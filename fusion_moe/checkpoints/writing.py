@@ -16,12 +16,15 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..messages.progress import progress
+from ..messages.units import amount
 from .directory import CONFIG, INDEX, OLDER_CONFIG, SINGLE, Directory
+from .headers import Entry
 from .shard import Step, write_shard
 
 SHARD_BYTES = 5 * 10**9
 SPARE_BYTES = 64 * 2**20  # of free space to leave: for tokenizers and similar files
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_MAKE_ROOM = "free some space and run it again"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -36,25 +39,29 @@ def write(
     *,
     shard_bytes: int = SHARD_BYTES,
     check: Callable[[Directory], object],
+    dry_run: Callable[[Directory], object] | None = None,
 ) -> Path:
     """Writes the results of steps as the directory dst, with configurations, an index, and the
     source's other files (tokenizer and so on), but for hidden ones, other weights, and what lies in
     folders.
 
     configs: for config.json, and for hf_quant_config.json if there is to be one. check: called with
-    the Directory before it gets its name; if it raises, there is no dst. CheckpointError if dst
-    exists already, is a mount point, or the disk is full; whatever is raised, nothing has dst's
-    name. Returns dst, absolute and without symbolic links.
+    the Directory before it gets its name; if it raises, there is no dst. dry_run: called with the
+    Directory that there would be, and nothing is written. CheckpointError if dst exists already, is
+    a mount point, or the disk is full; whatever is raised, nothing has dst's name. Returns dst,
+    absolute and without symbolic links.
     """
     dst = destination(dst)
     copied = _to_copy(source)
     shards = _shards(steps, shard_bytes)
-    with appearing(dst) as files:
-        needed = sum(step.nbytes for step in steps) + sum(file.stat().st_size for file in copied)
-        free = shutil.disk_usage(files).free
-        if free < needed + SPARE_BYTES:
-            found = f"{free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB to write"
-            raise OSError(errno.ENOSPC, found)
+    needed = sum(step.nbytes for step in steps) + sum(file.stat().st_size for file in copied)
+    needed += SPARE_BYTES
+    if dry_run is not None:
+        if room := _too_small(next(p for p in dst.parents if p.exists()), needed):
+            raise CheckpointError(room, todo=_MAKE_ROOM, where=str(dst))
+        dry_run(_planned(dst, configs, shards))
+        return dst
+    with appearing(dst, needed) as files:
         for name, its in progress(shards.items(), f"writing files of {dst.name}", len(shards)):
             write_shard(files / name, its)
         for other in copied:
@@ -66,6 +73,17 @@ def write(
                 write_json(files / name, value)
         check(Directory.open(files))
     return dst
+
+
+def _planned(dst: Path, configs: Configs, shards: Mapping[str, Sequence[Step]]) -> Directory:
+    """What `Directory.open(dst)` would be."""
+    tensors = (
+        Entry(p.name, p.dtype, p.shape, dst / file)
+        for file, steps in shards.items()
+        for step in steps
+        for p in step.planned
+    )
+    return Directory(dst, configs[0], {tensor.name: tensor for tensor in tensors})
 
 
 def destination(dst: str | Path) -> Path:
@@ -159,17 +177,21 @@ def sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def appearing(dst: Path) -> Iterator[Path]:
+def appearing(dst: Path, needed: int = 0) -> Iterator[Path]:
     """A folder for the files of dst, which gets this name at the end of the block, or is removed if
-    the block raises. The system's errors become CheckpointErrors.
+    the block raises. The system's errors become CheckpointErrors. needed: bytes to have room for.
 
     It lies in `.DST.….partial` beside dst, which only this user may read.
     """
+    free = ""
     with contextlib.ExitStack() as undone:
         try:
             dst.parent.mkdir(parents=True, exist_ok=True)
             partial = tempfile.mkdtemp(".partial", f".{dst.name}.", dst.parent)
             undone.callback(shutil.rmtree, partial, ignore_errors=True)
+            if room := _too_small(Path(partial), needed):
+                raise CheckpointError(f"not written: {room}", todo=_MAKE_ROOM, where=str(dst))
+            free = amount(shutil.disk_usage(partial).free, "B")
             files = Path(partial, "files")
             files.mkdir()
             yield files
@@ -177,7 +199,22 @@ def appearing(dst: Path) -> Iterator[Path]:
             files.rename(dst)
             sync(dst.parent)
         except OSError as error:
-            todo = "free some space and run it again" if error.errno in _FULL else "run it again"
-            todo = "give it a shorter name" if error.errno == errno.ENAMETOOLONG else todo
-            found = f"not written: {error.strerror or error}"
+            found, todo = f"not written: {error.strerror or error}", "run it again"
+            if error.errno in _FULL:
+                found, todo = f"{found}: {_needs(needed)}, {free} free at first", _MAKE_ROOM
+            elif error.errno == errno.ENAMETOOLONG:
+                todo = "give it a shorter name"
             raise CheckpointError(found, todo=todo, where=str(dst)) from error
+        except KeyboardInterrupt:
+            said = f"stopped: {dst} is not written, and nothing of it is left"
+            raise KeyboardInterrupt(said) from None
+
+
+def _too_small(folder: Path, needed: int) -> str:
+    """What is wrong if a folder's disk has no room for so many bytes, else ""."""
+    free = shutil.disk_usage(folder).free
+    return f"{_needs(needed)}, {amount(free, 'B')} free" if free < needed else ""
+
+
+def _needs(needed: int) -> str:
+    return f"{amount(needed, 'B')} needed"

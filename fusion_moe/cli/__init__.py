@@ -1,7 +1,7 @@
 """The command line `fusion-moe`, also as `python -m fusion_moe.cli`. A file for each command;
 output.py prints what one returns.
 
-Exit codes: 0 fine, 1 problems, 2 usage, 3 unsupported.
+Exit codes: 0 fine, 1 problems, 2 usage, 3 unsupported, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from rich.table import Table
 from ..errors import Error, OptionError, UnsupportedError
 
 FINE, PROBLEMS, USAGE, UNSUPPORTED = range(4)
+STOPPED = 130  # as shells have it for Ctrl-C
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _COLUMNS = 140  # of a file, or a pipe
 
@@ -31,7 +32,7 @@ class Result(Protocol):
 
 def finish(context: typer.Context, find: Callable[[], Result], as_json: bool) -> NoReturn:
     """Prints what `find` returns and exits with its code; an error of ours is a sentence, and one
-    with --json.
+    with --json; so is Ctrl-C.
     """
     try:
         result = find()
@@ -40,6 +41,9 @@ def finish(context: typer.Context, find: Callable[[], Result], as_json: bool) ->
             raise
         _print_error(error, as_json)
         raise typer.Exit(_code_of(error)) from None
+    except KeyboardInterrupt as stopped:  # what is written says what is left of it
+        typer.echo(f"fusion-moe: {stopped or 'stopped'}", err=True)
+        raise typer.Exit(STOPPED) from None
     if as_json:
         typer.echo(json.dumps(result.to_json(), indent=2))
     else:

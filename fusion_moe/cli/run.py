@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
@@ -101,7 +102,8 @@ def run(
     ] = "",
     json: Json = False,
 ) -> None:
-    """Answer a prompt, or chat. Experts in floats are rounded to NVFP4 while they are read.
+    """Answer a prompt, or chat; Ctrl-C ends an answer. Experts in floats are rounded to NVFP4 while
+    they are read.
 
     Says how many tokens a second, in how much memory, by which kernels. On a GPU the first step
     takes a while: it is compiled, and replayed as a CUDA graph from then on.
@@ -173,10 +175,11 @@ class Talk:
         start = time.perf_counter()
         written = [int(decoder.prompt(ids))]
         first = time.perf_counter()
-        while written[-1] not in self._ends() and len(written) < min(tokens, room):
-            if streamer:
-                streamer.put(torch.tensor(written[-1:]))
-            written.append(int(decoder.step()))
+        with contextlib.suppress(KeyboardInterrupt):  # what there is then is the answer
+            while written[-1] not in self._ends() and len(written) < min(tokens, room):
+                if streamer:
+                    streamer.put(torch.tensor(written[-1:]))
+                written.append(int(decoder.step()))
         end = time.perf_counter()
         if streamer:
             streamer.put(torch.tensor(written[-1:]))
@@ -220,7 +223,7 @@ class Talk:
 def _line() -> str:
     try:
         return input("> ").strip()
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         return ""
 
 

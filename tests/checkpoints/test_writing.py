@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -57,7 +58,7 @@ def test_an_interrupted_call_leaves_nothing(
         write_shard(path, steps)
 
     monkeypatch.setattr(writing, "write_shard", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="dst is not written, and nothing of it is left"):
         convert(SRC, tmp_path / "dst", shard_bytes=SHARD)
     assert list(tmp_path.iterdir()) == []
 
@@ -80,9 +81,21 @@ def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(writing, "SPARE_BYTES", 2**60)
     with pytest.raises(
         CheckpointError,
-        match=r"dst: not written: .* GB free, .* GB to write; "
-        r"free some space and run it again",
+        match=r"dst: not written: 1\.15e\+06 TB needed, .* free; free some space and run it again",
     ):
+        convert(SRC, tmp_path / "dst")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a quota, or because others write too."""
+
+    def full(path: Path, steps: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writing, "write_shard", full)
+    said = r"No space left on device: 67\.\d MB needed, .*B free at first; free some space"
+    with pytest.raises(CheckpointError, match=said):
         convert(SRC, tmp_path / "dst")
     assert list(tmp_path.iterdir()) == []
 
@@ -94,8 +107,7 @@ def test_a_file_that_says_it_is_larger_than_the_disk(tmp_path: Path) -> None:
     os.truncate(src / "tokenizer.json", 2**43)
     with pytest.raises(
         CheckpointError,
-        match=r"dst: not written: .* GB free, 8796.1 GB to write; "
-        r"free some space and run it again",
+        match=r"dst: not written: 8\.8 TB needed, .* free; free some space and run it again",
     ):
         convert(src, tmp_path / "dst")
     assert [path.name for path in tmp_path.iterdir()] == [src.name]

@@ -12,6 +12,7 @@ pytest.importorskip("safetensors")
 from files import MADE, raw
 from typer.testing import CliRunner
 
+from fusion_moe.checkpoints import writing
 from fusion_moe.cli.app import app
 
 # each way to store experts; tests/checkpoints/test_convert.py has all directories
@@ -90,3 +91,14 @@ def test_a_destination_that_is_there_is_a_problem(tmp_path):
     result = run("convert", MADE / "ct-qwen3_moe", tmp_path)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_ctrl_c_says_what_is_left(tmp_path, monkeypatch):
+    def stopped(path, steps):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writing, "write_shard", stopped)
+    result = run("convert", MADE / "ct-qwen3_moe", tmp_path / "out")
+    assert (result.exit_code, result.stdout, list(tmp_path.iterdir())) == (130, "", [])
+    said = f"stopped: {tmp_path / 'out'} is not written, and nothing of it is left"
+    assert result.stderr == f"fusion-moe: {said}\n"
