@@ -9,7 +9,7 @@ any other: its Fusion is the program that it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
@@ -55,6 +55,7 @@ from ..ir.core import Fusion
 from ..ir.derivative import Derivative, differentiate
 from ..ir.text import one_line, parse
 from ..runtime import native
+from ..runtime.remembered import Remembered
 from .eager import BODIES
 
 _BACKENDS = frozenset(DispatchKeySet(key).raw_repr() for key in (DispatchKey.CPU, DispatchKey.CUDA))
@@ -170,7 +171,24 @@ class _Step:
         tracing = any(
             type(t) is not Tensor and not isinstance(t, torch.nn.Parameter) for t in tensors
         )
-        types, sizes = traced_types(call) if tracing else (eager_types(call), None)
+        if tracing:
+            return cls._of_types(call, wants, *traced_types(call))
+        key = call.spec.name, call.forms, call.others, wants, options.current()
+        found = _steps.get(key)
+        if found is None:
+            found = cls._of_types(call, wants, eager_types(call))
+            if not isinstance(found.programs, Error):
+                _steps[key] = found
+        return found
+
+    @classmethod
+    def _of_types(
+        cls,
+        call: Call,
+        wants: tuple[int, ...],
+        types: Types,
+        sizes: Mapping[str, Any] | None = None,
+    ) -> _Step:
         try:
             programs = _of_call(
                 call.spec.name, types, call.others, wants, options.current().router_gradient
@@ -181,11 +199,10 @@ class _Step:
                 f"{call.spec.name}, derivative with respect to {', '.join(names[i] for i in wants)}"
             )
             return cls(error.at(described), None, wants, {})
-        env = (
-            sizes.values()
-            if sizes
-            else programs.derivative.forward.bind(list(map(fp4_as_bytes, tensors)))
-        )
+        env = sizes.values() if sizes else None
+        if env is None:
+            tensors = map(fp4_as_bytes, call.tensors.values())
+            env = programs.derivative.forward.bind(list(tensors))
         return cls(programs, None, wants, env, options.current().key())
 
     @classmethod
@@ -260,6 +277,9 @@ class _Step:
             self.options,
         )
         return dict(zip(self.wanted, outputs, strict=True))
+
+
+_steps = Remembered[Hashable, _Step](1024)  # of calls of operations, by their forms
 
 
 def wanted(inputs: Sequence[Input]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..nn.frozen.packed import PackedModule
-from ..nn.lora.files.factors import from_peft, to_peft
+from ..nn.lora.files.factors import a_from_peft, b_from_peft, to_peft
 from ..nn.lora.merging import add_, write_
 from ..nn.trained.activations import deinterleave, interleave
 
@@ -170,22 +170,25 @@ class ParamWrapper(_OnCodes, layer.ParamWrapper):  # PEFT asks for this name
     @property
     def A(self) -> Tensor:
         """[E, r, K], ranks of the active adapters one after the other."""
-        factors = [self._factors(name)[0] for name in self._active]
+        factors = [self._a(name) for name in self._active]
         return factors[0] if len(factors) == 1 else torch.cat(factors, 1)
 
     @property
     def B(self) -> Tensor:
         """[E, N, r], rows in the order of the weight's."""
         names = self._active
-        factors = [self._factors(name)[1] for name in names]
+        factors = [self._b(name) for name in names]
         if len(factors) == 1:
             return factors[0]
         return torch.cat([b * self.scaling[n] for n, b in zip(names, factors, strict=True)], 2)
 
-    def _factors(self, adapter_name: str) -> tuple[Tensor, Tensor]:
-        layers: Any = self.lora_A[adapter_name], self.lora_B[adapter_name]
-        a, b = from_peft(layers[0].weight, layers[1].weight, self.num_experts)
-        return a, deinterleave(b, 1, 1) if self._in_turns else b
+    def _a(self, adapter_name: str) -> Tensor:
+        return a_from_peft(self.lora_A.get_parameter(f"{adapter_name}.weight"), self.num_experts)
+
+    def _b(self, adapter_name: str) -> Tensor:
+        weight = self.lora_B.get_parameter(f"{adapter_name}.weight")
+        b = b_from_peft(weight, self.num_experts)
+        return deinterleave(b, 1, 1) if self._in_turns else b
 
     @property
     def _in_turns(self) -> bool:
@@ -201,5 +204,5 @@ class ParamWrapper(_OnCodes, layer.ParamWrapper):  # PEFT asks for this name
                 layers.get_parameter(f"{name}.weight").copy_(t)
 
     def _delta(self, adapter_name: str, matrix: int) -> Tensor:
-        a, b = self._factors(adapter_name)
+        a, b = self._a(adapter_name), self._b(adapter_name)
         return self.scaling[adapter_name] * (b[matrix].float() @ a[matrix].float())

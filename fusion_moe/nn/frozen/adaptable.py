@@ -95,8 +95,10 @@ class AdaptableModule(PackedModule):
         """Whether any projection has an adapter."""
         return any(self.adapter(projection) is not None for projection in self.projections)
 
-    def _factors(self, projection: str) -> tuple[Tensor | None, Tensor | None]:
-        """A [G, r, K] and B [G, N, r] of a projection's adapter, padded like its weight."""
+    def _factors(self, projection: str, scale: float) -> tuple[Tensor | None, Tensor | None]:
+        """A [G, r, K] and B [G, N, r] of a projection's adapter, padded like its weight. scale: by
+        which the product multiplies B @ A.
+        """
         adapter = self.adapter(projection)
         if adapter is None or adapter.disabled:
             return None, None
@@ -111,7 +113,7 @@ class AdaptableModule(PackedModule):
                 f"training mode, but the adapters of {type(self).__name__} are frozen: add them "
                 "after what freezes a model, and load them to train"
             )
-        if adapter.scale != self._lora_scale:
+        if adapter.scale != scale:
             b = b * adapter.scale
         return self.padded_factors(projection, a, b)
 
@@ -124,16 +126,16 @@ class AdaptableModule(PackedModule):
         """rows [..., K] that are sorted by group, ends i32[G] of the groups -> [..., N], with what
         an adapter adds.
         """
-        padding, of_fold = self._padding(projection), False
+        padding, of_fold, scale = self._padding(projection), False, self._lora_scale
         if self.weights != "packed":
             of_fold = self._folded(rows.numel() // rows.shape[-1])
         y = torch.ops.fusion_moe.grouped_mm(
             padding.pad_columns(rows) if padding else rows,
             self._operand(projection, of_fold),
             ends,
-            *self._factors(projection),
+            *self._factors(projection, scale),
             **self._format(of_fold),
-            lora_scale=self._lora_scale,
+            lora_scale=scale,
         )
         return padding.cut_rows(y) if padding else y
 

@@ -126,9 +126,9 @@ class Experts(Projections):
             padding = self._padding("down") if more.shape[-1] > 1 else None
             found["activation_parameters"] = padding.pad_columns(more) if padding else more
         if (self._modules or self.wrappers) and self.adapted:
+            found["lora_scale"] = scale = self._lora_scale
             for name, projection in zip(("gate_up", "down"), self.projections, strict=True):
-                found[f"{name}_lora_a"], found[f"{name}_lora_b"] = self._factors(projection)
-            found["lora_scale"] = self._lora_scale
+                found[f"{name}_lora_a"], found[f"{name}_lora_b"] = self._factors(projection, scale)
         return found
 
     def padding(self, name: str, layout: Layout) -> Padding:

@@ -18,7 +18,7 @@ from ...local import gathered, is_dtensor
 from ...trained.activations import deinterleave, interleave
 from ..adapter import adapt_, adaptable, adapted, adapters_of, need_unadapted
 from .config import CONFIG, LoraConfig, read_config
-from .factors import from_peft, peft_shapes, to_peft
+from .factors import a_from_peft, b_from_peft, peft_shapes, to_peft
 
 TENSORS = "adapter_model.safetensors"
 _ROOT = "base_model.model"  # what PEFT calls the model that it wraps
@@ -225,7 +225,8 @@ def _factors(
     """A and B for each adapter of a module, from the file."""
     keys = _keys(name, projections)
     for projection, key_a, key_b in zip(projections, keys[::2], keys[1::2], strict=True):
-        a, b = from_peft(tensors[key_a], tensors[key_b], _experts(module))
+        a = a_from_peft(tensors[key_a], _experts(module))
+        b = b_from_peft(tensors[key_b], _experts(module))
         b = deinterleave(b, 1, 1) if module.in_turns and projection == "gate_up" else b
         if module.sharding is not None:
             a, b = module.sharding.share("A", a), module.sharding.share("B", b)

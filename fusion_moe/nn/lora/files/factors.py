@@ -10,8 +10,9 @@ Source: peft.tuners.lora.layer.ParamWrapper.get_delta_weight (0.21).
 >>> b = torch.arange(4.0).view(2, 1, 2)
 >>> [t.tolist() for t in to_peft(a, b)]
 [[[0.0], [1.0], [2.0], [3.0]], [[0.0, 2.0, 1.0, 3.0]]]
->>> all(torch.equal(x, y) for x, y in zip(from_peft(*to_peft(a, b), experts=2), (a, b)))
-True
+>>> lora_a, lora_b = to_peft(a, b)
+>>> torch.equal(a_from_peft(lora_a, 2), a), torch.equal(b_from_peft(lora_b, 2), b)
+(True, True)
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ def to_peft(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1).contiguous()
 
 
-def from_peft(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `to_peft`."""
-    return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(
-        2, 0, 1
-    ).contiguous()
+def a_from_peft(a: Tensor, experts: int) -> Tensor:
+    """lora_A [E * r, K] -> A [E, r, K]"""
+    return a.unflatten(0, (experts, -1))
+
+
+def b_from_peft(b: Tensor, experts: int) -> Tensor:
+    """lora_B [N, r * E] -> B [E, N, r]"""
+    return b.unflatten(1, (-1, experts)).permute(2, 0, 1).contiguous()
 
 
 def peft_shapes(experts: int, n: int, k: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
