@@ -15,6 +15,7 @@ from __future__ import annotations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .adapters import register_saving
+from .casting import register_casting
 from .config import ModelOptConfig, NVFP4Config
 from .experts import experts_forward
 from .loading import from_pretrained
@@ -31,5 +32,6 @@ register("modelopt", ModelOptConfig, FusionMoeQuantizer)
 register("fusion_moe", ModelOptConfig, FusionMoeQuantizer)
 register_backend()
 register_saving()
+register_casting()
 register_resizing()
 before_training.append(register_loading)

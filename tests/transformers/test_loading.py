@@ -68,6 +68,32 @@ def test_logits_are_those_of_the_decoded_weights(name):
     assert not any(p.requires_grad for m in encoded for p in m.parameters(recurse=False))
 
 
+@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "ct-gpt_oss", "mxfp4-gpt_oss"])
+def test_half_and_float(name):
+    """As `to`: floats are cast, and no encoded byte changes."""
+    model = from_pretrained(MADE / name, dtype=torch.float32)
+    want, parts = logits(model), encoded_parts(model)
+    for cast, near in ((model.half, 5e-3), (model.float, 5e-3), (model.bfloat16, 4e-2)):
+        assert cast() is model
+        assert relative(logits(model).float(), want) <= near
+        assert all(map(same_bytes, encoded_parts(model), parts))
+    other = Qwen3MoeForCausalLM(AutoConfig.from_pretrained(MADE / "bf16-qwen3_moe"))
+    assert other.half().dtype == torch.float16
+    other.is_quantized = True  # by others
+    with pytest.raises(ValueError, match="not supported for quantized model"):
+        other.half()
+
+
+def encoded_parts(model) -> list[torch.Tensor]:
+    return [
+        p.detach().clone()
+        for m in model.modules()
+        if isinstance(m, PackedModule)
+        for name, p in m.named_parameters(recurse=False)
+        if name in m._parts_by_name()
+    ]
+
+
 @pytest.mark.parametrize("name", AS_LOADED)
 def test_what_is_saved_has_the_same_bytes(name, tmp_path):
     model = from_pretrained(MADE / name)
