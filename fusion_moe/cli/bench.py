@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,10 +11,10 @@ import torch
 import typer
 from rich.console import Console
 
-from ..env import has_cuda
+from ..checkpoints import Directory
 from ..errors import OptionError
-from ..messages.units import amount, count, duration
-from .models import quietly
+from ..messages.units import amount, count, duration, ratio
+from .models import Device, a_model, device_of, quietly
 from .output import FINE, Json, finish, table
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class Bench:
     """What was measured. of: which model; where: which machine; how: of decoding; layers: of the
     model that was measured, and of the whole; heads: the projection to the vocabulary, by batch;
-    weights: bytes by contender.
+    weights: bytes by contender, and what they would be of the whole.
     """
 
     of: str
@@ -33,7 +34,7 @@ class Bench:
     layers: tuple[int, int]
     rows: tuple[Row, ...]
     heads: dict[int, Times]
-    weights: dict[str, int]
+    weights: tuple[dict[str, int], dict[str, int]]
     exit_code: int = FINE
 
     def to_json(self) -> dict[str, Any]:
@@ -59,26 +60,24 @@ class Bench:
         for line in self._sentences():
             console.print(line, soft_wrap=True)
 
-    def _sentences(self) -> list[str]:
-        said = []
+    def _sentences(self) -> Iterator[str]:
+        some, whole = self.layers
         for call in dict.fromkeys((row.of, row.tokens) for row in self.rows):
             ours, best = self._of(*call)
-            said.append(f"{_call_of(ours)}: {verdict(ours, best)}")
-            some, all_layers = self.layers
-            if ours.of == "decode" and some < all_layers:
+            yield f"{_call_of(ours)}: {verdict(ours, best)}"
+            if ours.of == "decode" and some < whole:
                 head = self.heads[ours.tokens].median
-                times = [(row.times.median - head) * all_layers / some for row in (ours, best)]
-                rates = ", ".join(f"{ours.tokens / (t + head):,.1f}" for t in times)
-                said.append(
-                    f"  all {all_layers} layers, computed from these: {rates} tokens/s, "
-                    f"{(times[1] + head) / (times[0] + head):.2f}x"
-                )
-        ours_bytes, bf16 = self.weights.values()
-        said.append(
+                times = [(row.times.median - head) * whole / some + head for row in (ours, best)]
+                rates = [f"{ratio(ours.tokens / t)} tokens/s" for t in times]
+                yield _computed(whole, *rates, times[1] / times[0])
+        ours_bytes, bf16 = self.weights[0].values()
+        yield (
             f"weights: {amount(ours_bytes, 'B')}, in bf16 {amount(bf16, 'B')}: "
             f"{bf16 / ours_bytes:.2f}x smaller"
         )
-        return said
+        if some < whole:
+            a, b = self.weights[1].values()
+            yield _computed(whole, amount(a, "B"), amount(b, "B"), b / a)
 
     def _of(self, of: str, tokens: int) -> tuple[Row, Row]:
         """Ours, and the fastest other."""
@@ -104,9 +103,7 @@ def bench(
         int | None, typer.Option(min=1, help="Tokens of a prompt. [default: 4096, 512 on CPUs]")
     ] = None,
     repeats: Annotated[int, typer.Option(min=2, help="Runs, of which the median counts.")] = 7,
-    device: Annotated[
-        str, typer.Option(help="cpu or cuda. [default: a GPU where there is one]")
-    ] = "",
+    device: Device = "",
     json: Json = False,
 ) -> None:
     """Time decoding and prompts, and compare memory, with experts in NVFP4 and in bf16, in turns.
@@ -118,7 +115,7 @@ def bench(
         if (directory is None) == (not config):
             found = "DIR and --config" if config else "neither DIR nor --config"
             raise OptionError(found, expected="one of them", where="bench")
-        where = device or ("cuda" if has_cuda() else "cpu")
+        where = device_of(device, "bench")
         tokens = prompt or (4096 if where == "cuda" else 512)
         with quietly():
             return measured(directory, config, layers, batch or [1], after, tokens, repeats, where)
@@ -142,17 +139,29 @@ def measured(
     from ..transformers.loading import configuration
 
     if directory is None:
-        sizes = of.config_of(config) if config in of.SIZES else configuration(config)
+        if config not in of.SIZES and not Path(config).exists():
+            expected = f"{', '.join(of.SIZES)}, or a file or directory"
+            raise OptionError(f"--config {config}", expected=expected, where="bench")
+        with a_model(Path(config)):
+            sizes = of.config_of(config) if config in of.SIZES else configuration(config)
         whole, weights = sizes.num_hidden_layers, "random weights"
         contenders = of.beside(of.made(sizes, layers, device))
     else:
-        contenders = of.loaded(directory, device)
+        Directory.open(directory)  # says what is wrong with it
+        with a_model(directory):
+            contenders = of.loaded(directory, device)
         whole, weights = contenders[0].model.config.num_hidden_layers, str(directory)
     ours, model = contenders[0], contenders[-1].model
     some = model.config.num_hidden_layers
     longest = getattr(model.config, "max_position_embeddings", None) or prompt
     rows = tuple(of.compared(contenders, batches, context, min(prompt, longest), repeats))
     why = why_plain(model)
+
+    def weighed(times: float) -> dict[str, int]:
+        return {
+            name: of.bytes_of(m, times) for name, m in ((ours.name, ours.model), ("bf16", model))
+        }
+
     return Bench(
         f"{type(model).__name__}, {count(some, 'layer')}"
         f"{f' of {whole}' if some < whole else ''}, {weights}",
@@ -162,7 +171,7 @@ def measured(
         (some, whole),
         rows,
         {b: of.head(model, b, repeats) for b in batches} if some < whole else {},
-        {ours.name: of.bytes_of(ours.model), "bf16": of.bytes_of(model)},
+        (weighed(1), weighed(whole / some)),
     )
 
 
@@ -170,8 +179,12 @@ def verdict(ours: Row, other: Row) -> str:
     """How many times as fast ours is, unless their runs overlap."""
     if ours.times.overlaps(other.times):
         return f"{ours.name} and {other.name}: inconclusive, their times overlap"
-    ratio = other.times.median / ours.times.median
-    return f"{ours.name} is {ratio:.2f}x as fast as {other.name}"
+    factor = other.times.median / ours.times.median
+    return f"{ours.name} is {factor:.2f}x as fast as {other.name}"
+
+
+def _computed(layers: int, ours: str, bf16: str, factor: float) -> str:
+    return f"  all {layers} layers, computed from these: {ours}, in bf16 {bf16}: {factor:.2f}x"
 
 
 def _call_of(row: Row) -> str:

@@ -19,6 +19,7 @@ from ..errors import UnsupportedError
 from ..messages.extras import install
 from ..messages.units import count
 from ..nn.config import NVFP4Config
+from .models import a_model
 from .output import FINE, Json, finish
 
 # reports import Dynamo and Inductor, which takes seconds that other commands and --help do without
@@ -127,15 +128,11 @@ def model_of(path: Path) -> nn.Module:
         raise UnsupportedError(
             f"experts in floats, with torch {torch.__version__}", expected=expected, where=str(path)
         )
-    try:
+    with a_model(path):
         config = configuration(path)
         config.quantization_config = None
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise UnsupportedError(
-            " ".join(str(error).split()), expected="a model of transformers", where=str(path)
-        ) from None
     if method:
         said = directory.quantization
         config = NVFP4Config(**own_entries(said))

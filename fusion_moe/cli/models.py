@@ -6,9 +6,42 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
 
-from ..errors import UnsupportedError
+import typer
+
+from ..env import has_cuda
+from ..errors import Error, UnsupportedError, need_one_of
 from ..messages.extras import install
+
+Device = Annotated[str, typer.Option(help="cpu or cuda. [default: a GPU where there is one]")]
+
+
+def device_of(asked: str, where: str) -> str:
+    """A device, "" for the best. OptionError for others, UnsupportedError for a GPU that is not
+    there.
+    """
+    best = "cuda" if has_cuda() else "cpu"
+    need_one_of("--device", asked or best, ("cpu", "cuda"), where=where)
+    if asked == "cuda" != best:
+        raise UnsupportedError(
+            "no GPU that runs kernels", todo="fusion-moe doctor says why", where=where
+        )
+    return asked or best
+
+
+@contextmanager
+def a_model(path: Path, what: str = "a model of transformers") -> Iterator[None]:
+    """What transformers raises while it reads one becomes an UnsupportedError."""
+    try:
+        yield
+    except Error:
+        raise
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise UnsupportedError(
+            " ".join(str(error).split()), expected=what, where=str(path)
+        ) from None
 
 
 @contextmanager

@@ -14,12 +14,12 @@ import torch
 import typer
 from rich.console import Console
 
-from ..env import has_cuda
+from ..checkpoints import Directory
 from ..errors import OptionError
 from ..messages.units import amount, count
 from ..nn import Experts
 from .inspect import kernels_for
-from .models import quietly
+from .models import Device, a_model, device_of, quietly
 from .output import FINE, Json, finish
 
 if TYPE_CHECKING:
@@ -97,9 +97,7 @@ def run(
         typer.Option(min=0.0, help="0: the likeliest token. [default: what the model's files say]"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    device: Annotated[
-        str, typer.Option(help="cpu or cuda. [default: a GPU where there is one]")
-    ] = "",
+    device: Device = "",
     json: Json = False,
 ) -> None:
     """Answer a prompt, or chat; Ctrl-C ends an answer. Experts in floats are rounded to NVFP4 while
@@ -113,7 +111,7 @@ def run(
         if bool(prompt) == interactive:
             found = "a prompt and -i" if prompt else "no prompt"
             raise OptionError(found, expected="a prompt, or -i for a chat", where="run")
-        where = device or ("cuda" if has_cuda() else "cpu")
+        where = device_of(device, "run")
         torch.manual_seed(seed)
         with quietly():
             talk = Talk.open(directory, where, temperature, out=not json)
@@ -145,16 +143,18 @@ class Talk:
         from ..transformers import NVFP4Config, from_pretrained, fuse_routers_
         from ..transformers.decoding import sampling, share_keys_
 
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-        model = from_pretrained(
-            directory, dtype=torch.bfloat16, quantization_config=NVFP4Config(), device_map=device
-        ).eval()
+        Directory.open(directory)  # says what is wrong with it
+        with a_model(directory, "a tokenizer of transformers"):
+            tokenizer = AutoTokenizer.from_pretrained(directory)
+        how: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": device}
+        with a_model(directory):
+            model = from_pretrained(directory, quantization_config=NVFP4Config(), **how).eval()
         fuse_routers_(model)
         share_keys_(model)
-        how = model.generation_config
+        said = model.generation_config
         if temperature is None:
-            temperature = (how.temperature or 1.0) if how.do_sample else 0.0
-        return cls(model, tokenizer, sampling(how, temperature), out)
+            temperature = (said.temperature or 1.0) if said.do_sample else 0.0
+        return cls(model, tokenizer, sampling(said, temperature), out)
 
     def answer(self, prompt: str, tokens: int, length: int | None) -> Answer:
         """length: of the cache; None: as many as are needed."""

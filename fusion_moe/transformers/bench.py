@@ -228,6 +228,7 @@ def _seconds(call: Callable[[], object], times: int) -> float:
     return (time.perf_counter() - start) / times
 
 
-def bytes_of(model: nn.Module) -> int:
-    """Of parameters and buffers."""
-    return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+def bytes_of(model: nn.Module, times: float = 1) -> int:
+    """Of parameters and buffers; times: how many layers there are for each of this model's."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return round(sum(t.nbytes * (times if ".layers." in name else 1) for name, t in named))
