@@ -1,29 +1,28 @@
-"""What 4 bits cost: the perplexity of the small real model with experts in each encoding, on
-held-out text it was not trained on.
+"""What few bits cost: the perplexity of the small real model in each format, on two held-out texts
+that it was not trained on.
 
-    python benchmarks/quality.py [--max-bytes 90000]  # needs transformers; nvidia-modelopt for its
-                                                      # row. Writes results/quality.md
-    python benchmarks/quality.py --fp8 [--max-bytes 150000]  # what FP8 costs, token by token.
-                                                             # Writes results/quality_fp8.md
+    python benchmarks/quality.py [--write]        # needs transformers; nvidia-modelopt for its row.
+                                                  # --write: results/quality.md
+    python benchmarks/quality.py --fp8 [--write]  # what rows in FP8 cost, on all of the text.
+                                                  # --write: results/quality_fp8.md
 
-All rows are the same model, `examples/tiny_qwen3_moe`, in bf16 but for the experts' weights;
-activations stay in bf16 but where int8 is said, which rounds both operands of the experts' products
-(on CPUs), and where fp8 is said, which rounds rows before each product (by the reference). A row of
-`--fp8` is compared with another one by the difference of both losses of each token; its interval
-holds 95 %, by the standard error over windows of text. ModelOpt's row is a directory that
-nvidia-modelopt quantized and exported, loaded with `from_pretrained`. Its exporter gives gate and
-up of an expert one scale, the larger of the two, where `quantize_` keeps both; all other bytes are
-equal.
+All rows are the same model, `examples/tiny_qwen3_moe`, in bf16 but for the weights that are
+quantized: those of experts, unless a row says otherwise. Activations stay in bf16 but where int8 is
+said, which rounds both operands of the experts' products (on CPUs), and where fp8 is said, which
+rounds rows before each product (by the reference). A row is compared with another one, bf16 unless
+it says otherwise, by the difference of both losses of each token; the interval holds 95 %, by the
+standard error over windows of text. ModelOpt's row is a directory that nvidia-modelopt quantized
+and exported, loaded with `from_pretrained`. Its exporter gives gate and up of an expert one scale,
+the larger of the two, where `quantize_` keeps both; all other bytes are those of scales="max".
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import math
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,15 +35,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.append(str(EXAMPLES))
 
-from heldout import bits_per_byte_and_perplexity, load_heldout, losses_of_windows  # noqa: E402
+from heldout import load_heldout  # noqa: E402
 from results import table, write  # noqa: E402
 
 import fusion_moe  # noqa: E402
 import fusion_moe.transformers  # noqa: E402  (loads ModelOpt's directories)
-from fusion_moe.encodings import find, quantize  # noqa: E402
-from fusion_moe.nn.conversion.contract import contract_of, experts_from  # noqa: E402
+from fusion_moe.nn import (  # noqa: E402
+    FP8Config,
+    INT4Config,
+    MXFP4Config,
+    NVFP4Config,
+    QuantizationConfig,
+)
+from fusion_moe.transformers.evaluation import Evaluation, change, evaluate  # noqa: E402
 
 MODEL = EXAMPLES / "tiny_qwen3_moe"
+LAST = 9  # files of the second text, 124 kB
 
 
 def plain(path: str | Path = MODEL) -> Any:
@@ -52,31 +58,10 @@ def plain(path: str | Path = MODEL) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
 
 
-def in_nvfp4(activation_format: str = "bf16", scales: str = "max") -> Any:
-    """Its experts quantized by quantize_."""
+def quantized(config: str | QuantizationConfig, linear: bool = False) -> Any:
+    """Quantized by quantize_."""
     model = plain()
-    fusion_moe.quantize_(model, fusion_moe.NVFP4Config(activation_format, scales=scales))
-    return model
-
-
-def in_encoding(name: str, activation_format: str = "bf16", scales: str = "max") -> Any:
-    """Its experts quantized to an encoding."""
-    model, encoding, config = plain(), find(name), fusion_moe.NVFP4Config(activation_format)
-    for path, experts in list(model.named_modules()):
-        if contract := contract_of(experts):
-            up, down = (
-                t.detach()
-                for t in (contract.up(experts.gate_up_proj), contract.down(experts.down_proj))
-            )
-            weights = (quantize(t, encoding, scales=scales) for t in (up, down))
-            model.set_submodule(path, experts_from(experts, *weights, config=config))
-    return model
-
-
-def folded(make: Callable[[], Any]) -> Any:
-    """A model whose experts read their weights as FP8."""
-    model = make()
-    fusion_moe.prepare_(model, weights="fp8")
+    fusion_moe.quantize_(model, config, linear=linear)
     return model
 
 
@@ -96,101 +81,116 @@ def by_modelopt() -> Any:
         return plain(folder)
 
 
-def experts_bytes(model: nn.Module) -> int:
-    """Bytes of the experts' weights."""
-    return sum(t.nbytes for name, t in model.named_parameters() if ".experts." in name)
+def weights_bytes(model: nn.Module) -> int:
+    """Bytes of all weights but the embedding, which is the head too."""
+    return sum(t.nbytes for name, t in model.named_parameters() if "embed" not in name)
 
 
 VARIANTS: dict[str, Callable[[], Any]] = {
     "bf16": plain,
-    "NVFP4, `quantize_`": in_nvfp4,
-    'NVFP4, `quantize_`, scales="four_over_six"': lambda: in_nvfp4(scales="four_over_six"),
-    'NVFP4, `quantize_`, scales="mse"': lambda: in_nvfp4(scales="mse"),
-    "NVFP4, `quantize_`, int8 activations": lambda: in_nvfp4("int8"),
+    'NVFP4, `scales="max"`': lambda: quantized(NVFP4Config(scales="max")),
+    'NVFP4, `scales="four_over_six"`': lambda: quantized(NVFP4Config(scales="four_over_six")),
+    'NVFP4, `scales="mse"`, the default': lambda: quantized("nvfp4"),
+    "NVFP4, int8 activations": lambda: quantized(NVFP4Config("int8")),
+    "NVFP4, linear layers too": lambda: quantized("nvfp4", linear=True),
     "NVFP4, nvidia-modelopt's directory": by_modelopt,
-    "MXFP4": lambda: in_encoding("mxfp4"),
-    'MXFP4, scales="mse"': lambda: in_encoding("mxfp4", scales="mse"),
-    "MXFP4, int8 activations": lambda: in_encoding("mxfp4", "int8"),
-    "INT4, groups of 32": lambda: in_encoding("int4"),
+    'MXFP4, `scales="max"`, the default': lambda: quantized("mxfp4"),
+    'MXFP4, `scales="mse"`': lambda: quantized(MXFP4Config(scales="mse")),
+    "MXFP4, int8 activations": lambda: quantized(MXFP4Config("int8")),
+    'INT4, groups of 32, `scales="max"`': lambda: quantized(INT4Config(scales="max")),
+    'INT4, groups of 32, `scales="mse"`, the default': lambda: quantized("int4"),
+    "FP8, 128 x 128": lambda: quantized("fp8"),
+    "FP8, 128 x 128, linear layers too": lambda: quantized("fp8", linear=True),
 }
 
 
 # name -> how it is made, and the row that it is compared with
 IN_FP8: dict[str, tuple[Callable[[], Any], str]] = {
     "bf16": (plain, ""),
-    "NVFP4": (in_nvfp4, "bf16"),
-    "NVFP4, fp8 activations": (lambda: in_nvfp4("fp8"), "NVFP4"),
-    "NVFP4 folded to FP8": (lambda: folded(in_nvfp4), "NVFP4"),
+    "NVFP4": (lambda: quantized("nvfp4"), "bf16"),
+    "NVFP4, fp8 activations": (lambda: quantized(NVFP4Config("fp8")), "NVFP4"),
+    "NVFP4 folded to FP8": (lambda: quantized(NVFP4Config(weights="fp8")), "NVFP4"),
     "NVFP4 folded to FP8, fp8 activations": (
-        lambda: folded(lambda: in_nvfp4("fp8")),
+        lambda: quantized(NVFP4Config("fp8", "fp8")),
         "NVFP4 folded to FP8",
     ),
-    "MXFP4, folded to FP8 or not": (lambda: folded(lambda: in_encoding("mxfp4")), "bf16"),
+    "MXFP4, folded to FP8 or not": (lambda: quantized(MXFP4Config(weights="fp8")), "bf16"),
     "MXFP4 folded to FP8, fp8 activations": (
-        lambda: folded(lambda: in_encoding("mxfp4", "fp8")),
+        lambda: quantized(MXFP4Config("fp8", "fp8")),
         "MXFP4, folded to FP8 or not",
     ),
-    "FP8, 128 x 128": (lambda: in_encoding("fp8"), "bf16"),
-    "FP8, 128 x 128, fp8 activations": (lambda: in_encoding("fp8", "fp8"), "FP8, 128 x 128"),
+    "FP8, 128 x 128": (lambda: quantized("fp8"), "bf16"),
+    "FP8, 128 x 128, fp8 activations": (lambda: quantized(FP8Config("fp8")), "FP8, 128 x 128"),
 }
 
 
 def in_pairs(texts: list[str]) -> str:
     """The table of `IN_FP8`: perplexity, and its change from that of another row."""
     tokenizer, rows = AutoTokenizer.from_pretrained(MODEL), list[tuple[object, ...]]()
-    found: dict[str, list[torch.Tensor]] = {}
+    found: dict[str, Sequence[torch.Tensor]] = {}
     for name, (make, other) in IN_FP8.items():
         with fusion_moe.options.override(target="reference"):
-            found[name] = losses_of_windows(make(), tokenizer, texts)
-        mean = float(torch.cat(found[name]).mean())
+            of_name = evaluate(make(), tokenizer, texts)
+        found[name] = of_name.losses
         more = f"{_change(found[name], found[other])} than {other}" if other else ""
-        rows.append((name, f"{math.exp(mean):.4f}", more))
+        rows.append((name, f"{of_name.perplexity:.4f}", more))
         print(*rows[-1], flush=True)
     return table(["experts", "perplexity", "change, 95 % interval"], rows)
 
 
-def _change(losses: list[torch.Tensor], of: list[torch.Tensor]) -> str:
+def _change(losses: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> str:
     """How much higher the perplexity of the same tokens is."""
-    sums = torch.stack([(a - b).sum() for a, b in zip(losses, of, strict=True)]).double()
-    sizes = torch.tensor([len(a) for a in losses], dtype=torch.float64)
-    mean = sums.sum() / sizes.sum()
-    spread = (sums - mean * sizes).square().sum().sqrt() / sizes.sum()
-    low, middle, high = (100 * math.expm1(float(mean + z * spread)) for z in (-1.96, 0, 1.96))
+    low, middle, high = (100 * end for end in change(losses, of))
     return f"{middle:+.3f} % ({low:+.3f} to {high:+.3f})"
 
 
-def measured(texts: list[str]) -> str:
-    """The table of all variants."""
-    tokenizer, rows, first = AutoTokenizer.from_pretrained(MODEL), list[tuple[object, ...]](), 0.0
+def measured(parts: Sequence[list[str]]) -> str:
+    """The table of all variants, on several texts."""
+    tokenizer, rows = AutoTokenizer.from_pretrained(MODEL), list[tuple[object, ...]]()
+    first: list[Evaluation] = []
     for name, make in VARIANTS.items():
         if "modelopt" in name and find_spec("modelopt") is None:
             continue
         model = make()
-        bits, perplexity = bits_per_byte_and_perplexity(model, tokenizer, texts)
-        first = first or perplexity
-        more = f"{100 * (perplexity / first - 1):+.2f} %"
-        size = f"{experts_bytes(model):,}"
-        rows.append((name, size, f"{bits:.5f}", f"{perplexity:.4f}", more))
+        found = [evaluate(model, tokenizer, texts) for texts in parts]
+        first = first or found
+        of_parts = [
+            (f"{its.perplexity:.4f}", _change(its.losses, of.losses))
+            for its, of in zip(found, first, strict=True)
+        ]
+        rows.append(
+            (name, f"{weights_bytes(model):,}", *(text for each in of_parts for text in each))
+        )
         print(*rows[-1], flush=True)
-    return table(["experts", "bytes of experts", "bits per byte", "perplexity", "of bf16's"], rows)
+    each = [("perplexity", "change, 95 % interval")] * len(parts)
+    return table(["experts", "bytes", *(head for heads in each for head in heads)], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--max-bytes", type=int, help="of held-out text (default: all)")
-    parser.add_argument("--fp8", action="store_true", help="what FP8 costs, token by token")
+    parser.add_argument("--fp8", action="store_true", help="what rows in FP8 cost")
+    parser.add_argument("--write", action="store_true", help="the page in benchmarks/results")
     arguments = parser.parse_args()
-    texts = load_heldout(max_bytes=arguments.max_bytes)
     packages = {"torch": "torch", "transformers": "transformers", "modelopt": "nvidia-modelopt"}
     versions = ", ".join(
         f"{package} {version(package)}" for name, package in packages.items() if find_spec(name)
     )
-    size = sum(len(text.encode()) for text in texts)
-    name, rows = ("quality_fp8", in_pairs) if arguments.fp8 else ("quality", measured)
-    found = f"{size:,} bytes of held-out text; {versions}", rows(texts)
-    print(write(name, "benchmarks/quality.py", *found))
+    if arguments.fp8:
+        name, parts = "quality_fp8", [load_heldout(max_bytes=300_000)]
+        found = in_pairs(*parts)
+    else:
+        name, parts = "quality", [load_heldout(max_bytes=90_000), load_heldout()[-LAST:]]
+        found = measured(parts)
+    sizes = " and ".join(f"{sum(len(text.encode()) for text in texts):,}" for texts in parts)
+    print(found)
+    if arguments.write:
+        print(
+            write(
+                name, "benchmarks/quality.py", f"{sizes} bytes of held-out text; {versions}", found
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -119,7 +119,9 @@ def in_bf16_(model: Any) -> Any:
     for layer in model.model.layers:
         for weight in layer.mlp.experts.parameters():
             for matrix in weight:
-                rounded = dequantize(quantize(matrix[None], encoding=NVFP4), torch.bfloat16)
+                rounded = dequantize(
+                    quantize(matrix[None], NVFP4, scales=NVFP4Config().scales), torch.bfloat16
+                )
                 matrix.copy_(rounded[0])
     model.set_experts_implementation("grouped_mm")
     return model

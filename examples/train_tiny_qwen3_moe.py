@@ -366,7 +366,7 @@ def validate(model: Qwen3MoeForCausalLM, tokenizer: Any, texts: list[str], conte
     """Return the bits per byte of the validation texts."""
     model.eval()
     with precision(model.device.type):
-        bits, _ = bits_per_byte_and_perplexity(model, tokenizer, texts, context, batch_size=32)
+        bits, _ = bits_per_byte_and_perplexity(model, tokenizer, texts, context)
     model.train()
     return bits
 

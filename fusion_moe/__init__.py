@@ -19,6 +19,9 @@ from .definitions.translate import translator
 from .errors import Untranslatable
 from .ir.builder import FusionDefinition
 from .nn import (
+    FP8Config,
+    INT4Config,
+    MXFP4Config,
     NVFP4Config,
     NVFP4Experts,
     prepare_,
@@ -34,7 +37,10 @@ from .runtime.precompile import preparing
 __version__ = "0.1.0"
 
 __all__ = [
+    "FP8Config",
     "FusionDefinition",
+    "INT4Config",
+    "MXFP4Config",
     "NVFP4Config",
     "NVFP4Experts",
     "Untranslatable",

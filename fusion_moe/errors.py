@@ -32,6 +32,11 @@ class Error(Exception):
         place = f"{where}: {self.where}" if self.where else where
         return type(self)(self.found, expected=self.expected, todo=self.todo, where=place)
 
+    def advise(self, todo: str) -> Error:
+        """The same error with one more thing that the user can do."""
+        both = f"{self.todo}, or {todo}" if self.todo else todo
+        return type(self)(self.found, expected=self.expected, todo=both, where=self.where)
+
 
 class ShapeError(Error, ValueError):
     """Sizes that disagree, or a size that the format cannot take (K not a multiple of 16)."""

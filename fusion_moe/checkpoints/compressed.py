@@ -4,17 +4,14 @@ the configuration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from re import escape
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..encodings import INTEGERS, MXFP4, Encoding, Quantized
+from ..encodings import INTEGERS, MXFP4, Encoding
 from .integers import packed_scheme
-from .modelopt import PRODUCER
+from .modelopt import PRODUCER, layer_of
 from .schemes import PACKED_MXFP4, Scheme
-from .shard import Planned, Step
 
 _INTEGERS, _MXFP4, _MIXED = "pack-quantized", "mxfp4-pack-quantized", "mixed-precision"
 
@@ -26,28 +23,10 @@ def compressed_scheme(encoding: Encoding | None) -> Scheme | None:
     return packed_scheme(encoding) if encoding and encoding in INTEGERS.values() else None
 
 
-def compressed_step(
-    name: str, scheme: Scheme, shape: tuple[int, ...], make: Callable[[], Quantized]
-) -> Step:
-    """Writes a weight [N, K] in a scheme of `compressed_scheme`."""
-    encoding, (n, k) = scheme.encoding, shape
-    assert encoding is not None, name
-
-    def tensors(parts: Iterable[Tensor]) -> dict[str, Tensor]:
-        stored = {
-            name + part.suffix: part.from_part(t)
-            for part, t in zip(scheme.parts, parts, strict=True)
-        }
-        return stored | {name + f.suffix: f.made(n, k, encoding) for f in scheme.fixed}
-
-    shapes = ((encoding.part_shape(part, (), n, k), part.dtype) for part in encoding.parts)
-    empty = tensors(torch.empty(size, dtype=dtype, device="meta") for size, dtype in shapes)
-    planned = (Planned(key, t.dtype, (*t.shape,)) for key, t in empty.items())
-    return Step(tuple(planned), lambda: tensors(make()))
-
-
 def compressed_config(encodings: Mapping[str, Encoding], plain: Iterable[str]) -> dict[str, Any]:
-    """`quantization_config` of config.json. encodings: of each quantized weight; plain: others."""
+    """`quantization_config` of config.json. encodings: of each quantized weight; plain: others, and
+    modules of experts in floats.
+    """
     of = {e.name: e for e in encodings.values()}
     groups: dict[str, Any] = {}
     for i, encoding in enumerate(of[name] for name in sorted(of)):
@@ -62,7 +41,10 @@ def compressed_config(encodings: Mapping[str, Encoding], plain: Iterable[str]) -
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else _MIXED,
         "config_groups": groups,
-        "ignore": sorted(plain),
+        "ignore": [
+            rf"re:{escape(name)}\..*" if name.endswith("experts") else name
+            for name in sorted(set(map(layer_of, plain)))
+        ],
         "quantization_status": "compressed",
         "producer": PRODUCER,
     }

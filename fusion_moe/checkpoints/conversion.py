@@ -13,9 +13,10 @@ Before dst gets its name, it is read again completely and compared with src.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,16 +25,17 @@ from ..encodings import NVFP4, Quantized, exactly
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, Error, OptionError, UnsupportedError
 from ..messages.progress import progress
-from .compressed import compressed_config, compressed_scheme, compressed_step
+from .compressed import compressed_config, compressed_scheme
 from .directory import Directory, without_quantization
 from .experts import experts_of, layers_of_experts
 from .headers import Entry
-from .modelopt import nvfp4_step, older_config, own_entries, quantization_config
-from .schemes import FP8, KNOWN
+from .modelopt import older_config, own_entries, quantization_config
+from .schemes import FP8, KNOWN, MODELOPT, MODELOPT_FUSED
 from .shard import Planned, Step
 from .stored import StoredWeight, weights_in
 from .values import check_weight
 from .writing import SHARD_BYTES, Configs, write
+from .written import encoded_step
 
 FORMS = ("modelopt", "compressed-tensors", "dense")
 
@@ -77,7 +79,8 @@ def convert(
         config = without_quantization(source.directory.config)
         encodings = {w.name: e for w in source.weights.values() if (e := w.scheme.encoding)}
         configs = (
-            config | {"quantization_config": compressed_config(encodings, _plain(steps))},
+            config
+            | {"quantization_config": compressed_config(encodings, matrices_in_floats(steps))},
             None,
         )
     else:
@@ -197,7 +200,8 @@ def modelopt_step(source: Source, weight: StoredWeight) -> Step:
         q = source.quantized(weight)
         return q if encoding is NVFP4 else _as_nvfp4(weight, q)
 
-    return nvfp4_step(weight.name, weight.shape, make)
+    scheme = MODELOPT_FUSED if len(weight.shape) == 3 else MODELOPT
+    return encoded_step(scheme, weight.name, weight.shape, make)
 
 
 def _as_nvfp4(weight: StoredWeight, q: Quantized) -> Quantized:
@@ -252,11 +256,8 @@ def renamed(source: Source, entry: Entry) -> Step | None:
     )
 
 
-def modelopt_configs(
-    source: Source, steps: Sequence[Step], own: Mapping[str, str] | None = None
-) -> Configs:
-    """config.json and hf_quant_config.json for what is written in ModelOpt's form. own: more
-    entries that only this library reads.
+def modelopt_configs(source: Source, steps: Sequence[Step]) -> Configs:
+    """config.json and hf_quant_config.json for what is written in ModelOpt's form.
 
     A weight is NVFP4 if its activations have a scale. An lm_head that is tied to the embedding has
     no tensor, but counts as a plain matrix.
@@ -271,13 +272,25 @@ def modelopt_configs(
             algorithms[prefix[:-1]] = "NVFP4" if scaled else "W4A16_NVFP4"
         elif name != of_weight and p.dtype == torch.float8_e4m3fn:
             algorithms[of_weight] = "FP8"
-    directory = source.directory
-    config = quantization_config(algorithms, _plain(steps))
-    config |= own_entries(directory.quantization) | dict(own or {})
-    return (
-        without_quantization(directory.config) | {"quantization_config": config},
-        older_config(config),
-    )
+    config = quantization_config(algorithms, matrices_in_floats(steps))
+    return with_config(source, config | own_entries(source.directory.quantization))
+
+
+def with_config(source: Source, config: Mapping[str, Any]) -> Configs:
+    """config.json with a `quantization_config`, and hf_quant_config.json in ModelOpt's form."""
+    older = older_config(config) if config["quant_method"] == "modelopt" else None
+    return without_quantization(source.directory.config) | {"quantization_config": config}, older
+
+
+def matrices_in_floats(steps: Iterable[Step]) -> list[str]:
+    """The names of matrices that are written in floats."""
+    planned = [p for step in steps for p in step.planned]
+    plain = [
+        p.name.removesuffix(".weight")
+        for p in planned
+        if p.name.endswith(".weight") and p.dtype in FLOATS and len(p.shape) == 2
+    ]
+    return plain if any("lm_head." in p.name for p in planned) else [*plain, "lm_head"]
 
 
 # To compressed-tensors' form ----------------------------------------------------------------------
@@ -293,20 +306,7 @@ def _compressed_step(source: Source, weight: StoredWeight) -> Step:
             todo='to="modelopt" writes NVFP4, and MXFP4 of any kind',
             where="convert",
         )
-    return compressed_step(weight.name, scheme, weight.shape, lambda: source.quantized(weight))
-
-
-def _plain(steps: Sequence[Step]) -> list[str]:
-    """The modules whose weights are matrices of floats, and an lm_head that is tied to the
-    embedding.
-    """
-    planned = [p for step in steps for p in step.planned]
-    plain = [
-        p.name.removesuffix(".weight")
-        for p in planned
-        if p.name.endswith(".weight") and p.dtype in FLOATS and len(p.shape) == 2
-    ]
-    return plain if any("lm_head." in p.name for p in planned) else [*plain, "lm_head"]
+    return encoded_step(scheme, weight.name, weight.shape, lambda: source.quantized(weight))
 
 
 # To floats ----------------------------------------------------------------------------------------

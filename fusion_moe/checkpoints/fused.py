@@ -55,6 +55,11 @@ _TRANSPOSED = {  # by the model_type of config.json
 }
 
 
+def family_order(config: Mapping[str, Any]) -> FusedOrder:
+    """The order of a family's weights, by config.json."""
+    return _TRANSPOSED.get(str(config.get("model_type")), FusedOrder())
+
+
 def matrices_of(projection: str) -> tuple[str, ...]:
     """The matrices that an expert has in a projection's weight."""
     return ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)

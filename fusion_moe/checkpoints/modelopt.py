@@ -1,51 +1,21 @@
-"""Directories in ModelOpt's form: the tensors of a weight under ModelOpt's names, and the entries
-of the configurations.
-"""
+"""Directories in ModelOpt's form: the entries of the configurations."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
-
-import torch
-from torch import Tensor
-
-from ..encodings import NVFP4, Quantized
-from .schemes import MODELOPT, MODELOPT_FUSED
-from .shard import Planned, Step
 
 PRODUCER = {"name": "fusion_moe"}
 _OWN = ("activation_format", "weights", "scales")
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\..*")
 
 
-def nvfp4_step(name: str, shape: tuple[int, ...], make: Callable[[], Quantized]) -> Step:
-    """Writes an NVFP4 weight: [N, K], or [E, N, K] for all experts with one scale."""
-    scheme, (*lead, n, k) = MODELOPT_FUSED if len(shape) == 3 else MODELOPT, shape
-
-    def tensors(parts: Iterable[Tensor]) -> dict[str, Tensor]:
-        return {
-            name + stored.suffix: stored.from_part(t)
-            for stored, t in zip(scheme.parts, parts, strict=True)
-        }
-
-    empty = tensors(
-        torch.empty(NVFP4.part_shape(part, lead, n, k), dtype=part.dtype, device="meta")
-        for part in NVFP4.parts
-    )
-    planned = (Planned(key, t.dtype, (*t.shape,)) for key, t in empty.items())
-    return Step(tuple(planned), lambda: tensors(make()))
-
-
-# Configurations -----------------------------------------------------------------------------------
-
-
 def quantization_config(algorithms: Mapping[str, str], plain: Iterable[str]) -> dict[str, Any]:
     """`quantization_config` of config.json. algorithms: "NVFP4", "W4A16_NVFP4" or "FP8" for each
     quantized weight; plain: other weights.
     """
-    layers = {_layer(name): algorithm for name, algorithm in algorithms.items()}
+    layers = {layer_of(name): algorithm for name, algorithm in algorithms.items()}
     used = sorted(set(layers.values()))
     config: dict[str, Any] = {
         "quant_method": "modelopt",
@@ -60,14 +30,14 @@ def quantization_config(algorithms: Mapping[str, str], plain: Iterable[str]) -> 
             f"group_{i}": _GROUPS[name] | {"targets": its}
             for i, (name, its) in enumerate(targets.items())
         },
-        "ignore": sorted({_layer(name) for name in plain}),
+        "ignore": sorted({layer_of(name) for name in plain}),
         "producer": PRODUCER,
     }
 
 
 def own_entries(config: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of `quantization_config` that only this library writes and reads: how experts are
-    computed, the fields of NVFP4Config.
+    computed, fields of `QuantizationConfig`.
     """
     return {key: config[key] for key in _OWN if key in config}
 
@@ -99,7 +69,7 @@ _ENTRIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
     """The layer of a module's name; all experts of a layer count as one."""
     expert = _EXPERT.fullmatch(name)
     return expert[1] if expert else name

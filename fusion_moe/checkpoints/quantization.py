@@ -1,10 +1,11 @@
-"""Quantizes the experts of a directory from floats to NVFP4 in ModelOpt's form, without a model and
-with one matrix in memory at a time.
+"""Quantizes the experts of a directory in floats, without a model and with one matrix in memory at
+a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,20 @@ import torch
 from torch import Tensor
 
 from ..encodings import NVFP4, Quantized, check_finite
+from ..encodings import quantize as quantized
 from ..encodings.convert import to_nvfp4
-from ..encodings.search import check_rule
+from ..encodings.search import check_rule, usual_rule
 from ..errors import CheckpointError, NonFiniteError, ShapeError, UnsupportedError
+from ..messages.skipped import check_skip, fits
 from .conversion import (
     Source,
     dense_step,
+    matrices_in_floats,
     modelopt_configs,
     modelopt_step,
     plain_weights,
     renamed,
+    with_config,
 )
 from .experts import (
     LayerExperts,
@@ -33,31 +38,42 @@ from .experts import (
 )
 from .fused import FusedOrder, Read, matrices_of, order_of
 from .headers import Entry
-from .modelopt import nvfp4_step
-from .schemes import KNOWN
+from .schemes import KNOWN, Scheme
 from .shard import Planned, Step
-from .stored import StoredWeight, stored_weights
+from .stored import StoredWeight, weights_in
 from .writing import SHARD_BYTES, write
+from .written import encoded_step, form_of
 
 
 def quantize(
-    src: str | Path, dst: str | Path, *, scales: str = "max", shard_bytes: int = SHARD_BYTES
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: str = "nvfp4",
+    scales: str | None = None,
+    skip: Sequence[str] = (),
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Writes src with its experts in NVFP4 as dst, which appears whole. Returns dst.
+    """Writes src with its experts in few bits as dst, which appears whole. Returns dst.
 
-    src: in bfloat16, float16, float32, or FP8, which is rounded to bfloat16 first. scales: as in
-    `NVFP4Config`; config.json says it if it is not "max". Each matrix of an expert gets its own
-    scale and the same bytes as from `quantize_`; gate and up are two matrices. Experts in one
-    tensor are written one by one, also those of Llama-4 and gpt-oss, which are stored transposed.
-    Layers for multi-token prediction stay in floats: transformers reads no others. Everything else
-    stays the same, except that FP8 with more than one scale becomes bfloat16, since ModelOpt's form
-    has no such FP8. UnsupportedError if there are no such experts, ShapeError if K is not a
-    multiple of 16, NonFiniteError for NaN and infinity, OptionError for other scales,
-    CheckpointError as from `Directory.open`, `stored_weights` and `write`.
+    src: in bfloat16, float16, float32, or FP8, which is rounded to bfloat16 first. to: "nvfp4", in
+    ModelOpt's form; "mxfp4" or "int4", in that of compressed-tensors; "fp8", as DeepSeek-V3.
+    scales: as in `QuantizationConfig`, None for the format's default; config.json says it if it is
+    not "max". skip: names of layers' experts that stay as they are, `…layers.0.mlp.experts`, or of
+    modules around them; `*` stands for any text. Each matrix of an expert gets the same bytes as
+    from `quantize_`; gate and up are two matrices. Experts in one tensor are written one by one,
+    also those of Llama-4 and gpt-oss, which are stored transposed. Layers for multi-token
+    prediction stay in floats: transformers reads no others. Everything else stays the same, except
+    that FP8 becomes bfloat16, unless it has one scale and the form is ModelOpt's. UnsupportedError
+    if there are no such experts, ShapeError if K is not whole blocks, NonFiniteError for NaN and
+    infinity, OptionError for other scales, CheckpointError as from `Directory.open`,
+    `stored_weights` and `write`.
     """
-    check_rule(scales, NVFP4)
+    form = form_of(to)
+    rule = usual_rule(form.encoding) if scales is None else scales
+    check_rule(rule, form.encoding)
     source = Source.open(src)
-    experts = dict(_experts(source, scales))
+    experts = dict(_experts(source, Rounding(form.scheme, rule, skip)))
     if not experts:
         found = "experts that are quantized already" if source.weights else "no experts"
         todo = (
@@ -74,9 +90,9 @@ def quantize(
     def of_weight(weight: StoredWeight) -> Step:
         if weight.name in experts:
             return experts[weight.name]
-        if weight.scheme.eight_bits and not weight.of_matrix:
-            return dense_step(source, weight, torch.bfloat16)
-        return modelopt_step(source, weight)
+        if to == "nvfp4" and (weight.of_matrix or not weight.scheme.eight_bits):
+            return modelopt_step(source, weight)
+        return dense_step(source, weight, torch.bfloat16, exact=not weight.scheme.eight_bits)
 
     def of_other(source: Source, entry: Entry) -> Step | None:
         if (name := entry.name.removesuffix(".weight")) in experts:
@@ -86,22 +102,41 @@ def quantize(
         return None if any(name in experts for name in scale_of) else renamed(source, entry)
 
     steps = list(source.steps(of_weight, of_other))
+    if to == "nvfp4":
+        config, older = modelopt_configs(source, steps)
+    else:
+        config, older = with_config(source, form.config(matrices_in_floats(steps)))
+    quantization = {k: v for k, v in config["quantization_config"].items() if k != "scales"}
+    if rule != "max":
+        quantization["scales"] = rule
     return write(
         dst,
         source.directory,
         steps,
-        modelopt_configs(source, steps, {} if scales == "max" else {"scales": scales}),
+        ({**config, "quantization_config": quantization}, older),
         shard_bytes=shard_bytes,
-        check=lambda written: stored_weights(written.tensors, "modelopt"),
+        check=weights_in,
     )
 
 
-def _experts(source: Source, scales: str) -> Iterator[tuple[str, Step]]:
+@dataclass(frozen=True)
+class Rounding:
+    """How experts are quantized. skip: names of those that are not."""
+
+    scheme: Scheme
+    rule: str
+    skip: Sequence[str]
+
+
+def _experts(source: Source, how: Rounding) -> Iterator[tuple[str, Step]]:
     """The steps that write experts, each with the name of the original weight or bias."""
     plain, config = plain_weights(source.directory), source.directory.config
     fp8 = {name: weight for name, weight in source.weights.items() if weight.scheme.eight_bits}
-    for layer in layers_of_experts([*plain, *fp8], experts_of(config)).values():
-        if predicts_further_tokens(f"{layer.name}.", hidden_layers_of(config)):
+    layers = layers_of_experts([*plain, *fp8], experts_of(config))
+    check_skip(how.skip, [*layers], "quantize")
+    for layer in layers.values():
+        further = predicts_further_tokens(f"{layer.name}.", hidden_layers_of(config))
+        if further or fits(layer.name, how.skip):
             continue
         # its other sizes may be any
         for empty in (plain[n] for n in layer.names if n in plain and 0 in plain[n].shape):
@@ -109,11 +144,11 @@ def _experts(source: Source, scales: str) -> Iterator[tuple[str, Step]]:
                 f"{empty}", expected="experts with elements", where=str(empty.file)
             )
         if layer.fused:
-            yield from _fused(source, layer, plain, scales)
+            yield from _fused(source, layer, plain, how)
             continue
         for name, to in _written(layer, config).items():
             shape = (fp8.get(name) or plain[name]).shape
-            yield name, _quantized(to, shape, partial(_matrix, source, name), scales)
+            yield name, _quantized(to, shape, partial(_matrix, source, name), how)
 
 
 def _written(layer: LayerExperts, config: Mapping[str, Any]) -> dict[str, str]:
@@ -141,7 +176,7 @@ def _matrix(source: Source, name: str) -> Tensor:
 
 
 def _fused(
-    source: Source, layer: LayerExperts, plain: Mapping[str, Entry], scales: str
+    source: Source, layer: LayerExperts, plain: Mapping[str, Entry], how: Rounding
 ) -> Iterator[tuple[str, Step]]:
     """Fused weights and biases of all experts, written as single experts, as ModelOpt writes
     them.
@@ -165,7 +200,7 @@ def _fused(
             name,
             _joined(
                 [
-                    _quantized(to, (rows, k), partial(matrix, e, at, count), scales)
+                    _quantized(to, (rows, k), partial(matrix, e, at, count), how)
                     for e, at, to in places
                 ]
             ),
@@ -189,18 +224,24 @@ def _joined(steps: list[Step]) -> Step:
     )
 
 
-def _quantized(name: str, shape: tuple[int, ...], read: Callable[[], Tensor], scales: str) -> Step:
+def _quantized(
+    name: str, shape: tuple[int, ...], read: Callable[[], Tensor], how: Rounding
+) -> Step:
+    encoding = how.scheme.encoding
+    assert encoding is not None
     try:
-        NVFP4.packed(shape[1])
+        encoding.packed(shape[1])
     except ShapeError as error:
-        raise error.at(name) from None
+        raise error.at(name).advise("--skip it") from None
 
     def make() -> Quantized:
         x = read()
         try:
-            check_finite(x, NVFP4)
+            check_finite(x, encoding)
         except NonFiniteError as error:
             raise error.at(name) from None
-        return to_nvfp4(x, scales=scales)
+        if encoding == NVFP4:
+            return to_nvfp4(x, scales=how.rule)
+        return quantized(x, encoding, scales=how.rule)
 
-    return nvfp4_step(name, shape, make)
+    return encoded_step(how.scheme, name, shape, make)

@@ -117,6 +117,8 @@ class StoredPart:
     def _of_blocks(self, t: Tensor) -> Tensor:
         """The scales of rows [N, K/128] -> of blocks [ceil(N/128), K/128]."""
         stored = t[:: self.rows]
+        if t.is_meta:
+            return stored
         if not torch.equal(*map(as_bytes, (self.to_part(stored, n=t.shape[0]), t))):
             raise UnsupportedError(
                 f"{self.part} {list(t.shape)} that differ between the rows of a block",
@@ -245,6 +247,15 @@ PACKED_MXFP4 = Scheme(
     ),
 )
 _INT32 = (torch.int32,)
+MXFP4_FUSED = Scheme(
+    "MXFP4",
+    MXFP4,
+    (
+        StoredPart("codes", "_blocks", _U8, flattened=True),
+        StoredPart("block_scale", "_scales", _E8M0, view=torch.float8_e8m0fnu),
+    ),
+    fused=True,
+)
 PACKED_INT4 = Scheme(
     "compressed-tensors INT4",
     INT4,
@@ -281,15 +292,7 @@ SCHEMES: tuple[Scheme, ...] = (
     PACKED_WITH_ZEROS,
     PACKED_INT4,
     QWEIGHT,
-    Scheme(
-        "MXFP4",
-        MXFP4,
-        (
-            StoredPart("codes", "_blocks", _U8, flattened=True),
-            StoredPart("block_scale", "_scales", _E8M0, view=torch.float8_e8m0fnu),
-        ),
-        fused=True,
-    ),
+    MXFP4_FUSED,
     Scheme(
         "MXFP4 of DeepSeek-V4",
         MXFP4,

@@ -10,6 +10,7 @@ from .. import __version__
 from .bench import bench
 from .convert import convert
 from .doctor import doctor
+from .evaluate import evaluate
 from .explain import explain
 from .inspect import inspect
 from .quantize import quantize
@@ -61,7 +62,15 @@ app.command(
 app.command(
     epilog=_examples("convert DIR DIR-modelopt", "convert DIR DIR-bf16 --to dense --dtype bfloat16")
 )(convert)
-app.command(epilog=_examples("quantize Qwen3-30B-A3B Qwen3-30B-A3B-NVFP4"))(quantize)
+app.command(
+    epilog=_examples(
+        "quantize Qwen3-30B-A3B Qwen3-30B-A3B-NVFP4",
+        "quantize DIR DIR-INT4 --to int4 --skip '*.layers.0.*'",
+    )
+)(quantize)
+app.command(
+    "eval", epilog=_examples("eval DIR --text FILE", "eval DIR --text FILE --against FLOAT_DIR")
+)(evaluate)
 app.command(epilog=_examples("explain DIR", "explain DIR --tokens 2048 --gpu H100"))(explain)
 app.command(epilog=_examples("doctor", "doctor --json"))(doctor)
 app.command(

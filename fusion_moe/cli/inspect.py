@@ -28,6 +28,8 @@ from ..checkpoints import (
     packing_of,
     stored_weights,
 )
+from ..checkpoints.comparing import WeightError, errors_of
+from ..checkpoints.conversion import Source
 from ..encodings import BF16, F16, F32, Encoding
 from ..env import has_cuda
 from ..errors import CheckpointError, UnsupportedError, printable
@@ -56,8 +58,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found. method: `quant_method`, "" if nothing is quantized; scales: the
-    rule that chose those of blocks, if the directory says it.
+    """What was found. method: `quant_method`, "" if nothing is quantized; algorithm: what the
+    method calls the format; scales: the rule that chose those of blocks, if the directory says it;
+    errors: of weights, against those of another directory.
     """
 
     directory: str
@@ -69,6 +72,7 @@ class Inspection:
     tensors: int = 0
     bytes: int = 0
     groups: tuple[Group, ...] = ()
+    errors: tuple[WeightError, ...] = ()
     problems: tuple[str, ...] = ()
 
     @property
@@ -78,7 +82,7 @@ class Inspection:
 
     def to_json(self) -> dict[str, Any]:
         """The fields of the classes here."""
-        return {"schema": "fusion_moe.inspect/3", **asdict(self)}
+        return {"schema": "fusion_moe.inspect/4", **asdict(self)}
 
     def print(self, console: Console) -> None:
         """A head, a table of formats, problems."""
@@ -96,6 +100,13 @@ class Inspection:
             names = "format", "of", "weights", "layers", "bytes", "runs here"
             groups = ((*row[:4], amount(row[4], "B"), row[5]) for row in map(astuple, self.groups))
             console.print("", table(names, groups, right=(2, 3, 4)), sep="\n")
+        if self.errors:
+            names = "weights", "matrices", "error", "largest", "in"
+            rows = (
+                (e.name, e.matrices, f"{e.error:.4f}", f"{e.largest:.4f}", e.worst)
+                for e in self.errors
+            )
+            console.print("", table(names, rows, right=(1, 2, 3)), sep="\n")
         console.print()
         for problem in self.problems:
             console.print(f"problem: {' '.join(problem.split())}", soft_wrap=True)
@@ -115,15 +126,23 @@ def inspect(
             help="Read all scales too, and report numbers that no quantizer writes.",
         ),
     ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="A directory with the same weights in floats: also says how far each layer is "
+            "from it, relative to its norm. Reads all weights.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """What a directory holds: its weights by format, bytes, what multiplies by them here, problems.
     Reads headers alone.
     """
-    finish(context, lambda: inspection(directory, values), json)
+    finish(context, lambda: inspection(directory, values, against), json)
 
 
-def inspection(path: Path, values: bool = False) -> Inspection:
+def inspection(path: Path, values: bool = False, against: Path | None = None) -> Inspection:
     """What there is in a directory. UnsupportedError for one that is not read at all."""
     try:
         directory = Directory.open(path)
@@ -147,12 +166,13 @@ def inspection(path: Path, values: bool = False) -> Inspection:
         str(path),
         _strings(directory.config.get("architectures")),
         method,
-        ", ".join(_strings([quantization.get("quant_algo")])),
+        ", ".join(_strings([quantization.get("quant_algo", quantization.get("format"))])),
         ", ".join(_strings([quantization.get("scales")])),
         len({entry.file for entry in entries.values()}),
         len(entries),
         sum(entry.nbytes for entry in entries.values()),
         tuple(_groups(entries, weights)),
+        tuple(errors_of(Source.open(path), Source.open(against))) if against and weights else (),
         tuple(problems),
     )
 

@@ -1,4 +1,4 @@
-"""fusion-moe quantize: experts from floats to NVFP4."""
+"""fusion-moe quantize: experts from floats to few bits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from .inspect import inspection
 from .output import Json, finish
 
 
+class To(str, Enum):
+    """The format of the result."""
+
+    NVFP4 = "nvfp4"
+    MXFP4 = "mxfp4"
+    INT4 = "int4"
+    FP8 = "fp8"
+
+
 class Scales(str, Enum):
     """How the scale of a block is chosen."""
 
@@ -25,19 +34,37 @@ def quantize(
     context: typer.Context,
     src: Source,
     dst: Destination,
-    scales: Annotated[
-        Scales,
+    to: Annotated[
+        To,
         typer.Option(
-            help="How the scale of a block is chosen: from its largest magnitude; or what has the "
-            "least squared error, of two candidates or of twelve."
+            help="NVFP4 in ModelOpt's form, MXFP4 or INT4 in that of compressed-tensors, FP8 as "
+            "DeepSeek-V3."
         ),
-    ] = Scales.MAX,
+    ] = To.NVFP4,
+    scales: Annotated[
+        Scales | None,
+        typer.Option(
+            help="How the scale of a block is chosen: from its largest magnitude (max: in NVFP4 "
+            "the bytes of nvidia-modelopt); or what has the least squared error, of two candidates "
+            "or of some more (mse: the default for NVFP4 and INT4)."
+        ),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Names of experts that stay as they are, such as '*.layers.0.*'; may be repeated."
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Write SRC with its experts in NVFP4, from bfloat16, float16, float32 or FP8, without building
-    the model.
+    """Write SRC with its experts in few bits, from bfloat16, float16, float32 or FP8, without
+    building the model.
 
-    The numbers are those of nvidia-modelopt's weight quantization, unless --scales says otherwise.
     Prints what `inspect DST` prints.
     """
-    finish(context, lambda: inspection(quantized(src, dst, scales=scales.value)), json)
+    rule = scales and scales.value
+    finish(
+        context,
+        lambda: inspection(quantized(src, dst, to=to.value, scales=rule, skip=skip or ())),
+        json,
+    )

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from .. import plugins
 from ..messages.extras import install
-from ..nn import GroupedSwiGLU, Llama4MoE, NVFP4Config, NVFP4Experts, NVFP4GroupedLinear
+from ..nn import (
+    GroupedSwiGLU,
+    Llama4MoE,
+    NVFP4Experts,
+    NVFP4GroupedLinear,
+    QuantizationConfig,
+)
 
 _LAYERS = "thunder.benchmarks.layers_for_inference_benchmark"
 
@@ -50,18 +56,18 @@ def packages() -> tuple[plugins.Package, ...]:
     return (plugins.Package("thunder", "lightning-thunder", why),)
 
 
-def _grouped_linear(linear: nn.Module, config: NVFP4Config) -> nn.Module:
+def _grouped_linear(linear: nn.Module, config: QuantizationConfig) -> nn.Module:
     """GroupedLinear: weight [G, N, K]"""
     weight = linear.get_parameter("weight").detach()
     return NVFP4GroupedLinear.from_float(weight, None, config.activation_format, config.scales)
 
 
-def _grouped_swiglu(swiglu: nn.Module, config: NVFP4Config) -> nn.Module:
+def _grouped_swiglu(swiglu: nn.Module, config: QuantizationConfig) -> nn.Module:
     """GroupedSwiGLU: three GroupedLinear, gate_proj and up_proj [G, I, H], down_proj [G, H, I]"""
     return GroupedSwiGLU.from_float(*_projections(swiglu), config.activation_format, config.scales)
 
 
-def _llama4_moe(moe: nn.Module, config: NVFP4Config) -> nn.Module:
+def _llama4_moe(moe: nn.Module, config: QuantizationConfig) -> nn.Module:
     """Llama4MoE: gate, a linear layer; routed_experts, a GroupedSwiGLU; shared_experts, one layer
     for all of them
     """

@@ -12,7 +12,7 @@ from torch import nn
 from .. import plugins
 from ..errors import UnsupportedError
 from ..messages.extras import install
-from ..nn import Llama4MoE, NVFP4Config, NVFP4Experts
+from ..nn import Llama4MoE, NVFP4Experts, QuantizationConfig
 
 # Experts that have no converter and do not follow the contract (nn's contract.py), and the reasons.
 REFUSED = {
@@ -65,7 +65,7 @@ def packages() -> tuple[plugins.Package, ...]:
     return (plugins.Package("transformers", "transformers", why),)
 
 
-def _llama4_text_moe(moe: nn.Module, config: NVFP4Config) -> nn.Module:
+def _llama4_text_moe(moe: nn.Module, config: QuantizationConfig) -> nn.Module:
     """Llama4TextMoe: gate_up_proj [E, H, 2I], gate before up, and down_proj [E, I, H], as in x @
     weight
     """

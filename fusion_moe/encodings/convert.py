@@ -21,7 +21,7 @@ def quantize(
 
     matrix_scale: float32 [...] or [..., S] with S dividing N, if the encoding has one; None:
     `matrix_scale_of(x, encoding)`. Each encoding's file says how its scales are chosen; scales: by
-    which of the rules in search.py, of which NVFP4 has all and MXFP4 "max" and "mse". A code is
+    which of the rules in search.py; MXFP4 and INT4 have "max" and "mse", NVFP4 has all. A code is
     x / (scale_0 * scale_1 ...), plus the zero point, rounded as its element type rounds. NaN and
     infinity are not looked for, which would wait for the device: call `check_finite`. DtypeError,
     ShapeError, DeviceError, OptionError and UnsupportedError name what does not fit.

@@ -68,7 +68,10 @@ class Element:
         def decode(code: Tensor) -> Tensor:
             return code.float() + least
 
-        return cls(name, bits, torch.uint8, float(largest), encode, decode)
+        def nearest(x: Tensor) -> Tensor:
+            return x.round().clamp_(least, largest)
+
+        return cls(name, bits, torch.uint8, float(largest), encode, decode, nearest=nearest)
 
     @classmethod
     @real_tensors()
@@ -176,7 +179,8 @@ class Scale:
     ones. short: whether the last block of a row may have fewer elements. recoding: of its bytes, in
     the tiles that CUDA's kernels read. over(amax): what elements are multiplied by to become codes,
     if this is the only scale; None: they are divided by the scale. others: by the rules that search
-    (search.py), what else may be chosen: the scale for so many times amax, then so many bytes up.
+    (search.py), what else may be chosen: the scale for so many times amax, then so many numbers of
+    dtype up. usual: the rule that `quantize_` takes.
     """
 
     part: str
@@ -195,6 +199,7 @@ class Scale:
     others: Mapping[str, Sequence[tuple[float, int]]] = field(
         default_factory=dict, compare=False, repr=False
     )
+    usual: str = field(default="max", compare=False, repr=False)
 
     def rounded(self, amax: Tensor, outer: Tensor | float) -> Tensor:
         """The scale, in its dtype, for elements with this largest magnitude f32 [...]."""

@@ -14,7 +14,8 @@ viewed as bytes, are the codes. The scale is amax over half of the range of the 
 127.5), or the distance from the least number to the largest, 0 among them, over 15 where there are
 zero points; and the epsilon of its dtype for a block of zeros. So in int4 the largest element
 becomes 7 if it is positive, and -7 or -8 if it is negative. Source: compressed-tensors'
-`calculate_qparams`, `quantize` and `pack_to_int32`, compared byte by byte.
+`calculate_qparams`, `quantize` and `pack_to_int32`, compared byte by byte. A search (search.py)
+tries 22/32 to 35/32 of int4's scale too.
 
 >>> import torch
 >>> from fusion_moe.encodings import dequantize, find, quantize
@@ -33,6 +34,7 @@ from torch import Tensor
 from .encoding import ROW, Element, Encoding, Scale, register
 
 GROUPS = (32, 64, 128, ROW)
+_OTHERS = tuple((i / 32, 0) for i in range(22, 36) if i != 32)  # what a search tries
 _ELEMENTS = {
     "int4": Element.integers("int4", 4, -8),
     "uint4": Element.integers("uint4", 4, 0),
@@ -49,7 +51,17 @@ def _step(dtype: torch.dtype, size: float, amax: Tensor, outer: Tensor | float) 
 def _integers(element: Element, group: int, dtype: torch.dtype) -> Encoding:
     zeros = element.name == "uint4"
     size = (2**element.bits - 1) / (1 if zeros else 2)
-    scales = [Scale("block_scale", dtype, group, partial(_step, dtype, size))]
+    searched = element.name == "int4" and group != ROW
+    scales = [
+        Scale(
+            "block_scale",
+            dtype,
+            group,
+            partial(_step, dtype, size),
+            others={"mse": _OTHERS} if searched else {},
+            usual="mse" if searched else "max",
+        )
+    ]
     if zeros:
         scales.append(
             Scale("zero_point", torch.uint8, group, zero_point=True, maximum=element.maximum)

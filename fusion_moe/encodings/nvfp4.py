@@ -73,6 +73,7 @@ NVFP4 = register(
                     "four_over_six": ((1.5, 0),),
                     "mse": tuple((1.0, d) for d in range(-5, 7) if d),
                 },
+                usual="mse",
             ),
             Scale("decode_scale", torch.float32, 0, _decode_scale),
         ),

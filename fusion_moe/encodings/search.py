@@ -2,7 +2,7 @@
 
     max            from the block's largest magnitude, as `Scale.choose` says
     four_over_six  that one, or the one that makes the largest magnitude 4 in place of 6
-    mse            that one, or one of its neighbours among the numbers that the scale's dtype has
+    mse            that one, or one of its neighbours, as the encoding's file says
 
 A search takes the candidate whose codes have the least squared error, the first of equal ones; that
 of "max" is the first. Its arithmetic is elementwise in float32, sums of squares too: CPUs and GPUs
@@ -24,17 +24,25 @@ from .encoding import Element, Encoding, Scale
 from .real import real_tensors
 
 RULES = ("max", "four_over_six", "mse")
+_INTEGERS = {1: torch.uint8, 2: torch.int16}
 _PANEL = 2**25  # elements that are searched at once
 _CPU_PANEL = 2**15  # by each thread: what torch does not divide between its own, and caches hold
 
 
-def check_rule(rule: str, encoding: Encoding) -> None:
+def usual_rule(encoding: Encoding) -> str:
+    """The rule by which `quantize_` chooses scales."""
+    return encoding.scales[0].usual if encoding.scales else "max"
+
+
+def check_rule(rule: str, encoding: Encoding, where: str = "") -> None:
     """OptionError for an unknown rule, UnsupportedError for one that the encoding does not have."""
-    need_one_of("scales", rule, RULES)
+    need_one_of("scales", rule, RULES, where=where)
     known = ("max", *(encoding.scales[0].others if encoding.scales else ()))
     if rule not in known:
         raise UnsupportedError(
-            f"scales = {rule!r} for {encoding.name}", expected=" or ".join(map(repr, known))
+            f"scales = {rule!r} for {encoding.name}",
+            expected=" or ".join(map(repr, known)),
+            where=where,
         )
 
 
@@ -71,12 +79,13 @@ def has_values(x: Tensor) -> bool:
 def _best(
     x: Tensor, amax: Tensor, outer: Tensor, scale: Scale, element: Element, rule: str
 ) -> Tensor:
-    """x f32 [block, n], amax and outer f32 [n] -> the bytes of the scales, u8 [n]."""
-    best = scale.rounded(amax, outer).view(torch.uint8)
+    """x f32 [block, n], amax and outer f32 [n] -> the scales as integers [n] of the same bits."""
+    kind = _INTEGERS[scale.dtype.itemsize]
+    best = scale.rounded(amax, outer).view(kind)
     least = _squared_error(x, best, outer, scale, element)
     for factor, offset in scale.others[rule]:
-        at = scale.rounded(amax * factor, outer).view(torch.uint8).short() + offset
-        tried = at.clamp(*_bytes(scale)).to(torch.uint8)
+        at = scale.rounded(amax * factor, outer).view(kind).short() + offset
+        tried = at.clamp(*_limits(scale)).to(kind)
         error = _squared_error(x, tried, outer, scale, element)
         best = torch.where(error < least, tried, best)
         least = torch.where(error < least, error, least)
@@ -96,8 +105,9 @@ def _squared_error(
 
 @cache
 @real_tensors()
-def _bytes(scale: Scale) -> tuple[int, int]:
-    """The bytes of the least scale and of the largest."""
+def _limits(scale: Scale) -> tuple[int, int]:
+    """The least scale and the largest, as integers of the same bits."""
     limits = scale.minimum, min(scale.maximum, torch.finfo(scale.dtype).max)
-    least, largest = torch.tensor(limits).to(scale.dtype).view(torch.uint8).tolist()
+    kind = _INTEGERS[scale.dtype.itemsize]
+    least, largest = torch.tensor(limits).to(scale.dtype).view(kind).tolist()
     return least, largest

@@ -3,7 +3,7 @@ LoRA, which convert models to the latter.
 """
 
 from ..ir.activation import swiglu
-from .config import NVFP4Config
+from .config import FP8Config, INT4Config, MXFP4Config, NVFP4Config, QuantizationConfig
 from .conversion.contract import ExpertsContract, contract_of, experts_from
 from .conversion.converters import convert
 from .conversion.qat import qat_
@@ -52,13 +52,17 @@ __all__ = [
     "CustomExperts",
     "Experts",
     "ExpertsContract",
+    "FP8Config",
     "GroupedLinear",
     "GroupedSwiGLU",
+    "INT4Config",
     "Llama4MoE",
+    "MXFP4Config",
     "MakeExtraOutput",
     "NVFP4Config",
     "NVFP4Experts",
     "NVFP4GroupedLinear",
+    "QuantizationConfig",
     "QuantizedLinear",
     "ReGLU",
     "Reshape",

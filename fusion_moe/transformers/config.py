@@ -11,6 +11,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoints.directory import QUANTIZATION, TEXT_MODEL
 from ..checkpoints.modelopt import own_entries
+from ..encodings import FP8
 from ..errors import UnsupportedError
 from ..nn import config as nn_config
 
@@ -40,10 +41,11 @@ class ModelOptConfig(QuantizationConfigMixin):
 
     @property
     def quantizes(self) -> bool:
-        """Whether experts in 8-bit floats are rounded to NVFP4: if the caller says how experts are
-        computed, and not that they are read as FP8.
+        """Whether experts in 8-bit floats are rounded to fewer bits: if the caller says how experts
+        are computed, and not that they are read as FP8.
         """
-        return "experts_config" in self.__dict__ and self.experts.weights == "packed"
+        asked = self.experts if "experts_config" in self.__dict__ else None
+        return asked is not None and asked.weights == "packed" and asked.encoding != FP8
 
     @property
     def scales_in_files(self) -> str:
@@ -51,11 +53,10 @@ class ModelOptConfig(QuantizationConfigMixin):
         return str(own_entries(self.__dict__).get("scales", "max"))
 
     @property
-    def experts(self) -> nn_config.NVFP4Config:
+    def experts(self) -> nn_config.QuantizationConfig:
         """How experts are computed: as the caller says, else as the directory says."""
-        return nn_config.NVFP4Config(
-            **self.__dict__.get("experts_config", own_entries(self.__dict__))
-        )
+        said = dict(self.__dict__.get("experts_config", own_entries(self.__dict__)))
+        return nn_config.CONFIGS[said.pop("encoding", "nvfp4")](**said)
 
 
 class NVFP4Config(nn_config.NVFP4Config, QuantizationConfigMixin):
@@ -64,14 +65,34 @@ class NVFP4Config(nn_config.NVFP4Config, QuantizationConfigMixin):
     """
 
 
+class MXFP4Config(nn_config.MXFP4Config, QuantizationConfigMixin):
+    """The same for MXFP4."""
+
+
+class INT4Config(nn_config.INT4Config, QuantizationConfigMixin):
+    """The same for INT4."""
+
+
+class FP8Config(nn_config.FP8Config, QuantizationConfigMixin):
+    """The same for FP8."""
+
+
+def in_transformers_form(config: nn_config.QuantizationConfig) -> QuantizationConfigMixin:
+    """The same configuration, of a class as transformers wants it."""
+    classes: tuple[Any, ...] = (NVFP4Config, MXFP4Config, INT4Config, FP8Config)
+    cls = next(cls for cls in classes if isinstance(config, cls.__mro__[1]))
+    made: QuantizationConfigMixin = cls(**asdict(config))
+    return made
+
+
 def experts_config(asked: Any) -> dict[str, Any] | None:
     """What the caller's `quantization_config` says about the experts of an encoded directory: ours,
     or transformers' FineGrainedFP8Config, by its fields. None for any other.
 
     UnsupportedError for other blocks than 128 x 128, and for scales of activations that a file has.
     """
-    if isinstance(asked, nn_config.NVFP4Config):
-        return asdict(asked)
+    if isinstance(asked, nn_config.QuantizationConfig):
+        return {"encoding": asked.encoding.name, **asdict(asked)}
     if not hasattr(asked, "activation_scheme") or not hasattr(asked, "weight_block_size"):
         return None
     for name, value in ("weight_block_size", (128, 128)), ("activation_scheme", "dynamic"):

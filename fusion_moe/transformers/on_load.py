@@ -9,16 +9,16 @@ from typing import Any
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 
-from ..encodings import NVFP4, check_finite
+from ..encodings import check_finite
 from ..nn import quantize_
-from ..nn.config import NVFP4Config
+from ..nn.config import QuantizationConfig
 from ..nn.conversion.contract import ExpertsContract, contract_of
-from ..nn.frozen.base import quantized, rounded
+from ..nn.frozen.base import rounded
 
 Contracts = dict[str, ExpertsContract]  # the contracts of the original expert modules, by name
 
 
-def prepare_to_quantize(model: Any, config: NVFP4Config) -> Contracts:
+def prepare_to_quantize(model: Any, config: QuantizationConfig) -> Contracts:
     """Replaces the experts of a model on the meta device, as `quantize_` does, with its errors."""
     contracts = {
         name: found for name, m in model.named_modules() if (found := _contract(m)) is not None
@@ -53,8 +53,8 @@ def _contract(module: Any) -> ExpertsContract | None:
 
 
 class QuantizeExperts(ConversionOps):
-    """A float projection of experts in transformers' form -> the parts of its NVFP4; a bias -> the
-    same in the order of our rows.
+    """A float projection of experts in transformers' form -> its parts in an encoding; a bias ->
+    the same in the order of our rows.
     """
 
     def __init__(self, contracts: Contracts):
@@ -70,11 +70,10 @@ class QuantizeExperts(ConversionOps):
         contract = self.contracts[base]
         if key.endswith("_bias"):
             return {name: contract.up_rows(t) if key.startswith(contract.up_name) else t}
-        check_finite(t, NVFP4, name)
         module = model.get_submodule(base)
-        if key == "down_proj":
-            parts = quantized(contract.down(t), scales=module.scales)
-        else:
-            parts = rounded(contract.up(t), NVFP4, 1 + contract.has_gate, scales=module.scales)
+        check_finite(t, module.encoding, name)
+        down = key == "down_proj"
+        floats, runs = (contract.down(t), 1) if down else (contract.up(t), 1 + contract.has_gate)
+        parts = rounded(floats, module.encoding, runs, scales=module.scales)
         keys = module.part_names[key.removesuffix("_proj")]
         return {f"{base}.{k}": part for k, part in zip(keys, parts, strict=True)}

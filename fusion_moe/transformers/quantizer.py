@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,15 +24,15 @@ from ..nn.frozen.base import own_parameters, place_
 from ..nn.frozen.packed import PackedModule
 from .adapters import read_adapters_, write_adapters
 from .completeness import check_complete
-from .config import ModelOptConfig, NVFP4Config, set_quantization
+from .config import ModelOptConfig, in_transformers_form, set_quantization
 from .on_load import Contracts, QuantizeExperts, prepare_to_quantize
 from .replacements import Replacements, replace_modules
 from .saving import (
     conversions_for_saving,
     linears_as_stored,
     makes_experts,
-    modelopt_config,
     with_own_entries,
+    written_config,
 )
 from .share import Share
 from .tensors import Read, load_
@@ -78,7 +77,7 @@ class FusionMoeQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: Any, **kwargs: Any):
         if not isinstance(quantization_config, QuantizationConfigMixin):  # fusion_moe.NVFP4Config
-            quantization_config = NVFP4Config(**asdict(quantization_config))
+            quantization_config = in_transformers_form(quantization_config)
         super().__init__(quantization_config, **kwargs)
         self._contracts: Contracts = {}
         self._theirs: list[Any] = []  # transformers' conversions
@@ -129,9 +128,10 @@ class FusionMoeQuantizer(HfQuantizer):
             packing_of(vars(config)),
         )
         self.replaced.check_fixed(tensors.read)
-        for name, source in self.replaced.experts.items():
-            if not source.rounds:
-                model.get_submodule(name).scales = config.scales_in_files
+        for name, source in (self.replaced.experts | self.replaced.linears).items():
+            module = model.get_submodule(name)
+            if isinstance(module, PackedModule) and not source.rounds:
+                module.scales = config.scales_in_files
         _check_in_memory(model, kwargs.get("device_map"))
         self._ignored = model._keys_to_ignore_on_load_unexpected
         model._keys_to_ignore_on_load_unexpected = {
@@ -237,9 +237,8 @@ class FusionMoeQuantizer(HfQuantizer):
         if adapters:
             whole = model.state_dict()
             state = {key: t for key, t in whole.items() if not key.startswith(adapters)}
-        if self.replaced is not None:
-            state = linears_as_stored(model, self.replaced.linears, state)
-        return state, {}
+        linears = {} if self.replaced is None else self.replaced.linears
+        return linears_as_stored(model, linears, state), {}
 
     def _saved_config(self, model: Any) -> Any:
         """The loaded configuration, unless the weights are stored differently now. UnsupportedError
@@ -247,16 +246,18 @@ class FusionMoeQuantizer(HfQuantizer):
         """
         replaced, config = self.replaced, self.quantization_config
         modules = dict(model.named_modules())
-        as_loaded = replaced is not None and all(
-            isinstance(modules.get(name), PackedModule) for name in replaced.linears
+        as_loaded = (
+            replaced is not None
+            and not any(source.rounds for source in replaced.experts.values())
+            and all(isinstance(modules.get(name), PackedModule) for name in replaced.linears)
         )
         if as_loaded and config.method == "modelopt":
             return config.original()
         encodings = {m.encoding for m in model.modules() if isinstance(m, PackedModule)}
-        if encodings == {NVFP4}:
-            return modelopt_config(model)
         if as_loaded and NVFP4 not in encodings:
             return config.original()
+        if len(encodings) == 1:
+            return written_config(model, *encodings)
         found = " and ".join(sorted(e.name for e in encodings)) or "no encoded weights"
         raise UnsupportedError(
             f"{found} of a {config.method} directory to save",
@@ -264,7 +265,7 @@ class FusionMoeQuantizer(HfQuantizer):
         )
 
     def is_serializable(self) -> bool:
-        """True: save_pretrained writes ModelOpt's format."""
+        """True: save_pretrained writes a format that loads again."""
         return True
 
     @property

@@ -1,15 +1,20 @@
-"""Names under which transformers finds our quantizer, and accelerate our backend of
-torch.compile.
+"""Names under which transformers finds our quantizer, and accelerate our backend of torch.compile;
+and how transformers counts parameters.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
+from math import prod
 from typing import Any
 
+from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..nn.frozen.packed import PackedModule
 
 
 def register(
@@ -31,6 +36,34 @@ def register(
             "fusion_moe.transformers.from_pretrained loads into modules of fusion_moe",
             stacklevel=3,
         )
+
+
+def register_counting() -> None:
+    """Makes `num_parameters` count an encoded weight as its numbers, N x K, not as codes and
+    scales.
+    """
+    count = PreTrainedModel.num_parameters
+
+    @functools.wraps(count)
+    def num_parameters(self: Any, only_trainable: bool = False, *args: Any, **kwargs: Any) -> int:
+        found = int(count(self, only_trainable, *args, **kwargs))
+        encoded = [
+            m for m in self.modules() if isinstance(m, PackedModule) and not m.encoding.plain
+        ]
+        return found + (0 if only_trainable else sum(map(_beyond_parts, encoded)))
+
+    PreTrainedModel.num_parameters = num_parameters
+
+
+def _beyond_parts(module: PackedModule) -> int:
+    """How many numbers a module's weights have more than their parts have elements."""
+    own = module._parameters
+    more = 0
+    for names in module.part_names.values():
+        parts = [own[name].numel() for name in names if own.get(name) is not None]
+        lead = getattr(module, names[0]).shape[:-2]
+        more += prod((*lead, *module.matrix_shape(names[0]))) - sum(parts)
+    return more
 
 
 def register_backend() -> None:

@@ -20,7 +20,7 @@ from ..encodings import F32, NVFP4, Encoding, Quantized
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, ShapeError, UnsupportedError
 from ..nn import Llama4MoE, QuantizedLinear
-from ..nn.config import NVFP4Config
+from ..nn.config import NVFP4Config, QuantizationConfig
 from ..nn.conversion.contract import contract_of, experts_from
 from ..nn.conversion.converters import convert
 from ..nn.frozen.projections import Projections
@@ -30,7 +30,7 @@ from .sources import INPUT_SCALES, Source, Weights, find_experts, some, weights_
 log = logging.getLogger("fusion_moe")
 
 
-# experts in floats beside those in 8-bit floats, which are rounded to NVFP4 with them
+# experts in floats beside those in 8-bit floats, which are rounded with them
 _FLOATS = Scheme("floats", F32, (StoredPart("values", ".weight", FLOATS, cast=torch.float32),))
 
 
@@ -74,7 +74,7 @@ def replace_modules(
     model: Any,
     tensors: Mapping[str, Entry],
     method: str,
-    config: NVFP4Config,
+    config: QuantizationConfig,
     quantizes: bool = False,
     packing: Packing = USUAL,
 ) -> Replacements:
@@ -82,9 +82,9 @@ def replace_modules(
     the files are encoded weights.
 
     method: `quant_method` of the configuration; packing: what it says of integers. quantizes:
-    whether experts in 8-bit floats, and those in floats beside them, may be rounded to NVFP4.
-    CheckpointError for an incomplete weight or one that no module takes, UnsupportedError for one
-    of a module that cannot have it.
+    whether experts in 8-bit floats, and those in floats beside them, may be rounded to the format
+    of config. CheckpointError for an incomplete weight or one that no module takes,
+    UnsupportedError for one of a module that cannot have it.
     """
     names = live_names(model, tensors)
     entries = {live: replace(tensors[name], name=live) for name, live in names.items()}
@@ -189,12 +189,12 @@ def _replace_experts(
     name: str,
     module: nn.Module,
     source: Source,
-    config: NVFP4Config,
+    config: QuantizationConfig,
     quantizes: bool,
 ) -> None:
     plain = source.scheme.encoding is not None and source.scheme.encoding.plain
     source = replace(source, rounds=quantizes and (plain or source.scheme.eight_bits))
-    encoding = NVFP4 if source.rounds else source.scheme.encoding
+    encoding = config.encoding if source.rounds else source.scheme.encoding
     assert encoding is not None, "FP8 whose scales fit is in one"
     with torch.device("meta"):
         try:
@@ -211,15 +211,16 @@ def _replace_experts(
             shape = (count, 2) if projection == "gate_up" else (count,)
             scales = torch.empty(shape, dtype=torch.float32)
             experts.register_buffer(f"{projection}_input_scale", scales)
+    experts.scales = config.scales
     replaced.experts[source.name] = source
 
 
 def _on_meta(
-    module: nn.Module, encoding: Encoding, config: NVFP4Config, name: str, source: Source
+    module: nn.Module, encoding: Encoding, config: QuantizationConfig, name: str, source: Source
 ) -> nn.Module:
     """The replacement for a module of experts, without weights."""
     if encoding == NVFP4:
-        return convert(module, config, name)
+        return convert(module, NVFP4Config(config.activation_format, config.weights), name)
     contract = contract_of(module)
     if contract is None:
         raise UnsupportedError(

@@ -1,8 +1,8 @@
 """What `save_pretrained` needs: the names and shapes of tensors in files, and the configuration
 that describes them.
 
-NVFP4 is written as ModelOpt writes it. Experts keep the names that they had in files, or get those
-that transformers reads.
+What was quantized here is written as `checkpoints/written.py` says, NVFP4 always as ModelOpt writes
+it. Experts keep the names that they had in files, or get those that transformers reads.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from transformers.core_model_loading import (
 from ..checkpoints.experts import PER_EXPERT
 from ..checkpoints.modelopt import own_entries, quantization_config
 from ..checkpoints.schemes import MODELOPT, MODELOPT_FUSED
-from ..encodings import NVFP4
-from ..errors import UnsupportedError
-from ..nn import NVFP4Config, QuantizedLinear
+from ..checkpoints.written import GPT_OSS, Form, form_of
+from ..encodings import MXFP4, NVFP4, Encoding
+from ..errors import OptionError, UnsupportedError
+from ..nn import QuantizedLinear
+from ..nn.conversion.contract import contract_of
 from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
 from .names import parameter_of
@@ -98,7 +100,8 @@ def linears_as_stored(
     """The state of a model whose linear layers in other encodings than NVFP4 are as they were in
     files; `state` if there are none.
 
-    linears: where those that were loaded are. UnsupportedError for one that was not.
+    linears: where those that were loaded are. UnsupportedError for one in an encoding that is only
+    read.
     """
     others = {
         name: m
@@ -109,13 +112,10 @@ def linears_as_stored(
         return state
     state = dict(model.state_dict() if state is None else state)
     for name, module in others.items():
-        if name not in linears:
-            raise UnsupportedError(
-                f"a linear layer in {module.encoding.name}",
-                expected="linear layers in NVFP4, or as they were loaded",
-                where=name,
-            )
-        for row in linears[name].rows(module):
+        source = linears.get(name)
+        if source is None or source.scheme.encoding != module.encoding:
+            source = Source(name, _form(module, name).scheme, {"weight": ("",)})
+        for row in source.rows(module):
             state |= dict(stored(row, state.pop(f"{name}.{row.parameter}")))
     return state
 
@@ -150,19 +150,43 @@ def _with_sources(model: Any, sources: Sources) -> Iterator[tuple[str, Source, P
 
 
 def _source_for_saving(model: Any, name: str, module: Projections, source: Source | None) -> Source:
-    if source is None:
-        suffix = ".input_scale" if hasattr(module, "down_input_scale") else ""
-        names = dict(zip(module.projections, _names(model, module), strict=True))
-        source = Source(name, MODELOPT, names, input_scale=suffix)
-    elif module.encoding == NVFP4 and source.scheme not in (MODELOPT, MODELOPT_FUSED):
-        source = replace(source, scheme=MODELOPT, rounds=False)
-    if module.encoding != source.scheme.encoding:
+    if source is not None and _as_loaded(module, source):
+        return source
+    if _is_gpt_oss(model):
+        below = {weight: (f"{weight}_proj",) for weight in module.projections}
+        return Source(name, GPT_OSS.scheme, below, in_turns=True)
+    scheme = _form(module, name).scheme
+    if source is not None:
+        return replace(source, scheme=scheme, rounds=False)
+    suffix = ".input_scale" if hasattr(module, "down_input_scale") else ""
+    names = dict(zip(module.projections, _names(model, module), strict=True))
+    return Source(name, scheme, names, input_scale=suffix)
+
+
+def _as_loaded(module: Projections, source: Source) -> bool:
+    """Whether experts are written as they were in files: all but NVFP4 of others than ModelOpt."""
+    same = not source.rounds and module.encoding == source.scheme.encoding
+    return same and (module.encoding != NVFP4 or source.scheme in (MODELOPT, MODELOPT_FUSED))
+
+
+def _is_gpt_oss(model: Any) -> bool:
+    """Whether the encoded weights are what gpt-oss has: MXFP4 of experts whose gate and up
+    alternate.
+    """
+    encoded = [m for m in model.modules() if isinstance(m, PackedModule)]
+    return all(m.encoding == MXFP4 and getattr(m, "in_turns", False) for m in encoded)
+
+
+def _form(module: PackedModule, name: str) -> Form:
+    """How a module is written. UnsupportedError for an encoding that is only read."""
+    try:
+        return form_of(module.encoding.name)
+    except OptionError as error:
         raise UnsupportedError(
-            f"experts in {module.encoding.name}",
-            expected="experts in NVFP4, or as they were loaded",
+            f"weights in {module.encoding.name}",
+            expected=f"{error.expected}, or weights as they were loaded",
             where=name,
-        )
-    return source
+        ) from None
 
 
 def _names(model: Any, module: Projections) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -197,9 +221,9 @@ def _of_transformers(model: Any) -> list[Any]:
     ]
 
 
-def modelopt_config(model: Any) -> dict[str, Any]:
-    """The `quantization_config` that describes the model in its current state, as ModelOpt writes
-    it.
+def written_config(model: Any, encoding: Encoding) -> dict[str, Any]:
+    """The `quantization_config` that describes the model in its current state, with weights in an
+    encoding.
     """
     from .. import __version__
 
@@ -212,9 +236,14 @@ def modelopt_config(model: Any) -> dict[str, Any]:
         name
         for name, m in model.named_modules()
         if not isinstance(m, PackedModule)
-        and isinstance(weight := getattr(m, "weight", None), Tensor)
-        and weight.dim() == 2
+        and (
+            contract_of(m)
+            or (isinstance(weight := getattr(m, "weight", None), Tensor) and weight.dim() == 2)
+        )
     ]
+    names = [rename_source_key(name, reverse, [])[0] for name in plain]
+    if encoding != NVFP4:
+        return (GPT_OSS if _is_gpt_oss(model) else form_of(encoding.name)).config(names)
     scaled = all(
         any(name.endswith("input_scale") for name, _ in m.named_buffers(recurse=False))
         for m in model.modules()
@@ -222,15 +251,13 @@ def modelopt_config(model: Any) -> dict[str, Any]:
     )
     algorithm = "NVFP4" if scaled else "W4A16_NVFP4"
     # one for all
-    written = quantization_config(
-        {"": algorithm}, (rename_source_key(name, reverse, [])[0] for name in plain)
-    )
+    written = quantization_config({"": algorithm}, names)
     return written | {"producer": {"name": "fusion_moe", "version": __version__}}
 
 
 def with_own_entries(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """`quantization_config` with the experts' activation_format and scales if these are not the
-    default; no scales if there are several. UnsupportedError for several activation_formats.
+    """`quantization_config` with the experts' activation_format and scales if these are not "bf16"
+    and "max"; no scales if there are several. UnsupportedError for several activation_formats.
     """
     rest = {key: value for key, value in config.items() if key not in own_entries(config)}
     formats = sorted({m.activation_format for m in model.modules() if isinstance(m, Projections)})
@@ -239,7 +266,6 @@ def with_own_entries(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
             f"experts with activation_format {' and '.join(formats)} to save",
             expected="one for all of them",
         )
-    rules = {m.scales for m in model.modules() if isinstance(m, Projections)}
+    rules = {m.scales for m in model.modules() if isinstance(m, PackedModule)}
     entries = {"activation_format": formats, "scales": [*rules] if len(rules) == 1 else []}
-    usual = NVFP4Config().to_dict()
-    return rest | {k: its[0] for k, its in entries.items() if its not in ([], [usual[k]])}
+    return rest | {k: its[0] for k, its in entries.items() if its not in ([], ["bf16"], ["max"])}

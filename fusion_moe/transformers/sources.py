@@ -46,7 +46,7 @@ class Source:
 
     `*` stands for the number of an expert. in_turns: gate and up rows alternate in the file.
     input_scale: the suffix of the scales of activations, which are kept; "" if there are none.
-    rounds: whether the files have floats, with scales or without, which become NVFP4.
+    rounds: whether the files have floats, with scales or without, which are rounded to fewer bits.
     """
 
     name: str

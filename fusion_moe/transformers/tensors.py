@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..checkpoints import StoredWeight
 from ..checkpoints.values import check_scale, check_scales_of
-from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn.frozen.base import rounded
 from ..nn.frozen.packed import PackedModule
@@ -28,7 +27,7 @@ Read = Callable[[str], Tensor]
 
 def load_(module: nn.Module, source: Source, weights: Weights, read: Read, device: Any) -> None:
     """Gives a module on the meta device the weights that it has in files: encoded ones as they are,
-    or rounded to NVFP4; any other module than ours gets its weight in floats.
+    or rounded to fewer bits; any other module than ours gets its weight in floats.
 
     weights: those in files; read: a tensor by the name that it has in the model. NonFiniteError for
     scales that no quantizer writes; CheckpointError for those that are the wrong way round.
@@ -110,15 +109,15 @@ def _share(t: Tensor, row: Row, module: PackedModule, dim: int) -> Tensor:
 def _rounded(
     module: Projections, projection: str, source: Source, weights: Weights, read: Read
 ) -> Iterator[Tensor]:
-    """The parts of a projection in NVFP4, as by `quantize_`, one expert after the other. 8-bit
-    floats are rounded to bfloat16 first.
+    """The parts of a projection that is rounded, as by `quantize_`, one expert after the other.
+    8-bit floats are rounded to bfloat16 first.
     """
     names = source.weights(projection, len(module.down_proj), module.first_expert or 0)
     parts = []
     for of_expert in zip(*names, strict=True):
         floats = torch.cat([_floats(weights[name], read) for name in of_expert])
         floats = (floats.bfloat16() if source.scheme.eight_bits else floats)[None]
-        parts.append(rounded(floats, NVFP4, len(names), scales=module.scales))
+        parts.append(rounded(floats, module.encoding, len(names), scales=module.scales))
     return map(torch.cat, zip(*parts, strict=True))
 
 

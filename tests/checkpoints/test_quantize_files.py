@@ -1,5 +1,5 @@
-"""Experts of a directory from floats to NVFP4: the bytes that the operation makes of each matrix,
-and the rest as it was.
+"""Experts of a directory in floats, quantized: the bytes that `encodings.quantize` makes of each
+matrix, and the rest as it was.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def loaded(path: Path) -> Tensors:
 
 
 def assert_quantized(got: Tensors, name: str, x: torch.Tensor) -> None:
-    """Bit for bit what the operation makes of one matrix."""
-    want = torch.ops.fusion_moe.nvfp4_quantize(x)
+    """Bit for bit what is made of one matrix."""
+    want = encodings.quantize(x, encodings.NVFP4, scales="mse")
     for suffix, part in zip(("weight", "weight_scale", "weight_scale_2"), want, strict=True):
         t = got.pop(f"{name}.{suffix}")
         assert (t.dtype, t.shape) == (part.dtype, part.shape)
@@ -275,7 +275,10 @@ def test_rules_for_scales_of_blocks(rule: str, tmp_path: Path) -> None:
     assert torch.equal(after[f"{name}.weight_scale_2"], want.decode_scale)
     assert Directory.open(dst).quantization["scales"] == rule
     assert inspection(dst).scales == rule
-    assert "scales" not in Directory.open(quantize(SRC, tmp_path / "max")).quantization
+    other = quantize(SRC, tmp_path / "max", scales="max")
+    assert "scales" not in Directory.open(other).quantization
+    x, got = before[f"{name}.weight"], loaded(other)
+    assert torch.equal(got[f"{name}.weight"], torch.ops.fusion_moe.nvfp4_quantize(x)[0])
     again = convert(dst, tmp_path / "again")
     assert Directory.open(again).quantization["scales"] == rule
 
@@ -283,3 +286,53 @@ def test_rules_for_scales_of_blocks(rule: str, tmp_path: Path) -> None:
 def test_a_rule_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="did you mean 'mse'"):
         quantize(tmp_path / "nothing is read", tmp_path / "dst", scales="mes")
+
+
+@pytest.mark.parametrize("to", ["mxfp4", "int4", "fp8"])
+def test_formats(to: str, tmp_path: Path) -> None:
+    """The bytes of `encodings.quantize`, in a form that is read again; everything else stays."""
+    dst, before = quantize(SRC, tmp_path / "dst", to=to), loaded(SRC)
+    directory = Directory.open(dst)
+    method = method_of(directory.quantization)
+    assert method == ("fp8" if to == "fp8" else "compressed-tensors")
+    weights = stored_weights(directory.tensors, method)
+    experts = [n.removesuffix(".weight") for n in before if ".experts." in n]
+    assert {*weights} == {*experts}
+    for name in experts:
+        encoding = encodings.find(to)
+        x, rule = before.pop(f"{name}.weight"), "mse" if to == "int4" else "max"
+        want = encodings.dequantize(encodings.quantize(x, encoding, scales=rule))
+        assert torch.equal(weights[name].floats(directory.read), want)
+    assert all(torch.equal(directory.read(name), t) for name, t in before.items())
+    assert inspection(dst).scales == ("mse" if to == "int4" else "")
+    check_scales(directory, weights)
+
+
+@pytest.mark.parametrize("to", ["nvfp4", "int4"])
+def test_layers_are_skipped_by_name(to: str, tmp_path: Path) -> None:
+    src = tmp_path / "src"
+    src.mkdir()
+    tensors = loaded(SRC)
+    second = {
+        name.replace("layers.0.", "layers.1."): t.clone()
+        for name, t in tensors.items()
+        if "layers.0." in name
+    }
+    save_file(tensors | second, src / "model.safetensors")
+    config = json.loads((SRC / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (src / "config.json").write_text(json.dumps(config))
+    dst = quantize(src, tmp_path / "dst", to=to, skip=["*.layers.0.*"])
+    directory = Directory.open(dst)
+    weights = stored_weights(directory.tensors, method_of(directory.quantization))
+    assert {name[:14] for name in weights} == {"model.layers.1"}
+    name = f"{EXPERTS}.2.up_proj.weight"
+    assert torch.equal(directory.read(name), tensors[name])
+    ignored = {"nvfp4": EXPERTS, "int4": r"re:model\.layers\.0\.mlp\.experts\..*"}[to]
+    assert ignored in directory.quantization["ignore"]
+    with pytest.raises(OptionError, match=r"skip = \['\*.layers.7.\*'\]; expected a list of names"):
+        quantize(src, tmp_path / "other", to=to, skip=["*.layers.7.*"])
+
+
+def test_a_format_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="to = 'int3'; expected one of nvfp4, mxfp4, int4, fp8"):
+        quantize(tmp_path / "nothing is read", tmp_path / "dst", to="int3")

@@ -5,7 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_moe.encodings import INT4, MXFP4, NVFP4, dequantize, matrix_scale_of, quantize, search
+from fusion_moe.encodings import (
+    FP8,
+    INT4,
+    MXFP4,
+    NVFP4,
+    dequantize,
+    matrix_scale_of,
+    quantize,
+    search,
+)
 from fusion_moe.encodings.convert import to_nvfp4
 from fusion_moe.encodings.e2m1 import E2M1
 from fusion_moe.errors import NonFiniteError, OptionError, UnsupportedError
@@ -121,5 +130,24 @@ def test_rules_that_there_are_not():
         quantize(weight(), NVFP4, scales="msee")
     with pytest.raises(UnsupportedError, match=r"'four_over_six' for mxfp4; expected 'max' or 'ms"):
         quantize(weight(), MXFP4, scales="four_over_six")
-    with pytest.raises(UnsupportedError, match=r"'mse' for int4; expected 'max'"):
-        quantize(weight(), INT4, scales="mse")
+    with pytest.raises(UnsupportedError, match=r"'mse' for fp8; expected 'max'"):
+        quantize(weight(), FP8, scales="mse")
+    assert [search.usual_rule(e) for e in (NVFP4, MXFP4, INT4, FP8)] == ["mse", "max", "mse", "max"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_int4_takes_the_best_of_some_sizes(dtype):
+    """22/32 to 35/32 of the scale for amax, counted in float64; bf16(amax / 7.5) wins ties."""
+    x = weight(dtype=dtype)
+    blocks = x.float().unflatten(-1, (-1, 32))
+    amax, factors = blocks.abs().amax(-1), [32, *range(22, 32), *range(33, 36)]
+    tried = torch.stack([amax * (f / 32) / torch.tensor(7.5) for f in factors]).bfloat16().float()
+    tried = torch.where(tried == 0, 2.0**-7, tried)
+    codes = (blocks / tried[..., None]).round().clamp(-8, 7).double()
+    errors = (codes * tried.double()[..., None] - blocks).square().sum(-1)
+    q = quantize(x, INT4, scales="mse")
+    off = (dequantize(q).double() - x).unflatten(-1, (-1, 32)).square().sum(-1)
+    assert (off <= errors.amin(0) * (1 + 1e-5)).all()
+    assert (off < errors[0]).any()
+    clear = (errors[1:] > errors[0] * (1 - 1e-5)).all(0)
+    assert torch.equal(q.block_scale[clear].float(), tried[0][clear])

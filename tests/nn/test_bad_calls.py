@@ -10,6 +10,7 @@ from bad_calls import messages
 from torch import nn
 
 from fusion_moe import options
+from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import OptionError
 from fusion_moe.nn import (
     CustomExperts,
@@ -18,7 +19,6 @@ from fusion_moe.nn import (
     QuantizedLinear,
     quantize_,
 )
-from fusion_moe.nn.frozen.base import quantized
 from fusion_moe.nn.frozen.experts import quantize_gate_up
 
 E, H, I, T, K = 4, 64, 32, 6, 2
@@ -38,9 +38,9 @@ GATE_UP, DOWN = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
 X, IDS, W = torch.randn(T, H), torch.zeros(T, K, dtype=torch.int64), torch.rand(T, K)
 OFFS = torch.tensor([1, 2, 4, 6], dtype=torch.int32)
 EXPERTS = NVFP4Experts.from_float(GATE_UP, DOWN)
-CUSTOM = CustomExperts(quantize_gate_up(GATE_UP), quantized(DOWN), Gate())
+CUSTOM = CustomExperts(quantize_gate_up(GATE_UP), quantize(DOWN, NVFP4), Gate())
 GROUPED = NVFP4GroupedLinear.from_float(GATE_UP)
-LINEAR = QuantizedLinear(quantized(GATE_UP[0]))
+LINEAR = QuantizedLinear(quantize(GATE_UP[0], NVFP4))
 
 
 def with_gradient(experts):

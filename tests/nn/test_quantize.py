@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusion_moe
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import NonFiniteError, OptionError, ShapeError, UnsupportedError
+from fusion_moe.nn import QuantizedLinear
 from fusion_moe.nn.conversion import quantize as quantize_module
 
 transformers = pytest.importorskip("transformers")
@@ -47,6 +48,10 @@ def tokens():
     return torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
+# and the rules by which their scales are chosen
+FORMATS = {"nvfp4": "mse", "mxfp4": "max", "int4": "mse", "fp8": "max"}
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 def test_nothing_is_replaced_when_a_weight_is_not_finite(bad):
     model = qwen3_moe()
@@ -74,8 +79,6 @@ def test_a_config_that_is_none():
         r"nvfp4, int8, fp8; did you mean 'nvfp4'",
     ):
         fusion_moe.NVFP4Config("nvfp44")
-    with pytest.raises(OptionError, match=r"config = 'nvfp4'; expected fusion_moe.NVFP4Config\(\)"):
-        fusion_moe.quantize_(qwen3_moe(), "nvfp4")
 
 
 @pytest.mark.parametrize("without_memory", [lambda: torch.device("meta"), FakeTensorMode])
@@ -131,11 +134,11 @@ def test_filter_chooses_and_must_choose_something(caplog):
     model = qwen3_moe()
     fusion_moe.quantize_(model, filter_fn=second)
     assert [type(e).__name__ for e in experts_of(model)] == ["Qwen3MoeExperts", "NVFP4Experts"]
-    with pytest.raises(UnsupportedError, match="filter_fn rejected all experts"):
+    with pytest.raises(UnsupportedError, match="filter_fn or skip leaves all experts out"):
         fusion_moe.quantize_(qwen3_moe(), filter_fn=lambda module, name: False)
     fusion_moe.quantize_(model, filter_fn=second)
     (said,) = caplog.messages
-    assert said.endswith("are in nvfp4 already, and filter_fn rejects the others")
+    assert said.endswith("are in nvfp4 already, and filter_fn or skip leaves the others out")
 
 
 def test_a_quantized_model_stays_as_it_is(caplog):
@@ -243,3 +246,89 @@ def test_rules_for_scales_of_blocks(rule):
 def test_a_rule_that_is_none():
     with pytest.raises(OptionError, match=r"scales = 'mes'; expected one of max, four_over_six, m"):
         fusion_moe.NVFP4Config(scales="mes")
+
+
+@pytest.mark.parametrize(("name", "rule"), FORMATS.items())
+def test_formats(name, rule, tokens):
+    """The bytes of `quantize`, gate and up each by itself; new weights go by the same rule."""
+    model = qwen3_moe(moe_intermediate_size=160)  # no whole blocks of FP8
+    floats = {key: t.clone() for key, t in experts_of(model)[0].named_parameters()}
+    want = model(tokens).logits
+    fusion_moe.quantize_(model, name)
+    module = experts_of(model)[0]
+    assert (module.encoding.name, module.scales) == (name, rule)
+    state = module.state_dict()
+    down, gate, up = (
+        quantize(t, module.encoding, scales=rule)
+        for t in (floats["down_proj"], *floats["gate_up_proj"].chunk(2, 1))
+    )
+    for key, part in zip(module.part_names["down"], down, strict=True):
+        assert torch.equal(state[key].float(), part.float())
+    for key, *halves in zip(module.part_names["gate_up"], gate, up, strict=True):
+        found = state[key].float()
+        assert torch.equal(
+            found, torch.cat([t.float().view(4, -1, *found.shape[2:]) for t in halves], 1)
+        )
+    fusion_moe.update_weights_(module, floats)
+    assert all(torch.equal(t.float(), state[key].float()) for key, t in module.state_dict().items())
+    with fusion_moe.options.override(target="reference"), torch.no_grad():
+        off = (model(tokens).logits - want).norm() / want.norm()
+    assert off < (0.1 if name == "fp8" else 0.4)
+
+
+def test_formats_that_are_none():
+    names = "one of nvfp4, mxfp4, int4, fp8"
+    with pytest.raises(OptionError, match=f"config = 'nvfp5'; expected {names}; did you mean"):
+        fusion_moe.quantize_(qwen3_moe(), "nvfp5")
+    with pytest.raises(OptionError, match=rf"config = 4; expected {names}, NVFP4Config\(\)"):
+        fusion_moe.quantize_(qwen3_moe(), 4)
+    with pytest.raises(UnsupportedError, match=r"MXFP4Config: scales = 'four_over_six' for mxfp4"):
+        fusion_moe.MXFP4Config(scales="four_over_six")
+    model = qwen3_moe()
+    fusion_moe.qat_(model)
+    with pytest.raises(UnsupportedError, match=r"experts: .*, which becomes nvfp4; expected int4"):
+        fusion_moe.quantize_(model, "int4")
+
+
+def test_modules_are_skipped_by_name():
+    model = qwen3_moe()
+    with pytest.raises(OptionError, match=r"skip = \['\*.layer.0.\*'\]; expected a list of names"):
+        fusion_moe.quantize_(model, skip=["*.layer.0.*"])
+    with pytest.raises(OptionError, match=r"skip = '\*.layers.0.\*'; expected a list"):
+        fusion_moe.quantize_(model, skip="*.layers.0.*")
+    with pytest.raises(UnsupportedError, match="filter_fn or skip leaves all experts out"):
+        fusion_moe.quantize_(model, skip=["model"])
+    odd = torch.nn.Parameter(torch.randn(4, 64, 24))
+    experts_of(model)[0].down_proj = odd
+    experts_of(model)[0].gate_up_proj = torch.nn.Parameter(torch.randn(4, 48, 64))
+    with pytest.raises(ShapeError, match=r"K = 24.* or skip=\['model.layers.0.mlp.experts'\] leav"):
+        fusion_moe.quantize_(model)
+    fusion_moe.quantize_(model, skip=["*.layers.0.*"])
+    assert [type(e).__name__ for e in experts_of(model)] == ["Qwen3MoeExperts", "NVFP4Experts"]
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "int4"])
+def test_linear_layers_too(name, tokens):
+    """All but the head, whose name is among those that stay."""
+    model = qwen3_moe(tie_word_embeddings=False)
+    weight = model.model.layers[1].self_attn.o_proj.weight.clone()
+    want = model(tokens).logits
+    fusion_moe.quantize_(model, name, linear=True, skip=["model.layers.0.self_attn"])
+    found = {n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert found == {f"model.layers.1.self_attn.{p}_proj" for p in "qkvo"}
+    made = model.model.layers[1].self_attn.o_proj
+    of = quantize(weight, made.encoding, scales="mse")
+    assert made.scales == "mse"
+    assert all(
+        map(torch.equal, [t.float() for t in made.weight_of("weight")], [t.float() for t in of])
+    )
+    with fusion_moe.options.override(target="reference"), torch.no_grad():
+        assert ((model(tokens).logits - want).norm() / want.norm()) < 0.4
+
+
+def test_a_model_of_linear_layers_alone():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    with pytest.raises(ShapeError, match=r"2: .*K = 8.*skip=\['2'\] leaves it as it is"):
+        fusion_moe.quantize_(model, linear=True)
+    fusion_moe.quantize_(model, linear=True, skip=["2"])
+    assert [type(m).__name__ for m in model] == ["QuantizedLinear", "ReLU", "Linear"]

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 import fusion_moe
 from fusion_moe.checkpoints import convert
 from fusion_moe.checkpoints import quantize as quantize_files
-from fusion_moe.encodings import FP8_TENSOR, MXFP4, NVFP4, quantize
+from fusion_moe.encodings import FP8_CHANNEL, FP8_TENSOR, NVFP4, dequantize, quantize
 from fusion_moe.errors import NonFiniteError, OptionError, UnsupportedError
 from fusion_moe.nn import Experts, Llama4MoE
 from fusion_moe.nn.frozen.projections import Projections
@@ -189,14 +189,11 @@ def test_what_nothing_would_load_is_not_written(tmp_path):
     )
     fusion_moe.quantize_(model)
     experts = model.model.layers[0].mlp.experts
-    up, down = (
-        quantize(torch.randn(shape), encoding=MXFP4) for shape in ((4, 64, 64), (4, 64, 32))
-    )
+    up, down = (quantize(torch.randn(shape), FP8_CHANNEL) for shape in ((4, 64, 64), (4, 64, 32)))
     model.model.layers[0].mlp.experts = Experts(up, down)
     assert experts is not model.model.layers[0].mlp.experts
     with pytest.raises(
-        UnsupportedError,
-        match="experts in mxfp4; expected experts in NVFP4, or as they were loaded",
+        UnsupportedError, match="weights in fp8_channel; expected one of nvfp4, mxf"
     ):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -338,8 +335,9 @@ def test_experts_in_several_formats(tmp_path):
     assert same_parameters(made.model.layers[1].mlp, on_disk.model.layers[1].mlp)
 
 
-def test_the_rule_for_scales_is_saved_and_loaded(saved, tmp_path):
-    config = NVFP4Config(scales="mse")
+@pytest.mark.parametrize("rule", ["mse", "four_over_six"])
+def test_the_rule_for_scales_is_saved_and_loaded(saved, rule, tmp_path):
+    config = NVFP4Config(scales=rule)
     loaded, model = from_pretrained(saved, quantization_config=config), from_pretrained(saved)
     fusion_moe.quantize_(model, config)
     both = loaded.state_dict(), model.state_dict()
@@ -347,11 +345,11 @@ def test_the_rule_for_scales_is_saved_and_loaded(saved, tmp_path):
     assert all(torch.equal(t.float(), both[1][key].float()) for key, t in both[0].items())
     for made, name in (loaded, "one"), (model, "two"):
         made.save_pretrained(tmp_path / name)
-        assert written(tmp_path / name)["scales"] == "mse"
+        assert written(tmp_path / name)["scales"] == rule
     again = from_pretrained(tmp_path / "one", quantization_config=NVFP4Config("nvfp4"))
     again.save_pretrained(tmp_path / "again")  # whose bytes are those of the file
     found = written(tmp_path / "again")
-    assert (found["scales"], found["activation_format"]) == ("mse", "nvfp4")
+    assert (found["scales"], found["activation_format"]) == (rule, "nvfp4")
 
 
 def test_eight_bit_floats_by_a_rule(tmp_path):
@@ -359,10 +357,87 @@ def test_eight_bit_floats_by_a_rule(tmp_path):
     floats = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
     floats.save_pretrained(eight := tmp_path / "eight")
     eight_bit(eight)
-    made = from_pretrained(eight, quantization_config=NVFP4Config(scales="mse"))
+    made = from_pretrained(eight, quantization_config=NVFP4Config(scales="max"))
     one = from_pretrained(eight, quantization_config=NVFP4Config())
     pairs = zip(made.modules(), one.modules(), strict=True)
     pairs = [(a, b) for a, b in pairs if isinstance(a, Projections)]
     assert pairs
-    assert all((a.scales, b.scales) == ("mse", "max") for a, b in pairs)
+    assert all((a.scales, b.scales) == ("max", "mse") for a, b in pairs)
     assert all((a.down_proj_scale.float() != b.down_proj_scale.float()).any() for a, b in pairs)
+
+
+METHODS = {"mxfp4": "compressed-tensors", "int4": "compressed-tensors", "fp8": "fp8"}
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral", "gpt_oss"])
+def whole_blocks(request, tmp_path_factory):
+    """Sizes that are whole blocks of all formats; FP8 has more than one in a matrix."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 128}
+    config = AutoConfig.for_model(request.param, **{**SMALL, **FAMILIES[request.param], **sizes})
+    directory = tmp_path_factory.mktemp(request.param)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("linear", [False, True])
+def test_formats_are_saved_and_loaded(whole_blocks, name, linear, tmp_path):
+    """Quantized while it is loaded or afterwards: bit for bit, once and twice, with its rule. The
+    number of parameters stays.
+    """
+    model = from_pretrained(whole_blocks)
+    count = model.num_parameters()
+    fusion_moe.quantize_(model, name, linear=linear)
+    assert (model.num_parameters(), model.num_parameters(True) < count) == (count, True)
+    if not linear:
+        config = fusion_moe.nn.config.CONFIGS[name]()
+        assert same_parameters(from_pretrained(whole_blocks, quantization_config=config), model)
+    model.save_pretrained(tmp_path / "one")
+    again = from_pretrained(tmp_path / "one")
+    assert same_parameters(again, model)
+    found = written(tmp_path / "one")
+    gpt_oss = name == "mxfp4" and whole_blocks.name.startswith("gpt_oss") and not linear
+    assert found["quant_method"] == ("mxfp4" if gpt_oss else METHODS[name])
+    assert found.get("scales") == ("mse" if name == "int4" else None)
+    again.save_pretrained(tmp_path / "two")
+    assert written(tmp_path / "two") == found
+    assert same_parameters(from_pretrained(tmp_path / "two"), model)
+
+
+def down_of(model) -> torch.Tensor:
+    """What the second projection's bytes mean, f32 [E, H, I]."""
+    return dequantize(model.model.layers[0].mlp.experts.weight_of("down"))
+
+
+def test_what_transformers_itself_reads(whole_blocks, tmp_path):
+    """MXFP4 of gpt-oss, FP8 of other families: on CPUs it makes bfloat16 of them."""
+    gpt_oss = whole_blocks.name.startswith("gpt_oss")
+    model = from_pretrained(whole_blocks)
+    fusion_moe.quantize_(model, "mxfp4" if gpt_oss else "fp8")
+    model.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    found = theirs.model.layers[0].mlp.experts.down_proj
+    assert torch.equal(found.mT if gpt_oss else found, down_of(model).bfloat16())
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int4"])
+def test_what_compressed_tensors_reads(whole_blocks, name, tmp_path):
+    """Its own class for the configuration, and its decoder."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    of_theirs = pytest.importorskip("compressed_tensors.quantization").QuantizationConfig
+    model = from_pretrained(whole_blocks)
+    fusion_moe.quantize_(model, name, linear=True)
+    model.save_pretrained(tmp_path)
+    found, files = written(tmp_path), load_file(tmp_path / "model.safetensors")
+    scheme = of_theirs.model_validate(found).config_groups["group_0"]
+    decoder = compressors.BaseCompressor.get_value_from_registry(found["format"])
+    suffix = "w2." if whole_blocks.name.startswith("mixtral") else "down_proj."
+    for e, want in enumerate(down_of(model)):
+        parts = {
+            key.rpartition(".")[2]: t
+            for key, t in files.items()
+            if f"experts.{e}.{suffix}weight" in key
+        }
+        got = decoder.decompress(parts, scheme)["weight"]
+        assert torch.equal(got, want.to(got.dtype))

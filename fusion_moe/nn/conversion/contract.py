@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...encodings import NVFP4, Quantized
 from ...errors import ShapeError, UnsupportedError
-from ..config import NVFP4Config
+from ..config import NVFP4Config, QuantizationConfig
 from ..frozen.custom import CustomExperts
 from ..frozen.experts import Experts, NVFP4Experts
 from ..frozen.projections import Projections
@@ -113,7 +113,7 @@ def experts_from(
     down: Quantized,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    config: NVFP4Config | None = None,
+    config: QuantizationConfig | None = None,
 ) -> Projections:
     """The module of fusion_moe.nn that replaces an expert module, with weights in any encoding,
     also on the meta device.

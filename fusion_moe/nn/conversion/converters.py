@@ -1,4 +1,4 @@
-"""Converters to NVFP4: what the float expert modules of other libraries become."""
+"""Converters: what the float expert modules of other libraries become."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ import torch
 from torch import nn
 
 from ... import plugins
-from ...encodings import NVFP4, Quantized, check_finite
+from ...encodings import Quantized, check_finite
 from ...encodings.search import has_values
 from ...errors import Error, UnsupportedError
-from ..config import NVFP4Config
-from ..frozen.base import quantized, rounded
+from ..config import NVFP4Config, QuantizationConfig
+from ..frozen.base import rounded
+from ..frozen.packed import PackedModule
 from ..frozen.projections import Projections
+from ..frozen.quantized_linear import QuantizedLinear
 from .contract import contract_of, experts_from, need_contract
 from .register import Converter, registered_converter
 
 
 def by_contract(
-    experts: nn.Module, config: NVFP4Config, weights: Sequence[Quantized] | None = None
+    experts: nn.Module, config: QuantizationConfig, weights: Sequence[Quantized] | None = None
 ) -> Projections:
     """Modules that `use_experts_implementation` of transformers describes. weights: those of both
-    projections; None: in NVFP4.
+    projections, by the rule "max"; None: in the format of the configuration, by its rule.
     """
     contract = need_contract(experts)
     up, down, *biases = (experts.get_parameter(name).detach() for name in contract.names)
     up_bias, down_bias = biases or (None, None)
     of_up, of_down = weights or (
-        rounded(contract.up(up), NVFP4, 1 + contract.has_gate, scales=config.scales),
-        quantized(contract.down(down), scales=config.scales),
+        rounded(contract.up(up), config.encoding, 1 + contract.has_gate, scales=config.scales),
+        rounded(contract.down(down), config.encoding, scales=config.scales),
     )
     made = experts_from(
         experts,
@@ -41,6 +43,14 @@ def by_contract(
         down_bias,
         config,
     )
+    made.scales = "max" if weights else config.scales
+    return made
+
+
+def linear_layer(linear: nn.Linear, config: QuantizationConfig) -> QuantizedLinear:
+    """A linear layer of torch, weight [N, K]; activations stay in 16 bits."""
+    weight = rounded(linear.weight[None], config.encoding, scales=config.scales)
+    made = QuantizedLinear(weight.of(t[0] for t in weight), linear.bias)
     made.scales = config.scales
     return made
 
@@ -59,6 +69,8 @@ def converter_of(module: nn.Module) -> Converter | None:
         return own
     if callable(named):
         return named
+    if type(module) is nn.Linear:  # a subclass may compute something else
+        return linear_layer
     return by_contract if contract_of(module) else None
 
 
@@ -84,7 +96,9 @@ def _by_name() -> Mapping[str, Converter | str]:
     return {name: found for ask in plugins.converters for name, found in ask().items()}
 
 
-def convert(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> nn.Module:
+def convert(
+    module: nn.Module, config: QuantizationConfig | None = None, name: str = ""
+) -> nn.Module:
     """The module of fusion_moe.nn that replaces another library's module.
 
     Parts that are not quantized (a router, a shared expert, a norm) are reused, not copied. Weights
@@ -96,25 +110,30 @@ def convert(module: nn.Module, config: NVFP4Config | None = None, name: str = ""
         name: the module's name, for messages.
 
     Raises:
-        UnsupportedError: for an unknown class, or for experts that a parallel plan divides.
+        UnsupportedError: for an unknown class, one that has no such format, or experts that a
+            parallel plan divides.
         NonFiniteError: for NaN or infinite weights.
-        ShapeError: for sizes that are not multiples of 16.
+        ShapeError: for sizes that are not whole blocks of the format.
     """
     check(module, config, name)
     return converted(module, config, name)
 
 
-def check(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> None:
+def check(module: nn.Module, config: QuantizationConfig | None = None, name: str = "") -> None:
     """Raises the errors that `convert` would: converts a copy on the meta device, then checks the
     values.
     """
     converted(without_memory(module), config, name)
+    dims = 2 if type(module) is nn.Linear else 3  # of the weights that are quantized
     for key, parameter in module.named_parameters():
-        if parameter.dim() == 3 and has_values(parameter.data):  # the weights that are quantized
-            check_finite(parameter.detach(), NVFP4, f"{name or type(module).__name__}.{key}")
+        if parameter.dim() == dims and has_values(parameter.data):
+            encoding = (config or NVFP4Config()).encoding
+            check_finite(parameter.detach(), encoding, f"{name or type(module).__name__}.{key}")
 
 
-def converted(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> nn.Module:
+def converted(
+    module: nn.Module, config: QuantizationConfig | None = None, name: str = ""
+) -> nn.Module:
     """`convert` for weights whose values are already checked."""
     converter, kind = converter_of(module), type(module).__name__
     if converter is None:
@@ -126,9 +145,17 @@ def converted(module: nn.Module, config: NVFP4Config | None = None, name: str = 
             where=name or kind,
         )
     try:
-        return converter(module, config or NVFP4Config()).train(module.training)
+        made = converter(module, config or NVFP4Config()).train(module.training)
     except Error as error:
         raise error.at(name or kind) from None
+    encodings = [m.encoding for m in made.modules() if isinstance(m, PackedModule)]
+    if config is not None and encodings != [config.encoding] * len(encodings):
+        raise UnsupportedError(
+            f"{kind}, which becomes {encodings[0].name}",
+            expected=config.encoding.name,
+            where=name or kind,
+        )
+    return made
 
 
 def without_memory(module: nn.Module) -> nn.Module:

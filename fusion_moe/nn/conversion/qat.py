@@ -19,7 +19,7 @@ from ...encodings import MXFP4, NVFP4, Encoding, find
 from ...errors import OptionError, UnsupportedError, need_one_of
 from ...ir.kinds.quantized import STRAIGHT_THROUGH
 from ...layouts import LAYOUTS, Padding
-from ..config import NVFP4Config
+from ..config import NVFP4Config, QuantizationConfig
 from ..frozen.base import rounded
 from ..frozen.packed import Packing, empty_parts, relayout_
 from ..frozen.projections import Projections
@@ -46,7 +46,8 @@ def qat_(
     Parameters, names and state dicts stay those of the model. Each forward rounds the weights as
     `quantize_` does and runs its program, so results are those of the quantized model bit for bit,
     with gradients or without. Rounding is the identity to gradients, also for weights that are
-    clipped or lie between two codes. `quantize_(model)` ends it, and changes no result.
+    clipped or lie between two codes. Block scales follow the rule "max", which kernels have.
+    `quantize_(model)` ends it, by that rule and in that format, and changes no result.
 
     Args:
         model: the model, in floating point: before DDP or FSDP2 get it.
@@ -134,15 +135,14 @@ class _Rounding:
             ("down", self.contract.down(down), 1),
         ]
 
-    def quantized(self, module: nn.Module, config: NVFP4Config) -> Projections:
-        """What `quantize_` makes of the module."""
+    def quantized(self, module: nn.Module, config: QuantizationConfig) -> Projections:
+        """What `quantize_` makes of the module, whatever scales the configuration has."""
         weights = [
             rounded(
                 master.detach(),
                 self.encoding,
                 runs,
                 None if master.is_meta else getattr(module, _scale_of(name), None),
-                scales=config.scales,
             )
             for name, master, runs in self.masters(module)
         ]
@@ -218,7 +218,7 @@ class RoundedExperts(nn.Module):
         made: Tensor = how.cached(self)(*rows)
         return made
 
-    def as_quantized(self, config: NVFP4Config) -> Projections:
+    def as_quantized(self, config: QuantizationConfig) -> Projections:
         """The module that `quantize_` replaces this one by."""
         return self.qat.quantized(self, config)
 

@@ -1,16 +1,18 @@
-"""quantize_: converts the experts of a model from floating point to NVFP4, in place."""
+"""quantize_: converts a model from floating point to a format of few bits, in place."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
 from ... import plugins
-from ...errors import OptionError, UnsupportedError
+from ...errors import Error, UnsupportedError
 from ...messages.progress import progress
-from ..config import NVFP4Config
+from ...messages.skipped import check_skip, fits
+from ..config import QuantizationConfig, config_of
 from ..frozen.grouped import NVFP4GroupedLinear
 from ..frozen.packed import PackedModule
 from ..frozen.prepare import prepare_
@@ -19,10 +21,17 @@ from .converters import DECORATED, check, converted, converter_of, known_names, 
 
 log = logging.getLogger("fusion_moe")
 Filter = Callable[[nn.Module, str], bool]
+# linear layers that stay: small ones that decide much, output embeddings, and what reads images
+KEPT = ("*gate", "*router*", "*lm_head", "*vision*", "*visual*")
 
 
 def quantize_(
-    model: nn.Module, config: NVFP4Config | None = None, filter_fn: Filter | None = None
+    model: nn.Module,
+    config: str | QuantizationConfig | None = None,
+    filter_fn: Filter | None = None,
+    *,
+    skip: Sequence[str] = (),
+    linear: bool = False,
 ) -> None:
     """Replaces the expert modules of a model by those of fusion_moe.nn, in place. Everything else
     stays as it is.
@@ -30,18 +39,27 @@ def quantize_(
     A layer that is known as a whole is replaced as a whole, and its submodules are not looked at.
     Each module is replaced as soon as its weights are quantized, so that only one is in memory in
     both forms. After an interruption, another call completes the work. A model whose experts are
-    all replaced already stays as it is, with a warning.
+    all replaced already stays as it is, with a warning. Experts that `qat_` trains keep their
+    format, which config may name, and their scales.
 
     Args:
         model: the model, in floating point.
-        config: how experts are quantized and computed; None: `NVFP4Config()`.
+        config: a format, "nvfp4", "mxfp4", "int4" or "fp8"; or how weights are quantized and
+            computed: `NVFP4Config()`, `MXFP4Config()`, `INT4Config()`, `FP8Config()`. None: NVFP4.
         filter_fn: filter_fn(module, name) chooses modules; None: all are replaced.
+        skip: names of modules that stay as they are, with all that is in them; in a name `*` stands
+            for any text: "*.layers.0.*".
+        linear: whether linear layers outside of experts are replaced too, by `QuantizedLinear`:
+            attention, dense layers, shared experts. Output embeddings, routers and what reads
+            images stay, by their names.
 
     Raises:
-        UnsupportedError: if the model has no experts that it knows.
+        UnsupportedError: if the model has no experts that it knows, or some that cannot have this
+            format.
         NonFiniteError: for NaN or infinite weights.
-        ShapeError: for sizes that are not multiples of 16.
-        OptionError: for an invalid config.
+        ShapeError: for sizes that are not whole blocks of the format, of 16 in NVFP4, of 32 in
+            MXFP4 and INT4.
+        OptionError: for an invalid config, or a name to skip that fits no module.
 
     An error names the module, and comes before anything changes.
     """
@@ -51,36 +69,51 @@ def quantize_(
             expected="a torch.nn.Module with experts",
             where="quantize_",
         )
-    if config is not None and not isinstance(config, NVFP4Config):
-        raise OptionError(
-            f"config = {config!r}", expected="fusion_moe.NVFP4Config(), or none", where="quantize_"
-        )
-    names = chosen(model, filter_fn)
+    how = None if config is None else config_of(config, "quantize_")
+    names = chosen(model, _unless_skipped(model, filter_fn, skip), linear)
     modules = [model.get_submodule(name) for name, *_ in names]
     sizes = [sum(p.nbytes for p in module.parameters()) for module in modules]
     del modules  # each is freed once it is replaced
-    for name, *_ in progress(names, "checking experts", len(names), sizes):
-        check(model.get_submodule(name), config, name)
-    for name, *others in progress(names, "quantizing experts", len(names), sizes):
-        replacement = converted(model.get_submodule(name), config, name)
+    for name, *_ in progress(names, "checking weights", len(names), sizes):
+        try:
+            check(model.get_submodule(name), how, name)
+        except Error as error:
+            raise error.advise(f"skip=[{name!r}] leaves it as it is") from None
+    for name, *others in progress(names, "quantizing weights", len(names), sizes):
+        replacement = converted(model.get_submodule(name), how, name)
         for each in (name, *others):
             model.set_submodule(each, replacement)
         for module in replacement.modules():
             if isinstance(module, PackedModule):
                 module.order()
-    if config is not None and config.weights != "packed":
-        prepare_(model, weights=config.weights)  # type: ignore[arg-type]  # checked by NVFP4Config
+    if how is not None and how.weights != "packed":
+        prepare_(model, weights=how.weights)  # type: ignore[arg-type]  # checked by the config
     for tell in plugins.quantized:
         tell(model)
 
 
-def chosen(model: nn.Module, filter_fn: Filter | None) -> list[list[str]]:
+def _unless_skipped(model: nn.Module, filter_fn: Filter | None, skip: Sequence[str]) -> Filter:
+    """filter_fn, for what is not skipped."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    check_skip(skip, names, "quantize_")
+
+    def wanted(module: nn.Module, name: str) -> bool:
+        return not fits(name, skip) and (filter_fn is None or filter_fn(module, name))
+
+    return wanted
+
+
+def chosen(model: nn.Module, filter_fn: Filter | None, linear: bool = False) -> list[list[str]]:
     """The names of each module to convert, none inside of another: the outer one may depend on what
     the inner one is. UnsupportedError if there are none and the model is not quantized already.
     """
     known: list[str] = []
     names = dict[int, list[str]]()
+    embeds: Any = getattr(model, "get_output_embeddings", None)
+    head = embeds() if embeds else None
     for name, module in model.named_modules(remove_duplicate=False):
+        if type(module) is nn.Linear and (not linear or module is head or fits(name, KEPT)):
+            continue
         if converter_of(module) and not any(name.startswith(f"{outer}.") for outer in known):
             known.append(name)
             if filter_fn is None or filter_fn(module, name):
@@ -107,12 +140,14 @@ def _check_why_none(model: nn.Module, filtered: bool) -> None:
             "quantize_ changes nothing: experts of this %s are in %s already%s",
             where,
             ", ".join(dict.fromkeys(m.encoding.name for m in there)),
-            ", and filter_fn rejects the others" if filtered else "",
+            ", and filter_fn or skip leaves the others out" if filtered else "",
         )
         return
     if filtered:
         raise UnsupportedError(
-            "filter_fn rejected all experts", expected="True for at least one", where=where
+            "filter_fn or skip leaves all experts out",
+            expected="at least one to quantize",
+            where=where,
         )
     others = [
         f"{name} ({type(m).__name__}{f': {why}' if (why := why_refused(m)) else ''})"

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...errors import Error, OptionError, UnsupportedError
-from ..config import NVFP4Config
+from ..config import QuantizationConfig
 
-Converter = Callable[[Any, NVFP4Config], nn.Module]
+Converter = Callable[[Any, QuantizationConfig], nn.Module]
 C = TypeVar("C", bound=Converter)
 
 _registered: dict[type[nn.Module], Converter] = {}
@@ -28,8 +28,9 @@ def register_converter(cls: type[nn.Module]) -> Callable[[C], C]:
                 experts.gate_up, experts.down, config.activation_format, scales=config.scales
             )
 
-    to_nvfp4(experts: cls, config: NVFP4Config) -> nn.Module, which is called as `experts` was: same
-    arguments, same results. `quantize_` and `fusion_moe.nn.convert` call the function; it takes
+    to_nvfp4(experts: cls, config: QuantizationConfig) -> nn.Module, which is called as `experts`
+    was: same arguments, same results. config.encoding is the format that was asked for: another one
+    is an UnsupportedError. `quantize_` and `fusion_moe.nn.convert` call the function; it takes
     precedence over the library's own converter of a class. They call it twice: first with
     parameters on the meta device, so that a model is not changed at all if a part of it cannot be
     converted, and then with real ones. So the function must not read values on the host (`.item()`)
@@ -79,7 +80,7 @@ def registered_converter(module: nn.Module) -> Converter | None:
 
 
 def _checked(cls: type[nn.Module], function: Converter) -> Converter:
-    def convert(module: nn.Module, config: NVFP4Config) -> nn.Module:
+    def convert(module: nn.Module, config: QuantizationConfig) -> nn.Module:
         try:
             replacement = function(module, config)
         except Error:

@@ -55,14 +55,15 @@ def rounded(
     """x float[G, N, K] -> the same in an encoding. If matrices have scales, one for each of so many
     runs of their rows: matrix_scale, f32[G] or [G, runs], or chosen. layout: of the result; on
     CUDA, by "max", if runs are whole tiles of it. scales: the rule for those of blocks.
+
+    On the CPU a few of the G groups are quantized at a time, so that quantizing needs little memory
+    besides the result.
     """
-    x = x if runs == 1 else x.unflatten(1, (runs, -1))
+    x = x.detach() if runs == 1 else x.detach().unflatten(1, (runs, -1))
     if x.numel() and by_kernels(x.device, encoding, scales):
-        made = _by_program(x.detach(), encoding, matrix_scale, layout)
-    elif encoding == NVFP4:
-        made = quantized(x, matrix_scale, scales)
+        made = _by_program(x, encoding, matrix_scale, layout)
     else:
-        made = quantize(x, encoding, matrix_scale, scales)
+        made = _in_panels(x, encoding, matrix_scale, scales)
     return made.of(
         t if runs == 1 or part.of_matrix else t.flatten(1, 2) for part, t in made.named()
     )
@@ -104,25 +105,27 @@ def _program(n: int, k: int, dtype: torch.dtype, encoding: str, layout: str, sca
     return text(fd.fusion())
 
 
-def quantized(x: Tensor, decode_scale: Tensor | None = None, scales: str = "max") -> Quantized:
-    """x float[G, ..., N, K] -> nvfp4[G, ..., N, K] with a decode scale for each matrix, the given
-    one or amax / 2688, by `to_nvfp4`.
+def _in_panels(
+    x: Tensor, encoding: Encoding, matrix_scale: Tensor | None, scales: str
+) -> Quantized:
+    """x float[G, ..., N, K] -> the same in an encoding, with a scale for each matrix."""
 
-    On the CPU a few of the G groups are quantized at a time, so that quantizing needs little memory
-    besides the result.
-    """
-    x = x.detach()
-    if x.dim() < 3 or not pages.takes(x) or x.numel() // 2 < pages.PAGE:
-        return to_nvfp4(x, decode_scale, scales)
+    def made_of(x: Tensor, scale: Tensor | None) -> Quantized:
+        if encoding == NVFP4:
+            return to_nvfp4(x, scale, scales)
+        return quantize(x, encoding, scale, scales)
+
+    if not pages.takes(x) or x.numel() // 2 < pages.PAGE or x.dim() < 3:
+        return made_of(x, matrix_scale)
     *lead, n, k = x.shape
     weight = Quantized(
-        *(pages.empty(NVFP4.part_shape(part, lead, n, k), part.dtype) for part in NVFP4.parts),
-        encoding=NVFP4,
+        *(pages.empty(encoding.part_shape(p, lead, n, k), p.dtype) for p in encoding.parts),
+        encoding=encoding,
     )
     step = max(1, _PANEL * len(x) // x.numel())
     for start in range(0, len(x), step):
         some = slice(start, start + step)
-        scale = None if decode_scale is None else decode_scale[some]
-        for part, panel in zip(weight, to_nvfp4(x[some], scale, scales), strict=True):
+        scale = None if matrix_scale is None else matrix_scale[some]
+        for part, panel in zip(weight, made_of(x[some], scale), strict=True):
             part[some] = panel
     return weight

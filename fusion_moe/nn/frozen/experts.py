@@ -14,7 +14,7 @@ from ...ir.activation import read, swiglu
 from ...layouts import Layout, Padding
 from ...layouts.groups import ceil_to
 from .. import checks
-from .base import quantized, rounded
+from .base import rounded
 from .projections import Projections
 
 
@@ -199,7 +199,7 @@ class NVFP4Experts(Experts):
         """gate_up float[E, 2I, H], down float[E, H, I] -> the module with both quantized, by "max"
         bit for bit as nvidia-modelopt does. scales: as in `NVFP4Config`.
         """
-        weights = quantize_gate_up(gate_up, scales), quantized(down, scales=scales)
+        weights = quantize_gate_up(gate_up, scales), rounded(down, NVFP4, scales=scales)
         made = cls(*weights, activation_format, scale_on)
         made.scales = scales
         return made

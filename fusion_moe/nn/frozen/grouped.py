@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from ...definitions.operations import restored
-from ...encodings import Quantized
+from ...encodings import NVFP4, Quantized
 from ...errors import Error, ShapeError, need_one_of
 from ...target import ACTIVATION_FORMATS
 from .. import checks
 from .adaptable import AdaptableModule
-from .base import frozen, quantized
+from .base import frozen, rounded
 from .experts import quantize_gate_up
 
 
@@ -75,7 +75,7 @@ class NVFP4GroupedLinear(AdaptableModule):
         """weight float[G, N, K], bias float[G, N] -> the module, its weight quantized, by "max" bit
         for bit as nvidia-modelopt does. scales: as in `NVFP4Config`.
         """
-        made = cls(quantized(weight, scales=scales), bias, activation_format)
+        made = cls(rounded(weight, NVFP4, scales=scales), bias, activation_format)
         made.scales = scales
         return made
 

@@ -1,0 +1,120 @@
+"""How far the encoded weights of a directory are from those of another one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..messages.progress import progress
+from .conversion import Source, plain_weights
+from .experts import experts_of, layers_of_experts
+from .fused import FusedOrder, family_order, matrices_of, order_of
+
+
+@dataclass(frozen=True)
+class WeightError:
+    """Of the experts of a layer, or of one other weight: the norm of the difference, relative to
+    the norm of what it should be; and the matrix with the largest one.
+    """
+
+    name: str
+    matrices: int
+    error: float
+    worst: str
+    largest: float
+
+
+class _Matrix(NamedTuple):
+    """owner: the experts of a layer, or the weight itself; read: f32 [N, K]."""
+
+    owner: str
+    encoded: bool
+    read: Callable[[], Tensor]
+
+
+def errors_of(source: Source, against: Source) -> Iterator[WeightError]:
+    """Reads all encoded weights of a directory, and what they are in another one. CheckpointError
+    for a matrix that is not there, or has another shape.
+    """
+    mine, theirs = _matrices(source), _matrices(against)
+    by_owner = defaultdict[str, list[str]](list)
+    for name, matrix in mine.items():
+        if matrix.encoded:
+            by_owner[matrix.owner].append(name)
+    for owner, names in progress(by_owner.items(), "comparing weights", len(by_owner)):
+        squares = torch.stack([_squares(name, mine, theirs) for name in names])
+        off, of = squares.sum(0)
+        each = (squares[:, 0] / squares[:, 1]).sqrt()
+        worst = int(each.argmax())
+        yield WeightError(
+            owner, len(names), float((off / of).sqrt()), names[worst], float(each[worst])
+        )
+
+
+def _squares(name: str, mine: Mapping[str, _Matrix], theirs: Mapping[str, _Matrix]) -> Tensor:
+    """f64 [2]: the squared norms of the difference, and of what it is a difference from."""
+    if name not in theirs:
+        raise CheckpointError(f"no {name}", expected="every encoded weight", where="--against")
+    got, want = mine[name].read(), theirs[name].read()
+    if got.shape != want.shape:
+        found = f"{name} is {[*want.shape]}"
+        raise CheckpointError(found, expected=f"{[*got.shape]}", where="--against")
+    return torch.stack([(got - want).double().square().sum(), want.double().square().sum()])
+
+
+def _matrices(source: Source) -> dict[str, _Matrix]:
+    """All matrices by name, those of experts as `…experts.3.gate_proj`."""
+    config, plain = source.directory.config, plain_weights(source.directory)
+    layers = layers_of_experts([*source.weights, *plain], experts_of(config)).values()
+    found: dict[str, _Matrix] = {}
+    for layer in layers:
+        shapes = {
+            projection: (source.weights.get(name) or plain[name]).shape
+            for projection, (name, *_) in layer.projections.items()
+        }
+        for projection, names in layer.projections.items():
+            encoded = names[0] in source.weights
+            if not layer.fused:
+                found |= {
+                    f"{layer.name}.{e}.{projection}": _Matrix(
+                        layer.name, encoded, partial(_whole, source, name)
+                    )
+                    for e, name in enumerate(names)
+                }
+                continue
+            order = family_order(config) if encoded else order_of(layer, shapes, config)
+            order = replace(order, transposed=order.transposed and not encoded)
+            of_expert = matrices_of(projection)
+            for e, (at, matrix) in product(range(shapes[projection][0]), enumerate(of_expert)):
+                read = partial(_of_expert, source, names[0], order, e, at, len(of_expert))
+                found[f"{layer.name}.{e}.{matrix}"] = _Matrix(layer.name, encoded, read)
+    of_experts = {name for layer in layers for name in layer.names}
+    others = {n for n, entry in plain.items() if len(entry.shape) == 2} | {*source.weights}
+    return found | {
+        name: _Matrix(name, name in source.weights, partial(_whole, source, name))
+        for name in others - of_experts
+    }
+
+
+def _whole(source: Source, name: str) -> Tensor:
+    if name in source.weights:
+        return source.weights[name].floats(source.directory.read)
+    return source.directory.read(f"{name}.weight").float()
+
+
+def _of_expert(source: Source, name: str, order: FusedOrder, e: int, at: int, count: int) -> Tensor:
+    """A matrix of an expert, of a tensor that has all of them."""
+    if name not in source.weights:
+        stored = plain_weights(source.directory)[name].name
+        return order.matrix(source.directory.read, stored, e, at, count).float()
+    weight = source.weights[name]
+    parts = weight.parts(source.directory.read)
+    return order.rows(weight.scheme.floats(part[e] for part in parts), at, count)

@@ -1,0 +1,119 @@
+"""fusion-moe eval: how well a model predicts a text, and how far it is from another one."""
+
+from __future__ import annotations
+
+import json as of_json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from ..env import has_cuda
+from ..errors import OptionError, UnsupportedError
+from ..messages.extras import install
+from .output import FINE, Json, finish, table
+
+if TYPE_CHECKING:  # imports transformers
+    from ..transformers.evaluation import Evaluation
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What was found of a directory, on a text; against: another one."""
+
+    directory: str
+    text: str
+    against: str | None
+    found: Evaluation
+    exit_code: int = FINE
+
+    def to_json(self) -> dict[str, Any]:
+        """Sums over tokens, not each of them."""
+        found = {key: value for key, value in asdict(self.found).items() if key != "losses"}
+        named = {"directory": self.directory, "text": self.text, "against": self.against}
+        return {"schema": "fusion_moe.eval/1", **named, "tokens": self._tokens, **found}
+
+    @property
+    def _tokens(self) -> int:
+        return sum(map(len, self.found.losses))
+
+    def print(self, console: Console) -> None:
+        """Numbers, then routers."""
+        found, difference = self.found, self.found.difference
+        console.print(f"{self.directory}; {self._tokens:,} tokens of {self.text}", soft_wrap=True)
+        rows = [
+            ("bits per byte", f"{found.bits_per_byte:.5f}"),
+            ("perplexity", f"{found.perplexity:.4f}"),
+        ]
+        if difference is not None:
+            low, high = (f"{100 * end:+.3f}" for end in difference.interval)
+            change = f"{100 * difference.perplexity:+.3f} % ({low} to {high})"
+            rows += [
+                (f"perplexity, of {self.against}", change),
+                ("KL divergence", f"{difference.kl:.3g} nats"),
+                ("same likeliest token", f"{100 * difference.same_token:.2f} %"),
+            ]
+            routers = difference.routers.items()
+            rows += [(f"same experts, {name}", f"{100 * share:.2f} %") for name, share in routers]
+        console.print("", table(("", ""), rows, right=(1,)), sep="\n")
+
+
+def evaluate(
+    context: typer.Context,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A model's directory, with its tokenizer.")
+    ],
+    text: Annotated[
+        Path, typer.Option(metavar="FILE", help="A text; or .jsonl, an object with text in a line.")
+    ],
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The model in floats: also compares with it."),
+    ] = None,
+    window: Annotated[
+        int, typer.Option(min=2, help="Tokens that the model reads at once, with half an overlap.")
+    ] = 1024,
+    json: Json = False,
+) -> None:
+    """How well a model predicts a text: bits per byte and perplexity; against another model also
+    the change, the KL divergence of its tokens, and whether routers choose the same experts.
+
+    Runs in bfloat16, on a GPU if there is one.
+    """
+    finish(context, lambda: evaluated(directory, text, against, window), json)
+
+
+def evaluated(path: Path, text: Path, against: Path | None = None, window: int = 1024) -> Evaluated:
+    """UnsupportedError without transformers; OptionError for a file that is no text."""
+    try:
+        from transformers import AutoTokenizer
+
+        from ..transformers import from_pretrained
+        from ..transformers.evaluation import evaluate as evaluate_model
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(f"{error.name} is not installed", todo=install("models")) from None
+    device, texts = "cuda" if has_cuda() else "cpu", _texts(text)
+    models = [
+        None if each is None else from_pretrained(each, dtype=torch.bfloat16).to(device).eval()
+        for each in (path, against)
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    found = evaluate_model(models[0], tokenizer, texts, models[1], window)
+    return Evaluated(str(path), str(text), None if against is None else str(against), found)
+
+
+def _texts(file: Path) -> list[str]:
+    try:
+        whole = file.read_text(encoding="utf-8")
+        if file.suffix != ".jsonl":
+            return [whole]
+        return [str(of_json.loads(line)["text"]) for line in whole.splitlines() if line.strip()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OptionError(
+            f"{type(error).__name__}: {error}",
+            expected="a text in UTF-8, or .jsonl with objects that have text",
+            where=f"--text {file}",
+        ) from None
