@@ -101,12 +101,12 @@ class Inspection:
             groups = ((*row[:4], amount(row[4], "B"), row[5]) for row in map(astuple, self.groups))
             console.print("", table(names, groups, right=(2, 3, 4)), sep="\n")
         if self.errors:
-            names = "weights", "matrices", "error", "largest", "in"
             rows = (
                 (e.name, e.matrices, f"{e.error:.4f}", f"{e.largest:.4f}", e.worst)
                 for e in self.errors
             )
-            console.print("", table(names, rows, right=(1, 2, 3)), sep="\n")
+            head = ("weights", "matrices", "error", "largest", "in")
+            console.print("", table(head, rows, right=(1, 2, 3)), sep="\n")
         console.print()
         for problem in self.problems:
             console.print(f"problem: {' '.join(problem.split())}", soft_wrap=True)

@@ -57,10 +57,9 @@ def register_counting() -> None:
 
 def _beyond_parts(module: PackedModule) -> int:
     """How many numbers a module's weights have more than their parts have elements."""
-    own = module._parameters
     more = 0
     for names in module.part_names.values():
-        parts = [own[name].numel() for name in names if own.get(name) is not None]
+        parts = [p.numel() for name in names if (p := module._parameters.get(name)) is not None]
         lead = getattr(module, names[0]).shape[:-2]
         more += prod((*lead, *module.matrix_shape(names[0]))) - sum(parts)
     return more
