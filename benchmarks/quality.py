@@ -13,7 +13,8 @@ rounds rows before each product (by the reference). A row is compared with anoth
 it says otherwise, by the difference of both losses of each token; the interval holds 95 %, by the
 standard error over windows of text. ModelOpt's row is a directory that nvidia-modelopt quantized
 and exported, loaded with `from_pretrained`. Its exporter gives gate and up of an expert one scale,
-the larger of the two, where `quantize_` keeps both; all other bytes are those of scales="max".
+the larger of the two, where `quantize_` keeps both; all other bytes are those of
+scales="max", which all of --fp8 has.
 """
 
 from __future__ import annotations
@@ -107,11 +108,11 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 # name -> how it is made, and the row that it is compared with
 IN_FP8: dict[str, tuple[Callable[[], Any], str]] = {
     "bf16": (plain, ""),
-    "NVFP4": (lambda: quantized("nvfp4"), "bf16"),
-    "NVFP4, fp8 activations": (lambda: quantized(NVFP4Config("fp8")), "NVFP4"),
-    "NVFP4 folded to FP8": (lambda: quantized(NVFP4Config(weights="fp8")), "NVFP4"),
+    "NVFP4": (lambda: quantized(NVFP4Config(scales="max")), "bf16"),
+    "NVFP4, fp8 activations": (lambda: quantized(NVFP4Config("fp8", scales="max")), "NVFP4"),
+    "NVFP4 folded to FP8": (lambda: quantized(NVFP4Config("bf16", "fp8", "max")), "NVFP4"),
     "NVFP4 folded to FP8, fp8 activations": (
-        lambda: quantized(NVFP4Config("fp8", "fp8")),
+        lambda: quantized(NVFP4Config("fp8", "fp8", "max")),
         "NVFP4 folded to FP8",
     ),
     "MXFP4, folded to FP8 or not": (lambda: quantized(MXFP4Config(weights="fp8")), "bf16"),

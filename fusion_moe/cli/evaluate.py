@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 
 from ..env import has_cuda
-from ..errors import OptionError, UnsupportedError
-from ..messages.extras import install
+from ..errors import OptionError
+from .models import quietly
 from .output import FINE, Json, finish, table
 
 if TYPE_CHECKING:  # imports transformers
@@ -88,20 +88,19 @@ def evaluate(
 
 def evaluated(path: Path, text: Path, against: Path | None = None, window: int = 1024) -> Evaluated:
     """UnsupportedError without transformers; OptionError for a file that is no text."""
-    try:
+    device, texts = "cuda" if has_cuda() else "cpu", _texts(text)
+    with quietly():
         from transformers import AutoTokenizer
 
         from ..transformers import from_pretrained
         from ..transformers.evaluation import evaluate as evaluate_model
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(f"{error.name} is not installed", todo=install("models")) from None
-    device, texts = "cuda" if has_cuda() else "cpu", _texts(text)
-    models = [
-        None if each is None else from_pretrained(each, dtype=torch.bfloat16).to(device).eval()
-        for each in (path, against)
-    ]
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    found = evaluate_model(models[0], tokenizer, texts, models[1], window)
+
+        models = [
+            None if each is None else from_pretrained(each, dtype=torch.bfloat16).to(device).eval()
+            for each in (path, against)
+        ]
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        found = evaluate_model(models[0], tokenizer, texts, models[1], window)
     return Evaluated(str(path), str(text), None if against is None else str(against), found)
 
 

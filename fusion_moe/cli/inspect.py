@@ -105,8 +105,8 @@ class Inspection:
                 (e.name, e.matrices, f"{e.error:.4f}", f"{e.largest:.4f}", e.worst)
                 for e in self.errors
             )
-            head = ("weights", "matrices", "error", "largest", "in")
-            console.print("", table(head, rows, right=(1, 2, 3)), sep="\n")
+            columns = "weights", "matrices", "error", "largest", "in"
+            console.print("", table(columns, rows, right=(1, 2, 3)), sep="\n")
         console.print()
         for problem in self.problems:
             console.print(f"problem: {' '.join(problem.split())}", soft_wrap=True)

@@ -19,8 +19,10 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4FusedMoE,
 )
 
+from ..checkpoints.modelopt import own_entries
 from ..checkpoints.schemes import FP8_OF_MATRIX, MODELOPT, MODELOPT_FUSED
 from ..encodings import NVFP4, check_finite
+from ..encodings.convert import to_nvfp4
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError
 from .experts import ExpertsMethod
@@ -102,17 +104,19 @@ def _load_numbers(
     *where: Any,
     **named: Any,
 ) -> Any:
-    """vLLM's loader of codes, which when it reloads quantizes numbers, as a trainer has them.
-    NonFiniteError for NaN and infinity.
+    """vLLM's loader of codes, which when it reloads quantizes numbers, as a trainer has them, by
+    the rule that the directory names. NonFiniteError for NaN and infinity.
     """
     method = layer.quant_method
     if method.kept is None or loaded_weight.dtype not in FLOATS:
         return layer.weight_loader(param, loaded_weight, weight_name, *where, **named)
+    rule = "max"
     if param.is_meta:  # vLLM counts what it will load
         loaded_weight = loaded_weight.to("meta")
     else:
         check_finite(loaded_weight, NVFP4, weight_name)
-    parts = *torch.ops.fusion_moe.nvfp4_quantize(loaded_weight), torch.ones(())
+        rule = getattr(method.quant_config, "scales", rule)
+    parts = *to_nvfp4(loaded_weight, scales=rule), torch.ones(())
     before, _, projection = weight_name.removesuffix("_weight").rpartition(".")
     into = [name for name in method.loaded if name.startswith(f"{projection}_")]
     loaded = [
@@ -156,6 +160,14 @@ class FusionMoeModelOptConfig(LoadsExperts, ModelOptNvFp4Config):
     """
 
     FusedMoEMethodCls = FusionMoeModelOptMethod
+    scales = "max"
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """As vLLM's, with the rule by which scales were chosen."""
+        made = super().from_config(config)
+        made.scales = own_entries(config).get("scales", "max")
+        return made
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """vLLM's own method, except for experts, and on CPUs for linear layers."""

@@ -46,9 +46,9 @@ E, H, I = 4, 64, 32
 Made = tuple[Any, Callable[[Any, int], None]]
 
 
-def qwen(ranks: Any) -> Made:
+def qwen(ranks: Any, scales: str = "max") -> Made:
     """Experts in NVFP4, loaded one by one. A negative seed: with a scale that is NaN."""
-    quantization = FusionMoeConfig.from_config(NVFP4_CONFIG)
+    quantization = FusionMoeConfig.from_config(NVFP4_CONFIG | {"scales": scales})
     placed = ExpertMapManager(64, 2, E, 0, None, ranks, "linear", False)
     moe = layer(
         num_local_experts=placed.local_num_experts,
@@ -66,7 +66,7 @@ def qwen(ranks: Any) -> Made:
                 if in_floats:
                     list(owner.load_weights([(f"{e}.{name}.weight", floats)]))
                     continue
-                weight = quantize(floats, NVFP4)
+                weight = quantize(floats, NVFP4, scales=scales)
                 if seed < 0 and name == "down_proj":
                     weight.block_scale[0, 0] = float("nan")
                 parts = zip(("weight", "weight_scale", "weight_scale_2"), weight, strict=True)
@@ -144,6 +144,7 @@ CASES = {
         for directory in ("modelopt-gpt_oss", "ct-gpt_oss")
         for name, ranks in RANKS.items()
     },
+    "NVFP4, alone, by another rule for scales": (partial(qwen, scales="mse"), ALONE),
     "MXFP4 with padding": (gpt_oss_with_padding, ALONE),
 }
 
@@ -180,7 +181,7 @@ def test_layers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm.model_executor.model_loader.reload.meta.torch.empty_strided",
         lambda size, stride, dtype, requires_grad: filled(size, dtype=dtype),
     )
-    ways = (load, partial(load, in_floats=True)) if make is qwen else (load, load)
+    ways = (load, partial(load, in_floats=True)) if case.startswith("NVFP4") else (load, load)
     for loads in ways:
         reload(owner, load, 1)
         assert not torch.equal(owner.quant_method.apply(owner, x, w, ids), want)
