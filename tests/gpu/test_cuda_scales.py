@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_moe.encodings import MXFP4, NVFP4, quantize, search
+from fusion_moe.encodings import FP8, INT4, MXFP4, NVFP4, quantize, search
+from fusion_moe.nn.frozen.base import rounded
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    ("encoding", "rule"), [(NVFP4, "four_over_six"), (NVFP4, "mse"), (MXFP4, "mse")]
+    ("encoding", "rule"),
+    [(NVFP4, "four_over_six"), (NVFP4, "mse"), (MXFP4, "mse"), (INT4, "mse")],
 )
 def test_the_bytes_of_a_cpu(encoding, rule, monkeypatch):
     monkeypatch.setattr(search, "_PANEL", 2**18)  # several, the last one short
@@ -21,3 +23,13 @@ def test_the_bytes_of_a_cpu(encoding, rule, monkeypatch):
     want, got = (quantize(t.bfloat16(), encoding, scales=rule) for t in (x, x.cuda()))
     for a, b in zip(want, got, strict=True):
         assert torch.equal(a.view(torch.uint8), b.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize("encoding", [NVFP4, MXFP4, INT4, FP8], ids=lambda e: e.name)
+def test_what_quantize_makes(encoding):
+    """By each format's own rule, gate and up with scales of their own, no whole blocks of FP8."""
+    x = torch.randn(3, 2 * 160, 224, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rule = search.usual_rule(encoding)
+    want, got = (rounded(t, encoding, 2, scales=rule) for t in (x, x.cuda()))
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a.contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
