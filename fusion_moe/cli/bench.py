@@ -68,16 +68,17 @@ class Bench:
             if ours.of == "decode" and some < whole:
                 head = self.heads[ours.tokens].median
                 times = [(row.times.median - head) * whole / some + head for row in (ours, best)]
-                rates = [f"{ratio(ours.tokens / t)} tokens/s" for t in times]
-                yield _computed(whole, *rates, times[1] / times[0])
+                a, b = (f"{ratio(ours.tokens / t)} tokens/s" for t in times)
+                yield _computed(whole, a, b, times[1] / times[0])
         ours_bytes, bf16 = self.weights[0].values()
         yield (
             f"weights: {amount(ours_bytes, 'B')}, in bf16 {amount(bf16, 'B')}: "
             f"{bf16 / ours_bytes:.2f}x smaller"
         )
         if some < whole:
-            a, b = self.weights[1].values()
-            yield _computed(whole, amount(a, "B"), amount(b, "B"), b / a)
+            ours_bytes, bf16 = self.weights[1].values()
+            sizes = amount(ours_bytes, "B"), amount(bf16, "B")
+            yield _computed(whole, *sizes, bf16 / ours_bytes)
 
     def _of(self, of: str, tokens: int) -> tuple[Row, Row]:
         """Ours, and the fastest other."""
