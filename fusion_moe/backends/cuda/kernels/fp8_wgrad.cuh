@@ -83,6 +83,7 @@ struct Fp8Wgrad {
                               s.b_scales() + i64(block) * Segment::K + tile.b, 4 * columns,
                               barrier);
                 }
+                __syncwarp();  // or lanes that only wait would miss phases
                 producer.close(false);
             }
         }
