@@ -50,6 +50,7 @@ from ..definitions.run import (
 )
 from ..definitions.tensor_lists import Input, PartCounts, grouped
 from ..definitions.tensor_lists import flat as in_parts
+from ..definitions.traced import Sizes
 from ..errors import Error, UnsupportedError
 from ..ir.core import Fusion
 from ..ir.derivative import Derivative, differentiate
@@ -187,7 +188,7 @@ class _Step:
         call: Call,
         wants: tuple[int, ...],
         types: Types,
-        sizes: Mapping[str, Any] | None = None,
+        sizes: Sizes | None = None,
     ) -> _Step:
         try:
             programs = _of_call(
@@ -199,10 +200,8 @@ class _Step:
                 f"{call.spec.name}, derivative with respect to {', '.join(names[i] for i in wants)}"
             )
             return cls(error.at(described), None, wants, {})
-        env = sizes.values() if sizes else None
-        if env is None:
-            tensors = map(fp4_as_bytes, call.tensors.values())
-            env = programs.derivative.forward.bind(list(tensors))
+        tensors = map(fp4_as_bytes, call.tensors.values())
+        env = sizes.values() if sizes else programs.derivative.forward.bind(list(tensors))
         return cls(programs, None, wants, env, options.current().key())
 
     @classmethod
