@@ -37,6 +37,7 @@ def kernels(
     def weight(n: int, k: int) -> list[torch.Tensor]:
         return [meta(*of.part_shape(part, (e,), n, k), dtype=part.dtype) for part in of.parts]
 
+    biases = {"gate_up_bias": 2 * i, "down_bias": h} if model == "gptoss" else {}
     fusion = fusion_of_call(
         "fused_experts",
         meta(tokens, h, dtype=torch.bfloat16),
@@ -47,6 +48,7 @@ def kernels(
         weight_format=encoding,
         weight_layout=layout,
         activation_format="fp8",
+        **{name: meta(e, n, dtype=torch.bfloat16) for name, n in biases.items()},
     )
     lowered = lower(fusion, TARGETS["cuda"], Options())
     made = [emit(segment, TARGETS["cuda"]) for segment in lowered.segments]

@@ -56,8 +56,7 @@ struct Fp8Gemm {
     static constexpr i32 N_TILES = (Segment::WIDTH + TILE_COLUMNS - 1) / TILE_COLUMNS,
                          K_BLOCKS = (Segment::K + K_BLOCK - 1) / K_BLOCK;
     static constexpr i32 LAST_COLUMNS = Segment::WIDTH - (N_TILES - 1) * TILE_COLUMNS;
-    static constexpr bool RAGGED = LAST_COLUMNS < TILE_COLUMNS,
-                          LAST_IS_HALF = LAST_COLUMNS <= HALF_COLUMNS;
+    static constexpr bool LAST_IS_HALF = LAST_COLUMNS <= HALF_COLUMNS;
     using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, 1, 1, 1, 64>;
     using WorkTiles = typename TileScheduler::WorkTiles;
     static constexpr int PRODUCERS = GEMM_PRODUCERS, MOST_STAGES = 6;
@@ -209,9 +208,14 @@ struct Fp8Gemm {
     // ---------------------------------------------------------------------------------------------
 
     // What a consumer has of a tile: 64 rows, or, of a tile with no more, one half of its columns.
-    template <bool SHARES_ROWS, int HALVES>
+    // GROUPED: whether its rows are of a group, so that the compiler need not ask before each load.
+    template <bool SHARES_ROWS, int HALVES, bool GROUPED = true>
     struct Part {
         static constexpr int COLUMNS = HALVES * HALF_COLUMNS;
+        // whether the last ones have columns past the result's
+        static constexpr bool RAGGED =
+            SHARES_ROWS ? LAST_COLUMNS < TILE_COLUMNS
+                        : LAST_IS_HALF == (HALVES == 1) && LAST_COLUMNS < COLUMNS;
         const Segment& s;
         Shared& shared;
         const WorkTile& tile;
@@ -261,6 +265,12 @@ struct Fp8Gemm {
             }
         }
 
+        __device__ __forceinline__ i64 group() const {
+            const i64 g = tile.m_tile.group;
+            if constexpr (GROUPED) __builtin_assume(g < Segment::GROUPS);
+            return g;
+        }
+
         // The first of the columns of a result.
         __device__ __forceinline__ i32 column() const {
             return tile.n_tile * TILE_COLUMNS + (SHARES_ROWS ? consumer * HALF_COLUMNS : 0);
@@ -275,8 +285,7 @@ struct Fp8Gemm {
             for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f)
                 p[f] = sum[i / IN_HALF][4 * (4 * (f * IN_HALF + i % IN_HALF) + b) + 2 * h + e];
             const i32 j = column() + 32 * i + 8 * b + threadIdx.x % 4 * 2 + e;
-            return s.template result<I>(m, tile.m_tile.group,
-                                        RAGGED ? min(j, Segment::WIDTH - 1) : j, p);
+            return s.template result<I>(m, group(), RAGGED ? min(j, Segment::WIDTH - 1) : j, p);
         }
 
         __device__ static __forceinline__ bool in_width(i32 j) {
@@ -290,37 +299,51 @@ struct Fp8Gemm {
                 found[b] = pair_of(element<0>(m, i, b, 0, h), element<0>(m, i, b, 1, h));
         }
 
+        // Of the thread's rows: the number of one, and of one that is there.
+        __device__ __forceinline__ i32 own(int h) const { return tile.m_tile.first + row + 8 * h; }
+        __device__ __forceinline__ bool has(int h) const { return own(h) < tile.m_tile.end; }
+        __device__ __forceinline__ i64 safe(int h) const {
+            return min(own(h), tile.m_tile.end - 1);
+        }
+
         template <int I = 0>
         __device__ __forceinline__ void store() const {
             if constexpr (I < Segment::RESULTS) {
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const i32 own = tile.m_tile.first + row + 8 * h, last = tile.m_tile.end - 1;
-                    auto* to = s.template array<I>() + i64(own) * Segment::WIDTH;
-#pragma unroll
-                    for (int i = 0; i < COLUMNS / 32; ++i)
-                        store_32<I>(to, min(own, last), i, h, own <= last);
-                }
+                for (int i = 0; i < COLUMNS / 32; ++i) store_32<I>(s.template array<I>(), i);
                 store<I + 1>();
             }
         }
 
+        // Both rows' elements are made before any is stored: what columns read is then read once.
         // Elements of four bytes are stored as the threads have them, two at a time.
         template <int I, class T>
-        __device__ __forceinline__ void store_32(T* to, i64 m, int i, int h, bool good) const {
+        __device__ __forceinline__ void store_32(T* array, int i) const {
             const i32 first = column() + 32 * i, quarter = threadIdx.x % 4;
             if constexpr (I == 0 && sizeof(T) == 2) {
-                Vector<u32, 4> eight;
-                pairs(eight.at, m, i, h);
-                transpose_quad(eight.at);
-                if (good && in_width(first + 8 * quarter))
-                    store_vector<4>(reinterpret_cast<u32*>(to + first + 8 * quarter), eight);
+                Vector<u32, 4> eight[2];
+                const i32 j = first + 8 * quarter;
+#pragma unroll
+                for (int h = 0; h < 2; ++h) pairs(eight[h].at, safe(h), i, h);
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    transpose_quad(eight[h].at);
+                    if (has(h) && in_width(j))
+                        store_vector<4>(
+                            reinterpret_cast<u32*>(array + i64(own(h)) * Segment::WIDTH + j),
+                            eight[h]);
+                }
             } else {
 #pragma unroll
                 for (int b = 0; b < 4; ++b) {
-                    Vector<T, 2> two{{element<I>(m, i, b, 0, h), element<I>(m, i, b, 1, h)}};
                     const i32 j = first + 8 * b + 2 * quarter;
-                    if (good && in_width(j)) store_vector<2>(to + j, two);
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const Vector<T, 2> two{
+                            {element<I>(safe(h), i, b, 0, h), element<I>(safe(h), i, b, 1, h)}};
+                        if (has(h) && in_width(j))
+                            store_vector<2>(array + i64(own(h)) * Segment::WIDTH + j, two);
+                    }
                 }
             }
         }
@@ -333,54 +356,75 @@ struct Fp8Gemm {
             constexpr i32 BLOCKS = (Segment::WIDTH + K_BLOCK - 1) / K_BLOCK;
             if constexpr (SHARES_BLOCK) named_barrier_sync(1, 128 * GEMM_CONSUMERS);
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const i32 own = tile.m_tile.first + row + 8 * h, last = tile.m_tile.end - 1;
-                const i64 m = min(own, last);
+            for (int block = 0; block < COLUMNS / (32 * PARTS); ++block) {
+                const i32 first = column() + block * K_BLOCK;
+                u32 x[2][PARTS][4], most[2] = {};
 #pragma unroll
-                for (int block = 0; block < COLUMNS / (32 * PARTS); ++block) {
-                    const i32 first = column() + block * K_BLOCK;
-                    u32 x[PARTS][4], most = 0;
+                for (int i = 0; i < PARTS; ++i)
 #pragma unroll
-                    for (int i = 0; i < PARTS; ++i) {
-                        pairs(x[i], m, block * PARTS + i, h);
+                    for (int h = 0; h < 2; ++h) {
+                        pairs(x[h][i], safe(h), block * PARTS + i, h);
 #pragma unroll
                         for (int b = 0; b < 4; ++b)
                             if (in_width(first + 32 * i + 8 * b))
-                                most = __vmaxu2(most, x[i][b] & 0x7FFF7FFF);
+                                most[h] = __vmaxu2(most[h], x[h][i][b] & 0x7FFF7FFF);
                     }
-                    most = most_of_quad(max(most << 16, most & 0x7FFF0000));
-                    if constexpr (SHARES_BLOCK) {
-                        if (threadIdx.x % 4 == 0) shared.most[consumer][row + 8 * h] = most;
-                        named_barrier_sync(1, 128 * GEMM_CONSUMERS);
-                        most = max(most, shared.most[1 - consumer][row + 8 * h]);
-                    }
-                    const PowerOfTwoScale by(most);
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    most[h] = most_of_quad(max(most[h] << 16, most[h] & 0x7FFF0000));
+                if constexpr (SHARES_BLOCK) {
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+                        if (threadIdx.x % 4 == 0) shared.most[consumer][row + 8 * h] = most[h];
+                    named_barrier_sync(1, 128 * GEMM_CONSUMERS);
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+                        most[h] = max(most[h], shared.most[1 - consumer][row + 8 * h]);
+                }
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const PowerOfTwoScale by(most[h]);
+                    u8* to = s.codes() + i64(own(h)) * Segment::WIDTH;
 #pragma unroll
                     for (int i = 0; i < PARTS; ++i) {
                         const i32 j = first + 32 * i + threadIdx.x % 4 * 8;
-                        const Vector<u32, 2> codes = codes_of_quad(x[i], by.over);
-                        if (own <= last && in_width(j))
-                            store_vector<2>(
-                                reinterpret_cast<u32*>(s.codes() + m * Segment::WIDTH + j), codes);
+                        const Vector<u32, 2> codes = codes_of_quad(x[h][i], by.over);
+                        if (has(h) && in_width(j))
+                            store_vector<2>(reinterpret_cast<u32*>(to + j), codes);
                     }
-                    if (own <= last && in_width(first) && threadIdx.x % 4 == 0 &&
-                        first % K_BLOCK == 0)
-                        s.scales()[m * BLOCKS + first / K_BLOCK] = by.stored;
+                    if (has(h) && in_width(first) && threadIdx.x % 4 == 0 && first % K_BLOCK == 0)
+                        s.scales()[i64(own(h)) * BLOCKS + first / K_BLOCK] = by.stored;
                 }
             }
         }
     };
+
+    template <class Part>
+    __device__ static __forceinline__ void store(const Part& part) {
+        if constexpr (Segment::QUANTIZES)
+            part.store_codes();
+        else
+            part.store();
+    }
 
     template <bool SHARES_ROWS, int HALVES>
     __device__ static __forceinline__ void consume_part(const Segment& s, Shared& shared,
                                                         const WorkTile& tile,
                                                         PipelineState<Ring::STAGES>& reading) {
         Part<SHARES_ROWS, HALVES> part(s, shared, tile);
-        if (tile.m_tile.group < Segment::GROUPS) part.multiply(reading);
-        if constexpr (Segment::QUANTIZES)
-            part.store_codes();
-        else
-            part.store();
+        part.multiply(reading);
+        store(part);
+    }
+
+    // Rows of no group: results of sums that are zero.
+    __device__ static __forceinline__ void store_ungrouped(const Segment& s, Shared& shared,
+                                                           WorkTile tile) {
+        const i32 end = tile.m_tile.end;
+#pragma unroll 1
+        for (; tile.m_tile.first < end; tile.m_tile.first = tile.m_tile.end) {
+            tile.m_tile.end = min(tile.m_tile.first + TILE_M / 2, end);
+            store(Part<true, 1, false>(s, shared, tile));
+        }
     }
 
     __device__ static void consume(const Segment& s, Shared& shared) {
@@ -388,6 +432,10 @@ struct Fp8Gemm {
         typename Ring::Queue::Reader numbers(shared.ring.queue);
         for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
             const WorkTile tile = tiles.current();
+            if (tile.m_tile.group == Segment::GROUPS) {
+                store_ungrouped(s, shared, tile);
+                continue;
+            }
             if (is_low(tile)) {
                 consume_part<true, 1>(s, shared, tile, reading);
                 continue;
