@@ -1,0 +1,107 @@
+"""What kernels/block_copies.cuh makes, on the CPU, where a header stands for what is PTX
+(cuda_on_cpu/): codes and scales bit for bit those of the encodings, by rows and by columns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from fusions import assert_same_bits, numbers_of_all_sizes
+from torch import Tensor
+
+from fusion_moe.backends.cuda.launch import KERNELS
+from fusion_moe.encodings import FP8_COLUMNS, FP8_E8M0, FP8_ROWS, quantize
+from fusion_moe.ir.kinds.runs import quantize_runs, turn_runs
+from fusion_moe.runtime.build import find_compiler
+
+pytestmark = [pytest.mark.compiler, pytest.mark.once]
+HERE = Path(__file__).parent / "cuda_on_cpu"
+K, N, SIZES = 384, 256, (130, 0, 33, 128, 3)
+ROW = f"""const auto row = [=](i64 m) {{
+    return [=](i64 j0, float (&eight)[8]) {{
+        for (int v = 0; v < 8; ++v) eight[v] = widen(x[m * {K} + j0 + v]);
+    }};
+}};"""
+RUNS = f"GroupedRows<{len(SIZES)}, 128>{{ends, rows, nullptr}}"
+CALLS = f"""
+#include "block_copies.cuh"
+extern "C" void runs(const bf16* x, const i32* ends, i64 rows, u8* by_rows, float* row_scales,
+                     u8* by_columns, float* column_scales) {{
+    {ROW}
+    on_threads([=] {{
+        make_block_copies<bf16, {K}>({RUNS}, row,
+            BlockCopy<PowerOfTwoScale>{{by_rows, row_scales, nullptr}},
+            TurnedCopy<PowerOfTwoScale>{{by_columns, column_scales}}, NoCopy{{}});
+    }});
+}}
+extern "C" void turned(const u8* codes, const i32* ends, i64 rows, u8* by_columns) {{
+    on_threads([=] {{ turn_runs<{K}>({RUNS}, codes, by_columns); }});
+}}
+extern "C" void both_ways(const bf16* x, u8* codes, u8* scales, u8* turned, u8* turned_scales) {{
+    {ROW}
+    on_threads([=] {{
+        make_block_copies<bf16, {K}>(MatrixTiles<{N}>{{2}}, row, NoCopy{{}}, NoCopy{{}},
+            BothWays<E8m0Scale, {N}>{{{{codes, scales, nullptr}}, turned, turned_scales}});
+    }});
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("kernels")
+    header = (KERNELS / "mxfp8.cuh").read_text()
+    for ptx, instead in (
+        (r'asm\("cvt.rn.satfinite.*?\);', "codes = u16(e4m3_of(low) | e4m3_of(high) << 8);"),
+        (r'asm\("max.u16x2.*?\);', "both = __vmaxu2(a, b);"),
+    ):
+        header, found = re.subn(ptx, instead, header)
+        assert found == 1
+    (folder / "mxfp8.cuh").write_text(header)
+    (folder / "block_copies.cuh").write_text((KERNELS / "block_copies.cuh").read_text())
+    (folder / "made.cpp").write_text(CALLS)
+    compiler = find_compiler()
+    assert compiler
+    flags = f"-std=c++20 -O1 -pthread -fPIC -shared -ffp-contract=off -w -I{HERE}".split()
+    command = [*compiler.command, *flags, f"{folder}/made.cpp", "-o", f"{folder}/made.so"]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(f"{folder}/made.so")
+
+
+def numbers(rows: int) -> Tensor:
+    x = numbers_of_all_sizes(rows, K).bfloat16()
+    return torch.where(x.isinf(), 1, x)
+
+
+def made(kernel: Callable[..., object], given: Sequence[Tensor | int], like: Sequence[Tensor]):
+    """What a kernel writes into zeros."""
+    found = [torch.zeros(t.shape, dtype=t.dtype) for t in like]
+    kernel(
+        *(
+            ctypes.c_void_p(t.data_ptr()) if isinstance(t, Tensor) else ctypes.c_int64(t)
+            for t in (*given, *found)
+        )
+    )
+    return found
+
+
+def test_rows_of_groups(kernels):
+    """From one read; and from codes of an earlier one."""
+    x, ends = numbers(sum(SIZES) + 6), torch.tensor(SIZES).cumsum(0).int()
+    codes, scales = quantize_runs(x, ends, FP8_COLUMNS)
+    turned = turn_runs(codes, ends, FP8_COLUMNS)
+    want = [*quantize(x, FP8_ROWS), turned, scales]
+    assert_same_bits(made(kernels.runs, (x, ends, len(x)), want), want)
+    assert_same_bits(made(kernels.turned, (codes, ends, len(x)), [turned]), [turned])
+
+
+def test_matrices_both_ways(kernels):
+    x = numbers(2 * N).view(2, N, K)
+    want = [*quantize(x, FP8_E8M0), *quantize(x.mT.contiguous(), FP8_E8M0)]
+    assert_same_bits(made(kernels.both_ways, (x,), want), want)
