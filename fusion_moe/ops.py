@@ -303,8 +303,9 @@ def fused_moe_aux_loss(
     Args:
         probs: float [T, E], the scores of all experts.
         tokens_per_expert: int or float [E], how many slots of tokens each expert gets.
-        total_num_tokens: int64 or int32 [], on the device of probs; None: T. It counts as at least
-            1, so that the loss of no tokens is 0.
+        total_num_tokens: int64 or int32 [], on the device of probs (a number n is
+            torch.full((), n, device=probs.device)); None: T. It counts as at least 1, so that the
+            loss of no tokens is 0.
         num_experts: E; for losses of several sequences, which are columns of probs side by side,
             the number of experts of one.
         topk: the number of experts of a token; 1 for fractions of slots as in transformers, whose
