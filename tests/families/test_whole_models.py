@@ -48,7 +48,7 @@ def test_logits(family):
 @torch.no_grad()
 def test_bytes_are_modelopts(family):
     original = next(m for m in model_of(family).modules() if hasattr(m, "is_concatenated"))
-    made = convert(original)
+    made = convert(original, fusion_moe.NVFP4Config(scales="max"))
     up = original.gate_up_proj if original.has_gate else original.up_proj
     up, down = (t.mT if original.is_transposed else t for t in (up, original.down_proj))
     matrices = [up]
