@@ -285,6 +285,8 @@ NEVER = {
     "routing_map": "routing_map: nvFuser has no such operation",
     "straight_through": "straight_through: canonicalize drops it before a backend sees it",
     "turn": "turn: nvFuser does not permute codes and scales together",
+    "turn_runs": "turn_runs: nvFuser does not transpose groups of rows by themselves",
+    "turn_back": "turn_back: nvFuser does not transpose groups of rows by themselves",
 } | {
     name: f"{name}: nvFuser leaves open which of equal scores it chooses"
     for name in ("topk_ids", "topk_weights", "topk_weights_backward")
