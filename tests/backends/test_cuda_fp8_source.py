@@ -14,6 +14,7 @@ from fusion_moe.backends.cuda.launch import build
 from fusion_moe.backends.cuda.source import KernelSource
 from fusion_moe.compile import lower
 from fusion_moe.encodings import ENCODINGS
+from fusion_moe.nn import swiglu
 from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
 
@@ -25,7 +26,11 @@ ENCODED = ("nvfp4", "mxfp4", "int4", "fp8", "fp8_e8m0", "fp8_channel", "fp8_tens
 
 
 def kernels(
-    model: str, tokens: int, encoding: str = "fp8", layout: str = "linear"
+    model: str,
+    tokens: int,
+    encoding: str = "fp8",
+    layout: str = "linear",
+    activation: str | None = None,
 ) -> list[list[KernelSource]]:
     """Those of each segment of a layer."""
     e, k, h, i = (MODELS | MORE_MODELS)[model]
@@ -48,6 +53,7 @@ def kernels(
         weight_format=encoding,
         weight_layout=layout,
         activation_format="fp8",
+        activation=activation,
         **{name: meta(e, n, dtype=torch.bfloat16) for name, n in biases.items()},
     )
     lowered = lower(fusion, TARGETS["cuda"], Options())
@@ -59,6 +65,12 @@ def kernels(
 
 def names(model: str, tokens: int) -> list[list[str]]:
     return [[kernel.name for kernel in segment] for segment in kernels(model, tokens)]
+
+
+@pytest.mark.parametrize(("interleave", "by_codes"), [(1, False), (32, True)])
+def test_blocks_of_32_columns_may_alternate(interleave, by_codes):
+    made = kernels("qwen3", 4096, activation=swiglu(interleave=interleave))
+    assert ("fp8_gemm" in [kernel.name for kernel in made[1]]) == by_codes
 
 
 def test_codes_are_multiplied_where_groups_have_many_rows():

@@ -11,6 +11,7 @@ import fusion_moe
 from fusion_moe import FusionDefinition, options
 from fusion_moe.encodings import ENCODINGS, Quantized, quantize
 from fusion_moe.errors import GroupsError
+from fusion_moe.nn import swiglu
 
 pytestmark = ON_HOPPER
 OPS = torch.ops.fusion_moe
@@ -92,13 +93,14 @@ def layer(experts: int, hidden: int, inner: int) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("tokens", [3, 700])
+@pytest.mark.parametrize("activation", [None, swiglu(interleave=32)], ids=["halves", "blocks"])
 @pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (384, 192), (720, 384)])
-def test_experts(hidden, inner, tokens):
+def test_experts(hidden, inner, activation, tokens):
     weights, g = layer(8, hidden, inner), torch.Generator().manual_seed(1)
     x = torch.randn(tokens, hidden, generator=g).bfloat16().cuda()
     ids = torch.randint(0, 8, (tokens, 2), generator=g).cuda()
     w = torch.rand(tokens, 2, generator=g).cuda()
-    how = {"weight_format": "fp8", **HOW}
+    how = {"weight_format": "fp8", "activation": activation, **HOW}
     with options.override(contract_rounding=False):
         found, wanted = both(lambda: OPS.fused_experts(x, ids, w, *weights, **how))
     error = (found.float() - wanted.float()).norm() / wanted.float().norm()

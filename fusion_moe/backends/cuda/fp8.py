@@ -31,6 +31,7 @@ ROWS = (FP8_ROWS.name,)  # encodings of rows
 COLUMNS = (FP8_COLUMNS.name,)  # of both operands of products over rows
 LINEAR_WEIGHTS = (FP8.name, FP8_E8M0.name)  # encodings of weights, in the linear layout
 _TILE_M, _HALF, _K_BLOCK, _ALIGNED = 128, 128, 128, 16
+_RUN = 32  # columns that share a scale
 _M = Variable("m")
 
 
@@ -125,7 +126,7 @@ class Fp8Product(Product):
             self.array_number(plan.weight[0]),
             "u8",
             (plan.k, plan.n, plan.groups),
-            (_K_BLOCK, _HALF // read, 1),
+            (_K_BLOCK, self._box_rows, 1),
         )
         rows_of_a = self._operand.boxes(_TILE_M // 2, sizes) if self._operand.in_boxes else None
         return product_kernel(
@@ -142,7 +143,10 @@ class Fp8Product(Product):
     def _make_codes(self) -> list[str]:
         """See kernels/fp8.cuh. UnsupportedError if it does not compute this product."""
         plan, read, operand = self.plan, self.columns.read, self._operand
-        columns = _HALF // len(read)
+        runs = (
+            n for n in (_HALF // len(read), _RUN) if all(follow(c, plan.width, n) for c in read)
+        )
+        self._box_rows = next(runs, 0)
         fits = (
             plan.encoding.name in LINEAR_WEIGHTS
             and plan.layout == "linear"
@@ -150,7 +154,7 @@ class Fp8Product(Product):
             and plan.kind == "fprop"
             and plan.k % _ALIGNED == plan.width % VECTOR == 0
             and len(read) <= 2
-            and all(follow(column, plan.width, columns) for column in read)
+            and self._box_rows > 0
         )
         if not fits:
             raise UnsupportedError("a product of such codes has no kernel here")
@@ -169,7 +173,7 @@ class Fp8Product(Product):
             f"static constexpr bool A_BOXES = {str(operand.in_boxes).lower()}, B_BOXES = true, "
             f"QUANTIZES = {str(bool(to)).lower()};",
             *quantized,
-            f"static constexpr int BOX_ROWS = {columns};",
+            f"static constexpr int BOX_ROWS = {self._box_rows};",
             *operand.functions(),
             f"__device__ const float* a_scales() const {{ return {self._scales(operand)}; }}",
             f"__device__ const {stored(scales)}* b_scales() const {{ return "

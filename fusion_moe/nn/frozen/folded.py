@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
+from sys import maxsize
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .adaptable import AdaptableModule
 
 FROM = 128  # rows for each matrix from which "both" reads the folded ones; on CUDA, by a table
+_RUN = 32  # rows of gate that follow each other, or more, where kernels multiply FP8
 _PANEL = 2**24  # elements that are folded at once
 
 
@@ -109,7 +111,8 @@ def settle_(module: AdaptableModule) -> None:
         device, shape = _folded(module)[0].device, module.shape_of(module.projections[-1])
         target = backends.TARGETS.get(device.type)
         average = target.folded_from(device, *shape) if target and target.folded_from else FROM
-        module.folded_from = ceil(average * shape[0])
+        alternate = getattr(module, "interleave", 0) % _RUN  # for which FP8 has only slow kernels
+        module.folded_from = maxsize if alternate else ceil(average * shape[0])
 
 
 def need_free_order() -> None:
