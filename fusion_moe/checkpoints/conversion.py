@@ -47,13 +47,15 @@ def convert(
     *,
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
+    dry_run: Callable[[Directory], object] | None = None,
 ) -> Path:
     """Writes src in another form as dst, which appears whole. Returns dst.
 
     to: "modelopt", "compressed-tensors" or "dense"; dtype: of dense weights, float32, bfloat16 or
     float16. OptionError for others; UnsupportedError for weights without an exact equivalent there
     (INT4 in NVFP4; MXFP4 whose scales span more than an e4m3 scale holds); CheckpointError as from
-    `Directory.open`, `stored_weights` and `write`.
+    `Directory.open`, `stored_weights` and `write`. dry_run: called with the Directory that there
+    would be, and nothing is written.
     """
     if to not in FORMS:
         raise OptionError(f"to={to!r}", expected=f"one of {', '.join(FORMS)}", where="convert")
@@ -93,6 +95,7 @@ def convert(
         configs,
         shard_bytes=shard_bytes,
         check=lambda written: _check(source, written),
+        dry_run=dry_run,
     )
 
 

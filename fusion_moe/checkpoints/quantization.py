@@ -29,6 +29,7 @@ from .conversion import (
     renamed,
     with_config,
 )
+from .directory import Directory
 from .experts import (
     LayerExperts,
     experts_of,
@@ -53,6 +54,7 @@ def quantize(
     scales: str | None = None,
     skip: Sequence[str] = (),
     shard_bytes: int = SHARD_BYTES,
+    dry_run: Callable[[Directory], object] | None = None,
 ) -> Path:
     """Writes src with its experts in few bits as dst, which appears whole. Returns dst.
 
@@ -67,7 +69,8 @@ def quantize(
     that FP8 becomes bfloat16, unless it has one scale and the form is ModelOpt's. UnsupportedError
     if there are no such experts, ShapeError if K is not whole blocks, NonFiniteError for NaN and
     infinity, OptionError for other scales, CheckpointError as from `Directory.open`,
-    `stored_weights` and `write`.
+    `stored_weights` and `write`. dry_run: called with the Directory that there would be, and
+    nothing is written.
     """
     form = form_of(to)
     rule = usual_rule(form.encoding) if scales is None else scales
@@ -116,6 +119,7 @@ def quantize(
         ({**config, "quantization_config": quantization}, older),
         shard_bytes=shard_bytes,
         check=weights_in,
+        dry_run=dry_run,
     )
 
 

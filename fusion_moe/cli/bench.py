@@ -1,4 +1,4 @@
-"""fusion-moe bench: a model with NVFP4 experts beside the same model in bf16, on this machine."""
+"""fusion-moe bench: a model with experts in few bits beside the same in bf16, on this machine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..errors import OptionError
 from ..messages.units import amount, count, duration, ratio
 from .models import Device, a_model, device_of, quietly
 from .output import FINE, Json, finish, table
+from .quantize import To
 
 if TYPE_CHECKING:
     from ..transformers.bench import Row, Times
@@ -97,6 +98,7 @@ def bench(
             help="In place of DIR, random weights: qwen3-30b, tiny, or a config.json to read."
         ),
     ] = "",
+    to: Annotated[To, typer.Option(help="The format of experts in floats.")] = To.NVFP4,
     layers: Annotated[int, typer.Option(min=0, help="With --config; 0: all of them.")] = 0,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences. [default: 1]")] = None,
     after: Annotated[int, typer.Option(min=1, help="Tokens before those decoded.")] = 512,
@@ -107,9 +109,9 @@ def bench(
     device: Device = "",
     json: Json = False,
 ) -> None:
-    """Time decoding and prompts, and compare memory, with experts in NVFP4 and in bf16, in turns.
+    """Time decoding and prompts, and compare memory, with experts in few bits and in bf16.
 
-    On a GPU all decode under CUDA graphs; on CPUs nothing is compiled.
+    In turns. On a GPU all decode under CUDA graphs; on CPUs nothing is compiled.
     """
 
     def find() -> Bench:
@@ -119,7 +121,9 @@ def bench(
         where = device_of(device, "bench")
         tokens = prompt or (4096 if where == "cuda" else 512)
         with quietly():
-            return measured(directory, config, layers, batch or [1], after, tokens, repeats, where)
+            return measured(
+                directory, config, to.value, layers, batch or [1], after, tokens, repeats, where
+            )
 
     finish(context, find, json)
 
@@ -127,6 +131,7 @@ def bench(
 def measured(
     directory: Path | None,
     config: str,
+    to: str,
     layers: int,
     batches: list[int],
     context: int,
@@ -146,11 +151,11 @@ def measured(
         with a_model(Path(config)):
             sizes = of.config_of(config) if config in of.SIZES else configuration(config)
         whole, weights = sizes.num_hidden_layers, "random weights"
-        contenders = of.beside(of.made(sizes, layers, device))
+        contenders = of.beside(of.made(sizes, layers, device), to=to)
     else:
         Directory.open(directory)  # says what is wrong with it
         with a_model(directory):
-            contenders = of.loaded(directory, device)
+            contenders = of.loaded(directory, device, to)
         whole, weights = contenders[0].model.config.num_hidden_layers, str(directory)
     ours, model = contenders[0], contenders[-1].model
     some = model.config.num_hidden_layers

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
+from ..checkpoints import Directory
 from ..checkpoints import convert as converted
 from ..errors import OptionError
-from .inspect import inspection
+from .inspect import Inspection, inspection
 from .output import Json, finish
 
 
@@ -38,6 +41,10 @@ Destination = Annotated[
     Path,
     typer.Argument(metavar="DST", help="The directory to write; it appears once it is complete."),
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Write nothing, and print what inspect DST would print."),
+]
 
 
 def convert(
@@ -56,6 +63,7 @@ def convert(
             help="Of --to dense: float32, as without it, holds every number; others round."
         ),
     ] = None,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Write SRC in another form, without loss, read it again and compare.
@@ -63,8 +71,18 @@ def convert(
     Prints what `inspect DST` prints.
     """
     finish(
-        context, lambda: inspection(converted(src, dst, to.value, dtype=_dtype(to, dtype))), json
+        context,
+        lambda: written(partial(converted, src, dst, to.value, dtype=_dtype(to, dtype)), dry_run),
+        json,
     )
+
+
+def written(write: Callable[..., Path], dry_run: bool) -> Inspection:
+    """What was written, or would be. write: takes the argument dry_run."""
+    if not dry_run:
+        return inspection(write())
+    planned: list[Directory] = []
+    return inspection(write(dry_run=planned.append), planned=planned[0])
 
 
 def _dtype(to: Format, dtype: Floats | None) -> torch.dtype:

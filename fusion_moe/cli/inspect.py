@@ -60,7 +60,7 @@ class Group:
 class Inspection:
     """What was found. method: `quant_method`, "" if nothing is quantized; algorithm: what the
     method calls the format; scales: the rule that chose those of blocks, if the directory says it;
-    errors: of weights, against those of another directory.
+    errors: of weights, against those of another directory; written: whether it is there.
     """
 
     directory: str
@@ -74,6 +74,7 @@ class Inspection:
     groups: tuple[Group, ...] = ()
     errors: tuple[WeightError, ...] = ()
     problems: tuple[str, ...] = ()
+    written: bool = True
 
     @property
     def exit_code(self) -> int:
@@ -86,7 +87,8 @@ class Inspection:
 
     def print(self, console: Console) -> None:
         """A head, a table of formats, problems."""
-        console.print(printable(self.directory), soft_wrap=True)
+        what = "" if self.written else ", which is not written"
+        console.print(f"{printable(self.directory)}{what}", soft_wrap=True)
         if self.files:
             scales = self.scales and f"scales by {self.scales}"
             by = ", ".join(filter(None, (self.method, self.algorithm, scales)))
@@ -142,10 +144,14 @@ def inspect(
     finish(context, lambda: inspection(directory, values, against), json)
 
 
-def inspection(path: Path, values: bool = False, against: Path | None = None) -> Inspection:
-    """What there is in a directory. UnsupportedError for one that is not read at all."""
+def inspection(
+    path: Path, values: bool = False, against: Path | None = None, planned: Directory | None = None
+) -> Inspection:
+    """What there is in a directory, or would be in a planned one. UnsupportedError for one that is
+    not read at all.
+    """
     try:
-        directory = Directory.open(path)
+        directory = planned or Directory.open(path)
         quantization = directory.quantization
         method = method_of(quantization, str(path))
     except CheckpointError as error:
@@ -174,6 +180,7 @@ def inspection(path: Path, values: bool = False, against: Path | None = None) ->
         tuple(_groups(entries, weights)),
         tuple(errors_of(Source.open(path), Source.open(against))) if against and weights else (),
         tuple(problems),
+        planned is None,
     )
 
 

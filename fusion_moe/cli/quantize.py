@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from ..checkpoints import quantize as quantized
-from .convert import Destination, Source
-from .inspect import inspection
+from .convert import Destination, DryRun, Source, written
 from .output import Json, finish
 
 
@@ -55,6 +55,7 @@ def quantize(
             help="Names of experts that stay as they are, such as '*.layers.0.*'; may be repeated."
         ),
     ] = None,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Write SRC with its experts in few bits, from bfloat16, float16, float32 or FP8, without
@@ -63,8 +64,5 @@ def quantize(
     Prints what `inspect DST` prints.
     """
     rule = scales and scales.value
-    finish(
-        context,
-        lambda: inspection(quantized(src, dst, to=to.value, scales=rule, skip=skip or ())),
-        json,
-    )
+    write = partial(quantized, src, dst, to=to.value, scales=rule, skip=skip or ())
+    finish(context, lambda: written(write, dry_run), json)

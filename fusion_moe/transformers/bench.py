@@ -1,4 +1,4 @@
-"""A model with its experts in NVFP4 beside the same model in bf16: decoding, prompts, memory."""
+"""A model with its experts in few bits beside the same model in bf16: decoding, prompts, memory."""
 
 from __future__ import annotations
 
@@ -126,14 +126,15 @@ def config_of(name: str) -> Any:
     return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
 
 
-def loaded(directory: str | Path, device: str) -> list[Contender]:
-    """The model of a directory, and the same in bf16: of a quantized one with the numbers that its
-    weights have, rounded to bf16. Raises as `from_pretrained`.
+def loaded(directory: str | Path, device: str, to: str = "nvfp4") -> list[Contender]:
+    """The model of a directory, and the same in bf16. Experts in floats are quantized to a format;
+    a quantized directory stands beside the numbers of its weights, rounded to bf16. Raises as
+    `from_pretrained`.
     """
     where: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": device}
     model = from_pretrained(directory, **where).eval()
     if not any(isinstance(module, Experts) for module in model.modules()):
-        return beside(model)
+        return beside(model, to=to)
     config = configuration(directory)
     config.quantization_config = None
     numbers = dense_tensors(directory, torch.bfloat16)
@@ -141,11 +142,13 @@ def loaded(directory: str | Path, device: str) -> list[Contender]:
     return beside(dense, model)
 
 
-def beside(model: Any, encoded: Any = None) -> list[Contender]:
-    """A model in bf16 behind the same with encoded experts; None: in NVFP4, sharing the others."""
+def beside(model: Any, encoded: Any = None, to: str = "nvfp4") -> list[Contender]:
+    """A model in bf16 behind the same with encoded experts; None: by `quantize_` in the format
+    `to`, sharing all other weights.
+    """
     share_keys_(model)
     if encoded is None:
-        quantize_(encoded := _sharing(model))
+        quantize_(encoded := _sharing(model), to)
     else:
         share_keys_(encoded)
     fuse_routers_(encoded)

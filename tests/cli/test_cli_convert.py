@@ -102,3 +102,22 @@ def test_ctrl_c_says_what_is_left(tmp_path, monkeypatch):
     assert (result.exit_code, result.stdout, list(tmp_path.iterdir())) == (130, "", [])
     said = f"stopped: {tmp_path / 'out'} is not written, and nothing of it is left"
     assert result.stderr == f"fusion-moe: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("bf16-qwen3_moe", ("quantize",)),
+        ("bf16-qwen3_moe", ("quantize", "--to", "int4")),
+        ("ct-qwen3_moe", ("convert",)),
+        ("mxfp4-gpt_oss", ("convert", "--to", "dense")),
+    ],
+)
+def test_a_dry_run_says_what_inspect_would(name, how, tmp_path):
+    """To the byte, and writes nothing."""
+    command, *options = how
+    dry = run(command, MADE / name, tmp_path / "out", *options, "--dry-run", "--json")
+    assert (dry.exit_code, list(tmp_path.iterdir())) == (0, [])
+    real = run(command, MADE / name, tmp_path / "out", *options, "--json")
+    assert json.loads(dry.stdout) == {**json.loads(real.stdout), "written": False}
+    assert run(command, MADE / name, tmp_path / "out", *options, "--dry-run").exit_code == 1

@@ -104,3 +104,9 @@ def test_beside_a_quantized_directory_stands_the_same_model_in_bf16(name):
     for other in others:
         other.read(ids)  # by its own experts
         torch.testing.assert_close(other.model(ids).logits, wanted, rtol=0.05, atol=0.05)
+
+
+def test_bench_of_another_format():
+    small = ("--prompt", 4, "--after", 4, "--repeats", 2, "--layers", 1, "--batch", 2)
+    found = json.loads(call("bench", "--config", "tiny", "--to", "int4", *small, "--json").stdout)
+    assert {(row["of"], row["name"]) for row in found["rows"]} >= {("decode", "INT4")}
