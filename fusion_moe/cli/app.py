@@ -22,7 +22,6 @@ app = typer.Typer(
     help="Checkpoints of mixture-of-experts models, and what this machine runs of them.",
     epilog="Exit codes: 0 fine, 1 problems, 2 usage, 3 unsupported.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
