@@ -3,10 +3,10 @@
 #pragma once
 
 #include <atomic>
-#include <barrier>
 #include <thread>
 #include <vector>
 
+#include "barrier.h"
 #include "memory.cuh"
 
 namespace {
@@ -15,15 +15,15 @@ constexpr u32 WHOLE_WARP = 0xFFFFFFFF;
 thread_local struct {
     i32 x;
 } threadIdx;
-std::barrier lanes(32);
+Barrier lanes(32);
 u32 of_lane[32];
 
 template <class Reduce>
 u32 among_lanes(u32 x, Reduce reduce) {
     of_lane[threadIdx.x] = x;
-    lanes.arrive_and_wait();
+    lanes.wait();
     const u32 found = reduce();
-    lanes.arrive_and_wait();
+    lanes.wait();
     return found;
 }
 inline u32 __shfl_xor_sync(u32, u32 x, i32 by) {
@@ -38,7 +38,7 @@ constexpr struct {
     i32 x;
 } blockDim{32};
 #define __shared__ static
-inline void __syncthreads() { lanes.arrive_and_wait(); }
+inline void __syncthreads() { lanes.wait(); }
 inline void __threadfence() {}
 inline u32 atomicAdd(u32* p, u32 by) { return std::atomic_ref(*p).fetch_add(by); }
 inline void atomicMax(u32* p, u32 x) {

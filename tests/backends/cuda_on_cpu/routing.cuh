@@ -2,11 +2,10 @@
 // threads, a grid one block.
 #pragma once
 
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 #include <vector>
 
+#include "barrier.h"
 #include "memory.cuh"
 
 #define __shared__ static
@@ -23,25 +22,7 @@ struct {
     i32 x;
 } blockIdx{0}, gridDim{1};
 
-// Not std::barrier, of which libstdc++'s may sleep for ever.
-class Barrier {
-  public:
-    explicit Barrier(int count) : count_(count), left_(count) {}
-    void wait() {
-        std::unique_lock lock(mutex_);
-        const u32 turn = turn_;
-        if (--left_ == 0)
-            left_ = count_, ++turn_, all_.notify_all();
-        else
-            all_.wait(lock, [&] { return turn_ != turn; });
-    }
-
-  private:
-    int count_, left_;
-    u32 turn_ = 0;
-    std::mutex mutex_;
-    std::condition_variable all_;
-} block(256);
+Barrier block(256);
 
 struct Warp {
     Barrier barrier{32};
