@@ -134,6 +134,21 @@ def test_names_shapes_values_and_gradients_are_those_on_floats(family, tmp_path)
     assert_near(logits_of(loaded.eval(), tokens), logits_of(ours, tokens))
 
 
+def test_gradients_in_bf16_are_as_near_as_those_on_floats():
+    """Of each factor of a bf16 model under autocast, as trainers run it: to those in float32."""
+    packed = quantized()
+    models = decoded(packed), decoded(packed).bfloat16(), packed.bfloat16()
+    found = []
+    for model in map(wrapped, models):
+        in_bf16 = next(model.parameters()).dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
+            model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        found.append({key: p.grad.float() for key, p in trained(model).items()})
+    for key, want in found[0].items():
+        theirs, ours = ((grads[key] - want).norm() / want.norm() for grads in found[1:])
+        assert ours <= 1.5 * theirs + 2e-3, (key, ours, theirs)
+
+
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         return model(input_ids=tokens).logits

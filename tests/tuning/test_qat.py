@@ -222,7 +222,8 @@ def test_compiled(kind):
 
 
 @pytest.mark.compiler
-def test_a_model_of_transformers_from_training_to_a_directory(tmp_path):
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
+def test_a_model_of_transformers_from_training_to_a_directory(encoding, tmp_path):
     """Floats are saved as the float model's; the end loads again with the same logits."""
     from fusion_moe.transformers import from_pretrained
 
@@ -231,7 +232,7 @@ def test_a_model_of_transformers_from_training_to_a_directory(tmp_path):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = Qwen3MoeConfig(**SIZES, **COUNTS, **rest, **heads)
     model = transformers.Qwen3MoeForCausalLM(config)
-    qat_(model)
+    qat_(model, encoding)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.arange(16)[None]
     losses = []
@@ -244,7 +245,7 @@ def test_a_model_of_transformers_from_training_to_a_directory(tmp_path):
     assert losses[-1] < losses[0] - 0.5
     model.save_pretrained(tmp_path / "masters")
     resumed = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "masters")
-    qat_(resumed)
+    qat_(resumed, encoding)
     want = model(tokens).logits
     assert torch.equal(resumed(tokens).logits, want)
     fusion_moe.quantize_(model)
