@@ -286,8 +286,11 @@ def test_a_layer(recipe, k, n):
         if isinstance(recipe, Float8BlockScaling)
         else mxfp8.products(*operands)
     )
+    # tensor cores add up products of codes in 14 bits, of the largest in a sum
+    bits = 2**-10 if isinstance(recipe, Float8BlockScaling) else 0
     for a, want in zip(found, products, strict=True):
-        torch.testing.assert_close(a.double().cpu(), want, rtol=2**-8, atol=1e-3)
+        atol = 1e-3 + bits * want.abs().max().item()
+        torch.testing.assert_close(a.double().cpu(), want, rtol=2**-8, atol=atol)
 
 
 def test_a_graph_of_microbatches():
