@@ -162,12 +162,27 @@ def _descriptor(of: Encoding, tiled: bool) -> list[str]:
                 *([] if of.element.affine else _number(of.element)),
                 *(line for i, s in enumerate(scales) for line in _scale(i, s, tiled)),
                 f"using Scales = Parts<{', '.join(f'Scale{i}' for i in range(len(scales)))}>;",
+                *_step(of),
                 *(["struct Matrix {", *inner(matrix), "};"] if outer else []),
                 f"using Outer = {'OuterScale<Matrix>' if outer else 'NoOuterScale'};",
             ]
         ),
         "};",
     ]
+
+
+def _step(of: Encoding) -> list[str]:
+    """The type of scales, if numbers may be made in pairs: kernels/weights/pairs.cuh."""
+    types = {torch.bfloat16: "bf16", torch.float16: "f16"}
+    if of.element.bits != 4 or of.element.affine not in ((0, 0), (0, -8)) or not of.scales:
+        return []
+    scale, *zeros = of.scales
+    usual = scale.block != 0 and not scale.zero_point and not scale.divides
+    if not usual or scale.dtype not in types or [z.dtype for z in zeros] not in ([], [torch.uint8]):
+        return []
+    if bool(zeros) == bool(of.element.affine[1]) or not all(z.zero_point for z in zeros):
+        return []
+    return [f"using Step = {types[scale.dtype]};"]
 
 
 def _is_e4m3(of: Element) -> bool:

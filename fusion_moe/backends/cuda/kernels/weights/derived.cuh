@@ -1,8 +1,9 @@
 // Readers that are made from an encoding's descriptor alone (readers.py): codes of 1, 2, 4 or 8
 // bits in the linear layout, of 4 or 8 in tiles; any number of block scales; zero points. Weights
 // are made as the reference makes them, in float32, and are rounded once to the type of the
-// activations, so they are those of a model that was dequantized to it. A header of its own
-// (int4.cuh) is faster: it computes in pairs of 16-bit numbers.
+// activations, so they are those of a model that was dequantized to it. Integers of four bits are
+// made in pairs of 16-bit numbers (pairs.cuh), as by a header of their own (int4.cuh), which is
+// faster.
 //
 // The descriptor, E, says:
 //
@@ -14,8 +15,10 @@
 //         ZERO_POINT                whether it is subtracted from numbers, and is no factor
 //         of(s), value(bits)        where its array begins; the float32 that a stored one means
 //     Outer                         the scale of a matrix: see reader.cuh
+//     Step                          if it is there, numbers are made in pairs: pairs.cuh
 #pragma once
 
+#include "weights/pairs.cuh"
 #include "weights/reader.cuh"
 
 namespace {
@@ -124,6 +127,18 @@ __device__ __forceinline__ u32 decoded_pair(u32 first, u32 second, const Affine&
     return narrow_pair<T>(found[0], found[1]);
 }
 
+// What pairs of a row, or single numbers, need of its scales.
+template <class T, class E>
+using Ready = typename Choose<Pairs<T, E>::FIT, ReadyPair, Affine>::Type;
+
+template <class T, class E, int PLACE>
+__device__ __forceinline__ Ready<T, E> ready(const u32* stored) {
+    if constexpr (Pairs<T, E>::FIT)
+        return Pairs<T, E>::template ready<PLACE, Pairs<T, E>::TWICE>(stored);
+    else
+        return Decode<E>::scales(stored);
+}
+
 // In the linear layout: any N, and K in whole blocks. Rows past the last are read as the last,
 // blocks past the last as zeros.
 template <class T, class E, class List = typename E::Scales>
@@ -141,7 +156,7 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
         u32 codes[2][WORDS], scales[2][STORED];  // of rows r and r + 8
     };
     struct Scales {
-        Affine of_row[2];
+        Ready<T, E> of_row[2];
     };
 
     template <class Segment>
@@ -183,7 +198,7 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
     }
 
     static __device__ __forceinline__ Scales scales(const Packed& packed) {
-        return {{Decode<E>::scales(packed.scales[0]), Decode<E>::scales(packed.scales[1])}};
+        return {{ready<T, E, 0>(packed.scales[0]), ready<T, E, 0>(packed.scales[1])}};
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales,
@@ -192,9 +207,13 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const u32 codes = packed.codes[i][first / 32] >> first % 32;
-            constexpr u32 MASK = (1u << BITS) - 1;
-            a[i] = decoded_pair<T, E>(codes & MASK, codes >> BITS & MASK, scales.of_row[i],
-                                      scales.of_row[i]);
+            if constexpr (Pairs<T, E>::FIT) {
+                a[i] = Pairs<T, E>::template weights<0>((codes & 0xFF) * 0x1001u, scales.of_row[i]);
+            } else {
+                constexpr u32 MASK = (1u << BITS) - 1;
+                a[i] = decoded_pair<T, E>(codes & MASK, codes >> BITS & MASK, scales.of_row[i],
+                                          scales.of_row[i]);
+            }
         }
     }
 
@@ -313,13 +332,17 @@ struct DerivedShared<T, E, FRAGMENT_ORDER, Parts<Part...>> {
         : codes(first_code), scales(first_scale), lane(lane_) {}
 
     static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) {
+        if constexpr (Pairs<T, E>::FIT) return SharedNibbles<!FRAGMENT_ORDER>::swizzled_lane(lane);
         return TileCodes<E::BITS>::swizzled_lane(lane, run);
     }
 
     __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
         Packed packed = {};
         const i32 r = lane / 4, c = lane % 4;
-        packed.codes.template read<!FRAGMENT_ORDER>(all_codes + codes, r, c);
+        if constexpr (Pairs<T, E>::FIT)
+            SharedNibbles<!FRAGMENT_ORDER>::read(packed.codes.words, all_codes + codes, lane);
+        else
+            packed.codes.template read<!FRAGMENT_ORDER>(all_codes + codes, r, c);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -335,16 +358,31 @@ struct DerivedShared<T, E, FRAGMENT_ORDER, Parts<Part...>> {
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
+        if constexpr (Pairs<T, E>::FIT) {
+            row<0>(packed, v, a), row<1>(packed, v, a);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const Affine scales = Decode<E>::scales(packed.scales[FRAGMENT_ORDER ? 0 : v][i]);
+            for (int i = 0; i < 2; ++i) {
+                const Affine scales = Decode<E>::scales(packed.scales[FRAGMENT_ORDER ? 0 : v][i]);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                u32 first, second;
-                packed.codes.pair(v, half, i, first, second);
-                a[2 * half + i] = decoded_pair<T, E>(first, second, scales, scales);
+                for (int half = 0; half < 2; ++half) {
+                    u32 first, second;
+                    packed.codes.pair(v, half, i, first, second);
+                    a[2 * half + i] = decoded_pair<T, E>(first, second, scales, scales);
+                }
             }
         }
+    }
+
+  private:
+    template <int I>
+    static __device__ __forceinline__ void row(const Packed& packed, int v, u32 (&a)[4]) {
+        const u32* stored = packed.scales[FRAGMENT_ORDER ? 0 : v][I];
+        const ReadyPair scales = ready<T, E, 4 * I>(stored);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            a[2 * half + I] =
+                Pairs<T, E>::template weights<4 * I>(packed.codes.words[v] >> 8 * half, scales);
     }
 };
 
@@ -399,25 +437,45 @@ struct DerivedTransposed<T, E, APART, ELEMENTS, SCALES, Parts<Part...>> {
                   from += ScaleTile<Part>::BYTES),
                  ...);
             }
+            if constexpr (Pairs<T, E>::FIT)  // rows 2 c and 2 c + 1 in one word
+#pragma unroll
+                for (int ip = 0; ip < 2 * STORED; ++ip) {
+                    u32(&of_rows)[2][STORED] = packed.scales[v][ip / STORED];
+                    of_rows[0][ip % STORED] |= of_rows[1][ip % STORED] << 16;
+                }
         }
         return packed;
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
+        if constexpr (Pairs<T, E>::FIT) {
+            rows<0>(packed, v, a), rows<1>(packed, v, a);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const Affine first = Decode<E>::scales(packed.scales[v][i][0]),
-                         second = Decode<E>::scales(packed.scales[v][i][1]);
+            for (int i = 0; i < 2; ++i) {
+                const Affine first = Decode<E>::scales(packed.scales[v][i][0]),
+                             second = Decode<E>::scales(packed.scales[v][i][1]);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                constexpr bool FOUR = E::BITS == 4;
-                constexpr u32 MASK = (1u << E::BITS) - 1;
-                const u32 codes = FOUR ? packed.codes[v][0] >> (8 * half + 4 * i)
-                                       : packed.codes[v][half] >> 16 * i;
-                a[half + 2 * i] = decoded_pair<T, E>(codes & MASK, codes >> (FOUR ? 16 : 8) & MASK,
-                                                     first, second);
+                for (int half = 0; half < 2; ++half) {
+                    constexpr bool FOUR = E::BITS == 4;
+                    constexpr u32 MASK = (1u << E::BITS) - 1;
+                    const u32 codes = FOUR ? packed.codes[v][0] >> (8 * half + 4 * i)
+                                           : packed.codes[v][half] >> 16 * i;
+                    a[half + 2 * i] = decoded_pair<T, E>(
+                        codes & MASK, codes >> (FOUR ? 16 : 8) & MASK, first, second);
+                }
             }
         }
+    }
+
+  private:
+    template <int I>
+    static __device__ __forceinline__ void rows(const Packed& packed, int v, u32 (&a)[4]) {
+        const ReadyPair scales = Pairs<T, E>::template ready<4 * I, 1>(packed.scales[v][I][0]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            a[half + 2 * I] =
+                Pairs<T, E>::template weights<4 * I>(packed.codes[v][0] >> 8 * half, scales);
     }
 };
 
@@ -443,7 +501,7 @@ struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
         u32 scales[2][STORED];
     };
     struct Scales {
-        Affine of_row[2];
+        Ready<T, E> of_row[2];
     };
 
     template <class Segment>
@@ -490,14 +548,22 @@ struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
             u32* words = packed.codes.words + 4 * run;
             words[0] = codes.x, words[1] = codes.y, words[2] = codes.z, words[3] = codes.w;
         }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        if constexpr (Pairs<T, E>::FIT) {  // of rows r and r + 8 at once, which follow each other
             int p = 0;
-            ((packed.scales[i][p] =
-                  load_number<Part::BYTES>(scales_[p] + ScaleTile<Part>::place(0, tiles_, block) +
-                                           ScaleTile<Part>::in_tile(0, i, 0)),
+            ((two_of<Part>(packed.scales[0][p], packed.scales[1][p],
+                           scales_[p] + ScaleTile<Part>::place(0, tiles_, block)),
               ++p),
              ...);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                int p = 0;
+                ((packed.scales[i][p] = load_number<Part::BYTES>(
+                      scales_[p] + ScaleTile<Part>::place(0, tiles_, block) +
+                      ScaleTile<Part>::in_tile(0, i, 0)),
+                  ++p),
+                 ...);
+            }
         }
         return packed;
     }
@@ -507,20 +573,32 @@ struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
     }
 
     static __device__ __forceinline__ Scales scales(const Packed& packed) {
-        return {{Decode<E>::scales(packed.scales[0]), Decode<E>::scales(packed.scales[1])}};
+        return {{ready<T, E, 0>(packed.scales[0]), ready<T, E, 4>(packed.scales[1])}};
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales,
                                                       int v, int half, u32* a) {
+        if constexpr (Pairs<T, E>::FIT) {
+            const u32 codes = packed.codes.words[v] >> 8 * half;
+            a[0] = Pairs<T, E>::template weights<0>(codes, scales.of_row[0]);
+            a[1] = Pairs<T, E>::template weights<4>(codes, scales.of_row[1]);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            u32 first, second;
-            packed.codes.pair(v, half, i, first, second);
-            a[i] = decoded_pair<T, E>(first, second, scales.of_row[i], scales.of_row[i]);
+            for (int i = 0; i < 2; ++i) {
+                u32 first, second;
+                packed.codes.pair(v, half, i, first, second);
+                a[i] = decoded_pair<T, E>(first, second, scales.of_row[i], scales.of_row[i]);
+            }
         }
     }
 
   private:
+    template <class P>
+    static __device__ __forceinline__ void two_of(u32& first, u32& second, const u8* p) {
+        const u32 two = load_number<2 * P::BYTES>(p);
+        first = two & (1u << 8 * P::BYTES) - 1, second = two >> 8 * P::BYTES;
+    }
+
     const u8 *codes_, *scales_[STORED];
     i32 block_, tiles_;
 };
