@@ -211,8 +211,8 @@ def test_what_no_reader_takes_is_refused_when_it_is_planned(monkeypatch, change,
 @pytest.mark.parametrize("layout", WAYS)
 def test_a_layer_with_zero_points_has_all_kernels_forward_and_backward(layout):
     made, titles = packed("uint4_128_f16", layout, inner=256), set()
-    forward = sources(made.forward)
-    for source in [*forward, *sources(made.backward)]:
+    forward, backward = sources(made.forward), sources(made.backward)
+    for i, source in enumerate([*forward, *backward]):
         for tokens in (4, 4096):
             sizes = dict.fromkeys(source.fusion.symbols, tokens)
             for kernel in source.launches(source.choose(sizes, H200), sizes, H200):
@@ -220,6 +220,6 @@ def test_a_layer_with_zero_points_has_all_kernels_forward_and_backward(layout):
                     titles.add(kernel.title.partition("_")[0])
                     lines = sass(build(kernel, H200))
                     # dgrad has scales of 16 rows at a time
-                    assert source not in forward or not spills(lines), kernel.title
+                    assert i >= len(forward) or not spills(lines), kernel.title
                     assert any("HFMA2" in x for x in lines)  # numbers are made in pairs
     assert titles == ({"small", "gemm"} if layout == "linear" else {"small", "large"})
