@@ -81,14 +81,14 @@ def _best(
 ) -> Tensor:
     """x f32 [block, n], amax and outer f32 [n] -> the scales as integers [n] of the same bits."""
     kind = _INTEGERS[scale.dtype.itemsize]
-    best = scale.rounded(amax, outer).view(kind)
+    best = usual = scale.rounded(amax, outer).view(kind)
     least = _squared_error(x, best, outer, scale, element)
     for factor, offset in scale.others[rule]:
-        at = scale.rounded(amax * factor, outer).view(kind).short() + offset
-        tried = at.clamp(*_limits(scale)).to(kind)
+        at = usual if factor == 1 else scale.rounded(amax * factor, outer).view(kind)
+        tried = (at.short() + offset).clamp_(*_limits(scale)).to(kind)
         error = _squared_error(x, tried, outer, scale, element)
         best = torch.where(error < least, tried, best)
-        least = torch.where(error < least, error, least)
+        least = torch.minimum(error, least)
     return best
 
 
