@@ -31,7 +31,7 @@ from fusion_moe.transformers import from_pretrained
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = ROOT / "tests" / "checkpoints" / "made"
-sys.path[:0] = [str(ROOT / "tests" / "transformers"), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT / path) for path in ("tests/transformers", "tests/checkpoints", "tools")]
 
 from decoded import plain_model, relative, same_parameters  # noqa: E402
 from make_checkpoints import mixed, modelopt  # noqa: E402
