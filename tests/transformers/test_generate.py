@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, CompileConfig
 
-from fusion_moe.transformers import from_pretrained
+from fusion_moe.transformers import decoding, from_pretrained
 
 MADE = Path(__file__).parents[1] / "checkpoints" / "made"
 PROMPT = torch.arange(3, 12)[None]
@@ -54,3 +54,23 @@ def test_compiled_it_gives_the_same_tokens():
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), "inductor"
     )
     assert 0 < graphs <= of_inductor
+
+
+def test_a_decoder_forgets_what_warming_up_and_other_prompts_wrote(monkeypatch):
+    """Its steps as on a GPU, by a static cache, but for the graph."""
+
+    def called_first(run):
+        for _ in range(decoding.WARM):
+            run()
+        return run
+
+    monkeypatch.setattr(decoding, "why_plain", lambda model: "")
+    monkeypatch.setattr(decoding, "captured", called_first)
+    model = from_pretrained(MADE / "modelopt-mixtral", dtype=torch.float32)
+    told = generated(model)
+    model.set_attn_implementation(decoding.SHARED_KEYS)
+    decoder = decoding.Decoder(model, 32, backend="eager")
+    decoder.prompt(PROMPT[:, 4:])
+    decoder.step()
+    found = [int(decoder.prompt(PROMPT)), *(int(decoder.step()) for _ in range(7))]
+    assert found == told
