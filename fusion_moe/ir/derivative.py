@@ -19,6 +19,7 @@ from .builder import FusionDefinition
 from .core import Fusion, Op, Value
 from .flow import dependent, made_again, needed, part
 from .gradients import Gradients
+from .kinds.eight_bits import is_trained
 from .router_gradient import of_combine
 from .saved import saved
 from .types import FLOATS, plain
@@ -141,7 +142,8 @@ class _Whole:
     the other operations that the gradients need. original: the value in the Fusion that is
     differentiated, for each value of `forward`. rewritten: see Derivative. exact: whether the
     forward must return nothing else than the Fusion. apart: whether what it saves must not round
-    what it computes. No operation is `straight_through`.
+    what it computes, as with frozen weights; recipes round the same with masters and without. No
+    operation is `straight_through`.
     """
 
     fusion: Fusion
@@ -224,7 +226,7 @@ def _whole(
         original,
         tuple(reversed(rewritten)),
         any(op.attrs["how"] != "saved" for op in straight),
-        any(_is_packed(fd, op.values[0]) for op in straight),
+        any(_is_packed(fd, op.values[0]) for op in straight) and not any(map(is_trained, ops)),
     )
 
 
