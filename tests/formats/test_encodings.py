@@ -320,3 +320,15 @@ def test_w16x64_refuses():
         "expected whole tiles",
     ):
         W16X64.pack(torch.zeros(16, 64), encoding=encodings.F32)
+
+
+@pytest.mark.judges
+def test_nf4_by_bitsandbytes():
+    """Every byte, and every number; its first code is in the high nibble."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    x = numbers(64, 256)
+    theirs, state = functional.quantize_4bit(x, blocksize=64, quant_type="nf4")
+    q, codes = quantize(x, encodings.NF4), theirs.view(64, 128)
+    assert torch.equal(q.codes, codes >> 4 | codes << 4)
+    assert torch.equal(q.block_scale.flatten(), state.absmax)
+    assert torch.equal(dequantize(q), functional.dequantize_4bit(theirs, state))
