@@ -1,4 +1,5 @@
-// Rows in e4m3 with a scale for 128 columns as numbers, for products in which both operands are such.
+// Rows in e4m3 with a scale for 128 columns as numbers, for products in which both operands are
+// such.
 #pragma once
 
 #include "memory.cuh"
