@@ -201,7 +201,8 @@ def appearing(dst: Path, needed: int = 0) -> Iterator[Path]:
         except OSError as error:
             found, todo = f"not written: {error.strerror or error}", "run it again"
             if error.errno in _FULL:
-                found, todo = f"{found}: {_needs(needed)}, {free} free at first", _MAKE_ROOM
+                wanted = f"{_needs(needed)}, " if needed else ""
+                found, todo = f"{found}: {wanted}{free} free at first", _MAKE_ROOM
             elif error.errno == errno.ENAMETOOLONG:
                 todo = "give it a shorter name"
             raise CheckpointError(found, todo=todo, where=str(dst)) from error
