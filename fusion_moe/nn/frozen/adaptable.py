@@ -146,6 +146,6 @@ class AdaptableModule(PackedModule):
     @property
     def _lora_scale(self) -> float:
         """The factor of B @ A for all projections; 1 if theirs differ."""
-        adapters = map(self.adapter, self.projections)
+        adapters = [self.adapter(projection) for projection in self.projections]
         scales = {adapter.scale for adapter in adapters if adapter and not adapter.disabled}
         return scales.pop() if len(scales) == 1 else 1.0
