@@ -131,11 +131,22 @@ def programs(name):
     """All programs of one operation of a kind that verify."""
     for operands, attributes in FORMS[name]:
         shapes = [i for i, o in enumerate(operands) if o == ROWS or isinstance(o, tuple)]
-        for dtypes, attrs in product(product(STORED_IN, repeat=len(shapes)), attributes):
-            try:
-                yield program(name, operands, dict(zip(shapes, dtypes, strict=True)), attrs)
-            except Error:
-                continue
+        for attrs in attributes:
+            for dtypes in product(stored_in(name, attrs), repeat=len(shapes)):
+                try:
+                    yield program(name, operands, dict(zip(shapes, dtypes, strict=True)), attrs)
+                except Error:
+                    continue
+
+
+def stored_in(name, attrs):
+    """The dtypes and encodings that each operand is tried in: of `pack`, the dtypes of the parts of
+    its encoding, each for each part, and another one.
+    """
+    if name != "pack":
+        return STORED_IN
+    of_parts = {p.dtype for p in ENCODINGS[attrs["encoding"]].parts}
+    return ["bf16", *(n for n, dtype in DTYPES.items() if dtype in of_parts and n != "bf16")]
 
 
 def program(name, operands, dtypes, attrs):
