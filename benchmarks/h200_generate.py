@@ -27,34 +27,11 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, CompileConfig, Qwen3MoeConfig
+from transformers import CompileConfig
 
 from fusion_moe.checkpoints import quantize
-from fusion_moe.transformers import from_pretrained
+from fusion_moe.transformers import bench, from_pretrained
 
-QWEN3 = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-}
-TINY = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
 PROMPT, PROMPTS = 16, (16, 33, 128, 300, 512)
 # tokens that are compared with eager ones: with random weights later ones hang on the last bit
 FIRST = 8
@@ -84,15 +61,9 @@ class Contender:
         )
 
 
-def made(folder: Path, layers: int, sizes: dict[str, Any], device: str) -> tuple[Path, Path]:
+def made(folder: Path, layers: int, sizes: str, device: str) -> tuple[Path, Path]:
     """The directories of the bf16 model and of the one with NVFP4 experts."""
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        **sizes, num_hidden_layers=layers, max_position_embeddings=4096, tie_word_embeddings=False
-    )
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder / "bf16")
+    bench.made(bench.config_of(sizes), layers, device).save_pretrained(folder / "bf16")
     quantize(folder / "bf16", folder / "nvfp4")
     return folder / "bf16", folder / "nvfp4"
 
@@ -215,7 +186,9 @@ def main() -> None:
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
-        bf16, nvfp4 = made(Path(folder), given.layers, TINY if given.tiny else QWEN3, device)
+        bf16, nvfp4 = made(
+            Path(folder), given.layers, "tiny" if given.tiny else "qwen3-30b", device
+        )
         contenders = [Contender("NVFP4", loaded(nvfp4, device), "fusion_moe")]
         for experts in ("grouped_mm", "batched_mm"):
             model = loaded(bf16, device, experts_implementation=experts)

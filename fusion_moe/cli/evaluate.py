@@ -11,9 +11,8 @@ import torch
 import typer
 from rich.console import Console
 
-from ..env import has_cuda
 from ..errors import OptionError
-from .models import quietly
+from .models import device_of, quietly
 from .output import FINE, Json, finish, table
 
 if TYPE_CHECKING:  # imports transformers
@@ -88,7 +87,7 @@ def evaluate(
 
 def evaluated(path: Path, text: Path, against: Path | None = None, window: int = 1024) -> Evaluated:
     """UnsupportedError without transformers; OptionError for a file that is no text."""
-    device, texts = "cuda" if has_cuda() else "cpu", _texts(text)
+    device, texts = device_of("", "eval"), _texts(text)
     with quietly():
         from transformers import AutoTokenizer
 
