@@ -5,7 +5,7 @@ watches: see test_cuda_sanitized.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from kernel_tables import TABLE, variants_of
 from test_cuda_kernels import exact_weight, generator, program
+from test_cuda_lora import Layer as AdaptedLayer
+from test_cuda_lora import arguments, step
 from torch.utils._pytree import tree_map
 
 import fusion_moe
@@ -31,6 +33,7 @@ from fusion_moe.definitions.operations import SPECS, bind
 from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.layouts import W16X64
+from fusion_moe.nn import prepare_
 from fusion_moe.runtime import memory
 
 G, M = 5, 45  # groups; rows of one product
@@ -220,49 +223,102 @@ def use_first(kind: str, regime: Regime) -> None:
     heuristics.table_of = lambda arch: changed
 
 
-def main(only_training: bool) -> None:
+def main(part: str) -> None:
     """Products are run once with each variant of their kernel, and by concurrent kernels."""
     memory.allocate, launch.build = allocate_apart, build_every_lane_arrives
-    for call in training():
-        call.run()
-    if not only_training:
-        inference()
+    PARTS[part]()
     print("clean")
 
 
-def inference() -> None:
-    """All but training."""
+def run_all(calls: Iterable[Call | Training]) -> None:
+    for call in calls:
+        call.run()
+
+
+def products_by(layout: str) -> None:
+    """Of each variant of the kernels for encoded weights."""
+    kind = {"linear": "linear", "w16x64": "tiled"}[layout]
     several = [
         Regime(ALWAYS, M160, ((8, M32), (20, M80), (None, M160))),
         Regime(ALWAYS, M8, ((12, M8), (None, M80))),
     ]
-    for call in without_product():
-        call.run()
-    for layout, kind in (("linear", "linear"), ("w16x64", "tiled")):
-        for variant in (v for v in variants_of(kind) if v.cluster > 1):
-            use_first(kind, Regime(ALWAYS, (variant,)))
-            for call in products(layout, k=512):  # whole stages for each block of a cluster
-                call.run()
-        alone = [
-            Regime(ALWAYS, (variant,)) for variant in variants_of(kind) if variant.cluster == 1
-        ]
-        for regime in (*alone, *(several if kind == "tiled" else [])):
-            use_first(kind, regime)
-            for call in (*products(layout), *layers(layout, tokens=7), *layers(layout, tokens=60)):
-                call.run()
-            for fmt, dtype in (
-                ("mxfp4", torch.bfloat16),
-                ("int4", torch.bfloat16),
-                ("nvfp4", torch.float16),
-            ):
-                for call in products(layout, fmt, dtype):
-                    call.run()
+    for variant in (v for v in variants_of(kind) if v.cluster > 1):
+        use_first(kind, Regime(ALWAYS, (variant,)))
+        run_all(products(layout, k=512))  # whole stages for each block of a cluster
+    alone = [Regime(ALWAYS, (variant,)) for variant in variants_of(kind) if variant.cluster == 1]
+    for regime in (*alone, *(several if kind == "tiled" else [])):
+        use_first(kind, regime)
+        run_all((*products(layout), *layers(layout, tokens=7), *layers(layout, tokens=60)))
+        run_all(products(layout, "mxfp4"))
+        run_all(products(layout, "int4"))
+        run_all(products(layout, "nvfp4", torch.float16))
+
+
+def wide_products() -> None:
+    """Of each variant of the kernels for bf16 weights."""
     for layout, kind in (("linear", "wide_linear"), ("w16x64", "wide_tiled")):
         for variant in variants_of(kind):
             use_first(kind, Regime(ALWAYS, (variant,)))
-            for call in products(layout, "bf16"):
-                call.run()
+            run_all(products(layout, "bf16"))
+
+
+def fp8() -> None:
+    """Quantized rows and products of codes: groups of few rows, of many, of none; wrong ends; a
+    last block of K that is short. Training with both copies of everything.
+    """
+    g = generator()
+    for k, n in ((128, 64), (400, 320)):
+        weight = quantize(torch.randn(G, n, k, generator=g), encoding=ENCODINGS["fp8_e8m0"])
+        for ends in ([3, 3, 4, 20, 20], [300, 300, 301, 461, 622], [9, 3, 4, 400, 20]):
+            Call(
+                "grouped_mm",
+                (
+                    torch.randn(627, k, generator=g).bfloat16(),
+                    list(weight),
+                    torch.tensor(ends, dtype=torch.int32),
+                ),
+                {"weight_format": "fp8_e8m0", "activation_format": "fp8"},
+                faulty=ends[0] == 9,
+            ).run()
+    for tokens in (7, 300):
+        x, w = torch.randn(tokens, 256, generator=g).bfloat16(), torch.rand(tokens, SLOTS)
+        ids = torch.randint(0, G, (tokens, SLOTS), generator=g)
+        layer = [
+            quantize(torch.randn(G, *shape, generator=g), encoding=ENCODINGS["fp8"])
+            for shape in ((384, 256), (256, 192))
+        ]
+        Call(
+            "fused_experts",
+            (x, ids, w, *map(list, layer)),
+            {"weight_format": "fp8", "activation_format": "fp8"},
+        ).run()
+    weights = [torch.randn(G, *s, generator=g).bfloat16() for s in ((512, 128), (128, 256))]
+    x, w = torch.randn(300, 128, generator=g).bfloat16(), torch.rand(300, SLOTS, generator=g)
+    ids = torch.randint(1, G - 1, (300, SLOTS), generator=g)
+    Training((x, ids, w, *weights), {"activation_format": "fp8_block"}, faulty=False).run()
+
+
+def adapters() -> None:
+    """A training step of adapters beside experts in 4 bits, in either layout."""
+    for prepare in (False, True):
+        torch.manual_seed(0)
+        layer = AdaptedLayer().cuda()
+        if prepare:
+            prepare_(layer)
+        step(layer, *arguments(1))
+        assert not is_faulty()
+
+
+PARTS = {
+    "training": lambda: run_all(training()),
+    "loops": lambda: run_all(without_product()),
+    "linear": lambda: products_by("linear"),
+    "tiled": lambda: products_by("w16x64"),
+    "wide": wide_products,
+    "fp8": fp8,
+    "adapters": adapters,
+}
 
 
 if __name__ == "__main__":
-    main(only_training=sys.argv[1:] == ["training"])
+    main(sys.argv[1])

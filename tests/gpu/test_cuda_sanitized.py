@@ -31,15 +31,18 @@ def sanitizer() -> str:
     return found
 
 
+@pytest.mark.parametrize(
+    "part", ["training", "loops", "linear", "tiled", "wide", "fp8", "adapters"]
+)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
-def test_clean(tool):
+def test_clean(tool, part):
     script = Path(__file__).parent / "cuda_sanitized.py"
     # memory past the end of a tensor is nobody's
     one_allocation_each = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     environment = {**os.environ, **one_allocation_each, "PYTHONPATH": os.pathsep.join(sys.path)}
     # cuda-bindings asks the driver for functions that it does not have
     own_errors = ["--error-exitcode", "1", "--report-api-errors", "no"]
-    command = [sanitizer(), "--tool", tool, *own_errors, sys.executable, str(script)]
+    command = [sanitizer(), "--tool", tool, *own_errors, sys.executable, str(script), part]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if "Device not supported" in done.stdout:
         pytest.skip("compute-sanitizer does not support this device or virtual machine")
