@@ -204,9 +204,14 @@ def training() -> Iterator[Training]:
             yield Training((x, picked, w, *weights), others, faulty=picked is wrong)
 
 
-def allocate_apart(found: memory.Memory, device: torch.device) -> tuple[object, list[int]]:
+def allocate_apart(
+    found: memory.Memory, device: torch.device | None = None
+) -> tuple[object, list[int]]:
     """As memory.allocate, but each array is an allocation of its own, as large as it has to be."""
-    held = [torch.empty(array.nbytes, dtype=torch.uint8, device=device) for array in found.arrays]
+    held = [
+        torch.empty(array.nbytes, dtype=torch.uint8, device=device or "cpu")
+        for array in found.arrays
+    ]
     return held, [t.data_ptr() for t in held]
 
 
