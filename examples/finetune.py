@@ -173,6 +173,7 @@ def trainer_of(args: argparse.Namespace, train: Blocks, held_out: Blocks, **how:
         "learning_rate": args.learning_rate or (5e-4 if args.config else 2e-3),
         "warmup_steps": args.steps // 10 if args.config else 0,
         "bf16": True,
+        "torch_compile": args.compile,
         "use_cpu": DEVICE == "cpu",
         "logging_steps": 1,
         "seed": args.seed,
@@ -360,6 +361,7 @@ def options() -> argparse.Namespace:
     add("--save-every", type=int, default=4, help="so many steps (default: %(default)s)")
     add("--learning-rate", type=float, help="the largest (default: 2e-3; with --config 5e-4)")
     add("--gradient-checkpointing", action="store_true", help="less memory, more time")
+    add("--compile", action="store_true", help="torch.compile: less time of the host")
     add("--seed", type=int, default=0, help="of adapters and batches (default: %(default)s)")
     add("--kill-after", type=int, help="kill the process after so many steps")
     args = parser.parse_args()
