@@ -1,7 +1,7 @@
 """Quantization-aware training and refit at the size of a layer of Qwen3-30B-A3B on one H100 or
 H200.
 
-    python benchmarks/h200_qat.py [--tokens 8192] [--repeats 10]
+    python benchmarks/h200_qat.py [--tokens 8192] [--repeats 10] [--modelopt]
     python benchmarks/h200_qat.py --device cpu --tiny
 
 Milliseconds of the fastest of so many repeats, and GB at the peak beside weights and inputs:
@@ -11,6 +11,7 @@ Milliseconds of the fastest of so many repeats, and GB at the peak beside weight
     rounding          what each forward of `qat_` does before: both weights to NVFP4, reordered
     step              what `qat_` takes: rounding, forward and backward, "saved"
     refit             `update_weights_` of a layer's numbers; 48 layers are Qwen3-30B-A3B
+    modelopt          a step of nvidia-modelopt's, one expert after the other (with --modelopt)
 
 The first line says whether the training forward has the bits of the frozen experts'.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -54,6 +56,17 @@ def milliseconds(run: Callable[[], Any], repeats: int, device: str) -> tuple[flo
     return 1e3 * min(found), peak / 1e9
 
 
+def by_modelopt(module: Qwen3MoeExperts, *given: Tensor) -> nn.Module:
+    """The same experts with ModelOpt's rounding of weights to NVFP4."""
+    import modelopt.torch.quantization as mtq
+
+    module.config._experts_implementation = "eager"  # the one that it rounds in
+    model = nn.Sequential(module)
+    mtq.quantize(model, deepcopy(mtq.W4A16_NVFP4_CFG), lambda m: m[0](*given))
+    rounded: nn.Module = model[0]
+    return rounded
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -61,6 +74,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--modelopt", action="store_true")
     args = parser.parse_args()
     experts, hidden, inner, slots = (8, 128, 64, 2) if args.tiny else (128, 2048, 768, 8)
     tokens = 64 if args.tiny else args.tokens
@@ -80,6 +94,7 @@ def main() -> None:
         w, ids = torch.randn(tokens, experts).softmax(-1).topk(slots)
         seed = torch.randn(tokens, hidden, dtype=torch.bfloat16)
     w = w.bfloat16().requires_grad_()
+    theirs = by_modelopt(deepcopy(module), x.detach(), ids, w.detach()) if args.modelopt else None
     model = nn.Sequential(module)
     fusion_moe.nn.qat_(model)
     how, masters = module.qat, [module.gate_up_proj, module.down_proj]
@@ -117,6 +132,9 @@ def main() -> None:
         "step": step(lambda: module(x, ids, w)),
         "refit": lambda: fusion_moe.update_weights_(frozen, numbers),
     }
+    if theirs is not None:
+        own = [theirs.gate_up_proj, theirs.down_proj]
+        rows["modelopt"] = lambda: torch.autograd.grad(theirs(x, ids, w), [x, w, *own], seed)
     for name, run in rows.items():
         if name == "step":
             how.template.straight_through = "saved"

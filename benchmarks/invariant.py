@@ -3,6 +3,7 @@
 
     python benchmarks/invariant.py [--device cuda] [--models qwen3 ...] [--tokens 1 8 ...]
         [--cases auto-bfloat16 avx2-float32 ...] [--threads 1] [--repeats 7] [--no-page]
+    python benchmarks/invariant.py --bits   # a hash of results, to compare machines of one kind
 
 On a GPU (h200_cells.py has the models) calls rotate over layers and routings in CUDA graphs; on a
 CPU (cpu_moe.py) they are timed one by one, in CPU time for one thread. Both orders take turns.
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import results
@@ -26,6 +28,8 @@ import torch
 from torch import Tensor
 
 from fusion_moe import options
+from fusion_moe.encodings import ENCODINGS, quantize
+from fusion_moe.nn import Experts, prepare_
 from fusion_moe.runtime import isa
 
 ORDERS = ("free", "row")
@@ -159,6 +163,39 @@ def measured(
     return [title, *cells, *means], bits
 
 
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Of their bytes."""
+    found = hashlib.sha256()
+    for t in tensors:
+        found.update(t.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def print_bits(device: str) -> None:
+    """Of results, by encoding and order. What is multiplied is made of whole numbers on the CPU, so
+    that it is the same on all machines.
+    """
+    print(torch.cuda.get_device_name() if device == "cuda" else isa.selected())
+    g = torch.Generator().manual_seed(0)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-127, 128, shape, generator=g) / 64
+
+    x, ids = whole(COMPARED[-1], 2048).bfloat16(), torch.randint(8, (COMPARED[-1], 1), generator=g)
+    ids, w = torch.cat([ids, (ids + 3) % 8], 1), whole(COMPARED[-1], 2)
+    floats = [whole(8, 1536, 2048) / 8, whole(8, 2048, 768) / 8]
+    counts = [c for c in COMPARED if device == "cuda" or c <= FEW]
+    for name in "nvfp4", "mxfp4", "int4", "fp8":
+        layer = Experts(*(quantize(t, ENCODINGS[name]) for t in floats))
+        given = digest(layer.state_dict().values())
+        layer = layer.to(device)
+        prepare_(layer)
+        for order in ORDERS:
+            with torch.no_grad(), options.override(order=order):
+                rows = [[t[:count].to(device) for t in (x, ids, w)] for count in counts]
+                print(f"{name}, weights {given}, order {order}:", digest(layer(*r) for r in rows))
+
+
 def main() -> None:
     here = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(
@@ -171,9 +208,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--no-page", action="store_true")
+    parser.add_argument("--bits", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     torch.manual_seed(0)
+    if asked.bits:
+        print_bits(asked.device)
+        return
     tokens, found = asked.tokens or TOKENS[asked.device], list[tuple[list[str], str]]()
     if asked.device == "cuda":
         where = torch.cuda.get_device_name()

@@ -1,4 +1,5 @@
-"""PEFT's adapters of encoded experts under DDP and FSDP2: run by each rank, on the CPU or on GPUs.
+"""PEFT's adapters of encoded experts under DDP and FSDP2, or DeepSpeed's ZeRO: run by each rank, on
+the CPU or on GPUs.
 
 Two GPUs: pytest -m multi tests/tuning
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,16 +57,21 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
+def sgd(model: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(trained(model), lr=0.5)
+
+
 def steps(model: Any, tokens: Tensor) -> list[Tensor]:
-    """The losses of two steps."""
-    optimizer = torch.optim.SGD(trained(model), lr=0.5)
+    """The losses of two steps. DeepSpeed's engine has a backward and an optimizer of its own."""
+    engine = hasattr(model, "backward")
+    optimizer = model if engine else sgd(model)
     found = []
     for _ in range(2):
         loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        found.append(loss.detach().clone())
+        model.backward(loss) if engine else loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.detach())
     return found
 
 
@@ -77,6 +84,21 @@ def fsdp2(model: Any, device: torch.device) -> Any:
     for layer in model.base_model.model.model.layers:
         fully_shard(layer)
     return fully_shard(model)
+
+
+def zero(stage: int, model: Any, device: torch.device) -> Any:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": len(TOKENS) // dist.get_world_size(),
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # at 1 without this line
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=trained(model), optimizer=sgd(model), config=config
+    )
+    return engine
 
 
 def check(wrap: Callable[..., Any], checkpointed: bool, device: torch.device) -> None:
@@ -119,16 +141,22 @@ def check_unsent(folder: str, device: torch.device) -> None:
     assert torch.equal(factors, first)
 
 
-def main(folder: str, device: str) -> None:
+WRAPS: dict[str, dict[str, Callable[..., Any]]] = {
+    "torch": {"ddp": ddp, "fsdp2": fsdp2},
+    "deepspeed": {f"zero{stage}": partial(zero, stage) for stage in (1, 2, 3)},
+}
+
+
+def main(folder: str, device: str, how: str) -> None:
     rank = int(os.environ["RANK"])
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(here)
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    for wrap in ddp, fsdp2:
+    for name, wrap in WRAPS[how].items():
         for checkpointed in False, True:
             check(wrap, checkpointed, here)
-            print(f"rank {rank} {wrap.__name__} {checkpointed}: agree", flush=True)
+            print(f"rank {rank} {name} {checkpointed}: agree", flush=True)
     check_unsent(folder, here)
     print(f"rank {rank} unsent: agree", flush=True)
     dist.destroy_process_group()

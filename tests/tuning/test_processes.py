@@ -1,7 +1,8 @@
-"""DDP and FSDP2 around PEFT's adapters, over gloo and over NCCL."""
+"""DDP, FSDP2 and DeepSpeed's ZeRO around PEFT's adapters, over gloo; the first two over NCCL."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -21,15 +22,16 @@ pytestmark = [
 ]
 
 
-def agreements(device: str, ranks: int) -> list[str]:
+def agreements(device: str, ranks: int, how: str = "torch") -> list[str]:
     """What each rank found to agree with one process."""
     # plain torch on CPUs: to compile kernels takes longer than the rest
     target = "reference" if device == "cpu" else "auto"
     fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "FUSION_MOE_TARGET": target}
+    fixed["DS_ACCELERATOR"] = device
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     run += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     done = subprocess.run(
-        [*run, str(Path(__file__).with_name("processes.py")), str(MADE), device],
+        [*run, str(Path(__file__).with_name("processes.py")), str(MADE), device, how],
         env={**os.environ, **fixed},
         capture_output=True,
         text=True,
@@ -39,13 +41,20 @@ def agreements(device: str, ranks: int) -> list[str]:
     return sorted(re.findall(r"rank \d+ [\w ]+: agree", done.stdout))  # lines of ranks may join
 
 
-def every_case(ranks: int) -> list[str]:
-    cases = [f"{how} {checkpointed}" for how in ("ddp", "fsdp2") for checkpointed in (False, True)]
+def every_case(ranks: int, wraps: tuple[str, ...] = ("ddp", "fsdp2")) -> list[str]:
+    cases = [f"{wrap} {checkpointed}" for wrap in wraps for checkpointed in (False, True)]
     return sorted(f"rank {r} {case}: agree" for r in range(ranks) for case in [*cases, "unsent"])
 
 
 def test_two_processes_train_as_one():
     assert agreements("cpu", 2) == every_case(2)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+)
+def test_two_processes_of_deepspeed_train_as_one():
+    assert agreements("cpu", 2, "deepspeed") == every_case(2, ("zero1", "zero2", "zero3"))
 
 
 @pytest.mark.gpu
