@@ -1,5 +1,8 @@
-"""A kernel that gives each expert's rows whole blocks, for Humming's indexed products."""
+"""Kernels in Triton around those of peers: one that gives each expert's rows whole blocks, and one
+that rounds rows to e4m3.
+"""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -44,3 +47,29 @@ def align(
     tl.store(sorted_ids + i, rows, (i < blocks * height) & (tl.sum(inside.to(tl.int32), 1) == 0))
     if tl.program_id(0) == 0:
         tl.store(count, tl.sum(taken, 0) * height)
+
+
+@triton.jit
+def _to_e4m3(x, codes, scales, rows, width, GATED: tl.constexpr, SIZE: tl.constexpr):
+    """One program for SIZE rows and 128 columns. GATED: of silu(gate) * up."""
+    m = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)[:, None]
+    block = tl.program_id(1)
+    k = block * 128 + tl.arange(0, 128)[None, :]
+    inside = (m < rows) & (k < width)
+    from_row = x + m * width * (2 if GATED else 1)
+    value = tl.load(from_row + k, inside, other=0).to(tl.float32)
+    if GATED:
+        up = tl.load(from_row + width + k, inside, other=0).to(tl.float32)
+        value = (value * tl.sigmoid(value) * up).to(tl.bfloat16).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(value), 1, keep_dims=True) / 448, 1e-10)
+    tl.store(codes + m * width + k, (value / scale).to(tl.float8e4nv), inside)
+    tl.store(scales + m * tl.num_programs(1) + block, scale, m < rows)
+
+
+def to_e4m3(x: torch.Tensor, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """x bf16 [M, K], or [M, 2 K] if gated -> e4m3 [M, K], f32 [M, K / 128]"""
+    rows, width = len(x), x.shape[1] // (1 + gated)
+    codes = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((rows, -(-width // 128)), device=x.device)
+    _to_e4m3[(-(-rows // 16), scales.shape[1])](x, codes, scales, rows, width, gated, 16)
+    return codes, scales

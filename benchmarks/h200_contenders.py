@@ -1,4 +1,5 @@
-"""Who computes the cells of h200_moe.py: this library, and torch. Humming is in h200_humming.py.
+"""Who computes the cells of h200_moe.py: this library, and torch. Humming is in h200_humming.py,
+other kernels for FP8 in h200_fp8_peers.py.
 
 Each contender takes the same weights and returns, for a cell, calls to be captured in a CUDA graph.
 Products start from rows sorted by expert, except in Humming's indexed mode, which gathers them. The
@@ -12,12 +13,13 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
-from h200_cells import Cell, Layer, Model, Routed, expert, routed_once
+from h200_cells import Cell, Layer, Layers, Model, Routed, expert, routed_once
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
 
 import fusion_moe
-from fusion_moe.encodings import FP8_E8M0, NVFP4, Quantized, dequantize, quantize
+from fusion_moe.backends import TARGETS
+from fusion_moe.encodings import FP8_E8M0, NVFP4, Encoding, Quantized, dequantize, quantize
 from fusion_moe.layouts import W16X64, Padding
 
 _AT_ONCE = 2**28  # elements of a weight that change their form at once
@@ -44,7 +46,7 @@ class Contender:
 
     exact = True
 
-    def __init__(self, model: Model, layers: Sequence[Layer]):
+    def __init__(self, model: Model, layers: Layers):
         self.model, self.layers = model, layers
 
     def run(self, cell: Cell, layer: int, to: Routed) -> Call:
@@ -127,50 +129,54 @@ class Linear(Ours):
         return self.layers
 
 
-class Packed(Ours):
-    """Rows rounded to e4m3 before each product, weights as they are."""
-
-    def run(self, cell: Cell, layer: int, to: Routed) -> Call:
-        return in_e4m3(cell, self.weights[layer], layer, to, NVFP4.name, self.layout)
-
-
 class Fp8(Ours):
-    """Both operands of products in e4m3: weights rounded once, with a power of two for 128 x 128,
-    and rows before each product.
+    """Weights rounded to e4m3 once, with a power of two for 128 x 128, and rows before each
+    product.
     """
+
+    activation_format = "fp8"
 
     @cached_property
     def weights(self) -> list[Layer]:
-        return [Layer(*map(folded, layer)) for layer in self.layers]
+        return self.layers.each(FP8_E8M0.name, partial(rounded, encoding=FP8_E8M0))
 
     def run(self, cell: Cell, layer: int, to: Routed) -> Call:
-        return in_e4m3(cell, self.weights[layer], layer, to, FP8_E8M0.name, "linear")
+        ops, w = torch.ops.fusion_moe, self.weights[layer]
+        how = {"weight_format": FP8_E8M0.name, "activation_format": self.activation_format}
+        if cell.part == "mlp":
+            run = partial(ops.fused_experts, to.x, to.ids, to.w, [*w.gate_up], [*w.down], **how)
+        else:
+            run = partial(ops.grouped_mm, to.rows(cell.part), [*w.of(cell.part)], to.ends, **how)
+        return Call(run, layer, to)
 
 
-def in_e4m3(
-    cell: Cell, w: Layer, layer: int, to: Routed, weight_format: str, weight_layout: str
-) -> Call:
-    """The call with rows in e4m3."""
-    ops = torch.ops.fusion_moe
-    how = {
-        "weight_format": weight_format,
-        "weight_layout": weight_layout,
-        "activation_format": "fp8",
-    }
-    if cell.part == "mlp":
-        run = partial(ops.fused_experts, to.x, to.ids, to.w, [*w.gate_up], [*w.down], **how)
-    else:
-        run = partial(ops.grouped_mm, to.rows(cell.part), [*w.of(cell.part)], to.ends, **how)
-    return Call(run, layer, to)
+class W8A16(Fp8):
+    """The same weights, rows of 16 bits."""
+
+    activation_format = "bf16"
 
 
-def folded(weight: Quantized) -> Quantized:
-    """An NVFP4 weight rounded to FP8."""
+class Both(Ours):
+    """NVFP4 weights and rows of 16 bits for few rows an expert; FP8 for many."""
+
+    @cached_property
+    def fp8(self) -> Fp8:
+        return Fp8(self.model, self.layers)
+
+    def run(self, cell: Cell, layer: int, to: Routed) -> Call:
+        experts, few = self.model.experts, TARGETS["cuda"].folded_from
+        assert few is not None
+        average = few(torch.device("cuda"), experts, self.model.hidden, self.model.intermediate)
+        return (self.fp8 if cell.rows >= average * experts else super()).run(cell, layer, to)
+
+
+def rounded(weight: Quantized, encoding: Encoding) -> Quantized:
+    """An NVFP4 weight in another encoding."""
     parts = [
-        quantize(dequantize(weight.of(t[some] for t in weight)), FP8_E8M0)
+        quantize(dequantize(weight.of(t[some] for t in weight)), encoding)
         for some in panels(weight)
     ]
-    return Quantized(*(torch.cat(t) for t in zip(*parts, strict=True)), encoding=FP8_E8M0)
+    return Quantized(*(torch.cat(t) for t in zip(*parts, strict=True)), encoding=encoding)
 
 
 # torch --------------------------------------------------------------------------------------------
@@ -238,3 +244,28 @@ class Dense(Contender):
         return Call(
             lambda: [linear(inputs[k], self.weights[n, k]) for n, k in sizes][-1], layer, to
         )
+
+
+class DenseFp8(Dense):
+    """The same in FP8, with a scale for each row and column, and tensor cores' own accumulators."""
+
+    @cached_property
+    def weights(self) -> dict[tuple[int, int], Tensor]:
+        return {nk: w.to(torch.float8_e4m3fn) for nk, w in super().weights.items()}
+
+    def run(self, cell: Cell, layer: int, to: Routed) -> Call:
+        inputs = {x.shape[1]: x.to(torch.float8_e4m3fn) for x in (to.sorted_x, to.sorted_h)}
+        ones = torch.ones(max(to.ids.numel(), *sum(self.weights, ())), device="cuda")
+
+        def product(n: int, k: int) -> Tensor:
+            scales = ones[: len(inputs[k]), None], ones[None, :n]
+            return torch._scaled_mm(
+                inputs[k],
+                self.weights[n, k].mT,
+                *scales,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=True,
+            )
+
+        sizes = self.model.products(cell.part)
+        return Call(lambda: [product(*size) for size in sizes][-1], layer, to)

@@ -1,4 +1,6 @@
-"""Humming (package humming-kernels) as a contender of h200_moe.py: both of its grouped products.
+"""Humming (package humming-kernels) as a contender of h200_moe.py: both of its grouped products, of
+rows in 16 bits by NVFP4 weights, and of rows in FP8, with a scale for 128 columns, by MXFP4 ones,
+since it has no kernels for groups of 16 beside rows in 8 bits.
 
 Its own schedule tables choose the kernels. It has none that sort ids or sum over a token's experts:
 in the MLP these are this library's `route` and `combine` and, for the indexed kind, h200_align.py.
@@ -15,25 +17,29 @@ from typing import Any
 
 import torch
 from h200_cells import Cell, Routed
-from h200_contenders import Call, Contender
+from h200_contenders import Call, Contender, rounded
 from torch import Tensor
 
-from fusion_moe.encodings import Quantized
+from fusion_moe.encodings import MXFP4, Quantized
 
 _PADS = {"pad_n_to_multiple": 256, "pad_k_to_multiple": 128}  # as serving engines call it
 _SWIGLU = "a / (1.0f + __expf(-a)) * b"
 
 
 class Humming(Contender):
-    """Both of its kinds of grouped products."""
+    """Both of its kinds of grouped products. eight_bits: whether rows are rounded to FP8."""
 
     gemm_type = ""
+    eight_bits = False
 
     @cached_property
-    def weights(self) -> list[dict[str, Weight]]:
+    def weights(self) -> list[dict[str, Product]]:
+        stored = self.layers.each(
+            f"humming {self.eight_bits}", partial(Weight, eight_bits=self.eight_bits)
+        )
         return [
-            {part: Weight(layer.of(part), self.gemm_type) for part in ("gemm1", "gemm2")}
-            for layer in self.layers
+            {part: Product(layer.of(part), self.gemm_type) for part in ("gemm1", "gemm2")}
+            for layer in stored
         ]
 
     def prepare(self, cells: Sequence[Cell]) -> None:
@@ -46,33 +52,44 @@ class Humming(Contender):
 
 
 class Weight:
-    """A weight as Humming stores it, and the products with it."""
+    """A weight as Humming stores it."""
 
-    def __init__(self, weight: Quantized, gemm_type: str):
+    def __init__(self, weight: Quantized, eight_bits: bool):
         from humming import dtypes
         from humming.config import WeightScale2Type, WeightScaleType
-        from humming.schema import HummingWeightSchema
+        from humming.schema import HummingInputSchema, HummingWeightSchema
         from humming.transform import prepare_layer_config, transform_humming_tensors
-        from humming.tune import get_heuristics_config
 
         experts, n, k = weight.shape
+        group, scales, outer, rows = 16, dtypes.float8e4m3, WeightScale2Type.TENSOR, None
+        if eight_bits:
+            weight = rounded(weight, MXFP4)
+            group, scales, outer = 32, dtypes.float8e8m0, WeightScale2Type.NONE
+            rows = HummingInputSchema(a_dtype=dtypes.float8e4m3, input_scale_group_size=128)
         schema = HummingWeightSchema(
             b_dtype=dtypes.float4e2m1,
-            bs_dtype=dtypes.float8e4m3,
-            weight_scale_group_size=16,
+            bs_dtype=scales,
+            weight_scale_group_size=group,
             weight_scale_type=WeightScaleType.GROUP,
-            weight_scale_2_type=WeightScale2Type.TENSOR,
+            weight_scale_2_type=outer,
         )
         self.config = prepare_layer_config(
-            n, k, schema, num_experts=experts, torch_dtype=torch.bfloat16, **_PADS
+            n, k, schema, rows, num_experts=experts, torch_dtype=torch.bfloat16, **_PADS
         )
-        given = {
-            "weight": weight.codes.view(torch.int32),
-            "weight_scale": weight.block_scale,
-            "weight_scale_2": weight.decode_scale,
-        }
+        codes, *factors = weight
+        names = ("weight_scale", "weight_scale_2")
+        given = {"weight": codes.view(torch.int32), **dict(zip(names, factors, strict=False))}
         self.tensors = transform_humming_tensors(self.config, given)
         self.tensors["locks"] = torch.zeros(2048, dtype=torch.int32, device="cuda")
+
+
+class Product:
+    """The products with a weight."""
+
+    def __init__(self, weight: Weight, gemm_type: str):
+        from humming.tune import get_heuristics_config
+
+        self.config, self.tensors = weight.config, weight.tensors
         self.compute = json.dumps({"gemm_type": gemm_type})
         self.schedules = get_heuristics_config(self.config, gemm_type=gemm_type)
 
@@ -89,24 +106,26 @@ class Weight:
 
         HummingKernel.prepare_kernels(self.config.to_str(), self.compute, self._told(rows), 0)
 
-    def __call__(self, x: Tensor, rows: int, **kwargs: Any) -> Tensor:
-        """x bf16 [.., K] -> bf16 [rows, N]"""
+    def __call__(self, x: Tensor | tuple[Tensor, Any], rows: int, **kwargs: Any) -> Tensor:
+        """x bf16 [.., K], or what `process` returns -> bf16 [rows, N]"""
         from humming.forward import humming_forward
 
+        x, scales = x if isinstance(x, tuple) else (x, None)
         return humming_forward(
             self.config,
             x,
             **self.tensors,
+            input_scale=scales,
             compute_config=self.compute,
             tuning_config=self._told(rows),
             **kwargs,
         )
 
-    def process(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """Its kernel for what is done to activations on their way."""
+    def process(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Any]:
+        """Its kernel for what is done to activations on their way; scales: of rows in FP8."""
         from humming.forward import may_process_input
 
-        return may_process_input(self.config, x, **kwargs)[0]
+        return may_process_input(self.config, x, **kwargs)[:2]
 
 
 class Grouped(Humming):
@@ -125,7 +144,7 @@ class Grouped(Humming):
             to,
         )
 
-    def _mlp(self, to: Routed, gate_up: Weight, down: Weight) -> Tensor:
+    def _mlp(self, to: Routed, gate_up: Product, down: Product) -> Tensor:
         ops, rows = torch.ops.fusion_moe, to.ids.numel()
         ends, _, slot_of = ops.route(to.ids, self.model.experts)
         starts = torch.nn.functional.pad(ends, (1, 0))
@@ -159,7 +178,7 @@ class Indexed(Humming):
         )
         return Call(partial(product, x, cell.rows, top_k=top_k, **blocks), layer, to, slots=True)
 
-    def _mlp(self, to: Routed, gate_up: Weight, down: Weight, in_place: Tensor) -> Tensor:
+    def _mlp(self, to: Routed, gate_up: Product, down: Product, in_place: Tensor) -> Tensor:
         ops, rows, slots = torch.ops.fusion_moe, to.ids.numel(), self.model.slots
         ends, _, slot_of = ops.route(to.ids, self.model.experts)
         heights = [weight.schedule(rows)["block_shape"][0] for weight in (gate_up, down)]
@@ -171,6 +190,18 @@ class Indexed(Humming):
             activation_impl=_SWIGLU,
         )
         return ops.combine(down(y, rows, top_k=1, **second), in_place, to.w)
+
+
+class GroupedFp8(Grouped):
+    """Rows in FP8."""
+
+    eight_bits = True
+
+
+class IndexedFp8(Indexed):
+    """Rows in FP8."""
+
+    eight_bits = True
 
 
 def aligned(ids: Tensor, ends: Tensor, slot_of: Tensor, height: int) -> dict[str, Tensor]:

@@ -12,9 +12,10 @@ over layers and routings, captured in a CUDA graph. The graph's result is filled
 is replayed, and the result of its last call is checked against float32; then the graphs are
 replayed, interleaved. Times are medians, divided by the number of calls.
 
---activations fp8 measures the MLPs of more models with rows in e4m3, "packed" by NVFP4 weights and
-"fp8" by those folded to FP8, beside NVFP4 weights with rows of 16 bits, and no peers.
-`prepare_(weights="both")` is the last one for few rows, and "fp8" for many.
+--activations fp8 measures the MLPs of more models under both routings: NVFP4 weights and rows of 16
+bits, which is `prepare_(weights="packed")`; both in e4m3, "fp8"; and "both"; beside Humming's W4A8,
+vLLM's and Hugging Face's kernels (h200_fp8_peers.py), and what torch's dense products in FP8 of the
+same sizes take. --contender w8a16 has weights in FP8 and rows of 16 bits.
 
 The shards of tensor parallelism, --model qwen3-tp8 gpt-oss-tp4 i1392 i2064 --part mlp, are padded,
 which "fusion_moe" does and --contender linear, the kernels for weights as they are stored, need
@@ -50,33 +51,41 @@ from h200_cells import (
     ALL_MODELS,
     DENSE_TOKENS,
     FP8_CONTENDERS,
+    FP8_PEERS,
     MODELS,
     MORE_MODELS,
     PARTS,
     ROUTINGS,
     TOKENS,
     Cell,
-    Layer,
+    Layers,
     error,
     is_right,
-    layers,
     routed,
 )
-from h200_contenders import Call, Contender, Dense, Fp8, Linear, Ours, Packed, Torch
-from h200_humming import Grouped, Indexed
+from h200_contenders import W8A16, Both, Call, Contender, Dense, DenseFp8, Fp8, Linear, Ours, Torch
+from h200_fp8_peers import Finegrained, Vllm
+from h200_humming import Grouped, GroupedFp8, Indexed, IndexedFp8
 
 import fusion_moe
 
 CONTENDERS: dict[str, type[Contender]] = {
     "fusion_moe": Ours,
     "linear": Linear,
-    "packed": Packed,
-    "fp8": Fp8,
     "humming indexed": Indexed,
     "humming grouped": Grouped,
     "torch": Torch,
     "dense": Dense,
+    "fp8": Fp8,
+    "both": Both,
+    "w8a16": W8A16,
+    "humming w4a8 indexed": IndexedFp8,
+    "humming w4a8 grouped": GroupedFp8,
+    "vllm": Vllm,
+    "finegrained": Finegrained,
+    "dense fp8": DenseFp8,
 }
+_OF_FP8 = (*FP8_CONTENDERS, *FP8_PEERS, "dense fp8")
 _GRAPH_SECONDS, _MOST_CALLS = 1.5e-3, 64  # what a graph takes at the floor
 
 
@@ -102,7 +111,7 @@ class Bench:
 
     def __init__(self, name: str, contenders: Iterable[str], cells: Sequence[Cell]):
         self.model = ALL_MODELS[name]
-        self.layers: list[Layer] = layers(self.model)
+        self.layers = Layers(self.model)
         self.contenders: dict[str, Contender] = {}
         self.missing: dict[str, str] = {}
         for contender in contenders:
@@ -246,13 +255,8 @@ def main() -> None:
         help="the tokens of a dense grid",
     )
     parser.add_argument("--part", nargs="+", choices=PARTS)
-    parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
-    parser.add_argument(
-        "--contender",
-        nargs="+",
-        choices=CONTENDERS,
-        default=[name for name in CONTENDERS if name not in ("linear", *FP8_CONTENDERS)],
-    )
+    parser.add_argument("--routing", nargs="+", choices=ROUTINGS)
+    parser.add_argument("--contender", nargs="+", choices=CONTENDERS)
     parser.add_argument(
         "--activations",
         choices=["fp8"],
@@ -262,10 +266,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=7)
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
-    if told.activations:
-        told.contender = ["fusion_moe", *FP8_CONTENDERS]
-    told.model = told.model or list(MODELS | MORE_MODELS if told.activations else MODELS)
-    told.part = told.part or (["mlp"] if told.activations else list(PARTS))
+    fp8 = told.activations is not None
+    of_fp8 = ["fusion_moe", *(name for name in _OF_FP8 if name != "w8a16")]
+    usual = [name for name in CONTENDERS if name not in ("linear", *_OF_FP8)]
+    told.contender = told.contender or (of_fp8 if fp8 else usual)
+    told.model = told.model or list(MODELS | MORE_MODELS if fp8 else MODELS)
+    told.part = told.part or (["mlp"] if fp8 else list(PARTS))
+    told.routing = told.routing or (list(ROUTINGS) if fp8 else ["uniform"])
     begun, made = time.monotonic(), provenance(told.commit)
     told.out.parent.mkdir(parents=True, exist_ok=True)
     lines = told.out.read_text(encoding="utf-8").splitlines() if told.out.exists() else []

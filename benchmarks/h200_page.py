@@ -1,5 +1,6 @@
 """Writes what benchmarks/h200_moe.py measured into benchmarks/results/: a summary, the expert MLPs,
-and every cell. An H200's make docs/h200.svg too. Needs no GPU:
+and every cell; of cells with FP8, a page of its own. An H200's make docs/h200.svg too. Needs no
+GPU:
 
     python benchmarks/h200_page.py FILE.jsonl [FILE.jsonl ...]
 
@@ -15,10 +16,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from h200_cells import MODELS, PARTS, PEERS, ROUTINGS, TOKENS, is_right
-from results import DOCS, plots, table, write
+from h200_cells import (
+    ALL_MODELS,
+    FP8_PEERS,
+    MODELS,
+    PARTS,
+    PEERS,
+    ROUTINGS,
+    TOKENS,
+    is_right,
+)
+from results import DOCS, RESULTS, plots, table, write
 
 OURS, DENSE = "fusion_moe", "dense"
+POLICIES = {OURS: "packed", "fp8": "fp8", "both": "both"}  # contenders: weights= of prepare_
 SLOWER = 1.03  # than the best peer: a cell that loses
 _RATIOS = (1, 1.5, 2, 3, 5, 10, 20)  # marked in the plot
 Row = Mapping[str, Any]
@@ -30,23 +41,33 @@ def us(row: Row, name: str) -> float | None:
     return found["us"] if "us" in found and is_right(name, row["part"], found) else None
 
 
-def best_peer(row: Row) -> float | None:
-    """Microseconds of the fastest in the same process."""
-    return min((t for name in PEERS if (t := us(row, name)) is not None), default=None)
+def best(row: Row, names: Iterable[str] = PEERS) -> float | None:
+    """Microseconds of the fastest of these in the same process."""
+    return min((t for name in names if (t := us(row, name)) is not None), default=None)
 
 
 def key(row: Row) -> tuple[Any, ...]:
     """Names a cell, and orders them."""
-    return PARTS.index(row["part"]), list(MODELS).index(row["model"]), row["routing"], row["tokens"]
+    return (
+        PARTS.index(row["part"]),
+        list(ALL_MODELS).index(row["model"]),
+        row["routing"],
+        row["tokens"],
+    )
+
+
+def in_order(rows: Iterable[Row]) -> tuple[list[Row], str, list[str]]:
+    """The last row of each cell; the card; who measured with what."""
+    rows = [row for _, row in sorted({key(row): row for row in rows}.items())]
+    made = {json.dumps(row["provenance"]): row["provenance"] for row in rows}.values()
+    lines = [", ".join(f"{k} {v}" for k, v in one.items() if v) for one in made]
+    return rows, rows[0]["provenance"]["card"].removeprefix("NVIDIA ").split()[0], lines
 
 
 def page(rows: Sequence[Row]) -> Path:
     """Writes the page of a card, and the plot."""
-    rows = [row for _, row in sorted({key(row): row for row in rows}.items())]
-    card = rows[0]["provenance"]["card"].removeprefix("NVIDIA ").split()[0]
+    rows, card, lines = in_order(rows)
     of_mlp = [row for row in rows if row["part"] == "mlp"]
-    made = {json.dumps(row["provenance"]): row["provenance"] for row in rows}.values()
-    lines = [", ".join(f"{k} {v}" for k, v in one.items() if v) for one in made]
     if card == "H200":
         draw([row for row in of_mlp if row["routing"] == "uniform"], DOCS / "h200.svg")
     return write(
@@ -59,9 +80,47 @@ def page(rows: Sequence[Row]) -> Path:
     )
 
 
+def fp8_page(rows: Sequence[Row]) -> Path:
+    """Writes the page of a card's cells with FP8, and what FP8 costs in perplexity."""
+    rows, card, lines = in_order(rows)
+    tokens = sorted({row["tokens"] for row in rows})
+
+    def against(name: str) -> str:
+        found = {(_title(r), r["tokens"]): _of(us(r, name), us(r, OURS)) for r in rows}
+        titles = dict.fromkeys(title for title, _ in found)
+        cells = [[t, *(found.get((t, n), "") for n in tokens)] for t in titles]
+        said = f'`weights="{POLICIES[name]}"`: us, and of the time of "packed".'
+        return f"{said}\n\n{table(['model', *map(str, tokens)], cells)}"
+
+    lost = [
+        f"{_title(row)} {row['tokens']}"
+        for row in rows
+        if (peer := best(row, FP8_PEERS)) and (ours := best(row, POLICIES)) and ours > peer
+    ]
+    compared = sum(best(row, FP8_PEERS) is not None for row in rows)
+    names = {**POLICIES, "w8a16": "fp8, rows of 16 bits", **{n: n for n in FP8_PEERS}}
+    names["dense fp8"] = "dense, torch._scaled_mm"
+    every = table(
+        ["model", "tokens", *(f"{title}, us" for title in names.values())],
+        [[_title(row), row["tokens"], *(_us(us(row, name)) for name in names)] for row in rows],
+    )
+    quality = (RESULTS / "quality_fp8.md").read_text(encoding="utf-8").split("\n\n", 2)[2]
+    return write(
+        f"fp8_{card.lower()}",
+        "benchmarks/h200_page.py",
+        *lines,
+        against("fp8"),
+        against("both"),
+        f"{compared} cells with peers; one is faster than all of ours in: "
+        f"{'; '.join(lost) or 'none'}.",
+        every,
+        f"Perplexity, by `benchmarks/quality.py --fp8`:\n\n{quality.strip()}",
+    )
+
+
 def summary(rows: Sequence[Row]) -> str:
     """How many times as fast as the peers of the same process, and where it is slower."""
-    ratios = {key(row): b / a for row in rows if (a := us(row, OURS)) and (b := best_peer(row))}
+    ratios = {key(row): b / a for row in rows if (a := us(row, OURS)) and (b := best(row))}
     if not ratios:
         return "Nothing to compare with was measured."
     lost = [
@@ -79,7 +138,7 @@ def summary(rows: Sequence[Row]) -> str:
 def overview(rows: Sequence[Row]) -> str:
     """A line for each model and routing, a column for each of the usual numbers of tokens."""
     tokens = [t for t in TOKENS if any(row["tokens"] == t for row in rows)]
-    found = {(_title(row), row["tokens"]): _against(us(row, OURS), best_peer(row)) for row in rows}
+    found = {(_title(row), row["tokens"]): _against(us(row, OURS), best(row)) for row in rows}
     titles = dict.fromkeys(title for title, _ in found)
     lines = [[title, *(found.get((title, t), "") for t in tokens)] for title in titles]
     return "The expert MLP: us, and how many times as fast as the best peer.\n\n" + table(
@@ -102,12 +161,16 @@ def cells(rows: Iterable[Row]) -> str:
 
 
 def _title(row: Row) -> str:
-    title = MODELS[row["model"]].title
+    title = ALL_MODELS[row["model"]].title
     return title if row["routing"] == ROUTINGS[0] else f"{title} ({row['routing']})"
 
 
 def _us(t: float | None) -> str:
     return "" if t is None else f"{t:.1f}" if t < 1000 else f"{t:.0f}"
+
+
+def _of(t: float | None, base: float | None) -> str:
+    return f"{_us(t)}, {t / base:.2f}" if t and base else _us(t)
 
 
 def _against(ours: float | None, peer: float | None) -> str:
@@ -146,4 +209,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 if __name__ == "__main__":
     lines = [line for name in sys.argv[1:] for line in Path(name).read_text().splitlines()]
-    print(page([json.loads(line) for line in lines]))
+    found = [json.loads(line) for line in lines]
+    of_fp8 = [row for row in found if "fp8" in row["contenders"]]
+    for write_page, rows in (fp8_page, of_fp8), (page, [row for row in found if row not in of_fp8]):
+        if rows:
+            print(write_page(rows))

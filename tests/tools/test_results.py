@@ -24,6 +24,7 @@ PAGES = ["README.md", *sorted(p.relative_to(REPO).as_posix() for p in REPO.glob(
 def written(monkeypatch, tmp_path):
     """Where pages go; nothing is drawn."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(h200_page, "RESULTS", tmp_path)
     for module in (h200_page, cpu_moe_page):
         monkeypatch.setattr(module, "draw", lambda *_: None)
     return tmp_path
@@ -68,6 +69,25 @@ def test_a_wrong_result_has_no_time(written):
     text = h200_page.page([wrong]).read_text()
     assert "Nothing to compare with was measured." in text
     assert "| Qwen3-30B-A3B | mlp | 1 | 4.0 |  |  |  | 10.0 |  |" in text
+
+
+def test_cells_with_fp8_have_a_page(written):
+    (written / "quality_fp8.md").write_text("# A\n\nWritten.\n\nTold.\n\n| rows | +0.01 % |\n")
+    row = cell("H100", us=8.0) | {"model": "minimax", "tokens": 512, "routing": "zipf"}
+    row["contenders"] |= {
+        "fp8": {"us": 6.0, "error": 0.05},
+        "both": {"us": 6.1, "error": 0.05},
+        "vllm": {"us": 5.9, "error": 0.05},
+        "humming w4a8 grouped": {"us": 3.0, "error": 0.3},  # which is none
+        "dense fp8": {"us": 5.0},
+    }
+    file = h200_page.fp8_page([row])
+    assert file == written / "fp8_h100.md"
+    text = file.read_text()
+    assert "| MiniMax-M2 (zipf) | 6.0, 0.75 |" in text
+    assert "| MiniMax-M2 (zipf) | 512 | 8.0 | 6.0 | 6.1 |  |  |  | 5.9 |  | 5.0 |" in text
+    assert "1 cells with peers; one is faster than all of ours in: MiniMax-M2 (zipf) 512." in text
+    assert text.endswith("Told.\n\n| rows | +0.01 % |\n")
 
 
 def result(threads: int, peer: str) -> dict[str, Any]:
