@@ -109,7 +109,6 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 IN_FP8: dict[str, tuple[Callable[[], Any], str]] = {
     "bf16": (plain, ""),
     "NVFP4": (lambda: quantized(NVFP4Config(scales="max")), "bf16"),
-    "NVFP4, fp8 activations": (lambda: quantized(NVFP4Config("fp8", scales="max")), "NVFP4"),
     "NVFP4 folded to FP8": (lambda: quantized(NVFP4Config("bf16", "fp8", "max")), "NVFP4"),
     "NVFP4 folded to FP8, fp8 activations": (
         lambda: quantized(NVFP4Config("fp8", "fp8", "max")),

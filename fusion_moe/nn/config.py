@@ -19,7 +19,8 @@ class QuantizationConfig:
 
     Args:
         activation_format: "bf16", "nvfp4" (compute capability 10.0 only, weights in NVFP4), "int8"
-            (CPUs only, weights in NVFP4 or MXFP4) or "fp8" (compute capability 9.0 only).
+            (CPUs only, weights in NVFP4 or MXFP4) or "fp8" (compute capability 9.0 only; where
+            weights are read in FP8, rows of 16 bits elsewhere).
         weights: what kernels read: "packed", the weights as they are stored; "fp8", weights that
             are folded to FP8 once; or "both", as `prepare_` says.
         scales: how the scale of a block is chosen: "max", from its largest magnitude, the bytes of

@@ -183,8 +183,12 @@ def test_modules_and_their_config():
     module = fusion_moe.nn.NVFP4Experts.from_float(*weights, NVFP4Config("fp8").activation_format)
     x, ids, w = inputs()
     with options.override(target="reference"):
+        packed = module(x, ids, w)
+        fusion_moe.prepare_(module, weights="fp8")
         y = module(x, ids, w)
         module.activation_format = "bf16"
         of_bf16 = module(x, ids, w)
+        fusion_moe.prepare_(module, weights="packed")
+        assert torch.equal(module(x, ids, w), packed)  # rows beside packed weights stay
     error = (y - of_bf16).float().norm() / of_bf16.float().norm()
     assert 0.01 < error < 0.08

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...encodings.folding import FOLDED
+from ...encodings.folding import FOLDED, foldable
 from ...layouts import Layout, Padding
 from ...messages.warn import warn_once
 from ...target import Target
@@ -71,10 +71,10 @@ class AdaptableModule(PackedModule):
         return folded.folded_of(self, projection) if of_fold else self._parts(projection)
 
     def _format(self, of_fold: bool) -> dict[str, str]:
-        """The arguments that say how these parts are stored, and what rows are rounded to: with
-        "both", rows in FP8 have no use beside packed weights.
+        """The arguments that say how these parts are stored, and what rows are rounded to: rows in
+        FP8 have no use beside weights in fewer bits, which are multiplied in 16.
         """
-        few = self.weights == "both" and self.activation_format == "fp8" and not of_fold
+        few = self.activation_format == "fp8" and not of_fold and foldable(self.encoding)
         return {
             "weight_format": FOLDED.name if of_fold else self.encoding.name,
             "weight_layout": "linear" if of_fold else self.weight_layout,

@@ -83,7 +83,7 @@ class Experts(Projections):
             )
             hidden_states = of_gate_up.pad_columns(hidden_states)
         arguments, of_fold = self._arguments(hidden_states), False
-        if self.weights != "packed":
+        if self.weights != "packed" or self.activation_format == "fp8":
             of_fold = self._folded(top_k_index.numel())
             arguments |= self._format(of_fold)
         if adapters:

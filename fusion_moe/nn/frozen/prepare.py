@@ -66,12 +66,12 @@ def prepare_(
             and the kernels for all other numbers are derived from these calls' programs. Compiling
             a model afterwards makes other programs: pass the model that torch.compile returned.
         weights: what experts in fewer than 8 bits are read as from now on, for
-            activation_format="fp8"; None: as before. "packed": as they are stored. "fp8": folded to
-            FP8 with a power of two for 128 x 128, once, now; what was loaded stays in the host's
-            memory, for state dicts and `save_pretrained`, which never write the fold. "both":
-            packed, and activations in 16 bits, below some 130 rows an expert, folded from there on,
-            and both in the device's memory; then numbers depend on how many rows are computed
-            together. Logs what was rounded, and how large it is.
+            activation_format="fp8"; None: as before. "packed": as they are stored, and activations
+            in 16 bits. "fp8": folded to FP8 with a power of two for 128 x 128, once, now; what was
+            loaded stays in the host's memory, for state dicts and `save_pretrained`, which never
+            write the fold. "both": packed below some 130 rows an expert, folded from there on, and
+            both in the device's memory; then numbers depend on how many rows are computed together.
+            Logs what was rounded, and how large it is.
 
     Raises:
         UnsupportedError: for a model that calls nothing of this library, and for one that takes no
