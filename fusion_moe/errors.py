@@ -74,6 +74,12 @@ class BuildError(Error, RuntimeError):
     """
 
 
+class WorkerError(Error, RuntimeError):
+    """Rows of offloaded experts that the CPU did not compute for a GPU: its worker ended, was late,
+    or found bad input.
+    """
+
+
 class FusionError(Error, ValueError):
     """A Fusion that fails verification; the message shows the operation among its neighbours."""
 

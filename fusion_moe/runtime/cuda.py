@@ -106,6 +106,24 @@ def capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
+# Memory of the host -------------------------------------------------------------------------------
+
+
+def pin(address: int, nbytes: int) -> int:
+    """Pins memory of the host, which must have pages of its own, and maps it on all devices. The
+    address that kernels read it at. BuildError if the driver refuses.
+    """
+    d = _driver()
+    flags = d.CU_MEMHOSTREGISTER_PORTABLE | d.CU_MEMHOSTREGISTER_DEVICEMAP
+    _checked(d.cuMemHostRegister(address, nbytes, flags), "cuMemHostRegister")
+    return int(_checked(d.cuMemHostGetDevicePointer(address, 0), "cuMemHostGetDevicePointer"))
+
+
+def unpin(address: int) -> None:
+    """Undoes `pin`."""
+    _checked(_driver().cuMemHostUnregister(address), "cuMemHostUnregister")
+
+
 # Launches -----------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..errors import GroupsError
+from ..errors import GroupsError, WorkerError
 from . import cuda
 
 _FOUND = {  # by the number of the Fault in backends/cuda/kernels/ragged.cuh
@@ -40,7 +40,14 @@ _FOUND = {  # by the number of the Fault in backends/cuda/kernels/ragged.cuh
         "row {value} of matrix {place} has another scale than the rows around it",
         "FP8 weights whose rows share scales in aligned runs of 32 beside fp8 activations",
     ),
+    5: (
+        "the CPU's worker did not compute rows of experts that are not on the GPU: {place}, after "
+        "{value} ms",
+        "a worker that answers",
+    ),
 }
+_WORKER = 5
+_NO_ANSWER = "it failed before", "it has ended", "it is late", "it found bad input"  # by the place
 _WORDS = 4096  # pinned at once. None is freed: a graph may hold its address
 _STREAMS = 64  # how many streams of a device a table holds
 _LIBRARIES = tuple(
@@ -57,17 +64,18 @@ class Word:
         self.address, self.where = address, where
         self.found = ctypes.c_ulonglong.from_address(address)
 
-    def take(self) -> tuple[str, str] | None:
-        """The fault and what was expected; it is then reset. None if another thread took it."""
+    def take(self) -> tuple[str, str, bool] | None:
+        """The fault, what was expected, and whether the worker is to blame; it is then reset. None
+        if another thread took it.
+        """
         found, self.found.value = self.found.value, 0
         if not found:
             return None
         place, low = found >> 32 & 0xFFFFFF, found & 0xFFFFFFFF
-        what, expected = _FOUND[found >> 56]
-        return (
-            f"{what.format(place=place, value=low - (low >> 31 << 32))}, in an earlier call of "
-            f"{self.where}"
-        ), expected
+        (what, expected), by_worker = _FOUND[found >> 56], found >> 56 == _WORKER
+        at = _NO_ANSWER[place] if by_worker else place
+        told = what.format(place=at, value=low - (low >> 31 << 32))
+        return f"{told}, in an earlier call of {self.where}", expected, by_worker
 
 
 class Faults:
@@ -183,12 +191,15 @@ def synchronize() -> None:
 def _raise(words: Iterable[Word]) -> None:
     found = [told for word in words if word.found.value and (told := word.take())]
     if found:
-        (first, expected), *others = found
+        (first, expected, by_worker), *others = found
+        also = "".join(f"; also {what}" for what, *_ in others)
+        if by_worker:
+            todo = "that call's result lacks these experts; offload the model again"
+            raise WorkerError(first + also, expected=expected, todo=todo, where="cuda")
         todo = (
             "fusion_moe.synchronize() after a call raises its errors; that call left bad ids "
             "out, and clamped ends and indices"
         )
-        also = "".join(f"; also {what}" for what, _ in others)
         raise GroupsError(first + also, expected=expected, todo=todo, where="cuda")
 
 

@@ -58,13 +58,17 @@ class Joined(Function):
     ) -> tuple[torch.Tensor, ...] | None:
         return self._arrays.call(self._entry, tensors, sizes)
 
-    def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Descriptor | None:
-        """What C++ does for such a call; None if tensors would be copied first."""
+    def descriptor(
+        self, tensors: Sequence[torch.Tensor], sizes: Sizes, entry: str = "run"
+    ) -> Descriptor | None:
+        """What C++ does for such a call; None if tensors would be copied first. entry: "run_in" in
+        the parallel region of a team (unit.py).
+        """
         arrays = self._arrays.described(tensors, sizes)
         return (
             None
             if arrays is None
-            else Descriptor(False, (*arrays[0], *self.library.addresses("run"), *arrays[1]))
+            else Descriptor(False, (*arrays[0], *self.library.addresses(entry), *arrays[1]))
         )
 
 

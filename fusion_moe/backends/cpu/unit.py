@@ -5,6 +5,7 @@ run_<i>(p, n, products, threads)    segment i: pointers and sizes as its Source 
 run(p, n, products, threads)        all in order, in one parallel region, on the arrays and sizes of
                                     the program; stops at one that finds
                                     bad input
+run_in(p, n, products, team)        the same in the parallel region of a team
 
 products: the grouped product of each segment's encoding, null for one without.
 """
@@ -25,7 +26,7 @@ _WORDS = {
     "numeric": re.compile(r"\bstd::accumulate\b"),
     "vector": re.compile(r"\bstd::vector\b"),
 }
-_PARAMETERS = "void* const* p, const long long* n, void* const* products, int threads"
+_ARRAYS = "void* const* p, const long long* n, void* const* products"
 
 
 @dataclass(frozen=True)
@@ -57,21 +58,18 @@ def text(sources: Sequence[Source], steps: Sequence[Step] = ()) -> str:
         ]
         parts.append(_entry(f"run_{i}", [f"return segment_{i}::run(p, n, {_product(i)}, team);"]))
     if steps:
-        parts.append(
-            _entry(
-                "run",
-                [
-                    *(line for i, step in enumerate(steps) for line in _call(i, step)),
-                    "return GOOD;",
-                ],
-            )
-        )
+        calls = [line for i, step in enumerate(steps) for line in _call(i, step)]
+        body = indented(["Team& team = *static_cast<Team*>(of_caller);", *calls, "return GOOD;"])
+        parts += [
+            f'extern "C" int run_in({_ARRAYS}, void* of_caller) {{\n{body}\n}}\n',
+            _entry("run", ["return run_in(p, n, products, &team);"]),
+        ]
     return "\n".join(parts)
 
 
 def _entry(name: str, body: Sequence[str]) -> str:
     region = indented(["return Team::run(threads, [&](Team& team) -> int {", *inner(body), "});"])
-    return f'extern "C" int {name}({_PARAMETERS}) {{\n{region}\n}}\n'
+    return f'extern "C" int {name}({_ARRAYS}, int threads) {{\n{region}\n}}\n'
 
 
 def _product(i: int) -> str:

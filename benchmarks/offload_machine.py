@@ -1,0 +1,277 @@
+"""What offloaded experts cost a machine: how fast a GPU reads pinned memory by kernels and by
+copies, how fast CPUs read beside it, and what it takes to hand rows over and to wait for them.
+
+    python benchmarks/offload_machine.py --out build/offload_machine.json
+
+Experts have the sizes of DeepSeek-V3's in NVFP4: 24.8 MB each. Prints a line for each number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from fusion_moe.encodings import NVFP4
+from fusion_moe.layouts.w16x64 import W16X64
+from fusion_moe.offload import launches, moves, worker
+from fusion_moe.offload.launches import Parts, Shape
+from fusion_moe.offload.pinned import Pinned
+from fusion_moe.runtime.faults import synchronize
+from fusion_moe.runtime.host_memory import bandwidth, pages
+
+H, INNER = 7168, 2048
+COSTS = (10_000, 250_000, 300_000, 10_000, 5_000, 450_000, 500_000)
+DECLARED = "struct LoadAll { i64 count; Parts parts; };\n"
+LOAD_ALL = "s.parts.copy(s.count, 0, gridDim.x, [](i64 i) { return i; });"
+found: dict[str, Any] = {}
+
+
+def tell(name: str, value: Any) -> None:
+    found[name] = value
+    print(f"{name}: {value}", flush=True)
+
+
+def experts(count: int, device: str) -> tuple[list[torch.Tensor], list[Shape]]:
+    """The parts of experts, at home or for slots."""
+    tensors, shapes = [], []
+    for n, k in ((2 * INNER, H), (H, INNER)):
+        for part in NVFP4.parts:
+            if part.of_matrix:
+                continue
+            shape = NVFP4.part_shape(part, (count,), n, k)
+            if device == "cpu":
+                t = pages.empty(shape, torch.uint8).view(part.dtype)
+                t.view(torch.uint8).random_(0x20, 0x60)
+            else:
+                t = torch.zeros(shape, dtype=torch.uint8, device=device).view(part.dtype)
+            tensors.append(t)
+            shapes.append(Shape.of(t, part, tiled=True))
+    return tensors, shapes
+
+
+def seconds(run: Callable[[], object], repeats: int = 5) -> float:
+    """Median of GPU times."""
+    times = []
+    for _ in range(repeats):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        run()
+        b.record()
+        torch.cuda.synchronize()
+        times.append(a.elapsed_time(b) / 1e3)
+    return median(times)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--out", type=Path)
+    arguments.add_argument("--experts", type=int, default=32)
+    arguments.add_argument("--seconds", type=float, default=50, help="no section begins after")
+    given = arguments.parse_args()
+    start = time.monotonic()
+    cpus = bandwidth.cpus()
+    tell("machine", f"{torch.cuda.get_device_name()}, {cpus} CPUs of {bandwidth.cpu()}")
+    state: dict[str, Any] = {
+        "count": given.experts,
+        "threads": [n for n in (4, 8, cpus - 2) if n > 0],
+    }
+    for section in (pinning, copies, latency, reading, computing):
+        if time.monotonic() - start > given.seconds:
+            tell("left out", section.__name__)
+            continue
+        try:
+            section(state)
+        except Exception:
+            traceback.print_exc()
+    tell("seconds", round(time.monotonic() - start, 1))
+    if given.out:
+        given.out.write_text(json.dumps(found, indent=1))
+
+
+def pinning(state: dict[str, Any]) -> None:
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")
+    start = time.perf_counter()
+    home, shapes = experts(state["count"], "cpu")
+    nbytes = sum(t.nbytes for t in home)
+    tell("home_GB", round(nbytes / 1e9, 2))
+    tell("written_GB_s", round(nbytes / 1e9 / (time.perf_counter() - start), 2))
+    start = time.perf_counter()
+    pinned = [Pinned(t) for t in home]
+    tell("pin_s_per_GB", round((time.perf_counter() - start) / nbytes * 1e9, 3))
+    tell("large_pages", round(pages.obtained(*home) / nbytes, 3))
+    slots, _ = experts(state["count"], "cuda")
+    state |= {"home": home, "shapes": shapes, "pinned": pinned, "slots": slots, "nbytes": nbytes}
+
+
+def by_kernel(kernel: launches.Kernel, numbers: list[int]) -> None:
+    kernel(torch.cuda.current_stream().cuda_stream, numbers)
+
+
+def copies(state: dict[str, Any]) -> None:
+    home, slots, nbytes = state["home"], state["slots"], state["nbytes"]
+
+    def by_engine() -> None:
+        for t, slot in zip(home, slots, strict=True):
+            slot.view(torch.uint8).copy_(t.view(torch.uint8), non_blocking=True)
+
+    tell("engine_GB_s", round(nbytes / seconds(by_engine) / 1e9, 1))
+    addresses = [p.address for p in state["pinned"]]
+    tiled = Parts(state["shapes"], addresses, slots)
+    plain = Parts([Shape.of(t) for t in home], addresses, slots)
+    source = launches.text("load_all", "experts", "LoadAll", LOAD_ALL)
+    source = source.replace('extern "C"', DECLARED + 'extern "C"')
+    for blocks in (4, 8, 16, 24, 32, 64):
+        kernel = launches.Kernel(source, blocks)
+        for name, parts in (("plain", plain), ("tiled", tiled)):
+            load = partial(by_kernel, kernel, [state["count"], *parts.numbers])
+            tell(f"kernel_{name}_{blocks}_GB_s", round(nbytes / seconds(load, 3) / 1e9, 1))
+        state[f"load_{blocks}"] = load
+    right = []
+    for i in (0, 2):
+        want = W16X64.pack(home[i][3].cuda(), home[i + 1][3].cuda(), encoding=NVFP4)
+        right += [
+            torch.equal(a.view(torch.uint8), b[3].view(torch.uint8))
+            for a, b in zip(want, slots[i : i + 2], strict=True)
+        ]
+    tell("tiles_are_right", right)
+
+
+class Layer:
+    """A layer of experts whose rows the worker does not compute: what all else takes."""
+
+    def __init__(self, state: dict[str, Any], tokens: int, k: int):
+        device, self.experts = torch.device("cuda", 0), state["count"]
+        shared = moves.Shared(tokens * k, 2 * H, device, limit=2.0)
+        programs = shared.model.programs([(tokens * k, worker.nothing(tokens * k))])
+        parts = Parts(state["shapes"], [p.address for p in state["pinned"]], state["slots"])
+        # copies take too long to be chosen
+        costs = (0, 0, 0, 0, 10**9, 10**9, 10**9)
+        e, layer = self.experts, shared.model.layer(programs, [])
+        self.moves = moves.Moves(parts, e, e, 1, costs, shared, layer)
+        self.x = torch.randn(tokens, H, device=device).bfloat16()
+        self.w = torch.ones(tokens, k, device=device)
+        self.y = torch.zeros(tokens * k, H, device=device, dtype=torch.bfloat16)
+        number = torch.arange(tokens * k, device=device).view(tokens, k)
+        self.slot_of, self.ids = number.int(), number % e
+
+    def lacks(self, rows: int) -> None:
+        """So many rows are of an expert that is not on the GPU."""
+        here = torch.arange(self.experts, device="cuda", dtype=torch.int32)
+        here[0] = -1 if rows else 0
+        self.moves.tables.copy_(here.expand(2, -1))
+        self.ids.flatten()[self.ids.flatten() == 0] = 1
+        self.ids.flatten()[:rows] = 0
+
+    def step(self) -> None:
+        self.moves.begin(self.x, self.ids, self.w)
+        self.moves.finish(self.y, self.slot_of)
+
+
+def latency(state: dict[str, Any]) -> None:
+    for rows in (0, 1, 8, 64):
+        layer = Layer(state, 8, 8)
+        layer.lacks(rows)
+        layer.step()
+        synchronize()
+        before = layer.moves.counted()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                layer.step()
+        graph.replay()
+        torch.cuda.synchronize()
+        tell(f"step_{rows}_rows_us", round(1e6 * seconds(graph.replay, 20) / 20, 2))
+        synchronize()
+        after = layer.moves.counted()
+        tell(f"step_{rows}_rows_counts", {n: after[n] - before[n] for n in after})
+        start = time.perf_counter()
+        for _ in range(50):
+            layer.step()
+        tell(f"step_{rows}_rows_launched_us", round((time.perf_counter() - start) * 2e4, 1))
+        synchronize()
+
+
+def reading(state: dict[str, Any]) -> None:
+    memory = pages.empty((2**31,), torch.uint8).fill_(1)
+    side = torch.cuda.Stream()
+    for threads in state["threads"]:
+        loop = bandwidth.Bandwidth(0, threads, "", 1024)
+        alone = memory.nbytes / loop.times(memory, 5)[2] / 1e9
+        tell(f"read_{threads}_GB_s", round(alone, 1))
+        for name in ("load_16", "engine"):
+            if name not in state and name != "engine":
+                continue
+            done = torch.cuda.Event(enable_timing=True)
+            began = torch.cuda.Event(enable_timing=True)
+            with torch.cuda.stream(side):
+                began.record()
+                for _ in range(12):
+                    if name == "engine":
+                        for t, slot in zip(state["home"], state["slots"], strict=True):
+                            slot.view(torch.uint8).copy_(t.view(torch.uint8), non_blocking=True)
+                    else:
+                        state[name]()
+                done.record()
+            times = []
+            while not done.query():
+                start = time.perf_counter()
+                loop.read(memory)
+                if not done.query():
+                    times.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+            if times:
+                tell(
+                    f"read_{threads}_beside_{name}_GB_s",
+                    round(memory.nbytes / median(times) / 1e9, 1),
+                )
+            copied = 12 * state["nbytes"] / (began.elapsed_time(done) / 1e3) / 1e9
+            tell(f"{name}_beside_{threads}_GB_s", round(copied, 1))
+
+
+def computing(state: dict[str, Any]) -> None:
+    """The CPU's product of experts, of which each row has one: bytes of experts per second."""
+    count = min(16, state["count"])
+    scales = [torch.ones(count, 2), torch.ones(count)]
+    gate_up = [state["home"][0][:count], state["home"][1][:count], scales[0]]
+    down = [state["home"][2][:count], state["home"][3][:count], scales[1]]
+    each = sum(t[0].nbytes for t in (*gate_up, *down))
+    torch.set_num_threads(max(1, bandwidth.cpus() - 2))
+    side = torch.cuda.Stream()
+    for rows in (1, 8, 16, 64):
+        x, w = torch.randn(rows, H).bfloat16(), torch.ones(rows, 1)
+        ids = (torch.arange(rows) % count)[:, None]
+        run = partial(
+            torch.ops.fusion_moe.fused_experts, x, ids, w, gate_up, down, weight_format="nvfp4"
+        )
+        run()
+        read = min(rows, count) * each
+        for beside in (False, True):
+            times = []
+            if beside:
+                with torch.cuda.stream(side):
+                    for _ in range(12):
+                        state["load_16"]()
+            for _ in range(15):
+                start = time.perf_counter()
+                run()
+                if not beside or not side.query():
+                    times.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+            if times:
+                name = f"cpu_{rows}_rows{'_beside' * beside}"
+                tell(f"{name}_us", round(1e6 * median(times), 1))
+                tell(f"{name}_GB_s", round(read / median(times) / 1e9, 1))
+
+
+if __name__ == "__main__":
+    main()

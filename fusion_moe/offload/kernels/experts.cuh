@@ -1,0 +1,178 @@
+// Experts of mapped memory of the host, in the order of the CPU's kernels, into slots in that of
+// the GPU's (layouts/w16x64.py).
+#pragma once
+
+#include "routing.cuh"
+
+namespace {
+
+constexpr i32 TILE_ROWS = 16;
+
+enum PartKind : i64 { BYTES = 0, NIBBLES = 1, SCALES = 2 };
+
+// One part of the weights: what each expert has of it, at home and in a slot.
+struct Part {
+    i64 kind;
+    const u8* home;
+    u8* slots;
+    i64 home_bytes, slot_bytes;  // of an expert
+    i64 rows, tiles;             // tiles of a row; of BYTES, pieces of an expert
+    i64 each;                    // scales of a row of a tile; bytes of a piece: 16 or 2
+    const u8* recoding;          // [256], of SCALES; null: none
+
+    // How many warps have work on an expert.
+    __device__ __forceinline__ i64 units() const {
+        if (kind == BYTES) return (tiles + PIECES - 1) / PIECES;
+        return rows / TILE_ROWS * across();
+    }
+
+    // Copies the unit-th part of an expert into a slot; a warp.
+    __device__ __forceinline__ void copy(i64 expert, i64 slot, i64 unit) const {
+        const u8* const from = home + expert * home_bytes;
+        u8* const to = slots + slot * slot_bytes;
+        if (kind == BYTES && each == 16) return bytes<uint4>(from, to, unit * PIECES);
+        if (kind == BYTES) return bytes<u16>(from, to, unit * PIECES);
+        const i64 strip = unit / across();
+        const i32 tile = i32(unit % across()) * i32(kind == NIBBLES ? 4 : 32);
+        if (kind == NIBBLES) return nibbles(from, to, strip, tile);
+        if (each == 4)
+            scales<u32, uint2>(from, to, strip, tile);
+        else if (each == 2)
+            scales<u16, u32>(from, to, strip, tile);
+        else
+            scales<u8, u16>(from, to, strip, tile);
+    }
+
+  private:
+    static constexpr i64 PIECES = 8 * 32;  // of a warp
+
+    __device__ __forceinline__ i64 across() const {
+        return kind == NIBBLES ? (tiles + 3) / 4 : (tiles + 31) / 32;
+    }
+
+    template <class Piece>
+    __device__ __forceinline__ void bytes(const u8* from, u8* to, i64 first) const {
+        first += threadIdx.x % 32;
+        Piece piece[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (first + 32 * i < tiles)
+                piece[i] = reinterpret_cast<const Piece*>(from)[first + 32 * i];
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (first + 32 * i < tiles) reinterpret_cast<Piece*>(to)[first + 32 * i] = piece[i];
+    }
+
+    // Four tiles: a lane reads 16 codes of a row, the lane 16 further those of the row 8 further.
+    // The two exchange halves, for a tile has both rows in each byte.
+    __device__ __forceinline__ void nibbles(const u8* from, u8* to, i64 strip, i32 tile) const {
+        const i32 lane = threadIdx.x % 32, half = lane / 16, block = lane % 16;
+        tile += block / 4;
+        const bool here = tile < tiles;
+        const i64 row_bytes = tiles * 32;
+        from += (strip * TILE_ROWS + half * 8) * row_bytes + tile * 32 + block % 4 * 8;
+        to += (strip * tiles + tile) * 512 + block % 4 * 16 + half * 8;
+        uint2 row[8];
+#pragma unroll
+        for (int r = 0; r < 8; ++r)
+            row[r] = here ? load_no_allocate_8(from + r * row_bytes) : uint2{0, 0};
+#pragma unroll
+        for (int r = 0; r < 8; ++r) {
+            const u32 low = __byte_perm(row[r].x, row[r].y, 0x5410),
+                      high = __byte_perm(row[r].x, row[r].y, 0x7632);
+            const u32 mine = half ? high : low,
+                      other = __shfl_xor_sync(WHOLE_WARP, half ? low : high, 16);
+            const u32 upper = half ? other : mine, lower = half ? mine : other;
+            if (here)
+                *reinterpret_cast<uint2*>(to + r * 64) =
+                    uint2{both_rows(upper, lower, 0), both_rows(upper, lower, 8)};
+        }
+    }
+
+    // Codes (h, j), each of which the two words have 16 h + 4 j bits from `from` on, as bytes 2 j +
+    // h: the low half is of the upper row.
+    __device__ __forceinline__ static u32 both_rows(u32 upper, u32 lower, int from) {
+        u32 found = 0;
+#pragma unroll
+        for (int byte = 0; byte < 4; ++byte) {
+            const int at = from + 16 * (byte % 2) + 4 * (byte / 2);
+            found |= (upper >> at & 15) << 8 * byte | (lower >> at & 15) << (8 * byte + 4);
+        }
+        return found;
+    }
+
+    // 32 tiles: a lane has the scales of one, of 16 rows.
+    template <class Row, class Both>
+    __device__ __forceinline__ void scales(const u8* from, u8* to, i64 strip, i32 tile) const {
+        tile += threadIdx.x % 32;
+        if (tile >= tiles) return;
+        const i64 row_bytes = tiles * i64(sizeof(Row));
+        from += strip * TILE_ROWS * row_bytes + tile * i64(sizeof(Row));
+        to += (strip * tiles + tile) * i64(TILE_ROWS * sizeof(Row));
+        Row upper[8], lower[8];
+#pragma unroll
+        for (int r = 0; r < 8; ++r) {
+            upper[r] = Row(load_scales<sizeof(Row)>(from + r * row_bytes));
+            lower[r] = Row(load_scales<sizeof(Row)>(from + (r + 8) * row_bytes));
+        }
+#pragma unroll
+        for (int r = 0; r < 8; ++r) {
+            union {
+                u8 at[2 * sizeof(Row)];
+                Both whole;
+            } found;
+#pragma unroll
+            for (int b = 0; b < int(sizeof(Row)); ++b) {
+                found.at[2 * b] = recoded(u8(u32(upper[r]) >> 8 * b));
+                found.at[2 * b + 1] = recoded(u8(u32(lower[r]) >> 8 * b));
+            }
+            reinterpret_cast<Both*>(to)[r] = found.whole;
+        }
+    }
+
+    template <int BYTES>
+    __device__ __forceinline__ static u32 load_scales(const u8* p) {
+        if constexpr (BYTES == 4) return load_no_allocate_4(p);
+        return BYTES == 2 ? load_no_allocate_2(p) : load_no_allocate_1(p);
+    }
+
+    __device__ __forceinline__ u8 recoded(u8 byte) const {
+        return recoding ? recoding[byte] : byte;
+    }
+};
+
+constexpr int MOST_PARTS = 12;
+
+struct Parts {
+    i64 count;
+    Part at[MOST_PARTS];
+
+    // Copies expert_of(i) into the slot first_slot + i, for all i below `experts`; by the first
+    // `blocks` blocks.
+    template <class ExpertOf>
+    __device__ __forceinline__ void copy(i64 experts, i64 first_slot, i64 blocks,
+                                         ExpertOf expert_of) const {
+        i64 each = 0;
+        for (i64 p = 0; p < count; ++p) each += at[p].units();
+        const i64 warps = blockDim.x / 32;
+        for (i64 i = blockIdx.x * warps + threadIdx.x / 32; i < experts * each;
+             i += blocks * warps) {
+            const i64 which = i / each;
+            i64 unit = i % each, p = 0;
+            for (; unit >= at[p].units(); ++p) unit -= at[p].units();
+            at[p].copy(expert_of(which), first_slot + which, unit);
+        }
+    }
+};
+
+// Copies one expert into a slot.
+struct Load {
+    i64 expert, slot;
+    Parts parts;
+
+    __device__ __forceinline__ void run() const {
+        parts.copy(1, slot, gridDim.x, [&](i64) { return expert; });
+    }
+};
+
+}  // namespace

@@ -1,0 +1,12 @@
+// Memory of the host in which a GPU hands rows over to a worker, and gets its answer.
+#pragma once
+
+// Each flag lies in a cache line of its own. What is beside `posted` is written before it and read
+// after it, and so for `answered`.
+struct Mailbox {
+    alignas(64) unsigned long long posted;    // how often rows were handed over; by the GPU
+    int layer, rows;                          // whose they are, and how many
+    alignas(64) unsigned long long answered;  // which of them was answered last; by the worker
+    int refused;                              // whether the program found bad input
+    alignas(64) unsigned long long gone;      // whether no worker is left
+};

@@ -1,0 +1,145 @@
+// Which experts of a step are missing on the GPU, and what is done about each.
+#pragma once
+
+#include "ragged.cuh"
+#include "step.cuh"
+
+namespace {
+
+// What parts of a step take, in nanoseconds: `Constants` of offload/split.py.
+struct Costs {
+    i64 cpu_start, cpu_expert, cpu_expert_beside, cpu_row, copy_start, copy_expert,
+        copy_expert_beside;
+
+    // As split.py has it, to the last bit: of `missed` experts in order, with rows[order[i]] rows,
+    // the first `copied` are copied at once.
+    __device__ __forceinline__ i64 of(i32 copied, i32 missed, const i32* order,
+                                      const i32* rows) const {
+        i64 alone = 0, beside = 0;
+        for (i32 i = copied; i < missed; ++i) {
+            const i64 multiply = rows[order[i]] * cpu_row;
+            alone += max(cpu_expert, multiply), beside += max(cpu_expert_beside, multiply);
+        }
+        if (copied == 0) return cpu_start + alone;
+        const i64 copies = copy_start + copied * copy_expert;
+        if (copied == missed) return copies;
+        const i64 slow = copies + copied * (copy_expert_beside - copy_expert),
+                  cpu = cpu_start + beside;
+        return cpu <= slow ? cpu + (slow - cpu) * copy_expert / max(copy_expert_beside, i64(1))
+                           : slow + (cpu - slow) * alone / max(beside, i64(1));
+    }
+};
+
+// How many of the missed experts are copied, by their times for 0 .. most copies.
+__device__ __forceinline__ i32 choose_copies(const i64* times, i32 missed, i32 most) {
+    i32 best = 0, mixed = 0;
+    if (most == missed && times[missed] < times[0]) best = missed;
+    for (i32 k = 1; k <= most && k < missed; ++k)
+        if (mixed == 0 || times[k] < times[mixed]) mixed = k;
+    const i64 pure = times[best];
+    return mixed && times[mixed] + pure / 20 <= pure ? mixed : best;
+}
+
+// One block. Of the ids, the first thing that any kernel of the step reads, it makes the places of
+// experts in this step: the slots that they have, and those that missed ones are copied into. The
+// rows of other missed ones are handed over.
+template <class Id>
+struct FindMisses {
+    static constexpr i32 MOST_SPARES = 256;
+    i64 count, experts, cached, spares;
+    const Id* ids;       // [count]
+    const i32* tables;   // [2, experts]: the slot of each expert, or NOWHERE
+    const i32* version;  // which of both holds for a step that begins now
+    Step step;
+    Costs costs;
+    i64* error;
+
+    // memory: i32[3 * experts + count]
+    __device__ void run(i32* memory) const {
+        __shared__ i32 missed, copied, hits;
+        i32 *const rows = memory, *const fate = rows + experts, *const order = fate + experts,
+                   *const on_cpu = order + experts;
+        const i32 first = threadIdx.x, by = blockDim.x, E = i32(experts), n = i32(count);
+        griddepcontrol_wait();
+        for (i32 e = first; e < E; e += by) rows[e] = 0;
+        if (first == 0) missed = copied = hits = 0;
+        __syncthreads();
+        for (i32 i = first; i < n; i += by) {
+            const i64 id = i64(ids[i]);
+            if (id >= 0 && id < experts) atomicAdd(rows + id, 1);
+            if (id < -1 || id >= experts) report(error, BAD_ID, i, i32(id));
+        }
+        const i32* const table = tables + load_flag(version) * experts;
+        __syncthreads();
+        for (i32 e = first; e < E; e += by) {
+            const i32 slot = load_flag(table + e);
+            fate[e] = slot >= 0 && slot < cached ? slot : NOWHERE;
+            if (rows[e] == 0) continue;
+            atomicAdd(step.uses + e, rows[e]);
+            fate[e] == NOWHERE ? atomicAdd(&missed, 1) : atomicAdd(&hits, rows[e]);
+        }
+        __syncthreads();
+        if (missed > 0) split(rows, fate, order, missed, copied);
+        for (i32 e = first; e < E; e += by) step.places[e] = max(fate[e], NOWHERE);
+        i32 handed = 0;
+        if (copied < missed) handed = list(fate, on_cpu);
+        if (first != 0) return;
+        Counts& counts = *step.counts;
+        Exchange& exchange = *step.exchange;
+        counts.copies = copied, counts.rows = exchange.broken ? 0 : handed;
+        exchange.epoch += counts.rows > 0;
+        counts.steps += 1, counts.hits += hits, counts.computed_rows += handed;
+        counts.copied += copied, counts.computed += missed - copied;
+        for (i32 i = 0; i < copied; ++i) counts.copied_rows += rows[order[i]];
+        if (handed > counts.rows) report(error, NO_ANSWER, 0, 0);
+    }
+
+  private:
+    // Decides about each missed expert.
+    __device__ __forceinline__ void split(const i32* rows, i32* fate, i32* order, i32 missed,
+                                          i32& copied) const {
+        __shared__ i64 times[MOST_SPARES + 1];
+        const i32 first = threadIdx.x, by = blockDim.x, E = i32(experts);
+        for (i32 e = first; e < E; e += by) {
+            if (rows[e] == 0 || fate[e] != NOWHERE) continue;
+            i32 rank = 0;
+            for (i32 other = 0; other < E; ++other)
+                rank += rows[other] > 0 && fate[other] == NOWHERE &&
+                        (rows[other] > rows[e] || (rows[other] == rows[e] && other < e));
+            order[rank] = e;
+        }
+        __syncthreads();
+        const i32 most = min(missed, i32(spares));
+        for (i32 k = first; k <= most; k += by) times[k] = costs.of(k, missed, order, rows);
+        __syncthreads();
+        if (first == 0) copied = choose_copies(times, missed, most);
+        __syncthreads();
+        for (i32 i = first; i < missed; i += by) {
+            fate[order[i]] = i < copied ? i32(cached) + i : ON_CPU;
+            if (i < copied) step.copied[i] = order[i];
+        }
+        __syncthreads();
+    }
+
+    // Lists the rows of experts that the CPU computes. How many there are, in the first thread.
+    __device__ __forceinline__ i32 list(const i32* fate, i32* on_cpu) const {
+        const i32 first = threadIdx.x, by = blockDim.x, n = i32(count);
+        for (i32 i = first; i < n; i += by) {
+            const i64 id = i64(ids[i]);
+            on_cpu[i] = id >= 0 && id < experts && fate[id] == ON_CPU;
+        }
+        __syncthreads();
+        for (i32 i = first; i < n; i += by) {
+            if (on_cpu[i] == 0) continue;
+            i32 before = 0;
+            for (i32 other = 0; other < i; ++other) before += on_cpu[other];
+            step.handed[before] = i;
+        }
+        i32 all = 0;
+        if (first == 0)
+            for (i32 i = 0; i < n; ++i) all += on_cpu[i];
+        return all;
+    }
+};
+
+}  // namespace

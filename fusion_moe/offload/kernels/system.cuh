@@ -1,0 +1,37 @@
+// Flags that a GPU and the CPU share.
+#pragma once
+
+#include "numbers.cuh"
+
+namespace {
+
+__device__ __forceinline__ u64 load_acquire_system(const u64* p) {
+    u64 x;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void store_release_system(u64* p, u64 x) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory");
+}
+
+// All that this thread has seen written is there for who sees what it writes next.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Nanoseconds, for all multiprocessors.
+__device__ __forceinline__ u64 now() {
+    u64 x;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(x)::"memory");
+    return x;
+}
+
+// What a counter of this GPU was before one is added.
+__device__ __forceinline__ u32 add_ticket(u32* p) {
+    u32 x;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 200;" ::: "memory"); }
+
+}  // namespace

@@ -1,0 +1,136 @@
+"""The kernels of a step on a GPU (kernels/), compiled when a model is offloaded, and launched with
+one structure each: numbers and addresses, 8 bytes each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..backends.cuda.launch import KERNELS
+from ..encodings import Encoding
+from ..encodings import Part as EncodingPart
+from ..encodings.orders import Nibbles
+from ..layouts.w16x64 import COLUMNS
+from ..runtime import cuda, nvrtc
+
+HERE = Path(__file__).parent / "kernels"
+THREADS = 512
+MOST_PARTS = 12  # of kernels/experts.cuh
+CTYPES = {torch.int32: "i32", torch.int64: "i64", torch.bfloat16: "bf16", torch.float16: "f16"}
+CTYPES[torch.float32] = "float"
+
+
+def text(name: str, header: str, parameter: str, body: str) -> str:
+    """A kernel that takes one structure, `s`."""
+    return (
+        f'#include "{header}.cuh"\n\nextern "C" __global__ void __launch_bounds__({THREADS}) '
+        f"{name}(const {parameter} s) {{\n    {body}\n}}\n"
+    )
+
+
+def find_misses(ids: torch.dtype) -> str:
+    body = "extern __shared__ i32 memory[];\n    s.run(memory);"
+    return text("find_misses", "misses", f"FindMisses<{CTYPES[ids]}>", body)
+
+
+def move(ids: torch.dtype, weights: torch.dtype) -> str:
+    parameter = f"Move<{CTYPES[ids]}, {CTYPES[weights]}>"
+    return text("move", "move", parameter, "s.run();")
+
+
+def await_rows() -> str:
+    return text("await_rows", "handover", "Await", "s.run();")
+
+
+def load() -> str:
+    return text("load", "experts", "Load", "s.run();")
+
+
+class Kernel:
+    """kernel(stream, numbers): a launch on the current device."""
+
+    def __init__(self, source: str, blocks: int, shared: int = 0):
+        arch = cuda.arch(torch.cuda.current_device())
+        name = source.partition("(const ")[0].rpartition(" ")[2]
+        path = nvrtc.build(source, name=name, arch=arch.nvrtc, headers=headers())
+        self._launch = cuda.Launch(cuda.load(path, name, shared), blocks, THREADS, shared, False)
+
+    def __call__(self, stream: int, numbers: Sequence[int]) -> None:
+        params = (ctypes.c_longlong * len(numbers))(*numbers)
+        pointer = ctypes.c_void_p(ctypes.addressof(params))
+        self._launch(stream, ctypes.addressof(pointer))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel copies of a tensor [E, ...]: `Part` of kernels/experts.cuh.
+
+    kind: 0 its bytes, 1 codes of 4 bits, 2 scales of a byte; the last two into the layout w16x64.
+    """
+
+    kind: int
+    nbytes: int  # of an expert
+    rows: int
+    tiles: int
+    each: int
+    recoding: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, t: Tensor, part: EncodingPart | None = None, tiled: bool = False) -> Shape:
+        """That of a tensor, of which `part` of an encoding becomes tiles if `tiled`."""
+        nbytes = t[0].nbytes
+        if tiled and part is not None and part.scale is None:
+            return cls(1, nbytes, t.shape[1], t.shape[2] // 32, 0)
+        if tiled and part is not None and part.of_blocks and part.scale is not None:
+            each = scales_of_tile(part)
+            recoding = part.scale.recoding.table
+            return cls(2, nbytes, t.shape[1], t.shape[2] // each, each, recoding)
+        each = 16 if nbytes % 16 == 0 else 2
+        return cls(0, nbytes, 0, nbytes // each, each)
+
+
+def scales_of_tile(part: EncodingPart) -> int:
+    """How many scales a row of a tile has; tiles of scales for many elements are as wide as one."""
+    assert part.scale is not None
+    return max(1, COLUMNS // part.scale.block) if part.scale.block > 0 else 1
+
+
+def why_not_tiled(encoding: Encoding) -> str:
+    """Why kernels do not copy weights in an encoding into the layout w16x64; "" if they do."""
+    wide = [part.name for part in encoding.parts if part.of_blocks and part.dtype.itemsize != 1]
+    if not isinstance(encoding.element.tile_order, Nibbles) or wide or encoding.axis != -1:
+        return f"{encoding.name} has no codes of 4 bits with scales of a byte along K"
+    return ""
+
+
+class Parts:
+    """What is copied of each expert: tensors at home, where kernels find them, and in slots."""
+
+    def __init__(self, shapes: Sequence[Shape], homes: Sequence[int], slots: Sequence[Tensor]):
+        self.slots = list(slots)
+        self.nbytes = sum(shape.nbytes for shape in shapes)
+        self._tables = [
+            torch.tensor(shape.recoding, dtype=torch.uint8, device=t.device)
+            for shape, t in zip(shapes, slots, strict=True)
+        ]
+        self.numbers = [len(shapes)]
+        for shape, home, t, table in zip(shapes, homes, slots, self._tables, strict=True):
+            assert t.is_contiguous()
+            assert t[0].nbytes == shape.nbytes
+            recoding = table.data_ptr() if shape.recoding else 0
+            self.numbers += [shape.kind, home, t.data_ptr(), shape.nbytes, shape.nbytes]
+            self.numbers += [shape.rows, shape.tiles, shape.each, recoding]
+        self.numbers += [0] * (9 * (MOST_PARTS - len(shapes)))
+
+
+@cache
+def headers() -> nvrtc.Headers:
+    """Those of kernels/, and of all CUDA kernels."""
+    return nvrtc.Headers({**nvrtc.headers(KERNELS), **nvrtc.headers(HERE)})

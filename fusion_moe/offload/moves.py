@@ -1,0 +1,155 @@
+"""What a step does on a GPU beside its programs: finds misses and decides about them, copies
+experts, hands rows over to the worker and awaits them. All by kernels on one stream, without a host
+or a wait where nothing is missing; a CUDA graph can capture it.
+
+    shared = Shared(capacity, row_bytes)                # of a model
+    moves = Moves(parts, cached, constants, shared, layer, experts, device)
+    places = moves.begin(x, ids, w)                     # i32[E], for this step alone
+    y, slot_of = ...                                    # rows of experts that are there by now
+    moves.finish(y, slot_of)                            # the others' rows are there too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..errors import BuildError, ShapeError
+from ..runtime import cuda
+from ..runtime.faults import Faults
+from . import launches
+from .launches import Kernel, Parts
+from .pinned import Staging
+from .worker import Model, Worker, letters
+
+COPYING, HANDING, AWAITING = 16, 8, 16  # blocks: so many reach what PCIe has
+LIMIT = 10.0  # seconds after which the worker is given up
+_COUNTS = "steps", "hits", "copied_rows", "computed_rows", "copied", "computed"  # of step.cuh
+
+
+class Shared:
+    """A mailbox and the memory of rows beside it, which the layers of one model use in turn.
+
+    capacity: rows of a step that the worker may compute, at most. limit: seconds.
+    """
+
+    def __init__(self, capacity: int, row_bytes: int, device: torch.device, limit: float = LIMIT):
+        self.capacity, self.row_bytes, self.limit = capacity, row_bytes, limit
+        self.staging = Staging(letters(capacity, row_bytes))
+        self.model: Model = Worker.of_process().model(self.staging)
+        self.exchange = torch.zeros(2, dtype=torch.int64, device=device)  # of kernels/step.cuh
+
+    @property
+    def letters(self) -> list[int]:
+        """`Letters` of kernels/handover.cuh."""
+        return [self.staging.addresses[name] for name in letters(0, 0)]
+
+
+class Moves:
+    """One layer's. parts: of its experts; cached, spare: slots; layer: the worker's number of it.
+
+    costs: the numbers of `Constants`. tables i32[2, E]: the slot of each expert, or -1; version
+    i32[1]: which of both a step reads.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        experts: int,
+        cached: int,
+        spare: int,
+        costs: Sequence[int],
+        shared: Shared,
+        layer: int,
+    ):
+        device = parts.slots[0].device
+        self.parts, self.shared, self.layer, self.device = parts, shared, layer, device
+        self.experts, self.cached, self.spare, self._costs = experts, cached, spare, [*costs]
+
+        def zeros(n: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(n, dtype=dtype, device=device)
+
+        self.tables = torch.full((2, experts), -1, dtype=torch.int32, device=device)
+        self.version, self.uses = zeros(1), zeros(experts)
+        self._counts, self._copied = zeros(1 + len(_COUNTS), torch.int64), zeros(max(spare, 1))
+        self._handed, self._places = zeros(shared.capacity), zeros(experts)
+        self._faults = Faults("a step of offloaded experts")
+        self._faults.prepare(device.index)
+        self._kernels: dict[object, tuple[Kernel, Kernel]] = {}
+        self._load, self._await  # noqa: B018  # nothing is compiled while a GPU waits
+
+    def begin(self, x: Tensor, ids: Tensor, w: Tensor | None = None) -> Tensor:
+        """The places of experts in this step: those that missed are copied or handed over.
+
+        x [T, H], ids int[T, k] contiguous; w [T, k]: what rows are weighted with, if inputs are.
+        ShapeError for more rows than `shared` has room for.
+        """
+        if ids.numel() > self.shared.capacity:
+            raise ShapeError(
+                f"{ids.numel()} rows of experts in a step",
+                expected=f"at most {self.shared.capacity}",
+                where="offload",
+            )
+        stream = cuda.stream(self.device)
+        fault = self._faults.word(self.device.index, stream)
+        find, move = self._of(ids.dtype, torch.float32 if w is None else w.dtype)
+        step = self._step
+        numbers = [ids.numel(), self.experts, self.cached, self.spare, ids.data_ptr()]
+        numbers += [self.tables.data_ptr(), self.version.data_ptr(), *step, *self._costs, fault]
+        find(stream, numbers)
+        hand_over = [ids.shape[1], x[0].nbytes, self.layer, x.data_ptr(), ids.data_ptr()]
+        hand_over += [0 if w is None else w.data_ptr(), *step, *self.shared.letters]
+        move(stream, [COPYING, self.cached, *self.parts.numbers, *hand_over])
+        return self._places
+
+    def finish(self, y: Tensor, slot_of: Tensor) -> None:
+        """Waits for rows that the worker computes, and puts them where they belong: y [T * k, H],
+        slot_of i32[T, k].
+        """
+        stream = cuda.stream(self.device)
+        fault = self._faults.word(self.device.index, stream)
+        numbers = [y[0].nbytes, int(self.shared.limit * 1e9), slot_of.data_ptr(), y.data_ptr()]
+        self._await(stream, [*numbers, *self._step, *self.shared.letters, fault])
+
+    def load(self, slot: int, expert: int) -> None:
+        """Copies an expert into a slot, on the current stream."""
+        self._load(cuda.stream(self.device), [expert, slot, *self.parts.numbers])
+
+    def counted(self) -> dict[str, int]:
+        """What steps did so far. Waits for them."""
+        return dict(zip(_COUNTS, self._counts[1:].tolist(), strict=True))
+
+    @property
+    def _step(self) -> list[int]:
+        of_layer = self._counts, self._places, self._copied, self._handed, self.uses
+        return [t.data_ptr() for t in (self.shared.exchange, *of_layer)]
+
+    def _of(self, ids: torch.dtype, weights: torch.dtype) -> tuple[Kernel, Kernel]:
+        key = ids, weights
+        if key not in self._kernels:
+            if cuda.capturing():
+                raise BuildError(
+                    "a step of offloaded experts was not compiled before a CUDA graph is captured",
+                    todo="call the model once before torch.cuda.graph",
+                    where="offload",
+                )
+            with torch.cuda.device(self.device):
+                shared = 4 * (3 * self.experts + self.shared.capacity)
+                self._kernels[key] = (
+                    Kernel(launches.find_misses(ids), 1, shared),
+                    Kernel(launches.move(ids, weights), COPYING + HANDING),
+                )
+        return self._kernels[key]
+
+    @cached_property
+    def _load(self) -> Kernel:
+        with torch.cuda.device(self.device):
+            return Kernel(launches.load(), COPYING)
+
+    @cached_property
+    def _await(self) -> Kernel:
+        with torch.cuda.device(self.device):
+            return Kernel(launches.await_rows(), AWAITING)

@@ -1,0 +1,95 @@
+"""Memory of the host that GPUs read and write: tensors on pages of their own, pinned in pieces.
+
+home = Pinned(tensor)       # a tensor of `pages.empty`, 2 MiB or more; PinError if refused
+home.address                # at which kernels find it; unpinned when `home` is no more
+staging = Staging({"rows": 4096, "ids": 64})    # memory of our own, pinned
+staging.addresses["rows"]                       # on the GPU; staging.tensors["rows"]: u8
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import weakref
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import BuildError, Error
+from ..layouts.groups import ceil_to
+from ..runtime import cuda
+
+_PIECE = 2**30  # bytes pinned at once
+_LINE = 256  # bytes: what arrays of a staging begin at multiples of
+
+
+class PinError(Error, RuntimeError):
+    """Memory of the host that could not be pinned."""
+
+
+class Pinned:
+    """A contiguous CPU tensor, pinned for as long as this lives. PinError if that is refused.
+
+    address: of its first byte, for kernels.
+    """
+
+    def __init__(self, t: Tensor, pin: bool = True):
+        self.tensor = t
+        self.address = t.data_ptr()
+        if not pin:
+            return
+        done: list[int] = []
+        self._undo = weakref.finalize(self, _unpin, done, os.getpid())
+        for start in range(0, t.nbytes, _PIECE):
+            at, nbytes = t.data_ptr() + start, min(_PIECE, t.nbytes - start)
+            try:
+                mapped = cuda.pin(at, nbytes)
+            except BuildError as error:
+                self._undo()
+                raise _refused(t.nbytes, start, error) from None
+            done.append(at)
+            if start == 0:
+                self.address = mapped
+            elif mapped != self.address + start:
+                self._undo()
+                raise PinError(
+                    f"pieces of {t.nbytes / 2**30:.1f} GiB are mapped apart on the GPU",
+                    expected="a driver with unified addresses",
+                )
+
+
+class Staging:
+    """Zeros of our own memory, which child processes share: a fork copies no pages of it.
+
+    tensors: u8, by name; addresses: of the same on the GPU.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], pin: bool = True):
+        offsets, end = {}, 0
+        for name, nbytes in sizes.items():
+            offsets[name], end = end, end + ceil_to(nbytes, _LINE)
+        memory = mmap.mmap(-1, max(ceil_to(end, mmap.PAGESIZE), mmap.PAGESIZE))
+        self.memory = torch.frombuffer(memory, dtype=torch.uint8)
+        self._pinned = Pinned(self.memory, pin)
+        self.tensors = {
+            name: self.memory[offset : offset + sizes[name]] for name, offset in offsets.items()
+        }
+        self.addresses = {name: self._pinned.address + offset for name, offset in offsets.items()}
+
+
+def _unpin(done: list[int], process: int) -> None:
+    while done and os.getpid() == process:
+        cuda.unpin(done.pop())
+
+
+def _refused(wanted: int, done: int, error: BuildError) -> PinError:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
+    return PinError(
+        f"{wanted / 2**30:.1f} GiB of RAM could not be pinned after {done / 2**30:.1f} GiB: "
+        f"{error.found}; ulimit -l is {limit}",
+        todo="raise the limit (ulimit -l unlimited; in containers --ulimit memlock=-1), or offload "
+        "fewer experts",
+    )

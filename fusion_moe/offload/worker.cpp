@@ -1,0 +1,332 @@
+// The worker: a thread that computes rows which GPUs hand over, inside one team of threads.
+//
+// It looks at the mailboxes of all models. While one is in use it does so all the time, in a
+// parallel region whose helpers wait for loops; after a while without work it leaves the region and
+// naps, longer and longer. A submitter on the CPU wakes it; a GPU cannot, nor need it.
+//
+// Python registers mailboxes, layers and programs, and the worker never calls Python.
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "mailbox.cuh"
+#include "team.h"
+
+namespace offload {
+namespace {
+
+using i32 = std::int32_t;
+using i64 = long long;
+using u64 = unsigned long long;
+using Clock = std::chrono::steady_clock;
+
+// Flags, which the other side reads and writes by its own instructions.
+u64 acquire(const u64& flag) { return __atomic_load_n(&flag, __ATOMIC_ACQUIRE); }
+void release(u64& flag, u64 x) { __atomic_store_n(&flag, x, __ATOMIC_RELEASE); }
+
+// Numbers that Python made, one after the other.
+class Numbers {
+  public:
+    explicit Numbers(const i64* at) : at_(at) {}
+    i64 next() { return *at_++; }
+    template <class T>
+    T* address() {
+        return reinterpret_cast<T*>(next());
+    }
+    std::vector<i64> list() {
+        std::vector<i64> found(static_cast<std::size_t>(next()));
+        for (i64& n : found) n = next();
+        return found;
+    }
+
+  private:
+    const i64* at_;
+};
+
+// A program for up to `rows` rows: what a descriptor says (runtime/native.cpp). Its first inputs
+// are rows, ids and weights, the others a layer's, its only result the rows that it makes.
+class Program {
+  public:
+    explicit Program(Numbers& said)
+        : rows(said.next()),
+          inputs_(said.next()),
+          made_(said.list()),
+          workspace_(static_cast<std::size_t>(said.next())),
+          offsets_(said.list()),
+          entry_(said.address<Entry>()),
+          products_(said.list()),
+          order_(said.list()),
+          sizes_(said.list()) {}
+
+    const i64 rows;
+
+    std::size_t workspace() const { return workspace_; }
+
+    // Whether it ran; if not, it found bad input.
+    bool run(char* const (&given)[3], const std::vector<char*>& layer, char* result, char* memory,
+             Team& team) const {
+        std::vector<char*> all(given, given + 3), ordered;
+        all.insert(all.end(), layer.begin(), layer.end());
+        all.push_back(result);
+        for (const i64 offset : offsets_) all.push_back(memory + offset);
+        for (const i64 i : order_) ordered.push_back(all[static_cast<std::size_t>(i)]);
+        return entry_(ordered.data(), sizes_.data(), products_.data(), &team) == 0;
+    }
+
+  private:
+    using Entry = int(char* const* arrays, const i64* sizes, const i64* products, void* team);
+
+    i64 inputs_;
+    std::vector<i64> made_;
+    std::size_t workspace_;
+    std::vector<i64> offsets_;
+    Entry* entry_;
+    std::vector<i64> products_, order_, sizes_;
+};
+
+// A mailbox, the memory beside it, and what answers it. Programs are for more and more rows.
+struct Model {
+    Mailbox* box;
+    char *rows, *ids, *weights, *results;
+    std::vector<std::unique_ptr<Program>> programs;
+    std::vector<std::vector<char*>> layers;
+    std::vector<i64> programs_of;  // the first program of each layer
+    u64 seen = 0;
+
+    explicit Model(Numbers& said)
+        : box(said.address<Mailbox>()),
+          rows(said.address<char>()),
+          ids(said.address<char>()),
+          weights(said.address<char>()),
+          results(said.address<char>()) {}
+
+    bool waits() const { return acquire(box->posted) != seen; }
+
+    // The memory grows to what programs need.
+    void answer(Team& team, std::vector<char>& memory) {
+        seen = acquire(box->posted);
+        box->refused = !compute(team, memory);
+        release(box->answered, seen);
+    }
+
+  private:
+    bool compute(Team& team, std::vector<char>& memory) {
+        const auto layer = static_cast<std::size_t>(box->layer);
+        if (box->layer < 0 || layer >= layers.size() || box->rows < 0) return false;
+        auto program = static_cast<std::size_t>(programs_of[layer]);
+        while (program < programs.size() && programs[program] &&
+               programs[program]->rows < box->rows)
+            ++program;
+        if (program >= programs.size() || !programs[program]) return false;
+        const Program& found = *programs[program];
+        for (i64 row = box->rows; row < found.rows; ++row)
+            reinterpret_cast<i32*>(ids)[row] = -1, reinterpret_cast<float*>(weights)[row] = 0;
+        if (memory.size() < found.workspace()) memory.resize(found.workspace());
+        char* const given[] = {rows, ids, weights};
+        return found.run(given, layers[layer], results, memory.data(), team);
+    }
+};
+
+class Worker {
+  public:
+    // idle: microseconds without work, after which the team is left.
+    Worker(int threads, i64 idle) : threads_(threads), idle_(idle), thread_([this] { live(); }) {}
+
+    // In a child of the process that started it there is no thread, and everything stays as it is.
+    void stop() {
+        if (!in_this_process() || stopping_.exchange(true)) return;
+        wake();
+        thread_.join();
+    }
+
+    bool in_this_process() const { return pid_ == getpid(); }
+
+    Model* add(Numbers& said) {
+        auto made = std::make_unique<Model>(said);
+        release(made->box->gone, 0);
+        made->seen = acquire(made->box->posted);
+        const std::lock_guard lock(mutex_);
+        models_.push_back(std::move(made));
+        return models_.back().get();
+    }
+
+    // Programs for more and more rows, after which a null ends them.
+    i64 add_programs(Model& model, Numbers& said) {
+        const std::lock_guard lock(mutex_);
+        const auto first = static_cast<i64>(model.programs.size());
+        for (i64 n = said.next(); n > 0; --n)
+            model.programs.push_back(std::make_unique<Program>(said));
+        model.programs.push_back(nullptr);
+        return first;
+    }
+
+    i64 add_layer(Model& model, i64 programs, Numbers& said) {
+        std::vector<char*> inputs;
+        for (const i64 address : said.list()) inputs.push_back(reinterpret_cast<char*>(address));
+        const std::lock_guard lock(mutex_);
+        model.layers.push_back(std::move(inputs));
+        model.programs_of.push_back(programs);
+        return static_cast<i64>(model.layers.size()) - 1;
+    }
+
+    void remove(Model* model) {
+        const std::lock_guard lock(mutex_);
+        release(model->box->gone, 1);
+        models_.erase(std::find_if(models_.begin(), models_.end(),
+                                   [=](const auto& m) { return m.get() == model; }));
+    }
+
+    void wake() {
+        calls_.fetch_add(1);
+        syscall(SYS_futex, &calls_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+    }
+
+    i64 busy() const { return busy_.load(std::memory_order_relaxed); }
+
+  private:
+    static constexpr i64 FIRST_NAP = 20'000, LAST_NAP = 2'000'000;  // nanoseconds
+
+    void live() {
+        prctl(PR_SET_NAME, "fusion_moe");
+        prctl(PR_SET_TIMERSLACK, 1000UL);
+        i64 nap = FIRST_NAP;
+        while (!stopping_.load()) {
+            const std::uint32_t calls = calls_.load();
+            if (waits()) {
+                Team::run(threads_, [this](Team& team) { return serve(team); });
+                nap = FIRST_NAP;
+                continue;
+            }
+            const timespec time{0, nap};
+            syscall(SYS_futex, &calls_, FUTEX_WAIT_PRIVATE, calls, &time, nullptr, 0);
+            nap = std::min(nap + nap / 16, LAST_NAP);
+        }
+        const std::lock_guard lock(mutex_);
+        for (const auto& model : models_) release(model->box->gone, 1);
+    }
+
+    bool waits() {
+        const std::lock_guard lock(mutex_);
+        return std::any_of(models_.begin(), models_.end(),
+                           [](const auto& m) { return m->waits(); });
+    }
+
+    // Answers until there was no work for a while.
+    int serve(Team& team) {
+        Clock::time_point last = Clock::now();
+        for (Spin spin; !stopping_.load(std::memory_order_relaxed);) {
+            if (answer_all(team)) {
+                last = Clock::now();
+                spin = Spin();
+            } else if (Clock::now() - last > std::chrono::microseconds(idle_)) {
+                break;
+            } else {
+                spin();
+            }
+        }
+        return 0;
+    }
+
+    bool answer_all(Team& team) {
+        const std::lock_guard lock(mutex_);
+        bool found = false;
+        for (const auto& model : models_) {
+            if (!model->waits()) continue;
+            const Clock::time_point start = Clock::now();
+            model->answer(team, memory_);
+            busy_.fetch_add((Clock::now() - start).count(), std::memory_order_relaxed);
+            found = true;
+        }
+        return found;
+    }
+
+    const int threads_;
+    const i64 idle_;
+    const pid_t pid_ = getpid();
+    std::mutex mutex_;  // of what is registered
+    std::vector<std::unique_ptr<Model>> models_;
+    std::vector<char> memory_;
+    std::atomic<bool> stopping_{false};
+    std::atomic<std::uint32_t> calls_{0};
+    std::atomic<i64> busy_{0};  // nanoseconds
+    std::thread thread_;        // last, since it uses the others
+};
+
+}  // namespace
+}  // namespace offload
+
+// What ctypes calls
+// -------------------------------------------------------------------------------------------------
+
+using namespace offload;
+
+extern "C" {
+
+Worker* offload_start(int threads, long long idle) { return new Worker(threads, idle); }
+
+// Ends the thread. What refers to the worker stays valid, and finds it gone.
+void offload_stop(Worker* worker) { worker->stop(); }
+
+Model* offload_model(Worker* worker, const long long* numbers) {
+    Numbers said(numbers);
+    return worker->add(said);
+}
+
+long long offload_programs(Worker* worker, Model* model, const long long* numbers) {
+    Numbers said(numbers);
+    return worker->add_programs(*model, said);
+}
+
+long long offload_layer(Worker* worker, Model* model, long long programs,
+                        const long long* numbers) {
+    Numbers said(numbers);
+    return worker->add_layer(*model, programs, said);
+}
+
+void offload_remove(Worker* worker, Model* model) {
+    if (worker->in_this_process()) worker->remove(model);
+}
+
+void offload_wake(Worker* worker) { worker->wake(); }
+
+// What a GPU does, by a thread: hands over rows that lie in the model's memory. How often that was
+// done.
+unsigned long long offload_submit(Worker* worker, Model* model, int layer, int rows) {
+    const unsigned long long number = model->box->posted + 1;
+    model->box->layer = layer, model->box->rows = rows;
+    release(model->box->posted, number);
+    worker->wake();
+    return number;
+}
+
+// Waits for the answer, `limit` nanoseconds at most: 0, or why there is none, as `Await` of
+// kernels/handover.cuh has it.
+int offload_await(Model* model, unsigned long long number, long long limit) {
+    const std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
+    for (Spin spin; acquire(model->box->answered) < number; spin()) {
+        if (acquire(model->box->gone)) return 1;
+        if (std::chrono::steady_clock::now() - start > std::chrono::nanoseconds(limit)) return 2;
+    }
+    return model->box->refused ? 3 : 0;
+}
+
+// A program that makes nothing: what handing over takes by itself.
+int offload_nothing(char* const*, const long long*, const long long*, void*) { return 0; }
+
+// Nanoseconds in which it computed.
+long long offload_busy(Worker* worker) { return worker->busy(); }
+
+}  // extern "C"

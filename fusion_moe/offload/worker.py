@@ -1,0 +1,155 @@
+"""The worker: a native thread (worker.cpp) that computes rows which GPUs hand over.
+
+    worker = Worker.of_process()                        # one for all models; started if needed
+    model = worker.model(staging)                       # a mailbox, and the memory beside it
+    programs = model.programs([(rows, descriptor), ...])    # for more and more rows
+    number = model.layer(programs, weights)             # which kernels put into the mailbox
+
+A model is removed when nothing refers to it any more, the worker ends with the process. After a
+fork the child has none: it starts its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+from ..backends.cpu.readers import KERNELS as CPU_KERNELS
+from ..runtime import build, native
+from ..runtime.host_memory import bandwidth
+from ..runtime.native import Descriptor, counted
+from .pinned import Staging
+
+KERNELS = Path(__file__).parent / "kernels"
+SOURCE = Path(__file__).with_name("worker.cpp")
+_IDLE = 2000  # microseconds without work, after which the team's threads are given back
+_SPARE = 2  # CPUs that are left to others
+_starting = threading.Lock()
+WHY = {1: "its worker has ended", 2: "it took too long", 3: "it found bad input"}
+
+
+class Worker:
+    """The worker of this process. threads: of its team."""
+
+    _of_process: Worker | None = None
+
+    def __init__(self, threads: int, idle: int = _IDLE):
+        self.threads, self._process = threads, os.getpid()
+        self.handle = library().offload_start(threads, idle)
+        self.stop = weakref.finalize(self, library().offload_stop, self.handle)
+
+    @classmethod
+    def of_process(cls) -> Worker:
+        """The one of this process, on all CPUs but two."""
+        with _starting:
+            found = cls._of_process
+            if found is None or found._process != os.getpid() or not found.stop.alive:
+                found = cls._of_process = Worker(max(1, bandwidth.cpus() - _SPARE))
+            return found
+
+    def model(self, staging: Staging) -> Model:
+        """Registers a mailbox: `staging` has those arrays that `letters` names."""
+        return Model(self, staging)
+
+    @property
+    def busy(self) -> int:
+        """Nanoseconds in which it computed, so far."""
+        return int(library().offload_busy(self.handle))
+
+
+class Model:
+    """What the worker knows of a model: a mailbox, programs and layers."""
+
+    def __init__(self, worker: Worker, staging: Staging):
+        self.worker, self.staging = worker, staging
+        addresses = [staging.tensors[name].data_ptr() for name in letters(0, 0)]
+        self.handle = library().offload_model(worker.handle, _numbers(addresses))
+        self._kept: list[object] = []
+        # keeps both: neither ends before it
+        weakref.finalize(self, _remove, worker, self.handle, staging)
+
+    def programs(self, made: Sequence[tuple[int, Descriptor]]) -> int:
+        """Registers programs of the entry "run_in", each for up to so many rows: more and more."""
+        numbers = [len(made)]
+        for rows, descriptor in made:
+            numbers += [rows, *descriptor.numbers]
+        return int(library().offload_programs(self.worker.handle, self.handle, _numbers(numbers)))
+
+    def layer(self, programs: int, weights: Sequence[Tensor]) -> int:
+        """Registers the inputs of programs after rows, ids and weights. Its number."""
+        self._kept.append(weights)
+        addresses = counted([t.data_ptr() for t in weights])
+        found = library().offload_layer(
+            self.worker.handle, self.handle, programs, _numbers(addresses)
+        )
+        return int(found)
+
+    def submit(self, layer: int, rows: int) -> int:
+        """Hands over rows that lie in the staging memory, as a GPU does. The number of the
+        letter.
+        """
+        return int(library().offload_submit(self.worker.handle, self.handle, layer, rows))
+
+    def wait(self, letter: int, seconds: float) -> str:
+        """Waits for its answer. Why there is none; "" if there is."""
+        found = library().offload_await(self.handle, letter, int(seconds * 1e9))
+        return WHY.get(found, "")
+
+
+def letters(rows: int, row_bytes: int) -> dict[str, int]:
+    """The bytes of the arrays of a mailbox for so many rows."""
+    return {
+        "box": 256,
+        "rows": rows * row_bytes,
+        "ids": 4 * rows,
+        "weights": 4 * rows,
+        "results": rows * row_bytes,
+    }
+
+
+def nothing(rows: int) -> Descriptor:
+    """A program that makes nothing, for up to so many rows."""
+    function = native.address(library().offload_nothing)
+    return Descriptor(False, (3, *counted([0]), 0, *counted([]), function, *[0] * 3))
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """worker.cpp. BuildError without a compiler."""
+    made = build.load(
+        SOURCE.read_text(encoding="utf-8"),
+        name="offload_worker",
+        tier="generic",
+        include=[KERNELS, CPU_KERNELS],
+    )
+    address, number = ctypes.c_void_p, ctypes.c_longlong
+    for name, takes, gives in (
+        ("start", [ctypes.c_int, number], address),
+        ("stop", [address], None),
+        ("model", [address, address], address),
+        ("programs", [address, address, address], number),
+        ("layer", [address, address, number, address], number),
+        ("remove", [address, address], None),
+        ("wake", [address], None),
+        ("submit", [address, address, ctypes.c_int, ctypes.c_int], ctypes.c_ulonglong),
+        ("await", [address, ctypes.c_ulonglong, number], ctypes.c_int),
+        ("busy", [address], number),
+    ):
+        function = getattr(made, f"offload_{name}")
+        function.argtypes, function.restype = takes, gives
+    return made
+
+
+def _remove(worker: Worker, handle: int, staging: Staging) -> None:
+    library().offload_remove(worker.handle, handle)
+
+
+def _numbers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_longlong]:
+    return (ctypes.c_longlong * len(numbers))(*numbers)
