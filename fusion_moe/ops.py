@@ -417,6 +417,7 @@ def fused_experts(
     transposed: bool = False,
     lora_scale: float = 1.0,
     straight_through: str = "exact",
+    places: Tensor | None = None,
 ) -> Tensor:
     """Sum over each token's experts of down(activation(gate_up(x))) times the router's weight ->
     [..., H], in the dtype of x.
@@ -454,6 +455,10 @@ def fused_experts(
         lora_scale: the factor of the adapters.
         straight_through: how weights with masters are differentiated, as in `grouped_mm`. gate_up
             and down may each have one.
+
+        places: int32 [N], where each of N experts lies: at an index of the E experts here, or, with
+            -1, elsewhere. Slots of experts that are elsewhere add nothing, as with first_expert,
+            which must be None. ids are checked against N.
 
     Raises:
         UnsupportedError: for an activation_format that the device does not have.

@@ -114,8 +114,13 @@ class _Body:
                 others.append(len(arg))
             else:
                 others.append(arg)
+        named = list[Any]()
+        for name, arg in kwargs.items():
+            if isinstance(arg, Tensor):
+                tensors.append(arg)
+            named.append((name, Tensor if isinstance(arg, Tensor) else arg))
         strides = tuple([t.stride() for t in tensors]) if self._spec.k_major else ()
-        key = (_form(tensors), strides, *others, *kwargs.items(), current())
+        key = (_form(tensors), strides, *others, *named, current())
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = self._find(tensors, bind(self._spec, args, kwargs))

@@ -201,6 +201,12 @@ class Ops:
         past the last end. None: ids start at 0, and every id must name a group, or be -1,
         which names none.
         """
+    def place(self, ids: Value, places: Value, /) -> Value:
+        """ids int[T, k], experts of tokens; places i32[E], where each expert lies -> i32[T, k]:
+        the place of each slot's expert, -1 for the id -1.
+
+        Every id must be one of the E experts, or -1.
+        """
     def index_select(self, x: Value, index: Value, /, dim: int) -> Value:
         """The elements of x at index int[N] along a dimension."""
     def index_put_accumulate(self, acc: Value, index: Value, value: Value, /) -> Value:

@@ -749,6 +749,38 @@ def test_a_source_that_does_not_compile():
     assert Path(caught.value.where).read_text() == "int f( {"
 
 
+@pytest.mark.parametrize("model", ["qwen3", "gptoss"])
+def test_experts_in_places(model):
+    """A kernel before routing looks places up; what follows are the kernels without them."""
+    t = TensorType
+    _, k, h, i = MODELS[model]
+    given = {
+        "x": t((TOKENS, h), "bf16"),
+        "ids": t((TOKENS, k), "i64"),
+        "w": t((TOKENS, k), "f32"),
+        "gate_up[0]": t((16, 2 * i, h // 2), "u8"),
+        "gate_up[1]": t((16, 2 * i, h // 16), "f8e4m3"),
+        "gate_up[2]": t((16, 2), "f32"),
+        "down[0]": t((16, h, i // 2), "u8"),
+        "down[1]": t((16, h, i // 16), "f8e4m3"),
+        "down[2]": t((16,), "f32"),
+        "places": t((128,), "i32"),
+    }
+    others = {**DEFAULTS, "weight_layout": "w16x64", "weight_format": "nvfp4"}
+    others |= {"transposed": False, "lora_scale": 1.0, "straight_through": "exact"}
+    others |= dict.fromkeys(("lora_of", "gate_up_lora_of", "down_lora_of", "activation_parameters"))
+    names = [f"{p}_lora_{f}" for p in ("gate_up", "down") for f in "ab"]
+    fusion = fusion_of(
+        "fused_experts", tuple(given.items()), (*others.items(), *((n, None) for n in names))
+    )
+    lowered = lower(fusion, TARGETS["cuda"], Options())
+    kernels = [emit(s, TARGETS["cuda"]) for s in lowered.segments]
+    assert [kernel.why for kernel in kernels] == ["", ""]
+    first = launches(kernels[0].launch.source, 8)
+    assert [x.name for x in first[:2]] == ["place", "route"]
+    assert all(build(x, H200).stat().st_size for x in first)
+
+
 def test_small_operations_have_kernels():
     g = torch.Generator().manual_seed(0)
     y, ids = torch.randn(6, 32, generator=g).bfloat16(), torch.zeros(3, 2, dtype=torch.long)

@@ -364,6 +364,23 @@ def test_route_to_local_experts(routing: Routing, first, count, dtype):
         assert all(a.equal(b) for a, b in zip(everyone, found, strict=True))
 
 
+@about("place")
+@given(routings(), st.sampled_from((torch.int32, torch.int64)), st.data())
+def test_place(routing: Routing, dtype, data):
+    """Each id's entry of the table, whatever that is; -1 for -1. Other ids are errors."""
+    table = data.draw(
+        st.lists(st.integers(-2, 9), min_size=routing.groups, max_size=routing.groups)
+    )
+    ids = torch.cat([routing.ids, torch.full_like(routing.ids[:1], -1)]).to(dtype)
+    (found,) = run(lambda fd, *v: fd.ops.place(*v), ids, torch.tensor(table, dtype=torch.int32))
+    want = [[-1 if i < 0 else table[i] for i in token] for token in ids.tolist()]
+    assert (found.tolist(), found.dtype) == (want, torch.int32)
+    for bad in (-2, routing.groups) if ids.numel() else ():
+        ids[-1, 0] = bad
+        with pytest.raises(GroupsError, match="out of range"):
+            run(lambda fd, *v: fd.ops.place(*v), ids, torch.tensor(table, dtype=torch.int32))
+
+
 @about("route")
 def test_local_experts_of_ids_far_off():
     """Nothing overflows."""

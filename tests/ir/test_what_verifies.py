@@ -77,6 +77,7 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
     "partition": [([X, ENDS], [{}]), ([VECTOR, ENDS], [{}])],
     "zero_rest": [([ROWS, ENDS], [{}])],
     "route": [([SLOTS], [{"groups": 32}, {"groups": 2, "first_expert": 1}])],
+    "place": [([SLOTS, VECTOR], [{}])],
     "index_select": [([X, VECTOR], each("dim", (0, 1))), ([ROWS, VECTOR], each("dim", (0, 1)))],
     "index_put_accumulate": [([X, VECTOR, X], [{}]), ([VECTOR, VECTOR, VECTOR], [{}])],
     "invert": [([SLOTS], [{"rows": 32}])],

@@ -16,7 +16,7 @@ from ways import HOW, every_way
 
 import fusion_moe
 from fusion_moe import ops
-from fusion_moe.errors import GroupsError
+from fusion_moe.errors import DtypeError, GroupsError, OptionError, ShapeError
 from fusion_moe.nn.frozen.custom import in_steps
 
 E, T, K, H, I = 8, 21, 3, 32, 16
@@ -105,6 +105,64 @@ def test_nvfp4(target, dtype):
             assert found[~inside.any(1)].equal(torch.zeros_like(x[~inside.any(1)]))
         with pytest.raises(GroupsError, match="pass first_expert"):
             ops.fused_experts(x, ids, w, *local, weight_format="nvfp4")
+
+
+def places_of(here: list[int], experts: int = E) -> Tensor:
+    """Experts `here` lie at 0, 1, ..., all others elsewhere."""
+    places = torch.full((experts,), -1, dtype=torch.int32)
+    places[here] = torch.arange(len(here), dtype=torch.int32)
+    return places
+
+
+@pytest.mark.parametrize("target", ["reference", "cpu"])
+@pytest.mark.parametrize("here", [[5, 0, 6], [2], list(range(E))[::-1]], ids=str)
+def test_experts_in_any_places(target, here):
+    """A table says which expert each weight is: slots of all others add nothing."""
+    x, ids, w = inputs(torch.bfloat16)
+    ids[4], ids[7, 1] = 0, -1
+    weights = parts(E)
+    picked = [[part[here] for part in parts] for parts in weights]
+    with fusion_moe.options.override(target=target):
+        kept = torch.where(torch.isin(ids, torch.tensor(here)), ids, -1)
+        want = ops.fused_experts(x, kept, w, *weights, weight_format="nvfp4")
+        found = ops.fused_experts(x, ids, w, *picked, weight_format="nvfp4", places=places_of(here))
+        assert found.any()
+        assert found.equal(want)
+        wrong = torch.where(places_of(here) >= 0, E, -1).int()  # no place at all
+        nothing = ops.fused_experts(x, ids, w, *picked, weight_format="nvfp4", places=wrong)
+        assert not nothing.any()
+        ids[0, 0] = E
+        with pytest.raises(GroupsError, match=f"ids\\[0, 0\\] = {E} is out of range"):
+            ops.fused_experts(x, ids, w, *picked, weight_format="nvfp4", places=places_of(here))
+
+
+def test_bad_places():
+    x, ids, w = inputs(torch.bfloat16)
+    ids[4] = 0
+    for places, first, error, match in (
+        (places_of([0]).long(), None, DtypeError, "places is torch.int64"),
+        (places_of([0])[None], None, ShapeError, "places"),
+        (places_of([0]), 0, OptionError, "one of the two"),
+    ):
+        with pytest.raises(error, match=match):
+            ops.fused_experts(
+                x, ids, w, *parts(1), weight_format="nvfp4", places=places, first_expert=first
+            )
+
+
+@every_way
+def test_places_in_every_way(how):
+    x, ids, w = inputs(torch.bfloat16)
+    ids[4] = 0
+    args = x, ids, w, *parts(2), places_of([6, 1])
+
+    def call(x: Tensor, ids: Tensor, w: Tensor, up: list, down: list, places: Tensor) -> Tensor:
+        return ops.fused_experts(x, ids, w, up, down, weight_format="nvfp4", places=places)
+
+    want = call(*args)
+    found = HOW[how](call)(*args)
+    assert want.any()
+    assert found.equal(want)
 
 
 @every_way

@@ -469,6 +469,7 @@ def fused_experts(
     lora_scale: float = 1.0,
     first_expert: int | None = None,
     straight_through: str = "exact",
+    places: Value | None = None,
 ) -> Value:
     """x [..., H], ids int[T, k], w [T, k], the parts of gate_up [G, 2I, H] and down [G, H, I] in
     `weight_format` -> [..., H]
@@ -476,7 +477,8 @@ def fused_experts(
     transposed: the weights are floats, gate_up [G, H, 2I] and down [G, I, H]. Adapters:
     gate_up_lora_a [G, r, H], gate_up_lora_b [G, 2I, r], down_lora_a [G, r, I], down_lora_b [G, H,
     r]; lora_of int[T], gate_up_lora_of and down_lora_of int[r]: which of several each token has.
-    first_expert: the id of the first of G local experts; None: all are local.
+    first_expert: the id of the first of G local experts; None: all are local. places i32[N]: which
+    of the G each of N experts is, -1 for none.
     """
     need_one_of("scale_on", scale_on, ("output", "input"))
     act = read(activation)
@@ -510,6 +512,8 @@ def fused_experts(
     arguments.need_slot_weights(w.type, ids.type)
     need_same("token count", "x", tokens.type.shape[0], "ids", ids.type.shape[0])
     dtype = x.type.dtype
+    if places is not None:
+        ids, first_expert = _placed(fd, ids, places, first_expert), 0
     ends, row_of, slot_of = route(fd, ids, plain(gate_up[0].type.shape[0]), first_expert)
     a = fd.ops.index_select(tokens, row_of, dim=0)
     if lora_of is not None:
@@ -533,6 +537,18 @@ def fused_experts(
     y = product(fd, y, down, ends, *how, lora=of_down, straight_through=straight_through)
     y = biased(fd, y, down_bias, ends)
     return restore(combine(fd, y, slot_of, w))
+
+
+def _placed(fd: FusionDefinition, ids: Value, places: Value, first_expert: int | None) -> Value:
+    """The place of each slot's expert, which `route` drops if it is none of the groups."""
+    arguments.need_dtype("places", places.type, ("i32",))
+    need_rank("places", places.type, 1)
+    if first_expert is not None:
+        raise OptionError(
+            f"places with first_expert = {first_expert}",
+            expected="one of the two: places has an entry for each expert",
+        )
+    return fd.ops.place(ids, places)
 
 
 def _need_experts(

@@ -205,6 +205,13 @@ class SegmentWriter(Writer):
         ]
         return f"{op.kind.name}<{router.of_weights(op)}>({', '.join(map(str, given))});"
 
+    def _first_place(self, op: Op) -> list[str]:
+        (ids, places), (made,) = op.values, op.outputs
+        given = f"{self.array(ids)}, {size(elements(ids.type.shape))}, {self.array(places)}"
+        return [
+            f"if (!place({given}, {size(places.type.shape[0])}, {self.names[made]})) return false;"
+        ]
+
     def _first_route(self, op: Op) -> list[str]:
         (ids,), (t, slots) = op.values, op.values[0].type.shape
         count, made = size(op.attrs["groups"].count), ", ".join(self.names[v] for v in op.outputs)

@@ -374,6 +374,8 @@ class Source(Writer):
                     done.update(ops)
                 elif op.kind.name == "route":
                     found.append(self._route(op, sizes, any_size))
+                elif op.kind.name == "place":
+                    found.append(self.once(self._place, op))
                 elif op.kind.name == "invert":
                     found += self.once(self._invert, op)
                 elif op.kind.name == "problem_ends":
@@ -401,6 +403,13 @@ class Source(Writer):
             f"Route<{types}>{{{given}}}.run();",
         ]
         return self.kernel("route", body, groups + 1, threads=32 * _MAX_WARPS)
+
+    def _place(self, op: Op) -> KernelSource:
+        (ids, places), (made,) = op.values, op.outputs
+        given = f"{self.array(ids, self.made_later)}[i], {self.array(places)}"
+        place = f"place_of({given}, {size(places.type.shape[0])}, i, error)"
+        body = [f"{self.names[made]}[i] = {place};"]
+        return self.for_all("place", elements(ids.type.shape), body)
 
     def _invert(self, op: Op) -> list[KernelSource]:
         """One kernel for a permutation. If it may not be one, every row is first made to name a

@@ -182,6 +182,30 @@ def _route(
     return ends, (order // max(ids.shape[1], 1)).int(), slot_of.view(ids.shape)
 
 
+def _place_type(ids: TensorType, places: TensorType) -> Types:
+    """ids int[T, k], experts of tokens; places i32[E], where each expert lies -> i32[T, k]: the
+    place of each slot's expert, -1 for the id -1.
+
+    Every id must be one of the E experts, or -1.
+    """
+    need_rank("ids", ids, 2)
+    need_dtype("ids", ids, *INTS)
+    need_rank("places", places, 1)
+    need_dtype("places", places, "i32")
+    return (TensorType(tuple(map(plain, ids.shape)), "i32"),)
+
+
+def _place_needs(ids: TensorType, places: TensorType) -> Iterator[Need]:
+    experts = places.shape[0]
+    yield some_of(experts, elements(ids.shape)), f"ids choose among {experts} experts"
+
+
+def _place(ids: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor]:
+    check_ids(ids, len(places), least=-1)
+    none = places.new_full((1,), -1)
+    return (torch.cat([none, places])[ids.long() + 1],)
+
+
 def _index_select_type(x: TensorType, index: TensorType, dim: int) -> Types:
     """The elements of x at index int[N] along a dimension."""
     need_dtype("x", x, *DTYPES)
@@ -417,6 +441,7 @@ TABLE = (
     ),
     OpKind("zero_rest", _zero_rest_type, _zero_rest, _zero_rest_grad),
     OpKind("route", _route_type, _route, needs=_route_needs, role="routing", outputs=3),
+    OpKind("place", _place_type, _place, needs=_place_needs, role="routing"),
     OpKind(
         "index_select",
         _index_select_type,

@@ -66,6 +66,14 @@ bool all_below(const Index* index, i64 count, i64 size, i64 least = 0) {
     return good;
 }
 
+// The places of ids, -1 for -1; false if an id names none of the experts.
+template <class Id>
+bool place(const Id* ids, i64 count, const i32* places, i64 experts, i32* made) {
+    if (!all_below(ids, count, experts, -1)) return false;
+    for (i64 i = 0; i < count; ++i) made[i] = ids[i] < 0 ? -1 : places[ids[i]];
+    return true;
+}
+
 // ids [T, slots] -> ends [G], row_of [T * slots], slot_of [T, slots]: stable, within a group in the
 // order of tokens and slots. The ids of groups begin at `first`; rows of other ids come past the
 // last end.

@@ -73,6 +73,14 @@ struct Route {
     }
 };
 
+// The place of an expert; -1 for the id -1, and for one that names no expert, which is reported.
+template <class Id>
+__device__ __forceinline__ i32 place_of(Id id, const i32* places, i64 experts, i64 i, i64* error) {
+    if (id >= 0 && id < experts) return places[id];
+    if (id != -1) report(error, BAD_ID, i, i32(id));
+    return -1;
+}
+
 // Calls body(i) for i in 0 .. count - 1 on all threads of all blocks.
 template <class Body>
 __device__ __forceinline__ void for_all(i64 count, Body body) {
