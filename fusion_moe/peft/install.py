@@ -60,6 +60,9 @@ def _dispatch(
     """PEFT's layer around a module, ours around one of fusion_moe.nn."""
     base = _base(target)
     kwargs |= {"config": config}
+    if isinstance(base, AdaptableModule) and base.fixed:
+        name = str(kwargs.get("target_name"))
+        raise UnsupportedError(f"adapters for {name}", expected=base.fixed, where="get_peft_model")
     if isinstance(base, AdaptableModule) and parameter_name is not None:
         return ParamWrapper(target, adapter_name, parameter_name=parameter_name, **kwargs)
     if isinstance(base, QuantizedLinear) and parameter_name is None:

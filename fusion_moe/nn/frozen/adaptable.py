@@ -24,7 +24,8 @@ class AdaptableModule(PackedModule):
     projections: the names of the weights; targets: what `add_lora_` calls them; wrappers: the
     adapters of another library, which wrap this module, by projection. An adapter has A [G, r, K],
     B [G, N, r], scale, and whether it is disabled. weights: what they are read as (folded.py);
-    folded_from: from how many rows, if that is "both"; rounding: what folding them did.
+    folded_from: from how many rows, if that is "both"; rounding: what folding them did; fixed: why
+    the module can have no adapter, "" if it can.
     """
 
     projections: tuple[str, ...]
@@ -34,6 +35,7 @@ class AdaptableModule(PackedModule):
     in_turns = False
     weights = "packed"
     folded_from = 0
+    fixed = ""
     rounding: folded.Rounding | None = None
 
     def __init__(self) -> None:

@@ -207,6 +207,8 @@ def is_alpha(value: object) -> bool:
 def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
     """UnsupportedError if one of the modules has an adapter or cannot have one."""
     for name, module in modules.items():
+        if module.fixed:
+            raise UnsupportedError(f"adapters for {name}", expected=module.fixed, where=where)
         if module.sharding is not None and not module.sharding.adaptable:
             raise UnsupportedError(
                 f"{name or type(module).__name__} has a part of each expert's features",

@@ -1,0 +1,144 @@
+"""What a layer with experts in two memories asks of a device, and the experts' home."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..definitions.operations import each_tensor
+from ..nn.frozen.experts import Experts
+from .split import Constants
+from .steps import Steps, steps_of
+
+_CAST = ("gate_up_bias", "down_bias")  # to the dtype of activations
+
+
+@dataclass
+class Counters:
+    """What steps did. hits, misses: slots of tokens; copied, computed: experts that missed; loaded:
+    experts that the cache fetched; cpu_ns: of the host's products; wait_ns: of the device for them.
+    """
+
+    steps: int = 0
+    hits: int = 0
+    misses: int = 0
+    copied: int = 0
+    computed: int = 0
+    loaded: int = 0
+    bytes_copied: int = 0
+    cpu_ns: int = 0
+    wait_ns: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of slots whose expert was on the device; 1 if there were none."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else 1.0
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+class Device(Protocol):
+    """One layer's part of a device: slots for experts, a table of where each expert is, and the
+    steps of a layer.
+    """
+
+    home: Home
+    constants: Constants
+    counters: Counters
+
+    def step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        """x [T, H], ids int[T, k], w [T, k] -> [T, H], on the device."""
+
+    def load(self, slot: int, expert: int) -> None:
+        """Begins to copy an expert into a slot that the table in use does not name."""
+
+    def publish(self, places: Tensor) -> None:
+        """Makes places i32[E] the table, from the next step on, when what was loaded is there."""
+
+    def uses(self) -> Tensor:
+        """i64[E]: how many slots named each expert since the last call."""
+
+
+class Home:
+    """The experts of a module in the host's memory, as arguments of `fused_experts`.
+
+    tensors: those with an entry for each expert, by name (gate_up[0], ..., down_bias).
+    """
+
+    def __init__(self, module: Experts):
+        up, down = (module._operand(name, of_fold=False) for name in module.projections)
+        given = {"gate_up": up, "down": down, **module._arguments(_like_biases(module))}
+        self.tensors = dict(each_tensor(given))
+        self._others = {name: v for name, v in given.items() if not _has_tensors(v)}
+        self.experts = len(up[0])
+        shapes = [module.shape_of(name) for name in module.projections]
+        self.features = shapes[1][1]
+        self.macs = sum(n * k for _, n, k in shapes)  # of one row by one expert
+        self._steps: dict[Any, Steps] = {}
+        for name, t in self.tensors.items():
+            assert (len(t), t.is_contiguous()) == (self.experts, True), name
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of one expert."""
+        return sum(t[0].nbytes for t in self.tensors.values())
+
+    @property
+    def weighs_input(self) -> bool:
+        """Whether the router's weights multiply what experts get."""
+        return self._others.get("scale_on") == "input"
+
+    def empty(self, slots: int, device: torch.device | str) -> dict[str, Tensor]:
+        """The same tensors for so many experts."""
+        return {
+            name: torch.zeros((slots, *t.shape[1:]), dtype=t.dtype, device=device)
+            for name, t in self.tensors.items()
+        }
+
+    def arguments(
+        self, x: Tensor, ids: Tensor, w: Tensor, tensors: Mapping[str, Tensor], **more: Any
+    ) -> dict[str, Any]:
+        """Those of a call of `fused_experts` with these tensors of experts."""
+        found: dict[str, Any] = {"x": x, "ids": ids, "w": w}
+        for name, t in tensors.items():
+            base, is_list, _ = name.partition("[")
+            if is_list:
+                found.setdefault(base, []).append(t)
+            else:
+                found[name] = t.to(x.dtype) if base in _CAST else t
+        return found | self._others | more
+
+    def compute(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        """The operation itself, on the host."""
+        return torch.ops.fusion_moe.fused_experts(**self.arguments(x, ids, w, self.tensors))
+
+    def steps(
+        self, x: Tensor, ids: Tensor, w: Tensor, slots: Mapping[str, Tensor], places: Tensor
+    ) -> Steps:
+        """The programs of the device for tensors like these, any number of tokens."""
+        key = x.dtype, ids.dtype, ids.shape[1], w.dtype, len(slots["down[0]"])
+        if key not in self._steps:
+            self._steps[key] = steps_of(self.arguments(x, ids, w, slots, places=places))
+        return self._steps[key]
+
+    def given(
+        self, x: Tensor, ids: Tensor, w: Tensor, slots: Mapping[str, Tensor], places: Tensor
+    ) -> dict[str, Tensor]:
+        """The tensors of such a call by name, as `Steps` takes them."""
+        return dict(each_tensor(self.arguments(x, ids, w, slots, places=places)))
+
+
+def _like_biases(module: Experts) -> Tensor:
+    """A tensor of the dtype in which biases are stored."""
+    biases = [getattr(module, name) for name in module.castable]
+    return next((b for b in biases if b is not None), torch.empty(0, dtype=torch.bfloat16))[:0]
+
+
+def _has_tensors(v: Any) -> bool:
+    return isinstance(v, (Tensor, list))

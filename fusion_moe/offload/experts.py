@@ -1,0 +1,173 @@
+"""Experts in the host's memory, some of them on a device too."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ..errors import Error, UnsupportedError
+from ..nn import checks
+from ..nn.frozen.experts import Experts
+from .cache import Cache
+from .device import Counters, Device, Home
+
+EVERY = 16  # steps between two changes of the cache
+
+_modules: WeakValueDictionary[int, OffloadedExperts] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class OffloadedExperts(Experts):
+    """`Experts` whose parameters stay in the host's memory: its *home*. A device has slots for some
+    experts, and computes with what is there; of the others, some are copied in each step, and the
+    host computes the rest (`split`). Which experts are in slots changes with use (`cache`).
+
+    Frozen: neither they nor adapters of them train. Moving the module moves nothing: parameters
+    stay at home, slots on their device.
+
+    every: how many steps there are between two changes of the cache; 0: it stays as it is, unless
+    `learn` is called.
+    """
+
+    device: Device
+    cache: Cache
+    home: Home
+    every: int
+    _steps: int
+    _number: int
+    _changing: Any  # a lock: one change of the cache at a time
+
+    fixed = "experts on one device: those that are offloaded do not train"
+
+    @classmethod
+    def of(
+        cls, module: Experts, make: Callable[[Home], Device], cache: Cache, every: int = EVERY
+    ) -> OffloadedExperts:
+        """A module with the parameters of another one, which lie on the CPU. make(home): the
+        device.
+        """
+        made: OffloadedExperts = cls.__new__(cls)
+        made.__dict__.update(module.__dict__)
+        made.order()
+        made.home = Home(made)
+        made.device, made.cache, made.every = make(made.home), cache, every
+        made._steps, made._changing, made._number = 0, threading.Lock(), next(_numbers)
+        _modules[made._number] = made
+        made.refill()
+        return made
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        adapters: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]; T tokens
+        in all. UnsupportedError for adapters, and where a gradient is wanted.
+        """
+        trains = torch.is_grad_enabled() and (
+            hidden_states.requires_grad or top_k_weights.requires_grad
+        )
+        if adapters or trains or self.adapted:
+            raise UnsupportedError(
+                "adapters of offloaded experts"
+                if not trains
+                else "a gradient of offloaded experts",
+                expected="inference without adapters",
+                todo="call the model under torch.no_grad(), or train it on one device",
+                where=type(self).__name__,
+            )
+        if torch.compiler.is_compiling():
+            return torch.ops.fusion_moe.offloaded_experts(
+                hidden_states, top_k_index, top_k_weights, self._number
+            )
+        return self.step(hidden_states, top_k_index, top_k_weights)
+
+    def step(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As `forward`, without its checks of training."""
+        where = type(self).__name__
+        checks.need_rows("hidden_states", hidden_states, self.home.features, where)
+        k = top_k_index.shape[-1]
+        x, ids = hidden_states.reshape(-1, hidden_states.shape[-1]), top_k_index.reshape(-1, k)
+        try:
+            y = self.device.step(x, ids, top_k_weights.reshape(-1, k))
+        except Error as error:  # whose message has the operation's argument names
+            raise error.at(
+                f"{where}, whose hidden_states, top_k_index and top_k_weights are x, ids and w"
+            ) from None
+        self._steps += 1
+        if self.every and self._steps % self.every == 0:
+            self.learn()
+        return y.view(hidden_states.shape)
+
+    def learn(self) -> int:
+        """Changes which experts are in slots, by their uses since the last call. Returns how many
+        were copied.
+        """
+        with self._changing:
+            moves = self.cache.learn(self.device.uses())
+            for move in moves:
+                self.device.load(move.slot, move.expert)
+            if moves:
+                self.device.publish(self.cache.places)
+        return len(moves)
+
+    def refill(self) -> None:
+        """Copies all experts in slots again, after their home has changed."""
+        for expert, slot in enumerate(self.cache.places.tolist()):
+            if slot >= 0:
+                self.device.load(slot, expert)
+        self.device.publish(self.cache.places)
+
+    @property
+    def counters(self) -> Counters:
+        """What steps have done."""
+        return self.device.counters
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadedExperts:
+        return self  # nothing moves, and nothing is cast
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.refill()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"a copy of {type(self).__name__}, or a file of one",
+            expected="its state_dict(), or save_pretrained(directory) of its model",
+        )
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        slots = int((self.cache.places >= 0).sum())
+        return f"{super().extra_repr()}, on the device={slots}"
+
+
+def _offloaded_experts(x: Tensor, ids: Tensor, w: Tensor, module: int) -> Tensor:
+    found = _modules.get(module)
+    if found is None:
+        raise UnsupportedError(
+            "experts that were deleted",
+            expected="the model whose graph this is",
+            todo="keep the model while what was compiled of it is used",
+            where="offloaded_experts",
+        )
+    return found.step(x, ids, w)
+
+
+_LIBRARY = torch.library.Library("fusion_moe", "FRAGMENT")
+_LIBRARY.define(
+    "offloaded_experts(Tensor x, Tensor ids, Tensor w, int module) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+_LIBRARY.impl("offloaded_experts", _offloaded_experts, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fusion_moe::offloaded_experts", lambda x, ids, w, module: torch.empty_like(x), lib=_LIBRARY
+)

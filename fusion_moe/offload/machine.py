@@ -1,0 +1,184 @@
+"""How fast a machine's parts are, which the split's constants come from: measured once, and kept on
+disk, so that runs repeat.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..encodings import NVFP4, Quantized
+from ..nn.frozen.experts import NVFP4Experts
+from ..runtime import store
+from ..runtime.host_memory import bandwidth, pages
+from .device import Home
+from .split import Constants
+
+_EXPERTS, _HIDDEN, _INNER = 64, 2048, 1024  # 3.5 MB each: together more than caches hold
+_MANY = 256  # rows, whose products take longer than reading an expert
+_SOME = 12  # experts of a call
+_REPEATS = 15
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bytes per second that the CPU's products read and that copies move, each alone and beside the
+    other; multiplications per second of the CPU's products; nanoseconds to begin work on each side
+    and to wait for it.
+
+    gpu: bytes per second that the GPU's products read, for what `fusion-moe plan` expects.
+    """
+
+    cpu: float
+    cpu_beside: float
+    macs: float
+    copy: float
+    copy_beside: float
+    cpu_start: int
+    copy_start: int
+    gpu: float = 0.0
+
+    def constants(self, nbytes: int, macs: int) -> Constants:
+        """Those of experts of so many bytes, with so many multiplications a row."""
+        return Constants(
+            cpu_start=self.cpu_start,
+            cpu_expert=_ns(nbytes, self.cpu),
+            cpu_expert_beside=_ns(nbytes, min(self.cpu, self.cpu_beside)),
+            cpu_row=_ns(macs, self.macs),
+            copy_start=self.copy_start,
+            copy_expert=_ns(nbytes, self.copy),
+            copy_expert_beside=_ns(nbytes, min(self.copy, self.copy_beside)),
+        )
+
+
+# What `plan` expects of a GPU beside a server's CPU: copies over PCIe 5 x16, products of the CPU
+# that read eight channels of DDR5. When a model is loaded, they are measured.
+EXPECTED = {
+    "H100": Machine(1.0e11, 0.75e11, 2e12, 5.5e10, 5.0e10, 10_000, 5_000, 2.6e12),
+    "H200": Machine(1.0e11, 0.75e11, 2e12, 5.5e10, 5.0e10, 10_000, 5_000, 3.8e12),
+    "pretended": Machine(1.0e10, 0.75e10, 1e11, 5e9, 4e9, 20_000, 20_000, 1e10),
+}
+
+
+def measured(name: str, copy: Callable[[dict[str, Tensor], int], None], copy_start: int) -> Machine:
+    """This machine with a device of a name, from this process or an earlier one.
+
+    copy(tensors, i): copies entry i of tensors on the CPU to the device, and waits. copy_start: in
+    nanoseconds, as the device knows it.
+    """
+    key = store.key_of(
+        Path(__file__).read_bytes(), bandwidth.cpu(), str(torch.get_num_threads()), name
+    )
+
+    def make(path: Path) -> None:
+        path.write_text(json.dumps(asdict(_measure(copy, copy_start))))
+
+    return Machine(**json.loads(store.get_or_make(f"machine-{key}.json", make).read_text()))
+
+
+@cache
+def pretended() -> Machine:
+    """This machine with a pretended device, whose copies are the CPU's own."""
+    slot: dict[str, Tensor] = {}
+
+    def copy(tensors: dict[str, Tensor], i: int) -> None:
+        for name, t in tensors.items():
+            slot.setdefault(name, torch.empty_like(t[0])).copy_(t[i])
+
+    return measured("pretended", copy, 20_000)
+
+
+def _measure(copy: Callable[[dict[str, Tensor], int], None], copy_start: int) -> Machine:
+    home = Home(_layer())
+    start, expert = _line(home)
+    many = _usual(_host(home, 1, _MANY))
+    alone = _usual(_copies(home, copy))
+    copy_beside, cpu_beside = _beside(home, copy)
+    return Machine(
+        cpu=home.nbytes * 1e9 / expert,
+        cpu_beside=home.nbytes * 1e9 / cpu_beside,
+        macs=_MANY * home.macs * 1e9 / many,
+        copy=home.nbytes * 1e9 / alone,
+        copy_beside=home.nbytes * 1e9 / copy_beside,
+        cpu_start=int(start),
+        copy_start=copy_start,
+    )
+
+
+def _line(home: Home) -> tuple[float, float]:
+    """Nanoseconds that the CPU's products take to begin, and for each expert."""
+    one, many = _usual(_host(home, 1)), _usual(_host(home, _SOME))
+    expert = max((many - one) / (_SOME - 1), many / _SOME / 2)  # noise is no speed
+    return max(one - expert, 1000), expert
+
+
+def _usual(times: list[float]) -> float:
+    """Of times that other programs may have made longer."""
+    return sorted(times)[len(times) // 4]
+
+
+def _layer() -> NVFP4Experts:
+    """Experts whose weights are zero, in memory that is written."""
+
+    def zeros(n: int, k: int) -> Quantized:
+        shapes = ((p.dtype, NVFP4.part_shape(p, [_EXPERTS], n, k)) for p in NVFP4.parts)
+        parts = [pages.empty(shape, dtype).zero_() for dtype, shape in shapes]
+        return Quantized(*parts, encoding=NVFP4)
+
+    made = NVFP4Experts(zeros(2 * _INNER, _HIDDEN), zeros(_HIDDEN, _INNER))
+    made.order()
+    return made
+
+
+def _host(home: Home, count: int, rows: int = 1) -> list[float]:
+    """The nanoseconds of the CPU's products with so many rows of each of some experts, which are
+    others in each call.
+    """
+    x = torch.ones(count * rows, home.features, dtype=torch.bfloat16)
+    ids, w = torch.arange(count).repeat_interleave(rows)[:, None], torch.ones(count * rows, 1)
+    times = []
+    for i in range(_REPEATS + 2):
+        now = (ids + i * count) % home.experts
+        start = time.perf_counter_ns()
+        home.compute(x, now, w)
+        times.append(float(time.perf_counter_ns() - start))
+    return times[2:]  # the first one compiles, the second one learns the form
+
+
+def _copies(home: Home, copy: Callable[[dict[str, Tensor], int], None]) -> list[float]:
+    times = []
+    for i in range(2 * _REPEATS):
+        start = time.perf_counter_ns()
+        copy(home.tensors, i % home.experts)
+        times.append(float(time.perf_counter_ns() - start))
+    return times[1:]
+
+
+def _beside(home: Home, copy: Callable[[dict[str, Tensor], int], None]) -> tuple[float, float]:
+    """Nanoseconds of a copy and of the CPU's products of an expert while both run."""
+    end, copies = threading.Event(), list[float]()
+
+    def work() -> None:
+        while not end.is_set():
+            copies.extend(_copies(home, copy))
+
+    other = threading.Thread(target=work)
+    other.start()
+    try:
+        _, cpu = _line(home)
+    finally:
+        end.set()
+        other.join()
+    return _usual(copies), cpu
+
+
+def _ns(amount: float, rate: float) -> int:
+    return max(1, round(amount * 1e9 / rate))

@@ -1,0 +1,122 @@
+"""A pretended device: the CPU in place of a GPU, so that hits, misses, copies, the split and the
+cache do everywhere what they do on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..layouts.groups import check_ids
+from .device import Counters, Home
+from .split import Constants, Split, split
+
+
+class Pretended:
+    """A `Device` on the CPU. All memory is the host's; what it copies is copied there.
+
+    slots: for the cache; spare: for what one step copies, in turns if it copies more.
+    """
+
+    def __init__(self, home: Home, slots: int, spare: int, constants: Constants):
+        self.home, self.constants, self.counters = home, constants, Counters()
+        self.slots = home.empty(slots + spare, "cpu")
+        self._first_spare, self._spare = slots, spare
+        # two versions, of which a step reads one number, and the number
+        self._tables = torch.full((2, home.experts), -1, dtype=torch.int32)
+        self._version = 0
+        self._uses = torch.zeros(home.experts, dtype=torch.int64)
+        self._running = threading.Lock()  # steps of one layer, which share spare slots
+
+    @property
+    def places(self) -> Tensor:
+        """i32[E]: the table in use."""
+        return self._tables[self._version]
+
+    def step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        """As in `Device`."""
+        check_ids(ids, self.home.experts, least=-1)
+        with self._running:
+            places = self.places
+            decided, uses = self.decide(ids, places)
+            self._uses += uses
+            self._count(decided, uses, places)
+            return self._step(x, ids, w, places, decided)
+
+    def decide(self, ids: Tensor, places: Tensor) -> tuple[Split, Tensor]:
+        """What a step with these ids does, and how many slots name each expert."""
+        uses = torch.bincount(ids.flatten()[ids.flatten() >= 0], minlength=self.home.experts)
+        missed = ((uses > 0) & (places < 0)).nonzero().flatten().tolist()
+        rows = dict(zip(missed, uses[missed].tolist(), strict=True))
+        return split(rows, self.constants, self._spare), uses
+
+    def _step(self, x: Tensor, ids: Tensor, w: Tensor, places: Tensor, decided: Split) -> Tensor:
+        steps = self.home.steps(x, ids, w, self.slots, places)
+        table, room = places.clone(), max(self._spare, 1)
+        self._bring(decided.copied[:room], table)
+        y, _, _, slot_of = steps.rows(self.home.given(x, ids, w, self.slots, table))
+        for first in range(room, len(decided.copied), room):  # what the first turn left at zero
+            self._bring(decided.copied[first : first + room], table.fill_(-1))
+            made, ends, _, rows = steps.rows(self.home.given(x, ids, w, self.slots, table))
+            there = rows < ends[-1]
+            y[slot_of[there].long()] = made[rows[there].long()]
+        if decided.computed:
+            self._compute(x, ids, w, decided.computed, y, slot_of)
+        return steps.sum(y, slot_of, w)
+
+    def _bring(self, experts: Sequence[int], table: Tensor) -> None:
+        for slot, expert in enumerate(experts, self._first_spare):
+            self._copy(slot, expert)
+            table[expert] = slot
+
+    def _compute(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        w: Tensor,
+        experts: tuple[int, ...],
+        y: Tensor,
+        slot_of: Tensor,
+    ) -> None:
+        """The host's rows, each a token with one expert, in the order of tokens and slots."""
+        missed = torch.isin(ids, torch.tensor(experts))
+        tokens = missed.nonzero()[:, 0]
+        weights = w[missed] if self.home.weighs_input else w.new_ones(len(tokens))
+        start = time.perf_counter_ns()
+        made = self.home.compute(x[tokens], ids[missed][:, None], weights[:, None])
+        self.counters.cpu_ns += time.perf_counter_ns() - start
+        y[slot_of[missed].long()] = made
+
+    def _count(self, decided: Split, uses: Tensor, places: Tensor) -> None:
+        c, here = self.counters, int(uses[places >= 0].sum())
+        c.steps, c.hits, c.misses = c.steps + 1, c.hits + here, c.misses + int(uses.sum()) - here
+        c.copied, c.computed = c.copied + len(decided.copied), c.computed + len(decided.computed)
+
+    def _copy(self, slot: int, expert: int) -> None:
+        for name, t in self.home.tensors.items():
+            self.slots[name][slot].copy_(t[expert])
+        self.counters.bytes_copied += self.home.nbytes
+
+    def load(self, slot: int, expert: int) -> None:
+        """As in `Device`."""
+        self._copy(slot, expert)
+        self.counters.loaded += 1
+
+    def publish(self, places: Tensor) -> None:
+        """As in `Device`. After it no step runs that read the version before, so what that table
+        alone names may be overwritten.
+        """
+        self._tables[1 - self._version] = places
+        with self._running:
+            self._version = 1 - self._version
+
+    def uses(self) -> Tensor:
+        """As in `Device`."""
+        with self._running:
+            found = self._uses.clone()
+            self._uses.zero_()
+        return found
