@@ -50,7 +50,7 @@ def align(
 
 
 @triton.jit
-def _to_e4m3(x, codes, scales, rows, width, GATED: tl.constexpr, SIZE: tl.constexpr):
+def _to_e4m3(x, codes, scales, rows, width, down, across, GATED: tl.constexpr, SIZE: tl.constexpr):
     """One program for SIZE rows and 128 columns. GATED: of silu(gate) * up."""
     m = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)[:, None]
     block = tl.program_id(1)
@@ -63,13 +63,20 @@ def _to_e4m3(x, codes, scales, rows, width, GATED: tl.constexpr, SIZE: tl.conste
         value = (value * tl.sigmoid(value) * up).to(tl.bfloat16).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(value), 1, keep_dims=True) / 448, 1e-10)
     tl.store(codes + m * width + k, (value / scale).to(tl.float8e4nv), inside)
-    tl.store(scales + m * tl.num_programs(1) + block, scale, m < rows)
+    tl.store(scales + m * down + block * across, scale, m < rows)
 
 
-def to_e4m3(x: torch.Tensor, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """x bf16 [M, K], or [M, 2 K] if gated -> e4m3 [M, K], f32 [M, K / 128]"""
+def to_e4m3(
+    x: torch.Tensor, gated: bool = False, by_columns: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x bf16 [M, K], or [M, 2 K] if gated -> e4m3 [M, K], f32 [M, K / 128]; by_columns: how scales
+    lie.
+    """
     rows, width = len(x), x.shape[1] // (1 + gated)
     codes = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((rows, -(-width // 128)), device=x.device)
-    _to_e4m3[(-(-rows // 16), scales.shape[1])](x, codes, scales, rows, width, gated, 16)
+    if by_columns:
+        scales = torch.empty(scales.shape[::-1], device=x.device).mT
+    grid = -(-rows // 16), scales.shape[1]
+    _to_e4m3[grid](x, codes, scales, rows, width, *scales.stride(), gated, 16)
     return codes, scales

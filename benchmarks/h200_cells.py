@@ -52,7 +52,7 @@ ZIPF = 1.2
 # relative Frobenius error that a result may have
 LIMIT = {"gemm1": 3e-3, "gemm2": 3e-3, "mlp": 8e-3}
 FP8_CONTENDERS = ("fp8", "both", "w8a16")
-FP8_PEERS = ("humming w4a8 indexed", "humming w4a8 grouped", "vllm", "finegrained")
+FP8_PEERS = ("humming w4a8 indexed", "humming w4a8 grouped", "vllm", "finegrained", "deepgemm")
 PEERS = ("humming indexed", "humming grouped", "torch")
 # of weights, rows or both that are rounded to e4m3; of weights that are rounded to MXFP4
 FP8_LIMITS = dict.fromkeys((*FP8_CONTENDERS, *FP8_PEERS), 0.08) | {
@@ -109,7 +109,8 @@ SHARDS = {  # of intermediate features, as tensor parallelism makes them: no who
     "i1392": Model("1,392 features", 64, 8, 2048, 1392),
     "i2064": Model("2,064 features", 16, 2, 4096, 2064),
 }
-ALL_MODELS = MODELS | MORE_MODELS | SHARDS
+EQUAL = {"equal": Model("4 experts, all tokens to each", 4, 4, 7168, 2048)}
+ALL_MODELS = MODELS | MORE_MODELS | SHARDS | EQUAL
 
 
 @dataclass(frozen=True)

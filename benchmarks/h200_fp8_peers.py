@@ -1,12 +1,15 @@
 """Kernels of other packages for FP8 rows by FP8 weights, as contenders of h200_moe.py: vLLM's
-fused_moe in Triton, and Hugging Face's kernels-community/finegrained-fp8, with float32 scales of
-128 x 128 weights and of 128 columns of a row. Both have the weights of contender "fp8".
+fused_moe in Triton, Hugging Face's kernels-community/finegrained-fp8, and DeepGEMM, with float32
+scales of 128 x 128 weights and of 128 columns of a row. All have the weights of contender "fp8".
 
 vLLM's launch, configurations and tuned files are used, and this library's `route` and `combine` and
 kernels of h200_align.py for what vLLM has in CUDA C++. finegrained-fp8 begins with ids and ends
 with tokens, and tunes itself for minutes at each new size. It is a folder of Python files and no
 package of PyPI: put torch-ext/finegrained_fp8 of github.com/huggingface/kernels-community, with the
 file _ops.py that its build adds, on the path.
+DeepGEMM has products of groups of whole 128 rows, as of model "equal" with a multiple of 128
+tokens. It is the version whose host is in Python (commit 03d0be3), with headers of CUTLASS in its
+include folder; it compiles by nvcc.
 """
 
 from __future__ import annotations
@@ -93,7 +96,7 @@ class Vllm(_Blocks):
 
         def run() -> Tensor:
             where = sorted_slots()
-            h = product(to_e4m3(to.x, gated=False), gate_up, slots, where)
+            h = product(to_e4m3(to.x), gate_up, slots, where)
             y = product(to_e4m3(h, gated=True), down, 1, where)
             return ops.combine(y, in_place, to.w)
 
@@ -113,3 +116,29 @@ class Finegrained(_Blocks):
         call = finegrained_fp8.moe_fused_batched if few else finegrained_fp8.moe_fused_grouped
         weights = gate_up[0], down[0], gate_up[1], down[1]
         return partial(call, to.x, to.ids, to.w, *weights, [_BLOCK, _BLOCK])
+
+
+class DeepGemm(_Blocks):
+    """Products of groups whose rows follow each other."""
+
+    def prepare(self, cells: Sequence[Cell]) -> None:
+        import deep_gemm  # noqa: F401
+
+    def run(self, cell: Cell, layer: int, to: Routed) -> Call:
+        import deep_gemm
+        from h200_align import to_e4m3
+
+        if cell.part == "mlp" or any(count % _BLOCK for count in to.counts):
+            raise NotImplementedError("products of groups of whole 128 rows only")
+        weight, rows = self.weights[layer][cell.part == "gemm2"], to.rows(cell.part)
+        experts = torch.arange(self.model.experts, dtype=torch.int32, device="cuda")
+        group_of = experts.repeat_interleave(torch.tensor(to.counts, device="cuda"))
+
+        def run() -> Tensor:
+            y = rows.new_empty(len(rows), weight[0].shape[1])
+            deep_gemm.m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(
+                to_e4m3(rows, by_columns=True), weight, y, group_of
+            )
+            return y
+
+        return Call(run, layer, to)

@@ -15,7 +15,9 @@ replayed, interleaved. Times are medians, divided by the number of calls.
 --activations fp8 measures the MLPs of more models under both routings: NVFP4 weights and rows of 16
 bits, which is `prepare_(weights="packed")`; both in e4m3, "fp8"; and "both"; beside Humming's W4A8,
 vLLM's and Hugging Face's kernels (h200_fp8_peers.py), and what torch's dense products in FP8 of the
-same sizes take. --contender w8a16 has weights in FP8 and rows of 16 bits.
+same sizes take. --contender w8a16 has weights in FP8 and rows of 16 bits. DeepGEMM's products of
+equal groups, beside ours: --activations fp8 --model equal --part gemm1 gemm2 --tokens 8192
+--contender fp8 deepgemm "dense fp8".
 
 The shards of tensor parallelism, --model qwen3-tp8 gpt-oss-tp4 i1392 i2064 --part mlp, are padded,
 which "fusion_moe" does and --contender linear, the kernels for weights as they are stored, need
@@ -64,7 +66,7 @@ from h200_cells import (
     routed,
 )
 from h200_contenders import W8A16, Both, Call, Contender, Dense, DenseFp8, Fp8, Linear, Ours, Torch
-from h200_fp8_peers import Finegrained, Vllm
+from h200_fp8_peers import DeepGemm, Finegrained, Vllm
 from h200_humming import Grouped, GroupedFp8, Indexed, IndexedFp8
 
 import fusion_moe
@@ -83,6 +85,7 @@ CONTENDERS: dict[str, type[Contender]] = {
     "humming w4a8 grouped": GroupedFp8,
     "vllm": Vllm,
     "finegrained": Finegrained,
+    "deepgemm": DeepGemm,
     "dense fp8": DenseFp8,
 }
 _OF_FP8 = (*FP8_CONTENDERS, *FP8_PEERS, "dense fp8")
@@ -267,7 +270,7 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
     fp8 = told.activations is not None
-    of_fp8 = ["fusion_moe", *(name for name in _OF_FP8 if name != "w8a16")]
+    of_fp8 = ["fusion_moe", *(name for name in _OF_FP8 if name not in ("w8a16", "deepgemm"))]
     usual = [name for name in CONTENDERS if name not in ("linear", *_OF_FP8)]
     told.contender = told.contender or (of_fp8 if fp8 else usual)
     told.model = told.model or list(MODELS | MORE_MODELS if fp8 else MODELS)
