@@ -192,7 +192,7 @@ def say_who_wins(speeds: dict[tuple[str, int], Speed]) -> None:
 
 def verdict(ours: Speed, other: Speed, name: str) -> str:
     """Which one is faster, and how much, if their step times hardly overlap."""
-    ratio = f"runs at {ours.median / other.median:.2f}x of {name}"
+    ratio = f"is {ours.median / other.median:.2f}x as fast as {name}"
     if ours.low > other.high:
         return f"{ratio}: faster than bf16 here"
     if ours.high < other.low:
@@ -222,48 +222,44 @@ def large_layer(device: str) -> torch.nn.Module:
 
 @torch.inference_mode()
 def time_large_layer(calls: int, device: str) -> None:
-    """One token through the layer: bf16 and NVFP4, both compiled; each call has its own token and
-    experts.
+    """One token through the layer: bf16 and NVFP4, both compiled, in turns; each call has its own
+    token and experts.
     """
-    layer = large_layer(device)
     tokens = torch.randn(calls + 3, 1, 1, 2048, device=device).bfloat16()
-    found = {}
+    runs = {}
     for name, backend in (("bf16 Inductor", "inductor"), ("NVFP4 compiled", "fusion_moe")):
+        if backend == "inductor" and not has_compiler():
+            continue
+        layer = large_layer(device)
         if backend == "fusion_moe":
             start = time.monotonic()
             fusion_moe.quantize_(layer)
             print(f"quantized in {time.monotonic() - start:.1f} s")
-        elif not has_compiler():
-            continue
-        torch._dynamo.reset()
         # CUDA graphs: for one token, the GPU needs less time than Python
         mode = "reduce-overhead" if device == "cuda" else None
-        run = torch.compile(layer, backend=backend, mode=mode)
-        speed = found[name] = quiet_speed(run, tokens, device)
-        print(f"{name:24} {1e3 / speed.median:6.2f} ms for one token, spread {speed.spread:.0%}")
-    if len(found) == 2:
-        print(
-            "NVFP4 compiled "
-            f"{verdict(found['NVFP4 compiled'], found['bf16 Inductor'], 'bf16 Inductor')}"
-        )
+        runs[name] = torch.compile(layer, backend=backend, mode=mode)
+        for x in tokens[:3]:  # compiles, warms up
+            runs[name](x)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for x in tokens[3:]:  # in turns: what else the machine does meets both
+        for name, run in runs.items():
+            start = now(device)
+            run(x)
+            seconds[name].append(now(device) - start)
+    for name, took in seconds.items():
+        print(f"{name:24} {1e3 * statistics.median(took):6.2f} ms for one token")
+    if len(runs) == 2:
+        print(f"NVFP4 compiled {by_token(*seconds.values())}")
 
 
-def quiet_speed(run: Callable[..., Any], tokens: torch.Tensor, device: str) -> Speed:
-    """The speed over one token after another, after three that compile and warm up; of three
-    repeats, that with the smallest spread.
-    """
-    for x in tokens[:3]:
-        run(x)
-
-    def seconds(x: torch.Tensor) -> float:
-        start = now(device)
-        run(x)
-        return now(device) - start
-
-    return min(
-        (Speed.of([seconds(x) for x in tokens[3:]]) for _ in range(3)),
-        key=lambda speed: speed.spread,
-    )
+def by_token(bf16: list[float], nvfp4: list[float]) -> str:
+    """How many times as fast, by what the same token took just before or after."""
+    times = [a / b for a, b in zip(bf16, nvfp4, strict=True)]
+    low, *_, high = statistics.quantiles(times, n=10)
+    said = f"is {statistics.median(times):.2f}x as fast ({low:.2f}x to {high:.2f}x for most tokens)"
+    if low <= 1 <= high:
+        return f"{said}: inconclusive"
+    return f"{said}: {'faster' if low > 1 else 'SLOWER'} than bf16 here"
 
 
 def all_variants(bf16: torch.nn.Module, nvfp4: torch.nn.Module, device: str) -> list[Variant]:
