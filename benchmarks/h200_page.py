@@ -86,14 +86,14 @@ def fp8_page(rows: Sequence[Row]) -> Path:
     tokens = sorted({row["tokens"] for row in rows})
 
     def against(name: str) -> str:
-        found = {(_title(r), r["tokens"]): _of(us(r, name), us(r, OURS)) for r in rows}
+        found = {(_titled(r), r["tokens"]): _of(us(r, name), us(r, OURS)) for r in rows}
         titles = dict.fromkeys(title for title, _ in found)
         cells = [[t, *(found.get((t, n), "") for n in tokens)] for t in titles]
         said = f'`weights="{POLICIES[name]}"`: us, and of the time of "packed".'
         return f"{said}\n\n{table(['model', *map(str, tokens)], cells)}"
 
     lost = [
-        f"{_title(row)} {row['tokens']}"
+        f"{_titled(row)} {row['tokens']}"
         for row in rows
         if (peer := best(row, FP8_PEERS)) and (ours := best(row, POLICIES)) and ours > peer
     ]
@@ -102,7 +102,7 @@ def fp8_page(rows: Sequence[Row]) -> Path:
     names["dense fp8"] = "dense, torch._scaled_mm"
     every = table(
         ["model", "tokens", *(f"{title}, us" for title in names.values())],
-        [[_title(row), row["tokens"], *(_us(us(row, name)) for name in names)] for row in rows],
+        [[_titled(row), row["tokens"], *(_us(us(row, name)) for name in names)] for row in rows],
     )
     quality = (RESULTS / "quality_fp8.md").read_text(encoding="utf-8").split("\n\n", 2)[2]
     return write(
@@ -163,6 +163,10 @@ def cells(rows: Iterable[Row]) -> str:
 def _title(row: Row) -> str:
     title = ALL_MODELS[row["model"]].title
     return title if row["routing"] == ROUTINGS[0] else f"{title} ({row['routing']})"
+
+
+def _titled(row: Row) -> str:
+    return _title(row) + ("" if row["part"] == "mlp" else f", {row['part']}")
 
 
 def _us(t: float | None) -> str:
