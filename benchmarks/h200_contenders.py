@@ -19,7 +19,7 @@ from torch.nn.functional import grouped_mm, linear, silu
 
 import fusion_moe
 from fusion_moe.backends import TARGETS
-from fusion_moe.encodings import FP8_E8M0, NVFP4, Encoding, Quantized, dequantize, quantize
+from fusion_moe.encodings import FP8_E8M0, Encoding, Quantized, dequantize, quantize
 from fusion_moe.layouts import W16X64, Padding
 
 _AT_ONCE = 2**28  # elements of a weight that change their form at once
@@ -57,11 +57,12 @@ class Contender:
         """Whatever takes long and need not be repeated for each cell."""
 
 
-def panels(weight: Quantized) -> list[slice]:
-    """Experts, a few at a time."""
+def in_panels(weight: Quantized, form: Callable[[Quantized], Quantized]) -> Quantized:
+    """A weight in another form, which is made of a few experts at a time."""
     experts, n, k = weight.shape
     step = max(1, _AT_ONCE // (n * k))
-    return [slice(start, start + step) for start in range(0, experts, step)]
+    found = [form(weight.of(t[i : i + step] for t in weight)) for i in range(0, experts, step)]
+    return found[0].of(torch.cat(t) for t in zip(*found, strict=True))
 
 
 # This library -------------------------------------------------------------------------------------
@@ -69,12 +70,7 @@ def panels(weight: Quantized) -> list[slice]:
 
 def tiled(weight: Quantized) -> Quantized:
     """The weight in the layout w16x64."""
-    codes, scales = torch.empty_like(weight.codes), torch.empty_like(weight.block_scale)
-    for some in panels(weight):
-        codes[some], scales[some] = W16X64.pack(
-            weight.codes[some], weight.block_scale[some], encoding=NVFP4
-        )
-    return Quantized(codes, scales, weight.decode_scale, encoding=NVFP4)
+    return in_panels(weight, lambda q: q.of(W16X64.pack(*q, encoding=q.encoding)))
 
 
 def widened(weight: Quantized, shape: tuple[int, int], runs: int) -> Quantized:
@@ -134,7 +130,7 @@ class Fp8(Ours):
     product.
     """
 
-    activation_format = "fp8"
+    layout, activation_format = "linear", "fp8"
 
     @cached_property
     def weights(self) -> list[Layer]:
@@ -142,7 +138,11 @@ class Fp8(Ours):
 
     def run(self, cell: Cell, layer: int, to: Routed) -> Call:
         ops, w = torch.ops.fusion_moe, self.weights[layer]
-        how = {"weight_format": FP8_E8M0.name, "activation_format": self.activation_format}
+        how = {
+            "weight_format": FP8_E8M0.name,
+            "weight_layout": self.layout,
+            "activation_format": self.activation_format,
+        }
         if cell.part == "mlp":
             run = partial(ops.fused_experts, to.x, to.ids, to.w, [*w.gate_up], [*w.down], **how)
         else:
@@ -151,9 +151,13 @@ class Fp8(Ours):
 
 
 class W8A16(Fp8):
-    """The same weights, rows of 16 bits."""
+    """The same weights, in tiles, and rows of 16 bits."""
 
-    activation_format = "bf16"
+    layout, activation_format = W16X64.name, "bf16"
+
+    @cached_property
+    def weights(self) -> list[Layer]:
+        return [Layer(*map(tiled, layer)) for layer in super().weights]
 
 
 class Both(Ours):
@@ -172,11 +176,7 @@ class Both(Ours):
 
 def rounded(weight: Quantized, encoding: Encoding) -> Quantized:
     """An NVFP4 weight in another encoding."""
-    parts = [
-        quantize(dequantize(weight.of(t[some] for t in weight)), encoding)
-        for some in panels(weight)
-    ]
-    return Quantized(*(torch.cat(t) for t in zip(*parts, strict=True)), encoding=encoding)
+    return in_panels(weight, lambda q: quantize(dequantize(q), encoding))
 
 
 # torch --------------------------------------------------------------------------------------------
