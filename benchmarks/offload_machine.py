@@ -151,7 +151,7 @@ class Layer:
 
     def __init__(self, state: dict[str, Any], tokens: int, k: int):
         device, self.experts = torch.device("cuda", 0), state["count"]
-        shared = moves.Shared(tokens * k, 2 * H, device, limit=2.0)
+        shared = moves.Shared(tokens * k, H, torch.bfloat16, device, limit=2.0)
         programs = shared.model.programs([(tokens * k, worker.nothing(tokens * k))])
         parts = Parts(state["shapes"], [p.address for p in state["pinned"]], state["slots"])
         # copies take too long to be chosen

@@ -94,6 +94,16 @@ class Home:
         """Whether the router's weights multiply what experts get."""
         return self._others.get("scale_on") == "input"
 
+    @property
+    def format(self) -> str:
+        """The encoding of the weights."""
+        return str(self._others["weight_format"])
+
+    @property
+    def activation_format(self) -> str:
+        """That of the operation."""
+        return str(self._others.get("activation_format", "bf16"))
+
     def empty(self, slots: int, device: torch.device | str) -> dict[str, Tensor]:
         """The same tensors for so many experts."""
         return {

@@ -49,6 +49,10 @@ def await_rows() -> str:
     return text("await_rows", "handover", "Await", "s.run();")
 
 
+def put_rows() -> str:
+    return text("put_rows", "put", "PutRows", "s.run();")
+
+
 def load() -> str:
     return text("load", "experts", "Load", "s.run();")
 

@@ -11,13 +11,15 @@ or a wait where nothing is missing; a CUDA graph can capture it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..errors import BuildError, ShapeError
+from ..errors import BuildError, DtypeError, ShapeError
 from ..runtime import cuda
 from ..runtime.faults import Faults
 from . import launches
@@ -26,6 +28,7 @@ from .pinned import Staging
 from .worker import Model, Worker, letters
 
 COPYING, HANDING, AWAITING = 16, 8, 16  # blocks: so many reach what PCIe has
+PUTTING = 1024
 LIMIT = 10.0  # seconds after which the worker is given up
 _COUNTS = "steps", "hits", "copied_rows", "computed_rows", "copied", "computed"  # of step.cuh
 
@@ -33,14 +36,38 @@ _COUNTS = "steps", "hits", "copied_rows", "computed_rows", "copied", "computed" 
 class Shared:
     """A mailbox and the memory of rows beside it, which the layers of one model use in turn.
 
-    capacity: rows of a step that the worker may compute, at most. limit: seconds.
+    capacity: rows of a step that the worker may compute, at most, each of `features` numbers of a
+    dtype. limit: seconds.
     """
 
-    def __init__(self, capacity: int, row_bytes: int, device: torch.device, limit: float = LIMIT):
-        self.capacity, self.row_bytes, self.limit = capacity, row_bytes, limit
-        self.staging = Staging(letters(capacity, row_bytes))
+    def __init__(
+        self,
+        capacity: int,
+        features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        limit: float = LIMIT,
+    ):
+        self.capacity, self.dtype, self.device, self.limit = capacity, dtype, device, limit
+        self.features = features
+        self.staging = Staging(letters(capacity, features * dtype.itemsize))
+        self._launching = threading.RLock()
+        self._last: torch.cuda.Stream | None = None
         self.model: Model = Worker.of_process().model(self.staging)
         self.exchange = torch.zeros(2, dtype=torch.int64, device=device)  # of kernels/step.cuh
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """A step of one layer, launched on the current stream: after those of other streams."""
+        with self._launching:
+            stream = torch.cuda.current_stream(self.device)
+            if cuda.capturing():  # replays follow each other as their user has them
+                yield
+                return
+            if self._last is not None and self._last != stream:
+                stream.wait_stream(self._last)
+            self._last = stream
+            yield
 
     @property
     def letters(self) -> list[int]:
@@ -73,13 +100,14 @@ class Moves:
             return torch.zeros(n, dtype=dtype, device=device)
 
         self.tables = torch.full((2, experts), -1, dtype=torch.int32, device=device)
+        self._version, self._table = 0, torch.full((experts,), -1, dtype=torch.int32)
         self.version, self.uses = zeros(1), zeros(experts)
         self._counts, self._copied = zeros(1 + len(_COUNTS), torch.int64), zeros(max(spare, 1))
         self._handed, self._places = zeros(shared.capacity), zeros(experts)
         self._faults = Faults("a step of offloaded experts")
         self._faults.prepare(device.index)
         self._kernels: dict[object, tuple[Kernel, Kernel]] = {}
-        self._load, self._await  # noqa: B018  # nothing is compiled while a GPU waits
+        self._load, self._await, self._put  # noqa: B018  # nothing is compiled while a GPU waits
 
     def begin(self, x: Tensor, ids: Tensor, w: Tensor | None = None) -> Tensor:
         """The places of experts in this step: those that missed are copied or handed over.
@@ -91,6 +119,12 @@ class Moves:
             raise ShapeError(
                 f"{ids.numel()} rows of experts in a step",
                 expected=f"at most {self.shared.capacity}",
+                where="offload",
+            )
+        if x.dtype != self.shared.dtype or x.shape[1] != self.shared.features:
+            raise DtypeError(
+                f"x is {x.dtype}[T, {x.shape[1]}]",
+                expected=f"{self.shared.dtype}[T, {self.shared.features}]",
                 where="offload",
             )
         stream = cuda.stream(self.device)
@@ -113,6 +147,27 @@ class Moves:
         fault = self._faults.word(self.device.index, stream)
         numbers = [y[0].nbytes, int(self.shared.limit * 1e9), slot_of.data_ptr(), y.data_ptr()]
         self._await(stream, [*numbers, *self._step, *self.shared.letters, fault])
+
+    def put(self, made: Tensor, ends: Tensor, rows: Tensor, y: Tensor, slot_of: Tensor) -> None:
+        """Puts the rows of `made` that are before the last end to their places in y: rows says
+        where those of ids are, slot_of where they belong.
+        """
+        numbers = [made[0].nbytes, rows.numel(), len(ends)]
+        arrays = ends, rows, slot_of, made, y
+        self._put(cuda.stream(self.device), [*numbers, *[t.data_ptr() for t in arrays]])
+
+    def publish(self, places: Tensor) -> None:
+        """Writes the table that is not in use, on the current stream, and has steps use it from
+        then on.
+        """
+        self._version = 1 - self._version
+        self.tables[self._version].copy_(places)
+        self.version.fill_(self._version)
+        self._table = places.clone()
+
+    def table(self) -> Tensor:
+        """A copy of the table that was published last, on the CPU."""
+        return self._table.clone()
 
     def load(self, slot: int, expert: int) -> None:
         """Copies an expert into a slot, on the current stream."""
@@ -153,3 +208,8 @@ class Moves:
     def _await(self) -> Kernel:
         with torch.cuda.device(self.device):
             return Kernel(launches.await_rows(), AWAITING)
+
+    @cached_property
+    def _put(self) -> Kernel:
+        with torch.cuda.device(self.device):
+            return Kernel(launches.put_rows(), PUTTING)

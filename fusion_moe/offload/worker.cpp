@@ -194,6 +194,9 @@ class Worker {
         syscall(SYS_futex, &calls_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
     }
 
+    // Whether it stands still, as one that a debugger has stopped.
+    void pause(bool still) { paused_.store(still); }
+
     i64 busy() const { return busy_.load(std::memory_order_relaxed); }
 
   private:
@@ -219,6 +222,7 @@ class Worker {
     }
 
     bool waits() {
+        if (paused_.load()) return false;
         const std::lock_guard lock(mutex_);
         return std::any_of(models_.begin(), models_.end(),
                            [](const auto& m) { return m->waits(); });
@@ -228,7 +232,7 @@ class Worker {
     int serve(Team& team) {
         Clock::time_point last = Clock::now();
         for (Spin spin; !stopping_.load(std::memory_order_relaxed);) {
-            if (answer_all(team)) {
+            if (!paused_.load() && answer_all(team)) {
                 last = Clock::now();
                 spin = Spin();
             } else if (Clock::now() - last > std::chrono::microseconds(idle_)) {
@@ -259,7 +263,7 @@ class Worker {
     std::mutex mutex_;  // of what is registered
     std::vector<std::unique_ptr<Model>> models_;
     std::vector<char> memory_;
-    std::atomic<bool> stopping_{false};
+    std::atomic<bool> stopping_{false}, paused_{false};
     std::atomic<std::uint32_t> calls_{0};
     std::atomic<i64> busy_{0};  // nanoseconds
     std::thread thread_;        // last, since it uses the others
@@ -299,6 +303,8 @@ long long offload_layer(Worker* worker, Model* model, long long programs,
 void offload_remove(Worker* worker, Model* model) {
     if (worker->in_this_process()) worker->remove(model);
 }
+
+void offload_pause(Worker* worker, int still) { worker->pause(still != 0); }
 
 void offload_wake(Worker* worker) { worker->wake(); }
 

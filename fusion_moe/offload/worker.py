@@ -58,6 +58,10 @@ class Worker:
         """Registers a mailbox: `staging` has those arrays that `letters` names."""
         return Model(self, staging)
 
+    def pause(self, still: bool = True) -> None:
+        """Has it stand still, as one that a debugger has stopped, or go on: for tests."""
+        library().offload_pause(self.handle, still)
+
     @property
     def busy(self) -> int:
         """Nanoseconds in which it computed, so far."""
@@ -138,6 +142,7 @@ def library() -> ctypes.CDLL:
         ("layer", [address, address, number, address], number),
         ("remove", [address, address], None),
         ("wake", [address], None),
+        ("pause", [address, ctypes.c_int], None),
         ("submit", [address, address, ctypes.c_int, ctypes.c_int], ctypes.c_ulonglong),
         ("await", [address, ctypes.c_ulonglong, number], ctypes.c_int),
         ("busy", [address], number),

@@ -113,8 +113,12 @@ def test_a_worker_that_ended_is_told_at_once():
 
 
 def test_a_late_worker_is_given_up(own):
-    model, _ = empty_model(own)
-    assert "too long" in model.wait(10**9, 0.05)
+    model, layer = empty_model(own)
+    own.pause()
+    letter = model.submit(layer, 1)
+    assert "too long" in model.wait(letter, 0.05)
+    own.pause(False)
+    assert model.wait(letter, 20) == ""
 
 
 def test_models_come_and_go_while_others_are_used(own):

@@ -1,0 +1,304 @@
+"""A GPU as the device of offloaded experts.
+
+A step is seven launches on the current stream, or more: `find_misses`, `move`, the program of the
+rows that are there (steps.py), `await_rows`, the sum. None waits for the host where nothing is
+missing, and a CUDA graph can capture it after a call of the same form. The worker (worker.py)
+computes what the split leaves to the CPU; a GPU that it does not answer goes on without, and the
+next call raises WorkerError.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..backends.cpu.join import Joined
+from ..compile import program_of
+from ..definitions.operations import SPECS, Call, bind
+from ..encodings import ENCODINGS, Encoding, Part
+from ..errors import UnsupportedError
+from ..ir.text import text
+from ..layouts.w16x64 import W16X64
+from ..runtime import cuda
+from ..runtime.host_memory import pages
+from ..runtime.native import Descriptor
+from .device import Counters, Home
+from .launches import Parts, Shape, why_not_tiled
+from .moves import LIMIT, Moves, Shared
+from .pinned import Pinned
+from .split import Constants
+from .steps import Steps, fusion_of_call, steps_of
+
+CAPACITY = 512  # rows of experts of a step that decodes
+
+
+class Cuda:
+    """A `Device` on a GPU. slots: for the cache; spare: for what one step copies.
+
+    shared: of all layers of a model, whose steps follow each other; None: of this layer alone. It
+    says how many rows a step may have at most that a graph captures. Longer ones stream experts
+    through the spare slots, half of them while the other half is multiplied.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        slots: int,
+        spare: int,
+        constants: Constants,
+        shared: Shared | None = None,
+        device: torch.device | str = "cuda",
+    ):
+        device = torch.device("cuda", cuda.index_of(torch.device(device)))
+        self.home, self.constants, self.device = home, constants, device
+        self.shared = shared or shared_of(home, device)
+        self._spare, self._cached = spare, slots
+        self.layout = _layout(home, device)
+        self.slots = home.empty(slots + spare, device)
+        self._pinned = {
+            name: Pinned(t) if t.nbytes >= pages.PAGE and t.data_ptr() % pages.PAGE == 0 else None
+            for name, t in home.tensors.items()
+        }
+        # few bytes stay on the GPU whole
+        self._there = {
+            name: t.to(device) for name, t in home.tensors.items() if self._pinned[name] is None
+        }
+        # a step may read all this until it has ended
+        weakref.finalize(self, _wait, device, os.getpid())
+        self.moves = self._moves(ENCODINGS[home.format])
+        self._steps: dict[Any, Steps] = {}
+        self._side, self._changed = torch.cuda.Stream(device), torch.cuda.Event()
+        self._changing = False  # whether this change of the cache waits for earlier steps already
+        self._uses = torch.zeros(home.experts, dtype=torch.int32).pin_memory()
+        self._read, self._told = torch.cuda.Event(), torch.zeros(home.experts, dtype=torch.int64)
+        self._loaded, self._long = 0, Counters()  # of long steps
+
+    def _moves(self, encoding: Encoding) -> Moves:
+        tiled = self.layout == W16X64.name
+        names = list(self.home.tensors)
+        shapes = [
+            Shape.of(t, _part(encoding, name), tiled) for name, t in self.home.tensors.items()
+        ]
+        parts = Parts(
+            shapes,
+            [p.address if (p := self._pinned[n]) else self._there[n].data_ptr() for n in names],
+            [self.slots[n] for n in names],
+        )
+        costs, e = astuple(self.constants), self.home.experts
+        return Moves(parts, e, self._cached, self._spare, costs, self.shared, self._on_cpu())
+
+    def _on_cpu(self) -> int:
+        """Registers the layer with the worker, and the programs of its home for more and more rows.
+        Its number.
+        """
+        shared, tensors = self.shared, self.shared.staging.tensors
+        x = tensors["rows"].view(shared.dtype).view(shared.capacity, -1)
+        ids = tensors["ids"].view(torch.int32).view(-1, 1)
+        w = tensors["weights"].view(torch.float32).view(-1, 1)
+        powers = [2**i for i in range(shared.capacity.bit_length()) if 2**i < shared.capacity]
+        made, weights = [], list[Tensor]()
+        for rows in (*powers, shared.capacity):
+            given = self.home.arguments(x[:rows], ids[:rows], w[:rows], self.home.tensors)
+            call = bind(SPECS["fused_experts"], (), given)
+            weights = weights or [*call.tensors.values()][3:]
+            made.append((rows, host_program(call)))
+        return shared.model.layer(shared.model.programs(made), weights)
+
+    def step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        """As in `Device`."""
+        x, ids, w = _aligned(x), ids.contiguous(), w.contiguous()
+        if len(x) == 0:
+            return torch.empty_like(x)
+        with torch.cuda.device(self.device), self.shared.in_turn():
+            if ids.numel() <= self.shared.capacity:
+                return self._step(x, ids, w)
+            return self._stream(x, ids, w) if self._spare > 1 else self._in_pieces(x, ids, w)
+
+    def _step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        places = self.moves.begin(x, ids, w if self.home.weighs_input else None)
+        steps = self._steps_of(x, ids, w, places)
+        y, _, _, slot_of = steps.rows(self._given(x, ids, w, places))
+        self.moves.finish(y, slot_of)
+        return steps.sum(y, slot_of, w)
+
+    def _stream(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        """A long step: all missed experts that it names are copied, in turns through halves of the
+        spare slots, one of which is filled while the other one is multiplied by.
+        """
+        if cuda.capturing():
+            raise UnsupportedError(
+                f"{ids.numel()} rows of offloaded experts in a CUDA graph",
+                expected=f"at most {self.shared.capacity}",
+                todo="capture steps of fewer tokens, or offload with a larger capacity",
+                where="offload",
+            )
+        half, free = self._spare // 2, [torch.cuda.Event(), torch.cuda.Event()]
+        for event in free:
+            event.record()
+        y = slot_of = None
+        table, turns = self._turns(ids, half)
+        for i, experts in enumerate(turns):
+            first = self._cached + i % 2 * half
+            self._side.wait_event(free[i % 2])
+            for slot, expert in enumerate(experts, first):
+                self._load(slot, expert)
+            torch.cuda.current_stream().wait_stream(self._side)
+            table[experts] = torch.arange(first, first + len(experts), dtype=torch.int32)
+            places = table.to(self.device)
+            steps = self._steps_of(x, ids, w, places)
+            made, ends, _, rows = steps.rows(self._given(x, ids, w, places))
+            free[i % 2].record()
+            if y is None or slot_of is None:
+                y, slot_of = made, rows
+            else:
+                self.moves.put(made, ends, rows, y, slot_of)
+            table.fill_(-1)
+        assert y is not None
+        assert slot_of is not None
+        return steps.sum(y, slot_of, w)
+
+    def _turns(self, ids: Tensor, half: int) -> tuple[Tensor, list[list[int]]]:
+        """The table, and the missed experts that ids name, as many in each turn as there are slots
+        for. Waits for ids.
+        """
+        e = self.home.experts
+        named = torch.bincount(ids[(ids >= 0) & (ids < e)], minlength=e)
+        self.moves.uses += named.int()
+        table, rows = self.moves.table(), named.cpu()
+        missed = ((rows > 0) & (table < 0)).nonzero().flatten().tolist()
+        there = int(rows[table >= 0].sum())
+        all_rows = int(rows.sum())
+        self._long += Counters(1, there, all_rows - there, len(missed))
+        return table, [missed[i : i + half] for i in range(0, len(missed), half)] or [[]]
+
+    def _in_pieces(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        """A long step without room for copies: as many short ones as it takes."""
+        each = max(1, self.shared.capacity // ids.shape[1])
+        pieces = (t.split(each) for t in (x, ids, w))
+        return torch.cat([self._step(*piece) for piece in zip(*pieces, strict=True)])
+
+    def _given(self, x: Tensor, ids: Tensor, w: Tensor, places: Tensor) -> Mapping[str, Tensor]:
+        return self.home.given(x, ids, w, self.slots, places)
+
+    def _steps_of(self, x: Tensor, ids: Tensor, w: Tensor, places: Tensor) -> Steps:
+        key = x.dtype, ids.dtype, ids.shape[1], w.dtype
+        if key not in self._steps:
+            layout = {"weight_layout": self.layout, "places": places}
+            self._steps[key] = steps_of(self.home.arguments(x, ids, w, self.slots, **layout))
+        return self._steps[key]
+
+    # The cache ------------------------------------------------------------------------------------
+
+    def load(self, slot: int, expert: int) -> None:
+        """As in `Device`: on a stream of its own, after all steps so far."""
+        self._begin_change()
+        self._load(slot, expert)
+        self._loaded += 1
+
+    def publish(self, places: Tensor) -> None:
+        """As in `Device`. A step that runs meanwhile has the old table, whole."""
+        self._begin_change()
+        with torch.cuda.device(self.device), torch.cuda.stream(self._side):
+            self.moves.publish(places)
+            self._changed.record()
+        self._changing = False
+
+    def _begin_change(self) -> None:
+        """What is copied from now on may overwrite slots that the table in use does not name: so
+        steps that began with the one before must have ended.
+        """
+        if not self._changing:
+            self._changed.synchronize()
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
+            self._changing = True
+
+    def _load(self, slot: int, expert: int) -> None:
+        with torch.cuda.device(self.device), torch.cuda.stream(self._side):
+            self.moves.load(slot, expert)
+
+    def uses(self) -> Tensor:
+        """As in `Device`, as far as they were read by now: it does not wait for steps."""
+        found = torch.zeros_like(self._told)
+        if self._read.query():
+            now = self._uses.long()
+            found, self._told = now - self._told, now
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.device(self.device), torch.cuda.stream(self._side):
+                self._uses.copy_(self.moves.uses, non_blocking=True)
+                self._read.record()
+        return found
+
+    @property
+    def counters(self) -> Counters:
+        """What steps have done. Waits for them."""
+        c, shared = self.moves.counted(), self.shared
+        missed = c["copied_rows"] + c["computed_rows"]
+        found = Counters(c["steps"], c["hits"], missed, c["copied"], c["computed"], self._loaded)
+        found += self._long
+        found.bytes_copied = (found.copied + found.loaded) * self.moves.parts.nbytes
+        found.cpu_ns = shared.model.worker.busy
+        return found
+
+
+def shared_of(
+    home: Home, device: torch.device, capacity: int = CAPACITY, limit: float = LIMIT
+) -> Shared:
+    """For the layers of a model whose experts take rows like those of `home`."""
+    return Shared(capacity, home.features, torch.bfloat16, device, limit)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, contiguous and aligned for loads of 16 bytes."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _wait(device: torch.device, process: int) -> None:
+    if os.getpid() == process and not cuda.capturing():
+        torch.cuda.synchronize(device)
+
+
+def host_program(call: Call) -> Descriptor:
+    """What the worker runs for a call of the operation on the CPU. UnsupportedError if there is no
+    one call of C++ for it.
+    """
+    program = program_of(text(fusion_of_call(call)), torch.device("cpu"))
+    tensors = [*call.tensors.values()]
+    joined, sizes = program.joined, program.sizes(tensors, {})
+    found = joined.descriptor(tensors, sizes, "run_in") if isinstance(joined, Joined) else None
+    if found is None:
+        why = next((k.why for k in program.kernels if k.why), "a kernel is not in C++")
+        raise UnsupportedError(
+            f"these experts on the CPU: {why}",
+            expected="experts that one call of C++ computes",
+            where="offload",
+        )
+    return found
+
+
+def _layout(home: Home, device: torch.device) -> str:
+    """In which experts lie in slots: that of the GPU's kernels, if experts can be copied into
+    it.
+    """
+    encoding, target = ENCODINGS[home.format], backends.find("auto", device)
+    wanted = target.layout_of(encoding.name, home.activation_format)
+    weights = [t for name, t in home.tensors.items() if name in ("gate_up[0]", "down[0]")]
+    odd = [why for t in weights if (why := W16X64.why_not(*_shape(t, encoding), encoding))]
+    return "linear" if wanted != W16X64.name or odd or why_not_tiled(encoding) else wanted
+
+
+def _shape(t: Tensor, encoding: Encoding) -> tuple[int, int]:
+    return t.shape[1], encoding.elements(t.shape[2])
+
+
+def _part(encoding: Encoding, name: str) -> Part | None:
+    """The part of an encoding that an argument of the operation holds."""
+    base, is_list, number = name.rstrip("]").partition("[")
+    return encoding.parts[int(number)] if is_list and base in ("gate_up", "down") else None

@@ -1,0 +1,299 @@
+"""Experts in the host's memory beside a GPU: the plain module's results, whatever is there, copied
+or computed by the CPU; in CUDA graphs, while the cache changes, and when the worker fails.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusion_moe
+from fusion_moe.encodings import ENCODINGS, Quantized, quantize
+from fusion_moe.errors import GroupsError, UnsupportedError, WorkerError
+from fusion_moe.layouts.w16x64 import W16X64
+from fusion_moe.nn import Experts, swiglu
+from fusion_moe.offload.cache import Cache
+from fusion_moe.offload.cuda import Cuda, shared_of
+from fusion_moe.offload.experts import OffloadedExperts
+from fusion_moe.offload.split import Constants
+from fusion_moe.offload.worker import Worker
+
+pytestmark = [pytest.mark.gpu, pytest.mark.compiler]
+E, H, I, K = 64, 512, 256, 4
+# cpu_start, cpu_expert, cpu_expert_beside, cpu_row, copy_start, copy_expert, copy_expert_beside
+COMPUTES = Constants(0, 1, 1, 0, 0, 10**9, 10**9)
+COPIES = Constants(0, 10**9, 10**9, 0, 0, 1, 1)
+BOTH = Constants(0, 100, 110, 1, 0, 100, 110)
+SPLITS = {"computes": COMPUTES, "copies": COPIES, "both": BOTH}
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.no_grad():
+        yield
+    fusion_moe.synchronize()
+
+
+def layer(encoding: str = "nvfp4", seed: int = 0, **more) -> Experts:
+    """On the CPU."""
+    g = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(E, n, k, generator=g) / k**0.5 for n, k in ((2 * I, H), (H, I))]
+    return Experts(*[quantize(w, ENCODINGS[encoding]) for w in weights], **more)
+
+
+def on_gpu(of: Experts) -> Experts:
+    state, encoding = of.state_dict(), of.encoding
+    parts = [[p.clone().cuda() for p in of._parts(name)] for name in ("gate_up", "down")]
+    made = Experts(
+        *[Quantized(*p, encoding=encoding) for p in parts],
+        scale_on=of.scale_on,
+        activation=of.activation,
+        gate_up_bias=None if of.gate_up_proj_bias is None else of.gate_up_proj_bias.cuda(),
+        down_bias=None if of.down_proj_bias is None else of.down_proj_bias.cuda(),
+    )
+    assert made.state_dict().keys() == state.keys()
+    return made.cuda()
+
+
+def offloaded(
+    of: Experts, slots: int, constants: Constants = BOTH, spare: int = 4, every: int = 0, **shared
+) -> OffloadedExperts:
+    def make(home):
+        ours = shared_of(home, torch.device("cuda", 0), **shared)
+        return Cuda(home, slots, spare, constants, ours)
+
+    return OffloadedExperts.of(of, make, Cache(E, slots), every)
+
+
+def call(tokens: int, seed: int = 0, experts: int = E) -> tuple[Tensor, Tensor, Tensor]:
+    """Some slots of which have no expert."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, E, generator=g)[:, :experts].argsort(-1)[:, :K]
+    ids[torch.rand(tokens, K, generator=g) < 0.1] = -1
+    x, w = torch.randn(tokens, H, generator=g).bfloat16(), torch.rand(tokens, K, generator=g)
+    return x.cuda(), ids.cuda(), w.cuda()
+
+
+def assert_near(found: Tensor, want: Tensor) -> None:
+    """Up to the roundings of rows to bf16, in another order of sums along K."""
+    assert found.isfinite().all()
+    apart = (found.float() - want.float()).abs().max().item()
+    assert apart <= 0.02 * want.float().abs().max().item(), apart
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("slots", [0, 7, E // 2, E])
+def test_equal_to_the_plain_module(split, slots):
+    plain = layer()
+    want, found = on_gpu(plain), offloaded(plain, slots, SPLITS[split])
+    for tokens in (1, 5, 40):
+        args = call(tokens, seed=tokens)
+        for ids in (args[1], args[1].int()):
+            assert_near(found(args[0], ids, args[2]), want(*args))
+    fusion_moe.synchronize()
+    c = found.counters
+    named = 2 * sum(int((call(n, seed=n)[1] >= 0).sum()) for n in (1, 5, 40))
+    assert c.steps == 6
+    assert c.hits + c.misses == named
+    assert bool(c.misses) == (slots < E)
+    assert bool(c.copied) == (slots < E and split != "computes")
+    assert bool(c.computed) == (slots < E and (split != "copies"))
+
+
+def test_all_ways_give_the_same_bits_where_only_the_gpu_computes():
+    plain = layer()
+    whole, copied = offloaded(plain, E, spare=8), offloaded(plain, 8, COPIES, spare=E)
+    for tokens in (1, 5, 40):
+        args = call(tokens, seed=tokens)
+        assert torch.equal(whole(*args), copied(*args))
+
+
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4", "fp8"])
+def test_copied_experts_are_as_a_module_on_the_gpu_has_them(encoding):
+    plain = layer(encoding)
+    found = offloaded(plain, E)
+    device = found.device
+    for name, t in found.home.tensors.items():
+        want = t.cuda()
+        base, is_list, part = name.rstrip("]").partition("[")
+        if device.layout == W16X64.name and is_list:
+            parts = [found.home.tensors[f"{base}[{i}]"].cuda() for i in range(2)]
+            want = W16X64.pack(*parts, encoding=plain.encoding)[int(part)] if part in "01" else want
+        torch.cuda.synchronize()
+        assert torch.equal(device.slots[name][:E].view(torch.uint8), want.view(torch.uint8)), name
+    assert device.layout == W16X64.name or encoding not in ("nvfp4", "mxfp4")
+
+
+@pytest.mark.parametrize("slots", [0, 7, E])
+def test_a_graph_is_replayed_with_other_ids(slots):
+    plain = layer()
+    want, found = on_gpu(plain), offloaded(plain, slots)
+    x, ids, w = call(8)
+    found(x, ids, w)
+    fusion_moe.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = found(x, ids, w)
+    for seed in range(20):
+        for t, other in zip((x, ids, w), call(8, seed), strict=True):
+            t.copy_(other)
+        graph.replay()
+        assert_near(y, want(x, ids, w))
+    fusion_moe.synchronize()
+    assert found.counters.steps == 21
+
+
+def test_the_cache_learns_while_steps_run():
+    plain = layer()
+    want, found = on_gpu(plain), offloaded(plain, 20, every=2)
+    for step in range(60):
+        args = call(8, step, experts=12)
+        assert_near(found(*args), want(*args))
+    c = found.counters
+    assert c.loaded > 20
+    before = c.misses
+    for step in range(10):
+        found(*call(8, step, experts=12))
+    assert found.counters.misses - before < before / 3
+
+
+def test_a_long_step_streams_experts():
+    plain = layer()
+    want = on_gpu(plain)
+    args = call(300)
+    for slots, spare in ((0, 8), (20, 6), (20, 1), (E, 2)):
+        found = offloaded(plain, slots, spare=spare, capacity=64)
+        for _ in range(2):
+            assert_near(found(*args), want(*args))
+        c = found.counters
+        assert c.hits + c.misses == 2 * int((args[1] >= 0).sum())
+
+
+def test_a_long_step_is_not_captured():
+    found = offloaded(layer(), 8, capacity=64)
+    args = call(300)
+    found(*args)
+    with (
+        pytest.raises(UnsupportedError, match="in a CUDA graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        found(*args)
+
+
+@pytest.mark.parametrize(
+    "more", [{"scale_on": "input"}, {"activation": swiglu(limit=7.0, alpha=1.7)}]
+)
+def test_other_layers(more):
+    plain = layer(**more)
+    want, found = on_gpu(plain), offloaded(plain, 7)
+    args = call(9)
+    assert_near(found(*args), want(*args))
+
+
+def test_biases():
+    g = torch.Generator().manual_seed(5)
+    biases = {
+        "gate_up_bias": torch.randn(E, 2 * I, generator=g),
+        "down_bias": torch.randn(E, H, generator=g),
+    }
+    plain = layer("mxfp4", **biases)
+    want, found = on_gpu(plain), offloaded(plain, 7)
+    args = call(9)
+    assert_near(found(*args), want(*args))
+
+
+def test_bad_ids_are_told_as_on_the_gpu():
+    found = offloaded(layer(), 7)
+    x, ids, w = call(4)
+    good = found(x, ids, w)
+    bad = ids.clone()
+    bad[1, 2] = E
+    found(x, bad, w)
+    torch.cuda.synchronize()
+    with pytest.raises(GroupsError, match=f"= {E} is out of range"):
+        fusion_moe.synchronize()
+    assert torch.equal(found(x, ids, w), good)
+
+
+def test_a_worker_that_ended_is_an_error():
+    found = offloaded(layer(), 7, COMPUTES)
+    args = call(4)
+    found(*args)
+    fusion_moe.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found(*args)
+    Worker.of_process().stop()
+    start = time.monotonic()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < 5
+    with pytest.raises(WorkerError, match="it has ended"):
+        fusion_moe.synchronize()
+    again = offloaded(layer(), 7, COMPUTES)  # with a new worker
+    again(*args)
+
+
+def test_a_late_worker_is_an_error_within_the_limit():
+    found = offloaded(layer(), 7, COMPUTES, limit=0.2)
+    args = call(4)
+    found(*args)
+    fusion_moe.synchronize()
+    worker = found.device.shared.model.worker
+    worker.pause()
+    start = time.monotonic()
+    found(*args)
+    torch.cuda.synchronize()
+    assert 0.2 <= time.monotonic() - start < 5
+    worker.pause(False)
+    with pytest.raises(WorkerError, match="it is late, after 2"):
+        fusion_moe.synchronize()
+    with pytest.raises(WorkerError, match="it failed before"):
+        found(*args), fusion_moe.synchronize()
+
+
+def test_two_models_at_once():
+    plains = [layer(seed=seed) for seed in (0, 1)]
+    wanted, founds = [on_gpu(p) for p in plains], [offloaded(p, 7) for p in plains]
+    errors: list[BaseException] = []
+
+    def use(want: Experts, found: OffloadedExperts) -> None:
+        try:
+            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+                for seed in range(30):
+                    args = call(6, seed)
+                    assert_near(found(*args), want(*args))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=use, args=pair) for pair in zip(wanted, founds, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_model_is_deleted_while_its_step_runs():
+    want = on_gpu(layer())
+    args = call(40)
+    for _ in range(5):
+        found = offloaded(layer(), 7)
+        y = found(*args)
+        del found
+        gc.collect()
+        assert_near(y, want(*args))
+
+
+def test_all_experts_there_cost_no_word_to_the_worker():
+    found = offloaded(layer(), E)
+    box = found.device.shared.staging.tensors["box"].view(torch.int64)
+    for tokens in (1, 8, 64):
+        found(*call(tokens))
+    fusion_moe.synchronize()
+    assert int(box[0]) == 0
