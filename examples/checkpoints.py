@@ -4,9 +4,10 @@ with what its bytes mean.
     python examples/checkpoints.py [--only NAME]
 
 The models are tiny and random. If nvidia-modelopt is installed, it writes its three kinds of
-directories; all others (without it, ModelOpt's too) come from tests/checkpoints/made. The reference
-reads each file with numpy and ml_dtypes and puts the numbers into transformers' plain model;
-float32 logits and 16 generated tokens are compared. Exits with 1 if a row fails.
+directories, and if gguf is, files of five families; all others (without it, ModelOpt's too) come
+from tests/checkpoints/made. The reference reads each file with numpy and ml_dtypes, or has gguf
+round the weights, and puts the numbers into transformers' plain model; float32 logits and 16
+generated tokens are compared. Exits with 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ MADE = ROOT / "tests" / "checkpoints" / "made"
 sys.path[:0] = [str(ROOT / path) for path in ("tests/transformers", "tests/checkpoints", "tools")]
 
 from decoded import plain_model, relative, same_parameters  # noqa: E402
+from gguf_files import ARCHITECTURES, rounded_model, write_gguf  # noqa: E402
 from make_checkpoints import mixed, modelopt  # noqa: E402
 
 TOKENS, LIMIT = 16, 1e-5
+GGUF = "MXFP4", "Q8_0"  # of experts, of all else
 EXPORTS: dict[str, tuple[str, Any]] = {
     "NVFP4 Qwen3-MoE": ("qwen3_moe", "NVFP4_DEFAULT_CFG"),
     "NVFP4 Mixtral": ("mixtral", "NVFP4_DEFAULT_CFG"),
@@ -92,6 +95,14 @@ def directories() -> Iterator[tuple[str, Callable[[Path], Path]]]:
             (f"ModelOpt {name}", lambda out, export=export: exported(out, *export))
             for name, export in EXPORTS.items()
         )
+    if importlib.util.find_spec("gguf"):
+        yield from (
+            (
+                f"GGUF MXFP4 {family}",
+                lambda out, family=family: write_gguf(out / f"{family}.gguf", family, *GGUF),
+            )
+            for family in ARCHITECTURES
+        )
     for made in sorted(MADE.iterdir()):
         if not made.name.startswith("bf16") and (
             not made.name.startswith("modelopt") or not importlib.util.find_spec("modelopt")
@@ -132,7 +143,9 @@ def measured(name: str, directory: Path, saved: Path) -> Row:
         start = time.perf_counter()
         model = from_pretrained(directory, dtype=torch.float32)
         seconds = time.perf_counter() - start
-        judge, prompt = plain_model(directory), torch.arange(3, 12)[None]
+        in_gguf = directory.suffix == ".gguf"
+        judge = rounded_model(directory.stem, *GGUF) if in_gguf else plain_model(directory)
+        prompt = torch.arange(3, 12)[None]
         difference = relative(logits(model, prompt), logits(judge, prompt))
         same_tokens = torch.equal(generated(model, prompt), generated(judge, prompt))
         model.save_pretrained(saved)

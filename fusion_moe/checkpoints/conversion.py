@@ -68,7 +68,7 @@ def convert(
         raise UnsupportedError(
             "no quantized weights",
             expected="weights to convert",
-            todo="quantize makes NVFP4 of floats",
+            todo="quantize makes NVFP4 of floats, and of other types of GGUF",
             where=str(src),
         )
     if to == "dense":

@@ -1,5 +1,5 @@
-"""A directory of safetensors files: its configuration, and the name, dtype, shape and file of each
-tensor.
+"""A directory of safetensors files, or a file of GGUF: its configuration, and the name, dtype,
+shape and file of each tensor.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, UnsupportedError
 from ..messages.warn import warn_once
+from .gguf import Reads, Unread, read_gguf
 from .headers import Entry, read_header, read_json, shown
 
 CONFIG, OLDER_CONFIG = "config.json", "hf_quant_config.json"
@@ -24,8 +25,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 QUANTIZATION = ("quantization_config", "compression_config")
 # parts of a multimodal model's configuration, which may have the entry instead
 TEXT_MODEL = ("text_config", "llm_config")
+GGUF = ".gguf"
 _OTHERS = {
-    "*.gguf": "GGUF",
     "pytorch_model*.bin": "pickled tensors, which can run code when they are read",
     "*.pt": "pickled tensors",
     "*.pth": "pickled tensors",
@@ -40,16 +41,21 @@ class Directory:
     config: Mapping[str, Any]
     tensors: Mapping[str, Entry]
     _opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+    _made: Reads = field(default_factory=dict, repr=False, compare=False)  # those of GGUF
 
     @classmethod
     def open(cls, path: str | Path, files: Sequence[str] = ()) -> Directory:
         """Reads the configuration and all headers, no data. files: the names of those with the
         weights, if they are not the usual ones.
 
-        CheckpointError for files or tensors that are missing, duplicated, truncated or broken, with
-        file, tensor, found and expected; UnsupportedError for weights in other kinds of files.
+        path may be a file of GGUF: then as from `read_gguf`. CheckpointError for files or tensors
+        that are missing, duplicated, truncated or broken, with file, tensor, found and expected;
+        UnsupportedError for weights in other kinds of files.
         """
         path = Path(path)
+        if path.suffix == GGUF and _exists(path) and not path.is_dir():
+            config, tensors, reads = read_gguf(path)
+            return cls(path, config, tensors, {}, reads)
         if not _exists(path / CONFIG):
             raise _not_a_checkpoint(path)
         config = read_json(path / CONFIG)
@@ -75,10 +81,14 @@ class Directory:
         """A tensor, memory mapped: its bytes are read when they are used, and writing to it does
         not change the file.
         """
-        return self._of_file(name, "get_tensor")
+        return self._made[name]() if name in self._made else self._of_file(name, "get_tensor")
 
     def slice(self, name: str) -> Any:
-        """safetensors' slice of a tensor, which reads only the part that is indexed."""
+        """safetensors' slice of a tensor, which reads only the part that is indexed; of GGUF, an
+        object with the same methods.
+        """
+        if name in self._made:
+            return Unread(self.tensors[name], self._made[name])
         return self._of_file(name, "get_slice")
 
     def _of_file(self, name: str, how: str) -> Any:
@@ -99,6 +109,9 @@ def _single(path: Path) -> dict[str, Entry]:
     """The tensors of a directory without an index, or with one of files that are all gone."""
     if (path / SINGLE).exists():
         return {entry.name: entry for entry in read_header(path / SINGLE)}
+    if files := sorted(path.glob(f"*{GGUF}")):
+        todo = f"name the file: {files[0]}"
+        raise UnsupportedError(f"{files[0].name}: GGUF", todo=todo, where=str(path))
     for pattern, kind in _OTHERS.items():
         if files := sorted(path.glob(pattern)):
             todo = "take the checkpoint as safetensors"

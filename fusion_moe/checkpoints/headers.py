@@ -35,7 +35,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_MAX_BYTES = 2**63  # torch computes strides in 64 bits, also those of a tensor without elements
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_BYTES = 2**63  # torch computes strides in 64 bits, also those of a tensor without elements
 _MAX_JSON = 100_000_000  # bytes, as of a header of safetensors
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
@@ -43,17 +44,21 @@ _SHORT.maxstring = _SHORT.maxother = 100
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file."""
+    """A tensor in a file. kind: the name of the file's own type, and size: the bytes there, if the
+    tensor is made of it when it is read.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: Path
+    kind: str = ""
+    size: int | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
-        return prod(self.shape) * self.dtype.itemsize
+        """Bytes of its data in the file."""
+        return prod(self.shape) * self.dtype.itemsize if self.size is None else self.size
 
     def __str__(self) -> str:
         return (
@@ -65,7 +70,7 @@ def read_header(file: Path) -> list[Entry]:
     """The tensors of a file, in the order of their bytes. CheckpointError with file, found and
     expected if anything is wrong.
     """
-    _need_plain(file, "a file of safetensors")
+    need_plain(file, "a file of safetensors")
     try:
         with safe_open(file, "pt"):
             pass
@@ -80,7 +85,7 @@ def read_header(file: Path) -> list[Entry]:
 
 
 def _entry(name: str, dtype: str, shape: list[int], file: Path) -> Entry:
-    if dtype not in DTYPES or prod(max(size, 1) for size in shape) >= _MAX_BYTES // 8:
+    if dtype not in DTYPES or prod(max(size, 1) for size in shape) >= MAX_BYTES // 8:
         raise CheckpointError(
             f"{name} of dtype {dtype} and shape {shown(shape)}",
             expected=f"one of {', '.join(DTYPES)}, within 2^63 bytes",
@@ -91,7 +96,7 @@ def _entry(name: str, dtype: str, shape: list[int], file: Path) -> Entry:
 
 def read_json(file: Path, expected: str = "a file of JSON") -> dict[str, Any]:
     """The JSON object in a plain file. CheckpointError for anything else."""
-    if _need_plain(file, expected) > _MAX_JSON:
+    if need_plain(file, expected) > _MAX_JSON:
         expected = f"{expected}, of at most {_MAX_JSON} bytes"
         raise CheckpointError("a larger file", expected=expected, where=str(file))
     try:
@@ -106,7 +111,7 @@ def read_json(file: Path, expected: str = "a file of JSON") -> dict[str, Any]:
     return value
 
 
-def _need_plain(file: Path, expected: str) -> int:
+def need_plain(file: Path, expected: str) -> int:
     """The size of a plain file, or of one that a link leads to. CheckpointError for others: reading
     a pipe or a device might never end.
     """

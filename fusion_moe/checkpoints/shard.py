@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from ..messages.progress import progress
-from .headers import DTYPES
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from .headers import DTYPE_NAMES
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def write_shard(path: Path, steps: Sequence[Step]) -> None:
     for planned in (p for step in steps for p in step.planned):
         start, end = end, end + planned.nbytes
         header[planned.name] = {
-            "dtype": _NAMES[planned.dtype],
+            "dtype": DTYPE_NAMES[planned.dtype],
             "shape": list(planned.shape),
             "data_offsets": [start, end],
         }

@@ -110,6 +110,8 @@ def _to_copy(source: Directory) -> list[Path]:
     may be any file of whoever writes, and its contents would be passed on with the copy. Hugging
     Face's cache, where all files are links, has them in `blobs`.
     """
+    if source.path.is_file():  # of GGUF
+        return []
     home = source.path.resolve()
     places = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
     found = [

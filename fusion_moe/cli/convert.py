@@ -35,7 +35,10 @@ class Floats(str, Enum):
 
 
 Source = Annotated[
-    Path, typer.Argument(metavar="SRC", help="A directory with config.json and safetensors.")
+    Path,
+    typer.Argument(
+        metavar="SRC", help="A directory with config.json and safetensors, or a file of GGUF."
+    ),
 ]
 Destination = Annotated[
     Path,
@@ -77,10 +80,12 @@ def convert(
     )
 
 
-def written(write: Callable[..., Path], dry_run: bool) -> Inspection:
-    """What was written, or would be. write: takes the argument dry_run."""
+def written(write: Callable[..., Path], dry_run: bool, against: Path | None = None) -> Inspection:
+    """What was written, or would be. write: takes the argument dry_run; against: what errors are
+    relative to.
+    """
     if not dry_run:
-        return inspection(write())
+        return inspection(write(), against=against)
     planned: list[Directory] = []
     return inspection(write(dry_run=planned.append), planned=planned[0])
 

@@ -30,6 +30,7 @@ from ..checkpoints import (
 )
 from ..checkpoints.comparing import WeightError, errors_of
 from ..checkpoints.conversion import Source
+from ..checkpoints.directory import GGUF
 from ..encodings import BF16, F16, F32, Encoding
 from ..env import has_cuda
 from ..errors import CheckpointError, UnsupportedError, printable
@@ -119,7 +120,10 @@ class Inspection:
 def inspect(
     context: typer.Context,
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A directory with config.json and safetensors.")
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A directory with config.json and safetensors, or a file of GGUF."
+        ),
     ],
     values: Annotated[
         bool,
@@ -157,6 +161,7 @@ def inspection(
     except CheckpointError as error:
         return Inspection(str(path), problems=(str(error),))
     entries, problems = directory.tensors, []
+    in_gguf = directory.path.suffix == GGUF
     weights: Mapping[str, StoredWeight] = {}
     try:
         weights = stored_weights(entries, method, packing_of(quantization))
@@ -171,8 +176,10 @@ def inspection(
     return Inspection(
         str(path),
         _strings(directory.config.get("architectures")),
-        method,
-        ", ".join(_strings([quantization.get("quant_algo", quantization.get("format"))])),
+        "gguf" if in_gguf else method,
+        ", ".join(
+            _strings([not in_gguf and quantization.get("quant_algo", quantization.get("format"))])
+        ),
         ", ".join(_strings([quantization.get("scales")])),
         len({entry.file for entry in entries.values()}),
         len(entries),
@@ -205,15 +212,18 @@ def _groups(entries: Mapping[str, Entry], weights: Mapping[str, StoredWeight]) -
         runs = (
             kernels_for(encoding) if encoding and kept else "dequantized to bf16 when it is loaded"
         )
-        of[weight.scheme.name, role, runs].append((weight.name, weight.nbytes))
+        format = next(iter(weight.entries.values())).kind or weight.scheme.name
+        of[format, role, runs].append((weight.name, weight.nbytes))
     used = {entry.name for weight in weights.values() for entry in weight.entries.values()}
     for entry in (entry for name, entry in entries.items() if name not in used):
-        dtype = str(entry.dtype).removeprefix("torch.")
+        dtype = entry.kind or str(entry.dtype).removeprefix("torch.")
         role = (
             "what no weight needs" if entry.name.endswith(KNOWN) else _role(entry.name, "all else")
         )
         runs = (
-            kernels_for(_PLAIN[entry.dtype])
+            "decoded to floats when it is loaded"
+            if role == "experts" and entry.kind
+            else kernels_for(_PLAIN[entry.dtype])
             if role == "experts" and entry.dtype in _PLAIN and len(entry.shape) > 1
             else "-"
         )

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..checkpoints import quantize as quantized
+from ..checkpoints.directory import GGUF
 from .convert import Destination, DryRun, Source, written
 from .output import Json, finish
 
@@ -61,8 +62,9 @@ def quantize(
     """Write SRC with its experts in few bits, from bfloat16, float16, float32 or FP8, without
     building the model.
 
-    Prints what `inspect DST` prints.
+    Prints what `inspect DST` prints; for a file of GGUF with `--against SRC`.
     """
     rule = scales and scales.value
     write = partial(quantized, src, dst, to=to.value, scales=rule, skip=skip or ())
-    finish(context, lambda: written(write, dry_run), json)
+    in_gguf = src if src.suffix == GGUF else None
+    finish(context, lambda: written(write, dry_run, in_gguf), json)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +26,16 @@ from transformers.utils import cached_file
 from ..checkpoints import Directory, Entry, method_of
 from ..checkpoints.directory import (
     CONFIG,
+    GGUF,
     INDEX,
     OLDER_CONFIG,
     architectures_of,
     older_quantization,
     quantization_of,
 )
+from ..checkpoints.gguf_models import FAMILIES
 from ..checkpoints.headers import read_json, shown
-from ..errors import CheckpointError, OptionError
+from ..errors import CheckpointError, OptionError, UnsupportedError
 from .adapters import read_adapters_
 from .completeness import new_heads
 from .config import experts_config, set_quantization
@@ -81,10 +84,11 @@ def from_pretrained(
     fusion_moe.nn, whoever quantized them. Adapters in a local directory's folder `adapters` are
     loaded too.
 
-    directory: a local one, or a name that transformers knows; None with the arguments config and
-    state_dict, tensors as in files. auto_class: None for the class that config.json names, such as
-    one with a vision tower, or AutoModelForCausalLM if transformers has no such class. kwargs may
-    change entries of the configuration, unless config is given, which stays as it is.
+    directory: a local one, a file of GGUF, or a name that transformers knows; None with the
+    arguments config and state_dict, tensors as in files. auto_class: None for the class that
+    config.json names, such as one with a vision tower, or AutoModelForCausalLM if transformers has
+    no such class. kwargs may change entries of the configuration, unless config is given, which
+    stays as it is.
     quantization_config=NVFP4Config(): rounds experts in floats, also in 8-bit floats, to NVFP4;
     with weights="fp8" those in 8-bit floats stay, and all others in few bits are read as FP8.
     transformers' FineGrainedFP8Config() asks for that and activation_format="fp8": what a directory
@@ -110,22 +114,28 @@ def from_pretrained(
             expected="config and state_dict instead, without mesh",
             where="from_pretrained",
         )
-    if directory is not None:
+    where, opened = str(directory), None
+    if directory is not None and Path(directory).suffix == GGUF:
+        opened = _gguf(directory)
+        if mesh is None:  # its tensors are read as those of a state dict
+            kwargs["state_dict"] = {name: opened.slice(name) for name in opened.tensors}
+            directory = None
+    elif directory is not None:
         _check_json(Path(directory, kwargs.get("subfolder") or ""))
-    config, kwargs = _configuration(directory, kwargs)
-    auto_class = auto_class or _class_named(config, directory, kwargs)
+    config, kwargs = _configuration(directory, kwargs, opened.config if opened else None)
+    auto_class = auto_class or _class_named(config, where, kwargs)
     if found := quantization_of(config.to_dict()) or (
-        _beside(directory, _some_of(kwargs, _OF_HUB)) if directory else {}
+        _beside(directory, _some_of(kwargs, _OF_HUB)) if directory and not opened else {}
     ):
-        found = {**found, "source": method_of(found, str(directory)), "quant_method": "fusion_moe"}
+        found = {**found, "source": method_of(found, where), "quant_method": "fusion_moe"}
         if asked := experts_config(kwargs.get("quantization_config")):
             found["experts_config"] = asked
             del kwargs["quantization_config"]
         set_quantization(config, found)
     if directory is None or kwargs.get("state_dict") is not None:
-        given, file = kwargs["state_dict"], Path("state_dict")
+        given, file = kwargs["state_dict"], Path(where if opened else "state_dict")
         entries = {name: Entry(name, t.dtype, (*t.shape,), file) for name, t in given.items()}
-        tensors = Tensors(entries, given.__getitem__)
+        tensors = Tensors(entries, lambda name: given[name][...])
         model, info = _in_place_of_files(tensors, auto_class, config, kwargs, directory)
     elif mesh is None:
         model, info = auto_class.from_pretrained(
@@ -136,7 +146,7 @@ def from_pretrained(
         from ..distributed.parallelize import Division
 
         division = Division(mesh, plan, tokens, dispatch, capacity)
-        model, info = _shared(Directory.open(directory), division, auto_class, config, kwargs)
+        model, info = _shared(opened or Directory.open(where), division, auto_class, config, kwargs)
     if wanted:
         return model, info
     if missing := sorted(set(info["missing_keys"]) - new_heads(model)):
@@ -147,9 +157,22 @@ def from_pretrained(
             f"nothing for {some(missing)}",
             expected="a tensor for each parameter",
             todo=todo,
-            where=str(directory),
+            where=where,
         )
     return model
+
+
+def _gguf(file: str | Path) -> Directory:
+    """UnsupportedError for an architecture without a configuration."""
+    opened = Directory.open(file)
+    if not opened.config["architectures"]:
+        raise UnsupportedError(
+            f"architecture {shown(opened.config['model_type'])}",
+            expected=f"one of {', '.join(FAMILIES)}, with experts",
+            todo="fusion-moe convert and quantize write its experts",
+            where=str(file),
+        )
+    return opened
 
 
 def _check_json(path: Path) -> None:
@@ -177,10 +200,10 @@ def _class_named(config: Any, directory: str | Path | None, kwargs: dict[str, An
 
 
 def _configuration(
-    directory: str | Path | None, kwargs: dict[str, Any]
+    directory: str | Path | None, kwargs: dict[str, Any], said: Mapping[str, Any] | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """The configuration, and the arguments that do not change entries of it, as transformers' auto
-    classes divide them.
+    classes divide them. said: config.json, if there is no such file.
     """
     kwargs = dict(kwargs)
     config = kwargs.pop("config", None)
@@ -188,9 +211,13 @@ def _configuration(
         return copy.deepcopy(config), kwargs
     kept = _some_of(kwargs, (*_OF_HUB, *_OF_CODE, *_OF_MODEL))
     entries = {key: value for key, value in kwargs.items() if key not in _OF_MODEL}
-    config, unused = configuration(
-        directory if config is None else config, return_unused_kwargs=True, **entries
-    )
+    if said is not None:
+        of_family = CONFIG_MAPPING[said["model_type"]]
+        config, unused = of_family.from_dict(dict(said), return_unused_kwargs=True, **entries)
+    else:
+        config, unused = configuration(
+            directory if config is None else config, return_unused_kwargs=True, **entries
+        )
     return config, unused | kept
 
 

@@ -1,0 +1,377 @@
+"""GGUF files, which llama.cpp writes, as directories: their tensors under the names of safetensors,
+and what config.json would say (gguf_models.py). A file in parts is opened by any of them.
+
+    MXFP4    as compressed-tensors stores it: the same bytes in another order
+    NVFP4    as ModelOpt does; the scale of a matrix is a tensor of its own, `.scale`, or 1
+    others   float32, by the package gguf, when they are read; those in floats as they are
+
+All experts of a layer are one tensor there, and single matrices here. Unless all projections of a
+layer are in MXFP4, or in NVFP4, they are read as floats, and so are embeddings.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from mmap import ACCESS_COPY, mmap
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..encodings import MXFP4, NVFP4, Encoding
+from ..encodings.encoding import FLOATS
+from ..errors import CheckpointError, UnsupportedError
+from ..messages.extras import install
+from .compressed import compressed_config
+from .gguf_models import Model, model_of
+from .headers import DTYPE_NAMES, MAX_BYTES, Entry, need_plain, shown
+from .modelopt import quantization_config
+from .schemes import MODELOPT, PACKED_MXFP4
+from .words import packed_nibbles
+
+Reads = dict[str, Callable[[], Tensor]]  # by the name of a tensor
+
+_NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_TEXT, _ARRAY = 8, 9
+_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ENCODED = {"MXFP4": (MXFP4, PACKED_MXFP4), "NVFP4": (NVFP4, MODELOPT)}
+_DIMENSIONS = 4  # that ggml has
+_OF_BLOCKS = {"MXFP4": (1, 16), "NVFP4": (4, 8)}  # bytes of scales, and of codes for each of them
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A tensor of a file. kind: ggml's name of its type; data: floats [..., N, K], or u8 [..., N,
+    bytes], the blocks of rows; size: numbers and bytes of a block; scale: of matrices, f32 [E] or
+    [1], if there is one; heads: of which each has its rows in turns, instead of half by half.
+    """
+
+    name: str
+    kind: str
+    data: Tensor
+    size: tuple[int, int]
+    file: Path
+    scale: Tensor | None = None
+    heads: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its numbers, [..., N, K]."""
+        numbers, size = self.size
+        *lead, last = self.data.shape
+        return (*lead, last if self.kind in _FLOATS else last // size * numbers)
+
+    def of_expert(self, expert: int, rows: slice) -> Blocks:
+        """Rows of the matrix, or of the bias, of one expert."""
+        scale = self.scale[expert % len(self.scale)][None] if self.scale is not None else None
+        return replace(self, data=self.data[expert, rows], scale=scale)
+
+    def floats(self) -> Tensor:
+        """The numbers, [..., N, K]."""
+        if self.kind in _FLOATS:
+            return self._rows
+        gguf = _package(self.file)
+        kind = gguf.GGMLQuantizationType[self.kind]
+        numbers = torch.from_numpy(gguf.quants.dequantize(self._rows.numpy(), kind))
+        return numbers if self.scale is None else numbers * self.scale
+
+    def part(self, name: str) -> Tensor:
+        """A part of a matrix in MXFP4 or NVFP4, as its scheme stores it."""
+        if name == "decode_scale":
+            return torch.ones(()) if self.scale is None else self.scale.reshape(())
+        count, each = _OF_BLOCKS[self.kind]
+        blocks = self._rows.unflatten(-1, (-1, self.size[1]))
+        if name == "block_scale":
+            scales = blocks[..., :count].flatten(1)
+            return scales if self.kind == "MXFP4" else scales.view(torch.float8_e4m3fn)
+        halves = blocks[..., count:].unflatten(-1, (count, each))  # in low and in high nibbles
+        return packed_nibbles(torch.stack([halves & 15, halves >> 4], -2).flatten(1))
+
+    @property
+    def _rows(self) -> Tensor:
+        if not self.heads:
+            return self.data
+        return self.data.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+class Unread:
+    """A tensor that is read when it is indexed; it has what is used of safetensors' slices."""
+
+    def __init__(self, entry: Entry, read: Callable[[], Tensor]):
+        self.dtype, self.shape, self._read = entry.dtype, entry.shape, read
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._read()[index]
+
+    def get_shape(self) -> list[int]:
+        """The shape, as safetensors' slices have it."""
+        return [*self.shape]
+
+    def get_dtype(self) -> str:
+        """safetensors' name of the dtype."""
+        return DTYPE_NAMES[self.dtype]
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], Reads]:
+    """config.json, the tensors by name, and what reads each of them, memory mapped.
+
+    CheckpointError for a file that is truncated or broken, and for a part that is missing;
+    UnsupportedError for types that the package gguf does not decode, for tensors that a known
+    architecture does not have, and where gguf is not installed.
+    """
+    said, tensors = _all_of(path)
+    model = model_of(said, {name: t.shape for name, t in tensors.items()}, str(path))
+    entries: dict[str, Entry] = {}
+    reads: Reads = {}
+    encodings: dict[str, Encoding] = {}
+    encoded = _encoded(tensors)
+    for name, blocks in _named(tensors, model):
+        weight, keeps = name.removesuffix(".weight"), blocks.name in encoded
+        if keeps:
+            encodings[weight] = _ENCODED[blocks.kind][0]
+        for entry, read in _parts(weight, blocks) if keeps else [_floats(name, blocks)]:
+            entries[entry.name], reads[entry.name] = entry, read
+    config = model.config
+    if encodings:
+        matrices = (n for n, e in entries.items() if e.dtype in FLOATS and len(e.shape) == 2)
+        plain = [name.removesuffix(".weight") for name in matrices]
+        config = config | {"quantization_config": _quantization(encodings, plain)}
+    return config, entries, reads
+
+
+def _quantization(encodings: Mapping[str, Encoding], plain: list[str]) -> dict[str, Any]:
+    if NVFP4 in encodings.values():
+        return quantization_config(dict.fromkeys(encodings, "W4A16_NVFP4"), plain)
+    return compressed_config(encodings, plain)
+
+
+def _named(tensors: Mapping[str, Blocks], model: Model) -> Iterator[tuple[str, Blocks]]:
+    """The tensors under their names in safetensors, those of experts one by one. Scales of
+    activations are left out.
+    """
+    for name, blocks in tensors.items():
+        if name.endswith(".input_scale"):
+            continue
+        if (experts := model.experts_at(name)) is None:
+            new = model.name_of(name, str(blocks.file))
+            if new.endswith("shared_expert_gate.weight") and blocks.data.dim() == 1:
+                blocks = replace(blocks, data=blocks.data[None])
+            yield new, replace(blocks, heads=model.heads_in_turns(name))
+            continue
+        matrices, suffix = experts
+        rows = blocks.data.shape[1] // len(matrices)
+        for e in range(len(blocks.data)):
+            for at, matrix in enumerate(matrices):
+                of_matrix = slice(at * rows, (at + 1) * rows)
+                yield matrix.replace("*", str(e)) + suffix, blocks.of_expert(e, of_matrix)
+
+
+def _encoded(tensors: Mapping[str, Blocks]) -> set[str]:
+    """The names of matrices that keep their encoding: experts, if all projections of their layer
+    have it.
+    """
+    kinds = defaultdict[str, set[str]](set)
+    for name, blocks in tensors.items():
+        scaled = blocks.scale is not None and blocks.kind != "NVFP4"
+        kinds[_together(name)].add("" if scaled else blocks.kind)
+    return {
+        name
+        for name in tensors
+        if kinds[_together(name)] in ({kind} for kind in _ENCODED)
+        if name.endswith(".weight") and name != "token_embd.weight"
+    }
+
+
+def _together(name: str) -> str:
+    return name.partition(".ffn_")[0] if name.endswith("_exps.weight") else name
+
+
+def _floats(name: str, blocks: Blocks) -> tuple[Entry, Callable[[], Tensor]]:
+    kind = "" if blocks.kind in _FLOATS else f"GGUF {blocks.kind}"
+    dtype, size = _FLOATS.get(blocks.kind, torch.float32), blocks.data.nbytes
+    return Entry(name, dtype, blocks.shape, blocks.file, kind, size), blocks.floats
+
+
+def _parts(name: str, blocks: Blocks) -> Iterator[tuple[Entry, Callable[[], Tensor]]]:
+    """A matrix as its scheme stores it."""
+    encoding, scheme = _ENCODED[blocks.kind]
+    n, k = blocks.shape
+    for part, stored in zip(encoding.parts, scheme.parts, strict=True):
+        shape = encoding.part_shape(part, (), n, k)
+        kind = f"GGUF {blocks.kind}"
+        entry = Entry(name + stored.suffix, stored.dtypes[0], shape, blocks.file, kind)
+        yield entry, partial(blocks.part, part.name)
+
+
+# The file -----------------------------------------------------------------------------------------
+
+
+def _all_of(path: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
+    """The metadata and tensors of all parts of a file; each scale with its matrices."""
+    said: dict[str, Any] = {}
+    tensors: dict[str, Blocks] = {}
+    for file in _files(path):
+        header = _Header(file)
+        said = header.said | said
+        for blocks in header.tensors():
+            if blocks.name in tensors:
+                found = f"{shown(blocks.name)} twice"
+                raise CheckpointError(found, expected="each tensor once", where=str(file))
+            tensors[blocks.name] = blocks
+    for name in [name for name in tensors if name.endswith(".scale")]:
+        if (weight := tensors.get(f"{name.removesuffix('scale')}weight")) is None:
+            continue
+        scale = tensors.pop(name)
+        if (
+            scale.kind != "F32"
+            or weight.kind in _FLOATS
+            or scale.data.numel() not in (1, prod(weight.shape[:-2]))
+        ):
+            raise CheckpointError(
+                f"{name}: {scale.kind} {list(scale.shape)}",
+                expected="a float32 for each matrix",
+                where=str(scale.file),
+            )
+        tensors[weight.name] = replace(weight, scale=scale.data.flatten())
+    return said, tensors
+
+
+def _files(path: Path) -> list[Path]:
+    """All parts of a file, by the name of one of them."""
+    found = _PART.fullmatch(path.name)
+    if not found:
+        return [path]
+    count = int(found[2])
+    return [path.with_name(f"{found[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+
+
+class _Header:
+    """What comes before a file's data. said: its metadata; of an array of texts, how many there
+    are.
+    """
+
+    def __init__(self, file: Path):
+        self.file, self.at = file, 0
+        size = need_plain(file, "a file of GGUF")
+        with file.open("rb") as opened:
+            # a copy on write: torch has no memory that must not be written to
+            self.data = memoryview(mmap(opened.fileno(), 0, access=ACCESS_COPY) if size else b"")
+        if bytes(self._take(4)) != b"GGUF" or self._number("I") not in (2, 3):
+            raise self._broken("no GGUF of version 2 or 3")
+        self.count, pairs = self._number("Q"), self._number("Q")
+        self.said: dict[str, Any] = {}
+        for _ in range(pairs):
+            key = self._text()
+            self.said[key] = self._value(self._number("I"))
+
+    def tensors(self) -> Iterator[Blocks]:
+        """All tensors of the file. To be called once."""
+        found = [self._tensor() for _ in range(self.count)]
+        alignment = self.said.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise self._broken(f"general.alignment {shown(alignment)}")
+        start = -(-self.at // alignment) * alignment
+        for name, shape, kind, size, offset in found:
+            *lead, k = shape
+            row = k // size[0] * size[1]
+            nbytes = prod(lead) * row
+            if k % size[0] or start + offset + nbytes > len(self.data) or not nbytes:
+                raise self._broken(
+                    f"{shown(name)} ({kind} {list(shape)}) has {nbytes} bytes at {start + offset} "
+                    f"of {len(self.data)}"
+                )
+            data = torch.frombuffer(
+                self.data, dtype=torch.uint8, count=nbytes, offset=start + offset
+            )
+            dtype = _FLOATS.get(kind, torch.uint8)
+            yield Blocks(name, kind, data.view(dtype).view(*lead, -1), size, self.file)
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], str, tuple[int, int], int]:
+        """Name, shape, ggml's name of the type, numbers and bytes of its blocks, offset."""
+        name, dimensions = self._text(), self._number("I")
+        if not 1 <= dimensions <= _DIMENSIONS:
+            raise self._broken(f"{shown(name)} of {dimensions} dimensions")
+        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+        if prod(max(size, 1) for size in shape) >= MAX_BYTES // 8:
+            raise self._broken(f"{shown(name)} {list(shape)}")
+        kind, size = _kind(self._number("I"), name, self.file)
+        return name, shape, kind, size, self._number("Q")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _TEXT:
+            return self._text()
+        if kind == _ARRAY:
+            kind, count = self._number("I"), self._number("Q")
+            if kind == _TEXT:
+                for _ in range(count):
+                    self._take(self._number("Q"))
+                return count
+            return struct.unpack(
+                f"<{count}{self._code(kind)}",
+                self._take(count * struct.calcsize(self._code(kind))),
+            )
+        return self._number(self._code(kind))
+
+    def _code(self, kind: int) -> str:
+        if kind not in _NUMBERS:
+            raise self._broken(f"metadata of type {kind}")
+        return _NUMBERS[kind]
+
+    def _text(self) -> str:
+        try:
+            return str(self._take(self._number("Q")), "utf-8")
+        except UnicodeDecodeError:
+            raise self._broken("a name that is not UTF-8") from None
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self._take(struct.calcsize(code)))[0]
+
+    def _take(self, count: int) -> memoryview:
+        start, self.at = self.at, self.at + count
+        if self.at > len(self.data):
+            raise self._broken(f"its header ends after {len(self.data)} bytes")
+        return self.data[start : self.at]
+
+    def _broken(self, found: str) -> CheckpointError:
+        todo = "download it again"
+        return CheckpointError(
+            found, expected="a whole file of GGUF", todo=todo, where=str(self.file)
+        )
+
+
+def _kind(number: int, name: str, file: Path) -> tuple[str, tuple[int, int]]:
+    """ggml's name of a type, and the numbers and bytes of its blocks. UnsupportedError for one that
+    is not decoded.
+    """
+    gguf = _package(file)
+    try:
+        kind = gguf.GGMLQuantizationType(number)
+        size = gguf.GGML_QUANT_SIZES[kind]
+        if kind.name not in _FLOATS:
+            gguf.quants.dequantize(torch.zeros(size[1], dtype=torch.uint8).numpy(), kind)
+    except (ValueError, KeyError, NotImplementedError):
+        raise UnsupportedError(
+            f"{shown(name)} of ggml type {number}",
+            expected="floats, or a type that the package gguf decodes",
+            todo="a newer gguf may: pip install --upgrade gguf",
+            where=str(file),
+        ) from None
+    return kind.name, size
+
+
+def _package(file: Path) -> Any:
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"{error.name} is not installed", todo=install("gguf"), where=str(file)
+        ) from None
+    return gguf

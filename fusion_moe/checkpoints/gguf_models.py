@@ -1,0 +1,231 @@
+"""What GGUF files call the tensors of a model, and what config.json would say of it, for the
+architectures that are known here. Of others, experts alone get names as in safetensors, and all
+other tensors keep theirs: some are stored in another order, which only an architecture knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CheckpointError, UnsupportedError
+from .headers import shown
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+)(?P<suffix>\.\w+)?")
+_PROJECTIONS: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+_EXPERTS = {"gate": (0,), "up": (1,), "down": (2,), "gate_up": (0, 1)}
+_OF_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps")
+_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_ENTRIES = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "num_experts_per_tok": "expert_used_count",
+}
+_ROPE = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_context_length",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between architectures. layer: names of a layer's tensors, beside the usual;
+    experts, size: the entries of config.json for the number of experts, and for their inner size;
+    in_turns: whether rows of q and k that rotate together lie side by side.
+    """
+
+    model_type: str
+    architecture: str
+    size: str
+    experts: str = "num_experts"
+    layer: Mapping[str, str] = field(default_factory=dict)
+    entries: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    block: str = "mlp"
+    projections: tuple[str, ...] = _PROJECTIONS
+    in_turns: bool = False
+
+
+FAMILIES = {
+    "qwen3moe": Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        "moe_intermediate_size",
+        fixed={"norm_topk_prob": True},
+    ),
+    "qwen2moe": Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        "moe_intermediate_size",
+        fixed={"norm_topk_prob": False},
+    ),
+    "olmoe": Family("olmoe", "OlmoeForCausalLM", "intermediate_size"),
+    "llama": Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        "intermediate_size",
+        "num_local_experts",
+        layer={"ffn_gate_inp": "block_sparse_moe.gate"},
+        block="block_sparse_moe",
+        projections=("w1", "w3", "w2"),
+        in_turns=True,
+    ),
+    "gpt-oss": Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        "intermediate_size",
+        "num_local_experts",
+        layer={
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        entries={"sliding_window": "attention.sliding_window"},
+        rope={"truncate": False},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """config: config.json; family: None for an architecture that is not known."""
+
+    config: dict[str, Any]
+    family: Family | None
+
+    def experts_at(self, name: str) -> tuple[list[str], str] | None:
+        """If a tensor has the weights or biases of all experts of a layer: the names of the
+        matrices whose rows it has, with `*` for the number of the expert, and the suffix.
+        """
+        layer, leaf, suffix = _divided(name)
+        if not layer or not (found := _OF_EXPERTS.fullmatch(leaf)):
+            return None
+        block, names = "mlp", _PROJECTIONS
+        if self.family:
+            block, names = self.family.block, self.family.projections
+        base = f"model.layers.{layer}.{block}.experts.*"
+        return [f"{base}.{names[i]}" for i in _EXPERTS[found[1]]], suffix
+
+    def name_of(self, name: str, where: str) -> str:
+        """The name of any other tensor. UnsupportedError for one that the architecture does not
+        have.
+        """
+        if self.family is None:
+            return name
+        layer, leaf, suffix = _divided(name)
+        if layer:
+            new = {**_LAYER, **self.family.layer}.get(leaf)
+            new = new and f"model.layers.{layer}.{new}"
+        else:
+            new = _WHOLE.get(leaf)
+        if new is None:
+            raise UnsupportedError(
+                shown(name),
+                expected=f"tensors of {self.family.architecture}",
+                where=where,
+            )
+        return new if leaf == "attn_sinks" else new + suffix
+
+    def heads_in_turns(self, name: str) -> int:
+        """Of rows of q or k that lie in turns: the number of heads, else 0."""
+        _, leaf, _ = _divided(name)
+        if self.family is None or not self.family.in_turns or leaf not in ("attn_q", "attn_k"):
+            return 0
+        which = "num_attention_heads" if leaf == "attn_q" else "num_key_value_heads"
+        return int(self.config[which])
+
+
+def model_of(said: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
+    """The model that a file's metadata and shapes describe. CheckpointError for an entry that is
+    missing or not a number.
+    """
+    architecture = str(said.get("general.architecture"))
+    family = FAMILIES.get(architecture)
+    if family is None or f"{architecture}.expert_count" not in said:
+        known = {"num_hidden_layers": "block_count", "num_experts": "expert_count"}
+        entries = {key: said.get(f"{architecture}.{its}") for key, its in known.items()}
+        return Model({"model_type": architecture, "architectures": [], **entries}, None)
+
+    def entry(key: str) -> int | float:
+        value: Any = said.get(f"{architecture}.{key}")
+        if type(value) not in (int, float) or value <= 0:
+            raise CheckpointError(
+                f"{architecture}.{key} is {shown(value)}", expected="a number above 0", where=where
+            )
+        # float32 in the file
+        number: int | float = float(f"{value:.7g}") if type(value) is float else value
+        return number
+
+    def size(name: str, dim: int) -> int:
+        if name not in shapes:
+            raise CheckpointError(f"no {name}", expected="all tensors of a model", where=where)
+        return shapes[name][dim]
+
+    config: dict[str, Any] = {
+        key: entry(its) for key, its in {**_ENTRIES, **family.entries}.items()
+    }
+    config |= {
+        family.experts: entry("expert_count"),
+        family.size: size("blk.0.ffn_down_exps.weight", -1),
+        "head_dim": size("blk.0.attn_q.weight", 0) // config["num_attention_heads"],
+        "vocab_size": size("token_embd.weight", 0),
+    }
+    if "blk.0.ffn_down_shexp.weight" in shapes:
+        config["shared_expert_intermediate_size"] = size("blk.0.ffn_down_shexp.weight", -1)
+    ids = {
+        f"{ours}_token_id": said.get(f"tokenizer.ggml.{theirs}_token_id")
+        for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
+    config = {
+        "model_type": family.model_type,
+        "architectures": [family.architecture],
+        "dtype": "bfloat16",
+        **config,
+        **family.fixed,
+        "rope_parameters": _rope(said, architecture, family),
+        "tie_word_embeddings": "output.weight" not in shapes,
+        **{key: value for key, value in ids.items() if isinstance(value, int)},
+    }
+    return Model(config, family)
+
+
+def _rope(said: Mapping[str, Any], architecture: str, family: Family) -> dict[str, Any]:
+    kind = said.get(f"{architecture}.rope.scaling.type", "none")
+    found = {"rope_theta": said.get(f"{architecture}.rope.freq_base", 10000.0)}
+    if kind == "none":
+        return {"rope_type": "default", **found}
+    scaling = {key: said.get(f"{architecture}.rope.scaling.{its}") for key, its in _ROPE.items()}
+    found |= {key: value for key, value in scaling.items() if value is not None}
+    return {"rope_type": kind, **found, **family.rope}
+
+
+def _divided(name: str) -> tuple[str, str, str]:
+    """The number of the layer, the name below it, and the suffix; "" for what is not there."""
+    found = _TENSOR.fullmatch(name)
+    return (found["layer"] or "", found["leaf"], found["suffix"] or "") if found else ("", "", "")

@@ -1,0 +1,202 @@
+"""GGUF files of tiny models: tensors under the names that the package gguf has for those of
+safetensors, metadata under its own keys, quantized by it where it can.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from make_checkpoints import model_of
+from safetensors.torch import load_file
+from torch import Tensor
+
+ARCHITECTURES = {
+    "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe",
+    "olmoe": "olmoe",
+    "mixtral": "llama",
+    "gpt_oss": "gpt-oss",
+}
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 256, "norm_topk_prob": True},
+    "qwen2_moe": {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256},
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
+}
+_FLOATS = re.compile(r"\.(gate|router|shared_expert_gate)\.|_proj_bias")
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)(\.\w+)")
+
+
+def model_for(family: str) -> Any:
+    """The model whose weights `write_gguf` writes."""
+    return model_of(family, torch.float32, **{**SIZES, **OF_FAMILY.get(family, {})})
+
+
+def write_gguf(
+    file: Path, family: str, experts: str = "MXFP4", others: str = "F32", split: int = 0, **add: Any
+) -> Path:
+    """Writes a random model, with these types of ggml for matrices of experts, and for all others
+    but the routers. split: after how many tensors, 0 for one file; add: further tensors.
+    """
+    import gguf
+
+    config, tensors = _written(family)
+    architecture = ARCHITECTURES[family]
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)
+    _add_metadata(writer, config)
+    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(key, config.num_hidden_layers)
+    for name, t in tensors.items():
+        base, _, suffix = name.rpartition(".")
+        if suffix not in ("weight", "bias"):
+            base, suffix = name, "weight"
+        found = names.get_name(base)
+        assert found is not None, name
+        kind = experts if t.dim() == 3 else others if t.dim() == 2 and suffix == "weight" else "F32"
+        kind = "F32" if "ffn_gate_inp" in found else kind
+        qtype = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(f"{found}.{suffix}", blocks_of(t, kind), raw_dtype=qtype)
+    for name, values in add.items():
+        writer.add_tensor(name, np.array(values, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@torch.no_grad()
+def rounded_model(family: str, experts: str, others: str) -> Any:
+    """The model whose weights `write_gguf` writes, as gguf rounds them."""
+    model = model_for(family).eval()
+    for name, p in model.named_parameters():
+        of_experts = p.dim() == 3
+        if of_experts and family == "gpt_oss":
+            p.copy_(_through_gguf(p.mT, experts).mT)
+        elif p.dim() > 1 and not _FLOATS.search(name):
+            p.copy_(_through_gguf(p, experts if of_experts else others))
+    return model
+
+
+def _through_gguf(t: Tensor, kind: str) -> Tensor:
+    import gguf
+
+    qtype = gguf.GGMLQuantizationType[kind]
+    blocks = gguf.quants.quantize(t.detach().contiguous().numpy(), qtype)
+    return torch.from_numpy(gguf.quants.dequantize(blocks, qtype))
+
+
+def blocks_of(t: Tensor, kind: str) -> np.ndarray:
+    """Floats as ggml stores them: as gguf quantizes; NVFP4 as this library does, with 1 for the
+    scale of the matrix; other types with random bytes and small scales.
+    """
+    import gguf
+
+    qtype = gguf.GGMLQuantizationType[kind]
+    if kind == "NVFP4":
+        return nvfp4_blocks(t)
+    try:
+        return gguf.quants.quantize(t.numpy(), qtype)
+    except NotImplementedError:
+        numbers, size = gguf.GGML_QUANT_SIZES[qtype]
+        made = np.random.default_rng(0).integers(0, 256, (t.numel() // numbers, size), np.uint8)
+        at = {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82], "Q4_K": [0, 2], "Q5_K": [0, 2]}
+        for i in at.get(kind, [0]):
+            made[:, i : i + 2] = np.frombuffer(np.float16(2**-9).tobytes(), np.uint8)
+        return made.reshape(*t.shape[:-1], -1)
+
+
+def nvfp4_blocks(t: Tensor) -> np.ndarray:
+    """Of every 64 numbers four scales, then the codes of each 16: the first 8 in low nibbles."""
+    from fusion_moe.encodings import NVFP4, quantize
+
+    q = quantize(t.flatten(0, -2), NVFP4, torch.ones(()))
+    packed = q.codes.numpy()
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1, 4, 2, 8)
+    nibbles = (codes[..., 0, :] | codes[..., 1, :] << 4).reshape(*codes.shape[:2], 32)
+    scales = q.block_scale.view(torch.uint8).numpy().reshape(*codes.shape[:2], 4)
+    return np.concatenate([scales, nibbles], -1).reshape(*t.shape[:-1], -1)
+
+
+@cache
+def _written(family: str) -> tuple[Any, dict[str, Tensor]]:
+    """A model's configuration, and its tensors by names as llama.cpp has them before it maps
+    them.
+    """
+    model = model_for(family)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return model.config, _stacked(load_file(Path(folder, "model.safetensors")), family)
+
+
+def _stacked(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+    """All experts of a projection in one tensor; and what llama.cpp changes in a family."""
+    found: dict[str, list[Tensor]] = {}
+    for name, t in tensors.items():
+        expert = _EXPERT.fullmatch(name)
+        found.setdefault("{}.{}{}".format(*expert.groups()) if expert else name, []).append(t)
+    stacked = {name: torch.stack(t) if len(t) > 1 else t[0] for name, t in found.items()}
+    for name in list(stacked):
+        if family == "gpt_oss" and "experts." in name:
+            base, _, projection = name.rpartition(".")
+            t = stacked.pop(name)
+            t = t.mT if t.dim() == 3 else t
+            suffix = ".bias" if projection.endswith("_bias") else ".weight"
+            projection = projection.removesuffix("_bias")
+            if projection == "gate_up_proj":
+                stacked[f"{base}.gate_proj{suffix}"] = t[:, 0::2].contiguous()
+                stacked[f"{base}.up_proj{suffix}"] = t[:, 1::2].contiguous()
+            else:
+                stacked[f"{base}.{projection}{suffix}"] = t.contiguous()
+        if family == "mixtral" and (".q_proj" in name or ".k_proj" in name):
+            heads = SIZES["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"]
+            halves = stacked[name].unflatten(0, (heads, 2, -1))
+            stacked[name] = halves.transpose(1, 2).flatten(0, 2).contiguous()
+        if name.endswith("shared_expert_gate.weight"):
+            stacked[name] = stacked[name][0]
+    return stacked
+
+
+def _add_metadata(writer: Any, config: Any) -> None:
+    import gguf
+
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(SIZES["head_dim"])
+    writer.add_value_length(SIZES["head_dim"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    writer.add_pad_token_id(config.pad_token_id)
+    writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(
+        getattr(config, "moe_intermediate_size", config.intermediate_size)
+    )
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
