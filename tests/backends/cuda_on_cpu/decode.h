@@ -46,7 +46,11 @@ void copy(u8* elements, u8* scales, i32 tile) {
         if constexpr (R::SCALES_FOLLOW)
             std::memcpy(scales + 16 * piece, R::scales(s) + i64(tile) * R::SCALES + 16 * piece, 16);
         else
-            std::memcpy(scales + 16 * piece, R::scale_piece(s, Segment::K / 64, tile, piece), 16);
+            std::memcpy(
+                scales + 16 * piece,
+                R::first_piece(s, piece) +
+                    i64(R::piece_of_tile(piece, Segment::K / 64, tile)) * R::pieces_apart(piece),
+                16);
     }
 }
 

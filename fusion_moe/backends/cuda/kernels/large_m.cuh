@@ -280,15 +280,15 @@ struct LargeM {
         static constexpr bool EQUALLY_SPACED =
             equally_spaced(PRODUCER_WARPS) && equally_spaced(TILES_PER_STEP);
         const u8 *elements,
-            *scales;  // of the work tile's matrix; if tiles are equally spaced, the thread's first
-        const Segment* segment;  // where the scales of a tile are in pieces
+            *scales;  // of the work tile's matrix; if tiles are equally spaced, the thread's first;
+                      // if scales do not follow each other, of the thread's piece of the first tile
         i32 element[TILES_PER_WARP],
             scale[SCALE_STEPS > 0 ? SCALE_STEPS : 1];  // offsets, if they are not
 
         __device__ __forceinline__ void open(const Segment& s, const WorkTile& work_tile,
                                              i32 thread) {
             const i64 tiles = i64(work_tile.m_tile.group) * (Segment::N / 16) * ALL_K_BLOCKS;
-            elements = Reader::elements(s) + tiles * ELEMENTS, scales = first_scale(s, tiles);
+            elements = Reader::elements(s) + tiles * ELEMENTS;
 #pragma unroll
             for (int i = 0; i < TILES_PER_WARP; ++i)
                 element[i] =
@@ -296,6 +296,7 @@ struct LargeM {
                     thread % 32 * 16;
             if constexpr (SCALES > 0) {
                 const i32 piece = thread % PIECES;
+                open_scales(s, tiles, piece % BLOCK_PIECES);
 #pragma unroll
                 for (int i = 0; i < SCALE_STEPS; ++i) {
                     const i32 tile =
@@ -306,7 +307,6 @@ struct LargeM {
                                                      : i32(tiles) + of_piece;
                 }
             }
-            segment = &s;
             if (EQUALLY_SPACED)
                 elements += element[0],
                     scales += SCALE_STEPS > 0 && Reader::SCALES_FOLLOW ? scale[0] : 0;
@@ -320,6 +320,9 @@ struct LargeM {
         }
         __device__ __forceinline__ i32 scale_at(int i) const {
             return EQUALLY_SPACED ? after_first(TILES_PER_STEP * i) * SCALES : scale[i];
+        }
+        __device__ __forceinline__ i32 tile_at(int i) const {
+            return EQUALLY_SPACED ? scale[0] + after_first(TILES_PER_STEP * i) : scale[i];
         }
 
         // Copies K blocks to a stage, from the kb-th of the unrolled ones on.
@@ -348,26 +351,30 @@ struct LargeM {
         }
 
         __device__ __forceinline__ void advance(i32 blocks) {
-            elements += blocks * (Tiles::NEXT_K_BLOCK * ELEMENTS),
+            elements += blocks * (Tiles::NEXT_K_BLOCK * ELEMENTS);
+            if constexpr (Reader::SCALES_FOLLOW)
                 scales += blocks * (Tiles::NEXT_K_BLOCK * SCALES);
-            if constexpr (!Reader::SCALES_FOLLOW)
+            else
                 for (i32& tile : scale) tile += blocks * Tiles::NEXT_K_BLOCK;
         }
 
       private:
-        static __device__ __forceinline__ const u8* first_scale(const Segment& s, i64 tiles) {
-            if constexpr (Reader::SCALES_FOLLOW)
-                return Reader::scales(s) + tiles * SCALES;
-            else
-                return nullptr;
+        __device__ __forceinline__ void open_scales(const Segment& s, i64 tiles, i32 piece) {
+            if constexpr (Reader::SCALES_FOLLOW) {
+                scales = Reader::scales(s) + tiles * SCALES;
+            } else {
+                asm volatile("" : "+r"(piece));  // else all parts' pointers are kept, and spilled
+                scales = Reader::first_piece(s, piece);
+            }
         }
 
         __device__ __forceinline__ const u8* scale_piece(int i, int kb, i32 piece) const {
             if constexpr (Reader::SCALES_FOLLOW)
                 return scales + scale_at(i) + kb * Tiles::NEXT_K_BLOCK * SCALES;
             else
-                return Reader::scale_piece(*segment, Tiles::ROW_TILES,
-                                           scale[i] + kb * Tiles::NEXT_K_BLOCK, piece);
+                return scales + i64(Reader::piece_of_tile(piece, Tiles::ROW_TILES,
+                                                          tile_at(i) + kb * Tiles::NEXT_K_BLOCK)) *
+                                    Reader::pieces_apart(piece);
         }
 
         template <int Blocks>

@@ -131,10 +131,10 @@ __device__ __forceinline__ u32 decoded_pair(u32 first, u32 second, const Affine&
 template <class T, class E>
 using Ready = typename Choose<Pairs<T, E>::FIT, ReadyPair, Affine>::Type;
 
-template <class T, class E, int PLACE>
+template <class T, class E, int PLACE, Which WHICH>
 __device__ __forceinline__ Ready<T, E> ready(const u32* stored) {
     if constexpr (Pairs<T, E>::FIT)
-        return Pairs<T, E>::template ready<PLACE, Pairs<T, E>::TWICE>(stored);
+        return Pairs<T, E>::template ready<PLACE, WHICH>(stored);
     else
         return Decode<E>::scales(stored);
 }
@@ -198,7 +198,7 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
     }
 
     static __device__ __forceinline__ Scales scales(const Packed& packed) {
-        return {{ready<T, E, 0>(packed.scales[0]), ready<T, E, 0>(packed.scales[1])}};
+        return {{ready<T, E, 0, LOWER>(packed.scales[0]), ready<T, E, 0, LOWER>(packed.scales[1])}};
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales,
@@ -238,15 +238,49 @@ struct ScaleTile {
     static constexpr i32 COVERS = Part::BLOCK >= 64 ? Part::BLOCK / 64 : 1;  // tiles of a row
     static constexpr i32 BYTES = 16 * BLOCKS * Part::BYTES;
 
-    // Of a tile in a row of `tiles`, which begins after row_of_tiles of such: where its scales lie.
-    static __device__ __forceinline__ i64 place(i32 row_of_tiles, i32 tiles, i32 tile) {
-        const i32 count = Part::BLOCK > 0 ? (tiles + COVERS - 1) / COVERS : 1;
-        return (i64(row_of_tiles) * count + (Part::BLOCK > 0 ? tile / COVERS : 0)) * BYTES;
+    // Which one is that of a tile, of those of rows of row_tiles each.
+    static __device__ __forceinline__ constexpr i32 number(i32 row_tiles, i32 tile) {
+        if (Part::BLOCK == 0) return tile / row_tiles;
+        if (row_tiles % COVERS == 0) return tile / COVERS;
+        return tile / row_tiles * ((row_tiles + COVERS - 1) / COVERS) + tile % row_tiles / COVERS;
     }
 
-    // Of row r or r + 8 (i) of a tile, and of the columns from 16 * block on.
-    static __device__ __forceinline__ constexpr i32 in_tile(i32 r, i32 i, i32 block) {
-        return Part::BYTES * (2 * BLOCKS * r + 2 * (block * BLOCKS / 4) + i);
+    // Of row r of a tile, which that of row r + 8 follows, and of the columns from 16 * block on.
+    static __device__ __forceinline__ constexpr i32 in_tile(i32 r, i32 block) {
+        return 2 * Part::BYTES * (BLOCKS * r + block * BLOCKS / 4);
+    }
+};
+
+__device__ constexpr i32 most() { return 1; }
+template <class... More>
+__device__ constexpr i32 most(i32 first, More... more) {
+    return first > most(more...) ? first : most(more...);
+}
+
+// Stored numbers of rows r and r + 8: in one word if they are used in pairs.
+template <class T, class E>
+struct OfRows {
+    static constexpr int WORDS = Pairs<T, E>::FIT ? 1 : 2;
+    u32 scales[WORDS][E::Scales::STORED];
+
+    // Of one part, the first of which lies at p.
+    template <class Part>
+    __device__ __forceinline__ void read(int part, const u8* p) {
+        constexpr int BYTES = 2 * Part::BYTES / WORDS;
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) scales[i][part] = read_shared<BYTES>(p + i * BYTES);
+    }
+    template <class Part>
+    __device__ __forceinline__ void load(int part, const u8* p) {
+        constexpr int BYTES = 2 * Part::BYTES / WORDS;
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) scales[i][part] = load_number<BYTES>(p + i * BYTES);
+    }
+
+    // I: row r or r + 8.
+    template <int I>
+    __device__ __forceinline__ Ready<T, E> of_row() const {
+        return ready<T, E, 4 * I, I == 0 ? LOWER : UPPER>(scales[I * (WORDS - 1)]);
     }
 };
 
@@ -317,19 +351,26 @@ struct DerivedShared;
 
 template <class T, class E, bool FRAGMENT_ORDER, class... Part>
 struct DerivedShared<T, E, FRAGMENT_ORDER, Parts<Part...>> {
-    static constexpr int STORED = Parts<Part...>::STORED;
     // With activations in fragment order a step multiplies by columns that lie in one block; else
-    // each step by a block of its own.
-    static constexpr int STEPS = FRAGMENT_ORDER ? 1 : 4;
+    // steps by as many blocks as a tile has.
+    static constexpr int STORED = Parts<Part...>::STORED,
+                         BLOCKS = FRAGMENT_ORDER ? 1 : most(ScaleTile<Part>::BLOCKS...);
 
     struct Packed {
         TileCodes<E::BITS> codes;
-        u32 scales[STEPS][2][STORED];
+        OfRows<T, E> of_block[BLOCKS];
     };
-    u32 codes, scales, lane;
+    u32 codes, scales[STORED], lane;
 
     __device__ __forceinline__ DerivedShared(u32 first_code, u32 first_scale, i32 lane_)
-        : codes(first_code), scales(first_scale), lane(lane_) {}
+        : codes(first_code), lane(lane_) {
+        if constexpr (Pairs<T, E>::FIT) codes += SharedNibbles<!FRAGMENT_ORDER>::place(lane);
+        int p = 0;
+        ((scales[p++] =
+              first_scale + ScaleTile<Part>::in_tile(lane / 4, FRAGMENT_ORDER ? lane % 4 : 0),
+          first_scale += ScaleTile<Part>::BYTES),
+         ...);
+    }
 
     static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) {
         if constexpr (Pairs<T, E>::FIT) return SharedNibbles<!FRAGMENT_ORDER>::swizzled_lane(lane);
@@ -338,51 +379,40 @@ struct DerivedShared<T, E, FRAGMENT_ORDER, Parts<Part...>> {
 
     __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
         Packed packed = {};
-        const i32 r = lane / 4, c = lane % 4;
         if constexpr (Pairs<T, E>::FIT)
-            SharedNibbles<!FRAGMENT_ORDER>::read(packed.codes.words, all_codes + codes, lane);
+            SharedNibbles<!FRAGMENT_ORDER>::read(packed.codes.words, all_codes + codes);
         else
-            packed.codes.template read<!FRAGMENT_ORDER>(all_codes + codes, r, c);
+            packed.codes.template read<!FRAGMENT_ORDER>(all_codes + codes, lane / 4, lane % 4);
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const u8* from = all_scales + scales;
-                int p = 0;
-                ((packed.scales[step][i][p++] = read_shared<Part::BYTES>(
-                      from + ScaleTile<Part>::in_tile(r, i, FRAGMENT_ORDER ? c : step)),
-                  from += ScaleTile<Part>::BYTES),
-                 ...);
-            }
+        for (int block = 0; block < BLOCKS; ++block) {
+            int p = 0;
+            ((packed.of_block[block].template read<Part>(
+                  p, all_scales + scales[p] + ScaleTile<Part>::in_tile(0, block * 4 / BLOCKS)),
+              ++p),
+             ...);
+        }
         return packed;
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
-        if constexpr (Pairs<T, E>::FIT) {
-            row<0>(packed, v, a), row<1>(packed, v, a);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const Affine scales = Decode<E>::scales(packed.scales[FRAGMENT_ORDER ? 0 : v][i]);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    u32 first, second;
-                    packed.codes.pair(v, half, i, first, second);
-                    a[2 * half + i] = decoded_pair<T, E>(first, second, scales, scales);
-                }
-            }
-        }
+        row<0>(packed, v, a), row<1>(packed, v, a);
     }
 
   private:
     template <int I>
     static __device__ __forceinline__ void row(const Packed& packed, int v, u32 (&a)[4]) {
-        const u32* stored = packed.scales[FRAGMENT_ORDER ? 0 : v][I];
-        const ReadyPair scales = ready<T, E, 4 * I>(stored);
+        const Ready<T, E> scales = packed.of_block[v * BLOCKS / 4].template of_row<I>();
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            a[2 * half + I] =
-                Pairs<T, E>::template weights<4 * I>(packed.codes.words[v] >> 8 * half, scales);
+        for (int half = 0; half < 2; ++half) {
+            if constexpr (Pairs<T, E>::FIT) {
+                a[2 * half + I] =
+                    Pairs<T, E>::template weights<4 * I>(packed.codes.words[v] >> 8 * half, scales);
+            } else {
+                u32 first, second;
+                packed.codes.pair(v, half, I, first, second);
+                a[2 * half + I] = decoded_pair<T, E>(first, second, scales, scales);
+            }
+        }
     }
 };
 
@@ -433,15 +463,16 @@ struct DerivedTransposed<T, E, APART, ELEMENTS, SCALES, Parts<Part...>> {
                 const u8* from = all_scales + scales + v * APART * SCALES;
                 int p = 0;
                 ((packed.scales[v][ij / 2][ij % 2][p++] = read_shared<Part::BYTES>(
-                      from + ScaleTile<Part>::in_tile(row + ij % 2, ij / 2, warp)),
+                      from + ScaleTile<Part>::in_tile(row + ij % 2, warp) + ij / 2 * Part::BYTES),
                   from += ScaleTile<Part>::BYTES),
                  ...);
             }
             if constexpr (Pairs<T, E>::FIT)  // rows 2 c and 2 c + 1 in one word
 #pragma unroll
-                for (int ip = 0; ip < 2 * STORED; ++ip) {
-                    u32(&of_rows)[2][STORED] = packed.scales[v][ip / STORED];
-                    of_rows[0][ip % STORED] |= of_rows[1][ip % STORED] << 16;
+                for (int i = 0; i < 2; ++i) {
+                    u32(&of_rows)[2][STORED] = packed.scales[v][i];
+                    int p = 0;
+                    ((of_rows[0][p] |= of_rows[1][p] << 8 * Part::BYTES, ++p), ...);
                 }
         }
         return packed;
@@ -471,7 +502,7 @@ struct DerivedTransposed<T, E, APART, ELEMENTS, SCALES, Parts<Part...>> {
   private:
     template <int I>
     static __device__ __forceinline__ void rows(const Packed& packed, int v, u32 (&a)[4]) {
-        const ReadyPair scales = Pairs<T, E>::template ready<4 * I, 1>(packed.scales[v][I][0]);
+        const ReadyPair scales = Pairs<T, E>::template ready<4 * I, EACH>(packed.scales[v][I][0]);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             a[half + 2 * I] =
@@ -487,8 +518,7 @@ template <class T, class E, class... Part>
 struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
     static constexpr float RESCALE = 1.f;
     static constexpr int ELEMENTS = TileCodes<E::BITS>::RUNS * RUN,
-                         SCALES = (0 + ... + ScaleTile<Part>::BYTES),
-                         STORED = Parts<Part...>::STORED;
+                         SCALES = (0 + ... + ScaleTile<Part>::BYTES);
     static constexpr bool SCALES_FOLLOW = false;
 
     template <bool FRAGMENT_ORDER>
@@ -498,7 +528,7 @@ struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
 
     struct Packed {
         TileCodes<E::BITS> codes;
-        u32 scales[2][STORED];
+        OfRows<T, E> rows;
     };
     struct Scales {
         Ready<T, E> of_row[2];
@@ -509,17 +539,28 @@ struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
         return s.weight_codes;
     }
 
-    // 16 bytes of what a tile has in shared memory, the parts one after the other. row_tiles: in a
-    // row of a matrix.
+    // The 16 bytes of a piece of a tile's scales, the parts one after the other: where those of the
+    // first tile lie, how far apart they are, and the how manieth are those of a tile. row_tiles:
+    // in a row of a matrix.
     template <class Segment>
-    static __device__ __forceinline__ const u8* scale_piece(const Segment& s, i32 row_tiles,
-                                                            i32 tile, i32 piece) {
+    static __device__ __forceinline__ const u8* first_piece(const Segment& s, i32 piece) {
         const u8* found = nullptr;
         i32 from = 0;
-        ((found = piece * 16 < from
-                      ? found
-                      : Part::of(s) + (piece * 16 - from) +
-                            ScaleTile<Part>::place(tile / row_tiles, row_tiles, tile % row_tiles),
+        ((found = 16 * piece < from ? found : Part::of(s) + (16 * piece - from),
+          from += ScaleTile<Part>::BYTES),
+         ...);
+        return found;
+    }
+    static __device__ __forceinline__ i32 pieces_apart(i32 piece) {
+        i32 found = 0, from = 0;
+        ((found = 16 * piece < from ? found : ScaleTile<Part>::BYTES,
+          from += ScaleTile<Part>::BYTES),
+         ...);
+        return found;
+    }
+    static __device__ __forceinline__ i32 piece_of_tile(i32 piece, i32 row_tiles, i32 tile) {
+        i32 found = 0, from = 0;
+        ((found = 16 * piece < from ? found : ScaleTile<Part>::number(row_tiles, tile),
           from += ScaleTile<Part>::BYTES),
          ...);
         return found;
@@ -530,41 +571,31 @@ struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
                                          i32 lane) {
         constexpr i32 TILES = Segment::K / 64;
         const i64 tile = tile_number<Segment>(group, first_row, block);
-        block_ = block, tiles_ = TILES;
+        block_ = block;
         codes_ = s.weight_codes + tile * ELEMENTS + lane * 16;
         int p = 0;
-        ((scales_[p++] = Part::of(s) + ScaleTile<Part>::place(i32(tile / TILES), TILES, 0) +
-                         ScaleTile<Part>::in_tile(lane / 4, 0, lane % 4)),
+        ((scales_[p++] =
+              Part::of(s) +
+              i64(ScaleTile<Part>::number(TILES, i32(tile - block))) * ScaleTile<Part>::BYTES +
+              ScaleTile<Part>::in_tile(lane / 4, lane % 4)),
          ...);
     }
 
     __device__ __forceinline__ Packed load(int blocks_ahead) const {
-        const i32 block = block_ + blocks_ahead;
         Packed packed = {};
-        if (block >= tiles_) return packed;
 #pragma unroll
         for (int run = 0; run < TileCodes<E::BITS>::RUNS; ++run) {
             const uint4 codes = load_no_allocate(codes_ + ELEMENTS * blocks_ahead + RUN * run);
             u32* words = packed.codes.words + 4 * run;
             words[0] = codes.x, words[1] = codes.y, words[2] = codes.z, words[3] = codes.w;
         }
-        if constexpr (Pairs<T, E>::FIT) {  // of rows r and r + 8 at once, which follow each other
-            int p = 0;
-            ((two_of<Part>(packed.scales[0][p], packed.scales[1][p],
-                           scales_[p] + ScaleTile<Part>::place(0, tiles_, block)),
-              ++p),
-             ...);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                int p = 0;
-                ((packed.scales[i][p] = load_number<Part::BYTES>(
-                      scales_[p] + ScaleTile<Part>::place(0, tiles_, block) +
-                      ScaleTile<Part>::in_tile(0, i, 0)),
-                  ++p),
-                 ...);
-            }
-        }
+        const i32 block = block_ + blocks_ahead;
+        int p = 0;
+        ((packed.rows.template load<Part>(
+              p, scales_[p] + (Part::BLOCK > 0 ? block / ScaleTile<Part>::COVERS : 0) *
+                                  ScaleTile<Part>::BYTES),
+          ++p),
+         ...);
         return packed;
     }
 
@@ -573,7 +604,7 @@ struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
     }
 
     static __device__ __forceinline__ Scales scales(const Packed& packed) {
-        return {{ready<T, E, 0>(packed.scales[0]), ready<T, E, 4>(packed.scales[1])}};
+        return {{packed.rows.template of_row<0>(), packed.rows.template of_row<1>()}};
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales,
@@ -593,14 +624,8 @@ struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
     }
 
   private:
-    template <class P>
-    static __device__ __forceinline__ void two_of(u32& first, u32& second, const u8* p) {
-        const u32 two = load_number<2 * P::BYTES>(p);
-        first = two & (1u << 8 * P::BYTES) - 1, second = two >> 8 * P::BYTES;
-    }
-
-    const u8 *codes_, *scales_[STORED];
-    i32 block_, tiles_;
+    const u8 *codes_, *scales_[Parts<Part...>::STORED];
+    i32 block_;
 };
 
 }  // namespace

@@ -1,10 +1,12 @@
 // Numbers of derived readers, two at a time in the type of the activations: of integers of four
-// bits with one scale of 16 bits, and with zero points or without. They have the bits of float32
-// arithmetic that is rounded once: a code less its zero point is exact, and its product with the
-// scale is rounded. If activations are bfloat16 and scales float16, a scale is a sum of two
-// bfloat16s; the product with the lower one is exact, and one fma adds that with the higher one.
+// bits with one scale of 16 bits, and with zero points (of up to 63) or without. They have the bits
+// of float32 arithmetic that is rounded once: a code less its zero point is exact, and its product
+// with the scale is rounded. If activations are bfloat16 and scales float16, a scale is a sum of
+// two bfloat16s; the product with the lower one is exact, and one fma adds that with the higher
+// one.
 //
-// Codes are nibbles at the same place of both halves of a word: at bit 0 or 4 (PLACE).
+// Codes are nibbles at the same place of both halves of a word: at bit 0 or 4 (PLACE). Scales and
+// zero points are stored in pairs, of which Which says what a pair of columns has.
 #pragma once
 
 #include "weights/four_bits_shared.cuh"
@@ -12,13 +14,26 @@
 
 namespace {
 
+// The lower number, the upper one, or each column its own.
+enum Which { LOWER, UPPER, EACH };
+
+// Of two numbers of 16 bits, or of two bytes, one in each half of a word. upper: the upper byte of
+// both halves.
+template <Which WHICH>
+__device__ __forceinline__ u32 in_halves(u32 numbers) {
+    return WHICH == EACH ? numbers : __byte_perm(numbers, 0, WHICH == LOWER ? 0x1010 : 0x3232);
+}
+template <Which WHICH>
+__device__ __forceinline__ u32 bytes_in_halves(u32 bytes, u32 upper) {
+    return __byte_perm(bytes, upper, WHICH == LOWER ? 0x4040 : WHICH == UPPER ? 0x4141 : 0x4140);
+}
+
 // A pair's zero points and scales, ready to be used.
 struct ReadyPair {
     u32 zero, step, lower;
 };
 
-// Whether E has such numbers: `Step` is then the type of its scales. ZERO: its zero point, if it
-// has no part with them.
+// Whether E has such numbers: `Step` is then the type of its scales.
 template <class T, class E, class Step>
 struct PairsOf {
     static constexpr bool FIT = false;
@@ -31,10 +46,11 @@ struct PairsOf<f16, E, f16> {
     // A nibble in the mantissa of 1024 is 1024 + code, or 1024 + 16 codes.
     static constexpr u32 EXPONENT = 0x64006400;
 
-    template <int PLACE>
+    template <int PLACE, Which WHICH>
     static __device__ __forceinline__ ReadyPair ready(u32 zeros, u32 steps) {
-        return {PLACE == 0 ? zeros | 0xE400E400u : zeros << 4 | 0xD400D400u, steps,
-                0};  // -1024, -64
+        const u32 zero = PLACE == 0 ? bytes_in_halves<WHICH>(zeros, 0xE4)  // -1024, -64
+                                    : bytes_in_halves<WHICH>(zeros, 0) * 16 + 0xD400D400u;
+        return {zero, in_halves<WHICH>(steps), 0};
     }
 
     template <int PLACE>
@@ -45,20 +61,24 @@ struct PairsOf<f16, E, f16> {
     }
 };
 
-// The bits of a code q (or of 16 q), read as a bfloat16, are q * 2^-133 (subnormal or just above).
-// Integers are times 2^-13, steps times 2^13.
+// A code at bit 0 in the mantissa of 128 is 128 + code. The bits of one at bit 4, read as a
+// bfloat16, are code * 2^-129 (subnormal or just above): those integers are times 2^-13, and their
+// steps times 2^13.
 template <class E, class Step>
 struct PairsInBf16 {
     static constexpr bool FIT = true;
-    static constexpr u32 UP = 0x7B807B80, UP_OF_16 = 0x79807980, DOWN = 0xFB80FB80,
-                         OF_STEP = 0x46004600;  // 2^120, 2^116, -2^120, 2^13
+    static constexpr u32 ONE = 0x3F803F80, EXPONENT = 0x43004300, UP = 0x79807980,
+                         DOWN = 0xFB80FB80, OF_STEP = 0x46004600;  // 1, 128, 2^116, -2^120, 2^13
 
+    template <int PLACE, Which WHICH>
+    static __device__ __forceinline__ u32 ready_zero(u32 zeros) {
+        return PLACE == 0 ? bytes_in_halves<WHICH>(zeros, 0xC3)  // -128
+                          : multiply_pair<bf16>(bytes_in_halves<WHICH>(zeros, 0), DOWN);
+    }
     template <int PLACE>
     static __device__ __forceinline__ u32 integers(u32 codes, u32 zero) {
-        return fma_pair<bf16>(codes & 0x000F000Fu << PLACE, PLACE == 0 ? UP : UP_OF_16, zero);
-    }
-    static __device__ __forceinline__ u32 ready_zero(u32 zeros) {
-        return multiply_pair<bf16>(zeros, DOWN);
+        return PLACE == 0 ? fma_pair<bf16>(and_or(codes, 0x000F000Fu, EXPONENT), ONE, zero)
+                          : fma_pair<bf16>(codes & 0x00F000F0u, UP, zero);
     }
 };
 
@@ -66,9 +86,11 @@ template <class E>
 struct PairsOf<bf16, E, bf16> : PairsInBf16<E, bf16> {
     using Base = PairsInBf16<E, bf16>;
 
-    template <int PLACE>
+    template <int PLACE, Which WHICH>
     static __device__ __forceinline__ ReadyPair ready(u32 zeros, u32 steps) {
-        return {Base::ready_zero(zeros), multiply_pair<bf16>(steps, Base::OF_STEP), 0};
+        const u32 step = in_halves<WHICH>(steps);
+        return {Base::template ready_zero<PLACE, WHICH>(zeros),
+                PLACE == 0 ? step : multiply_pair<bf16>(step, Base::OF_STEP), 0};
     }
     template <int PLACE>
     static __device__ __forceinline__ u32 weights(u32 codes, const ReadyPair& by) {
@@ -80,14 +102,16 @@ template <class E>
 struct PairsOf<bf16, E, f16> : PairsInBf16<E, f16> {
     using Base = PairsInBf16<E, f16>;
 
-    template <int PLACE>
+    template <int PLACE, Which WHICH>
     static __device__ __forceinline__ ReadyPair ready(u32 zeros, u32 steps) {
-        const float first = widen(f16{u16(steps)}) * 0x1p13f,
-                    second = widen(f16{u16(steps >> 16)}) * 0x1p13f;
+        const float up = PLACE == 0 ? 1.f : 0x1p13f,
+                    first = widen(f16{u16(WHICH == UPPER ? steps >> 16 : steps)}) * up,
+                    second = WHICH == EACH ? widen(f16{u16(steps >> 16)}) * up : first;
         const u32 higher = narrow_pair<bf16>(first, second);
-        return {Base::ready_zero(zeros), higher,
-                narrow_pair<bf16>(first - __uint_as_float(higher << 16),
-                                  second - __uint_as_float(higher & 0xFFFF0000u))};
+        const float rest = second - __uint_as_float(higher & 0xFFFF0000u);
+        return {
+            Base::template ready_zero<PLACE, WHICH>(zeros), higher,
+            narrow_pair<bf16>(WHICH == EACH ? first - __uint_as_float(higher << 16) : rest, rest)};
     }
     template <int PLACE>
     static __device__ __forceinline__ u32 weights(u32 codes, const ReadyPair& by) {
@@ -116,15 +140,13 @@ struct Pairs {
 template <class T, class E>
 struct Pairs<T, E, Exists<typename E::Step>> : PairsOf<T, E, typename E::Step> {
     using Base = PairsOf<T, E, typename E::Step>;
-    static constexpr u32 TWICE = 0x10001u;
 
-    // EACH: 1 for words with the scale, or zero point, of the first number in the lower half and of
-    // the second one above; TWICE for one that both have.
-    template <int PLACE, u32 EACH>
+    // Of stored scales, then zero points, two in a word.
+    template <int PLACE, Which WHICH>
     static __device__ __forceinline__ ReadyPair ready(const u32* stored) {
-        u32 zeros = u32(-E::FIRST) * TWICE;
-        if constexpr (E::Scales::COUNT > 1) zeros = stored[1] * EACH;
-        return Base::template ready<PLACE>(zeros, stored[0] * EACH);
+        u32 zeros = u32(-E::FIRST) * 0x101u;
+        if constexpr (E::Scales::COUNT > 1) zeros = stored[1];
+        return Base::template ready<PLACE, WHICH>(zeros, stored[0]);
     }
 };
 
@@ -136,13 +158,17 @@ struct SharedNibbles {
     static __device__ __forceinline__ i32 swizzled_lane(i32 lane) {
         return 16 * (BY_STEP ? lane ^ lane / 8 % 2 * 2 : lane);
     }
+    // Where a lane reads.
+    static __device__ __forceinline__ i32 place(i32 lane) {
+        return swizzled_lane(BY_STEP ? lane % 8 * 4 + lane / 8 : lane);
+    }
 
-    static __device__ __forceinline__ void read(u32 (&words)[4], const u8* tile, i32 lane) {
+    static __device__ __forceinline__ void read(u32 (&words)[4], const u8* at) {
         if constexpr (!BY_STEP) {
-            const uint4 all = *reinterpret_cast<const uint4*>(tile + 16 * lane);
+            const uint4 all = *reinterpret_cast<const uint4*>(at);
             words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
         } else {
-            load_matrices(words, tile + swizzled_lane(lane % 8 * 4 + lane / 8));
+            load_matrices(words, at);
         }
     }
 };

@@ -16,12 +16,12 @@
 //
 // Large-M kernels copy tiles to shared memory as they are stored. ELEMENTS and SCALES are bytes of
 // a tile there (0: no scales), elements(s) and scales(s) where those of all matrices begin. If not
-// SCALES_FOLLOW, those of a tile are several arrays, or tiles share them: scale_piece(s, row_tiles,
-// tile, piece) says where each 16 bytes of them are.
-// Shared<FRAGMENT_ORDER> says where the 16 bytes of a producer's lane go, in each run of 512 bytes
-// of elements (swizzled_lane), and makes fragments of step v; FRAGMENT_ORDER: whether activations
-// are in fragment order, or row-major. Transposed<APART> makes fragments for dgrad, of readers that
-// have it.
+// SCALES_FOLLOW, those of a tile are several arrays, or tiles share them: first_piece(s, piece),
+// pieces_apart(piece) and piece_of_tile(piece, row_tiles, tile) say where each 16 bytes of them
+// are. Shared<FRAGMENT_ORDER> says where the 16 bytes of a producer's lane go, in each run of 512
+// bytes of elements (swizzled_lane), and makes fragments of step v; FRAGMENT_ORDER: whether
+// activations are in fragment order, or row-major. Transposed<APART> makes fragments for dgrad, of
+// readers that have it.
 //
 // What `dequantize` makes are the weights over RESCALE, a power of two that keeps them in range,
 // and over the outer scale, one for a run of rows: outer(s, group, row), and outer_of_lane(...) of
