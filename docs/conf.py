@@ -16,23 +16,13 @@ author = "The fusion_moe authors"
 project_copyright = author
 version = release = fusion_moe.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "plain_docstrings", "from_tables", "outside"]
+extensions = ["myst_parser", "outside"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 4  # links to headings as GitHub spells them
 highlight_language = "none"
 # written pages begin with headings of the level that they have in another page
 suppress_warnings = ["myst.header"]
-nitpicky = False  # types in signatures are torch's and Python's, whose documentation is not fetched
-default_role = "code"
 smartquotes = False  # "..." and quotes are what they are
-
-autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
-autodoc_typehints_format = "short"
-python_use_unqualified_type_names = True
-python_maximum_signature_line_length = 100
-add_module_names = False
-toc_object_entries = False
 
 html_theme = "furo"
 html_title = f"fusion_moe {version}"

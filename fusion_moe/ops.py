@@ -455,7 +455,6 @@ def fused_experts(
         lora_scale: the factor of the adapters.
         straight_through: how weights with masters are differentiated, as in `grouped_mm`. gate_up
             and down may each have one.
-
         places: int32 [N], where each of N experts lies: at an index of the E experts here, or, with
             -1, elsewhere. Slots of experts that are elsewhere add nothing, as with first_expert,
             which must be None. ids are checked against N.

@@ -1,11 +1,10 @@
-"""Pages of reference from the tables that the code itself reads: `<!-- from tables: NAME -->` in a
-page becomes Markdown.
+"""Writes what pages of docs/ quote from the code, between `<!-- from the code: NAME -->` and
+`<!-- end -->`: tables that the code itself reads, and docstrings. A test finds pages that are not
+current.
 
-NAME is a function here, called with the words after it. Nothing that it writes is kept in the
-repository, so a page says below `<!-- outside of the site -->` how to see it; the site has that
-paragraph not. Outside of it one page is printed by
+    python tools/reference.py
 
-    python docs/_ext/from_tables.py docs/reference/options.md
+NAME is a function here, called with the words after it.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import dataclasses
 import importlib
 import inspect
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -32,8 +31,12 @@ from fusion_moe.ir import kinds
 from fusion_moe.ir.core import OpKind
 from fusion_moe.layouts import LAYOUTS
 
-MARK = re.compile(r"^<!-- from tables: (?P<name>\w+)(?P<words>[^>]*) -->$", re.MULTILINE)
-OUTSIDE = re.compile(r"^<!-- outside of the site -->\n(?:.+\n)+\n", re.MULTILINE)
+DOCS = Path(__file__).parents[1] / "docs"
+MARK = re.compile(
+    r"^(?P<begin><!-- from the code: (?P<name>\w+)(?P<words>[^>]*) -->\n)(?:.*?\n)??"
+    r"(?P<end><!-- end -->)$",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def document(of: Any) -> list[str]:
@@ -246,6 +249,13 @@ def weight_layouts() -> Iterator[str]:
 # Python -------------------------------------------------------------------------------------------
 
 SAID_ELSEWHERE = {"__version__"}
+CODE = re.compile(r"(``?[^`]+``?)")
+# what means something in prose, if it touches words
+SPECIAL = re.compile(
+    r"(\\|(?<!\w)_(?=\w)|(?<=\w)_(?!\w)|\*(?=\S)|(?<=\S)\*|<(?=\w)|^#)", re.MULTILINE
+)
+ITEM = re.compile(r"(?P<names>\w+(?:, \w+)*): ")
+SECTION = re.compile(r"(Args|Returns|Raises|Attributes):$")
 
 
 def api(module: str, *names: str) -> Iterator[str]:
@@ -254,42 +264,151 @@ def api(module: str, *names: str) -> Iterator[str]:
     """
     of = importlib.import_module(module)
     known = (
-        set() if of is fusion_moe else {id(_of(fusion_moe, name)) for name in fusion_moe.__all__}
+        set()
+        if of is fusion_moe
+        else {id(getattr(fusion_moe, name)) for name in fusion_moe.__all__}
     )
     for name in sorted(names or of.__all__, key=str.casefold):
-        value = _of(of, name)
+        value = getattr(of, name)
         if isinstance(value, ModuleType) or name in SAID_ELSEWHERE:
             continue
         if id(value) in known:
             yield f"`{module}.{name}` is `fusion_moe.{name}`."
+            continue
+        yield f"### {module}.{name}"
+        if not callable(value):  # a value has no docstring of its own
+            yield f"A `{type(value).__name__}`."
+            continue
+        yield _signature(name, value)
+        yield from described(value)
+        for member, of_it in vars(value).items() if isinstance(value, type) else ():
+            if not member.startswith("_"):
+                yield from _member(member, of_it)
+
+
+def _member(name: str, of: Any) -> Iterator[str]:
+    """A method or a property that has a docstring, with what is said of it."""
+    function = of.fget if isinstance(of, property) else getattr(of, "__func__", of)
+    function = getattr(function, "func", function)  # of a cached property
+    if not inspect.isfunction(function) or not function.__doc__:
+        return
+    if of is function or isinstance(of, (classmethod, staticmethod)):
+        yield f"**{_escaped(name)}**"
+        yield _signature(name, function)
+    else:
+        yield f"**{_escaped(name)}**: `{inspect.signature(function).return_annotation}`"
+    yield from described(function)
+
+
+def _signature(name: str, of: Any) -> str:
+    """As it is written: annotations are text."""
+    try:
+        said = inspect.signature(of)
+    except (TypeError, ValueError):
+        return f"```py\n{name}\n```"
+    lines, kind = list[str](), None
+    for parameter in said.parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and kind not in (
+            parameter.KEYWORD_ONLY,
+            parameter.VAR_POSITIONAL,
+        ):
+            lines.append("*")
+        kind = parameter.kind
+        lines.append(_parameter(parameter))
+    result = said.return_annotation
+    arrow = "" if result in (said.empty, None, "None") else f" -> {_type_name(result)}"
+    short = f"{name}({', '.join(lines)}){arrow}"
+    if len(short) > 100:
+        short = f"{name}(\n    " + ",\n    ".join(lines) + f",\n){arrow}"
+    return f"```py\n{short}\n```"
+
+
+def _parameter(of: inspect.Parameter) -> str:
+    stars = {of.VAR_POSITIONAL: "*", of.VAR_KEYWORD: "**"}.get(of.kind, "")
+    said = f"{stars}{of.name}"
+    if of.annotation is not of.empty:
+        written = of.annotation if isinstance(of.annotation, str) else _type_name(of.annotation)
+        said += f": {written}"
+    if of.default is of.empty:
+        return said
+    default = repr(of.default)
+    return f"{said} = {'...' if default.startswith('<') else default}"
+
+
+def described(of: Any) -> Iterator[str]:
+    """A docstring as Markdown: `Args:` and the like begin lists; other indented paragraphs and
+    doctests are code. In prose, a line that begins with parameters of the function or class,
+    `target, gpu: ...`, begins an item too.
+    """
+    try:
+        parameters: Collection[str] = inspect.signature(of).parameters
+    except (TypeError, ValueError):
+        parameters = ()
+    lines = (inspect.getdoc(of) or "").splitlines()
+    for filled, run in groupby(lines, lambda line: bool(line.strip())):
+        paragraph = list(run)
+        if not filled:
+            continue
+        if SECTION.match(paragraph[0]):
+            yield f"{paragraph[0]}"
+            yield "\n".join(_section(paragraph[1:]))
+        elif paragraph[0].startswith((" ", ">>>")):
+            yield "\n".join(["```text", *paragraph, "```"])
         else:
-            yield (
-                f"```{{eval-rst}}\n.. {_directive(value)}:: {module}.{name}\n   "
-                f"{_directive_option(value)}\n```"
+            said = [_item(names, text) for names, text in items(paragraph, parameters) if text]
+            yield "\n".join(
+                f"\n{one}"
+                if one.startswith("- `") and i and not said[i - 1].startswith("- `")
+                else one
+                for i, one in enumerate(said)
             )
 
 
-def _of(module: Any, name: str) -> Any:
-    return getattr(module, name)
+def _section(lines: list[str]) -> Iterator[str]:
+    """Its items, or prose."""
+    depth = len(lines[0]) - len(lines[0].lstrip())
+    entries: list[list[str]] = []
+    for line in lines:
+        if line[depth:].startswith(" ") and entries:
+            entries[-1].append(line.strip())
+        else:
+            entries.append([line.strip()])
+    for first, *rest in entries:
+        named = ITEM.match(first)
+        names = named["names"] if named else ""
+        yield _item(names, "\n".join([first[named.end() :] if named else first, *rest]))
 
 
-def _directive(value: Any) -> str:
-    if isinstance(value, type):
-        return "autoexception" if issubclass(value, BaseException) else "autoclass"
-    return "autofunction" if callable(value) else "py:data"  # a value has no docstring of its own
+def _item(names: str, text: str) -> str:
+    if not names:
+        return _escaped(text)
+    said = ", ".join(code(name) for name in names.split(", "))
+    return f"- {said}: {_escaped(text)}".replace("\n", "\n  ")
 
 
-def _directive_option(value: Any) -> str:
-    return (
-        ":members:"
-        if isinstance(value, type)
-        else ""
-        if callable(value)
-        else f":type: {type(value).__name__}"
+def items(paragraph: list[str], parameters: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The prose before the first parameter, then what is said of each: (names, text)."""
+    names, lines = "", list[str]()
+    for line in paragraph:
+        found = ITEM.match(line)
+        if found and set(found["names"].split(", ")) <= set(parameters):
+            yield names, "\n".join(lines)
+            names, lines, line = found["names"], [], line[found.end() :]
+        lines.append(line if line.lstrip().startswith("- ") else line.strip())
+    yield names, "\n".join(lines)
+
+
+def _escaped(prose: str) -> str:
+    """What stands between backticks, over the end of a line too, is code; all else is itself."""
+    return "".join(
+        f"`{' '.join(part.strip('`').split())}`" if i % 2 else SPECIAL.sub(r"\\\1", part)
+        for i, part in enumerate(CODE.split(prose))
     )
 
 
-# Sphinx -------------------------------------------------------------------------------------------
+# Pages --------------------------------------------------------------------------------------------
 
 GENERATED: Mapping[str, Callable[..., Iterator[str]]] = {
     f.__name__: f
@@ -308,32 +427,25 @@ GENERATED: Mapping[str, Callable[..., Iterator[str]]] = {
 
 
 def filled(text: str) -> str:
-    """A page with what its marks ask for, and without what is said where they are empty."""
+    """A page with what its marks ask for."""
     return MARK.sub(
-        lambda mark: "\n\n".join(GENERATED[mark["name"]](*mark["words"].split())),
-        OUTSIDE.sub("", text),
+        lambda mark: (
+            mark["begin"]
+            + "\n"
+            + "\n\n".join(GENERATED[mark["name"]](*mark["words"].split()))
+            + "\n\n"
+            + mark["end"]
+        ),
+        text,
     )
 
 
-def read(app: Any, page: str, source: list[str]) -> None:
-    source[0] = filled(source[0])
-
-
-def always(app: Any, env: Any, added: set[str], changed: set[str], removed: set[str]) -> list[str]:
-    """Pages with marks are read at each build: what they are made of is no file of the site."""
-    return [
-        page
-        for page in env.found_docs
-        if MARK.search(env.doc2path(page).read_text(encoding="utf-8"))
-    ]
-
-
-def setup(app: Any) -> dict[str, bool]:
-    app.connect("source-read", read)
-    app.connect("env-get-outdated", always)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+def pages() -> dict[Path, str]:
+    """Those with marks, as they should be."""
+    texts = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
+    return {page: filled(text) for page, text in texts.items() if MARK.search(text)}
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(filled(Path(name).read_text(encoding="utf-8")))
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")
