@@ -1,7 +1,7 @@
 """Quantization-aware training and refit at the size of a layer of Qwen3-30B-A3B on one H100 or
 H200.
 
-    python benchmarks/h200_qat.py [--tokens 8192] [--repeats 10] [--modelopt]
+    python benchmarks/h200_qat.py [--tokens 8192] [--repeats 10] [--rows bf16 step ...]
     python benchmarks/h200_qat.py --device cpu --tiny
 
 Milliseconds of the fastest of so many repeats, and GB at the peak beside weights and inputs:
@@ -11,7 +11,7 @@ Milliseconds of the fastest of so many repeats, and GB at the peak beside weight
     rounding          what each forward of `qat_` does before: both weights to NVFP4, reordered
     step              what `qat_` takes: rounding, forward and backward, "saved"
     refit             `update_weights_` of a layer's numbers; 48 layers are Qwen3-30B-A3B
-    modelopt          a step of nvidia-modelopt's, one expert after the other (with --modelopt)
+    modelopt          a step of nvidia-modelopt's, one expert after the other (if --rows names it)
 
 The first line says whether the training forward has the bits of the frozen experts'.
 """
@@ -31,6 +31,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 import fusion_moe
 
 LAYERS = 48
+ROWS = ("bf16", "saved", "exact", "float", "rounding", "step", "refit")
 
 
 def milliseconds(run: Callable[[], Any], repeats: int, device: str) -> tuple[float, float]:
@@ -74,7 +75,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--modelopt", action="store_true")
+    parser.add_argument("--rows", nargs="+", default=ROWS)
     args = parser.parse_args()
     experts, hidden, inner, slots = (8, 128, 64, 2) if args.tiny else (128, 2048, 768, 8)
     tokens = 64 if args.tiny else args.tokens
@@ -94,7 +95,11 @@ def main() -> None:
         w, ids = torch.randn(tokens, experts).softmax(-1).topk(slots)
         seed = torch.randn(tokens, hidden, dtype=torch.bfloat16)
     w = w.bfloat16().requires_grad_()
-    theirs = by_modelopt(deepcopy(module), x.detach(), ids, w.detach()) if args.modelopt else None
+    theirs = (
+        by_modelopt(deepcopy(module), x.detach(), ids, w.detach())
+        if "modelopt" in args.rows
+        else None
+    )
     model = nn.Sequential(module)
     fusion_moe.nn.qat_(model)
     how, masters = module.qat, [module.gate_up_proj, module.down_proj]
@@ -135,7 +140,7 @@ def main() -> None:
     if theirs is not None:
         own = [theirs.gate_up_proj, theirs.down_proj]
         rows["modelopt"] = lambda: torch.autograd.grad(theirs(x, ids, w), [x, w, *own], seed)
-    for name, run in rows.items():
+    for name, run in ((name, rows[name]) for name in args.rows):
         if name == "step":
             how.template.straight_through = "saved"
         took, peak = milliseconds(run, args.repeats, args.device)

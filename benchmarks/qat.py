@@ -122,7 +122,7 @@ def main() -> None:
                 f"{found['mb']:.0f}",
             )
         )
-        print(*rows[-1])
+        print(*rows[-1], flush=True)
     head = "", "loss of the first step", "of the last", "seconds of a step", "MB beside the model"
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     threads = torch.get_num_threads()
