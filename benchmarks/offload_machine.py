@@ -54,7 +54,7 @@ def experts(count: int, device: str) -> tuple[list[torch.Tensor], list[Shape]]:
             else:
                 t = torch.zeros(shape, dtype=torch.uint8, device=device).view(part.dtype)
             tensors.append(t)
-            shapes.append(Shape.of(t, part, tiled=True))
+            shapes.append(Shape.of(t, part, NVFP4.element.tile_order))
     return tensors, shapes
 
 

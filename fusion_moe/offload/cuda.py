@@ -81,10 +81,10 @@ class Cuda:
         self._loaded, self._long = 0, Counters()  # of long steps
 
     def _moves(self, encoding: Encoding) -> Moves:
-        tiled = self.layout == W16X64.name
+        order = encoding.element.tile_order if self.layout == W16X64.name else None
         names = list(self.home.tensors)
         shapes = [
-            Shape.of(t, _part(encoding, name), tiled) for name, t in self.home.tensors.items()
+            Shape.of(t, _part(encoding, name), order) for name, t in self.home.tensors.items()
         ]
         parts = Parts(
             shapes,

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..backends.cuda.launch import KERNELS
 from ..encodings import Encoding
 from ..encodings import Part as EncodingPart
-from ..encodings.orders import Nibbles
+from ..encodings.orders import CodeOrder, Nibbles
 from ..layouts.w16x64 import COLUMNS
 from ..runtime import cuda, nvrtc
 
@@ -84,20 +84,36 @@ class Shape:
     rows: int
     tiles: int
     each: int
-    recoding: tuple[int, ...] = ()
+    table: tuple[int, ...] = ()  # of what codes or scales become
 
     @classmethod
-    def of(cls, t: Tensor, part: EncodingPart | None = None, tiled: bool = False) -> Shape:
-        """That of a tensor, of which `part` of an encoding becomes tiles if `tiled`."""
+    def of(
+        cls, t: Tensor, part: EncodingPart | None = None, order: CodeOrder | None = None
+    ) -> Shape:
+        """That of a tensor, of which `part` of an encoding becomes tiles if an order of codes is
+        given.
+        """
         nbytes = t[0].nbytes
-        if tiled and part is not None and part.scale is None:
-            return cls(1, nbytes, t.shape[1], t.shape[2] // 32, 0)
-        if tiled and part is not None and part.of_blocks and part.scale is not None:
+        if order and part and part.scale is None:
+            return cls(1, nbytes, t.shape[1], t.shape[2] // 32, 0, words_of_codes(order))
+        if order and part and part.scale and part.of_blocks:
             each = scales_of_tile(part)
-            recoding = part.scale.recoding.table
-            return cls(2, nbytes, t.shape[1], t.shape[2] // each, each, recoding)
+            return cls(2, nbytes, t.shape[1], t.shape[2] // each, each, part.scale.recoding.table)
         each = 16 if nbytes % 16 == 0 else 2
         return cls(0, nbytes, 0, nbytes // each, each)
+
+
+def words_of_codes(order: CodeOrder) -> tuple[int, ...]:
+    """For a code of each row i, half h and place j: what it is in a word of a tile, u32[2, 2, 2,
+    16]. Words are these, put together.
+    """
+    places = range(8)
+    x = torch.zeros(8, 16, 2, 2, 2, dtype=torch.uint8)  # j h i
+    for place in places:
+        i, h, j = place // 4, place // 2 % 2, place % 2
+        x[place, :, j, h, i] = torch.arange(16)
+    words = order.stored(x).reshape(8, 16, 4).view(torch.int32)
+    return tuple(words.flatten().tolist())
 
 
 def scales_of_tile(part: EncodingPart) -> int:
@@ -120,17 +136,18 @@ class Parts:
     def __init__(self, shapes: Sequence[Shape], homes: Sequence[int], slots: Sequence[Tensor]):
         self.slots = list(slots)
         self.nbytes = sum(shape.nbytes for shape in shapes)
+        dtypes = torch.uint8, torch.int32, torch.uint8  # by kind
         self._tables = [
-            torch.tensor(shape.recoding, dtype=torch.uint8, device=t.device)
+            torch.tensor(shape.table, dtype=dtypes[shape.kind], device=t.device)
             for shape, t in zip(shapes, slots, strict=True)
         ]
         self.numbers = [len(shapes)]
         for shape, home, t, table in zip(shapes, homes, slots, self._tables, strict=True):
             assert t.is_contiguous()
             assert t[0].nbytes == shape.nbytes
-            recoding = table.data_ptr() if shape.recoding else 0
+            at = table.data_ptr() if shape.table else 0
             self.numbers += [shape.kind, home, t.data_ptr(), shape.nbytes, shape.nbytes]
-            self.numbers += [shape.rows, shape.tiles, shape.each, recoding]
+            self.numbers += [shape.rows, shape.tiles, shape.each, at]
         self.numbers += [0] * (9 * (MOST_PARTS - len(shapes)))
 
 

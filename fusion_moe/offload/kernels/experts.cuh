@@ -18,7 +18,9 @@ struct Part {
     i64 home_bytes, slot_bytes;  // of an expert
     i64 rows, tiles;             // tiles of a row; of BYTES, pieces of an expert
     i64 each;                    // scales of a row of a tile; bytes of a piece: 16 or 2
-    const u8* recoding;          // [256], of SCALES; null: none
+    const void* table;           // what codes or scales become; null: as they are
+    // of NIBBLES: u32[2, 2, 2, 16], the part of a word that a code of row i, half h and place j
+    // makes; of SCALES: u8[256]
 
     // How many warps have work on an expert.
     __device__ __forceinline__ i64 units() const {
@@ -85,18 +87,19 @@ struct Part {
             const u32 upper = half ? other : mine, lower = half ? mine : other;
             if (here)
                 *reinterpret_cast<uint2*>(to + r * 64) =
-                    uint2{both_rows(upper, lower, 0), both_rows(upper, lower, 8)};
+                    uint2{word(upper, lower, 0), word(upper, lower, 8)};
         }
     }
 
-    // Codes (h, j), each of which the two words have 16 h + 4 j bits from `from` on, as bytes 2 j +
-    // h: the low half is of the upper row.
-    __device__ __forceinline__ static u32 both_rows(u32 upper, u32 lower, int from) {
+    // Of codes (i, h, j), which the two words i have 16 h + 4 j bits from `from` on.
+    __device__ __forceinline__ u32 word(u32 upper, u32 lower, int from) const {
+        const u32* const parts = static_cast<const u32*>(table);
         u32 found = 0;
 #pragma unroll
-        for (int byte = 0; byte < 4; ++byte) {
-            const int at = from + 16 * (byte % 2) + 4 * (byte / 2);
-            found |= (upper >> at & 15) << 8 * byte | (lower >> at & 15) << (8 * byte + 4);
+        for (int code = 0; code < 8; ++code) {
+            const u32 row =
+                (code < 4 ? upper : lower) >> (from + 16 * (code / 2 % 2) + 4 * (code % 2));
+            found |= parts[16 * code + (row & 15)];
         }
         return found;
     }
@@ -137,7 +140,7 @@ struct Part {
     }
 
     __device__ __forceinline__ u8 recoded(u8 byte) const {
-        return recoding ? recoding[byte] : byte;
+        return table ? static_cast<const u8*>(table)[byte] : byte;
     }
 };
 

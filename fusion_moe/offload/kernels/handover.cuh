@@ -92,7 +92,7 @@ struct Await {
 
     __device__ __forceinline__ bool fail(Why why, u64 start) const {
         report(error, NO_ANSWER, why, i32((now() - start) / 1000000));
-        *const_cast<volatile i32*>(&step.exchange->broken) = 1;
+        store_flag(&step.exchange->broken, 1);
         return false;
     }
 };

@@ -31,9 +31,4 @@ struct Step {
     i32* uses;    // [experts]: rows so far
 };
 
-// What another stream may write meanwhile.
-__device__ __forceinline__ i32 load_flag(const i32* p) {
-    return *const_cast<const volatile i32*>(p);
-}
-
 }  // namespace

@@ -25,6 +25,17 @@ __device__ __forceinline__ u64 now() {
     return x;
 }
 
+// What other blocks or streams write meanwhile.
+__device__ __forceinline__ i32 load_flag(const i32* p) {
+    i32 x;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void store_flag(i32* p, i32 x) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+
 // What a counter of this GPU was before one is added.
 __device__ __forceinline__ u32 add_ticket(u32* p) {
     u32 x;

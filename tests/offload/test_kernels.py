@@ -1,0 +1,173 @@
+"""The kernels of offloaded experts on the CPU: which misses they find, how they copy experts, and
+how rows go to the worker and back, under ThreadSanitizer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import shutil
+import subprocess
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusion_moe.backends.cpu.readers import KERNELS as CPU_KERNELS
+from fusion_moe.encodings import ENCODINGS, quantize
+from fusion_moe.layouts.w16x64 import W16X64
+from fusion_moe.offload.launches import Parts, Shape
+from fusion_moe.offload.split import Constants, split
+from fusion_moe.offload.worker import KERNELS, SOURCE
+from fusion_moe.runtime.build import find_compiler
+
+pytestmark = pytest.mark.compiler
+HERE = Path(__file__).parent / "cuda_on_cpu"
+BACKENDS = Path(__file__).parents[1] / "backends" / "cuda_on_cpu"
+E, SPARES, MOST = 24, 6, 96
+FIND = f"""
+#include "misses.cuh"
+extern "C" void find(i64 count, i64 cached, i64 spares, const i64* ids, const i32* tables,
+                     const i32* version, Exchange* exchange, Counts* counts, i32* places,
+                     i32* copied, i32* handed, i32* uses, const Costs* costs, i64* error) {{
+    static i32 memory[3 * {E} + {MOST}];
+    const Step step{{exchange, counts, places, copied, handed, uses}};
+    FindMisses<i64>{{count, {E}, cached, spares, ids, tables, version, step, *costs, error}}
+        .run(memory);
+}}
+"""
+COPY = """
+#include "routing.cuh"
+namespace {
+constexpr struct {
+    i32 x;
+} blockDim{256};
+}
+#include "experts.cuh"
+extern "C" void copy(const Parts* parts, const i64* experts, i64 count, i64 first) {
+    on_threads([=] { parts->copy(count, first, 1, [=](i64 i) { return experts[i]; }); });
+}
+"""
+
+
+def headers(folder: Path) -> None:
+    """All that need no PTX, beside what stands for the others."""
+    for header in KERNELS.glob("*.cuh"):
+        if header.name != "system.cuh":
+            shutil.copy(header, folder)
+    for header in HERE.glob("*.cuh"):
+        text = header.read_text()
+        (folder / header.name).write_text(text.replace('"../../backends/cuda_on_cpu/', '"'))
+
+
+def compiled(folder: Path, name: str, text: str, *flags: str) -> Path:
+    compiler = find_compiler()
+    assert compiler
+    (folder / f"{name}.cpp").write_text(text)
+    usual = ["-std=c++20", "-O1", "-pthread", "-w", f"-I{folder}", f"-I{BACKENDS}"]
+    command = [*compiler.command, *usual, *flags, f"{folder}/{name}.cpp", "-o", f"{folder}/{name}"]
+    subprocess.run(command, check=True)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("kernels")
+    headers(made)
+    return made
+
+
+def library(folder: Path, name: str, text: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(compiled(folder, name, text, "-fPIC", "-shared")))
+
+
+def address(t: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(t.data_ptr())
+
+
+def test_misses_are_those_of_the_split(folder):
+    find = library(folder, "find", FIND).find
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+    mixed = 0
+    for turn in range(400):
+        limit, cached = rng.randint(0, SPARES), rng.choice([0, 5, E])
+        constants = Constants(*(rng.choice([0, 7, 90, 100, 130, 1000]) for _ in range(7)))
+        count = rng.randint(0, MOST)
+        ids = torch.randint(-1, rng.randint(1, E), (count,), generator=generator)
+        tables = torch.full((2, E), -1, dtype=torch.int32)
+        version = turn % 2
+        for i, expert in enumerate(rng.sample(range(E), cached)):
+            tables[version, expert] = i
+
+        def zeros(n: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(n, dtype=dtype)
+
+        exchange, counts, error = (zeros(n, torch.int64) for n in (2, 7, 1))
+        places, uses, copied, handed = zeros(E), zeros(E), zeros(SPARES), zeros(MOST)
+        costs = torch.tensor(astuple(constants), dtype=torch.int64)
+        number = torch.tensor([version], dtype=torch.int32)
+        memory = ids, tables, number, exchange, counts, places, copied, handed, uses, costs, error
+        find(*map(ctypes.c_int64, (count, cached, limit)), *map(address, memory))
+
+        named = torch.bincount(ids[ids >= 0], minlength=E)
+        missed = [e for e in range(E) if named[e] > 0 and tables[version, e] < 0]
+        want = split({e: int(named[e]) for e in missed}, constants, limit, limit)
+        mixed += bool(want.copied and want.computed)
+        table = tables[version].clone()
+        for i, expert in enumerate(want.copied):
+            table[expert] = cached + i
+        assert torch.equal(places, table), (turn, want)
+        assert torch.equal(uses, named.int())
+        rows = [i for i, e in enumerate(ids.tolist()) if e in want.computed]
+        assert handed[: len(rows)].tolist() == rows
+        assert counts.view(torch.int32)[:2].tolist() == [len(want.copied), len(rows)]
+        assert exchange[0] == bool(rows)
+        hits = int(named[tables[version] >= 0].sum())
+        rows_copied = int(named[list(want.copied)].sum())
+        assert counts[1:].tolist() == [
+            *[1, hits, rows_copied, len(rows), len(want.copied), len(want.computed)]
+        ]
+        assert error == 0
+    assert mixed > 20
+
+
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (48, 320), (32, 2176)])
+def test_copies_are_in_the_gpus_order(folder, encoding, n, k):
+    copy = library(folder, "copy", COPY).copy
+    of, g = ENCODINGS[encoding], torch.Generator().manual_seed(0)
+    home = quantize(torch.randn(5, n, k, generator=g), of)
+    bias = torch.randn(5, n + 3, generator=g).bfloat16()
+    tensors = [*home, bias, bias[:, :n].clone()]
+    parts = [*of.parts, None, None]
+    slots = [torch.zeros((4, *t.shape[1:]), dtype=t.dtype) for t in tensors]
+    shapes = [
+        Shape.of(t, part, of.element.tile_order) for t, part in zip(tensors, parts, strict=True)
+    ]
+    copied = Parts(shapes, [t.data_ptr() for t in tensors], slots)
+    numbers = copied.numbers
+    experts = [4, 0, 2]
+    copy(
+        (ctypes.c_longlong * len(numbers))(*numbers),
+        (ctypes.c_longlong * 3)(*experts),
+        ctypes.c_int64(3),
+        ctypes.c_int64(1),
+    )
+    want = [*W16X64.pack(*home[:2], encoding=of), *tensors[2:]]
+    for found, t in zip(slots, want, strict=True):
+        assert torch.equal(found[1:].view(torch.uint8), t[experts].view(torch.uint8))
+        assert not found[:1].view(torch.uint8).any()
+
+
+def test_rows_go_to_the_worker_and_back(folder):
+    text = (HERE / "protocol.cpp").read_text()
+    shutil.copy(SOURCE, folder)
+    shutil.copy(CPU_KERNELS / "team.h", folder)
+    flags = ["-g", "-fsanitize=thread", "-Wno-tsan"]
+    made = compiled(folder, "protocol", text, *flags)
+    environment = {"TSAN_OPTIONS": "halt_on_error=1"}
+    done = subprocess.run([made], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stderr == ""
+    assert done.stdout.split() == ["answered", "late", "gone"]
+    assert done.returncode == 0
