@@ -30,8 +30,8 @@ from fusion_moe.runtime.host_memory import bandwidth, pages
 
 H, INNER = 7168, 2048
 COSTS = (10_000, 250_000, 300_000, 10_000, 5_000, 450_000, 500_000)
-DECLARED = "struct LoadAll { i64 count; Parts parts; };\n"
-LOAD_ALL = "s.parts.copy(s.count, 0, gridDim.x, [](i64 i) { return i; });"
+DECLARED = "struct LoadAll { i64 count; const Parts* parts; };\n"
+LOAD_ALL = "s.parts->copy(s.count, 0, gridDim.x, [](i64 i) { return i; });"
 found: dict[str, Any] = {}
 
 
@@ -49,8 +49,10 @@ def experts(count: int, device: str) -> tuple[list[torch.Tensor], list[Shape]]:
                 continue
             shape = NVFP4.part_shape(part, (count,), n, k)
             if device == "cpu":
-                t = pages.empty(shape, torch.uint8).view(part.dtype)
-                t.view(torch.uint8).random_(0x20, 0x60)
+                t = pages.empty(shape, torch.uint8)
+                t.view(-1, 4096).copy_(torch.randint(0x20, 0x60, (1, 4096)).byte())
+                t[3].random_(0x20, 0x60)
+                t = t.view(part.dtype)
             else:
                 t = torch.zeros(shape, dtype=torch.uint8, device=device).view(part.dtype)
             tensors.append(t)
@@ -128,12 +130,13 @@ def copies(state: dict[str, Any]) -> None:
     addresses = [p.address for p in state["pinned"]]
     tiled = Parts(state["shapes"], addresses, slots)
     plain = Parts([Shape.of(t) for t in home], addresses, slots)
+    state["parts"] = tiled, plain  # which kernels read
     source = launches.text("load_all", "experts", "LoadAll", LOAD_ALL)
     source = source.replace('extern "C"', DECLARED + 'extern "C"')
     for blocks in (4, 8, 16, 24, 32, 64):
         kernel = launches.Kernel(source, blocks)
         for name, parts in (("plain", plain), ("tiled", tiled)):
-            load = partial(by_kernel, kernel, [state["count"], *parts.numbers])
+            load = partial(by_kernel, kernel, [state["count"], parts.address])
             tell(f"kernel_{name}_{blocks}_GB_s", round(nbytes / seconds(load, 3) / 1e9, 1))
         state[f"load_{blocks}"] = load
     right = []

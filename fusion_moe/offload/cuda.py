@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import backends
 from ..backends.cpu.join import Joined
 from ..compile import program_of
-from ..definitions.operations import SPECS, Call, bind
+from ..definitions.operations import SPECS, Call, bind, each_tensor
 from ..encodings import ENCODINGS, Encoding, Part
 from ..errors import UnsupportedError
 from ..ir.text import text
@@ -122,9 +122,9 @@ class Cuda:
             return self._stream(x, ids, w) if self._spare > 1 else self._in_pieces(x, ids, w)
 
     def _step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        places = self.moves.begin(x, ids, w if self.home.weighs_input else None)
-        steps = self._steps_of(x, ids, w, places)
-        y, _, _, slot_of = steps.rows(self._given(x, ids, w, places))
+        placed = self.moves.begin(x, ids, w if self.home.weighs_input else None)
+        steps = self._steps_of(x, placed, w)
+        y, _, _, slot_of = steps.rows(self._given(x, placed, w))
         self.moves.finish(y, slot_of)
         return steps.sum(y, slot_of, w)
 
@@ -151,9 +151,9 @@ class Cuda:
                 self._load(slot, expert)
             torch.cuda.current_stream().wait_stream(self._side)
             table[experts] = torch.arange(first, first + len(experts), dtype=torch.int32)
-            places = table.to(self.device)
-            steps = self._steps_of(x, ids, w, places)
-            made, ends, _, rows = steps.rows(self._given(x, ids, w, places))
+            placed = self._placed(ids, table.to(self.device))
+            steps = self._steps_of(x, placed, w)
+            made, ends, _, rows = steps.rows(self._given(x, placed, w))
             free[i % 2].record()
             if y is None or slot_of is None:
                 y, slot_of = made, rows
@@ -178,21 +178,29 @@ class Cuda:
         self._long += Counters(1, there, all_rows - there, len(missed))
         return table, [missed[i : i + half] for i in range(0, len(missed), half)] or [[]]
 
+    def _placed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """The slots of ids; -1 for those that the table has none for."""
+        good = (ids >= 0) & (ids < self.home.experts)
+        return torch.where(good, table[torch.where(good, ids, 0)], -1)
+
     def _in_pieces(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """A long step without room for copies: as many short ones as it takes."""
         each = max(1, self.shared.capacity // ids.shape[1])
         pieces = (t.split(each) for t in (x, ids, w))
         return torch.cat([self._step(*piece) for piece in zip(*pieces, strict=True)])
 
-    def _given(self, x: Tensor, ids: Tensor, w: Tensor, places: Tensor) -> Mapping[str, Tensor]:
-        return self.home.given(x, ids, w, self.slots, places)
+    def _given(self, x: Tensor, placed: Tensor, w: Tensor) -> Mapping[str, Tensor]:
+        return dict(each_tensor(self._arguments(x, placed, w)))
 
-    def _steps_of(self, x: Tensor, ids: Tensor, w: Tensor, places: Tensor) -> Steps:
-        key = x.dtype, ids.dtype, ids.shape[1], w.dtype
+    def _steps_of(self, x: Tensor, placed: Tensor, w: Tensor) -> Steps:
+        key = x.dtype, placed.shape[1], w.dtype
         if key not in self._steps:
-            layout = {"weight_layout": self.layout, "places": places}
-            self._steps[key] = steps_of(self.home.arguments(x, ids, w, self.slots, **layout))
+            self._steps[key] = steps_of(self._arguments(x, placed, w))
         return self._steps[key]
+
+    def _arguments(self, x: Tensor, placed: Tensor, w: Tensor) -> dict[str, Any]:
+        """Those of the operation on slots."""
+        return self.home.arguments(x, placed, w, self.slots, weight_layout=self.layout)
 
     # The cache ------------------------------------------------------------------------------------
 

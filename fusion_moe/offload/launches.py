@@ -58,13 +58,16 @@ def load() -> str:
 
 
 class Kernel:
-    """kernel(stream, numbers): a launch on the current device."""
+    """kernel(stream, numbers): a launch on the current device. overlaps: whether it begins while
+    the kernel before it ends, for which it waits itself.
+    """
 
-    def __init__(self, source: str, blocks: int, shared: int = 0):
+    def __init__(self, source: str, blocks: int, shared: int = 0, overlaps: bool = False):
         arch = cuda.arch(torch.cuda.current_device())
         name = source.partition("(const ")[0].rpartition(" ")[2]
         path = nvrtc.build(source, name=name, arch=arch.nvrtc, headers=headers())
-        self._launch = cuda.Launch(cuda.load(path, name, shared), blocks, THREADS, shared, False)
+        function, overlaps = cuda.load(path, name, shared), overlaps and arch.programmatic_launch
+        self._launch = cuda.Launch(function, blocks, THREADS, shared, overlaps)
 
     def __call__(self, stream: int, numbers: Sequence[int]) -> None:
         params = (ctypes.c_longlong * len(numbers))(*numbers)
@@ -141,14 +144,16 @@ class Parts:
             torch.tensor(shape.table, dtype=dtypes[shape.kind], device=t.device)
             for shape, t in zip(shapes, slots, strict=True)
         ]
-        self.numbers = [len(shapes)]
+        numbers = [len(shapes)]
         for shape, home, t, table in zip(shapes, homes, slots, self._tables, strict=True):
             assert t.is_contiguous()
             assert t[0].nbytes == shape.nbytes
             at = table.data_ptr() if shape.table else 0
-            self.numbers += [shape.kind, home, t.data_ptr(), shape.nbytes, shape.nbytes]
-            self.numbers += [shape.rows, shape.tiles, shape.each, at]
-        self.numbers += [0] * (9 * (MOST_PARTS - len(shapes)))
+            numbers += [shape.kind, home, t.data_ptr(), shape.nbytes, shape.nbytes]
+            numbers += [shape.rows, shape.tiles, shape.each, at]
+        numbers += [0] * (9 * (MOST_PARTS - len(shapes)))
+        self._memory = torch.tensor(numbers, dtype=torch.int64, device=slots[0].device)
+        self.address = self._memory.data_ptr()
 
 
 @cache

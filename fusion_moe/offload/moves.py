@@ -4,7 +4,7 @@ or a wait where nothing is missing; a CUDA graph can capture it.
 
     shared = Shared(capacity, row_bytes)                # of a model
     moves = Moves(parts, cached, constants, shared, layer, experts, device)
-    places = moves.begin(x, ids, w)                     # i32[E], for this step alone
+    placed = moves.begin(x, ids, w)                     # i32[T, k]: slots
     y, slot_of = ...                                    # rows of experts that are there by now
     moves.finish(y, slot_of)                            # the others' rows are there too
 """
@@ -27,7 +27,7 @@ from .launches import Kernel, Parts
 from .pinned import Staging
 from .worker import Model, Worker, letters
 
-COPYING, HANDING, AWAITING = 16, 8, 16  # blocks: so many reach what PCIe has
+COPYING, HANDING, AWAITING = 16, 8, 8  # blocks: so many reach what PCIe has
 PUTTING = 1024
 LIMIT = 10.0  # seconds after which the worker is given up
 _COUNTS = "steps", "hits", "copied_rows", "computed_rows", "copied", "computed"  # of step.cuh
@@ -103,14 +103,14 @@ class Moves:
         self._version, self._table = 0, torch.full((experts,), -1, dtype=torch.int32)
         self.version, self.uses = zeros(1), zeros(experts)
         self._counts, self._copied = zeros(1 + len(_COUNTS), torch.int64), zeros(max(spare, 1))
-        self._handed, self._places = zeros(shared.capacity), zeros(experts)
+        self._handed, self._placed = zeros(shared.capacity), zeros(shared.capacity)
         self._faults = Faults("a step of offloaded experts")
         self._faults.prepare(device.index)
         self._kernels: dict[object, tuple[Kernel, Kernel]] = {}
         self._load, self._await, self._put  # noqa: B018  # nothing is compiled while a GPU waits
 
     def begin(self, x: Tensor, ids: Tensor, w: Tensor | None = None) -> Tensor:
-        """The places of experts in this step: those that missed are copied or handed over.
+        """The slots of ids, -1 for none: experts that missed are copied or handed over.
 
         x [T, H], ids int[T, k] contiguous; w [T, k]: what rows are weighted with, if inputs are.
         ShapeError for more rows than `shared` has room for.
@@ -136,8 +136,8 @@ class Moves:
         find(stream, numbers)
         hand_over = [ids.shape[1], x[0].nbytes, self.layer, x.data_ptr(), ids.data_ptr()]
         hand_over += [0 if w is None else w.data_ptr(), *step, *self.shared.letters]
-        move(stream, [COPYING, self.cached, *self.parts.numbers, *hand_over])
-        return self._places
+        move(stream, [COPYING, self.cached, self.parts.address, *hand_over])
+        return self._placed[: ids.numel()].view(ids.shape)
 
     def finish(self, y: Tensor, slot_of: Tensor) -> None:
         """Waits for rows that the worker computes, and puts them where they belong: y [T * k, H],
@@ -171,7 +171,7 @@ class Moves:
 
     def load(self, slot: int, expert: int) -> None:
         """Copies an expert into a slot, on the current stream."""
-        self._load(cuda.stream(self.device), [expert, slot, *self.parts.numbers])
+        self._load(cuda.stream(self.device), [expert, slot, self.parts.address])
 
     def counted(self) -> dict[str, int]:
         """What steps did so far. Waits for them."""
@@ -179,7 +179,7 @@ class Moves:
 
     @property
     def _step(self) -> list[int]:
-        of_layer = self._counts, self._places, self._copied, self._handed, self.uses
+        of_layer = self._counts, self._placed, self._copied, self._handed, self.uses
         return [t.data_ptr() for t in (self.shared.exchange, *of_layer)]
 
     def _of(self, ids: torch.dtype, weights: torch.dtype) -> tuple[Kernel, Kernel]:
@@ -195,7 +195,7 @@ class Moves:
                 shared = 4 * (3 * self.experts + self.shared.capacity)
                 self._kernels[key] = (
                     Kernel(launches.find_misses(ids), 1, shared),
-                    Kernel(launches.move(ids, weights), COPYING + HANDING),
+                    Kernel(launches.move(ids, weights), COPYING + HANDING, overlaps=True),
                 )
         return self._kernels[key]
 
@@ -207,7 +207,7 @@ class Moves:
     @cached_property
     def _await(self) -> Kernel:
         with torch.cuda.device(self.device):
-            return Kernel(launches.await_rows(), AWAITING)
+            return Kernel(launches.await_rows(), AWAITING, overlaps=True)
 
     @cached_property
     def _put(self) -> Kernel:

@@ -29,10 +29,10 @@ E, SPARES, MOST = 24, 6, 96
 FIND = f"""
 #include "misses.cuh"
 extern "C" void find(i64 count, i64 cached, i64 spares, const i64* ids, const i32* tables,
-                     const i32* version, Exchange* exchange, Counts* counts, i32* places,
+                     const i32* version, Exchange* exchange, Counts* counts, i32* placed,
                      i32* copied, i32* handed, i32* uses, const Costs* costs, i64* error) {{
     static i32 memory[3 * {E} + {MOST}];
-    const Step step{{exchange, counts, places, copied, handed, uses}};
+    const Step step{{exchange, counts, placed, copied, handed, uses}};
     FindMisses<i64>{{count, {E}, cached, spares, ids, tables, version, step, *costs, error}}
         .run(memory);
 }}
@@ -104,10 +104,10 @@ def test_misses_are_those_of_the_split(folder):
             return torch.zeros(n, dtype=dtype)
 
         exchange, counts, error = (zeros(n, torch.int64) for n in (2, 7, 1))
-        places, uses, copied, handed = zeros(E), zeros(E), zeros(SPARES), zeros(MOST)
+        placed, uses, copied, handed = zeros(MOST), zeros(E), zeros(SPARES), zeros(MOST)
         costs = torch.tensor(astuple(constants), dtype=torch.int64)
         number = torch.tensor([version], dtype=torch.int32)
-        memory = ids, tables, number, exchange, counts, places, copied, handed, uses, costs, error
+        memory = ids, tables, number, exchange, counts, placed, copied, handed, uses, costs, error
         find(*map(ctypes.c_int64, (count, cached, limit)), *map(address, memory))
 
         named = torch.bincount(ids[ids >= 0], minlength=E)
@@ -117,7 +117,8 @@ def test_misses_are_those_of_the_split(folder):
         table = tables[version].clone()
         for i, expert in enumerate(want.copied):
             table[expert] = cached + i
-        assert torch.equal(places, table), (turn, want)
+        slots = torch.where(ids < 0, -1, table[ids.clamp(0)])
+        assert torch.equal(placed[:count], slots), (turn, want)
         assert torch.equal(uses, named.int())
         rows = [i for i, e in enumerate(ids.tolist()) if e in want.computed]
         assert handed[: len(rows)].tolist() == rows
@@ -146,10 +147,9 @@ def test_copies_are_in_the_gpus_order(folder, encoding, n, k):
         Shape.of(t, part, of.element.tile_order) for t, part in zip(tensors, parts, strict=True)
     ]
     copied = Parts(shapes, [t.data_ptr() for t in tensors], slots)
-    numbers = copied.numbers
     experts = [4, 0, 2]
     copy(
-        (ctypes.c_longlong * len(numbers))(*numbers),
+        ctypes.c_void_p(copied.address),
         (ctypes.c_longlong * 3)(*experts),
         ctypes.c_int64(3),
         ctypes.c_int64(1),

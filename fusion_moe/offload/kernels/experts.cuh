@@ -171,10 +171,10 @@ struct Parts {
 // Copies one expert into a slot.
 struct Load {
     i64 expert, slot;
-    Parts parts;
+    const Parts* parts;
 
     __device__ __forceinline__ void run() const {
-        parts.copy(1, slot, gridDim.x, [&](i64) { return expert; });
+        parts->copy(1, slot, gridDim.x, [&](i64) { return expert; });
     }
 };
 

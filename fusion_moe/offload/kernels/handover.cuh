@@ -37,7 +37,6 @@ struct HandOver {
             letters.ids[row] = i32(ids[from]);
             letters.weights[row] = weights ? widen(weights[from]) : 1.f;
         }
-        fence_system();
         __syncthreads();
         if (threadIdx.x != 0 || add_ticket(&exchange.ticket) + 1 < u32(blocks)) return;
         exchange.ticket = 0;
@@ -64,6 +63,7 @@ struct Await {
     i64* error;
 
     __device__ void run() const {
+        griddepcontrol_wait();
         const i32 rows = step.counts->rows;
         if (rows == 0) return;
         __shared__ i32 answered;
@@ -81,12 +81,13 @@ struct Await {
   private:
     // Whether the worker answered.
     __device__ __forceinline__ bool wait() const {
-        const u64 start = now();
-        while (load_acquire_system(&letters.box->answered) < step.exchange->epoch) {
-            if (load_acquire_system(&letters.box->gone)) return fail(GONE, start);
+        const u64 start = now(), epoch = step.exchange->epoch;
+        for (u32 turn = 1; load_relaxed_system(&letters.box->answered) < epoch; ++turn) {
+            if (turn % 16) continue;  // a load takes a microsecond
+            if (load_relaxed_system(&letters.box->gone)) return fail(GONE, start);
             if (now() - start > u64(limit)) return fail(LATE, start);
-            pause();
         }
+        load_acquire_system(&letters.box->answered);
         return letters.box->refused ? fail(REFUSED, start) : true;
     }
 

@@ -40,9 +40,8 @@ __device__ __forceinline__ i32 choose_copies(const i64* times, i32 missed, i32 m
     return mixed && times[mixed] + pure / 20 <= pure ? mixed : best;
 }
 
-// One block. Of the ids, the first thing that any kernel of the step reads, it makes the places of
-// experts in this step: the slots that they have, and those that missed ones are copied into. The
-// rows of other missed ones are handed over.
+// One block. Of ids it makes slots: those that experts have, and those that missed ones are copied
+// into. The rows of other missed ones are handed over.
 template <class Id>
 struct FindMisses {
     static constexpr i32 MOST_SPARES = 256;
@@ -60,7 +59,7 @@ struct FindMisses {
         i32 *const rows = memory, *const fate = rows + experts, *const order = fate + experts,
                    *const on_cpu = order + experts;
         const i32 first = threadIdx.x, by = blockDim.x, E = i32(experts), n = i32(count);
-        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();  // which wait until all is written
         for (i32 e = first; e < E; e += by) rows[e] = 0;
         if (first == 0) missed = copied = hits = 0;
         __syncthreads();
@@ -80,9 +79,12 @@ struct FindMisses {
         }
         __syncthreads();
         if (missed > 0) split(rows, fate, order, missed, copied);
-        for (i32 e = first; e < E; e += by) step.places[e] = max(fate[e], NOWHERE);
-        i32 handed = 0;
-        if (copied < missed) handed = list(fate, on_cpu);
+        for (i32 i = first; i < n; i += by) {
+            const i64 id = i64(ids[i]);
+            const i32 where = id >= 0 && id < experts ? fate[id] : NOWHERE;
+            step.placed[i] = max(where, NOWHERE), on_cpu[i] = where == ON_CPU;
+        }
+        const i32 handed = copied < missed ? list(on_cpu) : 0;
         if (first != 0) return;
         Counts& counts = *step.counts;
         Exchange& exchange = *step.exchange;
@@ -122,12 +124,8 @@ struct FindMisses {
     }
 
     // Lists the rows of experts that the CPU computes. How many there are, in the first thread.
-    __device__ __forceinline__ i32 list(const i32* fate, i32* on_cpu) const {
+    __device__ __forceinline__ i32 list(const i32* on_cpu) const {
         const i32 first = threadIdx.x, by = blockDim.x, n = i32(count);
-        for (i32 i = first; i < n; i += by) {
-            const i64 id = i64(ids[i]);
-            on_cpu[i] = id >= 0 && id < experts && fate[id] == ON_CPU;
-        }
         __syncthreads();
         for (i32 i = first; i < n; i += by) {
             if (on_cpu[i] == 0) continue;

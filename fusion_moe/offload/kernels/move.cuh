@@ -11,13 +11,14 @@ namespace {
 template <class Id, class Weight>
 struct Move {
     i64 copying, cached;  // blocks, slots
-    Parts parts;
+    const Parts* parts;
     HandOver<Id, Weight> rows;
 
     __device__ __forceinline__ void run() const {
+        griddepcontrol_wait();
         const Step& step = rows.step;
         if (blockIdx.x >= copying) return rows.run(i32(copying));
-        parts.copy(step.counts->copies, cached, copying, [&](i64 i) { return step.copied[i]; });
+        parts->copy(step.counts->copies, cached, copying, [&](i64 i) { return step.copied[i]; });
     }
 };
 

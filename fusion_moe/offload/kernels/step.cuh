@@ -25,7 +25,7 @@ struct Counts {
 struct Step {
     Exchange* exchange;
     Counts* counts;
-    i32* places;  // [experts]: slot, or NOWHERE
+    i32* placed;  // [ids]: the slot of each, or NOWHERE
     i32* copied;  // [spares]: the expert that is copied into each
     i32* handed;  // [rows]: the ids whose rows are handed over, by number, in order
     i32* uses;    // [experts]: rows so far

@@ -15,8 +15,11 @@ __device__ __forceinline__ void store_release_system(u64* p, u64 x) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory");
 }
 
-// All that this thread has seen written is there for who sees what it writes next.
-__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ __forceinline__ u64 load_relaxed_system(const u64* p) {
+    u64 x;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
+    return x;
+}
 
 // Nanoseconds, for all multiprocessors.
 __device__ __forceinline__ u64 now() {
@@ -42,7 +45,5 @@ __device__ __forceinline__ u32 add_ticket(u32* p) {
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(x) : "l"(p) : "memory");
     return x;
 }
-
-__device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 200;" ::: "memory"); }
 
 }  // namespace

@@ -37,11 +37,11 @@ struct Gpu {
     i64 ids[T][K]{}, error = 0;
     Exchange exchange{};
     Counts counts{};
-    i32 places[E]{}, copied[E]{}, handed[ROWS]{}, uses[E]{}, slot_of[ROWS]{}, tables[2][E]{},
+    i32 placed[ROWS]{}, copied[E]{}, handed[ROWS]{}, uses[E]{}, slot_of[ROWS]{}, tables[2][E]{},
         version = 0, memory[3 * E + ROWS]{};
     i64 limit = 20'000'000'000;
 
-    Step step() { return {&exchange, &counts, places, copied, handed, uses}; }
+    Step step() { return {&exchange, &counts, placed, copied, handed, uses}; }
     Letters letters() {
         return {&box, reinterpret_cast<u8*>(rows), letter_ids, letter_weights,
                 reinterpret_cast<u8*>(results)};

@@ -20,6 +20,7 @@ thread_local Place threadIdx{0}, blockIdx{0}, blockDim{1}, gridDim{1};
 
 inline void __syncthreads() {}
 inline void griddepcontrol_wait() {}
+inline void griddepcontrol_launch_dependents() {}
 inline i32 atomicAdd(i32* p, i32 by) { return __atomic_fetch_add(p, by, __ATOMIC_RELAXED); }
 
 enum Fault : u64 { BAD_ID = 2, NO_ANSWER = 5 };
@@ -30,12 +31,11 @@ inline void report(i64* word, Fault fault, i32 place, i32 value) {
 
 inline float widen(float x) { return x; }
 inline u64 load_acquire_system(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline u64 load_relaxed_system(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline void store_release_system(u64* p, u64 x) { __atomic_store_n(p, x, __ATOMIC_RELEASE); }
 inline i32 load_flag(const i32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline void store_flag(i32* p, i32 x) { __atomic_store_n(p, x, __ATOMIC_RELAXED); }
-inline void fence_system() {}
 inline u32 add_ticket(u32* p) { return __atomic_fetch_add(p, 1, __ATOMIC_ACQ_REL); }
-inline void pause() { std::this_thread::yield(); }
 inline u64 now() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
