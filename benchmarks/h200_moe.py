@@ -118,12 +118,13 @@ class Bench:
         self.contenders: dict[str, Contender] = {}
         self.missing: dict[str, str] = {}
         for contender in contenders:
-            made = CONTENDERS[contender](self.model, self.layers)
+            made, begun = CONTENDERS[contender](self.model, self.layers), time.monotonic()
             try:
                 made.prepare(cells)
                 self.contenders[contender] = made
             except Exception as e:  # a peer may fail in any way; the others are measured
                 self.missing[contender] = _sentence(e)
+            print(f"{contender}: prepared in {time.monotonic() - begun:.1f} s", flush=True)
 
     def measure(self, cell: Cell, repeats: int) -> dict[str, Any]:
         """The line of one cell."""
