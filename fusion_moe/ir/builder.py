@@ -254,15 +254,16 @@ class FusionDefinition:
                 todo="return the results",
             )
 
-    def groups_of(self, offs: Value, rows: AnySize) -> Value:
+    def groups_of(self, offs: Value, rows: Dim) -> Value:
         """The ends-typed value for a vector of group ends and this many rows; equal calls return
         the same value and the same partition.
 
         Args:
             offs: i32[G], or the ends of another partition. If that has as many rows, its ends are
                 returned; otherwise they are checked anew.
-            rows: the number of rows that are partitioned.
+            rows: the number of rows that are partitioned, or the first size of a tensor of them.
         """
+        rows = plain(rows)
         if offs.type.ends is not None and self._partitions.rows(offs.type.ends) in (None, rows):
             return offs
 

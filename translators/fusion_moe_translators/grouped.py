@@ -6,7 +6,6 @@ from fusion_moe.definitions.translate import translator
 from fusion_moe.errors import Untranslatable
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Value
-from fusion_moe.ir.types import plain
 
 
 @translator("aten::_grouped_mm", as_stored=True)
@@ -36,7 +35,7 @@ def grouped_mm(
 
 def _of_rows(fd: FusionDefinition, a: Value, b: Value, offs: Value) -> Value:
     """A weight [G, N, K] that is passed as its transposed view is read as it is stored."""
-    ends = fd.groups_of(offs, plain(a.type.shape[0]))
+    ends = fd.groups_of(offs, a.type.shape[0])
     stored = _transposed(fd, b, (0, 2, 1))
     rows = fd.partition_by(a, ends)
     if stored is None:
@@ -47,7 +46,7 @@ def _of_rows(fd: FusionDefinition, a: Value, b: Value, offs: Value) -> Value:
 
 
 def _of_columns(fd: FusionDefinition, a: Value, b: Value, offs: Value) -> Value:
-    ends = fd.groups_of(offs, plain(b.type.shape[0]))
+    ends = fd.groups_of(offs, b.type.shape[0])
     rows = _transposed(fd, a, (1, 0)) or fd.ops.permute(a, dims=(1, 0))
     return fd.ops.grouped_outer(fd.partition_by(rows, ends), fd.partition_by(b, ends), ends)
 

@@ -158,7 +158,7 @@ def grouped_mm(
         "lora", lora_a, lora_b, lora_scale, "the weight", w, 1 if transposed else 2, a.type
     )
     rows, restore = flat(fd, a, keep=1)
-    ends = fd.groups_of(offs, plain(rows.type.shape[0]))
+    ends = fd.groups_of(offs, rows.type.shape[0])
     rows = operand(fd, rows, ends, activation_format)
     dtype = out_dtype or a.type.dtype
     y = product(
@@ -205,7 +205,7 @@ def _check_activation_format(
 @translator("fusion_moe::grouped_swizzle_block_scale")
 def grouped_swizzle_block_scale(fd: FusionDefinition, block_scale: Value, offs: Value) -> Value:
     """block_scale f8e4m3[M, K/16], offs i32[G] -> f8e4m3[M/g%128, K/16]@sf128x4"""
-    ends = fd.groups_of(offs, plain(block_scale.type.shape[0]))
+    ends = fd.groups_of(offs, block_scale.type.shape[0])
     return fd.ops.grouped_swizzle(fd.partition_by(block_scale, ends), ends, layout="sf128x4")
 
 
@@ -386,7 +386,7 @@ def combine(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:
 @translator("fusion_moe::group_add")
 def group_add(fd: FusionDefinition, y: Value, bias: Value, offs: Value) -> Value:
     """y [M, N], bias [G, N], offs i32[G] -> [M, N]"""
-    ends = fd.groups_of(offs, plain(y.type.shape[0]))
+    ends = fd.groups_of(offs, y.type.shape[0])
     return biased(fd, fd.partition_by(y, ends), bias, ends)
 
 
