@@ -59,7 +59,7 @@ class Cuda:
         device = torch.device("cuda", cuda.index_of(torch.device(device)))
         self.home, self.constants, self.device = home, constants, device
         self.shared = shared or shared_of(home, device)
-        self._spare, self._cached = spare, slots
+        self.spare, self._cached = spare, slots
         self.layout = _layout(home, device)
         self.slots = home.empty(slots + spare, device)
         self._pinned = {
@@ -92,7 +92,7 @@ class Cuda:
             [self.slots[n] for n in names],
         )
         costs, e = astuple(self.constants), self.home.experts
-        return Moves(parts, e, self._cached, self._spare, costs, self.shared, self._on_cpu())
+        return Moves(parts, e, self._cached, self.spare, costs, self.shared, self._on_cpu())
 
     def _on_cpu(self) -> int:
         """Registers the layer with the worker, and the programs of its home for more and more rows.
@@ -119,11 +119,11 @@ class Cuda:
         with torch.cuda.device(self.device), self.shared.in_turn():
             if ids.numel() <= self.shared.capacity:
                 return self._step(x, ids, w)
-            return self._stream(x, ids, w) if self._spare > 1 else self._in_pieces(x, ids, w)
+            return self._stream(x, ids, w) if self.spare > 1 else self._in_pieces(x, ids, w)
 
     def _step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         placed = self.moves.begin(x, ids, w if self.home.weighs_input else None)
-        steps = self._steps_of(x, placed, w)
+        steps = self.steps(x, placed, w)
         y, _, _, slot_of = steps.rows(self._given(x, placed, w))
         self.moves.finish(y, slot_of)
         return steps.sum(y, slot_of, w)
@@ -139,7 +139,7 @@ class Cuda:
                 todo="capture steps of fewer tokens, or offload with a larger capacity",
                 where="offload",
             )
-        half, free = self._spare // 2, [torch.cuda.Event(), torch.cuda.Event()]
+        half, free = self.spare // 2, [torch.cuda.Event(), torch.cuda.Event()]
         for event in free:
             event.record()
         y = slot_of = None
@@ -152,7 +152,7 @@ class Cuda:
             torch.cuda.current_stream().wait_stream(self._side)
             table[experts] = torch.arange(first, first + len(experts), dtype=torch.int32)
             placed = self._placed(ids, table.to(self.device))
-            steps = self._steps_of(x, placed, w)
+            steps = self.steps(x, placed, w)
             made, ends, _, rows = steps.rows(self._given(x, placed, w))
             free[i % 2].record()
             if y is None or slot_of is None:
@@ -192,10 +192,11 @@ class Cuda:
     def _given(self, x: Tensor, placed: Tensor, w: Tensor) -> Mapping[str, Tensor]:
         return dict(each_tensor(self._arguments(x, placed, w)))
 
-    def _steps_of(self, x: Tensor, placed: Tensor, w: Tensor) -> Steps:
-        key = x.dtype, placed.shape[1], w.dtype
+    def steps(self, x: Tensor, ids: Tensor, w: Tensor) -> Steps:
+        """As in `Device`. Slots are in place of ids."""
+        key = x.dtype, ids.shape[1], w.dtype
         if key not in self._steps:
-            self._steps[key] = steps_of(self._arguments(x, placed, w))
+            self._steps[key] = steps_of(self._arguments(x, ids.int(), w))
         return self._steps[key]
 
     def _arguments(self, x: Tensor, placed: Tensor, w: Tensor) -> dict[str, Any]:
@@ -203,6 +204,11 @@ class Cuda:
         return self.home.arguments(x, placed, w, self.slots, weight_layout=self.layout)
 
     # The cache ------------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> Tensor:
+        """As in `Device`: a copy on the CPU of what was published last."""
+        return self.moves.table()
 
     def load(self, slot: int, expert: int) -> None:
         """As in `Device`: on a stream of its own, after all steps so far."""
@@ -250,8 +256,9 @@ class Cuda:
         missed = c["copied_rows"] + c["computed_rows"]
         found = Counters(c["steps"], c["hits"], missed, c["copied"], c["computed"], self._loaded)
         found += self._long
+        found.wait_ns = c["waited"]
         found.bytes_copied = (found.copied + found.loaded) * self.moves.parts.nbytes
-        found.cpu_ns = shared.model.worker.busy
+        found.cpu_ns = shared.model.busy(self.moves.layer)
         return found
 
 

@@ -30,7 +30,8 @@ from .worker import Model, Worker, letters
 COPYING, HANDING, AWAITING = 16, 8, 8  # blocks: so many reach what PCIe has
 PUTTING = 1024
 LIMIT = 10.0  # seconds after which the worker is given up
-_COUNTS = "steps", "hits", "copied_rows", "computed_rows", "copied", "computed"  # of step.cuh
+# Counts of kernels/step.cuh
+_COUNTS = "steps", "hits", "copied_rows", "computed_rows", "copied", "computed", "waited"
 
 
 class Shared:

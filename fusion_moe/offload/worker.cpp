@@ -103,7 +103,7 @@ struct Model {
     char *rows, *ids, *weights, *results;
     std::vector<std::unique_ptr<Program>> programs;
     std::vector<std::vector<char*>> layers;
-    std::vector<i64> programs_of;  // the first program of each layer
+    std::vector<i64> programs_of, busy;  // of each layer: its first program; nanoseconds
     u64 seen = 0;
 
     explicit Model(Numbers& said)
@@ -136,7 +136,10 @@ struct Model {
             reinterpret_cast<i32*>(ids)[row] = -1, reinterpret_cast<float*>(weights)[row] = 0;
         if (memory.size() < found.workspace()) memory.resize(found.workspace());
         char* const given[] = {rows, ids, weights};
-        return found.run(given, layers[layer], results, memory.data(), team);
+        const Clock::time_point start = Clock::now();
+        const bool good = found.run(given, layers[layer], results, memory.data(), team);
+        busy[layer] += (Clock::now() - start).count();
+        return good;
     }
 };
 
@@ -178,7 +181,7 @@ class Worker {
         for (const i64 address : said.list()) inputs.push_back(reinterpret_cast<char*>(address));
         const std::lock_guard lock(mutex_);
         model.layers.push_back(std::move(inputs));
-        model.programs_of.push_back(programs);
+        model.programs_of.push_back(programs), model.busy.push_back(0);
         return static_cast<i64>(model.layers.size()) - 1;
     }
 
@@ -197,7 +200,10 @@ class Worker {
     // Whether it stands still, as one that a debugger has stopped.
     void pause(bool still) { paused_.store(still); }
 
-    i64 busy() const { return busy_.load(std::memory_order_relaxed); }
+    i64 busy(const Model& model, i64 layer) {
+        const std::lock_guard lock(mutex_);
+        return model.busy.at(static_cast<std::size_t>(layer));
+    }
 
   private:
     static constexpr i64 FIRST_NAP = 20'000, LAST_NAP = 2'000'000;  // nanoseconds
@@ -249,9 +255,7 @@ class Worker {
         bool found = false;
         for (const auto& model : models_) {
             if (!model->waits()) continue;
-            const Clock::time_point start = Clock::now();
             model->answer(team, memory_);
-            busy_.fetch_add((Clock::now() - start).count(), std::memory_order_relaxed);
             found = true;
         }
         return found;
@@ -265,8 +269,7 @@ class Worker {
     std::vector<char> memory_;
     std::atomic<bool> stopping_{false}, paused_{false};
     std::atomic<std::uint32_t> calls_{0};
-    std::atomic<i64> busy_{0};  // nanoseconds
-    std::thread thread_;        // last, since it uses the others
+    std::thread thread_;  // last, since it uses the others
 };
 
 }  // namespace
@@ -332,7 +335,9 @@ int offload_await(Model* model, unsigned long long number, long long limit) {
 // A program that makes nothing: what handing over takes by itself.
 int offload_nothing(char* const*, const long long*, const long long*, void*) { return 0; }
 
-// Nanoseconds in which it computed.
-long long offload_busy(Worker* worker) { return worker->busy(); }
+// Nanoseconds in which it computed a layer.
+long long offload_busy(Worker* worker, Model* model, long long layer) {
+    return worker->busy(*model, layer);
+}
 
 }  // extern "C"

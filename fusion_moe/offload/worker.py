@@ -62,11 +62,6 @@ class Worker:
         """Has it stand still, as one that a debugger has stopped, or go on: for tests."""
         library().offload_pause(self.handle, still)
 
-    @property
-    def busy(self) -> int:
-        """Nanoseconds in which it computed, so far."""
-        return int(library().offload_busy(self.handle))
-
 
 class Model:
     """What the worker knows of a model: a mailbox, programs and layers."""
@@ -94,6 +89,10 @@ class Model:
             self.worker.handle, self.handle, programs, _numbers(addresses)
         )
         return int(found)
+
+    def busy(self, layer: int) -> int:
+        """Nanoseconds in which the worker computed a layer, so far."""
+        return int(library().offload_busy(self.worker.handle, self.handle, layer))
 
     def submit(self, layer: int, rows: int) -> int:
         """Hands over rows that lie in the staging memory, as a GPU does. The number of the
@@ -145,7 +144,7 @@ def library() -> ctypes.CDLL:
         ("pause", [address, ctypes.c_int], None),
         ("submit", [address, address, ctypes.c_int, ctypes.c_int], ctypes.c_ulonglong),
         ("await", [address, ctypes.c_ulonglong, number], ctypes.c_int),
-        ("busy", [address], number),
+        ("busy", [address, address, number], number),
     ):
         function = getattr(made, f"offload_{name}")
         function.argtypes, function.restype = takes, gives

@@ -103,7 +103,7 @@ def test_misses_are_those_of_the_split(folder):
         def zeros(n: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(n, dtype=dtype)
 
-        exchange, counts, error = (zeros(n, torch.int64) for n in (2, 7, 1))
+        exchange, counts, error = (zeros(n, torch.int64) for n in (2, 8, 1))
         placed, uses, copied, handed = zeros(MOST), zeros(E), zeros(SPARES), zeros(MOST)
         costs = torch.tensor(astuple(constants), dtype=torch.int64)
         number = torch.tensor([version], dtype=torch.int32)
@@ -126,7 +126,7 @@ def test_misses_are_those_of_the_split(folder):
         assert exchange[0] == bool(rows)
         hits = int(named[tables[version] >= 0].sum())
         rows_copied = int(named[list(want.copied)].sum())
-        assert counts[1:].tolist() == [
+        assert counts[1:7].tolist() == [
             *[1, hits, rows_copied, len(rows), len(want.copied), len(want.computed)]
         ]
         assert error == 0

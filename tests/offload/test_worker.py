@@ -79,7 +79,7 @@ def test_rows_are_those_of_the_operation(own):
         layer.y.fill_(7)
         assert layer.model.wait(layer.model.submit(layer.number, rows), 20) == ""
         assert torch.equal(layer.y[:rows], want)
-    assert own.busy > 0
+    assert layer.model.busy(layer.number) > 0
 
 
 def test_bad_input_is_refused_and_the_worker_goes_on(own):

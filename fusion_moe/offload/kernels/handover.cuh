@@ -88,6 +88,7 @@ struct Await {
             if (now() - start > u64(limit)) return fail(LATE, start);
         }
         load_acquire_system(&letters.box->answered);
+        if (blockIdx.x == 0) step.counts->waited += now() - start;
         return letters.box->refused ? fail(REFUSED, start) : true;
     }
 

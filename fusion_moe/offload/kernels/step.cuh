@@ -17,9 +17,10 @@ struct Exchange {
 
 // Of a layer.
 struct Counts {
-    i32 copies;                                                     // experts that this step copies
-    i32 rows;                                                       // rows that it hands over
-    u64 steps, hits, copied_rows, computed_rows, copied, computed;  // of all steps; experts
+    i32 copies;  // experts that this step copies
+    i32 rows;    // rows that it hands over
+    // of all steps: ids; experts; nanoseconds
+    u64 steps, hits, copied_rows, computed_rows, copied, computed, waited;
 };
 
 struct Step {
