@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from typing import Any
 
@@ -44,7 +44,8 @@ class Cuda:
 
     shared: of all layers of a model, whose steps follow each other; None: of this layer alone. It
     says how many rows a step may have at most that a graph captures. Longer ones stream experts
-    through the spare slots, half of them while the other half is multiplied.
+    through the spare slots: as they are at home into one half of them, while what is in the other
+    half is multiplied by.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Cuda:
         self.shared = shared or shared_of(home, device)
         self.spare, self._cached = spare, slots
         self.layout = _layout(home, device)
-        self.slots = home.empty(slots + spare, device)
+        self.slots = home.empty(max(slots + spare, 1), device)
         self._pinned = {
             name: Pinned(t) if t.nbytes >= pages.PAGE and t.data_ptr() % pages.PAGE == 0 else None
             for name, t in home.tensors.items()
@@ -86,11 +87,14 @@ class Cuda:
         shapes = [
             Shape.of(t, _part(encoding, name), order) for name, t in self.home.tensors.items()
         ]
+        slots = [self.slots[name] for name in names]
         parts = Parts(
             shapes,
             [p.address if (p := self._pinned[n]) else self._there[n].data_ptr() for n in names],
-            [self.slots[n] for n in names],
+            slots,
         )
+        first = self._cached + self.spare // 2  # where long steps have them as they are at home
+        self._packed = Parts(shapes, [t[first:].data_ptr() for t in slots], slots)
         costs, e = astuple(self.constants), self.home.experts
         return Moves(parts, e, self._cached, self.spare, costs, self.shared, self._on_cpu())
 
@@ -129,9 +133,7 @@ class Cuda:
         return steps.sum(y, slot_of, w)
 
     def _stream(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        """A long step: all missed experts that it names are copied, in turns through halves of the
-        spare slots, one of which is filled while the other one is multiplied by.
-        """
+        """A long step: all missed experts that it names are copied, in turns."""
         if cuda.capturing():
             raise UnsupportedError(
                 f"{ids.numel()} rows of offloaded experts in a CUDA graph",
@@ -139,44 +141,52 @@ class Cuda:
                 todo="capture steps of fewer tokens, or offload with a larger capacity",
                 where="offload",
             )
-        half, free = self.spare // 2, [torch.cuda.Event(), torch.cuda.Event()]
-        for event in free:
-            event.record()
-        y = slot_of = None
-        table, turns = self._turns(ids, half)
-        for i, experts in enumerate(turns):
-            first = self._cached + i % 2 * half
-            self._side.wait_event(free[i % 2])
-            for slot, expert in enumerate(experts, first):
-                self._load(slot, expert)
-            torch.cuda.current_stream().wait_stream(self._side)
-            table[experts] = torch.arange(first, first + len(experts), dtype=torch.int32)
-            placed = self._placed(ids, table.to(self.device))
+        half, main = self.spare // 2, torch.cuda.current_stream()
+        tables, turns = self._turns(ids, half)
+        unpacked, y, slot_of = main.record_event(), None, None
+        for table, experts in zip(tables, turns, strict=True):
+            self._side.wait_event(unpacked)
+            self._copy(experts, self._cached + half)
+            main.wait_stream(self._side)
+            self.moves.unpack(self._packed, self._cached, len(experts))
+            unpacked = main.record_event()
+            placed = self._placed(ids, table)
             steps = self.steps(x, placed, w)
             made, ends, _, rows = steps.rows(self._given(x, placed, w))
-            free[i % 2].record()
             if y is None or slot_of is None:
                 y, slot_of = made, rows
             else:
                 self.moves.put(made, ends, rows, y, slot_of)
-            table.fill_(-1)
         assert y is not None
         assert slot_of is not None
         return steps.sum(y, slot_of, w)
 
     def _turns(self, ids: Tensor, half: int) -> tuple[Tensor, list[list[int]]]:
-        """The table, and the missed experts that ids name, as many in each turn as there are slots
-        for. Waits for ids.
+        """The slots of experts in each turn, i32[turns, E] on the GPU, and the missed experts that
+        ids name, as many in each turn as there is room for. Waits for ids.
         """
         e = self.home.experts
         named = torch.bincount(ids[(ids >= 0) & (ids < e)], minlength=e)
         self.moves.uses += named.int()
-        table, rows = self.moves.table(), named.cpu()
-        missed = ((rows > 0) & (table < 0)).nonzero().flatten().tolist()
-        there = int(rows[table >= 0].sum())
-        all_rows = int(rows.sum())
-        self._long += Counters(1, there, all_rows - there, len(missed))
-        return table, [missed[i : i + half] for i in range(0, len(missed), half)] or [[]]
+        rows, there = named.cpu(), self.places
+        missed = ((rows > 0) & (there < 0)).nonzero().flatten().tolist()
+        turns = [missed[i : i + half] for i in range(0, len(missed), half)] or [[]]
+        hits, all_rows = int(rows[there >= 0].sum()), int(rows.sum())
+        self._long += Counters(1, hits, all_rows - hits, len(missed))
+        tables = torch.full((len(turns), e), -1, dtype=torch.int32)
+        tables[0] = there
+        for table, experts in zip(tables, turns, strict=True):
+            table[experts] = torch.arange(len(experts), dtype=torch.int32) + self._cached
+        return tables.to(self.device), turns
+
+    def _copy(self, experts: list[int], first: int) -> None:
+        """Copies experts as they are at home, runs of them at once, by the GPU's copy engine."""
+        with torch.cuda.stream(self._side):
+            for i, j in _runs(experts):
+                for name, slots in self.slots.items():
+                    home = self._there.get(name, self.home.tensors[name])
+                    to = slots[first + i : first + j]
+                    to.copy_(home[experts[i] : experts[j - 1] + 1], non_blocking=True)
 
     def _placed(self, ids: Tensor, table: Tensor) -> Tensor:
         """The slots of ids; -1 for those that the table has none for."""
@@ -260,6 +270,15 @@ class Cuda:
         found.bytes_copied = (found.copied + found.loaded) * self.moves.parts.nbytes
         found.cpu_ns = shared.model.busy(self.moves.layer)
         return found
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, end) of the places of numbers that follow each other."""
+    first = 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
+            yield first, i
+            first = i
 
 
 def shared_of(

@@ -35,6 +35,11 @@ def text(name: str, header: str, parameter: str, body: str) -> str:
     )
 
 
+def name_of(source: str) -> str:
+    """The name of a kernel."""
+    return source.partition("(const ")[0].rpartition(" ")[2]
+
+
 def find_misses(ids: torch.dtype) -> str:
     body = "extern __shared__ i32 memory[];\n    s.run(memory);"
     return text("find_misses", "misses", f"FindMisses<{CTYPES[ids]}>", body)
@@ -64,7 +69,7 @@ class Kernel:
 
     def __init__(self, source: str, blocks: int, shared: int = 0, overlaps: bool = False):
         arch = cuda.arch(torch.cuda.current_device())
-        name = source.partition("(const ")[0].rpartition(" ")[2]
+        name = name_of(source)
         path = nvrtc.build(source, name=name, arch=arch.nvrtc, headers=headers())
         function, overlaps = cuda.load(path, name, shared), overlaps and arch.programmatic_launch
         self._launch = cuda.Launch(function, blocks, THREADS, shared, overlaps)

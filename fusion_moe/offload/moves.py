@@ -28,7 +28,7 @@ from .pinned import Staging
 from .worker import Model, Worker, letters
 
 COPYING, HANDING, AWAITING = 16, 8, 8  # blocks: so many reach what PCIe has
-PUTTING = 1024
+PUTTING, UNPACKING = 1024, 256
 LIMIT = 10.0  # seconds after which the worker is given up
 # Counts of kernels/step.cuh
 _COUNTS = "steps", "hits", "copied_rows", "computed_rows", "copied", "computed", "waited"
@@ -108,7 +108,7 @@ class Moves:
         self._faults = Faults("a step of offloaded experts")
         self._faults.prepare(device.index)
         self._kernels: dict[object, tuple[Kernel, Kernel]] = {}
-        self._load, self._await, self._put  # noqa: B018  # nothing is compiled while a GPU waits
+        self._load, self._await, self._put, self._unpack  # noqa: B018  # nothing is compiled while a GPU waits
 
     def begin(self, x: Tensor, ids: Tensor, w: Tensor | None = None) -> Tensor:
         """The slots of ids, -1 for none: experts that missed are copied or handed over.
@@ -171,8 +171,12 @@ class Moves:
         return self._table.clone()
 
     def load(self, slot: int, expert: int) -> None:
-        """Copies an expert into a slot, on the current stream."""
-        self._load(cuda.stream(self.device), [expert, slot, self.parts.address])
+        """Copies an expert into a slot, on the current stream, by as few blocks as PCIe needs."""
+        self._load(cuda.stream(self.device), [expert, slot, 1, self.parts.address])
+
+    def unpack(self, copies: Parts, slot: int, count: int) -> None:
+        """Puts experts that are on the GPU as they are at home, one after the other, into slots."""
+        self._unpack(cuda.stream(self.device), [0, slot, count, copies.address])
 
     def counted(self) -> dict[str, int]:
         """What steps did so far. Waits for them."""
@@ -204,6 +208,11 @@ class Moves:
     def _load(self) -> Kernel:
         with torch.cuda.device(self.device):
             return Kernel(launches.load(), COPYING)
+
+    @cached_property
+    def _unpack(self) -> Kernel:
+        with torch.cuda.device(self.device):
+            return Kernel(launches.load(), UNPACKING)
 
     @cached_property
     def _await(self) -> Kernel:

@@ -13,13 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_cuda_source import needs_nvdisasm, sass, spills
 
 from fusion_moe.backends.cpu.readers import KERNELS as CPU_KERNELS
 from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.layouts.w16x64 import W16X64
+from fusion_moe.offload import launches
 from fusion_moe.offload.launches import Parts, Shape
 from fusion_moe.offload.split import Constants, split
 from fusion_moe.offload.worker import KERNELS, SOURCE
+from fusion_moe.runtime import nvrtc
 from fusion_moe.runtime.build import find_compiler
 
 pytestmark = pytest.mark.compiler
@@ -171,3 +174,20 @@ def test_rows_go_to_the_worker_and_back(folder):
     assert done.stderr == ""
     assert done.stdout.split() == ["answered", "late", "gone"]
     assert done.returncode == 0
+
+
+SOURCES = [
+    *(launches.find_misses(ids) for ids in (torch.int32, torch.int64)),
+    *(launches.move(torch.int64, w) for w in (torch.bfloat16, torch.float32)),
+    *(launches.await_rows(), launches.put_rows(), launches.load()),
+]
+
+
+@needs_nvdisasm
+@pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_kernels_compile_and_keep_all_in_registers(arch):
+    for source in SOURCES:
+        name = launches.name_of(source)
+        path = nvrtc.build(source, name=name, arch=arch, headers=launches.headers())
+        assert not spills(sass(path)), name

@@ -168,13 +168,13 @@ struct Parts {
     }
 };
 
-// Copies one expert into a slot.
+// Copies experts that follow each other into slots that do.
 struct Load {
-    i64 expert, slot;
+    i64 expert, slot, count;
     const Parts* parts;
 
     __device__ __forceinline__ void run() const {
-        parts->copy(1, slot, gridDim.x, [&](i64) { return expert; });
+        parts->copy(count, slot, gridDim.x, [&](i64 i) { return expert + i; });
     }
 };
 
