@@ -86,7 +86,7 @@ def main() -> None:
         "count": given.experts,
         "threads": [n for n in (4, 8, cpus - 2) if n > 0],
     }
-    for section in (pinning, copies, latency, reading, computing):
+    for section in (pinning, latency, copies, reading, computing):
         if time.monotonic() - start > given.seconds:
             tell("left out", section.__name__)
             continue
@@ -133,7 +133,7 @@ def copies(state: dict[str, Any]) -> None:
     state["parts"] = tiled, plain  # which kernels read
     source = launches.text("load_all", "experts", "LoadAll", LOAD_ALL)
     source = source.replace('extern "C"', DECLARED + 'extern "C"')
-    for blocks in (4, 8, 16, 24, 32, 64):
+    for blocks in (8, 16, 32):
         kernel = launches.Kernel(source, blocks)
         for name, parts in (("plain", plain), ("tiled", tiled)):
             load = partial(by_kernel, kernel, [state["count"], parts.address])

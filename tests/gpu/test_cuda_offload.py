@@ -113,22 +113,6 @@ def test_all_ways_give_the_same_bits_where_only_the_gpu_computes():
         assert torch.equal(whole(*args), copied(*args))
 
 
-@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4", "fp8"])
-def test_copied_experts_are_as_a_module_on_the_gpu_has_them(encoding):
-    plain = layer(encoding)
-    found = offloaded(plain, E)
-    device = found.device
-    for name, t in found.home.tensors.items():
-        want = t.cuda()
-        base, is_list, part = name.rstrip("]").partition("[")
-        if device.layout == W16X64.name and is_list:
-            parts = [found.home.tensors[f"{base}[{i}]"].cuda() for i in range(2)]
-            want = W16X64.pack(*parts, encoding=plain.encoding)[int(part)] if part in "01" else want
-        torch.cuda.synchronize()
-        assert torch.equal(device.slots[name][:E].view(torch.uint8), want.view(torch.uint8)), name
-    assert device.layout == W16X64.name or encoding not in ("nvfp4", "mxfp4")
-
-
 @pytest.mark.parametrize("slots", [0, 7, E])
 def test_a_graph_is_replayed_with_other_ids(slots):
     plain = layer()
@@ -190,18 +174,6 @@ def test_a_long_step_is_not_captured():
 )
 def test_other_layers(more):
     plain = layer(**more)
-    want, found = on_gpu(plain), offloaded(plain, 7)
-    args = call(9)
-    assert_near(found(*args), want(*args))
-
-
-def test_biases():
-    g = torch.Generator().manual_seed(5)
-    biases = {
-        "gate_up_bias": torch.randn(E, 2 * I, generator=g),
-        "down_bias": torch.randn(E, H, generator=g),
-    }
-    plain = layer("mxfp4", **biases)
     want, found = on_gpu(plain), offloaded(plain, 7)
     args = call(9)
     assert_near(found(*args), want(*args))
@@ -297,3 +269,31 @@ def test_all_experts_there_cost_no_word_to_the_worker():
         found(*call(tokens))
     fusion_moe.synchronize()
     assert int(box[0]) == 0
+
+
+def test_biases():
+    g = torch.Generator().manual_seed(5)
+    biases = {
+        "gate_up_bias": torch.randn(E, 2 * I, generator=g),
+        "down_bias": torch.randn(E, H, generator=g),
+    }
+    plain = layer("mxfp4", **biases)
+    want, found = on_gpu(plain), offloaded(plain, 7)
+    args = call(9)
+    assert_near(found(*args), want(*args))
+
+
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4", "fp8"])
+def test_copied_experts_are_as_a_module_on_the_gpu_has_them(encoding):
+    plain = layer(encoding)
+    found = offloaded(plain, E)
+    device = found.device
+    for name, t in found.home.tensors.items():
+        want = t.cuda()
+        base, is_list, part = name.rstrip("]").partition("[")
+        if device.layout == W16X64.name and is_list:
+            parts = [found.home.tensors[f"{base}[{i}]"].cuda() for i in range(2)]
+            want = W16X64.pack(*parts, encoding=plain.encoding)[int(part)] if part in "01" else want
+        torch.cuda.synchronize()
+        assert torch.equal(device.slots[name][:E].view(torch.uint8), want.view(torch.uint8)), name
+    assert device.layout == W16X64.name or encoding not in ("nvfp4", "mxfp4")
