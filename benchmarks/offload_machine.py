@@ -22,16 +22,14 @@ import torch
 
 from fusion_moe.encodings import NVFP4
 from fusion_moe.layouts.w16x64 import W16X64
-from fusion_moe.offload import launches, moves, worker
+from fusion_moe.offload import launches
 from fusion_moe.offload.launches import Parts, Shape
 from fusion_moe.offload.pinned import Pinned
+from fusion_moe.offload.turnaround import Turnaround, starts
 from fusion_moe.runtime.faults import synchronize
 from fusion_moe.runtime.host_memory import bandwidth, pages
 
 H, INNER = 7168, 2048
-COSTS = (10_000, 250_000, 300_000, 10_000, 5_000, 450_000, 500_000)
-DECLARED = "struct LoadAll { i64 count; const Parts* parts; };\n"
-LOAD_ALL = "s.parts->copy(s.count, 0, gridDim.x, [](i64 i) { return i; });"
 found: dict[str, Any] = {}
 
 
@@ -131,12 +129,10 @@ def copies(state: dict[str, Any]) -> None:
     tiled = Parts(state["shapes"], addresses, slots)
     plain = Parts([Shape.of(t) for t in home], addresses, slots)
     state["parts"] = tiled, plain  # which kernels read
-    source = launches.text("load_all", "experts", "LoadAll", LOAD_ALL)
-    source = source.replace('extern "C"', DECLARED + 'extern "C"')
     for blocks in (8, 16, 32):
-        kernel = launches.Kernel(source, blocks)
+        kernel = launches.Kernel(launches.load(), blocks)
         for name, parts in (("plain", plain), ("tiled", tiled)):
-            load = partial(by_kernel, kernel, [state["count"], parts.address])
+            load = partial(by_kernel, kernel, [0, 0, state["count"], parts.address])
             tell(f"kernel_{name}_{blocks}_GB_s", round(nbytes / seconds(load, 3) / 1e9, 1))
         state[f"load_{blocks}"] = load
     right = []
@@ -149,59 +145,21 @@ def copies(state: dict[str, Any]) -> None:
     tell("tiles_are_right", right)
 
 
-class Layer:
-    """A layer of experts whose rows the worker does not compute: what all else takes."""
-
-    def __init__(self, state: dict[str, Any], tokens: int, k: int):
-        device, self.experts = torch.device("cuda", 0), state["count"]
-        shared = moves.Shared(tokens * k, H, torch.bfloat16, device, limit=2.0)
-        programs = shared.model.programs([(tokens * k, worker.nothing(tokens * k))])
-        parts = Parts(state["shapes"], [p.address for p in state["pinned"]], state["slots"])
-        # copies take too long to be chosen
-        costs = (0, 0, 0, 0, 10**9, 10**9, 10**9)
-        e, layer = self.experts, shared.model.layer(programs, [])
-        self.moves = moves.Moves(parts, e, e, 1, costs, shared, layer)
-        self.x = torch.randn(tokens, H, device=device).bfloat16()
-        self.w = torch.ones(tokens, k, device=device)
-        self.y = torch.zeros(tokens * k, H, device=device, dtype=torch.bfloat16)
-        number = torch.arange(tokens * k, device=device).view(tokens, k)
-        self.slot_of, self.ids = number.int(), number % e
-
-    def lacks(self, rows: int) -> None:
-        """So many rows are of an expert that is not on the GPU."""
-        here = torch.arange(self.experts, device="cuda", dtype=torch.int32)
-        here[0] = -1 if rows else 0
-        self.moves.tables.copy_(here.expand(2, -1))
-        self.ids.flatten()[self.ids.flatten() == 0] = 1
-        self.ids.flatten()[:rows] = 0
-
-    def step(self) -> None:
-        self.moves.begin(self.x, self.ids, self.w)
-        self.moves.finish(self.y, self.slot_of)
-
-
 def latency(state: dict[str, Any]) -> None:
-    for rows in (0, 1, 8, 64):
-        layer = Layer(state, 8, 8)
-        layer.lacks(rows)
-        layer.step()
-        synchronize()
-        before = layer.moves.counted()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(20):
-                layer.step()
-        graph.replay()
-        torch.cuda.synchronize()
-        tell(f"step_{rows}_rows_us", round(1e6 * seconds(graph.replay, 20) / 20, 2))
-        synchronize()
-        after = layer.moves.counted()
-        tell(f"step_{rows}_rows_counts", {n: after[n] - before[n] for n in after})
+    device = torch.device("cuda", 0)
+    for copies_ in (False, True):
+        layer = Turnaround(device, H, 8, 8, copies_)
+        for rows in (0, 1, 8, 64):
+            where = "copied" if copies_ else "handed_over"
+            tell(f"step_{rows}_rows_{where}_us", round(layer.nanoseconds(rows) / 1e3, 2))
+        ids = torch.ones(8, 8, dtype=torch.int64, device=device)
         start = time.perf_counter()
         for _ in range(50):
-            layer.step()
-        tell(f"step_{rows}_rows_launched_us", round((time.perf_counter() - start) * 2e4, 1))
+            layer.moves.begin(layer.x, ids)
+            layer.moves.finish(layer.y, layer.slot_of)
+        tell(f"launches_us_{where}", round((time.perf_counter() - start) * 2e4, 1))
         synchronize()
+    tell("starts_ns", starts(device))
 
 
 def reading(state: dict[str, Any]) -> None:

@@ -1,0 +1,87 @@
+"""What a step takes on a GPU beside experts: to find out what is missing, to hand rows over to the
+CPU and to wait for them, to begin copies. Measured with small experts, and a program of the CPU
+that makes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from ..runtime.faults import synchronize
+from ..runtime.host_memory import pages
+from .launches import Parts, Shape
+from .moves import Moves, Shared
+from .pinned import Pinned
+from .worker import nothing
+
+_EXPERTS, _BYTES = 64, 2**16  # a microsecond's over PCIe
+_STEPS, _REPLAYS = 20, 15
+_NEVER = 10**10  # nanoseconds
+
+
+class Turnaround:
+    """A layer of experts without products. copies: whether misses are copied, else the CPU has
+    them.
+    """
+
+    def __init__(self, device: torch.device, features: int, tokens: int, k: int, copies: bool):
+        shared = Shared(tokens * k, features, torch.bfloat16, device)
+        programs = shared.model.programs([(tokens * k, nothing(tokens * k))])
+        self.home = Pinned(pages.empty((_EXPERTS, _BYTES), torch.uint8).zero_())
+        slots = torch.zeros(_EXPERTS + k, _BYTES, dtype=torch.uint8, device=device)
+        parts = Parts([Shape.of(self.home.tensor)], [self.home.address], [slots])
+        costs = [_NEVER, 0, 0, 0, 0, 0, 0] if copies else [0, 0, 0, 0, _NEVER, 0, 0]
+        layer = shared.model.layer(programs, [])
+        self.moves = Moves(parts, _EXPERTS, _EXPERTS, k, costs, shared, layer)
+        self.x = torch.zeros(tokens, features, dtype=torch.bfloat16, device=device)
+        self.y = torch.zeros(tokens * k, features, dtype=torch.bfloat16, device=device)
+        self.slot_of = torch.arange(tokens * k, dtype=torch.int32, device=device)
+        self.device, self.shape = device, (tokens, k)
+
+    def nanoseconds(self, rows: int) -> float:
+        """Of a step in a CUDA graph, so many rows of which are of an expert that is not there."""
+        table = torch.arange(_EXPERTS, dtype=torch.int32)
+        table[0] = -1
+        self.moves.publish(table)
+        ids = torch.ones(self.shape, dtype=torch.int64, device=self.device)
+        ids.flatten()[:rows] = 0
+
+        def steps() -> None:
+            for _ in range(_STEPS):
+                self.moves.begin(self.x, ids)
+                self.moves.finish(self.y, self.slot_of)
+
+        steps()
+        synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            steps()
+        found = median(_times(graph.replay)) / _STEPS
+        synchronize()
+        return found
+
+
+def starts(device: torch.device) -> tuple[int, int]:
+    """Nanoseconds to hand a row over and to wait for it, and to copy a small expert."""
+    found = []
+    with torch.cuda.device(device):
+        for copies in (False, True):
+            one = Turnaround(device, 4096, 1, 8, copies)
+            found.append(max(1000, int(one.nanoseconds(1) - one.nanoseconds(0))))
+    return found[0], found[1]
+
+
+def _times(run: Callable[[], object]) -> list[float]:
+    """Nanoseconds on the GPU."""
+    found = []
+    for _ in range(_REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) * 1e6)
+    return found
