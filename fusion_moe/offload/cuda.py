@@ -25,6 +25,7 @@ from ..definitions.operations import SPECS, Call, bind, each_tensor
 from ..encodings import ENCODINGS, Encoding, Part
 from ..errors import UnsupportedError
 from ..ir.text import text
+from ..layouts.groups import check_ids
 from ..layouts.w16x64 import W16X64
 from ..runtime import cuda
 from ..runtime.host_memory import pages
@@ -76,7 +77,8 @@ class Cuda:
         self.moves = self._moves(ENCODINGS[home.format])
         self._steps: dict[Any, Steps] = {}
         self._side, self._changed = torch.cuda.Stream(device), torch.cuda.Event()
-        self._changing = False  # whether this change of the cache waits for earlier steps already
+        # whether this change of the cache waits for earlier steps already, and the next step for it
+        self._changing, self._whole = False, True
         self._uses = torch.zeros(home.experts, dtype=torch.int32).pin_memory()
         self._read, self._told = torch.cuda.Event(), torch.zeros(home.experts, dtype=torch.int64)
         self._loaded, self._long = 0, Counters()  # of long steps
@@ -166,7 +168,8 @@ class Cuda:
         ids name, as many in each turn as there is room for. Waits for ids.
         """
         e = self.home.experts
-        named = torch.bincount(ids[(ids >= 0) & (ids < e)], minlength=e)
+        check_ids(ids, e, least=-1)
+        named = torch.bincount(ids[ids >= 0], minlength=e)
         self.moves.uses += named.int()
         rows, there = named.cpu(), self.places
         missed = ((rows > 0) & (there < 0)).nonzero().flatten().tolist()
@@ -190,8 +193,7 @@ class Cuda:
 
     def _placed(self, ids: Tensor, table: Tensor) -> Tensor:
         """The slots of ids; -1 for those that the table has none for."""
-        good = (ids >= 0) & (ids < self.home.experts)
-        return torch.where(good, table[torch.where(good, ids, 0)], -1)
+        return torch.where(ids < 0, -1, table[ids.clamp(0)])
 
     def _in_pieces(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """A long step without room for copies: as many short ones as it takes."""
@@ -223,7 +225,9 @@ class Cuda:
     def load(self, slot: int, expert: int) -> None:
         """As in `Device`: on a stream of its own, after all steps so far."""
         self._begin_change()
-        self._load(slot, expert)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._side):
+            self.moves.load(slot, expert)
+        self._whole = self._whole or int(self.places[expert]) == slot  # which is filled again
         self._loaded += 1
 
     def publish(self, places: Tensor) -> None:
@@ -232,7 +236,9 @@ class Cuda:
         with torch.cuda.device(self.device), torch.cuda.stream(self._side):
             self.moves.publish(places)
             self._changed.record()
-        self._changing = False
+        if self._whole:
+            self._changed.synchronize()
+        self._changing = self._whole = False
 
     def _begin_change(self) -> None:
         """What is copied from now on may overwrite slots that the table in use does not name: so
@@ -242,10 +248,6 @@ class Cuda:
             self._changed.synchronize()
             self._side.wait_stream(torch.cuda.current_stream(self.device))
             self._changing = True
-
-    def _load(self, slot: int, expert: int) -> None:
-        with torch.cuda.device(self.device), torch.cuda.stream(self._side):
-            self.moves.load(slot, expert)
 
     def uses(self) -> Tensor:
         """As in `Device`, as far as they were read by now: it does not wait for steps."""
