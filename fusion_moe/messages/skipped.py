@@ -15,13 +15,21 @@ def fits(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in patterns)
 
 
-def check_skip(skip: Sequence[str], names: Sequence[str], where: str) -> None:
-    """OptionError unless each pattern fits one of the names."""
-    unknown = [p for p in skip if not any(fits(name, [p]) for name in names)]
+def check_skip(skip: Sequence[str], names: Sequence[str] | None, where: str) -> None:
+    """OptionError unless skip is a list, each pattern of which fits one of the names, if they are
+    known.
+    """
+    known = () if names is None else names
+    unknown = [p for p in skip if known and not any(fits(name, [p]) for name in known)]
     if isinstance(skip, str) or unknown:
         raise OptionError(
             f"skip = {skip!r}",
             expected="a list of names of modules, in which * stands for any text",
-            todo=did_you_mean(unknown[0], names) if unknown else "",
+            todo=did_you_mean(unknown[0], known) if unknown else "",
             where=where,
         )
+
+
+def skipping(name: str) -> str:
+    """What an error about a module advises."""
+    return f"skip=[{name!r}] leaves it as it is"

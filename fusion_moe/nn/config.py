@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from ..encodings import FP8, INT4, MXFP4, NVFP4, Encoding
 from ..encodings.search import check_rule, usual_rule
 from ..errors import OptionError, need_one_of
+from ..messages.skipped import check_skip
 from ..target import ACTIVATION_FORMATS
 
 WEIGHTS = ("packed", "fp8", "both")
@@ -28,9 +30,10 @@ class QuantizationConfig:
             (NVFP4, MXFP4, INT4), that one or one of its neighbours. The last two take what has the
             least squared error. `update_weights_` rounds by the same rule; kernels of GPUs do so
             by "max".
+        skip, linear: what of a model is quantized, as in `quantize_`, while it is loaded too.
 
     Raises:
-        OptionError: for any other activation_format, weights or scales.
+        OptionError: for any other activation_format, weights or scales, or a skip that is no list.
         UnsupportedError: for scales that the format does not have.
     """
 
@@ -41,9 +44,13 @@ class QuantizationConfig:
     activation_format: str = "bf16"
     weights: str = "packed"
     scales: str = "max"
+    skip: Sequence[str] = ()
+    linear: bool = False
 
     def __post_init__(self) -> None:
         where = type(self).__name__
+        check_skip(self.skip, None, where)
+        object.__setattr__(self, "skip", tuple(self.skip))
         need_one_of("activation_format", self.activation_format, ACTIVATION_FORMATS, where=where)
         need_one_of("weights", self.weights, WEIGHTS, where=where)
         check_rule(self.scales, self.encoding, where)

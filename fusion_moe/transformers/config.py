@@ -61,7 +61,7 @@ class ModelOptConfig(QuantizationConfigMixin):
 
 class NVFP4Config(nn_config.NVFP4Config, QuantizationConfigMixin):
     """`quantization_config=NVFP4Config()` quantizes experts while a model in floating point is
-    loaded, bit for bit as `quantize_`.
+    loaded, and linear layers with linear=True, bit for bit as `quantize_`.
     """
 
 
@@ -89,9 +89,16 @@ def experts_config(asked: Any) -> dict[str, Any] | None:
     """What the caller's `quantization_config` says about the experts of an encoded directory: ours,
     or transformers' FineGrainedFP8Config, by its fields. None for any other.
 
-    UnsupportedError for other blocks than 128 x 128, and for scales of activations that a file has.
+    UnsupportedError for other blocks than 128 x 128, for scales of activations that a file has, and
+    for skip and linear.
     """
     if isinstance(asked, nn_config.QuantizationConfig):
+        if asked.skip or asked.linear:
+            raise UnsupportedError(
+                "skip or linear for weights that are encoded already",
+                expected="them for a model in floats alone",
+                where=type(asked).__name__,
+            )
         return {"encoding": asked.encoding.name, **asdict(asked)}
     if not hasattr(asked, "activation_scheme") or not hasattr(asked, "weight_block_size"):
         return None

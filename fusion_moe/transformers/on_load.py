@@ -1,5 +1,5 @@
-"""Experts that are quantized while a model in floating point is loaded, one projection at a
-time.
+"""Experts and linear layers that are quantized while a model in floating point is loaded, one
+projection at a time.
 """
 
 from __future__ import annotations
@@ -10,30 +10,42 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps
 
 from ..encodings import check_finite
+from ..errors import Error
+from ..messages.skipped import skipping
 from ..nn import quantize_
 from ..nn.config import QuantizationConfig
 from ..nn.conversion.contract import ExpertsContract, contract_of
 from ..nn.frozen.base import rounded
+from ..nn.frozen.packed import PackedModule
 
-Contracts = dict[str, ExpertsContract]  # the contracts of the original expert modules, by name
+# what describes the original modules that are replaced, by name; None: a linear layer
+Contracts = dict[str, ExpertsContract | None]
 
 
 def prepare_to_quantize(model: Any, config: QuantizationConfig) -> Contracts:
-    """Replaces the experts of a model on the meta device, as `quantize_` does, with its errors."""
-    contracts = {
-        name: found for name, m in model.named_modules() if (found := _contract(m)) is not None
-    }
-    floats = {
-        f"{name}.{key}": getattr(model.get_submodule(name), key)
-        for name, found in contracts.items()
-        for key in found.names
-    }
+    """Replaces the experts of a model on the meta device, and its linear layers if config says so,
+    as `quantize_` does, with its errors.
+    """
+    before = dict(model.named_modules())
+    contracts = {name: _contract(m) for name, m in before.items()}
     quantize_(model, config)
+    replaced = {
+        name: contract
+        for name, contract in contracts.items()
+        if (contract or type(before[name]) is nn.Linear)
+        and isinstance(model.get_submodule(name), PackedModule)
+    }
     # before 5.21, transformers casts what it reads to the dtype of the existing parameter
-    for name, p in floats.items():
-        module, _, key = name.rpartition(".")
-        setattr(model.get_submodule(module), key, nn.Parameter(p.detach(), requires_grad=False))
-    return contracts
+    for name, contract in replaced.items():
+        for key in floats_of(contract):
+            p = nn.Parameter(getattr(before[name], key).detach(), requires_grad=False)
+            setattr(model.get_submodule(name), key, p)
+    return replaced
+
+
+def floats_of(contract: ExpertsContract | None) -> tuple[str, ...]:
+    """The float parameters of a module that are quantized or reordered when they are read."""
+    return ("weight",) if contract is None else contract.names
 
 
 def _contract(module: Any) -> ExpertsContract | None:
@@ -53,8 +65,8 @@ def _contract(module: Any) -> ExpertsContract | None:
 
 
 class QuantizeExperts(ConversionOps):
-    """A float projection of experts in transformers' form -> its parts in an encoding; a bias ->
-    the same in the order of our rows.
+    """A float projection of experts in transformers' form, or the weight of a linear layer -> its
+    parts in an encoding; a bias of experts -> the same in the order of our rows.
     """
 
     def __init__(self, contracts: Contracts):
@@ -67,13 +79,22 @@ class QuantizeExperts(ConversionOps):
 
     def _converted(self, name: str, t: Any, model: Any) -> dict[str, Any]:
         base, _, key = name.rpartition(".")
-        contract = self.contracts[base]
-        if key.endswith("_bias"):
+        contract, module, runs = self.contracts[base], model.get_submodule(base), 1
+        if contract and key.endswith("_bias"):
             return {name: contract.up_rows(t) if key.startswith(contract.up_name) else t}
-        module = model.get_submodule(base)
-        check_finite(t, module.encoding, name)
-        down = key == "down_proj"
-        floats, runs = (contract.down(t), 1) if down else (contract.up(t), 1 + contract.has_gate)
-        parts = rounded(floats, module.encoding, runs, scales=module.scales)
+        try:
+            check_finite(t, module.encoding, name)
+        except Error as error:
+            raise error.advise(skipping(base)) from None
+        if contract is None:
+            t = t[None]
+        elif key == "down_proj":
+            t = contract.down(t)
+        else:
+            t, runs = contract.up(t), 1 + contract.has_gate
+        parts = rounded(t, module.encoding, runs, scales=module.scales)
         keys = module.part_names[key.removesuffix("_proj")]
-        return {f"{base}.{k}": part for k, part in zip(keys, parts, strict=True)}
+        return {
+            f"{base}.{k}": part if contract else part[0]
+            for k, part in zip(keys, parts, strict=True)
+        }

@@ -25,7 +25,7 @@ from ..nn.frozen.packed import PackedModule
 from .adapters import read_adapters_, write_adapters
 from .completeness import check_complete
 from .config import ModelOptConfig, in_transformers_form, set_quantization
-from .on_load import Contracts, QuantizeExperts, prepare_to_quantize
+from .on_load import Contracts, QuantizeExperts, floats_of, prepare_to_quantize
 from .replacements import Replacements, replace_modules
 from .saving import (
     conversions_for_saving,
@@ -187,7 +187,7 @@ class FusionMoeQuantizer(HfQuantizer):
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Whether a parameter is quantized after its float tensor was read."""
         base, _, key = param_name.rpartition(".")
-        return base in self._contracts and key in self._contracts[base].names
+        return base in self._contracts and key in floats_of(self._contracts[base])
 
     def get_quantize_ops(self) -> QuantizeExperts:
         """The operation that quantizes it."""

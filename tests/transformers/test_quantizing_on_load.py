@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -390,9 +391,10 @@ def test_formats_are_saved_and_loaded(whole_blocks, name, linear, tmp_path):
     count = model.num_parameters()
     fusion_moe.quantize_(model, name, linear=linear)
     assert (model.num_parameters(), model.num_parameters(True) < count) == (count, True)
-    if not linear:
-        config = fusion_moe.nn.config.CONFIGS[name]()
-        assert same_parameters(from_pretrained(whole_blocks, quantization_config=config), model)
+    config = fusion_moe.nn.config.CONFIGS[name](linear=linear)
+    loaded = from_pretrained(whole_blocks, quantization_config=config)
+    assert same_parameters(loaded, model)
+    assert loaded.num_parameters() == count
     model.save_pretrained(tmp_path / "one")
     again = from_pretrained(tmp_path / "one")
     assert same_parameters(again, model)
@@ -403,6 +405,58 @@ def test_formats_are_saved_and_loaded(whole_blocks, name, linear, tmp_path):
     again.save_pretrained(tmp_path / "two")
     assert written(tmp_path / "two") == found
     assert same_parameters(from_pretrained(tmp_path / "two"), model)
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory):
+    torch.manual_seed(0)
+    sizes = {**SMALL, **FAMILIES["qwen3_moe"], "num_hidden_layers": 2}
+    directory = tmp_path_factory.mktemp("two_layers")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_what_is_skipped_stays_in_floats(two_layers, linear):
+    """By the words of quantize_, in the configuration or beside it."""
+    skip = ["*.layers.0.*", "*.v_proj"]
+    model, other, third = (AutoModelForCausalLM.from_pretrained(two_layers) for _ in range(3))
+    fusion_moe.quantize_(model, skip=skip, linear=linear)
+    fusion_moe.quantize_(other, fusion_moe.NVFP4Config(skip=skip[:1], linear=linear), skip=skip[1:])
+    config = NVFP4Config(skip=skip, linear=linear)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        two_layers, quantization_config=config, output_loading_info=True
+    )
+    assert not any(info.values())
+    assert same_parameters(other, model)
+    assert same_parameters(loaded, model)
+    kinds = {n: type(m) for n, m in loaded.named_modules()}
+    assert kinds["model.layers.0.mlp.experts"] is type(third.model.layers[0].mlp.experts)
+    assert kinds["model.layers.1.self_attn.v_proj"] is torch.nn.Linear
+    quantized = kinds["model.layers.1.self_attn.q_proj"] is fusion_moe.nn.QuantizedLinear
+    assert quantized == linear
+
+
+def test_errors_say_what_to_skip(two_layers, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model = AutoModelForCausalLM.from_pretrained(two_layers)
+    name = "model.layers.1.mlp.experts"
+    model.get_submodule(name).down_proj.data[1, 2, 3] = torch.nan
+    model.save_pretrained(tmp_path / "nan")
+    with pytest.raises(RuntimeError):  # transformers', which logs ours
+        AutoModelForCausalLM.from_pretrained(tmp_path / "nan", quantization_config=NVFP4Config())
+    assert f"skip=['{name}'] leaves it as it is" in caplog.text
+    config = NVFP4Config(skip=[name])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "nan", quantization_config=config)
+    unknown = NVFP4Config(skip=["*.none"])
+    with pytest.raises(OptionError, match=r"skip = \('\*\.none',\).*a list"):
+        AutoModelForCausalLM.from_pretrained(two_layers, quantization_config=unknown)
+    with pytest.raises(OptionError, match="skip = 'x'.*a list of names"):
+        NVFP4Config(skip="x")
+    from_pretrained(two_layers, quantization_config=NVFP4Config()).save_pretrained(tmp_path / "q")
+    with pytest.raises(UnsupportedError, match="skip or linear for weights"):
+        from_pretrained(tmp_path / "q", quantization_config=config)
 
 
 def down_of(model) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from ... import plugins
 from ...errors import Error, UnsupportedError
 from ...messages.progress import progress
-from ...messages.skipped import check_skip, fits
+from ...messages.skipped import check_skip, fits, skipping
 from ..config import QuantizationConfig, config_of
 from ..frozen.grouped import NVFP4GroupedLinear
 from ..frozen.packed import PackedModule
@@ -47,8 +47,8 @@ def quantize_(
         config: a format, "nvfp4", "mxfp4", "int4" or "fp8"; or how weights are quantized and
             computed: `NVFP4Config()`, `MXFP4Config()`, `INT4Config()`, `FP8Config()`. None: NVFP4.
         filter_fn: filter_fn(module, name) chooses modules; None: all are replaced.
-        skip: names of modules that stay as they are, with all that is in them; in a name `*` stands
-            for any text: "*.layers.0.*".
+        skip: names of modules that stay as they are, beside those that config names, with all that
+            is in them; in a name `*` stands for any text: "*.layers.0.*".
         linear: whether linear layers outside of experts are replaced too, by `QuantizedLinear`:
             attention, dense layers, shared experts. Output embeddings, routers and what reads
             images stay, by their names.
@@ -70,6 +70,8 @@ def quantize_(
             where="quantize_",
         )
     how = None if config is None else config_of(config, "quantize_")
+    if how is not None:
+        skip, linear = (*how.skip, *skip), how.linear or linear
     names = chosen(model, _unless_skipped(model, filter_fn, skip), linear)
     modules = [model.get_submodule(name) for name, *_ in names]
     sizes = [sum(p.nbytes for p in module.parameters()) for module in modules]
@@ -78,7 +80,7 @@ def quantize_(
         try:
             check(model.get_submodule(name), how, name)
         except Error as error:
-            raise error.advise(f"skip=[{name!r}] leaves it as it is") from None
+            raise error.advise(skipping(name)) from None
     for name, *others in progress(names, "quantizing weights", len(names), sizes):
         replacement = converted(model.get_submodule(name), how, name)
         for each in (name, *others):
