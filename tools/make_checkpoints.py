@@ -325,6 +325,29 @@ def by_autoawq(weight: torch.Tensor) -> Packed:
     return {f".{name}": t for name, t in made.state_dict().items()}
 
 
+def by_bitsandbytes(weight: torch.Tensor) -> Packed:
+    """NF4 with scales that are quantized themselves."""
+    from bitsandbytes.functional import quantize_4bit
+
+    codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    parts = {f".weight.{name}": t for name, t in state.as_dict(packed=True).items()}
+    return {".weight": codes, **parts}
+
+
+def bitsandbytes(out: Path) -> None:
+    """What save_pretrained writes of a model that transformers loaded in NF4: linear layers alone
+    are quantized, experts are not.
+    """
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    with tempfile.TemporaryDirectory() as plain:
+        model_of("qwen3_moe", **_OF_GROUPS).save_pretrained(plain)
+        config = BitsAndBytesConfig(load_in_4bit=True, **NF4)
+        AutoModelForCausalLM.from_pretrained(
+            plain, quantization_config=config, device_map="cpu", dtype=torch.bfloat16
+        ).save_pretrained(out)
+
+
 def by_compressed_tensors(**weights: Any) -> Callable[[torch.Tensor], Packed]:
     """compressed-tensors' `pack-quantized`."""
 
@@ -372,6 +395,8 @@ AWQ: dict[str, Any] = {
     "modules_to_not_convert": ["gate"],
 }
 
+NF4: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
 MADE: dict[str, dict[str, Callable[[Path], None]]] = {
     "modelopt": {
         "modelopt-qwen3_moe": modelopt("qwen3_moe", "NVFP4_DEFAULT_CFG"),
@@ -396,6 +421,10 @@ MADE: dict[str, dict[str, Callable[[Path], None]]] = {
         "auto_round-gptq": auto_round(group_size=128, sym=True),
         "auto_round-awq": auto_round(group_size=64, sym=False),
         "awq-qwen3_moe": packed_by(by_autoawq, AWQ),
+        "bnb-qwen3_moe": packed_by(
+            by_bitsandbytes, {"quant_method": "bitsandbytes", "load_in_4bit": True, **NF4}
+        ),
+        "bnb-qwen3_moe-linear": bitsandbytes,
         "ct-qwen3_moe-w4a16_asym": packed_by(
             by_compressed_tensors(**W4A16_ASYM), compressed_config(**W4A16_ASYM)
         ),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,6 +18,7 @@ from ..errors import CheckpointError, UnsupportedError
 from ..messages.warn import warn_once
 from .gguf import Reads, Unread, read_gguf
 from .headers import Entry, read_header, read_json, shown
+from .nf4 import unflattened
 
 CONFIG, OLDER_CONFIG = "config.json", "hf_quant_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -41,7 +42,7 @@ class Directory:
     config: Mapping[str, Any]
     tensors: Mapping[str, Entry]
     _opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
-    _made: Reads = field(default_factory=dict, repr=False, compare=False)  # those of GGUF
+    _made: Reads = field(default_factory=dict, repr=False, compare=False)  # not as in files
 
     @classmethod
     def open(cls, path: str | Path, files: Sequence[str] = ()) -> Directory:
@@ -58,11 +59,13 @@ class Directory:
             return cls(path, config, tensors, {}, reads)
         if not _exists(path / CONFIG):
             raise _not_a_checkpoint(path)
-        config = read_json(path / CONFIG)
+        config, index = read_json(path / CONFIG), path / INDEX
         if files:
-            return cls(path, config, _of_files(path, files))
-        index = path / INDEX
-        return cls(path, config, _sharded(path, index) if index.exists() else _single(path))
+            found = cls(path, config, _of_files(path, files))
+        else:
+            found = cls(path, config, _sharded(path, index) if index.exists() else _single(path))
+        tensors, reads = unflattened(found.tensors, found.read)
+        return replace(found, tensors=tensors, _made=reads)
 
     @cached_property
     def quantization(self) -> Mapping[str, Any]:
@@ -84,8 +87,8 @@ class Directory:
         return self._made[name]() if name in self._made else self._of_file(name, "get_tensor")
 
     def slice(self, name: str) -> Any:
-        """safetensors' slice of a tensor, which reads only the part that is indexed; of GGUF, an
-        object with the same methods.
+        """safetensors' slice of a tensor, which reads only the part that is indexed; of one that is
+        not in a file as it is here, an object with the same methods.
         """
         if name in self._made:
             return Unread(self.tensors[name], self._made[name])

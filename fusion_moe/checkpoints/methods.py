@@ -33,6 +33,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
         "packing_format",
         ("auto_round", "auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq"),
     ),
+    "bitsandbytes": ("bnb_4bit_quant_type", ("nf4",)),
 }
 _SPELLINGS = {
     "modelopt_fp4": "modelopt",
@@ -41,8 +42,6 @@ _SPELLINGS = {
     "intel/auto-round": "auto-round",
 }
 _REFUSED = {
-    "bitsandbytes": "bitsandbytes has tables of 4-bit codes and scales that are quantized "
-    "themselves",
     "gguf": "GGUF is another kind of file",
 }
 

@@ -9,6 +9,7 @@ is encoded, never a configuration: one directory may hold weights of several sch
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -16,7 +17,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ..encodings import FP8_TENSOR, INT4, MXFP4, NVFP4, Encoding, Quantized, dequantize
+from ..encodings import FP8_TENSOR, INT4, MXFP4, NF4, NVFP4, Encoding, Quantized, dequantize
 from ..encodings.encoding import FLOATS
 from ..errors import Error, UnsupportedError
 from ..layouts.layout import as_bytes
@@ -39,8 +40,9 @@ class StoredPart:
     bytes are read; cast: the dtype to which its numbers are rounded; flattened: stored with its
     last dimension split in two; transposed: stored with its last two dimensions swapped; direction:
     of a matrix's scale, stored as [] or [1]; rows: of the encoding, for each stored one; shape: as
-    which a scale of a matrix or of rows is stored, if not as [] or [N, 1]; words: how int32 words
-    hold codes or zero points.
+    which it is written, such as a scale of a matrix or of rows that is not [] or [N, 1]; words: how
+    int32 words hold codes or zero points; high_first: whether the first of two codes in a byte has
+    the high bits.
     """
 
     part: str
@@ -54,6 +56,7 @@ class StoredPart:
     rows: int = 1
     shape: tuple[int, ...] | None = None
     words: Words | None = None
+    high_first: bool = False
 
     @property
     def name(self) -> str:
@@ -70,6 +73,8 @@ class StoredPart:
             t = t.to(self.cast)
         if self.flattened:
             t = t.flatten(-2)
+        if self.high_first:
+            t = t << 4 | t >> 4
         if self.words is not None:
             t = self.words.codes(t)
         if self.transposed:
@@ -80,7 +85,7 @@ class StoredPart:
             t = as_bytes(t).repeat_interleave(self.rows, -2).view(t.dtype)
             return t if n is None else t[..., :n, :]
         if self.direction is None:
-            return t.unsqueeze(-1) if self.shape == (-1,) else t
+            return t.unsqueeze(-1) if self.shape == (-1,) and t.dim() == 1 else t
         t = t.reshape(matrices)
         return 1.0 / t if self.direction is Direction.DIVISOR else t
 
@@ -95,6 +100,8 @@ class StoredPart:
         if self.direction is not None:
             t = t.flatten()[0]
             t = 1.0 / t if self.direction is Direction.DIVISOR else t
+        if self.high_first:
+            t = t << 4 | t >> 4
         if self.shape is not None:
             return t.reshape(self.shape)
         if self.direction is not None:
@@ -279,6 +286,37 @@ QWEIGHT = Scheme(
         StoredPart("zero_point", ".qzeros", _INT32, transposed=True),
     ),
 )
+NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
+
+
+def _table(n: int, k: int, encoding: Encoding) -> Tensor:
+    assert encoding.element.decode is not None
+    return encoding.element.decode(torch.arange(16, dtype=torch.uint8))
+
+
+def nf4_state(n: int, k: int, encoding: Encoding) -> Tensor:
+    """What bitsandbytes says of a matrix whose scales are not quantized."""
+    said = {"quant_type": "nf4", "blocksize": encoding.block, "dtype": "bfloat16", "shape": [n, k]}
+    return torch.tensor([*json.dumps(said).encode()], dtype=torch.uint8)
+
+
+def _other_table(found: Tensor, wanted: Tensor) -> Error:
+    return UnsupportedError("a table of other numbers", expected="the 16 of NF4")
+
+
+# as nf4.py reads them: codes [N, K/2], scales [N, K/64]
+NF4_FLAT = Scheme(
+    "bitsandbytes NF4",
+    NF4,
+    (
+        StoredPart("codes", ".weight", _U8, shape=(-1, 1), high_first=True),
+        StoredPart("block_scale", ".weight.absmax", (torch.float32,), shape=(-1,)),
+    ),
+    fixed=(
+        Fixed(".weight.quant_map", torch.float32, _table, _other_table),
+        Fixed(NF4_STATE, torch.uint8, nf4_state, _other_table),
+    ),
+)
 FP8 = _fp8("FP8", ".weight_scale")  # ModelOpt's and compressed-tensors'
 FP8_OF_MATRIX = of_encoding(FP8, FP8_TENSOR, torch.float32, ())
 FP8_INVERSE = _fp8("FP8 in blocks", ".weight_scale_inv")  # a multiplier, for all that
@@ -292,6 +330,7 @@ SCHEMES: tuple[Scheme, ...] = (
     PACKED_WITH_ZEROS,
     PACKED_INT4,
     QWEIGHT,
+    NF4_FLAT,
     MXFP4_FUSED,
     Scheme(
         "MXFP4 of DeepSeek-V4",

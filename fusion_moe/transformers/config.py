@@ -15,6 +15,8 @@ from ..encodings import FP8
 from ..errors import UnsupportedError
 from ..nn import config as nn_config
 
+IN_4BIT = "load_in_4bit"  # an entry of bitsandbytes' directories
+
 
 class ModelOptConfig(QuantizationConfigMixin):
     """The `quantization_config` of a directory, kept unchanged. The directory's tensors decide what
@@ -37,6 +39,7 @@ class ModelOptConfig(QuantizationConfigMixin):
         return {
             **{k: v for k, v in self.to_dict().items() if k not in ("source", "experts_config")},
             "quant_method": self.method,
+            **({IN_4BIT: True} if self.method == "bitsandbytes" else {}),
         }
 
     @property

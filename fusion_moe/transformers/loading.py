@@ -35,10 +35,11 @@ from ..checkpoints.directory import (
 )
 from ..checkpoints.gguf_models import FAMILIES
 from ..checkpoints.headers import read_json, shown
+from ..checkpoints.nf4 import unflattened
 from ..errors import CheckpointError, OptionError, UnsupportedError
 from .adapters import read_adapters_
 from .completeness import new_heads
-from .config import experts_config, set_quantization
+from .config import IN_4BIT, experts_config, set_quantization
 from .quantizer import Tensors, state_dict
 from .share import Share
 from .sources import some
@@ -128,6 +129,7 @@ def from_pretrained(
         _beside(directory, _some_of(kwargs, _OF_HUB)) if directory and not opened else {}
     ):
         found = {**found, "source": method_of(found, where), "quant_method": "fusion_moe"}
+        found.pop(IN_4BIT, None)  # before which transformers sees no quant_method
         if asked := experts_config(kwargs.get("quantization_config")):
             found["experts_config"] = asked
             del kwargs["quantization_config"]
@@ -135,7 +137,8 @@ def from_pretrained(
     if directory is None or kwargs.get("state_dict") is not None:
         given, file = kwargs["state_dict"], Path(where if opened else "state_dict")
         entries = {name: Entry(name, t.dtype, (*t.shape,), file) for name, t in given.items()}
-        tensors = Tensors(entries, lambda name: given[name][...])
+        entries, made = unflattened(entries, lambda name: given[name][...])
+        tensors = Tensors(entries, lambda name: made[name]() if name in made else given[name][...])
         model, info = _in_place_of_files(tensors, auto_class, config, kwargs, directory)
     elif mesh is None:
         model, info = auto_class.from_pretrained(

@@ -28,7 +28,11 @@ SHARDED, SINGLE = "bf16-qwen3_moe", "modelopt-qwen3_moe"
 INDEX, FIRST = "model.safetensors.index.json", "model-00001-of-00004.safetensors"
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in MADE.iterdir()))
+# those of bitsandbytes are shown as matrices: test_nf4.py
+AS_IN_FILES = sorted(path.name for path in MADE.iterdir() if not path.name.startswith("bnb"))
+
+
+@pytest.mark.parametrize("name", AS_IN_FILES)
 def test_headers_and_tensors_are_those_that_safetensors_reads(name: str) -> None:
     directory = Directory.open(MADE / name)
     want = {

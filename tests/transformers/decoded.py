@@ -35,6 +35,7 @@ def plain_model(directory: Path) -> Any:
     quantization = json.loads((directory / "config.json").read_text()).get("quantization_config")
     tensors = _tensors(directory, config.model_type)
     _decode_integers(tensors, quantization or {})
+    _decode_nf4(tensors)
     state = model.state_dict()
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for key, like in state.items():
@@ -151,6 +152,26 @@ def _decode_integers(tensors: dict[str, Tensor], said: dict[str, Any]) -> None:
             tensors[f"{base}.weight"] = of_packed(
                 tensors.pop(name), tensors[f"{base}.weight_scale"], zeros, shape
             )
+
+
+def _decode_nf4(tensors: dict[str, Tensor]) -> None:
+    """Puts float32 matrices in the place of those that bitsandbytes quantized."""
+    for name in [name for name in tensors if name.endswith(".quant_state.bitsandbytes__nf4")]:
+        weight = name.removesuffix(".quant_state.bitsandbytes__nf4")
+        said = json.loads(tensors[name].numpy().tobytes())
+        raw = {
+            part: tensors[f"{weight}.{part}"].numpy()
+            for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+            if f"{weight}.{part}" in tensors
+        }
+        scales = raw["absmax"]
+        if "nested_absmax" in raw:
+            factors = np.repeat(raw["nested_absmax"], said["nested_blocksize"])[: len(scales)]
+            scales = raw["nested_quant_map"][scales] * factors + np.float32(said["nested_offset"])
+        codes = tensors[weight].numpy().ravel()
+        codes = np.stack([codes >> 4, codes & 15], -1).reshape(-1, said["blocksize"])
+        numbers = raw["quant_map"][codes] * scales[:, None]
+        tensors[weight] = torch.from_numpy(numbers.reshape(said["shape"]))
 
 
 def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

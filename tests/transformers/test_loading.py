@@ -41,7 +41,7 @@ DIRECTORIES = sorted(
     d.name for d in MADE.iterdir() if (d / "config.json").exists() and not d.name.startswith("bf16")
 )
 AS_MODELOPT = [name for name in DIRECTORIES if name in ("ct-qwen3_moe", "ct-mixtral", "ct-gpt_oss")]
-AS_LOADED = [name for name in DIRECTORIES if name not in AS_MODELOPT]
+AS_LOADED = [n for n in DIRECTORIES if n not in AS_MODELOPT and not n.startswith("bnb")]
 TOKENS = torch.arange(3, 12)[None]
 PARTS = ("weight", "weight_scale", "weight_scale_2")
 
