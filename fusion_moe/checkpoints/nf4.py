@@ -78,7 +78,9 @@ class _Matrix:
         """CheckpointError for anything else than numbers, UnsupportedError for other blocks."""
         shape, block = said.get("shape"), said.get("blocksize")
         nested, offset = said.get("nested_blocksize", 256), said.get("nested_offset", 0.0)
-        sizes = [*shape, block, nested] if isinstance(shape, list) and len(shape) == 2 else [None]
+        sizes: list[Any] = [None]
+        if isinstance(shape, list) and len(shape) == 2:
+            sizes = [*shape, block, nested]
         if any(type(size) is not int or size < 1 for size in sizes) or type(offset) is not float:
             raise CheckpointError(
                 f"{state.name}: {shown(said)}",
