@@ -13,6 +13,7 @@ from .doctor import doctor
 from .evaluate import evaluate
 from .explain import explain
 from .inspect import inspect
+from .plan import plan
 from .quantize import quantize
 from .run import run
 from .serve import serve
@@ -71,6 +72,7 @@ app.command(
     "eval", epilog=_examples("eval DIR --text FILE", "eval DIR --text FILE --against FLOAT_DIR")
 )(evaluate)
 app.command(epilog=_examples("explain DIR", "explain DIR --tokens 2048 --gpu H100"))(explain)
+app.command(epilog=_examples("plan DIR", "plan DIR --gpu H100 --gpu-memory 20GiB --ram 128"))(plan)
 app.command(epilog=_examples("doctor", "doctor --json"))(doctor)
 app.command(
     # all arguments are those of transformers' command, --help too

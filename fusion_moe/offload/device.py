@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..definitions.operations import each_tensor
 from ..nn.frozen.experts import Experts
-from .split import Constants
+from .split import Constants, Split, split
 from .steps import Steps, steps_of
 
 _CAST = ("gate_up_bias", "down_bias")  # to the dtype of activations
@@ -42,6 +42,9 @@ class Counters:
     def __add__(self, other: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
+    def __sub__(self, other: Counters) -> Counters:
+        return Counters(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
 
 class Device(Protocol):
     """One layer's part of a device: slots for experts, a table of where each expert is, and the
@@ -51,6 +54,12 @@ class Device(Protocol):
     home: Home
     constants: Constants
     counters: Counters
+    slots: dict[str, Tensor]  # of `Home.empty`; the last `spare` of them are for copies of a step
+    spare: int
+
+    @property
+    def places(self) -> Tensor:
+        """i32[E]: the table in use."""
 
     def step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """x [T, H], ids int[T, k], w [T, k] -> [T, H], on the device."""
@@ -142,6 +151,16 @@ class Home:
     ) -> dict[str, Tensor]:
         """The tensors of such a call by name, as `Steps` takes them."""
         return dict(each_tensor(self.arguments(x, ids, w, slots, places=places)))
+
+
+def decide(ids: Tensor, places: Tensor, constants: Constants, spare: int) -> tuple[Split, Tensor]:
+    """What a step with ids int[T, k] does with misses, and how many slots name each expert. places
+    i32[E]. Both on the CPU.
+    """
+    flat = ids.flatten()
+    uses = torch.bincount(flat[flat >= 0], minlength=len(places))
+    missed = ((uses > 0) & (places < 0)).nonzero().flatten().tolist()
+    return split(dict(zip(missed, uses[missed].tolist(), strict=True)), constants, spare), uses
 
 
 def _like_biases(module: Experts) -> Tensor:

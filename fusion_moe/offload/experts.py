@@ -15,7 +15,7 @@ from ..errors import Error, UnsupportedError
 from ..nn import checks
 from ..nn.frozen.experts import Experts
 from .cache import Cache
-from .device import Counters, Device, Home
+from .device import Counters, Device, Home, decide
 
 EVERY = 16  # steps between two changes of the cache
 
@@ -125,6 +125,15 @@ class OffloadedExperts(Experts):
             if slot >= 0:
                 self.device.load(slot, expert)
         self.device.publish(self.cache.places)
+
+    def explain(self, x: Tensor, ids: Tensor, w: Tensor) -> tuple[str, str]:
+        """What a call with these arguments does, and the program of its steps."""
+        x, ids, w = (t.reshape(-1, t.shape[-1]) for t in (x, ids, w))
+        device = self.device
+        decided, uses = decide(ids.cpu(), device.places.cpu(), device.constants, device.spare)
+        here = int(uses[device.places.cpu() >= 0].sum())
+        steps = self.home.steps(x, ids, w, device.slots, device.places)
+        return f"{here} of {int(uses.sum())} slots' experts are there; {decided}", str(steps)
 
     @property
     def counters(self) -> Counters:

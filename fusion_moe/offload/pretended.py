@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..layouts.groups import check_ids
-from .device import Counters, Home
-from .split import Constants, Split, split
+from .device import Counters, Home, decide
+from .split import Constants, Split
 
 
 class Pretended:
@@ -25,7 +25,7 @@ class Pretended:
     def __init__(self, home: Home, slots: int, spare: int, constants: Constants):
         self.home, self.constants, self.counters = home, constants, Counters()
         self.slots = home.empty(slots + spare, "cpu")
-        self._first_spare, self._spare = slots, spare
+        self._first_spare, self.spare = slots, spare
         # two versions, of which a step reads one number, and the number
         self._tables = torch.full((2, home.experts), -1, dtype=torch.int32)
         self._version = 0
@@ -42,21 +42,14 @@ class Pretended:
         check_ids(ids, self.home.experts, least=-1)
         with self._running:
             places = self.places
-            decided, uses = self.decide(ids, places)
+            decided, uses = decide(ids, places, self.constants, self.spare)
             self._uses += uses
             self._count(decided, uses, places)
             return self._step(x, ids, w, places, decided)
 
-    def decide(self, ids: Tensor, places: Tensor) -> tuple[Split, Tensor]:
-        """What a step with these ids does, and how many slots name each expert."""
-        uses = torch.bincount(ids.flatten()[ids.flatten() >= 0], minlength=self.home.experts)
-        missed = ((uses > 0) & (places < 0)).nonzero().flatten().tolist()
-        rows = dict(zip(missed, uses[missed].tolist(), strict=True))
-        return split(rows, self.constants, self._spare), uses
-
     def _step(self, x: Tensor, ids: Tensor, w: Tensor, places: Tensor, decided: Split) -> Tensor:
         steps = self.home.steps(x, ids, w, self.slots, places)
-        table, room = places.clone(), max(self._spare, 1)
+        table, room = places.clone(), max(self.spare, 1)
         self._bring(decided.copied[:room], table)
         y, _, _, slot_of = steps.rows(self.home.given(x, ids, w, self.slots, table))
         for first in range(room, len(decided.copied), room):  # what the first turn left at zero

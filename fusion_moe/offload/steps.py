@@ -1,15 +1,6 @@
 """A layer whose experts lie in two memories, as a program of steps: the operation's own Fusion, cut
 before the sum of a token's rows.
 
-    route            ids, places -> which slots' experts are on the device (hits), which are not
-    split            misses -> experts that are copied, and those that the host computes
-    copy             copied experts: home -> spare slots
-    resident         rows of hits and of copied experts: all operations before the sum, on slots
-    gather           rows of the other misses: device -> host
-    host             the operation itself, on the home, with one expert for each row
-    wait, scatter    its rows: host -> device
-    add              a token's rows, in the order of its slots, whoever made them
-
 Each step but the last makes rows of one tensor. So the split changes no order of sums, and where
 one kind of device does everything, no bit.
 """
@@ -30,6 +21,16 @@ from ..ir.flow import made_again, part
 from ..ir.text import text
 
 _NAME = "fused_experts"
+_STEPS = """\
+# a step         where           what
+# route          device          ids, places -> slots whose experts are there, and misses
+# split          device          misses -> experts that are copied, and those that the host computes
+# copy           host -> device  copied experts, into spare slots
+# resident       device          rows of all experts that are there now
+# gather         device -> host  the tokens of all other misses, a row for each slot
+# host           host            their rows, by the operation itself
+# wait, scatter  host -> device  these rows, among the others
+# add            device          the rows of each token, in the order of its slots"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Steps:
         return torch.ops.fusion_moe.run(self.add, given, [len(slot_of)])[0]
 
     def __str__(self) -> str:
-        return f"# resident, on slots\n{self.resident}\n\n# add, on the device\n{self.add}"
+        return f"{_STEPS}\n\n# resident\n{self.resident}\n\n# add\n{self.add}"
 
 
 def steps_of(arguments: Mapping[str, Any]) -> Steps:

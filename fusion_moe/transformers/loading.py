@@ -8,6 +8,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,8 @@ def from_pretrained(
     tokens: str = "replicated",
     dispatch: str = "all_gather",
     capacity: int | float = 1.0,
+    experts_device: str | None = None,
+    kv_tokens: int | None = None,
     **kwargs: Any,
 ) -> Any:
     """`auto_class.from_pretrained(directory, **kwargs)`, with encoded weights in modules of
@@ -105,7 +108,15 @@ def from_pretrained(
     same as calling that afterwards, but each rank reads only the experts that it keeps. The
     directory must then be a local one. The plans "tp" and "ep_tp" divide features, and do so only
     for experts encoded in 4 bits.
+
+    max_memory of one GPU and the CPU, with device_map="auto" or experts_device: experts that do not
+    fit on the GPU are offloaded. experts_device, kv_tokens: as for `offload.offload_`.
     """
+    if experts_device is not None or kv_tokens is not None or _asks_to_offload(kwargs):
+        from ..offload.loading import offloaded  # nobody else pays for it
+
+        load = partial(from_pretrained, directory, auto_class=auto_class)
+        return offloaded(load, directory, mesh, experts_device, kv_tokens, kwargs)
     wanted = kwargs.pop("output_loading_info", False)
     if directory is None and (
         mesh is not None or kwargs.get("config") is None or kwargs.get("state_dict") is None
@@ -176,6 +187,17 @@ def _gguf(file: str | Path) -> Directory:
             where=str(file),
         )
     return opened
+
+
+def _asks_to_offload(kwargs: Mapping[str, Any]) -> bool:
+    """Whether max_memory names a device beside the CPU, for modules that are placed by it."""
+    memory = kwargs.get("max_memory")
+    return (
+        kwargs.get("device_map") == "auto"
+        and isinstance(memory, Mapping)
+        and "cpu" in memory
+        and len(memory) == 2
+    )
 
 
 def _check_json(path: Path) -> None:

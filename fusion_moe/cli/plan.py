@@ -1,0 +1,83 @@
+"""fusion-moe plan: what of a model fits where, if experts are offloaded, by the headers of its
+files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..checkpoints import Directory
+from ..errors import need_one_of
+from ..messages.units import ratio
+from ..offload import machine as machines
+from ..offload import plan as plans
+from .output import FINE, Json, finish
+
+# bytes that the drivers of these GPUs show
+_MEMORY = {"H100": 81559 << 20, "H200": 143771 << 20}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan for a directory, and the tokens per second that it would give one sequence."""
+
+    directory: str
+    gpu: str
+    plan: plans.Plan
+    tokens_per_second: float
+    exit_code: int = FINE
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields of the classes here."""
+        more = {"whole": self.plan.whole, "resident": self.plan.resident}
+        return {"schema": "fusion_moe.plan/1", **asdict(self), **more}
+
+    def print(self, console: Console) -> None:
+        """Where what is, and what to expect."""
+        console.print(str(self.plan), soft_wrap=True)
+        what = "" if self.plan.whole else ", if all experts are used equally often"
+        console.print(
+            f"\nabout {ratio(self.tokens_per_second)} tokens/s for one sequence on a {self.gpu} "
+            f"beside a server's CPU{what}; nothing was measured here",
+            soft_wrap=True,
+        )
+
+
+def plan(
+    context: typer.Context,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A directory with config.json and safetensors.")
+    ],
+    gpu: Annotated[str, typer.Option(help="H100 or H200.")] = "H100",
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="How much of its memory, such as 20GiB. [default: all]")
+    ] = None,
+    ram: Annotated[
+        str | None, typer.Option(help="The host's memory, in GiB, or as 128GiB. [default: any]")
+    ] = None,
+    kv_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens whose keys and values there is room for.")
+    ] = plans.KV_TOKENS,
+    json: Json = False,
+) -> None:
+    """What of a model fits on a GPU and what stays in memory, and how fast that would be.
+
+    Reads headers only, and needs no GPU.
+    """
+    finish(context, lambda: _planned(directory, gpu, gpu_memory, ram, kv_tokens), json)
+
+
+def _planned(
+    directory: Path, gpu: str, gpu_memory: str | None, ram: str | None, kv_tokens: int
+) -> Planned:
+    need_one_of("--gpu", gpu, _MEMORY, where="plan")
+    memory = _MEMORY[gpu] if gpu_memory is None else plans.bytes_of(gpu_memory, "--gpu-memory")
+    held = None if ram is None else plans.bytes_of(f"{ram}GiB" if ram.isdigit() else ram, "--ram")
+    model = plans.Model.of_directory(Directory.open(directory))
+    found = plans.make(model, memory, held, kv_tokens=kv_tokens, where="plan")
+    return Planned(str(directory), gpu, found, 1 / found.seconds(machines.EXPECTED[gpu]))

@@ -1,0 +1,224 @@
+"""offload_: puts what fits of a loaded model's experts on a device, and leaves the rest at home."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import OptionError, UnsupportedError, need_one_of
+from ..messages.progress import progress
+from ..nn.frozen.experts import Experts
+from ..nn.frozen.projections import Projections
+from . import machine as machines
+from . import plan as plans
+from .cache import Cache
+from .device import Counters, Device, Home
+from .experts import EVERY, OffloadedExperts
+from .pretended import Pretended
+
+log = logging.getLogger("fusion_moe")
+PRETENDED = "pretended"
+EXPERTS_DEVICES = ("auto", "cuda", "cpu")
+_WHERE = "offload_"
+Memory = Mapping[int | str, int | str]
+
+
+def offload_(
+    model: nn.Module,
+    max_memory: Memory,
+    *,
+    experts_device: str = "auto",
+    kv_tokens: int = plans.KV_TOKENS,
+    every: int = EVERY,
+) -> plans.Plan:
+    """Moves a model to a device that is too small for it, in place, and freezes it. All but routed
+    experts is there; experts stay in the host's memory, and as many as fit are on the device too,
+    those that are used most.
+
+    In a step, experts that are not there are copied, or the CPU computes them, whichever is faster
+    by a model of this machine (measured once, and kept on disk). `fusion-moe plan` says before a
+    model is loaded what fits.
+
+    Args:
+        model: a model whose experts are `fusion_moe.nn.Experts`, on the CPU: loaded in few bits, or
+            quantized.
+        max_memory: bytes, or texts such as "20GiB", as accelerate has them: {0: "20GiB", "cpu":
+            "100GiB"}. 0: the number of a GPU, whose memory then holds weights, keys and values, and
+            what is computed; "pretended" in its place: the CPU stands for a GPU, for tests. "cpu"
+            may be left out.
+        experts_device: "auto"; "cuda": all experts on the device, an error if they do not fit;
+            "cpu": none, the CPU computes them all.
+        kv_tokens: for how many tokens, of all sequences together, there is room for keys and
+            values.
+        every: the cache changes after so many steps of a layer; 0: it stays as it is.
+
+    Returns:
+        What is where, which also goes to the log.
+
+    Raises:
+        OptionError: for too little memory, with how much is needed.
+        UnsupportedError: for a model without such experts, or with adapters.
+
+    An error comes before anything is moved. Experts in slots do not train, and take no adapters.
+    """
+    device, memory = _device(max_memory)
+    need_one_of("experts_device", experts_device, EXPERTS_DEVICES, where=_WHERE)
+    experts = _experts(model)
+    sizes = plans.Model.of_module(model, experts)
+    ram = max_memory.get("cpu")
+    found = plans.make(
+        sizes,
+        memory,
+        None if ram is None else plans.bytes_of(ram),
+        kv_tokens=kv_tokens,
+        workspace=workspace(device),
+        experts_device=experts_device,
+    )
+    log.info("%s", found)
+    model.requires_grad_(False)
+    if not found.whole:
+        make = _maker(device, model)
+        each = enumerate(progress(experts.items(), "filling slots", len(experts)))
+        for i, (name, module) in each:
+            module.to("cpu")
+            slots, spare = found.slots[i] - found.spare, found.spare
+            cache = Cache(len(module.down_proj), slots, found.turning)
+            made = OffloadedExperts.of(module, make(slots, spare), cache, every)
+            model.set_submodule(name, made) if name else None
+    if device != PRETENDED:
+        model.to(device)
+    return found
+
+
+def counters(model: nn.Module) -> dict[str, Counters]:
+    """What the steps of each offloaded layer have done, by the layer's name."""
+    return {name: module.counters for name, module in _offloaded(model).items()}
+
+
+def learn_(model: nn.Module) -> int:
+    """Changes which experts are on the device, by their uses since the last change: for replayed
+    graphs, in which no Python runs. Call it between steps. Returns how many experts were copied.
+    """
+    return sum(module.learn() for module in _offloaded(model).values())
+
+
+def explain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
+    """What a call of a model does in each offloaded layer: which experts it uses are there, which
+    are copied and which the CPU computes, with the times that decide it; then the program of its
+    steps.
+    """
+    lines, programs, hooks = list[str](), dict[str, None](), list[Any]()
+
+    def say(name: str, module: OffloadedExperts, args: Any) -> None:
+        line, program = module.explain(*args)
+        lines.append(f"{name}: {line}")
+        programs[program] = None
+
+    for name, module in _offloaded(model).items():
+        hooks.append(module.register_forward_pre_hook(partial(say, name)))
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return "\n\n".join(["\n".join(lines), *programs])
+
+
+def _offloaded(model: nn.Module) -> dict[str, OffloadedExperts]:
+    return {n: m for n, m in model.named_modules() if isinstance(m, OffloadedExperts)}
+
+
+def device_of(max_memory: Any) -> str | None:
+    """The one device besides the CPU that max_memory names; None if there is none, or several."""
+    if not isinstance(max_memory, Mapping):
+        return None
+    others = [key for key in max_memory if key != "cpu"]
+    if len(others) != 1 or not (others[0] == PRETENDED or isinstance(others[0], int)):
+        return None
+    return PRETENDED if others[0] == PRETENDED else f"cuda:{others[0]}"
+
+
+def workspace(device: str | None) -> int:
+    """Bytes of a device that are left for what is computed."""
+    return 0 if device == PRETENDED else plans.WORKSPACE
+
+
+def _device(max_memory: Memory) -> tuple[str, int]:
+    device = device_of(max_memory)
+    if device is None:
+        raise OptionError(
+            f"max_memory = {max_memory!r}",
+            expected="one device, and perhaps 'cpu': {0: '20GiB', 'cpu': '100GiB'}",
+            where=_WHERE,
+        )
+    if device != PRETENDED and not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"no GPU for {device}",
+            todo="max_memory={'pretended': ...} lets the CPU stand for one",
+            where=_WHERE,
+        )
+    (size,) = (size for key, size in max_memory.items() if key != "cpu")
+    return device, plans.bytes_of(size)
+
+
+def _experts(model: nn.Module) -> dict[str, Experts]:
+    """The experts of a model. UnsupportedError for others than those that can be offloaded."""
+    found = {n: m for n, m in model.named_modules() if isinstance(m, Projections)}
+    for name, module in found.items():
+        why = ""
+        if isinstance(module, OffloadedExperts):
+            why = "offloaded already"
+        elif not isinstance(module, Experts):
+            why = f"{type(module).__name__}, whose function is the model's own"
+        elif module.adapted:
+            why = "experts with adapters"
+        elif module.first_expert is not None or module.sharding is not None:
+            why = "a share of experts that several ranks have"
+        elif module.weights != "packed":
+            why = f"experts that are read as {module.weights!r}"
+        if why:
+            raise UnsupportedError(
+                f"{name or type(module).__name__}: {why}",
+                expected="whole experts of one operation, as they were loaded or quantized",
+                where=_WHERE,
+            )
+    if not found or "" in found:
+        raise UnsupportedError(
+            f"no experts of fusion_moe.nn in a {type(model).__name__}"
+            if not found
+            else f"{type(model).__name__} itself",
+            expected="a model with experts in few bits",
+            todo="fusion_moe.quantize_(model) first" if not found else "put it into a module",
+            where=_WHERE,
+        )
+    return {name: module for name, module in found.items() if isinstance(module, Experts)}
+
+
+def _maker(device: str, model: nn.Module) -> Any:
+    """(slots, spare) -> what makes the device of a layer from its home."""
+    if device == PRETENDED:
+        rates = machines.pretended()
+
+        def pretended(slots: int, spare: int) -> Any:
+            def make(home: Home) -> Device:
+                return Pretended(home, slots, spare, rates.constants(home.nbytes, home.macs))
+
+            return make
+
+        return pretended
+    try:
+        found: Any = import_module(f"{__package__}.cuda")
+    except ModuleNotFoundError:
+        raise UnsupportedError(
+            "offloading from a GPU",
+            expected="max_memory={'pretended': ...}: this version has no kernels for it yet",
+            where=_WHERE,
+        ) from None
+    return found.maker(device)

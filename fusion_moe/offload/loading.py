@@ -1,0 +1,65 @@
+"""from_pretrained for models that are larger than the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints import Directory
+from ..errors import OptionError, UnsupportedError
+from . import plan as plans
+from .door import device_of, offload_, workspace
+
+_WHERE = "from_pretrained"
+
+
+def offloaded(
+    load: Callable[..., Any],
+    directory: str | Path | None,
+    mesh: Any,
+    experts_device: str | None,
+    kv_tokens: int | None,
+    kwargs: dict[str, Any],
+) -> Any:
+    """What `load(**kwargs)` returns, on the CPU, then `offload_`. Whether it fits is checked
+    before, by the headers of a local directory in few bits.
+    """
+    kwargs = dict(kwargs)
+    memory, device_map = kwargs.pop("max_memory", None), kwargs.pop("device_map", "auto")
+    if device_map != "auto" or mesh is not None or device_of(memory) is None:
+        raise OptionError(
+            f"device_map = {device_map!r}, max_memory = {memory!r}"
+            + (", with a mesh" if mesh is not None else ""),
+            expected="device_map='auto', and max_memory of one device and perhaps 'cpu'",
+            where=_WHERE,
+        )
+    kv_tokens = plans.KV_TOKENS if kv_tokens is None else kv_tokens
+    where = experts_device or "auto"
+    if directory is not None and Path(directory).is_dir() and not kwargs.get("quantization_config"):
+        _check(Directory.open(directory), memory, where, kv_tokens)
+    found = load(**kwargs)
+    model = found[0] if isinstance(found, tuple) else found
+    offload_(model, memory, experts_device=where, kv_tokens=kv_tokens)
+    return found
+
+
+def _check(directory: Directory, memory: Any, experts_device: str, kv_tokens: int) -> None:
+    if not directory.quantization:
+        raise UnsupportedError(
+            "experts in floats",
+            expected="experts in few bits, which the host's kernels read",
+            todo="quantization_config=NVFP4Config() rounds them while they are read",
+            where=f"{_WHERE}: {directory.path}",
+        )
+    device, ram = device_of(memory), memory.get("cpu")
+    (size,) = (size for key, size in memory.items() if key != "cpu")
+    plans.make(
+        plans.Model.of_directory(directory),
+        plans.bytes_of(size),
+        None if ram is None else plans.bytes_of(ram),
+        workspace=workspace(device),
+        kv_tokens=kv_tokens,
+        experts_device=experts_device,
+        where=_WHERE,
+    )

@@ -1,0 +1,269 @@
+"""What fits where: experts of a model in a device's memory and in the host's, before anything is
+loaded or moved.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..checkpoints import Directory
+from ..errors import OptionError, UnsupportedError
+from ..messages.units import amount
+from ..nn.frozen.experts import Experts
+from .machine import Machine
+from .split import split
+
+KV_TOKENS = 8192  # whose keys and values are left room, if nobody says how many
+WORKSPACE = 2**30  # of a GPU: its context, activations, what kernels need
+_EXPERTS = re.compile(r"^(.*\bexperts)\b")  # not shared_experts
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_SLOTS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k")
+_INNER = ("moe_intermediate_size", "intermediate_size")
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_SIZE = re.compile(r"^\s*([\d.]+)\s*([KMGT]?)(i?)B\s*$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The experts of a layer: how many, bytes of one, multiplications of a row by one, experts of a
+    token.
+    """
+
+    name: str
+    experts: int
+    nbytes: int
+    macs: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """Bytes of a model's parts. rest: of all but routed experts; kv: of a token's keys and
+    values.
+    """
+
+    layers: tuple[Layer, ...]
+    rest: int
+    kv: int
+
+    @property
+    def experts(self) -> int:
+        """Bytes of all experts."""
+        return sum(layer.experts * layer.nbytes for layer in self.layers)
+
+    @classmethod
+    def of_directory(cls, directory: Directory) -> Model:
+        """By the headers of a directory's files. UnsupportedError for one without experts."""
+        config = _text(directory.config)
+        sizes, rest = defaultdict[str, int](int), 0
+        for name, entry in directory.tensors.items():
+            if found := _EXPERTS.match(name):
+                sizes[found[1]] += entry.nbytes
+            else:
+                rest += entry.nbytes
+        experts = _entry(config, _COUNTS)
+        if not sizes or not experts:
+            raise _no_experts(str(directory.path))
+        macs = 3 * _entry(config, ("hidden_size",)) * _entry(config, _INNER)
+        slots = _entry(config, _SLOTS) or 1
+        return cls(
+            tuple(Layer(name, experts, n // experts, macs, slots) for name, n in sizes.items()),
+            rest,
+            _kv(config),
+        )
+
+    @classmethod
+    def of_module(cls, model: nn.Module, experts: Mapping[str, Experts]) -> Model:
+        """Of a loaded model, whose experts are these."""
+        config = _text(getattr(getattr(model, "config", None), "to_dict", dict)())
+        inside = {id(p) for module in experts.values() for p in module.parameters()}
+        tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        rest = sum(t.nbytes for key, t in tensors.items() if key not in inside)
+        slots = _entry(config, _SLOTS) or 1
+        layers = []
+        for name, module in experts.items():
+            shapes = [module.shape_of(projection) for projection in module.projections]
+            count, macs = shapes[0][0], sum(n * k for _, n, k in shapes)
+            layers.append(Layer(name, count, -(-module.nbytes // count), macs, slots))
+        return cls(tuple(layers), rest, _kv(config))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a model's parts are. slots: of each layer on the device; spare of them are for experts
+    that a step copies, turning for those that the cache copies between steps. kv_tokens: for whose
+    keys and values there is room. device_memory, ram: what may be used; None: not limited.
+    """
+
+    model: Model
+    slots: tuple[int, ...]
+    spare: int
+    turning: int
+    kv_tokens: int
+    device_memory: int
+    ram: int | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all experts are on the device, so that nothing is offloaded."""
+        return all(
+            n >= layer.experts for n, layer in zip(self.slots, self.model.layers, strict=True)
+        )
+
+    @property
+    def resident(self) -> float:
+        """The share of experts that the device holds between steps."""
+        experts = sum(layer.experts for layer in self.model.layers)
+        return sum(self.kept(i) for i, _ in enumerate(self.slots)) / experts
+
+    def kept(self, i: int) -> int:
+        """How many experts of a layer the device holds between steps."""
+        experts = self.model.layers[i].experts
+        return (
+            experts
+            if self.whole
+            else max(0, min(experts, self.slots[i] - self.spare - self.turning))
+        )
+
+    def seconds(self, machine: Machine) -> float:
+        """Those of a token of one sequence, if all experts are used equally often: the cache then
+        learns nothing.
+        """
+        total = self.model.rest / machine.gpu
+        for i, layer in enumerate(self.model.layers):
+            hits = layer.slots * self.kept(i) / layer.experts
+            misses = layer.slots - hits
+            constants = machine.constants(layer.nbytes, layer.macs)
+            whole = int(misses)
+            few, more = (
+                split(dict.fromkeys(range(n), 1), constants, self.spare).time
+                for n in (whole, whole + 1)
+            )
+            missed = (few + (misses - whole) * (more - few)) / 1e9
+            total += max(hits * layer.nbytes / machine.gpu, missed)
+        return total
+
+    def __str__(self) -> str:
+        m, layers = self.model, len(self.model.layers)
+        slots = "all" if self.whole else f"{min(self.slots)} slots a layer"
+        rows = [
+            f"on the device, of {amount(self.device_memory, 'B')}:",
+            f"  all but experts  {amount(m.rest, 'B')}",
+            f"  keys and values  {amount(m.kv * self.kv_tokens, 'B')}, {self.kv_tokens:,} tokens",
+            f"  experts          {amount(self._in_slots(), 'B')}, {slots}: {self.resident:.0%} of "
+            f"them stay between steps",
+            f"in memory: {amount(m.experts, 'B')} of experts in {layers} layers"
+            + (f", of {amount(self.ram, 'B')}" if self.ram is not None else ""),
+        ]
+        return "\n".join(rows[:4] if self.whole else rows)
+
+    def _in_slots(self) -> int:
+        layers = zip(self.slots, self.model.layers, strict=True)
+        return sum(n * layer.nbytes for n, layer in layers)
+
+
+def make(
+    model: Model,
+    device_memory: int,
+    ram: int | None = None,
+    *,
+    kv_tokens: int = KV_TOKENS,
+    workspace: int = WORKSPACE,
+    experts_device: str = "auto",
+    where: str = "offload_",
+) -> Plan:
+    """The plan for so many bytes. OptionError for too little memory, which says how much is needed.
+
+    experts_device: "auto": what fits on the device; "cuda": all experts are there; "cpu": none.
+    """
+    kept = model.rest + model.kv * kv_tokens + workspace
+    left, each = device_memory - kept, sum(layer.nbytes for layer in model.layers)
+    most = max(layer.experts for layer in model.layers)
+    parts = (
+        f"{amount(model.rest, 'B')} of all but experts, {amount(model.kv * kv_tokens, 'B')} for "
+        f"keys and values of {kv_tokens:,} tokens, {amount(workspace, 'B')} to work with"
+    )
+    if experts_device == "cuda":
+        if left < model.experts:
+            raise _too_small(
+                device_memory, kept + model.experts, f"{parts}, and all experts", where
+            )
+        return Plan(model, _all(model), 0, 0, kv_tokens, device_memory, ram)
+    if left >= model.experts and experts_device == "auto":
+        return Plan(model, _all(model), 0, 0, kv_tokens, device_memory, ram)
+    if ram is not None and ram < model.experts:
+        raise OptionError(
+            f"{amount(ram, 'B')} of memory",
+            expected=f"{amount(model.experts, 'B')} for the experts of {len(model.layers)} layers",
+            todo="raise max_memory['cpu'], or quantize the model to fewer bits",
+            where=where,
+        )
+    if experts_device == "cpu":
+        if left < 0:
+            raise _too_small(device_memory, kept, parts, where)
+        return Plan(model, (0,) * len(model.layers), 0, 0, kv_tokens, device_memory, ram)
+    slots = min(most, max(left, 0) // each)
+    spare = turning = max(1, min(4, slots // 8))
+    if slots < 3:
+        needed = f"{parts}, and 3 experts of each layer"
+        raise _too_small(device_memory, kept + 3 * each, needed, where)
+    found = tuple(min(slots, layer.experts) for layer in model.layers)
+    return Plan(model, found, spare, turning, kv_tokens, device_memory, ram)
+
+
+def _all(model: Model) -> tuple[int, ...]:
+    return tuple(layer.experts for layer in model.layers)
+
+
+def _too_small(found: int, needed: int, parts: str, where: str) -> OptionError:
+    return OptionError(
+        f"{amount(found, 'B')} of the device's memory",
+        expected=f"{amount(needed, 'B')}: {parts}",
+        todo="raise max_memory, or leave room for fewer tokens with kv_tokens",
+        where=where,
+    )
+
+
+def bytes_of(size: int | str, name: str = "max_memory") -> int:
+    """20, "20GiB" or "20GB" as bytes. OptionError for anything else."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    found = _SIZE.match(size) if isinstance(size, str) else None
+    if found is None:
+        raise OptionError(
+            f"{name} = {size!r}", expected="a number of bytes, or a text such as '20GiB'"
+        )
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** _UNITS[found[2].upper()])
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of a multimodal model's language model, or the configuration itself."""
+    return next((config[n] for n in ("text_config", "llm_config") if config.get(n)), config)
+
+
+def _entry(config: Mapping[str, Any], names: Iterable[str]) -> int:
+    found = next((config[name] for name in names if isinstance(config.get(name), int)), 0)
+    return int(found)
+
+
+def _kv(config: Mapping[str, Any]) -> int:
+    """Bytes of a token's keys and values in 16 bits, as transformers' caches keep them."""
+    heads = _entry(config, ("num_attention_heads",))
+    if nope := _entry(config, ("qk_nope_head_dim",)):  # multi-head latent attention
+        size = nope + _entry(config, ("qk_rope_head_dim",)) + _entry(config, ("v_head_dim",))
+        per_layer = heads * size
+    else:
+        size = _entry(config, ("head_dim",)) or _entry(config, ("hidden_size",)) // max(heads, 1)
+        per_layer = 2 * (_entry(config, ("num_key_value_heads",)) or heads) * size
+    return 2 * per_layer * _entry(config, ("num_hidden_layers",))
+
+
+def _no_experts(where: str) -> UnsupportedError:
+    return UnsupportedError("no routed experts", expected="a mixture-of-experts model", where=where)

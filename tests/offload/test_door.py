@@ -1,0 +1,224 @@
+"""offload_ and from_pretrained: what is where, errors before anything moves, and models that
+compute what they did before, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from files import MADE
+from transformers import AutoModelForCausalLM
+
+from fusion_moe import NVFP4Config, quantize_
+from fusion_moe.checkpoints import Directory
+from fusion_moe.errors import OptionError, UnsupportedError
+from fusion_moe.nn.frozen.experts import Experts
+from fusion_moe.offload import OffloadedExperts, counters, explain, learn_, offload_, plan
+from fusion_moe.offload.machine import EXPECTED
+from fusion_moe.transformers import from_pretrained
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+NAME = "modelopt-qwen3_moe"
+
+
+@pytest.fixture(scope="module")
+def want() -> torch.Tensor:
+    with torch.no_grad():
+        return from_pretrained(MADE / NAME)(IDS).logits
+
+
+def room(slots: int, tokens: int = 16) -> int:
+    """Bytes of a device on which so many of the 4 experts of each layer fit."""
+    model = plan.Model.of_directory(Directory.open(MADE / NAME))
+    experts = slots * sum(layer.nbytes for layer in model.layers)
+    return model.rest + model.kv * tokens + experts + 1500  # and buffers
+
+
+def test_model_of_a_directory_and_of_a_module():
+    """The same sizes, before and after loading."""
+    of_files = plan.Model.of_directory(Directory.open(MADE / NAME))
+    loaded = from_pretrained(MADE / NAME)
+    experts = {n: m for n, m in loaded.named_modules() if isinstance(m, Experts)}
+    of_module = plan.Model.of_module(loaded, experts)
+    assert len(of_files.layers) == len(of_module.layers) > 0
+    for a, b in zip(of_files.layers, of_module.layers, strict=True):
+        assert (a.name, a.experts, a.macs, a.slots) == (b.name, b.experts, b.macs, b.slots)
+        assert abs(a.nbytes - b.nbytes) <= 24  # activation scales, which are not loaded
+    assert of_files.kv == of_module.kv > 0
+    assert abs(of_files.rest / of_module.rest - 1) < 0.1  # buffers
+
+
+def test_offload(want):
+    model = from_pretrained(MADE / NAME)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    found = offload_(model, {"pretended": room(3)}, kv_tokens=16, every=1)
+    assert not found.whole
+    assert set(found.slots) == {3}
+    for _ in range(4):
+        assert model(IDS).logits.equal(want)
+    said = counters(model)
+    assert list(said) == [layer.name for layer in found.model.layers]
+    assert all(c.steps == 4 and c.hits and c.misses for c in said.values())
+    assert not any(p.requires_grad for p in model.parameters())
+    assert all(t.equal(state[name]) for name, t in model.state_dict().items())
+    what = explain(model, IDS)
+    assert what.count(" slots' experts are there; ") == len(said)
+    assert "# add            device" in what
+    assert "fd.ops.place(" in what
+    assert learn_(model) >= 0
+    with pytest.raises(UnsupportedError, match="offloaded already"):
+        offload_(model, {"pretended": "1GB"})
+
+
+def test_save_and_load(tmp_path, want):
+    memory = {"pretended": room(3, tokens=0)}
+    model = from_pretrained(MADE / NAME, max_memory=memory, experts_device="auto", kv_tokens=0)
+    assert any(isinstance(m, OffloadedExperts) for m in model.modules())
+    model.save_pretrained(tmp_path)
+    again = from_pretrained(tmp_path)
+    assert not any(isinstance(m, OffloadedExperts) for m in again.modules())
+    with torch.no_grad():
+        assert again(IDS).logits.equal(want)
+
+
+@pytest.mark.parametrize("experts_device", ["auto", "cpu", "cuda"])
+def test_from_pretrained(experts_device, want):
+    """accelerate's words; experts_device says more."""
+    size = {"cuda": "1GiB", "auto": room(3), "cpu": room(0)}[experts_device]
+    more = {} if experts_device == "auto" else {"experts_device": experts_device}
+    model, info = from_pretrained(
+        MADE / NAME,
+        device_map="auto",
+        max_memory={"pretended": size, "cpu": "1GiB"},
+        output_loading_info=True,
+        kv_tokens=16,
+        **more,
+    )
+    assert not info["missing_keys"]
+    assert model(IDS).logits.equal(want)
+    said = counters(model).values()
+    if experts_device == "cuda":
+        assert not said
+    elif experts_device == "cpu":
+        assert all(c.computed and not c.hits and not c.bytes_copied for c in said)
+    else:
+        assert all(c.hits for c in said)
+
+
+def test_quantized_model():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(MADE / "bf16-qwen3_moe", dtype=torch.bfloat16)
+    quantize_(model, NVFP4Config())
+    with torch.no_grad():
+        want = model(IDS).logits
+    experts = {n: m for n, m in model.named_modules() if isinstance(m, Experts)}
+    sizes = plan.Model.of_module(model, experts)
+    memory = sizes.rest + 3 * sum(layer.nbytes for layer in sizes.layers)
+    assert not offload_(model, {"pretended": memory}, kv_tokens=0).whole
+    assert model(IDS).logits.equal(want)
+
+
+def test_errors_come_first():
+    model = from_pretrained(MADE / NAME)
+    layer = plan.Model.of_directory(Directory.open(MADE / NAME)).layers[0]
+    assert layer.experts >= 4
+    for memory, more, match in (
+        (
+            {"pretended": "1KB"},
+            {},
+            r"1 kB of the device's memory; expected .* 3 experts of each la",
+        ),
+        ({"pretended": room(1)}, {"kv_tokens": 16}, "raise max_memory, or leave room"),
+        ({"pretended": room(3), "cpu": "1KB"}, {"kv_tokens": 16}, "1 kB of memory; expected"),
+        ({"pretended": room(3)}, {"experts_device": "cuda"}, "and all experts"),
+        ({"pretended": "much"}, {}, "'20GiB'"),
+        ({"cpu": "1GiB"}, {}, "expected one device"),
+        ({0: 1, 1: 1}, {}, "expected one device"),
+        ({"pretended": 1}, {"experts_device": "gpu"}, "experts_device = 'gpu'"),
+    ):
+        with pytest.raises(OptionError, match=match):
+            offload_(model, memory, **more)
+        if "pretended" in memory and "experts_device" not in more:
+            with pytest.raises(OptionError, match=match):
+                from_pretrained(MADE / NAME, max_memory=memory, experts_device="auto", **more)
+    assert not any(isinstance(m, OffloadedExperts) for m in model.modules())
+    with pytest.raises(UnsupportedError, match=r"no experts of fusion_moe.nn .* quantize_"):
+        offload_(torch.nn.Linear(2, 2), {"pretended": "1GB"})
+    memory = {"pretended": 1, "cpu": 1}
+    with pytest.raises(UnsupportedError, match="experts in floats"):
+        from_pretrained(MADE / "bf16-qwen3_moe", max_memory=memory, device_map="auto")
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedError, match="no GPU for cuda:0"):
+            offload_(model, {0: "1GB"})
+
+
+@pytest.mark.once
+def test_sizes():
+    for text, want in (
+        ("20GiB", 20 << 30),
+        ("1.5 kb", 1500),
+        ("3MB", 3 * 10**6),
+        (7, 7),
+        ("5B", 5),
+    ):
+        assert plan.bytes_of(text) == want
+    for bad in ("20", "GiB", -1, True, None, "1.5.1GB"):
+        with pytest.raises((OptionError, ValueError)):
+            plan.bytes_of(bad)
+
+
+@pytest.mark.once
+def test_expected_speed():
+    """More slots are never slower; a model that fits is as fast as its bytes are read."""
+    layer = plan.Layer("experts", 256, 24_800_000, 44 * 10**6, 8)
+    layers = (layer,) * 58
+    model = plan.Model(layers, 20 * 10**9, 50_000)
+    times = []
+    for memory in (40, 80, 140, 400):
+        found = plan.make(model, memory * 10**9, 10**12)
+        times.append(found.seconds(EXPECTED["H100"]))
+        assert found.whole == (memory == 400)
+        used = sum(found.slots) * layer.nbytes
+        assert used + model.rest < memory * 10**9
+    assert times == sorted(times, reverse=True)
+    read = (model.rest + 58 * 8 * 24_800_000) / EXPECTED["H100"].gpu
+    assert times[-1] == pytest.approx(read)
+
+
+@pytest.mark.once
+def test_command():
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from fusion_moe.cli.app import app
+
+    def run(*arguments: object):
+        return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+    small = f"{room(3, tokens=0) + 2**30}B"
+    found = run(MADE / NAME, "--gpu-memory", small, "--ram", 1, "--kv-tokens", 0)
+    assert found.exit_code == 0
+    assert "3 slots a layer" in found.stdout
+    assert "tokens/s" in found.stdout
+    shown = json.loads(run(MADE / NAME, "--json").stdout)
+    assert (shown["whole"], shown["resident"], shown["gpu"]) == (True, 1, "H100")
+    assert run(MADE / NAME, "--gpu-memory", "1KB").exit_code == 2
+    assert run(MADE / NAME, "--gpu", "T4").exit_code == 2
+    assert run(MADE / "nowhere").exit_code == 1
+
+
+@pytest.mark.once
+def test_nobody_else_imports_it():
+    code = (
+        "import sys; from fusion_moe.transformers import from_pretrained; "
+        f"from_pretrained({str(MADE / NAME)!r}); "
+        "sys.exit(any(n.startswith('fusion_moe.offload') for n in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
