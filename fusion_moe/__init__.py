@@ -54,6 +54,7 @@ __all__ = [
     "explain",
     "last_compiled",
     "nn",
+    "offload_",
     "ops",
     "options",
     "prepare_",
@@ -76,6 +77,7 @@ _LAZY = {
     "explain": "report",
     "diff": "report",
     "last_compiled": "report",
+    "offload_": "offload",
 }
 
 # the lazy names as type checkers see them; where __getattr__ is not seen, misspelled names are
@@ -83,6 +85,7 @@ _LAZY = {
 if TYPE_CHECKING:
     from . import testing
     from .frontends.inductor import disable, enable
+    from .offload import offload_
     from .report import diff, explain, last_compiled
 else:
 

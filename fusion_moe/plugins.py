@@ -128,5 +128,7 @@ adapt: Hook[Callable[[Any, Any, int, float, Any], Sequence[Any] | None]] = Hook(
 training: Hook[Callable[[], str]] = Hook()
 # compiled_by(function) -> what `explain` needs of a function that another compiler made, or None.
 compiled_by: Hook[Callable[[Callable[..., Any]], CompiledBy | None]] = Hook()
+# noted(module) -> what `explain` says first about a model's modules, "" if nothing.
+noted: Hook[Callable[[Any], str]] = Hook()
 # packages() -> the optional packages to report.
 packages: Hook[Callable[[], tuple[Package, ...]]] = Hook()

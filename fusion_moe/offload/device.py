@@ -54,12 +54,14 @@ class Device(Protocol):
     home: Home
     constants: Constants
     counters: Counters
-    slots: dict[str, Tensor]  # of `Home.empty`; the last `spare` of them are for copies of a step
-    spare: int
+    spare: int  # slots for what one step copies
 
     @property
     def places(self) -> Tensor:
         """i32[E]: the table in use."""
+
+    def steps(self, x: Tensor, ids: Tensor, w: Tensor) -> Steps:
+        """The programs of a step with such tensors."""
 
     def step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """x [T, H], ids int[T, k], w [T, k] -> [T, H], on the device."""

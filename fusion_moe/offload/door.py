@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
+from .. import plugins
 from ..errors import OptionError, UnsupportedError, need_one_of
 from ..messages.progress import progress
+from ..messages.units import count
 from ..nn.frozen.experts import Experts
 from ..nn.frozen.projections import Projections
 from . import machine as machines
@@ -21,6 +22,8 @@ from .cache import Cache
 from .device import Counters, Device, Home
 from .experts import EVERY, OffloadedExperts
 from .pretended import Pretended
+from .split import Constants
+from .steps import STEPS
 
 log = logging.getLogger("fusion_moe")
 PRETENDED = "pretended"
@@ -83,7 +86,7 @@ def offload_(
     log.info("%s", found)
     model.requires_grad_(False)
     if not found.whole:
-        make = _maker(device, model)
+        make = _maker(device)
         each = enumerate(progress(experts.items(), "filling slots", len(experts)))
         for i, (name, module) in each:
             module.to("cpu")
@@ -129,6 +132,21 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
         for hook in hooks:
             hook.remove()
     return "\n\n".join(["\n".join(lines), *programs])
+
+
+@plugins.noted
+def _noted(model: nn.Module) -> str:
+    """What `fusion_moe.explain` says of a model: its graphs have one call for each such layer."""
+    found = _offloaded(model).values()
+    if not found:
+        return ""
+    here = sum(int((m.cache.places >= 0).sum()) for m in found)
+    return (
+        f"the experts of {count(len(found), 'layer')} are offloaded, {here} of "
+        f"{sum(m.home.experts for m in found)} are on the device: a step is {STEPS}; "
+        "fusion_moe.offload.explain(model, ...) prints its programs, what a call copies, and what "
+        "the host computes"
+    )
 
 
 def _offloaded(model: nn.Module) -> dict[str, OffloadedExperts]:
@@ -201,24 +219,25 @@ def _experts(model: nn.Module) -> dict[str, Experts]:
     return {name: module for name, module in found.items() if isinstance(module, Experts)}
 
 
-def _maker(device: str, model: nn.Module) -> Any:
-    """(slots, spare) -> what makes the device of a layer from its home."""
+def _maker(device: str) -> Callable[[int, int], Callable[[Home], Device]]:
+    """(slots, spare) -> what makes the device of a layer from its home. Layers of a model share
+    what only one of them needs at a time.
+    """
     if device == PRETENDED:
         rates = machines.pretended()
+        return lambda slots, spare: lambda home: Pretended(home, slots, spare, _costs(rates, home))
+    from .cuda import Cuda, shared_of  # which looks for a GPU
 
-        def pretended(slots: int, spare: int) -> Any:
-            def make(home: Home) -> Device:
-                return Pretended(home, slots, spare, rates.constants(home.nbytes, home.macs))
+    on_gpu, shared = machines.of_gpu(device), list[Any]()
 
-            return make
+    def make(home: Home, slots: int, spare: int) -> Device:
+        if not shared:
+            shared.append(shared_of(home, torch.device(device)))
+        made: Any = Cuda(home, slots, spare, _costs(on_gpu, home), shared[0], device)
+        return made
 
-        return pretended
-    try:
-        found: Any = import_module(f"{__package__}.cuda")
-    except ModuleNotFoundError:
-        raise UnsupportedError(
-            "offloading from a GPU",
-            expected="max_memory={'pretended': ...}: this version has no kernels for it yet",
-            where=_WHERE,
-        ) from None
-    return found.maker(device)
+    return lambda slots, spare: partial(make, slots=slots, spare=spare)
+
+
+def _costs(rates: machines.Machine, home: Home) -> Constants:
+    return rates.constants(home.nbytes, home.macs)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import Error, UnsupportedError
 from ..nn import checks
 from ..nn.frozen.experts import Experts
+from ..runtime import cuda
 from .cache import Cache
 from .device import Counters, Device, Home, decide
 
@@ -103,7 +104,8 @@ class OffloadedExperts(Experts):
                 f"{where}, whose hidden_states, top_k_index and top_k_weights are x, ids and w"
             ) from None
         self._steps += 1
-        if self.every and self._steps % self.every == 0:
+        captured = x.is_cuda and cuda.capturing()
+        if self.every and self._steps % self.every == 0 and not captured:
             self.learn()
         return y.view(hidden_states.shape)
 
@@ -129,11 +131,10 @@ class OffloadedExperts(Experts):
     def explain(self, x: Tensor, ids: Tensor, w: Tensor) -> tuple[str, str]:
         """What a call with these arguments does, and the program of its steps."""
         x, ids, w = (t.reshape(-1, t.shape[-1]) for t in (x, ids, w))
-        device = self.device
-        decided, uses = decide(ids.cpu(), device.places.cpu(), device.constants, device.spare)
-        here = int(uses[device.places.cpu() >= 0].sum())
-        steps = self.home.steps(x, ids, w, device.slots, device.places)
-        return f"{here} of {int(uses.sum())} slots' experts are there; {decided}", str(steps)
+        device, places = self.device, self.device.places.cpu()
+        decided, uses = decide(ids.cpu(), places, device.constants, device.spare)
+        here = f"{int(uses[places >= 0].sum())} of {int(uses.sum())} slots' experts are there"
+        return f"{here}; {decided}", str(device.steps(x, ids, w))
 
     @property
     def counters(self) -> Counters:

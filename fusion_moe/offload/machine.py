@@ -4,6 +4,7 @@ disk, so that runs repeat.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
 import time
@@ -20,6 +21,7 @@ from ..nn.frozen.experts import NVFP4Experts
 from ..runtime import store
 from ..runtime.host_memory import bandwidth, pages
 from .device import Home
+from .pinned import Pinned
 from .split import Constants
 
 _EXPERTS, _HIDDEN, _INNER = 64, 2048, 1024  # 3.5 MB each: together more than caches hold
@@ -83,6 +85,11 @@ def measured(name: str, copy: Callable[[dict[str, Tensor], int], None], copy_sta
     return Machine(**json.loads(store.get_or_make(f"machine-{key}.json", make).read_text()))
 
 
+def copy_alone(to: Tensor, t: Tensor) -> None:
+    """A copy of a contiguous CPU tensor by one thread, which as the GPU's copies needs no other."""
+    ctypes.memmove(to.data_ptr(), t.data_ptr(), t.nbytes)
+
+
 @cache
 def pretended() -> Machine:
     """This machine with a pretended device, whose copies are the CPU's own."""
@@ -90,13 +97,29 @@ def pretended() -> Machine:
 
     def copy(tensors: dict[str, Tensor], i: int) -> None:
         for name, t in tensors.items():
-            slot.setdefault(name, torch.empty_like(t[0])).copy_(t[i])
+            copy_alone(slot.setdefault(name, torch.zeros_like(t[0])), t[i])
 
     return measured("pretended", copy, 20_000)
 
 
+@cache
+def of_gpu(device: str) -> Machine:
+    """This machine with a GPU, whose copies are those of its driver from pinned memory."""
+    slot, pinned = dict[str, Tensor](), dict[str, Pinned]()
+
+    def copy(tensors: dict[str, Tensor], i: int) -> None:
+        for name, t in tensors.items():
+            if name not in pinned and t.nbytes >= pages.PAGE:
+                pinned[name] = Pinned(t)
+            there = slot.setdefault(name, torch.empty_like(t[0], device=device))
+            there.copy_(t[i], non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return measured(torch.cuda.get_device_name(device), copy, 10_000)
+
+
 def _measure(copy: Callable[[dict[str, Tensor], int], None], copy_start: int) -> Machine:
-    home = Home(_layer())
+    home = Home(made_layer(_EXPERTS, _HIDDEN, _INNER))
     start, expert = _line(home)
     many = _usual(_host(home, 1, _MANY))
     alone = _usual(_copies(home, copy))
@@ -124,15 +147,25 @@ def _usual(times: list[float]) -> float:
     return sorted(times)[len(times) // 4]
 
 
-def _layer() -> NVFP4Experts:
-    """Experts whose weights are zero, in memory that is written."""
+def made_layer(experts: int, hidden: int, inner: int) -> NVFP4Experts:
+    """Experts with random codes, and scales as trained models have them: zeros would be computed
+    by other kernels.
+    """
+    g = torch.Generator().manual_seed(0)
 
-    def zeros(n: int, k: int) -> Quantized:
-        shapes = ((p.dtype, NVFP4.part_shape(p, [_EXPERTS], n, k)) for p in NVFP4.parts)
-        parts = [pages.empty(shape, dtype).zero_() for dtype, shape in shapes]
+    def weight(n: int, k: int) -> Quantized:
+        parts = []
+        for part in NVFP4.parts:
+            t = pages.empty(NVFP4.part_shape(part, [experts], n, k), part.dtype)
+            if part.of_matrix:
+                t.fill_(2.0**-9)
+            else:
+                most = 0x60 if part.of_blocks else 256
+                t.view(torch.uint8).random_(0x20, most, generator=g)
+            parts.append(t)
         return Quantized(*parts, encoding=NVFP4)
 
-    made = NVFP4Experts(zeros(2 * _INNER, _HIDDEN), zeros(_HIDDEN, _INNER))
+    made = NVFP4Experts(weight(2 * inner, hidden), weight(hidden, inner))
     made.order()
     return made
 

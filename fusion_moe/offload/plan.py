@@ -209,7 +209,7 @@ def make(
             raise _too_small(device_memory, kept, parts, where)
         return Plan(model, (0,) * len(model.layers), 0, 0, kv_tokens, device_memory, ram)
     slots = min(most, max(left, 0) // each)
-    spare = turning = max(1, min(4, slots // 8))
+    spare, turning = max(1, min(8, slots // 8)), max(1, min(4, slots // 16))
     if slots < 3:
         needed = f"{parts}, and 3 experts of each layer"
         raise _too_small(device_memory, kept + 3 * each, needed, where)

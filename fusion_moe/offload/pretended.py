@@ -4,16 +4,29 @@ cache do everywhere what they do on a GPU.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..definitions.operations import SPECS, bind
+from ..errors import BuildError, UnsupportedError
 from ..layouts.groups import check_ids
+from ..messages.warn import warn_once
+from .cuda import host_program
 from .device import Counters, Home, decide
+from .machine import copy_alone
+from .pinned import Staging
 from .split import Constants, Split
+from .steps import Steps
+from .worker import Worker, letters
+
+CAPACITY = 512  # rows that the worker gets at once; more are computed without it
+LIMIT = 10.0  # seconds that it has for them
 
 
 class Pretended:
@@ -30,12 +43,17 @@ class Pretended:
         self._tables = torch.full((2, home.experts), -1, dtype=torch.int32)
         self._version = 0
         self._uses = torch.zeros(home.experts, dtype=torch.int64)
+        self._desks: dict[Any, Desk | None] = {}
         self._running = threading.Lock()  # steps of one layer, which share spare slots
 
     @property
     def places(self) -> Tensor:
         """i32[E]: the table in use."""
         return self._tables[self._version]
+
+    def steps(self, x: Tensor, ids: Tensor, w: Tensor) -> Steps:
+        """As in `Device`."""
+        return self.home.steps(x, ids, w, self.slots, self.places)
 
     def step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """As in `Device`."""
@@ -48,7 +66,7 @@ class Pretended:
             return self._step(x, ids, w, places, decided)
 
     def _step(self, x: Tensor, ids: Tensor, w: Tensor, places: Tensor, decided: Split) -> Tensor:
-        steps = self.home.steps(x, ids, w, self.slots, places)
+        steps = self.steps(x, ids, w)
         table, room = places.clone(), max(self.spare, 1)
         self._bring(decided.copied[:room], table)
         y, _, _, slot_of = steps.rows(self.home.given(x, ids, w, self.slots, table))
@@ -80,9 +98,18 @@ class Pretended:
         tokens = missed.nonzero()[:, 0]
         weights = w[missed] if self.home.weighs_input else w.new_ones(len(tokens))
         start = time.perf_counter_ns()
-        made = self.home.compute(x[tokens], ids[missed][:, None], weights[:, None])
+        made = self._hand_over(x[tokens], ids[missed][:, None], weights[:, None])
         self.counters.cpu_ns += time.perf_counter_ns() - start
         y[slot_of[missed].long()] = made
+
+    def _hand_over(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        """The host's rows, by the worker if they fit into the mailbox."""
+        key = x.dtype, os.getpid()  # after a fork the child has a worker of its own
+        if key not in self._desks:
+            self._desks[key] = _desk_of(self.home, x.dtype)
+        desk = self._desks[key]
+        made = desk.computed(x, ids, w) if desk and len(x) <= CAPACITY else None
+        return self.home.compute(x, ids, w) if made is None else made
 
     def _count(self, decided: Split, uses: Tensor, places: Tensor) -> None:
         c, here = self.counters, int(uses[places >= 0].sum())
@@ -91,7 +118,7 @@ class Pretended:
 
     def _copy(self, slot: int, expert: int) -> None:
         for name, t in self.home.tensors.items():
-            self.slots[name][slot].copy_(t[expert])
+            copy_alone(self.slots[name][slot], t[expert])
         self.counters.bytes_copied += self.home.nbytes
 
     def load(self, slot: int, expert: int) -> None:
@@ -113,3 +140,45 @@ class Pretended:
             found = self._uses.clone()
             self._uses.zero_()
         return found
+
+
+class Desk:
+    """Rows of one layer through a mailbox to the worker, as a GPU hands them over: its thread sees
+    them by flags alone.
+    """
+
+    def __init__(self, home: Home, dtype: torch.dtype):
+        row = home.features * dtype.itemsize
+        self._model = Worker.of_process().model(Staging(letters(CAPACITY, row), pin=False))
+        tensors = self._model.staging.tensors
+        self._rows, self._results = (
+            tensors[name].view(dtype).view(CAPACITY, -1) for name in ("rows", "results")
+        )
+        self._ids = tensors["ids"].view(torch.int32).view(-1, 1)
+        self._weights = tensors["weights"].view(torch.float32).view(-1, 1)
+        made, given = [], list[Tensor]()
+        for rows in (2**i for i in range(CAPACITY.bit_length())):
+            taken = self._rows[:rows], self._ids[:rows], self._weights[:rows]
+            call = bind(SPECS["fused_experts"], (), home.arguments(*taken, home.tensors))
+            given = [*call.tensors.values()][3:]
+            made.append((rows, host_program(call)))
+        self._layer = self._model.layer(self._model.programs(made), given)
+
+    def computed(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor | None:
+        """The rows [m, H] of x with one expert each; None, after a warning, if no answer comes."""
+        m = len(x)
+        for to, t in ((self._rows, x), (self._ids, ids), (self._weights, w)):
+            to[:m] = t
+        why = self._model.wait(self._model.submit(self._layer, m), LIMIT)
+        if why:
+            warn_once(f"offloaded experts are computed without their worker: {why}")
+            return None
+        return self._results[:m].clone()
+
+
+def _desk_of(home: Home, dtype: torch.dtype) -> Desk | None:
+    """None where no C++ computes these experts."""
+    try:
+        return Desk(home, dtype)
+    except (UnsupportedError, BuildError):
+        return None

@@ -21,16 +21,17 @@ from ..ir.flow import made_again, part
 from ..ir.text import text
 
 _NAME = "fused_experts"
-_STEPS = """\
-# a step         where           what
-# route          device          ids, places -> slots whose experts are there, and misses
-# split          device          misses -> experts that are copied, and those that the host computes
-# copy           host -> device  copied experts, into spare slots
-# resident       device          rows of all experts that are there now
-# gather         device -> host  the tokens of all other misses, a row for each slot
-# host           host            their rows, by the operation itself
-# wait, scatter  host -> device  these rows, among the others
-# add            device          the rows of each token, in the order of its slots"""
+_STEPS = (  # name, where it runs, what it makes
+    ("route", "device", "ids, places -> slots whose experts are there, and misses"),
+    ("split", "device", "misses -> experts that are copied, and those that the host computes"),
+    ("copy", "host -> device", "copied experts, into spare slots"),
+    ("resident", "device", "rows of all experts that are there now"),
+    ("gather", "device -> host", "the tokens of all other misses, a row for each slot"),
+    ("host", "host", "their rows, by the operation itself"),
+    ("wait", "host -> device", "these rows, among the others"),
+    ("add", "device", "the rows of each token, in the order of its slots"),
+)
+STEPS = ", ".join(name for name, *_ in _STEPS)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Steps:
         return torch.ops.fusion_moe.run(self.add, given, [len(slot_of)])[0]
 
     def __str__(self) -> str:
-        return f"{_STEPS}\n\n# resident\n{self.resident}\n\n# add\n{self.add}"
+        rows = "\n".join(f"# {name:<10}{where:<16}{what}" for name, where, what in _STEPS)
+        return f"{rows}\n\n# resident\n{self.resident}\n\n# add\n{self.add}"
 
 
 def steps_of(arguments: Mapping[str, Any]) -> Steps:

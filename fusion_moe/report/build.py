@@ -40,8 +40,8 @@ class Seen:
     have no translator.
 
     breaks: why no graph was captured; steps: the graphs of training steps; float_experts: the names
-    of expert weights in floating point; folded: what folding experts to FP8 rounded; watch: what
-    was noted while the call ran, if it ran.
+    of expert weights in floating point; folded: what folding experts to FP8 rounded, and what
+    packages say of the modules; watch: what was noted while the call ran, if it ran.
     """
 
     graphs: list[Found] = field(default_factory=list)

@@ -244,8 +244,9 @@ class ReportData:
     custom_ops: operations in the graphs that are neither torch's nor translated; machine: where
     times were measured, if they were; saved, gradients: for a training step; float_experts: the
     names of expert weights that operations other than ours compute with in floating point; folded:
-    what folding experts to FP8 rounded, "" if none are folded; version, options: of fusion_moe,
-    those that change what is compiled; listings: the functions of `sources`.
+    what folding experts to FP8 rounded, and what packages say of the modules, or ""; version,
+    options: of fusion_moe, those that change what is compiled; listings: the functions of
+    `sources`.
     """
 
     target: str

@@ -221,7 +221,8 @@ def _in_dynamo(
             )
     owner = getattr(function, "__self__", function)
     if isinstance(owner, torch.nn.Module):
-        seen.folded = folding(owner.modules())
+        said = folding(owner.modules()), *(note(owner) for note in plugins.noted)
+        seen.folded = "; ".join(filter(None, said))
     return seen
 
 

@@ -5,6 +5,7 @@ compute what they did before, bit for bit.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ pytest.importorskip("transformers")
 from files import MADE
 from transformers import AutoModelForCausalLM
 
+import fusion_moe
 from fusion_moe import NVFP4Config, quantize_
 from fusion_moe.checkpoints import Directory
 from fusion_moe.errors import OptionError, UnsupportedError
@@ -70,9 +72,13 @@ def test_offload(want):
     assert all(t.equal(state[name]) for name, t in model.state_dict().items())
     what = explain(model, IDS)
     assert what.count(" slots' experts are there; ") == len(said)
-    assert "# add            device" in what
+    assert "# add       device          the rows of each token" in what
     assert "fd.ops.place(" in what
     assert learn_(model) >= 0
+    said = str(fusion_moe.explain(model, IDS))
+    assert re.search(
+        r"experts of 1 layer are offloaded, 1 of 4 .* route, split, copy, resident", said
+    )
     with pytest.raises(UnsupportedError, match="offloaded already"):
         offload_(model, {"pretended": "1GB"})
 
@@ -149,7 +155,7 @@ def test_errors_come_first():
             with pytest.raises(OptionError, match=match):
                 from_pretrained(MADE / NAME, max_memory=memory, experts_device="auto", **more)
     assert not any(isinstance(m, OffloadedExperts) for m in model.modules())
-    with pytest.raises(UnsupportedError, match=r"no experts of fusion_moe.nn .* quantize_"):
+    with pytest.raises(UnsupportedError, match=r"no experts of fusion_moe.nn .*quantize_"):
         offload_(torch.nn.Linear(2, 2), {"pretended": "1GB"})
     memory = {"pretended": 1, "cpu": 1}
     with pytest.raises(UnsupportedError, match="experts in floats"):
