@@ -10,6 +10,7 @@ from torch import Tensor
 
 HALF_LIFE = 4  # uses of an expert, on average, after which one counts half
 _GAIN = 1.25  # how much more often a newcomer is used than the one it replaces
+_PLUS = 1.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Cache:
         moves = [
             Move(newcomer, slot, old)
             for newcomer, old, slot in zip(best, worst, self.free, strict=False)
-            if scores[newcomer] > _GAIN * scores[old] + 1
+            if scores[newcomer] > _GAIN * scores[old] + _PLUS
         ]
         for move in moves:
             self.free.remove(move.slot)
