@@ -32,7 +32,6 @@ from fusion_moe.offload import machine
 from fusion_moe.offload.cuda import Cuda, shared_of
 from fusion_moe.offload.device import Home
 from fusion_moe.offload.moves import Shared
-from fusion_moe.offload.pinned import Pinned
 from fusion_moe.offload.split import Constants, split
 from fusion_moe.runtime.host_memory import pages
 
@@ -141,26 +140,11 @@ def drawn(routing: str, experts: int, k: int, tokens: int, steps: int) -> Tensor
     return found.view(steps, tokens, k)
 
 
-def measured() -> machine.Machine:
-    """This machine with this GPU."""
-    slot, pinned = dict[str, Tensor](), dict[str, Pinned]()
-
-    def copy(tensors: dict[str, Tensor], i: int) -> None:
-        for name, t in tensors.items():
-            if name not in pinned and t.nbytes >= pages.PAGE:
-                pinned[name] = Pinned(t)
-            there = slot.setdefault(name, torch.empty_like(t[0], device="cuda"))
-            there.copy_(t[i], non_blocking=True)
-        torch.cuda.synchronize()
-
-    return machine.measured(torch.cuda.get_device_name(), copy, 10_000)
-
-
 def cells(arguments: argparse.Namespace, name: str) -> Iterator[Row]:
     _, experts, k, hidden, _ = MODELS[name]
     made = module(name)
     home = Home(made)
-    rates = measured().constants(home.nbytes, home.macs)
+    rates = machine.of_gpu("cuda:0").constants(home.nbytes, home.macs)
     print(f"{name}: {home.nbytes / 1e6:.1f} MB an expert; {rates}", flush=True)
     ways = {
         "split": rates,

@@ -21,13 +21,16 @@ from ..nn.frozen.experts import NVFP4Experts
 from ..runtime import store
 from ..runtime.host_memory import bandwidth, pages
 from .device import Home
-from .pinned import Pinned
 from .split import Constants
 
 _EXPERTS, _HIDDEN, _INNER = 64, 2048, 1024  # 3.5 MB each: together more than caches hold
 _MANY = 256  # rows, whose products take longer than reading an expert
 _SOME = 12  # experts of a call
 _REPEATS = 15
+
+
+# copy(tensors, first, count): copies entries of tensors on the CPU to a device, and waits
+Copy = Callable[[dict[str, Tensor], int, int], None]
 
 
 @dataclass(frozen=True)
@@ -69,18 +72,17 @@ EXPECTED = {
 }
 
 
-def measured(name: str, copy: Callable[[dict[str, Tensor], int], None], copy_start: int) -> Machine:
+def measured(name: str, copy: Copy, starts: Callable[[], tuple[int, int]]) -> Machine:
     """This machine with a device of a name, from this process or an earlier one.
 
-    copy(tensors, i): copies entry i of tensors on the CPU to the device, and waits. copy_start: in
-    nanoseconds, as the device knows it.
+    starts(): the nanoseconds to hand rows over and to wait for them, and to begin a copy.
     """
     key = store.key_of(
         Path(__file__).read_bytes(), bandwidth.cpu(), str(torch.get_num_threads()), name
     )
 
     def make(path: Path) -> None:
-        path.write_text(json.dumps(asdict(_measure(copy, copy_start))))
+        path.write_text(json.dumps(asdict(_measure(copy, *starts()))))
 
     return Machine(**json.loads(store.get_or_make(f"machine-{key}.json", make).read_text()))
 
@@ -95,34 +97,28 @@ def pretended() -> Machine:
     """This machine with a pretended device, whose copies are the CPU's own."""
     slot: dict[str, Tensor] = {}
 
-    def copy(tensors: dict[str, Tensor], i: int) -> None:
-        for name, t in tensors.items():
-            copy_alone(slot.setdefault(name, torch.zeros_like(t[0])), t[i])
+    def copy(tensors: dict[str, Tensor], first: int, count: int) -> None:
+        for i in range(first, first + count):
+            for name, t in tensors.items():
+                copy_alone(slot.setdefault(name, torch.zeros_like(t[0])), t[i])
 
-    return measured("pretended", copy, 20_000)
+    return measured("pretended", copy, lambda: (0, 20_000))
 
 
 @cache
 def of_gpu(device: str) -> Machine:
-    """This machine with a GPU, whose copies are those of its driver from pinned memory."""
-    slot, pinned = dict[str, Tensor](), dict[str, Pinned]()
+    """This machine with a GPU, whose kernels copy from pinned memory."""
+    from .turnaround import Copier, starts  # which looks for a GPU
 
-    def copy(tensors: dict[str, Tensor], i: int) -> None:
-        for name, t in tensors.items():
-            if name not in pinned and t.nbytes >= pages.PAGE:
-                pinned[name] = Pinned(t)
-            there = slot.setdefault(name, torch.empty_like(t[0], device=device))
-            there.copy_(t[i], non_blocking=True)
-        torch.cuda.synchronize(device)
-
-    return measured(torch.cuda.get_device_name(device), copy, 10_000)
+    on = torch.device(device)
+    return measured(torch.cuda.get_device_name(on), Copier(on), lambda: starts(on))
 
 
-def _measure(copy: Callable[[dict[str, Tensor], int], None], copy_start: int) -> Machine:
+def _measure(copy: Copy, hand_over: int, copy_start: int) -> Machine:
     home = Home(made_layer(_EXPERTS, _HIDDEN, _INNER))
     start, expert = _line(home)
     many = _usual(_host(home, 1, _MANY))
-    alone = _usual(_copies(home, copy))
+    _, alone = _of_line(*(_usual(_copies(home, copy, n)) for n in (1, _SOME)))
     copy_beside, cpu_beside = _beside(home, copy)
     return Machine(
         cpu=home.nbytes * 1e9 / expert,
@@ -130,15 +126,19 @@ def _measure(copy: Callable[[dict[str, Tensor], int], None], copy_start: int) ->
         macs=_MANY * home.macs * 1e9 / many,
         copy=home.nbytes * 1e9 / alone,
         copy_beside=home.nbytes * 1e9 / copy_beside,
-        cpu_start=int(start),
+        cpu_start=int(start) + hand_over,
         copy_start=copy_start,
     )
 
 
 def _line(home: Home) -> tuple[float, float]:
     """Nanoseconds that the CPU's products take to begin, and for each expert."""
-    one, many = _usual(_host(home, 1)), _usual(_host(home, _SOME))
-    expert = max((many - one) / (_SOME - 1), many / _SOME / 2)  # noise is no speed
+    return _of_line(_usual(_host(home, 1)), _usual(_host(home, _SOME)))
+
+
+def _of_line(one: float, some: float) -> tuple[float, float]:
+    """The same, by the time of one and of some experts."""
+    expert = max((some - one) / (_SOME - 1), some / _SOME / 2)  # noise is no speed
     return max(one - expert, 1000), expert
 
 
@@ -185,22 +185,23 @@ def _host(home: Home, count: int, rows: int = 1) -> list[float]:
     return times[2:]  # the first one compiles, the second one learns the form
 
 
-def _copies(home: Home, copy: Callable[[dict[str, Tensor], int], None]) -> list[float]:
+def _copies(home: Home, copy: Copy, count: int) -> list[float]:
+    """The nanoseconds of copying so many experts, which are others in each call."""
     times = []
     for i in range(2 * _REPEATS):
         start = time.perf_counter_ns()
-        copy(home.tensors, i % home.experts)
+        copy(home.tensors, i * count % (home.experts - count + 1), count)
         times.append(float(time.perf_counter_ns() - start))
     return times[1:]
 
 
-def _beside(home: Home, copy: Callable[[dict[str, Tensor], int], None]) -> tuple[float, float]:
+def _beside(home: Home, copy: Copy) -> tuple[float, float]:
     """Nanoseconds of a copy and of the CPU's products of an expert while both run."""
     end, copies = threading.Event(), list[float]()
 
     def work() -> None:
         while not end.is_set():
-            copies.extend(_copies(home, copy))
+            copies.extend(_copies(home, copy, _SOME))
 
     other = threading.Thread(target=work)
     other.start()
@@ -209,7 +210,7 @@ def _beside(home: Home, copy: Callable[[dict[str, Tensor], int], None]) -> tuple
     finally:
         end.set()
         other.join()
-    return _usual(copies), cpu
+    return _usual(copies) / _SOME, cpu
 
 
 def _ns(amount: float, rate: float) -> int:

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from ..runtime.faults import synchronize
 from ..runtime.host_memory import pages
-from .launches import Parts, Shape
-from .moves import Moves, Shared
+from . import launches
+from .launches import Kernel, Parts, Shape
+from .moves import COPYING, Moves, Shared
 from .pinned import Pinned
 from .worker import nothing
 
@@ -62,6 +64,32 @@ class Turnaround:
         found = median(_times(graph.replay)) / _STEPS
         synchronize()
         return found
+
+
+class Copier:
+    """copier(tensors, first, count): copies entries of CPU tensors to the GPU by kernels, as steps
+    do, and waits. The tensors are the same in all calls.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._load: Kernel | None = None
+
+    def __call__(self, tensors: dict[str, Tensor], first: int, count: int) -> None:
+        with torch.cuda.device(self.device):
+            if self._load is None:
+                self._begin(tensors)
+                self._load = Kernel(launches.load(), COPYING)
+            stream = torch.cuda.current_stream()
+            self._load(stream.cuda_stream, [first, 0, count, self._parts.address])
+            stream.synchronize()
+
+    def _begin(self, tensors: dict[str, Tensor]) -> None:
+        large = [t for t in tensors.values() if t.nbytes >= pages.PAGE]
+        self._pinned = [Pinned(t) for t in large]
+        slots = [torch.zeros_like(t, device=self.device) for t in large]
+        addresses = [p.address for p in self._pinned]
+        self._parts = Parts([Shape.of(t) for t in large], addresses, slots)
 
 
 def starts(device: torch.device) -> tuple[int, int]:
