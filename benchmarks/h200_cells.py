@@ -159,12 +159,12 @@ class Layer(NamedTuple):
 
 
 class Layers(list[Layer]):
-    """Random ones on the GPU."""
+    """Random ones on the GPU, not more than `most`."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, most: int = _MOST_LAYERS):
         super().__init__(
             Layer(*(_weight(model.experts, n, k) for n, k in model.products("mlp")))
-            for _ in range(model.layers)
+            for _ in range(min(model.layers, most))
         )
         self._forms: dict[str, list[Any]] = {}
 

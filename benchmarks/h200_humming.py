@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from h200_cells import Cell, Routed
-from h200_contenders import Call, Contender, rounded
+from h200_contenders import Call, Contender, in_panels
 from torch import Tensor
 
-from fusion_moe.encodings import MXFP4, Quantized
+from fusion_moe.encodings import MXFP4, Quantized, dequantize
+from fusion_moe.nn.frozen.base import rounded
 
 _PADS = {"pad_n_to_multiple": 256, "pad_k_to_multiple": 128}  # as serving engines call it
 _SWIGLU = "a / (1.0f + __expf(-a)) * b"
@@ -63,7 +64,7 @@ class Weight:
         experts, n, k = weight.shape
         group, scales, outer, rows = 16, dtypes.float8e4m3, WeightScale2Type.TENSOR, None
         if eight_bits:
-            weight = rounded(weight, MXFP4)
+            weight = in_panels(weight, lambda q: rounded(dequantize(q).bfloat16(), MXFP4))
             group, scales, outer = 32, dtypes.float8e8m0, WeightScale2Type.NONE
             rows = HummingInputSchema(a_dtype=dtypes.float8e4m3, input_scale_group_size=128)
         schema = HummingWeightSchema(

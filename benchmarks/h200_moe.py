@@ -114,10 +114,11 @@ class Bench:
 
     def __init__(self, name: str, contenders: Iterable[str], cells: Sequence[Cell]):
         self.model = ALL_MODELS[name]
-        self.layers = Layers(self.model)
+        names = list(contenders)
+        self.layers = Layers(self.model, *([2] if {*names} & {*_OF_FP8} else []))  # which take long
         self.contenders: dict[str, Contender] = {}
         self.missing: dict[str, str] = {}
-        for contender in contenders:
+        for contender in names:
             made, begun = CONTENDERS[contender](self.model, self.layers), time.monotonic()
             try:
                 made.prepare(cells)
