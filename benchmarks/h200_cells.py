@@ -161,7 +161,7 @@ class Layer(NamedTuple):
 class Layers(list[Layer]):
     """Random ones on the GPU, not more than `most`."""
 
-    def __init__(self, model: Model, most: int = _MOST_LAYERS):
+    def __init__(self, model: Model, most: int):
         super().__init__(
             Layer(*(_weight(model.experts, n, k) for n, k in model.products("mlp")))
             for _ in range(min(model.layers, most))

@@ -115,7 +115,8 @@ class Bench:
     def __init__(self, name: str, contenders: Iterable[str], cells: Sequence[Cell]):
         self.model = ALL_MODELS[name]
         names = list(contenders)
-        self.layers = Layers(self.model, *([2] if {*names} & {*_OF_FP8} else []))  # which take long
+        # weights in other formats take long
+        self.layers = Layers(self.model, 2 if {*names} & {*_OF_FP8} else self.model.layers)
         self.contenders: dict[str, Contender] = {}
         self.missing: dict[str, str] = {}
         for contender in names:

@@ -62,7 +62,7 @@ class OnGPU:
         self.title, self.cell = model.title, partial(h200_cells.Cell, name, "mlp")
         self.routed, self.ours = (
             h200_cells.routed,
-            h200_contenders.Ours(model, h200_cells.Layers(model)),
+            h200_contenders.Ours(model, h200_cells.Layers(model, model.layers)),
         )
 
     def prepare(self, tokens: Sequence[int]) -> None:
