@@ -26,7 +26,7 @@ from fusion_moe.transformers import from_pretrained
 
 SMALL = Path(__file__).parents[1] / "examples" / "tiny_qwen3_moe"
 EXPERTS, SLOTS_OF_TOKEN, STEPS = 256, 8, 2000
-LEARNING = ((4.0, 16), (4.0, 4), (1.0, 4), (1.0, 1), (0.5, 1))  # half-life, steps between changes
+LEARNING = ((4.0, 16), (2.0, 16), (1.0, 16), (1.0, 4), (1.0, 1))  # half-life, steps between changes
 
 
 def drifting(drift: int) -> Iterator[Tensor]:

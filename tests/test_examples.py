@@ -83,3 +83,18 @@ def test_gpus_that_are_not_there():
         assert "nvFuser is not installed; pip install '.[nvfuser]' in a clone" in source
     else:
         assert source.count("fd.ops.cutlass_nvfp4_grouped_mm(") == 2
+
+
+@pytest.mark.once
+@pytest.mark.slow
+def test_offload(capsys, monkeypatch):
+    """Equal texts and logits, whatever was copied, computed and learned."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "argv", ["offload.py", "--tokens", "6"])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(str(EXAMPLES / "offload.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert done.value.code == 0
+    assert "the plain model's text: True; its logits, bit for bit: True" in said
+    assert said.count("experts copied") == 4
+    assert said.count(" slots' experts are there; ") == 4

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-HALF_LIFE = 4  # uses of an expert, on average, after which one counts half
+HALF_LIFE = 2  # uses of an expert, on average, after which one counts half
 _GAIN = 1.25  # how much more often a newcomer is used than the one it replaces
 _PLUS = 1.0
 

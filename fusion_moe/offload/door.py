@@ -30,6 +30,7 @@ PRETENDED = "pretended"
 EXPERTS_DEVICES = ("auto", "cuda", "cpu")
 _WHERE = "offload_"
 Memory = Mapping[int | str, int | str]
+Maker = Callable[[int, int], Callable[[Home], Device]]
 
 
 def offload_(
@@ -83,19 +84,27 @@ def offload_(
         workspace=workspace(device),
         experts_device=experts_device,
     )
-    log.info("%s", found)
+    made = {} if found.whole else _made(experts, found, _maker(device), every)
+    for name, module in made.items():
+        model.set_submodule(name, module)
     model.requires_grad_(False)
-    if not found.whole:
-        make = _maker(device)
-        each = enumerate(progress(experts.items(), "filling slots", len(experts)))
-        for i, (name, module) in each:
-            module.to("cpu")
-            slots, spare = found.slots[i] - found.spare, found.spare
-            cache = Cache(len(module.down_proj), slots, found.turning)
-            made = OffloadedExperts.of(module, make(slots, spare), cache, every)
-            model.set_submodule(name, made) if name else None
     if device != PRETENDED:
         model.to(device)
+    log.info("%s", found)
+    return found
+
+
+def _made(
+    experts: Mapping[str, Experts], plan: plans.Plan, make: Maker, every: int
+) -> dict[str, OffloadedExperts]:
+    """The modules that take the place of others."""
+    found = {}
+    for name, slots in progress(
+        zip(experts, plan.slots, strict=True), "filling slots", len(experts)
+    ):
+        module, cached = experts[name].to("cpu"), slots - plan.spare
+        cache = Cache(len(module.down_proj), cached, plan.turning)
+        found[name] = OffloadedExperts.of(module, make(cached, plan.spare), cache, every)
     return found
 
 
@@ -219,7 +228,7 @@ def _experts(model: nn.Module) -> dict[str, Experts]:
     return {name: module for name, module in found.items() if isinstance(module, Experts)}
 
 
-def _maker(device: str) -> Callable[[int, int], Callable[[Home], Device]]:
+def _maker(device: str) -> Maker:
     """(slots, spare) -> what makes the device of a layer from its home. Layers of a model share
     what only one of them needs at a time.
     """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from ..errors import OptionError, UnsupportedError
 from . import plan as plans
 from .door import device_of, offload_, workspace
 
-_WHERE = "from_pretrained"
+log = logging.getLogger("fusion_moe")
+_WHERE, _ON_LOAD = "from_pretrained", "quantization_config"
 
 
 def offloaded(
@@ -20,13 +22,16 @@ def offloaded(
     mesh: Any,
     experts_device: str | None,
     kv_tokens: int | None,
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """What `load(**kwargs)` returns, on the CPU, then `offload_`. Whether it fits is checked
     before, by the headers of a local directory in few bits.
+
+    None for a model that cannot be offloaded, if only `max_memory` asked for it: accelerate places
+    that.
     """
-    kwargs = dict(kwargs)
-    memory, device_map = kwargs.pop("max_memory", None), kwargs.pop("device_map", "auto")
+    left = dict(kwargs)
+    memory, device_map = left.pop("max_memory", None), left.pop("device_map", "auto")
     if device_map != "auto" or mesh is not None or device_of(memory) is None:
         raise OptionError(
             f"device_map = {device_map!r}, max_memory = {memory!r}"
@@ -34,13 +39,20 @@ def offloaded(
             expected="device_map='auto', and max_memory of one device and perhaps 'cpu'",
             where=_WHERE,
         )
+    asked = experts_device is not None or kv_tokens is not None
     kv_tokens = plans.KV_TOKENS if kv_tokens is None else kv_tokens
     where = experts_device or "auto"
-    if directory is not None and Path(directory).is_dir() and not kwargs.get("quantization_config"):
-        _check(Directory.open(directory), memory, where, kv_tokens)
-    found = load(**kwargs)
-    model = found[0] if isinstance(found, tuple) else found
-    offload_(model, memory, experts_device=where, kv_tokens=kv_tokens)
+    try:
+        if directory is not None and Path(directory).is_dir() and not left.get(_ON_LOAD):
+            _check(Directory.open(directory), memory, where, kv_tokens)
+        found = load(**left)
+        model = found[0] if isinstance(found, tuple) else found
+        offload_(model, memory, experts_device=where, kv_tokens=kv_tokens)
+    except UnsupportedError as error:
+        if asked:
+            raise
+        log.warning("nothing is offloaded: %s", error)
+        return None
     return found
 
 

@@ -64,11 +64,11 @@ class Machine:
         )
 
 
-# What `plan` expects of a GPU beside a server's CPU: copies over PCIe 5 x16, products of the CPU
-# that read eight channels of DDR5. When a model is loaded, they are measured.
+# What `plan` expects of a GPU beside a server's CPU with eight channels of DDR5; copies and starts
+# as on a machine with an H200. When a model is loaded, all are measured.
 EXPECTED = {
-    "H100": Machine(1.0e11, 0.75e11, 2e12, 5.5e10, 5.0e10, 10_000, 5_000, 2.6e12),
-    "H200": Machine(1.0e11, 0.75e11, 2e12, 5.5e10, 5.0e10, 10_000, 5_000, 3.8e12),
+    "H100": Machine(1.0e11, 0.75e11, 2e12, 4.9e10, 4.5e10, 30_000, 5_000, 2.6e12),
+    "H200": Machine(1.0e11, 0.75e11, 2e12, 4.9e10, 4.5e10, 30_000, 5_000, 3.8e12),
 }
 
 

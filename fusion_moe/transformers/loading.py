@@ -112,11 +112,14 @@ def from_pretrained(
     max_memory of one GPU and the CPU, with device_map="auto" or experts_device: experts that do not
     fit on the GPU are offloaded. experts_device, kv_tokens: as for `offload.offload_`.
     """
-    if experts_device is not None or kv_tokens is not None or _asks_to_offload(kwargs):
+    asked = experts_device is not None or kv_tokens is not None
+    if asked or _may_offload(directory, mesh, kwargs):
         from ..offload.loading import offloaded  # nobody else pays for it
 
         load = partial(from_pretrained, directory, auto_class=auto_class)
-        return offloaded(load, directory, mesh, experts_device, kv_tokens, kwargs)
+        placed = offloaded(load, directory, mesh, experts_device, kv_tokens, kwargs)
+        if placed is not None:
+            return placed
     wanted = kwargs.pop("output_loading_info", False)
     if directory is None and (
         mesh is not None or kwargs.get("config") is None or kwargs.get("state_dict") is None
@@ -189,14 +192,20 @@ def _gguf(file: str | Path) -> Directory:
     return opened
 
 
-def _asks_to_offload(kwargs: Mapping[str, Any]) -> bool:
-    """Whether max_memory names a device beside the CPU, for modules that are placed by it."""
+def _may_offload(directory: str | Path | None, mesh: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether max_memory names a device beside the CPU, for modules that are placed by it, and
+    experts are in few bits.
+    """
     memory = kwargs.get("max_memory")
     return (
         kwargs.get("device_map") == "auto"
         and isinstance(memory, Mapping)
         and "cpu" in memory
-        and len(memory) == 2
+        and [isinstance(key, int) for key in memory if key != "cpu"] == [True]
+        and mesh is None
+        and directory is not None
+        and Path(directory).is_dir()
+        and bool(kwargs.get("quantization_config") or Directory.open(directory).quantization)
     )
 
 

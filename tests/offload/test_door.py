@@ -23,6 +23,7 @@ from fusion_moe.checkpoints import Directory
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.nn.frozen.experts import Experts
 from fusion_moe.offload import OffloadedExperts, counters, explain, learn_, offload_, plan
+from fusion_moe.offload.loading import offloaded
 from fusion_moe.offload.machine import EXPECTED
 from fusion_moe.transformers import from_pretrained
 
@@ -157,12 +158,31 @@ def test_errors_come_first():
     assert not any(isinstance(m, OffloadedExperts) for m in model.modules())
     with pytest.raises(UnsupportedError, match=r"no experts of fusion_moe.nn .*quantize_"):
         offload_(torch.nn.Linear(2, 2), {"pretended": "1GB"})
-    memory = {"pretended": 1, "cpu": 1}
     with pytest.raises(UnsupportedError, match="experts in floats"):
-        from_pretrained(MADE / "bf16-qwen3_moe", max_memory=memory, device_map="auto")
+        from_pretrained(
+            MADE / "bf16-qwen3_moe", max_memory={"pretended": 1, "cpu": 1}, experts_device="auto"
+        )
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="no GPU for cuda:0"):
             offload_(model, {0: "1GB"})
+
+
+def test_accelerate_places_what_is_not_offloaded(caplog):
+    """Experts in floats, and models that cannot be offloaded, if only max_memory asked for it."""
+    pytest.importorskip("accelerate")
+    memory = {"cpu": "1GiB", "disk": "1GiB"}
+    for name in ("bf16-qwen3_moe", NAME):
+        model = from_pretrained(MADE / name, device_map="auto", max_memory=memory)
+        assert not any(isinstance(m, OffloadedExperts) for m in model.modules())
+
+    def load(**kwargs: object) -> torch.nn.Module:
+        return torch.nn.Linear(2, 2)
+
+    given = {"device_map": "auto", "max_memory": {"pretended": "1GB", "cpu": "1GB"}}
+    assert offloaded(load, None, None, None, None, given) is None
+    assert "nothing is offloaded: offload_: no experts" in caplog.text
+    with pytest.raises(UnsupportedError, match="no experts"):
+        offloaded(load, None, None, "auto", None, given)
 
 
 @pytest.mark.once
