@@ -62,6 +62,12 @@ def load() -> str:
     return text("load", "experts", "Load", "s.run();")
 
 
+def build(source: str, arch: str) -> Path:
+    """The cubin of a kernel."""
+    flags = ("--device-int128",)
+    return nvrtc.build(source, name=name_of(source), arch=arch, headers=headers(), flags=flags)
+
+
 class Kernel:
     """kernel(stream, numbers): a launch on the current device. overlaps: whether it begins while
     the kernel before it ends, for which it waits itself.
@@ -70,7 +76,7 @@ class Kernel:
     def __init__(self, source: str, blocks: int, shared: int = 0, overlaps: bool = False):
         arch = cuda.arch(torch.cuda.current_device())
         name = name_of(source)
-        path = nvrtc.build(source, name=name, arch=arch.nvrtc, headers=headers())
+        path = build(source, arch.nvrtc)
         function, overlaps = cuda.load(path, name, shared), overlaps and arch.programmatic_launch
         self._launch = cuda.Launch(function, blocks, THREADS, shared, overlaps)
 

@@ -107,6 +107,7 @@ class Moves:
         self._handed, self._placed = zeros(shared.capacity), zeros(shared.capacity)
         self._faults = Faults("a step of offloaded experts")
         self._faults.prepare(device.index)
+        self._fault = 0  # where the step reports that was begun
         self._kernels: dict[object, tuple[Kernel, Kernel]] = {}
         self._load, self._await, self._put, self._unpack  # noqa: B018  # nothing is compiled while a GPU waits
 
@@ -129,7 +130,7 @@ class Moves:
                 where="offload",
             )
         stream = cuda.stream(self.device)
-        fault = self._faults.word(self.device.index, stream)
+        fault = self._fault = self._faults.word(self.device.index, stream)
         find, move = self._of(ids.dtype, torch.float32 if w is None else w.dtype)
         step = self._step
         numbers = [ids.numel(), self.experts, self.cached, self.spare, ids.data_ptr()]
@@ -144,8 +145,7 @@ class Moves:
         """Waits for rows that the worker computes, and puts them where they belong: y [T * k, H],
         slot_of i32[T, k].
         """
-        stream = cuda.stream(self.device)
-        fault = self._faults.word(self.device.index, stream)
+        stream, fault = cuda.stream(self.device), self._fault
         numbers = [y[0].nbytes, int(self.shared.limit * 1e9), slot_of.data_ptr(), y.data_ptr()]
         self._await(stream, [*numbers, *self._step, *self.shared.letters, fault])
 

@@ -25,8 +25,14 @@ struct Costs {
         if (copied == missed) return copies;
         const i64 slow = copies + copied * (copy_expert_beside - copy_expert),
                   cpu = cpu_start + beside;
-        return cpu <= slow ? cpu + (slow - cpu) * copy_expert / max(copy_expert_beside, i64(1))
-                           : slow + (cpu - slow) * alone / max(beside, i64(1));
+        return cpu <= slow ? cpu + part(slow - cpu, copy_expert, copy_expert_beside)
+                           : slow + part(cpu - slow, alone, beside);
+    }
+
+  private:
+    // Of products that may have more than 64 bits.
+    __device__ __forceinline__ static i64 part(i64 of, i64 some, i64 all) {
+        return i64(__int128(of) * some / max(all, i64(1)));
     }
 };
 

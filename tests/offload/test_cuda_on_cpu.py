@@ -1,0 +1,188 @@
+"""What offload/cuda.py does with a GPU, without one: its kernels are compiled for the CPU, memory
+of the GPU is the host's, and streams are one. The worker is the real one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernels_on_cpu import folder, library
+from test_experts import BOTH, COMPUTES, COPIES, E, encoded, tokens
+
+import fusion_moe
+from fusion_moe.errors import DtypeError, GroupsError, WorkerError
+from fusion_moe.nn import Experts
+from fusion_moe.offload import cuda, launches, moves
+from fusion_moe.offload.cache import Cache
+from fusion_moe.offload.cuda import Cuda, shared_of
+from fusion_moe.offload.experts import OffloadedExperts
+from fusion_moe.offload.pinned import Pinned, Staging
+from fusion_moe.offload.worker import Worker
+
+pytestmark = pytest.mark.compiler
+__all__ = ["folder"]  # a fixture
+ROWS = 48  # of a step that is not long
+
+
+class Event:
+    def query(self) -> bool:
+        return True
+
+    synchronize = record = lambda self, *_: None
+
+
+class Stream:
+    cuda_stream = 0
+
+    def record_event(self) -> Event:
+        return Event()
+
+    wait_event = wait_stream = synchronize = lambda self, *_: None
+
+
+class OnCpu:
+    """torch, whose GPU is the CPU."""
+
+    cuda = SimpleNamespace(
+        Stream=lambda *_: STREAM,
+        Event=Event,
+        stream=lambda _: nullcontext(),
+        device=lambda _: nullcontext(),
+        current_stream=lambda *_: STREAM,
+        synchronize=lambda *_: None,
+    )
+
+    def device(self, *_) -> torch.device:
+        return torch.device("cpu", 0)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+STREAM = Stream()
+
+
+@pytest.fixture(autouse=True)
+def gpu(folder, monkeypatch):
+    """A GPU that is the CPU."""
+    steps, experts = library(folder, "kernels"), library(folder, "experts")
+
+    class Kernel:
+        def __init__(self, source: str, blocks: int, shared: int = 0, overlaps: bool = False):
+            name = launches.name_of(source)
+            of = source.partition("<")[2].partition(">")[0].replace(", ", "_")
+            suffix = "" if name in ("load", "await_rows", "put_rows") else f"_{of}"
+            self.copies = name == "move"
+            self.run = getattr(experts if name == "load" else steps, name + suffix)
+
+        def __call__(self, stream: int, numbers) -> None:
+            if self.copies:
+                count, copied = (ctypes.c_int32 * 1).from_address(numbers[10]), numbers[12]
+                experts.copy(
+                    ctypes.c_void_p(numbers[2]),
+                    (ctypes.c_longlong * 64)(
+                        *(ctypes.c_int32 * 64).from_address(copied)[: count[0]]
+                    ),
+                    ctypes.c_int64(count[0]),
+                    ctypes.c_int64(numbers[1]),
+                )
+            self.run((ctypes.c_longlong * len(numbers))(*numbers))
+
+    fake = SimpleNamespace(index_of=lambda _: 0, stream=lambda _: 0, capturing=lambda: False)
+    for module in (cuda, moves):
+        monkeypatch.setattr(module, "torch", OnCpu())
+        monkeypatch.setattr(module, "cuda", fake)
+    monkeypatch.setattr(moves, "Kernel", Kernel)
+    monkeypatch.setattr(moves, "Staging", lambda sizes: Staging(sizes, pin=False))
+    monkeypatch.setattr(cuda, "Pinned", lambda t: Pinned(t, pin=False))
+    monkeypatch.setattr(cuda, "_wait", lambda *_: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    with torch.no_grad():
+        yield
+    fusion_moe.synchronize()
+
+
+def offloaded(plain: Experts, slots: int, constants=BOTH, spare=E, every=0, **more):
+    def make(home):
+        shared = shared_of(home, torch.device("cpu", 0), ROWS, **more)
+        return Cuda(home, slots, spare, constants, shared)
+
+    return OffloadedExperts.of(plain, make, Cache(E, slots), every)
+
+
+@pytest.mark.parametrize("constants", [COMPUTES, COPIES, BOTH])
+@pytest.mark.parametrize("slots", [0, 3, E])
+def test_equal_to_the_plain_module(slots, constants):
+    plain = encoded("nvfp4")
+    found = offloaded(plain, slots, constants, every=3)
+    for step, count in enumerate((0, 1, 16, 7, 40, 2)):  # one of them long
+        x, ids, w = tokens(count, seed=step)
+        for of in (ids, ids.int()):
+            assert torch.equal(found(x, of, w), plain(x, ids, w)), count
+    c = found.counters
+    named = 2 * sum(
+        int((tokens(n, seed=i)[1] >= 0).sum()) for i, n in enumerate((0, 1, 16, 7, 40, 2))
+    )
+    assert (c.steps, c.hits + c.misses) == (10, named)
+    assert (c.misses > 0) == (slots < E)
+    assert bool(c.copied) == (slots < E)  # also in long steps
+    assert bool(c.computed) == (slots < E and constants is not COPIES)
+    assert (c.cpu_ns > 0) == bool(c.computed)
+
+
+@pytest.mark.parametrize("more", [{"scale_on": "input"}, {}])
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "fp8"])
+def test_other_layers(encoding, more):
+    plain = encoded(encoding, **more)
+    found, args = offloaded(plain, 3), tokens(9)
+    assert torch.equal(found(*args), plain(*args))
+
+
+def test_a_long_step_without_room_for_copies():
+    plain, args = encoded("nvfp4"), tokens(40)
+    found = offloaded(plain, 3, spare=1)
+    assert torch.equal(found(*args), plain(*args))
+
+
+def test_what_is_wrong_is_told():
+    plain, (x, ids, w) = encoded("nvfp4"), tokens(9)
+    found = offloaded(plain, 3)
+    with pytest.raises(DtypeError, match="float32"):
+        found(x.float(), ids, w)
+    bad = ids.clone()
+    bad[2, 1] = E
+    found(x, bad, w)
+    with pytest.raises(GroupsError, match=rf"ids.flatten\(\)\[7\] = {E} is out of range"):
+        fusion_moe.synchronize()
+    with pytest.raises(GroupsError):
+        found(*tokens(40)[:1], torch.full((40, 3), E), tokens(40)[2])  # a long one, at once
+    assert torch.equal(found(x, ids, w), plain(x, ids, w))
+
+
+def test_a_worker_that_fails_is_an_error_and_the_rest_is_right():
+    plain, (x, ids, w) = encoded("nvfp4"), tokens(9)
+    found = offloaded(plain, 3, COMPUTES, limit=0.05)
+    worker = found.device.shared.model.worker
+    worker.pause()
+    y = found(x, ids, w)
+    worker.pause(False)
+    places = found.device.places
+    there = torch.where((ids >= 0) & (places[ids.clamp(0)] >= 0), ids, -1)
+    assert torch.equal(y, plain(x, there, w))
+    with pytest.raises(WorkerError, match=r"it is late, after [5-9]\d ms"):
+        found(x, ids, w)
+    found(x, ids, w)
+    with pytest.raises(WorkerError, match="it failed before"):
+        fusion_moe.synchronize()
+
+    found = offloaded(plain, 3, COMPUTES)
+    Worker.of_process().stop()
+    found(x, ids, w)
+    with pytest.raises(WorkerError, match="it has ended"):
+        fusion_moe.synchronize()
+    found = offloaded(plain, 3, COMPUTES)  # with a new worker
+    assert torch.equal(found(x, ids, w), plain(x, ids, w))
