@@ -101,9 +101,7 @@ def module(name: str) -> Experts:
 class Way:
     """A device whose steps are replayed. rows: ids, and the experts there, by number."""
 
-    def __init__(
-        self, home: Home, shared: Shared, slots: int, constants: Constants, spare: int = SPARE
-    ):
+    def __init__(self, home: Home, shared: Shared, slots: int, constants: Constants, spare: int):
         self.device = Cuda(home, slots, spare, constants, shared)
         for expert in range(slots):
             self.device.load(expert, expert)
@@ -152,18 +150,17 @@ def cells(arguments: argparse.Namespace, name: str) -> Iterator[Row]:
         "copy": replace(rates, cpu_start=NEVER),
     }
     shared = shared_of(home, torch.device("cuda", 0), CAPACITY)
-    whole = Way(home, shared, experts, rates)
+    whole = Way(home, shared, experts, rates, SPARE)
     for resident in arguments.resident:
         slots = experts * resident // 100
-        devices = {
-            n: Way(home, shared, slots, costs, experts if n == "copy" else SPARE)
-            for n, costs in ways.items()
-        }
+        # all have kernels for as many matrices
+        spare = experts + SPARE - slots
+        devices = {n: Way(home, shared, slots, costs, spare) for n, costs in ways.items()}
         devices["whole"] = whole
         for routing in arguments.routings:
             for tokens in arguments.tokens:
                 ids = drawn(routing, experts, k, tokens, arguments.steps)
-                yield cell(name, routing, resident, slots, devices, ids, hidden, rates)
+                yield cell(name, routing, resident, slots, devices, ids, hidden, experts, rates)
                 if time.monotonic() > arguments.end:
                     return
         del devices
@@ -177,6 +174,7 @@ def cell(
     devices: dict[str, Way],
     ids: Tensor,
     hidden: int,
+    experts: int,
     rates: Constants,
 ) -> Row:
     steps, tokens, k = ids.shape
@@ -198,7 +196,7 @@ def cell(
     synchronize()
     named = [torch.bincount(i.flatten(), minlength=slots) for i in ids]
     missed = [{e: int(n) for e, n in enumerate(row.tolist()) if n and e >= slots} for row in named]
-    model = [split(m, rates, SPARE, SPARE).time / 1e3 for m in missed]
+    model = [split(m, rates, experts, experts).time / 1e3 for m in missed]
     of_whole = median(times["whole"])
     return Row(
         name,

@@ -74,6 +74,10 @@ class BuildError(Error, RuntimeError):
     """
 
 
+class PinError(Error, RuntimeError):
+    """Memory of the host that could not be pinned for a GPU."""
+
+
 class WorkerError(Error, RuntimeError):
     """Rows of offloaded experts that the CPU did not compute for a GPU: its worker ended, was late,
     or found bad input.

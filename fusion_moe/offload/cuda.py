@@ -33,7 +33,7 @@ from ..runtime.native import Descriptor
 from .device import Counters, Home
 from .launches import Parts, Shape, why_not_tiled
 from .moves import LIMIT, Moves, Shared
-from .pinned import Pinned
+from .pinned import pinned
 from .split import Constants
 from .steps import Steps, fusion_of_call, steps_of
 
@@ -65,7 +65,7 @@ class Cuda:
         self.layout = _layout(home, device)
         self.slots = home.empty(max(slots + spare, 1), device)
         self._pinned = {
-            name: Pinned(t) if t.nbytes >= pages.PAGE and t.data_ptr() % pages.PAGE == 0 else None
+            name: pinned(t) if t.nbytes >= pages.PAGE and t.data_ptr() % pages.PAGE == 0 else None
             for name, t in home.tensors.items()
         }
         # few bytes stay on the GPU whole

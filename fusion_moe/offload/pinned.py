@@ -1,6 +1,6 @@
 """Memory of the host that GPUs read and write: tensors on pages of their own, pinned in pieces.
 
-home = Pinned(tensor)       # a tensor of `pages.empty`, 2 MiB or more; PinError if refused
+home = pinned(tensor)       # a tensor of `pages.empty`, 2 MiB or more; PinError if refused
 home.address                # at which kernels find it; unpinned when `home` is no more
 staging = Staging({"rows": 4096, "ids": 64})    # memory of our own, pinned
 staging.addresses["rows"]                       # on the GPU; staging.tensors["rows"]: u8
@@ -13,20 +13,17 @@ import os
 import resource
 import weakref
 from collections.abc import Mapping
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from ..errors import BuildError, Error
+from ..errors import BuildError, PinError
 from ..layouts.groups import ceil_to
 from ..runtime import cuda
 
 _PIECE = 2**30  # bytes pinned at once
 _LINE = 256  # bytes: what arrays of a staging begin at multiples of
-
-
-class PinError(Error, RuntimeError):
-    """Memory of the host that could not be pinned."""
 
 
 class Pinned:
@@ -58,6 +55,18 @@ class Pinned:
                     f"pieces of {t.nbytes / 2**30:.1f} GiB are mapped apart on the GPU",
                     expected="a driver with unified addresses",
                 )
+
+
+_all: WeakValueDictionary[tuple[int, int], Pinned] = WeakValueDictionary()
+
+
+def pinned(t: Tensor) -> Pinned:
+    """The same for all who pin the same memory, which the driver pins once."""
+    key = t.data_ptr(), t.nbytes
+    found = _all.get(key)
+    if found is None:
+        found = _all[key] = Pinned(t)
+    return found
 
 
 class Staging:

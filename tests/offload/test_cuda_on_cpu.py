@@ -23,7 +23,7 @@ from fusion_moe.offload.experts import OffloadedExperts
 from fusion_moe.offload.pinned import Pinned, Staging
 from fusion_moe.offload.worker import Worker
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.once]
 __all__ = ["folder"]  # a fixture
 ROWS = 48  # of a step that is not long
 
@@ -98,7 +98,7 @@ def gpu(folder, monkeypatch):
         monkeypatch.setattr(module, "cuda", fake)
     monkeypatch.setattr(moves, "Kernel", Kernel)
     monkeypatch.setattr(moves, "Staging", lambda sizes: Staging(sizes, pin=False))
-    monkeypatch.setattr(cuda, "Pinned", lambda t: Pinned(t, pin=False))
+    monkeypatch.setattr(cuda, "pinned", lambda t: Pinned(t, pin=False))
     monkeypatch.setattr(cuda, "_wait", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     with torch.no_grad():

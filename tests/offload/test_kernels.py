@@ -21,7 +21,7 @@ from fusion_moe.offload.launches import Parts, Shape
 from fusion_moe.offload.split import Constants, split
 from fusion_moe.runtime import nvrtc
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.once]
 __all__ = ["folder"]  # a fixture
 E, SPARES, MOST = 24, 6, 96
 FIND = f"""
@@ -125,8 +125,7 @@ def test_rows_go_to_the_worker_and_back(folder):
 
 
 SOURCES = [
-    *(launches.find_misses(ids) for ids in (torch.int32, torch.int64)),
-    *(launches.move(torch.int64, w) for w in (torch.bfloat16, torch.float32)),
+    *(launches.find_misses(torch.int64), launches.move(torch.int64, torch.float32)),
     *(launches.await_rows(), launches.put_rows(), launches.load()),
 ]
 
