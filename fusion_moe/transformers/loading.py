@@ -112,8 +112,8 @@ def from_pretrained(
     max_memory of one GPU and the CPU, with device_map="auto" or experts_device: experts that do not
     fit on the GPU are offloaded. experts_device, kv_tokens: as for `offload.offload_`.
     """
-    asked = experts_device is not None or kv_tokens is not None
-    if asked or _may_offload(directory, mesh, kwargs):
+    offloads = experts_device is not None or kv_tokens is not None
+    if offloads or _may_offload(directory, mesh, kwargs):
         from ..offload.loading import offloaded  # nobody else pays for it
 
         load = partial(from_pretrained, directory, auto_class=auto_class)
