@@ -6,7 +6,9 @@ Traces: tokens whose experts follow Zipf's law with exponent 1.2, 8 of 256, two 
 their popularity every so many steps (drift); and what a layer of the small model of this repository
 chose while it generated. "static": what the first quarter used most stays; "lru": each miss
 replaces the expert that was used longest ago, which copies all misses; a number: the half-life of
-`fusion_moe.offload.cache`, with so many steps between two changes.
+`fusion_moe.offload.cache`, with so many steps between two changes. At the end: how many of the
+experts that a layer of the small model chooses are among those that its router finds best for what
+an earlier layer's experts got, and so could be fetched before.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,15 +47,50 @@ def drifting(drift: int) -> Iterator[Tensor]:
 @torch.no_grad()
 def recorded(tokens: int) -> list[Tensor]:
     """Routings i64[4] of a layer of the small model."""
-    model = from_pretrained(SMALL, dtype=torch.bfloat16, quantization_config=NVFP4Config()).eval()
-    found = list[Tensor]()
+    model, found = small(), list[Tensor]()
     experts = model.model.layers[2].mlp.experts
     experts.register_forward_pre_hook(lambda _, args: found.append(args[1].clone()))
-    line = (SMALL / "heldout.jsonl").read_text(encoding="utf-8").splitlines()[0]
-    ids = AutoTokenizer.from_pretrained(SMALL)(json.loads(line)["text"], return_tensors="pt")
     torch.manual_seed(0)
-    model.generate(ids.input_ids[:, :32], max_new_tokens=tokens, do_sample=True, top_k=50)
+    model.generate(text(32), max_new_tokens=tokens, do_sample=True, top_k=50)
     return [t[0] for t in found if len(t) == 1]
+
+
+def small() -> Any:
+    """The small model."""
+    return from_pretrained(SMALL, dtype=torch.bfloat16, quantization_config=NVFP4Config()).eval()
+
+
+def text(tokens: int) -> Tensor:
+    """The first ids i64[1, tokens] of its held-out texts."""
+    lines = (SMALL / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    joined = "".join(json.loads(line)["text"] for line in lines[:20])
+    ids: Tensor = AutoTokenizer.from_pretrained(SMALL)(joined, return_tensors="pt").input_ids
+    return ids[:, :tokens]
+
+
+@torch.no_grad()
+def predicted(tokens: int = 1000) -> Iterator[str]:
+    """A row for each distance between two layers."""
+    layers, got = (model := small()).model.layers, dict[int, Tensor]()
+    for i, layer in enumerate(layers):
+        layer.mlp.register_forward_pre_hook(
+            lambda _, args, i=i: got.update({i: args[0][0].float()})
+        )
+    model(text(tokens))
+    k = model.config.num_experts_per_tok
+    for ahead in range(1, len(layers)):
+        shares = {fetched: list[float]() for fetched in (k, 3 * k // 2, 2 * k)}
+        for late in range(ahead, len(layers)):
+            norms = [
+                layers[i].post_attention_layernorm.weight.float() for i in (late - ahead, late)
+            ]
+            router = layers[late].mlp.gate.weight.float().T
+            chosen = (got[late] @ router).topk(k).indices
+            guess = got[late - ahead] / norms[0] * norms[1] @ router
+            for fetched, found in shares.items():
+                best = guess.topk(fetched).indices
+                found.append((chosen[:, :, None] == best[:, None]).any(-1).float().mean().item())
+        yield f"| {ahead} | " + " | ".join(f"{mean(found):.2f}" for found in shares.values()) + " |"
 
 
 def learned(trace: Sequence[Tensor], experts: int, slots: int, life: float, every: int) -> str:
@@ -108,6 +147,9 @@ def main() -> None:
             found = [static(trace, experts, slots), least_recently_used(trace, experts, slots)]
             found += [learned(trace, experts, slots, life, every) for life, every in LEARNING]
             print(f"| {name} | {slots} of {experts} | {' | '.join(found)} |", flush=True)
+    print("\n| layers before | 4 of 16 experts | 6 | 8 |\n|---|---|---|---|")
+    for row in predicted():
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

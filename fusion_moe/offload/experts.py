@@ -60,7 +60,7 @@ class OffloadedExperts(Experts):
         made.device, made.cache, made.every = make(made.home), cache, every
         made._steps, made._changing, made._number = 0, threading.Lock(), next(_numbers)
         _modules[made._number] = made
-        made.refill()
+        made.renew()
         return made
 
     def forward(
@@ -121,7 +121,7 @@ class OffloadedExperts(Experts):
                 self.device.publish(self.cache.places)
         return len(moves)
 
-    def refill(self) -> None:
+    def renew(self) -> None:
         """Copies all experts in slots again, after their home has changed."""
         for expert, slot in enumerate(self.cache.places.tolist()):
             if slot >= 0:
@@ -143,10 +143,6 @@ class OffloadedExperts(Experts):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadedExperts:
         return self  # nothing moves, and nothing is cast
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self.refill()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(

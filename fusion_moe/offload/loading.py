@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -65,13 +66,25 @@ def _check(directory: Directory, memory: Any, experts_device: str, kv_tokens: in
             where=f"{_WHERE}: {directory.path}",
         )
     device, ram = device_of(memory), memory.get("cpu")
+    held = [
+        n for n in (_available(), None if ram is None else plans.bytes_of(ram)) if n is not None
+    ]
     (size,) = (size for key, size in memory.items() if key != "cpu")
     plans.make(
         plans.Model.of_directory(directory),
         plans.bytes_of(size),
-        None if ram is None else plans.bytes_of(ram),
+        min(held, default=None),
         workspace=workspace(device),
         kv_tokens=kv_tokens,
         experts_device=experts_device,
         where=_WHERE,
     )
+
+
+def _available() -> int | None:
+    """Bytes of the host's memory that are free or hold files; None where the system is silent."""
+    with contextlib.suppress(OSError), Path("/proc/meminfo").open() as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -22,7 +22,15 @@ from fusion_moe import NVFP4Config, quantize_
 from fusion_moe.checkpoints import Directory
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.nn.frozen.experts import Experts
-from fusion_moe.offload import OffloadedExperts, counters, explain, learn_, offload_, plan
+from fusion_moe.offload import (
+    OffloadedExperts,
+    counters,
+    explain,
+    learn_,
+    loading,
+    offload_,
+    plan,
+)
 from fusion_moe.offload.loading import offloaded
 from fusion_moe.offload.machine import EXPECTED
 from fusion_moe.transformers import from_pretrained
@@ -132,7 +140,7 @@ def test_quantized_model():
     assert model(IDS).logits.equal(want)
 
 
-def test_errors_come_first():
+def test_errors_come_first(monkeypatch):
     model = from_pretrained(MADE / NAME)
     layer = plan.Model.of_directory(Directory.open(MADE / NAME)).layers[0]
     assert layer.experts >= 4
@@ -162,6 +170,9 @@ def test_errors_come_first():
         from_pretrained(
             MADE / "bf16-qwen3_moe", max_memory={"pretended": 1, "cpu": 1}, experts_device="auto"
         )
+    monkeypatch.setattr(loading, "_available", lambda: 1000)
+    with pytest.raises(OptionError, match="1 kB of memory; expected"):
+        from_pretrained(MADE / NAME, max_memory={"pretended": room(3)}, kv_tokens=16)
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="no GPU for cuda:0"):
             offload_(model, {0: "1GB"})

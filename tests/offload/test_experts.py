@@ -15,14 +15,17 @@ import torch
 from experts import experts, float_weights, routed
 from torch import Tensor
 
+import fusion_moe
 from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.errors import DeviceError, GroupsError, ShapeError, UnsupportedError
 from fusion_moe.nn import Experts, swiglu
 from fusion_moe.nn.lora.adapter import add_lora_
+from fusion_moe.offload import pretended
 from fusion_moe.offload.cache import Cache
 from fusion_moe.offload.experts import OffloadedExperts
 from fusion_moe.offload.pretended import Pretended
 from fusion_moe.offload.split import Constants
+from fusion_moe.offload.worker import Worker
 
 E, H, I = 8, 64, 32
 # cpu_start, cpu_expert, cpu_expert_beside, cpu_row, copy_start, copy_expert, copy_expert_beside
@@ -102,6 +105,34 @@ def test_variants(more):
         assert offloaded(plain)(*args).equal(plain(*args))
 
 
+def test_reference():
+    """The reference evaluates the steps on one device."""
+    with fusion_moe.options.override(target="reference"):
+        plain, args = experts(E, H, I), tokens(6)
+        found = offloaded(plain)
+        assert found(*args).equal(plain(*args))
+        assert found.counters.computed
+
+
+def test_a_worker_that_is_gone_or_late(monkeypatch, caplog):
+    """The step is whole nevertheless, and says so once."""
+    own = Worker(1)
+    monkeypatch.setattr(Worker, "_of_process", own)
+    monkeypatch.setattr(pretended, "LIMIT", 0.05)
+    plain, args = experts(E, H, I), tokens(6)
+    found, want = offloaded(plain, COMPUTES), plain(*args)
+    assert found(*args).equal(want)
+    warned = len(caplog.records)
+    own.pause()
+    assert found(*args).equal(want)
+    assert "without their worker: it took too long" in caplog.text
+    own.stop()
+    for _ in range(2):
+        assert found(*args).equal(want)
+    assert len(caplog.records) == warned + 2
+    assert "it has ended" in caplog.text or "worker has ended" in caplog.text
+
+
 def test_leading_dimensions():
     plain = experts(E, H, I)
     x, ids, w = tokens(6)
@@ -173,6 +204,10 @@ def test_state_dicts():
     assert found.state_dict().keys() == plain.state_dict().keys()
     found.load_state_dict(other.state_dict())
     assert found(*args).equal(want)
+    third = experts(E, H, I, seed=2)
+    fusion_moe.update_weights_(found, third.state_dict())
+    assert found(*args).equal(third(*args))
+    fusion_moe.update_weights_(found, other.state_dict())
     assert found.to(torch.float16).to("meta") is found  # it stays where it is
     assert found(*args).equal(want)
     for make in (copy.deepcopy, pickle.dumps):

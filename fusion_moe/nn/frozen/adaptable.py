@@ -60,6 +60,10 @@ class AdaptableModule(PackedModule):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
+        self.renew()
+
+    def renew(self) -> None:
+        """Makes anew what is made of the weights, which have changed in place."""
         folded.refold_(self)
 
     def _folded(self, rows: int) -> bool:

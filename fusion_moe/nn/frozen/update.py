@@ -23,7 +23,6 @@ from ...errors import CheckpointError, DtypeError, ShapeError, UnsupportedError,
 from ..local import is_dtensor
 from .adaptable import AdaptableModule
 from .base import by_kernels, rounded
-from .folded import refold_
 from .packed import PackedModule, Packing, as_part, packing_of
 
 _WHERE = "update_weights_"
@@ -77,7 +76,7 @@ def update_weights_(
         raise
     for module in {place.module for place in begun}:
         if isinstance(module, AdaptableModule):
-            refold_(module)
+            module.renew()
     for place in begun:
         there = [other for other in places.values() if other.module is place.module]
         if isinstance(place.module, _Unusable) and all(other in begun for other in there):

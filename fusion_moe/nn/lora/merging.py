@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ...encodings import Quantized, check_finite, dequantize, matrix_scale_of, quantize
 from ...errors import UnsupportedError
 from ..frozen.adaptable import AdaptableModule
-from ..frozen.folded import refold_
 from ..frozen.packed import PackedModule, packing_of
 from .adapter import adapted, adapters_of
 
@@ -101,7 +100,7 @@ def write_(module: PackedModule, weights: Mapping[str, Sequence[Tensor]]) -> Non
         for stored, part in zip(module.weight_of(name), parts, strict=True):
             stored.data.copy_(part)
     if isinstance(module, AdaptableModule):
-        refold_(module)
+        module.renew()
 
 
 def _sum(module: PackedModule, name: str, delta: Delta, where: str) -> tuple[Quantized, Tensor]:
