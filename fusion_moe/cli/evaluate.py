@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from ..errors import OptionError
-from .models import device_of, quietly
+from .models import device_of, quietly, tokenizer_of
 from .output import FINE, Json, finish, table
 
 if TYPE_CHECKING:  # imports transformers
@@ -89,8 +89,6 @@ def evaluated(path: Path, text: Path, against: Path | None = None, window: int =
     """UnsupportedError without transformers; OptionError for a file that is no text."""
     device, texts = device_of("", "eval"), _texts(text)
     with quietly():
-        from transformers import AutoTokenizer
-
         from ..transformers import from_pretrained
         from ..transformers.evaluation import evaluate as evaluate_model
 
@@ -98,7 +96,7 @@ def evaluated(path: Path, text: Path, against: Path | None = None, window: int =
             None if each is None else from_pretrained(each, dtype=torch.bfloat16).to(device).eval()
             for each in (path, against)
         ]
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = tokenizer_of(path)
         found = evaluate_model(models[0], tokenizer, texts, models[1], window)
     return Evaluated(str(path), str(text), None if against is None else str(against), found)
 

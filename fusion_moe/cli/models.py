@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ..checkpoints.directory import GGUF
 from ..env import has_cuda
 from ..errors import Error, UnsupportedError, need_one_of
 from ..messages.extras import install
@@ -42,6 +43,15 @@ def a_model(path: Path, what: str = "a model of transformers") -> Iterator[None]
         raise UnsupportedError(
             " ".join(str(error).split()), expected=what, where=str(path)
         ) from None
+
+
+def tokenizer_of(path: Path) -> Any:
+    """The tokenizer of a directory, or of a file of GGUF."""
+    from transformers import AutoTokenizer
+
+    if path.suffix == GGUF:
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return AutoTokenizer.from_pretrained(path)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ..errors import OptionError
 from ..messages.units import amount, count
 from ..nn import Experts
 from .inspect import kernels_for
-from .models import Device, a_model, device_of, quietly
+from .models import Device, a_model, device_of, quietly, tokenizer_of
 from .output import FINE, Json, finish
 
 if TYPE_CHECKING:
@@ -138,14 +138,12 @@ class Talk:
     @classmethod
     def open(cls, directory: Path, device: str, temperature: float | None, out: bool) -> Talk:
         """Loads a model. Raises as `from_pretrained`."""
-        from transformers import AutoTokenizer
-
         from ..transformers import NVFP4Config, from_pretrained, fuse_routers_
         from ..transformers.decoding import sampling, share_keys_
 
         Directory.open(directory)  # says what is wrong with it
         with a_model(directory, "a tokenizer of transformers"):
-            tokenizer = AutoTokenizer.from_pretrained(directory)
+            tokenizer = tokenizer_of(directory)
         how: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": device}
         with a_model(directory):
             model = from_pretrained(directory, quantization_config=NVFP4Config(), **how).eval()

@@ -246,8 +246,7 @@ def _configuration(
     kept = _some_of(kwargs, (*_OF_HUB, *_OF_CODE, *_OF_MODEL))
     entries = {key: value for key, value in kwargs.items() if key not in _OF_MODEL}
     if said is not None:
-        of_family = CONFIG_MAPPING[said["model_type"]]
-        config, unused = of_family.from_dict(dict(said), return_unused_kwargs=True, **entries)
+        config, unused = _from_dict(said, return_unused_kwargs=True, **entries)
     else:
         config, unused = configuration(
             directory if config is None else config, return_unused_kwargs=True, **entries
@@ -257,8 +256,10 @@ def _configuration(
 
 def configuration(directory: str | Path | None, **kwargs: Any) -> Any:
     """`AutoConfig.from_pretrained`, also for model types that transformers knows under another
-    name.
+    name, and for files of GGUF.
     """
+    if directory is not None and Path(directory).suffix == GGUF:
+        return _from_dict(_gguf(directory).config, **kwargs)
     config_dict, _ = PreTrainedConfig.get_config_dict(directory, **_some_of(kwargs, _OF_HUB))
     model_type = config_dict.get("model_type", "")
     if not isinstance(model_type, str):
@@ -273,6 +274,11 @@ def configuration(directory: str | Path | None, **kwargs: Any) -> Any:
     entries = {key: value for key, value in kwargs.items() if key not in (*_OF_HUB, *_OF_CODE)}
     config_dict.pop("auto_map", None)  # the repository's own code
     return CONFIG_MAPPING[family].from_dict(config_dict | {"model_type": family}, **entries)
+
+
+def _from_dict(said: Mapping[str, Any], **kwargs: Any) -> Any:
+    """The configuration of a config.json."""
+    return CONFIG_MAPPING[said["model_type"]].from_dict(dict(said), **kwargs)
 
 
 def _in_place_of_files(

@@ -183,7 +183,11 @@ def _add_metadata(writer: Any, config: Any) -> None:
     writer.add_key_length(SIZES["head_dim"])
     writer.add_value_length(SIZES["head_dim"])
     writer.add_vocab_size(config.vocab_size)
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    tokens = ["t", *"0123456789", "t0"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens + [f"<{i}>" for i in range(len(tokens), config.vocab_size)])
+    writer.add_token_merges(["t 0"])
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
     writer.add_pad_token_id(config.pad_token_id)
