@@ -2,14 +2,15 @@
 tokens, with how many experts there.
 
     python benchmarks/offload.py [--models deepseek-v3,gpt-oss,qwen3-235b] [--resident 0,10,37,80]
-        [--tokens 1,2,4,8,16,64] [--steps 300] [--seconds 600] [--json FILE]
+        [--tokens 1,2,4,8,16,64] [--prompts 8192,32768] [--steps 300] [--seconds 600] [--json FILE]
 
 Weights are made up, in the sizes of the models; ids are drawn by Zipf's law with exponent 1.2 or
 evenly, and the experts that are named most often are there. Steps are CUDA graphs, alternated in
 one process: with misses divided ("split"), all computed by the CPU ("cpu"), all copied ("copy"), of
 a layer that is there whole ("whole"), and of the operation without any of this ("plain"). Times are
 medians in microseconds. The bound is the larger of the whole layer's time and of the split's by its
-model (fusion_moe/offload/split.py), with the machine's constants.
+model (fusion_moe/offload/split.py), with the machine's constants. Prompts stream the experts that
+are not there; their rate is that of the bytes that are copied.
 """
 
 from __future__ import annotations
@@ -163,6 +164,9 @@ def cells(arguments: argparse.Namespace, name: str) -> Iterator[Row]:
                 yield cell(name, routing, resident, slots, devices, ids, hidden, experts, rates)
                 if time.monotonic() > arguments.end:
                     return
+        for tokens in arguments.prompts:
+            ids = drawn("uniform", experts, k, tokens, 1)[0]
+            prompt(name, resident, devices["split"], ids, hidden)
         del devices
 
 
@@ -214,6 +218,27 @@ def cell(
     )
 
 
+def prompt(name: str, resident: int, way: Way, ids: Tensor, hidden: int) -> None:
+    """Prints the time of a long step, and the bytes per second that it copies."""
+    x = torch.randn(len(ids), hidden, device="cuda").bfloat16()
+    w, there = torch.full(ids.shape, 1.0 / ids.shape[1], device="cuda"), ids.cuda()
+    times, before = [], 0
+    for _ in range(4):
+        before = way.device.counters.bytes_copied
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        way.device.step(x, there, w)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    copied = way.device.counters.bytes_copied - before
+    print(
+        f"{name} {resident} % there, a prompt of {len(ids)} tokens: {median(times[1:]) * 1e3:.1f} "
+        f"ms, {copied / median(times[1:]) / 1e9:.1f} GB/s",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, usual in (
@@ -221,14 +246,15 @@ def main() -> None:
         ("resident", "0,10,37,80"),
         ("tokens", "1,2,4,8,16,64"),
         ("routings", "zipf,uniform"),
+        ("prompts", ""),
     ):
         parser.add_argument(f"--{name}", default=usual)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    for name in ("resident", "tokens"):
-        setattr(arguments, name, [int(n) for n in getattr(arguments, name).split(",")])
+    for name in ("resident", "tokens", "prompts"):
+        setattr(arguments, name, [int(n) for n in getattr(arguments, name).split(",") if n])
     arguments.routings = arguments.routings.split(",")
     arguments.end = time.monotonic() + arguments.seconds
     rows = []
