@@ -115,7 +115,6 @@ struct Model {
 
     bool waits() const { return acquire(box->posted) != seen; }
 
-    // The memory grows to what programs need.
     void answer(Team& team, std::vector<char>& memory) {
         seen = acquire(box->posted);
         box->refused = !compute(team, memory);
@@ -134,7 +133,6 @@ struct Model {
         const Program& found = *programs[program];
         for (i64 row = box->rows; row < found.rows; ++row)
             reinterpret_cast<i32*>(ids)[row] = -1, reinterpret_cast<float*>(weights)[row] = 0;
-        if (memory.size() < found.workspace()) memory.resize(found.workspace());
         char* const given[] = {rows, ids, weights};
         const Clock::time_point start = Clock::now();
         const bool good = found.run(given, layers[layer], results, memory.data(), team);
@@ -170,8 +168,10 @@ class Worker {
     i64 add_programs(Model& model, Numbers& said) {
         const std::lock_guard lock(mutex_);
         const auto first = static_cast<i64>(model.programs.size());
-        for (i64 n = said.next(); n > 0; --n)
+        for (i64 n = said.next(); n > 0; --n) {
             model.programs.push_back(std::make_unique<Program>(said));
+            memory_.resize(std::max(memory_.size(), model.programs.back()->workspace()));
+        }
         model.programs.push_back(nullptr);
         return first;
     }
