@@ -61,7 +61,8 @@ class Cuda:
         device = torch.device("cuda", cuda.index_of(torch.device(device)))
         self.home, self.constants, self.device = home, constants, device
         self.shared = shared or shared_of(home, device)
-        self.spare, self._cached = spare, slots
+        self.spare = self.limit = spare
+        self._cached = slots
         self.layout = _layout(home, device)
         self.slots = home.empty(max(slots + spare, 1), device)
         self._pinned = {

@@ -55,6 +55,7 @@ class Device(Protocol):
     constants: Constants
     counters: Counters
     spare: int  # slots for what one step copies
+    limit: int | None  # how many experts a short step copies at most; None: all
 
     @property
     def places(self) -> Tensor:
@@ -155,14 +156,17 @@ class Home:
         return dict(each_tensor(self.arguments(x, ids, w, slots, places=places)))
 
 
-def decide(ids: Tensor, places: Tensor, constants: Constants, spare: int) -> tuple[Split, Tensor]:
+def decide(
+    ids: Tensor, places: Tensor, constants: Constants, spare: int, limit: int | None = None
+) -> tuple[Split, Tensor]:
     """What a step with ids int[T, k] does with misses, and how many slots name each expert. places
     i32[E]. Both on the CPU.
     """
     flat = ids.flatten()
     uses = torch.bincount(flat[flat >= 0], minlength=len(places))
     missed = ((uses > 0) & (places < 0)).nonzero().flatten().tolist()
-    return split(dict(zip(missed, uses[missed].tolist(), strict=True)), constants, spare), uses
+    rows = dict(zip(missed, uses[missed].tolist(), strict=True))
+    return split(rows, constants, spare, limit), uses
 
 
 def _like_biases(module: Experts) -> Tensor:

@@ -132,7 +132,7 @@ class OffloadedExperts(Experts):
         """What a call with these arguments does, and the program of its steps."""
         x, ids, w = (t.reshape(-1, t.shape[-1]) for t in (x, ids, w))
         device, places = self.device, self.device.places.cpu()
-        decided, uses = decide(ids.cpu(), places, device.constants, device.spare)
+        decided, uses = decide(ids.cpu(), places, device.constants, device.spare, device.limit)
         here = f"{int(uses[places >= 0].sum())} of {int(uses.sum())} slots' experts are there"
         return f"{here}; {decided}", str(device.steps(x, ids, w))
 

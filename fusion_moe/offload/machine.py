@@ -64,11 +64,11 @@ class Machine:
         )
 
 
-# What `plan` expects of a GPU beside a server's CPU with eight channels of DDR5; copies and starts
-# as on a machine with an H200. When a model is loaded, all are measured.
+# What `plan` expects of a GPU beside a server's CPU: what was measured beside an H200, with 14
+# threads, of which products of the CPU reach nine tenths. When a model is loaded, all are measured.
 EXPECTED = {
-    "H100": Machine(1.0e11, 0.75e11, 2e12, 4.9e10, 4.5e10, 30_000, 5_000, 2.6e12),
-    "H200": Machine(1.0e11, 0.75e11, 2e12, 4.9e10, 4.5e10, 30_000, 5_000, 3.8e12),
+    "H100": Machine(8.1e10, 7.0e10, 2e12, 5.0e10, 4.7e10, 20_000, 6_000, 2.6e12),
+    "H200": Machine(8.1e10, 7.0e10, 2e12, 5.0e10, 4.7e10, 20_000, 6_000, 3.8e12),
 }
 
 

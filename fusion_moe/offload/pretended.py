@@ -36,6 +36,7 @@ class Pretended:
     """
 
     def __init__(self, home: Home, slots: int, spare: int, constants: Constants):
+        self.limit: int | None = None
         self.home, self.constants, self.counters = home, constants, Counters()
         self.slots = home.empty(slots + spare, "cpu")
         self._first_spare, self.spare = slots, spare
