@@ -6,6 +6,7 @@ import contextlib
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..transformers.decoding import Decoder
+
+_LEARN = 16  # tokens between two changes of which experts are on the GPU
 
 
 @dataclass
@@ -98,6 +101,10 @@ def run(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
     device: Device = "",
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(help="Of GPU 0, such as 20GiB: experts that do not fit stay in memory."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Answer a prompt, or chat; Ctrl-C ends an answer. Experts in floats are rounded to NVFP4 while
@@ -114,7 +121,10 @@ def run(
         where = device_of(device, "run")
         torch.manual_seed(seed)
         with quietly():
-            talk = Talk.open(directory, where, temperature, out=not json)
+            how: dict[str, Any] = {"device_map": where}
+            if gpu_memory is not None:
+                how = {"max_memory": {0: gpu_memory}, "experts_device": "auto", "kv_tokens": length}
+            talk = Talk.open(directory, how, temperature, out=not json)
             if not interactive:
                 talk.answer(prompt, tokens, None)
             while interactive and (line := _line()):
@@ -125,7 +135,11 @@ def run(
 
 
 class Talk:
-    """A model, and what was said. out: whether text is printed while it is made."""
+    """A model, and what was said. out: whether text is printed while it is made; learn: has
+    offloaded experts follow what was used, which replays do not.
+    """
+
+    learn: Callable[[Any], int] | None = None
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, choose: Any, out: bool):
         self.model, self.tokenizer, self.choose, self.out = model, tokenizer, choose, out
@@ -136,23 +150,30 @@ class Talk:
         )
 
     @classmethod
-    def open(cls, directory: Path, device: str, temperature: float | None, out: bool) -> Talk:
-        """Loads a model. Raises as `from_pretrained`."""
+    def open(
+        cls, directory: Path, how: dict[str, Any], temperature: float | None, out: bool
+    ) -> Talk:
+        """Loads a model. how: where to, for `from_pretrained`, which may raise."""
         from ..transformers import NVFP4Config, from_pretrained, fuse_routers_
         from ..transformers.decoding import sampling, share_keys_
 
         Directory.open(directory)  # says what is wrong with it
         with a_model(directory, "a tokenizer of transformers"):
             tokenizer = tokenizer_of(directory)
-        how: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": device}
+        how = {"dtype": torch.bfloat16, "quantization_config": NVFP4Config(), **how}
         with a_model(directory):
-            model = from_pretrained(directory, quantization_config=NVFP4Config(), **how).eval()
+            model = from_pretrained(directory, **how).eval()
         fuse_routers_(model)
         share_keys_(model)
         said = model.generation_config
         if temperature is None:
             temperature = (said.temperature or 1.0) if said.do_sample else 0.0
-        return cls(model, tokenizer, sampling(said, temperature), out)
+        talk = cls(model, tokenizer, sampling(said, temperature), out)
+        if "max_memory" in how:
+            from ..offload import learn_
+
+            talk.learn = learn_
+        return talk
 
     def answer(self, prompt: str, tokens: int, length: int | None) -> Answer:
         """length: of the cache; None: as many as are needed."""
@@ -178,6 +199,8 @@ class Talk:
                 if streamer:
                     streamer.put(torch.tensor(written[-1:]))
                 written.append(int(decoder.step()))
+                if self.learn and len(written) % _LEARN == 0:
+                    self.learn(self.model)
         end = time.perf_counter()
         if streamer:
             streamer.put(torch.tensor(written[-1:]))

@@ -71,7 +71,7 @@ def offload_(
 
     An error comes before anything is moved. Experts in slots do not train, and take no adapters.
     """
-    device, memory = _device(max_memory)
+    device, memory = device_and_bytes(max_memory)
     need_one_of("experts_device", experts_device, EXPERTS_DEVICES, where=_WHERE)
     experts = _experts(model)
     sizes = plans.Model.of_module(model, experts)
@@ -177,7 +177,10 @@ def workspace(device: str | None) -> int:
     return 0 if device == PRETENDED else plans.WORKSPACE
 
 
-def _device(max_memory: Memory) -> tuple[str, int]:
+def device_and_bytes(max_memory: Memory) -> tuple[str, int]:
+    """The device that max_memory names. OptionError for several, UnsupportedError for a GPU that is
+    not there.
+    """
     device = device_of(max_memory)
     if device is None:
         raise OptionError(

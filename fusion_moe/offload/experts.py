@@ -55,7 +55,7 @@ class OffloadedExperts(Experts):
         """
         made: OffloadedExperts = cls.__new__(cls)
         made.__dict__.update(module.__dict__)
-        made.order()
+        module.order()
         made.home = Home(made)
         made.device, made.cache, made.every = make(made.home), cache, every
         made._steps, made._changing, made._number = 0, threading.Lock(), next(_numbers)
@@ -140,6 +140,10 @@ class OffloadedExperts(Experts):
     def counters(self) -> Counters:
         """What steps have done."""
         return self.device.counters
+
+    def put_in(self, layout: str) -> str:
+        """As in `PackedModule`; at home, weights stay as the host's kernels read them."""
+        return ""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadedExperts:
         return self  # nothing moves, and nothing is cast

@@ -11,7 +11,7 @@ from typing import Any
 from ..checkpoints import Directory
 from ..errors import OptionError, UnsupportedError
 from . import plan as plans
-from .door import device_of, offload_, workspace
+from .door import PRETENDED, device_and_bytes, device_of, offload_, workspace
 
 log = logging.getLogger("fusion_moe")
 _WHERE, _ON_LOAD = "from_pretrained", "quantization_config"
@@ -44,8 +44,11 @@ def offloaded(
     kv_tokens = plans.KV_TOKENS if kv_tokens is None else kv_tokens
     where = experts_device or "auto"
     try:
+        device, size = device_and_bytes(memory)
         if directory is not None and Path(directory).is_dir() and not left.get(_ON_LOAD):
-            _check(Directory.open(directory), memory, where, kv_tokens)
+            opened, ram = Directory.open(directory), memory.get("cpu")
+            if _whole(opened, device, size, ram, where, kv_tokens) and device != PRETENDED:
+                return load(device_map=device, **left)  # never in the host's memory
         found = load(**left)
         model = found[0] if isinstance(found, tuple) else found
         offload_(model, memory, experts_device=where, kv_tokens=kv_tokens)
@@ -57,7 +60,15 @@ def offloaded(
     return found
 
 
-def _check(directory: Directory, memory: Any, experts_device: str, kv_tokens: int) -> None:
+def _whole(
+    directory: Directory,
+    device: str,
+    size: int,
+    ram: int | str | None,
+    experts_device: str,
+    kv_tokens: int,
+) -> bool:
+    """Whether all experts fit on the device. OptionError if not even a part of them does."""
     if not directory.quantization:
         raise UnsupportedError(
             "experts in floats",
@@ -65,20 +76,19 @@ def _check(directory: Directory, memory: Any, experts_device: str, kv_tokens: in
             todo="quantization_config=NVFP4Config() rounds them while they are read",
             where=f"{_WHERE}: {directory.path}",
         )
-    device, ram = device_of(memory), memory.get("cpu")
     held = [
         n for n in (_available(), None if ram is None else plans.bytes_of(ram)) if n is not None
     ]
-    (size,) = (size for key, size in memory.items() if key != "cpu")
-    plans.make(
+    found = plans.make(
         plans.Model.of_directory(directory),
-        plans.bytes_of(size),
+        size,
         min(held, default=None),
         workspace=workspace(device),
         kv_tokens=kv_tokens,
         experts_device=experts_device,
         where=_WHERE,
     )
+    return found.whole
 
 
 def _available() -> int | None:

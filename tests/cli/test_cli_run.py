@@ -51,6 +51,15 @@ def test_run_answers_as_generate_does(model):
     assert found["weights"] < 7e6 < found["peak"]
 
 
+def test_part_of_a_gpu():
+    """Where there is none, that is said before anything is read."""
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    result = CliRunner().invoke(app, ["run", str(MODEL), "x", "--gpu-memory", "2GiB"])
+    assert result.exit_code == 3
+    assert "no GPU for cuda:0" in result.output
+
+
 def test_a_chat_reads_all_that_was_said_by_the_template(model, tmp_path):
     for file in MODEL.iterdir():
         (tmp_path / file.name).symlink_to(file)

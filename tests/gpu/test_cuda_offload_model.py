@@ -51,6 +51,15 @@ def test_offloaded(whole, megabytes):
     assert "slots' experts are there" in explain(model, ids[:, :1])
 
 
+def test_experts_that_the_cpu_computes(whole):
+    model = loaded(max_memory={0: plan.WORKSPACE + 3 * 10**6}, experts_device="cpu", kv_tokens=100)
+    ids = IDS[:, :5].cuda()
+    want, found = whole(ids).logits, model(ids).logits
+    assert (found - want).norm() <= 0.02 * want.norm()
+    assert all(c.computed and not c.hits + c.copied for c in counters(model).values())
+
+
+@torch.no_grad()
 def test_replayed_graphs(whole):
     """Steps of generating are replays, between which the cache changes."""
     memory = {0: plan.WORKSPACE + 4 * 10**6, "cpu": "1GiB"}
