@@ -62,8 +62,9 @@ def segments(fusion: Fusion, to: Target, with_: Options) -> tuple[Segment, ...]:
     contract = with_.contract_rounding and not with_.row_order
     if with_.row_order:
         to = replace(to, added_features={})
+    alone = {} if with_.fuse else {frozenset([op]): "fuse=False" for op in fusion.ops}
     with options.using(with_):
-        return split(fusion, to, partial(plan, target=to, contract=contract))
+        return split(fusion, to, partial(plan, target=to, contract=contract), alone)
 
 
 def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:

@@ -69,6 +69,9 @@ class Options:
         True,
         "keep float32 inside a fused kernel where the program rounds to a narrower type and back",
     )
+    fuse: bool = _option(
+        True, "if 0, each operation of a program is a kernel of its own: to compare with"
+    )
     order: str = _option(
         "free",
         "the order of a row's sums in products: 'free' may depend on the batch, 'row' depends on "

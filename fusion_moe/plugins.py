@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -126,6 +126,8 @@ converters: Hook[Callable[[], Mapping[str, Any]]] = Hook()
 adapt: Hook[Callable[[Any, Any, int, float, Any], Sequence[Any] | None]] = Hook()
 # training() -> how float experts of a package's models train with our operations: an imperative.
 training: Hook[Callable[[], str]] = Hook()
+# advice(module) -> what would make a module faster, or use it more: sentences.
+advice: Hook[Callable[[Any], Iterable[str]]] = Hook()
 # compiled_by(function) -> what `explain` needs of a function that another compiler made, or None.
 compiled_by: Hook[Callable[[Callable[..., Any]], CompiledBy | None]] = Hook()
 # noted(module) -> what `explain` says first about a model's modules, "" if nothing.

@@ -1,4 +1,4 @@
-"""Writes docs/report.png, the picture in the README: the page of a report, in Chromium.
+"""Writes docs/report.png, the picture in docs/explain.md: the page of a report, in Chromium.
 
 pip install playwright; python tools/report_picture.py [--chromium /usr/bin/chromium]
 """
@@ -20,7 +20,7 @@ WIDTH, HEIGHT = 1280, 820
 
 
 def report() -> fusion_moe.Report:
-    """Of the README's model."""
+    """Of a small model."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=256,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from .. import plugins
 from ..errors import UnsupportedError
 from ..messages.extras import install
+from ..messages.units import count
 from ..nn import Llama4MoE, NVFP4Experts, QuantizationConfig
 
 # Experts that have no converter and do not follow the contract (nn's contract.py), and the reasons.
@@ -56,6 +57,21 @@ def quantized(model: nn.Module) -> None:
 def training() -> str:
     """How the experts of its models train with our operations."""
     return 'import fusion_moe.transformers and set experts_implementation="fusion_moe"'
+
+
+@plugins.advice
+def advice(module: nn.Module) -> Iterator[str]:
+    """About routers that could be part of the programs of their experts."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return
+    from ..transformers.routers import unfused
+
+    if names := list(unfused(module)):
+        which = f"{names[0]} and {len(names) - 1} more" if names[1:] else names[0]
+        yield (
+            f"fusion_moe.transformers.fuse_routers_(model): {count(len(names), 'router')} "
+            f"({which}) then {'choose' if names[1:] else 'chooses'} experts inside their programs"
+        )
 
 
 @plugins.packages

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..ir.types import Dim, Groups, Rows, TensorType
 from ..options import Options
 from ..passes import dropped_roundings
 from ..runtime import cuda as gpus
+from ..runtime.host_memory import bandwidth
 from ..schedule.segment import Segment
 from ..target import Target
 from . import cost, outside
@@ -41,7 +43,8 @@ class Seen:
 
     breaks: why no graph was captured; steps: the graphs of training steps; float_experts: the names
     of expert weights in floating point; folded: what folding experts to FP8 rounded, and what
-    packages say of the modules; watch: what was noted while the call ran, if it ran.
+    packages say of the modules; watch: what was noted while the call ran, if it ran. of, advice: as
+    of a Report.
     """
 
     graphs: list[Found] = field(default_factory=list)
@@ -51,6 +54,8 @@ class Seen:
     float_experts: dict[str, None] = field(default_factory=dict)
     folded: str = ""
     watch: Watch | None = None
+    of: str = ""
+    advice: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,16 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
         listings=listings(
             [*calls_outside, *(n for region in regions for n in region.nodes)], sources
         ),
+        of=seen.of,
+        advice=seen.advice,
+        made=f"{datetime.now():%Y-%m-%d %H:%M}",
+        where=bandwidth.cpu() if wanted.target.device != "cuda" else _gpu_here(wanted),
     )
+
+
+def _gpu_here(wanted: _Wanted) -> str:
+    """The GPU that is here; else the one that kernels are shown for."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else wanted.gpu.name
 
 
 def _wanted(regions: list[Region], switches: Options, gpu: Arch | None) -> _Wanted:
@@ -157,6 +171,8 @@ def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
         segments,
         {name: text(stage) for name, stage in lowered.stages},
         ran.whole if ran else None,
+        unfused=ran.unfused if ran else None,
+        bf16=ran.bf16 if ran else None,
         loads=tuple(load for _, one in places if one for load in one.loads),
         made_by=tuple(makers_.get(v, "") for v in fusion.outputs),
         **more,

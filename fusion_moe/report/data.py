@@ -1,6 +1,6 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/8": the fields of the classes below under their names, with lists
+JSON, schema "fusion_moe.explain/9": the fields of the classes below under their names, with lists
 for tuples, and `schema` itself. Sizes are in bytes,
 flops in operations, times in seconds, all for one call with the sizes of the example; null if a
 size is known only to the device. `times` says how often the model has a fusion, or a call that was
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 
 from ..errors import OptionError
 
-SCHEMA = "fusion_moe.explain/8"
+SCHEMA = "fusion_moe.explain/9"
 _ALONE = 0.7  # a share of a machine's bandwidth: below it, something else is reading memory too
 
 
@@ -139,7 +139,9 @@ class FusionReport:
     each pass makes of it.
 
     sizes: those that the program leaves open, from the call. measured: all of its kernels in one
-    call, at the first place where the program ran; loads: in the order of the runs. gpu: the GPU
+    call, at the first place where the program ran; unfused: the same with a kernel for each
+    operation; bf16: torch's products of the same rows by the weights in bf16, and nothing else;
+    loads: in the order of the runs. gpu: the GPU
     for which CUDA's kernels are chosen; choice: what is launched there; workspace: bytes that a
     call allocates for it in addition to its results. Without such kernels these are "" and null.
     made_by: the segment of each output.
@@ -155,6 +157,8 @@ class FusionReport:
     segments: tuple[SegmentReport, ...]
     programs: Mapping[str, str]
     measured: Measured | None = None
+    unfused: Measured | None = None
+    bf16: Measured | None = None
     loads: tuple[Load, ...] = ()
     gpu: str = ""
     choice: str = ""
@@ -246,7 +250,8 @@ class ReportData:
     names of expert weights that operations other than ours compute with in floating point; folded:
     what folding experts to FP8 rounded, and what packages say of the modules, or ""; version,
     options: of fusion_moe, those that change what is compiled; listings: the functions of
-    `sources`.
+    `sources`; of: what was called with which tensors; advice: what to do next, sentences; made,
+    where: when, and the processor or GPU of this machine.
     """
 
     target: str
@@ -267,6 +272,38 @@ class ReportData:
     version: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
     listings: tuple[Listing, ...] = ()
+    of: str = field(default="", compare=False)
+    advice: tuple[str, ...] = field(default=(), compare=False)
+    made: str = field(default="", compare=False)
+    where: str = field(default="", compare=False)
+
+    @property
+    def call_seconds(self) -> Mapping[str, float]:
+        """How long the programs of a call take: "here", and where that was measured for all of them
+        "unfused" and "bf16", as of a FusionReport. Empty if times are void or not measured.
+        """
+        ways = (
+            ("here", [f.measured for f in self.fusions]),
+            ("unfused", [f.unfused for f in self.fusions]),
+            ("bf16", [f.bf16 for f in self.fusions]),
+        )
+        return {
+            way: sum(m.seconds * f.times for m, f in zip(found, self.fusions, strict=True) if m)
+            for way, found in ways
+            if found and all(found) and not self.void
+        }
+
+    @property
+    def time_shares(self) -> Mapping[str, float]:
+        """By segment: the share of its kernel, wherever it runs, of the time of all kernels."""
+        seconds = {
+            s.id: s.measured.seconds * f.times
+            for f in self.fusions
+            for s in f.segments
+            if s.measured and not self.void
+        }
+        whole = sum(seconds.values())
+        return {id: one / whole for id, one in seconds.items()} if whole else {}
 
     @property
     def void(self) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from statistics import median
@@ -19,11 +20,15 @@ from .. import backends, options
 from ..backends import cpu
 from ..compile import compile_fusion
 from ..definitions.operations import fp4_as_bytes
+from ..encodings import Quantized, dequantize
+from ..errors import Error
 from ..frontends.regions import Region
 from ..frontends.rewrite import replace_regions
-from ..ir.core import Fusion, Value
+from ..ir.core import Fusion, Op, Value
 from ..ir.flow import needed
+from ..ir.kinds.quantized import linear
 from ..ir.text import text
+from ..ir.types import DTYPES
 from ..layouts import groups
 from ..messages.progress import progress
 from ..options import Options
@@ -112,14 +117,16 @@ class Watched:
     """One region. equal: the first region with the same program, if it is not this one: then only
     that one is measured.
 
-    kernels, whole: the times of the kernels and of the whole program; loads: of each run; weights:
-    what it reads of them.
+    kernels, whole: the times of the kernels and of the whole program; unfused, bf16: as of a
+    FusionReport; loads: of each run; weights: what it reads of them.
     """
 
     def __init__(self, region: Region, watch: Watch, equal: Watched | None):
         self.region, self.watch, self.equal = region, watch, equal
         self.kernels: list[Measured] = []
         self.whole: Measured | None = None
+        self.unfused: Measured | None = None
+        self.bf16: Measured | None = None
         self.loads: list[Load] = []
         self.weights: list[Tensor] = []
 
@@ -165,14 +172,66 @@ class Watched:
             values.update(zip(kernel.segment.outputs, kernel(inputs, env), strict=True))
             read = cost.bytes_read(kernel.segment.fusion, env, used)
             calls.append((partial(kernel, inputs, env), inputs, read))
-        self.program(tensors, env)
-        read = cost.bytes_read(self.program.fusion, env, used)
-        calls.append((partial(self.program, tensors, env), tensors, read))
+        ways = self._ways(tensors, env, cost.bytes_read(self.program.fusion, env, used))
+        for call, *_ in ways.values():
+            call()
         before = _preemptions()
-        *self.kernels, self.whole = _times(
-            calls, self.region.device, self.watch.bytes_per_second(self.region.device)
+        found = _times(
+            [*calls, *ways.values()],
+            self.region.device,
+            self.watch.bytes_per_second(self.region.device),
         )
         self.watch.preemptions += _preemptions() - before
+        self.kernels, wholes = (
+            found[: len(calls)],
+            dict(zip(ways, found[len(calls) :], strict=True)),
+        )
+        self.whole, self.unfused, self.bf16 = map(wholes.get, ("here", "unfused", "bf16"))
+
+    def _ways(
+        self, tensors: Sequence[Tensor], env: Mapping[str, int], read: int
+    ) -> dict[str, _Call]:
+        """Ways to compute the program as a whole; without those that there are not."""
+        ways: dict[str, _Call] = {"here": (partial(self.program, tensors, env), tensors, read)}
+        with suppress(Error):
+            switches = self.watch.switches.replace(fuse=False)
+            alone = compile_fusion(self.region.fusion, self.program.target, switches)
+            ways["unfused"] = partial(alone, tensors, env), tensors, read
+        if products := in_bf16(self.program.fusion, tensors, env):
+            ways["bf16"] = (*products, 0)
+        return ways
+
+
+def in_bf16(
+    fusion: Fusion, tensors: Sequence[Tensor], env: Mapping[str, int]
+) -> tuple[Callable[[], object], Sequence[Tensor]] | None:
+    """Torch's products of a program's rows by its weights in bf16, as one call, and their operands;
+    None if torch has no such product.
+    """
+    calls, operands = list[Callable[[], Tensor]](), list[Tensor]()
+
+    def product(op: Op) -> Callable[..., tuple[Tensor]]:
+        def run(a: Any, w: Any, ends: Tensor, **attrs: Any) -> tuple[Tensor]:
+            rows, weight = (
+                dequantize(linear(t, t.encoding, attrs.get(order, "linear"), cut), torch.bfloat16)
+                if isinstance(t, Quantized)
+                else t.bfloat16()
+                for t, order, cut in ((a, "a_layout", ends), (w, "w_layout", None))
+            )
+            if op.kind.name == "grouped_mm":
+                weight = weight.transpose(1, 2)
+            calls.append(partial(torch._grouped_mm, rows, weight, offs=ends.int()))
+            operands.extend((rows, weight))
+            return (calls[-1]().to(DTYPES[op.outputs[0].type.dtype]),)
+
+        return run
+
+    products = [op for op in fusion.ops if op.kind.name in ("grouped_mm", "grouped_mm_t")]
+    try:
+        fusion.evaluate(*tensors, sizes=env, using={op: product(op) for op in products})
+    except (Error, RuntimeError, ValueError):  # of torch: sizes that it does not take, memory
+        return None
+    return (lambda: [call() for call in calls], operands) if calls else None
 
 
 _Call = tuple[Callable[[], object], Sequence[Tensor], int]  # its inputs, and their bytes

@@ -37,8 +37,18 @@ def summary(report: ReportData, width: int, next: Iterable[tuple[str, str]] = NE
         if not is_plain(s) and s.backend_why != "compiles it whole"
     )
     not_fused = ((x.why, x.op if x.times == 1 else f"{x.op} x {x.times}") for x in report.not_fused)
+    steps = (
+        line
+        for step in report.advice
+        for line in textwrap.wrap(
+            step, width, initial_indent="  ", subsequent_indent="    ", break_long_words=False
+        )
+    )
+    of = textwrap.shorten(report.of, width - 2, placeholder=" ...")
     parts = [
-        [f"fusion_moe.explain: {what(report)}"],
+        [f"fusion_moe.explain: {what(report)}", *([f"  {of}"] if of else [])],
+        times(report),
+        ["do next", *steps] if report.advice else [],
         shares,
         [line for text in warnings(report) for line in marked.wrap(text)],
         _kernels(report, width),
@@ -60,6 +70,31 @@ def what(report: ReportData, with_segments: bool = False) -> str:
     if report.options.get("order") == "row":
         where += ", no row changes another one's bits"
     return f"{count(report.graphs, 'graph')}, {fusions} for {where}"
+
+
+WAYS = {
+    "here": "the programs of this call",
+    "unfused": "the same, each operation a kernel of its own",
+    "bf16": "torch's products alone, weights in bf16",
+}
+
+
+def times(report: ReportData) -> list[str]:
+    """How long the programs of a call take, and other ways to compute the same; which kernels take
+    most of it.
+    """
+    seconds = report.call_seconds
+    if not seconds:
+        return []
+    here = seconds["here"]
+    lines = [
+        f"  {way:<10}{duration(took):>8}"
+        + (f"  {took / here:>5.3g}x as long" if way != "here" else " " * 17)
+        + f"  {WAYS[way]}"
+        for way, took in seconds.items()
+    ]
+    most = sorted(report.time_shares.items(), key=lambda pair: -pair[1])[:4]
+    return ["time", *lines, "  kernels   " + ", ".join(f"{id} {share:.0%}" for id, share in most)]
 
 
 def warnings(report: ReportData) -> Iterator[str]:

@@ -29,6 +29,7 @@ from ..frontends.regions import NotFused, find_regions
 from ..nn.frozen.folded import folding
 from ..options import Options
 from ..plugins import CompiledBy
+from .advice import advice_on, called
 from .backward import Step, input_names, is_backward
 from .build import Seen, report_of
 from .fakes import device_of_values, like, on_fakes
@@ -112,6 +113,9 @@ def explain(
         if own := _own_error(error):
             raise own.at("explain") from error
         raise
+    owner = getattr(function, "__self__", function)
+    seen.of = called(owner, function, args, kwargs)
+    seen.advice = tuple(advice_on(owner, seen))
     if backward and not seen.steps:
         raise UnsupportedError(
             "backward=True for a call of whose results none requires a gradient",
@@ -210,10 +214,11 @@ def _in_dynamo(
     at_once = functorch_config.patch(force_non_lazy_backward_lowering=backward)
     with limits, no_timing, at_once, options.override(target="reference"):
         compiled(*args, **kwargs)
-        if not seen.graphs and (found := first_break(function, args, kwargs)):
-            seen.float_experts.update(
-                dict.fromkeys(experts_outside(getattr(function, "__self__", function)))
-            )
+        broken = not seen.graphs or (watch is None and _several(seen))
+        if broken and (found := first_break(function, args, kwargs)):
+            if not seen.graphs:
+                owner = getattr(function, "__self__", function)
+                seen.float_experts.update(dict.fromkeys(experts_outside(owner)))
             seen.breaks.append(
                 NotFused(
                     "graph break", found[1], f"{found[0]}{_LOOP if seen.float_experts else ''}"
@@ -224,6 +229,11 @@ def _in_dynamo(
         said = folding(owner.modules()), *(note(owner) for note in plugins.noted)
         seen.folded = "; ".join(filter(None, said))
     return seen
+
+
+def _several(seen: Seen) -> bool:
+    """Whether the forward is more than one graph."""
+    return len(seen.graphs) - len(seen.steps) > 1
 
 
 def _own(model: GraphModule, inputs: Sequence[Any]) -> list[Any]:

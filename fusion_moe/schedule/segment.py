@@ -8,7 +8,7 @@ the backend cannot express even alone is computed by the reference, in torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from .. import schedule
@@ -38,11 +38,13 @@ class Segment:
         return self.plan.kind
 
 
-def split(fusion: Fusion, target: Target, plan: Planner) -> tuple[Segment, ...]:
+def split(
+    fusion: Fusion, target: Target, plan: Planner, apart: Mapping[frozenset[Op], str] | None = None
+) -> tuple[Segment, ...]:
     """The segments, in an order in which they can run. plan: the backend's decision about a piece
-    that one of its schedulers accepts.
+    that one of its schedulers accepts; apart: as of `Pieces`.
     """
-    return _Split(fusion, target, plan).segments()
+    return _Split(fusion, target, plan, apart or {}).segments()
 
 
 def by_structure(fusion: Fusion, target: Target) -> tuple[Segment, ...]:
@@ -57,9 +59,11 @@ class _Split:
     operations kept apart.
     """
 
-    def __init__(self, fusion: Fusion, target: Target, plan: Planner):
+    def __init__(
+        self, fusion: Fusion, target: Target, plan: Planner, apart: Mapping[frozenset[Op], str]
+    ):
         self.fusion, self.target, self._ask = fusion, target, plan
-        self.apart: dict[frozenset[Op], str] = {}
+        self.apart = dict(apart)
         self._asked: dict[frozenset[Op], tuple[Fusion, Plan | Refusal]] = {}
 
     def segments(self) -> tuple[Segment, ...]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import MethodType
 from typing import Any
@@ -39,6 +39,13 @@ def fuse_routers_(model: torch.nn.Module) -> tuple[str, ...]:
             module.forward = MethodType(forward, module)
             fused.append(name)
     return tuple(fused)
+
+
+def unfused(model: torch.nn.Module) -> Iterator[str]:
+    """The names of the routers that `fuse_routers_` would change."""
+    for name, module in model.named_modules():
+        if "forward" not in vars(module) and _forward_of(type(module)):
+            yield name
 
 
 def _qwen3_moe(self: Any, hidden_states: Tensor) -> Routed:

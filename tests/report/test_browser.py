@@ -97,16 +97,10 @@ def test_a_line_finds_its_segments(opened, report):
     assert [ids for ids, _ in selected(page)] == ["fusion0.0 fusion0.1", "fusion0.1", "fusion0.1"]
 
 
-def test_hovering_says_why(opened, report):
+def test_reasons_are_text(opened, report):
     page = opened(report)
-    tip = page.locator(".unfused .tip").first
-    assert not tip.is_visible()
-    page.hover(".unfused li")
-    assert tip.is_visible()
-    assert report.not_fused[0].why in tip.inner_text()
-    page.focus(".box >> nth=1")
-    page.keyboard.press("Shift+Tab")
-    assert page.locator(".box .tip").first.is_visible()
+    assert report.not_fused[0].why in page.inner_text(".unfused")
+    assert report.segments[1].boundary in page.inner_text(".reasons >> nth=0")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -127,8 +121,6 @@ def test_a_broad_graph_is_a_list_where_there_is_no_room(opened):
         Training(), torch.zeros(TOKENS, HIDDEN).bfloat16().requires_grad_(), backward=True
     )
     page = opened(broad, viewport={"width": 400, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 400
-    page.hover(".unfused li:last-child")
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     page.click(f".box[data-segments='{broad.segments[-1].id}']")
     assert page.evaluate("document.documentElement.scrollWidth") <= 400

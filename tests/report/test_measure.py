@@ -13,10 +13,13 @@ from experts import experts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
+from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.errors import UnsupportedError
+from fusion_moe.ir.text import parse
 from fusion_moe.messages.units import duration
 from fusion_moe.nn import NVFP4GroupedLinear
 from fusion_moe.report import Measured
+from fusion_moe.report.measure import in_bf16
 from fusion_moe.runtime import build, isa
 from fusion_moe.runtime.host_memory import bandwidth
 from fusion_moe.runtime.host_memory import pages as large_pages
@@ -115,6 +118,33 @@ def test_bytes_are_those_of_experts_that_have_rows(x):
     )
     # and nothing of what kernels hand on
     assert whole.bytes_read == 8 * slots + tokens + gate_up + down + 4 * slots
+
+
+def test_other_ways_are_measured_too(x):
+    report = explained(Layer(), x, IDS, W, load=False)
+    (fusion,) = report.fusions
+    assert fusion.unfused.seconds > 0
+    assert fusion.bf16.seconds > 0
+    quiet = replace(report, machine=None)
+    assert list(quiet.call_seconds) == ["here", "unfused", "bf16"]
+    assert sum(quiet.time_shares.values()) == pytest.approx(1)
+    assert "  bf16" in str(quiet)
+    busy = replace(report.machine, preemptions=10**6)
+    assert not replace(report, machine=busy).call_seconds
+
+
+@pytest.mark.parametrize("encoding", ["nvfp4", "int4", "bf16"])
+def test_products_in_bf16_are_those_of_the_program(encoding):
+    rows, ends = torch.randn(6, 64).bfloat16(), torch.tensor([2, 2, 6], dtype=torch.int32)
+    weight = list(quantize(torch.randn(3, 32, 64).bfloat16() / 8, ENCODINGS[encoding]))
+
+    def product(rows, ends):
+        return torch.ops.fusion_moe.grouped_mm(rows, weight, ends, weight_format=encoding)
+
+    fusion = parse(fusion_moe.explain(product, rows, ends).stage("translated"))
+    run, _ = in_bf16(fusion, [rows, *weight, ends], {})
+    (found,) = run()
+    torch.testing.assert_close(found, product(rows, ends), rtol=2e-2, atol=2e-2)
 
 
 def test_the_call_is_run_as_compiled(x):

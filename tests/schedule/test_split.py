@@ -108,6 +108,13 @@ def test_every_boundary_has_a_reason(fusion):
         assert bool(s.boundary) == any(v in made for v in s.inputs)
 
 
+@given(programs())
+def test_without_fusing_each_operation_is_a_segment(fusion):
+    with options.override(fuse=False):
+        alone = split(fusion, CPU)
+    assert all(sum(not op.kind.view for op in s.fusion.ops) <= 1 for s in alone)
+
+
 def test_views_that_are_outputs():
     fd = FusionDefinition()
     x, offs = fd.define_tensor(shape=[-1, 4], dtype="f32"), fd.define_tensor(shape=[2], dtype="i32")

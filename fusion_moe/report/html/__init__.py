@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ...messages.units import amount, count, duration, ratio
 from ..data import FusionReport, Listing, Measured, ReportData, SegmentReport
 from ..difference import changed_lines, differences
-from ..summary import after, warnings, what
+from ..summary import WAYS, after, warnings, what
 
 WIDTH, HEIGHT, APART, BELOW = 168, 62, 12, 34  # of the boxes of segments and between them, pixels
 
@@ -72,6 +72,7 @@ def _template() -> Any:
         box=(WIDTH, HEIGHT),
         changes=_changes,
         places=_places,
+        ways=WAYS,
         what=what,
     )
     return environment.from_string(_part("page.html"))

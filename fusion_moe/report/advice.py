@@ -1,0 +1,62 @@
+"""What a report says of a call before anything else: what it is of, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import plugins
+from ..frontends.float_experts import experts_outside
+from ..ir.types import DTYPES, dtype_name
+from ..nn.conversion.converters import converter_of, why_refused
+from .build import Seen
+
+
+def called(
+    owner: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    """What was called, with the tensors that it was given: "Layer(bf16[6, 64])"."""
+    named = owner if isinstance(owner, torch.nn.Module) else function
+    name = type(named).__name__ if named is owner else getattr(named, "__name__", str(named))
+    tensors = [("", t) for t in args] + [(f"{name}=", t) for name, t in kwargs.items()]
+    given = (f"{name}{_type(t)}" for name, t in tensors if isinstance(t, torch.Tensor))
+    return f"{name.strip('<>')}({', '.join(given)})"
+
+
+def _type(t: torch.Tensor) -> str:
+    known = t.dtype in DTYPES.values()
+    dtype = dtype_name(t.dtype) if known else str(t.dtype).removeprefix("torch.")
+    return f"{dtype}{list(t.shape)}"
+
+
+def advice_on(owner: Any, seen: Seen) -> Iterator[str]:
+    """What to do next, in the order of what it gains."""
+    for found in seen.breaks:
+        where = found.source or "an unknown line"
+        yield f"mend the graph break at {where} ({found.why.partition(': ')[0]})"
+    if not isinstance(owner, torch.nn.Module):
+        return
+    if seen.float_experts:
+        yield from _unknown_experts(owner, set(experts_outside(owner)))
+    if any(graph.regions for graph in seen.graphs):
+        for ask in plugins.advice:
+            yield from ask(owner)
+
+
+def _unknown_experts(model: torch.nn.Module, names: set[str]) -> Iterator[str]:
+    """Classes with such weights that `quantize_` does not know, each once."""
+    told = set[type]()
+    for name, module in model.named_modules():
+        mine = {f"{name}.{p}".lstrip(".") for p, _ in module.named_parameters(recurse=False)}
+        of = type(module)
+        if of in told or not mine & names or converter_of(module):
+            continue
+        told.add(of)
+        why = f" ({refused})" if (refused := why_refused(module)) else ""
+        yield (
+            f"write a converter of {of.__name__}, which nothing here knows{why}: "
+            f"fusion_moe.register_converter (docs/extend/converters.md); {name or 'the model'} "
+            "has 3-D weights in floats"
+        )

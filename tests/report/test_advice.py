@@ -1,0 +1,90 @@
+"""What a report says of a call before anything else: what it is of, and what to do next."""
+
+from __future__ import annotations
+
+import pages
+import pytest
+import torch
+
+import fusion_moe
+from fusion_moe.report.html import page
+
+
+class Own(torch.nn.Module):
+    """Experts that nothing here knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.randn(4, 64, 64))
+
+    def forward(self, x):
+        return torch.einsum("mk,gnk->mn", x, self.weights)
+
+
+class Broken(torch.nn.Module):
+    """Two graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = pages.Layer()
+
+    def forward(self, x):
+        y = self.layer(x)
+        torch._dynamo.graph_break()
+        return self.layer(y)
+
+
+X = torch.zeros(6, 64, dtype=torch.bfloat16)
+
+
+def test_what_it_is_of():
+    report = pages.explained(target="cpu")
+    assert report.of == "Layer(bf16[6, 64])"
+    assert str(report).splitlines()[1] == "  Layer(bf16[6, 64])"
+    assert fusion_moe.explain(torch.relu, X).of == "relu(bf16[6, 64])"
+    assert not report.advice
+    shown = page(report)
+    assert report.of in shown
+    assert report.made in shown
+
+
+def test_a_converter_to_write():
+    report = fusion_moe.explain(torch.nn.Sequential(Own()), torch.zeros(3, 64))
+    (step,) = report.advice
+    assert step.startswith("write a converter of Own")
+    assert "do next\n  write a converter of Own" in str(report)
+    assert step in page(report)
+
+
+def test_a_graph_break_to_mend():
+    with torch.no_grad():
+        report = fusion_moe.explain(Broken(), X)
+    assert report.graphs == 2
+    (step,) = report.advice
+    assert step.startswith("mend the graph break at test_advice.py:")
+    assert "in forward: torch._dynamo.graph_break()" in step
+
+
+def test_routers_to_fuse():
+    transformers = pytest.importorskip("transformers")
+    from fusion_moe.transformers import fuse_routers_
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    model = transformers.Qwen3MoeForCausalLM(config)
+    fusion_moe.quantize_(model)
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    with torch.no_grad():
+        (step,) = fusion_moe.explain(model, ids, use_cache=False).advice
+        assert "2 routers (model.layers.0.mlp.gate and 1 more)" in step
+        fuse_routers_(model)
+        assert not fusion_moe.explain(model, ids, use_cache=False).advice
