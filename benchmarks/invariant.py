@@ -3,7 +3,7 @@
 
     python benchmarks/invariant.py [--device cuda] [--models qwen3 ...] [--tokens 1 8 ...]
         [--cases auto-bfloat16 avx2-float32 ...] [--threads 1] [--repeats 7] [--no-page]
-    python benchmarks/invariant.py --bits   # a hash of results, to compare machines of one kind
+    python benchmarks/invariant.py --bits nvfp4 mxfp4  # hashes of results, to compare machines
 
 On a GPU (h200_cells.py has the models) calls rotate over layers and routings in CUDA graphs; on a
 CPU (cpu_moe.py) they are timed one by one, in CPU time for one thread. Both orders take turns.
@@ -171,7 +171,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return found.hexdigest()[:16]
 
 
-def print_bits(device: str) -> None:
+def print_bits(device: str, encodings: Sequence[str]) -> None:
     """Of results, by encoding and order. What is multiplied is made of whole numbers on the CPU, so
     that it is the same on all machines.
     """
@@ -185,7 +185,7 @@ def print_bits(device: str) -> None:
     ids, w = torch.cat([ids, (ids + 3) % 8], 1), whole(COMPARED[-1], 2)
     floats = [whole(8, 1536, 2048) / 8, whole(8, 2048, 768) / 8]
     counts = [c for c in COMPARED if device == "cuda" or c <= FEW]
-    for name in "nvfp4", "mxfp4", "int4", "fp8":
+    for name in encodings:
         layer = Experts(*(quantize(t, ENCODINGS[name]) for t in floats))
         given = digest(layer.state_dict().values())
         layer = layer.to(device)
@@ -193,7 +193,8 @@ def print_bits(device: str) -> None:
         for order in ORDERS:
             with torch.no_grad(), options.override(order=order):
                 rows = [[t[:count].to(device) for t in (x, ids, w)] for count in counts]
-                print(f"{name}, weights {given}, order {order}:", digest(layer(*r) for r in rows))
+                found = digest(layer(*r) for r in rows)
+                print(f"{name}, weights {given}, order {order}: {found}", flush=True)
 
 
 def main() -> None:
@@ -208,12 +209,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--no-page", action="store_true")
-    parser.add_argument("--bits", action="store_true")
+    parser.add_argument("--bits", nargs="+", choices=ENCODINGS)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     torch.manual_seed(0)
     if asked.bits:
-        print_bits(asked.device)
+        print_bits(asked.device, asked.bits)
         return
     tokens, found = asked.tokens or TOKENS[asked.device], list[tuple[list[str], str]]()
     if asked.device == "cuda":
