@@ -50,7 +50,7 @@ __device__ __forceinline__ i32 choose_copies(const i64* times, i32 missed, i32 m
 // into. The rows of other missed ones are handed over.
 template <class Id>
 struct FindMisses {
-    static constexpr i32 MOST_SPARES = 256;
+    static constexpr i32 MOST_SPARES = 256;  // that a step uses
     i64 count, experts, cached, spares;
     const Id* ids;       // [count]
     const i32* tables;   // [2, experts]: the slot of each expert, or NOWHERE
@@ -117,7 +117,7 @@ struct FindMisses {
             order[rank] = e;
         }
         __syncthreads();
-        const i32 most = min(missed, i32(spares));
+        const i32 most = min(missed, min(i32(spares), MOST_SPARES));
         for (i32 k = first; k <= most; k += by) times[k] = costs.of(k, missed, order, rows);
         __syncthreads();
         if (first == 0) copied = choose_copies(times, missed, most);
