@@ -95,7 +95,11 @@ class OffloadedExperts(Experts):
         """As `forward`, without its checks of training."""
         where = type(self).__name__
         checks.need_rows("hidden_states", hidden_states, self.home.features, where)
-        k = top_k_index.shape[-1]
+        device, k = hidden_states.device.type, top_k_index.shape[-1]
+        if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):  # as the operation does it
+                cast = hidden_states.to(torch.get_autocast_dtype(device))
+                return self.step(cast, top_k_index, top_k_weights)
         x, ids = hidden_states.reshape(-1, hidden_states.shape[-1]), top_k_index.reshape(-1, k)
         try:
             y = self.device.step(x, ids, top_k_weights.reshape(-1, k))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import options
 from ..definitions.operations import SPECS, bind
 from ..errors import BuildError, UnsupportedError
 from ..layouts.groups import check_ids
@@ -105,7 +106,8 @@ class Pretended:
 
     def _hand_over(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """The host's rows, by the worker if they fit into the mailbox."""
-        key = x.dtype, os.getpid()  # after a fork the child has a worker of its own
+        # after a fork the child has a worker of its own
+        key = x.dtype, os.getpid(), options.current()
         if key not in self._desks:
             self._desks[key] = _desk_of(self.home, x.dtype)
         desk = self._desks[key]

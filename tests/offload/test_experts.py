@@ -133,6 +133,19 @@ def test_a_worker_that_is_gone_or_late(monkeypatch, caplog):
     assert "it has ended" in caplog.text or "worker has ended" in caplog.text
 
 
+def test_options():
+    """Autocast's dtype; and, in row order, a row's bits whatever is beside it."""
+    plain, args = experts(E, H, I), tokens(20, torch.float32)
+    found = offloaded(plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert found(*args).equal(plain(*args))
+        assert found(*args).dtype == torch.bfloat16
+    with fusion_moe.options.override(order="row"):
+        whole, (x, ids, w) = found(*args), args
+        assert whole.equal(plain(*args))
+        assert found(x[:1], ids[:1], w[:1]).equal(whole[:1])
+
+
 def test_leading_dimensions():
     plain = experts(E, H, I)
     x, ids, w = tokens(6)
