@@ -97,4 +97,6 @@ def test_offload(capsys, monkeypatch):
     assert done.value.code == 0
     assert "the plain model's text: True; its logits, bit for bit: True" in said
     assert said.count("experts copied") == 4
+    assert " 0 experts copied" not in said
+    assert " 0 computed," not in said
     assert said.count(" slots' experts are there; ") == 4

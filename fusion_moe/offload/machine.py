@@ -65,7 +65,8 @@ class Machine:
 
 
 # What `plan` expects of a GPU beside a server's CPU: what was measured beside an H200, with 14
-# threads, of which products of the CPU reach nine tenths. When a model is loaded, all are measured.
+# threads, of which products of the CPU reach nine tenths. When a model is loaded, all are measured;
+# a pretended device decides by these, as a GPU would.
 EXPECTED = {
     "H100": Machine(8.1e10, 7.0e10, 2e12, 5.0e10, 4.7e10, 20_000, 6_000, 2.6e12),
     "H200": Machine(8.1e10, 7.0e10, 2e12, 5.0e10, 4.7e10, 20_000, 6_000, 3.8e12),
@@ -90,19 +91,6 @@ def measured(name: str, copy: Copy, starts: Callable[[], tuple[int, int]]) -> Ma
 def copy_alone(to: Tensor, t: Tensor) -> None:
     """A copy of a contiguous CPU tensor by one thread, which as the GPU's copies needs no other."""
     ctypes.memmove(to.data_ptr(), t.data_ptr(), t.nbytes)
-
-
-@cache
-def pretended() -> Machine:
-    """This machine with a pretended device, whose copies are the CPU's own."""
-    slot: dict[str, Tensor] = {}
-
-    def copy(tensors: dict[str, Tensor], first: int, count: int) -> None:
-        for i in range(first, first + count):
-            for name, t in tensors.items():
-                copy_alone(slot.setdefault(name, torch.zeros_like(t[0])), t[i])
-
-    return measured("pretended", copy, lambda: (0, 20_000))
 
 
 @cache

@@ -1,0 +1,47 @@
+"""What a machine's parts take: measured once, and kept on disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion_moe import options
+from fusion_moe.offload import machine
+from fusion_moe.offload.machine import EXPECTED, Machine, copy_alone
+
+pytestmark = pytest.mark.once
+
+
+def test_measured_once(tmp_path, monkeypatch):
+    slot: dict[str, Tensor] = {}
+
+    def copy(tensors: dict[str, Tensor], first: int, count: int) -> None:
+        for i in range(first, first + count):
+            for name, t in tensors.items():
+                copy_alone(slot.setdefault(name, torch.zeros_like(t[0])), t[i])
+
+    monkeypatch.setattr(machine, "_EXPERTS", 16)
+    monkeypatch.setattr(machine, "_HIDDEN", 256)
+    monkeypatch.setattr(machine, "_INNER", 128)
+    with options.override(cache_dir=str(tmp_path)):
+        found = machine.measured("a device", copy, lambda: (1000, 2000))
+        again = machine.measured("a device", copy, lambda: 1 // 0)
+    assert found == again
+    rates = found.cpu, found.cpu_beside, found.macs, found.copy, found.copy_beside
+    assert all(1e6 < rate < 1e14 for rate in rates)
+    assert found.cpu_start >= 2000
+    assert found.copy_start == 2000
+    assert all(t.any() for name, t in slot.items() if name.endswith("[0]"))  # codes were copied
+
+
+def test_constants():
+    """Of more bytes and of more multiplications; never faster beside each other."""
+    rates = Machine(4e9, 5e9, 1e10, 2e9, 1e9, 7, 8)
+    found = rates.constants(nbytes=8000, macs=50)
+    assert (found.cpu_expert, found.cpu_expert_beside, found.cpu_row) == (2000, 2000, 5)
+    assert (found.copy_expert, found.copy_expert_beside) == (4000, 8000)
+    assert (found.cpu_start, found.copy_start) == (7, 8)
+    for expected in EXPECTED.values():  # DeepSeek-V3's experts: a miss is the CPU's
+        costs = expected.constants(24_800_000, 3 * 7168 * 2048)
+        assert costs.cpu_expert < costs.copy_expert < 2 * costs.cpu_expert
