@@ -11,11 +11,12 @@
 // element = (code - zero point) * (scale * scale * ...), every operation one of float32.
 #pragma once
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
 #include <tuple>
+#include <type_traits>
 
 #include "weight.h"
 
@@ -56,7 +57,16 @@ struct Level {
 
     // That of element k.
     float at(i64 k) const {
-        const float x = widen(first[BLOCK > 0 ? u64(k) / u64(BLOCK) : 0]);
+        const T stored = first[BLOCK > 0 ? u64(k) / u64(BLOCK) : 0];
+#if defined(__F16C__)
+        float x;
+        if constexpr (std::is_same_v<T, f16>)
+            x = _cvtsh_ss(stored.bits);
+        else
+            x = widen(stored);
+#else
+        const float x = widen(stored);
+#endif
         return ROLE == Role::DIVISOR ? 1.f / x : x;
     }
 
@@ -151,13 +161,19 @@ template <class Format>
 constexpr bool IS_FLOAT<Format, std::void_t<decltype(Format::SHIFT)>> = true;
 
 #if defined(__AVX512F__)
-// The numbers of sixteen codes. A table of sixteen fits in a register, floats of 8 bits are moved
-// to where float16 has them: compilers would read either from memory, one by one.
+// The numbers of sixteen codes, one in each lane. A table of sixteen fits in a register, floats of
+// 8 bits are moved to where float16 has them: compilers would read either from memory, one by one.
 template <class Format>
-inline __m512 numbers_of(const u8* codes) {
-    const __m512i code =
-        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-    if constexpr (!IS_FLOAT<Format>) {
+inline __m512 numbers_of(__m512i code) {
+    if constexpr (!HAS_TABLE<Format>) {
+        const auto integers = [](__m512i x) {
+            const __m512i order = _mm512_xor_si512(x, _mm512_set1_epi32(Format::FLIP));
+            return _mm512_cvtepi32_ps(_mm512_add_epi32(order, _mm512_set1_epi32(Format::FIRST)));
+        };
+        if constexpr (Format::BITS > 4) return integers(code);
+        return _mm512_permutexvar_ps(code, integers(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9,
+                                                                      10, 11, 12, 13, 14, 15)));
+    } else if constexpr (!IS_FLOAT<Format>) {
         return _mm512_permutexvar_ps(code, _mm512_loadu_ps(Format::TABLE));
     } else {
         const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127)),
@@ -170,15 +186,22 @@ inline __m512 numbers_of(const u8* codes) {
                                   _mm512_set1_ps(Format::TABLE[127]));
     }
 }
+
+template <class Format>
+inline __m512 scaled(__m512i codes, float zero, float scale) {
+    const __m512 x = _mm512_sub_ps(numbers_of<Format>(codes), _mm512_set1_ps(zero));
+    return _mm512_mul_ps(x, _mm512_set1_ps(scale));
+}
 #endif
 
 // Sixteen elements: the numbers of their codes, less the zero point, times the scale.
 template <class Format>
 inline void elements_of(const u8* code, float zero, float scale, float* out) {
 #if defined(__AVX512F__)
-    if constexpr (IS_FLOAT<Format> || (HAS_TABLE<Format> && Format::BITS < 8)) {
-        const __m512 x = _mm512_sub_ps(numbers_of<Format>(code), _mm512_set1_ps(zero));
-        return _mm512_storeu_ps(out, _mm512_mul_ps(x, _mm512_set1_ps(scale)));
+    if constexpr (IS_FLOAT<Format> || !HAS_TABLE<Format> || Format::BITS < 8) {
+        const __m512i each =
+            _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(code)));
+        return _mm512_storeu_ps(out, scaled<Format>(each, zero, scale));
     }
 #endif
     u8 codes[LANES];  // `code` may lie in `out`, for all that a compiler knows
@@ -220,16 +243,38 @@ struct DerivedWeight : PortableWeight {
 
     // `out` is written up to a multiple of LANES.
     static void dequantize(const Problem& p, i64 g, i64 n, i64 k, i64 count, float* out) {
-        constexpr int EACH = 8 / Format::BITS;  // codes of a byte
         const auto scales = Scales::of(p, g, n);
+        const u8* packed = static_cast<const u8*>(p.parts[0]) + ((g * p.N + n) * p.K + k) / EACH;
         const u64 inside = u64(k) % SHARED;
-        float scale[RUN / SHARED + 1], zero[RUN / SHARED + 1];
+        if (inside == 0 && count == RUN) {  // loops of known length
+            dequantize(scales, packed, k, 0, RUN, out);
+        } else {
+            dequantize(scales, packed, k, inside, count, out);
+        }
+    }
+
+  private:
+    static constexpr int EACH = 8 / Format::BITS;  // codes of a byte
+
+    __attribute__((always_inline)) static void dequantize(const Scales& scales, const u8* packed,
+                                                          i64 k, u64 inside, i64 count,
+                                                          float* out) {
+        float scale[RUN / SHARED + 1], zero[RUN / SHARED + 1] = {};
         for (i64 block = 0; block * SHARED < i64(inside) + count; ++block) {
             const i64 at = k - i64(inside) + block * SHARED;
             scale[block] = scales.scale(at);
             if (Scales::HAS_ZERO_POINT) zero[block] = scales.zero_point(at);
         }
-        const u8* packed = static_cast<const u8*>(p.parts[0]) + ((g * p.N + n) * p.K + k) / EACH;
+#if defined(__AVX512VBMI__)
+        if (Format::BITS == 4 && count % LANES == 0) {
+            for (i64 i = 0; i < count; i += LANES) {
+                const u64 block = (inside + u64(i)) / SHARED;
+                _mm512_storeu_ps(
+                    out + i, scaled<Format>(nibbles_of(packed + i / 2), zero[block], scale[block]));
+            }
+            return;
+        }
+#endif
         u8 held[RUN];
         const u8* codes = held;
         if constexpr (EACH > 1) {
@@ -241,8 +286,7 @@ struct DerivedWeight : PortableWeight {
         }
         for (i64 i = 0; i < count; i += LANES) {
             const u64 block = (inside + u64(i)) / SHARED;
-            const float least = Scales::HAS_ZERO_POINT ? zero[block] : 0.f;
-            elements_of<Format>(codes + i, least, scale[block], out + i);
+            elements_of<Format>(codes + i, zero[block], scale[block], out + i);
         }
     }
 };

@@ -40,14 +40,7 @@ namespace {
 // Sixteen codes, or their numbers.
 #ifdef __AVX512VBMI__
 inline __m512 numbers_of(const u8* codes) {
-    const __m512i shifts =
-        _mm512_setr_epi64(0x0400000000, 0x0C00000008, 0x1400000010, 0x1C00000018, 0x2400000020,
-                          0x2C00000028, 0x3400000030, 0x3C00000038);
-    i64 all;
-    std::memcpy(&all, codes, sizeof all);
-    const __m512i each =
-        _mm512_multishift_epi64_epi8(shifts, _mm512_set1_epi64(all));  // look-ups take four bits
-    return _mm512_permutexvar_ps(each, _mm512_loadu_ps(E2M1));
+    return _mm512_permutexvar_ps(nibbles_of(codes), _mm512_loadu_ps(E2M1));
 }
 
 inline void scaled_numbers(const u8* codes, float step, float* out) {

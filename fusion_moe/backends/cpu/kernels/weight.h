@@ -18,11 +18,27 @@
 // need. Readers of e2m1 codes have more: e2m1.h.
 #pragma once
 
+#if defined(__AVX512VBMI__)
+#include <immintrin.h>
+#endif
+
 #include "tiles.h"
 
 namespace {
 
 constexpr i64 RUN = 256;
+
+#if defined(__AVX512VBMI__)
+// Sixteen codes of four bits, each in the lowest bits of a lane: look-ups take no others.
+inline __m512i nibbles_of(const u8* codes) {
+    const __m512i shifts =
+        _mm512_setr_epi64(0x0400000000, 0x0C00000008, 0x1400000010, 0x1C00000018, 0x2400000020,
+                          0x2C00000028, 0x3400000030, 0x3C00000038);
+    i64 all;
+    std::memcpy(&all, codes, sizeof all);
+    return _mm512_multishift_epi64_epi8(shifts, _mm512_set1_epi64(all));
+}
+#endif
 
 struct PortableWeight {
     static constexpr i64 ALIGNED = RUN;
