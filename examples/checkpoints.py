@@ -4,7 +4,7 @@ with what its bytes mean.
     python examples/checkpoints.py [--only NAME]
 
 The models are tiny and random. If nvidia-modelopt is installed, it writes its three kinds of
-directories, and if gguf is, files of five families; all others (without it, ModelOpt's too) come
+directories, and if gguf is, files of six families; all others (without it, ModelOpt's too) come
 from tests/checkpoints/made. The reference reads each file with numpy and ml_dtypes, or has gguf
 round the weights, and puts the numbers into transformers' plain model; float32 logits and 16
 generated tokens are compared. Exits with 1 if a row fails.

@@ -138,6 +138,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], Reads]:
         if keeps:
             encodings[weight] = _ENCODED[blocks.kind][0]
         for entry, read in _parts(weight, blocks) if keeps else [_floats(name, blocks)]:
+            if entry.name in entries:
+                raise _misshapen(blocks, f"one tensor with {entry.name}")
             entries[entry.name], reads[entry.name] = entry, read
     config = model.config
     if encodings:
@@ -164,14 +166,24 @@ def _named(tensors: Mapping[str, Blocks], model: Model) -> Iterator[tuple[str, B
             new = model.name_of(name, str(blocks.file))
             if new.endswith("shared_expert_gate.weight") and blocks.data.dim() == 1:
                 blocks = replace(blocks, data=blocks.data[None])
-            yield new, replace(blocks, heads=model.heads_in_turns(name))
+            if (heads := model.heads_in_turns(name)) and blocks.shape[0] % (2 * heads):
+                raise _misshapen(blocks, f"rows for {heads} heads")
+            yield new, replace(blocks, heads=heads)
             continue
         matrices, suffix = experts
+        whole = len(blocks.shape) == (3 if suffix == ".weight" else 2)
+        if not whole or blocks.shape[1] % len(matrices):
+            raise _misshapen(blocks, "[experts, rows, columns], or a bias [experts, rows]")
         rows = blocks.data.shape[1] // len(matrices)
         for e in range(len(blocks.data)):
             for at, matrix in enumerate(matrices):
                 of_matrix = slice(at * rows, (at + 1) * rows)
                 yield matrix.replace("*", str(e)) + suffix, blocks.of_expert(e, of_matrix)
+
+
+def _misshapen(blocks: Blocks, expected: str) -> CheckpointError:
+    found = f"{shown(blocks.name)} {list(blocks.shape)}"
+    return CheckpointError(found, expected=expected, where=str(blocks.file))
 
 
 def _encoded(tensors: Mapping[str, Blocks]) -> set[str]:
@@ -184,7 +196,8 @@ def _encoded(tensors: Mapping[str, Blocks]) -> set[str]:
         kinds[_together(name)].add("" if scaled else blocks.kind)
     return {
         name
-        for name in tensors
+        for name, blocks in tensors.items()
+        if len(blocks.shape) == (3 if name.endswith("_exps.weight") else 2)
         if kinds[_together(name)] in ({kind} for kind in _ENCODED)
         if name.endswith(".weight") and name != "token_embd.weight"
     }

@@ -35,6 +35,7 @@ _LAYER = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_WITHOUT_SUFFIX = ("attn_sinks", "exp_probs_b")
 _ENTRIES = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -96,6 +97,19 @@ FAMILIES = {
         projections=("w1", "w3", "w2"),
         in_turns=True,
     ),
+    "minimax-m2": Family(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        "intermediate_size",
+        "num_local_experts",
+        layer={
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "exp_probs_b": "block_sparse_moe.e_score_correction_bias",
+        },
+        entries={"rotary_dim": "rope.dimension_count"},
+        block="block_sparse_moe",
+        projections=("w1", "w3", "w2"),
+    ),
     "gpt-oss": Family(
         "gpt_oss",
         "GptOssForCausalLM",
@@ -150,7 +164,7 @@ class Model:
                 expected=f"tensors of {self.family.architecture}",
                 where=where,
             )
-        return new if leaf == "attn_sinks" else new + suffix
+        return new if leaf in _WITHOUT_SUFFIX else new + suffix
 
     def heads_in_turns(self, name: str) -> int:
         """Of rows of q or k that lie in turns: the number of heads, else 0."""

@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "olmoe": "olmoe",
     "mixtral": "llama",
     "gpt_oss": "gpt-oss",
+    "minimax_m2": "minimax-m2",
 }
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -34,6 +35,7 @@ SIZES: dict[str, Any] = {
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 256, "norm_topk_prob": True},
     "qwen2_moe": {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256},
+    "minimax_m2": {"rotary_dim": 32},
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
 }
 _FLOATS = re.compile(r"\.(gate|router|shared_expert_gate)\.|_proj_bias")
@@ -42,14 +44,25 @@ _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)(\.\w+)")
 
 def model_for(family: str) -> Any:
     """The model whose weights `write_gguf` writes."""
-    return model_of(family, torch.float32, **{**SIZES, **OF_FAMILY.get(family, {})})
+    model = model_of(family, torch.float32, **{**SIZES, **OF_FAMILY.get(family, {})})
+    for name, t in model.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            t.copy_(torch.arange(len(t)) / 8)
+    return model
 
 
 def write_gguf(
-    file: Path, family: str, experts: str = "MXFP4", others: str = "F32", split: int = 0, **add: Any
+    file: Path,
+    family: str,
+    experts: str = "MXFP4",
+    others: str = "F32",
+    split: int = 0,
+    without: tuple[str, ...] = (),
+    **add: Any,
 ) -> Path:
     """Writes a random model, with these types of ggml for matrices of experts, and for all others
-    but the routers. split: after how many tensors, 0 for one file; add: further tensors.
+    but the routers. split: after how many tensors, 0 for one file; without: those that are left
+    out; add: further ones.
     """
     import gguf
 
@@ -68,9 +81,11 @@ def write_gguf(
         kind = experts if t.dim() == 3 else others if t.dim() == 2 and suffix == "weight" else "F32"
         kind = "F32" if "ffn_gate_inp" in found else kind
         qtype = gguf.GGMLQuantizationType[kind]
+        if f"{found}.{suffix}" in without:
+            continue
         writer.add_tensor(f"{found}.{suffix}", blocks_of(t, kind), raw_dtype=qtype)
     for name, values in add.items():
-        writer.add_tensor(name, np.array(values, np.float32))
+        writer.add_tensor(name, torch.as_tensor(values, dtype=torch.float32).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -165,6 +180,8 @@ def _stacked(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
             heads = SIZES["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"]
             halves = stacked[name].unflatten(0, (heads, 2, -1))
             stacked[name] = halves.transpose(1, 2).flatten(0, 2).contiguous()
+        if name.endswith("e_score_correction_bias"):
+            stacked[f"{name.removesuffix('_bias')}.bias"] = stacked.pop(name)
         if name.endswith("shared_expert_gate.weight"):
             stacked[name] = stacked[name][0]
     return stacked
@@ -202,5 +219,7 @@ def _add_metadata(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rotary := getattr(config, "rotary_dim", None):
+        writer.add_rope_dimension_count(rotary)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)

@@ -89,7 +89,7 @@ def test_a_model_computes_what_the_file_means(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.judges("gguf")
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "minimax_m2"])
 def test_floats_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Its own loader of GGUF, with our configuration: it has none for the experts' size."""
     pytest.importorskip("accelerate")
@@ -253,6 +253,37 @@ def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:
     assert "blk.1.attn_q.weight" in written.directory.tensors
     with pytest.raises(UnsupportedError, match="architecture 'wen33moe'; expected one of qwen3moe"):
         from_pretrained(tmp_path / "other.gguf")
+
+
+def test_gate_and_up_in_one_tensor(tmp_path: Path) -> None:
+    """As newer files of llama.cpp have them: the rows of gate, then those of up."""
+    file = write_gguf(tmp_path / "model.gguf", "gpt_oss", "F32")
+    want, whole, added = judged(file), Directory.open(file), {}
+    for suffix in ("weight", "bias"):
+        both = [want[f"blk.1.ffn_{each}_exps.{suffix}"] for each in ("gate", "up")]
+        added[f"blk.1.ffn_gate_up_exps.{suffix}"] = torch.cat(both, 1)
+    names = [f"blk.1.ffn_{each}_exps.{s}" for each in ("gate", "up") for s in ("weight", "bias")]
+    joined = write_gguf(tmp_path / "new.gguf", "gpt_oss", "F32", without=tuple(names), **added)
+    directory = Directory.open(joined)
+    assert directory.tensors.keys() == whole.tensors.keys()
+    assert all(torch.equal(directory.read(n), whole.read(n)) for n in whole.tensors)
+    twice = write_gguf(tmp_path / "twice.gguf", "gpt_oss", "F32", **added)
+    with pytest.raises(CheckpointError, match="ffn_gate_up_exps.weight.* expected one tensor with"):
+        Directory.open(twice)
+
+
+def test_shapes_that_no_model_has(tmp_path: Path) -> None:
+    for name, said in (
+        ("blk.0.attn_q.weight", "rows for 4 heads"),
+        (
+            "blk.0.ffn_up_exps.weight",
+            "'blk.0.ffn_up_exps.weight' .7.; expected .experts, rows, col",
+        ),
+        ("blk.0.ffn_gate_up_exps.bias", "'blk.0.ffn_gate_up_exps.bias' .7.; expected .experts"),
+    ):
+        file = write_gguf(tmp_path / "model.gguf", "mixtral", without=(name,), **{name: [0.0] * 7})
+        with pytest.raises(CheckpointError, match=said):
+            Directory.open(file)
 
 
 # Bad input ----------------------------------------------------------------------------------------
