@@ -53,7 +53,7 @@ class Speed:
     @classmethod
     def of(cls, seconds: list[float], tokens: int = 1) -> Speed:
         """seconds: of each step; tokens: in a step."""
-        fast, *_, slow = statistics.quantiles(seconds, n=10)
+        fast, *_, slow = statistics.quantiles(seconds, n=10, method="inclusive")
         return cls(tokens / statistics.median(seconds), tokens / slow, tokens / fast)
 
     @property
@@ -255,7 +255,7 @@ def time_large_layer(calls: int, device: str) -> None:
 def by_token(bf16: list[float], nvfp4: list[float]) -> str:
     """How many times as fast, by what the same token took just before or after."""
     times = [a / b for a, b in zip(bf16, nvfp4, strict=True)]
-    low, *_, high = statistics.quantiles(times, n=10)
+    low, *_, high = statistics.quantiles(times, n=10, method="inclusive")
     said = f"is {statistics.median(times):.2f}x as fast ({low:.2f}x to {high:.2f}x for most tokens)"
     if low <= 1 <= high:
         return f"{said}: inconclusive"
