@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -191,13 +192,13 @@ def _beside(home: Home, copy: Copy) -> tuple[float, float]:
         while not end.is_set():
             copies.extend(_copies(home, copy, _SOME))
 
-    other = threading.Thread(target=work)
-    other.start()
-    try:
-        _, cpu = _line(home)
-    finally:
-        end.set()
-        other.join()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(work)
+        try:
+            _, cpu = _line(home)
+        finally:
+            end.set()
+        other.result()  # raises what went wrong there
     return _usual(copies) / _SOME, cpu
 
 
