@@ -160,9 +160,12 @@ class Source:
 
     def matrices(self, weight: StoredWeight) -> Iterator[Tensor]:
         """f32 [N, K], one matrix after another. CheckpointError as from `check_scales`."""
-        check_weight(self.directory, weight)
+        check_weight(self.directory, weight, columns=False)
+        if not weight.scheme.fused:
+            yield weight.floats(self.directory.read)
+            return
         parts = weight.parts(self.directory.read)
-        for e in range(weight.shape[0]) if weight.scheme.fused else [...]:
+        for e in range(weight.shape[0]):
             yield weight.scheme.floats(part[e] for part in parts)
 
 

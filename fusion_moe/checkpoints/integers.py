@@ -179,11 +179,11 @@ def _order(suffix: str) -> Fixed:
         return UnsupportedError(
             "columns of a group that do not lie side by side (desc_act)",
             expected="groups of consecutive columns",
-            todo="take a checkpoint that was made with desc_act=False, or the model in floats, "
-            "and quantize that",
+            todo="take a checkpoint that was made with desc_act=False, or convert it "
+            'to="dense", and quantize that',
         )
 
-    return Fixed(suffix, torch.int32, made, refused)
+    return Fixed(suffix, torch.int32, made, refused, of_columns=True)
 
 
 def _middle(part: StoredPart, bits: int, less: int) -> Fixed:

@@ -139,13 +139,15 @@ class Fixed:
     """A tensor that says of a weight what its other tensors say anyway.
 
     made(n, k, encoding): what it has to be; refused(found, wanted): the error if it is anything
-    else.
+    else. of_columns: whether it is the group of each column; if these are out of order, which is an
+    UnsupportedError, numbers can be read nevertheless.
     """
 
     suffix: str
     dtype: torch.dtype
     made: Callable[[int, int, Encoding], Tensor] = field(compare=False)
     refused: Callable[[Tensor, Tensor], Error] = field(compare=False)
+    of_columns: bool = False
 
 
 @dataclass(frozen=True)

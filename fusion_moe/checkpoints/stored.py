@@ -19,6 +19,7 @@ from .headers import Entry
 from .integers import USUAL, Packing, scheme_of
 from .methods import method_of, packing_of
 from .schemes import KNOWN, SCHEMES, Scheme, StoredPart, of_encoding
+from .words import nibbles, packed_nibbles
 
 Read = Callable[[str], Tensor]
 
@@ -67,14 +68,18 @@ class StoredWeight:
         return parts
 
     @real_tensors()
-    def check_fixed(self, read: Read) -> None:
-        """Raises unless the tensors beside the weight say what they have to."""
+    def check_fixed(self, read: Read, columns: bool = True) -> None:
+        """Raises unless the tensors beside the weight say what they have to. columns: whether those
+        of a group must lie side by side, as in an encoding.
+        """
         for fixed in self.scheme.fixed:
             assert self.scheme.encoding is not None, self.name
             entry, (n, k) = self.entries[fixed.suffix], self.shape
             found, wanted = read(entry.name), fixed.made(n, k, self.scheme.encoding)
             if not torch.equal(found.to(wanted.dtype), wanted):
                 error = fixed.refused(found, wanted)
+                if fixed.of_columns and not columns and isinstance(error, UnsupportedError):
+                    continue
                 raise type(error)(
                     f"{entry.name}: {error.found}",
                     expected=error.expected,
@@ -88,8 +93,18 @@ class StoredWeight:
         return Quantized(*self.parts(read), encoding=self.scheme.encoding)
 
     def floats(self, read: Read) -> Tensor:
-        """f32 [N, K] or [E, N, K]: elements times their scales."""
-        return self.scheme.floats(self.parts(read))
+        """f32 [N, K] or [E, N, K]: elements times their scales, in whatever order groups have
+        columns.
+        """
+        codes, *scales = self.parts(read)
+        of_columns = [fixed for fixed in self.scheme.fixed if fixed.of_columns]
+        if not of_columns:
+            return self.scheme.floats([codes, *scales])
+        order = read(self.entries[of_columns[0].suffix].name).argsort(stable=True)
+        packed = codes.shape[1] < len(order)
+        codes = (nibbles(codes) if packed else codes)[:, order]
+        sorted_floats = self.scheme.floats([packed_nibbles(codes) if packed else codes, *scales])
+        return torch.empty_like(sorted_floats).index_copy_(1, order, sorted_floats)
 
 
 def all_eight_bits(weights: Mapping[str, StoredWeight]) -> bool:

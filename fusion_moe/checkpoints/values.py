@@ -33,8 +33,8 @@ def check_scales(directory: Directory, weights: Mapping[str, StoredWeight]) -> N
         check_weight(directory, weight)
 
 
-def check_weight(directory: Directory, weight: StoredWeight) -> None:
-    """`check_scales` of one weight."""
+def check_weight(directory: Directory, weight: StoredWeight, columns: bool = True) -> None:
+    """`check_scales` of one weight. columns: as `StoredWeight.check_fixed` has it."""
     entries = [weight.entries[part.part] for part in weight.scheme.parts]
     tensors = (directory.read(entry.name) for entry in entries)
     n = weight.shape[-2]
@@ -46,7 +46,7 @@ def check_weight(directory: Directory, weight: StoredWeight) -> None:
         raise error.at(file) from None
     except NonFiniteError as error:
         raise CheckpointError(error.found, expected=error.expected, where=file) from None
-    weight.check_fixed(directory.read)
+    weight.check_fixed(directory.read, columns)
 
 
 def check_scales_of(scheme: Scheme, parts: Iterable[Tensor], name: str) -> None:

@@ -29,8 +29,12 @@ def of_packed(words: Tensor, scale: Tensor, zeros: Tensor | None, shape: list[in
     return torch.from_numpy((_of_words(words, bits) - zero) * factor)
 
 
-def of_qweight(words: Tensor, zeros: Tensor, scales: Tensor, said: dict[str, Any]) -> Tensor:
-    """A matrix as AWQ or GPTQ stores it, by the configuration; groups of consecutive columns."""
+def of_qweight(
+    words: Tensor, zeros: Tensor, scales: Tensor, said: dict[str, Any], g_idx: Tensor | None = None
+) -> Tensor:
+    """A matrix as AWQ or GPTQ stores it, by the configuration. g_idx: the group of each column, if
+    these do not follow one another.
+    """
     by, bits = said.get("packing_format", said["quant_method"]), said["bits"]
     zero = _of_words(zeros, bits)
     if "awq" in by:
@@ -41,6 +45,6 @@ def of_qweight(words: Tensor, zeros: Tensor, scales: Tensor, said: dict[str, Any
     else:
         codes = _of_words(words.T.contiguous(), bits).T
         zero = zero + (said.get("checkpoint_format", "gptq") == "gptq" and by != "auto_round")
-    each = len(codes) // len(zero)
-    number = (codes - zero.repeat(each, 0)) * scales.float().numpy().repeat(each, 0)
+    group = np.arange(len(codes)) * len(zero) // len(codes) if g_idx is None else g_idx.numpy()
+    number = (codes - zero[group]) * scales.float().numpy()[group]
     return torch.from_numpy(np.ascontiguousarray(number.T))

@@ -236,6 +236,21 @@ def test_groups_that_do_not_follow_one_another_are_refused_before_weights_are_re
     assert model.model.layers[0].mlp.experts.encoding is INTEGERS["uint4", 128, torch.float16]
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_out_of_order_become_floats(bits: int, tmp_path: Path) -> None:
+    """desc_act: numbers are right, and there is no encoding of them."""
+    tensors, config = qweight("gptq", bits, desc_act=True, sym=bits == 8)
+    if bits == 8:
+        tensors[f"{NAME}.qzeros"].fill_(0x7F7F7F7F)
+    tensors[f"{NAME}.g_idx"] = order = _shuffled(2)
+    path = directory(tmp_path / "src", tensors, config)
+    written = Directory.open(convert(path, tmp_path / "dst", "dense"))
+    parts = (tensors[f"{NAME}.{part}"] for part in ("qweight", "qzeros", "scales"))
+    assert torch.equal(written.read(f"{NAME}.weight"), of_qweight(*parts, config, order))
+    with pytest.raises(UnsupportedError, match="side by side .desc_act.; .* convert it to=.dense."):
+        convert(path, tmp_path / "other", "compressed-tensors")
+
+
 # The packages themselves --------------------------------------------------------------------------
 
 
