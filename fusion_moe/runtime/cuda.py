@@ -28,6 +28,7 @@ _RESERVED = 1024  # bytes of shared memory that the driver reserves for each blo
 _STREAMS = 64  # how many a launch remembers
 _MAPS = 4096  # how many a process remembers
 _MAP_BYTES = 128
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 Function = Any  # the driver's handle of a kernel
 
 
@@ -109,10 +110,27 @@ def capturing() -> bool:
 # Memory of the host -------------------------------------------------------------------------------
 
 
+def make_current(index: int) -> None:
+    """Makes torch's context of a device that of this thread, if the thread has none: torch does so
+    only in calls that need one.
+    """
+    d = _driver()
+    if not int(_checked(d.cuCtxGetCurrent(), "context")):
+        _checked(d.cuCtxSetCurrent(_context(index)), "context")
+
+
+@cache
+def _context(index: int) -> Any:
+    d = _driver()
+    _checked(d.cuInit(0), "context")
+    return _checked(d.cuDevicePrimaryCtxRetain(d.CUdevice(index)), "context")
+
+
 def pin(address: int, nbytes: int) -> int:
     """Pins memory of the host, which must have pages of its own, and maps it on all devices. The
     address that kernels read it at. BuildError if the driver refuses.
     """
+    make_current(torch.cuda.current_device())
     d = _driver()
     flags = d.CU_MEMHOSTREGISTER_PORTABLE | d.CU_MEMHOSTREGISTER_DEVICEMAP
     _checked(d.cuMemHostRegister(address, nbytes, flags), "cuMemHostRegister")
@@ -121,6 +139,7 @@ def pin(address: int, nbytes: int) -> int:
 
 def unpin(address: int) -> None:
     """Undoes `pin`."""
+    make_current(torch.cuda.current_device())
     _checked(_driver().cuMemHostUnregister(address), "cuMemHostUnregister")
 
 
@@ -180,7 +199,13 @@ class Launch:
 
     def __call__(self, stream: int, params: int) -> None:
         """params: the address of an array with the addresses of the kernel's parameters."""
-        (status,) = _driver().cuLaunchKernelEx(self._config(stream), self._function, params, 0)
+        launch = partial(
+            _driver().cuLaunchKernelEx, self._config(stream), self._function, params, 0
+        )
+        (status,) = launch()
+        if int(status) == _NO_CONTEXT:
+            make_current(torch.cuda.current_device())
+            (status,) = launch()
         if status:
             _checked((status,), "launch")
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
 import fusion_moe
-from fusion_moe.encodings import ENCODINGS, quantize
+from fusion_moe.encodings import ENCODINGS, Quantized, quantize
 from fusion_moe.errors import GroupsError, UnsupportedError, WorkerError
 from fusion_moe.layouts.w16x64 import W16X64
 from fusion_moe.nn import Experts, swiglu
@@ -24,7 +25,7 @@ from fusion_moe.offload.split import Constants
 from fusion_moe.offload.worker import Worker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compiler]
-E, H, I, K = 64, 512, 256, 4
+E, H, I, K = 32, 512, 256, 4
 ALL = E + 8  # slots, with spare ones
 # cpu_start, cpu_expert, cpu_expert_beside, cpu_row, copy_start, copy_expert, copy_expert_beside
 COMPUTES = Constants(0, 1, 1, 0, 0, 10**9, 10**9)
@@ -40,11 +41,16 @@ def inference():
     fusion_moe.synchronize()
 
 
+@cache
+def weights(encoding: str, seed: int) -> list[Quantized]:
+    g = torch.Generator().manual_seed(seed)
+    floats = [torch.randn(E, n, k, generator=g) / k**0.5 for n, k in ((2 * I, H), (H, I))]
+    return [quantize(w, ENCODINGS[encoding]) for w in floats]
+
+
 def layer(encoding: str = "nvfp4", seed: int = 0, **more) -> Experts:
     """On the CPU."""
-    g = torch.Generator().manual_seed(seed)
-    weights = [torch.randn(E, n, k, generator=g) / k**0.5 for n, k in ((2 * I, H), (H, I))]
-    return Experts(*[quantize(w, ENCODINGS[encoding]) for w in weights], **more)
+    return Experts(*weights(encoding, seed), **more)
 
 
 def offloaded(
@@ -130,22 +136,27 @@ def test_a_graph_is_replayed_with_other_ids(slots):
 def test_the_cache_learns_while_steps_run():
     plain = layer()
     found = offloaded(plain, 20, every=2)
-    for step in range(60):
-        args = call(8, step, experts=12)
+
+    def step(seed: int) -> None:
+        x, ids, w = call(8, seed, experts=12)
+        args = x, torch.where(ids < 0, ids, E - 1 - ids), w  # none of them is there at first
         assert_near(found(*args), on_cpu(plain, *args))
+
+    for seed in range(50):
+        step(seed)
     c = found.counters
-    assert c.loaded > 20
-    before = c.misses
-    for step in range(10):
-        found(*call(8, step, experts=12))
-    assert found.counters.misses - before < before / 3
+    assert c.loaded >= 19 + 12  # those that were there at first, too
+    assert c.hits
+    for seed in range(5):
+        step(seed)
+    assert found.counters.misses - c.misses < c.misses / 10
 
 
 def test_a_long_step_streams_experts():
     plain = layer()
     args = call(300)
     want = on_cpu(plain, *args)
-    for slots, spare in ((0, ALL), (56, 16), (E, 8)):
+    for slots, spare in ((0, ALL), (24, 16), (E, 8)):
         found = offloaded(plain, slots, spare=spare, capacity=64)
         for _ in range(2):
             assert_near(found(*args), want)
