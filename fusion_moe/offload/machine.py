@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..encodings import NVFP4, Quantized
 from ..nn.frozen.experts import NVFP4Experts
-from ..runtime import store
+from ..runtime import cuda, store
 from ..runtime.host_memory import bandwidth, pages
 from .device import Home
 from .split import Constants
@@ -28,6 +28,8 @@ _EXPERTS, _HIDDEN, _INNER = 64, 2048, 1024  # 3.5 MB each: together more than ca
 _MANY = 256  # rows, whose products take longer than reading an expert
 _SOME = 12  # experts of a call
 _REPEATS = 15
+_PRODUCT, _OF_TOKEN = 10_000, 8  # nanoseconds to begin the GPU's products; experts of a token
+_OF_MEMORY = 0.8  # of a GPU's bandwidth, that its products reach
 
 
 # copy(tensors, first, count): copies entries of tensors on the CPU to a device, and waits
@@ -40,7 +42,7 @@ class Machine:
     other; multiplications per second of the CPU's products; nanoseconds to begin work on each side
     and to wait for it.
 
-    gpu: bytes per second that the GPU's products read, for what `fusion-moe plan` expects.
+    gpu: bytes per second that the GPU's products read; 0: it is not known.
     """
 
     cpu: float
@@ -59,10 +61,16 @@ class Machine:
             cpu_expert=_ns(nbytes, self.cpu),
             cpu_expert_beside=_ns(nbytes, min(self.cpu, self.cpu_beside)),
             cpu_row=_ns(macs, self.macs),
-            copy_start=self.copy_start,
+            copy_start=self.copy_start + self._product(nbytes),
             copy_expert=_ns(nbytes, self.copy),
             copy_expert_beside=_ns(nbytes, min(self.copy, self.copy_beside)),
         )
+
+    def _product(self, nbytes: int) -> int:
+        """The nanoseconds of the GPU's products of a token, which wait for copies while the CPU
+        computes.
+        """
+        return _PRODUCT + _ns(_OF_TOKEN * nbytes, self.gpu) if self.gpu else 0
 
 
 # What `plan` expects of a GPU beside a server's CPU: what was measured beside an H200, with 14
@@ -100,7 +108,8 @@ def of_gpu(device: str) -> Machine:
     from .turnaround import Copier, starts  # which looks for a GPU
 
     on = torch.device(device)
-    return measured(torch.cuda.get_device_name(on), Copier(on), lambda: starts(on))
+    found = measured(torch.cuda.get_device_name(on), Copier(on), lambda: starts(on))
+    return replace(found, gpu=_OF_MEMORY * cuda.arch(cuda.index_of(on)).memory_bandwidth)
 
 
 def _measure(copy: Copy, hand_over: int, copy_start: int) -> Machine:
