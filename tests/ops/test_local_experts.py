@@ -154,9 +154,10 @@ def test_bad_places():
 def test_places_in_every_way(how):
     x, ids, w = inputs(torch.bfloat16)
     ids[4] = 0
-    args = x, ids, w, *parts(2), places_of([6, 1])
+    args = x, ids, w, places_of([6, 1]), *(part for one in parts(2) for part in one)
 
-    def call(x: Tensor, ids: Tensor, w: Tensor, up: list, down: list, places: Tensor) -> Tensor:
+    def call(x: Tensor, ids: Tensor, w: Tensor, places: Tensor, *weights: Tensor) -> Tensor:
+        up, down = weights[:3], weights[3:]
         return ops.fused_experts(x, ids, w, up, down, weight_format="nvfp4", places=places)
 
     want = call(*args)
