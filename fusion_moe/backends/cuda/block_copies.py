@@ -54,10 +54,11 @@ def kernel(
     shape: Sequence[Dim],
     ends: Value | None,
     left: Sequence[Value],
+    cut: int = 0,
 ) -> KernelSource:
     """The kernel that makes copies of a value [*lead, N, K]. row: the C++ of its rows; copies:
     their encodings, where each is stored, and the C++ type of each; number: that of the value's
-    numbers.
+    numbers; cut: the column from which on they are made in another way.
     """
     *lead, n, k = shape
     made = {
@@ -73,14 +74,15 @@ def kernel(
         count = ceildiv(matrices * rows, BLOCK)
     else:
         tiles, count = _grouped(source, ends, rows, left)
+    looked_up = str("return [=]" not in row[1]).lower()  # a row is more than its number
     body = [
         "griddepcontrol_wait();",
         "griddepcontrol_launch_dependents();",
         *row,
-        f"make_block_copies<{number}, {known(k)}>({tiles}, row, {to});",
+        f"make_block_copies<{number}, {known(k)}, {looked_up}, {cut}>({tiles}, row, {to});",
     ]
     simple = sum("load_eight" in line for line in row) <= 2
-    blocks = _MIN_BLOCKS if simple else _FEW_BLOCKS
+    blocks = _MIN_BLOCKS if simple and ends is None else _FEW_BLOCKS
     return _of_tiles(source, name, body, count, known(k), blocks)
 
 

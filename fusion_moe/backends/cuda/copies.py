@@ -15,6 +15,7 @@ from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv
 from ...ir.types import plain
 from ...runtime import cuda
+from ...schedule.product import cat_before
 from ..cxx.elements import stored
 from ..cxx.indices import Variable, reshaped, size
 from ..cxx.product_plan import known
@@ -196,7 +197,10 @@ def _kernel(
         return e2m1_copies.kernel(source, name, made_row, op, copies[0].memory, number, left)
     if copies[0].encoding.name in block_copies.SCALES:
         each = [(copy.encoding, _places(source, copy), _kind(copy)) for copy in copies]
-        return block_copies.kernel(source, name, made_row, each, number, x.type.shape, ends, left)
+        cut = _cut(source.fusion, x)
+        return block_copies.kernel(
+            source, name, made_row, each, number, x.type.shape, ends, left, cut
+        )
     *lead, n, width = x.type.shape
     rows, width = elements((*lead, n)), known(width)
     groups = 0 if ends is None else known(ends.type.shape[0])
@@ -219,14 +223,24 @@ def _row(source: Source, x: Value, left: Sequence[Value]) -> tuple[list[str], st
     width, made = known(k), source.elements(without=left, below={_J.name: known(k)})
     element = made.of(x, reshaped([_M, _J], (elements((*lead, n)), width), x.type.shape))
     of_row, of_columns = hoisted(made.statements, FIRST.name, _J.name)
+    once, each = written(of_row), of_eight(of_columns, [f"x[v] = {element};"])
+    reports = any(", error)" in line for line in once)
     return [
+        *(["LateReport late{error};"] if reports else []),
         "const auto row = [&](i64 m) {",
-        *inner(written(of_row)),
+        *inner(["LateReport& error = late;"] if reports else []),
+        *inner(once),
         "    return [=](i64 j0, float (&x)[8]) {",
-        *inner(inner(of_eight(of_columns, [f"x[v] = {element};"]))),
+        *inner(inner(each)),
         "    };",
         "};",
     ], "bf16" if stored(x) == "bf16" else "float"
+
+
+def _cut(fusion: Fusion, x: Value) -> int:
+    """The column from which on a value is made from the second of two others; 0: it is not."""
+    cat = cat_before(fusion, x)
+    return known(cat.values[0].type.shape[-1]) if cat and len(cat.values) == 2 else 0
 
 
 def _stored(source: Source, copy: Copy | None) -> str:

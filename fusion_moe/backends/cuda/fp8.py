@@ -209,15 +209,10 @@ class Fp8Wgrad(Wgrad):
     def _make_functions(self) -> list[str]:
         """See kernels/fp8_wgrad.cuh."""
         rows = size(plain(self.plan.product.a.type.shape[0]))
-        readers = self.fusion.readers[self.plan.product.result]
-        casts = [op.attrs["dtype"] for op in readers if op.kind.name == "cast"]
-        rounded = str(casts == ["bf16"] * len(readers)).lower()
         return [
             f"static constexpr i32 GROUPS = {self.plan.groups}, N = {self.plan.n}, "
             f"K = {self.plan.k};",
             "static constexpr i32 WIDTH = K, COLUMNS_PER_RESULT = 1;",
-            f"static constexpr bool A_BOXES = true, B_BOXES = true, ROUNDED = {rounded};",
-            "using Activation = bf16;",
             "",
             f"__device__ i64 rows() const {{ return {rows}; }}",
             *(
@@ -231,22 +226,22 @@ class Fp8Wgrad(Wgrad):
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; the product."""
         plan, boxes = self.plan, dict[str, Boxes | None]()
-        for name, turned, columns in zip("ab", self._turned, (_TILE_M, 2 * _HALF), strict=True):
+        for name, turned in zip("ab", self._turned, strict=True):
             count, width, block = (value(plain(d), sizes) for d in turned.type.shape)
-            of = Boxes(self.array_number(turned), "u8", (block, width, count), (block, columns, 1))
+            of = Boxes(self.array_number(turned), "u8", (block, width, count), (block, _TILE_M, 1))
             boxes[name] = of
-        tiles = plan.groups * -(-plan.n // _TILE_M) * -(-plan.k // (2 * _HALF))
         product = product_kernel(
             self,
             "Fp8Wgrad<Segment>",
             "fp8_wgrad",
             self._functions,
-            tiles,
+            plan.groups * -(-plan.n // (2 * _TILE_M)) * -(-plan.k // (2 * _HALF)) * 2,
             arch,
             boxes,
             header="fp8_wgrad.cuh",
+            cluster=2,
         )
-        return [reset_tile_counter(self), *self.made_first(sizes, chosen.any_size), product]
+        return [*self.made_first(sizes, chosen.any_size), product]
 
 
 def _parts(source: Product) -> tuple[Value, Value]:

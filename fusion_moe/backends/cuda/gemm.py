@@ -411,7 +411,6 @@ class Wgrad(Source):
         super().__init__(plan.fusion, plan.memory, dict.fromkeys([plan.ends], "ends"))
         _check_groups(plan.groups)
         self.plan = plan
-        self.scratch.append(TILE_COUNTER)
         self._find_operands()
         self._functions = self._make_functions()
 
@@ -423,7 +422,8 @@ class Wgrad(Source):
             Operand(self, plan.product.a, plan.n, "a"),
             Operand(self, plan.product.b, plan.k, "b"),
         )
-        self.scratch += [array for operand in self.operands for array in operand.scratch]
+        of_operands = (array for operand in self.operands for array in operand.scratch)
+        self.scratch += [TILE_COUNTER, *of_operands]
 
     def functions(self) -> list[str]:
         """The functions that all kernels of the segment use."""
@@ -593,9 +593,10 @@ def product_kernel(
     reader: str | None = None,
     threads: int = _THREADS,
     header: str = HEADER,
+    cluster: int = 1,
 ) -> KernelSource:
     """A persistent kernel of a product. boxes: those of operands a and b that it copies in boxes;
-    reader: the header that dequantizes b.
+    reader: the header that dequantizes b; cluster: blocks that share tiles.
     """
     shared = f"static constexpr int MAX_SHARED_BYTES = {arch.shared_per_block};"
     given = {operand: found for operand, found in boxes.items() if found}
@@ -611,6 +612,7 @@ def product_kernel(
         shared=arch.shared_per_block,
         max_resident=1,
         boxes=tuple(given.values()),
+        cluster=cluster,
     )
 
 

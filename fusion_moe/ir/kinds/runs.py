@@ -57,13 +57,15 @@ def dequantize_runs(q: Quantized, ends: torch.Tensor) -> torch.Tensor:
 
 
 def turn_runs(codes: torch.Tensor, ends: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """codes [M, K], ends i32[G] -> [ceil(M/128) + G, K, 128], zeros where a block has no row."""
+    """codes [M, K], ends i32[G] -> [ceil(M/128) + G, K, 128], zeros where a block has no row;
+    columns as `_in_tiles` has them.
+    """
     block, k = encoding.block, codes.shape[1]
     count, slots = _blocks(codes.shape[0], ends, encoding)
     padded = as_bytes(codes).new_zeros((count + 1) * block, k)
     padded.index_copy_(0, slots, as_bytes(codes))
-    turned = padded[: count * block].view(count, block, k).mT.contiguous()
-    return turned.view(codes.dtype)
+    turned = padded[: count * block].view(count, block, k).mT
+    return _in_tiles(turned).contiguous().view(codes.dtype)
 
 
 def turn_back(
@@ -71,8 +73,16 @@ def turn_back(
 ) -> torch.Tensor:
     """What `turn_runs` was given; zeros past the last end."""
     _, slots = _blocks(rows, ends, encoding)
-    padded = torch.nn.functional.pad(as_bytes(turned).mT.flatten(0, 1), (0, 0, 0, 1))
+    codes = _in_tiles(as_bytes(turned)).mT.flatten(0, 1)
+    padded = torch.nn.functional.pad(codes, (0, 0, 0, 1))
     return padded.index_select(0, slots).view(turned.dtype)
+
+
+def _in_tiles(turned: torch.Tensor) -> torch.Tensor:
+    """[blocks, K, 128], K a multiple of 32 -> each 32 columns in the order in which the threads of
+    a tensor core hold sums: pairs 0, 4, 8, 12, 1, 5, ... The same again restores them.
+    """
+    return turned.unflatten(1, (-1, 4, 4, 2)).transpose(2, 3).flatten(1, 4)
 
 
 def _blocks(rows: int, ends: torch.Tensor, encoding: Encoding) -> tuple[int, torch.Tensor]:

@@ -30,6 +30,7 @@ struct Warp {
 } warps[8];
 
 inline void __syncthreads() { block.wait(); }
+inline void __builtin_assume(bool) {}
 
 template <class Reduce>
 u32 among_lanes(u32 x, Reduce reduce) {
@@ -42,6 +43,9 @@ u32 among_lanes(u32 x, Reduce reduce) {
 }
 inline u32 __shfl_xor_sync(u32, u32 x, int by) {
     return among_lanes(x, [&](const u32* of) { return of[(threadIdx.x ^ by) % 32]; });
+}
+inline u32 __shfl_sync(u32, u32 x, int lane) {
+    return among_lanes(x, [&](const u32* of) { return of[lane]; });
 }
 inline u32 __reduce_max_sync(u32, u32 x) {
     return among_lanes(x, [](const u32* of) { return *std::max_element(of, of + 32); });
@@ -78,6 +82,11 @@ inline u16 e4m3_of(float x) {
 template <int V, class T>
 void store_vector(T* p, const Vector<T, V>& x) {
     std::memcpy(p, &x, sizeof(x));
+}
+
+template <int V>
+void store_if(void* p, const u32 (&x)[V], bool good) {
+    if (good) std::memcpy(p, x, sizeof(x));
 }
 
 template <class T>

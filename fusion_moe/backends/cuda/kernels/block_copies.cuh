@@ -3,7 +3,11 @@
 //
 // A block of threads has a tile of 128 x 128. A warp has 16 of its rows, a lane eight columns of
 // eight rows that follow each other, so that a column's codes are in order too. Rows of groups are
-// in tiles that no group shares.
+// in tiles that no group shares; a block has some that lie side by side, since finding rows takes
+// as long as reading them.
+//
+// Instructions bound these kernels next to memory. So stores are predicated, not branched around;
+// 16 lanes share a row's scale, which one of them computes; and addresses differ by constants.
 #pragma once
 
 #include "mxfp8.cuh"
@@ -47,6 +51,18 @@ struct Float32Scale {
     }
 };
 
+// Codes of eight numbers. over: a function of a column, as in Scale.
+template <class T, class Over>
+__device__ __forceinline__ void make_codes(u32 (&made)[2], const Bits<T>& x, Over over) {
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+        const int v = 4 * w;
+        made[w] = e4m3_pair(x.number(v) * over(v), x.number(v + 1) * over(v + 1)) |
+                  u32(e4m3_pair(x.number(v + 2) * over(v + 2), x.number(v + 3) * over(v + 3)))
+                      << 16;
+    }
+}
+
 // Where a copy is stored, null where it is not needed. numbers: those that codes and scales stand
 // for.
 template <class Scale_>
@@ -57,25 +73,29 @@ struct BlockCopy {
     typename Scale::Stored* scales;
     bf16* numbers;
 
-    // Eight of a row, from place `at` on. over, scale: functions of a column, as in Scale.
-    template <class T, class Over, class Of>
-    __device__ __forceinline__ void store(i64 at, const Bits<T>& x, Over over, Of scale) const {
-        Vector<u16, 4> made;
-#pragma unroll
-        for (int v = 0; v < 8; v += 2)
-            made.at[v / 2] = e4m3_pair(x.number(v) * over(v), x.number(v + 1) * over(v + 1));
-        if (codes) store_vector<4>(reinterpret_cast<u16*>(codes + at), made);
+    // Eight of a row, from place `at` on, if `good`. scale: a function of a column, as in Scale.
+    template <class Of>
+    __device__ __forceinline__ void store(i64 at, const u32 (&made)[2], Of scale, bool good) const {
+        store_if<2>(codes + at, made, good && codes);
         if (numbers) {
-            Vector<u32, 4> wide;
+            u32 wide[4];
 #pragma unroll
             for (int v = 0; v < 8; v += 2)
-                wide.at[v / 2] = numbers_of(made.at[v / 2], scale(v), scale(v + 1));
-            store_vector<4>(reinterpret_cast<u32*>(numbers + at), wide);
+                wide[v / 2] = numbers_of(u16(made[v / 4] >> v % 4 * 8), scale(v), scale(v + 1));
+            store_if<4>(numbers + at, wide, good);
         }
     }
 };
 
-// A copy in blocks along rows of groups whose codes are stored by columns: [blocks, K, 128].
+// Where column c of each 32 lies in a copy by columns, and which column lies at place c: in the
+// order in which the threads of a tensor core have sums, so that each has eight that follow each
+// other.
+__device__ __forceinline__ constexpr i32 place_in_tile(i32 c) {
+    return (c & ~30) | c >> 2 & 6 | (c & 6) << 2;
+}
+
+// A copy in blocks along rows of groups whose codes are stored by columns: [blocks, K, 128], with
+// columns where place_in_tile says.
 template <class Scale_>
 struct TurnedCopy {
     using Scale = Scale_;
@@ -117,6 +137,11 @@ struct MatrixTiles {
     }
 };
 
+template <class Tiles>
+constexpr bool GROUPED = false;
+template <i32 GROUPS, i32 TILE>
+constexpr bool GROUPED<GroupedRows<GROUPS, TILE>> = true;
+
 // A lane's place in a tile.
 template <i32 K>
 struct Square {
@@ -128,23 +153,29 @@ struct Square {
     }
     __device__ __forceinline__ static i32 row(int s) { return threadIdx.x / 16 * 8 + s; }
 
-    // Eight columns of a lane's row, if there are any, and their scale.
-    template <class Copy, class T>
-    __device__ __forceinline__ static void store_row(const Copy& copy, const RowTile& tile, int s,
-                                                     i32 across, const Bits<T>& x,
-                                                     const typename Copy::Scale& by) {
-        const i64 m = tile.first + row(s);
-        const i32 j0 = column(across);
-        if (row(s) >= tile.rows || (K % 128 != 0 && j0 >= K)) return;
-        if (copy.scales && threadIdx.x % 16 == 0) copy.scales[m * ACROSS + across] = by.stored;
-        copy.store(m * K + j0, x, [&](int) { return by.over; }, [&](int) { return by.scale; });
+    // How many tiles of the same rows follow each other in a block.
+    template <class Tiles>
+    static constexpr i32 RUN =
+        GROUPED<Tiles> ? (ACROSS + (ACROSS + 3) / 4 - 1) / ((ACROSS + 3) / 4) : 1;
+
+    // Calls body(tile, its number, tiles before it in its rows, tiles before the end of its run) on
+    // all threads of a block.
+    template <class Tiles, class Body>
+    __device__ __forceinline__ static void for_all_runs(const Tiles& tiles, Body body) {
+        constexpr i32 RUNS = (ACROSS + RUN<Tiles> - 1) / RUN<Tiles>;
+        for (i64 i = blockIdx.x; i < tiles.tiles() * RUNS; i += gridDim.x) {
+            const i32 first = i32(i % RUNS) * RUN<Tiles>;
+            body(tiles.at(i / RUNS), i / RUNS, first, min(first + RUN<Tiles>, ACROSS));
+        }
     }
 
-    // Calls body(tile, its number, tiles before it in its rows) on all threads of a block.
+    // The same for each tile of a run.
     template <class Tiles, class Body>
     __device__ __forceinline__ static void for_all(const Tiles& tiles, Body body) {
-        for (i64 i = blockIdx.x; i < tiles.tiles() * ACROSS; i += gridDim.x)
-            body(tiles.at(i / ACROSS), i / ACROSS, i32(i % ACROSS));
+        for_all_runs(tiles, [&](const RowTile& tile, i64 number, i32 first, i32 end) {
+#pragma unroll 1
+            for (i32 across = first; across < end; ++across) body(tile, number, across);
+        });
     }
 };
 
@@ -161,31 +192,60 @@ __device__ __forceinline__ u32 largest_of(const Bits<T>* x) {
     return Bits<T>::largest(most);
 }
 
-// The largest magnitudes in each of eight rows that 16 lanes share, as bits; bf16 numbers of two
-// rows in a word.
+// The largest magnitudes in each of eight rows that 16 lanes share, bf16 numbers of two rows in a
+// word. Each lane gets that of one row, as bits.
 template <class T>
-__device__ __forceinline__ void largest_of_rows(const Bits<T> (&x)[8], u32 (&most)[8]) {
-    constexpr bool PAIRS = Bits<T>::WORDS == 4;
-#pragma unroll
-    for (int s = 0; s < 8; ++s) {
-        most[s] = 0;
-#pragma unroll
-        for (int w = 0; w < Bits<T>::WORDS; ++w)
-            most[s] = x[s].larger(most[s], x[s].magnitude(x[s].at[w]));
+struct RowsOfLanes {
+    static constexpr bool PAIRS = Bits<T>::WORDS == 4;
+    static constexpr int COUNT = PAIRS ? 4 : 8;
+
+    // The row of this lane, and the lane of a row.
+    __device__ __forceinline__ static i32 row() {
+        const i32 lane = threadIdx.x % 16;
+        return PAIRS ? lane / 4 * 2 + lane % 2 : lane / 2;
     }
-#pragma unroll
-    for (int s = 0; s < 8; s += PAIRS ? 2 : 1) {
-        u32 both = most[s];
-        if constexpr (PAIRS)
-            both = x[s].larger(__byte_perm(most[s], most[s + 1], 0x5410),
-                               __byte_perm(most[s], most[s + 1], 0x7632));
-#pragma unroll
-        for (int lanes = 1; lanes < 16; lanes *= 2)
-            both = x[s].larger(both, __shfl_xor_sync(WHOLE_WARP, both, lanes));
-        most[s] = PAIRS ? both << 16 : both;
-        if constexpr (PAIRS) most[s + 1] = both & 0xFFFF0000;
+    __device__ __forceinline__ static i32 lane_of(int s) {
+        return threadIdx.x % 32 / 16 * 16 + (PAIRS ? s / 2 * 4 + s % 2 : 2 * s);
     }
-}
+    // What the lane of a row has.
+    __device__ __forceinline__ static float of(int s, float x) {
+        return __uint_as_float(__shfl_sync(WHOLE_WARP, __float_as_uint(x), lane_of(s)));
+    }
+
+    __device__ __forceinline__ static u32 largest(const Bits<T> (&x)[8]) {
+        u32 each[8], most[COUNT];
+#pragma unroll
+        for (int s = 0; s < 8; ++s) {
+            each[s] = 0;
+#pragma unroll
+            for (int w = 0; w < Bits<T>::WORDS; ++w)
+                each[s] = x[s].larger(each[s], x[s].magnitude(x[s].at[w]));
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            most[i] = each[i];
+            if constexpr (PAIRS)
+                most[i] = x[i].larger(__byte_perm(each[2 * i], each[2 * i + 1], 0x5410),
+                                      __byte_perm(each[2 * i], each[2 * i + 1], 0x7632));
+        }
+        int lanes = 8;  // halves of 16 lanes change halves of the rows; then all have the same ones
+#pragma unroll
+        for (int n = COUNT / 2; n > 0; n /= 2, lanes /= 2) {
+            const bool upper = threadIdx.x & lanes;
+#pragma unroll
+            for (int i = 0; i < n; ++i) {
+                const u32 given = upper ? most[i] : most[i + n];
+                most[i] = x[i].larger(upper ? most[i + n] : most[i],
+                                      __shfl_xor_sync(WHOLE_WARP, given, lanes));
+            }
+        }
+#pragma unroll
+        for (; lanes > 0; lanes /= 2)
+            most[0] = x[0].larger(most[0], __shfl_xor_sync(WHOLE_WARP, most[0], lanes));
+        if constexpr (PAIRS) return threadIdx.x % 2 ? most[0] & 0xFFFF0000 : most[0] << 16;
+        return most[0];
+    }
+};
 
 // What a block has of the columns of a tile: the largest magnitudes of its warps, and scales.
 struct ColumnsOfTile {
@@ -199,69 +259,102 @@ struct ColumnsOfTile {
 struct TurnedTile {
     u32 word[128 * 32];
 
-    // Codes of rows 8 * eighth and up.
-    __device__ __forceinline__ void put(i32 column, i32 eighth, u32 low, u32 high) {
-        const i32 piece = eighth / 2 ^ column / 8 % 8, half = eighth % 2 ^ column / 64;
-        *reinterpret_cast<Vector<u32, 2>*>(word + column * 32 + piece * 4 + half * 2) = {low, high};
+    // Codes of a lane's eight rows: of the v-th of its columns.
+    __device__ __forceinline__ void put(int v, u32 low, u32 high) {
+        const i32 eighth = threadIdx.x / 16, columns = threadIdx.x % 16;
+        const i32 piece = eighth / 2 ^ columns % 8, half = eighth % 2 ^ columns / 8;
+        *reinterpret_cast<Vector<u32, 2>*>(word + columns * 256 + piece * 4 + half * 2 + v * 32) = {
+            low, high};
     }
-    __device__ __forceinline__ Vector<u32, 4> piece(i32 column, i32 i) const {
-        const Vector<u32, 4> x =
-            *reinterpret_cast<const Vector<u32, 4>*>(word + column * 32 + (i ^ column / 8 % 8) * 4);
-        return column / 64 ? Vector<u32, 4>{x.at[2], x.at[3], x.at[0], x.at[1]} : x;
+    // Stores pieces: eight lanes those of a column, in four turns. to: of the first turn's column,
+    // that of the next turn is `pitch` bytes further on; columns: how many there are.
+    __device__ __forceinline__ void store(u8* to, i32 pitch, i32 columns) const {
+        const i32 column = threadIdx.x / 8, piece = threadIdx.x % 8;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const i32 place = piece ^ (column / 8 + i % 2 * 4);
+            const Vector<u32, 4> x =
+                *reinterpret_cast<const Vector<u32, 4>*>(word + (column + 32 * i) * 32 + place * 4);
+            u32 made[4];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) made[w] = x.at[i < 2 ? w : w ^ 2];
+            store_if<4>(to + piece * 16 + i * pitch, made, column + 32 * i < columns);
+        }
     }
 };
 
-// Stores a lane's eight columns of eight rows by columns, by way of a tile in shared memory. to: of
-// column 0 of the tile, the next one is `pitch` bytes further on; columns: how many there are.
+// Stores codes of a lane's eight columns of eight rows by columns, by way of a tile in shared
+// memory: see TurnedTile::store.
 template <class T>
-__device__ __forceinline__ void store_turned(u8* to, i64 pitch, i32 columns, const Bits<T> (&x)[8],
+__device__ __forceinline__ void store_turned(u8* to, i32 pitch, i32 columns, const Bits<T> (&x)[8],
                                              const Eight<float>& over, TurnedTile& tile) {
 #pragma unroll
     for (int v = 0; v < 8; ++v) {
-        u32 made[2] = {};
+        u32 made[2];
 #pragma unroll
-        for (int s = 0; s < 8; s += 2)
-            made[s / 4] |=
-                u32(e4m3_pair(x[s].number(v) * over.at[v], x[s + 1].number(v) * over.at[v]))
-                << s % 4 * 8;
-        tile.put(threadIdx.x % 16 * 8 + v, threadIdx.x / 16, made[0], made[1]);
+        for (int w = 0; w < 2; ++w) {
+            const int s = 4 * w;
+            made[w] =
+                e4m3_pair(x[s].number(v) * over.at[v], x[s + 1].number(v) * over.at[v]) |
+                u32(e4m3_pair(x[s + 2].number(v) * over.at[v], x[s + 3].number(v) * over.at[v]))
+                    << 16;
+        }
+        tile.put(v, made[0], made[1]);
     }
     __syncthreads();  // whose next one is before the tile is written again
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const i32 column = 32 * i + threadIdx.x / 8, piece = threadIdx.x % 8;
-        if (column < columns)
-            store_vector<4>(reinterpret_cast<u32*>(to + column * pitch + piece * 16),
-                            tile.piece(column, piece));
-    }
+    tile.store(to, pitch, columns);
 }
 
-// The same of a tile of matrices [N, K], both whole blocks.
-template <class T, class Scale, i32 N>
+// Bytes of four rows, of each column.
+__device__ __forceinline__ void turn_bytes(const u32 (&x)[4], u32 (&made)[4]) {
+    const u32 low[2] = {__byte_perm(x[0], x[1], 0x5140), __byte_perm(x[2], x[3], 0x5140)},
+              high[2] = {__byte_perm(x[0], x[1], 0x7362), __byte_perm(x[2], x[3], 0x7362)};
+    made[0] = __byte_perm(low[0], low[1], 0x5410), made[1] = __byte_perm(low[0], low[1], 0x7632);
+    made[2] = __byte_perm(high[0], high[1], 0x5410),
+    made[3] = __byte_perm(high[0], high[1], 0x7632);
+}
+
+// The same of the codes of a tile of matrices [N, K], both whole blocks, which are those of the
+// rows.
+template <class Scale, i32 N>
 __device__ __forceinline__ void store_turned_square(const BothWays<Scale, N>& copy, i64 tile, i32 k,
                                                     i32 across, const Scale& by,
-                                                    const Bits<T> (&x)[8], const Eight<float>& over,
-                                                    TurnedTile& shared) {
+                                                    const u32 (&codes)[8][2], TurnedTile& shared) {
     constexpr i32 DOWN = N / 128;
     const i64 row = tile / DOWN * k + 128 * across;
-    store_turned(copy.turned + row * N + tile % DOWN * 128, N, 128, x, over, shared);
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+        u32 made[2][4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int s = 4 * half;
+            turn_bytes({codes[s][w], codes[s + 1][w], codes[s + 2][w], codes[s + 3][w]},
+                       made[half]);
+        }
+#pragma unroll
+        for (int v = 0; v < 4; ++v) shared.put(4 * w + v, made[0][v], made[1][v]);
+    }
+    __syncthreads();
+    shared.store(copy.turned + (row + threadIdx.x / 8) * N + tile % DOWN * 128, 32 * N, 128);
     if (threadIdx.x < 128) copy.turned_scales[(row + threadIdx.x) * DOWN + tile % DOWN] = by.stored;
 }
 
 // Copies of [rows, K] numbers of type T, by blocks of 256 threads. row(m)(j0, x): columns j0 .. j0
-// + 7 of row m.
-template <class T, i32 K, class Tiles, class Row, class InRows, class InColumns, class InSquares>
+// + 7 of row m. LOOKED_UP: whether row(m) reads memory, and is therefore called once for all tiles of
+// a run. CUT: a column from which on rows are made in another way, if there is one: the way is then
+// chosen once, not for each row, whose numbers would be waited for one after another.
+template <class T, i32 K, bool LOOKED_UP = false, i32 CUT = 0, class Tiles, class Row, class InRows, class InColumns,
+          class InSquares>
 __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
                                                   const InRows& in_rows,
                                                   const InColumns& in_columns,
                                                   const InSquares& in_squares) {
     using S = Square<K>;
     __shared__ __align__(16) ColumnsOfTile shared;
-    S::for_all(tiles, [&](const RowTile& tile, i64 number, i32 across) {
-        const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, j0 = S::column(across);
-        const bool there = K % 128 == 0 || j0 < K;
+    const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    S::for_all_runs(tiles, [&](const RowTile& tile, i64 number, i32 first, i32 end) {
         // By the first 128 threads, each for its column.
-        const auto make_column_scale = [&](u32 most) {
+        const auto make_column_scale = [&](i32 across, u32 most) {
             if constexpr (InColumns::MADE) {
                 const typename InColumns::Scale by(most);
                 const i32 j = 128 * across + threadIdx.x;
@@ -271,92 +364,135 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
             }
         };
         if (tile.rows == 0) {
-            if (threadIdx.x < 128) make_column_scale(0);
+            for (i32 across = first; across < end; ++across)
+                if (threadIdx.x < 128) make_column_scale(across, 0);
             return;
         }
-        Bits<T> x[S::STEPS] = {};
-        if (there) {
-            const auto at = [&](int s) { return row(tile.first + min(S::row(s), tile.rows - 1)); };
-            const decltype(at(0)) rows[8] = {at(0), at(1), at(2), at(3),
-                                             at(4), at(5), at(6), at(7)};
-#pragma unroll
-            for (int s = 0; s < S::STEPS; ++s) {
-                float wide[8];
-                rows[s](j0, wide);
-                x[s] = Bits<T>(wide);
-            }
-        }
-        if constexpr (InRows::MADE) {
-            u32 most[S::STEPS];
-            largest_of_rows(x, most);
-#pragma unroll
-            for (int s = 0; s < S::STEPS; ++s)
-                S::store_row(in_rows, tile, s, across, x[s], typename InRows::Scale(most[s]));
-        }
-        if constexpr (InSquares::MADE) {
-            const u32 most = __reduce_max_sync(WHOLE_WARP, largest_of<T, S::STEPS>(x));
-            if (lane == 0) shared.most[warp][0] = most;
-            __syncthreads();
-            u32 of_tile = 0;
-#pragma unroll
-            for (int w = 0; w < 8; ++w) of_tile = max(of_tile, shared.most[w][0]);
-            const typename InSquares::Scale by(of_tile);
-#pragma unroll
-            for (int s = 0; s < S::STEPS; ++s) S::store_row(in_squares, tile, s, across, x[s], by);
-            if constexpr (TURNED<InSquares>) {
-                __shared__ __align__(16) TurnedTile turned;
-                Eight<float> over;
-#pragma unroll
-                for (int v = 0; v < 8; ++v) over.at[v] = by.over;
-                store_turned_square(in_squares, number, K, across, by, x, over, turned);
-            }
-            __syncthreads();  // the next tile writes what this one read
-        }
-        if constexpr (InColumns::MADE) {
-            if (!tile.in_group || (TURNED<InColumns> && tile.rows < 128)) {
-#pragma unroll
-                for (int s = 0; s < S::STEPS; ++s)
-                    if (!tile.in_group || S::row(s) >= tile.rows) x[s] = {};
-            }
-            Bits<T> most{};
-#pragma unroll
-            for (int w = 0; w < Bits<T>::WORDS; ++w) {
-#pragma unroll
-                for (int s = 0; s < S::STEPS; ++s)
-                    most.at[w] = most.larger(most.at[w], most.magnitude(x[s].at[w]));
-                most.at[w] = most.larger(most.at[w], __shfl_xor_sync(WHOLE_WARP, most.at[w], 16));
-            }
-            if (lane < 16) {
-#pragma unroll
-                for (int v = 0; v < 8; v += 4) {
-                    Vector<u32, 4> four;
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) four.at[i] = __float_as_uint(most.number(v + i));
-                    *reinterpret_cast<Vector<u32, 4>*>(&shared.most[warp][8 * lane + v]) = four;
-                }
-            }
-            __syncthreads();  // whose next one is before anything here is written again
-            if (threadIdx.x < 128) {
-                u32 of_column = 0;
-#pragma unroll
-                for (int w = 0; w < 8; ++w) of_column = max(of_column, shared.most[w][threadIdx.x]);
-                make_column_scale(of_column);
-            }
-            __syncthreads();
-            const Eight<float> over = load_eight(shared.over + lane % 16 * 8);
-            if constexpr (TURNED<InColumns>) {
-                __shared__ __align__(16) TurnedTile turned;
-                if (number < tiles.blocks())
-                    store_turned(in_columns.codes + (number * K + 128 * across) * 128, 128,
-                                 K - 128 * across, x, over, turned);
-            } else {
-                const Eight<float> scale = load_eight(shared.scale + lane % 16 * 8);
+        const auto at = [&](int s, i32 last) { return row(tile.first + min(S::row(s), last)); };
+        using Rows = decltype(at(0, 0))[8];
+        i32 last = tile.rows - 1;
+        const Rows found = {at(0, last), at(1, last), at(2, last), at(3, last),
+                            at(4, last), at(5, last), at(6, last), at(7, last)};
+        const i64 own = tile.first + S::row(0);
+        const i32 left = tile.rows - S::row(0);  // rows from the lane's first one on
+#pragma unroll 1
+        for (i32 across = first; across < end; ++across) {
+            const i32 j0 = S::column(across);
+            const bool there = K % 128 == 0 || j0 < K;
+            Bits<T> x[S::STEPS] = {};
+            const auto load = [&](const Rows& rows) {
 #pragma unroll
                 for (int s = 0; s < S::STEPS; ++s) {
-                    if (S::row(s) < tile.rows && there)
-                        in_columns.store((tile.first + S::row(s)) * K + j0, x[s],
-                                         [&](int v) { return over.at[v]; },
-                                         [&](int v) { return scale.at[v]; });
+                    float wide[8];
+                    rows[s](j0, wide);
+                    x[s] = Bits<T>(wide);
+                }
+            };
+            const auto load_by = [&](const Rows& rows) {
+                if (CUT > 0 && i64(j0) < CUT)
+                    load(rows);
+                else
+                    load(rows);
+            };
+            if (there) {
+                __builtin_assume(i64(j0) < K);
+                if constexpr (LOOKED_UP) {
+                    load_by(found);
+                } else {
+                    asm volatile("" : "+r"(last));  // or they would be kept in registers
+                    load_by({at(0, last), at(1, last), at(2, last), at(3, last), at(4, last),
+                             at(5, last), at(6, last), at(7, last)});
+                }
+            }
+            const i64 place = own * K + j0;
+            if constexpr (InRows::MADE) {
+                using Lanes = RowsOfLanes<T>;
+                const typename InRows::Scale by(Lanes::largest(x));
+                if (in_rows.scales && Lanes::row() < left)
+                    in_rows.scales[(own + Lanes::row()) * S::ACROSS + across] = by.stored;
+#pragma unroll
+                for (int s = 0; s < S::STEPS; ++s) {
+                    const float over = Lanes::of(s, by.over), scale = Lanes::of(s, by.scale);
+                    u32 made[2];
+                    make_codes(made, x[s], [&](int) { return over; });
+                    in_rows.store(
+                        place + s * K, made, [&](int) { return scale; }, s < left && there);
+                }
+            }
+            if constexpr (InSquares::MADE) {
+                const u32 most = __reduce_max_sync(WHOLE_WARP, largest_of<T, S::STEPS>(x));
+                if (lane == 0) shared.most[warp][0] = most;
+                __syncthreads();
+                u32 of_tile = 0;
+#pragma unroll
+                for (int w = 0; w < 8; ++w) of_tile = max(of_tile, shared.most[w][0]);
+                const typename InSquares::Scale by(of_tile);
+                if (in_squares.scales && threadIdx.x < tile.rows)
+                    in_squares.scales[(tile.first + threadIdx.x) * S::ACROSS + across] = by.stored;
+                u32 made[S::STEPS][2];
+#pragma unroll
+                for (int s = 0; s < S::STEPS; ++s) {
+                    make_codes(made[s], x[s], [&](int) { return by.over; });
+                    in_squares.store(
+                        place + s * K, made[s], [&](int) { return by.scale; }, s < left && there);
+                }
+                if constexpr (TURNED<InSquares>) {
+                    __shared__ __align__(16) TurnedTile turned;
+                    store_turned_square(in_squares, number, K, across, by, made, turned);
+                }
+                __syncthreads();  // the next tile writes what this one read
+            }
+            if constexpr (InColumns::MADE) {
+                if (!tile.in_group || (TURNED<InColumns> && tile.rows < 128)) {
+#pragma unroll
+                    for (int s = 0; s < S::STEPS; ++s)
+                        if (!tile.in_group || s >= left) x[s] = {};
+                }
+                Bits<T> most{};
+#pragma unroll
+                for (int w = 0; w < Bits<T>::WORDS; ++w) {
+#pragma unroll
+                    for (int s = 0; s < S::STEPS; ++s)
+                        most.at[w] = most.larger(most.at[w], most.magnitude(x[s].at[w]));
+                    most.at[w] =
+                        most.larger(most.at[w], __shfl_xor_sync(WHOLE_WARP, most.at[w], 16));
+                }
+                if (lane < 16) {
+#pragma unroll
+                    for (int v = 0; v < 8; v += 4) {
+                        Vector<u32, 4> four;
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            four.at[i] = __float_as_uint(most.number(v + i));
+                        *reinterpret_cast<Vector<u32, 4>*>(&shared.most[warp][8 * lane + v]) = four;
+                    }
+                }
+                __syncthreads();  // whose next one is before anything here is written again
+                if (threadIdx.x < 128) {
+                    u32 of_column = 0;
+#pragma unroll
+                    for (int w = 0; w < 8; ++w)
+                        of_column = max(of_column, shared.most[w][threadIdx.x]);
+                    make_column_scale(across, of_column);
+                }
+                __syncthreads();
+                const Eight<float> over = load_eight(shared.over + lane % 16 * 8);
+                if constexpr (TURNED<InColumns>) {
+                    __shared__ __align__(16) TurnedTile turned;
+                    const i64 column = number * K + 128 * across + place_in_tile(threadIdx.x / 8);
+                    if (number < tiles.blocks())
+                        store_turned(in_columns.codes + column * 128, 32 * 128, K - 128 * across, x,
+                                     over, turned);
+                } else {
+                    const Eight<float> scale = load_eight(shared.scale + lane % 16 * 8);
+#pragma unroll
+                    for (int s = 0; s < S::STEPS; ++s) {
+                        u32 made[2];
+                        make_codes(made, x[s], [&](int v) { return over.at[v]; });
+                        in_columns.store(
+                            place + s * K, made, [&](int v) { return scale.at[v]; },
+                            s < left && there);
+                    }
                 }
             }
         }
@@ -386,15 +522,12 @@ struct TileToTurn {
         Vector<u32, 4> made[4];
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-            u32 x[4];
+            u32 x[4], of_column[4];
 #pragma unroll
             for (int r = 0; r < 4; ++r) x[r] = *word(n + 4 * q + r, k);
-            const u32 low[2] = {__byte_perm(x[0], x[1], 0x5140), __byte_perm(x[2], x[3], 0x5140)},
-                      high[2] = {__byte_perm(x[0], x[1], 0x7362), __byte_perm(x[2], x[3], 0x7362)};
-            made[0].at[q] = __byte_perm(low[0], low[1], 0x5410);
-            made[1].at[q] = __byte_perm(low[0], low[1], 0x7632);
-            made[2].at[q] = __byte_perm(high[0], high[1], 0x5410);
-            made[3].at[q] = __byte_perm(high[0], high[1], 0x7632);
+            turn_bytes(x, of_column);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) made[c].at[q] = of_column[c];
         }
 #pragma unroll
         for (int c = 0; c < 4; ++c)
@@ -433,7 +566,7 @@ __device__ __forceinline__ void turn_runs(const GroupedRows<GROUPS, 128>& tiles,
         u8* to = turned + (number * K + 128 * across) * 128;
         const i32 rows = tile.rows;
         shared.turn([=](i32 n) { return n < rows ? from + i64(n) * K : nullptr; },
-                    [=](i32 k) { return to + k * 128; });
+                    [=](i32 k) { return to + place_in_tile(k) * 128; });
     });
 }
 

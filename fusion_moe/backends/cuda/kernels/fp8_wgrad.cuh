@@ -4,33 +4,41 @@
 //
 // Sums leave the tensor cores after each block of rows, as in fp8.cuh, where a consumer multiplies
 // them by the scales of their row and column.
+//
+// A group has few blocks of rows, so tiles are read and stored often. The two blocks of a cluster
+// have tiles of the same columns: each copies one half of the codes for both, or what the
+// multiprocessors read together would be more than the cache delivers. Columns are in memory in the
+// order in which a thread holds results (place_in_tile), so that it stores eight of a row at once.
 #pragma once
 
+#include "block_copies.cuh"
 #include "gemm.cuh"
 
 namespace {
 
 template <class Segment>
 struct Fp8Wgrad {
-    static constexpr int TILE_M = 128, TILE_N = 256, HALF = 128, K_BLOCK = 128, PRODUCERS = 32,
-                         MOST_STAGES = 4;
-    using Tile = typename GroupedWgrad<Segment, TILE_M, TILE_N>::Tile;
-    using Scheduler = WgradScheduler<Segment::GROUPS>;
-    static constexpr i32 TILES = GroupedWgrad<Segment, TILE_M, TILE_N>::TILES;
-    static_assert(Segment::N % HALF == 0 && Segment::K % HALF == 0, "whole blocks");
+    static constexpr int TILE_M = 128, TILE_N = 256, HALF = 128, K_BLOCK = 128, CLUSTER = 2,
+                         STAGES = 4;
+    static_assert(Segment::N % TILE_M == 0 && Segment::K % HALF == 0, "whole blocks");
+    static_assert(HALF * CLUSTER == TILE_N, "each block of a cluster copies a half");
 
+    using Scheduler = WgradScheduler<Segment::GROUPS>;
+    static constexpr i32 A_TILES = (Segment::N + CLUSTER * TILE_M - 1) / (CLUSTER * TILE_M),
+                         B_TILES = (Segment::K + TILE_N - 1) / TILE_N,
+                         TILES = A_TILES * B_TILES,  // of a group, for a cluster
+        ROTATION = 8;
+
+    struct alignas(1024) Stage {
+        u8 a[TILE_M * TILE_ROW_BYTES], b[TILE_N * TILE_ROW_BYTES];
+    };
     struct alignas(16) Scales {
         float a[TILE_M], b[TILE_N];
     };
-    using Ring =
-        GemmRing<Segment, TILE_M, TILE_N, PRODUCERS,
-                 int(sizeof(Scheduler) + MOST_STAGES * sizeof(Scales) + 256), false, false>;
-    using Stage = typename Ring::Stage;
-    static_assert(Ring::STAGES <= MOST_STAGES);
-
     struct Shared {
-        Ring ring;
-        Scales scales[Ring::STAGES];
+        Stage stage[STAGES];
+        Scales scales[STAGES];
+        u64 full[STAGES], empty[STAGES];
         Scheduler scheduler;
     };
     static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES);
@@ -38,73 +46,102 @@ struct Fp8Wgrad {
     __device__ static void run(const Segment& s, const TensorMap* a_map, const TensorMap* b_map) {
         extern __shared__ __align__(1024) u8 memory[];
         Shared& shared = *reinterpret_cast<Shared*>(memory);
-        shared.ring.init();
+        if (threadIdx.x < STAGES) {
+            mbarrier_init(shared.full[threadIdx.x], 0, 1);
+            mbarrier_init(shared.empty[threadIdx.x], CLUSTER * GEMM_CONSUMERS * 4);
+            fence_mbarrier_init();
+        }
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         shared.scheduler.build(s.ends, i32(s.rows()), blockIdx.x == 0 ? s.error : nullptr);
+        cluster_arrive(), cluster_wait();  // barriers of the other block are there
         if (threadIdx.x < 128 * GEMM_CONSUMERS) {
             setmaxnreg_inc<216>();
             consume(s, shared);
         } else {
             setmaxnreg_dec<72>();
-            produce(s, shared, a_map, b_map);
+            if (threadIdx.x == 128 * GEMM_CONSUMERS) produce(s, shared, a_map, b_map);
         }
+        __syncwarp();
+        cluster_arrive(), cluster_wait();  // the other one still writes to this block's memory
     }
 
   private:
-    __device__ static __forceinline__ i32 blocks(const Tile& tile) {
-        return (tile.end - tile.first + K_BLOCK - 1) / K_BLOCK;
+    // A block's tile: the first row and column of a group's matrix, and the blocks of rows. stores:
+    // whether it is the only one to store it, since a cluster's second tile may be past the last
+    // one, which it makes again. Rotations of tiles of a, with all tiles of b: see schedule.cuh.
+    struct Tile {
+        i32 group, a, b, first, count;
+        bool stores;
+
+        __device__ __forceinline__ Tile(const Scheduler& scheduler, i32 number) {
+            const i32 place = number / TILES, within = number % TILES;
+            const i32 rotation = within / (ROTATION * B_TILES),
+                      rest = within % (ROTATION * B_TILES);
+            const i32 height = min(ROTATION, A_TILES - rotation * ROTATION),
+                      rows =
+                          ((rotation * ROTATION + rest % height) * CLUSTER + i32(cluster_rank())) *
+                          TILE_M;
+            group = scheduler.group_of_place[place];
+            a = min(rows, Segment::N - TILE_M), b = rest / height * TILE_N;
+            stores = Segment::N % (CLUSTER * TILE_M) == 0 || a == rows;
+            first = scheduler.first[group] / K_BLOCK + group;
+            count = (scheduler.size(group) + K_BLOCK - 1) / K_BLOCK;
+        }
+
+        __device__ __forceinline__ i32 columns() const { return min(Segment::K - b, TILE_N); }
+    };
+
+    template <class Body>
+    __device__ static __forceinline__ void for_all_tiles(const Shared& shared, Body body) {
+        for (i32 number = i32(blockIdx.x) / CLUSTER; number < Segment::GROUPS * TILES;
+             number += i32(gridDim.x) / CLUSTER)
+            body(Tile(shared.scheduler, number));
     }
 
-    // By one warp. The last tile may have half of the columns.
+    // By one thread. A stage is empty when the consumers of both blocks have read it.
     __device__ static void produce(const Segment& s, Shared& shared, const TensorMap* a_map,
                                    const TensorMap* b_map) {
-        const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS;
-        if (thread >= PRODUCERS) return;
-        typename Ring::Producer producer(shared.ring);
-        typename Ring::Queue::Taker numbers(shared.ring.queue, s.tile_counter, thread == 0);
-        for (i32 number = blockIdx.x; number < Segment::GROUPS * TILES; number = numbers.next()) {
-            const Tile tile(shared.scheduler, number);
-            const i32 first = tile.first / K_BLOCK + tile.group, count = blocks(tile);
-            const u32 columns = min(Segment::K - tile.b, TILE_N);
+        PipelineState<STAGES> filling;
+        filling.parity = 1;
+        const i32 half = i32(cluster_rank()) * HALF;
+        for_all_tiles(shared, [&](const Tile& tile) {
+            const u32 columns = tile.columns();
 #pragma unroll 1
-            for (i32 block = first; block < first + count; ++block) {
-                Stage& stage = producer.open();
-                Scales& scales = shared.scales[producer.filling.stage];
-                if (thread == 0) {
-                    u64& barrier = producer.expect(
-                        u32(sizeof(Stage::a) + sizeof(Stage::b) + sizeof(Scales::a)) + 4 * columns);
-                    copy_box(shared_address(stage.a), *a_map, 0, tile.a, block, barrier);
-                    copy_box(shared_address(stage.b), *b_map, 0, tile.b, block, barrier);
-                    copy_bulk(shared_address(scales.a),
-                              s.a_scales() + i64(block) * Segment::N + tile.a, sizeof(Scales::a),
-                              barrier);
-                    copy_bulk(shared_address(scales.b),
-                              s.b_scales() + i64(block) * Segment::K + tile.b, 4 * columns,
-                              barrier);
-                }
-                __syncwarp();  // or lanes that only wait would miss phases
-                producer.close(false);
+            for (i32 block = tile.first; block < tile.first + tile.count; ++block) {
+                mbarrier_wait_in_cluster(shared.empty[filling.stage], filling.parity);
+                Stage& stage = shared.stage[filling.stage];
+                Scales& scales = shared.scales[filling.stage];
+                u64& full = shared.full[filling.stage];
+                mbarrier_arrive_expect_bytes(full,
+                                             u32(sizeof(Stage::a) + sizeof(Scales::a)) +
+                                                 columns * (TILE_ROW_BYTES + u32(sizeof(float))));
+                copy_box(shared_address(stage.a), *a_map, 0, tile.a, block, full);
+                if (half < columns)
+                    copy_box_to_cluster<CLUSTER>(shared_address(stage.b) + half * TILE_ROW_BYTES,
+                                                 *b_map, 0, tile.b + half, block, full);
+                copy_bulk(shared_address(scales.a), s.a_scales() + i64(block) * Segment::N + tile.a,
+                          sizeof(Scales::a), full);
+                copy_bulk(shared_address(scales.b), s.b_scales() + i64(block) * Segment::K + tile.b,
+                          u32(sizeof(float)) * columns, full);
+                filling.advance();
             }
-        }
+        });
     }
 
-    // A consumer has 64 rows of a tile.
+    // A consumer has 64 rows of a tile, a thread two of them.
     __device__ static void consume(const Segment& s, Shared& shared) {
-        const i32 consumer = threadIdx.x / 128, lane = threadIdx.x % 32,
-                  row = 64 * consumer + threadIdx.x / 32 % 4 * 16 + lane / 4;
-        PipelineState<Ring::STAGES> reading;
-        typename Ring::Queue::Reader numbers(shared.ring.queue);
-        for (i32 number = blockIdx.x; number < Segment::GROUPS * TILES; number = numbers.next()) {
-            const Tile tile(shared.scheduler, number);
-            const i32 count = blocks(tile);
+        const i32 consumer = threadIdx.x / 128, lane = threadIdx.x % 32;
+        const i32 row = place_in_tile(64 * consumer + threadIdx.x / 32 % 4 * 16 + lane / 4);
+        PipelineState<STAGES> reading;
+        for_all_tiles(shared, [&](const Tile& tile) {
             float sum[2][HALF / 2] = {};
 #pragma unroll 1
-            for (i32 block = 0; block < count; ++block) {
-                mbarrier_wait(shared.ring.full[reading.stage], reading.parity);
-                const Stage& stage = shared.ring.stage[reading.stage];
+            for (i32 block = 0; block < tile.count; ++block) {
+                mbarrier_wait(shared.full[reading.stage], reading.parity);
+                const Stage& stage = shared.stage[reading.stage];
                 const Scales& scales = shared.scales[reading.stage];
-                const float of_row[2] = {scales.a[row], scales.a[row + 8]};
+                const float of_row[2] = {scales.a[row], scales.a[row + NEXT_ROW]};
                 const u64 a =
                     tile_descriptor(shared_address(stage.a) + consumer * 64 * TILE_ROW_BYTES);
 #pragma unroll
@@ -119,49 +156,51 @@ struct Fp8Wgrad {
                         wgmma_e4m3<true>(part, a + 2 * v, b + 2 * v);
                     wgmma_commit();
                     wgmma_wait<0>();
-                    const float* of_columns = scales.b + half * HALF + lane % 4 * 2;
+                    const float* of_columns = scales.b + half * HALF + lane % 4 * 8;
 #pragma unroll
-                    for (int c = 0; c < HALF / 2; c += 4) {
-                        const Vector<float, 2> of = load_vector<2>(of_columns + 2 * c);
+                    for (int i = 0; i < HALF / 32; ++i) {
+                        const Eight<float> of = load_eight(of_columns + 32 * i);
 #pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            sum[half][c + i] =
-                                fmaf(part[c + i], of.at[i % 2] * of_row[i / 2], sum[half][c + i]);
+                        for (int j = 0; j < 8; ++j)
+#pragma unroll
+                            for (int h = 0; h < 2; ++h) {
+                                const int c = in_run(i, j, h);
+                                sum[half][c] = fmaf(part[c], of.at[j] * of_row[h], sum[half][c]);
+                            }
                     }
                 }
-                mbarrier_arrive(shared.ring.empty[reading.stage]);
+#pragma unroll
+                for (u32 rank = 0; rank < CLUSTER; ++rank)
+                    mbarrier_arrive_in_block(rank, shared.empty[reading.stage]);
                 reading.advance();
             }
+            if (!tile.stores) return;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) store(s, tile, row, half, sum[half]);
-        }
+            for (int half = 0; half < 2; ++half)
+                if (Segment::K % TILE_N == 0 || half * HALF < tile.columns())
+                    store(s, tile, row, tile.b + half * HALF + lane % 4 * 8, sum[half]);
+        });
     }
 
-    // If results are rounded to bf16 anyway, lanes exchange rounded numbers, two in a word.
+    // Columns and rows of a tile lie where place_in_tile says. So a thread has eight columns that
+    // follow each other of each 32: the j-th of the i-th 32 is this one of its sums. h: of which of
+    // its rows.
+    static constexpr i32 NEXT_ROW = 2;
+    __device__ static constexpr int in_run(int i, int j, int h) {
+        return 4 * (4 * i + j / 2) + 2 * h + j % 2;
+    }
+
+    // column: of a thread's first sums.
     __device__ static __forceinline__ void store(const Segment& s, const Tile& tile, i32 row,
-                                                 int half, const float (&sum)[HALF / 2]) {
+                                                 i32 column, const float (&sum)[HALF / 2]) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const i64 n = i64(tile.group) * Segment::N + tile.a + row + 8 * h;
-            const i32 column = tile.b + half * HALF + 8 * (threadIdx.x % 4);
+            const i64 n = i64(tile.group) * Segment::N + tile.a + row + NEXT_ROW * h;
 #pragma unroll
             for (int i = 0; i < HALF / 32; ++i) {
                 float p[1][8], none[1];
-                if constexpr (Segment::ROUNDED) {
-                    u32 words[4];
 #pragma unroll
-                    for (int b = 0; b < 4; ++b)
-                        words[b] = narrow_pair<bf16>(sum[16 * i + 4 * b + 2 * h],
-                                                     sum[16 * i + 4 * b + 2 * h + 1]);
-                    transpose_quad(words);
-#pragma unroll
-                    for (int b = 0; b < 4; ++b) {
-                        p[0][2 * b] = __uint_as_float(words[b] << 16);
-                        p[0][2 * b + 1] = __uint_as_float(words[b] & 0xFFFF0000);
-                    }
-                } else {
-                    row_of_quad(p[0], sum, 4 * i, h);
-                }
+                for (int j = 0; j < 8; ++j) p[0][j] = sum[in_run(i, j, h)];
                 s.store(n, tile.group, column + 32 * i, p, none);
             }
         }

@@ -33,6 +33,22 @@ __device__ __forceinline__ void store_vector(T* p, const Vector<T, V>& x) {
     }
 }
 
+// Stores 8 or 16 bytes if `good`: without a branch.
+template <int V>
+__device__ __forceinline__ void store_if(void* p, const u32 (&x)[V], bool good) {
+    if constexpr (V == 4)
+        asm volatile(
+            "{.reg .pred q; setp.ne.s32 q, %5, 0; @q st.global.v4.u32 [%0], {%1,%2,%3,%4};}" ::"l"(
+                p),
+            "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(i32(good))
+            : "memory");
+    else
+        asm volatile(
+            "{.reg .pred q; setp.ne.s32 q, %3, 0; @q st.global.v2.u32 [%0], {%1,%2};}" ::"l"(p),
+            "r"(x[0]), "r"(x[1]), "r"(i32(good))
+            : "memory");
+}
+
 // Eight numbers that follow each other in memory, in pieces of 16 bytes, or of 8 if they are bytes.
 template <class T>
 struct Eight {

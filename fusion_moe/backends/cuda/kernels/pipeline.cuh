@@ -34,6 +34,12 @@ __device__ __forceinline__ void mbarrier_arrive(u64& barrier) {
                      : "memory");
 }
 
+// Barriers that this thread has made can be used by the other blocks of a cluster, once it has been
+// through a barrier with them, and by copies that they begin.
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 // Waits until the phase with this parity is complete.
 __device__ __forceinline__ void mbarrier_wait(u64& barrier, u32 parity) {
     asm volatile(
@@ -108,6 +114,18 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& from, i32 x, i
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
         "[%1, {%2, %3, %4}], [%5];" ::"r"(to),
         "l"(&from), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier))
+        : "memory");
+}
+
+// The same for all blocks of a cluster, at the same addresses of each one's memory.
+template <int CLUSTER>
+__device__ __forceinline__ void copy_box_to_cluster(u32 to, const TensorMap& from, i32 x, i32 y,
+                                                    i32 z, u64& barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+        "l"(&from), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier)),
+        "h"(u16((1 << CLUSTER) - 1))
         : "memory");
 }
 

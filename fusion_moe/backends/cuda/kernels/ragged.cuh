@@ -23,6 +23,23 @@ __device__ __forceinline__ i64 clamp_index(i64 index, i64 size, i64* error) {
     return index < 0 ? 0 : size - 1;
 }
 
+// The same, reported when all is done. A report between loads would keep the later ones waiting for
+// the earlier ones.
+struct LateReport {
+    i64* word;
+    i32 index = 0;
+    bool bad = false;
+
+    __device__ __forceinline__ ~LateReport() {
+        if (bad) report(word, BAD_INDEX, 0, index);
+    }
+};
+__device__ __forceinline__ i64 clamp_index(i64 index, i64 size, LateReport& late) {
+    const bool good = index >= 0 && index < size;
+    late.index = good ? late.index : i32(index), late.bad |= !good;
+    return good ? index : index < 0 ? 0 : size - 1;
+}
+
 // The group of a row; the number of groups for one past the last end.
 __device__ __forceinline__ i64 group_of(const i32* ends, i64 groups, i64 row) {
     i64 low = 0, high = groups;
