@@ -29,6 +29,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from .. import options
+from ..backends import find
 from ..definitions.operations import (
     LIBRARY,
     SPECS,
@@ -56,6 +57,7 @@ from ..ir.core import Fusion
 from ..ir.derivative import Derivative, differentiate
 from ..ir.text import one_line, parse
 from ..runtime import native
+from ..runtime.cuda import why_no_wgmma
 from ..runtime.remembered import Remembered
 from .eager import BODIES
 
@@ -79,12 +81,17 @@ class Programs:
 
     @classmethod
     def of(
-        cls, fusion: Fusion, wanted: Sequence[int], router_gradient: bool, names: Sequence[str] = ()
+        cls,
+        fusion: Fusion,
+        wanted: Sequence[int],
+        router_gradient: bool,
+        by_columns: bool,
+        names: Sequence[str] = (),
     ) -> Programs:
-        """The programs that compute the gradients of the inputs `wanted`. names: what error
-        messages call the inputs.
+        """The programs that compute the gradients of the inputs `wanted`. by_columns: see
+        `differentiate`; names: what error messages call the inputs.
         """
-        derivative = differentiate(fusion, wanted, router_gradient=router_gradient, names=names)
+        derivative = differentiate(fusion, wanted, router_gradient, names, by_columns)
         programs = cls(
             derivative,
             tuple(wanted),
@@ -116,20 +123,31 @@ def _of_call(
     others: tuple[tuple[str, Any], ...],
     wanted: tuple[int, ...],
     router_gradient: bool,
+    by_columns: bool,
 ) -> Programs:
-    return Programs.of(
-        fusion_of(name, types, others), wanted, router_gradient, [name for name, _ in types]
-    )
+    names = [name for name, _ in types]
+    return Programs.of(fusion_of(name, types, others), wanted, router_gradient, by_columns, names)
 
 
 @lru_cache(maxsize=256)
-def _of_text(program: str, wanted: tuple[int, ...], router_gradient: bool) -> Programs:
-    return Programs.of(parse(program), wanted, router_gradient)
+def _of_text(
+    program: str, wanted: tuple[int, ...], router_gradient: bool, by_columns: bool
+) -> Programs:
+    return Programs.of(parse(program), wanted, router_gradient, by_columns)
 
 
-def programs_of(program: str, wanted: tuple[int, ...]) -> Programs:
-    """The programs of the derivative of a program, under the options in force."""
-    return _of_text(program, wanted, options.current().router_gradient)
+def programs_of(program: str, wanted: tuple[int, ...], device: torch.device) -> Programs:
+    """The programs of the derivative of a program on a device, under the options in force."""
+    with_ = options.current()
+    return _of_text(program, wanted, with_.router_gradient, _by_columns(with_.target, device))
+
+
+@lru_cache(maxsize=64)
+def _by_columns(target: str, device: torch.device) -> bool:
+    """Whether products over rows read codes by columns there."""
+    return (
+        device.type == "cuda" and not why_no_wgmma() and bool(find(target, device).turned_columns)
+    )
 
 
 def run(
@@ -174,7 +192,7 @@ class _Step:
         )
         if tracing:
             return cls._of_types(call, wants, *traced_types(call))
-        key = call.spec.name, call.forms, call.others, wants, options.current()
+        key = call.spec.name, call.forms, call.others, wants, options.current(), tensors[0].device
         found = _steps.get(key)
         if found is None:
             found = cls._of_types(call, wants, eager_types(call))
@@ -191,8 +209,14 @@ class _Step:
         sizes: Sizes | None = None,
     ) -> _Step:
         try:
+            with_, device = options.current(), next(iter(call.tensors.values())).device
             programs = _of_call(
-                call.spec.name, types, call.others, wants, options.current().router_gradient
+                call.spec.name,
+                types,
+                call.others,
+                wants,
+                with_.router_gradient,
+                _by_columns(with_.target, device),
             )
         except UnsupportedError as error:
             names = list(call.tensors)
@@ -216,7 +240,7 @@ class _Step:
         """The step of a call of `run`."""
         wants = wanted(grouped(inputs, parts))
         try:
-            programs = programs_of(program, wants)
+            programs = programs_of(program, wants, inputs[0].device)
         except UnsupportedError as error:
             described = f"run, derivative with respect to inputs {', '.join(map(str, wants))}"
             return cls(error.at(described), parts, wants, {})

@@ -38,9 +38,11 @@ class FusionDefinition:
 
     Args:
         places: whether errors say which operation they are about. Without, the caller does.
+        by_columns: whether derivatives keep codes along rows by columns, as wgrad reads them.
     """
 
-    def __init__(self, *, places: bool = True) -> None:
+    def __init__(self, *, places: bool = True, by_columns: bool = False) -> None:
+        self.by_columns = by_columns
         self.ops = Ops(self.append)
         self._places = places
         self._source = ""  # the line of the user's program that the next operations come from

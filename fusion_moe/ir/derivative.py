@@ -53,18 +53,18 @@ def differentiate(
     wrt: Sequence[int],
     router_gradient: bool = True,
     names: Sequence[str] = (),
+    by_columns: bool = False,
 ) -> Derivative:
     """The forward, and the backward that computes the gradients of inputs `wrt`, each in its
     input's dtype.
 
     The forward saves only what some of these gradients need. router_gradient: whether the router's
     weights get their gradient from that of the preceding product (router_gradient.py). names: what
-    error messages call the inputs. UnsupportedError if no derivative reaches an input: packed
-    weights are frozen.
+    error messages call the inputs. by_columns: whether 8-bit copies along rows are saved by columns.
+    UnsupportedError if no derivative reaches an input: packed weights are frozen.
     """
-    whole = _whole(
-        fusion, wrt, router_gradient, names or [f"input {i}" for i in range(len(fusion.inputs))]
-    )
+    names = names or [f"input {i}" for i in range(len(fusion.inputs))]
+    whole = _whole(FusionDefinition(by_columns=by_columns), fusion, wrt, router_gradient, names)
     kept = _in_pieces(whole, _kept(whole)) if whole.apart else _kept(whole)
     there = tuple(
         dict.fromkeys((*fusion.inputs, *fusion.outputs, *(whole.original[v] for v in kept)))
@@ -176,9 +176,12 @@ def _seeded(fusion: Fusion) -> tuple[int, ...]:
 
 
 def _whole(
-    fusion: Fusion, wrt: Sequence[int], router_gradient: bool, names: Sequence[str]
+    fd: FusionDefinition,
+    fusion: Fusion,
+    wrt: Sequence[int],
+    router_gradient: bool,
+    names: Sequence[str],
 ) -> _Whole:
-    fd = FusionDefinition()
     made: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
     outputs = [fusion.outputs[i] for i in _seeded(fusion)]
     seeds = [
@@ -269,10 +272,10 @@ def _no_derivative(fusion: Fusion, value: Value, name: str) -> UnsupportedError:
 
 def _copies(later: Sequence[Op], seeds: Collection[Value]) -> tuple[Op, ...]:
     """The operations, among those for gradients, that unpack quantized values of the forward (to
-    save the parts, or those of transposed matrices) or make these values.
+    save the parts, those of transposed matrices, or codes by columns) or make these values.
     """
     by_seeds = dependent(later, seeds)
-    made = [op for op in later if op.kind.name in ("unpack", "turn")]
+    made = [op for op in later if op.kind.name in ("unpack", "turn", "turn_runs")]
     parts = [v for op in made for v in op.outputs if v not in by_seeds]
     return made_again(later, parts)
 

@@ -74,17 +74,6 @@ def _is_turned(fd: FusionDefinition, v: Value) -> bool:
     return codes is not None and codes.kind.name == "turn_back"
 
 
-def _turned(fd: FusionDefinition, v: Value, ends: Value) -> Value:
-    """An operand whose codes are in memory by columns."""
-    packed = fd.producer(eight_bits.in_parts(fd, v))
-    assert packed is not None
-    codes, scales = packed.values
-    turned = fd.ops.turn_runs(codes, ends)
-    back = fd.ops.turn_back(turned, ends, rows=v.type.shape[0])
-    made: Value = fd.ops.pack(back, scales, encoding=v.type.dtype, layout="linear")
-    return made
-
-
 def _rule(
     by_way_of: ByWayOf, target: Target, fd: FusionDefinition, op: Op, inputs: Sequence[Any]
 ) -> Sequence[Value] | None:
@@ -101,9 +90,8 @@ def _rule(
         return [fd.ops.grouped_mm(a, w, inputs[2])]
     if _by_columns(op, target):
         a, b, ends = inputs
-        if any(_is_turned(fd, v) for v in (a, b)):
-            return None
-        return [fd.ops.grouped_outer(_turned(fd, a, ends), _turned(fd, b, ends), ends)]
+        turned = [v if _is_turned(fd, v) else eight_bits.by_columns(fd, v, ends) for v in (a, b)]
+        return None if turned == [a, b] else [fd.ops.grouped_outer(*turned, ends)]
     if not eight_bits.is_trained(op):
         lowered = [_in_memory(fd, v) for v in inputs]
         return None if lowered == list(inputs) else fd.append(op.kind, lowered, attrs)

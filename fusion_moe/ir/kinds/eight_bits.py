@@ -192,13 +192,29 @@ def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     dx = back(fd.ops.quantize(dy, family.rows.name), w, ends, wgrad=family.wgrad)
     if op.attrs["wgrad"] == family.wgrad:
         x, dy = (fd.ops.quantize(t, ends, encoding=family.columns.name) for t in (x, dy))
-        x = in_parts(fd, x)
+        x = by_columns(fd, x, ends) if fd.by_columns and _whole(x, dy) else in_parts(fd, x)
     dw = fd.ops.grouped_outer(*((x, dy) if transposed else (dy, x)), ends)
     return [
         fd.ops.cast(dx, dtype=_floats(fd, a).type.dtype),
         fd.ops.cast(dw, dtype=weight.type.dtype),
         None,
     ]
+
+
+def _whole(*copies: Value) -> bool:
+    """Whether copies along rows have whole blocks of columns, in which `turn_runs` stores them."""
+    return not any(
+        v.type.encoding is not FP8_COLUMNS or known(v.type.shape[1]) % FP8_COLUMNS.block
+        for v in copies
+    )
+
+
+def by_columns(fd: Any, copied: Value, ends: Value) -> Value:
+    """A copy along rows rebuilt from its scales and its codes by columns."""
+    codes, scales = fd.producer(in_parts(fd, copied)).values
+    back = fd.ops.turn_back(fd.ops.turn_runs(codes, ends), ends, rows=copied.type.shape[0])
+    made: Value = fd.ops.pack(back, scales, encoding=copied.type.dtype, layout="linear")
+    return made
 
 
 def _floats(fd: Any, copied: Value) -> Value:

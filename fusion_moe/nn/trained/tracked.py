@@ -116,7 +116,7 @@ def tracked(
             grad_input,
             is_leaf,
             ends,
-            programs_of(call.text, needed),
+            programs_of(call.text, needed, tensors[0].device),
             needed,
         ),
         *tensors,
