@@ -109,7 +109,7 @@ struct Fp8Wgrad {
             const u32 columns = tile.columns();
 #pragma unroll 1
             for (i32 block = tile.first; block < tile.first + tile.count; ++block) {
-                mbarrier_wait_in_cluster(shared.empty[filling.stage], filling.parity);
+                mbarrier_wait(shared.empty[filling.stage], filling.parity);
                 Stage& stage = shared.stage[filling.stage];
                 Scales& scales = shared.scales[filling.stage];
                 u64& full = shared.full[filling.stage];
@@ -171,7 +171,7 @@ struct Fp8Wgrad {
                 }
 #pragma unroll
                 for (u32 rank = 0; rank < CLUSTER; ++rank)
-                    mbarrier_arrive_in_block(rank, shared.empty[reading.stage]);
+                    mbarrier_arrive_read(rank, shared.empty[reading.stage]);
                 reading.advance();
             }
             if (!tile.stores) return;

@@ -201,6 +201,16 @@ __device__ __forceinline__ void mbarrier_arrive_in_block(u32 rank, u64& barrier)
                      : "memory");
 }
 
+// The same of those who have only read, in this block's memory: that others see what they wrote
+// would take as long as their stores do.
+__device__ __forceinline__ void mbarrier_arrive_read(u32 rank, u64& barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 < ARRIVING)
+        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
+                         in_block(rank, shared_address(&barrier)))
+                     : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_wait_in_cluster(u64& barrier, u32 parity) {
     asm volatile(
         "{.reg .pred done;\n"
