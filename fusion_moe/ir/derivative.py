@@ -60,7 +60,7 @@ def differentiate(
 
     The forward saves only what some of these gradients need. router_gradient: whether the router's
     weights get their gradient from that of the preceding product (router_gradient.py). names: what
-    error messages call the inputs. by_columns: whether 8-bit copies along rows are saved by columns.
+    error messages call the inputs. by_columns: whether copies along rows are saved by columns.
     UnsupportedError if no derivative reaches an input: packed weights are frozen.
     """
     names = names or [f"input {i}" for i in range(len(fusion.inputs))]

@@ -97,7 +97,7 @@ def program():
         "decode_scale": ([dense], {"encoding": "nvfp4"}),
         "quantize": ([dense, tensor(2)], {"encoding": "nvfp4"}),
         "turn_back": (
-            [fd.ops.turn_runs(fd.ops.partition(tensor(m, 2, dtype="f8e4m3"), ends), ends), ends],
+            [fd.ops.turn_runs(fd.ops.partition(tensor(m, 32, dtype="f8e4m3"), ends), ends), ends],
             {"rows": m / g},
         ),
         "grouped_swizzle": (

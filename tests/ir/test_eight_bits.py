@@ -205,15 +205,18 @@ def test_the_passes_keep_every_bit(form):
         assert str(lower_operands(after, TARGETS["cpu"])) == str(after)
 
 
-def test_products_that_a_target_multiplies_as_codes():
-    """Forward, dgrad on turned weights, and wgrad on turned rows mean what they did."""
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_products_that_a_target_multiplies_as_codes(by_columns):
+    """Forward, dgrad on turned weights, and wgrad on turned rows, some of them saved so, mean what
+    they did.
+    """
     fd = FusionDefinition()
     x = fd.define_tensor(shape=[-1, 256], dtype="bf16")
     offs = fd.define_tensor(shape=[5], dtype="i32")
     weight = fd.define_tensor(shape=[5, 128, 256], dtype="bf16", role="weight")
     ends = fd.groups_of(offs, x.type.shape[0])
     fd.add_output(eight_bits.product(fd, fd.partition_by(x, ends), weight, ends, "fp8_block"))
-    derivative = differentiate(fd.fusion(), (0, 2))
+    derivative = differentiate(fd.fusion(), (0, 2), by_columns=by_columns)
     g = torch.Generator().manual_seed(0)
     rows, dy = (torch.randn(LAYER.rows, n, generator=g) for n in (256, 128))
     given_ = rows.bfloat16(), LAYER.ends, torch.randn(5, 128, 256, generator=g).bfloat16()
@@ -226,7 +229,8 @@ def test_products_that_a_target_multiplies_as_codes():
         codes = [op for op in lowered.ops if op.kind.name == "grouped_mm"]
         assert [[v.type.dtype for v in op.values[:2]] for op in codes] == [["fp8_rows", "fp8_e8m0"]]
         kinds = [op.kind.name for op in lowered.ops]
-        assert [kinds.count(name) for name in ("turn", "turn_runs")] == [[1, 0], [0, 2]][backward]
+        turned = [0, 2 - by_columns] if backward else [1, int(by_columns)]
+        assert [kinds.count(name) for name in ("turn", "turn_runs")] == turned
         assert str(lower_operands(lowered, TARGETS["cuda"])) == str(lowered)
         for found, want in zip(evaluate(lowered, *inputs), evaluate(fusion, *inputs), strict=True):
             near(found.float(), want.float())

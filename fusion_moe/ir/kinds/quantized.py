@@ -37,7 +37,15 @@ from ..core import Need, Op, OpKind, Value
 from ..sizes import ceildiv
 from ..types import DTYPES, FLOATS, Dim, TensorType, dtype_name, plain
 from .rules import Types, need_dtype, need_partition, need_rank, need_tensor
-from .runs import dequantize_runs, in_runs, part_shape, quantize_runs, turn_back, turn_runs
+from .runs import (
+    IN_TILES,
+    dequantize_runs,
+    in_runs,
+    part_shape,
+    quantize_runs,
+    turn_back,
+    turn_runs,
+)
 
 ENCODED_FROM = ("f32", "bf16", "f16")
 # encodings that both operands of a product can have, forward and backward
@@ -380,11 +388,14 @@ def _turn(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, ...]
 
 
 def _turn_runs_type(codes: TensorType, ends: TensorType) -> Types:
-    """codes f8e4m3[M/g, K] in blocks of 128 rows of each group -> f8e4m3[ceil(M/128) + G, K, 128]:
-    those of each column of a block follow each other
+    """codes f8e4m3[M/g, K] in blocks of 128 rows of each group, K a multiple of 32 ->
+    f8e4m3[ceil(M/128) + G, K, 128]: those of each column of a block follow each other, columns in
+    the order that `runs.turn_runs` has
     """
     need_rank("the codes", codes, 2)
     need_dtype("the codes", codes, "f8e4m3")
+    if known(codes.shape[1]) % IN_TILES:
+        raise ShapeError(f"codes {codes}", expected=f"a multiple of {IN_TILES} columns")
     rows, block = need_partition("the codes", codes, ends), FP8_COLUMNS.block
     blocks = ceildiv(rows.total, block) + rows.groups.count
     return (TensorType((blocks, codes.shape[1], block), codes.dtype),)

@@ -19,6 +19,8 @@ from ...layouts.layout import as_bytes
 from ..sizes import AnySize, ceildiv
 from ..types import Dim, Rows
 
+IN_TILES = 32  # columns that `turn_runs` puts into another order
+
 
 def part_shape(encoding: Encoding, part: Part, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
     """The shape of a part of a value [..., N, K]."""
