@@ -125,8 +125,8 @@ __device__ __forceinline__ u32 e2m1_word(u32 at_00, u32 at_01, u32 at_10, u32 at
 template <class T, class Scale, i32 K, bool TILES>
 class E2m1Tile {
     static constexpr i32 LANES = Scale::BLOCK / 16;  // with one scale
-    const i64 first_, end_;                          // of a lane's rows; the other is eight below
-    const i32 k0_;
+    i64 first_, end_;                                // of a lane's rows; the other is eight below
+    i32 k0_;
     Bits<T> x_[2][2] = {};
 
     __device__ __forceinline__ bool has(int i) const {
@@ -214,8 +214,8 @@ __device__ __forceinline__ void make_e2m1(i64 rows, Row row, OfMatrix of_matrix,
 //
 // Blocks claim pieces of matrices, in order: one to find the largest magnitude of matrix l, then
 // one of matrix l - ahead to round, whose numbers come from the cache. Who rounds waits for pieces
-// that were claimed before, and these wait for none that were claimed later. CLAIMED: pieces that
-// all blocks have at once.
+// that were claimed before, and these wait for none that were claimed later. So a block claims its
+// next piece while it has one. CLAIMED: pieces that all blocks have at once.
 template <class T, class Scale, i32 K, bool TILES, i32 CLAIMED = 640, class Row>
 __device__ __forceinline__ void make_e2m1_by_matrix(i64 matrices, i64 rows, Row row, float largest,
                                                     u32* state, u8* codes, u8* scales,
@@ -227,18 +227,11 @@ __device__ __forceinline__ void make_e2m1_by_matrix(i64 matrices, i64 rows, Row 
     u32 *const most = state + 1, *const done = most + matrices;
     __shared__ u32 claimed, found;
     const i32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    u32 next = 0;
+    if (threadIdx.x == 0) next = atomicAdd(state, 1u);
     while (true) {
         __syncthreads();  // all have read the last piece
-        if (threadIdx.x == 0) {
-            claimed = atomicAdd(state, 1u);
-            const i64 l = claimed / (2 * pieces) - ahead;
-            if (claimed % 2 == 1 && l >= 0 && claimed < all) {
-                while (*const_cast<const volatile u32*>(done + l) < pieces) {
-                }
-                __threadfence();
-                found = *const_cast<const volatile u32*>(most + l);
-            }
-        }
+        if (threadIdx.x == 0) claimed = next, next = atomicAdd(state, 1u);
         __syncthreads();
         if (claimed >= all) return;
         const bool rounds = claimed % 2;
@@ -251,10 +244,22 @@ __device__ __forceinline__ void make_e2m1_by_matrix(i64 matrices, i64 rows, Row 
         };
         const i64 end = min(first + PIECE, tiles);
         if (rounds) {
+            Tile ahead = load(min(first + warp, end - 1));  // while one thread waits
+            if (threadIdx.x == 0) {
+                while (*const_cast<const volatile u32*>(done + l) < pieces) {
+                }
+                __threadfence();
+                found = *const_cast<const volatile u32*>(most + l);
+            }
+            __syncthreads();
             const float scale = __fdiv_rn(__uint_as_float(found), largest);
             if (first == 0 && threadIdx.x == 0) of_matrix[l] = scale;
-            for (i64 i = first + warp; i < end; i += warps)
-                load(i).store([=](i64) { return scale; }, l * tiles + i, codes, scales);
+#pragma unroll 1
+            for (i64 i = first + warp; i < end; i += warps) {
+                const Tile tile = ahead;
+                if (i + warps < end) ahead = load(i + warps);
+                tile.store([=](i64) { return scale; }, l * tiles + i, codes, scales);
+            }
             continue;
         }
         u32 here = 0;
