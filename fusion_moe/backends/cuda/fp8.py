@@ -32,6 +32,7 @@ COLUMNS = (FP8_COLUMNS.name,)  # of both operands of products over rows
 LINEAR_WEIGHTS = (FP8.name, FP8_E8M0.name)  # encodings of weights, in the linear layout
 _TILE_M, _HALF, _K_BLOCK, _ALIGNED = 128, 128, 128, 16
 _RUN = 32  # columns that share a scale
+_CLUSTER = 2  # blocks that share codes of a wgrad
 _M = Variable("m")
 
 
@@ -232,14 +233,14 @@ class Fp8Wgrad(Wgrad):
             boxes[name] = of
         product = product_kernel(
             self,
-            "Fp8Wgrad<Segment>",
+            f"Fp8Wgrad<Segment, {_CLUSTER}>",
             "fp8_wgrad",
             self._functions,
-            plan.groups * -(-plan.n // (2 * _TILE_M)) * -(-plan.k // (2 * _HALF)) * 2,
+            plan.groups * -(-plan.n // (_CLUSTER * _TILE_M)) * -(-plan.k // (2 * _HALF)) * _CLUSTER,
             arch,
             boxes,
             header="fp8_wgrad.cuh",
-            cluster=2,
+            cluster=_CLUSTER,
         )
         return [*self.made_first(sizes, chosen.any_size), product]
 

@@ -16,12 +16,11 @@
 
 namespace {
 
-template <class Segment>
+template <class Segment, int CLUSTER>
 struct Fp8Wgrad {
-    static constexpr int TILE_M = 128, TILE_N = 256, HALF = 128, K_BLOCK = 128, CLUSTER = 2,
-                         STAGES = 4;
+    static constexpr int TILE_M = 128, TILE_N = 256, HALF = 128, K_BLOCK = 128, STAGES = 4;
     static_assert(Segment::N % TILE_M == 0 && Segment::K % HALF == 0, "whole blocks");
-    static_assert(HALF * CLUSTER == TILE_N, "each block of a cluster copies a half");
+    static_assert(CLUSTER <= 2, "each block of a cluster copies a half, or a block both");
 
     using Scheduler = WgradScheduler<Segment::GROUPS>;
     static constexpr i32 A_TILES = (Segment::N + CLUSTER * TILE_M - 1) / (CLUSTER * TILE_M),
@@ -104,7 +103,6 @@ struct Fp8Wgrad {
                                    const TensorMap* b_map) {
         PipelineState<STAGES> filling;
         filling.parity = 1;
-        const i32 half = i32(cluster_rank()) * HALF;
         for_all_tiles(shared, [&](const Tile& tile) {
             const u32 columns = tile.columns();
 #pragma unroll 1
@@ -117,7 +115,7 @@ struct Fp8Wgrad {
                                              u32(sizeof(Stage::a) + sizeof(Scales::a)) +
                                                  columns * (TILE_ROW_BYTES + u32(sizeof(float))));
                 copy_box(shared_address(stage.a), *a_map, 0, tile.a, block, full);
-                if (half < columns)
+                for (u32 half = cluster_rank() * HALF; half < columns; half += CLUSTER * HALF)
                     copy_box_to_cluster<CLUSTER>(shared_address(stage.b) + half * TILE_ROW_BYTES,
                                                  *b_map, 0, tile.b + half, block, full);
                 copy_bulk(shared_address(scales.a), s.a_scales() + i64(block) * Segment::N + tile.a,
