@@ -81,9 +81,7 @@ def kernel(
         *row,
         f"make_block_copies<{number}, {known(k)}, {looked_up}, {cut}>({tiles}, row, {to});",
     ]
-    simple = sum("load_eight" in line for line in row) <= 2
-    blocks = _MIN_BLOCKS if simple and ends is None else _FEW_BLOCKS
-    return _of_tiles(source, name, body, count, known(k), blocks)
+    return _of_tiles(source, name, body, count, known(k), _FEW_BLOCKS)
 
 
 def reading(

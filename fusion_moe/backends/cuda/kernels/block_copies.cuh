@@ -137,11 +137,6 @@ struct MatrixTiles {
     }
 };
 
-template <class Tiles>
-constexpr bool GROUPED = false;
-template <i32 GROUPS, i32 TILE>
-constexpr bool GROUPED<GroupedRows<GROUPS, TILE>> = true;
-
 // A lane's place in a tile.
 template <i32 K>
 struct Square {
@@ -153,19 +148,14 @@ struct Square {
     }
     __device__ __forceinline__ static i32 row(int s) { return threadIdx.x / 16 * 8 + s; }
 
-    // How many tiles of the same rows follow each other in a block.
-    template <class Tiles>
-    static constexpr i32 RUN =
-        GROUPED<Tiles> ? (ACROSS + (ACROSS + 3) / 4 - 1) / ((ACROSS + 3) / 4) : 1;
-
     // Calls body(tile, its number, tiles before it in its rows, tiles before the end of its run) on
-    // all threads of a block.
-    template <class Tiles, class Body>
+    // all threads of a block, for the first COUNT tiles of rows.
+    template <i32 COUNT = ACROSS, class Tiles, class Body>
     __device__ __forceinline__ static void for_all_runs(const Tiles& tiles, Body body) {
-        constexpr i32 RUNS = (ACROSS + RUN<Tiles> - 1) / RUN<Tiles>;
+        constexpr i32 RUNS = (COUNT + 3) / 4, RUN = (COUNT + RUNS - 1) / RUNS;
         for (i64 i = blockIdx.x; i < tiles.tiles() * RUNS; i += gridDim.x) {
-            const i32 first = i32(i % RUNS) * RUN<Tiles>;
-            body(tiles.at(i / RUNS), i / RUNS, first, min(first + RUN<Tiles>, ACROSS));
+            const i32 first = i32(i % RUNS) * RUN;
+            body(tiles.at(i / RUNS), i / RUNS, first, min(first + RUN, COUNT));
         }
     }
 
@@ -340,19 +330,25 @@ __device__ __forceinline__ void store_turned_square(const BothWays<Scale, N>& co
 }
 
 // Copies of [rows, K] numbers of type T, by blocks of 256 threads. row(m)(j0, x): columns j0 .. j0
-// + 7 of row m. LOOKED_UP: whether row(m) reads memory, and is therefore called once for all tiles of
-// a run. CUT: a column from which on rows are made in another way, if there is one: the way is then
-// chosen once, not for each row, whose numbers would be waited for one after another.
-template <class T, i32 K, bool LOOKED_UP = false, i32 CUT = 0, class Tiles, class Row, class InRows, class InColumns,
-          class InSquares>
+// + 7 of row m. LOOKED_UP: whether row(m) reads memory, and is therefore called once for all tiles
+// of a run. CUT: a column from which on rows are made in another way, if there is one: the way is
+// then chosen once, not for each row, whose numbers would be waited for one after another. If it is
+// half of them, and tiles are in halves, columns j and CUT + j are made at once, since they are
+// made of the same numbers.
+template <class T, i32 K, bool LOOKED_UP = false, i32 CUT = 0, class Tiles, class Row, class InRows,
+          class InColumns, class InSquares>
 __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
                                                   const InRows& in_rows,
                                                   const InColumns& in_columns,
                                                   const InSquares& in_squares) {
     using S = Square<K>;
     __shared__ __align__(16) ColumnsOfTile shared;
+    // whether the next tile is read before this one is stored; others have too many numbers to read
+    constexpr bool AHEAD = InSquares::MADE;
+    constexpr i32 PARTS = CUT > 0 && K == 2 * CUT && CUT % 128 == 0 ? 2 : 1;
     const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    S::for_all_runs(tiles, [&](const RowTile& tile, i64 number, i32 first, i32 end) {
+    S::template for_all_runs<S::ACROSS / PARTS>(tiles, [&](const RowTile& tile, i64 number,
+                                                           i32 first, i32 end) {
         // By the first 128 threads, each for its column.
         const auto make_column_scale = [&](i32 across, u32 most) {
             if constexpr (InColumns::MADE) {
@@ -365,44 +361,77 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
         };
         if (tile.rows == 0) {
             for (i32 across = first; across < end; ++across)
-                if (threadIdx.x < 128) make_column_scale(across, 0);
+                for (i32 part = 0; part < PARTS && threadIdx.x < 128; ++part)
+                    make_column_scale(across + part * (CUT / 128), 0);
             return;
         }
         const auto at = [&](int s, i32 last) { return row(tile.first + min(S::row(s), last)); };
-        using Rows = decltype(at(0, 0))[8];
         i32 last = tile.rows - 1;
-        const Rows found = {at(0, last), at(1, last), at(2, last), at(3, last),
-                            at(4, last), at(5, last), at(6, last), at(7, last)};
-        const i64 own = tile.first + S::row(0);
-        const i32 left = tile.rows - S::row(0);  // rows from the lane's first one on
-#pragma unroll 1
-        for (i32 across = first; across < end; ++across) {
+        const decltype(at(0, 0)) found[8] = {at(0, last), at(1, last), at(2, last), at(3, last),
+                                             at(4, last), at(5, last), at(6, last), at(7, last)};
+        const auto row_of = [&](int s) {
+            if constexpr (LOOKED_UP)
+                return found[s];
+            else
+                return at(s, last);
+        };
+        Bits<T> x[S::STEPS], ahead[S::STEPS];
+        const auto read = [&](Bits<T>(&to)[8], i32 across) {
             const i32 j0 = S::column(across);
-            const bool there = K % 128 == 0 || j0 < K;
-            Bits<T> x[S::STEPS] = {};
-            const auto load = [&](const Rows& rows) {
+            const auto load = [&] {
 #pragma unroll
                 for (int s = 0; s < S::STEPS; ++s) {
                     float wide[8];
-                    rows[s](j0, wide);
-                    x[s] = Bits<T>(wide);
+                    row_of(s)(j0, wide);
+                    to[s] = Bits<T>(wide);
                 }
             };
-            const auto load_by = [&](const Rows& rows) {
-                if (CUT > 0 && i64(j0) < CUT)
-                    load(rows);
-                else
-                    load(rows);
-            };
-            if (there) {
-                __builtin_assume(i64(j0) < K);
-                if constexpr (LOOKED_UP) {
-                    load_by(found);
+            if (K % 128 != 0 && j0 >= K) {
+#pragma unroll
+                for (int s = 0; s < S::STEPS; ++s) to[s] = {};
+                return;
+            }
+            __builtin_assume(i64(j0) < K);
+            if (CUT > 0 && i64(j0) < CUT)
+                load();
+            else
+                load();
+        };
+        const auto read_both = [&](i32 across) {
+            const i64 j0 = S::column(across), j1 = j0 + CUT;
+            __builtin_assume(j0 < CUT);
+            __builtin_assume(j1 >= CUT);
+            __builtin_assume(j1 < K);
+#pragma unroll
+            for (int s = 0; s < S::STEPS; ++s) {
+                float wide[8], other[8];
+                row_of(s)(j0, wide);
+                row_of(s)(j1, other);
+                x[s] = Bits<T>(wide), ahead[s] = Bits<T>(other);
+            }
+        };
+        if constexpr (AHEAD) read(ahead, first);
+#pragma unroll 1
+        for (i32 step = first * PARTS; step < end * PARTS; ++step) {
+            const i32 across = step / PARTS + step % PARTS * (CUT / 128);
+            const i32 j0 = S::column(across);
+            const bool there = K % 128 == 0 || j0 < K;
+            i32 before = S::row(0);
+            asm volatile(""
+                         : "+r"(last),
+                           "+r"(before));  // or registers would keep what is made of these
+            const i64 own = tile.first + before;
+            const i32 left = tile.rows - before;  // rows from the lane's first one on
+            if constexpr (AHEAD || PARTS > 1) {
+                if (PARTS > 1 && step % PARTS == 0) {
+                    read_both(across);
                 } else {
-                    asm volatile("" : "+r"(last));  // or they would be kept in registers
-                    load_by({at(0, last), at(1, last), at(2, last), at(3, last), at(4, last),
-                             at(5, last), at(6, last), at(7, last)});
+#pragma unroll
+                    for (int s = 0; s < S::STEPS; ++s) x[s] = ahead[s];
                 }
+                if (AHEAD && across + 1 < end) read(ahead, across + 1);
+            } else {
+                read(x, across);
             }
             const i64 place = own * K + j0;
             if constexpr (InRows::MADE) {
