@@ -90,8 +90,10 @@ def _rule(
         return [fd.ops.grouped_mm(a, w, inputs[2])]
     if _by_columns(op, target):
         a, b, ends = inputs
-        turned = [v if _is_turned(fd, v) else eight_bits.by_columns(fd, v, ends) for v in (a, b)]
-        return None if turned == [a, b] else [fd.ops.grouped_outer(*turned, ends)]
+        left, right = (
+            v if _is_turned(fd, v) else eight_bits.by_columns(fd, v, ends) for v in (a, b)
+        )
+        return None if [left, right] == [a, b] else [fd.ops.grouped_outer(left, right, ends)]
     if not eight_bits.is_trained(op):
         lowered = [_in_memory(fd, v) for v in inputs]
         return None if lowered == list(inputs) else fd.append(op.kind, lowered, attrs)
