@@ -14,7 +14,9 @@ median between two CUDA events, the spread longest - shortest over it; before ea
 gets ahead. Peak memory is that of one forward and backward beyond weights and inputs.
 
 --recipe fp8 measures only this library, in bf16 and by a recipe of Transformer Engine, with weight
-gradients by the recipe and in bf16: weights are quantized in each step.
+gradients by the recipe and in bf16: weights are quantized in each step. `rows` are layers on as
+many rows that are sorted already, in bf16, by the recipe, and with weights that were quantized
+before, as by a microbatch that is not the first one.
 
 A finished cell is appended to --out; cells in the file are skipped, and none starts after
 --minutes. liger: `pip install liger-kernel`.
@@ -277,7 +279,8 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
     if told.recipe:
-        told.contender = ["fusion_moe", *(n for n in RECIPES if n.startswith(told.recipe))]
+        rows = [n for n in LAYER if n == "rows" or n.startswith(f"rows_{told.recipe}")]
+        told.contender = ["fusion_moe", *(n for n in RECIPES if n.startswith(told.recipe)), *rows]
     rows = resumed(
         told,
         cells(told.tiny),

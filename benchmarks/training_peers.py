@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from training_cells import LayerInputs
 
-import fusion_moe  # noqa: F401
+import fusion_moe
+from fusion_moe.nn import GroupedLinear, Sequential, SwiGLU
 
 ops = torch.ops.fusion_moe
 
@@ -59,6 +60,33 @@ def ours(on: LayerInputs, activation_format: str = "bf16") -> Contender:
 def rounded(on: LayerInputs, activation_format: str) -> Contender:
     """The same by a recipe, whose numbers are others on purpose."""
     return replace(ours(on, activation_format), exact=False)
+
+
+def of_rows(
+    on: LayerInputs, recipe: fusion_moe.recipe.Recipe | None = None, held: bool | None = None
+) -> Contender:
+    """Layers on rows that are sorted already, of as many experts and rows. held: whether they read
+    weights that were quantized before, as a microbatch does that is not the first one.
+    """
+    experts, hidden, inner = on.down.shape
+    like = {"bias": False, "device": on.x.device, "dtype": on.x.dtype}
+    mlp = Sequential(
+        GroupedLinear(experts, hidden, 2 * inner, **like),
+        SwiGLU(),
+        GroupedLinear(experts, inner, hidden, **like),
+    )
+    x, seed = (torch.randn_like(on.x).repeat(on.ids.shape[1], 1) for _ in "xy")
+    sizes = torch.bincount(on.ids.flatten(), minlength=experts)
+
+    def run(first: bool | None) -> Tensor:
+        with fusion_moe.autocast(recipe, enabled=recipe is not None):
+            made: Tensor = mlp(x, sizes, sizes, is_first_microbatch=first)
+            return made
+
+    if held:
+        run(True)
+    first = False if held else None
+    return Contender(lambda: run(first), [x.requires_grad_(), *mlp.parameters()], seed, exact=False)
 
 
 def grouped_mm(on: LayerInputs) -> Contender:
@@ -152,9 +180,13 @@ def dense(on: LayerInputs) -> Contender:
 
 # contender -> the activation_format of its recipe
 RECIPES = {"mxfp8": "mxfp8", "fp8": "fp8_block", "fp8_wgrad_bf16": "fp8_block_wgrad_bf16"}
+_FP8 = fusion_moe.recipe.Float8BlockScaling()
 LAYER: Mapping[str, Callable[[LayerInputs], Contender]] = {
     "fusion_moe": ours,
     **{name: partial(rounded, activation_format=form) for name, form in RECIPES.items()},
+    "rows": of_rows,
+    "rows_fp8": partial(of_rows, recipe=_FP8),
+    "rows_fp8_held": partial(of_rows, recipe=_FP8, held=True),
     "torch": grouped_mm,
     "liger": liger,
     "dense": dense,

@@ -81,7 +81,9 @@ def kernel(
         *row,
         f"make_block_copies<{number}, {known(k)}, {looked_up}, {cut}>({tiles}, row, {to});",
     ]
-    return _of_tiles(source, name, body, count, known(k), _FEW_BLOCKS)
+    light = looked_up == "false" and not cut and "squares" not in made
+    blocks = _MIN_BLOCKS if light and sum("load_eight" in s for s in row) <= 2 else _FEW_BLOCKS
+    return _of_tiles(source, name, body, count, known(k), blocks)
 
 
 def reading(
