@@ -25,7 +25,8 @@ from .source import MAX_RESIDENT, THREADS, KernelSource, Source
 
 BLOCK = 128
 BLOCK_COPY = "BlockCopy<{scale}>"
-# of a multiprocessor: leave registers for what a lane loads ahead, of one or two arrays, or more
+# of a multiprocessor: leave registers for what a lane loads ahead, in copies of whole blocks of rows
+# that are made from one or two arrays, or in others
 _MIN_BLOCKS, _FEW_BLOCKS = 3, 2
 # encoding -> how the header chooses its scales
 SCALES = {
@@ -81,8 +82,9 @@ def kernel(
         *row,
         f"make_block_copies<{number}, {known(k)}, {looked_up}, {cut}>({tiles}, row, {to});",
     ]
-    light = looked_up == "false" and not cut and "squares" not in made
-    blocks = _MIN_BLOCKS if light and sum("load_eight" in s for s in row) <= 2 else _FEW_BLOCKS
+    heavy = looked_up == "true" or cut or "squares" in made or known(k) % BLOCK
+    few = heavy or sum("load_eight" in line for line in row) > 2
+    blocks = _FEW_BLOCKS if few else _MIN_BLOCKS
     return _of_tiles(source, name, body, count, known(k), blocks)
 
 
