@@ -79,7 +79,7 @@ def of_rows(
     sizes = torch.bincount(on.ids.flatten(), minlength=experts)
 
     def run(first: bool | None) -> Tensor:
-        with fusion_moe.autocast(recipe, enabled=recipe is not None):
+        with fusion_moe.autocast(recipe):
             made: Tensor = mlp(x, sizes, sizes, is_first_microbatch=first)
             return made
 

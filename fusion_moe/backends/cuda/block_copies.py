@@ -25,8 +25,8 @@ from .source import MAX_RESIDENT, THREADS, KernelSource, Source
 
 BLOCK = 128
 BLOCK_COPY = "BlockCopy<{scale}>"
-# of a multiprocessor: leave registers for what a lane loads ahead, in copies of whole blocks of rows
-# that are made from one or two arrays, or in others
+# of a multiprocessor: leave registers for what a lane loads ahead, in copies of whole blocks that
+# are made from one or two arrays, or in others
 _MIN_BLOCKS, _FEW_BLOCKS = 3, 2
 # encoding -> how the header chooses its scales
 SCALES = {
