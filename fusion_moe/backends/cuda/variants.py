@@ -308,6 +308,14 @@ M16 = (
     SmallM(2, 2, 4, 2, 2, 4),
     SmallM(2, 2, 1, 2, 2, 4, row_order=True),
 )
+# Registers hold fewer tiles of 2,048 bytes.
+WIDE_M8 = (
+    SmallM(1, 1, 1, 1, 2, 4),
+    SmallM(1, 1, 2, 1, 2, 4),
+    SmallM(1, 1, 4, 1, 2, 2),
+    SmallM(1, 1, 8, 1, 2, 2),
+    SmallM(1, 1, 1, 1, 2, 4, row_order=True),
+)
 M32, M48_96 = (LargeM(32, 5), LargeM(32, 4, 2)), (LargeM(48, 4, 2), LargeM(64, 4), LargeM(96, 4))
 M80, M160 = (LargeM(80, 4),), (LargeM(160, 3),)
 SETS: Mapping[str, tuple[Variant, ...]] = {
@@ -332,13 +340,14 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
         SmallM(2, 1, 4, 1, 3, 2),
         SmallM(2, 1, 1, 1, 3, 4, row_order=True),
     ),
-    # Registers hold fewer tiles of 2,048 bytes.
-    "WIDE_M8": (
-        SmallM(1, 1, 1, 1, 2, 4),
-        SmallM(1, 1, 2, 1, 2, 4),
-        SmallM(1, 1, 4, 1, 2, 2),
-        SmallM(1, 1, 8, 1, 2, 2),
-        SmallM(1, 1, 1, 1, 2, 4, row_order=True),
+    "WIDE_M8": WIDE_M8,
+    # of tiles of 1,024 bytes more blocks run at once
+    "WIDE_TILES_M8": (
+        SmallM(1, 1, 1, 1, 2, 7),
+        SmallM(1, 1, 2, 1, 2, 7),
+        SmallM(1, 1, 4, 1, 2, 3),
+        SmallM(1, 1, 8, 1, 2, 3),
+        *WIDE_M8,
     ),
     "WIDE_M16": (
         SmallM(2, 1, 2, 1, 1, 4),
