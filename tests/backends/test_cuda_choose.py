@@ -119,7 +119,7 @@ def test_what_follows_what_is_a_fact():
 
 
 def test_large_m_kernels_that_follow_each_other_are_chained():
-    for rows, pairs in ((500, [(None, 1), (0, 2), (1, None)]), (8, [(None, None)] * 3)):
+    for rows, pairs in ((1500, [(None, 1), (0, 2), (1, None)]), (8, [(None, None)] * 3)):
         found = choice_of(products("", "", ""), rows)
         assert [(step.previous, step.next) for step in found.steps] == pairs
         assert [
@@ -129,7 +129,7 @@ def test_large_m_kernels_that_follow_each_other_are_chained():
             product = step.kernels[-1].text
             assert ("Columns = FragmentOrder" in product) == (step.next is not None)
             assert any(k.name == "reorder_activations" for k in step.kernels) == (
-                rows == 500 and step.previous is None
+                rows == 1500 and step.previous is None
             )
     alone = call_of(products("", "", "")).parts.parts[1].source.choose({"m": 4000}, H200)
     assert not alone.reads_fragment_order
