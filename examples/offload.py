@@ -95,7 +95,7 @@ def main() -> int:
         same = model(ids).logits.equal(logits)
         print(f"the plain model's text: {equal}; its logits, bit for bit: {same}")
         equal = equal and same
-    what, *programs = fusion_moe.offload.explain(model, ids[:, :1]).split("\n\n")
+    what, *programs = fusion_moe.offload.explain(model, ids[:, :1].to(model.device)).split("\n\n")
     print(f"\na step of one token:\n{what}\n\n{programs[0] if programs else ''}")
     return 0 if equal or arguments.gpu else 1
 
