@@ -18,6 +18,9 @@ gradients by the recipe and in bf16: weights are quantized in each step. `rows` 
 many rows that are sorted already, in bf16, by the recipe, and with weights that were quantized
 before, as by a microbatch that is not the first one.
 
+--kernels CONTENDER prints the microseconds of each kernel of its forward and backward instead, from
+the end of the one before on: kernels begin while others still run.
+
 A finished cell is appended to --out; cells in the file are skipped, and none starts after
 --minutes. liger: `pip install liger-kernel`.
 """
@@ -249,6 +252,27 @@ def resumed(
     return rows
 
 
+def print_kernels(contender: Contender, steps: int = 4) -> None:
+    """The medians over some steps, in order."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(WARM_UPS):
+        contender.both()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps + 1):
+            contender.both()
+        torch.cuda.synchronize()
+    on = torch.autograd.DeviceType.CUDA
+    ran = [e for e in found.events() if e.device_type == on and "fusion_moe::" not in e.name]
+    ran.sort(key=lambda e: e.time_range.start)
+    each, end, took = len(ran) // (steps + 1), 0.0, list[float]()
+    for e in ran:
+        took.append(e.time_range.end - max(end, e.time_range.start))
+        end = max(end, e.time_range.end)
+    for i, e in enumerate(ran[-each:]):
+        print(f"{statistics.median(took[each + i :: each]):8.1f} us  {e.name}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -276,8 +300,14 @@ def main() -> None:
         action="store_true",
         help="print a line for each cell that the file has, measure nothing",
     )
+    parser.add_argument("--kernels", choices=LAYER, help="profile one contender")
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
+    if told.kernels:
+        for cell in cells(told.tiny):
+            if any(fnmatch.fnmatch(cell.key, pattern) for pattern in told.cells):
+                print_kernels(LAYER[told.kernels](cell.inputs(told.device)))
+        return
     if told.recipe:
         rows = [n for n in LAYER if n == "rows" or n.startswith(f"rows_{told.recipe}")]
         told.contender = ["fusion_moe", *(n for n in RECIPES if n.startswith(told.recipe)), *rows]
