@@ -88,7 +88,7 @@ def test_first_calls_of_new_counts_are_short(cold):
         begun = time.thread_time()
         O.expert_mlp(*args, weight_layout="w16x64")
         took.append(time.thread_time() - begun)
-    assert statistics.median(took) < 1e-3
+    assert statistics.median(took) < 2e-3
     assert max(took) < 20e-3
 
 
