@@ -48,6 +48,76 @@ __device__ __forceinline__ Vector<u32, 2> codes_of_quad(const u32 (&pair)[4], fl
         {__byte_perm(even_block, odd_block, 0x5410), __byte_perm(even_block, odd_block, 0x7632)}};
 }
 
+// Four 8 x 8 matrices of 16-bit numbers; a lane's address is that of a row of one.
+__device__ __forceinline__ void store_matrices(u32 to, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ Vector<u32, 4> load_shared(u32 from) {
+    Vector<u32, 4> x;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.at[0]), "=r"(x.at[1]), "=r"(x.at[2]), "=r"(x.at[3])
+                 : "r"(from)
+                 : "memory");
+    return x;
+}
+
+// Work tiles that one warp finds, one ahead, and hands to all: a search takes about 1,000 cycles.
+template <class WorkTiles>
+class WorkTileQueue {
+  public:
+    // Called by all threads before __syncthreads(). warps: number of reading warps.
+    __device__ __forceinline__ void init(u32 warps) {
+        if (threadIdx.x < DEPTH)
+            mbarrier_init(full_[threadIdx.x], 0, 1), mbarrier_init(empty_[threadIdx.x], warps);
+    }
+
+    // The number-th tile of the block; its group is -1 past the last one. Called by whole warps.
+    __device__ __forceinline__ WorkTile take(u32 number) {
+        mbarrier_wait(full_[number % DEPTH], number / DEPTH % 2);
+        const WorkTile tile = tile_[number % DEPTH];
+        mbarrier_arrive(empty_[number % DEPTH]);
+        return tile;
+    }
+
+    // What the warp has that finds tiles. counter: as that of TileQueue.
+    class Finder {
+      public:
+        template <class Scheduler>
+        __device__ __forceinline__ Finder(WorkTileQueue& queue, const Scheduler& scheduler,
+                                          i32* counter)
+            : queue_(queue), tiles_(scheduler), counter_(counter) {}
+
+        // Called by the whole warp.
+        __device__ __forceinline__ void find() {
+            const bool leads = threadIdx.x % 32 == 0;
+            if (found_ > 0) tiles_.go_to(__shfl_sync(WHOLE_WARP, ahead_, 0));
+            if (leads) ahead_ = i32(gridDim.x) + atomicAdd(counter_, 1);
+            WorkTile tile{{-1, 0, 0}, 0, 0, 0};
+            if (tiles_.more()) tile = tiles_.current();
+            const u32 place = found_ % DEPTH;
+            mbarrier_wait(queue_.empty_[place], found_ / DEPTH % 2 ^ 1);
+            if (leads) queue_.tile_[place] = tile, mbarrier_arrive_thread(queue_.full_[place]);
+            __syncwarp();
+            ++found_;
+        }
+
+      private:
+        WorkTileQueue& queue_;
+        WorkTiles tiles_;
+        i32* counter_;
+        i32 ahead_ = 0;
+        u32 found_ = 0;
+    };
+
+  private:
+    static constexpr u32 DEPTH = 4;
+    WorkTile tile_[DEPTH];
+    u64 full_[DEPTH], empty_[DEPTH];
+};
+
 template <class Segment>
 struct Fp8Gemm {
     static constexpr int TILE_M = 128, TILE_N = 256, HALF = 128, K_BLOCK = 128, RUN_COLUMNS = 32;
@@ -63,12 +133,15 @@ struct Fp8Gemm {
     static_assert(PRODUCERS == TILE_M, "each producer thread copies the scale of a row");
     static_assert(HALF_COLUMNS % RUN_COLUMNS == 0, "one or two columns make one of a result");
     static_assert(Segment::K % 16 == 0, "rows are aligned");
+    // Whether results go through shared memory: that of a tile's last stage.
+    static constexpr bool STAGES_RESULTS =
+        !Segment::QUANTIZES && sizeof(typename Segment::Element) == 2;
 
     struct alignas(16) Scales {
         float a[TILE_M], b[TILE_N / RUN_COLUMNS];
     };
     using Ring = GemmRing<Segment, TILE_M, TILE_N, PRODUCERS,
-                          int(sizeof(TileScheduler) + MOST_STAGES * sizeof(Scales) + 512),
+                          int(sizeof(TileScheduler) + MOST_STAGES * sizeof(Scales) + 1024),
                           !Segment::A_BOXES, true>;
     using Stage = typename Ring::Stage;
     static_assert(Ring::STAGES <= MOST_STAGES);
@@ -77,6 +150,7 @@ struct Fp8Gemm {
         Ring ring;
         Scales scales[Ring::STAGES];
         u32 most[GEMM_CONSUMERS][64];
+        WorkTileQueue<WorkTiles> tiles;
         TileScheduler scheduler;
     };
     static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES &&
@@ -86,6 +160,7 @@ struct Fp8Gemm {
         extern __shared__ __align__(1024) u8 memory[];
         Shared& shared = *reinterpret_cast<Shared*>(memory);
         shared.ring.init();
+        shared.tiles.init(4 * GEMM_CONSUMERS + PRODUCERS / 32);
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         i64* error = blockIdx.x == 0 ? s.error : nullptr;
@@ -123,10 +198,20 @@ struct Fp8Gemm {
                                    const TensorMap* b_map) {
         const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS, piece = thread % 8;
         typename Ring::Producer producer(shared.ring);
-        typename Ring::Queue::Taker numbers(shared.ring.queue, s.tile_counter, thread == 0);
-        for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
-            const WorkTile tile = tiles.current();
-            if (tile.m_tile.group == Segment::GROUPS) continue;  // rows of no group
+        typename WorkTileQueue<WorkTiles>::Finder finder(shared.tiles, shared.scheduler,
+                                                         s.tile_counter);
+        const bool finds = thread < 32;
+        if (finds) finder.find();
+        for (u32 number = 0;; ++number) {
+            const WorkTile tile = shared.tiles.take(number);
+            if (tile.m_tile.group < 0) break;
+            if (tile.m_tile.group == Segment::GROUPS) {  // rows of no group
+                if (finds) finder.find();
+                producer.open();
+                if (thread == 0) producer.expect(0);
+                producer.close(true);
+                continue;
+            }
             const int rows = is_low(tile) ? TILE_M / 2 : TILE_M,
                       columns = is_half(tile) ? HALF : TILE_N;
             i32 row[Segment::A_BOXES ? 1 : A_ROWS];
@@ -151,6 +236,9 @@ struct Fp8Gemm {
             float a_scale = a_scales[0], b_scale = s.b_scale(b_scales[0]);
 #pragma unroll 1
             for (i32 kb = 0; kb < K_BLOCKS; ++kb) {
+                // once consumers have something to do
+                if (finds && kb == min(2, K_BLOCKS - 1)) finder.find();
+                if (kb == min(4, K_BLOCKS - 1)) check_scales(s, tile);
                 Stage& stage = producer.open();
                 Scales& scales = shared.scales[producer.filling.stage];
                 if (thread == 0) {
@@ -184,7 +272,6 @@ struct Fp8Gemm {
                 a_scale = a_scales[next], b_scale = s.b_scale(b_scales[next]);
                 producer.close(true);
             }
-            check_scales(s, tile);
         }
         producer.finish();
     }
@@ -211,6 +298,7 @@ struct Fp8Gemm {
     // GROUPED: whether its rows are of a group, so that the compiler need not ask before each load.
     template <bool SHARES_ROWS, int HALVES, bool GROUPED = true>
     struct Part {
+        static constexpr bool SHARED = SHARES_ROWS;
         static constexpr int COLUMNS = HALVES * HALF_COLUMNS;
         // whether the last ones have columns past the result's
         static constexpr bool RAGGED =
@@ -231,9 +319,11 @@ struct Fp8Gemm {
               row((SHARES_ROWS ? 0 : 64 * consumer) + threadIdx.x / 32 % 4 * 16 +
                   threadIdx.x % 32 / 4) {}
 
+        // The last stage is not released if results are to go through it.
         __device__ __forceinline__ void multiply(PipelineState<Ring::STAGES>& reading) {
 #pragma unroll 1
             for (i32 kb = 0; kb < K_BLOCKS; ++kb) {
+                const bool last = STAGES_RESULTS && kb == K_BLOCKS - 1;
                 mbarrier_wait(shared.ring.full[reading.stage], reading.parity);
                 const Stage& stage = shared.ring.stage[reading.stage];
                 const Scales& scales = shared.scales[reading.stage];
@@ -254,14 +344,14 @@ struct Fp8Gemm {
                     wgmma_commit();
                     const Vector<float, 4> b_scale = load_vector<4>(scales.b + 4 * half);
                     wgmma_wait<0>();
-                    if (i == HALVES - 1) mbarrier_arrive(shared.ring.empty[reading.stage]);
+                    if (i == HALVES - 1 && !last) mbarrier_arrive(shared.ring.empty[reading.stage]);
 #pragma unroll
                     for (int c = 0; c < HALF / 2; ++c)
                         sum[i][c] =
                             fmaf(part[c], a_scale[c / 2 % 2] * b_scale.at[2 * c / RUN_COLUMNS],
                                  sum[i][c]);
                 }
-                reading.advance();
+                if (!last) reading.advance();
             }
         }
 
@@ -301,49 +391,72 @@ struct Fp8Gemm {
 
         // Of the thread's rows: the number of one, and of one that is there.
         __device__ __forceinline__ i32 own(int h) const { return tile.m_tile.first + row + 8 * h; }
+        __device__ __forceinline__ i32 first_of_warp() const {
+            return tile.m_tile.first + row - threadIdx.x % 32 / 4;
+        }
         __device__ __forceinline__ bool has(int h) const { return own(h) < tile.m_tile.end; }
         __device__ __forceinline__ i64 safe(int h) const {
             return min(own(h), tile.m_tile.end - 1);
         }
 
+        // memory: what nobody reads any more, 2 KB for each warp.
         template <int I = 0>
-        __device__ __forceinline__ void store() const {
+        __device__ __forceinline__ void store(u32 memory) const {
             if constexpr (I < Segment::RESULTS) {
+                auto* array = s.template array<I>();
+                if constexpr (I == 0 && STAGES_RESULTS) {
 #pragma unroll
-                for (int i = 0; i < COLUMNS / 32; ++i) store_32<I>(s.template array<I>(), i);
-                store<I + 1>();
+                    for (int c = 0; c < COLUMNS; c += 64) store_64(array, memory, c);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < COLUMNS / 32; ++i) store_32<I>(array, i);
+                }
+                store<I + 1>(memory);
             }
         }
 
-        // Both rows' elements are made before any is stored: what columns read is then read once.
-        // Elements of four bytes are stored as the threads have them, two at a time.
+        // Elements of 64 columns, from the c-th on, as rows of 128 bytes, swizzled. Both rows'
+        // elements are made before any is stored: what columns read is then read once.
+        template <class T>
+        __device__ __forceinline__ void store_64(T* array, u32 memory, int c) const {
+            const i32 lane = threadIdx.x % 32;
+            u32 x[4][4];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                u32 own_row[2][4];
+#pragma unroll
+                for (int h = 0; h < 2; ++h) pairs(own_row[h], safe(h), c / 32 + i, h);
+#pragma unroll
+                for (int v = 0; v < 8; ++v) x[2 * i + v / 4][v % 4] = own_row[v % 2][v / 2];
+            }
+            __syncwarp();
+#pragma unroll
+            for (int v = 0; v < 4; ++v)
+                store_matrices(memory + swizzled(lane % 16, 2 * v + lane / 16), x[v]);
+            __syncwarp();
+            const i32 j = column() + c + lane % 8 * 8;
+#pragma unroll
+            for (int r = 0; r < 16; r += 4) {
+                const i32 m = first_of_warp() + r + lane / 8;
+                const Vector<u32, 4> eight = load_shared(memory + swizzled(r + lane / 8, lane % 8));
+                if (m < tile.m_tile.end && in_width(j))
+                    store_vector<4>(reinterpret_cast<u32*>(array + i64(m) * Segment::WIDTH + j),
+                                    eight);
+            }
+        }
+
+        // Elements of four bytes, as the threads have them, two at a time.
         template <int I, class T>
         __device__ __forceinline__ void store_32(T* array, int i) const {
-            const i32 first = column() + 32 * i, quarter = threadIdx.x % 4;
-            if constexpr (I == 0 && sizeof(T) == 2) {
-                Vector<u32, 4> eight[2];
-                const i32 j = first + 8 * quarter;
 #pragma unroll
-                for (int h = 0; h < 2; ++h) pairs(eight[h].at, safe(h), i, h);
+            for (int b = 0; b < 4; ++b) {
+                const i32 j = column() + 32 * i + 8 * b + threadIdx.x % 4 * 2;
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    transpose_quad(eight[h].at);
+                    const Vector<T, 2> two{
+                        {element<I>(safe(h), i, b, 0, h), element<I>(safe(h), i, b, 1, h)}};
                     if (has(h) && in_width(j))
-                        store_vector<4>(
-                            reinterpret_cast<u32*>(array + i64(own(h)) * Segment::WIDTH + j),
-                            eight[h]);
-                }
-            } else {
-#pragma unroll
-                for (int b = 0; b < 4; ++b) {
-                    const i32 j = first + 8 * b + 2 * quarter;
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const Vector<T, 2> two{
-                            {element<I>(safe(h), i, b, 0, h), element<I>(safe(h), i, b, 1, h)}};
-                        if (has(h) && in_width(j))
-                            store_vector<2>(array + i64(own(h)) * Segment::WIDTH + j, two);
-                    }
+                        store_vector<2>(array + i64(own(h)) * Segment::WIDTH + j, two);
                 }
             }
         }
@@ -399,12 +512,28 @@ struct Fp8Gemm {
         }
     };
 
+    // Through what nobody else reads any more of the current stage: the consumer's rows, or
+    // columns.
     template <class Part>
-    __device__ static __forceinline__ void store(const Part& part) {
-        if constexpr (Segment::QUANTIZES)
+    __device__ static __forceinline__ void store(const Part& part,
+                                                 const PipelineState<Ring::STAGES>& reading) {
+        if constexpr (Segment::QUANTIZES) {
             part.store_codes();
-        else
-            part.store();
+        } else {
+            const Stage& stage = part.shared.ring.stage[reading.stage];
+            const u32 own = Part::SHARED
+                                ? shared_address(stage.b) + part.consumer * HALF * TILE_ROW_BYTES
+                                : shared_address(stage.a) + part.consumer * 64 * TILE_ROW_BYTES;
+            part.store(own + threadIdx.x / 32 % 4 * 16 * TILE_ROW_BYTES);
+        }
+    }
+
+    // Lets producers write to the current stage, which this thread may have written to.
+    __device__ static __forceinline__ void release(Shared& shared,
+                                                   PipelineState<Ring::STAGES>& reading) {
+        fence_proxy_async();
+        mbarrier_arrive(shared.ring.empty[reading.stage]);
+        reading.advance();
     }
 
     template <bool SHARES_ROWS, int HALVES>
@@ -413,40 +542,38 @@ struct Fp8Gemm {
                                                         PipelineState<Ring::STAGES>& reading) {
         Part<SHARES_ROWS, HALVES> part(s, shared, tile);
         part.multiply(reading);
-        store(part);
+        if constexpr (STAGES_RESULTS) named_barrier_sync(3 + part.consumer, 128);
+        store(part, reading);
+        if constexpr (STAGES_RESULTS) release(shared, reading);
     }
 
-    // Rows of no group: results of sums that are zero.
+    // Rows of no group: results of sums that are zero. They have a stage too.
     __device__ static __forceinline__ void store_ungrouped(const Segment& s, Shared& shared,
-                                                           WorkTile tile) {
+                                                           WorkTile tile,
+                                                           PipelineState<Ring::STAGES>& reading) {
         const i32 end = tile.m_tile.end;
+        mbarrier_wait(shared.ring.full[reading.stage], reading.parity);
 #pragma unroll 1
         for (; tile.m_tile.first < end; tile.m_tile.first = tile.m_tile.end) {
             tile.m_tile.end = min(tile.m_tile.first + TILE_M / 2, end);
-            store(Part<true, 1, false>(s, shared, tile));
+            store(Part<true, 1, false>(s, shared, tile), reading);
         }
+        release(shared, reading);
     }
 
     __device__ static void consume(const Segment& s, Shared& shared) {
         PipelineState<Ring::STAGES> reading;
-        typename Ring::Queue::Reader numbers(shared.ring.queue);
-        for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
-            const WorkTile tile = tiles.current();
-            if (tile.m_tile.group == Segment::GROUPS) {
-                store_ungrouped(s, shared, tile);
-                continue;
-            }
-            if (is_low(tile)) {
+        for (u32 number = 0;; ++number) {
+            const WorkTile tile = shared.tiles.take(number);
+            if (tile.m_tile.group < 0) break;
+            if (tile.m_tile.group == Segment::GROUPS)
+                store_ungrouped(s, shared, tile, reading);
+            else if (is_low(tile))
                 consume_part<true, 1>(s, shared, tile, reading);
-                continue;
-            }
-            if constexpr (LAST_IS_HALF) {
-                if (is_half(tile)) {
-                    consume_part<false, 1>(s, shared, tile, reading);
-                    continue;
-                }
-            }
-            consume_part<false, 2>(s, shared, tile, reading);
+            else if (is_half(tile))
+                consume_part<false, 1>(s, shared, tile, reading);
+            else
+                consume_part<false, 2>(s, shared, tile, reading);
         }
     }
 };
