@@ -64,60 +64,6 @@ __device__ __forceinline__ Vector<u32, 4> load_shared(u32 from) {
     return x;
 }
 
-// Work tiles that one warp finds, one ahead, and hands to all: a search takes about 1,000 cycles.
-template <class WorkTiles>
-class WorkTileQueue {
-  public:
-    // Called by all threads before __syncthreads(). warps: number of reading warps.
-    __device__ __forceinline__ void init(u32 warps) {
-        if (threadIdx.x < DEPTH)
-            mbarrier_init(full_[threadIdx.x], 0, 1), mbarrier_init(empty_[threadIdx.x], warps);
-    }
-
-    // The number-th tile of the block; its group is -1 past the last one. Called by whole warps.
-    __device__ __forceinline__ WorkTile take(u32 number) {
-        mbarrier_wait(full_[number % DEPTH], number / DEPTH % 2);
-        const WorkTile tile = tile_[number % DEPTH];
-        mbarrier_arrive(empty_[number % DEPTH]);
-        return tile;
-    }
-
-    // What the warp has that finds tiles. counter: as that of TileQueue.
-    class Finder {
-      public:
-        template <class Scheduler>
-        __device__ __forceinline__ Finder(WorkTileQueue& queue, const Scheduler& scheduler,
-                                          i32* counter)
-            : queue_(queue), tiles_(scheduler), counter_(counter) {}
-
-        // Called by the whole warp.
-        __device__ __forceinline__ void find() {
-            const bool leads = threadIdx.x % 32 == 0;
-            if (found_ > 0) tiles_.go_to(__shfl_sync(WHOLE_WARP, ahead_, 0));
-            if (leads) ahead_ = i32(gridDim.x) + atomicAdd(counter_, 1);
-            WorkTile tile{{-1, 0, 0}, 0, 0, 0};
-            if (tiles_.more()) tile = tiles_.current();
-            const u32 place = found_ % DEPTH;
-            mbarrier_wait(queue_.empty_[place], found_ / DEPTH % 2 ^ 1);
-            if (leads) queue_.tile_[place] = tile, mbarrier_arrive_thread(queue_.full_[place]);
-            __syncwarp();
-            ++found_;
-        }
-
-      private:
-        WorkTileQueue& queue_;
-        WorkTiles tiles_;
-        i32* counter_;
-        i32 ahead_ = 0;
-        u32 found_ = 0;
-    };
-
-  private:
-    static constexpr u32 DEPTH = 4;
-    WorkTile tile_[DEPTH];
-    u64 full_[DEPTH], empty_[DEPTH];
-};
-
 template <class Segment>
 struct Fp8Gemm {
     static constexpr int TILE_M = 128, TILE_N = 256, HALF = 128, K_BLOCK = 128, RUN_COLUMNS = 32;
@@ -141,7 +87,7 @@ struct Fp8Gemm {
         float a[TILE_M], b[TILE_N / RUN_COLUMNS];
     };
     using Ring = GemmRing<Segment, TILE_M, TILE_N, PRODUCERS,
-                          int(sizeof(TileScheduler) + MOST_STAGES * sizeof(Scales) + 1024),
+                          int(sizeof(TileScheduler) + MOST_STAGES * sizeof(Scales) + 512),
                           !Segment::A_BOXES, true>;
     using Stage = typename Ring::Stage;
     static_assert(Ring::STAGES <= MOST_STAGES);
@@ -150,7 +96,6 @@ struct Fp8Gemm {
         Ring ring;
         Scales scales[Ring::STAGES];
         u32 most[GEMM_CONSUMERS][64];
-        WorkTileQueue<WorkTiles> tiles;
         TileScheduler scheduler;
     };
     static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES &&
@@ -160,7 +105,6 @@ struct Fp8Gemm {
         extern __shared__ __align__(1024) u8 memory[];
         Shared& shared = *reinterpret_cast<Shared*>(memory);
         shared.ring.init();
-        shared.tiles.init(4 * GEMM_CONSUMERS + PRODUCERS / 32);
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         i64* error = blockIdx.x == 0 ? s.error : nullptr;
@@ -198,15 +142,10 @@ struct Fp8Gemm {
                                    const TensorMap* b_map) {
         const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS, piece = thread % 8;
         typename Ring::Producer producer(shared.ring);
-        typename WorkTileQueue<WorkTiles>::Finder finder(shared.tiles, shared.scheduler,
-                                                         s.tile_counter);
-        const bool finds = thread < 32;
-        if (finds) finder.find();
-        for (u32 number = 0;; ++number) {
-            const WorkTile tile = shared.tiles.take(number);
-            if (tile.m_tile.group < 0) break;
+        typename Ring::Queue::Taker numbers(shared.ring.queue, s.tile_counter, thread == 0);
+        for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
+            const WorkTile tile = tiles.current();
             if (tile.m_tile.group == Segment::GROUPS) {  // rows of no group
-                if (finds) finder.find();
                 producer.open();
                 if (thread == 0) producer.expect(0);
                 producer.close(true);
@@ -236,9 +175,6 @@ struct Fp8Gemm {
             float a_scale = a_scales[0], b_scale = s.b_scale(b_scales[0]);
 #pragma unroll 1
             for (i32 kb = 0; kb < K_BLOCKS; ++kb) {
-                // once consumers have something to do
-                if (finds && kb == min(2, K_BLOCKS - 1)) finder.find();
-                if (kb == min(4, K_BLOCKS - 1)) check_scales(s, tile);
                 Stage& stage = producer.open();
                 Scales& scales = shared.scales[producer.filling.stage];
                 if (thread == 0) {
@@ -272,6 +208,7 @@ struct Fp8Gemm {
                 a_scale = a_scales[next], b_scale = s.b_scale(b_scales[next]);
                 producer.close(true);
             }
+            check_scales(s, tile);
         }
         producer.finish();
     }
@@ -563,9 +500,9 @@ struct Fp8Gemm {
 
     __device__ static void consume(const Segment& s, Shared& shared) {
         PipelineState<Ring::STAGES> reading;
-        for (u32 number = 0;; ++number) {
-            const WorkTile tile = shared.tiles.take(number);
-            if (tile.m_tile.group < 0) break;
+        typename Ring::Queue::Reader numbers(shared.ring.queue);
+        for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
+            const WorkTile tile = tiles.current();
             if (tile.m_tile.group == Segment::GROUPS)
                 store_ungrouped(s, shared, tile, reading);
             else if (is_low(tile))
