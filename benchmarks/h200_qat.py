@@ -2,6 +2,7 @@
 H200.
 
     python benchmarks/h200_qat.py [--tokens 8192] [--repeats 10] [--rows bf16 step ...]
+                                  [--scales mse]
     python benchmarks/h200_qat.py --device cpu --tiny
 
 Milliseconds of the fastest of so many repeats, and GB at the peak beside weights and inputs:
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rows", nargs="+", default=ROWS)
+    parser.add_argument("--scales", default="max", help="the rule for scales of blocks")
     args = parser.parse_args()
     experts, hidden, inner, slots = (8, 128, 64, 2) if args.tiny else (128, 2048, 768, 8)
     tokens = 64 if args.tiny else args.tokens
@@ -101,7 +103,7 @@ def main() -> None:
         else None
     )
     model = nn.Sequential(module)
-    fusion_moe.nn.qat_(model)
+    fusion_moe.nn.qat_(model, scales=args.scales)
     how, masters = module.qat, [module.gate_up_proj, module.down_proj]
     given = how.tensors(module)
 

@@ -664,7 +664,7 @@ def rounded_weights_that_train(mesh):
     }
     for name, wrap in wraps.items():
         alone = OfExperts(nn.Sequential(float_experts()))
-        fusion_moe.nn.qat_(alone, scales="frozen")
+        fusion_moe.nn.qat_(alone, frozen=True)
         model = wrap(deepcopy(alone))
         optimizers = [torch.optim.SGD(m.parameters(), lr=20.0) for m in (alone, model)]
         before = alone.model[0].down_proj.detach().clone()

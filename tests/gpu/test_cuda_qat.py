@@ -21,11 +21,13 @@ pytestmark = pytest.mark.gpu
 SIZES = [(16, 256, 128), (8, 192, 736)]
 
 
-@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    ("encoding", "scales"), [("nvfp4", "max"), ("mxfp4", "max"), ("nvfp4", "mse"), ("mxfp4", "mse")]
+)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [3, 700])
-def test_bits_and_gradients(encoding, size, dtype, tokens):
+def test_bits_and_gradients(encoding, scales, size, dtype, tokens):
     count, hidden, inner = size
     sizes = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": count}
     model = nn.Sequential(Qwen3MoeExperts(Qwen3MoeConfig(**sizes, num_experts_per_tok=2)))
@@ -34,7 +36,7 @@ def test_bits_and_gradients(encoding, size, dtype, tokens):
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(std=0.1, generator=g)
-    qat_(model, encoding)
+    qat_(model, encoding, scales=scales)
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, generator=g)
     ids = torch.randint(count, (tokens, 2), device="cuda", generator=g)
     w = torch.rand(tokens, 2, device="cuda", generator=g)

@@ -19,6 +19,7 @@ import fusion_moe
 from fusion_moe.encodings import dequantize
 from fusion_moe.errors import NonFiniteError, OptionError, UnsupportedError
 from fusion_moe.nn import contract_of, qat_
+from fusion_moe.nn.config import CONFIGS
 
 E, H, I, T, K = 4, 64, 96, 11, 2
 SIZES = {"hidden_size": H, "moe_intermediate_size": I, "intermediate_size": I}
@@ -29,6 +30,8 @@ KINDS: dict[str, Any] = {
     "gpt_oss": (GptOssExperts, GptOssConfig),
     "nemotron_h": (NemotronHExperts, NemotronHConfig),
 }
+RULES = [("nvfp4", rule) for rule in ("max", "four_over_six", "mse")]
+RULES += [("mxfp4", rule) for rule in ("max", "mse")]
 
 
 def floats(kind: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -88,12 +91,15 @@ def assert_near(found: list[Tensor], want: list[Tensor], limit: float) -> None:
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
-def test_results_are_those_of_the_quantized_model(kind, encoding):
+@pytest.mark.parametrize(("encoding", "scales"), RULES)
+def test_results_are_those_of_the_quantized_model(kind, encoding, scales):
     """With gradients and without; and gradients are those of the decoded weights."""
-    model, rows = floats(kind), inputs()
-    assert qat_(model, encoding) == ["0"]
+    model, rows, quantized = floats(kind), inputs(), floats(kind)
+    assert qat_(model, encoding, scales=scales) == ["0"]
     y = model[0](*rows)
+    fusion_moe.quantize_(quantized, CONFIGS[encoding](scales=scales))
+    with torch.no_grad():
+        assert torch.equal(quantized[0](*rows), y)
     seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y.dtype)
     found = torch.autograd.grad(y, [rows[0], rows[2], *trained(model)], seed)
     assert [g.dtype for g in found[2:]] == [torch.float32] * len(trained(model))
@@ -101,8 +107,10 @@ def test_results_are_those_of_the_quantized_model(kind, encoding):
     with torch.no_grad():
         assert torch.equal(model[0](*rows), y)
         fusion_moe.quantize_(model)
-        assert model[0].encoding.name == encoding
+        assert (model[0].encoding.name, model[0].scales) == (encoding, scales)
         assert torch.equal(model[0](*rows), y)
+        for name, part in quantized.state_dict().items():
+            assert torch.equal(part, model.state_dict()[name]), name
 
 
 @pytest.mark.compiler
@@ -126,12 +134,13 @@ def test_ways_of_the_backward(how, kind):
         assert torch.equal(model[0](*rows), y)
 
 
-def test_clipped_and_tied_weights_pass_their_gradients():
+@pytest.mark.parametrize("scales", ["max", "mse"])
+def test_clipped_and_tied_weights_pass_their_gradients(scales):
     """With frozen scales a weight may be far above what codes hold; the middle of two codes is
     nothing special.
     """
     model, rows = floats(), inputs(torch.float32)
-    qat_(model, scales="frozen")
+    qat_(model, scales=scales, frozen=True)
     scale = model[0].down_frozen_scale.clone()
     with torch.no_grad():
         model[0].down_proj[:, :, ::7] = 50.0  # 2688 times the scale is near 0.6
@@ -147,16 +156,17 @@ def test_clipped_and_tied_weights_pass_their_gradients():
     with torch.no_grad():
         assert torch.equal(model[0](*rows), y)
     other = floats()
-    qat_(other, scales="frozen")
+    qat_(other, scales=scales, frozen=True)
     other.load_state_dict(before.state_dict())  # scales too
     assert torch.equal(other[0](*rows), y)
 
 
 @pytest.mark.compiler
-def test_every_change_of_a_weight_is_seen():
+@pytest.mark.parametrize("scales", ["max", "four_over_six"])
+def test_every_change_of_a_weight_is_seen(scales):
     """Steps, writes that no version counts, state dicts, casts and moves."""
     model, rows = floats(), inputs(torch.float32)
-    qat_(model)
+    qat_(model, scales=scales)
 
     def fresh() -> Tensor:
         other = copy.deepcopy(model)
@@ -204,10 +214,10 @@ def test_checkpointing_autocast_and_accumulation():
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_compiled(kind):
+@pytest.mark.parametrize(("kind", "scales"), [("qwen3_moe", "max"), ("gpt_oss", "mse")])
+def test_compiled(kind, scales):
     model, rows = floats(kind), inputs()
-    qat_(model)
+    qat_(model, scales=scales)
     torch._dynamo.reset()
     compiled = torch.compile(model[0], backend="fusion_moe", fullgraph=True)
     results = []
@@ -222,9 +232,13 @@ def test_compiled(kind):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
-def test_a_model_of_transformers_from_training_to_a_directory(encoding, tmp_path):
-    """Floats are saved as the float model's; the end loads again with the same logits."""
+@pytest.mark.parametrize(
+    ("encoding", "scales"), [("nvfp4", "max"), ("nvfp4", "mse"), ("mxfp4", "max")]
+)
+def test_a_model_of_transformers_from_training_to_a_directory(encoding, scales, tmp_path):
+    """Floats are saved as the float model's; the end loads again with the same logits, and keeps
+    the rule for weights to come.
+    """
     from fusion_moe.transformers import from_pretrained
 
     torch.manual_seed(0)
@@ -232,7 +246,7 @@ def test_a_model_of_transformers_from_training_to_a_directory(encoding, tmp_path
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = Qwen3MoeConfig(**SIZES, **COUNTS, **rest, **heads)
     model = transformers.Qwen3MoeForCausalLM(config)
-    qat_(model, encoding)
+    qat_(model, encoding, scales=scales)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.arange(16)[None]
     losses = []
@@ -245,7 +259,7 @@ def test_a_model_of_transformers_from_training_to_a_directory(encoding, tmp_path
     assert losses[-1] < losses[0] - 0.5
     model.save_pretrained(tmp_path / "masters")
     resumed = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "masters")
-    qat_(resumed, encoding)
+    qat_(resumed, encoding, scales=scales)
     want = model(tokens).logits
     assert torch.equal(resumed(tokens).logits, want)
     fusion_moe.quantize_(model)
@@ -254,15 +268,25 @@ def test_a_model_of_transformers_from_training_to_a_directory(encoding, tmp_path
     model.save_pretrained(tmp_path / "quantized")
     served = from_pretrained(tmp_path / "quantized", dtype=torch.float32)
     assert torch.equal(served(tokens).logits, want)
+    assert served.model.layers[0].mlp.experts.scales == scales
 
 
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
         ({"encoding": "int4"}, OptionError, "encoding = 'int4'; expected one of nvfp4, mxfp4"),
-        ({"scales": "learned"}, OptionError, "scales = 'learned'; expected one of recomputed"),
+        ({"scales": "learned"}, OptionError, "scales = 'learned'; expected one of max, four"),
+        (
+            {"encoding": "mxfp4", "scales": "four_over_six"},
+            UnsupportedError,
+            "qat_: scales = 'four_over_six' for mxfp4; expected 'max' or 'mse'",
+        ),
         ({"straight_through": "no"}, OptionError, "expected one of exact, float, saved"),
-        ({"encoding": "mxfp4", "scales": "frozen"}, OptionError, "'frozen' with mxfp4; expected"),
+        (
+            {"encoding": "mxfp4", "frozen": True},
+            OptionError,
+            "frozen = True with mxfp4; expected F",
+        ),
     ],
 )
 def test_options(given, error, said):

@@ -26,7 +26,7 @@ def by_contract(
     experts: nn.Module, config: QuantizationConfig, weights: Sequence[Quantized] | None = None
 ) -> Projections:
     """Modules that `use_experts_implementation` of transformers describes. weights: those of both
-    projections, by the rule "max"; None: in the format of the configuration, by its rule.
+    projections; None: in the format of the configuration, by its rule.
     """
     contract = need_contract(experts)
     up, down, *biases = (experts.get_parameter(name).detach() for name in contract.names)
@@ -43,7 +43,7 @@ def by_contract(
         down_bias,
         config,
     )
-    made.scales = "max" if weights else config.scales
+    made.scales = config.scales
     return made
 
 

@@ -16,6 +16,7 @@ from ... import backends, options
 from ...backends import TARGETS
 from ...definitions.operations import LIBRARY
 from ...encodings import MXFP4, NVFP4, Encoding, find
+from ...encodings.search import check_rule
 from ...errors import OptionError, UnsupportedError, need_one_of
 from ...ir.kinds.quantized import STRAIGHT_THROUGH
 from ...layouts import LAYOUTS, Padding
@@ -29,14 +30,14 @@ from .converters import DECORATED, by_contract, check, without_memory
 from .quantize import Filter, chosen
 
 _WHERE = "qat_"
-_SCALES = "recomputed", "frozen"
 
 
 def qat_(
     model: nn.Module,
     encoding: str = "nvfp4",
     *,
-    scales: str = "recomputed",
+    scales: str = "max",
+    frozen: bool = False,
     straight_through: str = "saved",
     filter_fn: Filter | None = None,
 ) -> list[str]:
@@ -46,14 +47,18 @@ def qat_(
     Parameters, names and state dicts stay those of the model. Each forward rounds the weights as
     `quantize_` does and runs its program, so results are those of the quantized model bit for bit,
     with gradients or without. Rounding is the identity to gradients, also for weights that are
-    clipped or lie between two codes. Block scales follow the rule "max", which kernels have.
-    `quantize_(model)` ends it, by that rule and in that format, and changes no result.
+    clipped or lie between two codes. `quantize_(model)` ends it, by the same rule and in the same
+    format, whatever its own defaults are, and changes no result.
 
     Args:
         model: the model, in floating point: before DDP or FSDP2 get it.
         encoding: "nvfp4" or "mxfp4", whose matrices have K in whole blocks of 32.
-        scales: "recomputed": all scales follow the weights. "frozen": NVFP4's scales of matrices
-            stay what they are now, in buffers; weights that outgrow them are clipped.
+        scales: the rule for scales of blocks, as in `NVFP4Config`. "max" has kernels on GPUs.
+            "four_over_six" and "mse" search by torch's operations, for a multiple of the time of
+            "max": in every forward that has gradients or is compiled, else in the first after a
+            change. On GPUs NVFP4's search waits for the device.
+        frozen: NVFP4's scales of matrices stay what they are now, in buffers, and weights that
+            outgrow them are clipped; those of blocks follow the weights. False: all do.
         straight_through: the backward multiplies with the rounded weights. "saved": it reads what
             the forward saves of the first product, in the dtype of the activations. "exact":
             nothing is saved, and it computes that product again. "float": as "exact", but gradients
@@ -61,16 +66,17 @@ def qat_(
         filter_fn: filter_fn(module, name) chooses modules; None: all.
 
     Raises:
-        UnsupportedError: for a model without such experts, or whose parameters are divided already.
+        UnsupportedError: for a model without such experts, or whose parameters are divided already;
+            for scales that the format does not have.
         OptionError: for an option that is not listed here.
         NonFiniteError, ShapeError: as `quantize_`.
     """
     need_one_of("encoding", encoding, (NVFP4.name, MXFP4.name), where=_WHERE)
-    need_one_of("scales", scales, _SCALES, where=_WHERE)
+    check_rule(scales, find(encoding), _WHERE)
     need_one_of("straight_through", straight_through, STRAIGHT_THROUGH, where=_WHERE)
-    if scales == "frozen" and encoding != NVFP4.name:
+    if frozen and encoding != NVFP4.name:
         raise OptionError(
-            f"scales = {scales!r} with {encoding}", expected="'recomputed'", where=_WHERE
+            f"frozen = True with {encoding}", expected="False: matrices have no scale", where=_WHERE
         )
     names = [name for name, *_ in chosen(model, filter_fn)]
     for name in names:
@@ -83,14 +89,14 @@ def qat_(
                 where=_WHERE,
             )
         check(module, None, name)
-        how = _Rounding(find(encoding), straight_through, contract)
+        how = _Rounding(find(encoding), scales, straight_through, contract)
         if contract.post_expert_norm and straight_through == "float":
             raise OptionError(
                 "straight_through = 'float' for experts with a norm",
                 expected="'exact' or 'saved'",
                 where=name,
             )
-        _start(module, how, frozen=scales == "frozen")
+        _start(module, how, frozen)
     return names
 
 
@@ -112,12 +118,13 @@ def _scale_of(projection: str) -> str:
 
 @dataclass
 class _Rounding:
-    """How the weights of a module are rounded. template: what `quantize_` would make of the module,
-    without memory; made: the same with memory, for calls without gradients, while `seen` is what
-    it was made of.
+    """How the weights of a module are rounded. scales: the rule for those of blocks; template: what
+    `quantize_` would make of the module, without memory; made: the same with memory, for calls
+    without gradients, while `seen` is what it was made of.
     """
 
     encoding: Encoding
+    scales: str
     straight_through: str
     contract: ExpertsContract
     template: Any = None
@@ -136,17 +143,20 @@ class _Rounding:
         ]
 
     def quantized(self, module: nn.Module, config: QuantizationConfig) -> Projections:
-        """What `quantize_` makes of the module, whatever scales the configuration has."""
+        """What `quantize_` makes of the module, whatever rule the configuration has."""
         weights = [
             rounded(
                 master.detach(),
                 self.encoding,
                 runs,
                 None if master.is_meta else getattr(module, _scale_of(name), None),
+                scales=self.scales,
             )
             for name, master, runs in self.masters(module)
         ]
-        return by_contract(module, config, weights)
+        made = by_contract(module, config, weights)
+        made.scales = self.scales
+        return made
 
     def prepare(self, module: nn.Module) -> None:
         """Makes the template, in the layout of the module's device."""
@@ -180,6 +190,7 @@ class _Rounding:
                 runs,
                 [*padding.padded, padding.runs],
                 getattr(module, _scale_of(name), None),
+                self.scales,
             )
             found |= zip(made.part_names[name], parts, strict=True)
             found[f"{name}_master"] = padding.pad_rows(padding.pad_columns(master), -2)
@@ -251,7 +262,7 @@ class _Template(Projections):
 
 
 def _empty(
-    x: Tensor, encoding: str, layout: str, runs: int, padding: Sequence[int], *scale: Tensor | None
+    x: Tensor, encoding: str, layout: str, runs: int, padding: Sequence[int], *scaling: Any
 ) -> list[Tensor]:
     return empty_parts(x, find(encoding), padding[:2], runs if runs > 1 else 0)
 
@@ -263,22 +274,23 @@ def _encode(
     runs: int,
     padding: Sequence[int],
     matrix_scale: Tensor | None = None,
+    scales: str = "max",
 ) -> list[Tensor]:
     (_, n, k), (rows, columns, padded_runs), to = x.shape, padding, find(encoding)
     packing = Packing(LAYOUTS[layout], Padding((n, k), (rows, columns), padded_runs))
-    if layout != "linear" and order_by_kernels(x.device, to, packing, runs) == layout:
+    if layout != "linear" and order_by_kernels(x.device, to, packing, runs, scales) == layout:
         made = rounded(x, to, runs, matrix_scale, layout)  # as they are stored: nothing to copy
         shapes = [to.part_shape(p, x.shape[:1], n, k, runs if runs > 1 else 0) for p in to.parts]
         parts = [t.reshape(shape) for t, shape in zip(made, shapes, strict=True)]
         return parts if matrix_scale is None else [*parts[:-1], matrix_scale.clone()]
     own = _empty(x, encoding, layout, runs, padding)
-    write_weight_(own, [x], to, packing, runs, matrix_scale)
+    write_weight_(own, [x], to, packing, runs, matrix_scale, scales)
     return own
 
 
 LIBRARY.define(
     "encode_weight(Tensor x, str encoding, str layout, int runs, int[] padding, "
-    "Tensor? matrix_scale=None) -> Tensor[]"
+    "Tensor? matrix_scale=None, str scales='max') -> Tensor[]"
 )
 LIBRARY.impl("encode_weight", _encode, "CompositeExplicitAutograd")
 torch.library.register_fake("fusion_moe::encode_weight", _empty, lib=LIBRARY)
