@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernels_on_cpu import folder, library
-from test_experts import BOTH, COMPUTES, COPIES, E, encoded, tokens
+from test_offloaded_experts import BOTH, COMPUTES, COPIES, E, encoded, tokens
 
 import fusion_moe
 from fusion_moe.errors import DtypeError, GroupsError, WorkerError
