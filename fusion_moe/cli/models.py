@@ -13,9 +13,10 @@ import typer
 
 from ..checkpoints.directory import GGUF
 from ..env import has_cuda
-from ..errors import Error, UnsupportedError, need_one_of
+from ..errors import CheckpointError, Error, UnsupportedError, need_one_of
 from ..messages.extras import install
 
+_TOKENIZERS = "token*", "tekken*", "vocab*", "*.tiktoken", "*.model"  # files of one
 Device = Annotated[str, typer.Option(help="cpu or cuda. [default: a GPU where there is one]")]
 
 
@@ -40,18 +41,28 @@ def a_model(path: Path, what: str = "a model of transformers") -> Iterator[None]
     except Error:
         raise
     except (ValueError, KeyError, OSError, ImportError) as error:
-        raise UnsupportedError(
-            " ".join(str(error).split()), expected=what, where=str(path)
-        ) from None
+        found = " ".join(str(error).split())
+        todo = install("models") if "accelerate" in found else ""
+        raise UnsupportedError(found, expected=what, todo=todo, where=str(path)) from None
 
 
 def tokenizer_of(path: Path) -> Any:
-    """The tokenizer of a directory, or of a file of GGUF."""
+    """The tokenizer of a directory, or of a file of GGUF. CheckpointError for a directory without
+    one, in whose place transformers would make an empty one.
+    """
     from transformers import AutoTokenizer
 
-    if path.suffix == GGUF:
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    return AutoTokenizer.from_pretrained(path)
+    if path.is_dir() and not any(each for name in _TOKENIZERS for each in path.glob(name)):
+        raise CheckpointError(
+            "no tokenizer",
+            expected="tokenizer.json, or another file of one",
+            todo="copy it from the original model",
+            where=str(path),
+        )
+    with a_model(path, "a tokenizer of transformers"):
+        if path.suffix == GGUF:
+            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoTokenizer.from_pretrained(path)
 
 
 @contextmanager

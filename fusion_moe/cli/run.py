@@ -121,10 +121,10 @@ def run(
         where = device_of(device, "run")
         torch.manual_seed(seed)
         with quietly():
-            how: dict[str, Any] = {"device_map": where}
+            how: dict[str, Any] = {}
             if gpu_memory is not None:
                 how = {"max_memory": {0: gpu_memory}, "experts_device": "auto", "kv_tokens": length}
-            talk = Talk.open(directory, how, temperature, out=not json)
+            talk = Talk.open(directory, where, how, temperature, out=not json)
             if not interactive:
                 talk.answer(prompt, tokens, None)
             while interactive and (line := _line()):
@@ -151,16 +151,22 @@ class Talk:
 
     @classmethod
     def open(
-        cls, directory: Path, how: dict[str, Any], temperature: float | None, out: bool
+        cls,
+        directory: Path,
+        device: str,
+        how: dict[str, Any],
+        temperature: float | None,
+        out: bool,
     ) -> Talk:
-        """Loads a model. how: where to, for `from_pretrained`, which may raise."""
+        """Loads a model. how: what of it goes elsewhere, for `from_pretrained`, which may raise."""
         from ..transformers import NVFP4Config, from_pretrained, fuse_routers_
         from ..transformers.decoding import sampling, share_keys_
+        from ..transformers.loading import placed
 
         Directory.open(directory)  # says what is wrong with it
-        with a_model(directory, "a tokenizer of transformers"):
-            tokenizer = tokenizer_of(directory)
-        how = {"dtype": torch.bfloat16, "quantization_config": NVFP4Config(), **how}
+        tokenizer = tokenizer_of(directory)
+        to = how or placed(device)
+        how = {"dtype": torch.bfloat16, "quantization_config": NVFP4Config(), **to}
         with a_model(directory):
             model = from_pretrained(directory, **how).eval()
         fuse_routers_(model)

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..checkpoints.conversion import dense_tensors
 from ..nn import Experts, prepare_, quantize_
 from .decoding import Decoder, captured, share_keys_
-from .loading import configuration, from_pretrained
+from .loading import configuration, from_pretrained, placed
 from .routers import fuse_routers_
 
 # entries of configurations
@@ -131,7 +131,7 @@ def loaded(directory: str | Path, device: str, to: str = "nvfp4") -> list[Conten
     a quantized directory stands beside the numbers of its weights, rounded to bf16. Raises as
     `from_pretrained`.
     """
-    where: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": device}
+    where: dict[str, Any] = {"dtype": torch.bfloat16, **placed(device)}
     model = from_pretrained(directory, **where).eval()
     if not any(isinstance(module, Experts) for module in model.modules()):
         return beside(model, to=to)

@@ -179,6 +179,13 @@ def from_pretrained(
     return model
 
 
+def placed(device: str) -> dict[str, Any]:
+    """What `from_pretrained` is told so that a model is on a device: on the CPU nothing, since
+    transformers takes device_map only where accelerate is installed.
+    """
+    return {} if device == "cpu" else {"device_map": device}
+
+
 def _gguf(file: str | Path) -> Directory:
     """UnsupportedError for an architecture without a configuration."""
     opened = Directory.open(file)
