@@ -317,7 +317,7 @@ def test_what_the_readme_shows_runs_from_a_wheel_in_an_empty_folder(wheel, tmp_p
         return
     commands = re.findall("^fusion-moe (run .*)$", readme, re.MULTILINE)
     assert len(commands) == 1
-    for command in (*commands, "inspect tiny-nvfp4"):
+    for command in (*commands, "inspect tiny-nvfp4", "run tiny-nvfp4 x --tokens 1"):
         assert run(sys.executable, "-m", "fusion_moe.cli", *shlex.split(command), **there)
 
 
