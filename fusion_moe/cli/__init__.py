@@ -6,6 +6,7 @@ Exit codes: 0 fine, 1 problems, 2 usage, 3 unsupported, 130 stopped by Ctrl-C.
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from ..messages.extras import install
@@ -24,4 +25,7 @@ def main() -> None:
             raise
         print(f"fusion-moe: {error.name} is not installed; {install('cli')}", file=sys.stderr)
         sys.exit(3)
-    app(prog_name="fusion-moe")
+    try:
+        app(prog_name="fusion-moe")
+    finally:  # Ctrl-C once more ends what threads still do, without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -57,7 +57,7 @@ class Evaluated:
             ]
             routers = difference.routers.items()
             rows += [(f"same experts, {name}", f"{100 * share:.2f} %") for name, share in routers]
-        console.print("", table(("", ""), rows, right=(1,)), sep="\n")
+        console.print("", table(("", ""), rows, right=(1,), header=False), sep="\n")
 
 
 def evaluate(
@@ -92,16 +92,19 @@ def evaluated(path: Path, text: Path, against: Path | None = None, window: int =
         from ..transformers import from_pretrained
         from ..transformers.evaluation import evaluate as evaluate_model
 
+        tokenizer = tokenizer_of(path)
         models = [
             None if each is None else from_pretrained(each, dtype=torch.bfloat16).to(device).eval()
             for each in (path, against)
         ]
-        tokenizer = tokenizer_of(path)
         found = evaluate_model(models[0], tokenizer, texts, models[1], window)
     return Evaluated(str(path), str(text), None if against is None else str(against), found)
 
 
 def _texts(file: Path) -> list[str]:
+    where = f"--text {file}"
+    if not file.is_file():
+        raise OptionError("no such file", expected="a text", where=where)
     try:
         whole = file.read_text(encoding="utf-8")
         if file.suffix != ".jsonl":
@@ -111,5 +114,5 @@ def _texts(file: Path) -> list[str]:
         raise OptionError(
             f"{type(error).__name__}: {error}",
             expected="a text in UTF-8, or .jsonl with objects that have text",
-            where=f"--text {file}",
+            where=where,
         ) from None

@@ -42,7 +42,7 @@ def finish(context: typer.Context, find: Callable[[], Result], as_json: bool) ->
         _print_error(error, as_json)
         raise typer.Exit(_code_of(error)) from None
     except KeyboardInterrupt as stopped:  # what is written says what is left of it
-        typer.echo(f"fusion-moe: {stopped or 'stopped'}", err=True)
+        typer.echo(f"fusion-moe: {str(stopped) or 'interrupted'}", err=True)
         raise typer.Exit(STOPPED) from None
     if as_json:
         typer.echo(json.dumps(result.to_json(), indent=2))
@@ -59,10 +59,13 @@ def console() -> Console:
 
 
 def table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[int] = ()
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    right: Sequence[int] = (),
+    header: bool = True,
 ) -> Table:
     """Columns without lines between them; right: those that are aligned to the right."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
+    made = Table(box=None, pad_edge=False, header_style="bold", show_header=header)
     for i, name in enumerate(columns):
         made.add_column(name, justify="right" if i in right else "left", overflow="fold")
     for row in rows:

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
+from files import MADE
 from typer.testing import CliRunner
 
 from fusion_moe import options
@@ -55,6 +56,16 @@ def test_text(quantized, text):
     assert result.exit_code == 0, result.output
     assert "bits per byte" in result.stdout
     assert "KL" not in result.stdout
+    assert result.stdout.splitlines()[2].startswith("bits per byte")
+
+
+def test_without_a_tokenizer(text):
+    result = run("eval", MADE / "modelopt-mixtral", "--text", text)
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"fusion-moe: {MADE / 'modelopt-mixtral'}: no tokenizer; expected tokenizer.json, or "
+        "another file of one; copy it from the original model\n"
+    )
 
 
 def test_files_that_are_no_text(quantized, tmp_path):
@@ -63,6 +74,7 @@ def test_files_that_are_no_text(quantized, tmp_path):
         result = run("eval", quantized, "--text", tmp_path / name)
         assert result.exit_code == 2
         assert f"--text {tmp_path / name}: " in result.stderr
+        assert result.stderr.count("nothing") == ("nothing" in name)
 
 
 def test_errors_of_layers(quantized):

@@ -87,6 +87,17 @@ def test_problems_of_a_directory_exit_with_1(tmp_path):
     )
 
 
+@pytest.mark.parametrize("said", [(), ("half of it is written",)])
+def test_interrupted(said, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt(*said)
+
+    monkeypatch.setattr("fusion_moe.cli.inspect.inspection", interrupt)
+    result = run("inspect", ".")
+    message = f"fusion-moe: {said[0] if said else 'interrupted'}\n"
+    assert (result.exit_code, result.stderr) == (130, message)
+
+
 @pytest.mark.once
 def test_as_a_module():
     """In a process of its own."""
