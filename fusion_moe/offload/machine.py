@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from ..encodings import NVFP4, Quantized
+from ..errors import WorkerError
 from ..nn.frozen.experts import NVFP4Experts
 from ..runtime import cuda, store
 from ..runtime.host_memory import bandwidth, pages
+from .desk import Desk
 from .device import Home
 from .split import Constants
 
 _EXPERTS, _HIDDEN, _INNER = 64, 2048, 1024  # 3.5 MB each: together more than caches hold
 _MANY = 256  # rows, whose products take longer than reading an expert
 _SOME = 12  # experts of a call
-_REPEATS = 15
+_REPEATS = 31
 _PRODUCT, _OF_TOKEN = 10_000, 8  # nanoseconds to begin the GPU's products; experts of a token
 _OF_MEMORY = 0.8  # of a GPU's bandwidth, that its products reach
 
@@ -115,10 +117,11 @@ def of_gpu(device: str) -> Machine:
 
 def _measure(copy: Copy, hand_over: int, copy_start: int) -> Machine:
     home = Home(made_layer(_EXPERTS, _HIDDEN, _INNER))
-    start, expert = _line(home)
-    many = _usual(_host(home, 1, _MANY))
+    desk = Desk(home, torch.bfloat16)
+    start, expert = _line(home, desk)
+    (many,) = _products(home, desk, 1, rows=_MANY)
     _, alone = _of_line(*(_usual(_copies(home, copy, n)) for n in (1, _SOME)))
-    copy_beside, cpu_beside = _beside(home, copy)
+    copy_beside, cpu_beside = _beside(home, desk, copy)
     return Machine(
         cpu=home.nbytes * 1e9 / expert,
         cpu_beside=home.nbytes * 1e9 / cpu_beside,
@@ -130,9 +133,9 @@ def _measure(copy: Copy, hand_over: int, copy_start: int) -> Machine:
     )
 
 
-def _line(home: Home) -> tuple[float, float]:
+def _line(home: Home, desk: Desk) -> tuple[float, float]:
     """Nanoseconds that the CPU's products take to begin, and for each expert."""
-    return _of_line(_usual(_host(home, 1)), _usual(_host(home, _SOME)))
+    return _of_line(*_products(home, desk, 1, _SOME))
 
 
 def _of_line(one: float, some: float) -> tuple[float, float]:
@@ -169,19 +172,25 @@ def made_layer(experts: int, hidden: int, inner: int) -> NVFP4Experts:
     return made
 
 
-def _host(home: Home, count: int, rows: int = 1) -> list[float]:
-    """The nanoseconds of the CPU's products with so many rows of each of some experts, which are
-    others in each call.
+def _products(home: Home, desk: Desk, *counts: int, rows: int = 1) -> list[float]:
+    """The nanoseconds that the worker computes so many rows of each of so many experts, which are
+    others in each call. Counts take turns, so that what slows the machine slows them alike.
+
+    It is the worker's own time: steps hand rows over to it without Python, whose calls take longer
+    than an expert.
     """
-    x = torch.ones(count * rows, home.features, dtype=torch.bfloat16)
-    ids, w = torch.arange(count).repeat_interleave(rows)[:, None], torch.ones(count * rows, 1)
-    times = []
-    for i in range(_REPEATS + 2):
-        now = (ids + i * count) % home.experts
-        start = time.perf_counter_ns()
-        home.compute(x, now, w)
-        times.append(float(time.perf_counter_ns() - start))
-    return times[2:]  # the first one compiles, the second one learns the form
+    times: list[list[float]] = [[] for _ in counts]
+    first = 0
+    for _ in range(_REPEATS + 2):
+        for found, count in zip(times, counts, strict=True):
+            ids = torch.arange(first, first + count).repeat_interleave(rows)[:, None]
+            x = torch.ones(len(ids), home.features, dtype=torch.bfloat16)
+            before = desk.busy()
+            if desk.computed(x, ids % home.experts, torch.ones(len(ids), 1)) is None:
+                raise WorkerError("the worker did not compute", where="offload")
+            found.append(float(desk.busy() - before))
+            first += count
+    return [_usual(found[2:]) for found in times]  # the first ones learn the form
 
 
 def _copies(home: Home, copy: Copy, count: int) -> list[float]:
@@ -194,7 +203,7 @@ def _copies(home: Home, copy: Copy, count: int) -> list[float]:
     return times[1:]
 
 
-def _beside(home: Home, copy: Copy) -> tuple[float, float]:
+def _beside(home: Home, desk: Desk, copy: Copy) -> tuple[float, float]:
     """Nanoseconds of a copy and of the CPU's products of an expert while both run."""
     end, copies = threading.Event(), list[float]()
 
@@ -205,7 +214,7 @@ def _beside(home: Home, copy: Copy) -> tuple[float, float]:
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(work)
         try:
-            _, cpu = _line(home)
+            _, cpu = _line(home, desk)
         finally:
             end.set()
         other.result()  # raises what went wrong there

@@ -14,20 +14,13 @@ import torch
 from torch import Tensor
 
 from .. import options
-from ..definitions.operations import SPECS, bind
 from ..errors import BuildError, UnsupportedError
 from ..layouts.groups import check_ids
-from ..messages.warn import warn_once
-from .cuda import host_program
+from .desk import CAPACITY, Desk
 from .device import Counters, Home, decide
 from .machine import copy_alone
-from .pinned import Staging
 from .split import Constants, Split
 from .steps import Steps
-from .worker import Worker, letters
-
-CAPACITY = 512  # rows that the worker gets at once; more are computed without it
-LIMIT = 10.0  # seconds that it has for them
 
 
 class Pretended:
@@ -143,40 +136,6 @@ class Pretended:
             found = self._uses.clone()
             self._uses.zero_()
         return found
-
-
-class Desk:
-    """Rows of one layer through a mailbox to the worker, as a GPU hands them over: its thread sees
-    them by flags alone.
-    """
-
-    def __init__(self, home: Home, dtype: torch.dtype):
-        row = home.features * dtype.itemsize
-        self._model = Worker.of_process().model(Staging(letters(CAPACITY, row), pin=False))
-        tensors = self._model.staging.tensors
-        self._rows, self._results = (
-            tensors[name].view(dtype).view(CAPACITY, -1) for name in ("rows", "results")
-        )
-        self._ids = tensors["ids"].view(torch.int32).view(-1, 1)
-        self._weights = tensors["weights"].view(torch.float32).view(-1, 1)
-        made, given = [], list[Tensor]()
-        for rows in (2**i for i in range(CAPACITY.bit_length())):
-            taken = self._rows[:rows], self._ids[:rows], self._weights[:rows]
-            call = bind(SPECS["fused_experts"], (), home.arguments(*taken, home.tensors))
-            given = [*call.tensors.values()][3:]
-            made.append((rows, host_program(call)))
-        self._layer = self._model.layer(self._model.programs(made), given)
-
-    def computed(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor | None:
-        """The rows [m, H] of x with one expert each; None, after a warning, if no answer comes."""
-        m = len(x)
-        for to, t in ((self._rows, x), (self._ids, ids), (self._weights, w)):
-            to[:m] = t
-        why = self._model.wait(self._model.submit(self._layer, m), LIMIT)
-        if why:
-            warn_once(f"offloaded experts are computed without their worker: {why}")
-            return None
-        return self._results[:m].clone()
 
 
 def _desk_of(home: Home, dtype: torch.dtype) -> Desk | None:

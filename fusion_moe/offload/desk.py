@@ -1,0 +1,54 @@
+"""Rows for the worker from a thread of the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..definitions.operations import SPECS, bind
+from ..messages.warn import warn_once
+from .cuda import host_program
+from .device import Home
+from .pinned import Staging
+from .worker import Worker, letters
+
+CAPACITY = 512  # rows that the worker gets at once; more are computed without it
+LIMIT = 10.0  # seconds that it has for them
+
+
+class Desk:
+    """Rows of one layer through a mailbox to the worker, as a GPU hands them over: its thread sees
+    them by flags alone.
+    """
+
+    def __init__(self, home: Home, dtype: torch.dtype):
+        row = home.features * dtype.itemsize
+        self._model = Worker.of_process().model(Staging(letters(CAPACITY, row), pin=False))
+        tensors = self._model.staging.tensors
+        self._rows, self._results = (
+            tensors[name].view(dtype).view(CAPACITY, -1) for name in ("rows", "results")
+        )
+        self._ids = tensors["ids"].view(torch.int32).view(-1, 1)
+        self._weights = tensors["weights"].view(torch.float32).view(-1, 1)
+        made, given = [], list[Tensor]()
+        for rows in (2**i for i in range(CAPACITY.bit_length())):
+            taken = self._rows[:rows], self._ids[:rows], self._weights[:rows]
+            call = bind(SPECS["fused_experts"], (), home.arguments(*taken, home.tensors))
+            given = [*call.tensors.values()][3:]
+            made.append((rows, host_program(call)))
+        self._layer = self._model.layer(self._model.programs(made), given)
+
+    def computed(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor | None:
+        """The rows [m, H] of x with one expert each; None, after a warning, if no answer comes."""
+        m = len(x)
+        for to, t in ((self._rows, x), (self._ids, ids), (self._weights, w)):
+            to[:m] = t
+        why = self._model.wait(self._model.submit(self._layer, m), LIMIT)
+        if why:
+            warn_once(f"offloaded experts are computed without their worker: {why}")
+            return None
+        return self._results[:m].clone()
+
+    def busy(self) -> int:
+        """Nanoseconds in which the worker computed, so far."""
+        return self._model.busy(self._layer)
