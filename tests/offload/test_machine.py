@@ -14,6 +14,7 @@ from fusion_moe.offload import machine
 from fusion_moe.offload.desk import Desk
 from fusion_moe.offload.device import Home
 from fusion_moe.offload.machine import EXPECTED, Machine, copy_alone
+from fusion_moe.offload.worker import library
 
 pytestmark = pytest.mark.once
 
@@ -29,6 +30,7 @@ def test_measured_once(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_EXPERTS", 16)
     monkeypatch.setattr(machine, "_HIDDEN", 256)
     monkeypatch.setattr(machine, "_INNER", 128)
+    library()  # is not compiled into another folder
     with options.override(cache_dir=str(tmp_path)):
         found = machine.measured("a device", copy, lambda: (1000, 2000))
         again = machine.measured("a device", copy, lambda: 1 // 0)
