@@ -14,6 +14,7 @@ from rich.console import Console
 from ..checkpoints import Directory
 from ..errors import OptionError
 from ..messages.units import amount, count, duration, ratio
+from ..nn.config import CONFIGS
 from .models import Device, a_model, device_of, quietly
 from .output import FINE, Json, finish, table
 from .quantize import To
@@ -151,7 +152,8 @@ def measured(
         with a_model(Path(config)):
             sizes = of.config_of(config) if config in of.SIZES else configuration(config)
         whole, weights = sizes.num_hidden_layers, "random weights"
-        contenders = of.beside(of.made(sizes, layers, device), to=to)
+        # the rule that is fastest to compute: numbers are random anyway
+        contenders = of.beside(of.made(sizes, layers, device), to=CONFIGS[to](scales="max"))
     else:
         Directory.open(directory)  # says what is wrong with it
         with a_model(directory):

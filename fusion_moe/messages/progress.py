@@ -57,7 +57,7 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
     nothing.
     """
     on_terminal = sys.stderr.isatty()
-    timer = threading.Timer(QUIET_SECONDS, _say_on, (what,))
+    timer = threading.Timer(QUIET_SECONDS, phase, (what,))
     timer.daemon = True
     if on_terminal:
         timer.start()
@@ -65,7 +65,7 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
     def at_once(instead: str) -> None:
         timer.cancel()
         if on_terminal:
-            _say_on(instead)
+            phase(instead)
 
     try:
         yield at_once
@@ -73,5 +73,6 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
         timer.cancel()
 
 
-def _say_on(what: str) -> None:
+def phase(what: str) -> None:
+    """Says that work which may take long begins."""
     print(f"{what}...", file=sys.stderr, flush=True)

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..checkpoints.conversion import dense_tensors
+from ..messages.progress import phase, progress
+from ..messages.units import count
 from ..nn import Experts, prepare_, quantize_
+from ..nn.config import QuantizationConfig
 from .decoding import Decoder, captured, share_keys_
 from .loading import configuration, from_pretrained, placed
 from .routers import fuse_routers_
@@ -117,6 +120,7 @@ def made(config: Any, layers: int, device: str) -> Any:
             config.layer_types = config.layer_types[:layers]
     torch.manual_seed(0)
     with torch.device(device):
+        phase(f"making {count(config.num_hidden_layers, 'layer')} with random weights")
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
@@ -142,7 +146,9 @@ def loaded(directory: str | Path, device: str, to: str = "nvfp4") -> list[Conten
     return beside(dense, model)
 
 
-def beside(model: Any, encoded: Any = None, to: str = "nvfp4") -> list[Contender]:
+def beside(
+    model: Any, encoded: Any = None, to: str | QuantizationConfig = "nvfp4"
+) -> list[Contender]:
     """A model in bf16 behind the same with encoded experts; None: by `quantize_` in the format
     `to`, sharing all other weights.
     """
@@ -152,6 +158,7 @@ def beside(model: Any, encoded: Any = None, to: str = "nvfp4") -> list[Contender
     else:
         share_keys_(encoded)
     fuse_routers_(encoded)
+    phase("compiling the kernels of experts")
     prepare_(encoded)
     (name, *_) = (m.encoding.name.upper() for m in encoded.modules() if isinstance(m, Experts))
     return [
@@ -175,10 +182,13 @@ def compared(
     for batch in batches:
         steps = {}
         for contender in _of(contenders, batch):
+            phase(f"{contender.name}: a prompt of {batch} x {context} tokens, before steps")
             steps[contender.name] = decoder = contender.decoder(length, batch)
             decoder.prompt(_ids(contender.model, batch, context))
+        phase(f"timing steps of {count(batch, 'sequence')}")
         for name, found in in_turns({n: d.step for n, d in steps.items()}, times, repeats).items():
             yield Row("decode", name, batch, found)
+    phase(f"timing prompts of {count(prompt, 'token')}")
     ids = _ids(contenders[0].model, 1, prompt)
     prompts = {c.name: partial(c.read, ids) for c in _of(contenders, prompt)}
     for name, found in in_turns(prompts, 1, repeats).items():
@@ -196,6 +206,7 @@ def _ids(model: Any, batch: int, tokens: int) -> Tensor:
 @torch.no_grad()
 def head(model: Any, batch: int, repeats: int) -> Times:
     """What the projection to the vocabulary takes, which a model has once and not in each layer."""
+    phase("timing the projection to the vocabulary")
     project = model.get_output_embeddings()
     x = torch.randn(batch, project.weight.shape[1], device=model.device, dtype=torch.bfloat16)
     call: Callable[[], object] = partial(project, x)
@@ -210,7 +221,7 @@ def in_turns(
 ) -> dict[str, Times]:
     """What each call takes, in runs of so many calls, in turns. The first run does not count."""
     found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats + 1):
+    for _ in progress(range(repeats + 1), "turns", repeats + 1):
         for name, call in calls.items():
             found[name].append(_seconds(call, times))
     return {

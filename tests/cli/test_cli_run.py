@@ -102,7 +102,10 @@ def test_wrong_calls_are_a_sentence(arguments, code, said):
 
 def test_bench_of_sizes_alone():
     small = ("--prompt", 12, "--after", 4, "--repeats", 2, "--layers", 2)
-    found = json.loads(call("bench", "--config", "tiny", *small, "--json").stdout)
+    result = call("bench", "--config", "tiny", *small, "--json")
+    found, said = json.loads(result.stdout), result.stderr.splitlines()
+    assert "timing steps of 1 sequence..." in said
+    assert "timing prompts of 12 tokens..." in said
     names = ["NVFP4", "bf16 grouped_mm", "bf16 batched_mm"]
     cells = [(row["of"], row["name"], row["tokens"]) for row in found["rows"]]
     assert cells == [("decode", n, 1) for n in names] + [("prompt", n, 12) for n in names[:2]]
