@@ -24,12 +24,15 @@ _MEMORY = {"H100": 81559 << 20, "H200": 143771 << 20}
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan for a directory, and the tokens per second that it would give one sequence."""
+    """A plan for a directory, and the tokens per second that it would give one sequence. asked:
+    whether the GPU was named.
+    """
 
     directory: str
     gpu: str
     plan: plans.Plan
     tokens_per_second: float
+    asked: bool = True
     exit_code: int = FINE
 
     def to_json(self) -> dict[str, Any]:
@@ -42,7 +45,8 @@ class Planned:
         console.print(str(self.plan), soft_wrap=True)
         what = "" if self.plan.whole else ", if all experts are used equally often"
         console.print(
-            f"\nabout {ratio(self.tokens_per_second)} tokens/s for one sequence on a {self.gpu} "
+            f"\nabout {ratio(float(f'{self.tokens_per_second:.3g}'))} tokens/s for one sequence on "
+            f"an {self.gpu}{'' if self.asked else ', the default of --gpu,'} "
             f"beside a server's CPU{what}; nothing was measured here",
             soft_wrap=True,
         )
@@ -53,7 +57,7 @@ def plan(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A directory with config.json and safetensors.")
     ],
-    gpu: Annotated[str, typer.Option(help="H100 or H200.")] = "H100",
+    gpu: Annotated[str, typer.Option(help="H100 or H200. [default: H100]")] = "",
     gpu_memory: Annotated[
         str | None, typer.Option(help="How much of its memory, such as 20GiB. [default: all]")
     ] = None,
@@ -75,9 +79,10 @@ def plan(
 def _planned(
     directory: Path, gpu: str, gpu_memory: str | None, ram: str | None, kv_tokens: int
 ) -> Planned:
+    asked, gpu = bool(gpu), gpu or "H100"
     need_one_of("--gpu", gpu, _MEMORY, where="plan")
     memory = _MEMORY[gpu] if gpu_memory is None else plans.bytes_of(gpu_memory, "--gpu-memory")
     held = None if ram is None else plans.bytes_of(f"{ram}GiB" if ram.isdigit() else ram, "--ram")
     model = plans.Model.of_directory(Directory.open(directory))
     found = plans.make(model, memory, held, kv_tokens=kv_tokens, where="plan")
-    return Planned(str(directory), gpu, found, 1 / found.seconds(machines.EXPECTED[gpu]))
+    return Planned(str(directory), gpu, found, 1 / found.seconds(machines.EXPECTED[gpu]), asked)

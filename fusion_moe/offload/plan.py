@@ -21,6 +21,7 @@ from .split import split
 
 KV_TOKENS = 8192  # whose keys and values are left room, if nobody says how many
 WORKSPACE = 2**30  # of a GPU: its context, activations, what kernels need
+LAUNCHES = 20e-6  # seconds of a layer of small weights: about ten kernels in a CUDA graph
 _EXPERTS = re.compile(r"^(.*\bexperts)\b")  # not shared_experts
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SLOTS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k")
@@ -133,7 +134,7 @@ class Plan:
 
     def seconds(self, machine: Machine) -> float:
         """Those of a token of one sequence, if all experts are used equally often: the cache then
-        learns nothing.
+        learns nothing. No layer takes less than its kernels take to begin.
         """
         total = self.model.rest / machine.gpu
         for i, layer in enumerate(self.model.layers):
@@ -147,19 +148,19 @@ class Plan:
             )
             missed = (few + (misses - whole) * (more - few)) / 1e9
             total += max(hits * layer.nbytes / machine.gpu, missed)
-        return total
+        return max(total, len(self.model.layers) * LAUNCHES)
 
     def __str__(self) -> str:
         m, layers = self.model, len(self.model.layers)
         slots = "all" if self.whole else f"{min(self.slots)} slots a layer"
         rows = [
-            f"on the device, of {amount(self.device_memory, 'B')}:",
+            f"on the device, of {_limit(self.device_memory)}:",
             f"  all but experts  {amount(m.rest, 'B')}",
             f"  keys and values  {amount(m.kv * self.kv_tokens, 'B')}, {self.kv_tokens:,} tokens",
             f"  experts          {amount(self._in_slots(), 'B')}, {slots}: {self.resident:.0%} of "
             f"them stay between steps",
             f"in memory: {amount(m.experts, 'B')} of experts in {layers} layers"
-            + (f", of {amount(self.ram, 'B')}" if self.ram is not None else ""),
+            + (f", of {_limit(self.ram)}" if self.ram is not None else ""),
         ]
         return "\n".join(rows[:4] if self.whole else rows)
 
@@ -215,6 +216,11 @@ def make(
         raise _too_small(device_memory, kept + 3 * each, needed, where)
     found = tuple(min(slots, layer.experts) for layer in model.layers)
     return Plan(model, found, spare, turning, kv_tokens, device_memory, ram)
+
+
+def _limit(n: int) -> str:
+    """As users give it, beside what it is compared with."""
+    return f"{n / 2**30:.3g} GiB ({amount(n, 'B')})"
 
 
 def _all(model: Model) -> tuple[int, ...]:

@@ -243,9 +243,13 @@ def test_command():
     found = run(MADE / NAME, "--gpu-memory", small, "--ram", 1, "--kv-tokens", 0)
     assert found.exit_code == 0
     assert "3 slots a layer" in found.stdout
-    assert "tokens/s" in found.stdout
+    assert "on an H100, the default of --gpu, beside" in found.stdout
+    assert "of 20 GiB (21.5 GB):" in run(MADE / NAME, "--gpu-memory", "20GiB").stdout
+    assert "on an H200 beside" in run(MADE / NAME, "--gpu", "H200").stdout
     shown = json.loads(run(MADE / NAME, "--json").stdout)
     assert (shown["whole"], shown["resident"], shown["gpu"]) == (True, 1, "H100")
+    layers = len(shown["plan"]["model"]["layers"])
+    assert shown["tokens_per_second"] == pytest.approx(1 / layers / plan.LAUNCHES)
     assert run(MADE / NAME, "--gpu-memory", "1KB").exit_code == 2
     assert run(MADE / NAME, "--gpu", "T4").exit_code == 2
     assert run(MADE / "nowhere").exit_code == 1
