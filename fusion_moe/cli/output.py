@@ -47,7 +47,11 @@ def finish(context: typer.Context, find: Callable[[], Result], as_json: bool) ->
     if as_json:
         typer.echo(json.dumps(result.to_json(), indent=2))
     else:
-        result.print(console())
+        to = console()
+        with to.capture() as shown:
+            result.print(to)
+        # tables pad their last column
+        typer.echo("\n".join(line.rstrip() for line in shown.get().splitlines()))
     raise typer.Exit(result.exit_code)
 
 

@@ -36,7 +36,7 @@ def test_texts(golden, monkeypatch):
     for name in DIRECTORIES:
         result = run(name, "--values")
         assert result.exit_code == 0, result.output
-        texts += [line.rstrip() for line in result.stdout.splitlines()] + [""]
+        texts += [*result.stdout.splitlines(), ""]
     golden("\n".join(texts))
 
 
