@@ -63,7 +63,8 @@ class Directory:
         if files:
             found = cls(path, config, _of_files(path, files))
         else:
-            found = cls(path, config, _sharded(path, index) if index.exists() else _single(path))
+            entries = _sharded(path, index, config) if index.exists() else _single(path, config)
+            found = cls(path, config, entries)
         tensors, reads = unflattened(found.tensors, found.read)
         return replace(found, tensors=tensors, _made=reads)
 
@@ -108,7 +109,7 @@ class Directory:
             ) from None
 
 
-def _single(path: Path) -> dict[str, Entry]:
+def _single(path: Path, config: Mapping[str, Any]) -> dict[str, Entry]:
     """The tensors of a directory without an index, or with one of files that are all gone."""
     if (path / SINGLE).exists():
         return {entry.name: entry for entry in read_header(path / SINGLE)}
@@ -122,11 +123,12 @@ def _single(path: Path) -> dict[str, Entry]:
                 f"{files[0].name}: {kind}", expected="safetensors", todo=todo, where=str(path)
             )
     shards = len(list(path.glob("*.safetensors")))
-    found = f"{shards} files of safetensors, no {INDEX}" if shards else "no file of weights"
+    of = f" of model_type {shown(config['model_type'])}" if "model_type" in config else ""
+    found = f"{shards} files of safetensors, no {INDEX}" if shards else f"no file of weights{of}"
     raise CheckpointError(found, expected=f"{SINGLE}, or shards and {INDEX}", where=str(path))
 
 
-def _sharded(path: Path, index: Path) -> dict[str, Entry]:
+def _sharded(path: Path, index: Path, config: Mapping[str, Any]) -> dict[str, Entry]:
     """The tensors of a directory with an index. An index of files that are all gone does not count
     if there is a single file.
     """
@@ -139,7 +141,8 @@ def _sharded(path: Path, index: Path) -> dict[str, Entry]:
                 expected="one or the other",
                 where=str(path),
             )
-        return _single(path)  # transformers leaves the index when it saves one file over shards
+        # transformers leaves the index when it saves one file over shards
+        return _single(path, config)
     if missing := [shard for shard in shards if not _exists(path / shard)]:
         found, todo = f"{missing[0]} is not there{_and_more(missing)}", "download it again"
         raise CheckpointError(

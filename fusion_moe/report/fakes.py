@@ -83,7 +83,7 @@ def device_of_values(
     """
     modules = _modules(function).values()
     tensors = (
-        *_given(args, kwargs),
+        *given(args, kwargs),
         *(t for m in modules for t in (*m.parameters(), *m.buffers())),
     )
     if missing := [t for t in tensors if _is_valueless(t)]:
@@ -140,7 +140,7 @@ def _is_valueless(t: torch.Tensor) -> bool:
     return t.device.type == "meta" or isinstance(t, FakeTensor)
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors among the arguments of a call."""
     return (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
 
@@ -151,7 +151,7 @@ def _device(
     """The device of a call's tensors: of its arguments, else of its modules. The CPU if all are on
     the meta device.
     """
-    tensors = chain(_given(args, kwargs), *(m.parameters() for m in modules))
+    tensors = chain(given(args, kwargs), *(m.parameters() for m in modules))
     return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
 
 

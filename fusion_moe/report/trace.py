@@ -32,7 +32,7 @@ from ..plugins import CompiledBy
 from .advice import advice_on, called
 from .backward import Step, input_names, is_backward
 from .build import Seen, report_of
-from .fakes import device_of_values, like, on_fakes
+from .fakes import device_of_values, given, like, on_fakes
 from .measure import Watch
 from .report import Report
 
@@ -113,6 +113,14 @@ def explain(
         if own := _own_error(error):
             raise own.at("explain") from error
         raise
+    except TypeError as error:
+        if isinstance(error, Error) or not (args or kwargs) or [*given(args, kwargs)]:
+            raise
+        raise UnsupportedError(
+            f"arguments without a tensor: {error}",
+            expected="tensors, such as input_ids = torch.tensor([[1, 2]])",
+            where="explain",
+        ) from error
     owner = getattr(function, "__self__", function)
     seen.of = called(owner, function, args, kwargs)
     seen.advice = tuple(advice_on(owner, seen))

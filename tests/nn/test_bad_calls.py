@@ -97,6 +97,7 @@ BAD = {
         GATE_UP[..., :60], DOWN[:, :60]
     ),
     "a name in place of a model": lambda: quantize_("model"),
+    "the result of quantize_ in place of a model": lambda: quantize_(None),
 }
 
 

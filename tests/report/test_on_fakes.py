@@ -190,6 +190,10 @@ def test_a_wrong_call_raises_the_operations_error():
         UnsupportedError, match="explain: a int; expected a torch.nn.Module or a function"
     ):
         fusion_moe.explain(3)
+    with pytest.raises(
+        UnsupportedError, match="^explain: arguments without a tensor: .*; expected"
+    ):
+        fusion_moe.explain(torch.relu, [1, 2])
 
 
 @pytest.mark.gpu

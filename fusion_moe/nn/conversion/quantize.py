@@ -67,6 +67,7 @@ def quantize_(
         raise UnsupportedError(
             f"a {type(model).__name__}",
             expected="a torch.nn.Module with experts",
+            todo="quantize_ changes a model in place and returns nothing" if model is None else "",
             where="quantize_",
         )
     how = None if config is None else config_of(config, "quantize_")
