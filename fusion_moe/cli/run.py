@@ -42,7 +42,7 @@ class Answer:
     rest: float
 
     def __str__(self) -> str:
-        rate = f"{(self.written - 1) / self.rest:,.1f}" if self.rest else "?"
+        rate = f"{(self.written - 1) / self.rest:,.1f}" if self.written > 1 else "?"
         return (
             f"prompt: {count(self.read, 'token')}, {self.read / self.first:,.1f} tokens/s; "
             f"answer: {count(self.written, 'token')}, {rate} tokens/s"
