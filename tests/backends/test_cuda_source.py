@@ -801,6 +801,25 @@ def test_small_operations_have_kernels():
             assert all(build(x, H200).stat().st_size for x in launches(kernel.launch.source, 3))
 
 
+@pytest.mark.parametrize(
+    ("is_read", "names"), [(False, ["combine"]), (True, ["combine", "elements_0"])]
+)
+def test_a_combine_rounds_its_sums(is_read, names):
+    """In its own kernel, unless something else reads them."""
+    fd = FusionDefinition()
+    t = fd.define_size("t")
+    y = fd.define_tensor(shape=[2 * t, 64], dtype="bf16")
+    slot_of = fd.define_tensor(shape=[t, 2], dtype="i32")
+    total = fd.ops.combine(y, slot_of, fd.define_tensor(shape=[t, 2], dtype="f32"))
+    fd.add_output(fd.ops.cast(total, dtype="bf16"))
+    if is_read:
+        fd.add_output(total)
+    (segment,) = lower(fd.fusion(), TARGETS["cuda"], Options()).segments
+    found = launches(emit(segment, TARGETS["cuda"]).launch.source, 3)
+    assert [x.name for x in found] == names
+    assert all(build(x, H200).stat().st_size for x in found)
+
+
 @needs_nvdisasm
 def test_sums_wait_for_rows_only():
     """A thread reads its rows' numbers and weights before it waits, then all rows at once."""

@@ -42,13 +42,14 @@ class Loops(Source):
         if other := next((op for op in fusion.ops if op.kind.name in _MISSING), None):
             raise Inexpressible(other, f"{other.kind.name} has no kernel here yet")
         self.sums = [op for op in fusion.ops if op.kind.name in ("combine", *_SUMS)]
+        self._made = {op: _results(fusion, op) for op in self.sums}  # by kernels of their own
         self.copies, self.saved = copies.of_one_value(fusion), copies.saved(fusion)
         whole = [
             v
             for op in fusion.ops
             if op.kind.name in (*MADE_FIRST, "turn", "turn_runs", "decode_scale")
             or op in (*self.sums, *self.saved)
-            for v in op.outputs
+            for v in self._made.get(op, op.outputs)
         ]
         whole += [v for of_x in self.copies.values() for copy in of_x for v in copy.memory]
         super().__init__(
@@ -79,7 +80,7 @@ class Loops(Source):
             if op in self.sums:
                 with naming(op):
                     found.append(self._summed(op, left))
-                left = [v for v in left if v not in op.outputs]
+                left = [v for v in left if v not in self._made[op]]
             elif of_x := self.copies.get(op, ()):
                 with naming(op):
                     found += copies.kernels(self, f"copies_{len(found)}", of_x, left)
@@ -103,7 +104,7 @@ class Loops(Source):
 
     def _summed(self, op: Op, left: Sequence[Value]) -> KernelSource:
         if op.kind.name == "combine":
-            return self.sum_of_slots(op, op.outputs, left)
+            return self.sum_of_slots(op, self._made[op], left)
         if op.kind.name == "topk_weights_backward":
             return router.backward(self, op, left)
         if op.kind.name == "logsumexp":
@@ -279,3 +280,15 @@ def _sum_blocks(threads: int, start: str, stop: str, add: Sequence[str]) -> list
         *inner(body),
         "});",
     ]
+
+
+def _results(fusion: Fusion, op: Op) -> tuple[Value, ...]:
+    """What the kernel of a sum stores: its outputs, or in place of a combine's the results that it
+    is rounded to, if nothing else reads it.
+    """
+    readers = [r for r in fusion.ops if op.outputs[0] in r.values]
+    rounded = tuple(v for r in readers for v in r.outputs)
+    if op.kind.name != "combine" or op.outputs[0] in fusion.outputs or not readers:
+        return op.outputs
+    only = all(r.kind.name == "cast" for r in readers) and set(rounded) <= set(fusion.outputs)
+    return rounded if only else op.outputs
