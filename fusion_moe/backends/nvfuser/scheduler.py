@@ -282,6 +282,7 @@ NEVER = {
     "index_put_accumulate": "index_put_accumulate: nvFuser's scatter does not add",
     "group_sum": "group_sum: nvFuser has no sums over ragged dimensions",
     "logsumexp": "logsumexp: nvFuser has no such operation",
+    "place": "place: nvFuser's gather reads outside of the table where an id names no expert",
     "routing_map": "routing_map: nvFuser has no such operation",
     "straight_through": "straight_through: canonicalize drops it before a backend sees it",
     "turn": "turn: nvFuser does not permute codes and scales together",
