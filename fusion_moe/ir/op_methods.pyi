@@ -301,8 +301,9 @@ class Ops:
         [G, K, N/128]
         """
     def turn_runs(self, codes: Value, ends: Value, /) -> Value:
-        """codes f8e4m3[M/g, K] in blocks of 128 rows of each group -> f8e4m3[ceil(M/128) + G, K,
-        128]: those of each column of a block follow each other
+        """codes f8e4m3[M/g, K] in blocks of 128 rows of each group, K a multiple of 32 ->
+        f8e4m3[ceil(M/128) + G, K, 128]: those of each column of a block follow each other,
+        columns in the order that `runs.turn_runs` has
         """
     def turn_back(self, turned: Value, ends: Value, /, rows: Dim) -> Value:
         """The result of turn_runs -> its codes f8e4m3[M/g, K]; rows: M/g"""
