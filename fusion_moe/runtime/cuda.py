@@ -199,13 +199,11 @@ class Launch:
 
     def __call__(self, stream: int, params: int) -> None:
         """params: the address of an array with the addresses of the kernel's parameters."""
-        launch = partial(
-            _driver().cuLaunchKernelEx, self._config(stream), self._function, params, 0
-        )
-        (status,) = launch()
+        launch, how = _driver().cuLaunchKernelEx, (self._config(stream), self._function, params, 0)
+        (status,) = launch(*how)
         if int(status) == _NO_CONTEXT:
             make_current(torch.cuda.current_device())
-            (status,) = launch()
+            (status,) = launch(*how)
         if status:
             _checked((status,), "launch")
 
