@@ -43,24 +43,29 @@ def example(monkeypatch, tmp_path):
     torch.use_deterministic_algorithms(False)
 
 
-def test_small(example, capsys):
+@pytest.fixture
+def text(tmp_path):
+    """Files to hold out and to learn from: docs/ changes, and the losses of four steps with it."""
+    held_out, train = tmp_path / "held_out", tmp_path / "text"
+    for file in held_out, train:
+        file.write_text("".join(f"{i} and {i} are {2 * i}.\n\n" for i in range(400)))
+    return "--text", held_out, train
+
+
+def test_small(example, text, capsys):
     program, options = example
-    assert program["small"](options("--small", "--save-every", 2))
+    assert program["small"](options("--small", "--save-every", 2, *text))
     shown = capsys.readouterr().out
     assert "killed: goes on from checkpoint-2" in shown
     assert "resumed: 4 losses are equal: yes" in shown
     assert "NO" not in shown
 
 
-def test_both_bases_have_the_same_numbers(example, tmp_path):
+def test_both_bases_have_the_same_numbers(example, text):
     program, options = example
     found = {}
     for base in "nvfp4", "bf16":
-        # the pages of docs/ change, and four steps' losses with them
-        text, copy = tmp_path / "held_out", tmp_path / "text"
-        for file in text, copy:
-            file.write_text("".join(f"{i} and {i} are {2 * i}.\n\n" for i in range(400)))
-        args = options("--config", "tiny", "--layers", 1, "--base", base, "--text", text, copy)
+        args = options("--config", "tiny", "--layers", 1, "--base", base, *text)
         program["measure"](args)
         found[base] = program["json"].loads((args.out / f"{base}-0.json").read_text())
     ours, theirs = (found[base]["losses"] for base in ("nvfp4", "bf16"))
