@@ -31,7 +31,7 @@ def _(fd, x, power=2):
     if power != 2:
         raise Untranslatable(f"power = {power}", expected="2")
     y = fd.ops.relu(x)
-    return fd.ops.mul(y, y)
+    return y * y
 
 
 class Experts(torch.nn.Module):

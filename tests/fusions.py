@@ -214,6 +214,7 @@ class _Program:
             self.counted,
             self.other_ends,
             self.own_bias,
+            self.own_scale,
             self.some,
             self.transposed,
             self.summed,
@@ -374,6 +375,11 @@ class _Program:
             else ops.full(shape=(G, N), fill_value=0.5, dtype="f32")
         )
         self.rows.append(ops.group_add(x, bias, self.ends))
+
+    def own_scale(self) -> None:
+        """Rows times a number of each column of their group."""
+        x = self.wide(self.pick(self.rows))
+        self.rows.append(self.fd.ops.group_mul(x, self.bias, self.ends))
 
     def some(self) -> None:
         """All columns, taken apart and put together in another order."""

@@ -104,7 +104,7 @@ class FusionDefinition:
     def define_like(self, type: TensorType, role: str = "argument") -> Value:
         """An input of the given type."""
         self._check_may("define_tensor")
-        value = Value(f"i{len(self._inputs)}", checked_type(type))
+        value = Value(f"i{len(self._inputs)}", checked_type(type), self.ops)
         if role not in ROLES:
             raise FusionError(f"role {role!r}", expected=f"one of {', '.join(ROLES)}")
         self._partitions.add([type])
@@ -223,7 +223,7 @@ class FusionDefinition:
         except Error as error:
             raise (error.at(kind.name) if self._places else error) from None
         first = len(self._producers)
-        outputs = tuple(Value(f"t{first + i}", t) for i, t in enumerate(types))
+        outputs = tuple(Value(f"t{first + i}", t, self.ops) for i, t in enumerate(types))
         op = Op(kind, inputs, attrs, outputs, self._source, self._translator or _caller())
         self._ops.append(op)
         self._producers.update(dict.fromkeys(outputs, op))

@@ -30,12 +30,63 @@ MOST_ROWS = 2**31 - 1  # the most that the int32 ends of a partition can express
 ROLES = ("argument", "weight", "state")
 
 
+def _operator(kind: str, *, swapped: bool = False) -> Callable[[Value, Operand], Value]:
+    def method(self: Value, other: Operand) -> Value:
+        operands = (other, self) if swapped else (self, other)
+        return self._ops_of(kind)(*operands)
+
+    method.__doc__ = f"fd.ops.{kind} of both."
+    return method
+
+
 @dataclass(frozen=True, eq=False)
 class Value:
-    """One result or input, assigned once; identity is equality."""
+    """One result or input, assigned once.
+
+    Python's operators are those of `fd.ops`: `a * b` is `fd.ops.mul(a, b)`, `a < b` is
+    `fd.ops.lt(a, b)`, `~mask` is `fd.ops.logical_not(mask)`. But `==` says whether two values are
+    one and the same; `fd.ops.eq` compares their elements.
+    """
 
     name: str
     type: TensorType
+    ops: Any = field(default=None, repr=False)  # of the FusionDefinition that made it
+
+    __array_ufunc__ = None  # so that numpy's numbers leave operators to this class
+    __add__, __radd__ = _operator("add"), _operator("add", swapped=True)
+    __sub__, __rsub__ = _operator("sub"), _operator("sub", swapped=True)
+    __mul__, __rmul__ = _operator("mul"), _operator("mul", swapped=True)
+    __truediv__, __rtruediv__ = _operator("div"), _operator("div", swapped=True)
+    __pow__ = _operator("pow")
+    __lt__, __le__, __gt__, __ge__ = map(_operator, ("lt", "le", "gt", "ge"))
+    __and__, __or__ = _operator("logical_and"), _operator("logical_or")
+
+    def __neg__(self) -> Value:
+        return self._ops_of("neg")(self)
+
+    def __abs__(self) -> Value:
+        return self._ops_of("abs")(self)
+
+    def __invert__(self) -> Value:
+        return self._ops_of("logical_not")(self)
+
+    def __bool__(self) -> bool:
+        """True, as for any object; FusionError for a mask, whose elements only a call knows."""
+        if self.type.dtype == "bool":
+            raise FusionError(
+                f"a decision by the mask {self.name}, {self.type}",
+                expected="a choice for each element",
+                todo="fd.ops.where(mask, a, b) chooses, & and | join masks",
+            )
+        return True
+
+    def _ops_of(self, kind: str) -> Callable[..., Any]:
+        if self.ops is None:
+            raise FusionError(
+                f"an operator on {self.name}, {self.type}, which no FusionDefinition made",
+                expected=f"fd.ops.{kind}",
+            )
+        return getattr(self.ops, kind)
 
 
 Operand = Value | int | float | bool  # a number takes the dtype of the other tensors

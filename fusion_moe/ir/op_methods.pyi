@@ -350,5 +350,9 @@ class Ops:
         """y [M/g, N] plus bias [G, N] of each row's group; rows past the last end stay
         unchanged.
         """
+    def group_mul(self, y: Value, scale: Value, ends: Value, /) -> Value:
+        """y [M/g, N] times scale [G, N] of each row's group; rows past the last end stay
+        unchanged.
+        """
     def group_sum(self, y: Value, ends: Value, /) -> Value:
         """y [M/g, N] -> f32[G, N]: the sum of each group's rows; zero for an empty group."""

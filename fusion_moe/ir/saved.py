@@ -16,7 +16,7 @@ from .sizes import value
 from .types import DTYPES
 
 # an element of the result needs one of each input
-_ELEMENTWISE = ("pointwise", "view", "shape", "gather", "grouped_add")
+_ELEMENTWISE = ("pointwise", "view", "shape", "gather", "per_group")
 _INDICES = ("invert", "problem_ends")  # arithmetic on 4 bytes a row; `route` sorts
 _TYPICAL = 4096  # assumed for sizes that are known only at launch, to compare bytes
 _EACH = 64  # bytes that each tensor adds to the cost: one value is better than its two halves

@@ -121,7 +121,7 @@ def _rows_of_weight(v: Value, fusion: Fusion) -> Rows | None:
     forms = [v]
     for form in forms:
         for reader in fusion.readers.get(form, ()):
-            if reader.kind.role not in ("grouped", "grouped_add"):
+            if reader.kind.role not in ("grouped", "per_group"):
                 forms += [out for out in reader.outputs if out not in forms]
             elif form is reader.values[1]:
                 rows = reader.values[0].type.shape[0]

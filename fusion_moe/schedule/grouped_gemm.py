@@ -28,7 +28,7 @@ from .product import GroupedProduct, cat_before, main_and_added, products, quant
 NAME = "grouped_gemm"
 CONTRACTS_ROUNDING = True
 PROLOGUE = ("pointwise", "view", "routing", "gather")
-EPILOGUE = ("pointwise", "view", "grouped_add", "combine")
+EPILOGUE = ("pointwise", "view", "per_group", "combine")
 PROLOGUE_SHAPES = ("reshape", "broadcast_in_dim")
 EPILOGUE_SHAPES = ("reshape", "broadcast_in_dim", "slice", "cat")
 
@@ -148,7 +148,7 @@ def _refusal(
     if role == "pointwise" and not any(isinstance(d, Rows) for d in op.outputs[0].type.shape):
         return f"{name} on whole tokens would be recomputed for every slot and tile"
     allowed = role in PROLOGUE or name in PROLOGUE_SHAPES or name == "full"
-    allowed = allowed or (beside and (name in EPILOGUE_SHAPES or role == "grouped_add"))
+    allowed = allowed or (beside and (name in EPILOGUE_SHAPES or role == "per_group"))
     return None if allowed else f"{name} cannot be part of a product's prologue"
 
 

@@ -20,7 +20,7 @@ ROLES = (
     "combine",
     "scatter",
     "reduce",
-    "grouped_add",
+    "per_group",
     "grouped_sum",
 )
 SUMS = ("combine", "scatter", "reduce", "grouped_sum")

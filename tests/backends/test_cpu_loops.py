@@ -197,6 +197,13 @@ def bias_in_memory(fd, x, bias, offs):
     return fd.ops.group_add(fd.ops.neg(fd.ops.partition(x, ends)), bias, ends)
 
 
+@of(F, F.bfloat16(), torch.randn(3, 33, generator=g), ENDS)
+def scale_of_groups(fd, x, y, scale, offs):
+    ends = fd.ops.ends(offs, rows=x.type.shape[0], groups=fd.define_groups("g", 3))
+    x, y, narrow = fd.ops.partition(x, ends), fd.ops.partition(y, ends), fd.ops.cast(scale, "bf16")
+    return fd.ops.group_mul(x * 2.0, scale, ends), fd.ops.group_mul(y, narrow + 1.0, ends)
+
+
 @of(torch.cat([F[:6], torch.full((1, 33), torch.nan)]), ENDS)
 def sums_of_groups(fd, x, offs):
     ends = fd.ops.ends(offs, rows=x.type.shape[0], groups=fd.define_groups("g", 3))

@@ -801,6 +801,32 @@ def test_small_operations_have_kernels():
             assert all(build(x, H200).stat().st_size for x in launches(kernel.launch.source, 3))
 
 
+def test_scales_of_groups_are_in_products():
+    """In the epilogue of one product and the prologue of the next."""
+    fd = FusionDefinition()
+    m = fd.define_size("m")
+    x = fd.define_tensor(shape=[m, 64], dtype="bf16")
+    offs = fd.define_tensor(shape=[4], dtype="i32")
+    up, scale = (
+        fd.define_tensor(shape=shape, dtype="bf16", role="weight")
+        for shape in ((4, 128, 64), (4, 128))
+    )
+    down = fd.define_tensor(shape=[4, 64, 128], dtype="bf16", role="weight")
+    ends = fd.groups_of(offs, m)
+    y = fd.ops.grouped_mm(fd.partition_by(x, ends), up, ends)
+    y = fd.ops.group_mul(fd.ops.relu(fd.ops.cast(y, dtype="bf16")), scale, ends)
+    fd.add_output(fd.ops.cast(fd.ops.grouped_mm(y, down, ends), dtype="bf16"))
+    lowered = lower(fd.fusion(), TARGETS["cuda"], Options())
+    assert ["group_mul" in str(s.fusion) for s in lowered.segments] == [True, False]
+    kernels = [emit(s, TARGETS["cuda"]) for s in lowered.segments]
+    assert [kernel.why for kernel in kernels] == ["", ""]
+    for count in (3, 300):
+        built = [
+            build(x, H200) for kernel in kernels for x in launches(kernel.launch.source, count)
+        ]
+        assert all(cubin.stat().st_size for cubin in built)
+
+
 @pytest.mark.parametrize(
     ("is_read", "names"), [(False, ["combine"]), (True, ["combine", "elements_0"])]
 )

@@ -395,6 +395,21 @@ def test_gate_and_up_share_the_quantized_activation():
     assert source.count("dtype=DataType.Float4_e2m1fn)") == 1
 
 
+@needs_nvfuser
+@pytest.mark.parametrize("name", ["group_add", "group_mul"])
+@pytest.mark.parametrize("sizes", [[3, 0, 4, 2], [7]])
+def test_parameters_of_groups_mean_the_same(name, sizes):
+    """Rows of no group stay as they are; with one group there is no gather."""
+    fd, x = FusionDefinition(), rows(11)
+    table = torch.randn(len(sizes), H, generator=generator()).bfloat16()
+    args = [x, table, torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)]
+    y, of_groups, offs = (fd.from_pytorch(t) for t in args)
+    ends = fd.groups_of(offs, 11)
+    fd.add_output(getattr(fd.ops, name)(fd.partition_by(y * 2.0, ends), of_groups, ends))
+    found = judge(fd.fusion(), args)
+    assert [s.kind for s in found["sm_100"]] == ["nvfuser"]
+
+
 # Refusals -----------------------------------------------------------------------------------------
 
 

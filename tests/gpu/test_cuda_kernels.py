@@ -17,7 +17,7 @@ from routings import Partition
 from test_cuda_readers import EXACT, positive_scales
 
 import fusion_moe
-from fusion_moe import options
+from fusion_moe import FusionDefinition, options
 from fusion_moe.arch import H200
 from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda.grouped_mm import Product
@@ -526,6 +526,28 @@ def test_small_operations():
         found = by_kernels(name, args, {})
         assert torch.equal(found, by_reference(getattr(ops, name), *args))
     close(ops.scaled_swiglu(x, scale, 8), by_reference(ops.scaled_swiglu, x, scale, 8), 1e-3)
+
+
+@pytest.mark.parametrize("rows", [5, 50, 700])
+def test_scales_of_groups(rows):
+    """In an epilogue; exact, since all are small integers. Rows of no group keep theirs."""
+    g = generator()
+    x = torch.randint(-3, 4, (rows, 64), generator=g).bfloat16()
+    weight = torch.randint(-1, 2, (4, 128, 64), generator=g).bfloat16()
+    scale = torch.randint(-2, 3, (4, 128), generator=g).float()
+    fd = FusionDefinition()
+    values = [fd.from_pytorch(t) for t in (x, weight, scale)]
+    offs = fd.define_tensor(shape=[4], dtype="i32")
+    ends = fd.groups_of(offs, rows)
+    y = fd.ops.grouped_mm(fd.partition_by(values[0], ends), values[1], ends)
+    fd.add_output(fd.ops.group_mul(y + 1.0, values[2], ends))
+    fusion = fd.fusion()
+    given = x, weight, scale, torch.tensor([2, 2, rows - 2, rows - 1], dtype=torch.int32)
+    (want,) = fusion.evaluate(*given)
+    made = compile_fusion(fusion, TARGETS["cuda"], Options())
+    assert [kernel.why for kernel in made.kernels] == [""]
+    (found,) = made(on_cuda(*given))
+    assert torch.equal(found.cpu(), want)
 
 
 # Bad input ----------------------------------------------------------------------------------------

@@ -421,18 +421,21 @@ def test_quantize_is_straight_through():
     torch.testing.assert_close(dx, want, rtol=1e-6, atol=1e-6)
 
 
-@about("group_add", "partition")
+@about("group_add", "group_mul", "partition")
+@pytest.mark.parametrize(
+    ("name", "function", "outside"), [("group_add", torch.add, 0), ("group_mul", torch.mul, 1)]
+)
 @FEW
 @given(SMALL)
-def test_group_add(partition: Partition):
-    def build(fd, y, bias, offs):
+def test_group_add_and_mul(name, function, outside, partition: Partition):
+    def build(fd, y, table, offs):
         rows, ends = _rows(fd, partition, y, offs)
-        return fd.ops.group_add(rows, bias, ends)
+        return getattr(fd.ops, name)(rows, table, ends)
 
-    def plain(y, bias, offs):
+    def plain(y, table, offs):
         groups = [g for g, rows in partition.runs for _ in range(rows.stop - rows.start)]
         group = torch.tensor(groups + [len(partition.sizes)] * partition.spare, dtype=torch.long)
-        return y + torch.cat([bias, bias.new_zeros(1, 3)])[group]
+        return function(y, torch.cat([table, table.new_full((1, 3), outside)])[group])
 
     check(
         build,

@@ -762,19 +762,20 @@ def test_group_sum(dtype, partition: Partition):
     assert found.tolist() == [y[rows].double().sum(0).tolist() for _, rows in partition.runs]
 
 
-@about("group_add")
+@about("group_add", "group_mul")
+@pytest.mark.parametrize(("name", "ufunc"), [("group_add", np.add), ("group_mul", np.multiply)])
 @given(partitions())
-def test_group_add(partition: Partition):
-    y, bias = torch.randn(partition.rows, 3), torch.randn(len(partition.sizes), 3)
+def test_group_add_and_mul(name, ufunc, partition: Partition):
+    y, table = torch.randn(partition.rows, 3), torch.randn(len(partition.sizes), 3)
 
-    def build(fd, y, bias, offs):
+    def build(fd, y, table, offs):
         rows, ends = partitioned_rows(fd, partition, y, offs)
-        return fd.ops.group_add(rows, bias, ends)
+        return getattr(fd.ops, name)(rows, table, ends)
 
-    (found,) = run(build, y, bias, partition.ends)
+    (found,) = run(build, y, table, partition.ends)
     want = y.numpy().copy()
     for g, rows in partition.runs:
-        want[rows] += bias.numpy()[g]
+        want[rows] = ufunc(want[rows], table.numpy()[g])
     assert found.tolist() == want.tolist()
 
 

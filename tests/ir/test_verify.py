@@ -88,6 +88,7 @@ def test_the_ends_of_another_partition(golden):
         "grouped_mm_t": lambda ends: fd.ops.grouped_mm_t(other, w, ends),
         "grouped_outer": lambda ends: fd.ops.grouped_outer(other, rows, ends),
         "group_add": lambda ends: fd.ops.group_add(rows, bias, ends),
+        "group_mul": lambda ends: fd.ops.group_mul(rows, bias, ends),
         "group_sum": lambda ends: fd.ops.group_sum(rows, ends),
         "grouped_swizzle": lambda ends: fd.ops.grouped_swizzle(
             fd.ops.partition(scale, right), ends, layout="sf128x4"
@@ -123,6 +124,7 @@ def test_groups_and_sizes_must_agree(golden):
         lambda: fd.ops.grouped_mm(rows, packed, ends, a_layout="sf128x4"),
         lambda: fd.ops.group_add(rows, tensor(4, 32, dtype="bf16"), ends),
         lambda: fd.ops.group_add(rows, tensor(3, 32), ends),
+        lambda: fd.ops.group_mul(rows, tensor(4, 31), ends),
         lambda: fd.ops.group_sum(tensor(4, 8), ends),
         lambda: fd.ops.group_sum(counts, ends),
         lambda: fd.ops.ends(tensor(4, dtype="i64"), rows=m, groups=g),

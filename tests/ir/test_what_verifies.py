@@ -124,6 +124,7 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
     "grouped_mm_t": [([ROWS, MATRICES, ENDS], each("wgrad", ("", "mxfp8", "fp8", "bf16")))],
     "grouped_outer": [([ROWS, ROWS, ENDS], [{}])],
     "group_add": [([ROWS, (2, 32), ENDS], [{}])],
+    "group_mul": [([ROWS, (2, 32), ENDS], [{}])],
     "group_sum": [([ROWS, ENDS], [{}])],
 }
 

@@ -236,8 +236,22 @@ class Elements:
         return formula("{} < {}[{}] ? {} : 0", at[0], self._array(ends), last, self.of(x, at))
 
     def _group_add(self, op: Op, at: Sequence[Index]) -> Expression:
-        y, bias, ends = op.values
-        groups = size(bias.type.shape[0])
+        y = op.values[0]
+        _, added = self._of_its_group(op, at)
+        return _rounded(formula("{} + {}", self.of(y, at), added), y.type.dtype, y.type.dtype)
+
+    def _group_mul(self, op: Op, at: Sequence[Index]) -> Expression:
+        y = op.values[0]
+        inside, scale = self._of_its_group(op, at)
+        scaled = formula("{0} ? {1} * {2} : {1}", inside, self.of(y, at), scale)
+        return _rounded(scaled, y.type.dtype, y.type.dtype)
+
+    def _of_its_group(
+        self, op: Op, at: Sequence[Index]
+    ) -> tuple[Expression, Expression | Variable]:
+        """Whether an element's row is in a group, and that group's element of the table; else 0."""
+        _, table, ends = op.values
+        groups = size(table.type.shape[0])
         known = self._group.get(source(self._fusion, ends))
         found = (
             known(at[0])
@@ -245,8 +259,8 @@ class Elements:
             else Call("group_of", (Variable(self._array(ends)), groups, at[0]))
         )
         group = self._define("i64", formula("{}", found))
-        added = self._guarded([(formula("{} < {}", group, groups), bias, [group, at[1]])])
-        return _rounded(formula("{} + {}", self.of(y, at), added), y.type.dtype, y.type.dtype)
+        inside = formula("{} < {}", group, groups)
+        return inside, self._guarded([(inside, table, [group, at[1]])])
 
     def _array(self, v: Value) -> str:
         return array(self._fusion, self._memory, v)

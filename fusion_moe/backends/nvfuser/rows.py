@@ -15,11 +15,13 @@ from ...ir.types import Dim, plain
 from .writer import Writer
 
 
-def inside(w: Writer, x: Any, shape: tuple[Dim, ...], ends: Any, groups: int) -> Any:
-    """x [M, ...] -> x with the rows at or past the last end set to zero."""
+def inside(
+    w: Writer, x: Any, shape: tuple[Dim, ...], ends: Any, groups: int, outside: float = 0.0
+) -> Any:
+    """x [M, ...] -> x with the rows at or past the last end set to `outside`."""
     last = w.part(ends, [groups - 1], [groups])
     keep = w.lt(w.count(shape[0]), last)
-    return w.where(w.spread(keep, shape, 0), x, 0.0)
+    return w.where(w.spread(keep, shape, 0), x, outside)
 
 
 def group_of(w: Writer, rows: Dim, ends: Any, groups: int) -> Any:
@@ -116,9 +118,20 @@ def _combine(w: Writer, op: Op, y: Any, slot_of: Any, weights: Any) -> Any:
 
 
 def _group_add(w: Writer, op: Op, y: Any, bias: Any, ends: Any) -> Any:
-    t = op.outputs[0].type
-    added = of_their_group(w, w.to(bias, "f32"), t.shape, ends, group_count(op))
-    return w.to(w.add(w.to(y, "f32"), inside(w, added, t.shape, ends, group_count(op))), t.dtype)
+    added = _of_each_row(w, op, bias, ends, outside=0.0)
+    return w.to(w.add(w.to(y, "f32"), added), op.outputs[0].type.dtype)
+
+
+def _group_mul(w: Writer, op: Op, y: Any, scale: Any, ends: Any) -> Any:
+    scales = _of_each_row(w, op, scale, ends, outside=1.0)
+    return w.to(w.mul(w.to(y, "f32"), scales), op.outputs[0].type.dtype)
+
+
+def _of_each_row(w: Writer, op: Op, table: Any, ends: Any, outside: float) -> Any:
+    """table [G, N] -> f32[M, N]: for each row, its group's; `outside` past the last end."""
+    shape, groups = op.outputs[0].type.shape, group_count(op)
+    rows = of_their_group(w, w.to(table, "f32"), shape, ends, groups)
+    return inside(w, rows, shape, ends, groups, outside)
 
 
 def group_count(op: Op) -> int:
@@ -136,4 +149,5 @@ RULES: dict[str, Callable[..., Any]] = {
     "index_select": _index_select,
     "combine": _combine,
     "group_add": _group_add,
+    "group_mul": _group_mul,
 }

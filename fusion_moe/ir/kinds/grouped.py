@@ -7,6 +7,7 @@ last end become zeros.
     grouped_outer  a [M/g, N], b [M/g, K]  -> f32[G, N, K]    contracts rows: the gradient of `w`;
                                                               an empty group is zero
     group_add      y [M/g, N], bias [G, N] -> [M/g, N]
+    group_mul      y [M/g, N], scale [G, N] -> [M/g, N]
     group_sum      y [M/g, N]              -> f32[G, N]       the sum of each group's rows: the
                                                               gradient of `bias`; zero if empty
 
@@ -137,13 +138,22 @@ def _outer_type(a: TensorType, b: TensorType, ends: TensorType) -> Types:
 
 def _add_type(y: TensorType, bias: TensorType, ends: TensorType) -> Types:
     """y [M/g, N] plus bias [G, N] of each row's group; rows past the last end stay unchanged."""
+    return _per_group(y, "bias", bias, ends)
+
+
+def _mul_type(y: TensorType, scale: TensorType, ends: TensorType) -> Types:
+    """y [M/g, N] times scale [G, N] of each row's group; rows past the last end stay unchanged."""
+    return _per_group(y, "scale", scale, ends)
+
+
+def _per_group(y: TensorType, name: str, table: TensorType, ends: TensorType) -> Types:
     need_rank("y", y, 2)
-    need_rank("bias", bias, 2)
+    need_rank(name, table, 2)
     need_computed("y", y)
-    need_dtype("bias", bias, y.dtype)
+    need_dtype(name, table, y.dtype)
     rows = need_partition("y", y, ends)
-    need_same("group count", "bias", bias.shape[0], "ends", rows.groups.count)
-    need_same("N", f"bias {bias}", bias.shape[1], f"y {y}", y.shape[1])
+    need_same("group count", name, table.shape[0], "ends", rows.groups.count)
+    need_same("N", f"{name} {table}", table.shape[1], f"y {y}", y.shape[1])
     return (y,)
 
 
@@ -228,9 +238,19 @@ def _outer(a: Any, b: Any, ends: torch.Tensor) -> tuple[torch.Tensor]:
 
 
 def _add(y: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
-    """Rows past the last end stay unchanged."""
-    padded = torch.cat([bias, bias.new_zeros(1, bias.shape[1])])
-    return (y + padded.index_select(0, row_groups(ends, y.shape[0])),)
+    return (y + _of_each_row(bias, ends, y.shape[0], outside=0.0),)
+
+
+def _mul(y: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
+    return (y * _of_each_row(scale, ends, y.shape[0], outside=1.0),)
+
+
+def _of_each_row(
+    table: torch.Tensor, ends: torch.Tensor, rows: int, outside: float
+) -> torch.Tensor:
+    """table [G, N] -> [M, N]: for each row, its group's; `outside` past the last end."""
+    padded = torch.cat([table, table.new_full((1, table.shape[1]), outside)])
+    return padded.index_select(0, row_groups(ends, rows))
 
 
 def _sum(y: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
@@ -281,6 +301,14 @@ def _add_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     return [dy, fd.ops.cast(fd.ops.group_sum(dy, ends), dtype=bias.type.dtype), None]
 
 
+def _mul_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    y, scale, ends = op.values
+    wide = accumulated(y.type.dtype)  # terms of the sum are not rounded
+    terms = fd.ops.mul(fd.ops.cast(dy, dtype=wide), fd.ops.cast(y, dtype=wide))
+    dscale = fd.ops.cast(fd.ops.group_sum(terms, ends), dtype=scale.type.dtype)
+    return [fd.ops.group_mul(dy, scale, ends), dscale, None]
+
+
 def bias_rows(fd: Any, bias: Value, ends: Value, like: TensorType) -> Value:
     """bias [G, N] -> [M/g, N], the bias of each row's group, in the dtype and for the rows of
     `like` [M/g, ...]; zeros past the last end
@@ -317,7 +345,8 @@ TABLE = (
         role="grouped",
     ),
     OpKind("grouped_outer", _outer_type, _outer, flops=_product_flops, role="grouped"),
-    OpKind("group_add", _add_type, _add, _add_grad, role="grouped_add"),
+    OpKind("group_add", _add_type, _add, _add_grad, role="per_group"),
+    OpKind("group_mul", _mul_type, _mul, _mul_grad, role="per_group"),
     OpKind(
         "group_sum",
         _sum_type,
