@@ -199,7 +199,7 @@ class Moves:
             with torch.cuda.device(self.device):
                 shared = 4 * (3 * self.experts + self.shared.capacity)
                 self._kernels[key] = (
-                    Kernel(launches.find_misses(ids), 1, shared),
+                    Kernel(launches.find_misses(ids), 1, shared, overlaps=True),
                     Kernel(launches.move(ids, weights), COPYING + HANDING, overlaps=True),
                 )
         return self._kernels[key]

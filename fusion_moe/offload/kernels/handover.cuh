@@ -64,6 +64,7 @@ struct Await {
 
     __device__ void run() const {
         griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
         const i32 rows = step.counts->rows;
         if (rows == 0) return;
         __shared__ i32 answered;

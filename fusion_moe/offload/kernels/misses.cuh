@@ -65,9 +65,10 @@ struct FindMisses {
         i32 *const rows = memory, *const fate = rows + experts, *const order = fate + experts,
                    *const on_cpu = order + experts;
         const i32 first = threadIdx.x, by = blockDim.x, E = i32(experts), n = i32(count);
-        griddepcontrol_launch_dependents();  // which wait until all is written
         for (i32 e = first; e < E; e += by) rows[e] = 0;
         if (first == 0) missed = copied = hits = 0;
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
         __syncthreads();
         for (i32 i = first; i < n; i += by) {
             const i64 id = i64(ids[i]);

@@ -16,6 +16,7 @@ struct Move {
 
     __device__ __forceinline__ void run() const {
         griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
         const Step& step = rows.step;
         if (blockIdx.x >= copying) return rows.run(i32(copying));
         parts->copy(step.counts->copies, cached, copying, [&](i64 i) { return step.copied[i]; });
