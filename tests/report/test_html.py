@@ -14,6 +14,7 @@ import pytest
 
 from fusion_moe.report.difference import differences
 from fusion_moe.report.html import frame, page
+from fusion_moe.report.html.colours import coloured
 
 VOID = {"meta", "link"}
 
@@ -86,10 +87,15 @@ def test_it_is_well_formed_and_loads_and_runs_nothing_but_itself(many, name):
     assert "innerHTML" not in script
 
 
+def plain(page: str) -> str:
+    """The text of a page without syntax colours, unescaped."""
+    return unescape(re.sub(r'<span class="\w+">(.*?)</span>', r"\1", page))
+
+
 def test_users_text_is_escaped(many):
     assert "<script>window" not in many["harmful"]
     assert "<img" not in many["harmful"]
-    assert unescape(many["harmful"]).count(pages.HARM) >= 10
+    assert plain(many["harmful"]).count(pages.HARM) >= 10
 
 
 def test_every_segment_is_in_the_graph_and_in_every_pane(report, many):
@@ -101,7 +107,8 @@ def test_every_segment_is_in_the_graph_and_in_every_pane(report, many):
     for s in report.segments:
         # its box, its source line, its IR, its kernel
         assert sum(s.id in ids for ids in linked) == 4
-    assert "return x + self.experts(x, ids, weights)" in many["plain"]
+    assert "return x + self.experts(x, ids, weights)" in plain(many["plain"])
+    assert '<span class="word">return</span>' in many["plain"]
     assert "#include" in many["plain"]
 
 
@@ -109,6 +116,30 @@ def test_reasons_and_boundaries_are_there(report, many):
     text = unescape(many["plain"])
     assert all(s.boundary in text for s in report.segments)
     assert all(x.why in text for x in report.not_fused)
+    listing = text[text.index("<h3>source") : text.index("<h3>IR")]
+    assert "title=" not in listing
+    assert all(x.why in listing for x in report.not_fused)
+    marked = ", ".join(re.findall(r"<small>(.*?)</small>", listing))
+    assert all(s.id in marked for s in report.segments)
+
+
+@pytest.mark.parametrize(
+    ("cpp", "text", "html"),
+    [
+        (False, "if x < 2.5e3:  # <b>", "[word if] x &lt; [number 2.5e3]:  [comment # &lt;b&gt;]"),
+        (False, '"""a\nb""" + \'#\'', '[text """a]\n[text b"""] + [string \'#\']'),
+        (False, "fd.ops.define(xif, i0)", "fd.ops.define(xif, i0)"),
+        (
+            True,
+            "#include <x>\n  /* a\n if */ i64",
+            "[word #include] &lt;x&gt;\n  [comment /* a]\n[comment  if */] i64",
+        ),
+        (True, "__global__ void f() // 1", "[word __global__] [word void] f() [comment // 1]"),
+    ],
+)
+def test_syntax_colours(cpp, text, html):
+    spans = re.sub(r"\[(\w+) (.*?)\]", r'<span class="\1">\2</span>', html)
+    assert coloured(text, cpp=cpp) == spans.replace('"""', "&#34;&#34;&#34;").replace("'", "&#39;")
 
 
 def test_equal_calls_with_equal_reasons_are_one_box(report):

@@ -19,6 +19,7 @@ from ...messages.units import amount, count, duration, ratio
 from ..data import FusionReport, Listing, Measured, ReportData, SegmentReport
 from ..difference import changed_lines, differences
 from ..summary import WAYS, after, warnings, what
+from .colours import coloured
 
 WIDTH, HEIGHT, APART, BELOW = 168, 62, 12, 34  # of the boxes of segments and between them, pixels
 
@@ -64,7 +65,12 @@ def _template() -> Any:
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(
-        amount=amount, changed=changed_lines, count=count, duration=duration, ratio=ratio
+        amount=amount,
+        changed=changed_lines,
+        coloured=coloured,
+        count=count,
+        duration=duration,
+        ratio=ratio,
     )
     environment.globals.update(
         after=after,
@@ -115,26 +121,33 @@ def _left_out(report: ReportData) -> dict[tuple[str, str], tuple[int, list[str]]
 
 
 class _Line(NamedTuple):
-    """A line of the user's program: the segments that are made from it, and why its calls were not
-    fused.
+    """A line of the user's program, as HTML: the segments that are made from it, and why its calls
+    were not fused.
     """
 
     number: int
-    text: str
+    html: str
     segments: list[str]
     reasons: list[str]
 
 
 def _lines(listing: Listing, report: ReportData) -> Iterator[_Line]:
-    for n, text in enumerate(listing.text.splitlines(), listing.first_line):
-        start, end = f"{listing.file}:{n}, in ", f": {text.strip()}"
+    text = listing.text.rstrip("\n")
+    for n, (line, html) in enumerate(
+        zip(text.split("\n"), coloured(text).split("\n"), strict=True), listing.first_line
+    ):
+        start, end = f"{listing.file}:{n}, in ", f": {line.strip()}"
 
         def here(source: str, start: str = start, end: str = end) -> bool:
             return source.startswith(start) and source.endswith(end)
 
-        reasons = [f"{x.op}: {x.why}" for x in report.not_fused if here(x.source)]
+        left = dict[str, dict[str, None]]()
+        for x in report.not_fused:
+            if here(x.source):
+                left.setdefault(x.why, {})[x.op] = None
+        reasons = [f"{', '.join(ops)}: {why}" for why, ops in left.items()]
         segments = [s.id for s in report.segments if any(map(here, s.sources))]
-        yield _Line(n, text, segments, list(dict.fromkeys(reasons)))
+        yield _Line(n, html, segments, reasons)
 
 
 def _changes(fusion: FusionReport) -> Iterator[tuple[str, list[str]]]:
