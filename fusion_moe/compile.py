@@ -18,7 +18,7 @@ from .ir.text import parse, text
 from .messages.warn import warn_once
 from .options import Options
 from .passes import PASSES
-from .runtime import dump
+from .runtime import cuda, dump
 from .runtime.program import Program
 from .schedule.plan import REFERENCE
 from .schedule.segment import Segment, split
@@ -37,7 +37,8 @@ class Lowered:
 
 def lower(fusion: Fusion, to: Target, with_: Options) -> Lowered:
     """Passes, segments, plans: all stages that do not need the target's machine."""
-    _check_formats(fusion, to)
+    with options.using(with_):
+        _check_formats(fusion, to)
     _check_order(to, with_)
     stages = [("translated", fusion)]
     for run in PASSES:
@@ -102,10 +103,7 @@ def program_of(source: str, device: torch.device, with_: Options | None = None) 
     with_ = with_ or options.current()
     to = find(with_.target, device)
     target.check_device(to, device)
-    program = _program(source, to.name, with_)
-    if to.requires:
-        _check_formats(program.fusion, to, device)
-    return program
+    return _program(source, to.name, with_)
 
 
 @lru_cache(maxsize=1024)
@@ -181,14 +179,12 @@ def _check_order(to: Target, with_: Options) -> None:
         )
 
 
-def _check_formats(fusion: Fusion, to: Target, device: torch.device | None = None) -> None:
+def _check_formats(fusion: Fusion, to: Target) -> None:
     for op in fusion.ops:
-        if operands := op.attrs.get("operands", ""):
-            target.check_formats(to, operands, op.kind.name, device)
+        formats = [op.attrs.get("operands", "")]
         # trained in 8 bits: emulated
-        if (
-            op.kind.role == "grouped"
-            and op.values[0].type.quantized
-            and not eight_bits.is_trained(op)
-        ):
-            target.check_formats(to, format_of(op.values[0].type), op.kind.name, device)
+        if op.kind.role == "grouped" and op.values[0].type.quantized:
+            formats += [] if eight_bits.is_trained(op) else [format_of(op.values[0].type)]
+        for wanted in filter(None, formats):
+            gpu = cuda.facts() if wanted in to.requires else None
+            target.check_formats(to, wanted, op.kind.name, gpu)

@@ -98,6 +98,11 @@ class Options:
         "the kernel of CUDA's grouped products: 'auto' is by "
         "sizes, or the name of one, which must fit",
     )
+    cuda_arch: str = _option(
+        "auto",
+        "the GPU that CUDA kernels are for: 'auto' is the one at hand; the name of a known one, or "
+        "a compute capability ('8.0'), whose PTX and limits a newer GPU then runs",
+    )
     order_weights: bool = _option(
         True,
         "weights in the order of CUDA's kernels from a module's first call there on, "

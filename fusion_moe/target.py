@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .arch import Arch, shown
 from .errors import UnsupportedError
 
 # activation_format -> the encoding to which rows are quantized before each product
@@ -22,8 +23,8 @@ ACTIVATION_FORMATS = ("bf16", "nvfp4", "int8", "fp8")
 class Target:
     """A kind of machine.
 
-    activation_formats: those that its grouped products accept; requires: the compute capability
-    that one of them requires, if only that has the instructions. schedulers: those that are asked
+    activation_formats: those that its grouped products accept; requires: the arch.FEATURES that one
+    of them, or `turned_columns`, needs. schedulers: those that are asked
     whether one kernel can compute a piece, in order (`schedule.Scheduler`). operand_layouts: the
     layout in which products read the block scales of a quantized activation. device: the kind of
     device that its kernels run on, "" for every one; capability: the CUDA compute capability that
@@ -50,7 +51,7 @@ class Target:
     ran_on: tuple[tuple[int, int], ...] = ()
     weight_layout: str = "linear"
     added_features: Mapping[str, int] = field(default_factory=dict)
-    requires: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     linear_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     quantized_results: tuple[str, ...] = ()
     folded_from: Callable[[torch.device, int, int, int], float] | None = None
@@ -78,7 +79,7 @@ def why_not_on(target: Target, device: torch.device) -> str:
             if target.device in ("", device.type)
             else (f"{target.name} requires {target.device.upper()} tensors, got {device}")
         )
-    wanted = f"compute capability {'.'.join(map(str, target.capability))}"
+    wanted = f"compute capability {shown(target.capability)}"
     if device.type != "cuda":
         return f"{target.name} requires a CUDA device with {wanted}, got {device}"
     found = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
@@ -87,7 +88,7 @@ def why_not_on(target: Target, device: torch.device) -> str:
     return (
         ""
         if found == target.capability
-        else (f"{target.name} requires {wanted}, {device} has {'.'.join(map(str, found))}")
+        else (f"{target.name} requires {wanted}, {device} has {shown(found)}")
     )
 
 
@@ -98,7 +99,7 @@ def never_run(target: Target, capability: tuple[int, int]) -> str:
     return (
         ""
         if capability in target.ran_on
-        else (f"never run on compute capability {'.'.join(map(str, capability))}")
+        else f"never run on compute capability {shown(capability)}"
     )
 
 
@@ -115,21 +116,15 @@ def check_device(target: Target, device: torch.device, where: str = "") -> None:
 
 
 def check_formats(
-    target: Target, activation_format: str, where: str, device: torch.device | None = None
+    target: Target, activation_format: str, where: str, gpu: Arch | None = None
 ) -> None:
-    """UnsupportedError if the target, or a device of it, has no product on activations of this
-    format: hardware never changes what was asked for.
+    """UnsupportedError if the target, or the GPU that it is for, has no product on activations of
+    this format: hardware never changes what was asked for.
     """
-    wanted, on, formats = (
-        target.requires.get(activation_format),
-        target.name,
-        [*target.activation_formats],
-    )
-    if wanted and device is not None and device.type == "cuda" and torch.cuda.is_available():
-        found = torch.cuda.get_device_capability(device)
-        if found != wanted:
-            on = f"compute capability {'.'.join(map(str, found))}"
-            formats = [f for f in formats if target.requires.get(f, found) == found]
+    on, formats = target.name, [*target.activation_formats]
+    if gpu and gpu.why_not(target.requires.get(activation_format, ())):
+        on = f"compute capability {shown(gpu.capability)}"
+        formats = [f for f in formats if not gpu.why_not(target.requires.get(f, ()))]
     if activation_format in formats:
         return
     where_it_runs = _WHERE.get(activation_format, f"rows in {activation_format} have no kernels")

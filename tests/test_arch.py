@@ -6,7 +6,24 @@ from dataclasses import fields, replace
 
 import pytest
 
-from fusion_moe.arch import A100, B200, H100, H200, KNOWN, L40S, RTX_4090, Arch, find
+from fusion_moe.arch import (
+    A100,
+    B200,
+    FEATURES,
+    H100,
+    H200,
+    KNOWN,
+    L40S,
+    RTX_4090,
+    Arch,
+    find,
+    like,
+    named,
+    nearest,
+    standing_in,
+    tensor_rate,
+)
+from fusion_moe.errors import OptionError
 
 
 def read(known: Arch, name: str, **changes) -> Arch:
@@ -33,12 +50,31 @@ def test_known_gpus_are_different_ones():
 
 @pytest.mark.parametrize("arch", KNOWN.values(), ids=lambda arch: arch.name)
 def test_facts_of_known_gpus_agree_with_each_other(arch):
-    assert all(getattr(arch, f.name) for f in fields(Arch) if f.name != "measured")
+    assert all(getattr(arch, f.name) for f in fields(Arch) if f.name not in ("measured", "code"))
     # that the driver keeps, for one block
     assert arch.shared_per_multiprocessor - arch.shared_per_block == 1024
-    assert arch.wgmma == arch.nvrtc.endswith("a")
-    assert arch.programmatic_launch or not arch.wgmma
     assert arch.warps_to_saturate_memory <= arch.multiprocessors * arch.warps
+    # of one compute capability a multiprocessor has the same
+    first = nearest(arch.capability)
+    assert (
+        replace(
+            first,
+            name=arch.name,
+            multiprocessors=arch.multiprocessors,
+            l2_bytes=arch.l2_bytes,
+            memory_bandwidth=arch.memory_bandwidth,
+            tensor_rate=arch.tensor_rate,
+            measured=arch.measured,
+        )
+        == arch
+    )
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_tensor_rates_are_those_of_clocks_that_there_are(name):
+    known = KNOWN[name]
+    each_hertz = tensor_rate(name, known.capability, known.multiprocessors, 1)
+    assert 1.3e9 < known.tensor_rate / each_hertz < 2.7e9
 
 
 def test_what_each_generation_has():
@@ -48,13 +84,105 @@ def test_what_each_generation_has():
         "sm_90a",
         "sm_100",
     ]
-    assert [arch.wgmma for arch in (A100, RTX_4090, H200, B200)] == [False, False, True, False]
+    having = {
+        name: [a for a in (A100, L40S, H200, B200) if not a.why_not([name])] for name in FEATURES
+    }
+    assert having == {
+        "mma": [A100, L40S, H200, B200],
+        "cp.async": [A100, L40S, H200, B200],
+        "mma.e4m3": [L40S, H200, B200],
+        "griddepcontrol": [H200, B200],
+        "clusters": [H200, B200],
+        "TMA": [H200, B200],
+        "wgmma": [H200],
+        "setmaxnreg": [H200],
+    }
     assert [arch.programmatic_launch for arch in (A100, L40S, H100, B200)] == [
         False,
         False,
         True,
         True,
     ]
+    assert A100.why_not(("mma", "TMA")) == (
+        "TMA requires compute capability 9.0 or higher, A100 has 8.0"
+    )
+    assert B200.why_not(("wgmma",)) == "wgmma requires compute capability 9.0, B200 has 10.0"
+
+
+def test_geforce_gpus_add_up_in_float32_at_half_the_rate():
+    rates = [tensor_rate(name, (8, 9), 100, 2e9) for name in ("NVIDIA L40S", "NVIDIA GeForce RTX")]
+    assert rates == [204.8e12, 102.4e12]
+    assert RTX_4090.tensor_rate / RTX_4090.multiprocessors < L40S.tensor_rate / 142 / 1.9
+
+
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [
+        ((128, 1024, 12, 40), ""),
+        ((1056, 0), "1056 threads of a block, RTX 4090 has 1024"),
+        ((128, 100 * 1024), "102400 bytes of shared memory of a block, RTX 4090 has 101376"),
+        ((32, 0, 25), "25 blocks of a multiprocessor, RTX 4090 has 24"),
+        ((512, 0, 4), "2048 threads of a multiprocessor, RTX 4090 has 1536"),
+        (
+            (128, 50 * 1024, 2),
+            "104448 bytes of shared memory of a multiprocessor, RTX 4090 has 102400",
+        ),
+        ((128, 0, 4, 129), "69632 registers of a multiprocessor, RTX 4090 has 65536"),
+    ],
+)
+def test_limits_of_a_multiprocessor(kernel, why):
+    assert RTX_4090.why_no_room(*kernel) == why
+
+
+def test_a_name_or_a_compute_capability_names_a_gpu():
+    assert named("rtx 4090") is RTX_4090
+    assert named("8.0") is A100
+    assert named("9.0") is H200
+    with pytest.raises(
+        OptionError,
+        match=r"^option cuda_arch = 'A900'; expected one of auto, H200, .*GB10, or a compute "
+        r"capability: 9\.0, 8\.0, 8\.6, 8\.9, 10\.0, 11\.0, 12\.0, 12\.1$",
+    ):
+        named("A900", "option cuda_arch", ["auto"])
+
+
+def test_other_gpus_are_like_the_nearest_one():
+    assert nearest((8, 7)) is KNOWN["NVIDIA A10"]
+    assert nearest((10, 3)) is B200
+    assert like("NVIDIA H200", (9, 0), 132) is H200
+    part = like("NVIDIA RTX A6000", (8, 6), 84)
+    assert (part.name, part.capability, part.blocks) == ("NVIDIA RTX A6000", (8, 6), 16)
+    assert like("Tesla T4", (7, 5), 40).why_not(("mma",))
+
+
+def test_a_device_stands_in_for_an_older_gpu():
+    """By name for all of it; by compute capability for its limits."""
+    a100, as_8_0 = standing_in(H200, "a100"), standing_in(H200, "8.0")
+    assert a100 == replace(A100, code="compute_80,sm_90")
+    assert as_8_0 == replace(
+        a100,
+        multiprocessors=132,
+        l2_bytes=H200.l2_bytes,
+        memory_bandwidth=4.8e12,
+        tensor_rate=H200.tensor_rate,
+        measured=H200.measured,
+    )
+    assert a100.nvrtc == "compute_80,sm_90"
+    assert standing_in(B200, "RTX 4090").nvrtc == "compute_89,sm_100"
+    assert standing_in(H200, "9.0") == H200
+    assert standing_in(H200, "H100") == H100
+    # PTX has not what only machine code for one GPU has
+    hopper = standing_in(B200, "9.0")
+    assert (hopper.nvrtc, hopper.programmatic_launch) == ("compute_90,sm_100", True)
+    assert hopper.why_not(("wgmma",))
+    with pytest.raises(
+        OptionError,
+        match=r"option cuda_arch = '12\.0', of compute capability 12\.0, on H200, which has 9\.0; "
+        r"expected a GPU of compute capability 9\.0 or lower; 8\.9 has the limits",
+    ):
+        standing_in(H200, "12.0")
+    with pytest.raises(OptionError, match="option cuda_arch = '7.0'"):
+        standing_in(H200, "7.0")
 
 
 def test_facts_that_were_not_measured_follow_the_bandwidth_of_memory():

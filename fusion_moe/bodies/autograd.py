@@ -56,8 +56,7 @@ from ..errors import Error, UnsupportedError
 from ..ir.core import Fusion
 from ..ir.derivative import Derivative, differentiate
 from ..ir.text import one_line, parse
-from ..runtime import native
-from ..runtime.cuda import why_no_wgmma
+from ..runtime import cuda, native
 from ..runtime.remembered import Remembered
 from .eager import BODIES
 
@@ -139,15 +138,19 @@ def _of_text(
 def programs_of(program: str, wanted: tuple[int, ...], device: torch.device) -> Programs:
     """The programs of the derivative of a program on a device, under the options in force."""
     with_ = options.current()
-    return _of_text(program, wanted, with_.router_gradient, _by_columns(with_.target, device))
+    return _of_text(program, wanted, with_.router_gradient, _by_columns(with_, device))
 
 
 @lru_cache(maxsize=64)
-def _by_columns(target: str, device: torch.device) -> bool:
+def _by_columns(with_: options.Options, device: torch.device) -> bool:
     """Whether products over rows read codes by columns there."""
-    return (
-        device.type == "cuda" and not why_no_wgmma() and bool(find(target, device).turned_columns)
-    )
+    to = find(with_.target, device)
+    with options.using(with_):
+        return (
+            device.type == "cuda"
+            and bool(to.turned_columns)
+            and not cuda.facts().why_not(to.requires["turned_columns"])
+        )
 
 
 def run(
@@ -216,7 +219,7 @@ class _Step:
                 call.others,
                 wants,
                 with_.router_gradient,
-                _by_columns(with_.target, device),
+                _by_columns(with_, device),
             )
         except UnsupportedError as error:
             names = list(call.tensors)

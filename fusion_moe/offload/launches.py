@@ -78,6 +78,7 @@ class Kernel:
         name = name_of(source)
         path = build(source, arch.nvrtc)
         function, overlaps = cuda.load(path, name, shared), overlaps and arch.programmatic_launch
+        cuda.check_room(function, torch.cuda.current_device(), name, THREADS, shared)
         self._launch = cuda.Launch(function, blocks, THREADS, shared, overlaps)
 
     def __call__(self, stream: int, numbers: Sequence[int]) -> None:

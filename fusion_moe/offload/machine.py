@@ -112,7 +112,7 @@ def of_gpu(device: str) -> Machine:
 
     on = torch.device(device)
     found = measured(torch.cuda.get_device_name(on), Copier(on), lambda: starts(on))
-    return replace(found, gpu=_OF_MEMORY * cuda.arch(cuda.index_of(on)).memory_bandwidth)
+    return replace(found, gpu=_OF_MEMORY * cuda.device_facts(cuda.index_of(on)).memory_bandwidth)
 
 
 def _measure(copy: Copy, hand_over: int, copy_start: int) -> Machine:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import __version__, arch, backends, options
+from .. import __version__, backends, options
 from .. import target as targets
 from ..arch import Arch
 from ..backends import cuda
@@ -73,15 +73,15 @@ class _Wanted:
 _Place = tuple[Region, Watched | None]  # one occurrence of a fusion
 
 
-def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
-    """The report of what was seen, for the target in `switches`. gpu: the GPU to choose CUDA's
-    kernels for; None: that of the tensors, else the one at hand, or an H200 if there is none.
+def report_of(seen: Seen, switches: Options) -> Report:
+    """The report of what was seen, for the target and the GPU in `switches`: if they name none,
+    that of the tensors, else the one at hand, or an H200 if there is none.
     """
     graphs = seen.graphs
     regions = [region for graph in graphs for region in graph.regions]
     calls = (*seen.breaks, *(x for graph in graphs for x in graph.not_fused))
     not_fused = Counter((x.op, x.source, x.why) for x in calls)
-    wanted = _wanted(regions, switches, gpu)
+    wanted = _wanted(regions, switches)
     watched = seen.watch.watched if seen.watch else [None] * len(regions)
     programs: dict[Hashable, list[_Place]] = {}
     for place in zip(regions, watched, strict=True):
@@ -134,12 +134,13 @@ def _gpu_here(wanted: _Wanted) -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else wanted.gpu.name
 
 
-def _wanted(regions: list[Region], switches: Options, gpu: Arch | None) -> _Wanted:
+def _wanted(regions: list[Region], switches: Options) -> _Wanted:
     device = regions[0].device if regions else torch.device("cpu")
     target = backends.find(switches.target, device)
-    if gpu is None:
-        here = torch.cuda.is_available()
-        gpu = gpus.arch(gpus.index_of(device)) if here else arch.H200
+    of_process = switches.cuda_arch == options.variable()[1].cuda_arch
+    with options.using(switches):
+        here = of_process and torch.cuda.is_available()
+        gpu = gpus.arch(gpus.index_of(device)) if here else gpus.facts()
     return _Wanted(target, targets.why_not_on(target, device), switches, gpu)
 
 

@@ -79,7 +79,7 @@ class Watch:
         GPU.
         """
         if device.type == "cuda":
-            return cuda.arch(cuda.index_of(device)).memory_bandwidth
+            return cuda.device_facts(cuda.index_of(device)).memory_bandwidth
         return max(self.memory.bytes_per_second, self.now)
 
     def machine(self) -> Machine | None:
@@ -281,7 +281,7 @@ def _gpu_seconds(call: Callable[[], object], device: torch.device) -> float:
 def _other_memory(index: int) -> torch.Tensor:
     """u8: a buffer four times the size of the L2 cache."""
     return torch.empty(
-        4 * cuda.arch(index).l2_bytes, dtype=torch.uint8, device=torch.device("cuda", index)
+        4 * cuda.device_facts(index).l2_bytes, dtype=torch.uint8, device=torch.device("cuda", index)
     )
 
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule
 
 from .. import backends, options, plugins
 from .. import target as targets
-from ..arch import Arch, named
+from ..arch import named
 from ..backends import cuda
 from ..definitions import translate
 from ..definitions.nodes import called_op
@@ -67,8 +67,8 @@ def explain(
         model_or_fn: what is called with `args` and `kwargs`.
         target: None: the target of the tensors' device; otherwise a name in target.py, even of a
             target whose programs cannot run here.
-        gpu: the name of a GPU ("H100") whose kernels to show, even if it is absent; the target is
-            then "cuda". None: the GPU at hand, or an H200.
+        gpu: the name of a GPU ("H100") or a compute capability ("8.6") whose kernels to show, even
+            if it is absent; the target is then "cuda". None: the GPU at hand, or an H200.
         measure: also run the call, on real tensors, with its fusions as compiled programs, and
             report the time of each kernel, next to the time that this machine takes to read the
             kernel's inputs. The model's writes into itself take effect. On a GPU, CUDA events
@@ -89,11 +89,25 @@ def explain(
             expected="a torch.nn.Module or a function",
             where="explain",
         )
-    target, arch = (target, None) if gpu is None else _of_gpu(gpu, target)
-    switches = options.current().replace(**({} if target is None else {"target": target}))
+    changes = {} if target is None else {"target": target}
+    if gpu is not None:
+        changes = _of_gpu(gpu, target, measure or load)
+    switches = options.current().replace(**changes)
     # an unknown name raises here and not inside a compiler
     backends.find(switches.target, torch.device("cpu"))
     watch = Watch(switches, measure, load) if measure or load else None
+    with options.override(cuda_arch=switches.cuda_arch):
+        return _explained(model_or_fn, args, kwargs, switches, watch, backward)
+
+
+def _explained(
+    model_or_fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    switches: Options,
+    watch: Watch | None,
+    backward: bool,
+) -> Report:
     compiled = next((c for ask in plugins.compiled_by if (c := ask(model_or_fn))), None)
     function = compiled.function if compiled else _original(model_or_fn)
     _check(compiled, function, args, kwargs, watch, backward)
@@ -132,7 +146,7 @@ def explain(
             "gradients",
             where="explain",
         )
-    return report_of(seen, switches, arch)
+    return report_of(seen, switches)
 
 
 def _own_error(error: BaseException) -> Error | None:
@@ -171,15 +185,22 @@ def _check(
         raise UnsupportedError(found, expected=expected, todo=todo, where="explain")
 
 
-def _of_gpu(name: str, target: str | None) -> tuple[str, Arch]:
-    """The target and the facts of a GPU, by its name."""
+def _of_gpu(name: str, target: str | None, runs: bool) -> dict[str, str]:
+    """The options with which the kernels of a GPU are shown."""
     if target not in (None, cuda.NAME):
         raise OptionError(
             f"gpu = {name!r} for the target {target!r}",
             expected=f"the target {cuda.NAME!r}, or none",
             where="explain",
         )
-    return cuda.NAME, named(name)
+    if runs:
+        raise UnsupportedError(
+            f"gpu = {name!r} with measure or load",
+            expected="one of them: the call runs on the GPU at hand",
+            where="explain",
+        )
+    named(name)
+    return {"target": cuda.NAME, "cuda_arch": name}
 
 
 def _in_dynamo(

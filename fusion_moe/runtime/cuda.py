@@ -12,7 +12,7 @@ Kernels report faults in words of pinned memory: faults.py.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from math import prod
 from pathlib import Path
@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 
-from ..arch import Arch, find
-from ..errors import BuildError, UnsupportedError
+from .. import options
+from ..arch import AUTO, H200, RESERVED, Arch, find, like, named, shown, standing_in, tensor_rate
+from ..errors import BuildError, OptionError, UnsupportedError
+from . import nvrtc
+from .driver import checked, driver, make_current
 
 _FREE_SHARED = 48 * 1024  # bytes of shared memory that a block gets without asking
-_RESERVED = 1024  # bytes of shared memory that the driver reserves for each block
 _STREAMS = 64  # how many a launch remembers
 _MAPS = 4096  # how many a process remembers
 _MAP_BYTES = 128
@@ -32,66 +34,94 @@ _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 Function = Any  # the driver's handle of a kernel
 
 
-@cache
 def arch(index: int) -> Arch:
-    """The facts of a device. UnsupportedError below compute capability 8.0."""
+    """The GPU that kernels for a device are made for: the device, or what the option cuda_arch has
+    it stand in for. UnsupportedError below compute capability 8.0; OptionError for a GPU that is
+    unknown or newer than the device, and if the option has changed.
+    """
+    asked, (first, found) = options.current().cuda_arch, _arch(index)
+    if asked != first:
+        raise OptionError(
+            f"option cuda_arch = {asked!r}, after kernels for {first!r} on cuda:{index}",
+            expected="one value in a process",
+            todo="set FUSION_MOE_CUDA_ARCH before the process starts",
+        )
+    return found
+
+
+@cache
+def _arch(index: int) -> tuple[str, Arch]:
+    """The option cuda_arch when it is first needed, and the GPU that it stands for."""
+    asked, found = options.current().cuda_arch, device_facts(index)
+    return asked, found if asked == AUTO else standing_in(found, asked)
+
+
+@cache
+def device_facts(index: int) -> Arch:
+    """The facts of a device. Its kernels are PTX, which the driver compiles, if NVRTC does not know
+    its compute capability.
+    """
     if why := _why_too_old(f"cuda:{index}", torch.cuda.get_device_capability(index)):
         raise UnsupportedError(
             why, todo="options.override(target='reference') computes in plain torch", where="cuda"
         )
-    return find(read_arch(index))
+    found = find(read_arch(index))
+    return replace(found, code=nvrtc.code_for(found.capability))
+
+
+def facts() -> Arch:
+    """The GPU that programs are planned for: the one that the option cuda_arch names, else the
+    current device, else an H200. Of a device only what torch knows: its name and kind.
+    """
+    if (asked := options.current().cuda_arch) != AUTO:
+        return named(asked, "option cuda_arch", [AUTO])
+    if not torch.cuda.is_available():
+        return H200
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return like(found.name, (found.major, found.minor), found.multi_processor_count)
 
 
 def read_arch(index: int) -> Arch:
     """The facts that the driver reports about a device."""
-    d, properties = _driver(), torch.cuda.get_device_properties(index)
+    d, properties = driver(), torch.cuda.get_device_properties(index)
 
     def attribute(name: str) -> int:
         asked = getattr(d.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(_checked(d.cuDeviceGetAttribute(asked, d.CUdevice(index)), name))
+        return int(checked(d.cuDeviceGetAttribute(asked, d.CUdevice(index)), name))
 
     bits_a_clock = 2 * attribute("GLOBAL_MEMORY_BUS_WIDTH")  # data on both clock edges
+    capability, count = (properties.major, properties.minor), attribute("MULTIPROCESSOR_COUNT")
     return Arch(
         properties.name,
-        (properties.major, properties.minor),
-        attribute("MULTIPROCESSOR_COUNT"),
+        capability,
+        count,
         attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
         attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
         attribute("L2_CACHE_SIZE"),
         1e3 * attribute("MEMORY_CLOCK_RATE") * bits_a_clock / 8,
+        tensor_rate(properties.name, capability, count, 1e3 * attribute("CLOCK_RATE")),
         attribute("MAX_REGISTERS_PER_MULTIPROCESSOR"),
         attribute("MAX_THREADS_PER_MULTIPROCESSOR") // 32,
+        attribute("MAX_BLOCKS_PER_MULTIPROCESSOR"),
     )
 
 
 def why_too_old() -> str:
-    """Why kernels cannot run on the current device; empty if they can, or if there is no device."""
+    """Why kernels cannot run on the current device; empty if they can, if there is no device, or if
+    they are only looked at, by the option cuda_arch.
+    """
     return (
         _why_too_old("this GPU", torch.cuda.get_device_capability())
-        if torch.cuda.is_available()
+        if torch.cuda.is_available() and options.current().cuda_arch == AUTO
         else ""
     )
-
-
-def why_no_wgmma() -> str:
-    """Why kernels with wgmma cannot run on the current device; empty if they can, or if there is no
-    device.
-    """
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0):
-        return ""
-    major, minor = torch.cuda.get_device_capability()
-    return f"this GPU has compute capability {major}.{minor}, kernels of training require 9.0"
 
 
 def _why_too_old(device: str, capability: tuple[int, int]) -> str:
     return (
         ""
         if capability >= (8, 0)
-        else (
-            f"{device} has compute capability "
-            f"{capability[0]}.{capability[1]}, kernels require 8.0 "
-            "or higher"
-        )
+        else f"{device} has compute capability {shown(capability)}, kernels require 8.0 or higher"
     )
 
 
@@ -110,37 +140,21 @@ def capturing() -> bool:
 # Memory of the host -------------------------------------------------------------------------------
 
 
-def make_current(index: int) -> None:
-    """Makes torch's context of a device that of this thread, if the thread has none: torch does so
-    only in calls that need one.
-    """
-    d = _driver()
-    if not int(_checked(d.cuCtxGetCurrent(), "context")):
-        _checked(d.cuCtxSetCurrent(_context(index)), "context")
-
-
-@cache
-def _context(index: int) -> Any:
-    d = _driver()
-    _checked(d.cuInit(0), "context")
-    return _checked(d.cuDevicePrimaryCtxRetain(d.CUdevice(index)), "context")
-
-
 def pin(address: int, nbytes: int) -> int:
     """Pins memory of the host, which must have pages of its own, and maps it on all devices. The
     address that kernels read it at. BuildError if the driver refuses.
     """
     make_current(torch.cuda.current_device())
-    d = _driver()
+    d = driver()
     flags = d.CU_MEMHOSTREGISTER_PORTABLE | d.CU_MEMHOSTREGISTER_DEVICEMAP
-    _checked(d.cuMemHostRegister(address, nbytes, flags), "cuMemHostRegister")
-    return int(_checked(d.cuMemHostGetDevicePointer(address, 0), "cuMemHostGetDevicePointer"))
+    checked(d.cuMemHostRegister(address, nbytes, flags), "cuMemHostRegister")
+    return int(checked(d.cuMemHostGetDevicePointer(address, 0), "cuMemHostGetDevicePointer"))
 
 
 def unpin(address: int) -> None:
     """Undoes `pin`."""
     make_current(torch.cuda.current_device())
-    _checked(_driver().cuMemHostUnregister(address), "cuMemHostUnregister")
+    checked(driver().cuMemHostUnregister(address), "cuMemHostUnregister")
 
 
 # Launches -----------------------------------------------------------------------------------------
@@ -151,15 +165,15 @@ def load(path: Path, name: str, shared: int) -> Function:
     """A kernel of a cubin, which may use up to `shared` bytes of shared memory. BuildError if it
     does not load.
     """
-    d = _driver()
-    library = _checked(
+    d = driver()
+    library = checked(
         d.cuLibraryLoadData(path.read_bytes(), None, None, 0, None, None, 0), str(path)
     )
-    kernel = _checked(d.cuLibraryGetKernel(library, name.encode()), str(path))
+    kernel = checked(d.cuLibraryGetKernel(library, name.encode()), str(path))
     if shared > _FREE_SHARED:
         most = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         for device in range(torch.cuda.device_count()):
-            _checked(d.cuKernelSetAttribute(most, shared, kernel, d.CUdevice(device)), str(path))
+            checked(d.cuKernelSetAttribute(most, shared, kernel, d.CUdevice(device)), str(path))
     return d.CUfunction(int(kernel))
 
 
@@ -167,12 +181,31 @@ def carveout(function: Function, index: int, blocks: int) -> int:
     """The shared-memory carveout, in percent, for this many blocks of a kernel whose launch
     requests none itself.
     """
-    d = _driver()
-    asked = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
-    nbytes = _checked(
-        d.cuKernelGetAttribute(asked, d.CUkernel(int(function)), d.CUdevice(index)), "carveout"
+    nbytes = _attribute(function, index, "SHARED_SIZE_BYTES") + RESERVED
+    return -(-100 * blocks * nbytes // device_facts(index).shared_per_multiprocessor)
+
+
+def check_room(
+    function: Function, index: int, name: str, threads: int, shared: int, blocks: int = 1
+) -> None:
+    """BuildError if a kernel exceeds the limits of the GPU that the device stands in for, which
+    would grant it more. blocks: how many of its blocks a multiprocessor is to have.
+    """
+    gpu = arch(index)
+    if not gpu.code:
+        return
+    static, registers = (
+        _attribute(function, index, asked) for asked in ("SHARED_SIZE_BYTES", "NUM_REGS")
     )
-    return -(-100 * blocks * (nbytes + _RESERVED) // arch(index).shared_per_multiprocessor)
+    if why := gpu.why_no_room(threads, static + shared, blocks, registers):
+        raise BuildError(f"{blocks} blocks of {name} a multiprocessor: {why}", where="cuda")
+
+
+def _attribute(function: Function, index: int, name: str) -> int:
+    d = driver()
+    asked = getattr(d.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+    kernel, device = d.CUkernel(int(function)), d.CUdevice(index)
+    return int(checked(d.cuKernelGetAttribute(asked, kernel, device), name))
 
 
 class Launch:
@@ -199,13 +232,13 @@ class Launch:
 
     def __call__(self, stream: int, params: int) -> None:
         """params: the address of an array with the addresses of the kernel's parameters."""
-        launch, how = _driver().cuLaunchKernelEx, (self._config(stream), self._function, params, 0)
+        launch, how = driver().cuLaunchKernelEx, (self._config(stream), self._function, params, 0)
         (status,) = launch(*how)
         if int(status) == _NO_CONTEXT:
             make_current(torch.cuda.current_device())
             (status,) = launch(*how)
         if status:
-            _checked((status,), "launch")
+            checked((status,), "launch")
 
     def addresses(self) -> tuple[int, int]:
         """The address of the kernel, and that of a CUlaunchConfig without a stream."""
@@ -220,7 +253,7 @@ def _config(
     carveout: int | None,
     stream: int,
 ) -> Any:
-    d = _driver()
+    d = driver()
     kinds, attributes = d.CUlaunchAttributeID, []
     c = d.CUlaunchConfig()
     c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX, c.blockDimY, c.blockDimZ = (
@@ -262,7 +295,7 @@ def map_numbers(type: str, sizes: tuple[int, ...], box: tuple[int, ...]) -> list
 
     sizes, box: the fastest dimension first. type: "bf16", "f16" or "u8".
     """
-    d = _driver()
+    d = driver()
     dtypes, itemsize = d.CUtensorMapDataType, 1 if type == "u8" else 2
     dtype = {
         "bf16": dtypes.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -287,14 +320,14 @@ def tensor_map(address: int, type: str, sizes: tuple[int, ...], box: tuple[int, 
     if 0 in sizes:
         empty = ctypes.create_string_buffer(_MAP_BYTES)
         return TensorMap(empty, ctypes.addressof(empty))
-    d, ((dtype,), how, _, strides, _) = _driver(), map_numbers(type, sizes, box)
+    d, ((dtype,), how, _, strides, _) = driver(), map_numbers(type, sizes, box)
     kinds = (
         d.CUtensorMapInterleave,
         d.CUtensorMapSwizzle,
         d.CUtensorMapL2promotion,
         d.CUtensorMapFloatOOBfill,
     )
-    made = _checked(
+    made = checked(
         d.cuTensorMapEncodeTiled(
             d.CUtensorMapDataType(dtype),
             len(sizes),
@@ -313,22 +346,3 @@ def tensor_map(address: int, type: str, sizes: tuple[int, ...], box: tuple[int, 
 def stream(device: torch.device) -> int:
     """torch's current stream of a device."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))
-
-
-@cache
-def _driver() -> Any:
-    from cuda.bindings import driver  # imported at first use, since it is an extra
-
-    return driver
-
-
-def _checked(result: tuple[Any, ...], where: str) -> Any:
-    status, *values = result
-    if int(status):
-        text = _driver().cuGetErrorString(status)[1].decode()
-        raise BuildError(
-            f"the CUDA driver: {text}",
-            todo="install a driver at least as new as NVRTC",
-            where=where,
-        )
-    return values[0] if values else None

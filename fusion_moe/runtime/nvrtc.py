@@ -3,6 +3,9 @@ nvcc, no GPU needed.
 
     path = build(text, name="small_m", arch="sm_90a", headers=headers(folder))
 
+For arch="compute_80,sm_90" NVRTC makes PTX, and the driver makes the cubin of that, for the GPU at
+hand: the store has one for each version of the driver.
+
 `text` includes headers by the names that `headers` has; there are none of the system's.
 `why_missing()` is a sentence where NVRTC is not installed (the extra `cuda`), and `build` raises
 BuildError then, as it does for source that does not compile.
@@ -23,7 +26,7 @@ from typing import Any
 from .. import options
 from ..errors import BuildError
 from ..messages.extras import install
-from . import dump, store
+from . import driver, dump, store
 
 # No contraction of a * b + c into one rounding: results are those of `Fusion.evaluate`, operation
 # by operation.
@@ -79,9 +82,19 @@ def version() -> str:
     return ".".join(map(str, _checked(_nvrtc().nvrtcVersion())))
 
 
+def code_for(capability: tuple[int, int]) -> str:
+    """`Arch.code` of a GPU: PTX of the highest compute capability that NVRTC knows, for one that it
+    does not know; "" for others, and without NVRTC.
+    """
+    number = 10 * capability[0] + capability[1]
+    if why_missing() or number in (known := _checked(_nvrtc().nvrtcGetSupportedArchs())):
+        return ""
+    return f"compute_{max(n for n in known if n < number)},sm_{number}"
+
+
 def build(text: str, *, name: str, arch: str, headers: Headers, flags: Sequence[str] = ()) -> Path:
-    """The cubin of a source for an architecture ("sm_90a"), from the store or compiled now.
-    BuildError if it cannot be had.
+    """The cubin of a source for an architecture ("sm_90a", "compute_80,sm_90"), from the store or
+    compiled now. BuildError if it cannot be had.
     """
     if why := why_missing():
         raise BuildError(why, where=name)
@@ -104,12 +117,16 @@ def is_built(
 
 def _all_flags(arch: str, flags: Sequence[str]) -> tuple[str, ...]:
     debug = (_DEBUG[word] for word in options.words("cuda_debug") if word in _DEBUG)
-    return (f"--gpu-architecture={arch}", *FLAGS, *debug, *flags)
+    target, _, linked_for = arch.partition(",")
+    if linked_for:  # PTX has no machine code to report on
+        debug = (flag for flag in debug if flag != _DEBUG["ptxas"])
+    return (f"--gpu-architecture={target}", *FLAGS, *debug, *flags)
 
 
 def _file(text: str, name: str, arch: str, headers: Headers, all_flags: Sequence[str]) -> str:
     """The name of a cubin in the store."""
-    key = store.key_of(text, headers.key, version(), *all_flags)
+    linked_by = [driver.version()] if "," in arch else []
+    key = store.key_of(text, headers.key, version(), *linked_by, *all_flags)
     return f"{name}-{arch}-{key}.cubin"
 
 
@@ -148,7 +165,11 @@ def _compile(
         options.log("compile", "%s %s: %.1f s", name, flags[0], time.monotonic() - start)
         if "ptxas" in options.words("cuda_debug"):
             print(said.strip(), file=sys.stderr)
-        path.write_bytes(_read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program))
+        if flags[0].partition("=")[2].startswith("compute_"):
+            ptx = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
+            path.write_bytes(driver.link(ptx, name))
+        else:
+            path.write_bytes(_read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

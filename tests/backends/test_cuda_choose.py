@@ -33,7 +33,7 @@ def nothing_is_built(monkeypatch):
 
     monkeypatch.setattr(launch, "build", fail)
     monkeypatch.setattr(cuda, "arch", fail)
-    monkeypatch.setattr(cuda, "_driver", fail)
+    monkeypatch.setattr(cuda, "driver", fail)
 
 
 def products(*after: str, outputs: tuple[int, ...] = (-1,), width: int = K) -> Fusion:

@@ -21,12 +21,12 @@ kernels/        the kernels, fixed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from typing import Any
 
 import torch
 
 from ... import options
-from ...arch import H200, Arch
+from ...arch import Arch
 from ...encodings import NVFP4
 from ...errors import UnsupportedError
 from ...ir.core import Fusion
@@ -62,17 +62,15 @@ def plan(fusion: Fusion, kind: str) -> Source:
     """The source of a piece's kernels. UnsupportedError with the sentence why there is none."""
     if why := cuda.why_too_old():
         raise UnsupportedError(why)
-    source = _product(fusion) if kind == "grouped_gemm" else Loops(fusion)
+    source: Source = _product(fusion) if kind == "grouped_gemm" else Loops(fusion)
     _text(source)  # which says what cannot be written
     return source
 
 
 def _product(fusion: Fusion) -> Source:
     if products(fusion)[0].kind == "wgrad":
-        if why := cuda.why_no_wgmma():
-            raise UnsupportedError(why)
         outer = plan_wgrad(fusion, (*gemm.DTYPES, *fp8.COLUMNS))
-        return fp8.Fp8Wgrad(outer) if outer.product.a.type.quantized else Wgrad(outer)
+        return _first(outer, fp8.Fp8Wgrad if outer.product.a.type.quantized else Wgrad)
     read = readable()
     transposed = [*gemm.READERS, *(r for r in read if r[0] not in gemm.DTYPES)]
     made = plan_product(
@@ -84,17 +82,26 @@ def _product(fusion: Fusion) -> Source:
     if made.a.type.quantized:
         return fp8.Fp8Product(need_one_width(made))
     as_in_torch = (made.encoding.name, made.layout) in gemm.READERS
-    without_wgmma = cuda.why_no_wgmma()
-    if made.kind == "fprop" and (not as_in_torch or without_wgmma):
+    if made.kind == "fprop" and (not as_in_torch or cuda.facts().why_not(Gemm.needs)):
         return Product(need_one_width(made))
-    if without_wgmma:
-        raise UnsupportedError(without_wgmma)
-    with suppress(UnsupportedError):  # of matrices whose sizes other kernels do not take
-        if not as_in_torch:
-            return PackedDgrad(made)
-        if made.kind == "fprop" and made.one_width:
-            return PlainProduct(made)
-    return Gemm(made)
+    if not as_in_torch:
+        return _first(made, PackedDgrad, Gemm)
+    return _first(made, *([PlainProduct] if made.kind == "fprop" and made.one_width else []), Gemm)
+
+
+def _first(made: Any, *classes: type[Source]) -> Source:
+    """The first of these for a planned product whose needs the GPU meets and that takes it.
+    UnsupportedError by the last one.
+    """
+    gpu, why = cuda.facts(), UnsupportedError("no kernel")
+    for of in classes:
+        try:
+            if missing := gpu.why_not(of.needs):
+                raise UnsupportedError(f"its kernels do not run here: {missing}")
+            return of(made)  # type: ignore[call-arg]  # each takes a plan alone
+        except UnsupportedError as error:
+            why = error
+    raise why
 
 
 def emit(segment: Segment) -> Kernel:
@@ -131,18 +138,15 @@ def choices(
 
 
 def _text(source: Source) -> str:
-    """The kernels for one of everything, on a GPU of any kind."""
-    sizes = dict.fromkeys(source.fusion.symbols, 1)
-    return "\n".join(
-        kernel.text for kernel in source.launches(source.choose(sizes, H200), sizes, H200)
-    )
+    """The kernels for one of everything."""
+    sizes, gpu = dict.fromkeys(source.fusion.symbols, 1), cuda.facts()
+    return "\n".join(k.text for k in source.launches(source.choose(sizes, gpu), sizes, gpu))
 
 
 def _folded_from(device: torch.device, groups: int, n: int, k: int) -> float:
-    """By the table of the device's GPU."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+    """By the GPU's table."""
     of = Matrices(groups, k, -(-n // 16), 1, 0, tiled=False)
-    return table_of(cuda.arch(index)).change("folded", of)
+    return table_of(cuda.facts()).change("folded", of)
 
 
 BACKEND = Backend(
@@ -156,7 +160,7 @@ BACKEND = Backend(
             ran_on=((9, 0),),
             weight_layout="w16x64",
             added_features={"fprop": 64, "dgrad": 64},
-            requires={"fp8": (9, 0)},
+            requires={"fp8": fp8.NEEDS, "turned_columns": fp8.Fp8Wgrad.needs},
             linear_weights={"fp8": fp8.LINEAR_WEIGHTS},
             quantized_results=fp8.ROWS,
             matrix_scales=(NVFP4.name,),

@@ -15,6 +15,7 @@ from ...runtime import cuda
 from ..cxx.indices import Variable, size
 from ..cxx.product_plan import known
 from ..inexpressible import Inexpressible
+from .gemm import NEEDS
 from .source import MAX_RESIDENT, THREADS, Array, KernelSource, Source
 
 _MIN_BLOCKS = 2  # leaves registers for everything that a lane loads ahead
@@ -62,9 +63,9 @@ def chosen_inside(fusion: Fusion, op: Op) -> Op | None:
 
 def scratch(op: Op) -> Array:
     """The memory of a `decode_scale`. Inexpressible for encodings other than NVFP4, and for GPUs
-    before Hopper.
+    without kernels of training.
     """
-    if why := cuda.why_no_wgmma():
+    if why := cuda.facts().why_not(NEEDS):
         raise Inexpressible(op, why)
     if op.attrs["encoding"] != NVFP4.name:
         raise Inexpressible(op, f"scales of matrices in {op.attrs['encoding']} have no kernel here")

@@ -18,7 +18,7 @@ from ...layouts.groups import bound
 from ..cxx.elements import Elements, stored
 from ..cxx.indices import Index, Variable, size
 from ..cxx.product_plan import ProductPlan
-from . import block_copies
+from . import block_copies, gemm
 from .gemm import TILE_COUNTER, Operand, Wgrad, product_kernel, reset_tile_counter
 from .grouped_mm import UNQUANTIZED, Product
 from .heuristics import AUTO, Chosen
@@ -27,6 +27,7 @@ from .table import table_of
 from .variants import Variant
 from .vectors import VECTOR, follow
 
+NEEDS = gemm.NEEDS  # of the kernels in fp8.cuh
 ROWS = (FP8_ROWS.name,)  # encodings of rows
 COLUMNS = (FP8_COLUMNS.name,)  # of both operands of products over rows
 LINEAR_WEIGHTS = (FP8.name, FP8_E8M0.name)  # encodings of weights, in the linear layout
@@ -80,7 +81,7 @@ class Fp8Product(Product):
         """The kernels; no variants if both operands are multiplied as codes."""
         rows = value(self.rows, sizes)
         many = self.plan.row_order or table_of(arch).many("codes", rows, self.matrices)
-        if self._codes and many and arch.wgmma and variant == AUTO:
+        if self._codes and many and not arch.why_not(NEEDS) and variant == AUTO:
             return Chosen()
         return super().choose(sizes, arch, variant)
 
@@ -193,6 +194,8 @@ class Fp8Product(Product):
 
 class Fp8Wgrad(Wgrad):
     """The source of a planned wgrad of operands in e4m3 codes, which are in memory by columns."""
+
+    needs = (*NEEDS, "clusters")
 
     def _find_operands(self) -> None:
         """UnsupportedError unless `turn_runs` made their codes, for whole blocks of the result."""

@@ -29,6 +29,7 @@ from .table import table_of
 from .variants import Variant
 from .vectors import VECTOR, Store, VectorElements, follow, in_vectors
 
+NEEDS = ("wgmma", "setmaxnreg", "TMA")  # of the kernels in gemm.cuh
 DTYPES = ("bf16", "f16")
 READERS = [(dtype, "linear") for dtype in DTYPES]  # encodings and layouts of weights
 HEADER = "gemm.cuh"
@@ -54,6 +55,7 @@ class Gemm(Source):
     """The source of a planned fprop or dgrad. A dgrad may have a quantized weight."""
 
     ELEMENTS = VectorElements
+    needs = NEEDS
 
     def __init__(self, plan: ProductPlan):
         self.packed = plan.encoding.name not in DTYPES
@@ -353,7 +355,7 @@ class PlainProduct(EitherProduct):
         many = self.plan.row_order or table_of(arch).many("gemm", rows, self.matrices)
         return (
             Chosen()
-            if many and arch.wgmma and variant == AUTO
+            if many and not arch.why_not(self._gemm.needs) and variant == AUTO
             else super().choose(sizes, arch, variant)
         )
 
@@ -363,6 +365,8 @@ class PackedDgrad(EitherProduct):
 
     Rows of several lengths, and sums over them, are stored by the same function as in `Gemm`.
     """
+
+    needs = NEEDS
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
         """The kernels; no variants if by `Gemm`."""
@@ -406,6 +410,7 @@ class Wgrad(Source):
     """The source of a planned wgrad."""
 
     ELEMENTS = VectorElements
+    needs: tuple[str, ...] = NEEDS
 
     def __init__(self, plan: WgradPlan):
         super().__init__(plan.fusion, plan.memory, dict.fromkeys([plan.ends], "ends"))

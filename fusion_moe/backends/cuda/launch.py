@@ -340,6 +340,7 @@ def _given(kernel: KernelSource) -> ctypes.Array[ctypes.c_int] | None:
 def _load(kernel: KernelSource, cubin: Path, index: int, overlap: bool) -> cuda.Launch:
     arch = cuda.arch(index)
     function = cuda.load(cubin, kernel.name, kernel.shared)
+    cuda.check_room(function, index, kernel.name, kernel.threads, kernel.shared, kernel.min_blocks)
     carveout = (
         cuda.carveout(function, index, kernel.carveout_blocks) if kernel.carveout_blocks else None
     )

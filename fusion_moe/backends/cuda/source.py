@@ -98,7 +98,7 @@ class KernelSource:
     carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout must
     hold just these: see runtime/cuda.py. title: a name for people. given, boxes: its parameters
     after the struct. cluster: blocks of a cluster; `blocks` and the launched blocks are multiples
-    of it.
+    of it. min_blocks: how many of its blocks a multiprocessor is to have.
     """
 
     name: str
@@ -114,6 +114,7 @@ class KernelSource:
     boxes: tuple[Boxes, ...] = ()
     given: Given | None = None
     cluster: int = 1
+    min_blocks: int = 1
 
     def at(self, sizes: Sizes) -> KernelSource:
         """The same with a number of blocks."""
@@ -165,10 +166,12 @@ class Source(Writer):
     none.
 
     scratch: arrays that are allocated in addition to `memory`. transposed: the input, if any, that
-    is passed with its last two dimensions swapped.
+    is passed with its last two dimensions swapped. needs: the arch.FEATURES without which it has no
+    kernels.
     """
 
     ELEMENTS = SafeElements
+    needs: tuple[str, ...] = ()
     transposed: Value | None = None
 
     def __init__(
@@ -292,6 +295,7 @@ class Source(Writer):
             boxes=tuple(boxes),
             given=given,
             cluster=cluster,
+            min_blocks=min_blocks,
         )
 
     def array_number(self, array: Value | Array) -> int:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...arch import H200, Arch
+from ...arch import H200, Arch, nearest
 from .variants import SETS, Matrices, Variant
 
 TABLES = Path(__file__).parent / "tables"
@@ -102,9 +102,9 @@ def kind_of(of: Matrices) -> str:
 
 @cache
 def table_of(arch: Arch) -> Table:
-    """The table of a GPU; the H200's for a GPU that was not tuned."""
-    path = path_of(arch)
-    return parse((path if path.exists() else path_of(H200)).read_text(encoding="utf-8"))
+    """The table of a GPU; that of the nearest known one for others."""
+    paths = map(path_of, (arch, nearest(arch.capability), H200))
+    return parse(next(path for path in paths if path.exists()).read_text(encoding="utf-8"))
 
 
 def path_of(arch: Arch) -> Path:

@@ -58,8 +58,40 @@ class Matrices:
         return self.tile_bytes >= TILE
 
 
+class OnGpus:
+    """What all variants have in common.
+
+    needs: the arch.FEATURES that the kernel uses; per_sm: blocks that a multiprocessor is to have.
+    """
+
+    needs: tuple[str, ...]
+    per_sm: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        raise NotImplementedError
+
+    def fits(self, of: Matrices, arch: Arch) -> bool:
+        """Whether it computes a product of such matrices on a GPU."""
+        return not self.why_not_on(arch) and self.takes(of, arch)
+
+    def why_not_on(self, arch: Arch) -> str:
+        """Why it does not run on a GPU, whatever the matrices; "" if it does."""
+        room = arch.why_no_room(self.threads, self.shared(arch), self.per_sm)
+        return arch.why_not(self.needs) or room
+
+    def shared(self, arch: Arch) -> int:
+        """Bytes of dynamic shared memory of a block."""
+        raise NotImplementedError
+
+    def takes(self, of: Matrices, arch: Arch) -> bool:
+        """Whether tiles, registers and stages suit the matrices."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class SmallM:
+class SmallM(OnGpus):
     """kernels/small_m.cuh: 8 * tiles_m rows of a group; tiles_per_warp tiles of 16 columns per
     warp; split-K by split_k warps.
 
@@ -77,6 +109,7 @@ class SmallM:
     per_sm: int
     row_order: bool = False
 
+    needs = ("mma",)
     header = "small_m.cuh"
     cluster = 1  # blocks in a cluster, which share a work tile
     # whether blocks loop over work tiles, and only as many are launched as run at once
@@ -135,7 +168,7 @@ class SmallM:
         )
         return f"SmallM<Segment, {', '.join(map(str, sizes))}>::run(s, size_class);"
 
-    def fits(self, of: Matrices, arch: Arch) -> bool:
+    def takes(self, of: Matrices, arch: Arch) -> bool:
         """Whether all of its tiles make whole columns of a result, and registers can hold what is
         in flight.
         """
@@ -174,11 +207,11 @@ class SmallM:
 
 
 @dataclass(frozen=True)
-class LargeM:
+class LargeM(OnGpus):
     """kernels/large_m.cuh: up to `tile_m` rows of a group, by `consumers` warpgroups, each with
     `repeats` times 64 columns of the product.
 
-    cluster: blocks that share such a tile, each with a part of K. Needs wgmma.
+    cluster: blocks that share such a tile, each with a part of K.
     """
 
     tile_m: int
@@ -186,6 +219,7 @@ class LargeM:
     repeats: int = 1
     cluster: int = 1
 
+    needs = ("wgmma", "setmaxnreg", "TMA", "clusters")
     header = "large_m.cuh"
     per_sm = 1
     persistent = True
@@ -249,9 +283,9 @@ class LargeM:
             owned * (self.cluster - 1) * self.tile_m * 64 * 4 + 8 * (owned + self.consumers), 1024
         )
 
-    def fits(self, of: Matrices, arch: Arch) -> bool:
-        """Whether all of its tiles make whole columns of a result, on an architecture, and it has
-        the stages that it needs.
+    def takes(self, of: Matrices, arch: Arch) -> bool:
+        """Whether all of its tiles make whole columns of a result, and it has the stages that it
+        needs.
 
         Two repeats, or four consumers with high M tiles, leave no registers for the last half of a
         stage, if K is not a multiple of 128, nor for a dgrad's transposition. Two repeats with high
@@ -265,8 +299,7 @@ class LargeM:
             of.kind == "fprop" and of.k % (64 * _stage_k_blocks(of) * self.cluster) == 0
         )
         return (
-            arch.wgmma
-            and (self.cluster == 1 or not of.row_order)
+            (self.cluster == 1 or not of.row_order)
             and of.tiled
             and of.whole
             and self.tiles % of.block == 0

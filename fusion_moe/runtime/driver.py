@@ -1,0 +1,96 @@
+"""The CUDA driver: its calls with their errors, contexts, and machine code from PTX."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..errors import BuildError
+
+_OLDER_THAN_PTX = 222  # CUDA_ERROR_UNSUPPORTED_PTX_VERSION
+
+
+@cache
+def driver() -> Any:
+    """The driver's functions."""
+    from cuda.bindings import driver  # imported at first use, since it is an extra
+
+    return driver
+
+
+def checked(result: tuple[Any, ...], where: str) -> Any:
+    """What a call returned; BuildError with the driver's word for what went wrong."""
+    status, *values = result
+    if int(status):
+        text = driver().cuGetErrorString(status)[1].decode()
+        raise BuildError(
+            f"the CUDA driver: {text}",
+            todo="install a driver at least as new as NVRTC",
+            where=where,
+        )
+    return values[0] if values else None
+
+
+def make_current(index: int) -> None:
+    """Makes torch's context of a device that of this thread, if the thread has none: torch does so
+    only in calls that need one.
+    """
+    d = driver()
+    if not int(checked(d.cuCtxGetCurrent(), "context")):
+        checked(d.cuCtxSetCurrent(_context(index)), "context")
+
+
+@cache
+def _context(index: int) -> Any:
+    d = driver()
+    checked(d.cuInit(0), "context")
+    return checked(d.cuDevicePrimaryCtxRetain(d.CUdevice(index)), "context")
+
+
+@cache
+def version() -> str:
+    """The version of CUDA that the driver supports, as "13.0"."""
+    number = checked(driver().cuDriverGetVersion(), "driver")
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def link(ptx: bytes, where: str) -> bytes:
+    """The machine code that the driver makes of PTX for the current device. BuildError if the PTX
+    is newer than the driver.
+    """
+    make_current(torch.cuda.current_device())
+    d = driver()
+    state = checked(d.cuLinkCreate(0, [], []), where)
+    try:
+        (status, *_) = d.cuLinkAddData(
+            state,
+            d.CUjitInputType.CU_JIT_INPUT_PTX,
+            ptx,
+            len(ptx),
+            where.encode(),
+            0,
+            [],
+            [],
+        )
+        if int(status) == _OLDER_THAN_PTX:
+            found = ptx.partition(b".version ")[2].split(maxsplit=1)[0].decode()
+            raise BuildError(
+                f"PTX {found} is newer than the driver, which is of CUDA {version()}",
+                expected=f"NVRTC of CUDA {version()} or older",
+                todo=f"update the driver, or pip install 'nvidia-cuda-nvrtc=={version()}.*'",
+                where=where,
+            )
+        checked((status,), where)
+        address, size = _two(d.cuLinkComplete(state), where)
+        return ctypes.string_at(int(address), int(size))
+    finally:
+        d.cuLinkDestroy(state)
+
+
+def _two(result: tuple[Any, ...], where: str) -> tuple[Any, Any]:
+    """What a call returned: two values."""
+    checked(result[:1], where)
+    return result[1], result[2]
