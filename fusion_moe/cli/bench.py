@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ..transformers.bench import Row, Times
 
 
+_BAR = 30  # columns
+
+
 @dataclass(frozen=True)
 class Bench:
     """What was measured. of: which model; where: which machine; how: of decoding; layers: of the
@@ -53,14 +56,20 @@ class Bench:
                 duration(row.times.median),
                 f"{row.times.spread:.0%}",
                 f"{row.tokens / row.times.median:,.1f}",
+                self._bar(row),
             )
             for row in self.rows
         )
-        names = "", "experts", "median", "spread", "tokens/s"
+        names = "", "experts", "median", "spread", "tokens/s", ""
         console.print(table(names, cells, right=(2, 3, 4)))
         console.print()
         for line in self._sentences():
             console.print(line, soft_wrap=True)
+
+    def _bar(self, row: Row) -> str:
+        """As long as its time, beside the slowest way of the same call."""
+        slowest = max(r.times.median for r in self.rows if _call_of(r) == _call_of(row))
+        return "=" * round(_BAR * row.times.median / slowest)
 
     def _sentences(self) -> Iterator[str]:
         some, whole = self.layers

@@ -75,19 +75,24 @@ def convert(
     """
     finish(
         context,
-        lambda: written(partial(converted, src, dst, to.value, dtype=_dtype(to, dtype)), dry_run),
+        lambda: written(
+            src, partial(converted, src, dst, to.value, dtype=_dtype(to, dtype)), dry_run
+        ),
         json,
     )
 
 
-def written(write: Callable[..., Path], dry_run: bool, against: Path | None = None) -> Inspection:
-    """What was written, or would be. write: takes the argument dry_run; against: what errors are
-    relative to.
+def written(
+    src: Path, write: Callable[..., Path], dry_run: bool, against: Path | None = None
+) -> Inspection:
+    """What was written, or would be. src: whose other files are copied; write: takes the argument
+    dry_run; against: what errors are relative to.
     """
     if not dry_run:
         return inspection(write(), against=against)
     planned: list[Directory] = []
-    return inspection(write(dry_run=planned.append), planned=planned[0])
+    dst = write(dry_run=planned.append)
+    return inspection(dst, planned=planned[0], files=src if src.is_dir() else dst)
 
 
 def _dtype(to: Format, dtype: Floats | None) -> torch.dtype:

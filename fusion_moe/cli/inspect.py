@@ -36,10 +36,12 @@ from ..env import has_cuda
 from ..errors import CheckpointError, UnsupportedError, printable
 from ..messages.units import amount, count
 from ..runtime import build, isa
+from .models import has_tokenizer
 from .output import FINE, PROBLEMS, Json, finish, table
 
 _LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 _EXPERTS = re.compile(r"\bexperts\b")
+_NO_TOKENIZER = "no tokenizer: run, eval and servers need the original model's"
 _PLAIN = {encoding.element.dtype: encoding for encoding in (BF16, F16, F32)}
 
 
@@ -61,7 +63,8 @@ class Group:
 class Inspection:
     """What was found. method: `quant_method`, "" if nothing is quantized; algorithm: what the
     method calls the format; scales: the rule that chose those of blocks, if the directory says it;
-    errors: of weights, against those of another directory; written: whether it is there.
+    errors: of weights, against those of another directory; written: whether it is there; notes:
+    what loads without it, but is missed later.
     """
 
     directory: str
@@ -76,6 +79,7 @@ class Inspection:
     errors: tuple[WeightError, ...] = ()
     problems: tuple[str, ...] = ()
     written: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -115,6 +119,8 @@ class Inspection:
             console.print(f"problem: {' '.join(problem.split())}", soft_wrap=True)
         if not self.problems:
             console.print("no problems")
+        for note in self.notes:
+            console.print(f"note: {note}", soft_wrap=True)
 
 
 def inspect(
@@ -149,10 +155,14 @@ def inspect(
 
 
 def inspection(
-    path: Path, values: bool = False, against: Path | None = None, planned: Directory | None = None
+    path: Path,
+    values: bool = False,
+    against: Path | None = None,
+    planned: Directory | None = None,
+    files: Path | None = None,
 ) -> Inspection:
-    """What there is in a directory, or would be in a planned one. UnsupportedError for one that is
-    not read at all.
+    """What there is in a directory, or would be in a planned one with the other files of a
+    directory. UnsupportedError for one that is not read at all.
     """
     try:
         directory = planned or Directory.open(path)
@@ -188,6 +198,7 @@ def inspection(
         tuple(errors_of(Source.open(path), Source.open(against))) if against and weights else (),
         tuple(problems),
         planned is None,
+        () if has_tokenizer(files or path) else (_NO_TOKENIZER,),
     )
 
 

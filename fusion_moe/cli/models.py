@@ -46,13 +46,18 @@ def a_model(path: Path, what: str = "a model of transformers") -> Iterator[None]
         raise UnsupportedError(found, expected=what, todo=todo, where=str(path)) from None
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether a directory has files of one; a file of GGUF has one inside."""
+    return path.is_file() or any(each for name in _TOKENIZERS for each in path.glob(name))
+
+
 def tokenizer_of(path: Path) -> Any:
     """The tokenizer of a directory, or of a file of GGUF. CheckpointError for a directory without
     one, in whose place transformers would make an empty one.
     """
     from transformers import AutoTokenizer
 
-    if path.is_dir() and not any(each for name in _TOKENIZERS for each in path.glob(name)):
+    if not has_tokenizer(path):
         raise CheckpointError(
             "no tokenizer",
             expected="tokenizer.json, or another file of one",

@@ -67,4 +67,4 @@ def quantize(
     rule = scales and scales.value
     write = partial(quantized, src, dst, to=to.value, scales=rule, skip=skip or ())
     in_gguf = src if src.suffix == GGUF else None
-    finish(context, lambda: written(write, dry_run, in_gguf), json)
+    finish(context, lambda: written(src, write, dry_run, in_gguf), json)

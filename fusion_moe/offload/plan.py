@@ -202,7 +202,7 @@ def make(
         raise OptionError(
             f"{amount(ram, 'B')} of memory",
             expected=f"{amount(model.experts, 'B')} for the experts of {len(model.layers)} layers",
-            todo="raise max_memory['cpu'], or quantize the model to fewer bits",
+            todo="raise max_memory['cpu'] (--ram), or quantize the model to fewer bits",
             where=where,
         )
     if experts_device == "cpu":
@@ -231,7 +231,8 @@ def _too_small(found: int, needed: int, parts: str, where: str) -> OptionError:
     return OptionError(
         f"{amount(found, 'B')} of the device's memory",
         expected=f"{amount(needed, 'B')}: {parts}",
-        todo="raise max_memory, or leave room for fewer tokens with kv_tokens",
+        todo="raise max_memory (--gpu-memory), or leave room for fewer tokens (kv_tokens, "
+        "--kv-tokens, --length)",
         where=where,
     )
 

@@ -60,6 +60,15 @@ def test_counts_by_numpy(name):
         assert shown["method"] == by.get(quantizer, quantizer)
 
 
+def test_a_missing_tokenizer_is_noted(tmp_path):
+    folder = copied("modelopt-qwen3_moe", tmp_path)
+    code, shown = found(str(folder))
+    assert (code, len(shown["notes"])) == (0, 1)
+    assert "no tokenizer" in shown["notes"][0]
+    (folder / "tokenizer.json").write_text("{}")
+    assert found(str(folder))[1]["notes"] == []
+
+
 def test_a_scale_that_is_nan_is_seen_with_values(tmp_path):
     def spoil(tensors):
         name = next(name for name in tensors if name.endswith("experts.1.up_proj.weight_scale"))

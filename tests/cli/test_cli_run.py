@@ -131,5 +131,8 @@ def test_beside_a_quantized_directory_stands_the_same_model_in_bf16(name):
 
 def test_bench_of_another_format():
     small = ("--prompt", 4, "--after", 4, "--repeats", 2, "--layers", 1, "--batch", 2)
-    found = json.loads(call("bench", "--config", "tiny", "--to", "int4", *small, "--json").stdout)
-    assert {(row["of"], row["name"]) for row in found["rows"]} >= {("decode", "INT4")}
+    lines = call("bench", "--config", "tiny", "--to", "int4", *small).stdout.splitlines()
+    for of in ("decode, 2 sequences", "prompt, 4 tokens"):
+        rows = [line for line in lines if line.startswith(f"{of}  ")]
+        assert [line.removeprefix(of).split()[0] for line in rows] == ["INT4", "bf16", "bf16"]
+        assert max(line.count("=") for line in rows) == 30

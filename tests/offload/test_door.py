@@ -150,7 +150,11 @@ def test_errors_come_first(monkeypatch):
             {},
             r"1 kB of the device's memory; expected .* 3 experts of each la",
         ),
-        ({"pretended": room(1)}, {"kv_tokens": 16}, "raise max_memory, or leave room"),
+        (
+            {"pretended": room(1)},
+            {"kv_tokens": 16},
+            r"raise max_memory \(--gpu-memory\), or leave room",
+        ),
         ({"pretended": room(3), "cpu": "1KB"}, {"kv_tokens": 16}, "1 kB of memory; expected"),
         ({"pretended": room(3)}, {"experts_device": "cuda"}, "and all experts"),
         ({"pretended": "much"}, {}, "'20GiB'"),
