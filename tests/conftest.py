@@ -110,6 +110,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA GPU; torch.cuda.is_available() is False here")
+        for mark in item.iter_markers("needs"):
+            from fusion_moe.runtime import cuda
+
+            if why := cuda.arch(torch.cuda.current_device()).why_not(mark.args):
+                pytest.skip(why)
     if item.get_closest_marker("browser") and (missing := _missing_of_browser()):
         pytest.skip(missing)
     if item.get_closest_marker("compiler") and not _has_compiler():

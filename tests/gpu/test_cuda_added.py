@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hopper import ON_HOPPER
 from kernel_tables import use_variant
 from own_encodings import registered
 from test_cuda_kernels import DTYPES, exact_weight, stored, ways_of
@@ -25,7 +24,7 @@ from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.types import dtype_name
 from fusion_moe.layouts.groups import ceil_to
 
-pytestmark = ON_HOPPER
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
 registered = pytest.fixture(scope="module", autouse=True)(registered)
 
 WAYS = [

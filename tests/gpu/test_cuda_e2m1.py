@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from fusions import assert_same_bits, weights_to_round
-from hopper import ON_HOPPER
 
 from fusion_moe.compile import program_of
 from fusion_moe.encodings import MXFP4, NVFP4, quantize
 from fusion_moe.layouts import LAYOUTS
 from fusion_moe.nn.frozen.base import _program, rounded
 
-pytestmark = ON_HOPPER
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hopper import ON_HOPPER
 
 from fusion_moe import options, prepare_
 from fusion_moe.nn import NVFP4Experts
 
-pytestmark = ON_HOPPER
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
 E, H, I = 4, 256, 320
 
 

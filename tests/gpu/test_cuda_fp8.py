@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from fusions import assert_same_bits
-from hopper import ON_HOPPER
 
 import fusion_moe
 from fusion_moe import FusionDefinition, options
@@ -13,7 +12,7 @@ from fusion_moe.encodings import ENCODINGS, Quantized, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.nn import swiglu
 
-pytestmark = ON_HOPPER
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
 OPS = torch.ops.fusion_moe
 HOW = {"activation_format": "fp8"}
 # rows of each group, then of none; the last ones are too few for products of codes

@@ -8,13 +8,12 @@ import copy
 
 import pytest
 import torch
-from hopper import ON_HOPPER
 from torch import Tensor, nn
 
 import fusion_moe
 from fusion_moe.nn import NVFP4Experts, add_lora_, prepare_
 
-pytestmark = ON_HOPPER
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
 
 EXPERTS, SLOTS, TOKENS, HIDDEN, INNER = 8, 2, 96, 256, 192
 

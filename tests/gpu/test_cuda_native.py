@@ -143,11 +143,10 @@ def test_compiled_graphs(without_python):
         assert compiled(*token).equal(want)
 
 
+@pytest.mark.needs("TMA", "wgmma")
 @pytest.mark.parametrize("fmt", ["bf16", "fp8"])
 def test_kernels_that_copy_in_boxes(fmt, without_python):
     """Wherever their tensors lie."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("boxes")
     g = torch.Generator("cuda").manual_seed(0)
     w = torch.randn(2, 256, 128, generator=g, device="cuda").bfloat16()
     weight = [*quantize(w, FP8)] if fmt == "fp8" else [w]

@@ -7,7 +7,6 @@ import mxfp8
 import pytest
 import torch
 from fusions import assert_same_bits, copies, mxfp8_copies, numbers_of_all_sizes
-from hopper import ON_HOPPER
 
 import fusion_moe
 from fusion_moe.compile import program_of
@@ -30,7 +29,7 @@ from fusion_moe.ir.text import text
 from fusion_moe.nn import GroupedLinear
 from fusion_moe.recipe import Float8BlockScaling, MXFP8BlockScaling
 
-pytestmark = ON_HOPPER
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
 SIZES = (5, 0, 33, 64)
 
 

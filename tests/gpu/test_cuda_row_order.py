@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hopper import ON_HOPPER
 from row_order import changed, tokens
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from fusion_moe import options
 from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.nn import Experts, add_lora_, prepare_
 
-pytestmark = ON_HOPPER
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
 SLOTS = 2
 COUNTS = (1, 2, 5, 12, 20, 52, 100, 244, 500, 1000, 2000, 4000, 8180)  # of other rows
 

@@ -10,7 +10,6 @@ from itertools import accumulate
 import long_sums
 import pytest
 import torch
-from hopper import ON_HOPPER
 from test_cuda_kernels import DTYPES
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from fusion_moe.nn import GroupedLinear, ScaledSwiGLU, Sequential, swiglu
 from fusion_moe.recipe import MXFP8BlockScaling
 from fusion_moe.runtime.program import Program
 
-pytestmark = ON_HOPPER
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
 
 ops = torch.ops.fusion_moe
 SPLITS = {

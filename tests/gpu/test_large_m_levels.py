@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hopper import ON_HOPPER
 from kernel_tables import use_variant
 from test_cuda_kernels import exact_weight, product
 from test_cuda_source import build, needs_nvdisasm, only, product_of, sass
@@ -51,8 +50,8 @@ def test_levels_compile_with_as_many_stages(level):
     assert any("HGMMA" in x for x in lines)
 
 
-@ON_HOPPER[0]
-@ON_HOPPER[1]
+@pytest.mark.gpu
+@pytest.mark.needs("wgmma")
 @pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
 def test_levels_make_the_same_product(level, monkeypatch):
     use_variant(monkeypatch, "tiled", level.variant)

@@ -1,0 +1,113 @@
+"""The kernels that are chosen on GPUs of all compute capabilities, compiled for each of them: they
+fit its shared memory and its registers, and spill none. Nothing of this needs a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import pytest
+import torch
+from cubins import use_of
+from fusions import fusion_of_call
+from kernel_tables import EIGHT_BITS, PAIRS
+from test_cuda_source import MODELS, layer, product_of
+
+from fusion_moe import options
+from fusion_moe.arch import A10, A100, B200, L40S, RTX_PRO_6000, Arch
+from fusion_moe.backends import TARGETS, emit
+from fusion_moe.backends.cuda.heuristics import Chosen, SizeClass
+from fusion_moe.backends.cuda.launch import Launch, build
+from fusion_moe.backends.cuda.source import KernelSource
+from fusion_moe.backends.cuda.variants import ALL
+from fusion_moe.compile import lower
+from fusion_moe.options import Options
+from fusion_moe.runtime import nvrtc
+from fusion_moe.runtime.kernel import Kernel
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing()),
+]
+CUDA = TARGETS["cuda"]
+GPUS = pytest.mark.parametrize(
+    "gpu", [A100, A10, L40S, B200, RTX_PRO_6000], ids=lambda gpu: gpu.nvrtc
+)
+TOKENS = (1, 64, 1024, 8192)  # which have kernels of their own
+
+
+def check(kernels: Iterable[KernelSource], gpu: Arch) -> None:
+    """Each text compiles, and a multiprocessor has room for as many blocks as it is made for."""
+    texts = list({kernel.text: kernel for kernel in kernels}.values())
+    assert texts
+    with ThreadPoolExecutor() as pool:
+        for kernel, path in zip(texts, pool.map(lambda k: build(k, gpu), texts), strict=True):
+            use = use_of(path)
+            assert use.stack == 0, f"{kernel.name} spills {use.stack} bytes"
+            shared = kernel.shared + use.shared
+            room = (kernel.threads, shared, kernel.min_blocks, use.registers)
+            assert not gpu.why_no_room(*room), f"{kernel.name}: {gpu.why_no_room(*room)}"
+
+
+def launched(kernels: Iterable[Kernel], gpu: Arch, tokens: Iterable[int]) -> list[KernelSource]:
+    """What some numbers of tokens launch."""
+    launches = [k.launch for k in kernels]
+    assert all(isinstance(launch, Launch) for launch in launches)
+    return [
+        kernel
+        for launch in launches
+        for t in tokens
+        for kernel in launch.choose(dict.fromkeys(launch.parts.symbols, t), gpu).kernels
+    ]
+
+
+@cache
+def layer_for(name: str, model: str, layout: str) -> list[Kernel]:
+    """A layer, planned for the GPU with this name."""
+    with options.override(cuda_arch=name):
+        return layer(model, layout)[1]
+
+
+@GPUS
+def test_layers_fit(gpu):
+    """gpt-oss's K is in no whole stages; a linear layout has kernels of its own."""
+    check(launched(layer_for(gpu.name, "gptoss", "w16x64"), gpu, TOKENS), gpu)
+    check(launched(layer_for(gpu.name, "qwen3", "linear"), gpu, TOKENS[:1]), gpu)
+
+
+@pytest.mark.slow
+@GPUS
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", ["w16x64", "linear"])
+def test_all_layers_fit(gpu, model, layout):
+    check(launched(layer_for(gpu.name, model, layout), gpu, (*TOKENS, 8, 256)), gpu)
+
+
+@pytest.mark.slow
+@GPUS
+@pytest.mark.parametrize("layout", ["w16x64", "linear"])
+@pytest.mark.parametrize(("fmt", "activations"), [*PAIRS, *EIGHT_BITS])
+def test_all_variants_fit(gpu, fmt, activations, layout):
+    """Every kernel of products that a table of such a GPU could name, whatever the sizes."""
+    with options.override(cuda_arch=gpu.name):
+        source = product_of(fmt, activations, layout)
+    fitting = [v for v in ALL if v.fits(source.matrices, gpu)]
+    check(
+        (k for v in fitting for k in source.products(Chosen((SizeClass(v),)), {"s0": 512}, gpu)),
+        gpu,
+    )
+
+
+@GPUS
+def test_small_operations_fit(gpu):
+    y, ids = torch.randn(6, 32).bfloat16(), torch.zeros(3, 2, dtype=torch.long)
+    calls = [
+        ("route", (ids, 4)),
+        ("combine", (y, ids.int(), torch.ones(3, 2))),
+        ("group_add", (y, y[:2], torch.tensor([2, 6], dtype=torch.int32))),
+    ]
+    found = [lower(fusion_of_call(*call[:1], *call[1]), CUDA, Options()) for call in calls]
+    made = [emit(s, CUDA) for lowered in found for s in lowered.segments]
+    check(launched(made, gpu, (3, 3000)), gpu)
