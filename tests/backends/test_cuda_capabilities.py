@@ -4,6 +4,7 @@ fit its shared memory and its registers, and spill none. Nothing of this needs a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -13,7 +14,7 @@ import torch
 from cubins import use_of
 from fusions import fusion_of_call
 from kernel_tables import EIGHT_BITS, PAIRS
-from test_cuda_source import MODELS, layer, product_of
+from test_cuda_source import MODELS, launches, layer, product_of
 
 from fusion_moe import options
 from fusion_moe.arch import A10, A100, B200, L40S, RTX_PRO_6000, Arch
@@ -32,8 +33,12 @@ pytestmark = [
     pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing()),
 ]
 CUDA = TARGETS["cuda"]
-GPUS = pytest.mark.parametrize(
-    "gpu", [A100, A10, L40S, B200, RTX_PRO_6000], ids=lambda gpu: gpu.nvrtc
+ALL_GPUS = (A100, A10, L40S, B200, RTX_PRO_6000)
+GPUS = pytest.mark.parametrize("gpu", ALL_GPUS, ids=lambda gpu: gpu.nvrtc)
+ENCODED = (*PAIRS, *EIGHT_BITS)
+# a quarter of an hour
+thorough = pytest.mark.skipif(
+    os.environ.get("HYPOTHESIS_PROFILE") != "long", reason="runs with HYPOTHESIS_PROFILE=long"
 )
 TOKENS = (1, 64, 1024, 8192)  # which have kernels of their own
 
@@ -77,7 +82,17 @@ def test_layers_fit(gpu):
     check(launched(layer_for(gpu.name, "qwen3", "linear"), gpu, TOKENS[:1]), gpu)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["w16x64", "linear"])
+@pytest.mark.parametrize("number", range(len(ENCODED)), ids=["-".join(names) for names in ENCODED])
+def test_every_encoding_fits(number, layout):
+    """On one GPU each."""
+    gpu = ALL_GPUS[(number + (layout == "linear")) % len(ALL_GPUS)]
+    with options.override(cuda_arch=gpu.name):
+        source = product_of(*ENCODED[number], layout)
+    check(launches(source, 16, gpu), gpu)
+
+
+@thorough
 @GPUS
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", ["w16x64", "linear"])
@@ -85,10 +100,10 @@ def test_all_layers_fit(gpu, model, layout):
     check(launched(layer_for(gpu.name, model, layout), gpu, (*TOKENS, 8, 256)), gpu)
 
 
-@pytest.mark.slow
+@thorough
 @GPUS
 @pytest.mark.parametrize("layout", ["w16x64", "linear"])
-@pytest.mark.parametrize(("fmt", "activations"), [*PAIRS, *EIGHT_BITS])
+@pytest.mark.parametrize(("fmt", "activations"), ENCODED)
 def test_all_variants_fit(gpu, fmt, activations, layout):
     """Every kernel of products that a table of such a GPU could name, whatever the sizes."""
     with options.override(cuda_arch=gpu.name):

@@ -291,12 +291,6 @@ def product_of(
 sorted_rows = partial(product_of, "nvfp4", "bf16", "w16x64", n=1536, groups=128)
 
 
-@pytest.mark.parametrize("layout", ["linear", "w16x64"])
-@pytest.mark.parametrize(("fmt", "activations"), BESIDE_LAYERS)
-def test_every_encoding_compiles_without_wgmma(fmt, activations, layout):
-    build_all(launches(product_of(fmt, activations, layout), 16, A100), A100)
-
-
 @pytest.mark.parametrize(
     ("fmt", "layout", "change", "sentence"),
     [
