@@ -67,7 +67,7 @@ def layer(model: str, threads: int, found: Mapping[str, Any]) -> str:
         if n not in row["seconds"]:
             return ""
         here, base = ms(row, n), ms(rows[f"fusion_moe, {row['of']}"], n)
-        return f"{here:.3g} {here / base:.2f}x {spread(row, n)}"
+        return f"{here:.3g} {here / base:.2f}x ({spread(row, n):.0%})"
 
     lines = [
         [
@@ -90,7 +90,7 @@ def layer(model: str, threads: int, found: Mapping[str, Any]) -> str:
 
 def beside(peer: str, results: Results) -> str:
     """A line for each layer, number of threads and kernel of a peer, beside ours of the same
-    weights: ms, their spread, and how many times as fast as the peer's ours is.
+    weights: ms, how many times as fast as the peer's it is, and the largest spread of the line.
     """
     lines, tokens = list[list[str]](), list[int]()
     for (model, threads), found in results.items():
@@ -101,19 +101,16 @@ def beside(peer: str, results: Results) -> str:
             mine = found["rows"][f"fusion_moe, {row['of']}"]
             lines.append([f"{model}, {threads}", name.removeprefix(f"{peer}, ")])
             lines[-1] += [f"{mine['error']:.2g} / {row['error']:.2g}"]
-            for n in tokens:
-                a, b = ms(mine, n), ms(row, n)
-                lines[-1].append(
-                    f"{a:.3g} {spread(mine, n)} / {b:.3g} {spread(row, n)}: {b / a:.2f}x"
-                )
+            lines[-1] += [f"{ms(mine, n):.4g}, {ms(row, n) / ms(mine, n):.2f}x" for n in tokens]
+            lines[-1].append(f"{max(spread(r, n) for r in (mine, row) for n in tokens):.0%}")
     head = ["layer, threads", f"weights of {peer}", "error, ours / theirs"]
-    return table([*head, *(f"ms, {n} tokens" for n in tokens)], lines)
+    return table([*head, *(f"{n} tokens" for n in tokens), "spread"], lines)
 
 
-def spread(row: Mapping[str, Any], tokens: int) -> str:
-    """Of the turns: (longest - shortest) / median, in brackets."""
+def spread(row: Mapping[str, Any], tokens: int) -> float:
+    """Of the turns: (longest - shortest) / median."""
     times = row["seconds"][tokens]
-    return f"({(max(times) - min(times)) / median(times):.0%})"
+    return float((max(times) - min(times)) / median(times))
 
 
 def draw(results: Results, path: Path, title: str) -> None:
