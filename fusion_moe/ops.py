@@ -418,6 +418,10 @@ def fused_experts(
     lora_scale: float = 1.0,
     straight_through: str = "exact",
     places: Tensor | None = None,
+    peers: Tensor | None = None,
+    across: str = "",
+    of_experts: int = 0,
+    capacity: int = 0,
 ) -> Tensor:
     """Sum over each token's experts of down(activation(gate_up(x))) times the router's weight ->
     [..., H], in the dtype of x.
@@ -458,6 +462,13 @@ def fused_experts(
         places: int32 [N], where each of N experts lies: at an index of the E experts here, or, with
             -1, elsewhere. Slots of experts that are elsewhere add nothing, as with first_expert,
             which must be None. ids are checked against N.
+        peers: int64 [R + 4], the memory of R ranks that hold of_experts experts together, each
+            those from its first_expert on; `parallelize_(dispatch="symmetric")` makes it. Tokens
+            are sent to the ranks of their experts, and the ranks' sums, each rounded to the dtype
+            of x, come back and are added in the order of ranks: the result is the whole sum. All
+            ranks of the process group `across` must call it.
+        across, of_experts: see peers.
+        capacity: the most tokens of any rank in this call; 0: all ranks have as many as this one.
 
     Raises:
         UnsupportedError: for an activation_format that the device does not have.

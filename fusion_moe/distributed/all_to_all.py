@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..definitions.operations import restored
-from .collectives import all_to_all
+from ..ir.collectives import all_to_all
+from ..ir.kinds.collectives import holders
 from .dispatch import Linear
-from .shares import owner_of
 
 
 class Assignment(NamedTuple):
@@ -50,9 +50,7 @@ def assign_rows(ids: Tensor, experts: int, ranks: int, capacity: int | float) ->
         if capacity == 1
         else math.ceil(tokens * capacity)
     )
-    goes = ids.new_zeros(tokens, ranks + 1, dtype=torch.bool).scatter(
-        1, owner_of(ids, experts, ranks), True
-    )[:, :ranks]
+    goes = holders(ids, experts, ranks)
     place = goes.cumsum(0) - 1
     sent = goes & (place < rows)
     slot_of = torch.where(sent, place, rows) + torch.arange(ranks, device=ids.device) * (rows + 1)

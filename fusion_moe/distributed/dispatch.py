@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .collectives import all_gather, all_reduce, reduce_scatter
+from ..ir.collectives import all_gather, all_reduce, reduce_scatter
 
 TOKENS = ("replicated", "sharded")
 

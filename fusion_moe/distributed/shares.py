@@ -30,18 +30,6 @@ def whole_experts_of(count: int, rank: int, ranks: int) -> range:
     return range(min(rank * each, count), min((rank + 1) * each, count))
 
 
-def owner_of(ids: Tensor, count: int, ranks: int) -> Tensor:
-    """int -> i64, the rank that has the expert of each id; `ranks` for ids that name no expert.
-
-    >>> [whole_experts_of(7, rank, 3) for rank in range(3)]
-    [range(0, 3), range(3, 6), range(6, 7)]
-    >>> owner_of(torch.arange(-1, 8), 7, 3).tolist()
-    [3, 0, 0, 0, 1, 1, 1, 2, 3]
-    """
-    there = (ids >= 0) & (ids < count)
-    return torch.where(there, ids.long() // math.ceil(count / ranks), ranks)
-
-
 def experts_of(module: nn.Module) -> int:
     """E of a module that `parallelize_` supports."""
     if isinstance(module, Projections):

@@ -24,7 +24,7 @@ from .core import ROLES, Fusion, Op, OpKind, Partitions, Value, infer
 from .kinds.rules import need_rank
 from .op_methods import Ops
 from .signature import checked_operand
-from .sizes import AnySize, Size, never_negative, symbol, value
+from .sizes import AnySize, Size, is_size, never_negative, symbol, value
 from .types import Dim, Groups, Rows, TensorType, checked_type, dtype_name, plain
 
 _HERE = str(Path(__file__).parent)
@@ -62,9 +62,9 @@ class FusionDefinition:
         self._check_may("define_size")
         return symbol(self._new_name(name))
 
-    def define_groups(self, name: str, count: AnySize) -> Groups:
+    def define_groups(self, name: str, count: AnySize, stride: AnySize | None = None) -> Groups:
         """A partition of rows into `count` groups, for `ends` and `route`, and for tensors with
-        partitioned rows: shape=[m / g, 64].
+        partitioned rows: shape=[m / g, 64]. stride: as of `Groups`, for `dispatch`.
         """
         if (
             isinstance(count, bool)
@@ -72,7 +72,9 @@ class FusionDefinition:
             or never_negative(count) is False
         ):
             raise FusionError(f"{count!r} groups", expected="a number of groups, 0 or more")
-        return Groups(self._new_name(name), count)
+        if stride is not None and (not is_size(stride) or never_negative(stride) is False):
+            raise FusionError(f"a stride of {stride!r}", expected="a number of rows, 0 or more")
+        return Groups(self._new_name(name), count, stride)
 
     def define_tensor(
         self,
@@ -139,9 +141,9 @@ class FusionDefinition:
             tuple(self._inputs), tuple(self._ops), tuple(self._outputs), self._roles
         ).verify()
 
-    def fresh_groups(self, count: AnySize) -> Groups:
+    def fresh_groups(self, count: AnySize, stride: AnySize | None = None) -> Groups:
         """A partition with a new name."""
-        return self.define_groups(self._fresh("g"), count)
+        return self.define_groups(self._fresh("g"), count, stride)
 
     def inline(
         self, fusion: Fusion, inputs: Sequence[Value], sizes: Mapping[str, AnySize]
@@ -173,7 +175,8 @@ class FusionDefinition:
                 copies[op.outputs[0]] = self.partition_by(*(copies[v] for v in op.values))
                 continue
             for made_here in (v.type.ends for v in op.outputs if v.type.ends):
-                groups[made_here] = self.fresh_groups(value(made_here.count, sizes))
+                stride = None if made_here.stride is None else value(made_here.stride, sizes)
+                groups[made_here] = self.fresh_groups(value(made_here.count, sizes), stride)
             attrs = {name: _moved(attr, sizes, groups) for name, attr in op.attrs.items()}
             outputs = self.append(
                 op.kind, [copies[v] if isinstance(v, Value) else v for v in op.inputs], attrs

@@ -356,3 +356,23 @@ class Ops:
         """
     def group_sum(self, y: Value, ends: Value, /) -> Value:
         """y [M/g, N] -> f32[G, N]: the sum of each group's rows; zero for an empty group."""
+    def dispatch(
+        self, x: Value, ids: Value, w: Value, peers: Value, /, groups: Groups, experts: int,
+        group: str,
+    ) -> tuple[Value, Value, Value, Value]:
+        """x [T, H], ids int[T, k], experts of tokens, w [T, k] -> x [R*C/s, H], ids i32[R*C/s,
+        k] and w [R*C/s, k] of all ranks, and ends i32[R]@ends(s), after the last token of
+        each.
+
+        Rows after a rank's last token have ids -1. What x and w have there, and for tokens
+        with no expert on this rank, is not defined: no expert here reads it.
+        """
+    def combine_from(
+        self, y: Value, ids: Value, ends: Value, peers: Value, /, experts: int, group: str,
+    ) -> Value:
+        """y [R*C/s, H], sums for the tokens of all ranks, ids int[T, k] of this rank, ends
+        i32[R]@ends(s) -> [T, H], for its own tokens.
+
+        Of each rank that holds an expert of a token, its row for that token is added, in the
+        order of ranks, in float32 (f64 in float64), and the sum is rounded once.
+        """

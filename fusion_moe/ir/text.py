@@ -59,7 +59,7 @@ def one_line(fusion: Fusion) -> str:
 def _lines(fusion: Fusion) -> list[str]:
     names = value_names(fusion)
     lines = [f"{s} = fd.define_size({s!r})" for s in fusion.symbols]
-    lines += [f"{g} = fd.define_groups({g.name!r}, {g.count})" for g in _groups(fusion)]
+    lines += [f"{g} = fd.define_groups({_partition(g)})" for g in _groups(fusion)]
     lines += [
         f"{names[v]} = fd.define_tensor({_tensor(v.type, fusion.role(v))})" for v in fusion.inputs
     ]
@@ -95,6 +95,11 @@ def _tensor(type: TensorType, role: str) -> str:
         type.ends is not None
     )
     return ", ".join(parts + [f'role="{role}"'] * (role != "argument"))
+
+
+def _partition(groups: Groups) -> str:
+    stride = "" if groups.stride is None else f", stride={groups.stride}"
+    return f"{groups.name!r}, {groups.count}{stride}"
 
 
 def _attr(value: Any) -> str:

@@ -66,10 +66,14 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 class Groups:
     """A partition of rows into `count` groups. The group sizes are in a device tensor that the host
     never reads.
+
+    stride: group i begins at row i * stride, and rows after its end are nobody's; None: it begins
+    where the group before it ends.
     """
 
     name: str
     count: AnySize
+    stride: AnySize | None = None
 
     def __rtruediv__(self, total: AnySize) -> Rows:
         """m / g: m rows partitioned by g."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ..ir.core import Fusion, Value
 from ..target import Target
-from . import grouped_gemm, layout, pointwise, rows
+from . import collective, grouped_gemm, layout, pointwise, rows
 
 
 class Scheduler(Protocol):
@@ -36,6 +36,8 @@ class Scheduler(Protocol):
 
 # asked in this order; kernels of CPUs, of CUDA and of the reference come in these kinds
 STANDARD: tuple[Scheduler, ...] = (pointwise, rows, layout, grouped_gemm)
+# and what ranks run together, for backends that have kernels for it
+WITH_RANKS: tuple[Scheduler, ...] = (*STANDARD, collective)
 
 
 def find(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> Scheduler | None:

@@ -44,7 +44,7 @@ import fusion_moe
 import fusion_moe.transformers as ours
 from fusion_moe.checkpoints import Directory
 from fusion_moe.distributed import clip_grad_norm_, parallelize_
-from fusion_moe.distributed.collectives import all_reduce
+from fusion_moe.ir.collectives import all_reduce
 from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, Quantized, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.nn import Experts, GroupedLinear, QuantizedLinear, add_lora_, swiglu

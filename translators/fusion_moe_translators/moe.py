@@ -8,6 +8,7 @@ intermediate features.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fusion_moe.definitions.translate import translator
 from fusion_moe.errors import OptionError, ShapeError, Untranslatable, need_one_of
@@ -15,6 +16,7 @@ from fusion_moe.ir.activation import Activation, activated, read, swiglu
 from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.kinds import eight_bits, int8
+from fusion_moe.ir.kinds.collectives import PEERS
 from fusion_moe.ir.kinds.quantized import as_rows, has_matrix_scale
 from fusion_moe.ir.kinds.router import EPSILON
 from fusion_moe.ir.kinds.rows import weighted
@@ -470,6 +472,10 @@ def fused_experts(
     first_expert: int | None = None,
     straight_through: str = "exact",
     places: Value | None = None,
+    peers: Value | None = None,
+    across: str = "",
+    of_experts: int = 0,
+    capacity: int = 0,
 ) -> Value:
     """x [..., H], ids int[T, k], w [T, k], the parts of gate_up [G, 2I, H] and down [G, H, I] in
     `weight_format` -> [..., H]
@@ -478,7 +484,8 @@ def fused_experts(
     gate_up_lora_a [G, r, H], gate_up_lora_b [G, 2I, r], down_lora_a [G, r, I], down_lora_b [G, H,
     r]; lora_of int[T], gate_up_lora_of and down_lora_of int[r]: which of several each token has.
     first_expert: the id of the first of G local experts; None: all are local. places i32[N]: which
-    of the G each of N experts is, -1 for none.
+    of the G each of N experts is, -1 for none. peers i64[R + 4]: the memory of the ranks of the
+    group `across`, between which of_experts are divided.
     """
     need_one_of("scale_on", scale_on, ("output", "input"))
     act = read(activation)
@@ -512,6 +519,12 @@ def fused_experts(
     arguments.need_slot_weights(w.type, ids.type)
     need_same("token count", "x", tokens.type.shape[0], "ids", ids.type.shape[0])
     dtype = x.type.dtype
+    combine_all = combine
+    if peers is not None:
+        _need_alone(lora_of, places, first_expert)
+        tokens, ids, w, combine_all = _between_ranks(
+            fd, tokens, ids, w, peers, capacity or tokens.type.shape[0], of_experts, across
+        )
     if places is not None:
         ids, first_expert = _placed(fd, ids, places, first_expert), 0
     ends, row_of, slot_of = route(fd, ids, plain(gate_up[0].type.shape[0]), first_expert)
@@ -536,7 +549,43 @@ def fused_experts(
     y = fd.ops.cast(activated(fd, y, act, activation_parameters, ends), dtype=dtype)
     y = product(fd, y, down, ends, *how, lora=of_down, straight_through=straight_through)
     y = biased(fd, y, down_bias, ends)
-    return restore(combine(fd, y, slot_of, w))
+    return restore(combine_all(fd, y, slot_of, w))
+
+
+def _need_alone(lora_of: Value | None, places: Value | None, first_expert: int | None) -> None:
+    """What is said of a rank's own tokens or of all experts cannot be beside peers."""
+    beside = [n for n, v in (("lora_of", lora_of), ("places", places)) if v is not None]
+    if beside or first_expert is None:
+        raise OptionError(
+            f"peers with {' and '.join(beside) or 'first_expert = None'}",
+            expected="first_expert, and neither lora_of nor places",
+        )
+
+
+def _between_ranks(
+    fd: FusionDefinition,
+    x: Value,
+    ids: Value,
+    w: Value,
+    peers: Value,
+    rows: Any,
+    experts: int,
+    group: str,
+) -> tuple[Value, Value, Value, Callable[..., Value]]:
+    """x [T, H], ids int[T, k] and w [T, k] of all ranks, `rows` for each; and `combine`, with the
+    sums over ranks for the rank's own tokens.
+    """
+    arguments.need_dtype("peers", peers.type, ("i64",))
+    need_rank("peers", peers.type, 1)
+    ranks = fd.fresh_groups(peers.type.shape[0] + -PEERS, stride=plain(rows))
+    how = {"experts": experts, "group": group}
+    *of_all, ends = fd.ops.dispatch(x, ids, w, peers, groups=ranks, **how)
+
+    def combine_all(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:
+        y = fd.ops.partition(combine(fd, y, slot_of, w), ends)
+        return fd.ops.combine_from(y, ids, ends, peers, **how)
+
+    return *of_all, combine_all
 
 
 def _placed(fd: FusionDefinition, ids: Value, places: Value, first_expert: int | None) -> Value:

@@ -3,10 +3,10 @@ meaning, its derivative.
 """
 
 from ..core import OpKind
-from . import grouped, pointwise, quantized, router, rows, shape
+from . import collectives, grouped, pointwise, quantized, router, rows, shape
 
 KINDS: dict[str, OpKind] = {
     kind.name: kind
-    for file in (pointwise, shape, router, rows, quantized, grouped)
+    for file in (pointwise, shape, router, rows, quantized, grouped, collectives)
     for kind in file.TABLE
 }

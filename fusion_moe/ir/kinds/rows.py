@@ -28,6 +28,7 @@ from .rules import (
     need_computed,
     need_dtype,
     need_float,
+    need_packed,
     need_partition,
     need_rank,
     need_same,
@@ -63,6 +64,7 @@ def _problem_ends_type(
     """starts i32[G], problem_sizes i32[G, 3], padded_starts i32[G] -> i32[G]@ends(g): a partition
     in nvFuser's form.
     """
+    need_packed(groups)
     for name, type, shape in (
         ("offsets", starts, (groups.count,)),
         ("problem_sizes", problem_sizes, (groups.count, 3)),
@@ -136,6 +138,7 @@ def _route_type(ids: TensorType, groups: Groups, first_expert: int | None = None
     """
     need_rank("ids", ids, 2)
     need_dtype("ids", ids, *INTS)
+    need_packed(groups)
     if not isinstance(groups.count, int):
         raise ShapeError(f"{groups.count} groups", expected="a number known when compiling")
     if first_expert is not None and not 0 <= first_expert < 2**31 - groups.count:

@@ -69,7 +69,25 @@ def need_ends(ends: TensorType) -> Groups:
     return groups
 
 
+def need_packed(groups: Groups) -> None:
+    """Groups must follow each other, each beginning where the one before it ends."""
+    if groups.stride is not None:
+        raise FusionError(
+            f"the groups {groups} begin at multiples of {groups.stride} rows",
+            expected="groups that follow each other",
+            todo="sort rows of ranks by expert with fd.ops.route",
+        )
+
+
 def need_partition(name: str, type: TensorType, ends: TensorType) -> Rows:
+    """The first dimension must be rows partitioned by exactly these `ends`, in groups that follow
+    each other.
+    """
+    need_packed(need_ends(ends))
+    return need_rows_of(name, type, ends)
+
+
+def need_rows_of(name: str, type: TensorType, ends: TensorType) -> Rows:
     """The first dimension must be rows partitioned by exactly these `ends`."""
     groups, dim = need_ends(ends), type.shape[0]
     if not isinstance(dim, Rows) or dim.groups != groups:

@@ -1,0 +1,168 @@
+"""Tokens of a rank on their way to the ranks that hold their experts, and the sums on their way
+back.
+
+    dispatch        x [T, H], ids int[T, k], w [T, k] of this rank -> those of all ranks
+    combine_from    y [R*C/s, H], this rank's sums for the tokens of all ranks -> [T, H], the sums
+                    over ranks for its own
+
+R ranks; C rows for each, as the stride of the partition s says: T if all ranks have equally many
+tokens, else the most that any of them has. Row s * C + t is token t of rank s. E experts in all are
+divided like DTensor's Shard(0), ceil(E / R) to a rank.
+
+All ranks of a group run both operations equally often and in one order. A call is a round trip:
+`combine_from` has waited for all ranks, so its rank may write into their buffers again. peers
+i64[R + 4] says where these are, for kernels that share memory (distributed/symmetric.py); the
+definitions here go through the process group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...errors import FusionError, ShapeError
+from ..collectives import all_gather, all_to_all
+from ..core import Need, OpKind
+from ..types import INTS, Groups, TensorType, plain, wide
+from .rules import Types, need_dtype, need_float, need_rank, need_rows_of, need_same
+
+PEERS = 4  # entries of `peers` before the addresses of the ranks' memory
+MOST_SLOTS = 32  # of a token, for which the ranks' memory has room
+
+
+def _need_ranks(peers: TensorType, groups: Groups, experts: int, group: str) -> int:
+    need_rank("peers", peers, 1)
+    need_dtype("peers", peers, "i64")
+    if not isinstance(groups.count, int) or groups.count < 1:
+        raise ShapeError(f"{groups.count} ranks", expected="a number known when compiling")
+    if groups.stride is None:
+        raise FusionError(
+            f"the groups {groups} follow each other",
+            expected="as many rows for each rank: fd.define_groups(name, ranks, stride=rows)",
+        )
+    need_same("size", "peers", peers.shape[0], "ranks", groups.count + PEERS)
+    if experts < 1 or not group:
+        raise FusionError(
+            f"experts = {experts}, group = {group!r}",
+            expected="the number of all ranks' experts, and the name of a process group",
+        )
+    return groups.count
+
+
+def _dispatch_type(
+    x: TensorType,
+    ids: TensorType,
+    w: TensorType,
+    peers: TensorType,
+    groups: Groups,
+    experts: int,
+    group: str,
+) -> Types:
+    """x [T, H], ids int[T, k], experts of tokens, w [T, k] -> x [R*C/s, H], ids i32[R*C/s, k] and w
+    [R*C/s, k] of all ranks, and ends i32[R]@ends(s), after the last token of each.
+
+    Rows after a rank's last token have ids -1. What x and w have there, and for tokens with no
+    expert on this rank, is not defined: no expert here reads it.
+    """
+    ranks = _need_ranks(peers, groups, experts, group)
+    need_rank("x", x, 2)
+    need_float("x", x)
+    need_rank("ids", ids, 2)
+    need_dtype("ids", ids, *INTS)
+    need_rank("w", w, 2)
+    need_float("w", w)
+    need_same("token count", "x", x.shape[0], "ids", ids.shape[0])
+    for a, b in zip(ids.shape, w.shape, strict=True):
+        need_same("size", "ids", a, "w", b)
+    assert groups.stride is not None
+    rows = groups.stride * ranks / groups
+    return (
+        TensorType((rows, x.shape[1]), x.dtype),
+        TensorType((rows, ids.shape[1]), "i32"),
+        TensorType((rows, w.shape[1]), w.dtype),
+        TensorType((ranks,), "i32", ends=groups),
+    )
+
+
+def _dispatch_needs(
+    x: TensorType,
+    ids: TensorType,
+    w: TensorType,
+    peers: TensorType,
+    groups: Groups,
+    experts: int,
+    group: str,
+) -> Iterator[Need]:
+    assert groups.stride is not None
+    tokens = plain(x.shape[0])
+    yield groups.stride + tokens * -1, f"{tokens} tokens of a rank, and room for {groups.stride}"
+
+
+def _dispatch(
+    x: Tensor, ids: Tensor, w: Tensor, peers: Tensor, groups: Groups, experts: int, group: str
+) -> tuple[Tensor, ...]:
+    ranks = groups.count
+    assert isinstance(ranks, int)
+    tokens = len(x)
+    each = groups.stride if isinstance(groups.stride, int) else tokens
+
+    def of_all(t: Tensor, empty: int = 0) -> Tensor:
+        return all_gather(F.pad(t, (0, 0, 0, each - tokens), value=empty), group, ranks)
+
+    counts = all_gather(torch.full((1,), tokens, dtype=torch.int32), group, ranks)
+    ends = counts + torch.arange(ranks, dtype=torch.int32) * each
+    return of_all(x), of_all(ids.int(), -1), of_all(w), ends
+
+
+def _combine_from_type(
+    y: TensorType, ids: TensorType, ends: TensorType, peers: TensorType, experts: int, group: str
+) -> Types:
+    """y [R*C/s, H], sums for the tokens of all ranks, ids int[T, k] of this rank, ends
+    i32[R]@ends(s) -> [T, H], for its own tokens.
+
+    Of each rank that holds an expert of a token, its row for that token is added, in the order of
+    ranks, in float32 (f64 in float64), and the sum is rounded once.
+    """
+    need_rank("y", y, 2)
+    need_float("y", y)
+    rows = need_rows_of("y", y, ends)
+    _need_ranks(peers, rows.groups, experts, group)
+    need_rank("ids", ids, 2)
+    need_dtype("ids", ids, *INTS)
+    return (TensorType((plain(ids.shape[0]), y.shape[1]), y.dtype),)
+
+
+def _combine_from(
+    y: Tensor, ids: Tensor, ends: Tensor, peers: Tensor, experts: int, group: str
+) -> tuple[Tensor]:
+    ranks, tokens = len(ends), len(ids)
+    there = holders(ids, experts, ranks)
+    total = wide(y.new_zeros(tokens, y.shape[1]))
+    of_ranks = all_to_all(y, group, ranks).view(ranks, len(y) // ranks, y.shape[1])
+    for rank, of_rank in enumerate(of_ranks):
+        # rows of tokens that have no expert there may be anything
+        total += torch.where(there[:, rank, None], wide(of_rank[:tokens]), 0)
+    return (total.to(y.dtype),)
+
+
+def holders(ids: Tensor, experts: int, ranks: int) -> Tensor:
+    """ids int[T, k] -> bool[T, R]: the ranks that hold an expert of each token.
+
+    >>> holders(torch.arange(-1, 8)[:, None], 7, 3).int().tolist()[:4]
+    [[0, 0, 0], [1, 0, 0], [1, 0, 0], [1, 0, 0]]
+    """
+    known = (ids >= 0) & (ids < experts)
+    rank = torch.where(known, ids.long() // math.ceil(experts / ranks), ranks)
+    return rank.new_zeros(len(ids), ranks + 1, dtype=torch.bool).scatter(1, rank, True)[:, :ranks]
+
+
+TABLE = (
+    OpKind(
+        "dispatch", _dispatch_type, _dispatch, needs=_dispatch_needs, role="collective", outputs=4
+    ),
+    OpKind("combine_from", _combine_from_type, _combine_from, role="collective"),
+)
