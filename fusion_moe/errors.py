@@ -84,6 +84,10 @@ class WorkerError(Error, RuntimeError):
     """
 
 
+class RankError(Error, RuntimeError):
+    """Another rank of a group that sent nothing in time, or is in another call than this one."""
+
+
 class FusionError(Error, ValueError):
     """A Fusion that fails verification; the message shows the operation among its neighbours."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import OptionError, UnsupportedError, need_one_of
+from ..messages.warn import warn_once
 from ..nn import Experts
 from ..nn.conversion.contract import contract_of
 from ..nn.frozen.projections import Projections
@@ -23,8 +25,9 @@ from .shares import (
     shard_experts,
     whole_experts_of,
 )
+from .symmetric import Exchange, send_tokens
 
-DISPATCH = ("all_gather", "all_to_all")
+DISPATCH = ("all_gather", "all_to_all", "symmetric")
 # What each dimension of the mesh divides.
 PLANS: dict[str, tuple[Callable[[Any, int, int], None], ...]] = {
     "ep": (keep_experts,),
@@ -57,14 +60,19 @@ def parallelize_(
     dimension, and gets their results. Gradients of a rank's experts then already cover the tokens
     of all ranks, with nothing left to add. dispatch: how sharded tokens get to experts.
     "all_gather": all tokens to all ranks, and a reduce-scatter of the sums. "all_to_all", for "ep"
-    and "ep_tp": each token once to every rank that has one of its experts, and back. capacity: for
-    "all_to_all", the most tokens that a rank sends to any other: a float is a fraction of its own
-    tokens, rounded up; an int is a number, equal on all ranks, whose own tokens may then be fewer,
-    more or none. Exactly this many are always sent and computed. The last tokens, those beyond the
-    capacity, do without the experts of that rank: these experts' contribution is left out, the rest
-    is unchanged. Modules count such tokens in a buffer `dropped`, int64[]. With the default, 1.0,
-    there are none. mesh: one-dimensional, or two-dimensional for "ep_tp"; at most E ranks along
-    "ep", at most as many as I has blocks along "tp".
+    and "ep_tp": each token once to every rank that has one of its experts, and back. "symmetric",
+    for "ep": the same by memory that the ranks of one node share, inside the program of the
+    experts; ranks that share none, gradients, and modules that are no `Experts` go through
+    collectives, which is said once. capacity: for "symmetric", the most tokens of any rank in a
+    call, for which memory is allocated at once; 1.0: all ranks have equally many, and memory grows
+    with them. For "all_to_all", the most tokens that a rank sends to any other: a float is a
+    fraction of its own tokens, rounded up; an int is a number, equal on all ranks, whose own tokens
+    may then be fewer, more or none. Exactly this many are always sent and computed. The last
+    tokens, those beyond the capacity, do without the experts of that rank: these experts'
+    contribution is left out, the rest is unchanged. Modules count such tokens in a buffer
+    `dropped`, int64[]. With the default, 1.0, there are none. mesh: one-dimensional, or
+    two-dimensional for "ep_tp"; at most E ranks along "ep", at most as many as I has blocks along
+    "tp".
 
     Each rank's sum is rounded to the dtype of activations before the ranks' sums are added: apart
     from that, results equal one process's. Parameters become new tensors of other shapes: create
@@ -77,6 +85,7 @@ def parallelize_(
     for module in modules.values():
         experts = division.keep(module)
         division.join(module, experts)
+    division.allocate()
     return list(modules)
 
 
@@ -151,26 +160,62 @@ class Division:
         for dim, keep in reversed(tuple(enumerate(PLANS[self.plan]))):
             group, ranks = self.mesh.get_group(dim).group_name, self.mesh.size(dim)
             dispatcher: Dispatcher = Everywhere(group, ranks, self.tokens == "sharded")
-            if keep is keep_experts and self.dispatch == "all_to_all":
+            if keep is keep_experts and self._sends_rows:
                 dispatcher = AllToAll(group, ranks, experts, self.capacity)
                 module.register_buffer(
                     "dropped",
                     torch.zeros((), dtype=torch.int64, device=self.mesh.device_type),
                     persistent=False,
                 )
-            divide_forward(module, dispatcher)
+            if (exchange := self._exchange) and isinstance(module, Experts):
+                layer = exchange.layer(experts, module.shape_of("down")[1])
+                send_tokens(module, layer, self.capacity, dispatcher)
+            else:
+                divide_forward(module, dispatcher)
+
+    def allocate(self) -> None:
+        """Allocates what the ranks share, if it is known for how many tokens."""
+        if self._exchange and isinstance(self.capacity, int):
+            self._exchange.allocate(self.capacity)
+
+    @cached_property
+    def _exchange(self) -> Exchange | None:
+        """What the ranks share, for dispatch = "symmetric"; None, which is said, if they cannot."""
+        if self.dispatch != "symmetric":
+            return None
+        kind = self.mesh.device_type
+        device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
+        try:
+            return Exchange.of_group(self.mesh.get_group(), device)
+        except UnsupportedError as error:
+            warn_once(f"dispatch='symmetric' goes through collectives: {error}")
+            return None
+
+    @property
+    def _sends_rows(self) -> bool:
+        """Whether collectives send tokens to the ranks of their experts alone."""
+        return self.dispatch == "all_to_all" or (
+            self.dispatch == "symmetric" and isinstance(self.capacity, int)
+        )
 
 
 def _check_dispatch(plan: str, tokens: str, dispatch: str, capacity: int | float) -> None:
-    sent, named = dispatch == "all_to_all", f"dispatch = {dispatch!r}"
+    sent, named = dispatch != "all_gather", f"dispatch = {dispatch!r}"
+    symmetric = dispatch == "symmetric"
     a_part = capacity >= 1 if isinstance(capacity, int) else 0 < capacity <= 1
     for wrong, found, expected in (
         (sent and tokens != "sharded", f"{named}, tokens = {tokens!r}", "tokens = 'sharded'"),
         (sent and plan == "tp", f"{named}, plan = {plan!r}", "plan = 'ep' or 'ep_tp'"),
+        (symmetric and plan != "ep", f"{named}, plan = {plan!r}", "plan = 'ep'"),
+        (
+            symmetric and not isinstance(capacity, int) and capacity != 1,
+            f"{named}, capacity = {capacity}",
+            "1.0 or a number of tokens: it drops none",
+        ),
         (
             not sent and (isinstance(capacity, int) or capacity != 1),
             f"capacity = {capacity}, {named}",
-            "dispatch = 'all_to_all'",
+            "dispatch = 'all_to_all' or 'symmetric'",
         ),
         (
             not a_part,

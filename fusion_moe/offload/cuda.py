@@ -123,7 +123,7 @@ class Cuda:
         x, ids, w = _aligned(x), ids.contiguous(), w.contiguous()
         if len(x) == 0:
             return torch.empty_like(x)
-        with torch.cuda.device(self.device), self.shared.in_turn():
+        with torch.cuda.device(self.device), self.shared.turns.next():
             if ids.numel() <= self.shared.capacity:
                 return self._step(x, ids, w)
             return self._stream(x, ids, w) if self.spare > 1 else self._in_pieces(x, ids, w)

@@ -11,9 +11,7 @@ or a wait where nothing is missing; a CUDA graph can capture it.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor
 from ..errors import BuildError, DtypeError, ShapeError
 from ..runtime import cuda
 from ..runtime.faults import Faults
+from ..runtime.turns import Turns
 from . import launches
 from .launches import Kernel, Parts
 from .pinned import Staging
@@ -52,23 +51,9 @@ class Shared:
         self.capacity, self.dtype, self.device, self.limit = capacity, dtype, device, limit
         self.features = features
         self.staging = Staging(letters(capacity, features * dtype.itemsize))
-        self._launching = threading.RLock()
-        self._last: torch.cuda.Stream | None = None
+        self.turns = Turns(device)
         self.model: Model = Worker.of_process().model(self.staging)
         self.exchange = torch.zeros(2, dtype=torch.int64, device=device)  # of kernels/step.cuh
-
-    @contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """A step of one layer, launched on the current stream: after those of other streams."""
-        with self._launching:
-            stream = torch.cuda.current_stream(self.device)
-            if cuda.capturing():  # replays follow each other as their user has them
-                yield
-                return
-            if self._last is not None and self._last != stream:
-                stream.wait_stream(self._last)
-            self._last = stream
-            yield
 
     @property
     def letters(self) -> list[int]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..errors import GroupsError, WorkerError
+from ..errors import Error, GroupsError, RankError, WorkerError
 from . import cuda
 
 _FOUND = {  # by the number of the Fault in backends/cuda/kernels/ragged.cuh
@@ -45,8 +45,33 @@ _FOUND = {  # by the number of the Fault in backends/cuda/kernels/ragged.cuh
         "{value} ms",
         "a worker that answers",
     ),
+    6: ("rank {place} {value}", "all ranks in the same call, of numbers of tokens that fit"),
 }
-_WORKER = 5
+_WORKER, _RANK = 5, 6
+_RAISED: dict[int, tuple[type[Error], str]] = {
+    _WORKER: (
+        WorkerError,
+        "that call's result lacks these experts; offload the model again",
+    ),
+    _RANK: (
+        RankError,
+        "that call's result lacks what ranks sent, and none is called after it: restart all "
+        "processes; init_process_group(timeout=...) says how long ranks wait",
+    ),
+}
+_GROUPS = (
+    GroupsError,
+    "fusion_moe.synchronize() after a call raises its errors; that call left bad ids out, and "
+    "clamped ends and indices",
+)
+# by the phase of kernels/exchange.h
+_LOST = {
+    1: "sent no ids of experts",
+    2: "sent no rows of tokens",
+    3: "sent no sums",
+    4: "is in another layer, or has another number of tokens, slots or features",
+    5: "has more tokens, or longer rows, than there is room for",
+}
 _NO_ANSWER = "it failed before", "it has ended", "it is late", "it found bad input"  # by the place
 _WORDS = 4096  # pinned at once. None is freed: a graph may hold its address
 _STREAMS = 64  # how many streams of a device a table holds
@@ -64,18 +89,21 @@ class Word:
         self.address, self.where = address, where
         self.found = ctypes.c_ulonglong.from_address(address)
 
-    def take(self) -> tuple[str, str, bool] | None:
-        """The fault, what was expected, and whether the worker is to blame; it is then reset. None
-        if another thread took it.
+    def take(self) -> tuple[str, str, int] | None:
+        """The fault, what was expected, and its number; it is then reset. None if another thread
+        took it.
         """
         found, self.found.value = self.found.value, 0
         if not found:
             return None
-        place, low = found >> 32 & 0xFFFFFF, found & 0xFFFFFFFF
-        (what, expected), by_worker = _FOUND[found >> 56], found >> 56 == _WORKER
-        at = _NO_ANSWER[place] if by_worker else place
-        told = what.format(place=at, value=low - (low >> 31 << 32))
-        return f"{told}, in an earlier call of {self.where}", expected, by_worker
+        fault, place, low = found >> 56, found >> 32 & 0xFFFFFF, found & 0xFFFFFFFF
+        at: Any = _NO_ANSWER[place] if fault == _WORKER else place
+        value: Any = low - (low >> 31 << 32)
+        if fault == _RANK:
+            value = lost(low >> 24, (low & 0xFFFFFF) / 1000)
+        what, expected = _FOUND[fault]
+        told = what.format(place=at, value=value)
+        return f"{told}, in an earlier call of {self.where}", expected, fault
 
 
 class Faults:
@@ -191,16 +219,23 @@ def synchronize() -> None:
 def _raise(words: Iterable[Word]) -> None:
     found = [told for word in words if word.found.value and (told := word.take())]
     if found:
-        (first, expected, by_worker), *others = found
+        (first, expected, fault), *others = found
         also = "".join(f"; also {what}" for what, *_ in others)
-        if by_worker:
-            todo = "that call's result lacks these experts; offload the model again"
-            raise WorkerError(first + also, expected=expected, todo=todo, where="cuda")
-        todo = (
-            "fusion_moe.synchronize() after a call raises its errors; that call left bad ids "
-            "out, and clamped ends and indices"
-        )
-        raise GroupsError(first + also, expected=expected, todo=todo, where="cuda")
+        error, todo = _RAISED.get(fault, _GROUPS)
+        raise error(first + also, expected=expected, todo=todo, where="cuda")
+
+
+def lost(phase: int, seconds: float) -> str:
+    """What is wrong with a rank, by the phase in which another one waited for it in vain."""
+    return _LOST[phase] + (f" within {seconds:.3g} s" if phase < 4 else "")
+
+
+def rank_error(phase: int, rank: int, seconds: float, where: str) -> Error:
+    """The error of a call that kernels of the CPU end with such a fault."""
+    what, expected = _FOUND[_RANK]
+    error, todo = _RAISED[_RANK]
+    found = what.format(place=rank, value=lost(phase, seconds))
+    return error(found, expected=expected, todo=todo, where=where)
 
 
 def _caller() -> str:

@@ -17,7 +17,7 @@ from ...errors import UnsupportedError
 from ...ir.core import Fusion
 from ...runtime import build, isa
 from ...runtime.kernel import Kernel
-from ...schedule import STANDARD
+from ...schedule import WITH_RANKS
 from ...schedule.product import products
 from ...schedule.segment import Segment
 from ...target import Target
@@ -70,7 +70,7 @@ BACKEND = Backend(
         Target(
             NAME,
             ("bf16", "int8"),
-            STANDARD,
+            WITH_RANKS,
             device="cpu",
             added_features={"fprop": 256, "dgrad": 256},
         ),

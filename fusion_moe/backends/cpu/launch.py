@@ -16,8 +16,10 @@ import torch
 
 from ...ir.binding import storage_shape
 from ...ir.core import Fusion, Value
+from ...ir.kinds.collectives import PEERS
 from ...ir.types import DTYPES
 from ...runtime import build, memory, native
+from ...runtime.faults import rank_error
 from ...runtime.memory import Memory
 from ...runtime.precompile import Build
 from ...runtime.remembered import Remembered
@@ -118,8 +120,19 @@ class Launch(Function):
 
     def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
         made = self._arrays.call(self._entry, inputs, sizes)
-        # evaluate raises
-        return self.source.fusion.evaluate(*inputs, sizes=sizes) if made is None else made
+        if made is None:
+            need_ranks(self.source.fusion, inputs)
+            return self.source.fusion.evaluate(*inputs, sizes=sizes)  # raises
+        return made
+
+
+def need_ranks(fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
+    """Raises the error of a call of `dispatch` or `combine_from` that waited in vain."""
+    for op in fusion.ops:
+        if op.kind.role == "collective":
+            peers = inputs[fusion.inputs.index(op.values[-1])].tolist()
+            header = (ctypes.c_ulonglong * 3).from_address(peers[PEERS + peers[0]])
+            raise rank_error(header[2] >> 32, header[2] % 2**32 - 1, header[1] / 1e9, op.kind.name)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from string import Template
+from typing import Any
 
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
@@ -81,7 +82,14 @@ class Source:
     def headers(self) -> tuple[str, ...]:
         """The headers in kernels/ that the text needs."""
         routes = any(op.kind.name in router.ROUTER for op in self.fusion.ops)
-        return ("product.h", "rows.h", *(("router.h",) if routes else ()), *self.more_headers)
+        between_ranks = any(op.kind.role == "collective" for op in self.fusion.ops)
+        return (
+            "product.h",
+            "rows.h",
+            *(("router.h",) if routes else ()),
+            *(("exchange.h",) if between_ranks else ()),
+            *self.more_headers,
+        )
 
 
 class SegmentWriter(Writer):
@@ -204,6 +212,22 @@ class SegmentWriter(Writer):
             "team",
         ]
         return f"{op.kind.name}<{router.of_weights(op)}>({', '.join(map(str, given))});"
+
+    def _first_dispatch(self, op: Op) -> list[str]:
+        groups = op.attrs["groups"]
+        return self._between_ranks(op, op.values[0], op.values[1], groups.count, groups.stride)
+
+    def _first_combine_from(self, op: Op) -> list[str]:
+        y, ids, ends, _ = op.values
+        groups = ends.type.ends
+        assert groups is not None
+        return self._between_ranks(op, y, ids, groups.count, groups.stride)
+
+    def _between_ranks(self, op: Op, x: Value, ids: Value, ranks: Any, each: Any) -> list[str]:
+        (tokens, slots), width = map(size, ids.type.shape), size(x.type.shape[1])
+        sizes = [size(ranks), size(each), op.attrs["experts"], tokens, slots, width]
+        given = [*map(self.array, op.values), *sizes, *(self.names[v] for v in op.outputs)]
+        return [f"if (!{op.kind.name}({', '.join(map(str, given))})) return false;"]
 
     def _first_place(self, op: Op) -> list[str]:
         (ids, places), (made,) = op.values, op.outputs

@@ -28,7 +28,10 @@ from .indices import Index, Number, Variable, flat, unflat
 ACTIVATIONS = ("bf16", "f16", "f32")
 _MOST_COLUMNS = 2**20  # of a product's results: writing its kernel takes time for each
 # before everything else, with each result in memory
-MADE_FIRST = ("topk_ids", "topk_weights", "place", "route", "invert", "problem_ends")
+MADE_FIRST = (
+    *("topk_ids", "topk_weights", "place", "route", "invert", "problem_ends"),
+    *("dispatch", "combine_from"),
+)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...errors import FusionError, ShapeError
+from ...errors import DtypeError, FusionError, ShapeError
 from ..collectives import all_gather, all_to_all
 from ..core import Need, OpKind
 from ..types import INTS, Groups, TensorType, plain, wide
@@ -34,7 +34,14 @@ PEERS = 4  # entries of `peers` before the addresses of the ranks' memory
 MOST_SLOTS = 32  # of a token, for which the ranks' memory has room
 
 
-def _need_ranks(peers: TensorType, groups: Groups, experts: int, group: str) -> int:
+def _need_ranks(
+    peers: TensorType, ids: TensorType, groups: Groups, experts: int, group: str
+) -> int:
+    need_rank("ids", ids, 2)
+    need_dtype("ids", ids, *INTS)
+    slots = ids.shape[1]
+    if not isinstance(slots, int) or slots > MOST_SLOTS:
+        raise ShapeError(f"{slots} slots of a token", expected=f"at most {MOST_SLOTS}")
     need_rank("peers", peers, 1)
     need_dtype("peers", peers, "i64")
     if not isinstance(groups.count, int) or groups.count < 1:
@@ -68,13 +75,13 @@ def _dispatch_type(
     Rows after a rank's last token have ids -1. What x and w have there, and for tokens with no
     expert on this rank, is not defined: no expert here reads it.
     """
-    ranks = _need_ranks(peers, groups, experts, group)
+    ranks = _need_ranks(peers, ids, groups, experts, group)
     need_rank("x", x, 2)
     need_float("x", x)
-    need_rank("ids", ids, 2)
-    need_dtype("ids", ids, *INTS)
     need_rank("w", w, 2)
     need_float("w", w)
+    if (x.dtype == "f64") != (w.dtype == "f64"):
+        raise DtypeError(f"x is {x}, w is {w}", expected="f64 for both, or for neither")
     need_same("token count", "x", x.shape[0], "ids", ids.shape[0])
     for a, b in zip(ids.shape, w.shape, strict=True):
         need_same("size", "ids", a, "w", b)
@@ -130,9 +137,7 @@ def _combine_from_type(
     need_rank("y", y, 2)
     need_float("y", y)
     rows = need_rows_of("y", y, ends)
-    _need_ranks(peers, rows.groups, experts, group)
-    need_rank("ids", ids, 2)
-    need_dtype("ids", ids, *INTS)
+    _need_ranks(peers, ids, rows.groups, experts, group)
     return (TensorType((plain(ids.shape[0]), y.shape[1]), y.dtype),)
 
 

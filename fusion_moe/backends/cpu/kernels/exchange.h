@@ -1,0 +1,268 @@
+// Tokens between the ranks of a node, in memory that they share: `dispatch` and `combine_from`.
+//
+// Every rank has a region with the same sections. Others write their tokens there, and their sums
+// for the rank's own tokens; then they set a flag to the number of the call, which the rank waits
+// for. Flags only grow, so none is ever reset. One buffer is enough, since a call is a round trip:
+// who has the sums of all ranks knows that all have read what it sent.
+#pragma once
+
+#include <time.h>
+
+#include "rows.h"
+
+namespace {
+
+// Nanoseconds.
+inline u64 now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return u64(t.tv_sec) * 1000000000 + u64(t.tv_nsec);
+}
+
+// The memory of one rank. tokens, row: for how many tokens of a rank, and bytes of each, it has
+// room.
+class Region {
+  public:
+    // Written by the rank itself. limit: nanoseconds; broken: why and for whom it waited in vain.
+    struct Header {
+        u64 epoch, limit, broken;
+    };
+    // From another rank, in front of its ids. tag, form: what must be the same on all ranks.
+    struct Letter {
+        u64 tokens, tag, form, unused[13];
+    };
+    static constexpr i64 CHUNKS = 256, PIECES = 16, SLOTS = 32;  // at most 64 ranks
+
+    Region(i64 address, i64 ranks, i64 tokens, i64 row) : at_(reinterpret_cast<char*>(address)) {
+        const i64 sizes[] = {256,
+                             i64(sizeof(Letter)) * ranks,
+                             8 * PIECES * ranks,
+                             8 * CHUNKS * ranks,
+                             8 * CHUNKS * ranks,
+                             4 * SLOTS * tokens * ranks,
+                             4 * SLOTS * tokens * ranks,
+                             row * tokens * ranks};
+        i64 end = 0;
+        for (int i = 0; i < SECTIONS; ++i) {
+            begins_[i] = end;
+            end += (sizes[i] + 255) / 256 * 256;
+        }
+        begins_[SECTIONS] = end;
+    }
+
+    Header& header() const { return *section<Header>(0); }
+    Letter& letter(i64 rank) const { return section<Letter>(1)[rank]; }
+    u64& ids_flag(i64 rank, i64 piece) const { return section<u64>(2)[rank * PIECES + piece]; }
+    u64& rows_flag(i64 rank, i64 chunk) const { return section<u64>(3)[rank * CHUNKS + chunk]; }
+    u64& sums_flag(i64 rank, i64 chunk) const { return section<u64>(4)[rank * CHUNKS + chunk]; }
+    i32* ids() const { return section<i32>(5); }
+    float* weights() const { return section<float>(6); }
+    char* rows() const { return section<char>(7); }
+    char* sums() const { return section<char>(8); }
+
+  private:
+    static constexpr int SECTIONS = 8;
+
+    template <class T>
+    T* section(int i) const {
+        return reinterpret_cast<T*>(at_ + begins_[i]);
+    }
+
+    char* at_;
+    i64 begins_[SECTIONS + 1];
+};
+
+// A call by one rank. each: rows for each rank.
+class Exchange {
+  public:
+    enum Why : u64 { IDS = 1, ROWS, SUMS, DISAGREES, NO_ROOM };
+
+    Exchange(const i64* peers, i64 ranks, i64 each, i64 experts, i64 slots, i64 row)
+        : ranks(ranks),
+          each(each),
+          slots(slots),
+          row(row),
+          here(peers[0]),
+          peers_(peers),
+          of_rank_((experts + ranks - 1) / ranks),
+          experts_(experts),
+          chunk_((each + Region::CHUNKS - 1) / Region::CHUNKS) {
+        chunk_ = chunk_ > 0 ? chunk_ : 1;
+    }
+
+    const i64 ranks, each, slots, row, here;
+
+    // Of a rank; by itself, that of this one.
+    Region region(i64 rank) const {
+        return Region(peers_[4 + rank], ranks, peers_[2], peers_[3]);
+    }
+    Region region() const { return region(here); }
+
+    // Whether this rank may send and wait: not after it waited in vain.
+    bool begin(bool first) {
+        Region::Header& header = region().header();
+        if (header.broken) return false;
+        epoch_ = header.epoch += first;
+        return each <= peers_[2] && row <= peers_[3] && slots <= Region::SLOTS
+                   ? true
+                   : fail(NO_ROOM, here);
+    }
+
+    i64 chunks(i64 tokens) const { return tokens > chunk_ ? (tokens + chunk_ - 1) / chunk_ : 1; }
+    i64 pieces(i64 tokens) const { return (chunks(tokens) + Region::PIECES - 1) / Region::PIECES; }
+
+    // f(token) for those of a chunk.
+    template <class F>
+    void for_tokens(i64 chunk, i64 tokens, F f) const {
+        for (i64 t = chunk * chunk_; t < std::min(tokens, (chunk + 1) * chunk_); ++t) f(t);
+    }
+
+    // A bit for each rank that holds one of a token's experts.
+    template <class Id>
+    u64 holders(const Id* of_token) const {
+        u64 found = 0;
+        for (i64 i = 0; i < slots; ++i)
+            if (of_token[i] >= 0 && of_token[i] < experts_)
+                found |= u64(1) << i64(of_token[i]) / of_rank_;
+        return found;
+    }
+
+    template <class Id>
+    bool needs(i64 rank, const Id* of_token) const {
+        return holders(of_token) >> rank & 1;
+    }
+
+    Region::Letter letter(i64 tokens) const {
+        return {u64(tokens), u64(peers_[1]) << 32 | u64(each), u64(slots) << 32 | u64(row), {}};
+    }
+
+    bool agrees(i64 rank) {
+        const Region::Letter mine = letter(0), other = region().letter(rank);
+        const bool fits = i64(other.tokens) <= each;
+        return other.tag == mine.tag && other.form == mine.form && fits ? true
+                                                                        : fail(DISAGREES, rank);
+    }
+
+    void set(u64& flag) const { __atomic_store_n(&flag, epoch_, __ATOMIC_RELEASE); }
+
+    bool wait(const u64& flag, Why why, i64 rank) {
+        const u64 start = now();
+        for (Spin spin; __atomic_load_n(&flag, __ATOMIC_ACQUIRE) < epoch_; spin()) {
+            if (now() - start > region().header().limit) return fail(why, rank);
+        }
+        return true;
+    }
+
+    // Ranks after this one, and this one last: f(rank), while it is true.
+    template <class F>
+    bool all_ranks(F f) const {
+        for (i64 i = 1; i <= ranks; ++i)
+            if (!f((here + i) % ranks)) return false;
+        return true;
+    }
+
+  private:
+    bool fail(Why why, i64 rank) {
+        region().header().broken = why << 32 | u64(rank + 1);
+        return false;
+    }
+
+    const i64* peers_;
+    i64 of_rank_, experts_, chunk_;
+    u64 epoch_ = 0;
+};
+
+// x [T, H], ids [T, k], w [T, k] -> those of all ranks, and where each rank's end. False if a rank
+// sent nothing in time, or disagrees.
+template <class X, class Id, class W>
+bool dispatch(const X* x, const Id* ids, const W* w, const i64* peers, i64 ranks, i64 each,
+              i64 experts, i64 tokens, i64 slots, i64 width, X* rows, i32* all_ids, W* all_w,
+              i32* ends) {
+    Exchange call(peers, ranks, each, experts, slots, width * i64(sizeof(X)));
+    if (!call.begin(true)) return false;
+    call.all_ranks([&](i64 rank) {
+        const Region to = call.region(rank);
+        to.letter(call.here) = call.letter(tokens);
+        const i64 first = call.here * each * slots;
+        std::transform(ids, ids + tokens * slots, to.ids() + first, [](Id id) { return i32(id); });
+        std::transform(w, w + tokens * slots, to.weights() + first, [](W v) { return widen(v); });
+        for (i64 p = 0; p < call.pieces(tokens); ++p) call.set(to.ids_flag(call.here, p));
+        return true;
+    });
+    for (i64 c = 0; c < call.chunks(tokens); ++c)
+        call.all_ranks([&](i64 rank) {
+            const Region to = call.region(rank);
+            call.for_tokens(c, tokens, [&](i64 t) {
+                if (call.needs(rank, ids + t * slots))
+                    std::memcpy(to.rows() + (call.here * each + t) * call.row, x + t * width,
+                                std::size_t(call.row));
+            });
+            call.set(to.rows_flag(call.here, c));
+            return true;
+        });
+
+    const Region own = call.region();
+    std::fill(all_ids, all_ids + ranks * each * slots, -1);
+    return call.all_ranks([&](i64 rank) {
+        if (!call.wait(own.ids_flag(rank, 0), Exchange::IDS, rank) || !call.agrees(rank))
+            return false;
+        const i64 there = i64(own.letter(rank).tokens), first = rank * each;
+        for (i64 p = 1; p < call.pieces(there); ++p)
+            if (!call.wait(own.ids_flag(rank, p), Exchange::IDS, rank)) return false;
+        ends[rank] = i32(first + there);
+        const i64 begin = first * slots, end = ends[rank] * slots;
+        std::copy(own.ids() + begin, own.ids() + end, all_ids + begin);
+        std::transform(own.weights() + begin, own.weights() + end, all_w + begin,
+                       [](float v) { return stored<W>(v); });
+        for (i64 c = 0; c < call.chunks(there); ++c) {
+            if (!call.wait(own.rows_flag(rank, c), Exchange::ROWS, rank)) return false;
+            call.for_tokens(c, there, [&](i64 t) {
+                if (call.needs(call.here, all_ids + (first + t) * slots))
+                    std::memcpy(rows + (first + t) * width, own.rows() + (first + t) * call.row,
+                                std::size_t(call.row));
+            });
+        }
+        return true;
+    });
+}
+
+// y [R * each, H], sums for the tokens of all ranks, of which ids [T, k] are this rank's; ends of
+// each rank's tokens -> [T, H], added in the order of ranks. False if a rank sent nothing in time.
+template <class Y, class Id>
+bool combine_from(const Y* y, const Id* ids, const i32* ends, const i64* peers, i64 ranks, i64 each,
+                  i64 experts, i64 tokens, i64 slots, i64 width, Y* made) {
+    Exchange call(peers, ranks, each, experts, slots, width * i64(sizeof(Y)));
+    if (!call.begin(false)) return false;
+    const Region own = call.region();
+    call.all_ranks([&](i64 rank) {
+        const Region to = call.region(rank);
+        const i64 first = rank * each, there = ends[rank] - first;
+        for (i64 c = 0; c < call.chunks(there); ++c) {
+            call.for_tokens(c, there, [&](i64 t) {
+                if (call.needs(call.here, own.ids() + (first + t) * slots))
+                    std::memcpy(to.sums() + (call.here * each + t) * call.row,
+                                y + (first + t) * width, std::size_t(call.row));
+            });
+            call.set(to.sums_flag(call.here, c));
+        }
+        return true;
+    });
+    const bool all = call.all_ranks([&](i64 rank) {
+        for (i64 c = 0; c < call.chunks(tokens); ++c)
+            if (!call.wait(own.sums_flag(rank, c), Exchange::SUMS, rank)) return false;
+        return true;
+    });
+    const auto sums = reinterpret_cast<const Y*>(own.sums());
+    for (i64 t = 0; all && t < tokens; ++t) {
+        const u64 holders = call.holders(ids + t * slots);
+        for (i64 h = 0; h < width; ++h) {
+            float sum = 0;
+            for (u64 left = holders; left; left &= left - 1)
+                sum += widen(sums[(__builtin_ctzll(left) * each + t) * width + h]);
+            made[t * width + h] = stored<Y>(sum);
+        }
+    }
+    return all;
+}
+
+}  // namespace

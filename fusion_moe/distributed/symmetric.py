@@ -1,0 +1,312 @@
+"""dispatch="symmetric": the ranks of a node write tokens, and sums for them, into each other's
+memory, as operations of the program that computes the experts (ir/kinds/collectives.py).
+
+    exchange = Exchange.of_group(group, device)         # checks; UnsupportedError says why not
+    layer = exchange.layer(experts, features)           # on all ranks, in the same order
+    layer.arguments(tokens, itemsize)                   # of `fused_experts`
+
+Memory is allocated by the first call that needs it, and grows with later ones: on all ranks at
+once, since all call with as many tokens, or with the most that any rank may have.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import OptionError, UnsupportedError
+from ..ir.kinds.collectives import MOST_SLOTS, PEERS
+from ..layouts.groups import ceil_to
+from ..messages.progress import MUCH, phase
+from ..messages.units import amount
+from ..messages.warn import warn_once
+from ..runtime import cuda
+from ..runtime.turns import Turns
+from .dispatch import Dispatcher, divide_forward
+
+_CHUNKS, _PIECES, _MOST_RANKS, _TILE = 256, 16, 64, 256
+# torch makes multicast objects at rendezvous, and NCCL for its communicators, unless these say no
+Place = tuple[str, str, Any]
+_NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+
+
+def region_bytes(ranks: int, tokens: int, row: int) -> int:
+    """The bytes of a rank's memory for so many tokens of each rank, with `row` bytes each: the
+    sections of backends/cpu/kernels/exchange.h.
+    """
+    each = (128, 8 * _PIECES, 8 * _CHUNKS, 8 * _CHUNKS)
+    each += (4 * MOST_SLOTS * tokens,) * 2 + (row * tokens,) * 2
+    return 256 + sum(ceil_to(n * ranks, 256) for n in each)
+
+
+class Exchange:
+    """The memory of a group's ranks, which its layers use in turn. tokens, row: for how many tokens
+    of a rank, and bytes of each, there is room.
+    """
+
+    _of_groups: dict[str, Exchange] = {}  # noqa: RUF012
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        """UnsupportedError, on all ranks, if they cannot share memory."""
+        self.group, self.device = group, device
+        self.rank, self.ranks = group.rank(), group.size()
+        self.tokens = self.row = 0
+        self.turns, self._layers = Turns(device), list[Layer]()
+        self._memory: Any = None
+        places = self._of_all(_place(device))
+        reasons = self._of_all(_why_not_shared(places, self.rank))
+        if why := next(filter(None, reasons), ""):
+            raise UnsupportedError(
+                why,
+                expected=f"at most {_MOST_RANKS} ranks of one node, whose GPUs reach each other",
+            )
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup, device: torch.device) -> Exchange:
+        """The one of a group, for all its layers."""
+        found = cls._of_groups.get(group.group_name)
+        if found is None or found.group is not group:
+            found = cls._of_groups[group.group_name] = cls(group, device)
+        return found
+
+    def layer(self, experts: int, features: int) -> Layer:
+        """One more layer. experts: of all ranks. All ranks have the same layers, in the same
+        order.
+        """
+        peers = torch.zeros(PEERS + self.ranks, dtype=torch.int64, device=self.device)
+        made = Layer(self, len(self._layers), experts, features, peers)
+        self._layers.append(made)
+        return made
+
+    def allocate(self, tokens: int) -> None:
+        """Memory for so many tokens of each rank, before the first call: in bf16, or float32 on
+        CPUs.
+        """
+        for layer in self._layers:
+            layer.need(tokens, 2 if self.device.type == "cuda" else 4)
+
+    def need(self, tokens: int, row: int) -> None:
+        """Makes room, on all ranks, if there is too little. OptionError if ranks disagree."""
+        if tokens <= self.tokens and row <= self.row:
+            return
+        if self.device.type == "cuda" and cuda.capturing():
+            raise UnsupportedError(
+                f"{tokens} tokens in a CUDA graph, and memory for {self.tokens}",
+                expected="as many in a call before the capture",
+                todo=f"parallelize_(..., capacity={tokens}) allocates it at once",
+                where="dispatch='symmetric'",
+            )
+        room = max(tokens, self.tokens), max(row, self.row)
+        layers = [(layer.experts, layer.features) for layer in self._layers]
+        _need_agreement(self._of_all((room, layers)))
+        self._allocate(*room)
+
+    def _allocate(self, tokens: int, row: int) -> None:
+        nbytes = region_bytes(self.ranks, tokens, row)
+        said = (
+            f"{amount(nbytes, 'B')} on each of {self.ranks} ranks for {tokens:,} tokens of "
+            f"{row:,} bytes, shared by {len(self._layers)} layers"
+        )
+        if nbytes >= MUCH and self.rank == 0:
+            phase(f"dispatch='symmetric' allocates {said}")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # calls that use what there is
+            if nbytes > (free := torch.cuda.mem_get_info(self.device)[0]):
+                raise OptionError(
+                    f"{amount(free, 'B')} of free memory",
+                    expected=said,
+                    todo="lower capacity, or the number of tokens in a call",
+                    where="dispatch='symmetric'",
+                )
+        self._memory = None
+        self._memory, addresses = (
+            self._on_gpus(nbytes) if self.device.type == "cuda" else self._in_a_file(nbytes)
+        )
+        limit = _timeout(self.group, self.device)
+        self._memory[0][:24].view(torch.int64).copy_(torch.tensor([0, limit, 0]))
+        dist.barrier(self.group)  # nobody sends before all have zeros
+        self.tokens, self.row = tokens, row
+        for layer in self._layers:
+            numbers = [self.rank, layer.number, tokens, row, *addresses]
+            layer.peers.copy_(torch.tensor(numbers))
+
+    def _in_a_file(self, nbytes: int) -> tuple[Any, list[int]]:
+        """Of processes on CPUs: one file that all map, without a name when they have it."""
+        nbytes = ceil_to(nbytes, 4096)
+        shm = Path("/dev/shm")
+        name = ""
+        if self.rank == 0:
+            handle, name = tempfile.mkstemp("", "fusion_moe_", shm if shm.is_dir() else None)
+            os.ftruncate(handle, nbytes * self.ranks)
+            os.close(handle)
+        name = self._of_all(name)[0]
+        whole = torch.from_file(name, shared=True, size=nbytes * self.ranks, dtype=torch.uint8)
+        dist.barrier(self.group)
+        if self.rank == 0:
+            with suppress(OSError):
+                Path(name).unlink()
+        addresses = [whole.data_ptr() + nbytes * rank for rank in range(self.ranks)]
+        return (whole[nbytes * self.rank :][:nbytes], whole), addresses
+
+    def _on_gpus(self, nbytes: int) -> tuple[Any, list[int]]:
+        """torch's symmetric memory, without multicast."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        _forbid_multicast()
+        own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
+        own.zero_()
+        torch.cuda.synchronize(self.device)
+        handle = symmetric.rendezvous(own, self.group)
+        return (own, handle), [int(pointer) for pointer in handle.buffer_ptrs]
+
+    def _of_all(self, x: Any) -> list[Any]:
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, x, self.group)
+        return found
+
+
+class Layer:
+    """A layer's part of an exchange. peers i64[4 + R]: the rank, the layer's number, for how many
+    tokens of a rank and bytes of each there is room, where each rank's memory is.
+    """
+
+    def __init__(self, exchange: Exchange, number: int, experts: int, features: int, peers: Tensor):
+        self.exchange, self.number, self.experts = exchange, number, experts
+        self.features, self.peers = features, peers
+
+    def need(self, tokens: int, itemsize: int) -> None:
+        """Memory for so many tokens of each rank; kernels may pad their features."""
+        self.exchange.need(tokens, ceil_to(self.features, _TILE) * itemsize)
+
+    def arguments(self, capacity: int) -> dict[str, Any]:
+        """Those of `fused_experts`. capacity: 0 if all ranks have equally many tokens."""
+        return {
+            "peers": self.peers,
+            "across": self.exchange.group.group_name,
+            "of_experts": self.experts,
+            "capacity": capacity,
+        }
+
+
+def send_tokens(
+    module: nn.Module, layer: Layer, capacity: int | float, otherwise: Dispatcher
+) -> None:
+    """Wraps the forward of `Experts`, whose calls send tokens themselves. What they cannot do,
+    gradients, goes through a dispatcher of collectives.
+    """
+    inner = module.forward.__func__  # type: ignore[attr-defined]
+    divide_forward(module, otherwise)
+    by_collectives = module.forward.__func__  # type: ignore[attr-defined]
+    most = capacity if isinstance(capacity, int) else 0
+
+    @functools.wraps(inner)
+    def forward(
+        self: nn.Module,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        adapters: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        given = hidden_states, top_k_index, top_k_weights
+        if why := _why_not(self, given, adapters):
+            if not torch.compiler.is_compiling():
+                warn_once(f"dispatch='symmetric' goes through collectives: {why}")
+            return by_collectives(self, *given, adapters)
+        more = {**(adapters or {}), **layer.arguments(most)}
+        if torch.compiler.is_compiling():
+            return inner(self, *given, more)
+        with layer.exchange.turns.next():
+            tokens = math.prod(hidden_states.shape[:-1])
+            layer.need(most or max(tokens, 1), hidden_states.element_size())
+            return inner(self, *given, more)
+
+    module.forward = MethodType(forward, module)
+
+
+def _why_not(
+    module: nn.Module, given: tuple[Tensor, ...], adapters: Mapping[str, Tensor] | None
+) -> str:
+    """Why a call does not send tokens itself; "" if it does."""
+    if adapters and "lora_of" in adapters:
+        return "tokens have adapters of their own"
+    if torch.is_grad_enabled():
+        trained = any(t.requires_grad for t in given) or any(
+            p.requires_grad for p in module.parameters()
+        )
+        return "gradients are wanted" if trained else ""
+    return ""
+
+
+# Checks -------------------------------------------------------------------------------------------
+
+
+def _place(device: torch.device) -> Place:
+    """Where a rank is: its node, since when that runs, its GPU."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    since = boot.read_text() if boot.exists() else ""
+    gpu = cuda.index_of(device) if device.type == "cuda" else None
+    return platform.node(), since, gpu
+
+
+def _why_not_shared(places: Sequence[Place], rank: int) -> str:
+    """Why a rank cannot reach the memory of all; "" if it can."""
+    nodes, own = {place[:2] for place in places}, places[rank][2]
+    if len(nodes) > 1:
+        return f"ranks of {len(nodes)} nodes"
+    if len(places) > _MOST_RANKS:
+        return f"{len(places)} ranks"
+    for *_, gpu in places if own is not None else ():
+        # where each process sees only its own GPU, rendezvous finds out
+        seen = gpu != own and gpu < torch.cuda.device_count()
+        if seen and not torch.cuda.can_device_access_peer(own, gpu):
+            return f"GPU {own} has no peer access to GPU {gpu}"
+    return ""
+
+
+def _need_agreement(found: list[Any]) -> None:
+    for rank, (said, mine) in enumerate((x, found[0]) for x in found):
+        if said != mine:
+            (tokens, row), layers = said
+            (tokens_0, row_0), layers_0 = mine
+            raise OptionError(
+                f"rank {rank} has {_layers(layers)} and calls with {tokens} tokens of {row} bytes, "
+                f"rank 0 {_layers(layers_0)} with {tokens_0} of {row_0}",
+                expected="the same on all ranks",
+                todo="parallelize_ the same model on each; capacity=N lets numbers of tokens "
+                "differ up to N",
+                where="dispatch='symmetric'",
+            )
+
+
+def _layers(layers: list[tuple[int, int]]) -> str:
+    each = ", ".join(f"{e} experts of {h} features" for e, h in dict.fromkeys(layers))
+    return f"{len(layers)} layers ({each})"
+
+
+def _forbid_multicast() -> None:
+    for name, value in _NO_MULTICAST.items():
+        if (found := os.environ.setdefault(name, value)) != value:
+            raise OptionError(
+                f"{name}={found}",
+                expected=f"{value}: the exchange works without multicast",
+                todo="unset it before processes start",
+                where="dispatch='symmetric'",
+            )
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Nanoseconds that ranks of a group wait for each other."""
+    backend: Any = group._get_backend(device)
+    return int(backend.options._timeout.total_seconds() * 1e9)
