@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import OptionError, UnsupportedError, need_one_of
-from ..messages.warn import warn_once
 from ..nn import Experts
 from ..nn.conversion.contract import contract_of
 from ..nn.frozen.projections import Projections
@@ -25,7 +24,7 @@ from .shares import (
     shard_experts,
     whole_experts_of,
 )
-from .symmetric import Exchange, send_tokens
+from .symmetric import Exchange, say_collectives, send_tokens
 
 DISPATCH = ("all_gather", "all_to_all", "symmetric")
 # What each dimension of the mesh divides.
@@ -167,10 +166,13 @@ class Division:
                     torch.zeros((), dtype=torch.int64, device=self.mesh.device_type),
                     persistent=False,
                 )
-            if (exchange := self._exchange) and isinstance(module, Experts):
+            if (exchange := self._exchange) is None:
+                divide_forward(module, dispatcher)
+            elif isinstance(module, Experts):
                 layer = exchange.layer(experts, module.shape_of("down")[1])
                 send_tokens(module, layer, self.capacity, dispatcher)
             else:
+                say_collectives(f"a {type(module).__name__} is more than one operation")
                 divide_forward(module, dispatcher)
 
     def allocate(self) -> None:
@@ -188,7 +190,7 @@ class Division:
         try:
             return Exchange.of_group(self.mesh.get_group(), device)
         except UnsupportedError as error:
-            warn_once(f"dispatch='symmetric' goes through collectives: {error}")
+            say_collectives(str(error))
             return None
 
     @property

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import OptionError, UnsupportedError
+from ..errors import OptionError, ShapeError, UnsupportedError
 from ..ir.kinds.collectives import MOST_SLOTS, PEERS
 from ..layouts.groups import ceil_to
 from ..messages.progress import MUCH, phase
@@ -222,17 +222,29 @@ def send_tokens(
         given = hidden_states, top_k_index, top_k_weights
         if why := _why_not(self, given, adapters):
             if not torch.compiler.is_compiling():
-                warn_once(f"dispatch='symmetric' goes through collectives: {why}")
+                say_collectives(why)
             return by_collectives(self, *given, adapters)
         more = {**(adapters or {}), **layer.arguments(most)}
         if torch.compiler.is_compiling():
             return inner(self, *given, more)
         with layer.exchange.turns.next():
             tokens = math.prod(hidden_states.shape[:-1])
+            if most and tokens > most:
+                raise ShapeError(
+                    f"{tokens} tokens",
+                    expected=f"at most {most}, the capacity",
+                    todo="call with fewer, or parallelize_ with a larger capacity",
+                    where="dispatch='symmetric'",
+                )
             layer.need(most or max(tokens, 1), hidden_states.element_size())
             return inner(self, *given, more)
 
     module.forward = MethodType(forward, module)
+
+
+def say_collectives(why: str) -> None:
+    """Says once why dispatch="symmetric" goes through collectives."""
+    warn_once(f"dispatch='symmetric' goes through collectives: {why}")
 
 
 def _why_not(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TypeVar
 
 import torch
@@ -75,7 +76,9 @@ class Together:
                 _local.here = None
 
         with ThreadPoolExecutor(len(self._given)) as pool:
-            made = [pool.submit(of_rank, rank) for rank in range(len(self._given))]
+            made = [
+                pool.submit(copy_context().run, of_rank, rank) for rank in range(len(self._given))
+            ]
         errors = [e for e in (m.exception() for m in made) if e is not None]
         for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
             raise error

@@ -7,6 +7,7 @@ FOLDER/GROUP.RANK.json, the traceback of each case, "" for those that pass.
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import sys
@@ -44,9 +45,9 @@ import fusion_moe
 import fusion_moe.transformers as ours
 from fusion_moe.checkpoints import Directory
 from fusion_moe.distributed import clip_grad_norm_, parallelize_
-from fusion_moe.ir.collectives import all_reduce
 from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, Quantized, quantize
-from fusion_moe.errors import OptionError, UnsupportedError
+from fusion_moe.errors import OptionError, RankError, ShapeError, UnsupportedError
+from fusion_moe.ir.collectives import all_reduce
 from fusion_moe.nn import Experts, GroupedLinear, QuantizedLinear, add_lora_, swiglu
 from fusion_moe.nn.local import gathered, local
 from fusion_moe.nn.lora.files import load_lora_, save_lora
@@ -332,6 +333,76 @@ def numbers_of_tokens_that_differ(mesh):
             assert_alike(found, want)
             assert_same_gradients(module, whole, mesh)
         assert not module.dropped
+
+
+def on_the_way(whole: nn.Module, mesh: DeviceMesh, given: Sequence[Tensor], **more: Any) -> None:
+    """Shared memory gives what all-to-all gives, in each bit, and what one process computes."""
+    symmetric, sent = (
+        divided(whole, mesh, "ep", "sharded", dispatch=way, **more)
+        for way in ("symmetric", "all_to_all")
+    )
+    found = symmetric(*given)
+    assert_equal(found, sent(*given))
+    assert_alike([found], [whole(*given)])
+    assert deepcopy(symmetric)(*given).equal(found)
+
+
+@case
+@torch.no_grad()
+def tokens_through_shared_memory(mesh):
+    """Equally many on all ranks, and more in a later call; numbers that differ, by a capacity."""
+    rank = mesh.get_rank()
+    for whole in experts(E, H, I), adapted_experts():
+        for tokens in (5, 1, 0, 40):
+            on_the_way(whole, mesh, of_rank(mesh, inputs(tokens * mesh.size())))
+        x, ids, w = inputs(3 * mesh.size())
+        mine = slice(3 * rank, 3 * rank + (0 if rank == 0 else 3))
+        for those in ids, torch.full_like(ids, E - 1), torch.full_like(ids, -1):
+            on_the_way(whole, mesh, [t[mine] for t in (x, those, w)], capacity=7)
+    module = divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="symmetric", capacity=3)
+    refuses(ShapeError, "4 tokens; expected at most 3", lambda: module(*inputs(4)))
+    x, ids, w = of_rank(mesh, inputs(4 * mesh.size()))
+    assert divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="symmetric")(
+        x.view(2, -1, H), ids, top_k_weights=w
+    ).shape == (2, 2, H)
+
+
+@case
+def kernels_through_shared_memory(mesh):
+    """What replaces the reference on CPUs."""
+    with fusion_moe.options.override(target="auto"):
+        tokens_through_shared_memory(mesh)
+
+
+@case
+def gradients_beside_shared_memory(mesh):
+    """Go through collectives, which is said once; so do experts that are one operation no more."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fusion_moe").addHandler(handler)
+    try:
+        sharded(mesh, "ep", experts(E, H, I), mesh, dispatch="symmetric")
+        whole = float_experts()
+        module = sharded(mesh, "ep", whole, mesh, dispatch="symmetric")
+        assert_same_gradients(module, whole, mesh)
+    finally:
+        logging.getLogger("fusion_moe").removeHandler(handler)
+    told = [message for message in told if "symmetric" in message]
+    assert len(told) == 2, told
+    assert "gradients are wanted" in told[0]
+    assert "Qwen3MoeExperts" in told[1]
+
+
+@case
+def ranks_that_disagree(mesh):
+    """On what they divide: all are told before any is sent."""
+    rank = mesh.get_rank()
+    module = divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="symmetric")
+    x, ids, w = inputs(2000 + rank)
+    if mesh.size() > 1:
+        with torch.no_grad():
+            refuses(OptionError, "calls with 2001 tokens", lambda: module(x, ids, w))
 
 
 @case
@@ -895,6 +966,8 @@ def refusals(mesh):
         ("tokens = 'split'", whole, {"tokens": "split"}),
         ("dispatch = 'alltoall'", whole, {"tokens": "sharded", "dispatch": "alltoall"}),
         ("tokens = 'replicated'; expected", whole, {"dispatch": "all_to_all"}),
+        ("plan = 'ep_tp'; expected", whole, {**sent, "dispatch": "symmetric", "plan": "ep_tp"}),
+        ("it drops none", whole, {**sent, "dispatch": "symmetric", "capacity": 0.5}),
         ("plan = 'tp'; expected", whole, {"plan": "tp", **sent}),
         ("capacity = 2, dispatch = 'all_gather'", whole, {"tokens": "sharded", "capacity": 2}),
         *(
@@ -934,6 +1007,38 @@ def dies(mesh):
 def hangs(mesh):
     """The last rank: an error too."""
     without_the_last(mesh, lambda: time.sleep(1.5 * SHORT_S))
+
+
+@lost
+def leaves_the_others(mesh):
+    """The last rank: the others are told that it sent nothing, and their next call fails at
+    once.
+    """
+    named(mesh, lambda: os._exit(0))
+
+
+@lost
+def stands_still(mesh):
+    """The last rank, without ending."""
+    named(mesh, lambda: time.sleep(3 * SHORT_S))
+
+
+@torch.no_grad()
+def named(mesh: DeviceMesh, leave: Callable[[], None]) -> None:
+    with fusion_moe.options.override(target="auto"):
+        module = divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="symmetric")
+        module(*inputs())
+        if mesh.get_local_rank() == mesh.size() - 1:
+            leave()
+            return
+        for limit in (2 * SHORT_S, 1):
+            began = time.monotonic()
+            refuses(
+                RankError,
+                f"rank {mesh.size() - 1} sent no ids of experts within {SHORT_S} s",
+                lambda: (module(*inputs()), fusion_moe.synchronize()),
+            )
+            assert time.monotonic() - began < limit
 
 
 def without_the_last(mesh: DeviceMesh, leave: Callable[[], None]) -> None:

@@ -18,9 +18,11 @@ CASES = Path(__file__).with_name("cases.py")
 # what depends on how many ranks there are
 FOUR = (
     "4:whole_experts,tokens_of_a_rank,tokens_sent_to_experts,numbers_of_tokens_that_differ,"
-    "more_tokens_than_the_capacity,experts_and_features,checkpoints"
+    "more_tokens_than_the_capacity,experts_and_features,checkpoints,"
+    "tokens_through_shared_memory,kernels_through_shared_memory"
 )
 LOST = ("2:dies", "2:hangs")
+NAMED = ("3:leaves_the_others", "2:stands_still")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.compiler,
@@ -82,6 +84,15 @@ def test_four_ranks_and_lost_ones(tmp_path):
     assert "Timed out" in said
 
 
+def test_a_lost_rank_is_named_by_those_that_share_memory(tmp_path):
+    """Whether it ended or stands still."""
+    found = outcomes(tmp_path, "cpu", *NAMED)
+    assert [found[group] for group in NAMED] == [
+        [{"leaves_the_others": ""}] * 2,
+        [{"stands_still": ""}] * 2,
+    ]
+
+
 def on_gpus(ranks: int) -> Any:
     few = torch.cuda.device_count() < ranks
     marks = [
@@ -91,6 +102,13 @@ def on_gpus(ranks: int) -> Any:
         ),
     ]
     return pytest.param(ranks, marks=[*marks, *([pytest.mark.multi] if ranks > 1 else [])])
+
+
+@pytest.mark.parametrize("ranks", [on_gpus(2), on_gpus(4)])
+def test_a_lost_rank_is_named_by_gpus(ranks, tmp_path):
+    """A process that ends while kernels of the others wait for it."""
+    (group,) = (f"{ranks}:leaves_the_others",)
+    assert outcomes(tmp_path, "cuda", group)[group] == [{"leaves_the_others": ""}] * (ranks - 1)
 
 
 @pytest.mark.parametrize("ranks", [on_gpus(1), on_gpus(2), on_gpus(4)])

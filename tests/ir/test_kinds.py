@@ -37,8 +37,10 @@ def about(*kinds):
 
 
 def test_every_kind_has_a_case():
-    assert set(KINDS) - set().union(*CASES.values()) == set()
-    assert set().union(*CASES.values()) - set(KINDS) == set()
+    """Or is in test_collectives.py."""
+    kinds = {name for name, kind in KINDS.items() if kind.role != "collective"}
+    assert kinds - set().union(*CASES.values()) == set()
+    assert set().union(*CASES.values()) - kinds == set()
 
 
 def run(build, *tensors, groups=None):

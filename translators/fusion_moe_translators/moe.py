@@ -577,7 +577,10 @@ def _between_ranks(
     """
     arguments.need_dtype("peers", peers.type, ("i64",))
     need_rank("peers", peers.type, 1)
-    ranks = fd.fresh_groups(peers.type.shape[0] + -PEERS, stride=plain(rows))
+    entries = plain(peers.type.shape[0])
+    if not isinstance(entries, int) or entries <= PEERS:
+        raise ShapeError(f"peers {shown(peers.type)}", expected=f"[R + {PEERS}] for R ranks")
+    ranks = fd.fresh_groups(entries - PEERS, stride=plain(rows))
     how = {"experts": experts, "group": group}
     *of_all, ends = fd.ops.dispatch(x, ids, w, peers, groups=ranks, **how)
 

@@ -127,10 +127,12 @@ class Launch(Function):
 
 
 def need_ranks(fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
-    """Raises the error of a call of `dispatch` or `combine_from` that waited in vain."""
-    for op in fusion.ops:
-        if op.kind.role == "collective":
-            peers = inputs[fusion.inputs.index(op.values[-1])].tolist()
+    """Raises the error of a call of `dispatch` or `combine_from` that waited in vain; ranks without
+    shared memory go through the process group.
+    """
+    for op in (op for op in fusion.ops if op.kind.role == "collective"):
+        peers = inputs[fusion.inputs.index(op.values[-1])].tolist()
+        if any(peers):
             header = (ctypes.c_ulonglong * 3).from_address(peers[PEERS + peers[0]])
             raise rank_error(header[2] >> 32, header[2] % 2**32 - 1, header[1] / 1e9, op.kind.name)
 

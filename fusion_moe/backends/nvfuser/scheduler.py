@@ -280,6 +280,8 @@ NEVER = {
     "grouped_swizzle": "grouped_swizzle by itself: nvFuser leaves the padding uninitialized, and "
     "only its own product may read the result",
     "index_put_accumulate": "index_put_accumulate: nvFuser's scatter does not add",
+    "dispatch": "dispatch: no kernel of nvFuser waits for another rank",
+    "combine_from": "combine_from: no kernel of nvFuser waits for another rank",
     "group_sum": "group_sum: nvFuser has no sums over ragged dimensions",
     "logsumexp": "logsumexp: nvFuser has no such operation",
     "place": "place: nvFuser's gather reads outside of the table where an id names no expert",

@@ -33,7 +33,8 @@ class Region {
     };
     static constexpr i64 CHUNKS = 256, PIECES = 16, SLOTS = 32;  // at most 64 ranks
 
-    Region(i64 address, i64 ranks, i64 tokens, i64 row) : at_(reinterpret_cast<char*>(address)) {
+    Region(i64 address, i64 ranks, i64 tokens, i64 row)
+        : at_(reinterpret_cast<char*>(address)), tokens_(tokens), row_(row) {
         const i64 sizes[] = {256,
                              i64(sizeof(Letter)) * ranks,
                              8 * PIECES * ranks,
@@ -55,10 +56,12 @@ class Region {
     u64& ids_flag(i64 rank, i64 piece) const { return section<u64>(2)[rank * PIECES + piece]; }
     u64& rows_flag(i64 rank, i64 chunk) const { return section<u64>(3)[rank * CHUNKS + chunk]; }
     u64& sums_flag(i64 rank, i64 chunk) const { return section<u64>(4)[rank * CHUNKS + chunk]; }
-    i32* ids() const { return section<i32>(5); }
-    float* weights() const { return section<float>(6); }
-    char* rows() const { return section<char>(7); }
-    char* sums() const { return section<char>(8); }
+    // Of a rank, whose part is at the same place in all calls: it may be a call ahead of another
+    // one.
+    i32* ids(i64 rank) const { return section<i32>(5) + rank * tokens_ * SLOTS; }
+    float* weights(i64 rank) const { return section<float>(6) + rank * tokens_ * SLOTS; }
+    char* rows(i64 rank) const { return section<char>(7) + rank * tokens_ * row_; }
+    char* sums(i64 rank) const { return section<char>(8) + rank * tokens_ * row_; }
 
   private:
     static constexpr int SECTIONS = 8;
@@ -69,6 +72,7 @@ class Region {
     }
 
     char* at_;
+    i64 tokens_, row_;
     i64 begins_[SECTIONS + 1];
 };
 
@@ -93,13 +97,12 @@ class Exchange {
     const i64 ranks, each, slots, row, here;
 
     // Of a rank; by itself, that of this one.
-    Region region(i64 rank) const {
-        return Region(peers_[4 + rank], ranks, peers_[2], peers_[3]);
-    }
+    Region region(i64 rank) const { return Region(peers_[4 + rank], ranks, peers_[2], peers_[3]); }
     Region region() const { return region(here); }
 
-    // Whether this rank may send and wait: not after it waited in vain.
+    // Whether this rank may send and wait: not without memory, nor after it waited in vain.
     bool begin(bool first) {
+        if (peers_[2] == 0) return false;
         Region::Header& header = region().header();
         if (header.broken) return false;
         epoch_ = header.epoch += first;
@@ -183,9 +186,9 @@ bool dispatch(const X* x, const Id* ids, const W* w, const i64* peers, i64 ranks
     call.all_ranks([&](i64 rank) {
         const Region to = call.region(rank);
         to.letter(call.here) = call.letter(tokens);
-        const i64 first = call.here * each * slots;
-        std::transform(ids, ids + tokens * slots, to.ids() + first, [](Id id) { return i32(id); });
-        std::transform(w, w + tokens * slots, to.weights() + first, [](W v) { return widen(v); });
+        const i64 count = tokens * slots;
+        std::transform(ids, ids + count, to.ids(call.here), [](Id id) { return i32(id); });
+        std::transform(w, w + count, to.weights(call.here), [](W v) { return widen(v); });
         for (i64 p = 0; p < call.pieces(tokens); ++p) call.set(to.ids_flag(call.here, p));
         return true;
     });
@@ -194,7 +197,7 @@ bool dispatch(const X* x, const Id* ids, const W* w, const i64* peers, i64 ranks
             const Region to = call.region(rank);
             call.for_tokens(c, tokens, [&](i64 t) {
                 if (call.needs(rank, ids + t * slots))
-                    std::memcpy(to.rows() + (call.here * each + t) * call.row, x + t * width,
+                    std::memcpy(to.rows(call.here) + t * call.row, x + t * width,
                                 std::size_t(call.row));
             });
             call.set(to.rows_flag(call.here, c));
@@ -210,15 +213,14 @@ bool dispatch(const X* x, const Id* ids, const W* w, const i64* peers, i64 ranks
         for (i64 p = 1; p < call.pieces(there); ++p)
             if (!call.wait(own.ids_flag(rank, p), Exchange::IDS, rank)) return false;
         ends[rank] = i32(first + there);
-        const i64 begin = first * slots, end = ends[rank] * slots;
-        std::copy(own.ids() + begin, own.ids() + end, all_ids + begin);
-        std::transform(own.weights() + begin, own.weights() + end, all_w + begin,
+        std::copy_n(own.ids(rank), there * slots, all_ids + first * slots);
+        std::transform(own.weights(rank), own.weights(rank) + there * slots, all_w + first * slots,
                        [](float v) { return stored<W>(v); });
         for (i64 c = 0; c < call.chunks(there); ++c) {
             if (!call.wait(own.rows_flag(rank, c), Exchange::ROWS, rank)) return false;
             call.for_tokens(c, there, [&](i64 t) {
                 if (call.needs(call.here, all_ids + (first + t) * slots))
-                    std::memcpy(rows + (first + t) * width, own.rows() + (first + t) * call.row,
+                    std::memcpy(rows + (first + t) * width, own.rows(rank) + t * call.row,
                                 std::size_t(call.row));
             });
         }
@@ -239,9 +241,9 @@ bool combine_from(const Y* y, const Id* ids, const i32* ends, const i64* peers, 
         const i64 first = rank * each, there = ends[rank] - first;
         for (i64 c = 0; c < call.chunks(there); ++c) {
             call.for_tokens(c, there, [&](i64 t) {
-                if (call.needs(call.here, own.ids() + (first + t) * slots))
-                    std::memcpy(to.sums() + (call.here * each + t) * call.row,
-                                y + (first + t) * width, std::size_t(call.row));
+                if (call.needs(call.here, own.ids(rank) + t * slots))
+                    std::memcpy(to.sums(call.here) + t * call.row, y + (first + t) * width,
+                                std::size_t(call.row));
             });
             call.set(to.sums_flag(call.here, c));
         }
@@ -252,13 +254,13 @@ bool combine_from(const Y* y, const Id* ids, const i32* ends, const i64* peers, 
             if (!call.wait(own.sums_flag(rank, c), Exchange::SUMS, rank)) return false;
         return true;
     });
-    const auto sums = reinterpret_cast<const Y*>(own.sums());
     for (i64 t = 0; all && t < tokens; ++t) {
         const u64 holders = call.holders(ids + t * slots);
         for (i64 h = 0; h < width; ++h) {
             float sum = 0;
             for (u64 left = holders; left; left &= left - 1)
-                sum += widen(sums[(__builtin_ctzll(left) * each + t) * width + h]);
+                sum += widen(
+                    reinterpret_cast<const Y*>(own.sums(__builtin_ctzll(left)))[t * width + h]);
             made[t * width + h] = stored<Y>(sum);
         }
     }

@@ -1,0 +1,167 @@
+"""Tokens between ranks: what `dispatch` and `combine_from` mean, with ranks as threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusions import assert_same_bits, round_trip
+
+import fusion_moe
+from fusion_moe import FusionDefinition
+from fusion_moe.encodings import NVFP4, quantize
+from fusion_moe.errors import DtypeError, FusionError, OptionError, ShapeError
+from fusion_moe.ir.collectives import Together
+from fusion_moe.ir.kinds.collectives import holders
+from fusion_moe.layouts.groups import check_ends
+
+E, H, I, K, R = 7, 64, 32, 3, 3
+EACH = -(-E // R)
+
+
+def inputs(tokens: int, rank: int = 0, experts: int = E):
+    """x [T, H], ids [T, K], w [T, K], of which one slot names no expert."""
+    g = torch.Generator().manual_seed(100 * tokens + rank)
+    ids = torch.rand(tokens, experts, generator=g).topk(K).indices
+    if tokens > 1:
+        ids[0, 0], ids[1] = -1, -1
+    return torch.randn(tokens, H, generator=g), ids, torch.rand(tokens, K, generator=g)
+
+
+def there_and_back(dtype: str = "f32", stride: int | None = None, **more):
+    """x, ids, w, peers -> all that comes, and x of each holder added up."""
+    fd = FusionDefinition()
+    tokens = fd.define_size("t")
+    ranks = fd.define_groups("s", R, stride=stride or tokens)
+    x = fd.define_tensor(shape=[tokens, H], dtype=dtype)
+    ids = fd.define_tensor(shape=[tokens, K], dtype="i64")
+    w = fd.define_tensor(shape=[tokens, K], dtype="f32")
+    peers = fd.define_tensor(shape=[R + 4], dtype="i64")
+    how = {"experts": E, "group": "g", **more}
+    rows, all_ids, all_w, ends = fd.ops.dispatch(x, ids, w, peers, groups=ranks, **how)
+    y = fd.ops.combine_from(rows, ids, ends, peers, **how)
+    for v in (rows, all_ids, all_w, ends, y):
+        fd.add_output(v)
+    return fd.fusion()
+
+
+PEERS = torch.zeros(R + 4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(("counts", "stride"), [((4, 4, 4), None), ((4, 0, 9), 9), ((0, 0, 0), 5)])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_tokens_of_all_ranks(counts, stride, dtype):
+    fusion = there_and_back(dtype, stride)
+    first, parsed, *_ = round_trip(fusion)
+    given = [inputs(t, rank) for rank, t in enumerate(counts)]
+    given = [(x.bfloat16() if dtype == "bf16" else x, ids, w) for x, ids, w in given]
+    each = stride or counts[0]
+    both = [
+        Together(R).run(lambda rank, f=f: f.evaluate(*given[rank], PEERS)) for f in (first, parsed)
+    ]
+    for rank, (found, again) in enumerate(zip(*both, strict=True)):
+        assert_same_bits(found, again)
+        rows, ids, w, ends, y = found
+        check_ends(ends, R * each)
+        for source, (tokens, x) in enumerate(zip(counts, given, strict=True)):
+            at = slice(source * each, source * each + tokens)
+            assert all(t[at].equal(u) for t, u in zip((rows, ids.long(), w), x, strict=True))
+            assert ends[source] == at.stop
+            assert (ids[at.stop : (source + 1) * each] == -1).all()
+        x, own, _ = given[rank]
+        many = holders(own, E, R).sum(1, keepdim=True)
+        assert y.equal((x.float() * many).to(x.dtype))
+
+
+def test_holders():
+    ids = torch.tensor([[0, 2], [3, 6], [-1, 7], [5, 5]])
+    assert holders(ids, E, R).int().tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 0], [0, 1, 0]]
+
+
+WEIGHTS = [
+    quantize(torch.randn(s, generator=torch.Generator().manual_seed(1)) / 8, encoding=NVFP4)
+    for s in ((E, 2 * I, H), (E, H, I))
+]
+
+
+def experts(x, ids, w, rank=None, **more):
+    """All experts, or those of a rank with the others."""
+    mine = slice(None) if rank is None else slice(rank * EACH, (rank + 1) * EACH)
+    if rank is not None:
+        more = {"peers": PEERS, "across": "g", "of_experts": E, "first_expert": mine.start, **more}
+    some = [[part[mine] for part in parts] for parts in WEIGHTS]
+    return torch.ops.fusion_moe.fused_experts(x, ids, w, *some, weight_format="nvfp4", **more)
+
+
+@pytest.mark.parametrize(("counts", "capacity"), [((5, 5, 5), 0), ((5, 0, 9), 16)])
+@pytest.mark.parametrize("scale_on", ["output", "input"])
+def test_experts_of_all_ranks_are_one_program(counts, capacity, scale_on):
+    given = [inputs(t, rank) for rank, t in enumerate(counts)]
+    with fusion_moe.options.override(target="reference"):
+        found = Together(R).run(
+            lambda rank: experts(*given[rank], rank, capacity=capacity, scale_on=scale_on)
+        )
+        for y, tensors in zip(found, given, strict=True):
+            torch.testing.assert_close(y, experts(*tensors, scale_on=scale_on))
+
+
+def test_what_peers_cannot_be_beside():
+    x, ids, w = inputs(4)
+    many = torch.ones(4, 33, dtype=torch.int64), torch.ones(4, 33)
+    for error, says, call in (
+        (OptionError, "first_expert = None", lambda: experts(x, ids, w, 0, first_expert=None)),
+        (
+            OptionError,
+            "places",
+            lambda: experts(x, ids, w, 0, places=torch.zeros(E, dtype=torch.int32)),
+        ),
+        (
+            ShapeError,
+            "tokens of a rank, and room for 3: s0 = 4",
+            lambda: experts(x, ids, w, 0, capacity=3),
+        ),
+        (ShapeError, "33 slots", lambda: experts(x, *many, 0)),
+        (DtypeError, "f64 for both", lambda: experts(x, ids, w.double(), 0)),
+        (FusionError, "name of a process group", lambda: experts(x, ids, w, 0, across="")),
+        (ShapeError, "for R ranks", lambda: experts(x, ids, w, 0, peers=PEERS[:3])),
+    ):
+        with pytest.raises(error, match=says):
+            call()
+
+
+def test_products_and_routes_take_no_rows_of_ranks():
+    """Their groups do not follow each other."""
+    fd = FusionDefinition()
+    ranks = fd.define_groups("s", 2, stride=8)
+    x = fd.define_tensor(shape=[16 / ranks, 32], dtype="f32")
+    w = fd.define_tensor(shape=[2, 32, 32], dtype="f32")
+    ends = fd.define_tensor(shape=[2], dtype="i32", ends=ranks)
+    with pytest.raises(FusionError, match="begin at multiples of 8 rows"):
+        fd.ops.grouped_mm(x, w, ends)
+    with pytest.raises(FusionError, match="begin at multiples of 8 rows"):
+        fd.ops.route(fd.define_tensor(shape=[8, 2], dtype="i64"), groups=ranks)
+    of = fd.define_groups("g", 2)
+    shapes = ([8, 32], "f32"), ([8, 2], "i64"), ([8, 2], "f32"), ([6], "i64")
+    given = [fd.define_tensor(shape=shape, dtype=dtype) for shape, dtype in shapes]
+    with pytest.raises(FusionError, match="follow each other"):
+        fd.ops.dispatch(*given, groups=of, experts=4, group="g")
+
+
+def test_sums_are_those_of_a_dispatch():
+    fusion = there_and_back()
+    combine = fusion.ops[-1]
+    fd = FusionDefinition()
+    values = [fd.define_like(v.type) for v in combine.values if not v.type.ends]
+    other = fd.define_tensor(shape=[R], dtype="i32", ends=fd.define_groups("other", R, stride=4))
+    y, ids, peers = values
+    with pytest.raises(FusionError, match="the ends are of other"):
+        fd.ops.combine_from(y, ids, other, peers, experts=E, group="g")
+
+
+def test_a_rank_that_fails_ends_the_others():
+    def fails(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("rank 1")
+        there_and_back().evaluate(*inputs(4), PEERS)
+
+    with pytest.raises(ValueError, match="rank 1"):
+        Together(R).run(fails)
