@@ -2,8 +2,10 @@
 and the text that all of them generate.
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py [--plan ep | tp | ep_tp]
+    torchrun --nproc-per-node 4 examples/expert_parallel.py --dispatch symmetric
 
-Runs on CPUs, over gloo. Before the experts are divided, each process has all of them and generates
+Runs on CPUs, over gloo. With --dispatch each process sends its own tokens to the experts, here the
+same text in each; "symmetric" through memory that all share. Before the experts are divided, each process has all of them and generates
 without the others. Exits with 1 unless the texts are the same and logits agree within float32's
 rounding.
 """
@@ -23,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import fusion_moe
-from fusion_moe.distributed import PLANS, parallelize_
+from fusion_moe.distributed import DISPATCH, PLANS, parallelize_
 from fusion_moe.nn import Experts
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
@@ -63,6 +65,11 @@ def main() -> int:
         default="ep",
         help="divide the experts, the features of each, or both (default: ep)",
     )
+    parser.add_argument(
+        "--dispatch",
+        choices=DISPATCH,
+        help="each process has its own tokens; how they get to experts (default: all have the same)",
+    )
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -78,7 +85,8 @@ def main() -> int:
     before, alone = held(model), generated(model, prompt)
     expected = logits(model, alone)
 
-    divided = parallelize_(model, mesh, plan=args.plan)
+    own = {"tokens": "sharded", "dispatch": args.dispatch} if args.dispatch else {}
+    divided = parallelize_(model, mesh, plan=args.plan, **own)
     start = time.perf_counter()
     together = generated(model, prompt)
     seconds = time.perf_counter() - start
@@ -92,8 +100,9 @@ def main() -> int:
         print("\n".join(f"rank {rank}:       {what}" for rank, (what, _) in enumerate(found)))
         print(f"\n{tokenizer.decode(together[0])}\n")
         print(
-            f"{TOKENS} tokens in {seconds:.2f} s, {len(divided)} layers, plan {args.plan!r} on "
-            f"{mesh.size()} ranks;",
+            f"{TOKENS} tokens in {seconds:.2f} s, {len(divided)} layers, plan {args.plan!r}"
+            + (f", dispatch {args.dispatch!r}" if args.dispatch else "")
+            + f" on {mesh.size()} ranks;",
             end=" ",
         )
         print(

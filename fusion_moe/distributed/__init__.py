@@ -10,6 +10,6 @@ else in the model stays unchanged. docs/guides/distributed.md has a table.
 """
 
 from .clip import clip_grad_norm_
-from .parallelize import PLANS, parallelize_
+from .parallelize import DISPATCH, PLANS, parallelize_
 
-__all__ = ["PLANS", "clip_grad_norm_", "parallelize_"]
+__all__ = ["DISPATCH", "PLANS", "clip_grad_norm_", "parallelize_"]

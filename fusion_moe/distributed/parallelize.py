@@ -186,9 +186,9 @@ class Division:
         if self.dispatch != "symmetric":
             return None
         kind = self.mesh.device_type
-        device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
+        device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else None
         try:
-            return Exchange.of_group(self.mesh.get_group(), device)
+            return Exchange.of_group(self.mesh.get_group(), device or torch.device(kind))
         except UnsupportedError as error:
             say_collectives(str(error))
             return None

@@ -46,8 +46,8 @@ def region_bytes(ranks: int, tokens: int, row: int) -> int:
     """The bytes of a rank's memory for so many tokens of each rank, with `row` bytes each: the
     sections of backends/cpu/kernels/exchange.h.
     """
-    each = (128, 8 * _PIECES, 8 * _CHUNKS, 8 * _CHUNKS)
-    each += (4 * MOST_SLOTS * tokens,) * 2 + (row * tokens,) * 2
+    ids = weights = 4 * MOST_SLOTS * tokens
+    each = 128, 8 * _PIECES, 8 * _CHUNKS, 8 * _CHUNKS, ids, weights, row * tokens, row * tokens
     return 256 + sum(ceil_to(n * ranks, 256) for n in each)
 
 

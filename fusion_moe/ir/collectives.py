@@ -7,7 +7,7 @@ group: the name of a process group, which has `ranks` ranks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import TypeVar
@@ -88,7 +88,7 @@ class Together:
         """That of the current thread."""
         return self._threads[threading.get_ident()]
 
-    def shown(self, x: Tensor) -> Sequence[Tensor]:
+    def shown(self, x: Tensor) -> list[Tensor]:
         """x of each rank."""
         self._given[self.rank()] = x
         self._barrier.wait()

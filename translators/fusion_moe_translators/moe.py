@@ -581,14 +581,15 @@ def _between_ranks(
     if not isinstance(entries, int) or entries <= PEERS:
         raise ShapeError(f"peers {shown(peers.type)}", expected=f"[R + {PEERS}] for R ranks")
     ranks = fd.fresh_groups(entries - PEERS, stride=plain(rows))
-    how = {"experts": experts, "group": group}
-    *of_all, ends = fd.ops.dispatch(x, ids, w, peers, groups=ranks, **how)
+    all_x, all_ids, all_w, ends = fd.ops.dispatch(
+        x, ids, w, peers, groups=ranks, experts=experts, group=group
+    )
 
     def combine_all(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:
         y = fd.ops.partition(combine(fd, y, slot_of, w), ends)
-        return fd.ops.combine_from(y, ids, ends, peers, **how)
+        return fd.ops.combine_from(y, ids, ends, peers, experts=experts, group=group)
 
-    return *of_all, combine_all
+    return all_x, all_ids, all_w, combine_all
 
 
 def _placed(fd: FusionDefinition, ids: Value, places: Value, first_expert: int | None) -> Value:
