@@ -5,9 +5,9 @@ and the text that all of them generate.
     torchrun --nproc-per-node 4 examples/expert_parallel.py --dispatch symmetric
 
 Runs on CPUs, over gloo. With --dispatch each process sends its own tokens to the experts, here the
-same text in each; "symmetric" through memory that all share. Before the experts are divided, each process has all of them and generates
-without the others. Exits with 1 unless the texts are the same and logits agree within float32's
-rounding.
+same text in each; "symmetric" through memory that all share. Before the experts are divided, each
+process has all of them and generates without the others. Exits with 1 unless the texts are the same
+and logits agree within float32's rounding.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument(
         "--dispatch",
         choices=DISPATCH,
-        help="each process has its own tokens; how they get to experts (default: all have the same)",
+        help="each process has its own tokens, and how they get to experts",
     )
     args = parser.parse_args()
     logging.set_verbosity_error()

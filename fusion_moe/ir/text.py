@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -31,6 +32,7 @@ from .kinds import KINDS
 from .types import Groups, Rows, TensorType
 
 NAMES: Mapping[str, Any] = {"ceildiv": sizes.ceildiv, "inf": float("inf"), "nan": float("nan")}
+_parsing = threading.Lock()  # CPython 3.11 fails if two threads do
 _COMMENT = "  # "
 _MOST_NESTED = 200  # more than the terms of a size
 _BUILDERS = ("define_size", "define_groups", "define_tensor", "add_output")
@@ -131,7 +133,8 @@ def parse(source: str) -> Fusion:
 
 def _statements(source: str) -> list[ast.stmt]:
     try:
-        return ast.parse(source).body
+        with _parsing:
+            return ast.parse(source).body
     except (SyntaxError, ValueError, MemoryError) as error:
         raise ParseError(
             f"not Python ({error})", expected="def fusion(fd), as a Fusion prints it"

@@ -395,6 +395,63 @@ def gradients_beside_shared_memory(mesh):
 
 
 @case
+@torch.no_grad()
+def compiled_with_shared_memory(mesh):
+    """One graph, in which tokens are sent by the operation itself; two layers, two modules."""
+    with fusion_moe.options.override(target="auto"):
+        given = of_rank(mesh, inputs(4 * mesh.size()))
+        for whole in experts(E, H, I), adapted_experts():
+            module = divided(whole, mesh, "ep", "sharded", dispatch="symmetric")
+            want = module(*given)
+            torch._dynamo.reset()
+            f = torch.compile(module, backend="aot_eager", fullgraph=True)
+            assert f(*given).equal(want)
+            assert f(*given).equal(module(*given))
+
+
+@case
+@torch.no_grad()
+def replays_of_shared_memory(mesh):
+    """CUDA graphs of two layers, replayed with other tokens, by ranks that are late now and then;
+    on CPUs calls.
+    """
+    graphs = DEVICE == "cuda"
+    layers = [divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="symmetric")] * 2
+    layers[1] = divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="symmetric")
+    whole, tokens = experts(E, H, I), 3
+    given = [t.clone() for t in of_rank(mesh, inputs(tokens * mesh.size()))]
+
+    def call() -> Tensor:
+        x, ids, w = given
+        return layers[1](layers[0](x, ids, w), ids.flip(0), w)
+
+    made = call()
+    if graphs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = call()
+    g = torch.Generator().manual_seed(mesh.get_rank())
+    for turn in range(10_000 if graphs else 20):
+        if turn % 100 == 0:
+            more = of_rank(mesh, inputs((tokens + turn) * mesh.size()))
+            for t, new in zip(given, more, strict=True):
+                t.copy_(new[:tokens])
+        if torch.rand((), generator=g) < 0.05:
+            if graphs:
+                torch.cuda._sleep(int(torch.randint(10**6, (), generator=g)))
+            else:
+                time.sleep(1e-3)
+        if graphs:
+            graph.replay()
+        else:
+            made = call()
+        if turn % 1000 == 999 or not graphs:
+            x, ids, w = given
+            assert_alike([made], [whole(whole(x, ids, w), ids.flip(0), w)])
+    fusion_moe.synchronize()
+
+
+@case
 def ranks_that_disagree(mesh):
     """On what they divide: all are told before any is sent."""
     rank = mesh.get_rank()
@@ -1021,6 +1078,24 @@ def leaves_the_others(mesh):
 def stands_still(mesh):
     """The last rank, without ending."""
     named(mesh, lambda: time.sleep(3 * SHORT_S))
+
+
+@lost
+@torch.no_grad()
+def layers_in_another_order(mesh):
+    """One rank calls them the other way round: each is told so, before it computes anything."""
+    with fusion_moe.options.override(target="auto"):
+        layers = [
+            divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="symmetric") for _ in "ab"
+        ]
+        for layer in layers:
+            layer(*inputs())
+        other = 1 - mesh.get_rank()
+        refuses(
+            RankError,
+            f"rank {other} is in another layer",
+            lambda: (layers[mesh.get_rank()](*inputs()), fusion_moe.synchronize()),
+        )
 
 
 @torch.no_grad()

@@ -56,6 +56,8 @@ def program():
     weight = fd.ops.pack(*parts, "nvfp4", "linear")
     rows, dense = fd.ops.partition(x, ends), tensor(2, 32, 32)
     columns = fd.ops.quantize(dense, "mxfp8_columns")
+    ranks, peers = fd.define_groups("s", 2, stride=m), tensor(6, dtype="i64")
+    sums = tensor(m * 2 / ranks, 32)
     calls = {
         "cast": ([x], {"dtype": "bf16"}),
         "reshape": ([x], {"new_shape": [m * 32]}),
@@ -72,6 +74,14 @@ def program():
             {"rows": m, "groups": fd.define_groups("p", 2), "n": 32, "k": 32},
         ),
         "route": ([ids], {"groups": fd.define_groups("r", 2), "first_expert": 1}),
+        "dispatch": (
+            [x, ids, tensor(m, 2), peers],
+            {"groups": fd.define_groups("d", 2, stride=m), "experts": 4, "group": "name"},
+        ),
+        "combine_from": (
+            [sums, ids, tensor(2, dtype="i32", ends=ranks), peers],
+            {"experts": 4, "group": "name"},
+        ),
         "topk_ids": (
             [x, tensor(32)],
             {"k": 4, "scoring": "sigmoid", "n_group": 4, "topk_group": 2, "best_of_group": 2},

@@ -18,6 +18,7 @@ definitions here go through the process group.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 import torch
@@ -31,6 +32,7 @@ from ..types import INTS, Groups, TensorType, plain, wide
 from .rules import Types, need_dtype, need_float, need_rank, need_rows_of, need_same
 
 PEERS = 4  # entries of `peers` before the addresses of the ranks' memory
+_NAME = re.compile(r"[\w.:/,+-]+", re.ASCII)  # of a process group, in texts of programs
 MOST_SLOTS = 32  # of a token, for which the ranks' memory has room
 
 
@@ -52,7 +54,7 @@ def _need_ranks(
             expected="as many rows for each rank: fd.define_groups(name, ranks, stride=rows)",
         )
     need_same("size", "peers", peers.shape[0], "ranks", groups.count + PEERS)
-    if experts < 1 or not group:
+    if experts < 1 or not _NAME.fullmatch(group):
         raise FusionError(
             f"experts = {experts}, group = {group!r}",
             expected="the number of all ranks' experts, and the name of a process group",
