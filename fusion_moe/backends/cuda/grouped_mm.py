@@ -175,7 +175,7 @@ class Product(Source):
             f"static constexpr bool FRAGMENT_ORDER = {str(fragment_order).lower()};  // whether "
             "activations are",
             f"static constexpr i32 GROUPS_READ_PER_TWO_TILES = {arch.groups_read_per_two_tiles};",
-            f"static constexpr int MAX_SHARED_BYTES = {arch.shared_per_block};",
+            f"static constexpr int MAX_SHARED_BYTES = {variant.shared(arch)};",
         ]
         return self.calling(
             variant.call(arch),
@@ -186,7 +186,7 @@ class Product(Source):
             threads=variant.threads,
             shared=variant.shared(arch),
             min_blocks=variant.per_sm,
-            max_resident=1 if variant.persistent else 0,
+            max_resident=variant.per_sm if variant.persistent else 0,
             given=Given("SizeClass size_class", ()),
             cluster=variant.cluster,
         )

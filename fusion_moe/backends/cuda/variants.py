@@ -322,7 +322,94 @@ class LargeM(OnGpus):
         return tiles / self.tile_m if waves == 1 else tiles
 
 
-Variant = SmallM | LargeM
+@dataclass(frozen=True)
+class LargeMma:
+    """kernels/large_mma.cuh: up to `tile_m` rows of a group, by `consumers` times four warps, each
+    with `repeats` times 16 columns of the product.
+
+    row_order: whether it adds up K as the other kernels do in row order.
+    """
+
+    tile_m: int
+    consumers: int
+    repeats: int = 2
+    row_order: bool = False
+
+    header = "large_mma.cuh"
+    cluster = 1
+    persistent = True
+    reads_fragment_order = False
+    prefers_natural_order = False
+
+    @property
+    def per_sm(self) -> int:
+        """Blocks that share a multiprocessor: its eight warps can have all registers that an
+        instruction can name.
+        """
+        return 2 // self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * self.consumers
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 columns of the product that a block makes at once."""
+        return 4 * self.consumers * self.repeats
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        row = "_row" if self.row_order else ""
+        return f"large_mma_{self.tile_m}x{self.consumers}x{self.repeats}{row}"
+
+    def shared(self, arch: Arch) -> int:
+        """Dynamic shared memory per block: its part of a multiprocessor's, of which the driver
+        takes 1 KiB for each block.
+        """
+        part = arch.shared_per_multiprocessor // self.per_sm // 1024 * 1024 - 1024
+        return min(part, arch.shared_per_block)
+
+    def call(self, arch: Arch) -> str:
+        """The call in the kernel."""
+        row = str(self.row_order).lower()
+        return (
+            f"LargeMma<Segment, {self.tile_m}, {self.consumers}, {self.repeats}, "
+            f"{row}>::run(s, size_class);"
+        )
+
+    def stages(self, of: Matrices, arch: Arch) -> int:
+        """Stages of the ring in shared memory, at most: kernels/large_mma.cuh has up to six."""
+        stage = ceil_to(self.tile_m * 128 + self.tiles * of.tile_bytes, 128)
+        return (self.shared(arch) - 20 * of.groups - 60) // stage
+
+    def fits(self, of: Matrices, arch: Arch) -> bool:
+        """Whether all of its tiles make whole columns of a result, and it has the stages that it
+        needs.
+        """
+        return (
+            not arch.wgmma
+            and of.row_order == self.row_order
+            and of.tiled
+            and of.whole
+            and self.tiles % of.block == 0
+            and self.stages(of, arch) >= _MIN_STAGES
+        )
+
+    def cost(self, blocks: float, idle_blocks: float, of: Matrices, arch: Arch) -> float:
+        """The time of the tiles of one multiprocessor, in units of one row's for 16 columns: of the
+        blocks that share it each takes so much longer.
+        """
+        tiles = math.ceil(blocks / arch.multiprocessors) * self.tiles
+        return tiles * (self.tile_m + _DEQUANTIZING_ROWS)
+
+
+Variant = SmallM | LargeM | LargeMma
+
+
+def _of_both_orders(*sizes: tuple[int, int, int]) -> tuple[LargeMma, ...]:
+    return tuple(LargeMma(*of, row_order=row) for row in (False, True) for of in sizes)
 
 
 # Sets of kernels that tables name. Of each set, the kernel with the least cost is chosen, of equal
@@ -387,6 +474,9 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
         SmallM(2, 1, 4, 1, 1, 2),
         SmallM(2, 1, 1, 1, 1, 4, row_order=True),
     ),
+    "MMA_M32": _of_both_orders((32, 1, 4), (32, 1, 2)),
+    "MMA_M64": _of_both_orders((64, 1, 4), (64, 2, 4), (64, 1, 2)),
+    "MMA_M128": _of_both_orders((128, 1, 2), (128, 2, 2)),
 }
 # only for products with one group: see one_group.py
 SPLIT_K = (LargeM(64, 4, 1, 2), LargeM(96, 4, 1, 2), LargeM(96, 4, 1, 4))
@@ -396,6 +486,9 @@ ALL: tuple[Variant, ...] = tuple(
 _OTHER_REGISTERS = 26  # of a thread of a small-M kernel: addresses, fragments
 _MIN_STAGES = 3
 _PROLOGUE_EPILOGUE_K_BLOCKS = 4  # how many K blocks take as long
+# of a tile of kernels/large_mma.cuh: as many rows take as long to multiply by as its weights to
+# dequantize, where instructions are what it waits for
+_DEQUANTIZING_ROWS = 16
 _TWO_REPEATS = 0.955  # relative time of a tile, since repeats share the work for each stage
 
 

@@ -15,6 +15,7 @@
 
 #include "epilogue_rows.cuh"
 #include "fragment_order.cuh"
+#include "mma.cuh"
 #include "pipeline.cuh"
 #include "schedule.cuh"
 
@@ -93,14 +94,6 @@ class RowStores {
     i32 left_;     // of its rows, counted by all
 };
 
-// Stores four matrices of 8 x 8 numbers of 16 bits transposed. A lane has a pair of each matrix,
-// and `to` is where one row of one of them begins.
-__device__ __forceinline__ void stmatrix_transposed(u32 to, const u32 (&pair)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to),
-                 "r"(pair[0]), "r"(pair[1]), "r"(pair[2]), "r"(pair[3])
-                 : "memory");
-}
-
 // Elements of 16 bits, each made of columns of the product that one thread has: of one, or of one
 // in each repeat, as gate and up are. Row t of a buffer has 128 bytes; piece i of 16 lies where i ^
 // (t % 8) would.
@@ -148,7 +141,7 @@ class TransposeResults {
                 pair[i] = u32(element(m, i % 2, sum, at)) | u32(element(m + 1, i % 2, sum, at + 1))
                                                                 << 16;
             }
-            stmatrix_transposed(to + t * ROW, pair);
+            store_matrices_transposed(to + t * ROW, pair);
         }
     }
 
@@ -406,7 +399,7 @@ class TransposeExchanged {
             pair[i / 2] = u32(made[0]) | u32(made[1]) << 16,
                      pair[i / 2 + 1] = u32(made[2]) | u32(made[3]) << 16;
         }
-        stmatrix_transposed(
+        store_matrices_transposed(
             shared_address(ours) + lane / 8 % 2 * PIECE + (lane / 16 * 8 + lane % 8) * 16, pair);
     }
 };

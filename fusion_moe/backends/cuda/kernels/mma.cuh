@@ -22,4 +22,38 @@ MMA(bf16)
 MMA(f16)
 #undef MMA
 
+// Loads four matrices of 8 rows of 16 bytes from shared memory. Each lane says where one row lies,
+// and lane 4 r + c gets word c of row r of each matrix.
+__device__ __forceinline__ void load_matrices(u32 (&words)[4], u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(row));
+}
+
+// Transposes a matrix of 8 x 8 numbers of 16 bits, of which lane 4 r + c has the c-th pair of row
+// r.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+    u32 found;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(pair));
+    return found;
+}
+
+// Stores four matrices of 8 x 8 numbers of 16 bits transposed, to shared memory. A lane has a pair
+// of each matrix, and `to` is where one row of one of them begins.
+__device__ __forceinline__ void store_matrices_transposed(u32 to, const u32 (&pair)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to),
+                 "r"(pair[0]), "r"(pair[1]), "r"(pair[2]), "r"(pair[3])
+                 : "memory");
+#else
+    const u32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u32 row = __shfl_sync(0xFFFFFFFF, to, 8 * i + lane / 4);
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(row + lane % 4 * 4), "r"(transposed(pair[i]))
+                     : "memory");
+    }
+#endif
+}
+
 }  // namespace

@@ -23,11 +23,12 @@ namespace {
 
 constexpr int TILES_OF_K_BLOCK = 4;  // of a repeat
 
-// A result's columns are made of tiles, or of repeats, that follow each other.
-template <class Segment, int TILES, int REPEATS_PER_RESULT, int STAGE_K_BLOCKS>
+// A result's columns are made of tiles, or of repeats, that follow each other. BY_LANE: which
+// fragments are made (reader.cuh).
+template <class Segment, int TILES, int REPEATS_PER_RESULT, int STAGE_K_BLOCKS, bool BY_LANE>
 struct FpropTiles {
     using Reader = typename Segment::Weights;
-    using Shared = typename Reader::template Shared<Segment::FRAGMENT_ORDER>;
+    using Shared = typename Reader::template Shared<BY_LANE>;
     static constexpr i32 K_BLOCKS = Segment::K / 64, NEXT_K_BLOCK = 1, ROW_TILES = K_BLOCKS;
     static_assert(Segment::N % 16 == 0, "whole tiles");
 
@@ -110,14 +111,14 @@ struct DgradTiles {
     };
 };
 
-template <class Segment, int TILES, int REPEATS_PER_RESULT, int STAGE_K_BLOCKS,
+template <class Segment, int TILES, int REPEATS_PER_RESULT, int STAGE_K_BLOCKS, bool BY_LANE,
           bool DGRAD = Segment::DGRAD>
 struct StoredTiles {
-    using type = FpropTiles<Segment, TILES, REPEATS_PER_RESULT, STAGE_K_BLOCKS>;
+    using type = FpropTiles<Segment, TILES, REPEATS_PER_RESULT, STAGE_K_BLOCKS, BY_LANE>;
 };
 
-template <class Segment, int TILES, int REPEATS_PER_RESULT, int STAGE_K_BLOCKS>
-struct StoredTiles<Segment, TILES, REPEATS_PER_RESULT, STAGE_K_BLOCKS, true> {
+template <class Segment, int TILES, int REPEATS_PER_RESULT, int STAGE_K_BLOCKS, bool BY_LANE>
+struct StoredTiles<Segment, TILES, REPEATS_PER_RESULT, STAGE_K_BLOCKS, BY_LANE, true> {
     using type = DgradTiles<Segment, TILES, STAGE_K_BLOCKS>;
 };
 

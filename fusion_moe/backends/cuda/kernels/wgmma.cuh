@@ -2,18 +2,9 @@
 // registers or a tile in shared memory, times a tile of another matrix in shared memory.
 #pragma once
 
-#include "numbers.cuh"
+#include "swizzle.cuh"
 
 namespace {
-
-// A tile of activations has rows of a K block, 128 bytes; eight rows are a core matrix. The 16-byte
-// piece i of row r lies where piece i ^ (r % 8) would: so that neither the copies into a tile nor
-// the tensor cores meet in a bank.
-constexpr u32 TILE_ROW_BYTES = 128, CORE_MATRIX_BYTES = 8 * TILE_ROW_BYTES;  // bytes
-
-__device__ __forceinline__ u32 swizzled(u32 row, u32 piece) {
-    return row * TILE_ROW_BYTES + (piece ^ row % 8) * 16;
-}
 
 // Returns the descriptor of a tile at a multiple of 1024 bytes of shared memory. That of the next
 // 16 columns of K is 2 more.

@@ -6,6 +6,7 @@
 // on an H200.
 #pragma once
 
+#include "mma.cuh"
 #include "pipeline.cuh"
 #include "weights/reader.cuh"
 
@@ -115,14 +116,6 @@ struct FourBitShared {
     }
 };
 
-// Loads four matrices of 8 rows of 16 bytes. Each lane says where one row lies, and lane 4 r + c
-// gets word c of row r of each matrix.
-__device__ __forceinline__ void load_matrices(u32 (&words)[4], const u8* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(shared_address(row)));
-}
-
 // If activations are row-major, step v multiplies by block v of 16 columns, of which lane 4 r + c
 // needs word c of row r, and the scales. The codes of a block are a matrix of 8 rows of 16 bytes,
 // which ldmatrix loads; no two of four rows share a bank.
@@ -150,7 +143,7 @@ struct FourBitShared<Format, false> {
 
     __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
         Packed packed;
-        load_matrices(packed.codes, all_codes + codes);
+        load_matrices(packed.codes, shared_address(all_codes + codes));
         packed.scales = load_vector<BYTES / 4>(reinterpret_cast<const u32*>(all_scales + scales));
         return packed;
     }
@@ -163,14 +156,6 @@ struct FourBitShared<Format, false> {
         weights_of_rows<Format>(packed.codes[v], scales, 1, a + 2);
     }
 };
-
-// Transposes a matrix of 8 x 8 numbers of 16 bits, of which lane 4 r + c has the c-th pair of row
-// r.
-__device__ __forceinline__ u32 transposed(u32 pair) {
-    u32 found;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(pair));
-    return found;
-}
 
 // Gives lane 4 r + c the number of lane 4 from + c.
 __device__ __forceinline__ u32 of_quarter(u32 x, int from) {
@@ -213,7 +198,7 @@ struct FourBitTransposed {
     __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
         using Scale = typename Format::Scale;
         Packed packed;
-        load_matrices(packed.codes, all_codes + codes);
+        load_matrices(packed.codes, shared_address(all_codes + codes));
         const u32 first = *reinterpret_cast<const Scale*>(all_scales + scales);
         packed.scales = first | u32(*reinterpret_cast<const Scale*>(all_scales + scales + NEXT_ROW))
                                     << 8 * EACH;

@@ -168,7 +168,7 @@ struct SharedNibbles {
             const uint4 all = *reinterpret_cast<const uint4*>(at);
             words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
         } else {
-            load_matrices(words, at);
+            load_matrices(words, shared_address(at));
         }
     }
 };

@@ -1,0 +1,54 @@
+// A ring of stages in shared memory that all threads of a block fill (`cp.async`) and read, on GPUs
+// whose warps cannot exchange registers: nobody only copies.
+#pragma once
+
+#include "pipeline.cuh"
+
+namespace {
+
+// READ: how many stages are read between two calls of `next`: 2 if a block goes on with one after
+// the call that makes the next one complete. The copies of the others are in flight.
+template <int STAGES, int READ = 1>
+class CopyRing {
+    static constexpr int AHEAD = STAGES - READ;
+    static_assert(AHEAD >= 1, "copies of a stage at least are in flight");
+
+  public:
+    // Begins the copies of the first of `count` K blocks. copy(stage, kb): those of a thread. No
+    // thread of the block still reads a stage.
+    template <class Copy>
+    __device__ __forceinline__ void begin(i32 count, Copy copy) {
+        reading_ = STAGES - 1, filling_ = 0, filled_ = 0, count_ = count;
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) fill(copy);
+    }
+
+    // The next K block is complete, for all threads, in `stage()`. All have read the stage that is
+    // filled now. By all threads of the block, once for each K block.
+    template <class Copy>
+    __device__ __forceinline__ void next(Copy copy) {
+        cp_async_wait<AHEAD - 1>();
+        __syncthreads();
+        advance(reading_);
+        fill(copy);
+    }
+
+    __device__ __forceinline__ i32 stage() const { return reading_; }
+
+  private:
+    i32 reading_, filling_, filled_, count_;  // stages; K blocks whose copies have begun, and all
+
+    __device__ static __forceinline__ void advance(i32& stage) {
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+
+    // Past the last K block an empty group: so many groups are always in flight.
+    template <class Copy>
+    __device__ __forceinline__ void fill(Copy copy) {
+        if (filled_ < count_) copy(filling_, filled_);
+        cp_async_commit();
+        advance(filling_), ++filled_;
+    }
+};
+
+}  // namespace
