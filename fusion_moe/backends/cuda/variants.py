@@ -323,7 +323,7 @@ class LargeM(OnGpus):
 
 
 @dataclass(frozen=True)
-class LargeMma:
+class LargeMma(OnGpus):
     """kernels/large_mma.cuh: up to `tile_m` rows of a group, by `consumers` times four warps, each
     with `repeats` times 16 columns of the product.
 
@@ -335,6 +335,7 @@ class LargeMma:
     repeats: int = 2
     row_order: bool = False
 
+    needs = ("mma", "cp.async")
     header = "large_mma.cuh"
     cluster = 1
     persistent = True
@@ -342,7 +343,7 @@ class LargeMma:
     prefers_natural_order = False
 
     @property
-    def per_sm(self) -> int:
+    def per_sm(self) -> int:  # type: ignore[override]
         """Blocks that share a multiprocessor: its eight warps can have all registers that an
         instruction can name.
         """
@@ -384,13 +385,12 @@ class LargeMma:
         stage = ceil_to(self.tile_m * 128 + self.tiles * of.tile_bytes, 128)
         return (self.shared(arch) - 20 * of.groups - 60) // stage
 
-    def fits(self, of: Matrices, arch: Arch) -> bool:
+    def takes(self, of: Matrices, arch: Arch) -> bool:
         """Whether all of its tiles make whole columns of a result, and it has the stages that it
         needs.
         """
         return (
-            not arch.wgmma
-            and of.row_order == self.row_order
+            of.row_order == self.row_order
             and of.tiled
             and of.whole
             and self.tiles % of.block == 0
