@@ -68,6 +68,7 @@ from h200_cells import (
 from h200_contenders import W8A16, Both, Call, Contender, Dense, DenseFp8, Fp8, Linear, Ours, Torch
 from h200_fp8_peers import DeepGemm, Finegrained, Vllm
 from h200_humming import Grouped, GroupedFp8, Indexed, IndexedFp8
+from h200_marlin import Marlin
 
 import fusion_moe
 
@@ -87,6 +88,7 @@ CONTENDERS: dict[str, type[Contender]] = {
     "finegrained": Finegrained,
     "deepgemm": DeepGemm,
     "dense fp8": DenseFp8,
+    "marlin": Marlin,
 }
 _OF_FP8 = (*FP8_CONTENDERS, *FP8_PEERS, "dense fp8")
 _GRAPH_SECONDS, _MOST_CALLS = 1.5e-3, 64  # what a graph takes at the floor
@@ -274,7 +276,7 @@ def main() -> None:
     told = parser.parse_args()
     fp8 = told.activations is not None
     of_fp8 = ["fusion_moe", *(name for name in _OF_FP8 if name not in ("w8a16", "deepgemm"))]
-    usual = [name for name in CONTENDERS if name not in ("linear", *_OF_FP8)]
+    usual = [name for name in CONTENDERS if name not in ("linear", "marlin", *_OF_FP8)]
     told.contender = told.contender or (of_fp8 if fp8 else usual)
     told.model = told.model or list(MODELS | MORE_MODELS if fp8 else MODELS)
     told.part = told.part or (["mlp"] if fp8 else list(PARTS))

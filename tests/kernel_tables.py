@@ -10,7 +10,7 @@ from typing import Any
 from fusion_moe.arch import H200
 from fusion_moe.backends.cuda import heuristics, one_group
 from fusion_moe.backends.cuda.table import ALWAYS, Regime, table_of
-from fusion_moe.backends.cuda.variants import Variant
+from fusion_moe.backends.cuda.variants import ALL, LargeMma, Variant
 
 TABLE = table_of(H200)
 PAIRS = [  # of weights and activations
@@ -30,6 +30,10 @@ EIGHT_BITS = [
     ("fp8_channel", "bf16"),
     ("fp8_tensor", "bf16"),
 ]
+
+
+# without wgmma: in no table of an H200, where they run too
+MMA = [v for v in ALL if isinstance(v, LargeMma)]
 
 
 def variants_of(kind: str) -> list[Variant]:

@@ -177,11 +177,11 @@ def load(path: Path, name: str, shared: int) -> Function:
     return d.CUfunction(int(kernel))
 
 
-def carveout(function: Function, index: int, blocks: int) -> int:
-    """The shared-memory carveout, in percent, for this many blocks of a kernel whose launch
-    requests none itself.
+def carveout(function: Function, index: int, blocks: int, shared: int) -> int:
+    """The shared-memory carveout, in percent, for this many blocks of a kernel. shared: bytes that
+    its launch requests.
     """
-    nbytes = _attribute(function, index, "SHARED_SIZE_BYTES") + RESERVED
+    nbytes = _attribute(function, index, "SHARED_SIZE_BYTES") + shared + RESERVED
     return -(-100 * blocks * nbytes // device_facts(index).shared_per_multiprocessor)
 
 

@@ -169,18 +169,20 @@ def sass(path: Path) -> tuple[str, ...]:
     return tuple(a or b for a, b in found)
 
 
-def loops(lines: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """What stands between a label and a jump back to it, where there is no barrier: a kernel's
-    parts stand in any order.
-    """
+def all_loops(lines: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """What stands between a label and a jump back to it."""
     start = {line: i for i, line in enumerate(lines) if line.startswith(".L")}
     jumps = [
         (start[m[1]], i)
         for i, line in enumerate(lines)
         if (m := re.search(r"BRA.*?(\.L_x_\d+)", line)) and start[m[1]] < i
     ]
-    found = [tuple(x for x in lines[a : b + 1] if not x.startswith(".L")) for a, b in jumps]
-    return [loop for loop in found if not any("BAR" in x for x in loop)]
+    return [tuple(x for x in lines[a : b + 1] if not x.startswith(".L")) for a, b in jumps]
+
+
+def loops(lines: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Those without a barrier: a kernel's parts stand in any order."""
+    return [loop for loop in all_loops(lines) if not any("BAR" in x for x in loop)]
 
 
 def spills(lines: tuple[str, ...]) -> list[str]:

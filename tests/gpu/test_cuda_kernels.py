@@ -11,7 +11,7 @@ import pytest
 import torch
 from experts import experts, float_weights
 from fusions import fusion_of_call
-from kernel_tables import EIGHT_BITS, PAIRS, TABLE, use, use_variant, variants_of
+from kernel_tables import EIGHT_BITS, MMA, PAIRS, TABLE, use, use_variant, variants_of
 from own_encodings import registered
 from routings import Partition
 from test_cuda_readers import EXACT, positive_scales
@@ -262,9 +262,10 @@ RAGGED = [
 
 def ways_of(table: str) -> list[tuple[str, Variant, bool]]:
     """The kernels; where they can, with activations in fragment order too."""
+    without_wgmma = [v for v in MMA if not v.row_order] if table.endswith("tiled") else []
     return [
         (table, v, order)
-        for v in variants_of(table)
+        for v in (*variants_of(table), *without_wgmma)
         for order in (False, True)[: 1 + v.reads_fragment_order]
     ]
 

@@ -222,7 +222,8 @@ class Product(Source):
             _UNBOUNDED if size_class.max_rows is None else size_class.max_rows,
         )
         flags = reads_before_wait, concurrent_with_previous, concurrent_with_next, with_small_m, ids
-        carveout = concurrent_with_previous and not variant.persistent
+        # beside another kernel the driver keeps that one's; several blocks may not get enough
+        carveout = variant.per_sm > 1 if variant.persistent else concurrent_with_previous
         return replace(
             kernel,
             blocks=blocks(size_class, rows, self.matrices),

@@ -342,7 +342,9 @@ def _load(kernel: KernelSource, cubin: Path, index: int, overlap: bool) -> cuda.
     function = cuda.load(cubin, kernel.name, kernel.shared)
     cuda.check_room(function, index, kernel.name, kernel.threads, kernel.shared, kernel.min_blocks)
     carveout = (
-        cuda.carveout(function, index, kernel.carveout_blocks) if kernel.carveout_blocks else None
+        cuda.carveout(function, index, kernel.carveout_blocks, kernel.shared)
+        if kernel.carveout_blocks
+        else None
     )
     return cuda.Launch(
         function,

@@ -80,7 +80,11 @@ def admits(of: Matrices) -> bool:
 
 
 def fastest(rows: int, of: Matrices, arch: Arch) -> Variant | None:
-    """The fastest kernel for this many rows; None if none fits."""
+    """The fastest kernel for this many rows; None if none fits, and on GPUs without wgmma, of
+    which the model has no times.
+    """
+    if arch.why_not(LargeM.needs):
+        return None
     return min(
         (v for v in VARIANTS if v.fits(of, arch)),
         key=lambda v: microseconds(v, rows, of, arch, constants()),

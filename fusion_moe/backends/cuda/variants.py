@@ -398,11 +398,12 @@ class LargeMma(OnGpus):
         )
 
     def cost(self, blocks: float, idle_blocks: float, of: Matrices, arch: Arch) -> float:
-        """The time of the tiles of one multiprocessor, in units of one row's for 16 columns: of the
-        blocks that share it each takes so much longer.
+        """The time of the tiles of one multiprocessor, in units of the products of one row with 16
+        columns. Reading a row from shared memory is shared by the repeats, dequantizing by the
+        rows.
         """
         tiles = math.ceil(blocks / arch.multiprocessors) * self.tiles
-        return tiles * (self.tile_m + _DEQUANTIZING_ROWS)
+        return tiles * (self.tile_m * (1 + _READING / self.repeats) + _DEQUANTIZING)
 
 
 Variant = SmallM | LargeM | LargeMma
@@ -475,7 +476,7 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
         SmallM(2, 1, 1, 1, 1, 4, row_order=True),
     ),
     "MMA_M32": _of_both_orders((32, 1, 4), (32, 1, 2)),
-    "MMA_M64": _of_both_orders((64, 1, 4), (64, 2, 4), (64, 1, 2)),
+    "MMA_M64": _of_both_orders((64, 1, 4), (64, 2, 4), (64, 1, 2), (64, 2, 2)),
     "MMA_M128": _of_both_orders((128, 1, 2), (128, 2, 2)),
 }
 # only for products with one group: see one_group.py
@@ -486,9 +487,9 @@ ALL: tuple[Variant, ...] = tuple(
 _OTHER_REGISTERS = 26  # of a thread of a small-M kernel: addresses, fragments
 _MIN_STAGES = 3
 _PROLOGUE_EPILOGUE_K_BLOCKS = 4  # how many K blocks take as long
-# of a tile of kernels/large_mma.cuh: as many rows take as long to multiply by as its weights to
-# dequantize, where instructions are what it waits for
-_DEQUANTIZING_ROWS = 16
+# of kernels/large_mma.cuh, by counted instructions and bytes (docs/extend/large_m.md): what cannot
+# overlap with products, in their units
+_READING, _DEQUANTIZING = 0.67, 9
 _TWO_REPEATS = 0.955  # relative time of a tile, since repeats share the work for each stage
 
 

@@ -1,0 +1,65 @@
+"""Marlin, vLLM's kernels for NVFP4 weights by `mma.sync`, as a contender of h200_moe.py: whole MLPs,
+as vLLM launches them. Its wheel has PTX for compute capability 8.0, which a Hopper runs as well.
+
+A matrix of an expert has one scale there: that of gate and up is the larger one, so results are only
+compared where both are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from h200_cells import Cell, Routed
+from h200_contenders import Call, Contender
+
+
+class Marlin(Contender):
+    """fused_marlin_moe, with the weights in the order of its kernels."""
+
+    exact = False
+
+    @cached_property
+    def weights(self) -> list[dict[str, Any]]:
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
+            prepare_nvfp4_moe_layer_for_marlin,
+        )
+        from vllm.scalar_type import scalar_types
+
+        of = SimpleNamespace(
+            num_experts=self.model.experts,
+            hidden_size=self.model.hidden,
+            intermediate_size_per_partition=self.model.intermediate,
+            params_dtype=torch.bfloat16,
+        )
+        names = ("w1", "w1_scale", "global_scale1", "w2", "w2_scale", "global_scale2")
+        found = []
+        for gate_up, down in self.layers:
+            parts = (
+                *(gate_up[0].clone(), gate_up[1].clone(), gate_up[2].amax(-1)),
+                *(down[0].clone(), down[1].clone(), down[2].flatten().clone()),
+            )
+            made = prepare_nvfp4_moe_layer_for_marlin(of, *parts, is_act_and_mul=True)
+            others = {"bias1": None, "bias2": None, "quant_type_id": scalar_types.float4_e2m1f.id}
+            found.append({**dict(zip(names, made, strict=True)), **others})
+        return found
+
+    def prepare(self, cells: Sequence[Cell]) -> None:
+        """Puts weights in order once."""
+        assert self.weights
+
+    def run(self, cell: Cell, layer: int, to: Routed) -> Call:
+        from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+
+        if cell.part != "mlp":
+            raise NotImplementedError("whole MLPs only")
+        weights = self.weights[layer]
+        ids = to.ids.int()
+
+        def run() -> torch.Tensor:
+            return fused_marlin_moe(to.x, topk_weights=to.w, topk_ids=ids, **weights)
+
+        return Call(run, layer, to)
