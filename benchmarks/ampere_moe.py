@@ -1,13 +1,13 @@
-"""The kernels for GPUs without wgmma, on a newer GPU: an expert MLP with NVFP4 weights by the kernels
-of compute capability 8.0 beside those of this GPU, and Marlin.
+"""The kernels for GPUs without wgmma, on a newer GPU: an expert MLP with NVFP4 weights by the
+kernels of compute capability 8.0 beside those of this GPU, and Marlin.
 
     python benchmarks/ampere_moe.py [--out build/ampere_moe] [--arch 8.0] [--model qwen3 ...]
         [--tokens 1 64 ...] [--minutes 7]
 
-Both runs are h200_moe.py's, in processes of their own: one by PTX, with the option cuda_arch, and one
-as usual. Marlin takes part in the second if vLLM is installed: its kernels are mma.sync's in either.
+Both runs are h200_moe.py's, in processes of their own: one by PTX, with the option cuda_arch, and
+one as usual. Marlin takes part in that if vLLM is installed: its kernels use mma.sync in either.
 These times say how good the code is. They predict no other card, whose tensor cores, memory and
-clocks have other ratios: that is printed below the table.
+clocks have other ratios, as is printed below the table.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def main() -> None:
     lane, own = (told.out / f"{name}.jsonl" for name in (told.arch, "own"))
     measured(lane, told.arch, ["fusion_moe"], told)
     measured(own, "auto", ["fusion_moe", "marlin"], told)
-    print(f"us | model | tokens | {told.arch} | own | Marlin | of Marlin's | TFLOP/s")
+    lane_head = f"us by {told.arch} | us by its own | Marlin | of Marlin's | TFLOP/s by {told.arch}"
+    print(f"| model | tokens | {lane_head} |")
     by_own = cells(own)
     for at, row in cells(lane).items():
         if at in by_own:

@@ -287,7 +287,7 @@ def error(cell: Cell, layer: Layer, to: Routed, found: Tensor) -> float:
 
 def is_right(name: str, part: str, found: Mapping[str, Any]) -> bool:
     """Whether a contender's result was: an error beyond the limit, or NaN, is none."""
-    limit = FP8_LIMITS.get(name, LIMIT[part] * (PEERS_MARGIN if name in PEERS else 1))
+    limit = FP8_LIMITS.get(name, LIMIT[part] * (PEERS_MARGIN if name in (*PEERS, "marlin") else 1))
     return "error" not in found or (found["error"] or math.inf) <= limit
 
 

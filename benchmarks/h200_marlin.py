@@ -1,8 +1,5 @@
-"""Marlin, vLLM's kernels for NVFP4 weights by `mma.sync`, as a contender of h200_moe.py: whole MLPs,
-as vLLM launches them. Its wheel has PTX for compute capability 8.0, which a Hopper runs as well.
-
-A matrix of an expert has one scale there: that of gate and up is the larger one, so results are only
-compared where both are equal.
+"""Marlin, vLLM's kernels for NVFP4 weights by `mma.sync`, as a contender of h200_moe.py: whole MLPs
+by vLLM's call. Its wheel has PTX for compute capability 8.0, which a Hopper runs as well.
 """
 
 from __future__ import annotations
@@ -19,8 +16,6 @@ from h200_contenders import Call, Contender
 
 class Marlin(Contender):
     """fused_marlin_moe, with the weights in the order of its kernels."""
-
-    exact = False
 
     @cached_property
     def weights(self) -> list[dict[str, Any]]:
@@ -39,8 +34,8 @@ class Marlin(Contender):
         found = []
         for gate_up, down in self.layers:
             parts = (
-                *(gate_up[0].clone(), gate_up[1].clone(), gate_up[2].amax(-1)),
-                *(down[0].clone(), down[1].clone(), down[2].flatten().clone()),
+                *(part.clone() for part in gate_up),
+                *(part.clone() for part in down),
             )
             made = prepare_nvfp4_moe_layer_for_marlin(of, *parts, is_act_and_mul=True)
             others = {"bias1": None, "bias2": None, "quant_type_id": scalar_types.float4_e2m1f.id}
