@@ -56,7 +56,8 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
         Stage stage[STAGES];
         TileScheduler scheduler;
     };
-    static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES);
+    static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES &&
+                  4 * sizeof(i32) * (Segment::GROUPS + 1) <= sizeof(Stage) * STAGES);
 
     __device__ static void run(const Segment& s, const SizeClass& size_class) {
         extern __shared__ __align__(1024) u8 memory[];
