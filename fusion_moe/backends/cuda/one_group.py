@@ -15,13 +15,13 @@ from math import ceil
 from pathlib import Path
 
 from ...arch import Arch
-from .variants import M8, M16, M80, M160, SETS, SPLIT_K, LargeM, Matrices, SmallM, Variant
+from .variants import M8, M16, M80, M160, SMALL_M32, SPLIT_K, LargeM, Matrices, SmallM
 
 CONSTANTS = Path(__file__).with_suffix(".json")
-VARIANTS: tuple[Variant, ...] = (
+VARIANTS: tuple[SmallM | LargeM, ...] = (
     *M8,
     *M16[1:],
-    *SETS["SMALL_M32"],
+    *SMALL_M32,
     LargeM(64, 4),
     *M80,
     LargeM(96, 4),
@@ -79,7 +79,7 @@ def admits(of: Matrices) -> bool:
     return of.groups == 1 and of.kind == "fprop" and of.tiled and not of.wide
 
 
-def fastest(rows: int, of: Matrices, arch: Arch) -> Variant | None:
+def fastest(rows: int, of: Matrices, arch: Arch) -> SmallM | LargeM | None:
     """The fastest kernel for this many rows; None if none fits, and on GPUs without wgmma, of
     which the model has no times.
     """
@@ -92,7 +92,7 @@ def fastest(rows: int, of: Matrices, arch: Arch) -> Variant | None:
     )
 
 
-def microseconds(v: Variant, rows: int, of: Matrices, arch: Arch, by: Constants) -> float:
+def microseconds(v: SmallM | LargeM, rows: int, of: Matrices, arch: Arch, by: Constants) -> float:
     """The time that a kernel takes for a product."""
     memory = of.tiles * (of.k / 64) * of.tile_bytes / arch.memory_bandwidth * 1e6
     return (

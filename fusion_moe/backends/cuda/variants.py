@@ -437,6 +437,7 @@ WIDE_M8 = (
     SmallM(1, 1, 8, 1, 2, 2),
     SmallM(1, 1, 1, 1, 2, 4, row_order=True),
 )
+SMALL_M32 = (SmallM(4, 2, 4, 1, 1, 2), SmallM(4, 2, 1, 1, 1, 2, row_order=True))
 M32, M48_96 = (LargeM(32, 5), LargeM(32, 4, 2)), (LargeM(48, 4, 2), LargeM(64, 4), LargeM(96, 4))
 M80, M160 = (LargeM(80, 4),), (LargeM(160, 3),)
 SETS: Mapping[str, tuple[Variant, ...]] = {
@@ -449,7 +450,7 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
     "M64_96": (LargeM(64, 4), LargeM(96, 4)),
     "M80": M80,
     "M160": M160,
-    "SMALL_M32": (SmallM(4, 2, 4, 1, 1, 2), SmallM(4, 2, 1, 1, 1, 2, row_order=True)),
+    "SMALL_M32": SMALL_M32,
     "LINEAR_M8": (
         SmallM(1, 1, 2, 1, 3, 4),
         SmallM(1, 1, 4, 1, 3, 2),
