@@ -44,6 +44,19 @@ class Named(AnyDtype):
         return NAME
 
 
+class Chooser(Named):
+    """What an engine finds under this name: it asks the result of `from_config` everything else."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Never asked."""
+        raise NotImplementedError
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """Never asked."""
+        raise NotImplementedError
+
+
 def need_blocks(encoding: Encoding, hidden: int, intermediate: int, where: str) -> None:
     """ShapeError for sizes of a rank's experts that are not whole blocks of the encoding."""
     for name, size in ("hidden", hidden), ("intermediate", intermediate):

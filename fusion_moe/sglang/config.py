@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import get_device
 from sglang.srt.server_args import QUANTIZATION_CHOICES
 
 from ..errors import UnsupportedError
-from ..serving import NAME, AnyDtype
+from ..serving import NAME, AnyDtype, Chooser
 from .experts import FusionMoeModelOptMethod, FusionMoeMxfp4Method
 
 _ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
@@ -64,7 +64,7 @@ class FusionMoeMxfp4Config(AnyDtype, Mxfp4Config):
         return super().get_quant_method(layer, prefix)
 
 
-class FusionMoeConfig(QuantizationConfig):
+class FusionMoeConfig(Chooser, QuantizationConfig):
     """What SGLang finds under the name "fusion_moe". `from_config` returns the checkpoint method's
     configuration, and SGLang asks that one everything else.
     """
@@ -102,24 +102,7 @@ class FusionMoeConfig(QuantizationConfig):
         """What older exports of ModelOpt have beside config.json."""
         return ["hf_quant_config.json"]
 
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """Never asked."""
-        raise NotImplementedError
-
-    def get_name(self) -> str:
-        """The name of the quantization."""
-        return NAME
-
-    def get_supported_act_dtypes(self) -> Any:
-        """Never asked."""
-        raise NotImplementedError
-
     def get_scaled_act_names(self) -> Any:
-        """Never asked."""
-        raise NotImplementedError
-
-    def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """Never asked."""
         raise NotImplementedError
 

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from ..errors import UnsupportedError
-from ..serving import NAME
+from ..serving import NAME, Chooser
 from .log import logger
 
 _MXFP4 = ("mxfp4", "gpt_oss_mxfp4")  # vLLM renames gpt-oss's
@@ -25,7 +25,7 @@ _READ = (
 )
 
 
-class FusionMoeConfig(QuantizationConfig):
+class FusionMoeConfig(Chooser, QuantizationConfig):
     """What vLLM finds under the name "fusion_moe". `from_config` returns the checkpoint method's
     configuration.
     """
@@ -107,23 +107,6 @@ class FusionMoeConfig(QuantizationConfig):
     def get_config_filenames() -> list[str]:
         """None: vLLM itself reads the file that older exports of ModelOpt have."""
         return []
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """Never asked: vLLM asks the result of `from_config`."""
-        raise NotImplementedError
-
-    def get_name(self) -> str:
-        """The name of the quantization."""
-        return NAME
-
-    def get_supported_act_dtypes(self) -> Any:
-        """Never asked: vLLM asks the result of `from_config`."""
-        raise NotImplementedError
-
-    def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """Never asked: vLLM asks the result of `from_config`."""
-        raise NotImplementedError
 
 
 def register_config() -> None:
