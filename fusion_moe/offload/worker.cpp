@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "mailbox.cuh"
+#include "descriptor.h"
 #include "team.h"
 
 namespace offload {
@@ -32,29 +33,11 @@ using i32 = std::int32_t;
 using i64 = long long;
 using u64 = unsigned long long;
 using Clock = std::chrono::steady_clock;
+using Numbers = NumbersOf<i64>;
 
 // Flags, which the other side reads and writes by its own instructions.
 u64 acquire(const u64& flag) { return __atomic_load_n(&flag, __ATOMIC_ACQUIRE); }
 void release(u64& flag, u64 x) { __atomic_store_n(&flag, x, __ATOMIC_RELEASE); }
-
-// Numbers that Python made, one after the other.
-class Numbers {
-  public:
-    explicit Numbers(const i64* at) : at_(at) {}
-    i64 next() { return *at_++; }
-    template <class T>
-    T* address() {
-        return reinterpret_cast<T*>(next());
-    }
-    std::vector<i64> list() {
-        std::vector<i64> found(static_cast<std::size_t>(next()));
-        for (i64& n : found) n = next();
-        return found;
-    }
-
-  private:
-    const i64* at_;
-};
 
 // A program for up to `rows` rows: what a descriptor says (runtime/native.cpp). Its first inputs
 // are rows, ids and weights, the others a layer's, its only result the rows that it makes.
@@ -287,19 +270,20 @@ Worker* offload_start(int threads, long long idle) { return new Worker(threads, 
 // Ends the thread. What refers to the worker stays valid, and finds it gone.
 void offload_stop(Worker* worker) { worker->stop(); }
 
-Model* offload_model(Worker* worker, const long long* numbers) {
-    Numbers said(numbers);
+Model* offload_model(Worker* worker, const long long* numbers, long long count) {
+    Numbers said(numbers, count);
     return worker->add(said);
 }
 
-long long offload_programs(Worker* worker, Model* model, const long long* numbers) {
-    Numbers said(numbers);
+long long offload_programs(Worker* worker, Model* model, const long long* numbers,
+                           long long count) {
+    Numbers said(numbers, count);
     return worker->add_programs(*model, said);
 }
 
-long long offload_layer(Worker* worker, Model* model, long long programs,
-                        const long long* numbers) {
-    Numbers said(numbers);
+long long offload_layer(Worker* worker, Model* model, long long programs, const long long* numbers,
+                        long long count) {
+    Numbers said(numbers, count);
     return worker->add_layer(*model, programs, said);
 }
 

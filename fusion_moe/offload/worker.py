@@ -69,7 +69,7 @@ class Model:
     def __init__(self, worker: Worker, staging: Staging):
         self.worker, self.staging = worker, staging
         addresses = [staging.tensors[name].data_ptr() for name in letters(0, 0)]
-        self.handle = library().offload_model(worker.handle, _numbers(addresses))
+        self.handle = library().offload_model(worker.handle, *_numbers(addresses))
         self._kept: list[object] = []
         # keeps both: neither ends before it
         weakref.finalize(self, _remove, worker, self.handle, staging)
@@ -79,14 +79,14 @@ class Model:
         numbers = [len(made)]
         for rows, descriptor in made:
             numbers += [rows, *descriptor.numbers]
-        return int(library().offload_programs(self.worker.handle, self.handle, _numbers(numbers)))
+        return int(library().offload_programs(self.worker.handle, self.handle, *_numbers(numbers)))
 
     def layer(self, programs: int, weights: Sequence[Tensor]) -> int:
         """Registers the inputs of programs after rows, ids and weights. Its number."""
         self._kept.append(weights)
         addresses = counted([t.data_ptr() for t in weights])
         found = library().offload_layer(
-            self.worker.handle, self.handle, programs, _numbers(addresses)
+            self.worker.handle, self.handle, programs, *_numbers(addresses)
         )
         return int(found)
 
@@ -130,15 +130,15 @@ def library() -> ctypes.CDLL:
         SOURCE.read_text(encoding="utf-8"),
         name="offload_worker",
         tier="generic",
-        include=[KERNELS, CPU_KERNELS],
+        include=[KERNELS, CPU_KERNELS, native.INCLUDE],
     )
     address, number = ctypes.c_void_p, ctypes.c_longlong
     for name, takes, gives in (
         ("start", [ctypes.c_int, number], address),
         ("stop", [address], None),
-        ("model", [address, address], address),
-        ("programs", [address, address, address], number),
-        ("layer", [address, address, number, address], number),
+        ("model", [address, address, number], address),
+        ("programs", [address, address, address, number], number),
+        ("layer", [address, address, number, address, number], number),
         ("remove", [address, address], None),
         ("wake", [address], None),
         ("pause", [address, ctypes.c_int], None),
@@ -155,5 +155,6 @@ def _remove(worker: Worker, handle: int, staging: Staging) -> None:
     library().offload_remove(worker.handle, handle)
 
 
-def _numbers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_longlong]:
-    return (ctypes.c_longlong * len(numbers))(*numbers)
+def _numbers(numbers: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_longlong], int]:
+    """In memory, and how many they are."""
+    return (ctypes.c_longlong * len(numbers))(*numbers), len(numbers)

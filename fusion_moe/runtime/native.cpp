@@ -28,6 +28,8 @@
 #include <utility>
 #include <vector>
 
+#include "descriptor.h"
+
 extern "C" {  // of the interpreter that loads this, whose headers need not be installed
 struct _object;
 int PyGILState_Ensure();
@@ -132,32 +134,7 @@ class Form {
 // Descriptors
 // -------------------------------------------------------------------------------------------------
 
-// What Python says of a descriptor, one number after the other.
-class Numbers {
-  public:
-    Numbers(const i64* begin, i64 count) : at_(begin), end_(begin + count) {}
-
-    i64 next() {
-        TORCH_CHECK(at_ < end_, "fusion_moe: a descriptor ends early");
-        return *at_++;
-    }
-
-    template <class T>
-    T* address() {
-        return reinterpret_cast<T*>(next());
-    }
-
-    // As many as the first one says.
-    std::vector<i64> list() {
-        std::vector<i64> found(static_cast<std::size_t>(next()));
-        for (i64& n : found) n = next();
-        return found;
-    }
-
-  private:
-    const i64* at_;
-    const i64* end_;
-};
+using Numbers = NumbersOf<i64>;
 
 struct Result {
     std::vector<i64> sizes;

@@ -34,6 +34,7 @@ from .memory import Memory
 
 log = logging.getLogger("fusion_moe")
 SOURCE = Path(__file__).with_name("native.cpp")
+INCLUDE = SOURCE.parent  # the folder of descriptor.h
 TWINS = "fusion_moe_python"  # the namespace of the Python implementations
 _TORCH = Path(torch.__file__).parent
 _BACKEND, _AUTOGRAD = "CompositeExplicitAutograd", "Autograd"
@@ -191,7 +192,8 @@ def _source() -> build.LibrarySource:
         "-ltorch_cpu",
         "-lc10",
     )
-    return build.LibrarySource(SOURCE.read_text(encoding="utf-8"), "native", "generic", (), flags)
+    text = SOURCE.read_text(encoding="utf-8")
+    return build.LibrarySource(text, "native", "generic", (INCLUDE,), flags)
 
 
 # Addresses ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from fusion_moe.backends.cpu.readers import KERNELS as CPU_KERNELS
 from fusion_moe.offload.worker import KERNELS, SOURCE
 from fusion_moe.runtime.build import find_compiler
+from fusion_moe.runtime.native import INCLUDE
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 BACKENDS = Path(__file__).parents[1] / "backends" / "cuda_on_cpu"
@@ -20,7 +21,13 @@ BACKENDS = Path(__file__).parents[1] / "backends" / "cuda_on_cpu"
 def folder(tmp_path_factory) -> Path:
     """With all headers that need no PTX, beside what stands for the others."""
     made = tmp_path_factory.mktemp("kernels")
-    for header in (*KERNELS.glob("*.cuh"), SOURCE, CPU_KERNELS / "team.h", *HERE.iterdir()):
+    for header in (
+        *KERNELS.glob("*.cuh"),
+        SOURCE,
+        CPU_KERNELS / "team.h",
+        INCLUDE / "descriptor.h",
+        *HERE.iterdir(),
+    ):
         if header != KERNELS / "system.cuh":
             text = header.read_text().replace('"../../backends/cuda_on_cpu/', '"')
             (made / header.name).write_text(text)

@@ -70,14 +70,15 @@ int run() {
     const long long addresses[] = {(long long)&gpu.box, (long long)gpu.rows,
                                    (long long)gpu.letter_ids, (long long)gpu.letter_weights,
                                    (long long)gpu.results};
-    Model* const model = offload_model(worker, addresses);
+    Model* const model = offload_model(worker, addresses, 5);
     std::vector<long long> said{2};
     for (long long rows : {ROWS / 2, ROWS})
         // inputs, results, workspace, offsets, entry, products, order, sizes
         said.insert(said.end(),
                     {rows, 4, 1, 0, 0, 0, (long long)plus, 0, 5, 0, 1, 2, 3, 4, 1, rows});
     const long long weights[] = {1, (long long)gpu.of};
-    offload_layer(worker, model, offload_programs(worker, model, said.data()), weights);
+    const i64 programs = offload_programs(worker, model, said.data(), i64(said.size()));
+    offload_layer(worker, model, programs, weights, 2);
     for (i32 i = 0; i < ROWS; ++i) gpu.slot_of[i] = ROWS - 1 - i;
     for (i32 e = 0; e < E; ++e) gpu.of[e] = float(100 * e);
 
