@@ -49,8 +49,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fusion_moe.distributed import parallelize_
 from fusion_moe.distributed.all_to_all import AllToAll
-from fusion_moe.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from fusion_moe.encodings import NVFP4, Quantized, dequantize
+from fusion_moe.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from fusion_moe.nn import NVFP4Experts
 
 LAYERS = {
