@@ -9,14 +9,16 @@ what they send, each alone.
         docs/scaling.md
     python benchmarks/h100_parallel.py --device cpu --ranks 2 --tiny    over gloo
 
-Cells: tokens of all ranks together, uniform routing, bf16. Ways: "replicated", all ranks have all
-tokens, as in decoding under tensor parallelism, and add up with an all-reduce; "all_gather" and
-"all_to_all", each rank has its part of the tokens (docs/guides/distributed.md; the number behind is
-the capacity). Columns, medians of calls in CUDA graphs, the slowest rank's:
+Cells: tokens of all ranks together, routing as --routing says, bf16. Ways: "replicated", all ranks
+have all tokens, as in decoding under tensor parallelism, and add up with an all-reduce;
+"all_gather" and "all_to_all", each rank has its part of the tokens (docs/guides/distributed.md; the
+number behind is the capacity); "symmetric", through memory that the ranks share. A line below a
+cell compares that with its local time and with the better of the two. Columns, medians of calls in
+CUDA graphs, the slowest rank's:
 
     EP              a call of the divided module
     local           the same without its collectives: this rank's experts on the tokens that it gets
-    collectives     NCCL alone, for the same bytes
+    collectives     NCCL alone, for the same bytes; of "symmetric" the exchange without experts
     EP / both       EP's time in that of local + collectives
     one             all experts on one GPU with all tokens, and how many times faster EP is
     transformers    its experts in bf16 by torch's grouped_mm with its expert parallelism: ids of
@@ -47,8 +49,10 @@ from results import write
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import fusion_moe
 from fusion_moe.distributed import parallelize_
 from fusion_moe.distributed.all_to_all import AllToAll
+from fusion_moe.distributed.symmetric import Exchange
 from fusion_moe.encodings import NVFP4, Quantized, dequantize
 from fusion_moe.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from fusion_moe.nn import NVFP4Experts
@@ -126,10 +130,18 @@ def experts_of(model: Model, device: torch.device) -> NVFP4Experts:
     return NVFP4Experts(*weights)
 
 
-def inputs_of(model: Model, tokens: int, device: torch.device) -> list[Tensor]:
-    """x bf16[T, H], ids i64[T, k], w bf16[T, k] of all tokens, the same on all ranks."""
+def inputs_of(
+    model: Model, tokens: int, device: torch.device, routing: str = "uniform"
+) -> list[Tensor]:
+    """x bf16[T, H], ids i64[T, k], w bf16[T, k] of all tokens, the same on all ranks. routing:
+    "zipf": expert e is named as often as 1 / (1 + e) ** 1.2, in an order that is spread over ranks.
+    """
     g = torch.Generator(device).manual_seed(tokens)
-    ids = torch.rand(tokens, model.experts, device=device, generator=g).topk(model.slots).indices
+    scores = torch.rand(tokens, model.experts, device=device, generator=g).log()
+    if routing == "zipf":
+        order = torch.randperm(model.experts, device=device, generator=g)
+        scores = scores * (order + 1).float() ** 1.2  # the largest of exponential variables
+    ids = scores.topk(model.slots).indices
     w = torch.rand(tokens, model.slots, device=device, generator=g) + 0.1
     x = torch.randn(tokens, model.hidden, device=device, generator=g)
     return [x.bfloat16(), ids, (w / w.sum(1, keepdim=True)).bfloat16()]
@@ -185,6 +197,7 @@ def ways(world: World, model: Model, tokens: int) -> Iterator[tuple[str, dict[st
                 f"all_to_all {capacity}",
                 {"tokens": "sharded", "dispatch": "all_to_all", "capacity": capacity},
             )
+        yield "symmetric", {"tokens": "sharded", "dispatch": "symmetric"}
 
 
 def alone(
@@ -195,9 +208,11 @@ def alone(
     inner, group, ranks = type(module).forward, world.group, world.ranks
     if not options:
         y = torch.empty_like(given[0])
-        return partial(inner, module, *given), partial(all_reduce, y, group)
-    if "dispatch" not in options:
+        return partial(inner, module, *given), partial(all_reduce, y, group, ranks)
+    if options.get("dispatch") != "all_to_all":
         there = [all_gather(t, group, ranks) for t in given]
+        if "dispatch" in options:
+            return partial(inner, module, *there), exchange_alone(world, module, given)
         y = torch.empty_like(there[0])
 
         def both() -> Tensor:
@@ -218,11 +233,31 @@ def alone(
     return partial(inner, module, *rows), there_and_back
 
 
+def exchange_alone(world: World, module: Any, given: list[Tensor]) -> Call:
+    """Tokens there, and sums as large back, without experts."""
+    experts = world.ranks * len(module.down_proj)
+    (x, ids, w), group = given, world.mesh.get_group()
+    layer = Exchange.of_group(group, world.device).layer(experts, x.shape[1])
+    layer.need(len(x), x.element_size())
+    fd = fusion_moe.FusionDefinition()
+    values = [fd.define_tensor(shape=t.shape, dtype=t.dtype) for t in (x, ids, w, layer.peers)]
+    ranks, how = fd.define_groups("ranks", world.ranks, len(x)), {"experts": experts}
+    rows, _, _, ends = fd.ops.dispatch(*values, groups=ranks, group=world.group, **how)
+    fd.add_output(fd.ops.combine_from(rows, values[1], ends, values[3], group=world.group, **how))
+    fusion = fd.fusion()
+    return lambda: fusion_moe.run(fusion, [x, ids, w, layer.peers])[0]
+
+
 def measure(
-    world: World, model: Model, whole: NVFP4Experts, theirs: Theirs | str, tokens: int
+    world: World,
+    model: Model,
+    whole: NVFP4Experts,
+    theirs: Theirs | str,
+    tokens: int,
+    routing: str = "uniform",
 ) -> Iterator[dict[str, Any]]:
     """A row for each way."""
-    all_given = inputs_of(model, tokens, world.device)
+    all_given = inputs_of(model, tokens, world.device, routing)
     want = whole(*all_given)
     one = microseconds(world, partial(whole, *all_given))
     peer: Any = theirs
@@ -245,7 +280,7 @@ def measure(
             "device": world.kind,
             "torch": torch.__version__,
             "ranks": world.ranks,
-            "layer": model.title,
+            "layer": model.title + (f", {routing}" if routing != "uniform" else ""),
             "tokens": tokens,
             "way": name,
             "error": error,
@@ -327,6 +362,20 @@ def line(row: dict[str, Any]) -> str:
     return f"| {row['layer']} | {row['tokens']} | {row['way']} | {times} | {peer} | {error} |"
 
 
+def compared(rows: Sequence[dict[str, Any]]) -> str:
+    """A line about "symmetric" in one cell; "" if it is not there."""
+    times = {row["way"]: row["ep"] for row in rows if row["way"] != "replicated"}
+    found = next((row for row in rows if row["way"] == "symmetric"), None)
+    others = [time for way, time in times.items() if way != "symmetric"]
+    if not found or not others:
+        return ""
+    ep, local = found["ep"], found["local"]
+    return (
+        f"symmetric: {ep / local:.2f} of local, {ep - local:+,.0f} us; {min(others) / ep:.2f} "
+        "times as fast as the better of the collectives"
+    )
+
+
 def page(file: Path) -> None:
     """Writes the table of a run."""
     rows = [json.loads(text) for text in file.read_text().splitlines()]
@@ -369,11 +418,15 @@ def run(args: argparse.Namespace, **where: Any) -> None:
         for tokens in args.tokens:
             if world.slowest(float(time.monotonic() > until)):
                 break
-            for row in measure(world, model, whole, theirs, tokens):
+            rows = []
+            for row in measure(world, model, whole, theirs, tokens, args.routing):
+                rows.append(row)
                 if world.rank == 0:
                     print(line(row), flush=True)
                     with args.out.open("a") as file:
                         file.write(json.dumps(row) + "\n")
+            if world.rank == 0:
+                print(compared(rows), flush=True)
         del whole, theirs
     dist.destroy_process_group()
 
@@ -398,6 +451,7 @@ def main() -> None:
         "--models", nargs="+", choices=tuple(LAYERS), default=["qwen3-235b", "deepseek"]
     )
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--routing", choices=("uniform", "zipf"), default="uniform")
     parser.add_argument("--minutes", type=float, default=5, help="no cell starts afterwards")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
