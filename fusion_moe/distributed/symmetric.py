@@ -66,12 +66,23 @@ class Exchange:
         self.turns, self._layers = Turns(device), list[Layer]()
         self._memory: Any = None
         places = self._of_all(_place(device))
-        reasons = self._of_all(_why_not_shared(places, self.rank))
-        if why := next(filter(None, reasons), ""):
+        self._need_all(_why_not_shared(places, self.rank))
+        self._need_all(self._why_not_allocated())
+
+    def _need_all(self, why: str) -> None:
+        """UnsupportedError on all ranks if any has a reason."""
+        if found := next(filter(None, self._of_all(why)), ""):
             raise UnsupportedError(
-                why,
-                expected=f"at most {_MOST_RANKS} ranks of one node, whose GPUs reach each other",
+                found, expected=f"at most {_MOST_RANKS} ranks of one node, which share memory"
             )
+
+    def _why_not_allocated(self) -> str:
+        """Why a little memory cannot be shared, which nobody knows before; "" if it can."""
+        try:
+            self._share(region_bytes(self.ranks, 1, 256))
+        except (RuntimeError, OSError) as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return ""
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, device: torch.device) -> Exchange:
@@ -122,25 +133,38 @@ class Exchange:
         if nbytes >= MUCH and self.rank == 0:
             phase(f"dispatch='symmetric' allocates {said}")
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # calls that use what there is
-            if nbytes > (free := torch.cuda.mem_get_info(self.device)[0]):
-                raise OptionError(
-                    f"{amount(free, 'B')} of free memory",
-                    expected=said,
-                    todo="lower capacity, or the number of tokens in a call",
-                    where="dispatch='symmetric'",
-                )
+            free = min(self._of_all(torch.cuda.mem_get_info(self.device)[0]))
+            self._need_free(nbytes, free, said)
+        self._wait()  # for calls that use what there is
         self._memory = None
-        self._memory, addresses = (
-            self._on_gpus(nbytes) if self.device.type == "cuda" else self._in_a_file(nbytes)
-        )
+        self._memory, addresses = self._share(nbytes)
         limit = _timeout(self.group, self.device)
         self._memory[0][:24].view(torch.int64).copy_(torch.tensor([0, limit, 0]))
-        dist.barrier(self.group)  # nobody sends before all have zeros
+        self._wait()  # nobody sends before all have zeros
         self.tokens, self.row = tokens, row
         for layer in self._layers:
             numbers = [self.rank, layer.number, tokens, row, *addresses]
             layer.peers.copy_(torch.tensor(numbers))
+
+    def _need_free(self, nbytes: int, free: int, said: str) -> None:
+        """OptionError unless as much is free, on all ranks."""
+        if nbytes > free:
+            raise OptionError(
+                f"{amount(free, 'B')} of free memory",
+                expected=said,
+                todo="lower capacity, or the number of tokens in a call",
+                where="dispatch='symmetric'",
+            )
+
+    def _share(self, nbytes: int) -> tuple[Any, list[int]]:
+        """Zeros of this rank and what keeps them, and where this process finds those of each."""
+        return self._on_gpus(nbytes) if self.device.type == "cuda" else self._in_a_file(nbytes)
+
+    def _wait(self) -> None:
+        """For kernels, and for all ranks."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)
 
     def _in_a_file(self, nbytes: int) -> tuple[Any, list[int]]:
         """Of processes on CPUs: one file that all map, without a name when they have it."""

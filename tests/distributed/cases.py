@@ -44,7 +44,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 import fusion_moe
 import fusion_moe.transformers as ours
 from fusion_moe.checkpoints import Directory
-from fusion_moe.distributed import clip_grad_norm_, parallelize_
+from fusion_moe.distributed import clip_grad_norm_, parallelize_, symmetric
 from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, Quantized, quantize
 from fusion_moe.errors import OptionError, RankError, ShapeError, UnsupportedError
 from fusion_moe.ir.collectives import all_reduce
@@ -392,6 +392,36 @@ def gradients_beside_shared_memory(mesh):
     assert len(told) == 2, told
     assert "gradients are wanted" in told[0]
     assert "Qwen3MoeExperts" in told[1]
+
+
+@case
+@torch.no_grad()
+def ranks_that_share_no_memory(mesh):
+    """On another node, or refused by the system: they go through collectives, all of them."""
+
+    def refused(*_: Any) -> Any:
+        raise RuntimeError("no memory is shared here")
+
+    how: list[tuple[str, Any]] = [("_in_a_file", refused), ("_on_gpus", refused)]
+    if mesh.size() > 1:
+        how.append(("_place", lambda _: (str(mesh.get_rank()), "", None)))
+    for name, instead in how:
+        where: Any = symmetric if name == "_place" else symmetric.Exchange
+        original = getattr(where, name)
+        mine = init_device_mesh(DEVICE, (mesh.size(),), mesh_dim_names=(name.strip("_"),))
+        setattr(where, name, instead)
+        symmetric.Exchange._of_groups.clear()
+        try:
+            whole = experts(E, H, I)
+            module = divided(whole, mine, "ep", "sharded", dispatch="symmetric")
+            assert (mine.get_group().group_name in symmetric.Exchange._of_groups) == (
+                name not in ("_place", {"cpu": "_in_a_file", "cuda": "_on_gpus"}[DEVICE])
+            )
+            given = of_rank(mesh, inputs(4 * mesh.size()))
+            assert_alike([module(*given)], [whole(*given)])
+        finally:
+            setattr(where, name, original)
+            symmetric.Exchange._of_groups.clear()
 
 
 @case

@@ -1,0 +1,82 @@
+"""What `parallelize_(dispatch="symmetric")` checks and allocates, without other ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion_moe.distributed import symmetric
+from fusion_moe.errors import OptionError, RankError
+from fusion_moe.runtime import faults
+
+HERE, THERE = ("node", "boot"), ("node", "another boot")
+
+
+def test_memory_of_deepseek_is_what_the_guide_says():
+    nbytes = symmetric.region_bytes(8, 8192, 7168 * 2)
+    assert nbytes == pytest.approx(1.9e9, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        ([(*HERE, None)] * 2, ""),
+        ([(*HERE, None), (*THERE, None)], "ranks of 2 nodes"),
+        ([(*HERE, None)] * 65, "65 ranks"),
+        ([(*HERE, 0), (*HERE, 1)], ""),
+        ([(*HERE, 0), (*HERE, 2)], "GPU 0 has no peer access to GPU 2"),
+        ([(*HERE, 0), (*HERE, 0)], ""),  # each sees only its own
+    ],
+)
+def test_who_shares_memory(monkeypatch, places, says):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} == {0, 1})
+    assert symmetric._why_not_shared(places, 0) == says
+
+
+def test_multicast_is_off_or_refused(monkeypatch):
+    for name in symmetric._NO_MULTICAST:
+        monkeypatch.delenv(name, raising=False)
+    symmetric._forbid_multicast()
+    assert symmetric.os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    assert symmetric.os.environ["NCCL_NVLS_ENABLE"] == "0"
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")
+    with pytest.raises(OptionError, match="NCCL_NVLS_ENABLE=2; expected 0"):
+        symmetric._forbid_multicast()
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (((8, 512), [(7, 64)]), "rank 1 has 1 layers .7 experts of 64 features. and calls with 8"),
+        (((4, 1024), [(7, 64)]), "4 tokens of 1024 bytes"),
+        (((4, 512), [(7, 64), (7, 64)]), "2 layers"),
+        (((4, 512), [(8, 64)]), "8 experts"),
+    ],
+)
+def test_ranks_must_agree(other, says):
+    mine = (4, 512), [(7, 64)]
+    symmetric._need_agreement([mine, mine])
+    with pytest.raises(OptionError, match=says):
+        symmetric._need_agreement([mine, other])
+
+
+@pytest.mark.parametrize(
+    ("phase", "says"),
+    [
+        (1, "rank 3 sent no ids of experts within 2.5 s"),
+        (2, "rank 3 sent no rows of tokens within 2.5 s"),
+        (3, "rank 3 sent no sums within 2.5 s"),
+        (4, "rank 3 is in another layer"),
+        (5, "rank 3 has more tokens"),
+    ],
+)
+def test_faults_of_kernels_name_a_rank(phase, says):
+    """As GPUs write them: the fault, the rank, the phase and milliseconds."""
+    word = faults._words.new("a program")
+    word.found.value = 6 << 56 | 3 << 32 | phase << 24 | 2500
+    with pytest.raises(RankError, match=says):
+        faults._raise([word])
+    error = faults.rank_error(phase, 3, 2.5, "dispatch")
+    assert says in str(error)
+    assert "in an earlier call" not in str(error)
