@@ -82,7 +82,7 @@ def _product(fusion: Fusion) -> Source:
     if made.a.type.quantized:
         return fp8.Fp8Product(need_one_width(made))
     as_in_torch = (made.encoding.name, made.layout) in gemm.READERS
-    if made.kind == "fprop" and (not as_in_torch or cuda.facts().why_not(Gemm.needs)):
+    if made.kind == "fprop" and not as_in_torch:
         return Product(need_one_width(made))
     if not as_in_torch:
         return _first(made, PackedDgrad, Gemm)

@@ -30,14 +30,19 @@ from .variants import Variant
 from .vectors import VECTOR, Store, VectorElements, follow, in_vectors
 
 NEEDS = ("wgmma", "setmaxnreg", "TMA")  # of the kernels in gemm.cuh
+MMA_NEEDS = ("mma", "cp.async")  # of those in gemm_mma.cuh
 DTYPES = ("bf16", "f16")
 READERS = [(dtype, "linear") for dtype in DTYPES]  # encodings and layouts of weights
-HEADER = "gemm.cuh"
+HEADER, MMA_HEADER = "gemm.cuh", "gemm_mma.cuh"  # for GPUs with wgmma, and for those without
 _TILES_M = (128, 64)  # rows
 _K_BLOCK, _THREADS = 64, 384
 _BOX_BYTES, _ALIGNED = 128, 16  # of a row
 # with two producer warpgroups, if the consumers' accumulators leave them registers
 _MORE_THREADS = 512
+# kernels/gemm_mma.cuh: threads; sides of tiles; columns of a warp, of one of a result, and rows;
+# bytes of shared memory for the scheduler, of each group and else; stages that suffice, and least
+_MMA_THREADS, _MMA_SIDES, _WARP = 256, (256, 128, 64), (64, 32, 16)
+_SCHEDULER_BYTES, _STAGES = (20, 200), (3, 2)
 # average rows per group up to which tiles of 64 rows are faster for quantized weights
 _FEW_ROWS = 64
 _RUN_OF_ROWS = 16  # of a quantized weight: the rows that a warp has share one outer scale
@@ -55,7 +60,7 @@ class Gemm(Source):
     """The source of a planned fprop or dgrad. A dgrad may have a quantized weight."""
 
     ELEMENTS = VectorElements
-    needs = NEEDS
+    needs = MMA_NEEDS
 
     def __init__(self, plan: ProductPlan):
         self.packed = plan.encoding.name not in DTYPES
@@ -79,7 +84,7 @@ class Gemm(Source):
                 Array(
                     PARTIAL_SUMS,
                     "float",
-                    elements((self._rows, self._tiles * self._most_parts * len(plan.sums))),
+                    elements((self._rows, self._most_parts * len(plan.sums))),
                 )
             )
 
@@ -98,7 +103,7 @@ class Gemm(Source):
             *self.operand.made(),
             self._product(sizes, arch),
         ]
-        made += self.sums(self._tiles * self._parts(sizes))
+        made += self.sums(self._parts(sizes, arch))
         if self.plan.combine:
             with naming(self.plan.combine):
                 made.append(self.sum_of_slots(self.plan.combine, self.plan.tokens, (), self.plan))
@@ -109,24 +114,16 @@ class Gemm(Source):
         return readers.reader(plan.encoding.name, plan.layout, plan.a.type.dtype)
 
     def _product(self, sizes: Sizes, arch: Arch) -> KernelSource:
-        rows, m, n = value(self._rows, sizes), self._tile_m(sizes), self._tile_n
-        tiles = bound(rows, min(self.plan.groups, rows) + 1, m) // m * self._tiles
+        rows, (m, n) = value(self._rows, sizes), self._tile(sizes, arch)
+        tiles = bound(rows, min(self.plan.groups, rows) + 1, m) // m * self._tiles(n)
         boxes = {
             "a": self.operand.boxes(m, sizes) if self.operand.in_boxes else None,
             "b": self._weight_boxes(),
         }
         header = self._reader(self.plan).header if self.packed else None
         threads = _THREADS if m == _TILES_M[0] else _MORE_THREADS
-        return product_kernel(
-            self,
-            f"GroupedGemm<Segment, {m}, {n}>",
-            f"gemm_{m}x{n}",
-            self._functions,
-            tiles,
-            arch,
-            boxes,
-            header,
-            threads,
+        return kernel_of_matrices(
+            self, "Gemm", (m, n), self._functions, tiles, arch, boxes, header, threads
         )
 
     def _weight_boxes(self) -> Boxes | None:
@@ -167,16 +164,22 @@ class Gemm(Source):
         few = value(self._rows, sizes) <= _FEW_ROWS * self.plan.groups
         return _TILES_M[self.packed and few and not self.plan.row_order]
 
-    def _parts(self, sizes: Sizes) -> int:
-        """How many parts of a tile's row are summed separately: with tiles of 64 rows, each
-        consumer warpgroup has half of a row.
+    def _tile(self, sizes: Sizes, arch: Arch) -> tuple[int, int]:
+        """Rows and columns of a tile of the product."""
+        m, n = self._tile_m(sizes), self._tile_n
+        return (m, n) if by_wgmma(arch) else mma_tile(m, n, self.plan.groups, arch, self._warp_columns)
+
+    def _parts(self, sizes: Sizes, arch: Arch) -> int:
+        """How many parts of a row are summed separately: one for each tile; with tiles of 64 rows,
+        each consumer warpgroup has half of a row; without wgmma, each warp has a part.
         """
-        return _TILES_M[0] // self._tile_m(sizes)
+        m, n = self._tile(sizes, arch)
+        return self._tiles(n) * (_TILES_M[0] // m if by_wgmma(arch) else n // self._warp_columns)
 
     @property
     def _most_parts(self) -> int:
-        """Large-M kernels sum each 64 columns separately."""
-        return self._tile_n // LARGE_M_COLUMNS if self.packed else 1
+        """Large-M kernels and those without wgmma sum each 64 columns separately."""
+        return self._tiles(self._tile_n) * self._tile_n // LARGE_M_COLUMNS
 
     @property
     def _tile_n(self) -> int:
@@ -184,14 +187,13 @@ class Gemm(Source):
         return _TILES_N[0] if self.plan.width * self._columns_read > _TILES_N[1] else _TILES_N[1]
 
     @property
-    def _tile_columns(self) -> int:
-        """Columns of a result that an N tile makes."""
-        return self._tile_n // self._columns_read
+    def _warp_columns(self) -> int:
+        """Columns of a warp without wgmma."""
+        return max(_WARP[0], _WARP[1] * self._columns_read)
 
-    @property
-    def _tiles(self) -> int:
+    def _tiles(self, tile_n: int) -> int:
         """The number of N tiles."""
-        return -(-self.plan.width // self._tile_columns)
+        return -(-self.plan.width // (tile_n // self._columns_read))
 
     # The struct -----------------------------------------------------------------------------------
 
@@ -294,7 +296,7 @@ class Gemm(Source):
         counts = (
             (_K_BLOCK,)
             if self.plan.kind == "dgrad"
-            else [n for n in _BOX_ROWS if self._tile_columns % n == 0]
+            else [n for n in _BOX_ROWS if self._tile_n // self._columns_read % n == 0]
         )
         return next((n for n in counts if all(follow(c, self.plan.width, n) for c in columns)), 0)
 
@@ -355,7 +357,7 @@ class PlainProduct(EitherProduct):
         many = self.plan.row_order or table_of(arch).many("gemm", rows, self.matrices)
         return (
             Chosen()
-            if many and not arch.why_not(self._gemm.needs) and variant == AUTO
+            if many and variant == AUTO
             else super().choose(sizes, arch, variant)
         )
 
@@ -366,7 +368,7 @@ class PackedDgrad(EitherProduct):
     Rows of several lengths, and sums over them, are stored by the same function as in `Gemm`.
     """
 
-    needs = NEEDS
+    needs = MMA_NEEDS
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
         """The kernels; no variants if by `Gemm`."""
@@ -410,7 +412,7 @@ class Wgrad(Source):
     """The source of a planned wgrad."""
 
     ELEMENTS = VectorElements
-    needs: tuple[str, ...] = NEEDS
+    needs: tuple[str, ...] = MMA_NEEDS
 
     def __init__(self, plan: WgradPlan):
         super().__init__(plan.fusion, plan.memory, dict.fromkeys([plan.ends], "ends"))
@@ -454,19 +456,11 @@ class Wgrad(Source):
 
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; computed operands; the product."""
-        m, n = self._tile
+        m, n = self._tile if by_wgmma(arch) else mma_tile(*self._tile, self.plan.groups, arch)
         tiles = self.plan.groups * -(-self.plan.n // m) * -(-self.plan.k // n)
         made = [kernel for operand in self.operands for kernel in operand.made()]
         boxes = {o.name: o.boxes(_K_BLOCK, sizes) if o.in_boxes else None for o in self.operands}
-        product = product_kernel(
-            self,
-            f"GroupedWgrad<Segment, {m}, {n}>",
-            f"wgrad_{m}x{n}",
-            self._functions,
-            tiles,
-            arch,
-            boxes,
-        )
+        product = kernel_of_matrices(self, "Wgrad", (m, n), self._functions, tiles, arch, boxes)
         return [
             reset_tile_counter(self),
             *self.made_first(sizes, chosen.any_size),
@@ -585,6 +579,65 @@ def _unchecked(row: Index) -> tuple[Index, Index]:
 def reset_tile_counter(source: Source) -> KernelSource:
     """The kernel before a product: see kernels/tile_queue.cuh."""
     return source.for_all("reset_tile_counter", 1, [f"{TILE_COUNTER.name}[i] = 0;"])
+
+
+def by_wgmma(arch: Arch) -> bool:
+    """Whether products are those of kernels/gemm.cuh there, not of kernels/gemm_mma.cuh."""
+    return not arch.why_not(NEEDS)
+
+
+def mma_tile(
+    m: int, n: int, groups: int, arch: Arch, warp_columns: int = _WARP[0]
+) -> tuple[int, int]:
+    """The largest tile up to m rows and n columns, of those with which shared memory holds three
+    stages of kernels/gemm_mma.cuh; else of those with two.
+    """
+    warps = _MMA_THREADS // 32
+    tiles = sorted(
+        (
+            (rows, columns)
+            for rows in _MMA_SIDES
+            for columns in _MMA_SIDES
+            if rows <= m
+            and warp_columns <= columns <= n
+            and rows * columns >= warps * warp_columns * _WARP[2]
+        ),
+        key=lambda tile: (-tile[0] * tile[1], max(tile)),
+    )
+    each, others = _SCHEDULER_BYTES
+    room = arch.shared_per_block - each * groups - others
+
+    def stages(tile: tuple[int, int]) -> int:
+        return room // (sum(tile) * _BOX_BYTES)
+
+    found = (tile for least in _STAGES for tile in tiles if stages(tile) >= least)
+    if (tile := next(found, None)) is None:
+        raise UnsupportedError(f"{groups} groups have no kernel on {arch.name}")
+    return tile
+
+
+def kernel_of_matrices(
+    source: Source,
+    what: str,
+    tile: tuple[int, int],
+    functions: Sequence[str],
+    tiles: int,
+    arch: Arch,
+    boxes: Mapping[str, Boxes | None],
+    reader: str | None = None,
+    threads: int = _THREADS,
+) -> KernelSource:
+    """The kernel of a Gemm or Wgrad, by wgmma or without. threads: of that by wgmma."""
+    sizes, name = ", ".join(map(str, tile)), "x".join(map(str, tile))
+    if by_wgmma(arch):
+        kernel, title = f"Grouped{what}<Segment, {sizes}>", f"{what.lower()}_{name}"
+        return product_kernel(
+            source, kernel, title, functions, tiles, arch, boxes, reader, threads
+        )
+    kernel, title = f"Grouped{what}Mma<Segment, {sizes}>", f"{what.lower()}_mma_{name}"
+    return product_kernel(
+        source, kernel, title, functions, tiles, arch, {}, reader, _MMA_THREADS, MMA_HEADER
+    )
 
 
 def product_kernel(

@@ -20,11 +20,8 @@
 // added in order by another kernel.
 #pragma once
 
-#include "added.cuh"
-#include "epilogue_rows.cuh"
-#include "schedule.cuh"
+#include "gemm_tiles.cuh"
 #include "tile_queue.cuh"
-#include "weight_tiles.cuh"
 
 namespace {
 
@@ -265,7 +262,7 @@ struct GroupedGemm {
                     row[i] = first + A_STEP * i < tile.m_tile.end ? i32(s.a_row_of(index[i])) : -1;
             }
             const Runs runs(s, tile.m_tile.group);
-            weight.begin(runs, tile.m_tile.group, tile.n_tile);
+            weight.begin(tile.m_tile.group, tile.n_tile);
 #pragma unroll 1
             for (i32 kb = 0; kb < K_BLOCKS; ++kb) {
                 Stage& stage = producer.open();
@@ -285,7 +282,7 @@ struct GroupedGemm {
                                                row[i] >= 0);
                     }
                 }
-                weight.copy(shared_address(stage.b), kb);
+                weight.copy(runs, shared_address(stage.b), kb);
                 producer.close(true);
             }
             producer.finish();
@@ -339,55 +336,11 @@ struct GroupedGemm {
                     for (int c = 0; c < Ring::COLUMNS / 2; ++c) sum[0][c] *= factor;
                 }
             }
+            using Part = GemmPart<Segment, TILE_N, Ring::COLUMNS>;
             if constexpr (Segment::ADDED > 0) {
-                if (grouped) add(s, tile, first, sum[0], consumer);
+                if (grouped) Part::add(s, tile, first, sum[0], consumer);
             }
-            store(s, tile, first, sum[0], consumer);
-        }
-    }
-
-    // The added (LoRA) product for the same output tile.
-    __device__ static __forceinline__ void add(const Segment& s, const WorkTile& tile, i32 first,
-                                               float (&sum)[Ring::COLUMNS / 2], int consumer) {
-        const i32 row = threadIdx.x % 32 / 4, m = first + threadIdx.x / 32 % 4 * 16 + row,
-                  last = tile.m_tile.end - 1;
-        using Added = AddedProduct<Segment>;
-        const auto rows = Added::rows(s);
-        const auto matrix = Added::columns(s, tile.m_tile.group);
-        const i32 column =
-            tile.n_tile * TILE_COLUMNS + (Ring::SHARES_ROWS ? consumer * Ring::COLUMNS : 0) + row;
-        const auto columns = [&](int i, int k) {
-            const i32 j = min(column + 8 * i % TILE_COLUMNS, Segment::WIDTH - 1);
-            return matrix.four(Segment::column(8 * i / TILE_COLUMNS, j), k);
-        };
-        Added::template add<Ring::COLUMNS / 8>(
-            sum, [&](int k) { return rows.four(min(m, last), k); },
-            [&](int k) { return rows.four(min(m + 8, last), k); }, columns);
-    }
-
-    __device__ static __forceinline__ void store(const Segment& s, const WorkTile& tile, i32 first,
-                                                 const float (&sum)[Ring::COLUMNS / 2],
-                                                 int consumer) {
-        constexpr int COLUMNS = Ring::COLUMNS / Segment::COLUMNS_PER_RESULT,
-                      PARTS = TILE_COLUMNS / COLUMNS;  // of a result; of a tile's row
-        const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4,
-                  part = PARTS == 1 ? 0 : consumer;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const i32 m = first + 16 * warp + lane / 4 + 8 * h;
-            const bool good = m < tile.m_tile.end;
-            float total[Segment::SUMS > 0 ? Segment::SUMS : 1] = {};  // of this tile's columns
-#pragma unroll
-            for (int i = 0; i < COLUMNS / 32; ++i) {
-                float p[Segment::COLUMNS_PER_RESULT][8];
-#pragma unroll
-                for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f)
-                    row_of_quad(p[f], sum, f * COLUMNS / 8 + 4 * i, h);
-                const i32 j = tile.n_tile * TILE_COLUMNS + part * COLUMNS + 32 * i + 8 * (lane % 4);
-                if (good) s.store(m, tile.m_tile.group, j, p, total);
-            }
-            if constexpr (Segment::SUMS > 0)
-                store_sums<4>(s, m, tile.n_tile * PARTS + part, good, total);
+            Part::store(s, tile, first, sum[0], consumer);
         }
     }
 };
@@ -395,67 +348,25 @@ struct GroupedGemm {
 // wgrad
 // -------------------------------------------------------------------------------------------------
 
-// The tiles of all groups, those of the groups with the most rows first.
-template <int GROUPS>
-struct WgradScheduler {
-    i32 first[GROUPS + 2], before[GROUPS + 2];  // as MTiles has them
-    i32 group_of_place[GROUPS];
-
-    // By all threads of a block.
-    __device__ void build(const i32* ends, i32 rows, i64* error) {
-        MTiles<GROUPS, 128>& m_tiles = reinterpret_cast<MTiles<GROUPS, 128>&>(first);
-        m_tiles.build(ends, rows, ALL_GROUPS, error);
-        for (i32 g = threadIdx.x; g < GROUPS; g += blockDim.x) {
-            const i32 mine = size(g);
-            i32 place = 0;
-            for (i32 other = 0; other < GROUPS; ++other)
-                place += size(other) > mine || (size(other) == mine && other < g);
-            group_of_place[place] = g;
-        }
-        __syncthreads();
-    }
-
-    __device__ __forceinline__ i32 size(i32 g) const { return first[g + 1] - first[g]; }
-};
-
 // a [M/g, N] and b [M/g, K]. What is gathered is best the one of which a tile has 128 columns. Of
 // operands with few columns, which adapters have, a tile has 64.
 template <class Segment, int TILE_M, int TILE_N>
 struct GroupedWgrad {
     using T = typename Segment::Activation;
-    static constexpr i32 A_TILES = (Segment::N + TILE_M - 1) / TILE_M,
-                         B_TILES = (Segment::K + TILE_N - 1) / TILE_N;
-    static constexpr i32 TILES = A_TILES * B_TILES, ROTATION = 2048 / TILE_M;
+    using Tile = WgradTile<Segment, TILE_M, TILE_N>;
     using Scheduler = WgradScheduler<Segment::GROUPS>;
+    static constexpr i32 WORK_TILES = Segment::GROUPS * Tile::EACH_GROUP;
+    template <int COLUMNS>
+    using Copies = RowCopies<COLUMNS, GEMM_PRODUCERS>;
     using Ring =
         GemmRing<Segment, TILE_M, TILE_N, GEMM_PRODUCERS, int(sizeof(Scheduler)), true, false>;
     using Stage = typename Ring::Stage;
-    static_assert(i64(Segment::GROUPS) * TILES < NO_WORK_TILE, "numbers of work tiles are i32");
 
     struct Shared {
         Ring ring;
         Scheduler scheduler;
     };
     static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES);
-
-    // Rotations of tiles of a, with all tiles of b: see schedule.cuh.
-    struct Tile {
-        i32 group, a, b, first, end;
-
-        __device__ __forceinline__ Tile(const Scheduler& scheduler, i32 number) {
-            const i32 place = number / TILES, within = number % TILES;
-            const i32 rotation = within / (ROTATION * B_TILES),
-                      rest = within % (ROTATION * B_TILES);
-            const i32 height = min(ROTATION, A_TILES - rotation * ROTATION);
-            group = scheduler.group_of_place[place];
-            a = (rotation * ROTATION + rest % height) * TILE_M, b = rest / height * TILE_N;
-            first = scheduler.first[group], end = scheduler.first[group + 1];
-        }
-
-        __device__ __forceinline__ i32 k_blocks() const {
-            return (end - first + GEMM_K_BLOCK - 1) / GEMM_K_BLOCK;
-        }
-    };
 
     __device__ static void run(const Segment& s, const TensorMap* a_map, const TensorMap* b_map) {
         extern __shared__ __align__(1024) u8 memory[];
@@ -469,35 +380,6 @@ struct GroupedWgrad {
     }
 
   private:
-    // How the producer's threads copy the 64 rows of a block, of an operand of which a tile has
-    // COLUMNS: eight columns at a time, of every STEP-th row, COUNT times. A lane knows one row,
-    // that of its thread's copy lane % COUNT, and tells the lanes that copy the same row.
-    template <int COLUMNS>
-    struct Copies {
-        static constexpr int PIECES = COLUMNS / 8, STEP = GEMM_PRODUCERS / PIECES,
-                             COUNT = GEMM_K_BLOCK / STEP;
-        static_assert(PIECES % COUNT == 0 && COUNT <= 32,
-                      "lanes that tell each other copy the same rows");
-
-        __device__ static __forceinline__ i32 known_row(const Tile& tile, i32 kb, i32 thread) {
-            return tile.first + kb * GEMM_K_BLOCK + thread / PIECES + STEP * (thread % COUNT);
-        }
-
-        // WIDTH: columns of the matrix. row: the known one, in memory; -1: zeros.
-        template <int WIDTH>
-        __device__ static __forceinline__ void copy(u32 to, const T* matrix, i32 row, i32 column,
-                                                    i32 thread) {
-            const i32 piece = thread % PIECES, first = thread / PIECES;
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) {
-                const i32 its = __shfl_sync(WHOLE_WARP, row, i, COUNT);
-                const u32 place =
-                    to + piece / 8 * PIECE_BYTES + swizzled(first + STEP * i, piece % 8);
-                copy_piece<WIDTH>(place, matrix, its, column + 8 * piece, its >= 0);
-            }
-        }
-    };
-
     // begin(kb) of each block in turn, then the known row: where an index picks it. The index is
     // read for AHEAD blocks at a time, while those before are copied: reading takes as long as a
     // block or two. Nothing is computed from it before it is needed, which would wait for memory,
@@ -528,13 +410,14 @@ struct GroupedWgrad {
             Index index = now[0];
 #pragma unroll
             for (int i = 1; i < AHEAD; ++i) index = kb % AHEAD == i ? now[i] : index;
-            known = Copies<COLUMNS>::known_row(tile, kb, thread) < tile.end ? i32(safe(index)) : -1;
+            known = Copies<COLUMNS>::known_row(tile.first, kb, thread) < tile.end ? i32(safe(index))
+                                                                                  : -1;
         }
 
         __device__ __forceinline__ void read(i32 kb) {
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
-                const i32 m = Copies<COLUMNS>::known_row(tile, kb + i, thread);
+                const i32 m = Copies<COLUMNS>::known_row(tile.first, kb + i, thread);
                 next[i] = Index(find(min(m, tile.end - 1)));
             }
         }
@@ -548,7 +431,7 @@ struct GroupedWgrad {
 
         __device__ __forceinline__ void begin(i32) {}
         __device__ __forceinline__ i32 row(i32 kb) const {
-            const i32 m = Copies<COLUMNS>::known_row(tile, kb, thread);
+            const i32 m = Copies<COLUMNS>::known_row(tile.first, kb, thread);
             return m < tile.end ? m : -1;
         }
     };
@@ -571,7 +454,7 @@ struct GroupedWgrad {
         const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS;
         typename Ring::Producer producer(shared.ring);
         typename Ring::Queue::Taker numbers(shared.ring.queue, s.tile_counter, thread == 0);
-        for (i32 number = blockIdx.x; number < Segment::GROUPS * TILES; number = numbers.next()) {
+        for (i32 number = blockIdx.x; number < WORK_TILES; number = numbers.next()) {
             const Tile tile(shared.scheduler, number);
             auto a_rows = rows_of<TILE_M, A, typename Segment::AIndex>(
                 tile, [&](i32 m) { return s.a_index(m); }, [&](i64 i) { return s.a_row_of(i); },
@@ -615,7 +498,7 @@ struct GroupedWgrad {
         const int consumer = threadIdx.x / 128;
         typename Ring::Consumer mainloop(shared.ring);
         typename Ring::Queue::Reader numbers(shared.ring.queue);
-        for (i32 number = blockIdx.x; number < Segment::GROUPS * TILES; number = numbers.next()) {
+        for (i32 number = blockIdx.x; number < WORK_TILES; number = numbers.next()) {
             const Tile tile(shared.scheduler, number);
             float sum[Ring::HEIGHT][Ring::COLUMNS / 2] = {};
             mainloop.template multiply<T, true, true>(sum, tile.k_blocks(), consumer);
@@ -623,25 +506,9 @@ struct GroupedWgrad {
                       column = Ring::SHARES_ROWS ? Ring::COLUMNS * consumer : 0;
 #pragma unroll
             for (int r = 0; r < Ring::HEIGHT; ++r)
-                store(s, tile.group, tile.a + first + 64 * r, tile.b + column, sum[r]);
-        }
-    }
-
-    // Stores 64 rows of a group's result.
-    __device__ static __forceinline__ void store(const Segment& s, i32 group, i32 first, i32 column,
-                                                 const float (&sum)[Ring::COLUMNS / 2]) {
-        const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-        float p[1][8], none[1];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const i32 n = first + 16 * warp + lane / 4 + 8 * h;
-#pragma unroll
-            for (int i = 0; i < Ring::COLUMNS / 32; ++i) {
-                row_of_quad(p[0], sum, 4 * i, h);
-                if (n < Segment::N)
-                    s.store(i64(group) * Segment::N + n, group, column + 32 * i + 8 * (lane % 4), p,
-                            none);
-            }
+                store_wgrad<Ring::COLUMNS>(s, tile.group,
+                                           tile.a + first + 64 * r + threadIdx.x / 32 % 4 * 16,
+                                           tile.b + column, sum[r]);
         }
     }
 };

@@ -23,11 +23,18 @@ MMA(f16)
 #undef MMA
 
 // Loads four matrices of 8 rows of 16 bytes from shared memory. Each lane says where one row lies,
-// and lane 4 r + c gets word c of row r of each matrix.
+// and lane 4 r + c gets word c of row r of each matrix; or, transposed, the c-th pair of numbers of
+// 16 bits of column r.
+template <bool TRANSPOSED = false>
 __device__ __forceinline__ void load_matrices(u32 (&words)[4], u32 row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(row));
+    if constexpr (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                     : "r"(row));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                     : "r"(row));
 }
 
 // Transposes a matrix of 8 x 8 numbers of 16 bits, of which lane 4 r + c has the c-th pair of row

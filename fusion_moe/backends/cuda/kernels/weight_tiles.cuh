@@ -2,8 +2,11 @@
 // each way in which weights are stored:
 //
 //     Runs                           in which order the contracted rows are taken
-//     begin(runs, group, n_tile)     starts a work tile
-//     copy(to, kb)                   copies this thread's part of K block kb; called in order
+//     begin(group, n_tile)           starts a work tile
+//     copy(runs, to, kb)             copies this thread's part of K block kb; called in order
+//
+// Of weights that threads change on the way, `load` returns a Block as it is stored, and `store`
+// puts it into the stage.
 #pragma once
 
 #include "pieces.cuh"
@@ -33,15 +36,16 @@ template <class Segment>
 struct WeightBoxes {
     using Runs = OneRun<Segment::K>;
     __device__ __forceinline__ WeightBoxes(const Segment&, i32) {}
-    __device__ __forceinline__ void begin(const Runs&, i32, i32) {}
-    __device__ __forceinline__ void copy(u32, i32) const {}
+    __device__ __forceinline__ void begin(i32, i32) {}
+    __device__ __forceinline__ void copy(const Runs&, u32, i32) const {}
 };
 
-// Weights stored [n, k]: a thread copies every 16th row of the tile.
-template <class Segment, int TILE_N>
+// Weights stored [n, k]: a thread copies every STEP-th row of the tile.
+template <class Segment, int TILE_N, int THREADS>
 struct WeightRows {
     using Runs = OneRun<Segment::K>;
-    static constexpr int COUNT = TILE_N / 16;
+    struct Block {};
+    static constexpr int STEP = THREADS / 8, COUNT = TILE_N / STEP;
     const Segment& s;
     const typename Segment::Activation* matrix;
     i32 row[COUNT], thread;
@@ -49,17 +53,17 @@ struct WeightRows {
     __device__ __forceinline__ WeightRows(const Segment& s_, i32 thread_)
         : s(s_), thread(thread_) {}
 
-    __device__ __forceinline__ void begin(const Runs&, i32 group, i32 n_tile) {
+    __device__ __forceinline__ void begin(i32 group, i32 n_tile) {
         matrix = s.b_matrix(group);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
-            row[i] = column_of_tile<Segment, TILE_N>(n_tile, thread / 8 + 16 * i);
+            row[i] = column_of_tile<Segment, TILE_N>(n_tile, thread / 8 + STEP * i);
     }
 
-    __device__ __forceinline__ void copy(u32 to, i32 kb) const {
+    __device__ __forceinline__ void copy(const Runs&, u32 to, i32 kb) const {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
-            copy_piece<Segment::K>(to + swizzled(thread / 8 + 16 * i, thread % 8), matrix, row[i],
+            copy_piece<Segment::K>(to + swizzled(thread / 8 + STEP * i, thread % 8), matrix, row[i],
                                    kb * GEMM_K_BLOCK + 8 * (thread % 8), row[i] >= 0);
     }
 };
@@ -68,6 +72,7 @@ struct WeightRows {
 template <class Segment, int TILE_N, int THREADS>
 struct WeightColumns {
     using Runs = OneRun<Segment::K>;
+    struct Block {};
     static constexpr int PIECES = TILE_N / 8, STEP = THREADS / PIECES;
     const Segment& s;
     const typename Segment::Activation* matrix;
@@ -76,12 +81,12 @@ struct WeightColumns {
     __device__ __forceinline__ WeightColumns(const Segment& s_, i32 thread_)
         : s(s_), thread(thread_) {}
 
-    __device__ __forceinline__ void begin(const Runs&, i32 group, i32 n_tile) {
+    __device__ __forceinline__ void begin(i32 group, i32 n_tile) {
         matrix = s.b_matrix(group);
         column = column_of_tile<Segment, TILE_N>(n_tile, thread % PIECES * 8);
     }
 
-    __device__ __forceinline__ void copy(u32 to, i32 kb) const {
+    __device__ __forceinline__ void copy(const Runs&, u32 to, i32 kb) const {
         const i32 piece = thread % PIECES;
 #pragma unroll
         for (int i = 0; i < GEMM_K_BLOCK / STEP; ++i) {
@@ -98,35 +103,48 @@ struct WeightColumns {
 // Of a tile a lane makes 16 columns of two rows, which are four pieces of the stage.
 template <class Segment, int TILE_N, int THREADS>
 class PackedWeight {
+    using Weights = typename Segment::Weights;
+    static constexpr int EACH = TILE_N / (THREADS / 128);  // columns of a warpgroup
+
   public:
     using Runs = ScaleRuns<Segment>;
+    // A thread's part of a K block as it is stored.
+    struct Block {
+        typename Weights::Packed packed[EACH / 64] = {};
+        bool in_run;
+    };
 
     __device__ __forceinline__ PackedWeight(const Segment& s, i32 thread)
         : weight_(s), first_(thread / 128 * EACH) {}
 
-    __device__ __forceinline__ void begin(const Runs& runs, i32 group, i32 n_tile) {
-        runs_ = &runs, group_ = group, column_ = n_tile * TILE_N + first_;
+    __device__ __forceinline__ void begin(i32 group, i32 n_tile) {
+        group_ = group, column_ = n_tile * TILE_N + first_;
     }
 
-    __device__ __forceinline__ void copy(u32 to, i32 kb) const {
-        typename Weights::Packed packed[EACH / 64] = {};
+    __device__ __forceinline__ void copy(const Runs& runs, u32 to, i32 kb) const {
+        store(to, load(runs, kb));
+    }
+
+    __device__ __forceinline__ Block load(const Runs& runs, i32 kb) const {
+        Block found;
         // rows past those of the block's run are zeros, since they are multiplied too
-        const bool in_run = Runs::LENGTH % 64 == 0 || kb % Runs::BLOCKS * 64 + row_ < Runs::LENGTH;
-        if (in_run) {
+        found.in_run = Runs::LENGTH % 64 == 0 || kb % Runs::BLOCKS * 64 + row_ < Runs::LENGTH;
+        if (found.in_run) {
             Weights reader;
-            reader.open(weight_, group_, runs_->first_row(kb) + row_, column_ / 64, lane_);
+            reader.open(weight_, group_, runs.first_row(kb) + row_, column_ / 64, lane_);
 #pragma unroll
-            for (int c = 0; c < EACH / 64; ++c) packed[c] = reader.load(c);
+            for (int c = 0; c < EACH / 64; ++c) found.packed[c] = reader.load(c);
         }
+        return found;
+    }
+
+    __device__ __forceinline__ void store(u32 to, const Block& block) const {
 #pragma unroll
         for (int c = 0; c < EACH / 64; ++c)
-            store(to + (first_ / 64 + c) * PIECE_BYTES, packed[c], in_run);
+            store(to + (first_ / 64 + c) * PIECE_BYTES, block.packed[c], block.in_run);
     }
 
   private:
-    using Weights = typename Segment::Weights;
-    static constexpr int EACH = TILE_N / (THREADS / 128);  // columns of a warpgroup
-
     // A tile, to a piece of 64 columns.
     __device__ __forceinline__ void store(u32 to, const typename Weights::Packed& packed,
                                           bool in_run) const {
@@ -149,14 +167,13 @@ class PackedWeight {
 
     const StoredWeight<Segment> weight_;
     const i32 first_, row_ = threadIdx.x / 32 % 4 * 16, lane_ = threadIdx.x % 32;
-    const Runs* runs_;
     i32 group_, column_;
 };
 
 template <class Segment, int TILE_N, int THREADS, bool BOXES = Segment::B_BOXES,
           bool PACKED = Segment::B_PACKED, bool MN = Segment::B_MN>
 struct WeightTilesOf {
-    using type = WeightRows<Segment, TILE_N>;
+    using type = WeightRows<Segment, TILE_N, THREADS>;
 };
 template <class Segment, int TILE_N, int THREADS, bool MN>
 struct WeightTilesOf<Segment, TILE_N, THREADS, true, false, MN> {
