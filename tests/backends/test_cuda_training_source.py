@@ -424,5 +424,5 @@ def test_sums_of_a_row_have_a_place_for_each_tile():
     (gemm,) = [s for s in sources(made.backward) if isinstance(s, Gemm) and s.plan.sums]
     (array,) = [a for a in gemm.scratch if a.name == "partial_sums"]
     sizes = dict.fromkeys(gemm.fusion.symbols, 1000)
-    # rows, and tiles of 256 columns
-    assert gemm.count(array, gemm.choose(sizes, H200), sizes) == 2 * 1000 * 3
+    # rows, and parts of 64 columns of tiles of 256
+    assert gemm.count(array, gemm.choose(sizes, H200), sizes) == 2 * 1000 * 3 * 4

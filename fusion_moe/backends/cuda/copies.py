@@ -14,7 +14,6 @@ from ...ir.kinds.quantized import TRAINED
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv
 from ...ir.types import plain
-from ...runtime import cuda
 from ...schedule.product import cat_before
 from ..cxx.elements import stored
 from ..cxx.indices import Variable, reshaped, size
@@ -24,7 +23,6 @@ from ..cxx.statements import hoisted, inner, written
 from ..inexpressible import Inexpressible
 from . import block_copies, e2m1_copies
 from .block_copies import BLOCK_COPY
-from .gemm import NEEDS
 from .source import MAX_RESIDENT, THREADS, KernelSource, Source
 from .vectors import FIRST, VECTOR, of_eight
 
@@ -55,8 +53,6 @@ class Copy:
         encoding, (made,) = find(op.attrs["encoding"]), op.outputs
         if encoding.name not in (*TRAINED, *e2m1_copies.SCALES):
             raise Inexpressible(op, f"quantizing to {encoding.name} has no kernel here")
-        if why := cuda.facts().why_not(NEEDS):
-            raise Inexpressible(op, why)
         multiple = VECTOR if encoding.name in block_copies.SCALES else encoding.block
         if known(op.values[0].type.shape[-1]) % multiple:
             raise Inexpressible(

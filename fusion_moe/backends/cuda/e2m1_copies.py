@@ -11,11 +11,9 @@ from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv
 from ...ir.types import plain
-from ...runtime import cuda
 from ..cxx.indices import Variable, size
 from ..cxx.product_plan import known
 from ..inexpressible import Inexpressible
-from .gemm import NEEDS
 from .source import MAX_RESIDENT, THREADS, Array, KernelSource, Source
 
 _MIN_BLOCKS = 2  # leaves registers for everything that a lane loads ahead
@@ -62,11 +60,7 @@ def chosen_inside(fusion: Fusion, op: Op) -> Op | None:
 
 
 def scratch(op: Op) -> Array:
-    """The memory of a `decode_scale`. Inexpressible for encodings other than NVFP4, and for GPUs
-    without kernels of training.
-    """
-    if why := cuda.facts().why_not(NEEDS):
-        raise Inexpressible(op, why)
+    """The memory of a `decode_scale`. Inexpressible for encodings other than NVFP4."""
     if op.attrs["encoding"] != NVFP4.name:
         raise Inexpressible(op, f"scales of matrices in {op.attrs['encoding']} have no kernel here")
     return Array("state", "i32", 2 * elements(op.values[0].type.shape[:-2]) + 1)

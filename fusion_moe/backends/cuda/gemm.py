@@ -167,7 +167,9 @@ class Gemm(Source):
     def _tile(self, sizes: Sizes, arch: Arch) -> tuple[int, int]:
         """Rows and columns of a tile of the product."""
         m, n = self._tile_m(sizes), self._tile_n
-        return (m, n) if by_wgmma(arch) else mma_tile(m, n, self.plan.groups, arch, self._warp_columns)
+        return (
+            (m, n) if by_wgmma(arch) else mma_tile(m, n, self.plan.groups, arch, self._warp_columns)
+        )
 
     def _parts(self, sizes: Sizes, arch: Arch) -> int:
         """How many parts of a row are summed separately: one for each tile; with tiles of 64 rows,
@@ -355,11 +357,7 @@ class PlainProduct(EitherProduct):
         """The kernels; no variants if by `Gemm`."""
         rows = value(self.rows, sizes)
         many = self.plan.row_order or table_of(arch).many("gemm", rows, self.matrices)
-        return (
-            Chosen()
-            if many and variant == AUTO
-            else super().choose(sizes, arch, variant)
-        )
+        return Chosen() if many and variant == AUTO else super().choose(sizes, arch, variant)
 
 
 class PackedDgrad(EitherProduct):
@@ -631,9 +629,7 @@ def kernel_of_matrices(
     sizes, name = ", ".join(map(str, tile)), "x".join(map(str, tile))
     if by_wgmma(arch):
         kernel, title = f"Grouped{what}<Segment, {sizes}>", f"{what.lower()}_{name}"
-        return product_kernel(
-            source, kernel, title, functions, tiles, arch, boxes, reader, threads
-        )
+        return product_kernel(source, kernel, title, functions, tiles, arch, boxes, reader, threads)
     kernel, title = f"Grouped{what}Mma<Segment, {sizes}>", f"{what.lower()}_mma_{name}"
     return product_kernel(
         source, kernel, title, functions, tiles, arch, {}, reader, _MMA_THREADS, MMA_HEADER

@@ -25,9 +25,24 @@ __device__ __forceinline__ float over_e8m0(u32 byte) {
 
 // Two numbers as codes, the first in the low byte; beyond 448 they saturate.
 __device__ __forceinline__ u16 e4m3_pair(float low, float high) {
+#if __CUDA_ARCH__ >= 890
     u16 codes;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
     return codes;
+#else
+    u32 codes = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 bits = __float_as_uint(i ? high : low), size = bits & 0x7FFFFFFF;
+        const u32 normal = (size + 0x7FFFF + (size >> 20 & 1) >> 20) - 8 * 120,
+                  subnormal = __float2uint_rn(__uint_as_float(size) * 0x1p9f);
+        const u32 code = size > 0x7F800000   ? 0x7F
+                         : size < 0x3C800000 ? subnormal  // below 2^-6
+                                             : min(normal, 0x7Eu);
+        codes |= (code | (code == 0x7F ? 0 : bits >> 24 & 0x80)) << 8 * i;
+    }
+    return u16(codes);
+#endif
 }
 
 // What two codes and their scales stand for, which bf16 holds.
@@ -75,9 +90,13 @@ struct Bits<bf16> {
     }
     __device__ __forceinline__ static u32 magnitude(u32 word) { return word & 0x7FFF7FFF; }
     __device__ __forceinline__ static u32 larger(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 900
         u32 both;
         asm("max.u16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
         return both;
+#else
+        return __vmaxu2(a, b);
+#endif
     }
     __device__ __forceinline__ static u32 largest(u32 word) {
         return max(word << 16, word & 0xFFFF0000);

@@ -133,7 +133,9 @@ class PackedWeight {
             Weights reader;
             reader.open(weight_, group_, runs.first_row(kb) + row_, column_ / 64, lane_);
 #pragma unroll
-            for (int c = 0; c < EACH / 64; ++c) found.packed[c] = reader.load(c);
+            for (int c = 0; c < EACH / 64; ++c)
+                if (Segment::N % TILE_N == 0 || column_ + 64 * c < Segment::N)
+                    found.packed[c] = reader.load(c);
         }
         return found;
     }
