@@ -15,12 +15,14 @@ from cubins import use_of
 from fusions import fusion_of_call
 from kernel_tables import EIGHT_BITS, PAIRS
 from test_cuda_source import MODELS, launches, layer, product_of
+from test_cuda_training_source import adapted, derivative, packed, sources
 
 from fusion_moe import options
 from fusion_moe.arch import A10, A100, B200, L40S, RTX_PRO_6000, Arch
 from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cuda.heuristics import Chosen, SizeClass
 from fusion_moe.backends.cuda.launch import Launch, build
+from fusion_moe.backends.cuda.mma_tile import mma_tile, warp_columns
 from fusion_moe.backends.cuda.source import KernelSource
 from fusion_moe.backends.cuda.variants import ALL
 from fusion_moe.compile import lower
@@ -126,3 +128,45 @@ def test_small_operations_fit(gpu):
     found = [lower(fusion_of_call(*call[:1], *call[1]), CUDA, Options()) for call in calls]
     made = [emit(s, CUDA) for lowered in found for s in lowered.segments]
     check(launched(made, gpu, (3, 3000)), gpu)
+
+
+TRAINED = {
+    "float weights": lambda: derivative("plain", 2048, 768),
+    "biases, four columns of a product": lambda: derivative("gpt-oss", 256, 192),
+    "rows that are not aligned": lambda: derivative("plain", 100),
+    "few bits": lambda: packed("nvfp4", "w16x64", 2048, 768),
+    "few bits, linear": lambda: packed("int4", "linear"),
+    "adapters": lambda: adapted("nvfp4", "w16x64", 2048, 768),
+}
+
+
+@pytest.mark.parametrize("number", range(len(TRAINED)), ids=list(TRAINED))
+def test_training_fits(number):
+    """Forward and backward, for few rows of a group and many, each layer for one kind of GPU."""
+    gpu = ALL_GPUS[number % len(ALL_GPUS)]
+    with options.override(cuda_arch=gpu.name):
+        made = list(TRAINED.values())[number]()
+        found = [s for f in (made.forward, made.backward) for s in sources(f)]
+    kernels = [
+        kernel
+        for source in found
+        for tokens in (64, 8192)
+        for kernel in launches(source, tokens, gpu)
+        if kernel.name.startswith(("gemm", "wgrad"))
+    ]
+    assert {k.name.split("_")[1] for k in kernels} == {"mma"}
+    check(kernels, gpu)
+
+
+@pytest.mark.parametrize("read", [1, 4])
+@pytest.mark.parametrize("groups", [1, 128, 256, 1500])
+def test_tiles_of_products_without_wgmma_fit(groups, read):
+    """`read`: columns of the product that one of a result reads, which a warp has."""
+    for gpu in ALL_GPUS:
+        for tile in ((128, 256), (128, 128), *([(64, 256), (256, 64)] if read == 1 else [])):
+            m, n = mma_tile(*tile, groups, gpu, read)
+            assert m <= tile[0]
+            assert warp_columns(read) <= n <= tile[1]
+            assert 2 * 128 * (m + n) + 20 * groups < gpu.shared_per_block
+    assert mma_tile(128, 256, 128, A100) == (128, 256)
+    assert mma_tile(128, 256, 128, L40S) == (128, 128)

@@ -24,7 +24,7 @@ from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.types import dtype_name
 from fusion_moe.layouts.groups import ceil_to
 
-pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
+pytestmark = pytest.mark.gpu
 registered = pytest.fixture(scope="module", autouse=True)(registered)
 
 WAYS = [

@@ -11,7 +11,7 @@ from fusion_moe.encodings import MXFP4, NVFP4, quantize
 from fusion_moe.layouts import LAYOUTS
 from fusion_moe.nn.frozen.base import _program, rounded
 
-pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

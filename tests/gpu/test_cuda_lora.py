@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fusion_moe
 from fusion_moe.nn import NVFP4Experts, add_lora_, prepare_
 
-pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
+pytestmark = pytest.mark.gpu
 
 EXPERTS, SLOTS, TOKENS, HIDDEN, INNER = 8, 2, 96, 256, 192
 

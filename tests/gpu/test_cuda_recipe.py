@@ -29,7 +29,7 @@ from fusion_moe.ir.text import text
 from fusion_moe.nn import GroupedLinear
 from fusion_moe.recipe import Float8BlockScaling, MXFP8BlockScaling
 
-pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
+pytestmark = pytest.mark.gpu
 SIZES = (5, 0, 33, 64)
 
 

@@ -24,7 +24,7 @@ from fusion_moe.nn import GroupedLinear, ScaledSwiGLU, Sequential, swiglu
 from fusion_moe.recipe import MXFP8BlockScaling
 from fusion_moe.runtime.program import Program
 
-pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
+pytestmark = pytest.mark.gpu
 
 ops = torch.ops.fusion_moe
 SPLITS = {

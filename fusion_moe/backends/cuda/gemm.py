@@ -24,13 +24,15 @@ from ..inexpressible import naming
 from . import added, readers
 from .grouped_mm import Product
 from .heuristics import AUTO, Chosen
+from .mma_tile import NEEDS as MMA_NEEDS
+from .mma_tile import THREADS as MMA_THREADS
+from .mma_tile import mma_tile, warp_columns
 from .source import NO_ENDS, Array, Boxes, KernelSource, Sizes, Source
 from .table import table_of
 from .variants import Variant
 from .vectors import VECTOR, Store, VectorElements, follow, in_vectors
 
 NEEDS = ("wgmma", "setmaxnreg", "TMA")  # of the kernels in gemm.cuh
-MMA_NEEDS = ("mma", "cp.async")  # of those in gemm_mma.cuh
 DTYPES = ("bf16", "f16")
 READERS = [(dtype, "linear") for dtype in DTYPES]  # encodings and layouts of weights
 HEADER, MMA_HEADER = "gemm.cuh", "gemm_mma.cuh"  # for GPUs with wgmma, and for those without
@@ -39,10 +41,7 @@ _K_BLOCK, _THREADS = 64, 384
 _BOX_BYTES, _ALIGNED = 128, 16  # of a row
 # with two producer warpgroups, if the consumers' accumulators leave them registers
 _MORE_THREADS = 512
-# kernels/gemm_mma.cuh: threads; sides of tiles; columns of a warp, of one of a result, and rows;
-# bytes of shared memory for the scheduler, of each group and else; stages that suffice, and least
-_MMA_THREADS, _MMA_SIDES, _WARP = 256, (256, 128, 64), (64, 32, 16)
-_SCHEDULER_BYTES, _STAGES = (20, 200), (3, 2)
+_WARPGROUPS_N = 128  # columns that all threads dequantize at a time, without wgmma
 # average rows per group up to which tiles of 64 rows are faster for quantized weights
 _FEW_ROWS = 64
 _RUN_OF_ROWS = 16  # of a quantized weight: the rows that a warp has share one outer scale
@@ -166,17 +165,18 @@ class Gemm(Source):
 
     def _tile(self, sizes: Sizes, arch: Arch) -> tuple[int, int]:
         """Rows and columns of a tile of the product."""
-        m, n = self._tile_m(sizes), self._tile_n
-        return (
-            (m, n) if by_wgmma(arch) else mma_tile(m, n, self.plan.groups, arch, self._warp_columns)
-        )
+        tile, narrowest = (self._tile_m(sizes), self._tile_n), _WARPGROUPS_N if self.packed else 0
+        if by_wgmma(arch):
+            return tile
+        return mma_tile(*tile, self.plan.groups, arch, self._columns_read, narrowest)
 
     def _parts(self, sizes: Sizes, arch: Arch) -> int:
         """How many parts of a row are summed separately: one for each tile; with tiles of 64 rows,
         each consumer warpgroup has half of a row; without wgmma, each warp has a part.
         """
         m, n = self._tile(sizes, arch)
-        return self._tiles(n) * (_TILES_M[0] // m if by_wgmma(arch) else n // self._warp_columns)
+        of_tile = _TILES_M[0] // m if by_wgmma(arch) else n // warp_columns(self._columns_read)
+        return self._tiles(n) * of_tile
 
     @property
     def _most_parts(self) -> int:
@@ -187,11 +187,6 @@ class Gemm(Source):
     def _tile_n(self) -> int:
         """Columns of an N tile: few columns would leave half of a wide tile idle."""
         return _TILES_N[0] if self.plan.width * self._columns_read > _TILES_N[1] else _TILES_N[1]
-
-    @property
-    def _warp_columns(self) -> int:
-        """Columns of a warp without wgmma."""
-        return max(_WARP[0], _WARP[1] * self._columns_read)
 
     def _tiles(self, tile_n: int) -> int:
         """The number of N tiles."""
@@ -584,36 +579,6 @@ def by_wgmma(arch: Arch) -> bool:
     return not arch.why_not(NEEDS)
 
 
-def mma_tile(
-    m: int, n: int, groups: int, arch: Arch, warp_columns: int = _WARP[0]
-) -> tuple[int, int]:
-    """The largest tile up to m rows and n columns, of those with which shared memory holds three
-    stages of kernels/gemm_mma.cuh; else of those with two.
-    """
-    warps = _MMA_THREADS // 32
-    tiles = sorted(
-        (
-            (rows, columns)
-            for rows in _MMA_SIDES
-            for columns in _MMA_SIDES
-            if rows <= m
-            and warp_columns <= columns <= n
-            and rows * columns >= warps * warp_columns * _WARP[2]
-        ),
-        key=lambda tile: (-tile[0] * tile[1], max(tile)),
-    )
-    each, others = _SCHEDULER_BYTES
-    room = arch.shared_per_block - each * groups - others
-
-    def stages(tile: tuple[int, int]) -> int:
-        return room // (sum(tile) * _BOX_BYTES)
-
-    found = (tile for least in _STAGES for tile in tiles if stages(tile) >= least)
-    if (tile := next(found, None)) is None:
-        raise UnsupportedError(f"{groups} groups have no kernel on {arch.name}")
-    return tile
-
-
 def kernel_of_matrices(
     source: Source,
     what: str,
@@ -632,7 +597,7 @@ def kernel_of_matrices(
         return product_kernel(source, kernel, title, functions, tiles, arch, boxes, reader, threads)
     kernel, title = f"Grouped{what}Mma<Segment, {sizes}>", f"{what.lower()}_mma_{name}"
     return product_kernel(
-        source, kernel, title, functions, tiles, arch, {}, reader, _MMA_THREADS, MMA_HEADER
+        source, kernel, title, functions, tiles, arch, {}, reader, MMA_THREADS, MMA_HEADER
     )
 
 
