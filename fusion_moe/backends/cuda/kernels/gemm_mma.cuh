@@ -10,6 +10,7 @@
 //     GroupedWgradMma [M/g, n] x [M/g, k] -> [G, n, k]                wgrad
 #pragma once
 
+#include "copy_ring.cuh"
 #include "gemm_tiles.cuh"
 
 namespace {
@@ -104,24 +105,21 @@ class MmaPipeline {
         griddepcontrol_launch_dependents();
         Product::build(s, shared.scheduler, reinterpret_cast<i32*>(shared.stage));
         Ahead ahead(s, shared);
-#pragma unroll 1
-        for (int i = 0; i < STAGES - 1; ++i) ahead.copy(), ahead.finish();
-        u32 reading = 0;
+        const auto copy = [&](i32 stage, i32) { ahead.copy(stage); };
+        CopyRing<STAGES> ring;
+        ring.begin(UNBOUNDED, [&](i32 stage, i32) { ahead.copy(stage), ahead.finish(); });
         for (u32 i = 0;; ++i) {
             const i32 number = shared.number[i % NUMBERS];
             if (!Product::more(shared.scheduler, number)) return;
             const Tile tile = Product::tile(shared.scheduler, number);
-            const typename Product::Sum to(s, tile);
+            typename Product::Sum to(s, tile);
             typename Product::Sums sum = {};
 #pragma unroll 1
             for (i32 kb = 0; kb < Product::k_blocks(tile); ++kb) {
-                cp_async_wait<STAGES - 2>();
-                __syncthreads();
-                ahead.copy();
-                to.add(sum, kb, shared_address(shared.stage[reading].a),
-                       shared_address(shared.stage[reading].b));
+                ring.next(copy);
+                const Stage& stage = shared.stage[ring.stage()];
+                to.add(sum, kb, shared_address(stage.a), shared_address(stage.b));
                 ahead.finish();
-                if (++reading == STAGES) reading = 0;
             }
             to.store(sum);
         }
@@ -134,8 +132,8 @@ class MmaPipeline {
         Shared& shared_;
         typename Product::Copies copies_;
         i32* const counter_;
-        u32 asked_ = 0, filling_ = 0;
-        i32 claimed_ = 0, kb_ = 0, k_blocks_ = 0;
+        u32 asked_ = 0;
+        i32 stage_ = 0, claimed_ = 0, kb_ = 0, k_blocks_ = 0;
         bool more_ = true;
 
       public:
@@ -144,25 +142,19 @@ class MmaPipeline {
             if (threadIdx.x == 0) shared.number[0] = blockIdx.x, claim();
         }
 
-        __device__ __forceinline__ void copy() {
+        __device__ __forceinline__ void copy(i32 stage) {
+            stage_ = stage;
             if (more_ && kb_ == k_blocks_) begin();
-            if (more_) copies_.copy(to_a(), to_b(), kb_);
-            cp_async_commit();
+            if (more_) copies_.copy(shared_address(shared_.stage[stage].a), to_b(), kb_);
         }
 
         __device__ __forceinline__ void finish() {
-            if (!more_) return;
-            copies_.finish(to_b());
-            ++kb_;
-            if (++filling_ == STAGES) filling_ = 0;
+            if (more_) copies_.finish(to_b()), ++kb_;
         }
 
       private:
-        __device__ __forceinline__ u32 to_a() const {
-            return shared_address(shared_.stage[filling_].a);
-        }
         __device__ __forceinline__ u32 to_b() const {
-            return shared_address(shared_.stage[filling_].b);
+            return shared_address(shared_.stage[stage_].b);
         }
         __device__ __forceinline__ void claim() { claimed_ = gridDim.x + atomicAdd(counter_, 1); }
 
