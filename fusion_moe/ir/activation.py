@@ -100,12 +100,8 @@ def swiglu(
         if limit is not None:
             gate = fd.ops.minimum(gate, float(limit))
             up = fd.ops.maximum(fd.ops.minimum(up, float(limit)), -float(limit))
-        active = (
-            fd.ops.silu(gate)
-            if alpha == 1.0
-            else fd.ops.mul(gate, fd.ops.sigmoid(fd.ops.mul(gate, float(alpha))))
-        )
-        return fd.ops.mul(active, fd.ops.add(up, float(up_offset)) if up_offset else up)
+        active = fd.ops.silu(gate) if alpha == 1.0 else gate * fd.ops.sigmoid(gate * float(alpha))
+        return active * (up + float(up_offset) if up_offset else up)
 
     return written(function, 2, interleave)
 

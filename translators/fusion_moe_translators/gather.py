@@ -88,4 +88,4 @@ def _from_start(fd: FusionDefinition, at: Value, size: object) -> Value:
             f"an index of unknown sign into a size {size}",
             expected="a size known when compiling, or torch.index_select",
         )
-    return fd.ops.where(fd.ops.lt(at, 0), fd.ops.add(at, size), at)
+    return fd.ops.where(at < 0, at + size, at)

@@ -109,7 +109,5 @@ def low_rank(fd: FusionDefinition, a: Value, lora: Adapter, ends: Value) -> Valu
     )
     h = fd.ops.cast(own(fd, fd.ops.grouped_mm(a, factor_a, ends), lora), dtype=dtype)
     if lora.scale != 1.0:
-        h = fd.ops.cast(
-            fd.ops.mul(fd.ops.cast(h, dtype=accumulated(dtype)), float(lora.scale)), dtype=dtype
-        )
+        h = fd.ops.cast(fd.ops.cast(h, dtype=accumulated(dtype)) * float(lora.scale), dtype=dtype)
     return fd.ops.grouped_mm(h, factor_b, ends)

@@ -83,9 +83,7 @@ def product(
         stored = {} if weight_layout == "linear" else {"w_layout": weight_layout}
         rows = as_rows(fd, a, activation_format)
         y = fd.ops.grouped_mm(rows, w, ends, **stored, **int8.attributes(activation_format))
-    return fd.ops.cast(
-        y if lora is None else fd.ops.add(y, low_rank(fd, a, lora, ends)), dtype=dtype
-    )
+    return fd.ops.cast(y if lora is None else y + low_rank(fd, a, lora, ends), dtype=dtype)
 
 
 @translator("fusion_moe::nvfp4_quantize")
@@ -232,7 +230,7 @@ def scaled_swiglu(
     rows, restore = flat(fd, x, keep=1)
     y = activated(fd, rows, activation)
     if scale is not None:
-        y = fd.ops.mul(y, _column(fd, scale, y))
+        y = y * _column(fd, scale, y)
     return restore(fd.ops.cast(y, dtype=x.type.dtype))
 
 
@@ -301,10 +299,10 @@ def fused_compute_score_for_moe_aux_loss(
     chosen = fd.ops.routing_map(ids, experts=experts)
     x = fd.ops.cast(logits, dtype=accumulated(logits.type.dtype))
     if score_function == "softmax":
-        return chosen, fd.ops.exp(fd.ops.sub(x, fd.ops.logsumexp(x)))
+        return chosen, fd.ops.exp(x - fd.ops.logsumexp(x))
     scores = _SCORES[score_function](fd, x)
     total = fd.ops.sum(scores, dims=(1,), keepdim=True)
-    return chosen, fd.ops.div(scores, fd.ops.add(total, EPSILON))
+    return chosen, scores / (total + EPSILON)
 
 
 def _sqrtsoftplus(fd: FusionDefinition, x: Value) -> Value:
@@ -312,7 +310,7 @@ def _sqrtsoftplus(fd: FusionDefinition, x: Value) -> Value:
     derivative.
     """
     small = fd.ops.log1p(fd.ops.exp(fd.ops.minimum(x, 20.0)))
-    softplus = fd.ops.where(fd.ops.gt(x, 20.0), x, small)
+    softplus = fd.ops.where(x > 20.0, x, small)
     return fd.ops.sqrt(fd.ops.maximum(softplus, 2.0**-126))
 
 
@@ -348,15 +346,15 @@ def fused_moe_aux_loss(
         "expert count", "tokens_per_expert", tokens_per_expert.type.shape[0], "probs", experts
     )
     counts = fd.ops.cast(fd.ops.reshape(tokens_per_expert, new_shape=(1, experts)), dtype=wide)
-    weighted = fd.ops.mul(fd.ops.cast(probs, dtype=wide), counts)
+    weighted = fd.ops.cast(probs, dtype=wide) * counts
     total = _sum_of_all(fd, fd.ops.sum(weighted, dims=(1,), keepdim=True))
     n = (
         _tokens(fd, tokens, wide)
         if total_num_tokens is None
         else fd.ops.maximum(fd.ops.cast(total_num_tokens, dtype=wide), 1.0)
     )
-    mean = fd.ops.div(fd.ops.div(total, n), n)
-    return fd.ops.cast(fd.ops.mul(mean, num_experts * coeff / topk), dtype=probs.type.dtype)
+    mean = total / n / n
+    return fd.ops.cast(mean * (num_experts * coeff / topk), dtype=probs.type.dtype)
 
 
 @translator("fusion_moe::moe_z_loss")
@@ -365,8 +363,8 @@ def moe_z_loss(fd: FusionDefinition, logits: Value, coeff: float) -> Value:
     arguments.need_dtype("logits", logits.type, arguments.FLOATS)
     wide = accumulated(logits.type.dtype)
     z = fd.ops.logsumexp(fd.ops.cast(logits, dtype=wide))
-    mean = fd.ops.div(_sum_of_all(fd, fd.ops.mul(z, z)), _tokens(fd, logits.type.shape[0], wide))
-    return fd.ops.mul(mean, float(coeff))
+    mean = _sum_of_all(fd, z * z) / _tokens(fd, logits.type.shape[0], wide)
+    return mean * float(coeff)
 
 
 def _sum_of_all(fd: FusionDefinition, x: Value) -> Value:

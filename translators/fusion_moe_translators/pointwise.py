@@ -133,7 +133,7 @@ for _name in _BINARY:
 @translator("aten::pow.Tensor_Scalar")
 def pow_(fd: FusionDefinition, x: Value, exponent: float) -> Value:
     """x to the power of a number; a square is a product, as in torch"""
-    return fd.ops.mul(x, x) if exponent == 2 else _binary("pow")(fd, x, exponent)
+    return x * x if exponent == 2 else _binary("pow")(fd, x, exponent)
 
 
 @translator("prims::convert_element_type")

@@ -304,7 +304,7 @@ def _add_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 def _mul_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     y, scale, ends = op.values
     wide = accumulated(y.type.dtype)  # terms of the sum are not rounded
-    terms = fd.ops.mul(fd.ops.cast(dy, dtype=wide), fd.ops.cast(y, dtype=wide))
+    terms = fd.ops.cast(dy, dtype=wide) * fd.ops.cast(y, dtype=wide)
     dscale = fd.ops.cast(fd.ops.group_sum(terms, ends), dtype=scale.type.dtype)
     return [fd.ops.group_mul(dy, scale, ends), dscale, None]
 

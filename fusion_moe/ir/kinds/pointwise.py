@@ -189,7 +189,7 @@ def _extreme_grad(inside: str, lost: str) -> Grad:
     """
 
     def share(ops: Any, x: Value, other: Value, g: Value) -> Value:
-        kept = ops.where(ops.eq(x, other), ops.mul(g, 0.5), g)
+        kept = ops.where(ops.eq(x, other), g * 0.5, g)
         return ops.where(getattr(ops, lost)(x, other), 0.0, kept)
 
     of_two = _binary_grad(lambda o, a, b, y, g: (share(o, a, b, g), share(o, b, a, g)))
@@ -225,20 +225,20 @@ def _where_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def _silu_grad(ops: Any, x: Value, y: Value, dy: Value) -> Value:
-    s = ops.sigmoid(x)  # silu' = s * (1 + x * (1 - s))
-    return ops.mul(dy, ops.mul(s, ops.add(ops.mul(x, ops.sub(1.0, s)), 1.0)))
+    s = ops.sigmoid(x)
+    return dy * (s * (x * (1.0 - s) + 1.0))
 
 
 def _erf_grad(ops: Any, x: Value, y: Value, dy: Value) -> Value:
-    return ops.mul(dy, ops.mul(ops.exp(ops.neg(ops.mul(x, x))), 2 / math.sqrt(math.pi)))
+    return dy * (ops.exp(-(x * x)) * (2 / math.sqrt(math.pi)))
 
 
 def _pow_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     x, exponent = op.inputs
     if not isinstance(x, Value) or isinstance(exponent, Value):
         raise NotImplementedError("the derivative of pow with an exponent that is a tensor")
-    slope = fd.ops.mul(fd.ops.pow(x, exponent - 1), exponent) if exponent else 0.0
-    return [fd.ops.mul(dy, slope), None]
+    slope = x ** (exponent - 1) * exponent if exponent else 0.0
+    return [dy * slope, None]
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
@@ -293,47 +293,43 @@ TABLE = (
         _where_grad,
         flops=_elements,
     ),
-    _unary("neg", _number, torch.neg, _unary_grad(lambda o, x, y, g: o.neg(g))),
+    _unary("neg", _number, torch.neg, _unary_grad(lambda o, x, y, g: -g)),
     _unary(
         "abs",
         _number,
         torch.abs,
-        _unary_grad(
-            lambda o, x, y, g: o.where(o.lt(x, 0.0), o.neg(g), o.where(o.gt(x, 0.0), g, 0.0))
-        ),
+        _unary_grad(lambda o, x, y, g: o.where(x < 0.0, -g, o.where(x > 0.0, g, 0.0))),
     ),
-    _unary("exp", _float, torch.exp, _unary_grad(lambda o, x, y, g: o.mul(g, y))),
-    _unary("log", _float, torch.log, _unary_grad(lambda o, x, y, g: o.div(g, x))),
-    _unary("expm1", _float, torch.expm1, _unary_grad(lambda o, x, y, g: o.mul(g, o.add(y, 1.0)))),
-    _unary("log1p", _float, torch.log1p, _unary_grad(lambda o, x, y, g: o.div(g, o.add(x, 1.0)))),
-    _unary("sqrt", _float, torch.sqrt, _unary_grad(lambda o, x, y, g: o.div(g, o.mul(y, 2.0)))),
+    _unary("exp", _float, torch.exp, _unary_grad(lambda o, x, y, g: g * y)),
+    _unary("log", _float, torch.log, _unary_grad(lambda o, x, y, g: g / x)),
+    _unary("expm1", _float, torch.expm1, _unary_grad(lambda o, x, y, g: g * (y + 1.0))),
+    _unary("log1p", _float, torch.log1p, _unary_grad(lambda o, x, y, g: g / (x + 1.0))),
+    _unary("sqrt", _float, torch.sqrt, _unary_grad(lambda o, x, y, g: g / (y * 2.0))),
     _unary(
         "rsqrt",
         _float,
         torch.rsqrt,
-        _unary_grad(lambda o, x, y, g: o.mul(g, o.mul(o.div(y, x), -0.5))),
+        _unary_grad(lambda o, x, y, g: g * (y / x * -0.5)),
     ),
     _unary(
         "reciprocal",
         _float,
         torch.reciprocal,
-        _unary_grad(lambda o, x, y, g: o.neg(o.mul(g, o.mul(y, y)))),
+        _unary_grad(lambda o, x, y, g: -(g * (y * y))),
     ),
     _unary(
         "tanh",
         _float,
         torch.tanh,
-        _unary_grad(lambda o, x, y, g: o.mul(g, o.sub(1.0, o.mul(y, y)))),
+        _unary_grad(lambda o, x, y, g: g * (1.0 - y * y)),
     ),
     _unary("erf", _float, torch.erf, _unary_grad(_erf_grad)),
-    _unary(
-        "relu", _number, torch.relu, _unary_grad(lambda o, x, y, g: o.where(o.gt(x, 0.0), g, 0.0))
-    ),
+    _unary("relu", _number, torch.relu, _unary_grad(lambda o, x, y, g: o.where(x > 0.0, g, 0.0))),
     _unary(
         "sigmoid",
         _float,
         torch.sigmoid,
-        _unary_grad(lambda o, x, y, g: o.mul(g, o.mul(y, o.sub(1.0, y)))),
+        _unary_grad(lambda o, x, y, g: g * (y * (1.0 - y))),
     ),
     _unary("silu", _float, _silu, _unary_grad(_silu_grad)),
     _binary(
@@ -343,19 +339,19 @@ TABLE = (
         "sub",
         _number,
         _in_opmath(lambda a, b: a - b),
-        _binary_grad(lambda o, a, b, y, g: (g, o.neg(g))),
+        _binary_grad(lambda o, a, b, y, g: (g, -g)),
     ),
     _binary(
         "mul",
         _sum,
         lambda a, b: a * b,
-        _binary_grad(lambda o, a, b, y, g: (o.mul(g, b), o.mul(g, a))),
+        _binary_grad(lambda o, a, b, y, g: (g * b, g * a)),
     ),
     _binary(
         "div",
         _float,
         lambda a, b: a / b,
-        _binary_grad(lambda o, a, b, y, g: (o.div(g, b), o.neg(o.div(o.mul(g, y), b)))),
+        _binary_grad(lambda o, a, b, y, g: (g / b, -(g * y / b))),
     ),
     _binary(
         "minimum",

@@ -220,7 +220,7 @@ def _logsumexp(x: torch.Tensor) -> torch.Tensor:
 
 
 def _logsumexp_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
-    return [fd.ops.mul(fd.ops.exp(fd.ops.sub(op.values[0], op.outputs[0])), dy)]
+    return [fd.ops.exp(op.values[0] - op.outputs[0]) * dy]
 
 
 def _sum_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:

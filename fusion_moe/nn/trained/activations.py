@@ -175,28 +175,27 @@ class ScaledSiTUGLU(_ScaledGLU):
                 )
 
         def bounded(fd: FusionDefinition, x: Value, beta: float) -> Value:
-            return fd.ops.mul(fd.ops.tanh(fd.ops.div(x, beta)), beta)
+            return fd.ops.tanh(x / beta) * beta
 
         def situ(fd: FusionDefinition, gate: Value, up: Value) -> Value:
-            active = fd.ops.mul(bounded(fd, gate, float(beta1)), fd.ops.sigmoid(gate))
-            return fd.ops.mul(active, bounded(fd, up, float(beta2)))
+            active = bounded(fd, gate, float(beta1)) * fd.ops.sigmoid(gate)
+            return active * bounded(fd, up, float(beta2))
 
         super().__init__(glu_interleave_size, lambda k: written(situ, 2, k))
 
 
 def _gelu(fd: FusionDefinition, x: Value) -> Value:
     """By tanh, as torch's approximate="tanh"."""
-    cube = fd.ops.mul(fd.ops.mul(x, x), x)
-    inner = fd.ops.mul(fd.ops.add(x, fd.ops.mul(cube, 0.044715)), sqrt(2 / pi))
-    return fd.ops.mul(fd.ops.mul(x, 0.5), fd.ops.add(fd.ops.tanh(inner), 1.0))
+    inner = (x + x * x * x * 0.044715) * sqrt(2 / pi)
+    return x * 0.5 * (fd.ops.tanh(inner) + 1.0)
 
 
 def _squared_relu(fd: FusionDefinition, x: Value) -> Value:
-    return fd.ops.mul(fd.ops.relu(x), fd.ops.relu(x))
+    return fd.ops.relu(x) * fd.ops.relu(x)
 
 
 def _quick_gelu(fd: FusionDefinition, x: Value) -> Value:
-    return fd.ops.mul(x, fd.ops.sigmoid(fd.ops.mul(x, 1.702)))
+    return x * fd.ops.sigmoid(x * 1.702)
 
 
 # what a gate, or a row alone, becomes
@@ -232,7 +231,7 @@ class _GLU(Activation):
     def __init__(self, glu_interleave_size: int | None = None):
         f = _FUNCTIONS[self.function]
         super().__init__(
-            written(lambda fd, gate, up: fd.ops.mul(f(fd, gate), up), 2, glu_interleave_size or 0)
+            written(lambda fd, gate, up: f(fd, gate) * up, 2, glu_interleave_size or 0)
         )
 
 
