@@ -422,6 +422,7 @@ def fused_experts(
     across: str = "",
     of_experts: int = 0,
     capacity: int = 0,
+    float32_sums: bool = False,
 ) -> Tensor:
     """Sum over each token's experts of down(activation(gate_up(x))) times the router's weight ->
     [..., H], in the dtype of x.
@@ -465,9 +466,9 @@ def fused_experts(
         peers: int64 [R + 4], the memory of R ranks that hold of_experts experts together, each
             those from its first_expert on; `parallelize_(dispatch="symmetric")` makes it. Tokens
             are sent to the ranks of their experts, and the ranks' sums, each rounded to the dtype
-            of x, come back and are added in the order of ranks: the result is the whole sum. All
-            ranks of the process group `across` must call it.
-        across, of_experts: see peers.
+            of x unless float32_sums, come back and are added in the order of ranks: the result is
+            the whole sum. All ranks of the process group `across` must call it.
+        across, of_experts, float32_sums: see peers.
         capacity: the most tokens of any rank in this call; 0: all ranks have as many as this one.
 
     Raises:

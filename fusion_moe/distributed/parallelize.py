@@ -42,6 +42,7 @@ def parallelize_(
     tokens: str = "replicated",
     dispatch: str = "all_gather",
     capacity: int | float = 1.0,
+    float32_sums: bool = False,
 ) -> list[str]:
     """Divides the experts of a model between the ranks of a mesh, in place. Returns the names of
     the modules that were divided.
@@ -73,13 +74,14 @@ def parallelize_(
     two-dimensional for "ep_tp"; at most E ranks along "ep", at most as many as I has blocks along
     "tp".
 
-    Each rank's sum is rounded to the dtype of activations before the ranks' sums are added: apart
-    from that, results equal one process's. Parameters become new tensors of other shapes: create
-    optimizers, `prepare_` and compile afterwards. State dicts have a rank's share. Fails before it
-    changes anything: OptionError for a mesh or an option, UnsupportedError for modules that cannot
-    be divided like this.
+    Each rank's sum is rounded to the dtype of activations before the ranks' sums are added, unless
+    float32_sums, for "symmetric", which doubles what comes back in 16 bits: apart from that,
+    results equal one process's. Parameters become new tensors of other shapes: create optimizers,
+    `prepare_` and compile afterwards. State dicts have a rank's share. Fails before it changes
+    anything: OptionError for a mesh or an option, UnsupportedError for modules that cannot be
+    divided like this.
     """
-    division = Division(mesh, plan, tokens, dispatch, capacity)
+    division = Division(mesh, plan, tokens, dispatch, capacity, float32_sums)
     modules = division.modules(model)
     for module in modules.values():
         experts = division.keep(module)
@@ -100,12 +102,13 @@ class Division:
         tokens: str = "replicated",
         dispatch: str = "all_gather",
         capacity: int | float = 1.0,
+        float32_sums: bool = False,
     ):
         """See `parallelize_`. OptionError for arguments that do not fit."""
         need_one_of("plan", plan, PLANS, where="parallelize_")
         need_one_of("tokens", tokens, TOKENS, where="parallelize_")
         need_one_of("dispatch", dispatch, DISPATCH, where="parallelize_")
-        _check_dispatch(plan, tokens, dispatch, capacity)
+        _check_dispatch(plan, tokens, dispatch, capacity, float32_sums)
         _check_mesh(mesh, plan, len(PLANS[plan]))
         self.mesh, self.plan, self.tokens, self.dispatch, self.capacity = (
             mesh,
@@ -114,6 +117,7 @@ class Division:
             dispatch,
             capacity,
         )
+        self.float32_sums = float32_sums
 
     def modules(self, model: nn.Module) -> dict[str, nn.Module]:
         """The modules to divide, by name. UnsupportedError unless all of them can be divided."""
@@ -170,6 +174,7 @@ class Division:
                 divide_forward(module, dispatcher)
             elif isinstance(module, Experts):
                 layer = exchange.layer(experts, module.shape_of("down")[1])
+                layer.float32_sums = self.float32_sums
                 send_tokens(module, layer, self.capacity, dispatcher)
             else:
                 say_collectives(f"a {type(module).__name__} is more than one operation")
@@ -201,13 +206,20 @@ class Division:
         )
 
 
-def _check_dispatch(plan: str, tokens: str, dispatch: str, capacity: int | float) -> None:
+def _check_dispatch(
+    plan: str, tokens: str, dispatch: str, capacity: int | float, float32_sums: bool
+) -> None:
     sent, named = dispatch != "all_gather", f"dispatch = {dispatch!r}"
     symmetric = dispatch == "symmetric"
     a_part = capacity >= 1 if isinstance(capacity, int) else 0 < capacity <= 1
     for wrong, found, expected in (
         (sent and tokens != "sharded", f"{named}, tokens = {tokens!r}", "tokens = 'sharded'"),
         (sent and plan == "tp", f"{named}, plan = {plan!r}", "plan = 'ep' or 'ep_tp'"),
+        (
+            float32_sums and not symmetric,
+            f"{named}, float32_sums = True",
+            "dispatch = 'symmetric'",
+        ),
         (symmetric and plan != "ep", f"{named}, plan = {plan!r}", "plan = 'ep'"),
         (
             symmetric and not isinstance(capacity, int) and capacity != 1,

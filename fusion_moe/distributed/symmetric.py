@@ -203,16 +203,18 @@ class Exchange:
 
 class Layer:
     """A layer's part of an exchange. peers i64[4 + R]: the rank, the layer's number, for how many
-    tokens of a rank and bytes of each there is room, where each rank's memory is.
+    tokens of a rank and bytes of each there is room, where each rank's memory is. float32_sums:
+    whether ranks' sums are added before they are rounded.
     """
 
     def __init__(self, exchange: Exchange, number: int, experts: int, features: int, peers: Tensor):
         self.exchange, self.number, self.experts = exchange, number, experts
-        self.features, self.peers = features, peers
+        self.features, self.peers, self.float32_sums = features, peers, False
 
     def need(self, tokens: int, itemsize: int) -> None:
         """Memory for so many tokens of each rank; kernels may pad their features."""
-        self.exchange.need(tokens, ceil_to(self.features, _TILE) * itemsize)
+        widest = max(itemsize, 4 if self.float32_sums else 0)
+        self.exchange.need(tokens, ceil_to(self.features, _TILE) * widest)
 
     def arguments(self, capacity: int) -> dict[str, Any]:
         """Those of `fused_experts`. capacity: 0 if all ranks have equally many tokens."""
@@ -221,6 +223,7 @@ class Layer:
             "across": self.exchange.group.group_name,
             "of_experts": self.experts,
             "capacity": capacity,
+            "float32_sums": self.float32_sums,
         }
 
 

@@ -359,6 +359,12 @@ def tokens_through_shared_memory(mesh):
         mine = slice(3 * rank, 3 * rank + (0 if rank == 0 else 3))
         for those in ids, torch.full_like(ids, E - 1), torch.full_like(ids, -1):
             on_the_way(whole, mesh, [t[mine] for t in (x, those, w)], capacity=7)
+    whole = experts(E, H, I)
+    module = divided(whole, mesh, "ep", "sharded", dispatch="symmetric", float32_sums=True)
+    x, ids, w = of_rank(mesh, inputs(4 * mesh.size()))
+    for dtype in {ON["dtype"], torch.bfloat16}:
+        found, want = module(x.to(dtype), ids, w), whole(x.to(dtype), ids, w)
+        assert (found - want).norm() <= (LIMIT if dtype == torch.float32 else 2e-2) * want.norm()
     module = divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="symmetric", capacity=3)
     refuses(ShapeError, "4 tokens; expected at most 3", lambda: module(*inputs(4)))
     x, ids, w = of_rank(mesh, inputs(4 * mesh.size()))
@@ -1054,6 +1060,7 @@ def refusals(mesh):
         ("dispatch = 'alltoall'", whole, {"tokens": "sharded", "dispatch": "alltoall"}),
         ("tokens = 'replicated'; expected", whole, {"dispatch": "all_to_all"}),
         ("plan = 'ep_tp'; expected", whole, {**sent, "dispatch": "symmetric", "plan": "ep_tp"}),
+        ("float32_sums = True", whole, {**sent, "float32_sums": True}),
         ("it drops none", whole, {**sent, "dispatch": "symmetric", "capacity": 0.5}),
         ("plan = 'tp'; expected", whole, {"plan": "tp", **sent}),
         ("capacity = 2, dispatch = 'all_gather'", whole, {"tokens": "sharded", "capacity": 2}),

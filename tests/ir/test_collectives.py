@@ -104,6 +104,22 @@ def test_experts_of_all_ranks_are_one_program(counts, capacity, scale_on):
             torch.testing.assert_close(y, experts(*tensors, scale_on=scale_on))
 
 
+def test_sums_in_float32_are_rounded_once():
+    """As one process rounds them, but for the order of float32's sums."""
+    given = [inputs(5, rank) for rank in range(R)]
+    given = [(x.bfloat16(), ids, w) for x, ids, w in given]
+    with fusion_moe.options.override(target="reference"):
+        found, rounded = (
+            Together(R).run(lambda rank, f=f: experts(*given[rank], rank, float32_sums=f))
+            for f in (True, False)
+        )
+        want = [experts(*tensors) for tensors in given]
+    assert all(y.dtype == torch.bfloat16 for y in found)
+    y, z, exact = torch.cat(found), torch.cat(rounded), torch.cat(want)
+    assert (y == exact).float().mean() > 0.99
+    assert (z == exact).float().mean() < 0.95
+
+
 def test_what_peers_cannot_be_beside():
     x, ids, w = inputs(4)
     many = torch.ones(4, 33, dtype=torch.int64), torch.ones(4, 33)

@@ -474,6 +474,7 @@ def fused_experts(
     across: str = "",
     of_experts: int = 0,
     capacity: int = 0,
+    float32_sums: bool = False,
 ) -> Value:
     """x [..., H], ids int[T, k], w [T, k], the parts of gate_up [G, 2I, H] and down [G, H, I] in
     `weight_format` -> [..., H]
@@ -483,7 +484,8 @@ def fused_experts(
     r]; lora_of int[T], gate_up_lora_of and down_lora_of int[r]: which of several each token has.
     first_expert: the id of the first of G local experts; None: all are local. places i32[N]: which
     of the G each of N experts is, -1 for none. peers i64[R + 4]: the memory of the ranks of the
-    group `across`, between which of_experts are divided.
+    group `across`, between which of_experts are divided. float32_sums: the ranks' sums are rounded
+    when they are added, not before.
     """
     need_one_of("scale_on", scale_on, ("output", "input"))
     act = read(activation)
@@ -520,8 +522,9 @@ def fused_experts(
     combine_all = combine
     if peers is not None:
         _need_alone(lora_of, places, first_expert)
+        rows = capacity or tokens.type.shape[0]
         tokens, ids, w, combine_all = _between_ranks(
-            fd, tokens, ids, w, peers, capacity or tokens.type.shape[0], of_experts, across
+            fd, tokens, ids, w, peers, rows, of_experts, across, float32_sums
         )
     if places is not None:
         ids, first_expert = _placed(fd, ids, places, first_expert), 0
@@ -569,6 +572,7 @@ def _between_ranks(
     rows: Any,
     experts: int,
     group: str,
+    float32_sums: bool,
 ) -> tuple[Value, Value, Value, Callable[..., Value]]:
     """x [T, H], ids int[T, k] and w [T, k] of all ranks, `rows` for each; and `combine`, with the
     sums over ranks for the rank's own tokens.
@@ -584,8 +588,10 @@ def _between_ranks(
     )
 
     def combine_all(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:
-        y = fd.ops.partition(combine(fd, y, slot_of, w), ends)
-        return fd.ops.combine_from(y, ids, ends, peers, experts=experts, group=group)
+        sums = fd.ops.combine(y, slot_of, w) if float32_sums else combine(fd, y, slot_of, w)
+        of_ranks = fd.ops.partition(sums, ends)
+        made = fd.ops.combine_from(of_ranks, ids, ends, peers, experts=experts, group=group)
+        return fd.ops.cast(made, dtype=y.type.dtype)
 
     return all_x, all_ids, all_w, combine_all
 
