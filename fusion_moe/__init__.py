@@ -62,6 +62,7 @@ __all__ = [
     "qat_",
     "quantize_",
     "recipe",
+    "record",
     "register_converter",
     "run",
     "synchronize",
@@ -77,6 +78,7 @@ _LAZY = {
     "explain": "report",
     "diff": "report",
     "last_compiled": "report",
+    "record": "report",
     "offload_": "offload",
 }
 
@@ -86,7 +88,7 @@ if TYPE_CHECKING:
     from . import testing
     from .frontends.inductor import disable, enable
     from .offload import offload_
-    from .report import diff, explain, last_compiled
+    from .report import diff, explain, last_compiled, record
 else:
 
     def __getattr__(name: str) -> Any:

@@ -132,5 +132,8 @@ advice: Hook[Callable[[Any], Iterable[str]]] = Hook()
 compiled_by: Hook[Callable[[Callable[..., Any]], CompiledBy | None]] = Hook()
 # noted(module) -> what `explain` says first about a model's modules, "" if nothing.
 noted: Hook[Callable[[Any], str]] = Hook()
+# recorded(model) -> of layers whose rows a package counts itself, by name, numbers that only grow:
+# `rows` i64[E] of each expert, and ints by name.
+recorded: Hook[Callable[[Any], Mapping[str, Mapping[str, Any]]]] = Hook()
 # packages() -> the optional packages to report.
 packages: Hook[Callable[[], tuple[Package, ...]]] = Hook()

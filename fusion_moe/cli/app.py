@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from .bench import bench
+from .compare import compare
 from .convert import convert
 from .doctor import doctor
 from .evaluate import evaluate
@@ -72,6 +73,7 @@ app.command(
     "eval", epilog=_examples("eval DIR --text FILE", "eval DIR --text FILE --against FLOAT_DIR")
 )(evaluate)
 app.command(epilog=_examples("explain DIR", "explain DIR --tokens 2048 --gpu H100"))(explain)
+app.command(epilog=_examples("compare before.json after.json"))(compare)
 app.command(epilog=_examples("plan DIR", "plan DIR --gpu H100 --gpu-memory 20GiB --ram 128"))(plan)
 app.command(epilog=_examples("doctor", "doctor --json"))(doctor)
 app.command(

@@ -6,7 +6,7 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,6 +105,10 @@ def run(
         str | None,
         typer.Option(help="Of GPU 0, such as 20GiB: experts that do not fit stay in memory."),
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="A file for what the run did: .html, .json, .trace.json or .txt."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Answer a prompt, or chat; Ctrl-C ends an answer. Experts in floats are rounded to NVFP4 while
@@ -119,16 +123,18 @@ def run(
             found = "a prompt and -i" if prompt else "no prompt"
             raise OptionError(found, expected="a prompt, or -i for a chat", where="run")
         where = device_of(device, "run")
+        recording = _recording(record)
         torch.manual_seed(seed)
         with quietly():
             how: dict[str, Any] = {}
             if gpu_memory is not None:
                 how = {"max_memory": {0: gpu_memory}, "experts_device": "auto", "kv_tokens": length}
             talk = Talk.open(directory, where, how, temperature, out=not json)
-            if not interactive:
-                talk.answer(prompt, tokens, None)
-            while interactive and (line := _line()):
-                print(talk.answer(line, tokens, length), file=sys.stderr)
+            with recording(talk):
+                if not interactive:
+                    talk.answer(prompt, tokens, None)
+                while interactive and (line := _line()):
+                    print(talk.answer(line, tokens, length), file=sys.stderr)
         return talk.run
 
     finish(context, find, json)
@@ -145,6 +151,7 @@ class Talk:
         self.model, self.tokenizer, self.choose, self.out = model, tokenizer, choose, out
         self.said: list[dict[str, str]] = []
         self.decoder: Decoder | None = None
+        self.step: Callable[[], None] = lambda: None  # called where one begins
         self.run = Run(
             type(model).__name__, "", _experts_of(model), sum(t.nbytes for t in _tensors(model))
         )
@@ -198,12 +205,14 @@ class Talk:
             )
         streamer = TextStreamer(self.tokenizer, skip_special_tokens=True) if self.out else None
         start = time.perf_counter()
+        self.step()
         written = [int(decoder.prompt(ids))]
         first = time.perf_counter()
         with contextlib.suppress(KeyboardInterrupt):  # what there is then is the answer
             while written[-1] not in self._ends() and len(written) < min(tokens, room):
                 if streamer:
                     streamer.put(torch.tensor(written[-1:]))
+                self.step()
                 written.append(int(decoder.step()))
                 if self.learn and len(written) % _LEARN == 0:
                     self.learn(self.model)
@@ -245,6 +254,25 @@ class Talk:
             if isinstance(ends, list)
             else [self.tokenizer.eos_token_id if ends is None else ends]
         )
+
+
+def _recording(path: Path | None) -> Callable[[Talk], contextlib.AbstractContextManager[None]]:
+    """What records a talk into a file. OptionError for a suffix that says nothing."""
+    if path is None:
+        return lambda talk: contextlib.nullcontext()
+    from ..report import record
+    from ..report.running import form_of
+
+    form_of(path)
+
+    @contextlib.contextmanager
+    def recording(talk: Talk) -> Iterator[None]:
+        with record(talk.model) as run:
+            talk.step = run.step
+            yield
+        run.save(path)
+
+    return recording
 
 
 def _line() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -156,6 +157,15 @@ def _noted(model: nn.Module) -> str:
         "fusion_moe.offload.explain(model, ...) prints its programs, what a call copies, and what "
         "the host computes"
     )
+
+
+@plugins.recorded
+def _recorded(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What `fusion_moe.record` has of each layer, whose programs know slots, not experts."""
+    return {
+        name: {"rows": module.uses(), **asdict(module.counters)}
+        for name, module in _offloaded(model).items()
+    }
 
 
 def _offloaded(model: nn.Module) -> dict[str, OffloadedExperts]:

@@ -43,6 +43,8 @@ class OffloadedExperts(Experts):
     _steps: int
     _number: int
     _changing: Any  # a lock: one change of the cache at a time
+    _uses: Tensor  # i64[E]: how many slots named each expert,
+    _new: Tensor  # and since the cache changed
 
     fixed = "experts on one device: those that are offloaded do not train"
 
@@ -59,6 +61,7 @@ class OffloadedExperts(Experts):
         made.home = Home(made)
         made.device, made.cache, made.every = make(made.home), cache, every
         made._steps, made._changing, made._number = 0, threading.Lock(), next(_numbers)
+        made._uses, made._new = torch.zeros(2, made.home.experts, dtype=torch.int64)
         _modules[made._number] = made
         made.renew()
         return made
@@ -118,12 +121,28 @@ class OffloadedExperts(Experts):
         were copied.
         """
         with self._changing:
-            moves = self.cache.learn(self.device.uses())
+            self._take_uses()
+            moves = self.cache.learn(self._new)
+            self._new.zero_()
             for move in moves:
                 self.device.load(move.slot, move.expert)
             if moves:
                 self.device.publish(self.cache.places)
         return len(moves)
+
+    def _take_uses(self) -> None:
+        uses = self.device.uses().cpu()
+        self._new += uses
+        self._uses += uses
+
+    def uses(self) -> Tensor:
+        """i64[E]: how many slots named each expert so far; waits for the device."""
+        with self._changing:
+            for _ in "ab":  # a GPU's numbers are as of when they were last asked for
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                self._take_uses()
+            return self._uses.clone()
 
     def renew(self) -> None:
         """Copies all experts in slots again, after their home has changed."""

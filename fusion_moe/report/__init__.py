@@ -1,14 +1,17 @@
 """The report of `fusion_moe.explain`: what was fused, what was not, and why; and how two reports
-differ.
+differ; and of `fusion_moe.record`: what a run did.
 """
 
 from .compiled import last_compiled
 from .data import FusionReport, Load, Machine, Measured, NotFusedReport, SegmentReport
 from .difference import Difference, diff
+from .record import record
 from .report import Report
+from .running import Comparison, Run
 from .trace import explain
 
 __all__ = [
+    "Comparison",
     "Difference",
     "FusionReport",
     "Load",
@@ -16,8 +19,10 @@ __all__ = [
     "Measured",
     "NotFusedReport",
     "Report",
+    "Run",
     "SegmentReport",
     "diff",
     "explain",
     "last_compiled",
+    "record",
 ]

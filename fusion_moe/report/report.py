@@ -46,12 +46,7 @@ class Report(ReportData, Shown):
         if path.suffix not in texts:
             found = f"a report as {path.suffix or 'a file without a suffix'}"
             raise OptionError(found, expected=".html, .json or .txt", where=str(path))
-        text = texts[path.suffix]()
-        # in a shared folder too, nobody else can put a link into this one
-        with TemporaryDirectory(dir=path.parent, prefix=".", ignore_cleanup_errors=True) as scratch:
-            part = Path(scratch, path.name)
-            part.write_text(text, encoding="utf-8")
-            part.replace(path)
+        write(path, texts[path.suffix]())
 
     def __repr__(self) -> str:
         return f"<Report of fusion_moe.explain: {what(self)}, {self.flops} of flops fused>"
@@ -62,3 +57,12 @@ class Report(ReportData, Shown):
 
     def _repr_html_(self) -> str:
         return frame(page(self))
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file, which appears whole or not at all."""
+    # in a shared folder too, nobody else can put a link into this one
+    with TemporaryDirectory(dir=path.parent, prefix=".", ignore_cleanup_errors=True) as scratch:
+        part = Path(scratch, path.name)
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)

@@ -40,7 +40,7 @@ from pathlib import Path
 from .. import options
 from ..errors import BuildError
 from ..messages.warn import warn_once
-from . import dump, isa, store
+from . import dump, isa, recording, store
 
 # No -ffast-math, nor anything else that changes results. -ffast-math also makes g++ link code that
 # flushes denormals in the whole process that loads the library. Contraction of a * b + c into one
@@ -295,7 +295,7 @@ def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
     else:
         if done.returncode == 0 and path.exists():
             seconds = time.monotonic() - start
-            options.log("compile", "%s %s: %.1f s", source.name, source.tier, seconds)
+            recording.compiled(source.name, source.tier, seconds)
             return
         found = (
             f"{source.name} does not compile (exit status "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -73,9 +74,9 @@ def _place(nbytes: int, taken: Iterable[tuple[int, int]]) -> int:
     return min(gaps, default=(0, end))[1]
 
 
-def allocate(memory: Memory, device: torch.device | None = None) -> tuple[object, list[int]]:
-    """An object that keeps the memory alive, and the address of each array: one allocation, since
-    each takes as long as a launch.
+def allocate(memory: Memory, device: torch.device | None = None) -> tuple[torch.Tensor, list[int]]:
+    """u8: the memory, and the address of each array: one allocation, since each takes as long as a
+    launch.
 
     device None: CPU memory, valid until this thread allocates again. Each thread keeps enough for
     small calls.
@@ -86,6 +87,11 @@ def allocate(memory: Memory, device: torch.device | None = None) -> tuple[object
         held = torch.empty(memory.nbytes, dtype=torch.uint8, device=device or "cpu")
         start = held.data_ptr()
     return held, [start + offset for offset in memory.offsets]
+
+
+def view(held: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An array of what `allocate` returned, as a tensor."""
+    return held[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
 
 class _OfThread(threading.local):

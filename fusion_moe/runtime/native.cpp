@@ -20,7 +20,9 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
+#include <ctime>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -38,6 +40,10 @@ int PyContextVar_Get(_object* var, _object* otherwise, _object** value);
 void Py_DecRef(_object*);
 }
 
+namespace torch::autograd {
+TORCH_API int get_current_graph_task_id();  // of graph_task.h, which has much else
+}
+
 namespace {
 
 using c10::DispatchKeySet;
@@ -53,6 +59,7 @@ constexpr i64 KEPT =
 constexpr i64 PIECE = 1 << 20;         // bytes: what a workspace is a multiple of
 constexpr std::uintptr_t VECTOR = 16;  // bytes that CUDA's kernels load at once
 constexpr std::size_t MOST_MAPS = 2;   // that a kernel takes
+constexpr unsigned COUNTERS = 256;     // threads that count the rows of groups
 
 // Forms
 // -------------------------------------------------------------------------------------------------
@@ -136,6 +143,40 @@ class Form {
 
 using Numbers = NumbersOf<i64>;
 
+// Recording
+// -------------------------------------------------------------------------------------------------
+
+// What is counted of the calls of a layer, known by the address of its weight, in memory of the
+// device that runs it: rows of each group, of all calls and of the last `capacity` ones.
+struct Layer {
+    enum : i64 { IGNORED, COUNTED, OF_PYTHON };
+    const void* weight;
+    i64 how, groups, capacity;
+    i64 *calls, *times, *totals;
+    std::int32_t* rows;
+};
+
+struct Layers {    // as runtime/recording.py makes it
+    void* kernel;  // that counts on a GPU
+    i64 count;
+    Layer of[];
+};
+
+std::atomic<const Layers*> recorded{nullptr};
+
+// The same as the kernel of backends/cuda/kernels/record.cuh.
+void count(const Layer& layer, const std::int32_t* ends) {
+    const i64 n = __atomic_fetch_add(layer.calls, 1, __ATOMIC_RELAXED) % layer.capacity;
+    timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    layer.times[n] = now.tv_sec * 1'000'000'000 + now.tv_nsec;
+    for (i64 g = 0; g < layer.groups; ++g) {
+        const std::int32_t rows = ends[g] - (g == 0 ? 0 : ends[g - 1]);
+        layer.rows[n * layer.groups + g] = rows;
+        __atomic_fetch_add(layer.totals + g, rows, __ATOMIC_RELAXED);
+    }
+}
+
 struct Result {
     std::vector<i64> sizes;
     at::ScalarType dtype;
@@ -167,8 +208,23 @@ class Descriptor {
         return true;
     }
 
-    // Whether the call ran; if not, Python is to run it.
-    virtual bool run(const Form& form, Results& results) const = 0;
+    // Whether the call ran; if not, Python is to run it. layer: whose calls are counted, or null.
+    virtual bool run(const Form& form, const Layer* layer, Results& results) const = 0;
+
+    // Finds the layer of a call while a run is recorded; false if Python is to run it. A backward
+    // counts nothing: it may compute the forward again.
+    bool find(const Form& form, const Layer*& layer) const {
+        const Layers* const all = recorded.load(std::memory_order_acquire);
+        if (!all || weight_ < 0 || torch::autograd::get_current_graph_task_id() != -1) return true;
+        const void* const weight =
+            form.tensors[static_cast<std::size_t>(weight_)]->const_data_ptr();
+        const Layer* const end = all->of + all->count;
+        const Layer* const at =
+            std::find_if(all->of, end, [=](const Layer& l) { return l.weight == weight; });
+        if (at == end || at->how == Layer::OF_PYTHON || ends_ < 0) return false;
+        if (at->how == Layer::COUNTED) layer = at;
+        return true;
+    }
 
   protected:
     using Addresses = c10::SmallVector<char*, 32>;
@@ -189,7 +245,16 @@ class Descriptor {
 
     i64 workspace() const { return workspace_; }
 
+    // Ends a descriptor: the input that is the weight of the first product, and the array of its
+    // groups' ends; -1 for none.
+    void read_counted(Numbers& said) { weight_ = said.next(), ends_ = said.next(); }
+
+    std::int32_t* ends(const Addresses& found) const {
+        return reinterpret_cast<std::int32_t*>(found[static_cast<std::size_t>(ends_)]);
+    }
+
   private:
+    i64 weight_ = -1, ends_ = -1;
     i64 inputs_;
     std::vector<i64> made_;  // which result each array is
     i64 workspace_;          // bytes
@@ -205,15 +270,20 @@ class OnCpu final : public Descriptor {
           entry_(said.address<Entry>()),
           products_(said.list()),
           order_(said.list()),
-          sizes_(said.list()) {}
+          sizes_(said.list()) {
+        read_counted(said);
+    }
 
-    bool run(const Form& form, Results& results) const override {
+    bool run(const Form& form, const Layer* layer, Results& results) const override {
         at::Tensor held;
         const auto make = [](const Result& r) { return at::detail::empty_cpu(r.sizes, r.dtype); };
         const Addresses found = addresses(form, results, memory(held), make);
         Addresses ordered;
         for (const i64 i : order_) ordered.push_back(found[static_cast<std::size_t>(i)]);
-        return entry_(ordered.data(), sizes_.data(), products_.data(), at::get_num_threads()) == 0;
+        if (entry_(ordered.data(), sizes_.data(), products_.data(), at::get_num_threads()) != 0)
+            return false;
+        if (layer) count(*layer, ends(found));
+        return true;
     }
 
   private:
@@ -261,9 +331,10 @@ class OnCuda final : public Descriptor {
             }
             parts_.push_back(std::move(part));
         }
+        read_counted(said);
     }
 
-    bool run(const Form& form, Results& results) const override {
+    bool run(const Form& form, const Layer* layer, Results& results) const override {
         for (const at::Tensor* t : form.tensors)
             if (reinterpret_cast<std::uintptr_t>(t->const_data_ptr()) % VECTOR != 0) return false;
         const c10::Device device = form.tensors[0]->device();
@@ -282,7 +353,7 @@ class OnCuda final : public Descriptor {
         const Addresses found = addresses(form, results, memory, make);
         for (const Part& part : parts_)
             if (!run(part, found, stream, fault)) return false;
-        return true;
+        return !layer || count_there(*layer, ends(found), stream);
     }
 
   private:
@@ -385,6 +456,15 @@ class OnCuda final : public Descriptor {
             if (launch_(&config, kernel.function, parameters.data(), nullptr) != 0) return false;
         }
         return true;
+    }
+
+    // As `count`, on the GPU.
+    bool count_there(const Layer& layer, const std::int32_t* ends, void* stream) const {
+        const std::int32_t* of_call = ends;
+        Layer of_layer = layer;
+        void* parameters[] = {&of_call, &of_layer};
+        const Config config{{1, 1, 1}, {COUNTERS, 1, 1}, 0, stream, nullptr, 0};
+        return launch_(&config, recorded.load()->kernel, parameters, nullptr) == 0;
     }
 
     Launch* launch_;
@@ -507,7 +587,9 @@ class OfBackend final : public Kernel {
         if (!told || !usual()) return python(keys, stack, nullptr);
         const auto descriptor = known().find(form.words);
         Results results;
-        if (descriptor && form.in_memory() && descriptor->run(form, results)) {
+        const Layer* layer = nullptr;
+        if (descriptor && form.in_memory() && descriptor->find(form, layer) &&
+            descriptor->run(form, layer, results)) {
             torch::jit::drop(*stack, count);
             return push(op, stack, std::move(results));
         }
@@ -611,6 +693,11 @@ void fusion_moe_offer(int cuda, const i64* numbers, i64 count) {
         *offered = std::make_shared<OnCuda>(said);
     else
         *offered = std::make_shared<OnCpu>(said);
+}
+
+// Has the calls of these layers counted, or of none. They must live as long as the process.
+void fusion_moe_record(const void* layers) {
+    recorded.store(static_cast<const Layers*>(layers), std::memory_order_release);
 }
 
 // How many forms are known.

@@ -106,6 +106,7 @@ def _implement_natively(native: ctypes.CDLL, namespace: str) -> None:
 
 
 _library: ctypes.CDLL | None = None
+_recorded: int | None = None
 _attempts = itertools.count()
 _callers: set[int] = set()  # the threads whose calls Python has run while there was no library
 
@@ -175,8 +176,20 @@ def load() -> None:
         native.fusion_moe_known.restype = ctypes.c_longlong
         native.fusion_moe_offer.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong]
         native.fusion_moe_begin(*options.variable(), precompile.NOTED, None)
+        native.fusion_moe_record.argtypes = [ctypes.c_void_p]
+        native.fusion_moe_record(_recorded)
         _implement_natively(native, "fusion_moe")
         _library = native
+
+
+def record(layers: int | None) -> None:
+    """Has C++ count calls: the address of what runtime/recording.py makes, which must live; None:
+    it counts none.
+    """
+    global _recorded
+    _recorded = layers
+    if _library is not None:
+        _library.fusion_moe_record(layers)
 
 
 @cache

@@ -26,7 +26,7 @@ from typing import Any
 from .. import options
 from ..errors import BuildError
 from ..messages.extras import install
-from . import driver, dump, store
+from . import driver, dump, recording, store
 
 # No contraction of a * b + c into one rounding: results are those of `Fusion.evaluate`, operation
 # by operation.
@@ -162,7 +162,7 @@ def _compile(
         said = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
         if int(status):
             raise _refused(text, name, flags, said, path)
-        options.log("compile", "%s %s: %.1f s", name, flags[0], time.monotonic() - start)
+        recording.compiled(name, flags[0], time.monotonic() - start)
         if "ptxas" in options.words("cuda_debug"):
             print(said.strip(), file=sys.stderr)
         if flags[0].partition("=")[2].startswith("compute_"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +16,12 @@ from .. import options
 from ..definitions.tensor_lists import need_memory
 from ..errors import DeviceError, ShapeError
 from ..ir.binding import storage_shape
-from ..ir.core import Fusion, Value
+from ..ir.core import Fusion, Op, Value
+from ..ir.flow import needed
 from ..ir.types import DTYPES
 from ..schedule.segment import Segment
 from ..target import Target
-from . import check, dump, native
+from . import check, dump, native, recording
 from .kernel import Kernel
 from .precompile import Compiled, Noted, compile_all, note
 from .remembered import Remembered
@@ -34,10 +35,15 @@ class Joined(Protocol):
     """All kernels of a program in one call."""
 
     def __call__(
-        self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]
+        self,
+        tensors: Sequence[torch.Tensor],
+        sizes: Mapping[str, int],
+        also: Sequence[Value] = (),
     ) -> tuple[torch.Tensor, ...] | None:
         """The outputs: new, contiguous tensors that share no memory. None if the kernels must run
         one by one, to report an error.
+
+        also: ends of groups, to be returned after them; they are valid until the next call.
         """
 
     def descriptor(
@@ -46,6 +52,9 @@ class Joined(Protocol):
         """What C++ launches instead of such a call; None if Python must launch it. tensors: in any
         shapes with the right elements.
         """
+
+    def number(self, v: Value) -> int:
+        """Which of a descriptor's arrays a value is."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,10 @@ class Program:
     ) -> native.Descriptor | None:
         """What C++ launches instead of such a call of `run`; None if Python must run it."""
         by_python = self.checked or self.dumped is not None or "launch" in options.words("log")
-        return None if by_python or self.joined is None else self.joined.descriptor(tensors, env)
+        if by_python or self.joined is None:
+            return None
+        made = self.joined.descriptor(tensors, env)
+        return made and replace(made, numbers=(*made.numbers, *self._counted))
 
     def prepare(self, device: torch.device | str = "cpu", **sizes: int) -> None:
         """Compiles, in parallel, what a call of these sizes needs: `program.prepare("cuda",
@@ -158,32 +170,97 @@ class Program:
         self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]
     ) -> Sequence[torch.Tensor]:
         options.log("launch", "%d segments, %s", len(self.segments), dict(env))
-        alone = self._one_by_one(tensors, env) if self.checked else None
+        if (recorder := recording.active) is None:
+            return self._outputs(tensors, env)
+        made = self._outputs(tensors, env, self._inner_ends)
+        count, ends = len(self.fusion.outputs), self.ends
+        if ends in self.fusion.inputs:
+            recorder.launched(self, tensors, env, tensors[self.fusion.inputs.index(ends)])
+        elif ends in self.fusion.outputs:
+            recorder.launched(self, tensors, env, made[self.fusion.outputs.index(ends)])
+        else:
+            recorder.launched(self, tensors, env, made[count] if len(made) > count else None)
+        return made[:count]
+
+    @cached_property
+    def ends(self) -> Value | None:
+        """The ends of the groups of the first product, in memory; None without a product."""
+        return None if self.product is None else self._root(self.product.values[2])
+
+    @cached_property
+    def weight(self) -> int:
+        """Which input is the weight of the first product, or its first part; -1 without one."""
+        if self.product is None:
+            return -1
+        read = needed(self.fusion.ops, [self.product.values[1]])
+        weights = (i for i, v in enumerate(self.fusion.inputs) if v in read)
+        return next(weights, -1)
+
+    @cached_property
+    def product(self) -> Op | None:
+        """The first product over groups."""
+        return next((op for op in self.fusion.ops if op.kind.role == "grouped"), None)
+
+    @property
+    def _counted(self) -> tuple[int, int]:
+        """What C++ reads to count rows: which input is the weight, which array the ends."""
+        assert self.joined is not None
+        known = (*self.fusion.inputs, *self.fusion.outputs, *self._inner_ends)
+        return self.weight, self.joined.number(self.ends) if self.ends in known else -1
+
+    @cached_property
+    def _inner_ends(self) -> tuple[Value, ...]:
+        """These, if they are passed from one kernel to another, and are no output."""
+        passed = {v for kernel in self.kernels for v in kernel.segment.inputs}
+        known = (*self.fusion.inputs, *self.fusion.outputs)
+        return tuple(v for v in (self.ends,) if v in passed and v not in known and v.type.ends)
+
+    def _outputs(
+        self,
+        tensors: Sequence[torch.Tensor],
+        env: Mapping[str, int],
+        also: Sequence[Value] = (),
+    ) -> Sequence[torch.Tensor]:
+        alone = self._one_by_one(tensors, env, also) if self.checked else None
         joined = (
-            self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
+            self.joined(tensors, env, also)
+            if self.joined and not profiler._is_profiler_enabled
+            else None
         )
         if joined is None:
-            return self._one_by_one(tensors, env) if alone is None else alone
+            return self._one_by_one(tensors, env, also) if alone is None else alone
         if alone is not None:
-            check.check_joined(self.fusion, tensors, joined, alone, self.kernels[0].backend)
+            count = len(self.fusion.outputs)
+            check.check_joined(
+                self.fusion, tensors, joined[:count], alone[:count], self.kernels[0].backend
+            )
         return joined
 
     def _one_by_one(
-        self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]
+        self,
+        tensors: Sequence[torch.Tensor],
+        env: Mapping[str, int],
+        also: Sequence[Value] = (),
     ) -> list[torch.Tensor]:
         made: dict[Value, Any] = dict(zip(self.fusion.inputs, tensors, strict=True))
         for i, kernel in enumerate(self.kernels):
             with (
                 nullcontext() if kernel.segment.inputs else _making_tensors_on(_device_of(tensors))
             ):
-                self._launch(i, kernel, made, env)
-        return [
+                self._launch(i, kernel, made, env, also)
+        outputs = [
             made[v].clone(memory_format=torch.contiguous_format) if copy else made[v].contiguous()
             for v, copy in zip(self.fusion.outputs, self._copied, strict=True)
         ]
+        return outputs + [made[v] for v in also]
 
     def _launch(
-        self, i: int, kernel: Kernel, made: dict[Value, Any], env: Mapping[str, int]
+        self,
+        i: int,
+        kernel: Kernel,
+        made: dict[Value, Any],
+        env: Mapping[str, int],
+        kept: Sequence[Value],
     ) -> None:
         inputs = [made[v] for v in kernel.segment.inputs]
         options.log("launch", "segment %d [%s, %s]", i, kernel.segment.kind, kernel.backend)
@@ -198,7 +275,7 @@ class Program:
             outputs = kernel(inputs, env)
         made.update(zip(kernel.segment.outputs, outputs, strict=True))
         for v in kernel.segment.inputs:
-            if self._last_reader[v] == i and v not in self.fusion.outputs:
+            if self._last_reader[v] == i and v not in (*self.fusion.outputs, *kept):
                 del made[v]
 
     @cached_property

@@ -53,10 +53,14 @@ class Joined(Function):
         """The placement of the arrays that a call makes in addition to its outputs."""
         return self._arrays.workspace(sizes)
 
+    def number(self, v: Value) -> int:
+        """Which of a descriptor's arrays a value is."""
+        return self._arrays.numbered.index(v)
+
     def __call__(
-        self, tensors: Sequence[torch.Tensor], sizes: Sizes
+        self, tensors: Sequence[torch.Tensor], sizes: Sizes, also: Sequence[Value] = ()
     ) -> tuple[torch.Tensor, ...] | None:
-        return self._arrays.call(self._entry, tensors, sizes)
+        return self._arrays.call(self._entry, tensors, sizes, also)
 
     def descriptor(
         self, tensors: Sequence[torch.Tensor], sizes: Sizes, entry: str = "run"
@@ -84,6 +88,8 @@ class _Program:
         for i, names in enumerate(self._names):
             made = (v for v in names.values() if v not in fusion.inputs)
             self.lifetimes |= {v: (self.lifetimes.get(v, (i, i))[0], i) for v in made}
+        last = len(self._names) - 1  # who records a run reads the ends of groups after it
+        self.lifetimes |= {v: (i, last) for v, (i, _) in self.lifetimes.items() if v.type.ends}
         self._place = {v: i for i, v in enumerate((*fusion.inputs, *self.lifetimes))}
 
     @property

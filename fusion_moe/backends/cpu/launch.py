@@ -167,15 +167,22 @@ class Arrays:
         tensors = [*fusion.inputs, *self._made]
         self._outputs = [tensors.index(v) for v in fusion.outputs]
         self._swapped = [i for i, v in enumerate(fusion.inputs) if v in transposed]
-        addressed = [*tensors, *(v for v in lifetimes if v not in self._made)]
-        self._order = [addressed.index(v) for v in (*fusion.inputs, *lifetimes)]
-        self._pack = struct.Struct(f"{len(addressed)}P").pack
+        self._inner = [v for v in lifetimes if v not in self._made]
+        self.numbered = [*tensors, *self._inner]
+        self._order = [self.numbered.index(v) for v in (*fusion.inputs, *lifetimes)]
+        self._pack = struct.Struct(f"{len(self.numbered)}P").pack
         self._remembered = Remembered[tuple[int, ...], _Resolved](_REMEMBERED)
 
     def call(
-        self, entry: Entry, inputs: Sequence[torch.Tensor], sizes: Sizes
+        self,
+        entry: Entry,
+        inputs: Sequence[torch.Tensor],
+        sizes: Sizes,
+        also: Sequence[Value] = (),
     ) -> tuple[torch.Tensor, ...] | None:
-        """The outputs; None if the kernels found input for which the reference raises an error."""
+        """The outputs; None if the kernels found input for which the reference raises an error.
+        also: arrays that lie in memory which the next call reuses, to be returned after them.
+        """
         resolved = self._resolved(sizes)
         given = list(inputs)
         for i in self._swapped:
@@ -183,11 +190,15 @@ class Arrays:
         tensors = [t.contiguous() for t in given] + [
             torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in resolved.results
         ]
-        _held, others = memory.allocate(resolved.workspace)
+        held, others = memory.allocate(resolved.workspace)
         addresses = [t.data_ptr() for t in tensors] + others
         if entry(self._pack(*[addresses[i] for i in self._order]), resolved.numbers):
             return None
-        return tuple([tensors[i] for i in self._outputs])
+        made = [tensors[i] for i in self._outputs]
+        for v in also:
+            offset = resolved.workspace.offsets[self._inner.index(v)]
+            made.append(memory.view(held, offset, *_stored(v, sizes)))
+        return tuple(made)
 
     def described(
         self, inputs: Sequence[torch.Tensor], sizes: Sizes
@@ -209,8 +220,7 @@ class Arrays:
         return memory.plan(
             [
                 memory.Array(v.name, _nbytes(v, sizes), *span)
-                for v, span in self._lifetimes.items()
-                if v not in self._made
+                for v, span in ((v, self._lifetimes[v]) for v in self._inner)
             ]
         )
 
@@ -219,7 +229,7 @@ class Arrays:
         key = tuple([sizes[s] for s in self._symbols])
         found = self._remembered.get(key)
         if found is None:
-            results = ((storage_shape(v.type, sizes), DTYPES[v.type.dtype]) for v in self._made)
+            results = (_stored(v, sizes) for v in self._made)
             numbers = struct.pack(f"{len(key)}q", *key)
             found = self._remembered[key] = _Resolved(
                 numbers, tuple(results), self.workspace(sizes)
@@ -227,5 +237,10 @@ class Arrays:
         return found
 
 
+def _stored(v: Value, sizes: Sizes) -> tuple[Sequence[int], torch.dtype]:
+    return storage_shape(v.type, sizes), DTYPES[v.type.dtype]
+
+
 def _nbytes(v: Value, sizes: Sizes) -> int:
-    return prod(storage_shape(v.type, sizes)) * DTYPES[v.type.dtype].itemsize
+    shape, dtype = _stored(v, sizes)
+    return prod(shape) * dtype.itemsize

@@ -5,7 +5,7 @@ and for how long.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,8 +107,15 @@ class Parts:
         """The arrays after inputs and outputs."""
         return self._arrays[1]
 
+    @property
+    def numbers(self) -> Mapping[object, int]:
+        """By value of the call: the numbers of those that are arrays."""
+        return self._arrays[2]
+
     @cached_property
-    def _arrays(self) -> tuple[tuple[tuple[int, ...], ...], tuple[Inner, ...]]:
+    def _arrays(
+        self,
+    ) -> tuple[tuple[tuple[int, ...], ...], tuple[Inner, ...], Mapping[object, int]]:
         place: dict[object, int] = {v: i for i, v in enumerate((*self.inputs, *self.made))}
         given, inner, places = (
             len(place),
@@ -132,9 +139,17 @@ class Parts:
             [i for i, of_part in enumerate(places) if given + n in of_part]
             for n in range(len(inner))
         ]
-        return tuple(places), tuple(
-            Inner(*array, parts[0], parts[-1]) for array, parts in zip(inner, used, strict=True)
+        end = len(self.parts) - 1  # who records a run reads the ends of groups after it
+        inner_arrays = (
+            Inner(*array, parts[0], end if is_ends(array[1]) else parts[-1])
+            for array, parts in zip(inner, used, strict=True)
         )
+        return tuple(places), tuple(inner_arrays), place
+
+
+def is_ends(array: Value | Array) -> bool:
+    """Whether an array is the ends of groups."""
+    return isinstance(array, Value) and bool(array.type.ends)
 
 
 def _linked(maker: Part, v: Value, after: Source) -> bool:

@@ -17,6 +17,7 @@ from ... import options
 from ...arch import Arch
 from ...errors import BuildError, UnsupportedError
 from ...ir.binding import storage_shape
+from ...ir.core import Value
 from ...ir.types import DTYPES
 from ...runtime import background, cuda, dump, memory, native, nvrtc
 from ...runtime.faults import Faults
@@ -141,7 +142,9 @@ class Call:
             self._faults.prepare(index)
             self._prepared(torch.device("cuda", index), sizes)
 
-    def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], sizes: Sizes, also: Sequence[Value] = ()
+    ) -> tuple[torch.Tensor, ...]:
         device = tensors[0].device if tensors else torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.device(device.index):
             stream = cuda.stream(device)
@@ -154,11 +157,20 @@ class Call:
                 torch.empty(shape, dtype=dtype, device=device) for shape, dtype in prepared.results
             ]
             # kept until all kernels are launched
-            _held, inner = memory.allocate(prepared.workspace, device)
+            held, inner = memory.allocate(prepared.workspace, device)
             addresses = [*[t.data_ptr() for t in arrays], *inner]
             for step in prepared.steps:
                 step.run(addresses, stream, fault)
-        return tuple([arrays[i] for i in self._outputs])
+        made = [arrays[i] for i in self._outputs]
+        for v in also:  # in memory that later calls on this stream reuse
+            offset = prepared.workspace.offsets[self.parts.numbers[v] - len(arrays)]
+            shape, dtype = storage_shape(v.type, sizes), DTYPES[v.type.dtype]
+            made.append(memory.view(held, offset, shape, dtype))
+        return tuple(made)
+
+    def number(self, v: Value) -> int:
+        """Which of a descriptor's arrays a value is."""
+        return self.parts.numbers[v]
 
     def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Descriptor | None:
         """What C++ does for such a call; None while kernels are compiled, and if tensors would be

@@ -1,7 +1,7 @@
 """Reports as pages: files that load nothing from the network and run no script but their own.
 
-page.html is the template, of Jinja, which escapes every text; here is what it shows beside the
-report's data.
+base.html, page.html and run.html are templates of Jinja, which escapes every text; here is what a
+report's page shows beside the report's data.
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ WIDTH, HEIGHT, APART, BELOW = 168, 62, 12, 34  # of the boxes of segments and be
 
 
 def page(report: ReportData) -> str:
-    """The whole file. Its content security policy forbids loading anything and running any script
-    but the page's own.
-    """
-    script = _part("script.js")
+    """The whole file."""
     times = _times(report)
-    text: str = _template().render(
+    return rendered(
+        "page.html",
+        f"fusion_moe.explain{report.of and f': {report.of}'}",
         report=report,
-        script=script,
-        digest=b64encode(sha256(script.encode()).digest()).decode(),
-        style=_part("style.css"),
         warnings=list(warnings(report)),
         hues={s.id: (210 + 67 * i) % 360 for i, s in enumerate(report.segments)},
         left_out=_left_out(report),
@@ -42,6 +38,24 @@ def page(report: ReportData) -> str:
         loads=[(fusion.id, load) for fusion in report.fusions for load in fusion.loads],
         times=times,
         longest=max((max(m.seconds, m.floor) for _, m in times), default=0),
+    )
+
+
+def rendered(name: str, title: str, **shown: Any) -> str:
+    """The file of a template: its content security policy forbids loading anything and running any
+    script but the page's own.
+    """
+    script = _part("script.js")
+    text: str = (
+        _environment()
+        .get_template(name)
+        .render(
+            title=title,
+            script=script,
+            digest=b64encode(sha256(script.encode()).digest()).decode(),
+            style=_part("style.css"),
+            **shown,
+        )
     )
     return text
 
@@ -60,10 +74,11 @@ def _part(name: str) -> str:
 
 
 @cache
-def _template() -> Any:
-    from jinja2 import Environment  # which torch needs
+def _environment() -> Any:
+    from jinja2 import Environment, FunctionLoader  # which torch needs
 
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    loader = FunctionLoader(_part)
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(
         amount=amount,
         changed=changed_lines,
@@ -81,7 +96,7 @@ def _template() -> Any:
         ways=WAYS,
         what=what,
     )
-    return environment.from_string(_part("page.html"))
+    return environment
 
 
 def _places(segments: Sequence[SegmentReport]) -> dict[str, tuple[int, int]]:

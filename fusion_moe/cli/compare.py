@@ -1,0 +1,51 @@
+"""fusion-moe compare: two recorded runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from json import loads
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..errors import OptionError
+from .output import FINE, Json, finish
+
+if TYPE_CHECKING:  # which imports Dynamo and Inductor
+    from ..report import Comparison
+
+_Run = Annotated[Path, typer.Argument(help="JSON that run.save or --record wrote.")]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A comparison as a result of a command."""
+
+    comparison: Comparison
+    exit_code: int = FINE
+
+    def to_json(self) -> dict[str, Any]:
+        """Schema fusion_moe.compare."""
+        return loads(self.comparison.to_json())
+
+    def print(self, console: Console) -> None:
+        """As wide as the console."""
+        from ..report.output import fitting
+
+        console.print(self.comparison.text(fitting(console.width)), soft_wrap=True)
+
+
+def compare(context: typer.Context, before: _Run, after: _Run, json: Json = False) -> None:
+    """What two recorded runs did differently: steps, experts, kernels, and what was compiled."""
+
+    def find() -> Compared:
+        from ..report import Run
+
+        for path in (before, after):
+            if not path.is_file():
+                raise OptionError(f"no file {path}", expected="a run's JSON", where="compare")
+        return Compared(Run.load(before).compare(Run.load(after)))
+
+    finish(context, find, json)

@@ -1,0 +1,196 @@
+"""What a run did, as data: frozen, and as JSON.
+
+JSON, schema "fusion_moe.record/1": the fields of the classes below under their names, and `schema`
+itself. Times are in seconds; `start` counts from the beginning of the run. `rank` is 0 without
+torch.distributed. Nothing of what tokens stand for is in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from ..errors import OptionError
+
+SCHEMA = "fusion_moe.record/1"
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """The experts of a layer. rows: of each expert, that is, tokens that chose it, over all calls;
+    over_time: the same of the last calls, `each` of them together, in order.
+
+    offloaded: what an offloaded layer did, as of `fusion_moe.offload.counters`; else empty.
+    """
+
+    name: str
+    calls: int
+    rows: Sequence[int]
+    over_time: Sequence[Sequence[int]] = ()
+    each: int = 1
+    offloaded: Mapping[str, int] = field(default_factory=dict)
+    rank: int = 0
+
+    @property
+    def imbalance(self) -> float:
+        """Rows of the busiest expert over those of an average one."""
+        return max(self.rows) * len(self.rows) / total if (total := sum(self.rows)) else 1.0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of slots whose expert was on the device, of an offloaded layer."""
+        hits, misses = (self.offloaded.get(name, 0) for name in ("hits", "misses"))
+        return hits / (hits + misses) if hits + misses else None
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """A kernel in the profiled steps, on calls of equal sizes. seconds: of a call, the median;
+    whole: of all calls.
+
+    reading, multiplying, launching: the least time for each on this machine, for the groups that
+    had rows; null if unknown. sources: lines of the user's program, of compiled graphs.
+    """
+
+    name: str
+    ops: str
+    sizes: Mapping[str, int]
+    layers: Sequence[str]
+    calls: int
+    seconds: float
+    shortest: float
+    longest: float
+    whole: float
+    flops: int
+    bytes_read: int
+    reading: float
+    multiplying: float
+    launching: float
+    sources: Sequence[str] = ()
+    rank: int = 0
+
+    @property
+    def floor(self) -> float:
+        """The least time of a call."""
+        return max(self.reading, self.multiplying, self.launching)
+
+    @property
+    def bound(self) -> str:
+        """What the floor is of."""
+        floors = ("reading", "multiplying", "launching")
+        return max(floors, key=lambda name: float(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time. track: where it is shown."""
+
+    name: str
+    track: str
+    start: float
+    seconds: float
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What `record` noted. begun: when each step began, as far as known; seconds: of the whole run.
+
+    profiled: which steps, as a sentence, or why none; window, idle: how long they took, and of that
+    how long nothing ran, on the GPU or, on a CPU, in torch's operations; gaps: the longest such
+    times, from what to what; spans: what ran; tiles: of multiprocessors. stalls: what was compiled
+    during the run. missed: weights that are no layer's, whose calls were not counted.
+    """
+
+    layers: Sequence[LayerRun]
+    kernels: Sequence[KernelRun]
+    stalls: Sequence[Span]
+    begun: Sequence[float]
+    seconds: float
+    profiled: str
+    window: float = 0.0
+    idle: float = 0.0
+    gaps: Sequence[Span] = ()
+    spans: Sequence[Span] = ()
+    tiles: Sequence[Span] = ()
+    missed: int = 0
+    made: str = ""
+    where: str = ""
+    target: str = ""
+    version: str = ""
+    of: str = ""
+    ranks: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of all experts of all layers: tokens times experts of a token, for each layer."""
+        return sum(sum(layer.rows) for layer in self.layers)
+
+    @property
+    def steps(self) -> list[float]:
+        """The time of each step but the last."""
+        return [b - a for a, b in pairwise(self.begun)]
+
+    @property
+    def step(self) -> float | None:
+        """The median time of a step."""
+        return median(self.steps) if self.steps else None
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Of all offloaded layers; None without one."""
+        hits, misses = (
+            sum(layer.offloaded.get(name, 0) for layer in self.layers)
+            for name in ("hits", "misses")
+        )
+        return hits / (hits + misses) if hits + misses else None
+
+    def to_json(self) -> str:
+        """The head of this file describes the schema."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)})
+
+
+_PARTS: Mapping[str, Any] = {"layers": LayerRun, "kernels": KernelRun}
+_PARTS = {**_PARTS, **dict.fromkeys(("stalls", "gaps", "spans", "tiles"), Span)}
+
+
+def of_json(text: str, where: str) -> RunData:
+    """What `to_json` wrote. OptionError for anything else."""
+    try:
+        found = json.loads(text)
+        schema = found.pop("schema")
+    except (ValueError, AttributeError, KeyError):
+        schema = "no schema"
+    if schema != SCHEMA:
+        raise OptionError(
+            f"a file with {schema}",
+            expected=f"JSON of {SCHEMA}",
+            todo="run.save('run.json') writes it",
+            where=where,
+        )
+    for name, of in _PARTS.items():
+        found[name] = tuple(of(**part) for part in found[name])
+    return RunData(**found)
+
+
+def merged(runs: Iterable[RunData]) -> RunData:
+    """The runs of several ranks as one: everything of each, under its rank. Steps are those of the
+    slowest rank.
+    """
+    found = tuple(runs)
+    ranked = {
+        name: tuple(replace(x, rank=r) for r, run in enumerate(found) for x in getattr(run, name))
+        for name in _PARTS
+    }
+    slowest = max(found, key=lambda run: run.step or 0)
+    return replace(
+        slowest,
+        **ranked,
+        seconds=max(run.seconds for run in found),
+        missed=sum(run.missed for run in found),
+        ranks=len(found),
+    )

@@ -1,0 +1,152 @@
+"""The run that users see: its data, and the forms in which it is shown, compared and saved."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import OptionError, UnsupportedError
+from ..messages.units import count, duration, ratio
+from .html import frame
+from .html.run import page
+from .output import Shown
+from .report import write
+from .run import RunData, merged, of_json
+from .run_summary import summary
+from .trace_events import trace_events
+
+_NUMBERS = 46  # columns of a comparison beside names
+
+
+class Run(Shown):
+    """A run that `fusion_moe.record` records. Inside of the block `step()` says where steps begin;
+    after it, `data` has what was noted.
+    """
+
+    def __init__(self, step: Callable[[], None] | None = None, data: RunData | None = None):
+        self._step, self._data = step, data
+
+    @classmethod
+    def load(cls, path: str | Path) -> Run:
+        """The run that `save` wrote as JSON. OptionError for another file."""
+        return cls(data=of_json(Path(path).read_text(encoding="utf-8"), str(path)))
+
+    @classmethod
+    def merged(cls, *ranks: Run) -> Run:
+        """The runs of several ranks, in their order, as one: what each did, under its rank."""
+        return cls(data=merged(run.data for run in ranks))
+
+    @property
+    def data(self) -> RunData:
+        """What was noted. UnsupportedError before the run has ended."""
+        if self._data is None:
+            raise UnsupportedError(
+                "a run that goes on", expected="its report after the block", where="record"
+            )
+        return self._data
+
+    @data.setter
+    def data(self, data: RunData) -> None:
+        self._step, self._data = None, data
+
+    def step(self) -> None:
+        """Says that a step begins: where graphs are replayed, which call no layer, or where steps
+        are not calls of the first layer. UnsupportedError after the run.
+        """
+        if self._step is None:
+            raise UnsupportedError("a step of a run that has ended", where="record")
+        self._step()
+
+    def compare(self, other: Run) -> Comparison:
+        """What another run did otherwise. Kernels are paired by operations and sizes."""
+        return Comparison(self.data, other.data)
+
+    def save(self, path: str | Path) -> None:
+        """Writes events for Perfetto or chrome://tracing to a path that ends in .trace.json, else
+        JSON to .json, a page to .html, the text to .txt; the file appears whole or not at all.
+
+        OptionError for any other suffix.
+        """
+        write(Path(path), form_of(path)(self))
+
+    def __repr__(self) -> str:
+        done = f"{count(len(self.data.begun), 'step')}" if self._data else "goes on"
+        return f"<Run of fusion_moe.record: {done}>"
+
+    def text(self, width: int) -> str:
+        """The run on one screen, in at most `width` columns, 70 or more."""
+        return summary(self.data, width)
+
+    def _repr_html_(self) -> str:
+        return frame(page(self.data))
+
+
+_FORMS: dict[str, Callable[[Run], str]] = {
+    ".trace.json": lambda run: json.dumps(trace_events(run.data)),
+    ".json": lambda run: run.data.to_json(),
+    ".html": lambda run: page(run.data),
+    ".txt": lambda run: f"{run.text(120)}\n",
+}
+
+
+def form_of(path: str | Path) -> Callable[[Run], str]:
+    """What a file has of a run, by its suffix. OptionError for one that says nothing."""
+    name = Path(path).name
+    found = next((form for suffix, form in _FORMS.items() if name.endswith(suffix)), None)
+    if found is None:
+        raise OptionError(f"a run as {name}", expected=", ".join(_FORMS), where="record")
+    return found
+
+
+@dataclass(frozen=True)
+class Comparison(Shown):
+    """Two runs: of everything that both have, what it was and what it is."""
+
+    before: RunData
+    after: RunData
+    changes: Sequence[tuple[str, str, str, str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "changes", tuple(_changes(self.before, self.after)))
+
+    def to_json(self) -> str:
+        """Schema fusion_moe.compare/1: `changes`, each with name, before, after and a sentence."""
+        rows = [
+            dict(zip(("name", "before", "after", "said"), c, strict=True)) for c in self.changes
+        ]
+        return json.dumps({"schema": "fusion_moe.compare/1", "changes": rows}, indent=1)
+
+    def text(self, width: int) -> str:
+        """A line for each."""
+        lines = [f"fusion_moe.record: {self.before.made} -> {self.after.made}", ""]
+        room = width - _NUMBERS
+        for name, before, after, said in self.changes:
+            short = textwrap.shorten(name, room, placeholder=" ...")
+            lines.append(f"  {short:<{room}}{before:>10} -> {after:<10}{said}".rstrip())
+        return "\n".join(lines)
+
+
+def _changes(before: RunData, after: RunData) -> Iterator[tuple[str, str, str, str]]:
+    yield _times("step", before.step, after.step)
+    yield "rows of experts", f"{before.rows:,}", f"{after.rows:,}", ""
+    worst = (max((layer.imbalance for layer in run.layers), default=1) for run in (before, after))
+    yield "busiest expert over average", *map(ratio, worst), ""
+    if before.hit_rate is not None and after.hit_rate is not None:
+        yield "slots that hit", f"{before.hit_rate:.1%}", f"{after.hit_rate:.1%}", ""
+    if before.window and after.window:
+        idle = (run.idle / run.window for run in (before, after))
+        yield "nothing ran", *(f"{share:.0%}" for share in idle), ""
+    stalls = (sum(s.seconds for s in run.stalls) for run in (before, after))
+    yield "compiling", *map(duration, stalls), ""
+    others = {(k.ops, tuple(k.sizes.items()), k.rank): k for k in after.kernels}
+    for k in before.kernels:
+        if other := others.get((k.ops, tuple(k.sizes.items()), k.rank)):
+            yield _times(k.ops, k.seconds, other.seconds)
+
+
+def _times(name: str, before: float | None, after: float | None) -> tuple[str, str, str, str]:
+    said = f"{ratio(before / after)}x as fast" if before and after else ""
+    return name, *(duration(s) if s else "?" for s in (before, after)), said  # type: ignore[return-value]
