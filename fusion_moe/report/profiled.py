@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import profile as Profiler
 
 from ..errors import Error
@@ -34,6 +34,7 @@ from .run import KernelRun, Span
 LAUNCH = 5e-6  # seconds: what a kernel takes that computes nothing
 _OURS = re.compile(r"fusion_moe::\d+\[")  # runtime/program.py
 _KERNELS = "kernels"
+_SIDE = 1024
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Profile:
         if not calls:
             return []
         numbers = {source: n for n, source in enumerate(dict.fromkeys(s for s, *_ in calls))}
-        lines, speeds = _lines(), (_bytes_per_second(device), _flops_per_second(device))
+        lines, speeds = _lines(), _speeds(device)
         return [
             _kernel(f"program{numbers[source]}.{i}", i, of, counted, speeds, lines.get(source))
             for (source, i, _), of in calls.items()
@@ -209,20 +210,22 @@ def _lines() -> Mapping[str, Sequence[Sequence[str]]]:
     return {}
 
 
-def _bytes_per_second(device: torch.device) -> float:
-    if device.type == "cuda":
-        return cuda.arch(cuda.index_of(device)).memory_bandwidth
-    return bandwidth.of(torch.get_num_threads()).bytes_per_second
+def _speeds(device: torch.device) -> tuple[float, float]:
+    """Bytes and FLOP a second: of a GPU as specified, of a CPU as measured."""
+    if not _is_cpu(device):
+        arch = cuda.arch(cuda.index_of(device))
+        return arch.memory_bandwidth, arch.tensor_rate
+    threads = torch.get_num_threads()
+    return bandwidth.of(threads).bytes_per_second, _multiplying(threads)
 
 
 @cache
-def _flops_per_second(device: torch.device) -> float:
-    """How fast torch multiplies matrices in bf16."""
-    n = 1024 if _is_cpu(device) else 8192
-    a = torch.ones(n, n, dtype=torch.bfloat16, device=device)
+def _multiplying(threads: int) -> float:
+    """FLOP a second of torch's product of matrices in bf16, on so many threads."""
+    a = torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16)
     seconds = list[float]()
     for _ in range(3):
         start = perf_counter()
-        (a @ a)[0, 0].item()  # which waits
+        torch.mm(a, a)
         seconds.append(perf_counter() - start)
-    return 2 * n**3 / min(seconds)
+    return 2 * _SIDE**3 / min(seconds)

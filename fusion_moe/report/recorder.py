@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch.profiler import profile as Profiler
 
 from .. import __version__, plugins
 from ..errors import OptionError, UnsupportedError
+from ..nn.local import local
 from ..runtime import counts, cuda, native, recording
 from ..runtime.counts import COUNTED, IGNORED, OF_PYTHON, Counted, Counts
 from ..runtime.host_memory import bandwidth
@@ -88,12 +90,14 @@ class _Recorder:
         self.profile = NOTHING
         self._lock = threading.RLock()
         self.before = self._counted_elsewhere()
-        self._find_layers()
-        if not any(self.layers.values()):
+        why = _why_not(model)
+        if not why:
+            self._find_layers()
+            why = "" if any(self.layers.values()) else "no weights of experts"
+        if why:
             raise UnsupportedError(
-                f"a {type(model).__name__} without weights of experts",
-                expected="a model whose experts are parameters or buffers [experts, ...]",
-                todo="fusion_moe.quantize_(model) makes such",
+                f"a {type(model).__name__} with {why}",
+                expected="experts as parameters or buffers [experts, ...] that stay where they are",
                 where="record",
             )
 
@@ -204,17 +208,18 @@ class _Recorder:
         """The first weight of each module is that of its first product."""
         for name, module in self.model.named_modules():
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            weights = [t for t in own if t.dim() > 2 and t.device.type != "meta"]
+            weights = [local(t) for t in own if t.dim() > 2]
             for i, t in enumerate(weights):
-                self.layers.setdefault(
-                    t.data_ptr(), name.replace("_orig_mod.", "") if not i else ""
-                )
+                known = "" if i else name.replace("_orig_mod.", "")
+                self.layers.setdefault(t.data_ptr(), known)
 
     def _publish(self) -> None:
         def how(address: int, name: str) -> int:
-            if address == self.first or (name and name not in {*self.counts, *self.before}):
-                return OF_PYTHON
-            return COUNTED if name in self.counts else IGNORED
+            if name in self.counts and address != self.first:
+                return COUNTED
+            # what begins a step, what is not known yet, and slots of offloaded experts
+            new = name and name not in self.before
+            return OF_PYTHON if address == self.first or new or self.before else IGNORED
 
         layers = self.layers.items()
         counts.count({a: (how(a, name), self.counts.get(name)) for a, name in layers})
@@ -236,7 +241,7 @@ class _Recorder:
             layers=layers,
             kernels=self.profile.kernels(device, self.noted, self.captured, counted),
             stalls=self.stalls,
-            begun=_begun([mark - self.start for mark in self.marks], counted.values()),
+            begun=self._begun(counted.values()),
             seconds=self.seconds,
             profiled=self._profiled(),
             window=window,
@@ -251,27 +256,37 @@ class _Recorder:
             of=type(getattr(self.model, "_orig_mod", self.model)).__name__,
         )
 
+    def _begun(self, counted: Iterable[Counted]) -> list[float]:
+        """When steps began; those of replays, which Python does not see, by the calls of the first
+        layer, from the first that is known.
+        """
+        times = next((of.times for of in counted), torch.empty(0, dtype=torch.int64))
+        if self.marked or len(times) <= len(self.marks):
+            return [mark - self.start for mark in self.marks]
+        return ((times - times[0]).double() / 1e9).tolist()
+
     def _profiled(self) -> str:
         if self.profile.events:
             return f"steps {self.steps[0]} to {self.steps[-1]}"
         return f"none: the run had {len(self.marks)} steps" if self.steps else "none was asked for"
 
 
+def _why_not(model: nn.Module) -> str:
+    """Weights that move between calls, but are known by their addresses here; "" if none do."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it was imported
+    wrappers = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
+    if any(isinstance(module, wrappers) for module in model.modules()):
+        return "weights that FSDP gathers for each call"
+    loaded = any(p.is_meta and p.dim() > 2 for p in model.parameters())
+    return "weights that are loaded for each call" if loaded else ""
+
+
 def _ends(program: Program, tensors: Sequence[Tensor], sizes: _Sizes) -> Tensor:
     """i32[G]: computed again, where no array has them."""
     assert program.product is not None
-    name = program.product.values[2].type.ends.name
-    return ends_of(program.fusion, tensors, sizes)[name]
-
-
-def _begun(marks: Sequence[float], counted: Iterable[Counted]) -> list[float]:
-    """When steps began; those of replays, which Python does not see, by the calls of the first
-    layer, from the first that is known.
-    """
-    times = next((of.times for of in counted), torch.empty(0, dtype=torch.int64))
-    if len(times) <= len(marks):
-        return [*marks]
-    return ((times - times[0]).double() / 1e9).tolist()
+    groups = program.product.values[2].type.ends
+    assert groups is not None
+    return ends_of(program.fusion, tensors, sizes)[groups.name]
 
 
 def _layer(name: str, of: Counted) -> LayerRun:

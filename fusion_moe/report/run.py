@@ -182,7 +182,7 @@ def merged(runs: Iterable[RunData]) -> RunData:
     slowest rank.
     """
     found = tuple(runs)
-    ranked = {
+    ranked: dict[str, Any] = {
         name: tuple(replace(x, rank=r) for r, run in enumerate(found) for x in getattr(run, name))
         for name in _PARTS
     }

@@ -132,21 +132,28 @@ class Comparison(Shown):
 def _changes(before: RunData, after: RunData) -> Iterator[tuple[str, str, str, str]]:
     yield _times("step", before.step, after.step)
     yield "rows of experts", f"{before.rows:,}", f"{after.rows:,}", ""
-    worst = (max((layer.imbalance for layer in run.layers), default=1) for run in (before, after))
-    yield "busiest expert over average", *map(ratio, worst), ""
+    yield "busiest expert over average", _imbalance(before), _imbalance(after), ""
     if before.hit_rate is not None and after.hit_rate is not None:
         yield "slots that hit", f"{before.hit_rate:.1%}", f"{after.hit_rate:.1%}", ""
     if before.window and after.window:
-        idle = (run.idle / run.window for run in (before, after))
-        yield "nothing ran", *(f"{share:.0%}" for share in idle), ""
-    stalls = (sum(s.seconds for s in run.stalls) for run in (before, after))
-    yield "compiling", *map(duration, stalls), ""
+        idle, was = after.idle / after.window, before.idle / before.window
+        yield "nothing ran", f"{was:.0%}", f"{idle:.0%}", ""
+    yield "compiling", _compiling(before), _compiling(after), ""
     others = {(k.ops, tuple(k.sizes.items()), k.rank): k for k in after.kernels}
     for k in before.kernels:
         if other := others.get((k.ops, tuple(k.sizes.items()), k.rank)):
             yield _times(k.ops, k.seconds, other.seconds)
 
 
+def _imbalance(run: RunData) -> str:
+    return ratio(max((layer.imbalance for layer in run.layers), default=1.0))
+
+
+def _compiling(run: RunData) -> str:
+    return duration(sum(s.seconds for s in run.stalls))
+
+
 def _times(name: str, before: float | None, after: float | None) -> tuple[str, str, str, str]:
     said = f"{ratio(before / after)}x as fast" if before and after else ""
-    return name, *(duration(s) if s else "?" for s in (before, after)), said  # type: ignore[return-value]
+    was, now = (duration(s) if s else "?" for s in (before, after))
+    return name, was, now, said

@@ -44,7 +44,7 @@ class Counts:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.groups, self.device = groups, device
+        self.groups, self.device, self.capacity = groups, device, CAPACITY
         self.calls, self.times, self.totals = zeros(1), zeros(CAPACITY), zeros(groups)
         self.rows = zeros(CAPACITY, groups, dtype=torch.int32)
         _kept.append(self)
@@ -55,7 +55,7 @@ class Counts:
     def numbers(self) -> list[int]:
         """The fields of native.cpp's Layer after `how`."""
         arrays = self.calls, self.times, self.totals, self.rows
-        return [self.groups, CAPACITY, *(t.data_ptr() for t in arrays)]
+        return [self.groups, self.capacity, *(t.data_ptr() for t in arrays)]
 
     def add(self, ends: Tensor) -> None:
         """ends i32[G], of one call."""
@@ -66,7 +66,7 @@ class Counts:
             stream = torch._C._cuda_getCurrentRawStream(ends.device.index)
             kernel()[1](stream, ctypes.addressof(given))
             return
-        n = int(self.calls) % CAPACITY
+        n = int(self.calls) % self.capacity
         rows = ends.diff(prepend=ends.new_zeros(1))
         self.rows[n], self.times[n] = rows, time.time_ns()
         self.totals += rows
@@ -74,9 +74,8 @@ class Counts:
 
     def read(self) -> Counted:
         """What was counted so far; waits for the device."""
-        calls, first = int(self.calls), 0
-        if calls > CAPACITY:
-            first = calls % CAPACITY
+        calls = int(self.calls)
+        first = calls % self.capacity if calls > self.capacity else 0
         rows, times = (t.cpu().roll(-first, 0)[:calls] for t in (self.rows, self.times))
         return Counted(calls, self.totals.cpu(), rows, times)
 
@@ -94,8 +93,11 @@ def count(layers: Mapping[int, tuple[int, Counts | None]]) -> None:
 @cache
 def kernel() -> tuple[Any, Any]:
     """The kernel that counts on GPUs, and its launch."""
-    arch = cuda.arch(torch.cuda.current_device()).nvrtc
-    text = _SOURCE.read_text(encoding="utf-8")
-    path = nvrtc.build(text, name="count", arch=arch, headers=nvrtc.Headers())
-    function = cuda.load(path, "count", 0)
+    function = cuda.load(cubin(cuda.arch(torch.cuda.current_device()).nvrtc), "count", 0)
     return function, cuda.Launch(function, 1, _THREADS, 0, programmatic_launch=False)
+
+
+def cubin(arch: str) -> Path:
+    """Its machine code."""
+    text = _SOURCE.read_text(encoding="utf-8")
+    return nvrtc.build(text, name="count", arch=arch, headers=nvrtc.Headers())

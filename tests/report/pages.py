@@ -10,8 +10,9 @@ import torch
 from layer import Layer
 
 import fusion_moe
-from fusion_moe.report import Load, Machine, Measured, NotFusedReport, Report
+from fusion_moe.report import Load, Machine, Measured, NotFusedReport, Report, Run
 from fusion_moe.report.data import Listing
+from fusion_moe.report.run import KernelRun, LayerRun, RunData, Span
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 64, 32, 6, 2
 STAGES = (
@@ -79,3 +80,17 @@ def harmful(report: Report) -> Report:
         options={HARM: HARM},
         target=HARM,
     )
+
+
+def harmful_run() -> Run:
+    """A run whose every name means harm."""
+    kernel = KernelRun(
+        HARM, HARM, {HARM: 1}, [HARM], 2, 2e-3, 1e-3, 3e-3, 4e-3, 9, 9, 1e-3, 1e-4, 1e-5
+    )
+    kernel = replace(kernel, sources=[HARM])
+    span = Span(HARM, HARM, 0.1, 0.2)
+    layer = LayerRun(HARM, 2, [1, 2], [[1, 1], [0, 1]], offloaded={"hits": 1, "misses": 2})
+    data = RunData(
+        [layer], [kernel], [span], [0.0, 0.5], 1.0, HARM, 0.6, 0.2, [span], [span], [span]
+    )
+    return Run(data=replace(data, missed=1, made=HARM, where=HARM, of=HARM))

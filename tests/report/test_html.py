@@ -16,7 +16,7 @@ from fusion_moe.report.difference import differences
 from fusion_moe.report.html import frame, page
 from fusion_moe.report.html.colours import coloured
 
-VOID = {"meta", "link"}
+VOID = {"meta", "link", "img"}
 
 
 class Read(HTMLParser):

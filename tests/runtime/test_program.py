@@ -101,9 +101,7 @@ def test_a_kernel_that_is_wrong_is_found_and_named(tmp_path):
 
 def test_all_kernels_in_one_call_are_compared_too():
     program = compiled(silu_of_pieces(), check=True)
-    wrong = replace(
-        program, joined=lambda tensors, sizes: tuple(2 * t for t in program.joined(tensors, sizes))
-    )
+    wrong = replace(program, joined=lambda *given: tuple(2 * t for t in program.joined(*given)))
     with pytest.raises(
         FusionError,
         match="check: all kernels in one call: it gets 12 of 12 elements of output 0 wrong",
