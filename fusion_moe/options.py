@@ -140,9 +140,10 @@ class Options:
     cuda_debug: str = _option(
         "",
         "of CUDA's kernels, separated by commas: 'lineinfo' for profilers, 'ptxas' reports "
-        "registers and spills on stderr, 'sass' is written to the folder of the option dump",
+        "registers and spills on stderr, 'sass' is written to the folder of the option dump, "
+        "'timeline' has tiles marked for record",
         in_keys=False,
-        words=("lineinfo", "ptxas", "sass"),
+        words=("lineinfo", "ptxas", "sass", "timeline"),
     )
     compile_seconds: int = _option(
         300, "how long a C++ compiler may take for one kernel before it is killed", in_keys=False

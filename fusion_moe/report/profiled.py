@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import cycle
+from itertools import count, cycle
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -27,6 +27,7 @@ from ..runtime import cuda
 from ..runtime.counts import Counted
 from ..runtime.host_memory import bandwidth
 from ..runtime.program import Program
+from ..runtime.timeline import Tile
 from . import cost
 from .compiled import last_compiled
 from .run import KernelRun, Span
@@ -48,16 +49,20 @@ class Launched:
 
 @dataclass(frozen=True)
 class Profile:
-    """Events of torch's profiler, and when it began, in seconds from the beginning of the run."""
+    """Events of torch's profiler, and when it began, in seconds from the beginning of the run; and
+    tiles of kernels that mark them.
+    """
 
     events: Sequence[Any]
     start: float
+    tiles: Sequence[Tile] = ()
 
     @classmethod
-    def of(cls, profiler: Profiler, run: float) -> Profile:
+    def of(cls, profiler: Profiler, run: float, tiles: Sequence[Tile]) -> Profile:
         """What a profiler saw that has stopped. run: when the run began, of time.time()."""
         made: Any = profiler.profiler
-        return cls(list(made.function_events), made.kineto_results.trace_start_ns() / 1e9 - run)
+        start = made.kineto_results.trace_start_ns() / 1e9 - run
+        return cls(list(made.function_events), start, tiles)
 
     def spans(self, device: torch.device) -> list[Span]:
         """On a GPU all of its work, on a CPU operations of torch that are inside of no other; on a
@@ -70,6 +75,21 @@ class Profile:
         ]
         made = [self._span(e, _KERNELS) for e in ours]
         return sorted(made + [self._span(e, device.type) for e in others], key=lambda s: s.start)
+
+    def tile_spans(self, device: torch.device) -> list[Span]:
+        """Tiles by multiprocessor, on more than one line where they overlap. The GPU's clock is
+        another one: the first tile begins with the first of their kernels.
+        """
+        names, until = {t.kernel for t in self.tiles}, dict[str, int]()
+        seen = (s.start for s in self.spans(device) if s.name in names)
+        offset, found = next(seen, self.start), list[Span]()
+        tiles = sorted(self.tiles, key=lambda t: t.begin)
+        for t in tiles:
+            lines = (f"multiprocessor {t.multiprocessor}.{i}" for i in count())
+            line = next(line for line in lines if until.get(line, 0) <= t.begin)
+            until[line], begin = t.end, (t.begin - tiles[0].begin) / 1e9
+            found.append(Span(t.kernel, line, offset + begin, (t.end - t.begin) / 1e9))
+        return found
 
     def window(self, device: torch.device) -> tuple[float, list[Span]]:
         """How long it lasted, and when nothing ran meanwhile."""

@@ -19,7 +19,7 @@ from torch.profiler import profile as Profiler
 from .. import __version__, plugins
 from ..errors import OptionError, UnsupportedError
 from ..nn.local import local
-from ..runtime import counts, cuda, native, recording
+from ..runtime import counts, cuda, native, recording, timeline
 from ..runtime.counts import COUNTED, IGNORED, OF_PYTHON, Counted, Counts
 from ..runtime.host_memory import bandwidth
 from ..runtime.program import Program
@@ -197,12 +197,13 @@ class _Recorder:
         with suppress(RuntimeError):  # another profiler runs
             profiler.start()
             self.profiler = profiler
+            timeline.clear()
 
     def _stop(self) -> None:
         if self.profiler:
             profiler, self.profiler = self.profiler, None
             profiler.stop()
-            self.profile = Profile.of(profiler, self.start)
+            self.profile = Profile.of(profiler, self.start, timeline.read())
 
     def _find_layers(self) -> None:
         """The first weight of each module is that of its first product."""
@@ -248,6 +249,7 @@ class _Recorder:
             idle=sum(gap.seconds for gap in gaps),
             gaps=sorted(gaps, key=lambda gap: -gap.seconds)[:_GAPS],
             spans=self.profile.spans(device),
+            tiles=self.profile.tile_spans(device),
             missed=self.missed,
             made=f"{datetime.now():%Y-%m-%d %H:%M}",
             where=torch.cuda.get_device_name() if device.type == "cuda" else bandwidth.cpu(),

@@ -23,7 +23,7 @@ import torch
 from .. import options
 from ..arch import AUTO, H200, RESERVED, Arch, find, like, named, shown, standing_in, tensor_rate
 from ..errors import BuildError, OptionError, UnsupportedError
-from . import nvrtc
+from . import nvrtc, timeline
 from .driver import checked, driver, make_current
 
 _FREE_SHARED = 48 * 1024  # bytes of shared memory that a block gets without asking
@@ -165,11 +165,10 @@ def load(path: Path, name: str, shared: int) -> Function:
     """A kernel of a cubin, which may use up to `shared` bytes of shared memory. BuildError if it
     does not load.
     """
-    d = driver()
-    library = checked(
-        d.cuLibraryLoadData(path.read_bytes(), None, None, 0, None, None, 0), str(path)
-    )
+    d, code = driver(), path.read_bytes()
+    library = checked(d.cuLibraryLoadData(code, None, None, 0, None, None, 0), str(path))
     kernel = checked(d.cuLibraryGetKernel(library, name.encode()), str(path))
+    timeline.add(name, library, code)
     if shared > _FREE_SHARED:
         most = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         for device in range(torch.cuda.device_count()):

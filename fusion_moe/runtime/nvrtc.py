@@ -31,7 +31,12 @@ from . import driver, dump, recording, store
 # No contraction of a * b + c into one rounding: results are those of `Fusion.evaluate`, operation
 # by operation.
 FLAGS = ("--std=c++17", "--fmad=false", "--extra-device-vectorization")
-_DEBUG = {"lineinfo": "--generate-line-info", "ptxas": "--ptxas-options=--verbose"}  # cuda_debug's
+MARKS = 2**16  # of tiles, that a kernel keeps
+_DEBUG = {  # cuda_debug's
+    "lineinfo": "--generate-line-info",
+    "ptxas": "--ptxas-options=--verbose",
+    "timeline": f"--define-macro=TIMELINE={MARKS}",
+}
 _SHOWN_ERRORS = 5
 _INSTALL = install("cuda")
 

@@ -63,7 +63,7 @@ from fusion_moe.ir.types import TensorType, dtype_name
 from fusion_moe.layouts import W16X64
 from fusion_moe.nn import activation, swiglu
 from fusion_moe.options import Options
-from fusion_moe.runtime import nvrtc
+from fusion_moe.runtime import nvrtc, timeline
 from fusion_moe.runtime.kernel import Kernel
 
 pytestmark = [
@@ -915,3 +915,26 @@ def test_tensors_elsewhere_are_refused():
         pytest.raises(UnsupportedError, match="cuda requires CUDA tensors, got cpu"),
     ):
         torch.ops.fusion_moe.scaled_swiglu(torch.randn(4, 8))
+
+
+# Marks of tiles -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(NVDISASM is None, reason="nvdisasm is not installed")
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_tiles_are_marked_only_on_request(tokens):
+    """Of a product that reads weights and of one that multiplies. Marks need no memory of threads:
+    nothing is kept in registers between them.
+    """
+    product = sources()[1]
+    (kernel,) = [k for k in launches(product, tokens) if "_m" in k.name]
+    plain = build(kernel, H200)
+    with options.override(cuda_debug="timeline"):
+        marking = build(kernel, H200)
+    codes = [path.read_bytes() for path in (plain, marking)]
+    assert [timeline.marks(code) for code in codes] == [False, True]
+    reads = [
+        sum("SR_VIRTUALSMID" in x or "SR_SMID" in x for x in sass(p)) for p in (plain, marking)
+    ]
+    assert reads[0] == 0 < reads[1]
+    assert not spills(sass(marking))

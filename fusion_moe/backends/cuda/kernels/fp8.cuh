@@ -503,6 +503,7 @@ struct Fp8Gemm {
         typename Ring::Queue::Reader numbers(shared.ring.queue);
         for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
             const WorkTile tile = tiles.current();
+            mark_tile(threadIdx.x % 128 == 0, false);
             if (tile.m_tile.group == Segment::GROUPS)
                 store_ungrouped(s, shared, tile, reading);
             else if (is_low(tile))
@@ -511,6 +512,7 @@ struct Fp8Gemm {
                 consume_part<false, 1>(s, shared, tile, reading);
             else
                 consume_part<false, 2>(s, shared, tile, reading);
+            mark_tile(threadIdx.x % 128 == 0, true);
         }
     }
 };

@@ -133,6 +133,7 @@ struct Fp8Wgrad {
         const i32 row = place_in_tile(64 * consumer + threadIdx.x / 32 % 4 * 16 + lane / 4);
         PipelineState<STAGES> reading;
         for_all_tiles(shared, [&](const Tile& tile) {
+            mark_tile(threadIdx.x % 128 == 0, false);
             float sum[2][HALF / 2] = {};
 #pragma unroll 1
             for (i32 block = 0; block < tile.count; ++block) {
@@ -172,6 +173,7 @@ struct Fp8Wgrad {
                     mbarrier_arrive_read(rank, shared.empty[reading.stage]);
                 reading.advance();
             }
+            mark_tile(threadIdx.x % 128 == 0, true);
             if (!tile.stores) return;
 #pragma unroll
             for (int half = 0; half < 2; ++half)

@@ -22,6 +22,7 @@
 
 #include "gemm_tiles.cuh"
 #include "tile_queue.cuh"
+#include "timeline.cuh"
 
 namespace {
 
@@ -322,6 +323,7 @@ struct GroupedGemm {
                 if (grouped) mainloop.skip(K_BLOCKS);
                 continue;
             }
+            mark_tile(threadIdx.x % 128 == 0, false);
             float sum[1][Ring::COLUMNS / 2] = {};
             if constexpr (!Segment::B_PACKED) {
                 mainloop.template multiply<T, false, Segment::B_MN>(sum, grouped ? K_BLOCKS : 0,
@@ -341,6 +343,7 @@ struct GroupedGemm {
                 if (grouped) Part::add(s, tile, first, sum[0], consumer);
             }
             Part::store(s, tile, first, sum[0], consumer);
+            mark_tile(threadIdx.x % 128 == 0, true);
         }
     }
 };
@@ -499,6 +502,7 @@ struct GroupedWgrad {
         typename Ring::Consumer mainloop(shared.ring);
         typename Ring::Queue::Reader numbers(shared.ring.queue);
         for (i32 number = blockIdx.x; number < WORK_TILES; number = numbers.next()) {
+            mark_tile(threadIdx.x % 128 == 0, false);
             const Tile tile(shared.scheduler, number);
             float sum[Ring::HEIGHT][Ring::COLUMNS / 2] = {};
             mainloop.template multiply<T, true, true>(sum, tile.k_blocks(), consumer);
@@ -509,6 +513,7 @@ struct GroupedWgrad {
                 store_wgrad<Ring::COLUMNS>(s, tile.group,
                                            tile.a + first + 64 * r + threadIdx.x / 32 % 4 * 16,
                                            tile.b + column, sum[r]);
+            mark_tile(threadIdx.x % 128 == 0, true);
         }
     }
 };

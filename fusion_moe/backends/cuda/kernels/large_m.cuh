@@ -29,6 +29,7 @@
 #pragma once
 
 #include "large_m_tile.cuh"
+#include "timeline.cuh"
 #include "wgmma.cuh"
 
 namespace {
@@ -375,6 +376,7 @@ struct LargeM : LargeMTileOf<Segment, TILE_M, CONSUMERS, REPEATS> {
                 skip(shared, ring);
                 continue;
             }
+            mark_tile(threadIdx.x % WARPGROUP == 0, false);
             const Scales scales(s, current.m_tile.group);
             float outer[REPEATS]
                        [2];  // loaded while products run, not when the epilogue waits for them
@@ -395,6 +397,7 @@ struct LargeM : LargeMTileOf<Segment, TILE_M, CONSUMERS, REPEATS> {
                                                            work_tile, h);
 #pragma unroll
             for (int i = 0; i < EPILOGUE_STAGES; ++i) mainloop.release();
+            mark_tile(threadIdx.x % WARPGROUP == 0, true);
         }
         if (SPLIT_K > 1 && cluster_rank() != 0) return;
         for (; work.more(); work.advance()) Tile::store_ungrouped_rows(s, work.current());

@@ -20,6 +20,7 @@
 
 #include "mma.cuh"
 #include "split_k.cuh"
+#include "timeline.cuh"
 #include "weights/reader.cuh"
 
 namespace {
@@ -104,10 +105,12 @@ class SmallM {
             griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         if (in_group) {
+            mark_tile(threadIdx.x == 0, false);
             tile.prefetch_activations(m_tile);
             tile.multiply(partials);
             __syncthreads();
             Epilogue::store(s, m_tile, column, partials);
+            mark_tile(threadIdx.x == 0, true);
         } else {
             Epilogue::store_ungrouped_rows(s, m_tile, column);
         }
