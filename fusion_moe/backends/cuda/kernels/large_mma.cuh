@@ -22,6 +22,7 @@
 #include "copy_ring.cuh"
 #include "large_m_tile.cuh"
 #include "mma.cuh"
+#include "timeline.cuh"
 
 namespace {
 
@@ -71,10 +72,12 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
         griddepcontrol_launch_dependents();
         WorkTiles work(shared.scheduler);
         for (; work.more_grouped(); work.advance()) {
+            mark_tile(threadIdx.x == 0, false);
             float sum[REPEATS][TILE_M / 2];
             multiply(s, shared, work.current(), sum);
             store(s, shared, work.current(), sum);  // found again: registers are short meanwhile
-            __syncthreads();                        // before the next copies
+            mark_tile(threadIdx.x == 0, true);
+            __syncthreads();  // before the next copies
         }
         for (; work.more(); work.advance()) Tile::store_ungrouped_rows(s, work.current());
         if (size_class.concurrent_with_previous && blockIdx.x == gridDim.x - 1)
