@@ -9,6 +9,7 @@ added.py        a product that joins the accumulators of another, as an adapter'
 fp8.py          products of rows in e4m3 codes
 gemm.py         those of training: fprop with results of several widths, dgrad, wgrad of 16-bit
                 matrices; dgrad of weights in few bits
+collective.py   what ranks exchange by stores into each other's memory
 readers.py      the readers of weights: derived from descriptors, or written
 variants.py     the kernels of products as data; table.py, tables/: which are candidates for how
                 many rows, by GPU; heuristics.py: the choice for a product
@@ -32,7 +33,7 @@ from ...errors import UnsupportedError
 from ...ir.core import Fusion
 from ...runtime import cuda, nvrtc
 from ...runtime.kernel import Kernel
-from ...schedule import STANDARD
+from ...schedule import WITH_RANKS
 from ...schedule.product import products
 from ...schedule.segment import Segment
 from ...target import Target
@@ -42,6 +43,7 @@ from ..cxx.product_plan import ACTIVATIONS, need_one_width, plan_product, plan_w
 from ..inexpressible import Inexpressible
 from . import fp8, gemm
 from .choose import Choice, Step
+from .collective import Collective
 from .gemm import Gemm, PackedDgrad, PlainProduct, Wgrad
 from .grouped_mm import Product
 from .heuristics import check_variant
@@ -62,7 +64,7 @@ def plan(fusion: Fusion, kind: str) -> Source:
     """The source of a piece's kernels. UnsupportedError with the sentence why there is none."""
     if why := cuda.why_too_old():
         raise UnsupportedError(why)
-    source: Source = _product(fusion) if kind == "grouped_gemm" else Loops(fusion)
+    source: Source = _SOURCES.get(kind, Loops)(fusion)
     _text(source)  # which says what cannot be written
     return source
 
@@ -102,6 +104,9 @@ def _first(made: Any, *classes: type[Source]) -> Source:
         except UnsupportedError as error:
             why = error
     raise why
+
+
+_SOURCES = {"grouped_gemm": _product, "collective": Collective}
 
 
 def emit(segment: Segment) -> Kernel:
@@ -155,7 +160,7 @@ BACKEND = Backend(
         Target(
             NAME,
             ("bf16", "fp8"),
-            STANDARD,
+            WITH_RANKS,
             device="cuda",
             ran_on=((9, 0),),
             weight_layout="w16x64",

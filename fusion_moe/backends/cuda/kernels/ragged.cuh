@@ -9,7 +9,15 @@ namespace {
 constexpr u32 WHOLE_WARP = 0xFFFFFFFF;
 
 // What runtime/cuda.py reads: 0 if all is well, else what was wrong, at which place, and the value.
-enum Fault : u64 { NONE = 0, BAD_END = 1, BAD_ID = 2, BAD_INDEX = 3, BAD_SCALE = 4, NO_ANSWER = 5 };
+enum Fault : u64 {
+    NONE = 0,
+    BAD_END = 1,
+    BAD_ID = 2,
+    BAD_INDEX = 3,
+    BAD_SCALE = 4,
+    NO_ANSWER = 5,
+    NO_RANK = 6
+};
 
 __device__ __forceinline__ void report(i64* word, Fault fault, i32 place, i32 value) {
     *reinterpret_cast<volatile u64*>(word) =

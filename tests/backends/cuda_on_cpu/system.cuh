@@ -1,4 +1,4 @@
-// What kernels of offloaded experts use of system.cuh and the headers below it, for a CPU: a block
+// What kernels that share flags use of system.cuh and the headers below it, for a CPU: a block
 // is one thread.
 #pragma once
 
@@ -7,7 +7,7 @@
 #include <chrono>
 #include <thread>
 
-#include "../../backends/cuda_on_cpu/memory.cuh"
+#include "memory.cuh"
 
 #define __shared__ thread_local
 
@@ -23,16 +23,28 @@ inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 inline i32 atomicAdd(i32* p, i32 by) { return __atomic_fetch_add(p, by, __ATOMIC_RELAXED); }
 
-enum Fault : u64 { BAD_ID = 2, NO_ANSWER = 5 };
+enum Fault : u64 { BAD_ID = 2, NO_ANSWER = 5, NO_RANK = 6 };
 inline void report(i64* word, Fault fault, i32 place, i32 value) {
     __atomic_store_n(reinterpret_cast<u64*>(word), u64(fault) << 56 | u64(place) << 32 | u32(value),
                      __ATOMIC_RELAXED);
 }
 
 inline float widen(float x) { return x; }
+template <>
+inline float narrow<float>(float x) {
+    return x;
+}
+template <int V, class T>
+void store_vector(T* p, const Vector<T, V>& x) {
+    *reinterpret_cast<Vector<T, V>*>(p) = x;
+}
 inline u64 load_acquire_system(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline u64 load_relaxed_system(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
-inline void store_release_system(u64* p, u64 x) { __atomic_store_n(p, x, __ATOMIC_RELEASE); }
+inline void (*before_release)() = nullptr;  // what a test does then
+inline void store_release_system(u64* p, u64 x) {
+    if (before_release) before_release();
+    __atomic_store_n(p, x, __ATOMIC_RELEASE);
+}
 inline i32 load_flag(const i32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline void store_flag(i32* p, i32 x) { __atomic_store_n(p, x, __ATOMIC_RELAXED); }
 inline u32 add_ticket(u32* p) { return __atomic_fetch_add(p, 1, __ATOMIC_ACQ_REL); }

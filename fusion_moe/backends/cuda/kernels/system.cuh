@@ -1,4 +1,4 @@
-// Flags that a GPU and the CPU share.
+// Flags that a GPU shares with the CPU or with other GPUs.
 #pragma once
 
 #include "numbers.cuh"

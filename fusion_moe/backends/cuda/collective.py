@@ -1,0 +1,118 @@
+"""The CUDA C++ of what ranks of one host exchange by stores into each other's memory:
+kernels/exchange.cuh. One kernel sends and waits for nobody; the next ones wait.
+"""
+
+from __future__ import annotations
+
+from ...arch import Arch
+from ...ir.core import Fusion
+from ...ir.kinds.collectives import MOST_SLOTS
+from ...ir.sizes import AnySize
+from ...ir.types import DTYPES, Groups, plain
+from ..cxx.elements import stored
+from ..cxx.indices import size
+from ..cxx.product_plan import known
+from ..inexpressible import Inexpressible
+from .heuristics import Chosen
+from .source import KernelSource, Sizes, Source
+
+_HEADERS = ("exchange.cuh",)
+_THREADS, _MAX_RESIDENT = 512, 2
+_PIECE = 16  # bytes of a row that a thread copies at once
+_MOST_RANKS, _UNITS = 16, 16  # units of a rank's tokens, for each of which a block waits
+
+
+class Collective(Source):
+    """The source of `dispatch` or `combine_from`, which all ranks run. UnsupportedError with the
+    reason if there is none.
+    """
+
+    def __init__(self, fusion: Fusion):
+        (op,) = (op for op in fusion.ops if op.kind.role == "collective")
+        self.op, self.sends = op, op.kind.name == "dispatch"
+        rows, ids = op.values[:2]
+        self.groups: Groups = op.attrs["groups"] if self.sends else op.values[2].type.ends
+        width, slots = known(rows.type.shape[1]), known(ids.type.shape[1])
+        self._row_bytes = width * DTYPES[rows.type.dtype].itemsize
+        for wrong, found in (
+            (rows.type.dtype == "f64", f"rows {rows.type}"),
+            (self._row_bytes % _PIECE, f"rows of {self._row_bytes} bytes, no multiple of {_PIECE}"),
+            (slots > MOST_SLOTS, f"{slots} experts of a token, more than {MOST_SLOTS}"),
+            (self.groups.count > _MOST_RANKS, f"{self.groups.count} ranks"),
+            (set(fusion.outputs) - set(op.outputs), "a view of what ranks exchange"),
+        ):
+            if wrong:
+                raise Inexpressible(op, f"{found}: has no kernel here")
+        super().__init__(fusion, op.outputs)
+
+    def functions(self) -> list[str]:
+        """None: its kernels contain everything."""
+        return []
+
+    def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """What sends, then what waits."""
+        return self.once(self._dispatch if self.sends else self._combine_from)
+
+    @property
+    def _most(self) -> AnySize:
+        """Rows for each rank."""
+        assert self.groups.stride is not None
+        return self.groups.stride
+
+    def _exchange(self) -> tuple[str, str]:
+        """The type of a call, and the call."""
+        ids, peers = self.op.values[1], self.op.values[3]
+        numbers = self.groups.count, known(ids.type.shape[1]), self._row_bytes
+        of = ", ".join(map(str, (*numbers, self.op.attrs["experts"])))
+        return f"Exchange<{of}>", f"{{{self.array(peers)}, i32({size(self._most)}), error}}"
+
+    def _kernel(self, name: str, of: str, given: str, blocks: AnySize) -> KernelSource:
+        return self.kernel(
+            name,
+            [f"{of}{{{given}}}.run();"],
+            blocks,
+            headers=_HEADERS,
+            threads=_THREADS,
+            max_resident=_MAX_RESIDENT,
+        )
+
+    def _dispatch(self) -> list[KernelSource]:
+        x, ids, w, _ = self.op.values
+        rows, all_ids, all_w, ends = (self.names[v] for v in self.op.outputs)
+        of, call = self._exchange()
+        tokens, own = size(plain(ids.type.shape[0])), [self.array(v) for v in (ids, w, x)]
+        send = f"SendTokens<{of}, {stored(ids)}, {stored(w)}>"
+        receive = f"ReceiveTokens<{of}, {stored(w)}>"
+        return [
+            self._kernel(
+                "send_tokens", send, f"{call}, i32({tokens}), {', '.join(own)}", self._most + 1
+            ),
+            self._kernel(
+                "receive_tokens",
+                receive,
+                f"{call}, {all_ids}, {all_w}, {rows}, {ends}",
+                self.groups.count * _UNITS,
+            ),
+        ]
+
+    def _combine_from(self) -> list[KernelSource]:
+        (y, ids, ends, _), (total,) = self.op.values, self.op.outputs
+        of, call = self._exchange()
+        tokens, sums = (
+            size(plain(ids.type.shape[0])),
+            f"SumOfRanks<{of}, {stored(ids)}, {stored(y)}>",
+        )
+        return [
+            self._kernel(
+                "send_back",
+                f"SendBack<{of}>",
+                f"{call}, {self.array(ends)}, {self.array(y)}",
+                self._most * self.groups.count + 1,
+            ),
+            self._kernel(
+                "sum_of_ranks",
+                sums,
+                f"{call}, i32({tokens}), {self.array(ids)}, {self.names[total]}",
+                self._most + 1,
+            ),
+        ]

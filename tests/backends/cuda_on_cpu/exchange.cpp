@@ -1,0 +1,228 @@
+// Ranks exchange tokens by the kernels of exchange.cuh: a rank is a thread, its blocks are more of
+// them. Prints a word for each part; anything else is a fault.
+#include "exchange.cuh"
+// after it, since it has names of its own
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <vector>
+
+#define NEED(condition) \
+    if (!(condition)) std::printf("line %d: %s\n", __LINE__, #condition), std::exit(1)
+
+namespace {
+
+constexpr i32 SLOTS = 3, WIDTH = 8, EXPERTS = 7, ROOM = 600;
+constexpr i64 ROW_BYTES = WIDTH * sizeof(float);
+using Random = std::minstd_rand;
+
+void rest(Random& random) {
+    if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
+}
+
+template <i32 RANKS>
+struct Rank {
+    using E = Exchange<RANKS, SLOTS, ROW_BYTES, EXPERTS>;
+    static constexpr i32 EACH = (EXPERTS + RANKS - 1) / RANKS;
+
+    std::vector<u64> region = std::vector<u64>((4096 + RANKS * 16 * (1 + 8) + RANKS * 256 * 16 +
+                                                RANKS * ROOM * (32 * 8 + 2 * ROW_BYTES) + 8 * 256) /
+                                               8);
+    i64 peers[4 + RANKS]{}, error = 0;
+    std::vector<float> x, w, rows, all_w, y, sums;
+    std::vector<i64> ids;
+    std::vector<i32> all_ids;
+    i32 ends[RANKS]{}, tokens = 0, most = 0, blocks = 1;
+    Random random;
+
+    E call() { return {peers, most, &error}; }
+    Header& header() { return *reinterpret_cast<Header*>(region.data()); }
+
+    void draw(i32 tokens, i32 most) {
+        this->tokens = tokens, this->most = most;
+        x.assign(ROOM * WIDTH, 0), w.assign(ROOM * SLOTS, 0), ids.assign(ROOM * SLOTS, 0);
+        for (float& n : x) n = float(i32(random() % 2000) - 1000) / 16;
+        for (float& n : w) n = float(random() % 16) / 8;
+        for (i64& id : ids) id = i64(random() % (EXPERTS + 3)) - 1;  // some name nobody
+        // what no kernel writes must not be read
+        const float nan = std::nanf("");
+        rows.assign(RANKS * ROOM * WIDTH, nan), y.assign(RANKS * ROOM * WIDTH, nan);
+        all_w.assign(RANKS * ROOM * SLOTS, nan), sums.assign(ROOM * WIDTH, nan);
+        all_ids.assign(RANKS * ROOM * SLOTS, 12345);
+        blocks = 1 + i32(random() % 7);
+    }
+
+    void dispatch() {
+        const SendTokens<E, i64, float> send{call(), tokens, ids.data(), w.data(), x.data()};
+        launch(blocks, [=] { send.run(); });
+        rest(random);
+        const ReceiveTokens<E, float> receive{call(), all_ids.data(), all_w.data(), rows.data(),
+                                              ends};
+        launch(blocks, [=] { receive.run(); });
+        rest(random);
+    }
+
+    // What an expert makes of a number.
+    static float made(float x, i64 id) { return x * float(1 + id) + float(id); }
+
+    void compute() {
+        const i64 mine = peers[0];
+        for (i32 m = 0; m < RANKS * most; ++m)
+            for (i32 k = 0; k < SLOTS; ++k) {
+                const i32 id = all_ids[m * SLOTS + k];
+                if (id < 0 || id >= EXPERTS || id / EACH != mine) continue;
+                for (i32 c = 0; c < WIDTH; ++c) {
+                    float& sum = y[m * WIDTH + c];
+                    sum = (std::isnan(sum) ? 0 : sum) +
+                          all_w[m * SLOTS + k] * made(rows[m * WIDTH + c], id);
+                }
+            }
+        rest(random);
+    }
+
+    void combine() {
+        const SendBack<E> send{call(), ends, y.data()};
+        launch(blocks, [=] { send.run(); });
+        rest(random);
+        const SumOfRanks<E, i64, float> sum{call(), tokens, ids.data(), sums.data()};
+        launch(blocks, [=] { sum.run(); });
+        rest(random);
+    }
+
+    // Whether the sums are right, without those of the rank `lost`.
+    bool right(i32 lost = -1) const {
+        for (i32 t = 0; t < tokens; ++t)
+            for (i32 c = 0; c < WIDTH; ++c) {
+                float want = 0;
+                for (i32 r = 0; r < RANKS; ++r) {
+                    float of_rank = 0;
+                    for (i32 k = 0; k < SLOTS; ++k) {
+                        const i64 id = ids[t * SLOTS + k];
+                        if (id >= 0 && id < EXPERTS && id / EACH == r && r != lost)
+                            of_rank += w[t * SLOTS + k] * made(x[t * WIDTH + c], id);
+                    }
+                    want += of_rank;
+                }
+                if (sums[t * WIDTH + c] != want) return false;
+            }
+        return true;
+    }
+};
+
+template <i32 RANKS>
+struct Ranks {
+    std::vector<Rank<RANKS>> all = std::vector<Rank<RANKS>>(RANKS);
+
+    explicit Ranks(u64 limit) {
+        for (i32 r = 0; r < RANKS; ++r) {
+            Rank<RANKS>& rank = all[r];
+            rank.random.seed(17 * RANKS + r);
+            rank.peers[0] = r, rank.peers[1] = 5, rank.peers[2] = ROOM, rank.peers[3] = ROW_BYTES;
+            for (i32 p = 0; p < RANKS; ++p) rank.peers[4 + p] = i64(all[p].region.data());
+            rank.header().limit = limit;
+        }
+    }
+
+    // Each rank in a thread.
+    void each(std::function<void(Rank<RANKS>&, i32)> body) {
+        std::vector<std::thread> threads;
+        for (i32 r = 0; r < RANKS; ++r) threads.emplace_back([=, this] { body(all[r], r); });
+        for (std::thread& thread : threads) thread.join();
+    }
+};
+
+constexpr u64 LONG = 100'000'000'000, SHORT = 200'000'000;
+
+// Many calls, one after the other, of ranks that run ahead of each other.
+template <i32 RANKS>
+void many(i32 calls) {
+    Ranks<RANKS> ranks(LONG);
+    ranks.each([=](Rank<RANKS>& rank, i32) {
+        for (i32 i = 0; i < calls; ++i) {
+            const i32 most = i % 10 == 0 ? ROOM : i % 3 == 0 ? 40 : 1 + i % 7;
+            const i32 tokens = i % 2 ? most : i32(rank.random() % (most + 1)) * (i % 5 > 0);
+            rank.draw(tokens, most);
+            rank.dispatch();
+            rank.compute();
+            rank.combine();
+            NEED(rank.error == 0);
+            NEED(rank.header().epoch == u64(i + 1));
+            NEED(rank.right());
+        }
+    });
+}
+
+// A rank without shared memory, and one with too little: zeros, and who it was.
+void alone() {
+    for (const i64 room : {i64(0), i64(8)}) {
+        Rank<2> rank;
+        rank.peers[0] = 1, rank.peers[2] = room, rank.peers[3] = ROW_BYTES;
+        if (room) rank.peers[5] = i64(rank.region.data());
+        rank.draw(9, 9);
+        rank.dispatch();
+        for (i32 i = 0; i < 2 * 9 * SLOTS; ++i) NEED(rank.all_ids[i] == -1);
+        NEED(rank.ends[0] == 0 && rank.ends[1] == 9);
+        rank.combine();
+        for (i32 i = 0; i < 9 * WIDTH; ++i) NEED(rank.sums[i] == 0);
+        NEED(u64(rank.error) == (u64(NO_RANK) << 56 | u64(1) << 32 | u64(NO_ROOM) << 24));
+    }
+}
+
+u64 fault(i32 rank) { return u64(NO_RANK) << 24 | u64(rank); }
+
+// The last rank fails: `how` of it in place of its second call. All others find that it was it, in
+// time, then in each further call at once, and their sums lack only what did not come.
+template <i32 RANKS>
+void lost(Phase phase, std::function<void(Rank<RANKS>&)> how) {
+    constexpr i32 LAST = RANKS - 1;
+    Ranks<RANKS> ranks(SHORT);
+    ranks.each([=](Rank<RANKS>& rank, i32 r) {
+        for (i32 i = 0; i < 4; ++i) {
+            rank.draw(9, 9);
+            if (r == LAST && i > 0) return how(rank);
+            const u64 start = now();
+            rank.dispatch();
+            if (i == 1 && phase == OF_BACK) NEED(rank.error == 0);
+            rank.compute();
+            rank.combine();
+            NEED(now() - start < (i == 1 ? 50 : 10) * SHORT);
+            NEED(i > 0 || rank.right());
+            NEED(u64(rank.error) >> 32 == (i ? fault(LAST) : 0));
+            NEED(i == 0 || (rank.error >> 24 & 0xFF) == phase);
+            NEED(i != 1 || phase != OF_BACK || rank.right(LAST) || rank.right());
+            for (i32 n = 0; n < 9 * WIDTH; ++n) NEED(!std::isnan(rank.sums[n]));
+        }
+    });
+}
+
+}  // namespace
+
+int main() {
+    before_release = [] {
+        thread_local Random random{u32(now())};
+        rest(random);
+    };
+    many<2>(60);
+    std::puts("two");
+    many<4>(30);
+    std::puts("four");
+    lost<2>(OF_IDS, [](auto&) {});
+    lost<4>(OF_IDS, [](auto&) {});
+    std::puts("silent");
+    lost<4>(OF_BACK, [](auto& rank) { rank.dispatch(); });
+    std::puts("dead");
+    lost<3>(OF_LETTER, [](auto& rank) {
+        rank.peers[1] = 6;  // another layer
+        rank.dispatch();
+    });
+    lost<2>(OF_LETTER, [](auto& rank) {
+        rank.most = 8;
+        rank.tokens = 8;
+        rank.dispatch();
+    });
+    std::puts("differs");
+    alone();
+    std::puts("alone");
+    return 0;
+}

@@ -1,0 +1,108 @@
+"""What ranks exchange by stores into each other's memory: the kernels compile, what has none says
+so, and they keep to their protocol, on the CPU, where headers stand for what is PTX
+(cuda_on_cpu/), under ThreadSanitizer.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_cuda_source import needs_nvdisasm, sass, spills
+
+from fusion_moe import FusionDefinition
+from fusion_moe.arch import A100, H200
+from fusion_moe.backends import TARGETS
+from fusion_moe.backends.cuda import plan
+from fusion_moe.backends.cuda.collective import Collective
+from fusion_moe.backends.cuda.launch import KERNELS, build
+from fusion_moe.compile import segments
+from fusion_moe.errors import UnsupportedError
+from fusion_moe.ir.core import Fusion
+from fusion_moe.ir.sizes import symbol
+from fusion_moe.options import Options
+from fusion_moe.runtime import nvrtc
+from fusion_moe.runtime.build import find_compiler
+
+HERE = Path(__file__).parent / "cuda_on_cpu"
+pytestmark = pytest.mark.once
+T = symbol("s0")
+
+
+def round_trip(
+    ranks: int = 4, h: int = 256, k: int = 3, dtype: str = "bf16", ids: str = "i64", room=T
+) -> Fusion:
+    """Tokens go to the ranks of their experts and come back as they are."""
+    fd = FusionDefinition()
+    given = ((T, h), dtype), ((T, k), ids), ((T, k), "f32"), ((ranks + 4,), "i64")
+    x, ids, w, peers = (fd.define_tensor(shape=s, dtype=d) for s, d in given)
+    of_ranks = fd.define_groups("s", ranks, stride=room)
+    how = {"experts": 32, "group": "g"}
+    rows, _, _, ends = fd.ops.dispatch(x, ids, w, peers, groups=of_ranks, **how)
+    y = fd.ops.partition(fd.ops.add(rows, rows), ends)
+    fd.add_output(fd.ops.combine_from(y, ids, ends, peers, **how))
+    return fd.fusion()
+
+
+def collectives(fusion: Fusion) -> list[Collective]:
+    found = segments(fusion.verify(), TARGETS["cuda"], Options())
+    return [s.plan.work for s in found if s.kind == "collective" and s.plan.backend == "cuda"]
+
+
+@needs_nvdisasm
+@pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"ranks": 2, "h": 64, "dtype": "f32", "ids": "i32"},
+        {"ranks": 8, "h": 7168, "k": 8, "room": 2048},
+        {"ranks": 16, "k": 1, "dtype": "f16"},
+    ],
+    ids=str,
+)
+def test_kernels_compile_and_keep_all_in_registers(case):
+    sources = collectives(round_trip(**case))
+    assert [s.op.kind.name for s in sources] == ["dispatch", "combine_from"]
+    for source in sources:
+        for arch in (A100, H200):
+            for kernel in source.launches(source.choose({}, arch), {"s0": 9}, arch):
+                assert not spills(sass(build(kernel, arch))), kernel.name
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ({"h": 12}, "rows of 24 bytes, no multiple of 16: has no kernel here"),
+        ({"dtype": "f64"}, "has no kernel here"),
+        ({"k": 33}, "33 experts of a token, more than 32: has no kernel here"),
+        ({"ranks": 17}, "17 ranks: has no kernel here"),
+    ],
+    ids=str,
+)
+def test_what_has_no_kernel_runs_in_torch(case, why):
+    fusion = round_trip(**case).verify()
+    assert not collectives(fusion)
+    (dispatch,) = (
+        s.fusion for s in segments(fusion, TARGETS["cuda"], Options()) if len(s.outputs) > 1
+    )
+    with pytest.raises(UnsupportedError, match=why):
+        plan(dispatch, "collective")
+
+
+@pytest.mark.compiler
+def test_ranks_keep_to_the_protocol(tmp_path):
+    """Two and four, with tokens of their own numbers, while flags come late; a rank that is silent,
+    that dies after it has sent, that is in another layer, that has no memory.
+    """
+    for header in (KERNELS / "exchange.cuh", HERE / "exchange.cpp"):
+        (tmp_path / header.name).write_text(header.read_text())
+    compiler, made = find_compiler(), tmp_path / "exchange"
+    assert compiler
+    flags = ["-std=c++20", "-O1", "-g", "-pthread", "-w", "-fsanitize=thread", f"-I{HERE}"]
+    command = [*compiler.command, *flags, tmp_path / "exchange.cpp", "-o", made]
+    subprocess.run(command, check=True)
+    environment = {"TSAN_OPTIONS": "halt_on_error=1"}
+    done = subprocess.run([made], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stderr == ""
+    assert done.stdout.split() == ["two", "four", "silent", "dead", "differs", "alone"]
