@@ -38,7 +38,8 @@ class Target:
     matrix can choose the scale of the whole. folded_from: for a device and [G, N, K], from how many
     rows a matrix on average weights in few bits that are there in FP8 too are read as those.
     turned_columns: encodings along rows of groups whose codes products over rows read by columns
-    (`turn_runs`).
+    (`turn_runs`). sends_sums: whether the kernel that sends tokens' sums to other ranks also makes
+    them.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Target:
     folded_from: Callable[[torch.device, int, int, int], float] | None = None
     turned_columns: tuple[str, ...] = ()
     matrix_scales: tuple[str, ...] = ()
+    sends_sums: bool = False
 
     def layout_of(self, encoding: str, activation_format: str) -> str:
         """The layout in which products of such weights and activations are fastest."""

@@ -1,11 +1,14 @@
-"""Segments that ranks run together: one operation, after what it reads and before what reads it."""
+"""Segments that ranks run together: one operation, after what it reads and before what reads it. On
+some targets `combine_from` also adds up the rows whose sums it sends.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..ir.core import Fusion, Value
+from ..ir.core import Fusion, Op, Value
+from ..ir.flow import dependent
 from ..target import Target
 from . import pointwise
 
@@ -28,14 +31,27 @@ class Collective:
 
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
-    """None for a single collective operation, with views."""
-    found = [op.kind.name for op in fusion.ops if op.kind.role == "collective"]
-    other = next(
-        (op for op in fusion.ops if op.kind.role not in ("collective", *pointwise.ROLES[1:])), None
-    )
-    if len(found) != 1 or other is not None:
-        return f"{' and '.join(found) or 'no collective'} with {other.kind.name if other else ''}"
+    """None for a single collective operation, with views; where the target sends sums, also with
+    the `combine` that makes what is sent, and operations on its elements.
+    """
+    found = [op for op in fusion.ops if op.kind.role == "collective"]
+    if len(found) != 1:
+        return f"{' and '.join(op.kind.name for op in found) or 'no collective'} in a piece"
+    sums = combine_before(fusion) if target.sends_sums else None
+    made = dependent(fusion.ops, sums.outputs) if sums else set()
+    for op in fusion.ops:
+        after_sums = op.kind.role == "pointwise" and not made.isdisjoint(op.values)
+        if op not in (*found, sums) and op.kind.role not in pointwise.ROLES[1:] and not after_sums:
+            return f"{found[0].kind.name} with {op.kind.name}"
+    if not made.isdisjoint(fusion.outputs) and not set(fusion.outputs) <= set(found[0].outputs):
+        return "sums are sent, and also stored"
     return None
+
+
+def combine_before(fusion: Fusion) -> Op | None:
+    """The only `combine` of a piece that ends in `combine_from`, if there is one."""
+    found = [op for op in fusion.ops if op.kind.role == "combine"]
+    return found[0] if len(found) == 1 and fusion.ops[-1].kind.name == "combine_from" else None
 
 
 def describe(fusion: Fusion) -> Collective:

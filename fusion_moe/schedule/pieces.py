@@ -38,6 +38,8 @@ class Pieces:
         larger one.
         """
         for op in self.ops:
+            if op.kind.role == "collective":
+                self._join_sums(op)
             if op.kind.role in self.target.unshared_roles and len(self.piece[op]) == 1:
                 self._join_required(op)
         edges = [(source, op) for op in self.ops for source in self._sources(op)]
@@ -138,7 +140,20 @@ class Pieces:
                 )
                 if o not in joined
             ]
-        whole = frozenset(joined)
+        self._join_all(frozenset(joined))
+
+    def _join_sums(self, op: Op) -> None:
+        """Joins an operation that sends sums with what makes them."""
+        chain, source = [op], self.fusion.producers.get(op.values[0])
+        while source and (source.kind.view or source.kind.role in ("pointwise", "combine")):
+            chain += [] if source.kind.view else [source]
+            if source.kind.role == "combine":
+                return self._join_all(frozenset(chain))
+            source = self.fusion.producers.get(source.values[0])
+        return None
+
+    def _join_all(self, whole: frozenset[Op]) -> None:
+        """Joins operations if a scheduler accepts the piece."""
         before = {o: self.piece[o] for o in whole}
         self.piece.update(dict.fromkeys(whole, whole))
         if (

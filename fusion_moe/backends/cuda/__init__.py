@@ -171,6 +171,7 @@ BACKEND = Backend(
             matrix_scales=(NVFP4.name,),
             folded_from=_folded_from,
             turned_columns=fp8.COLUMNS,
+            sends_sums=True,
         ),
     ),
     plan,

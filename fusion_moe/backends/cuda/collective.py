@@ -4,20 +4,25 @@ kernels/exchange.cuh. One kernel sends and waits for nobody; the next ones wait.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...arch import Arch
 from ...ir.core import Fusion
 from ...ir.kinds.collectives import MOST_SLOTS
 from ...ir.sizes import AnySize
 from ...ir.types import DTYPES, Groups, plain
+from ...schedule.collective import combine_before
 from ..cxx.elements import stored
 from ..cxx.indices import size
 from ..cxx.product_plan import known
+from ..cxx.statements import inner
 from ..inexpressible import Inexpressible
 from .heuristics import Chosen
 from .source import KernelSource, Sizes, Source
 
 _HEADERS = ("exchange.cuh",)
 _THREADS, _MAX_RESIDENT = 512, 2
+_AT_ONCE = 4  # slots that a thread reads at once
 _PIECE = 16  # bytes of a row that a thread copies at once
 _MOST_RANKS, _UNITS = 16, 16  # units of a rank's tokens, for each of which a block waits
 
@@ -29,7 +34,7 @@ class Collective(Source):
 
     def __init__(self, fusion: Fusion):
         (op,) = (op for op in fusion.ops if op.kind.role == "collective")
-        self.op, self.sends = op, op.kind.name == "dispatch"
+        self.op, self.sends, self.sums = op, op.kind.name == "dispatch", combine_before(fusion)
         rows, ids = op.values[:2]
         self.groups: Groups = op.attrs["groups"] if self.sends else op.values[2].type.ends
         width, slots = known(rows.type.shape[1]), known(ids.type.shape[1])
@@ -66,10 +71,10 @@ class Collective(Source):
         of = ", ".join(map(str, (*numbers, self.op.attrs["experts"])))
         return f"Exchange<{of}>", f"{{{self.array(peers)}, i32({size(self._most)}), error}}"
 
-    def _kernel(self, name: str, of: str, given: str, blocks: AnySize) -> KernelSource:
+    def _kernel(self, name: str, body: Sequence[str], blocks: AnySize) -> KernelSource:
         return self.kernel(
             name,
-            [f"{of}{{{given}}}.run();"],
+            body,
             blocks,
             headers=_HEADERS,
             threads=_THREADS,
@@ -85,12 +90,13 @@ class Collective(Source):
         receive = f"ReceiveTokens<{of}, {stored(w)}>"
         return [
             self._kernel(
-                "send_tokens", send, f"{call}, i32({tokens}), {', '.join(own)}", self._most + 1
+                "send_tokens",
+                [f"{send}{{{call}, i32({tokens}), {', '.join(own)}}}.run();"],
+                self._most + 1,
             ),
             self._kernel(
                 "receive_tokens",
-                receive,
-                f"{call}, {all_ids}, {all_w}, {rows}, {ends}",
+                [f"{receive}{{{call}, {all_ids}, {all_w}, {rows}, {ends}}}.run();"],
                 self.groups.count * _UNITS,
             ),
         ]
@@ -98,21 +104,54 @@ class Collective(Source):
     def _combine_from(self) -> list[KernelSource]:
         (y, ids, ends, _), (total,) = self.op.values, self.op.outputs
         of, call = self._exchange()
-        tokens, sums = (
-            size(plain(ids.type.shape[0])),
-            f"SumOfRanks<{of}, {stored(ids)}, {stored(y)}>",
-        )
+        tokens, sum_of_ranks = size(plain(ids.type.shape[0])), f"SumOfRanks<{of}, {stored(ids)}, "
+        made = self._sums() if self.sums else [f"send.copy({self.array(y)});"]
         return [
             self._kernel(
                 "send_back",
-                f"SendBack<{of}>",
-                f"{call}, {self.array(ends)}, {self.array(y)}",
+                [f"const SendBack<{of}> send{{{call}, {self.array(ends)}}};", *made],
                 self._most * self.groups.count + 1,
             ),
             self._kernel(
                 "sum_of_ranks",
-                sums,
-                f"{call}, i32({tokens}), {self.array(ids)}, {self.names[total]}",
+                [
+                    f"{sum_of_ranks}{stored(y)}>{{{call}, i32({tokens}), {self.array(ids)}, "
+                    f"{self.names[total]}}}.run();"
+                ],
                 self._most + 1,
             ),
+        ]
+
+    def _sums(self) -> list[str]:
+        """Sends what a combine makes: only slots whose experts are here are read."""
+        assert self.sums is not None
+        y, sent = self.sums.values[0], self.op.values[0]
+        row, weight, made = self.of_slots(self.sums, self.memory)
+        element, width = self.of_token(made, sent, self.sums), known(sent.type.shape[1])
+        columns = _PIECE // DTYPES[sent.type.dtype].itemsize
+        slots = known(self.op.values[1].type.shape[1])
+        return [
+            "send.run([&](i32 t, u32 slots, i32 part) {",
+            *inner(
+                [
+                    f"float total[{columns}] = {{}};",
+                    f"sum_slots<{columns}, {slots}, {min(slots, _AT_ONCE)}>(",
+                    f"    total, {self.array(y)}, {width}, part * {columns}, slots,",
+                    f"    [&](i64 s) {row},",
+                    f"    [&](i64 s) {weight});",
+                    f"Vector<{stored(sent)}, {columns}> sum;",
+                    "#pragma unroll",
+                    f"for (int v = 0; v < {columns}; ++v) {{",
+                    *inner(
+                        [
+                            f"const i64 j = part * {columns} + v;",
+                            *made.lines,
+                            f"sum.at[v] = stored<{stored(sent)}>({element});",
+                        ]
+                    ),
+                    "}",
+                    "return reinterpret_cast<const uint4&>(sum);",
+                ]
+            ),
+            "});",
         ]

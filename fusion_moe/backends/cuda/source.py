@@ -9,7 +9,7 @@ indices safe, and report the fault in the word `error`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from string import Template
@@ -456,27 +456,13 @@ class Source(Writer):
         reads_before_wait = after is not None and needed(self.fusion.ops, [slot_of, w]).isdisjoint(
             (*after.made, *after.rows, *after.summed)
         )
-        (tokens, width), slots = total.type.shape, plain(slot_of.type.shape[1])
-        if not isinstance(width, int):
-            raise UnsupportedError(
-                f"combine of {y.type} has no kernel here",
-                expected="a number of columns known when compiling",
-            )
+        slots, hidden = plain(slot_of.type.shape[1]), (*without, *results)
+        row, weight, made = self.of_slots(combine, hidden)
+        tokens, width = total.type.shape
         columns = next(v for v in (8, 4, 2, 1) if width % v == 0)
         at_once = slots if isinstance(slots, int) and 0 < slots <= _SLOTS else _SLOTS
-        hidden = (*without, *results)
-        slot, weight = (self.elements(without=hidden) for _ in range(2))
-        row = safe(self.fusion, slot_of, y.type.shape[0], slot.of(slot_of, [_T, _S]))
-        factor = weight.of(w, [_T, _S])
-
-        def of_thread(at: Sequence[Index]) -> Expression:
-            if not is_index(at[0], _T, tokens) or not is_index(at[1], _J, width):
-                raise UnsupportedError("a result reads another element of the sum than its own")
-            return Expression("total[v]", frozenset("v"))
-
-        made = self.elements({total: of_thread}, without=hidden)
         kept = [
-            f"result{i}.at[v] = stored<{stored(v)}>({self._of_token(made, v, (tokens, width))});"
+            f"result{i}.at[v] = stored<{stored(v)}>({self.of_token(made, v, combine)});"
             for i, v in enumerate(results)
         ]
         vectors = [f"Vector<{stored(v)}, {columns}> result{i};" for i, v in enumerate(results)]
@@ -490,8 +476,8 @@ class Source(Writer):
             f"{size(tokens)}, {width}, i32({size(slots)}),",
             *inner(
                 [
-                    f"[&](i64 t, i64 s) {{ {' '.join(slot.lines)} return {row}; }},",
-                    f"[&](i64 t, i64 s) {{ {' '.join(weight.lines)} return {factor}; }},",
+                    f"[&](i64 t, i64 s) {row},",
+                    f"[&](i64 t, i64 s) {weight},",
                     f"[&](i64 t, i64 j0, const float (&total)[{columns}]) {{",
                     *inner(vectors),
                     "    #pragma unroll",
@@ -513,8 +499,36 @@ class Source(Writer):
             reads_before_wait=reads_before_wait,
         )
 
-    def _of_token(self, made: Elements, v: Value, shape: Sequence[Dim]) -> Variable:
-        """Element (t, j) of a value, viewed as a matrix of a shape."""
+    def of_slots(self, combine: Op, hidden: Collection[Value]) -> tuple[str, str, Elements]:
+        """What a combine reads for slot s of token t, as bodies of functions: the row, and its
+        weight; and elements of what is computed of its sum, which is total[v] for column j. hidden:
+        values that are not in memory yet.
+        """
+        (y, slot_of, w), (total,) = combine.values, combine.outputs
+        tokens, width = total.type.shape
+        if not isinstance(width, int):
+            raise UnsupportedError(
+                f"combine of {y.type} has no kernel here",
+                expected="a number of columns known when compiling",
+            )
+        slot, weight = (self.elements(without=hidden) for _ in range(2))
+        row = safe(self.fusion, slot_of, y.type.shape[0], slot.of(slot_of, [_T, _S]))
+        factor = weight.of(w, [_T, _S])
+
+        def of_thread(at: Sequence[Index]) -> Expression:
+            if not is_index(at[0], _T, tokens) or not is_index(at[1], _J, width):
+                raise UnsupportedError("a result reads another element of the sum than its own")
+            return Expression("total[v]", frozenset("v"))
+
+        return (
+            f"{{ {' '.join(slot.lines)} return {row}; }}",
+            f"{{ {' '.join(weight.lines)} return {factor}; }}",
+            self.elements({total: of_thread}, without=hidden),
+        )
+
+    def of_token(self, made: Elements, v: Value, combine: Op) -> Variable:
+        """Element (t, j) of a value, viewed as a matrix like the sum of a combine."""
+        shape = combine.outputs[0].type.shape
         if elements(v.type.shape) != elements(shape):
             raise UnsupportedError(
                 f"{v.name} {v.type} is not a matrix of {' x '.join(map(str, shape))}"

@@ -82,8 +82,8 @@ struct Rank {
     }
 
     void combine() {
-        const SendBack<E> send{call(), ends, y.data()};
-        launch(blocks, [=] { send.run(); });
+        const SendBack<E> send{call(), ends};
+        launch(blocks, [=, this] { send.copy(y.data()); });
         rest(random);
         const SumOfRanks<E, i64, float> sum{call(), tokens, ids.data(), sums.data()};
         launch(blocks, [=] { sum.run(); });

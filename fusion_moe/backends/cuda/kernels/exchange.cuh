@@ -46,6 +46,7 @@ struct Exchange {
     static constexpr i32 PIECES = 16;   // of a rank's tokens; their ids have one flag
     static constexpr i32 MOST_OF_CHUNK = 256;
     static constexpr i64 MOST_SLOTS = 32, ALIGN = 256;
+    static constexpr i32 EACH = (EXPERTS + RANKS - 1) / RANKS;  // experts of a rank
     static_assert(ROW_BYTES % 16 == 0 && RANKS <= 16 && SLOTS <= MOST_SLOTS);
 
     const i64* peers;  // this rank; number of the layer; tokens of a rank and bytes of a row for
@@ -107,18 +108,26 @@ struct Exchange {
     // The ranks that have an expert of a token, as bits.
     template <class Id>
     __device__ __forceinline__ u32 owners(const Id* ids) const {
-        constexpr u32 EACH = (EXPERTS + RANKS - 1) / RANKS;
         u32 found = 0;
 #pragma unroll
         for (i32 k = 0; k < SLOTS; ++k) {
             const u64 id = u64(i64(ids[k]));
-            if (id < u64(EXPERTS)) found |= 1u << u32(id) / EACH;
+            if (id < u64(EXPERTS)) found |= 1u << u32(id) / u32(EACH);
         }
         return found;
     }
     template <class Id>
     __device__ __forceinline__ bool is_mine(const Id* ids) const {
         return owners(ids) >> rank() & 1;
+    }
+    // The slots of a token that name an expert of this rank, as bits.
+    __device__ __forceinline__ u32 slots_here(const i32* ids) const {
+        const i32 mine = rank();
+        u32 found = 0;
+#pragma unroll
+        for (i32 k = 0; k < SLOTS; ++k)
+            found |= u32(u32(ids[k]) < u32(EXPERTS) && ids[k] / EACH == mine) << k;
+        return found;
     }
 
     // Whether the ranks share memory at all; if not, there is no header.
@@ -326,39 +335,69 @@ template <class Exchange>
 struct SendBack {
     Exchange e;
     const i32* ends;  // [RANKS], as ReceiveTokens found them: letters may be others' next ones
-    const void* y;    // [RANKS * most] rows
 
-    __device__ void run() const {
+    // Rows [RANKS * most] as they are.
+    __device__ void copy(const void* y) const {
+        run([=](i32 row, u32, i32 part) {
+            return static_cast<const uint4*>(y)[i64(row) * Exchange::PIECES_OF_ROW + part];
+        });
+    }
+
+    // made(row, slots, part): 16 bytes of a row, to which only these slots of its token have
+    // something to add.
+    template <class Made>
+    __device__ __forceinline__ void run(Made made) const {
         griddepcontrol_wait();
         if (!e.exists() || e.header().broken) return;
         const u64 epoch = e.epoch();
         const i32 chunks = e.count(e.most, e.chunk());
         for (i32 i = blockIdx.x; i < Exchange::RANKS * chunks; i += gridDim.x)
-            send(e.served(i / chunks), i % chunks, epoch);
+            send(e.served(i / chunks), i % chunks, epoch, made);
     }
 
   private:
-    __device__ __forceinline__ void send(i32 to, i32 chunk, u64 epoch) const {
-        __shared__ bool made[Exchange::MOST_OF_CHUNK];
+    template <class Made>
+    __device__ __forceinline__ void send(i32 to, i32 chunk, u64 epoch, Made made) const {
+        __shared__ u32 slots[Exchange::MOST_OF_CHUNK];
         constexpr i32 PIECES = Exchange::PIECES_OF_ROW;
         const i32 mine = e.rank();
         const i32 tokens = ends[to] - to * e.most, first = chunk * e.chunk(),
                   end = min(first + e.chunk(), tokens);
         if (chunk > 0 && first >= tokens) return;
         for (i32 t = first + threadIdx.x; t < end; t += blockDim.x)
-            made[t - first] = e.is_mine(e.ids(mine, to, t));
+            slots[t - first] = e.slots_here(e.ids(mine, to, t));
+        uint4* const there = e.back(to, mine, first);
         __syncthreads();
-#pragma unroll 4
         for (i32 i = threadIdx.x; i < (end - first) * PIECES; i += blockDim.x) {
-            const i32 t = first + i / PIECES, part = i % PIECES;
-            if (made[t - first])
-                e.back(to, mine, t)[part] =
-                    static_cast<const uint4*>(y)[i64(to * e.most + t) * PIECES + part];
+            const i32 t = i / PIECES;
+            if (slots[t]) there[i] = made(to * e.most + first + t, slots[t], i % PIECES);
         }
         __syncthreads();
         if (threadIdx.x == 0) store_release_system(e.back_flag(to, mine, chunk), epoch);
     }
 };
+
+// The sum over some slots of weight(s) * y[row(s)][j .. j + V - 1], in their order; AT_ONCE of them
+// are read before any is added.
+template <int V, i32 SLOTS, i32 AT_ONCE, class T, class Row, class Weight>
+__device__ __forceinline__ void sum_slots(float (&total)[V], const T* y, i64 width, i64 j,
+                                          u32 slots, Row row, Weight weight) {
+#pragma unroll
+    for (i32 first = 0; first < SLOTS; first += AT_ONCE) {
+        Vector<T, V> found[AT_ONCE];
+        float factor[AT_ONCE];
+#pragma unroll
+        for (i32 s = 0; s < AT_ONCE; ++s)
+            if (slots >> (first + s) & 1)
+                found[s] = load_vector<V>(y + row(first + s) * width + j),
+                factor[s] = weight(first + s);
+#pragma unroll
+        for (i32 s = 0; s < AT_ONCE; ++s)
+            if (slots >> (first + s) & 1)
+#pragma unroll
+                for (int v = 0; v < V; ++v) total[v] += widen(found[s].at[v]) * factor[s];
+    }
+}
 
 // Adds what all ranks made of this rank's tokens, in the order of ranks; nothing of those that did
 // not answer. It also awaits ranks that made nothing: they have read what they got.
