@@ -121,6 +121,8 @@ def choose(parts: Parts, sizes: Sizes, arch: Arch, any_size: bool = False) -> Ch
             replace(chosen[i], writes_fragment_order=True),
             replace(chosen[j], reads_fragment_order=True),
         )
+    for i in parts.without_rest:
+        chosen[i] = replace(chosen[i], without_rest=True)
     next_, previous = dict(links), {j: i for i, j in links}
     steps, after_product = list[Step](), False
     for i, (part, how) in enumerate(zip(parts.parts, chosen, strict=True)):

@@ -49,6 +49,7 @@ class Collective(Source):
             if wrong:
                 raise Inexpressible(op, f"{found}: has no kernel here")
         super().__init__(fusion, op.outputs)
+        self.grouped = self.sums.values[0] if self.sums else None
 
     def functions(self) -> list[str]:
         """None: its kernels contain everything."""

@@ -34,6 +34,12 @@ class Part:
         ]
 
     @property
+    def grouped(self) -> Value | None:
+        """The value of which it reads no rows of no group, if it is an input."""
+        inputs = dict(zip(self.source.fusion.inputs, self.inputs, strict=True))
+        return inputs.get(self.source.grouped) if self.source.grouped else None
+
+    @property
     def matrix(self) -> Value | None:
         """The value whose rows are the activations of the part's product, if it is an input."""
         if (
@@ -84,18 +90,33 @@ class Parts:
         """(i, j) if only the product of part j reads the result of the product of part i: in any
         order of columns, if both agree.
         """
+        return tuple(
+            (i, j)
+            for i, j, v in self._read_once([part.matrix for part in self.parts])
+            if _linked(self.parts[i], v, self.parts[j].source)
+        )
+
+    @cached_property
+    def without_rest(self) -> frozenset[int]:
+        """The parts of which nothing reads rows of no group: products whose result a part reads
+        that leaves these out, and those whose result only such a product reads.
+        """
+        found = {
+            i
+            for i, _, v in self._read_once([part.grouped for part in self.parts])
+            if _only_rows(self.parts[i], v)
+        }
+        for i, j in reversed(self.links):
+            found |= {i} if j in found and len(self.parts[i].outputs) == 1 else set()
+        return frozenset(found)
+
+    def _read_once(self, read: Sequence[Value | None]) -> list[tuple[int, int, Value]]:
+        """(i, j, v) for the value v that is `read` by part j, if part i makes it, and no other part
+        reads it.
+        """
         makers = {v: i for i, part in enumerate(self.parts) for v in part.outputs}
         readers = Counter([*self.outputs, *(v for part in self.parts for v in set(part.inputs))])
-        read = {
-            j: v
-            for j, part in enumerate(self.parts)
-            if (v := part.matrix) in makers and readers[v] == 1
-        }
-        return tuple(
-            (makers[v], j)
-            for j, v in read.items()
-            if _linked(self.parts[makers[v]], v, self.parts[j].source)
-        )
+        return [(makers[v], j, v) for j, v in enumerate(read) if v in makers and readers[v] == 1]
 
     @property
     def places(self) -> tuple[tuple[int, ...], ...]:
@@ -166,6 +187,12 @@ def _linked(maker: Part, v: Value, after: Source) -> bool:
     plan, own = before.plan, dict(zip(maker.outputs, before.fusion.outputs, strict=True))
     first = own[v] in plan.rows[:1] and plan.one_width and not plan.combine
     return first and plan.width == after.plan.k and _only_activations(after)
+
+
+def _only_rows(maker: Part, v: Value) -> bool:
+    """Whether v is all that a product makes: rows of groups."""
+    source = maker.source
+    return isinstance(source, Product) and maker.outputs == (v,) and not source.plan.combine
 
 
 def _only_activations(product: Product) -> bool:

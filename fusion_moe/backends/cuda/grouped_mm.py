@@ -156,6 +156,7 @@ class Product(Source):
                 s is not last,
                 s.variant.persistent and not last.variant.persistent,
                 chosen.any_size,
+                chosen.without_rest,
             )
             for s in size_classes
         ]
@@ -201,6 +202,7 @@ class Product(Source):
         concurrent_with_next: bool,
         with_small_m: bool,
         any_size: bool,
+        without_rest: bool,
     ) -> KernelSource:
         """One launch of a variant's kernel.
 
@@ -217,10 +219,8 @@ class Product(Source):
             and size_class.max_rows is None
         )
         reads_before_wait = reads_before_wait or ids
-        bounds = (
-            size_class.above_rows,
-            _UNBOUNDED if size_class.max_rows is None else size_class.max_rows,
-        )
+        most = _UNBOUNDED - without_rest if size_class.max_rows is None else size_class.max_rows
+        bounds = size_class.above_rows, most
         flags = reads_before_wait, concurrent_with_previous, concurrent_with_next, with_small_m, ids
         # beside another kernel the driver keeps that one's; several blocks may not get enough
         carveout = variant.per_sm > 1 if variant.persistent else concurrent_with_previous

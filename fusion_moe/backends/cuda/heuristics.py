@@ -49,12 +49,14 @@ class Chosen:
     any_size: whether to use kernels that work for calls of any sizes, so that their text contains
     none. reads_fragment_order, writes_fragment_order: whether the product's rows are in memory in
     fragment order, as the previous product wrote them, and whether its result is in fragment order.
+    without_rest: whether rows of no group are left unwritten, since nothing reads them.
     """
 
     size_classes: tuple[SizeClass, ...] = ()
     reads_fragment_order: bool = False
     writes_fragment_order: bool = False
     any_size: bool = False
+    without_rest: bool = False
 
     @property
     def may_chain(self) -> bool:

@@ -166,13 +166,14 @@ class Source(Writer):
     none.
 
     scratch: arrays that are allocated in addition to `memory`. transposed: the input, if any, that
-    is passed with its last two dimensions swapped. needs: the arch.FEATURES without which it has no
-    kernels.
+    is passed with its last two dimensions swapped; grouped: the one of which it reads no rows of no
+    group. needs: the arch.FEATURES without which it has no kernels.
     """
 
     ELEMENTS = SafeElements
     needs: tuple[str, ...] = ()
     transposed: Value | None = None
+    grouped: Value | None = None
 
     def __init__(
         self, fusion: Fusion, memory: Sequence[Value], names: Mapping[Value, str] | None = None
