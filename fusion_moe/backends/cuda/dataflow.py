@@ -101,13 +101,10 @@ class Parts:
         """The parts of which nothing reads rows of no group: products whose result a part reads
         that leaves these out, and those whose result only such a product reads.
         """
-        found = {
-            i
-            for i, _, v in self._read_once([part.grouped for part in self.parts])
-            if _only_rows(self.parts[i], v)
-        }
+        read = self._read_once([part.grouped for part in self.parts])
+        found = {i for i, *_ in read if _one_result(self.parts[i].source)}
         for i, j in reversed(self.links):
-            found |= {i} if j in found and len(self.parts[i].outputs) == 1 else set()
+            found |= {i} if j in found and _one_result(self.parts[i].source) else set()
         return frozenset(found)
 
     def _read_once(self, read: Sequence[Value | None]) -> list[tuple[int, int, Value]]:
@@ -189,10 +186,9 @@ def _linked(maker: Part, v: Value, after: Source) -> bool:
     return first and plan.width == after.plan.k and _only_activations(after)
 
 
-def _only_rows(maker: Part, v: Value) -> bool:
-    """Whether v is all that a product makes: rows of groups."""
-    source = maker.source
-    return isinstance(source, Product) and maker.outputs == (v,) and not source.plan.combine
+def _one_result(source: Source) -> bool:
+    """Whether a source is a product that stores one result, for rows of groups."""
+    return isinstance(source, Product) and len(source.plan.rows) == 1 and not source.plan.combine
 
 
 def _only_activations(product: Product) -> bool:
