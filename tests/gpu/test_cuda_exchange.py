@@ -1,0 +1,173 @@
+"""Ranks that store into each other's memory, on one GPU, each with a stream of its own: they
+compute what the reference does, through many replays of graphs with delays, and end when one is
+silent.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusion_moe
+from fusion_moe import options
+from fusion_moe.distributed.symmetric import region_bytes
+from fusion_moe.encodings import NVFP4, quantize
+from fusion_moe.errors import RankError
+from fusion_moe.ir.collectives import Together
+from fusion_moe.ir.kinds.collectives import PEERS
+
+pytestmark = pytest.mark.gpu
+E, H, I, K, ROOM = 8, 512, 256, 3, 600
+LONG, SHORT = 60_000_000_000, 500_000_000  # nanoseconds
+REPLAYS = 10_000
+Given = tuple[Tensor, Tensor, Tensor]
+
+
+class Ranks:
+    """All of a group: their memory, streams and shares of the experts."""
+
+    def __init__(self, count: int, limit: int = LONG):
+        self.count, self.each = count, -(-E // count)
+        nbytes = region_bytes(count, ROOM, 2 * H)
+        self.memory = [torch.zeros(nbytes // 8, dtype=torch.int64).cuda() for _ in range(count)]
+        addresses = [t.data_ptr() for t in self.memory]
+        self.peers = [torch.tensor([r, 7, ROOM, 2 * H, *addresses]).cuda() for r in range(count)]
+        for t in self.memory:
+            t[1] = limit
+        self.streams = [torch.cuda.Stream() for _ in range(count)]
+        g = torch.Generator().manual_seed(0)
+        whole = [torch.randn(E, n, k, generator=g) / k**0.5 for n, k in ((2 * I, H), (H, I))]
+        self.shares = [
+            [[*quantize(w[r * self.each :][: self.each], NVFP4)] for w in whole]
+            for r in range(count)
+        ]
+        self.on_gpu = [[[t.cuda() for t in part] for part in share] for share in self.shares]
+        for stream in self.streams:  # no memory is asked of the driver while a rank waits
+            with torch.cuda.stream(stream):
+                torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+                torch.empty(1 << 19, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+
+    def call(self, rank: int, given: Given, capacity: int = 0, device: str = "cuda") -> Tensor:
+        on_gpu = device == "cuda"
+        peers = self.peers[rank] if on_gpu else torch.zeros(PEERS + self.count).long()
+        return torch.ops.fusion_moe.fused_experts(
+            *given,
+            *(self.on_gpu if on_gpu else self.shares)[rank],
+            weight_format="nvfp4",
+            first_expert=rank * self.each,
+            peers=peers,
+            across="g",
+            of_experts=E,
+            capacity=capacity,
+        )
+
+    def prepare(self, given: Sequence[Given], capacity: int = 0) -> None:
+        """Compiles and loads everything before a rank waits."""
+        with fusion_moe.preparing():
+            for rank, mine in enumerate(given):
+                self.call(rank, mine, capacity)
+        torch.cuda.synchronize()
+
+    def run(self, given: Sequence[Given], capacity: int = 0) -> list[Tensor]:
+        given = [on_gpu(mine) for mine in given]
+        self.prepare(given, capacity)
+        found = []
+        for rank, mine in enumerate(given):
+            with torch.cuda.stream(self.streams[rank]):
+                found.append(self.call(rank, mine, capacity))
+        fusion_moe.synchronize()
+        return found
+
+    def want(self, given: Sequence[Given], capacity: int = 0) -> list[Tensor]:
+        with options.override(target="reference"):
+            return Together(self.count).run(
+                lambda rank: self.call(rank, given[rank], capacity, "cpu")
+            )
+
+
+def tokens(count: int, seed: int) -> Given:
+    """Some slots of which name no expert."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(count, E, generator=g).argsort(-1)[:, :K]
+    ids = ids.masked_fill(torch.rand(count, K, generator=g) < 0.1, -1)
+    return torch.randn(count, H, generator=g).bfloat16(), ids, torch.rand(count, K, generator=g)
+
+
+def on_gpu(given: Given) -> Given:
+    x, ids, w = (t.cuda() for t in given)
+    return x, ids, w
+
+
+def assert_alike(found: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    for a, b in zip(found, want, strict=True):
+        assert a.shape == b.shape
+        assert (a.cpu().float() - b.float()).norm() <= 1e-2 * b.float().norm()
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.no_grad():
+        yield
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_compute_what_the_reference_does(count):
+    """Equally many tokens and different numbers, none among them; calls of other sizes follow."""
+    ranks = Ranks(count)
+    for numbers, capacity in (
+        *(((n,) * count, 0) for n in (1, 7, 600, 3)),
+        *((tuple((5 * r) % 9 for r in range(count)), most) for most in (9, 400)),
+        ((0,) * count, 4),
+    ):
+        given = [tokens(n, seed) for seed, n in enumerate(numbers)]
+        assert_alike(ranks.run(given, capacity), ranks.want(given, capacity))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_replays_with_delays_repeat(count):
+    """Two graphs of a rank in turns, of other sizes and tokens, each after a delay of its own."""
+    ranks, rng = Ranks(count), random.Random(0)
+    every = [[tokens(n, 10 * n + r) for r in range(count)] for n in (5, 40)]
+    wants = [ranks.run(given) for given in every]
+    wrong = [torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(count)]
+    graphs, kept = [], []
+    for given, want in zip(every, wants, strict=True):
+        of_ranks, given = [], [on_gpu(mine) for mine in given]
+        for rank, mine in enumerate(given):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=ranks.streams[rank]):
+                found = ranks.call(rank, mine)
+                wrong[rank] += (found != want[rank]).any()
+            of_ranks.append(graph)
+        graphs.append(of_ranks)
+        kept.append(given)  # graphs read them
+    torch.cuda.synchronize()
+    for i in range(REPLAYS):
+        of_ranks = graphs[rng.random() < 0.5]
+        for rank, stream in enumerate(ranks.streams):
+            with torch.cuda.stream(stream):
+                if rng.random() < 0.2:
+                    torch.cuda._sleep(rng.randrange(100_000))  # cycles
+                of_ranks[rank].replay()
+        if i % 500 == 499:  # so that no queue is full when another rank is waited for
+            fusion_moe.synchronize()
+    assert not any(int(n) for n in wrong)
+    assert len({int(t[0]) for t in ranks.memory}) == 1
+
+
+def test_a_silent_rank_is_named():
+    """By the next call, which does not wait again; sums lack what it did not send."""
+    ranks, given = Ranks(2, SHORT), [on_gpu(tokens(6, seed)) for seed in range(2)]
+    ranks.run(given)
+    for _ in range(2):
+        with torch.cuda.stream(ranks.streams[0]):
+            found = ranks.call(0, given[0])
+        with pytest.raises(RankError, match="rank 1"):
+            fusion_moe.synchronize()
+        assert found.isfinite().all()
