@@ -36,14 +36,16 @@ class Collective(Source):
         (op,) = (op for op in fusion.ops if op.kind.role == "collective")
         self.op, self.sends, self.sums = op, op.kind.name == "dispatch", combine_before(fusion)
         rows, ids = op.values[:2]
-        self.groups: Groups = op.attrs["groups"] if self.sends else op.values[2].type.ends
+        groups: Groups | None = op.attrs["groups"] if self.sends else op.values[2].type.ends
+        assert groups is not None
+        self.groups, self._ranks = groups, known(groups.count)
         width, slots = known(rows.type.shape[1]), known(ids.type.shape[1])
         self._row_bytes = width * DTYPES[rows.type.dtype].itemsize
         for wrong, found in (
             (rows.type.dtype == "f64", f"rows {rows.type}"),
             (self._row_bytes % _PIECE, f"rows of {self._row_bytes} bytes, no multiple of {_PIECE}"),
             (slots > MOST_SLOTS, f"{slots} experts of a token, more than {MOST_SLOTS}"),
-            (self.groups.count > _MOST_RANKS, f"{self.groups.count} ranks"),
+            (self._ranks > _MOST_RANKS, f"{self._ranks} ranks"),
             (set(fusion.outputs) - set(op.outputs), "a view of what ranks exchange"),
         ):
             if wrong:
@@ -68,7 +70,7 @@ class Collective(Source):
     def _exchange(self) -> tuple[str, str]:
         """The type of a call, and the call."""
         ids, peers = self.op.values[1], self.op.values[3]
-        numbers = self.groups.count, known(ids.type.shape[1]), self._row_bytes
+        numbers = self._ranks, known(ids.type.shape[1]), self._row_bytes
         of = ", ".join(map(str, (*numbers, self.op.attrs["experts"])))
         return f"Exchange<{of}>", f"{{{self.array(peers)}, i32({size(self._most)}), error}}"
 
@@ -98,7 +100,7 @@ class Collective(Source):
             self._kernel(
                 "receive_tokens",
                 [f"{receive}{{{call}, {all_ids}, {all_w}, {rows}, {ends}}}.run();"],
-                self.groups.count * _UNITS,
+                self._ranks * _UNITS,
             ),
         ]
 
@@ -111,7 +113,7 @@ class Collective(Source):
             self._kernel(
                 "send_back",
                 [f"const SendBack<{of}> send{{{call}, {self.array(ends)}}};", *made],
-                self._most * self.groups.count + 1,
+                self._most * self._ranks + 1,
             ),
             self._kernel(
                 "sum_of_ranks",

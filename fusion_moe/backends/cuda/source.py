@@ -460,6 +460,7 @@ class Source(Writer):
         slots, hidden = plain(slot_of.type.shape[1]), (*without, *results)
         row, weight, made = self.of_slots(combine, hidden)
         tokens, width = total.type.shape
+        assert isinstance(width, int)
         columns = next(v for v in (8, 4, 2, 1) if width % v == 0)
         at_once = slots if isinstance(slots, int) and 0 < slots <= _SLOTS else _SLOTS
         kept = [
