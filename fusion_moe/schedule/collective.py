@@ -15,7 +15,7 @@ from . import pointwise
 NAME = "collective"
 CONTRACTS_ROUNDING = False
 _WAITS = {
-    "dispatch": ("rows to the ranks that compute with them", "the ids of all ranks, and rows of each"),
+    "dispatch": ("rows to the ranks that need them", "the ids of all ranks, and rows of each"),
     "combine_from": ("sums to the ranks of their tokens", "the sums of all ranks"),
 }
 
