@@ -42,7 +42,6 @@ class Collective(Source):
         width, slots = known(rows.type.shape[1]), known(ids.type.shape[1])
         self._row_bytes = width * DTYPES[rows.type.dtype].itemsize
         for wrong, found in (
-            (rows.type.dtype == "f64", f"rows {rows.type}"),
             (self._row_bytes % _PIECE, f"rows of {self._row_bytes} bytes, no multiple of {_PIECE}"),
             (slots > MOST_SLOTS, f"{slots} experts of a token, more than {MOST_SLOTS}"),
             (self._ranks > _MOST_RANKS, f"{self._ranks} ranks"),
