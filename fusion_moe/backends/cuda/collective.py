@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from ...arch import Arch
 from ...ir.core import Fusion
-from ...ir.kinds.collectives import MOST_SLOTS
 from ...ir.sizes import AnySize
 from ...ir.types import DTYPES, Groups, plain
 from ...schedule.collective import combine_before
@@ -35,15 +34,14 @@ class Collective(Source):
     def __init__(self, fusion: Fusion):
         (op,) = (op for op in fusion.ops if op.kind.role == "collective")
         self.op, self.sends, self.sums = op, op.kind.name == "dispatch", combine_before(fusion)
-        rows, ids = op.values[:2]
+        rows = op.values[0]
         groups: Groups | None = op.attrs["groups"] if self.sends else op.values[2].type.ends
         assert groups is not None
         self.groups, self._ranks = groups, known(groups.count)
-        width, slots = known(rows.type.shape[1]), known(ids.type.shape[1])
+        width = known(rows.type.shape[1])
         self._row_bytes = width * DTYPES[rows.type.dtype].itemsize
         for wrong, found in (
             (self._row_bytes % _PIECE, f"rows of {self._row_bytes} bytes, no multiple of {_PIECE}"),
-            (slots > MOST_SLOTS, f"{slots} experts of a token, more than {MOST_SLOTS}"),
             (self._ranks > _MOST_RANKS, f"{self._ranks} ranks"),
             (set(fusion.outputs) - set(op.outputs), "a view of what ranks exchange"),
         ):
