@@ -137,7 +137,7 @@ struct Exchange {
     // Whether a flag that another rank sets reaches an epoch in time.
     __device__ __forceinline__ bool wait(const u64* flag, u64 epoch, Phase phase, i32 from) const {
         const u64 start = now();
-        if (!exists()) return fail(NO_ROOM, rank(), start);
+        if (!exists() || !fits()) return fail(NO_ROOM, rank(), start);
         for (u32 turn = 0; load_relaxed_system(flag) < epoch; ++turn) {
             if (turn % 16) continue;
             if (load_relaxed_system(&header().broken) || now() - start > header().limit)
@@ -348,7 +348,7 @@ struct SendBack {
     template <class Made>
     __device__ __forceinline__ void run(Made made) const {
         griddepcontrol_wait();
-        if (!e.exists() || e.header().broken) return;
+        if (!e.exists() || !e.fits() || e.header().broken) return;
         const u64 epoch = e.epoch();
         const i32 chunks = e.count(e.most, e.chunk());
         for (i32 i = blockIdx.x; i < Exchange::RANKS * chunks; i += gridDim.x)
