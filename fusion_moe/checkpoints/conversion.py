@@ -78,13 +78,8 @@ def convert(
         configs: Configs = config | {"dtype": str(dtype).removeprefix("torch.")}, None
     elif to == "compressed-tensors":
         steps = list(source.steps(lambda weight: _compressed_step(source, weight), _unless_known))
-        config = without_quantization(source.directory.config)
         encodings = {w.name: e for w in source.weights.values() if (e := w.scheme.encoding)}
-        configs = (
-            config
-            | {"quantization_config": compressed_config(encodings, matrices_in_floats(steps))},
-            None,
-        )
+        configs = with_config(source, compressed_config(encodings, matrices_in_floats(steps)))
     else:
         steps = list(source.steps(lambda weight: modelopt_step(source, weight), renamed))
         configs = modelopt_configs(source, steps)

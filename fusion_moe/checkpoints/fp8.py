@@ -12,7 +12,7 @@ import math
 from torch import Tensor
 
 from ..encodings import FP8, FP8_CHANNEL, FP8_E8M0, FP8_TENSOR, Encoding, check_matrix_scales
-from ..errors import NonFiniteError, ShapeError, UnsupportedError
+from ..errors import Error, NonFiniteError, ShapeError, UnsupportedError
 
 BLOCK = (128, 128)
 
@@ -31,37 +31,21 @@ def encoding_of(values: tuple[int, ...], scale: tuple[int, ...], e8m0: bool) -> 
     return None
 
 
-def check_fp8(values: Tensor, scale: Tensor) -> tuple[int, ...]:
-    """The shape (N, K); ShapeError unless scale fits values, UnsupportedError for scales of other
-    blocks. The values are not read.
+def refusal(values: Tensor, scale: Tensor) -> Error:
+    """Why `encoding_of` knows none for them: a ShapeError, or an UnsupportedError for scales of
+    other blocks.
     """
     if values.dim() != 2 or 0 in values.shape:
-        raise ShapeError(f"values are {list(values.shape)}", expected="[N, K]")
+        return ShapeError(f"values are {list(values.shape)}", expected="[N, K]")
     n, k = values.shape
     blocks = [-(-n // BLOCK[0]), -(-k // BLOCK[1])]
-    if scale.numel() != 1 and list(scale.shape) not in ([n], [n, 1], blocks):
-        expected = (
-            f"[], [1], [{n}, 1] or {blocks}: one for {list(values.shape)}, for a row or "
-            f"for {BLOCK[0]} x {BLOCK[1]}"
-        )
-        other_blocks = scale.dim() == 2 and blocks[0] <= scale.shape[0] <= n and scale.shape[1] <= k
-        raise (UnsupportedError if other_blocks else ShapeError)(
-            f"scale is {list(scale.shape)}", expected=expected
-        )
-    return n, k
-
-
-def dequantize_fp8(values: Tensor, scale: Tensor) -> Tensor:
-    """f32 [N, K]: values times scale, one float32 product each. Raises as `check_fp8`."""
-    n, k = check_fp8(values, scale)
-    factor = scale.float()
-    if scale.numel() == 1:
-        return values.float() * factor.reshape(())
-    if list(scale.shape) in ([n], [n, 1]):
-        return values.float() * factor.reshape(n, 1)
-    return (
-        values.float()
-        * factor.repeat_interleave(BLOCK[0], 0)[:n].repeat_interleave(BLOCK[1], 1)[:, :k]
+    expected = (
+        f"[], [1], [{n}, 1] or {blocks}: one for {list(values.shape)}, for a row or "
+        f"for {BLOCK[0]} x {BLOCK[1]}"
+    )
+    other_blocks = scale.dim() == 2 and blocks[0] <= scale.shape[0] <= n and scale.shape[1] <= k
+    return (UnsupportedError if other_blocks else ShapeError)(
+        f"scale is {list(scale.shape)}", expected=expected
     )
 
 

@@ -21,7 +21,6 @@ from ..encodings import FP8_TENSOR, INT4, MXFP4, NF4, NVFP4, Encoding, Quantized
 from ..encodings.encoding import FLOATS
 from ..errors import Error, UnsupportedError
 from ..layouts.layout import as_bytes
-from .fp8 import dequantize_fp8
 from .words import Words, nibbles, packed_nibbles
 
 
@@ -154,10 +153,9 @@ class Fixed:
 class Scheme:
     """One way to store weights.
 
-    encoding: None for those whose encoding follows from their shapes (`fp8.py`, `integers.py`);
-    8-bit floats whose shapes are of no encoding are read as floats. fused: a tensor holds all
-    experts, [E, N, K], and there is one matrix scale for all of them. The first part holds the
-    elements. fixed: tensors that may be there too.
+    encoding: None for those whose encoding follows from their shapes (`fp8.py`, `integers.py`).
+    fused: a tensor holds all experts, [E, N, K], and there is one matrix scale for all of them. The
+    first part holds the elements. fixed: tensors that may be there too.
     """
 
     name: str
@@ -178,8 +176,7 @@ class Scheme:
 
     def floats(self, parts: Iterable[Tensor]) -> Tensor:
         """f32 [N, K] or [E, N, K], of the parts as `StoredPart.to_part` returns them."""
-        if self.encoding is None:
-            return dequantize_fp8(*parts)
+        assert self.encoding is not None, self.name
         return dequantize(Quantized(*parts, encoding=self.encoding))
 
 

@@ -14,7 +14,7 @@ from ..encodings import Encoding, Quantized
 from ..encodings.real import real_tensors
 from ..errors import CheckpointError, Error, ShapeError, UnsupportedError
 from .directory import Directory
-from .fp8 import check_fp8, encoding_of
+from .fp8 import encoding_of, refusal
 from .headers import Entry
 from .integers import USUAL, Packing, scheme_of
 from .methods import method_of, packing_of
@@ -253,7 +253,7 @@ def _shape(scheme: Scheme, entries: Mapping[str, Entry]) -> tuple[int, ...]:
     parts = [codes, *scales]
     try:
         if scheme.encoding is None:
-            return check_fp8(*parts)
+            raise refusal(*parts)
         return _encoded_shape(scheme, scheme.encoding, entries, parts)
     except ShapeError as error:
         raise CheckpointError(

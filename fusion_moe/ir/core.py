@@ -30,12 +30,16 @@ MOST_ROWS = 2**31 - 1  # the most that the int32 ends of a partition can express
 ROLES = ("argument", "weight", "state")
 
 
-def _operator(kind: str, *, swapped: bool = False) -> Callable[[Value, Operand], Value]:
-    def method(self: Value, other: Operand) -> Value:
-        operands = (other, self) if swapped else (self, other)
-        return self._ops_of(kind)(*operands)
+def _operator(kind: str, *, swapped: bool = False) -> Callable[..., Value]:
+    def method(self: Value, *other: Operand) -> Value:
+        if self.ops is None:
+            raise FusionError(
+                f"an operator on {self.name}, {self.type}, which no FusionDefinition made",
+                expected=f"fd.ops.{kind}",
+            )
+        operation: Callable[..., Value] = getattr(self.ops, kind)
+        return operation(*other, self) if swapped else operation(self, *other)
 
-    method.__doc__ = f"fd.ops.{kind} of both."
     return method
 
 
@@ -60,15 +64,7 @@ class Value:
     __pow__ = _operator("pow")
     __lt__, __le__, __gt__, __ge__ = map(_operator, ("lt", "le", "gt", "ge"))
     __and__, __or__ = _operator("logical_and"), _operator("logical_or")
-
-    def __neg__(self) -> Value:
-        return self._ops_of("neg")(self)
-
-    def __abs__(self) -> Value:
-        return self._ops_of("abs")(self)
-
-    def __invert__(self) -> Value:
-        return self._ops_of("logical_not")(self)
+    __neg__, __abs__, __invert__ = map(_operator, ("neg", "abs", "logical_not"))
 
     def __bool__(self) -> bool:
         """True, as for any object; FusionError for a mask, whose elements only a call knows."""
@@ -79,14 +75,6 @@ class Value:
                 todo="fd.ops.where(mask, a, b) chooses, & and | join masks",
             )
         return True
-
-    def _ops_of(self, kind: str) -> Callable[..., Any]:
-        if self.ops is None:
-            raise FusionError(
-                f"an operator on {self.name}, {self.type}, which no FusionDefinition made",
-                expected=f"fd.ops.{kind}",
-            )
-        return getattr(self.ops, kind)
 
 
 Operand = Value | int | float | bool  # a number takes the dtype of the other tensors
