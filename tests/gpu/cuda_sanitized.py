@@ -28,13 +28,14 @@ from fusion_moe.backends.cuda.variants import (
     M32,
     M80,
     M160,
+    Variant,
 )
 from fusion_moe.definitions.operations import SPECS, bind
 from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.layouts import W16X64
 from fusion_moe.nn import prepare_
-from fusion_moe.runtime import memory
+from fusion_moe.runtime import cuda, memory
 
 G, M = 5, 45  # groups; rows of one product
 H, I, SLOTS = 128, 192, 3  # hidden and intermediate features of a layer, slots of a token
@@ -240,18 +241,24 @@ def run_all(calls: Iterable[Call | Training]) -> None:
         call.run()
 
 
+def on_this_gpu(kind: str) -> list[Variant]:
+    """The variants for weights of a kind that it runs."""
+    return [v for v in variants_of(kind) if not v.why_not_on(cuda.arch(0))]
+
+
 def products_by(layout: str) -> None:
     """Of each variant of the kernels for encoded weights."""
     kind = {"linear": "linear", "w16x64": "tiled"}[layout]
+    variants = on_this_gpu(kind)
     several = [
         Regime(ALWAYS, M160, ((8, M32), (20, M80), (None, M160))),
         Regime(ALWAYS, M8, ((12, M8), (None, M80))),
     ]
-    for variant in (v for v in variants_of(kind) if v.cluster > 1):
+    for variant in (v for v in variants if v.cluster > 1):
         use_first(kind, Regime(ALWAYS, (variant,)))
         run_all(products(layout, k=512))  # whole stages for each block of a cluster
-    alone = [Regime(ALWAYS, (variant,)) for variant in variants_of(kind) if variant.cluster == 1]
-    for regime in (*alone, *(several if kind == "tiled" else [])):
+    alone = [Regime(ALWAYS, (variant,)) for variant in variants if variant.cluster == 1]
+    for regime in (*alone, *(several if {*M8, *M32, *M80, *M160} <= {*variants} else [])):
         use_first(kind, regime)
         run_all((*products(layout), *layers(layout, tokens=7), *layers(layout, tokens=60)))
         run_all(products(layout, "mxfp4"))
@@ -262,7 +269,7 @@ def products_by(layout: str) -> None:
 def wide_products() -> None:
     """Of each variant of the kernels for bf16 weights."""
     for layout, kind in (("linear", "wide_linear"), ("w16x64", "wide_tiled")):
-        for variant in variants_of(kind):
+        for variant in on_this_gpu(kind):
             use_first(kind, Regime(ALWAYS, (variant,)))
             run_all(products(layout, "bf16"))
 

@@ -270,7 +270,7 @@ def ways_of(table: str) -> list[tuple[str, Variant, bool]]:
     ]
 
 
-def ways() -> list[tuple[str, str, str, Variant, bool]]:
+def ways() -> list[Any]:
     """Encoding, activations, table, kernel, and whether a kernel before it puts rows in order. f16
     differs from bf16 in instructions.
     """
@@ -283,7 +283,7 @@ def ways() -> list[tuple[str, str, str, Variant, bool]]:
                 large = [way for way in of_table if way[1].header == "large_m.cuh"]
                 of_table = [of_table[0], *large[:2]]
             found += [(fmt, activations, *way) for way in of_table]
-    return found
+    return [pytest.param(*way, marks=pytest.mark.needs(*way[3].needs)) for way in found]
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ UNEVEN = {
 }
 
 
-@pytest.fixture(params=UNEVEN)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.needs("wgmma")) for name in UNEVEN])
 def uneven(request, monkeypatch):
     """Products are made by several kernels."""
     several = Regime(ALWAYS, UNEVEN[request.param][0][1], UNEVEN[request.param])

@@ -118,7 +118,9 @@ def mean_loss(table: Table, timings: Timings) -> float:
     return fmean(_NOT_TIMED if f.loss is None else math.log(f.loss) for f in fitted(table, timings))
 
 
-def fit(table: Table, timings: Timings) -> Table:
+def fit(
+    table: Table, timings: Timings, shapes_: Sequence[tuple[int | None, int | None]] = SHAPES
+) -> Table:
     """The table with the best regimes for the kinds of weights and the shapes that were measured;
     others are as they were.
     """
@@ -130,12 +132,12 @@ def fit(table: Table, timings: Timings) -> Table:
             list(_ways(before)),
         )
         shapes = [
-            *SHAPES[:-1],
+            *shapes_[:-1],
             *(shape for shape in map(_shape, before) if shape != SHAPES[-1]),
             SHAPES[-1],
         ]
         of_shape = {shape: [r for r in before if _shape(r) == shape] for shape in shapes}
-        for max_groups, below_weights in SHAPES:
+        for max_groups, below_weights in shapes_:
             whole = Regime(ALWAYS, (), max_groups=max_groups, below_weights=below_weights)
             mine, left = (
                 [c for c in left if whole.admits(c.matrices) == admitted]

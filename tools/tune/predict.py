@@ -1,0 +1,135 @@
+"""Times, and so a table, for a GPU that nobody has timed: those of another one, scaled by what is
+known of both. Needs no GPU.
+
+A kernel's time is that of memory and that of work, which overlap as in one_group.py. Memory's
+follows bandwidths, work's the multiprocessors. Kernels that the timed GPU does not choose
+(large_mma.cuh) have a model of their own, of a multiprocessor's clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from statistics import quantiles
+
+import fit
+from timings import Cell, Timings, way
+
+from fusion_moe.arch import KNOWN, Arch, tensor_rate
+from fusion_moe.backends.cuda.heuristics import SizeClass
+from fusion_moe.backends.cuda.one_group import constants
+from fusion_moe.backends.cuda.table import Table
+from fusion_moe.backends.cuda.variants import ALL, Variant
+
+_NAMED: Mapping[str, Variant] = {v.name: v for v in ALL}
+_WARPS = 8  # of a multiprocessor, by large_mma.cuh
+_FLOP = 4096  # of an mma of 16 x 8 x 16
+
+
+def predicted(timings: Timings, gpu: Arch) -> Timings:
+    """The times of another GPU's kernels for the same products."""
+    cells = (replace(c, us=dict(_times(c, timings.arch, gpu))) for c in timings.cells)
+    about = {"predicted": f"by the times of {timings.arch.name}"}
+    return Timings(gpu, about, tuple(cell for cell in cells if cell.us))
+
+
+def _times(cell: Cell, timed: Arch, gpu: Arch) -> Iterator[tuple[str, float]]:
+    before, after = (_memory(cell, arch) for arch in (timed, gpu))
+    by = constants().overlap
+    for name, us in cell.us.items():
+        used = [_NAMED.get(part.split(" ")[0]) for part in name.split(" + ")]
+        if all(v and v.fits(cell.matrices, gpu) for v in used):  # a kernel that is gone has times
+            work = max(us**by - before**by, 0) ** (1 / by)
+            yield name, _overlapped(after, work * timed.multiprocessors / gpu.multiprocessors)
+    for v in ALL:
+        if v.header == "large_mma.cuh" and v.fits(cell.matrices, gpu):
+            yield way([SizeClass(v)]), _overlapped(after, _of_large_mma(v, cell, gpu))
+
+
+def _overlapped(memory: float, work: float) -> float:
+    by = constants().overlap
+    return (memory**by + work**by) ** (1 / by)
+
+
+def _touched(cell: Cell) -> float:
+    """Groups that have rows, if rows choose them evenly."""
+    groups = cell.matrices.groups
+    return groups * (1 - (1 - 1 / groups) ** cell.rows)
+
+
+def _memory(cell: Cell, gpu: Arch) -> float:
+    """The us in which the weights of groups with rows are read."""
+    of = cell.matrices
+    return _touched(cell) * of.tiles * of.k / 64 * of.tile_bytes / gpu.memory_bandwidth * 1e6
+
+
+def _of_large_mma(v: Variant, cell: Cell, gpu: Arch) -> float:
+    """The us of the work of kernels/large_mma.cuh: for a K block the tensor cores, the issue of
+    instructions, or shared memory, whichever takes longest.
+    """
+    of, touched = cell.matrices, _touched(cell)
+    driver = next(name for name, known in KNOWN.items() if known == gpu)
+    each_clock = tensor_rate(driver, gpu.capability, 1, 1)
+    clock = gpu.tensor_rate / (each_clock * gpu.multiprocessors)
+    repeats = v.tiles // (v.threads // 32)
+    height = math.ceil(min(v.tile_m, cell.rows / touched) / 16) * 16
+    clocks = max(
+        4 * repeats * height / 8 * _FLOP / each_clock,
+        (60 * repeats + height * (repeats / 2 + 0.25) + 35) / 4,
+        height + 5 * repeats + height / 3,
+    )
+    blocks = max(touched, cell.rows / v.tile_m) * math.ceil(of.tiles / v.tiles)
+    waves = math.ceil(blocks / (gpu.multiprocessors * v.per_sm))
+    by = constants()
+    return by.launch + waves * (_WARPS * of.k / 64 * clocks / clock * 1e6 + by.work_tile)
+
+
+def table(timings: Timings, gpu: Arch, base: Table) -> Table:
+    """The table of a GPU without wgmma: the regimes that suit its predicted times, whatever the
+    shape of a product; weights that were not timed as in `base`.
+    """
+    return fit.fit(base, predicted(timings, gpu), fit.SHAPES[-1:])
+
+
+# How good it is -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Quality:
+    """errors: predicted times in measured ones, at the 5th, 50th and 95th percentile; losses: of
+    what three tables choose, in measured times of the fastest: the GPU's own, the predicted one,
+    and the other GPU's.
+    """
+
+    gpu: str
+    by: str
+    errors: tuple[float, float, float]
+    losses: tuple[float, float, float]
+
+    def __str__(self) -> str:
+        low, middle, high = self.errors
+        own, found, other = self.losses
+        return (
+            f"{self.gpu} by {self.by}: predicted times are {low:.2f} to {high:.2f} of the measured "
+            f"ones, median {middle:.2f}; what the predicted table chooses takes {found:.3f} times "
+            f"as long as the fastest, what its own chooses {own:.3f}, what {self.by}'s {other:.3f}"
+        )
+
+
+def quality(measured: Timings, by: Timings, tables: Mapping[str, Table]) -> Quality:
+    """How well one timed GPU predicts another. tables: of both, by name."""
+    guessed = predicted(by, measured.arch)
+    times = {cell.key: cell.us for cell in measured.cells}
+    ratios = [
+        us / times[cell.key][name]
+        for cell in guessed.cells
+        for name, us in cell.us.items()
+        if name in times.get(cell.key, {})
+    ]
+    cuts = quantiles(ratios, n=20)
+    own, other = (tables[t.arch.name] for t in (measured, by))
+    losses = [
+        math.exp(fit.mean_loss(found, measured)) for found in (own, fit.fit(other, guessed), other)
+    ]
+    return Quality(measured.arch.name, by.arch.name, (cuts[0], cuts[9], cuts[18]), (*losses,)[:3])
