@@ -9,6 +9,8 @@ for each GPU.
                                                              now
     python tools/tune model a.json b.json [--write]          # the model of products of one group
                                                              that fits these GPUs best, and how well
+    python tools/tune predict h200.json h100.json [--write]  # tables of known GPUs without wgmma by
+        the times of the first, and how well each of these GPUs predicts the others
     python tools/tune balance timings.json --tokens 300 1300 # how far products are from their
         floors, and how evenly blocks work
 
@@ -23,21 +25,29 @@ import datetime
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 
 import fit
 import timings as files
 
+from fusion_moe.arch import KNOWN
 from fusion_moe.backends.cuda.table import path_of, table_of
+from fusion_moe.backends.cuda.variants import LargeM
 
 HERE = Path(__file__).parent
 
 
 def main() -> int:
     asked = _arguments()
-    return {"sweep": _sweep, "fit": _fit, "model": _model, "show": _show, "balance": _balance}[
-        asked.do
-    ](asked)
+    return {
+        "sweep": _sweep,
+        "fit": _fit,
+        "model": _model,
+        "show": _show,
+        "predict": _predict,
+        "balance": _balance,
+    }[asked.do](asked)
 
 
 def _arguments() -> argparse.Namespace:
@@ -64,11 +74,12 @@ def _arguments() -> argparse.Namespace:
         ("fit", "chooses a table"),
         ("model", "fits the model of products of one group"),
         ("show", "says how good the table of today is"),
+        ("predict", "predicts tables, and says how well"),
         ("balance", "says how evenly blocks work"),
     ):
         command = commands.add_parser(name, help=what)
         command.add_argument("timings", type=Path, nargs="+", help="files of one GPU")
-        if name in ("fit", "model"):
+        if name in ("fit", "model", "predict"):
             command.add_argument("--write", action="store_true", help="writes it into the package")
         if name == "balance":
             command.add_argument(
@@ -158,6 +169,22 @@ def _show(asked: argparse.Namespace) -> int:
     print(
         "\none choice for all routings, at best:", *fit.summary(fit.best_of_counts(found)), sep="\n"
     )
+    return 0
+
+
+def _predict(asked: argparse.Namespace) -> int:
+    import predict
+
+    found = [files.load(path) for path in asked.timings]
+    for measured, by in permutations(found, 2):
+        print(predict.quality(measured, by))
+    for gpu in KNOWN.values():
+        if not gpu.why_not(LargeM.needs):
+            continue
+        table = predict.table(found[0], gpu)
+        print(f"\n{gpu.name}", *map(fit.said, table.tiled), sep="\n")
+        if asked.write:
+            path_of(gpu).write_text(fit.text(table), encoding="utf-8")
     return 0
 
 

@@ -30,7 +30,7 @@ from fusion_moe.backends.cuda.table import (
     Table,
     kind_of,
 )
-from fusion_moe.backends.cuda.variants import SETS, LargeM
+from fusion_moe.backends.cuda.variants import SETS
 from fusion_moe.errors import UnsupportedError
 
 # max_groups, below_weights
@@ -119,10 +119,13 @@ def mean_loss(table: Table, timings: Timings) -> float:
 
 
 def fit(
-    table: Table, timings: Timings, shapes_: Sequence[tuple[int | None, int | None]] = SHAPES
+    table: Table,
+    timings: Timings,
+    shapes_: Sequence[tuple[int | None, int | None]] = SHAPES,
+    price: float = _PRICE,
 ) -> Table:
     """The table with the best regimes for the kinds of weights and the shapes that were measured;
-    others are as they were.
+    others are as they were. price: of one more regime.
     """
     by_tables = [cell for cell in timings.cells if not one_group.admits(cell.matrices)]
     for kind in dict.fromkeys(kind_of(cell.matrices) for cell in by_tables):
@@ -150,7 +153,7 @@ def fit(
                     for w in ways
                     if not (few and w.size_classes)
                 ]
-                of_shape[_shape(whole)] = _regimes(tried, mine, timings.arch, table)
+                of_shape[_shape(whole)] = _regimes(tried, mine, timings.arch, table, price)
                 if _shape(whole) == SHAPES[-1]:
                     of_shape[SHAPES[-1]] += _for_others(before)
         table = replace(table, **{kind: tuple(r for regimes in of_shape.values() for r in regimes)})
@@ -190,7 +193,7 @@ def _for_others(regimes: Sequence[Regime]) -> tuple[Regime, ...]:
 
 
 def _regimes(
-    ways: Sequence[Regime], cells: Sequence[Cell], arch: Arch, table: Table
+    ways: Sequence[Regime], cells: Sequence[Cell], arch: Arch, table: Table, change: float
 ) -> list[Regime]:
     """The best ones, in order, of some ways, for the cells of one shape."""
     at = defaultdict[float, list[Cell]](list)
@@ -205,10 +208,10 @@ def _regimes(
     total, before = price[0], list[list[int]]()
     for of_average in price[1:]:
         best = min(range(len(ways)), key=total.__getitem__)
-        stays = [own <= total[best] + _PRICE for own in total]
+        stays = [own <= total[best] + change for own in total]
         before.append([w if stays[w] else best for w in range(len(ways))])
         total = [
-            of_average[w] + (total[w] if stays[w] else total[best] + _PRICE)
+            of_average[w] + (total[w] if stays[w] else total[best] + change)
             for w in range(len(ways))
         ]
     chosen = [min(range(len(ways)), key=total.__getitem__)]
@@ -235,7 +238,7 @@ def _price(way_: Regime, cell: Cell, arch: Arch, table: Table) -> float:
         )
     except UnsupportedError:
         return 3 * _NOT_TIMED
-    too_early = cell.average <= _SMALL_UP_TO and all(isinstance(v, LargeM) for v in way_.variants)
+    too_early = cell.average <= _SMALL_UP_TO and all(v.persistent for v in way_.variants)
     if too_early or (us := cell.us.get(way(chosen))) is None:
         return 3 * _NOT_TIMED
     reorders = cell.matrices.block > 1 and all(c.variant.reads_fragment_order for c in chosen)
@@ -337,19 +340,20 @@ def summary(found: Sequence[Fitted]) -> list[str]:
     return lines
 
 
+def said(regime: Regime) -> str:
+    """A regime, for people."""
+    names = {variants: name for name, variants in SETS.items()}
+    classes = ", ".join(f"{most or 'any'}: {names[v]}" for most, v in regime.size_classes)
+    bounds = {"groups": regime.max_groups, "weights": regime.below_weights}
+    of = "".join(f", {what} up to {most}" for what, most in bounds.items() if most is not None)
+    return f"up to {regime.max_average:g}{of}: {classes or names[regime.variants]}"
+
+
 def changes(before: Table, after: Table) -> list[str]:
     """The regimes that are gone, and those that are new, one a line."""
-    names = {variants: name for name, variants in SETS.items()}
-
-    def said(regime: Regime) -> str:
-        classes = ", ".join(f"{most or 'any'}: {names[v]}" for most, v in regime.size_classes)
-        bounds = {"groups": regime.max_groups, "weights": regime.below_weights}
-        of = "".join(f", {what} up to {most}" for what, most in bounds.items() if most is not None)
-        return f"up to {regime.max_average:g}{of}: {classes or names[regime.variants]}"
-
     found = []
     for kind in KINDS:
-        old, new = ([said(r) for r in getattr(table, kind)] for table in (before, after))
+        old, new = ([*map(said, getattr(table, kind))] for table in (before, after))
         found += [f"{kind}: no longer {line}" for line in old if line not in new]
         found += [f"{kind}: {line}" for line in new if line not in old]
     return found

@@ -2,8 +2,8 @@
 known of both. Needs no GPU.
 
 A kernel's time is that of memory and that of work, which overlap as in one_group.py. Memory's
-follows bandwidths, work's the multiprocessors. Kernels that the timed GPU does not choose
-(large_mma.cuh) have a model of their own, of a multiprocessor's clocks.
+follows bandwidths, work's the multiprocessors, and is at least the tensor cores'. Kernels that the
+timed GPU does not choose (large_mma.cuh) have a model of their own, of a multiprocessor's clocks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,32 @@ from timings import Cell, Timings, way
 from fusion_moe.arch import KNOWN, Arch, tensor_rate
 from fusion_moe.backends.cuda.heuristics import SizeClass
 from fusion_moe.backends.cuda.one_group import constants
-from fusion_moe.backends.cuda.table import Table
-from fusion_moe.backends.cuda.variants import ALL, Variant
+from fusion_moe.backends.cuda.table import ALWAYS, Regime, Table, table_of
+from fusion_moe.backends.cuda.variants import ALL, SETS, Variant
 
 _NAMED: Mapping[str, Variant] = {v.name: v for v in ALL}
+# Regimes without wgmma: rows of a group up to which a set is used. Those after the first without a
+# limit are for products that large_mma.cuh does not take.
+COUNTED: Mapping[str, tuple[tuple[float, str], ...]] = {
+    "tiled": (
+        (8, "M8"),
+        (24, "M16"),
+        (40, "MMA_M32"),
+        (72, "MMA_M64"),
+        (ALWAYS, "MMA_M128"),
+        (24, "M16"),
+        (ALWAYS, "SMALL_M32"),
+    ),
+    "wide_tiled": (
+        (6, "WIDE_TILES_M8"),
+        (20, "WIDE_M16"),
+        (40, "MMA_M32"),
+        (ALWAYS, "MMA_M64"),
+        (24, "WIDE_M16"),
+        (ALWAYS, "SMALL_M32"),
+    ),
+}
+_PRICE = 3.0  # of one more regime: small differences of predicted times mean nothing
 _WARPS = 8  # of a multiprocessor, by large_mma.cuh
 _FLOP = 4096  # of an mma of 16 x 8 x 16
 
@@ -41,7 +63,8 @@ def _times(cell: Cell, timed: Arch, gpu: Arch) -> Iterator[tuple[str, float]]:
         used = [_NAMED.get(part.split(" ")[0]) for part in name.split(" + ")]
         if all(v and v.fits(cell.matrices, gpu) for v in used):  # a kernel that is gone has times
             work = max(us**by - before**by, 0) ** (1 / by)
-            yield name, _overlapped(after, work * timed.multiprocessors / gpu.multiprocessors)
+            work *= timed.multiprocessors / gpu.multiprocessors
+            yield name, _overlapped(after, max(work, _tensor(cell, gpu)))
     for v in ALL:
         if v.header == "large_mma.cuh" and v.fits(cell.matrices, gpu):
             yield way([SizeClass(v)]), _overlapped(after, _of_large_mma(v, cell, gpu))
@@ -62,6 +85,13 @@ def _memory(cell: Cell, gpu: Arch) -> float:
     """The us in which the weights of groups with rows are read."""
     of = cell.matrices
     return _touched(cell) * of.tiles * of.k / 64 * of.tile_bytes / gpu.memory_bandwidth * 1e6
+
+
+def _tensor(cell: Cell, gpu: Arch) -> float:
+    """The us in which the tensor cores multiply groups of whole eight rows."""
+    of, touched = cell.matrices, _touched(cell)
+    rows = touched * math.ceil(cell.rows / touched / 8) * 8
+    return 2 * rows * 16 * of.tiles * of.k / gpu.tensor_rate * 1e6
 
 
 def _of_large_mma(v: Variant, cell: Cell, gpu: Arch) -> float:
@@ -85,11 +115,15 @@ def _of_large_mma(v: Variant, cell: Cell, gpu: Arch) -> float:
     return by.launch + waves * (_WARPS * of.k / 64 * clocks / clock * 1e6 + by.work_tile)
 
 
-def table(timings: Timings, gpu: Arch, base: Table) -> Table:
+def table(timings: Timings, gpu: Arch) -> Table:
     """The table of a GPU without wgmma: the regimes that suit its predicted times, whatever the
-    shape of a product; weights that were not timed as in `base`.
+    shape of a product; for weights that were not timed, those that counted instructions suggest.
     """
-    return fit.fit(base, predicted(timings, gpu), fit.SHAPES[-1:])
+    timed = table_of(timings.arch)
+    counted = {
+        kind: tuple(Regime(most, SETS[name]) for most, name in COUNTED[kind]) for kind in COUNTED
+    }
+    return fit.fit(replace(timed, **counted), predicted(timings, gpu), fit.SHAPES[-1:], _PRICE)
 
 
 # How good it is -----------------------------------------------------------------------------------
@@ -117,8 +151,8 @@ class Quality:
         )
 
 
-def quality(measured: Timings, by: Timings, tables: Mapping[str, Table]) -> Quality:
-    """How well one timed GPU predicts another. tables: of both, by name."""
+def quality(measured: Timings, by: Timings) -> Quality:
+    """How well one timed GPU predicts another."""
     guessed = predicted(by, measured.arch)
     times = {cell.key: cell.us for cell in measured.cells}
     ratios = [
@@ -128,7 +162,7 @@ def quality(measured: Timings, by: Timings, tables: Mapping[str, Table]) -> Qual
         if name in times.get(cell.key, {})
     ]
     cuts = quantiles(ratios, n=20)
-    own, other = (tables[t.arch.name] for t in (measured, by))
+    own, other = (table_of(t.arch) for t in (measured, by))
     losses = [
         math.exp(fit.mean_loss(found, measured)) for found in (own, fit.fit(other, guessed), other)
     ]
