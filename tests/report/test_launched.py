@@ -52,7 +52,7 @@ def test_kernels_follow_the_sizes():
 def test_kernels_follow_the_gpu():
     ada = report(4000, gpu="L40S")
     assert all(
-        "small_m" in kernels and "fragment order" not in kernels for kernels in launched(ada)
+        "large_mma" in kernels and "fragment order" not in kernels for kernels in launched(ada)
     )
     assert [(f.gpu, f.sizes) for f in ada.fusions] == [
         ("L40S (sm_89), never run on compute capability 8.9", {})

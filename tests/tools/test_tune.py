@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusion_moe.arch import H100, H200
+from fusion_moe.arch import H100, H200, L4
 from fusion_moe.backends.cuda import one_group
 from fusion_moe.backends.cuda.heuristics import SizeClass, choose_from
 from fusion_moe.backends.cuda.launch import Launch
@@ -32,6 +32,7 @@ sys.path.append(str(TUNE))
 import balance  # noqa: E402
 import fit  # noqa: E402
 import model  # noqa: E402
+import predict  # noqa: E402
 import sweep  # noqa: E402
 import timings as files  # noqa: E402
 from timings import Cell, Timings, way  # noqa: E402
@@ -310,3 +311,50 @@ def test_the_model_chooses_what_was_measured_to_be_fast():
 
 def test_a_table_is_not_fitted_to_products_of_one_group():
     assert fit.fit(table_of(H200), of_one_group(one_group.constants())) == table_of(H200)
+
+
+# Predicted times ----------------------------------------------------------------------------------
+
+
+def measured_on(arch, every: int = 16) -> Timings:
+    found = files.load(TUNE / "timings" / path_of(arch).name)
+    return replace(found, cells=found.cells[::every])
+
+
+def test_a_gpu_predicts_itself():
+    h200 = measured_on(H200)
+    of_itself = predict.predicted(h200, H200)
+    for cell, same in zip(h200.cells, of_itself.cells, strict=True):
+        ratios = [us / cell.us[name] for name, us in same.us.items()]
+        assert min(ratios) > 0.999
+        assert max(ratios) < 1.15  # that of heavy groups alone is below its floor by even groups
+
+
+def test_times_follow_bandwidth_where_memory_counts_and_multiprocessors_where_work_does():
+    h200 = measured_on(H200)
+
+    def reading(cell):
+        return predict._memory(cell, H200) / cell.us[cell.best]
+
+    few, many = max(h200.cells, key=reading), max(h200.cells, key=lambda cell: cell.average)
+    slow = replace(H200, memory_bandwidth=H200.memory_bandwidth / 4)
+    small = replace(H200, multiprocessors=33, tensor_rate=H200.tensor_rate / 4)
+    for cell, follows, other in ((few, slow, small), (many, small, slow)):
+        at, us = h200.cells.index(cell), cell.us[cell.best]
+        times = [predict.predicted(h200, gpu).cells[at].us[cell.best] for gpu in (follows, other)]
+        assert times[0] > 2.5 * us
+        assert times[1] < 2.5 * us
+
+
+def test_gpus_that_were_timed_say_how_good_predictions_are():
+    found = predict.quality(measured_on(H100), measured_on(H200))
+    low, middle, high = found.errors
+    assert 0.85 < low < middle < high < 1.15
+    assert abs(middle - 1) < 0.05
+    assert max(found.losses) < 1.1
+    assert str(found).startswith("H100 by H200: predicted times are 0.")
+
+
+def test_tables_of_gpus_without_wgmma_are_the_predicted_ones():
+    measured = files.load(TUNE / "timings" / path_of(H200).name)
+    assert fit.text(predict.table(measured, L4)) == path_of(L4).read_text(encoding="utf-8")

@@ -1,9 +1,10 @@
 """Times, and so a table, for a GPU that nobody has timed: those of another one, scaled by what is
 known of both. Needs no GPU.
 
-A kernel's time is that of memory and that of work, which overlap as in one_group.py. Memory's
-follows bandwidths, work's the multiprocessors, and is at least the tensor cores'. Kernels that the
-timed GPU does not choose (large_mma.cuh) have a model of their own, of a multiprocessor's clocks.
+A kernel's time is that of a launch, and those of memory and of work, which overlap as in
+one_group.py. Memory's follows bandwidths, work's the multiprocessors, and is at least the tensor
+cores'. Kernels that the timed GPU does not choose (large_mma.cuh) have a model of their own, of a
+multiprocessor's clocks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fusion_moe.arch import KNOWN, Arch, tensor_rate
 from fusion_moe.backends.cuda.heuristics import SizeClass
 from fusion_moe.backends.cuda.one_group import constants
 from fusion_moe.backends.cuda.table import ALWAYS, Regime, Table, table_of
-from fusion_moe.backends.cuda.variants import ALL, SETS, Variant
+from fusion_moe.backends.cuda.variants import ALL, SETS, LargeM, LargeMma, Variant
 
 _NAMED: Mapping[str, Variant] = {v.name: v for v in ALL}
 # Regimes without wgmma: rows of a group up to which a set is used. Those after the first without a
@@ -58,16 +59,16 @@ def predicted(timings: Timings, gpu: Arch) -> Timings:
 
 def _times(cell: Cell, timed: Arch, gpu: Arch) -> Iterator[tuple[str, float]]:
     before, after = (_memory(cell, arch) for arch in (timed, gpu))
-    by = constants().overlap
+    launch, by = constants().launch, constants().overlap
     for name, us in cell.us.items():
         used = [_NAMED.get(part.split(" ")[0]) for part in name.split(" + ")]
         if all(v and v.fits(cell.matrices, gpu) for v in used):  # a kernel that is gone has times
-            work = max(us**by - before**by, 0) ** (1 / by)
+            work = max(max(us - launch, 0) ** by - before**by, 0) ** (1 / by)
             work *= timed.multiprocessors / gpu.multiprocessors
-            yield name, _overlapped(after, max(work, _tensor(cell, gpu)))
-    for v in ALL:
-        if v.header == "large_mma.cuh" and v.fits(cell.matrices, gpu):
-            yield way([SizeClass(v)]), _overlapped(after, _of_large_mma(v, cell, gpu))
+            yield name, launch + _overlapped(after, max(work, _tensor(cell, gpu)))
+    for v in ALL if gpu.why_not(LargeM.needs) else ():
+        if isinstance(v, LargeMma) and v.fits(cell.matrices, gpu):
+            yield way([SizeClass(v)]), launch + _overlapped(after, _of_large_mma(v, cell, gpu))
 
 
 def _overlapped(memory: float, work: float) -> float:
@@ -94,25 +95,23 @@ def _tensor(cell: Cell, gpu: Arch) -> float:
     return 2 * rows * 16 * of.tiles * of.k / gpu.tensor_rate * 1e6
 
 
-def _of_large_mma(v: Variant, cell: Cell, gpu: Arch) -> float:
+def _of_large_mma(v: LargeMma, cell: Cell, gpu: Arch) -> float:
     """The us of the work of kernels/large_mma.cuh: for a K block the tensor cores, the issue of
     instructions, or shared memory, whichever takes longest.
     """
     of, touched = cell.matrices, _touched(cell)
-    driver = next(name for name, known in KNOWN.items() if known == gpu)
-    each_clock = tensor_rate(driver, gpu.capability, 1, 1)
+    driver = (name for name, known in KNOWN.items() if known.name == gpu.name)
+    each_clock = tensor_rate(next(driver, gpu.name), gpu.capability, 1, 1)
     clock = gpu.tensor_rate / (each_clock * gpu.multiprocessors)
-    repeats = v.tiles // (v.threads // 32)
     height = math.ceil(min(v.tile_m, cell.rows / touched) / 16) * 16
     clocks = max(
-        4 * repeats * height / 8 * _FLOP / each_clock,
-        (60 * repeats + height * (repeats / 2 + 0.25) + 35) / 4,
-        height + 5 * repeats + height / 3,
+        4 * v.repeats * height / 8 * _FLOP / each_clock,
+        (60 * v.repeats + height * (v.repeats / 2 + 0.25) + 35) / 4,
+        height + 5 * v.repeats + height / 3,
     )
     blocks = max(touched, cell.rows / v.tile_m) * math.ceil(of.tiles / v.tiles)
     waves = math.ceil(blocks / (gpu.multiprocessors * v.per_sm))
-    by = constants()
-    return by.launch + waves * (_WARPS * of.k / 64 * clocks / clock * 1e6 + by.work_tile)
+    return waves * (_WARPS * of.k / 64 * clocks / clock * 1e6 + constants().work_tile)
 
 
 def table(timings: Timings, gpu: Arch) -> Table:
