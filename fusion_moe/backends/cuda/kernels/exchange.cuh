@@ -275,7 +275,8 @@ struct ReceiveTokens {
     }
 
   private:
-    static constexpr i32 UNITS = 16, CHUNKS = Exchange::CHUNKS / UNITS;  // at most
+    static constexpr i32 UNITS = 16, CHUNKS = Exchange::CHUNKS / UNITS,
+                         MOST_OF_UNIT = CHUNKS * Exchange::MOST_OF_CHUNK;
 
     // Tokens for which a block waits: whole chunks.
     __device__ __forceinline__ i32 unit() const {
@@ -284,7 +285,7 @@ struct ReceiveTokens {
 
     __device__ __forceinline__ void receive(i32 from, i32 first, u64 epoch) const {
         __shared__ i32 tokens;
-        __shared__ bool there[CHUNKS];
+        __shared__ bool there[CHUNKS], wanted[MOST_OF_UNIT];
         constexpr i32 SLOTS = Exchange::SLOTS, PIECES = Exchange::PIECES_OF_ROW;
         const i32 mine = e.rank();
         const i32 end = min(first + unit(), e.most), before = from * e.most;
@@ -303,13 +304,14 @@ struct ReceiveTokens {
             weights[before * SLOTS + i] = narrow<Weight>(good ? their_weights[i] : 0.f);
         }
         if (first == 0 && threadIdx.x == 0) ends[from] = before + tokens;
+        for (i32 t = first + threadIdx.x; t < end; t += blockDim.x)
+            wanted[t - first] = came(t) && e.is_mine(their_ids + t * SLOTS);
+        const uint4* const sent = e.row(mine, from, first);
+        uint4* const rows = static_cast<uint4*>(x) + i64(before + first) * PIECES;
+        __syncthreads();
 #pragma unroll 4
-        for (i32 i = threadIdx.x; i < (end - first) * PIECES; i += blockDim.x) {
-            const i32 t = first + i / PIECES, part = i % PIECES;
-            if (came(t) && e.is_mine(e.ids(mine, from, t)))
-                static_cast<uint4*>(x)[i64(before + t) * PIECES + part] =
-                    e.row(mine, from, t)[part];
-        }
+        for (i32 i = threadIdx.x; i < (end - first) * PIECES; i += blockDim.x)
+            if (wanted[i / PIECES]) rows[i] = sent[i];
         __syncthreads();
     }
 
