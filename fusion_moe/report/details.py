@@ -31,6 +31,7 @@ def details(report: ReportData) -> str:
         ("source lines", ((s.id, source) for s in segments for source in s.sources)),
         ("types", ((s.id, f"{', '.join(s.inputs)} -> {', '.join(s.outputs)}") for s in segments)),
         ("boundaries", ((s.id, after(s)) for s in segments if s.boundary)),
+        ("ranks", ((s.id, s.schedule) for s in segments if s.kind == "collective")),
         ("emulated", ((id, _EMULATED) for id in emulated)),
         ("saved for the backward", _saved(report)),
         ("made again", ((f.id, " ".join(f.made_again)) for f in fusions if f.made_again)),

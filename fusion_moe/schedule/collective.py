@@ -29,6 +29,9 @@ class Collective:
     sends: str
     waits_for: str
 
+    def __str__(self) -> str:
+        return f"sends {self.sends} of group {self.group!r}, then waits for {self.waits_for}"
+
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None for a single collective operation, with views; where the target sends sums, also with

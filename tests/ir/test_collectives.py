@@ -104,6 +104,23 @@ def test_experts_of_all_ranks_are_one_program(counts, capacity, scale_on):
             torch.testing.assert_close(y, experts(*tensors, scale_on=scale_on))
 
 
+def test_explain_says_what_a_rank_waits_for():
+    given = inputs(5)
+    with torch.no_grad():
+        (report,) = Together(1).run(
+            lambda rank: fusion_moe.explain(
+                lambda *tensors: experts(*tensors, 0, peers=PEERS[:5], of_experts=EACH), *given
+            )
+        )
+    assert [s.kind for s in report.segments] == [
+        *("collective", "grouped_gemm", "grouped_gemm", "collective")
+    ]
+    assert report.segments[-1].after == (report.segments[0].id, report.segments[2].id)
+    said = " ".join(str(report.details()).split())
+    assert "sends rows to the ranks that need them of group 'g', then waits for the ids" in said
+    assert "then waits for the sums of all ranks" in said
+
+
 def test_sums_in_float32_are_rounded_once():
     """As one process rounds them, but for the order of float32's sums."""
     given = [inputs(5, rank) for rank in range(R)]
