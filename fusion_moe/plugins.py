@@ -13,11 +13,11 @@ Groups: `fusion_moe.translators` (translate.py), `fusion_moe.backends` (backends
 
 from __future__ import annotations
 
+import functools
 import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -66,6 +66,17 @@ def raised_at(error: Exception, wanted: Callable[[traceback.FrameSummary], bool]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Has a function of another package called as `around(theirs, *args, **kwargs)`."""
+    theirs = getattr(owner, name)
+
+    @functools.wraps(theirs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(theirs, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
 # Hooks --------------------------------------------------------------------------------------------
 
 
@@ -87,7 +98,7 @@ class Hook(Generic[F]):
         return iter(tuple(self._functions))
 
 
-@cache
+@functools.cache
 def load_all() -> None:
     """Loads all packages, once."""
     load(GROUP)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import re
@@ -23,6 +22,7 @@ from ..nn import QuantizedLinear
 from ..nn.frozen.adaptable import AdaptableModule
 from ..nn.frozen.packed import PackedModule
 from ..nn.lora.adapter import adapters_of
+from ..plugins import wrap
 from .layers import Linear, ParamWrapper, losses
 
 log = logging.getLogger("fusion_moe")
@@ -36,17 +36,7 @@ def install() -> None:
     if tuple(map(int, peft.__version__.split(".")[:2])) < OLDEST:
         raise UnsupportedError(f"PEFT {peft.__version__}", expected="0.21 or newer")
     for owner, name, around in _CHANGED:
-        setattr(owner, name, _changed(getattr(owner, name), around))
-
-
-def _changed(theirs: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of PEFT, called by what stands around it."""
-
-    @functools.wraps(theirs)
-    def changed(*args: Any, **kwargs: Any) -> Any:
-        return around(theirs, *args, **kwargs)
-
-    return changed
+        wrap(owner, name, around)
 
 
 def _dispatch(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from contextlib import suppress
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from ..nn.lora.adapter import adapters_of
 from ..nn.lora.files import load_lora_, save_lora
 from ..nn.lora.files.config import CONFIG, read_config
 from ..nn.lora.files.directory import TENSORS
+from ..plugins import wrap
 
 FOLDER = "adapters"
 _saving_to: ContextVar[Path | None] = ContextVar("fusion_moe_saving_to", default=None)
@@ -26,23 +26,22 @@ _saving_to: ContextVar[Path | None] = ContextVar("fusion_moe_saving_to", default
 
 def register_saving() -> None:
     """Makes `save_pretrained` tell quantizers, which it asks for tensors, the directory."""
-    save = PreTrainedModel.save_pretrained
+    wrap(PreTrainedModel, "save_pretrained", _save)
 
-    @functools.wraps(save)
-    def save_pretrained(
-        self: Any,
-        save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        token = _saving_to.set(Path(save_directory) if is_main_process else None)
-        try:
-            return save(self, save_directory, is_main_process, *args, **kwargs)
-        finally:
-            _saving_to.reset(token)
 
-    PreTrainedModel.save_pretrained = save_pretrained
+def _save(
+    theirs: Any,
+    self: Any,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    token = _saving_to.set(Path(save_directory) if is_main_process else None)
+    try:
+        return theirs(self, save_directory, is_main_process, *args, **kwargs)
+    finally:
+        _saving_to.reset(token)
 
 
 def write_adapters(model: PreTrainedModel) -> None:

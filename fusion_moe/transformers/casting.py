@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..plugins import wrap
 from .quantizer import FusionMoeQuantizer
 
 
@@ -17,14 +18,9 @@ def register_casting() -> None:
     `bfloat16` and `to` do. transformers refuses them for every quantized model.
     """
     for name in "half", "float":
-        refuse, cast = getattr(PreTrainedModel, name), getattr(nn.Module, name)
-        setattr(PreTrainedModel, name, _of_ours(refuse, cast))
+        wrap(PreTrainedModel, name, partial(_called, getattr(nn.Module, name)))
 
 
-def _of_ours(refuse: Callable[..., Any], cast: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(refuse)
-    def called(self: Any, *args: Any) -> Any:
-        ours = isinstance(getattr(self, "hf_quantizer", None), FusionMoeQuantizer)
-        return (cast if ours else refuse)(self, *args)
-
-    return called
+def _called(cast: Callable[..., Any], refuse: Callable[..., Any], self: Any, *args: Any) -> Any:
+    ours = isinstance(getattr(self, "hf_quantizer", None), FusionMoeQuantizer)
+    return (cast if ours else refuse)(self, *args)

@@ -4,7 +4,6 @@ and how transformers counts parameters.
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from math import prod
@@ -15,6 +14,7 @@ from transformers.quantizers import HfQuantizer, auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..nn.frozen.packed import PackedModule
+from ..plugins import wrap
 
 
 def register(
@@ -42,17 +42,15 @@ def register_counting() -> None:
     """Makes `num_parameters` count an encoded weight as its numbers, N x K, not as codes and
     scales.
     """
-    count = PreTrainedModel.num_parameters
+    wrap(PreTrainedModel, "num_parameters", _num_parameters)
 
-    @functools.wraps(count)
-    def num_parameters(self: Any, only_trainable: bool = False, *args: Any, **kwargs: Any) -> int:
-        found = int(count(self, only_trainable, *args, **kwargs))
-        encoded = [
-            m for m in self.modules() if isinstance(m, PackedModule) and not m.encoding.plain
-        ]
-        return found + (0 if only_trainable else sum(map(_beyond_parts, encoded)))
 
-    PreTrainedModel.num_parameters = num_parameters
+def _num_parameters(
+    count: Any, self: Any, only_trainable: bool = False, *args: Any, **kwargs: Any
+) -> int:
+    found = int(count(self, only_trainable, *args, **kwargs))
+    encoded = [m for m in self.modules() if isinstance(m, PackedModule) and not m.encoding.plain]
+    return found + (0 if only_trainable else sum(map(_beyond_parts, encoded)))
 
 
 def _beyond_parts(module: PackedModule) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,31 +11,35 @@ from transformers import PreTrainedModel
 from ..encodings import Quantized, dequantize, quantize
 from ..nn import QuantizedLinear
 from ..nn.frozen.packed import packing_of
+from ..plugins import wrap
 
 
 def register_resizing() -> None:
     """Makes `resize_token_embeddings` decode an encoded head, resize it as any other, and encode
     it again.
     """
-    resize = PreTrainedModel._get_resized_lm_head
+    wrap(PreTrainedModel, "_get_resized_lm_head", _resized)
 
-    @functools.wraps(resize)
-    def _get_resized_lm_head(
-        self: Any, old_lm_head: nn.Module, new_num_tokens: int | None = None, *args: Any, **kw: Any
-    ) -> nn.Module:
-        if not isinstance(old_lm_head, QuantizedLinear) or new_num_tokens is None:
-            return resize(self, old_lm_head, new_num_tokens, *args, **kw)
-        weight, old = old_lm_head.weight_of("weight"), old_lm_head
-        kept = weight.of(packing_of(old, "weight").unpack(weight, weight.encoding))
-        numbers = nn.Linear(old.in_features, old.out_features, old.bias is not None, device="meta")
-        numbers.weight = nn.Parameter(dequantize(kept))
-        if old.bias is not None:
-            numbers.bias = nn.Parameter(old.bias.detach().float())
-        head = resize(self, numbers, new_num_tokens, *args, **kw)
-        bias = None if old.bias is None else head.bias.to(old.bias.dtype)
-        return QuantizedLinear(_encoded(head.weight.detach(), kept), bias)
 
-    PreTrainedModel._get_resized_lm_head = _get_resized_lm_head
+def _resized(
+    resize: Callable[..., Any],
+    self: Any,
+    old_lm_head: nn.Module,
+    new_num_tokens: int | None = None,
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    if not isinstance(old_lm_head, QuantizedLinear) or new_num_tokens is None:
+        return resize(self, old_lm_head, new_num_tokens, *args, **kw)
+    weight, old = old_lm_head.weight_of("weight"), old_lm_head
+    kept = weight.of(packing_of(old, "weight").unpack(weight, weight.encoding))
+    numbers = nn.Linear(old.in_features, old.out_features, old.bias is not None, device="meta")
+    numbers.weight = nn.Parameter(dequantize(kept))
+    if old.bias is not None:
+        numbers.bias = nn.Parameter(old.bias.detach().float())
+    head = resize(self, numbers, new_num_tokens, *args, **kw)
+    bias = None if old.bias is None else head.bias.to(old.bias.dtype)
+    return QuantizedLinear(_encoded(head.weight.detach(), kept), bias)
 
 
 def _encoded(x: Tensor, kept: Quantized) -> Quantized:

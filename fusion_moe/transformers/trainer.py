@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
+from ..plugins import wrap
 from .adapters import described
 from .loading import from_pretrained
 from .quantizer import FusionMoeQuantizer
@@ -32,32 +33,28 @@ def register_loading() -> None:
 
 @functools.cache
 def _wrap(trainer: Any) -> None:
-    resume, load_best = trainer._load_from_checkpoint, trainer._load_best_model
+    wrap(trainer, "_load_from_checkpoint", _resume)
+    wrap(trainer, "_load_best_model", _load_best)
 
-    @functools.wraps(resume)
-    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        model = self.model if model is None else model
-        if _is_ours(model) and not self.is_fsdp_enabled:
-            load_checkpoint_(model, Path(resume_from_checkpoint))
-        else:
-            resume(self, resume_from_checkpoint, model)
 
-    @functools.wraps(load_best)
-    def _load_best_model(self: Any) -> None:
-        directory = Path(self.state.best_model_checkpoint)
-        if (
-            _is_ours(self.model)
-            and directory.is_dir()
-            and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
-        ):
-            load_checkpoint_(self.model, directory)
-        else:
-            load_best(self)
+def _resume(theirs: Any, self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+    model = self.model if model is None else model
+    if _is_ours(model) and not self.is_fsdp_enabled:
+        load_checkpoint_(model, Path(resume_from_checkpoint))
+    else:
+        theirs(self, resume_from_checkpoint, model)
 
-    trainer._load_from_checkpoint, trainer._load_best_model = (
-        _load_from_checkpoint,
-        _load_best_model,
-    )
+
+def _load_best(theirs: Any, self: Any) -> None:
+    directory = Path(self.state.best_model_checkpoint)
+    if (
+        _is_ours(self.model)
+        and directory.is_dir()
+        and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+    ):
+        load_checkpoint_(self.model, directory)
+    else:
+        theirs(self)
 
 
 def load_checkpoint_(model: PreTrainedModel, directory: Path) -> None:
