@@ -69,7 +69,7 @@ class Target:
 _WHERE = {
     "nvfp4": "nvfp4 activations require compute capability 10.0",
     "int8": "int8 activations require a CPU",
-    "fp8": "fp8 activations require compute capability 9.0",
+    "fp8": "fp8 activations require compute capability 8.9 or higher",
 }
 
 

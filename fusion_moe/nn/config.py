@@ -21,7 +21,7 @@ class QuantizationConfig:
 
     Args:
         activation_format: "bf16", "nvfp4" (compute capability 10.0 only, weights in NVFP4), "int8"
-            (CPUs only, weights in NVFP4 or MXFP4) or "fp8" (compute capability 9.0 only; where
+            (CPUs only, weights in NVFP4 or MXFP4) or "fp8" (compute capability 8.9 or higher; where
             weights are read in FP8, rows of 16 bits elsewhere).
         weights: what kernels read: "packed", the weights as they are stored; "fp8", weights that
             are folded to FP8 once; or "both", as `prepare_` says.

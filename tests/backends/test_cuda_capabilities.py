@@ -26,6 +26,7 @@ from fusion_moe.backends.cuda.mma_tile import mma_tile, warp_columns
 from fusion_moe.backends.cuda.source import KernelSource
 from fusion_moe.backends.cuda.variants import ALL
 from fusion_moe.compile import lower
+from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
 from fusion_moe.runtime.kernel import Kernel
@@ -170,3 +171,19 @@ def test_tiles_of_products_without_wgmma_fit(groups, read):
             assert 2 * 128 * (m + n) + 20 * groups < gpu.shared_per_block
     assert mma_tile(128, 256, 128, A100) == (128, 256)
     assert mma_tile(128, 256, 128, L40S) == (128, 128)
+
+
+@pytest.mark.parametrize("gpu", [L40S, RTX_PRO_6000], ids=lambda gpu: gpu.nvrtc)
+@pytest.mark.parametrize("inner", [768, 208])
+def test_products_of_codes_fit(gpu, inner):
+    """Of a layer with rows in FP8: the first quantizes its result, in whole blocks or not."""
+    shapes = ((8, 2 * inner, 512), (8, 512, inner))
+    weights = [[t.to("meta") for t in quantize(torch.ones(s), ENCODINGS["fp8"])] for s in shapes]
+    x, ids = torch.zeros(64, 512).bfloat16(), torch.zeros(64, 2, dtype=torch.long)
+    args = (*(t.to("meta") for t in (x, ids, torch.ones(64, 2))), *weights)
+    with options.override(cuda_arch=gpu.name):
+        how = {"weight_format": "fp8", "activation_format": "fp8"}
+        found = sources(fusion_of_call("fused_experts", *args, **how))
+    kernels = [kernel for source in found for kernel in launches(source, 8192, gpu)]
+    assert any(k.name.startswith("fp8_gemm_mma") for k in kernels)
+    check(kernels, gpu)

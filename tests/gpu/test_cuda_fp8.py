@@ -12,7 +12,7 @@ from fusion_moe.encodings import ENCODINGS, Quantized, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.nn import swiglu
 
-pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("mma.e4m3")]
 OPS = torch.ops.fusion_moe
 HOW = {"activation_format": "fp8"}
 # rows of each group, then of none; the last ones are too few for products of codes

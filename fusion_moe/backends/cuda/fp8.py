@@ -1,6 +1,7 @@
 """The CUDA C++ of products of rows in e4m3 codes: with weights in such codes around
-kernels/fp8.cuh, if groups have many rows; else by the kernels for products in any encoding, which
-read the numbers that the codes stand for. Products over rows, around kernels/fp8_wgrad.cuh.
+kernels/fp8.cuh, or kernels/fp8_mma.cuh without wgmma, if groups have many rows; else by the kernels
+for products in any encoding, which read the numbers that the codes stand for. Products over rows,
+around kernels/fp8_wgrad.cuh.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from ..cxx.elements import Elements, stored
 from ..cxx.indices import Index, Variable, size
 from ..cxx.product_plan import ProductPlan
 from . import block_copies, gemm
-from .gemm import TILE_COUNTER, Operand, Wgrad, product_kernel, reset_tile_counter
+from .gemm import TILE_COUNTER, Operand, Wgrad, by_wgmma, product_kernel, reset_tile_counter
 from .grouped_mm import UNQUANTIZED, Product
 from .heuristics import AUTO, Chosen
+from .mma_tile import THREADS as MMA_THREADS
+from .mma_tile import mma_tile
 from .source import Array, Boxes, KernelSource, Sizes
 from .table import table_of
 from .variants import Variant
 from .vectors import VECTOR, follow
 
-NEEDS = gemm.NEEDS  # of the kernels in fp8.cuh
+NEEDS = ("mma.e4m3", "cp.async")  # of products of codes: by fp8_mma.cuh, or by fp8.cuh
 ROWS = (FP8_ROWS.name,)  # encodings of rows
 COLUMNS = (FP8_COLUMNS.name,)  # of both operands of products over rows
 LINEAR_WEIGHTS = (FP8.name, FP8_E8M0.name)  # encodings of weights, in the linear layout
@@ -82,11 +85,11 @@ class Fp8Product(Product):
         rows = value(self.rows, sizes)
         many = self.plan.row_order or table_of(arch).many("codes", rows, self.matrices)
         if self._codes and many and not arch.why_not(NEEDS) and variant == AUTO:
-            return Chosen()
+            return Chosen(quantizes_after=bool(self.plan.quantized) and not by_wgmma(arch))
         return super().choose(sizes, arch, variant)
 
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """Routing; the product; sums of its rows."""
+        """Routing; the product; its rows quantized; sums of them."""
         if chosen.size_classes:
             made = super().kernels(chosen, sizes, arch)
             return [*made, self.once(self._quantize)] if self.plan.quantized else made
@@ -94,6 +97,7 @@ class Fp8Product(Product):
             reset_tile_counter(self),
             *self.made_first(sizes, chosen.any_size),
             self._product_of_codes(sizes, arch),
+            *([self.once(self._quantize)] if chosen.quantizes_after else []),
         ]
         return [*made, self.once(self._combine)] if self.plan.combine else made
 
@@ -116,13 +120,30 @@ class Fp8Product(Product):
 
     def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
         """No elements for the arrays of the other kernels."""
-        if bool(chosen.size_classes) != (array in self._others):
+        here = array.name == UNQUANTIZED and chosen.quantizes_after
+        if not here and bool(chosen.size_classes) != (array in self._others):
             return 0
+        if here:
+            return value(array.count, sizes)
         return super().count(array, chosen, sizes) if chosen.size_classes else 1
 
     def _product_of_codes(self, sizes: Sizes, arch: Arch) -> KernelSource:
         plan, read = self.plan, len(self.columns.read)
         rows = value(self.rows, sizes)
+        if not by_wgmma(arch):
+            m, n = mma_tile(_TILE_M, _HALF, plan.groups, arch, read)
+            tiles = bound(rows, min(plan.groups, rows) + 1, m) // m
+            return product_kernel(
+                self,
+                f"Fp8GemmMma<Segment, {m}, {n}>",
+                f"fp8_gemm_mma_{m}x{n}",
+                [*self._codes, self._matrix_of_codes],
+                tiles * -(-plan.width // (n // read)),
+                arch,
+                {},
+                threads=MMA_THREADS,
+                header="fp8_mma.cuh",
+            )
         tiles = bound(rows, min(plan.groups, rows) + 1, _TILE_M) // _TILE_M
         weight = Boxes(
             self.array_number(plan.weight[0]),
@@ -141,6 +162,11 @@ class Fp8Product(Product):
             {"a": rows_of_a, "b": weight},
             header="fp8.cuh",
         )
+
+    @property
+    def _matrix_of_codes(self) -> str:
+        codes = self.names[self.plan.weight[0]]
+        return f"__device__ const u8* b_codes() const {{ return {codes}; }}"
 
     def _make_codes(self) -> list[str]:
         """See kernels/fp8.cuh. UnsupportedError if it does not compute this product."""
@@ -195,7 +221,7 @@ class Fp8Product(Product):
 class Fp8Wgrad(Wgrad):
     """The source of a planned wgrad of operands in e4m3 codes, which are in memory by columns."""
 
-    needs = (*NEEDS, "clusters")
+    needs = (*gemm.NEEDS, "clusters")
 
     def _find_operands(self) -> None:
         """UnsupportedError unless `turn_runs` made their codes, for whole blocks of the result."""

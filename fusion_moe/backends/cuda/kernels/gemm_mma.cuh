@@ -31,25 +31,26 @@ struct WarpTile {
     __device__ static __forceinline__ i32 row() { return threadIdx.x / 32 / ACROSS * ROWS; }
     __device__ static __forceinline__ i32 part() { return threadIdx.x / 32 % ACROSS; }
 
-    // Adds the product of a K block. A_MN, B_MN: whether the rows of an operand's tile are those
-    // that are contracted.
-    template <class T, bool A_MN, bool B_MN>
-    __device__ static __forceinline__ void multiply(Sums& sum, u32 a, u32 b) {
+    // Adds the product of a K block, to the sums of COUNT fragments from `first` on. A_MN, B_MN:
+    // whether the rows of an operand's tile are those that are contracted.
+    template <class T, bool A_MN, bool B_MN, int COUNT>
+    __device__ static __forceinline__ void multiply(float (&sum)[COUNT][COLUMNS / 2], u32 a, u32 b,
+                                                    int first = 0) {
         const i32 upper = threadIdx.x % 16 / 8, second = threadIdx.x % 32 / 16;
 #pragma unroll
         for (int k = 0; k < GEMM_K_BLOCK; k += 16) {
-            u32 rows[FRAGMENTS][4];
+            u32 rows[COUNT][4];
 #pragma unroll
-            for (int r = 0; r < FRAGMENTS; ++r)
-                load_matrices<A_MN>(rows[r],
-                                    piece<A_MN>(a, row() + 16 * r + 8 * upper, k + 8 * second));
+            for (int r = 0; r < COUNT; ++r)
+                load_matrices<A_MN>(
+                    rows[r], piece<A_MN>(a, row() + 16 * (first + r) + 8 * upper, k + 8 * second));
 #pragma unroll
             for (int c = 0; c < COLUMNS; c += 16) {
                 const i32 column = c / EACH * (TILE_N / RESULTS) + part() * EACH + c % EACH;
                 u32 columns[4];
                 load_matrices<B_MN>(columns, piece<B_MN>(b, column + 8 * second, k + 8 * upper));
 #pragma unroll
-                for (int r = 0; r < FRAGMENTS; ++r)
+                for (int r = 0; r < COUNT; ++r)
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
                         mma_16x8x16<T>(reinterpret_cast<float (&)[4]>(sum[r][c / 2 + 4 * i]),
