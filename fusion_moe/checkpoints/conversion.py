@@ -30,7 +30,7 @@ from .directory import Directory, without_quantization
 from .experts import experts_of, layers_of_experts
 from .headers import Entry
 from .modelopt import older_config, own_entries, quantization_config
-from .schemes import FP8, KNOWN, MODELOPT, MODELOPT_FUSED
+from .schemes import FP8_OF_MATRIX, KNOWN, MODELOPT, MODELOPT_FUSED
 from .shard import Planned, Step
 from .stored import StoredWeight, weights_in
 from .values import check_weight
@@ -185,7 +185,9 @@ def modelopt_step(source: Source, weight: StoredWeight) -> Step:
     encoding = weight.scheme.encoding
     if encoding is None or weight.scheme.eight_bits:
         if weight.of_matrix:
-            return fp8_step(source, weight)
+            return encoded_step(
+                FP8_OF_MATRIX, weight.name, weight.shape, lambda: source.quantized(weight)
+            )
         # exact in bfloat16 if scales are powers of two
         return dense_step(source, weight, torch.bfloat16, exact=True)
     if encoding is not NVFP4 and NVFP4.name not in encoding.equivalents:
@@ -224,21 +226,6 @@ def _as_nvfp4(weight: StoredWeight, q: Quantized) -> Quantized:
         block_scale.view(*lead, -1),
         decode_scale.expand(lead[:-1]),
         encoding=NVFP4,
-    )
-
-
-def fp8_step(source: Source, weight: StoredWeight) -> Step:
-    """Writes FP8 with one scale in ModelOpt's form."""
-    values, scale = (f"{weight.name}{part.suffix}" for part in FP8.parts)
-
-    def make() -> dict[str, Tensor]:
-        check_weight(source.directory, weight)
-        codes, factor = weight.parts(source.directory.read)
-        return {values: codes, scale: factor.float().reshape(())}
-
-    return Step(
-        (Planned(values, torch.float8_e4m3fn, weight.shape), Planned(scale, torch.float32, ())),
-        make,
     )
 
 
