@@ -9,15 +9,19 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from fusions import fusion_of_call
 from test_cuda_source import needs_nvdisasm, sass, spills
 
 from fusion_moe import FusionDefinition
 from fusion_moe.arch import A100, H200
-from fusion_moe.backends import TARGETS
+from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cuda import plan
 from fusion_moe.backends.cuda.collective import Collective
+from fusion_moe.backends.cuda.join import join
 from fusion_moe.backends.cuda.launch import KERNELS, build
-from fusion_moe.compile import segments
+from fusion_moe.compile import lower, segments
+from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.sizes import symbol
@@ -68,6 +72,40 @@ def test_kernels_compile_and_keep_all_in_registers(case):
         for arch in (A100, H200):
             for kernel in source.launches(source.choose({}, arch), {"s0": 9}, arch):
                 assert not spills(sass(build(kernel, arch))), kernel.name
+
+
+@needs_nvdisasm
+@pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+def test_sums_are_made_where_they_are_sent():
+    """In a layer of experts: of the rows between, only those of groups are written."""
+    ranks, tokens, slots, h, inner = 4, 6, 3, 256, 128
+    weights = [[*quantize(torch.zeros(8, *nk), NVFP4)] for nk in ((2 * inner, h), (h, inner))]
+    fusion = fusion_of_call(
+        "fused_experts",
+        torch.zeros(tokens, h, dtype=torch.bfloat16),
+        torch.zeros(tokens, slots, dtype=torch.int64),
+        torch.zeros(tokens, slots),
+        *weights,
+        weight_format="nvfp4",
+        first_expert=8,
+        peers=torch.zeros(ranks + 4, dtype=torch.int64),
+        across="g",
+        of_experts=32,
+    )
+    lowered = lower(fusion, TARGETS["cuda"], Options())
+    first, *_, last = lowered.segments
+    assert [op.kind.name for op in first.fusion.ops] == ["dispatch"]
+    assert [op.kind.name for op in last.fusion.ops] == [
+        *("combine", "cast", "partition", "combine_from")
+    ]
+    joined = join(lowered.stages[-1][1], [emit(s, TARGETS["cuda"]) for s in lowered.segments])[1]
+    assert joined
+    for arch in (A100, H200):
+        kernels = joined.choose(dict.fromkeys(joined.parts.symbols, tokens), arch).kernels
+        products = [kernel.given.numbers[:2] for kernel in kernels if kernel.given]
+        assert products == [(0, 2**31 - 2)] * 2
+        (sends,) = (kernel for kernel in kernels if kernel.name == "send_back")
+        assert not spills(sass(build(sends, arch)))
 
 
 @pytest.mark.parametrize(
