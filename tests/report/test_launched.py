@@ -60,6 +60,10 @@ def test_kernels_follow_the_gpu():
     assert "on L40S (sm_89), never run on compute capability 8.9, workspace" in ada.details()
     assert report(4000, "cuda", "H100").fusions[0].gpu == "H100 (sm_90a)"
     assert report(4000, gpu="rtx 4090").fusions[0].gpu.startswith("RTX 4090 (sm_89), never run")
+    of_8_6 = report(4000, gpu="8.6").fusions[0].gpu
+    assert of_8_6.startswith("A10 (sm_86), never run on compute capability 8.6")
+    with pytest.raises(UnsupportedError, match="gpu = 'A100' with measure or load; expected one"):
+        fusion_moe.explain(torch.nn.Linear(2, 2), torch.ones(1, 2), gpu="A100", measure=True)
     with pytest.raises(
         OptionError, match="gpu = 'H300'; expected one of H200, H100, A100, A100 40GB, A10, "
     ):
