@@ -193,6 +193,7 @@ def test_dgrad_exactly(fmt, dtype, layout, splits):
             check(weight, layout, dtype, splits, rank, gathered, gated=sums, dgrad=True)
 
 
+@pytest.mark.needs("wgmma")
 @pytest.mark.parametrize("variant", LARGE_M, ids=str)
 @pytest.mark.parametrize(
     ("fmt", "dtype"),
@@ -228,6 +229,7 @@ def test_runs_with_a_scale_each(scales, n, tile_m, monkeypatch):
             check(weight, layout, "bf16", splits, 0, gathered, gated=False, dgrad=True)
 
 
+@pytest.mark.needs("wgmma")
 @pytest.mark.parametrize(
     ("table", "variant", "in_fragment_order"), [*ways_of("linear"), *ways_of("tiled")], ids=str
 )
