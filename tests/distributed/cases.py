@@ -1143,11 +1143,13 @@ def named(mesh: DeviceMesh, leave: Callable[[], None]) -> None:
         if mesh.get_local_rank() == mesh.size() - 1:
             leave()
             return
+        # kernels of GPUs tell how long they waited, which is no time in later calls
+        within = f" {SHORT_S} s" if DEVICE == "cpu" else ""
         for limit in (2 * SHORT_S, 1):
             began = time.monotonic()
             refuses(
                 RankError,
-                f"rank {mesh.size() - 1} sent no ids of experts within {SHORT_S} s",
+                f"rank {mesh.size() - 1} sent no ids of experts within{within}",
                 lambda: (module(*inputs()), fusion_moe.synchronize()),
             )
             assert time.monotonic() - began < limit
