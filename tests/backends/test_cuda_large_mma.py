@@ -31,20 +31,19 @@ def test_stages_for_each_gpu():
     assert stages[A100] == {
         "large_mma_32x1x4": 6,
         "large_mma_32x1x2": 9,
-        "large_mma_64x1x4": 4,
-        "large_mma_64x2x4": 6,
+        "large_mma_48x1x4": 5,
         "large_mma_64x1x2": 6,
         "large_mma_64x2x2": 9,
-        "large_mma_128x1x2": 3,
-        "large_mma_128x2x2": 6,
+        "large_mma_112x1x2": 4,
+        "large_mma_96x2x2": 7,
     }
     assert stages[ADA] == {
         "large_mma_32x1x4": 3,
         "large_mma_32x1x2": 5,
-        "large_mma_64x2x4": 3,
+        "large_mma_48x1x4": 3,
         "large_mma_64x1x2": 3,
         "large_mma_64x2x2": 5,
-        "large_mma_128x2x2": 3,
+        "large_mma_96x2x2": 4,
     }
 
 
@@ -56,8 +55,10 @@ def test_other_kernels_do_not_fit_in_their_place():
         True
     ] * len(FREE)
     dgrad = replace(NVFP4, kind="dgrad", block=1, runs=2)
-    assert all(v.fits(dgrad, A100) for v in FREE)
+    assert {v.tile_m * v.repeats for v in FREE if v.fits(dgrad, A100)} == {64, 128, 192}
     assert not any(v.fits(replace(dgrad, k=2048 + 64), A100) for v in FREE)
+    wide = replace(NVFP4, tile_bytes=1088)
+    assert max(v.tile_m * v.repeats for v in FREE if v.fits(wide, A100)) == 128
 
 
 @needs_nvdisasm

@@ -386,15 +386,17 @@ class LargeMma(OnGpus):
         return (self.shared(arch) - 20 * of.groups - 60) // stage
 
     def takes(self, of: Matrices, arch: Arch) -> bool:
-        """Whether all of its tiles make whole columns of a result, and it has the stages that it
-        needs.
+        """Whether all of its tiles make whole columns of a result, it has the stages that it needs,
+        and its accumulators leave registers for wide tiles and for a dgrad's transposition.
         """
+        most = 128 if of.wide else 192 if of.kind == "dgrad" else 224
         return (
             of.row_order == self.row_order
             and of.tiled
             and of.whole
             and self.tiles % of.block == 0
             and self.stages(of, arch) >= _MIN_STAGES
+            and self.tile_m * self.repeats <= most
         )
 
     def cost(self, blocks: float, idle_blocks: float, of: Matrices, arch: Arch) -> float:
@@ -477,8 +479,8 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
         SmallM(2, 1, 1, 1, 1, 4, row_order=True),
     ),
     "MMA_M32": _of_both_orders((32, 1, 4), (32, 1, 2)),
-    "MMA_M64": _of_both_orders((64, 1, 4), (64, 2, 4), (64, 1, 2), (64, 2, 2)),
-    "MMA_M128": _of_both_orders((128, 1, 2), (128, 2, 2)),
+    "MMA_M64": _of_both_orders((48, 1, 4), (64, 1, 2), (64, 2, 2)),
+    "MMA_M128": _of_both_orders((112, 1, 2), (96, 2, 2)),
 }
 # only for products with one group: see one_group.py
 SPLIT_K = (LargeM(64, 4, 1, 2), LargeM(96, 4, 1, 2), LargeM(96, 4, 1, 4))

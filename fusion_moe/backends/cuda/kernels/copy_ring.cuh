@@ -18,9 +18,9 @@ class CopyRing {
     // thread of the block still reads a stage.
     template <class Copy>
     __device__ __forceinline__ void begin(i32 count, Copy copy) {
-        reading_ = STAGES - 1, filling_ = 0, filled_ = 0, count_ = count;
+        reading_ = STAGES - 1, filled_ = 0, count_ = count;
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) fill(copy);
+        for (int i = 0; i < AHEAD; ++i) fill(i, copy);
     }
 
     // The next K block is complete, for all threads, in `stage()`. All have read the stage that is
@@ -29,25 +29,21 @@ class CopyRing {
     __device__ __forceinline__ void next(Copy copy) {
         cp_async_wait<AHEAD - 1>();
         __syncthreads();
-        advance(reading_);
-        fill(copy);
+        reading_ = reading_ + 1 == STAGES ? 0 : reading_ + 1;
+        fill(reading_ < READ ? reading_ + AHEAD : reading_ - READ, copy);
     }
 
     __device__ __forceinline__ i32 stage() const { return reading_; }
 
   private:
-    i32 reading_, filling_, filled_, count_;  // stages; K blocks whose copies have begun, and all
-
-    __device__ static __forceinline__ void advance(i32& stage) {
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-    }
+    i32 reading_, filled_, count_;  // a stage; K blocks whose copies have begun, and all
 
     // Past the last K block an empty group: so many groups are always in flight.
     template <class Copy>
-    __device__ __forceinline__ void fill(Copy copy) {
-        if (filled_ < count_) copy(filling_, filled_);
+    __device__ __forceinline__ void fill(i32 stage, Copy copy) {
+        if (filled_ < count_) copy(stage, filled_);
         cp_async_commit();
-        advance(filling_), ++filled_;
+        ++filled_;
     }
 };
 
