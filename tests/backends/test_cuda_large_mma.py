@@ -34,8 +34,6 @@ def test_stages_for_each_gpu():
         "large_mma_48x1x4": 5,
         "large_mma_64x1x2": 6,
         "large_mma_64x2x2": 9,
-        "large_mma_112x1x2": 4,
-        "large_mma_96x2x2": 7,
     }
     assert stages[ADA] == {
         "large_mma_32x1x4": 3,
@@ -43,7 +41,6 @@ def test_stages_for_each_gpu():
         "large_mma_48x1x4": 3,
         "large_mma_64x1x2": 3,
         "large_mma_64x2x2": 5,
-        "large_mma_96x2x2": 4,
     }
 
 

@@ -31,8 +31,7 @@ COUNTED: Mapping[str, tuple[tuple[float, str], ...]] = {
         (8, "M8"),
         (24, "M16"),
         (40, "MMA_M32"),
-        (72, "MMA_M64"),
-        (ALWAYS, "MMA_M128"),
+        (ALWAYS, "MMA_M64"),
         (24, "M16"),
         (ALWAYS, "SMALL_M32"),
     ),
@@ -71,9 +70,9 @@ def _times(cell: Cell, timed: Arch, gpu: Arch) -> Iterator[tuple[str, float]]:
             yield way([SizeClass(v)]), launch + _overlapped(after, _of_large_mma(v, cell, gpu))
 
 
-def _overlapped(memory: float, work: float) -> float:
+def _overlapped(*times: float) -> float:
     by = constants().overlap
-    return (memory**by + work**by) ** (1 / by)
+    return sum(t**by for t in times) ** (1 / by)
 
 
 def _touched(cell: Cell) -> float:
@@ -97,14 +96,14 @@ def _tensor(cell: Cell, gpu: Arch) -> float:
 
 def _of_large_mma(v: LargeMma, cell: Cell, gpu: Arch) -> float:
     """The us of the work of kernels/large_mma.cuh: for a K block the tensor cores, the issue of
-    instructions, or shared memory, whichever takes longest.
+    instructions and shared memory overlap.
     """
     of, touched = cell.matrices, _touched(cell)
     driver = (name for name, known in KNOWN.items() if known.name == gpu.name)
     each_clock = tensor_rate(next(driver, gpu.name), gpu.capability, 1, 1)
     clock = gpu.tensor_rate / (each_clock * gpu.multiprocessors)
     height = math.ceil(min(v.tile_m, cell.rows / touched) / 16) * 16
-    clocks = max(
+    clocks = _overlapped(
         4 * v.repeats * height / 8 * _FLOP / each_clock,
         (60 * v.repeats + height * (v.repeats / 2 + 0.25) + 35) / 4,
         height + 5 * v.repeats + height / 3,

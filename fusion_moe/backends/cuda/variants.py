@@ -387,16 +387,15 @@ class LargeMma(OnGpus):
 
     def takes(self, of: Matrices, arch: Arch) -> bool:
         """Whether all of its tiles make whole columns of a result, it has the stages that it needs,
-        and its accumulators leave registers for wide tiles and for a dgrad's transposition.
+        and its accumulators leave registers for wide tiles.
         """
-        most = 128 if of.wide else 192 if of.kind == "dgrad" else 224
         return (
             of.row_order == self.row_order
             and of.tiled
             and of.whole
             and self.tiles % of.block == 0
             and self.stages(of, arch) >= _MIN_STAGES
-            and self.tile_m * self.repeats <= most
+            and (not of.wide or self.tile_m * self.repeats <= 128)
         )
 
     def cost(self, blocks: float, idle_blocks: float, of: Matrices, arch: Arch) -> float:
@@ -480,7 +479,6 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
     ),
     "MMA_M32": _of_both_orders((32, 1, 4), (32, 1, 2)),
     "MMA_M64": _of_both_orders((48, 1, 4), (64, 1, 2), (64, 2, 2)),
-    "MMA_M128": _of_both_orders((112, 1, 2), (96, 2, 2)),
 }
 # only for products with one group: see one_group.py
 SPLIT_K = (LargeM(64, 4, 1, 2), LargeM(96, 4, 1, 2), LargeM(96, 4, 1, 4))
