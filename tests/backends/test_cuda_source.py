@@ -540,7 +540,7 @@ def test_the_choice_looks_at_rows_and_groups_alone():
     # where one M tile more than there are groups would begin another wave: high ones
     assert [chosen(256, 8, 14336, 256, 1).tile_m, chosen(256, 8, 4096, 1792).tile_m] == [96, 64]
     assert isinstance(chosen(2**20, 8, 4096, 1792), LargeM)
-    assert chosen(2**20, 8, 4096, 1792, arch=L40S).tile_m == 64
+    assert chosen(2**20, 8, 4096, 1792, arch=L40S).tile_m == 48
     assert chosen(2**20, 8, 4096, 1792, tiled=False, arch=L40S).tiles_m == 4
     assert chosen(160, 8, 4096, 1792, arch=A100).tiles_m == 2
     for rows, groups, tiled in itertools.product((1, 64, 4096), (1, 8, 256), (True, False)):
