@@ -16,7 +16,7 @@ from fusion_moe import options
 from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.nn import Experts, add_lora_, prepare_
 
-pytestmark = [pytest.mark.gpu, pytest.mark.needs("wgmma")]
+pytestmark = pytest.mark.gpu
 SLOTS = 2
 COUNTS = (1, 2, 5, 12, 20, 52, 100, 244, 500, 1000, 2000, 4000, 8180)  # of other rows
 
