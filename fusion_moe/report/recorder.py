@@ -80,6 +80,7 @@ class _Recorder:
         self.model, self.steps = model, steps
         self.layers: dict[int, str] = {}
         self.counts: dict[str, Counts] = {}
+        self.watches = bool(steps)  # whether steps to be profiled are still to come
         self.first: int | None = None
         self.last: int | None = None
         self.marks, self.marked, self.missed = list[float](), False, 0
@@ -188,6 +189,8 @@ class _Recorder:
             self._profile()
         elif self.steps and len(self.marks) - 1 == self.steps[-1] + 1:
             self._stop()
+            self.watches = False
+            self._publish()
 
     def _profile(self) -> None:
         there = [ProfilerActivity.CPU]
@@ -216,11 +219,12 @@ class _Recorder:
 
     def _publish(self) -> None:
         def how(address: int, name: str) -> int:
-            if name in self.counts and address != self.first:
-                return COUNTED
-            # what begins a step, what is not known yet, and slots of offloaded experts
-            new = name and name not in self.before
-            return OF_PYTHON if address == self.first or new or self.before else IGNORED
+            # what begins a step that may be profiled, and slots of offloaded experts
+            if (address == self.first and self.watches) or self.before:
+                return OF_PYTHON
+            if name:
+                return COUNTED if name in self.counts else OF_PYTHON
+            return IGNORED
 
         layers = self.layers.items()
         counts.count({a: (how(a, name), self.counts.get(name)) for a, name in layers})
@@ -243,6 +247,7 @@ class _Recorder:
             kernels=self.profile.kernels(device, self.noted, self.captured, counted),
             stalls=self.stalls,
             begun=self._begun(counted.values()),
+            stepped=self._stepped(counted.values()),
             seconds=self.seconds,
             profiled=self._profiled(),
             window=window,
@@ -259,18 +264,23 @@ class _Recorder:
         )
 
     def _begun(self, counted: Iterable[Counted]) -> list[float]:
-        """When steps began; those of replays, which Python does not see, by the calls of the first
-        layer, from the first that is known.
+        """When steps began: where it was said, else by the last calls of the first layer. A GPU's
+        clock is another one: the first of them begins with the run.
         """
-        times = next((of.times for of in counted), torch.empty(0, dtype=torch.int64))
-        if self.marked or len(times) <= len(self.marks):
+        first = next(iter(counted), None)
+        if self.marked or first is None or not first.calls:
             return [mark - self.start for mark in self.marks]
-        return ((times - times[0]).double() / 1e9).tolist()
+        zero = int(first.times[0]) if first.of_gpu else round(self.start * 1e9)
+        return ((first.times - zero).double() / 1e9).tolist()
+
+    def _stepped(self, counted: Iterable[Counted]) -> int:
+        first = next(iter(counted), None)
+        return len(self.marks) if self.marked or first is None else first.calls
 
     def _profiled(self) -> str:
         if self.profile.events:
             return f"steps {self.steps[0]} to {self.steps[-1]}"
-        return f"none: the run had {len(self.marks)} steps" if self.steps else "none was asked for"
+        return "none: the run had fewer" if self.steps else "none was asked for"
 
 
 def _why_not(model: nn.Module) -> str:

@@ -98,7 +98,8 @@ class Span:
 
 @dataclass(frozen=True)
 class RunData:
-    """What `record` noted. begun: when each step began, as far as known; seconds: of the whole run.
+    """What `record` noted. stepped: how many steps there were; begun: when the last ones of them
+    began; seconds: of the whole run.
 
     profiled: which steps, as a sentence, or why none; window, idle: how long they took, and of that
     how long nothing ran, on the GPU or, on a CPU, in torch's operations; gaps: the longest such
@@ -109,6 +110,7 @@ class RunData:
     layers: Sequence[LayerRun]
     kernels: Sequence[KernelRun]
     stalls: Sequence[Span]
+    stepped: int
     begun: Sequence[float]
     seconds: float
     profiled: str

@@ -30,7 +30,7 @@ def facts(run: RunData) -> Iterator[tuple[str, str]]:
     yield "time", f"{duration(run.seconds)}{ranks}"
     if run.step:
         spread = f"{duration(min(run.steps))} to {duration(max(run.steps))}"
-        yield "steps", f"{len(run.begun):,}, the median takes {duration(run.step)}; {spread}"
+        yield "steps", f"{run.stepped:,}, the median takes {duration(run.step)}; {spread}"
     layers = f"{count(len(run.layers), 'layer')}, {count(run.rows, 'row')} of experts"
     yield "counted", layers
     if run.layers:

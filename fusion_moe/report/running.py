@@ -73,7 +73,7 @@ class Run(Shown):
         write(Path(path), form_of(path)(self))
 
     def __repr__(self) -> str:
-        done = f"{count(len(self.data.begun), 'step')}" if self._data else "goes on"
+        done = f"{count(self.data.stepped, 'step')}" if self._data else "goes on"
         return f"<Run of fusion_moe.record: {done}>"
 
     def text(self, width: int) -> str:

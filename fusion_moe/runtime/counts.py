@@ -28,13 +28,14 @@ _kept: list[Any] = []  # what graphs and C++ may write to or read as long as the
 @dataclass(frozen=True)
 class Counted:
     """calls: how many; totals i64[G]: rows of each group in all of them; rows i32[n, G], times
-    i64[n]: of the last n, in order, with the time of each in ns.
+    i64[n]: of the last n, in order, with the time of each in ns, by the GPU's clock if of_gpu.
     """
 
     calls: int
     totals: Tensor
     rows: Tensor
     times: Tensor
+    of_gpu: bool
 
 
 class Counts:
@@ -77,7 +78,7 @@ class Counts:
         calls = int(self.calls)
         first = calls % self.capacity if calls > self.capacity else 0
         rows, times = (t.cpu().roll(-first, 0)[:calls] for t in (self.rows, self.times))
-        return Counted(calls, self.totals.cpu(), rows, times)
+        return Counted(calls, self.totals.cpu(), rows, times, self.device.type == "cuda")
 
 
 def count(layers: Mapping[int, tuple[int, Counts | None]]) -> None:

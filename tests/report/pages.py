@@ -91,6 +91,6 @@ def harmful_run() -> Run:
     span = Span(HARM, HARM, 0.1, 0.2)
     layer = LayerRun(HARM, 2, [1, 2], [[1, 1], [0, 1]], offloaded={"hits": 1, "misses": 2})
     data = RunData(
-        [layer], [kernel], [span], [0.0, 0.5], 1.0, HARM, 0.6, 0.2, [span], [span], [span]
+        [layer], [kernel], [span], 2, [0.0, 0.5], 1.0, HARM, 0.6, 0.2, [span], [span], [span]
     )
     return Run(data=replace(data, missed=1, made=HARM, where=HARM, of=HARM))

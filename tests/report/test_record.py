@@ -116,25 +116,29 @@ def test_kernels_have_times_over_floors(run):
 def test_a_run_without_profiled_steps_says_so(model, steps):
     with fusion_moe.record(model, profile=steps) as run:
         generate(model, 2)
-    assert run.data.profiled in ("none was asked for", "none: the run had 2 steps")
+    assert run.data.profiled in ("none was asked for", "none: the run had fewer")
     assert (run.data.kernels, run.data.spans, run.data.window) == ([], [], 0)
     assert "nothing ran" not in str(run)
 
 
 def test_calls_of_known_forms_are_counted_without_python(monkeypatch, model):
-    """C++ counts them: Python sees one layer, with which steps begin."""
+    """C++ counts all but the first, and, until steps were profiled, that of the layer with which
+    steps begin.
+    """
     native.load()
     generate(model, 3)
     seen = []
-    with fusion_moe.record(model, profile=()) as run:
-        generate(model, 2)
-        monkeypatch.setattr(counts.Counts, "add", lambda self, ends: seen.append(self))
-        generate(model, 6)
-    assert {*seen} == {seen[0]}
-    first, *others = run.data.layers
-    assert first.calls == 2
-    assert {layer.calls for layer in others} == {8}
-    assert {sum(layer.rows) for layer in others} == {(2 * PROMPT + 1 + 5) * 4}
+    add = counts.Counts.add
+    monkeypatch.setattr(
+        counts.Counts, "add", lambda self, ends: (seen.append(self), add(self, ends))
+    )
+    for profile, by_python in (((), 4), (range(2, 4), 4 + 1 + 2 * 4 + 1)):
+        seen.clear()
+        with fusion_moe.record(model, profile=profile) as run:
+            generate(model, 8)
+        assert len(seen) == by_python
+        assert {layer.calls for layer in run.data.layers} == {8}
+        assert {sum(layer.rows) for layer in run.data.layers} == {(PROMPT + 7) * 4}
 
 
 @pytest.mark.parametrize("by_python", [True, False])
