@@ -196,7 +196,7 @@ class _Recorder:
         there = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             there.append(ProfilerActivity.CUDA)
-        profiler = Profiler(activities=there)
+        profiler = Profiler(activities=there, acc_events=True)
         with suppress(RuntimeError):  # another profiler runs
             profiler.start()
             self.profiler = profiler
@@ -219,12 +219,12 @@ class _Recorder:
 
     def _publish(self) -> None:
         def how(address: int, name: str) -> int:
-            # what begins a step that may be profiled, and slots of offloaded experts
-            if (address == self.first and self.watches) or self.before:
+            counts = self.counts.get(name)
+            # what begins a step that may be profiled, and, in a graph, what may be captured for it
+            seen = address == self.first or (counts and counts.device.type == "cuda")
+            if self.before or (self.watches and seen):  # before: slots of offloaded experts
                 return OF_PYTHON
-            if name:
-                return COUNTED if name in self.counts else OF_PYTHON
-            return IGNORED
+            return (COUNTED if counts else OF_PYTHON) if name else IGNORED
 
         layers = self.layers.items()
         counts.count({a: (how(a, name), self.counts.get(name)) for a, name in layers})

@@ -51,6 +51,8 @@ from fusion_moe.ir.collectives import all_reduce
 from fusion_moe.nn import Experts, GroupedLinear, QuantizedLinear, add_lora_, swiglu
 from fusion_moe.nn.local import gathered, local
 from fusion_moe.nn.lora.files import load_lora_, save_lora
+from fusion_moe.report import Run
+from fusion_moe.report.run import of_json
 
 E, H, I, T, K = 7, 64, 160, 13, 3  # neither 2 nor 4 divides E, nor the blocks of I
 TIMEOUT_S, SHORT_S = 60, 5
@@ -519,6 +521,23 @@ def more_tokens_than_the_capacity(mesh):
         assert_alike(found[:2], want[:2])
         assert_alike(found[2:], [want[2].masked_fill(lost, 0)])
         assert module.dropped == sum((those.sum() - kept).clamp(min=0) for those in goes)
+
+
+@case
+def recorded(mesh):
+    """Each rank records its own experts; all ranks together, the rows of all tokens."""
+    module = nn.ModuleDict({"experts": divided(experts(E, H, I), mesh, "ep")})
+    x, ids, w = inputs()
+    with torch.no_grad(), fusion_moe.record(module, profile=()) as run:
+        module["experts"](x, ids, w)
+    found: list[str] = [""] * mesh.size()
+    dist.all_gather_object(found, run.data.to_json())
+    ranks = [Run(data=of_json(text, "")) for text in found]
+    merged = Run.merged(*ranks).data
+    assert [layer.rank for layer in merged.layers] == [*range(mesh.size())]
+    rows = [n for layer in merged.layers for n in layer.rows]
+    assert rows == torch.bincount(ids.flatten().cpu(), minlength=E).tolist()
+    assert merged.rows == ids.numel()
 
 
 def ranges(ranks: int) -> list[tuple[int, int]]:

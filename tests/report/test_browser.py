@@ -115,6 +115,18 @@ def test_it_can_be_read(opened, report, tmp_path, width, height, scheme):
     assert (brightness(page, "backgroundColor") > brightness(page, "color")) == (scheme == "light")
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_the_page_of_a_run_can_be_read(opened, tmp_path, width, height, scheme):
+    view = {"viewport": {"width": width, "height": height}, "color_scheme": scheme}
+    page = opened(pages.harmful_run(), **view)
+    page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+    page.screenshot(full_page=True, path=tmp_path / f"run-{width}-{scheme}.png")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("[...document.images].every((i) => i.naturalWidth > 0)")
+    assert (brightness(page, "backgroundColor") > brightness(page, "color")) == (scheme == "light")
+
+
 def test_a_broad_graph_is_a_list_where_there_is_no_room(opened):
     """A backward, several of whose segments read from the same one."""
     broad = explain(
