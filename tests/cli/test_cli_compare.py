@@ -1,0 +1,47 @@
+"""fusion-moe compare, and files that --record is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from fusion_moe.cli.app import app
+from fusion_moe.report import Run
+from fusion_moe.report.run import LayerRun, RunData
+
+
+@pytest.fixture
+def files(tmp_path):
+    layer = LayerRun("layers.0", 3, [4, 2])
+    before = RunData([layer], [], [], 3, [0.0, 0.2, 0.4], 1.0, "none was asked for")
+    for name, run in (("before", before), ("after", replace(before, begun=[0.0, 0.1, 0.2]))):
+        Run(data=run).save(tmp_path / f"{name}.json")
+    return [str(tmp_path / f"{name}.json") for name in ("before", "after")]
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, [*arguments])
+
+
+def test_two_files_are_compared(files):
+    done = invoke("compare", *files)
+    assert done.exit_code == 0
+    assert " ".join(done.output.split()).count("200 ms -> 100 ms 2x as fast") == 1
+    found = json.loads(invoke("compare", "--json", *files).output)
+    assert found["changes"][0] == {
+        "name": "step",
+        "before": "200 ms",
+        "after": "100 ms",
+        "said": "2x as fast",
+    }
+
+
+def test_other_files_are_refused(files, tmp_path):
+    done = invoke("compare", files[0], str(tmp_path / "none.json"))
+    assert (done.exit_code, "no file" in done.output) == (2, True)
+    done = invoke("run", str(tmp_path), "a prompt", "--record", "run.png")
+    assert done.exit_code == 2
+    assert "a run as run.png; expected .trace.json, .json, .html, .txt" in done.output
