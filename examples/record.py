@@ -1,12 +1,12 @@
 """What happened in a run: the small model of this repository generates, and what its experts and
 kernels did is printed, and saved as a page.
 
-    python examples/record.py [FOLDER]      # writes run.html, run.json and run.trace.json there
+    python examples/record.py --out FOLDER      # writes run.html, run.json and run.trace.json there
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -39,4 +39,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path(), help="a folder (default: this one)")
+    main(parser.parse_args().out)
