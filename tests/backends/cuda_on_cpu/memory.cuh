@@ -42,6 +42,7 @@ To as(From x) {
 
 inline float __uint_as_float(u32 x) { return as<float>(x); }
 inline u32 __float_as_uint(float x) { return as<u32>(x); }
+inline u32 __float2uint_rn(float x) { return u32(std::nearbyint(x)); }
 inline float widen(bf16 x) { return as<float>(u32(x.bits) << 16); }
 inline float widen(f16 x) { return float(as<_Float16>(x.bits)); }
 
