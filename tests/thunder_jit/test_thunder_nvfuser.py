@@ -22,7 +22,9 @@ from users_operations import library
 
 import fusion_moe
 from fusion_moe import errors, translator
+from fusion_moe.arch import nearest
 from fusion_moe.backends.nvfuser import headers
+from fusion_moe.runtime import cuda
 from fusion_moe.runtime.program import Program
 from fusion_moe.thunder import thunder_executors
 
@@ -44,6 +46,7 @@ def device(monkeypatch):
     def pretend(*capability: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(cuda, "facts", lambda: nearest(capability))
         monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
         monkeypatch.setattr(headers, "_version", lambda folder: torch.version.cuda)
         thunder_executors(nvfuser=True)
