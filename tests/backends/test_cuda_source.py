@@ -765,6 +765,7 @@ def test_experts_in_places(model):
     }
     others = {**DEFAULTS, "weight_layout": "w16x64", "weight_format": "nvfp4"}
     others |= {"transposed": False, "lora_scale": 1.0, "straight_through": "exact"}
+    others |= {"across": "", "of_experts": 0, "capacity": 0, "float32_sums": False, "peers": None}
     others |= dict.fromkeys(("lora_of", "gate_up_lora_of", "down_lora_of", "activation_parameters"))
     names = [f"{p}_lora_{f}" for p in ("gate_up", "down") for f in "ab"]
     fusion = fusion_of(
