@@ -8,10 +8,11 @@ from the table of compute capabilities in the CUDA C++ Programming Guide.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from .errors import OptionError
+from .errors import OptionError, did_you_mean
 
 AUTO = "auto"  # the option cuda_arch: the GPU that is there
 _KIB, _MIB = 2**10, 2**20
@@ -264,9 +265,40 @@ KNOWN: Mapping[str, Arch] = {
 }
 
 
-def shown(capability: tuple[int, int]) -> str:
+def shown(capability: tuple[int, ...]) -> str:
     """As people write it: "8.0"."""
     return ".".join(map(str, capability))
+
+
+def with_article(arch: Arch) -> str:
+    """ "an A100", "a B200"."""
+    return f"{'an' if arch.name[0] in 'AHLR' else 'a'} {arch.name}"
+
+
+def _key(name: str) -> str:
+    """What is left of a name without its maker, its brand, case, blanks and hyphens."""
+    return re.sub("^(nvidia)?(geforce)?(rtx)?", "", re.sub("[ _-]", "", name.casefold()))
+
+
+_BY_NAME = {_key(n): arch for driver, arch in KNOWN.items() for n in (arch.name, driver)}
+_BY_CAPABILITY = {
+    _key(name): arch
+    for arch in reversed([*KNOWN.values()])  # so that the first one stays
+    for name in (shown(arch.capability), "sm_{}{}".format(*arch.capability), arch.nvrtc)
+}
+
+
+def is_capability(asked: str) -> bool:
+    """Whether this names a known compute capability ("8.0", "sm_80") and not a GPU."""
+    return _key(asked) in _BY_CAPABILITY
+
+
+def lookup(name: str) -> Arch | None:
+    """The known GPU with this name, ours ("RTX 4090") or its driver's ("NVIDIA GeForce RTX 4090"),
+    or the first one of a compute capability ("8.0", "sm_80"). Case, blanks, hyphens and a leading
+    "NVIDIA GeForce RTX" do not matter.
+    """
+    return (_BY_NAME | _BY_CAPABILITY).get(_key(name))
 
 
 def tensor_rate(
@@ -279,25 +311,23 @@ def tensor_rate(
     return each * multiprocessors * clock / (2 if "GeForce" in name else 1)
 
 
-def named(name: str, what: str = "gpu", also: Iterable[str] = ()) -> Arch:
-    """The known GPU with this name, in upper or lower case, or the first one of a compute
-    capability ("8.0"). OptionError for an unknown one.
+def named(name: str | tuple[int, int], what: str = "gpu", also: Iterable[str] = ()) -> Arch:
+    """The GPU that `lookup` finds; a compute capability may be a pair of ints, too. OptionError for
+    an unknown one.
 
     what, also: what asks for it, and what else that accepts, for the message.
     """
-    found: dict[str, Arch] = {}
-    for arch in KNOWN.values():
-        found[arch.name.casefold()] = arch
-        found.setdefault(shown(arch.capability), arch)
-    if name.casefold() not in found:
-        names = [*also, *(arch.name for arch in KNOWN.values())]
-        capabilities = dict.fromkeys(shown(arch.capability) for arch in KNOWN.values())
-        raise OptionError(
-            f"{what} = {name!r}",
-            expected=f"one of {', '.join(names)}, or a compute capability: "
-            f"{', '.join(capabilities)}",
-        )
-    return found[name.casefold()]
+    text = shown(name) if isinstance(name, tuple) else name
+    if isinstance(text, str) and (found := lookup(text)):
+        return found
+    names = [*also, *(arch.name for arch in KNOWN.values())]
+    capabilities = dict.fromkeys(shown(arch.capability) for arch in KNOWN.values())
+    raise OptionError(
+        f"{what} = {name!r}",
+        expected=f"one of {', '.join(names)}, or a compute capability as text: "
+        f"{', '.join(capabilities)}",
+        todo=did_you_mean(str(text), [*names, *KNOWN, *capabilities]),
+    )
 
 
 def nearest(capability: tuple[int, int]) -> Arch:
@@ -331,7 +361,7 @@ def standing_in(device: Arch, asked: str) -> Arch:
     if wanted.capability != device.capability:
         code = f"compute_{major_minor(*wanted.capability)},sm_{major_minor(*device.capability)}"
         wanted = replace(wanted, code=code)
-    if asked.casefold() == wanted.name.casefold():
+    if not is_capability(asked):
         return wanted
     return replace(
         wanted,

@@ -21,7 +21,7 @@ from . import __version__, backends, options, plugins, target
 from .backends.cuda.heuristics import check_variant
 from .errors import OptionError
 from .plugins import Package
-from .runtime import build, isa, native, nvrtc, store
+from .runtime import build, cuda, isa, native, nvrtc, store
 from .runtime.cuda import why_too_old
 
 PACKAGES = (
@@ -143,6 +143,7 @@ def _problems() -> Iterator[str]:
         lambda: backends.find(now.target, torch.device("cpu")),
         isa.selected,
         lambda: check_variant(now.cuda_variant),
+        cuda.facts,
     ):
         try:
             look()

@@ -17,6 +17,7 @@ from fusion_moe.arch import (
     RTX_4090,
     Arch,
     find,
+    is_capability,
     like,
     named,
     nearest,
@@ -141,9 +142,33 @@ def test_a_name_or_a_compute_capability_names_a_gpu():
     with pytest.raises(
         OptionError,
         match=r"^option cuda_arch = 'A900'; expected one of auto, H200, .*GB10, or a compute "
-        r"capability: 9\.0, 8\.0, 8\.6, 8\.9, 10\.0, 11\.0, 12\.0, 12\.1$",
+        r"capability as text: 9\.0, 8\.0, 8\.6, 8\.9, 10\.0, 11\.0, 12\.0, 12\.1; did "
+        "you mean 'A100'",
     ):
         named("A900", "option cuda_arch", ["auto"])
+
+
+@pytest.mark.parametrize("name", [*KNOWN, *(known.name for known in KNOWN.values())])
+def test_names_that_machines_print_name_a_gpu(name):
+    known = KNOWN.get(name) or next(k for k in KNOWN.values() if k.name == name)
+    bare = name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    for written in (name, bare, bare.replace(" ", ""), bare.removeprefix("RTX ").lower()):
+        assert named(written) is known
+        assert not is_capability(written)
+
+
+@pytest.mark.parametrize("asked", [(8, 9), "8.9", "sm_89", L40S.nvrtc])
+def test_a_compute_capability_as_others_write_it(asked):
+    assert named(asked) is L40S
+
+
+def test_what_names_no_gpu():
+    with pytest.raises(OptionError, match=r"^gpu = 8\.0; expected .* did you mean '8\.0'\?$"):
+        named(8.0)
+    with pytest.raises(OptionError, match=r"did you mean 'RTX 4090'\?$"):
+        named("RTX 4080")
+    with pytest.raises(OptionError, match=r"^gpu = \(7, 5\); expected one of H200, "):
+        named((7, 5))
 
 
 def test_other_gpus_are_like_the_nearest_one():
@@ -166,6 +191,10 @@ def test_a_device_stands_in_for_an_older_gpu():
         memory_bandwidth=4.8e12,
         tensor_rate=H200.tensor_rate,
         measured=H200.measured,
+    )
+    assert (standing_in(H200, "NVIDIA A100-SXM4-80GB"), standing_in(H200, "sm_80")) == (
+        a100,
+        as_8_0,
     )
     assert a100.nvrtc == "compute_80,sm_90"
     assert standing_in(B200, "RTX 4090").nvrtc == "compute_89,sm_100"

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from ..arch import lookup
 from ..checkpoints import Directory
-from ..errors import need_one_of
+from ..errors import OptionError
 from ..messages.units import ratio
 from ..offload import machine as machines
 from ..offload import plan as plans
@@ -79,8 +80,16 @@ def plan(
 def _planned(
     directory: Path, gpu: str, gpu_memory: str | None, ram: str | None, kv_tokens: int
 ) -> Planned:
-    asked, gpu = bool(gpu), gpu or "H100"
-    need_one_of("--gpu", gpu, _MEMORY, where="plan")
+    asked, known = bool(gpu), lookup(gpu or "H100")
+    gpu = known.name if known else gpu
+    if gpu not in _MEMORY:
+        raise OptionError(
+            f"--gpu = {gpu!r}",
+            expected=f"one of {', '.join(_MEMORY)}: how fast experts are copied to others was not "
+            "measured",
+            todo="--gpu H100 --gpu-memory 24GiB says what fits in the memory of another",
+            where="plan",
+        )
     memory = _MEMORY[gpu] if gpu_memory is None else plans.bytes_of(gpu_memory, "--gpu-memory")
     held = None if ram is None else plans.bytes_of(f"{ram}GiB" if ram.isdigit() else ram, "--ram")
     model = plans.Model.of_directory(Directory.open(directory))

@@ -14,7 +14,7 @@ import torch
 
 from .. import __version__, backends, options
 from .. import target as targets
-from ..arch import Arch
+from ..arch import AUTO, Arch, is_capability, shown, with_article
 from ..backends import cuda
 from ..compile import Lowered, lower
 from ..frontends.regions import Found, NotFused, Region
@@ -141,7 +141,24 @@ def _wanted(regions: list[Region], switches: Options) -> _Wanted:
     with options.using(switches):
         here = of_process and torch.cuda.is_available()
         gpu = gpus.arch(gpus.index_of(device)) if here else gpus.facts()
-    return _Wanted(target, targets.why_not_on(target, device), switches, gpu)
+    why_not = targets.why_not_on(target, device)
+    if target.device == "cuda" and switches.cuda_arch != AUTO and not here:
+        why_not = _why_not_here(switches.cuda_arch, gpu, target) or why_not
+    return _Wanted(target, why_not, switches, gpu)
+
+
+def _why_not_here(asked: str, gpu: Arch, target: Target) -> str:
+    """Why kernels for a GPU do not run here; "" if it is the one at hand."""
+    if torch.cuda.is_available():
+        with options.override(cuda_arch=AUTO):
+            if gpus.facts().name == gpu.name:
+                return ""
+    of = with_article(gpu)
+    why = f"for {of}, which is not here"
+    if is_capability(asked):
+        why = f"for compute capability {shown(gpu.capability)}; {of} stands for it"
+    never = targets.never_run(target, gpu.capability)
+    return f"{why}; {never}" if never else why
 
 
 def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:

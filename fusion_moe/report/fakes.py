@@ -39,9 +39,10 @@ def on_fakes(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    arranged: Callable[[torch.nn.Module], None] | None = None,
 ) -> T:
     """look(function, args, kwargs) on fakes, with copies of the modules that are called; if that
-    fails, on the originals.
+    fails, on the originals. arranged: what is first done to each of the copies.
 
     Modules are found as the function itself, as the object that it is a method of, and by the names
     that it uses. Tensors on the meta device are taken to be on the device of the others.
@@ -56,6 +57,9 @@ def on_fakes(
         with torch.inference_mode(False), copies:
             function_, modules, args_, kwargs_ = copy.deepcopy((function, modules, args, kwargs))
         with mode:
+            if arranged:
+                for module in modules.values():
+                    arranged(module)
             return look(_with_modules(function_, modules), args_, kwargs_)
     except Exception as error:
         if copies.valueless and isinstance(error, _ASKS_FOR_VALUES):

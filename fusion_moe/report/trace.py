@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule
 
 from .. import backends, options, plugins
 from .. import target as targets
-from ..arch import named
+from ..arch import named, shown
 from ..backends import cuda
 from ..definitions import translate
 from ..definitions.nodes import called_op
@@ -27,6 +27,7 @@ from ..frontends.inductor.compile_graph import compile_calls
 from ..frontends.inductor.dynamo import apart, first_break
 from ..frontends.regions import NotFused, find_regions
 from ..nn.frozen.folded import folding
+from ..nn.frozen.packed import PackedModule
 from ..options import Options
 from ..plugins import CompiledBy
 from .advice import advice_on, called
@@ -47,7 +48,7 @@ def explain(
     model_or_fn: Callable[..., Any],
     *args: Any,
     target: str | None = None,
-    gpu: str | None = None,
+    gpu: str | tuple[int, int] | None = None,
     measure: bool = False,
     load: bool = False,
     backward: bool = False,
@@ -67,8 +68,10 @@ def explain(
         model_or_fn: what is called with `args` and `kwargs`.
         target: None: the target of the tensors' device; otherwise a name in target.py, even of a
             target whose programs cannot run here.
-        gpu: the name of a GPU ("H100") or a compute capability ("8.6") whose kernels to show, even
-            if it is absent; the target is then "cuda". None: the GPU at hand, or an H200.
+        gpu: a GPU whose kernels to show, even if it is absent: its name ("H100", or what its
+            driver calls it), or a compute capability ("8.6", "sm_86" or (8, 6)), which the first
+            known GPU that has it stands for. The target is then "cuda", and weights have the
+            layout that modules give them there. None: the GPU at hand, or an H200.
         measure: also run the call, on real tensors, with its fusions as compiled programs, and
             report the time of each kernel, next to the time that this machine takes to read the
             kernel's inputs. The model's writes into itself take effect. On a GPU, CUDA events
@@ -97,7 +100,8 @@ def explain(
     backends.find(switches.target, torch.device("cpu"))
     watch = Watch(switches, measure, load) if measure or load else None
     with options.override(cuda_arch=switches.cuda_arch):
-        return _explained(model_or_fn, args, kwargs, switches, watch, backward)
+        arranged = _as_on_gpus if gpu is not None else None
+        return _explained(model_or_fn, args, kwargs, switches, watch, backward, arranged)
 
 
 def _explained(
@@ -107,6 +111,7 @@ def _explained(
     switches: Options,
     watch: Watch | None,
     backward: bool,
+    arranged: Callable[[torch.nn.Module], None] | None,
 ) -> Report:
     compiled = next((c for ask in plugins.compiled_by if (c := ask(model_or_fn))), None)
     function = compiled.function if compiled else _original(model_or_fn)
@@ -122,7 +127,7 @@ def _explained(
         if watch:
             seen = look(function, args, kwargs)
         else:
-            seen = on_fakes(look, function, args, kwargs)
+            seen = on_fakes(look, function, args, kwargs, arranged)
     except TorchDynamoException as error:
         if own := _own_error(error):
             raise own.at("explain") from error
@@ -185,7 +190,16 @@ def _check(
         raise UnsupportedError(found, expected=expected, todo=todo, where="explain")
 
 
-def _of_gpu(name: str, target: str | None, runs: bool) -> dict[str, str]:
+def _as_on_gpus(model: torch.nn.Module) -> None:
+    """Lays the weights of a copy without values out as its modules would on a GPU by themselves."""
+    if not options.current().order_weights:
+        return
+    for module in model.modules():
+        if isinstance(module, PackedModule) and not module.as_integers:
+            module.put_in(module.layout_on(backends.TARGETS[cuda.NAME]))
+
+
+def _of_gpu(name: str | tuple[int, int], target: str | None, runs: bool) -> dict[str, str]:
     """The options with which the kernels of a GPU are shown."""
     if target not in (None, cuda.NAME):
         raise OptionError(
@@ -200,7 +214,7 @@ def _of_gpu(name: str, target: str | None, runs: bool) -> dict[str, str]:
             where="explain",
         )
     named(name)
-    return {"target": cuda.NAME, "cuda_arch": name}
+    return {"target": cuda.NAME, "cuda_arch": name if isinstance(name, str) else shown(name)}
 
 
 def _in_dynamo(

@@ -56,7 +56,7 @@ def test_options_that_are_wrong_are_problems():
     assert (code, len(shown["problems"])) == (1, 1)
     assert "FUSION_MOE_CUDA_VARIAN is ignored" in shown["problems"][0]
     assert "did you mean 'FUSION_MOE_CUDA_VARIANT'?" in shown["problems"][0]
-    for name in ("target", "cpu_isa", "cuda_variant"):
+    for name in ("target", "cpu_isa", "cuda_variant", "cuda_arch"):
         with options.override(**{name: "nope"}):
             result = CliRunner().invoke(app, ["doctor"])
         assert result.exit_code == 1

@@ -255,7 +255,11 @@ def test_command():
     layers = len(shown["plan"]["model"]["layers"])
     assert shown["tokens_per_second"] == pytest.approx(1 / layers / plan.LAUNCHES)
     assert run(MADE / NAME, "--gpu-memory", "1KB").exit_code == 2
-    assert run(MADE / NAME, "--gpu", "T4").exit_code == 2
+    assert "on an H200 beside" in run(MADE / NAME, "--gpu", "nvidia h200").stdout
+    for gpu in ("T4", "NVIDIA GeForce RTX 4090"):
+        other = run(MADE / NAME, "--gpu", gpu)
+        assert other.exit_code == 2
+        assert "one of H100, H200: how fast experts are copied to others" in other.output
     assert run(MADE / "nowhere").exit_code == 1
 
 

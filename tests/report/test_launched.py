@@ -22,7 +22,7 @@ EXPERTS, SLOTS, HIDDEN, INTERMEDIATE = 8, 2, 128, 64
 
 
 def report(
-    tokens: int, target: str | None = None, gpu: str | None = None
+    tokens: int, target: str | None = None, gpu: str | tuple[int, int] | None = None
 ) -> fusion_moe.report.Report:
     """Of an H200, unless another target is asked for."""
     module = experts_of_ones(EXPERTS, HIDDEN, INTERMEDIATE)
@@ -62,6 +62,7 @@ def test_kernels_follow_the_gpu():
     assert report(4000, gpu="rtx 4090").fusions[0].gpu.startswith("RTX 4090 (sm_89), never run")
     of_8_6 = report(4000, gpu="8.6").fusions[0].gpu
     assert of_8_6.startswith("A10 (sm_86), never run on compute capability 8.6")
+    assert report(4000, gpu=(8, 6)).fusions[0].gpu == of_8_6
     with pytest.raises(UnsupportedError, match="gpu = 'A100' with measure or load; expected one"):
         fusion_moe.explain(torch.nn.Linear(2, 2), torch.ones(1, 2), gpu="A100", measure=True)
     with pytest.raises(
@@ -72,6 +73,34 @@ def test_kernels_follow_the_gpu():
         OptionError, match="gpu = 'H200' for the target 'cpu'; expected the target 'cuda', or none"
     ):
         report(1, "cpu", "H200")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_have_the_layout_that_modules_give_them_on_that_gpu(device):
+    """Without prepare_; the module itself stays as it is."""
+    module = experts_of_ones(EXPERTS, HIDDEN, INTERMEDIATE).to(device)
+    x, ids = torch.ones(4000, HIDDEN, dtype=torch.bfloat16), torch.zeros(4000, SLOTS).long()
+
+    def explained() -> fusion_moe.report.Report:
+        with torch.no_grad():
+            return fusion_moe.explain(module, x, ids, torch.ones(4000, SLOTS), gpu="A100")
+
+    assert launched(explained()) == launched(report(4000, gpu="A100"))
+    assert module.weight_layout == "linear"
+    with options.override(order_weights=False):
+        assert all("small_m" in kernels for kernels in launched(explained()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="some GPU is here")
+def test_the_summary_names_the_gpu_that_is_not_here():
+    def said(gpu: str) -> str:
+        return " ".join(str(report(4, gpu=gpu)).split())
+
+    never = "; never run on compute capability"
+    assert f"unexecuted: for an A100, which is not here{never} 8.0" in said("a100")
+    assert f"for compute capability 8.9; an L40S stands for it{never} 8.9" in said("8.9")
+    assert f"for a B200, which is not here{never} 10.0" in said("NVIDIA B200")
+    assert "for an H100, which is not here look" in said("H100")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what this GPU launches")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ... import backends, options, plugins
@@ -229,7 +230,7 @@ class PackedModule(nn.Module):
         layout = "linear" if why else layout
         if layout != "linear" and self.weight_layout == "linear":
             for name, part in self._parts_by_name().items():
-                if part.of_blocks:
+                if part.of_blocks and not _is_valueless(getattr(self, name)):
                     check_part_scales(part, as_part(getattr(self, name).detach(), part), name)
         relayout_(self, layout)
         return why
@@ -459,6 +460,10 @@ def relayout_(module: PackedModule, layout: str) -> None:
     }
 
 
+def _is_valueless(t: Tensor) -> bool:
+    return t.is_meta or isinstance(t, FakeTensor)
+
+
 def _move(module: PackedModule, names: Sequence[str], here: Packing, there: Packing) -> None:
     """Replaces the parameters of one weight by new ones, made one matrix at a time."""
     old = [getattr(module, name) for name in names]
@@ -470,7 +475,9 @@ def _move(module: PackedModule, names: Sequence[str], here: Packing, there: Pack
             for part, t in zip(module.encoding.parts, parts, strict=False)
         ]
         matrices = (
-            [] if parts[0].is_meta else zip(_matrices(parts), _matrices(moved_parts), strict=True)
+            []
+            if _is_valueless(parts[0])
+            else zip(_matrices(parts), _matrices(moved_parts), strict=True)
         )
         for source, target in matrices:
             moved = there.pack(here.unpack(source, module.encoding), module.encoding)
