@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..errors import OptionError
 from .output import FINE, Json, finish
 
 if TYPE_CHECKING:  # which imports Dynamo and Inductor
@@ -43,9 +42,6 @@ def compare(context: typer.Context, before: _Run, after: _Run, json: Json = Fals
     def find() -> Compared:
         from ..report import Run
 
-        for path in (before, after):
-            if not path.is_file():
-                raise OptionError(f"no file {path}", expected="a run's JSON", where="compare")
         return Compared(Run.load(before).compare(Run.load(after)))
 
     finish(context, find, json)

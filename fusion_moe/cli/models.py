@@ -76,6 +76,7 @@ def quietly() -> Iterator[None]:
     UnsupportedError where it is not installed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # of torch's profiler, which logs its start
     try:
         from transformers.utils import logging as messages
     except ModuleNotFoundError as error:

@@ -52,7 +52,7 @@ class Answer:
 @dataclass
 class Run:
     """What was answered, and by what. experts: modules by encoding, with the kernels that read
-    them; weights, peak: bytes.
+    them; weights, peak: bytes; recorded: the file that --record wrote.
     """
 
     model: str
@@ -61,6 +61,7 @@ class Run:
     weights: int
     peak: int = 0
     answers: list[Answer] = field(default_factory=list)
+    recorded: str = ""
     exit_code: int = FINE
 
     def to_json(self) -> dict[str, Any]:
@@ -78,6 +79,8 @@ class Run:
             sep="\n",
             soft_wrap=True,
         )
+        if self.recorded:
+            console.print(f"record: {self.recorded}", soft_wrap=True)
 
 
 def run(
@@ -261,9 +264,11 @@ def _recording(path: Path | None) -> Callable[[Talk], contextlib.AbstractContext
     if path is None:
         return lambda talk: contextlib.nullcontext()
     from ..report import record
+    from ..report.report import need_folder
     from ..report.running import form_of
 
     form_of(path)
+    need_folder(path)
 
     @contextlib.contextmanager
     def recording(talk: Talk) -> Iterator[None]:
@@ -271,6 +276,7 @@ def _recording(path: Path | None) -> Callable[[Talk], contextlib.AbstractContext
             talk.step = run.step
             yield
         run.save(path)
+        talk.run.recorded = str(path)
 
     return recording
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
+from ..errors import need
 from ..messages.units import amount, count, duration
 from .data import FusionReport, ReportData, SegmentReport
 from .output import Shown
@@ -109,8 +110,16 @@ def diff(report: ReportData, other: ReportData) -> Difference:
 
     Segments are paired by their operations, in order. Times differ between any two measurements:
     they are shown only for pairs that differ by more than their spreads, and only if no busy
-    machine makes them meaningless.
+    machine makes them meaningless. OptionError for what is no report.
     """
+    for one in (report, other):
+        need(
+            one,
+            ReportData,
+            expected="a report of explain",
+            todo="run.compare(other) compares runs of record",
+            where="diff",
+        )
     pairs = {
         "asked": (_asked(report), _asked(other)),
         "fused": (_fused(report), _fused(other)),

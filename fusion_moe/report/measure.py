@@ -175,13 +175,13 @@ class Watched:
         ways = self._ways(tensors, env, cost.bytes_read(self.program.fusion, env, used))
         for call, *_ in ways.values():
             call()
-        before = _preemptions()
+        before = preemptions()
         found = _times(
             [*calls, *ways.values()],
             self.region.device,
             self.watch.bytes_per_second(self.region.device),
         )
-        self.watch.preemptions += _preemptions() - before
+        self.watch.preemptions += preemptions() - before
         self.kernels, wholes = (
             found[: len(calls)],
             dict(zip(ways, found[len(calls) :], strict=True)),
@@ -285,7 +285,7 @@ def _other_memory(index: int) -> torch.Tensor:
     )
 
 
-def _preemptions() -> int:
+def preemptions() -> int:
     """How often this process was preempted; 0 if the system does not count it."""
     try:
         import resource

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from operator import index
 from typing import Any
 
 import torch
@@ -17,14 +18,15 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as Profiler
 
 from .. import __version__, plugins
-from ..errors import OptionError, UnsupportedError
+from ..errors import OptionError, UnsupportedError, need
+from ..messages.units import count
 from ..nn.local import local
 from ..runtime import counts, cuda, native, recording, timeline
 from ..runtime.counts import COUNTED, IGNORED, OF_PYTHON, Counted, Counts
 from ..runtime.host_memory import bandwidth
 from ..runtime.program import Program
-from .measure import ends_of
-from .profiled import NOTHING, Launched, Profile
+from .measure import ends_of, preemptions
+from .profiled import NOTHING, Launched, Profile, machine
 from .run import LayerRun, RunData, Span
 from .running import Run
 
@@ -54,11 +56,10 @@ def record(model: nn.Module, *, profile: Sequence[int] = _FIRST) -> Iterator[Run
 
     Raises:
         UnsupportedError: for a model without such weights, and inside of another `record`.
-        OptionError: for steps that do not follow each other.
+        OptionError: for what is no module, and for steps that do not follow each other.
     """
-    steps = list(profile)
-    if steps and steps != list(range(steps[0], steps[0] + len(steps))):
-        raise OptionError(f"profile = {profile!r}", expected="steps in a row", where="record")
+    steps = _in_a_row(profile)
+    need(model, nn.Module, expected="a model, that is, an nn.Module", where="record")
     if recording.active is not None:
         raise UnsupportedError("a record inside of a record", expected="one", where="record")
     recorder = _Recorder(model, steps)
@@ -66,6 +67,17 @@ def record(model: nn.Module, *, profile: Sequence[int] = _FIRST) -> Iterator[Run
     with recorder.watching():
         yield run
     run.data = recorder.data()
+
+
+def _in_a_row(profile: Sequence[int]) -> list[int]:
+    with suppress(TypeError):
+        steps = [index(step) for step in profile]
+        first = steps[0] if steps else 0
+        if first >= 0 and steps == [*range(first, first + len(steps))]:
+            return steps
+    raise OptionError(
+        f"profile = {profile!r}", expected="steps in a row, such as range(2, 4)", where="record"
+    )
 
 
 class _Recorder:
@@ -88,7 +100,7 @@ class _Recorder:
         self.noted = list[Launched]()  # while the profiler runs
         self.captured = list[Launched]()
         self.profiler: Profiler | None = None
-        self.profile = NOTHING
+        self.profile, self.preempted = NOTHING, 0
         self._lock = threading.RLock()
         self.before = self._counted_elsewhere()
         why = _why_not(model)
@@ -199,12 +211,13 @@ class _Recorder:
         profiler = Profiler(activities=there, acc_events=True)
         with suppress(RuntimeError):  # another profiler runs
             profiler.start()
-            self.profiler = profiler
+            self.profiler, self.preempted = profiler, preemptions()
             timeline.clear()
 
     def _stop(self) -> None:
         if self.profiler:
             profiler, self.profiler = self.profiler, None
+            self.preempted = preemptions() - self.preempted
             profiler.stop()
             self.profile = Profile.of(profiler, self.start, timeline.read())
 
@@ -242,14 +255,16 @@ class _Recorder:
         layers += [_elsewhere(name, self.before[name], of) for name, of in after.items()]
         device = next((c.device for c in self.counts.values()), torch.device("cpu"))
         window, gaps = self.profile.window(device)
+        kernels = self.profile.kernels(device, self.noted, self.captured, counted)
+        stepped = self._stepped(counted.values())
         return RunData(
             layers=layers,
-            kernels=self.profile.kernels(device, self.noted, self.captured, counted),
+            kernels=kernels,
             stalls=self.stalls,
             begun=self._begun(counted.values()),
-            stepped=self._stepped(counted.values()),
+            stepped=stepped,
             seconds=self.seconds,
-            profiled=self._profiled(),
+            profiled=self._profiled(stepped),
             window=window,
             idle=sum(gap.seconds for gap in gaps),
             gaps=sorted(gaps, key=lambda gap: -gap.seconds)[:_GAPS],
@@ -261,6 +276,7 @@ class _Recorder:
             target=device.type,
             version=__version__,
             of=type(getattr(self.model, "_orig_mod", self.model)).__name__,
+            machine=machine(kernels, self.preempted) if device.type == "cpu" else None,
         )
 
     def _begun(self, counted: Iterable[Counted]) -> list[float]:
@@ -277,10 +293,14 @@ class _Recorder:
         first = next(iter(counted), None)
         return len(self.marks) if self.marked or first is None else first.calls
 
-    def _profiled(self) -> str:
+    def _profiled(self, stepped: int) -> str:
+        if not self.steps:
+            return "none was asked for"
+        first, last = self.steps[0], self.steps[-1]
+        asked = f"steps {first} to {last}" if first < last else f"step {first}"
         if self.profile.events:
-            return f"steps {self.steps[0]} to {self.steps[-1]}"
-        return "none: the run had fewer" if self.steps else "none was asked for"
+            return asked
+        return f"none: asked for {asked}, from 0 on, of a run of {count(stepped, 'step')}"
 
 
 def _why_not(model: nn.Module) -> str:

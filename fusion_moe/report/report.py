@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,8 +60,20 @@ class Report(ReportData, Shown):
         return frame(page(self))
 
 
+def need_folder(path: Path) -> None:
+    """OptionError if no file can be made there."""
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise OptionError(
+            f"no folder {path.parent} to write to",
+            expected="one that is there",
+            todo="make it, or name another",
+            where=str(path),
+        )
+
+
 def write(path: Path, text: str) -> None:
-    """Writes a file, which appears whole or not at all."""
+    """Writes a file, which appears whole or not at all. OptionError where there can be none."""
+    need_folder(path)
     # in a shared folder too, nobody else can put a link into this one
     with TemporaryDirectory(dir=path.parent, prefix=".", ignore_cleanup_errors=True) as scratch:
         part = Path(scratch, path.name)

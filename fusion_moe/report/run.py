@@ -15,6 +15,8 @@ from statistics import median
 from typing import Any
 
 from ..errors import OptionError
+from ..messages.units import count
+from .data import Machine
 
 SCHEMA = "fusion_moe.record/1"
 
@@ -104,7 +106,8 @@ class RunData:
     profiled: which steps, as a sentence, or why none; window, idle: how long they took, and of that
     how long nothing ran, on the GPU or, on a CPU, in torch's operations; gaps: the longest such
     times, from what to what; spans: what ran; tiles: of multiprocessors. stalls: what was compiled
-    during the run. missed: weights that are no layer's, whose calls were not counted.
+    during the run. missed: weights that are no layer's, whose calls were not counted. machine: the
+    CPU, and how often it was taken away in the profiled steps; None without them, and on GPUs.
     """
 
     layers: Sequence[LayerRun]
@@ -126,6 +129,27 @@ class RunData:
     version: str = ""
     of: str = ""
     ranks: int = 1
+    machine: Machine | None = None
+
+    @property
+    def void(self) -> str:
+        """Why times mean nothing, as a sentence; "" if they do."""
+        return self.machine.busy if self.machine else ""
+
+    @property
+    def depth(self) -> int:
+        """How many layers there are, on whatever ranks."""
+        return len({layer.name for layer in self.layers})
+
+    @property
+    def step_rows(self) -> float:
+        """Rows of a step: of the median one where a step is a call, else of the average one."""
+        return sum(
+            median(map(sum, layer.over_time)) / layer.each
+            if layer.over_time and layer.calls == self.stepped
+            else sum(layer.rows) / (self.stepped or 1)
+            for layer in self.layers
+        )
 
     @property
     def rows(self) -> int:
@@ -160,30 +184,41 @@ _PARTS: Mapping[str, Any] = {"layers": LayerRun, "kernels": KernelRun}
 _PARTS = {**_PARTS, **dict.fromkeys(("stalls", "gaps", "spans", "tiles"), Span)}
 
 
-def of_json(text: str, where: str) -> RunData:
+def of_json(text: str | bytes, where: str) -> RunData:
     """What `to_json` wrote. OptionError for anything else."""
     try:
         found = json.loads(text)
-        schema = found.pop("schema")
-    except (ValueError, AttributeError, KeyError):
-        schema = "no schema"
-    if schema != SCHEMA:
-        raise OptionError(
-            f"a file with {schema}",
-            expected=f"JSON of {SCHEMA}",
-            todo="run.save('run.json') writes it",
-            where=where,
-        )
-    for name, of in _PARTS.items():
-        found[name] = tuple(of(**part) for part in found[name])
-    return RunData(**found)
+    except ValueError:
+        found = None
+    fields: dict[str, Any] = found if isinstance(found, dict) else {}
+    schema = "events for Perfetto" if "traceEvents" in fields else fields.pop("schema", "no schema")
+    try:
+        if schema == SCHEMA:
+            parts = {n: tuple(of(**part) for part in fields[n]) for n, of in _PARTS.items()}
+            machine = Machine(**fields["machine"]) if fields.get("machine") else None
+            return RunData(**{**fields, **parts, "machine": machine})
+    except (KeyError, TypeError):
+        schema = f"{SCHEMA}, but without its fields"
+    raise OptionError(
+        f"a file with {schema}",
+        expected=f"JSON of {SCHEMA}",
+        todo="run.save('run.json') writes it",
+        where=where,
+    )
 
 
 def merged(runs: Iterable[RunData]) -> RunData:
     """The runs of several ranks as one: everything of each, under its rank. Steps are those of the
-    slowest rank.
+    slowest rank. OptionError for none, and for different numbers of steps.
     """
     found = tuple(runs)
+    if len({run.stepped for run in found}) != 1:
+        steps = (f"rank {r} with {count(run.stepped, 'step')}" for r, run in enumerate(found))
+        raise OptionError(
+            ", ".join(steps) or "no run",
+            expected="one run, as each rank saw it",
+            where="Run.merged",
+        )
     ranked: dict[str, Any] = {
         name: tuple(replace(x, rank=r) for r, run in enumerate(found) for x in getattr(run, name))
         for name in _PARTS
@@ -195,4 +230,5 @@ def merged(runs: Iterable[RunData]) -> RunData:
         seconds=max(run.seconds for run in found),
         missed=sum(run.missed for run in found),
         ranks=len(found),
+        machine=next((run.machine for run in found if run.void), slowest.machine),
     )

@@ -31,11 +31,12 @@ def facts(run: RunData) -> Iterator[tuple[str, str]]:
     if run.step:
         spread = f"{duration(min(run.steps))} to {duration(max(run.steps))}"
         yield "steps", f"{run.stepped:,}, the median takes {duration(run.step)}; {spread}"
-    layers = f"{count(len(run.layers), 'layer')}, {count(run.rows, 'row')} of experts"
+    layers = f"{count(run.depth, 'layer')}, {count(run.rows, 'row')} of experts"
     yield "counted", layers
     if run.layers:
         worst = max(run.layers, key=lambda layer: layer.imbalance)
-        yield "busiest expert", f"{ratio(worst.imbalance)} times the average, in {worst.name}"
+        where = f"{worst.name}, rank {worst.rank}" if ranks else worst.name
+        yield "busiest expert", f"{ratio(worst.imbalance)} times the average, in {where}"
     if run.hit_rate is not None:
         copied = sum(layer.offloaded.get("bytes_copied", 0) for layer in run.layers)
         yield "offloaded", f"{run.hit_rate:.0%} of slots hit, {amount(copied, 'B')} copied"
@@ -46,6 +47,10 @@ def facts(run: RunData) -> Iterator[tuple[str, str]]:
 
 def notes(run: RunData) -> Iterator[str]:
     """What to know before the rest."""
+    if run.void:
+        yield f"times are void: {run.void}"
+    if not (run.layers or run.missed):
+        yield "no layer of this model was called inside the block: was it another object that ran?"
     if run.missed:
         yield (
             f"calls of {count(run.missed, 'weight')} that the model does not have, or copied, "
@@ -57,15 +62,17 @@ def _kernels(run: RunData, width: int) -> Iterator[str]:
     yield f"kernels: {run.profiled}"
     whole = sum(k.whole for k in run.kernels)
     for k in sorted(run.kernels, key=lambda k: -k.whole)[:_KERNELS]:
-        said = f"{k.whole / whole:>5.0%}{duration(k.seconds):>10}  {against(k):<21}"
+        said = f"{k.whole / whole:>5.0%}{duration(k.seconds):>10}  {against(k, run):<21}"
         head = f"  {k.name:<14}"
         room = max(width - len(head) - len(said), 12)
         ops = textwrap.shorten(k.ops, room - 1, placeholder=" ...")
         yield f"{head}{ops:<{room}}{said}".rstrip()
 
 
-def against(kernel: KernelRun) -> str:
-    """A kernel's time over its floor, and what that is of."""
+def against(kernel: KernelRun, run: RunData) -> str:
+    """A kernel's time over its floor, and what that is of; of void times, their spread."""
+    if run.void:
+        return f"{duration(kernel.shortest)} to {duration(kernel.longest)}"
     return f"{ratio(kernel.seconds / kernel.floor)} x {kernel.bound}"
 
 

@@ -4,39 +4,54 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import OptionError, UnsupportedError
+from ..errors import OptionError, UnsupportedError, need
 from ..messages.units import count, duration, ratio
 from .html import frame
 from .html.run import page
 from .output import Shown
 from .report import write
-from .run import RunData, merged, of_json
+from .run import KernelRun, RunData, merged, of_json
 from .run_summary import summary
 from .trace_events import trace_events
 
 _NUMBERS = 46  # columns of a comparison beside names
+_SAME = 0.01  # rows of a step that differ by less are the same work
 
 
 class Run(Shown):
     """A run that `fusion_moe.record` records. Inside of the block `step()` says where steps begin;
-    after it, `data` has what was noted.
+    after it, `data` has what was noted. name: the file that it was loaded from, else "".
     """
+
+    name = ""
 
     def __init__(self, step: Callable[[], None] | None = None, data: RunData | None = None):
         self._step, self._data = step, data
 
     @classmethod
     def load(cls, path: str | Path) -> Run:
-        """The run that `save` wrote as JSON. OptionError for another file."""
-        return cls(data=of_json(Path(path).read_text(encoding="utf-8"), str(path)))
+        """The run that `save` wrote as JSON. OptionError for another file, and for none."""
+        path = Path(path)
+        if not path.is_file():
+            raise OptionError(
+                f"no file {path}", expected="JSON that run.save wrote", where="Run.load"
+            )
+        run = cls(data=of_json(path.read_bytes(), str(path)))
+        run.name = str(path)
+        return run
 
     @classmethod
     def merged(cls, *ranks: Run) -> Run:
-        """The runs of several ranks, in their order, as one: what each did, under its rank."""
+        """The runs of several ranks, in their order, as one: what each did, under its rank.
+        OptionError for none, for others than runs, and for different numbers of steps.
+        """
+        for run in ranks:
+            need(run, Run, expected="runs", todo="write Run.merged(*runs)", where="Run.merged")
         return cls(data=merged(run.data for run in ranks))
 
     @property
@@ -61,8 +76,11 @@ class Run(Shown):
         self._step()
 
     def compare(self, other: Run) -> Comparison:
-        """What another run did otherwise. Kernels are paired by operations and sizes."""
-        return Comparison(self.data, other.data)
+        """What another run did otherwise. Kernels are paired by operations and sizes. OptionError
+        for what is no run.
+        """
+        need(other, Run, expected="a run", todo="Run.load(path) reads one", where="compare")
+        return Comparison(self.data, other.data, (self.name, other.name))
 
     def save(self, path: str | Path) -> None:
         """Writes events for Perfetto or chrome://tracing to a path that ends in .trace.json, else
@@ -103,10 +121,13 @@ def form_of(path: str | Path) -> Callable[[Run], str]:
 
 @dataclass(frozen=True)
 class Comparison(Shown):
-    """Two runs: of everything that both have, what it was and what it is."""
+    """Two runs, A and B: what it was and what it is, "" for what only the other one has. names: of
+    their files, or "".
+    """
 
     before: RunData
     after: RunData
+    names: tuple[str, str] = ("", "")
     changes: Sequence[tuple[str, str, str, str]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,8 +142,15 @@ class Comparison(Shown):
 
     def text(self, width: int) -> str:
         """A line for each."""
-        lines = [f"fusion_moe.record: {self.before.made} -> {self.after.made}", ""]
-        room = width - _NUMBERS
+        lines = ["fusion_moe.record"]
+        for letter, name, run in zip("AB", self.names, (self.before, self.after), strict=True):
+            said = ", ".join(filter(None, (name, run.of, run.target, run.made, run.where)))
+            lines.append(f"  {letter}  {textwrap.shorten(said, width - 5, placeholder=' ...')}")
+            if run.void:
+                note = f"! times of {letter} are void: {run.void}"
+                lines += textwrap.wrap(note, width, subsequent_indent="  ")
+        lines.append("")
+        room = min(width - _NUMBERS, max(len(name) for name, *_ in self.changes))
         for name, before, after, said in self.changes:
             short = textwrap.shorten(name, room, placeholder=" ...")
             lines.append(f"  {short:<{room}}{before:>10} -> {after:<10}{said}".rstrip())
@@ -130,7 +158,11 @@ class Comparison(Shown):
 
 
 def _changes(before: RunData, after: RunData) -> Iterator[tuple[str, str, str, str]]:
-    yield _times("step", before.step, after.step)
+    void = bool(before.void or after.void)
+    rows = before.step_rows, after.step_rows
+    other = "for other rows" if max(rows) > (1 + _SAME) * min(rows) else ""
+    yield _times("step", before.step, after.step, "times are void" if void else other)
+    yield "rows of a step", ratio(rows[0]), ratio(rows[1]), ""
     yield "rows of experts", f"{before.rows:,}", f"{after.rows:,}", ""
     yield "busiest expert over average", _imbalance(before), _imbalance(after), ""
     if before.hit_rate is not None and after.hit_rate is not None:
@@ -138,11 +170,27 @@ def _changes(before: RunData, after: RunData) -> Iterator[tuple[str, str, str, s
     if before.window and after.window:
         idle, was = after.idle / after.window, before.idle / before.window
         yield "nothing ran", f"{was:.0%}", f"{idle:.0%}", ""
-    yield "compiling", _compiling(before), _compiling(after), ""
-    others = {(k.ops, tuple(k.sizes.items()), k.rank): k for k in after.kernels}
+    if before.stalls or after.stalls:
+        yield "compiling", _compiling(before), _compiling(after), ""
+    others = defaultdict[str, list[KernelRun]](list)
+    for k in after.kernels:
+        others[_kernel(k)].append(k)
+    alone = list[KernelRun]()
     for k in before.kernels:
-        if other := others.get((k.ops, tuple(k.sizes.items()), k.rank)):
-            yield _times(k.ops, k.seconds, other.seconds)
+        if same := others[_kernel(k)]:
+            why = "times are void" if void else ""
+            yield _times(_kernel(k), k.seconds, same.pop(0).seconds, why)
+        else:
+            alone.append(k)
+    yield from ((_kernel(k), duration(k.seconds), "", "only in A") for k in alone)
+    left = (k for those in others.values() for k in those)
+    yield from ((_kernel(k), "", duration(k.seconds), "only in B") for k in left)
+
+
+def _kernel(k: KernelRun) -> str:
+    """Its work: what is equal in two runs."""
+    sizes = [f"{name} = {n}" for name, n in k.sizes.items()]
+    return f"{', '.join([f'rank {k.rank}', *sizes] if k.rank else sizes)}: {k.ops}"
 
 
 def _imbalance(run: RunData) -> str:
@@ -153,7 +201,10 @@ def _compiling(run: RunData) -> str:
     return duration(sum(s.seconds for s in run.stalls))
 
 
-def _times(name: str, before: float | None, after: float | None) -> tuple[str, str, str, str]:
+def _times(
+    name: str, before: float | None, after: float | None, why: str
+) -> tuple[str, str, str, str]:
+    """why: they say nothing about each other, or ""."""
     said = f"{ratio(before / after)}x as fast" if before and after else ""
     was, now = (duration(s) if s else "?" for s in (before, after))
-    return name, was, now, said
+    return name, was, now, why or said

@@ -46,8 +46,11 @@ def answer(model, text: str, tokens: int) -> str:
     return tokenizer.decode(made, skip_special_tokens=True)
 
 
-def test_run_answers_as_generate_does(model):
-    found = json.loads(call("run", MODEL, PROMPT, "--tokens", 12, "--json").stdout)
+def test_run_answers_as_generate_does(model, tmp_path):
+    record = tmp_path / "run.txt"
+    arguments = ("run", MODEL, PROMPT, "--tokens", 12, "--record", record)
+    found = json.loads(call(*arguments, "--json").stdout)
+    assert (found["recorded"], record.is_file()) == (str(record), True)
     assert [a["text"] for a in found["answers"]] == [answer(model, PROMPT, 12)]
     assert found["steps"] == "call by call: not on a GPU"
     assert found["experts"][0].startswith("4 layers in nvfp4, ")

@@ -21,6 +21,7 @@ import fusion_moe
 import fusion_moe.offload
 from fusion_moe import options
 from fusion_moe.errors import OptionError, UnsupportedError
+from fusion_moe.messages.units import duration
 from fusion_moe.nn import Experts, NVFP4Config
 from fusion_moe.report import Run
 from fusion_moe.runtime import counts, native, nvrtc, recording
@@ -116,7 +117,8 @@ def test_kernels_have_times_over_floors(run):
 def test_a_run_without_profiled_steps_says_so(model, steps):
     with fusion_moe.record(model, profile=steps) as run:
         generate(model, 2)
-    assert run.data.profiled in ("none was asked for", "none: the run had fewer")
+    asked = "none: asked for steps 100 to 101, from 0 on, of a run of 2 steps"
+    assert run.data.profiled == (asked if steps else "none was asked for")
     assert (run.data.kernels, run.data.spans, run.data.window) == ([], [], 0)
     assert "nothing ran" not in str(run)
 
@@ -253,11 +255,6 @@ def test_steps_are_marked_where_layers_do_not_say(model):
 
 def test_refusals_come_before_the_run(model):
     with (
-        pytest.raises(OptionError, match="steps in a row"),
-        fusion_moe.record(model, profile=[1, 3]),
-    ):
-        pass
-    with (
         pytest.raises(UnsupportedError, match="a Linear with no weights of experts"),
         fusion_moe.record(nn.Linear(2, 2)),
     ):
@@ -279,6 +276,72 @@ def test_refusals_come_before_the_run(model):
     assert recording.active is None
 
 
+@pytest.mark.parametrize("profile", [3, [1, 3], ["a"], [-1, 0], None])
+def test_steps_to_profile_are_in_a_row(model, profile):
+    with (
+        pytest.raises(OptionError, match=r"profile = .*; expected steps in a row, such as range"),
+        fusion_moe.record(model, profile=profile),
+    ):
+        pass
+
+
+def test_other_objects_are_refused(run, tmp_path):
+    data = run.data
+    fewer = Run(data=replace(data, stepped=2))
+    for refused, words in {
+        lambda: fusion_moe.record("model").__enter__(): "record: a str; expected a model",
+        lambda: run.compare("b.json"): r"a str; expected a run; Run.load\(path\) reads one",
+        lambda: Run.merged([run, run]): r"a list; expected runs; write Run.merged\(\*runs\)",
+        Run.merged: "no run; expected one run",
+        lambda: Run.merged(run, fewer): "rank 0 with 24 steps, rank 1 with 2 steps; expected one",
+        lambda: fusion_moe.diff(run, run): "a Run; expected a report of explain; run.compare",
+        lambda: run.save(tmp_path / "no" / "a.html"): f"no folder {tmp_path / 'no'} to write to",
+        lambda: Run.load(tmp_path / "zz.json"): "no file .*zz.json; expected JSON that run.save",
+    }.items():
+        with pytest.raises(OptionError, match=words):
+            refused()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"schema": "fusion_moe.explain/9"}', "a file with fusion_moe.explain/9"),
+        ('{"traceEvents": []}', "a file with events for Perfetto"),
+        ('{"schema": "fusion_moe.record/1"}', "a file with fusion_moe.record/1, but without its"),
+        ("[]", "a file with no schema"),
+        ("\xff", "a file with no schema"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, text, found):
+    (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(OptionError, match=f"{found}.*; expected JSON of fusion_moe.record/1"):
+        Run.load(tmp_path / "a.json")
+
+
+def test_a_block_without_calls_says_so(model):
+    with fusion_moe.record(model, profile=range(3, 4)) as run:
+        pass
+    words = " ".join(str(run).split())
+    assert "! no layer of this model was called inside the block" in words
+    assert "none: asked for step 3, from 0 on, of a run of 0 steps" in words
+
+
+def test_a_busy_machine_voids_times(run):
+    machine = replace(run.data.machine, repeats=8, preemptions=7, now=1.0, bytes_per_second=1.0)
+    quiet = Run(data=replace(run.data, machine=machine))
+    busy = Run(data=replace(run.data, machine=replace(machine, preemptions=8)))
+    kernel = busy.data.kernels[0]
+    spread = f"{duration(kernel.shortest)} to {duration(kernel.longest)}"
+    for of, void in ((quiet, False), (busy, True)):
+        words, page = " ".join(str(of).split()), _saved(of, ".html")
+        said = "times are void: this machine was busy: other programs took the CPU away 8 times"
+        assert (said in words, said in page, spread in words, spread in page) == (void,) * 4
+        assert (f" x {kernel.bound}" in words, f" x {kernel.bound}" in page) == (not void,) * 2
+        verdicts = {said for *_, said in quiet.compare(of).changes if said}
+        assert verdicts == {"times are void" if void else "1x as fast"}
+        assert Run.merged(quiet, of).data.void == of.data.void
+
+
 def test_an_error_inside_ends_the_record(model):
     with pytest.raises(KeyError), fusion_moe.record(model):
         raise KeyError
@@ -294,9 +357,6 @@ def test_json_comes_back(run, tmp_path):
     again = Run.load(path)
     assert again.data.to_json() == run.data.to_json()
     assert str(again) == str(run)
-    path.write_text('{"schema": "fusion_moe.explain/9"}')
-    with pytest.raises(OptionError, match=r"a file with fusion_moe.explain/9; expected JSON of"):
-        Run.load(path)
     with pytest.raises(OptionError, match=r"a run as run.png; expected .trace.json, .json, .html"):
         run.save(tmp_path / "run.png")
 
@@ -315,7 +375,8 @@ def test_two_runs_compared(run, model):
     found = run.compare(longer)
     said = {name: (before, after) for name, before, after, _ in found.changes}
     assert said["rows of experts"] == ("544", "928")
-    assert {k.ops for k in run.data.kernels} <= said.keys()
+    assert said["rows of a step"] == ("16", "16")  # of a median one, in both
+    assert {k.ops for k in run.data.kernels} <= {name.split(": ")[-1] for name in said}
     assert "rows of experts" in str(found)
     assert json.loads(found.to_json())["schema"] == "fusion_moe.compare/1"
 
@@ -323,7 +384,7 @@ def test_two_runs_compared(run, model):
 def test_ranks_are_merged_under_their_numbers(run):
     both = Run.merged(run, run)
     assert [layer.rank for layer in both.data.layers] == [0] * 4 + [1] * 4
-    assert (both.data.rows, both.data.ranks) == (2 * run.data.rows, 2)
+    assert (both.data.rows, both.data.ranks, both.data.depth) == (2 * run.data.rows, 2, 4)
     assert "on 2 ranks" in str(both)
     processes = {e["pid"] for e in events(both)}
     assert processes == {0, 1}
