@@ -4,15 +4,16 @@ and the text that all of them generate.
     torchrun --nproc-per-node 2 examples/expert_parallel.py [--plan ep | tp | ep_tp]
     torchrun --nproc-per-node 4 examples/expert_parallel.py --dispatch symmetric
 
-Runs on CPUs, over gloo. With --dispatch each process sends its own tokens to the experts, here the
-same text in each; "symmetric" through memory that all share. Before the experts are divided, each
-process has all of them and generates without the others. Exits with 1 unless the texts are the same
-and logits agree within float32's rounding.
+Runs on CPUs, over gloo; without torchrun, in one process. With --dispatch each process sends its
+own tokens to the experts, here the same text in each; "symmetric" through memory that all share.
+Before the experts are divided, each process has all of them and generates without the others.
+Exits with 1 unless the texts are the same and logits agree within float32's rounding.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -73,9 +74,13 @@ def main() -> int:
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if "RANK" not in os.environ:  # torchrun sets these
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    ranks = int(os.environ["WORLD_SIZE"])
+    if args.plan == "ep_tp" and ranks % 2:
+        parser.error(f"--plan ep_tp on {ranks} processes: expected an even number")
     dist.init_process_group("gloo")
-    ranks = dist.get_world_size()
-    # ep_tp needs an even number of processes
     mesh = init_device_mesh("cpu", (2, ranks // 2) if args.plan == "ep_tp" else (ranks,))
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

@@ -79,16 +79,25 @@ class Translator:
                 raise Untranslatable(
                     error.found, expected=error.expected, where=error.where
                 ) from error
-            raise TranslatorError(
-                f"the translator of {self.op} failed: {message(error)}",
-                expected="values, or Untranslatable",
-                todo="fix the translator; raise Untranslatable(reason) for calls that it does "
-                "not support",
-                where=raised_at(error, self._is_own) or self.where,
-            ) from error
+            where = raised_at(error, self._is_own) or self.where
+            raise self.fault("failed", error, "values", where) from error
         outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         self._check(fd, outputs, expected)
         return outputs
+
+    def fault(self, what: str, error: Exception, expected: str, where: str) -> TranslatorError:
+        """What an error says that this translator caused. One of the library says itself what it
+        expected; otherwise that is `expected`, or a refusal.
+        """
+        said, todo = message(error), ""
+        if isinstance(error, Error):
+            place = f"{error.where}: " if error.where else ""
+            said = f"{type(error).__name__}: {place}{error.found}"
+            expected, todo = error.expected, error.todo
+        else:
+            expected += ", or Untranslatable(reason) for a call that it does not support"
+        found = f"the translator of {self.op} {what}: {said}"
+        return TranslatorError(found, expected=expected, todo=todo, where=where)
 
     @property
     def of_user(self) -> bool:
@@ -120,6 +129,8 @@ def _returned(fd: FusionDefinition, v: Any) -> TensorType | str:
     """The type of what a translator returned, or a description of a result that is not a value of
     this FusionDefinition.
     """
+    if isinstance(v, bool):
+        return "a bool (== is identity; fd.ops.eq compares elements)"
     if not isinstance(v, Value):
         return f"a {type(v).__name__}"
     return v.type if fd.has(v) else f"a {v.type} of another FusionDefinition"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -211,16 +211,17 @@ def _check_dispatch(
 ) -> None:
     sent, named = dispatch != "all_gather", f"dispatch = {dispatch!r}"
     symmetric = dispatch == "symmetric"
+    plans = {"all_to_all": ("ep", "ep_tp"), "symmetric": ("ep",)}.get(dispatch, PLANS)
+    takes_capacity = ("all_to_all", "symmetric") if isinstance(capacity, int) else ("all_to_all",)
     a_part = capacity >= 1 if isinstance(capacity, int) else 0 < capacity <= 1
     for wrong, found, expected in (
         (sent and tokens != "sharded", f"{named}, tokens = {tokens!r}", "tokens = 'sharded'"),
-        (sent and plan == "tp", f"{named}, plan = {plan!r}", "plan = 'ep' or 'ep_tp'"),
+        (plan not in plans, f"{named}, plan = {plan!r}", f"plan = {_either(plans)}"),
         (
             float32_sums and not symmetric,
             f"{named}, float32_sums = True",
             "dispatch = 'symmetric'",
         ),
-        (symmetric and plan != "ep", f"{named}, plan = {plan!r}", "plan = 'ep'"),
         (
             symmetric and not isinstance(capacity, int) and capacity != 1,
             f"{named}, capacity = {capacity}",
@@ -229,7 +230,7 @@ def _check_dispatch(
         (
             not sent and (isinstance(capacity, int) or capacity != 1),
             f"capacity = {capacity}, {named}",
-            "dispatch = 'all_to_all' or 'symmetric'",
+            f"dispatch = {_either(takes_capacity)}",
         ),
         (
             not a_part,
@@ -239,6 +240,10 @@ def _check_dispatch(
     ):
         if wrong:
             raise OptionError(found, expected=expected, where="parallelize_")
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(map(repr, names))
 
 
 def _check_mesh(mesh: object, plan: str, ndim: int) -> None:

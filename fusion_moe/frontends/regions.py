@@ -38,7 +38,6 @@ from ..errors import Error, FusionError, TranslatorError, UnsupportedError, Untr
 from ..ir.core import Fusion
 from ..messages.warn import warn_once
 from ..options import Options
-from ..plugins import message
 from ..schedule.segment import by_structure
 from ..target import Target
 from .meaning import other_meaning
@@ -382,12 +381,7 @@ def _error(
 def _at_fault(n: Node, error: Exception) -> TranslatorError:
     translator = translate.find(op_name(n))
     assert translator is not None
-    fault = TranslatorError(
-        f"the translator of {translator.op} returned operations that do not compile: "
-        f"{message(error)}",
-        expected="operations that compile",
-        todo="raise Untranslatable(reason) for calls that it does not support",
-        where=translator.where,
-    )
+    what = "returned operations that do not compile"
+    fault = translator.fault(what, error, "operations that compile", translator.where)
     fault.__cause__ = error
     return fault

@@ -13,12 +13,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import mul
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, MethodDescriptorType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from ..errors import Error, FusionError, ShapeError
+from ..errors import Error, FusionError, ShapeError, did_you_mean
 from ..layouts.groups import check_ends
 from .binding import bind, elements_of, resolve, with_ceilings
 from .signature import Signature, signature
@@ -28,6 +29,27 @@ from .types import MOST_ELEMENTS, Groups, Rows, TensorType, checked_type, plain,
 MOST_ROWS = 2**31 - 1  # the most that the int32 ends of a partition can express
 # an input is new at each call, the same at each call, or changed by each call
 ROLES = ("argument", "weight", "state")
+
+
+# names of torch, by the operation that does the same
+_TORCHS = {
+    "cast": "to float half double bfloat16 int long bool",
+    "reshape": "view flatten",
+    "permute": "t T mT transpose",
+    "slice": "narrow chunk split",
+}
+
+
+class NoOperationError(FusionError, AttributeError):
+    """An attribute that `fd.ops` or a value does not have."""
+
+
+def no_operation(found: str, name: str, kinds: Iterable[str]) -> NoOperationError:
+    """The error for a name that is not one of fd.ops, or not found there."""
+    like = [kind for kind, names in _TORCHS.items() if name in names.split()]
+    for kind in (*(k for k in kinds if k == name), *like):
+        return NoOperationError(found, expected=f"fd.ops.{kind}")
+    return NoOperationError(found, expected="one of dir(fd.ops)", todo=did_you_mean(name, kinds))
 
 
 def _operator(kind: str, *, swapped: bool = False) -> Callable[..., Value]:
@@ -65,6 +87,30 @@ class Value:
     __lt__, __le__, __gt__, __ge__ = map(_operator, ("lt", "le", "gt", "ge"))
     __and__, __or__ = _operator("logical_and"), _operator("logical_or")
     __neg__, __abs__, __invert__ = map(_operator, ("neg", "abs", "logical_not"))
+
+    if not TYPE_CHECKING:  # to type checkers all attributes would exist
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            found = f"{name!r} of the value {self.name}, {self.type}"
+            if name in ("shape", "dtype"):
+                raise NoOperationError(found, expected=f"{self.name}.type.{name}")
+            raise no_operation(found, name, dir(self.ops))
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise FusionError(
+            f"an index of {self.name}, {self.type}",
+            expected="fd.ops.slice, or fd.ops.index_select for rows by number",
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, MethodDescriptorType):
+            return NotImplemented  # a tensor's operator: Value's is tried next
+        value = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Value))
+        name = getattr(func, "__name__", str(func))
+        raise no_operation(f"torch's {name} of {value.name}, {value.type}", name, dir(value.ops))
 
     def __bool__(self) -> bool:
         """True, as for any object; FusionError for a mask, whose elements only a call knows."""

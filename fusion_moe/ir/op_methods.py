@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..errors import FusionError, did_you_mean
-from .core import OpKind, Value
+from .core import OpKind, Value, no_operation
 from .kinds import KINDS
 
 Append = Callable[[OpKind, Sequence[Any], Mapping[str, Any]], tuple[Value, ...]]
@@ -24,8 +23,7 @@ class Ops:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in KINDS:
-            expected, todo = f"one of {', '.join(sorted(KINDS))}", did_you_mean(name, KINDS)
-            raise FusionError(f"no operation is called {name!r}", expected=expected, todo=todo)
+            raise no_operation(f"no operation is called {name!r}", name, KINDS)
         kind = KINDS[name]
 
         def call(*inputs: Any, **attrs: Any) -> Any:

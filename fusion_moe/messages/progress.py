@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
+
+import torch.distributed as dist
 
 from .units import amount
 
@@ -19,8 +22,11 @@ MUCH = 10**9  # bytes, work on which takes long enough to be told before it begi
 def progress(items: Iterable[T], what: str, total: int, sizes: Sequence[int] = ()) -> Iterator[T]:
     """Yields the items. Every two seconds, shows how many of `total` are done, and how long the
     others will take: in place on a terminal, otherwise on a new line. sizes: bytes of each; their
-    speed is shown too, and much work is told at once.
+    speed is shown too, and much work is told at once. Of several ranks only the first shows it.
     """
+    if not _is_first_rank():
+        yield from items
+        return
     start = said = time.monotonic()
     at_once = sum(sizes) >= MUCH
     if at_once:
@@ -33,6 +39,12 @@ def progress(items: Iterable[T], what: str, total: int, sizes: Sequence[int] = (
         yield item
     if at_once or said != start:
         _say(_line(what, total, total, time.monotonic() - start, sizes), last=True)
+
+
+def _is_first_rank() -> bool:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"  # torchrun's
 
 
 def _line(what: str, done: int, total: int, seconds: float, sizes: Sequence[int]) -> str:

@@ -80,7 +80,7 @@ def report_of(seen: Seen, switches: Options) -> Report:
     graphs = seen.graphs
     regions = [region for graph in graphs for region in graph.regions]
     calls = (*seen.breaks, *(x for graph in graphs for x in graph.not_fused))
-    not_fused = Counter((x.op, x.source, x.why) for x in calls)
+    not_fused = Counter((x.op, x.source, x.why, x.broken) for x in calls)
     wanted = _wanted(regions, switches)
     watched = seen.watch.watched if seen.watch else [None] * len(regions)
     programs: dict[Hashable, list[_Place]] = {}
@@ -99,7 +99,7 @@ def report_of(seen: Seen, switches: Options) -> Report:
     }
     calls_outside = [n for graph in graphs for n in graph.outside]
     sources = {source for f in fusions for s in f.segments for source in s.sources}
-    sources |= {source for _, source, _ in not_fused}
+    sources |= {source for _, source, *_ in not_fused}
     return Report(
         target=wanted.target.name,
         executed=not wanted.why_not,
@@ -107,7 +107,10 @@ def report_of(seen: Seen, switches: Options) -> Report:
         calls=sum(graph.calls for graph in graphs),
         fused_calls=sum(region.calls for region in regions),
         fusions=fusions,
-        not_fused=tuple(NotFusedReport(*key, times) for key, times in not_fused.items()),
+        not_fused=tuple(
+            NotFusedReport(op, source, why, times, broken)
+            for (op, source, why, broken), times in not_fused.items()
+        ),
         custom_ops=tuple(seen.custom_ops),
         machine=seen.watch.machine() if seen.watch else None,
         saved=tuple(saved for step in seen.steps for saved in step.saved(origins)),

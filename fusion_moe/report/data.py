@@ -183,12 +183,13 @@ class FusionReport:
 
 @dataclass(frozen=True)
 class NotFusedReport:
-    """A call that was not fused."""
+    """A call that was not fused. broken: its translator is at fault."""
 
     op: str
     source: str
     why: str
     times: int
+    broken: bool = False
 
 
 @dataclass(frozen=True)
@@ -361,7 +362,8 @@ class ReportData:
     def why_nothing(self) -> str:
         """Why there are no fusions, if there are none."""
         if not self.graphs:
-            return "no graph was captured from this call"
+            no_call = "" if self.not_fused else ", which calls no operation of torch"
+            return f"no graph was captured from this call{no_call}"
         names = ", ".join(self.custom_ops)
         without = f" (without a translator: {names})" if names else ""
         return f"no call makes a grouped product that can join others{without}"

@@ -45,6 +45,7 @@ def summary(report: ReportData, width: int, next: Iterable[tuple[str, str]] = NE
         )
     )
     of = textwrap.shorten(report.of, width - 2, placeholder=" ...")
+    looks = (f"  {name:<28}{text}" for name, text in next)
     parts = [
         [f"fusion_moe.explain: {what(report)}", *([f"  {of}"] if of else [])],
         times(report),
@@ -54,7 +55,7 @@ def summary(report: ReportData, width: int, next: Iterable[tuple[str, str]] = NE
         _kernels(report, width),
         _reasons("backends", backends, width),
         _reasons("not fused", not_fused, width),
-        ["look next", *(f"  {name:<28}{text}" for name, text in next)],
+        ["look next", *looks] if report.calls or report.not_fused else [],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -69,6 +70,8 @@ def what(report: ReportData, with_segments: bool = False) -> str:
     where = report.target if report.executed else f"{report.target} (emitted, unexecuted)"
     if report.options.get("order") == "row":
         where += ", no row changes another one's bits"
+    if failed := len({x.op for x in report.not_fused if x.broken}):
+        where += f", {count(failed, 'translator')} failed"
     return f"{count(report.graphs, 'graph')}, {fusions} for {where}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_moe.distributed import symmetric
+from fusion_moe.distributed import parallelize, symmetric
 from fusion_moe.errors import OptionError, RankError
 from fusion_moe.runtime import faults
 
@@ -80,3 +80,19 @@ def test_faults_of_kernels_name_a_rank(phase, says):
     error = faults.rank_error(phase, 3, 2.5, "dispatch")
     assert says in str(error)
     assert "in an earlier call" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "plan", "capacity", "expected"),
+    [
+        ("symmetric", "tp", 1.0, "plan = 'ep'"),
+        ("symmetric", "ep_tp", 1.0, "plan = 'ep'"),
+        ("all_to_all", "tp", 1.0, "plan = 'ep' or 'ep_tp'"),
+        ("all_gather", "ep", 0.5, "dispatch = 'all_to_all'"),
+        ("all_gather", "ep", 5, "dispatch = 'all_to_all' or 'symmetric'"),
+    ],
+)
+def test_what_is_expected_is_accepted_next(dispatch, plan, capacity, expected):
+    with pytest.raises(OptionError) as refused:
+        parallelize._check_dispatch(plan, "sharded", dispatch, capacity, False)
+    assert refused.value.expected == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 import pytest
 import torch
@@ -46,6 +48,31 @@ def test_equality_is_identity():
     x, y = (fd.from_pytorch(X) for _ in range(2))
     assert x == x != y
     assert [x in (x, y), y in (x, x), bool(x)] == [True, False, True]
+    assert fd.count == 0
+
+
+def test_messages_about_what_a_tensor_has(golden):
+    fd = FusionDefinition()
+    x = fd.from_pytorch(X)
+    golden(
+        messages(
+            {
+                "an index": lambda: x[:2],
+                "unpacked": lambda: [*x],
+                "a function of torch": lambda: torch.relu(x),
+                "with a tensor": lambda: torch.maximum(x, torch.ones(5)),
+                "of several": lambda: torch.cat([x, x]),
+                "a method": lambda: x.float(),
+                "an operation as a method": lambda: x.sigmoid(),
+                "its shape": lambda: x.shape,
+                "misspelt": lambda: fd.ops.rellu(x),
+                "a method as an operation": lambda: fd.ops.float(x),
+            }
+        )
+    )
+    assert [hasattr(x, name) for name in ("name", "float", "_x")] == [True, False, False]
+    assert not hasattr(fd.ops, "rellu")
+    assert copy(x).type == x.type
     assert fd.count == 0
 
 

@@ -198,6 +198,13 @@ def test_progress_is_told_after_two_seconds(capsys, monkeypatch):
     ]
 
 
+def test_only_the_first_rank_shows_progress(capsys, monkeypatch):
+    for rank in "0", "1":
+        monkeypatch.setenv("RANK", rank)
+        assert list(quantize_module.progress("ab", "quantizing", 2, [10**9] * 2)) == ["a", "b"]
+        assert ("quantizing" in capsys.readouterr().err) == (rank == "0")
+
+
 def test_much_is_told_at_once_with_its_speed(capsys, monkeypatch):
     clock = iter([0.0, 1.0, 5.0, 10.0])
     monkeypatch.setattr("fusion_moe.messages.progress.time.monotonic", lambda: next(clock))

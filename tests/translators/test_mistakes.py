@@ -130,6 +130,16 @@ FAULTS = {
     ),
     "a number": (lambda fd, x: 3, "returned a int"),
     "None": (lambda fd, x: None, "returned a NoneType"),
+    "equality": (lambda fd, x: x == 0.0, "returned a bool (== is identity; fd.ops.eq compares"),
+    "a slip": (
+        lambda fd, x: fd.ops.rellu(x),
+        "failed: NoOperationError: no operation is called 'rellu'; expected one of dir(fd.ops); "
+        "did you mean 'relu'?",
+    ),
+    "torch": (
+        lambda fd, x: torch.relu(x),
+        "torch's relu of t4, f32[5/g0, 16]; expected fd.ops.relu",
+    ),
     "a bare KeyError": (lambda fd, x: {}["a"], "failed: KeyError: 'a'"),
     "no end": (recurses, "failed: RecursionError: "),
     "an error without text": (unprintable, "failed: Unprintable; "),
@@ -148,6 +158,7 @@ def test_its_call_is_not_fused_and_all_else_is(lib, name):
     assert left.broken
     assert why in left.why
     assert left.why.startswith("test_mistakes.py:")
+    assert left.why.count("; expected ") <= 1
 
 
 def test_explain_says_the_same(lib):
@@ -159,6 +170,7 @@ def test_explain_says_the_same(lib):
         ("bad_translators.twice.default", left.why)
     ]
     assert len(report.fusions) == 2
+    assert "2 fusions for cpu, 1 translator failed, 100% of flops fused" in repr(report)
 
 
 def test_the_one_of_two_that_is_at_fault_is_blamed(lib):
