@@ -35,7 +35,7 @@ def test_every_option_has_a_sentence(name):
 @pytest.mark.slow
 def test_help():
     """Of all in one process, since importing takes longest: what an example does, by its docstring,
-    and nothing is run. Then what generate cannot measure.
+    and nothing is run. Then what one process cannot divide, and generate cannot measure.
     """
     pytest.importorskip("transformers")
     code = """
@@ -49,6 +49,11 @@ for name in names:
     except SystemExit as done:
         assert done.code == 0, name
     print("\\f", end="")
+sys.argv = ["expert_parallel.py", "--plan", "ep_tp"]
+try:
+    runpy.run_path(f"{folder}/expert_parallel.py", run_name="__main__")
+except SystemExit as done:
+    assert done.code == 2
 sys.argv = ["generate.py", "--tokens", "1"]
 runpy.run_path(f"{folder}/generate.py", run_name="__main__")
 """
@@ -60,6 +65,7 @@ runpy.run_path(f"{folder}/generate.py", run_name="__main__")
         env=env,
     )
     assert done.returncode == 2, done.stderr
+    assert "error: --plan ep_tp on 1 processes: expected an even number" in done.stderr
     assert "generate.py: error: --tokens 1: expected at least 2" in done.stderr
     shown = dict(zip(PROGRAMS, done.stdout.split("\f"), strict=False))
     for name in PROGRAMS:
