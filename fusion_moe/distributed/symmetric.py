@@ -37,8 +37,8 @@ from ..runtime.turns import Turns
 from .dispatch import Dispatcher, divide_forward
 
 _CHUNKS, _PIECES, _MOST_RANKS, _TILE = 256, 16, 64, 256
-# torch makes multicast objects at rendezvous, and NCCL for its communicators, unless these say no
 Place = tuple[str, str, Any]
+# torch makes multicast objects at rendezvous, and NCCL for its communicators, unless these say no
 _NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 
 
@@ -80,7 +80,7 @@ class Exchange:
         """Why a little memory cannot be shared, which nobody knows before; "" if it can."""
         try:
             self._share(region_bytes(self.ranks, 1, 256))
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, OptionError) as error:
             return f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return ""
 
@@ -169,13 +169,15 @@ class Exchange:
     def _in_a_file(self, nbytes: int) -> tuple[Any, list[int]]:
         """Of processes on CPUs: one file that all map, without a name when they have it."""
         nbytes = ceil_to(nbytes, 4096)
-        shm = Path("/dev/shm")
-        name = ""
-        if self.rank == 0:
-            handle, name = tempfile.mkstemp("", "fusion_moe_", shm if shm.is_dir() else None)
-            os.ftruncate(handle, nbytes * self.ranks)
-            os.close(handle)
-        name = self._of_all(name)[0]
+        name, why = _file_of(nbytes * self.ranks) if self.rank == 0 else ("", "")
+        name, why = self._of_all((name, why))[0]
+        if why:
+            raise OptionError(
+                f"no {amount(nbytes * self.ranks, 'B')} of memory that processes share: {why}",
+                expected=f"as much for {self.ranks} ranks, in /dev/shm where it exists",
+                todo="a larger /dev/shm (containers: --shm-size), or a lower capacity",
+                where="dispatch='symmetric'",
+            )
         whole = torch.from_file(name, shared=True, size=nbytes * self.ranks, dtype=torch.uint8)
         dist.barrier(self.group)
         if self.rank == 0:
@@ -286,6 +288,22 @@ def _why_not(
         )
         return "gradients are wanted" if trained else ""
     return ""
+
+
+def _file_of(nbytes: int) -> tuple[str, str]:
+    """A new file of memory, and why there is none: a process ends that writes to what a file system
+    has no room for.
+    """
+    shm = Path("/dev/shm")
+    handle, name = tempfile.mkstemp("", "fusion_moe_", shm if shm.is_dir() else None)
+    try:
+        os.posix_fallocate(handle, 0, nbytes)
+    except OSError as error:
+        Path(name).unlink()
+        return "", str(error)
+    finally:
+        os.close(handle)
+    return name, ""
 
 
 # Checks -------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tempfile import mkstemp
+
 import pytest
 import torch
 
@@ -96,3 +98,18 @@ def test_what_is_expected_is_accepted_next(dispatch, plan, capacity, expected):
     with pytest.raises(OptionError) as refused:
         parallelize._check_dispatch(plan, "sharded", dispatch, capacity, False)
     assert refused.value.expected == expected
+
+
+def test_a_file_system_without_room_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(symmetric.os, "posix_fallocate", full)
+    monkeypatch.setattr(symmetric.tempfile, "mkstemp", lambda *_: mkstemp(dir=tmp_path))
+    assert symmetric._file_of(4096) == ("", "[Errno 28] No space left on device")
+    assert not [*tmp_path.iterdir()]
+    exchange = symmetric.Exchange.__new__(symmetric.Exchange)
+    exchange.rank, exchange.ranks = 0, 2
+    exchange._of_all = lambda x: [x, x]
+    with pytest.raises(OptionError, match=r"no 8.19 kB of memory that processes share"):
+        exchange._in_a_file(100)
