@@ -220,7 +220,7 @@ def test_commands_name_the_types_of_ggml(tmp_path: Path) -> None:
     assert cli.inspection(file).groups[2].runs == "decoded to floats when it is loaded"
     tokenizer_of = pytest.importorskip("fusion_moe.cli.models").tokenizer_of
     assert tokenizer_of(file)("t3t41").input_ids == [0, 4, 0, 5, 2]
-    result = written(partial(quantize, file, tmp_path / "dst"), False, against=file)
+    result = written(file, partial(quantize, file, tmp_path / "dst"), False, against=file)
     assert [e.name for e in result.errors] == [f"model.layers.{i}.mlp.experts" for i in (0, 1)]
     assert all(0.07 < e.error < 0.09 for e in result.errors)
 
