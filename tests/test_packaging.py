@@ -170,6 +170,13 @@ def test_a_wheel_brings_the_kernels_of_every_cpu(source, tmp_path):
     )
 
 
+def test_kernels_are_built_without_torch():
+    """pip builds where only hatchling is installed."""
+    load = "import sys; sys.modules['torch'] = None; sys.path.insert(0, 'tools'); "
+    load += "import build_kernels; build_kernels._modules(build_kernels.Path('.').resolve())"
+    subprocess.run([sys.executable, "-c", load], cwd=REPO, check=True)
+
+
 def test_the_workflow_runs_what_the_makefile_has():
     steps = (REPO / ".github/workflows/ci.yml").read_text(encoding="utf-8")
     targets = re.findall(

@@ -8,9 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
-
-import torch.distributed as dist
+from typing import Any, TypeVar
 
 from .units import amount
 
@@ -42,8 +40,9 @@ def progress(items: Iterable[T], what: str, total: int, sizes: Sequence[int] = (
 
 
 def _is_first_rank() -> bool:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() == 0
+    dist: Any = sys.modules.get("torch.distributed")  # wheels are built without torch
+    if dist and dist.is_available() and dist.is_initialized():
+        return bool(dist.get_rank() == 0)
     return os.environ.get("RANK", "0") == "0"  # torchrun's
 
 

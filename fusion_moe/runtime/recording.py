@@ -10,11 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
 from .. import options
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .program import Program
 
 
