@@ -183,7 +183,7 @@ def load() -> None:
 
 
 def record(layers: int | None) -> None:
-    """Has C++ count calls: the address of what runtime/recording.py makes, which must live; None:
+    """Has C++ count calls: the address of what runtime/counts.py makes, which must live; None:
     it counts none.
     """
     global _recorded
