@@ -92,9 +92,14 @@ def code_for(capability: tuple[int, int]) -> str:
     does not know; "" for others, and without NVRTC.
     """
     number = 10 * capability[0] + capability[1]
-    if why_missing() or number in (known := _checked(_nvrtc().nvrtcGetSupportedArchs())):
+    if why_missing() or number in (known := _known()):
         return ""
     return f"compute_{max(n for n in known if n < number)},sm_{number}"
+
+
+def _known() -> Sequence[int]:
+    """The compute capabilities that NVRTC compiles for, times ten."""
+    return _checked(_nvrtc().nvrtcGetSupportedArchs())
 
 
 def build(text: str, *, name: str, arch: str, headers: Headers, flags: Sequence[str] = ()) -> Path:
