@@ -61,7 +61,7 @@ CHECKS = (
     Check("record", 4, f"{_PYTEST} -m gpu tests/gpu/test_cuda_record.py"),
     _lane("8.0", 10, "tests/gpu/test_cuda_kernels.py tests/gpu/test_cuda_training.py"),
     _lane("8.9", 6, "tests/gpu/test_cuda_fp8.py"),
-    Check("tests", 40, f"{_PYTEST} -m gpu tests/gpu tests/thunder_jit"),
+    Check("tests", 40, f"{_PYTEST} -n 4 --dist loadfile -m gpu tests/gpu tests/thunder_jit"),
     Check("overhead", 2, "benchmarks/call_overhead.py --device cuda"),
     Check("ampere", 8, "benchmarks/ampere_moe.py --out {out}/ampere"),
     Check("training-fp8", 5, "benchmarks/h200_training.py --recipe fp8 --out {out}/fp8.jsonl"),
