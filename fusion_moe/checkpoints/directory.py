@@ -98,9 +98,14 @@ class Directory:
     def _of_file(self, name: str, how: str) -> Any:
         file = self.tensors[name].file
         try:
+            found = file.stat()
+            now = found.st_size, found.st_mtime_ns
             if file not in self._opened:
-                self._opened[file] = safe_open(file, "pt")
-            return getattr(self._opened[file], how)(name)
+                self._opened[file] = safe_open(file, "pt"), now
+            opened, then = self._opened[file]
+            if now != then:  # reading what a mapped file has lost would end the process
+                raise OSError(f"it was changed: from {then[0]:,} to {now[0]:,} bytes")
+            return getattr(opened, how)(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{name}: {error}",

@@ -14,7 +14,8 @@ from rich.console import Console
 from ..arch import lookup
 from ..checkpoints import Directory
 from ..errors import OptionError
-from ..messages.units import ratio
+from ..messages.units import amount, ratio
+from ..offload import folder as folders
 from ..offload import machine as machines
 from ..offload import plan as plans
 from .output import FINE, Json, finish
@@ -45,10 +46,11 @@ class Planned:
         """Where what is, and what to expect."""
         console.print(str(self.plan), soft_wrap=True)
         what = "" if self.plan.whole else ", if all experts are used equally often"
+        disk = f" and a disk of {amount(plans.DISK, 'B')}/s" if self.plan.in_files else ""
         console.print(
             f"\nabout {ratio(float(f'{self.tokens_per_second:.3g}'))} tokens/s for one sequence on "
             f"an {self.gpu}{'' if self.asked else ', the default of --gpu,'} "
-            f"beside a server's CPU{what}; nothing was measured here",
+            f"beside a server's CPU{disk}{what}; nothing was measured here",
             soft_wrap=True,
         )
 
@@ -65,6 +67,9 @@ def plan(
     ram: Annotated[
         str | None, typer.Option(help="The host's memory, in GiB, or as 128GiB. [default: any]")
     ] = None,
+    offload_folder: Annotated[
+        Path | None, typer.Option(help="On a disk, for what --ram has no room for.")
+    ] = None,
     kv_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens whose keys and values there is room for.")
     ] = plans.KV_TOKENS,
@@ -74,11 +79,18 @@ def plan(
 
     Reads headers only, and needs no GPU.
     """
-    finish(context, lambda: _planned(directory, gpu, gpu_memory, ram, kv_tokens), json)
+    finish(
+        context, lambda: _planned(directory, gpu, gpu_memory, ram, offload_folder, kv_tokens), json
+    )
 
 
 def _planned(
-    directory: Path, gpu: str, gpu_memory: str | None, ram: str | None, kv_tokens: int
+    directory: Path,
+    gpu: str,
+    gpu_memory: str | None,
+    ram: str | None,
+    offload_folder: Path | None,
+    kv_tokens: int,
 ) -> Planned:
     asked, known = bool(gpu), lookup(gpu or "H100")
     gpu = known.name if known else gpu
@@ -93,5 +105,6 @@ def _planned(
     memory = _MEMORY[gpu] if gpu_memory is None else plans.bytes_of(gpu_memory, "--gpu-memory")
     held = None if ram is None else plans.bytes_of(f"{ram}GiB" if ram.isdigit() else ram, "--ram")
     model = plans.Model.of_directory(Directory.open(directory))
-    found = plans.make(model, memory, held, kv_tokens=kv_tokens, where="plan")
+    disk = None if offload_folder is None else folders.free(offload_folder, "plan")
+    found = plans.make(model, memory, held, disk=disk, kv_tokens=kv_tokens, where="plan")
     return Planned(str(directory), gpu, found, 1 / found.seconds(machines.EXPECTED[gpu]), asked)

@@ -108,6 +108,10 @@ def run(
         str | None,
         typer.Option(help="Of GPU 0, such as 20GiB: experts that do not fit stay in memory."),
     ] = None,
+    offload_folder: Annotated[
+        Path | None,
+        typer.Option(help="On a disk, for experts that memory has no room for either."),
+    ] = None,
     record: Annotated[
         Path | None,
         typer.Option(help="A file for what the run did: .html, .json, .trace.json or .txt."),
@@ -132,6 +136,7 @@ def run(
             how: dict[str, Any] = {}
             if gpu_memory is not None:
                 how = {"max_memory": {0: gpu_memory}, "experts_device": "auto", "kv_tokens": length}
+                how["offload_folder"] = offload_folder
             talk = Talk.open(directory, where, how, temperature, out=not json)
             with recording(talk):
                 if not interactive:

@@ -61,18 +61,18 @@ class Cuda:
         device = torch.device("cuda", cuda.index_of(torch.device(device)))
         self.home, self.constants, self.device = home, constants, device
         self.shared = shared or shared_of(home, device)
-        self.spare = self.limit = spare
-        self._cached = slots
+        self.spare, self._cached = spare, slots
+        self.limit = 0 if home.in_files else spare
         self.layout = _layout(home, device)
         self.slots = home.empty(max(slots + spare, 1), device)
-        self._pinned = {
-            name: pinned(t) if t.nbytes >= pages.PAGE and t.data_ptr() % pages.PAGE == 0 else None
+        large = {
+            name: t
             for name, t in home.tensors.items()
+            if t.nbytes >= pages.PAGE and t.data_ptr() % pages.PAGE == 0
         }
+        self._pinned = {} if home.in_files else {name: pinned(t) for name, t in large.items()}
         # few bytes stay on the GPU whole
-        self._there = {
-            name: t.to(device) for name, t in home.tensors.items() if self._pinned[name] is None
-        }
+        self._there = {n: t.to(device) for n, t in home.tensors.items() if n not in large}
         # a step may read all this until it has ended
         weakref.finalize(self, _wait, device, os.getpid())
         self.moves = self._moves(ENCODINGS[home.format])
@@ -91,15 +91,14 @@ class Cuda:
             Shape.of(t, _part(encoding, name), order) for name, t in self.home.tensors.items()
         ]
         slots = [self.slots[name] for name in names]
-        parts = Parts(
-            shapes,
-            [p.address if (p := self._pinned[n]) else self._there[n].data_ptr() for n in names],
-            slots,
-        )
+        at = {n: t.data_ptr() for n, t in self._there.items()}
+        at |= {n: p.address for n, p in self._pinned.items()}
+        # kernels do not ask where those are that lie in files
+        parts = Parts(shapes, [at.get(name, 0) for name in names], slots)
         first = self._cached + self.spare // 2  # where long steps have them as they are at home
         self._packed = Parts(shapes, [t[first:].data_ptr() for t in slots], slots)
         costs, e = astuple(self.constants), self.home.experts
-        return Moves(parts, e, self._cached, self.spare, costs, self.shared, self._on_cpu())
+        return Moves(parts, e, self._cached, self.limit, costs, self.shared, self._on_cpu())
 
     def _on_cpu(self) -> int:
         """Registers the layer with the worker, and the programs of its home for more and more rows.
@@ -227,7 +226,12 @@ class Cuda:
         """As in `Device`: on a stream of its own, after all steps so far."""
         self._begin_change()
         with torch.cuda.device(self.device), torch.cuda.stream(self._side):
-            self.moves.load(slot, expert)
+            if not self.home.in_files:
+                self.moves.load(slot, expert)
+            else:  # through a spare slot, which long steps use too
+                with self.shared.turns.next():
+                    self._copy([expert], self._cached + self.spare // 2)
+                    self.moves.unpack(self._packed, slot, 1)
         self._whole = self._whole or int(self.places[expert]) == slot  # which is filled again
         self._loaded += 1
 

@@ -102,6 +102,11 @@ class Home:
         return sum(t[0].nbytes for t in self.tensors.values())
 
     @property
+    def in_files(self) -> bool:
+        """Whether weights lie in files (`pages.in_files`): GPUs do not read those by themselves."""
+        return any(t.is_shared() for t in self.tensors.values())
+
+    @property
     def weighs_input(self) -> bool:
         """Whether the router's weights multiply what experts get."""
         return self._others.get("scale_on") == "input"

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ from .. import plugins
 from ..errors import OptionError, UnsupportedError, need_one_of
 from ..messages.progress import progress
 from ..messages.units import count
+from ..nn.frozen.base import own_parameters
 from ..nn.frozen.experts import Experts
 from ..nn.frozen.projections import Projections
+from ..runtime.host_memory import pages
+from . import folder as folders
 from . import machine as machines
 from . import plan as plans
 from .cache import Cache
@@ -30,6 +34,7 @@ log = logging.getLogger("fusion_moe")
 PRETENDED = "pretended"
 EXPERTS_DEVICES = ("auto", "cuda", "cpu")
 _WHERE = "offload_"
+_SLOWEST = 5e7  # bytes per second of a disk
 Memory = Mapping[int | str, int | str]
 Maker = Callable[[int, int], Callable[[Home], Device]]
 
@@ -41,6 +46,7 @@ def offload_(
     experts_device: str = "auto",
     kv_tokens: int = plans.KV_TOKENS,
     every: int = EVERY,
+    offload_folder: str | Path | None = None,
 ) -> plans.Plan:
     """Moves a model to a device that is too small for it, in place, and freezes it. All but routed
     experts is there; experts stay in the host's memory, and as many as fit are on the device too,
@@ -62,12 +68,15 @@ def offload_(
         kv_tokens: for how many tokens, of all sequences together, there is room for keys and
             values.
         every: the cache changes after so many steps of a layer; 0: it stays as it is.
+        offload_folder: on a disk, for the experts of as many layers as "cpu" has no room for. They
+            lie there in files without names, which go with the model. The CPU computes them where
+            they are not on the device.
 
     Returns:
         What is where, which also goes to the log.
 
     Raises:
-        OptionError: for too little memory, with how much is needed.
+        OptionError: for too little memory or room in the folder, with how much is needed.
         UnsupportedError: for a model without such experts, or with adapters.
 
     An error comes before anything is moved. Experts in slots do not train, and take no adapters.
@@ -81,11 +90,14 @@ def offload_(
         sizes,
         memory,
         None if ram is None else plans.bytes_of(ram),
+        disk=None if offload_folder is None else _room(offload_folder, experts),
         kv_tokens=kv_tokens,
         workspace=workspace(device),
         experts_device=experts_device,
     )
-    made = {} if found.whole else _made(experts, found, _maker(device), every)
+    made = {}
+    if not found.whole:
+        made = _made(experts, found, _maker(device, found), every, offload_folder)
     for name, module in made.items():
         model.set_submodule(name, module)
     model.requires_grad_(False)
@@ -96,17 +108,41 @@ def offload_(
 
 
 def _made(
-    experts: Mapping[str, Experts], plan: plans.Plan, make: Maker, every: int
+    experts: Mapping[str, Experts],
+    plan: plans.Plan,
+    make: Maker,
+    every: int,
+    folder: str | Path | None,
 ) -> dict[str, OffloadedExperts]:
     """The modules that take the place of others."""
-    found = {}
+    found, in_memory = {}, {*list(experts)[: len(plan.in_memory)]}
     for name, slots in progress(
         zip(experts, plan.slots, strict=True), "filling slots", len(experts)
     ):
-        module, cached = experts[name].to("cpu"), slots - plan.spare
+        if folder is None or name in in_memory:
+            module = experts[name].to("cpu")
+        else:
+            with pages.in_files(folder):
+                _into_files(module := experts[name].to("cpu"))
+        cached = slots - plan.spare
         cache = Cache(len(module.down_proj), cached, plan.turning)
         found[name] = OffloadedExperts.of(module, make(cached, plan.spare), cache, every)
     return found
+
+
+def _into_files(module: Experts) -> None:
+    """Moves a module's weights to where `pages.empty` makes tensors now, unless they are there."""
+    for p in own_parameters(module):
+        if p.nbytes >= pages.PAGE and not p.is_shared():
+            with torch.inference_mode(p.is_inference()):
+                p.data = pages.empty(p.shape, p.dtype).copy_(p.data)
+
+
+def _room(folder: str | Path, experts: Mapping[str, Experts]) -> int:
+    """Bytes that a folder has for experts, with those that are in files already."""
+    parameters = (p for module in experts.values() for p in own_parameters(module))
+    there = sum(p.nbytes + pages.PAGE for p in parameters if p.is_shared())
+    return folders.free(folder, _WHERE) + there
 
 
 def counters(model: nn.Module) -> dict[str, Counters]:
@@ -241,7 +277,7 @@ def _experts(model: nn.Module) -> dict[str, Experts]:
     return {name: module for name, module in found.items() if isinstance(module, Experts)}
 
 
-def _maker(device: str) -> Maker:
+def _maker(device: str, plan: plans.Plan) -> Maker:
     """(slots, spare) -> what makes the device of a layer from its home. Layers of a model share
     what only one of them needs at a time.
     """
@@ -249,12 +285,15 @@ def _maker(device: str) -> Maker:
         rates = machines.PRETENDED
         return lambda slots, spare: lambda home: Pretended(home, slots, spare, _costs(rates, home))
     from .cuda import Cuda, shared_of  # which looks for a GPU
+    from .moves import LIMIT
 
+    # a slow disk is no dead worker
+    slow = max(layer.whole for layer in plan.model.layers) / _SLOWEST if plan.in_files else 0
     on_gpu, shared = machines.of_gpu(device), list[Any]()
 
     def make(home: Home, slots: int, spare: int) -> Device:
         if not shared:
-            shared.append(shared_of(home, torch.device(device)))
+            shared.append(shared_of(home, torch.device(device), limit=LIMIT + slow))
         made: Any = Cuda(home, slots, spare, _costs(on_gpu, home), shared[0], device)
         return made
 

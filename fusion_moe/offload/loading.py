@@ -10,6 +10,8 @@ from typing import Any
 
 from ..checkpoints import Directory
 from ..errors import OptionError, UnsupportedError
+from ..runtime.host_memory import pages
+from . import folder as folders
 from . import plan as plans
 from .door import PRETENDED, device_and_bytes, device_of, offload_, workspace
 
@@ -33,6 +35,7 @@ def offloaded(
     """
     left = dict(kwargs)
     memory, device_map = left.pop("max_memory", None), left.pop("device_map", "auto")
+    folder = left.pop("offload_folder", None)
     if device_map != "auto" or mesh is not None or device_of(memory) is None:
         raise OptionError(
             f"device_map = {device_map!r}, max_memory = {memory!r}"
@@ -43,15 +46,22 @@ def offloaded(
     asked = experts_device is not None or kv_tokens is not None
     kv_tokens = plans.KV_TOKENS if kv_tokens is None else kv_tokens
     where = experts_device or "auto"
+    reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     try:
         device, size = device_and_bytes(memory)
         if directory is not None and Path(directory).is_dir() and not left.get(_ON_LOAD):
             opened, ram = Directory.open(directory), memory.get("cpu")
-            if _whole(opened, device, size, ram, where, kv_tokens) and device != PRETENDED:
+            plan = _plan(opened, device, size, ram, where, kv_tokens, folder)
+            if plan.whole and device != PRETENDED:
                 return load(device_map=device, **left)  # never in the host's memory
-        found = load(**left)
+            if plan.in_files:
+                memory = {**memory, "cpu": plan.ram}
+                in_memory = sum(layer.whole for layer in plan.in_memory)
+                reading = pages.in_files(folder, after=in_memory)  # experts are read first
+        with reading:
+            found = load(**left)
         model = found[0] if isinstance(found, tuple) else found
-        offload_(model, memory, experts_device=where, kv_tokens=kv_tokens)
+        offload_(model, memory, experts_device=where, kv_tokens=kv_tokens, offload_folder=folder)
     except UnsupportedError as error:
         if asked:
             raise
@@ -60,15 +70,16 @@ def offloaded(
     return found
 
 
-def _whole(
+def _plan(
     directory: Directory,
     device: str,
     size: int,
     ram: int | str | None,
     experts_device: str,
     kv_tokens: int,
-) -> bool:
-    """Whether all experts fit on the device. OptionError if not even a part of them does."""
+    folder: str | Path | None,
+) -> plans.Plan:
+    """What goes where. OptionError for too little room."""
     if not directory.quantization:
         raise UnsupportedError(
             "experts in floats",
@@ -76,19 +87,20 @@ def _whole(
             todo="quantization_config=NVFP4Config() rounds them while they are read",
             where=f"{_WHERE}: {directory.path}",
         )
-    held = [
-        n for n in (_available(), None if ram is None else plans.bytes_of(ram)) if n is not None
-    ]
-    found = plans.make(
-        plans.Model.of_directory(directory),
+    model, free = plans.Model.of_directory(directory), _available()
+    held = [] if ram is None else [plans.bytes_of(ram)]
+    if free is not None:  # all but experts is read into memory first
+        held.append(max(0, free - model.rest))
+    return plans.make(
+        model,
         size,
         min(held, default=None),
+        disk=None if folder is None else folders.free(folder, _WHERE),
         workspace=workspace(device),
         kv_tokens=kv_tokens,
         experts_device=experts_device,
         where=_WHERE,
     )
-    return found.whole
 
 
 def _available() -> int | None:

@@ -14,18 +14,21 @@ from torch import nn
 
 from ..checkpoints import Directory
 from ..errors import OptionError, UnsupportedError
-from ..messages.units import amount
+from ..messages.units import amount, count
 from ..nn.frozen.experts import Experts
+from ..runtime.host_memory import pages
 from .machine import Machine
 from .split import split
 
 KV_TOKENS = 8192  # whose keys and values are left room, if nobody says how many
 WORKSPACE = 2**30  # of a GPU: its context, activations, what kernels need
+DISK = 3e9  # bytes per second that a disk is read with, of NVMe: assumed
 LAUNCHES = 20e-6  # seconds of a layer of small weights: about ten kernels in a CUDA graph
 _EXPERTS = re.compile(r"^(.*\bexperts)\b")  # not shared_experts
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SLOTS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k")
 _INNER = ("moe_intermediate_size", "intermediate_size")
+_MARGIN = 4 * pages.PAGE  # of the files of a layer
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"^\s*([\d.]+)\s*([KMGT]?)(i?)B\s*$", re.IGNORECASE)
 
@@ -42,6 +45,11 @@ class Layer:
     macs: int
     slots: int
 
+    @property
+    def whole(self) -> int:
+        """Bytes of all its experts."""
+        return self.experts * self.nbytes
+
 
 @dataclass(frozen=True)
 class Model:
@@ -56,7 +64,7 @@ class Model:
     @property
     def experts(self) -> int:
         """Bytes of all experts."""
-        return sum(layer.experts * layer.nbytes for layer in self.layers)
+        return sum(layer.whole for layer in self.layers)
 
     @classmethod
     def of_directory(cls, directory: Directory) -> Model:
@@ -100,6 +108,7 @@ class Plan:
     """Where a model's parts are. slots: of each layer on the device; spare of them are for experts
     that a step copies, turning for those that the cache copies between steps. kv_tokens: for whose
     keys and values there is room. device_memory, ram: what may be used; None: not limited.
+    in_files: how many layers, the last ones, have their experts in files, since `ram` is too small.
     """
 
     model: Model
@@ -109,6 +118,12 @@ class Plan:
     kv_tokens: int
     device_memory: int
     ram: int | None
+    in_files: int = 0
+
+    @property
+    def in_memory(self) -> tuple[Layer, ...]:
+        """The layers whose experts are in the host's memory."""
+        return self.model.layers[: len(self.model.layers) - self.in_files]
 
     @property
     def whole(self) -> bool:
@@ -134,24 +149,29 @@ class Plan:
 
     def seconds(self, machine: Machine) -> float:
         """Those of a token of one sequence, if all experts are used equally often: the cache then
-        learns nothing. No layer takes less than its kernels take to begin.
+        learns nothing. No layer takes less than its kernels take to begin. What is in files is read
+        from a disk at each miss.
         """
         total = self.model.rest / machine.gpu
         for i, layer in enumerate(self.model.layers):
             hits = layer.slots * self.kept(i) / layer.experts
             misses = layer.slots - hits
             constants = machine.constants(layer.nbytes, layer.macs)
-            whole = int(misses)
+            whole, in_memory = int(misses), i < len(self.in_memory)
             few, more = (
-                split(dict.fromkeys(range(n), 1), constants, self.spare).time
+                split(
+                    dict.fromkeys(range(n), 1), constants, self.spare, None if in_memory else 0
+                ).time
                 for n in (whole, whole + 1)
             )
             missed = (few + (misses - whole) * (more - few)) / 1e9
+            if not in_memory:
+                missed = max(missed, misses * layer.nbytes / DISK)
             total += max(hits * layer.nbytes / machine.gpu, missed)
         return max(total, len(self.model.layers) * LAUNCHES)
 
     def __str__(self) -> str:
-        m, layers = self.model, len(self.model.layers)
+        m, held = self.model, sum(layer.whole for layer in self.in_memory)
         slots = "all" if self.whole else f"{min(self.slots)} slots a layer"
         rows = [
             f"on the device, of {_limit(self.device_memory)}:",
@@ -159,10 +179,12 @@ class Plan:
             f"  keys and values  {amount(m.kv * self.kv_tokens, 'B')}, {self.kv_tokens:,} tokens",
             f"  experts          {amount(self._in_slots(), 'B')}, {slots}: {self.resident:.0%} of "
             f"them stay between steps",
-            f"in memory: {amount(m.experts, 'B')} of experts in {layers} layers"
+            f"in memory: {amount(held, 'B')} of experts in {count(len(self.in_memory), 'layer')}"
             + (f", of {_limit(self.ram)}" if self.ram is not None else ""),
+            f"in files: {amount(m.experts - held, 'B')} of experts in "
+            f"{count(self.in_files, 'layer')}, which the CPU computes",
         ]
-        return "\n".join(rows[:4] if self.whole else rows)
+        return "\n".join(rows[:4] if self.whole else rows if self.in_files else rows[:5])
 
     def _in_slots(self) -> int:
         layers = zip(self.slots, self.model.layers, strict=True)
@@ -174,6 +196,7 @@ def make(
     device_memory: int,
     ram: int | None = None,
     *,
+    disk: int | None = None,
     kv_tokens: int = KV_TOKENS,
     workspace: int = WORKSPACE,
     experts_device: str = "auto",
@@ -181,6 +204,7 @@ def make(
 ) -> Plan:
     """The plan for so many bytes. OptionError for too little memory, which says how much is needed.
 
+    disk: bytes of a folder for experts that `ram` is too small for; None: there is none.
     experts_device: "auto": what fits on the device; "cuda": all experts are there; "cpu": none.
     """
     kept = model.rest + model.kv * kv_tokens + workspace
@@ -198,24 +222,45 @@ def make(
         return Plan(model, _all(model), 0, 0, kv_tokens, device_memory, ram)
     if left >= model.experts and experts_device == "auto":
         return Plan(model, _all(model), 0, 0, kv_tokens, device_memory, ram)
-    if ram is not None and ram < model.experts:
-        raise OptionError(
-            f"{amount(ram, 'B')} of memory",
-            expected=f"{amount(model.experts, 'B')} for the experts of {len(model.layers)} layers",
-            todo="raise max_memory['cpu'] (--ram), or quantize the model to fewer bits",
-            where=where,
-        )
+    in_files = _in_files(model, ram, disk, where)
     if experts_device == "cpu":
         if left < 0:
             raise _too_small(device_memory, kept, parts, where)
-        return Plan(model, (0,) * len(model.layers), 0, 0, kv_tokens, device_memory, ram)
+        none = (0,) * len(model.layers)
+        return Plan(model, none, 0, 0, kv_tokens, device_memory, ram, in_files)
     slots = min(most, max(left, 0) // each)
     spare, turning = max(1, min(8, slots // 8)), max(1, min(4, slots // 16))
     if slots < 3:
         needed = f"{parts}, and 3 experts of each layer"
         raise _too_small(device_memory, kept + 3 * each, needed, where)
     found = tuple(min(slots, layer.experts) for layer in model.layers)
-    return Plan(model, found, spare, turning, kv_tokens, device_memory, ram)
+    return Plan(model, found, spare, turning, kv_tokens, device_memory, ram, in_files)
+
+
+def _in_files(model: Model, ram: int | None, disk: int | None, where: str) -> int:
+    """How many layers, the last ones, have their experts in files."""
+    if ram is None or ram >= model.experts:
+        return 0
+    if disk is None:
+        raise OptionError(
+            f"{amount(ram, 'B')} of memory",
+            expected=f"{amount(model.experts, 'B')} for the experts of {len(model.layers)} layers",
+            todo="raise max_memory['cpu'] (--ram), quantize the model to fewer bits, or name a "
+            "folder on a disk for the rest: offload_folder (--offload-folder)",
+            where=where,
+        )
+    layers = model.layers
+    held = [layer.whole for layer in layers]
+    in_files = next(n for n in range(len(layers) + 1) if sum(held[: len(layers) - n]) <= ram)
+    needed = sum(held[len(layers) - in_files :]) + in_files * _MARGIN
+    if disk < needed:
+        raise OptionError(
+            f"{amount(disk, 'B')} free in offload_folder",
+            expected=f"{amount(needed, 'B')} for the experts of the last "
+            f"{count(in_files, 'layer')}",
+            where=where,
+        )
+    return in_files
 
 
 def _limit(n: int) -> str:

@@ -30,7 +30,7 @@ class Pretended:
     """
 
     def __init__(self, home: Home, slots: int, spare: int, constants: Constants):
-        self.limit: int | None = None
+        self.limit = 0 if home.in_files else None
         self.home, self.constants, self.counters = home, constants, Counters()
         self.slots = home.empty(slots + spare, "cpu")
         self._first_spare, self.spare = slots, spare
@@ -55,7 +55,7 @@ class Pretended:
         check_ids(ids, self.home.experts, least=-1)
         with self._running:
             places = self.places
-            decided, uses = decide(ids, places, self.constants, self.spare)
+            decided, uses = decide(ids, places, self.constants, self.spare, self.limit)
             self._uses += uses
             self._count(decided, uses, places)
             return self._step(x, ids, w, places, decided)

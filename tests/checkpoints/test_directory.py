@@ -122,6 +122,20 @@ def test_files_of_a_variant(tmp_path: Path) -> None:
         assert {entry.file.name for entry in opened.tensors.values()} == {*names}
 
 
+@pytest.mark.parametrize("size", [100, None], ids=["shorter", "as long"])
+def test_files_that_change_while_they_are_open(size: int | None, tmp_path: Path) -> None:
+    path = copied(SINGLE, tmp_path)
+    directory, file = Directory.open(path), path / "model.safetensors"
+    (first, *_), whole = directory.tensors, file.stat().st_size
+    directory.read(first)
+    if size is None:
+        os.utime(file, (0, 0))
+    else:
+        os.truncate(file, size)
+    with pytest.raises(CheckpointError, match=f"changed: from {whole:,} to {size or whole:,} byt"):
+        directory.read(first)
+
+
 def _truncate(path: Path) -> None:
     data = (path / FIRST).read_bytes()
     (path / FIRST).write_bytes(data[:-10])

@@ -19,9 +19,11 @@ from fusion_moe.nn import Experts
 from fusion_moe.offload import cuda, launches, moves
 from fusion_moe.offload.cache import Cache
 from fusion_moe.offload.cuda import Cuda, shared_of
+from fusion_moe.offload.door import _into_files
 from fusion_moe.offload.experts import OffloadedExperts
 from fusion_moe.offload.pinned import Pinned, Staging
 from fusion_moe.offload.worker import Worker
+from fusion_moe.runtime.host_memory import pages
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
 __all__ = ["folder"]  # a fixture
@@ -140,6 +142,27 @@ def test_other_layers(encoding, more):
     plain = encoded(encoding, **more)
     found, args = offloaded(plain, 3), tokens(9)
     assert torch.equal(found(*args), plain(*args))
+
+
+@pytest.mark.parametrize("encoding", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("slots", [0, 4])
+def test_homes_in_files(slots, encoding, tmp_path, monkeypatch):
+    """Steps copy nothing from there, the cache through a spare slot, and long steps as always."""
+    monkeypatch.setattr(pages, "PAGE", 64)
+    plain = encoded(encoding)
+    with pages.in_files(tmp_path):
+        _into_files(plain)
+    found = offloaded(plain, slots, COPIES, spare=2, every=2)
+    assert found.home.in_files
+    for step, count in enumerate((1, 16, 7, 2, 9, 4)):
+        x, ids, w = tokens(count, seed=step)
+        assert torch.equal(found(x, ids, w), plain(x, ids, w)), count
+        assert found.counters.copied == 0
+    assert found.counters.computed
+    assert found.counters.loaded > slots - 1 or not slots
+    x, ids, w = tokens(40)
+    assert torch.equal(found(x, ids, w), plain(x, ids, w))
+    assert found.counters.copied
 
 
 def test_a_long_step_without_room_for_copies():

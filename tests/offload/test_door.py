@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from fusion_moe.offload import (
     OffloadedExperts,
     counters,
     explain,
+    folder,
     learn_,
     loading,
     offload_,
@@ -33,6 +35,7 @@ from fusion_moe.offload import (
 )
 from fusion_moe.offload.loading import offloaded
 from fusion_moe.offload.machine import EXPECTED
+from fusion_moe.runtime.host_memory import pages
 from fusion_moe.transformers import from_pretrained
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -127,6 +130,66 @@ def test_from_pretrained(experts_device, want):
         assert all(c.hits for c in said)
 
 
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """A folder, and weights that are large enough to lie there."""
+    monkeypatch.setattr(folder, "_IN_MEMORY", ())
+    monkeypatch.setattr(pages, "PAGE", 64)
+    return tmp_path
+
+
+def homes(model) -> list[bool]:
+    """Whether the home of each layer's experts is in files."""
+    return [m.home.in_files for m in model.modules() if isinstance(m, OffloadedExperts)]
+
+
+@pytest.mark.parametrize("slots", [0, 3])
+def test_short_memory(slots, disk, want, tmp_path_factory):
+    """Experts are read into files; all else is as with memory, but for what is copied in a step."""
+    more = {"experts_device": "auto" if slots else "cpu", "kv_tokens": 16, "offload_folder": disk}
+    memory = {"pretended": room(slots), "cpu": 100}
+    model = from_pretrained(MADE / NAME, max_memory=memory, **more)
+    assert homes(model) == [True]
+    assert list(disk.iterdir()) == []  # files without names
+    for _ in range(3):
+        assert model(IDS).logits.equal(want)
+        learn_(model)
+    (said,) = counters(model).values()
+    assert said.computed
+    assert not said.copied
+    assert bool(said.hits) == bool(said.loaded) == bool(slots)
+    saved = tmp_path_factory.mktemp("saved")
+    model.save_pretrained(saved)
+    with torch.no_grad():
+        assert from_pretrained(saved)(IDS).logits.equal(want)
+    model = from_pretrained(MADE / NAME, max_memory=memory | {"cpu": "1GB"}, **more)
+    assert homes(model) == [False]
+
+
+def test_short_memory_of_a_loaded_model(disk, want):
+    model = from_pretrained(MADE / NAME)
+    memory = {"pretended": room(3), "cpu": 100}
+    found = offload_(model, memory, kv_tokens=16, offload_folder=disk)
+    assert (found.in_files, homes(model)) == (1, [True])
+    assert model(IDS).logits.equal(want)
+
+
+def test_folders(disk, monkeypatch):
+    model, memory = from_pretrained(MADE / NAME), {"pretended": room(3), "cpu": 100}
+    for where, match in (
+        (disk / "none", "there is no such folder"),
+        (MADE / NAME / "config.json", "there is no such folder"),
+        ("/dev/shm", "a tmpfs, which lies in memory"),
+    ):
+        monkeypatch.setattr(folder, "_IN_MEMORY", ("tmpfs",) if where == "/dev/shm" else ())
+        with pytest.raises(OptionError, match=f"offload_folder = .*{match}"):
+            offload_(model, memory, offload_folder=where)
+    monkeypatch.setattr(folder.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(OptionError, match=r"1 kB free in offload_folder; expected .* last 1 layer"):
+        offload_(model, memory, offload_folder=disk, kv_tokens=0)
+    assert not homes(model)
+
+
 def test_quantized_model():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(MADE / "bf16-qwen3_moe", dtype=torch.bfloat16)
@@ -175,7 +238,7 @@ def test_errors_come_first(monkeypatch):
             MADE / "bf16-qwen3_moe", max_memory={"pretended": 1, "cpu": 1}, experts_device="auto"
         )
     monkeypatch.setattr(loading, "_available", lambda: 1000)
-    with pytest.raises(OptionError, match="1 kB of memory; expected"):
+    with pytest.raises(OptionError, match=r"0 B of memory; expected .* offload_folder"):
         from_pretrained(MADE / NAME, max_memory={"pretended": room(3)}, kv_tokens=16)
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="no GPU for cuda:0"):
@@ -229,12 +292,18 @@ def test_expected_speed():
         used = sum(found.slots) * layer.nbytes
         assert used + model.rest < memory * 10**9
     assert times == sorted(times, reverse=True)
+    held = plan.make(model, 140 * 10**9, 10**12)
+    filed = plan.make(model, 140 * 10**9, 200 * 10**9, disk=10**12)
+    assert (held.in_files, filed.in_files) == (0, 27)  # of 6.35 GB
+    assert len(filed.in_memory) == 31
+    assert filed.slots == held.slots
+    assert filed.seconds(EXPECTED["H100"]) > 2 * held.seconds(EXPECTED["H100"])
     read = (model.rest + 58 * 8 * 24_800_000) / EXPECTED["H100"].gpu
     assert times[-1] == pytest.approx(read)
 
 
 @pytest.mark.once
-def test_command():
+def test_command(tmp_path, monkeypatch):
     pytest.importorskip("typer")
     from typer.testing import CliRunner
 
@@ -252,6 +321,12 @@ def test_command():
     assert "on an H200 beside" in run(MADE / NAME, "--gpu", "H200").stdout
     shown = json.loads(run(MADE / NAME, "--json").stdout)
     assert (shown["whole"], shown["resident"], shown["gpu"]) == (True, 1, "H100")
+    short = [MADE / NAME, "--gpu-memory", small, "--ram", "1KB", "--kv-tokens", 0]
+    assert "--offload-folder" in run(*short).output
+    monkeypatch.setattr(folder, "_IN_MEMORY", ())
+    filed = run(*short, "--offload-folder", tmp_path).stdout
+    assert "of experts in 1 layer, which the CPU computes" in filed
+    assert "and a disk of 3 GB/s" in filed
     layers = len(shown["plan"]["model"]["layers"])
     assert shown["tokens_per_second"] == pytest.approx(1 / layers / plan.LAUNCHES)
     assert run(MADE / NAME, "--gpu-memory", "1KB").exit_code == 2

@@ -109,6 +109,26 @@ def test_a_tensor_is_copied_there_once():
     assert torch.equal(turned, t.T)
 
 
+def test_files(tmp_path):
+    """After so many bytes; they begin at a page too, and go with their tensors."""
+    with pages.in_files(tmp_path, after=2 * PAGE):
+        there, small = pages.empty((2, PAGE), torch.uint8), pages.empty((16,), torch.uint8)
+        filed = pages.empty((3, PAGE // 2 + 4), torch.bfloat16)
+        copied = pages.on_large_pages(torch.ones(PAGE, dtype=torch.uint8))
+    assert [t.is_shared() for t in (there, small, filed, copied)] == [False, False, True, True]
+    assert not list(tmp_path.iterdir())
+    assert filed.data_ptr() % PAGE == 0
+    assert pages.on_large_pages(filed) is filed
+    assert torch.equal(filed.fill_(3).clone(), torch.full_like(filed, 3))
+    assert copied.sum() == PAGE
+    address = filed.data_ptr()
+    del filed
+    assert not is_mapped(address)
+    assert not pages.empty((PAGE,), torch.uint8).is_shared()
+    with pages.in_files(tmp_path / "none"), pytest.raises(OSError, match="none"):
+        pages.empty((PAGE,), torch.uint8)
+
+
 def test_small_tensors_and_those_without_memory_stay():
     with FakeTensorMode():
         fake = torch.empty(PAGE, dtype=torch.uint8)

@@ -3,6 +3,7 @@ address translation.
 
     t = empty((128, 1536, 1024), torch.uint8)  # starts at a page; allocated when it is written
     obtained(t)                                # how many of its bytes lie on large pages
+    with in_files(folder):                     # what `empty` makes here lies in files instead
 
 If the system takes no advice on pages, and for tensors smaller than a page, `empty` is torch.empty.
 """
@@ -11,8 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -24,11 +29,39 @@ _TAKES_ADVICE = hasattr(mmap, "MADV_HUGEPAGE")
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) |^AnonHugePages: +(\d+) kB", re.MULTILINE)
 
 
+@dataclass
+class _Files:
+    """A folder, and how many bytes of tensors do not go there before all others do."""
+
+    folder: str | Path
+    left: int
+
+
+_files: ContextVar[_Files | None] = ContextVar("fusion_moe_files", default=None)
+
+
+@contextlib.contextmanager
+def in_files(folder: str | Path, after: int = 0) -> Iterator[None]:
+    """What `empty` makes in this block after so many bytes lies in files of a folder, each of which
+    is reserved whole and has no name, so that nobody shortens it. Such a tensor is shared: child
+    processes have the same one, and GPUs do not pin it. OSError for a folder without room.
+    """
+    token = _files.set(_Files(folder, after))
+    try:
+        yield
+    finally:
+        _files.reset(token)
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An empty contiguous CPU tensor with its whole pages large. It owns its memory and no more
     than it needs.
     """
     size = prod(shape) * dtype.itemsize
+    if (files := _files.get()) is not None and size >= PAGE:
+        files.left -= size
+        if files.left < 0:
+            return _in_a_file(files.folder, size).view(dtype).view(*shape)
     if size >= PAGE and _TAKES_ADVICE:
         # unsupported by the kernel, or out of memory: torch reports that better
         with contextlib.suppress(OSError):
@@ -76,6 +109,16 @@ def _mapped(size: int) -> Tensor:
     start = -address % PAGE
     memory.madvise(mmap.MADV_HUGEPAGE, start, size // PAGE * PAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
+
+
+def _in_a_file(folder: str | Path, size: int) -> Tensor:
+    """u8[size] that starts at a page, as `on_large_pages` asks for."""
+    whole = size + PAGE
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, whole)
+        name = f"/proc/self/fd/{file.fileno()}"
+        memory = torch.from_file(name, shared=True, size=whole, dtype=torch.uint8, device="cpu")
+    return memory.narrow(0, -memory.data_ptr() % PAGE, size)
 
 
 def _mappings() -> Iterator[tuple[int, int, int]]:
