@@ -21,6 +21,7 @@ from fusion_moe.offload.cache import Cache
 from fusion_moe.offload.cuda import Cuda, shared_of
 from fusion_moe.offload.door import _into_files
 from fusion_moe.offload.experts import OffloadedExperts
+from fusion_moe.offload.moves import Shared
 from fusion_moe.offload.pinned import Pinned, Staging
 from fusion_moe.offload.worker import Worker
 from fusion_moe.runtime.host_memory import pages
@@ -142,6 +143,23 @@ def test_other_layers(encoding, more):
     plain = encoded(encoding, **more)
     found, args = offloaded(plain, 3), tokens(9)
     assert torch.equal(found(*args), plain(*args))
+
+
+def test_a_step_without_misses_leaves_the_host_alone(monkeypatch):
+    """Its kernels neither read nor write memory of the host: they have no addresses of it."""
+    plain = encoded("nvfp4")
+    found = offloaded(plain, E, COMPUTES)
+    moves, named = found.device.moves, torch.tensor([1, 2, 0])
+    moves.parts._memory[2::9] = 0  # of homes
+    monkeypatch.setattr(Shared, "letters", property(lambda self: [0] * 5))
+    for count in (1, 3, 16):
+        x, ids, w = tokens(count, seed=count)
+        ids = named[ids % 3]
+        for _ in range(3):
+            assert torch.equal(found(x, ids, w), plain(x, ids, w))
+    c = found.counters
+    assert (c.steps, c.misses, c.copied, c.cpu_ns, c.wait_ns) == (9, 0, 0, 0, 0)
+    assert int(moves.shared.exchange[0]) == 0  # letters
 
 
 @pytest.mark.parametrize("encoding", ["nvfp4", "fp8"])
