@@ -242,8 +242,9 @@ def exchange_alone(world: World, module: Any, given: list[Tensor]) -> Call:
     fd = fusion_moe.FusionDefinition()
     values = [fd.define_tensor(shape=t.shape, dtype=t.dtype) for t in (x, ids, w, layer.peers)]
     ranks, how = fd.define_groups("ranks", world.ranks, len(x)), {"experts": experts}
-    rows, _, _, ends = fd.ops.dispatch(*values, groups=ranks, group=world.group, **how)
-    fd.add_output(fd.ops.combine_from(rows, values[1], ends, values[3], group=world.group, **how))
+    how |= {"group": world.group}
+    rows, all_ids, _, ends = fd.ops.dispatch(*values, groups=ranks, **how)
+    fd.add_output(fd.ops.combine_from(rows, all_ids, values[1], ends, values[3], **how))
     fusion = fd.fusion()
     return lambda: fusion_moe.run(fusion, [x, ids, w, layer.peers])[0]
 

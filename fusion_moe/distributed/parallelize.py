@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import OptionError, UnsupportedError, need_one_of
 from ..nn import Experts
 from ..nn.conversion.contract import contract_of
+from ..nn.conversion.traced_activation import activation_of
 from ..nn.frozen.projections import Projections
 from .all_to_all import AllToAll
 from .dispatch import TOKENS, Dispatcher, Everywhere, divide_forward
@@ -62,14 +63,14 @@ def parallelize_(
     "all_gather": all tokens to all ranks, and a reduce-scatter of the sums. "all_to_all", for "ep"
     and "ep_tp": each token once to every rank that has one of its experts, and back. "symmetric",
     for "ep": the same by memory that the ranks of one node share, inside the program of the
-    experts; ranks that share none, gradients, and modules that are no `Experts` go through
-    collectives, which is said once. capacity: for "symmetric", the most tokens of any rank in a
-    call, for which memory is allocated at once; 1.0: all ranks have equally many, and memory grows
-    with them. For "all_to_all", the most tokens that a rank sends to any other: a float is a
-    fraction of its own tokens, rounded up; an int is a number, equal on all ranks, whose own tokens
-    may then be fewer, more or none. Exactly this many are always sent and computed. The last
-    tokens, those beyond the capacity, do without the experts of that rank: these experts'
-    contribution is left out, the rest is unchanged. Modules count such tokens in a buffer
+    experts, and in that of their gradients; ranks that share none, and modules that are more than
+    one operation, go through collectives, which is said once. capacity: for "symmetric", the most
+    tokens of any rank in a call, for which memory is allocated at once; 1.0: all ranks have equally
+    many, and memory grows with them. For "all_to_all", the most tokens that a rank sends to any
+    other: a float is a fraction of its own tokens, rounded up; an int is a number, equal on all
+    ranks, whose own tokens may then be fewer, more or none. Exactly this many are always sent and
+    computed. The last tokens, those beyond the capacity, do without the experts of that rank: these
+    experts' contribution is left out, the rest is unchanged. Modules count such tokens in a buffer
     `dropped`, int64[]. With the default, 1.0, there are none. mesh: one-dimensional, or
     two-dimensional for "ep_tp"; at most E ranks along "ep", at most as many as I has blocks along
     "tp".
@@ -172,10 +173,11 @@ class Division:
                 )
             if (exchange := self._exchange) is None:
                 divide_forward(module, dispatcher)
-            elif isinstance(module, Experts):
-                layer = exchange.layer(experts, module.shape_of("down")[1])
+            elif features := _features(module):
+                layer = exchange.layer(experts, features)
+                layer.capacity = self.capacity if isinstance(self.capacity, int) else 0
                 layer.float32_sums = self.float32_sums
-                send_tokens(module, layer, self.capacity, dispatcher)
+                send_tokens(module, layer, dispatcher)
             else:
                 say_collectives(f"a {type(module).__name__} is more than one operation")
                 divide_forward(module, dispatcher)
@@ -204,6 +206,15 @@ class Division:
         return self.dispatch == "all_to_all" or (
             self.dispatch == "symmetric" and isinstance(self.capacity, int)
         )
+
+
+def _features(module: nn.Module) -> int:
+    """Of tokens, if one operation computes the module's experts; else 0."""
+    if isinstance(module, Experts):
+        return module.shape_of("down")[1]
+    contract = contract_of(module)
+    one = contract and not contract.post_expert_norm and activation_of(module, as_stored=True)
+    return contract.hidden if contract and one else 0
 
 
 def _check_dispatch(

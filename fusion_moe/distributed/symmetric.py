@@ -3,7 +3,7 @@ memory, as operations of the program that computes the experts (ir/kinds/collect
 
     exchange = Exchange.of_group(group, device)         # checks; UnsupportedError says why not
     layer = exchange.layer(experts, features)           # on all ranks, in the same order
-    layer.arguments(tokens, itemsize)                   # of `fused_experts`
+    layer.arguments()                                   # of `fused_experts`
 
 Memory is allocated by the first call that needs it, and grows with later ones: on all ranks at
 once, since all call with as many tokens, or with the most that any rank may have.
@@ -32,6 +32,7 @@ from ..layouts.groups import ceil_to
 from ..messages.progress import MUCH, phase
 from ..messages.units import amount
 from ..messages.warn import warn_once
+from ..nn import Experts
 from ..runtime import cuda
 from ..runtime.turns import Turns
 from .dispatch import Dispatcher, divide_forward
@@ -46,9 +47,10 @@ def region_bytes(ranks: int, tokens: int, row: int) -> int:
     """The bytes of a rank's memory for so many tokens of each rank, with `row` bytes each: the
     sections of backends/cpu/kernels/exchange.h.
     """
+    flags = 8 * _PIECES, 8 * _CHUNKS, 8 * _CHUNKS
     ids = weights = 4 * MOST_SLOTS * tokens
-    each = 128, 8 * _PIECES, 8 * _CHUNKS, 8 * _CHUNKS, ids, weights, row * tokens, row * tokens
-    return 256 + sum(ceil_to(n * ranks, 256) for n in each)
+    twice = 128, ids, weights, row * tokens
+    return 256 + sum(ceil_to(n * ranks, 256) for n in (*flags, *twice, *twice))
 
 
 class Exchange:
@@ -108,6 +110,11 @@ class Exchange:
         for layer in self._layers:
             layer.need(tokens, 2 if self.device.type == "cuda" else 4)
 
+    def take_turn(self, *_: Any) -> None:
+        """A hook of autograd's, before a call's backward."""
+        with self.turns.next():
+            pass
+
     def need(self, tokens: int, row: int) -> None:
         """Makes room, on all ranks, if there is too little. OptionError if ranks disagree."""
         if tokens <= self.tokens and row <= self.row:
@@ -144,7 +151,7 @@ class Exchange:
         self.tokens, self.row = tokens, row
         for layer in self._layers:
             numbers = [self.rank, layer.number, tokens, row, *addresses]
-            layer.peers.copy_(torch.tensor(numbers))
+            layer.peers.data.copy_(torch.tensor(numbers))  # what backwards have saved, too
 
     def _need_free(self, nbytes: int, free: int, said: str) -> None:
         """OptionError unless as much is free, on all ranks."""
@@ -205,40 +212,46 @@ class Exchange:
 
 class Layer:
     """A layer's part of an exchange. peers i64[4 + R]: the rank, the layer's number, for how many
-    tokens of a rank and bytes of each there is room, where each rank's memory is. float32_sums:
-    whether ranks' sums are added before they are rounded.
+    tokens of a rank and bytes of each there is room, where each rank's memory is. capacity:
+    the most tokens of any rank, 0 if all have equally many. float32_sums: whether ranks'
+    sums are added before they are rounded.
     """
 
     def __init__(self, exchange: Exchange, number: int, experts: int, features: int, peers: Tensor):
         self.exchange, self.number, self.experts = exchange, number, experts
-        self.features, self.peers, self.float32_sums = features, peers, False
+        self.features, self.peers = features, peers
+        self.capacity, self.float32_sums = 0, False
+
+    def __deepcopy__(self, memo: Any) -> Layer:
+        """Itself: copies of a module share it."""
+        return self
 
     def need(self, tokens: int, itemsize: int) -> None:
         """Memory for so many tokens of each rank; kernels may pad their features."""
         widest = max(itemsize, 4 if self.float32_sums else 0)
         self.exchange.need(tokens, ceil_to(self.features, _TILE) * widest)
 
-    def arguments(self, capacity: int) -> dict[str, Any]:
-        """Those of `fused_experts`. capacity: 0 if all ranks have equally many tokens."""
+    def arguments(self) -> dict[str, Any]:
+        """Those of `fused_experts`."""
         return {
             "peers": self.peers,
             "across": self.exchange.group.group_name,
             "of_experts": self.experts,
-            "capacity": capacity,
+            "capacity": self.capacity,
             "float32_sums": self.float32_sums,
         }
 
 
-def send_tokens(
-    module: nn.Module, layer: Layer, capacity: int | float, otherwise: Dispatcher
-) -> None:
-    """Wraps the forward of `Experts`, whose calls send tokens themselves. What they cannot do,
-    gradients, goes through a dispatcher of collectives.
+def send_tokens(module: nn.Module, layer: Layer, otherwise: Dispatcher) -> None:
+    """Wraps the forward of experts that are one operation, whose calls send tokens themselves.
+    Tokens with adapters of their own go through a dispatcher of collectives.
     """
     inner = module.forward.__func__  # type: ignore[attr-defined]
     divide_forward(module, otherwise)
     by_collectives = module.forward.__func__  # type: ignore[attr-defined]
-    most = capacity if isinstance(capacity, int) else 0
+    most, takes_arguments = layer.capacity, isinstance(module, Experts)
+    if not takes_arguments:
+        module.exchanged = layer  # type: ignore[assignment]
 
     @functools.wraps(inner)
     def forward(
@@ -249,13 +262,14 @@ def send_tokens(
         adapters: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         given = hidden_states, top_k_index, top_k_weights
-        if why := _why_not(self, given, adapters):
+        if adapters and "lora_of" in adapters:
             if not torch.compiler.is_compiling():
-                say_collectives(why)
+                say_collectives("tokens have adapters of their own")
             return by_collectives(self, *given, adapters)
-        more = {**(adapters or {}), **layer.arguments(most)}
+        if takes_arguments:
+            given = *given, {**(adapters or {}), **layer.arguments()}
         if torch.compiler.is_compiling():
-            return inner(self, *given, more)
+            return inner(self, *given)
         with layer.exchange.turns.next():
             tokens = math.prod(hidden_states.shape[:-1])
             if most and tokens > most:
@@ -265,8 +279,12 @@ def send_tokens(
                     todo="call with fewer, or parallelize_ with a larger capacity",
                     where="dispatch='symmetric'",
                 )
-            layer.need(most or max(tokens, 1), hidden_states.element_size())
-            return inner(self, *given, more)
+            computed = hidden_states if takes_arguments else next(self.parameters())
+            layer.need(most or max(tokens, 1), computed.element_size())
+            y = inner(self, *given)
+        if y.is_cuda and y.grad_fn is not None:
+            y.grad_fn.register_prehook(layer.exchange.take_turn)
+        return y
 
     module.forward = MethodType(forward, module)
 
@@ -274,20 +292,6 @@ def send_tokens(
 def say_collectives(why: str) -> None:
     """Says once why dispatch="symmetric" goes through collectives."""
     warn_once(f"dispatch='symmetric' goes through collectives: {why}")
-
-
-def _why_not(
-    module: nn.Module, given: tuple[Tensor, ...], adapters: Mapping[str, Tensor] | None
-) -> str:
-    """Why a call does not send tokens itself; "" if it does."""
-    if adapters and "lora_of" in adapters:
-        return "tokens have adapters of their own"
-    if torch.is_grad_enabled():
-        trained = any(t.requires_grad for t in given) or any(
-            p.requires_grad for p in module.parameters()
-        )
-        return "gradients are wanted" if trained else ""
-    return ""
 
 
 def _file_of(nbytes: int) -> tuple[str, str]:

@@ -109,7 +109,7 @@ class FusionDefinition:
         value = Value(f"i{len(self._inputs)}", checked_type(type), self.ops)
         if role not in ROLES:
             raise FusionError(f"role {role!r}", expected=f"one of {', '.join(ROLES)}")
-        self._partitions.add([type])
+        self._add_partitions([type], {})
         self._inputs.append(value)
         self._roles[value] = role
         return value
@@ -222,7 +222,7 @@ class FusionDefinition:
             if key in self._views:
                 return self._views[key]
             types = infer(kind, [v.type if isinstance(v, Value) else v for v in inputs], attrs)
-            self._partitions.add(types, attrs)
+            self._add_partitions(types, attrs)
         except Error as error:
             raise (error.at(kind.name) if self._places else error) from None
         first = len(self._producers)
@@ -342,6 +342,11 @@ class FusionDefinition:
         return next(
             name for n in range(len(self._names) + 1) if (name := f"{prefix}{n}") not in self._names
         )
+
+    def _add_partitions(self, types: Sequence[TensorType], attrs: Mapping[str, Any]) -> None:
+        """Of values, with the attributes of what made them: copies bring names with them."""
+        self._partitions.add(types, attrs)
+        self._names.update(t.ends.name for t in types if t.ends)
 
     def _new_name(self, name: str) -> str:
         if (

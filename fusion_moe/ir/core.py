@@ -135,9 +135,10 @@ class OpKind:
     in plain torch. The annotations of infer say which arguments are operands, and the type of each
     attribute (signature.py). needs(*types, **attrs) -> sizes that must not be negative, with a
     description of each: those that depend on symbols are checked when a Fusion is bound to tensors.
-    grad(fd, op, *output_grads) -> one gradient (or None) for each input, written with fd.ops; None:
-    no derivative. flops(op) -> floating-point operations as a size; outputs: how many there are;
-    view: does no work of its own and is copied into every kernel that reads it.
+    grad(fd, op, *output_grads) -> one gradient (or None) for each input, written with fd.ops; a
+    gradient is None for an output that has none; None: no derivative. flops(op) -> floating-point
+    operations as a size; outputs: how many there are; view: does no work of its own and is copied
+    into every kernel that reads it.
     """
 
     name: str

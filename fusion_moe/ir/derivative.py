@@ -307,14 +307,15 @@ def _differentiate(fd: FusionDefinition, op: Op, grads: Gradients, by_router: bo
                 where=op.source,
             )
         return False
-    (output,) = op.outputs  # operations with several outputs have no derivative
-    got = grads.of(output)
+    got = [grads.of(v) if v in grads else None for v in op.outputs]
     rewritten = (
-        of_combine(fd, op, got, grads.leads) if by_router and op.kind.name == "combine" else None
+        of_combine(fd, op, got[0], grads.leads)
+        if by_router and op.kind.name == "combine" and got[0]
+        else None
     )
     try:
         pairs: Iterable[tuple[Any, Value | None]] = rewritten or zip(
-            op.inputs, op.kind.grad(fd, op, got), strict=True
+            op.inputs, op.kind.grad(fd, op, *got), strict=True
         )
         for v, grad in pairs:
             if isinstance(v, Value) and grad is not None:

@@ -368,10 +368,11 @@ class Ops:
         with no expert on this rank, is not defined: no expert here reads it.
         """
     def combine_from(
-        self, y: Value, ids: Value, ends: Value, peers: Value, /, experts: int, group: str,
+        self, y: Value, all_ids: Value, ids: Value, ends: Value, peers: Value, /, experts: int,
+        group: str,
     ) -> Value:
-        """y [R*C/s, H], sums for the tokens of all ranks, ids int[T, k] of this rank, ends
-        i32[R]@ends(s) -> [T, H], for its own tokens.
+        """y [R*C/s, H] and all_ids i32[R*C/s, k], sums and ids of the tokens of all ranks, ids
+        int[T, k] of this rank, ends i32[R]@ends(s) -> [T, H], for its own tokens.
 
         Of each rank that holds an expert of a token, its row for that token is added, in the
         order of ranks, in float32 (f64 in float64), and the sum is rounded once.

@@ -10,7 +10,7 @@ from typing import Any
 from ..encodings import find
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
-from ..ir.types import FLOATS
+from ..ir.types import FLOATS, plain
 from ..target import Target
 from .rewrite import rewrite
 
@@ -107,14 +107,26 @@ def _quantize(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[V
 
 
 def _gather(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-    """Rows are gathered in their narrow dtype and widened afterwards."""
+    """Rows are gathered in their narrow dtype and widened afterwards, however they were
+    partitioned.
+    """
     x, index = inputs
-    source = _widened(fd, x)
-    return (
-        None
-        if source is None
-        else (fd.ops.cast(fd.append(op.kind, [source, index], op.attrs)[0], dtype=x.type.dtype),)
-    )
+    source, below = None, _gathered_before(fd, op, x)
+    while below is not None:
+        source, below = below, _gathered_before(fd, op, below)
+    if source is None:
+        return None
+    (made,) = fd.append(op.kind, [source, index], op.attrs)
+    return (made if source.type.dtype == x.type.dtype else fd.ops.cast(made, dtype=x.type.dtype),)
+
+
+def _gathered_before(fd: FusionDefinition, op: Op, x: Value) -> Value | None:
+    """What has the same rows as x, narrower or in another partition."""
+    before = _made(fd, x, "reshape") if op.attrs["dim"] == 0 else None
+    source = before.values[0] if before else None
+    if source and [*map(plain, source.type.shape)] == [*map(plain, x.type.shape)]:
+        return source
+    return _widened(fd, x)
 
 
 def _widened(fd: FusionDefinition, v: Any) -> Value | None:

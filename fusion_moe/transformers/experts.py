@@ -62,6 +62,7 @@ def experts_forward(
         transposed=module.is_transposed,
         activation_format=recipe.activation_format(),
         first_expert=first_expert,
+        **(module.exchanged.arguments() if hasattr(module, "exchanged") else {}),
     )
     return y.to(hidden_states.dtype)
 

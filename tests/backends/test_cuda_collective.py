@@ -43,9 +43,9 @@ def round_trip(
     x, ids, w, peers = (fd.define_tensor(shape=s, dtype=d) for s, d in given)
     of_ranks = fd.define_groups("s", ranks, stride=room)
     how = {"experts": 32, "group": "g"}
-    rows, _, _, ends = fd.ops.dispatch(x, ids, w, peers, groups=of_ranks, **how)
+    rows, all_ids, _, ends = fd.ops.dispatch(x, ids, w, peers, groups=of_ranks, **how)
     y = fd.ops.partition(fd.ops.add(rows, rows), ends)
-    fd.add_output(fd.ops.combine_from(y, ids, ends, peers, **how))
+    fd.add_output(fd.ops.combine_from(y, all_ids, ids, ends, peers, **how))
     return fd.fusion()
 
 

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint as recompute
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
 import fusion_moe
@@ -382,24 +383,151 @@ def kernels_through_shared_memory(mesh):
         tokens_through_shared_memory(mesh)
 
 
+def gradients(
+    f: Callable[..., Tensor], given: Sequence[Tensor], of: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """The result, and for a gradient of it that is drawn for its tokens: those of tokens, router
+    weights and, added to what is there, parameters.
+    """
+    x, ids, w = (t.detach().clone() for t in given)
+    y = f(x.requires_grad_(), ids, w.requires_grad_())
+    y.backward(upstream(y, given))
+    return [y.detach(), x.grad, w.grad, *(local(p.grad) for p in of)]  # type: ignore[list-item]
+
+
+def upstream(y: Tensor, given: Sequence[Tensor]) -> Tensor:
+    """A gradient of y that depends on each token alone, wherever it is."""
+    return (3 * given[0].flip(-1)).sin().to(y.dtype)
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def assert_same_as_one(
+    found: Sequence[Tensor],
+    whole: nn.Module,
+    mesh: DeviceMesh,
+    given: Sequence[Tensor],
+    mine: slice,
+) -> None:
+    """Of a rank: router weights and what trains in each bit, since an expert gets the same rows in
+    the same order; sums over ranks but for their order.
+    """
+    y, dx, dw, *of = gradients(whole, given, trained(whole))
+    own = slice(*ranges(mesh.size())[mesh.get_local_rank()])
+    assert_alike(found[:2], [y[mine], dx[mine]])
+    for a, b in zip(found[2:], [dw[mine], *(g[own] for g in of)], strict=True):
+        assert_equal(a, b)
+
+
 @case
-def gradients_beside_shared_memory(mesh):
-    """Go through collectives, which is said once; so do experts that are one operation no more."""
+def gradients_through_shared_memory(mesh):
+    """Of floats and of adapters: those of all-to-all in each bit, and of one process; of equally
+    many tokens, of numbers that differ, none among them, and of ids of nobody.
+    """
+    rank, ranks = mesh.get_rank(), mesh.size()
+    for whole in float_experts(), adapted_experts():
+        given, each = inputs(4 * ranks), slice(4 * rank, 4 * rank + 4)
+        ways = [
+            divided(whole, mesh, "ep", "sharded", dispatch=w) for w in ("symmetric", "all_to_all")
+        ]
+        found, sent = (gradients(m, [t[each] for t in given], trained(m)) for m in ways)
+        for a, b in zip(found, sent, strict=True):
+            assert_equal(a, b)
+        whole.zero_grad()
+        assert_same_as_one(found, whole, mesh, given, each)
+        module = divided(whole, mesh, "ep", "sharded", dispatch="symmetric", capacity=2 * ranks)
+        mine = slice(rank * (rank - 1), rank * (rank + 1))  # the first has none
+        x, ids, w = inputs(ranks * (ranks - 1))
+        for those in ids, torch.full_like(ids, E - 1), torch.full_like(ids, -1):
+            whole.zero_grad()
+            module.zero_grad()
+            found = gradients(module, [t[mine] for t in (x, those, w)], trained(module))
+            assert_same_as_one(found, whole, mesh, [x, those, w], mine)
+
+
+@case
+def gradients_by_kernels(mesh):
+    """What replaces the reference on CPUs."""
+    with fusion_moe.options.override(target="auto"):
+        gradients_through_shared_memory(mesh)
+
+
+@case
+def backwards_of_several_calls(mesh):
+    """Calls of two layers, whose memory grows before the first backward; gradients are added up,
+    recomputed activations give the same ones, and only weights may want some.
+    """
+    rank, ranks = mesh.get_rank(), mesh.size()
+    wholes = [float_experts(), adapted_experts()]
+    modules = [divided(m, mesh, "ep", "sharded", dispatch="symmetric") for m in wholes]
+    batches = [inputs(t * ranks) for t in (3, 50)]
+    mines = [slice(t * rank, t * rank + t) for t in (3, 50)]
+
+    def both(layers: Sequence[nn.Module]) -> Callable[..., Tensor]:
+        return lambda x, ids, w: layers[1](layers[0](x, ids, w), ids.flip(-1), w)
+
+    def recomputed(layers: Sequence[nn.Module]) -> Callable[..., Tensor]:
+        return lambda *given: recompute(both(layers), *given, use_reentrant=False)
+
+    for f in both, recomputed:
+        for m in (*wholes, *modules):
+            m.zero_grad()
+        found: list[list[Tensor]] = []
+        for layers, a_part in (modules, True), (wholes, False):
+            given = [
+                [t[mine] for t in b] if a_part else [*b]
+                for b, mine in zip(batches, mines, strict=True)
+            ]
+            xs = [g[0].clone().requires_grad_() for g in given]
+            ys = [f(layers)(x, *g[1:]) for x, g in zip(xs, given, strict=True)]
+            for y, g in reversed([*zip(ys, given, strict=True)]):
+                y.backward(upstream(y, g))
+            found.append([x.grad for x in xs])  # type: ignore[misc]
+        assert_alike(found[0], [g[mine] for g, mine in zip(found[1], mines, strict=True)])
+        for module, whole in zip(modules, wholes, strict=True):
+            assert_same_gradients(module, whole, mesh)
+
+    whole = wholes[0]
+    layers = [divided(whole, mesh, "ep", "sharded", dispatch="symmetric") for _ in range(3)]
+    given = of_rank(mesh, inputs(4 * ranks))
+    for _ in range(2):
+        sum(layer(*given) for layer in layers).sum().backward()
+    whole.zero_grad()
+    (2 * whole(*inputs(4 * ranks))).sum().backward()
+    for layer in layers:
+        assert_same_gradients(layer, whole, mesh)
+
+
+@case
+def gradients_beside_sums_in_float32(mesh):
+    """Sent in 16 bits all the same."""
+    whole = float_experts().to(torch.bfloat16)
+    module = divided(whole, mesh, "ep", "sharded", dispatch="symmetric", float32_sums=True)
+    given = [t.bfloat16() if t.is_floating_point() else t for t in inputs(4 * mesh.size())]
+    found = gradients(module, of_rank(mesh, given), trained(module))
+    want = gradients(whole, given, trained(whole))
+    own = slice(*ranges(mesh.size())[mesh.get_local_rank()])
+    for a, b in zip(found, [*of_rank(mesh, want[:3]), *(g[own] for g in want[3:])], strict=True):
+        assert (a - b).float().norm() <= 2e-2 * b.float().norm()
+
+
+@case
+def what_goes_through_collectives(mesh):
+    """Experts that are more than one operation: it is said once."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fusion_moe").addHandler(handler)
+    whole = float_experts()
+    whole.has_post_expert_norm, whole.post_expert_norm = True, nn.Identity()
     try:
-        sharded(mesh, "ep", experts(E, H, I), mesh, dispatch="symmetric")
-        whole = float_experts()
-        module = sharded(mesh, "ep", whole, mesh, dispatch="symmetric")
-        assert_same_gradients(module, whole, mesh)
+        sharded(mesh, "ep", whole, mesh, dispatch="symmetric")
     finally:
         logging.getLogger("fusion_moe").removeHandler(handler)
-    told = [message for message in told if "symmetric" in message]
-    assert len(told) == 2, told
-    assert "gradients are wanted" in told[0]
-    assert "Qwen3MoeExperts" in told[1]
+    (told,) = ([message] for message in told if "symmetric" in message)
+    assert "a Qwen3MoeExperts is more than one operation" in told[0]
 
 
 @case
@@ -1134,6 +1262,20 @@ def leaves_the_others(mesh):
 def stands_still(mesh):
     """The last rank, without ending."""
     named(mesh, lambda: time.sleep(3 * SHORT_S))
+
+
+@lost
+def leaves_before_the_backward(mesh):
+    """The last rank: the others are told so by autograd."""
+    with fusion_moe.options.override(target="auto"):
+        module = divided(adapted_experts(), mesh, "ep", "sharded", dispatch="symmetric")
+        gradients(module, inputs(4), trained(module))
+        x, ids, w = inputs(4)
+        y = module(x.requires_grad_(), ids, w)
+        if mesh.get_local_rank() == mesh.size() - 1:
+            return
+        says = f"rank {mesh.size() - 1} sent no ids of experts"
+        refuses(RankError, says, lambda: (y.sum().backward(), fusion_moe.synchronize()))
 
 
 @lost

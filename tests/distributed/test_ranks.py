@@ -19,10 +19,16 @@ CASES = Path(__file__).with_name("cases.py")
 FOUR = (
     "4:whole_experts,tokens_of_a_rank,tokens_sent_to_experts,numbers_of_tokens_that_differ,"
     "more_tokens_than_the_capacity,experts_and_features,checkpoints,"
-    "tokens_through_shared_memory,kernels_through_shared_memory"
+    "tokens_through_shared_memory,kernels_through_shared_memory,gradients_through_shared_memory,"
+    "gradients_by_kernels,backwards_of_several_calls"
 )
 LOST = ("2:dies", "2:hangs")
-NAMED = ("3:leaves_the_others", "2:stands_still", "2:layers_in_another_order")
+NAMED = (
+    "3:leaves_the_others",
+    "2:stands_still",
+    "2:layers_in_another_order",
+    "2:leaves_before_the_backward",
+)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.compiler,
@@ -91,6 +97,7 @@ def test_a_lost_rank_is_named_by_those_that_share_memory(tmp_path):
         [{"leaves_the_others": ""}] * 2,
         [{"stands_still": ""}] * 2,
         [{"layers_in_another_order": ""}] * 2,
+        [{"leaves_before_the_backward": ""}] * 2,
     ]
 
 

@@ -57,7 +57,7 @@ def program():
     rows, dense = fd.ops.partition(x, ends), tensor(2, 32, 32)
     columns = fd.ops.quantize(dense, "mxfp8_columns")
     ranks, peers = fd.define_groups("s", 2, stride=m), tensor(6, dtype="i64")
-    sums = tensor(m * 2 / ranks, 32)
+    sums, all_ids = tensor(m * 2 / ranks, 32), tensor(m * 2 / ranks, 2, dtype="i32")
     calls = {
         "cast": ([x], {"dtype": "bf16"}),
         "reshape": ([x], {"new_shape": [m * 32]}),
@@ -79,7 +79,7 @@ def program():
             {"groups": fd.define_groups("d", 2, stride=m), "experts": 4, "group": "name"},
         ),
         "combine_from": (
-            [sums, ids, tensor(2, dtype="i32", ends=ranks), peers],
+            [sums, all_ids, ids, tensor(2, dtype="i32", ends=ranks), peers],
             {"experts": 4, "group": "name"},
         ),
         "topk_ids": (

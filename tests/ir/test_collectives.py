@@ -38,7 +38,7 @@ def there_and_back(dtype: str = "f32", stride: int | None = None, **more):
     peers = fd.define_tensor(shape=[R + 4], dtype="i64")
     how = {"experts": E, "group": "g", **more}
     rows, all_ids, all_w, ends = fd.ops.dispatch(x, ids, w, peers, groups=ranks, **how)
-    y = fd.ops.combine_from(rows, ids, ends, peers, **how)
+    y = fd.ops.combine_from(rows, all_ids, ids, ends, peers, **how)
     for v in (rows, all_ids, all_w, ends, y):
         fd.add_output(v)
     return fd.fusion()
@@ -185,9 +185,9 @@ def test_sums_are_those_of_a_dispatch():
     fd = FusionDefinition()
     values = [fd.define_like(v.type) for v in combine.values if not v.type.ends]
     other = fd.define_tensor(shape=[R], dtype="i32", ends=fd.define_groups("other", R, stride=4))
-    y, ids, peers = values
+    y, all_ids, ids, peers = values
     with pytest.raises(FusionError, match="the ends are of other"):
-        fd.ops.combine_from(y, ids, other, peers, experts=E, group="g")
+        fd.ops.combine_from(y, all_ids, ids, other, peers, experts=E, group="g")
 
 
 def test_a_rank_that_fails_ends_the_others():

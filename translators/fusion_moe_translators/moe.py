@@ -583,14 +583,13 @@ def _between_ranks(
     if not isinstance(entries, int) or entries <= PEERS:
         raise ShapeError(f"peers {shown(peers.type)}", expected=f"[R + {PEERS}] for R ranks")
     ranks = fd.fresh_groups(entries - PEERS, stride=plain(rows))
-    all_x, all_ids, all_w, ends = fd.ops.dispatch(
-        x, ids, w, peers, groups=ranks, experts=experts, group=group
-    )
+    among = {"experts": experts, "group": group}
+    all_x, all_ids, all_w, ends = fd.ops.dispatch(x, ids, w, peers, groups=ranks, **among)
 
     def combine_all(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:
         sums = fd.ops.combine(y, slot_of, w) if float32_sums else combine(fd, y, slot_of, w)
         of_ranks = fd.ops.partition(sums, ends)
-        made = fd.ops.combine_from(of_ranks, ids, ends, peers, experts=experts, group=group)
+        made = fd.ops.combine_from(of_ranks, all_ids, ids, ends, peers, **among)
         return fd.ops.cast(made, dtype=y.type.dtype)
 
     return all_x, all_ids, all_w, combine_all

@@ -218,7 +218,7 @@ class SegmentWriter(Writer):
         return self._between_ranks(op, op.values[0], op.values[1], groups.count, groups.stride)
 
     def _first_combine_from(self, op: Op) -> list[str]:
-        y, ids, ends, _ = op.values
+        y, _, ids, ends, _ = op.values
         groups = ends.type.ends
         assert groups is not None
         return self._between_ranks(op, y, ids, groups.count, groups.stride)

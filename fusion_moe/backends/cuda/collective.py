@@ -35,7 +35,7 @@ class Collective(Source):
         (op,) = (op for op in fusion.ops if op.kind.role == "collective")
         self.op, self.sends, self.sums = op, op.kind.name == "dispatch", combine_before(fusion)
         rows = op.values[0]
-        groups: Groups | None = op.attrs["groups"] if self.sends else op.values[2].type.ends
+        groups: Groups | None = op.attrs["groups"] if self.sends else op.values[3].type.ends
         assert groups is not None
         self.groups, self._ranks = groups, known(groups.count)
         width = known(rows.type.shape[1])
@@ -66,7 +66,8 @@ class Collective(Source):
 
     def _exchange(self) -> tuple[str, str]:
         """The type of a call, and the call."""
-        ids, peers = self.op.values[1], self.op.values[3]
+        *_, peers = self.op.values
+        ids = self.op.values[1]
         numbers = self._ranks, known(ids.type.shape[1]), self._row_bytes
         of = ", ".join(map(str, (*numbers, self.op.attrs["experts"])))
         return f"Exchange<{of}>", f"{{{self.array(peers)}, i32({size(self._most)}), error}}"
@@ -102,14 +103,15 @@ class Collective(Source):
         ]
 
     def _combine_from(self) -> list[KernelSource]:
-        (y, ids, ends, _), (total,) = self.op.values, self.op.outputs
+        (y, all_ids, ids, ends, _), (total,) = self.op.values, self.op.outputs
         of, call = self._exchange()
         tokens, sum_of_ranks = size(plain(ids.type.shape[0])), f"SumOfRanks<{of}, {stored(ids)}, "
+        sent = self.array(all_ids), self.array(ends)
         made = self._sums() if self.sums else [f"send.copy({self.array(y)});"]
         return [
             self._kernel(
                 "send_back",
-                [f"const SendBack<{of}> send{{{call}, {self.array(ends)}}};", *made],
+                [f"const SendBack<{of}> send{{{call}, {', '.join(sent)}}};", *made],
                 self._most * self._ranks + 1,
             ),
             self._kernel(

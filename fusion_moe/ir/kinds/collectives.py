@@ -5,34 +5,41 @@ back.
     combine_from    y [R*C/s, H], this rank's sums for the tokens of all ranks -> [T, H], the sums
                     over ranks for its own
 
+Gradients take the same ways: those of a combine_from are dispatched, those of a dispatch's rows and
+weights combined.
+
 R ranks; C rows for each, as the stride of the partition s says: T if all ranks have equally many
 tokens, else the most that any of them has. Row s * C + t is token t of rank s. E experts in all are
 divided like DTensor's Shard(0), ceil(E / R) to a rank.
 
-All ranks of a group run both operations equally often and in one order. A call is a round trip:
-`combine_from` has waited for all ranks, so its rank may write into their buffers again. peers
-i64[R + 4] says where these are, for kernels that share memory (distributed/symmetric.py); the
-definitions here go through the process group.
+All ranks of a group run the same of these operations in one order. Each waits for all ranks, so
+these have ended the one before when it ends. peers i64[R + 4] says where their buffers are, for
+kernels that share memory (distributed/symmetric.py); the definitions here go through the process
+group.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import DtypeError, FusionError, ShapeError
+from ...layouts.groups import ceil_to
 from ..collectives import all_gather, all_to_all
-from ..core import Need, OpKind
+from ..core import Need, Op, OpKind, Value
 from ..types import INTS, Groups, TensorType, plain, wide
 from .rules import Types, need_dtype, need_float, need_rank, need_rows_of, need_same
 
 PEERS = 4  # entries of `peers` before the addresses of the ranks' memory
 _NAME = re.compile(r"[\w.:/,+-]+", re.ASCII)  # of a process group, in texts of programs
+_PIECE = 8  # columns, of at least 2 bytes
+_NARROW = ("bf16", "f16")
 MOST_SLOTS = 32  # of a token, for which the ranks' memory has room
 
 
@@ -127,11 +134,43 @@ def _dispatch(
     return of_all(x), of_all(ids.int(), -1), of_all(w), ends
 
 
+def _dispatch_grad(
+    fd: Any, op: Op, dx: Value | None, dids: None, dw: Value | None, dends: None
+) -> Sequence[Value | None]:
+    """What ranks found for the rows and weights that they got, added up."""
+    return [*(g and _back(fd, op, g) for g in (dx, None, dw)), None]
+
+
+def _back(fd: Any, op: Op, y: Value) -> Value:
+    """y [R*C/s, N], for the tokens of all ranks that a dispatch brought -> [T, N], the sums over
+    ranks for its own. Kernels copy pieces of 16 bytes: N is padded to them.
+    """
+    _, ids, _, peers = op.values
+    _, all_ids, _, ends = op.outputs
+    rows, width = map(plain, y.type.shape)
+    wide = ceil_to(width, _PIECE)
+    y = fd.ops.reshape(y, new_shape=(rows, width))
+    if wide != width:
+        y = fd.ops.pad(y, before=(0, 0), after=(0, wide - width), shape=(rows, wide))
+    how = {name: op.attrs[name] for name in ("experts", "group")}
+    made = fd.ops.combine_from(fd.ops.partition(y, ends), all_ids, ids, ends, peers, **how)
+    if wide == width:
+        return made
+    tokens = plain(ids.type.shape[0])
+    return fd.ops.slice(made, start_indices=(0, 0), end_indices=(tokens, width))
+
+
 def _combine_from_type(
-    y: TensorType, ids: TensorType, ends: TensorType, peers: TensorType, experts: int, group: str
+    y: TensorType,
+    all_ids: TensorType,
+    ids: TensorType,
+    ends: TensorType,
+    peers: TensorType,
+    experts: int,
+    group: str,
 ) -> Types:
-    """y [R*C/s, H], sums for the tokens of all ranks, ids int[T, k] of this rank, ends
-    i32[R]@ends(s) -> [T, H], for its own tokens.
+    """y [R*C/s, H] and all_ids i32[R*C/s, k], sums and ids of the tokens of all ranks, ids int[T,
+    k] of this rank, ends i32[R]@ends(s) -> [T, H], for its own tokens.
 
     Of each rank that holds an expert of a token, its row for that token is added, in the order of
     ranks, in float32 (f64 in float64), and the sum is rounded once.
@@ -140,11 +179,21 @@ def _combine_from_type(
     need_float("y", y)
     rows = need_rows_of("y", y, ends)
     _need_ranks(peers, ids, rows.groups, experts, group)
+    need_rank("all_ids", all_ids, 2)
+    need_dtype("all_ids", all_ids, "i32")
+    need_rows_of("all_ids", all_ids, ends)
+    need_same("slots", "all_ids", all_ids.shape[1], "ids", ids.shape[1])
     return (TensorType((plain(ids.shape[0]), y.shape[1]), y.dtype),)
 
 
 def _combine_from(
-    y: Tensor, ids: Tensor, ends: Tensor, peers: Tensor, experts: int, group: str
+    y: Tensor,
+    all_ids: Tensor,
+    ids: Tensor,
+    ends: Tensor,
+    peers: Tensor,
+    experts: int,
+    group: str,
 ) -> tuple[Tensor]:
     ranks, tokens = len(ends), len(ids)
     there = holders(ids, experts, ranks)
@@ -154,6 +203,24 @@ def _combine_from(
         # rows of tokens that have no expert there may be anything
         total += torch.where(there[:, rank, None], wide(of_rank[:tokens]), 0)
     return (total.to(y.dtype),)
+
+
+def _combine_from_grad(fd: Any, op: Op, d: Value) -> Sequence[Value | None]:
+    """Each rank gets the gradient of the tokens for which it added a row; it travels before it is
+    made wider.
+    """
+    y, _, ids, ends, peers = op.values
+    dispatched = fd.producer(ends)
+    if dispatched is None or dispatched.kind.name != "dispatch":
+        raise NotImplementedError("the derivative of combine_from without a dispatch before it")
+    made = fd.producer(d)
+    if made is not None and made.kind.name == "cast" and made.values[0].type.dtype in _NARROW:
+        (d,) = made.values
+    groups = fd.fresh_groups(ends.type.ends.count, stride=ends.type.ends.stride)
+    how = {name: op.attrs[name] for name in ("experts", "group")}
+    rows, *_ = fd.ops.dispatch(d, ids, dispatched.values[2], peers, groups=groups, **how)
+    rows = fd.ops.reshape(rows, new_shape=y.type.shape)
+    return [fd.ops.cast(rows, dtype=y.type.dtype), None, None, None, None]
 
 
 def holders(ids: Tensor, experts: int, ranks: int) -> Tensor:
@@ -169,7 +236,15 @@ def holders(ids: Tensor, experts: int, ranks: int) -> Tensor:
 
 TABLE = (
     OpKind(
-        "dispatch", _dispatch_type, _dispatch, needs=_dispatch_needs, role="collective", outputs=4
+        "dispatch",
+        _dispatch_type,
+        _dispatch,
+        _dispatch_grad,
+        _dispatch_needs,
+        role="collective",
+        outputs=4,
     ),
-    OpKind("combine_from", _combine_from_type, _combine_from, role="collective"),
+    OpKind(
+        "combine_from", _combine_from_type, _combine_from, _combine_from_grad, role="collective"
+    ),
 )

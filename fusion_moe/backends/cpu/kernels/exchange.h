@@ -1,9 +1,10 @@
 // Tokens between the ranks of a node, in memory that they share: `dispatch` and `combine_from`.
 //
-// Every rank has a region with the same sections. Others write their tokens there, and their sums
+// Every rank has a region with the same sections. Others write their tokens there, or their sums
 // for the rank's own tokens; then they set a flag to the number of the call, which the rank waits
-// for. Flags only grow, so none is ever reset. One buffer is enough, since a call is a round trip:
-// who has the sums of all ranks knows that all have read what it sent.
+// for. Flags only grow, so none is ever reset. All ranks make the same calls in one order, and each
+// waits for all ranks: when one begins call n, all others have begun call n - 1, and so ended call
+// n - 2. What calls write is there twice, for those with even and with odd numbers.
 #pragma once
 
 #include <time.h>
@@ -36,44 +37,46 @@ class Region {
     Region(i64 address, i64 ranks, i64 tokens, i64 row)
         : at_(reinterpret_cast<char*>(address)), tokens_(tokens), row_(row) {
         const i64 sizes[] = {256,
-                             i64(sizeof(Letter)) * ranks,
                              8 * PIECES * ranks,
                              8 * CHUNKS * ranks,
                              8 * CHUNKS * ranks,
+                             i64(sizeof(Letter)) * ranks,
                              4 * SLOTS * tokens * ranks,
                              4 * SLOTS * tokens * ranks,
                              row * tokens * ranks};
-        i64 end = 0;
         for (int i = 0; i < SECTIONS; ++i) {
-            begins_[i] = end;
-            end += (sizes[i] + 255) / 256 * 256;
+            begins_[i] = end_;
+            end_ += (i < TWICE ? 1 : 2) * rounded(sizes[i]);
+            nbytes_[i] = rounded(sizes[i]);
         }
-        begins_[SECTIONS] = end;
     }
 
+    i64 end() const { return end_; }
+
     Header& header() const { return *section<Header>(0); }
-    Letter& letter(i64 rank) const { return section<Letter>(1)[rank]; }
-    u64& ids_flag(i64 rank, i64 piece) const { return section<u64>(2)[rank * PIECES + piece]; }
-    u64& rows_flag(i64 rank, i64 chunk) const { return section<u64>(3)[rank * CHUNKS + chunk]; }
-    u64& sums_flag(i64 rank, i64 chunk) const { return section<u64>(4)[rank * CHUNKS + chunk]; }
-    // Of a rank, whose part is at the same place in all calls: it may be a call ahead of another
-    // one.
-    i32* ids(i64 rank) const { return section<i32>(5) + rank * tokens_ * SLOTS; }
-    float* weights(i64 rank) const { return section<float>(6) + rank * tokens_ * SLOTS; }
-    char* rows(i64 rank) const { return section<char>(7) + rank * tokens_ * row_; }
-    char* sums(i64 rank) const { return section<char>(8) + rank * tokens_ * row_; }
+    u64& ids_flag(i64 rank, i64 piece) const { return section<u64>(1)[rank * PIECES + piece]; }
+    u64& rows_flag(i64 rank, i64 chunk) const { return section<u64>(2)[rank * CHUNKS + chunk]; }
+    u64& sums_flag(i64 rank, i64 chunk) const { return section<u64>(3)[rank * CHUNKS + chunk]; }
+    // Of a rank, in a call.
+    Letter& letter(i64 rank, u64 call) const { return section<Letter>(4, call)[rank]; }
+    i32* ids(i64 rank, u64 call) const { return section<i32>(5, call) + rank * tokens_ * SLOTS; }
+    float* weights(i64 rank, u64 call) const {
+        return section<float>(6, call) + rank * tokens_ * SLOTS;
+    }
+    char* rows(i64 rank, u64 call) const { return section<char>(7, call) + rank * tokens_ * row_; }
 
   private:
-    static constexpr int SECTIONS = 8;
+    static constexpr int SECTIONS = 8, TWICE = 4;  // the first that is there twice
 
+    static i64 rounded(i64 nbytes) { return (nbytes + 255) / 256 * 256; }
     template <class T>
-    T* section(int i) const {
-        return reinterpret_cast<T*>(at_ + begins_[i]);
+    T* section(int i, u64 call = 0) const {
+        return reinterpret_cast<T*>(at_ + begins_[i] + i64(call % 2) * nbytes_[i]);
     }
 
     char* at_;
-    i64 tokens_, row_;
-    i64 begins_[SECTIONS + 1];
+    i64 tokens_, row_, end_ = 0;
+    i64 begins_[SECTIONS], nbytes_[SECTIONS];
 };
 
 // A call by one rank. each: rows for each rank.
@@ -101,16 +104,17 @@ class Exchange {
     Region region() const { return region(here); }
 
     // Whether this rank may send and wait: not without memory, nor after it waited in vain.
-    bool begin(bool first) {
+    bool begin() {
         if (peers_[2] == 0) return false;
         Region::Header& header = region().header();
         if (header.broken) return false;
-        epoch_ = header.epoch += first;
+        epoch_ = ++header.epoch;
         return each <= peers_[2] && row <= peers_[3] && slots <= Region::SLOTS
                    ? true
                    : fail(NO_ROOM, here);
     }
 
+    u64 number() const { return epoch_; }
     i64 chunks(i64 tokens) const { return tokens > chunk_ ? (tokens + chunk_ - 1) / chunk_ : 1; }
     i64 pieces(i64 tokens) const { return (chunks(tokens) + Region::PIECES - 1) / Region::PIECES; }
 
@@ -140,7 +144,7 @@ class Exchange {
     }
 
     bool agrees(i64 rank) {
-        const Region::Letter mine = letter(0), other = region().letter(rank);
+        const Region::Letter mine = letter(0), other = region().letter(rank, epoch_);
         const bool fits = i64(other.tokens) <= each;
         return other.tag == mine.tag && other.form == mine.form && fits ? true
                                                                         : fail(DISAGREES, rank);
@@ -182,13 +186,14 @@ bool dispatch(const X* x, const Id* ids, const W* w, const i64* peers, i64 ranks
               i64 experts, i64 tokens, i64 slots, i64 width, X* rows, i32* all_ids, W* all_w,
               i32* ends) {
     Exchange call(peers, ranks, each, experts, slots, width * i64(sizeof(X)));
-    if (!call.begin(true)) return false;
+    if (!call.begin()) return false;
+    const u64 n = call.number();
     call.all_ranks([&](i64 rank) {
         const Region to = call.region(rank);
-        to.letter(call.here) = call.letter(tokens);
+        to.letter(call.here, n) = call.letter(tokens);
         const i64 count = tokens * slots;
-        std::transform(ids, ids + count, to.ids(call.here), [](Id id) { return i32(id); });
-        std::transform(w, w + count, to.weights(call.here), [](W v) { return widen(v); });
+        std::transform(ids, ids + count, to.ids(call.here, n), [](Id id) { return i32(id); });
+        std::transform(w, w + count, to.weights(call.here, n), [](W v) { return widen(v); });
         for (i64 p = 0; p < call.pieces(tokens); ++p) call.set(to.ids_flag(call.here, p));
         return true;
     });
@@ -197,7 +202,7 @@ bool dispatch(const X* x, const Id* ids, const W* w, const i64* peers, i64 ranks
             const Region to = call.region(rank);
             call.for_tokens(c, tokens, [&](i64 t) {
                 if (call.needs(rank, ids + t * slots))
-                    std::memcpy(to.rows(call.here) + t * call.row, x + t * width,
+                    std::memcpy(to.rows(call.here, n) + t * call.row, x + t * width,
                                 std::size_t(call.row));
             });
             call.set(to.rows_flag(call.here, c));
@@ -209,18 +214,18 @@ bool dispatch(const X* x, const Id* ids, const W* w, const i64* peers, i64 ranks
     return call.all_ranks([&](i64 rank) {
         if (!call.wait(own.ids_flag(rank, 0), Exchange::IDS, rank) || !call.agrees(rank))
             return false;
-        const i64 there = i64(own.letter(rank).tokens), first = rank * each;
+        const i64 there = i64(own.letter(rank, n).tokens), first = rank * each;
         for (i64 p = 1; p < call.pieces(there); ++p)
             if (!call.wait(own.ids_flag(rank, p), Exchange::IDS, rank)) return false;
         ends[rank] = i32(first + there);
-        std::copy_n(own.ids(rank), there * slots, all_ids + first * slots);
-        std::transform(own.weights(rank), own.weights(rank) + there * slots, all_w + first * slots,
-                       [](float v) { return stored<W>(v); });
+        std::copy_n(own.ids(rank, n), there * slots, all_ids + first * slots);
+        std::transform(own.weights(rank, n), own.weights(rank, n) + there * slots,
+                       all_w + first * slots, [](float v) { return stored<W>(v); });
         for (i64 c = 0; c < call.chunks(there); ++c) {
             if (!call.wait(own.rows_flag(rank, c), Exchange::ROWS, rank)) return false;
             call.for_tokens(c, there, [&](i64 t) {
                 if (call.needs(call.here, all_ids + (first + t) * slots))
-                    std::memcpy(rows + (first + t) * width, own.rows(rank) + t * call.row,
+                    std::memcpy(rows + (first + t) * width, own.rows(rank, n) + t * call.row,
                                 std::size_t(call.row));
             });
         }
@@ -228,21 +233,23 @@ bool dispatch(const X* x, const Id* ids, const W* w, const i64* peers, i64 ranks
     });
 }
 
-// y [R * each, H], sums for the tokens of all ranks, of which ids [T, k] are this rank's; ends of
-// each rank's tokens -> [T, H], added in the order of ranks. False if a rank sent nothing in time.
+// y [R * each, H] and all_ids [R * each, k], sums and ids of the tokens of all ranks, of which ids
+// [T, k] are this rank's; ends of each rank's tokens -> [T, H], added in the order of ranks. False
+// if a rank sent nothing in time.
 template <class Y, class Id>
-bool combine_from(const Y* y, const Id* ids, const i32* ends, const i64* peers, i64 ranks, i64 each,
-                  i64 experts, i64 tokens, i64 slots, i64 width, Y* made) {
+bool combine_from(const Y* y, const i32* all_ids, const Id* ids, const i32* ends, const i64* peers,
+                  i64 ranks, i64 each, i64 experts, i64 tokens, i64 slots, i64 width, Y* made) {
     Exchange call(peers, ranks, each, experts, slots, width * i64(sizeof(Y)));
-    if (!call.begin(false)) return false;
+    if (!call.begin()) return false;
+    const u64 n = call.number();
     const Region own = call.region();
     call.all_ranks([&](i64 rank) {
         const Region to = call.region(rank);
         const i64 first = rank * each, there = ends[rank] - first;
         for (i64 c = 0; c < call.chunks(there); ++c) {
             call.for_tokens(c, there, [&](i64 t) {
-                if (call.needs(call.here, own.ids(rank) + t * slots))
-                    std::memcpy(to.sums(call.here) + t * call.row, y + (first + t) * width,
+                if (call.needs(call.here, all_ids + (first + t) * slots))
+                    std::memcpy(to.rows(call.here, n) + t * call.row, y + (first + t) * width,
                                 std::size_t(call.row));
             });
             call.set(to.sums_flag(call.here, c));
@@ -260,7 +267,7 @@ bool combine_from(const Y* y, const Id* ids, const i32* ends, const i64* peers, 
             float sum = 0;
             for (u64 left = holders; left; left &= left - 1)
                 sum += widen(
-                    reinterpret_cast<const Y*>(own.sums(__builtin_ctzll(left)))[t * width + h]);
+                    reinterpret_cast<const Y*>(own.rows(__builtin_ctzll(left), n))[t * width + h]);
             made[t * width + h] = stored<Y>(sum);
         }
     }

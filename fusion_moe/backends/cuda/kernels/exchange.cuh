@@ -1,10 +1,11 @@
 // Ranks of one host that store into each other's memory: each has a region, which all see.
 //
-// A call of all ranks is an epoch. A rank counts epochs in its own region, since a CUDA graph that
-// is replayed repeats its arguments. A flag is the epoch in which what it stands for was written;
-// flags are compared, and never reset. A rank begins an epoch after all others have answered it in
-// the one before. They answer when they have read what it sent, and what they answer with it has
-// read by then: so nothing is overwritten too early.
+// A call of all ranks, there or back, is an epoch. A rank counts epochs in its own region, since a
+// CUDA graph that is replayed repeats its arguments. A flag is the epoch in which what it stands
+// for was written; flags are compared, and never reset. All ranks make the same calls in one order,
+// and end none before all have sent in it: when one begins an epoch, all others have begun the one
+// before, and so ended what is before that. What ranks send has two places, for even and for odd
+// epochs: so nothing is overwritten too early.
 //
 // A kernel sends before it waits for anything, and what one waits for was sent by kernels that have
 // ended, or comes from other ranks. A rank that waits too long gives up for good: it reports the
@@ -78,9 +79,6 @@ struct Exchange {
         return reinterpret_cast<T*>(peers[4 + of] + place);
     }
     __device__ __forceinline__ Header& header() const { return *at<Header>(rank(), 0); }
-    __device__ __forceinline__ Letter& letter(i32 at_rank, i32 of) const {
-        return at<Letter>(at_rank, LETTERS)[of];
-    }
     __device__ __forceinline__ u64* ids_flag(i32 at_rank, i32 of, i32 piece) const {
         return at<u64>(at_rank, IDS_FLAGS) + of * PIECES + piece;
     }
@@ -90,19 +88,22 @@ struct Exchange {
     __device__ __forceinline__ u64* back_flag(i32 at_rank, i32 of, i32 chunk) const {
         return at<u64>(at_rank, BACK_FLAGS) + of * CHUNKS + chunk;
     }
+    // Of an epoch.
+    __device__ __forceinline__ Letter& letter(i32 at_rank, i32 of, u64 epoch) const {
+        return at<Letter>(at_rank, half(epoch))[of];
+    }
     // Of token t of rank s, whose part of a section is in one place whatever `most` is: ranks may
     // be in the next call.
-    __device__ __forceinline__ i32* ids(i32 at_rank, i32 s, i32 t) const {
-        return at<i32>(at_rank, IDS) + s * peers[2] * MOST_SLOTS + t * SLOTS;
+    __device__ __forceinline__ i32* ids(i32 at_rank, i32 s, i32 t, u64 epoch) const {
+        return at<i32>(at_rank, half(epoch) + IDS) + s * peers[2] * MOST_SLOTS + t * SLOTS;
     }
-    __device__ __forceinline__ float* weights(i32 at_rank, i32 s, i32 t) const {
-        return at<float>(at_rank, IDS + numbers()) + s * peers[2] * MOST_SLOTS + t * SLOTS;
+    __device__ __forceinline__ float* weights(i32 at_rank, i32 s, i32 t, u64 epoch) const {
+        return at<float>(at_rank, half(epoch) + IDS + numbers()) + s * peers[2] * MOST_SLOTS +
+               t * SLOTS;
     }
-    __device__ __forceinline__ uint4* row(i32 at_rank, i32 s, i32 t) const {
-        return row_in(at_rank, IDS + 2 * numbers(), s, t);
-    }
-    __device__ __forceinline__ uint4* back(i32 at_rank, i32 s, i32 t) const {
-        return row_in(at_rank, IDS + 2 * numbers() + aligned(RANKS * room()), s, t);
+    __device__ __forceinline__ uint4* row(i32 at_rank, i32 s, i32 t, u64 epoch) const {
+        return at<uint4>(at_rank, half(epoch) + IDS + 2 * numbers() + s * room()) +
+               i64(t) * PIECES_OF_ROW;
     }
 
     // The ranks that have an expert of a token, as bits.
@@ -128,6 +129,19 @@ struct Exchange {
         for (i32 k = 0; k < SLOTS; ++k)
             found |= u32(u32(ids[k]) < u32(EXPERTS) && ids[k] / EACH == mine) << k;
         return found;
+    }
+
+    // The epoch that a kernel sends in, 0 if it must not; `sent` by all its blocks, others wait.
+    __device__ __forceinline__ u64 next() const {
+        return exists() && fits() && header().broken == 0 ? header().epoch + 1 : 0;
+    }
+    __device__ __forceinline__ void sent() const {
+        if (!exists()) return;
+        __syncthreads();
+        if (threadIdx.x != 0 || add_ticket(&header().ticket) + 1 < gridDim.x) return;
+        header().ticket = 0;
+        ++header().epoch;
+        if (!fits()) fail(NO_ROOM, rank(), now());
     }
 
     // Whether the ranks share memory at all; if not, there is no header.
@@ -165,18 +179,19 @@ struct Exchange {
     }
     // bytes of all rows of a rank
     __device__ __forceinline__ i64 room() const { return peers[2] * peers[3]; }
-    __device__ __forceinline__ uint4* row_in(i32 at_rank, i64 section, i32 s, i32 t) const {
-        return at<uint4>(at_rank, section + s * room()) + i64(t) * PIECES_OF_ROW;
+    __device__ __forceinline__ i64 half(u64 epoch) const {
+        return HALVES + i64(epoch % 2) * (IDS + 2 * numbers() + aligned(RANKS * room()));
     }
     // bytes of all ids, and of all weights
     __device__ __forceinline__ i64 numbers() const {
         return aligned(RANKS * peers[2] * MOST_SLOTS * 4);
     }
 
-    static constexpr i64 LETTERS = ALIGN, IDS_FLAGS = LETTERS + aligned(RANKS * sizeof(Letter)),
+    static constexpr i64 IDS_FLAGS = ALIGN,
                          ROWS_FLAGS = IDS_FLAGS + aligned(RANKS * PIECES * sizeof(u64)),
                          BACK_FLAGS = ROWS_FLAGS + aligned(RANKS * CHUNKS * sizeof(u64)),
-                         IDS = BACK_FLAGS + aligned(RANKS * CHUNKS * sizeof(u64));
+                         HALVES = BACK_FLAGS + aligned(RANKS * CHUNKS * sizeof(u64)),
+                         IDS = aligned(RANKS * sizeof(Letter));  // after a half's begin
 };
 
 // Sends a rank's tokens to the ranks that have their experts. It waits for nobody.
@@ -190,20 +205,13 @@ struct SendTokens {
 
     __device__ void run() const {
         griddepcontrol_wait();
-        if (!e.exists()) return;
-        Header& header = e.header();
-        const u64 epoch = header.epoch + 1;
-        const bool whole = header.broken == 0 && e.fits();
+        const u64 epoch = e.next();
         const i32 pieces = e.count(tokens, e.piece()), chunks = e.count(tokens, e.chunk());
-        for (i32 i = blockIdx.x; whole && i < Exchange::RANKS * pieces; i += gridDim.x)
+        for (i32 i = blockIdx.x; epoch && i < Exchange::RANKS * pieces; i += gridDim.x)
             post(e.served(i / pieces), i % pieces, epoch);
-        for (i32 chunk = blockIdx.x; whole && chunk < chunks; chunk += gridDim.x)
+        for (i32 chunk = blockIdx.x; epoch && chunk < chunks; chunk += gridDim.x)
             send(chunk, epoch);
-        __syncthreads();
-        if (threadIdx.x != 0 || add_ticket(&header.ticket) + 1 < gridDim.x) return;
-        header.ticket = 0;
-        header.epoch = epoch;
-        if (!e.fits()) e.fail(NO_ROOM, e.rank(), now());
+        e.sent();
     }
 
   private:
@@ -212,14 +220,14 @@ struct SendTokens {
         constexpr i32 SLOTS = Exchange::SLOTS;
         const i32 mine = e.rank();
         const i32 first = piece * e.piece(), end = min(first + e.piece(), tokens);
-        i32* const their_ids = e.ids(to, mine, 0);
-        float* const their_weights = e.weights(to, mine, 0);
+        i32* const their_ids = e.ids(to, mine, 0, epoch);
+        float* const their_weights = e.weights(to, mine, 0, epoch);
         for (i32 i = first * SLOTS + threadIdx.x; i < end * SLOTS; i += blockDim.x) {
             their_ids[i] = u64(i64(ids[i])) > 0x7FFFFFFF ? -1 : i32(ids[i]);
             their_weights[i] = widen(weights[i]);
         }
         if (piece == 0 && threadIdx.x == 0) {
-            Letter& letter = e.letter(to, mine);
+            Letter& letter = e.letter(to, mine, epoch);
             letter.tokens = u64(tokens), letter.tag = e.tag(), letter.form = e.form();
         }
         __syncthreads();
@@ -239,7 +247,7 @@ struct SendTokens {
 #pragma unroll
         for (i32 n = 0; n < RANKS; ++n) {
             const i32 to = e.served(n);
-            there[n] = e.row(to, mine, first), bit[n] = 1u << to;
+            there[n] = e.row(to, mine, first, epoch), bit[n] = 1u << to;
         }
         __syncthreads();
 #pragma unroll 2
@@ -296,8 +304,8 @@ struct ReceiveTokens {
                        e.wait(e.rows_flag(mine, from, first / e.chunk() + c), epoch, OF_ROWS, from);
         __syncthreads();
         const auto came = [&](i32 t) { return t < tokens && there[(t - first) / e.chunk()]; };
-        const i32* const their_ids = e.ids(mine, from, 0);
-        const float* const their_weights = e.weights(mine, from, 0);
+        const i32* const their_ids = e.ids(mine, from, 0, epoch);
+        const float* const their_weights = e.weights(mine, from, 0, epoch);
         for (i32 i = first * SLOTS + threadIdx.x; i < end * SLOTS; i += blockDim.x) {
             const bool good = came(i / SLOTS);
             ids[before * SLOTS + i] = good ? their_ids[i] : -1;
@@ -306,7 +314,7 @@ struct ReceiveTokens {
         if (first == 0 && threadIdx.x == 0) ends[from] = before + tokens;
         for (i32 t = first + threadIdx.x; t < end; t += blockDim.x)
             wanted[t - first] = came(t) && e.is_mine(their_ids + t * SLOTS);
-        const uint4* const sent = e.row(mine, from, first);
+        const uint4* const sent = e.row(mine, from, first, epoch);
         uint4* const rows = static_cast<uint4*>(x) + i64(before + first) * PIECES;
         __syncthreads();
 #pragma unroll 4
@@ -321,7 +329,7 @@ struct ReceiveTokens {
         const i32 mine = e.rank();
         const u64 start = now();
         if (!e.wait(e.ids_flag(mine, from, 0), epoch, OF_IDS, from)) return 0;
-        const Letter& letter = e.letter(mine, from);
+        const Letter& letter = e.letter(mine, from, epoch);
         if (letter.tag != e.tag() || letter.form != e.form() || letter.tokens > u64(e.most))
             return e.fail(OF_LETTER, from, start);
         const i32 tokens = i32(letter.tokens);
@@ -336,7 +344,8 @@ struct ReceiveTokens {
 template <class Exchange>
 struct SendBack {
     Exchange e;
-    const i32* ends;  // [RANKS], as ReceiveTokens found them: letters may be others' next ones
+    const i32* ids;   // [RANKS * most, SLOTS] and
+    const i32* ends;  // [RANKS], as ReceiveTokens found them
 
     // Rows [RANKS * most] as they are.
     __device__ void copy(const void* y) const {
@@ -350,11 +359,11 @@ struct SendBack {
     template <class Made>
     __device__ __forceinline__ void run(Made made) const {
         griddepcontrol_wait();
-        if (!e.exists() || !e.fits() || e.header().broken) return;
-        const u64 epoch = e.epoch();
+        const u64 epoch = e.next();
         const i32 chunks = e.count(e.most, e.chunk());
-        for (i32 i = blockIdx.x; i < Exchange::RANKS * chunks; i += gridDim.x)
+        for (i32 i = blockIdx.x; epoch && i < Exchange::RANKS * chunks; i += gridDim.x)
             send(e.served(i / chunks), i % chunks, epoch, made);
+        e.sent();
     }
 
   private:
@@ -367,8 +376,8 @@ struct SendBack {
                   end = min(first + e.chunk(), tokens);
         if (chunk > 0 && first >= tokens) return;
         for (i32 t = first + threadIdx.x; t < end; t += blockDim.x)
-            slots[t - first] = e.slots_here(e.ids(mine, to, t));
-        uint4* const there = e.back(to, mine, first);
+            slots[t - first] = e.slots_here(ids + (to * e.most + t) * Exchange::SLOTS);
+        uint4* const there = e.row(to, mine, first, epoch);
         __syncthreads();
         for (i32 i = threadIdx.x; i < (end - first) * PIECES; i += blockDim.x) {
             const i32 t = i / PIECES;
@@ -440,8 +449,8 @@ struct SumOfRanks {
 #pragma unroll
             for (i32 r = 0; r < Exchange::RANKS; ++r) {
                 if (!(owners[t - first] >> r & 1)) continue;
-                const Vector<Number, V> found =
-                    load_vector<V>(reinterpret_cast<const Number*>(e.back(mine, r, t) + part));
+                const Vector<Number, V> found = load_vector<V>(
+                    reinterpret_cast<const Number*>(e.row(mine, r, t, epoch) + part));
 #pragma unroll
                 for (int v = 0; v < V; ++v) total[v] += widen(found.at[v]);
             }
