@@ -261,7 +261,7 @@ def send_tokens(module: nn.Module, layer: Layer, otherwise: Dispatcher) -> None:
         top_k_weights: Tensor,
         adapters: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        given = hidden_states, top_k_index, top_k_weights
+        given: tuple[Any, ...] = (hidden_states, top_k_index, top_k_weights)
         if adapters and "lora_of" in adapters:
             if not torch.compiler.is_compiling():
                 say_collectives("tokens have adapters of their own")

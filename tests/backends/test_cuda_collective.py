@@ -24,6 +24,7 @@ from fusion_moe.compile import lower, segments
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.core import Fusion
+from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.sizes import symbol
 from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
@@ -32,6 +33,7 @@ from fusion_moe.runtime.build import find_compiler
 HERE = Path(__file__).parent / "cuda_on_cpu"
 pytestmark = pytest.mark.once
 T = symbol("s0")
+EXCHANGE = ["send_tokens", "receive_tokens", "send_back", "sum_of_ranks"]
 
 
 def round_trip(
@@ -106,6 +108,36 @@ def test_sums_are_made_where_they_are_sent():
         assert products == [(0, 2**31 - 2)] * 2
         (sends,) = (kernel for kernel in kernels if kernel.name == "send_back")
         assert not spills(sass(build(sends, arch)))
+
+
+@needs_nvdisasm
+@pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+def test_gradients_take_the_same_kernels():
+    """There before all products, and back before those for weights."""
+    ranks, tokens, slots, h, inner = 4, 6, 3, 256, 128
+    fusion = fusion_of_call(
+        "fused_experts",
+        torch.zeros(tokens, h, dtype=torch.bfloat16),
+        torch.zeros(tokens, slots, dtype=torch.int64),
+        torch.zeros(tokens, slots),
+        *([torch.zeros(8, *nk, dtype=torch.bfloat16)] for nk in ((2 * inner, h), (h, inner))),
+        weight_format="bf16",
+        first_expert=8,
+        peers=torch.zeros(ranks + 4, dtype=torch.int64),
+        across="g",
+        of_experts=32,
+    )
+    backward = differentiate(fusion, [0, 2, 3, 4]).backward
+    lowered = lower(backward, TARGETS["cuda"], Options())
+    joined = join(lowered.stages[-1][1], [emit(s, TARGETS["cuda"]) for s in lowered.segments])[1]
+    assert joined
+    for arch in (A100, H200):
+        kernels = joined.choose(dict.fromkeys(joined.parts.symbols, tokens), arch).kernels
+        names = [kernel.name for kernel in kernels]
+        sent = [name for name in names if name in EXCHANGE]
+        assert sent == [*EXCHANGE, *EXCHANGE[2:]]
+        for kernel in (kernel for kernel in kernels if kernel.name in EXCHANGE):
+            assert not spills(sass(build(kernel, arch))), kernel.name
 
 
 @pytest.mark.parametrize(

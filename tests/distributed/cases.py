@@ -576,6 +576,21 @@ def compiled_with_shared_memory(mesh):
 
 
 @case
+def compiled_gradients_through_shared_memory(mesh):
+    """One graph for each pass, in which tokens are sent by the operations themselves."""
+    floats = [float_experts] if torch.__version__ >= "2.13" else []  # as in `compiled`
+    given = of_rank(mesh, inputs(4 * mesh.size()))
+    for made, backend in zip((adapted_experts, *floats), ("aot_eager", "fusion_moe"), strict=False):
+        module = divided(made(), mesh, "ep", "sharded", dispatch="symmetric")
+        torch._dynamo.reset()
+        outcomes = []
+        for f in module, torch.compile(module, backend=backend, fullgraph=True):
+            module.zero_grad()
+            outcomes.append([t.clone() for t in gradients(f, given, trained(module))])
+        assert_alike(*outcomes)
+
+
+@case
 @torch.no_grad()
 def replays_of_shared_memory(mesh):
     """CUDA graphs of two layers, replayed with other tokens, by ranks that are late now and then;

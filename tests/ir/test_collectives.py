@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusions import assert_same_bits, round_trip
+from fusions import assert_same_bits, fusion_of_call, round_trip
 
 import fusion_moe
 from fusion_moe import FusionDefinition
 from fusion_moe.encodings import NVFP4, quantize
-from fusion_moe.errors import DtypeError, FusionError, OptionError, ShapeError
+from fusion_moe.errors import DtypeError, FusionError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.ir.collectives import Together
+from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.kinds.collectives import holders
 from fusion_moe.layouts.groups import check_ends
 
@@ -77,9 +78,10 @@ def test_holders():
     assert holders(ids, E, R).int().tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 0], [0, 1, 0]]
 
 
+SHAPES = (E, 2 * I, H), (E, H, I)
 WEIGHTS = [
     quantize(torch.randn(s, generator=torch.Generator().manual_seed(1)) / 8, encoding=NVFP4)
-    for s in ((E, 2 * I, H), (E, H, I))
+    for s in SHAPES
 ]
 
 
@@ -102,6 +104,66 @@ def test_experts_of_all_ranks_are_one_program(counts, capacity, scale_on):
         )
         for y, tensors in zip(found, given, strict=True):
             torch.testing.assert_close(y, experts(*tensors, scale_on=scale_on))
+
+
+FLOATS = [torch.randn(s, generator=torch.Generator().manual_seed(1)) / 8 for s in SHAPES]
+
+
+def passes(x, ids, w, rank=None, scale_on="output", **more):
+    """The result of float experts, and all gradients for one that is drawn from tokens."""
+    mine = slice(None) if rank is None else slice(rank * EACH, (rank + 1) * EACH)
+    if rank is not None:
+        more |= {"peers": PEERS, "across": "g", "of_experts": E, "first_expert": mine.start}
+    some = [t[mine].clone().requires_grad_() for t in FLOATS]
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = torch.ops.fusion_moe.fused_experts(
+        x, ids, w, [some[0]], [some[1]], weight_format="f32", scale_on=scale_on, **more
+    )
+    y.backward((3 * x.detach().flip(-1)).sin())
+    return [y.detach(), *(t.grad for t in (x, w, *some))]
+
+
+@pytest.mark.parametrize(("counts", "capacity"), [((5, 5, 5), 0), ((5, 0, 9), 16), ((0, 0, 0), 5)])
+@pytest.mark.parametrize("more", [{}, {"scale_on": "input"}], ids=str)
+def test_gradients_are_those_of_one_process(counts, capacity, more):
+    """Bit for bit where nothing is added over ranks."""
+    given = [inputs(t, rank) for rank, t in enumerate(counts)]
+    with fusion_moe.options.override(target="reference"):
+        found = Together(R).run(lambda rank: passes(*given[rank], rank, capacity=capacity, **more))
+        want = passes(*(torch.cat(t) for t in zip(*given, strict=True)), **more)
+    for i, (of_ranks, one) in enumerate(zip(zip(*found, strict=True), want, strict=True)):
+        assert i < 2 or torch.cat(of_ranks).equal(one)
+        torch.testing.assert_close(torch.cat(of_ranks), one)
+
+
+def test_a_derivative_sends_each_gradient_once():
+    """In 16 bits what the result has in 16 bits; what it saves does not keep ranks' memory."""
+    x, ids, w = inputs(4)
+    some = [t.bfloat16() for t in FLOATS]
+    how = {"weight_format": "bf16", "peers": PEERS, "across": "g", "of_experts": R * E}
+    fusion = fusion_of_call(
+        *("fused_experts", x.bfloat16(), ids, w, [some[0]], [some[1]]),
+        **{"first_expert": 0, "float32_sums": True, **how},
+    )
+    backward = differentiate(fusion, [0, 2, 3, 4]).backward
+    sent = [op for op in backward.ops if op.kind.role == "collective"]
+    assert [op.kind.name for op in sent] == ["dispatch", "combine_from", "combine_from"]
+    assert [op.values[0].type.dtype for op in sent] == ["bf16", "bf16", "f32"]
+    only_weights = differentiate(fusion, [3]).backward
+    assert [op.kind.name for op in only_weights.ops if op.kind.role == "collective"] == ["dispatch"]
+
+
+def test_sums_without_a_dispatch_have_no_derivative():
+    fd = FusionDefinition()
+    ranks = fd.define_groups("s", R, stride=4)
+    y = fd.define_tensor(shape=[R * 4 / ranks, H], dtype="f32")
+    all_ids = fd.define_tensor(shape=[R * 4 / ranks, K], dtype="i32")
+    ids = fd.define_tensor(shape=[4, K], dtype="i64")
+    ends = fd.define_tensor(shape=[R], dtype="i32", ends=ranks)
+    peers = fd.define_tensor(shape=[R + 4], dtype="i64")
+    fd.add_output(fd.ops.combine_from(y, all_ids, ids, ends, peers, experts=E, group="g"))
+    with pytest.raises(UnsupportedError, match="without a dispatch before it"):
+        differentiate(fd.fusion(), [0])
 
 
 def test_explain_says_what_a_rank_waits_for():

@@ -22,6 +22,7 @@ from fusion_moe.layouts import LAYOUTS, SF128x4
 
 ROWS, ENDS = "32 rows of two groups, of 32 features", "the ends of the groups"
 RANKED, OF_RANKS = "32 rows of one rank", "where its tokens end"
+SLOTS_OF_RANKS = "the slots of these rows"
 X, COLUMN, VECTOR, SLOTS, MATRICES = (32, 32), (32, 1), (32,), (16, 2), (2, 32, 32)
 STORED_IN = dict.fromkeys((*DTYPES, *ENCODINGS))
 TRUTH, ROUTING = (True, False), ("softmax", "sigmoid")
@@ -84,7 +85,7 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
     "index_select": [([X, VECTOR], each("dim", (0, 1))), ([ROWS, VECTOR], each("dim", (0, 1)))],
     "index_put_accumulate": [([X, VECTOR, X], [{}]), ([VECTOR, VECTOR, VECTOR], [{}])],
     "dispatch": [([X, (32, 2), (32, 2), (5,)], [{"groups": (1, 32), **AMONG}])],
-    "combine_from": [([RANKED, SLOTS, OF_RANKS, (5,)], [AMONG])],
+    "combine_from": [([RANKED, SLOTS_OF_RANKS, SLOTS, OF_RANKS, (5,)], [AMONG])],
     "invert": [([SLOTS], [{"rows": 32}])],
     "combine": [([X, SLOTS, SLOTS], [{}])],
     "topk_ids": [
@@ -167,6 +168,8 @@ def program(name, operands, dtypes, attrs):
             values[i] = fd.define_tensor(shape=[2], dtype="i32", ends=groups)
         elif o == OF_RANKS:
             values[i] = fd.define_tensor(shape=[1], dtype="i32", ends=ranks)
+        elif o == SLOTS_OF_RANKS:
+            values[i] = fd.define_tensor(shape=[32 / ranks, 2], dtype="i32")
         elif i in dtypes:
             rows = {ROWS: [32 / groups, 32], RANKED: [32 / ranks, 32]}
             values[i] = fd.define_tensor(shape=rows.get(o, o), dtype=dtypes[i])

@@ -583,7 +583,7 @@ def _between_ranks(
     if not isinstance(entries, int) or entries <= PEERS:
         raise ShapeError(f"peers {shown(peers.type)}", expected=f"[R + {PEERS}] for R ranks")
     ranks = fd.fresh_groups(entries - PEERS, stride=plain(rows))
-    among = {"experts": experts, "group": group}
+    among: dict[str, Any] = {"experts": experts, "group": group}
     all_x, all_ids, all_w, ends = fd.ops.dispatch(x, ids, w, peers, groups=ranks, **among)
 
     def combine_all(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:

@@ -34,7 +34,7 @@ from ...layouts.groups import ceil_to
 from ..collectives import all_gather, all_to_all
 from ..core import Need, Op, OpKind, Value
 from ..types import INTS, Groups, TensorType, plain, wide
-from .rules import Types, need_dtype, need_float, need_rank, need_rows_of, need_same
+from .rules import Types, need_dtype, need_ends, need_float, need_rank, need_rows_of, need_same
 
 PEERS = 4  # entries of `peers` before the addresses of the ranks' memory
 _NAME = re.compile(r"[\w.:/,+-]+", re.ASCII)  # of a process group, in texts of programs
@@ -148,7 +148,7 @@ def _back(fd: Any, op: Op, y: Value) -> Value:
     _, ids, _, peers = op.values
     _, all_ids, _, ends = op.outputs
     rows, width = map(plain, y.type.shape)
-    wide = ceil_to(width, _PIECE)
+    wide = ceil_to(width, _PIECE) if isinstance(width, int) else width
     y = fd.ops.reshape(y, new_shape=(rows, width))
     if wide != width:
         y = fd.ops.pad(y, before=(0, 0), after=(0, wide - width), shape=(rows, wide))
@@ -216,7 +216,8 @@ def _combine_from_grad(fd: Any, op: Op, d: Value) -> Sequence[Value | None]:
     made = fd.producer(d)
     if made is not None and made.kind.name == "cast" and made.values[0].type.dtype in _NARROW:
         (d,) = made.values
-    groups = fd.fresh_groups(ends.type.ends.count, stride=ends.type.ends.stride)
+    of = need_ends(ends.type)
+    groups = fd.fresh_groups(of.count, stride=of.stride)
     how = {name: op.attrs[name] for name in ("experts", "group")}
     rows, *_ = fd.ops.dispatch(d, ids, dispatched.values[2], peers, groups=groups, **how)
     rows = fd.ops.reshape(rows, new_shape=y.type.shape)
