@@ -17,8 +17,10 @@ from routings import Partition, Routing, partitions, routings
 
 from fusion_moe import FusionDefinition
 from fusion_moe.encodings import MXFP8, NVFP4, dequantize, quantize
+from fusion_moe.ir.collectives import Together
 from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.kinds import KINDS
+from fusion_moe.ir.kinds.collectives import PEERS, holders
 from fusion_moe.ir.kinds.quantized import STRAIGHT_THROUGH
 
 CASES: dict[str, set[str]] = {}
@@ -70,6 +72,28 @@ def check(build, plain, *tensors, wrt=None, rtol=1e-10):
         torch.testing.assert_close(
             a.double(), b, rtol=rtol, atol=rtol * max(1, b.abs().max().item() if b.numel() else 0)
         )
+
+
+@about("dispatch", "combine_from")
+def test_between_ranks():
+    """Each adds up what those that hold an expert of a token make of it."""
+    ranks, tokens, slots, how = 3, 4, 2, {"experts": 5, "group": "g"}
+
+    def build(fd, x, ids, w, peers):
+        of_ranks = fd.define_groups("s", ranks, stride=tokens)
+        rows, all_ids, all_w, ends = fd.ops.dispatch(x, ids, w, peers, groups=of_ranks, **how)
+        y = rows * rows * fd.ops.sum(all_w, dims=(1,), keepdim=True)
+        return fd.ops.combine_from(y, all_ids, ids, ends, peers, **how)
+
+    def of_rank(rank):
+        g = torch.Generator().manual_seed(rank)
+        ids = torch.randint(-1, 5, (tokens, slots), generator=g)
+        many = holders(ids, 5, ranks).sum(1, keepdim=True)
+        x, w = (torch.randn(tokens, n, generator=g, dtype=torch.float64) for n in (3, slots))
+        peers = torch.zeros(ranks + PEERS, dtype=torch.int64)
+        check(build, lambda x, _, w, __: many * x * x * w.sum(1, keepdim=True), x, ids, w, peers)
+
+    Together(ranks).run(of_rank)
 
 
 DIFFERENTIABLE = [name for name in UNARY if KINDS[name].grad]
